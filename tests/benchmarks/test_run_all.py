@@ -9,8 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 import results
 import run_all
 from results import Figure, Run
@@ -34,6 +32,10 @@ def write_script(folder: Path, name: str, *lines: dict, then: str = "", constant
 
 def figure(name: str, value: float, **bounds: float) -> dict:
     return {"name": name, "value": value, **bounds}
+
+
+def figures_of(folder: Path) -> dict[str, list[tuple[str, float]]]:
+    return {name: [(f.name, f.value) for f in run.figures] for name, run in results.read(folder).items()}
 
 
 def run_of(*figures: Figure, **more) -> Run:
@@ -78,12 +80,7 @@ def test_scripts_that_do_not_run_keep_their_figures_and_those_that_are_gone_do_n
     results.write({"one": run_of(Figure("a", 9.0)), "gone": run_of(Figure("z", 9.0))}, folder=tmp_path)
     assert run_all.main(["--only", "two"], tmp_path) == 1
     assert run_all.main(["--only", "three"], tmp_path) == 0  # what fell short before is not judged again
-    kept = results.read(tmp_path)
-    assert {name: [(f.name, f.value) for f in run.figures] for name, run in kept.items()} == {
-        "one": [("a", 9.0)],
-        "two": [("b", 2.0)],
-        "three": [("c", 3.0)],
-    }
+    assert figures_of(tmp_path) == {"one": [("a", 9.0)], "two": [("b", 2.0)], "three": [("c", 3.0)]}
     (tmp_path / "four.py").write_text(PROGRAM + "    pass\n")
     assert run_all.main(["--only", "two", "three"], tmp_path) == 1
     assert "| four |  |  |  |  |  | not run yet |" in (tmp_path / "RESULTS.md").read_text()
@@ -101,8 +98,7 @@ def test_a_run_that_fails_keeps_the_older_figures_until_one_succeeds(tmp_path, c
         assert re.fullmatch(r"the run of 20.*:\d\d failed \(exit status 3\), the figures are older", kept.problem)
     write_script(tmp_path, "one", figure("a", 1.0))
     assert run_all.main([], tmp_path) == 0
-    found = results.read(tmp_path)["one"]
-    assert (found.problem, [f.value for f in found.figures]) == ("", [1.0])
+    assert (results.read(tmp_path)["one"].problem, figures_of(tmp_path)) == ("", {"one": [("a", 1.0)]})
 
 
 def test_a_script_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path):
@@ -144,14 +140,12 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("pictures", [True, False])
-def test_a_script_gets_its_flags_and_draws_its_own_picture(pictures, tmp_path):
+def test_a_script_gets_its_flags_and_draws_its_own_picture(tmp_path):
     then = f"open('{tmp_path}/flags', 'w').write(json.dumps(sys.argv[1:]))"
     write_script(tmp_path, "draws", then=then, constants='PICTURE = "docs/pictures/some.png"\nFLAGS = ("--full",)\n')
-    run_all.measure(tmp_path / "draws.py", pictures=pictures)
-    flags = json.loads((tmp_path / "flags").read_text())
-    expected = ["--full", "--plot", os.path.join(run_all.ROOT, "docs/pictures/some.png")] if pictures else ["--full"]
-    assert flags[:-2] == expected
+    for pictures, more in ((True, ["--plot", os.path.join(run_all.ROOT, "docs/pictures/some.png")]), (False, [])):
+        run_all.measure(tmp_path / "draws.py", pictures=pictures)
+        assert json.loads((tmp_path / "flags").read_text())[:-2] == ["--full", *more]
 
 
 def test_runs_are_read_as_they_were_written(tmp_path):

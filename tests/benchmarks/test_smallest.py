@@ -25,9 +25,10 @@ from support.kept_programs import nothing_kept
 EXACT = ("difference", "bubble of", "names change", "that cross", "collectives in", "s in a step", "gain over")
 # starting a training is a figure of time alone; test_models.py compares the other models with independent ones
 PARTS = {"instances": ["--only", "steps"], "models": ["--only", "recommender"]}
-# scripts that compare nothing, that start several processes, or whose programs other tests compare: a part of the slow
-# tests runs them
-SLOW = {"checkpoints", "distributed_lesson", "floods", "instances", "models", "monitor", "replicas", "thread_pool"}
+# scripts that compare nothing, that start several processes, that are like quicker ones, or whose programs other tests
+# compare: a part of the slow tests runs them
+SLOW = {"checkpoints", "distributed_lesson", "floods", "gpt", "growth", "instances", "models", "monitor"}
+SLOW |= {"compile_time", "memory", "replicas", "shared_cores", "thread_pool"}
 # scripts whose programs compute nothing that could be compared
 UNCOMPARED = {"checkpoints", "compile_time", "distributed_lesson", "floods", "memory", "monitor"}
 UNCOMPARED |= {"shared_cores", "thread_pool"}

@@ -1,6 +1,7 @@
 """Test which module may import which, by reading the imports; and that importing our packages touches no device."""
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
@@ -20,23 +21,8 @@ PACKAGES = ("ipu_jax", "sharded_ops", "mnist_example")
 # The wings of ipu_jax, and what each may import besides itself. A file at the top of ipu_jax is a wing of its own, or
 # belongs to the ground, which everything may import and which imports nothing above it. Add a new wing or file here.
 GROUND = (
-    "_checks",
-    "_cli",
-    "_collectives",
-    "_guard",
-    "_instances",
-    "_jaxprs",
-    "_keys",
-    "_observer",
-    "_on_demand",
-    "_terminal",
-    "_tracebacks",
-    "_version",
-    "devices",
-    "options",
-    "processes",
-    "replacing",
-    "stage",
+    *("_checks", "_cli", "_collectives", "_guard", "_instances", "_jaxprs", "_keys", "_observer", "_on_demand"),
+    *("_terminal", "_tracebacks", "_version", "devices", "options", "processes", "replacing", "stage"),
 )
 WINGS: dict[str, set[str]] = {
     "schedules": set(),
@@ -64,37 +50,23 @@ PROGRAMS = ("tools", "__main__")
 OF_COMMANDS = ("ipu_jax._cli.", "ipu_jax.distributed.commands.", "ipu_jax.loop.progress.", "ipu_jax.replacing.")
 # Commands and what they import at the top: a wrong command line is refused without waiting for jax.
 COMMANDS = (
-    "ipu_jax.tools.sharded_embedding_tool",
-    "ipu_jax.tools.sharded_matmul_tool",
-    "ipu_jax.tools.self_test",
-    "mnist_example.run_sharded_mnist",
-    "mnist_example.benchmark_dataset",
-    "mnist_example.data",
-    "ipu_jax.distributed.poprun",
-    "ipu_jax.distributed.launcher.agent",
-    "ipu_jax.observe.info",
-    "ipu_jax.observe.monitor.command",
+    *("ipu_jax.tools.sharded_embedding_tool", "ipu_jax.tools.sharded_matmul_tool", "ipu_jax.tools.self_test"),
+    *("mnist_example.run_sharded_mnist", "mnist_example.benchmark_dataset", "mnist_example.data"),
+    *("ipu_jax.distributed.poprun", "ipu_jax.distributed.launcher.agent"),
+    *("ipu_jax.observe.info", "ipu_jax.observe.monitor.command"),
 )
 
 # They must run without jax: a picture of a schedule needs no device, and the launcher must start quickly.
 PLAIN = (
-    "schedules",
-    "data.order",
-    "data.prefetch",
-    "processes.beacons",
-    "processes.identity",
-    "processes.own_record",
-    "_terminal",
-    "observe.monitor",
-    "distributed.poprun",
-    "distributed.launcher",
-    "distributed.environment",
+    *("schedules", "data.order", "data.prefetch", "processes.beacons", "processes.identity", "processes.own_record"),
+    *("_terminal", "observe.monitor", "distributed.poprun", "distributed.launcher", "distributed.environment"),
     "checkpoints.errors",
 )
-# They import jax only in functions that need it.
-PLAIN_AT_FIRST = ("distributed.popdist",)
+PLAIN_AT_FIRST = "distributed.popdist"  # it imports jax only in functions that need it
+HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
 
+@functools.cache
 def imported_modules(path: Path, root: Path = ROOT) -> set[str]:
     """Return the dotted names that a file imports anywhere in it; `from a import b` gives both `a` and `a.b`."""
     package = path.relative_to(root).parent.parts
@@ -113,6 +85,7 @@ def packages_imported(path: Path, root: Path = ROOT) -> set[str]:
     return {name.split(".")[0] for name in imported_modules(path, root)}
 
 
+@functools.cache
 def files_of(package: str) -> list[Path]:
     files = sorted((ROOT / package).rglob("*.py"))
     assert files, f"{package} is empty"
@@ -124,24 +97,17 @@ def wing_of(name: str) -> str:
     return name.split(".")[1]
 
 
+@functools.cache
 def modules_of(package: str) -> dict[str, Path]:
     """Return the files of a package by their dotted names; a folder's `__init__` has the folder's name."""
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files_of(package)}
     return {name.removesuffix(".__init__"): path for name, path in names.items()}
 
 
-def siblings_imported(path: Path) -> set[str]:
-    """Return the modules and folders of ipu_jax that a file imports."""
-    return imported_modules(path) & modules_of("ipu_jax").keys()
-
-
-@pytest.mark.parametrize(
-    ("package", "forbidden"),
-    [("sharded_ops", {"ipu_jax", "mnist_example"}), ("ipu_jax", {"mnist_example"})],
-)
-def test_libraries_know_nothing_of_what_is_built_on_them(package, forbidden):
-    for path in files_of(package):
-        assert not packages_imported(path) & forbidden, path
+def test_libraries_know_nothing_of_what_is_built_on_them():
+    for package, forbidden in (("sharded_ops", {"ipu_jax", "mnist_example"}), ("ipu_jax", {"mnist_example"})):
+        for path in files_of(package):
+            assert not packages_imported(path) & forbidden, path
 
 
 def test_imports_between_the_wings_of_ipu_jax_point_down():
@@ -159,27 +125,17 @@ def test_the_wings_stand_on_each_other_without_a_circle():
     graphlib.TopologicalSorter(WINGS).prepare()
 
 
-def rows_of_the_table():
-    """Return the rows of the table of wings in docs/architecture.md: name, lines, imports."""
+def test_the_table_of_the_wings_names_each_with_its_imports_and_about_its_lines():
     page = (ROOT / "docs/architecture.md").read_text()
     rows = re.findall(r"^\| `?([\w ]+?)`? \| ([\d,]+) \| (.*) \|$", page, re.MULTILINE)
-    return [(name, int(lines.replace(",", "")), imports) for name, lines, imports in rows]
-
-
-def test_the_table_of_the_wings_names_each_with_its_imports():
-    shown = {name: {*imports.split(", ")} - {"nothing"} for name, _, imports in rows_of_the_table()}
+    shown = {name: {*imports.split(", ")} - {"nothing"} for name, _, imports in rows}
     assert shown == WINGS | {"the ground": {"nothing above it"}, "tools": {"public names only"}}
-
-
-def test_the_table_of_the_wings_has_about_as_many_lines_as_the_code():
-    for name, shown, _ in rows_of_the_table():
-        wings = GROUND if name == "the ground" else (name,)
-        files = [
-            path for module, path in modules_of("ipu_jax").items() if module != "ipu_jax" and wing_of(module) in wings
-        ]
-        lines = sum(len(path.read_text().splitlines()) for path in files)
-        assert shown % 100 == 0
-        assert abs(shown - lines) <= 100 + lines / 10, f"{name} has {lines} lines: write so in docs/architecture.md"
+    paths = {module: path for module, path in modules_of("ipu_jax").items() if module != "ipu_jax"}
+    for name, text, _ in rows:
+        wings, told = GROUND if name == "the ground" else (name,), int(text.replace(",", ""))
+        lines = sum(len(path.read_text().splitlines()) for module, path in paths.items() if wing_of(module) in wings)
+        assert told % 100 == 0
+        assert abs(told - lines) <= 100 + lines / 10, f"{name} has {lines} lines: write so in docs/architecture.md"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -249,30 +205,32 @@ def test_plain_modules_import_no_jax(module):
     while waiting:
         name = waiting.pop()
         seen.add(name)
-        assert not packages_imported(modules[name]) & {"jax", "jaxlib", "flax", "optax", "orbax"}, name
+        assert not packages_imported(modules[name]) & HEAVY, name
         # the package imports its public names on demand, which the next test holds
-        waiting |= siblings_imported(modules[name]) - seen - {"ipu_jax"}
+        waiting |= imported_modules(modules[name]) & modules.keys() - seen - {"ipu_jax"}
 
 
-@pytest.mark.parametrize("module", [*PLAIN, *PLAIN_AT_FIRST])
-def test_plain_modules_load_no_jax(module):
-    assert loaded_by(f"import ipu_jax.{module}") == "[]"
-
-
-def test_commands_load_no_jax():
-    assert loaded_by(f"import {', '.join(COMMANDS)}") == "[]"
+def test_plain_modules_and_commands_load_no_jax():
+    import_without(HEAVY, *(f"ipu_jax.{module}" for module in (*PLAIN, PLAIN_AT_FIRST)), *COMMANDS)
 
 
 def test_only_the_monitor_loads_what_it_shows_processes_with():
-    trains = "import ipu_jax.training.step, ipu_jax.data.feed, ipu_jax.distributed._instance, ipu_jax.observe.tracing"
-    trains += "; ipu_jax.InFlight()"
-    assert loaded_by(trains, {"psutil", "rich"}) == "[]"
+    trains = ("training.step", "data.feed", "distributed._instance", "observe.tracing")
+    import_without({"psutil", "rich"}, *(f"ipu_jax.{name}" for name in trains), then="ipu_jax.InFlight()")
 
 
-def loaded_by(code: str, packages: Set[str] = frozenset({"jax", "jaxlib", "flax", "optax", "orbax"})) -> str:
-    return run_python(f"""{code}
-import sys
-print(sorted({{name.split(".")[0] for name in sys.modules}} & {set(packages)}))
+def import_without(unwanted: Set[str], *modules: str, then: str = "") -> None:
+    """Import modules in one process, which fails at the first that has loaded an unwanted package."""
+    run_python(f"""
+import importlib, sys, ipu_jax
+def check(name):
+    loaded = {{each.split(".")[0] for each in sys.modules}} & {set(unwanted)}
+    assert not loaded, f"{{name}} loads {{loaded}}"
+for name in {modules!r}:
+    importlib.import_module(name)
+    check(name)
+{then}
+check("what follows")
 """)
 
 
@@ -304,21 +262,12 @@ print(len(jax.devices()))
     assert run_python(code) == "3"
 
 
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("import a.b", {"a.b"}),
-        ("from a import b", {"a", "a.b"}),
-        ("from . import b", {"ipu_jax", "ipu_jax.b"}),
-        ("from .b import c", {"ipu_jax.b", "ipu_jax.b.c"}),
-        ("def f():\n    import hidden", {"hidden"}),
-    ],
-)
-def test_the_reader_of_imports_sees_every_kind(tmp_path, source, expected):
+def test_the_reader_of_imports_sees_every_kind(tmp_path):
     path = tmp_path / "ipu_jax" / "module.py"
     path.parent.mkdir()
-    path.write_text(source)
-    assert imported_modules(path, root=tmp_path) == expected
+    path.write_text("import a.b\nfrom c import d\nfrom . import e\nfrom .f import g\ndef f():\n    import hidden")
+    own = {"ipu_jax", "ipu_jax.e", "ipu_jax.f", "ipu_jax.f.g"}
+    assert imported_modules(path, root=tmp_path) == {"a.b", "c", "c.d", "hidden"} | own
 
 
 def run_python(code: str) -> str:

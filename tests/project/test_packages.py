@@ -22,12 +22,7 @@ COMMANDS = sorted(PROJECT["scripts"])
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        list(map(str, command)),
-        cwd=cwd,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
+        list(map(str, command)), cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=240
     )
 
 
@@ -113,19 +108,11 @@ def test_the_wheel_installs_all_commands(installed):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_of_the_wheel_helps_and_refuses(command, installed, tmp_path):
-    def ran(flag: str) -> subprocess.CompletedProcess[str]:
-        return run(sys.executable, "-P", installed / "bin" / command, flag, cwd=tmp_path, PYTHONPATH=str(installed))
-
-    helped, refused, versions = ran("--help"), ran("--no-such-flag"), ran("--version")
-    assert (helped.returncode, helped.stderr) == (0, "")
-    assert helped.stdout.startswith(f"usage: {command} ")
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert "--no-such-flag" in refused.stderr
-    assert refused.stderr.startswith(f"{command}: ")
-    assert len(refused.stderr.splitlines()) == 1
-    assert (versions.returncode, versions.stderr) == (0, "")
-    assert versions.stdout.startswith(f"{command} {ipu_jax.__version__} (")
+def test_a_command_of_the_wheel_starts(command, installed, tmp_path):
+    script = installed / "bin" / command
+    done = run(sys.executable, "-P", script, "--version", cwd=tmp_path, PYTHONPATH=str(installed))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{command} {ipu_jax.__version__} (")
 
 
 TRAIN = "run-sharded-mnist --pipeline-mode concurrent --synthetic-data --run-single-step"

@@ -1,141 +1,159 @@
-"""Test what wrong values say: each ends with status 2 and its one line, the same for every flag of its kind."""
+"""Test the command lines of `wrong_command_lines.txt`: status 2 and one line that names the flag and the mend.
+
+All are tried in this process, with the function removed by which each command first uses jax. Some, and all of
+them in a slow test, are also tried as processes, which must need less than two seconds.
+"""
 
 import os
+import resource
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import pytest
 
-from ipu_jax.tools import sharded_embedding_tool, sharded_matmul_tool, split_matmul, tied_embedding
+import ipu_jax
+from ipu_jax.distributed import poprun
+from ipu_jax.observe import info
+from ipu_jax.observe.monitor import command
+from ipu_jax.tools import self_test, sharded_embedding_tool, sharded_matmul_tool
 from mnist_example import benchmark_dataset, data, run_sharded_mnist, training
-from mnist_example.data import synthetic_mnist
 
-TRAIN = "--pipeline-mode concurrent --synthetic-data --batch-size 4 --gradient-accumulation 5"
-READ = "--synthetic-data --batch-size 4 --gradient-accumulation 5"
-WORKERS = "--async-dataloader"
-
-PROGRAMS = {
-    "run-sharded-mnist": run_sharded_mnist.main,
-    "benchmark-dataset": benchmark_dataset.main,
-    "sharded-embedding-tool": sharded_embedding_tool.main,
-    "sharded-matmul-tool": sharded_matmul_tool.main,
+ROOT = Path(__file__).parents[2]
+COMMANDS = {
+    "m": ("run-sharded-mnist", run_sharded_mnist),
+    "b": ("benchmark-dataset", benchmark_dataset),
+    "e": ("sharded-embedding-tool", sharded_embedding_tool),
+    "x": ("sharded-matmul-tool", sharded_matmul_tool),
+    "p": ("python -m ipu_jax", self_test),
+    "r": ("poprun", poprun),
+    "w": ("ipu-monitor", command),
+    "i": ("ipu-info", info),
 }
-NO_COUNTS = ("-1", "0", "nan", "inf", "1e400", "", " ", "1.5")
-NO_NUMBERS = ("-1", "0", "-0", "nan", "inf", "-inf", "1e400", "1e-400", "", " ", "True")
-HUGE = "99999999999999999999"
-
-COUNT = "{} is not a count: give a whole number of at least 1"
-POSITIVE = "{} is not a positive number: give one such as 0.01"
-PATH = "{} is no path: give one that is not empty"
-UNKNOWN = "unrecognized arguments: more: every value needs a flag before it; --help lists them"
-WHOLE = "{} is not a whole number of at least 1"
-LARGE = "{} is too large: give {} at most"
+MODULES = dict(COMMANDS.values())
+ALWAYS = {"M": "--pipeline-mode concurrent --synthetic-data ", "B": "--synthetic-data "}
 
 
-def cases():
-    """(program, arguments, line) without the program's name; {} in a line stands for the value."""
-    both = (("run-sharded-mnist", TRAIN), ("benchmark-dataset", READ))
-    for program, rest in both:
-        # most of the parser is common, so one program is tested with all lines, the other with a sample
-        counts = NO_COUNTS if program == "run-sharded-mnist" else NO_COUNTS[:2]
-        for flag in ("--ipus", "--replicas", "--batch-size", "--num-workers"):
-            for value in counts:
-                yield (
-                    program,
-                    [*rest.split(), WORKERS, f"{flag}={value}"],
-                    f"argument {flag}: {COUNT.format(repr(value))}",
-                )
-        for value in NO_NUMBERS if program == "run-sharded-mnist" else NO_NUMBERS[:3]:
-            for flag in ("--epochs", "--learning-rate"):
-                yield program, [*rest.split(), f"{flag}={value}"], f"argument {flag}: {POSITIVE.format(repr(value))}"
-        # float32 can represent neither: the step would be infinite, or zero
-        for value in ("1e39", "1e300", "1e-39"):
-            yield (
-                program,
-                [*rest.split(), "--learning-rate", value],
-                f"argument --learning-rate: {POSITIVE.format(repr(value))}",
-            )
-        for value in ("1e300", HUGE, "1000001"):
-            line = f"--epochs {float(value):g} would never end: give 1000000 at most"
-            yield program, [*rest.split(), "--epochs", value], line
-        for value in ("1025", HUGE):
-            line = f"--num-workers {value} are more threads than help: give 1024 at most"
-            yield program, [*rest.split(), WORKERS, "--num-workers", value], line
-        for value in ("-1", "4294967296", "1.0", "nan", ""):
-            line = f"argument --seed: {value!r} is not a seed: give a whole number from 0 to 4294967295"
-            yield program, [*rest.split(), f"--seed={value}"], line
-        for flag in ("--plot", "--executable-cache"):
-            for value in ("", "a\0b"):
-                yield program, [*rest.split(), f"{flag}={value}"], f"argument {flag}: {PATH.format(repr(value))}"
-        yield program, ["--data-dir", ""], f"argument --data-dir: {PATH.format(repr(''))}"
-        yield program, [*rest.split(), "more"], UNKNOWN
-        line = "argument --epochs: expected one argument: give one as --epochs=VALUE, or see --help"
-        yield program, [*rest.split(), "--epochs"], line
-    sizes = {
-        "sharded-embedding-tool": ("--ipus", "--vocab-size", "--feature-size", "--sequence-length"),
-        "sharded-matmul-tool": ("--ipus", "--rows", "--cols", "--outsize"),
-    }
-    for program, flags in sizes.items():
-        for flag in flags:
-            for value in NO_COUNTS:
-                yield program, [f"{flag}={value}"], f"argument {flag}: {WHOLE.format(repr(value))}"
-            for value in (HUGE, "2147483648"):
-                most = 1024 if flag == "--ipus" else 2147483647
-                yield program, [flag, value], f"argument {flag}: {LARGE.format(repr(value), most)}"
-        yield program, ["more"], UNKNOWN
+class Line(NamedTuple):
+    program: str
+    arguments: list[str]
+    names: str
+    mend: str
 
 
-@pytest.fixture(autouse=True)
-def nothing_runs(monkeypatch):
-    """Remove everything that runs after flags and data are checked, so that a test fails if it is called."""
-    jax.devices()  # the backend runs with 8 IPUs: more cannot be made
-    monkeypatch.setattr(data, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 103, 25))
+def read_lines() -> list[Line]:
+    lines: list[Line] = []
+    for row in Path(__file__).with_name("wrong_command_lines.txt").read_text().splitlines():
+        if row and not row.startswith("#"):
+            typed, names, mend = (part.strip() for part in row.split(" | "))
+            letter, _, rest = typed.partition(" ")
+            program, _ = COMMANDS[letter.lower()]
+            lines.append(Line(program, shlex.split(ALWAYS.get(letter, "") + rest), names, mend))
+    return lines
+
+
+LINES = read_lines()
+
+
+def assert_refused(line: Line, status: object, out: str, err: str) -> None:
+    what = (line.program, line.arguments, err)
+    assert status == 2, what
+    assert err.count("\n") == 1, what
+    assert err.startswith(f"{line.program}: "), what
+    assert line.names in err, what
+    assert line.mend in err[err.index(line.names) + len(line.names) :], what
+    assert out == "", what
+
+
+def test_there_are_300_of_them_over_all_commands():
+    assert len(LINES) >= 300
+    assert len({(line.program, *line.arguments) for line in LINES}) == len(LINES)
+    assert {line.program for line in LINES} == set(MODULES)
+
+
+@pytest.fixture
+def no_jax(monkeypatch, tmp_path):
+    """Remove what each command first calls of jax, and the training, and work in an empty folder."""
+    monkeypatch.setattr(ipu_jax, "configure", None)
     monkeypatch.setattr(training.Training, "run", None)
-    monkeypatch.setattr(training, "read", None)
-    monkeypatch.setattr(tied_embedding, "run_pipeline", None)
-    monkeypatch.setattr(split_matmul, "sharded_program", None)
-
-
-def line_of(program, arguments, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        PROGRAMS[program](arguments)
-    out, err = capsys.readouterr()
-    assert (stopped.value.code, out, err.count("\n")) == (2, "", 1), err
-    assert err.startswith(f"{program}: ")
-    return err.removeprefix(f"{program}: ").removesuffix("\n")
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_a_wrong_command_line_is_refused_in_one_line(program, capsys):
-    table = [(arguments, line) for of, arguments, line in cases() if of == program]
-    assert len(table) >= 30
-    for arguments, line in table:
-        assert line_of(program, arguments, capsys) == line, arguments
-
-
-@pytest.mark.parametrize(
-    ("picture", "reason"),
-    [
-        ("folder.png", "Is a directory"),
-        (f"{'x' * 300}.png", "File name too long"),
-        pytest.param(
-            "/proc/x.png",
-            "No such file or directory",
-            marks=pytest.mark.skipif(
-                not os.path.isdir("/proc/self"), reason="a folder that not even root can write to"
-            ),
-        ),
-    ],
-)
-def test_a_picture_that_cannot_be_drawn_is_refused_before_training(picture, reason, capsys, tmp_path, monkeypatch):
+    digits = data.synthetic_mnist(0)  # takes a while, and is the same for each seed here
+    monkeypatch.setattr(data, "synthetic_mnist", lambda seed: digits)
+    monkeypatch.delenv("MNIST_DIR", raising=False)
     monkeypatch.chdir(tmp_path)
+
+
+def refusal_of(program, arguments, capsys):
+    """Return status, stdout and stderr of a command that exits."""
+    with pytest.raises(SystemExit) as stopped:
+        MODULES[program].main(arguments)
+    return stopped.value.code, *capsys.readouterr()
+
+
+def test_every_line_is_refused_before_jax_is_used(no_jax, capsys, tmp_path):
+    for line in LINES:
+        assert_refused(line, *refusal_of(line.program, line.arguments, capsys))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("program", MODULES)
+def test_help_is_printed_before_jax_is_used(program, no_jax, capsys):
+    status, out, err = refusal_of(program, ["--help"], capsys)
+    assert (status, err) == (0, "")
+    assert out.startswith(f"usage: {program} ")
+
+
+def assert_refused_by_a_process(line: Line, folder: Path) -> None:
+    command = [sys.executable, "-m", MODULES[line.program].__name__, *line.arguments]
+    if line.program == "python -m ipu_jax":
+        command[2] = "ipu_jax"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("MNIST_DIR", None)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert_refused(line, done.returncode, done.stdout, done.stderr)
+    # not the time on the wall: other tests share the cores
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2, line
+
+
+@pytest.mark.parametrize("program", MODULES)
+def test_a_process_refuses_the_first_line_of_each_command_within_two_seconds(program, tmp_path):
+    assert_refused_by_a_process(next(line for line in LINES if line.program == program), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, len(LINES), 10))
+def test_a_process_refuses_each_line_within_two_seconds(first, tmp_path):
+    for line in LINES[first : first + 10]:
+        assert_refused_by_a_process(line, tmp_path)
+
+
+# pictures
+
+COMPARE = "--synthetic-data --compare --gradient-accumulation 5"
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_training(no_jax, capsys, tmp_path):
     (tmp_path / "folder.png").mkdir()
-    line = line_of("run-sharded-mnist", [*TRAIN.split(), "--compare", "--plot", picture], capsys)
-    assert line == f"--plot {picture} cannot be written to ({reason}): give another file"
+    found = refusal_of("run-sharded-mnist", [*COMPARE.split(), "--plot", "folder.png"], capsys)
+    line = "run-sharded-mnist: --plot folder.png cannot be written to (Is a directory): give another file\n"
+    assert found == (2, "", line)
+    status, _, line = refusal_of("run-sharded-mnist", [*COMPARE.split(), "--plot", "a\0b"], capsys)
+    assert (status, line) == (
+        2,
+        "run-sharded-mnist: argument --plot: 'a\\x00b' is no path: give one that is not empty\n",
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
 
 
-def test_a_picture_that_is_there_is_left_alone_until_it_is_drawn(capsys, tmp_path):
+def test_a_picture_that_is_there_is_left_alone_until_it_is_drawn(capsys, tmp_path, monkeypatch):
+    jax.devices()  # the backend runs with 8 IPUs: more cannot be made
+    monkeypatch.setattr(training.Training, "run", None)
     picture = tmp_path / "old.png"
     picture.write_bytes(b"drawn before")
-    line_of("run-sharded-mnist", [*TRAIN.split(), "--compare", "--plot", str(picture), "--ipus", "9"], capsys)
+    arguments = [*COMPARE.split(), "--plot", str(picture), "--ipus", "9"]
+    assert refusal_of("run-sharded-mnist", arguments, capsys)[0] == 2
     assert picture.read_bytes() == b"drawn before"

@@ -48,7 +48,7 @@ class Given:
         return [jnp.issubdtype(array.dtype, jnp.floating) for array in self.arrays]
 
 
-class _Draw:
+class Draw:
     """The shapes and arrays of one case: N tokens in each part of "data", D features, V columns."""
 
     def __init__(self, dice: Dice, ipus: int, parts: int, dtype: str):
@@ -81,10 +81,14 @@ class _Draw:
         return P("data", *[None] * (ndim - 2), "ipu")
 
 
-def _embedding(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
-    draw = _Draw(dice, ipus, parts, dtype)
-    by_rows = dice.chance(0.7)
-    scatter = by_rows and dice.chance(0.3)
+def _of_x(local: Any, dense: Any, x: np.ndarray, spec: P, ragged: int | None, out_spec: P, **more: Any) -> Given:
+    """Return an op of one argument."""
+    return Given(local, dense, ("x",), (x,), (spec,), (ragged,), out_spec, **more)
+
+
+def _embedding(draw: Draw) -> Given:
+    by_rows = draw.dice.chance(0.7)
+    scatter = by_rows and draw.dice.chance(0.3)
     if scatter:
         draw.divisible()
     options: dict[str, Any] = {"split": "rows" if by_rows else "features", "reduction": "scatter" if scatter else "sum"}
@@ -105,8 +109,7 @@ def _embedding(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
     )
 
 
-def _take_along_last_dim(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
-    draw = _Draw(dice, ipus, parts, dtype)
+def _take_along_last_dim(draw: Draw) -> Given:
     x, ids = draw.floats(*draw.tokens, draw.v), draw.ids(draw.v, beyond=True)
     return Given(
         lambda x, ids: sharded_ops.take_along_last_dim(x, ids, size=draw.v),
@@ -119,9 +122,8 @@ def _take_along_last_dim(dice: Dice, ipus: int, parts: int, dtype: str) -> Given
     )
 
 
-def _columns(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
-    draw = _Draw(dice, ipus, parts, dtype)
-    scattered = dice.chance(0.3)
+def _columns(draw: Draw) -> Given:
+    scattered = draw.dice.chance(0.3)
     if scattered:
         draw.divisible()
     x, w, bias = draw.floats(*draw.tokens, draw.d), draw.floats(draw.d, draw.v), draw.floats(draw.v)
@@ -142,9 +144,8 @@ def _columns(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
     )
 
 
-def _rows(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
-    draw = _Draw(dice, ipus, parts, dtype)
-    scatter = dice.chance(0.3)
+def _rows(draw: Draw) -> Given:
+    scatter = draw.dice.chance(0.3)
     if scatter:
         draw.divisible()
     x, w, bias = draw.floats(*draw.tokens, draw.v), draw.floats(draw.v, draw.d), draw.floats(draw.d)
@@ -161,8 +162,7 @@ def _rows(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
     )
 
 
-def _tied_projection(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
-    draw = _Draw(dice, ipus, parts, dtype)
+def _tied_projection(draw: Draw) -> Given:
     hidden, table = draw.floats(*draw.tokens, draw.d), draw.floats(draw.v, draw.d)
     return Given(
         lambda hidden, table: sharded_ops.tied_projection(hidden, table, size=draw.v),
@@ -194,10 +194,10 @@ def _result(options: dict[str, Any], value: Any) -> Any:
     return value if options["reduction"] == "none" else value[None]
 
 
-def _cross_entropy(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
-    draw, options = _Draw(dice, ipus, parts, dtype), _loss_options(dice)
+def _cross_entropy(draw: Draw) -> Given:
+    options = _loss_options(draw.dice)
     logits = draw.floats(*draw.tokens, draw.v, scale=3)
-    soft, weighted = dice.chance(0.25), dice.chance(0.4)
+    soft, weighted = draw.dice.chance(0.25), draw.dice.chance(0.4)
     weights = np.abs(draw.floats(*draw.tokens)).astype(np.float32) if weighted else np.ones(draw.tokens, np.int32)
     if soft:
         options |= {"ignore_index": None, "out_of_range": "ignore"}
@@ -227,17 +227,17 @@ def _cross_entropy(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
     )
 
 
-def _linear_cross_entropy(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
-    draw, options = _Draw(dice, ipus, parts, dtype), _loss_options(dice)
+def _linear_cross_entropy(draw: Draw) -> Given:
+    options = _loss_options(draw.dice)
     hidden, table = draw.floats(*draw.tokens, draw.d), draw.floats(draw.v, draw.d)
-    labels, weighted = draw.ids(draw.v, beyond=True), dice.chance(0.4)
+    labels, weighted = draw.ids(draw.v, beyond=True), draw.dice.chance(0.4)
     weights = np.abs(draw.floats(*draw.tokens)).astype(np.float32)
     tiling: dict[str, Any] = {
-        "gradients": dice.one_of(
+        "gradients": draw.dice.one_of(
             (None, "backward") if options["reduction"] == "none" else (None, "backward", "forward")
         ),
-        "token_chunk": dice.one_of((None, 1, 2, 5)),
-        "column_chunk": dice.one_of((None, 1, 3)),
+        "token_chunk": draw.dice.one_of((None, 1, 2, 5)),
+        "column_chunk": draw.dice.one_of((None, 1, 3)),
     }
 
     def local(hidden: Any, table: Any, labels: Any, weights: Any) -> Any:
@@ -262,15 +262,14 @@ def _linear_cross_entropy(dice: Dice, ipus: int, parts: int, dtype: str) -> Give
     )
 
 
-def _of_last(name: str) -> Callable[[Dice, int, int, str], Given]:
+def _of_last(name: str) -> Callable[[Draw], Given]:
     """Return a function that draws softmax, log_softmax or a norm: (N.., V) -> (N.., V)."""
 
-    def draw_one(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
-        draw = _Draw(dice, ipus, parts, dtype)
+    def draw_one(draw: Draw) -> Given:
         x, norm = draw.floats(*draw.tokens, draw.v, scale=2), name.endswith("norm")
         split, dim = draw.last(x.ndim), x.ndim - 1
         more = [draw.floats(draw.v) for _ in range({"layer_norm": 2, "rms_norm": 1}.get(name, 0))]
-        options: dict[str, Any] = {"epsilon": dice.one_of((0.1, 1.0))} if norm else {}
+        options: dict[str, Any] = {"epsilon": draw.dice.one_of((0.1, 1.0))} if norm else {}
         op = getattr(sharded_ops, name)
         return Given(
             lambda x, *more: op(x, *more, size=draw.v, **options),
@@ -289,91 +288,57 @@ def _of_last(name: str) -> Callable[[Dice, int, int, str], Given]:
     return draw_one
 
 
-def _moving(name: str) -> Callable[[Dice, int, int, str], Given]:
+def _moving(name: str) -> Callable[[Draw], Given]:
     """Return a function that draws a collective. If this sums or has an owner, dim 1 of `x` has the IPUs' values."""
 
-    def draw_one(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
-        draw = _Draw(dice, ipus, parts, dtype)
-        owner = dice.between(0, ipus - 1)
+    def draw_one(draw: Draw) -> Given:
+        owner = draw.dice.between(0, draw.ipus - 1)
         if "tokens" in name:
             draw.divisible()
         of_all = name in ("to_all", "reduce_to_all", "reduce_to", "reduce_scatter_tokens")
         op = getattr(sharded_ops, name)
         if of_all:
-            x = draw.floats(draw.tokens[0], ipus, draw.d)
+            x = draw.floats(draw.tokens[0], draw.ipus, draw.d)
             kwargs = {"owner": owner} if name in ("to_all", "reduce_to") else {}
             out_spec = {"reduce_scatter_tokens": P(("data", "ipu")), "reduce_to": P("data", "ipu")}.get(name, P("data"))
             local = lambda x: op(x[:, 0], **kwargs)  # noqa: E731
             if name == "reduce_to":
                 local = lambda x: op(x[:, 0], **kwargs)[:, None]  # noqa: E731
-            return Given(
-                local,
-                lambda x, *, exact: dense_ops.moved(name, x, owner),
-                ("x",),
-                (x,),
-                (P("data", "ipu"),),
-                (None,),
-                out_spec,
-                options=kwargs,
-            )
-        x = draw.floats(draw.tokens[0], draw.v)
+            dense = lambda x, *, exact: dense_ops.moved(name, x, owner)  # noqa: E731
+            return _of_x(local, dense, x, P("data", "ipu"), None, out_spec, options=kwargs)
+        x, same = draw.floats(draw.tokens[0], draw.v), lambda x, *, exact: x
         if name == "from_all":
-            return Given(
-                lambda x: op(x, 1, draw.v),
-                lambda x, *, exact: x,
-                ("x",),
-                (x,),
-                (P("data", "ipu"),),
-                (1,),
-                P("data"),
-            )
-        return Given(op, lambda x, *, exact: x, ("x",), (x,), (P("data"),), (None,), P(("data", "ipu")))
+            return _of_x(lambda x: op(x, 1, draw.v), same, x, P("data", "ipu"), 1, P("data"))
+        return _of_x(op, same, x, P("data"), None, P(("data", "ipu")))
 
     return draw_one
 
 
-def _top_k(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
-    draw = _Draw(dice, ipus, parts, dtype)
-    k = dice.between(1, draw.v)
+def _top_k(draw: Draw) -> Given:
+    k = draw.dice.between(1, draw.v)
     x = draw.floats(*draw.tokens, draw.v)
-    return Given(
-        lambda x: sharded_ops.top_k(x, k, size=draw.v)[0],
-        lambda x, *, exact: dense_ops.top_k(x, k)[0],
-        ("x",),
-        (x,),
-        (draw.last(x.ndim),),
-        (x.ndim - 1,),
-        P("data"),
-        options={"k": k},
-    )
+    local = lambda x: sharded_ops.top_k(x, k, size=draw.v)[0]  # noqa: E731
+    dense = lambda x, *, exact: dense_ops.top_k(x, k)[0]  # noqa: E731
+    return _of_x(local, dense, x, draw.last(x.ndim), x.ndim - 1, P("data"), options={"k": k})
 
 
-def _chosen(dice: Dice, ipus: int, parts: int, dtype: str) -> Given:
+def _chosen(draw: Draw) -> Given:
     """Draw argmax or top_k's columns, which are returned as floats, so that they can have a (zero) gradient."""
-    draw = _Draw(dice, ipus, parts, dtype)
-    k = dice.between(0, draw.v)
+    k = draw.dice.between(0, draw.v)
     # there are ties, and the first column wins; -0 is left out, because 0 counts as larger than -0
-    x = (np.round(draw.floats(*draw.tokens, draw.v).astype(np.float32)) + 0.0).astype(jnp.dtype(dtype))
+    x = (np.round(draw.floats(*draw.tokens, draw.v).astype(np.float32)) + 0.0).astype(jnp.dtype(draw.dtype))
 
     def chosen(x: Any) -> Any:
         if k == 0:
             return sharded_ops.argmax(x, size=draw.v).astype(jnp.float32)
         return sharded_ops.top_k(x, k, size=draw.v)[1].astype(jnp.float32)
 
-    return Given(
-        chosen,
-        lambda x, *, exact: dense_ops.chosen(x, k),
-        ("x",),
-        (x,),
-        (draw.last(x.ndim),),
-        (x.ndim - 1,),
-        P("data"),
-        out_dtype="float32",
-        options={"k": k},
-    )
+    dense = lambda x, *, exact: dense_ops.chosen(x, k)  # noqa: E731
+    more: dict[str, Any] = {"out_dtype": "float32", "options": {"k": k}}
+    return _of_x(chosen, dense, x, draw.last(x.ndim), x.ndim - 1, P("data"), **more)
 
 
-OPS: dict[str, Callable[[Dice, int, int, str], Given]] = {
+OPS: dict[str, Callable[[Draw], Given]] = {
     "embedding": _embedding,
     "take_along_last_dim": _take_along_last_dim,
     "matmul columns": _columns,

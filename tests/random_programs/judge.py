@@ -16,6 +16,7 @@ from random_programs.tables import Placement, Table, segments_of
 
 PHASES = {"two-phase": ("entry", "F", "head", "B", "exit"), "one-phase": ("entry", "work", "head", "exit")}
 Done = dict[tuple[int, str, int], tuple[int, int, int]]
+Lives = dict[tuple[str, int, str], dict[int, list[tuple[int, int, int]]]]
 
 
 def fault_of(placement: Placement, ipus: int, table: Table) -> str:
@@ -33,7 +34,16 @@ def fault_of(placement: Placement, ipus: int, table: Table) -> str:
         for stage, row in enumerate(of_kind):
             if min(row) < 0 or len(set(row)) < m:
                 return f"{kind} of stage {stage} has ticks {row}"
-    return _together(placement, rows) or _one_task(placement, rows, clock) or _play(placement, rows, clock, m)
+    return _together(placement, rows) or _one_task(placement, rows, clock) or _play(placement, rows, clock, m, {})
+
+
+def depths_of(placement: Placement, table: Table) -> dict[tuple[str, int, str], int]:
+    """Return how many micro-batches each ring of a table without a fault holds: ("stash", segment, "") and so on."""
+    forward, backward, weight, clock = table
+    rows = {"F": forward, "B": backward} | ({} if weight is None else {"W": weight})
+    lives: Lives = {}
+    assert not _play(placement, rows, clock, len(forward[0]), lives)
+    return {ring: _depth(of_ring) for ring, of_ring in lives.items()}
 
 
 def _together(placement: Placement, rows: dict[str, tuple[tuple[int, ...], ...]]) -> str:
@@ -64,8 +74,11 @@ def _one_task(placement: Placement, rows: dict[str, tuple[tuple[int, ...], ...]]
     return ""
 
 
-def _play(placement: Placement, rows: dict[str, tuple[tuple[int, ...], ...]], clock: str, m: int) -> str:
-    """Play every task by segment, in the order of the clock, with what the tasks leave in registers and rings."""
+def _play(placement: Placement, rows: dict[str, tuple[tuple[int, ...], ...]], clock: str, m: int, lives: Lives) -> str:
+    """Play every task by segment, in the order of the clock, with what the tasks leave in registers and rings.
+
+    `lives` gets the lifetimes of the micro-batches in each ring.
+    """
     segments, phases = segments_of(placement), PHASES[clock]
     last = len(segments) - 1
     tasks = []
@@ -83,7 +96,6 @@ def _play(placement: Placement, rows: dict[str, tuple[tuple[int, ...], ...]], cl
     # for each boundary and direction: the micro-batches sent but not yet used, oldest first; and each message's
     # lifetime
     waiting: dict[tuple[int, str], list[int]] = {(b, kind): [] for b in range(last) for kind in "FB"}
-    lives: dict[tuple[str, int, str], dict[int, list[tuple[int, int, int]]]] = {}
     sent: list[tuple[int, str, int]] = []
     now = (-1, -1)
     for tick, phase, turn, i, kind, micro_batch in sorted(tasks):
@@ -128,8 +140,12 @@ def _deliver(sent: list, waiting: dict, lives: dict, now: tuple[int, int], clock
     return ""
 
 
+def _depth(lives: dict[int, list[tuple[int, int, int]]]) -> int:
+    return max(sum(start <= at <= end for start, end in lives.values()) for at, _ in lives.values())
+
+
 def _ring_fault(lives: dict[int, list[tuple[int, int, int]]]) -> str:
-    depth = max(sum(start <= at <= end for start, end in lives.values()) for at, _ in lives.values())
+    depth = _depth(lives)
     for one, (start, end) in lives.items():
         for two, (start_2, end_2) in lives.items():
             if one < two and one % depth == two % depth and start <= end_2 and start_2 <= end:

@@ -105,16 +105,11 @@ class Model:
 
     def weights(self) -> dict[str, Any]:
         """Return whole weights `{group: {block: {leaf: array}}}`, in the leaves' dtypes."""
-        found: dict[str, Any] = {}
-        for g, (name, leaves) in enumerate(self.groups):
-            tree = found.setdefault(name, {})
-            for i, (path, leaf) in enumerate(leaves):
-                block, of_block = path.split("/")
-                tree.setdefault(block, {})[of_block] = leaf.value(self.seed + 1000 * g + i)
-        return found
+        seeds = (self.seed + 1000 * g + i for g, (_, leaves) in enumerate(self.groups) for i in range(len(leaves)))
+        return self.by_leaf(lambda leaf: leaf.value(next(seeds)))
 
     def by_leaf(self, of: Any) -> dict[str, Any]:
-        """Return the tree of `weights` with `of(leaf)` in place of each array."""
+        """Return the tree of `weights` with `of(leaf)` in place of each array, called in the order of the groups."""
         found: dict[str, Any] = {}
         for name, leaves in self.groups:
             tree = found.setdefault(name, {})

@@ -18,19 +18,12 @@ from jax.sharding import PartitionSpec as P
 
 from random_programs.closeness import as_float64, assert_close, coarsest, nudged
 from random_programs.dice import Dice
-from random_programs.given_ops import OPS, Given
+from random_programs.given_ops import OPS, Draw, Given
 from sharded_ops import Split
 
 SMOOTH = (
-    "softmax",
-    "log_softmax",
-    "layer_norm",
-    "rms_norm",
-    "matmul columns",
-    "matmul rows",
-    "tied_projection",
-    "log_softmax_cross_entropy",
-    "linear_cross_entropy",
+    *("softmax", "log_softmax", "layer_norm", "rms_norm", "matmul columns", "matmul rows", "tied_projection"),
+    *("log_softmax_cross_entropy", "linear_cross_entropy"),
 )
 """Ops that a unit in the last place of their inputs changes no more than rounding does. The others make choices."""
 
@@ -45,7 +38,7 @@ class Case:
         self.two_axes = self.parts > 1 or dice.chance(0.1)
         self.typed, self.inside = dice.chance(0.6), dice.chance(0.4)
         self.dtype = dice.weighted({"float32": 4, "bfloat16": 1, "float16": 0.5})
-        self.given: Given = OPS[self.op](dice, self.ipus, self.parts, self.dtype)
+        self.given: Given = OPS[self.op](Draw(dice, self.ipus, self.parts, self.dtype))
         self.seed = dice.number()
 
     def __str__(self) -> str:
@@ -60,7 +53,7 @@ class Case:
         )
 
     def check(self) -> None:
-        given, floats = self.given, self.given.is_float
+        given = self.given
         arrays = [
             array if dim is None else _padded(Split(array.shape[dim], self.ipus), array, dim)
             for array, dim in zip(given.arrays, given.ragged, strict=True)
@@ -77,7 +70,7 @@ class Case:
         assert_close("the result", out, exact, rounded, eps)
         (wanted,), of_rounded = self._gradients(ct, exact=True), self._gradients(ct, exact=False)
         found = []
-        for i, gradient in zip([i for i, f in enumerate(floats) if f], gradients, strict=True):
+        for i, gradient in zip(self._floats, gradients, strict=True):
             assert gradient.dtype == given.arrays[i].dtype, f"the gradient of {given.names[i]} is {gradient.dtype}"
             dim = given.ragged[i]
             if dim is not None:
@@ -85,7 +78,7 @@ class Case:
                 assert not padding.astype(np.float32).any(), f"the gradient of {given.names[i]}'s padding is not zero"
                 gradient = real
             found.append(gradient)
-        names = [name for name, is_float in zip(given.names, floats, strict=True) if is_float]
+        names = [given.names[i] for i in self._floats]
         as_dict = lambda leaves: dict(zip(names, leaves, strict=True))  # noqa: E731
         # dlogits are (probability - target) * cotangent, where in confident rows almost everything cancels
         terms = float(np.abs(ct).max(initial=0)) if self.op.endswith("cross_entropy") else 0.0
@@ -100,28 +93,19 @@ class Case:
         given = self.given
         specs = tuple(_without_data(spec) if not self.two_axes else spec for spec in given.specs)
         out_spec = given.out_spec if self.two_axes else _without_data(given.out_spec)
-        floats = [i for i, is_float in enumerate(given.is_float) if is_float]
-
-        def of_floats(run: Callable[..., Any], arrays: Any) -> Callable[..., Any]:
-            def program(*chosen: Any) -> Any:
-                whole = list(arrays)
-                for i, array in zip(floats, chosen, strict=True):
-                    whole[i] = array
-                return run(*whole)
-
-            return program
+        floats, options = self._floats, {"mesh": mesh, "check_vma": self.typed}
 
         if not self.inside:
-            mapped = jax.shard_map(given.local, mesh=mesh, in_specs=specs, out_specs=out_spec, check_vma=self.typed)
+            mapped = jax.shard_map(given.local, in_specs=specs, out_specs=out_spec, **options)
 
             def outside(arrays: Any, ct: Any) -> Any:
-                out, vjp = jax.vjp(of_floats(mapped, arrays), *[arrays[i] for i in floats])
+                out, vjp = jax.vjp(self._of_floats(mapped, arrays), *[arrays[i] for i in floats])
                 return out, vjp(ct)
 
             return jax.jit(outside)
 
         def on_ipu(arrays: Any, ct: Any) -> Any:
-            out, vjp = jax.vjp(of_floats(given.local, arrays), *[arrays[i] for i in floats])
+            out, vjp = jax.vjp(self._of_floats(given.local, arrays), *[arrays[i] for i in floats])
             if self.typed:
                 return out, vjp(ct)
             # untyped, each IPU holds a part of the cotangent: equal parts if the result is the same on several IPUs
@@ -132,16 +116,22 @@ class Case:
                 gradients.append(lax.psum(gradient, summed) if summed else gradient)
             return out, tuple(gradients)
 
-        of_floats_specs = tuple(specs[i] for i in floats)
-        return jax.jit(
-            jax.shard_map(
-                on_ipu,
-                mesh=mesh,
-                in_specs=(list(specs), out_spec),
-                out_specs=(out_spec, of_floats_specs),
-                check_vma=self.typed,
-            )
-        )
+        out_specs = out_spec, tuple(specs[i] for i in floats)
+        return jax.jit(jax.shard_map(on_ipu, in_specs=(list(specs), out_spec), out_specs=out_specs, **options))
+
+    @property
+    def _floats(self) -> list[int]:
+        """Return the numbers of the floating arguments."""
+        return [i for i, is_float in enumerate(self.given.is_float) if is_float]
+
+    def _of_floats(self, run: Callable[..., Any], arrays: Any) -> Callable[..., Any]:
+        """Return `run` as a function of its floating arguments alone."""
+
+        def program(*chosen: Any) -> Any:
+            replaced = dict(zip(self._floats, chosen, strict=True))
+            return run(*(replaced.get(i, array) for i, array in enumerate(arrays)))
+
+        return program
 
     def _cotangent(self, out: np.ndarray) -> np.ndarray:
         ct = np.random.default_rng(self.seed).normal(size=out.shape)
@@ -180,17 +170,13 @@ class Case:
     def _gradients(self, ct: np.ndarray, *, exact: bool) -> list[list[np.ndarray]]:
         """Return the gradients of the floating arrays for each of the inputs."""
         with jax.enable_x64(exact):
-            floats = [i for i, is_float in enumerate(self.given.is_float) if is_float]
             run = self._chunked(lambda *arrays: self.given.dense(*arrays, exact=exact))
 
-            def of_floats(chosen: Any, arrays: Any) -> Any:
-                whole = list(arrays)
-                for i, array in zip(floats, chosen, strict=True):
-                    whole[i] = array
-                out = run(*whole)
+            def summed(chosen: Any, arrays: Any) -> Any:
+                out = self._of_floats(run, arrays)(*chosen)
                 return jnp.sum(out * jnp.asarray(ct, out.dtype))
 
-            gradients = jax.jit(jax.grad(of_floats))
+            gradients, floats = jax.jit(jax.grad(summed)), self._floats
             inputs = self._inputs(exact=exact)
             return [list(map(np.asarray, gradients([arrays[i] for i in floats], arrays))) for arrays in inputs]
 

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from random_programs.dice import Dice
 from random_programs.drawing import draw_model
 from random_programs.judge import fault_of
 from random_programs.pipelines import assert_right, pipeline_of
-from random_programs.tables import Clock, Placement, Table, random_table
+from random_programs.tables import Clock, Placement, Segment, Table, random_table, segments_of
 
 SPOILT = 12  # the spoilt tables made from each table
 
@@ -70,7 +71,7 @@ def spoil(dice: Dice, placement: Placement, table: Table) -> Table:
         {"move": 4, "swap": 3, "double": 1, "drop": 0.5, "early": 2, "relabel": 2, "shift": 1, "clock": 1}
     )
     kind, stage, at = dice.one_of(list(rows)), dice.between(0, len(placement) - 1), dice.between(0, m - 1)
-    alike = _segment(placement, stage) if dice.chance(0.8) else [stage]
+    alike = _segment(placement, stage).stages if dice.chance(0.8) else (stage,)
     if how == "move":
         _set(rows, kind, alike, at, max(0, rows[kind][stage][at] + dice.one_of((-3, -2, -1, 1, 2, 3))), placement)
     elif how == "swap":
@@ -98,23 +99,15 @@ def spoil(dice: Dice, placement: Placement, table: Table) -> Table:
     return as_rows(rows["F"]), as_rows(rows["B"]), as_rows(rows["W"]) if "W" in rows else None, clock
 
 
-def _segment(placement: Placement, stage: int) -> list[int]:
-    """Return the stages that run together with this stage: it and its neighbours with the same place."""
-    first = last = stage
-    while first > 0 and placement[first - 1] == placement[stage]:
-        first -= 1
-    while last + 1 < len(placement) and placement[last + 1] == placement[stage]:
-        last += 1
-    return list(range(first, last + 1))
+def _segment(placement: Placement, stage: int) -> Segment:
+    return next(segment for segment in segments_of(placement) if stage in segment.stages)
 
 
-def _set(rows: dict[str, Any], kind: str, stages: list[int], m: int, tick: int, placement: Placement) -> None:
+def _set(rows: dict[str, Any], kind: str, stages: Sequence[int], m: int, tick: int, placement: Placement) -> None:
     """Move these stages' task to a new tick, together with a concurrent stage's W, and with F and B of a head."""
     for stage in stages:
-        together = [kind]
-        if placement[stage] is None:
-            head = all(place is None for place in placement[stage:])
-            together = ["F", "B", "W"] if head else ["F"] if kind == "F" else ["B", "W"]
+        role = _segment(placement, stage).role
+        together = {"local": kind, "head": "FBW", "entry": "F" if kind == "F" else "BW"}[role]
         for other in together:
             if other in rows:
                 rows[other][stage][m] = tick

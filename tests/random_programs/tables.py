@@ -62,6 +62,10 @@ def random_table(
     return rows("F"), rows("B"), rows("W") if split else None, "two-phase" if two_phase else "one-phase"
 
 
+# phases in which each of some segments does a task, if it is ready: their role, and the kind of the task
+EACH = {"entry": ("entry", "F"), "exit": ("entry", "B"), "F": ("local", "F"), "B": ("local", "B")}
+
+
 class _Play:
     """One game: `begun` counts the micro-batches that have begun a task, `there` the messages that have arrived."""
 
@@ -82,7 +86,10 @@ class _Play:
         wanted = self.m * sum(2 + (self.split and s.place is not None) for s in self.segments)
         while len(self.done) < wanted:
             for phase in phases:
-                getattr(self, f"_{phase}")(tick)
+                if phase in EACH:
+                    self._each(*EACH[phase], tick)
+                else:
+                    getattr(self, f"_{phase}")(tick)
                 for message in self.sends:
                     self.there[message] += 1
                 self.sends = []
@@ -121,18 +128,6 @@ class _Play:
         for i in reversed(order) if kind == "F" else order:
             if self.segments[i].role == role and self._ready(i, kind) and self._wants():
                 self._do(i, kind, tick)
-
-    def _entry(self, tick: int) -> None:
-        self._each("entry", "F", tick)
-
-    def _exit(self, tick: int) -> None:
-        self._each("entry", "B", tick)
-
-    def _F(self, tick: int) -> None:
-        self._each("local", "F", tick)
-
-    def _B(self, tick: int) -> None:
-        self._each("local", "B", tick)
 
     def _work(self, tick: int) -> None:
         for ipu in sorted({s.place for s in self.segments if s.place is not None}):

@@ -26,15 +26,17 @@ def blocks(path: Path, language: str) -> list[str]:
     return [code for found, code in _BLOCK.findall(path.read_text()) if found == language]
 
 
-def run(path: Path, then: str = "") -> str:
+def run(path: Path, then: str = "", *, compile_fast: bool = False) -> str:
     """Return the output of the document's Python, followed by the output of the code `then`. Warnings are errors.
 
-    The process sets up its own devices.
+    The process sets up its own devices. It compiles as users' programs do, unless `compile_fast` gives it the flags of
+    the tests, which change no result.
 
     Raises:
         AssertionError: the program fails; the message is its stderr.
     """
-    alone = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
+    of_tests = ("JAX_NUM_CPU_DEVICES",) if compile_fast else ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")
+    alone = {name: value for name, value in os.environ.items() if name not in of_tests}
     code = "".join([*blocks(path, "python"), then])
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], cwd=ROOT, env=alone, capture_output=True, text=True, timeout=240

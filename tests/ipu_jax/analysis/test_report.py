@@ -33,31 +33,6 @@ def arguments(pipeline):
     return pipeline.shard(params), jax.ShapeDtypeStruct((MICRO_BATCHES, ROWS, WIDTHS[0]), "float32")
 
 
-def test_every_figure_by_hand():
-    pipeline = two_stages(schedule="1f1b")
-    found = pipeline.report(*arguments(pipeline), compile=False)
-    first, last = found.ipus
-    leaves = [4 * 8 * 16, 4 * 16 * 32]
-    message = 4 * ROWS * 16
-    assert (found.schedule, found.micro_batches, found.temporary) == ("1f1b", MICRO_BATCHES, None)
-    assert (first.weights, last.weights) == tuple(leaves)
-    assert (first.padding, last.padding) == (leaves[1] - leaves[0], 0), "one slot, as large as the larger leaf"
-    assert first.gradients == last.gradients == first.accumulators == leaves[1]
-    assert first.batch == last.batch == 4 * MICRO_BATCHES * ROWS * 8
-    assert (first.stash, last.stash) == (0, message), "the first stage reads the batch, the last stashes its input"
-    assert found.stash == message
-    assert found.channels == 4 * message + 4, "y and dx, made and received, and the loss"
-    products = [2 * ROWS * 8 * 16, 2 * ROWS * 16 * 32]
-    assert first.flops == MICRO_BATCHES * 2 * products[0], "F and W"
-    assert last.flops == MICRO_BATCHES * (3 * products[1] + ROWS * 32), "F, B, W and the sum"
-    assert first.sent == last.sent == message, "IPU 0 sends y, IPU 1 dx"
-    # B of the first: its slice of the batch, copied for the product, and the product of that and dy
-    first_b = ROWS * 8 + 8 * 16
-    # B of the last: x out of the stash, copied; the loss's cotangent for every y, which two products read; one of them
-    last_b = ROWS * 16 + ROWS * 32 + 16 * 32
-    assert [first.working_set, last.working_set, found.working_set] == [4 * first_b, 4 * last_b, 4 * last_b]
-
-
 def concurrent_head(size=10, ipus=4, **options):
     def body(w, x, mb):
         return jax.nn.relu(mb["x"] @ w)
@@ -99,6 +74,17 @@ def test_of_several_replicas_an_ipu_holds_the_batch_of_its_own():
     assert [part.batch for part in found.ipus] == [4 * MICRO_BATCHES * ROWS * 8] * 2
 
 
+def test_a_first_stage_that_reads_the_batch_needs_no_gradient_of_it():
+    pipeline = two_stages(schedule="1f1b")
+    first, last = pipeline.report(*arguments(pipeline), compile=False).ipus
+    products = [2 * ROWS * 8 * 16, 2 * ROWS * 16 * 32]
+    assert (first.flops, last.flops) == (MICRO_BATCHES * 2 * products[0], MICRO_BATCHES * (3 * products[1] + ROWS * 32))
+    assert (first.stash, last.stash) == (0, 4 * ROWS * 16), (
+        "the first stage reads the batch, the last stashes its input"
+    )
+    assert first.working_set == 4 * (ROWS * 8 + 8 * 16), "its slice of the batch, copied for the product with dy"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_arguments_and_results_are_as_the_compiled_step_says(replicas):
@@ -120,15 +106,11 @@ def test_shapes_serve_as_well_as_arrays():
     assert pipeline.report(*shapes) == pipeline.report(params, batch)
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "zbv", "looped"])
-def test_every_family_has_a_report(schedule):
-    places = {"zb-h1": (0, 1), "zbv": (0, 1, 1, 0), "looped": (0, 1, 0, 1)}[schedule]
-    model = chain(places, 3)
-    pipeline = model.pipeline(2, schedule=schedule)
+def test_a_folded_schedule_has_a_report():
+    model = chain((0, 1, 1, 0), 3)
+    pipeline = model.pipeline(2, schedule="zbv")
     found = pipeline.report(pipeline.shard(model.params), model.batch, compile=False)
     assert all(part.flops > 0 and 0 <= part.idle < 1 for part in found.ipus)
-    plan = pipeline.plan_step(pipeline.shard(model.params), model.batch)
-    assert plan.schedule is pipeline.schedule
 
 
 def test_it_prints_a_row_an_ipu():
@@ -182,8 +164,6 @@ def test_a_pipeline_warns_once_for_given_shapes_and_before_it_runs(monkeypatch):
             pipeline.value_and_grad(params, batch)
         assert not ran
         pipeline.value_and_grad(params, batch)
-    with pytest.warns(UserWarning, match="IPU 0 needs"):
-        pipeline.value_and_grad(params, np.ones((MICRO_BATCHES, 2 * ROWS, WIDTHS[0]), np.float32))
 
 
 def test_a_pipeline_warns_once_for_each_of_what_it_is_given():
@@ -202,24 +182,10 @@ def test_a_pipeline_warns_once_for_each_of_what_it_is_given():
             jax.eval_shape(pipeline.value_and_grad, params, batch, state)
         return len(caught)
 
-    given = [
-        {},
-        {"rows": 2 * ROWS},
-        {"dtype": "float16"},
-        {"name": "y"},
-        {"width": 32},
-        {"seen": (500,)},
-        {"seen_dtype": "int32"},
-    ]
+    given = [{}, {"rows": 2 * ROWS}, {"dtype": "float16"}, {"name": "y"}, {"width": 32}, {"seen": (500,)}]
+    given.append({"seen_dtype": "int32"})
     assert [warnings_of(**changed) for changed in given] == [1] * len(given)
     assert [warnings_of(**changed) for changed in given] == [0] * len(given)
-
-
-def test_a_pipeline_warns_inside_the_users_own_jit():
-    pipeline = two_stages(ipu_memory=LIMIT)
-    params, shapes = arguments(pipeline)
-    with pytest.warns(UserWarning, match="IPU 0 needs"):
-        jax.eval_shape(pipeline.value_and_grad, params, shapes)
 
 
 @pytest.mark.parametrize("size", [0, -1, float("nan"), "900 MB", True])

@@ -47,21 +47,10 @@ def pipeline_of(schedule: str) -> Any:
         Stage(head, params="head", ipu=ALL_IPUS, reference=lambda w, x, mb: (x @ w).sum()),
     ]
     columns = PartitionSpec(None, "ipu")
-    pipeline = Pipeline(
-        stages,
-        mesh=make_mesh(1, 2),
-        schedule=schedule,
-        gradient_accumulation=M,
-        specs={"embed": columns, "head": columns},
-    )
-    params = pipeline.shard(
-        {
-            "embed": np.ones((K, D), np.float32),
-            "first": np.ones((D, E), np.float32),
-            "second": np.ones((E, G), np.float32),
-            "head": np.ones((G, V), np.float32),
-        }
-    )
+    options: Any = {"schedule": schedule, "gradient_accumulation": M, "specs": {"embed": columns, "head": columns}}
+    pipeline = Pipeline(stages, mesh=make_mesh(1, 2), **options)
+    shapes = {"embed": (K, D), "first": (D, E), "second": (E, G), "head": (G, V)}
+    params = pipeline.shard({name: np.ones(shape, np.float32) for name, shape in shapes.items()})
     state = pipeline.shard_state({"s": {"seen": np.zeros(3, np.int32), "kept": np.zeros(2, jnp.bfloat16)}})
     return pipeline, params, jax.ShapeDtypeStruct((M, N, K), "float32"), state
 

@@ -1,5 +1,6 @@
 """Test how a command ends when the reader of its output goes, its output cannot be written, or its user interrupts."""
 
+import contextlib
 import os
 import pty
 import select
@@ -96,18 +97,19 @@ BUSY = {
 }
 
 
-@pytest.mark.parametrize("doing", BUSY)
-def test_ctrl_c_ends_it_at_once_with_130(doing):
-    listening = [sys.executable, "-c", LISTENING.format(how="SIG_DFL")]
-    with subprocess.Popen(
-        [*listening, *command_of(STARTED + BUSY[doing])],
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+@contextlib.contextmanager
+def started(body, how, **pipes):
+    """Start a command that treats Ctrl-C in a given way, and wait until it works."""
+    command = [sys.executable, "-c", LISTENING.format(how=how), *command_of(STARTED + body)]
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, **pipes) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "started\n"
+        yield process
+
+
+@pytest.mark.parametrize("doing", BUSY)
+def test_ctrl_c_ends_it_at_once_with_130(doing):
+    with started(BUSY[doing], "SIG_DFL", stderr=subprocess.PIPE) as process:
         time.sleep(0.3)  # until it is in the middle of it
         process.send_signal(signal.SIGINT)
         pressed = time.monotonic()
@@ -120,13 +122,7 @@ def test_ctrl_c_ends_it_at_once_with_130(doing):
 
 
 def test_a_process_that_was_started_to_ignore_ctrl_c_ignores_it():
-    ignoring = [sys.executable, "-c", LISTENING.format(how="SIG_IGN")]
-    body = f"{STARTED}    sys.stdin.readline()"
-    with subprocess.Popen(
-        [*ignoring, *command_of(body)], env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "started\n"
+    with started("    sys.stdin.readline()", "SIG_IGN", stdin=subprocess.PIPE) as process:
         process.send_signal(signal.SIGINT)
         assert process.communicate("go on\n", timeout=60) == ("", None)
     assert process.returncode == 5

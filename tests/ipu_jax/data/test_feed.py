@@ -142,21 +142,6 @@ def test_what_fills_up_is_said_to():
 # continuing
 
 
-@pytest.mark.parametrize("instances", [1, 4, 8])
-def test_other_instances_go_on_in_the_middle_of_an_epoch(instances):
-    with Feed(numbers(), mesh=make_mesh(2, 1), micro_batch=7) as feed:
-        seen = [number for _ in range(3) for number in numbers_of(next(feed))]
-        state = feed.state()
-    restored = {name: np.int64(value) for name, value in state.items()}  # as a checkpoint may bring them back
-    for k in range(instances):
-        mesh = make_mesh(8 // instances, 1)
-        with Feed(
-            numbers(), mesh=mesh, micro_batch=3, remainder="pad", state=restored, instances=instances, instance=k
-        ) as feed:
-            seen += [number for batch in feed.epoch() for number in numbers_of(batch)]
-    assert sorted(seen) == list(range(N))
-
-
 def test_an_epoch_ends_and_the_next_one_begins():
     with Feed(numbers(10), mesh=make_mesh(1, 1), micro_batch=4) as feed:
         first, second = ([numbers_of(batch) for batch in feed.epoch()] for _ in range(2))

@@ -65,14 +65,9 @@ CASES = [
 def test_a_feed_goes_on_from_the_end_of_an_epoch_and_of_all_data(
     count, remainder, replicas, m, iterations, per_epoch, shuffle, prefetch, workers
 ):
-    options = {
-        "micro_batch": 2,
-        "gradient_accumulation": m,
-        "device_iterations": iterations,
-        "remainder": remainder,
-        "seed": 7,
-    }
-    options |= {"mesh": make_mesh(replicas, 1), "shuffle": shuffle, "prefetch": prefetch, "workers": workers}
+    sizes = {"micro_batch": 2, "gradient_accumulation": m, "device_iterations": iterations, "remainder": remainder}
+    loading = {"mesh": make_mesh(replicas, 1), "shuffle": shuffle, "seed": 7, "prefetch": prefetch, "workers": workers}
+    options = sizes | loading
     per_update = 2 * m * replicas
     expected = by_hand(count, remainder, per_update=per_update, per_batch=per_update * iterations, shuffle=shuffle)
     assert len(expected) == EPOCHS * per_epoch
@@ -89,7 +84,8 @@ def test_a_feed_goes_on_from_the_end_of_an_epoch_and_of_all_data(
             assert feed.state() == state
             assert read(feed) == expected[done:]
         # by epochs: the rest of the current one, which is whole if none of it was read; nothing after the last
-        with Feed(source(count), **options, epochs=EPOCHS, state=state) as feed:
+        restored = {name: np.int64(value) for name, value in state.items()}  # as a checkpoint may bring them back
+        with Feed(source(count), **options, epochs=EPOCHS, state=restored) as feed:
             of_epoch = [batch for batch in expected[done:] if batch[0] == epoch]
             assert read(feed.epoch()) == of_epoch
 
@@ -102,15 +98,8 @@ def test_a_state_behind_which_no_batch_is_left_goes_on_with_the_next_epoch(remai
     np.random.default_rng([0, 1]).shuffle(order)
     for position, left in ((10, 0), (9, 1)):
         state = {"epoch": 0, "position": position, "examples": 10, "seed": 0, "shuffle": 1}
-        with Feed(
-            source(10),
-            mesh=make_mesh(2, 1),
-            micro_batch=2,
-            remainder=remainder,
-            prefetch=prefetch,
-            epochs=2,
-            state=state,
-        ) as feed:
+        options = {"micro_batch": 2, "remainder": remainder, "prefetch": prefetch, "epochs": 2, "state": state}
+        with Feed(source(10), mesh=make_mesh(2, 1), **options) as feed:
             batches = read(feed)
         last_of_first = 1 if left and remainder in ("pad", "wrap") else 0
         assert [len(real) for epoch, real, _ in batches if epoch == 0] == [left] * last_of_first

@@ -47,18 +47,6 @@ def test_several_workers_work_at_once():
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_no_more_is_made_than_may_be_ahead(workers):
-    begun = []
-    with Prefetcher(begun.append, iter(range(100)), ahead=3, workers=workers, seconds=SECONDS) as made:
-        for taken in range(20):
-            wait_until(lambda: made.ready == 3)
-            assert len(begun) == taken + 3
-            time.sleep(0.002)  # no worker makes another one meanwhile
-            assert len(begun) == taken + 3
-            made.take()
-
-
-@pytest.mark.parametrize("workers", [1, 3])
 def test_nobody_holds_what_was_handed_out(workers):
     """Neither a worker that waits for its turn holds it, nor one that makes the next batch."""
     made = []

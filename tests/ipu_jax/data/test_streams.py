@@ -4,14 +4,14 @@ Example k of epoch e holds the number 100 e + k and a vector of it, so every exp
 """
 
 import itertools
-import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ipu_jax import Feed, FeedTimeoutError, make_mesh
+from ipu_jax import Feed, make_mesh
 from support.refusals import refused
+from support.streams import StatefulItems
 
 N = 23
 SIZES = (1, 5, 0, 2, 9, 6)  # of a loader's batches: 23 examples in all
@@ -174,17 +174,6 @@ def test_a_stream_goes_on_from_its_state_with_the_very_next_batch(items, prefetc
             assert read(feed) == expected[done:]
 
 
-def test_other_batches_go_on_in_the_middle_of_an_epoch():
-    with feed_of(batches, "batches", micro_batch=7) as feed:
-        seen = [number for _ in range(2) for number in real(next(feed))]
-        state = feed.state()
-    for k in range(2):
-        options = {"micro_batch": 1, "remainder": "pad", "epochs": 1, "instances": 2, "instance": k, "state": state}
-        with feed_of(batches, "batches", **options) as feed:
-            seen += [number for batch in feed for number in real(batch)]
-    assert sorted(seen) == list(range(N))
-
-
 def test_a_state_at_the_end_of_an_epoch_goes_on_with_the_next_one():
     with feed_of(examples, "examples", micro_batch=23) as feed:
         next(feed)
@@ -235,26 +224,19 @@ def test_a_source_that_says_where_it_is_is_not_read_again(sizes, prefetch):
         assert source.reads == sum(end > 4 * done for end in ends)
 
 
+class Numbers(StatefulItems):
+    """Does not begin again by itself."""
+
+    def __init__(self):
+        super().__init__(list(examples()))
+
+    def __next__(self):
+        if self.at == N:
+            raise StopIteration
+        return super().__next__()
+
+
 def test_an_iterator_with_a_state_can_be_returned_to():
-    class Numbers:
-        def __init__(self):
-            self.next = 0
-
-        def __iter__(self):
-            return self
-
-        def __next__(self):
-            if self.next == N:
-                raise StopIteration
-            self.next += 1
-            return example(self.next - 1)
-
-        def state_dict(self):
-            return {"next": self.next}
-
-        def load_state_dict(self, state):
-            self.next = state["next"]
-
     with feed_of(Numbers(), "examples", prefetch=2, micro_batch=10) as feed:
         assert [real(batch)[0] for _ in range(2) for batch in feed.epoch()] == [0, 10, 0, 10]
         next(feed)
@@ -307,19 +289,3 @@ def test_what_a_stream_raises_comes_in_its_turn_and_the_batch_can_be_had_again(p
             next(feed)
         broken.clear()
         assert [real(batch) for batch in feed] == [[8, 9, 10, 11]]
-
-
-def test_a_stream_that_is_stuck_is_said_to_be():
-    may_go_on = threading.Event()
-
-    def stuck(epoch):
-        yield from ({"number": k} for k in range(4))
-        may_go_on.wait(60)
-        yield from ({"number": k} for k in range(4))
-
-    with feed_of(stuck, "examples", prefetch=1, timeout=0.2, epochs=1) as feed:
-        assert real(next(feed)) == [0, 1, 2, 3]
-        with pytest.raises(FeedTimeoutError, match=r"worker 0 has been at the batch from example 4 of epoch 0 on for"):
-            next(feed)
-        may_go_on.set()
-        assert real(next(feed)) == [0, 1, 2, 3]

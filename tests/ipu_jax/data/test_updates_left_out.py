@@ -59,19 +59,13 @@ def test_a_stream_says_so_at_the_end_of_an_epoch(prefetch):
         with pytest.warns(UserWarning, match=message((1, 5, 7), 23, 2)) as caught:
             batches = list(feed)
         assert (sum(batch.updates for batch in batches), len(caught)) == (4, 1)
-    for remainder, updates in (("drop", 4), ("updates", 5), ("pad", 6)):
-        with Feed(stream, epochs=1, prefetch=prefetch, remainder=remainder, **options) as feed:
-            assert sum(batch.updates for batch in feed) == updates
     # a shorter batch begins behind those that were read, so that less is left over than the whole epoch would leave
     of_one: dict[str, Any] = {**options, "device_iterations": 1, "remainder": "drop"}
     with Feed(stream, epochs=2, prefetch=prefetch, **of_one) as feed:
         for _ in range(3):
             next(feed)
         state = feed.state()
-    with (
-        warnings.catch_warnings(),
-        Feed(stream, epochs=1, prefetch=prefetch, state=state, **options) as feed,
-    ):
+    with warnings.catch_warnings(), Feed(stream, epochs=1, prefetch=prefetch, state=state, **options) as feed:
         warnings.simplefilter("error")
         assert sum(batch.updates for batch in feed) == 2
 

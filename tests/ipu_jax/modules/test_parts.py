@@ -26,8 +26,7 @@ def part_of(name="part", *, params=2.0, state=None, inputs=None, loss=None):
 
 
 @pytest.mark.parametrize(
-    ("inputs", "expected"),
-    [(None, 6.0), ("a", 10.0), (lambda x, mb: (x, mb["a"]), 30.0), (lambda x, mb: (), 2.0)],
+    ("inputs", "expected"), [(None, 6.0), ("a", 10.0), (lambda x, mb: (x, mb["a"]), 30.0), (lambda x, mb: (), 2.0)]
 )
 def test_what_a_module_is_called_with(inputs, expected):
     stage = part_of(inputs=inputs).stage

@@ -185,14 +185,15 @@ def test_a_u_net_sends_its_skips(ipus, schedule):
     stages, params, _ = gather_stages(parts)
     pipeline = Pipeline(stages, schedule=schedule, gradient_accumulation=M)
 
+    def whole(params, images):
+        return unet(lambda name, *args: MODULES[name].apply({"params": params[name]}, *args), images)
+
     def twin(params):
-        apply = lambda name, *args: MODULES[name].apply({"params": params[name]}, *args)  # noqa: E731
-        return jnp.mean(jnp.stack([jnp.mean((unet(apply, images) - images) ** 2) for images in IMAGES]))
+        return jnp.mean(jnp.stack([jnp.mean((whole(params, images) - images) ** 2) for images in IMAGES]))
 
     assert_equals_plain(pipeline, params, IMAGES, twin)
     outputs = pipeline.predict(pipeline.shard(params), IMAGES)
-    apply = lambda name, *args: MODULES[name].apply({"params": params[name]}, *args)  # noqa: E731
-    np.testing.assert_allclose(outputs[0], unet(apply, IMAGES[0]), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(outputs[0], whole(params, IMAGES[0]), rtol=1e-5, atol=1e-6)
 
 
 def test_equinox_modules_send_and_take_examples():

@@ -69,8 +69,7 @@ def variables():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "reduction"),
-    [("zb-h1", "sum"), pytest.param("1f1b", "mean", marks=pytest.mark.slow)],
+    ("schedule", "reduction"), [("zb-h1", "sum"), pytest.param("1f1b", "mean", marks=pytest.mark.slow)]
 )
 def test_what_linen_modules_sow_is_added_to_the_loss(variables, schedule, reduction):
     assert {"losses", "router"} <= variables[0].keys()  # of init, whose result is given whole

@@ -4,7 +4,6 @@ The oracles are made here: an exhaustive search over the orders of two IPUs' tas
 shortest path over all states of two IPUs where they run in lockstep.
 """
 
-import dataclasses
 import heapq
 import itertools
 import math
@@ -21,16 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ipu_jax
-from ipu_jax.schedules import (
-    SCHEDULES,
-    FoundSchedule,
-    Schedule,
-    StageCosts,
-    _auto,
-    canonical_name,
-    find_schedule,
-    make_schedule,
-)
+from ipu_jax.schedules import SCHEDULES, Schedule, StageCosts, _auto, canonical_name, find_schedule, make_schedule
 from ipu_jax.schedules._auto import schedule_of
 from ipu_jax.schedules._costs import Work, lower_bound
 from ipu_jax.schedules._list_scheduler import FIRSTS, Joint, Policy, earliest_ticks, list_schedule
@@ -94,13 +84,8 @@ def problems(draw):
     whole = [b + w * rng.uniform(0.5, 1) for b, w in zip(backward, weight, strict=True)]
     costs = StageCosts(forward, backward, weight, whole, stash, residuals)
     micro_batches = draw(st.integers(1, 6))
-    arguments = {
-        "placement": placement,
-        "ipus": ipus,
-        "micro_batches": micro_batches,
-        "transfer": draw(st.sampled_from([0.0, 0.25])),
-        "lockstep": draw(st.booleans()),
-    }
+    arguments = {"placement": placement, "ipus": ipus, "micro_batches": micro_batches}
+    arguments |= {"transfer": draw(st.sampled_from([0.0, 0.25])), "lockstep": draw(st.booleans())}
     named = families(placement, micro_batches, ipus)
     floor = bytes_of(named["sequential"], costs)
     limit = draw(st.sampled_from([None, *named]))
@@ -135,16 +120,21 @@ def test_no_family_that_fits_is_better(problem):
 # tables worked out by hand
 
 
-def test_one_ipu_works_without_a_pause():
-    costs = StageCosts([1, 2], [3, 4], [5, 6])
-    assert find_schedule(costs, placement=(0, 0), micro_batches=3).makespan == 3 * 21
-
-
-@pytest.mark.parametrize("lockstep", [False, True])
-def test_equal_costs_reach_the_bound(lockstep):
-    # IPU 1 waits for one F, then has 4 (F + B + W) to do
-    found = find_schedule(StageCosts([1, 1], [1, 1], [1, 1]), placement=(0, 1), micro_batches=4, lockstep=lockstep)
-    assert (found.makespan, found.bound) == (13, 13)
+@pytest.mark.parametrize(
+    ("costs", "placement", "micro_batches", "makespan"),
+    [
+        (StageCosts([1, 2], [3, 4], [5, 6]), (0, 0), 3, 3 * 21),  # one IPU works without a pause
+        (StageCosts([1, 1], [1, 1], [1, 1]), (0, 1), 4, 1 + 4 * 3),  # IPU 1 waits for one F, then has 4 (F + B + W)
+        (StageCosts([1, 3], [1, 2], [1, 1]), (None, None), 3, 3 * (1 + 2 + 3 + 3) / 2),
+        # 0F 1F head 1B 0B in turn, and W beside B: the head is 2 / 2 for F and 4 / 2 for B
+        (StageCosts([1, 1, 2], [1, 1, 4], [1, 1, 0]), (0, 1, None), 1, 1 + 1 + 3 + 1 + 1 + 1),
+    ],
+)
+def test_makespans_by_hand_reach_the_bound(costs, placement, micro_batches, makespan):
+    ipus = 1 if placement == (0, 0) else 2
+    for lockstep in (False, True) if placement == (0, 1) else (False,):
+        found = find_schedule(costs, placement=placement, micro_batches=micro_batches, ipus=ipus, lockstep=lockstep)
+        assert (found.makespan, found.bound) == (makespan, makespan)
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
@@ -169,19 +159,6 @@ def test_of_equal_schedules_the_one_with_less_stash_is_chosen():
     assert found.schedule.name == "sequential"
     assert {candidate.makespan for candidate in found.candidates} == {12}
     assert [c.stash_bytes[0] for c in found.candidates] == sorted(c.stash_bytes[0] for c in found.candidates)
-
-
-def test_concurrent_stages_alone():
-    costs = StageCosts([1, 3], [1, 2], [1, 1])
-    found = find_schedule(costs, placement=(None, None), micro_batches=3, ipus=2)
-    assert found.makespan == found.bound == 3 * (1 + 2 + 3 + 3) / 2
-
-
-def test_a_concurrent_head_makes_all_ipus_meet():
-    # 0F 1F head 1B 0B in turn, and W beside B: the head is 2 / 2 for F and 4 / 2 for B
-    costs = StageCosts([1, 1, 2], [1, 1, 4], [1, 1, 0])
-    found = find_schedule(costs, placement=(0, 1, None), micro_batches=1)
-    assert found.makespan == found.bound == 1 + 1 + 3 + 1 + 1 + 1
 
 
 # exhaustive searches
@@ -258,11 +235,7 @@ def lockstep_optimum(costs: StageCosts, micro_batches: int, limit: int, *, split
             done = waiting.pop()
             f, b, w = done
             held = f - (w if split else b)
-            can = [
-                f < arrived[0] and held < limit,
-                b < (f if k == 1 else min(f, arrived[1])),
-                split and w < b,
-            ]
+            can = [f < arrived[0] and held < limit, b < (f if k == 1 else min(f, arrived[1])), split and w < b]
             for kind in range(3):
                 if can[kind]:
                     after = tuple(n + (j == kind) for j, n in enumerate(done))
@@ -336,10 +309,6 @@ def test_an_ipu_that_is_patient_waits_for_b_rather_than_do_w():
 
 
 PROGRAM = """
-import sys, types
-package = types.ModuleType("ipu_jax")
-package.__path__ = [sys.argv[1]]
-sys.modules["ipu_jax"] = package
 from ipu_jax.schedules import StageCosts, find_schedule
 costs = StageCosts([1, .7, .3, 1.1, .5], [1.3, .8, .3, 1.2, .4], [.9, .7, .1, 1, .3], stash=[3, 2, 1, 4, 1])
 for lockstep in (False, True):
@@ -351,8 +320,12 @@ for lockstep in (False, True):
 @pytest.mark.slow
 def test_every_process_finds_the_same_table():
     def run(hash_seed: int) -> str:
-        command = [sys.executable, "-c", PROGRAM, str(Path(ipu_jax.__file__).parent)]
-        environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
+        environment = {
+            **os.environ,
+            "PYTHONHASHSEED": str(hash_seed),
+            "PYTHONPATH": str(Path(ipu_jax.__file__).parents[1]),
+        }
+        command = [sys.executable, "-c", PROGRAM]
         return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
 
     first = run(1)
@@ -423,11 +396,3 @@ def test_no_costs_at_all_print_as_well():
     zeros = StageCosts([0], [0], [0])
     first_line = str(find_schedule(zeros, placement=(0,), micro_batches=1)).splitlines()[0]
     assert first_line == "sequential: makespan 0 (free running), no work"
-
-
-def test_results_are_frozen():
-    found = find_schedule(StageCosts([1], [1], [1]), placement=(0,), micro_batches=1)
-    assert isinstance(found, FoundSchedule)
-    for value in (found, found.candidates[0], StageCosts([1], [1], [1])):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(value, dataclasses.fields(value)[0].name, None)

@@ -1,99 +1,35 @@
 """Test the validator: what it accepts can be replayed independently; and drawings, which become tables.
 
-`replay` implements the clock independently: it moves tagged messages through bounded queues as an engine would, and
-checks what each task finds there.
+The judge of the random programs plays a table task by task, with the messages and rings that an engine would have.
 """
 
 import dataclasses
 import itertools
 import re
-from collections import deque
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 
 from ipu_jax.schedules import SCHEDULES, Schedule, make_schedule
+from random_programs.judge import depths_of, fault_of
+from random_programs.tables import segments_of
 
 
 def replay(schedule: Schedule) -> None:
-    """Run a schedule with micro-batch numbers in place of arrays, and assert that each task finds its own."""
-    places, last = schedule.placement, len(schedule.placement) - 1
-    stages = range(last + 1)
-    last_local = max((s for s in stages if places[s] is not None), default=-1)
-    where = {"F": schedule.forward, "B": schedule.backward, "W": schedule.weight}
-    queues: dict[tuple[str, int], deque] = {(kind, s): deque() for s in stages for kind in "FB"}
-    stash = [[None] * schedule.stash_depth(s) for s in stages]
-    cuts = [[None] * schedule.weight_residual_depth(s) for s in stages]
-    made: dict[tuple[str, int], int] = {}
-    sending: list[tuple[str, int, int]] = []
-    done = 0
-
-    def put(ring: list, m: int) -> None:
-        assert ring[m % len(ring)] is None
-        ring[m % len(ring)] = m
-
-    def take(ring: list, m: int, *, free: bool) -> None:
-        assert ring[m % len(ring)] == m
-        if free:
-            ring[m % len(ring)] = None
-
-    def run(kind: str, s: int, m: int) -> None:
-        nonlocal done
-        done += 1
-        split = schedule.weight is not None and places[s] is not None
-        if kind == "W":
-            take(cuts[s], m, free=True)
-            take(stash[s], m, free=True)
-            return
-        source, target = (s - 1, s + 1) if kind == "F" else (s + 1, s - 1)
-        if 0 <= source <= last:
-            if places[source] == places[s]:
-                assert made[kind, source] == m  # made on this IPU in this very tick
-            else:
-                assert queues[kind, source].popleft() == m
-        made[kind, s] = m
-        if 0 <= target <= last and places[target] != places[s]:
-            sending.append((kind, s, m))
-        if kind == "F":
-            put(stash[s], m)
+    """Assert that a schedule can run, and that it needs the memory that it says."""
+    placement = schedule.placement
+    table: Any = schedule.forward, schedule.backward, schedule.weight, schedule.clock
+    assert not fault_of(placement, schedule.ipus, table)
+    segments = segments_of(placement)
+    for (ring, segment, kind), depth in depths_of(placement, table).items():
+        stages = segments[segment].stages
+        if ring == "inbox":  # of the boundary behind the segment
+            assert schedule.inbox_depth(stages[-1], "F" if kind == "F" else "B") == depth
         else:
-            take(stash[s], m, free=not split)
-            if split:
-                put(cuts[s], m)
-
-    def deliver() -> None:
-        for kind, s, m in sending:
-            queues[kind, s].append(m)
-            room = schedule.inbox_depth(s, "F") if kind == "F" else schedule.inbox_depth(s - 1, "B")
-            assert len(queues[kind, s]) <= (1 if schedule.clock == "two-phase" else room)
-        sending.clear()
-
-    entries = [s for s in stages if places[s] is None and s < last_local]
-    locals_ = [s for s in stages if places[s] is not None]
-    head = [s for s in stages if s > last_local]
-    one_phase = [[("F", entries)], [("F", locals_), ("B", locals_), ("W", locals_)], [("F", head), ("B", head)]]
-    two_phase = [[("F", entries)], [("F", locals_)], [("F", head), ("B", head)], [("B", locals_)]]
-    for tick in range(schedule.ticks):
-        made.clear()
-        for phase in [*(one_phase if schedule.clock == "one-phase" else two_phase), [("B", entries)]]:
-            busy: dict[int | None, set] = {}
-            for kind, candidates in phase:
-                for s in candidates if kind == "F" else reversed(candidates):
-                    for m in range(schedule.micro_batches):
-                        if where[kind] is None or where[kind][s][m] != tick:
-                            continue
-                        if kind != "W" or places[s] is not None:
-                            run(kind, s, m)
-                            first = next(seg[0] for seg in schedule.segments if s in seg)
-                            busy.setdefault(places[s], set()).add((first, kind, m))
-            deliver()
-            if schedule.clock == "one-phase":
-                assert all(len(tasks) == 1 for ipu, tasks in busy.items() if ipu is not None)
-    kinds = sum(2 if schedule.weight is None or places[s] is None else 3 for s in stages)
-    assert done == kinds * schedule.micro_batches
-    assert not any(queues.values())
-    assert all(slot is None for ring in (*stash, *cuts) for slot in ring)
+            depth_of = schedule.stash_depth if ring == "stash" else schedule.weight_residual_depth
+            assert [depth_of(stage) for stage in stages] == [depth] * len(stages)
 
 
 @st.composite

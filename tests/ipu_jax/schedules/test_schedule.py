@@ -29,17 +29,6 @@ def test_the_grouped_grid_is_the_picture_that_opens_the_module():
     ]
 
 
-def test_the_sequential_grid_has_one_ipu_at_work_in_each_tick():
-    assert str(make_schedule("sequential", ipus=2, micro_batches=2)).splitlines() == [
-        "sequential: 2 stages on 2 IPUs, 2 micro-batches, 6 ticks, bubble 50.0%",
-        "stash: stage 0 holds 1, stage 1 holds 1",
-        "       ramp-up  main                        ramp-down",
-        "tick   0        1        2    3    4        5",
-        "IPU 0  0F0               0B0  0F1           0B1",
-        "IPU 1           1F0 1B0            1F1 1B1",
-    ]
-
-
 def test_the_grid_shows_concurrent_stages_on_every_ipu_in_the_order_of_the_clock():
     assert str(make_schedule("grouped", placement=(None, 0, None, 1, None), micro_batches=2)).splitlines() == [
         "grouped: 5 stages on 2 IPUs, 2 micro-batches, 4 ticks, bubble 16.7%",
@@ -71,42 +60,10 @@ def test_the_grid_of_several_stages_an_ipu():
 # formulas
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 8, 84])
-def test_the_bubble_is_the_closed_formula(stages, micro_batches):
-    grouped = make_schedule("grouped", ipus=stages, micro_batches=micro_batches)
-    sequential = make_schedule("sequential", ipus=stages, micro_batches=micro_batches)
-    for costs in ({}, {"forward": 1.0, "backward": 1.0}, {"forward": 3.0, "backward": 0.5}):
-        assert grouped.bubble(**costs) == pytest.approx((stages - 1) / (micro_batches + stages - 1))
-        assert sequential.bubble(**costs) == pytest.approx(1 - 1 / stages)
-
-
 def test_stages_that_share_an_ipu_make_a_bubble_of_their_imbalance():
     # IPU 0 does two stages of three; without ramps the other IPU idles half of the time
     assert make_schedule("grouped", placement=(0, 0, 1), micro_batches=200).bubble() == pytest.approx(0.25, abs=0.01)
     assert make_schedule("grouped", placement=(None, None), ipus=8, micro_batches=3).bubble() == pytest.approx(0)
-
-
-@pytest.mark.parametrize("stages", [1, 2, 3, 5])
-@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 5, 9, 40])
-def test_the_stash_of_grouped_does_not_grow_with_the_micro_batches(stages, micro_batches):
-    schedule = make_schedule("grouped", ipus=stages, micro_batches=micro_batches)
-    assert [schedule.stash_depth(s) for s in range(stages)] == [
-        min(micro_batches, 2 * (stages - 1 - s) + 1) for s in range(stages)
-    ]
-
-
-@pytest.mark.parametrize("placement", [(0, 1, 2), (0, 1, 0), (None, 0, 1, None), (0, None, 1)])
-def test_sequential_stashes_one_micro_batch(placement):
-    schedule = make_schedule("sequential", placement=placement, micro_batches=5)
-    assert [schedule.stash_depth(s) for s in range(len(placement))] == [1] * len(placement)
-
-
-@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (3, 1), (3, 3), (3, 8)])
-def test_grouped_takes_the_ticks_of_1f1b_and_forward_alone_half_the_ramp(stages, micro_batches):
-    schedule = make_schedule("grouped", ipus=stages, micro_batches=micro_batches)
-    assert schedule.ticks == micro_batches + 2 * (stages - 1)
-    assert schedule.forward_ticks == micro_batches + stages - 1
 
 
 def test_a_concurrent_head_runs_forward_and_backward_in_the_tick_of_the_last_local_stage():

@@ -1,0 +1,225 @@
+"""Test the tools of an embedding and of a matmul: output, exit codes, and that they notice an op that is wrong."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ipu_jax.tools import sharded_embedding_tool, sharded_matmul_tool, split_matmul, tied_embedding
+from ipu_jax.tools.agreement import HALF_TOLERANCE
+from ipu_jax.tools.tied_embedding import Inputs, dense_program
+
+MAIN = {tied_embedding: sharded_embedding_tool.main, split_matmul: sharded_matmul_tool.main}
+SMALL = {
+    tied_embedding: ["--vocab-size", "10", "--feature-size", "8", "--sequence-length", "6"],
+    split_matmul: ["--rows", "6", "--cols", "8", "--outsize", "10"],
+}
+both_tools = pytest.mark.parametrize("tool", MAIN, ids=lambda tool: tool.__name__.split(".")[-1])
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("tool", "argv"),
+    [
+        (tied_embedding, ["--ipus", "3"]),
+        *(
+            slow(tied_embedding, argv.split())
+            for argv in ("--ipus 1", "--ipus 2", "--ipus 8", "--ipus 4 --fp16", "--bf16")
+        ),
+        *((split_matmul, argv.split()) for argv in ("--ipus 1", "--ipus 3", "--ipus 8 --fp16", "--bf16")),
+    ],
+)
+def test_the_sharded_program_matches_the_unsharded(tool, argv, capsys):
+    assert MAIN[tool]([*SMALL[tool], *argv]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    sharded, dense = (float(line.split()[-1]) for line in printed[:2])
+    assert sharded == pytest.approx(dense, abs=1e-2 if tool is tied_embedding else 1e-3)
+    assert printed[2:] == ["Results match."]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tool", "sizes"),
+    [
+        *(
+            (tied_embedding, f"--vocab-size {vocabulary} --ipus {ipus} --feature-size 768 {half}")
+            for half in ("", "--fp16", "--bf16")
+            for vocabulary, ipus in ((1, 2), (3, 8), (8001, 4))
+        ),
+        *(
+            (split_matmul, f"--rows {rows} --cols {cols} --outsize {outsize} --ipus 4")
+            for rows, cols, outsize in ((1, 1, 1), (3, 1, 2), (2, 64, 1000))
+        ),
+    ],
+)
+def test_other_sizes_match_too(tool, sizes, capsys):
+    assert MAIN[tool](sizes.split()) == 0
+    assert capsys.readouterr().out.endswith("\nResults match.\n")
+
+
+@pytest.mark.slow
+def test_the_sizes_of_the_original_match(capsys):
+    argv = ["--ipus", "4", "--vocab-size", "8000", "--feature-size", "768", "--sequence-length", "256"]
+    assert MAIN[tied_embedding](argv) == 0
+    assert re.fullmatch(r"Loss on 4 IPUs: 8\.9\d+\nLoss unsharded: 8\.9\d+\nResults match\.\n", capsys.readouterr().out)
+
+
+def test_the_unsharded_embedding_is_right():
+    """Test one token: the loss by hand, and the gradient by finite differences in its steepest direction."""
+    table = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], np.float32)
+    inputs = Inputs(table, np.array([0], np.int32), np.array([1], np.int32))
+    logits = np.array([1.0, 0.0, 1.0])  # row 0 with each row
+    loss, gradient = dense_program(*map(jnp.asarray, inputs))
+    assert loss == pytest.approx(np.log(np.exp(logits).sum()) - logits[1])
+    step = 0.02 * np.asarray(gradient) / np.linalg.norm(gradient)
+    ahead, behind = (dense_program(jnp.asarray(table + s), *map(jnp.asarray, inputs[1:]))[0] for s in (step, -step))
+    assert (ahead - behind) / 0.04 == pytest.approx(np.linalg.norm(gradient), rel=1e-3)
+
+
+@both_tools
+def test_without_checks_only_the_sharded_program_runs_on_inputs_of_the_seed(tool, capsys, monkeypatch):
+    monkeypatch.setattr(tool, "dense_program", None)
+
+    def printed(seed):
+        assert MAIN[tool]([*SMALL[tool], "--no-checks", "--ipus", "2", "--seed", seed]) == 0
+        return capsys.readouterr().out
+
+    one, same, other = map(printed, "112")
+    assert one == same != other
+    assert re.fullmatch(r"Loss on 2 IPUs: \d\.\d{4}\n", one)
+
+
+@both_tools
+def test_the_seed_makes_every_input(tool):
+    one, same, other = (tool.random_inputs(10, 8, 6, seed, jnp.float32) for seed in (1, 1, 2))
+    for a, b, c in zip(one, same, other, strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert not np.array_equal(a, c)
+    shapes, below = (((10, 8), (6,), (6,)), 10) if tool is tied_embedding else (((10, 8), (8, 6), (10,)), 6)
+    assert tuple(leaf.shape for leaf in one) == shapes
+    numbers = [leaf for leaf in one if leaf.dtype == np.int32]
+    assert all(0 <= leaf.min() <= leaf.max() < below for leaf in numbers)
+
+
+@pytest.mark.parametrize(("rows", "cols", "outsize"), [(8, 16, 500), (64, 256, 2000)])
+def test_random_logits_are_as_large_whatever_the_sizes(rows, cols, outsize):
+    lhs, rhs, _ = split_matmul.random_inputs(rows, cols, outsize, seed=0, dtype=jnp.float32)
+    assert np.std(lhs @ rhs) == pytest.approx(1 / 3, rel=0.1)
+
+
+# ops that are wrong: each is made of the right op
+
+
+def _one_percent_off(op, *args, **kwargs):
+    return 1.01 * op(*args, **kwargs)
+
+
+def _not_a_number(op, *args, **kwargs):
+    return op(*args, **kwargs) * jnp.nan
+
+
+def _without_gradient(op, *args, **kwargs):
+    return jax.lax.stop_gradient(op(*args, **kwargs))
+
+
+def _without_gradient_of_the_first(op, x, w, **kwargs):
+    return op(jax.lax.stop_gradient(x), w, **kwargs)
+
+
+def _without_gradient_of_the_second(op, x, w, **kwargs):
+    return op(x, jax.lax.stop_gradient(w), **kwargs)
+
+
+def _twice_the_gradient_of_the_first(op, x, other, **kwargs):
+    return op(2 * x - jax.lax.stop_gradient(x), other, **kwargs)
+
+
+def _twice_the_gradient_of_the_second(op, other, x, **kwargs):
+    return op(other, 2 * x - jax.lax.stop_gradient(x), **kwargs)
+
+
+def _only_this_shards_tokens(op, table, ids, size):
+    return table.at[ids - len(table) * jax.lax.axis_index("ipu")].get(mode="fill", fill_value=0)
+
+
+OF_EMBEDDING = [
+    (tied_embedding, "tied_projection", _without_gradient_of_the_second, ["gradient"]),
+    (tied_embedding, "tied_projection", _without_gradient_of_the_first, ["gradient"]),
+    (tied_embedding, "embedding", _without_gradient, ["gradient"]),
+    (tied_embedding, "embedding", _only_this_shards_tokens, ["loss", "gradient"]),
+    (tied_embedding, "log_softmax_cross_entropy", _twice_the_gradient_of_the_first, ["gradient"]),
+    (tied_embedding, "log_softmax_cross_entropy", _not_a_number, ["loss", "gradient"]),
+]
+
+
+def named_as_wrong(tool, op, broken, argv, capsys, monkeypatch):
+    monkeypatch.setattr(tool, op, functools.partial(broken, getattr(tool, op)))
+    assert MAIN[tool](argv) == 1
+    *_, text = capsys.readouterr().out.partition("Loss unsharded")
+    return re.findall(r"^Max ABS error: (?:nan|[\d.e-]+) \((\w+)\)$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("tool", "op", "broken", "wrong"),
+    [
+        *OF_EMBEDDING,
+        (tied_embedding, "tied_projection", _one_percent_off, ["loss", "gradient"]),
+        (split_matmul, "matmul", _one_percent_off, ["logits", "loss", "dLhs", "dRhs"]),
+        (split_matmul, "matmul", _without_gradient_of_the_first, ["dLhs"]),
+        (split_matmul, "matmul", _twice_the_gradient_of_the_second, ["dRhs"]),
+        (split_matmul, "matmul", _not_a_number, ["logits", "loss", "dLhs", "dRhs"]),
+    ],
+)
+def test_a_broken_op_is_noticed(tool, op, broken, wrong, capsys, monkeypatch):
+    assert named_as_wrong(tool, op, broken, SMALL[tool], capsys, monkeypatch) == wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tool", "op", "broken", "wrong"), OF_EMBEDDING)
+def test_a_broken_gradient_is_noticed_in_half_types_however_small_it_is(tool, op, broken, wrong, capsys, monkeypatch):
+    argv = ["--vocab-size", "500", "--feature-size", "64", "--bf16"]
+    assert "gradient" in named_as_wrong(tool, op, broken, argv, capsys, monkeypatch)
+
+
+@pytest.mark.parametrize(("tool", "judged"), [(tied_embedding, "gradient"), (split_matmul, "logits")])
+def test_differences_are_judged_as_numpy_does(tool, judged):
+    want = tool.Results(**(dict.fromkeys(tool.Results._fields, 1.0) | {judged: np.array([2.0, -2.0])}))
+    limit = HALF_TOLERANCE.atol + HALF_TOLERANCE.rtol * 2
+    less = lambda by: want._replace(**{judged: getattr(want, judged) - by})  # noqa: E731
+    assert tool.differences(less(0.99 * limit), want, HALF_TOLERANCE) == {}
+    beyond = tool.differences(less([0, 1.01 * limit]), want, HALF_TOLERANCE)
+    assert beyond == {judged: pytest.approx(1.01 * limit)}
+
+
+def test_a_small_gradient_is_judged_by_its_norm_too():
+    want = tied_embedding.Results(loss=1.0, gradient=np.array([3e-4, -4e-4]))
+    near, far = (want._replace(gradient=want.gradient * factor) for factor in (1.04, 1.06))
+    assert tied_embedding.differences(near, want, HALF_TOLERANCE) == {}
+    assert tied_embedding.differences(far, want, HALF_TOLERANCE) == {"gradient": pytest.approx(0.06 * 4e-4)}
+
+
+@pytest.mark.parametrize(
+    ("tool", "runs", "argv", "line"),
+    [
+        (tied_embedding, "run_pipeline", "--ipus 9", r"--ipus 9, but jax already started its CPU backend with 8: .*"),
+        (split_matmul, "random_inputs", "--ipus 9", r"--ipus 9, but jax .*"),
+        (
+            tied_embedding,
+            "run_pipeline",
+            "--vocab-size 2147483647 --feature-size 100000",
+            r"--vocab-size 2147483647, --feature-size 100000 and --sequence-length 256 need 3,440,372 GB or more, and "
+            r"this machine has [\d,]+ GB of memory: give smaller ones",
+        ),
+    ],
+)
+def test_what_this_machine_cannot_hold_is_refused_in_one_line(tool, runs, argv, line, capsys, monkeypatch):
+    monkeypatch.setattr(tool, runs, None)
+    with pytest.raises(SystemExit) as stopped:
+        MAIN[tool](argv.split())
+    assert stopped.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(rf"sharded-(embedding|matmul)-tool: {line}\n", err)
