@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, sample
@@ -56,15 +57,16 @@ def _samples(key, logits, temperatures, top_ps, *, size, k):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("n", "typed", "impl", "dtype"),
+    ("n", "typed", "impl", "dtype", "replicas"),
     [
-        (1, True, "threefry2x32", jnp.float32),
-        (2, False, "threefry2x32", jnp.float32),
-        (8, True, "threefry2x32", jnp.bfloat16),
-        (3, False, "rbg", jnp.float32),
+        (1, True, "threefry2x32", jnp.float32, None),
+        (2, False, "threefry2x32", jnp.float32, None),
+        (8, True, "threefry2x32", jnp.bfloat16, None),
+        (3, False, "rbg", jnp.float32, None),
+        *((n, typed, "threefry2x32", jnp.float32, 2) for n in (1, 2, 4) for typed in (True, False)),
     ],
 )
-def test_the_same_key_draws_the_same_columns_on_any_number_of_ipus(n, typed, impl, dtype):
+def test_the_same_key_draws_the_same_columns_on_any_number_of_ipus(n, typed, impl, dtype, replicas):
     size, tokens, k = 37, 600, 11
     logits = (2 * normal(0, (tokens, size))).astype(jnp.bfloat16).astype(dtype)
     logits[::3, 5:30] = -INF
@@ -73,11 +75,20 @@ def test_the_same_key_draws_the_same_columns_on_any_number_of_ipus(n, typed, imp
     top_ps = rng.choice(np.array([0.01, 0.6, 0.9, 1], np.float32), tokens)
     key = jax.random.key(7, impl=impl)
 
-    run = on_ipus(functools.partial(_samples, size=size, k=k), n, (P(), COLUMNS, P(), P()), P(), typed)
+    def each_ipu(key, *given):
+        # With one key, tokens on both replicas would make the same draws.
+        own = jax.random.fold_in(key, lax.axis_index("data")) if replicas else key
+        return _samples(own, *given, size=size, k=k)
+
+    rows, columns = (P("data"), P("data", "ipu")) if replicas else (P(), COLUMNS)
+    run = on_ipus(each_ipu, n, (P(), columns, rows, rows), rows, typed, replicas)
     got = run(key, padded(Split(size, n), logits, 1), temperatures, top_ps)
 
     logits = logits.astype(np.float32)
-    for found, want in zip(got, _dense_samples(key, logits, temperatures, top_ps, k), strict=True):
+    keys = [jax.random.fold_in(key, replica) for replica in range(replicas)] if replicas else [key]
+    parts = zip(*(np.split(array, len(keys)) for array in (logits, temperatures, top_ps)), strict=True)
+    wanted = [_dense_samples(own, *part, k) for own, part in zip(keys, parts, strict=True)]
+    for found, want in zip(got, np.concatenate(wanted, axis=1), strict=True):
         assert found.dtype == jnp.int32
         np.testing.assert_array_equal(found, want)
         cold = temperatures == 0
