@@ -128,7 +128,7 @@ def _dense_top_values(x, *, k):
     return lax.top_k(x, k)[0]
 
 
-@pytest.mark.parametrize("typed", [True, False])
+@pytest.mark.parametrize("typed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_forward_mode_and_second_derivatives(typed):
     x, dx = normal(0, (2, 6)), normal(1, (2, 6))
 
