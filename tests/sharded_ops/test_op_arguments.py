@@ -216,7 +216,11 @@ def _shown(value):
     return repr(value.item() if is_number else value)
 
 
-@pytest.mark.parametrize("op", OPS)
+# Other forms of an op have the same arguments, so they are slow.
+each_op = pytest.mark.parametrize("op", [pytest.param(op, marks=pytest.mark.slow) if "-" in op else op for op in OPS])
+
+
+@each_op
 def test_a_bad_value_of_any_option_is_told(op):
     fn, arrays, given, _ = OPS[op]
     _traced(op)
@@ -232,7 +236,7 @@ def test_a_bad_value_of_any_option_is_told(op):
                     _traced(op, {option: value})
 
 
-@pytest.mark.parametrize("op", OPS)
+@each_op
 def test_what_is_no_array_is_told(op):
     for name in OPS[op][1]:
         for value in NOT_ARRAYS:
@@ -315,7 +319,7 @@ def test_on_one_ipu_the_whole_is_the_shard(op):
     jax.eval_shape(sharded, jnp.ones((6, 8)) if isinstance(op, functools.partial) else jnp.ones((2, 6)))
 
 
-@pytest.mark.parametrize("op", OPS)
+@each_op
 def test_numpys_numbers_are_as_good_as_pythons(op):
     options, plain = OPS[op][2], str(_traced(op))
     floats = {name: np.float32(value) for name, value in options.items() if isinstance(value, float)}

@@ -120,8 +120,10 @@ def cases_of(n: int, size: int, tokens: int, replicas: int | None, dtype: Any) -
     """Return all ops on n IPUs, which divide dims of this size."""
     half, k, of_replica = dtype != jnp.float32, (size + 2) // 2, tokens // (replicas or 1)
     whole, both, cut = Operand(tokens=True), Operand(split=1, tokens=True), Operand(cut=True)
-    x, x_cut = Operand((tokens, 2, D), tokens=True), Operand((tokens, 2, D), cut=True)
-    logits, last = Operand((tokens, size), split=1, tokens=True), Operand((tokens, 2, size), split=2, tokens=True)
+    # On two axes, where more parts of a sum are rounded in half types, the sums are shorter.
+    rows = (tokens, 1 if replicas else 2)
+    x, x_cut = Operand((*rows, D), tokens=True), Operand((*rows, D), cut=True)
+    logits, last = Operand((tokens, size), split=1, tokens=True), Operand((*rows, size), split=2, tokens=True)
     inner, whole_inner = (Operand((tokens, size, D), split=split, tokens=True) for split in (1, None))
     parts = Operand((tokens, n * size), split=1, tokens=True)  # each IPU's part is a block of columns
     table, w, vector = Operand((size, D), split=0), Operand((D, size), split=1), Operand((size,), split=0)
