@@ -130,7 +130,7 @@ def cases_of(n: int, size: int, tokens: int, replicas: int | None, dtype: Any) -
     by_features, of_rows = Operand((size, size), split=1), (last, table, Operand((D,)))
     # Each sum of products has up to 10 terms, on either side. In half types, it is accumulated in float32 and rounded
     # once on each side, and then n rounded parts are added where a gradient is reduced over the IPUs.
-    product, biased = ((2 + n,) * 2, (3 + n,) * 2) if half else ((20, 20), (20, 20))
+    product, biased = ((2 + n, 2 + n), (3 + n, 3 + n)) if half else ((20, 20), (20, 20))
     # A row's gradient is a sum of up to 6 cotangents; untyped, a cotangent is divided by n and summed again.
     looked_up, rows_sum, again = (0, 2 * TOKENS + n + 1), (0, 2 * TOKENS), (0, n + 1)
     norm: dict[str, Any] = {"bounds": _HALF_NORM if half else _NORM, "rounded": (1, 1) if half else (20, 20)}

@@ -87,7 +87,7 @@ def test_the_same_key_draws_the_same_columns_on_any_number_of_ipus(n, typed, imp
     logits = logits.astype(np.float32)
     keys = [jax.random.fold_in(key, replica) for replica in range(replicas)] if replicas else [key]
     parts = zip(*(np.split(array, len(keys)) for array in (logits, temperatures, top_ps)), strict=True)
-    wanted = [_dense_samples(own, *part, k) for own, part in zip(keys, parts, strict=True)]
+    wanted = [_dense_samples(own, x, t, p, k) for own, (x, t, p) in zip(keys, parts, strict=True)]
     for found, want in zip(got, np.concatenate(wanted, axis=1), strict=True):
         assert found.dtype == jnp.int32
         np.testing.assert_array_equal(found, want)

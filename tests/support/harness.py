@@ -143,7 +143,7 @@ class Operand:
         pieces = np.split(whole, parts)
         return np.concatenate([padded(Split(piece.shape[dim], n), piece, dim, fill) for piece in pieces])
 
-    def unpadded(self, array, like, n, replicas, padding=0):
+    def unpadded(self, array, like, n, replicas, padding: float = 0):
         """Return the array without its padding, after checking what the padding contains."""
         dim, parts = (0, replicas or 1) if self.cut else (self.split, 1)
         if dim is None:

@@ -1,4 +1,4 @@
-"""Test for faults that split or fused cross-entropies of other libraries had, one test for each.
+"""Test for faults that split or fused cross-entropies of other libraries had, unless test_losses would see them.
 
 The numbers are those of issues (#) and pull requests (PR) in which the faults were reported or fixed.
 """
@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 from sharded_ops import Split, linear_cross_entropy, log_softmax, log_softmax_cross_entropy
 from support.harness import dense_vjp, normal, on_ipus, split_vjp
 from support.losses import dense_loss
-from support.refusals import refused
 
 COLUMNS, ROWS = P(None, "ipu"), P("ipu")
 
@@ -78,14 +77,6 @@ def test_a_vocabulary_that_does_not_divide_trains_as_on_one_ipu():
         np.testing.assert_allclose(got, want, rtol=2e-5)
 
 
-def test_gathered_logits_are_refused():
-    """Megatron-LM #7452, row 2: whole logits on every rank in place of a shard counted each column once per rank. The
-    loss was too large by log(ranks), and gradients were wrong."""
-    op, logits, labels = functools.partial(log_softmax_cross_entropy, size=8), jnp.ones((3, 8)), jnp.zeros(3, jnp.int32)
-    with refused("logits_shard has shape (3, 8)", "size=8 over the 2 IPUs", "takes 4", "Split(size=8, parts=2).pad"):
-        on_ipus(op, 2, (P(), P()), P())(logits, labels)
-
-
 def test_a_label_out_of_range_takes_no_other_shards_logit():
     """A label masked to index 0 of a shard, clipped, or wrapped around when negative, takes the logit of another token
     of the vocabulary without a word. In Megatron-LM-FL (PR 99) -100 reached gather and scatter_add; in cut-cross-
@@ -139,17 +130,6 @@ def test_a_mean_leaves_ignored_tokens_out(smoothing, weights):
     each, want = _dense(logits[::2], labels[::2], share, label_smoothing=smoothing)
     _assert_same((loss, dlogits[::2]), (each @ share, want))
     np.testing.assert_array_equal(dlogits[1::2], 0)
-
-
-def test_losses_that_are_not_reduced_have_the_gradient_of_each_ones_cotangent():
-    """Liger-Kernel #968, #678 (PR 1298): with reduction="none", gradients made in the forward pass were all multiplied
-    with the first token's cotangent: wrong, and zero where that token was masked."""
-    hidden, table = normal(0, (5, 3)), normal(1, (7, 3))
-    labels, ct = np.array([0, 6, 3, 2, -1], np.int32), np.array([0, -2, 1, 3, 0], np.float32)
-    op = functools.partial(linear_cross_entropy, size=7, token_chunk=2, column_chunk=2)
-    _, got = split_vjp(op, "untyped-outside", 2, [hidden, table], [labels], dims=[None, 0], ct=ct)
-    want = jax.jit(jax.grad(lambda h, t: jnp.vdot(dense_loss(h @ t.T, labels, None), ct), (0, 1)))(hidden, table)
-    _assert_same(got, want)
 
 
 @pytest.mark.slow

@@ -115,8 +115,8 @@ def _programs(names: tuple[str, ...], n: int, size: int, replicas: int | None) -
             ops.append(_linear(entry, size, tokens // groups))
             operands.append((cut if "cut" in entry else hidden, table, bias, weights, logits))
         twins.append(_dense(entry, groups))
-    programs = (side_by_side([*map(_transposed, fns)], [*map(len, operands)]) for fns in (ops, twins))
-    return *programs, operands
+    op, twin = (side_by_side([*map(_transposed, fns)], [*map(len, operands)]) for fns in (ops, twins))
+    return op, twin, operands
 
 
 def _floats(rng, name, operands, dtype):
