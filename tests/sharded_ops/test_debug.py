@@ -27,6 +27,15 @@ def printed(capsys):
     return lines
 
 
+ALIKE, DIFFERS = "the same on all IPUs", "differs between IPUs"
+
+
+def lines(direction, array, *figures, replica=""):
+    """Return the line of each IPU, by its least, largest and mean value."""
+    told = ["min {}, max {}, mean {}".format(*of_ipu) for of_ipu in figures]
+    return [f"x, {direction}, {replica}ipu {ipu} of {len(told)}: {array}, {text}" for ipu, text in enumerate(told)]
+
+
 @pytest.mark.parametrize(("typed", "dtype"), [(True, jnp.bfloat16), (False, jnp.float32)])
 def test_forward_and_backward_of_shards(typed, dtype, printed):
     def loss(x):
@@ -36,16 +45,10 @@ def test_forward_and_backward_of_shards(typed, dtype, printed):
     dx = jax.grad(sharded)(jnp.arange(8, dtype=dtype).reshape(4, 2))
 
     np.testing.assert_array_equal(dx, 2 * np.arange(8).reshape(4, 2))
-    array = f"{dtype.__name__}[1,2], differs between IPUs"
+    array = f"{dtype.__name__}[1,2], {DIFFERS}"
     assert printed() == [
-        f"x, forward, ipu 0 of 4: {array}, min 0, max 1, mean 0.5",
-        f"x, forward, ipu 1 of 4: {array}, min 2, max 3, mean 2.5",
-        f"x, forward, ipu 2 of 4: {array}, min 4, max 5, mean 4.5",
-        f"x, forward, ipu 3 of 4: {array}, min 6, max 7, mean 6.5",
-        f"x, backward, ipu 0 of 4: {array}, min 0, max 2, mean 1",
-        f"x, backward, ipu 1 of 4: {array}, min 4, max 6, mean 5",
-        f"x, backward, ipu 2 of 4: {array}, min 8, max 10, mean 9",
-        f"x, backward, ipu 3 of 4: {array}, min 12, max 14, mean 13",
+        *lines("forward", array, (0, 1, 0.5), (2, 3, 2.5), (4, 5, 4.5), (6, 7, 6.5)),
+        *lines("backward", array, (0, 2, 1), (4, 6, 5), (8, 10, 9), (12, 14, 13)),
     ]
 
 
@@ -54,12 +57,10 @@ def test_the_cotangent_of_what_all_hold_is_whole_or_in_parts(typed, printed):
     """With x the same on all IPUs and jax.grad outside, each IPU has the gradient if typed, half of it if untyped."""
     sharded = on_ipus(lambda x: jnp.sum(debug_x(x) ** 2), 2, P(), P(), typed)
     np.testing.assert_array_equal(jax.grad(sharded)(jnp.array([3.0])), [6])
-    gradient = 6 if typed else 3
+    gradient, array = 6 if typed else 3, f"float32[1], {ALIKE}"
     assert printed() == [
-        "x, forward, ipu 0 of 2: float32[1], the same on all IPUs, min 3, max 3, mean 3",
-        "x, forward, ipu 1 of 2: float32[1], the same on all IPUs, min 3, max 3, mean 3",
-        f"x, backward, ipu 0 of 2: float32[1], the same on all IPUs, min {gradient}, max {gradient}, mean {gradient}",
-        f"x, backward, ipu 1 of 2: float32[1], the same on all IPUs, min {gradient}, max {gradient}, mean {gradient}",
+        *lines("forward", array, *[(3, 3, 3)] * 2),
+        *lines("backward", array, *[(gradient,) * 3] * 2),
     ]
 
 
@@ -69,11 +70,10 @@ def test_differentiated_inside(typed, printed):
         return jax.grad(lambda x: jnp.sum(debug_x(x) ** 2))(x)
 
     np.testing.assert_array_equal(on_ipus(gradient, 2, P("ipu"), P("ipu"), typed)(jnp.array([1.0, 2.0])), [2, 4])
+    array = f"float32[1], {DIFFERS}"
     assert printed() == [
-        "x, forward, ipu 0 of 2: float32[1], differs between IPUs, min 1, max 1, mean 1",
-        "x, forward, ipu 1 of 2: float32[1], differs between IPUs, min 2, max 2, mean 2",
-        "x, backward, ipu 0 of 2: float32[1], differs between IPUs, min 2, max 2, mean 2",
-        "x, backward, ipu 1 of 2: float32[1], differs between IPUs, min 4, max 4, mean 4",
+        *lines("forward", array, (1, 1, 1), (2, 2, 2)),
+        *lines("backward", array, (2, 2, 2), (4, 4, 4)),
     ]
 
 
@@ -94,64 +94,49 @@ def test_differentiated_inside(typed, printed):
 )
 def test_a_difference_of_bits_or_places_is_seen(x, y, alike, printed):
     on_ipus(debug_x, 2, P("ipu"), P("ipu"))(np.concatenate([x, y])).block_until_ready()
-    lines = printed()
-    assert [("the same on all IPUs" in line, "differs between IPUs" in line) for line in lines] == [
-        (alike, not alike)
-    ] * 2
+    assert [(ALIKE in line, DIFFERS in line) for line in printed()] == [(alike, not alike)] * 2
 
 
 def test_the_mean_of_a_half_type_is_not_rounded_to_it(printed):
     on_ipus(debug_x, 2, P("ipu"), P("ipu"))(jnp.array([256, 258, 0, 1], jnp.bfloat16)).block_until_ready()
-    assert printed() == [
-        "x, forward, ipu 0 of 2: bfloat16[2], differs between IPUs, min 256, max 258, mean 257",
-        "x, forward, ipu 1 of 2: bfloat16[2], differs between IPUs, min 0, max 1, mean 0.5",
-    ]
+    assert printed() == lines("forward", f"bfloat16[2], {DIFFERS}", (256, 258, 257), (0, 1, 0.5))
 
 
 def test_nan_and_empty_values_show(printed):
     on_ipus(debug_x, 2, P("ipu"), P("ipu"))(jnp.array([1.0, jnp.nan, 3.0, 4.0])).block_until_ready()
-    assert printed() == [
-        "x, forward, ipu 0 of 2: float32[2], differs between IPUs, min nan, max nan, mean nan",
-        "x, forward, ipu 1 of 2: float32[2], differs between IPUs, min 3, max 4, mean 3.5",
-    ]
+    assert printed() == lines("forward", f"float32[2], {DIFFERS}", ("nan",) * 3, (3, 4, 3.5))
     # The second result is needed because jax does not run a program with empty results only.
     both = on_ipus(lambda x, y: (debug_x(x), y), 2, P("ipu"), P("ipu"))
     jax.block_until_ready(both(jnp.zeros((2, 0)), jnp.zeros(2)))
     assert printed() == [f"x, forward, ipu {ipu} of 2: float32[1,0], the same on all IPUs, empty" for ipu in (0, 1)]
 
 
-@pytest.mark.parametrize("typed", [True, False])
+@pytest.mark.parametrize("typed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_integers_inside_a_gradient(typed, printed):
     def picked(table, ids):
         return reduce_to_all(table[debug_x(ids)].sum())
 
     sharded = on_ipus(picked, 2, (P("ipu"), P()), P(), typed)
     np.testing.assert_array_equal(jax.grad(sharded)(jnp.arange(4.0), jnp.array([1, 1])), [0, 2, 0, 2])
-    assert printed() == [
-        f"x, forward, ipu {ipu} of 2: int32[2], the same on all IPUs, min 1, max 1, mean 1" for ipu in (0, 1)
-    ]
+    assert printed() == lines("forward", f"int32[2], {ALIKE}", *[(1, 1, 1)] * 2)
 
 
-@pytest.mark.parametrize("typed", [True, False])
+@pytest.mark.parametrize("typed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_each_replica_prints_its_own_lines(typed, printed):
     mesh = jax.make_mesh((2, 2), ("replica", "ipu"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     spec = P("replica", "ipu")
     op = jax.jit(jax.shard_map(debug_x, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=typed))
     op(jnp.array([[0.0, 0.0], [2.0, 3.0]])).block_until_ready()
-    lines = printed()
+    found = printed()
     # Either replica may come first, since they run independently, but the lines of one replica are together.
-    assert [line for line in lines if "replica 0" in line] == [
-        f"x, forward, replica 0, ipu {ipu} of 2: float32[1,1], the same on all IPUs, min 0, max 0, mean 0"
-        for ipu in (0, 1)
-    ]
-    assert [line for line in lines if "replica 1" in line] == [
-        "x, forward, replica 1, ipu 0 of 2: float32[1,1], differs between IPUs, min 2, max 2, mean 2",
-        "x, forward, replica 1, ipu 1 of 2: float32[1,1], differs between IPUs, min 3, max 3, mean 3",
-    ]
-    assert [int("replica 1" in line) for line in lines] in ([0, 0, 1, 1], [1, 1, 0, 0])
+    one, two = (
+        lines("forward", f"float32[1,1], {array}", *figures, replica=f"replica {replica}, ")
+        for replica, (array, figures) in enumerate(((ALIKE, [(0, 0, 0)] * 2), (DIFFERS, [(2, 2, 2), (3, 3, 3)])))
+    )
+    assert found in ([*one, *two], [*two, *one])
 
 
-@pytest.mark.parametrize("typed", [True, False])
+@pytest.mark.parametrize("typed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_it_prints_in_scan_remat_and_vmap(typed, printed):
     def loss(x):
         def layer(x, _):
@@ -177,7 +162,7 @@ def test_it_prints_in_scan_remat_and_vmap(typed, printed):
     assert means in (["0", "1", "2", "3"], ["2", "3", "0", "1"])
 
 
-@pytest.mark.parametrize("typed", [True, False])
+@pytest.mark.parametrize("typed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_it_sends_what_it_says(typed):
     x = jnp.ones((4, 3))
     sharded = on_ipus(debug_x, 2, P("ipu"), P("ipu"), typed)

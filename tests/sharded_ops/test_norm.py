@@ -1,4 +1,4 @@
-"""Test the split norms against dense ones: flax's formulae on one device, and float64 for a large mean."""
+"""Test the split norms with large means and wide scales, second derivatives and transforms; see also test_ops."""
 
 import functools
 
@@ -6,94 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, layer_norm, rms_norm
 from support.dense_twins import dense_layer_norm, dense_rms_norm
-from support.harness import (
-    a_few_cases,
-    assert_close,
-    collectives,
-    dense_vjp,
-    examples,
-    normal,
-    on_ipus,
-    padded,
-    seeds,
-    split_vjp,
-    unpadded,
-)
+from support.harness import assert_close, collectives, normal, on_ipus, padded, unpadded
 
-# Large, so that a row of a single column, whose variance is 0, has gradients as large as those of other rows.
 EPSILON = 0.1
-
-
 _dense_rms, _dense_layer = (functools.partial(op, epsilon=EPSILON) for op in (dense_rms_norm, dense_layer_norm))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("op", "dense"), [(rms_norm, _dense_rms), (layer_norm, _dense_layer)], ids=["rms", "layer"])
-@a_few_cases
-@examples
-@given(seed=seeds)
-def test_forward_and_backward(mode, n, size, dtype, op, dense, seed):
-    x, ct = normal(seed, (2, 3, size), dtype), normal(seed + 1, (2, 3, size), dtype)
-    vectors = [normal(seed + 2 + i, (size,), dtype) for i in range(1 if op is rms_norm else 2)]
-
-    options = {"out_dim": 2, "size": size, "epsilon": EPSILON}
-    out, grads = split_vjp(op, mode, n, [x, *vectors], dims=[2, 0, 0][: 1 + len(vectors)], ct=ct, **options)
-
-    want_out, want_grads = dense_vjp(dense, [x, *vectors], ct=ct)
-    for one_got, want in zip((out, *grads), (want_out, *want_grads), strict=True):
-        # Half types are computed in float32 on both sides, so at most one rounding differs. The terms are bounded by
-        # the largest values of a factor 1 / sqrt(EPSILON), normal variates, and sums of 6 of them.
-        wide = np.asarray(want, np.float32)
-        bound = np.maximum(np.abs(wide), 1e-3) if dtype == jnp.bfloat16 else np.maximum(np.abs(wide).max(), 10)
-        assert_close(one_got, want, bound, roundings=1 if dtype == jnp.bfloat16 else 20)
-
-
-def _other_scales(x, scale, bias, *, size):
-    op = {"size": size, "epsilon": EPSILON}
-    return jnp.stack(
-        [
-            rms_norm(x, None, **op),
-            rms_norm(x, scale, **op, scale_offset=1.0),
-            layer_norm(x, None, **op),
-            layer_norm(x, None, bias, **op),
-            layer_norm(x, scale, bias, **op, scale_offset=1.0),
-        ]
-    )
-
-
-def _dense_other_scales(x, scale, bias):
-    ones, zeros, wide = jnp.ones_like(scale), jnp.zeros_like(bias), jnp.float32(1) + scale.astype(jnp.float32)
-    return jnp.stack(
-        [
-            _dense_rms(x, ones),
-            _dense_rms(x, wide),
-            _dense_layer(x, ones, zeros),
-            _dense_layer(x, ones, bias),
-            _dense_layer(x, wide, bias),
-        ]
-    )
-
-
-@pytest.mark.slow
-@a_few_cases
-def test_no_scale_and_a_scale_to_which_one_is_added(mode, n, size, dtype):
-    x, scale, bias = normal(0, (3, size), dtype), normal(1, (size,), dtype), normal(2, (size,), dtype)
-    for row in range(5):
-        ct = np.zeros((5, 3, size), dtype)
-        ct[row] = normal(3 + row, (3, size), dtype)
-        given, dims = [x, scale, bias], [1, 0, 0]
-        out, grads = split_vjp(_other_scales, mode, n, given, dims=dims, out_dim=2, ct=ct, size=size)
-        want_out, want_grads = dense_vjp(_dense_other_scales, [x, scale, bias], ct=ct)
-        for one_got, want in zip((out, *grads), (want_out, *want_grads), strict=True):
-            wide = np.asarray(want, np.float32)
-            bound = np.maximum(np.abs(wide), 1e-3) if dtype == jnp.bfloat16 else np.maximum(np.abs(wide).max(), 10)
-            assert_close(one_got, want, bound, roundings=1 if dtype == jnp.bfloat16 else 20)
 
 
 @pytest.mark.parametrize("op", [rms_norm, layer_norm])

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, sample
 from sharded_ops._nucleus import kept_columns
+from sharded_ops._sampling import _nucleus
 from support.harness import collectives, normal, on_ipus, padded
 from support.transforms import COLUMNS, INF, NAN
 
@@ -113,6 +114,29 @@ def test_nan_infinite_and_cold_rows_are_drawn_as_without_a_nucleus(n):
     run = on_ipus(each_ipu, n, (P(), COLUMNS), P())
     for found in run(jax.random.key(0), padded(Split(7, n), logits, 1)):
         assert found.tolist() == [2, 0, 4, logits[3].argmax()]
+
+
+@pytest.mark.parametrize("typed", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_nucleus_of_everything_is_no_nucleus(typed):
+    """top_p=1 draws the same columns as no top_p; test_sampling looks at their probabilities."""
+    x = np.tile(np.array([1, 0, -1, 2, -INF], np.float32), (400, 1))
+
+    def each_ipu(x):
+        draw = functools.partial(sample, jax.random.fold_in(jax.random.key(0), jax.lax.axis_index("data")), x)
+        return [draw(size=5, temperature=0.7, top_k=k, top_p=p) for k in (5, 3) for p in (None, 1.0)]
+
+    sharded = on_ipus(each_ipu, 2, P("data", "ipu"), P("data"), typed, replicas=2)
+    drawn = jax.device_get(sharded(padded(Split(5, 2), x, 1)))
+    np.testing.assert_array_equal(drawn[::2], drawn[1::2])
+    assert [set(columns.tolist()) for columns in drawn[1::2]] == [{0, 1, 2, 3}, {0, 1, 3}]
+
+
+def test_a_nucleus_of_everything_keeps_what_float32_adds_nothing_to():
+    """The first column's probability is rounded to 1, but the other columns belong to the nucleus nevertheless."""
+    p = jax.nn.softmax(jnp.array([[0.0, -20.0, -30.0]]))
+    assert p[0, 0] == 1
+    assert _nucleus(p, jnp.ones((1, 1))).tolist() == [[True, True, True]]
+    assert _nucleus(p, jnp.full((1, 1), 0.999)).tolist() == [[True, False, False]]
 
 
 @pytest.mark.slow

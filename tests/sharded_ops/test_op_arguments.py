@@ -39,7 +39,7 @@ from sharded_ops import (
     top_k,
 )
 from sharded_ops._arguments import array, array_like, one_axis, one_of, real_number, whole_number
-from support.harness import mesh_of, normal, on_ipus
+from support.harness import normal, on_ipus
 from support.refusals import refusals, refused
 
 KEY = jax.random.key(0)
@@ -47,97 +47,57 @@ TABLE, X, IDS, W, SCALE = np.ones((8, 4)), np.ones((6, 8)), np.zeros(6, np.int32
 HIDDEN = np.ones((6, 4))
 OF_ROWS, OF_COLUMNS, ALL = P("ipu"), P(None, "ipu"), P()
 LOSS = {"size": 8, "label_smoothing": 0.25, "z_loss": 0.5, "soft_cap": 4.0, "temperature": 2.0, "ignore_index": 1}
+_of = functools.partial
 
-# For each op: the op, its arrays by name with their specs on 2 IPUs, its other arguments, and its result's spec.
-OPS = {
-    "embedding": (embedding, {"table": (TABLE, OF_ROWS), "ids": (IDS, ALL)}, {"size": 8}, ALL),
-    "embedding-scatter": (
-        functools.partial(embedding, reduction="scatter"),
-        {"table": (TABLE, OF_ROWS), "ids": (IDS, ALL)},
-        {"size": 8},
-        OF_ROWS,
-    ),
+# Arrays by name, with their specs on 2 IPUs.
+LOOKED_UP = {"table": (TABLE, OF_ROWS), "ids": (IDS, ALL)}
+ROWS = {"x": (X, OF_COLUMNS), "w": (TABLE, OF_ROWS), "bias": (np.ones(4), ALL)}
+COLUMNS = {"w": (W, OF_COLUMNS), "bias": (SCALE, OF_ROWS)}
+NORMED = {"x_shard": (X, OF_COLUMNS), "scale_shard": (SCALE, OF_ROWS)}
+PER_TOKEN = {"labels": (IDS, ALL), "weights": (np.ones(6), ALL)}
+SHARD, LOGITS, PARTS = {"x_shard": (X, OF_COLUMNS)}, {"logits_shard": (X, OF_COLUMNS)}, {"x": (X, OF_ROWS)}
+LINEAR = {"hidden": (HIDDEN, OF_ROWS), "table": (TABLE, OF_ROWS), "bias": (SCALE, OF_ROWS)} | PER_TOKEN
+SIZED, NORM = {"size": 8}, {"size": 8, "epsilon": 0.5, "scale_offset": 1.0}
+DRAWN = {"size": 8, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1}
+# For each op: the op, its arrays, its other arguments, and its result's spec.
+OPS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], P]] = {
+    "embedding": (embedding, LOOKED_UP, SIZED, ALL),
+    "embedding-scatter": (_of(embedding, reduction="scatter"), LOOKED_UP, SIZED, OF_ROWS),
     "embedding-features": (
-        functools.partial(embedding, split="features"),
-        {"table": (X, OF_COLUMNS), "ids": (IDS, ALL)},
-        {"size": 8},
+        _of(embedding, split="features"),
+        LOOKED_UP | {"table": (X, OF_COLUMNS)},
+        SIZED,
         OF_COLUMNS,
     ),
-    "take_along_last_dim": (take_along_last_dim, {"x_shard": (X, OF_COLUMNS), "indices": (IDS, ALL)}, {"size": 8}, ALL),
-    "matmul": (
-        matmul,
-        {"x": (HIDDEN, OF_ROWS), "w": (W, OF_COLUMNS), "bias": (SCALE, OF_ROWS)},
-        {"size": 8, "tokens": 6},
-        OF_COLUMNS,
-    ),
+    "take_along_last_dim": (take_along_last_dim, SHARD | {"indices": (IDS, ALL)}, SIZED, ALL),
+    "matmul": (matmul, {"x": (HIDDEN, OF_ROWS)} | COLUMNS, {"size": 8, "tokens": 6}, OF_COLUMNS),
     "matmul-columns": (
-        functools.partial(matmul, split="columns", reduction="sum"),
-        {"x": (HIDDEN, ALL), "w": (W, OF_COLUMNS), "bias": (SCALE, OF_ROWS)},
+        _of(matmul, split="columns", reduction="sum"),
+        {"x": (HIDDEN, ALL)} | COLUMNS,
         {},
         OF_COLUMNS,
     ),
-    "matmul-rows": (
-        functools.partial(matmul, split="rows", tokens=None),
-        {"x": (X, OF_COLUMNS), "w": (TABLE, OF_ROWS), "bias": (np.ones(4), ALL)},
-        {"size": 8},
-        ALL,
-    ),
-    "matmul-scatter": (
-        functools.partial(matmul, split="rows", reduction="scatter", tokens=None),
-        {"x": (X, OF_COLUMNS), "w": (TABLE, OF_ROWS), "bias": (np.ones(4), ALL)},
-        {"size": 8},
-        OF_ROWS,
-    ),
-    "tied_projection": (
-        tied_projection,
-        {"hidden": (HIDDEN, ALL), "table": (TABLE, OF_ROWS)},
-        {"size": 8},
-        OF_COLUMNS,
-    ),
-    "rms_norm": (
-        rms_norm,
-        {"x_shard": (X, OF_COLUMNS), "scale_shard": (SCALE, OF_ROWS)},
-        {"size": 8, "epsilon": 0.5, "scale_offset": 1.0},
-        OF_COLUMNS,
-    ),
-    "layer_norm": (
-        layer_norm,
-        {"x_shard": (X, OF_COLUMNS), "scale_shard": (SCALE, OF_ROWS), "bias_shard": (SCALE, OF_ROWS)},
-        {"size": 8, "epsilon": 0.5, "scale_offset": 1.0},
-        OF_COLUMNS,
-    ),
-    "softmax": (softmax, {"logits_shard": (X, OF_COLUMNS)}, {"size": 8}, OF_COLUMNS),
-    "log_softmax": (log_softmax, {"logits_shard": (X, OF_COLUMNS)}, {"size": 8}, OF_COLUMNS),
-    "argmax": (argmax, {"x_shard": (X, OF_COLUMNS)}, {"size": 8}, ALL),
-    "top_k": (top_k, {"x_shard": (X, OF_COLUMNS)}, {"size": 8, "k": 3}, ALL),
-    "sample": (
-        functools.partial(sample, KEY),
-        {"logits_shard": (X, OF_COLUMNS)},
-        {"size": 8, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1},
-        ALL,
-    ),
-    "to_all": (to_all, {"x": (X, OF_ROWS)}, {"owner": 1}, ALL),
+    "matmul-rows": (_of(matmul, split="rows", tokens=None), ROWS, SIZED, ALL),
+    "matmul-scatter": (_of(matmul, split="rows", reduction="scatter", tokens=None), ROWS, SIZED, OF_ROWS),
+    "tied_projection": (tied_projection, {"hidden": (HIDDEN, ALL), "table": (TABLE, OF_ROWS)}, SIZED, OF_COLUMNS),
+    "rms_norm": (rms_norm, NORMED, NORM, OF_COLUMNS),
+    "layer_norm": (layer_norm, NORMED | {"bias_shard": (SCALE, OF_ROWS)}, NORM, OF_COLUMNS),
+    "softmax": (softmax, LOGITS, SIZED, OF_COLUMNS),
+    "log_softmax": (log_softmax, LOGITS, SIZED, OF_COLUMNS),
+    "argmax": (argmax, SHARD, SIZED, ALL),
+    "top_k": (top_k, SHARD, {"size": 8, "k": 3}, ALL),
+    "sample": (_of(sample, KEY), LOGITS, DRAWN, ALL),
+    "to_all": (to_all, PARTS, {"owner": 1}, ALL),
     "from_all": (from_all, {"x_shard": (X, OF_ROWS)}, {"dim": 0, "size": 6}, ALL),
-    "reduce_to_all": (reduce_to_all, {"x": (X, OF_ROWS)}, {}, ALL),
-    "reduce_to": (reduce_to, {"x": (X, OF_ROWS)}, {"owner": 1}, OF_ROWS),
+    "reduce_to_all": (reduce_to_all, PARTS, {}, ALL),
+    "reduce_to": (reduce_to, PARTS, {"owner": 1}, OF_ROWS),
     "scatter_tokens": (scatter_tokens, {"x": (X, ALL)}, {"dim": 0}, OF_ROWS),
-    "reduce_scatter_tokens": (reduce_scatter_tokens, {"x": (X, OF_ROWS)}, {"dim": 0}, OF_ROWS),
-    "debug_sharding": (debug_sharding, {"x": (X, OF_ROWS)}, {"name": "x"}, OF_ROWS),
-    "log_softmax_cross_entropy": (
-        log_softmax_cross_entropy,
-        {"logits_shard": (X, OF_COLUMNS), "labels": (IDS, ALL), "weights": (np.ones(6), ALL)},
-        LOSS,
-        ALL,
-    ),
+    "reduce_scatter_tokens": (reduce_scatter_tokens, PARTS, {"dim": 0}, OF_ROWS),
+    "debug_sharding": (debug_sharding, PARTS, {"name": "x"}, OF_ROWS),
+    "log_softmax_cross_entropy": (log_softmax_cross_entropy, LOGITS | PER_TOKEN, LOSS, ALL),
     "linear_cross_entropy": (
         linear_cross_entropy,
-        {
-            "hidden": (HIDDEN, OF_ROWS),
-            "table": (TABLE, OF_ROWS),
-            "labels": (IDS, ALL),
-            "bias": (SCALE, OF_ROWS),
-            "weights": (np.ones(6), ALL),
-        },
+        LINEAR,
         LOSS | {"tokens": 6, "token_chunk": 2, "column_chunk": 3},
         ALL,
     ),
@@ -148,15 +108,9 @@ def _traced(op, given=None):
     """Return the result's shape, with arguments `given` as they are rather than passed through the shard_map."""
     given = given or {}
     fn, arrays, options, out_spec = OPS[op]
-    passed = {name: array for name, array in arrays.items() if name not in given}
-    options = {**options, **given}
-    sharded = jax.shard_map(
-        lambda passed: fn(**passed, **options),
-        mesh=mesh_of(2),
-        in_specs=({name: spec for name, (_, spec) in passed.items()},),
-        out_specs=out_spec,
-    )
-    return jax.eval_shape(sharded, {name: array for name, (array, _) in passed.items()})
+    passed, specs = ({name: pair[k] for name, pair in arrays.items() if name not in given} for k in (0, 1))
+    sharded = on_ipus(lambda passed: fn(**passed, **options | given), 2, (specs,), out_spec)
+    return jax.eval_shape(sharded, passed)
 
 
 NAN, INF = float("nan"), float("inf")
@@ -262,12 +216,15 @@ def _shown(value):
     return repr(value.item() if is_number else value)
 
 
-@pytest.mark.parametrize("op", OPS)
+# Other forms of an op have the same arguments, so they are slow.
+each_op = pytest.mark.parametrize("op", [pytest.param(op, marks=pytest.mark.slow) if "-" in op else op for op in OPS])
+
+
+@each_op
 def test_a_bad_value_of_any_option_is_told(op):
     fn, arrays, given, _ = OPS[op]
     _traced(op)
-    options = set(inspect.signature(fn).parameters) - set(arrays) - {"key"}
-    options -= set(fn.keywords) if isinstance(fn, functools.partial) else set()
+    options = set(inspect.signature(fn).parameters) - set(arrays) - {"key"} - set(getattr(fn, "keywords", ()))
     assert set(given) <= options
     for option in options:
         for rule, mend, values in RULES.get(f"{op.split('-')[0]} {option}") or RULES[option]:
@@ -279,7 +236,7 @@ def test_a_bad_value_of_any_option_is_told(op):
                     _traced(op, {option: value})
 
 
-@pytest.mark.parametrize("op", OPS)
+@each_op
 def test_what_is_no_array_is_told(op):
     for name in OPS[op][1]:
         for value in NOT_ARRAYS:
@@ -362,13 +319,13 @@ def test_on_one_ipu_the_whole_is_the_shard(op):
     jax.eval_shape(sharded, jnp.ones((6, 8)) if isinstance(op, functools.partial) else jnp.ones((2, 6)))
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", [np.int64, np.uint8, np.int32])
-def test_numpys_numbers_are_as_good_as_pythons(op, dtype):
-    options = OPS[op][2]
-    numbers = {name: dtype(value) for name, value in options.items() if isinstance(value, int)}
-    numbers |= {name: np.float32(value) for name, value in options.items() if isinstance(value, float)}
-    assert str(_traced(op, numbers)) == str(_traced(op))
+@each_op
+def test_numpys_numbers_are_as_good_as_pythons(op):
+    options, plain = OPS[op][2], str(_traced(op))
+    floats = {name: np.float32(value) for name, value in options.items() if isinstance(value, float)}
+    for dtype in (np.int64, np.uint8, np.int32):
+        ints = {name: dtype(value) for name, value in options.items() if isinstance(value, int)}
+        assert str(_traced(op, floats | ints)) == plain
 
 
 def _of_logits(logits, _, **options):

@@ -50,9 +50,8 @@ def logits_loss(o: Any, **options: Any) -> Any:
     return log_softmax_cross_entropy(**given | options)
 
 
-def _any(op: Any) -> Any:
-    """Return an op whose arguments no type checker looks at."""
-    return op
+def drawn(o: Any, key: Any = None, **options: Any) -> Any:
+    return sample(o.key if key is None else key, o.x, size=4, **options)
 
 
 FORWARD: Any = {"gradients": "forward", "reduction": "mean"}
@@ -67,18 +66,8 @@ FLOATS = np.ones((3, 2), np.float32)
     (lambda o: rms_norm(o.x.astype(int), o.scale, size=4), "dtype int32", "norms take floating arrays", "convert"),
     (lambda o: layer_norm(o.x, o.scale, o.scale.astype(int), size=4), "bias_shard has dtype int32", "norms", "convert"),
     (lambda o: matmul(o.whole.astype(int), o.x[:1].repeat(4, 0)), "x has dtype int32", "takes floating", "convert it"),
-    (
-        lambda o: matmul(o.whole, o.rows.T, bias=jnp.ones(2, int)),
-        "bias has dtype int32",
-        "takes floating",
-        "convert it",
-    ),
-    (
-        lambda o: tied_projection(o.whole.astype(int), o.rows, size=4),
-        "hidden has dtype int32",
-        "floating",
-        "convert it",
-    ),
+    (lambda o: matmul(o.whole, o.rows.T, bias=jnp.ones(2, int)), "bias has dtype int32", "takes floating", "convert"),
+    (lambda o: tied_projection(o.whole.astype(int), o.rows, size=4), "hidden has dtype int32", "floating", "convert"),
     (lambda o: log_softmax(o.x[0, 0], size=4), "shape () on each IPU, without a dim -1", "give an array that has one"),
     # embedding
     (lambda o: embedding(o.rows, o.ids * 1.0, size=4), "ids has dtype float32", "use int32"),
@@ -114,30 +103,13 @@ FLOATS = np.ones((3, 2), np.float32)
     # choice and sampling
     (lambda o: argmax(o.x.astype(jnp.complex64), size=4), "complex64, which has no order", "give real numbers"),
     (lambda o: sample(jax.random.key_data(o.key), o.x, size=4), "key has dtype uint32", "jax.random.key(seed)"),
-    (lambda o: _any(sample)(0, o.x, size=4), "key=0 is not one typed key", "jax.random.key(seed)"),
+    (lambda o: drawn(o, 0), "key=0 is not one typed key", "jax.random.key(seed)"),
     (lambda o: sample(jax.random.split(o.key, 3), o.x, size=4), "key<fry> and shape (3,)", "jax.random.key(seed)"),
-    (
-        lambda o: sample(o.key, o.x, size=4, temperature=np.array([1, 2, np.inf])),
-        "temperature=inf",
-        "a finite number, at least 0",
-    ),
-    (
-        lambda o: sample(o.key, o.x, size=4, temperature=jnp.ones((3, 1)) * o.whole[0, 0]),
-        "temperature has shape (3, 1)",
-        "give shape () or (3,)",
-    ),
-    (lambda o: _any(sample)(o.key, o.x, size=4, temperature=True), "temperature has dtype bool", "convert it first"),
-    (
-        lambda o: _any(sample)(o.key, o.x, size=4, temperature=1j),
-        "temperature has dtype complex128",
-        "convert it first",
-    ),
-    (
-        lambda o: sample(o.key, o.x, size=4, temperature=np.ones(5)),
-        "shape (5,)",
-        "(3,) tokens",
-        "give shape () or (3,)",
-    ),
+    (lambda o: drawn(o, temperature=np.array([1, 2, np.inf])), "temperature=inf", "a finite number, at least 0"),
+    (lambda o: drawn(o, temperature=o.whole[:, :1]), "temperature has shape (3, 1)", "give shape () or (3,)"),
+    (lambda o: drawn(o, temperature=True), "temperature has dtype bool", "convert it first"),
+    (lambda o: drawn(o, temperature=1j), "temperature has dtype complex128", "convert it first"),
+    (lambda o: drawn(o, temperature=np.ones(5)), "shape (5,)", "(3,) tokens", "give shape () or (3,)"),
     # collectives
     (lambda o: from_all(o.x, 2, 4), "(3, 2) on each IPU, without a dim 2", "give an array that has one"),
     (lambda o: reduce_scatter_tokens(o.x, dim=2), "without a dim 2 to scatter", "give an array that has one"),
@@ -146,11 +118,7 @@ FLOATS = np.ones((3, 2), np.float32)
     (lambda o: debug_sharding(o.key, "key"), "key<fry>, which has no least", "or jax.random.key_data(x)"),
     # losses
     (lambda o: cross_entropy(o, gradients="forward"), "gradients='forward'", "reduction='mean' or 'sum'"),
-    (
-        lambda o: cross_entropy(o, hidden=o.whole[:, :2]),
-        "(3, 2) and table of shape (2, 4)",
-        "give (.., D) and (rows, D)",
-    ),
+    (lambda o: cross_entropy(o, hidden=o.whole[:, :2]), "(3, 2) and table of shape (2, 4)", "give (.., D)"),
     (lambda o: cross_entropy(o, hidden=o.whole.astype("bfloat16")), "bfloat16 and table float32", "convert one"),
     (lambda o: cross_entropy(o, labels=np.zeros((3, 4), int)), "labels has shape (3, 4)", "give shape (3,)"),
     (lambda o: cross_entropy(o, labels=o.ids == 0), "labels has dtype bool", "use int32"),
@@ -171,20 +139,9 @@ FLOATS = np.ones((3, 2), np.float32)
     (lambda o: logits_loss(o, temperature=o.whole[0, 0]), "<float32[] array>", "is not a plain number", "above 0"),
     (lambda o: logits_loss(o, weights=np.ones(3, np.complex64)), "complex64", "real numbers", "give floats"),
     (lambda o: logits_loss(o, weights=np.ones((3, 1))), "weights has shape (3, 1)", "shape (3, 2)", "give shape (3,)"),
-    (
-        lambda o: logits_loss(o, labels=np.ones(3, np.float32)),
-        "of shape (3,)",
-        "soft targets",
-        "(3, 2)",
-        "split them as",
-    ),
+    (lambda o: logits_loss(o, labels=FLOATS[:, 0]), "of shape (3,)", "soft targets", "(3, 2)", "split them as"),
     (lambda o: logits_loss(o, labels=FLOATS, ignore_index=-100), "ignore_index=-100", "soft targets", "a weight of 0"),
-    (
-        lambda o: logits_loss(o, labels=FLOATS, out_of_range="nan"),
-        "out_of_range='nan'",
-        "soft targets",
-        "a weight of 0",
-    ),
+    (lambda o: logits_loss(o, labels=FLOATS, out_of_range="nan"), "out_of_range='nan'", "soft targets", "weight of 0"),
     (lambda o: logits_loss(o, labels=np.ones(3, bool)), "labels has dtype bool", "use int32"),
     (lambda o: logits_loss(o, labels=np.zeros((3, 1), int)), "labels has shape (3, 1)", "(3, 2)", "give shape (3,)"),
 )

@@ -223,11 +223,7 @@ def a_leaf(**fields):
     # trees of other leaves than the layout's
     (lambda: ONE.pad({"tabel": TABLE}, 2), "no leaf 'table'", "the layout has", "the tree that it is of"),
     (lambda: ONE.each_whole({"table": TABLE, "more": TABLE}), "a leaf 'more'", "has not", "the tree that it is of"),
-    (
-        lambda: ONE.place({}, mesh_of(2), "ipu", like={"table": TABLE}),
-        "the mapping has no leaf 'table'",
-        "the tree that",
-    ),
+    (lambda: ONE.place({}, mesh_of(2), "ipu", like={"table": TABLE}), "the mapping has no leaf 'table'", "the tree"),
     # leaves of another shape or dtype
     (lambda: ONE.place({"table": np.zeros((12, 3), np.float32)}, mesh_of(2), "ipu"), "(12, 3)", "(10, 3)", "the leaf"),
     (lambda: ONE.place({"table": np.zeros((SIZE, 3))}, mesh_of(2), "ipu"), "dtype float64", "float32", "convert it"),
@@ -250,12 +246,7 @@ def a_leaf(**fields):
     ),
     # leaves and dims that cannot be laid out
     (lambda: Layout.of({"table": TABLE}, {"table": 2}), "leaf 'table': dim=2 ", "shape (10, 3)", "0 to 1, or None"),
-    (
-        lambda: Layout.of({"table": TABLE}, {"table": True}),
-        "leaf 'table': dim=True ",
-        "not an int",
-        "or None for a leaf",
-    ),
+    (lambda: Layout.of({"table": TABLE}, {"table": True}), "leaf 'table': dim=True ", "not an int", "or None"),
     (lambda: Layout.of({"table": TABLE}, {"table": 0.0}), "leaf 'table': dim=0.0 ", "not an int", "or None for a leaf"),
     (lambda: Layout.of({"n": np.float32(1)}, 0), "leaf 'n': dim=0 ", "shape ()", "give None"),
     (lambda: Layout.of({"table": TABLE[:0]}, 0), "leaf 'table': dim=0 ", "no rows to split", "dim=None"),
@@ -265,13 +256,7 @@ def a_leaf(**fields):
     (lambda: Layout.of({"key": KEY}, None), "leaf 'key'", "key<fry>", "jax.random.key_data"),
     (lambda: Layout.of({"a/b": TABLE, "a": {"b": TABLE}}, None), "the path 'a/b'", "rename one"),
     # an optimizer's state
-    (
-        lambda: ONE.of_state({"row": {"table": TABLE[:, 0]}}),
-        "'row/table'",
-        "(10,)",
-        "'table'",
-        "dims={'row/table'",
-    ),
+    (lambda: ONE.of_state({"row": {"table": TABLE[:, 0]}}), "'row/table'", "(10,)", "'table'", "dims={'row/table'"),
     (lambda: ONE.of_state({"mu": {"table": TABLE}}, {"nu/table": 0}), "'nu/table'", "no leaf", "one of ['mu/table']"),
     # JSON
     (lambda: Layout.from_json("[]"), "not list", "an object", "give to_json's"),

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, sample
@@ -56,15 +57,16 @@ def _samples(key, logits, temperatures, top_ps, *, size, k):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("n", "typed", "impl", "dtype"),
+    ("n", "typed", "impl", "dtype", "replicas"),
     [
-        (1, True, "threefry2x32", jnp.float32),
-        (2, False, "threefry2x32", jnp.float32),
-        (8, True, "threefry2x32", jnp.bfloat16),
-        (3, False, "rbg", jnp.float32),
+        (1, True, "threefry2x32", jnp.float32, None),
+        (2, False, "threefry2x32", jnp.float32, None),
+        (8, True, "threefry2x32", jnp.bfloat16, None),
+        (3, False, "rbg", jnp.float32, None),
+        *((n, typed, "threefry2x32", jnp.float32, 2) for n in (1, 2, 4) for typed in (True, False)),
     ],
 )
-def test_the_same_key_draws_the_same_columns_on_any_number_of_ipus(n, typed, impl, dtype):
+def test_the_same_key_draws_the_same_columns_on_any_number_of_ipus(n, typed, impl, dtype, replicas):
     size, tokens, k = 37, 600, 11
     logits = (2 * normal(0, (tokens, size))).astype(jnp.bfloat16).astype(dtype)
     logits[::3, 5:30] = -INF
@@ -73,11 +75,20 @@ def test_the_same_key_draws_the_same_columns_on_any_number_of_ipus(n, typed, imp
     top_ps = rng.choice(np.array([0.01, 0.6, 0.9, 1], np.float32), tokens)
     key = jax.random.key(7, impl=impl)
 
-    run = on_ipus(functools.partial(_samples, size=size, k=k), n, (P(), COLUMNS, P(), P()), P(), typed)
+    def each_ipu(key, *given):
+        # With one key, tokens on both replicas would make the same draws.
+        own = jax.random.fold_in(key, lax.axis_index("data")) if replicas else key
+        return _samples(own, *given, size=size, k=k)
+
+    rows, columns = (P("data"), P("data", "ipu")) if replicas else (P(), COLUMNS)
+    run = on_ipus(each_ipu, n, (P(), columns, rows, rows), rows, typed, replicas)
     got = run(key, padded(Split(size, n), logits, 1), temperatures, top_ps)
 
     logits = logits.astype(np.float32)
-    for found, want in zip(got, _dense_samples(key, logits, temperatures, top_ps, k), strict=True):
+    keys = [jax.random.fold_in(key, replica) for replica in range(replicas)] if replicas else [key]
+    parts = zip(*(np.split(array, len(keys)) for array in (logits, temperatures, top_ps)), strict=True)
+    wanted = [_dense_samples(own, x, t, p, k) for own, (x, t, p) in zip(keys, parts, strict=True)]
+    for found, want in zip(got, np.concatenate(wanted, axis=1), strict=True):
         assert found.dtype == jnp.int32
         np.testing.assert_array_equal(found, want)
         cold = temperatures == 0
@@ -137,27 +148,28 @@ def _probabilities(name):
     return _restricted(k or 10, top_p or 1.0, temperature)
 
 
-@pytest.fixture(scope="module")
-def drawn():
-    """Return (DRAWS,) columns of the one row of logits for each way, on 4 IPUs, of which the last has one column."""
+@functools.cache
+def _drawn(k):
+    """Return (DRAWS,) columns of the one row of logits for each way of top_k=k, on 4 IPUs; the last has one column."""
     logits = padded(Split(10, 4), np.broadcast_to(LOGITS, (DRAWS, 10)), 1)
 
-    def each_ipu(key, logits, temperatures, top_ps, *, k):
-        return sample(key, logits, size=10, temperature=temperatures, top_k=k, top_p=top_ps)
+    # One program for all: their draws are concatenated, each with its own temperature.
+    names = [name for name in WAYS if WAYS[name][0] == k]
+    temperatures, top_ps = (
+        np.repeat(np.array([WAYS[name][i] or 1.0 for name in names], np.float32), DRAWS) for i in (1, 2)
+    )
 
-    found = {}
-    for number, k in enumerate((None, 3, 10)):
-        # One program for all ways with this k: their draws are concatenated, each with its own temperature.
-        names = [name for name in WAYS if WAYS[name][0] == k]
-        temperatures, top_ps = (
-            np.repeat(np.array([WAYS[name][i] or 1.0 for name in names], np.float32), DRAWS) for i in (1, 2)
-        )
-        draw = functools.partial(each_ipu, k=k)
-        run = on_ipus(draw, 4, (P(), COLUMNS, P(), P() if k == 10 else None), P())
-        rows = np.tile(logits, (len(names), 1))
-        columns = run(jax.random.key(number), rows, temperatures, top_ps if k == 10 else None)
-        found |= dict(zip(names, np.split(np.asarray(columns), len(names)), strict=True))
-    return found
+    def each_ipu(key, logits, temperatures, top_ps):
+        top_p = top_ps if k == 10 else None
+        return sample(key, logits, size=10, temperature=temperatures, top_k=k, top_p=top_p)
+
+    run = on_ipus(each_ipu, 4, (P(), COLUMNS, P(), P()), P())
+    columns = run(jax.random.key(k or 0), np.tile(logits, (len(names), 1)), temperatures, top_ps)
+    return dict(zip(names, np.split(np.asarray(columns), len(names)), strict=True))
+
+
+def _counts(name):
+    return np.bincount(_drawn(WAYS[name][0])[name], minlength=10)
 
 
 def _chance(observed, p):
@@ -176,17 +188,18 @@ def _chance(observed, p):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WAYS)
-def test_columns_are_drawn_with_their_probabilities(drawn, name):
-    assert _chance(np.bincount(drawn[name], minlength=10), _probabilities(name)) > 1e-3
+def test_columns_are_drawn_with_their_probabilities(name):
+    assert _chance(_counts(name), _probabilities(name)) > 1e-3
 
 
-def test_the_chi_square_tells_distributions_apart(drawn):
-    assert _chance(np.bincount(drawn["plain"], minlength=10), _restricted(10, temperature=1.1)) < 1e-6
+def test_the_chi_square_tells_distributions_apart():
+    assert _chance(_counts("plain"), _restricted(10, temperature=1.1)) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["plain", "top_k"])
-def test_tokens_are_drawn_independently(drawn, name):
-    first, second, p = drawn[name][::2], drawn[name][1::2], _probabilities(name)
+def test_tokens_are_drawn_independently(name):
+    drawn, p = _drawn(WAYS[name][0])[name], _probabilities(name)
+    first, second = drawn[::2], drawn[1::2]
     likely = np.flatnonzero(p > 0.1)
     both = np.isin(first, likely) & np.isin(second, likely)
     pairs = np.searchsorted(likely, first[both]) * likely.size + np.searchsorted(likely, second[both])

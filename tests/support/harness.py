@@ -9,6 +9,7 @@ differentiating. There are four ways, `MODES`, and `sharded_vjp` runs an op in a
 A mesh of `replicas` has a second axis, "data", over which specs may split the tokens.
 """
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -59,8 +60,8 @@ def _program(
     mode: str,
     n: int,
     in_specs: tuple[P, ...],
-    int_spec: P,
-    out_spec: P,
+    int_spec: Any,
+    out_spec: Any,
     replicas: int | None,
     kwargs: tuple,
 ) -> Callable:
@@ -87,7 +88,8 @@ def _program(
         if typed:
             return out, vjp(ct)
         # Untyped, the IPUs' results are summed: n equal parts of a replicated result are the whole ...
-        grads = vjp(ct / np.prod([axes[axis] for axis in alike_over(out_spec)], dtype=ct.dtype))
+        part = lambda ct, spec: ct / np.prod([axes[axis] for axis in alike_over(spec)], dtype=ct.dtype)  # noqa: E731
+        grads = vjp(jax.tree.map(part, ct, out_spec))
         # ... and each IPU's result for a replicated input is its part of the gradient.
         parts = zip(grads, in_specs, strict=True)
         return out, tuple(lax.psum(grad, alike_over(spec)) if alike_over(spec) else grad for grad, spec in parts)
@@ -103,18 +105,51 @@ def sharded_vjp(
     ints: Sequence[Any] = (),
     *,
     in_specs: tuple[P, ...],
-    out_spec: P = ON_ALL,
-    int_spec: P = ON_ALL,
+    out_spec: Any = ON_ALL,
+    int_spec: Any = ON_ALL,
     ct: Any,
     replicas: int | None = None,
     **kwargs: Any,
-) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+) -> tuple[Any, tuple[np.ndarray, ...]]:
     """Return `op(*floats, *ints, **kwargs)` on n IPUs, and its gradients by `floats` for the result's cotangent `ct`.
 
     All arrays are global: `floats` are padded and sharded by `in_specs`, and `ints` by `int_spec`.
     """
     program = _program(op, mode, n, in_specs, int_spec, out_spec, replicas, tuple(sorted(kwargs.items())))
     return jax.device_get(program(tuple(floats), tuple(ints), ct))
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """An array on the mesh: dim `split` over "ipu"; of `tokens`, dim 0 over "data"; `cut`, dim 0 over both."""
+
+    shape: tuple[int, ...] = ()
+    split: int | None = None
+    tokens: bool = False
+    cut: bool = False
+
+    def spec(self, replicas):
+        data = "data" if replicas else None
+        if self.cut:
+            return P(("data", "ipu")) if replicas else P("ipu")
+        names = {0: data} if self.tokens else {}
+        names |= {} if self.split is None else {self.split: "ipu"}
+        return P(*(names.get(dim) for dim in range(max(names, default=-1) + 1)))
+
+    def padded(self, whole, n, replicas, fill=np.nan):
+        dim, parts = (0, replicas or 1) if self.cut else (self.split, 1)
+        if dim is None:
+            return whole
+        pieces = np.split(whole, parts)
+        return np.concatenate([padded(Split(piece.shape[dim], n), piece, dim, fill) for piece in pieces])
+
+    def unpadded(self, array, like, n, replicas, padding: float = 0):
+        """Return the array without its padding, after checking what the padding contains."""
+        dim, parts = (0, replicas or 1) if self.cut else (self.split, 1)
+        if dim is None:
+            return array
+        split = Split(like.shape[dim] // parts, n)
+        return np.concatenate([unpadded(split, piece, dim, padding) for piece in np.split(array, parts)])
 
 
 def split_vjp(
@@ -137,26 +172,22 @@ def split_vjp(
     They are padded with `fill` and `ct_fill`; padding of the result must be `padding`, and that of gradients 0.
     """
 
-    def pad(array: np.ndarray, dim: int | None, fill: float) -> np.ndarray:
-        return array if dim is None else padded(Split(array.shape[dim], n), array, dim, fill)
-
-    def unpad(array: np.ndarray, like: np.ndarray, dim: int | None, padding: float = 0) -> np.ndarray:
-        return array if dim is None else unpadded(Split(like.shape[dim], n), array, dim, padding)
-
-    in_specs = tuple(ON_ALL if dim is None else P(*(None,) * dim, "ipu") for dim in dims)
-    out, grads = sharded_vjp(
+    operands, out = [Operand(split=dim) for dim in dims], Operand(split=out_dim)
+    result, grads = sharded_vjp(
         op,
         mode,
         n,
-        [pad(array, dim, fill) for array, dim in zip(floats, dims, strict=True)],
+        [operand.padded(array, n, None, fill) for operand, array in zip(operands, floats, strict=True)],
         ints,
-        in_specs=in_specs,
-        out_spec=ON_ALL if out_dim is None else P(*(None,) * out_dim, "ipu"),
-        ct=pad(ct, out_dim, ct_fill),
+        in_specs=tuple(operand.spec(None) for operand in operands),
+        out_spec=out.spec(None),
+        ct=out.padded(ct, n, None, ct_fill),
         **kwargs,
     )
-    whole = [unpad(grad, array, dim) for grad, array, dim in zip(grads, floats, dims, strict=True)]
-    return unpad(out, ct, out_dim, padding), tuple(whole)
+    whole = [
+        operand.unpadded(grad, array, n, None) for operand, grad, array in zip(operands, grads, floats, strict=True)
+    ]
+    return out.unpadded(result, ct, n, None, padding), tuple(whole)
 
 
 def collectives(fn: Callable, *args: Any) -> list[tuple[str, int]]:
@@ -209,14 +240,54 @@ def unpadded(split: Split, array: ArrayLike, dim: int, padding: float = 0) -> np
     return real
 
 
-def assert_close(got: ArrayLike, want: ArrayLike, bound: ArrayLike, roundings: float) -> None:
+def side_by_side(fns: Sequence[Callable], counts: Sequence[int]) -> Callable:
+    """Return a program of all functions, of which each takes as many operands as its count, and all that follow."""
+
+    def program(*operands):
+        rest = iter(operands)
+        own = [[next(rest) for _ in range(count)] for count in counts]
+        shared = list(rest)
+        return tuple(fn(*operands, *shared) for fn, operands in zip(fns, own, strict=True))
+
+    return program
+
+
+def placed_vjp(
+    op: Callable,
+    mode: str,
+    n: int,
+    operands: Sequence[Operand],
+    outs: Sequence[Operand],
+    floats: Sequence[np.ndarray],
+    ints: Sequence[Any],
+    cts: Sequence[np.ndarray],
+    ct_fills: Sequence[float],
+    int_spec: Any,
+    replicas: int | None,
+) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+    """Return what `sharded_vjp` does, of a program of whole `floats` with many results; padding is still there."""
+    return sharded_vjp(
+        op,
+        mode,
+        n,
+        [operand.padded(array, n, replicas) for operand, array in zip(operands, floats, strict=True)],
+        ints,
+        in_specs=tuple(operand.spec(replicas) for operand in operands),
+        int_spec=int_spec,
+        out_spec=tuple(out.spec(replicas) for out in outs),
+        ct=tuple(out.padded(ct, n, replicas, fill) for out, ct, fill in zip(outs, cts, ct_fills, strict=True)),
+        replicas=replicas,
+    )
+
+
+def assert_close(got: ArrayLike, want: ArrayLike, bound: ArrayLike, roundings: float, name: str = "") -> None:
     """Check |got - want| <= roundings * eps * bound, where `bound` is at least as large as the rounded numbers."""
     got, want = np.asarray(got), np.asarray(want)
     assert got.dtype == want.dtype
     assert got.shape == want.shape
     error = np.abs(np.asarray(got, np.float64) - np.asarray(want, np.float64))
     allowed = roundings * float(jnp.finfo(got.dtype).eps) * np.abs(np.asarray(bound, np.float64))
-    assert np.all(error <= allowed), f"off by {error.max()}, where {np.max(allowed)} is allowed at most"
+    assert np.all(error <= allowed), f"{name} off by {error.max()}, where {np.max(allowed)} is allowed at most"
 
 
 def exactly(message: str) -> str:
@@ -242,19 +313,6 @@ CASES = [
     _case("typed-outside", 4, 10, jnp.bfloat16, always=False),
     _case("untyped-inside", 4, 10, jnp.bfloat16, always=True),
 ]
-every_case = pytest.mark.parametrize(("mode", "n", "size", "dtype"), CASES)
 
-# For other forms of an op: every mode, both dtypes, 1, 2, 4 and 8 IPUs, every kind of split, with half the programs.
-FEW_CASES = [
-    _case("typed-outside", 1, 5, jnp.float32, always=False),
-    _case("typed-outside", 8, 5, jnp.float32, always=True),
-    _case("typed-inside", 2, 6, jnp.float32, always=False),
-    _case("typed-inside", 4, 10, jnp.bfloat16, always=True),
-    _case("untyped-outside", 2, 1, jnp.float32, always=True),
-    _case("untyped-outside", 4, 10, jnp.bfloat16, always=False),
-    _case("untyped-inside", 3, 7, jnp.float32, always=True),
-    _case("untyped-inside", 8, 5, jnp.bfloat16, always=False),
-]
-a_few_cases = pytest.mark.parametrize(("mode", "n", "size", "dtype"), FEW_CASES)
 examples = settings(max_examples=4)
 seeds = st.integers(0, 2**32 - 1)

@@ -94,17 +94,18 @@ def of_each(
 def dense_of_each(options: Sequence[dict[str, Any]], logits: Any, labels: Any, weights: Any, soft: Any = None) -> Any:
     """Return the same as `of_each` of `dense_loss`, which has no chunks and one way to make gradients."""
 
+    of_program = ("gradients", "token_chunk", "column_chunk", "return_log_sum_exp")
+
     def loss(target: Any, **entry: Any) -> Any:
-        others = {k: v for k, v in entry.items() if k not in ("gradients", "token_chunk", "column_chunk")}
+        others = {k: v for k, v in entry.items() if k not in of_program}
         is_soft = jnp.issubdtype(target.dtype, jnp.floating)
-        return dense_loss(logits, target, soft=is_soft, weighted=entry["weights"] is not None, **others)
+        found = dense_loss(logits, target, soft=is_soft, weighted=entry["weights"] is not None, **others)
+        cap = entry.get("soft_cap")
+        x = logits if cap is None else cap * jnp.tanh(logits / cap)
+        log_sum_exp = jax.nn.logsumexp(x / entry.get("temperature", 1.0), -1)
+        return (found, log_sum_exp) if entry.get("return_log_sum_exp") else found
 
     return of_each(options, loss, labels, weights, soft)
-
-
-def dense_cross_entropy(logits, labels):
-    # optax's loss is the difference of lse and the label's logit, which is equally exact only for logits near 0.
-    return dense_loss(logits, labels, None)
 
 
 def sharded_cross_entropy(mode, n, size, logits, labels, ct, **options):

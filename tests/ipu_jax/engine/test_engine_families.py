@@ -13,7 +13,10 @@ from support.layers import normal
 
 @pytest.mark.parametrize(
     ("name", "ipus", "micro_batches", "rounds"),
-    [("zb-wave", 2, 3, 3), ("looped-zb", 2, 3, 3), pytest.param("zb-wave", 3, 4, 4, marks=pytest.mark.slow)],
+    [
+        ("looped-zb", 2, 3, 3),
+        *(pytest.param("zb-wave", ipus, m, m, marks=pytest.mark.slow) for ipus, m in ((2, 3), (3, 4))),
+    ],
 )
 def test_more_stages_per_ipu_than_two(name, ipus, micro_batches, rounds):
     schedule = make_schedule(name, micro_batches=micro_batches, ipus=ipus, rounds=rounds)
@@ -49,7 +52,10 @@ def test_a_backward_in_reverse_from_torchs_csv():
 @pytest.mark.parametrize(
     ("name", "places", "micro_batches", "waiting"),
     [
-        ("zbv", (0, 1, 2, 3, 3, 2, 1, 0), 5, {"F": [1, 2], "B": [1, 1]}),
+        pytest.param(
+            *("zbv", (0, 1, 2, 3, 3, 2, 1, 0), 5, {"F": [1, 2], "B": [1, 1]}),
+            marks=pytest.mark.slow,
+        ),
         ("looped", (0, 1, 2, 0, 1, 2), 4, {"F": [1, 1], "B": [1, 3]}),
     ],
 )

@@ -70,7 +70,7 @@ READS = {
 @pytest.mark.parametrize(
     ("slot", "ipus", "schedule"),
     [
-        ("flat", 2, "grouped"),
+        pytest.param("flat", 2, "grouped", marks=slow),
         ("a row of a scanned leaf", 2, "1f1b"),
         pytest.param("of its own shape", 2, "zb-h1", marks=slow),
         pytest.param("a row of a scanned leaf", 2, "zb-h1", marks=slow),

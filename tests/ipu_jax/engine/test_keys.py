@@ -99,8 +99,8 @@ def noisy_loss(p, x, mb, *, key):
 @pytest.mark.parametrize(
     ("places", "schedule", "replicas"),
     [
-        ((0, 0, 1), "1f1b", 2),
-        ((0, None, None), "grouped", 1),
+        ((0, 0, None, None), "1f1b", 2),
+        pytest.param((0, None, None), "grouped", 1, marks=pytest.mark.slow),
         pytest.param((0, 0, 0, 0), "sequential", 2, marks=pytest.mark.slow),
         pytest.param((None, None, 0, 0, 1, 1, 1), "zb-h1", 2, marks=pytest.mark.slow),
         pytest.param((0, 0, 1, 1, 0, 0, 1, 1), "1f1b", 1, marks=pytest.mark.slow),
@@ -133,6 +133,7 @@ def test_each_merged_stage_draws_its_own_numbers_in_f_and_again_in_b(places, sch
     assert len(seen) == len(places) * m * replicas
 
 
+@pytest.mark.slow
 def test_like_stages_of_one_team_draw_different_numbers():
     pipeline = dropout_pipeline(2, "grouped", "none", ipus=3)
     no_aux = [

@@ -87,12 +87,7 @@ TWINS = "two stages called 'twin' return aux", "names of their own", "name=..."
 
 
 @refusals(
-    (
-        traced_together(sending(), TAKER),
-        "stage 'end' takes skip 'a'",
-        "no earlier stage",
-        "Outputs(y, skips={'a': ...})",
-    ),
+    (traced_together(sending(), TAKER), "stage 'end' takes skip 'a'", "no earlier stage", "skips={'a': ...}"),
     (traced_together(sending("start", skips=1), END), "stage 'start' sends skip 'a'", "no later stage", "leave it out"),
     (
         traced_together(sending(skips=1), sending("middle", skips=1), TAKER),

@@ -149,35 +149,39 @@ def traced_backward(fn, params, x, dy):
 BEFORE = 0.5  # the initial values of the accumulators
 
 
-def assert_added(fn, flat=(), *, rtol=1e-5):
-    """Compare dx and gradients, added to accumulators of these flat shapes or the leaves' own, with `jax.vjp`'s."""
-    dy = jnp.asarray(np.random.default_rng(2).normal(size=jax.eval_shape(fn, PARAMS, X).shape), "float32")
-    traced = traced_backward(fn, PARAMS, X, dy)
+def assert_added(cases):
+    """Compare dx and gradients of functions with `jax.vjp`'s, in one program; `cases` has each by name.
+
+    Each comes with the shapes of the leaves whose accumulators are flat; others have the leaves' own shapes.
+    """
     leaves = jax.tree.leaves(PARAMS)
-    totals = [jnp.full(leaf.size + 3 if leaf.shape in flat else leaf.shape, BEFORE) for leaf in leaves]
 
-    @jax.jit
-    def run(params, x, dy, totals, zero):
+    def run(params, x, fn, flat):
+        dy = jnp.asarray(np.random.default_rng(2).normal(size=jax.eval_shape(fn, PARAMS, X).shape), "float32")
+        traced, args = traced_backward(fn, PARAMS, X, dy), [*jax.tree.leaves(params), x, dy]
+        totals = [jnp.full(leaf.size + 3 if leaf.shape in flat else leaf.shape, BEFORE) for leaf in leaves]
         sums = [Sum(total, leaf.shape) for total, leaf in zip(totals, leaves, strict=True)]
-        args = [*jax.tree.leaves(params), x, dy]
-        return add_gradients(traced, args, 1, sums, zero), core.jaxpr_as_fun(traced)(*args)
+        return add_gradients(traced, args, 1, sums, jnp.int32(0)), core.jaxpr_as_fun(traced)(*args)
 
-    (new, dx), expected = run(PARAMS, X, dy, totals, 0)
-    for total, leaf in zip(new, leaves, strict=True):
-        np.testing.assert_array_equal(total.reshape(-1)[leaf.size :], BEFORE)
-    found = [total.reshape(-1)[: leaf.size].reshape(leaf.shape) for total, leaf in zip(new, leaves, strict=True)]
-    for one, other in zip([*dx, *[total - BEFORE for total in found]], expected, strict=True):
-        assert largest_relative_error(one, other) < rtol
+    results = jax.jit(lambda params, x: {name: run(params, x, *case) for name, case in cases.items()})(PARAMS, X)
+    for name, ((new, dx), expected) in results.items():
+        for total, leaf in zip(new, leaves, strict=True):
+            np.testing.assert_array_equal(total.reshape(-1)[leaf.size :], BEFORE)
+        found = [total.reshape(-1)[: leaf.size].reshape(leaf.shape) for total, leaf in zip(new, leaves, strict=True)]
+        # a gradient that is rounded to bfloat16 is summed before the rounding here, and after it there
+        rtol = 1e-2 if name.startswith("half") else 1e-5
+        for one, other in zip([*dx, *[total - BEFORE for total in found]], expected, strict=True):
+            assert largest_relative_error(one, other) < rtol, name
 
 
-def whole_or_flat(functions):
-    """Return the parameters of a test: each function with whole and flat accumulators; one of the two is slow."""
-    flats = {"whole": (), "flat": tuple(SHAPES.values())}
-    return [
-        pytest.param(fn, flat, marks=pytest.mark.slow if (k + at) % 2 else (), id=f"{name}-{of_flat}")
-        for k, (name, fn) in enumerate(functions.items())
-        for at, (of_flat, flat) in enumerate(flats.items())
-    ]
+# Each function has whole accumulators in one turn and flat ones in the other.
+in_turns = pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
+
+
+def whole_or_flat(functions, turn):
+    return {
+        name: (fn, tuple(SHAPES.values()) if (k + turn) % 2 else ()) for k, (name, fn) in enumerate(functions.items())
+    }
 
 
 @pytest.mark.slow
@@ -187,10 +191,8 @@ def whole_or_flat(functions):
     ids=["whole", "matrices flat", "flat", "others flat"],
 )
 @pytest.mark.parametrize("wrap", [lambda fn: fn, jax.checkpoint], ids=["plain", "checkpoint"])
-@pytest.mark.parametrize("fn", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_each_leaf_gets_its_own_gradient(fn, wrap, flat):
-    # a gradient that is rounded to bfloat16 is summed before the rounding here, and after it there
-    assert_added(wrap(fn), flat, rtol=1e-2 if fn.__name__.startswith("half") else 1e-5)
+def test_each_leaf_gets_its_own_gradient(wrap, flat):
+    assert_added({name: (wrap(fn), flat) for name, fn in FUNCTIONS.items()})
 
 
 @pytest.mark.parametrize("flat", [pytest.param((), id="whole"), pytest.param(((D, D),), id="flat")])
@@ -199,7 +201,7 @@ def test_a_sum_that_a_scan_carries_begins_with_the_gradient_from_later_uses(flat
         h, w = lax.fori_loop(0, 3, lambda i, hw: (jnp.tanh(hw[0] @ hw[1]), hw[1] + 0.25), (x, p["c"]))
         return h @ w @ p["d"]
 
-    assert_added(fn, flat)
+    assert_added({"carried": (fn, flat)})
 
 
 def test_gradients_of_half_types_add_up_in_float32():
@@ -313,15 +315,15 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize(("parts", "flat"), whole_or_flat(PARTS))
-def test_each_part_of_a_weight_is_added_where_it_was_read(parts, flat):
+@in_turns
+def test_each_part_of_a_weight_is_added_where_it_was_read(turn):
     """Two leaves: the first of each part alone, and the second of all parts together."""
 
-    def fn(p, x):
-        return jnp.concatenate([part.reshape(-1) for part in (parts(p["a"])[0], *parts(p["b"]))])
+    def read(parts):
+        return lambda p, x: jnp.concatenate([part.reshape(-1) for part in (parts(p["a"])[0], *parts(p["b"]))])
 
     with quick_compiles():
-        assert_added(fn, flat)
+        assert_added(whole_or_flat({name: read(parts) for name, parts in PARTS.items()}, turn))
 
 
 READS = {
@@ -333,10 +335,10 @@ READS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("fn", "flat"), whole_or_flat(READS))
-def test_rows_are_added_where_their_indices_point(fn, flat, monkeypatch):
+@in_turns
+def test_rows_are_added_where_their_indices_point(turn, monkeypatch):
     monkeypatch.setattr(_blocks, "_ELEMENTS_PER_PIECE", 0)  # these tables are so small that zeros would cost less
-    assert_added(fn, flat)
+    assert_added(whole_or_flat(READS, turn))
 
 
 def test_rows_of_half_types_add_up_in_float32():
@@ -347,7 +349,8 @@ def test_rows_of_half_types_add_up_in_float32():
         traced = traced_backward(fn, table, x, jnp.ones_like(x))
         for shape in (table.shape, (table.size + 1,)):
             sums = [Sum(jnp.full(shape, 256.0), table.shape)]
-            (total,), _ = add_gradients(traced, [table, x, jnp.ones_like(x)], 1, sums, jnp.int32(0))
+            add = jax.jit(lambda t, x, of=(traced, sums): add_gradients(of[0], [t, x, x], 1, of[1], 0))
+            (total,), _ = add(table, x)
             total = total.reshape(-1)[: table.size].reshape(table.shape)
             np.testing.assert_array_equal(total[:, 0], [256, 258, 256, 257])  # in bfloat16, 256 + 1 is 256
 

@@ -1,71 +1,22 @@
-"""Test the fused projection and cross-entropy against the dense matmul and loss: options, both ways, all chunks."""
+"""Test the fused projection and cross-entropy: its rounding, its cost, and other transforms; see also test_losses."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, verify
 from ipu_jax.analysis.cost import flops_of
-from sharded_ops import linear_cross_entropy
-from support.harness import assert_close, collectives, dense_vjp, examples, normal, on_ipus, seeds, split_vjp
-from support.losses import assert_like_dense_linear, dense_loss, dense_of_each, of_each
+from sharded_ops import Split, linear_cross_entropy
+from support.harness import assert_close, collectives, dense_vjp, normal, on_ipus, padded, split_vjp
+from support.losses import dense_loss
 
-TOKENS, FEATURES = 7, 4
+FEATURES = 4
 ROWS = P("ipu")
-
-EVERYTHING = {"label_smoothing": 0.3, "z_loss": 0.1, "soft_cap": 4.0, "temperature": 2.0, "ignore_index": 2}
-# The options and chunks of each result of one compiled program. Not all chunks divide 7 tokens and 1 to 5 rows.
-OPTIONS: tuple[dict[str, Any], ...] = (
-    EVERYTHING | {"weighted": True, "reduction": "mean", "token_chunk": 3, "column_chunk": 2},
-    {"soft_cap": 3.0, "out_of_range": "clip", "weighted": True},
-    EVERYTHING | {"gradients": "forward", "weighted": True, "reduction": "mean", "token_chunk": 3, "column_chunk": 2},
-    {"gradients": "forward", "out_of_range": "clip", "weighted": True, "reduction": "sum"},
-)
-
-
-def _options_of_one_program(hidden, table, weights, labels, *, size):
-    return of_each(OPTIONS, functools.partial(linear_cross_entropy, hidden, table, size=size), labels, weights)
-
-
-def _dense_options(hidden, table, weights, labels):
-    logits = jnp.matmul(hidden, table.T, preferred_element_type=jnp.promote_types(hidden.dtype, jnp.float32))
-    return dense_of_each(OPTIONS, logits, labels, weights)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "n", "size", "dtype", "shape"),
-    [
-        ("typed-outside", 3, 13, jnp.float32, (TOKENS,)),
-        ("untyped-inside", 2, 9, jnp.bfloat16, (TOKENS,)),
-        ("untyped-outside", 8, 5, jnp.float32, (1, TOKENS)),
-        ("typed-inside", 4, 10, jnp.float16, ()),
-    ],
-)
-@examples
-@given(seed=seeds, data=st.data())
-def test_every_option_both_ways(mode, n, size, dtype, shape, seed, data):
-    hidden, table = normal(seed, (*shape, FEATURES), dtype), normal(seed + 1, (size, FEATURES), dtype)
-    weights, count = np.abs(normal(seed + 2, shape)).astype(np.float32), int(np.prod(shape))
-    each = st.one_of(st.integers(0, size - 1), st.sampled_from((-1, size, 2**31 - 1)))
-    labels = np.array(data.draw(st.lists(each, min_size=count, max_size=count)), np.int32).reshape(shape)
-    row = data.draw(st.integers(0, len(OPTIONS) - 1))
-    ct = np.zeros((len(OPTIONS), *shape), np.float32)
-    ct[row] = normal(seed + 3, shape)
-
-    floats, dims = [hidden, table, weights], [None, 0, None]
-    got = split_vjp(_options_of_one_program, mode, n, floats, [labels], dims=dims, ct=ct, size=size)
-    want = dense_vjp(_dense_options, floats, [labels], ct=ct)
-    assert_like_dense_linear(got, want, floats, ct)
-
 
 # Rounding
 
@@ -141,6 +92,20 @@ def test_it_sends_one_gather_and_one_reduction_of_dx(typed, smoothing):
     _, with_gradients = of("forward", 4)
     of_chunk = ("all-gather", n * floats * 4 * 4)
     assert collectives(with_gradients, hidden, table, labels) == [of_chunk, reduced]
+
+
+@pytest.mark.parametrize(("gradients", "typed"), [("backward", True), ("forward", False)])
+def test_scattered_tokens_send_a_reduce_scatter_and_no_all_reduce(gradients, typed):
+    n, tokens, features = 2, 8, 3
+    hidden, table, labels = jnp.ones((tokens, features)), jnp.ones((6, features)), jnp.arange(tokens)
+    op = functools.partial(
+        linear_cross_entropy, size=6, tokens=tokens, gradients=gradients, reduction="mean", token_chunk=tokens
+    )
+    sharded = on_ipus(op, n, (ROWS, ROWS, P()), P(), typed)
+    gathered = [("all-gather", 4 * tokens * features), ("all-gather", n * 3 * 4 * tokens)]
+    assert collectives(sharded, hidden, table, labels) == sorted(gathered)
+    of_dx = ("reduce-scatter", 4 * tokens * features // n)
+    assert collectives(jax.value_and_grad(sharded, (0, 1)), hidden, table, labels) == [*sorted(gathered), of_dx]
 
 
 def _big(gradients, dtype=jnp.float32, tokens=1024, features=768, size=32000):
@@ -248,3 +213,24 @@ def test_it_may_stand_in_other_transforms():
     assert_close(loss, want, 1 + want, 20)
     assert_close(dhidden, want_dhidden, 4, 20)
     assert_close(dtable, want_dtable, 4, 20)
+
+
+def test_rows_that_do_not_count_may_be_nan_unless_their_log_sum_exp_is_wanted():
+    hidden = normal(0, (3, FEATURES))
+    hidden[1] = np.nan
+    table, bias, labels = (
+        padded(Split(5, 2), normal(1, (5, FEATURES)), 0),
+        np.zeros(6, np.float32),
+        np.array([0, -1, 4]),
+    )
+
+    def total(hidden, table, bias, *, wants_lse):
+        out = linear_cross_entropy(hidden, table, labels, size=5, bias=bias, return_log_sum_exp=wants_lse)
+        return out[0].sum() + out[1].sum() if wants_lse else out.sum()
+
+    for wants_lse in (False, True):
+        op = on_ipus(functools.partial(total, wants_lse=wants_lse), 2, (P(), ROWS, ROWS), P())
+        value, grads = jax.value_and_grad(op, (0, 1, 2))(hidden, table, bias)
+        assert np.isnan(value) == wants_lse
+        assert np.isnan(grads[2]).any() == wants_lse
+        assert not np.isnan(np.asarray(grads[0])[[0, 2]]).any()

@@ -45,7 +45,7 @@ ALL = {"soft_cap": 2.0, "label_smoothing": 0.1, "z_loss": 0.1}
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("logits", {}),
+        pytest.param("logits", {}, marks=pytest.mark.slow),
         ("logits", ALL),
         ("backward", ALL),
         ("forward", {}),
@@ -83,7 +83,7 @@ def _of_nobody(tokens, *rest, of, reduction, size):
 @pytest.mark.parametrize(
     ("kind", "reduction"),
     [
-        ("logits", "sum"),
+        pytest.param("logits", "sum", marks=pytest.mark.slow),
         ("logits", "mean"),
         ("backward", "none"),
         ("forward", "mean"),
