@@ -72,6 +72,13 @@ def test_the_kept_columns_are_those_of_sorted_rows(n, size, typed, dtype):
     assert min((counts == 1).sum(), (counts == size).sum(), sum(is_cut)) > 0
 
 
+def test_columns_that_add_up_to_top_p_exactly_are_the_nucleus():
+    run = on_ipus(functools.partial(_kept, size=8), 2, (COLUMNS, P(), P(), P()), COLUMNS)
+    halves = np.array([1.0, 0.5, 0.25, 0.125], np.float32)
+    kept = np.asarray(run(np.zeros((4, 8), np.float32), np.ones(4, np.float32), halves, np.zeros(4, np.float32)))
+    np.testing.assert_array_equal(kept, np.arange(8) < 8 * halves[:, None])
+
+
 LOGITS = np.array([0.3, -1.0, 2.0, -INF, 1.5, 0.0, 1.0, -3.0, 1.9, 1.5], np.float32)
 WAYS = {"nucleus": (0.7, 0.0), "probable": (1.0, 0.25), "both": (0.8, 0.5), "all": (1.0, 0.0)}
 DRAWS = 8_000
