@@ -180,13 +180,17 @@ def test_frozen_weights_stay_and_are_not_decayed():
     }
     state = step.init(params)
     assert {len(params), len(state.params.slots)} == {2, 3}  # w, fixed, u and v lie in two
-    state, _ = step(state, jnp.zeros((1, 2), jnp.int32) + 1)
+    rows = jnp.ones((1, 2), jnp.int32)
+    state, _ = step(state, rows)
     found, average = step.whole(state)["params"], step.whole(state)["ema"]
     for name in ("fixed", "table"):
         for tree in (found, average):
             np.testing.assert_array_equal(tree["first"][name], params["first"][name])
     for group, name in (("first", "w"), ("last", "u"), ("last", "v")):
         assert not np.any(np.asarray(found[group][name]) == params[group][name]), name
+    np.testing.assert_allclose(
+        step.loss(state, rows, ema=True), last(average["last"], first(average["first"], None, 1), None), rtol=1e-6
+    )
 
 
 def test_a_pipeline_on_other_replicas_and_in_half_is_otherwise_the_same():
