@@ -18,7 +18,7 @@ ADDRESS = "127.0.0.1:40001"
 
 @pytest.fixture
 def second_of_four(monkeypatch):
-    place = Place(1, 4, 1, replicas=8, ipus_per_replica=2, coordinator=ADDRESS, bind=ADDRESS)
+    place = Place(1, 4, 0, replicas=8, ipus_per_replica=2, coordinator=ADDRESS, bind=ADDRESS)  # on four hosts
     for name, value in place.variables().items():
         monkeypatch.setenv(name, value)
 
@@ -33,7 +33,7 @@ def test_without_poprun_there_is_one_instance():
 
 def test_the_answers_are_those_of_the_environment(second_of_four):
     assert popdist.is_popdist_env_set()
-    assert (popdist.get_instance_index(), popdist.get_num_instances(), popdist.get_local_instance_index()) == (1, 4, 1)
+    assert (popdist.get_instance_index(), popdist.get_num_instances(), popdist.get_local_instance_index()) == (1, 4, 0)
     assert (popdist.get_num_total_replicas(), popdist.get_num_local_replicas()) == (8, 2)
     assert (popdist.get_replica_index_offset(), popdist.get_num_ipus_per_replica()) == (2, 2)
     assert popdist.get_num_local_ipus() == 4
