@@ -116,7 +116,6 @@ def test_a_stage_without_flops_and_without_bytes_costs_one():
     assert (costs.forward[0], costs.backward[0], costs.weight[0], costs.whole_backward) == (1, 1, 0, (1, 2 * N * K))
 
 
-@pytest.mark.slow
 def test_measured_costs_are_seconds_of_every_task_and_the_same_bytes():
     pipeline, params, batch = unlike_stages()
     costs = pipeline.stage_costs(params, batch, measured=True, repeats=2)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 
 import ipu_jax
 from mnist_example import data, resnet, training
@@ -187,8 +188,42 @@ def test_an_update_is_the_unsharded_programs(mode, ipus, m, params, state):
     assert_close(found_state, expected_state, rtol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mode", "ipus"), [("basic", 2), ("concurrent", 4)])
+def test_a_block_adds_its_input_to_two_convolutions(params, state):
+    """The first one that halves the sides, in training: output, averages, and gradients by weights and input."""
+    (block,) = (layer for layer in layers_of("resnet18", width=WIDTH) if layer.name == "block3")
+    x = jnp.sin(jnp.arange(B * 6 * 6 * WIDTH, dtype=jnp.float32)).reshape(B, 6, 6, WIDTH)
+
+    def normal(own, averages, x, strides):
+        kernel, norm = own["conv"]["kernel"], own["norm"]
+        pad = [(len(kernel) // 2,) * 2] * 2
+        y = lax.conv_general_dilated(x, kernel, (strides, strides), pad, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        seen = {"mean": y.mean((0, 1, 2)), "var": y.var((0, 1, 2))}
+        moved = jax.tree.map(lambda average, new: 0.9 * average + 0.1 * new, averages["norm"], seen)
+        y = (y - seen["mean"]) / jnp.sqrt(seen["var"] + 1e-5) * norm["scale"] + norm["bias"]
+        return y, {"norm": moved}
+
+    def by_hand(own, x):
+        of = lambda name, x, strides: normal(own[name], state["block3"][name], x, strides)  # noqa: E731
+        y, first = of("conv0", x, 2)
+        y, second = of("conv1", nn.relu(y), 1)
+        x, third = of("shortcut", x, 2)
+        return nn.relu(x + y), {"conv0": first, "conv1": second, "shortcut": third}
+
+    def by_layer(own, x):
+        outputs = block.train(own, x, None, state=state["block3"])
+        return outputs.y, outputs.state
+
+    def with_gradients(fn, *args):
+        (y, averages), vjp = jax.vjp(fn, *args)
+        return y, averages, vjp((jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape), averages))
+
+    found, expected = (
+        jax.jit(functools.partial(with_gradients, fn))(params["block3"], x) for fn in (by_layer, by_hand)
+    )
+    assert_close(found, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("mode", "ipus"), [pytest.param("basic", 2, marks=pytest.mark.slow), ("concurrent", 4)])
 def test_evaluation_reads_the_running_averages(mode, ipus, params, state):
     pipeline = make_pipeline("resnet18", mode, ipus=ipus, gradient_accumulation=3, width=WIDTH)
     batch = make_batch(3)

@@ -110,7 +110,7 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
             "5 micro-batches of 4 on each",
             40,
         ),
-        slow("--pipeline-mode basic --pipeline-schedule Auto", "basic pipeline on 2 IPUs, auto", 20),
+        ("--pipeline-mode basic --pipeline-schedule Auto", "basic pipeline on 2 IPUs, auto", 20),
         slow("--pipeline-mode basic", "basic pipeline on 2 IPUs, grouped", 20),
         slow("--pipeline-mode basic --pipeline-schedule Sequential", "basic pipeline on 2 IPUs, sequential", 20),
         slow("--pipeline-mode basic --pipeline-schedule Schedule1F1B", "basic pipeline on 2 IPUs, 1f1b", 20),

@@ -146,7 +146,6 @@ MISSING = """
 """
 
 
-@pytest.mark.slow
 def test_an_instance_that_does_not_answer_is_named(tmp_path):
     ended = run_programs(tmp_path, MISSING, places(2), seconds=60)
     assert ended[0].lines == [

@@ -160,10 +160,10 @@ def plain(optimizer, takes_value):
     return params
 
 
-# sam takes no value
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "contrib.sam, clipped" else pytest.mark.slow) for name in MADE]
-)
+QUICK = "adafactor", "lamb", "contrib.sam, clipped"  # of which sam takes no value
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MADE])
 def test_a_transformation_is_plain_optaxs(name):
     optimizer = MADE[name]()
     takes_value = isinstance(optimizer, optax.GradientTransformationExtraArgs) and "sam" not in name

@@ -380,7 +380,7 @@ def test_other_hosts_run_their_instances(tmp_path, shell):
     ("how", "status", "said"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was ended by SIGKILL"),
-        slow("os.kill(os.getpid(), signal.SIGSTOP)", 124, "the process is in state T (stopped)"),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", 124, "the process is in state T (stopped)"),
         ("write_error(ValueError('far')); os._exit(4)", 4, "failed with ValueError: far (exit status 4)"),
     ],
 )
