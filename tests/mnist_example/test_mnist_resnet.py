@@ -195,7 +195,7 @@ def test_a_block_adds_its_input_to_two_convolutions(params, state):
 
     def normal(own, averages, x, strides):
         kernel, norm = own["conv"]["kernel"], own["norm"]
-        pad = [(len(kernel) // 2,) * 2] * 2
+        pad = [(len(kernel) // 2, len(kernel) // 2)] * 2
         y = lax.conv_general_dilated(x, kernel, (strides, strides), pad, dimension_numbers=("NHWC", "HWIO", "NHWC"))
         seen = {"mean": y.mean((0, 1, 2)), "var": y.var((0, 1, 2))}
         moved = jax.tree.map(lambda average, new: 0.9 * average + 0.1 * new, averages["norm"], seen)
