@@ -128,6 +128,13 @@ def test_measured_costs_are_seconds_of_every_task_and_the_same_bytes():
     assert found == find_schedule(costs, placement=(0, 0, 1, None), micro_batches=M, ipus=2, lockstep=True)
 
 
+def test_like_stages_are_measured_once():
+    model = chain((0, 1, 0, None), M)  # the first stage alone needs no gradient of its input
+    pipeline = model.pipeline(2, schedule="auto")
+    costs = pipeline.stage_costs(pipeline.shard(model.params), model.batch, measured=True, repeats=1)
+    assert costs.forward[0] != costs.forward[1] == costs.forward[2] != costs.forward[3]
+
+
 @pytest.mark.slow
 def test_measured_costs_grow_with_the_work():
     def layers(count):

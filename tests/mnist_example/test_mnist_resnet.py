@@ -279,25 +279,30 @@ def test_layers_are_placed_by_what_they_cost():
 
 
 @pytest.fixture
-def trained(monkeypatch):
-    """Return a function that trains a ResNet-18 of 4 channels on few digits by flags, with its training and result."""
+def training_of(monkeypatch):
+    """Return a function of flags that prepares the training of a ResNet-18 of 4 channels on few digits."""
     monkeypatch.setattr(data, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 24, 10))
     monkeypatch.setattr(resnet, "WIDTH", WIDTH)
     for name in ("make_pipeline", "init_params", "init_state"):
         monkeypatch.setattr(resnet, name, functools.partial(getattr(resnet, name), width=WIDTH))
 
-    def train(flags):
+    def prepare(flags):
         _, found = parsed("run-sharded-mnist", "", [*flags, "--model", "resnet18", "--synthetic-data"])
-        each = training.Training(found, found.modes[0], data.prepared(found, found.ipus))
-        return each, each.run(None)
+        return training.Training(found, found.modes[0], data.prepared(found, found.ipus))
 
-    return train
+    return prepare
+
+
+def test_a_training_begins_with_fresh_averages(training_of):
+    prepared = training_of(["--pipeline-mode", "basic", "--batch-size", "4"])
+    assert_close(prepared.step.whole(prepared.init())["stages"], init_state("resnet18", width=WIDTH), rtol=0)
 
 
 @pytest.mark.slow
-def test_the_command_trains_a_resnet_and_evaluation_changes_nothing(trained, monkeypatch, capsys):
+def test_the_command_trains_a_resnet_and_evaluation_changes_nothing(training_of, monkeypatch, capsys):
     flags = ["--pipeline-mode", "concurrent", "--ipus", "3", "--batch-size", "4"]
-    looked, with_looks = trained(flags)
+    looked = training_of(flags)
+    with_looks = looked.run(None)
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first.startswith("concurrent ResNet-18 pipeline on 3 IPUs, grouped; synthetic data, seed 0")
     assert last.startswith("Test accuracy: ")
@@ -308,8 +313,8 @@ def test_the_command_trains_a_resnet_and_evaluation_changes_nothing(trained, mon
     logits = evaluated(found["params"], found["stages"], digits.test_images)
     assert looked.accuracy(with_looks.state) == (logits.argmax(-1) == digits.test_labels).mean()
     monkeypatch.setattr(training.Training, "accuracy", lambda self, state: 0.0)
-    plain, without = trained(flags)
-    jax.tree.map(np.testing.assert_array_equal, plain.step.whole(without.state), found)
+    plain = training_of(flags)
+    jax.tree.map(np.testing.assert_array_equal, plain.step.whole(plain.run(None).state), found)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])

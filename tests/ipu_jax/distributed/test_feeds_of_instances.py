@@ -72,7 +72,6 @@ def test_each_instance_reads_the_rows_of_its_own_replicas(devices):
         check_rows([across_feeds.fed(REPLICAS, IPUS, [again])], 0, again, [[0, 1]], first=2)
 
 
-@pytest.mark.slow
 def test_wrong_meshes_and_feeds_say_what_is_right():
     found = run_instances(across_feeds.refusals, [2, 1])
     for number, results in enumerate(found):

@@ -160,7 +160,7 @@ def plain(optimizer, takes_value):
     return params
 
 
-QUICK = "adafactor", "lamb", "contrib.sam, clipped"  # of which sam takes no value
+QUICK = "adafactor", "lamb", "sm3", "contrib.sam, clipped"  # of which sam takes no value
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MADE])
