@@ -91,10 +91,11 @@ class Dense:
                 mb = {name: leaf[replica, m] for name, leaf in batch.items()}
                 (loss, (state, aux)), gradients = self._step(learning, frozen, mb, state, keys)
                 counts.append(float(count_of(mb)) if model.weighted else 1.0)
-                losses.append(np.float64(loss) * counts[-1])
-                for i, gradient in enumerate(gradients):
-                    if gradient is not None:
-                        sums[i] += np.asarray(gradient).astype(np.float64) * counts[-1]
+                with np.errstate(invalid="ignore"):  # an infinite loss of no tokens is NaN
+                    losses.append(np.float64(loss) * counts[-1])
+                    for i, gradient in enumerate(gradients):
+                        if gradient is not None:
+                            sums[i] += np.asarray(gradient).astype(np.float64) * counts[-1]
                 auxes.append(jax.device_get(aux))
             states.append(jax.device_get(state))
         count = np.sum(counts) or np.inf  # the mean over no tokens is 0
