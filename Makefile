@@ -64,7 +64,7 @@ test: $(STAMP) ## run all that CI checks: ruff, basedpyright, pytest with doctes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@# Tests wait now and then, and leave a core to the type checker. Both are told, and either is a failure.
-	@echo '$(BIN)/basedpyright, and meanwhile: $(BIN)/python -m pytest $(PYTEST_FLAGS) $(TESTS)'; \
+	@echo $(call quoted,$(BIN)/basedpyright beside $(BIN)/python -m pytest $(PYTEST_FLAGS) $(TESTS)); \
 	$(BIN)/basedpyright --pythonpath $(BIN)/python --threads & types=$$!; \
 	trap 'kill $$types 2>/dev/null' EXIT; \
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) $(TESTS); tests=$$?; \

@@ -1,4 +1,4 @@
-"""Test the commands under poprun: losses and weights are those of one process, and one instance speaks.
+"""Test the commands under poprun: losses and weights equal those of one process, and one instance prints.
 
 The unsharded run, without poprun, is the oracle. Under poprun all replicas are added in the order of their ranks,
 however many instances share them, so that the bits are equal; the plain run adds them in another order.
@@ -80,7 +80,7 @@ def without_times(lines):
 
 
 def assert_equal(ran, expected, mode, *, exactly=True):
-    """Compare the losses and weights on every instance of a run with those of another run."""
+    """Check that every instance of a run has the losses and weights of another run."""
     (first, *_), found = expected.files(mode), ran.files(mode)
     assert found
     for of_instance in found:

@@ -51,7 +51,7 @@ FROZEN = {"second": Node(False, {"empty": False, "counts": True, "on": True})}
 
 
 def unlike_pipeline(ipus: int, replicas: int = 1, *, reverse: bool = False) -> Pipeline:
-    """Return a pipeline of these groups; the table is that of two stages."""
+    """Return a pipeline of these groups, in which two stages use the table."""
     places = [0, min(1, ipus - 1), ipus - 1]
     stages = [
         Stage(lambda p, x, mb: mb, params=name, ipu=ipu)

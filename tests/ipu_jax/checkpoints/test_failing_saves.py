@@ -44,7 +44,7 @@ def small_disk(tmp_path) -> Iterator[Path]:
 
 
 def save(checkpoints: Checkpoints, number: int, *, waits: bool = False) -> bool:
-    """Save the state after so many updates, whose weights are this number; return whether it is saved."""
+    """Save a state with this number of updates, which all weights have as value; return whether it is saved."""
     begun = checkpoints.save(state_of(step_of(), number, number, COLUMNS), now=True)
     if waits:
         checkpoints.wait()

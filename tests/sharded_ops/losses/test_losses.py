@@ -206,7 +206,7 @@ def test_values_and_every_gradient(names, mode, n, size, dtype, replicas, seed):
 
     grads = [operand.unpadded(*pair, n, replicas) for operand, *pair in zip(flat, grads, floats, strict=True)]
     of_wants = [want.astype(x.dtype) for want, x in zip(of_wants, floats, strict=True)]
-    sizes: dict[int, list[float]] = {}  # the largest gradients, by the count of operands, which tells the two kinds
+    sizes: dict[int, list[float]] = {}  # the largest gradients of each operand, by how many operands a loss has
     at = 0
     for of_loss in each:
         own = [float(np.abs(want).max()) for want in of_wants[at : at + len(of_loss)]]
