@@ -63,12 +63,12 @@ endif
 test: $(STAMP) ## run all that CI checks: ruff, basedpyright, pytest with doctests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@# Tests wait now and then, and leave a core to the type checker. Both are told, and either is a failure.
+	@# Tests wait now and then, and leave a core to the type checker. Both are told, its errors last, and either fails.
 	@echo $(call quoted,$(BIN)/basedpyright beside $(BIN)/python -m pytest $(PYTEST_FLAGS) $(TESTS)); \
-	$(BIN)/basedpyright --pythonpath $(BIN)/python --threads & types=$$!; \
-	trap 'kill $$types 2>/dev/null' EXIT; \
+	said="$$(mktemp)"; $(BIN)/basedpyright --pythonpath $(BIN)/python --threads >"$$said" 2>&1 & types=$$!; \
+	trap 'kill $$types 2>/dev/null; rm -f "$$said"' EXIT; \
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) $(TESTS); tests=$$?; \
-	wait $$types || { echo 'basedpyright found errors: they are above, among the tests' >&2; exit 1; }; \
+	wait $$types || { echo 'basedpyright:'; cat "$$said"; exit 1; }; \
 	exit $$tests
 
 test-all: PYTEST_FLAGS += --slow=all

@@ -273,7 +273,7 @@ def _configurations():
         marks = () if name in ("typed-outside-3x7", "typed-inside-8x5") else pytest.mark.slow
         yield pytest.param(*case.values, None, id=name, marks=marks)
     for number, (mode, n, size, dtype) in enumerate(_TWO_AXES):
-        name = f"{mode}-2x{n}x{size}-{dtype.__name__}"
+        name = f"{mode}-2x{n}x{size}-{jnp.dtype(dtype)}"
         yield pytest.param(mode, n, size, dtype, 2, id=name, marks=pytest.mark.slow if number else ())
 
 

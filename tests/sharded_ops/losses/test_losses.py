@@ -182,7 +182,7 @@ def _configurations():
             cases += [(mode, n, 11, jnp.float32, 2)]
             cases += [(mode, n, 11, half, 2)] if half and mode in ("typed-outside", "untyped-inside") else []
     for mode, n, size, dtype, replicas in cases:
-        name = f"{mode}-{f'{replicas}x' if replicas else ''}{n}x{size}-{dtype.__name__}"
+        name = f"{mode}-{f'{replicas}x' if replicas else ''}{n}x{size}-{jnp.dtype(dtype)}"
         if name in QUICK:
             yield pytest.param(QUICK[name], mode, n, size, dtype, replicas, id=name)
         yield pytest.param(tuple(LOSSES), mode, n, size, dtype, replicas, id=f"{name}-all", marks=pytest.mark.slow)
