@@ -82,7 +82,7 @@ def main() -> int:
             figures.leave_out("system calls of 10,000 steps with a record", "strace")
         before = time.process_time() + sum(os.times()[2:4])
         subprocess.run(
-            [sys.executable, "-m", "ipu_jax.observe.monitor.command", "--once"],
+            [sys.executable, "-m", "ipu_jax.run.observe.monitor.command", "--once"],
             env={**os.environ, "IPU_JAX_MONITOR": str(folder)},
             check=True,
             capture_output=True,

@@ -47,7 +47,7 @@ IPUS, LAYERS, MICRO_BATCHES = 2, 8, 16
 D = 1024
 ROUNDS = 4  # a step takes up to two seconds
 
-# the closed forms of `ipu_jax.schedules._simulate`, which lists their sources
+# the closed forms of `ipu_jax.core.schedules._simulate`, which lists their sources
 BUBBLES = {
     "gpipe": 0.273,
     "1f1b": 0.273,

@@ -2,37 +2,37 @@
 
 from typing import TYPE_CHECKING
 
-from ipu_jax._on_demand import names_on_demand
-from ipu_jax._version import __version__
+from ipu_jax.base.on_demand import names_on_demand
+from ipu_jax.base.version import __version__
 
 # Type checkers read these imports. At run time, a name is imported when it is first used: so a command line is checked,
 # and a schedule printed, without importing jax, which takes a second.
 if TYPE_CHECKING:
-    from ipu_jax._instances import on_host
-    from ipu_jax.analysis.balance import LayerPlacement, balance_layers, measure_costs
-    from ipu_jax.analysis.cost import flops_of
-    from ipu_jax.analysis.report import PipelineReport
-    from ipu_jax.checkpoints.checkpoints import CheckpointError, Checkpoints, CheckpointWarning, Restored, SaveError
-    from ipu_jax.data.feed import Feed, FeedBatch
-    from ipu_jax.data.order import EpochOrder, Position
-    from ipu_jax.data.prefetch import FeedTimeoutError
-    from ipu_jax.data.source import normalise
-    from ipu_jax.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, InFlight, configure, make_mesh
-    from ipu_jax.distributed import popdist
-    from ipu_jax.distributed.stopping import StopRequest
-    from ipu_jax.executable_cache import ExecutableCache
-    from ipu_jax.loop.fit import FitResult, fit
-    from ipu_jax.modules import ModuleStage, conv_general_dilated, equinox_stage, gather_stages, linen_stage, nnx_stage
-    from ipu_jax.observe.runs.log import RunLog, RunLogWarning
-    from ipu_jax.observe.runs.report import memory_of, write_report
-    from ipu_jax.observe.tracing.errors import TraceError
-    from ipu_jax.observe.tracing.recording import Recording, trace
-    from ipu_jax.observe.tracing.report import TraceReport
-    from ipu_jax.observe.tracing.timeline import Timeline
-    from ipu_jax.options import DynamicScale, Half, OnNonFinite, PipelineOptions, Precision, Reduction, TrainOptions
-    from ipu_jax.pipeline import Pipeline
-    from ipu_jax.reference import reference_predict, reference_value_and_grad
-    from ipu_jax.schedules import (
+    from ipu_jax.core.analysis.balance import LayerPlacement, balance_layers, measure_costs
+    from ipu_jax.core.analysis.cost import flops_of
+    from ipu_jax.core.analysis.report import PipelineReport
+    from ipu_jax.core.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, InFlight, configure, make_mesh
+    from ipu_jax.core.instances import on_host
+    from ipu_jax.core.modules import (
+        ModuleStage,
+        conv_general_dilated,
+        equinox_stage,
+        gather_stages,
+        linen_stage,
+        nnx_stage,
+    )
+    from ipu_jax.core.options import (
+        DynamicScale,
+        Half,
+        OnNonFinite,
+        PipelineOptions,
+        Precision,
+        Reduction,
+        TrainOptions,
+    )
+    from ipu_jax.core.pipeline import Pipeline
+    from ipu_jax.core.reference import reference_predict, reference_value_and_grad
+    from ipu_jax.core.schedules import (
         SCHEDULES,
         FoundSchedule,
         Schedule,
@@ -42,16 +42,37 @@ if TYPE_CHECKING:
         find_schedule,
         make_schedule,
     )
-    from ipu_jax.stage import Outputs, Stage
-    from ipu_jax.training.nonfinite import NonFinite, NonFiniteLossError, NonFiniteLossWarning
-    from ipu_jax.training.replicas import Replicas, replicate
-    from ipu_jax.training.state import StepOutputs, TrainState
-    from ipu_jax.training.step import TrainStep, make_train_step
-    from ipu_jax.verification import VerificationError, VerificationReport, verify
-    from ipu_jax.weight_files.exporting import export_weights
-    from ipu_jax.weight_files.importing import import_weights
-    from ipu_jax.weight_files.saved import Saved
-    from ipu_jax.weights.packing import Sharded
+    from ipu_jax.core.stage import Outputs, Stage
+    from ipu_jax.core.verification import VerificationError, VerificationReport, verify
+    from ipu_jax.core.weights.packing import Sharded
+    from ipu_jax.distributed import popdist
+    from ipu_jax.distributed.stopping import StopRequest
+    from ipu_jax.run.executable_cache import ExecutableCache
+    from ipu_jax.run.loop.fit import FitResult, fit
+    from ipu_jax.run.observe.runs.log import RunLog, RunLogWarning
+    from ipu_jax.run.observe.runs.report import memory_of, write_report
+    from ipu_jax.run.observe.tracing.errors import TraceError
+    from ipu_jax.run.observe.tracing.recording import Recording, trace
+    from ipu_jax.run.observe.tracing.report import TraceReport
+    from ipu_jax.run.observe.tracing.timeline import Timeline
+    from ipu_jax.training.checkpoints.checkpoints import (
+        CheckpointError,
+        Checkpoints,
+        CheckpointWarning,
+        Restored,
+        SaveError,
+    )
+    from ipu_jax.training.data.feed import Feed, FeedBatch
+    from ipu_jax.training.data.order import EpochOrder, Position
+    from ipu_jax.training.data.prefetch import FeedTimeoutError
+    from ipu_jax.training.data.source import normalise
+    from ipu_jax.training.update.nonfinite import NonFinite, NonFiniteLossError, NonFiniteLossWarning
+    from ipu_jax.training.update.replicas import Replicas, replicate
+    from ipu_jax.training.update.state import StepOutputs, TrainState
+    from ipu_jax.training.update.step import TrainStep, make_train_step
+    from ipu_jax.training.weight_files.exporting import export_weights
+    from ipu_jax.training.weight_files.importing import import_weights
+    from ipu_jax.training.weight_files.saved import Saved
 
 __all__ = [
     "ALL_IPUS",

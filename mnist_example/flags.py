@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Final, Literal, get_args
 
 from ipu_jax import SCHEDULES, Half, OnNonFinite, Precision, Reduction, canonical_name
-from ipu_jax._cli.flags import add_flags, flag, flags_of
-from ipu_jax._cli.parser import (
+from ipu_jax.base.cli.flags import add_flags, flag, flags_of
+from ipu_jax.base.cli.parser import (
     MOST_IPUS,
     braces,
     checked,
@@ -23,7 +23,7 @@ from ipu_jax._cli.parser import (
     rate,
     seed,
 )
-from ipu_jax._cli.places import check_file, writable_folder
+from ipu_jax.base.cli.places import check_file, writable_folder
 from ipu_jax.distributed.commands import InstanceParser, counts_of
 
 Mode = Literal["basic", "concurrent"]

@@ -20,7 +20,7 @@ from typing import NoReturn
 if __name__ == "__main__" and not __package__:  # run as a script: use the packages of this checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ipu_jax._cli.process import run
+from ipu_jax.base.cli.process import run
 from mnist_example.flags import PACKAGES, check_flags, parsed
 
 PROG = "run-sharded-mnist"

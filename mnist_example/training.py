@@ -43,11 +43,11 @@ from ipu_jax import (
     trace,
     write_report,
 )
-from ipu_jax._cli.places import reason_of
-from ipu_jax._cli.process import CANNOT_WRITE, warnings_as_lines
+from ipu_jax.base.cli.places import reason_of
+from ipu_jax.base.cli.process import CANNOT_WRITE, warnings_as_lines
+from ipu_jax.base.replacing import replacing
 from ipu_jax.distributed.commands import end_together, wait_for_all
-from ipu_jax.loop.progress import Bar, shows_progress
-from ipu_jax.replacing import replacing
+from ipu_jax.run.loop.progress import Bar, shows_progress
 from mnist_example import model, resnet
 from mnist_example.data import MNIST
 from mnist_example.flags import Flags, Mode, picture_of, schedule_picture_of

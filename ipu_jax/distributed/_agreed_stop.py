@@ -19,8 +19,8 @@ from jax._src import distributed  # the coordination service's client, which jax
 from ipu_jax.distributed._exchange import process
 from ipu_jax.distributed._fingerprint import named
 from ipu_jax.distributed.errors import InstancesMissingError
-from ipu_jax.processes import beacons
-from ipu_jax.processes.beacons import Phase
+from ipu_jax.distributed.processes import beacons
+from ipu_jax.distributed.processes.beacons import Phase
 
 _ROOM: Final = "ipu_jax/stop"
 _POLL_SECONDS: Final = 0.2

@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 
 from ipu_jax.distributed._fingerprint import named
 from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError
-from ipu_jax.processes import beacons
+from ipu_jax.distributed.processes import beacons
 
 _SMALL: Final = 1 << 18
 _MARGIN: Final = 10.0  # poprun waits a little longer, so that our error, which names the missing instances, comes first

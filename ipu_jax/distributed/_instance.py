@@ -26,10 +26,10 @@ from typing import Any, Final, NoReturn
 import jax
 from jax._src import compiler, distributed  # the cache's writer and the coordination service's client: not exported
 
-from ipu_jax.devices import finish_all_steps
+from ipu_jax.core.devices import finish_all_steps
 from ipu_jax.distributed.environment import cache_of
-from ipu_jax.processes import beacons, jax_facts, own_record
-from ipu_jax.processes.beacons import Beacon, Phase
+from ipu_jax.distributed.processes import beacons, jax_facts, own_record
+from ipu_jax.distributed.processes.beacons import Beacon, Phase
 
 _LONGEST_MESSAGE: Final = 4000
 _END_SECONDS: Final = 3600.0

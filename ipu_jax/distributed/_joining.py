@@ -13,7 +13,7 @@ from ipu_jax.distributed._fingerprint import difference, fingerprint
 from ipu_jax.distributed._rendezvous import meet
 from ipu_jax.distributed.environment import Place
 from ipu_jax.distributed.errors import InstancesDifferError
-from ipu_jax.processes import beacons
+from ipu_jax.distributed.processes import beacons
 
 # A launcher notices a dead instance long before. Without one, the others give up then; jax's default is 100 s.
 _HEARTBEAT_SECONDS: Final = 30

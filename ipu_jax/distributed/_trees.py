@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from ipu_jax._keys import is_key
+from ipu_jax.base.keys import is_key
 from ipu_jax.distributed._exchange import gather
 
 

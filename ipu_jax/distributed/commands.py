@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Final, NoReturn, TypeVar
 
-from ipu_jax._cli.parser import Parser
+from ipu_jax.base.cli.parser import Parser
 from ipu_jax.distributed import popdist
 
 _Result = TypeVar("_Result")
@@ -63,7 +63,7 @@ def start_ipus(replicas: int, ipus: int) -> None:
     Raises:
         ValueError: the IPUs cannot be made; the message contains the flags --ipus and --replicas.
     """
-    from ipu_jax.devices import configure  # imports jax
+    from ipu_jax.core.devices import configure  # imports jax
 
     popdist.init()
     if popdist.get_num_instances() > 1:

@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
-from ipu_jax._checks import check_choice, check_count
+from ipu_jax.base.checks import check_choice, check_count
 from ipu_jax.distributed.environment import TOTAL_REPLICAS, Place, cache_of, meet_seconds, place_of
 from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError, PortTakenError
-from ipu_jax.processes import beacons, own_record
-from ipu_jax.processes.beacons import Phase
+from ipu_jax.distributed.processes import beacons, own_record
+from ipu_jax.distributed.processes.beacons import Phase
 
 __all__ = [
     "InstancesDifferError",

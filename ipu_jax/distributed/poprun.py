@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
-from ipu_jax._cli import process
+from ipu_jax.base.cli import process
 from ipu_jax.distributed.environment import START_TIMEOUT, TERMINAL_WIDTH
 from ipu_jax.distributed.launcher import config
 from ipu_jax.distributed.launcher.attempts import CannotStartError, Run

@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from ipu_jax._cli.parser import Parser
+from ipu_jax.base.cli.parser import Parser
 
 
 class Tolerance(NamedTuple):

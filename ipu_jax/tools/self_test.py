@@ -13,8 +13,8 @@ import os
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ipu_jax._cli.parser import Parser, versions
-from ipu_jax._cli.process import run
+from ipu_jax.base.cli.parser import Parser, versions
+from ipu_jax.base.cli.process import run
 
 PROG = "python -m ipu_jax"
 IPUS = 2

@@ -17,8 +17,8 @@ import functools
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ipu_jax._cli.parser import Parser
-from ipu_jax._cli.process import run
+from ipu_jax.base.cli.parser import Parser
+from ipu_jax.base.cli.process import run
 from ipu_jax.tools.agreement import add_dtypes_and_checks, dtype_of, report
 from ipu_jax.tools.machine import check_memory
 

@@ -1,1 +1,1 @@
-"""Make weight updates: micro-batches, replicas, precision, loss scale and optimizer."""
+"""One weight update, the batches that it reads, and the files that hold its results."""

@@ -21,7 +21,7 @@ from gpt import (
     unsharded,
 )
 from ipu_jax import make_mesh
-from ipu_jax.engine import _hooks
+from ipu_jax.core.engine import _hooks
 from support import transformer
 from support.dense import largest_relative_error
 

@@ -11,7 +11,7 @@ from jax import lax
 
 import models
 from gpt import Sizes
-from ipu_jax.engine import _hooks
+from ipu_jax.core.engine import _hooks
 from models import Model, pipelined, recommender, resnet18, rows_in_place, u_transformer, unsharded
 from support import transformer
 from support.dense import largest_relative_error

@@ -13,7 +13,7 @@ import cross_entropy
 import memory
 import results
 from cross_entropy import BACKWARD, FORWARD, SPLIT, XLA
-from ipu_jax.schedules import make_schedule
+from ipu_jax.core.schedules import make_schedule
 from memory import arguments, pipeline_of
 from schedules import BUBBLES, MEASURED, MICRO_BATCHES, WAVES, D, predicted
 from support import documents

@@ -1,4 +1,4 @@
-"""Test that each of the commands ends as `ipu_jax._cli.process` says: at Ctrl-C in an import, and without a reader."""
+"""Test that each command ends as `ipu_jax.base.cli.process` says: at Ctrl-C in an import, and without a reader."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ COMMANDS = {
     "ipu_jax.tools.sharded_embedding_tool": "",
     "ipu_jax.tools.sharded_matmul_tool": "",
     "ipu_jax": "",
-    "ipu_jax.observe.info": "",
+    "ipu_jax.run.observe.info": "",
 }
 REMOVED = "the working directory was removed: change to one that is there"
 # Python runs it at its start. It lets Ctrl-C through, and presses it at the import of the module that is named.
@@ -45,7 +45,7 @@ def run(script, module, flags, *, stdout=subprocess.PIPE, **environment):
 
 @pytest.mark.parametrize(
     ("module", "place"),
-    [*((module, "jax._src.core") for module in COMMANDS), ("mnist_example.run_sharded_mnist", "ipu_jax.devices")],
+    [*((module, "jax._src.core") for module in COMMANDS), ("mnist_example.run_sharded_mnist", "ipu_jax.core.devices")],
 )
 def test_ctrl_c_in_the_middle_of_an_import_ends_it_with_130(module, place, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(AT_AN_IMPORT)
@@ -56,8 +56,8 @@ def test_ctrl_c_in_the_middle_of_an_import_ends_it_with_130(module, place, tmp_p
 
 # one that argparse prints, one that rich prints, and one of the launcher
 PRINTING = [
-    ("ipu_jax.observe.info", "--version"),
-    ("ipu_jax.observe.monitor.command", "--once"),
+    ("ipu_jax.run.observe.info", "--version"),
+    ("ipu_jax.run.observe.monitor.command", "--once"),
     ("ipu_jax.distributed.poprun", "--num-instances 2 --num-replicas 2 --print-topology --dry-run true"),
 ]
 
@@ -108,8 +108,8 @@ NO_FOLDER = "put the four MNIST files there again, or leave the data dir out to 
             f"run-sharded-mnist: --data-dir digits is not a folder: {NO_FOLDER}\n",
         ),
         # these need no working directory
-        ("ipu_jax.observe.info", "--json", ""),
-        ("ipu_jax.observe.monitor.command", "--json", ""),
+        ("ipu_jax.run.observe.info", "--json", ""),
+        ("ipu_jax.run.observe.monitor.command", "--json", ""),
     ],
 )
 def test_what_a_removed_working_directory_hides_is_one_line(module, flags, said, tmp_path):

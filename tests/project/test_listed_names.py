@@ -25,7 +25,7 @@ def folders_of_the_tree():
     """Return each folder that the tree names, by its path."""
     found, above = [], {}
     for line in TREE.splitlines():
-        named = re.match(r"((?:    ){0,2})(\w+)/ ", f"{line} ")
+        named = re.match(r"((?:    ){0,3})(\w+)/ ", f"{line} ")
         if named:
             depth = len(named[1]) // 4
             above[depth] = named[2]

@@ -66,7 +66,7 @@ def test_the_wheel_has_the_three_packages_whole_and_nothing_else(wheel):
     }
     assert {name for name in names if not name.startswith(INFO)} == of_checkout
     # what is read as data, or is found by its place
-    for name in ("py.typed", "observe/runs/page.html", "distributed/bootstrap/sitecustomize.py"):
+    for name in ("py.typed", "run/observe/runs/page.html", "distributed/bootstrap/sitecustomize.py"):
         assert f"ipu_jax/{name}" in of_checkout
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ipu_jax._cli.parser import Parser
+from ipu_jax.base.cli.parser import Parser
 from ipu_jax.distributed.launcher.options import PoprunParser
 from support import documents
 

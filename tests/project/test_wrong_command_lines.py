@@ -17,8 +17,8 @@ import pytest
 
 import ipu_jax
 from ipu_jax.distributed import poprun
-from ipu_jax.observe import info
-from ipu_jax.observe.monitor import command
+from ipu_jax.run.observe import info
+from ipu_jax.run.observe.monitor import command
 from ipu_jax.tools import self_test, sharded_embedding_tool, sharded_matmul_tool
 from mnist_example import benchmark_dataset, data, run_sharded_mnist, training
 

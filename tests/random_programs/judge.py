@@ -1,6 +1,6 @@
 """Decide whether a schedule table can run, by playing it. Nothing is shared with the library's own validator.
 
-The rules, from the docstrings of `ipu_jax.schedules._timetable` and `_validate`:
+The rules, from the docstrings of `ipu_jax.core.schedules._timetable` and `_validate`:
 
     every stage does F and B (and W, if there is one) of every micro-batch; each kind does one micro-batch per tick
     the stages of a segment share their ticks; a head does F and B in one tick; a concurrent stage has no W

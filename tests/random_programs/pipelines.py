@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from ipu_jax import Pipeline, Schedule, make_mesh, verify
-from ipu_jax.engine import _hooks
+from ipu_jax.core.engine import _hooks
 from random_programs import placed
 from random_programs.closeness import assert_close, coarsest, nudged
 from random_programs.dice import Dice

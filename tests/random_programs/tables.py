@@ -1,6 +1,6 @@
 """Make random schedule tables: in each tick each IPU does any of the tasks that are ready, or nothing.
 
-Tables are made by playing the clock that `ipu_jax.schedules._timetable` documents, without its code. Segments are runs
+Tables are made by playing the clock that `core/schedules/_timetable.py` documents, without its code. Segments are runs
 of stages with one place. The results of a segment in a phase are available to other segments when the phase ends, and
 micro-batches pass through every segment in order.
 """

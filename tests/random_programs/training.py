@@ -25,7 +25,7 @@ from ipu_jax import (
     import_weights,
     make_train_step,
 )
-from ipu_jax.options import Precision
+from ipu_jax.core.options import Precision
 from random_programs import placed
 from random_programs.closeness import as_float64, assert_close, coarsest, nudged, of_all_processes
 from random_programs.dice import Dice

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage
-from ipu_jax.engine import _hooks
+from ipu_jax.core.engine import _hooks
 from support.dense import Model, largest_relative_error
 
 

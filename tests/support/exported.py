@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, export_weights, import_weights, make_mesh, replicate
-from ipu_jax.weight_files import _npz
+from ipu_jax.training.weight_files import _npz
 from support import resumed
 from support.instances import Results
 from support.trained import bits

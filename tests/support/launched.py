@@ -23,7 +23,7 @@ POPRUN = [*HEEDING, *PLAIN_POPRUN]
 PRELUDE = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
-from ipu_jax.processes import beacons
+from ipu_jax.distributed.processes import beacons
 me, run_dir = int(os.environ["IPU_JAX_INSTANCE"]), Path(os.environ["IPU_JAX_RUN_DIR"])
 instances, attempt = int(os.environ["IPU_JAX_INSTANCES"]), int(os.environ["IPU_JAX_ATTEMPT"])
 beacon = beacons.current()
@@ -42,8 +42,8 @@ def write_error(error, **values):
 # After `ago(seconds)`, records are written as if that many seconds ago.
 RECORD = """
 import os, sys, time
-from ipu_jax.processes import beacons, own_record
-from ipu_jax.processes.beacons import Phase
+from ipu_jax.distributed.processes import beacons, own_record
+from ipu_jax.distributed.processes.beacons import Phase
 beacon = own_record.begin()
 now = time.monotonic_ns
 def ago(seconds):

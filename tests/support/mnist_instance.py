@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from ipu_jax import popdist
-from ipu_jax._cli.process import run
+from ipu_jax.base.cli.process import run
 from mnist_example import data, model, training
 from mnist_example.data import synthetic_mnist
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ipu_jax.programs.gradient_sums import Sum
+from ipu_jax.core.programs.gradient_sums import Sum
 
 
 def empty_sums(params: Any) -> list[Sum]:

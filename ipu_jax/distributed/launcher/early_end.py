@@ -19,7 +19,7 @@ import math
 from typing import Final
 
 from ipu_jax.distributed.launcher.events import Beat, Progress
-from ipu_jax.processes.beacons import Phase
+from ipu_jax.distributed.processes.beacons import Phase
 
 PATIENCE: Final = 1.2
 """Seconds of a wait that is not counted, after which an ended instance is taken for the reason."""

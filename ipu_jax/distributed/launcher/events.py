@@ -13,7 +13,7 @@ import dataclasses
 import json
 from typing import Any, Final, Literal
 
-from ipu_jax.processes.beacons import Phase, Reading
+from ipu_jax.distributed.processes.beacons import Phase, Reading
 
 Stream = Literal["stdout", "stderr"]
 

@@ -40,8 +40,8 @@ from ipu_jax.distributed.launcher.events import (
 )
 from ipu_jax.distributed.launcher.host import STACKS_WITHIN
 from ipu_jax.distributed.launcher.launch import Launch
-from ipu_jax.processes import beacons
-from ipu_jax.processes.beacons import Phase
+from ipu_jax.distributed.processes import beacons
+from ipu_jax.distributed.processes.beacons import Phase
 
 BEAT_EVERY: Final = 0.2
 """Seconds between two reads of a beacon."""

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ipu_jax._cli.parser import MOST_IPUS, Parser, number_that, shown, whole_number
+from ipu_jax.base.cli.parser import MOST_IPUS, Parser, number_that, shown, whole_number
 from ipu_jax.distributed.environment import Place
 from ipu_jax.distributed.launcher.topology import LOCALHOST, host_names, hosts_in_file
 

@@ -16,7 +16,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Final
 
-from ipu_jax._terminal import without_commands
+from ipu_jax.base.terminal import without_commands
 from ipu_jax.distributed.launcher.events import Stream
 from ipu_jax.distributed.launcher.lines import Piece, Splitter
 from ipu_jax.distributed.launcher.screen import Screen

@@ -26,7 +26,7 @@ import statistics
 from typing import Final
 
 from ipu_jax.distributed.launcher.events import Beat, Progress
-from ipu_jax.processes.beacons import Phase
+from ipu_jax.distributed.processes.beacons import Phase
 
 LEAST: Final = 5.0
 """Seconds without a finished step that are always allowed."""

@@ -8,8 +8,8 @@ import json
 
 import pytest
 
-from ipu_jax.processes import beacons
-from ipu_jax.processes.beacons import Phase
+from ipu_jax.distributed.processes import beacons
+from ipu_jax.distributed.processes.beacons import Phase
 from support.programs import places, run_programs
 
 ENDS = """
@@ -90,7 +90,7 @@ UNCHANGED = """
         child = subprocess.run([sys.executable, "-c", "import jax; print(len(jax.devices()))"], capture_output=True)
         print(child.stdout.decode().strip())
     counts = jax.process_index(), jax.process_count(), jax.local_device_count()
-    from ipu_jax.processes import beacons
+    from ipu_jax.distributed.processes import beacons
     assert beacons.current().phase is beacons.Phase.SILENT  # it is not taken for a program that starts for ever
     print(*counts, float(total))
 """
@@ -110,7 +110,7 @@ def test_an_unchanged_program_finds_its_place(tmp_path):
 WATCHED = """
     import json, os, pathlib, signal, time
     from ipu_jax import InFlight, popdist
-    from ipu_jax.processes import beacons
+    from ipu_jax.distributed.processes import beacons
 
     popdist.init()
     import jax, jax.numpy as jnp

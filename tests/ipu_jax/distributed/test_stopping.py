@@ -95,7 +95,7 @@ def test_who_is_not_ready_within_the_grace_period_is_ended(inside, ended):
 
 def test_ctrl_c_ends_a_command_inside_the_block_as_outside():
     process = started(f"""
-        from ipu_jax._cli.process import run
+        from ipu_jax.base.cli.process import run
         def main():
             with StopRequest():
                 print("ready"), {IN_C}

@@ -24,7 +24,7 @@ from ipu_jax.distributed.launcher.events import (
 from ipu_jax.distributed.launcher.failure import failure_of, first
 from ipu_jax.distributed.launcher.stall import Judge
 from ipu_jax.distributed.launcher.supervisor import Outcome
-from ipu_jax.processes.beacons import Phase
+from ipu_jax.distributed.processes.beacons import Phase
 
 
 def progress(begun, finished, finished_at, phase=Phase.STEPPING, phase_at=0.0, limit=math.inf, **others):

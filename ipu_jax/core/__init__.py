@@ -1,0 +1,1 @@
+"""What the IPUs run: stages, their placement and schedule, the staged scan, the weights, and the proof."""

@@ -1,0 +1,295 @@
+"""Report what a pipeline needs on each IPU, before it runs: bytes by kind, FLOPs, bytes sent, and the idle share.
+
+    IPU  weights  padding   batch   stash  gradients  temporary        FLOPs  sent/tick   idle
+    0    49.2 kB      0 B  1.0 MB  1.6 MB    49.2 kB     2.9 MB  136.2 MFLOP   131.1 kB  36.0%
+    1    49.2 kB      0 B  1.0 MB  1.0 MB    49.2 kB     2.9 MB  153.6 MFLOP   131.1 kB  27.8%
+
+The program is SPMD: the carry of its scan is as large on every IPU as on the IPU that needs the most. So the temporary
+bytes are the same in each row, and are predicted from the largest values:
+
+    temporary  =  stash       as the schedule says: for each segment, its depth x the bytes that a micro-batch stashes
+               +  channels    the messages between neighbours, y and dx, as made and as received; loss and aux
+               +  working set the most bytes that F or B of one segment keeps alive at once for one micro-batch
+               +  sums        gradient accumulators that are wider than the weights (if these are bfloat16); sums of the
+                              weight's own dtype are the gradients that the step returns, and are counted there
+
+Nothing is run. `docs/measured.md` compares predictions with the bytes that XLA reports.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ipu_jax.core.analysis._account import (
+    channel_bytes,
+    idle_shares,
+    segment_costs,
+    sent_bytes,
+    stash_buffer_bytes,
+    stash_bytes,
+    weight_bytes,
+    wide_accumulator_bytes,
+)
+from ipu_jax.core.analysis.cost import bytes_of
+from ipu_jax.core.devices import REPLICA_AXIS
+from ipu_jax.core.engine.plan import Plan
+from ipu_jax.core.weights import packing
+from ipu_jax.core.weights.packed_layout import PackedLayout
+from ipu_jax.core.weights.packing import Sharded
+
+
+@dataclasses.dataclass(frozen=True)
+class IpuReport:
+    """One IPU's part of a `PipelineReport`. Numbers are bytes unless stated otherwise.
+
+    Attributes:
+        ipu: its number in the replica.
+        weights: its own leaves, and its shards of concurrent leaves.
+        padding: the rest of its slots and shards, which have room for the larger leaves of other IPUs.
+        state: the state of its stages, including padding.
+        batch: the M micro-batches of one step, which every IPU holds.
+        stash: the values that its own segments keep between F and B (and W), and messages that wait in queues.
+        gradients: the resulting gradients, which have the layout of weights and padding.
+        accumulators: the sums in the scan, at least float32; the same buffers as `gradients` if the dtypes are equal.
+        working_set: the most that F, B or W of one of its segments keeps alive at once.
+        flops: the operations of one step, including its part of the concurrent stages.
+        sent: the bytes that it sends in collectives in a tick in which all stages are active: a ppermute of y and one
+            of dx, broadcasts to concurrent stages and reductions from them. The communication of a stage's own function
+            is not included.
+        idle: the share of a step in which it waits, if FLOPs are taken as time.
+    """
+
+    ipu: int
+    weights: int
+    padding: int
+    state: int
+    batch: int
+    stash: int
+    gradients: int
+    accumulators: int
+    working_set: int
+    flops: int
+    sent: int
+    idle: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineReport:
+    """The needs of a pipeline for given shapes; `str()` prints a table.
+
+    Attributes:
+        schedule: the schedule's name.
+        micro_batches: M.
+        ipus: per IPU of a replica, its part.
+        stash, channels, working_set, sums: the predicted bytes, the same on every IPU; the module's docstring
+            explains them.
+        temporary: the compiled program's temporary bytes per IPU, as XLA reports them; None if it was not compiled.
+    """
+
+    schedule: str
+    micro_batches: int
+    ipus: tuple[IpuReport, ...]
+    stash: int
+    channels: int
+    working_set: int
+    sums: int
+    temporary: int | None = None
+
+    @property
+    def predicted_temporary(self) -> int:
+        """Return the predicted temporary bytes per IPU."""
+        return self.stash + self.channels + self.working_set + self.sums
+
+    def bytes_by_kind(self, ipu: int) -> dict[str, int]:
+        """Return the bytes that an IPU holds at once, by kind. Temporary bytes are predicted if not compiled."""
+        part = self.ipus[ipu]
+        return {
+            "weights": part.weights + part.padding,
+            **({"state": part.state} if part.state else {}),
+            "gradients": part.gradients,
+            "batch": part.batch,
+            "temporary": self.predicted_temporary if self.temporary is None else self.temporary,
+        }
+
+    def total(self, ipu: int) -> int:
+        """Return the sum of `bytes_by_kind`."""
+        return sum(self.bytes_by_kind(ipu).values())
+
+    def __str__(self) -> str:
+        kind = "predicted" if self.temporary is None else "compiled"
+        head = ["IPU", "weights", "padding", "batch", "stash", "gradients", "temporary", "FLOPs", "sent/tick", "idle"]
+        rows = [head]
+        for part in self.ipus:
+            temporary = self.bytes_by_kind(part.ipu)["temporary"]
+            sizes = (part.weights, part.padding, part.batch, part.stash, part.gradients, temporary)
+            cells = [str(part.ipu), *(in_units(size, "B") for size in sizes), in_units(part.flops, "FLOP")]
+            rows.append([*cells, in_units(part.sent, "B"), f"{part.idle:.1%}"])
+        widths = [max(len(row[k]) for row in rows) for k in range(len(head))]
+        lines = [
+            "  ".join(
+                cell.ljust(w) if k == 0 else cell.rjust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        ]
+        parts = f"stash {in_units(self.stash, 'B')}, channels {in_units(self.channels, 'B')}, working set "
+        parts += f"{in_units(self.working_set, 'B')}" + (f", sums {in_units(self.sums, 'B')}" if self.sums else "")
+        footer = (
+            f"temporary ({kind}): the same on every IPU; predicted {in_units(self.predicted_temporary, 'B')} = {parts}"
+        )
+        title = f"{self.schedule}: {self.micro_batches} micro-batches on {len(self.ipus)} IPUs, a step"
+        return "\n".join([title, *(line.rstrip() for line in lines), footer])
+
+
+def in_units(value: float, unit: str) -> str:
+    """Return a number with its unit and a decimal prefix.
+
+    >>> in_units(131072, "B"), in_units(3, "B")
+    ('131.1 kB', '3 B')
+    """
+    for power, prefix in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if value >= 10**power:
+            return f"{value / 10**power:.1f} {prefix}{unit}"
+    return f"{value:g} {unit}"
+
+
+def make_report(
+    plan: Plan,
+    params: Sharded,
+    batch: Any,
+    state: Sharded | None = None,
+    key: Any = None,
+    *,
+    mesh: Mesh,
+    program: Any = None,
+    ipu_memory: float | None = None,
+) -> PipelineReport:
+    """Return the report of a step; `Pipeline.report` documents it.
+
+    Args:
+        plan: the plan of the step for these arguments.
+        params: a `Sharded` of arrays or of `jax.ShapeDtypeStruct`.
+        batch, state, key: as `Pipeline.value_and_grad` takes them, or their shapes.
+        mesh: the mesh of replicas and IPUs.
+        program: the jitted step of these four arguments. It is compiled for its temporary bytes, unless it is None.
+        ipu_memory: the bytes that an IPU can hold; a `UserWarning` reports what does not fit.
+
+    Raises:
+        ValueError: `ipu_memory` is not above 0.
+    """
+    check_ipu_memory(ipu_memory)
+    empty_state = packing.empty_sharded(params.layout.ipus).layout
+    batch_bytes = bytes_of(batch) // mesh.shape[REPLICA_AXIS]
+    report = count_report(plan, params.layout, empty_state if state is None else state.layout, batch_bytes)
+    if program is not None:
+        report = dataclasses.replace(report, temporary=_temporary(program, mesh, params, batch, state, key))
+    if ipu_memory is not None:
+        warn_where_too_large(report, ipu_memory, stacklevel=4)
+    return report
+
+
+def count_report(plan: Plan, layout: PackedLayout, state: PackedLayout, batch_bytes: int) -> PipelineReport:
+    """Return the report of a step with predicted temporary bytes.
+
+    Args:
+        plan: the plan of the step.
+        layout, state: the layouts of weights and state.
+        batch_bytes: the bytes of one replica's batch.
+    """
+    m = plan.schedule.micro_batches
+    costs = segment_costs(plan, layout)
+    idle = idle_shares(plan, costs, layout.ipus)
+    weights = [weight_bytes(layout, k) for k in range(layout.ipus)]
+    segments_of_ipu = [[i for i, s in enumerate(plan.segments) if s.place in (None, k)] for k in range(layout.ipus)]
+    ipus = tuple(
+        IpuReport(
+            ipu=k,
+            weights=weights[k].own,
+            padding=weights[k].allocated - weights[k].own,
+            state=weight_bytes(state, k).allocated,
+            batch=batch_bytes,
+            stash=stash_bytes(plan, k),
+            gradients=weights[k].allocated,
+            accumulators=weights[k].accumulators,
+            working_set=max((costs[i].working_set for i in segments_of_ipu[k]), default=0),
+            flops=m * sum(costs[i].forward + costs[i].backward for i in segments_of_ipu[k]),
+            sent=sent_bytes(plan, k),
+            idle=idle[k],
+        )
+        for k in range(layout.ipus)
+    )
+    return PipelineReport(
+        schedule=plan.schedule.name,
+        micro_batches=m,
+        ipus=ipus,
+        stash=stash_buffer_bytes(plan),
+        channels=channel_bytes(plan, m),
+        working_set=max(cost.working_set for cost in costs),
+        sums=wide_accumulator_bytes(layout),
+    )
+
+
+def _temporary(program: Any, mesh: Mesh, params: Sharded, batch: Any, state: Sharded | None, key: Any) -> int | None:
+    def placed(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    params_shapes, state_shapes = (
+        None if tree is None else jax.tree.map(placed, tree, packing.specs_of(tree.layout)) for tree in (params, state)
+    )
+    batch_shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
+    analysis = program.lower(params_shapes, batch_shapes, state_shapes, key).compile().memory_analysis()
+    return None if analysis is None else analysis.temp_size_in_bytes  # not every platform reports it
+
+
+def check_ipu_memory(ipu_memory: float | None) -> None:
+    """Raise `ValueError` unless `ipu_memory` is None or a number of bytes above 0."""
+    if ipu_memory is None:
+        return
+    if isinstance(ipu_memory, bool) or not isinstance(ipu_memory, (int, float)) or not ipu_memory > 0:
+        raise ValueError(f"ipu_memory={ipu_memory!r} is not a size: give bytes above 0, as in 900e6, or None")
+
+
+def warn_where_too_large(report: PipelineReport, ipu_memory: float, *, stacklevel: int = 2) -> None:
+    """Warn once if some IPUs cannot hold the bytes that the report says they need."""
+    above = [part.ipu for part in report.ipus if report.total(part.ipu) > ipu_memory]
+    if not above:
+        return
+    worst = max(above, key=report.total)
+    kinds = ", ".join(f"{kind} {in_units(size, 'B')}" for kind, size in report.bytes_by_kind(worst).items())
+    others = f" ({len(above)} of {len(report.ipus)} IPUs do not fit)" if len(above) > 1 else ""
+    warnings.warn(
+        f"IPU {worst} needs {in_units(report.total(worst), 'B')} ({kinds}), more than ipu_memory="
+        f"{in_units(ipu_memory, 'B')}{others}: use recompute='all' on its stages, more IPUs, a smaller micro-batch, or "
+        f"a schedule that keeps less than {report.schedule!r} does",
+        stacklevel=stacklevel,
+    )
+
+
+class MemoryGuard:
+    """Warns before the first step with given shapes if it does not fit on an IPU. Nothing is compiled for this check.
+
+    Args:
+        ipu_memory: the bytes that an IPU can hold, or None for no check.
+
+    Raises:
+        ValueError: `ipu_memory` is not above 0.
+    """
+
+    def __init__(self, ipu_memory: float | None):
+        check_ipu_memory(ipu_memory)
+        self.ipu_memory = ipu_memory
+        self._seen: set[Any] = set()
+
+    def check(self, params: Sharded, batch: Any, state: Sharded | None, report: Callable[[], PipelineReport]) -> None:
+        """Warn before a step of new shapes if it does not fit; `report` makes the step's report."""
+        if self.ipu_memory is None:
+            return
+        leaves, treedef = jax.tree.flatten(batch)
+        state_layout = None if state is None else state.layout
+        shapes = (params.layout, state_layout, treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        if shapes not in self._seen:
+            self._seen.add(shapes)
+            warn_where_too_large(report(), self.ipu_memory, stacklevel=4)

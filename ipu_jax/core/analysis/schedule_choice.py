@@ -1,0 +1,242 @@
+"""Keep a pipeline's schedule: the given schedule, or under "auto" the schedule found when shapes are first known."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from ipu_jax.core.analysis.report import PipelineReport, count_report, in_units
+from ipu_jax.core.analysis.stage_costs import TracedStages
+from ipu_jax.core.engine.plan import Plan, make_plan, trace_programs
+from ipu_jax.core.programs.segment import segments_of
+from ipu_jax.core.schedules import FoundSchedule, Schedule, StageCosts, canonical_name, find_schedule, make_schedule
+from ipu_jax.core.stage import Role, Stage
+from ipu_jax.core.weights.packed_layout import PackedLayout
+
+_ROUNDS = 4  # of searches with less and less room, while the result does not fit
+
+
+class StepShapes:
+    """The shapes of one step on one replica. Its methods trace stages, and need the mesh axes, as in a `shard_map`.
+
+    Args:
+        params, state: the layouts of weights and state.
+        batch: the replica's batch, with leaves (M, ...): arrays, tracers or `jax.ShapeDtypeStruct`.
+        key: a random key or its shape, or None.
+    """
+
+    def __init__(self, params: PackedLayout, state: PackedLayout, batch: Any, key: Any):
+        self.params, self.state, self.batch = params, state, batch
+        self._microbatch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
+        self._key = None if key is None else jax.ShapeDtypeStruct(key.shape, key.dtype)
+
+    @property
+    def micro_batches(self) -> int:
+        return jax.tree.leaves(self.batch)[0].shape[0]
+
+    def plan(
+        self, stages: tuple[Stage, ...], schedule: Schedule, *, role: Role = "training", backward: bool = True
+    ) -> Plan:
+        """Return the plan of the step under a schedule."""
+        segments = segments_of(stages, schedule, role, backward=backward)
+        return make_plan(segments, schedule, self.params, self.state, self._microbatch, key=self._key)
+
+    def report(self, stages: tuple[Stage, ...], schedule: Schedule) -> PipelineReport:
+        """Return the report of the step under a schedule. Temporary bytes are predicted."""
+        batch_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.batch))
+        return count_report(self.plan(stages, schedule), self.params, self.state, batch_bytes)
+
+    def trace(self, stages: tuple[Stage, ...]) -> TracedStages:
+        """Return the traced programs of the stages, whose costs can be counted and measured."""
+        placement = tuple(stage.place for stage in stages)
+        # all schedules divide the same stages into the same segments
+        any_schedule = make_schedule(
+            "sequential", micro_batches=self.micro_batches, ipus=self.params.ipus, placement=placement
+        )
+        segments = segments_of(stages, any_schedule)
+        split = [segment.place is not None for segment in segments]
+        programs = trace_programs(segments, split, self.params, self.state, self._microbatch, self._key)
+        return TracedStages(segments, programs, self.params.ipus)
+
+
+class ScheduleChoice:
+    """The schedule of a pipeline.
+
+    Args:
+        given: a `Schedule` for the stages, or a name; "auto" stands for the schedule that `choose` finds.
+        stages: the model.
+        ipus: IPUs of a replica.
+        micro_batches: M.
+        ipu_memory: the bytes that an IPU can hold, which `choose` does not exceed, or None.
+
+    Raises:
+        ValueError: the name is unknown, the schedule is made for other stages, or it runs F of a stage with state out
+            of order.
+    """
+
+    def __init__(
+        self,
+        given: str | Schedule,
+        stages: tuple[Stage, ...],
+        *,
+        ipus: int,
+        micro_batches: int,
+        ipu_memory: float | None,
+    ):
+        self._stages, self._ipus, self._micro_batches, self._ipu_memory = stages, ipus, micro_batches, ipu_memory
+        self._placement = tuple(stage.place for stage in stages)
+        self._found: FoundSchedule | None = None
+        self._schedule: Schedule | None = None
+        self._is_auto = not isinstance(given, Schedule) and canonical_name(given) == "auto"
+        if isinstance(given, Schedule):
+            self._schedule = self._fitting(given)
+        elif not self._is_auto:
+            self._schedule = self._named(given)
+        if self._schedule is not None:
+            self._check_order(self._schedule)
+
+    @property
+    def schedule(self) -> Schedule:
+        """Return the schedule.
+
+        Raises:
+            ValueError: none has been chosen yet.
+        """
+        if self._schedule is None:
+            raise ValueError(
+                "schedule='auto' is chosen from the shapes of the first step: "
+                "call pipeline.choose_schedule(params, batch) first"
+            )
+        return self._schedule
+
+    @property
+    def schedule_or_name(self) -> Schedule | str:
+        """Return the schedule, or "auto" if none has been chosen yet, as an argument for another pipeline."""
+        return "auto" if self._schedule is None else self._schedule
+
+    def plan(self, shapes: StepShapes, *, role: Role, backward: bool) -> Plan:
+        """Return the plan of a step. In training, find the schedule for these shapes if none has been chosen yet."""
+        if not backward:
+            # there is no B to interleave with F, so this schedule, which fills the pipeline at once, is the shortest
+            schedule = self._named("grouped", shapes.micro_batches)
+        elif self._schedule is None:
+            schedule = self.choose(shapes).schedule if role == "training" else self._named("grouped")
+        else:
+            schedule = self._schedule
+        return shapes.plan(self._stages, schedule, role=role, backward=backward)
+
+    def check_choosable(self, costs: StageCosts | None) -> None:
+        """Raise `ValueError` if the schedule was given, or is chosen already and `costs` ask for another schedule."""
+        if not self._is_auto:
+            raise ValueError(
+                f"the schedule is {self.schedule.name!r}, which was given: make the Pipeline with schedule='auto' to "
+                "choose one"
+            )
+        if costs is not None and self._found is not None:
+            raise ValueError(
+                f"the schedule was chosen already, {self.schedule.name!r}: call choose_schedule with costs before the "
+                "first step, or make another Pipeline"
+            )
+
+    def choose(self, shapes: StepShapes, costs: StageCosts | None = None) -> FoundSchedule:
+        """Find the schedule for these shapes, unless one was found before, and keep it.
+
+        Args:
+            shapes: the shapes of a step.
+            costs: the costs to use instead of counted FLOPs. If they have no bytes, the bytes are counted.
+
+        Raises:
+            ValueError: `costs` are for other stages, or no schedule fits in `ipu_memory`.
+        """
+        if self._found is not None:
+            return self._found
+        if costs is None or (isinstance(costs, StageCosts) and not _has_bytes(costs)):
+            counted = shapes.trace(self._stages).counted()
+            costs = counted if costs is None else _with_bytes_of(costs, counted)
+        found = self._search(costs, None) if self._ipu_memory is None else self._search_within(costs, shapes)
+        self._check_order(found.schedule)
+        self._found, self._schedule = found, found.schedule
+        return found
+
+    def _search(self, costs: StageCosts, limits: list[float] | None) -> FoundSchedule:
+        # the engine's IPUs wait for each other at each exchange
+        return find_schedule(
+            costs,
+            placement=self._placement,
+            micro_batches=self._micro_batches,
+            ipus=self._ipus,
+            lockstep=True,
+            stash_limit=limits,
+        )
+
+    def _search_within(self, costs: StageCosts, shapes: StepShapes) -> FoundSchedule:
+        """Find a schedule whose report fits in `ipu_memory`.
+
+        The limit of a search bounds the stash of each IPU. The engine's buffers may be larger: per dtype, they are as
+        long as on the IPU that needs the most, and they also hold waiting messages. So the result is checked, and the
+        search is repeated with less room if the result does not fit.
+        """
+        memory = self._ipu_memory
+        assert memory is not None, "the caller checked it"
+        least = self._named("sequential")
+        smallest = shapes.report(self._stages, least)
+        if _largest(smallest) > memory:
+            worst = max(range(self._ipus), key=smallest.total)
+            kinds = ", ".join(f"{kind} {in_units(size, 'B')}" for kind, size in smallest.bytes_by_kind(worst).items())
+            raise ValueError(
+                f"ipu_memory={memory:g} is too low for any schedule: under 'sequential', which stashes the least, IPU "
+                f"{worst} needs {smallest.total(worst)} bytes ({kinds}): give at least that, or use recompute='all' on "
+                "its stages, more IPUs, or a smaller micro-batch"
+            )
+        floor = costs.stash_bytes(least)
+        room = [memory - smallest.total(k) + smallest.stash for k in range(self._ipus)]
+        for _ in range(_ROUNDS):
+            found = self._search(costs, [max(limit, low) for limit, low in zip(room, floor, strict=True)])
+            excess = _largest(shapes.report(self._stages, found.schedule)) - memory
+            if excess <= 0:
+                return found
+            room = [limit - excess for limit in room]
+        found = self._search(costs, list(floor))
+        fitting = (
+            candidate
+            for candidate in found.candidates
+            if candidate.fits and _largest(shapes.report(self._stages, candidate.schedule)) <= memory
+        )
+        best = next(fitting)  # "sequential" fits
+        return dataclasses.replace(found, schedule=best.schedule, makespan=best.makespan)
+
+    def _named(self, name: str, micro_batches: int | None = None) -> Schedule:
+        m = self._micro_batches if micro_batches is None else micro_batches
+        return make_schedule(name, micro_batches=m, ipus=self._ipus, placement=self._placement)
+
+    def _fitting(self, schedule: Schedule) -> Schedule:
+        m = self._micro_batches
+        if (schedule.placement, schedule.ipus, schedule.micro_batches) != (self._placement, self._ipus, m):
+            raise ValueError(
+                f"schedule {schedule.name!r} places {schedule.placement} on {schedule.ipus} IPUs with "
+                f"{schedule.micro_batches} micro-batches, but the stages stand on {self._placement}, the mesh has "
+                f"{self._ipus} IPUs and gradient_accumulation={m}: make the schedule for these"
+            )
+        return schedule
+
+    def _check_order(self, schedule: Schedule) -> None:
+        for stage, forward in zip(self._stages, schedule.forward, strict=True):
+            if stage.state is not None and list(forward) != sorted(forward):
+                raise ValueError(
+                    f"schedule {schedule.name!r} runs F of stage {stage.name!r} out of the micro-batches' order, "
+                    "but its state is updated in order: run them in order, or hold no state in it"
+                )
+
+
+def _largest(report: PipelineReport) -> int:
+    return max(report.total(part.ipu) for part in report.ipus)
+
+
+def _has_bytes(costs: StageCosts) -> bool:
+    return any((*(costs.stash or ()), *(costs.weight_residuals or ())))
+
+
+def _with_bytes_of(costs: StageCosts, counted: StageCosts) -> StageCosts:
+    if len(costs) != len(counted):
+        return costs  # which the search refuses
+    return dataclasses.replace(costs, stash=counted.stash, weight_residuals=counted.weight_residuals)

@@ -1,0 +1,159 @@
+"""Count or measure the costs of F, B and W of each stage, for the search for a schedule.
+
+Counted costs are FLOPs, and the same on every instance. Measured costs are seconds on the available IPUs, and differ a
+little from run to run. All instances get the costs of the slowest instance.
+
+    segment  mlp + norm (IPU 0)      F 300   B, W split 200 + 300   B whole 480      a stage has half of each
+    segment  head (2 IPUs)           F 100   B whole 200    per IPU                  the stage has twice as much
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.extend import core
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ipu_jax.base.checks import check_count
+from ipu_jax.base.keys import is_key
+from ipu_jax.core.analysis.cost import bytes_of, jaxpr_flops
+from ipu_jax.core.devices import IPU_AXIS
+from ipu_jax.core.instances import gathered, put
+from ipu_jax.core.programs.segment import Segment
+from ipu_jax.core.programs.segment_program import SegmentProgram
+from ipu_jax.core.schedules import StageCosts
+
+_WHOLE = PartitionSpec()
+
+_SECONDS = 10.0  # after this time a task is not repeated
+
+
+class TaskCosts(NamedTuple):
+    """The cost of one segment's tasks on one IPU for one micro-batch, as in `StageCosts`."""
+
+    forward: float
+    backward: float
+    weight: float
+    whole_backward: float
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedStages:
+    """The segments of a model with their programs, B split from W on local segments.
+
+    Attributes:
+        segments, programs: per segment, its stages, and its traced F, B and W.
+        ipus: the IPUs of a replica.
+    """
+
+    segments: tuple[Segment, ...]
+    programs: tuple[SegmentProgram, ...]
+    ipus: int
+
+    def counted(self) -> StageCosts:
+        """Return the FLOPs and the bytes of each stage.
+
+        A segment's cost is divided evenly among its stages. If no task of a segment has any FLOPs, its F and its B each
+        cost the number of bytes of its message, or 1 if the message is empty.
+        """
+        counted: list[TaskCosts] = []
+        for program in self.programs:
+            cost = TaskCosts(*(float(jaxpr_flops(jaxpr)) if jaxpr else 0.0 for jaxpr in _tasks_of(program)))
+            moved = float(bytes_of(program.y) or 1)
+            counted.append(cost if any(cost) else TaskCosts(moved, moved, 0.0, moved))
+        return self._per_stage(counted)
+
+    def measured(self, mesh: Mesh, repeats: int) -> StageCosts:
+        """Return the seconds and bytes of each stage. A task's time is the median of some runs after one to compile.
+
+        A local segment runs on its IPU and a concurrent segment on all IPUs, on every replica at once. Segments that
+        compute the same function are measured once. Floating arguments are between 0.5 and 1, others are 0.
+
+        Args:
+            mesh: the mesh of replicas and IPUs.
+            repeats: the most runs of each task. After 10 seconds a task is not repeated.
+        """
+        measured: list[TaskCosts] = []
+        for i, (segment, program) in enumerate(zip(self.segments, self.programs, strict=True)):
+            same = [k for k in range(i) if _costs_the_same(self.segments[k], self.programs[k], segment, program)]
+            if same:
+                measured.append(measured[same[0]])
+                continue
+            tasks = _tasks_of(program)
+            measured.append(TaskCosts(*(_seconds(jaxpr, segment.place, mesh, repeats) for jaxpr in tasks)))
+        return self._per_stage(measured)
+
+    def _per_stage(self, costs: Sequence[TaskCosts]) -> StageCosts:
+        rows: list[tuple[float, ...]] = []
+        for segment, program, cost in zip(self.segments, self.programs, costs, strict=True):
+            count = len(segment.stages)
+            sharers = self.ipus if segment.place is None else 1  # StageCosts has the cost of a whole concurrent stage
+            stash = bytes_of(program.stash) if segment.stashes else 0
+            sizes = stash / count, bytes_of(program.weight_residuals) / count
+            rows += [(*(task * sharers / count for task in cost), *sizes)] * count
+        forward, backward, weight, whole, stash, residuals = map(list, zip(*rows, strict=True))
+        return StageCosts(forward, backward, weight, whole, stash=stash, weight_residuals=residuals)
+
+
+def check_measurable(arguments: Any, measured: bool, repeats: int) -> None:
+    """Raise `ValueError` if `repeats` is not a count, or if costs are to be measured with traced arguments."""
+    check_count("repeats", repeats)
+    if measured and any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arguments)):
+        raise ValueError("measured=True runs programs, but the arguments are tracers: call it outside of jax.jit")
+
+
+def _costs_the_same(one: Segment, of_one: SegmentProgram, other: Segment, of_other: SegmentProgram) -> bool:
+    alike = of_one.signature is not None and of_one.signature == of_other.signature
+    return alike and (one.place is None) == (other.place is None) and one.stashes == other.stashes
+
+
+def _tasks_of(program: SegmentProgram) -> tuple[Any, ...]:
+    """Return the closed jaxprs of F, B, W and the whole backward pass; W is None where B is not split."""
+    jaxprs, whole = program.jaxprs, program.unsplit.jaxprs
+    return jaxprs["F"], jaxprs["B"], jaxprs.get("W"), whole["B"]
+
+
+def _seconds(jaxpr: Any, place: int | None, mesh: Mesh, repeats: int) -> float:
+    """Return the median seconds of a task on one IPU of each replica, or on all IPUs (None)."""
+    if jaxpr is None or not jaxpr.jaxpr.eqns:
+        return 0.0
+    random = np.random.default_rng(0)
+    args = [put(_argument(aval, random), NamedSharding(mesh, _WHOLE)) for aval in jaxpr.in_avals]
+    task = core.jaxpr_as_fun(jaxpr)
+
+    def on_ipu(*args: Any) -> list[Any]:
+        if place is None:
+            return task(*args)
+        idle = lambda *_: [jnp.zeros(aval.shape, aval.dtype) for aval in jaxpr.out_avals]  # noqa: E731
+        # the whole mesh takes part, because the traced program names it
+        return lax.cond(lax.axis_index(IPU_AXIS) == place, task, idle, *args)
+
+    program = jax.jit(jax.shard_map(on_ipu, mesh=mesh, in_specs=_WHOLE, out_specs=_WHOLE, check_vma=False))
+    jax.block_until_ready(program(*args))
+    seconds: list[float] = []
+    while len(seconds) < repeats and sum(seconds) < _SECONDS:
+        start = time.perf_counter()
+        jax.block_until_ready(program(*args))
+        # a task is as slow as the slowest instance; and all instances must stop after the same run
+        seconds.append(float(gathered(mesh, [time.perf_counter() - start]).max()))
+    return statistics.median(seconds)
+
+
+def _argument(aval: Any, random: np.random.Generator) -> Any:
+    if is_key(aval):
+        impls: list[Any] = []
+        data = jax.eval_shape(
+            lambda key: (impls.append(jax.random.key_impl(key)), jax.random.key_data(key))[1],
+            jax.ShapeDtypeStruct(aval.shape, aval.dtype),
+        )
+        return jax.random.wrap_key_data(jnp.zeros(data.shape, data.dtype), impl=impls[0])
+    if jnp.issubdtype(aval.dtype, jnp.inexact):
+        return random.uniform(0.5, 1.0, aval.shape).astype(aval.dtype)
+    return np.zeros(aval.shape, aval.dtype)

@@ -1,0 +1,63 @@
+"""Communicate between IPUs or replicas, and say which equations of a traced program communicate.
+
+XLA pairs the devices of a collective by its replica groups. A collective without them, such as a ppermute, waits for
+every device of the mesh, whatever its axis: if only some devices run it, XLA pairs it with a permute of the others.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
+from sharded_ops import to_all
+
+_GROUPED = """
+    psum psum_invariant pmax pmin all_gather all_gather_invariant all_gather_reduced all_to_all reduce_scatter
+""".split()  # noqa: SIM905
+_SILENT = ("axis_index", "pcast", "pvary", "preduced")  # these communicate nothing
+
+
+def axes_of(eqn: Any) -> tuple[str, ...]:
+    """Return the mesh axes that an equation names, with or without communicating over them.
+
+    Jaxprs inside the equation are not searched.
+    """
+    params = [value for name, value in eqn.params.items() if name == "axes" or "axis_name" in name]
+    named = [axis for value in params for axis in (value if isinstance(value, list | tuple | frozenset) else [value])]
+    if not any(True for _ in core.jaxprs_in_params(eqn.params)):  # inner jaxprs bring their own effects
+        named += [effect.name for effect in eqn.effects if type(effect).__name__ == "NamedAxisEffect"]
+    return tuple(axis for axis in (REPLICA_AXIS, IPU_AXIS) if axis in named)
+
+
+def is_ungrouped(eqn: Any) -> bool:
+    """Return whether an equation communicates without replica groups, or is not known to have any."""
+    return bool(axes_of(eqn)) and eqn.primitive.name not in (*_GROUPED, *_SILENT)
+
+
+def waits(eqn: Any, axis: str) -> bool:
+    """Return whether an equation waits for other devices of an axis. Without replica groups it waits on every axis."""
+    return is_ungrouped(eqn) or (axis in axes_of(eqn) and eqn.primitive.name in _GROUPED)
+
+
+def broadcast(source: int, tree: Any, axis: str = IPU_AXIS) -> Any:
+    """Return the tree that `source` holds on every device of the axis; the other devices' trees are not read.
+
+    Communicates one psum per leaf.
+    """
+    return jax.tree.map(lambda leaf: to_all(leaf, source, axis), tree)
+
+
+def state_over_replicas(tree: Any) -> Any:
+    """Return the state that all replicas continue with: the mean of floating leaves, and replica 0's other leaves.
+
+    Communicates one all-reduce per leaf over the axis "replica".
+    """
+
+    def one(leaf: jax.Array) -> jax.Array:
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        return lax.pmean(leaf, REPLICA_AXIS) if is_float else broadcast(0, leaf, REPLICA_AXIS)
+
+    return jax.tree.map(one, tree)

@@ -1,0 +1,386 @@
+"""Make virtual IPUs (one XLA device each, on any platform) and their mesh, and bound the steps in flight.
+
+On a laptop or in CI the devices are forced host devices of the CPU backend; on a GPU or TPU machine they are the real
+ones. The program is the same. They form one mesh, with a row per replica:
+
+                      axis "ipu"
+                    +------+------+
+    axis "replica"  | IPU0 | IPU1 |   replica 0:  make_mesh(replicas=2, ipus_per_replica=2)
+                    +------+------+
+                    | IPU0 | IPU1 |   replica 1
+                    +------+------+
+
+    configure(4)              # before anything else touches jax; also gives XLA the threads that 4 IPUs need
+    mesh = make_mesh(2, 2)
+    window = InFlight()       # so that a loop that never waits cannot queue steps without bound
+
+Importing this module touches no device.
+"""
+
+import collections
+import contextlib
+import enum
+import os
+import re
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any, Final, Literal, get_args
+
+import jax
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh
+
+from ipu_jax.base.checks import check_choice, check_count
+from ipu_jax.core import observer
+from ipu_jax.distributed.processes import beacons, jax_facts
+from ipu_jax.distributed.processes.beacons import Phase
+
+Cores = Literal["shared", "one per IPU"]
+
+REPLICA_AXIS: Final = "replica"
+IPU_AXIS: Final = "ipu"
+
+
+class AllIpus(enum.Enum):
+    """The type of `ALL_IPUS`, its only member. An enum member stays one object through pickle and deepcopy."""
+
+    ALL_IPUS = "ALL_IPUS"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+_ASK_MEMORY_EVERY: Final = 2.0
+
+_windows: "weakref.WeakSet[InFlight]" = weakref.WeakSet()
+
+ALL_IPUS: Final = AllIpus.ALL_IPUS
+"""The place of a concurrent stage: every IPU of its replica."""
+
+
+def configure(num_ipus: int, *, cores: Cores = "shared") -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm] (jaxlib has no stubs)
+    """Give this process at least `num_ipus` virtual IPUs, and start the jax backend.
+
+    On CPU this makes `num_ipus` host devices, which only works before the backend starts: call it first (but after
+    `jax.distributed.initialize`, if several processes work together). A larger count that was set before, by an earlier
+    call or `JAX_NUM_CPU_DEVICES`, is kept. On GPU and TPU the existing devices are used.
+
+    On CPU this also sizes XLA's thread pool. By default XLA makes a thread per core, and an IPU that waits in an
+    exchange blocks a thread: of two cores, only one would be left for an IPU that works (docs/design/distributed.md). A
+    size that the user set by the environment variable `PJRT_NPROC` is kept.
+
+    Args:
+        num_ipus: how many IPUs the program needs in this process, at least 1.
+        cores: how virtual IPUs use a CPU's cores. "shared": an IPU that works can use all cores, and an IPU that waits
+            uses none, so that a program runs as fast as possible. "one per IPU": each IPU gets one core's worth, if
+            there are enough cores, so that bubbles take time as on real devices. Use it to compare schedules.
+
+    Returns:
+        The first `num_ipus` devices of this process.
+
+    Raises:
+        ValueError: `num_ipus` is not a positive int, `cores` is unknown, there are fewer devices and more cannot be
+            made, or `JAX_PLATFORMS` names a platform that this machine does not have.
+
+    >>> len(configure(4))
+    4
+    """
+    num_ipus = check_count("num_ipus", num_ipus)
+    check_choice("cores", cores, get_args(Cores))
+    # This has no effect on GPU and TPU, so the platform need not be known yet. jax raises if the backend is running
+    # already and the count would change; there may be enough devices nonetheless.
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", max(num_ipus, cpu_devices_asked_for()))
+    with _thread_pool(pool_threads(max(num_ipus, cpu_devices_asked_for()), cores)):
+        devices = local_devices()
+    if len(devices) >= num_ipus:
+        jax_facts.note_devices(devices[:num_ipus])
+        return devices[:num_ipus]
+    raise ValueError(f"num_ipus={num_ipus}, but {_too_few(num_ipus, len(devices), devices[0].platform)}")
+
+
+def make_mesh(replicas: int, ipus_per_replica: int) -> Mesh:
+    """Return the mesh of a program: `replicas` rows of `ipus_per_replica` IPUs, over the first devices of jax.
+
+    After `jax.distributed.initialize` these are the devices of all instances, beginning with instance 0. Every instance
+    makes the same call, and a replica can be on several instances.
+
+    Args:
+        replicas: copies of the model, at least 1: the size of axis "replica".
+        ipus_per_replica: IPUs that share one copy, at least 1: the size of axis "ipu".
+
+    Returns:
+        A mesh with axes `("replica", "ipu")`, both of type Auto (the Explicit axes that `jax.make_mesh` makes by
+        default are refused by plain Flax training).
+
+    Raises:
+        ValueError: a count is not a positive int, there are too few devices, or an instance would have none of them.
+
+    >>> mesh = make_mesh(2, 2)
+    >>> dict(mesh.shape)
+    {'replica': 2, 'ipu': 2}
+    """
+    replicas = check_count("replicas", replicas)
+    ipus_per_replica = check_count("ipus_per_replica", ipus_per_replica)
+    needed, devices = replicas * ipus_per_replica, jax.devices()
+    counts = f"replicas={replicas} x ipus_per_replica={ipus_per_replica}"
+    if len(devices) < needed:
+        several = jax.process_count() > 1
+        there = _too_few_of_all(needed, devices) if several else _too_few(needed, len(devices), devices[0].platform)
+        raise ValueError(f"{counts} needs {needed} IPUs, but {there}")
+    idle = sorted({device.process_index for device in devices} - {device.process_index for device in devices[:needed]})
+    if idle:
+        numbers = ", ".join(map(str, idle))
+        raise ValueError(
+            f"{counts} takes the first {needed} of {len(devices)} devices, and instance{'s' * (len(idle) > 1)} "
+            f"{numbers} would have none of them, and could not take part: use all {len(devices)}, give each instance "
+            "fewer devices, or start fewer instances"
+        )
+    mesh = jax.make_mesh(
+        (replicas, ipus_per_replica),
+        (REPLICA_AXIS, IPU_AXIS),
+        axis_types=(AxisType.Auto, AxisType.Auto),
+        devices=devices[:needed],
+    )
+    jax_facts.note_mesh(mesh)
+    return mesh
+
+
+class InFlight:
+    """Bounds the number of steps that are dispatched but not finished.
+
+    jax dispatches without waiting. On the CPU backend some 45 queued steps with collectives exhaust the threads that
+    XLA's rendezvous needs, and the process aborts or hangs. So a loop that runs steps must pass each step to `admit`.
+
+    A step is remembered by its outputs of up to a kilobyte, or by its smallest output. This is enough, since all
+    outputs of one computation become ready together, and a scalar does not keep weights alive. An output that was
+    donated to a later step (`donate_argnums`) can no longer be waited for. If a step has no other output, the window
+    waits for the next step that has one. That is safe but without overlap, so include an output that is not donated,
+    such as the loss.
+
+    Args:
+        limit: the number of steps that may be outstanding after `admit` returns, at least 1.
+
+    Raises:
+        ValueError: `limit` is not a positive int.
+
+    >>> window = InFlight(limit=2)
+    >>> step = jax.jit(lambda x: x + 1)
+    >>> x = 0
+    >>> for _ in range(100):
+    ...     x = step(x)
+    ...     window.admit(x)
+    >>> int(x), window.outstanding
+    (100, 2)
+    """
+
+    def __init__(self, limit: int = 4):
+        self._limit = check_count("limit", limit)
+        self._steps: collections.deque[list[Any]] = collections.deque()
+        self._counted = 0  # how many of the oldest steps the beacon counts as finished
+        self._work: collections.deque[tuple[int, int]] = collections.deque()  # of the other steps
+        self._is_begun = self._is_joint = False
+        self._ask_memory_at, self._devices_tell = 0.0, True
+        jax_facts.begin()
+        _windows.add(self)
+
+    @property
+    def limit(self) -> int:
+        """Return the number of steps that may be outstanding."""
+        return self._limit
+
+    @property
+    def outstanding(self) -> int:
+        """Return the number of steps that were admitted and not yet waited for."""
+        return len(self._steps)
+
+    def begin(self, arguments: Any = None) -> None:
+        """Tell poprun, if it runs this process, that a step is about to be dispatched; `admit` takes its outputs.
+
+        A dispatch may wait for other instances. If instances are stuck, they wait for the instance that has begun the
+        fewest steps. Without this call, `admit` counts the step as begun. Inside a `jax.jit` nothing is dispatched yet,
+        so this does nothing.
+
+        Args:
+            arguments: the arguments of the step, a pytree.
+        """
+        beacon = beacons.current()
+        # without poprun nobody asks who has begun, and looking at hundreds of arguments takes time
+        if beacon is None or not beacon.launched:
+            return
+        leaves = jax.tree.leaves(arguments)
+        if not self._is_begun and not any(isinstance(leaf, Tracer) for leaf in leaves):
+            self._is_begun, self._is_joint = True, self._is_joint or any(map(_is_on_all_instances, leaves))
+            beacon.begun(joint=self._is_joint)
+
+    def admit(self, outputs: Any, *, updates: int = 1, samples: int = 0) -> None:
+        """Remember a step that was just dispatched; wait for the oldest steps until `limit` are outstanding.
+
+        Inside a `jax.jit` nothing is dispatched yet, so this does nothing.
+
+        Args:
+            outputs: the results of the step, a pytree that contains a `jax.Array`.
+            updates: how many weight updates the step makes, for `ipu-monitor` and traces.
+            samples: how many examples go into them, on all instances together; 0 if unknown.
+
+        Raises:
+            ValueError: `outputs` contains no array that can be waited for.
+        """
+        arrays = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)]
+        if any(isinstance(array, Tracer) for array in arrays):
+            return
+        leaves = [array for array in arrays if not array.is_deleted()]
+        if not leaves:
+            raise ValueError("outputs hold no live jax.Array to wait for: give what the step returned, with its loss")
+        smallest = min(leaf.nbytes for leaf in leaves)
+        self._steps.append([leaf for leaf in leaves if leaf.nbytes <= max(smallest, 1024)])
+        beacon = beacons.current()
+        if beacon is not None:
+            if not self._is_begun:
+                beacon.begun()
+            elif self._is_joint:
+                beacon.dispatched()
+            self._is_begun = False
+            self._work.append((updates, samples))
+            self._count_ready(beacon)
+        while len(self._steps) > self._limit:
+            self._wait_for_oldest()
+            if beacon is not None and self._counted < len(self._steps):
+                self._count_ready(beacon)
+        recording = observer.current()
+        if recording is not None:
+            recording.admit(self, self._steps[-1], updates)
+
+    def _finish(self) -> None:
+        """Wait for all steps that were admitted."""
+        while self._steps:
+            self._wait_for_oldest()
+        self._counted = 0
+        if self._work and (beacon := beacons.current()) is not None:
+            beacon.finished(len(self._work), *map(sum, zip(*self._work, strict=True)))
+            self._work.clear()
+
+    def _wait_for_oldest(self) -> None:
+        while self._steps:
+            live = [output for output in self._steps.popleft() if not output.is_deleted()]
+            self._counted -= 1
+            if live:
+                live[0].block_until_ready()
+                return
+
+    def _count_ready(self, beacon: beacons.Beacon) -> None:
+        """Tell the beacon which of the oldest steps have finished since the last call."""
+        ready = max(self._counted, 0)
+        while ready < len(self._steps) and all(
+            output.is_deleted() or output.is_ready() for output in self._steps[ready]
+        ):
+            ready += 1
+        if ready > self._counted:
+            updates = samples = 0
+            for _ in range(ready - self._counted):
+                if self._work:  # perhaps there was no beacon when the step was admitted
+                    of_step = self._work.popleft()
+                    updates, samples = updates + of_step[0], samples + of_step[1]
+            if self._devices_tell:
+                self._hold_memory(beacon)
+            beacon.finished(ready - self._counted, updates, samples)
+            self._counted = ready
+
+    def _hold_memory(self, beacon: beacons.Beacon) -> None:
+        """Ask the devices once in a while how much of their memory is in use. CPU devices do not say."""
+        now = time.monotonic()
+        if now >= self._ask_memory_at:
+            held = jax_facts.device_bytes()
+            beacon.hold(held)
+            self._ask_memory_at, self._devices_tell = now + _ASK_MEMORY_EVERY, held > 0
+
+
+def finish_all_steps() -> None:
+    """Wait for all steps that this process has dispatched, so that its beacon reports their final number."""
+    for window in list(_windows):
+        window._finish()
+
+
+def _is_on_all_instances(leaf: Any) -> bool:
+    """Return whether there are several instances, and a leaf is on devices of each."""
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        return False
+    return len({device.process_index for device in leaf.sharding.device_set}) == jax.process_count()
+
+
+def local_devices() -> list[Any]:
+    """Return the devices of this process, and start the jax backend.
+
+    Raises:
+        ValueError: `JAX_PLATFORMS` names a platform that this machine does not have.
+    """
+    try:
+        # jax waits here until the devices of all instances are known, and gives up after 120 s without naming any
+        with beacons.during(Phase.WAITING, "for the devices of all instances", 110):
+            return jax.local_devices()
+    except (RuntimeError, AssertionError) as error:  # jax asserts that a known platform has started
+        asked_for = jax.config.values["jax_platforms"]
+        if not asked_for:
+            raise
+        said = str(error).partition("\n")[0].partition(" (set JAX_PLATFORMS")[0].removesuffix(".")
+        reason = said and f" ({said})"
+        raise ValueError(
+            f"JAX_PLATFORMS={asked_for} asks for a platform that does not start on this machine{reason}: "
+            "set JAX_PLATFORMS=cpu for virtual IPUs, or unset it"
+        ) from error
+
+
+def pool_threads(ipus: int, cores: Cores) -> int:
+    """Return the size of XLA's thread pool for virtual IPUs on a CPU."""
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return ipus if cores == "one per IPU" else available + ipus
+
+
+@contextlib.contextmanager
+def _thread_pool(threads: int) -> Iterator[None]:
+    """Set the thread pool size of a CPU backend that starts in this context, unless the user has set a size."""
+    if "PJRT_NPROC" in os.environ:
+        yield
+        return
+    os.environ["PJRT_NPROC"] = str(threads)
+    try:
+        yield
+    finally:
+        # XLA reads it only when the backend starts; a child process has its own number of IPUs
+        del os.environ["PJRT_NPROC"]
+
+
+def cpu_devices_asked_for() -> int:
+    """Return the number of host devices that the configuration asks for so far, or less than 1 if it asks for none."""
+    flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    return max(jax.config.values["jax_num_cpu_devices"], int(flag[1]) if flag else 0)
+
+
+def _too_few(needed: int, there: int, platform: str) -> str:
+    """Return the end of an error message: how many devices there are, and a fix."""
+    if platform == "cpu":
+        where = f" on instance {jax.process_index()}" if jax.process_count() > 1 else ""
+        return (
+            f"jax already started its CPU backend with {there}{where}: "
+            f"call configure({needed}) before any other use of jax, or set JAX_NUM_CPU_DEVICES={needed}."
+        )
+    return (
+        f"this machine's {platform.upper()} platform has {there}: "
+        "use fewer IPUs, or set JAX_PLATFORMS=cpu for virtual ones."
+    )
+
+
+def _too_few_of_all(needed: int, devices: list[Any]) -> str:
+    """Return the end of an error message about the devices of all instances."""
+    of_each = collections.Counter(device.process_index for device in devices)
+    counts = [of_each[instance] for instance in range(jax.process_count())]
+    each = f"{counts[0]} each" if len(set(counts)) == 1 else ", ".join(map(str, counts))
+    there = f"the {len(counts)} instances have {len(devices)} in all ({each})"
+    if devices[0].platform == "cpu":
+        share = -(-needed // len(counts))
+        return (
+            f"{there}: call configure({share}) on each of them, after jax.distributed.initialize and before any other "
+            f"use of jax, or set JAX_NUM_CPU_DEVICES={share}."
+        )
+    return f"{there}: use fewer IPUs, or start more instances."

@@ -1,0 +1,127 @@
+"""The carry of the staged scan: the arrays that one IPU keeps from tick to tick."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ipu_jax.core.engine import _hooks
+from ipu_jax.core.engine.plan import Plan
+from ipu_jax.core.engine.stash import Stash
+from ipu_jax.core.programs.segment_program import split_floats
+from ipu_jax.core.weights.packing import Sharded
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """The arguments of one IPU's program.
+
+    Attributes:
+        params, state: this IPU's shards; a slot is (1, *slot.shape).
+        batch: leaves (M, micro-batch, ...), the same on every IPU of the replica.
+        key: a random key, the same on all replicas, or None.
+        loss_cotangent: the cotangent of one micro-batch's loss; it is not read without a backward.
+    """
+
+    params: Sharded
+    state: Sharded
+    batch: Any
+    key: Any
+    loss_cotangent: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Carry:
+    """Hold the arrays that one IPU keeps from tick to tick. A pytree.
+
+    A guard carries a part of it, in which the other fields are None.
+
+    Attributes:
+        guards_run: int32, the number of guards that were active so far.
+        y, dx: per channel, the message and the gradient that this IPU computed last.
+        y_received, dx_received: per channel that crosses IPUs, the message and the gradient that this IPU received
+            last; None for other channels.
+        loss: the sum over micro-batches so far; None in prediction.
+        outputs: in prediction, the outputs of every micro-batch, on the IPUs of the last stage.
+        aux: per segment, the aux of every micro-batch.
+        model_state: the state of the model's stages: `(slots, leaves per concurrent group)`.
+        stash: the buffers of `Stash`.
+        sums: per slot, the sum of gradients so far, None for a slot without trained weights.
+        concurrent_sums: the same, per leaf of each concurrent group.
+    """
+
+    guards_run: Any = None
+    y: Any = None
+    y_received: Any = None
+    dx: Any = None
+    dx_received: Any = None
+    loss: Any = None
+    outputs: Any = None
+    aux: dict[int, Any] = dataclasses.field(default_factory=dict)
+    model_state: Any = None
+    stash: Any = None
+    sums: Any = None
+    concurrent_sums: Any = None
+
+    def part(self, names: Iterable[str], *, aux_of: int | None = None) -> "Carry":
+        """Return only these fields, and the aux of one segment."""
+        fields: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return Carry(**fields, aux={} if aux_of is None else {aux_of: self.aux[aux_of]})
+
+    def with_part(self, part: "Carry") -> "Carry":
+        """Return this carry, updated with the fields of a part."""
+        fields = {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if f.name != "aux"}
+        changed = {name: value for name, value in fields.items() if value is not None}
+        return dataclasses.replace(self, **changed, aux={**self.aux, **part.aux})
+
+
+def first_carry(plan: Plan, args: Arguments, stash: Stash) -> Carry:
+    """Return the carry of the first tick: zero sums, and no messages in the channels and the stash."""
+    crossing = [bool(channel.pairs) for channel in plan.channels]
+    messages = [jax.tree.map(_idle, channel.message) for channel in plan.channels]
+    count, last = plan.schedule.micro_batches, plan.programs[-1].y
+    predicts = plan.role == "prediction"
+    carry = Carry(
+        guards_run=jnp.int32(0),
+        y=messages,
+        y_received=[message if crosses else None for message, crosses in zip(messages, crossing, strict=True)],
+        loss=None if predicts else jnp.zeros((), jnp.promote_types(last.dtype, jnp.float32)),
+        outputs=_zeros_per_microbatch(count, last) if predicts else None,
+        aux={i: _zeros_per_microbatch(count, program.aux) for i, program in enumerate(plan.programs)},
+        model_state=([slot[0] for slot in args.state.slots], args.state.concurrent),
+    )
+    if not plan.backward:
+        return carry
+    gradients = [[_idle(leaf) for leaf in split_floats(channel.message)[0]] for channel in plan.channels]
+    trained = args.params.layout.trainable_slots
+    return dataclasses.replace(
+        carry,
+        dx=gradients,
+        dx_received=[leaves if crosses else None for leaves, crosses in zip(gradients, crossing, strict=True)],
+        stash=jax.tree.map(_idle, stash.shapes),
+        sums=[_zero_sum(slot[0]) if k in trained else None for k, slot in enumerate(args.params.slots)],
+        concurrent_sums={
+            group.name: [
+                None if leaf.frozen else _zero_sum(value)
+                for leaf, value in zip(group.leaves, args.params.concurrent[group.name], strict=True)
+            ]
+            for group in args.params.layout.groups
+            if group.ipu is None
+        },
+    )
+
+
+def _zeros_per_microbatch(count: int, shapes: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), shapes)
+
+
+def _idle(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    fill = _hooks.IDLE_FILL if jnp.issubdtype(shape.dtype, jnp.inexact) else 0
+    return jnp.full(shape.shape, fill, shape.dtype)
+
+
+def _zero_sum(leaf: Any) -> jax.Array:
+    return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))

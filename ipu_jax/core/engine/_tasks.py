@@ -1,0 +1,337 @@
+"""Run the tasks of the staged scan: F, B or W of one segment class, as a guarded piece of the scan's body.
+
+Each method takes the rows of the tick, `{"F": (segment classes,), "B": ..., "W": ..., "x": ..., "dy": ...}`, which hold
+this IPU's micro-batches or -1, and the carry, and returns the carry with the task's results.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ipu_jax.core.collectives import broadcast
+from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.core.engine import _hooks
+from ipu_jax.core.engine._carry import Arguments, Carry
+from ipu_jax.core.engine.labels import label
+from ipu_jax.core.engine.plan import Exchange, Plan
+from ipu_jax.core.engine.stash import Key, Stash
+from ipu_jax.core.guard import Fence, guard
+from ipu_jax.core.programs.gradient_sums import Sum
+from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, keys_of
+from ipu_jax.core.weights import packing
+from ipu_jax.core.weights.packed_layout import Group
+
+Rows = dict[str, Any]
+
+
+class Tasks:
+    """Run the tasks of a plan's segment classes on one IPU of one replica."""
+
+    def __init__(self, plan: Plan, args: Arguments):
+        self.plan, self.args = plan, args
+        self.ipu, self.replica = lax.axis_index(IPU_AXIS), lax.axis_index(REPLICA_AXIS)
+        self.slots = [slot[0] for slot in args.params.slots]
+        self.stash = Stash(plan)
+
+    # inputs of a task
+
+    def representative(self, c: int) -> int:
+        """Return the first segment of a class, whose program all segments of the class run."""
+        return self.plan.classes[c][0]
+
+    def groups(self, c: int) -> list[Group]:
+        return [self.args.params.layout.group(name) for name in self.plan.segments[self.representative(c)].groups]
+
+    def packed_weights(self, c: int) -> Any:
+        """Return the slots and the concurrent groups that a class uses; a slot that it does not use is None."""
+        used = {leaf.slot for g in self.groups(c) if g.ipu is not None for leaf in g.leaves}
+        slots = [slot if k in used else None for k, slot in enumerate(self.slots)]
+        return slots, {g.name: self.args.params.concurrent[g.name] for g in self.groups(c) if g.ipu is None}
+
+    def weights(self, c: int, slots: Sequence[Any], concurrent: dict[str, Any]) -> dict[str, Any]:
+        return {g.name: _unpacked(slots, concurrent, g) for g in self.groups(c)}
+
+    def inputs(self, c: int, microbatch: Any) -> MicrobatchInputs:
+        examples = jax.tree.map(
+            lambda leaf: lax.dynamic_index_in_dim(leaf, microbatch, keepdims=False), self.args.batch
+        )
+        stages = self.plan.segments[self.representative(c)].stages
+        numbers = [self.stage_number(c) + k for k in range(len(stages))]
+        return MicrobatchInputs(examples, keys_of(self.args.key, self.replica, microbatch, numbers, stages))
+
+    def stage_number(self, c: int) -> Any:
+        """Return the number of the first stage of this IPU's segment."""
+        firsts = {self.plan.segments[i].place: self.plan.segments[i].first for i in self.plan.classes[c]}
+        if len(firsts) == 1:
+            return next(iter(firsts.values()))
+        return jnp.asarray([firsts.get(ipu, 0) for ipu in range(self.plan.ipus)])[self.ipu]
+
+    def state_groups(self, c: int) -> list[Group]:
+        return [self.args.state.layout.group(name) for name in self.plan.segments[self.representative(c)].state_groups]
+
+    def read_state(self, c: int, carry: Carry) -> dict[str, Any]:
+        if not self.state_groups(c):
+            return {}
+        slots, concurrent = carry.model_state
+        return {g.name: _unpacked(slots, concurrent, g) for g in self.state_groups(c)}
+
+    def message_in(self, c: int, carry: Carry) -> tuple[Any, int | None]:
+        """Return the message that F of a class reads, and the IPU to broadcast it from, or None."""
+        i = self.representative(c)
+        if i == 0:
+            return NO_MESSAGE, None
+        source, place = self.plan.segments[i - 1].place, self.plan.segments[i].place
+        return self.activation(i - 1, carry), source if place is None else None
+
+    def gradient_in(self, c: int, carry: Carry) -> tuple[Any, int | None]:
+        """Return the gradient that B of a class reads, and the IPU to broadcast it from, or None."""
+        i = self.representative(c)
+        if i == self.plan.last:
+            return None, None
+        source, place = self.plan.segments[i + 1].place, self.plan.segments[i].place
+        return self.gradient(i, carry), source if place is None else None
+
+    def activation(self, boundary: int, carry: Carry) -> Any:
+        """Return the message between segments `boundary` and `boundary + 1`, as the second segment reads it."""
+        k = self.plan.channel_of[boundary]
+        return (carry.y_received if self.plan.channels[k].pairs else carry.y)[k]
+
+    def gradient(self, boundary: int, carry: Carry) -> Any:
+        """Return the gradient of that message, as the first segment reads it."""
+        k = self.plan.channel_of[boundary]
+        return (carry.dx_received if self.plan.channels[k].pairs else carry.dx)[k]
+
+    def read(self, key: Key, carry: Carry, microbatch: Any, fence: Fence) -> list[Any]:
+        return self.stash.read(carry.stash, key, self.ipu, microbatch, fence.zero)
+
+    def write(self, key: Key, carry: Carry, microbatch: Any, values: list[Any], fence: Fence) -> Carry:
+        stash = self.stash.write(carry.stash, key, self.ipu, microbatch, values, fence.zero)
+        return dataclasses.replace(carry, stash=stash)
+
+    def arrived(self, key: Key, message: Any, source: int | None, microbatch: Any, carry: Carry, fence: Fence) -> Any:
+        """Return a message: read from its ring where messages queue, and broadcast where all IPUs need it."""
+        if key in self.stash:
+            message = jax.tree.unflatten(jax.tree.structure(message), self.read(key, carry, microbatch, fence))
+        return message if source is None else broadcast(source, message)
+
+    # results of a task
+
+    def with_results(self, c: int, y: Any, new_state: Any, aux: Any, microbatch: Any, carry: Carry, zero: Any) -> Carry:
+        """Return the carry with the results of F."""
+        i = self.representative(c)
+        changed: dict[str, Any] = {}
+        put = lambda every, one: lax.dynamic_update_index_in_dim(every, one, microbatch, 0)  # noqa: E731
+        if i < self.plan.last:
+            changed["y"] = _replaced(carry.y, self.plan.channel_of[i], y)
+        elif self.plan.role == "prediction":
+            changed["outputs"] = jax.tree.map(put, carry.outputs, y)
+        else:
+            changed["loss"] = carry.loss + y.astype(carry.loss.dtype)
+        if jax.tree.leaves(aux):
+            changed["aux"] = {**carry.aux, i: jax.tree.map(put, carry.aux[i], aux)}
+        if self.plan.role != "evaluation" and self.state_groups(c):
+            slots, concurrent = carry.model_state
+            for group in self.state_groups(c):
+                if group.ipu is not None:
+                    slots = packing.write(slots, group, new_state[group.name], zero)
+                else:
+                    concurrent = {**concurrent, group.name: jax.tree.leaves(new_state[group.name])}
+            changed["model_state"] = (slots, concurrent)
+        return dataclasses.replace(carry, **changed)
+
+    def trained(self, c: int) -> list[tuple[Group, int]]:
+        """Return the leaves that get a gradient, in the order of dparams, as groups and positions in them."""
+        groups = sorted(self.groups(c), key=lambda g: g.name)
+        return [(g, k) for g in groups for k, leaf in enumerate(g.leaves) if not leaf.frozen]
+
+    def sums(self, c: int, carry: Carry) -> list[Sum]:
+        """Return the accumulator of each trained leaf."""
+        found = []
+        for group, k in self.trained(c):
+            leaf = group.leaves[k]
+            concurrent = group.ipu is None
+            total = carry.concurrent_sums[group.name][k] if concurrent else carry.sums[leaf.slot]
+            found.append(Sum(total, total.shape if concurrent else leaf.shape))
+        return found
+
+    def with_sums(self, c: int, totals: list[Any], carry: Carry) -> Carry:
+        sums = list(carry.sums)
+        concurrent = {name: list(leaves) for name, leaves in carry.concurrent_sums.items()}
+        for (group, k), total in zip(self.trained(c), totals, strict=True):
+            if group.ipu is None:
+                concurrent[group.name][k] = total
+            else:
+                sums[group.leaves[k].slot] = total
+        return dataclasses.replace(carry, sums=sums, concurrent_sums=concurrent)
+
+    def with_dx(self, c: int, dx: list[Any], carry: Carry) -> Carry:
+        i = self.representative(c)
+        if i == 0:
+            return carry
+        if self.plan.segments[i].place is None:
+            dx = [lax.psum(leaf, IPU_AXIS) for leaf in dx]
+        return dataclasses.replace(carry, dx=_replaced(carry.dx, self.plan.channel_of[i - 1], dx))
+
+    # the tasks
+
+    def run_forward(self, c: int, rows: Rows, carry: Carry) -> Carry:
+        i, active = self.representative(c), rows["F"][c]
+        message_in, source = self.message_in(c, carry)
+
+        def body(fence: Fence, part: Carry) -> Carry:
+            packed, message, microbatch = fence((self.packed_weights(c), message_in, active))
+            self.watch("F", c, microbatch, rows)
+            x = self.arrived(("x", c), message, source, microbatch, part, fence)
+            weights, inputs = self.weights(c, *packed), self.inputs(c, microbatch)
+            y, new_state, aux, stash = self.plan.programs[i].forward(weights, x, inputs, self.read_state(c, part))
+            part = self.with_results(c, y, new_state, aux, microbatch, part, fence.zero)
+            if self.plan.backward and ("stash", c) in self.stash:
+                part = self.write(("stash", c), part, microbatch, stash, fence)
+            return part
+
+        return self.guarded(active, body, carry, ["stash", *self.results(c)], label=label("F", c), aux_of=i)
+
+    def results(self, c: int) -> list[str]:
+        """Return the fields of the carry, beside the aux, that F of a class changes."""
+        of_last = "outputs" if self.plan.role == "prediction" else "loss"
+        name = "y" if self.representative(c) < self.plan.last else of_last
+        return [name, "model_state"] if self.state_groups(c) else [name]
+
+    def run_backward(self, c: int, rows: Rows, carry: Carry) -> Carry:
+        """Run B: compute dx, and dparams unless the class has its own W."""
+        i, active = self.representative(c), rows["B"][c]
+        segment, program, is_split = self.plan.segments[i], self.plan.programs[i], self.plan.is_split(i)
+        gradient_in, source = self.gradient_in(c, carry)
+
+        def body(fence: Fence, part: Carry) -> Carry:
+            packed, gradient, microbatch = fence((self.packed_weights(c), gradient_in, active))
+            self.watch("B", c, microbatch, rows)
+            dy = self.arrived(("dy", c), gradient, source, microbatch, part, fence)
+            if i == self.plan.last:
+                dy = fence([jnp.full((), self.args.loss_cotangent, program.y.dtype)])
+            if segment.place is None:
+                dy = [leaf / self.plan.ipus for leaf in dy]
+            stash = self.read(("stash", c), part, microbatch, fence)
+            weights, inputs = self.weights(c, *packed), self.inputs(c, microbatch)
+            if is_split:
+                dx, residuals = program.backward_input(weights, inputs, stash, dy)
+                return self.write(("weight", c), self.with_dx(c, dx, part), microbatch, residuals, fence)
+            totals, dx = program.backward(weights, inputs, stash, dy, self.sums(c, part), fence.zero)
+            return self.with_dx(c, dx, self.with_sums(c, totals, part))
+
+        names = ["stash", "dx"] if is_split else ["stash", "sums", "concurrent_sums", "dx"]
+        return self.guarded(active, body, carry, names, label=label("B", c))
+
+    def run_weight(self, c: int, rows: Rows, carry: Carry) -> Carry:
+        """Run W: compute dparams from the stash and from the weight residuals that B stored."""
+        program, active = self.plan.programs[self.representative(c)], rows["W"][c]
+
+        def body(fence: Fence, part: Carry) -> Carry:
+            packed, microbatch = fence((self.packed_weights(c), active))
+            self.watch("W", c, microbatch, rows)
+            stash = self.read(("stash", c), part, microbatch, fence)
+            residuals = self.read(("weight", c), part, microbatch, fence)
+            weights, inputs = self.weights(c, *packed), self.inputs(c, microbatch)
+            totals = program.backward_weight(weights, inputs, stash, residuals, self.sums(c, part), fence.zero)
+            return self.with_sums(c, totals, part)
+
+        return self.guarded(active, body, carry, ["stash", "sums", "concurrent_sums"], label=label("W", c))
+
+    def run_head(self, c: int, rows: Rows, carry: Carry) -> Carry:
+        """Run F and B of the concurrent loss head together, so that nothing is stashed."""
+        program, active = self.plan.programs[self.plan.last], rows["F"][c]
+        message_in, source = self.message_in(c, carry)
+
+        def body(fence: Fence, part: Carry) -> Carry:
+            packed, message, microbatch = fence((self.packed_weights(c), message_in, active))
+            self.watch("F", c, microbatch, rows)
+            x = self.arrived(("x", c), message, source, microbatch, part, fence)
+            weights, inputs = self.weights(c, *packed), self.inputs(c, microbatch)
+            y, new_state, aux, stash = program.forward(weights, x, inputs, self.read_state(c, part))
+            self.watch("B", c, microbatch, rows)
+            dy = fence([jnp.full((), self.args.loss_cotangent / self.plan.ipus, y.dtype)])
+            totals, dx = program.backward(weights, inputs, stash, dy, self.sums(c, part), fence.zero)
+            part = self.with_results(c, y, new_state, aux, microbatch, part, fence.zero)
+            return self.with_dx(c, dx, self.with_sums(c, totals, part))
+
+        names = ["stash", *self.results(c), "sums", "concurrent_sums", "dx"]
+        return self.guarded(active, body, carry, names, label=label("FB", c), aux_of=self.plan.last)
+
+    def watch(self, kind: str, c: int, microbatch: Any, rows: Rows) -> None:
+        if _hooks.WATCH is not None:
+            jax.debug.callback(
+                _hooks.WATCH,
+                kind,
+                stage=self.stage_number(c),
+                microbatch=microbatch,
+                tick=rows["tick"],
+                ipu=self.ipu,
+                replica=self.replica,
+            )
+
+    def enqueue(self, kind: str, c: int, rows: Rows, carry: Carry) -> Carry:
+        """Put the message that has just arrived for a class into its ring, if its messages queue."""
+        key: Key = ("x", c) if kind == "x" else ("dy", c)
+        if key not in self.stash:
+            return carry
+        i, active = self.representative(c), rows[kind][c]
+        message = self.activation(i - 1, carry) if kind == "x" else self.gradient(i, carry)
+
+        def body(fence: Fence, part: Carry) -> Carry:
+            leaves, microbatch = fence((jax.tree.leaves(message), active))
+            return self.write(key, part, microbatch, leaves, fence)
+
+        return self.guarded(active, body, carry, ["stash"], label=label("queue", c))
+
+    def exchange(self, kind: Exchange, k: int, rows: Rows, carry: Carry) -> Carry:
+        """Send a channel's messages ("y"), or their gradients back ("dx"), if any IPU sends one in this tick."""
+        pairs, sent, received = self.plan.channels[k].pairs, carry.y[k], carry.y_received
+        if kind == "dx":
+            pairs, sent, received = [(b, a) for a, b in pairs], carry.dx[k], carry.dx_received
+
+        def body(fence: Fence, _: Any) -> Any:
+            return jax.tree.map(lambda leaf: lax.ppermute(leaf, IPU_AXIS, pairs), fence(sent))
+
+        with jax.named_scope(label(kind, k)):
+            guards_run, arrived = guard(carry.guards_run, rows[kind][k], body, received[k])
+        changed = {f"{kind}_received": _replaced(received, k, arrived)}
+        return dataclasses.replace(carry, **changed, guards_run=guards_run)
+
+    def guarded(
+        self,
+        active: Any,
+        body: Callable[[Fence, Carry], Carry],
+        carry: Carry,
+        names: list[str],
+        *,
+        label: str,
+        aux_of: int | None = None,
+    ) -> Carry:
+        """Run `body` on a part of the carry if `active` is a micro-batch, after all guards so far.
+
+        Args:
+            active: a micro-batch or -1.
+            body: the task.
+            carry: the carry of the tick.
+            names: the fields that the task reads or changes.
+            label: the task's name in the compiled program.
+            aux_of: the segment whose aux it changes.
+        """
+        part = carry.part(names, aux_of=aux_of)
+        with jax.named_scope(label):
+            guards_run, part = guard(carry.guards_run, active >= 0, body, part)
+        return dataclasses.replace(carry.with_part(part), guards_run=guards_run)
+
+
+def _unpacked(slots: Sequence[Any], concurrent: dict[str, Any], group: Group) -> Any:
+    if group.ipu is not None:
+        return packing.read(slots, group)
+    return jax.tree.unflatten(group.treedef, concurrent[group.name])
+
+
+def _replaced(values: Sequence[Any], at: int, value: Any) -> list[Any]:
+    return [value if i == at else old for i, old in enumerate(values)]

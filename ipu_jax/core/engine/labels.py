@@ -1,0 +1,131 @@
+"""Name the tasks of the staged scan in the compiled program, so that a profile shows which IPU ran which task when.
+
+    jit(_run)/.../ipu_jax.plan.9f3c01d2.77ab10e4/while/body/closed_call/ipu_jax.F.2/while       F of segment class 2
+                  ipu_jax.y.0/while                                                             an exchange of channel 0
+
+A name contains the segment class, since one piece of program runs the tasks of all its micro-batches. The order of its
+runs gives the tick, and the `PlanNames` of the program gives the micro-batch of each IPU in that tick.
+
+Names are always present. They do not change the computation, and XLA leaves them out of the key of a compiled program.
+So any program can be profiled without compiling another one.
+"""
+
+import dataclasses
+import hashlib
+import re
+from typing import Final, Literal
+
+import numpy as np
+
+from ipu_jax.core.engine.plan import Plan
+from ipu_jax.core.schedules import Schedule
+from ipu_jax.core.stage import Role
+
+Label = Literal["F", "B", "W", "FB", "queue", "y", "dx"]
+EXCHANGED: Final[tuple[Label, ...]] = ("y", "dx")
+
+_GUARD = re.compile(r"ipu_jax\.(F|B|W|FB|queue|y|dx)\.(\d+)/while$")
+_PLAN = re.compile(r"ipu_jax\.plan\.([0-9a-f]+)\.([0-9a-f]+)(?:/|$)")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SegmentNames:
+    """Describe a segment for a profile: its first stage, the names of its stages, and its IPU or None."""
+
+    first: int
+    stages: tuple[str, ...]
+    place: int | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlanNames:
+    """Describe a plan for a profile.
+
+    Attributes:
+        schedule: when each stage runs.
+        ipus: the number of IPUs of a replica.
+        role, backward: as in `Plan`.
+        segments: the segments, in order.
+        classes: per segment class, the numbers of its segments.
+        ticks: the number of ticks that the program runs.
+        microbatches: per kind and number of a guard, an array (ticks, ipus): the micro-batch, or -1 where the guard is
+            not active. For an exchange, 0 where it is active.
+    """
+
+    schedule: Schedule
+    ipus: int
+    role: Role
+    backward: bool
+    segments: tuple[SegmentNames, ...]
+    classes: tuple[tuple[int, ...], ...]
+    ticks: int
+    microbatches: dict[tuple[Label, int], np.ndarray]
+
+    def segment(self, c: int, ipu: int) -> SegmentNames:
+        """Return the segment of a class that an IPU runs."""
+        mine = (self.segments[i] for i in self.classes[c])
+        return next(segment for segment in mine if segment.place in (None, ipu))
+
+
+_plans: dict[str, PlanNames] = {}  # by both digests, and by the first alone
+
+
+def label(kind: Label, number: int) -> str:
+    """Return the name of a guard: F, B or W of a segment class, F and B in one ("FB"), or an exchange of a channel."""
+    return f"ipu_jax.{kind}.{number}"
+
+
+def of_plan(plan: Plan) -> str:
+    """Return the name of a plan's scan, by which `plan_named` finds the plan in this process."""
+    names = _names(plan)
+    tables = [names.schedule.to_text(), plan.role, plan.backward, plan.ipus, plan.classes]
+    tables += [(key, rows.tobytes()) for key, rows in names.microbatches.items()]
+    # a program from an executable cache has the names of its first compilation, whose stages may have had other names
+    structure, called = _digest(tables), _digest([segment.stages for segment in names.segments])
+    _plans[f"{structure}.{called}"] = _plans[structure] = names
+    return f"ipu_jax.plan.{structure}.{called}"
+
+
+def plan_named(name: str) -> PlanNames | None:
+    """Return the plan of the scan that contains an operation of this name; None if no known scan does."""
+    found = _PLAN.search(name)
+    return None if found is None else _plans.get(f"{found[1]}.{found[2]}") or _plans.get(found[1])
+
+
+def guard_named(name: str) -> tuple[Label, int] | None:
+    """Return the kind and the number of the guard whose loop has this name, or None.
+
+    >>> guard_named("jit(f)/ipu_jax.plan.01.23/while/body/closed_call/ipu_jax.FB.3/while")
+    ('FB', 3)
+    >>> guard_named("jit(f)/ipu_jax.F.3/while/body/while")  # a loop in a stage
+    """
+    found = _GUARD.search(name)
+    kind: Label = found[1] if found else "F"  # pyright: ignore[reportAssignmentType]
+    return (kind, int(found[2])) if found else None
+
+
+def _names(plan: Plan) -> PlanNames:
+    ticks = plan.schedule.ticks if plan.backward else plan.schedule.forward_ticks
+    segments = tuple(SegmentNames(s.first, tuple(stage.name for stage in s.stages), s.place) for s in plan.segments)
+    is_joint = plan.backward and plan.segments[-1].place is None  # then F and B of the head are one guard
+    head = plan.class_of(plan.last)
+    microbatches: dict[tuple[Label, int], np.ndarray] = {}
+    for c in range(len(plan.classes)):
+        if is_joint and c == head:
+            microbatches["FB", c] = plan.tables["F"][:ticks, c]
+            continue
+        microbatches["F", c] = plan.tables["F"][:ticks, c]
+        if plan.backward:
+            microbatches["B", c] = plan.tables["B"][:ticks, c]
+            if plan.is_split(plan.classes[c][0]):
+                microbatches["W", c] = plan.tables["W"][:ticks, c]
+    for kind in ("y", "dx") if plan.backward else ("y",):
+        for k, channel in enumerate(plan.channels):
+            if channel.pairs:
+                active = np.where(plan.exchanges[kind][:ticks, k], 0, -1)
+                microbatches[kind, k] = np.repeat(active[:, None], plan.ipus, axis=1)
+    return PlanNames(plan.schedule, plan.ipus, plan.role, plan.backward, segments, plan.classes, ticks, microbatches)
+
+
+def _digest(parts: list) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]

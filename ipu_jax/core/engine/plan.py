@@ -1,0 +1,259 @@
+"""Plan a program of the staged scan before it runs: its segment classes, tables and channels.
+
+segment classes   local segments of several IPUs that compute the same function, such as the middle blocks of a
+                  transformer, form a class: one piece of program, which each IPU runs on its own weights. So the
+                  program does not grow with their number. Any other segment is a class of its own.
+tables            per tick, segment class and IPU: the micro-batch of F, of B, of W, and of each message that is queued.
+channels          the arrays that carry messages between neighbouring segments: IPU 0 --y--> IPU 1, and --dx--> back.
+                  Boundaries with equal messages share a channel, and so one ppermute, as long as each IPU sends at most
+                  once and receives at most once.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from ipu_jax.core.devices import IPU_AXIS
+from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, Segment
+from ipu_jax.core.programs.segment_program import SegmentProgram, trace_segment
+from ipu_jax.core.schedules import Schedule
+from ipu_jax.core.stage import Role
+from ipu_jax.core.weights.packed_layout import PackedLayout, local_shapes
+
+Table = Literal["F", "B", "W", "x", "dy"]
+TABLES: tuple[Table, ...] = ("F", "B", "W", "x", "dy")
+Exchange = Literal["y", "dx"]
+EXCHANGES: tuple[Exchange, ...] = ("y", "dx")
+
+
+@dataclasses.dataclass(frozen=True)
+class Channel:
+    """Carry equal messages over some boundaries between segments, and their gradients back.
+
+    Attributes:
+        message: the message, as a tree of `jax.ShapeDtypeStruct`.
+        pairs: the `(source, destination)` pairs of its ppermute; empty where both segments are on one IPU, or one of
+            them is concurrent.
+    """
+
+    message: Any
+    pairs: tuple[tuple[int, int], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Hold everything static about one program.
+
+    Attributes:
+        segments, programs: per segment, its stages, and its traced F and B.
+        schedule: when each stage runs.
+        ipus: the number of IPUs of a replica.
+        channels: see `Channel`.
+        channel_of: per boundary between segments i and i + 1, the number of its channel.
+        classes: per segment class, the numbers of its segments; all run the program of the first one.
+        tables: per table, an array (ticks, classes, ipus) of micro-batches, -1 where idle. "F", "B" and "W" are tasks
+            ("W" is idle everywhere if B does the whole backward); "x" and "dy" are messages that are put into a queue.
+        exchanges: for messages ("y") and their gradients ("dx"), (ticks, channels) bool: whether any IPU sends one.
+    """
+
+    segments: tuple[Segment, ...]
+    programs: tuple[SegmentProgram, ...]
+    schedule: Schedule
+    ipus: int
+    channels: tuple[Channel, ...]
+    channel_of: tuple[int, ...]
+    classes: tuple[tuple[int, ...], ...] = ()
+    tables: dict[Table, np.ndarray] = dataclasses.field(default_factory=dict)
+    exchanges: dict[Exchange, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    @property
+    def role(self) -> Role:
+        return self.segments[0].role
+
+    @property
+    def backward(self) -> bool:
+        """Return whether the program computes gradients; otherwise only F runs."""
+        return self.segments[0].backward
+
+    @property
+    def last(self) -> int:
+        return len(self.segments) - 1
+
+    def class_of(self, i: int) -> int:
+        """Return the number of the class that segment i belongs to."""
+        return next(c for c, members in enumerate(self.classes) if i in members)
+
+    def is_split(self, i: int) -> bool:
+        """Return whether the backward of segment i is split into B and W."""
+        return self.schedule.weight is not None and self.segments[i].place is not None
+
+    def queue(self, i: int, kind: Literal["F", "B"]) -> int:
+        """Return how many activations ("F") or gradients ("B") are queued at once between segments i and i + 1."""
+        return self.schedule.inbox_depth(self.segments[i + 1].first - 1, kind)
+
+    def waits_at(self, i: int, kind: Literal["x", "dy"]) -> int | None:
+        """Return the IPU on which messages for segment i are queued, or None for all.
+
+        A message between IPUs is queued on its receiver, any other on its sender.
+        """
+        other = self.segments[i - 1 if kind == "x" else i + 1].place
+        return other if self.segments[i].place is None else self.segments[i].place
+
+
+def make_plan(
+    segments: tuple[Segment, ...],
+    schedule: Schedule,
+    params: PackedLayout,
+    state: PackedLayout,
+    microbatch: Any,
+    *,
+    key: Any = None,
+) -> Plan:
+    """Trace every segment and plan channels, classes and tables. Axis names must be in scope, as in a `shard_map`.
+
+    Args:
+        segments: the model.
+        schedule: when each stage runs.
+        params, state: the layouts of weights and state.
+        microbatch: the shapes of one micro-batch.
+        key: the shape of a random key, or None.
+    """
+    split = [schedule.weight is not None and segment.place is not None for segment in segments]
+    programs = trace_programs(segments, split, params, state, microbatch, key)
+    channels, channel_of = _channels(segments, [program.y for program in programs])
+    plan = Plan(segments, programs, schedule, params.ipus, channels, channel_of)
+    plan = dataclasses.replace(plan, classes=_classes(plan, params, state))
+    return dataclasses.replace(
+        plan,
+        tables={kind: _table(plan, kind) for kind in TABLES},
+        exchanges={kind: _exchanges(plan, kind) for kind in EXCHANGES},
+    )
+
+
+def trace_programs(
+    segments: Sequence[Segment],
+    split: Sequence[bool],
+    params: PackedLayout,
+    state: PackedLayout,
+    microbatch: Any,
+    key: Any,
+) -> tuple[SegmentProgram, ...]:
+    """Trace every segment; `split` says whose backward to split. The other arguments are as for `make_plan`."""
+    weights, states = local_shapes(params), local_shapes(state)
+    programs: list[SegmentProgram] = []
+    x: Any = NO_MESSAGE
+    for i, segment in enumerate(segments):
+        own = {name: weights[name] for name in segment.groups}
+        frozen = {name: [leaf.frozen for leaf in params.group(name).leaves] for name in segment.groups}
+        args = (
+            own,
+            x,
+            MicrobatchInputs(microbatch, tuple(key if stage.random else None for stage in segment.stages)),
+            {name: states[name] for name in segment.state_groups},
+        )
+        last = i == len(segments) - 1
+        trained = [not is_frozen for name in sorted(frozen) for is_frozen in frozen[name]]
+        shards = _shards(params, segment.groups), _shards(state, segment.state_groups)
+        programs.append(trace_segment(segment, *args, last=last, split=split[i], trained=trained, shards=shards))
+        x = programs[-1].y
+    return tuple(programs)
+
+
+def _shards(layout: PackedLayout, names: Sequence[str]) -> dict[str, Any]:
+    """Return, per group, a tree of bool: whether a leaf is sharded over the IPUs."""
+    groups = {name: layout.group(name) for name in names}
+    return {
+        name: jax.tree.unflatten(g.treedef, [g.ipu is None and IPU_AXIS in leaf.spec for leaf in g.leaves])
+        for name, g in groups.items()
+    }
+
+
+def _channels(segments: Sequence[Segment], messages: Sequence[Any]) -> tuple[tuple[Channel, ...], tuple[int, ...]]:
+    """Return the channels, and per boundary the number of its channel."""
+    channels: list[Channel] = []
+    channel_of: list[int] = []
+    for segment, following, message in zip(segments, segments[1:], messages, strict=False):
+        source, target = segment.place, following.place
+        pair = None if source is None or target is None or source == target else (source, target)
+        k = next((k for k, channel in enumerate(channels) if pair and _fits(channel, pair, message)), len(channels))
+        if k == len(channels):
+            channels.append(Channel(message))
+        if pair:
+            channels[k] = dataclasses.replace(channels[k], pairs=(*channels[k].pairs, pair))
+        channel_of.append(k)
+    return tuple(channels), tuple(channel_of)
+
+
+def _fits(channel: Channel, pair: tuple[int, int], message: Any) -> bool:
+    """Return whether a channel can carry a message for this pair, too: each IPU sends and receives at most once."""
+    free = all(pair[0] != source and pair[1] != target for source, target in channel.pairs)
+    return bool(channel.pairs) and channel.message == message and free
+
+
+def _classes(plan: Plan, params: PackedLayout, state: PackedLayout) -> tuple[tuple[int, ...], ...]:
+    """Join equal segments of different IPUs into classes, so that each IPU runs its own segments in order."""
+    classes: list[list[int]] = []
+    criteria: list[Any] = []
+    latest: dict[int | None, int] = {}  # per IPU, the class of its previous segment
+    for i, segment in enumerate(plan.segments):
+        own = _criterion(plan, i, params, state)
+        first = latest.get(segment.place, -1) + 1
+        fitting = [c for c in range(first, len(classes)) if own is not None and criteria[c] == own]
+        if fitting:
+            classes[fitting[0]].append(i)
+        else:
+            classes.append([i])
+            criteria.append(own)
+        latest[segment.place] = fitting[0] if fitting else len(classes) - 1
+    return tuple(map(tuple, classes))
+
+
+def _criterion(plan: Plan, i: int, params: PackedLayout, state: PackedLayout) -> Any:
+    """Return the properties that all segments of a class share, or None for a segment that is a class of its own."""
+    segment, program = plan.segments[i], plan.programs[i]
+    inner = 0 < i < plan.last and None not in (plan.segments[j].place for j in (i - 1, i, i + 1))
+    if not inner or program.signature is None or jax.tree.leaves(program.aux):
+        return None
+
+    def leaves(layout: PackedLayout, groups: Sequence[str]) -> list[Any]:
+        return [(leaf.slot, leaf.shape, leaf.frozen) for name in sorted(groups) for leaf in layout.group(name).leaves]
+
+    crosses = [plan.segments[j].place != segment.place for j in (i - 1, i + 1)]
+    keys = [stage.random for stage in segment.stages]
+    groups = (leaves(params, segment.groups), leaves(state, segment.state_groups))
+    return (program.signature, plan.channel_of[i - 1], plan.channel_of[i], crosses, keys, groups)
+
+
+def _table(plan: Plan, kind: Table) -> np.ndarray:
+    schedule, segments = plan.schedule, plan.segments
+    table = np.full((schedule.ticks, len(plan.classes), plan.ipus), -1, np.int32)
+    rows: Any = {"F": schedule.forward, "B": schedule.backward, "W": schedule.weight}.get(kind)
+    for c, members in enumerate(plan.classes):
+        for i in members:
+            place, sender = segments[i].place, i
+            if kind in ("x", "dy"):
+                sender = i - 1 if kind == "x" else i + 1
+                if not 0 <= sender <= plan.last:
+                    continue
+                place = plan.waits_at(i, kind)
+                rows = schedule.forward if kind == "x" else schedule.backward
+            if rows is None:
+                continue
+            for microbatch, tick in enumerate(rows[segments[sender].first]):
+                table[tick, c, slice(None) if place is None else place] = microbatch
+    return table
+
+
+def _exchanges(plan: Plan, kind: Exchange) -> np.ndarray:
+    """Return in which ticks each channel carries a message ("y") or a gradient ("dx") between IPUs."""
+    schedule, segments = plan.schedule, plan.segments
+    table = np.zeros((schedule.ticks, len(plan.channels)), bool)
+    for boundary, k in enumerate(plan.channel_of):
+        if plan.channels[k].pairs:
+            upstream, downstream = segments[boundary].first, segments[boundary + 1].first
+            ticks = schedule.forward[upstream] if kind == "y" else schedule.backward[downstream]
+            table[list(ticks), k] = True
+    return table

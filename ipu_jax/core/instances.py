@@ -1,0 +1,105 @@
+"""Place values on the devices of several instances, and read them whole on each.
+
+    instance 0            instance 1                a mesh over the devices of two processes (`jax.distributed`)
+    IPU 0 | rows 0-1      IPU 1 | rows 2-3          on_host: rows 0-3 as a NumPy array, on both
+
+An instance sees only the values of its own devices. So a function that reads a whole array communicates, and all
+instances must call it, in the same order. If all devices belong to this process, nothing here communicates.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from ipu_jax.base.keys import is_key
+
+
+def spans_instances(devices: npt.NDArray[Any]) -> bool:
+    """Return whether some of a mesh's devices belong to another process."""
+    return any(device.process_index != jax.process_index() for device in devices.flat)
+
+
+def own_device(mesh: Mesh) -> Any:
+    """Return the first device of a mesh that belongs to this process."""
+    return next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
+
+
+@jax.transfer_guard("allow")  # the caller asks for this transfer
+def put(tree: Any, sharding: Sharding) -> Any:
+    """Return the tree on the devices of a sharding. Every instance passes the same whole values.
+
+    Communicates from host to device only, unless a leaf is already on several instances: then `on_host` reads it.
+    """
+    if sharding.is_fully_addressable and not any(map(_is_elsewhere, jax.tree.leaves(tree))):
+        return jax.device_put(tree, sharding)
+
+    def placed(leaf: Any) -> Any:
+        if is_key(leaf):
+            return jax.random.wrap_key_data(placed(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+        whole = on_host(leaf)
+        # not jax.device_put, which communicates to compare the values of all instances; copied, as a CPU shares memory
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.array(whole[index]))
+
+    return jax.tree.map(placed, tree)
+
+
+@jax.transfer_guard("allow")  # the caller asks for this transfer
+def on_host(array: Any) -> npt.NDArray[Any]:
+    """Return a whole array in the memory of each instance, whichever IPUs hold its parts.
+
+    Communicates nothing if every instance holds all parts. Otherwise it communicates one all-gather, and every device
+    holds the whole array until it is read: convert a tree leaf by leaf.
+
+    Raises:
+        ValueError: the array is on several instances, but not on a mesh.
+    """
+    if not _is_elsewhere(array) or array.is_fully_replicated:
+        return np.asarray(array)
+    if _is_whole_everywhere(array):
+        whole = np.empty(array.shape, array.dtype)
+        for shard in array.addressable_shards:
+            whole[shard.index] = np.asarray(shard.data)
+        return whole
+    if not isinstance(array.sharding, NamedSharding):
+        raise ValueError(f"an array of several processes has the sharding {array.sharding}: give it a NamedSharding")
+    return np.asarray(_gathering(array.sharding.mesh)(array))
+
+
+def gathered(mesh: Mesh, numbers: Sequence[float]) -> npt.NDArray[np.float64]:
+    """Return the exact numbers that each instance passes: a row per device, (devices, len(numbers)).
+
+    There is one row if all devices belong to this process. Otherwise it communicates one all-gather.
+
+    >>> from ipu_jax.core.devices import make_mesh
+    >>> gathered(make_mesh(1, 2), [0.1, 2.0]).max(0).tolist()
+    [0.1, 2.0]
+    """
+    own = np.array(numbers, np.float64)
+    if not spans_instances(mesh.devices):
+        return own[None]
+    bits = own.view(np.uint32)  # jax would round float64
+    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    rows = jax.make_array_from_callback((mesh.size, bits.size), sharding, lambda _: bits[None])
+    return on_host(rows).view(np.float64)
+
+
+def _is_elsewhere(value: Any) -> bool:
+    return isinstance(value, jax.Array) and not value.is_fully_addressable
+
+
+def _is_whole_everywhere(array: jax.Array) -> bool:
+    """Return whether every instance holds all parts of an array. All instances must get the same answer."""
+    parts: dict[int, set[Any]] = {}
+    for device, index in array.sharding.devices_indices_map(array.shape).items():
+        parts.setdefault(device.process_index, set()).add(tuple((dim.start, dim.stop) for dim in index or ()))
+    return all(held == set().union(*parts.values()) for held in parts.values())
+
+
+@functools.cache
+def _gathering(mesh: Any) -> Any:
+    return jax.jit(lambda array: array, out_shardings=NamedSharding(mesh, PartitionSpec()))

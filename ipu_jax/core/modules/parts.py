@@ -1,0 +1,228 @@
+"""Make a stage of any callable that takes weights, state, arguments and a key, and gather these stages.
+
+    module --linen_stage, nnx_stage, equinox_stage--> ModuleStage(stage, params, state) \\
+    module -------------------------------------------> ModuleStage(stage, params, state)  gather_stages
+    module -------------------------------------------> ModuleStage(stage, params, state) /
+                                                              |
+    Pipeline(stages, ...), pipeline.shard(params), pipeline.shard_state(state)
+"""
+
+import dataclasses
+import importlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, Protocol
+
+import jax
+import numpy as np
+
+from ipu_jax.core.devices import AllIpus
+from ipu_jax.core.stage import Origin, Outputs, Stage, check_untied
+
+Inputs = str | Callable[..., tuple[Any, ...]] | None
+"""A module's arguments: None for the result of the previous stage, the name of a leaf of the micro-batch, or a
+function of `(x, microbatch)`, or of `(x, microbatch, skips)`, that returns the tuple of arguments."""
+
+Recompute = Literal["auto", "none", "all"] | Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleStage:
+    """Hold a module's stage, with its initial weights and state.
+
+    A plain stage can be put between modules: `ModuleStage(Stage(fn, params="scale"), {"scale": weights})`.
+
+    Attributes:
+        stage: the stage, for `Pipeline`.
+        params: `{group: pytree of whole weights}`, as `Pipeline.shard` takes it; empty if the stage has no weights.
+        state: `{group: pytree of whole state}`, as `Pipeline.shard_state` takes it; empty if it has no state.
+    """
+
+    stage: Stage
+    params: dict[str, Any] = dataclasses.field(default_factory=dict)
+    state: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        added = (*_origins("params", self.params), *_origins("state", self.state))
+        if isinstance(self.stage, Stage) and added:
+            # the stage keeps its first origins: mapped weights, such as cast ones, came from them, too
+            stage = dataclasses.replace(self.stage, origins=(*self.stage.origins, *added))
+            object.__setattr__(self, "stage", stage)
+
+
+def _origins(kind: Literal["params", "state"], groups: dict[str, Any]) -> Iterator[Origin]:
+    for path, leaf in jax.tree.leaves_with_path(groups):
+        if isinstance(leaf, (jax.Array, np.ndarray)):
+            yield Origin(kind, f"{kind}{jax.tree_util.keystr(path)}", weakref.ref(leaf))
+
+
+def gather_stages(parts: Iterable[ModuleStage]) -> tuple[list[Stage], dict[str, Any], Any]:
+    """Return the stages of several modules, their weights and their state.
+
+    An array, or an `nnx.Variable`, that two modules share would become one array per stage, each trained on its own. So
+    it is refused, here and by `Pipeline`, even if the weights of the parts were cast or copied. To tie weights, send
+    them from one stage to the other, as docs/how-to.md shows. A tie is not detected if the array of one module was
+    replaced by a copy before its stage was made.
+
+    Args:
+        parts: from `linen_stage`, `nnx_stage` and `equinox_stage`, in the order of the pipeline.
+
+    Returns:
+        `(stages, params, state)`, for `Pipeline(stages)`, `Pipeline.shard(params)` and `Pipeline.shard_state(state)`,
+        or for `step.init(params, stages=state)`. `state` is None if no stage has state.
+
+    Raises:
+        ValueError: a part is not a `ModuleStage`, two parts have a group of the same name, or their weights
+            or state came from the same array.
+
+    >>> half = ModuleStage(Stage(lambda w, x, mb: mb * w, params="half"), {"half": 0.5})
+    >>> stages, params, state = gather_stages([half])
+    >>> stages[0].name, params, state
+    ('half', {'half': 0.5}, None)
+    """
+    stages: list[Stage] = []
+    params: dict[str, Any] = {}
+    state: dict[str, Any] = {}
+    for part in parts:
+        if not isinstance(part, ModuleStage):
+            raise ValueError(
+                f"{part!r} is not a ModuleStage: give what linen_stage, nnx_stage or equinox_stage returned, or "
+                "ModuleStage(Stage(...), params={group: weights})"
+            )
+        for kind, groups, new in (("params", params, part.params), ("state", state, part.state)):
+            twice = groups.keys() & new.keys()
+            if twice:
+                raise ValueError(f"two stages have {kind} of the name {min(twice)!r}: give each stage another name")
+            groups.update(new)
+        stages.append(part.stage)
+    check_untied(stages)
+    return stages, params, state or None
+
+
+def import_library(module: str) -> Any:
+    """Return a module of Flax or Equinox, which are optional dependencies.
+
+    Raises:
+        ImportError: the module cannot be imported; the message names the extra that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        library = module.split(".")[0]
+        raise ImportError(f"{module} cannot be imported: pip install 'ipu-jax[{library}]'") from error
+
+
+class Call(Protocol):
+    """Calls a module: `(params, state, args, key)` to `(result, new state, loss to add)`; the last two can be None."""
+
+    def __call__(self, params: Any, state: Any, args: tuple[Any, ...], key: Any, *, training: bool) -> Any: ...
+
+
+def make_module_stage(
+    call: Call,
+    name: str,
+    params: Any,
+    state: Any,
+    *,
+    ipu: int | AllIpus,
+    inputs: Inputs,
+    loss: Callable[[Any, Any], Any] | None,
+    random: bool,
+    recompute: Recompute,
+    takes: tuple[str, ...] = (),
+    sends: tuple[str, ...] = (),
+) -> ModuleStage:
+    """Make the stage of a module that `call` runs.
+
+    Args:
+        call: runs the module in either mode.
+        name: the name of the stage and of its groups.
+        params, state: the initial weights and state; None or a tree without leaves if the module has none.
+        ipu, recompute, random: as `Stage` takes them.
+        inputs: the module's arguments.
+        loss: for the last stage, a function of `(y, microbatch)`.
+        takes: the names of the skips that the module gets.
+        sends: the names of the skips that the module returns after y.
+
+    Raises:
+        ValueError: `name` is not a name, or `inputs`, `loss` or `sends` has the wrong type.
+    """
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"name={name!r} is not the name of a stage: give a string such as 'encoder'")
+    if not (inputs is None or isinstance(inputs, str) or callable(inputs)):
+        raise ValueError(
+            f"inputs={inputs!r} of stage {name!r} is neither a leaf of the micro-batch nor a function: give a name "
+            "such as 'images', a function of (x, microbatch) that returns a tuple, or None for the stage before"
+        )
+    if not (loss is None or callable(loss)):
+        raise ValueError(f"loss={loss!r} of stage {name!r} is not callable: give a function of (y, microbatch)")
+    if isinstance(sends, str) or not all(isinstance(skip, str) for skip in sends):
+        raise ValueError(f"sends={sends!r} of stage {name!r} is not a tuple of names: give sends=('name',)")
+
+    def in_mode(*, training: bool, finish: Callable[[Any, Any], Any] | None) -> Callable[..., Any]:
+        def run(
+            params: Any, x: Any, microbatch: Any, *, state: Any = None, key: Any = None, skips: Any = None
+        ) -> Outputs:
+            args = _arguments(name, inputs, x, microbatch, takes, skips)
+            result, new_state, added = call(params, state, args, key, training=training)
+            y, sent = _sent(name, sends, result)
+            y = y if finish is None else finish(y, microbatch)
+            return Outputs(y, state=new_state, skips=sent, loss=added) if training else Outputs(y, skips=sent)
+
+        return run
+
+    stage = Stage(
+        in_mode(training=True, finish=loss),
+        params=None if params is None else name,
+        ipu=ipu,
+        name=name,
+        recompute=recompute,
+        state=None if state is None else name,
+        random=random,
+        takes=takes,
+        evaluate=in_mode(training=False, finish=loss),
+        predict=in_mode(training=False, finish=None),
+    )
+    return ModuleStage(stage, {} if params is None else {name: params}, {} if state is None else {name: state})
+
+
+def _sent(name: str, sends: tuple[str, ...], result: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a module's y, and the skips that follow it."""
+    if not sends:
+        return result, {}
+    if not isinstance(result, tuple) or len(result) != 1 + len(sends):
+        found = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+        raise ValueError(
+            f"the module of stage {name!r} returns {found}, but sends={tuple(sends)!r}: return "
+            f"(y, {', '.join(sends)}), or leave sends out"
+        )
+    return result[0], dict(zip(sends, result[1:], strict=True))
+
+
+def _arguments(
+    name: str, inputs: Inputs, x: Any, microbatch: Any, takes: tuple[str, ...], skips: Any
+) -> tuple[Any, ...]:
+    taken = tuple(skips[skip] for skip in takes)
+    if inputs is None:
+        if x is None:
+            raise ValueError(
+                f"stage {name!r} is the first one, and no stage before it gives it an input: say what its module reads "
+                "of the micro-batch, such as inputs='images' or inputs=lambda x, microbatch: (microbatch,)"
+            )
+        return (x, *taken)
+    if isinstance(inputs, str):
+        try:
+            return (microbatch[inputs], *taken)
+        except (KeyError, TypeError, IndexError) as error:
+            has = sorted(microbatch) if isinstance(microbatch, dict) else type(microbatch).__name__
+            raise ValueError(
+                f"stage {name!r} reads inputs={inputs!r} of the micro-batch, which is {has}: give one of its names, or "
+                "a function of (x, microbatch)"
+            ) from error
+    args = inputs(x, microbatch, skips) if takes else inputs(x, microbatch)
+    if not isinstance(args, tuple):
+        raise ValueError(
+            f"inputs of stage {name!r} returned {type(args).__name__}: return the tuple of the module's arguments, "
+            "such as (x,)"
+        )
+    return args

@@ -1,0 +1,320 @@
+"""Analyse an optimizer: find where each value of its update can be computed, and which values every IPU needs.
+
+The update is traced once, on the logical tree. Each value of the trace is of one of four kinds:
+
+    elementwise    has a leaf's shape, computed from it element by element: cut and padded like the leaf
+    owned          any other value of one leaf that is whole on one IPU: computed by this IPU alone, in any shape
+    reduction      of a leaf that is split over the IPUs or cut over the replicas: partial results, one all_gather
+    replicated     everything else: computed by every IPU
+
+An example is momentum clipped by the global norm. Its s is owned if w is whole on one IPU, and otherwise a reduction:
+
+    g, m    elementwise    m' = b1 * m + (1 - b1) * g
+    s       one number     s  = sum(m' * m')                      gathered, because it is added to other leaves' numbers
+    t       replicated     t  = min(1, c / sqrt(s + s2 + ...))
+    u       elementwise    u  = t * m'                            one level later
+
+A level ends with one all_gather of all reductions, and of all owned numbers that meet other leaves. sgd and adam need
+no all_gather. lamb needs none for leaves that are whole on one IPU. Clipping by the global norm needs one. No optimizer
+is known by name: the trace alone shows which updates cannot be divided between the IPUs, and these are refused. A
+`cond` between whole trees, which skips an update, is divided as selects.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from ipu_jax.base.jaxprs import laid_open, variables
+from ipu_jax.core.optimizer._conditions import with_selects
+from ipu_jax.core.optimizer.blocks import Blocks
+from ipu_jax.core.optimizer.extra_arguments import updated
+from ipu_jax.core.weights.packing import Leaf
+
+# fmt: off
+_ELEMENTWISE = frozenset((
+    "_", "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt",
+    "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf",
+    "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite",
+    "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not",
+    "or", "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
+    "stop_gradient", "sub", "tan", "tanh", "xor",
+))
+# fmt: on
+REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or")
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafReduction:
+    """Describe values of one leaf that are gathered, so that every IPU knows them.
+
+    Attributes:
+        eqn: the equation that reduces the leaf, if each IPU or replica has a part of it; None if the leaf's owner
+            already has the whole value.
+        leaf: number of the leaf.
+        outputs: the variables that every IPU knows afterwards.
+    """
+
+    eqn: Any
+    leaf: int
+    outputs: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateAnalysis:
+    """Describe a traced update, and where each of its values is computed.
+
+    Attributes:
+        jaxpr: the update, from (gradients, state, params, value) to (updates, new state), leaf by leaf.
+        consts: the arrays that the trace closes over.
+        state_treedef: structure of the optimizer's state.
+        leaf_of: the leaf of each elementwise or owned variable. All other variables are known to every IPU.
+        owned: the owned variables.
+        leaf_of_state: per number of a leaf of the state, the leaf of the weights that it is kept with.
+        replicated: per level, the equations that every IPU computes.
+        reductions: per level, the values that are gathered at its end.
+        constant_fills: variables in which all elements are one number, each with the variable of this number.
+        made_by: the equation that computes each variable.
+    """
+
+    jaxpr: Any
+    consts: tuple[Any, ...]
+    state_treedef: Any
+    leaf_of: dict[Any, int]
+    owned: frozenset[Any]
+    leaf_of_state: dict[int, int]
+    replicated: tuple[tuple[Any, ...], ...]
+    reductions: tuple[tuple[LeafReduction, ...], ...]
+    constant_fills: dict[Any, Any]
+    made_by: dict[Any, Any]
+
+
+def analyze_update(optimizer: Any, blocks: Blocks) -> UpdateAnalysis:
+    """Trace the optimizer's update on the logical tree, and find where each value can be computed.
+
+    Args:
+        optimizer: an `optax.GradientTransformation`; if its update takes `value=`, it gets the loss.
+        blocks: where the weights are.
+
+    Raises:
+        ValueError: the update needs a divided leaf in one piece, leaves of several IPUs at once, or an
+            argument that a training step does not have.
+    """
+    leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in blocks.leaves]
+    weights = blocks.logical_tree(leaves)
+    state = jax.eval_shape(optimizer.init, weights)
+    treedef = jax.tree.structure(state)
+
+    def update(gradients: Any, state: Any, params: Any, value: Any) -> Any:
+        updates, new = updated(optimizer, gradients, state, params, value)
+        if jax.tree.structure(new) != treedef or jax.tree.structure(updates) != blocks.treedef:
+            raise ValueError(
+                "optimizer: its update gives a tree of another structure than it was given: "
+                "an optax.GradientTransformation must keep both"
+            )
+        return updates, new
+
+    loss = jax.ShapeDtypeStruct((), jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves)))
+    traced = laid_open(jax.make_jaxpr(update)(weights, state, weights, loss))
+    while True:
+        analyzer = _Analyzer(traced, len(leaves), treedef, blocks)
+        # a part of the state that is computed from a leaf is kept with it, and then more values belong to this leaf
+        while not analyzer.is_settled():
+            pass
+        if analyzer.divided_cond is None:
+            return analyzer.result()
+        traced = with_selects(traced, analyzer.divided_cond)
+
+
+class _Analyzer:
+    """Classify the values of a trace repeatedly, until each part of the new state is kept where the old one is."""
+
+    def __init__(self, traced: Any, leaves: int, treedef: Any, blocks: Blocks):
+        self.traced, self.blocks, self.treedef = traced, blocks, treedef
+        jaxpr = traced.jaxpr
+        self.gradients, self.params = jaxpr.invars[:leaves], jaxpr.invars[-1 - leaves : -1]
+        self.state, self.new_state = jaxpr.invars[leaves : -1 - leaves], jaxpr.outvars[leaves:]
+        self.leaf_of_state: dict[int, int] = {}
+        self.divided_cond: Any = None
+
+    def is_settled(self) -> bool:
+        """Classify all values, and return whether this added no part of the state to those that are kept with a leaf.
+
+        Stops at a cond that no single IPU can run, and stores it in `divided_cond`.
+        """
+        leaves = self.blocks.leaves
+        # every IPU can compute anything from a leaf that is whole on every IPU
+        divided = [n for n in range(len(leaves)) if not self.is_everywhere(n)]
+        self.leaf_of: dict[Any, int] = {self.gradients[n]: n for n in divided} | {self.params[n]: n for n in divided}
+        self.leaf_of.update({self.state[i]: leaf for i, leaf in self.leaf_of_state.items()})
+        self.owned = {
+            self.state[i] for i, leaf in self.leaf_of_state.items() if self.state[i].aval.shape != leaves[leaf].shape
+        }
+        self.levels: dict[Any, int] = {}
+        self.replicated: list[list[Any]] = []
+        self.reductions: list[list[LeafReduction]] = []
+        self.gathered: dict[Any, int] = {}
+        self.constant_fills: dict[Any, Any] = {}
+        for eqn in self.traced.jaxpr.eqns:
+            if self.is_divided_cond(eqn):
+                self.divided_cond = eqn
+                return True
+            self.classify(eqn)
+        of_leaves = {
+            i: self.leaf_of[v]
+            for i, v in enumerate(self.new_state)
+            if not isinstance(v, core.Literal) and v in self.leaf_of
+        }
+        grown = self.leaf_of_state | of_leaves
+        if grown == self.leaf_of_state:
+            return True
+        self.leaf_of_state = grown
+        return False
+
+    def is_everywhere(self, leaf: int) -> bool:
+        """Return whether every IPU of every replica updates all of the leaf."""
+        return self.blocks.replicas == 1 and self.blocks[self.blocks.block_of(leaf)].is_whole
+
+    def is_divided_cond(self, eqn: Any) -> bool:
+        """Return whether the equation is a cond that reads leaves which are not all on one IPU."""
+        if eqn.primitive.name != "cond" or eqn.effects:
+            return False
+        leaves = {self.leaf_of[v] for v in variables(eqn.invars) if v in self.leaf_of}
+        return len(leaves) > 1 or any(not self.blocks.is_local(leaf) for leaf in leaves)
+
+    def classify(self, eqn: Any) -> None:
+        inputs = variables(eqn.invars)
+        of_leaves = {self.leaf_of[v] for v in inputs if v in self.leaf_of}
+        level = max((self.levels.get(v, 0) for v in inputs), default=0)
+        if len(of_leaves) == 1 and not self.adds_up(inputs):
+            (leaf,) = of_leaves
+            is_elementwise = self.is_elementwise(eqn, leaf)
+            if is_elementwise or self.blocks.is_local(leaf):
+                self.leaf_of.update(dict.fromkeys(eqn.outvars, leaf))
+                self.levels.update(dict.fromkeys(eqn.outvars, level))
+                self.owned.update(() if is_elementwise else eqn.outvars)
+                return
+            self.check_reduction(eqn, leaf)
+            self.at(level, self.reductions).append(LeafReduction(eqn, leaf, tuple(eqn.outvars)))
+            self.levels.update(dict.fromkeys(eqn.outvars, level + 1))
+            return
+        for v in dict.fromkeys(inputs):
+            if v in self.leaf_of:  # several leaves can only meet in small values
+                level = max(level, self.gather_value(eqn, v))
+        self.at(level, self.replicated).append(eqn)
+        self.levels.update(dict.fromkeys(eqn.outvars, level))
+        if eqn.primitive.name == "broadcast_in_dim" and not eqn.invars[0].aval.shape:
+            self.constant_fills[eqn.outvars[0]] = eqn.invars[0]
+
+    def at(self, level: int, lists: list[list[Any]]) -> list[Any]:
+        while len(lists) <= level:
+            lists.append([])
+        return lists[level]
+
+    def adds_up(self, inputs: list[Any]) -> bool:
+        """Return whether owned numbers of one leaf meet values computed from other leaves, as in a sum of norms.
+
+        Such a sum must be replicated. If its owner computed it, each additional term would need another all_gather.
+        """
+        own = [v for v in inputs if v in self.leaf_of]
+        return all(v in self.owned and v.aval.size == 1 for v in own) and any(
+            self.levels.get(v, 0) > 0 for v in inputs if v not in self.leaf_of
+        )
+
+    def gather_value(self, eqn: Any, v: Any) -> int:
+        """Add a value of one leaf to the gathered values, and return the level on which every IPU knows it."""
+        if v not in self.gathered:
+            leaf, name = self.blocks.leaves[self.leaf_of[v]], eqn.primitive.name
+            if v.aval.size > 1 and not (v in self.owned and _is_small(v, leaf)):
+                raise ValueError(
+                    f"optimizer: its {name} reads all of {leaf.path} together with other leaves, but "
+                    f"they {self.why_divided()}: use transforms that work leaf by leaf, "
+                    "or that meet in sums and norms"
+                )
+            if v in self.owned:
+                _check_dtype(name, v, leaf)
+            level = self.levels.get(v, 0)
+            self.at(level, self.reductions).append(LeafReduction(None, self.leaf_of[v], (v,)))
+            self.gathered[v] = level + 1
+        return self.gathered[v]
+
+    def why_divided(self) -> str:
+        if self.blocks.replicas > 1:
+            return f"are cut over {self.blocks.replicas} replicas (shard_optimizer)"
+        return f"lie apart, on {self.blocks.ipus} IPUs"
+
+    def is_elementwise(self, eqn: Any, leaf: int) -> bool:
+        shape = self.blocks.leaves[leaf].shape
+        if eqn.primitive.name not in _ELEMENTWISE or [v.aval.shape for v in eqn.outvars] != [shape]:
+            return False
+        # an input dim of size 1 may be broadcast to the leaf's dim, but a value of the leaf must have its whole shape
+        own = [not isinstance(v, core.Literal) and v in self.leaf_of for v in eqn.invars]
+        shapes = [v.aval.shape for v in eqn.invars]
+        return all(s == shape if is_own else _fits(s, shape) for is_own, s in zip(own, shapes, strict=True))
+
+    def check_reduction(self, eqn: Any, leaf: int) -> None:
+        """Raise `ValueError` unless partial results of the equation can be combined, and are smaller than the leaf."""
+        name, of_leaf = eqn.primitive.name, self.blocks.leaves[leaf]
+        split = self.blocks[self.blocks.block_of(leaf)].split
+        if self.blocks.replicas > 1:
+            if name not in REDUCTIONS or len(eqn.params["axes"]) != len(of_leaf.shape):
+                dims = f" over dims {tuple(eqn.params['axes'])}" if name in REDUCTIONS else ""
+                raise ValueError(
+                    f"optimizer: its {name}{dims} needs {of_leaf.path} of shape {of_leaf.shape} in one piece, but "
+                    f"shard_optimizer=True cuts it over {self.blocks.replicas} replicas: use an optimizer that is "
+                    "elementwise or takes norms of whole leaves (sgd, adam, lamb, clipping), or shard_optimizer=False"
+                )
+        elif name not in REDUCTIONS:
+            raise ValueError(
+                f"optimizer: its {name} needs {of_leaf.path} of shape {of_leaf.shape} in one piece, but dim "
+                f"{split} is split over {self.blocks.ipus} IPUs: use an optimizer that is elementwise or reduces "
+                "over dims, for this leaf alone by optax.partition, or leave the leaf whole (PartitionSpec())"
+            )
+        for v in eqn.outvars:
+            if not _is_small(v, of_leaf):
+                raise ValueError(
+                    f"optimizer: its {name} over dims {tuple(eqn.params['axes'])} keeps all elements of "
+                    f"{of_leaf.path} of shape {of_leaf.shape}, but dim {split} is split over {self.blocks.ipus} "
+                    "IPUs: use an optimizer that is elementwise or takes norms of whole leaves, or leave the leaf "
+                    "whole (PartitionSpec())"
+                )
+            _check_dtype(name, v, of_leaf)
+
+    def result(self) -> UpdateAnalysis:
+        levels = max(len(self.replicated), len(self.reductions) + 1)
+        self.at(levels - 1, self.replicated)
+        self.at(levels - 1, self.reductions)
+        return UpdateAnalysis(
+            self.traced.jaxpr,
+            tuple(self.traced.consts),
+            self.treedef,
+            self.leaf_of,
+            frozenset(self.owned),
+            self.leaf_of_state,
+            tuple(map(tuple, self.replicated)),
+            tuple(map(tuple, self.reductions)),
+            self.constant_fills,
+            {v: eqn for eqn in self.traced.jaxpr.eqns for v in eqn.outvars},
+        )
+
+
+def _is_small(v: Any, leaf: Leaf) -> bool:
+    """Return whether a value has fewer elements than the leaf, or only one element."""
+    return math.prod(v.aval.shape) <= max(1, leaf.size - 1) or not leaf.shape
+
+
+def _check_dtype(name: str, v: Any, leaf: Leaf) -> None:
+    """Raise `ValueError` unless the value can be gathered."""
+    if not any(jnp.issubdtype(v.aval.dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
+        raise ValueError(
+            f"optimizer: its {name} makes {v.aval.dtype} of {leaf.path}: only floats, integers and bools of a leaf "
+            "can be told to all IPUs"
+        )
+
+
+def _fits(small: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    return small == () or (len(small) == len(shape) and all(a in (1, b) for a, b in zip(small, shape, strict=True)))

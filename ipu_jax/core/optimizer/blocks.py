@@ -1,0 +1,325 @@
+"""Describe where an optimizer's weights are, in the same way for a pipeline's packed arrays and for plain trees.
+
+optax sees the *logical* tree, leaf by leaf. An IPU holds *blocks*: arrays that have the same shape on every IPU. A
+block contains at most one logical leaf on each IPU, and zeros where the leaf is smaller than the block.
+
+    block 0   a slot       IPU 0: mlp/w, all of it     IPU 1: classifier/w, in the first elements
+    block 1   a slot       IPU 0: mlp/b                IPU 1: nothing
+    block 2   concurrent   IPU 0: table, rows 0-4      IPU 1: table, rows 5-9 (of 9: the last is padding)
+    block 3   whole        the same leaf on every IPU
+
+Frozen leaves are not logical leaves: optax sees `optax.MaskedNode()` in their place, and never changes them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.core.weights.packed_layout import WHOLE, Leaf, PackedLayout, local_shape
+from ipu_jax.core.weights.packing import Sharded
+from ipu_jax.core.weights.place import Place
+
+_WORTH_A_PROGRAM = 2**16  # elements; their update takes about 100 us on a CPU core
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Describe one array of an IPU.
+
+    Attributes:
+        shape, dtype: shape and dtype of the array on one IPU.
+        leaves: per IPU, the number of the logical leaf in it, or None. A block of a concurrent leaf has one entry.
+        split: for a concurrent leaf, the dim that is split over the IPUs, or None.
+        is_slot: whether IPUs hold different leaves in it. If a replica has one IPU, no block is a slot.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    leaves: tuple[int | None, ...]
+    split: int | None = None
+    is_slot: bool = False
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether every IPU holds all of the leaf."""
+        return not self.is_slot and self.split is None
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Describe the blocks of a set of weights, and the logical leaves in them. `blocks[k]` is one block.
+
+    Attributes:
+        ipus: number of IPUs per replica.
+        replicas: number of replicas over which the update of each block is divided; 1 if each replica updates all.
+        blocks: in the order of `to_blocks`.
+        leaves: the logical leaves, in the order of the logical tree.
+        treedef: structure of the logical tree.
+    """
+
+    ipus: int
+    replicas: int
+    blocks: tuple[Block, ...]
+    leaves: tuple[Leaf, ...]
+    treedef: Any
+
+    def __getitem__(self, k: int) -> Block:
+        return self.blocks[k]
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self.blocks)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def block_of(self, leaf: int) -> int:
+        """Return the number of the block that contains a leaf."""
+        return next(k for k, block in enumerate(self.blocks) if leaf in block.leaves)
+
+    def is_local(self, leaf: int) -> bool:
+        """Return whether all of the leaf is on one IPU, and none of it on others."""
+        return self.replicas == 1 and self.blocks[self.block_of(leaf)].is_slot
+
+    def chunk_size(self, k: int) -> int:
+        """Return the number of elements of a block that one replica updates. The last chunk is padded with zeros."""
+        return -(-self.blocks[k].size // self.replicas)
+
+    def update_shape(self, k: int) -> tuple[int, ...]:
+        """Return the shape in which a block is updated: its own shape, or the shape of a replica's chunk."""
+        return self.blocks[k].shape if self.replicas == 1 else (self.chunk_size(k),)
+
+    def global_shape(self, k: int) -> tuple[int, ...]:
+        """Return the global shape of an array laid out like a block: (replicas, ipus, *update_shape).
+
+        The first dim is 1 if all replicas hold the same, the second if all IPUs do.
+        """
+        block = self.blocks[k]
+        return (self.replicas, self.ipus if block.is_slot or block.split is not None else 1, *self.update_shape(k))
+
+    def spec(self, k: int) -> PartitionSpec:
+        """Return the PartitionSpec of an array of `global_shape`."""
+        replicas, ipus = self.global_shape(k)[:2]
+        axes = (REPLICA_AXIS if replicas > 1 else None, IPU_AXIS if ipus > 1 else None)
+        return PartitionSpec(*axes) if any(axes) else WHOLE
+
+    def logical_tree(self, values: Sequence[Any]) -> Any:
+        """Return the logical tree with one value per leaf, and frozen leaves masked."""
+        return jax.tree.unflatten(self.treedef, values)
+
+    # on the host
+
+    def host_parts(self, leaf: int, value: np.ndarray) -> list[tuple[int, np.ndarray]]:
+        """Return (ipu, part) for each IPU that holds part of a leaf; each part is (replicas, *update_shape)."""
+        k = self.block_of(leaf)
+        block = self.blocks[k]
+        by_ipu = {block.leaves.index(leaf) if block.is_slot else 0: value}
+        if block.split is not None:
+            by_ipu = dict(enumerate(np.split(np.pad(value, self._shard_padding(k, value)), self.ipus, block.split)))
+        parts = []
+        for ipu, part in by_ipu.items():
+            flat = np.zeros(self.replicas * self.chunk_size(k) if self.replicas > 1 else block.size, value.dtype)
+            flat[: part.size] = part.reshape(-1)
+            parts.append((ipu, flat.reshape(self.replicas, *self.update_shape(k))))
+        return parts
+
+    def host_leaf(self, leaf: int, array: np.ndarray) -> np.ndarray:
+        """Return the leaf from an array of `global_shape`; the inverse of `host_parts`."""
+        k = self.block_of(leaf)
+        block, shape = self.blocks[k], self.leaves[leaf].shape
+        of_ipu = lambda ipu: array[:, ipu].reshape(-1)[: block.size]  # noqa: E731
+        if block.split is None:
+            return of_ipu(block.leaves.index(leaf) if block.is_slot else 0)[: math.prod(shape)].reshape(shape)
+        padded = np.concatenate([of_ipu(ipu).reshape(block.shape) for ipu in range(self.ipus)], block.split)
+        return padded[tuple(map(slice, shape))]
+
+    def place(self, leaf: int, array: str, at_least: Any = None) -> Place:
+        """Return where a leaf is in the named array of `global_shape`, with the leaf's dtype promoted by `at_least`."""
+        block, own = self.blocks[self.block_of(leaf)], self.leaves[leaf]
+        dtype = own.dtype if at_least is None else jnp.promote_types(own.dtype, at_least).name
+        if block.split is not None:
+            return Place(own.path, own.shape, dtype, array, ipus=1, shard=block.shape, split=block.split)
+        ipu = block.leaves.index(leaf) if block.is_slot else 0
+        return Place(own.path, own.shape, dtype, array, ipus=1, ipu=ipu)
+
+    def _shard_padding(self, k: int, value: Any) -> list[tuple[int, int]]:
+        """Return the padding widths with which a split leaf gives all IPUs shards of the same size."""
+        block = self.blocks[k]
+        missing = lambda d: block.shape[d] * self.ipus - value.shape[d]  # noqa: E731
+        return [(0, missing(d) if d == block.split else 0) for d in range(value.ndim)]
+
+    # inside the program
+
+    def replica_chunk(self, k: int, array: Any) -> Any:
+        """Return this replica's chunk of an IPU's block. Communicates nothing."""
+        if self.replicas == 1:
+            return array
+        return lax.dynamic_index_in_dim(self.to_chunks(k, array), lax.axis_index(REPLICA_AXIS), keepdims=False)
+
+    def to_chunks(self, k: int, array: Any) -> Any:
+        """Return a block as (replicas, chunk_size), padded with zeros."""
+        missing = self.replicas * self.chunk_size(k) - self.blocks[k].size
+        return jnp.pad(array.reshape(-1), (0, missing)).reshape(self.replicas, -1)
+
+    def from_chunks(self, k: int, chunks: Any) -> Any:
+        """Return a block from its chunks; the inverse of `to_chunks`."""
+        return chunks.reshape(-1)[: self.blocks[k].size].reshape(self.blocks[k].shape)
+
+    def local_part(self, leaf: int, value: Any) -> Any:
+        """Return this IPU's part of a leaf-shaped array, in the block's update shape. Communicates nothing."""
+        k = self.block_of(leaf)
+        block = self.blocks[k]
+        if block.is_slot:
+            if value.shape != block.shape:
+                value = jnp.pad(value.reshape(-1), (0, block.size - value.size)).reshape(block.shape)
+        elif block.split is not None:
+            local = block.shape[block.split]
+            padded = jnp.pad(value, self._shard_padding(k, value))
+            value = lax.dynamic_slice_in_dim(padded, lax.axis_index(IPU_AXIS) * local, local, block.split)
+        return self.replica_chunk(k, value)
+
+    def logical_leaf(self, leaf: int, array: Any) -> Any:
+        """Return a local leaf in its own shape, from its owner's block."""
+        shape = self.leaves[leaf].shape
+        return array if array.shape == shape else array.reshape(-1)[: math.prod(shape)].reshape(shape)
+
+    def counts(self, k: int) -> np.ndarray:
+        """Return the number of elements of a slot, in its update shape, that belong to a leaf: (replicas, ipus).
+
+        They are the first elements of the slot. The number is 0 where an IPU has no leaf.
+        """
+        sizes = np.array([0 if leaf is None else self.leaves[leaf].size for leaf in self.blocks[k].leaves])
+        starts = np.arange(self.replicas)[:, None] * self.chunk_size(k)
+        return np.clip(sizes - starts, 0, self.chunk_size(k))
+
+    def own_count(self, k: int) -> Any:
+        """Return this IPU's entry of `counts`. XLA does not know its value, even if all entries are equal."""
+        counts = jnp.asarray(self.counts(k), jnp.int32)
+        is_own = (jnp.arange(self.ipus) == lax.axis_index(IPU_AXIS))[None]
+        if self.replicas > 1:
+            is_own &= (jnp.arange(self.replicas) == lax.axis_index(REPLICA_AXIS))[:, None]
+        return jnp.sum(jnp.where(is_own, counts, 0))
+
+    def lengths(self, k: int) -> list[int]:
+        """Return the lengths to which a slot is updated: the largest of `counts`, and smaller ones that save much.
+
+        Each IPU uses the smallest length that contains its leaf. Each length is at most half of the next one, because
+        an update is compiled for each.
+        """
+        lengths: list[int] = []
+        for count in sorted({*self.counts(k).flat}, reverse=True):
+            if not lengths or (0 < 2 * count <= lengths[-1] and lengths[-1] - count >= _WORTH_A_PROGRAM):
+                lengths.append(int(count))
+        return lengths[::-1]
+
+    def leaf_mask(self, k: int, zero: Any = 0) -> Any:
+        """Return which elements of a block, in its update shape, belong to a leaf; None if all do on every IPU.
+
+        A `Fence.zero` keeps XLA from computing the mask before the guard.
+        """
+        block, shape, size, local = self.blocks[k], self.update_shape(k), 1, 1
+        if block.split is not None:
+            size, local = self.leaves[block.leaves[0] or 0].shape[block.split], block.shape[block.split]
+        if block.is_slot:
+            is_padded = bool((self.counts(k) < math.prod(shape)).any())
+        else:
+            is_padded = self.replicas * self.chunk_size(k) > block.size
+            is_padded |= block.split is not None and size < local * self.ipus
+        if not is_padded:
+            return None
+        position = jnp.arange(math.prod(shape), dtype=jnp.int32).reshape(shape) + zero
+        if block.is_slot:
+            return position < self.own_count(k)
+        if self.replicas > 1:
+            position += lax.axis_index(REPLICA_AXIS) * self.chunk_size(k)
+        mask = position < block.size
+        if block.split is not None:
+            stride = math.prod(block.shape[block.split + 1 :])
+            mask &= lax.axis_index(IPU_AXIS) * local + position // stride % local < size
+        return mask
+
+
+def blocks_of_layout(layout: PackedLayout, *, replicas: int) -> Blocks:
+    """Return the blocks of a pipeline's weights."""
+    tree: dict[str, Any] = {}
+    leaves: list[tuple[Any, Leaf]] = []
+    for group in layout.groups:
+        numbers = [optax.MaskedNode() if leaf.frozen else (group.name, i) for i, leaf in enumerate(group.leaves)]
+        tree[group.name] = jax.tree.unflatten(group.treedef, numbers)
+    is_pair = lambda node: isinstance(node, tuple) and len(node) == 2 and isinstance(node[0], str)  # noqa: E731
+    named, treedef = jax.tree.flatten(tree, is_leaf=is_pair)
+    for name, i in named:
+        leaves.append(((name, i), layout.group(name).leaves[i]))
+    at = {key: number for number, (key, _) in enumerate(leaves)}
+    blocks = []
+    for k, slot in enumerate(layout.slots):
+        owned: list[int | None] = [None] * layout.ipus
+        for group in layout.groups:
+            for i, leaf in enumerate(group.leaves):
+                if group.ipu is not None and leaf.slot == k and not leaf.frozen:
+                    owned[group.ipu] = at[group.name, i]
+        if any(number is not None for number in owned):
+            blocks.append(Block(slot.shape, slot.dtype, tuple(owned), is_slot=layout.ipus > 1))
+    for group in layout.groups:
+        for i, leaf in enumerate(group.leaves):
+            if group.ipu is None and not leaf.frozen:
+                dims = [d for d, axis in enumerate(leaf.spec) if axis is not None]
+                split = dims[0] if dims and layout.ipus > 1 else None
+                blocks.append(Block(local_shape(leaf, layout.ipus), leaf.dtype, (at[group.name, i],), split))
+    return Blocks(layout.ipus, replicas, tuple(blocks), tuple(leaf for _, leaf in leaves), treedef)
+
+
+def blocks_of_tree(params: Any, *, replicas: int) -> Blocks:
+    """Return the blocks of a plain tree, which every replica of one IPU holds whole."""
+    paths, treedef = jax.tree.flatten_with_path(params)
+    leaves = tuple(
+        Leaf(f"params{jax.tree_util.keystr(path)}", tuple(leaf.shape), np.dtype(leaf.dtype).name)
+        for path, leaf in paths
+    )
+    blocks = tuple(Block(leaf.shape, leaf.dtype, (i,)) for i, leaf in enumerate(leaves))
+    return Blocks(1, replicas, blocks, leaves, treedef)
+
+
+def to_blocks(params: Any) -> list[Any]:
+    """Return this IPU's weights, or their gradients, as one array per block. Call it inside the program."""
+    if not isinstance(params, Sharded):
+        return jax.tree.leaves(params)
+    layout = params.layout
+    trained = layout.trainable_slots
+    return [slot[0] for k, slot in enumerate(params.slots) if k in trained] + [
+        value
+        for group in layout.groups
+        if group.ipu is None
+        for leaf, value in zip(group.leaves, params.concurrent[group.name], strict=True)
+        if not leaf.frozen
+    ]
+
+
+def from_blocks(params: Any, arrays: Sequence[Any]) -> Any:
+    """Return the weights with these arrays in place of the arrays of `to_blocks`. Call it inside the program."""
+    if not isinstance(params, Sharded):
+        return jax.tree.unflatten(jax.tree.structure(params), arrays)
+    layout, following = params.layout, iter(arrays)
+    trained = layout.trainable_slots
+    slots = [next(following)[None] if k in trained else slot for k, slot in enumerate(params.slots)]
+    concurrent = {
+        group.name: [
+            value if leaf.frozen else next(following)
+            for leaf, value in zip(group.leaves, params.concurrent[group.name], strict=True)
+        ]
+        for group in layout.groups
+        if group.ipu is None
+    }
+    return Sharded(slots, {**params.concurrent, **concurrent}, layout)

@@ -1,0 +1,178 @@
+"""Run any optax transformation on a pipeline's weights, in a custom training loop.
+
+gradients, params      Sharded, packed arrays  ->  each IPU updates its own leaves  ->  the new params
+optax's own functions  see {group: pytree}, leaf by leaf, whatever the arrays are
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ipu_jax.core.instances import put
+from ipu_jax.core.optimizer.blocks import blocks_of_layout, from_blocks, to_blocks
+from ipu_jax.core.optimizer.extra_arguments import checked_optimizer
+from ipu_jax.core.optimizer.state import OptimizerState
+from ipu_jax.core.optimizer.update import ShardedUpdate
+from ipu_jax.core.weights import packing
+from ipu_jax.core.weights.arguments import check_alive
+from ipu_jax.core.weights.groups import Groups
+from ipu_jax.core.weights.packed_layout import PackedLayout
+from ipu_jax.core.weights.packing import Sharded
+
+
+class PipelineOptimizer:
+    """Runs an optax transformation where a pipeline's weights are; made by `Pipeline.optimizer`.
+
+    `init` makes the first state and `apply` updates weights and state. You can call `apply` in your own `jax.jit`,
+    beside `Pipeline.value_and_grad`. optax sees the logical tree `{group: pytree}`, so that masks, norms and shapes of
+    leaves have their usual meaning. Frozen leaves do not change.
+    """
+
+    def __init__(self, pipeline: Any, groups: Groups, transformation: optax.GradientTransformation):
+        self._pipeline, self._groups, self._transformation = pipeline, groups, checked_optimizer(transformation)
+        self._updates: dict[PackedLayout, ShardedUpdate] = {}
+        self._programs: dict[PackedLayout, Callable[..., Any]] = {}
+
+    def init(self, params: Sharded) -> OptimizerState:
+        """Return the optimizer's first state.
+
+        Communicates like `Pipeline.unshard`. It cannot be called inside `jax.jit`.
+
+        Args:
+            params: from `Pipeline.shard`.
+
+        Raises:
+            ValueError: the optimizer needs a divided leaf in one piece (the message names leaf and operation), the
+                weights are of another pipeline, or `jax.jit` traces the call.
+        """
+        _check_concrete("init", params)
+        update, whole = self._update_for(params), self._pipeline.unshard(params)
+        layout = self._groups.apply_frozen(params).layout
+        trained = [
+            value
+            for name in sorted(whole)
+            for leaf, value in zip(layout.group(name).leaves, jax.tree.leaves(whole[name]), strict=True)
+            if not leaf.frozen
+        ]
+        return self._placed(update, update.init(update.blocks.logical_tree(trained)))
+
+    def apply(
+        self, gradients: Sharded, state: OptimizerState, params: Sharded, value: Any = None
+    ) -> tuple[Sharded, OptimizerState]:
+        """Return the new weights, which are the weights plus optax's updates, and the new state.
+
+        Communicates one all_gather of a few numbers for each level of norms over leaves of several IPUs, or over the
+        parts of one leaf; nothing for an elementwise optimizer. Weights are rounded to their dtype once, from float32.
+
+        Args:
+            gradients: the gradients of `params`, from `Pipeline.value_and_grad`.
+            state: from `init`, or from the previous update.
+            params: from `Pipeline.shard`, or from the previous update.
+            value: the loss, a float scalar, for transformations that need it, such as
+                `optax.contrib.reduce_on_plateau`.
+
+        Raises:
+            ValueError: the weights are of another pipeline, the gradients are of other weights, the state is from
+                another optimizer or of weights in other places, or the transformation reads the loss and `value` is
+                missing or not a scalar.
+        """
+        update, as_trained = self._update_for(params), self._groups.apply_frozen(params)
+        layout = as_trained.layout
+        if not isinstance(gradients, Sharded):
+            raise ValueError(f"gradients are a {type(gradients).__name__}: give what value_and_grad returned")
+        if gradients.layout not in (params.layout, layout) or _shapes(gradients) != _shapes(params):
+            raise ValueError("gradients are not laid out as params: give what value_and_grad returned for these params")
+        check_alive("gradients", gradients)
+        self._check_state(update, state)
+        if value is None and update.reads_loss:
+            raise ValueError("this optimizer reads the loss: give it, apply(gradients, state, params, value=loss)")
+        if value is not None and jnp.shape(value):
+            raise ValueError(f"value has shape {jnp.shape(value)}: give the loss of the update, a scalar")
+        if layout not in self._programs:
+            self._programs[layout] = self._program(update, layout, self._specs(update, state))
+        gradients = dataclasses.replace(gradients, layout=layout)
+        value = jnp.zeros(()) if value is None else jnp.asarray(value)
+        new, state = self._programs[layout](gradients, state, as_trained, value)
+        return dataclasses.replace(new, layout=params.layout), state
+
+    def _program(self, update: ShardedUpdate, layout: PackedLayout, states: OptimizerState) -> Callable[..., Any]:
+        """Return the program of `apply`, for states with these specs."""
+
+        def on_ipu(gradients: Sharded, state: OptimizerState, params: Sharded, value: Any) -> Any:
+            of_ipu = [[array[0, 0] for array in of_block] for of_block in state.per_block]
+            given = dataclasses.replace(state, per_block=of_ipu)
+            unrounded, new = update.apply(to_blocks(gradients), given, to_blocks(params), value)
+            weights = [w.astype(block.dtype) for w, block in zip(unrounded, update.blocks, strict=True)]
+            per_block = [[array[None, None] for array in of_block] for of_block in new.per_block]
+            return from_blocks(params, weights), dataclasses.replace(new, per_block=per_block)
+
+        weights = packing.specs_of(layout)
+        in_specs = (weights, states, weights, PartitionSpec())
+        return jax.jit(
+            jax.shard_map(
+                on_ipu, mesh=self._pipeline.mesh, in_specs=in_specs, out_specs=(weights, states), check_vma=False
+            )
+        )
+
+    def whole(self, state: OptimizerState, params: Sharded) -> Any:
+        """Return the whole state as optax's tree, to save it. Communicates like `Pipeline.unshard`.
+
+        Raises:
+            ValueError: the state is from another optimizer or of other weights, or `jax.jit` traces the call.
+        """
+        _check_concrete("whole", state)
+        update = self._update_for(params)
+        self._check_state(update, state)
+        return update.state_layout.whole(state)
+
+    def restore(self, whole: Any, params: Sharded) -> OptimizerState:
+        """Place a state that `whole` returned on the IPUs, for these weights.
+
+        Raises:
+            ValueError: the state is from another optimizer or of other weights, or `jax.jit` traces the call.
+        """
+        _check_concrete("restore", whole)
+        update = self._update_for(params)
+        return self._placed(update, update.state_layout.restore(whole))
+
+    def _update_for(self, params: Any) -> ShardedUpdate:
+        self._groups.check_params(params)
+        layout = self._groups.apply_frozen(params).layout
+        if layout not in self._updates:
+            self._updates[layout] = ShardedUpdate(self._transformation, blocks_of_layout(layout, replicas=1))
+        return self._updates[layout]
+
+    def _check_state(self, update: ShardedUpdate, state: Any) -> None:
+        check_alive("state", state)
+        if not update.state_layout.fits(state):
+            is_other = isinstance(state, OptimizerState)
+            found = "another optimizer's, or of weights in other places" if is_other else f"a {type(state).__name__}"
+            raise ValueError(
+                f"state is {found}: give what init or restore of this optimizer, or its last apply, returned"
+            )
+
+    def _placed(self, update: ShardedUpdate, state: OptimizerState) -> OptimizerState:
+        on_mesh = functools.partial(NamedSharding, self._pipeline.mesh)
+        return jax.tree.map(lambda array, spec: put(array, on_mesh(spec)), state, self._specs(update, state))
+
+    def _specs(self, update: ShardedUpdate, state: OptimizerState) -> OptimizerState:
+        per_block = [[update.blocks.spec(k) for _ in of_block] for k, of_block in enumerate(state.per_block)]
+        return dataclasses.replace(state, per_block=per_block, replicated=[PartitionSpec() for _ in state.replicated])
+
+
+def _check_concrete(method: str, tree: Any) -> None:
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
+        raise ValueError(
+            f"{method} was called inside jax.jit: call it outside, and pass the state to the jitted function"
+        )
+
+
+def _shapes(tree: Any) -> list[tuple[int, ...]]:
+    return [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]

@@ -1,0 +1,308 @@
+"""Run an optimizer's update where the weights are: each IPU updates its own leaves, shards and replica chunks.
+
+`_analysis.analyze_update` finds what is computed where; this module computes it, inside the mapped program. IPUs with
+different leaves in one block share one program if the optimizer does the same to these leaves. A comparison of the
+traced programs shows this. Otherwise a `switch` chooses between the programs. The `switch` contains no collective.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.extend import core
+
+from ipu_jax.base.jaxprs import bound
+from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.core.guard import Fence, guard
+from ipu_jax.core.optimizer._analysis import LeafReduction, analyze_update
+from ipu_jax.core.optimizer._evaluate import LeafEvaluator
+from ipu_jax.core.optimizer._reductions import combined, partial_result, partial_shape, sent_together, size_of
+from ipu_jax.core.optimizer.blocks import Blocks
+from ipu_jax.core.optimizer.state import OptimizerState, StateLayout
+
+# (leaf, the block's arrays, evaluator) -> arrays, with the same shapes for each leaf of a block
+_LeafProgram = Callable[[int, Sequence[Any], LeafEvaluator], list[Any]]
+
+
+class ShardedUpdate:
+    """Run one optimizer's update for weights in given blocks.
+
+    `init` makes the first state, and `apply` updates weights and state inside the mapped program.
+
+    Args:
+        optimizer: any `optax.GradientTransformation`.
+        blocks: where the weights are.
+
+    Attributes:
+        analysis: where each value of the update is computed.
+        state_layout: where the parts of the state are; it restores states, and returns them whole.
+
+    Raises:
+        ValueError: the optimizer needs a divided leaf in one piece; the message names leaf and operation.
+    """
+
+    def __init__(self, optimizer: optax.GradientTransformation, blocks: Blocks):
+        self.optimizer, self.blocks = optimizer, blocks
+        self.analysis = analysis = analyze_update(optimizer, blocks)
+        n, jaxpr = len(blocks.leaves), analysis.jaxpr
+        self._gradients, self._params = jaxpr.invars[:n], jaxpr.invars[-1 - n : -1]
+        self._loss = jaxpr.invars[-1]
+        self._updates, self._new_state = jaxpr.outvars[:n], jaxpr.outvars[n:]
+        self.state_layout = StateLayout(analysis, blocks)
+
+    @property
+    def reads_loss(self) -> bool:
+        """Return whether the optimizer's update depends on the loss."""
+        jaxpr = self.analysis.jaxpr
+        return any(v is self._loss for v in (*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)))
+
+    def init(self, params: Any) -> OptimizerState:
+        """Return the optimizer's first state for the logical tree of whole weights, laid out by `state_layout`."""
+        return self.state_layout.init(self.optimizer, params)
+
+    def apply(
+        self, gradients: Sequence[Any], state: OptimizerState, params: Sequence[Any], loss: Any
+    ) -> tuple[list[Any], OptimizerState]:
+        """Return the weights after an update, unrounded, and the optimizer's new state.
+
+        Communicates one all_gather of a few numbers for each level of norms over leaves of several IPUs, or over the
+        parts of one leaf.
+
+        Args:
+            gradients: per block, in its update shape, and already reduced over the replicas.
+            state: this IPU's arrays, without the dims of replicas and IPUs.
+            params: per block, in its update shape.
+            loss: for optimizers that take `value=`.
+
+        Returns:
+            Per block the weights plus their updates, in float32 if the weights are narrower, and the new state.
+        """
+        analysis, jaxpr = self.analysis, self.analysis.jaxpr
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, analysis.consts, strict=True))
+        env[self._loss] = jnp.asarray(loss, self._loss.aval.dtype)
+        variables, replicated = self.state_layout.variables, self.state_layout.replicated
+        env.update({variables[i]: value for i, value in zip(replicated, state.replicated, strict=True)})
+        for leaf in range(len(self.blocks.leaves)):
+            if self._gradients[leaf] not in analysis.leaf_of:
+                k = self.blocks.block_of(leaf)
+                env[self._gradients[leaf]], env[self._params[leaf]] = gradients[k], params[k]
+        arrays = [[g, p, *of_block] for g, p, of_block in zip(gradients, params, state.per_block, strict=True)]
+        for level, eqns in enumerate(analysis.replicated):
+            for eqn in eqns:
+                env.update(zip(eqn.outvars, bound(eqn, [_value_of(v, env) for v in eqn.invars]), strict=True))
+            for dtype, together in sent_together(analysis.reductions[level]):
+                env.update(self._gather(dtype, together, arrays, env))
+        results = [self._new_arrays(k, of_block, env) for k, of_block in enumerate(arrays)]
+        values = [_value_of(self._new_state[i], env) for i in replicated]
+        new = dataclasses.replace(state, per_block=[of_block[1:] for of_block in results], replicated=values)
+        return [weights for weights, *_ in results], new
+
+    def _new_arrays(self, k: int, arrays: list[Any], env: dict[Any, Any]) -> list[Any]:
+        """Return a block's weights plus their update, and its new state arrays.
+
+        The update of a slot is inside guards, so that XLA makes it in place. An IPU without a leaf in the slot runs
+        none of them. If the update is elementwise, an IPU with a small leaf updates only the first elements.
+        """
+        blocks, (gradient, weights, *state) = self.blocks, arrays
+        if not blocks[k].is_slot:
+            run = partial(self._updated_leaf, old=[weights, *state], mask=blocks.leaf_mask(k))
+            return self._on_block(k, arrays, env, run)
+        counts, own = blocks.counts(k), blocks.own_count(k)
+        is_elementwise = all(self._is_elementwise(leaf) for leaf in blocks[k].leaves if leaf is not None)
+        new = [weights.astype(jnp.promote_types(weights.dtype, jnp.float32)), *state]
+        for shorter, length in itertools.pairwise([0, *(blocks.lengths(k) if is_elementwise else [weights.size])]):
+
+            def body(fence: Fence, old: list[Any], shorter: int = shorter, length: int = length) -> list[Any]:
+                first = [fence(gradient), *old]
+                if length < weights.size:
+                    first = [lax.dynamic_slice_in_dim(array, fence.zero, length) for array in first]
+                first[1] = first[1].astype(weights.dtype)
+                is_filled = {int(n) for n in counts.flat if shorter < n <= length} == {length}
+                mask = None if is_filled else blocks.leaf_mask(k, fence.zero)
+                mask = None if mask is None else _first(mask, length)
+                return self._on_block(k, first, env, partial(self._updated_leaf, old=old, mask=mask, zero=fence.zero))
+
+            new = guard(jnp.int32(0), (shorter < own) & (own <= length), body, new)[1]
+        return new
+
+    def _is_elementwise(self, leaf: int) -> bool:
+        """Return whether each element of a leaf's update needs only numbers and the same element of other arrays."""
+        analysis, seen = self.analysis, set[Any]()
+        waiting = [self._updates[leaf], *(self._new_state[i] for i in self.state_layout.array_of[leaf])]
+        while waiting:
+            v = waiting.pop()
+            if isinstance(v, core.Literal) or v in seen:
+                continue
+            seen.add(v)
+            if v in analysis.owned or (v not in analysis.leaf_of and v not in analysis.constant_fills and v.aval.shape):
+                return False
+            if v in analysis.leaf_of and v in analysis.made_by:
+                waiting += analysis.made_by[v].invars
+        return True
+
+    def _updated_leaf(
+        self, leaf: int, arrays: Sequence[Any], evaluator: LeafEvaluator, *, old: list[Any], mask: Any, zero: Any = 0
+    ) -> list[Any]:
+        """Return a leaf's weights plus their update, and the new state arrays of its block.
+
+        Elements that belong to no leaf keep their values: zeros, or a frozen leaf. The update is computed from the new
+        state as it is written, with these zeros. Otherwise XLA would need a copy of the old state.
+
+        Args:
+            leaf: the leaf's number.
+            arrays: gradient, weights and state arrays, or the first elements of each.
+            evaluator: computes values from `arrays`.
+            old: weights and state arrays, whole; new values are written into their first elements.
+            mask: which elements of `arrays` belong to the leaf; None for all.
+            zero: the index of the first element. It is 0, but XLA does not know this if it must write in place.
+        """
+        weights, state = arrays[1], list(old[1:])
+        wide = weights.astype(jnp.promote_types(weights.dtype, jnp.float32))
+        for i, place in self.state_layout.array_of[leaf].items():
+            if self.state_layout.is_flat(i):
+                flat = jnp.ravel(evaluator.logical(self._new_state[i]))
+                state[place] = jnp.pad(flat, (0, state[place].size - flat.size))
+            else:
+                value = evaluator.in_block(self._new_state[i])
+                value = value if mask is None else jnp.where(mask, value, 0)
+                state[place] = _with_first(state[place], value, zero)
+                evaluator.replace(self._new_state[i], _first(state[place], value.size))
+        new = wide + evaluator.in_block(self._updates[leaf]).astype(wide.dtype)
+        return [_with_first(old[0], new if mask is None else jnp.where(mask, new, wide), zero), *state]
+
+    def _on_block(self, k: int, arrays: list[Any], env: dict[Any, Any], of_leaf: _LeafProgram) -> list[Any]:
+        """Run `of_leaf` for the leaf that this IPU has in a block.
+
+        Args:
+            k: number of the block.
+            arrays: gradient, weights and state arrays of the block, in its update shape.
+            env: the values that every IPU knows.
+            of_leaf: the program to run.
+        """
+        by_ipu = self.blocks[k].leaves
+        leaves = [leaf for leaf in by_ipu if leaf is not None]
+        reads = [self._replicated_reads(leaf, of_leaf, arrays, env) for leaf in leaves]
+        programs = [self._program(leaf, of_leaf, variables) for leaf, variables in zip(leaves, reads, strict=True)]
+        if self._have_one_program(programs, reads, arrays, env):
+            values = [
+                env[variables[0]] if len(set(variables)) == 1 else _select_own(by_ipu, [env[v] for v in variables])
+                for variables in zip(*reads, strict=True)
+            ]
+            return programs[0](arrays, values)
+        branches = [
+            lambda arrays, run=program, variables=variables: run(arrays, [env[v] for v in variables])
+            for program, variables in zip(programs, reads, strict=True)
+        ]
+        branch_of_ipu = jnp.asarray([0 if leaf is None else leaves.index(leaf) for leaf in by_ipu], jnp.int32)
+        return lax.switch(branch_of_ipu[lax.axis_index(IPU_AXIS)], branches, arrays)
+
+    def _have_one_program(self, programs: list[Any], reads: list[list[Any]], arrays: list[Any], env: Any) -> bool:
+        """Return whether the leaves' programs are the same, apart from the replicated numbers that each reads."""
+        if len(programs) == 1:
+            return True
+        traced = [jax.make_jaxpr(p)(arrays, [env[v] for v in vs]) for p, vs in zip(programs, reads, strict=True)]
+        return len({str(jaxpr) for jaxpr in traced}) == 1 and all(
+            len(set(variables)) == 1 or env[variables[0]].size == 1 for variables in zip(*reads, strict=True)
+        )
+
+    def _replicated_reads(self, leaf: int, of_leaf: _LeafProgram, arrays: list[Any], env: dict[Any, Any]) -> list[Any]:
+        """Return the replicated variables that a leaf's program reads, in the order in which it reads them."""
+        reads: dict[Any, None] = {}
+
+        def replicated(v: Any) -> Any:
+            reads.setdefault(v)
+            return env[v]
+
+        jax.eval_shape(lambda arrays: of_leaf(leaf, arrays, self._evaluator(leaf, arrays, replicated)), arrays)
+        return list(reads)
+
+    def _program(self, leaf: int, of_leaf: _LeafProgram, reads: list[Any]) -> Any:
+        """Return `of_leaf` for one leaf, as a function of the block's arrays and of the replicated values it reads."""
+
+        def run(arrays: list[Any], values: list[Any]) -> list[Any]:
+            replicated = dict(zip(reads, values, strict=True))
+            return of_leaf(leaf, arrays, self._evaluator(leaf, arrays, replicated.__getitem__))
+
+        return run
+
+    def _evaluator(self, leaf: int, arrays: Sequence[Any], replicated: Callable[[Any], Any]) -> LeafEvaluator:
+        in_block = {self._gradients[leaf]: arrays[0], self._params[leaf]: arrays[1]}
+        owned: dict[Any, Any] = {}
+        for i, place in self.state_layout.array_of[leaf].items():
+            v, array = self.state_layout.variables[i], arrays[2 + place]
+            if self.state_layout.is_flat(i):
+                owned[v] = array[: v.aval.size].reshape(v.aval.shape)
+            else:
+                in_block[v] = array
+        shape = arrays[0].shape
+        return LeafEvaluator(
+            self.analysis, self.blocks, leaf, shape, in_block=in_block, owned=owned, replicated=replicated
+        )
+
+    def _gather(self, dtype: Any, reductions: Sequence[LeafReduction], arrays: list[Any], env: Any) -> dict[Any, Any]:
+        """Return the results of these reductions on every IPU, with one all_gather of `dtype` per mapped axis."""
+        blocks, vectors, offset = self.blocks, [], 0
+        parts: list[tuple[LeafReduction, Any, int, tuple[int, ...]]] = []  # with the offset in the vector, and shape
+        for k in range(len(blocks)):
+            of_block = {n: [r for r in reductions if r.leaf == n] for n in blocks[k].leaves if n is not None}
+            ends = [offset]
+            for of_leaf in of_block.values():
+                at = offset
+                for reduction in of_leaf:
+                    (v,) = reduction.outputs
+                    parts.append((reduction, v, at, partial_shape(blocks, reduction, v)))
+                    at += size_of(parts[-1][-1])
+                ends.append(at)
+            length = max(ends) - offset  # a block's vector has the same length on all IPUs
+            if any(of_block.values()):
+                run = self._partial_results(of_block, length, dtype, blocks.leaf_mask(k))
+                vectors += self._on_block(k, arrays[k], env, run)
+            offset += length
+        vector = jnp.concatenate(vectors)
+        by_ipu = lax.all_gather(vector, IPU_AXIS) if blocks.ipus > 1 else vector[None]
+        everyone = lax.all_gather(by_ipu, REPLICA_AXIS) if blocks.replicas > 1 else by_ipu[None]
+        return {
+            v: combined(blocks, r, v, everyone[:, :, at : at + size_of(shape)].reshape(*everyone.shape[:2], *shape))
+            for r, v, at, shape in parts
+        }
+
+    def _partial_results(self, of_block: dict[int, list[LeafReduction]], length: int, dtype: Any, mask: Any) -> Any:
+        """Return the program that packs a leaf's partial results into a vector of this length."""
+
+        def run(leaf: int, arrays: Sequence[Any], evaluator: LeafEvaluator) -> list[Any]:
+            results = [partial_result(self.blocks, r, evaluator, mask) for r in of_block[leaf]]
+            vector = jnp.concatenate([*(jnp.ravel(x).astype(dtype) for x in results), jnp.zeros(0, dtype)])
+            return [jnp.pad(vector, (0, length - vector.size))]
+
+        return run
+
+
+def _value_of(v: Any, env: dict[Any, Any]) -> Any:
+    aval: Any = v.aval
+    return jnp.asarray(v.val, aval.dtype) if isinstance(v, core.Literal) else env[v]
+
+
+def _select_own(leaves: Sequence[int | None], values: list[Any]) -> Any:
+    """Return this IPU's number, from one number per IPU with a leaf in the block."""
+    following = iter(values)
+    by_ipu = [values[0] if leaf is None else next(following) for leaf in leaves]
+    return jnp.stack(by_ipu)[lax.axis_index(IPU_AXIS)]
+
+
+def _first(array: Any, length: int) -> Any:
+    """Return the first `length` elements of a flat array, or all of an array with at most `length` elements."""
+    return array if array.size <= length else array[:length]
+
+
+def _with_first(array: Any, value: Any, zero: Any) -> Any:
+    """Return a flat array with its first elements replaced by `value`, or `value` if it has the array's shape.
+
+    XLA writes in place if the value is computed from a slice of the array at the same index, unknown to XLA.
+    """
+    return value if value.shape == array.shape else lax.dynamic_update_slice_in_dim(array, value, zero, 0)

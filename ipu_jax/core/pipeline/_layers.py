@@ -1,0 +1,82 @@
+"""Make stages from a list of layers, placed evenly on the IPUs, with the loss after the last layer."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from ipu_jax.core.analysis.balance import balance_layers, measure_costs
+from ipu_jax.core.stage import Stage
+
+Layer = tuple[Callable[..., Any], Any]
+
+
+def stages_of_layers(
+    layers: Iterable[Any],
+    params: Iterable[Any] | None,
+    loss: Callable[..., Any],
+    inputs: Callable[[Any], Any] | None,
+    *,
+    ipus: int,
+    rounds: int,
+    costs: Iterable[float] | None,
+    microbatch: Any,
+    recompute: Any,
+) -> tuple[list[Stage], dict[str, Any]]:
+    """Return the stages and `{group: weights}`. The arguments are as for `Pipeline.from_layers`.
+
+    Raises:
+        ValueError: the arguments do not fit each other, or layers cannot be placed.
+    """
+    pairs = _pairs(layers, params)
+    for name, fn in (("loss", loss), ("inputs", inputs)):
+        if not callable(fn) and (name == "loss" or fn is not None):
+            takes = "(x, microbatch)" if name == "loss" else "(microbatch)"
+            raise ValueError(f"{name}={fn!r} is not callable: give a function of {takes}")
+    if costs is not None and microbatch is not None:
+        raise ValueError("costs and microbatch are both given: give the layers' costs, or a micro-batch to count FLOPs")
+    weights = {f"layer {k}": own for k, (_, own) in enumerate(pairs) if jax.tree.leaves(own)}
+    stages = []
+    for k, (layer, own) in enumerate(pairs):
+        name = f"layer {k}"
+        fn = _stage_function(layer, own, (inputs or _whole) if k == 0 else None)
+        stages.append(Stage(fn, params=name if name in weights else None, name=name, recompute=recompute))
+    end = Stage(lambda _, x, mb: loss(x, mb), name="loss", predict=lambda _, x, mb: x)
+    if microbatch is not None:
+        *of_layers, last, of_loss = measure_costs([*stages, end], weights, microbatch)
+        costs = [*of_layers, last + of_loss]
+    elif costs is None:
+        costs = [1.0] * (len(stages) - 1) + [1.01]  # the last IPU has the loss, so it gets the smaller of uneven parts
+    placed = balance_layers(stages, costs, ipus, rounds=rounds).stages
+    return [*placed, dataclasses.replace(end, ipu=placed[-1].ipu)], weights
+
+
+def _pairs(layers: Iterable[Any], params: Iterable[Any] | None) -> list[Layer]:
+    if not isinstance(layers, Iterable):
+        raise ValueError(f"layers={layers!r} are no layers: give a list of functions layer(params, x)")
+    listed = list(layers)
+    if params is not None:
+        weights = list(params)
+        if len(weights) != len(listed):
+            raise ValueError(f"{len(listed)} layers and {len(weights)} params: give the weights of each layer")
+        listed = list(zip(listed, weights, strict=True))
+    for k, layer in enumerate(listed):
+        if not (isinstance(layer, tuple) and len(layer) == 2 and callable(layer[0])):
+            found = layer[0] if params is not None else layer
+            mend = "give a function of (params, x)" if params is not None else "give (function, params), or params="
+            raise ValueError(f"layer {k} is {found!r}: {mend}")
+    return listed
+
+
+def _whole(microbatch: Any) -> Any:
+    return microbatch
+
+
+def _stage_function(layer: Callable[..., Any], empty: Any, inputs: Callable[[Any], Any] | None) -> Callable[..., Any]:
+    """Return a layer as a stage's function; a layer without weights gets its own `empty` tree."""
+
+    def fn(p: Any, x: Any, mb: Any) -> Any:
+        return layer(empty if p is None else p, x if inputs is None else inputs(mb))
+
+    return fn

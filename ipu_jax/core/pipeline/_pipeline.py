@@ -1,0 +1,339 @@
+"""Run a model as stages over the IPUs of a replica: loss and gradients of one weight update, in one program.
+
+    IPU 0   inputs -> MLP \\  \\-> classifier (columns 0-4) -- softmax CE \\
+    IPU 1                  -> -> classifier (columns 5-9) -- softmax CE  -> loss
+
+    pipeline = Pipeline([Stage(mlp, params="mlp", ipu=0), Stage(head, params="head", ipu=ALL_IPUS)],
+                        specs={"head": PartitionSpec(None, "ipu")}, gradient_accumulation=16)
+    params = pipeline.shard({"mlp": ..., "head": ...})
+    loss, gradients = pipeline.value_and_grad(params, batch)     # gradients are laid out as params
+
+`value_and_grad` can be called directly, or inside the user's own `jax.jit` with the optimizer's update.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from ipu_jax.base.tracebacks import ShortTracebacks
+from ipu_jax.core.analysis.report import make_report
+from ipu_jax.core.devices import make_mesh
+from ipu_jax.core.engine.on_mesh import predict_on_mesh
+from ipu_jax.core.pipeline._derivatives import differentiable_loss, refusing_derivatives
+from ipu_jax.core.pipeline._description import describe
+from ipu_jax.core.pipeline._layers import stages_of_layers
+from ipu_jax.core.pipeline._placed_stages import PlacedStages
+from ipu_jax.core.stage import Role, Stage
+from ipu_jax.core.weights import packing
+from ipu_jax.core.weights.arguments import check_predictable
+from ipu_jax.core.weights.packing import Sharded
+from ipu_jax.distributed.processes.jax_facts import count_samples
+
+
+class Pipeline(PlacedStages):
+    """Runs stages on the IPUs of each replica, under a schedule.
+
+    Args:
+        stages: the model, first stage first. An IPU may have several stages, whether they are neighbours or not.
+        mesh: a mesh with axes ("replica", "ipu"), from `make_mesh`. Default: one replica on as many IPUs as the stages
+            name.
+        schedule: a name in `ipu_jax.SCHEDULES`, a `Schedule` for this placement and M, or "auto": the first
+            step, report or `choose_schedule` finds the schedule that takes the least time for the stages' FLOPs, within
+            `ipu_memory` if that is given. Later steps keep this schedule, even for other shapes.
+        gradient_accumulation: M, the micro-batches of one weight update. It can be smaller than the number of stages.
+        reduction: gradients are the "mean" or the "sum" over the M micro-batches and the replicas. The loss is always
+            the mean.
+        specs: per concurrent group, a `PartitionSpec` over "ipu", or a pytree of them, that says how its leaves are
+            split. A dim that is not divisible by the number of IPUs is padded with zeros, which `unshard` drops.
+        state_specs: the same for the state of concurrent stages. By default every IPU holds it whole.
+        frozen: per group, True, or a pytree of bools that is a prefix of the group's: the leaves that get no gradient.
+            No gradient is computed or stored for a frozen leaf, and its part of the result is zeros. It can have any
+            dtype. The pipeline that runs decides which leaves are frozen, not the pipeline that sharded the weights. So
+            weights can be unfrozen gradually by passing them to another pipeline.
+        ipu_memory: the memory of an IPU in bytes, for example 900e6. The first `value_and_grad` for given shapes warns,
+            before it runs, if that is not enough.
+
+    Raises:
+        ValueError: there are no stages, a stage is on an IPU outside the replica, a group is on several IPUs, two
+            groups came from one array (see `gather_stages`), or a name or number breaks its rule. It is raised before
+            anything is compiled.
+
+    >>> import jax.numpy as jnp
+    >>> stage = lambda w, x, mb: jnp.mean((mb @ w) ** 2)
+    >>> pipeline = Pipeline([Stage(stage, params="w", ipu=0)], gradient_accumulation=2)
+    >>> params = pipeline.shard({"w": jnp.ones((3, 1))})
+    >>> loss, gradients = pipeline.value_and_grad(params, jnp.ones((2, 4, 3)))
+    >>> float(loss), pipeline.unshard(gradients)["w"].tolist()
+    (9.0, [[6.0], [6.0], [6.0]])
+    """
+
+    def value_and_grad(
+        self, params: Sharded, batch: Any, state: Sharded | None = None, key: jax.Array | None = None
+    ) -> Any:
+        """Return the loss and the gradients of one weight update.
+
+        Communicates, in each tick: one ppermute of an activation and one of its gradient between neighbours, and for
+        each run of concurrent stages a broadcast of its input and a reduction of its gradient. At the end this
+        communicates the loss, and the gradients over the replicas.
+
+        Args:
+            params: from `shard`.
+            batch: a pytree whose leaves are (M, micro-batch, ...), or (replicas, M, micro-batch, ...) if there are
+                several replicas. Across several instances it is from a `Feed`, or the whole batch as NumPy arrays, the
+                same on each instance.
+            state: from `shard_state` or from the previous step, if a stage has state.
+            key: a typed key, `jax.random.key(...)`, if a stage is random. Give each step a different key.
+
+        Returns:
+            `(loss, gradients)`, or `((loss, aux), gradients)` if a stage returns an aux, followed by the new state if a
+            stage has state. The loss is the mean over micro-batches and replicas. `aux` is the last stage's aux if no
+            other stage returns one, otherwise `{stage name: aux}`; its leaves have leading dims (M,), or (replicas, M).
+            Gradients have the layout and dtypes of `params`; they are accumulated in at least float32.
+
+        Raises:
+            ValueError: `params` is not from `shard`, the batch does not fit, or state or key is missing or superfluous.
+                It is raised before anything is compiled.
+        """
+        self.check(params, batch, state, key)
+        arguments = self.apply_frozen(params), batch, state, key
+        report = lambda: make_report(self.plan_step(*arguments), *arguments, mesh=self.mesh)  # noqa: E731
+        with ShortTracebacks():
+            self._memory.check(*arguments[:3], report)
+            samples = count_samples(batch, 2 + (self.replicas > 1))
+            result = self._bounded(self._undifferentiated, params, batch, state, key, updates=1, samples=samples)
+        return result if self._groups.state_owners else result[:2]
+
+    def loss(
+        self,
+        params: Sharded,
+        batch: Any,
+        state: Sharded | None = None,
+        key: jax.Array | None = None,
+        *,
+        training: bool = False,
+    ) -> Any:
+        """Return the loss, or `(loss, aux)`, of the stages' `evaluate` functions, or with `training` of their `fn`.
+
+        It computes no gradients and keeps no stash. `jax.grad`, `jax.value_and_grad` and `jax.jvp` differentiate it
+        with respect to `params`, also as a part of another function, such as
+        `pipeline.loss(params, batch) + penalty(params)`. They run the program of `value_and_grad`. They differentiate
+        the functions whose loss is returned: the evaluation functions, or with `training` the training functions,
+        including dropout. The gradient is the mean's, whatever `reduction` is, and zeros for frozen leaves.
+
+        Communicates like `value_and_grad`, without gradients unless it is differentiated.
+
+        Args:
+            params, batch, state, key: as for `value_and_grad`. Without `training`, no key is needed if all random
+                stages have an `evaluate` function.
+            training: whether to run `fn` of each stage in place of `evaluate`. Then the stages change their state.
+
+        Returns:
+            `loss`, or `(loss, aux)` if a stage returns aux, like `value_and_grad`. With `training`, if stages have
+            state, `(loss, new state)`, or `(loss, (aux, new state))`: use `jax.value_and_grad(..., has_aux=True)`. No
+            gradient flows through the new state.
+
+        Raises:
+            ValueError: as in `value_and_grad`; or a derivative with respect to batch, state or key, through aux, or of
+                second order is requested.
+
+        >>> import jax.numpy as jnp
+        >>> stage = lambda w, x, mb: jnp.mean((mb @ w) ** 2)
+        >>> pipeline = Pipeline([Stage(stage, params="w", ipu=0)], gradient_accumulation=2)
+        >>> params, batch = pipeline.shard({"w": jnp.ones((3, 1))}), jnp.ones((2, 4, 3))
+        >>> penalty = lambda params: sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
+        >>> gradients = jax.grad(lambda params: pipeline.loss(params, batch) + 0.5 * penalty(params))(params)
+        >>> pipeline.unshard(gradients)["w"].tolist()  # 6 of the loss, 1 of the penalty
+        [[7.0], [7.0], [7.0]]
+        """
+        role = "training" if training else "evaluation"
+        self._check(params, batch, state, key, role)
+        with ShortTracebacks():
+            loss, aux, new_state = self._losses[role](params, batch, state, key)
+        result = self.loss_with_aux(loss, aux)
+        if not (training and self._groups.state_owners):
+            return result
+        return (loss, (result[1], new_state)) if isinstance(result, tuple) else (loss, new_state)
+
+    def predict(
+        self,
+        params: Sharded,
+        batch: Any,
+        state: Sharded | None = None,
+        key: jax.Array | None = None,
+        *,
+        return_state: bool = False,
+    ) -> Any:
+        """Return the outputs of the last stage for any number of micro-batches, without labels or a loss.
+
+        Each stage runs `predict`, or else `evaluate`, or else `fn`; the last stage must have `predict`. Aux is not
+        computed. The schedule is "grouped" without its backward, which fills the pipeline as fast as possible.
+
+        Communicates, in each tick: one ppermute of an activation between neighbours, and for each run of concurrent
+        stages a broadcast of its input. At the end it broadcasts the outputs of a local last stage to all IPUs.
+
+        Args:
+            params: from `shard`.
+            batch: a pytree whose leaves are (m, micro-batch, ...), for any m, or (replicas, m, micro-batch, ...) if
+                there are several replicas. Leaves that no stage reads in prediction, such as labels, may be missing.
+            state: from `shard_state`, a training step, or an earlier prediction, if a stage has state.
+            key: a typed key. It is needed only if a random stage has neither `predict` nor `evaluate`.
+            return_state: whether to return the new state as well, on one replica: the state that `predict` functions
+                return, micro-batch after micro-batch, such as a cache; and the given state of other stages. Without it,
+                each micro-batch still reads the state from earlier micro-batches of the same call.
+
+        Returns:
+            The pytree that the last stage returns, with leading dims (m,), or (replicas, m): whole on every IPU, except
+            outputs that `Stage(predict_specs=...)` keeps split over the IPUs; these are split `jax.Array`s, padded like
+            the weights (`logits[..., :size]` removes the padding). With `return_state`, `(outputs, new state)`.
+
+        Raises:
+            ValueError: the last stage has no `predict`; `return_state` is given with several replicas or without state;
+                or as in `value_and_grad`. It is raised before anything is compiled.
+
+        >>> import jax.numpy as jnp
+        >>> loss = lambda w, x, mb: jnp.mean((mb["x"] @ w - mb["y"]) ** 2)
+        >>> stage = Stage(loss, params="w", ipu=0, predict=lambda w, x, mb: mb["x"] @ w)
+        >>> pipeline = Pipeline([stage], gradient_accumulation=2)
+        >>> params = pipeline.shard({"w": jnp.ones((3, 1))})
+        >>> pipeline.predict(params, {"x": jnp.ones((5, 4, 3))}).shape  # 5 micro-batches of 4 rows
+        (5, 4, 1)
+        """
+        check_predictable(self.stages, self.replicas, return_state)
+        self._check(params, batch, state, key, "prediction")
+        with ShortTracebacks():
+            outputs, new_state = self._bounded(self._predict, params, batch, state, key)
+        return (outputs, new_state) if return_state else outputs
+
+    @classmethod
+    def from_layers(
+        cls,
+        layers: Iterable[Any],
+        params: Iterable[Any] | None = None,
+        *,
+        loss: Callable[..., Any],
+        ipus: int,
+        inputs: Callable[[Any], Any] | None = None,
+        replicas: int = 1,
+        rounds: int = 1,
+        costs: Iterable[float] | None = None,
+        microbatch: Any = None,
+        recompute: Any = "auto",
+        **options: Any,
+    ) -> "tuple[Pipeline, Sharded]":
+        """Return a pipeline made from a list of layers, and their weights on the IPUs.
+
+        `balance_layers` places the layers in their order, as evenly as possible by number, by `costs`, or by the FLOPs
+        for one `microbatch`. Layer k becomes the stage "layer k", with its weights in the group "layer k"; the loss
+        becomes the last stage, "loss". `predict` returns the last layer's result.
+
+        Args:
+            layers: functions `layer(params, x) -> x`, first layer first, such as modules' `apply`; or pairs
+                `(function, params)`. Equal layers can be one function, `[block] * 12`.
+            params: per layer, its weights, a pytree of arrays or None, unless layers are pairs.
+            loss: `loss(x, microbatch) -> loss`, the micro-batch's mean loss, a float scalar, or `(loss, aux)`; x is the
+                last layer's result.
+            ipus: the number of IPUs of a replica; layers are placed on all of them.
+            inputs: `inputs(microbatch) -> x` of the first layer. Default: the micro-batch itself.
+            replicas: copies of the model.
+            rounds: how often the layers go round the IPUs, for "looped" schedules.
+            costs: per layer, a number, such as measured seconds.
+            microbatch: one micro-batch or its shapes, leaves without the leading M: layers are placed by their FLOPs.
+            recompute: as for `Stage`, for all layers.
+            options: all other arguments of `Pipeline`, except `mesh` and `specs`.
+
+        Returns:
+            `(pipeline, params)`. `pipeline.unshard(params)` returns `{"layer 0": weights, ...}`.
+
+        Raises:
+            ValueError: there are fewer layers than ipus x rounds, or not as many params or costs as layers; a layer is
+                not a function or a pair; both `costs` and `microbatch` are given; or as in `Pipeline`.
+
+        >>> import jax.numpy as jnp
+        >>> block = lambda w, x: x + jnp.tanh(x @ w)
+        >>> loss = lambda x, microbatch: jnp.mean((x - microbatch["y"]) ** 2)
+        >>> pipeline, params = Pipeline.from_layers(
+        ...     [block] * 5, [jnp.eye(3)] * 5, loss=loss, inputs=lambda mb: mb["x"], ipus=2, gradient_accumulation=4
+        ... )
+        >>> [stage.ipu for stage in pipeline.stages]
+        [0, 0, 0, 1, 1, 1]
+        >>> batch = {"x": jnp.ones((4, 8, 3)), "y": jnp.zeros((4, 8, 3))}
+        >>> value, gradients = pipeline.value_and_grad(params, batch)
+        >>> pipeline.predict(params, {"x": jnp.ones((1, 2, 3))}).shape
+        (1, 2, 3)
+        """
+        stages, weights = stages_of_layers(
+            layers,
+            params,
+            loss,
+            inputs,
+            ipus=ipus,
+            rounds=rounds,
+            costs=costs,
+            microbatch=microbatch,
+            recompute=recompute,
+        )
+        pipeline = cls(stages, mesh=make_mesh(replicas, ipus), **options)
+        return pipeline, pipeline.shard(weights)
+
+    def replace(self, *, stages: Iterable[Stage] | None = None, mesh: Mesh | None = None) -> "Pipeline":
+        """Return the same pipeline with other stages (with the same places and groups) or on another mesh."""
+        return Pipeline(
+            self.stages if stages is None else stages,
+            mesh=self.mesh if mesh is None else mesh,
+            schedule=self.schedule_or_name,
+            gradient_accumulation=self.options.gradient_accumulation,
+            reduction=self.options.reduction,
+            specs=self._groups.specs,
+            state_specs=self._groups.state_specs,
+            frozen=self._groups.frozen,
+            ipu_memory=self._memory.ipu_memory,
+        )
+
+    def __repr__(self) -> str:
+        return describe(self)
+
+    # the programs, jitted once each, so that all calls with the same shapes run the same program
+
+    @functools.cached_property
+    def _undifferentiated(self) -> Callable[..., Any]:
+        return refusing_derivatives(
+            self._value_and_grad,
+            "pipeline.value_and_grad cannot be differentiated again: it returns gradients already; use "
+            "jax.value_and_grad(pipeline.loss) for a function of the loss",
+        )
+
+    @functools.cached_property
+    def _losses(self) -> dict[Role, Callable[..., Any]]:
+        def of(role: Role) -> Callable[..., Any]:
+            with_gradients = jax.jit(functools.partial(self._run, role=role, backward=True))
+
+            @jax.jit
+            def alone(*args: Any) -> Any:
+                loss, aux, _, new_state = self._run(*args, role=role, backward=False)
+                return loss, aux, new_state
+
+            bounded = (
+                functools.partial(self._bounded, alone),
+                functools.partial(self._bounded, with_gradients, updates=1),
+            )
+            return differentiable_loss(*bounded)
+
+        return {"training": of("training"), "evaluation": of("evaluation")}
+
+    @functools.cached_property
+    def _predict(self) -> Callable[..., Any]:
+        program = functools.partial(self.run_on_ipu, backward=False, role="prediction")
+
+        @jax.jit
+        def predict(params: Sharded, batch: Any, state: Sharded | None, key: Any) -> Any:
+            state = state or packing.empty_sharded(self.ipus)
+            specs = self.stages[-1].predict_specs
+            return predict_on_mesh(program, self.mesh, params, batch, state, key, output_specs=specs)
+
+        return refusing_derivatives(
+            predict,
+            "pipeline.predict cannot be differentiated: compute the loss in the last stage, and use pipeline.loss",
+        )

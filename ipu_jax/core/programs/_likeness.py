@@ -1,0 +1,113 @@
+"""Decide whether two traced programs compute the same function, so that one can run for both.
+
+They do if their jaxprs have equal text, equal literals and constants, and equal parameters of every equation. A
+parameter that is neither a plain value nor a jaxpr, such as a host callback or an exported function, equals only
+itself, unless its type defines equality.
+"""
+
+import dataclasses
+import enum
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend import core
+
+from ipu_jax.base.jaxprs import CHECKPOINTS
+
+_SMALL = 4096  # elements; larger constants are not compared
+_PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, np.dtype, np.generic, type(None))
+# parameters that define derivatives: these programs have been differentiated already
+_RULES = {
+    "custom_jvp_call": ("jvp_jaxpr_fun", "jvp_jaxpr_thunk"),
+    "custom_vjp_call": ("fwd_jaxpr_thunk", "bwd", "out_trees"),
+    **dict.fromkeys(CHECKPOINTS, ("policy",)),
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Signature:
+    """Hold the text and the constants of programs. Programs with equal signatures compute the same function."""
+
+    texts: tuple[Any, ...]
+    constants: tuple[Any, ...]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Signature) or self.texts != other.texts or len(self.constants) != len(other.constants):
+            return False
+        return all(_equal(one, two) for one, two in zip(self.constants, other.constants, strict=True))
+
+    def __hash__(self) -> int:
+        return hash(self.texts[0])
+
+
+def signature_of(programs: Sequence[Any], *more: Any) -> Signature | None:
+    """Return the signature of closed jaxprs and of `more`, or None if they contain large constants."""
+    constants = [thing for closed in programs for thing in _constants_of(closed)]
+    if any(isinstance(thing, _Array) and thing.is_large for thing in constants):
+        return None
+    # an address in the text names an object; the object itself is compared among the constants
+    texts = tuple(re.sub(r" at 0x[0-9a-f]+", "", str(closed.jaxpr)) for closed in programs)
+    return Signature((texts, *more), tuple(constants))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Array:
+    value: Any
+
+    @property
+    def is_large(self) -> bool:
+        return np.size(self.value) > _SMALL
+
+
+def _constants_of(closed: Any) -> Iterator[Any]:
+    """Yield the constants, literals and parameters of a jaxpr and of the jaxprs inside it."""
+    jaxpr = closed.jaxpr if hasattr(closed, "jaxpr") else closed
+    yield from map(_Array, getattr(closed, "consts", ()))
+    for eqn in jaxpr.eqns:
+        yield from (_Array(v.val) for v in eqn.invars if isinstance(v, core.Literal))
+        for name, value in sorted(eqn.params.items()):
+            if name not in _RULES.get(eqn.primitive.name, ()):
+                yield from _parameter(value)
+    yield from (_Array(v.val) for v in jaxpr.outvars if isinstance(v, core.Literal))
+
+
+def _parameter(value: Any) -> Iterator[Any]:
+    if hasattr(value, "eqns"):
+        yield from _constants_of(value)
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _parameter(part)
+    elif isinstance(value, (np.ndarray, jax.Array)):
+        yield _Array(value)
+    elif not isinstance(value, _PLAIN):
+        yield value
+
+
+def _equal(one: Any, two: Any) -> bool:
+    if one is two:
+        return True
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, _Array):
+        return _same_bits(one.value, two.value)
+    try:
+        return bool(one == two)
+    except Exception:  # an equality that raises decides nothing
+        return False
+
+
+def _same_bits(one: Any, two: Any) -> bool:
+    if one is two:
+        return True
+    unknown = isinstance(one, Tracer) or isinstance(two, Tracer)
+    if unknown or jnp.result_type(one) != jnp.result_type(two):
+        return False
+    if jnp.issubdtype(jnp.result_type(one), jax.dtypes.prng_key):
+        return _same_bits(jax.random.key_data(one), jax.random.key_data(two))
+    one, two = np.asarray(one), np.asarray(two)
+    return one.shape == two.shape and one.dtype == two.dtype and one.tobytes() == two.tobytes()

@@ -1,0 +1,137 @@
+"""Find which values of a traced program may differ along a mesh axis, and which collectives might wait for ever.
+
+A value computed from values that are the same on all devices of the axis is itself the same on all of them. A shard, a
+device's own index, and everything computed from these may differ, until a collective such as psum or all_gather
+combines them into one value. If the predicate of a branch or a loop may differ, perhaps only some devices run its body:
+a collective over the axis inside it is refused, and its results may differ.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.extend import core
+
+from ipu_jax.base.jaxprs import all_equations, closed_of, scan_parts
+from ipu_jax.core.collectives import axes_of, waits
+
+# the result of these over the axis is the same on all devices
+_MAKES_EQUAL = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
+# these call their body once, with the equation's inputs in order
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "checkpoint": "jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+
+Refuse = Callable[[Any, str], None]
+
+
+def differing(jaxpr: Any, inputs: Sequence[bool], axis: str, refuse: Refuse) -> list[bool]:
+    """Return, per output of a jaxpr, whether it may differ along an axis.
+
+    Args:
+        jaxpr: an open jaxpr, traced with the axis in scope under `check_vma=False`.
+        inputs: per input, whether it may differ.
+        axis: the mesh axis.
+        refuse: called with an equation that waits and that some devices may not reach, and with "cond" or "while" for
+            the construct around it; it raises.
+    """
+    return _Axis(axis, refuse).differing(jaxpr, inputs)
+
+
+class _Axis:
+    """Apply the rules of `differing` for one axis."""
+
+    def __init__(self, axis: str, refuse: Refuse):
+        self.axis, self.refuse = axis, refuse
+
+    def differing(self, jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+        differs = {var for var, may in zip(jaxpr.invars, inputs, strict=True) if may}
+
+        def of(atoms: Sequence[Any]) -> list[bool]:
+            return [not isinstance(v, core.Literal) and v in differs for v in atoms]
+
+        for eqn in jaxpr.eqns:
+            of_inputs = of(eqn.invars)
+            differs.update(v for v, may in zip(eqn.outvars, self._outputs(eqn, of_inputs), strict=True) if may)
+            if any(of_inputs):  # the value may be written into a Ref
+                differs.update(v for v in eqn.invars if not isinstance(v, core.Literal) and _is_ref(v))
+        return of(jaxpr.outvars)
+
+    def _outputs(self, eqn: Any, of_inputs: list[bool]) -> list[bool]:
+        name, count = eqn.primitive.name, len(eqn.outvars)
+        if name in _CALLS:
+            return self.differing(closed_of(eqn.params[_CALLS[name]]).jaxpr, of_inputs)
+        if name == "cond":
+            return self._cond(eqn, of_inputs)
+        if name == "while":
+            return self._while(eqn, of_inputs)
+        if name == "scan":
+            return self._scan(eqn, of_inputs)
+        if self._brings_differences(eqn):
+            return [True] * count
+        if self.axis in axes_of(eqn) and name in _MAKES_EQUAL:
+            return [False] * count
+        brings_its_own = any(
+            self._brings_differences(inner)
+            for jaxpr in core.jaxprs_in_params(eqn.params)
+            for inner in all_equations(jaxpr)
+        )
+        return [any(of_inputs) or brings_its_own] * count
+
+    def _brings_differences(self, eqn: Any) -> bool:
+        is_alike = eqn.primitive.name in _MAKES_EQUAL and eqn.params.get("axis_index_groups") is None
+        return self.axis in axes_of(eqn) and not is_alike
+
+    def _refuse_inside(self, jaxprs: Sequence[Any], name: str) -> None:
+        for jaxpr in jaxprs:
+            for eqn in all_equations(jaxpr):
+                if waits(eqn, self.axis):
+                    self.refuse(eqn, name)
+
+    def _cond(self, eqn: Any, of_inputs: list[bool]) -> list[bool]:
+        branches = [branch.jaxpr for branch in eqn.params["branches"]]
+        if of_inputs[0]:
+            self._refuse_inside(branches, "cond")
+            return [True] * len(eqn.outvars)
+        of_branches = [self.differing(branch, of_inputs[1:]) for branch in branches]
+        return [any(of_output) for of_output in zip(*of_branches, strict=True)]
+
+    def _while(self, eqn: Any, of_inputs: list[bool]) -> list[bool]:
+        params = eqn.params
+        predicate, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
+        of_predicate, rest = of_inputs[: params["cond_nconsts"]], of_inputs[params["cond_nconsts"] :]
+        of_body, carry = rest[: params["body_nconsts"]], rest[params["body_nconsts"] :]
+        while True:  # until no more of the carry turns out to differ
+            (decides,) = self.differing(predicate, [*of_predicate, *carry])
+            if decides:
+                self._refuse_inside([predicate, body], "while")
+                return [True] * len(carry)
+            after = [a or b for a, b in zip(carry, self.differing(body, [*of_body, *carry]), strict=True)]
+            if after == carry:
+                return carry
+            carry = after
+
+    def _scan(self, eqn: Any, of_inputs: list[bool]) -> list[bool]:
+        num_consts, num_carry = scan_parts(eqn.params)
+        consts, carry, xs = (
+            of_inputs[:num_consts],
+            of_inputs[num_consts:][:num_carry],
+            of_inputs[num_consts + num_carry :],
+        )
+        while True:
+            found = self.differing(eqn.params["jaxpr"].jaxpr, [*consts, *carry, *xs])
+            after = [a or b for a, b in zip(carry, found[:num_carry], strict=True)]
+            if after == carry:
+                return [*carry, *found[num_carry:]]
+            carry = after
+
+
+def _is_ref(var: Any) -> bool:
+    return hasattr(var.aval, "inner_aval")

@@ -1,0 +1,270 @@
+"""Run a traced backward and add each part of a gradient to its place in the accumulator.
+
+    traced      da = scan(...) stacked       dpos = pad(dt)        dw = dw1 + dw2
+    run here    per layer: sum_a[i] += da_i  sum_pos[:T] += dt     sum_w += dw1, sum_w += dw2
+
+So a scan over layers never stacks the gradients of all layers, and a gradient that is zero outside a slice changes only
+that slice of the accumulator. A gradient is a sum of parts, and the jaxpr shows which equation computes each part.
+Where nothing else reads a part, its equation is replaced by an addition to the accumulator in place. Any other part is
+computed as traced, and then added. JAX's own method, `VJP.with_refs`, adds a scan's gradients to the wrong leaves in
+jax 0.10 where some leaves have a `Ref` and others have none (docs/design/engine.md).
+"""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from ipu_jax.base.jaxprs import CHECKPOINTS, bound, closed_of, laid_open, scan_parts, value_of, variables
+from ipu_jax.core.programs._blocks import Block
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """The accumulator of one leaf's gradient.
+
+    Attributes:
+        total: an array of the leaf's shape, or a flat array that begins with the leaf's elements; its float dtype is at
+            least as wide as the leaf's.
+        shape: the leaf's shape.
+    """
+
+    total: Any
+    shape: tuple[int, ...]
+
+
+def add_gradients(
+    backward: Any, args: Sequence[Any], num_dx: int, sums: Sequence[Sum], zero: Any
+) -> tuple[list[Any], list[Any]]:
+    """Run a backward and add its gradients to their accumulators.
+
+    Args:
+        backward: a closed jaxpr whose outputs are `num_dx` other values, then one gradient per entry of `sums`.
+        args: its arguments.
+        num_dx: how many outputs come before the gradients.
+        sums: the accumulators.
+        zero: an int32 0 that XLA does not know to be 0 (`Block`).
+
+    Returns:
+        `(new totals, the other outputs)`.
+    """
+    totals = [s.total for s in sums]
+    blocks = [Block.whole(s.shape, s.total.shape != s.shape, zero) for s in sums]
+    outvars = backward.jaxpr.outvars[num_dx:]
+    wanted = [_Wanted(var, k, block) for k, (var, block) in enumerate(zip(outvars, blocks, strict=True))]
+    walk = _Walk(backward, wanted)
+    env = walk.run(args, totals)
+    return totals, [value_of(v, env) for v in backward.jaxpr.outvars[:num_dx]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """A variable whose value is to be added to a block of accumulator `k`."""
+
+    var: Any
+    k: int
+    block: Block
+
+
+class _Walk:
+    """Run one program whose equations compute parts of gradients.
+
+    Args:
+        closed: the program.
+        wanted: its gradients.
+        carried: inputs that are accumulators themselves (a scan's carry, to which the body adds), and so are not
+            added again.
+    """
+
+    def __init__(self, closed: Any, wanted: Sequence[_Wanted], carried: Sequence[Any] = ()):
+        self.closed, jaxpr = closed, closed.jaxpr
+        read = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)
+        self.uses = collections.Counter(variables(read))
+        self.made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        self.sums_alone: set[int] = set()  # equations that only add parts
+        self.parts: dict[Any, list[_Wanted]] = {}
+        self.literals: list[_Wanted] = []
+        for want in wanted:
+            for part in self.parts_of(want):
+                if isinstance(part.var, core.Literal):
+                    self.literals.append(part)
+                elif part.var not in carried:
+                    self.parts.setdefault(part.var, []).append(part)
+
+    def parts_of(self, want: _Wanted) -> list[_Wanted]:
+        """Return the parts that add up to a variable, each with its own block, and note the equations that add them."""
+        eqn = None if isinstance(want.var, core.Literal) or self.uses[want.var] > 1 else self.made_by.get(want.var)
+        block = None if eqn is None else self.block_of_input(eqn, want.block)
+        if eqn is None or block is None:
+            return [want]
+        self.sums_alone.add(id(eqn))
+        inputs = eqn.invars if eqn.primitive.name == "add_any" else eqn.invars[:1]
+        return [part for var in inputs for part in self.parts_of(_Wanted(var, want.k, block))]
+
+    def block_of_input(self, eqn: Any, block: Block) -> Block | None:
+        """Return the block to which an equation's inputs, or its first input, can be added instead of its output.
+
+        Return None where no block qualifies.
+        """
+        part, name = eqn.invars[0].aval, eqn.primitive.name
+        if name == "add_any":
+            return block
+        if name == "convert_element_type":  # the accumulator is float32 at least
+            return block if jnp.issubdtype(part.dtype, jnp.floating) else None
+        if name == "pad":  # the gradient of a slice
+            config = eqn.params["padding_config"]
+            if all(low >= 0 and high >= 0 and between == 0 for low, high, between in config):
+                inner = block.part([int(low) for low, _, _ in config], part.shape)
+                return inner if inner.in_one_piece and self.is_zero(eqn.invars[1]) else None
+        if name == "broadcast_in_dim" and part.size == eqn.outvars[0].aval.size:  # of `table[3]`
+            return block.with_dims(eqn.params["broadcast_dimensions"])
+        return None
+
+    def has_part(self, var: Any, want: _Wanted) -> bool:
+        """Return whether a variable is a part of a wanted variable, and nothing else reads it."""
+        return self.uses[var] == 1 and any(part.var is var for part in self.parts_of(want))
+
+    def is_zero(self, var: Any) -> bool:
+        if isinstance(var, core.Literal):
+            return not np.any(var.val)
+        eqn = self.made_by.get(var)
+        return eqn is not None and eqn.primitive.name == "broadcast_in_dim" and self.is_zero(eqn.invars[0])
+
+    def run(self, args: Sequence[Any], totals: list[Any]) -> dict[Any, Any]:
+        """Return the values of all variables except the sums of parts, and change `totals` in place."""
+        jaxpr = self.closed.jaxpr
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*self.closed.consts, *args], strict=True))
+        for want in self.literals:
+            self.add(want, jnp.full(want.block.shape, want.var.val), totals)
+        for var in [*jaxpr.constvars, *jaxpr.invars]:
+            for want in self.parts.get(var, ()):
+                self.add(want, env[var], totals)
+        for eqn in jaxpr.eqns:
+            if id(eqn) in self.sums_alone:
+                continue
+            inputs = [value_of(v, env) for v in eqn.invars]
+            own = {
+                position: self.parts[var][0]
+                for position, var in enumerate(eqn.outvars)
+                if self.uses[var] == 1 and len(self.parts.get(var, ())) == 1
+            }
+            rule = _RULES.get(eqn.primitive.name)
+            outputs = rule(self, eqn, inputs, own, totals) if rule and own else None
+            if outputs is None:
+                outputs, own = dict(enumerate(bound(eqn, inputs))), {}
+            for position, value in outputs.items():
+                var = eqn.outvars[position]
+                env[var] = value
+                for want in self.parts.get(var, ()):
+                    self.add(want, value, totals)
+        return env
+
+    @staticmethod
+    def add(want: _Wanted, part: Any, totals: list[Any]) -> None:
+        totals[want.k] = want.block.add(totals[want.k], part)
+
+
+# A rule adds the outputs in `own` (parts that nothing else reads) to `totals`, and returns the equation's other outputs
+# as {position: value}. It returns None, and changes nothing, where it does not apply.
+
+
+def _scan(
+    walk: _Walk, eqn: Any, inputs: list[Any], own: dict[int, _Wanted], totals: list[Any]
+) -> dict[int, Any] | None:
+    """Add a row of a stacked output, or the next term of a carried sum, in each iteration."""
+    params, body = eqn.params, laid_open(eqn.params["jaxpr"])
+    num_consts, num_carry = scan_parts(params)
+    consts, init, xs = inputs[:num_consts], inputs[num_consts:][:num_carry], inputs[num_consts + num_carry :]
+    carry_vars = body.jaxpr.invars[num_consts:][:num_carry]
+    inner = _Walk(body, ())
+    added = {
+        p: want
+        for p, want in own.items()
+        if p >= num_carry or inner.has_part(carry_vars[p], dataclasses.replace(want, var=body.jaxpr.outvars[p]))
+    }
+    if not added:
+        return None
+    for p, want in added.items():
+        if p < num_carry and not walk.is_zero(eqn.invars[num_consts + p]):
+            walk.add(want, init[p], totals)
+    kept = [p for p in range(len(eqn.outvars)) if p not in added]
+    kept_carry = [p for p in kept if p < num_carry]
+    ks = sorted({want.k for want in added.values()})
+
+    def step(carry: Any, x: Any) -> Any:
+        (values, held), (i, x) = carry, x
+        wanted = [
+            _Wanted(body.jaxpr.outvars[p], want.k, want.block if p < num_carry else want.block.row(i))
+            for p, want in added.items()
+        ]
+        here = [held[ks.index(k)] if k in ks else None for k in range(len(totals))]
+        of_carry: list[Any] = [None] * num_carry
+        for p, value in zip(kept_carry, values, strict=True):
+            of_carry[p] = value
+        sums_in = [carry_vars[p] for p in added if p < num_carry]
+        env = _Walk(body, wanted, sums_in).run([*consts, *of_carry, *x], here)
+        new = [value_of(body.jaxpr.outvars[p], env) for p in kept]
+        return (new[: len(kept_carry)], [here[k] for k in ks]), new[len(kept_carry) :]
+
+    start = [init[p] for p in kept_carry], [totals[k] for k in ks]
+    rows = jnp.arange(params["length"], dtype=jnp.int32), xs
+    how = {"length": params["length"], "reverse": params["reverse"], "unroll": params["unroll"]}
+    (carry, held), ys = lax.scan(step, start, rows, **how)
+    for k, total in zip(ks, held, strict=True):
+        totals[k] = total
+    return dict(zip(kept, [*carry, *ys], strict=True))
+
+
+def _checkpoint(walk: _Walk, eqn: Any, inputs: list[Any], own: dict[int, _Wanted], totals: list[Any]) -> dict[int, Any]:
+    """Run the body, behind the optimization barrier that JAX's own lowering sets."""
+    body, barred = laid_open(closed_of(eqn.params["jaxpr"])), eqn.params["prevent_cse"]
+    barred = (barred,) * len(inputs) if isinstance(barred, bool) else barred
+    if eqn.params["differentiated"] and any(barred):
+        behind = iter(lax.optimization_barrier([v for v, b in zip(inputs, barred, strict=True) if b]))
+        inputs = [next(behind) if b else v for v, b in zip(inputs, barred, strict=True)]
+    wanted = [_Wanted(body.jaxpr.outvars[p], want.k, want.block) for p, want in own.items()]
+    env = _Walk(body, wanted).run(inputs, totals)
+    return {p: value_of(v, env) for p, v in enumerate(body.jaxpr.outvars) if p not in own}
+
+
+def _update_slice(
+    walk: _Walk, eqn: Any, inputs: list[Any], own: dict[int, _Wanted], totals: list[Any]
+) -> dict[int, Any] | None:
+    """Add the gradient of a slice at a computed index."""
+    part, k, block = inputs[1], own[0].k, own[0].block
+    if not walk.is_zero(eqn.invars[0]):
+        return None
+    # a slice that reaches beyond the end is moved back inside, and so is its gradient
+    at = [jnp.clip(i, 0, size - n) for i, size, n in zip(inputs[2:], block.shape, part.shape, strict=True)]
+    inner = block.part(at, part.shape)
+    if not inner.in_one_piece:
+        return None
+    totals[k] = inner.add(totals[k], part)
+    return {}
+
+
+def _scatter_add(
+    walk: _Walk, eqn: Any, inputs: list[Any], own: dict[int, _Wanted], totals: list[Any]
+) -> dict[int, Any] | None:
+    """Add the gradient of a gather: rows of a table."""
+    k, (_, indices, updates) = own[0].k, inputs
+    total = None
+    if walk.is_zero(eqn.invars[0]):
+        total = own[0].block.scatter_add(totals[k], indices, updates, eqn.params)
+    if total is None:
+        return None
+    totals[k] = total
+    return {}
+
+
+_RULES = {
+    "scan": _scan,
+    "dynamic_update_slice": _update_slice,
+    "scatter-add": _scatter_add,
+    **dict.fromkeys(CHECKPOINTS, _checkpoint),
+}

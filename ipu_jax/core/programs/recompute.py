@@ -1,0 +1,301 @@
+"""Choose which values B computes again instead of reading the stash: those that are cheaper to compute than to keep.
+
+    kept        products with weights, a softmax's sums, dropout's masks, results of collectives
+    not kept    values that follow from these by cheap operations: gelu, norms, the softmax itself
+
+`_keeping` chooses the cheapest values from which B can compute everything that its derivative reads. Weights and the
+micro-batch cost nothing, because B has them anyway.
+
+Loops, collectives and functions with a derivative of their own are never computed again. They divide a stage into
+parts. Each part becomes a function whose derivative keeps the chosen values. The body of each scan is divided in the
+same way, so that a scan over layers keeps the values chosen per layer.
+"""
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.extend import core
+
+from ipu_jax.base.jaxprs import JITS, bound, depending, laid_open, needed, part_of, scan_parts, value_of, variables
+from ipu_jax.core.collectives import axes_of
+from ipu_jax.core.programs._keeping import bytes_of, cheapest_to_keep
+
+
+class Origin(enum.Enum):
+    """Classify a value: it depends on weights alone, it is an input that B gets again, or neither."""
+
+    WEIGHTS = enum.auto()
+    GIVEN = enum.auto()
+    COMPUTED = enum.auto()
+
+
+def recomputing(fn: Callable[..., Any], origins: Sequence[Origin]) -> Callable[..., Any]:
+    """Return `fn` with a derivative that reads few values of F and computes the others again.
+
+    Args:
+        fn: a function of pytrees. Results that are not arrays are returned as they are.
+        origins: per positional argument, where its leaves come from. The keyword argument "key" is GIVEN, and all
+            others are COMPUTED.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        flat, treedef = jax.tree.flatten((args, kwargs))
+        each = [*origins, *(Origin.GIVEN if name == "key" else Origin.COMPUTED for name in sorted(kwargs))]
+        subtrees = [*args, *(kwargs[name] for name in sorted(kwargs))]
+        leaf_origins = [o for o, tree in zip(each, subtrees, strict=True) for _ in jax.tree.leaves(tree)]
+        results: list[Any] = []
+
+        def flat_fn(*leaves: Any) -> list[Any]:
+            args, kwargs = jax.tree.unflatten(treedef, leaves)
+            results.append(fn(*args, **kwargs))
+            return [leaf for leaf in jax.tree.leaves(results[0]) if isinstance(leaf, jax.Array)]
+
+        closed = jax.make_jaxpr(flat_fn)(*flat)
+        arrays = iter(_run(closed, flat, leaf_origins))
+        return jax.tree.map(lambda leaf: next(arrays) if isinstance(leaf, jax.Array) else leaf, results[0])
+
+    return run
+
+
+def _run(closed: Any, args: Sequence[Any], origins: Sequence[Origin]) -> list[Any]:
+    """Evaluate a closed jaxpr, part by part."""
+    closed = laid_open(closed)
+    jaxpr = closed.jaxpr
+    eqns = needed(jaxpr.eqns, jaxpr.outvars) if not jaxpr.effects else jaxpr.eqns
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
+    known: dict[Any, Origin] = dict.fromkeys(jaxpr.constvars, Origin.GIVEN) | dict(
+        zip(jaxpr.invars, origins, strict=True)
+    )
+    parts = _parts(eqns)
+    for k, part in enumerate(parts):
+        inputs = list(dict.fromkeys(v for v in variables([v for eqn in part for v in eqn.invars]) if v in env))
+        from_weights = all(known[v] == Origin.WEIGHTS for v in inputs)
+        made = [v for eqn in part for v in eqn.outvars]
+        if _is_divider(part[0]):
+            (eqn,) = part
+            values = [value_of(v, env) for v in eqn.invars]
+            outputs = _scan(eqn, values, known) if eqn.primitive.name == "scan" else bound(eqn, values)
+        else:
+            read = {v for later in parts[k + 1 :] for eqn in later for v in variables(eqn.invars)}
+            made = [v for v in made if v in read or v in jaxpr.outvars]
+            outputs = _Part(part, inputs, made, [known[v] for v in inputs]).run(env)
+        env.update(zip(made, outputs, strict=True))
+        known |= dict.fromkeys(made, Origin.WEIGHTS if from_weights else Origin.COMPUTED)
+    return [value_of(v, env) for v in jaxpr.outvars]
+
+
+def _parts(eqns: Sequence[Any]) -> list[list[Any]]:
+    """Divide equations into runs without a divider, and the dividers between them."""
+    parts: list[list[Any]] = []
+    for eqn in eqns:
+        if parts and not _is_divider(eqn) and not _is_divider(parts[-1][0]):
+            parts[-1].append(eqn)
+        else:
+            parts.append([eqn])
+    return parts
+
+
+def _is_divider(eqn: Any) -> bool:
+    has_body = eqn.primitive.name != "custom_jvp_call" and any(True for _ in core.jaxprs_in_params(eqn.params))
+    return has_body or bool(eqn.effects) or bool(axes_of(eqn))
+
+
+def _scan(eqn: Any, inputs: list[Any], known: dict[Any, Origin]) -> list[Any]:
+    """Run a scan, with a derivative of its body that computes cheap values again."""
+    params, body = eqn.params, eqn.params["jaxpr"]
+    num_consts, num_carry = scan_parts(params)
+    of_inputs: list[Origin] = [Origin.WEIGHTS if isinstance(v, core.Literal) else known[v] for v in eqn.invars]
+    consts, init, xs = inputs[:num_consts], inputs[num_consts:][:num_carry], inputs[num_consts + num_carry :]
+    of_body: list[Origin] = [
+        *of_inputs[:num_consts],
+        *[Origin.COMPUTED] * num_carry,
+        *of_inputs[num_consts + num_carry :],
+    ]
+
+    def step(carry: Any, x: Any) -> Any:
+        outputs = _run(body, [*consts, *carry, *x], of_body)
+        return outputs[:num_carry], outputs[num_carry:]
+
+    how = {"length": params["length"], "reverse": params["reverse"], "unroll": params["unroll"]}
+    carry, ys = lax.scan(step, init, xs, **how)
+    return [*carry, *ys]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """A run of equations, as a function of the variables that it reads.
+
+    Attributes:
+        eqns: the equations, in order.
+        inputs, outputs: variables.
+        origins: the origins of the inputs.
+    """
+
+    eqns: list[Any]
+    inputs: list[Any]
+    outputs: list[Any]
+    origins: list[Origin]
+
+    def __call__(self, *args: Any) -> list[Any]:
+        env = dict(zip(self.inputs, args, strict=True))
+        for eqn in needed(self.eqns, self.outputs):
+            env.update(zip(eqn.outvars, bound(eqn, [value_of(v, env) for v in eqn.invars]), strict=True))
+        return [env[v] for v in self.outputs]
+
+    def run(self, env: dict[Any, Any]) -> list[Any]:
+        """Return the outputs, with a derivative that keeps the cheapest values."""
+        # a value without a gradient stays outside of custom_vjp, which would give it one
+        varying = _differentiable(self.eqns, self.inputs)
+        inside = dataclasses.replace(self, outputs=[v for v in self.outputs if v in varying])
+        outside = dataclasses.replace(self, outputs=[v for v in self.outputs if v not in varying])
+        args = [env[v] for v in self.inputs]
+        values = dict(zip(outside.outputs, outside(*args), strict=True))
+        if inside.outputs:
+            run = jax.custom_vjp(inside.__call__)
+            run.defvjp(inside._forward, _backward, symbolic_zeros=True)
+            # the others would get a gradient of zeros, even where they come from a loop that has no reverse mode
+            reached = _reached(self.eqns, inside.outputs)
+            args = [arg if v in reached else lax.stop_gradient(arg) for v, arg in zip(self.inputs, args, strict=True)]
+            values |= zip(inside.outputs, run(*args), strict=True)
+        return [values[v] for v in self.outputs]
+
+    def _forward(self, *primals: Any) -> tuple[list[Any], "_Saved"]:
+        derivative = self.derivative(tuple(primal.perturbed for primal in primals))
+        args = [primal.value for primal in primals]
+        values = core.jaxpr_as_fun(derivative.forward)(*args)
+        count = len(self.outputs)
+        given = [args[k] for k in derivative.read]
+        return values[:count], _Saved(values[count:], given, derivative)
+
+    def derivative(self, differentiated: tuple[bool, ...]) -> "_Derivative":
+        """Trace the part and its derivative with respect to some inputs, and choose the values to keep."""
+        captured: dict[str, Any] = {}
+
+        def forward(*args: Any) -> list[Any]:
+            def of_differentiated(*chosen: Any) -> list[Any]:
+                following = iter(chosen)
+                return self(*(next(following) if d else arg for arg, d in zip(args, differentiated, strict=True)))
+
+            outputs, vjp = jax.vjp(of_differentiated, *(a for a, d in zip(args, differentiated, strict=True) if d))
+            residuals, captured["vjp"] = jax.tree.flatten(vjp)
+            return [*outputs, *residuals]
+
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.inputs]
+        # a custom_jvp rule may call functions that have one, too; none of them is differentiated again
+        traced = laid_open(jax.make_jaxpr(forward)(*shapes), (*JITS, "custom_jvp_call"))
+        jaxpr, count = traced.jaxpr, len(self.outputs)
+        residuals = jaxpr.outvars[count:]
+        costs = {
+            var: float(bytes_of(var)) if origin == Origin.COMPUTED else 0.0
+            for var, origin in zip(jaxpr.invars, self.origins, strict=True)
+        }
+        wanted = set(variables(residuals)) - set(jaxpr.constvars)
+        cost, chosen = cheapest_to_keep(jaxpr.eqns, costs, wanted)
+        if cost > 0.95 * sum(costs.get(var, bytes_of(var)) for var in wanted):
+            chosen = wanted
+        kept = [v for eqn in jaxpr.eqns for v in eqn.outvars if v in chosen]
+        again = needed([eqn for eqn in jaxpr.eqns if not chosen.intersection(eqn.outvars)], residuals)
+        used = {v for eqn in again for v in variables(eqn.invars)} | set(variables(residuals))
+        read = tuple(k for k, var in enumerate(jaxpr.invars) if var in used)
+        return _Derivative(
+            forward=part_of(traced, jaxpr.invars, jaxpr.eqns, [*jaxpr.outvars[:count], *kept]),
+            again=part_of(traced, [*kept, *(jaxpr.invars[k] for k in read)], again, residuals),
+            read=read,
+            differentiated=differentiated,
+            vjp=captured["vjp"],
+        )
+
+
+def _differentiable(eqns: Sequence[Any], inputs: Sequence[Any]) -> set[Any]:
+    """Return the variables that have a gradient if all floating inputs have one."""
+    found = set(filter(_is_float, inputs))
+    for eqn in eqns:
+        if eqn.primitive.name != "stop_gradient" and found.intersection(variables(eqn.invars)):
+            found.update(filter(_is_float, eqn.outvars))
+    return found
+
+
+def _reached(eqns: Sequence[Any], outputs: Sequence[Any]) -> set[Any]:
+    """Return the variables that get a gradient if all of these outputs have one."""
+    found = set(outputs)
+    for eqn in reversed(eqns):
+        if eqn.primitive.name != "stop_gradient" and found.intersection(eqn.outvars):
+            found.update(filter(_is_float, variables(eqn.invars)))
+    return found
+
+
+def _is_float(var: Any) -> bool:
+    return jnp.issubdtype(var.aval.dtype, jnp.inexact)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Derivative:
+    """The programs of a part and of its derivative.
+
+    Attributes:
+        forward: a closed jaxpr from the inputs to the outputs and the values to keep.
+        again: a closed jaxpr from the kept values and the inputs that it reads to the residuals of `vjp`.
+        read: the numbers of the inputs that `again` reads.
+        differentiated: per input, whether it has a gradient.
+        vjp: the tree of the part's vjp function, whose leaves are the residuals.
+    """
+
+    forward: Any
+    again: Any
+    read: tuple[int, ...]
+    differentiated: tuple[bool, ...]
+    vjp: Any
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["kept", "inputs"], meta_fields=["derivative"])
+@dataclasses.dataclass(frozen=True)
+class _Saved:
+    """Hold the values that the derivative of a part reads: kept values and inputs."""
+
+    kept: list[Any]
+    inputs: list[Any]
+    derivative: _Derivative
+
+
+def _backward(saved: _Saved, cotangents: list[Any]) -> tuple[Any, ...]:
+    derivative = saved.derivative
+    residuals = core.jaxpr_as_fun(derivative.again)(*saved.kept, *saved.inputs)
+    gradients = iter(_pulled_back(jax.tree.unflatten(derivative.vjp, residuals), cotangents))
+    return tuple(next(gradients) if d else None for d in derivative.differentiated)
+
+
+def _pulled_back(vjp: Callable[..., Any], cotangents: list[Any]) -> list[Any]:
+    """Return `vjp(cotangents)`, computed without operations on zero cotangents; None for a gradient that is zero."""
+    is_zero = [isinstance(ct, SymbolicZero) for ct in cotangents]
+    if not any(is_zero):
+        return list(vjp(cotangents))
+    closed: Any = jax.make_jaxpr(vjp)([jax.ShapeDtypeStruct(ct.shape, ct.dtype) for ct in cotangents])
+    jaxpr = closed.jaxpr
+    env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    zeros: set[Any] = set()
+    linear = depending(jaxpr.eqns, jaxpr.invars)  # every equation is linear in its inputs of this set
+    for var, ct, zero in zip(jaxpr.invars, cotangents, is_zero, strict=True):
+        zeros.update([var] if zero else [])
+        env[var] = jnp.zeros(ct.shape, ct.dtype) if zero else ct
+    for eqn in jaxpr.eqns:
+        of_cotangents = linear.intersection(variables(eqn.invars))
+        others = (
+            [v for v in eqn.invars if isinstance(v, core.Literal) or v not in zeros]
+            if eqn.primitive.name == "add_any"
+            else []
+        )
+        if of_cotangents and of_cotangents <= zeros:
+            zeros.update(eqn.outvars)
+            env.update((v, jnp.zeros(v.aval.shape, v.aval.dtype)) for v in eqn.outvars)
+        elif len(others) == 1:
+            env[eqn.outvars[0]] = value_of(others[0], env)
+        else:
+            env.update(zip(eqn.outvars, bound(eqn, [value_of(v, env) for v in eqn.invars]), strict=True))
+    return [None if v in zeros else value_of(v, env) for v in jaxpr.outvars]

@@ -1,0 +1,284 @@
+"""Trace a segment's forward and backward programs: F and B, or F, B and W.
+
+    F:   params, x, inputs, state                  ->  y, new state, aux, stash   (from one `jax.vjp`)
+    B:   params, inputs, stash, dy                 ->  dx, dparams                (each added to its accumulator)
+
+    B:   params, inputs, stash, dy                 ->  dx, weight residuals       (where the schedule has a W)
+    W:   params, inputs, stash, weight residuals   ->  dparams
+
+`inputs` are the micro-batch and the random keys, which B can read again. `jax.vjp` returns a pytree whose leaves are
+the residuals. The traced F shows where each residual comes from. If a residual *is* a weight or a part of `inputs`, B
+reads it there. If it depends on weights alone (such as a bfloat16 copy of a weight) or follows from others by cheap
+operations (`_residuals`), B computes it again. Only the other residuals are stashed: weights never are.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from ipu_jax.base.jaxprs import laid_open, postponed
+from ipu_jax.base.keys import is_key
+from ipu_jax.core.programs._agreement import differing_outputs
+from ipu_jax.core.programs._backward_split import split_backward
+from ipu_jax.core.programs._likeness import Signature, signature_of
+from ipu_jax.core.programs._residuals import choose_residuals, with_outputs, without_unread
+from ipu_jax.core.programs._results import call_segment, check_results
+from ipu_jax.core.programs.gradient_sums import Sum, add_gradients
+from ipu_jax.core.programs.segment import Message, MicrobatchInputs, Segment
+from ipu_jax.core.stage import naming
+
+
+def split_floats(tree: Any) -> tuple[list[Any], list[Any], Callable[[list[Any], list[Any]], Any]]:
+    """Return the tree's floating leaves, its other leaves, and a function that joins both into the tree again.
+
+    Only the floating leaves have gradients.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    is_float = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in map(_as_array, leaves)]
+
+    def join(floats: list[Any], others: list[Any]) -> Any:
+        of_floats, of_others = iter(floats), iter(others)
+        return jax.tree.unflatten(treedef, [next(of_floats if is_f else of_others) for is_f in is_float])
+
+    pick = lambda want: [leaf for leaf, is_f in zip(leaves, is_float, strict=True) if is_f is want]  # noqa: E731
+    return pick(True), pick(False), join
+
+
+def _as_array(leaf: Any) -> Any:
+    return leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentProgram:
+    """F and B of one segment, traced for arguments of these shapes; F alone if the segment has no backward.
+
+    Attributes:
+        y: the message, as a tree of `jax.ShapeDtypeStruct`; on the last segment the loss, in prediction the outputs.
+        aux: the aux of each stage, as such a tree.
+        stash: the residuals that F stores for B, per micro-batch, as a list of `jax.ShapeDtypeStruct`.
+        weight_residuals: the values that B stores for W, as such a list; empty where B is not split.
+        signature: segments with equal signatures compute the same function; None where equality cannot be decided.
+        adds_loss: whether the segment or an earlier one adds a loss to the last stage's loss.
+    """
+
+    y: Any
+    aux: dict[str, Any]
+    stash: list[jax.ShapeDtypeStruct]
+    weight_residuals: list[jax.ShapeDtypeStruct]
+    signature: Signature | None
+    adds_loss: bool
+    _forward: Any  # closed jaxpr: flat (params, x, inputs, state) -> leaves of y, new state, aux, stash
+    _result: Any  # the tree of (y, new state, aux)
+    _stash_types: tuple[Any, ...] = ()  # the stash's own dtypes: a random key is stashed as its data
+    _backward: Any = None  # closed jaxpr: flat (params, inputs, stash, dy) -> dx, dparams
+    _num_dx: int = 0
+    _split_backward: Any = None  # the closed jaxprs of B and of W, where they are separate
+
+    @property
+    def jaxprs(self) -> dict[str, Any]:
+        """Return the closed jaxprs of "F", "B" and, where the backward is split, "W"; without a backward only "F"."""
+        if self._backward is None:
+            return {"F": self._forward}
+        backward = (
+            {"B": self._backward}
+            if self._split_backward is None
+            else dict(zip("BW", self._split_backward, strict=True))
+        )
+        return {"F": self._forward, **backward}
+
+    @property
+    def unsplit(self) -> "SegmentProgram":
+        """Return the program whose B is the whole backward pass."""
+        return dataclasses.replace(self, weight_residuals=[], _split_backward=None)
+
+    def forward(
+        self, params: Any, x: Message, inputs: MicrobatchInputs, state: Mapping[str, Any]
+    ) -> tuple[Any, dict[str, Any], dict[str, Any], list[Any]]:
+        """Return `(y, new state, aux, stash)`."""
+        outputs = core.jaxpr_as_fun(self._forward)(*jax.tree.leaves((params, x, inputs, state)))
+        count = self._result.num_leaves
+        return *jax.tree.unflatten(self._result, outputs[:count]), list(map(_key_data, outputs[count:]))
+
+    def backward(
+        self, params: Any, inputs: MicrobatchInputs, stash: list[Any], dy: list[Any], sums: Sequence[Sum], zero: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """Return `(totals, dx)`: each trained leaf's accumulator with its gradient added, and the gradient of x.
+
+        `dy` and `dx` list the floating leaves of y and x; for `sums` and `zero` see `add_gradients`.
+        """
+        args = [*jax.tree.leaves((params, inputs)), *self._with_types(stash), *dy]
+        return add_gradients(self._backward, args, self._num_dx, sums, zero)
+
+    def backward_input(
+        self, params: Any, inputs: MicrobatchInputs, stash: list[Any], dy: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Run B of a split backward: return `(dx, weight residuals)`."""
+        outputs = core.jaxpr_as_fun(self._split_backward[0])(
+            *jax.tree.leaves((params, inputs)), *self._with_types(stash), *dy
+        )
+        return outputs[: self._num_dx], outputs[self._num_dx :]
+
+    def backward_weight(
+        self,
+        params: Any,
+        inputs: MicrobatchInputs,
+        stash: list[Any],
+        weight_residuals: list[Any],
+        sums: Sequence[Sum],
+        zero: Any,
+    ) -> list[Any]:
+        """Run W of a split backward: return each trained leaf's accumulator with its gradient added."""
+        args = [*jax.tree.leaves((params, inputs)), *self._with_types(stash), *weight_residuals]
+        return add_gradients(self._split_backward[1], args, 0, sums, zero)[0]
+
+    def _with_types(self, stash: list[Any]) -> list[Any]:
+        return [_with_type(value, own) for value, own in zip(stash, self._stash_types, strict=True)]
+
+
+def _key_data(leaf: Any) -> Any:
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def _with_type(value: Any, own: Any) -> Any:
+    return jax.random.wrap_key_data(value, impl=jax.random.key_impl(own)) if is_key(own) else value
+
+
+def _shape_of(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def trace_segment(
+    segment: Segment,
+    params: Any,
+    x: Message,
+    inputs: MicrobatchInputs,
+    state: Mapping[str, Any],
+    *,
+    last: bool,
+    split: bool = False,
+    trained: Sequence[bool] | None = None,
+    shards: Any = None,
+) -> SegmentProgram:
+    """Trace a segment for arguments of these shapes (arrays or `jax.ShapeDtypeStruct`).
+
+    For a segment without a backward, only F is traced, without residuals.
+
+    Args:
+        segment: the segment to trace.
+        params, x, inputs, state: its arguments.
+        last: whether it returns the loss, or in prediction the outputs.
+        split: whether to split the backward into B and W.
+        trained: per leaf of params, whether it gets a gradient; by default all do.
+        shards: trees of bool for `(params, state)`: whether a leaf is sharded over the IPUs; by default none is.
+
+    Raises:
+        ValueError: the last segment does not return a scalar loss; a collective over "ipu" would wait for ever; a
+            result of a concurrent segment may differ between IPUs, or `predict_specs` do not fit it. Errors that a
+            stage raises get a note with its name.
+    """
+    num_params = len(jax.tree.leaves(params))
+    is_trained = [True] * num_params if trained is None else list(trained)
+    shards = jax.tree.map(lambda _: False, (params, state)) if shards is None else shards
+    shared_args = jax.tree.map(lambda _: False, (x, inputs))
+    may_differ = jax.tree.leaves((shards[0], *shared_args, shards[1]))
+    if not segment.backward:
+        return _trace_forward(segment, params, x, inputs, state, last, may_differ, shards[1])
+    captured: dict[str, Any] = {}
+
+    def program(params: Any, x: Any, inputs: Any, state: Any) -> list[Any]:
+        x_floats, x_others, join_x = split_floats(x)
+        weights, treedef = jax.tree.flatten(params)
+
+        def differentiable(trained_weights: list[Any], x_floats: list[Any]) -> tuple[list[Any], Any]:
+            following = iter(trained_weights)
+            leaves = [next(following) if t else w for w, t in zip(weights, is_trained, strict=True)]
+            y, new_state, aux, captured["adds_loss"] = call_segment(
+                segment, jax.tree.unflatten(treedef, leaves), join_x(x_floats, x_others), inputs, state, last
+            )
+            y_floats, y_others, captured["join_y"] = split_floats(y)
+            return y_floats, (y_others, new_state, aux)
+
+        trained_weights = [w for w, t in zip(weights, is_trained, strict=True) if t]
+        y_floats, vjp, (others, new_state, aux) = jax.vjp(differentiable, trained_weights, x_floats, has_aux=True)
+        residuals, captured["vjp"] = jax.tree.flatten(vjp)
+        leaves, captured["result"] = jax.tree.flatten((captured["join_y"](y_floats, others), new_state, aux))
+        return [*leaves, *residuals]
+
+    traced = laid_open(jax.make_jaxpr(program)(params, x, inputs, state))
+    count = captured["result"].num_leaves
+    num_inputs, num_x = len(jax.tree.leaves(inputs)), len(jax.tree.leaves(x))
+    invars, outvars = traced.jaxpr.invars, traced.jaxpr.outvars
+    reusable = [*invars[:num_params], *invars[num_params + num_x : num_params + num_x + num_inputs]]
+    residuals = choose_residuals(traced, outvars[count:], reusable, num_params, recompute=segment.recomputes)
+    stashed = residuals.stashed
+    forward = with_outputs(traced, [*outvars[:count], *stashed])
+    differs = differing_outputs(segment, forward.jaxpr, may_differ, num_params)
+    stash_types = [_shape_of(var.aval) for var in stashed]
+    y, _, aux = jax.tree.unflatten(captured["result"], list(map(_shape_of, forward.out_avals[:count])))
+    check_results(segment, jax.tree.unflatten(captured["result"], differs[:count]), (y, aux), last, shards[1])
+    dy = split_floats(y)[0]
+
+    def backward(params: Any, inputs: Any, stash: list[Any], dy: list[Any]) -> list[Any]:
+        vjp = jax.tree.unflatten(captured["vjp"], residuals.restored(jax.tree.leaves((params, inputs)), stash))
+        dparams, dx = vjp(dy)
+        return [*dx, *dparams]
+
+    with naming(segment.name, segment.first):
+        traced_backward = laid_open(jax.make_jaxpr(backward)(params, inputs, stash_types, dy))
+    # B needs the values that it computes again late; earlier they would only take memory
+    traced_backward = postponed(
+        traced_backward, traced_backward.jaxpr.invars[len(traced_backward.in_avals) - len(dy) :]
+    )
+    traced_backward, read = without_unread(traced_backward, num_params + num_inputs, len(stashed))
+    stash_types = [stash_types[k] for k in read]
+    of_stash = [differs[count + k] for k in read]
+    of_inputs = [*jax.tree.leaves((shards[0], shared_args[1])), *of_stash, *[False] * len(dy)]
+    differing_outputs(segment, traced_backward.jaxpr, of_inputs, num_params)
+    forward = with_outputs(traced, [*outvars[:count], *(stashed[k] for k in read)])
+    unsplit = SegmentProgram(
+        y=y,
+        aux=aux,
+        stash=[jax.eval_shape(_key_data, shape) for shape in stash_types],
+        weight_residuals=[],
+        signature=signature_of((forward, traced_backward), captured["result"]),
+        adds_loss=captured["adds_loss"],
+        _forward=forward,
+        _result=captured["result"],
+        _stash_types=tuple(stash_types),
+        _backward=traced_backward,
+        _num_dx=len(traced_backward.out_avals) - sum(is_trained),
+    )
+    if not split:
+        return unsplit
+    b, w, weight_residuals = split_backward(traced_backward, unsplit._num_dx, num_params + num_inputs, len(dy))
+    return dataclasses.replace(unsplit, weight_residuals=weight_residuals, _split_backward=(b, w))
+
+
+def _trace_forward(
+    segment: Segment,
+    params: Any,
+    x: Message,
+    inputs: MicrobatchInputs,
+    state: Mapping[str, Any],
+    last: bool,
+    may_differ: Sequence[bool],
+    split_state: Any,
+) -> SegmentProgram:
+    captured: dict[str, Any] = {}
+
+    def program(params: Any, x: Any, inputs: Any, state: Any) -> list[Any]:
+        *results, captured["adds_loss"] = call_segment(segment, params, x, inputs, state, last)
+        leaves, captured["result"] = jax.tree.flatten(tuple(results))
+        return leaves
+
+    traced = laid_open(jax.make_jaxpr(program)(params, x, inputs, state))
+    differs = differing_outputs(segment, traced.jaxpr, may_differ, len(jax.tree.leaves(params)))
+    y, _, aux = jax.tree.unflatten(captured["result"], list(map(_shape_of, traced.out_avals)))
+    check_results(segment, jax.tree.unflatten(captured["result"], differs), (y, aux), last, split_state)
+    signature, adds_loss = signature_of((traced,), captured["result"]), captured["adds_loss"]
+    return SegmentProgram(y, aux, [], [], signature, adds_loss, _forward=traced, _result=captured["result"])

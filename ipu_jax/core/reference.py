@@ -1,0 +1,224 @@
+"""Run a pipeline's stages unsharded, on whole weights, for comparison with the pipeline.
+
+`reference_value_and_grad` runs the stages one after the other, micro-batch by micro-batch. Each micro-batch is
+differentiated by its own `jax.vjp`, from the same cotangent of the loss as in the pipeline, so that a custom rule that
+depends on the cotangent (clips it, takes its sign) computes the same in both. A stage's `reference` function takes the
+place of its `fn`; a concurrent stage without one runs on a mesh of a single IPU, where its collectives do nothing. The
+replicas run side by side, each on its first IPU, so that a stage can communicate over axis "replica" (synchronised
+batch norm). `reference_predict` runs the functions of `Pipeline.predict` in the same way. Across several instances, all
+of them must call these functions.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.core.instances import own_device, put
+from ipu_jax.core.pipeline import Pipeline
+from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, keys_of, loss_and_aux, whole
+from ipu_jax.core.stage import Stage
+from ipu_jax.core.weights.arguments import check_batch, check_key, check_predictable, check_prediction_batch
+
+UNFUSED: Final = {"xla_allow_excess_precision": False, "xla_cpu_experimental_ynn_fusion_type": ""}
+"""Compiler options with which every operation rounds its result to its own dtype. In jax 0.12 a library of XLA's CPU
+backend fuses a product with its neighbours, and rounds otherwise than XLA does."""
+
+
+def reference_value_and_grad(
+    pipeline: Pipeline, params: dict[str, Any], batch: Any, state: dict[str, Any] | None = None, key: Any = None
+) -> Any:
+    """Return the result of `Pipeline.value_and_grad`, computed by the unsharded program.
+
+    Args:
+        pipeline: the pipeline with the stages, gradient accumulation, reduction and frozen leaves. Its schedule is
+            ignored.
+        params: `{group: pytree}`, whole weights.
+        batch, key: as for `Pipeline.value_and_grad`.
+        state: `{group: pytree}`, whole, if stages have state.
+
+    Returns:
+        `(loss, {group: pytree of gradients})`, with aux and new state as in `Pipeline.value_and_grad`. The loss is the
+        mean over micro-batches and replicas. Gradients are reduced by the pipeline's `reduction`, and accumulated in at
+        least float32. All results are on this instance's first device of the mesh. Each replica runs on its first IPU,
+        and also on the first IPU of each other instance that it is on. Only the stages' own functions communicate, over
+        axis "replica"; and arrays on several instances are gathered.
+
+    Raises:
+        ValueError: the batch does not fit, or a group of state or a key is missing or superfluous.
+    """
+    return unsharded_update(pipeline, params, batch, state, key)
+
+
+def reference_predict(
+    pipeline: Pipeline,
+    params: dict[str, Any],
+    batch: Any,
+    state: dict[str, Any] | None = None,
+    key: Any = None,
+    *,
+    return_state: bool = False,
+) -> Any:
+    """Return the result of `Pipeline.predict`, computed by the unsharded program.
+
+    Args:
+        pipeline: the pipeline with the stages.
+        params: `{group: pytree}`, whole weights.
+        batch, key, return_state: as for `Pipeline.predict`.
+        state: `{group: pytree}`, whole, if stages have state.
+
+    Returns:
+        The outputs with leading dims (m,), or (replicas, m), on this instance's first device of the mesh; outputs that
+        the pipeline keeps split have no padding here. With `return_state`, `(outputs, {group: pytree of state})`. It
+        communicates like `reference_value_and_grad`.
+
+    Raises:
+        ValueError: as in `Pipeline.predict`.
+    """
+    stages, replicas = pipeline.stages, pipeline.replicas
+    check_predictable(stages, replicas, return_state)
+    check_key(key, stages, "prediction")
+    check_prediction_batch(batch, replicas)
+    _check_state(stages, state)
+    model = whole(stages, "prediction")
+
+    def run_replica(params: Any, batch: Any, state: Any, key: Any) -> Any:
+        def run_microbatch(state: Any, index_and_microbatch: tuple[Any, Any]) -> tuple[Any, Any]:
+            inputs = _inputs(stages, key, *index_and_microbatch)
+            message, new_state, _ = model(params, NO_MESSAGE, inputs, state)
+            return new_state, jax.tree.map(jnp.asarray, message.y)
+
+        return lax.scan(run_microbatch, state, _numbered(batch))
+
+    new_state, outputs = _on_first_ipus(pipeline, run_replica, params, batch, state, key)
+    outputs, new_state = jax.tree.map(lambda leaf: leaf[0], (outputs, new_state)) if replicas == 1 else (outputs, None)
+    return (outputs, new_state) if return_state else outputs
+
+
+def unsharded_update(
+    pipeline: Pipeline,
+    params: dict[str, Any],
+    batch: Any,
+    state: dict[str, Any] | None,
+    key: Any,
+    *,
+    fused: bool = True,
+) -> Any:
+    """Compute `reference_value_and_grad`; without `fused`, every operation rounds its result to its own dtype."""
+    stages, replicas, m = pipeline.stages, pipeline.replicas, pipeline.options.gradient_accumulation
+    check_key(key, stages, "training")
+    check_batch(batch, replicas, m)
+    _check_state(stages, state)
+    model, count = whole(stages, "reference"), m * replicas
+    loss_cotangent = 1.0 if pipeline.options.reduction == "sum" else 1.0 / count
+    frozen = pipeline.frozen_mask(params)
+    treedef = jax.tree.structure(params)
+
+    def run_replica(params: Any, batch: Any, state: Any, key: Any) -> Any:
+        leaves = jax.tree.leaves(params)
+        learning = [leaf for leaf, is_frozen in zip(leaves, frozen, strict=True) if not is_frozen]
+
+        def run_microbatch(carry: Any, index_and_microbatch: tuple[Any, Any]) -> tuple[Any, Any]:
+            sums, state = carry
+            inputs = _inputs(stages, key, *index_and_microbatch)
+
+            def loss_of(learning: list[Any]) -> tuple[Any, Any]:
+                next_learning = iter(learning)
+                weights = [w if is_frozen else next(next_learning) for w, is_frozen in zip(leaves, frozen, strict=True)]
+                message, new_state, aux = model(jax.tree.unflatten(treedef, weights), NO_MESSAGE, inputs, state)
+                loss, aux = loss_and_aux(message, aux, stages[-1])
+                return loss, (new_state, aux)
+
+            loss, vjp, (state, aux) = jax.vjp(loss_of, learning, has_aux=True)
+            (gradients,) = vjp(jnp.full((), loss_cotangent, loss.dtype))
+            return ([total + g for total, g in zip(sums, gradients, strict=True)], state), (loss, aux)
+
+        zeros = [jnp.zeros(w.shape, jnp.promote_types(w.dtype, jnp.float32)) for w in learning]
+        (sums, new_state), (losses, aux) = lax.scan(run_microbatch, (zeros, state), _numbered(batch))
+        return sums, new_state, losses, aux
+
+    sums, states, losses, aux = _on_first_ipus(pipeline, run_replica, params, batch, state, key, fused=fused)
+    leaves = put(jax.tree.leaves(params), SingleDeviceSharding(own_device(pipeline.mesh)))
+    next_learning = iter(sums)
+    gradients = [
+        jnp.zeros_like(w) if is_frozen else next(next_learning).sum(0).astype(w.dtype)
+        for w, is_frozen in zip(leaves, frozen, strict=True)
+    ]
+    new_state = jax.tree.map(lambda s: s.mean(0) if jnp.issubdtype(s.dtype, jnp.floating) else s[0], states)
+    loss = losses.sum(dtype=jnp.promote_types(losses.dtype, jnp.float32)) / count
+    value = pipeline.loss_with_aux(loss, jax.tree.map(lambda leaf: leaf[0], aux) if replicas == 1 else aux)
+    result = (value, jax.tree.unflatten(treedef, gradients))
+    return (*result, new_state) if new_state else result
+
+
+def _check_state(stages: tuple[Stage, ...], state: dict[str, Any] | None) -> None:
+    named, given = {stage.state for stage in stages if stage.state is not None}, set(state or {})
+    if named != given:
+        raise ValueError(
+            f"state has the groups {sorted(given)}, the stages name {sorted(named)}: give {{group: pytree}}"
+        )
+
+
+def _numbered(batch: Any) -> tuple[Any, Any]:
+    return jnp.arange(len(jax.tree.leaves(batch)[0])), batch
+
+
+def _inputs(stages: tuple[Stage, ...], key: Any, index: Any, microbatch: Any) -> MicrobatchInputs:
+    keys = keys_of(key, lax.axis_index(REPLICA_AXIS), index, range(len(stages)), stages)
+    return MicrobatchInputs(microbatch, keys)
+
+
+def _on_first_ipus(
+    pipeline: Pipeline,
+    run_replica: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    state: Any,
+    key: Any,
+    *,
+    fused: bool = True,
+) -> Any:
+    """Return `run_replica(params, batch, state, key)` of all replicas, stacked, on this instance's first device."""
+    copies, first_ipu = _copies(pipeline.mesh), SingleDeviceSharding(own_device(pipeline.mesh))
+    replicated, per_replica = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
+    if pipeline.replicas == 1:
+        batch = jax.tree.map(lambda leaf: leaf[None], batch)
+    params, state, key = put((params, state or {}, key), NamedSharding(copies, replicated))
+    batch = put(batch, NamedSharding(copies, per_replica))
+
+    def stacked(params: Any, batch: Any, state: Any, key: Any) -> Any:
+        result = run_replica(params, jax.tree.map(lambda leaf: leaf[0], batch), state, key)
+        return jax.tree.map(lambda leaf: leaf[None], result)
+
+    mapped = jax.shard_map(
+        stacked,
+        mesh=copies,
+        in_specs=(replicated, per_replica, replicated, replicated),
+        out_specs=per_replica,
+        check_vma=False,
+    )
+    results = jax.jit(mapped, compiler_options=None if fused else UNFUSED)(params, batch, state, key)
+    return put(results, first_ipu)
+
+
+def _copies(mesh: Mesh) -> Mesh:
+    """Return a mesh of the replicas' first IPUs, (replicas, 1, copies).
+
+    If a replica is on several instances, each of them has a copy of it: the program runs on all instances, and each
+    gets the results. The copies do not differ otherwise.
+    """
+    rows: list[list[Any]] = []
+    for row in mesh.devices:
+        first_of: dict[int, Any] = {}
+        for device in row:
+            first_of.setdefault(device.process_index, device)
+        first = list(first_of.values())
+        rows.append([*first, *(device for device in row if device not in first)])
+    copies = max(len({device.process_index for device in row}) for row in mesh.devices)
+    devices = np.array([row[:copies] for row in rows])[:, None]
+    return Mesh(devices, (REPLICA_AXIS, IPU_AXIS, "copy"), axis_types=(AxisType.Auto,) * 3)

@@ -1,0 +1,21 @@
+"""Schedules: the tick in which each stage runs F, B and W of each micro-batch, as plain data without jax."""
+
+from ipu_jax.core.schedules._auto import Candidate, FoundSchedule, find_schedule
+from ipu_jax.core.schedules._costs import StageCosts
+from ipu_jax.core.schedules._families import SCHEDULES, canonical_name
+from ipu_jax.core.schedules._make import make_schedule
+from ipu_jax.core.schedules._schedule import Schedule, Task
+from ipu_jax.core.schedules._timetable import PHASES
+
+__all__ = [
+    "PHASES",
+    "SCHEDULES",
+    "Candidate",
+    "FoundSchedule",
+    "Schedule",
+    "StageCosts",
+    "Task",
+    "canonical_name",
+    "find_schedule",
+    "make_schedule",
+]

@@ -1,0 +1,270 @@
+"""Validate a timetable against the clock, and name the first wrong task.
+
+The engine runs only timetables that pass these checks, in this order:
+
+    shape       there is a tick for each stage and micro-batch, and stages are on IPUs that exist
+    together    the stages of a segment share their ticks; a head does F and B in one tick; under the one-phase clock an
+                IPU does one segment's task per tick
+    inputs      the inputs of a task were computed before, and have had time to arrive
+    messages    each boundary's messages are used in the order in which they were sent
+    slots       stash, cut and inbox are rings, slot = micro-batch modulo depth: no slot is written before it is free
+
+The checks compare whole rows of moments at once (`_moments`).
+"""
+
+from collections.abc import Iterator
+from typing import NoReturn
+
+import numpy as np
+
+from ipu_jax.base.checks import check_choice, check_count
+from ipu_jax.core.schedules._moments import Moments, Spans
+from ipu_jax.core.schedules._timetable import (
+    CLOCKS,
+    Kind,
+    Task,
+    Timetable,
+    last_use,
+    moment,
+    phase,
+    segments_of,
+    sent,
+    tables_of,
+    tick_of,
+)
+
+_KINDS = {"F": "forward", "B": "backward", "W": "weight"}
+_LATEST = 1 << 32  # no engine runs this many ticks, and moments are 64-bit numbers
+
+
+def validate(table: Timetable) -> None:
+    """Check a timetable.
+
+    Raises:
+        ValueError: a check fails. The message names the IPU, tick and task, what is wrong, and how to mend it.
+    """
+    _check_shape(table)
+    _check_together(table)
+    moments = Moments(table)
+    if table.clock == "one-phase":
+        _check_one_task_a_tick(moments)
+    _check_inputs(moments)
+    for boundary in range(len(table.placement) - 1):
+        _check_messages(moments, boundary, "F")
+        _check_messages(moments, boundary, "B")
+    for stage in range(len(table.placement)):
+        _check_ring(moments, moments.stash(stage), "stash", (stage, "F"), (stage, last_use(table, stage)))
+        _check_ring(moments, moments.weight_residuals(stage), "cut", (stage, "B"), (stage, "W"))
+
+
+def _refuse(table: Timetable, task: Task, why: str) -> NoReturn:
+    ipu = table.placement[task.stage]
+    where = "all IPUs" if ipu is None else f"IPU {ipu}"
+    raise ValueError(f"schedule {table.name!r}: {where}, tick {tick_of(table, task)}, {task}: {why}")
+
+
+def _check_shape(table: Timetable) -> None:
+    name, stages = table.name, len(table.placement)
+    if not isinstance(name, str) or not name or name != " ".join(name.split()):
+        raise ValueError(f"name={name!r} cannot stand in a header: give one line, words apart by one blank")
+    check_choice("clock", table.clock, CLOCKS)
+    check_count("ipus", table.ipus)
+    count = len(table.forward[0]) if table.forward else 0
+    if stages == 0 or count == 0:
+        raise ValueError(f"schedule {name!r} is empty: give at least one stage and one micro-batch")
+    for kind, rows in tables_of(table):
+        if len(rows) != stages or any(len(row) != count for row in rows):
+            raise ValueError(
+                f"schedule {name!r}: the {_KINDS[kind]} table must be {stages} stages x {count} micro-batches"
+            )
+    for stage, ipu in enumerate(table.placement):
+        if ipu is not None and not 0 <= ipu < table.ipus:
+            raise ValueError(f"stage {stage} is on IPU {ipu}, outside the replica: it has IPUs 0 to {table.ipus - 1}")
+    if table.weight is not None and table.clock == "two-phase":
+        raise ValueError(f"schedule {name!r}: the two-phase clock has no phase for W: give clock='one-phase'")
+    if table.weight is not None and all(ipu is None for ipu in table.placement):
+        raise ValueError(f"schedule {name!r}: concurrent stages have no W, and there are no others: give weight=None")
+    for kind, rows in tables_of(table):
+        for stage, row in enumerate(rows):
+            if min(row) < 0:
+                _refuse(table, Task(stage, kind, row.index(min(row))), "there is no such tick: the first is tick 0")
+            if max(row) > _LATEST:
+                late = Task(stage, kind, row.index(max(row)))
+                _refuse(
+                    table, late, f"there is no such tick: the last is tick {_LATEST}, leave out ticks without tasks"
+                )
+            if len(set(row)) < count and (kind != "W" or table.placement[stage] is not None):
+                twice = next(m for m in range(count) if row[m] in row[:m])
+                first = Task(stage, kind, row.index(row[twice]))
+                _refuse(
+                    table,
+                    Task(stage, kind, twice),
+                    f"{first} has this tick, and a stage does {kind} of one micro-batch a tick: move one of them",
+                )
+
+
+def _check_together(table: Timetable) -> None:
+    for stages in segments_of(table.placement):
+        for kind, rows in tables_of(table):
+            for stage in stages[1:]:
+                if rows[stage] != rows[stages[0]]:
+                    m = next(m for m, tick in enumerate(rows[stage]) if tick != rows[stages[0]][m])
+                    _refuse(
+                        table,
+                        Task(stage, kind, m),
+                        f"its neighbour's {Task(stages[0], kind, m)} runs in tick {rows[stages[0]][m]}, and "
+                        "neighbouring stages of one place run as one: give both the same tick",
+                    )
+    for stage, ipu in enumerate(table.placement):
+        if ipu is not None:
+            continue
+        is_head = phase(table, stage, "F") == "head"
+        for m, tick in enumerate(table.backward[stage]):
+            if is_head and tick != table.forward[stage][m]:
+                _refuse(
+                    table,
+                    Task(stage, "B", m),
+                    f"{Task(stage, 'F', m)} runs in tick {table.forward[stage][m]}, and the concurrent stages at the "
+                    "end do F and B in one tick: give both the same tick",
+                )
+            if table.weight is not None and table.weight[stage][m] != tick:
+                _refuse(
+                    table,
+                    Task(stage, "W", m),
+                    f"a concurrent stage has no W, its B in tick {tick} does everything: repeat that tick",
+                )
+
+
+def _check_one_task_a_tick(moments: Moments) -> None:
+    table, firsts = moments.table, {stages[0] for stages in segments_of(moments.table.placement)}
+    shared: list[int] = []  # per IPU, the first tick in which it does two tasks
+    for ipu, stages in moments.stages_of.items():
+        if ipu is None:
+            continue
+        ticks = np.sort(
+            np.concatenate([moments.ticks(s, kind) for s in stages if s in firsts for kind, _ in tables_of(table)])
+        )
+        shared += ticks[1:][ticks[1:] == ticks[:-1]][:1].tolist()
+    if shared:
+        _refuse_shared(moments, min(shared))
+
+
+def _refuse_shared(moments: Moments, tick: int) -> NoReturn:
+    """Raise for the first task of a tick that shares the tick with another task of its IPU."""
+    table = moments.table
+    tasks = [
+        Task(stage, kind, int(m))
+        for kind, _ in tables_of(table)
+        for stage, ipu in enumerate(table.placement)
+        if ipu is not None
+        for m in np.flatnonzero(moments.ticks(stage, kind) == tick)
+    ]
+    firsts = {stage: stages[0] for stages in segments_of(table.placement) for stage in stages}
+    busy: dict[int | None, Task] = {}
+    for task in sorted(tasks, key=lambda task: (moment(table, task), task.microbatch)):
+        mine = Task(firsts[task.stage], task.kind, task.microbatch)
+        other = busy.setdefault(table.placement[task.stage], mine)
+        if other != mine:
+            _refuse(
+                table,
+                task,
+                f"the IPU does {other} in this tick, and under the one-phase clock one task a tick: move one of them",
+            )
+    raise AssertionError(f"two tasks share tick {tick}")
+
+
+def _check_inputs(moments: Moments) -> None:
+    late: list[tuple[Task, Task]] = []  # each late task, and its source
+    for stage in range(len(moments.table.placement)):
+        for kind, _ in tables_of(moments.table):
+            if kind == "W" and moments.table.placement[stage] is None:
+                continue
+            for source, source_kind in sources(moments.table, stage, kind):
+                is_message = moments.table.placement[source] != moments.table.placement[stage]
+                ready = (moments.sent if is_message else moments.at)(source, source_kind)
+                at = moments.at(stage, kind)
+                wrong = np.flatnonzero(at <= ready)
+                if len(wrong):
+                    m = int(wrong[at[wrong].argmin()])
+                    late.append((Task(stage, kind, m), Task(source, source_kind, m)))
+    if late:
+        _refuse_late(moments.table, *min(late, key=lambda pair: (moment(moments.table, pair[0]), pair[0].microbatch)))
+
+
+def _refuse_late(table: Timetable, task: Task, source: Task) -> NoReturn:
+    is_message = table.placement[source.stage] != table.placement[task.stage]
+    ready = sent(table, source) if is_message else moment(table, source)
+    between = is_message and table.placement[source.stage] is not None and table.placement[task.stage] is not None
+    why = ", and a message between IPUs takes until the next tick" if between else ""
+    # under the one-phase clock the IPU that does both needs a tick for each
+    later = moment(table, task)[1:] <= ready[1:] or (source.stage == task.stage and table.clock == "one-phase")
+    _refuse(
+        table,
+        task,
+        f"it needs {source}, which runs in tick {ready[0]}{why}: move it to tick {ready[0] + later} or later",
+    )
+
+
+def sources(table: Timetable, stage: int, kind: Kind) -> Iterator[tuple[int, Kind]]:
+    """Yield the stage and kind of each task whose result a task of the same micro-batch uses."""
+    if kind == "F" and stage > 0:
+        yield stage - 1, "F"
+    if kind == "B":
+        yield stage, "F"
+        if stage + 1 < len(table.placement):
+            yield stage + 1, "B"
+    if kind == "W":
+        yield stage, "B"
+
+
+def _check_messages(moments: Moments, boundary: int, kind: Kind) -> None:
+    spans, table = moments.inbox(boundary, kind), moments.table
+    source, target = (boundary, boundary + 1) if kind == "F" else (boundary + 1, boundary)
+    in_order = spans.starts.argsort()
+    sent_at, used_at = spans.starts[in_order], spans.ends[in_order]
+    crosses = used_at[1:] < used_at[:-1]
+    overwrites = (sent_at[1:] < used_at[:-1]) & (table.clock == "two-phase")
+    for k in np.flatnonzero(crosses | overwrites)[:1]:
+        m, following = in_order[k : k + 2].tolist()
+        first, second = Task(source, kind, m), Task(source, kind, following)
+        use = Task(target, kind, m)
+        if crosses[k]:
+            _refuse(
+                table,
+                Task(target, kind, following),
+                f"the messages cross: {first} (tick {tick_of(table, first)}) was sent before {second} "
+                f"(tick {tick_of(table, second)}), but {use} comes only in tick {tick_of(table, use)}: "
+                "use them in the order in which they are sent",
+            )
+        _refuse(
+            table,
+            second,
+            f"it overwrites the message of {first} before {use} in tick {tick_of(table, use)} has "
+            "used it, and under the two-phase clock none may wait: move one of them, or give clock='one-phase'",
+        )
+    _check_ring(moments, spans, "inbox", (source, kind), (target, kind))
+
+
+def _check_ring(moments: Moments, spans: Spans, ring: str, writer: tuple[int, Kind], reader: tuple[int, Kind]) -> None:
+    """Check that no slot is written before it is free.
+
+    Args:
+        moments: the moments of the table.
+        spans: per micro-batch, the span in which it has its slot.
+        ring: the name of the ring.
+        writer, reader: the stage and kind of the tasks that write a slot, and of the tasks that read it last.
+    """
+    depth, count = spans.depth(), len(spans.starts)
+    if (spans.starts[depth:] > spans.ends[: count - depth]).all() and (np.diff(spans.starts) > 0).all():
+        return
+    for slot in range(depth):
+        mine = np.arange(slot, count, depth)
+        mine = mine[spans.starts[mine].argsort()]
+        for k in np.flatnonzero(spans.starts[mine[1:]] <= spans.ends[mine[:-1]])[:1]:
+            read = Task(*reader, int(mine[k]))
+            _refuse(
+                moments.table,
+                Task(*writer, int(mine[k + 1])),
+                f"it writes slot {slot} of {depth} of the {ring} before {read} in tick "
+                f"{tick_of(moments.table, read)} has freed it: run the micro-batches in order",
+            )

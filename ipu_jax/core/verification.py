@@ -1,0 +1,369 @@
+"""Compare a pipeline with the unsharded program of its stages (`reference_value_and_grad`)."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from ipu_jax.base.jaxprs import all_equations
+from ipu_jax.base.tracebacks import ShortTracebacks
+from ipu_jax.core.devices import IPU_AXIS
+from ipu_jax.core.instances import gathered, on_host
+from ipu_jax.core.pipeline import Pipeline
+from ipu_jax.core.reference import UNFUSED, unsharded_update
+from ipu_jax.core.weights.packing import Sharded
+from ipu_jax.distributed.processes import beacons
+from ipu_jax.distributed.processes.beacons import Phase
+
+# Two programs whose operations round alike agree, but for a few numbers that are rounded up in one and down in the
+# other. This is more than such numbers change a leaf, and less than a fault of 1%.
+_ALIKE = 4e-3
+# Without this bound, a single number that is rounded otherwise in a moved run would hide such a fault.
+_CANCELS = 0.5
+_REDUCTIONS = ("psum", "psum2", "psum_invariant", "reduce_scatter")
+
+
+class VerificationError(AssertionError):
+    """A pipeline's loss, a gradient, its new state or its aux differs from the unsharded program's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class VerificationReport:
+    """The errors that `verify` measured.
+
+    Attributes:
+        loss, reference_loss: the losses of the pipeline and of the unsharded program.
+        loss_error: their difference, relative to the reference.
+        gradient_errors: per leaf, the largest difference relative to the largest magnitude in the reference. If an
+            error of any leaf is too large, the part that rounding explains (see `verify`) is subtracted from all
+            errors.
+        state_errors: the same for the new state, if stages have state.
+        aux_errors: the same for the aux, if stages return some.
+    """
+
+    loss: float
+    reference_loss: float
+    loss_error: float
+    gradient_errors: dict[str, float]
+    state_errors: dict[str, float] = dataclasses.field(default_factory=dict)
+    aux_errors: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """Return the gradient leaf with the largest relative error, and that error."""
+        return _worst(self.gradient_errors) if self.gradient_errors else ("(no weights)", 0.0)
+
+    def __str__(self) -> str:
+        leaf, error = self.worst
+        others = {"state": self.state_errors, "aux": self.aux_errors}
+        return (
+            f"loss {self.loss:.6g}, unsharded {self.reference_loss:.6g}, relative error {self.loss_error:.1e}; "
+            f"{len(self.gradient_errors)} gradients, largest relative error {error:.1e} at {leaf}"
+            + "".join(
+                f"; {len(errors)} of {kind}, {_worst(errors)[1]:.1e}" for kind, errors in others.items() if errors
+            )
+        )
+
+
+def _worst(errors: Mapping[str, float]) -> tuple[str, float]:
+    return max(errors.items(), key=lambda item: np.inf if np.isnan(item[1]) else item[1])
+
+
+@beacons.during(Phase.BUSY, "verifying", beacons.LONG)
+def verify(
+    pipeline: Pipeline,
+    params: Sharded,
+    batch: Any,
+    state: Sharded | None = None,
+    key: Any = None,
+    *,
+    rtol: float | None = None,
+) -> VerificationReport:
+    """Run the pipeline and the unsharded program on the same weights and batch, and compare all their results.
+
+    These are the loss, every gradient, the new state if stages have state, and every leaf of every stage's aux for each
+    micro-batch and replica. Floats must agree to a tolerance, everything else exactly. In state and aux, equal
+    infinities agree (a masked logit); in loss and gradients they do not.
+
+    Some results are sums of numbers that cancel: the gradient of a bias before a norm, or of the keys' bias in
+    attention. They consist only of rounding errors, in the unsharded program and in the pipeline. So if an error is too
+    large, the unsharded program runs three times more, with its float weights moved by at most one unit in their last
+    place. If the stages compute in half, it also runs once with each operation rounded, since fused operations keep
+    float32 between them, and a pipeline is fused differently. Then 4 times the largest change of a leaf in these runs
+    is subtracted from its error.
+
+    In mixed precision, weights are float32 and stages cast them to bfloat16 or float16. Then the results of two right
+    programs differ by several percent, so that this comparison finds only gross faults. So both programs run once more
+    with each operation rounded. They round alike then, and must agree to 0.4% (float16: 0.1%): a gradient that is wrong
+    by 1% is found. Here only leaves that consist of rounding errors have a slack. This is not possible if stages
+    compute in float8, or if IPUs add half numbers, as in a concurrent stage with a half input, because each IPU's part
+    is rounded: faults below the tolerance of the half dtype are not found then (bfloat16 6%, float16 0.8%). Verify the
+    same stages in float32 too. If three or more half gradients of one value are added in another order than in the
+    unsharded program, `rtol` has to be larger.
+
+    Across several instances, all of them must call this, since it communicates: it runs the pipeline, gathers weights,
+    gradients and batch, and agrees on the errors. Each instance runs the unsharded program on its own first device, and
+    all return the same report, or raise.
+
+    Args:
+        pipeline: the pipeline.
+        params: from `pipeline.shard`.
+        batch, state, key: as for `Pipeline.value_and_grad`.
+        rtol: the largest relative error allowed in the loss and in each leaf (relative to the leaf's largest
+            magnitude), in both comparisons. Default: the largest of 1e-5, 8 machine epsilons of the coarsest weight
+            dtype, and 8 of the leaf's own dtype. In mixed precision also 8 of the coarsest dtype that the step computes
+            in the first comparison, and the smaller of 0.004 and one of these in the second.
+
+    Returns:
+        The `VerificationReport` of the last comparison.
+
+    Raises:
+        VerificationError: an error is above `rtol` or is NaN, or the trees or shapes of the aux differ. The message
+            names the worst leaf, the two values that are furthest apart, and the tolerance.
+
+    >>> from ipu_jax.core.stage import Stage
+    >>> halve = Stage(lambda w, x, mb: mb * w, params="first", ipu=0)
+    >>> square = Stage(lambda w, x, mb: jnp.mean((x @ w) ** 2), params="second", ipu=1)
+    >>> pipeline = Pipeline([halve, square], gradient_accumulation=3)
+    >>> params = pipeline.shard({"first": jnp.ones(2), "second": jnp.ones((2, 2))})
+    >>> verify(pipeline, params, jnp.ones((3, 4, 2))).loss
+    4.0
+    """
+    weights, whole_state = pipeline.unshard(params), None if state is None else pipeline.unshard(state)
+
+    def sharded(*, fused: bool = True) -> dict[str, Any]:
+        run = pipeline.value_and_grad if fused else jax.jit(pipeline.value_and_grad, compiler_options=UNFUSED)
+        value, *others = run(params, batch, state, key)
+        return _results((value, *map(pipeline.unshard, others)))
+
+    def unsharded(weights: Any, *, fused: bool = True) -> dict[str, Any]:
+        return _results(unsharded_update(pipeline, weights, batch, whole_state, key, fused=fused))
+
+    with ShortTracebacks():
+        actual, expected = sharded(), unsharded(weights)
+    _check_same_shapes(actual["aux"], expected["aux"])
+    groups = pipeline.apply_frozen(params).layout.groups
+    dtypes = [jnp.dtype(leaf.dtype) for group in groups for leaf in group.leaves if not leaf.frozen]
+    allowed = _Allowed(rtol, max([1e-5, *map(_roundings, dtypes)]))
+    comparison = _Comparison(pipeline.mesh, actual, expected)
+    if comparison.passes(allowed):
+        return comparison.report
+    computed, added = _dtypes_of(jax.make_jaxpr(pipeline.value_and_grad)(params, batch, state, key))
+    as_run = _Allowed(rtol, max([allowed.default, *map(_roundings, computed)]))
+    if not comparison.passes(as_run):
+        others = [unsharded(_moved(weights, seed)) for seed in range(3)]
+        others += [unsharded(weights, fused=False)] if computed else []
+        comparison = _Comparison(pipeline.mesh, actual, expected, others)
+    comparison.check(as_run)
+    # one number of 8 bits that is rounded otherwise changes a leaf by more than a fault of 1%
+    if computed and not added and all(jnp.finfo(dtype).bits == 16 for dtype in computed):
+        actual, expected = sharded(fused=False), unsharded(weights, fused=False)
+        comparison = _Comparison(pipeline.mesh, actual, expected)
+        eps = max(float(jnp.finfo(dtype).eps) for dtype in computed)
+        alike = _Allowed(rtol, max(allowed.default, min(_ALIKE, eps)))
+        if not comparison.passes(alike):
+            others = [unsharded(_moved(weights, seed), fused=False) for seed in range(3)]
+            comparison = _Comparison(pipeline.mesh, actual, expected, others, least_slack=_CANCELS)
+        comparison.check(alike)
+    return comparison.report
+
+
+def _dtypes_of(program: Any) -> tuple[set[Any], set[Any]]:
+    """Return the float dtypes of less than 32 bits that a program computes, and those that it adds over IPUs."""
+    computed, added = set(), set()
+    for eqn in all_equations(program.jaxpr):
+        dtypes = [v.aval.dtype for v in eqn.outvars if hasattr(v.aval, "dtype")]
+        narrow = {d for d in dtypes if jnp.issubdtype(d, jnp.floating) and jnp.finfo(d).bits < 32}
+        computed |= narrow
+        if eqn.primitive.name in _REDUCTIONS and IPU_AXIS in jax.tree.leaves(
+            [eqn.params.get("axes", ()), eqn.params.get("axis_name", ())]
+        ):
+            added |= narrow
+    return computed, added
+
+
+class _Compared:
+    """A leaf of the pipeline's result, compared with the unsharded program's.
+
+    Attributes:
+        name: its name in error messages.
+        actual, expected: the leaf from the pipeline and from the unsharded program.
+        error: the largest difference, less a slack, relative to the largest finite magnitude in `expected`; once the
+            instances have agreed, the largest error of any instance.
+        own_error: this instance's error.
+    """
+
+    def __init__(self, name: str, actual: Any, expected: Any, slack: float, *, may_be_infinite: bool):
+        self.name, self.actual, self.expected = name, on_host(actual), on_host(expected)
+        self.is_float = jnp.issubdtype(self.expected.dtype, jnp.inexact)
+        wide_actual, wide_expected = _wide(self.actual), _wide(self.expected)
+        with np.errstate(invalid="ignore"):  # inf - inf is NaN, and so is refused under any bound
+            difference = np.abs(wide_actual - wide_expected)
+        if not self.is_float:  # unequal integers that are equal as float64 differ by at least 1
+            difference = np.where(self.actual == self.expected, 0, np.maximum(difference, 1))
+        elif may_be_infinite:
+            difference = np.where(wide_actual == wide_expected, 0, difference)
+        self._difference = difference
+        scale = np.abs(wide_expected[np.isfinite(wide_expected)]).max(initial=0)
+        self.error = float(np.maximum(difference - slack, 0).max() / (scale or 1.0)) if difference.size else 0.0
+        self.own_error = self.error
+
+    @property
+    def furthest(self) -> str:
+        """Return the text of an error message for the two elements that are furthest apart, with their position."""
+        if self.error > self.own_error:
+            return "the values that are furthest apart are on another instance"
+        at = np.unravel_index(np.argmax(self._difference), self._difference.shape)
+        actual, expected = self.actual[at].item(), self.expected[at].item()
+        values = f"{actual:.6g} instead of {expected:.6g}" if self.is_float else f"{actual} instead of {expected}"
+        return values + (f" at {list(map(int, at))}" if at else "")
+
+
+class _Comparison:
+    """Compares all results of the pipeline with the unsharded program's.
+
+    Each error is set to the largest of any instance. So all instances continue alike, even if a copy of a value is
+    wrong on only one of them.
+
+    Args:
+        mesh: the pipeline's mesh.
+        actual, expected: the results of both programs, by name.
+        others: results of the unsharded program whose differences from `expected` are rounding errors.
+        least_slack: the slack of a leaf, relative to its largest magnitude, below which it has none.
+
+    Attributes:
+        leaves: per name, the compared leaves.
+        report: the errors.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        actual: dict[str, Any],
+        expected: dict[str, Any],
+        others: Sequence[Any] = (),
+        *,
+        least_slack: float = 0.0,
+    ):
+        slack = jax.tree.map(functools.partial(_slack, least=least_slack), expected, *others)
+        self.leaves = {
+            name: [
+                _Compared(f"{name}{jax.tree_util.keystr(path)}", f, e, s, may_be_infinite=name in ("state", "aux"))
+                for (path, f), e, s in zip(
+                    jax.tree.leaves_with_path(actual[name]),
+                    jax.tree.leaves(expected[name]),
+                    jax.tree.leaves(slack[name]),
+                    strict=True,
+                )
+            ]
+            for name in actual
+        }
+        leaves = list(itertools.chain.from_iterable(self.leaves.values()))
+        own = [float(actual["loss"]), float(expected["loss"]), *(leaf.own_error for leaf in leaves)]
+        of_all = gathered(mesh, own)
+        for leaf, error in zip(leaves, of_all[:, 2:].max(0).tolist(), strict=True):
+            leaf.error = error
+        errors = {name: {leaf.name: leaf.error for leaf in leaves} for name, leaves in self.leaves.items()}
+        (loss_error,) = errors.pop("loss").values()
+        self.report = VerificationReport(float(of_all[0, 0]), float(of_all[0, 1]), loss_error, *errors.values())
+
+    def passes(self, allowed: "_Allowed") -> bool:
+        return all(allowed.passes(leaf) for leaves in self.leaves.values() for leaf in leaves)
+
+    def check(self, allowed: "_Allowed") -> None:
+        """Raise `VerificationError` unless all leaves pass."""
+        (loss,) = self.leaves["loss"]
+        if not allowed.passes(loss):
+            bound = allowed.of(loss)
+            raise VerificationError(
+                f"the loss differs from the unsharded program's by more than rtol={bound:g}: {self.report}"
+            )
+        for what, name, kind in (
+            ("the gradient of", "params", "gradients"),
+            ("the new", "state", "leaves of state"),
+            ("the", "aux", "leaves of aux"),
+        ):
+            wrong = {leaf.name: leaf for leaf in self.leaves[name] if not allowed.passes(leaf)}
+            if wrong:
+                leaf = wrong[_worst({name: leaf.error for name, leaf in wrong.items()})[0]]
+                bound = (
+                    f"more than rtol={allowed.of(leaf):g}"
+                    if leaf.is_float
+                    else f"and {leaf.actual.dtype} must be equal"
+                )
+                raise VerificationError(
+                    f"{what} {leaf.name} differs from the unsharded program's by {leaf.error:.3g} relative, {bound}: "
+                    f"{leaf.furthest} ({len(wrong)} of {len(self.leaves[name])} {kind} differ): {self.report}"
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Allowed:
+    """The allowed error of a leaf: `rtol` if given, else an error that rounding explains; 0 for integers."""
+
+    rtol: float | None
+    default: float
+
+    def of(self, leaf: _Compared) -> float:
+        if not leaf.is_float:
+            return 0.0
+        return max(self.default, _roundings(leaf.expected.dtype)) if self.rtol is None else self.rtol
+
+    def passes(self, leaf: _Compared) -> bool:
+        return leaf.error <= self.of(leaf)  # False if it is NaN
+
+
+def _roundings(dtype: Any) -> float:
+    return 8 * float(jnp.finfo(dtype).eps)
+
+
+def _results(result: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the results of `value_and_grad` by name."""
+    value, gradients, *state = result
+    loss, aux = value if isinstance(value, tuple) else (value, None)
+    return {"loss": loss, "params": gradients, "state": state[0] if state else None, "aux": aux}  # the report's order
+
+
+def _slack(expected: Any, *others: Any, least: float) -> float:
+    """Return 4 times the largest change of a leaf in the other runs; 0 for integers. Infinities are ignored."""
+    if not jnp.issubdtype(jnp.result_type(expected), jnp.inexact):
+        return 0.0
+    e, largest = _wide(expected), 0.0
+    for m in map(_wide, others):
+        both = np.isfinite(e) & np.isfinite(m)
+        largest = max(largest, np.abs(m[both] - e[both]).max(initial=0))
+    scale = np.abs(e[np.isfinite(e)]).max(initial=0)
+    return 4 * largest if 4 * largest >= least * scale else 0.0
+
+
+def _wide(leaf: Any) -> np.ndarray:
+    leaf = np.asarray(leaf)
+    return leaf.astype(np.complex128 if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else np.float64)
+
+
+def _moved(weights: Any, seed: int) -> Any:
+    """Return the weights with each float32 number moved at random, by at most one unit in its last place."""
+    rng = np.random.default_rng(seed)
+
+    def move(leaf: Any) -> Any:
+        # weights in half are not moved: a change by one unit is not a rounding error, but another weight
+        if leaf.dtype not in (np.float32, np.float64):
+            return leaf
+        return (leaf * (1 + np.finfo(leaf.dtype).eps * rng.uniform(-1, 1, leaf.shape))).astype(leaf.dtype)
+
+    return jax.tree.map(move, jax.device_get(weights))
+
+
+def _check_same_shapes(aux: Any, expected: Any) -> None:
+    shapes = [jax.tree.map(lambda leaf: list(jnp.shape(leaf)), tree) for tree in (aux, expected)]
+    if shapes[0] != shapes[1]:
+        raise VerificationError(
+            f"the aux has shapes {shapes[0]}, the unsharded program's {shapes[1]}: what a stage's reference returns as "
+            "aux must look like what its fn returns"
+        )

@@ -1,0 +1,214 @@
+"""Check the arguments of a pipeline before anything is traced: groups and their places, specs, keys, batches."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import Mesh
+
+from ipu_jax.base.keys import is_one_key
+from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.core.stage import Role, Stage
+from ipu_jax.core.weights.packed_layout import with_specs
+from ipu_jax.core.weights.packing import Sharded
+
+
+def check_sharded(what: str, sharded: Any, owners: dict[str, int | None], specs: dict[str, Any], ipus: int) -> None:
+    """Raise `ValueError` unless `sharded` is a `Sharded` of a pipeline with these owners and specs."""
+    call = "shard" if what == "params" else "shard_state"
+    if not isinstance(sharded, Sharded):
+        raise ValueError(f"{what} is a {type(sharded).__name__}: pass what pipeline.{call}(...) returns")
+    layout = sharded.layout
+    if {g.name: g.ipu for g in layout.groups} != owners or layout.ipus != ipus:
+        raise ValueError(f"{what} were sharded by a pipeline with other groups or IPUs: shard them with this one")
+    for group in layout.groups:
+        if group.ipu is None and group.leaves != tuple(with_specs(group.name, group.leaves, group.treedef, specs)):
+            raise ValueError(f"{what} were sharded by a pipeline with other specs: shard them with this one")
+
+
+def check_state(state: Any, owners: dict[str, int | None], specs: dict[str, Any], ipus: int) -> None:
+    """Raise `ValueError` unless `state` is a live `Sharded` of these state groups, or None if there are no groups."""
+    if not owners:
+        if state is not None:
+            raise ValueError("state was given, but no stage holds any: name its group, Stage(..., state='name')")
+        return
+    if state is None:
+        names = ", ".join(map(repr, sorted(owners)))
+        raise ValueError(f"state is missing: pass state=pipeline.shard_state({{...}}) with the groups {names}")
+    check_sharded("state", state, owners, specs, ipus)
+    check_alive("state", state)
+
+
+def checked_stages(stages: Any) -> tuple[Stage, ...]:
+    """Return the stages as a tuple.
+
+    Raises:
+        ValueError: there are no stages, or one of them is not a `Stage`.
+    """
+    checked = tuple(stages) if isinstance(stages, Iterable) else (stages,)
+    if not checked:
+        raise ValueError("stages=() is empty: give at least one Stage")
+    for number, stage in enumerate(checked):
+        if not isinstance(stage, Stage):
+            raise ValueError(f"stage {number} is {stage!r}: give a list of Stage(fn, params='group', ipu=0)")
+    return checked
+
+
+def check_places(stages: tuple[Stage, ...], ipus: int) -> None:
+    """Raise `ValueError` if a stage is on an IPU that a replica of `ipus` IPUs does not have."""
+    for number, stage in enumerate(stages):
+        if stage.place is not None and stage.place >= ipus:
+            raise ValueError(
+                f"stage {number}, {stage.name!r}, is on IPU {stage.place}, outside the replica: "
+                f"it has IPUs 0 to {ipus - 1}; make the mesh wider or move the stage"
+            )
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raise `ValueError` unless `mesh` is a mesh with the axes "replica" and "ipu"."""
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh={mesh!r} is not a mesh: make it with make_mesh(replicas, ipus_per_replica)")
+    if tuple(mesh.axis_names) != (REPLICA_AXIS, IPU_AXIS):
+        raise ValueError(f"mesh has axes {mesh.axis_names}: make it with make_mesh(replicas, ipus_per_replica)")
+
+
+def by_group(name: str, value: Any) -> dict[str, Any]:
+    """Return an argument with an entry per group as a dict; raise `ValueError` unless it is a mapping or None."""
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{name}={value!r} does not say which group it is for: give {{'group': ...}}")
+    return dict(value or {})
+
+
+def specs_for(owners: dict[str, int | None], specs: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Return `specs` as a dict; raise `ValueError` if it names groups of local stages."""
+    unused = sorted(name for name in specs if owners.get(name, 0) is not None)
+    if unused:
+        raise ValueError(f"{what} for {', '.join(map(repr, unused))}: only groups of concurrent stages are split")
+    return dict(specs)
+
+
+def frozen_for(owners: dict[str, int | None], frozen: dict[str, Any]) -> dict[str, Any]:
+    """Return `frozen`; raise `ValueError` if it names a group that no stage names."""
+    unknown = sorted(frozen.keys() - owners.keys())
+    if unknown:
+        raise ValueError(f"frozen={unknown[0]!r} is no group: the stages name {', '.join(map(repr, sorted(owners)))}")
+    return frozen
+
+
+def owners_of(stages: tuple[Stage, ...]) -> dict[str, int | None]:
+    """Return, per group, the IPU of its stages, or None if they are concurrent.
+
+    Raises:
+        ValueError: a group is used on two IPUs, or both on an IPU and by concurrent stages.
+    """
+    owners: dict[str, int | None] = {}
+    for stage in stages:
+        if stage.params is None:
+            continue
+        if owners.setdefault(stage.params, stage.place) != stage.place:
+            here, there = (
+                "ALL_IPUS" if place is None else f"IPU {place}" for place in (owners[stage.params], stage.place)
+            )
+            raise ValueError(
+                f"group {stage.params!r} is used on {here} and on {there}: a group lives on one IPU, or is shared by "
+                "concurrent stages; put its stages on one IPU, make them all concurrent, or give each its own group"
+            )
+    return owners
+
+
+def state_owners_of(stages: tuple[Stage, ...]) -> dict[str, int | None]:
+    """Return, per state group, the IPU of its stage, or None if the stage is concurrent.
+
+    Raises:
+        ValueError: two stages name the same state group.
+    """
+    owners: dict[str, int | None] = {}
+    for stage in stages:
+        if stage.state is None:
+            continue
+        if stage.state in owners:
+            raise ValueError(
+                f"state {stage.state!r} is named by two stages: the order of their updates would be the schedule's; "
+                "give each stage its own"
+            )
+        owners[stage.state] = stage.place
+    return owners
+
+
+def check_key(key: Any, stages: tuple[Stage, ...], role: Role) -> None:
+    """Raise `ValueError` if a stage needs a key in this role and has none, or if `key` is not typed or not taken."""
+    needing = [stage.name for stage in stages if stage.needs_key(role)]
+    if key is None and needing:
+        raise ValueError(f"stage {needing[0]!r} takes a random key: pass key=jax.random.key(...)")
+    if key is not None and not is_one_key(key):
+        raise ValueError(f"key={key!r} is not one typed key: make it with jax.random.key(seed)")
+    if key is not None and not any(stage.random for stage in stages):
+        raise ValueError("a key was given, but no stage takes one: Stage(..., random=True)")
+
+
+def check_alive(what: str, tree: Any, mend: str = "pass what that call returned in their place") -> None:
+    """Raise `ValueError` if an array of `tree` was deleted: using it on devices would end the process."""
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
+            raise ValueError(f"{what}: an earlier call reused the buffers of its arrays (it donates them): {mend}")
+
+
+def check_batch(batch: Any, replicas: int, m: int) -> None:
+    """Raise `ValueError` unless the leaves of `batch` are (m, ...), or (replicas, m, ...) with several replicas."""
+    leading = (m,) if replicas == 1 else (replicas, m)
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        shape = getattr(leaf, "shape", None)
+        if shape is None or shape[: len(leading)] != leading:
+            described = type(leaf).__name__ if shape is None else f"shape {tuple(shape)}"
+            rule = "(gradient_accumulation," if replicas == 1 else "(replicas, gradient_accumulation,"
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} has {described}: its leading dims must be {rule} ...) = "
+                f"({', '.join(map(str, leading))}, ...)"
+            )
+    _check_not_empty(batch)
+
+
+def check_predictable(stages: tuple[Stage, ...], replicas: int, return_state: bool) -> None:
+    """Raise `ValueError` unless the stages can predict, and the new state can be returned if it is asked for."""
+    last = stages[-1]
+    if last.predict is None:
+        raise ValueError(
+            f"the last stage, {last.name!r}, cannot predict: give Stage(..., predict=fn), a function called like "
+            "fn that returns the outputs of one micro-batch in place of its loss"
+        )
+    if return_state and all(stage.state is None for stage in stages):
+        raise ValueError("return_state=True, but no stage holds state: name its group, Stage(..., state='name')")
+    if return_state and replicas > 1:
+        raise ValueError(
+            f"return_state=True on {replicas} replicas, whose micro-batches would leave {replicas} different states: "
+            "predict on one, pipeline.replace(mesh=make_mesh(1, ipus))"
+        )
+
+
+def check_prediction_batch(batch: Any, replicas: int) -> None:
+    """Raise `ValueError` unless all leaves of `batch` are (m, ...) for one m of at least 1, or (replicas, m, ...)."""
+    _check_not_empty(batch)
+    leading = 1 if replicas == 1 else 2
+    rule = "(micro-batches, ...)" if replicas == 1 else f"(replicas, micro-batches, ...) = ({replicas}, ...)"
+    first: tuple[int, ...] | None = None
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        shape = getattr(leaf, "shape", None)
+        found = None if shape is None else tuple(shape[:leading])
+        if found is None or len(found) < leading or 0 in found or (replicas > 1 and found[0] != replicas):
+            described = type(leaf).__name__ if shape is None else f"shape {tuple(shape)}"
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} has {described}: its leading dims must be {rule}, with any number "
+                "of micro-batches from 1 on"
+            )
+        first = found if first is None else first
+        if found != first:
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} has {found[-1]} micro-batches and another leaf {first[-1]}: all "
+                f"leaves must have the same leading dims, {rule}"
+            )
+
+
+def _check_not_empty(batch: Any) -> None:
+    if not jax.tree.leaves(batch):
+        raise ValueError("batch has no arrays: the first stage has nothing to read and M cannot be told")

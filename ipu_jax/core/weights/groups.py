@@ -1,0 +1,71 @@
+"""Describe a pipeline's groups of weights and state: where they are, how they are split, and what is frozen."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from ipu_jax.core.stage import Stage
+from ipu_jax.core.weights.arguments import (
+    by_group,
+    check_alive,
+    check_sharded,
+    check_state,
+    frozen_for,
+    owners_of,
+    specs_for,
+    state_owners_of,
+)
+from ipu_jax.core.weights.packed_layout import PackedLayout, plan_layout, with_frozen
+from ipu_jax.core.weights.packing import Sharded
+
+
+class Groups:
+    """The groups of a pipeline.
+
+    Args:
+        stages: the model.
+        ipus: the number of IPUs of a replica.
+        specs, state_specs, frozen: as for `Pipeline`.
+
+    Attributes:
+        owners, state_owners: per group, its IPU, or None if its stages are concurrent.
+        specs, frozen: per group, as given.
+        state_specs: per group; by default, every IPU holds the state of a concurrent stage whole.
+
+    Raises:
+        ValueError: a group is on several IPUs, or an argument names a group that does not exist.
+    """
+
+    def __init__(self, stages: tuple[Stage, ...], ipus: int, *, specs: Any, state_specs: Any, frozen: Any):
+        self.ipus = ipus
+        self.owners, self.state_owners = owners_of(stages), state_owners_of(stages)
+        self.specs = specs_for(self.owners, by_group("specs", specs), "specs")
+        whole = {name: PartitionSpec() for name, place in self.state_owners.items() if place is None}
+        self.state_specs = whole | specs_for(self.state_owners, by_group("state_specs", state_specs), "state_specs")
+        self.frozen = frozen_for(self.owners, by_group("frozen", frozen))
+
+    def layout(self, params: Mapping[str, Any]) -> PackedLayout:
+        """Return where each leaf of whole weights goes."""
+        return plan_layout(params, self.owners, self.specs, self.ipus, frozen=self.frozen)
+
+    def state_layout(self, state: Mapping[str, Any]) -> PackedLayout:
+        """Return where each leaf of whole state goes."""
+        return plan_layout(state, self.state_owners, self.state_specs, self.ipus, what="state")
+
+    def check(self, params: Any, state: Any) -> None:
+        """Raise `ValueError` unless `params` and `state` were sharded for these groups, and are alive."""
+        self.check_params(params)
+        check_state(state, self.state_owners, self.state_specs, self.ipus)
+
+    def check_params(self, params: Any) -> None:
+        """Raise `ValueError` unless `params` were sharded for these groups, and are alive."""
+        check_sharded("params", params, self.owners, self.specs, self.ipus)
+        self.apply_frozen(params)  # raises if `frozen` does not fit
+        check_alive("params", params)
+
+    def apply_frozen(self, params: Sharded) -> Sharded:
+        """Return the weights with exactly the leaves frozen that `frozen` names."""
+        layout = with_frozen(params.layout, self.frozen)
+        return params if layout == params.layout else dataclasses.replace(params, layout=layout)

@@ -1,0 +1,325 @@
+"""Decide where each weight goes: packed arrays for the stages of one IPU, shards for concurrent stages.
+
+Every IPU runs the same program, so the arguments have the same shapes on every IPU; but IPU 0 may own an MLP and IPU 1
+a classifier. The leaves of all IPUs are therefore matched into *slots*, arrays with a leading `ipu` dim:
+
+                 slot 0 (2560x1280 flat)     slot 1 (784x2560)   slot 2 (2560)   slot 3 (1280)
+        IPU 0    MLP layer 1 weights         layer 0 weights     layer 0 bias    layer 1 bias
+        IPU 1    classifier weights, 0 …     0 …                 classifier bias, 0 …
+
+A slot whose leaves all have the same shape keeps that shape, and reading it costs nothing: identical stages are simply
+stacked. Any other slot is flat and as long as its largest leaf; reading a leaf is then a reshape, of a prefix if the
+leaf is smaller than the slot. So the bytes of an IPU are the sum over all slots of the largest leaf in each slot. That
+is the size of the IPU's own weights if the stages are balanced, and never the sum over all stages. Leaves of concurrent
+groups are split by their PartitionSpecs; a split dim that is not divisible by the number of IPUs is padded with zeros.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from ipu_jax.core.devices import IPU_AXIS
+
+WHOLE = PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """A packed array: `(ipus, *shape)` globally, `shape` on each IPU."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A weight: its shape and dtype, and where it is.
+
+    A leaf of a local group is in slot number `slot`; a leaf of a concurrent group is split by `spec`. A `frozen` leaf
+    gets no gradient.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    slot: int = -1
+    spec: PartitionSpec = WHOLE
+    frozen: bool = False
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """A parameter group. `ipu` is the IPU that owns it, or None if the group is concurrent."""
+
+    name: str
+    ipu: int | None
+    treedef: Any
+    leaves: tuple[Leaf, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedLayout:
+    """The place of every leaf of every group. It is hashable, and the static part of a `Sharded`."""
+
+    ipus: int
+    groups: tuple[Group, ...]
+    slots: tuple[Slot, ...]
+
+    def group(self, name: str) -> Group:
+        return next(group for group in self.groups if group.name == name)
+
+    @property
+    def trainable_slots(self) -> frozenset[int]:
+        """Return the numbers of the slots that contain a leaf that gets a gradient."""
+        return frozenset(leaf.slot for g in self.groups if g.ipu is not None for leaf in g.leaves if not leaf.frozen)
+
+
+def plan_layout(
+    params: Mapping[str, Any],
+    owners: Mapping[str, int | None],
+    specs: Mapping[str, Any],
+    ipus: int,
+    *,
+    frozen: Mapping[str, Any] | None = None,
+    what: str = "params",
+) -> PackedLayout:
+    """Decide where each leaf goes.
+
+    Args:
+        params: `{group: pytree of arrays}`, the whole (unsharded) weights.
+        owners: per group, its IPU, or None if it is concurrent.
+        specs: per concurrent group, a PartitionSpec, or a pytree of PartitionSpecs that is a prefix of the group's.
+        ipus: the number of IPUs of a replica.
+        frozen: per group, True or False, or a pytree of bools that is a prefix of the group's. Default: False.
+        what: the name of `params` in error messages, "params" or "state". Leaves of a state may have any dtype.
+
+    Returns:
+        The `PackedLayout`.
+
+    Raises:
+        ValueError: groups are missing or unknown, a leaf is not an array, a leaf that gets a gradient is not floating,
+            or a spec or a `frozen` does not fit.
+    """
+    missing, unknown = sorted(owners.keys() - params.keys()), sorted(params.keys() - owners.keys())
+    if missing or unknown:
+        wrong = "; ".join(
+            f"{word} {', '.join(map(repr, names))}"
+            for word, names in (("missing", missing), ("unknown", unknown))
+            if names
+        )
+        raise ValueError(f"{what}: {wrong}. The stages name the groups {', '.join(map(repr, sorted(owners)))}")
+    groups = []
+    for name, ipu in owners.items():
+        paths, treedef = jax.tree.flatten_with_path(params[name])
+        mask = _frozen_mask(name, treedef, (frozen or {}).get(name, what == "state"))
+        leaves = [
+            _leaf(f"{what}[{name!r}]{jax.tree_util.keystr(path)}", value, is_frozen)
+            for (path, value), is_frozen in zip(paths, mask, strict=True)
+        ]
+        if ipu is None:
+            leaves = with_specs(name, leaves, treedef, specs)
+        groups.append(Group(name, ipu, treedef, tuple(leaves)))
+    slots, groups = _assign_slots(groups, ipus)
+    return PackedLayout(ipus, groups, slots)
+
+
+def _frozen_mask(name: str, treedef: Any, frozen: Any) -> list[bool]:
+    mask = _spread(f"frozen[{name!r}]", frozen, treedef)
+    for value in mask:
+        if not isinstance(value, (bool, np.bool_)):
+            raise ValueError(f"frozen[{name!r}] holds {value!r}: give True, False, or a tree of them")
+    return [bool(value) for value in mask]
+
+
+def _spread(what: str, prefix: Any, treedef: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """Return, per leaf of a group's tree, the leaf of `prefix` above it.
+
+    Args:
+        what: the name of `prefix` in error messages.
+        prefix: a tree with the same kinds of nodes, or with dicts, lists and tuples of the same names: a plain dict
+            fits an `nnx.State`, and can name the fields of an Equinox module.
+        treedef: the group's tree.
+        is_leaf: as `jax.tree.leaves` takes it, for `prefix`.
+
+    Raises:
+        ValueError: no leaf of `prefix` is above a leaf, or `prefix` names something that is not in the tree.
+    """
+    tree = jax.tree.unflatten(treedef, range(treedef.num_leaves))
+    try:
+        return jax.tree.leaves(jax.tree.broadcast(prefix, tree, is_leaf=is_leaf), is_leaf=is_leaf)
+    except ValueError:
+        pass  # other kinds of nodes
+    of_names = {_names(path): leaf for path, leaf in jax.tree.leaves_with_path(prefix, is_leaf=is_leaf)}
+    used, spread = set(), []
+    for path, _ in jax.tree.leaves_with_path(tree):
+        names = _names(path)
+        above = next((names[:k] for k in range(len(names) + 1) if names[:k] in of_names), None)
+        if above is None:
+            raise ValueError(
+                f"{what} does not fit the group's tree: it says nothing for {'/'.join(names)}: name all leaves, or a "
+                "node above them"
+            )
+        used.add(above)
+        spread.append(of_names[above])
+    unknown = ["/".join(names) for names in of_names if names not in used]
+    if unknown:
+        raise ValueError(f"{what} does not fit the group's tree: it names {unknown[0]}, which is not there")
+    return spread
+
+
+def _names(path: Any) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+
+def with_frozen(layout: PackedLayout, frozen: Mapping[str, Any]) -> PackedLayout:
+    """Return the layout with these leaves frozen and no others; `frozen` is as in `plan_layout`.
+
+    Raises:
+        ValueError: a `frozen` does not fit, or a leaf that gets a gradient is not floating.
+    """
+    groups = []
+    for group in layout.groups:
+        mask = _frozen_mask(group.name, group.treedef, frozen.get(group.name, False))
+        for leaf, is_frozen in zip(group.leaves, mask, strict=True):
+            _check_floating(leaf.path, jnp.dtype(leaf.dtype), is_frozen)
+        leaves = (dataclasses.replace(leaf, frozen=f) for leaf, f in zip(group.leaves, mask, strict=True))
+        groups.append(dataclasses.replace(group, leaves=tuple(leaves)))
+    return dataclasses.replace(layout, groups=tuple(groups))
+
+
+def _leaf(where: str, value: Any, frozen: bool) -> Leaf:
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise ValueError(f"{where} is {value!r}: a weight must be an array")
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        raise ValueError(f"{where} is {value.dtype}: keep jax.random.key_data(...) of a key")
+    _check_floating(where, value.dtype, frozen)
+    dtype = jax.dtypes.canonicalize_dtype(value.dtype)  # jax stores numpy's float64 as float32
+    return Leaf(where, tuple(value.shape), np.dtype(dtype).name, frozen=frozen)
+
+
+def _check_floating(where: str, dtype: Any, frozen: bool) -> None:
+    if not frozen and not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"{where} is {dtype}: weights must be floating; freeze it, or carry other data in the batch")
+    if not frozen and jnp.finfo(dtype).bits < 16:
+        raise ValueError(
+            f"{where} is {dtype}: weights that are trained must have at least 16 bits; hold it in bfloat16 and cast "
+            "it in the stage, or freeze it"
+        )
+
+
+def with_specs(name: str, leaves: Sequence[Leaf], treedef: Any, specs: Mapping[str, Any]) -> list[Leaf]:
+    """Return the leaves of a concurrent group, each with its PartitionSpec.
+
+    Raises:
+        ValueError: the group has no specs, or they do not fit it.
+    """
+    if name not in specs:
+        raise ValueError(
+            f"group {name!r} is concurrent and has no PartitionSpecs: give specs={{{name!r}: PartitionSpec(...)}}, "
+            f"with 'ipu' for the dim that is split and PartitionSpec() for what every IPU holds whole"
+        )
+    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    with_spec = []
+    for leaf, spec in zip(leaves, _spread(f"specs[{name!r}]", specs[name], treedef, is_spec), strict=True):
+        axes = [axis for axis in spec if axis is not None] if is_spec(spec) else []
+        if not is_spec(spec) or any(axis != IPU_AXIS for axis in axes) or len(axes) > 1 or len(spec) > len(leaf.shape):
+            raise ValueError(
+                f"{leaf.path} of shape {leaf.shape} has spec {spec}: give a PartitionSpec of at most "
+                f"{len(leaf.shape)} dims, with 'ipu' at most once and None elsewhere"
+            )
+        with_spec.append(dataclasses.replace(leaf, spec=spec))
+    return with_spec
+
+
+class _Member(NamedTuple):
+    """A leaf of a local group. Its position is the pair of the group's number and its own number in the group."""
+
+    position: tuple[int, int]
+    leaf: Leaf
+
+
+def _assign_slots(groups: list[Group], ipus: int) -> tuple[tuple[Slot, ...], tuple[Group, ...]]:
+    """Return the slots, and the groups with the slot of each local leaf filled in."""
+    members_of_ipu: list[list[_Member]] = [[] for _ in range(ipus)]
+    for g, group in enumerate(groups):
+        if group.ipu is not None:
+            members_of_ipu[group.ipu] += [_Member((g, i), leaf) for i, leaf in enumerate(group.leaves)]
+    owners = [members for members in members_of_ipu if members]
+
+    # leaves that every owner has are stacked first, so that identical stages keep their shapes; then the rest by size
+    slots: list[Slot] = []
+    slot_of: dict[tuple[int, int], int] = {}
+    for match in (_match_by_shape, _match_by_size):
+        unassigned = [[m for m in members if m.position not in slot_of] for members in owners]
+        for slot, matched in match(unassigned):
+            slot_of.update(dict.fromkeys((m.position for m in matched), len(slots)))
+            slots.append(slot)
+    return tuple(slots), tuple(_with_slots(g, group, slot_of) for g, group in enumerate(groups))
+
+
+def _match_by_shape(owners: list[list[_Member]]) -> Iterator[tuple[Slot, Sequence[_Member]]]:
+    """Yield a slot for each set of leaves of one shape and dtype to which every owner contributes one leaf."""
+    if not owners:
+        return
+    kinds = [{(m.leaf.shape, m.leaf.dtype) for m in members} for members in owners]
+    for shape, dtype in sorted(set.intersection(*kinds)):
+        equal = [[m for m in members if (m.leaf.shape, m.leaf.dtype) == (shape, dtype)] for members in owners]
+        for matched in zip(*equal, strict=False):  # leaves left over on some owners are matched by size
+            yield Slot(shape, dtype), matched
+
+
+def _match_by_size(owners: list[list[_Member]]) -> Iterator[tuple[Slot, Sequence[_Member]]]:
+    """Yield, per dtype, a slot for the largest leaf of each owner, then one for the second largest, and so on."""
+    for dtype in sorted({m.leaf.dtype for members in owners for m in members}):
+        by_size = [
+            sorted((m for m in members if m.leaf.dtype == dtype), key=lambda m: -m.leaf.size) for members in owners
+        ]
+        for row in itertools.zip_longest(*by_size):
+            matched = [m for m in row if m is not None]
+            shapes = {m.leaf.shape for m in matched}
+            flat = (max(m.leaf.size for m in matched),)
+            yield Slot(shapes.pop() if len(shapes) == 1 else flat, dtype), matched
+
+
+def _with_slots(g: int, group: Group, slot_of: Mapping[tuple[int, int], int]) -> Group:
+    if group.ipu is None:
+        return group
+    leaves = (dataclasses.replace(leaf, slot=slot_of[g, i]) for i, leaf in enumerate(group.leaves))
+    return dataclasses.replace(group, leaves=tuple(leaves))
+
+
+def dims_with_axes(shape: Sequence[int], spec: PartitionSpec) -> list[tuple[int, Any]]:
+    """Return, per dim, its size and the mesh axis over which it is split, or None."""
+    return [(size, spec[i] if i < len(spec) else None) for i, size in enumerate(shape)]
+
+
+def local_shape(leaf: Leaf, ipus: int) -> tuple[int, ...]:
+    """Return the shape of one IPU's shard of a concurrent leaf."""
+    return tuple(-(-size // ipus) if axis == IPU_AXIS else size for size, axis in dims_with_axes(leaf.shape, leaf.spec))
+
+
+def local_shapes(layout: PackedLayout) -> dict[str, Any]:
+    """Return `{group: tree of the shapes and dtypes that one IPU sees}`."""
+    return {
+        group.name: jax.tree.unflatten(
+            group.treedef,
+            [
+                jax.ShapeDtypeStruct(
+                    local_shape(leaf, layout.ipus) if group.ipu is None else leaf.shape, jnp.dtype(leaf.dtype)
+                )
+                for leaf in group.leaves
+            ],
+        )
+        for group in layout.groups
+    }

@@ -1,0 +1,170 @@
+"""Place weights on the IPUs in the arrays that a `PackedLayout` describes, and read and write them there."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ipu_jax.core.devices import IPU_AXIS
+from ipu_jax.core.instances import on_host
+from ipu_jax.core.weights.packed_layout import Group, Leaf, PackedLayout, dims_with_axes
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """Parameters, gradients, or any tree like them, on the IPUs.
+
+    `params["body"]["w"]` reads a whole leaf, and `dict(params)` reads all groups. As a pytree it consists of packed
+    arrays, not of the model's leaves: a slot contains leaves of several stages, shapes and ranks. Elementwise functions
+    such as `jax.tree.map` and `optax.adam` are right on the pytree, and so are norms over all of it, such as
+    `optax.clip_by_global_norm`. Functions that look at a leaf's shape, norm or path are wrong: lamb, lars, adafactor,
+    `adaptive_grad_clip`, masks by rank or path. A decay of all weights also changes frozen weights.
+    `Pipeline.optimizer` and `make_train_step` are right for every optimizer.
+
+    Attributes:
+        slots: the weights of the local groups. Each array is `(ipus, *slot.shape)` globally; each IPU holds one row.
+        concurrent: per concurrent group, the list of its leaves, padded globally; each IPU holds its shard.
+        layout: says which leaf is where; static.
+    """
+
+    slots: list[Any]
+    concurrent: dict[str, list[Any]]
+    layout: PackedLayout = dataclasses.field(metadata={"static": True})
+
+    def keys(self) -> list[str]:
+        """Return the names of the groups, sorted."""
+        return sorted(group.name for group in self.layout.groups)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __getitem__(self, group: str) -> Any:
+        """Return a group's tree of whole arrays, without padding, for reading: changes do not reach the IPUs.
+
+        Outside `jax.jit` this communicates like `Pipeline.unshard`, for the arrays that contain the group.
+        """
+        if group not in self.keys():
+            raise KeyError(f"{group!r} is not a group: there are {', '.join(map(repr, self.keys()))}")
+        return whole_group(self, self.layout.group(group))
+
+
+def specs_of(layout: PackedLayout) -> Sharded:
+    """Return the PartitionSpec of every array of a `Sharded` with this layout, as a `Sharded` of specs."""
+    concurrent = {g.name: [leaf.spec for leaf in g.leaves] for g in layout.groups if g.ipu is None}
+    return Sharded([PartitionSpec(IPU_AXIS)] * len(layout.slots), concurrent, layout)
+
+
+def empty_sharded(ipus: int) -> Sharded:
+    """Return a `Sharded` without groups."""
+    return Sharded([], {}, PackedLayout(ipus, (), ()))
+
+
+@jax.transfer_guard("allow")  # the caller asks for this transfer
+def shard_tree(params: Mapping[str, Any], layout: PackedLayout, mesh: Mesh) -> Sharded:
+    """Place `{group: pytree}` on the IPUs. Communicates from host to device only; each IPU gets its own part."""
+    local: dict[tuple[int, int], tuple[Leaf, Any]] = {}
+    concurrent: dict[str, list[Any]] = {}
+    for group in layout.groups:
+        values = jax.tree.leaves(params[group.name])
+        if group.ipu is None:
+            concurrent[group.name] = [
+                _put(padded(np.asarray(value, leaf.dtype), leaf, layout.ipus), mesh, leaf.spec)
+                for leaf, value in zip(group.leaves, values, strict=True)
+            ]
+        else:
+            local.update({(group.ipu, leaf.slot): (leaf, v) for leaf, v in zip(group.leaves, values, strict=True)})
+    slots = []
+    for k, slot in enumerate(layout.slots):
+        whole = np.zeros((layout.ipus, *slot.shape), slot.dtype)
+        for ipu in range(layout.ipus):
+            if (ipu, k) in local:
+                leaf, value = local[ipu, k]
+                whole.reshape(layout.ipus, -1)[ipu, : leaf.size] = np.asarray(value).reshape(-1)
+        slots.append(_put(whole, mesh, PartitionSpec(IPU_AXIS)))
+    return Sharded(slots, concurrent, layout)
+
+
+def shapes_on(layout: PackedLayout, mesh: Mesh) -> Sharded:
+    """Return the result of `shard_tree` with the shape, dtype and sharding of each array in place of the array."""
+
+    def shape_of(shape: tuple[int, ...], dtype: str, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        sizes = [size + (-size % layout.ipus if axis == IPU_AXIS else 0) for size, axis in dims_with_axes(shape, spec)]
+        return jax.ShapeDtypeStruct(tuple(sizes), jnp.dtype(dtype), sharding=NamedSharding(mesh, spec))
+
+    slots = [shape_of((layout.ipus, *slot.shape), slot.dtype, PartitionSpec(IPU_AXIS)) for slot in layout.slots]
+    concurrent = {
+        group.name: [shape_of(leaf.shape, leaf.dtype, leaf.spec) for leaf in group.leaves]
+        for group in layout.groups
+        if group.ipu is None
+    }
+    return Sharded(slots, concurrent, layout)
+
+
+def _put(whole: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+    # from a callback, so that each device takes its own block; copied, so that later changes on the host don't reach it
+    return jax.make_array_from_callback(whole.shape, NamedSharding(mesh, spec), lambda index: whole[index].copy())
+
+
+def padded(value: np.ndarray, leaf: Leaf, ipus: int) -> np.ndarray:
+    """Return `value` with its split dim padded by zeros to a multiple of `ipus`."""
+    widths = [(0, -size % ipus if axis == IPU_AXIS else 0) for size, axis in dims_with_axes(value.shape, leaf.spec)]
+    return np.pad(value, widths) if any(after for _, after in widths) else value
+
+
+@jax.transfer_guard("allow")  # the caller asks for this transfer
+def unshard_tree(sharded: Sharded) -> dict[str, Any]:
+    """Return `{group: pytree}` with its original shapes and without padding: the inverse of `shard_tree`.
+
+    Communicates one all-gather per array that is split over several instances.
+    """
+    slots = [on_host(slot) for slot in sharded.slots]  # each is read once, for all groups that are in it
+    read = dataclasses.replace(sharded, slots=slots)
+    return {group.name: whole_group(read, group) for group in sharded.layout.groups}
+
+
+def whole_group(sharded: Sharded, group: Group) -> Any:
+    """Return a group's tree of whole arrays, without padding. Communicates like `unshard_tree`, for this group."""
+
+    def whole(array: Any) -> Any:
+        return array if isinstance(array, Tracer) else on_host(array)
+
+    values = []
+    for i, leaf in enumerate(group.leaves):
+        if group.ipu is None:
+            value = whole(sharded.concurrent[group.name][i])[tuple(map(slice, leaf.shape))]
+        else:
+            value = whole(sharded.slots[leaf.slot])[group.ipu].reshape(-1)[: leaf.size].reshape(leaf.shape)
+        values.append(jnp.asarray(value))
+    return jax.tree.unflatten(group.treedef, values)
+
+
+def read(slots: Sequence[jax.Array], group: Group) -> Any:
+    """Return the group's tree from this IPU's row of each slot. Runs on the owner, inside the program."""
+    values = []
+    for leaf in group.leaves:
+        slot = slots[leaf.slot]
+        values.append(slot if slot.shape == leaf.shape else slot.reshape(-1)[: leaf.size].reshape(leaf.shape))
+    return jax.tree.unflatten(group.treedef, values)
+
+
+def write(slots: Sequence[jax.Array], group: Group, values: Any, zero: Any) -> list[jax.Array]:
+    """Return the slots with the group's leaves replaced. Runs on the owner, inside the program.
+
+    `zero` is a traced 0, since XLA rewrites the whole slot if the index is a constant.
+    """
+    written = list(slots)
+    for leaf, value in zip(group.leaves, jax.tree.leaves(values), strict=True):
+        slot = written[leaf.slot]
+        value = jnp.asarray(value, slot.dtype)  # a constant of the traced program may be a Python number
+        if slot.shape == leaf.shape:
+            written[leaf.slot] = value
+        else:
+            flat = jax.lax.dynamic_update_slice(slot.reshape(-1), value.reshape(-1), (zero,))
+            written[leaf.slot] = flat.reshape(slot.shape)
+    return written

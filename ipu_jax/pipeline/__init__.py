@@ -1,5 +1,0 @@
-"""Provide `Pipeline`: stages in; loss, gradients and predictions out."""
-
-from ipu_jax.pipeline._pipeline import Pipeline
-
-__all__ = ["Pipeline"]

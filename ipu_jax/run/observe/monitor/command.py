@@ -1,0 +1,166 @@
+"""Show the IPUs of this host and what runs on them: the command `ipu-monitor`.
+
+    ipu-monitor                   a table that is redrawn every second; q ends it
+    ipu-monitor --once            one table
+    ipu-monitor --json            one line of JSON
+    ipu-monitor --pid 3207 --user me
+
+Nothing here imports jax.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import pwd
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Final, NoReturn
+
+from rich.console import Console, RenderableType
+
+from ipu_jax.base.cli import process
+from ipu_jax.base.cli.parser import Parser, number_that, shown, whole_number
+from ipu_jax.distributed.processes.identity import own_identity
+from ipu_jax.distributed.processes.own_record import SWITCH, is_off
+from ipu_jax.run.observe.monitor import screen, table
+from ipu_jax.run.observe.monitor.rows import Look, Watch, user_name
+
+PROG: Final = "ipu-monitor"
+FORMAT: Final = 1
+"""The version of the format that --json prints."""
+
+_EVERY: Final = 1.0
+_SAMPLE: Final = 0.3
+_LARGEST_PID: Final = 2**31 - 1
+_NO_LIMIT: Final = 10_000
+"""The width of a file or a pipe, in characters."""
+
+
+def command() -> NoReturn:
+    """Run the monitor, and end the process with its exit status."""
+    process.run(PROG, main)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the monitor, and return its exit status."""
+    parser = _parser()
+    args = parser.parse(argv)
+    if args.once and args.watch is not None:
+        parser.error("--once and --watch contradict each other: give one of the two")
+    own = own_identity()
+    if own is None:
+        parser.error("/proc cannot be read, so that nothing is known of processes: mount it")
+    watch = Watch(own, users=args.user, pids=args.pid)
+    repeats = args.watch is not None or (sys.stdout.isatty() and not args.once and not args.json)
+    seconds = _EVERY if args.watch is None else args.watch
+    if args.json:
+        return _as_json(watch, seconds if repeats else None)
+    return _as_table(watch, args, seconds if repeats else None)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        PROG,
+        "Shows the processes on this host that use ipu_jax: their IPUs, stages, steps, speed and state. Only those of "
+        "this user, or all for root.",
+        "On a terminal it watches until q is pressed; otherwise it shows one table. docs/watching.md describes the "
+        "columns and the JSON.",
+    )
+    parser.add_argument("--once", action="store_true", help="show one table, and end")
+    parser.add_argument(
+        "--watch",
+        type=number_that(float, lambda seconds: 0.1 <= seconds <= 3600, "a time of 0.1 to 3600 seconds"),
+        nargs="?",
+        const=_EVERY,
+        metavar="SECONDS",
+        help=f"show it again every so many seconds (default: {_EVERY:g})",
+    )
+    parser.add_argument("--json", action="store_true", help="print each look as one line of JSON")
+    parser.add_argument(
+        "--user", type=_user, action="append", default=[], metavar="NAME", help="only this user's; may be repeated"
+    )
+    parser.add_argument(
+        "--pid",
+        type=whole_number(1, _LARGEST_PID),
+        action="append",
+        default=[],
+        metavar="N",
+        help="only this process; may be repeated",
+    )
+    return parser
+
+
+def _user(text: str) -> int:
+    if text.isascii() and text.isdecimal() and len(text) <= 10:
+        return int(text)
+    with contextlib.suppress(KeyError, ValueError):
+        return pwd.getpwnam(text).pw_uid
+    raise argparse.ArgumentTypeError(f"{shown(text)!r} is no user of this host: give a user's name or number")
+
+
+def _sampled(watch: Watch) -> Look:
+    """Return the second of two looks; shares of CPU time are measured over the short time between them."""
+    look = watch.look()
+    if not look.rows:
+        return look
+    time.sleep(_SAMPLE)
+    return watch.look()
+
+
+def _as_json(watch: Watch, seconds: float | None) -> int:
+    look = _sampled(watch)
+    while True:
+        # json escapes every character that is not printable except DEL
+        print(json.dumps(json_of(look)).replace("\x7f", r"\u007f"))
+        if seconds is None:
+            return 0
+        time.sleep(seconds)
+        look = watch.look()
+
+
+def json_of(look: Look) -> dict[str, Any]:
+    """Return a look as the object that --json prints."""
+    return {
+        "format": FORMAT,
+        "time": look.at,
+        "host": socket.gethostname(),
+        "processes": [dataclasses.asdict(row) for row in look.rows],
+        "ignored": [dataclasses.asdict(ignored) for ignored in look.ignored],
+    }
+
+
+def _as_table(watch: Watch, args: argparse.Namespace, seconds: float | None) -> int:
+    is_terminal = sys.stdout.isatty()
+    console = Console(width=None if is_terminal or os.environ.get("COLUMNS") else _NO_LIMIT)
+
+    def picture(look: Look) -> RenderableType:
+        notes = () if look.rows else (_why_empty(args),)
+        return table.picture_of(look, console.width, table.about_host(socket.gethostname()), notes)
+
+    look = _sampled(watch)
+    if seconds is not None and is_terminal and not console.is_dumb_terminal:
+        return screen.show(lambda: picture(watch.look()), console, seconds)
+    while True:
+        console.print(picture(look))
+        if seconds is None:
+            return 0
+        time.sleep(seconds)
+        look = watch.look()
+
+
+def _why_empty(args: argparse.Namespace) -> str:
+    """Return the note for a table without rows."""
+    others = [user_name(uid) for uid in args.user if uid != os.geteuid()]
+    if others and os.geteuid() != 0:
+        return f"What {' and '.join(others)} runs, only that user and root can see."
+    chosen = " of those that were asked for" if args.user or args.pid else ""
+    switched_off = f", and {SWITCH}=off asks for no records" if is_off() else ""
+    return f"No process{chosen} uses ipu_jax{switched_off}."
+
+
+if __name__ == "__main__":
+    command()

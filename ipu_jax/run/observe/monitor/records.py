@@ -1,0 +1,214 @@
+"""Find the records that processes have written about themselves, and remove the records of dead processes.
+
+    /run/user/1000/ipu_jax/3207-918273-3437d34c-4026531836.record  \\
+    process 3207, as psutil sees it                                 >  Record
+
+Everything in a folder is checked before it is trusted: owner, file type, size, and the names and types of its fields.
+Anything that is not a record is ignored, and reported by name. `processes/own_record.py` writes the records.
+
+Nothing here imports jax.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import stat
+import tempfile
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from ipu_jax.distributed.processes import beacons, own_record
+from ipu_jax.distributed.processes.beacons import Reading
+from ipu_jax.distributed.processes.identity import Identity, is_living
+
+_LARGEST: Final = 1 << 20
+_MOST: Final = 1 << 31
+_OF_USERS: Final = Path("/run/user")
+_ROOT: Final = 0
+_ASKED: Final = ("status", "uids", "create_time", "memory_info", "cpu_affinity", "cpu_percent")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ipu:
+    """An IPU of a process: the device and, if known, its place in the mesh and its stages."""
+
+    id: int
+    platform: str
+    kind: str
+    replica: int | None = None
+    ipu: int | None = None
+    stages: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Said:
+    """Hold the JSON of a record.
+
+    Attributes:
+        command: the words of the command line.
+        run: the name of poprun's run and attempt, which its instances share; None without poprun.
+        instance, instances: its number, and the number of instances.
+        replicas, ipus_per_replica: of all instances; None before a mesh was made.
+        ipus: the IPUs of this process.
+    """
+
+    command: tuple[str, ...]
+    run: str | None
+    instance: int
+    instances: int
+    replicas: int | None
+    ipus_per_replica: int | None
+    ipus: tuple[Ipu, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """Hold what a process has written about itself, and what the system reports about it.
+
+    Attributes:
+        identity: of the process.
+        process: the same process, for psutil.
+        seen: its `_ASKED` attributes, as `psutil.Process.as_dict` returns them.
+        said: the JSON.
+        reading: the contents of its beacon; None if they cannot be read.
+    """
+
+    identity: Identity
+    process: psutil.Process
+    seen: dict[str, Any]
+    said: Said
+    reading: Reading | None
+
+    @property
+    def uid(self) -> int:
+        """Return the number of its user."""
+        return self.seen["uids"].effective
+
+
+@dataclasses.dataclass(frozen=True)
+class Ignored:
+    """Name a file or folder that was found among the records, and why it was not read."""
+
+    path: str
+    reason: str
+
+
+def find(own: Identity, before: Mapping[Identity, psutil.Process]) -> tuple[list[Record], list[Ignored]]:
+    """Return the records of living processes, and what was ignored. Remove leftover records of this user.
+
+    Args:
+        own: the identity of this process; identities in records are compared with it.
+        before: the processes of the previous look. psutil measures their shares of CPU time since then.
+    """
+    records: list[Record] = []
+    ignored: list[Ignored] = []
+    for folder, uid in _folders():
+        try:
+            with own_record.opened(folder, uid) as handle:
+                for name in sorted(os.listdir(handle)):
+                    found = _found(name, handle, uid, own, before)
+                    if isinstance(found, Record):
+                        records.append(found)
+                    elif found is not None:
+                        ignored.append(Ignored(str(folder / name), found))
+        except FileNotFoundError:
+            continue
+        except own_record.UnsafeFolderError as error:
+            ignored.append(Ignored(str(folder), str(error)))
+        except OSError as error:
+            ignored.append(Ignored(str(folder), error.strerror or str(error)))
+    return records, ignored
+
+
+def _folders() -> Iterator[tuple[Path, int]]:
+    """Yield the folders that can contain records, each with its required owner. root sees the folders of all users."""
+    chosen, uid = own_record.chosen_folder(), os.geteuid()
+    if chosen is not None:
+        yield chosen, uid
+        return
+    found = {_OF_USERS / str(uid) / "ipu_jax": uid, own_record.temporary_folder(uid): uid}
+    runtime = own_record.runtime_folder()
+    if runtime is not None:
+        found[runtime] = uid
+    if uid == _ROOT:
+        for parent, prefix, rest in ((_OF_USERS, "", "ipu_jax"), (Path(tempfile.gettempdir()), "ipu_jax-", "")):
+            with contextlib.suppress(OSError):
+                for name in os.listdir(parent):
+                    number = name.removeprefix(prefix)
+                    if name.startswith(prefix) and number.isascii() and number.isdecimal():
+                        found.setdefault(parent / name / rest, int(number))
+    yield from found.items()
+
+
+def _found(
+    name: str, folder: int, uid: int, own: Identity, before: Mapping[Identity, psutil.Process]
+) -> Record | str | None:
+    """Return the record in a file of a folder, the reason to ignore the file, or None if its process has ended."""
+    identity = own_record.identity_of(name)
+    if identity is None:
+        return "has no name of a record"
+    if not identity.counts_as(own):
+        return "is of another container or host, or from before a restart of this one"
+    if not is_living(identity):
+        if uid == os.geteuid():
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=folder)
+        return None
+    try:
+        process = before.get(identity) or psutil.Process(identity.pid)
+        seen = process.as_dict(_ASKED)
+        if None in seen.values():
+            return "names a process that cannot be looked into"
+        if seen["uids"].effective != uid:
+            return f"names a process of user {seen['uids'].effective}"
+        content = beacons.whole(lambda: _content(name, folder, uid)) or b""
+        text = content[beacons.SIZE :].rstrip(b"\0")
+        if not text:
+            return None  # its process is just starting to write it
+        values = json.loads(text)
+        if not isinstance(values, dict) or values.get("format") != own_record.FORMAT:
+            return f"is not of format {own_record.FORMAT}: another version of ipu_jax has written it"
+        return Record(identity, process, seen, _checked(Said, values), beacons.parsed(content))
+    except (FileNotFoundError, psutil.NoSuchProcess):
+        return None  # the process has just ended
+    except OSError as error:
+        return error.strerror or str(error)
+    except (ValueError, TypeError, RecursionError):
+        return "is no record: it is damaged"
+
+
+def _content(name: str, folder: int, uid: int) -> bytes:
+    """Return the content of a user's file. Refuse a file that could block or mislead the reader."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with open(os.open(name, flags, dir_fd=folder), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST:
+            raise OSError("is no file, or too large for a record")
+        if found.st_uid != uid:
+            raise OSError(f"belongs to user {found.st_uid}, not {uid}")
+        return file.read(_LARGEST)
+
+
+def _checked(kind: Any, value: Any) -> Any:
+    """Return a JSON value as a type used in `Said`: a dataclass, a tuple of one type, a count or a text.
+
+    Raises:
+        TypeError: the value does not have this type.
+
+    >>> _checked(Ipu, {"id": 0, "platform": "cpu", "kind": "cpu", "stages": ["mlp"]})
+    Ipu(id=0, platform='cpu', kind='cpu', replica=None, ipu=None, stages=('mlp',))
+    """
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        hints = typing.get_type_hints(kind).items()
+        return kind(**{name: _checked(hint, value[name]) for name, hint in hints if name in value})
+    kinds = typing.get_args(kind) or (kind,)
+    if typing.get_origin(kind) is tuple:
+        value, kinds = tuple(_checked(kinds[0], one) for one in _checked(list, value)), (tuple,)
+    if type(value) not in kinds or (type(value) is int and not 0 <= value <= _MOST):
+        raise TypeError(f"{value!r} is no {kind}")
+    return value

@@ -1,0 +1,172 @@
+"""Draw a look as a table: the most important columns that fit, and never a row on two lines.
+
+       pid  command          IPUs  step  steps/s    memory  busy  last step  state
+     31939  train.py --fast     2  1204     19.8  273.4 MB   13%     0.01 s  running
+
+Nothing here imports jax.
+"""
+
+import dataclasses
+import datetime
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from rich.cells import cell_len
+from rich.console import Group
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from ipu_jax.base.terminal import printable
+from ipu_jax.distributed.launcher.topology import ranges
+from ipu_jax.run.observe.monitor.records import Ipu
+from ipu_jax.run.observe.monitor.rows import Look, Row
+
+UNKNOWN: Final = "-"
+_GAP: Final = 2
+_STYLES: Final = {"stuck": "bold red", "stopped": "yellow", "waiting": "yellow", "running": ""}
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A column: its head, how a row's entry is made, and its rank.
+
+    Attributes:
+        head: its name.
+        entry: makes the text of a row.
+        rank: columns of a lower rank are kept longer when the terminal is narrow.
+        least, most: the width to which its entries can be cut before the column is left out, and its largest width;
+            None for entries that are shown whole and right-aligned, such as numbers.
+    """
+
+    head: str
+    entry: Callable[[Row], str]
+    rank: int
+    least: int | None = None
+    most: int | None = None
+
+    def needed(self, rows: Sequence[Row]) -> int:
+        """Return the width in cells that the column needs; with less, it is left out."""
+        longest = max(cell_len(text) for text in (self.head, *(printable(self.entry(row)) for row in rows)))
+        return longest if self.least is None else min(longest, self.least)
+
+
+def shown_seconds(seconds: float) -> str:
+    """Return a duration in a form that people read easily.
+
+    >>> [shown_seconds(s) for s in (0.012, 75, 7384, 200_000)]
+    ['0.01 s', '0:01:15', '2:03:04', '2 days, 7:33:20']
+    """
+    if seconds < 60:
+        return f"{seconds:.{2 if seconds < 10 else 0}f} s"
+    return str(datetime.timedelta(seconds=int(seconds)))
+
+
+def stages_of(ipus: Sequence[Ipu]) -> str:
+    """Return the stages on the IPUs of a process: for each IPU of the replica, then the stages that are on all IPUs.
+
+    >>> first, second = (Ipu(i, "cpu", "cpu", 0, i, (("mlp", "conv")[i], "head")) for i in range(2))
+    >>> stages_of([first, second])
+    '0 mlp, 1 conv, all head'
+    >>> stages_of([first])
+    '0 mlp head'
+    """
+    of_ipu = {ipu.ipu: ipu.stages for ipu in ipus if ipu.ipu is not None}
+    everywhere = set.intersection(*map(set, of_ipu.values())) if len(of_ipu) > 1 else set[str]()
+    parts = [(str(ipu), [stage for stage in of_ipu[ipu] if stage not in everywhere]) for ipu in sorted(of_ipu)]
+    parts += [("all", [stage for stage in stages if stage in everywhere]) for stages in list(of_ipu.values())[:1]]
+    return ", ".join(f"{place} {' '.join(stages)}" for place, stages in parts if stages) or UNKNOWN
+
+
+def _speed(number: float | None) -> str:
+    return UNKNOWN if number is None else f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f}"
+
+
+def _or_unknown(value: Any, shown: Callable[[Any], str]) -> str:
+    return UNKNOWN if value is None else shown(value)
+
+
+def _replicas(row: Row) -> str:
+    own = {ipu.replica for ipu in row.ipus if ipu.replica is not None}
+    return f"{ranges(sorted(own))} of {row.replicas}" if own else UNKNOWN
+
+
+def _state(row: Row) -> str:
+    return row.doing or row.state if row.state == "running" and row.doing != "stepping" else row.state
+
+
+COLUMNS: Final = (
+    Column("pid", lambda row: str(row.pid), 0),
+    Column("user", lambda row: row.user, 11, least=4, most=12),
+    Column("command", lambda row: row.command, 6, least=14, most=60),
+    Column("time", lambda row: shown_seconds(row.running_seconds), 9),
+    Column("IPUs", lambda row: str(len(row.ipus)), 4),
+    Column("instance", lambda row: f"{row.instance} of {row.instances}", 10),
+    Column("replica", _replicas, 12),
+    Column("stage", lambda row: stages_of(row.ipus), 14, least=12, most=40),
+    Column("step", lambda row: _or_unknown(row.step, str), 2),
+    Column("steps/s", lambda row: _speed(row.steps_per_second), 3),
+    Column("samples/s", lambda row: _speed(row.samples_per_second), 13),
+    Column("memory", lambda row: decimal(row.device_bytes or row.rss_bytes), 7),
+    Column("busy", lambda row: _or_unknown(row.busy_share, lambda share: f"{share:.0%}"), 8),
+    Column("last step", lambda row: _or_unknown(row.last_step_seconds, shown_seconds), 5),
+    Column("state", _state, 1, least=12, most=30),
+)
+
+
+def fitting(rows: Sequence[Row], width: int) -> tuple[Column, ...]:
+    """Return the columns that fit into a width. A column is kept only if all columns of a lower rank are kept."""
+    ranked = sorted(COLUMNS, key=lambda column: column.rank)
+    left, kept = width + _GAP, 0
+    for column in ranked:
+        left -= column.needed(rows) + _GAP
+        kept += left >= 0
+    return tuple(column for column in COLUMNS if column in ranked[:kept])
+
+
+def picture_of(look: Look, width: int, about: str, notes: Sequence[str] = ()) -> Group:
+    """Return a look as lines, none of which is wider than `width`.
+
+    The lines contain no escape sequences: other processes write the records, and rich lets escapes pass.
+
+    Args:
+        look: the processes to show.
+        width: columns of the terminal.
+        about: what the first line says about the host.
+        notes: more lines.
+    """
+    ipus = sum(len(row.ipus) for row in look.rows)
+    about = f"{about}: {_counted(len(look.rows), 'process', 'es')} on {_counted(ipus, 'IPU', 's')}"
+    below = [_line(f"{row.pid} is {row.state}: {row.reason}") for row in look.rows if row.reason]
+    if look.ignored:
+        are = "files or folders are" if len(look.ignored) > 1 else "file or folder is"
+        below.append(_line(f"{len(look.ignored)} {are} no record: --json names them", "dim"))
+    table = [_table(look.rows, width)] if look.rows else []
+    return Group(_line(about, "bold"), *table, *below, *map(_line, notes))
+
+
+def _table(rows: Sequence[Row], width: int) -> Table:
+    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="dim")
+    columns = fitting(rows, width)
+    for column in columns:
+        # rich narrows only the columns that it may wrap; `_line` cuts their texts instead of wrapping them
+        fixed = column.least is None
+        justify = "right" if fixed else "left"
+        table.add_column(_line(column.head), justify=justify, no_wrap=fixed, max_width=column.most)
+    for row in rows:
+        table.add_row(*(_line(column.entry(row)) for column in columns), style=_STYLES[row.state])
+    return table
+
+
+def about_host(name: str) -> str:
+    """Return a description of this host: its name, cores and load."""
+    return f"{name}, {_counted(os.cpu_count() or 1, 'core', 's')}, load {os.getloadavg()[0]:.2f}"
+
+
+def _counted(count: int, what: str, plural: str) -> str:
+    return f"{count} {what}{'' if count == 1 else plural}"
+
+
+def _line(text: str, style: str = "") -> Text:
+    return Text(printable(text), style, no_wrap=True, overflow="ellipsis")

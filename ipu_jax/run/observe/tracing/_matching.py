@@ -1,0 +1,171 @@
+"""Find out which task each loop of a profile was: its tick is the number of its earlier runs in the scan.
+
+    scan       |-------------------------------------------------------------|      one step
+    F.0        |-0-|     |-1-|     |2|                                              tick 0, 1, 2: the plan has 0F0, 0F1
+    y.0             |--|      |--|    |--|
+    update                                                                    |--|
+
+Every loop runs once in each tick, even where the IPU has no task: then its body does not run. So the plan says in which
+ticks the body must have run, and the profile in which ticks it did. If they differ, a `TraceError` says where. XLA
+turns a loop with little to do into one kernel. Then only the plan says in which ticks the loop ran a task.
+"""
+
+import bisect
+import dataclasses
+from collections import defaultdict
+
+from ipu_jax.core.engine.labels import EXCHANGED, Label, PlanNames
+from ipu_jax.run.observe.tracing._profile import Event, Run
+from ipu_jax.run.observe.tracing.errors import TraceError
+from ipu_jax.run.observe.tracing.timeline import Kind, Slice, Step
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Hold the place of a device: its instance, replica and IPU."""
+
+    instance: int
+    replica: int
+    ipu: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Hold the steps of one run on one IPU, with times in nanoseconds of the clock; the first step of a run is 0."""
+
+    steps: list[Step]
+    slices: list[Slice]
+
+
+def measured(run: Run, place: Place, plan: PlanNames) -> Measured:
+    """Return the steps of a plan in a run on one IPU.
+
+    Raises:
+        TraceError: the profile does not fit the plan.
+    """
+    scans = [event for event in run.events if event.operation.role == "scan"]
+    starts = [scan.start for scan in scans]
+    of_scan: list[list[Event]] = [[] for _ in scans]
+    for event in run.events:
+        k = bisect.bisect_right(starts, event.start) - 1
+        if event.operation.role != "scan" and k >= 0:
+            of_scan[k].append(event)
+    steps: list[Step] = []
+    slices: list[Slice] = []
+    # what a call of several steps does before its loop over the steps belongs to no step
+    loops_over_steps = [e for e in run.events if e.operation.role == "outside" and e.operation.name == "while"]
+    around = [loop for loop in loops_over_steps if scans and loop.start < scans[0].start < scans[0].end <= loop.end]
+    begin = max((loop.start for loop in around), default=run.start)
+    for scan, events in zip(scans, of_scan, strict=True):
+        if scan.operation.plan is not plan:  # such as an evaluation in the same program
+            begin = max([begin, *(event.end for event in events if event.operation.role == "guard")])
+            continue
+        number = len(steps)
+        loops = _ended([e for e in events if e.operation.role == "guard"], events)
+        scanned = loops[-1].end if loops else begin
+        of_step = _tasks(plan, place, number, loops, events)
+        of_step += _update(place, number, [event for event in events if _in_update(event) and event.start >= scanned])
+        collectives = [event for event in events if event.operation.role == "collective"]
+        of_step += _collectives(place, number, collectives, [one for one in of_step if one.kind == "exchange"])
+        is_last = scan is scans[-1] and not around
+        end = run.end if is_last else max([scanned, *(one.end for one in of_step)])
+        steps.append(Step(place.instance, place.replica, place.ipu, number, begin, end))
+        slices += sorted(of_step, key=lambda one: (one.start, -one.end))
+        begin = end
+    return Measured(steps, slices)
+
+
+def _ended(loops: list[Event], events: list[Event]) -> list[Event]:
+    """Return the loops of a step with corrected ends: a loop ends before the next loop starts, which waits for it.
+
+    The operations after the scan wait for its last loop.
+    """
+    if not loops:
+        return []
+    following = [loop.start for loop in loops[1:]]
+    outside = [e.start for e in events if e.operation.role in ("update", "outside") and e.start > loops[-1].start]
+    following.append(min(outside, default=loops[-1].end))
+    ends = [min(loop.end, limit) for loop, limit in zip(loops, following, strict=True)]
+    return [dataclasses.replace(loop, end=end) for loop, end in zip(loops, ends, strict=True)]
+
+
+def _in_update(event: Event) -> bool:
+    return event.operation.role == "update" or event.operation.in_update
+
+
+def _tasks(plan: PlanNames, place: Place, step: int, loops: list[Event], events: list[Event]) -> list[Slice]:
+    """Return the tasks and exchanges of a step."""
+    of_guard: dict[tuple[Label, int] | None, list[Event]] = defaultdict(list)
+    inner: dict[tuple[Label, int] | None, list[float]] = defaultdict(list)
+    for loop in loops:
+        of_guard[loop.operation.guard].append(loop)
+    for event in events:
+        if event.operation.role != "guard":
+            inner[event.operation.guard].append(event.start)
+    found: list[Slice] = []
+    for guard, rows in plan.microbatches.items():
+        if len(of_guard[guard]) != plan.ticks:
+            raise TraceError(
+                f"step {step} on IPU {place.ipu} of replica {place.replica} has {len(of_guard[guard])} loops "
+                f"{guard[0]}.{guard[1]} for {plan.ticks} ticks: XLA lost events, or changed the program; record fewer "
+                "steps at once"
+            )
+        ran = inner[guard]
+        for tick, loop in enumerate(of_guard[guard]):
+            microbatch = int(rows[tick, place.ipu])
+            at = bisect.bisect_left(ran, loop.start)
+            has_run = at < len(ran) and ran[at] < loop.end
+            if loop.operation.is_opaque:
+                has_run = microbatch >= 0
+            elif has_run != (microbatch >= 0):
+                did, planned = ("ran", "no task") if has_run else ("did not run", f"micro-batch {microbatch}")
+                raise TraceError(
+                    f"step {step}, tick {tick}, IPU {place.ipu} of replica {place.replica}: {guard[0]} of class "
+                    f"{guard[1]} {did}, but the plan has {planned}: this is an error of ipu_jax"
+                )
+            if has_run:
+                found.append(_slice(plan, place, step, guard, tick, microbatch, loop))
+    return found
+
+
+def _slice(
+    plan: PlanNames, place: Place, step: int, guard: tuple[Label, int], tick: int, microbatch: int, loop: Event
+) -> Slice:
+    where = place.instance, place.replica, place.ipu, step
+    if guard[0] in EXCHANGED:
+        return Slice(*where, "exchange", f"exchange {guard[0]}", loop.start, loop.end, tick)
+    segment = plan.segment(guard[1], place.ipu)
+    stages = tuple(range(segment.first, segment.first + len(segment.stages)))
+    kind: Kind = guard[0]  # pyright: ignore[reportAssignmentType]
+    return Slice(*where, kind, task_name(stages, kind, microbatch), loop.start, loop.end, tick, stages, microbatch)
+
+
+def task_name(stages: tuple[int, ...], kind: Kind, microbatch: int) -> str:
+    """Return the name of a task.
+
+    >>> task_name((2,), "F", 0), task_name((2, 3), "W", 1), task_name((4,), "FB", 0)
+    ('2F0', '2-3W1', '4F0 4B0')
+    """
+    which = str(stages[0]) if len(stages) == 1 else f"{stages[0]}-{stages[-1]}"
+    return " ".join(f"{which}{letter}{microbatch}" for letter in kind)
+
+
+def _update(place: Place, step: int, events: list[Event]) -> list[Slice]:
+    if not events:
+        return []
+    where = place.instance, place.replica, place.ipu, step
+    start, end = min(event.start for event in events), max(event.end for event in events)
+    return [Slice(*where, "update", "update", start, end)]
+
+
+def _collectives(place: Place, step: int, events: list[Event], exchanges: list[Slice]) -> list[Slice]:
+    """Return the collectives, except those within exchanges, which are slices already."""
+    where = place.instance, place.replica, place.ipu, step
+    starts = sorted(one.start for one in exchanges)
+    ends = sorted(one.end for one in exchanges)
+    found: list[Slice] = []
+    for event in events:
+        k = bisect.bisect_right(starts, event.start) - 1
+        if k < 0 or event.start > ends[k]:
+            found.append(Slice(*where, "collective", event.operation.name, event.start, event.end))
+    return found

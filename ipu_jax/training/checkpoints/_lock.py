@@ -1,0 +1,216 @@
+"""Let only one training save to a folder: a lock that names its holder, and is freed when the process dies.
+
+    runs/mnist/.lock    {"host": "node-7", "process": "3207-918273-3437d34c-4026531836", "since": "2026-11-23 10:15:02"}
+
+The lock is the operating system's lock of the open file; the text is for the error message of a process that is
+refused. If files cannot be locked, as on some network disks, the text is the lock. Then a process of this host that has
+ended no longer holds it, and for a process of another host it is unknown.
+
+Nothing here imports jax.
+"""
+
+import contextlib
+import datetime
+import errno
+import fcntl
+import json
+import os
+import secrets
+import socket
+import time
+import weakref
+from pathlib import Path
+from typing import Any, Final
+
+from ipu_jax.distributed.processes.identity import Identity, is_living, own_identity
+from ipu_jax.training.checkpoints.errors import CheckpointError
+
+NAME: Final = ".lock"
+
+_PATIENCE: Final = 2.0  # seconds for a killed process to disappear, and for a mere reader to finish
+_LOOK_EVERY: Final = 0.05
+_CANNOT_LOCK: Final = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
+_all: "weakref.WeakSet[Lock]" = weakref.WeakSet()
+
+
+class Lock:
+    """The lock of a folder of checkpoints, for one training of this process.
+
+    Args:
+        folder: the folder of the checkpoints.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder, self._path = folder, folder / NAME
+        self._text = b""
+        self._handle: int | None = None
+        self._freeing: weakref.finalize[Any, Any] | None = None
+        _all.add(self)
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether this training has the lock, and nobody has removed it.
+
+        Raises:
+            OSError: its file cannot be read.
+        """
+        return self._freeing is not None and _read(self._path) == self._text
+
+    def take(self, seconds: float = _PATIENCE) -> None:
+        """Take the lock, unless this training has it. The folder must exist.
+
+        Args:
+            seconds: how long to wait for another process that has it.
+
+        Raises:
+            CheckpointError: another training has it; the `errno` is EBUSY.
+            OSError: its file cannot be written.
+        """
+        if self.is_held:
+            return
+        self.release()
+        deadline = time.monotonic() + seconds
+        while holder := self._try():
+            if time.monotonic() >= deadline:
+                raise CheckpointError(
+                    f"{self._folder} is in use: {holder}. Two trainings in one folder would remove each other's "
+                    "checkpoints: wait until that one has ended, stop it, or save to another folder",
+                    errno.EBUSY,
+                )
+            time.sleep(_LOOK_EVERY)
+
+    def release(self) -> None:
+        """Free the lock, if this training has it."""
+        if self._freeing is not None:
+            self._freeing()
+            self._freeing = None
+
+    def leave_to_parent(self) -> None:
+        """Close the file in a forked process. Otherwise the lock would stay until the forked process ends, too."""
+        if self._freeing is not None:
+            self._freeing.detach()
+            self._freeing = None
+            _close(self._handle)
+
+    def _try(self) -> str:
+        """Return who has the lock, or "" if this training has it from now on."""
+        if any(lock.is_held for lock in list(_all) if lock is not self and lock._path == self._path):
+            return _holder(_read(self._path))  # network disks don't keep two files of one process apart
+        handle: int | None = None
+        try:
+            handle = _locked(self._path)
+        except BlockingIOError:
+            return _holder(_read(self._path))
+        except OSError as error:
+            if error.errno not in _CANNOT_LOCK:
+                raise
+            text = _read(self._path)
+            if text and not _has_ended(text):
+                return f"{_holder(text)} (if it has ended, remove {self._path}: this disk cannot tell)"
+        if handle is not None and not _is_at(self._path, handle):
+            os.close(handle)
+            return self._try()  # its owner removed the file after it was opened here
+        text = _own_text()
+        try:
+            self._path.write_bytes(text)
+        except OSError:
+            _close(handle)
+            raise
+        self._text, self._handle = text, handle
+        self._freeing = weakref.finalize(self, _free, self._path, handle, text, os.getpid())
+        return ""
+
+
+def _locked(path: Path) -> int:
+    """Open a file, create it if it is missing, and lock it; return its handle.
+
+    Raises:
+        BlockingIOError: another process has locked it.
+        OSError: it cannot be opened or locked.
+    """
+    for mode in (os.O_RDONLY, os.O_RDWR):  # network disks lock only files that are open for writing
+        handle = os.open(path, mode | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(handle)
+            if error.errno != errno.EBADF or mode == os.O_RDWR:
+                raise
+        else:
+            return handle
+    raise AssertionError("the second one has returned or raised")
+
+
+def _close(handle: int | None) -> None:
+    if handle is not None:
+        with contextlib.suppress(OSError):
+            os.close(handle)
+
+
+def _free(path: Path, handle: int | None, text: bytes, owner: int) -> None:
+    with contextlib.suppress(OSError):
+        if os.getpid() == owner and _read(path) == text:
+            path.unlink()  # before another process can lock it
+    _close(handle)
+
+
+def _own_text() -> bytes:
+    content = {
+        "host": socket.gethostname(),
+        "process": str(own_identity() or os.getpid()),
+        "since": datetime.datetime.now().astimezone().isoformat(" ", "seconds"),
+        "token": secrets.token_hex(8),
+    }
+    return json.dumps(content).encode()
+
+
+def _content(text: bytes) -> dict[str, str]:
+    """Return the owner that a lock names; an empty dict if the file is not our lock or is still being written."""
+    try:
+        content = json.loads(text)
+        fields = {name: content[name] for name in ("host", "process", "since")}
+    except (ValueError, TypeError, KeyError):
+        return {}
+    return fields if all(isinstance(value, str) and value.isprintable() for value in fields.values()) else {}
+
+
+def _holder(text: bytes) -> str:
+    content = _content(text)
+    if not content:
+        return "another process saves there"
+    if content["process"] == str(own_identity()):
+        return f"this process saves there since {content['since']}, by other Checkpoints, which close() would end"
+    pid = content["process"].partition("-")[0]
+    return f"process {pid} on {content['host']} saves there since {content['since']}"
+
+
+def _has_ended(text: bytes) -> bool:
+    """Return whether the owner of a lock is known to have ended: a process of this host, in this container."""
+    content, own = _content(text), own_identity()
+    identity = Identity.parse(content.get("process", ""))
+    if identity is None or own is None or content["host"] != socket.gethostname():
+        return False
+    return identity.boot != own.boot or (identity.counts_as(own) and not is_living(identity))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def _is_at(path: Path, handle: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(handle))
+    except FileNotFoundError:
+        return False
+
+
+def _after_fork() -> None:
+    for lock in list(_all):
+        lock.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,53 @@
+"""Read a state from a checkpoint: array by array onto the IPUs, or leaf by leaf on the host for another topology."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from ipu_jax.base.keys import is_key
+from ipu_jax.training.checkpoints._arrays import named, with_arrays
+from ipu_jax.training.checkpoints._description import KINDS, places
+from ipu_jax.training.checkpoints._store import Store
+from ipu_jax.training.update.state import TrainState
+from ipu_jax.training.update.step import TrainStep
+
+
+def read_as_saved(store: Store, path: Path, step: TrainStep, like: TrainState) -> TrainState:
+    """Return the state of a checkpoint with the same arrays as this step. Each process reads its own shards."""
+    specs = named(step.placement.specs(like))
+    shardings = {name: NamedSharding(step.model.mesh, spec) for name, spec in specs.items()}
+    state = with_arrays(like, store.read(path, named(like), shardings))
+    return dataclasses.replace(state, nonfinite=step.placement.no_streak())
+
+
+def read_by_leaves(
+    store: Store, path: Path, step: TrainStep, like: TrainState, *, saved: Mapping[str, Any], here: Mapping[str, Any]
+) -> TrainState:
+    """Return the state of a checkpoint of another topology.
+
+    Each host reads all arrays, a few at a time, and holds the whole state until it is placed, like `TrainStep.restore`.
+    """
+    at = {kind: {place.path: place for place in places(saved, kind)} for kind in KINDS}
+    leaves = {kind: dict.fromkeys(at[kind]) for kind in KINDS}
+    single: dict[str, Any] = {}
+    in_array: dict[str, list[tuple[str, str]]] = {name: [] for name in saved["arrays"]}
+    for kind, of_kind in at.items():
+        for place in of_kind.values():
+            in_array[place.array].append((kind, place.path))
+    for name, array in store.whole(path, dict(saved["arrays"]), list(in_array)):
+        if not in_array[name]:
+            single[name] = array
+        for kind, leaf in in_array[name]:
+            leaves[kind][leaf] = array if is_key(array) else np.array(at[kind][leaf].leaf(array))
+    ordered = {kind: [leaves[kind][place.path] for place in places(here, kind)] for kind in KINDS}
+    scale = like.scale
+    if scale is not None:
+        values = {name: jnp.asarray(single[f"scale.{name}"]) for name in ("scale", "good_steps")}
+        scale = dataclasses.replace(scale, **values)
+    whole = step.placement.assembled(like, ordered)
+    return step.restore({**whole, "scale": scale, "step": int(single["step"]), "key": single.get("key")})

@@ -1,0 +1,223 @@
+"""Seal a folder of files: write the checksums of all files and their metadata to a file that is written last.
+
+    step-300.unsealed/...                 written by orbax
+    step-300.unsealed/checksums.0.json    by each instance, of the files that it wrote
+    step-300.unsealed/ipu_jax.json        by instance 0, when all checksums are there: the seal
+    step-300                              the same folder, renamed by instance 0
+
+A folder without a seal is not a checkpoint. A file that is missing, too short or changed does not match its seal.
+Tensorstore has checksums for its own indices, but none for the arrays: a wrong bit is read as a wrong number.
+
+Nothing here imports jax.
+"""
+
+import json
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from ipu_jax.base.replacing import sync_folder
+from ipu_jax.training.checkpoints.errors import CheckpointError, UnreadableError
+
+SEAL: Final = "ipu_jax.json"
+FORMAT: Final = 1
+
+_CHUNK: Final = 1 << 20
+
+FINE, MISSING, SHORT, CHANGED = range(4)
+"""The states of a file, compared with its seal."""
+
+
+def as_plain(name: str, value: Any) -> Any:
+    """Return a value as it comes back from JSON.
+
+    Raises:
+        ValueError: it is not plain data.
+
+    >>> as_plain("extra", {"lr": 0.1, "sizes": [1, 2]})
+    {'lr': 0.1, 'sizes': [1, 2]}
+    """
+    try:
+        text = json.dumps(value, allow_nan=True)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name}={value!r} is not plain data ({error}): give numbers, strings, None, lists and dicts of these"
+        ) from error
+    back = json.loads(text)
+    if back != value and value == value:  # tuples become lists, and numeric keys become strings
+        raise ValueError(f"{name}={value!r} would come back as {back!r}: give lists, and dicts with strings as keys")
+    return back
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Return whether two values of plain data are stored the same, up to the order of names.
+
+    >>> is_same({"a": 1, "b": None}, {"b": None, "a": 1}), is_same(1, True)
+    (True, False)
+    """
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+def write_checksums(folder: Path, instance: int, instances: int) -> None:
+    """Write the checksums of the files that an instance wrote; instance 0 includes files of no instance.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    own = {
+        name: list(_checksum(folder / name))
+        for name in _names(folder)
+        if _writer(name, instances) == instance and not name.startswith("checksums.") and name != SEAL
+    }
+    _write(folder / f"checksums.{instance}.json", own)
+
+
+def write_seal(folder: Path, content: dict[str, Any], instances: int, *, seconds: float) -> None:
+    """Write the seal when the checksums of all instances are there.
+
+    Raises:
+        CheckpointError: some checksums did not come in time.
+        OSError: a file cannot be read or written.
+    """
+    parts = [folder / f"checksums.{instance}.json" for instance in range(instances)]
+    deadline = time.monotonic() + seconds
+    while missing := [part.name for part in parts if not part.exists()]:
+        if time.monotonic() > deadline:
+            raise CheckpointError(f"{folder} has no {', '.join(missing)} after {seconds:g} s: an instance is gone")
+        time.sleep(0.01)
+    files: dict[str, Any] = {}
+    for part in parts:
+        files |= _read(part)
+        files[part.name] = list(_checksum(part))
+    _write(folder / SEAL, {"format": FORMAT, **content, "files": files})
+    sync_folder(folder)
+
+
+def read_seal(folder: Path) -> dict[str, Any]:
+    """Return the content of a seal.
+
+    Raises:
+        CheckpointError: there is no seal, or it is damaged. The message says which.
+        UnreadableError: the operating system cannot read it, or it is of a newer version.
+    """
+    try:
+        content = _read(folder / SEAL)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"it has no seal, {SEAL}" if folder.is_dir() else "there is no such folder") from None
+    except OSError as error:
+        raise UnreadableError(
+            f"{SEAL} cannot be read ({error.strerror}): see that this user can read it", error.errno
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{SEAL} is damaged ({error})") from None
+    number = content.get("format") if isinstance(content, dict) else None
+    if isinstance(number, int) and number > FORMAT:
+        raise UnreadableError(f"it has format {number}, and this version reads format {FORMAT}: use a newer ipu_jax")
+    wrong = f"its format is {number!r}" if number != FORMAT or isinstance(number, bool) else _wrong_field(content)
+    if wrong:
+        raise CheckpointError(f"{SEAL} is damaged ({wrong})")
+    return content
+
+
+def has_all_files(folder: Path, files: dict[str, Sequence[int]]) -> bool:
+    """Return whether all these files are there with the right sizes. Their contents are not read.
+
+    Raises:
+        OSError: the operating system cannot tell.
+    """
+    try:
+        return all((folder / name).stat().st_size == size for name, (size, _) in files.items())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def check_files(folder: Path, files: dict[str, Sequence[int]], own: Iterable[str]) -> dict[str, int]:
+    """Return which of the `own` files don't match their seal, and what is wrong: MISSING, SHORT or CHANGED.
+
+    Raises:
+        OSError: a file exists but cannot be read.
+    """
+    wrong: dict[str, int] = {}
+    for name in own:
+        size, checksum = files[name]
+        try:
+            if (folder / name).stat().st_size != size:
+                wrong[name] = SHORT
+            elif _checksum(folder / name) != (size, checksum):
+                wrong[name] = CHANGED
+        except (FileNotFoundError, NotADirectoryError):
+            wrong[name] = MISSING
+    return wrong
+
+
+def _wrong_field(content: dict[str, Any]) -> str:
+    """Return what is missing from a seal, or differs from the form of `write_seal`, or ""."""
+    for name, right in _FIELDS.items():
+        if name not in content:
+            return f"it has no {name}"
+        if not right(content[name]):
+            return f"its {name} is {str(content[name])[:80]!r}"
+    return ""
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_list_of_files(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        "\0" not in name and isinstance(entry, list) and len(entry) == 2 and all(map(_is_count, entry))
+        for name, entry in value.items()
+    )
+
+
+_FIELDS: Final[dict[str, Callable[[Any], bool]]] = {
+    "step": _is_count,
+    "number": _is_count,
+    "files": _is_list_of_files,
+    "describes": lambda value: isinstance(value, dict),
+    "model": lambda value: isinstance(value, dict),
+    "feed": lambda value: value is None or isinstance(value, dict),
+    "extra": lambda value: True,
+}
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def _writer(name: str, instances: int) -> int:
+    """Return the instance that writes a file's checksum: the writer in the name that orbax gives the file, or 0."""
+    first = name.split(os.sep)[0]
+    number = first.removeprefix("ocdbt.process_")
+    return int(number) if number.isdigit() and int(number) < instances else 0
+
+
+def _checksum(path: Path) -> tuple[int, int]:
+    """Return the size and the CRC-32 of a file."""
+    size = checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
+    return size, checksum
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """Write a file atomically: a line with its checksum, then the content."""
+    text = json.dumps(content).encode()
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        file.write(b"%d\n" % zlib.crc32(text) + text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+
+
+def _read(path: Path) -> Any:
+    checksum, _, text = path.read_bytes().partition(b"\n")
+    if not checksum.isdigit() or int(checksum) != zlib.crc32(text):
+        raise ValueError("its checksum differs")
+    return json.loads(text)

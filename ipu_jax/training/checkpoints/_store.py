@@ -1,0 +1,177 @@
+"""Write named arrays to a folder with orbax while the training runs, and read them.
+
+This uses orbax's stable interface, `AsyncCheckpointer`. It writes to a temporary folder and renames the folder at the
+end. Each process writes the shards that it has. In the background, orbax uses our barriers (`Meetings`), which end when
+another instance fails. Elsewhere it uses the barriers of jax's coordination service, which have a time limit.
+`active_processes` selects them, since orbax's default is a collective without a time limit.
+
+A tensorstore write may never end: to a folder that is removed meanwhile, or to a disk that does not answer. So no
+process waits long for orbax once another instance has failed. Orbax's threads, and our threads that start them, are
+daemons and do not keep the process alive.
+"""
+
+import concurrent.futures
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+from ipu_jax.distributed.meetings import Meetings
+from ipu_jax.training.checkpoints._arrays import key_impl, stored
+from ipu_jax.training.checkpoints._echoes import drop_echoes, stop_counting_bytes
+
+_LOOK_EVERY: Final = 0.1
+_LAST_CHANCE: Final = 5.0  # seconds for a write to end after another instance has failed
+_READ_AT_ONCE: Final = 1 << 28  # bytes of arrays that a host holds besides the leaves that it assembles
+
+
+def import_orbax() -> Any:
+    """Return orbax.checkpoint.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import orbax.checkpoint as ocp
+    except ImportError as error:
+        raise ImportError("orbax.checkpoint cannot be imported: pip install 'ipu-jax[checkpoints]'") from error
+    return ocp
+
+
+class Store:
+    """Writes and reads the arrays of one training.
+
+    Args:
+        seconds: the time limit of one save, and of waiting for other instances.
+        meetings: where the instances meet while they write.
+    """
+
+    def __init__(self, seconds: float, meetings: Meetings):
+        self._ocp = ocp = import_orbax()
+        drop_echoes()
+        stop_counting_bytes()
+        processes = set(range(jax.process_count()))
+        meet = lambda *, key, timeout_ms: meetings.meet(key, timeout_ms / 1000)  # noqa: E731
+        together = ocp.options.MultiprocessingOptions(primary_host=0, active_processes=processes)
+        # weights hardly compress, and compression would slow the steps down; replicas are written once
+        handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=together)
+        self._make = lambda: ocp.AsyncCheckpointer(
+            handler,
+            timeout_secs=max(1, math.ceil(seconds)),
+            multiprocessing_options=together,
+            async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False, barrier_sync_fn=meet),
+        )
+        self._checkpointer = self._make()
+
+    def begin(self, folder: Path, arrays: dict[str, Any]) -> None:
+        """Copy the arrays to the host, and write them in the background. Arrays without elements are left out.
+
+        When this returns, the next step can reuse their buffers. If host and device share memory, as on CPUs, jax makes
+        the copy: it does not reuse a buffer that is being read, and the next step takes new buffers.
+        """
+        held = {name: stored(array) for name, array in arrays.items() if array.size}
+        _on_a_daemon(lambda: self._checkpointer.save(folder, self._ocp.args.PyTreeSave(held))).result()
+
+    def wait(self, check: Callable[[], None]) -> None:
+        """Wait until everything is written, and raise the error if writing failed.
+
+        Args:
+            check: called several times a second. If it raises an error and the writing does not end soon, the writing
+                is abandoned, and the error is raised.
+        """
+        written = _on_a_daemon(self._checkpointer.wait_until_finished)
+        try:
+            while not concurrent.futures.wait([written], _LOOK_EVERY).done:
+                check()
+        except Exception:
+            if not concurrent.futures.wait([written], _LAST_CHANCE).done:
+                self._checkpointer = self._make()
+                raise
+        written.result()
+
+    def read(self, folder: Path, like: dict[str, Any], shardings: dict[str, Any]) -> dict[str, Any]:
+        """Return arrays on the devices; each process reads the parts that its devices need.
+
+        Args:
+            folder: where they were written.
+            like: by name, an object with the shape and dtype of the array.
+            shardings: by name, the sharding of the array.
+        """
+        wanted: dict[str, Any] = {}
+        for name, array in like.items():
+            data = jax.eval_shape(stored, array)
+            if data.size:
+                wanted[name] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=shardings[name])
+        how = {
+            name: self._ocp.ArrayRestoreArgs(sharding=each.sharding, global_shape=each.shape, dtype=each.dtype)
+            for name, each in wanted.items()
+        }
+        found = self._checkpointer.restore(folder, self._ocp.args.PyTreeRestore(item=wanted, restore_args=how))
+        for name, array in like.items():
+            if not array.size:
+                empty = np.zeros(array.shape, array.dtype)
+                found[name] = jax.make_array_from_callback(
+                    empty.shape, shardings[name], lambda i, empty=empty: empty[i]
+                )
+        return {name: _as_key(found[name], str(array.dtype)) for name, array in like.items()}
+
+    def whole(self, folder: Path, saved: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+        """Yield (name, array) of whole arrays on the host, reading a few at a time; keys come back as typed keys.
+
+        Args:
+            folder: where they were written.
+            saved: by name, the saved shape and dtype.
+            names: the names of the arrays to read.
+        """
+        together: list[str] = []
+        for i, name in enumerate(names):
+            if math.prod(saved[name]["shape"]):
+                together.append(name)
+            else:
+                yield name, np.zeros(saved[name]["shape"], jax.numpy.dtype(saved[name]["dtype"]))
+            if together and (i + 1 == len(names) or sum(_bytes(saved[each]) for each in together) >= _READ_AT_ONCE):
+                yield from self._read_whole(folder, saved, together).items()
+                together = []
+
+    def close(self) -> None:
+        """Free orbax's resources, when it has nothing left to write."""
+        self._checkpointer.close()
+
+    def _read_whole(self, folder: Path, saved: dict[str, Any], names: list[str]) -> dict[str, Any]:
+        item = dict.fromkeys(names, 0)
+        how = {name: self._ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
+        args = self._ocp.args.PyTreeRestore(item=item, restore_args=how, partial_restore=True)
+        found = self._checkpointer.restore(folder, args)
+        return {name: _as_key(found[name], saved[name]["dtype"]) for name in names}
+
+
+def _on_a_daemon(work: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+    """Start work on a new thread that does not keep the process alive, and return a future of its result."""
+    result: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="orbax", daemon=True).start()
+    return result
+
+
+def _as_key(array: Any, dtype: str) -> Any:
+    impl = key_impl(dtype)
+    return array if impl is None else jax.random.wrap_key_data(array, impl=_IMPLS.get(impl, impl))
+
+
+# dtypes of keys are printed with short names
+_IMPLS: Final = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
+
+
+def _bytes(described: dict[str, Any]) -> int:
+    is_key = key_impl(described["dtype"]) is not None
+    return math.prod(described["shape"]) * (16 if is_key else jax.numpy.dtype(described["dtype"]).itemsize)

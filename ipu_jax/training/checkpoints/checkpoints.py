@@ -1,0 +1,500 @@
+"""Save a training while it runs, and resume it: `Checkpoints`.
+
+state = step.init(params)
+with Checkpoints("runs/mnist", step, keep=3, every=100, minutes=10) as checkpoints:
+    found = checkpoints.restore(state)                        # None: nothing there yet
+    if found:
+        state = found.state
+    with Feed(data, ..., state=found and found.feed) as feed:
+        for batch in feed:
+            state, outputs = step(state, batch)
+            checkpoints.save(state, feed)                     # does nothing unless a save is due
+
+save     [main thread: a copy on the host] -> [background: arrays, checksums, the seal] -> a checkpoint
+restore  the last whole checkpoint; a damaged one is named and skipped
+lock     only one training saves to a folder; any number can read it
+"""
+
+import contextlib
+import dataclasses
+import errno
+import math
+import os
+import warnings
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import jax
+
+from ipu_jax.base.checks import check_choice, check_count
+from ipu_jax.distributed import popdist
+from ipu_jax.distributed.meetings import Meetings
+from ipu_jax.distributed.processes import beacons
+from ipu_jax.distributed.processes.beacons import Phase
+from ipu_jax.training.checkpoints import _agreement, _description, _folder, _reading, _seal
+from ipu_jax.training.checkpoints._arrays import named, size_of
+from ipu_jax.training.checkpoints._due import Due
+from ipu_jax.training.checkpoints._lock import Lock
+from ipu_jax.training.checkpoints._search import Search
+from ipu_jax.training.checkpoints._store import Store
+from ipu_jax.training.checkpoints._writer import Job, Writer
+from ipu_jax.training.checkpoints.errors import CheckpointError, CheckpointWarning, SaveError, errno_of
+from ipu_jax.training.data.feed import Feed
+from ipu_jax.training.update.state import TrainState
+from ipu_jax.training.update.step import TrainStep
+
+__all__ = ["CheckpointError", "CheckpointWarning", "Checkpoints", "Restored", "SaveError"]
+
+_LOOK_EVERY: Final = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """Hold what was restored from a checkpoint.
+
+    Attributes:
+        state: the state to continue with, on the IPUs.
+        step: the number of updates that it has made.
+        feed: the data position, for `Feed(state=...)`; None if none was saved.
+        extra: the user's own data; None if none was saved.
+        path: the checkpoint.
+        topology: "same" if its arrays were read as they are, "other" if leaves were read out of them.
+    """
+
+    state: TrainState
+    step: int
+    feed: dict[str, Any] | None
+    extra: Any
+    path: Path
+    topology: Literal["same", "other"]
+
+
+class Checkpoints:
+    """Saves the states of a training step in a folder, and restores them.
+
+    A checkpoint contains everything needed to resume: weights, optimizer, stages' state, loss scale, random key,
+    average and number of updates, the data position, and the user's own data. It is written in the background, and
+    is valid once its seal with the checksums of all files is there.
+
+    Across several instances, all of them must make the same calls, and see the same folder.
+
+    The first `due` or `save` takes the folder's lock. `close` and the end of the process free it. A second training in
+    the same folder is refused. `restore` needs no lock.
+
+    Args:
+        folder: the folder of all checkpoints of one training. It is created if it is missing.
+        step: the training step, from `make_train_step`.
+        keep: how many checkpoints to keep. An older one is removed when a newer one is sealed, unless it is damaged.
+        every: save every this many updates.
+        minutes: save every this many minutes, by the clock of instance 0.
+        describes: facts about model, optimizer and data that the state does not show, as plain data by names, such as
+            `{"data": "mnist", "optimizer": "adamw(1e-3)"}`. A checkpoint with another description is refused.
+        on_save_error: if a save fails, "stop" raises an error in the next call that saves or closes, and "continue"
+            gives a `CheckpointWarning`. In both cases the last good checkpoint stays.
+        timeout: the time limit for a save, and for waiting for other instances, in seconds.
+
+    Attributes:
+        folder: as an absolute path.
+
+    Raises:
+        ValueError: an argument is invalid.
+        ImportError: orbax is not installed.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        step: TrainStep,
+        *,
+        keep: int = 3,
+        every: int | None = None,
+        minutes: float | None = None,
+        describes: Mapping[str, Any] | None = None,
+        on_save_error: str = "stop",
+        timeout: float = 300.0,
+    ):
+        if not isinstance(step, TrainStep):
+            raise ValueError(f"step={step!r} is not a training step: make it with make_train_step(...)")
+        check_count("keep", keep)
+        if every is not None:
+            check_count("every", every)
+        for name, value, such_as in (("minutes", minutes, 10), ("timeout", timeout, 300)):
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name}={value!r} is not a positive number: give one such as {such_as}")
+        self.folder = _folder.checked_folder(folder)
+        self._step, self._timeout = step, timeout
+        self._stops = check_choice("on_save_error", on_save_error, ("stop", "continue")) == "stop"
+        self._words = _seal.as_plain("describes", dict(describes or {}))
+        self._search = Search(self.folder, self._words, timeout, _warn)
+        self._lock = Lock(self.folder)
+        self._due = Due(every, minutes)
+        self._meetings = meetings = Meetings(timeout)
+        self._store = Store(timeout, meetings)
+        self._writer = Writer(self._store, meetings, keep=keep, seconds=timeout)
+        self._versions = _description.versions()
+        self._saved: weakref.ref[TrainState] | None = None
+        self._not_removed: set[Path] = set()
+        self._has_failed = self._is_locked = self._has_tried_to_lock = False
+        self._is_open = True
+
+    def __repr__(self) -> str:
+        return f"Checkpoints({str(self.folder)!r}, last={self.last})"
+
+    @property
+    def last(self) -> int | None:
+        """Return the number of updates of the last checkpoint that was sealed in this run, or None."""
+        return None if self._writer.last is None else self._writer.last.step
+
+    # restore
+
+    def restore(self, like: TrainState, *, resume: str | os.PathLike[str] = "auto") -> Restored | None:
+        """Restore the last whole checkpoint, or return None for a fresh start. Call it before the first save.
+
+        The IPUs, replicas, schedule and places of stages can differ from those that saved. Then each host reads the
+        whole state. Otherwise each instance reads the shards of its own devices. Nothing is compiled before the
+        checkpoint is known to fit.
+
+        Across several instances it communicates what is wrong with each instance's share of the files.
+
+        Args:
+            like: a state of this step, such as the state that `step.init` returned. Its values don't matter.
+            resume: "auto" for the last whole checkpoint, or None in a folder without checkpoints; "must" for the last
+                whole checkpoint; "never" for None, in a folder without checkpoints; or the path of one checkpoint.
+
+        Raises:
+            ValueError: the checkpoint is of another model, optimizer or description; or `resume="never"` in a folder
+                with checkpoints.
+            CheckpointError: all checkpoints are damaged, or one is required and there is none; or this user or this
+                version cannot read the folder, or what may be the last checkpoint. Nothing is removed.
+        """
+        if resume not in ("auto", "must", "never"):
+            resume = _folder.checkpoint_at(resume)
+        self._due.restart(int(like.step))
+        if resume == "never":
+            if found := self._search.candidates():
+                raise ValueError(
+                    f"resume='never', but {self.folder} holds {found[0].path.name}: give another folder, or "
+                    "resume='auto'"
+                )
+            return None
+        with beacons.during(Phase.BUSY, "restoring a checkpoint", max(beacons.LONG, self._timeout)):
+            here = _description.description_of(self._step, like)
+            if resume in ("auto", "must"):
+                found = self._search.last_whole(here, must=resume == "must", is_in_use=self._settle())
+            else:
+                found = self._search.at(Path(resume), here)
+            return None if found is None else self._read(found, like, here)
+
+    def _settle(self) -> bool:
+        """Clean up after a killed process, if no training saves here; return whether a training does."""
+        is_in_use = False
+        if jax.process_index() == 0 and self.folder.is_dir():
+            try:
+                is_in_use = self._lock.is_held  # then it was done when the lock was taken, and a save may be running
+                if not is_in_use:
+                    self._lock.take(0)
+                    _folder.settle(self.folder)
+                    self._lock.release()
+            except (OSError, CheckpointError) as error:
+                is_in_use = isinstance(error, CheckpointError)  # another training has the lock
+        return _agreement.anywhere(is_in_use, self._timeout)  # no instance looks before
+
+    def _read(self, found: _folder.Found, like: TrainState, here: Mapping[str, Any]) -> Restored:
+        seal: Any = found.seal
+        saved = seal["model"]
+        is_same = _description.same_places(saved, here)
+        if is_same:
+            state = _reading.read_as_saved(self._store, found.path, self._step, like)
+        else:
+            state = _reading.read_by_leaves(self._store, found.path, self._step, like, saved=saved, here=here)
+        self._due.restart(seal["step"])
+        topology = "same" if is_same else "other"
+        return Restored(state, seal["step"], seal["feed"], seal["extra"], found.path, topology)
+
+    # save
+
+    def lock(self) -> None:
+        """Lock the folder for this training before it compiles anything. Otherwise the first `due` or `save` locks it.
+
+        `close` frees the lock, and so does the end of the process. Instance 0 takes it for all.
+
+        Communicates a number per instance.
+
+        Raises:
+            CheckpointError: another training saves to the folder, and the message names it; or the folder cannot be
+                created or written to.
+            ValueError: the checkpoints are closed.
+        """
+        self._check_open()
+        if self._is_locked:
+            return
+        error: BaseException | None = None
+        if jax.process_index() == 0:
+            with beacons.during(Phase.BUSY, "locking the folder of checkpoints", beacons.LONG):
+                try:
+                    self._take_lock()
+                    _folder.settle(self.folder)
+                except (OSError, CheckpointError) as failed:
+                    error = failed
+        self._has_tried_to_lock = True
+        if found := _agreement.first_error(error, self._timeout):
+            if isinstance(found, CheckpointError):
+                raise found
+            raise CheckpointError(f"{self.folder} cannot be locked: {found}", errno_of(found)) from found
+        self._is_locked = True
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise ValueError("the checkpoints are closed: save inside their `with` block")
+
+    def _take_lock(self) -> None:
+        if self._writer.last is None and not self._has_failed:
+            self.folder.mkdir(parents=True, exist_ok=True)  # later, a missing folder is an error
+        self._lock.take()
+
+    def due(self, state: TrainState, updates: int | None = None) -> bool:
+        """Count updates, and return whether a save is due, for a loop that has something to do before it saves.
+
+        `save` calls it, except with `now=True`. All instances must make the same calls.
+
+        Across several instances, the first call communicates a number per instance, for the lock. Later calls
+        communicate nothing while saves succeed, except with `minutes` a number from instance 0 in some calls.
+
+        Args:
+            state: the state that the step returned. Only the first call waits for it, unless `restore` was called.
+            updates: the updates since the previous call; by default the step's `device_iterations`.
+
+        Raises:
+            CheckpointError: the last save failed, under `on_save_error="stop"`; or another training has the lock.
+            ValueError: the checkpoints are closed.
+        """
+        self._check_open()
+        if not self._has_tried_to_lock:
+            self._lock_or_leave_it_to_the_save()
+        if self._due.step is None:
+            self._due.restart(int(state.step))
+            is_due = False
+        else:
+            is_due = self._due.after(self._step.options.device_iterations if updates is None else updates)
+        if self._meetings.is_time_to_tell():
+            self.wait()
+        elif jax.process_count() == 1 and not self._writer.is_busy:
+            self._report(self._writer.take_error())
+            self._tell_what_stays()
+        return is_due
+
+    def _lock_or_leave_it_to_the_save(self) -> None:
+        """Refuse a second training; a folder that cannot be written to is reported by the first save."""
+        try:
+            self.lock()
+        except CheckpointError as error:
+            if error.errno == errno.EBUSY:
+                raise
+
+    def save(
+        self,
+        state: TrainState,
+        feed: Feed | Mapping[str, Any] | None = None,
+        *,
+        extra: Any = None,
+        now: bool = False,
+    ) -> bool:
+        """Save the state if a save is due, and return whether it was saved. Call it after each step.
+
+        If no save is due, it counts the step and returns. A save waits for the steps so far, copies the state to the
+        host, and returns. Then the next step can reuse the state's buffers. The rest happens in the background.
+
+        A checkpoint of the same step is replaced when the new one is sealed. If the last checkpoint was made of this
+        very state, with the same feed position and extra, it stays, and nothing is written.
+
+        A step counts as `device_iterations` updates; each save reads the real number.
+
+        Communicates nothing; across several instances, a few numbers per save.
+
+        Args:
+            state: the state that the step returned.
+            feed: the feed, or the result of its `state()`. A resumed feed continues after the last batch it returned.
+            extra: plain data of the user, such as flags.
+            now: save now, even if no save is due.
+
+        Raises:
+            CheckpointError: the previous save failed, or this one does, under `on_save_error="stop"`. The message
+                contains the path, the operating system's error and the bytes. Or another training saves to the
+                folder.
+            ValueError: `extra` or the feed's state is not plain data, or the checkpoints are closed.
+            InstancesMissingError: an instance did not come in time.
+            NonFiniteLossError: the state is stopped, under `TrainOptions(on_nonfinite=)`.
+        """
+        if not (now or self.due(state)):
+            return False
+        self._check_open()
+        if not self._is_locked:
+            self._lock_or_leave_it_to_the_save()
+        self.wait()
+        self._step.check(state)  # a stopped state has not learned from all batches before the feed's position
+        position = feed.state() if isinstance(feed, Feed) else feed
+        # finding shapes traces, too; without this beacon it would say COMPILING until the next step
+        with beacons.during(Phase.BUSY, "waiting for the steps before a save", max(beacons.LONG, self._timeout)):
+            number = int(state.step)
+            arrays = named(state)
+            content = {
+                "step": number,
+                "versions": self._versions,
+                "describes": self._words,
+                "model": _description.description_of(self._step, state),
+                "feed": None if position is None else _seal.as_plain("the feed's state", dict(position)),
+                "extra": _seal.as_plain("extra", extra),
+            }
+            job = Job(_folder.path_for(self.folder, number), number, size_of(arrays), content)
+        self._due.restart(number)
+        if self._is_saved(state, job):
+            return True
+        error = self._begin(job, arrays)
+        self._saved = None if error else weakref.ref(state)
+        self._report(error, job)
+        return error is None
+
+    def _is_saved(self, state: TrainState, job: Job) -> bool:
+        """Return whether the last checkpoint was made of this very state, and still exists. Arrays never change.
+
+        Communicates a number per instance if the last checkpoint has the same step.
+        """
+        last = self._writer.last
+        if last is None or last.step != job.step:
+            return False
+        is_same = self._saved is not None and self._saved() is state and _seal.is_same(last.content, job.content)
+        is_there = jax.process_index() != 0 or _folder.found_at(last.path).seal is not None
+        return not _agreement.anywhere(not (is_same and is_there), self._timeout)
+
+    def _begin(self, job: Job, arrays: dict[str, Any]) -> BaseException | None:
+        """Begin to write; return the error of this instance or of another one, or None."""
+        error: BaseException | None = None
+        if jax.process_index() == 0:
+            with beacons.during(Phase.BUSY, "making room for a save", beacons.LONG):
+                try:
+                    self._take_lock()
+                    _folder.make_room(self.folder, job.step, job.size)
+                except (OSError, CheckpointError) as failed:
+                    error = failed
+        if error := self._first_of_all(error):
+            return error
+        with beacons.during(Phase.BUSY, "beginning a save", max(beacons.LONG, self._timeout)):
+            try:
+                self._writer.begin(job, arrays)
+            except (OSError, ValueError, RuntimeError) as failed:
+                return failed
+        return None
+
+    def wait(self) -> None:
+        """Wait until the current save is sealed.
+
+        Raises:
+            CheckpointError: the save failed, under `on_save_error="stop"`.
+            InstancesMissingError: an instance did not come in time.
+        """
+        while self._writer.is_busy:
+            waits = self._writer.waits_for_others
+            # waiting for another instance must not hide that the other one is stuck: poprun has to find it
+            doing = (Phase.WAITING, "for the others' parts of a save") if waits else (Phase.BUSY, "waiting for a save")
+            with beacons.during(*doing, 2 * self._timeout + 60):
+                while self._writer.is_busy and self._writer.waits_for_others == waits:
+                    self._writer.wait(_LOOK_EVERY)
+        self._report(self._first_of_all(self._writer.take_error()))
+        self._tell_what_stays()
+
+    def _tell_what_stays(self) -> None:
+        """Warn once of each checkpoint that was not removed."""
+        failed, self._writer.not_removed = self._writer.not_removed, []
+        for path, error in failed:
+            if path not in self._not_removed:
+                self._not_removed.add(path)
+                _warn(f"{path} is no longer kept, but cannot be removed ({error}): remove it yourself")
+
+    def close(self) -> None:
+        """Wait for the last save, and read it back to verify it. A second call does nothing.
+
+        Raises:
+            CheckpointError: the last save failed, or the checkpoint reads back differently.
+        """
+        if not self._is_open:
+            return
+        self._is_open = False
+        last = None
+        try:
+            self.wait()
+            last = self._writer.last
+            if last is not None:
+                with beacons.during(Phase.BUSY, "verifying a checkpoint", max(beacons.LONG, self._timeout)):
+                    self._verify(last)
+        finally:
+            self._meetings.close()
+            with contextlib.suppress(Exception):  # its writes have ended, and its errors are known
+                self._store.close()
+            self._lock.release()
+
+    def _verify(self, last: Job) -> None:
+        # instance 0 seals it before it comes here
+        popdist.barrier("the last checkpoint is sealed", timeout=self._timeout)
+        wrong = self._search.wrong_with(_folder.found_at(last.path), last.content["model"])
+        if wrong:
+            self._report(CheckpointError(f"it was written, but {wrong}"), last)
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            self.close()
+            return
+        if jax.process_count() > 1:  # the other instances won't come
+            self._is_open = False
+            self._meetings.close()
+            self._lock.release()
+            failed = self._writer.take_error()
+            if failed is not None:
+                error.add_note(f"and a save failed: {failed}")
+            return
+        try:
+            self.close()
+        except CheckpointError as failed:
+            error.add_note(f"and {failed}")
+
+    # what goes wrong
+
+    def _report(self, error: BaseException | None, job: Job | None = None) -> None:
+        """Raise or warn about a save that failed."""
+        job = job or self._writer.job
+        if error is None or job is None:
+            return
+        if not isinstance(error, Exception):
+            raise error
+        self._has_failed, number = True, errno_of(error)
+        reason = f"[Errno {number}] {os.strerror(number)}" if number is not None else type(error).__name__
+        last = "there is none before it" if self.last is None else f"the last good one is of step {self.last}"
+        if self._writer.last is job:  # sealed, and damaged since
+            last = "restore() finds the one before it"
+        first = " ".join(str(error).split())
+        text = f"saving {job.path} failed, {reason}, of {job.size:,} bytes: {first[:400]}; {last}"
+        if self._stops:
+            raise SaveError(text, number) from error
+        _warn(text)
+
+    def _first_of_all(self, error: BaseException | None) -> BaseException | None:
+        """Return this instance's error, or else the error of the first failed instance, and forget all failures.
+
+        All instances have ended or abandoned their writes by now. Leftovers of a failed save are removed, since a full
+        disk needs the room.
+        """
+        found = _agreement.first_error(error, self._timeout)
+        if found is not None:
+            self._meetings.forget()
+            if jax.process_index() == 0:
+                _folder.remove_left_over(self.folder)
+        return found
+
+
+def _warn(text: str) -> None:
+    if jax.process_index() == 0:
+        warnings.warn(text, CheckpointWarning, stacklevel=4)

@@ -1,0 +1,156 @@
+"""Send the rows of this instance to the mesh, as the batch that a feed returns."""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ipu_jax.core.devices import REPLICA_AXIS
+from ipu_jax.training.data.dims import BatchDims
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FeedBatch:
+    """One batch, on the IPUs.
+
+    Attributes:
+        arrays: a pytree like the source's, with leaves `jax.Array` of shape (device_iterations, replicas, M,
+            micro-batch, ...). Each of the first two dims is left out if it is 1. The device iterations after the first
+            `updates` are filled up: a training step that is given the `FeedBatch` leaves them out.
+        epoch: the epoch that the batch belongs to, from 0.
+        examples: the number of its real examples, over all instances.
+        updates: the number of its device iterations that contain a real example. These iterations come first.
+        is_real: bool, whether each row of this instance is a real example. Its dims are the leading dims of this
+            instance's part of `data`, with only the replicas of which the instance has IPUs.
+        nbytes: the bytes of this instance's rows, as sent to each IPU of a replica.
+        is_cut: whether `data` leaves out the filled up device iterations, as under `remainder="updates"`.
+    """
+
+    arrays: Any
+    epoch: int
+    examples: int
+    updates: int
+    is_real: npt.NDArray[np.bool_]
+    nbytes: int
+    is_cut: bool = False
+
+    @property
+    def data(self) -> Any:
+        """Return the arrays, under `remainder="updates"` of the first `updates` device iterations only.
+
+        With one device iteration, `Pipeline.value_and_grad` accepts this pytree.
+        """
+        return _first_updates(self.arrays, self.updates) if self.is_cut else self.arrays
+
+    def after(self, updates: int, examples: int) -> "FeedBatch":
+        """Return the rest of the batch: the batch without its first `updates` updates, which have `examples` examples.
+
+        Its arrays have the same shapes, and are filled up with the updates that are left out.
+        """
+        is_real = self.is_real[updates:]
+        if not self.is_cut:
+            is_real = np.concatenate([is_real, np.zeros_like(self.is_real[:updates])])
+        left = {"examples": self.examples - examples, "updates": self.updates - updates, "is_real": is_real}
+        return dataclasses.replace(self, arrays=_rolled(self.arrays, updates), is_cut=self.is_cut, **left)
+
+
+# an array across several instances can be sliced only in a program
+@functools.partial(jax.jit, static_argnums=1)
+def _first_updates(arrays: Any, updates: int) -> Any:
+    return jax.tree.map(lambda leaf: leaf[:updates], arrays)
+
+
+@jax.jit
+def _rolled(arrays: Any, updates: int) -> Any:
+    return jax.tree.map(lambda leaf: jnp.roll(leaf, -updates, axis=0), arrays)
+
+
+class Sender:
+    """Makes a `FeedBatch` from rows on the host.
+
+    Args:
+        mesh: a mesh with an axis "replica".
+        dims: the dims of a batch.
+        like: the pytree of one example, with leaves `jax.ShapeDtypeStruct`.
+        remainder: how the end of an epoch is treated, one of `REMAINDERS`.
+
+    Attributes:
+        like: the pytree of a batch's `data`, with leaves `jax.ShapeDtypeStruct` with sharding.
+    """
+
+    def __init__(self, mesh: Mesh, dims: BatchDims, like: Any, remainder: str):
+        iterations, own_replicas, *update = dims.shape
+        # per leading dim: its size in the whole batch, its size on this instance, and its mesh axis
+        of_iterations = (iterations, iterations, None)
+        of_replicas = (mesh.shape[REPLICA_AXIS], own_replicas, REPLICA_AXIS)
+        leading = [dim for dim in (of_iterations, of_replicas) if dim[0] > 1]
+        shape, self._shape = (*[dim[0] for dim in leading], *update), (*[dim[1] for dim in leading], *update)
+        sharding = NamedSharding(mesh, PartitionSpec(*[dim[2] for dim in leading]))
+        self._dims, self._iterations, self._leaves_out = dims, iterations, remainder == "updates"
+        self.like = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((*shape, *leaf.shape), leaf.dtype, sharding=sharding), like
+        )
+
+    def __call__(self, rows: Any, *, epoch: int, examples: int, is_real: npt.NDArray[np.bool_]) -> FeedBatch:
+        """Return the batch that contains these rows.
+
+        Args:
+            rows: leaves (rows of this instance, ...), in new memory.
+            epoch: the epoch that the batch belongs to.
+            examples: the number of its real examples, over all instances.
+            is_real: which of the rows are real, in any shape with one element per row.
+        """
+        updates, is_real = self._dims.updates(examples), is_real.reshape(self._shape)
+        is_cut = self._leaves_out and updates < self._iterations
+        nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(rows))
+        arrays = jax.tree.map(self._send, self.like, rows)
+        return FeedBatch(arrays, epoch, examples, updates, is_real[:updates] if is_cut else is_real, nbytes, is_cut)
+
+    def _send(self, like: jax.ShapeDtypeStruct, rows: npt.NDArray[Any]) -> jax.Array:
+        of_instance = rows.reshape(*self._shape, *rows.shape[1:])
+        return jax.make_array_from_process_local_data(like.sharding, of_instance, like.shape)
+
+
+def share_of(mesh: Mesh, instances: int | None, instance: int | None) -> dict[str, Any]:
+    """Return the replicas in all and on this instance, as arguments of `BatchDims`.
+
+    Args:
+        mesh: a mesh with an axis "replica".
+        instances, instance: as in `Feed`.
+
+    Raises:
+        ValueError: the mesh has no axis of replicas or no device of this process, or contradicts these two.
+    """
+    if REPLICA_AXIS not in mesh.axis_names:
+        raise ValueError(
+            f"mesh has axes {mesh.axis_names}, none is 'replica': make it with make_mesh(replicas, ipus_per_replica)"
+        )
+    axis = mesh.axis_names.index(REPLICA_AXIS)
+    rows = np.moveaxis(mesh.devices, axis, 0).reshape(mesh.devices.shape[axis], -1)  # the axis may be the only one
+    owners = [[device.process_index for device in row] for row in rows]
+    # in the order of the mesh, which is the order of the processes in a mesh of make_mesh
+    processes, own = list(dict.fromkeys(itertools.chain.from_iterable(owners))), jax.process_index()
+    if processes == [own]:
+        count = 1 if instances is None else instances
+        return {"replicas": len(rows) * count, "instances": count, "instance": 0 if instance is None else instance}
+    if own not in processes:
+        raise ValueError(
+            f"mesh has devices of the processes {sorted(processes)}, and this is process {own}: make a feed only where "
+            "the mesh has devices"
+        )
+    if instances not in (None, len(processes)):
+        raise ValueError(
+            f"mesh lies on {len(processes)} processes, but instances={instances}: give one for each, or leave it out"
+        )
+    if instance not in (None, processes.index(own)):
+        raise ValueError(
+            f"instance={instance}, but process {own} is instance {processes.index(own)} of the mesh: give that, or "
+            "leave it out"
+        )
+    return {"replicas": len(rows), "own_replicas": [k for k, of_row in enumerate(owners) if own in of_row]}

@@ -1,0 +1,417 @@
+"""Assemble batches of examples on the host, and send them to the IPUs ahead of the step that uses them.
+
+    source --read--> rows of this instance --send--> batch on the mesh --> step
+    (arrays,          (Order: shuffled,               (device_put)
+     an indexable,     sliced, resumable;
+     a stream)         a stream: rebatched)
+    `------------- `workers` threads, at most `prefetch` batches ahead ---'
+
+    source = {"images": images, "labels": labels}
+    with Feed(source, step=step, micro_batch=64) as feed:
+        for batch in feed.epoch():
+            state, outputs = step(state, batch)
+
+Bytes are sent as bytes: give uint8 images, and `normalise` them inside the step. See docs/design/data.md.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from jax.sharding import Mesh
+
+from ipu_jax.base.checks import as_int, check_choice, check_count
+from ipu_jax.core.options import TrainOptions
+from ipu_jax.distributed.processes import beacons
+from ipu_jax.distributed.processes.beacons import Phase
+from ipu_jax.training.data.batch import FeedBatch, Sender, share_of
+from ipu_jax.training.data.dims import REMAINDERS, BatchDims
+from ipu_jax.training.data.order import EpochOrder, Position
+from ipu_jax.training.data.prefetch import FeedTimeoutError, Prefetcher
+from ipu_jax.training.data.reader import IndexedReader, Reader, Run
+from ipu_jax.training.data.rebatch import StreamReader
+from ipu_jax.training.data.source import ArraySource, ExampleSource, has_numbers
+from ipu_jax.training.data.stream import Stream
+
+__all__ = ["Feed", "FeedBatch"]
+
+_MARGIN = 10.0
+
+
+@runtime_checkable
+class ForStep(Protocol):
+    """The properties of a training step that a feed needs."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def gradient_accumulation(self) -> int: ...
+    @property
+    def options(self) -> TrainOptions: ...
+
+
+class Feed:
+    """Iterates over batches of examples on a mesh from any position on. The order depends on seed and epoch.
+
+    Iteration continues through the epochs; `epoch()` stops at the end of the current one. Every batch has the same
+    shape. Each replica's rows are sent to all IPUs of that replica. Nothing is communicated between IPUs or instances.
+
+    A mesh over the devices of several processes contains the replicas of all instances. Each instance reads the rows of
+    the replicas of which it has IPUs. Two instances that share a replica both read its rows. If all devices of `mesh`
+    belong to this process, the mesh contains the replicas of this instance only, and there are `instances` times as
+    many replicas in all.
+
+    Args:
+        source: the source of the examples; `items` says how it returns them. An array can be an array of NumPy or jax,
+            or a tensor of torch or TensorFlow. In examples and batches of `items`, a list of numbers is also an array.
+        step: the training step that uses the batches. It provides `mesh`, `gradient_accumulation` and
+            `device_iterations`, and the default of `remainder` is then "updates".
+        mesh: a mesh with an axis "replica", such as `Pipeline.mesh`; required without a `step`.
+        micro_batch: B, the examples of a micro-batch.
+        items: None for a pytree of arrays with one example per row, or for an indexable: an object with `__len__()` and
+            with a `__getitem__` that returns a pytree of arrays (n, ...) for an index array (n,). "examples" for an
+            object that returns one example at a time: an object with `__len__()` and a `__getitem__` that takes an int,
+            such as a list of dicts or a dataset of torch or Hugging Face, or else a stream of examples. "batches" for a
+            stream of batches of any sizes, each a pytree of arrays (n, ...). A stream is an iterable such as a
+            `DataLoader` or `tf.data.Dataset`; a function that takes the number of an epoch and returns a fresh iterator
+            of it; or an iterator, which can be read once. Every instance reads the whole stream, and keeps the rows of
+            its own replicas. With several workers, several threads call `__getitem__` at once.
+        gradient_accumulation: M, the micro-batches of an update on each replica; 1 by default.
+        device_iterations: K, the updates of a batch; 1 by default.
+        shuffle: whether each epoch has a new order, which depends on the seed. Otherwise it is the source's own order.
+            Default: True, except for a stream, which must shuffle on its own.
+        seed: the seed of the shuffling, at least 0.
+        epochs: the number of epochs after which iteration ends, including epochs before `state`; None for never.
+        remainder: how to treat the examples at the end of an epoch that do not fill a whole batch. "drop" leaves them
+            out. None, the default, does so too, and warns if they contain whole updates, which can happen if K > 1 (a
+            stream warns at the end of an epoch). "updates" leaves out only examples that do not fill a whole update. A
+            batch may then contain fewer than K updates: its `data` has only these, and a step takes the batch as it is,
+            with filled up `arrays`. "pad" fills the batch up with `fill`, and "wrap" (not for a stream) with the
+            epoch's first examples again. `FeedBatch` says which rows are real.
+        fill: the values that fill up batches under "pad" and "updates": a number, or a pytree of numbers like the
+            source, for example a label that is not a class.
+        prefetch: the most batches that are ready or being made beyond the returned batches. With 0, the caller's own
+            thread makes each batch on request.
+        workers: the number of threads that make batches, at most `prefetch`. Without prefetch it must be 1, and no
+            thread is started. A stream is read by one worker.
+        instances: the number of processes that share the replicas. Default: the number of processes of the mesh.
+        instance: the number of this process among them, from 0. Default: its place among the processes of the mesh.
+        timeout: seconds to wait for a batch from the workers before an error is raised.
+        state: a result of `state()`: the feed continues with the next batch. The numbers of instances and workers and
+            the dims of the batch may differ from before. A stream continues through the source's `state_dict` and
+            `load_state_dict`, if it has both. Otherwise the feed reads the examples before the state again. They must
+            then come in the same order as before; the last of them is checked.
+
+    `len(feed)` is the number of batches in an epoch, which is unknown for a stream.
+
+    Attributes:
+        device_iterations: K, the updates of a batch.
+        epochs: the argument of this name.
+        examples_per_update: the examples of an update, over all replicas and micro-batches.
+        updates_per_epoch: the updates of an epoch; None for a stream.
+        mesh: the mesh to which batches are sent.
+        order: the order of the examples; None for a stream.
+        like: a pytree like a batch's `arrays`, with leaves `jax.ShapeDtypeStruct` with sharding. A step can be compiled
+            for it.
+        prefetch, workers: the arguments of these names.
+
+    Raises:
+        ValueError: a value is outside its rule, the source cannot be read, there are too few examples, or the state
+            belongs to another order of examples. While batches are made: an example is not like the first one; the
+            message contains its number and the leaf. For an iterator also: it would have to be read again.
+
+    >>> import numpy as np
+    >>> from ipu_jax.core.devices import make_mesh
+    >>> source = {"x": np.arange(10, dtype=np.int32)}
+    >>> with Feed(source, mesh=make_mesh(2, 1), micro_batch=2, shuffle=False, epochs=1) as feed:
+    ...     batch = next(feed)
+    ...     batch.data["x"].tolist(), len(feed), feed.state()["position"]
+    ([[[0, 1]], [[2, 3]]], 2, 4)
+
+    A loader's batches of 3 become batches of 4, which is 2 replicas x 2 examples:
+
+    >>> loader = [{"x": [0, 1, 2]}, {"x": [3, 4, 5]}, {"x": [6, 7, 8]}]
+    >>> with Feed(loader, items="batches", mesh=make_mesh(2, 1), micro_batch=2, remainder="pad", fill=-1) as feed:
+    ...     [batch.data["x"].reshape(-1).tolist() for batch in feed.epoch()]
+    [[0, 1, 2, 3], [4, 5, 6, 7], [8, -1, -1, -1]]
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        micro_batch: int,
+        step: ForStep | None = None,
+        mesh: Mesh | None = None,
+        items: Literal["examples", "batches"] | None = None,
+        gradient_accumulation: int | None = None,
+        device_iterations: int | None = None,
+        shuffle: bool | None = None,
+        seed: int = 0,
+        epochs: int | None = None,
+        remainder: str | None = None,
+        fill: Any = 0,
+        prefetch: int = 2,
+        workers: int = 1,
+        instances: int | None = None,
+        instance: int | None = None,
+        timeout: float = 120.0,
+        state: Mapping[str, Any] | None = None,
+    ):
+        mesh, gradient_accumulation, device_iterations = _dims_of(step, mesh, gradient_accumulation, device_iterations)
+        if epochs is not None:
+            check_count("epochs", epochs)
+        num_ahead = as_int(prefetch)
+        if num_ahead is None or num_ahead < 0:
+            raise ValueError(f"prefetch={prefetch!r} is not a number of batches: give an int of at least 0")
+        if check_count("workers", workers) > max(prefetch, 1):
+            raise ValueError(
+                f"workers={workers}, but prefetch={prefetch} batches are made at once at most: use fewer workers, or "
+                f"prefetch={workers}"
+            )
+        if not (timeout > 0 and math.isfinite(timeout)):
+            raise ValueError(f"timeout={timeout} is not a number of seconds: give one such as 120")
+        if instances is not None:
+            check_count("instances", instances)
+        if items is not None:
+            check_choice("items", items, ("examples", "batches"))
+        dims = {
+            "gradient_accumulation": gradient_accumulation,
+            "iterations": device_iterations,
+            **share_of(mesh, instances, instance),
+        }
+        rest: dict[str, Any] = {"fill": fill, "epochs": epochs, "state": state}
+        is_chosen = remainder is not None or step is not None
+        remainder = remainder or ("drop" if step is None else "updates")
+        if items is None or (items == "examples" and has_numbers(source) and not isinstance(source, dict)):
+            examples = ArraySource(source) if items is None else ExampleSource(source)
+            order = EpochOrder(
+                examples.examples,
+                micro_batch,
+                shuffle=shuffle is None or shuffle,
+                seed=seed,
+                remainder=remainder,
+                **dims,
+            )
+            if not is_chosen:
+                left_out = order.examples % order.per_batch
+                order.dims.warn_of_updates_left_out(left_out, order.examples, stacklevel=2)
+            sender = Sender(mesh, order.dims, examples.like, remainder)
+            self._reader: Reader = IndexedReader(examples, order, sender, **rest)
+            self.order: EpochOrder | None = order
+            self.updates_per_epoch, self.examples_per_update = order.updates_per_epoch, order.per_update
+        else:
+            _check_stream(source, shuffle, seed, remainder, workers)
+            stream, of_batch = Stream(source, batched=items == "batches"), BatchDims(micro_batch, **dims)
+            self._reader = StreamReader(stream, of_batch, mesh, remainder=remainder, warns=not is_chosen, **rest)
+            self.order, self.updates_per_epoch, self.examples_per_update = None, None, of_batch.per_update
+        self.mesh, self.epochs = mesh, epochs
+        self.like, self._position = self._reader.like, self._reader.start
+        self._last = self._position  # where the last batch begins
+        self._rest: tuple[FeedBatch, Position] | None = None  # of a batch that was put back, and where the next begins
+        self.prefetch, self.workers, self._timeout = num_ahead, workers, timeout
+        self.device_iterations = device_iterations
+        self._run: Run | None = None
+        self._ahead: Prefetcher[Position, tuple[FeedBatch | None, Position]] | None = None
+        self._closed = False
+
+    def __len__(self) -> int:
+        """Return the number of batches in a whole epoch.
+
+        Raises:
+            TypeError: the source is a stream, for which it is unknown.
+        """
+        return self._reader.batches_per_epoch()
+
+    def __bool__(self) -> bool:
+        return True
+
+    def state(self, *, updates: int | None = None) -> dict[str, Any]:
+        """Return the feed's position as plain data: after the last returned batch, however many batches are ready.
+
+        These are plain ints, and the same on every instance. For a stream with a `state_dict` of its own, the entry
+        "source" is the result of that method.
+
+        Args:
+            updates: return the position after this many updates of that batch instead.
+        """
+        position = self._position
+        if updates is not None:
+            position = self._reader.within(self._last, updates * self.examples_per_update)
+        return self._reader.state(position)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a result of `state`, like a feed made with `state=`.
+
+        Raises:
+            ValueError: the state belongs to another order of examples, or the source cannot be read again.
+        """
+        position = self._reader.position_of(state)
+        self._drop()
+        self._position = position
+
+    def put_back(self, batch: FeedBatch, updates: int) -> None:
+        """Continue inside the last returned batch, after this many of its updates. The others come again.
+
+        A stream is not read again for this, so an iterator can also continue.
+
+        Raises:
+            ValueError: the batch has not more updates than these.
+        """
+        if not 0 <= updates < batch.updates:
+            raise ValueError(
+                f"updates={updates}, but the batch has {batch.updates}: give the number of updates made, from 0 to "
+                f"{batch.updates - 1}"
+            )
+        examples = updates * self.examples_per_update
+        position = self._reader.within(self._last, examples)
+        if self.order is None:
+            self._rest = batch.after(updates, examples), self._position
+        else:
+            self._drop()
+        self._position = position
+
+    def check_epoch(self, epoch: int) -> None:
+        """Raise `ValueError` if the source cannot return to the start of an epoch, as an iterator never can."""
+        self._reader.at_epoch(epoch)
+
+    def seek(self, epoch: int) -> None:
+        """Go to the start of an epoch. If the feed is there already, batches that are ready are kept.
+
+        Raises:
+            ValueError: `epoch` is not an int of at least 0, or the source is an iterator that cannot be repeated.
+        """
+        to = as_int(epoch)
+        if to is None or to < 0:
+            raise ValueError(f"epoch={epoch!r} is not an epoch: give an int of at least 0")
+        if (self._position.epoch, self._position.position) != (to, 0):
+            position = self._reader.at_epoch(to)
+            self._drop()
+            self._position = position
+
+    def epoch(self) -> Iterator[FeedBatch]:
+        """Yield the batches that are left in the current epoch."""
+        number = self._position.epoch
+        while self._position.epoch == number and not self._is_done:
+            batch = self._next()
+            if batch is not None:
+                yield batch
+
+    def __iter__(self) -> "Feed":
+        return self
+
+    def __next__(self) -> FeedBatch:
+        """Return the next batch.
+
+        Raises:
+            StopIteration: `epochs` are over.
+            FeedTimeoutError: the batch did not arrive in time; the message says what the workers are doing.
+            Exception: whatever the source raised. The next call tries the same batch again.
+        """
+        while not self._is_done:
+            batch = self._next()
+            if batch is not None:
+                return batch
+        raise StopIteration
+
+    def __enter__(self) -> "Feed":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._closed = True
+        if error is None:
+            self._drop()
+        else:
+            self._drop_after(error)
+
+    def close(self) -> None:
+        """End the workers and drop the batches that are ready. A second call does nothing; `state` still works.
+
+        Raises:
+            FeedTimeoutError: a worker is stuck in the source.
+        """
+        self._closed = True
+        self._drop()
+
+    @property
+    def position(self) -> Position:
+        """Return the position after the last returned batch."""
+        return self._position
+
+    @property
+    def _is_done(self) -> bool:
+        return self.epochs is not None and self._position.epoch >= self.epochs
+
+    def _next(self) -> FeedBatch | None:
+        """Return the next batch; None if the epoch ended instead."""
+        if self._closed:
+            raise ValueError("the feed is closed: read inside its `with` block")
+        try:
+            # a slow source is not a stuck step; the margin lets our own error, which says what the workers do, go first
+            with beacons.during(Phase.BUSY, "reading a batch", self._timeout + _MARGIN):
+                batch, following = self._read()
+                self._last, self._position = self._position, following
+        except FeedTimeoutError:
+            raise  # the batch may still arrive: the next call waits for it again
+        except BaseException as error:  # Ctrl-C can also arrive after a batch is taken and before it is counted
+            self._drop_after(error)
+            if isinstance(error, StopIteration):  # it would end the caller's loop, as if there were no more batches
+                raise RuntimeError("the source raised StopIteration") from error
+            raise
+        return batch
+
+    def _read(self) -> tuple[FeedBatch | None, Position]:
+        if self._rest is not None:
+            batch_and_following, self._rest = self._rest, None
+            return batch_and_following
+        if self._run is None:
+            self._run = self._reader.run(self._position)
+        if not self.prefetch:
+            return self._run(self._position)
+        if self._ahead is None:
+            positions, options = self._run.positions(), {"workers": self.workers, "seconds": self._timeout}
+            self._ahead = Prefetcher(self._run, positions, ahead=self.prefetch, **options)
+        return self._ahead.take()
+
+    def _drop(self) -> None:
+        ahead, self._ahead, self._run, self._rest = self._ahead, None, None, None
+        if ahead is not None:
+            ahead.close()
+
+    def _drop_after(self, error: BaseException) -> None:
+        try:
+            self._drop()
+        except FeedTimeoutError as stuck:
+            error.add_note(f"and a worker is stuck: {stuck}")
+
+
+def _check_stream(source: Any, shuffle: bool | None, seed: int, remainder: str, workers: int) -> None:
+    """Raise for options that are only for examples with numbers."""
+    check_choice("remainder", remainder, REMAINDERS)
+    named = f"the source, a {type(source).__name__}, gives one item after the other"
+    if shuffle or seed:
+        option = "shuffle=True" if shuffle else f"seed={seed}"
+        raise ValueError(f"{option}, but {named}: let the source shuffle, or give one with __len__ and __getitem__")
+    if workers > 1:
+        raise ValueError(f"workers={workers}, but {named}: use workers=1, and let the source have workers of its own")
+    if remainder == "wrap":
+        raise ValueError(f"remainder='wrap', but {named}, so the first ones are gone: use 'drop', 'updates' or 'pad'")
+
+
+def _dims_of(step: ForStep | None, mesh: Mesh | None, m: int | None, k: int | None) -> tuple[Mesh, int, int]:
+    """Return mesh, gradient accumulation and device iterations, from the step if there is one.
+
+    Raises:
+        ValueError: a value is given in addition to the step, or neither a step nor a mesh is given.
+    """
+    if step is None:
+        if mesh is None:
+            raise ValueError("neither step= nor mesh= is given: say whom the batches are for, such as step=step")
+        return mesh, 1 if m is None else m, 1 if k is None else k
+    if not isinstance(step, ForStep):
+        raise ValueError(f"step={step!r} is not a training step: make it with make_train_step(...)")
+    given = {"mesh": mesh, "gradient_accumulation": m, "device_iterations": k}
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name}= is given, and the step has one: leave it out, or leave step= out")
+    return step.mesh, step.gradient_accumulation, step.options.device_iterations

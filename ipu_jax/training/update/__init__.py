@@ -1,0 +1,1 @@
+"""Make weight updates: micro-batches, replicas, precision, loss scale and optimizer."""

@@ -1,0 +1,108 @@
+"""Run a loss function over the micro-batches of one replica, one after the other, and sum in float32 at least."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ipu_jax.core.devices import REPLICA_AXIS
+from ipu_jax.core.stage import Outputs
+from ipu_jax.training.update._precision import widened
+
+
+def loss_and_aux(result: Any) -> tuple[Any, Any]:
+    """Return the result of a loss function as `(loss, aux)`; aux is None if there is none.
+
+    Raises:
+        ValueError: the loss is not a float scalar, or it comes with a loss to add.
+    """
+    loss, aux = result, None
+    if isinstance(result, Outputs):
+        loss, aux = result.y, result.aux
+        if result.loss is not None:
+            raise ValueError("loss_fn returned Outputs(loss=...), which stages add to a loss: add it to y")
+    elif isinstance(result, tuple) and len(result) == 2:
+        loss, aux = result
+    if not hasattr(loss, "shape") or loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        described = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else type(loss).__name__
+        raise ValueError(f"loss_fn returned {described} as its loss: return a float scalar, or (loss, aux)")
+    return loss, aux
+
+
+def counts_of(aux: Any, *, dims: int) -> Any:
+    """Return the counts of a model whose losses are sums: an array with `dims` dims, one count per micro-batch.
+
+    Args:
+        aux: the aux of the loss function or of the last stage.
+        dims: the number of dims of the counts.
+
+    Raises:
+        ValueError: the model returns no count.
+    """
+    counts: Any = aux["count"] if isinstance(aux, dict) and "count" in aux else aux
+    if not hasattr(counts, "shape") or counts.ndim != dims:
+        raise ValueError(
+            "weighted=True, but the model gives no count: return (sum, count), or (sum, aux) with aux['count'], "
+            "the count a number"
+        )
+    return counts
+
+
+def accumulate(loss_fn: Callable[..., Any], params: Any, batch: Any, key: Any, *, random: bool) -> tuple[Any, Any]:
+    """Return the mean loss over the micro-batches of one replica, batch leaves (M, ...), and aux with a leading M."""
+    call = _caller(loss_fn, key, random)
+
+    def loss_of(index: Any, microbatch: Any) -> tuple[Any, Any]:
+        loss, aux = loss_and_aux(call(params, index, microbatch))
+        return widened(loss), aux
+
+    def add_loss(total: Any, index_and_microbatch: Any) -> tuple[Any, Any]:
+        loss, aux = loss_of(*index_and_microbatch)
+        return total + loss, aux
+
+    m = jax.tree.leaves(batch)[0].shape[0]
+    first = jax.eval_shape(loss_of, jnp.int32(0), jax.tree.map(lambda leaf: leaf[0], batch))[0]
+    total, aux = lax.scan(add_loss, jnp.zeros((), first.dtype), (jnp.arange(m), batch))
+    return total / m, aux
+
+
+def accumulate_gradients(
+    loss_fn: Callable[..., Any], params: Any, batch: Any, key: Any, *, loss_cotangent: Any, random: bool
+) -> tuple[Any, Any, Any]:
+    """Return the results of `accumulate` and the gradients of `loss_cotangent` x loss, summed in float32 at least.
+
+    The backward pass starts from `loss_cotangent`, so that a loss scale acts before anything can underflow.
+    """
+    call = _caller(loss_fn, key, random)
+
+    def gradients_of(index: Any, microbatch: Any) -> Any:
+        fn = lambda p: loss_and_aux(call(p, index, microbatch))  # noqa: E731
+        loss, vjp, aux = jax.vjp(fn, params, has_aux=True)
+        (gradients,) = vjp(jnp.full((), loss_cotangent, loss.dtype))
+        return jax.tree.map(widened, (loss, gradients)), aux
+
+    m = jax.tree.leaves(batch)[0].shape[0]
+    if m == 1:  # no scan: its carry would be another copy of the gradients
+        (loss, sums), aux = gradients_of(jnp.int32(0), jax.tree.map(lambda leaf: leaf[0], batch))
+        return loss, jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], aux), sums
+
+    def add(sums: Any, index_and_microbatch: Any) -> tuple[Any, Any]:
+        loss_and_gradients, aux = gradients_of(*index_and_microbatch)
+        return jax.tree.map(jnp.add, sums, loss_and_gradients), aux
+
+    first = jax.eval_shape(gradients_of, jnp.int32(0), jax.tree.map(lambda leaf: leaf[0], batch))[0]
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), first)
+    (loss, sums), aux = lax.scan(add, zeros, (jnp.arange(m), batch))
+    return loss / m, aux, sums
+
+
+def _caller(loss_fn: Callable[..., Any], key: Any, random: bool) -> Callable[..., Any]:
+    def call(params: Any, index: Any, microbatch: Any) -> Any:
+        if not random:
+            return loss_fn(params, microbatch)
+        own = jax.random.fold_in(jax.random.fold_in(key, lax.axis_index(REPLICA_AXIS)), index)
+        return loss_fn(params, microbatch, key=own)
+
+    return call

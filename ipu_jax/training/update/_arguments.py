@@ -1,0 +1,155 @@
+"""Check that states, keys and batches fit a training step, before anything is compiled or dispatched."""
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ipu_jax.base.checks import check_count
+from ipu_jax.base.keys import is_one_key
+from ipu_jax.core.options import DynamicScale, TrainOptions
+from ipu_jax.core.pipeline import Pipeline
+from ipu_jax.core.weights.arguments import check_alive, check_batch
+from ipu_jax.core.weights.packing import Sharded
+from ipu_jax.training.data.feed import FeedBatch
+from ipu_jax.training.update._placement import Placement
+from ipu_jax.training.update.replicas import Replicas
+from ipu_jax.training.update.state import TrainState
+
+
+class Arguments:
+    """Checks the arguments of one training step's calls. Every check raises a `ValueError` that says what to give.
+
+    Args:
+        model: the model with all its replicas.
+        options: the step's options.
+        placement: places the step's states.
+        random: whether the model takes a key.
+    """
+
+    def __init__(self, model: Pipeline | Replicas, options: TrainOptions, placement: Placement, *, random: bool):
+        self._model, self._options, self._placement, self._random = model, options, placement, random
+
+    def check_state(self, state: Any) -> None:
+        """Check that a state belongs to this step, and that no earlier call has used it up."""
+        if not isinstance(state, TrainState) or isinstance(state.params, Sharded) != isinstance(self._model, Pipeline):
+            raise ValueError("state is not of this step: make it with step.init(params)")
+        check_alive(
+            "state", state, "go on with the state that it returned, or keep states with TrainOptions(donate=False)"
+        )
+        if isinstance(self._model, Pipeline) and self._model.apply_frozen(state.params) is not state.params:
+            raise ValueError(
+                "state is of a step with other frozen weights, and the optimizer's state with it: begin anew with its "
+                "weights, step.init(other.whole(state)['params'], ...)"
+            )
+        if self._options.precision != "32.32":
+            held = self._placement.held
+            for path, leaf in jax.tree.leaves_with_path(state.params):
+                if leaf.dtype in (jnp.float32, jnp.bfloat16, jnp.float16) and leaf.dtype != held:
+                    raise ValueError(
+                        f"state.params{jax.tree_util.keystr(path)} is {leaf.dtype}, but precision="
+                        f"{self._options.precision!r} holds {held}: begin anew with its weights, "
+                        "step.init(other.whole(state)['params'], ...)"
+                    )
+        if not self._placement.update_for(state.params).state_layout.fits(state.optimizer):
+            raise ValueError(
+                "state.optimizer is another optimizer's, or of weights in other places: use the step that made it, "
+                "or begin anew with its weights, step.init(other.whole(state)['params'], ...)"
+            )
+        if (state.scale is None) == isinstance(self._options.loss_scale, DynamicScale):
+            raise ValueError("the state and this step differ in whether they scale the loss by a DynamicScale")
+        if (state.ema is None) != (self._options.ema_decay is None):
+            raise ValueError("the state and this step differ in whether they average the weights by ema_decay")
+        if (state.nonfinite is None) != (self._options.on_nonfinite is None):
+            raise ValueError(
+                "the state and this step differ in whether they look for what is not finite (on_nonfinite): give "
+                "step.restore(other.whole(state))"
+            )
+        self.check_key(state.key)
+
+    @property
+    def _draws(self) -> bool:
+        return self._random or self._options.stochastic_rounding
+
+    def key_for_state(self, key: Any) -> Any:
+        """Return the key that a new state holds: the given key, or None with a warning if nothing draws numbers."""
+        if key is None or self._draws:
+            self.check_key(key)
+            return key
+        warnings.warn(
+            "key is not used, for neither the model nor the rounding is random: leave it out, or if the model should "
+            "draw numbers, say so: Stage(..., random=True), or replicate(..., random=True) for a loss function",
+            stacklevel=5,  # the caller of init or restore, which have two decorators
+        )
+        return None
+
+    def check_key(self, key: Any) -> None:
+        """Check that there is a key if, and only if, something draws numbers."""
+        needs = "the model is random" if self._random else "stochastic_rounding=True draws numbers"
+        if key is None and self._draws:
+            raise ValueError(f"key is missing, and {needs}: pass init(..., key=jax.random.key(seed))")
+        if key is not None and not self._draws:
+            raise ValueError(
+                "the state has a key, but this step draws no numbers: give step.restore(other.whole(state))"
+            )
+        if key is not None and not is_one_key(key):
+            raise ValueError(f"key={key!r} is not one typed key: make it with jax.random.key(seed)")
+
+    def batch_of_call(self, state: TrainState, batch: Any, updates: Any = None) -> tuple[Any, range]:
+        """Check a state, a call's batch and its updates; return the batch's arrays, and which updates to make."""
+        self.check_state(state)
+        arrays, made = self._arrays_of(batch), self._updates_of(batch, updates)
+        key = state.key if self._random else None
+        if isinstance(self._model, Pipeline):
+            self._model.check(state.params, self._of_one_update(arrays), state.stages, key)
+        else:
+            self._model.check(state.params, self._of_one_update(arrays), key)
+        return arrays, made
+
+    def _updates_of(self, batch: Any, updates: Any) -> range:
+        """Return which updates of a batch a call makes."""
+        most = batch.updates if isinstance(batch, FeedBatch) else self._options.device_iterations
+        if updates is None:
+            return range(most)
+        made = updates if isinstance(updates, range) else range(check_count("updates", updates))
+        if not (made.step == 1 and 0 <= made.start < made.stop <= most):
+            raise ValueError(
+                f"updates={updates!r}, but the batch has {most}: give a number from 1 to {most}, a range of them such "
+                f"as range({most}), or leave it out"
+            )
+        return made
+
+    def batch_of_loss(self, state: TrainState, batch: Any) -> Any:
+        """Check a state and a batch to evaluate; return the arrays of the batch's updates with real examples."""
+        self.check_state(state)
+        arrays, count = self._arrays_of(batch), len(self._updates_of(batch, None))
+        batch = arrays if self._options.device_iterations == count else jax.tree.map(lambda leaf: leaf[:count], arrays)
+        check_batch(self._of_one_update(batch), self._model.replicas, self._model.options.gradient_accumulation)
+        return batch
+
+    def check_one_update(self, state: TrainState, batch: Any) -> None:
+        """Check a state and the batch of one update, without the dim of updates."""
+        self.check_state(state)
+        check_alive("batch", batch)
+        check_batch(batch, self._model.replicas, self._model.options.gradient_accumulation)
+
+    def _arrays_of(self, batch: Any) -> Any:
+        """Return the arrays of a batch."""
+        arrays: Any = batch.arrays if isinstance(batch, FeedBatch) else batch
+        check_alive("batch", arrays)
+        count = self._options.device_iterations
+        if count == 1:
+            return arrays
+        for path, leaf in jax.tree.leaves_with_path(arrays):
+            if getattr(leaf, "shape", ())[:1] != (count,):
+                raise ValueError(
+                    f"batch{jax.tree_util.keystr(path)} has shape {tuple(getattr(leaf, 'shape', ()))}: "
+                    f"its first dim must be device_iterations={count}; give a batch of a Feed itself, not its data"
+                )
+        return arrays
+
+    def _of_one_update(self, batch: Any) -> Any:
+        if self._options.device_iterations == 1:
+            return batch
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)

@@ -1,0 +1,64 @@
+"""Keep a moving average of the weights, laid out like optimizer state: e' = e + (1 - decay) (w - e), e starts at w.
+
+The average is in float32 at least, because half would lose (1 - decay) (w - e). Under `shard_optimizer` each replica
+keeps its part of it. Source: Polyak and Juditsky 1992, "Acceleration of Stochastic Approximation by Averaging".
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ipu_jax.core.instances import on_host
+from ipu_jax.core.optimizer import zero
+from ipu_jax.core.optimizer.blocks import Blocks, from_blocks, to_blocks
+
+
+def next_average(decay: float, averages: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
+    """Return the averages after an update. Communicates nothing.
+
+    Args:
+        decay: the fraction of the old average that stays.
+        averages: per block, (1, 1, *update_shape).
+        weights: the new weights per block, (*update_shape).
+
+    >>> next_average(0.75, [jnp.full((1, 1, 2), 4.0)], [jnp.zeros(2)])[0].tolist()
+    [[[3.0, 3.0]]]
+    """
+    return [e + (1 - decay) * (w.astype(e.dtype)[None, None] - e) for e, w in zip(averages, weights, strict=True)]
+
+
+def with_average(blocks: Blocks, params: Any, averages: Sequence[Any]) -> Any:
+    """Return the weights with the trained ones replaced by their averages, in the weights' dtypes.
+
+    Call it inside the program. Under `shard_optimizer` it communicates one all_gather over "replica" per bucket.
+    """
+    arrays = []
+    for k, (average, own) in enumerate(zip(averages, to_blocks(params), strict=True)):
+        array, mask = average[0, 0].astype(own.dtype), blocks.leaf_mask(k)
+        # a slot may hold frozen weights of this IPU
+        arrays.append(array if mask is None else jnp.where(mask, array, blocks.replica_chunk(k, own)))
+    return from_blocks(params, zero.gather(blocks, arrays) if blocks.replicas > 1 else arrays)
+
+
+def divided_average(blocks: Blocks, leaves: Sequence[Any]) -> list[np.ndarray]:
+    """Split the averages of whole leaves into blocks: host arrays of `Blocks.global_shape`."""
+    averages = []
+    for k, block in enumerate(blocks):
+        averages.append(np.zeros(blocks.global_shape(k), jnp.promote_types(block.dtype, jnp.float32)))
+        for leaf in {leaf for leaf in block.leaves if leaf is not None}:
+            for ipu, part in blocks.host_parts(leaf, np.asarray(leaves[leaf], averages[k].dtype)):
+                averages[k][:, ipu] = part
+    return averages
+
+
+def whole_average(blocks: Blocks, averages: Sequence[Any]) -> list[jax.Array]:
+    """Return copies of the averages as whole leaves: the inverse of `divided_average`.
+
+    Communicates one all-gather per array that is split over several instances.
+    """
+    arrays = [on_host(average) for average in averages]
+    leaves = range(len(blocks.leaves))
+    return [jnp.array(blocks.host_leaf(leaf, arrays[blocks.block_of(leaf)])) for leaf in leaves]

@@ -1,0 +1,79 @@
+"""Make the model that a training step runs, on all replicas in the chosen precision, and map programs over its IPUs.
+
+Pipeline        -- replicate --> on a wider mesh -- computing_in --> its stages cast what they read
+loss function   ------------->   Replicas        --------------->    of a function that casts what it reads
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ipu_jax.core.options import TrainOptions
+from ipu_jax.core.pipeline import Pipeline
+from ipu_jax.training.update._precision import cast_floats, computing_in
+from ipu_jax.training.update.replicas import Replicas, over_replicas, replicate
+
+
+def model_for(model: Any, options: TrainOptions) -> Any:
+    """Return the model that a step runs: a `Pipeline` if one is given, else `Replicas`.
+
+    Raises:
+        ValueError: the options contradict the model's own options, or the model is neither of these nor callable.
+    """
+    half = None if options.precision == "32.32" else jnp.dtype(options.half)
+    if isinstance(model, Pipeline | Replicas):
+        asked_for = {"gradient_accumulation": options.gradient_accumulation, "reduction": options.reduction}
+        for name, value in asked_for.items():
+            own = getattr(model.options, name)
+            if value is not None and value != own:
+                raise ValueError(
+                    f"TrainOptions({name}={value!r}), but the {type(model).__name__} was made with {name}={own!r}: "
+                    "give it in one of the two places, or the same in both"
+                )
+    count = options.replication_factor
+    if isinstance(model, Pipeline):
+        if count is not None and count != model.replicas:
+            model = replicate(model, replication_factor=count)
+        return model if half is None else model.replace(stages=[computing_in(stage, half) for stage in model.stages])
+    if isinstance(model, Replicas):
+        if count is not None and count != model.replicas:
+            raise ValueError(
+                f"TrainOptions(replication_factor={count}), but the Replicas are {model.replicas}: "
+                "give it in one of the two places, or the same in both"
+            )
+        loss_fn, random, model_options = model.loss_fn, model.random, model.options
+        count, m, reduction = model.replicas, model_options.gradient_accumulation, model_options.reduction
+    else:
+        if not callable(model):
+            raise ValueError(f"model={model!r} is neither a Pipeline, nor Replicas, nor callable: give a loss function")
+        loss_fn, random = model, False
+        m, reduction = options.gradient_accumulation or 1, options.reduction or "mean"
+    fn = loss_fn
+    if half is not None:
+        fn = lambda p, mb, **asked_for: loss_fn(cast_floats(p, half), cast_floats(mb, half), **asked_for)  # noqa: E731
+    return Replicas(fn, replication_factor=count or 1, gradient_accumulation=m, reduction=reduction, random=random)
+
+
+def aux_of_loss(model: Pipeline | Replicas, aux: Any) -> Any:
+    """Return the aux that came with the loss itself: the last stage's aux, if the aux is a dict by stage name."""
+    if not isinstance(model, Pipeline):
+        return aux
+    last, names = model.stages[-1].name, {stage.name for stage in model.stages}
+    return aux[last] if isinstance(aux, dict) and last in aux and aux.keys() <= names else aux
+
+
+def on_ipus(model: Pipeline | Replicas, program: Callable[..., Any], *, in_specs: Any, out_specs: Any) -> Any:
+    """Map a program over the IPUs of all replicas. The result is a function from global arrays to global arrays."""
+    if isinstance(model, Pipeline):
+        return jax.shard_map(program, mesh=model.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return over_replicas(program, model.devices, in_specs=in_specs, out_specs=out_specs)
+
+
+def described(model: Pipeline | Replicas) -> str:
+    """Return a line about a model: its kind and its sizes."""
+    kind = f"Pipeline of {len(model.stages)} stages" if isinstance(model, Pipeline) else "loss function"
+    m, replicas = model.options.gradient_accumulation, model.replicas
+    ipus = f"{model.ipus} IPU{'s' * (model.ipus > 1)}" + (f" x {replicas} replicas" if replicas > 1 else "")
+    return f"{kind} on {ipus}, {m} micro-batch{'es' * (m > 1)} per update"

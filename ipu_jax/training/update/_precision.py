@@ -1,0 +1,83 @@
+"""Compute, sum and store in the dtypes of a precision, and round weights so that they are right on average.
+
+    "32.32"   everything in float32, or whatever dtype weights and batch have: nothing is cast
+    "16.32"   F and B in half; sums, weights and the optimizer's state in float32
+    "16.16"   F and B in half; weights and the optimizer's state in half, too
+
+The first number is the precision of the computation, the second the precision of the weights and the optimizer's state.
+Sums of gradients over micro-batches and over replicas are in float32 at least.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ipu_jax.core.stage import Stage
+
+
+def cast_floats(tree: Any, dtype: Any) -> Any:
+    """Return the tree with its float32 and half leaves cast to `dtype`; keys, integers and float64 stay as they are."""
+    narrow = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+    def one(leaf: Any) -> Any:
+        leaf_dtype = getattr(leaf, "dtype", None)
+        return leaf.astype(dtype) if leaf_dtype in narrow else leaf
+
+    return jax.tree.map(one, tree)
+
+
+def widened(x: Any) -> Any:
+    """Return an array in float32 at least: float64 stays float64, and integers become float32."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def computing_in(stage: Stage, dtype: Any) -> Stage:
+    """Return a stage that casts its weights and micro-batch to `dtype` before it uses them.
+
+    The cast is inside the stage. So the gradients of micro-batches have the weights' own dtype, and are summed in
+    float32.
+    """
+
+    def within(fn: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        if fn is None:
+            return None
+        return lambda p, x, mb, **asked: fn(cast_floats(p, dtype), x, cast_floats(mb, dtype), **asked)
+
+    return dataclasses.replace(
+        stage,
+        fn=within(stage.fn),
+        evaluate=within(stage.evaluate),
+        predict=within(stage.predict),
+        reference=within(stage.reference),
+    )
+
+
+def stochastic_round(x: Any, dtype: Any, key: Any) -> Any:
+    """Round each element up or down at random, with probabilities that make the result right on average.
+
+    Args:
+        x: float32, any shape. Values that are not finite or out of the range of `dtype` are rounded to the nearest.
+        dtype: bfloat16 or float16.
+        key: a typed key.
+
+    Returns:
+        An array of `dtype`. An element of x that `dtype` can represent stays as it is. Communicates nothing.
+
+    Source: Gupta et al. 2015, "Deep Learning with Limited Numerical Precision", arXiv:1502.02551, section 3.
+
+    >>> x = jnp.full(10_000, 1 + 2.0**-9)    # a quarter of the way from 1 to the next bfloat16
+    >>> rounded = stochastic_round(x, jnp.bfloat16, jax.random.key(0))
+    >>> sorted(set(rounded.tolist())), abs(float((rounded > 1).mean()) - 0.25) < 0.02
+    ([1.0, 1.0078125], True)
+    """
+    nearest = x.astype(dtype)
+    error = x - nearest.astype(x.dtype)
+    towards = jnp.where(error > 0, jnp.inf, -jnp.inf).astype(dtype)
+    other = jnp.nextafter(nearest, towards)
+    chance = error / (other.astype(x.dtype) - nearest.astype(x.dtype))
+    # the chance is 0 where x is exact or its neighbour infinite; where x is not finite it is NaN, which takes nearest
+    takes_other = jax.random.uniform(key, x.shape, x.dtype) < chance
+    return jnp.where(takes_other, other, nearest)

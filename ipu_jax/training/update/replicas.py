@@ -1,0 +1,335 @@
+"""Run copies of the model, the replicas, on parts of the batch, and reduce their losses and gradients.
+
+    batch (R, M, B, ...) --+-- replica 0: loss of its M micro-batches, gradients --+
+                           +-- replica 1                                           +-- one reduction -- the same on all
+                           +-- ...                                               --+
+
+A replica of one IPU runs a plain loss function under `jax.pmap`, or under `jax.shard_map` if the IPUs are on several
+instances. A replica of several IPUs runs a `Pipeline`; its mesh has an axis over the replicas. In both cases the user
+calls `replicate(model, replication_factor=R)`, or gives the total number of IPUs instead, and gets an object with
+`shard`, `value_and_grad` and `unshard`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ipu_jax.base.checks import check_count
+from ipu_jax.base.keys import is_one_key
+from ipu_jax.core.devices import REPLICA_AXIS, InFlight, make_mesh
+from ipu_jax.core.instances import on_host, put, spans_instances
+from ipu_jax.core.options import PipelineOptions, Reduction
+from ipu_jax.core.pipeline import Pipeline
+from ipu_jax.core.weights.arguments import check_alive, check_batch
+from ipu_jax.distributed.processes.jax_facts import count_samples
+from ipu_jax.training.update._accumulate import accumulate, accumulate_gradients
+
+
+def replicas_of(
+    *, replication_factor: int | None = None, num_ipus: int | None = None, ipus_per_replica: int = 1
+) -> int:
+    """Return the number of replicas, given directly or as the total number of IPUs.
+
+    Args:
+        replication_factor: R itself.
+        num_ipus: R x `ipus_per_replica`.
+        ipus_per_replica: the IPUs of one replica.
+
+    Raises:
+        ValueError: neither or both are given, a number is not a positive int, or `num_ipus` is not a multiple of
+            `ipus_per_replica`.
+
+    >>> replicas_of(num_ipus=8, ipus_per_replica=2)
+    4
+    """
+    ipus_per_replica = check_count("ipus_per_replica", ipus_per_replica)
+    if (replication_factor is None) == (num_ipus is None):
+        given = "neither" if num_ipus is None else "both"
+        raise ValueError(f"replication_factor and num_ipus: {given} given; give one of the two")
+    if num_ipus is None:
+        return check_count("replication_factor", replication_factor)
+    num_ipus = check_count("num_ipus", num_ipus)
+    if num_ipus % ipus_per_replica:
+        below = num_ipus // ipus_per_replica * ipus_per_replica
+        nearest = f"{below} or {below + ipus_per_replica}" if below else f"{ipus_per_replica}"
+        raise ValueError(
+            f"num_ipus={num_ipus} makes no whole number of replicas of ipus_per_replica={ipus_per_replica}: "
+            f"give a multiple of it, such as {nearest}"
+        )
+    return num_ipus // ipus_per_replica
+
+
+@overload
+def replicate(model: Pipeline, *, replication_factor: int | None = None, num_ipus: int | None = None) -> Pipeline: ...
+
+
+@overload
+def replicate(
+    model: Callable[..., Any],
+    *,
+    replication_factor: int | None = None,
+    num_ipus: int | None = None,
+    gradient_accumulation: int = 1,
+    reduction: Reduction = "mean",
+    random: bool = False,
+) -> "Replicas": ...
+
+
+def replicate(
+    model: Any,
+    *,
+    replication_factor: int | None = None,
+    num_ipus: int | None = None,
+    gradient_accumulation: int | None = None,
+    reduction: Reduction | None = None,
+    random: bool | None = None,
+) -> Any:
+    """Make R replicas of a model, on R times its IPUs.
+
+    Args:
+        model: a `Pipeline`, or a loss function as `Replicas` takes it.
+        replication_factor: R. Give either this or `num_ipus`.
+        num_ipus: the total number of IPUs; R is this divided by the IPUs of one replica.
+        gradient_accumulation, reduction, random: for a loss function, as `Replicas` takes them. A pipeline has its own.
+
+    Returns:
+        A `Pipeline` on a wider mesh, or `Replicas`. Batches are (R, M, micro-batch, ...), without the first dim if R
+        is 1.
+
+    Raises:
+        ValueError: what `replicas_of` raises; options are given for a pipeline; or there are too few devices.
+
+    >>> loss_fn = lambda w, rows: jnp.mean((rows @ w) ** 2)
+    >>> replicas = replicate(loss_fn, replication_factor=2)
+    >>> loss, gradients = replicas.value_and_grad(replicas.shard(jnp.ones(3)), jnp.ones((2, 1, 4, 3)))
+    >>> float(loss), gradients.tolist()
+    (9.0, [6.0, 6.0, 6.0])
+    """
+    if isinstance(model, Pipeline):
+        options = {"gradient_accumulation": gradient_accumulation, "reduction": reduction, "random": random}
+        for name, value in options.items():
+            if value is not None:
+                raise ValueError(f"{name}={value!r} was given, but a pipeline has its own: make the Pipeline with it")
+        count = replicas_of(replication_factor=replication_factor, num_ipus=num_ipus, ipus_per_replica=model.ipus)
+        return model.replace(mesh=make_mesh(count, model.ipus))
+    return Replicas(
+        model,
+        replication_factor=replicas_of(replication_factor=replication_factor, num_ipus=num_ipus),
+        gradient_accumulation=1 if gradient_accumulation is None else gradient_accumulation,
+        reduction=reduction or "mean",
+        random=bool(random),
+    )
+
+
+class Replicas:
+    """Runs a loss function on R replicas of one IPU each.
+
+    `loss_fn(params, microbatch) -> loss`, `(loss, aux)` or `Outputs(loss, aux=aux)`: the micro-batch's mean loss, a
+    float scalar. It sees one micro-batch of one replica, and doesn't need to know of the others.
+
+    Args:
+        loss_fn: the function.
+        replication_factor: R.
+        gradient_accumulation: M, the number of micro-batches of a replica in one weight update. They run in sequence.
+        reduction: gradients are the "mean" or the "sum" over the M micro-batches and the replicas. The loss is always
+            the mean.
+        random: whether `loss_fn` gets `key=`, a typed key of this replica and micro-batch.
+
+    Raises:
+        ValueError: the function is not callable, an option is invalid, or there are too few devices.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        *,
+        replication_factor: int = 1,
+        gradient_accumulation: int = 1,
+        reduction: Reduction = "mean",
+        random: bool = False,
+    ):
+        if not callable(loss_fn):
+            raise ValueError(f"model={loss_fn!r} is neither a Pipeline nor callable: give a loss function")
+        self.loss_fn, self.random = loss_fn, random
+        self.replicas, self.ipus = check_count("replication_factor", replication_factor), 1
+        self.options = PipelineOptions(gradient_accumulation, reduction)
+        self.devices: list[Any] = list(make_mesh(self.replicas, 1).devices.flat)
+        self.mesh = _mesh_of(self.devices)
+        self._window = InFlight()
+        self._value_and_grad = self._mapped(backward=True)
+        self._loss = self._mapped(backward=False)
+
+    def __repr__(self) -> str:
+        name = getattr(self.loss_fn, "__name__", repr(self.loss_fn))
+        m, reduction = self.options.gradient_accumulation, self.options.reduction
+        return f"Replicas({name}, replication_factor={self.replicas}, gradient_accumulation={m}, {reduction=})"
+
+    @jax.transfer_guard("allow")  # the caller asks for this transfer
+    def shard(self, params: Any) -> Any:
+        """Place a pytree of whole weights on every replica. Communicates from host to device only."""
+        return put(jax.tree.map(jnp.asarray, params), NamedSharding(self.mesh, PartitionSpec()))
+
+    def shard_shapes(self, params: Any) -> Any:
+        """Return what `shard` returns, with `jax.ShapeDtypeStruct`s in place of arrays: for `import_weights(like=)`."""
+        sharding = NamedSharding(self.mesh, PartitionSpec())
+        shape_of = lambda leaf: jax.ShapeDtypeStruct(  # noqa: E731
+            leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype), sharding=sharding
+        )
+        return jax.tree.map(shape_of, params)
+
+    @jax.transfer_guard("allow")  # the caller asks for this transfer
+    def unshard(self, sharded: Any) -> Any:
+        """Return the whole tree, on this instance's default device: the inverse of `shard`. Communicates nothing."""
+        check_alive("sharded", sharded)
+        return jax.tree.map(lambda leaf: jnp.asarray(on_host(leaf)), sharded)
+
+    def value_and_grad(self, params: Any, batch: Any, key: Any = None) -> tuple[Any, Any]:
+        """Return the loss and the gradients of one weight update, the same on all replicas.
+
+        Communicates one pmean of the loss and one psum of all gradients over the replicas.
+
+        Args:
+            params: from `shard`.
+            batch: a pytree with leaves (M, micro-batch, ...), or (R, M, micro-batch, ...) with R above 1. Across
+                several instances as `Pipeline.value_and_grad` takes it.
+            key: a typed key, if the function is random.
+
+        Returns:
+            `(loss, gradients)`, or `((loss, aux), gradients)`; aux has a leading (M,), or (R, M,). Gradients have the
+            dtypes of `params`; they are accumulated in float32 at least.
+
+        Raises:
+            ValueError: the batch does not fit, or the key is missing or superfluous. Raised before anything is
+                compiled.
+        """
+        self.check(params, batch, key)
+        self._window.begin((params, batch))
+        (loss, aux), gradients = self._value_and_grad((params, key), batch)
+        self._window.admit(loss, samples=count_samples(batch, 2 + (self.replicas > 1)))
+        return (loss if aux is None else (loss, aux)), gradients
+
+    def loss(self, params: Any, batch: Any, key: Any = None) -> Any:
+        """Return the loss, or `(loss, aux)`, without gradients."""
+        self.check(params, batch, key)
+        self._window.begin((params, batch))
+        loss, aux = self._loss((params, key), batch)
+        self._window.admit(loss, updates=0)
+        return loss if aux is None else (loss, aux)
+
+    def check(self, params: Any, batch: Any, key: Any = None) -> None:
+        """Raise the `ValueError` that `value_and_grad` would raise for these arguments."""
+        self.check_params(params)
+        if self.random and not is_one_key(key):
+            raise ValueError(f"key={key!r} is not one typed key, which loss_fn takes: pass key=jax.random.key(seed)")
+        if key is not None and not self.random:
+            raise ValueError("a key was given, but loss_fn takes none: replicate(..., random=True)")
+        check_batch(batch, self.replicas, self.options.gradient_accumulation)
+        for what, tree in (("params", params), ("batch", batch)):
+            check_alive(what, tree)
+
+    def check_params(self, params: Any) -> None:
+        """Raise `ValueError` unless the leaves of `params` are floating arrays of at least 16 bits."""
+        for path, leaf in jax.tree.leaves_with_path(params):
+            where = f"params{jax.tree_util.keystr(path)}"
+            if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
+                described = getattr(leaf, "dtype", repr(leaf))
+                raise ValueError(
+                    f"{where} is {described}: weights must be floating arrays; carry other data in the batch"
+                )
+            if jnp.finfo(leaf.dtype).bits < 16:
+                raise ValueError(
+                    f"{where} is {leaf.dtype}: weights must have at least 16 bits; hold it in bfloat16 and cast it in "
+                    "loss_fn"
+                )
+
+    def _mapped(self, *, backward: bool) -> Any:
+        count = self.replicas * self.options.gradient_accumulation
+        loss_cotangent = 1.0 if self.options.reduction == "sum" else 1.0 / count
+
+        def program(params_and_key: Any, batch: Any) -> Any:
+            params, key = params_and_key
+            batch = jax.tree.map(lambda leaf: leaf[0], batch)
+            over_all_replicas = lambda loss, aux: (  # noqa: E731
+                lax.pmean(loss, REPLICA_AXIS),
+                jax.tree.map(lambda leaf: leaf[None], aux),
+            )
+            if not backward:
+                return over_all_replicas(*accumulate(self.loss_fn, params, batch, key, random=self.random))
+            loss, aux, sums = accumulate_gradients(
+                self.loss_fn, params, batch, key, loss_cotangent=loss_cotangent, random=self.random
+            )
+            gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), lax.psum(sums, REPLICA_AXIS), params)
+            return over_all_replicas(loss, aux), gradients
+
+        replicated, per_replica = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
+
+        def run(params_and_key: Any, batch: Any) -> Any:
+            if self.replicas == 1:
+                batch = jax.tree.map(lambda leaf: leaf[None], batch)
+            out_specs = ((replicated, per_replica), replicated) if backward else (replicated, per_replica)
+            result = over_replicas(program, self.devices, in_specs=(replicated, per_replica), out_specs=out_specs)(
+                params_and_key, batch
+            )
+            if self.replicas > 1:
+                return result
+            without_dim = lambda value: (value[0], jax.tree.map(lambda leaf: leaf[0], value[1]))  # noqa: E731
+            return (without_dim(result[0]), result[1]) if backward else without_dim(result)
+
+        return jax.jit(run)
+
+
+def over_replicas(
+    program: Callable[..., Any], devices: Sequence[Any], *, in_specs: tuple[Any, ...], out_specs: Any
+) -> Callable[..., Any]:
+    """Map a program over the axis "replica" by `jax.pmap`, with the interface of `jax.shard_map`.
+
+    `pmap` takes only arrays of one process. So devices of several processes are mapped by `jax.shard_map` itself.
+
+    Args:
+        program: gets blocks as under `shard_map`: a split dim is kept, and has size 1.
+        devices: one per replica.
+        in_specs, out_specs: trees of `PartitionSpec`, prefixes of arguments and result. Each spec names "replica" at
+            most once and no other axis.
+
+    Returns:
+        A function from whole arrays to whole arrays.
+    """
+    if spans_instances(np.array(devices)):
+        mesh = _mesh_of(devices)
+        return jax.shard_map(program, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
+    dim_of = lambda spec: next((d for d, axis in enumerate(spec) if axis is not None), None)  # noqa: E731
+
+    def run(*args: Any) -> Any:
+        dims = [
+            dim_of(s) for s in jax.tree.leaves(jax.tree.broadcast(in_specs, args, is_leaf=is_spec), is_leaf=is_spec)
+        ]
+        leaves, treedef = jax.tree.flatten(args)
+
+        def with_dims(*leaves: Any) -> Any:
+            # pmap removes the mapped dim, shard_map keeps it: give `program` the dim that it has under shard_map
+            blocks = [x if dim is None else jnp.expand_dims(x, dim) for x, dim in zip(leaves, dims, strict=True)]
+            result = program(*jax.tree.unflatten(treedef, blocks))
+            specs = jax.tree.broadcast(out_specs, result, is_leaf=is_spec)
+            return jax.tree.map(
+                lambda spec, x: x if dim_of(spec) is None else jnp.squeeze(x, dim_of(spec)),
+                specs,
+                result,
+                is_leaf=is_spec,
+            )
+
+        out_axes = jax.tree.map(dim_of, out_specs, is_leaf=is_spec)
+        return jax.pmap(
+            with_dims, axis_name=REPLICA_AXIS, in_axes=tuple(dims), out_axes=out_axes, devices=list(devices)
+        )(*leaves)
+
+    return run
+
+
+def _mesh_of(devices: Sequence[Any]) -> Mesh:
+    return Mesh(np.array(devices), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))

@@ -1,0 +1,375 @@
+"""Make a training step: accumulate gradients, reduce them over replicas and update the weights, in one program.
+
+step = make_train_step(pipeline, optax.adamw(1e-3), TrainOptions(device_iterations=10, max_gradient_norm=1.0))
+state = step.init(params)
+for batch in batches:                     # leaves (10, M, micro-batch, ...)
+    state, outputs = step(state, batch)   # the old state's buffers are reused for the new one (donate=False keeps it)
+loss = step.loss(state, batch)            # as training computes it, without an update
+
+gradients of M micro-batches -> sum over replicas -> unscale, clip -> optax -> round -> weights
+                                (or a part each)                              (gathered)
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ipu_jax.base.tracebacks import ShortTracebacks
+from ipu_jax.core.devices import REPLICA_AXIS, InFlight
+from ipu_jax.core.instances import put
+from ipu_jax.core.optimizer.extra_arguments import checked_optimizer
+from ipu_jax.core.options import DynamicScale, TrainOptions
+from ipu_jax.core.pipeline import Pipeline
+from ipu_jax.core.weights.packed_layout import WHOLE
+from ipu_jax.core.weights.packing import Sharded
+from ipu_jax.distributed.processes import beacons
+from ipu_jax.distributed.processes.beacons import Phase
+from ipu_jax.distributed.processes.jax_facts import count_samples
+from ipu_jax.training.update._arguments import Arguments
+from ipu_jax.training.update._average import with_average
+from ipu_jax.training.update._diagnosis import Diagnosis
+from ipu_jax.training.update._evaluation import loss_of_batch
+from ipu_jax.training.update._in_flight_batches import BatchesInFlight
+from ipu_jax.training.update._model import described, model_for, on_ipus
+from ipu_jax.training.update._norms import clip
+from ipu_jax.training.update._placement import Placement, specs_of
+from ipu_jax.training.update._update_program import Iteration
+from ipu_jax.training.update.nonfinite import NonFinite
+from ipu_jax.training.update.replicas import Replicas
+from ipu_jax.training.update.state import StepOutputs, TrainState
+
+
+def make_train_step(
+    model: Pipeline | Replicas | Callable[..., Any],
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    options: TrainOptions | None = None,
+) -> "TrainStep":
+    """Make a training step for a model with any optax optimizer.
+
+    Args:
+        model: a `Pipeline`, `Replicas`, or a loss function as `Replicas` takes it.
+        optimizer: sees the logical weights, leaf by leaf, wherever they are: `{group: pytree}` for a pipeline, with
+            `optax.MaskedNode()` for frozen leaves. `optax.MultiSteps(...)` works as it is. If its update takes
+            `value=`, it gets the loss.
+        options: how the step runs; `TrainOptions()` if None.
+
+    Raises:
+        ValueError: the options contradict the model's options, an argument has the wrong type, or the optimizer's
+            update calls the loss function itself (`optax.lbfgs` with its line search) or reads the gradients of each
+            example (`optax.contrib.dpsgd`).
+
+    >>> loss_fn = lambda w, rows: jnp.mean((rows @ w) ** 2)
+    >>> step = make_train_step(loss_fn, optax.sgd(0.1), TrainOptions(replication_factor=2, device_iterations=3))
+    >>> state, outputs = step(step.init(jnp.ones(3)), jnp.ones((3, 2, 1, 4, 3)))
+    >>> round(float(outputs.loss), 4), int(state.step)
+    (0.2304, 3)
+    """
+    return TrainStep(model, optimizer, TrainOptions() if options is None else options)
+
+
+class TrainStep:
+    """Update a model's weights: `state = step.init(params)`, then `state, outputs = step(state, batch)` repeatedly.
+
+    Made by `make_train_step`.
+
+    Attributes:
+        model: the `Pipeline` or `Replicas` that runs, on all replicas and in the precision of the options.
+        options: the options as given.
+        random: whether the model takes a key.
+    """
+
+    def __init__(self, model: Any, optimizer: Any, options: TrainOptions):
+        optimizer = checked_optimizer(optimizer)
+        if not isinstance(options, TrainOptions):
+            raise ValueError(f"options={options!r} are no TrainOptions: give TrainOptions(...), or leave them out")
+        self.options, self.model = options, model_for(model, options)
+        self.random = (
+            any(stage.random for stage in self.model.stages) if isinstance(self.model, Pipeline) else self.model.random
+        )
+        if options.max_gradient_norm is not None:
+            optimizer = optax.chain(clip(options.max_gradient_norm), optimizer)
+        self._placement = Placement(self.model, optimizer, options)
+        self._arguments = Arguments(self.model, options, self._placement, random=self.random)
+        self._window = InFlight()
+        self._program = jax.jit(self._run, donate_argnums=(0,) if options.donate else ())
+        self._averaged = jax.jit(self._run_average)
+        on_all = NamedSharding(self.mesh, PartitionSpec())
+        self._placed_ends = functools.lru_cache(64)(lambda made: put(_ends(made), on_all))
+        self._diagnosis = Diagnosis(self.model, options, random=self.random)
+        self._batches = None if options.on_nonfinite is None else BatchesInFlight(options, self._diagnosis.find)
+
+    @property
+    def mesh(self) -> Mesh:
+        """Return the mesh of replicas (and IPUs) that a `Feed` sends batches to."""
+        return self.model.mesh
+
+    @property
+    def gradient_accumulation(self) -> int:
+        """Return M, the number of micro-batches of an update on each replica."""
+        return self.model.options.gradient_accumulation
+
+    @property
+    def placement(self) -> Placement:
+        """Return the object that places this step's states, for checkpoints."""
+        return self._placement
+
+    def __repr__(self) -> str:
+        default = TrainOptions()
+        fields = {field.name: getattr(self.options, field.name) for field in dataclasses.fields(self.options)}
+        changed = [f"{name}={value!r}" for name, value in fields.items() if value != getattr(default, name)]
+        return f"TrainStep({', '.join([described(self.model), *changed])})"
+
+    # state
+
+    @beacons.during(Phase.BUSY, "placing the state", beacons.LONG)
+    @jax.transfer_guard("allow")  # the caller asks for this transfer
+    def init(self, params: Any, *, stages: Any = None, key: Any = None) -> TrainState:
+        """Place whole weights, and the optimizer's first state for them, on the IPUs.
+
+        Args:
+            params: `{group: pytree}` for a pipeline, any pytree of floating arrays for a function. They are copied.
+            stages: `{group: pytree}` if a pipeline's stages hold state, else None.
+            key: a typed key if the model or the rounding is random. Otherwise it is not used, and a warning says so.
+
+        Raises:
+            ValueError: the weights don't fit the model, a key is missing, the stages' state is missing or superfluous,
+                or the optimizer needs a divided leaf in one piece. Nothing has been compiled by then.
+        """
+        if isinstance(params, Sharded):
+            raise ValueError("params are placed already: give whole weights, such as step.whole(state)['params']")
+        return self._placement.first(params, stages, self._arguments.key_for_state(key))
+
+    @beacons.during(Phase.BUSY, "placing the state", beacons.LONG)
+    @jax.transfer_guard("allow")  # the caller asks for this transfer
+    def restore(self, whole: dict[str, Any]) -> TrainState:
+        """Return the state to continue with from what `whole` returned.
+
+        It may be from this step, or from a step for other IPUs, replicas or stage placements.
+
+        Args:
+            whole: as `whole` returned it, with jax or numpy arrays. "ema" can be missing if there is no average.
+
+        Raises:
+            ValueError: as in `init`, or the optimizer's state belongs to another optimizer.
+        """
+        missing = {"params", "optimizer", "stages", "scale", "step", "key"} - set(whole)
+        if missing:
+            raise ValueError(f"the saved state has no {sorted(missing)}: give what step.whole(state) gave")
+        whole = {**whole, "key": self._arguments.key_for_state(whole["key"])}
+        if (whole["scale"] is None) == isinstance(self.options.loss_scale, DynamicScale):
+            raise ValueError("the saved state and this step differ in whether they scale the loss by a DynamicScale")
+        return self._placement.placed(whole)
+
+    @beacons.during(Phase.BUSY, "gathering the state", beacons.LONG)
+    @jax.transfer_guard("allow")  # the caller asks for this transfer
+    def whole(self, state: TrainState) -> dict[str, Any]:
+        """Return the state to save or compare: `{"params", "optimizer", "stages", "scale", "step", "key", "ema"}`.
+
+        Every value is whole, in its owner's form: weights and the stages' state by group, the optimizer's state as
+        optax made it, the average like the weights, in float32 at least. Values that the step doesn't have are None.
+        All are copies, which later calls don't change. `restore` takes the result.
+
+        Across several instances, all of them must call this, and each gets the complete result. It communicates one
+        all-gather per array that is split over instances.
+
+        Raises:
+            ValueError: the state does not belong to this step, or an earlier call used it up.
+        """
+        self._arguments.check_state(state)
+        return self._placement.whole(state)
+
+    # the call
+
+    def __call__(
+        self, state: TrainState, batch: Any, *, updates: int | range | None = None
+    ) -> tuple[TrainState, StepOutputs]:
+        """Make `device_iterations` weight updates, or some of them with the same program.
+
+        Communicates what the model communicates, and per update one psum of all gradients over the replicas; or, with
+        `shard_optimizer`, one psum_scatter of gradients and one all_gather of weights per bucket.
+
+        Args:
+            state: from `init` or the previous call. Its buffers are reused, and it can't be used afterwards, unless
+                the options say `donate=False`.
+            batch: leaves (device_iterations, replicas, M, micro-batch, ...), where a first or second dim of 1 is left
+                out; or the `FeedBatch` of a `Feed`. Padding rows of an incomplete update are rows like any other here:
+                let the model count them as 0, and set `weighted=True` in the options. Across several instances, arrays
+                that are not from a `Feed` are the whole batch, the same on each instance.
+            updates: the number of updates to make, from the batch's first one on, or a range of them, counted from 0.
+                By default the updates of a `FeedBatch` with real examples, and otherwise all. This is an argument of
+                the compiled program: another number compiles nothing.
+
+        Returns:
+            The new state, and the outputs that `options.outputs` selects. Only a few calls are ever in flight.
+
+        Raises:
+            ValueError: the batch does not fit, the state does not belong to this step, or an earlier call used it up.
+                Nothing has been compiled by then.
+            NonFiniteLossError: under `on_nonfinite`, an update of an earlier call stopped the state. Nothing was
+                dispatched, so the state stays usable. Under "skip", a skipped update of an earlier call gives a
+                `NonFiniteLossWarning`.
+        """
+        batch, made = self._arguments.batch_of_call(state, batch, updates)
+        is_traced = isinstance(state.step, Tracer)
+        batches = None if is_traced else self._batches
+        if batches is not None:
+            batches.settle(state, keep=self._window.limit)
+        self._window.begin((state, batch))
+        with ShortTracebacks():
+            state, outputs, *before = self._program(state, batch, _ends(made) if is_traced else self._placed_ends(made))
+        k = self.options.device_iterations
+        samples = count_samples(batch, 2 + (k > 1) + (self.model.replicas > 1)) * len(made) // k
+        self._window.admit(outputs.loss, updates=len(made), samples=samples)
+        if batches is not None:
+            batches.add(before[0], batch, made, outputs.nonfinite)
+        if self._is_stacked and len(made) < k:
+            outputs = _rows(outputs, made.start // self.options.every, -(-made.stop // self.options.every))
+        return state, outputs
+
+    def check(self, state: TrainState) -> None:
+        """Wait for all calls, and report what was not finite in them. Call it after the last call of a loop.
+
+        Under `TrainOptions(on_nonfinite=)` a call reports only on earlier calls that have ended, so not on the last
+        few. Without the option this does nothing. Across several instances, all of them must call it.
+
+        Args:
+            state: the state that the last call returned.
+
+        Raises:
+            NonFiniteLossError: as in a call.
+        """
+        if self._batches is not None:
+            self._batches.settle(state, keep=0)
+
+    def check_state(self, state: TrainState) -> None:
+        """Check that a state belongs to this step, and that no earlier call has used it up.
+
+        Raises:
+            ValueError: it does not, or is used up.
+        """
+        self._arguments.check_state(state)
+
+    @jax.transfer_guard("allow")  # the caller asks for this transfer
+    def find_nonfinite(self, state: TrainState, batch: Any, *, step: int | None = None) -> NonFinite | None:
+        """Name the first value that is not finite in an update, by replica, micro-batch and stage. Nothing is updated.
+
+        Runs forward and backward again, with the update's keys, state and loss scale, on the same IPUs. The first call
+        compiles this program. It checks weights, batch, state of stages, outputs, loss and gradients.
+
+        Communicates what a call communicates. Across several instances, all of them must call it.
+
+        Args:
+            state: the state before the update, such as a stopped state.
+            batch: the batch of one update: leaves (replicas, M, micro-batch, ...), without the first dim if it is 1.
+            step: the number of the update, counted from 1, for its random keys. Default: the state's next update.
+
+        Returns:
+            The first value that is not finite; None if all are finite.
+
+        Raises:
+            ValueError: the batch or the state does not fit.
+
+        >>> def loss_fn(w, rows):
+        ...     return jnp.mean(jnp.log(rows @ w))
+        >>> step = make_train_step(loss_fn, optax.sgd(0.1), TrainOptions(gradient_accumulation=3))
+        >>> print(step.find_nonfinite(step.init(jnp.ones(2)), jnp.ones((3, 4, 2)).at[1, 2].set(0)))
+        update 1, replica 0, micro-batch 1: the loss is -inf
+        """
+        self._arguments.check_one_update(state, batch)
+        return self._diagnosis.find(state, batch, int(state.step) + 1 if step is None else step)
+
+    @jax.transfer_guard("allow")  # the caller asks for this transfer
+    def loss(self, state: TrainState, batch: Any, *, key: Any = None, ema: bool = False) -> Any:
+        """Return the loss of a batch, or `(loss, aux)`, by the stages' `evaluate` functions, without an update.
+
+        It is the loss that training computes: in the step's precision, with the stages' state, and under `weighted`
+        divided by the count of all micro-batches and replicas.
+
+        Communicates what `Pipeline.loss` or `Replicas.loss` communicates; with `ema` under `shard_optimizer`, also one
+        all_gather of the average per bucket.
+
+        Args:
+            state: from `init` or a call. It stays usable.
+            batch: as a call takes it, also a `FeedBatch`. The loss is over all its updates.
+            key: a typed key, if the model is also random in evaluation.
+            ema: whether to evaluate the moving average of the weights, cast to their dtype. Stages' state is not
+                averaged.
+
+        Returns:
+            The loss, or `(loss, aux)` if the model returns an aux or a count; aux leaves are ([device_iterations,]
+            [replicas,] M, ...). Under reduction="sum" and `weighted` it is the sum, averaged over updates.
+
+        Raises:
+            ValueError: the batch, the state or the key does not fit, or the options have no `ema_decay`.
+
+        >>> step = make_train_step(lambda w, mb: jnp.mean((mb - w) ** 2), optax.sgd(0.5), TrainOptions(ema_decay=0.5))
+        >>> state, _ = step(step.init(jnp.float32(0)), jnp.ones((1, 4)))
+        >>> float(step.loss(state, jnp.ones((1, 4)))), float(step.loss(state, jnp.ones((1, 4)), ema=True))
+        (0.0, 0.25)
+        """
+        batch = self._arguments.batch_of_loss(state, batch)
+        params = state.params
+        if ema:
+            if state.ema is None:
+                raise ValueError("ema=True, but no average is kept: make the step with TrainOptions(ema_decay=0.999)")
+            params = self._averaged(params, state.ema)
+        with ShortTracebacks():
+            return loss_of_batch(self.model, self.options, params, state.stages, batch, key)
+
+    def lower(self, state: TrainState, batch: Any) -> Any:
+        """Return the program of a call, lowered but not run. Compile it to see its memory and its HLO."""
+        batch, made = self._arguments.batch_of_call(state, batch)
+        return self._program.lower(state, batch, _ends(made))
+
+    @property
+    def _is_stacked(self) -> bool:
+        """Return whether outputs have a leading dim of updates."""
+        several = self.options.device_iterations > 1
+        return several and self.options.outputs != "sum" and self.options.every < self.options.device_iterations
+
+    def _run(self, state: TrainState, batch: Any, updates: Any) -> Any:
+        """Return the new state, the outputs and, under `on_nonfinite`, the number of updates before the call."""
+        before = state.step
+        several, alone = self.options.device_iterations > 1, self.model.replicas == 1
+        if alone:  # the mapped program has a replica axis even for one replica
+            batch = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, int(several)), batch)
+        of_batch = PartitionSpec(*[None] * several, REPLICA_AXIS)
+        stacked = self._is_stacked
+        of_aux = PartitionSpec(*[None] * stacked, REPLICA_AXIS)
+        of_outputs = dataclasses.replace(StepOutputs(*[WHOLE] * len(dataclasses.fields(StepOutputs))), aux=of_aux)
+        of_state, update = self._placement.specs(state), self._placement.update_for(state.params)
+        iteration = Iteration(self.model, self.options, update, random=self.random)
+        program = lambda state, batch, updates: iteration.run(state, batch, updates, stacked=stacked)  # noqa: E731
+        in_specs, out_specs = (of_state, of_batch, WHOLE), (of_state, of_outputs)
+        state, outputs = on_ipus(self.model, program, in_specs=in_specs, out_specs=out_specs)(state, batch, updates)
+        if alone:
+            aux = jax.tree.map(lambda leaf: jnp.squeeze(leaf, int(stacked)), outputs.aux)
+            outputs = dataclasses.replace(outputs, aux=aux)
+        return (state, outputs) if self.options.on_nonfinite is None else (state, outputs, before)
+
+    def _run_average(self, params: Any, averages: list[Any]) -> Any:
+        """Return the weights with the trained ones replaced by their averages."""
+        blocks, of_params = self._placement.update_for(params).blocks, specs_of(params)
+        program = lambda params, averages: with_average(blocks, params, averages)  # noqa: E731
+        # every replica has everything, so there is nothing to map
+        if not isinstance(self.model, Pipeline) and blocks.replicas == 1:
+            return program(params, averages)
+        in_specs = (of_params, [blocks.spec(k) for k in range(len(blocks))])
+        return on_ipus(self.model, program, in_specs=in_specs, out_specs=of_params)(params, averages)
+
+
+def _ends(updates: range) -> tuple[np.int32, np.int32]:
+    return np.int32(updates.start), np.int32(updates.stop)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))  # an array across several instances can be sliced only in a program
+def _rows(outputs: StepOutputs, first: int, stop: int) -> StepOutputs:
+    return jax.tree.map(lambda leaf: leaf[first:stop], outputs)

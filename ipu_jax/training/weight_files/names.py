@@ -1,0 +1,52 @@
+"""Name the leaves of trees: the keys that lead to a leaf, with "/" between them.
+
+{"blocks": [{"attention": {"w": w}}]}      "blocks/0/attention/w"
+"""
+
+from typing import Any
+
+import jax
+
+from ipu_jax.core.weights.packed_layout import Group
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """Return the (name, leaf) pairs of a pytree, in the order of `jax.tree.leaves`.
+
+    Keys are escaped as in a JSON pointer: "~1" stands for "/", and "~0" for "~". None is not a leaf.
+    The name of a tree that is itself a leaf is "". Source: RFC 6901, section 3.
+
+    Raises:
+        ValueError: two leaves have the same name.
+
+    >>> [name for name, _ in named_leaves({"a/b": [1.0, None], "layers": ({"w": 2.0},)})]
+    ['a~1b/0', 'layers/0/w']
+    """
+    named = [(_name(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
+    _check_different([name for name, _ in named])
+    return named
+
+
+def names_of_groups(groups: tuple[Group, ...]) -> list[list[str]]:
+    """Return, per group, the name of each of its leaves.
+
+    Raises:
+        ValueError: two leaves have the same name.
+    """
+    numbered = {g.name: jax.tree.unflatten(g.treedef, range(len(g.leaves))) for g in groups}
+    names = [[_name(path) for path, _ in jax.tree.leaves_with_path({g.name: numbered[g.name]})] for g in groups]
+    _check_different([name for of_group in names for name in of_group])
+    return names
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    keys = (jax.tree_util.keystr((key,), simple=True) for key in path)
+    return "/".join(key.replace("~", "~0").replace("/", "~1") for key in keys)
+
+
+def _check_different(names: list[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"two leaves have the name {name!r}: rename a key, so that each has a name of its own")
+        seen.add(name)

@@ -1,0 +1,206 @@
+"""Test a pipeline's report against hand counts, the arrays themselves and the compiled program; and its warning."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh
+from ipu_jax.core.analysis.report import in_units, make_report
+from sharded_ops import log_softmax_cross_entropy, matmul
+from support.dense import chain
+
+ROWS, MICRO_BATCHES = 4, 6
+WIDTHS = (8, 16, 32)
+
+
+def two_stages(**options):
+    def layer(w, x, mb):
+        return mb @ w
+
+    def last(w, x, mb):
+        return jnp.sum(x @ w)
+
+    stages = [Stage(layer, params="first", ipu=0), Stage(last, params="last", ipu=1)]
+    return Pipeline(stages, gradient_accumulation=MICRO_BATCHES, **options)
+
+
+def arguments(pipeline):
+    params = {"first": jnp.ones(WIDTHS[:2]), "last": jnp.ones(WIDTHS[1:])}
+    return pipeline.shard(params), jax.ShapeDtypeStruct((MICRO_BATCHES, ROWS, WIDTHS[0]), "float32")
+
+
+def concurrent_head(size=10, ipus=4, **options):
+    def body(w, x, mb):
+        return jax.nn.relu(mb["x"] @ w)
+
+    def head(w, x, mb):
+        return jnp.mean(log_softmax_cross_entropy(matmul(x, w), mb["y"], size=size))
+
+    stages = [Stage(body, params="body", ipu=0), Stage(head, params="head", ipu=ALL_IPUS)]
+    specs = {"head": PartitionSpec(None, "ipu")}
+    pipeline = Pipeline(stages, mesh=make_mesh(1, ipus), gradient_accumulation=2, specs=specs, **options)
+    params = pipeline.shard({"body": jnp.ones((8, 16)), "head": jnp.ones((16, size))})
+    return pipeline, params, {"x": jnp.ones((2, ROWS, 8)), "y": jnp.zeros((2, ROWS), jnp.int32)}
+
+
+def test_an_ipu_may_hold_nothing_but_padding():
+    pipeline, params, batch = concurrent_head(size=5)
+    found = pipeline.report(params, batch, compile=False)
+    column = 4 * 16
+    assert [part.weights for part in found.ipus] == [512 + 2 * column, 2 * column, column, 0]
+    assert [part.weights + part.padding for part in found.ipus] == [512 + 2 * column] * 4
+
+
+def test_what_it_says_it_holds_is_what_the_arrays_hold():
+    pipeline, params, batch = concurrent_head()
+    found = pipeline.report(params, batch, compile=False)
+    for k, device in enumerate(pipeline.mesh.devices.flat):
+        held = sum(
+            s.data.nbytes for leaf in jax.tree.leaves(params) for s in leaf.addressable_shards if s.device == device
+        )
+        assert found.ipus[k].weights + found.ipus[k].padding == held
+    assert found.ipus[0].batch == sum(leaf.nbytes for leaf in batch.values())
+
+
+def test_of_several_replicas_an_ipu_holds_the_batch_of_its_own():
+    pipeline = two_stages(mesh=make_mesh(2, 2))
+    params, of_one = arguments(pipeline)
+    batch = jax.ShapeDtypeStruct((2, *of_one.shape), of_one.dtype)
+    found = pipeline.report(params, batch, compile=False)
+    assert [part.batch for part in found.ipus] == [4 * MICRO_BATCHES * ROWS * 8] * 2
+
+
+def test_a_first_stage_that_reads_the_batch_needs_no_gradient_of_it():
+    pipeline = two_stages(schedule="1f1b")
+    first, last = pipeline.report(*arguments(pipeline), compile=False).ipus
+    products = [2 * ROWS * 8 * 16, 2 * ROWS * 16 * 32]
+    assert (first.flops, last.flops) == (MICRO_BATCHES * 2 * products[0], MICRO_BATCHES * (3 * products[1] + ROWS * 32))
+    assert (first.stash, last.stash) == (0, 4 * ROWS * 16), (
+        "the first stage reads the batch, the last stashes its input"
+    )
+    assert first.working_set == 4 * (ROWS * 8 + 8 * 16), "its slice of the batch, copied for the product with dy"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_arguments_and_results_are_as_the_compiled_step_says(replicas):
+    model = chain((None, 0, 1, None), 4, replicas=replicas, tied=True)
+    pipeline = model.pipeline(2)
+    params = pipeline.shard(model.params)
+    found = pipeline.report(params, model.batch)
+    step = jax.jit(pipeline.value_and_grad).lower(params, model.batch).compile().memory_analysis()
+    assert step is not None
+    part = found.ipus[0]
+    assert step.argument_size_in_bytes <= part.weights + part.padding + part.batch
+    assert step.output_size_in_bytes == pytest.approx(part.gradients, abs=200)
+    assert found.temporary is not None
+
+
+def test_shapes_serve_as_well_as_arrays():
+    pipeline, params, batch = concurrent_head()
+    shapes = jax.eval_shape(lambda *tree: tree, params, batch)
+    assert pipeline.report(*shapes) == pipeline.report(params, batch)
+
+
+def test_a_folded_schedule_has_a_report():
+    model = chain((0, 1, 1, 0), 3)
+    pipeline = model.pipeline(2, schedule="zbv")
+    found = pipeline.report(pipeline.shard(model.params), model.batch, compile=False)
+    assert all(part.flops > 0 and 0 <= part.idle < 1 for part in found.ipus)
+
+
+def test_it_prints_a_row_an_ipu():
+    pipeline = two_stages()
+    lines = str(pipeline.report(*arguments(pipeline), compile=False)).splitlines()
+    assert lines[0] == "grouped: 6 micro-batches on 2 IPUs, a step"
+    assert lines[1].split()[:4] == ["IPU", "weights", "padding", "batch"]
+    assert [line.split()[0] for line in lines[2:4]] == ["0", "1"]
+    assert lines[4].startswith("temporary (predicted): the same on every IPU; predicted")
+    assert len({len(line) for line in lines[1:4]}) == 1, "columns stand under their heads"
+
+
+LIMIT = 1000
+
+
+def test_it_warns_of_what_does_not_fit_and_how_to_mend_it():
+    pipeline = two_stages()
+    with pytest.warns(UserWarning, match="more than ipu_memory=1.0 kB") as caught:
+        found = pipeline.report(*arguments(pipeline), compile=False, ipu_memory=LIMIT)
+    text = str(caught[0].message)
+    kinds = found.bytes_by_kind(0)
+    assert len(caught) == 1
+    assert f"IPU 0 needs {in_units(found.total(0), 'B')}" in text
+    assert all(f"{kind} {in_units(size, 'B')}" in text for kind, size in kinds.items())
+    assert "(2 of 2 IPUs do not fit)" in text
+    assert "recompute='all'" in text
+    assert "more IPUs" in text
+    assert "a smaller micro-batch" in text
+
+
+def test_what_fits_is_not_warned_of():
+    pipeline = two_stages()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = pipeline.report(*arguments(pipeline), compile=False, ipu_memory=900e6)
+        given = arguments(pipeline)
+        most = max(map(found.total, (0, 1)))
+        make_report(pipeline.plan_step(*given), *given, mesh=pipeline.mesh, ipu_memory=most)
+
+
+def test_a_pipeline_warns_once_for_given_shapes_and_before_it_runs(monkeypatch):
+    pipeline = two_stages(ipu_memory=LIMIT)
+    params, shapes = arguments(pipeline)
+    batch = np.ones(shapes.shape, np.float32)
+    ran = []
+    step = pipeline._value_and_grad
+    monkeypatch.setattr(pipeline, "_value_and_grad", lambda *args: ran.append(1) or step(*args))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="IPU 0 needs"):
+            pipeline.value_and_grad(params, batch)
+        assert not ran
+        pipeline.value_and_grad(params, batch)
+
+
+def test_a_pipeline_warns_once_for_each_of_what_it_is_given():
+    def first(w, x, mb, *, state):
+        return Outputs(jax.tree.leaves(mb)[0] @ w, state=state)
+
+    stages = [Stage(first, params="first", state="seen"), Stage(lambda w, x, mb: jnp.sum(x @ w), params="last", ipu=1)]
+    pipeline = Pipeline(stages, gradient_accumulation=MICRO_BATCHES, ipu_memory=LIMIT)
+
+    def warnings_of(rows=ROWS, dtype="float32", name="x", width=16, seen=(3,), seen_dtype="float32"):
+        params = pipeline.shard({"first": jnp.ones((8, width)), "last": jnp.ones((width, 32))})
+        state = pipeline.shard_state({"seen": np.ones(seen, seen_dtype)})
+        batch = {name: jax.ShapeDtypeStruct((MICRO_BATCHES, rows, 8), dtype)}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            jax.eval_shape(pipeline.value_and_grad, params, batch, state)
+        return len(caught)
+
+    given = [{}, {"rows": 2 * ROWS}, {"dtype": "float16"}, {"name": "y"}, {"width": 32}, {"seen": (500,)}]
+    given.append({"seen_dtype": "int32"})
+    assert [warnings_of(**changed) for changed in given] == [1] * len(given)
+    assert [warnings_of(**changed) for changed in given] == [0] * len(given)
+
+
+@pytest.mark.parametrize("size", [0, -1, float("nan"), "900 MB", True])
+def test_a_size_that_is_none_is_refused(size):
+    with pytest.raises(ValueError, match="is not a size: give bytes above 0"):
+        two_stages(ipu_memory=size)
+    pipeline = two_stages()
+    with pytest.raises(ValueError, match="is not a size"):
+        pipeline.report(*arguments(pipeline), compile=False, ipu_memory=size)
+
+
+def test_what_a_step_refuses_a_report_refuses():
+    pipeline = two_stages()
+    params, batch = arguments(pipeline)
+    with pytest.raises(ValueError, match="leading dims"):
+        pipeline.report(params, jax.ShapeDtypeStruct((3, ROWS, 8), "float32"))
+    with pytest.raises(ValueError, match=r"pass what pipeline\.shard"):
+        pipeline.report({"first": 1}, batch)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,252 @@
+"""Test virtual IPUs and the window of steps in flight. Tests before a backend has started run in a new process."""
+
+import copy
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import weakref
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from ipu_jax.core.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, AllIpus, InFlight, configure, make_mesh
+from support.refusals import refusals, refused
+
+
+def in_a_fresh_process(code: str, **environment: str) -> str:
+    env = {
+        key: value for key, value in os.environ.items() if key not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS", "PJRT_NPROC")
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", f"from ipu_jax.core.devices import configure, make_mesh\nimport jax\n{code}"],
+        env=env | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+THREADS = """
+import os
+names = [open(f"/proc/self/task/{thread}/comm").read().strip() for thread in os.listdir("/proc/self/task")]
+print(len(found), len(jax.devices()), names.count("tf_XLAEigen"), os.environ.get("PJRT_NPROC"))
+"""
+CORES = len(os.sched_getaffinity(0))
+SIX_OF_A_FLAG = {"XLA_FLAGS": "--xla_force_host_platform_device_count=6"}
+
+
+@pytest.mark.parametrize(
+    ("call", "environment", "found", "threads"),
+    [
+        ("configure(4) and configure(3)", {}, "3 4", CORES + 4),
+        ("configure(2, cores='one per IPU')", {"PJRT_NPROC": "7"} | SIX_OF_A_FLAG, "2 6", 7),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("configure(3, cores='one per IPU')", {}, "3 3", 3),
+                ("configure(2)", {"JAX_NUM_CPU_DEVICES": "5"}, "2 5", CORES + 5),
+                ("jax.devices() and configure(1)", {}, "1 1", CORES),
+            )
+        ),
+    ],
+)
+def test_configure_makes_the_devices_that_are_asked_for_and_a_thread_pool_as_large_as_they_need(
+    call, environment, found, threads
+):
+    left = environment.get("PJRT_NPROC")  # nothing is left for processes that this one starts
+    assert in_a_fresh_process(f"found = {call}\n{THREADS}", **environment) == f"{found} {threads} {left}"
+
+
+def test_all_ipus_is_one_object_with_a_plain_repr():
+    assert repr(ALL_IPUS) == "ALL_IPUS"
+    assert pickle.loads(pickle.dumps(ALL_IPUS)) is ALL_IPUS
+    assert copy.deepcopy(ALL_IPUS) is ALL_IPUS
+    assert isinstance(ALL_IPUS, AllIpus)
+
+
+def window(*outputs: Any, **options: Any) -> Any:
+    return lambda: InFlight(**options).admit(*outputs)
+
+
+@refusals(
+    (lambda: configure(True), "num_ipus=True", "count", "an int of at least 1"),
+    (lambda: make_mesh(0, 1), "replicas=0", "count", "an int of at least 1"),
+    (lambda: make_mesh(1, -1), "ipus_per_replica=-1", "count", "an int of at least 1"),
+    (window(limit="2"), "limit='2'", "count", "an int of at least 1"),
+    *((window(outputs), "outputs hold no live", "to wait for") for outputs in ((), None, {"loss": 1.0})),
+    (lambda: configure(1, cores=cast(Any, "shard")), "cores='shard'", "did you mean 'shared'?"),
+    (lambda: configure(9), "num_ipus=9", "CPU backend with 8", "call configure(9) before", "JAX_NUM_CPU_DEVICES=9"),
+    (
+        lambda: make_mesh(3, 4),
+        "replicas=3 x ipus_per_replica=4 needs 12 IPUs",
+        "CPU backend with 8",
+        "call configure(12) before",
+        "JAX_NUM_CPU_DEVICES=12",
+    ),
+)
+def test_ipus_that_there_cannot_be_are_refused(call, holds):
+    with refused(*holds):
+        call()
+
+
+@pytest.mark.parametrize("num_ipus", [1, 3, 8, np.int64(3)])
+def test_configure_is_content_with_a_backend_that_holds_enough(num_ipus):
+    assert configure(num_ipus) == jax.devices()[:num_ipus]
+
+
+def test_the_mend_on_a_real_accelerator_is_another(monkeypatch):
+    class OneGpu:
+        platform = "gpu"
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [OneGpu()])
+    with refused("num_ipus=2", "GPU platform has 1", "use fewer IPUs, or set JAX_PLATFORMS=cpu"):
+        configure(2)
+
+
+@pytest.mark.parametrize("platform", ["nonsense", pytest.param("cuda", marks=pytest.mark.slow)])
+def test_a_platform_that_the_machine_lacks_is_refused_with_the_mend(platform):
+    code = """
+try:
+    configure(2)
+except ValueError as error:
+    print(error)
+"""
+    line = in_a_fresh_process(code, JAX_PLATFORMS=platform)
+    if platform == "cuda" and not line:
+        pytest.skip("this machine has it")
+    assert line.startswith(f"JAX_PLATFORMS={platform} asks for a platform that does not start on this machine")
+    assert line.endswith(": set JAX_PLATFORMS=cpu for virtual IPUs, or unset it")
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("replicas", "ipus_per_replica"), [(1, 1), (1, 8), (2, 4), (8, 1), (3, 2), (np.int64(2), np.uint8(4))]
+)
+def test_make_mesh_names_its_axes_and_takes_the_first_devices(replicas, ipus_per_replica):
+    mesh = make_mesh(replicas, ipus_per_replica)
+    assert mesh.axis_names == (REPLICA_AXIS, IPU_AXIS) == ("replica", "ipu")
+    assert mesh.devices.shape == (replicas, ipus_per_replica)
+    assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
+    assert list(mesh.devices.flat) == jax.devices()[: replicas * ipus_per_replica]
+
+
+def test_the_window_waits_for_a_step_that_has_large_outputs_only():
+    step = jax.jit(lambda x: jax.lax.fori_loop(0, 200, lambda _, x: jnp.sin(x @ x), x))  # some tenths of a second
+    window = InFlight(limit=1)
+    before = x = step(jnp.ones((200, 200)))
+    window.admit(x)
+    for _ in range(2):
+        before, x = x, step(x)
+        window.admit(x)
+        assert before.is_ready()
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_thousand_steps_with_collectives_are_dispatched_without_waiting(donate):
+    mesh = make_mesh(1, 8)
+
+    @partial(jax.jit, donate_argnums=(0,) if donate else ())
+    @partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec(IPU_AXIS), out_specs=(PartitionSpec(IPU_AXIS),) * 2)
+    def step(state):
+        total = jax.lax.psum(state, IPU_AXIS)
+        return state + 1.0, total / 8
+
+    window = InFlight(limit=4)
+    state = jax.device_put(jnp.zeros((8, 64)), jax.sharding.NamedSharding(mesh, PartitionSpec(IPU_AXIS)))
+    means = None
+    for _ in range(1000):
+        state, means = step(state)
+        window.admit((state, means))
+        assert window.outstanding <= 4
+    assert means is not None
+    np.testing.assert_array_equal(means, np.full((8, 64), 999.0))
+
+
+def test_all_outputs_of_a_step_are_ready_when_the_smallest_is():
+    """The window depends on this, also for an output that is computed early and for an input that is returned."""
+    mesh = make_mesh(1, 8)
+
+    @jax.jit
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(IPU_AXIS)),
+        out_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(IPU_AXIS)),
+    )
+    def step(handed_on, early, x):
+        def layer(x, _):
+            return jnp.sin(x @ x) + jax.lax.psum(x, IPU_AXIS), None
+
+        return handed_on, early + 1, jax.lax.scan(layer, x, None, length=4)[0]
+
+    arguments = jnp.float32(0), jnp.float32(0), jnp.ones((8 * 150, 150))
+    jax.block_until_ready(step(*arguments))
+    for which in (0, 1):
+        outputs = step(*arguments)
+        outputs[which].block_until_ready()
+        assert outputs[2].is_ready()
+
+
+def test_the_window_waits_for_the_oldest_step_that_still_can_be():
+    increment = jax.jit(lambda x: x + 1, donate_argnums=0)
+    window = InFlight(limit=2)
+    x = increment(jnp.zeros(()))
+    for _ in range(10):
+        window.admit(x)
+        x = increment(x)
+        assert window.outstanding <= 2
+    assert x == 11
+
+
+def test_the_window_waits_for_the_next_step_where_the_oldest_was_donated():
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 200, lambda _, x: jnp.sin(x @ x), x))  # some tenths of a second
+    jax.block_until_ready(x := slow(jnp.ones((200, 200))))
+    window = InFlight(limit=1)
+    donated = jax.jit(lambda x: x + 1)(1)
+    window.admit(donated)
+    donated.delete()
+    window.admit(x := slow(x))
+    assert x.is_ready()
+    assert not window.outstanding
+
+
+def test_the_window_keeps_its_overlap_beside_a_donated_counter():
+    step = jax.jit(lambda count: (count + 1, count * 0.5), donate_argnums=0)
+    window = InFlight(limit=3)
+    count = jnp.int32(0)
+    for _ in range(10):
+        count, loss = step(count)
+        window.admit((count, loss))
+    assert window.outstanding == 3
+
+
+def test_the_window_holds_no_large_output():
+    step = jax.jit(lambda x: (x + 1, x.sum()))
+    window = InFlight(limit=3)
+    x, loss = step(jnp.zeros(10_000))
+    window.admit((x, loss))
+    large = weakref.ref(x)
+    del x
+    gc.collect()
+    assert large() is None
+
+
+def test_the_window_leaves_a_step_alone_that_is_being_traced():
+    window = InFlight(limit=1)
+
+    @jax.jit
+    def step(x):
+        window.admit(x)
+        return x + 1
+
+    assert step(1) == 2
+    assert window.outstanding == 0

@@ -1,0 +1,347 @@
+"""Test packing: what is put on the IPUs comes back unchanged, and each IPU holds its own bytes and no others."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from ipu_jax import make_mesh
+from ipu_jax.core.weights.packed_layout import local_shape, plan_layout
+from ipu_jax.core.weights.packing import Sharded, read, shard_tree, specs_of, unshard_tree
+from support.refusals import refusals, refused
+
+F32, BF16, F16 = "float32", "bfloat16", "float16"
+
+
+def arrays(shapes, dtype=F32, seed=0):
+    """Return a tree of random arrays; `shapes` is a tree of shapes, or of `(dtype, shape)`."""
+    rng = np.random.default_rng(seed)
+
+    def one(shape):
+        kind, shape = shape if shape and isinstance(shape[0], str) else (dtype, shape)
+        return jnp.asarray(rng.normal(size=shape), kind)
+
+    return jax.tree.map(one, shapes, is_leaf=lambda s: isinstance(s, tuple))
+
+
+def put(params, owners, specs=None, ipus=2, replicas=1):
+    return shard_tree(params, plan_layout(params, owners, specs or {}, ipus), make_mesh(replicas, ipus))
+
+
+def assert_same(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for f, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert f.dtype == e.dtype
+        np.testing.assert_array_equal(np.asarray(f), np.asarray(e))
+
+
+def bytes_per_device(sharded) -> list[int]:
+    """Return what each device holds, by its addressable shards, in the order of the devices."""
+    held = Counter()
+    for array in jax.tree.leaves(sharded):
+        for shard in array.addressable_shards:
+            held[shard.device.id] += shard.data.nbytes
+    return [held[k] for k in sorted(held)]
+
+
+def nbytes(tree) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+# round trips
+
+TREES = {
+    "like": ({"a": {"w": (4, 5)}, "b": {"w": (4, 5)}}, {"a": 0, "b": 1}),
+    "unlike": ({"a": {"w0": (7, 5), "b0": (5,), "w1": (5, 3)}, "b": [(3, 2), (2,)]}, {"a": 0, "b": 1}),
+    "a scalar beside an array": ({"a": (), "b": (3,)}, {"a": 0, "b": 1}),
+    "scalars alone": ({"a": (), "b": ()}, {"a": 0, "b": 1}),
+    "a scalar among arrays": ({"a": {"gain": (), "w": (2,)}, "b": {"w": (2,)}}, {"a": 0, "b": 1}),
+    "one scalar": ({"a": ()}, {"a": 0}),
+    "empty groups": ({"a": {}, "b": {"w": (3,)}, "c": []}, {"a": 0, "b": 1, "c": 1}),
+    "empty arrays": ({"a": {"e": (0, 3), "w": (2,)}, "b": (2, 3)}, {"a": 0, "b": 1}),
+    "several groups an IPU": ({"a": (3, 2), "b": (2, 3), "c": (5,), "d": (3, 2)}, {"a": 0, "b": 0, "c": 0, "d": 1}),
+    "an IPU without weights": ({"a": (3, 2), "b": (4,)}, {"a": 0, "b": 2}),
+    "dtypes mixed": (
+        {"a": {"w": (BF16, (4, 3)), "b": (F32, (3,)), "s": (F16, ())}, "b": {"w": (F16, (6,)), "b": (BF16, (12,))}},
+        {"a": 0, "b": 1},
+    ),
+    "a leaf that fills a flat slot": ({"a": (6, 2), "b": (3, 4), "c": (5,)}, {"a": 0, "b": 1, "c": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "owners", "replicas"), [(*tree, 1 + i % 2) for i, tree in enumerate(TREES.values())], ids=TREES
+)
+def test_what_is_placed_comes_back(shapes, owners, replicas):
+    params = arrays(shapes)
+    assert_same(unshard_tree(put(params, owners, ipus=4, replicas=replicas)), params)
+
+
+@pytest.mark.parametrize(
+    ("rows", "ipus", "dim"), [(10, 4, 0), (10, 4, 1), (3, 8, 0), (8, 4, 1), (1, 8, 1), (5, 1, 0), (0, 2, 1)]
+)
+def test_a_ragged_concurrent_dim_comes_back(rows, ipus, dim):
+    shape = (rows, 6) if dim == 0 else (6, rows)
+    params = {"head": {"w": jnp.arange(1, 6 * rows + 1, dtype=F32).reshape(shape), "gain": jnp.float32(2)}}
+    sharded = put(params, {"head": None}, {"head": {"w": P(*[None] * dim, "ipu"), "gain": P()}}, ipus)
+    assert_same(unshard_tree(sharded), params)
+
+    gain, w = sharded.concurrent["head"]
+    each = -(-rows // ipus)
+    assert w.shape[dim] == each * ipus
+    np.testing.assert_array_equal(np.take(w, range(rows, each * ipus), axis=dim), 0)
+    for shard in w.addressable_shards:
+        assert shard.data.shape[dim] == each
+    assert all(shard.data == 2 for shard in gain.addressable_shards)
+    assert len(gain.addressable_shards) == ipus
+
+
+def test_one_spec_serves_a_whole_group_and_a_prefix_a_part_of_it():
+    params = {"h": {"deep": {"w": jnp.ones((4, 3)), "v": jnp.ones((6, 2))}, "b": jnp.ones(5)}}
+    whole = put(params, {"h": None}, {"h": P("ipu")})
+    assert [leaf.sharding.spec for leaf in whole.concurrent["h"]] == [P("ipu")] * 3
+    part = put(params, {"h": None}, {"h": {"deep": P(None, "ipu"), "b": P()}})
+    assert [leaf.sharding.spec for leaf in part.concurrent["h"]] == [P(), P(None, "ipu"), P(None, "ipu")]
+    assert_same(unshard_tree(whole), params)
+    assert_same(unshard_tree(part), params)
+
+
+def test_the_state_of_an_nnx_module_comes_back_local_and_concurrent():
+    class Mlp(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.norm = nnx.Linear(5, 7, rngs=rngs), nnx.LayerNorm(7, rngs=rngs)
+
+        def __call__(self, x):
+            return self.norm(self.first(x))
+
+    graph, state = nnx.split(Mlp(nnx.Rngs(0)))
+    params = {"local": state, "other": jnp.ones(3), "concurrent": state}
+    sharded = put(params, {"local": 0, "other": 1, "concurrent": None}, {"concurrent": P("ipu")})
+    found = unshard_tree(sharded)
+    assert_same(found, params)
+    x = jnp.ones((2, 5))
+    np.testing.assert_array_equal(nnx.merge(graph, found["local"])(x), nnx.merge(graph, state)(x))
+
+
+def test_the_params_of_a_linen_module_come_back():
+    module = flax.linen.Sequential([flax.linen.Dense(7), flax.linen.relu, flax.linen.Dense(3)])
+    params = {"linen": module.init(jax.random.key(0), jnp.ones((1, 5))), "b": jnp.ones(4)}
+    assert_same(unshard_tree(put(params, {"linen": 0, "b": 1})), params)
+
+
+def aligned(shape):
+    """Return ones that begin at a multiple of 64 bytes, whose memory the CPU backend would use without a copy."""
+    size = 4 * math.prod(shape)
+    room = np.empty(size + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    ones = room[start : start + size].view(F32).reshape(shape)
+    ones[:] = 1
+    return ones
+
+
+def test_a_host_array_may_change_after_it_was_placed():
+    host = {"a": aligned((4, 4)), "h": aligned((4, 4))}
+    sharded = put(host, {"a": 0, "h": None}, {"h": P("ipu")})
+    host["a"][:], host["h"][:] = 7, 7
+    assert_same(unshard_tree(sharded), {"a": jnp.ones((4, 4)), "h": jnp.ones((4, 4))})
+
+
+def test_placing_leaves_the_given_arrays_alone():
+    given = {"a": jnp.ones((2, 2)), "b": jnp.ones(5)}
+    put(given, {"a": 0, "b": 1})
+    assert_same(given, {"a": jnp.ones((2, 2)), "b": jnp.ones(5)})
+
+
+# slots
+
+
+@pytest.mark.parametrize(
+    ("shapes", "slots"),
+    [
+        # like stages are stacked at their own shape; unlike leaves share a flat slot as long as the largest
+        ({f"s{k}": {"w": (4, 5), "b": (5,)} for k in range(3)}, {(F32, (3, 4, 5)), (F32, (3, 5))}),
+        ({"a": (7, 5), "b": (6, 6)}, {(F32, (2, 36))}),
+        (  # what is alike is stacked, b with b; the larger w0 is matched with w, flat; w1 is alone, at its own shape
+            {"mlp": {"w0": (7, 5), "w1": (5, 4), "b": (4,)}, "classifier": {"w": (4, 3), "b": (4,)}},
+            {(F32, (2, 4)), (F32, (2, 5, 4)), (F32, (2, 35))},
+        ),
+        # dtypes never share a slot
+        ({"a": {"x": (F32, (4,)), "y": (BF16, (4,))}, "b": (BF16, (4,))}, {(F32, (2, 4)), (BF16, (2, 4))}),
+    ],
+)
+def test_leaves_share_slots_by_shape_and_then_by_size(shapes, slots):
+    sharded = put(arrays(shapes), {name: ipu for ipu, name in enumerate(shapes)}, ipus=len(shapes))
+    found = [(slot.dtype.name, slot.shape) for slot in sharded.slots]
+    assert (len(found), set(found)) == (len(slots), slots)
+
+
+@pytest.mark.parametrize(("shapes", "owners"), TREES.values(), ids=TREES)
+def test_no_two_leaves_of_an_ipu_share_a_slot(shapes, owners):
+    layout = plan_layout(arrays(shapes), owners, {}, 4)
+    for ipu in range(4):
+        slots = [leaf.slot for group in layout.groups if group.ipu == ipu for leaf in group.leaves]
+        assert len(set(slots)) == len(slots)
+    for group in layout.groups:
+        for leaf in group.leaves:
+            assert math.prod(layout.slots[leaf.slot].shape) >= leaf.size
+            assert layout.slots[leaf.slot].dtype == leaf.dtype
+
+
+def test_a_layout_is_the_same_data_for_the_same_shapes():
+    first, second = (plan_layout(arrays({"a": (2, 3), "b": (4,)}, seed=s), {"a": 0, "b": 1}, {}, 2) for s in (0, 1))
+    assert first == second
+    assert hash(first) == hash(second)
+
+
+def test_a_sharded_is_a_pytree_that_keeps_its_layout():
+    params = arrays({"a": (2, 3), "b": (4,), "h": (5,)})
+    sharded = put(params, {"a": 0, "b": 1, "h": None}, {"h": P("ipu")})
+    doubled = jax.tree.map(lambda x: 2 * x, sharded)
+    assert isinstance(doubled, Sharded)
+    assert doubled.layout == sharded.layout
+    assert_same(unshard_tree(doubled), jax.tree.map(lambda x: 2 * x, params))
+    assert jax.tree.structure(specs_of(sharded.layout)) == jax.tree.structure(sharded)
+
+
+# bytes
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_each_ipu_holds_its_row_and_no_other(replicas):
+    params = {f"s{k}": jnp.full((3, 2 + k), k + 1.0) for k in range(4)}
+    sharded = put(params, {f"s{k}": k for k in range(4)}, ipus=4, replicas=replicas)
+    (slot,) = sharded.slots
+    assert len(slot.addressable_shards) == 4 * replicas
+    for shard in slot.addressable_shards:
+        k = shard.device.id % 4
+        assert shard.data.shape == (1, 15)
+        assert shard.index[0] == slice(k, k + 1)
+        size = 3 * (2 + k)
+        np.testing.assert_array_equal(shard.data[0], [k + 1.0] * size + [0.0] * (15 - size))
+
+
+@pytest.mark.parametrize(("shapes", "owners"), TREES.values(), ids=TREES)
+def test_an_ipus_bytes_are_the_sum_over_the_slots_of_the_largest_leaf(shapes, owners):
+    params = arrays(shapes)
+    sharded = put(params, owners, ipus=4)
+    largest = Counter()
+    for group in sharded.layout.groups:
+        for leaf in group.leaves:
+            largest[leaf.slot] = max(largest[leaf.slot], leaf.size * jnp.dtype(leaf.dtype).itemsize)
+    assert set(bytes_per_device(sharded)) <= {sum(largest.values())}
+    assert sum(largest.values()) <= nbytes(params)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "of_all"),
+    [
+        # balanced stages, and balanced but unlike ones, hold exactly their own weights
+        ({f"s{k}": {"w": (6, 6), "b": (6,)} for k in range(4)}, 1 / 4),
+        ({"a": {"w": (6, 4), "b": (8,)}, "b": {"w": (3, 8), "b": (2, 4)}}, 1 / 2),
+        # a small stage beside a large one costs the large one, and not the sum
+        ({"mlp": {"w0": (16, 32), "b0": (32,)}, "classifier": {"w": (8, 10), "b": (10,)}}, 544 / 634),
+    ],
+)
+def test_an_ipu_holds_as_much_as_the_largest_stage(shapes, of_all):
+    params = arrays(shapes)
+    held = bytes_per_device(put(params, {name: ipu for ipu, name in enumerate(shapes)}, ipus=len(shapes)))
+    assert held == [round(nbytes(params) * of_all)] * len(shapes)
+
+
+@pytest.mark.parametrize(("vocabulary", "ipus"), [(8, 4), (10, 4), (3, 8), (7, 2)])
+def test_an_ipu_holds_its_nth_of_a_concurrent_group_padded(vocabulary, ipus):
+    params = {"head": {"w": jnp.ones((6, vocabulary)), "b": jnp.ones(vocabulary), "gain": jnp.ones(6)}}
+    specs = {"head": {"w": P(None, "ipu"), "b": P("ipu"), "gain": P()}}
+    each = -(-vocabulary // ipus)
+    assert bytes_per_device(put(params, {"head": None}, specs, ipus)) == [4 * (6 * each + each + 6)] * ipus
+
+
+def test_numpy_float64_weights_share_their_slots_with_float32():
+    params = {"a": np.ones((6, 6)), "b": jnp.ones((6, 6))}
+    sharded = put(params, {"a": 0, "b": 1})
+    assert bytes_per_device(sharded) == [4 * 36] * 2
+
+
+# inside the program
+
+
+@pytest.mark.parametrize(("shapes", "owners"), TREES.values(), ids=TREES)
+def test_reading_an_ipus_rows_gives_its_groups(shapes, owners):
+    params = arrays(shapes)
+    sharded = put(params, owners, ipus=4)
+    for group in sharded.layout.groups:
+        assert_same(read([slot[group.ipu] for slot in sharded.slots], group), params[group.name])
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "ipus", "expected"),
+    [((10, 3), P("ipu"), 4, (3, 3)), ((10, 3), P(None, "ipu"), 2, (10, 2)), ((4,), P(), 8, (4,)), ((), P(), 2, ())],
+)
+def test_the_shape_of_a_shard(shape, spec, ipus, expected):
+    leaf = plan_layout({"h": jnp.ones(shape)}, {"h": None}, {"h": spec}, ipus).group("h").leaves[0]
+    assert local_shape(leaf, ipus) == expected
+
+
+# bad input
+
+F8, F4 = jnp.ones(2, jnp.float8_e4m3fn), jnp.ones((2, 4), jnp.float4_e2m1fn)
+MLP, HEAD = {"w": np.ones((2, 2), F32)}, {"w": np.ones((2, 4), F32), "b": np.ones(4, F32)}
+COLUMNS = P(None, "ipu")
+
+
+def plan(mlp: Any = MLP, head: Any = HEAD, spec: Any = COLUMNS, **others):
+    return plan_layout({"mlp": mlp, "head": head} | others, {"mlp": 0, "head": None}, {"head": spec}, 2)
+
+
+def planned(params):
+    return plan_layout(params, {"mlp": 0, "head": None}, {"head": COLUMNS}, 2)
+
+
+NAMED = "The stages name the groups 'head', 'mlp'"
+FLOATING, NARROW = "weights must be floating", "weights that are trained must have at least 16 bits"
+ELSE, FREEZE = "or carry other data in the batch", "or freeze it"
+NEEDS = "give a PartitionSpec of at most {} dims", "with 'ipu' at most once and None elsewhere"
+
+
+@refusals(
+    # groups
+    (lambda: planned({"mlp": MLP}), "missing 'head'", NAMED),
+    (lambda: plan(tail=1, body=2), "unknown 'body', 'tail'", NAMED),
+    (lambda: planned({"mpl": MLP, "head": HEAD}), "missing 'mlp'; unknown 'mpl'", NAMED),
+    # weights
+    (lambda: plan({"w": np.ones((2, 2), np.int32)}), "params['mlp']['w'] is int32", FLOATING, ELSE),
+    (lambda: plan(head=HEAD | {"w": np.ones((2, 4), np.int8)}), "params['head']['w'] is int8", FLOATING, ELSE),
+    (lambda: plan([np.ones(2, bool)]), "params['mlp'][0] is bool", FLOATING, ELSE),
+    (lambda: plan([np.ones(2, np.complex64)]), "params['mlp'][0] is complex64", FLOATING, ELSE),
+    (lambda: plan([F8]), "params['mlp'][0] is float8_e4m3fn", NARROW, "bfloat16", FREEZE),
+    (lambda: plan(head=HEAD | {"w": F4}), "params['head']['w'] is float4_e2m1fn", NARROW, "bfloat16", FREEZE),
+    (lambda: plan({"w": 2.5}), "params['mlp']['w'] is 2.5", "a weight must be an array"),
+    (lambda: plan("w.npy"), "params['mlp'] is 'w.npy'", "a weight must be an array"),
+    # specs
+    (
+        lambda: plan_layout({"mlp": MLP, "head": HEAD}, {"mlp": 0, "head": None}, {}, 2),
+        *("group 'head' is concurrent", "no PartitionSpecs", "specs={'head': PartitionSpec(...)}", "'ipu' for the dim"),
+    ),
+    (lambda: plan(spec={"w": COLUMNS, "b": COLUMNS}), f"(4,) has spec {COLUMNS}", NEEDS[0].format(1), NEEDS[1]),
+    *(
+        (
+            lambda spec=spec: plan(spec={"w": spec, "b": P()}),
+            *(f"params['head']['w'] of shape (2, 4) has spec {spec}", NEEDS[0].format(2), NEEDS[1]),
+        )
+        for spec in (P("replica"), P("ipu", "ipu"), P(("replica", "ipu")), "ipu", 1)
+    ),
+    *(
+        (lambda spec=spec: plan(spec=spec), "specs['head']", "does not fit the group's tree")
+        for spec in ({"w": P()}, {"w": P(), "b": P(), "c": P()}, [P(), P()], None, {"w": (None, "ipu"), "b": P()})
+    ),
+)
+def test_bad_params_and_specs_are_refused_naming_the_leaf(call, holds):
+    with refused(*holds):
+        call()

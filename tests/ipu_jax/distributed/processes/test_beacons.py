@@ -1,0 +1,183 @@
+"""Test the beacon that an instance's steps write and its launcher reads."""
+
+import os
+import struct
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ipu_jax import InFlight
+from ipu_jax.distributed.processes import beacons
+from ipu_jax.distributed.processes.beacons import Beacon, Phase, read
+
+
+def seen(path):
+    found = read(path)
+    assert found is not None
+    return found
+
+
+def test_a_beacon_says_what_was_written(tmp_path):
+    before = time.monotonic_ns()
+    beacon = Beacon(tmp_path / "one")
+    assert (beacon.phase, beacon.steps) == (Phase.SILENT, (0, 0))
+    beacon.begun(3)
+    assert beacon.phase is Phase.STARTING
+    beacon.finished(2)
+    found = seen(tmp_path / "one")
+    assert (found.pid, found.begun, found.finished, found.phase) == (os.getpid(), 3, 2, Phase.STEPPING)
+    assert before <= found.phase_ns <= found.beat_ns <= time.monotonic_ns()
+    assert found.finished_ns >= before
+    assert found.limit == float("inf")
+
+
+def test_a_phase_has_a_label_and_a_limit_and_ends(tmp_path):
+    beacon = Beacon(tmp_path / "one")
+    beacon.finished()
+    with beacon.during(Phase.BUSY, "saving é" + 200 * "x", 30):
+        found = seen(tmp_path / "one")
+        assert (found.phase, found.limit) == (Phase.BUSY, 30)
+        assert found.label.startswith("saving é")
+        beacon.finished()  # of a step that was still in flight
+        assert beacon.phase is Phase.BUSY
+    assert beacon.phase is Phase.STEPPING
+
+
+def test_a_failure_is_not_undone_by_the_end_of_a_block(tmp_path):
+    beacon = Beacon(tmp_path / "one")
+    with beacon.during(Phase.BUSY):
+        beacon.enter(Phase.FAILED, "ValueError")
+    assert beacon.phase is Phase.FAILED
+
+
+def test_a_second_process_gets_no_beacon(tmp_path):
+    Beacon(tmp_path / "one")
+    with pytest.raises(FileExistsError):
+        Beacon(tmp_path / "one")
+
+
+@pytest.mark.parametrize("content", [b"", b"short", struct.pack("<4sI", b"XXXX", 1) + bytes(4000)])
+def test_what_is_no_beacon_is_not_read(tmp_path, content):
+    (tmp_path / "one").write_bytes(content)
+    assert read(tmp_path / "one") is None
+    assert read(tmp_path / "none") is None
+
+
+@pytest.fixture
+def launched(tmp_path, monkeypatch):
+    monkeypatch.setenv(beacons.RUN_DIR, str(tmp_path))
+    monkeypatch.setenv(beacons.INSTANCE, "3")
+    monkeypatch.setattr(beacons, "_looked", False)
+    monkeypatch.setattr(beacons, "_current", None)
+    return tmp_path / "beacon.3"
+
+
+def test_the_first_process_of_an_instance_that_asks_writes_its_beacon(launched):
+    beacon = beacons.current()
+    assert beacon is not None
+    assert beacons.current() is beacon
+    assert read(launched) is not None
+
+
+def test_another_process_of_the_instance_writes_none(launched):
+    Beacon(launched)
+    assert beacons.current() is None
+
+
+def test_a_process_that_was_forked_off_writes_none(launched):
+    code = """
+import os
+from ipu_jax.distributed.processes import beacons
+print(beacons.current() is not None, flush=True)
+if os.fork() == 0:
+    print(beacons.current(), flush=True)
+    raise SystemExit
+os.wait()
+print(beacons.current() is not None)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("True\nNone\nTrue\n", "")
+
+
+def test_steps_in_flight_are_counted_when_they_begin_and_when_they_have_finished(launched):
+    window, x = InFlight(limit=2), jnp.float32(0)
+    for number in range(1, 6):
+        x = jax.jit(lambda x: x + 1)(x)
+        x.block_until_ready()
+        window.admit(x)
+        assert (seen(launched).begun, seen(launched).finished) == (number, number)
+    assert window.outstanding == 2
+
+
+def test_a_step_counts_as_begun_before_its_dispatch(launched):
+    window = InFlight()
+    window.begin()
+    assert seen(launched).begun == 1  # a dispatch that waits for others is seen
+    window.admit(jnp.float32(1))
+    assert seen(launched).begun == 1
+
+
+def test_only_the_outermost_piece_of_work_counts(launched):
+    beacons.current()
+    with beacons.during(Phase.BUSY, "saving", 60):
+        with beacons.during(Phase.WAITING, "in a barrier", 5):
+            assert seen(launched).phase is Phase.BUSY
+        assert seen(launched).phase is Phase.BUSY
+    assert seen(launched).phase is Phase.SILENT
+
+
+def test_a_step_inside_jit_is_not_dispatched(launched):
+    window = InFlight()
+
+    def own_loop(x):
+        window.begin(x)
+        y = x + 1
+        window.admit(y)
+        return y
+
+    jax.jit(own_loop)(jnp.float32(1))
+    assert beacons.current() is not None
+    assert (seen(launched).phase, seen(launched).begun) == (
+        Phase.SILENT,
+        0,
+    )  # a loop of the user's own, which may tell nothing
+
+
+def test_a_step_that_has_not_finished_is_not_counted(launched, monkeypatch):
+    ready: set[int] = set()
+    steps = [jnp.float32(number) for number in range(5)]
+    kind = type(steps[0])
+    monkeypatch.setattr(kind, "is_ready", lambda self: int(self) in ready)
+    monkeypatch.setattr(kind, "block_until_ready", lambda self: ready.add(int(self)))
+    window = InFlight(limit=2)
+
+    def finished_after(number: int) -> int:
+        window.admit(steps[number])
+        return seen(launched).finished
+
+    assert [finished_after(0), finished_after(1)] == [0, 0]
+    assert finished_after(2) == 1  # the window waited for step 0
+    ready.add(1)
+    assert finished_after(3) == 2
+    ready |= {2, 3}
+    assert finished_after(4) == 4
+
+
+def test_a_beacon_says_how_long_it_has_done_something_else_until_its_last_step(tmp_path):
+    beacon = Beacon(tmp_path / "one")
+    beacon.begun()
+    beacon.finished()
+    first = seen(tmp_path / "one")
+    with beacon.during(Phase.BUSY, "reading a batch"):
+        time.sleep(0.05)
+    between = seen(tmp_path / "one")
+    time.sleep(0.05)
+    beacon.finished()
+    with beacon.during(Phase.BUSY, "saving"):
+        last = seen(tmp_path / "one")
+    assert between.aside_ns == first.aside_ns  # no step has finished since
+    assert 0.05e9 <= last.aside_ns - first.aside_ns < last.finished_ns - first.finished_ns - 0.04e9

@@ -1,0 +1,261 @@
+"""Test the record that a process writes of itself: what it says, whose it is, and that it never fails a run."""
+
+import errno
+import json
+import mmap
+import os
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from ipu_jax import ALL_IPUS, InFlight, Pipeline, Stage, TrainOptions, make_train_step, popdist
+from ipu_jax.distributed.processes import beacons, own_record
+from ipu_jax.distributed.processes.identity import own_identity
+from support.launched import environment
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Let this process begin a record of its own, in a new folder."""
+    monkeypatch.setenv("IPU_JAX_MONITOR", str(tmp_path / "records"))
+    for module, name in ((own_record, "_asked"), (own_record, "_record"), (beacons, "_current"), (beacons, "_looked")):
+        monkeypatch.setattr(module, name, None)
+    yield tmp_path / "records"
+    if own_record._record is not None:
+        own_record._record.remove()
+
+
+def written(folder):
+    """Return what the record of this process says: its JSON, and its beacon."""
+    (path,) = folder.iterdir()
+    reading = beacons.read(path)
+    assert reading is not None
+    return json.loads(path.read_bytes()[beacons.SIZE :]), reading
+
+
+def pipeline_of_two():
+    body = lambda w, x, mb: jnp.tanh(mb @ w)  # noqa: E731
+    head = lambda w, x, mb: jnp.mean((x @ w) ** 2)  # noqa: E731
+    stages = [Stage(body, params="body", ipu=1), Stage(head, params="head", ipu=ALL_IPUS)]
+    return Pipeline(stages, specs={"head": PartitionSpec()}, gradient_accumulation=2)
+
+
+WEIGHTS = {"body": jnp.ones((3, 3)), "head": jnp.ones((3, 1))}
+
+
+def test_a_training_writes_its_ipus_stages_updates_and_examples(folder, monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py"])
+    step = make_train_step(pipeline_of_two(), optax.sgd(0.1), TrainOptions(replication_factor=2, device_iterations=3))
+    state = step.init(WEIGHTS)
+    for _ in range(6):
+        state, outputs = step(state, jnp.ones((3, 2, 2, 4, 3)))
+        outputs.loss.block_until_ready()
+    static, reading = written(folder)
+    assert (static["format"], static["instance"], static["instances"]) == (2, 0, 1)
+    assert static["command"] == ["python", "train.py"]
+    assert (static["replicas"], static["ipus_per_replica"]) == (2, 2)
+    assert [(ipu["platform"], ipu["replica"], ipu["ipu"], ipu["stages"]) for ipu in static["ipus"]] == [
+        ("cpu", 0, 0, ["head"]),
+        ("cpu", 0, 1, ["body", "head"]),
+        ("cpu", 1, 0, ["head"]),
+        ("cpu", 1, 1, ["body", "head"]),
+    ]
+    assert reading.finished >= 5  # the last may not have been noticed
+    assert (reading.updates, reading.samples) == (3 * reading.finished, 3 * 2 * 2 * 4 * reading.finished)
+    assert reading.first_ns <= reading.mark.ns < reading.finished_ns
+    assert reading.device_bytes == 0  # those of a CPU do not say
+
+
+def test_devices_that_tell_are_asked_for_their_memory_now_and_then(folder, monkeypatch):
+    asked: list[int] = []
+
+    class Device:
+        def memory_stats(self):
+            asked.append(1)
+            return {"bytes_in_use": 1000 * len(asked)}
+
+    clock = [0.0]
+    monkeypatch.setattr("ipu_jax.core.devices.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("jax.local_devices", lambda: [Device()])
+    window, output = InFlight(), jnp.ones(()).block_until_ready()
+    held: list[int] = []
+    for clock[0] in (0.0, 1.0, 1.9, 2.1, 3.0, 9.0):
+        window.admit(output)
+        held.append(written(folder)[1].device_bytes)
+    assert held == [1000, 1000, 1000, 2000, 2000, 3000]
+
+
+def test_gradients_are_updates_and_losses_are_none(folder):
+    pipeline, batch = pipeline_of_two(), jnp.ones((2, 4, 3))
+    params = pipeline.shard(WEIGHTS)
+    for _ in range(3):
+        pipeline.loss(params, batch).block_until_ready()
+        pipeline.value_and_grad(params, batch)[0].block_until_ready()
+    InFlight(limit=1).admit(jnp.ones(()))
+    _, reading = written(folder)
+    assert reading.updates >= 2
+    assert reading.samples == 8 * (reading.updates - 1)  # the one of the bare window has none
+    assert reading.finished > reading.updates
+
+
+def test_steps_of_a_loop_of_ones_own_count_as_they_are_told(folder):
+    popdist.count_steps(2)
+    popdist.count_steps(updates=10, samples=640)
+    _, reading = written(folder)
+    assert (reading.finished, reading.updates, reading.samples) == (3, 12, 640)
+
+
+def test_the_speed_of_late_is_since_a_mark_some_seconds_ago(folder, monkeypatch):
+    clock = [100]
+    monkeypatch.setattr("ipu_jax.distributed.processes.beacons.time.monotonic_ns", lambda: clock[0] * 10**9)
+    beacon = own_record.begin()
+    assert beacon is not None
+    marks: list[int] = []
+    for _ in range(20):
+        clock[0] += 1
+        beacon.finished(samples=2)
+        marks.append(written(folder)[1].mark.ns // 10**9)
+    # the first step is no measure; later the mark is 6 to 11 s ago
+    assert marks == [101] * 12 + [107] * 6 + [113] * 2
+    assert written(folder)[1].mark == (113 * 10**9, 13, 26)
+
+
+def said_by(code, folder):
+    own = environment(IPU_JAX_MONITOR=str(folder / "records"))
+    done = subprocess.run([sys.executable, "-c", code], env=own, capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_only_the_user_may_read_it_and_it_goes_with_the_process(tmp_path):
+    code = """
+import json, os
+from ipu_jax.distributed.processes import beacons, own_record
+own_record.begin(), own_record.note(replicas=3)
+folder = own_record.own_folder()
+print(*(oct(path.stat().st_mode & 0o777) for path in (folder, *folder.iterdir())))
+if os.fork() == 0:
+    print(beacons.current(), flush=True)
+    own_record.note(replicas=4)  # of which it has no record
+    own_record.begin()
+    own_record.note(replicas=5)
+    print(len(list(folder.iterdir())), flush=True)
+    raise SystemExit  # whose exit is not the end of the other process
+os.wait()
+print(*(json.loads(path.read_bytes()[beacons.SIZE:])["replicas"] for path in folder.iterdir()))
+"""
+    assert said_by(code, tmp_path) == "0o700 0o600\nNone\n2\n3\n"
+    assert list((tmp_path / "records").iterdir()) == []
+
+
+def test_a_process_that_replaces_its_program_begins_anew(tmp_path):
+    code = """
+import json, os, sys
+from ipu_jax.distributed.processes import beacons, own_record
+own_record.begin(), own_record.note(run="a" * (2000 if len(sys.argv) == 1 else 1))
+if len(sys.argv) == 1:
+    os.execv(sys.executable, [*sys.orig_argv, "again"])
+(path,) = own_record.own_folder().iterdir()
+print(json.loads(path.read_bytes()[beacons.SIZE:])["run"], beacons.read(path).pid == os.getpid())
+"""
+    assert said_by(code, tmp_path) == "a True\n"
+
+
+def test_the_records_lie_in_the_users_own_runtime_folder(tmp_path, monkeypatch):
+    monkeypatch.delenv("IPU_JAX_MONITOR")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert own_record.own_folder() == tmp_path / "ipu_jax"
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)  # as under sudo: the folder is another user's
+    monkeypatch.setattr("tempfile.gettempdir", lambda: "/scratch")
+    assert str(own_record.own_folder()) == "/scratch/ipu_jax-4321"
+
+
+@pytest.mark.parametrize("word", ["OFF", "0", "no"])
+def test_it_can_be_turned_off(folder, monkeypatch, word):
+    monkeypatch.setenv("IPU_JAX_MONITOR", word)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder.parent))
+    assert own_record.begin() is None
+    assert not (folder.parent / "ipu_jax").exists()
+
+
+@pytest.mark.parametrize("kind", ["open to others", "link", "file", "missing parent"])
+def test_what_is_no_folder_of_ones_own_gets_no_record(folder, tmp_path, monkeypatch, kind):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    if kind == "open to others":
+        folder.mkdir(mode=0o755)
+    elif kind == "link":
+        folder.symlink_to(elsewhere)
+    elif kind == "file":
+        folder.write_text("")
+    else:
+        monkeypatch.setenv("IPU_JAX_MONITOR", str(folder / "deeper"))
+    InFlight(limit=1).admit(jnp.ones(()))
+    assert own_record.begin() is None
+    assert beacons.current() is None
+    assert list(elsewhere.iterdir()) == []
+    assert not folder.is_dir() or list(folder.iterdir()) == []
+
+
+def full(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("what", ["mkdir", "pwrite", "posix_fallocate", "mmap"])
+def test_a_full_disk_gives_no_record_and_no_error(folder, monkeypatch, what):
+    monkeypatch.setattr(mmap if what == "mmap" else os, what, full)
+    assert own_record.begin() is None
+    assert not folder.exists() or list(folder.iterdir()) == []
+
+
+def test_without_proc_there_is_no_record(folder, monkeypatch, tmp_path):
+    monkeypatch.setattr("ipu_jax.distributed.processes.identity._PROC", tmp_path / "none")
+    assert own_identity() is None
+    assert own_record.begin() is None
+    assert not folder.exists()
+
+
+def test_what_is_noted_on_a_full_disk_leaves_what_was_said(folder, monkeypatch):
+    own_record.begin()
+    own_record.note(run="x" * 1000)
+    own_record.note(run="short")
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    own_record.note(replicas=7)
+    static, _ = written(folder)
+    assert (static["run"], static["replicas"]) == ("short", None)
+
+
+def test_what_killed_processes_have_left_is_removed_by_the_next(folder):
+    own = own_identity()
+    assert own is not None
+    folder.mkdir(mode=0o700)
+    others = [f"{own._replace(start=1, boot='00000000')}.record", f"{own._replace(start=1)}.txt", "notes"]
+    for name in (f"{own._replace(start=own.start - 1)}.record", *others):
+        (folder / name).write_text("")
+    own_record.begin()
+    assert {path.name for path in folder.iterdir()} == {*others, f"{own}.record"}
+
+
+def test_a_long_command_is_shortened(folder, monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", ["train", "x" * 5000, "more"])
+    own_record.begin()
+    static, _ = written(folder)
+    assert static["command"] == ["train", "x" * 995 + "..."]
+
+
+def test_under_poprun_one_beacon_is_written_to_both_files(folder, monkeypatch, tmp_path):
+    run = tmp_path / "poprun-abc"
+    run.mkdir()
+    monkeypatch.setenv(beacons.RUN_DIR, str(run))
+    monkeypatch.setenv(beacons.INSTANCE, "0")
+    beacon = own_record.begin()
+    assert beacon is not None
+    assert beacon.launched
+    beacon.finished(2)
+    static, reading = written(folder)
+    assert static["run"] == "poprun-abc"
+    assert beacons.read(run / "beacon.0") == reading

@@ -1,0 +1,112 @@
+"""Test the lines and the bar of a training: no line twice, no update left out, and a speed in samples."""
+
+import io
+import re
+
+import numpy as np
+import pytest
+
+from ipu_jax.run.loop import progress
+from ipu_jax.run.loop.progress import Bar, LossLines
+
+
+def lines_of(updates_per_epoch, updates, updates_per_call, skipped=0):
+    """Return the printed lines for a training whose update number n, counted from 1, has a loss of n."""
+    printed = []
+    lines = LossLines(updates_per_epoch, printed.append)
+    done = 0
+    while done < updates:
+        end_of_epoch = min(updates, (done // updates_per_epoch + 1) * updates_per_epoch)
+        until = min(done + updates_per_call, end_of_epoch)
+        losses = np.arange(done + 1, until + 1, dtype=np.float32)
+        lines.add(losses, len(losses), min(skipped, len(losses)), until)
+        done = until
+        if done == updates:
+            lines.end(done)
+    return printed
+
+
+@pytest.mark.parametrize(
+    ("updates_per_epoch", "updates", "updates_per_call", "expected"),
+    [
+        # a line for every call that ends in another tenth
+        (5, 8, 2, ["0.4: 1.5", "0.8: 3.5", "1.0: 5", "1.4: 6.5", "1.6: 8"]),
+        (20, 20, 10, ["0.5: 5.5", "1.0: 15.5"]),
+        # ten lines per epoch, each the mean of the calls since the line before
+        (40, 40, 1, [f"{n / 10}: {4 * n - 1.5}" for n in range(1, 11)]),
+        (20, 20, 3, ["0.1: 2", "0.3: 5", "0.4: 8", "0.6: 11", "0.7: 14", "0.9: 17", "1.0: 19.5"]),
+        (40, 20, 3, ["0.1: 3.5", "0.2: 8", "0.3: 11", "0.4: 15.5", "0.5: 19.5"]),
+        # what is left at the end
+        (40, 1, 10, ["0.0: 1"]),
+        (40, 3, 1, ["0.1: 2"]),
+        (40, 5, 1, ["0.1: 2.5", "0.12: 5"]),
+        (40, 7, 1, ["0.1: 2.5", "0.2: 6"]),
+        (40, 41, 40, ["1.0: 20.5", "1.02: 41"]),
+    ],
+)  # fmt: skip
+def test_every_update_is_in_one_line_and_no_line_comes_twice(updates_per_epoch, updates, updates_per_call, expected):
+    printed = lines_of(updates_per_epoch, updates, updates_per_call)
+    expected_lines = [
+        f"Epoch {epoch}, Mean loss: {float(loss):.3f}" for epoch, loss in (line.split(": ") for line in expected)
+    ]
+    assert printed == expected_lines
+
+
+def test_skipped_updates_are_counted_over_the_calls_of_a_line():
+    printed = lines_of(40, 8, 2, skipped=1)
+    assert printed == [
+        "Epoch 0.1, Mean loss: 2.500, 2 of 4 updates skipped",
+        "Epoch 0.2, Mean loss: 6.500, 2 of 4 updates skipped",
+    ]
+
+
+def test_a_stream_has_a_line_for_each_hundred_updates():
+    printed = []
+    lines = LossLines(None, printed.append)
+    for done in range(60, 301, 60):
+        lines.add(np.full(60, done, np.float32), 60, 0, done)
+    lines.end(300)
+    assert printed == [
+        "Update 120, Mean loss: 90.000",
+        "Update 240, Mean loss: 210.000",
+        "Update 300, Mean loss: 300.000",
+    ]
+
+
+def test_lines_go_on_where_they_were_saved():
+    printed = []
+    lines = LossLines(10, printed.append)
+    lines.add(np.array([np.nan, 1], np.float32), 2, 1, 0)
+    again = LossLines(10, printed.append)
+    again.restore(lines.state())
+    again.add(np.array([3], np.float32), 1, 0, 2)
+    assert printed == ["Epoch 0.2, Mean loss: 2.000, 1 of 3 updates skipped"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_the_bar_shows_updates_samples_per_second_and_the_time_left(encoding, monkeypatch):
+    from rich.console import Console
+
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    console = Console(file=file, width=120, force_terminal=True, color_system=None)
+    monkeypatch.setattr(progress, "_console", lambda: console)
+    bar = Bar("basic", 60, 0, 32, shown=True)
+    clock = iter(range(0, 1000))
+    bar._bar.get_time = lambda: float(next(clock))
+    for done in range(10, 50, 10):
+        bar.move(done)
+    console.print(bar._bar.get_renderable())
+    file.flush()
+    assert isinstance(file.buffer, io.BytesIO)
+    shown = " ".join(file.buffer.getvalue().decode(encoding).split())
+    found = re.fullmatch(r"basic \S+ ?\S* 40/60 updates ([\d,]+) samples/s 0:00:\d\d left: 0:00:(\d\d)", shown)
+    assert found, shown
+    samples = int(found[1].replace(",", ""))
+    assert 32 < samples <= 320  # 10 updates of 32 samples between two looks at the clock, which ticks at each look
+
+
+def test_a_bar_that_is_wanted_without_rich_is_refused(monkeypatch):
+    monkeypatch.setattr(progress.importlib.util, "find_spec", lambda name: None)
+    assert not progress.shows_progress(None)
+    with pytest.raises(ValueError, match=r"progress=True draws with rich, .* pip install rich, or leave it out"):
+        progress.shows_progress(True)

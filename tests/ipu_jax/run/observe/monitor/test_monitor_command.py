@@ -1,0 +1,227 @@
+"""Test the command ipu-monitor: its JSON, what it says when there is nothing, and its full screen in a terminal."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import resource
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+
+from ipu_jax.run.observe.monitor import command
+from support.launched import HEEDING, environment, recorded
+
+MONITOR = [sys.executable, "-m", "ipu_jax.run.observe.monitor.command"]
+HEEDING_MONITOR = [*HEEDING, *MONITOR]
+STEPS = "for k in range(3): ago(3 - k), beacon.finished()\nago(0)"
+ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"
+PICTURE = b"uses ipu_jax"
+KEYS = {
+    "pid", "user", "command", "state", "reason", "doing", "running_seconds", "run", "instance", "instances",
+    "replicas", "ipus_per_replica", "ipus", "step", "steps_per_second", "samples_per_second", "last_step_seconds",
+    "busy_share", "rss_bytes", "device_bytes",
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("IPU_JAX_MONITOR", str(tmp_path / "records"))
+    return tmp_path / "records"
+
+
+def test_json_has_a_line_with_stable_keys(folder, capsys):
+    with recorded(folder, f"{STEPS}\nown_record.note(ipus=[dict(id=3, platform='cpu', kind='cpu')])") as running:
+        (folder / "other").write_text("")
+        assert command.main(["--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert found.keys() == {"format", "time", "host", "processes", "ignored"}
+    assert found["format"] == 1
+    assert abs(found["time"] - time.time()) < 60
+    assert found["ignored"] == [{"path": str(folder / "other"), "reason": "has no name of a record"}]
+    (process,) = found["processes"]
+    assert process.keys() == KEYS
+    assert (process["pid"], process["state"], process["step"]) == (running.pid, "running", 3)
+    assert process["ipus"] == [{"id": 3, "platform": "cpu", "kind": "cpu", "replica": None, "ipu": None, "stages": []}]
+    assert 0 <= process["busy_share"] <= 1
+
+
+def test_json_and_the_table_hold_no_command_to_the_terminal(folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    evil = "\x1b]0;t\x07\x9b\x7f"
+    said = f"""{STEPS}
+ipu = dict(id=0, platform="cpu", kind={evil!r}, replica=0, ipu=0, stages=[{evil!r}])
+own_record.note(run={evil!r}, ipus=[ipu])
+beacon.enter(Phase.FAILED, {evil!r})
+"""
+    with recorded(folder, said):
+        (folder / evil.replace("/", "")).write_text("")
+        assert command.main(["--json"]) == 0
+        assert command.main(["--once"]) == 0
+    as_json, *table = capsys.readouterr().out.splitlines()
+    assert as_json.isascii()
+    assert as_json.isprintable()
+    assert json.loads(as_json)["processes"][0]["ipus"][0]["stages"] == [evil]
+    assert "?]0;t???" in " ".join(table)
+    assert all(line.isprintable() for line in table)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("", "No process uses ipu_jax."),
+        ("--pid 1", "No process of those that were asked for uses ipu_jax."),
+        (f"--user {os.getuid()}", "No process of those that were asked for uses ipu_jax."),
+    ],
+)
+def test_nothing_to_show_is_said_and_no_error(folder, capsys, flags, said):
+    assert command.main(["--once", *flags.split()]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith(": 0 processes on 0 IPUs")
+    assert second == said
+
+
+def test_another_users_processes_are_said_to_be_hidden(folder, capsys, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    assert command.main(["--once", "--user", "root"]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "What root runs, only that user and root can see."
+
+
+def test_records_that_are_turned_off_are_named(monkeypatch, capsys):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/nowhere")
+    monkeypatch.setattr("ipu_jax.run.observe.monitor.records._folders", lambda: iter(()))
+    assert command.main([]) == 0
+    assert capsys.readouterr().out.endswith("uses ipu_jax, and IPU_JAX_MONITOR=off asks for no records.\n")
+
+
+def test_without_proc_there_is_one_line(folder, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("ipu_jax.distributed.processes.identity._PROC", tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        command.main([])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == (
+        "ipu-monitor: /proc cannot be read, so that nothing is known of processes: mount it\n"
+    )
+
+
+def test_a_look_takes_less_than_half_a_second_of_work_and_is_not_wrapped(folder):
+    with recorded(folder, f"{STEPS}\nbeacon.enter(Phase.BUSY, 'saving', 600)"):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(
+            MONITOR,
+            env=environment(COLUMNS="80"),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3
+    assert all(len(line) <= 80 for line in lines)
+    assert lines[2].rstrip().endswith("  busy: saving")
+
+
+def test_it_can_be_repeated_into_a_pipe(folder):
+    words = [*HEEDING_MONITOR, "--watch=0.1", "--json"]
+    with subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, text=True) as monitor:
+        assert monitor.stdout is not None
+        looks = [json.loads(monitor.stdout.readline()) for _ in range(3)]
+        monitor.send_signal(signal.SIGINT)
+        assert monitor.wait(timeout=20) == 130
+    assert [look["processes"] for look in looks] == [[], [], []]
+    assert looks[0]["time"] < looks[1]["time"] < looks[2]["time"]
+
+
+class Terminal:
+    """A terminal in which the monitor runs."""
+
+    def __init__(self, folder, columns=100):
+        self.handle, other = pty.openpty()
+        self.resize(columns)
+        self.before = termios.tcgetattr(self.handle)
+        # A test worker's readline may have set these, which hold whatever size the terminal has.
+        own = {k: v for k, v in environment(TERM="xterm").items() if k != "LINES"}
+        self.process = subprocess.Popen(
+            [*HEEDING_MONITOR, "--watch", "60"],
+            env=own,
+            stdin=other,
+            stdout=other,
+            stderr=other,
+            start_new_session=True,
+        )
+        os.close(other)
+
+    def resize(self, columns):
+        fcntl.ioctl(self.handle, termios.TIOCSWINSZ, struct.pack("HHHH", 20, columns, 0, 0))
+
+    def read_until(self, end, seconds=20.0):
+        """Read until something has been written since the last call, and return all of that."""
+        read, until = b"", time.monotonic() + seconds
+        while end not in read:
+            assert time.monotonic() < until, read
+            if select.select([self.handle], [], [], 0.2)[0]:
+                with contextlib.suppress(OSError):  # the other end has been closed
+                    read += os.read(self.handle, 65536)
+        return read
+
+    def close(self):
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait()
+        os.close(self.handle)
+
+
+@pytest.fixture
+def terminal(folder):
+    terminal = Terminal(folder)
+    yield terminal
+    terminal.close()
+
+
+@pytest.mark.parametrize(
+    ("end", "status"), [("q", 0), (signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_the_terminal_is_as_before_when_it_ends(terminal, end, status):
+    first = terminal.read_until(PICTURE)
+    assert first.startswith(ENTER)
+    assert b"No process uses ipu_jax." in first
+    if isinstance(end, str):
+        os.write(terminal.handle, end.encode())
+    else:
+        terminal.process.send_signal(end)
+    assert terminal.read_until(LEAVE).endswith(b"\x1b[?25h" + LEAVE)
+    assert terminal.process.wait(timeout=20) == status
+    assert termios.tcgetattr(terminal.handle) == terminal.before
+
+
+def test_it_is_drawn_anew_for_another_size_and_after_a_suspension(folder, terminal):
+    wide = terminal.read_until(PICTURE)
+    assert b"processes on 0 IPUs" in wide
+    terminal.resize(30)
+    os.kill(terminal.process.pid, signal.SIGWINCH)
+    narrow = wide
+    for _ in range(5):  # one that was due anyway may come first
+        narrow = terminal.read_until(PICTURE).rpartition(b"\x1b[H")[2]  # two may come at once
+        if b"processes on 0 IPUs" not in narrow:
+            break
+    assert b"processes on 0 IPUs" not in narrow
+    assert "…".encode() in narrow
+    os.kill(terminal.process.pid, signal.SIGTSTP)
+    assert terminal.read_until(LEAVE)
+    until = time.monotonic() + 20
+    while os.waitpid(terminal.process.pid, os.WNOHANG | os.WUNTRACED) == (0, 0):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert termios.tcgetattr(terminal.handle) == terminal.before
+    os.kill(terminal.process.pid, signal.SIGCONT)
+    assert terminal.read_until(PICTURE).startswith(ENTER)

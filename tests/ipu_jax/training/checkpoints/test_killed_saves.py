@@ -1,0 +1,154 @@
+"""Test that a kill before any change that a save makes to the folder loses no checkpoint that was sealed."""
+
+import itertools
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ipu_jax import Checkpoints
+from ipu_jax.training.checkpoints import _folder, _seal
+from support import killed_saves
+from support.killed_saves import Deaths, restored, state_of, step_of
+
+
+def sealed(folder: Path, number: int, value: float) -> Path:
+    """Save a state, and return the folder of its checkpoint."""
+    step = step_of()
+    with Checkpoints(folder, step) as checkpoints:
+        checkpoints.save(state_of(step, number, value), now=True)
+    return folder / f"step-{number}"
+
+
+# what a killed save leaves is named when the training is resumed
+left_overs_are_named = pytest.mark.filterwarnings(r"ignore:.*is left over from a save that did not end")
+
+
+@left_overs_are_named
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the deaths
+@pytest.mark.parametrize("number", [5, pytest.param(6, marks=pytest.mark.slow)], ids=["the same step", "the next step"])
+def test_a_kill_before_any_change_loses_nothing_that_was_sealed(tmp_path, monkeypatch, number):
+    """With keep=1 the only checkpoint is replaced; what is restored is the old one or the new one, whole."""
+    deaths, step = Deaths(monkeypatch.setattr), step_of()
+    before, after = state_of(step, 5, 1), state_of(step, number, 2)
+    with Checkpoints(tmp_path / "first", step) as checkpoints:
+        checkpoints.save(before, now=True)
+    at, folder = 0, tmp_path
+    for at in itertools.count(1):
+        folder = Path(shutil.copytree(tmp_path / "first", tmp_path / str(at)))
+        killed = Checkpoints(folder, step, keep=1)
+        with deaths.before(at):
+            killed.save(after, now=True)
+            killed.wait()
+        killed.close()  # nothing is written any more, and the lock is freed as by the death of a process
+        left = sorted(path.name for path in folder.iterdir())
+        found = restored(folder)
+        assert found in ([(number, 2)] if killed.last is not None else [(5, 1), (number, 2)]), (at, left)
+        if not deaths.is_dead:
+            break
+        with Checkpoints(folder, step, keep=1) as checkpoints:
+            checkpoints.save(state_of(step, 7, 3), now=True)
+        assert [path.name for path in folder.iterdir()] == ["step-7"], (at, left)
+    assert at > 20, "the changes of a save were not counted"
+    assert [path.name for path in folder.iterdir()] == [f"step-{number}"]
+
+
+def run(folder: Path, number: int) -> subprocess.Popen[bytes]:
+    tests = Path(killed_saves.__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"}
+    return subprocess.Popen([sys.executable, killed_saves.__file__, str(folder), str(number)], env=environment)
+
+
+@left_overs_are_named
+@pytest.mark.slow
+@pytest.mark.parametrize("rename", [1, 2, 3, 4, 5])
+def test_kill_9_before_any_rename_loses_nothing(tmp_path, rename):
+    """The renames: checksums and seal get their names, the old checkpoint frees its place, and the new one takes it."""
+    status = run(tmp_path, rename).wait(120)
+    assert status == (-signal.SIGKILL if rename <= 4 else 0)
+    assert restored(tmp_path) == ((5, 1) if rename <= 2 else (5, 2))
+
+
+@left_overs_are_named
+@pytest.mark.slow
+def test_kill_9_at_any_time_of_a_save_of_the_same_step(tmp_path):
+    dice = random.Random(930)
+    for number in range(8):
+        folder = tmp_path / str(number)
+        process = run(folder, 1000)
+        while not (folder / "step-5").exists():
+            assert process.poll() is None
+            time.sleep(0.001)
+        time.sleep(dice.uniform(0, 0.15))
+        process.kill()
+        process.wait()
+        assert restored(folder) in ((5, 1), (5, 2))
+
+
+def moved(folder: Path, source: str, target: str) -> Path:
+    (folder / source).rename(folder / target)
+    return folder / target
+
+
+@pytest.mark.parametrize("name", ["step-5.unsealed", "step-5.replaced", "step-5.removed"])
+def test_a_whole_checkpoint_is_found_under_any_name_that_a_kill_leaves(tmp_path, name):
+    moved(tmp_path, sealed(tmp_path, 5, 1).name, name)
+    assert restored(tmp_path) == (5, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
+
+
+def test_a_reader_finds_it_while_another_process_saves(tmp_path):
+    """Without the lock nothing is renamed or removed."""
+    moved(tmp_path, sealed(tmp_path, 5, 1).name, "step-5.unsealed")
+    half = Path(shutil.copytree(tmp_path / "step-5.unsealed", tmp_path / "step-4.removed"))
+    (half / _seal.SEAL).unlink()
+    step = step_of()
+    other = Checkpoints(tmp_path, step)
+    other._lock.take()
+    with pytest.warns(UserWarning, match=r"step-4.removed is left over"):
+        assert restored(tmp_path) == (5, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-4.removed", "step-5.unsealed"]
+    other.close()
+
+
+def test_of_two_whole_ones_of_a_step_the_later_is_found_and_stays(tmp_path):
+    sealed(tmp_path, 5, 1)
+    newer = sealed(tmp_path / "other", 6, 2)
+    shutil.move(newer, tmp_path / "other" / "step-5")
+    content = _seal.read_seal(tmp_path / "other" / "step-5")
+    content.pop("format")
+    _seal._write(tmp_path / "other" / "step-5" / _seal.SEAL, {"format": _seal.FORMAT, **content, "number": 2})
+    shutil.move(tmp_path / "other" / "step-5", tmp_path / "step-5.unsealed")
+    assert restored(tmp_path) == (6, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "step-5", "step-5.replaced"]
+    assert _seal.read_seal(tmp_path / "step-5.replaced")["step"] == 5
+    sealed(tmp_path, 7, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "step-5", "step-7"]
+
+
+def test_a_save_whose_last_rename_fails_leaves_both(tmp_path, monkeypatch):
+    """The new one is sealed by then: the next save, or restore, gives it its name."""
+    sealed(tmp_path, 5, 1)
+    step, usual = step_of(), Path.rename
+
+    def rename(self: Path, target: Any) -> Path:
+        if self.name == "step-5.unsealed" and Path(target).name == "step-5":
+            raise OSError(5, "Input/output error")
+        return usual(self, target)
+
+    with Checkpoints(tmp_path, step, keep=1, on_save_error="continue") as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", rename)
+            checkpoints.save(state_of(step, 5, 2), now=True)
+            with pytest.warns(UserWarning, match=r"step-5 failed, \[Errno 5\]"):
+                checkpoints.wait()
+        assert _seal.read_seal(tmp_path / "step-5")["number"] == 1
+        assert [path.name for path in _folder.left_over_in(tmp_path)] == ["step-5.unsealed"]
+    assert restored(tmp_path) == (5, 2)

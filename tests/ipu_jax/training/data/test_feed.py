@@ -1,0 +1,365 @@
+"""Test batches on the mesh: they have the same rows as a loop over the source, however they are placed and made."""
+
+import itertools
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ipu_jax import Feed, FeedTimeoutError, Pipeline, Stage, make_mesh, normalise
+from ipu_jax.training.data.order import EpochOrder, Position
+from ipu_jax.training.data.prefetch import Prefetcher
+from support import across_feeds
+from support.instances import run_instances
+from support.refusals import refused
+
+ROOT = Path(__file__).parents[4]
+N = 101
+# prefetch and workers: by the caller, by one worker, by several
+LOADING = [(0, 1), (2, 1), (4, 3)]
+
+
+def examples(count=N):
+    random = np.random.default_rng(0)
+    return {
+        "images": random.integers(0, 256, (count, 3, 2), dtype=np.uint8),
+        "half": random.normal(size=(count, 4)).astype(ml_dtypes.bfloat16),
+        "number": np.arange(count),
+    }
+
+
+def numbers(count=N):
+    return {"number": np.arange(count)}
+
+
+def dense(source, *, lead, per_batch, epoch=0, seed=0):
+    """Return the batches of an epoch by a plain loop: leaves by name, with dims `lead`; the remainder is left out."""
+    order = np.arange(len(source["number"]))
+    np.random.default_rng([seed, epoch]).shuffle(order)
+    return [
+        {name: leaf[order[start : start + per_batch]].reshape(*lead, *leaf.shape[1:]) for name, leaf in source.items()}
+        for start in range(0, len(order) - per_batch + 1, per_batch)
+    ]
+
+
+def numbers_of(batch):
+    return np.asarray(batch.data["number"]).reshape(-1)[batch.is_real.reshape(-1)].tolist()
+
+
+# the contents of a batch, and its placement
+
+
+@pytest.mark.parametrize(("prefetch", "workers"), LOADING)
+@pytest.mark.parametrize(
+    ("replicas", "ipus", "iterations", "lead", "spec"),
+    [
+        (1, 1, 1, (3, 2), PartitionSpec()),
+        (1, 2, 2, (2, 3, 2), PartitionSpec(None)),
+        (2, 2, 1, (2, 3, 2), PartitionSpec("replica")),
+        (4, 2, 2, (2, 4, 3, 2), PartitionSpec(None, "replica")),
+        (8, 1, 1, (8, 3, 2), PartitionSpec("replica")),
+    ],
+)
+def test_batches_are_those_of_a_plain_loop(replicas, ipus, iterations, lead, spec, prefetch, workers):
+    source, mesh = examples(), make_mesh(replicas, ipus)
+    options = {"gradient_accumulation": 3, "device_iterations": iterations, "seed": 4, "epochs": 2}
+    per_batch = 6 * replicas * iterations
+    expected = [dense(source, lead=lead, per_batch=per_batch, epoch=epoch, seed=4) for epoch in (0, 1)]
+    with Feed(source, mesh=mesh, micro_batch=2, prefetch=prefetch, workers=workers, **options) as feed:
+        assert len(feed) == len(expected[0])
+        found = list(feed)
+        assert [batch.epoch for batch in found] == [0] * len(expected[0]) + [1] * len(expected[1])
+        for batch, wanted in zip(found, itertools.chain(*expected), strict=True):
+            assert (batch.examples, batch.updates) == (per_batch, iterations)
+            assert batch.is_real.shape == lead
+            assert batch.is_real.all()
+            assert batch.nbytes == per_batch * (6 + 8 + 4)
+            for name, leaf in batch.data.items():
+                np.testing.assert_array_equal(np.asarray(leaf), wanted[name])
+                assert leaf.sharding == NamedSharding(mesh, spec)
+                like = feed.like[name]
+                assert (like.shape, like.dtype, like.sharding) == (leaf.shape, leaf.dtype, leaf.sharding)
+
+
+def test_a_replicas_rows_lie_on_each_of_its_ipus_and_nowhere_else():
+    source, mesh = numbers(16), make_mesh(4, 2)
+    with Feed(source, mesh=mesh, micro_batch=2, shuffle=False, prefetch=0) as feed:
+        leaf = next(feed).data["number"]
+    found = {shard.device: np.asarray(shard.data).reshape(-1).tolist() for shard in leaf.addressable_shards}
+    assert found == {
+        device: [2 * replica, 2 * replica + 1] for replica in range(4) for device in mesh.devices[replica].flat
+    }
+
+
+@pytest.mark.parametrize("instances", [1, 2, 4, 8])
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+def test_instances_share_the_examples(instances, remainder):
+    """Each instance has a mesh of its own; together they read what one instance with 8 replicas reads."""
+    mesh = make_mesh(8 // instances, 1)
+    feeds = [
+        Feed(numbers(), mesh=mesh, micro_batch=3, remainder=remainder, instances=instances, instance=k, prefetch=0)
+        for k in range(instances)
+    ]
+    whole = Feed(numbers(), mesh=make_mesh(8, 1), micro_batch=3, remainder=remainder, prefetch=0)
+    for batch, *parts in zip(*[feed.epoch() for feed in (whole, *feeds)], strict=True):
+        assert [number for part in parts for number in numbers_of(part)] == numbers_of(batch)
+        assert {part.examples for part in parts} == {batch.examples}
+    assert {tuple(feed.state().items()) for feed in (whole, *feeds)} == {tuple(whole.state().items())}
+
+
+def test_what_fills_up_is_said_to():
+    source = {"x": np.arange(1, 8, dtype=np.uint8), "label": np.arange(7, dtype=np.int32)}
+
+    def batches(micro_batch, **options):
+        options |= {"mesh": make_mesh(1, 1), "device_iterations": 3, "shuffle": False, "prefetch": 0}
+        return list(Feed(source, micro_batch=micro_batch, **options).epoch())
+
+    padded = batches(2, remainder="pad", fill={"x": 0, "label": -1})
+    assert [batch.data["label"].tolist() for batch in padded] == [
+        [[[0, 1]], [[2, 3]], [[4, 5]]],
+        [[[6, -1]], [[-1, -1]], [[-1, -1]]],
+    ]
+    wrapped = batches(2, remainder="wrap")[-1]
+    assert wrapped.data["label"].tolist() == [[[6, 0]], [[1, 2]], [[3, 4]]]
+    for remainder in (padded[-1], wrapped):
+        assert remainder.is_real.tolist() == [[[True, False]], [[False, False]], [[False, False]]]
+        assert (remainder.examples, remainder.updates) == (1, 1)
+    of_updates = batches(1, remainder="updates", fill=9)[-1]
+    assert (of_updates.arrays["x"].tolist(), of_updates.updates) == ([[[7]], [[9]], [[9]]], 1)
+    assert (of_updates.data["x"].tolist(), of_updates.is_real.tolist()) == ([[[7]]], [[[True]]])
+    assert [len(batches(2, remainder=remainder)) for remainder in ("drop", "updates")] == [1, 1]
+
+
+# continuing
+
+
+def test_an_epoch_ends_and_the_next_one_begins():
+    with Feed(numbers(10), mesh=make_mesh(1, 1), micro_batch=4) as feed:
+        first, second = ([numbers_of(batch) for batch in feed.epoch()] for _ in range(2))
+        assert [len(first), len(second), feed.state()["epoch"]] == [2, 2, 2]
+        feed.seek(1)
+        assert [numbers_of(batch) for batch in feed.epoch()] == second
+        feed.seek(2)  # it is at this place already, so batches that are ready are kept
+        next(feed)
+        rest = list(feed.epoch())
+        assert [len(rest), rest[0].epoch] == [1, 2]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_seeking_the_epoch_where_it_stands_goes_back_to_its_start(prefetch):
+    with Feed(numbers(10), mesh=make_mesh(1, 1), micro_batch=2, prefetch=prefetch) as feed:
+        first = [numbers_of(next(feed)) for _ in range(3)]
+        feed.seek(0)
+        assert feed.state()["position"] == 0
+        assert [numbers_of(next(feed)) for _ in range(3)] == first
+
+
+def test_after_the_last_epoch_there_is_nothing():
+    feed = Feed(numbers(10), mesh=make_mesh(1, 1), micro_batch=4, epochs=1)
+    with feed:
+        assert [len(list(feed)), len(list(feed)), len(list(feed.epoch()))] == [2, 0, 0]
+    with Feed(numbers(10), mesh=make_mesh(1, 1), micro_batch=4, epochs=1, state=feed.state()) as done:
+        assert list(done) == []
+
+
+# sources that fail
+
+
+class Photos:
+    """An indexable that counts its calls, and calls a given function before it answers."""
+
+    def __init__(self, before=lambda call: None, count=N):
+        self.calls, self._before, self._count = 0, before, count
+        self._lock = threading.Lock()
+
+    def __len__(self):
+        return self._count
+
+    def __getitem__(self, indices):
+        with self._lock:
+            call, self.calls = self.calls, self.calls + 1
+        self._before(call)
+        return {"number": indices * 1}
+
+
+def test_an_indexable_is_read_no_further_ahead_than_prefetch():
+    photos = Photos()
+    with Feed(photos, mesh=make_mesh(1, 1), micro_batch=2, prefetch=3, workers=3) as feed:
+        for batches in range(1, 6):
+            next(feed)
+            deadline = time.monotonic() + 60
+            while photos.calls < 1 + batches + 3 and time.monotonic() < deadline:
+                time.sleep(0.001)
+            time.sleep(0.005)
+            assert photos.calls == 1 + batches + 3  # the first call asks for the shape of an example
+
+
+@pytest.mark.parametrize(("prefetch", "workers"), LOADING)
+@pytest.mark.parametrize("kind", [OSError, StopIteration])
+def test_what_the_source_raises_comes_in_its_turn_and_the_batch_can_be_had_again(kind, prefetch, workers):
+    broken, error = [3], kind("the disk is gone")
+
+    def before(call):
+        if call in broken:
+            raise error
+
+    photos = Photos(before)
+    options = {"micro_batch": 10, "prefetch": prefetch, "workers": workers}
+    expected = [batch["number"].tolist() for batch in dense(numbers(), lead=(10,), per_batch=10)]
+    found = []
+    with Feed(photos, mesh=make_mesh(1, 1), epochs=1, **options) as feed:
+        with pytest.raises((OSError, RuntimeError)) as raised:
+            found.extend(numbers_of(batch) for batch in feed)
+        broken.clear()
+        assert len(found) < 3 + workers  # with several workers, it depends on chance which call reads which batch
+        if workers == 1:
+            assert len(found) == 2
+        found += [numbers_of(batch) for batch in feed]
+    assert found == expected
+    if isinstance(error, OSError):
+        assert raised.value is error
+        assert "before" in [entry.name for entry in raised.traceback]
+    else:
+        assert str(raised.value) == "the source raised StopIteration"
+
+
+def test_a_source_that_hangs_is_an_error_in_time_and_may_still_answer():
+    release = threading.Event()
+    photos = Photos(lambda call: call == 2 and release.wait(60))
+    with Feed(photos, mesh=make_mesh(1, 1), micro_batch=10, timeout=0.1) as feed:
+        next(feed)
+        with pytest.raises(
+            FeedTimeoutError,
+            match=r"^nothing arrived within 0\.1 s: worker 0 has been at the batch from example 10 of epoch 0 on for ",
+        ):
+            next(feed)
+        release.set()
+        assert numbers_of(next(feed)) == dense(numbers(), lead=(10,), per_batch=10)[1]["number"].tolist()
+
+
+def test_ctrl_c_loses_no_batch_that_was_made(monkeypatch):
+    """It comes when the batch has been taken from the workers but the feed has not counted it yet."""
+    take, taken = Prefetcher.take, []
+
+    def interrupted(prefetcher):
+        result = take(prefetcher)
+        taken.append(result)
+        if len(taken) == 3:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(Prefetcher, "take", interrupted)
+    found = []
+    with Feed(numbers(), mesh=make_mesh(1, 1), micro_batch=10, epochs=1, workers=2) as feed:
+        with pytest.raises(KeyboardInterrupt):
+            found.extend(numbers_of(batch) for batch in feed)
+        assert feed.state()["position"] == 20
+        found += [numbers_of(batch) for batch in feed]
+    assert found == [batch["number"].tolist() for batch in dense(numbers(), lead=(10,), per_batch=10)]
+
+
+def test_an_error_in_the_loop_ends_the_workers_and_stays_the_error():
+    def train():
+        with Feed(numbers(), mesh=make_mesh(1, 1), micro_batch=2, prefetch=2) as feed:
+            next(feed)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+
+
+def test_a_closed_feed_hands_out_nothing_but_its_state():
+    feed = Feed(numbers(), mesh=make_mesh(1, 1), micro_batch=2)
+    with feed:
+        next(feed)
+    feed.close()
+    with refused("the feed is closed", "`with` block"):
+        next(feed)
+    assert feed.state()["position"] == 2
+
+
+def test_a_feed_that_nobody_closes_ends_with_the_interpreter():
+    code = """
+import numpy as np
+from ipu_jax import Feed, make_mesh
+feed = Feed({"x": np.arange(1000)}, mesh=make_mesh(1, 1), micro_batch=2, prefetch=4, workers=4)
+print(int(next(feed).data["x"].shape[1]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
+
+
+# integers of NumPy
+
+
+def test_numpys_integers_are_taken_as_pythons_own():
+    given: Any = {"micro_batch": np.int64(2), "prefetch": np.int64(0), "epochs": np.int32(3)}
+    epoch: Any = np.int64(1)
+    feed = Feed(numbers(), mesh=make_mesh(1, 1), **given)
+    feed.seek(epoch)
+    assert (type(feed.prefetch), feed.prefetch) == (int, 0)
+    assert {type(value) for value in feed.state().values()} == {int}
+    assert feed.state()["epoch"] == 1
+
+
+# with a pipeline
+
+
+def test_bytes_from_the_feed_give_the_loss_and_gradients_of_floats_on_one_device():
+    """2 replicas of 2 IPUs, images as bytes normalised in the first stage, against floats normalised on the host."""
+    source = {"images": examples(48)["images"], "target": np.linspace(-1, 1, 48, dtype=np.float32)}
+    random = np.random.default_rng(1)
+    weights = {"first": random.normal(size=(6, 5)), "last": random.normal(size=(5,))}
+    weights = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), weights)
+
+    def first(w, _, microbatch):
+        return jnp.tanh(normalise(microbatch["images"], mean=0.4, std=0.3).reshape(-1, 6) @ w)
+
+    def last(w, x, microbatch):
+        return jnp.mean((x @ w - microbatch["target"]) ** 2)
+
+    def dense_loss(params, images, target):
+        floats = (images.astype(np.float32) / np.float32(255) - np.float32(0.4)) / np.float32(0.3)
+        return jnp.mean((jnp.tanh(floats.reshape(-1, 6) @ params["first"]) @ params["last"] - target) ** 2)
+
+    stages = [Stage(first, params="first", ipu=0), Stage(last, params="last", ipu=1)]
+    pipeline = Pipeline(stages, mesh=make_mesh(2, 2), gradient_accumulation=3)
+    dense_step = jax.jit(jax.value_and_grad(dense_loss))
+    sharded = pipeline.shard(weights)
+    order = EpochOrder(48, 4, gradient_accumulation=3, replicas=2)
+    places = [Position(0, 0), Position(0, 24)]
+    with Feed(source, mesh=pipeline.mesh, micro_batch=4, gradient_accumulation=3, workers=2) as feed:
+        for place, batch in zip(places, feed.epoch(), strict=True):
+            assert batch.data["images"].dtype == jnp.uint8
+            loss, gradients = pipeline.value_and_grad(sharded, batch.data)
+            chosen = order.rows(place).indices.reshape(-1)
+            wanted, of_dense = dense_step(weights, source["images"][chosen], source["target"][chosen])
+            np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+            for name, gradient in pipeline.unshard(gradients).items():
+                np.testing.assert_allclose(gradient, of_dense[name], rtol=1e-4, atol=1e-6)
+
+
+# several processes
+
+
+def test_two_processes_fill_one_mesh():
+    """The cheap sample of `distributed`'s tests of feeds, which always runs: the second batch is filled up with -1."""
+    numbers = np.append(np.arange(20), np.full(12, -1)).reshape(2, 4, 4)
+    found = run_instances(across_feeds.fed, [2, 2], replicas=4, ipus=1, each=[{"examples": 20, "shuffle": False}])
+    for me, results in enumerate(found):
+        rows = {name: values.tolist() for name, values in results.items() if "replica" in name}
+        assert rows == {
+            f"0 batch {at} replica {replica}": numbers[at, replica].tolist()
+            for at in range(2)
+            for replica in (2 * me, 2 * me + 1)
+        }
+        assert [results[f"0 batch {at} counts"].tolist() for at in range(2)] == [[16, 1], [4, 1]]

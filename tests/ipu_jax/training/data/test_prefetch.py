@@ -1,0 +1,159 @@
+"""Test work ahead on threads: results come in order, never more than allowed are made, and the threads always end."""
+
+import gc
+import re
+import threading
+import time
+import traceback
+import weakref
+
+import pytest
+
+from ipu_jax.training.data import prefetch
+from ipu_jax.training.data.prefetch import FeedTimeoutError, Prefetcher
+
+SECONDS = 60.0
+
+
+def workers():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("feed worker")]
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize(("workers", "ahead"), [(1, 1), (1, 3), (2, 2), (4, 9)])
+def test_results_come_in_the_order_of_the_items(workers, ahead):
+    random = [0.003, 0.0, 0.002, 0.0, 0.001]
+
+    def make(number):
+        time.sleep(random[number % len(random)])  # so that later ones are ready first
+        return number
+
+    with Prefetcher(make, iter(range(40)), ahead=ahead, workers=workers, seconds=SECONDS) as made:
+        assert [made.take() for _ in range(40)] == list(range(40))
+
+
+def test_several_workers_work_at_once():
+    meet = threading.Barrier(3, timeout=SECONDS)
+    make = lambda number: meet.wait() and number  # noqa: E731 (who works alone never gets past it)
+    with Prefetcher(make, iter(range(3)), ahead=3, workers=3, seconds=SECONDS) as made:
+        for _ in range(3):
+            made.take()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_nobody_holds_what_was_handed_out(workers):
+    """Neither a worker that waits for its turn holds it, nor one that makes the next batch."""
+    made = []
+
+    class Batch:
+        def __init__(self, number):
+            made.append(weakref.ref(self))
+
+    with Prefetcher(Batch, iter(range(100)), ahead=2, workers=workers, seconds=SECONDS) as batches:
+        for _ in range(30):
+            batches.take()
+            wait_until(lambda: batches.ready == 2)
+            wait_until(lambda: sum(batch() is not None for batch in made) == 2)
+
+
+def test_an_error_comes_in_its_turn_with_the_workers_traceback():
+    late = threading.Event()
+
+    def make(number):
+        if number == 1:
+            late.wait(SECONDS)  # the error comes first, but is returned second
+        if number == 2:
+            late.set()
+            raise KeyError("broken file")
+        return number
+
+    with Prefetcher(make, iter(range(9)), ahead=3, workers=3, seconds=SECONDS) as made:
+        assert [made.take(), made.take()] == [0, 1]
+        with pytest.raises(KeyError, match="broken file") as raised:
+            made.take()
+    assert re.fullmatch(r"raised by feed worker \d at 2", raised.value.__notes__[0])
+    shown = "".join(traceback.format_exception(raised.value))
+    assert 'raise KeyError("broken file")' in shown
+    assert "in make" in shown
+
+
+def test_after_an_error_no_further_item_is_begun():
+    begun = []
+
+    def make(number):
+        begun.append(number)
+        return 1 / (1 - number)
+
+    with Prefetcher(make, iter(range(9)), ahead=9, workers=1, seconds=SECONDS) as made:
+        wait_until(lambda: not workers() or len(begun) > 2)
+        assert begun == [0, 1]
+        assert made.take() == 1
+        with pytest.raises(ZeroDivisionError):
+            made.take()
+
+
+def test_what_never_comes_is_an_error_that_says_what_the_workers_do():
+    release = threading.Event()
+
+    def stuck(number):
+        release.wait(SECONDS)
+
+    with Prefetcher(stuck, iter(["the first", "the second"]), ahead=1, workers=2, seconds=0.05) as made:
+        with pytest.raises(FeedTimeoutError) as late:
+            made.take()
+        release.set()
+        assert made.take() is None  # it may still come
+    busy = r"worker \d has been at the first for \d\.\d s, now in \S+threading\.py:\d+ \(wait\)"
+    assert re.fullmatch(
+        rf"nothing arrived within 0\.05 s: ({busy}; worker \d waits|worker \d waits; {busy})\. Mend the source, or "
+        r"allow more with timeout=",
+        str(late.value),
+    )
+    assert re.match(r"Stack of worker \d:\n", late.value.__notes__[0])
+    assert "release.wait(SECONDS)" in late.value.__notes__[0]
+
+
+def test_workers_that_have_ended_are_said_to():
+    made = Prefetcher(str, iter([]), ahead=1, workers=1, seconds=0.05)
+    with pytest.raises(FeedTimeoutError, match=r"^nothing arrived within 0\.05 s: worker 0 has ended\. Mend"):
+        made.take()
+
+
+def test_closing_does_not_wait_for_what_is_ahead_and_may_be_done_twice():
+    made = Prefetcher(str, iter(range(10**9)), ahead=2, workers=2, seconds=SECONDS)
+    wait_until(lambda: made.ready == 2)
+    made.close()
+    assert not workers()
+    assert made.ready == 0
+    made.close()
+
+
+def test_a_worker_that_cannot_be_ended_is_an_error(monkeypatch):
+    monkeypatch.setattr(prefetch, "_STOP_SECONDS", 0.05)
+    release, begun = threading.Event(), threading.Event()
+
+    def stuck(number):
+        begun.set()
+        release.wait(SECONDS)
+
+    made = Prefetcher(stuck, iter(range(9)), ahead=1, workers=1, seconds=SECONDS)
+    assert begun.wait(SECONDS)
+    with pytest.raises(FeedTimeoutError, match=r"^a worker did not end within 0\.05 s: worker 0 has been at 0 for "):
+        made.close()
+    release.set()
+    wait_until(lambda: not workers())
+    made.close()
+
+
+def test_one_that_nobody_closes_ends_when_it_is_forgotten():
+    made = Prefetcher(str, iter(range(9)), ahead=2, workers=2, seconds=SECONDS)
+    made.take()
+    del made
+    gc.collect()
+    assert not workers()
