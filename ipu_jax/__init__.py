@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from ipu_jax.base import facts
 from ipu_jax.base.on_demand import names_on_demand
 from ipu_jax.base.version import __version__
 
@@ -156,5 +157,8 @@ __all__ = [
     "verify",
     "write_report",
 ]
+
+# what this process says of itself goes into its beacon and its record; without a fact, nothing of this is imported
+facts.listen_from("ipu_jax.distributed.processes.listening")
 
 __getattr__, __dir__ = names_on_demand(__name__, __file__)

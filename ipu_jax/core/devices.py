@@ -22,8 +22,6 @@ import contextlib
 import enum
 import os
 import re
-import time
-import weakref
 from collections.abc import Iterator
 from typing import Any, Final, Literal, get_args
 
@@ -31,10 +29,8 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
 
+from ipu_jax.base import facts
 from ipu_jax.base.checks import check_choice, check_count
-from ipu_jax.core import observer
-from ipu_jax.distributed.processes import beacons, jax_facts
-from ipu_jax.distributed.processes.beacons import Phase
 
 Cores = Literal["shared", "one per IPU"]
 
@@ -50,10 +46,6 @@ class AllIpus(enum.Enum):
     def __repr__(self) -> str:
         return self.name
 
-
-_ASK_MEMORY_EVERY: Final = 2.0
-
-_windows: "weakref.WeakSet[InFlight]" = weakref.WeakSet()
 
 ALL_IPUS: Final = AllIpus.ALL_IPUS
 """The place of a concurrent stage: every IPU of its replica."""
@@ -95,7 +87,8 @@ def configure(num_ipus: int, *, cores: Cores = "shared") -> list[jax.Device]:  #
     with _thread_pool(pool_threads(max(num_ipus, cpu_devices_asked_for()), cores)):
         devices = local_devices()
     if len(devices) >= num_ipus:
-        jax_facts.note_devices(devices[:num_ipus])
+        for listener in facts.listeners():
+            listener.devices(devices[:num_ipus])
         return devices[:num_ipus]
     raise ValueError(f"num_ipus={num_ipus}, but {_too_few(num_ipus, len(devices), devices[0].platform)}")
 
@@ -143,8 +136,13 @@ def make_mesh(replicas: int, ipus_per_replica: int) -> Mesh:
         axis_types=(AxisType.Auto, AxisType.Auto),
         devices=devices[:needed],
     )
-    jax_facts.note_mesh(mesh)
+    for listener in facts.listeners():
+        listener.mesh(mesh, ())
     return mesh
+
+
+_outstanding: "collections.deque[tuple[InFlight, list[Any]]]" = collections.deque()
+"""The steps of this process, the oldest first: all its loops share the devices, and so one bound."""
 
 
 class InFlight:
@@ -158,6 +156,8 @@ class InFlight:
     donated to a later step (`donate_argnums`) can no longer be waited for. If a step has no other output, the window
     waits for the next step that has one. That is safe but without overlap, so include an output that is not donated,
     such as the loss.
+
+    All steps of the process count, whichever loop, `Pipeline` or `TrainStep` has dispatched them.
 
     Args:
         limit: the number of steps that may be outstanding after `admit` returns, at least 1.
@@ -177,13 +177,8 @@ class InFlight:
 
     def __init__(self, limit: int = 4):
         self._limit = check_count("limit", limit)
-        self._steps: collections.deque[list[Any]] = collections.deque()
-        self._counted = 0  # how many of the oldest steps the beacon counts as finished
-        self._work: collections.deque[tuple[int, int]] = collections.deque()  # of the other steps
-        self._is_begun = self._is_joint = False
-        self._ask_memory_at, self._devices_tell = 0.0, True
-        jax_facts.begin()
-        _windows.add(self)
+        for listener in facts.listeners():
+            listener.stepping()
 
     @property
     def limit(self) -> int:
@@ -192,8 +187,8 @@ class InFlight:
 
     @property
     def outstanding(self) -> int:
-        """Return the number of steps that were admitted and not yet waited for."""
-        return len(self._steps)
+        """Return the number of steps that were admitted here and not yet waited for."""
+        return sum(window is self for window, _ in _outstanding)
 
     def begin(self, arguments: Any = None) -> None:
         """Tell poprun, if it runs this process, that a step is about to be dispatched; `admit` takes its outputs.
@@ -205,14 +200,8 @@ class InFlight:
         Args:
             arguments: the arguments of the step, a pytree.
         """
-        beacon = beacons.current()
-        # without poprun nobody asks who has begun, and looking at hundreds of arguments takes time
-        if beacon is None or not beacon.launched:
-            return
-        leaves = jax.tree.leaves(arguments)
-        if not self._is_begun and not any(isinstance(leaf, Tracer) for leaf in leaves):
-            self._is_begun, self._is_joint = True, self._is_joint or any(map(_is_on_all_instances, leaves))
-            beacon.begun(joint=self._is_joint)
+        for listener in facts.listeners():
+            listener.dispatching(self, arguments)
 
     def admit(self, outputs: Any, *, updates: int = 1, samples: int = 0) -> None:
         """Remember a step that was just dispatched; wait for the oldest steps until `limit` are outstanding.
@@ -234,79 +223,26 @@ class InFlight:
         if not leaves:
             raise ValueError("outputs hold no live jax.Array to wait for: give what the step returned, with its loss")
         smallest = min(leaf.nbytes for leaf in leaves)
-        self._steps.append([leaf for leaf in leaves if leaf.nbytes <= max(smallest, 1024)])
-        beacon = beacons.current()
-        if beacon is not None:
-            if not self._is_begun:
-                beacon.begun()
-            elif self._is_joint:
-                beacon.dispatched()
-            self._is_begun = False
-            self._work.append((updates, samples))
-            self._count_ready(beacon)
-        while len(self._steps) > self._limit:
+        kept = [leaf for leaf in leaves if leaf.nbytes <= max(smallest, 1024)]
+        _outstanding.append((self, kept))
+        for listener in facts.listeners():
+            listener.dispatched(self, kept, updates, samples)
+        while len(_outstanding) > self._limit:
             self._wait_for_oldest()
-            if beacon is not None and self._counted < len(self._steps):
-                self._count_ready(beacon)
-        recording = observer.current()
-        if recording is not None:
-            recording.admit(self, self._steps[-1], updates)
-
-    def _finish(self) -> None:
-        """Wait for all steps that were admitted."""
-        while self._steps:
-            self._wait_for_oldest()
-        self._counted = 0
-        if self._work and (beacon := beacons.current()) is not None:
-            beacon.finished(len(self._work), *map(sum, zip(*self._work, strict=True)))
-            self._work.clear()
+            for listener in facts.listeners():
+                listener.waited()
 
     def _wait_for_oldest(self) -> None:
-        while self._steps:
-            live = [output for output in self._steps.popleft() if not output.is_deleted()]
-            self._counted -= 1
+        while _outstanding:
+            window, outputs = _outstanding.popleft()
+            live = [output for output in outputs if not output.is_deleted()]
             if live:
-                live[0].block_until_ready()
+                try:
+                    live[0].block_until_ready()
+                except Exception:
+                    if window is self:  # an error of another loop's step is raised there, or where it is read
+                        raise
                 return
-
-    def _count_ready(self, beacon: beacons.Beacon) -> None:
-        """Tell the beacon which of the oldest steps have finished since the last call."""
-        ready = max(self._counted, 0)
-        while ready < len(self._steps) and all(
-            output.is_deleted() or output.is_ready() for output in self._steps[ready]
-        ):
-            ready += 1
-        if ready > self._counted:
-            updates = samples = 0
-            for _ in range(ready - self._counted):
-                if self._work:  # perhaps there was no beacon when the step was admitted
-                    of_step = self._work.popleft()
-                    updates, samples = updates + of_step[0], samples + of_step[1]
-            if self._devices_tell:
-                self._hold_memory(beacon)
-            beacon.finished(ready - self._counted, updates, samples)
-            self._counted = ready
-
-    def _hold_memory(self, beacon: beacons.Beacon) -> None:
-        """Ask the devices once in a while how much of their memory is in use. CPU devices do not say."""
-        now = time.monotonic()
-        if now >= self._ask_memory_at:
-            held = jax_facts.device_bytes()
-            beacon.hold(held)
-            self._ask_memory_at, self._devices_tell = now + _ASK_MEMORY_EVERY, held > 0
-
-
-def finish_all_steps() -> None:
-    """Wait for all steps that this process has dispatched, so that its beacon reports their final number."""
-    for window in list(_windows):
-        window._finish()
-
-
-def _is_on_all_instances(leaf: Any) -> bool:
-    """Return whether there are several instances, and a leaf is on devices of each."""
-    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
-        return False
-    return len({device.process_index for device in leaf.sharding.device_set}) == jax.process_count()
 
 
 def local_devices() -> list[Any]:
@@ -317,7 +253,7 @@ def local_devices() -> list[Any]:
     """
     try:
         # jax waits here until the devices of all instances are known, and gives up after 120 s without naming any
-        with beacons.during(Phase.WAITING, "for the devices of all instances", 110):
+        with facts.during("for the devices of all instances", 110, waiting=True):
             return jax.local_devices()
     except (RuntimeError, AssertionError) as error:  # jax asserts that a known platform has started
         asked_for = jax.config.values["jax_platforms"]

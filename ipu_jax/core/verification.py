@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from ipu_jax.base import facts
 from ipu_jax.base.jaxprs import all_equations
 from ipu_jax.base.tracebacks import ShortTracebacks
 from ipu_jax.core.devices import IPU_AXIS
@@ -18,8 +19,6 @@ from ipu_jax.core.instances import gathered, on_host
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.reference import UNFUSED, unsharded_update
 from ipu_jax.core.weights.packing import Sharded
-from ipu_jax.distributed.processes import beacons
-from ipu_jax.distributed.processes.beacons import Phase
 
 # Two programs whose operations round alike agree, but for a few numbers that are rounded up in one and down in the
 # other. This is more than such numbers change a leaf, and less than a fault of 1%.
@@ -75,7 +74,7 @@ def _worst(errors: Mapping[str, float]) -> tuple[str, float]:
     return max(errors.items(), key=lambda item: np.inf if np.isnan(item[1]) else item[1])
 
 
-@beacons.during(Phase.BUSY, "verifying", beacons.LONG)
+@facts.during("verifying")
 def verify(
     pipeline: Pipeline,
     params: Sharded,

@@ -26,9 +26,8 @@ from typing import Any, Final, NoReturn
 import jax
 from jax._src import compiler, distributed  # the cache's writer and the coordination service's client: not exported
 
-from ipu_jax.core.devices import finish_all_steps
 from ipu_jax.distributed.environment import cache_of
-from ipu_jax.distributed.processes import beacons, jax_facts, own_record
+from ipu_jax.distributed.processes import beacons, listening, own_record
 from ipu_jax.distributed.processes.beacons import Beacon, Phase
 
 _LONGEST_MESSAGE: Final = 4000
@@ -46,7 +45,7 @@ def prepare() -> None:
     _prepared_pid = os.getpid()
     beacon = own_record.begin()
     if beacon is not None:
-        jax_facts.tell_compilations(beacon)
+        listening.tell_compilations(beacon)
         _stacks_on_request()
     _keep_executables()
     end = _End(beacon)
@@ -156,7 +155,7 @@ class _End:
         if self._beacon is not None:
             if self._beacon.launched:
                 with contextlib.suppress(Exception):  # from steps whose outputs the program has not read
-                    finish_all_steps()
+                    listening.OWN.finish()
             self._beacon.enter(Phase.ENDING)
         _wait_for_the_others()
 

@@ -48,12 +48,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     "run": {"observe": set(), "loop": {"observe"}, "executable_cache": set()},
 }
 PARTS = {"distributed": {"launcher", "bootstrap"}}  # folders that belong to the files beside them
-# The one bridge that is still to be built: the core tells processes what it does, instead of saying it to listeners.
-UNTIL_THE_BRIDGE = {
-    *(("core.devices", "distributed"), ("core.pipeline._pipeline", "distributed")),
-    *(("core.pipeline._placed_stages", "distributed"), ("core.verification", "distributed")),
-    *(("distributed._instance", "core"), ("distributed.commands", "core")),
-}
+UNTIL_THE_EXAMPLE = {("distributed.commands", "core")}
 # They use public names only, like a user's program.
 PROGRAMS = ("tools", "__main__")
 # What programs share with those of mnist_example: how a command line is read, a process ends, and a file is replaced.
@@ -149,7 +144,7 @@ def test_a_storey_imports_itself_and_those_below_and_a_room_what_its_row_says():
             if other == storey:
                 rooms = {room_of(found)} if found != f"ipu_jax.{storey}" else set()
                 assert rooms <= {room, *ROOMS[storey][room]}, f"{path} imports {found} of another room"
-            elif (name.removeprefix("ipu_jax."), other) not in UNTIL_THE_BRIDGE:
+            elif (name.removeprefix("ipu_jax."), other) not in UNTIL_THE_EXAMPLE:
                 assert other in STOREYS[storey], f"{path} imports {found}, which is not below it"
 
 

@@ -13,7 +13,7 @@ So any program can be profiled without compiling another one.
 import dataclasses
 import hashlib
 import re
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from ipu_jax.core.stage import Role
 
 Label = Literal["F", "B", "W", "FB", "queue", "y", "dx"]
 EXCHANGED: Final[tuple[Label, ...]] = ("y", "dx")
+
+UPDATE: Final = "ipu_jax.update"
+"""The name of a training step's operations on its gradients."""
 
 _GUARD = re.compile(r"ipu_jax\.(F|B|W|FB|queue|y|dx)\.(\d+)/while$")
 _PLAN = re.compile(r"ipu_jax\.plan\.([0-9a-f]+)\.([0-9a-f]+)(?:/|$)")
@@ -78,10 +81,10 @@ def label(kind: Label, number: int) -> str:
 def of_plan(plan: Plan) -> str:
     """Return the name of a plan's scan, by which `plan_named` finds the plan in this process."""
     names = _names(plan)
-    tables = [names.schedule.to_text(), plan.role, plan.backward, plan.ipus, plan.classes]
-    tables += [(key, rows.tobytes()) for key, rows in names.microbatches.items()]
+    about = (names.schedule.name, names.schedule.placement, plan.role, plan.backward, plan.classes, *names.microbatches)
     # a program from an executable cache has the names of its first compilation, whose stages may have had other names
-    structure, called = _digest(tables), _digest([segment.stages for segment in names.segments])
+    structure = _digest(about, *plan.tables.values(), *names.microbatches.values())
+    called = _digest([segment.stages for segment in names.segments])
     _plans[f"{structure}.{called}"] = _plans[structure] = names
     return f"ipu_jax.plan.{structure}.{called}"
 
@@ -127,5 +130,8 @@ def _names(plan: Plan) -> PlanNames:
     return PlanNames(plan.schedule, plan.ipus, plan.role, plan.backward, segments, plan.classes, ticks, microbatches)
 
 
-def _digest(parts: list) -> str:
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+def _digest(about: Any, *tables: np.ndarray) -> str:
+    found = hashlib.sha256(repr(about).encode())
+    for table in tables:
+        found.update(repr(table.shape).encode() + table.tobytes())
+    return found.hexdigest()[:12]

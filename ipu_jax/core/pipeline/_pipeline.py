@@ -28,9 +28,8 @@ from ipu_jax.core.pipeline._layers import stages_of_layers
 from ipu_jax.core.pipeline._placed_stages import PlacedStages
 from ipu_jax.core.stage import Role, Stage
 from ipu_jax.core.weights import packing
-from ipu_jax.core.weights.arguments import check_predictable
+from ipu_jax.core.weights.arguments import check_predictable, count_samples
 from ipu_jax.core.weights.packing import Sharded
-from ipu_jax.distributed.processes.jax_facts import count_samples
 
 
 class Pipeline(PlacedStages):

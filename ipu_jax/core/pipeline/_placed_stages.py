@@ -9,6 +9,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from ipu_jax.base import facts
 from ipu_jax.base.jaxprs import traced_on
 from ipu_jax.base.tracebacks import ShortTracebacks
 from ipu_jax.core.analysis.report import MemoryGuard, PipelineReport, make_report
@@ -35,9 +36,6 @@ from ipu_jax.core.weights.arguments import (
 from ipu_jax.core.weights.groups import Groups
 from ipu_jax.core.weights.packed_layout import PackedLayout
 from ipu_jax.core.weights.packing import Sharded
-from ipu_jax.distributed.processes import beacons
-from ipu_jax.distributed.processes.beacons import Phase
-from ipu_jax.distributed.processes.jax_facts import note_mesh
 
 
 class PlacedStages:
@@ -72,7 +70,8 @@ class PlacedStages:
         self._memory = MemoryGuard(ipu_memory)
         # jitted once, so that all calls with the same shapes run the same program
         self._value_and_grad = jax.jit(self._update)
-        note_mesh(self.mesh, [(stage.name, stage.place) for stage in self.stages])
+        for listener in facts.listeners():
+            listener.mesh(self.mesh, [(stage.name, stage.place) for stage in self.stages])
 
     @property
     def schedule(self) -> Schedule:
@@ -84,7 +83,7 @@ class PlacedStages:
         """Return the schedule, or "auto" if none has been found yet."""
         return self._choice.schedule_or_name
 
-    @beacons.during(Phase.BUSY, "placing weights", beacons.LONG)
+    @facts.during("placing weights")
     def shard(self, params: Mapping[str, Any]) -> Sharded:
         """Place `{group: pytree of weights}` on the IPUs.
 
@@ -148,7 +147,7 @@ class PlacedStages:
         """
         return PipelineOptimizer(self, self._groups, transformation)
 
-    @beacons.during(Phase.BUSY, "gathering weights", beacons.LONG)
+    @facts.during("gathering weights")
     def unshard(self, sharded: Sharded) -> dict[str, Any]:
         """Return `{group: pytree}` of parameters, gradients or state, whole and unpadded: the inverse of `shard`.
 

@@ -1,9 +1,11 @@
 """Check the arguments of a pipeline before anything is traced: groups and their places, specs, keys, batches."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
@@ -207,6 +209,15 @@ def check_prediction_batch(batch: Any, replicas: int) -> None:
                 f"batch{jax.tree_util.keystr(path)} has {found[-1]} micro-batches and another leaf {first[-1]}: all "
                 f"leaves must have the same leading dims, {rule}"
             )
+
+
+def count_samples(batch: Any, dims: int) -> int:
+    """Return the number of examples in a batch: the product of the first `dims` dims of a leaf with enough dims.
+
+    >>> count_samples({"x": np.zeros((2, 4, 8, 28, 28)), "scale": np.zeros(2)}, dims=3)
+    64
+    """
+    return next((math.prod(leaf.shape[:dims]) for leaf in jax.tree.leaves(batch) if np.ndim(leaf) >= dims), 0)
 
 
 def _check_not_empty(batch: Any) -> None:

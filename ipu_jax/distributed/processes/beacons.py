@@ -374,9 +374,6 @@ def meeting(label: str, limit: float) -> Iterator[None]:
 
 _INTERRUPTED: Final = (Phase.STARTING, Phase.COMPILING, Phase.STEPPING, Phase.SILENT)
 
-LONG: Final = 600.0
-"""Seconds that a piece of the library's own work on the host may take, such as placing weights."""
-
 
 def _bytes_of(path: Path) -> bytes | None:
     try:

@@ -28,11 +28,10 @@ from typing import Any, Final, Literal
 
 import jax
 
+from ipu_jax.base import facts
 from ipu_jax.base.checks import check_choice, check_count
 from ipu_jax.distributed import popdist
 from ipu_jax.distributed.meetings import Meetings
-from ipu_jax.distributed.processes import beacons
-from ipu_jax.distributed.processes.beacons import Phase
 from ipu_jax.training.checkpoints import _agreement, _description, _folder, _reading, _seal
 from ipu_jax.training.checkpoints._arrays import named, size_of
 from ipu_jax.training.checkpoints._due import Due
@@ -124,7 +123,7 @@ class Checkpoints:
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name}={value!r} is not a positive number: give one such as {such_as}")
         self.folder = _folder.checked_folder(folder)
-        self._step, self._timeout = step, timeout
+        self._step, self._timeout, self._long = step, timeout, max(facts.LONG, timeout)
         self._stops = check_choice("on_save_error", on_save_error, ("stop", "continue")) == "stop"
         self._words = _seal.as_plain("describes", dict(describes or {}))
         self._search = Search(self.folder, self._words, timeout, _warn)
@@ -179,7 +178,7 @@ class Checkpoints:
                     "resume='auto'"
                 )
             return None
-        with beacons.during(Phase.BUSY, "restoring a checkpoint", max(beacons.LONG, self._timeout)):
+        with facts.during("restoring a checkpoint", self._long):
             here = _description.description_of(self._step, like)
             if resume in ("auto", "must"):
                 found = self._search.last_whole(here, must=resume == "must", is_in_use=self._settle())
@@ -232,7 +231,7 @@ class Checkpoints:
             return
         error: BaseException | None = None
         if jax.process_index() == 0:
-            with beacons.during(Phase.BUSY, "locking the folder of checkpoints", beacons.LONG):
+            with facts.during("locking the folder of checkpoints"):
                 try:
                     self._take_lock()
                     _folder.settle(self.folder)
@@ -336,7 +335,7 @@ class Checkpoints:
         self._step.check(state)  # a stopped state has not learned from all batches before the feed's position
         position = feed.state() if isinstance(feed, Feed) else feed
         # finding shapes traces, too; without this beacon it would say COMPILING until the next step
-        with beacons.during(Phase.BUSY, "waiting for the steps before a save", max(beacons.LONG, self._timeout)):
+        with facts.during("waiting for the steps before a save", self._long):
             number = int(state.step)
             arrays = named(state)
             content = {
@@ -372,7 +371,7 @@ class Checkpoints:
         """Begin to write; return the error of this instance or of another one, or None."""
         error: BaseException | None = None
         if jax.process_index() == 0:
-            with beacons.during(Phase.BUSY, "making room for a save", beacons.LONG):
+            with facts.during("making room for a save"):
                 try:
                     self._take_lock()
                     _folder.make_room(self.folder, job.step, job.size)
@@ -380,7 +379,7 @@ class Checkpoints:
                     error = failed
         if error := self._first_of_all(error):
             return error
-        with beacons.during(Phase.BUSY, "beginning a save", max(beacons.LONG, self._timeout)):
+        with facts.during("beginning a save", self._long):
             try:
                 self._writer.begin(job, arrays)
             except (OSError, ValueError, RuntimeError) as failed:
@@ -397,8 +396,8 @@ class Checkpoints:
         while self._writer.is_busy:
             waits = self._writer.waits_for_others
             # waiting for another instance must not hide that the other one is stuck: poprun has to find it
-            doing = (Phase.WAITING, "for the others' parts of a save") if waits else (Phase.BUSY, "waiting for a save")
-            with beacons.during(*doing, 2 * self._timeout + 60):
+            doing = "for the others' parts of a save" if waits else "waiting for a save"
+            with facts.during(doing, 2 * self._timeout + 60, waiting=waits):
                 while self._writer.is_busy and self._writer.waits_for_others == waits:
                     self._writer.wait(_LOOK_EVERY)
         self._report(self._first_of_all(self._writer.take_error()))
@@ -426,7 +425,7 @@ class Checkpoints:
             self.wait()
             last = self._writer.last
             if last is not None:
-                with beacons.during(Phase.BUSY, "verifying a checkpoint", max(beacons.LONG, self._timeout)):
+                with facts.during("verifying a checkpoint", self._long):
                     self._verify(last)
         finally:
             self._meetings.close()

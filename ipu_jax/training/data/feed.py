@@ -20,10 +20,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from jax.sharding import Mesh
 
+from ipu_jax.base import facts
 from ipu_jax.base.checks import as_int, check_choice, check_count
 from ipu_jax.core.options import TrainOptions
-from ipu_jax.distributed.processes import beacons
-from ipu_jax.distributed.processes.beacons import Phase
 from ipu_jax.training.data.batch import FeedBatch, Sender, share_of
 from ipu_jax.training.data.dims import REMAINDERS, BatchDims
 from ipu_jax.training.data.order import EpochOrder, Position
@@ -348,7 +347,7 @@ class Feed:
             raise ValueError("the feed is closed: read inside its `with` block")
         try:
             # a slow source is not a stuck step; the margin lets our own error, which says what the workers do, go first
-            with beacons.during(Phase.BUSY, "reading a batch", self._timeout + _MARGIN):
+            with facts.during("reading a batch", self._timeout + _MARGIN):
                 batch, following = self._read()
                 self._last, self._position = self._position, following
         except FeedTimeoutError:

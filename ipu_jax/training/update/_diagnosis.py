@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ipu_jax.base import facts
 from ipu_jax.base.tracebacks import ShortTracebacks
 from ipu_jax.core.instances import on_host
 from ipu_jax.core.options import TrainOptions
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.weights.packed_layout import Leaf
 from ipu_jax.core.weights.packing import Sharded
-from ipu_jax.distributed.processes import beacons
-from ipu_jax.distributed.processes.beacons import Phase
 from ipu_jax.training.update._loss_scale import current_scale
 from ipu_jax.training.update._probes import ProbedPipeline, float_names, run_probed_function
 from ipu_jax.training.update.nonfinite import Flags, NonFinite, StageFlags, first_nonfinite, no_flags
@@ -38,7 +37,7 @@ class Diagnosis:
         self._model, self._options, self._random = model, options, random
         self._program = jax.jit(self._run)
 
-    @beacons.during(Phase.BUSY, "finding what was not finite", beacons.LONG)
+    @facts.during("finding what was not finite")
     def find(self, state: TrainState, batch: Any, step: int) -> NonFinite | None:
         """Return the first value that is not finite in an update, or None if there is none.
 

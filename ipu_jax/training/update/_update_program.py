@@ -14,7 +14,7 @@ from jax import lax
 
 from ipu_jax.core.collectives import state_over_replicas
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
-from ipu_jax.core.observer import UPDATE
+from ipu_jax.core.engine.labels import UPDATE
 from ipu_jax.core.optimizer import zero
 from ipu_jax.core.optimizer.blocks import from_blocks, to_blocks
 from ipu_jax.core.optimizer.update import ShardedUpdate

@@ -25,8 +25,7 @@ from ipu_jax.core.devices import REPLICA_AXIS, InFlight, make_mesh
 from ipu_jax.core.instances import on_host, put, spans_instances
 from ipu_jax.core.options import PipelineOptions, Reduction
 from ipu_jax.core.pipeline import Pipeline
-from ipu_jax.core.weights.arguments import check_alive, check_batch
-from ipu_jax.distributed.processes.jax_facts import count_samples
+from ipu_jax.core.weights.arguments import check_alive, check_batch, count_samples
 from ipu_jax.training.update._accumulate import accumulate, accumulate_gradients
 
 

@@ -22,17 +22,16 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ipu_jax.base import facts
 from ipu_jax.base.tracebacks import ShortTracebacks
 from ipu_jax.core.devices import REPLICA_AXIS, InFlight
 from ipu_jax.core.instances import put
 from ipu_jax.core.optimizer.extra_arguments import checked_optimizer
 from ipu_jax.core.options import DynamicScale, TrainOptions
 from ipu_jax.core.pipeline import Pipeline
+from ipu_jax.core.weights.arguments import count_samples
 from ipu_jax.core.weights.packed_layout import WHOLE
 from ipu_jax.core.weights.packing import Sharded
-from ipu_jax.distributed.processes import beacons
-from ipu_jax.distributed.processes.beacons import Phase
-from ipu_jax.distributed.processes.jax_facts import count_samples
 from ipu_jax.training.update._arguments import Arguments
 from ipu_jax.training.update._average import with_average
 from ipu_jax.training.update._diagnosis import Diagnosis
@@ -129,7 +128,7 @@ class TrainStep:
 
     # state
 
-    @beacons.during(Phase.BUSY, "placing the state", beacons.LONG)
+    @facts.during("placing the state")
     @jax.transfer_guard("allow")  # the caller asks for this transfer
     def init(self, params: Any, *, stages: Any = None, key: Any = None) -> TrainState:
         """Place whole weights, and the optimizer's first state for them, on the IPUs.
@@ -147,7 +146,7 @@ class TrainStep:
             raise ValueError("params are placed already: give whole weights, such as step.whole(state)['params']")
         return self._placement.first(params, stages, self._arguments.key_for_state(key))
 
-    @beacons.during(Phase.BUSY, "placing the state", beacons.LONG)
+    @facts.during("placing the state")
     @jax.transfer_guard("allow")  # the caller asks for this transfer
     def restore(self, whole: dict[str, Any]) -> TrainState:
         """Return the state to continue with from what `whole` returned.
@@ -168,7 +167,7 @@ class TrainStep:
             raise ValueError("the saved state and this step differ in whether they scale the loss by a DynamicScale")
         return self._placement.placed(whole)
 
-    @beacons.during(Phase.BUSY, "gathering the state", beacons.LONG)
+    @facts.during("gathering the state")
     @jax.transfer_guard("allow")  # the caller asks for this transfer
     def whole(self, state: TrainState) -> dict[str, Any]:
         """Return the state to save or compare: `{"params", "optimizer", "stages", "scale", "step", "key", "ema"}`.

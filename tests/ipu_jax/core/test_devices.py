@@ -16,8 +16,15 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+from ipu_jax.core import devices
 from ipu_jax.core.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, AllIpus, InFlight, configure, make_mesh
 from support.refusals import refusals, refused
+
+
+@pytest.fixture(autouse=True)
+def _a_backend_and_no_steps():
+    assert len(jax.devices()) == 8  # later no other number can be had
+    devices._outstanding.clear()
 
 
 def in_a_fresh_process(code: str, **environment: str) -> str:
@@ -227,6 +234,30 @@ def test_the_window_keeps_its_overlap_beside_a_donated_counter():
         count, loss = step(count)
         window.admit((count, loss))
     assert window.outstanding == 3
+
+
+def test_all_windows_of_a_process_share_one_bound():
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 200, lambda _, x: jnp.sin(x @ x), x))
+    first, second = InFlight(limit=3), InFlight(limit=2)
+    outputs = [jax.block_until_ready(slow(jnp.ones((100, 100))))]
+    for window in (first, first, first, second):
+        window.admit(slow(outputs[0]))
+        outputs.append(slow(outputs[0]))
+        assert first.outstanding + second.outstanding <= 3
+    assert (first.outstanding, second.outstanding) == (1, 1)
+
+
+def test_the_error_of_a_step_is_raised_in_its_own_loop_only(monkeypatch):
+    def fail(_):
+        raise RuntimeError("mine")
+
+    mine, other, output = InFlight(limit=1), InFlight(limit=1), jnp.ones(())
+    monkeypatch.setattr(type(output), "block_until_ready", fail)
+    mine.admit(output)
+    other.admit(output)  # waits for the step of `mine`
+    mine.admit(output)  # waits for that of `other`
+    with pytest.raises(RuntimeError, match="mine"):
+        mine.admit(output)
 
 
 def test_the_window_holds_no_large_output():

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from typing import Any, Final, Literal
 
 from ipu_jax.core.engine import labels
-from ipu_jax.core.engine.labels import Label, PlanNames
-from ipu_jax.core.observer import UPDATE
+from ipu_jax.core.engine.labels import UPDATE, Label, PlanNames
 
 Role = Literal["scan", "guard", "inner", "collective", "update", "outside"]
 

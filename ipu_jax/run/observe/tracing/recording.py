@@ -19,12 +19,10 @@ from typing import Any, Final, Literal
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from ipu_jax.base import facts
 from ipu_jax.base.checks import check_count
-from ipu_jax.core import observer
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.distributed import popdist
-from ipu_jax.distributed.processes import beacons
-from ipu_jax.distributed.processes.beacons import Phase
 from ipu_jax.run.observe.tracing import _chrome, _merging
 from ipu_jax.run.observe.tracing._assembling import main_plan, measured_by_device, merged
 from ipu_jax.run.observe.tracing._profile import Profiler, Run
@@ -60,7 +58,7 @@ def trace(folder: str | os.PathLike[str], *, steps: int = 3) -> "Recording":
     return Recording(folder, steps)
 
 
-class Recording:
+class Recording(facts.Listener):
     """Record steps inside a `with`; `trace` makes it.
 
     Attributes:
@@ -117,10 +115,10 @@ class Recording:
     def __enter__(self) -> "Recording":
         if self._state != "new":
             raise ValueError("a recording is for one `with`: call trace(folder) again")
-        if observer.current() is not None:
+        if any(isinstance(listener, Recording) for listener in facts.listeners()):
             raise ValueError("another trace is being recorded: leave its `with` first")
         self._state = "waiting"
-        observer.observe_by(self)
+        facts.listen(self)
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
@@ -141,10 +139,10 @@ class Recording:
             steps: how many weight updates it makes.
         """
         outputs = program(*args)
-        self.admit(program, jax.tree.leaves(outputs), steps)
+        self.dispatched(program, jax.tree.leaves(outputs), steps)
         return outputs
 
-    def admit(self, owner: Any, outputs: list[Any], updates: int) -> None:
+    def dispatched(self, window: Any, outputs: list[Any], updates: int, samples: int = 0) -> None:
         """Take note of a program that was dispatched; start or stop the profiler."""
         if self._state not in ("waiting", "recording"):
             return
@@ -153,8 +151,8 @@ class Recording:
             mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
             if isinstance(mesh, Mesh) and {REPLICA_AXIS, IPU_AXIS} <= {*mesh.axis_names} and mesh not in self._meshes:
                 self._meshes.append(mesh)
-        is_first = id(owner) not in self._known
-        self._known.add(id(owner))
+        is_first = id(window) not in self._known
+        self._known.add(id(window))
         self._last = outputs
         if self._state == "waiting":
             _wait(outputs)  # a run that has already begun would be recorded only in part
@@ -183,7 +181,7 @@ class Recording:
         _wait(self._last)  # the profile of a step must be complete to be read
         self._stop()
         self._state = "finished"
-        with beacons.during(Phase.BUSY, "reading a trace", beacons.LONG):
+        with facts.during("reading a trace"):
             recorded = self._recorded()
             parts = _merging.gathered(recorded)
             for part in parts:
@@ -199,13 +197,12 @@ class Recording:
 
     def _stop(self) -> None:
         """Stop the profiler if it runs, and read what it recorded."""
-        if observer.current() is self:
-            observer.observe_by(None)
+        facts.stop_listening(self)
         self._last = []
         if self._state != "recording":
             return
         self._state = "recorded"
-        with beacons.during(Phase.BUSY, "reading a profile", beacons.LONG):
+        with facts.during("reading a profile"):
             try:
                 self._profiler.stop()
                 self._runs = self._profiler.runs()

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import pytest
 
 from ipu_jax import InFlight
+from ipu_jax.core import devices
 from ipu_jax.distributed.processes import beacons
 from ipu_jax.distributed.processes.beacons import Beacon, Phase, read
+from ipu_jax.distributed.processes.listening import OWN
 
 
 def seen(path):
@@ -73,6 +75,8 @@ def launched(tmp_path, monkeypatch):
     monkeypatch.setenv(beacons.INSTANCE, "3")
     monkeypatch.setattr(beacons, "_looked", False)
     monkeypatch.setattr(beacons, "_current", None)
+    OWN.forget()
+    devices._outstanding.clear()
     return tmp_path / "beacon.3"
 
 

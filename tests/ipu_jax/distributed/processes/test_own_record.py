@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from ipu_jax import ALL_IPUS, InFlight, Pipeline, Stage, TrainOptions, make_train_step, popdist
 from ipu_jax.distributed.processes import beacons, own_record
 from ipu_jax.distributed.processes.identity import own_identity
+from ipu_jax.distributed.processes.listening import OWN
 from support.launched import environment
 
 
@@ -24,6 +25,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("IPU_JAX_MONITOR", str(tmp_path / "records"))
     for module, name in ((own_record, "_asked"), (own_record, "_record"), (beacons, "_current"), (beacons, "_looked")):
         monkeypatch.setattr(module, name, None)
+    OWN.forget()
     yield tmp_path / "records"
     if own_record._record is not None:
         own_record._record.remove()
@@ -79,7 +81,7 @@ def test_devices_that_tell_are_asked_for_their_memory_now_and_then(folder, monke
             return {"bytes_in_use": 1000 * len(asked)}
 
     clock = [0.0]
-    monkeypatch.setattr("ipu_jax.core.devices.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("ipu_jax.distributed.processes.listening.time.monotonic", lambda: clock[0])
     monkeypatch.setattr("jax.local_devices", lambda: [Device()])
     window, output = InFlight(), jnp.ones(()).block_until_ready()
     held: list[int] = []

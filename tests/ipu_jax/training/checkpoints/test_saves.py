@@ -14,7 +14,7 @@ import optax
 import pytest
 
 from ipu_jax import CheckpointError, Checkpoints, TrainOptions, make_train_step
-from ipu_jax.distributed.processes import beacons, jax_facts
+from ipu_jax.distributed.processes import beacons, listening
 from ipu_jax.training.checkpoints import _due, _seal
 from ipu_jax.training.checkpoints._due import Due
 from ipu_jax.training.checkpoints._store import Store
@@ -303,7 +303,7 @@ def test_poprun_is_told_that_a_save_is_no_stuck_step_and_no_compilation(tmp_path
     monkeypatch.setattr(beacons, "current", lambda: beacon)
     monkeypatch.setattr(beacon, "enter", lambda phase, *rest: phases.append(phase) or enter(beacon, phase, *rest))
     monkeypatch.setattr(Store, "begin", lambda self, *a: (seen.append(read()), begin(self, *a)))
-    listener = jax_facts._Compilations(beacon)
+    listener = listening._Compilations(beacon)
     jax.monitoring.register_event_duration_secs_listener(listener)
     try:
         step = step_of()

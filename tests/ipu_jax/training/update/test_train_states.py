@@ -9,7 +9,6 @@ import optax
 import pytest
 
 from ipu_jax import DynamicScale, Outputs, Pipeline, Replicas, Stage, TrainOptions, make_mesh, make_train_step
-from ipu_jax.core.devices import InFlight
 from support.dense import largest_relative_error
 from support.one_stage import KINDS
 from support.refusals import refused
@@ -203,11 +202,8 @@ def test_unfreezing_begins_the_optimizer_anew():
 # how many calls are in flight
 
 
-def test_calls_in_flight_are_counted_and_waited_for(monkeypatch):
+def test_calls_in_flight_are_counted_and_waited_for():
     """Every way to dispatch a program adds each call to its window, which waits for all but the last four calls."""
-    waits = []
-    wait = InFlight._wait_for_oldest
-    monkeypatch.setattr(InFlight, "_wait_for_oldest", lambda window: (waits.append(window), wait(window)))
     step, function = step_of("pipeline"), step_of("function")
     state, of_function = step.init(WEIGHTS), function.init(WEIGHTS)
     params, replicated = step.model.shard(WEIGHTS), function.model.shard(WEIGHTS)
@@ -224,6 +220,7 @@ def test_calls_in_flight_are_counted_and_waited_for(monkeypatch):
         of_function, outputs = function(of_function, ROWS)
         return outputs.loss
 
+    models = (step, function, pipeline, evaluated, replicas, evaluating)
     for model, call in (
         (step, trained),
         (function, trained_function),
@@ -236,5 +233,5 @@ def test_calls_in_flight_are_counted_and_waited_for(monkeypatch):
         for count in range(1, 8):
             losses.append(call())
             assert model._window.outstanding == min(count, 4)
-            assert waits.count(model._window) == max(count - 4, 0)
+            assert sum(each._window.outstanding for each in models) <= 4
             assert all(loss.is_ready() for loss in losses[:-4])

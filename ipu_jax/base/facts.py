@@ -1,0 +1,89 @@
+"""Say what this process does, to whoever listens. Nobody needs to: then nothing happens.
+
+    core, training, run        during("placing weights")    dispatched(window, outputs, ...)    mesh(mesh, stages)
+                                         |
+    facts                      each Listener that has registered
+                                         |
+    distributed/processes      the beacon for poprun, the record for ipu-monitor
+    run/observe/tracing        a recording
+
+Nothing here imports jax.
+"""
+
+import contextlib
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+LONG: Final = 600.0
+"""Seconds that a piece of the library's own work on the host may take, such as placing weights."""
+
+
+class Listener:
+    """Hears facts. A listener defines the methods for the facts that it wants to hear."""
+
+    def during(self, doing: str, seconds: float, waiting: bool) -> AbstractContextManager[Any]:
+        """Hear that the host does other work than steps, or waits for other instances, until the context ends."""
+        return contextlib.nullcontext()
+
+    def devices(self, devices: Sequence[Any]) -> None:
+        """Hear which devices of this process serve as IPUs."""
+
+    def mesh(self, mesh: Any, stages: Sequence[tuple[str, int | None]]) -> None:
+        """Hear of a mesh, and of the name and IPU of each stage on it (None for all IPUs), if known."""
+
+    def stepping(self) -> None:
+        """Hear that this process is about to run steps."""
+
+    def dispatching(self, window: Any, arguments: Any) -> None:
+        """Hear that a window's next step is about to be dispatched with these arguments, if it says so at all."""
+
+    def dispatched(self, window: Any, outputs: list[Any], updates: int, samples: int) -> None:
+        """Hear of a step that was dispatched: arrays among its outputs, its weight updates, the examples in them."""
+
+    def waited(self) -> None:
+        """Hear that the host has waited for a step, so that others may have finished, too."""
+
+
+_listeners: tuple[Listener, ...] = ()
+_modules: list[str] = []
+
+
+def listen(listener: Listener) -> None:
+    """Let a listener hear facts from now on."""
+    global _listeners
+    _listeners = (*_listeners, listener)
+
+
+def stop_listening(listener: Listener) -> None:
+    """Let a listener hear nothing more."""
+    global _listeners
+    _listeners = tuple(other for other in _listeners if other is not listener)
+
+
+def listen_from(module: str) -> None:
+    """Import a module before the first fact is said; it calls `listen`."""
+    _modules.append(module)
+
+
+def listeners() -> tuple[Listener, ...]:
+    """Return all listeners. To say a fact is to call its method on each of them."""
+    while _modules:
+        importlib.import_module(_modules.pop())
+    return _listeners
+
+
+@contextlib.contextmanager
+def during(doing: str, seconds: float = LONG, *, waiting: bool = False) -> Iterator[None]:
+    """Say for a `with` block, or a function that this decorates, that the host does something else than steps.
+
+    Args:
+        doing: a few words.
+        seconds: how long it may take.
+        waiting: whether it waits for other instances, which may be stuck.
+    """
+    with contextlib.ExitStack() as stack:
+        for listener in listeners():
+            stack.enter_context(listener.during(doing, seconds, waiting))
+        yield
