@@ -18,8 +18,8 @@ import dataclasses
 import math
 from typing import Final
 
-from ipu_jax.distributed.launcher.events import Beat, Progress
-from ipu_jax.distributed.processes.beacons import Phase
+from ipu_jax.distributed.launcher.events import Beat
+from ipu_jax.distributed.processes.beacons import Phase, Reading
 
 PATIENCE: Final = 1.2
 """Seconds of a wait that is not counted, after which an ended instance is taken for the reason."""
@@ -47,7 +47,7 @@ class Ends:
     """Knows which instances of an attempt have ended their programs, and how far each has come."""
 
     def __init__(self) -> None:
-        self._progress: dict[int, Progress] = {}
+        self._progress: dict[int, Reading] = {}
         self._ended_at: dict[int, float] = {}
         self._statuses: dict[int, int] = {}
 
@@ -96,7 +96,7 @@ class Ends:
         progress = self._progress.get(instance)
         return 0 if progress is None else progress.joint_made
 
-    def _is_needed(self, instance: int, other: Progress, now: float) -> bool:
+    def _is_needed(self, instance: int, other: Reading, now: float) -> bool:
         made, waited = self._made(instance), now - max(other.phase_at, self._ended_at[instance])
         if other.phase is Phase.ENDING:
             has_left = made > 0 and instance in self._statuses and self._progress[instance].phase is not Phase.ENDING
@@ -108,7 +108,7 @@ class Ends:
         return other.phase is Phase.WAITING and other.joint_begun == other.joint_made and waited > PATIENCE
 
 
-def _doing(progress: Progress) -> str:
+def _doing(progress: Reading) -> str:
     if progress.phase is Phase.WAITING:
         return f"waits {progress.label}"
     if progress.phase is Phase.BUSY:

@@ -13,29 +13,12 @@ import dataclasses
 import json
 from typing import Any, Final, Literal
 
-from ipu_jax.distributed.processes.beacons import Phase, Reading
+from ipu_jax.distributed.processes.beacons import Mark, Phase, Reading
 
 Stream = Literal["stdout", "stderr"]
 
 FULL: Final = 1 << 15
 """Bytes of an `Output` at which its pipe may have been full: pipes hold 65,536, or half of that if writes are small."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """Hold the content of a beacon, with times in seconds on this host's monotonic clock; `aside` is a duration."""
-
-    begun: int
-    finished: int
-    finished_at: float
-    phase: Phase
-    phase_at: float
-    limit: float
-    label: str
-    first_at: float = 0.0
-    aside: float = 0.0
-    joint_begun: int = 0
-    joint_made: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +66,7 @@ class Beat:
     instance: int
     pid: int
     letter: str
-    progress: Progress | None
+    progress: Reading | None
     error: ErrorRecord | None = None
 
 
@@ -145,24 +128,7 @@ _KINDS: Final = {
     kind.__name__: kind
     for kind in (Started, NotStarted, Output, Beat, Exited, Stacks, Ready, Refused, Ended, Lost, Note)
 }
-_TIMES: Final = ("at", "first_at", "finished_at", "phase_at")
-
-
-def progress_of(reading: Reading) -> Progress:
-    """Return the content of a beacon of this host, with times in seconds."""
-    return Progress(
-        begun=reading.begun,
-        finished=reading.finished,
-        finished_at=reading.finished_ns / 1e9,
-        phase=reading.phase,
-        phase_at=reading.phase_ns / 1e9,
-        limit=reading.limit,
-        label=reading.label,
-        first_at=reading.first_ns / 1e9,
-        aside=reading.aside_ns / 1e9,
-        joint_begun=reading.joint_begun,
-        joint_made=reading.joint_made,
-    )
+_TIMES: Final = ("at", "beat_at", "first_at", "finished_at", "phase_at")
 
 
 def line_of(event: Event, now: float) -> bytes:
@@ -191,8 +157,8 @@ def event_of(line: bytes, now: float) -> Event:
         for name in ("cores", "left"):
             if name in values:
                 values[name] = tuple(values[name])
-        if values.get("progress"):
-            values["progress"] = Progress(**{**values["progress"], "phase": Phase(values["progress"]["phase"])})
+        if read := values.get("progress"):
+            values["progress"] = Reading(**{**read, "phase": Phase(read["phase"]), "mark": Mark(**read["mark"])})
         if values.get("error"):
             values["error"] = ErrorRecord(**values["error"])
         return kind(**values)

@@ -36,7 +36,6 @@ from ipu_jax.distributed.launcher.events import (
     Stacks,
     Started,
     Stream,
-    progress_of,
 )
 from ipu_jax.distributed.launcher.host import STACKS_WITHIN
 from ipu_jax.distributed.launcher.launch import Launch
@@ -260,7 +259,7 @@ class LocalHost:
         if pid != instance.process.pid and letter_of(instance.process.pid) == "T":
             pid, letter = instance.process.pid, "T"
         error = self._error(instance) if reading is not None and reading.phase is Phase.FAILED else None
-        return [Beat(instance.number, pid, letter, None if reading is None else progress_of(reading), error)]
+        return [Beat(instance.number, pid, letter, reading, error)]
 
     def _error(self, instance: _Instance) -> ErrorRecord | None:
         try:

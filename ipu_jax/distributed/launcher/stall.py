@@ -25,8 +25,8 @@ import math
 import statistics
 from typing import Final
 
-from ipu_jax.distributed.launcher.events import Beat, Progress
-from ipu_jax.distributed.processes.beacons import Phase
+from ipu_jax.distributed.launcher.events import Beat
+from ipu_jax.distributed.processes.beacons import Phase, Reading
 
 LEAST: Final = 5.0
 """Seconds without a finished step that are always allowed."""
@@ -76,7 +76,7 @@ class _Watched:
     pid: int = 0
     letter: str = "?"
     stopped_since: float = math.inf
-    progress: Progress | None = None
+    progress: Reading | None = None
 
 
 class Judge:
@@ -91,7 +91,7 @@ class Judge:
     def __init__(self, stall: float | None, compiling: float, starting: float = math.inf):
         self._stall, self._compiling, self._starting = stall, compiling, starting
         self._watched: dict[int, _Watched] = {}
-        self._gone: list[Progress | None] = []
+        self._gone: list[Reading | None] = []
         self._durations: collections.deque[float] = collections.deque(maxlen=_KEPT)
         self._resumed_at = -math.inf
         self._since = -math.inf  # until then, steps had to wait for something else
@@ -173,7 +173,7 @@ class Judge:
         doing = "has not come to popdist.init, where others have waited"
         return Stuck(instance, watched.pid, watched.letter, None, doing, waiting, self._starting, "--start-timeout")
 
-    def _measure(self, watched: _Watched, before: Progress | None, after: Progress) -> None:
+    def _measure(self, watched: _Watched, before: Reading | None, after: Reading) -> None:
         steps = after.finished - (before.finished if before else 0)
         if steps <= 0:
             return

@@ -22,7 +22,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 RUN_DIR: Final = "IPU_JAX_RUN_DIR"
 INSTANCE: Final = "IPU_JAX_INSTANCE"
@@ -52,56 +52,57 @@ class Phase(enum.IntEnum):
     WAITING = 7
 
 
-class Mark(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Mark:
     """Hold the work done up to a time: weight updates, and the examples in them."""
 
-    ns: int
-    updates: int
-    samples: int
+    at: float = 0.0
+    updates: int = 0
+    samples: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Hold the content of a beacon.
+    """Hold the content of a beacon. Times are seconds on its host's monotonic clock.
 
     Attributes:
-        pid: the process that writes it.
-        beat_ns: when the beacon was last written.
         begun: steps that were given to the devices so far.
         finished: steps that the devices have finished, as far as the instance has noticed.
-        first_ns: when the first step finished; 0 before it. The step may have included the compilation.
-        finished_ns: when `finished` last grew; 0 before the first.
-        aside_ns: the time spent in phases other than stepping by then.
+        finished_at: when `finished` last grew; 0 before the first.
+        phase: what the instance is doing.
+        phase_at: when the phase began.
+        limit: seconds that the phase may take; infinite if the instance does not say.
+        label: a few words about the phase.
+        first_at: when the first step finished; 0 before it. The step may have included the compilation.
+        aside: the seconds spent in phases other than stepping by then.
+        joint_begun: the number of steps and meetings that this instance has begun and every instance must make once.
+        joint_made: for how many of these this instance has done its part.
+        pid: the process that writes it.
+        beat_at: when the beacon was last written.
         updates, samples: weight updates, and the examples in them, in all finished steps. A step is a device call,
             which can make several updates.
         mark: the work done some seconds (5 to 10, or one step) before the last finished step, but not before the first.
             The recent speed is the work since then, divided by the time since then.
-        joint_begun: the number of steps and meetings that this instance has begun and every instance must make once.
-        joint_made: for how many of these this instance has done its part.
         device_bytes: memory in use on the devices of this process, if they report it; else 0.
-        phase: what the instance is doing.
-        phase_ns: when the phase began.
-        limit: seconds that the phase may take; infinite if the instance does not say.
-        label: a few words about the phase.
     """
 
-    pid: int
-    beat_ns: int
     begun: int
     finished: int
-    first_ns: int
-    finished_ns: int
-    aside_ns: int
-    updates: int
-    samples: int
-    mark: Mark
-    joint_begun: int
-    joint_made: int
-    device_bytes: int
+    finished_at: float
     phase: Phase
-    phase_ns: int
+    phase_at: float
     limit: float
     label: str
+    first_at: float = 0.0
+    aside: float = 0.0
+    joint_begun: int = 0
+    joint_made: int = 0
+    pid: int = 0
+    beat_at: float = 0.0
+    updates: int = 0
+    samples: int = 0
+    mark: Mark = Mark()
+    device_bytes: int = 0
 
 
 class Beacon:
@@ -129,7 +130,7 @@ class Beacon:
         self.pid, self.launched = os.getpid(), path is not None
         self._begun = self._finished = self._first_ns = self._finished_ns = 0
         self._updates = self._samples = self._device_bytes = self._joint_begun = self._joint_made = 0
-        self._older = self._newer = Mark(0, 0, 0)
+        self._older = self._newer = (0, 0, 0)  # ns, updates, samples
         self._aside_ns = self._finished_aside_ns = 0
         self._phase, self._phase_ns = Phase.SILENT, time.monotonic_ns()
         self.enter(Phase.SILENT)
@@ -170,9 +171,9 @@ class Beacon:
         self._finished_ns = now
         if not self._first_ns:  # it may include compilation: speeds are measured from its end
             self._first_ns = now
-            self._older = self._newer = Mark(now, self._updates, self._samples)
-        elif now - self._newer.ns > _MARK_EVERY_NS:
-            self._older, self._newer = self._newer, Mark(now, self._updates, self._samples)
+            self._older = self._newer = (now, self._updates, self._samples)
+        elif now - self._newer[0] > _MARK_EVERY_NS:
+            self._older, self._newer = self._newer, (now, self._updates, self._samples)
         self._finished_aside_ns = self._aside_until(now)
         if self._phase is not Phase.STEPPING and self._phase in (Phase.SILENT, Phase.STARTING, Phase.COMPILING):
             self.enter(Phase.STEPPING)
@@ -284,27 +285,27 @@ def parsed(found: bytes | None) -> Reading | None:
         return None
     magic, version, *numbers, limit, label = _LAYOUT.unpack_from(found)
     pid, beat, begun, finished, first, last, aside, updates, samples = numbers[:9]
-    *mark, joint_begun, joint_made, held, phase, phase_ns = numbers[9:]
+    mark_ns, mark_updates, mark_samples, joint_begun, joint_made, held, phase, phase_ns = numbers[9:]
     if magic != _MAGIC or version != _VERSION or phase not in set(Phase):
         return None
     return Reading(
-        pid=pid,
-        beat_ns=beat,
         begun=begun,
         finished=finished,
-        first_ns=first,
-        finished_ns=last,
-        aside_ns=aside,
-        updates=updates,
-        samples=samples,
-        mark=Mark(*mark),
-        joint_begun=joint_begun,
-        joint_made=joint_made,
-        device_bytes=held,
+        finished_at=last / 1e9,
         phase=Phase(phase),
-        phase_ns=phase_ns,
+        phase_at=phase_ns / 1e9,
         limit=limit,
         label=label.rstrip(b"\0").decode(errors="replace"),
+        first_at=first / 1e9,
+        aside=aside / 1e9,
+        joint_begun=joint_begun,
+        joint_made=joint_made,
+        pid=pid,
+        beat_at=beat / 1e9,
+        updates=updates,
+        samples=samples,
+        mark=Mark(mark_ns / 1e9, mark_updates, mark_samples),
+        device_bytes=held,
     )
 
 

@@ -18,7 +18,7 @@ from typing import Final, Literal
 import psutil
 
 from ipu_jax.base.terminal import printable
-from ipu_jax.distributed.launcher.events import Beat, progress_of
+from ipu_jax.distributed.launcher.events import Beat
 from ipu_jax.distributed.launcher.stall import Judge, Stuck
 from ipu_jax.distributed.processes.beacons import Phase, Reading
 from ipu_jax.distributed.processes.identity import Identity
@@ -133,9 +133,8 @@ class _RunJudge:
             if record.identity not in self._numbers:
                 self._numbers[record.identity] = number = max(self._numbers.values(), default=-1) + 1
                 self._judge.started(number, now - (at - record.seen["create_time"]))
-            progress = None if record.reading is None else progress_of(record.reading)
             letter = "T" if record.seen["status"] in _STOPPED else "S"
-            self._judge.beat(Beat(self._numbers[record.identity], record.identity.pid, letter, progress), now)
+            self._judge.beat(Beat(self._numbers[record.identity], record.identity.pid, letter, record.reading), now)
         return self._judge.verdict(now)
 
 
@@ -154,7 +153,7 @@ def _row(record: Record, stuck: Stuck | None, now: float, at: float, *, known: b
     if reading is not None and reading.finished:
         step = reading.updates or reading.finished
         rates = _rates(reading) if state == "running" else (0.0, 0.0)
-        last_step_seconds = max(0.0, now - reading.finished_ns / 1e9)
+        last_step_seconds = max(0.0, now - reading.finished_at)
     return Row(
         pid=record.identity.pid,
         user=user_name(record.uid),
@@ -181,7 +180,7 @@ def _row(record: Record, stuck: Stuck | None, now: float, at: float, *, known: b
 
 def _rates(reading: Reading) -> tuple[float, float] | None:
     """Return the recent rates of updates and examples per second; None before the second step."""
-    seconds = (reading.finished_ns - reading.mark.ns) / 1e9
+    seconds = reading.finished_at - reading.mark.at
     if seconds <= 0:
         return None
     return (reading.updates - reading.mark.updates) / seconds, (reading.samples - reading.mark.samples) / seconds

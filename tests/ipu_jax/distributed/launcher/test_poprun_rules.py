@@ -16,7 +16,6 @@ from ipu_jax.distributed.launcher.events import (
     ErrorRecord,
     Exited,
     Output,
-    Progress,
     Started,
     event_of,
     line_of,
@@ -24,11 +23,11 @@ from ipu_jax.distributed.launcher.events import (
 from ipu_jax.distributed.launcher.failure import failure_of, first
 from ipu_jax.distributed.launcher.stall import Judge
 from ipu_jax.distributed.launcher.supervisor import Outcome
-from ipu_jax.distributed.processes.beacons import Phase
+from ipu_jax.distributed.processes.beacons import Phase, Reading
 
 
 def progress(begun, finished, finished_at, phase=Phase.STEPPING, phase_at=0.0, limit=math.inf, **others):
-    return Progress(begun, finished, finished_at, phase, phase_at, limit, "", **others)
+    return Reading(begun, finished, finished_at, phase, phase_at, limit, "", **others)
 
 
 def judge_of(instances, stall=None, compiling=1800.0, starting=60.0):

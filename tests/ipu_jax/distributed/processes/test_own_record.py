@@ -68,7 +68,7 @@ def test_a_training_writes_its_ipus_stages_updates_and_examples(folder, monkeypa
     ]
     assert reading.finished >= 5  # the last may not have been noticed
     assert (reading.updates, reading.samples) == (3 * reading.finished, 3 * 2 * 2 * 4 * reading.finished)
-    assert reading.first_ns <= reading.mark.ns < reading.finished_ns
+    assert reading.first_at <= reading.mark.at < reading.finished_at
     assert reading.device_bytes == 0  # those of a CPU do not say
 
 
@@ -116,14 +116,14 @@ def test_the_speed_of_late_is_since_a_mark_some_seconds_ago(folder, monkeypatch)
     monkeypatch.setattr("ipu_jax.distributed.processes.beacons.time.monotonic_ns", lambda: clock[0] * 10**9)
     beacon = own_record.begin()
     assert beacon is not None
-    marks: list[int] = []
+    marks: list[float] = []
     for _ in range(20):
         clock[0] += 1
         beacon.finished(samples=2)
-        marks.append(written(folder)[1].mark.ns // 10**9)
+        marks.append(written(folder)[1].mark.at)
     # the first step is no measure; later the mark is 6 to 11 s ago
     assert marks == [101] * 12 + [107] * 6 + [113] * 2
-    assert written(folder)[1].mark == (113 * 10**9, 13, 26)
+    assert written(folder)[1].mark == beacons.Mark(113, 13, 26)
 
 
 def said_by(code, folder):
