@@ -32,14 +32,10 @@ def axes_of(eqn: Any) -> tuple[str, ...]:
     return tuple(axis for axis in (REPLICA_AXIS, IPU_AXIS) if axis in named)
 
 
-def is_ungrouped(eqn: Any) -> bool:
-    """Return whether an equation communicates without replica groups, or is not known to have any."""
-    return bool(axes_of(eqn)) and eqn.primitive.name not in (*_GROUPED, *_SILENT)
-
-
 def waits(eqn: Any, axis: str) -> bool:
     """Return whether an equation waits for other devices of an axis. Without replica groups it waits on every axis."""
-    return is_ungrouped(eqn) or (axis in axes_of(eqn) and eqn.primitive.name in _GROUPED)
+    axes, name = axes_of(eqn), eqn.primitive.name
+    return bool(axes) and name not in _SILENT and (axis in axes or name not in _GROUPED)
 
 
 def broadcast(source: int, tree: Any, axis: str = IPU_AXIS) -> Any:

@@ -35,11 +35,12 @@ def differing_outputs(segment: Segment, jaxpr: Any, inputs: Sequence[bool], weig
         ValueError: a collective waits for devices that may not reach it. The message names the stage, the primitive and
             a fix.
     """
+    collectives = [eqn for eqn in all_equations(jaxpr) if axes_of(eqn)]
     if segment.place is not None:
-        for eqn in all_equations(jaxpr):
+        for eqn in collectives:
             if waits(eqn, IPU_AXIS):
                 _refuse_in_local(segment, eqn)
-    if any(waits(eqn, REPLICA_AXIS) for eqn in all_equations(jaxpr)) and lax.axis_size(REPLICA_AXIS) > 1:
+    if any(waits(eqn, REPLICA_AXIS) for eqn in collectives) and lax.axis_size(REPLICA_AXIS) > 1:
         own = [i >= weights for i in range(len(jaxpr.invars))]
         differing(jaxpr, own, REPLICA_AXIS, lambda eqn, inside: _refuse_branch(segment, eqn, inside, REPLICA_AXIS))
     if segment.place is None:

@@ -74,20 +74,14 @@ class _Axis:
             return self._while(eqn, of_inputs)
         if name == "scan":
             return self._scan(eqn, of_inputs)
-        if self._brings_differences(eqn):
-            return [True] * count
-        if self.axis in axes_of(eqn) and name in _MAKES_EQUAL:
-            return [False] * count
+        if self.axis in axes_of(eqn):
+            return [not _makes_equal(eqn)] * count
         brings_its_own = any(
-            self._brings_differences(inner)
+            self.axis in axes_of(inner) and not _makes_equal(inner)
             for jaxpr in core.jaxprs_in_params(eqn.params)
             for inner in all_equations(jaxpr)
         )
         return [any(of_inputs) or brings_its_own] * count
-
-    def _brings_differences(self, eqn: Any) -> bool:
-        is_alike = eqn.primitive.name in _MAKES_EQUAL and eqn.params.get("axis_index_groups") is None
-        return self.axis in axes_of(eqn) and not is_alike
 
     def _refuse_inside(self, jaxprs: Sequence[Any], name: str) -> None:
         for jaxpr in jaxprs:
@@ -131,6 +125,10 @@ class _Axis:
             if after == carry:
                 return [*carry, *found[num_carry:]]
             carry = after
+
+
+def _makes_equal(eqn: Any) -> bool:
+    return eqn.primitive.name in _MAKES_EQUAL and eqn.params.get("axis_index_groups") is None
 
 
 def _is_ref(var: Any) -> bool:

@@ -94,11 +94,14 @@ def _run(closed: Any, args: Sequence[Any], origins: Sequence[Origin]) -> list[An
 def _parts(eqns: Sequence[Any]) -> list[list[Any]]:
     """Divide equations into runs without a divider, and the dividers between them."""
     parts: list[list[Any]] = []
+    is_open = False
     for eqn in eqns:
-        if parts and not _is_divider(eqn) and not _is_divider(parts[-1][0]):
+        is_divider = _is_divider(eqn)
+        if is_open and not is_divider:
             parts[-1].append(eqn)
         else:
             parts.append([eqn])
+        is_open = not is_divider
     return parts
 
 
