@@ -119,7 +119,7 @@ def resnet18(*, width: int = 32, side: int = 32, images: int = 16, micro_batches
     middle = 1 + len(blocks) // IPUS
     stages = [
         Stage(partial(_train_stem, stem), params="stem", state="stem", ipu=0),
-        *(Stage(b.train, params=b.name, state=b.name, ipu=int(i >= middle)) for i, b in enumerate(blocks, 1)),
+        *(block.stage(int(i >= middle)) for i, block in enumerate(blocks, 1)),
         Stage(classify, params="classifier", ipu=IPUS - 1),
     ]
     batch = {

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from ipu_jax.core.weights.packing import Sharded
     from ipu_jax.distributed import popdist
     from ipu_jax.distributed.stopping import StopRequest
+    from ipu_jax.run import cli
     from ipu_jax.run.executable_cache import ExecutableCache
     from ipu_jax.run.loop.fit import FitResult, fit
     from ipu_jax.run.observe.runs.log import RunLog, RunLogWarning
@@ -131,6 +132,7 @@ __all__ = [
     "__version__",
     "balance_layers",
     "canonical_name",
+    "cli",
     "configure",
     "conv_general_dilated",
     "equinox_stage",

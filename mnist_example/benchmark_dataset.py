@@ -18,7 +18,7 @@ from typing import NoReturn
 if __name__ == "__main__" and not __package__:  # run as a script: use the packages of this checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ipu_jax.base.cli.process import run
+from ipu_jax import cli
 from mnist_example.flags import PACKAGES, check_data_flags, parsed
 
 PROG = "benchmark-dataset"
@@ -26,7 +26,7 @@ PROG = "benchmark-dataset"
 
 def command() -> NoReturn:
     """Run the command, and end the process with its exit status."""
-    run(PROG, main, extra="mnist", packages=PACKAGES)
+    cli.run(PROG, main, extra="mnist", packages=PACKAGES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -29,7 +29,7 @@ import numpy.typing as npt
 import pooch
 import requests
 
-from ipu_jax.distributed.commands import first_of_host_first, start_ipus
+from ipu_jax import cli
 from mnist_example.flags import Flags
 
 T = TypeVar("T")
@@ -86,8 +86,8 @@ def prepared(flags: Flags, ipus: int) -> MNIST:
     may_download = not (flags.synthetic_data or flags.data_dir or os.environ.get("MNIST_DIR"))
     data = None if may_download else load()
     if data is None:
-        start_ipus(flags.replicas, ipus)
-        data = first_of_host_first(load)
+        cli.start_ipus(flags.replicas, ipus)
+        data = cli.load_once_per_host(load)
     if len(data.train_images) < flags.images_per_update:
         given = {"batch_size": flags.batch_size, "gradient_accumulation_count": flags.gradient_accumulation_count}
         given |= {"replicas": flags.replicas} if flags.replicas > 1 else {}
@@ -97,7 +97,7 @@ def prepared(flags: Flags, ipus: int) -> MNIST:
             f"lower one of the {'two' if len(given) == 2 else 'three'}"
         )
     if not may_download:
-        start_ipus(flags.replicas, ipus)
+        cli.start_ipus(flags.replicas, ipus)
     return data
 
 

@@ -97,16 +97,11 @@ def head_stages(mode: Mode, ipu: int) -> tuple[list[Stage], dict[str, Any]]:
         `(loss, {"correct": () int32})`.
     """
     if mode == "basic":
-        stages = [
-            Stage(_classifier, params="classifier", ipu=ipu),
-            Stage(_cross_entropy, ipu=ipu, name="cross-entropy"),
-        ]
-        return stages, {}
-    stages = [
-        Stage(_sharded_classifier, params="classifier", ipu=ALL_IPUS, reference=_classifier),
-        Stage(_sharded_cross_entropy, ipu=ALL_IPUS, reference=_cross_entropy, name="cross-entropy"),
-    ]
-    return stages, {"classifier": {"w": PartitionSpec(None, IPU_AXIS), "b": PartitionSpec(IPU_AXIS)}}
+        classifier = Stage(_classifier, params="classifier", ipu=ipu)
+        return [classifier, Stage(_cross_entropy, ipu=ipu, name="cross-entropy")], {}
+    classifier = Stage(_sharded_classifier, params="classifier", ipu=ALL_IPUS, reference=_classifier)
+    loss = Stage(_sharded_cross_entropy, ipu=ALL_IPUS, reference=_cross_entropy, name="cross-entropy")
+    return [classifier, loss], {"classifier": {"w": PartitionSpec(None, IPU_AXIS), "b": PartitionSpec(IPU_AXIS)}}
 
 
 def classifier_params(key: jax.Array, features: int) -> dict[str, jax.Array]:

@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_jax import Outputs, Pipeline, Stage, balance_layers, conv_general_dilated, flops_of, make_mesh
+from ipu_jax import Pipeline, Stage, balance_layers, conv_general_dilated, flops_of, linen_stage, make_mesh
 from mnist_example.flags import RESNET_BLOCKS, Mode
 from mnist_example.model import classifier_params, head_stages, scaled_images
 
@@ -46,9 +46,6 @@ SIDE: Final = 28
 """Rows and columns of an image for which FLOPs are counted. The networks take images of any size."""
 
 WIDTH: Final = 64
-
-_MOMENTUM: Final = 0.9
-_EPSILON: Final = 1e-5
 
 
 class _ConvNorm(nn.Module):
@@ -69,7 +66,7 @@ class _ConvNorm(nn.Module):
             conv_general_dilated=conv_general_dilated,
             name="conv",
         )
-        norm = nn.BatchNorm(use_running_average=not train, momentum=_MOMENTUM, epsilon=_EPSILON, name="norm")
+        norm = nn.BatchNorm(use_running_average=not train, momentum=0.9, epsilon=1e-5, name="norm")
         return norm(conv(x))
 
 
@@ -79,7 +76,9 @@ class _Stem(nn.Module):
     features: int
 
     @nn.compact
-    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+    def __call__(self, images: jax.Array, train: bool) -> jax.Array:
+        weights = jax.tree.leaves(self.variables.get("params", {}))  # none while they are being drawn
+        x = scaled_images(images, weights[0].dtype if weights else jnp.float32)
         y = nn.relu(_ConvNorm(self.features, 7, 2, name="first")(x[..., None], train))
         return nn.max_pool(y, (3, 3), (2, 2), ((1, 1), (1, 1)))  # pyright: ignore[reportArgumentType] (Flax's mistake)
 
@@ -119,28 +118,13 @@ class Layer:
     inputs: tuple[int, ...]
 
     def init(self, key: jax.Array) -> dict[str, Any]:
-        """Return Flax's variables in float32, `{"params": ..., "batch_stats": ...}`.
-
-        `init_params` uses only the shapes of the parameters.
-        """
+        """Return Flax's variables in float32, `{"params": ..., "batch_stats": ...}`."""
         return dict(self.module.init(key, jnp.zeros((1, *self.inputs)), train=False))
 
-    def train(self, params: Any, x: jax.Array | None, microbatch: Any, *, state: Any) -> Outputs:
-        """Apply the layer in training, as `Stage.fn`: normalise by the micro-batch, and move the running averages."""
-        variables = {"params": params, "batch_stats": state}
-        x = _input(params, x, microbatch)
-        y, changed = self.module.apply(variables, x, train=True, mutable=["batch_stats"])
-        return Outputs(y, state=changed["batch_stats"])
-
-    def evaluate(self, params: Any, x: jax.Array | None, microbatch: Any, *, state: Any) -> Any:
-        """Apply the layer in evaluation, as `Stage.evaluate`: normalise by the running averages."""
-        x = _input(params, x, microbatch)
-        return self.module.apply({"params": params, "batch_stats": state}, x, train=False)
-
-
-def _input(params: Any, x: jax.Array | None, microbatch: dict[str, jax.Array]) -> jax.Array:
-    """Return the input of a layer: for the first layer, the images in the dtype of its weights."""
-    return scaled_images(microbatch["images"], jax.tree.leaves(params)[0].dtype) if x is None else x
+    def stage(self, ipu: int) -> Stage:
+        """Return the layer as a stage. In training it normalises by the micro-batch, and moves the running averages."""
+        shapes, inputs = jax.eval_shape(self.init, jax.random.key(0)), "images" if self.name == "stem" else None
+        return linen_stage(self.module, shapes, self.name, ipu=ipu, inputs=inputs).stage
 
 
 @functools.cache
@@ -209,10 +193,10 @@ def init_state(name: str, *, width: int = WIDTH) -> dict[str, Any]:
     """Return the initial running averages for `Pipeline.shard_state`: means of 0 and variances of 1.
 
     Returns:
-        `{"stem": {...}, "block1": {...}, ...}`: for each batch norm, `{"mean": (C,), "var": (C,)}` in float32.
+        `{"stem": {"batch_stats": {...}}, ...}`: for each batch norm, `{"mean": (C,), "var": (C,)}` in float32.
     """
     layers = layers_of(name, width=width)
-    fresh = jax.jit(lambda key: {layer.name: layer.init(key)["batch_stats"] for layer in layers})
+    fresh = jax.jit(lambda key: {each.name: {"batch_stats": each.init(key)["batch_stats"]} for each in layers})
     return fresh(jax.random.key(0))
 
 
@@ -233,10 +217,7 @@ def make_pipeline(
     """
     layers = layers_of(name, width=width)
     head, specs = head_stages(mode, ipu=ipus - 1)
-    stages = [
-        Stage(layer.train, params=layer.name, ipu=ipu, state=layer.name, evaluate=layer.evaluate)
-        for layer, ipu in zip(layers, _placed(layers, mode, ipus), strict=True)
-    ]
+    stages = [layer.stage(ipu) for layer, ipu in zip(layers, _placed(layers, mode, ipus), strict=True)]
     pool = Stage(_pool, ipu=ipus - 1, name="pool")
     return Pipeline([*stages, pool, *head], mesh=make_mesh(replicas, ipus), specs=specs, **options)
 

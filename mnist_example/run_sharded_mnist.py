@@ -20,7 +20,7 @@ from typing import NoReturn
 if __name__ == "__main__" and not __package__:  # run as a script: use the packages of this checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ipu_jax.base.cli.process import run
+from ipu_jax import cli
 from mnist_example.flags import PACKAGES, check_flags, parsed
 
 PROG = "run-sharded-mnist"
@@ -28,7 +28,7 @@ PROG = "run-sharded-mnist"
 
 def command() -> NoReturn:
     """Run the command, and end the process with its exit status."""
-    run(PROG, main, extra="mnist", packages=PACKAGES)
+    cli.run(PROG, main, extra="mnist", packages=PACKAGES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

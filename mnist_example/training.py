@@ -15,69 +15,31 @@ import numpy as np
 import numpy.typing as npt
 import optax
 
-from ipu_jax import (
-    CheckpointError,
-    Checkpoints,
-    CheckpointWarning,
-    DynamicScale,
-    ExecutableCache,
-    Feed,
-    FitResult,
-    NonFiniteLossError,
-    NonFiniteLossWarning,
-    PipelineReport,
-    RunLog,
-    RunLogWarning,
-    SaveError,
-    Timeline,
-    TraceError,
-    TrainOptions,
-    TrainState,
-    fit,
-    make_mesh,
-    make_train_step,
-    memory_of,
-    normalise,
-    on_host,
-    popdist,
-    trace,
-    write_report,
-)
-from ipu_jax.base.cli.places import reason_of
-from ipu_jax.base.cli.process import CANNOT_WRITE, warnings_as_lines
-from ipu_jax.base.replacing import replacing
-from ipu_jax.distributed.commands import end_together, wait_for_all
-from ipu_jax.run.loop.progress import Bar, shows_progress
+import ipu_jax
+from ipu_jax import cli, popdist
 from mnist_example import model, resnet
 from mnist_example.data import MNIST
-from mnist_example.flags import Flags, Mode, picture_of, schedule_picture_of
+from mnist_example.flags import Flags, Mode
 
 PROG: Final = "run-sharded-mnist"
-_WARNINGS: Final = (CheckpointWarning, NonFiniteLossWarning, RunLogWarning)
+_WARNINGS: Final = (ipu_jax.CheckpointWarning, ipu_jax.NonFiniteLossWarning, ipu_jax.RunLogWarning)
 _FIRST_UPDATES: Final = 50
 """The number of updates for which the modes' losses agree closely; rounding differences grow with every update."""
 
-_TITLES: Final = {"mlp": "pipeline", "resnet18": "ResNet-18 pipeline", "resnet50": "ResNet-50 pipeline"}
 _Losses = npt.NDArray[np.floating]
 
 
-def say(line: str) -> None:
+def say(line: str, *, is_error: bool = False) -> None:
     """Print a line at once, on the first instance only."""
     if popdist.is_first():
-        print(line, flush=True)
+        print(f"{PROG}: {line}" if is_error else line, file=sys.stderr if is_error else sys.stdout, flush=True)
 
 
-def complain(line: str) -> None:
-    """Print an error at once, on the first instance only."""
-    if popdist.is_first():
-        print(f"{PROG}: {line}", file=sys.stderr, flush=True)
-
-
-def feed_of(flags: Flags, data: MNIST, **whom: Any) -> Feed:
+def feed_of(flags: Flags, data: MNIST, **whom: Any) -> ipu_jax.Feed:
     """Return a feed of training images, one batch for each device call; `whom` names a `step=` or a `mesh=`."""
     arrays = {"images": data.train_images, "labels": data.train_labels}
     workers = (flags.num_workers or 1) if flags.async_dataloader else 0
-    return Feed(
+    return ipu_jax.Feed(
         arrays if flags.eight_bit_io else _AsFloats(arrays),
         micro_batch=flags.batch_size,
         shuffle=flags.shuffle,
@@ -100,7 +62,7 @@ class _AsFloats:
 
     def __getitem__(self, indices: npt.NDArray[np.intp]) -> dict[str, npt.NDArray[Any]]:
         images, labels = self._arrays["images"], self._arrays["labels"]
-        return {"images": normalise(images.take(indices, axis=0)), "labels": labels[indices]}
+        return {"images": ipu_jax.normalise(images.take(indices, axis=0)), "labels": labels[indices]}
 
 
 def updates_in_words(flags: Flags, data: MNIST) -> str:
@@ -112,15 +74,9 @@ def updates_in_words(flags: Flags, data: MNIST) -> str:
     )
 
 
-def ipus_in_words(ipus: int) -> str:
-    return f"{ipus} IPU{'s' * (ipus > 1)}"
-
-
 def make_optimizer(name: str, learning_rate: float) -> optax.GradientTransformation:
     """Return the optimizer with this name, with optax's defaults for everything except the learning rate."""
-    if name == "momentum":
-        return optax.sgd(learning_rate, momentum=0.9)
-    return getattr(optax, name)(learning_rate)
+    return optax.sgd(learning_rate, 0.9) if name == "momentum" else getattr(optax, name)(learning_rate)
 
 
 class Training:
@@ -142,16 +98,16 @@ class Training:
             schedule=flags.pipeline_schedule,
             reduction=flags.reduction,
         )
-        options = TrainOptions(
+        options = ipu_jax.TrainOptions(
             device_iterations=flags.repeats_of(len(data.train_images)),
             outputs="all",
             precision=flags.precision,
             half=flags.half or "bfloat16",
             shard_optimizer=flags.shard_optimizer,
-            loss_scale=DynamicScale() if flags.half == "float16" else 1.0,
+            loss_scale=ipu_jax.DynamicScale() if flags.half == "float16" else 1.0,
             on_nonfinite=flags.on_nonfinite,
         )
-        self.step = make_train_step(pipeline, make_optimizer(flags.optimizer, flags.learning_rate), options)
+        self.step = ipu_jax.make_train_step(pipeline, make_optimizer(flags.optimizer, flags.learning_rate), options)
         updates, steps = flags.updates_of(len(data.train_images)), flags.trace_steps or 3
         if flags.trace and updates <= steps:
             raise ValueError(
@@ -159,24 +115,24 @@ class Training:
                 "--epochs, or fewer --trace-steps"
             )
         folder = flags.trace / mode if flags.trace and flags.compare else flags.trace
-        self.recording = None if folder is None else trace(folder, steps=steps)
+        self.recording = None if folder is None else ipu_jax.trace(folder, steps=steps)
         self.memory: dict[str, Any] | None = None
         self.status = 0
-        self.log = RunLog(flags.log_file, tensorboard=flags.tensorboard) if popdist.is_first() else None
+        self.log = ipu_jax.RunLog(flags.log_file, tensorboard=flags.tensorboard) if popdist.is_first() else None
 
-    def init(self) -> TrainState:
+    def init(self) -> ipu_jax.TrainState:
         """Return the first state, the same in both modes."""
         flags = self.flags
         if flags.model == "mlp":
             return self.step.init(model.init_params(flags.seed))
         return self.step.init(resnet.init_params(flags.model, flags.seed), stages=resnet.init_state(flags.model))
 
-    def accuracy(self, state: TrainState) -> float:
+    def accuracy(self, state: ipu_jax.TrainState) -> float:
         """Return the fraction of test images that the network classifies correctly, for any number of images."""
         data, pipeline = self.data, self.step.model
         arrays = {"images": data.test_images, "labels": data.test_labels.astype(np.int32)}
         correct = 0
-        with Feed(
+        with ipu_jax.Feed(
             arrays,
             mesh=pipeline.mesh,
             gradient_accumulation=pipeline.options.gradient_accumulation,
@@ -187,10 +143,10 @@ class Training:
         ) as feed:
             for batch in feed.epoch():
                 _, aux = pipeline.loss(state.params, batch.data, state=state.stages)
-                correct += int(on_host(aux["correct"]).sum())
+                correct += int(ipu_jax.on_host(aux["correct"]).sum())
         return correct / len(data.test_images)
 
-    def checkpoints(self) -> Checkpoints | None:
+    def checkpoints(self) -> ipu_jax.Checkpoints | None:
         """Return the checkpoints of the training; None if it is not saved."""
         flags, data = self.flags, self.data
         if flags.checkpoint_dir is None:
@@ -211,7 +167,7 @@ class Training:
         every, minutes = flags.checkpoint_every, flags.checkpoint_minutes
         if every is None and minutes is None:
             every, minutes = len(data.train_images) // flags.images_per_update, 10.0
-        return Checkpoints(
+        return ipu_jax.Checkpoints(
             flags.checkpoint_dir,
             self.step,
             keep=flags.keep or 3,
@@ -221,37 +177,35 @@ class Training:
             on_save_error=flags.on_save_error or "stop",
         )
 
-    def needs(self, state: TrainState) -> PipelineReport:
+    def needs(self, state: ipu_jax.TrainState) -> ipu_jax.PipelineReport:
         """Report what each IPU stores, computes and sends. Nothing is compiled."""
         m = self.step.gradient_accumulation
         with feed_of(self.flags, self.data, mesh=self.step.mesh, gradient_accumulation=m) as feed:
             return self.step.model.report(state.params, feed.like, state.stages, compile=False)
 
-    def run(self, cache: ExecutableCache | None) -> FitResult:
+    def run(self, cache: ipu_jax.ExecutableCache | None) -> ipu_jax.FitResult:
         """Train, and print the output lines of the training."""
         flags, data, pipeline = self.flags, self.data, self.step.model
+        network = "" if flags.model == "mlp" else flags.model.replace("resnet", "ResNet-") + " "
         replicas = f", {flags.replicas} replicas" if flags.replicas > 1 else ""
         say(
-            f"{self.mode} {_TITLES[flags.model]} on {ipus_in_words(pipeline.ipus)}{replicas}, "
+            f"{self.mode} {network}pipeline on {pipeline.ipus} IPU{'s' * (pipeline.ipus > 1)}{replicas}, "
             f"{flags.pipeline_schedule}; {data.source}: {updates_in_words(flags, data)}"
         )
         state = self.init()
         if flags.explain or flags.report or flags.pipeline_schedule == "auto":
             needs = self.needs(state)
-            self.memory = memory_of(needs, state)
+            self.memory = ipu_jax.memory_of(needs, state)
             if flags.explain:
                 say(f"{pipeline.schedule}\n{needs}")
             if flags.pipeline_schedule == "auto":
                 found = pipeline.schedule.name
                 say(f"Schedule auto chose {'a table of its own' if found == 'auto' else found}")
-        if (file := schedule_picture_of(flags, self.mode)) is not None:
+        if (file := flags.picture_of(self.mode)) is not None:
             self.write("--plot-schedule", file, lambda: pipeline.schedule.plot(file), "Schedule")
-        with contextlib.ExitStack() as context:
-            checkpoints = self.checkpoints()
-            if checkpoints is not None:
-                context.enter_context(checkpoints)
-            feed = context.enter_context(feed_of(flags, data, step=self.step))
-            result = fit(
+        saving = self.checkpoints() or contextlib.nullcontext()
+        with saving as checkpoints, feed_of(flags, data, step=self.step) as feed:
+            result = ipu_jax.fit(
                 self.step,
                 state,
                 feed,
@@ -267,7 +221,7 @@ class Training:
                 title=self.mode,
             )
         if self.recording is not None and result.stopped is None and self.timeline is None:
-            self.status = CANNOT_WRITE  # fit has reported the reason
+            self.status = cli.CANNOT_WRITE  # fit has reported the reason
         if result.stopped is None:
             images = result.updates * flags.images_per_update
             say(f"Test accuracy: {result.evaluations[-1][1]['accuracy']:.2%} after {images:,} images")
@@ -276,11 +230,11 @@ class Training:
         return result
 
     @property
-    def timeline(self) -> Timeline | None:
+    def timeline(self) -> ipu_jax.Timeline | None:
         """Return the timeline that --trace has recorded; None if there is none."""
         try:
             return None if self.recording is None else self.recording.timeline
-        except TraceError:
+        except ipu_jax.TraceError:
             return None
 
     def end(self) -> None:
@@ -288,17 +242,14 @@ class Training:
         if self.log is None:
             return
         self.log.close()
-        file, model, log = self.flags.report, self.step.model, self.log
-        if file is None:
-            return
-        timeline = self.timeline
-        title = f"{PROG}: {self.flags.model}, {self.mode}"
-        self.write(
-            "--report", file,
-            lambda: write_report(
-                file, log.events, title=title, timeline=timeline, memory=self.memory,
-                schedules={f"{model.schedule.name}, as planned": model.schedule.to_svg()},
-            ), "Report",
+        if (file := self.flags.report) is not None:
+            self.write("--report", file, lambda: self.report(file), "Report")
+
+    def report(self, file: Path) -> None:
+        schedule, log = self.step.model.schedule, self.log
+        ipu_jax.write_report(
+            file, [] if log is None else log.events, title=f"{PROG}: {self.flags.model}, {self.mode}",
+            timeline=self.timeline, memory=self.memory, schedules={f"{schedule.name}, as planned": schedule.to_svg()},
         )  # fmt: skip
 
     def write(self, flag: str, file: Path, write: Callable[[], object], what: str) -> None:
@@ -309,8 +260,8 @@ class Training:
             with popdist.busy(f"writing {file.name}"):
                 write()
         except Exception as error:  # a fault in the file must not discard the training
-            complain(f"{flag} {file} was not written ({reason_of(error)})")
-            self.status = CANNOT_WRITE
+            say(f"{flag} {file} was not written ({cli.reason_of(error)})", is_error=True)
+            self.status = cli.CANNOT_WRITE
         else:
             say(f"{what}: {file}")
 
@@ -320,25 +271,26 @@ def train_all(flags: Flags, trainings: list[Training]) -> int:
     folder = flags.executable_cache
     try:
         with (
-            warnings_as_lines(PROG, *_WARNINGS, shown=popdist.is_first()),
-            contextlib.nullcontext() if folder is None else ExecutableCache(folder) as cache,
+            cli.warnings_as_lines(PROG, *_WARNINGS, shown=popdist.is_first()),
+            contextlib.nullcontext() if folder is None else ipu_jax.ExecutableCache(folder) as cache,
         ):
             results = {each.mode: each.run(cache) for each in trainings}
-    except NonFiniteLossError as error:
-        complain(f"{error.found or error}: training diverged; use a learning rate below {flags.learning_rate:g}")
-        end_together()
+    except ipu_jax.NonFiniteLossError as error:
+        rate = f"use a learning rate below {flags.learning_rate:g}"
+        say(f"{error.found or error}: training diverged; {rate}", is_error=True)
+        cli.end_together()
         return 1
-    except CheckpointError as error:
-        complain(str(error) if isinstance(error, SaveError) else f"--checkpoint-dir: {error}")
-        end_together()
-        return CANNOT_WRITE if isinstance(error, SaveError) else 2
+    except ipu_jax.CheckpointError as error:
+        say(str(error) if isinstance(error, ipu_jax.SaveError) else f"--checkpoint-dir: {error}", is_error=True)
+        cli.end_together()
+        return cli.CANNOT_WRITE if isinstance(error, ipu_jax.SaveError) else 2
     finally:
         for each in trainings:
             each.end()
     if flags.compare:
         losses = {mode: result.losses for mode, result in results.items()}
         say(compared(losses["basic"], losses["concurrent"]))
-        file = picture_of(flags)
+        file = flags.picture
         trainings[0].write("--plot", file, lambda: draw(losses["basic"], losses["concurrent"], file), "Picture")
     return max(each.status for each in trainings)
 
@@ -348,14 +300,14 @@ def read(flags: Flags, data: MNIST) -> None:
     images = len(data.train_images)
     per_epoch, total, done = images // flags.images_per_update, flags.updates_of(images), 0
     replicas = f"{flags.replicas} replicas of " if flags.replicas > 1 else ""
-    say(f"{data.source}, to {replicas}{ipus_in_words(flags.ipus)}: {updates_in_words(flags, data)}")
-    mesh, m, k = make_mesh(flags.replicas, flags.ipus), flags.gradient_accumulation_count, flags.repeats_of(images)
-    shown = popdist.is_first() and shows_progress(False if flags.no_progress else None)
-    feed = feed_of(flags, data, mesh=mesh, gradient_accumulation=m, device_iterations=k)
-    with feed, Bar("reading", total, 0, flags.images_per_update, shown=shown) as bar:
+    say(f"{data.source}, to {replicas}{flags.ipus} IPU{'s' * (flags.ipus > 1)}: {updates_in_words(flags, data)}")
+    mesh, k = ipu_jax.make_mesh(flags.replicas, flags.ipus), flags.repeats_of(images)
+    shown = popdist.is_first() and cli.shows_progress(False if flags.no_progress else None)
+    feed = feed_of(flags, data, mesh=mesh, gradient_accumulation=flags.gradient_accumulation_count, device_iterations=k)
+    with feed, cli.Bar("reading", total, 0, flags.images_per_update, shown=shown) as bar:
         for epoch in range(-(-total // per_epoch)):
             end, before, megabytes = min(total, (epoch + 1) * per_epoch), done, 0.0
-            wait_for_all("the start of an epoch")
+            cli.wait_for_all("the start of an epoch")
             start = time.perf_counter()
             for batch in feed.epoch():
                 jax.block_until_ready(batch.arrays)
@@ -367,7 +319,7 @@ def read(flags: Flags, data: MNIST) -> None:
                 popdist.count_steps()
                 if done == end:
                     break
-            wait_for_all("the end of an epoch")  # an epoch takes as long as the slowest instance
+            cli.wait_for_all("the end of an epoch")  # an epoch takes as long as the slowest instance
             seconds, examples = time.perf_counter() - start, (done - before) * flags.images_per_update
             say(
                 f"Epoch {epoch + 1}: {examples:,.0f} samples in {seconds:.2f} s, {examples / seconds:,.0f} samples/s, "
@@ -418,7 +370,7 @@ def draw(basic: _Losses, concurrent: _Losses, path: Path) -> None:
         axes.grid(alpha=0.3)
     picture = io.BytesIO()
     figure.savefig(picture, dpi=150, format="png")
-    with replacing(path) as file:
+    with cli.replacing(path) as file:
         file.write(picture.getvalue())
 
 

@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from ipu_jax.base.cli.parser import Parser
+from ipu_jax import cli
 
 
 class Tolerance(NamedTuple):
@@ -29,7 +29,7 @@ class _WithLoss(Protocol):
 _Results = TypeVar("_Results", bound=_WithLoss)
 
 
-def add_dtypes_and_checks(parser: Parser, what: str) -> None:
+def add_dtypes_and_checks(parser: cli.Parser, what: str) -> None:
     """Add --fp16 and --bf16, for the dtype of `what`, and --no-checks."""
     half = parser.add_mutually_exclusive_group()
     half.add_argument("--fp16", action="store_true", help=f"{what} in float16, rather than float32")

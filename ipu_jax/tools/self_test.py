@@ -13,8 +13,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ipu_jax.base.cli.parser import Parser, versions
-from ipu_jax.base.cli.process import run
+from ipu_jax import cli
 
 PROG = "python -m ipu_jax"
 IPUS = 2
@@ -22,18 +21,18 @@ IPUS = 2
 
 def command() -> NoReturn:
     """Run the self-test as the process's own command."""
-    run(PROG, main)
+    cli.run(PROG, main)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the self-test, and return the exit code."""
-    parser = Parser(
+    parser = cli.Parser(
         PROG,
         "Prints the versions, the devices and the cores, and verifies a small pipeline on two IPUs. Exits with 0 if "
         "that pipeline equals the unsharded program.",
     )
     parser.parse(argv)
-    print(versions("ipu_jax"))
+    print(cli.versions("ipu_jax"))
     try:
         from ipu_jax import configure  # imports jax
 

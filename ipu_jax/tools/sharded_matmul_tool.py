@@ -17,8 +17,7 @@ import functools
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ipu_jax.base.cli.parser import Parser
-from ipu_jax.base.cli.process import run
+from ipu_jax import cli
 from ipu_jax.tools.agreement import add_dtypes_and_checks, dtype_of, report
 from ipu_jax.tools.machine import check_memory
 
@@ -27,7 +26,7 @@ PROG = "sharded-matmul-tool"
 
 def command() -> NoReturn:
     """Run the tool as the process's own command."""
-    run(PROG, main)
+    cli.run(PROG, main)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def _parser() -> Parser:
-    parser = Parser(
+def _parser() -> cli.Parser:
+    parser = cli.Parser(
         PROG,
         "Compares a matmul and its softmax cross-entropy, sharded over IPUs, with the unsharded program.",
         called={"num_ipus": "--ipus"},

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ipu_jax.distributed.commands import InstanceParser, counts_of
+from ipu_jax import cli
 from support import launched, mnist_instance
 
 ROOT = Path(__file__).parents[2]
@@ -242,19 +242,19 @@ def place(monkeypatch):
 
 def test_counts_are_those_of_poprun(place):
     place(0)
-    assert counts_of(None, None) == counts_of(2, 4) == {"ipus": 2, "replicas": 4}
+    assert cli.counts_of(None, None) == cli.counts_of(2, 4) == {"ipus": 2, "replicas": 4}
     with pytest.raises(ValueError, match=r"^--replicas 2, but poprun runs --num-replicas 4: leave --replicas out$"):
-        counts_of(None, 2)
+        cli.counts_of(None, 2)
     with pytest.raises(ValueError, match=r"^--ipus 3, but poprun runs --ipus-per-replica 2: leave --ipus out$"):
-        counts_of(3, None)
+        cli.counts_of(3, None)
 
 
 @pytest.mark.parametrize("instance", [0, 1])
 def test_another_instance_waits_before_it_refuses(instance, place, monkeypatch, capsys):
     place(instance)
     waited = []
-    monkeypatch.setattr("ipu_jax.distributed.commands.time.sleep", waited.append)
+    monkeypatch.setattr("ipu_jax.run.cli.time.sleep", waited.append)
     with pytest.raises(SystemExit, match="2"):
-        InstanceParser("some", "A command.").error("wrong")
+        cli.Parser("some", "A command.").error("wrong")
     assert waited == [3.0] * instance
     assert capsys.readouterr().err == "some: wrong\n"

@@ -96,7 +96,7 @@ def in_its_own_names(params, state):
         for name in sorted(params[layer.name]):  # "conv0", "conv1", "shortcut"; the stem's "first"
             convs.append(params[layer.name][name]["conv"])
             norms.append(params[layer.name][name]["norm"])
-            averages.append(state[layer.name][name]["norm"])
+            averages.append(state[layer.name]["batch_stats"][name]["norm"])
     numbered = lambda kind, values: {f"{kind}_{i}": value for i, value in enumerate(values)}  # noqa: E731
     head = {"Dense_0": {"kernel": params["classifier"]["w"], "bias": params["classifier"]["b"]}}
     return {**numbered("Conv", convs), **numbered("BatchNorm", norms), **head}, numbered("BatchNorm", averages)
@@ -202,15 +202,17 @@ def test_a_block_adds_its_input_to_two_convolutions(params, state):
         y = (y - seen["mean"]) / jnp.sqrt(seen["var"] + 1e-5) * norm["scale"] + norm["bias"]
         return y, {"norm": moved}
 
+    averages = state["block3"]["batch_stats"]
+
     def by_hand(own, x):
-        of = lambda name, x, strides: normal(own[name], state["block3"][name], x, strides)  # noqa: E731
+        of = lambda name, x, strides: normal(own[name], averages[name], x, strides)  # noqa: E731
         y, first = of("conv0", x, 2)
         y, second = of("conv1", nn.relu(y), 1)
         x, third = of("shortcut", x, 2)
-        return nn.relu(x + y), {"conv0": first, "conv1": second, "shortcut": third}
+        return nn.relu(x + y), {"batch_stats": {"conv0": first, "conv1": second, "shortcut": third}}
 
     def by_layer(own, x):
-        outputs = block.train(own, x, None, state=state["block3"])
+        outputs = block.stage(0).fn(own, x, None, state=state["block3"])
         return outputs.y, outputs.state
 
     def with_gradients(fn, *args):

@@ -57,7 +57,8 @@ def flags_in_text(path: Path) -> list[tuple[str, list[str]]]:
 @pytest.fixture
 def parsers(monkeypatch):
     """Let every parser stop the command after it has accepted its words, and return the parsers that did."""
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # a script sets its own, which would stay with the tests
+    for name in ("signal", "set_wakeup_fd"):  # a script sets its own, which would stay with the tests
+        monkeypatch.setattr(signal, name, lambda *_, **__: None)
     accepted: list[argparse.ArgumentParser] = []
     for owner, name in ((Parser, "parse"), (argparse.ArgumentParser, "parse_args")):
         original = getattr(owner, name)

@@ -76,9 +76,10 @@ def test_the_site_loads_nothing_from_elsewhere(site: dict[str, Links]):
 
 def test_the_reference_has_every_public_name(site: dict[str, Links]):
     anchors = set().union(*(page.anchors for name, page in site.items() if name.startswith("reference/")))
-    names = {f"ipu_jax.{name}" for name in ipu_jax.__all__ if name != "popdist"}
+    names = {f"ipu_jax.{name}" for name in ipu_jax.__all__ if name not in ("popdist", "cli")}
     names |= {f"sharded_ops.{name}" for name in sharded_ops.__all__}
     names |= {f"ipu_jax.distributed.popdist.{name}" for name in ipu_jax.popdist.__all__}
+    names |= {f"ipu_jax.run.cli.{name}" for name in ipu_jax.cli.__all__}
     assert names - anchors == set()
 
 

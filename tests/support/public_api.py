@@ -19,7 +19,7 @@ from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 LISTED: Final = ROOT / "tests/project/public_api.txt"
-MODULES: Final = ("ipu_jax", "ipu_jax.popdist", "sharded_ops")
+MODULES: Final = ("ipu_jax", "ipu_jax.popdist", "ipu_jax.cli", "sharded_ops")
 
 
 def public_api() -> list[str]:

@@ -1,10 +1,18 @@
 """Parse a command line. An error is one line that names the flag as typed, and says what to give instead.
 
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    ipus: int = flag(2, count, "virtual IPUs")
+    compare: bool = flag(False, None, "train in both modes")
+
+args = flags_of(Flags, parser.parse(argv))          # after add_flags(parser, Flags)
+
 Nothing here imports jax, so that a wrong command line is refused at once.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import difflib
 import math
 import platform
@@ -13,13 +21,14 @@ import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from ipu_jax.base.checks import check_choice
 from ipu_jax.base.cli.process import is_of_a_removed_directory
 from ipu_jax.base.version import __version__
 
 _Value = TypeVar("_Value")
+_Flags = TypeVar("_Flags")
 
 MOST_IPUS = 1024
 """The largest number of virtual IPUs in a command's process. Each has its own threads and compiled programs."""
@@ -121,6 +130,62 @@ class Parser(argparse.ArgumentParser):
         self.add_size("--ipus", default, meaning, most=MOST_IPUS)
 
 
+def flag(
+    default: Any,
+    kind: Callable[[str], Any] | None,
+    help: str,
+    metavar: str | None = None,
+    *,
+    also: str | None = None,
+    group: str | None = None,
+    excludes: str | None = None,
+) -> Any:
+    """Return a field of a dataclass that is a flag, named like the field.
+
+    Args:
+        default: the default value, which the help names unless it is None.
+        kind: turns a text into the value, or raises `argparse.ArgumentTypeError`. None for a switch.
+        help: what the flag does.
+        metavar: the name of the value in the help. Default: that of `kind`.
+        also: a second name.
+        group: the flag's heading in the help.
+        excludes: flags with the same word exclude each other.
+    """
+    return dataclasses.field(default=default, metadata={**locals()})
+
+
+def add_flags(parser: argparse.ArgumentParser, of: type) -> None:
+    """Add a flag to a parser for each field of a dataclass, under the heading of its group."""
+    groups: dict[str, Any] = {}
+    for field in dataclasses.fields(of):
+        how = dict(field.metadata)
+        target: Any = parser
+        if how["group"]:
+            target = groups.setdefault(how["group"], None) or parser.add_argument_group(how["group"])
+            groups[how["group"]] = target
+        if how["excludes"]:
+            heading, name = target, f"one of {how['excludes']}"
+            target = groups.setdefault(name, None) or heading.add_mutually_exclusive_group()
+            groups[name] = target
+        names = ["--" + field.name.replace("_", "-"), *([how["also"]] if how["also"] else [])]
+        options: dict[str, Any] = {"default": how["default"], "help": how["help"].replace("%", "%%")}
+        if how["kind"] is None:
+            options["action"] = argparse.BooleanOptionalAction if how["default"] else "store_true"
+            if how["default"]:
+                options["help"] += f" (default: {names[0]})"
+        else:
+            options |= {"type": how["kind"], "metavar": how["metavar"] or getattr(how["kind"], "metavar", None)}
+            if how["default"] is not None:
+                default = f"{how['default']:g}" if isinstance(how["default"], float) else how["default"]
+                options["help"] += f" (default: {default})"
+        target.add_argument(*names, **options)
+
+
+def flags_of(of: type[_Flags], parsed: argparse.Namespace) -> _Flags:
+    """Return the parsed flags as the dataclass that defines them."""
+    return of(**{field.name: getattr(parsed, field.name) for field in dataclasses.fields(of)})  # pyright: ignore[reportArgumentType]
+
+
 class _Version(argparse.Action):
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
@@ -148,6 +213,17 @@ def shown(text: str) -> str:
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:half]}...{text[-half:]}"
 
 
+@dataclasses.dataclass(frozen=True)
+class _Kind(Generic[_Value]):
+    """Turns a text into a value, or raises `argparse.ArgumentTypeError`. The help calls the value `metavar`."""
+
+    of_text: Callable[[str], _Value] = dataclasses.field(repr=False)
+    metavar: str
+
+    def __call__(self, text: str) -> _Value:
+        return self.of_text(text)
+
+
 def whole_number(least: int, most: int) -> Callable[[str], int]:
     """Return an argparse type for whole numbers from `least` to `most`."""
 
@@ -161,7 +237,7 @@ def whole_number(least: int, most: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"{shown(text)!r} is too large: give {most} at most")
         return value
 
-    return number
+    return _Kind(number, "N")
 
 
 def number_that(kind: Callable[[str], _Value], accept: Callable[[_Value], bool], rule: str) -> Callable[[str], _Value]:
@@ -174,28 +250,28 @@ def number_that(kind: Callable[[str], _Value], accept: Callable[[_Value], bool],
                 return value
         raise argparse.ArgumentTypeError(f"{shown(text)!r} is not {rule}")
 
-    return of_text
+    return _Kind(of_text, "N" if kind is int else "X")
 
 
 count = number_that(int, lambda n: n >= 1, "a count: give a whole number of at least 1")
+"""An argparse type for whole numbers of at least 1."""
+
 positive = number_that(float, lambda x: 0 < x < math.inf, "a positive number: give one such as 0.01")
-# rates that float32 can represent: a rate rounded to 0 would silently train nothing
+"""An argparse type for positive numbers."""
+
+# a rate rounded to 0 would silently train nothing
 rate = number_that(float, lambda x: 2.0**-126 <= x < 2.0**128, "a positive number: give one such as 0.01")
+"""An argparse type for learning rates: positive numbers that float32 can represent."""
+
 seed = number_that(int, lambda n: 0 <= n < 2**32, "a seed: give a whole number from 0 to 4294967295")
+"""An argparse type for seeds: whole numbers of 32 bits."""
 
 
 def path(text: str) -> Path:
-    """Return `text` as a path. An empty path is refused: it would be the current folder."""
+    """Return a text as a path. An empty path is refused: it would be the current folder."""
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError(f"{shown(text)!r} is no path: give one that is not empty")
     return Path(text)
-
-
-def checkpoint(text: str) -> str:
-    """Return "auto", "never" or the path of a checkpoint, which must exist; `./auto` is a folder of that name."""
-    if text not in ("auto", "never") and not path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"{shown(text)!r} is no checkpoint: give its folder, or auto, or never")
-    return text
 
 
 def checked(check: Callable[[str], str]) -> Callable[[str], str]:
@@ -212,9 +288,5 @@ def checked(check: Callable[[str], str]) -> Callable[[str], str]:
 
 def one_of(name: str, choices: Sequence[str]) -> Callable[[str], str]:
     """Return an argparse type for one of `choices`, in upper or lower case (TensorFlow for the IPU wrote "Grouped")."""
-    return checked(lambda text: check_choice(name, shown(text.lower()), tuple(choices)))
-
-
-def braces(names: Sequence[str]) -> str:
-    """Return the metavar of a choice: "{basic,concurrent}"."""
-    return "{" + ",".join(names) + "}"
+    check = checked(lambda text: check_choice(name, shown(text.lower()), tuple(choices)))
+    return _Kind(check, "{" + ",".join(choices) + "}")

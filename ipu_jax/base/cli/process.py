@@ -23,6 +23,8 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, Final, NoReturn, TextIO
 
 CANNOT_WRITE: Final = 74
+"""The exit status of a command whose output or files could not be written."""
+
 _NO_WORKING_DIRECTORY: Final = 2
 _INTERRUPTED: Final = 130
 READER_HAS_GONE: Final = 141

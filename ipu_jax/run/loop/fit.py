@@ -23,10 +23,11 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
+from ipu_jax.base.cli.progress import Bar, shows_progress, spinner
 from ipu_jax.distributed import popdist
 from ipu_jax.distributed.stopping import StopRequest
 from ipu_jax.run.loop._goal import FACTS, Goal, check_arguments, figures_of, goal_of
-from ipu_jax.run.loop.progress import Bar, LossLines, Say, shows_progress, spinner
+from ipu_jax.run.loop.lines import LossLines, Say
 from ipu_jax.run.observe.runs.log import RunLog
 from ipu_jax.run.observe.tracing.errors import TraceError
 from ipu_jax.run.observe.tracing.recording import Recording

@@ -6,8 +6,9 @@ import re
 import numpy as np
 import pytest
 
-from ipu_jax.run.loop import progress
-from ipu_jax.run.loop.progress import Bar, LossLines
+from ipu_jax.base.cli import progress
+from ipu_jax.base.cli.progress import Bar
+from ipu_jax.run.loop.lines import LossLines
 
 
 def lines_of(updates_per_epoch, updates, updates_per_call, skipped=0):

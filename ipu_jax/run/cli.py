@@ -1,9 +1,24 @@
-"""Support commands that can run under poprun, where instances share the replicas and the first one prints.
+"""Write a command: flags, refusals in one line, a bar, and an end without a traceback, alone or under poprun.
 
-    poprun --num-replicas 8 --num-instances 4 --ipus-per-replica 2 run-sharded-mnist --pipeline-mode concurrent
+    @dataclasses.dataclass(frozen=True)
+    class Flags:
+        ipus: int = cli.flag(None, cli.count, "IPUs of a replica")
+        replicas: int = cli.flag(None, cli.count, "copies of the model")
 
-poprun then sets the numbers of replicas and IPUs. Without poprun there is one instance, and this module changes
-nothing. Nothing here imports jax before `start_ipus`.
+    def main() -> int:
+        parser = cli.Parser("my-command", "Trains my model.")
+        cli.add_flags(parser, Flags)
+        flags = cli.flags_of(Flags, parser.parse())        # wrong flags: status 2, before jax is imported
+        counts = cli.counts_of(flags.ipus, flags.replicas)
+        cli.start_ipus(**counts)
+        ...
+
+    cli.run("my-command", main)                            # Ctrl-C, a closed pipe or a full disk: no traceback
+
+    poprun --num-replicas 8 --num-instances 4 --ipus-per-replica 2 my-command
+
+Under poprun, instances share the replicas, and the first one prints. poprun then sets the numbers of replicas and IPUs.
+Without poprun there is one instance. Nothing here imports jax before `start_ipus`.
 """
 
 import signal
@@ -11,8 +26,56 @@ import time
 from collections.abc import Callable
 from typing import Final, NoReturn, TypeVar
 
-from ipu_jax.base.cli.parser import Parser
+from ipu_jax.base.cli.parser import Parser as OneParser
+from ipu_jax.base.cli.parser import (
+    add_flags,
+    checked,
+    count,
+    flag,
+    flags_of,
+    one_of,
+    path,
+    positive,
+    rate,
+    seed,
+    versions,
+    whole_number,
+)
+from ipu_jax.base.cli.places import check_file, reason_of, writable_folder
+from ipu_jax.base.cli.process import CANNOT_WRITE, run, warnings_as_lines
+from ipu_jax.base.cli.progress import Bar, shows_progress
+from ipu_jax.base.replacing import replacing
 from ipu_jax.distributed import popdist
+
+__all__ = [
+    "CANNOT_WRITE",
+    "Bar",
+    "Parser",
+    "add_flags",
+    "check_file",
+    "checked",
+    "count",
+    "counts_of",
+    "end_together",
+    "flag",
+    "flags_of",
+    "load_once_per_host",
+    "one_of",
+    "path",
+    "positive",
+    "rate",
+    "reason_of",
+    "replacing",
+    "run",
+    "seed",
+    "shows_progress",
+    "start_ipus",
+    "versions",
+    "wait_for_all",
+    "warnings_as_lines",
+    "whole_number",
+    "writable_folder",
+]
 
 _Result = TypeVar("_Result")
 
@@ -21,8 +84,10 @@ _FIRST_SPEAKS_SECONDS: Final = 3.0
 _FIRST_ENDS_SECONDS: Final = 1.0
 
 
-class InstanceParser(Parser):
-    """A parser that lets the first instance print the errors that all instances have.
+class Parser(OneParser):
+    """An `argparse.ArgumentParser` whose errors are one line each, and say what to give instead.
+
+    It lets the first instance print the errors that all instances have.
 
     The other instances wait a moment before they print an error. If the first instance has the same error, poprun ends
     them meanwhile. An error of another instance alone, such as a folder missing on its host, is printed.
@@ -42,7 +107,7 @@ class InstanceParser(Parser):
         super().refuse(error)
 
 
-def counts_of(ipus: int | None, replicas: int | None, *, default_ipus: int = 2) -> dict[str, int]:
+def counts_of(ipus: int | None, replicas: int | None, default_ipus: int = 2) -> dict[str, int]:
     """Return the flags "ipus" and "replicas": poprun's values, else the given ones, else the defaults.
 
     Raises:
@@ -51,9 +116,9 @@ def counts_of(ipus: int | None, replicas: int | None, *, default_ipus: int = 2) 
     if not popdist.is_popdist_env_set():
         return {"ipus": ipus or default_ipus, "replicas": replicas or 1}
     counts = {"ipus": popdist.get_num_ipus_per_replica(), "replicas": popdist.get_num_total_replicas()}
-    for name, given, flag in (("ipus", ipus, "ipus-per-replica"), ("replicas", replicas, "num-replicas")):
+    for name, given, own in (("ipus", ipus, "ipus-per-replica"), ("replicas", replicas, "num-replicas")):
         if given not in (None, counts[name]):
-            raise ValueError(f"--{name} {given}, but poprun runs --{flag} {counts[name]}: leave --{name} out")
+            raise ValueError(f"--{name} {given}, but poprun runs --{own} {counts[name]}: leave --{name} out")
     return counts
 
 
@@ -76,10 +141,13 @@ def start_ipus(replicas: int, ipus: int) -> None:
         raise ValueError(str(error).replace(f"num_ipus={count}", flags)) from error
 
 
-def first_of_host_first(load: Callable[[], _Result]) -> _Result:
+def load_once_per_host(load: Callable[[], _Result]) -> _Result:
     """Call a function that may download files: on the first instance of each host, then on the others.
 
     Communicates: all instances wait for the first ones.
+
+    Args:
+        load: reads data; on the other instances, after the first one of their host has done so.
     """
     if popdist.get_num_instances() == 1:
         return load()
