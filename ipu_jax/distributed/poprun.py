@@ -23,13 +23,11 @@ from typing import Final, NoReturn
 
 from ipu_jax.base.cli import process
 from ipu_jax.distributed.environment import START_TIMEOUT, TERMINAL_WIDTH
-from ipu_jax.distributed.launcher import config
 from ipu_jax.distributed.launcher.attempts import CannotStartError, Run
-from ipu_jax.distributed.launcher.box import box
 from ipu_jax.distributed.launcher.host import Host
 from ipu_jax.distributed.launcher.launch import available_cores, nodes_of_cores
 from ipu_jax.distributed.launcher.local import LocalHost, free_port
-from ipu_jax.distributed.launcher.options import Options, PoprunParser, named_values, options_of
+from ipu_jax.distributed.launcher.options import Options, PoprunParser, options_of
 from ipu_jax.distributed.launcher.output import Display
 from ipu_jax.distributed.launcher.remote import RemoteHost, Shell
 from ipu_jax.distributed.launcher.signals import STOPPING, Signals
@@ -52,7 +50,8 @@ _TRAVELS_BY_PREFIX: Final = ("JAX_", "XLA_", "PJRT_", "IPU_JAX_")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run poprun, and return its exit status."""
     parser = PoprunParser()
-    options = _read(parser, sys.argv[1:] if argv is None else argv)
+    own, program = parser.split(sys.argv[1:] if argv is None else argv)
+    options = options_of(parser, parser.parse(own), program)
     try:
         topology = Topology(options.hosts, options.num_instances, options.num_replicas, options.ipus_per_replica)
     except ValueError as error:
@@ -80,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         environments = {name: {**values, **width} for name, values in environments.items()}
     run = Run(options, topology, environments, coordinator, bind, display, writer, signals)
     if options.print_topology:
-        display.draw(box(topology))
+        display.draw(str(topology))
     if options.offline_mode or options.dry_run:
         display.draw(_commands(run))
         return _written(run, 0)
@@ -106,29 +105,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def command() -> NoReturn:
     """Run poprun as a process; docs/design/command-lines.md lists its exit statuses."""
     process.run("poprun", main)
-
-
-def _read(parser: PoprunParser, argv: Sequence[str]) -> Options:
-    """Return the options of a command line and of the file that it imports. Write the file that it exports."""
-    own, program = parser.split(argv)
-    parsed = parser.parse(own)
-    if parsed.import_config is not None:
-        try:
-            words, imported = config.imported(Path(parsed.import_config))
-        except ValueError as error:
-            parser.error(f"argument --import-config: {error}")
-        program = program or imported
-        parsed = parser.parse([*words, *own])
-    options = options_of(parser, parsed, program)
-    if parsed.export_config is not None:
-        path = Path(parsed.export_config)
-        if path.exists() and not parsed.overwrite_config:
-            parser.error(f"argument --export-config: {path} is there: give another file, or --overwrite-config")
-        try:
-            path.write_text(config.exported(named_values(parsed, parser), program))
-        except OSError as error:
-            parser.error(f"argument --export-config: {path} cannot be written ({error.strerror})")
-    return options
 
 
 def _written(run: Run, status: int) -> int:

@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ipu_jax import cli
-from ipu_jax.tools.agreement import add_dtypes_and_checks, dtype_of, report
-from ipu_jax.tools.machine import check_memory
+from ipu_jax.tools.agreement import add_dtypes_and_checks, check_memory, dtype_of, report
 
 PROG = "sharded-matmul-tool"
 

@@ -26,10 +26,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import core
 
-from ipu_jax.base.jaxprs import laid_open, variables
-from ipu_jax.core.optimizer._conditions import with_selects
+from ipu_jax.base.jaxprs import closed_of, evaluated, laid_open, variables
 from ipu_jax.core.optimizer.blocks import Blocks
 from ipu_jax.core.optimizer.extra_arguments import updated
 from ipu_jax.core.weights.packing import Leaf
@@ -318,3 +318,23 @@ def _check_dtype(name: str, v: Any, leaf: Leaf) -> None:
 
 def _fits(small: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     return small == () or (len(small) == len(shape) and all(a in (1, b) for a, b in zip(small, shape, strict=True)))
+
+
+def with_selects(traced: Any, cond: Any) -> Any:
+    """Return the closed jaxpr with the branches of the equation `cond` inlined, and a select between their results.
+
+    cond(p, update, keep, tree)    ->    leaf by leaf: select(p, updated leaf, kept leaf)
+
+    So each value can be computed where its leaf is. `optax.apply_if_finite` and `optax.MultiSteps` skip updates with a
+    `cond` between whole trees. Both branches are computed, and the selected result is the same bit by bit.
+    """
+
+    def rule(eqn: Any, inputs: list[Any]) -> list[Any] | None:
+        if eqn is not cond:
+            return None
+        index, *operands = inputs
+        branches = [laid_open(closed_of(branch)) for branch in eqn.params["branches"]]
+        results = [evaluated(branch, operands, lambda *_: None) for branch in branches]
+        return [lax.select_n(index, *cases) for cases in zip(*results, strict=True)]
+
+    return jax.make_jaxpr(lambda *args: evaluated(traced, args, rule))(*traced.in_avals)

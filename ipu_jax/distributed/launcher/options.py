@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from ipu_jax.base.cli.parser import MOST_IPUS, Parser, number_that, shown, whole_number
 from ipu_jax.distributed.environment import Place
@@ -156,13 +156,10 @@ class PoprunParser(Parser):
         self.add_argument(
             *("-x", "--env"), action="append", default=[], metavar="NAME[=VALUE]", help="a variable for the instances"
         )
-        self.add_argument("--export-config", metavar="FILE", help="write the options and the program to a file")
-        self.add_argument("--import-config", metavar="FILE", help="read them; what the command line says comes first")
-        self._add_truth("--overwrite-config", "let --export-config replace a file")
         self._add_truth("--allow-run-as-root", "accepted for the original's sake: it is allowed")
 
     def _add_output(self) -> None:
-        self._add_truth("--print-topology", "draw which host has which instances and replicas")
+        self._add_truth("--print-topology", "print which host has which instances and replicas")
         self.add_argument(
             "--only-output-from-instance",
             type=whole_number(0, MOST_IPUS * MOST_IPUS),
@@ -316,9 +313,3 @@ def _variable(parser: Parser, text: str) -> tuple[str, str]:
             parser.error(f"argument -x: {name} is not set in this environment: give {name}=VALUE, or set it")
         value = os.environ[name]
     return name, value
-
-
-def named_values(parsed: argparse.Namespace, parser: PoprunParser) -> dict[str, Any]:
-    """Return the options that differ from their defaults, by name."""
-    values = vars(parsed)
-    return {name: value for name, value in values.items() if value != parser.get_default(name)}

@@ -33,6 +33,10 @@ class Topology:
     >>> topology = Topology(("a", "b"), instances=4, replicas=8, ipus_per_replica=2)
     >>> topology.instances_of("b"), topology.host_of(1)
     (range(2, 4), 'a')
+    >>> print(topology, end="")
+    poprun topology: 8 replicas of 2 IPUs, 4 instances, each with 2
+      a  instances 0-1  replicas 0-3
+      b  instances 2-3  replicas 4-7
     """
 
     hosts: tuple[str, ...]
@@ -63,6 +67,19 @@ class Topology:
     def host_of(self, instance: int) -> str:
         """Return the host of an instance."""
         return self.hosts[instance // self.instances_per_host]
+
+    def __str__(self) -> str:
+        per = self.replicas // self.instances
+        share = f"each with {per}" if per else f"{self.instances // self.replicas} to a replica"
+        lines = [
+            f"poprun topology: {self.replicas} replicas of {self.ipus_per_replica} IPUs, "
+            f"{self.instances} instances, {share}"
+        ]
+        hosts, width = len(self.hosts), max(map(len, self.hosts))
+        for k, host in enumerate(self.hosts):
+            replicas = range(k * self.replicas // hosts, -(-(k + 1) * self.replicas // hosts))
+            lines.append(f"  {host:<{width}}  instances {ranges(self.instances_of(host))}  replicas {ranges(replicas)}")
+        return "\n".join(lines) + "\n"
 
     def place(self, instance: int, coordinator: str, bind: str, attempt: int) -> Place:
         """Return the place of an instance."""

@@ -1,6 +1,17 @@
-"""Assemble a timeline: choose the runs of a profile, place their devices, and put all instances on one time axis."""
+"""Assemble a timeline: choose the runs of a profile, place their devices, and put all instances on one time axis.
+
+The plan is shown beside the measurement: the schedule, simulated with each task's median time.
+
+    measured   IPU 1   exchange y ......| 1F0 |ex.| 1B0 | ...
+    plan       IPU 1                    | 1F0 | 1B0 | ...         the same tasks as if exchanges took no time
+
+The difference between the two is the cost of exchanges, shared cores and the work between tasks.
+"""
 
 import dataclasses
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -8,13 +19,13 @@ from jax.sharding import Mesh
 
 from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.engine.labels import PlanNames
+from ipu_jax.core.schedules import Schedule, Task
 from ipu_jax.distributed import popdist
-from ipu_jax.run.observe.tracing._matching import Measured, Place, measured
+from ipu_jax.run.observe.tracing._matching import Measured, Place, measured, task_name
 from ipu_jax.run.observe.tracing._merging import Part, told
-from ipu_jax.run.observe.tracing._planned import median_costs, planned
 from ipu_jax.run.observe.tracing._profile import Run
 from ipu_jax.run.observe.tracing.errors import TraceError
-from ipu_jax.run.observe.tracing.timeline import Slice, Step, Timeline
+from ipu_jax.run.observe.tracing.timeline import TASKS, Kind, Slice, Step, Timeline
 
 
 def main_plan(runs: list[Run]) -> PlanNames:
@@ -87,3 +98,75 @@ def merged(plan: PlanNames, parts: list[Part]) -> Timeline:
     names = tuple(name for segment in plan.segments for name in segment.stages)
     of_plan = planned(plan.schedule, median_costs(slices), steps, slices)
     return Timeline(plan.schedule, names, plan.backward, tuple(steps), tuple(slices), of_plan, told(parts))
+
+
+Costs = dict[tuple[tuple[int, ...], Kind], float]
+
+
+def net_seconds(tasks: Iterable[Slice], collectives: Iterable[Slice]) -> list[tuple[Slice, float]]:
+    """Return the tasks of one IPU, each with its seconds except the time that it waited in collectives."""
+    waits = sorted(collectives, key=lambda one: one.start)
+    found, k = list[tuple[Slice, float]](), 0
+    for task in sorted(tasks, key=lambda one: one.start):
+        while k < len(waits) and waits[k].start < task.start:
+            k += 1
+        inside, j = 0.0, k
+        while j < len(waits) and waits[j].start < task.end:
+            inside += min(waits[j].end, task.end) - waits[j].start
+            j += 1
+        found.append((task, task.seconds - inside))
+    return found
+
+
+def median_costs(slices: Iterable[Slice]) -> Costs:
+    """Return the median seconds of each segment's tasks, by the segment's stages and the kind of task."""
+    of_ipu: dict[tuple[int, int], list[Slice]] = defaultdict(list)
+    for one in slices:
+        of_ipu[one.replica, one.ipu].append(one)
+    seconds: dict[tuple[tuple[int, ...], Kind], list[float]] = defaultdict(list)
+    for mine in of_ipu.values():
+        tasks = [one for one in mine if one.kind in TASKS]
+        for task, net in net_seconds(tasks, [one for one in mine if one.kind == "collective"]):
+            seconds[task.stages, task.kind].append(net)
+    return {key: statistics.median(values) for key, values in seconds.items()}
+
+
+def simulated(schedule: Schedule, costs: Costs):
+    """Return a run of a schedule in which each task takes its median time, and exchanges take no time."""
+    stages = len(schedule.placement)
+    per_stage = {kind: [0.0] * stages for kind in ("F", "B", "W")}
+    for (of_segment, kind), seconds in costs.items():
+        for stage in of_segment:
+            # the simulator divides the cost of a concurrent stage by the IPUs
+            sharers = schedule.ipus if schedule.placement[stage] is None else 1
+            for letter in kind:
+                per_stage[letter][stage] = seconds * sharers / len(of_segment) / len(kind)
+    backward = [b + w for b, w in zip(per_stage["B"], per_stage["W"], strict=True)]
+    return schedule.simulate(per_stage["F"], backward, per_stage["W"], lockstep=True)
+
+
+def planned(schedule: Schedule, costs: Costs, steps: Iterable[Step], slices: Iterable[Slice]) -> tuple[Slice, ...]:
+    """Return the plan of each step, from the start of its first task."""
+    run = simulated(schedule, costs)
+    begins: dict[int, float] = {}
+    for one in slices:
+        if one.kind in TASKS:
+            begins[one.step] = min(begins.get(one.step, one.start), one.start)
+    found: list[Slice] = []
+    for stages, kind in costs:
+        place = schedule.placement[stages[0]]
+        ipus = range(schedule.ipus) if place is None else [place]
+        for microbatch in range(schedule.micro_batches):
+            times = [(run.start_times[task], run.end_times[task]) for task in _tasks(stages, kind, microbatch)]
+            start, end = min(start for start, _ in times), max(end for _, end in times)
+            name = task_name(stages, kind, microbatch)
+            for step in sorted({step.step for step in steps} & begins.keys()):
+                at = begins[step]
+                found += [
+                    Slice(0, 0, ipu, step, kind, name, at + start, at + end, None, stages, microbatch) for ipu in ipus
+                ]
+    return tuple(sorted(found, key=lambda one: (one.ipu, one.start, -one.end)))
+
+
+def _tasks(stages: tuple[int, ...], kind: Kind, microbatch: int) -> list[Task]:
+    return [Task(stage, letter, microbatch) for stage in stages for letter in ("F", "B", "W") if letter in kind]

@@ -8,7 +8,8 @@ import pytest
 
 import ipu_jax
 from ipu_jax.base.cli.parser import Parser, whole_number
-from ipu_jax.tools.machine import check_memory
+from ipu_jax.tools import agreement
+from ipu_jax.tools.agreement import check_memory
 
 
 @pytest.fixture
@@ -81,12 +82,11 @@ def test_an_error_of_the_library_names_the_flags(argv, line, parser, capsys):
 
 
 def test_the_memory_of_the_machine_or_its_container_is_the_limit(tmp_path, monkeypatch):
-    from ipu_jax.tools import machine
 
     check_memory(1, "--rows 1")
     for text, there in (("1000000000\n", "1 GB"), ("max\n", None)):
         (tmp_path / "memory.max").write_text(text)
-        monkeypatch.setattr(machine, "_OF_CONTAINER", tmp_path / "memory.max")
+        monkeypatch.setattr(agreement, "_OF_CONTAINER", tmp_path / "memory.max")
         with pytest.raises(ValueError, match=r"^--rows 7 need 1,000,000,000 GB or more, and this machine has") as error:
             check_memory(1e18, "--rows 7")
         assert there is None or f"this machine has {there} of memory" in str(error.value)

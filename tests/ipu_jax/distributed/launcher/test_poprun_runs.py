@@ -177,19 +177,11 @@ def test_the_topology_is_drawn_first_and_options_of_the_original_without_effect_
     words = ("--vipu-partition=p", "--update-partition=no", "--reset-partition", "--mpi-global-args", "--tag-output")
     ran = poprun("--print-topology", *words, *TWO, "echo", "hi")
     assert ran.status == 0
-    assert ran.out.startswith(" =")
-    assert "| instances |  0  |  1  |" in ran.out.split("[1,")[0]
+    assert ran.out.startswith("poprun topology: ")
+    assert "  localhost  instances 0-1  " in ran.out.split("[1,")[0]
     said = ran.err.splitlines()
     assert sorted(line.split()[1] for line in said) == ["--mpi-global-args", "--reset-partition", "--vipu-partition"]
     assert all(" has no effect: " in line for line in said)
-
-
-def test_a_configuration_is_written_and_read(tmp_path):
-    path = str(tmp_path / "run.json")
-    assert poprun("--export-config", path, *TWO, "echo", "hi").status == 0
-    assert poprun("--import-config", path).out.count("hi\n") == 2
-    ran = poprun("--import-config", path, "--export-config", path, "--overwrite-config", "--num-instances", "1", "echo")
-    assert (ran.status, ran.out) == (0, "[1,0]<stdout>:\n")
 
 
 FAILS_TWICE = """
@@ -340,11 +332,6 @@ TO_START_IT = "is not executable: make it so with chmod +x, or start it with: py
             ["--num-replica", "2", "true"],
             2,
             "unrecognized arguments: --num-replica: did you mean --num-replicas? --help lists all flags",
-        ),
-        (
-            ["--export-config", "train.py", "true"],
-            2,
-            "argument --export-config: train.py is there: give another file, or --overwrite-config",
         ),
         (
             ["--output-dir", ".", "true"],

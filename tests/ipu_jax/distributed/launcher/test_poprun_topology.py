@@ -1,6 +1,5 @@
 """Test how replicas, instances, hosts, cores and words of a command line are divided."""
 
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -8,37 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ipu_jax.distributed.environment import Place
-from ipu_jax.distributed.launcher import config
-from ipu_jax.distributed.launcher.box import WIDEST, box
 from ipu_jax.distributed.launcher.launch import Launch, nodes_of_cores, shares_of_cores
 from ipu_jax.distributed.launcher.options import PoprunParser
 from ipu_jax.distributed.launcher.topology import Topology, host_names, hosts_in_file, ranges
 from support.refusals import refusals, refused
 
-ORIGINAL = """\
- ===========================================
-|              poprun topology              |
-|===========================================|
-| hosts     |           localhost           |
-|-----------|-------------------------------|
-| ILDs      |               0               |
-|-----------|-------------------------------|
-| instances |       0       |       1       |
-|-----------|-------------------------------|
-| replicas  | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |
- -------------------------------------------
-"""
 
-
-def test_the_box_is_that_of_the_original():
-    assert box(Topology(("localhost",), instances=2, replicas=8, ipus_per_replica=1)) == ORIGINAL
-
-
-def test_many_replicas_are_told_by_instance():
-    drawing = box(Topology(("a", "b"), instances=4, replicas=256, ipus_per_replica=1))
-    assert "|   0-63  |  64-127 | 128-191 | 192-255 |" in drawing
-    drawing = box(Topology(tuple(f"h{i}" for i in range(64)), instances=256, replicas=256, ipus_per_replica=1))
-    assert "h0 ... h63 (64 hosts)" in drawing
+def test_the_topology_says_what_each_host_has():
+    assert str(Topology(("localhost",), instances=2, replicas=8, ipus_per_replica=1)) == (
+        "poprun topology: 8 replicas of 1 IPUs, 2 instances, each with 4\n  localhost  instances 0-1  replicas 0-7\n"
+    )
 
 
 @st.composite
@@ -52,10 +30,14 @@ def topologies(draw):
 
 
 @given(topologies())
-def test_every_box_is_a_rectangle_that_fits(topology):
-    lines = box(topology).splitlines()
-    assert len({len(line) for line in lines[1:-1]}) == 1
-    assert len(lines[1]) <= WIDEST
+def test_a_topology_names_every_host_with_its_instances_and_replicas(topology):
+    head, *lines = str(topology).splitlines()
+    assert head.startswith(f"poprun topology: {topology.replicas} replicas of {topology.ipus_per_replica} IPUs, ")
+    for name, line in zip(topology.hosts, lines, strict=True):
+        of_host = topology.instances_of(name)
+        ipus = topology.replicas * topology.ipus_per_replica // topology.instances  # of an instance
+        replicas = {ipu // topology.ipus_per_replica for ipu in range(of_host[0] * ipus, (of_host[-1] + 1) * ipus)}
+        assert line.split() == [name, "instances", ranges(of_host), "replicas", ranges(sorted(replicas))]
 
 
 @given(topologies())
@@ -69,14 +51,6 @@ def test_instances_share_replicas_and_hosts_equally(topology):
 
 
 NO_HOSTS = ("", "a,,b", "a b", "pod[2-0]", "pod[x]", "pod[0", "-oX", "a;b")
-NO_CONFIGURATIONS = ("[]", "3", '{"program": "x"}', '{"program": [1]}')
-
-
-def import_file(text):
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "run.json")
-        path.write_text(text)
-        config.imported(path)
 
 
 @refusals(
@@ -90,9 +64,6 @@ def import_file(text):
     *((lambda text=text: host_names(text), f"{text!r} is no list of hosts: ", " such as ") for text in NO_HOSTS),
     (lambda: host_names("a,a"), "'a' is named twice", "name it once"),
     (lambda: host_names("pod[0-1],pod1"), "'pod1' is named twice", "name it once"),
-    *((lambda text=text: import_file(text), "run.json is no", "--export-config") for text in NO_CONFIGURATIONS),
-    *((lambda text=text: import_file(text), "run.json is not JSON", "--export-config") for text in ("", "{")),
-    (lambda: import_file('{"dry-run": true}'), "run.json: 'dry-run'", "on the command line", "remove it"),
 )
 def test_what_cannot_be_divided_or_read_is_refused(call, holds):
     with refused(*holds):
@@ -171,19 +142,3 @@ def test_the_options_end_at_the_first_word_that_is_none(line, own, program):
 def test_a_value_of_mpirun_may_look_like_an_option():
     words = ["--mpi-global-args", "--tag-output", "prog"]
     assert PoprunParser().split(words) == (["--mpi-global-args=--tag-output"], ["prog"])
-
-
-def test_a_configuration_comes_back_as_it_was(tmp_path):
-    values = {
-        "num_replicas": 8,
-        "numa_aware": True,
-        "env": ["A=1", "B=a b"],
-        "verbose": 2,
-        "stall_timeout": float("inf"),
-    }
-    path = tmp_path / "run.json"
-    path.write_text(config.exported({**values, "export_config": "x"}, ["python", "a b.py"]))
-    words, program = config.imported(path)
-    assert program == ["python", "a b.py"]
-    parsed = vars(PoprunParser().parse(words))
-    assert {name: parsed[name] for name in values} == values
