@@ -65,12 +65,9 @@ def spread(pipeline, optimizers, params, gradients, replicas):
         own = [blocks.replica_chunk(k, w) for k, w in enumerate(to_blocks(params))]
         g = to_blocks(sharded)
         g = zero.scatter(blocks, g) if replicas > 1 else g
-        of_ipu = [[a[0, 0] for a in of_block] for of_block in state.per_block]
-        weights, state = update.apply(g, dataclasses.replace(state, per_block=of_ipu), own, i)
+        weights, state = update.apply(g, state, own, i)
         weights = [w.astype(block.dtype) for w, block in zip(weights, blocks, strict=True)]
-        per_block = [[a[None, None] for a in of_block] for of_block in state.per_block]
-        params = from_blocks(params, zero.gather(blocks, weights) if replicas > 1 else weights)
-        return params, dataclasses.replace(state, per_block=per_block)
+        return from_blocks(params, zero.gather(blocks, weights) if replicas > 1 else weights), state
 
     def program(params, states, gradients):
         def step(carry, at):

@@ -106,19 +106,7 @@ def equinox_stage(
             return *run(params, state, args, key), None
         return *_traced_alone(run, params, state, args, key), None
 
-    return make_module_stage(
-        call,
-        name,
-        params if jax.tree.leaves(params) else None,
-        own_state if jax.tree.leaves(own_state) else None,
-        ipu=ipu,
-        inputs=inputs,
-        loss=loss,
-        random=random,
-        recompute=recompute,
-        takes=takes,
-        sends=sends,
-    )
+    return make_module_stage(call, name, params, own_state, ipu, inputs, loss, random, recompute, takes, sends)
 
 
 def _traced_alone(run: Callable[..., Any], *args: Any) -> Any:

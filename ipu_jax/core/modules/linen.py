@@ -125,19 +125,7 @@ def linen_stage(
         new_state = state and {**state, **{name: tree for name, tree in changed.items() if name in kept}}
         return y, new_state, add_up(name, weights, changed)
 
-    return make_module_stage(
-        call,
-        name,
-        params,
-        state or None,
-        ipu=ipu,
-        inputs=inputs,
-        loss=loss,
-        random=random,
-        recompute=recompute,
-        takes=takes,
-        sends=sends,
-    )
+    return make_module_stage(call, name, params, state, ipu, inputs, loss, random, recompute, takes, sends)
 
 
 def _dropped(

@@ -121,19 +121,7 @@ def nnx_stage(
             state = nnx.from_flat_state(kept.items())
         return y, state, add_up(name, weights, sown) if training else None
 
-    return make_module_stage(
-        call,
-        name,
-        params or None,
-        state or None,
-        ipu=ipu,
-        inputs=inputs,
-        loss=loss,
-        random=bool(tags),
-        recompute=recompute,
-        takes=takes,
-        sends=sends,
-    )
+    return make_module_stage(call, name, params, state, ipu, inputs, loss, bool(tags), recompute, takes, sends)
 
 
 def _type_of(name: str, kind: Any) -> Any:

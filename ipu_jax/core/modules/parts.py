@@ -123,14 +123,13 @@ def make_module_stage(
     name: str,
     params: Any,
     state: Any,
-    *,
     ipu: int | AllIpus,
     inputs: Inputs,
     loss: Callable[[Any, Any], Any] | None,
     random: bool,
     recompute: Recompute,
-    takes: tuple[str, ...] = (),
-    sends: tuple[str, ...] = (),
+    takes: tuple[str, ...],
+    sends: tuple[str, ...],
 ) -> ModuleStage:
     """Make the stage of a module that `call` runs.
 
@@ -158,6 +157,8 @@ def make_module_stage(
         raise ValueError(f"loss={loss!r} of stage {name!r} is not callable: give a function of (y, microbatch)")
     if isinstance(sends, str) or not all(isinstance(skip, str) for skip in sends):
         raise ValueError(f"sends={sends!r} of stage {name!r} is not a tuple of names: give sends=('name',)")
+
+    params, state = (tree if jax.tree.leaves(tree) else None for tree in (params, state))
 
     def in_mode(*, training: bool, finish: Callable[[Any, Any], Any] | None) -> Callable[..., Any]:
         def run(

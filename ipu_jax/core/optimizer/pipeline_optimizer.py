@@ -106,12 +106,9 @@ class PipelineOptimizer:
         """Return the program of `apply`, for states with these specs."""
 
         def on_ipu(gradients: Sharded, state: OptimizerState, params: Sharded, value: Any) -> Any:
-            of_ipu = [[array[0, 0] for array in of_block] for of_block in state.per_block]
-            given = dataclasses.replace(state, per_block=of_ipu)
-            unrounded, new = update.apply(to_blocks(gradients), given, to_blocks(params), value)
+            unrounded, new = update.apply(to_blocks(gradients), state, to_blocks(params), value)
             weights = [w.astype(block.dtype) for w, block in zip(unrounded, update.blocks, strict=True)]
-            per_block = [[array[None, None] for array in of_block] for of_block in new.per_block]
-            return from_blocks(params, weights), dataclasses.replace(new, per_block=per_block)
+            return from_blocks(params, weights), new
 
         weights = packing.specs_of(layout)
         in_specs = (weights, states, weights, PartitionSpec())

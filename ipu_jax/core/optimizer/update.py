@@ -76,7 +76,7 @@ class ShardedUpdate:
 
         Args:
             gradients: per block, in its update shape, and already reduced over the replicas.
-            state: this IPU's arrays, without the dims of replicas and IPUs.
+            state: this IPU's arrays, as `shard_map` gives them: (1, 1, *update_shape).
             params: per block, in its update shape.
             loss: for optimizers that take `value=`.
 
@@ -92,7 +92,8 @@ class ShardedUpdate:
             if self._gradients[leaf] not in analysis.leaf_of:
                 k = self.blocks.block_of(leaf)
                 env[self._gradients[leaf]], env[self._params[leaf]] = gradients[k], params[k]
-        arrays = [[g, p, *of_block] for g, p, of_block in zip(gradients, params, state.per_block, strict=True)]
+        states = [[array[0, 0] for array in of_block] for of_block in state.per_block]
+        arrays = [[g, p, *of_block] for g, p, of_block in zip(gradients, params, states, strict=True)]
         for level, eqns in enumerate(analysis.replicated):
             for eqn in eqns:
                 env.update(zip(eqn.outvars, bound(eqn, [_value_of(v, env) for v in eqn.invars]), strict=True))
@@ -100,8 +101,8 @@ class ShardedUpdate:
                 env.update(self._gather(dtype, together, arrays, env))
         results = [self._new_arrays(k, of_block, env) for k, of_block in enumerate(arrays)]
         values = [_value_of(self._new_state[i], env) for i in replicated]
-        new = dataclasses.replace(state, per_block=[of_block[1:] for of_block in results], replicated=values)
-        return [weights for weights, *_ in results], new
+        per_block = [[array[None, None] for array in of_block[1:]] for of_block in results]
+        return [of_block[0] for of_block in results], dataclasses.replace(state, per_block=per_block, replicated=values)
 
     def _new_arrays(self, k: int, arrays: list[Any], env: dict[Any, Any]) -> list[Any]:
         """Return a block's weights plus their update, and its new state arrays.

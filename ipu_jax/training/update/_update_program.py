@@ -118,18 +118,14 @@ class Iteration:
         gradients = [g.astype(block.dtype) for g, block in zip(gradients, blocks, strict=True)]
 
         params = [blocks.replica_chunk(k, array) for k, array in enumerate(to_blocks(state.params))]
-        of_ipu = [[array[0, 0] for array in of_block] for of_block in state.optimizer.per_block]
-        unrounded, optimizer = update.apply(
-            gradients, dataclasses.replace(state.optimizer, per_block=of_ipu), params, loss
-        )
+        unrounded, optimizer = update.apply(gradients, state.optimizer, params, loss)
         weights = [self._rounded(k, value, key) for k, value in enumerate(unrounded)]
         ema = None if options.ema_decay is None else next_average(options.ema_decay, state.ema or [], weights)
         if blocks.replicas > 1:
             weights = zero.gather(blocks, weights)
-        per_block = [[array[None, None] for array in of_block] for of_block in optimizer.per_block]
         new = TrainState(
             params=from_blocks(state.params, weights),
-            optimizer=dataclasses.replace(optimizer, per_block=per_block),
+            optimizer=optimizer,
             stages=stages,
             scale=state.scale,
             step=state.step,

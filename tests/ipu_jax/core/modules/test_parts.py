@@ -22,7 +22,7 @@ def part_of(name="part", *, params=2.0, state=None, inputs=None, loss=None):
             y = y * arg
         return y, None if state is None else state + training, None
 
-    return make_module_stage(call, name, params, state, ipu=0, inputs=inputs, loss=loss, random=False, recompute="auto")
+    return make_module_stage(call, name, params, state, 0, inputs, loss, False, "auto", (), ())
 
 
 @pytest.mark.parametrize(
