@@ -53,10 +53,9 @@ if TYPE_CHECKING:
     from ipu_jax.run.loop.fit import FitResult, fit
     from ipu_jax.run.observe.runs.log import RunLog, RunLogWarning
     from ipu_jax.run.observe.runs.report import memory_of, write_report
-    from ipu_jax.run.observe.tracing.errors import TraceError
     from ipu_jax.run.observe.tracing.recording import Recording, trace
     from ipu_jax.run.observe.tracing.report import TraceReport
-    from ipu_jax.run.observe.tracing.timeline import Timeline
+    from ipu_jax.run.observe.tracing.timeline import Timeline, TraceError
     from ipu_jax.training.checkpoints.checkpoints import (
         CheckpointError,
         Checkpoints,

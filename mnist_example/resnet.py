@@ -183,10 +183,7 @@ def init_params(name: str, seed: int, *, width: int = WIDTH) -> dict[str, Any]:
 
     shapes = jax.eval_shape(lambda key: {layer.name: layer.init(key)["params"] for layer in layers}, jax.random.key(0))
     features = _output(layers[-1])[-1]
-    return {
-        **jax.tree.map_with_path(drawn, shapes),
-        "classifier": classifier_params(jax.random.key(seed), features),
-    }
+    return {**jax.tree.map_with_path(drawn, shapes), "classifier": classifier_params(jax.random.key(seed), features)}
 
 
 def init_state(name: str, *, width: int = WIDTH) -> dict[str, Any]:

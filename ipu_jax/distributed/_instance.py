@@ -27,7 +27,7 @@ import jax
 from jax._src import compiler, distributed  # the cache's writer and the coordination service's client: not exported
 
 from ipu_jax.distributed.environment import cache_of
-from ipu_jax.distributed.processes import beacons, listening, own_record
+from ipu_jax.distributed.processes import beacons, listening
 from ipu_jax.distributed.processes.beacons import Beacon, Phase
 
 _LONGEST_MESSAGE: Final = 4000
@@ -43,9 +43,9 @@ def prepare() -> None:
     if _prepared_pid == os.getpid():
         return
     _prepared_pid = os.getpid()
-    beacon = own_record.begin()
+    listening.OWN.stepping()
+    beacon = beacons.current()
     if beacon is not None:
-        listening.tell_compilations(beacon)
         _stacks_on_request()
     _keep_executables()
     end = _End(beacon)

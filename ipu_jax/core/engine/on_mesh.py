@@ -18,14 +18,7 @@ Program = Callable[[Sharded, Any, Sharded, Any], Result]
 
 
 def run_on_mesh(
-    program: Program,
-    mesh: Mesh,
-    params: Sharded,
-    batch: Any,
-    state: Sharded,
-    key: Any,
-    *,
-    backward: bool,
+    program: Program, mesh: Mesh, params: Sharded, batch: Any, state: Sharded, key: Any, *, backward: bool
 ) -> tuple[Any, dict[str, Any], Sharded | None, Sharded]:
     """Return the loss, aux, the gradients in the dtypes of `params` (None without `backward`), and the new state.
 

@@ -14,16 +14,7 @@ line, they are separated by "|" or by two or more blanks, with "." for a tick in
 import re
 
 from ipu_jax.core.schedules._moments import Moments
-from ipu_jax.core.schedules._timetable import (
-    Kind,
-    Placement,
-    Rows,
-    Task,
-    Timetable,
-    segments_of,
-    tasks_of,
-    tick_of,
-)
+from ipu_jax.core.schedules._timetable import Kind, Placement, Rows, Task, Timetable, segments_of, tasks_of, tick_of
 
 _HEADER = re.compile(r"(?P<name>.+): \d+ stages? on (?P<ipus>\d+) IPUs?, .*?(?:, (?P<clock>one-phase) clock)?")
 _IDLE = {"", ".", "-"}
@@ -151,13 +142,7 @@ def _timetable(
     one_phase = clock == "one-phase" or (clock is None and (split or not _two_phase(rows, placement)))
     weight = rows_of("W") if split else None
     return Timetable(
-        name,
-        placement,
-        len(rows),
-        rows_of("F"),
-        rows_of("B"),
-        weight,
-        "one-phase" if one_phase else "two-phase",
+        name, placement, len(rows), rows_of("F"), rows_of("B"), weight, "one-phase" if one_phase else "two-phase"
     )
 
 

@@ -11,7 +11,7 @@ Nothing here imports jax.
 import base64
 import dataclasses
 import json
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from ipu_jax.distributed.processes.beacons import Mark, Phase, Reading
 
@@ -124,10 +124,7 @@ class Note:
 
 
 Event = Started | NotStarted | Output | Beat | Exited | Stacks | Ready | Refused | Ended | Lost | Note
-_KINDS: Final = {
-    kind.__name__: kind
-    for kind in (Started, NotStarted, Output, Beat, Exited, Stacks, Ready, Refused, Ended, Lost, Note)
-}
+_KINDS: Final = {kind.__name__: kind for kind in get_args(Event)}
 _TIMES: Final = ("at", "beat_at", "first_at", "finished_at", "phase_at")
 
 

@@ -244,32 +244,19 @@ def options_of(parser: PoprunParser, parsed: argparse.Namespace, program: Sequen
             hosts = hosts_in_file(Path(parsed.hostfile))
     except ValueError as error:
         parser.error(f"argument {'--host' if parsed.host is not None else '--hostfile'}: {error}")
-    return Options(
-        program=tuple(program),
-        num_replicas=parsed.num_replicas,
-        num_instances=parsed.num_instances,
-        ipus_per_replica=parsed.ipus_per_replica,
-        hosts=hosts,
-        offline_mode=parsed.offline_mode,
-        dry_run=parsed.dry_run,
-        executable_cache_path=_folder(parser, "--executable-cache-path", parsed.executable_cache_path),
-        numa_aware=parsed.numa_aware,
-        print_topology=parsed.print_topology,
-        only_output_from_instance=only,
-        output_dir=_folder(parser, "--output-dir", parsed.output_dir),
-        timestamps=parsed.timestamps,
-        max_restarts=parsed.max_restarts,
-        stall_timeout=parsed.stall_timeout,
-        compile_timeout=parsed.compile_timeout,
-        start_timeout=parsed.start_timeout,
-        grace=parsed.grace,
-        coordinator_port=parsed.coordinator_port,
-        coordinator_bind=_address(parser, parsed.coordinator_bind),
-        env=tuple(_variable(parser, text) for text in parsed.env),
-        remote_shell=parsed.remote_shell or os.environ.get("POPRUN_REMOTE_SHELL") or "ssh",
-        verbose=max(parsed.verbose, parsed.vv),
-        without_effect=tuple(without_effect),
-    )
+    checked = {
+        "program": tuple(program),
+        "hosts": hosts,
+        "executable_cache_path": _folder(parser, "--executable-cache-path", parsed.executable_cache_path),
+        "output_dir": _folder(parser, "--output-dir", parsed.output_dir),
+        "coordinator_bind": _address(parser, parsed.coordinator_bind),
+        "env": tuple(_variable(parser, text) for text in parsed.env),
+        "remote_shell": parsed.remote_shell or os.environ.get("POPRUN_REMOTE_SHELL") or "ssh",
+        "verbose": max(parsed.verbose, parsed.vv),
+        "without_effect": tuple(without_effect),
+    }
+    names = {field.name for field in dataclasses.fields(Options)}
+    return Options(**{name: getattr(parsed, name) for name in names - checked.keys()}, **checked)
 
 
 def _truth(text: str) -> bool:

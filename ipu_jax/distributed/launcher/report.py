@@ -94,10 +94,7 @@ def stall(stuck: Stuck, host: str, stacks: str, lines: Sequence[str]) -> list[st
     letter = stuck.letter
     where = f"instance {stuck.instance} (host {host}, pid {stuck.pid}, {step_of(stuck.finished)})"
     how_long = f"for {stuck.seconds:.1f} s; the limit is {stuck.limit:.3g} s ({stuck.rule})"
-    said = [
-        f"{where} is stuck: it {stuck.doing} {how_long}",
-        f"  the process is in state {state_of(letter)}",
-    ]
+    said = [f"{where} is stuck: it {stuck.doing} {how_long}", f"  the process is in state {state_of(letter)}"]
     if letter == "T":
         said[-1] += ": something has sent it SIGSTOP or SIGTSTP; SIGCONT would continue it"
     frames = stacks.strip().splitlines()

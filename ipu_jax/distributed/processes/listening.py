@@ -41,14 +41,16 @@ class OwnProcess(facts.Listener):
         self._begun: set[int] = set()  # windows between `dispatching` and `dispatched`
         self._joint: weakref.WeakSet[Any] = weakref.WeakSet()  # windows whose steps need all instances
         self._ask_memory_at, self._devices_tell = 0.0, True
+        self._heard_by: Beacon | None = None  # whose phase is COMPILING while jax compiles
 
     def during(self, doing: str, seconds: float, waiting: bool) -> contextlib.AbstractContextManager[None]:
         return beacons.during(Phase.WAITING if waiting else Phase.BUSY, doing, seconds)
 
     def stepping(self) -> None:
         beacon = own_record.begin()
-        if beacon is not None:
-            tell_compilations(beacon)
+        if beacon is not None and beacon is not self._heard_by:
+            self._heard_by = beacon
+            jax.monitoring.register_event_duration_secs_listener(_Compilations(beacon))
 
     def devices(self, devices: Sequence[Any]) -> None:
         self.stepping()
@@ -140,19 +142,8 @@ def _described(device: Any) -> dict[str, Any]:
     return {"id": device.id, "platform": device.platform, "kind": device.device_kind}
 
 
-_told: Beacon | None = None
-
-
-def tell_compilations(beacon: Beacon) -> None:
-    """Put a beacon into the phase `COMPILING` while jax compiles. A second call for the same beacon does nothing."""
-    global _told
-    if _told is not beacon:
-        _told = beacon
-        jax.monitoring.register_event_duration_secs_listener(_Compilations(beacon))
-
-
 class _Compilations:
-    """Listens to jax, which traces, lowers, then compiles a program. Each of these only reports its own end."""
+    """Put a beacon into the phase `COMPILING` while jax traces, lowers and compiles; each only reports its own end."""
 
     def __init__(self, beacon: Beacon):
         self._beacon, self._stepping = beacon, Phase.STARTING

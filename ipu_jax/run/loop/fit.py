@@ -29,9 +29,9 @@ from ipu_jax.distributed.stopping import StopRequest
 from ipu_jax.run.loop._goal import FACTS, Goal, check_arguments, figures_of, goal_of
 from ipu_jax.run.loop.lines import LossLines, Say
 from ipu_jax.run.observe.runs.log import RunLog
-from ipu_jax.run.observe.tracing.errors import TraceError
 from ipu_jax.run.observe.tracing.recording import Recording
 from ipu_jax.run.observe.tracing.recording import trace as recorded
+from ipu_jax.run.observe.tracing.timeline import TraceError
 from ipu_jax.training.checkpoints.checkpoints import CheckpointError, Checkpoints
 from ipu_jax.training.data.batch import FeedBatch
 from ipu_jax.training.data.feed import Feed

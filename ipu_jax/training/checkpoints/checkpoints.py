@@ -293,12 +293,7 @@ class Checkpoints:
                 raise
 
     def save(
-        self,
-        state: TrainState,
-        feed: Feed | Mapping[str, Any] | None = None,
-        *,
-        extra: Any = None,
-        now: bool = False,
+        self, state: TrainState, feed: Feed | Mapping[str, Any] | None = None, *, extra: Any = None, now: bool = False
     ) -> bool:
         """Save the state if a save is due, and return whether it was saved. Call it after each step.
 

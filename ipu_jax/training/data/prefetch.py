@@ -66,13 +66,7 @@ class Prefetcher(Generic[_Item, _Result]):
     """
 
     def __init__(
-        self,
-        make: Callable[[_Item], _Result],
-        items: Iterator[_Item],
-        *,
-        ahead: int,
-        workers: int,
-        seconds: float,
+        self, make: Callable[[_Item], _Result], items: Iterator[_Item], *, ahead: int, workers: int, seconds: float
     ):
         self._seconds = seconds
         self._shared: _Shared[_Item, _Result] = _Shared(make, items, ahead)

@@ -24,8 +24,7 @@ from ipu_jax.distributed import popdist
 from ipu_jax.run.observe.tracing._matching import Measured, Place, measured, task_name
 from ipu_jax.run.observe.tracing._merging import Part, told
 from ipu_jax.run.observe.tracing._profile import Run
-from ipu_jax.run.observe.tracing.errors import TraceError
-from ipu_jax.run.observe.tracing.timeline import TASKS, Kind, Slice, Step, Timeline
+from ipu_jax.run.observe.tracing.timeline import TASKS, Kind, Slice, Step, Timeline, TraceError
 
 
 def main_plan(runs: list[Run]) -> PlanNames:

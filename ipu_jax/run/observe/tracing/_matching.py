@@ -16,8 +16,7 @@ from collections import defaultdict
 
 from ipu_jax.core.engine.labels import EXCHANGED, Label, PlanNames
 from ipu_jax.run.observe.tracing._profile import Event, Run
-from ipu_jax.run.observe.tracing.errors import TraceError
-from ipu_jax.run.observe.tracing.timeline import Kind, Slice, Step
+from ipu_jax.run.observe.tracing.timeline import Kind, Slice, Step, TraceError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,9 +26,8 @@ from ipu_jax.distributed import popdist
 from ipu_jax.run.observe.tracing import _chrome, _merging
 from ipu_jax.run.observe.tracing._assembling import main_plan, measured_by_device, merged
 from ipu_jax.run.observe.tracing._profile import Profiler, Run
-from ipu_jax.run.observe.tracing.errors import TraceError
 from ipu_jax.run.observe.tracing.report import TraceReport, make_report
-from ipu_jax.run.observe.tracing.timeline import Timeline
+from ipu_jax.run.observe.tracing.timeline import Timeline, TraceError
 
 FILE: Final = "trace.json.gz"
 

@@ -11,6 +11,11 @@ from typing import Any, Final, Literal
 
 from ipu_jax.core.schedules import Schedule
 
+
+class TraceError(RuntimeError):
+    """Raised if nothing could be recorded, or if the recording does not fit the plan or cannot be written."""
+
+
 Kind = Literal["F", "B", "W", "FB", "exchange", "collective", "update"]
 TASKS: Final[tuple[Kind, ...]] = ("F", "B", "W", "FB")
 
