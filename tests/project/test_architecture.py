@@ -3,6 +3,7 @@
 import ast
 import functools
 import graphlib
+import itertools
 import re
 import subprocess
 import sys
@@ -39,7 +40,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "optimizer": {"", "weights"},
         "engine": {"", "programs", "schedules", "weights"},
         "analysis": {"", "engine", "programs", "schedules", "weights"},
-        "pipeline": {"", "analysis", "engine", "optimizer", "programs", "schedules", "weights"},
+        "pipeline": {"", "analysis", "engine", "optimizer", "schedules", "weights"},
         "reference": {"", "pipeline", "programs", "weights"},
         "verification": {"", "pipeline", "reference", "weights"},
     },
@@ -126,18 +127,23 @@ def test_every_file_lies_in_a_storey_and_every_folder_is_a_room():
         assert folders <= {*ROOMS[storey]} | PARTS.get(storey, set()), f"{storey} has a folder that is no room"
 
 
-def test_a_storey_imports_itself_and_those_below_and_a_room_what_its_row_says():
+def test_a_storey_imports_those_below_it_and_a_room_what_its_row_says():
+    of_storey: dict[str, set[str]] = {storey: set() for storey in STOREYS}
+    of_room: dict[str, dict[str, set[str]]] = {storey: {room: set() for room in ROOMS[storey]} for storey in STOREYS}
     for name, path in modules_of("ipu_jax").items():
         if name == "ipu_jax" or storey_of(name) in PROGRAMS:
             continue
         storey, room = storey_of(name), room_of(name)
         for found in imported_modules(path) & modules_of("ipu_jax").keys() - {"ipu_jax"}:
             other = storey_of(found)
-            if other == storey:
-                rooms = {room_of(found)} if found != f"ipu_jax.{storey}" else set()
-                assert rooms <= {room, *ROOMS[storey][room]}, f"{path} imports {found} of another room"
-            else:
+            if other != storey:
                 assert other in STOREYS[storey], f"{path} imports {found}, which is not below it"
+                of_storey[storey].add(other)
+            elif found != f"ipu_jax.{storey}":
+                assert room_of(found) in {room, *ROOMS[storey][room]}, f"{path} imports {found} of another room"
+                of_room[storey][room] |= {room_of(found)} - {room}
+    assert of_storey == STOREYS, "a storey no longer imports another one: say so"
+    assert of_room == ROOMS, "a room no longer imports another one: say so"
 
 
 @pytest.mark.parametrize("graph", [STOREYS, *ROOMS.values()], ids=["storeys", *ROOMS])
@@ -161,6 +167,29 @@ def test_code_is_counted_without_docstrings_imports_comments_and_empty_lines():
         "import a\nfrom b import (\n    c,\n)\n\ndef f():\n    '''Do.\n\n    More.\n    '''\n    # why\n    return '#'"
     )
     assert code_lines(program) == 2
+
+
+def reached(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Return, for each node, all nodes that its arrows lead to, directly or through others."""
+    found: dict[str, set[str]] = {}
+    for node in graphlib.TopologicalSorter(graph).static_order():
+        near = graph.get(node, set())
+        found[node] = near.union(*(found[other] for other in near))
+    return found
+
+
+def test_the_picture_has_every_room_and_every_arrow():
+    page = (ROOT / "docs/architecture.md").read_text()
+    (picture,) = re.findall(r"^```text\n(  run .*?)^```", page, re.MULTILINE | re.DOTALL)
+    drawn: dict[str, set[str]] = {name: set() for name in re.findall(r"[a-z]\w+", picture)}
+    for chain in re.findall(r"\w+(?: --> \w+)+", picture):
+        for one, other in itertools.pairwise(chain.split(" --> ")):
+            drawn[one].add(other)
+    for storey, rooms in ROOMS.items():
+        named = {room: others - {""} for room, others in rooms.items() if room}
+        assert {storey, *named, *PARTS.get(storey, set())} <= drawn.keys()
+        if storey != "distributed":  # its room "" is drawn as what it offers
+            assert {room: reached(drawn)[room] for room in named} == {room: reached(named)[room] for room in named}
 
 
 def test_each_storey_keeps_to_its_budget_of_code_lines():
