@@ -23,7 +23,7 @@ from ipu_jax.distributed.launcher.events import (
 from ipu_jax.distributed.launcher.failure import failure_of, first
 from ipu_jax.distributed.launcher.stall import Judge
 from ipu_jax.distributed.launcher.supervisor import Outcome
-from ipu_jax.distributed.processes.beacons import Phase, Reading
+from ipu_jax.distributed.processes.beacons import Mark, Phase, Reading
 
 
 def progress(begun, finished, finished_at, phase=Phase.STEPPING, phase_at=0.0, limit=math.inf, **others):
@@ -337,6 +337,7 @@ def test_a_limit_that_is_off_is_none():
     "event",
     [
         Beat(1, 7, "S", progress(3, 2, 50.0, phase_at=40.0), None),
+        Beat(1, 7, "S", progress(9, 8, 50.0, pid=7, beat_at=51.0, mark=Mark(44.0, 5, 640), device_bytes=3), None),
         Beat(1, 7, "S", None, ErrorRecord(60.0, "ValueError", "no", 3)),
         Exited(0, -9, 70.0, ErrorRecord(60.0, "ValueError", "no", 3)),
         Output(0, "stderr", bytes(range(256))),
@@ -354,12 +355,13 @@ def test_what_happens_travels_to_another_clock(event):
 def test_times_travel_as_ages():
     came = event_of(line_of(Exited(0, -9, 70.0, ErrorRecord(60.0, "ValueError", "no", 3)), 1000.0), 100.0)
     assert came == Exited(0, -9, 70.0 - 900, ErrorRecord(60.0 - 900, "ValueError", "no", 3))
-    at = {"first_at": 45.0, "finished_at": 50.0, "phase_at": 40.0}
-    beat = Beat(1, 7, "S", dataclasses.replace(progress(3, 2, 0.0), **at))
+    at = {"first_at": 45.0, "finished_at": 50.0, "phase_at": 40.0, "beat_at": 51.0}
+    beat = Beat(1, 7, "S", dataclasses.replace(progress(3, 2, 0.0, mark=Mark(44.0, 5, 6)), **at))
     came = event_of(line_of(beat, 1000.0), 100.0)
     assert isinstance(came, Beat)
     assert came.progress is not None
     assert {name: getattr(came.progress, name) + 900 for name in at} == at
+    assert came.progress.mark == Mark(44.0 - 900, 5, 6)
 
 
 def record(at, message="no", kind="ValueError"):

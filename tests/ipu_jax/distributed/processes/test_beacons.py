@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from ipu_jax import InFlight
+from ipu_jax.base import facts
 from ipu_jax.core import devices
-from ipu_jax.distributed.processes import beacons
+from ipu_jax.distributed.processes import beacons, listening
 from ipu_jax.distributed.processes.beacons import Beacon, Phase, read
 from ipu_jax.distributed.processes.listening import OWN
 
@@ -132,6 +133,29 @@ def test_only_the_outermost_piece_of_work_counts(launched):
             assert seen(launched).phase is Phase.BUSY
         assert seen(launched).phase is Phase.BUSY
     assert seen(launched).phase is Phase.SILENT
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+def test_work_that_is_said_is_a_phase_until_it_ends(launched, waiting):
+    with facts.during("placing weights", 7.5, waiting=waiting):
+        found = seen(launched)
+        assert (found.phase, found.label) == (Phase.WAITING if waiting else Phase.BUSY, "placing weights")
+        assert found.limit == 7.5
+    assert seen(launched).phase is Phase.SILENT
+
+
+def test_a_step_of_all_instances_is_made_once_it_is_dispatched(launched, monkeypatch):
+    """Arrays of one process are never on all instances, so the question is answered here."""
+    monkeypatch.setattr(listening, "_is_on_all_instances", lambda leaf: leaf.size == 3)
+    window, alone = InFlight(), InFlight()
+    window.begin(jnp.ones(3))
+    assert (seen(launched).joint_begun, seen(launched).joint_made) == (1, 0)
+    window.admit(jnp.ones(1))
+    assert (seen(launched).joint_begun, seen(launched).joint_made) == (1, 1)
+    alone.begin(jnp.ones(2))
+    alone.admit(jnp.ones(1))
+    window.begin(jnp.ones(2))  # a window that was joint once stays so
+    assert (seen(launched).joint_begun, seen(launched).joint_made) == (2, 1)
 
 
 def test_a_step_inside_jit_is_not_dispatched(launched):
