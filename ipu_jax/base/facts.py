@@ -69,8 +69,9 @@ def listen_from(module: str) -> None:
 
 def listeners() -> tuple[Listener, ...]:
     """Return all listeners. To say a fact is to call its method on each of them."""
-    while _modules:
-        importlib.import_module(_modules.pop())
+    for module in [*_modules]:
+        importlib.import_module(module)  # another thread waits here until it has been imported
+        _modules.clear()
     return _listeners
 
 
