@@ -87,10 +87,10 @@ _FIRST_ENDS_SECONDS: Final = 1.0
 class Parser(OneParser):
     """An `argparse.ArgumentParser` whose errors are one line each, and say what to give instead.
 
-    It lets the first instance print the errors that all instances have.
-
     The other instances wait a moment before they print an error. If the first instance has the same error, poprun ends
     them meanwhile. An error of another instance alone, such as a folder missing on its host, is printed.
+
+    `called` has the flags of values that errors call by another name, such as `{"num_ipus": "--ipus"}`.
     """
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:

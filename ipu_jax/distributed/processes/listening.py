@@ -38,7 +38,7 @@ class OwnProcess(facts.Listener):
     def forget(self) -> None:
         """Forget all steps, such as in a forked process."""
         self._unfinished: collections.deque[tuple[list[Any], int, int]] = collections.deque()
-        self._begun: set[int] = set()  # windows between `dispatching` and `dispatched`
+        self._begun: weakref.WeakSet[Any] = weakref.WeakSet()  # windows between `dispatching` and `dispatched`
         self._joint: weakref.WeakSet[Any] = weakref.WeakSet()  # windows whose steps need all instances
         self._ask_memory_at, self._devices_tell = 0.0, True
         self._heard_by: Beacon | None = None  # whose phase is COMPILING while jax compiles
@@ -72,12 +72,12 @@ class OwnProcess(facts.Listener):
     def dispatching(self, window: Any, arguments: Any) -> None:
         beacon = beacons.current()
         # without poprun nobody asks who has begun, and looking at hundreds of arguments takes time
-        if beacon is None or not beacon.launched or id(window) in self._begun:
+        if beacon is None or not beacon.launched or window in self._begun:
             return
         leaves = jax.tree.leaves(arguments)
         if any(isinstance(leaf, Tracer) for leaf in leaves):
             return
-        self._begun.add(id(window))
+        self._begun.add(window)
         if any(map(_is_on_all_instances, leaves)):
             self._joint.add(window)
         beacon.begun(joint=window in self._joint)
@@ -86,11 +86,11 @@ class OwnProcess(facts.Listener):
         beacon = beacons.current()
         if beacon is None:
             return
-        if id(window) not in self._begun:
+        if window not in self._begun:
             beacon.begun()
         elif window in self._joint:
             beacon.dispatched()
-        self._begun.discard(id(window))
+        self._begun.discard(window)
         self._unfinished.append((outputs, updates, samples))
         self._count(beacon)
 

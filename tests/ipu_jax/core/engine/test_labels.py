@@ -6,10 +6,10 @@ import re
 import jax
 import jax.numpy as jnp
 
-from ipu_jax import Pipeline, Stage, make_schedule
+from ipu_jax import Pipeline, Schedule, Stage, make_schedule
 
 
-def scans_of(schedule="grouped", m=3, names=("a", "b"), ways=("value_and_grad",)):
+def scans_of(schedule: Schedule | str = "grouped", m=3, names=("a", "b"), ways=("value_and_grad",)):
     """Return the names of the scans of a model of two stages: a digest of each plan, and one of its stages' names."""
     first = Stage(lambda w, x, batch: jnp.tanh(batch @ w), params="a", ipu=0, name=names[0])
     last = Stage(lambda w, x, batch: jnp.mean((x @ w) ** 2), params="b", ipu=1, name=names[1])
