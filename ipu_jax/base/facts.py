@@ -71,7 +71,7 @@ def listeners() -> tuple[Listener, ...]:
     """Return all listeners. To say a fact is to call its method on each of them."""
     for module in [*_modules]:
         importlib.import_module(module)  # another thread waits here until it has been imported
-        _modules.clear()
+    _modules.clear()
     return _listeners
 
 

@@ -130,12 +130,8 @@ def make_mesh(replicas: int, ipus_per_replica: int) -> Mesh:
             f"{numbers} would have none of them, and could not take part: use all {len(devices)}, give each instance "
             "fewer devices, or start fewer instances"
         )
-    mesh = jax.make_mesh(
-        (replicas, ipus_per_replica),
-        (REPLICA_AXIS, IPU_AXIS),
-        axis_types=(AxisType.Auto, AxisType.Auto),
-        devices=devices[:needed],
-    )
+    shape, axes, types = (replicas, ipus_per_replica), (REPLICA_AXIS, IPU_AXIS), (AxisType.Auto, AxisType.Auto)
+    mesh = jax.make_mesh(shape, axes, axis_types=types, devices=devices[:needed])
     for listener in facts.listeners():
         listener.mesh(mesh, ())
     return mesh
@@ -177,6 +173,7 @@ class InFlight:
 
     def __init__(self, limit: int = 4):
         self._limit = check_count("limit", limit)
+        self._error: Exception | None = None
         for listener in facts.listeners():
             listener.stepping()
 
@@ -222,6 +219,9 @@ class InFlight:
         leaves = [array for array in arrays if not array.is_deleted()]
         if not leaves:
             raise ValueError("outputs hold no live jax.Array to wait for: give what the step returned, with its loss")
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
         smallest = min(leaf.nbytes for leaf in leaves)
         kept = [leaf for leaf in leaves if leaf.nbytes <= max(smallest, 1024)]
         _outstanding.append((self, kept))
@@ -239,9 +239,10 @@ class InFlight:
             if live:
                 try:
                     live[0].block_until_ready()
-                except Exception:
-                    if window is self:  # an error of another loop's step is raised there, or where it is read
+                except Exception as error:
+                    if window is self:
                         raise
+                    window._error = error  # of another loop, whose next step raises it
                 return
 
 

@@ -146,7 +146,7 @@ def flag(
         default: the default value, which the help names unless it is None.
         kind: turns a text into the value, or raises `argparse.ArgumentTypeError`. None for a switch.
         help: what the flag does.
-        metavar: the name of the value in the help. Default: that of `kind`.
+        metavar: the name of the value in the help. Default: `kind.metavar`.
         also: a second name.
         group: the flag's heading in the help.
         excludes: flags with the same word exclude each other.

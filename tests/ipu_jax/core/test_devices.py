@@ -252,10 +252,16 @@ def test_the_error_of_a_step_is_raised_in_its_own_loop_only(monkeypatch):
         raise RuntimeError("mine")
 
     mine, other, output = InFlight(limit=1), InFlight(limit=1), jnp.ones(())
+    with monkeypatch.context() as failing:
+        failing.setattr(type(output), "block_until_ready", fail)
+        mine.admit(output)
+        other.admit(output)  # waits for the step of `mine`
+        assert (mine.outstanding, other.outstanding) == (0, 1)
+    other.admit(output)
+    with pytest.raises(RuntimeError, match="mine"):
+        mine.admit(output)
+    mine.admit(output)  # once
     monkeypatch.setattr(type(output), "block_until_ready", fail)
-    mine.admit(output)
-    other.admit(output)  # waits for the step of `mine`
-    mine.admit(output)  # waits for that of `other`
     with pytest.raises(RuntimeError, match="mine"):
         mine.admit(output)
 
