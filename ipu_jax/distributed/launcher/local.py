@@ -71,6 +71,7 @@ class LocalHost:
         self._next_beat = 0.0
         self._watcher: subprocess.Popen[bytes] | None = None
         self._reserved: socket.socket | None = None
+        self._found: set[int] = set()
 
     @property
     def lost(self) -> bool:
@@ -97,16 +98,23 @@ class LocalHost:
         return events
 
     def prepare(self, bind: str, port: int) -> None:
-        """Find a free port at an address, or check that the given one is free: `Ready` or `Refused` follows."""
+        """Find a free port at an address, or check that the given one is free: `Ready` or `Refused` follows.
+
+        A port is found only once: what an instance of an earlier attempt still sends must not reach a later one.
+        """
         self._let_go_of_the_port()
         try:
             for _ in range(1 if port else _TRIES):
                 found = port or free_port(bind)
+                if not port and found in self._found:
+                    continue
+                self._found.add(found)
                 self._reserved = reservation(found) if bind else None
                 if not bind or self._reserved is not None:
                     self._waiting.append(Ready(free_port(bind, found)))
                     return
-            self._waiting.append(Refused(f"port {port} on {self.name} belongs to another run of poprun"))
+            what = f"port {port}" if port else f"each of {_TRIES} free ports"
+            self._waiting.append(Refused(f"{what} on {self.name} belongs to another run of poprun"))
         except OSError as error:
             self._let_go_of_the_port()
             what = f"port {port}" if port else "a port"

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ipu_jax.distributed.launcher import local
 from ipu_jax.distributed.launcher.attempts import FRUITLESS, LONG, History
 from ipu_jax.distributed.launcher.early_end import EarlyEnd, Ends
 from ipu_jax.distributed.launcher.events import (
@@ -16,6 +17,7 @@ from ipu_jax.distributed.launcher.events import (
     ErrorRecord,
     Exited,
     Output,
+    Ready,
     Started,
     event_of,
     line_of,
@@ -425,3 +427,15 @@ def test_a_taken_port_is_no_restart():
     assert history.restart(outcome(port_taken=True)) is not None
     assert history.restart(outcome(port_taken=True)) is None
     assert History(0).restart(outcome(port_taken=True), port_is_given=True) is None
+
+
+def test_a_later_attempt_gets_another_port_even_if_the_first_one_is_free_again(monkeypatch):
+    found = iter([41001, 41001, 41002])
+    monkeypatch.setattr(local, "free_port", lambda _, port=0: port or next(found))
+    host = local.LocalHost("")
+    for port in (41001, 41002):
+        host.prepare("127.0.0.1", 0)
+        assert host.events() == [Ready(port)]
+    host.prepare("127.0.0.1", 41001)  # the user's choice
+    assert host.events() == [Ready(41001)]
+    host.close()
