@@ -84,7 +84,7 @@ def reference_predict(
     check_predictable(stages, replicas, return_state)
     check_key(key, stages, "prediction")
     check_prediction_batch(batch, replicas)
-    _check_state(stages, state)
+    _check_state(pipeline, state)
     model = whole(stages, "prediction")
 
     def run_replica(params: Any, batch: Any, state: Any, key: Any) -> Any:
@@ -113,8 +113,8 @@ def unsharded_update(
     stages, replicas, m = pipeline.stages, pipeline.replicas, pipeline.options.gradient_accumulation
     check_key(key, stages, "training")
     check_batch(batch, replicas, m)
-    _check_state(stages, state)
-    model, count = whole(stages, "reference"), m * replicas
+    _check_state(pipeline, state)
+    model, count = pipeline.unsharded_model(), m * replicas
     loss_cotangent = 1.0 if pipeline.options.reduction == "sum" else 1.0 / count
     frozen = pipeline.frozen_mask(params)
     treedef = jax.tree.structure(params)
@@ -153,11 +153,13 @@ def unsharded_update(
     loss = losses.sum(dtype=jnp.promote_types(losses.dtype, jnp.float32)) / count
     value = pipeline.loss_with_aux(loss, jax.tree.map(lambda leaf: leaf[0], aux) if replicas == 1 else aux)
     result = (value, jax.tree.unflatten(treedef, gradients))
-    return (*result, new_state) if new_state else result
+    return (*result, new_state) if jax.tree.leaves(new_state) else result
 
 
-def _check_state(stages: tuple[Stage, ...], state: dict[str, Any] | None) -> None:
-    named, given = {stage.state for stage in stages if stage.state is not None}, set(state or {})
+def _check_state(pipeline: Pipeline, state: Any) -> None:
+    if pipeline.function is not None:
+        return
+    named, given = {stage.state for stage in pipeline.stages if stage.state is not None}, set(state or {})
     if named != given:
         raise ValueError(
             f"state has the groups {sorted(given)}, the stages name {sorted(named)}: give {{group: pytree}}"
@@ -188,7 +190,7 @@ def _on_first_ipus(
     replicated, per_replica = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
     if pipeline.replicas == 1:
         batch = jax.tree.map(lambda leaf: leaf[None], batch)
-    params, state, key = put((params, state or {}, key), NamedSharding(copies, replicated))
+    params, state, key = put((params, {} if state is None else state, key), NamedSharding(copies, replicated))
     batch = put(batch, NamedSharding(copies, per_replica))
 
     def stacked(params: Any, batch: Any, state: Any, key: Any) -> Any:

@@ -103,7 +103,8 @@ class Stage:
             replaces, one micro-batch after the other, in order. No gradient flows through it. At the end of the
             step its floats are averaged over the replicas; other dtypes keep the value of replica 0.
         random: whether `fn` gets `key=`, a typed key of this micro-batch, stage and replica. It is the same on all IPUs
-            of the replica, when B recomputes, and in the unsharded program.
+            of the replica, when B recomputes, and in the unsharded program. Under "same", all such stages get the same
+            key: `fold_in(fold_in(key, replica), micro-batch)`.
         takes: names of skips that earlier stages returned in their `Outputs`; `fn` gets them as `skips=`, a dict. The
             stages in between pass them on, and several stages can take the same skip.
         evaluate: the function that `Pipeline.loss` runs in place of `fn` (without dropout, with batch norm's running
@@ -133,7 +134,7 @@ class Stage:
     name: str = ""
     recompute: Literal["auto", "none", "all"] | Callable[..., Any] = "auto"
     state: str | None = None
-    random: bool = False
+    random: bool | Literal["same"] = False
     takes: tuple[str, ...] = ()
     evaluate: Callable[..., Any] | None = None
     predict: Callable[..., Any] | None = None
@@ -194,7 +195,7 @@ class Stage:
     def needs_key(self, role: "Role") -> bool:
         """Return whether the stage cannot run in that role without a random key."""
         without = {"evaluation": self.evaluate, "prediction": self.predict or self.evaluate}
-        return self.random and without.get(role) is None
+        return bool(self.random) and without.get(role) is None
 
     def checkpointed(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return one of the stage's functions under its `recompute` policy, if that is neither "auto" nor "none"."""

@@ -70,14 +70,14 @@ def jaxpr_flops(jaxpr: Any) -> int:
     >>> jaxpr_flops(jax.make_jaxpr(lambda x: x * 2 + 1)(jax.numpy.ones(4)))
     8
     """
-    return sum(map(_equation_flops, _open(jaxpr).eqns))
+    return sum(map(equation_flops, _open(jaxpr).eqns))
 
 
 def _open(jaxpr: Any) -> Any:
     return jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
 
 
-def _equation_flops(eqn: Any) -> int:
+def equation_flops(eqn: Any) -> int:
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]

@@ -20,11 +20,14 @@ from jax.sharding import Mesh
 
 from ipu_jax.base.tracebacks import ShortTracebacks
 from ipu_jax.core.analysis.report import make_report
+from ipu_jax.core.cutting.function import model_of
 from ipu_jax.core.devices import make_mesh
 from ipu_jax.core.engine.on_mesh import predict_on_mesh
 from ipu_jax.core.pipeline._derivatives import differentiable_loss, refusing_derivatives
 from ipu_jax.core.pipeline._layers import stages_of_layers
 from ipu_jax.core.pipeline._placed_stages import PlacedStages
+from ipu_jax.core.schedules import Schedule, canonical_name
+from ipu_jax.core.schedules._families import default_placement
 from ipu_jax.core.stage import Role, Stage
 from ipu_jax.core.weights import packing
 from ipu_jax.core.weights.arguments import check_predictable, count_samples
@@ -276,6 +279,48 @@ class Pipeline(PlacedStages):
         pipeline = cls(stages, mesh=make_mesh(replicas, ipus), **options)
         return pipeline, pipeline.shard(weights)
 
+    @classmethod
+    def from_function(
+        cls,
+        loss: Callable[..., Any],
+        params: Any,
+        micro_batch: Any,
+        *,
+        ipus: int,
+        state: Any = None,
+        replicas: int = 1,
+        rounds: int = 2,
+        schedule: str | Schedule = "grouped",
+        cuts: Iterable[str] | None = None,
+        recompute: Any = "auto",
+        frozen: Any = None,
+        **options: Any,
+    ) -> "Pipeline":
+        """Cut any JAX function into the stages of a pipeline."""
+        placement = (
+            schedule.placement
+            if isinstance(schedule, Schedule)
+            else default_placement(canonical_name(schedule), ipus, rounds)
+        )
+        function = model_of(
+            loss,
+            params,
+            micro_batch,
+            placement,
+            state=state,
+            frozen=frozen,
+            names=None if cuts is None else list(cuts),
+            recompute=recompute,
+        )
+        return cls(
+            function.stages,
+            mesh=make_mesh(replicas, ipus),
+            schedule=schedule,
+            frozen=frozen,
+            function=function,
+            **options,
+        )
+
     def replace(self, *, stages: Iterable[Stage] | None = None, mesh: Mesh | None = None) -> "Pipeline":
         """Return the same pipeline with other stages (with the same places and groups) or on another mesh."""
         return Pipeline(
@@ -288,6 +333,7 @@ class Pipeline(PlacedStages):
             state_specs=self._groups.state_specs,
             frozen=self._groups.frozen,
             ipu_memory=self._memory.ipu_memory,
+            function=self.function,
         )
 
     def __repr__(self) -> str:

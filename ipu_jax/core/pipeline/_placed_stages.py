@@ -15,12 +15,14 @@ from ipu_jax.base.tracebacks import ShortTracebacks
 from ipu_jax.core.analysis.report import MemoryGuard, PipelineReport, make_report
 from ipu_jax.core.analysis.schedule_choice import ScheduleChoice, StepShapes
 from ipu_jax.core.analysis.stage_costs import check_measurable
+from ipu_jax.core.cutting.function import FunctionModel
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS, InFlight, make_mesh
 from ipu_jax.core.engine import scan as engine
 from ipu_jax.core.engine.on_mesh import run_on_mesh
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.optimizer.pipeline_optimizer import PipelineOptimizer
 from ipu_jax.core.options import PipelineOptions, Reduction
+from ipu_jax.core.programs.segment import whole
 from ipu_jax.core.schedules import FoundSchedule, Schedule, StageCosts
 from ipu_jax.core.stage import Role, Stage, check_untied
 from ipu_jax.core.weights import packing
@@ -36,6 +38,7 @@ from ipu_jax.core.weights.arguments import (
 from ipu_jax.core.weights.groups import Groups
 from ipu_jax.core.weights.packed_layout import PackedLayout
 from ipu_jax.core.weights.packing import Sharded
+from ipu_jax.core.weights.whole_tree import is_rows
 
 
 class PlacedStages:
@@ -53,8 +56,9 @@ class PlacedStages:
         state_specs: Mapping[str, Any] | None = None,
         frozen: Mapping[str, Any] | None = None,
         ipu_memory: float | None = None,
+        function: FunctionModel | None = None,
     ):
-        self.stages = checked_stages(stages)
+        self.stages, self.function = checked_stages(stages), function
         check_untied(self.stages)
         self.options = PipelineOptions(gradient_accumulation, reduction)
         placement = tuple(stage.place for stage in self.stages)
@@ -62,7 +66,8 @@ class PlacedStages:
         check_mesh(self.mesh)
         self.replicas, self.ipus = self.mesh.shape[REPLICA_AXIS], self.mesh.shape[IPU_AXIS]
         check_places(self.stages, self.ipus)
-        self._groups = Groups(self.stages, self.ipus, specs=specs, state_specs=state_specs, frozen=frozen)
+        trees = {} if function is None else {"whole": function.weights, "whole_state": function.state}
+        self._groups = Groups(self.stages, self.ipus, specs=specs, state_specs=state_specs, frozen=frozen, **trees)
         self._choice = ScheduleChoice(
             schedule, self.stages, ipus=self.ipus, micro_batches=gradient_accumulation, ipu_memory=ipu_memory
         )
@@ -148,7 +153,7 @@ class PlacedStages:
         return PipelineOptimizer(self, self._groups, transformation)
 
     @facts.during("gathering weights")
-    def unshard(self, sharded: Sharded) -> dict[str, Any]:
+    def unshard(self, sharded: Sharded) -> Any:
         """Return `{group: pytree}` of parameters, gradients or state, whole and unpadded: the inverse of `shard`.
 
         Each instance gets the whole tree, on its default device. If a replica is on several instances, all of them must
@@ -272,6 +277,8 @@ class PlacedStages:
         else:
             check_batch(batch, self.replicas, self.options.gradient_accumulation)
         check_alive("batch", batch)
+        if self.function is not None:
+            self.function.check_batch(batch, 1 if self.replicas == 1 else 2)
 
     def _run(
         self,
@@ -367,11 +374,18 @@ class PlacedStages:
     def frozen_mask(self, params: Mapping[str, Any]) -> list[bool]:
         """Return, per leaf of whole weights, whether it gets no gradient."""
         layout = self._groups.layout(params)
-        return [leaf.frozen for name in sorted(params) for leaf in layout.group(name).leaves]
+        frozen = layout.arranged({g.name: [leaf.frozen for leaf in g.leaves] for g in layout.groups})
+        return [all(leaf.parts) if is_rows(leaf) else leaf for leaf in jax.tree.leaves(frozen, is_leaf=is_rows)]
+
+    def unsharded_model(self) -> Callable[..., Any]:
+        """Return the whole model, called like a `Segment`, for the unsharded update."""
+        return whole(self.stages, "reference") if self.function is None else self.function.unsharded
 
     def loss_with_aux(self, loss: Any, aux: dict[str, Any]) -> Any:
         """Return the loss, or the loss and the aux of the stages, as `value_and_grad` returns them."""
         if not jax.tree.leaves(aux):
             return loss
+        if self.function is not None:
+            return loss, self.function.whole_aux(aux)
         last = self.stages[-1].name
         return loss, aux[last] if aux.keys() == {last} else aux

@@ -239,10 +239,14 @@ def loss_and_aux(message: Message, aux: Mapping[str, Any], last: Stage) -> tuple
 
 
 def keys_of(key: Any, replica: Any, microbatch: Any, numbers: Any, stages: tuple[Stage, ...]) -> tuple[Any, ...]:
-    """Return each stage's random key, `key` with replica, micro-batch and stage folded in; None where none is taken."""
+    """Return each stage's random key, `key` with replica, micro-batch and stage folded in; None where none is taken.
+
+    The stage is not folded in for stages with `random="same"`.
+    """
     if key is None:
         return (None,) * len(stages)
     own = jax.random.fold_in(jax.random.fold_in(key, replica), microbatch)
-    return tuple(
-        jax.random.fold_in(own, number) if stage.random else None for stage, number in zip(stages, numbers, strict=True)
-    )
+    keys = [
+        own if stage.random == "same" else jax.random.fold_in(own, n) for stage, n in zip(stages, numbers, strict=True)
+    ]
+    return tuple(key if stage.random else None for key, stage in zip(keys, stages, strict=True))

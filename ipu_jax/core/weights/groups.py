@@ -19,6 +19,7 @@ from ipu_jax.core.weights.arguments import (
 )
 from ipu_jax.core.weights.packed_layout import PackedLayout, plan_layout, with_frozen
 from ipu_jax.core.weights.packing import Sharded
+from ipu_jax.core.weights.whole_tree import WholeTree
 
 
 class Groups:
@@ -28,6 +29,7 @@ class Groups:
         stages: the model.
         ipus: the number of IPUs of a replica.
         specs, state_specs, frozen: as for `Pipeline`.
+        whole, whole_state: the user's trees, if they are not `{group: pytree}`.
 
     Attributes:
         owners, state_owners: per group, its IPU, or None if its stages are concurrent.
@@ -38,21 +40,37 @@ class Groups:
         ValueError: a group is on several IPUs, or an argument names a group that does not exist.
     """
 
-    def __init__(self, stages: tuple[Stage, ...], ipus: int, *, specs: Any, state_specs: Any, frozen: Any):
-        self.ipus = ipus
+    def __init__(
+        self,
+        stages: tuple[Stage, ...],
+        ipus: int,
+        *,
+        specs: Any,
+        state_specs: Any,
+        frozen: Any,
+        whole: WholeTree | None = None,
+        whole_state: WholeTree | None = None,
+    ):
+        self.ipus, self._whole, self._whole_state = ipus, whole, whole_state
         self.owners, self.state_owners = owners_of(stages), state_owners_of(stages)
         self.specs = specs_for(self.owners, by_group("specs", specs), "specs")
-        whole = {name: PartitionSpec() for name, place in self.state_owners.items() if place is None}
-        self.state_specs = whole | specs_for(self.state_owners, by_group("state_specs", state_specs), "state_specs")
+        unsplit = {name: PartitionSpec() for name, place in self.state_owners.items() if place is None}
+        self.state_specs = unsplit | specs_for(self.state_owners, by_group("state_specs", state_specs), "state_specs")
+        if whole is not None:
+            frozen = whole.spread("frozen", False if frozen is None else frozen)
         self.frozen = frozen_for(self.owners, by_group("frozen", frozen))
 
     def layout(self, params: Mapping[str, Any]) -> PackedLayout:
         """Return where each leaf of whole weights goes."""
-        return plan_layout(params, self.owners, self.specs, self.ipus, frozen=self.frozen)
+        whole = self._whole
+        params = params if whole is None else whole.split(params)
+        return plan_layout(params, self.owners, self.specs, self.ipus, frozen=self.frozen, whole=whole)
 
     def state_layout(self, state: Mapping[str, Any]) -> PackedLayout:
         """Return where each leaf of whole state goes."""
-        return plan_layout(state, self.state_owners, self.state_specs, self.ipus, what="state")
+        whole = self._whole_state
+        state = state if whole is None else whole.split(state)
+        return plan_layout(state, self.state_owners, self.state_specs, self.ipus, what="state", whole=whole)
 
     def check(self, params: Any, state: Any) -> None:
         """Raise `ValueError` unless `params` and `state` were sharded for these groups, and are alive."""

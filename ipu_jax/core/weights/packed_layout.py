@@ -17,7 +17,7 @@ groups are split by their PartitionSpecs; a split dim that is not divisible by t
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +26,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ipu_jax.core.devices import IPU_AXIS
+from ipu_jax.core.weights.whole_tree import WholeTree, spread
 
 WHOLE = PartitionSpec()
 
@@ -43,7 +44,8 @@ class Leaf:
     """A weight: its shape and dtype, and where it is.
 
     A leaf of a local group is in slot number `slot`; a leaf of a concurrent group is split by `spec`. A `frozen` leaf
-    gets no gradient.
+    gets no gradient. If it is only a part of a leaf of the user's tree, `rows` are its first row there, and the number
+    of rows there.
     """
 
     path: str
@@ -52,6 +54,7 @@ class Leaf:
     slot: int = -1
     spec: PartitionSpec = WHOLE
     frozen: bool = False
+    rows: tuple[int, int] | None = None
 
     @property
     def size(self) -> int:
@@ -70,14 +73,37 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class PackedLayout:
-    """The place of every leaf of every group. It is hashable, and the static part of a `Sharded`."""
+    """The place of every leaf of every group. It is hashable, and the static part of a `Sharded`.
+
+    `whole` describes the user's tree if it is not `{group: pytree}`.
+    """
 
     ipus: int
     groups: tuple[Group, ...]
     slots: tuple[Slot, ...]
+    whole: WholeTree | None = None
 
     def group(self, name: str) -> Group:
         return next(group for group in self.groups if group.name == name)
+
+    def groups_of(self, tree: Any) -> dict[str, list[Any]]:
+        """Return each group's leaves from a tree of whole arrays, the user's or `{group: pytree}`."""
+        if self.whole is not None:
+            return self.whole.split(tree)
+        return {group.name: jax.tree.leaves(tree[group.name]) for group in self.groups}
+
+    def arranged(self, leaves: Mapping[str, Sequence[Any]]) -> Any:
+        """Return the *logical* tree of values that the leaves of the groups have, in order.
+
+        It is `{group: pytree}`, or the user's tree with `Rows` where a leaf is in several groups.
+        """
+        if self.whole is not None:
+            return self.whole.join(leaves)
+        return {group.name: jax.tree.unflatten(group.treedef, leaves[group.name]) for group in self.groups}
+
+    def frozen_leaves(self) -> list[bool]:
+        """Return, per leaf of the logical tree, whether it gets no gradient."""
+        return jax.tree.leaves(self.arranged({g.name: [leaf.frozen for leaf in g.leaves] for g in self.groups}))
 
     @property
     def trainable_slots(self) -> frozenset[int]:
@@ -93,6 +119,7 @@ def plan_layout(
     *,
     frozen: Mapping[str, Any] | None = None,
     what: str = "params",
+    whole: WholeTree | None = None,
 ) -> PackedLayout:
     """Decide where each leaf goes.
 
@@ -103,6 +130,7 @@ def plan_layout(
         ipus: the number of IPUs of a replica.
         frozen: per group, True or False, or a pytree of bools that is a prefix of the group's. Default: False.
         what: the name of `params` in error messages, "params" or "state". Leaves of a state may have any dtype.
+        whole: the user's tree, if `params` was split from it.
 
     Returns:
         The `PackedLayout`.
@@ -123,63 +151,27 @@ def plan_layout(
     for name, ipu in owners.items():
         paths, treedef = jax.tree.flatten_with_path(params[name])
         mask = _frozen_mask(name, treedef, (frozen or {}).get(name, what == "state"))
+        named = [f"{what}[{name!r}]{jax.tree_util.keystr(path)}" for path, _ in paths]
+        rows: list[tuple[int, int] | None] = [None] * len(paths)
+        if whole is not None:
+            named, rows = whole.named(name)
         leaves = [
-            _leaf(f"{what}[{name!r}]{jax.tree_util.keystr(path)}", value, is_frozen)
-            for (path, value), is_frozen in zip(paths, mask, strict=True)
+            _leaf(path, value, is_frozen, of_rows)
+            for path, (_, value), is_frozen, of_rows in zip(named, paths, mask, rows, strict=True)
         ]
         if ipu is None:
             leaves = with_specs(name, leaves, treedef, specs)
         groups.append(Group(name, ipu, treedef, tuple(leaves)))
     slots, groups = _assign_slots(groups, ipus)
-    return PackedLayout(ipus, groups, slots)
+    return PackedLayout(ipus, groups, slots, whole)
 
 
 def _frozen_mask(name: str, treedef: Any, frozen: Any) -> list[bool]:
-    mask = _spread(f"frozen[{name!r}]", frozen, treedef)
+    mask = spread(f"frozen[{name!r}]", frozen, treedef)
     for value in mask:
         if not isinstance(value, (bool, np.bool_)):
             raise ValueError(f"frozen[{name!r}] holds {value!r}: give True, False, or a tree of them")
     return [bool(value) for value in mask]
-
-
-def _spread(what: str, prefix: Any, treedef: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-    """Return, per leaf of a group's tree, the leaf of `prefix` above it.
-
-    Args:
-        what: the name of `prefix` in error messages.
-        prefix: a tree with the same kinds of nodes, or with dicts, lists and tuples of the same names: a plain dict
-            fits an `nnx.State`, and can name the fields of an Equinox module.
-        treedef: the group's tree.
-        is_leaf: as `jax.tree.leaves` takes it, for `prefix`.
-
-    Raises:
-        ValueError: no leaf of `prefix` is above a leaf, or `prefix` names something that is not in the tree.
-    """
-    tree = jax.tree.unflatten(treedef, range(treedef.num_leaves))
-    try:
-        return jax.tree.leaves(jax.tree.broadcast(prefix, tree, is_leaf=is_leaf), is_leaf=is_leaf)
-    except ValueError:
-        pass  # other kinds of nodes
-    of_names = {_names(path): leaf for path, leaf in jax.tree.leaves_with_path(prefix, is_leaf=is_leaf)}
-    used, spread = set(), []
-    for path, _ in jax.tree.leaves_with_path(tree):
-        names = _names(path)
-        above = next((names[:k] for k in range(len(names) + 1) if names[:k] in of_names), None)
-        if above is None:
-            raise ValueError(
-                f"{what} does not fit the group's tree: it says nothing for {'/'.join(names)}: name all leaves, or a "
-                "node above them"
-            )
-        used.add(above)
-        spread.append(of_names[above])
-    unknown = ["/".join(names) for names in of_names if names not in used]
-    if unknown:
-        raise ValueError(f"{what} does not fit the group's tree: it names {unknown[0]}, which is not there")
-    return spread
-
-
-def _names(path: Any) -> tuple[str, ...]:
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
 def with_frozen(layout: PackedLayout, frozen: Mapping[str, Any]) -> PackedLayout:
@@ -198,14 +190,14 @@ def with_frozen(layout: PackedLayout, frozen: Mapping[str, Any]) -> PackedLayout
     return dataclasses.replace(layout, groups=tuple(groups))
 
 
-def _leaf(where: str, value: Any, frozen: bool) -> Leaf:
+def _leaf(where: str, value: Any, frozen: bool, rows: tuple[int, int] | None) -> Leaf:
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise ValueError(f"{where} is {value!r}: a weight must be an array")
     if jnp.issubdtype(value.dtype, jax.dtypes.extended):
         raise ValueError(f"{where} is {value.dtype}: keep jax.random.key_data(...) of a key")
     _check_floating(where, value.dtype, frozen)
     dtype = jax.dtypes.canonicalize_dtype(value.dtype)  # jax stores numpy's float64 as float32
-    return Leaf(where, tuple(value.shape), np.dtype(dtype).name, frozen=frozen)
+    return Leaf(where, tuple(value.shape), np.dtype(dtype).name, frozen=frozen, rows=rows)
 
 
 def _check_floating(where: str, dtype: Any, frozen: bool) -> None:
@@ -231,7 +223,7 @@ def with_specs(name: str, leaves: Sequence[Leaf], treedef: Any, specs: Mapping[s
         )
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     with_spec = []
-    for leaf, spec in zip(leaves, _spread(f"specs[{name!r}]", specs[name], treedef, is_spec), strict=True):
+    for leaf, spec in zip(leaves, spread(f"specs[{name!r}]", specs[name], treedef, is_spec), strict=True):
         axes = [axis for axis in spec if axis is not None] if is_spec(spec) else []
         if not is_spec(spec) or any(axis != IPU_AXIS for axis in axes) or len(axes) > 1 or len(spec) > len(leaf.shape):
             raise ValueError(

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.instances import on_host
 from ipu_jax.core.weights.packed_layout import Group, Leaf, PackedLayout, dims_with_axes
+from ipu_jax.core.weights.whole_tree import joined
 
 
 @jax.tree_util.register_dataclass
@@ -38,7 +39,10 @@ class Sharded:
     layout: PackedLayout = dataclasses.field(metadata={"static": True})
 
     def keys(self) -> list[str]:
-        """Return the names of the groups, sorted."""
+        """Return the names of the groups, sorted; of a function's weights, the keys of the user's dict."""
+        whole = self.layout.whole
+        if whole is not None:
+            return list(jax.tree.unflatten(whole.treedef, whole.paths))
         return sorted(group.name for group in self.layout.groups)
 
     def __iter__(self) -> Iterator[str]:
@@ -51,7 +55,10 @@ class Sharded:
         """
         if group not in self.keys():
             raise KeyError(f"{group!r} is not a group: there are {', '.join(map(repr, self.keys()))}")
-        return whole_group(self, self.layout.group(group))
+        if self.layout.whole is not None:
+            return unshard_tree(self)[group]
+        of_group = self.layout.group(group)
+        return jax.tree.unflatten(of_group.treedef, whole_leaves(self, of_group))
 
 
 def specs_of(layout: PackedLayout) -> Sharded:
@@ -70,8 +77,9 @@ def shard_tree(params: Mapping[str, Any], layout: PackedLayout, mesh: Mesh) -> S
     """Place `{group: pytree}` on the IPUs. Communicates from host to device only; each IPU gets its own part."""
     local: dict[tuple[int, int], tuple[Leaf, Any]] = {}
     concurrent: dict[str, list[Any]] = {}
+    of_groups = layout.groups_of(params)
     for group in layout.groups:
-        values = jax.tree.leaves(params[group.name])
+        values = of_groups[group.name]
         if group.ipu is None:
             concurrent[group.name] = [
                 _put(padded(np.asarray(value, leaf.dtype), leaf, layout.ipus), mesh, leaf.spec)
@@ -118,18 +126,19 @@ def padded(value: np.ndarray, leaf: Leaf, ipus: int) -> np.ndarray:
 
 
 @jax.transfer_guard("allow")  # the caller asks for this transfer
-def unshard_tree(sharded: Sharded) -> dict[str, Any]:
-    """Return `{group: pytree}` with its original shapes and without padding: the inverse of `shard_tree`.
+def unshard_tree(sharded: Sharded) -> Any:
+    """Return the tree that was given to `shard_tree`, with its original shapes and without padding.
 
     Communicates one all-gather per array that is split over several instances.
     """
     slots = [on_host(slot) for slot in sharded.slots]  # each is read once, for all groups that are in it
     read = dataclasses.replace(sharded, slots=slots)
-    return {group.name: whole_group(read, group) for group in sharded.layout.groups}
+    layout = sharded.layout
+    return joined(layout.arranged({group.name: whole_leaves(read, group) for group in layout.groups}))
 
 
-def whole_group(sharded: Sharded, group: Group) -> Any:
-    """Return a group's tree of whole arrays, without padding. Communicates like `unshard_tree`, for this group."""
+def whole_leaves(sharded: Sharded, group: Group) -> list[jax.Array]:
+    """Return a group's whole arrays, without padding. Communicates like `unshard_tree`, for this group."""
 
     def whole(array: Any) -> Any:
         return array if isinstance(array, Tracer) else on_host(array)
@@ -141,7 +150,7 @@ def whole_group(sharded: Sharded, group: Group) -> Any:
         else:
             value = whole(sharded.slots[leaf.slot])[group.ipu].reshape(-1)[: leaf.size].reshape(leaf.shape)
         values.append(jnp.asarray(value))
-    return jax.tree.unflatten(group.treedef, values)
+    return values
 
 
 def read(slots: Sequence[jax.Array], group: Group) -> Any:

@@ -1,0 +1,221 @@
+"""Choose where to cut a program: stages of equal work, and little to send between them.
+
+    operations     embed  attention ..........  mlp ......  attention ..........  mlp ......  head
+    live after it    1    2 3 4 4 4 4 3 2 2 1    2 2 2 2 1   2 3 4 4 4 4 3 2 2 1   2 2 2 2 1
+                                            ^            ^                     ^
+                                            waists: one value is live, besides scalars
+
+A cut after an operation sends the activations that are live there: computed before, read after. Cuts are made at waists,
+if these give stages of nearly equal work. Otherwise, as in a decoder that reads the encoder's output, they are made
+wherever stages become even, and among such cuts with the fewest bytes. All of it is exact, by dynamic programming.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from jax.extend import core
+
+from ipu_jax.base.jaxprs import variables
+from ipu_jax.core.cutting.program import Layer, Program, Stack, bytes_of
+from ipu_jax.core.cutting.work import is_float, work_of
+
+_EVEN: Final = 1.25
+"""The heaviest stage that waists may give, relative to the best that any places give."""
+_AS_GOOD: Final = {True: 1.01, False: 1.05}
+"""By whether cuts are at waists: how much heavier a stage may be than it must be, to send fewer bytes."""
+_MOST_PLACES: Final = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """Where a program is cut.
+
+    Attributes:
+        ends: per stage, the number of its activations' operations and of those of earlier stages.
+        work: per stage, the FLOPs of F and B for one micro-batch.
+        sent: per boundary, the bytes of a micro-batch's live activations.
+        waists: how many places there are at which one value is live.
+        places: how many places there are in all.
+        at_waists: whether each cut is at a waist.
+        marked: whether the places were marked in the function.
+    """
+
+    ends: tuple[int, ...]
+    work: tuple[float, ...]
+    sent: tuple[int, ...]
+    waists: int
+    places: int
+    at_waists: bool
+    marked: bool
+
+
+class Places:
+    """The places at which a program can be cut; place t is after operation t of the activations.
+
+    Attributes:
+        work: per operation, the FLOPs of F and B.
+        sent: per place, the bytes that are live.
+        is_waist: per place, whether one value is live there, besides scalars.
+        allowed: per place, whether a cut is possible.
+    """
+
+    def __init__(self, program: Program, frozen: Sequence[bool]):
+        self.program, self.operations = program, program.activations
+        self.work = np.array(_work(program, self.operations, frozen))
+        count = len(self.operations)
+        self.sent = np.zeros(count, np.int64)
+        self.is_waist, self.allowed = np.zeros(count, bool), np.zeros(count, bool)
+        last = self._last_uses()
+        live: dict[Any, None] = {}
+        for t, op in enumerate(self.operations):
+            live |= dict.fromkeys(v for v in op.outvars if last.get(v, -1) > t)
+            live = dict.fromkeys(v for v in live if last[v] > t)
+            self.sent[t] = sum(map(bytes_of, live))
+            self.is_waist[t] = sum(v.aval.ndim > 0 for v in live if hasattr(v.aval, "ndim")) <= 1
+            self.allowed[t] = t + 1 < count and all(hasattr(v.aval, "dtype") and _is_value(v) for v in live)
+        for first, end in self._held_together():
+            self.allowed[first:end] = False
+
+    def _last_uses(self) -> dict[Any, int]:
+        last: dict[Any, int] = {}
+        for t, op in enumerate(self.operations):
+            last |= {v: t for v in variables(op.invars) if self.program.is_activation(v)}
+        if self.program.is_activation(self.program.loss):
+            last[self.program.loss] = len(self.operations)
+        return last
+
+    def _held_together(self) -> list[tuple[int, int]]:
+        """Return, per leaf of the state, the first and the last operation that read or compute it: one stage's."""
+        at = {v: t for t, op in enumerate(self.operations) for v in op.outvars}
+        found = []
+        for var, new in zip(self.program.state, self.program.new_state, strict=True):
+            uses = readers_of(self.program, self.operations, var)
+            uses += [at[new]] if self.program.is_activation(new) else []
+            if uses:
+                found.append((min(uses), max(uses)))
+        return found
+
+    def marked(self, names: Sequence[str]) -> list[int]:
+        """Return the places after values that were named by `jax.ad_checkpoint.checkpoint_name`."""
+        found: list[int] = []
+        for t, op in enumerate(self.operations):
+            if not isinstance(op, Layer | Stack) and op.primitive.name == "name" and op.params["name"] in names:
+                if found and found[-1] == t - 1:
+                    found.pop()  # the leaves of one tree
+                found.append(t)
+        return found
+
+    def cut(self, stages: int, names: Sequence[str] | None) -> Cut | None:
+        """Return the best cut into stages, at the named places if there are names; None if there are too few places."""
+        allowed = self.allowed
+        if names is not None:
+            allowed = np.zeros_like(allowed)
+            allowed[self.marked(names)] = True
+            allowed &= self.allowed
+        total = np.cumsum(self.work)
+        best, at_waists = None, False
+        if stages == 1:
+            best = []
+        for waists in (True, False):
+            if best is not None:
+                break
+            places = self._distinct(np.flatnonzero(allowed & self.is_waist if waists and names is None else allowed))
+            if len(places) < stages - 1:
+                continue
+            heaviest = _heaviest(total, places, stages)
+            if waists and names is None:
+                everywhere = _heaviest(total, self._distinct(np.flatnonzero(allowed)), stages)
+                if heaviest > _EVEN * everywhere:
+                    continue
+            at_waists = waists and names is None
+            best = _fewest_bytes(total, self.sent, places, stages, heaviest * _AS_GOOD[waists])
+        if best is None:
+            return None
+        bounds = [total[t] for t in best]
+        return Cut(
+            ends=(*(t + 1 for t in best), len(self.operations)),
+            work=tuple(float(w) for w in np.diff([0.0, *bounds, total[-1] if len(total) else 0.0])),
+            sent=tuple(int(self.sent[t]) for t in best),
+            waists=int((self.allowed & self.is_waist).sum()),
+            places=int(self.allowed.sum()),
+            at_waists=at_waists or all(self.is_waist[t] for t in best),
+            marked=names is not None,
+        )
+
+    def _distinct(self, places: np.ndarray) -> np.ndarray:
+        """Return the places without those that divide the work like another one, and send no less."""
+        total = np.cumsum(self.work)
+        width = (total[-1] / _MOST_PLACES) if len(places) > _MOST_PLACES else 0.0
+        kept: list[int] = []
+        for t in places:
+            if kept and total[t] - total[kept[-1]] <= width:
+                if self.sent[t] < self.sent[kept[-1]]:
+                    kept[-1] = int(t)
+                continue
+            kept.append(int(t))
+        return np.array(kept, int)
+
+
+def readers_of(program: Program, operations: Sequence[Any], leaf: Any) -> list[int]:
+    """Return the numbers of the operations that read a leaf, or what is computed from it alone."""
+    derived = {leaf}
+    for op in program.operations:
+        if derived.intersection(variables(op.invars)):
+            derived.update(v for v in op.outvars if not program.is_activation(v))
+    return [t for t, op in enumerate(operations) if derived.intersection(variables(op.invars))]
+
+
+def _is_value(var: Any) -> bool:
+    return type(var.aval).__name__ in ("ShapedArray", "ShapeDtypeStruct")
+
+
+def _work(program: Program, operations: Sequence[Any], frozen: Sequence[bool]) -> list[float]:
+    wanted = {v for v, is_frozen in zip(program.params, frozen, strict=True) if not is_frozen and is_float(v)}
+    work: dict[int, float] = {}
+    for op in program.operations:
+        flags = [not isinstance(v, core.Literal) and v in wanted for v in op.invars]
+        if any(flags):
+            wanted.update(v for v in op.outvars if is_float(v))
+        if isinstance(op, Layer):
+            work[id(op)] = work_of(op.scan, flags) / op.scan.params["length"]
+        elif not isinstance(op, Stack):
+            work[id(op)] = work_of(op, flags)
+    return [work.get(id(op), 0.0) for op in operations]
+
+
+def _heaviest(total: np.ndarray, places: np.ndarray, stages: int) -> float:
+    """Return the work of the heaviest stage of the most even cut at these places."""
+    if len(places) < stages - 1:
+        return np.inf
+    at, best = total[places], total[places].astype(float)  # best: of the stages before each place
+    for _ in range(stages - 2):
+        loads = np.where(np.tri(len(at), k=-1, dtype=bool), np.maximum(best[None], at[:, None] - at[None]), np.inf)
+        best = loads.min(1)
+    return float(np.maximum(best, total[-1] - at).min())
+
+
+def _fewest_bytes(
+    total: np.ndarray, sent: np.ndarray, places: np.ndarray, stages: int, limit: float
+) -> list[int] | None:
+    """Return the places of the cut that sends the fewest bytes, and then is the most even, with no load above `limit`."""
+    at, limit = total[places], limit * (1 + 1e-9)
+
+    def price(load: np.ndarray) -> np.ndarray:
+        return np.where(load <= limit, (load / limit) ** 2, np.inf)
+
+    cost = price(at) + 1e3 * sent[places]
+    before: list[np.ndarray] = []
+    for _ in range(stages - 2):
+        steps = np.where(np.tri(len(at), k=-1, dtype=bool), cost[None] + price(at[:, None] - at[None]), np.inf)
+        before.append(steps.argmin(1))
+        cost = steps.min(1) + 1e3 * sent[places]
+    cost = cost + price(total[-1] - at)
+    place = int(cost.argmin())
+    if np.isinf(cost[place]):
+        return None
+    chosen = [place]
+    for step in reversed(before):
+        chosen.append(int(step[chosen[-1]]))
+    return [int(places[k]) for k in reversed(chosen)]

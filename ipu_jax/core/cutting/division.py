@@ -1,0 +1,327 @@
+"""Divide a program's equations into stages: what each computes, which weights it reads, and what it sends.
+
+             stage 0                    stage 1                    stage 2
+reads        embed, layers 0-3          layers 4-7                 layers 8-9, embed (held by all IPUs)
+computes     its own activations, and again the casts and masks that it needs
+sends        (x,)                       (x,)                       the loss
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import jax
+from jax import lax
+from jax.extend import core
+
+from ipu_jax.base.jaxprs import scan_parts, variables
+from ipu_jax.core.cutting.program import Layer, Program, Stack, bytes_of
+from ipu_jax.core.weights.whole_tree import Part
+
+_SMALL: Final = 4096
+"""Bytes up to which a value that is computed from larger weights is sent, so that the weights stay in one stage."""
+_BY_ROW: Final = frozenset(
+    ["convert_element_type", "reduce_precision", "copy", "stop_gradient", "neg", "mul", "add", "sub", "div", "exp", "log", "tanh", "logistic", "abs", "sign", "max", "min", "integer_pow", "pow", "sqrt", "rsqrt", "square"]
+)
+"""Operations whose result has rows that depend only on the same rows of their inputs."""
+
+
+@dataclasses.dataclass
+class Piece:
+    """What one stage computes.
+
+    Attributes:
+        equations: in order; values that are computed again are among them.
+        weights: the variables of the weights that it reads, in the order in which it reads them.
+        incoming: the variables of activations that earlier stages computed.
+        inputs: the variables of leaves of micro-batch, key and state that it reads, and of constants.
+    """
+
+    equations: list[Any] = dataclasses.field(default_factory=list)
+    weights: list[Any] = dataclasses.field(default_factory=list)
+    incoming: list[Any] = dataclasses.field(default_factory=list)
+    inputs: set[Any] = dataclasses.field(default_factory=set)
+
+
+class Division:
+    """A program's equations, divided into stages.
+
+    Attributes:
+        parts: the part of `params` that each variable of weights is.
+        pieces: per stage, what it computes.
+        stage_of: the stage that computes each activation.
+        home: per result of `aux` and `new_state`, the stage that returns it.
+    """
+
+    def __init__(self, program: Program, ends: Sequence[int]):
+        self.program, self.stages = program, len(ends)
+        self.parts: dict[Any, Part] = {v: Part(k) for k, v in enumerate(program.params)}
+        self.pool = {v: op for op in program.operations for v in op.outvars if not program.is_activation(v)}
+        self._rows: dict[Any, Any] = {}
+        self.own = self._own_equations(ends)
+        self.stage_of = {v: s for s, eqns in enumerate(self.own) for eqn in eqns for v in eqn.outvars}
+        self._place_small_values()
+        self._join_leaves_read_whole()
+        self.aux_home = [self._home(v) for v in program.aux]
+        self.state_home = self._homes_of_state()
+        self.pieces = [self._piece(s) for s in range(self.stages)]
+
+    # the equations of each stage
+
+    def _own_equations(self, ends: Sequence[int]) -> list[list[Any]]:
+        operations, own, start = self.program.activations, [], 0
+        runs: dict[int, list[tuple[int, int, int]]] = {}  # per scan: stage, first and last layer
+        for s, end in enumerate(ends):
+            for op in operations[start:end]:
+                if isinstance(op, Layer):
+                    of_scan = runs.setdefault(id(op.scan), [])
+                    if of_scan and of_scan[-1][0] == s:
+                        of_scan[-1] = (s, of_scan[-1][1], op.number)
+                    else:
+                        of_scan.append((s, op.number, op.number))
+            start = end
+        layers = {(id(op.scan), op.number): op for op in operations if isinstance(op, Layer)}
+        stacked: dict[tuple[int, int], list[Any]] = {}
+        start = 0
+        for end in ends:
+            eqns: list[Any] = []
+            for op in operations[start:end]:
+                if isinstance(op, Layer):
+                    of_scan = runs[id(op.scan)]
+                    run = next((r for r in of_scan if r[2] == op.number), None)
+                    if run is not None and len(of_scan) == 1:
+                        eqns.append(op.scan.replace(invars=[*layers[id(op.scan), 0].invars]))
+                    elif run is not None:
+                        eqns += self._shorter(layers[id(op.scan), run[1]], op, stacked)
+                elif isinstance(op, Stack):
+                    if len(runs[id(op.scan)]) > 1:
+                        eqns.append(self._joined(op, stacked[id(op.scan), op.position]))
+                else:
+                    eqns.append(op)
+            own.append(eqns)
+            start = end
+        return own
+
+    def _shorter(self, first: Layer, last: Layer, stacked: dict[tuple[int, int], list[Any]]) -> list[Any]:
+        """Return the equations of a scan over the layers from `first` to `last`."""
+        scan, (consts, carry) = first.scan, scan_parts(first.scan.params)
+        length = scan.params["length"]
+        start, stop = first.number, last.number + 1
+        rows = (length - stop, length - start) if scan.params["reverse"] else (start, stop)
+        before: list[Any] = []
+        xs = [self._rows_of(v, *rows, before) for v in first.invars[consts + carry :]]
+        outputs = list(last.outvars[:carry])
+        for k, whole in enumerate(scan.outvars[carry:]):
+            part = core.Var(whole.aval.update(shape=(stop - start, *whole.aval.shape[1:])))
+            outputs.append(part)
+            of_result = stacked.setdefault((id(scan), k), [])
+            of_result.insert(0 if scan.params["reverse"] else len(of_result), part)
+        params = {**scan.params, "length": stop - start}
+        if isinstance(params.get("unroll"), int):
+            params["unroll"] = min(params["unroll"], stop - start)
+        return [*before, scan.replace(invars=[*first.invars[: consts + carry], *xs], outvars=outputs, params=params)]
+
+    def _joined(self, op: Stack, parts: list[Any]) -> Any:
+        return _equation(lambda *values: lax.concatenate(values, 0), parts, op.outvars[0])
+
+    def _rows_of(self, var: Any, start: int, stop: int, before: list[Any]) -> Any:
+        """Return the variable of some rows of a scan's input; equations of activations are appended to `before`."""
+        if isinstance(var, core.Literal):
+            return var
+        key = (var, start, stop)
+        if key in self._rows:
+            return self._rows[key]
+        rows = core.Var(var.aval.update(shape=(stop - start, *var.aval.shape[1:])))
+        if var in self.parts:
+            self.parts[rows] = Part(self.parts[var].leaf, (start, stop))
+        elif self.program.is_activation(var):
+            before.append(_slice(var, start, stop, rows))
+        else:
+            made = self.pool.get(var)
+            inputs = None if made is None else self._inputs_by_row(made, var, start, stop)
+            if made is None or inputs is None:
+                self.pool[rows] = _slice(var, start, stop, rows)
+            else:
+                self.pool[rows] = made.replace(invars=inputs, outvars=[rows])
+        self._rows[key] = rows
+        return rows
+
+    def _inputs_by_row(self, eqn: Any, var: Any, start: int, stop: int) -> list[Any] | None:
+        """Return the inputs of which an equation computes only these rows, or None if rows depend on other rows."""
+        if eqn.primitive.name not in _BY_ROW or any(v.aval.shape not in ((), var.aval.shape) for v in eqn.invars):
+            return None
+        return [v if v.aval.shape == () else self._rows_of(v, start, stop, []) for v in eqn.invars]
+
+    # what is computed again, and what is sent instead
+
+    def _walk(self, wanted: Iterable[Any], seen: dict[int, Any], found: Piece, stage: int) -> None:
+        """Add what the variables depend on to `found`: leaves, activations of other stages, equations to run again."""
+        waiting = list(wanted)
+        while waiting:
+            var = waiting.pop()
+            if isinstance(var, core.Literal):
+                continue
+            if var in self.stage_of:
+                if self.stage_of[var] != stage:
+                    found.incoming.append(var)
+            elif var in self.parts and var not in self.pool:
+                found.weights.append(var)
+            elif var in self.pool:
+                eqn = self.pool[var]
+                if id(eqn) not in seen:
+                    seen[id(eqn)] = eqn
+                    waiting += eqn.invars
+            else:
+                found.inputs.add(var)
+
+    def _needs(self, wanted: Iterable[Any], stage: int) -> Piece:
+        found = Piece()
+        self._walk(wanted, {}, found, stage)
+        return found
+
+    def _place_small_values(self) -> None:
+        """Let the stage that has the weights compute what is small and computed from weights alone, such as a penalty.
+
+        Otherwise the stage that needs it would have to hold all these weights, too.
+        """
+        program = self.program
+        small = [
+            op
+            for op in program.operations
+            if all(program.kinds[v] == "w" and bytes_of(v) <= _SMALL for v in op.outvars) and not op.effects
+        ]
+        results = {v for op in small for v in op.outvars}
+        held: dict[int, int] = {}  # the first stage that reads each leaf for something else
+        for s in range(self.stages):
+            seen: dict[int, Any] = {}
+            found = Piece()
+            wanted = [v for eqn in self.own[s] for v in variables(eqn.invars) if v not in results]
+            self._walk(wanted, seen, found, s)
+            for v in found.weights:
+                held.setdefault(self.parts[v].leaf, s)
+        for op in small:
+            found = self._needs([v for v in op.invars if v not in results], -1)
+            leaves = {self.parts[v].leaf for v in found.weights}
+            before = [self.stage_of[v] for v in variables(op.invars) if v in self.stage_of]
+            size = sum(bytes_of(program.params[leaf]) for leaf in leaves)
+            if not (leaves <= held.keys() and (before or size > 8 * sum(map(bytes_of, op.outvars)))):
+                continue
+            stage = max([*before, *(held[leaf] for leaf in leaves)])
+            self.own[stage].append(op)
+            self.stage_of |= dict.fromkeys(op.outvars, stage)
+        for s, eqns in enumerate(self.own):
+            self.own[s] = _in_order(eqns)
+        # a value that is needed before its weights' stage is computed again there
+        late = {
+            v
+            for s, eqns in enumerate(self.own)
+            for e in eqns
+            for v in variables(e.invars)
+            if self.stage_of.get(v, 0) > s
+        }
+        if late:
+            for s, eqns in enumerate(self.own):
+                self.own[s] = [e for e in eqns if e not in small]
+            for op in small:
+                for v in op.outvars:
+                    self.stage_of.pop(v, None)
+
+    def _join_leaves_read_whole(self) -> None:
+        """Let rows of a leaf that is also read whole be slices of it."""
+        whole = {
+            self.parts[v].leaf
+            for s in range(self.stages)
+            for v in self._needs([v for eqn in self.own[s] for v in eqn.invars], s).weights
+            if self.parts[v].rows is None
+        }
+        for rows, part in list(self.parts.items()):
+            if part.rows is not None and part.leaf in whole:
+                self.pool[rows] = _slice(self.program.params[part.leaf], *part.rows, rows)
+
+    def _home(self, result: Any) -> int:
+        """Return the stage that returns a result that is not the loss."""
+        if isinstance(result, core.Literal):
+            return self.stages - 1
+        if result in self.stage_of:
+            return self.stage_of[result]
+        found = self._needs([result], -1)
+        stages = [self.stage_of[v] for v in found.incoming]
+        if stages:
+            return max(stages)
+        leaves = {self.parts[v].leaf for v in found.weights}
+        for s in range(self.stages):
+            wanted = [v for eqn in self.own[s] for v in eqn.invars]
+            if leaves & {self.parts[v].leaf for v in self._needs(wanted, s).weights}:
+                return s
+        return self.stages - 1
+
+    def _homes_of_state(self) -> list[int]:
+        """Return the stage of each leaf of the state: the one that reads or computes it."""
+        homes = []
+        for var, new in zip(self.program.state, self.program.new_state, strict=True):
+            readers = [
+                s
+                for s in range(self.stages)
+                if var in self._needs([v for eqn in self.own[s] for v in eqn.invars], s).inputs
+            ]
+            homes.append(readers[0] if readers else self._home(new) if new is not var else 0)
+        return homes
+
+    def returned(self, stage: int) -> tuple[list[int], list[int]]:
+        """Return the numbers of the results of `aux` and of `new_state` that a stage returns."""
+        of = lambda homes: [k for k, home in enumerate(homes) if home == stage]  # noqa: E731
+        return of(self.aux_home), of(self.state_home)
+
+    def _piece(self, stage: int) -> Piece:
+        program = self.program
+        aux, state = self.returned(stage)
+        results = [program.aux[k] for k in aux] + [program.new_state[k] for k in state]
+        results += [program.loss] if stage == self.stages - 1 else []
+        piece, seen = Piece(), {}
+        for eqn in self.own[stage]:
+            again: dict[int, Any] = {}
+            self._walk(eqn.invars, again, piece, stage)
+            for key, other in again.items():
+                if key not in seen:
+                    seen[key] = other
+            piece.equations.append(eqn)
+        self._walk(results, seen, piece, stage)
+        piece.equations = _in_order([*seen.values(), *piece.equations])
+        piece.weights, piece.incoming = list(dict.fromkeys(piece.weights)), list(dict.fromkeys(piece.incoming))
+        return piece
+
+    def messages(self) -> list[list[Any]]:
+        """Return, per boundary, the activations that a later stage reads, in the order in which they are computed."""
+        order = {v: n for n, v in enumerate(v for eqns in self.own for eqn in eqns for v in eqn.outvars)}
+        sent = []
+        for s in range(self.stages - 1):
+            later = {v for piece in self.pieces[s + 1 :] for v in piece.incoming if self.stage_of[v] <= s}
+            sent.append(sorted(later, key=order.__getitem__))
+        return sent
+
+
+def _in_order(equations: Sequence[Any]) -> list[Any]:
+    """Return the equations with each after those whose results it reads, and otherwise in their order."""
+    made_by = {v: eqn for eqn in equations for v in eqn.outvars}
+    done: dict[int, Any] = {}
+    for eqn in equations:
+        waiting = [eqn]
+        while waiting:
+            first = waiting[-1]
+            before = [made_by[v] for v in variables(first.invars) if v in made_by and id(made_by[v]) not in done]
+            if before and id(first) not in done:
+                waiting += before
+            else:
+                done.setdefault(id(first), waiting.pop())
+    return list(done.values())
+
+
+def _slice(var: Any, start: int, stop: int, rows: Any) -> Any:
+    return _equation(lambda x: lax.slice_in_dim(x, start, stop), [var], rows)
+
+
+def _equation(fn: Any, inputs: list[Any], output: Any) -> Any:
+    """Return the equation of a function that is one operation, between these variables."""
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inputs]
+    (eqn,) = jax.make_jaxpr(fn)(*shapes).jaxpr.eqns
+    return eqn.replace(invars=inputs, outvars=[output])

@@ -1,0 +1,223 @@
+"""Lay a function open: one list of operations, in the order of its trace, and what each value depends on.
+
+    weights -> "w"     computed again wherever a stage needs it: casts, transposed tables
+    batch   -> "b"     the same: masks, positions, dropout's bits
+    state   -> "s"     the same
+    several -> "a"     an activation: computed once, by the stage in which its operation lies
+
+Calls of `jax.jit` are inlined. A scan over stacked weights becomes an operation per layer, so that it can be cut between
+any two of them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Final, Literal
+
+import jax
+from jax.extend import core
+
+from ipu_jax.base.jaxprs import JITS, closed_of, scan_parts, variables
+from ipu_jax.core.analysis.cost import equation_flops
+
+Kind = Literal["w", "b", "s", "a"]
+
+_AGAIN: Final = 64
+"""FLOPs per byte of a result from which it is cheaper to send it once than to compute it in each stage that needs it."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layer:
+    """An iteration of a scan over stacked weights: the iteration `number` in the order in which they run."""
+
+    scan: Any
+    number: int
+    invars: list[Any]
+    outvars: list[Any]
+
+    @property
+    def effects(self) -> Any:
+        return self.scan.effects
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stack:
+    """The result number `position` of a scan, stacked from the layers' parts: the operation after the last layer."""
+
+    scan: Any
+    position: int
+    invars: list[Any]
+    outvars: list[Any]
+    effects: Any = frozenset()
+
+
+@dataclasses.dataclass(eq=False)
+class Program:
+    """A traced function.
+
+    Attributes:
+        closed: the jaxpr of the trace.
+        params, state, batch, key: the variables of the leaves of each argument.
+        constants: the values of the constants of inlined calls.
+        loss, aux, new_state: the results.
+        operations: equations, `Layer`s and `Stack`s that the results need, in order.
+        kinds: the kind of each variable.
+        made_by: the operation that computes a variable.
+    """
+
+    closed: Any
+    params: list[Any]
+    state: list[Any]
+    batch: list[Any]
+    key: list[Any]
+    constants: dict[Any, Any]
+    loss: Any
+    aux: list[Any]
+    new_state: list[Any]
+    operations: list[Any]
+    kinds: dict[Any, Kind] = dataclasses.field(default_factory=dict)
+    made_by: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        results = [self.loss, *self.aux, *self.new_state]
+        self.operations = needed(self.operations, results)
+        self._find_kinds()
+        self.operations = needed(_in_layers(self.operations, self.kinds), results)
+        self._find_kinds()
+        self.made_by = {v: op for op in self.operations for v in op.outvars}
+
+    @property
+    def activations(self) -> list[Any]:
+        """Return the operations that run once, in one stage: they compute activations, or have effects."""
+        return [op for op in self.operations if op.effects or any(self.kinds[v] == "a" for v in op.outvars)]
+
+    def is_activation(self, atom: Any) -> bool:
+        return not isinstance(atom, core.Literal) and self.kinds[atom] == "a"
+
+    def _find_kinds(self) -> None:
+        depends: dict[Any, frozenset[str]] = {}
+        flops: dict[Any, float] = {}  # of everything that a stage would have to compute again
+        for kind, group in (("w", self.params), ("s", self.state), ("b", self.batch), ("b", self.key)):
+            depends |= dict.fromkeys(group, frozenset(kind))
+        for var in [*self.closed.jaxpr.constvars, *self.constants]:
+            depends[var] = frozenset()
+        for op in self.operations:
+            inputs = variables(op.invars)
+            on: frozenset[str] = frozenset().union(*(depends[v] for v in inputs))
+            if isinstance(op, Layer | Stack) or op.effects:
+                on = frozenset("wb")
+            else:
+                work = equation_flops(op) + sum(flops.get(v, 0.0) for v in {*inputs})
+                if _contracts(op) and work > _AGAIN * sum(map(bytes_of, op.outvars)):
+                    on = frozenset("wb")
+                if len(on) < 2:
+                    flops |= dict.fromkeys(op.outvars, work)
+            depends |= dict.fromkeys(op.outvars, on)
+        self.kinds = {v: "a" if len(on) > 1 else min(on, default="b") for v, on in depends.items()}  # pyright: ignore
+
+
+def _contracts(eqn: Any) -> bool:
+    """Return whether an equation can take many FLOPs per element of its result."""
+    name = eqn.primitive.name
+    return name in ("dot_general", "conv_general_dilated", "scan", "while", "cond") or any(
+        True for _ in core.jaxprs_in_params(eqn.params)
+    )
+
+
+def bytes_of(var: Any) -> int:
+    """Return the bytes of a variable's value."""
+    aval = var.aval
+    if not hasattr(aval, "shape"):
+        return 0
+    size = 8 if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) else aval.dtype.itemsize
+    return math.prod(aval.shape) * size
+
+
+def needed(operations: list[Any], results: list[Any]) -> list[Any]:
+    """Return the operations that the results depend on, or that have effects, in order."""
+    wanted, found = set(variables(results)), []
+    for op in reversed(operations):
+        if op.effects or wanted.intersection(op.outvars):
+            found.append(op)
+            wanted.update(variables(op.invars))
+    return found[::-1]
+
+
+def traced(fn: Callable[..., Any], params: Any, state: Any, microbatch: Any, key: Any) -> tuple[Program, Any]:
+    """Trace `fn(params, state, microbatch, key)` on shapes; return its program and the shapes of its results.
+
+    Args:
+        fn: returns `(loss, aux, new state)`.
+        params, state, microbatch, key: trees of arrays or of their shapes; None for what the function does not take.
+    """
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(params, state, microbatch, key)
+    groups, start = [], 0
+    for tree in (params, state, microbatch, key):
+        end = start + len(jax.tree.leaves(tree))
+        groups.append(list(closed.jaxpr.invars[start:end]))
+        start = end
+    constants: dict[Any, Any] = {}
+    operations: list[Any] = []
+    results = _inlined(closed.jaxpr, {}, None, operations, constants)
+    ends = 1 + len(jax.tree.leaves(shapes[1]))
+    loss, aux, new_state = results[0], results[1:ends], results[ends:]
+    return Program(closed, *groups, constants, loss, aux, new_state, operations), shapes
+
+
+def _inlined(
+    jaxpr: Any, env: dict[Any, Any], scope: Any, operations: list[Any], constants: dict[Any, Any]
+) -> list[Any]:
+    """Append a jaxpr's equations to `operations`, with variables of their own, and return its results."""
+
+    def atom(v: Any) -> Any:
+        return v if isinstance(v, core.Literal) else env.get(v, v)
+
+    for eqn in jaxpr.eqns:
+        inputs, info = [atom(v) for v in eqn.invars], eqn.source_info
+        if scope is not None:
+            info = info.replace(name_stack=scope + info.name_stack)
+        if eqn.primitive.name in (*JITS, "closed_call"):
+            body = closed_of(eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"])
+            inner = dict(zip(body.jaxpr.invars, inputs, strict=True))
+            for var, value in zip(body.jaxpr.constvars, body.consts, strict=True):
+                inner[var] = core.Var(var.aval)
+                constants[inner[var]] = value
+            outputs = _inlined(body.jaxpr, inner, info.name_stack, operations, constants)
+        else:
+            outputs = [core.Var(v.aval) for v in eqn.outvars]
+            operations.append(eqn.replace(invars=inputs, outvars=outputs, source_info=info))
+        env.update(zip(eqn.outvars, outputs, strict=True))
+    return [atom(v) for v in jaxpr.outvars]
+
+
+def _in_layers(operations: list[Any], kinds: dict[Any, Kind]) -> list[Any]:
+    """Return the operations with each scan over stacked weights replaced by its layers."""
+    found: list[Any] = []
+    for op in operations:
+        found += _layers_of(op) if _is_over_weights(op, kinds) else [op]
+    return found
+
+
+def _is_over_weights(eqn: Any, kinds: dict[Any, Kind]) -> bool:
+    if eqn.primitive.name != "scan" or eqn.params["length"] < 2 or eqn.effects:
+        return False
+    consts, carry = scan_parts(eqn.params)
+    rows = variables(eqn.invars[consts + carry :])
+    return any(kinds[v] == "w" for v in rows) and any(kinds[v] == "a" for v in eqn.outvars[:carry])
+
+
+def _layers_of(eqn: Any) -> list[Any]:
+    consts, carry = scan_parts(eqn.params)
+    fixed, values, rows = eqn.invars[:consts], eqn.invars[consts:][:carry], eqn.invars[consts + carry :]
+    length = eqn.params["length"]
+    parts: list[list[Any]] = [[] for _ in eqn.outvars[carry:]]
+    layers: list[Any] = []
+    for number in range(length):
+        last = number == length - 1
+        new = list(eqn.outvars[:carry]) if last else [core.Var(v.aval) for v in eqn.outvars[:carry]]
+        own = [core.Var(v.aval.update(shape=(1, *v.aval.shape[1:]))) for v in eqn.outvars[carry:]]
+        layers.append(Layer(eqn, number, [*fixed, *values, *rows], [*new, *own]))
+        values = new
+        for part, var in zip(parts, own, strict=True):
+            part.append(var)
+    return layers + [Stack(eqn, k, part, [eqn.outvars[carry + k]]) for k, part in enumerate(parts)]

@@ -1,0 +1,177 @@
+"""Say which part of a user's own tree of weights each group holds, for a pipeline that was cut out of one function.
+
+    params = {"embed": E, "layers": W}     "stage 0": [E, W[0:4]]   "stage 1": [W[4:8]]   "stage 2": [W[8:10]]
+
+The user passes and gets the tree; the IPUs hold the groups.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A leaf of the tree, or rows of it from `rows[0]` up to `rows[1]`.
+
+    `leaf` is its number in the order of `jax.tree.leaves`.
+    """
+
+    leaf: int
+    rows: tuple[int, int] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The parts of one leaf, first rows first, where a tree of the user has the leaf. A pytree."""
+
+    parts: list[Any]
+
+
+def joined(tree: Any) -> Any:
+    """Return the tree with one array in place of each `Rows`."""
+
+    def whole(node: Any) -> Any:
+        return jnp.concatenate([jnp.asarray(part) for part in node.parts]) if isinstance(node, Rows) else node
+
+    return jax.tree.map(whole, tree, is_leaf=is_rows)
+
+
+def divided(tree: Any, like: Any) -> Any:
+    """Return the tree with `Rows` wherever `like` has them: the inverse of `joined`."""
+
+    def parts(node: Any, leaf: Any) -> Any:
+        if not isinstance(node, Rows):
+            return leaf
+        ends = np.cumsum([0, *(np.shape(part)[0] for part in node.parts)])
+        return Rows([leaf[start:end] for start, end in itertools.pairwise(ends)])
+
+    return jax.tree.map(parts, like, tree, is_leaf=is_rows)
+
+
+def is_rows(node: Any) -> bool:
+    """Return whether a node is `Rows`; for `jax.tree.map(..., is_leaf=is_rows)`."""
+    return isinstance(node, Rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeTree:
+    """A user's tree, and the parts of it that groups hold.
+
+    Attributes:
+        what: the name of the tree in error messages, "params" or "state".
+        treedef: its structure.
+        paths: per leaf its path, such as "params['embed']".
+        shapes: per leaf its shape.
+        groups: per group, the parts that it holds, in order.
+    """
+
+    what: str
+    treedef: Any
+    paths: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[str, tuple[Part, ...]], ...]
+
+    @classmethod
+    def of(cls, what: str, tree: Any, groups: Mapping[str, Sequence[Part]]) -> "WholeTree":
+        """Return the description of a tree of arrays or of their shapes."""
+        named, treedef = jax.tree.flatten_with_path(tree)
+        paths = tuple(f"{what}{jax.tree_util.keystr(path)}" for path, _ in named)
+        shapes = tuple(tuple(np.shape(leaf)) for _, leaf in named)
+        return cls(what, treedef, paths, shapes, tuple((name, tuple(parts)) for name, parts in groups.items()))
+
+    def split(self, tree: Any) -> dict[str, list[Any]]:
+        """Return each group's list of leaves.
+
+        Raises:
+            ValueError: the tree is not like the one for which the function was cut.
+        """
+        leaves, treedef = jax.tree.flatten(tree)
+        if treedef != self.treedef:
+            found = {f"{self.what}{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(tree)}
+            missing, unknown = sorted(set(self.paths) - found), sorted(found - set(self.paths))
+            other = f"it has no {missing[0]}" if missing else f"it has {unknown[0]}" if unknown else "its nodes differ"
+            raise ValueError(
+                f"{self.what} is not the tree for which the function was cut: {other}; give a tree like that one"
+            )
+        for path, shape, leaf in zip(self.paths, self.shapes, leaves, strict=True):
+            if tuple(np.shape(leaf)) != shape:
+                raise ValueError(
+                    f"{path} has shape {tuple(np.shape(leaf))}, and the function was cut for {shape}: give that shape, "
+                    "or cut the function for this one"
+                )
+        return {name: [_part(leaves[part.leaf], part.rows) for part in parts] for name, parts in self.groups}
+
+    def join(self, groups: Mapping[str, Sequence[Any]]) -> Any:
+        """Return the tree whose parts the groups hold, with `Rows` where a leaf has several."""
+        found: list[list[tuple[int, Any]]] = [[] for _ in self.paths]
+        for name, parts in self.groups:
+            for part, value in zip(parts, groups[name], strict=True):
+                found[part.leaf].append(((part.rows or (0, 0))[0], value))
+        ordered = [[value for _, value in sorted(values, key=lambda pair: pair[0])] for values in found]
+        return jax.tree.unflatten(self.treedef, [v[0] if len(v) == 1 else Rows(v) for v in ordered])
+
+    def named(self, group: str) -> tuple[list[str], list[tuple[int, int] | None]]:
+        """Return, per part of a group, the path of its leaf; and its first row with the number of rows, or None."""
+        parts = dict(self.groups)[group]
+        rows = [None if part.rows is None else (part.rows[0], self.shapes[part.leaf][0]) for part in parts]
+        return [self.paths[part.leaf] for part in parts], rows
+
+    def spread(self, what: str, prefix: Any) -> dict[str, list[Any]]:
+        """Return, per group and part, the leaf of `prefix` above it."""
+        values = spread(what, prefix, self.treedef)
+        return {name: [values[part.leaf] for part in parts] for name, parts in self.groups}
+
+
+def _part(leaf: Any, rows: tuple[int, int] | None) -> Any:
+    if rows is None:
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((rows[1] - rows[0], *leaf.shape[1:]), leaf.dtype)
+    return leaf[slice(*rows)]
+
+
+def spread(what: str, prefix: Any, treedef: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """Return, per leaf of a group's tree, the leaf of `prefix` above it.
+
+    Args:
+        what: the name of `prefix` in error messages.
+        prefix: a tree with the same kinds of nodes, or with dicts, lists and tuples of the same names: a plain dict
+            fits an `nnx.State`, and can name the fields of an Equinox module.
+        treedef: the group's tree.
+        is_leaf: as `jax.tree.leaves` takes it, for `prefix`.
+
+    Raises:
+        ValueError: no leaf of `prefix` is above a leaf, or `prefix` names something that is not in the tree.
+    """
+    tree = jax.tree.unflatten(treedef, range(treedef.num_leaves))
+    try:
+        return jax.tree.leaves(jax.tree.broadcast(prefix, tree, is_leaf=is_leaf), is_leaf=is_leaf)
+    except ValueError:
+        pass  # other kinds of nodes
+    of_names = {_names(path): leaf for path, leaf in jax.tree.leaves_with_path(prefix, is_leaf=is_leaf)}
+    used, spread = set(), []
+    for path, _ in jax.tree.leaves_with_path(tree):
+        names = _names(path)
+        above = next((names[:k] for k in range(len(names) + 1) if names[:k] in of_names), None)
+        if above is None:
+            raise ValueError(
+                f"{what} does not fit the group's tree: it says nothing for {'/'.join(names)}: name all leaves, or a "
+                "node above them"
+            )
+        used.add(above)
+        spread.append(of_names[above])
+    unknown = ["/".join(names) for names in of_names if names not in used]
+    if unknown:
+        raise ValueError(f"{what} does not fit the group's tree: it names {unknown[0]}, which is not there")
+    return spread
+
+
+def _names(path: Any) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
