@@ -21,7 +21,30 @@ from ipu_jax.core.weights.whole_tree import Part
 _SMALL: Final = 4096
 """Bytes up to which a value that is computed from larger weights is sent, so that the weights stay in one stage."""
 _BY_ROW: Final = frozenset(
-    ["convert_element_type", "reduce_precision", "copy", "stop_gradient", "neg", "mul", "add", "sub", "div", "exp", "log", "tanh", "logistic", "abs", "sign", "max", "min", "integer_pow", "pow", "sqrt", "rsqrt", "square"]
+    [
+        "convert_element_type",
+        "reduce_precision",
+        "copy",
+        "stop_gradient",
+        "neg",
+        "mul",
+        "add",
+        "sub",
+        "div",
+        "exp",
+        "log",
+        "tanh",
+        "logistic",
+        "abs",
+        "sign",
+        "max",
+        "min",
+        "integer_pow",
+        "pow",
+        "sqrt",
+        "rsqrt",
+        "square",
+    ]
 )
 """Operations whose result has rows that depend only on the same rows of their inputs."""
 
@@ -200,7 +223,7 @@ class Division:
             for v in found.weights:
                 held.setdefault(self.parts[v].leaf, s)
         for op in small:
-            found = self._needs([v for v in op.invars if v not in results], -1)
+            found = self._needs([v for v in variables(op.invars) if v not in results], -1)
             leaves = {self.parts[v].leaf for v in found.weights}
             before = [self.stage_of[v] for v in variables(op.invars) if v in self.stage_of]
             size = sum(bytes_of(program.params[leaf]) for leaf in leaves)

@@ -26,6 +26,7 @@ from jax.extend import core
 from ipu_jax.base.jaxprs import JITS, bound, depending, laid_open, needed, part_of, scan_parts, value_of, variables
 from ipu_jax.core.collectives import axes_of
 from ipu_jax.core.programs._keeping import bytes_of, cheapest_to_keep
+from ipu_jax.core.stage import Outputs
 
 
 class Origin(enum.Enum):
@@ -54,7 +55,7 @@ def recomputing(fn: Callable[..., Any], origins: Sequence[Origin]) -> Callable[.
 
         def flat_fn(*leaves: Any) -> list[Any]:
             args, kwargs = jax.tree.unflatten(treedef, leaves)
-            results.append(fn(*args, **kwargs))
+            results.append(_without_gradients_of_aux(fn(*args, **kwargs)))
             return [leaf for leaf in jax.tree.leaves(results[0]) if isinstance(leaf, jax.Array)]
 
         closed = jax.make_jaxpr(flat_fn)(*flat)
@@ -62,6 +63,16 @@ def recomputing(fn: Callable[..., Any], origins: Sequence[Origin]) -> Callable[.
         return jax.tree.map(lambda leaf: next(arrays) if isinstance(leaf, jax.Array) else leaf, results[0])
 
     return run
+
+
+def _without_gradients_of_aux(result: Any) -> Any:
+    """Return a stage's result; aux and state, which get no gradient, have none inside a part either."""
+    if not isinstance(result, Outputs):
+        return result
+    aux, state = jax.tree.map(
+        lambda leaf: lax.stop_gradient(leaf) if isinstance(leaf, jax.Array) else leaf, (result.aux, result.state)
+    )
+    return dataclasses.replace(result, aux=aux, state=state)
 
 
 def _run(closed: Any, args: Sequence[Any], origins: Sequence[Origin]) -> list[Any]:
