@@ -403,6 +403,8 @@ def describe(pipeline: PlacedStages) -> str:
         f"{name!r}, {_counted(pipeline.options.gradient_accumulation, 'micro-batch')}, reduction "
         f"{pipeline.options.reduction!r}"
     ]
+    if pipeline.function is not None:
+        return "\n".join([*lines, pipeline.function.described])
     rows = [(str(k), stage.name, _place(stage), ", ".join(_properties(stage))) for k, stage in enumerate(stages)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
