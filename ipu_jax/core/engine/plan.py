@@ -219,7 +219,10 @@ def _criterion(plan: Plan, i: int, params: PackedLayout, state: PackedLayout) ->
         return None
 
     def leaves(layout: PackedLayout, groups: Sequence[str]) -> list[Any]:
-        return [(leaf.slot, leaf.shape, leaf.frozen) for name in sorted(groups) for leaf in layout.group(name).leaves]
+        # a shared group has no slots: every IPU reads the one of that name
+        own = {name: layout.group(name) for name in sorted(groups)}
+        where = lambda group, leaf: group.name if group.ipu is None else leaf.slot  # noqa: E731
+        return [(where(g, leaf), leaf.shape, leaf.frozen) for g in own.values() for leaf in g.leaves]
 
     crosses = [plan.segments[j].place != segment.place for j in (i - 1, i + 1)]
     keys = [stage.random for stage in segment.stages]

@@ -378,6 +378,7 @@ def _properties(stage: Stage) -> list[str]:
     named: dict[str, Any] = {"params": stage.params, "state": stage.state}
     found = [f"{name} {value!r}" for name, value in named.items() if value is not None]
     found += ["random"] if stage.random else []
-    found += [f"takes {', '.join(map(repr, stage.takes))}"] if stage.takes else []
+    for verb, names in (("takes", stage.takes), ("shares", stage.shared)):
+        found += [f"{verb} {', '.join(map(repr, names))}"] if names else []
     functions = {"evaluate": stage.evaluate, "predict": stage.predict, "reference": stage.reference}
     return [*found, *(name for name, fn in functions.items() if fn is not None)]
