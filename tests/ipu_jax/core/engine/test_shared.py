@@ -142,6 +142,23 @@ def test_shared_weights_are_read_again_not_stashed(recompute):
         assert (D, V) not in shapes
 
 
+def test_shared_weights_cost_as_little_stash_as_the_stages_own():
+    """In a scan the choice is made per layer: what follows from x and weights is computed again from x."""
+
+    def layers(w, x):
+        return jax.lax.scan(lambda h, _: (jnp.exp(-h * h + w) * jnp.sin(h), None), x, None, length=3)[0]
+
+    last = Stage(lambda p, x, mb: x.mean(), ipu=1)
+    owning = Stage(lambda p, x, mb: layers(p, mb), "w", ipu=0)
+    sharing = Stage(lambda p, x, mb, *, shared: layers(shared["w"], mb), ipu=0, shared=("w",))
+    stashes = []
+    for stage in (owning, sharing):
+        pipeline = Pipeline([stage, last], gradient_accumulation=M)
+        plan = pipeline.plan_step(pipeline.shard({"w": normal(ROWS, D)}), normal(M, ROWS, D))
+        stashes.append([(kept.shape, kept.dtype) for kept in plan.programs[0].stash])
+    assert stashes[0] == stashes[1] == [((3, ROWS, D), jnp.float32)]
+
+
 def test_in_bfloat16():
     check_step(tied((0, 1, 2), mesh=make_mesh(1, 4)), rtol=3e-2, dtype=jnp.bfloat16)
 
