@@ -18,6 +18,7 @@ from support.refusals import refusals, refused
 
 V, M = 9, 5
 WHOLE, SPLIT = PartitionSpec(), PartitionSpec("ipu")
+INNER = "a1", "z2"
 
 
 def embed(p, x, mb, *, shared):
@@ -187,20 +188,23 @@ def test_concurrent_stages_may_share_a_split_group():
 def test_like_stages_that_share_a_group_are_one_class_and_those_that_share_another_are_not():
     def share(*names):
         functions = {name: lambda p, x, mb, *, shared, name=name: jnp.tanh(x @ p) * shared[name] for name in "gh"}
-        inner = [Stage(functions[name], f"p{i}", ipu=i, shared=(name,)) for i, name in enumerate(names, 1)]
+        # "a1" sorts before the shared group, and "z2" after it
+        inner = [
+            Stage(functions[name], own, i, shared=(name,)) for i, own, name in zip((1, 2), INNER, names, strict=True)
+        ]
         first = Stage(lambda p, x, mb: mb @ p, params="p0", ipu=0)
-        last = Stage(lambda p, x, mb: (x @ p).mean(), params="p9", ipu=len(names) + 1)
+        last = Stage(lambda p, x, mb: (x @ p).mean(), params="p9", ipu=3)
         return Pipeline([first, *inner, last], gradient_accumulation=M)
 
-    weights = {f"p{i}": normal(D, D, seed=i) for i in (0, 1, 2, 9)}
+    weights = {name: normal(D, D, seed=i) for i, name in enumerate(("p0", *INNER, "p9"))}
     batch = normal(M, ROWS, D)
     for names, classes in (("gg", ((0,), (1, 2), (3,))), ("gh", ((0,), (1,), (2,), (3,)))):
         pipeline, gains = share(*names), {name: 1 + normal(D, seed=ord(name)) for name in {*names}}
         assert pipeline.plan_step(pipeline.shard(weights | gains), batch).classes == classes
 
         def twin(p, names=names):
-            h = jnp.tanh(batch @ p["p0"] @ p["p1"]) * p[names[0]]
-            return (jnp.tanh(h @ p["p2"]) * p[names[1]] @ p["p9"]).mean()
+            h = jnp.tanh(batch @ p["p0"] @ p["a1"]) * p[names[0]]
+            return (jnp.tanh(h @ p["z2"]) * p[names[1]] @ p["p9"]).mean()
 
         assert_equals_plain(pipeline, weights | gains, batch, twin)
 
