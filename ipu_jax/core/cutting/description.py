@@ -83,11 +83,21 @@ def described(
     lines.append(
         f"cut at {where}; the heaviest stage has {max(cut.work) * len(cut.work) / total - 1:.1%} more than the mean"
     )
-    for part, stages in shared.items():
-        readers = " and ".join(map(str, stages)) if len(stages) < 4 else f"{stages[0]} to {stages[-1]}"
-        size = bytes_of(program.params[part.leaf])
-        lines.append(
-            f"all IPUs hold {paths[part.leaf]} ({in_units(size, 'B')}), which stages {readers} read: its gradients are "
-            "added up once per update, since sending it with each micro-batch would take more"
-        )
+    lines += _of_shared(division, paths, shared)
     return "\n".join(lines)
+
+
+def _of_shared(division: Division, paths: Sequence[str], shared: Mapping[Part, list[int]]) -> list[str]:
+    if not shared:
+        return []
+    size = {part: bytes_of(division.program.params[part.leaf]) for part in shared}
+    largest = sorted(shared, key=lambda part: -size[part])
+    named = [
+        f"{paths[part.leaf]} ({in_units(size[part], 'B')}, stages {', '.join(map(str, shared[part]))})"
+        for part in largest[:3]
+    ]
+    others = f" and {len(largest) - 3} more ({in_units(sum(size[p] for p in largest[3:]), 'B')})" if largest[3:] else ""
+    return [
+        f"all IPUs hold {', '.join(named)}{others}: stages on several IPUs read them. Their gradients are added up once "
+        "per update, which sends less than a copy with each micro-batch"
+    ]

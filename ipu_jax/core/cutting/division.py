@@ -207,47 +207,42 @@ class Division:
 
         Otherwise the stage that needs it would have to hold all these weights, too.
         """
-        program = self.program
-        small = [
-            op
-            for op in program.operations
-            if all(program.kinds[v] == "w" and bytes_of(v) <= _SMALL for v in op.outvars) and not op.effects
-        ]
-        results = {v for op in small for v in op.outvars}
+        small = self._small_operations()
+        results = {v for op, _ in small for v in op.outvars}
         held: dict[int, int] = {}  # the first stage that reads each leaf for something else
         for s in range(self.stages):
-            seen: dict[int, Any] = {}
-            found = Piece()
-            wanted = [v for eqn in self.own[s] for v in variables(eqn.invars) if v not in results]
-            self._walk(wanted, seen, found, s)
+            found = self._needs([v for eqn in self.own[s] for v in variables(eqn.invars) if v not in results], s)
             for v in found.weights:
                 held.setdefault(self.parts[v].leaf, s)
-        for op in small:
-            found = self._needs([v for v in variables(op.invars) if v not in results], -1)
-            leaves = {self.parts[v].leaf for v in found.weights}
-            before = [self.stage_of[v] for v in variables(op.invars) if v in self.stage_of]
-            size = sum(bytes_of(program.params[leaf]) for leaf in leaves)
-            if not (leaves <= held.keys() and (before or size > 8 * sum(map(bytes_of, op.outvars)))):
+        placed: dict[Any, int] = {}
+        for op, leaves in small:
+            before = [placed.get(v) for v in variables(op.invars) if v in results]
+            if leaves <= held.keys() and None not in before:
+                stage = max([*filter(None, before), *(held[leaf] for leaf in leaves)], default=0)
+                placed |= dict.fromkeys(op.outvars, stage)
+        needed_at = [[v for eqn in eqns for v in variables(eqn.invars)] for eqns in self.own]
+        if any(placed.get(v, 0) > s for s, read in enumerate(needed_at) for v in read):
+            return  # a stage needs such a value before the one with its weights: it is computed again, from weights
+        for op, _ in small:
+            if op.outvars[0] in placed:
+                self.own[placed[op.outvars[0]]].append(op)
+        self.stage_of |= placed
+        self.own = [_in_order(eqns) for eqns in self.own]
+
+    def _small_operations(self) -> list[tuple[Any, set[int]]]:
+        """Return the operations whose small results are computed from larger weights, and the leaves that each reads."""
+        found: list[tuple[Any, set[int]]] = []
+        results: set[Any] = set()
+        for op in self.program.operations:
+            size = sum(map(bytes_of, op.outvars))
+            if op.effects or size > _SMALL or not all(self.program.kinds[v] == "w" for v in op.outvars):
                 continue
-            stage = max([*before, *(held[leaf] for leaf in leaves)])
-            self.own[stage].append(op)
-            self.stage_of |= dict.fromkeys(op.outvars, stage)
-        for s, eqns in enumerate(self.own):
-            self.own[s] = _in_order(eqns)
-        # a value that is needed before its weights' stage is computed again there
-        late = {
-            v
-            for s, eqns in enumerate(self.own)
-            for e in eqns
-            for v in variables(e.invars)
-            if self.stage_of.get(v, 0) > s
-        }
-        if late:
-            for s, eqns in enumerate(self.own):
-                self.own[s] = [e for e in eqns if e not in small]
-            for op in small:
-                for v in op.outvars:
-                    self.stage_of.pop(v, None)
+            inputs = variables(op.invars)
+            leaves = {self.parts[v].leaf for v in self._needs([v for v in inputs if v not in results], -1).weights}
+            if results.intersection(inputs) or sum(bytes_of(self.program.params[leaf]) for leaf in leaves) > 8 * size:
+                found.append((op, leaves))
+                results.update(op.outvars)
+        return found
 
     def _join_leaves_read_whole(self) -> None:
         """Let rows of a leaf that is also read whole be slices of it."""

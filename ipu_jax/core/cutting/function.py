@@ -321,7 +321,7 @@ def _stage(
         recompute=recompute,
         state=f"stage {s}" if new_state and has_state else None,
         random="same" if is_random else False,
-        **({"shared": held.shared[s]} if held.shared[s] else {}),
+        shared=held.shared[s],
     )
 
 

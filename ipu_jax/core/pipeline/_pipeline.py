@@ -221,14 +221,16 @@ class Pipeline(PlacedStages):
         rounds: int = 1,
         costs: Iterable[float] | None = None,
         microbatch: Any = None,
+        layers_per_ipu: Iterable[int] | None = None,
         recompute: Any = "auto",
         **options: Any,
     ) -> "tuple[Pipeline, Sharded]":
         """Return a pipeline made from a list of layers, and their weights on the IPUs.
 
         `balance_layers` places the layers in their order, as evenly as possible by number, by `costs`, or by the FLOPs
-        for one `microbatch`. Layer k becomes the stage "layer k", with its weights in the group "layer k"; the loss
-        becomes the last stage, "loss". `predict` returns the last layer's result.
+        for one `microbatch`; or `layers_per_ipu` says where they go. Layer k becomes the stage "layer k", with its
+        weights in the group "layer k"; the loss becomes the last stage, "loss". `predict` returns the last layer's
+        result.
 
         Args:
             layers: functions `layer(params, x) -> x`, first layer first, such as modules' `apply`; or pairs
@@ -242,6 +244,8 @@ class Pipeline(PlacedStages):
             rounds: how often the layers go round the IPUs, for "looped" schedules.
             costs: per layer, a number, such as measured seconds.
             microbatch: one micro-batch or its shapes, leaves without the leading M: layers are placed by their FLOPs.
+            layers_per_ipu: per IPU, how many of the layers it gets, in their order. IPUs with -1 share the other layers
+                evenly, and the last of them gets the remainder: 9 layers and [2, -1, -1] are [2, 3, 4].
             recompute: as for `Stage`, for all layers.
             options: all other arguments of `Pipeline`, except `mesh` and `specs`.
 
@@ -250,7 +254,8 @@ class Pipeline(PlacedStages):
 
         Raises:
             ValueError: there are fewer layers than ipus x rounds, or not as many params or costs as layers; a layer is
-                not a function or a pair; both `costs` and `microbatch` are given; or as in `Pipeline`.
+                not a function or a pair; more than one of `costs`, `microbatch` and `layers_per_ipu` is given;
+                `layers_per_ipu` does not fit the layers, `ipus` or `rounds`; or as in `Pipeline`.
 
         >>> import jax.numpy as jnp
         >>> block = lambda w, x: x + jnp.tanh(x @ w)
@@ -274,6 +279,7 @@ class Pipeline(PlacedStages):
             rounds=rounds,
             costs=costs,
             microbatch=microbatch,
+            layers_per_ipu=layers_per_ipu,
             recompute=recompute,
         )
         pipeline = cls(stages, mesh=make_mesh(replicas, ipus), **options)
@@ -426,6 +432,7 @@ def _properties(stage: Stage) -> list[str]:
     named: dict[str, Any] = {"params": stage.params, "state": stage.state}
     found = [f"{name} {value!r}" for name, value in named.items() if value is not None]
     found += ["random"] if stage.random else []
-    found += [f"takes {', '.join(map(repr, stage.takes))}"] if stage.takes else []
+    for verb, names in (("takes", stage.takes), ("shares", stage.shared)):
+        found += [f"{verb} {', '.join(map(repr, names))}"] if names else []
     functions = {"evaluate": stage.evaluate, "predict": stage.predict, "reference": stage.reference}
     return [*found, *(name for name, fn in functions.items() if fn is not None)]

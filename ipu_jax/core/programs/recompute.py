@@ -42,13 +42,15 @@ def recomputing(fn: Callable[..., Any], origins: Sequence[Origin]) -> Callable[.
 
     Args:
         fn: a function of pytrees. Results that are not arrays are returned as they are.
-        origins: per positional argument, where its leaves come from. The keyword argument "key" is GIVEN, and all
-            others are COMPUTED.
+        origins: per positional argument, where its leaves come from. The keyword argument "key" is GIVEN, "shared" is
+            WEIGHTS, and all others are COMPUTED.
     """
+
+    of_keywords = {"key": Origin.GIVEN, "shared": Origin.WEIGHTS}
 
     def run(*args: Any, **kwargs: Any) -> Any:
         flat, treedef = jax.tree.flatten((args, kwargs))
-        each = [*origins, *(Origin.GIVEN if name == "key" else Origin.COMPUTED for name in sorted(kwargs))]
+        each = [*origins, *(of_keywords.get(name, Origin.COMPUTED) for name in sorted(kwargs))]
         subtrees = [*args, *(kwargs[name] for name in sorted(kwargs))]
         leaf_origins = [o for o, tree in zip(each, subtrees, strict=True) for _ in jax.tree.leaves(tree)]
         results: list[Any] = []
