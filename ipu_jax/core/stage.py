@@ -109,9 +109,9 @@ class Stage:
             stages in between pass them on, and several stages can take the same skip.
         shared: names of parameter groups that every IPU holds whole, so that stages on any IPUs can read them, such as
             a tied embedding; `fn` gets them as `shared=`, `{name: the group's pytree}`. Each IPU adds up the gradients
-            of its own stages; one psum over "ipu" adds them at the end of the step, so all copies stay equal. It costs
-            the memory of a copy and of its gradient on every IPU, but no message. A group cannot be both shared and the
-            `params` of a local stage.
+            of its own stages; one psum over "ipu" adds them at the end of the step, so all copies stay equal. It is in
+            no message, but every IPU holds a copy, its gradient and its optimizer state. A group cannot be both shared
+            and the `params` of a local stage.
         evaluate: the function that `Pipeline.loss` runs in place of `fn` (without dropout, with batch norm's running
             statistics). It is called like `fn`; a state that it returns is dropped, and `key=` is None if none is
             given.
@@ -159,11 +159,11 @@ class Stage:
             if fn is not None and not callable(fn):
                 raise ValueError(f"{name}={fn!r} is not callable: give a function called like fn, or None")
         self._check_predict_specs()
-        for what, names in (("takes", self.takes), ("shared", self.shared)):
-            listed = isinstance(names, Iterable) and not isinstance(names, str)
-            if not listed or not all(isinstance(name, str) for name in names):
-                raise ValueError(f"{what}={names!r} is no tuple of names: give {what}=('name',)")
-            object.__setattr__(self, what, tuple(names))
+        for what, given in (("takes", self.takes), ("shared", self.shared)):
+            names = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+            if isinstance(given, str) or not all(isinstance(name, str) for name in names):
+                raise ValueError(f"{what}={given!r} is no tuple of names: give {what}=('name',)")
+            object.__setattr__(self, what, tuple(dict.fromkeys(names)))
         if self.params in self.shared:
             raise ValueError(f"shared={self.shared!r} holds the stage's own params, {self.params!r}: leave it out")
         if not callable(self.recompute):
@@ -197,7 +197,7 @@ class Stage:
     @property
     def groups(self) -> tuple[str, ...]:
         """Return the names of all parameter groups that the stage reads, its own first."""
-        return (*(() if self.params is None else (self.params,)), *dict.fromkeys(self.shared))
+        return self.shared if self.params is None else (self.params, *self.shared)
 
     def function(self, role: "Role") -> Callable[..., Any]:
         """Return the function that runs in that role."""

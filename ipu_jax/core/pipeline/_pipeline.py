@@ -48,7 +48,8 @@ class Pipeline(PlacedStages):
         reduction: gradients are the "mean" or the "sum" over the M micro-batches and the replicas. The loss is always
             the mean.
         specs: per concurrent group, a `PartitionSpec` over "ipu", or a pytree of them, that says how its leaves are
-            split. A dim that is not divisible by the number of IPUs is padded with zeros, which `unshard` drops.
+            split. A dim that is not divisible by the number of IPUs is padded with zeros, which `unshard` drops. A
+            group that stages share is whole by default.
         state_specs: the same for the state of concurrent stages. By default every IPU holds it whole.
         frozen: per group, True, or a pytree of bools that is a prefix of the group's: the leaves that get no gradient.
             No gradient is computed or stored for a frozen leaf, and its part of the result is zeros. It can have any

@@ -297,6 +297,10 @@ def test_all_that_a_pipeline_can_do():
 STAGE: Any = Stage
 
 
+def test_names_may_come_from_any_iterable_and_count_once():
+    assert STAGE(layer, "w", shared=(name for name in "aba")).groups == ("w", "a", "b")
+
+
 @refusals(
     (lambda: STAGE(layer, shared="table"), "shared='table' is no tuple of names", "give shared=('name',)"),
     (lambda: STAGE(layer, shared=(1,)), "shared=(1,) is no tuple of names", "give shared=('name',)"),
