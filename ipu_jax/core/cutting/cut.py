@@ -90,13 +90,15 @@ class Places:
         return last
 
     def _held_together(self) -> list[tuple[int, int]]:
-        """Return, per leaf of the state, the first and the last operation that read or compute it: one stage's."""
+        """Return, per leaf of the state, the first and the last operation that read or compute it: one stage's.
+
+        A new value that follows from the state alone can be computed by several stages.
+        """
         at = {v: t for t, op in enumerate(self.operations) for v in op.outvars}
         found = []
         for var, new in zip(self.program.state, self.program.new_state, strict=True):
-            uses = readers_of(self.program, self.operations, var)
-            uses += [at[new]] if self.program.is_activation(new) else []
-            if uses:
+            if self.program.is_activation(new):
+                uses = [*_readers_of(self.program, self.operations, var), at[new]]
                 found.append((min(uses), max(uses)))
         return found
 
@@ -161,7 +163,7 @@ class Places:
         return np.array(kept, int)
 
 
-def readers_of(program: Program, operations: Sequence[Any], leaf: Any) -> list[int]:
+def _readers_of(program: Program, operations: Sequence[Any], leaf: Any) -> list[int]:
     """Return the numbers of the operations that read a leaf, or what is computed from it alone."""
     derived = {leaf}
     for op in program.operations:

@@ -73,7 +73,9 @@ class Division:
         parts: the part of `params` that each variable of weights is.
         pieces: per stage, what it computes.
         stage_of: the stage that computes each activation.
-        home: per result of `aux` and `new_state`, the stage that returns it.
+        aux_home: per result of `aux`, the stage that returns it.
+        state_homes: per leaf of the state, the stages that hold it. It is one, unless the new value follows from the
+            state alone, as a counter's: then all stages that read it hold a copy, and update it alike.
     """
 
     def __init__(self, program: Program, ends: Sequence[int]):
@@ -85,8 +87,8 @@ class Division:
         self.stage_of = {v: s for s, eqns in enumerate(self.own) for eqn in eqns for v in eqn.outvars}
         self._place_small_values()
         self._join_leaves_read_whole()
+        self.state_homes = self._homes_of_state()
         self.aux_home = [self._home(v) for v in program.aux]
-        self.state_home = self._homes_of_state()
         self.pieces = [self._piece(s) for s in range(self.stages)]
 
     # the equations of each stage
@@ -266,6 +268,9 @@ class Division:
         stages = [self.stage_of[v] for v in found.incoming]
         if stages:
             return max(stages)
+        for var, homes in zip(self.program.state, self.state_homes, strict=True):
+            if var in found.inputs:
+                return homes[0]
         leaves = {self.parts[v].leaf for v in found.weights}
         for s in range(self.stages):
             wanted = [v for eqn in self.own[s] for v in eqn.invars]
@@ -273,22 +278,19 @@ class Division:
                 return s
         return self.stages - 1
 
-    def _homes_of_state(self) -> list[int]:
-        """Return the stage of each leaf of the state: the one that reads or computes it."""
+    def _homes_of_state(self) -> list[list[int]]:
+        reads = [self._needs([v for eqn in eqns for v in eqn.invars], s).inputs for s, eqns in enumerate(self.own)]
         homes = []
         for var, new in zip(self.program.state, self.program.new_state, strict=True):
-            readers = [
-                s
-                for s in range(self.stages)
-                if var in self._needs([v for eqn in self.own[s] for v in eqn.invars], s).inputs
-            ]
-            homes.append(readers[0] if readers else self._home(new) if new is not var else 0)
+            readers = [s for s, read in enumerate(reads) if var in read]
+            computed = [self.stage_of[new]] if self.program.is_activation(new) else []
+            homes.append(computed or readers or [0])
         return homes
 
     def returned(self, stage: int) -> tuple[list[int], list[int]]:
         """Return the numbers of the results of `aux` and of `new_state` that a stage returns."""
-        of = lambda homes: [k for k, home in enumerate(homes) if home == stage]  # noqa: E731
-        return of(self.aux_home), of(self.state_home)
+        of_state = [k for k, homes in enumerate(self.state_homes) if stage in homes]
+        return [k for k, home in enumerate(self.aux_home) if home == stage], of_state
 
     def _piece(self, stage: int) -> Piece:
         program = self.program

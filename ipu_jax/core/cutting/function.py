@@ -32,7 +32,7 @@ class FunctionModel:
     Attributes:
         stages: the stages.
         weights, state: the user's trees, and who holds which part; `state` is None without state.
-        call: `call(params, state, micro_batch, key)` returns the function's own loss, aux and new state.
+        call: the function as it was traced: `call(params, state, micro_batch, key)` returns loss, aux and new state.
         aux: the structure of its aux.
         aux_home: per leaf of the aux, the stage that returns it.
         microbatch: the tree of shapes of one micro-batch.
@@ -102,7 +102,8 @@ def model_of(
     takes_key = _takes_key(loss, state)
     call = _call(loss, state, takes_key=takes_key)
     key = jax.eval_shape(lambda: jax.random.key(0)) if takes_key else None
-    program, (_, aux, _) = traced(call, params, state, microbatch, key)
+    program, results = traced(call, params, state, microbatch, key)
+    _, aux, _ = results
     whole = WholeTree.of("params", params, {})
     is_frozen = jax.tree.leaves(WholeTree.of("params", params, {"": _parts(params)}).spread("frozen", frozen or False))
     places = Places(program, is_frozen)
@@ -114,9 +115,8 @@ def model_of(
     weights = dataclasses.replace(whole, groups=tuple((name, tuple(parts)) for name, parts in held.groups.items()))
     of_state = None
     if state is not None:
-        homes = division.state_home
-        by_stage = {f"stage {s}": [Part(k) for k, h in enumerate(homes) if h == s] for s in sorted({*homes})}
-        of_state = WholeTree.of("state", state, by_stage)
+        held_by = {f"stage {s}": [Part(k) for k in division.returned(s)[1]] for s in range(len(placement))}
+        of_state = WholeTree.of("state", state, {name: parts for name, parts in held_by.items() if parts})
     stages = [
         _stage(division, s, name, placement[s], held, has_state=state is not None, key=takes_key, recompute=recompute)
         for s, name in enumerate(names_of_stages)
@@ -126,7 +126,7 @@ def model_of(
         stages=tuple(stages),
         weights=weights,
         state=of_state,
-        call=call,
+        call=_as_traced(program.closed, jax.tree.structure(results)),
         aux=jax.tree.structure(aux),
         aux_home=tuple(division.aux_home),
         microbatch=microbatch,
@@ -192,6 +192,16 @@ def _call(loss: Callable[..., Any], state: Any, *, takes_key: bool) -> Callable[
                     "loss returns a new state that is not like state: return the same tree, shapes and dtypes"
                 )
         return value, aux, new_state
+
+    return call
+
+
+def _as_traced(closed: Any, results: Any) -> Callable[..., Any]:
+    """Return a traced function; it is not traced again, since a function may compare the types of its arguments."""
+    run = core.jaxpr_as_fun(closed)
+
+    def call(*args: Any) -> Any:
+        return jax.tree.unflatten(results, run(*jax.tree.leaves(args)))
 
     return call
 
