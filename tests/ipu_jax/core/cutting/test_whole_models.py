@@ -1,0 +1,127 @@
+"""Cut whole models, unchanged, and compare every result of a step with plain jax on one device."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ipu_jax import Pipeline, make_train_step, verify
+from support.dense import largest_relative_error
+from support.against_plain import bubbles_hold_nan  # noqa: F401
+
+from .example import Example
+from .library_models import LIBRARY_MODELS
+from .plain_models import PLAIN_MODELS
+
+MODELS = {make.__name__: functools.cache(make) for make in (*PLAIN_MODELS, *LIBRARY_MODELS)}
+RUNS: dict[str, dict[str, Any]] = {
+    "1f1b": {"schedule": "1f1b", "ipus": 4, "gradient_accumulation": 4},
+    "zb-h1": {"schedule": "zb-h1", "ipus": 2, "gradient_accumulation": 3},
+    "looped": {"schedule": "looped", "ipus": 2, "gradient_accumulation": 4},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What a step returns: of a pipeline, whole; or of plain jax."""
+
+    loss: Any
+    gradients: Any
+    aux: Any
+    state: Any
+
+
+def batch_of(example: Example, *lead: int, seed: int = 0) -> Any:
+    """Draw the micro-batches of a step, with these leading dims."""
+    rng = np.random.default_rng(seed)
+    drawn = [example.micro_batch(rng) for _ in range(int(np.prod(lead)))]
+    return jax.tree.map(lambda *leaves: np.stack(leaves).reshape(*lead, *np.shape(leaves[0])), *drawn)
+
+
+@functools.cache
+def differentiated(name: str) -> Callable[..., Any]:
+    """Return the jitted function of (params, state, micro-batch, key) that returns ((loss, (aux, state)), gradients)."""
+    example = MODELS[name]()
+
+    def loss(params, state, micro_batch, key):
+        args = [micro_batch] if example.state is None else [state, micro_batch]
+        found = example.loss(params, *args, *([key] if example.takes_key else []))
+        value, *others = found if isinstance(found, tuple) else (found,)
+        new_state = None if example.state is None else others.pop()
+        return value, (others[0] if others else None, new_state)
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+def plain_step(name: str, params: Any, batch: Any, *, state: Any = None, key: Any = None, replicas: int = 1) -> Step:
+    """Return the mean loss and gradients over micro-batches one by one; replica r and micro-batch i have their own key."""
+    by_replica = batch if replicas > 1 else jax.tree.map(lambda leaf: leaf[None], batch)
+    losses, gradients, auxs = [], [], []
+    for r in range(replicas):
+        for i in range(jax.tree.leaves(by_replica)[0].shape[1]):
+            own = None if key is None else jax.random.fold_in(jax.random.fold_in(key, r), i)
+            micro_batch = jax.tree.map(lambda leaf, r=r, i=i: leaf[r, i], by_replica)
+            (loss, (aux, state)), gradient = differentiated(name)(params, state, micro_batch, own)
+            losses.append(loss)
+            gradients.append(gradient)
+            auxs.append(aux)
+    mean = lambda *leaves: np.mean(np.stack(leaves).astype(np.float64), 0)  # noqa: E731
+    lead = jax.tree.leaves(batch)[0].shape[: 1 + (replicas > 1)]
+    stack = lambda *leaves: np.stack(leaves).reshape(*lead, *np.shape(leaves[0]))  # noqa: E731
+    return Step(mean(*losses), jax.tree.map(mean, *gradients), jax.tree.map(stack, *auxs), state)
+
+
+def step_of(pipeline: Pipeline, found: Any) -> Step:
+    """Return what `value_and_grad` returned."""
+    value, gradients, *state = found
+    loss, aux = value if isinstance(value, tuple) else (value, None)
+    return Step(loss, pipeline.unshard(gradients), aux, pipeline.unshard(state[0]) if state else None)
+
+
+def assert_equal(found: Step, expected: Step, tolerance: float) -> None:
+    for part in dataclasses.fields(Step):
+        one, other = getattr(found, part.name), getattr(expected, part.name)
+        assert jax.tree.structure(one) == jax.tree.structure(other), part.name
+        for (path, leaf), wanted in zip(jax.tree.leaves_with_path(one), jax.tree.leaves(other), strict=True):
+            named = f"{part.name}{jax.tree_util.keystr(path)}"
+            if jnp.issubdtype(leaf.dtype, jnp.floating):
+                assert largest_relative_error(leaf, wanted) < tolerance, named
+            else:
+                np.testing.assert_array_equal(leaf, wanted, named)
+
+
+def cut(example: Example, **options: Any) -> Pipeline:
+    micro_batch = example.micro_batch(np.random.default_rng(0))
+    return Pipeline.from_function(example.loss, example.params, micro_batch, state=example.state, **options)
+
+
+def arguments(pipeline: Pipeline, example: Example) -> tuple[Any, Any, Any]:
+    """Return weights, state and key of a step."""
+    state = None if example.state is None else pipeline.shard_state(example.state)
+    return pipeline.shard(example.params), state, jax.random.key(7) if example.takes_key else None
+
+
+def cases() -> Any:
+    """Yield each model under two of the runs, and the third as a slow test."""
+    for number, name in enumerate(MODELS):
+        for k, run in enumerate(RUNS):
+            yield pytest.param(name, run, marks=pytest.mark.slow if k == number % 3 else ())
+
+
+@pytest.mark.parametrize(("name", "run"), cases())
+def test_a_step_computes_what_plain_jax_computes(name, run):
+    example, options = MODELS[name](), RUNS[run]
+    pipeline = cut(example, **options)
+    params, state, key = arguments(pipeline, example)
+    batch = batch_of(example, options["gradient_accumulation"])
+    found = step_of(pipeline, pipeline.value_and_grad(params, batch, state, key))
+    assert_equal(found, plain_step(name, example.params, batch, state=example.state, key=key), example.tolerance)
+    dtypes = lambda tree: jax.tree.map(lambda leaf: jnp.dtype(leaf.dtype), tree)  # noqa: E731
+    assert dtypes(found.gradients) == dtypes(example.params)
+    verify(pipeline, params, batch, state, key)
