@@ -255,7 +255,7 @@ def nnx_batch_norm() -> Example:
     graph, params, stats = nnx.split(NnxNormed(nnx.Rngs(2)), nnx.Param, nnx.BatchStat)
 
     def loss(params, stats, batch):
-        model = nnx.merge(graph, params, stats)
+        model = nnx.merge(graph, params, stats, copy=True)
         y = model(batch["x"])
         return squared_error(y, batch["y"]), nnx.state(model, nnx.BatchStat)
 
