@@ -18,8 +18,9 @@ from support.against_plain import bubbles_hold_nan  # noqa: F401
 from .example import Example
 from .library_models import LIBRARY_MODELS
 from .plain_models import PLAIN_MODELS
+from .unusual_models import UNUSUAL_MODELS
 
-MODELS = {make.__name__: functools.cache(make) for make in (*PLAIN_MODELS, *LIBRARY_MODELS)}
+MODELS = {make.__name__: functools.cache(make) for make in (*PLAIN_MODELS, *LIBRARY_MODELS, *UNUSUAL_MODELS)}
 RUNS: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b", "ipus": 4, "gradient_accumulation": 4},
     "zb-h1": {"schedule": "zb-h1", "ipus": 2, "gradient_accumulation": 3},
