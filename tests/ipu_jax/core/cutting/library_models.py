@@ -1,4 +1,4 @@
-"""Whole models of Flax (linen and NNX) and Equinox, as their authors would write them. Each function returns an `Example`."""
+"""Whole models of Flax and Equinox, as their authors would write them. Each function returns an `Example`."""
 
 from typing import Any
 
@@ -64,11 +64,11 @@ def gpt_of(model: GPT) -> Example:
 
 
 def linen_gpt() -> Example:
-    return gpt_of(GPT(layers=4))
+    return gpt_of(GPT(layers=3))
 
 
 def linen_gpt_tied() -> Example:
-    return gpt_of(GPT(tied=True))
+    return gpt_of(GPT(layers=2, tied=True))
 
 
 def linen_gpt_scanned() -> Example:
@@ -77,7 +77,7 @@ def linen_gpt_scanned() -> Example:
 
 
 def linen_gpt_with_dropout() -> Example:
-    model = GPT(dropout=0.3)
+    model = GPT(layers=2, dropout=0.3)
     params = initialized(model, jnp.zeros((1, LENGTH), int))["params"]
 
     def loss(params, batch, key):
@@ -233,11 +233,11 @@ def nnx_gpt_of(model: NnxGPT) -> Example:
 
 
 def nnx_gpt() -> Example:
-    return nnx_gpt_of(NnxGPT(4, False, nnx.Rngs(0)))
+    return nnx_gpt_of(NnxGPT(3, False, nnx.Rngs(0)))
 
 
 def nnx_gpt_tied() -> Example:
-    return nnx_gpt_of(NnxGPT(3, True, nnx.Rngs(1)))
+    return nnx_gpt_of(NnxGPT(2, True, nnx.Rngs(1)))
 
 
 class NnxNormed(nnx.Module):
@@ -310,7 +310,7 @@ class EquinoxGPT(eqx.Module):
 
 
 def equinox_gpt() -> Example:
-    params, static = eqx.partition(EquinoxGPT(4, jax.random.key(4)), eqx.is_inexact_array)
+    params, static = eqx.partition(EquinoxGPT(3, jax.random.key(4)), eqx.is_inexact_array)
 
     def loss(params, batch):
         logits = jax.vmap(eqx.combine(params, static))(batch["ids"])

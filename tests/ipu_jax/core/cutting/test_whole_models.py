@@ -12,8 +12,8 @@ import optax
 import pytest
 
 from ipu_jax import Pipeline, make_train_step, verify
-from support.dense import largest_relative_error
 from support.against_plain import bubbles_hold_nan  # noqa: F401
+from support.dense import largest_relative_error
 
 from .example import Example
 from .library_models import LIBRARY_MODELS
@@ -47,7 +47,7 @@ def batch_of(example: Example, *lead: int, seed: int = 0) -> Any:
 
 @functools.cache
 def differentiated(name: str) -> Callable[..., Any]:
-    """Return the jitted function of (params, state, micro-batch, key) that returns ((loss, (aux, state)), gradients)."""
+    """Return a jitted function of (params, state, micro-batch, key): ((loss, (aux, new state)), gradients)."""
     example = MODELS[name]()
 
     def loss(params, state, micro_batch, key):
@@ -61,7 +61,7 @@ def differentiated(name: str) -> Callable[..., Any]:
 
 
 def plain_step(name: str, params: Any, batch: Any, *, state: Any = None, key: Any = None, replicas: int = 1) -> Step:
-    """Return the mean loss and gradients over micro-batches one by one; replica r and micro-batch i have their own key."""
+    """Run micro-batch after micro-batch, each with its own key; return the mean loss and gradients."""
     by_replica = batch if replicas > 1 else jax.tree.map(lambda leaf: leaf[None], batch)
     losses, gradients, auxs = [], [], []
     for r in range(replicas):
@@ -108,15 +108,22 @@ def arguments(pipeline: Pipeline, example: Example) -> tuple[Any, Any, Any]:
     return pipeline.shard(example.params), state, jax.random.key(7) if example.takes_key else None
 
 
-def cases() -> Any:
-    """Yield each model under two of the runs, and the third as a slow test."""
+def cases() -> list[Any]:
+    """Return each model under each run: under two of them, or one if it is unusual; the others are slow tests.
+
+    `verify` passes, too, in all but the second one of each model.
+    """
+    found = []
     for number, name in enumerate(MODELS):
-        for k, run in enumerate(RUNS):
-            yield pytest.param(name, run, marks=pytest.mark.slow if k == number % 3 else ())
+        fast = 1 if name in (make.__name__ for make in UNUSUAL_MODELS) else 2
+        for turn in range(len(RUNS)):
+            run, marks = list(RUNS)[(number + turn) % len(RUNS)], () if turn < fast else pytest.mark.slow
+            found.append(pytest.param(name, run, turn != 1, marks=marks, id=f"{name}-{run}"))
+    return found
 
 
-@pytest.mark.parametrize(("name", "run"), [*cases()])
-def test_a_step_computes_what_plain_jax_computes(name, run):
+@pytest.mark.parametrize(("name", "run", "verified"), cases())
+def test_a_step_computes_what_plain_jax_computes(name, run, verified):
     example, options = MODELS[name](), RUNS[run]
     pipeline = cut(example, **options)
     params, state, key = arguments(pipeline, example)
@@ -125,7 +132,8 @@ def test_a_step_computes_what_plain_jax_computes(name, run):
     assert_equal(found, plain_step(name, example.params, batch, state=example.state, key=key), example.tolerance)
     dtypes = lambda tree: jax.tree.map(lambda leaf: jnp.dtype(leaf.dtype), tree)  # noqa: E731
     assert dtypes(found.gradients) == dtypes(example.params)
-    verify(pipeline, params, batch, state, key)
+    if verified:
+        verify(pipeline, params, batch, state, key)
 
 
 @pytest.mark.parametrize("name", ["linen_gpt_scanned", "linen_gpt_tied", "equinox_mlp"])

@@ -85,7 +85,10 @@ def scan_with_a_key_per_layer() -> Example:
 def diffusion() -> Example:
     """Time and noise are drawn with the key; every layer reads the embedding of the time."""
     rng = np.random.default_rng(24)
-    params = {"time": normal(rng, D, D), "layers": [{"w": w, "t": t} for w, t in zip(*[layers_of(rng, 5)] * 2, strict=True)]}
+    params = {
+        "time": normal(rng, D, D),
+        "layers": [{"w": w, "t": t} for w, t in zip(*[layers_of(rng, 5)] * 2, strict=True)],
+    }
 
     def loss(params, batch, key):
         for_time, for_noise = jax.random.split(key)
@@ -157,7 +160,7 @@ def physics() -> Example:
     params = {"in": normal(rng, 1, D), "layers": layers_of(rng, 3), "out": normal(rng, D)}
 
     def u(params, t):
-        x = jnp.tanh(t[None] @ params["in"])
+        x = jnp.tanh(t @ params["in"])
         for w in params["layers"]:
             x = jnp.tanh(x @ w)
         return x @ params["out"]
@@ -191,7 +194,10 @@ def state_space() -> Example:
     """Linear recurrences with complex values, by an associative scan over time; a Fourier transform at the end."""
     rng = np.random.default_rng(30)
     layer = lambda: {  # noqa: E731
-        "decay": normal(rng, D), "angle": normal(rng, D), "in": normal(rng, D, D), "out": normal(rng, 2 * D, D)
+        "decay": normal(rng, D),
+        "angle": normal(rng, D),
+        "in": normal(rng, D, D),
+        "out": normal(rng, 2 * D, D),
     }
     params = [layer() for _ in range(4)]
 
@@ -247,7 +253,12 @@ def unusual_aux() -> Example:
     def loss(params, batch):
         value = squared_error(tower(params, batch["x"]), batch["y"])
         return value, {
-            "loss": value, "weight": params[1], "x": batch["x"], "number": 3, "none": None, "twice": (value, value)
+            "loss": value,
+            "weight": params[1],
+            "x": batch["x"],
+            "number": 3,
+            "none": None,
+            "twice": (value, value),
         }
 
     return Example(loss, layers_of(rng, 4), rows)
