@@ -58,7 +58,7 @@ class Stage:
     shard. `x` is the result of the previous stage (None for the first), and `microbatch` is one micro-batch of the
     batch (its leaves without the leading M). The last stage returns the micro-batch's mean loss, a float scalar, or
     `(loss, aux)`. A stage that has more results returns `Outputs`. A stage that needs more inputs gets them as keyword
-    arguments: `state=`, `key=`, `skips=`.
+    arguments: `state=`, `key=`, `skips=`, `shared=`.
 
     A local stage runs on one IPU, and must not communicate over axis "ipu". A concurrent stage runs on all IPUs at
     once: `x`, `y`, keys and skips are the same on all IPUs, and `fn` communicates with `jax.lax` collectives over
@@ -107,6 +107,11 @@ class Stage:
             key: `fold_in(fold_in(key, replica), micro-batch)`.
         takes: names of skips that earlier stages returned in their `Outputs`; `fn` gets them as `skips=`, a dict. The
             stages in between pass them on, and several stages can take the same skip.
+        shared: names of parameter groups that every IPU holds whole, so that stages on any IPUs can read them, such as
+            a tied embedding; `fn` gets them as `shared=`, `{name: the group's pytree}`. Each IPU adds up the gradients
+            of its own stages; one psum over "ipu" adds them at the end of the step, so all copies stay equal. It is in
+            no message, but every IPU holds a copy, its gradient and its optimizer state. A group cannot be both shared
+            and the `params` of a local stage.
         evaluate: the function that `Pipeline.loss` runs in place of `fn` (without dropout, with batch norm's running
             statistics). It is called like `fn`; a state that it returns is dropped, and `key=` is None if none is
             given.
@@ -123,8 +128,8 @@ class Stage:
 
     Raises:
         ValueError: a function is not callable, `ipu` is neither `ALL_IPUS` nor an int of at least 0, `recompute` is
-            unknown, `takes` is not a tuple of names, or `predict_specs` are not PartitionSpecs over "ipu", or belong to
-            a stage that is local or has no `predict`.
+            unknown, `takes` or `shared` is not a tuple of names, `shared` names the stage's `params`, or
+            `predict_specs` are not PartitionSpecs over "ipu", or belong to a stage that is local or has no `predict`.
     """
 
     fn: Callable[..., Any]
@@ -136,6 +141,7 @@ class Stage:
     state: str | None = None
     random: bool | Literal["same"] = False
     takes: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
     evaluate: Callable[..., Any] | None = None
     predict: Callable[..., Any] | None = None
     predict_specs: Any = _WHOLE
@@ -153,9 +159,13 @@ class Stage:
             if fn is not None and not callable(fn):
                 raise ValueError(f"{name}={fn!r} is not callable: give a function called like fn, or None")
         self._check_predict_specs()
-        if isinstance(self.takes, str) or not all(isinstance(name, str) for name in self.takes):
-            raise ValueError(f"takes={self.takes!r} is no tuple of names: give takes=('name',)")
-        object.__setattr__(self, "takes", tuple(self.takes))
+        for what, given in (("takes", self.takes), ("shared", self.shared)):
+            names = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+            if isinstance(given, str) or not all(isinstance(name, str) for name in names):
+                raise ValueError(f"{what}={given!r} is no tuple of names: give {what}=('name',)")
+            object.__setattr__(self, what, tuple(dict.fromkeys(names)))
+        if self.params in self.shared:
+            raise ValueError(f"shared={self.shared!r} holds the stage's own params, {self.params!r}: leave it out")
         if not callable(self.recompute):
             check_choice("recompute", self.recompute, ("auto", "none", "all"))
         if not self.name:
@@ -183,6 +193,11 @@ class Stage:
     def place(self) -> int | None:
         """Return the IPU, or None for a concurrent stage, as in the placement of a schedule."""
         return None if isinstance(self.ipu, AllIpus) else self.ipu
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Return the names of all parameter groups that the stage reads, its own first."""
+        return self.shared if self.params is None else (self.params, *self.shared)
 
     def function(self, role: "Role") -> Callable[..., Any]:
         """Return the function that runs in that role."""

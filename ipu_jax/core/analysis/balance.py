@@ -254,8 +254,8 @@ def measure_costs(
             raise ValueError(f"stages holds {stage!r}: give Stages, the first one first")
     if not chain:
         raise ValueError("stages=() is empty: give at least one Stage")
-    _check_groups("params", params, [stage.params for stage in chain])
-    _check_groups("state", state or {}, [stage.state for stage in chain])
+    _check_groups("params", params, [name for stage in chain for name in stage.groups])
+    _check_groups("state", state or {}, [stage.state for stage in chain if stage.state is not None])
     to_shape = lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))  # noqa: E731
     shapes, microbatch_shapes, state_shapes = jax.tree.map(to_shape, (params, microbatch, state or {}))
 
@@ -279,9 +279,9 @@ def measure_costs(
     return traced_on(AbstractMesh((1, 1), (REPLICA_AXIS, IPU_AXIS)), costs)
 
 
-def _check_groups(what: str, groups: Any, names: list[str | None]) -> None:
+def _check_groups(what: str, groups: Any, names: list[str]) -> None:
     if not isinstance(groups, Mapping):
         raise ValueError(f"{what} is a {type(groups).__name__}: give {{group: pytree}}")
-    missing = sorted({name for name in names if name is not None} - groups.keys())
+    missing = sorted({*names} - groups.keys())
     if missing:
         raise ValueError(f"{what}: missing {', '.join(map(repr, missing))}, which stages name")

@@ -26,6 +26,8 @@ _EVEN: Final = 1.25
 _AS_GOOD: Final = {True: 1.01, False: 1.05}
 """By whether cuts are at waists: how much heavier a stage may be than it must be, to send fewer bytes."""
 _MOST_PLACES: Final = 1024
+_SMALL, _SMALL_SHARE = 8, 0.05
+"""Bytes, and the share of all live bytes, up to which a live value does not count: a scalar, a sum of losses."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +75,8 @@ class Places:
             live |= dict.fromkeys(v for v in op.outvars if last.get(v, -1) > t)
             live = dict.fromkeys(v for v in live if last[v] > t)
             self.sent[t] = sum(map(bytes_of, live))
-            self.is_waist[t] = sum(v.aval.ndim > 0 for v in live if hasattr(v.aval, "ndim")) <= 1
+            sizes = [bytes_of(v) for v in live]
+            self.is_waist[t] = sum(size > max(_SMALL, _SMALL_SHARE * sum(sizes)) for size in sizes) <= 1
             self.allowed[t] = t + 1 < count and all(hasattr(v.aval, "dtype") and _is_value(v) for v in live)
         for first, end in self._held_together():
             self.allowed[first:end] = False
@@ -87,13 +90,15 @@ class Places:
         return last
 
     def _held_together(self) -> list[tuple[int, int]]:
-        """Return, per leaf of the state, the first and the last operation that read or compute it: one stage's."""
+        """Return, per leaf of the state, the first and the last operation that read or compute it: one stage's.
+
+        A new value that follows from the state alone can be computed by several stages.
+        """
         at = {v: t for t, op in enumerate(self.operations) for v in op.outvars}
         found = []
         for var, new in zip(self.program.state, self.program.new_state, strict=True):
-            uses = readers_of(self.program, self.operations, var)
-            uses += [at[new]] if self.program.is_activation(new) else []
-            if uses:
+            if self.program.is_activation(new):
+                uses = [*_readers_of(self.program, self.operations, var), at[new]]
                 found.append((min(uses), max(uses)))
         return found
 
@@ -158,7 +163,7 @@ class Places:
         return np.array(kept, int)
 
 
-def readers_of(program: Program, operations: Sequence[Any], leaf: Any) -> list[int]:
+def _readers_of(program: Program, operations: Sequence[Any], leaf: Any) -> list[int]:
     """Return the numbers of the operations that read a leaf, or what is computed from it alone."""
     derived = {leaf}
     for op in program.operations:

@@ -21,7 +21,30 @@ from ipu_jax.core.weights.whole_tree import Part
 _SMALL: Final = 4096
 """Bytes up to which a value that is computed from larger weights is sent, so that the weights stay in one stage."""
 _BY_ROW: Final = frozenset(
-    ["convert_element_type", "reduce_precision", "copy", "stop_gradient", "neg", "mul", "add", "sub", "div", "exp", "log", "tanh", "logistic", "abs", "sign", "max", "min", "integer_pow", "pow", "sqrt", "rsqrt", "square"]
+    [
+        "convert_element_type",
+        "reduce_precision",
+        "copy",
+        "stop_gradient",
+        "neg",
+        "mul",
+        "add",
+        "sub",
+        "div",
+        "exp",
+        "log",
+        "tanh",
+        "logistic",
+        "abs",
+        "sign",
+        "max",
+        "min",
+        "integer_pow",
+        "pow",
+        "sqrt",
+        "rsqrt",
+        "square",
+    ]
 )
 """Operations whose result has rows that depend only on the same rows of their inputs."""
 
@@ -50,7 +73,9 @@ class Division:
         parts: the part of `params` that each variable of weights is.
         pieces: per stage, what it computes.
         stage_of: the stage that computes each activation.
-        home: per result of `aux` and `new_state`, the stage that returns it.
+        aux_home: per result of `aux`, the stage that returns it.
+        state_homes: per leaf of the state, the stages that hold it. It is one, unless the new value follows from the
+            state alone, as a counter's: then all stages that read it hold a copy, and update it alike.
     """
 
     def __init__(self, program: Program, ends: Sequence[int]):
@@ -62,8 +87,8 @@ class Division:
         self.stage_of = {v: s for s, eqns in enumerate(self.own) for eqn in eqns for v in eqn.outvars}
         self._place_small_values()
         self._join_leaves_read_whole()
+        self.state_homes = self._homes_of_state()
         self.aux_home = [self._home(v) for v in program.aux]
-        self.state_home = self._homes_of_state()
         self.pieces = [self._piece(s) for s in range(self.stages)]
 
     # the equations of each stage
@@ -184,47 +209,42 @@ class Division:
 
         Otherwise the stage that needs it would have to hold all these weights, too.
         """
-        program = self.program
-        small = [
-            op
-            for op in program.operations
-            if all(program.kinds[v] == "w" and bytes_of(v) <= _SMALL for v in op.outvars) and not op.effects
-        ]
-        results = {v for op in small for v in op.outvars}
+        small = self._small_operations()
+        results = {v for op, _ in small for v in op.outvars}
         held: dict[int, int] = {}  # the first stage that reads each leaf for something else
         for s in range(self.stages):
-            seen: dict[int, Any] = {}
-            found = Piece()
-            wanted = [v for eqn in self.own[s] for v in variables(eqn.invars) if v not in results]
-            self._walk(wanted, seen, found, s)
+            found = self._needs([v for eqn in self.own[s] for v in variables(eqn.invars) if v not in results], s)
             for v in found.weights:
                 held.setdefault(self.parts[v].leaf, s)
-        for op in small:
-            found = self._needs([v for v in op.invars if v not in results], -1)
-            leaves = {self.parts[v].leaf for v in found.weights}
-            before = [self.stage_of[v] for v in variables(op.invars) if v in self.stage_of]
-            size = sum(bytes_of(program.params[leaf]) for leaf in leaves)
-            if not (leaves <= held.keys() and (before or size > 8 * sum(map(bytes_of, op.outvars)))):
+        placed: dict[Any, int] = {}
+        for op, leaves in small:
+            before = [placed.get(v) for v in variables(op.invars) if v in results]
+            if leaves <= held.keys() and None not in before:
+                stage = max([*filter(None, before), *(held[leaf] for leaf in leaves)], default=0)
+                placed |= dict.fromkeys(op.outvars, stage)
+        needed_at = [[v for eqn in eqns for v in variables(eqn.invars)] for eqns in self.own]
+        if any(placed.get(v, 0) > s for s, read in enumerate(needed_at) for v in read):
+            return  # a stage needs such a value before the one with its weights: it is computed again, from weights
+        for op, _ in small:
+            if op.outvars[0] in placed:
+                self.own[placed[op.outvars[0]]].append(op)
+        self.stage_of |= placed
+        self.own = [_in_order(eqns) for eqns in self.own]
+
+    def _small_operations(self) -> list[tuple[Any, set[int]]]:
+        """Return the operations whose small results are computed from larger weights, and the leaves that each reads."""
+        found: list[tuple[Any, set[int]]] = []
+        results: set[Any] = set()
+        for op in self.program.operations:
+            size = sum(map(bytes_of, op.outvars))
+            if op.effects or size > _SMALL or not all(self.program.kinds[v] == "w" for v in op.outvars):
                 continue
-            stage = max([*before, *(held[leaf] for leaf in leaves)])
-            self.own[stage].append(op)
-            self.stage_of |= dict.fromkeys(op.outvars, stage)
-        for s, eqns in enumerate(self.own):
-            self.own[s] = _in_order(eqns)
-        # a value that is needed before its weights' stage is computed again there
-        late = {
-            v
-            for s, eqns in enumerate(self.own)
-            for e in eqns
-            for v in variables(e.invars)
-            if self.stage_of.get(v, 0) > s
-        }
-        if late:
-            for s, eqns in enumerate(self.own):
-                self.own[s] = [e for e in eqns if e not in small]
-            for op in small:
-                for v in op.outvars:
-                    self.stage_of.pop(v, None)
+            inputs = variables(op.invars)
+            leaves = {self.parts[v].leaf for v in self._needs([v for v in inputs if v not in results], -1).weights}
+            if results.intersection(inputs) or sum(bytes_of(self.program.params[leaf]) for leaf in leaves) > 8 * size:
+                found.append((op, leaves))
+                results.update(op.outvars)
+        return found
 
     def _join_leaves_read_whole(self) -> None:
         """Let rows of a leaf that is also read whole be slices of it."""
@@ -248,6 +268,9 @@ class Division:
         stages = [self.stage_of[v] for v in found.incoming]
         if stages:
             return max(stages)
+        for var, homes in zip(self.program.state, self.state_homes, strict=True):
+            if var in found.inputs:
+                return homes[0]
         leaves = {self.parts[v].leaf for v in found.weights}
         for s in range(self.stages):
             wanted = [v for eqn in self.own[s] for v in eqn.invars]
@@ -255,22 +278,19 @@ class Division:
                 return s
         return self.stages - 1
 
-    def _homes_of_state(self) -> list[int]:
-        """Return the stage of each leaf of the state: the one that reads or computes it."""
+    def _homes_of_state(self) -> list[list[int]]:
+        reads = [self._needs([v for eqn in eqns for v in eqn.invars], s).inputs for s, eqns in enumerate(self.own)]
         homes = []
         for var, new in zip(self.program.state, self.program.new_state, strict=True):
-            readers = [
-                s
-                for s in range(self.stages)
-                if var in self._needs([v for eqn in self.own[s] for v in eqn.invars], s).inputs
-            ]
-            homes.append(readers[0] if readers else self._home(new) if new is not var else 0)
+            readers = [s for s, read in enumerate(reads) if var in read]
+            computed = [self.stage_of[new]] if self.program.is_activation(new) else []
+            homes.append(computed or readers or [0])
         return homes
 
     def returned(self, stage: int) -> tuple[list[int], list[int]]:
         """Return the numbers of the results of `aux` and of `new_state` that a stage returns."""
-        of = lambda homes: [k for k, home in enumerate(homes) if home == stage]  # noqa: E731
-        return of(self.aux_home), of(self.state_home)
+        of_state = [k for k, homes in enumerate(self.state_homes) if stage in homes]
+        return [k for k, home in enumerate(self.aux_home) if home == stage], of_state
 
     def _piece(self, stage: int) -> Piece:
         program = self.program

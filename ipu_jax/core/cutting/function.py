@@ -14,7 +14,9 @@ from jax.extend import core
 
 from ipu_jax.base.jaxprs import part_of
 from ipu_jax.core.cutting.cut import Cut, Places
+from ipu_jax.core.cutting.description import described, names_of
 from ipu_jax.core.cutting.division import Division
+from ipu_jax.core.cutting.origin import at_line
 from ipu_jax.core.cutting.program import traced
 from ipu_jax.core.programs.segment import Message, MicrobatchInputs
 from ipu_jax.core.stage import Outputs, Stage
@@ -30,7 +32,7 @@ class FunctionModel:
     Attributes:
         stages: the stages.
         weights, state: the user's trees, and who holds which part; `state` is None without state.
-        call: `call(params, state, micro_batch, key)` returns the function's own loss, aux and new state.
+        call: the function as it was traced: `call(params, state, micro_batch, key)` returns loss, aux and new state.
         aux: the structure of its aux.
         aux_home: per leaf of the aux, the stage that returns it.
         microbatch: the tree of shapes of one micro-batch.
@@ -100,7 +102,8 @@ def model_of(
     takes_key = _takes_key(loss, state)
     call = _call(loss, state, takes_key=takes_key)
     key = jax.eval_shape(lambda: jax.random.key(0)) if takes_key else None
-    program, (_, aux, _) = traced(call, params, state, microbatch, key)
+    program, results = traced(call, params, state, microbatch, key)
+    _, aux, _ = results
     whole = WholeTree.of("params", params, {})
     is_frozen = jax.tree.leaves(WholeTree.of("params", params, {"": _parts(params)}).spread("frozen", frozen or False))
     places = Places(program, is_frozen)
@@ -108,19 +111,27 @@ def model_of(
     if cut is None:
         raise ValueError(f"{len(placement)} stages: too few places")
     division = Division(program, cut.ends)
-    held = _held(division, placement)
+    held, names_of_stages = _held(division, placement), names_of(division)
     weights = dataclasses.replace(whole, groups=tuple((name, tuple(parts)) for name, parts in held.groups.items()))
     of_state = None
     if state is not None:
-        homes = division.state_home
-        by_stage = {f"stage {s}": [Part(k) for k, h in enumerate(homes) if h == s] for s in sorted({*homes})}
-        of_state = WholeTree.of("state", state, by_stage)
+        held_by = {f"stage {s}": [Part(k) for k in division.returned(s)[1]] for s in range(len(placement))}
+        of_state = WholeTree.of("state", state, {name: parts for name, parts in held_by.items() if parts})
     stages = [
-        _stage(division, s, placement[s], held, state=of_state, key=takes_key, recompute=recompute)
-        for s in range(len(placement))
+        _stage(division, s, name, placement[s], held, has_state=state is not None, key=takes_key, recompute=recompute)
+        for s, name in enumerate(names_of_stages)
     ]
+    text = described(division, cut, names_of_stages, placement, whole.paths, held.everywhere)
     return FunctionModel(
-        tuple(stages), weights, of_state, call, jax.tree.structure(aux), tuple(division.aux_home), microbatch, cut
+        stages=tuple(stages),
+        weights=weights,
+        state=of_state,
+        call=_as_traced(program.closed, jax.tree.structure(results)),
+        aux=jax.tree.structure(aux),
+        aux_home=tuple(division.aux_home),
+        microbatch=microbatch,
+        cut=cut,
+        described=text,
     )
 
 
@@ -185,13 +196,30 @@ def _call(loss: Callable[..., Any], state: Any, *, takes_key: bool) -> Callable[
     return call
 
 
+def _as_traced(closed: Any, results: Any) -> Callable[..., Any]:
+    """Return a traced function; it is not traced again, since a function may compare the types of its arguments."""
+    run = core.jaxpr_as_fun(closed)
+
+    def call(*args: Any) -> Any:
+        return jax.tree.unflatten(results, run(*jax.tree.leaves(args)))
+
+    return call
+
+
 @dataclasses.dataclass
 class _Held:
-    """Who holds the weights: per group its parts, per stage its own group and the shared ones, all as names."""
+    """Who holds the weights.
+
+    Attributes:
+        groups: per group its parts.
+        own, shared: per stage the names of its own group and of the shared ones that it reads.
+        everywhere: the parts of shared groups, and the stages that read them.
+    """
 
     groups: dict[str, list[Part]]
     own: list[str | None]
     shared: list[tuple[str, ...]]
+    everywhere: dict[Part, list[int]]
 
 
 def _held(division: Division, placement: Placement) -> _Held:
@@ -200,7 +228,7 @@ def _held(division: Division, placement: Placement) -> _Held:
     for s, piece in enumerate(division.pieces):
         for var in piece.weights:
             users.setdefault(division.parts[var], []).append(s)
-    everywhere = {part for part, stages in users.items() if len({placement[s] for s in stages}) > 1}
+    everywhere = {part: stages for part, stages in users.items() if len({placement[s] for s in stages}) > 1}
     lead = list(range(len(placement)))  # per stage, the stage whose group it shares
     for part, stages in users.items():
         if part not in everywhere:
@@ -222,7 +250,7 @@ def _held(division: Division, placement: Placement) -> _Held:
         )
         for piece in division.pieces
     ]
-    return _Held(groups, own, shared)
+    return _Held(groups, own, shared, everywhere)
 
 
 def _shared_name(division: Division, part: Part) -> str:
@@ -230,7 +258,15 @@ def _shared_name(division: Division, part: Part) -> str:
 
 
 def _stage(
-    division: Division, s: int, ipu: int, held: _Held, *, state: WholeTree | None, key: bool, recompute: Any
+    division: Division,
+    s: int,
+    name: str,
+    ipu: int,
+    held: _Held,
+    *,
+    has_state: bool,
+    key: bool,
+    recompute: Any,
 ) -> Stage:
     program, piece = division.program, division.pieces[s]
     messages = division.messages()
@@ -291,11 +327,11 @@ def _stage(
         fn,
         params=held.own[s],
         ipu=ipu,
-        name=f"stage {s}",
+        name=name,
         recompute=recompute,
-        state=f"stage {s}" if new_state and state is not None else None,
+        state=f"stage {s}" if new_state and has_state else None,
         random="same" if is_random else False,
-        **({"shared": held.shared[s]} if held.shared[s] else {}),
+        shared=held.shared[s],
     )
 
 

@@ -4,6 +4,7 @@ Each method takes the rows of the tick, `{"F": (segment classes,), "B": ..., "W"
 this IPU's micro-batches or -1, and the carry, and returns the carry with the task's results.
 """
 
+import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,7 +54,7 @@ class Tasks:
         return slots, {g.name: self.args.params.concurrent[g.name] for g in self.groups(c) if g.ipu is None}
 
     def weights(self, c: int, slots: Sequence[Any], concurrent: dict[str, Any]) -> dict[str, Any]:
-        return {g.name: _unpacked(slots, concurrent, g) for g in self.groups(c)}
+        return collections.OrderedDict((g.name, _unpacked(slots, concurrent, g)) for g in self.groups(c))
 
     def inputs(self, c: int, microbatch: Any) -> MicrobatchInputs:
         examples = jax.tree.map(
@@ -145,8 +146,7 @@ class Tasks:
 
     def trained(self, c: int) -> list[tuple[Group, int]]:
         """Return the leaves that get a gradient, in the order of dparams, as groups and positions in them."""
-        groups = sorted(self.groups(c), key=lambda g: g.name)
-        return [(g, k) for g in groups for k, leaf in enumerate(g.leaves) if not leaf.frozen]
+        return [(g, k) for g in self.groups(c) for k, leaf in enumerate(g.leaves) if not leaf.frozen]
 
     def sums(self, c: int, carry: Carry) -> list[Sum]:
         """Return the accumulator of each trained leaf."""

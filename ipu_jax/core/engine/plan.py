@@ -9,6 +9,7 @@ channels          the arrays that carry messages between neighbouring segments: 
                   once and receives at most once.
 """
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -146,8 +147,8 @@ def trace_programs(
     programs: list[SegmentProgram] = []
     x: Any = NO_MESSAGE
     for i, segment in enumerate(segments):
-        own = {name: weights[name] for name in segment.groups}
-        frozen = {name: [leaf.frozen for leaf in params.group(name).leaves] for name in segment.groups}
+        # jax would sort the names of a dict, and the names of like segments may sort otherwise
+        own = collections.OrderedDict((name, weights[name]) for name in segment.groups)
         args = (
             own,
             x,
@@ -155,8 +156,8 @@ def trace_programs(
             {name: states[name] for name in segment.state_groups},
         )
         last = i == len(segments) - 1
-        trained = [not is_frozen for name in sorted(frozen) for is_frozen in frozen[name]]
-        shards = _shards(params, segment.groups), _shards(state, segment.state_groups)
+        trained = [not leaf.frozen for name in segment.groups for leaf in params.group(name).leaves]
+        shards = _shards(params, segment.groups), _shards(state, sorted(segment.state_groups))
         programs.append(trace_segment(segment, *args, last=last, split=split[i], trained=trained, shards=shards))
         x = programs[-1].y
     return tuple(programs)
@@ -165,10 +166,10 @@ def trace_programs(
 def _shards(layout: PackedLayout, names: Sequence[str]) -> dict[str, Any]:
     """Return, per group, a tree of bool: whether a leaf is sharded over the IPUs."""
     groups = {name: layout.group(name) for name in names}
-    return {
-        name: jax.tree.unflatten(g.treedef, [g.ipu is None and IPU_AXIS in leaf.spec for leaf in g.leaves])
+    return collections.OrderedDict(
+        (name, jax.tree.unflatten(g.treedef, [g.ipu is None and IPU_AXIS in leaf.spec for leaf in g.leaves]))
         for name, g in groups.items()
-    }
+    )
 
 
 def _channels(segments: Sequence[Segment], messages: Sequence[Any]) -> tuple[tuple[Channel, ...], tuple[int, ...]]:
@@ -219,11 +220,13 @@ def _criterion(plan: Plan, i: int, params: PackedLayout, state: PackedLayout) ->
         return None
 
     def leaves(layout: PackedLayout, groups: Sequence[str]) -> list[Any]:
-        return [(leaf.slot, leaf.shape, leaf.frozen) for name in sorted(groups) for leaf in layout.group(name).leaves]
+        # a shared group has no slots: every IPU reads the one of that name
+        where = lambda group, leaf: group.name if group.ipu is None else leaf.slot  # noqa: E731
+        return [(where(g, leaf), leaf.shape, leaf.frozen) for g in map(layout.group, groups) for leaf in g.leaves]
 
     crosses = [plan.segments[j].place != segment.place for j in (i - 1, i + 1)]
     keys = [stage.random for stage in segment.stages]
-    groups = (leaves(params, segment.groups), leaves(state, segment.state_groups))
+    groups = (leaves(params, segment.groups), leaves(state, sorted(segment.state_groups)))
     return (program.signature, plan.channel_of[i - 1], plan.channel_of[i], crosses, keys, groups)
 
 

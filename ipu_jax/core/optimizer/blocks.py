@@ -152,7 +152,7 @@ class Blocks:
         if block.split is not None:
             return Place(own.path, own.shape, dtype, array, ipus=1, shard=block.shape, split=block.split)
         ipu = block.leaves.index(leaf) if block.is_slot else 0
-        return Place(own.path, own.shape, dtype, array, ipus=1, ipu=ipu)
+        return Place(own.path, own.shape, dtype, array, ipus=1, ipu=ipu, rows=own.rows)
 
     def _shard_padding(self, k: int, value: Any) -> list[tuple[int, int]]:
         """Return the padding widths with which a split leaf gives all IPUs shards of the same size."""
@@ -253,11 +253,13 @@ class Blocks:
 
 def blocks_of_layout(layout: PackedLayout, *, replicas: int) -> Blocks:
     """Return the blocks of a pipeline's weights."""
-    tree: dict[str, Any] = {}
     leaves: list[tuple[Any, Leaf]] = []
-    for group in layout.groups:
-        numbers = [optax.MaskedNode() if leaf.frozen else (group.name, i) for i, leaf in enumerate(group.leaves)]
-        tree[group.name] = jax.tree.unflatten(group.treedef, numbers)
+    tree = layout.arranged(
+        {
+            group.name: [optax.MaskedNode() if leaf.frozen else (group.name, i) for i, leaf in enumerate(group.leaves)]
+            for group in layout.groups
+        }
+    )
     is_pair = lambda node: isinstance(node, tuple) and len(node) == 2 and isinstance(node[0], str)  # noqa: E731
     named, treedef = jax.tree.flatten(tree, is_leaf=is_pair)
     for name, i in named:

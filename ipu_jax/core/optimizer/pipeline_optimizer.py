@@ -54,13 +54,7 @@ class PipelineOptimizer:
         """
         _check_concrete("init", params)
         update, whole = self._update_for(params), self._pipeline.unshard(params)
-        layout = self._groups.apply_frozen(params).layout
-        trained = [
-            value
-            for name in sorted(whole)
-            for leaf, value in zip(layout.group(name).leaves, jax.tree.leaves(whole[name]), strict=True)
-            if not leaf.frozen
-        ]
+        trained = self._groups.apply_frozen(params).layout.trained_leaves(whole)
         return self._placed(update, update.init(update.blocks.logical_tree(trained)))
 
     def apply(

@@ -20,6 +20,7 @@ from ipu_jax.core.instances import on_host
 from ipu_jax.core.optimizer._analysis import UpdateAnalysis
 from ipu_jax.core.optimizer.blocks import Blocks
 from ipu_jax.core.weights.place import Place
+from ipu_jax.core.weights.whole_tree import divided, is_rows, joined
 
 
 @jax.tree_util.register_dataclass
@@ -99,6 +100,11 @@ class StateLayout:
             ValueError: the state is from another optimizer, or of other weights.
         """
         expected = [(v.aval.shape, v.aval.dtype.name) for v in self.variables]
+        parts = jax.tree.unflatten(self._analysis.state_treedef, [v.aval for v in self.variables])
+        try:
+            state = divided(state, like=parts)
+        except ValueError:
+            pass  # another tree: the comparison says so
         leaves, treedef = jax.tree.flatten(state)
         found = [(np.shape(leaf), jnp.asarray(leaf).dtype.name) for leaf in leaves]
         if treedef != self._analysis.state_treedef or found != expected:
@@ -156,34 +162,41 @@ class StateLayout:
                     leaves[i] = jnp.array(flat.reshape(aval.shape))
                 else:
                     leaves[i] = jnp.asarray(self._blocks.host_leaf(leaf, array))
-        return jax.tree.unflatten(self._analysis.state_treedef, leaves)
+        return joined(jax.tree.unflatten(self._analysis.state_treedef, leaves))
 
     def places(self, prefix: str) -> list[Place]:
-        """Return where each leaf of the optimizer's own state is, in the order of `analysis.state_treedef`.
+        """Return where each leaf of the optimizer's own state is, in the order of optax's tree.
 
         The arrays of an `OptimizerState` are named `prefix.block.number` and `prefix.replicated.number`.
         """
-        paths, _ = jax.tree.flatten_with_path(
-            jax.tree.unflatten(self._analysis.state_treedef, list(range(len(self.variables))))
-        )
+        numbered = jax.tree.unflatten(self._analysis.state_treedef, list(range(len(self.variables))))
         places = []
-        for i, (path, _) in enumerate(paths):
-            aval, leaf = self.variables[i].aval, self._analysis.leaf_of_state.get(i)
-            own = {
-                "path": f"{prefix}{jax.tree_util.keystr(path)}",
-                "shape": tuple(aval.shape),
-                "dtype": str(aval.dtype),
-            }
-            if leaf is None:
-                places.append(Place(**own, array=f"{prefix}.replicated.{self.replicated.index(i)}"))
+        for path, node in jax.tree.leaves_with_path(numbered, is_leaf=is_rows):
+            name, start = f"{prefix}{jax.tree_util.keystr(path)}", 0
+            if not is_rows(node):
+                places.append(self._place(node, prefix, path=name))
                 continue
-            k = self._blocks.block_of(leaf)
-            array = f"{prefix}.{k}.{self.array_of[leaf][i]}"
-            if self.is_flat(i):
-                places.append(Place(**own, array=array, ipus=1, ipu=self._blocks[k].leaves.index(leaf)))
-            else:
-                places.append(dataclasses.replace(self._blocks.place(leaf, array), **own))
+            rows = [self.variables[i].aval.shape[0] for i in node.parts]
+            for i, count in zip(node.parts, rows, strict=True):
+                places.append(self._place(i, prefix, path=name, rows=(start, sum(rows))))
+                start += count
         return places
+
+    def _place(self, i: int, prefix: str, **own: Any) -> Place:
+        aval, leaf = self.variables[i].aval, self._analysis.leaf_of_state.get(i)
+        own |= {"shape": tuple(aval.shape), "dtype": str(aval.dtype)}
+        if leaf is None:
+            return Place(**own, array=f"{prefix}.replicated.{self.replicated.index(i)}")
+        k = self._blocks.block_of(leaf)
+        array = f"{prefix}.{k}.{self.array_of[leaf][i]}"
+        if self.is_flat(i):
+            return Place(**own, array=array, ipus=1, ipu=self._blocks[k].leaves.index(leaf))
+        return dataclasses.replace(self._blocks.place(leaf, array), **own)
+
+    def assembled(self, leaves: Sequence[Any]) -> Any:
+        """Return optax's tree, as `whole` returns it, from its leaves in the order of `places`."""
+        numbered = jax.tree.unflatten(self._analysis.state_treedef, list(range(len(self.variables))))
+        return jax.tree.unflatten(jax.tree.structure(numbered, is_leaf=is_rows), leaves)
 
 
 def copied(value: Any) -> Any:

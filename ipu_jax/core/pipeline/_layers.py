@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from ipu_jax.base.checks import as_int, check_count
 from ipu_jax.core.analysis.balance import balance_layers, measure_costs
 from ipu_jax.core.stage import Stage
 
@@ -22,6 +23,7 @@ def stages_of_layers(
     rounds: int,
     costs: Iterable[float] | None,
     microbatch: Any,
+    layers_per_ipu: Iterable[int] | None,
     recompute: Any,
 ) -> tuple[list[Stage], dict[str, Any]]:
     """Return the stages and `{group: weights}`. The arguments are as for `Pipeline.from_layers`.
@@ -34,8 +36,13 @@ def stages_of_layers(
         if not callable(fn) and (name == "loss" or fn is not None):
             takes = "(x, microbatch)" if name == "loss" else "(microbatch)"
             raise ValueError(f"{name}={fn!r} is not callable: give a function of {takes}")
-    if costs is not None and microbatch is not None:
-        raise ValueError("costs and microbatch are both given: give the layers' costs, or a micro-batch to count FLOPs")
+    ways = {"costs": costs, "microbatch": microbatch, "layers_per_ipu": layers_per_ipu}
+    given = [name for name, value in ways.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(
+            f"{' and '.join(given)} are given together: give the layers' costs, or a micro-batch to count FLOPs, or "
+            "the numbers of layers"
+        )
     weights = {f"layer {k}": own for k, (_, own) in enumerate(pairs) if jax.tree.leaves(own)}
     stages = []
     for k, (layer, own) in enumerate(pairs):
@@ -43,6 +50,10 @@ def stages_of_layers(
         fn = _stage_function(layer, own, (inputs or _whole) if k == 0 else None)
         stages.append(Stage(fn, params=name if name in weights else None, name=name, recompute=recompute))
     end = Stage(lambda _, x, mb: loss(x, mb), name="loss", predict=lambda _, x, mb: x)
+    if layers_per_ipu is not None:
+        places = _places(layers_per_ipu, len(stages), ipus, rounds)
+        stages = [dataclasses.replace(stage, ipu=ipu) for stage, ipu in zip(stages, places, strict=True)]
+        return [*stages, dataclasses.replace(end, ipu=places[-1])], weights
     if microbatch is not None:
         *of_layers, last, of_loss = measure_costs([*stages, end], weights, microbatch)
         costs = [*of_layers, last + of_loss]
@@ -50,6 +61,28 @@ def stages_of_layers(
         costs = [1.0] * (len(stages) - 1) + [1.01]  # the last IPU has the loss, so it gets the smaller of uneven parts
     placed = balance_layers(stages, costs, ipus, rounds=rounds).stages
     return [*placed, dataclasses.replace(end, ipu=placed[-1].ipu)], weights
+
+
+def _places(layers_per_ipu: Iterable[int], layers: int, ipus: int, rounds: int) -> list[int]:
+    """Return the IPU of each layer, as optimum-graphcore does: the last -1 gets what is left of an even division."""
+    listed = list(layers_per_ipu) if isinstance(layers_per_ipu, Iterable) else []
+    counts, value = [as_int(count) or 0 for count in listed], f"layers_per_ipu={layers_per_ipu!r}"
+    if rounds != 1:
+        raise ValueError(f"{value} with rounds={rounds}: the numbers are for one round; leave one of them out")
+    if len(counts) != check_count("ipus", ipus) or any(count < 1 and count != -1 for count in counts):
+        raise ValueError(
+            f"{value} are no numbers of layers for {ipus} IPUs: give each IPU a number of at least 1, or -1 for an "
+            "even share of the other layers"
+        )
+    sharing = [ipu for ipu, count in enumerate(counts) if count == -1]
+    left = layers - sum(count for count in counts if count != -1)
+    if left < len(sharing) or (left and not sharing):
+        raise ValueError(
+            f"{value} cannot place {layers} layers: give numbers that add up to {layers}, with at least 1 for each -1"
+        )
+    for ipu in sharing:
+        counts[ipu] = left // len(sharing) + (left % len(sharing) if ipu == sharing[-1] else 0)
+    return [ipu for ipu, count in enumerate(counts) for _ in range(count)]
 
 
 def _pairs(layers: Iterable[Any], params: Iterable[Any] | None) -> list[Layer]:

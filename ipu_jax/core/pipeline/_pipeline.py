@@ -48,7 +48,8 @@ class Pipeline(PlacedStages):
         reduction: gradients are the "mean" or the "sum" over the M micro-batches and the replicas. The loss is always
             the mean.
         specs: per concurrent group, a `PartitionSpec` over "ipu", or a pytree of them, that says how its leaves are
-            split. A dim that is not divisible by the number of IPUs is padded with zeros, which `unshard` drops.
+            split. A dim that is not divisible by the number of IPUs is padded with zeros, which `unshard` drops. A
+            group that stages share is whole by default.
         state_specs: the same for the state of concurrent stages. By default every IPU holds it whole.
         frozen: per group, True, or a pytree of bools that is a prefix of the group's: the leaves that get no gradient.
             No gradient is computed or stored for a frozen leaf, and its part of the result is zeros. It can have any
@@ -221,14 +222,16 @@ class Pipeline(PlacedStages):
         rounds: int = 1,
         costs: Iterable[float] | None = None,
         microbatch: Any = None,
+        layers_per_ipu: Iterable[int] | None = None,
         recompute: Any = "auto",
         **options: Any,
     ) -> "tuple[Pipeline, Sharded]":
         """Return a pipeline made from a list of layers, and their weights on the IPUs.
 
         `balance_layers` places the layers in their order, as evenly as possible by number, by `costs`, or by the FLOPs
-        for one `microbatch`. Layer k becomes the stage "layer k", with its weights in the group "layer k"; the loss
-        becomes the last stage, "loss". `predict` returns the last layer's result.
+        for one `microbatch`; or `layers_per_ipu` says where they go. Layer k becomes the stage "layer k", with its
+        weights in the group "layer k"; the loss becomes the last stage, "loss". `predict` returns the last layer's
+        result.
 
         Args:
             layers: functions `layer(params, x) -> x`, first layer first, such as modules' `apply`; or pairs
@@ -242,6 +245,8 @@ class Pipeline(PlacedStages):
             rounds: how often the layers go round the IPUs, for "looped" schedules.
             costs: per layer, a number, such as measured seconds.
             microbatch: one micro-batch or its shapes, leaves without the leading M: layers are placed by their FLOPs.
+            layers_per_ipu: per IPU, how many of the layers it gets, in their order. IPUs with -1 share the other layers
+                evenly, and the last of them gets the remainder: 9 layers and [2, -1, -1] are [2, 3, 4].
             recompute: as for `Stage`, for all layers.
             options: all other arguments of `Pipeline`, except `mesh` and `specs`.
 
@@ -250,7 +255,8 @@ class Pipeline(PlacedStages):
 
         Raises:
             ValueError: there are fewer layers than ipus x rounds, or not as many params or costs as layers; a layer is
-                not a function or a pair; both `costs` and `microbatch` are given; or as in `Pipeline`.
+                not a function or a pair; more than one of `costs`, `microbatch` and `layers_per_ipu` is given;
+                `layers_per_ipu` does not fit the layers, `ipus` or `rounds`; or as in `Pipeline`.
 
         >>> import jax.numpy as jnp
         >>> block = lambda w, x: x + jnp.tanh(x @ w)
@@ -274,6 +280,7 @@ class Pipeline(PlacedStages):
             rounds=rounds,
             costs=costs,
             microbatch=microbatch,
+            layers_per_ipu=layers_per_ipu,
             recompute=recompute,
         )
         pipeline = cls(stages, mesh=make_mesh(replicas, ipus), **options)
@@ -403,6 +410,8 @@ def describe(pipeline: PlacedStages) -> str:
         f"{name!r}, {_counted(pipeline.options.gradient_accumulation, 'micro-batch')}, reduction "
         f"{pipeline.options.reduction!r}"
     ]
+    if pipeline.function is not None:
+        return "\n".join([*lines, pipeline.function.described])
     rows = [(str(k), stage.name, _place(stage), ", ".join(_properties(stage))) for k, stage in enumerate(stages)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -424,6 +433,7 @@ def _properties(stage: Stage) -> list[str]:
     named: dict[str, Any] = {"params": stage.params, "state": stage.state}
     found = [f"{name} {value!r}" for name, value in named.items() if value is not None]
     found += ["random"] if stage.random else []
-    found += [f"takes {', '.join(map(repr, stage.takes))}"] if stage.takes else []
+    for verb, names in (("takes", stage.takes), ("shares", stage.shared)):
+        found += [f"{verb} {', '.join(map(repr, names))}"] if names else []
     functions = {"evaluate": stage.evaluate, "predict": stage.predict, "reference": stage.reference}
     return [*found, *(name for name, fn in functions.items() if fn is not None)]

@@ -38,7 +38,6 @@ from ipu_jax.core.weights.arguments import (
 from ipu_jax.core.weights.groups import Groups
 from ipu_jax.core.weights.packed_layout import PackedLayout
 from ipu_jax.core.weights.packing import Sharded
-from ipu_jax.core.weights.whole_tree import is_rows
 
 
 class PlacedStages:
@@ -373,9 +372,7 @@ class PlacedStages:
 
     def frozen_mask(self, params: Mapping[str, Any]) -> list[bool]:
         """Return, per leaf of whole weights, whether it gets no gradient."""
-        layout = self._groups.layout(params)
-        frozen = layout.arranged({g.name: [leaf.frozen for leaf in g.leaves] for g in layout.groups})
-        return [all(leaf.parts) if is_rows(leaf) else leaf for leaf in jax.tree.leaves(frozen, is_leaf=is_rows)]
+        return self._groups.layout(params).frozen_whole_leaves()
 
     def unsharded_model(self) -> Callable[..., Any]:
         """Return the whole model, called like a `Segment`, for the unsharded update."""

@@ -41,13 +41,15 @@ def recomputing(fn: Callable[..., Any], origins: Sequence[Origin]) -> Callable[.
 
     Args:
         fn: a function of pytrees. Results that are not arrays are returned as they are.
-        origins: per positional argument, where its leaves come from. The keyword argument "key" is GIVEN, and all
-            others are COMPUTED.
+        origins: per positional argument, where its leaves come from. The keyword argument "key" is GIVEN, "shared" is
+            WEIGHTS, and all others are COMPUTED.
     """
+
+    of_keywords = {"key": Origin.GIVEN, "shared": Origin.WEIGHTS}
 
     def run(*args: Any, **kwargs: Any) -> Any:
         flat, treedef = jax.tree.flatten((args, kwargs))
-        each = [*origins, *(Origin.GIVEN if name == "key" else Origin.COMPUTED for name in sorted(kwargs))]
+        each = [*origins, *(of_keywords.get(name, Origin.COMPUTED) for name in sorted(kwargs))]
         subtrees = [*args, *(kwargs[name] for name in sorted(kwargs))]
         leaf_origins = [o for o, tree in zip(each, subtrees, strict=True) for _ in jax.tree.leaves(tree)]
         results: list[Any] = []
@@ -74,6 +76,7 @@ def _run(closed: Any, args: Sequence[Any], origins: Sequence[Origin]) -> list[An
         zip(jaxpr.invars, origins, strict=True)
     )
     parts = _parts(eqns)
+    stacked: set[Any] = set()
     for k, part in enumerate(parts):
         inputs = list(dict.fromkeys(v for v in variables([v for eqn in part for v in eqn.invars]) if v in env))
         from_weights = all(known[v] == Origin.WEIGHTS for v in inputs)
@@ -81,11 +84,14 @@ def _run(closed: Any, args: Sequence[Any], origins: Sequence[Origin]) -> list[An
         if _is_divider(part[0]):
             (eqn,) = part
             values = [value_of(v, env) for v in eqn.invars]
-            outputs = _scan(eqn, values, known) if eqn.primitive.name == "scan" else bound(eqn, values)
+            is_scan = eqn.primitive.name == "scan"
+            outputs = _scan(eqn, values, known) if is_scan else bound(eqn, values)
+            stacked.update(eqn.outvars[scan_parts(eqn.params)[1] :] if is_scan else ())
         else:
             read = {v for later in parts[k + 1 :] for eqn in later for v in variables(eqn.invars)}
             made = [v for v in made if v in read or v in jaxpr.outvars]
-            outputs = _Part(part, inputs, made, [known[v] for v in inputs]).run(env)
+            origins_of_part, of_scan = [known[v] for v in inputs], [v in stacked for v in inputs]
+            outputs = _Part(part, inputs, made, origins_of_part, of_scan).run(env)
         env.update(zip(made, outputs, strict=True))
         known |= dict.fromkeys(made, Origin.WEIGHTS if from_weights else Origin.COMPUTED)
     return [value_of(v, env) for v in jaxpr.outvars]
@@ -139,12 +145,15 @@ class _Part:
         eqns: the equations, in order.
         inputs, outputs: variables.
         origins: the origins of the inputs.
+        stacked: per input, whether it is a scan's stacked result. It gets zeros where others get no gradient: jax 0.10
+            hands a missing one on to the scan's body, with the shape of all iterations.
     """
 
     eqns: list[Any]
     inputs: list[Any]
     outputs: list[Any]
     origins: list[Origin]
+    stacked: list[bool]
 
     def __call__(self, *args: Any) -> list[Any]:
         env = dict(zip(self.inputs, args, strict=True))
@@ -212,6 +221,7 @@ class _Part:
             again=part_of(traced, [*kept, *(jaxpr.invars[k] for k in read)], again, residuals),
             read=read,
             differentiated=differentiated,
+            zeros=tuple(shape if is_stacked else None for shape, is_stacked in zip(shapes, self.stacked, strict=True)),
             vjp=captured["vjp"],
         )
 
@@ -247,6 +257,7 @@ class _Derivative:
         again: a closed jaxpr from the kept values and the inputs that it reads to the residuals of `vjp`.
         read: the numbers of the inputs that `again` reads.
         differentiated: per input, whether it has a gradient.
+        zeros: per input, the shape of the zeros that stand for no gradient; None where None does.
         vjp: the tree of the part's vjp function, whose leaves are the residuals.
     """
 
@@ -254,6 +265,7 @@ class _Derivative:
     again: Any
     read: tuple[int, ...]
     differentiated: tuple[bool, ...]
+    zeros: tuple[Any, ...]
     vjp: Any
 
 
@@ -271,7 +283,11 @@ def _backward(saved: _Saved, cotangents: list[Any]) -> tuple[Any, ...]:
     derivative = saved.derivative
     residuals = core.jaxpr_as_fun(derivative.again)(*saved.kept, *saved.inputs)
     gradients = iter(_pulled_back(jax.tree.unflatten(derivative.vjp, residuals), cotangents))
-    return tuple(next(gradients) if d else None for d in derivative.differentiated)
+    found = [next(gradients) if d else None for d in derivative.differentiated]
+    return tuple(
+        jnp.zeros(zeros.shape, zeros.dtype) if g is None and zeros is not None else g
+        for g, zeros in zip(found, derivative.zeros, strict=True)
+    )
 
 
 def _pulled_back(vjp: Callable[..., Any], cotangents: list[Any]) -> list[Any]:

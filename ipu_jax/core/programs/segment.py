@@ -68,7 +68,7 @@ class Segment:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(stage.params for stage in self.stages if stage.params is not None))
+        return tuple(dict.fromkeys(name for stage in self.stages for name in stage.groups))
 
     @property
     def state_groups(self) -> tuple[str, ...]:
@@ -111,6 +111,8 @@ class Segment:
                     extra["state"] = new_state[stage.state]
                 if stage.takes:
                     extra["skips"] = {name: _taken(name, stage, x) for name in stage.takes}
+                if stage.shared:
+                    extra["shared"] = {name: params[name] for name in stage.shared}
                 out = self._function(stage)(weights, x.y, inputs.microbatch, **extra)
                 out = out if isinstance(out, Outputs) else Outputs(out)
                 if self.role == "prediction" and not (stage.predict or stage.evaluate) and out.state is not None:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from ipu_jax.base.keys import is_one_key
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
@@ -90,6 +90,19 @@ def specs_for(owners: dict[str, int | None], specs: Mapping[str, Any], what: str
     return dict(specs)
 
 
+def check_shared(stages: tuple[Stage, ...], specs: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if `specs` split a group that a local stage shares: it would see one IPU's part."""
+    is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
+    for stage in stages:
+        for name in stage.shared if stage.place is not None else ():
+            for spec in jax.tree.leaves(specs[name], is_leaf=is_spec):
+                if is_spec(spec) and IPU_AXIS in spec:
+                    raise ValueError(
+                        f"specs[{name!r}] holds {spec}, but stage {stage.name!r} on IPU {stage.place} shares the "
+                        "group, so every IPU holds it whole: give PartitionSpec(), or leave it out of specs"
+                    )
+
+
 def frozen_for(owners: dict[str, int | None], frozen: dict[str, Any]) -> dict[str, Any]:
     """Return `frozen`; raise `ValueError` if it names a group that no stage names."""
     unknown = sorted(frozen.keys() - owners.keys())
@@ -99,10 +112,10 @@ def frozen_for(owners: dict[str, int | None], frozen: dict[str, Any]) -> dict[st
 
 
 def owners_of(stages: tuple[Stage, ...]) -> dict[str, int | None]:
-    """Return, per group, the IPU of its stages, or None if they are concurrent.
+    """Return, per group, the IPU of its stages, or None if they are concurrent or share it.
 
     Raises:
-        ValueError: a group is used on two IPUs, or both on an IPU and by concurrent stages.
+        ValueError: a group is used on two IPUs, both on an IPU and by concurrent stages, or both on an IPU and shared.
     """
     owners: dict[str, int | None] = {}
     for stage in stages:
@@ -114,8 +127,17 @@ def owners_of(stages: tuple[Stage, ...]) -> dict[str, int | None]:
             )
             raise ValueError(
                 f"group {stage.params!r} is used on {here} and on {there}: a group lives on one IPU, or is shared by "
-                "concurrent stages; put its stages on one IPU, make them all concurrent, or give each its own group"
+                "concurrent stages; put its stages on one IPU, make them all concurrent, give each its own group, or "
+                f"let every IPU hold it whole, Stage(..., shared=({stage.params!r},)) without params"
             )
+    for stage in stages:
+        for name in stage.shared:
+            if owners.setdefault(name, None) is not None:
+                own = next(other for other in stages if other.params == name)
+                raise ValueError(
+                    f"group {name!r} is shared by stage {stage.name!r}, and the params of stage {own.name!r} on IPU "
+                    f"{own.place}: every IPU holds a shared group; let {own.name!r} read it by shared=({name!r},), too"
+                )
     return owners
 
 

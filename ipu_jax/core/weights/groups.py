@@ -11,6 +11,7 @@ from ipu_jax.core.weights.arguments import (
     by_group,
     check_alive,
     check_sharded,
+    check_shared,
     check_state,
     frozen_for,
     owners_of,
@@ -32,12 +33,13 @@ class Groups:
         whole, whole_state: the user's trees, if they are not `{group: pytree}`.
 
     Attributes:
-        owners, state_owners: per group, its IPU, or None if its stages are concurrent.
-        specs, frozen: per group, as given.
+        owners, state_owners: per group, its IPU, or None if its stages are concurrent or share it.
+        specs, frozen: per group, as given; by default, every IPU holds a shared group whole.
         state_specs: per group; by default, every IPU holds the state of a concurrent stage whole.
 
     Raises:
-        ValueError: a group is on several IPUs, or an argument names a group that does not exist.
+        ValueError: a group is on several IPUs, an argument names a group that does not exist, or `specs` split a group
+            that a local stage shares.
     """
 
     def __init__(
@@ -53,7 +55,9 @@ class Groups:
     ):
         self.ipus, self._whole, self._whole_state = ipus, whole, whole_state
         self.owners, self.state_owners = owners_of(stages), state_owners_of(stages)
-        self.specs = specs_for(self.owners, by_group("specs", specs), "specs")
+        shared = {name: PartitionSpec() for stage in stages for name in stage.shared}
+        self.specs = shared | specs_for(self.owners, by_group("specs", specs), "specs")
+        check_shared(stages, self.specs)
         unsplit = {name: PartitionSpec() for name, place in self.state_owners.items() if place is None}
         self.state_specs = unsplit | specs_for(self.state_owners, by_group("state_specs", state_specs), "state_specs")
         if whole is not None:

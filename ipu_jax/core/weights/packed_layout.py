@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ipu_jax.core.devices import IPU_AXIS
-from ipu_jax.core.weights.whole_tree import WholeTree, spread
+from ipu_jax.core.weights.whole_tree import WholeTree, is_rows, spread
 
 WHOLE = PartitionSpec()
 
@@ -59,6 +59,16 @@ class Leaf:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Return the shape of the user's leaf, of which this may be a part."""
+        return self.shape if self.rows is None else (self.rows[1], *self.shape[1:])
+
+    @property
+    def within(self) -> Any:
+        """Return the index of this leaf's rows in the user's leaf."""
+        return ... if self.rows is None else slice(self.rows[0], self.rows[0] + self.shape[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +111,27 @@ class PackedLayout:
             return self.whole.join(leaves)
         return {group.name: jax.tree.unflatten(group.treedef, leaves[group.name]) for group in self.groups}
 
+    def assembled(self, leaves: Sequence[Any]) -> Any:
+        """Return the user's tree from its whole leaves, in the order in which the groups name them first."""
+        paths = dict.fromkeys(leaf.path for group in self.groups for leaf in group.leaves)
+        at = dict(zip(paths, leaves, strict=True))
+        if self.whole is not None:
+            return jax.tree.unflatten(self.whole.treedef, [at[path] for path in self.whole.paths])
+        return {g.name: jax.tree.unflatten(g.treedef, [at[leaf.path] for leaf in g.leaves]) for g in self.groups}
+
     def frozen_leaves(self) -> list[bool]:
         """Return, per leaf of the logical tree, whether it gets no gradient."""
         return jax.tree.leaves(self.arranged({g.name: [leaf.frozen for leaf in g.leaves] for g in self.groups}))
+
+    def frozen_whole_leaves(self) -> list[bool]:
+        """Return, per leaf of the user's tree, whether it gets no gradient."""
+        tree = self.arranged({g.name: [leaf.frozen for leaf in g.leaves] for g in self.groups})
+        return [all(leaf.parts) if is_rows(leaf) else leaf for leaf in jax.tree.leaves(tree, is_leaf=is_rows)]
+
+    def trained_leaves(self, tree: Any) -> list[Any]:
+        """Return the leaves of the logical tree that get a gradient, from a tree of whole arrays."""
+        leaves = jax.tree.leaves(self.arranged(self.groups_of(tree)))
+        return [leaf for leaf, is_frozen in zip(leaves, self.frozen_leaves(), strict=True) if not is_frozen]
 
     @property
     def trainable_slots(self) -> frozenset[int]:

@@ -29,6 +29,8 @@ class Place:
         ipu: the IPU in whose row the leaf is; None if each has a shard.
         shard: the shape of a shard.
         split: the dim of the leaf that is split over the IPUs.
+        rows: if the array has only some rows of the leaf at `path`, the first of them, and how many the leaf has;
+            `shape` is the shape of these rows.
 
     >>> Place("w", (3,), "float32", "a", ipus=0, ipu=1).leaf(np.arange(8).reshape(2, 4)).tolist()
     [4, 5, 6]
@@ -44,6 +46,11 @@ class Place:
     ipu: int | None = None
     shard: tuple[int, ...] | None = None
     split: int | None = None
+    rows: tuple[int, int] | None = None
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        return self.shape if self.rows is None else (self.rows[1], *self.shape[1:])
 
     def leaf(self, array: np.ndarray) -> np.ndarray:
         """Return the leaf from the whole array."""
@@ -77,10 +84,10 @@ def places_of_layout(layout: PackedLayout, prefix: str) -> list[Place]:
     for g, group in enumerate(layout.groups):
         for i, leaf in enumerate(group.leaves):
             if group.ipu is None:
-                places.append(Place(leaf.path, leaf.shape, leaf.dtype, f"{prefix}.concurrent.{g}.{i}"))
+                places.append(Place(leaf.path, leaf.shape, leaf.dtype, f"{prefix}.concurrent.{g}.{i}", rows=leaf.rows))
             else:
                 array = f"{prefix}.slots.{leaf.slot}"
-                places.append(Place(leaf.path, leaf.shape, leaf.dtype, array, ipus=0, ipu=group.ipu))
+                places.append(Place(leaf.path, leaf.shape, leaf.dtype, array, ipus=0, ipu=group.ipu, rows=leaf.rows))
     return places
 
 

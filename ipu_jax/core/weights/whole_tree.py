@@ -110,11 +110,11 @@ class WholeTree:
 
     def join(self, groups: Mapping[str, Sequence[Any]]) -> Any:
         """Return the tree whose parts the groups hold, with `Rows` where a leaf has several."""
-        found: list[list[tuple[int, Any]]] = [[] for _ in self.paths]
+        found: list[dict[int, Any]] = [{} for _ in self.paths]  # by the first row; copies of a leaf are alike
         for name, parts in self.groups:
             for part, value in zip(parts, groups[name], strict=True):
-                found[part.leaf].append(((part.rows or (0, 0))[0], value))
-        ordered = [[value for _, value in sorted(values, key=lambda pair: pair[0])] for values in found]
+                found[part.leaf][(part.rows or (0, 0))[0]] = value
+        ordered = [[values[start] for start in sorted(values)] for values in found]
         return jax.tree.unflatten(self.treedef, [v[0] if len(v) == 1 else Rows(v) for v in ordered])
 
     def named(self, group: str) -> tuple[list[str], list[tuple[int, int] | None]]:

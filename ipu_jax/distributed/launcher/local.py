@@ -103,6 +103,7 @@ class LocalHost:
         A port is found only once: what an instance of an earlier attempt still sends must not reach a later one.
         """
         self._let_go_of_the_port()
+        found = port
         try:
             for _ in range(1 if port else _TRIES):
                 found = port or free_port(bind)
@@ -113,8 +114,7 @@ class LocalHost:
                 if not bind or self._reserved is not None:
                     self._waiting.append(Ready(free_port(bind, found)))
                     return
-            what = f"port {port}" if port else f"each of {_TRIES} free ports"
-            self._waiting.append(Refused(f"{what} on {self.name} belongs to another run of poprun"))
+            self._waiting.append(Refused(f"port {found} on {self.name} belongs to another run of poprun"))
         except OSError as error:
             self._let_go_of_the_port()
             what = f"port {port}" if port else "a port"

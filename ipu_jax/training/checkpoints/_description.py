@@ -107,4 +107,4 @@ def places(described: Mapping[str, Any], kind: str) -> list[Place]:
 
 
 def _text(place: Mapping[str, Any]) -> str:
-    return f"{place['dtype']}[{', '.join(map(str, place['shape']))}]"
+    return f"{place['dtype']}[{', '.join(map(str, Place.of_plain(place).whole_shape))}]"

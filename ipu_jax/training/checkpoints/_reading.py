@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from ipu_jax.base.keys import is_key
+from ipu_jax.core.weights.place import Place
 from ipu_jax.training.checkpoints._arrays import named, with_arrays
 from ipu_jax.training.checkpoints._description import KINDS, places
 from ipu_jax.training.checkpoints._store import Store
@@ -32,22 +33,27 @@ def read_by_leaves(
 
     Each host reads all arrays, a few at a time, and holds the whole state until it is placed, like `TrainStep.restore`.
     """
-    at = {kind: {place.path: place for place in places(saved, kind)} for kind in KINDS}
-    leaves = {kind: dict.fromkeys(at[kind]) for kind in KINDS}
+    leaves: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
     single: dict[str, Any] = {}
-    in_array: dict[str, list[tuple[str, str]]] = {name: [] for name in saved["arrays"]}
-    for kind, of_kind in at.items():
-        for place in of_kind.values():
-            in_array[place.array].append((kind, place.path))
+    in_array: dict[str, list[tuple[str, Place]]] = {name: [] for name in saved["arrays"]}
+    for kind in KINDS:
+        for place in places(saved, kind):
+            in_array[place.array].append((kind, place))
     for name, array in store.whole(path, dict(saved["arrays"]), list(in_array)):
         if not in_array[name]:
             single[name] = array
-        for kind, leaf in in_array[name]:
-            leaves[kind][leaf] = array if is_key(array) else np.array(at[kind][leaf].leaf(array))
-    ordered = {kind: [leaves[kind][place.path] for place in places(here, kind)] for kind in KINDS}
+        for kind, place in in_array[name]:
+            if place.rows is None:
+                leaves[kind][place.path] = array if is_key(array) else np.array(place.leaf(array))
+            else:  # other arrays have its other rows
+                own = place.leaf(array)
+                whole = leaves[kind].setdefault(place.path, np.empty(place.whole_shape, own.dtype))
+                whole[place.rows[0] : place.rows[0] + len(own)] = own
+    paths = {kind: dict.fromkeys(place.path for place in places(here, kind)) for kind in KINDS}
+    ordered = {kind: [leaves[kind][leaf] for leaf in paths[kind]] for kind in KINDS}
     scale = like.scale
     if scale is not None:
         values = {name: jnp.asarray(single[f"scale.{name}"]) for name in ("scale", "good_steps")}
         scale = dataclasses.replace(scale, **values)
-    whole = step.placement.assembled(like, ordered)
-    return step.restore({**whole, "scale": scale, "step": int(single["step"]), "key": single.get("key")})
+    trees = step.placement.assembled(like, ordered)
+    return step.restore({**trees, "scale": scale, "step": int(single["step"]), "key": single.get("key")})

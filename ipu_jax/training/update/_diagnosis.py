@@ -81,7 +81,7 @@ class Diagnosis:
         layout = self._model.apply_frozen(state.params).layout
         of_batch, stages, any_trained = float_names(batch, "batch"), [], False
         for stage, own, probe in zip(self._model.stages, flags, gradients, strict=True):
-            leaves = () if stage.params is None else layout.group(stage.params).leaves
+            leaves = [leaf for name in stage.groups for leaf in layout.group(name).leaves]
             held = () if stage.state is None or state.stages is None else state.stages.layout.group(stage.state).leaves
             of_state = [path.replace("state", "stages", 1) for path in _float_paths(held)]
             outputs = own.get("outputs", np.zeros((*probe.shape[:1], probe.shape[-1], 0)))

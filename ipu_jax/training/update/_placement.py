@@ -25,6 +25,7 @@ from ipu_jax.core.weights import packing
 from ipu_jax.core.weights.packed_layout import WHOLE
 from ipu_jax.core.weights.packing import Sharded
 from ipu_jax.core.weights.place import Place, places_of_layout
+from ipu_jax.core.weights.whole_tree import joined
 from ipu_jax.training.update._average import divided_average, whole_average
 from ipu_jax.training.update._loss_scale import initial_scale
 from ipu_jax.training.update._precision import cast_floats
@@ -138,16 +139,12 @@ class Placement:
         }
 
     def assembled(self, state: TrainState, leaves: dict[str, list[Any]]) -> dict[str, Any]:
-        """Return the trees that `whole` returns, from leaves in the order of `places(state)`."""
+        """Return the trees that `whole` returns, from whole leaves in the order of the paths in `places(state)`."""
         update = self.update_for(state.params)
-        trees: dict[str, Any] = {"optimizer": jax.tree.unflatten(update.analysis.state_treedef, leaves["optimizer"])}
+        trees: dict[str, Any] = {"optimizer": update.state_layout.assembled(leaves["optimizer"])}
         for name, like in (("params", state.params), ("stages", state.stages)):
             if isinstance(like, Sharded):
-                following = iter(leaves[name])
-                trees[name] = {
-                    group.name: jax.tree.unflatten(group.treedef, [next(following) for _ in group.leaves])
-                    for group in like.layout.groups
-                }
+                trees[name] = like.layout.assembled(leaves[name])
             else:
                 trees[name] = None if like is None else jax.tree.unflatten(jax.tree.structure(like), leaves[name])
         ema = None if state.ema is None else self._with_trained(state, trees["params"], leaves["ema"])
@@ -183,12 +180,12 @@ class Placement:
 
     def _trained(self, placed: Any, whole: Any) -> list[Any]:
         """Return the trained leaves of a whole tree with the structure of the weights."""
-        leaves = jax.tree.leaves(dict(whole) if isinstance(placed, Sharded) else whole)
-        return [value for value, is_frozen in zip(leaves, _frozen(placed), strict=True) if not is_frozen]
+        return placed.layout.trained_leaves(whole) if isinstance(placed, Sharded) else jax.tree.leaves(whole)
 
     def _whole_average(self, blocks: Blocks, state: TrainState, params: Any) -> Any:
         """Return the weights with the trained ones replaced by their average."""
-        return self._with_trained(state, params, whole_average(blocks, state.ema or []))
+        averages = joined(blocks.logical_tree(whole_average(blocks, state.ema or [])))
+        return self._with_trained(state, params, jax.tree.leaves(averages))
 
     def _with_trained(self, state: TrainState, params: Any, trained: Sequence[Any]) -> Any:
         """Return whole weights with the trained ones replaced by `trained`."""
@@ -246,5 +243,4 @@ def _frozen(placed: Any) -> list[bool]:
     """Return, per leaf of the whole weights, whether it is frozen."""
     if not isinstance(placed, Sharded):
         return [False] * len(jax.tree.leaves(placed))
-    groups = sorted(placed.layout.groups, key=lambda group: group.name)
-    return [leaf.frozen for group in groups for leaf in group.leaves]
+    return placed.layout.frozen_whole_leaves()

@@ -35,7 +35,7 @@ def widened(x: Any) -> Any:
 
 
 def computing_in(stage: Stage, dtype: Any) -> Stage:
-    """Return a stage that casts its weights and micro-batch to `dtype` before it uses them.
+    """Return a stage that casts its weights, shared ones as well, and micro-batch to `dtype` before it uses them.
 
     The cast is inside the stage. So the gradients of micro-batches have the weights' own dtype, and are summed in
     float32.
@@ -44,7 +44,12 @@ def computing_in(stage: Stage, dtype: Any) -> Stage:
     def within(fn: Callable[..., Any] | None) -> Callable[..., Any] | None:
         if fn is None:
             return None
-        return lambda p, x, mb, **asked: fn(cast_floats(p, dtype), x, cast_floats(mb, dtype), **asked)
+
+        def cast(p: Any, x: Any, mb: Any, **asked: Any) -> Any:
+            asked |= {"shared": cast_floats(asked["shared"], dtype)} if "shared" in asked else {}
+            return fn(cast_floats(p, dtype), x, cast_floats(mb, dtype), **asked)
+
+        return cast
 
     return dataclasses.replace(
         stage,

@@ -56,9 +56,9 @@ class ProbedPipeline:
             if stage.params is None:
                 groups[name] = Group(name, stage.place, jax.tree.structure(None), ())
             self.users.append((name, sum(user == name for user, _ in self.users)))
-        rows = 1 + max(len(group.leaves) for group in groups.values())
+        rows = 1 + max(sum(len(groups[name].leaves) for name in stage.groups) for stage in model.stages)
         self._shape = (1 + max(use for _, use in self.users), rows, self._m)
-        self._extended = self._with_probes([groups[name] for name in dict.fromkeys(name for name, _ in self.users)])
+        self._extended = self._with_probes(list(groups.values()))
         stages = [self._probed(number, stage, groups) for number, stage in enumerate(model.stages)]
         frozen = {
             group.name: (jax.tree.unflatten(group.treedef, [leaf.frozen for leaf in group.leaves]), False)
@@ -90,18 +90,21 @@ class ProbedPipeline:
 
     def _probed(self, number: int, stage: Stage, groups: dict[str, Group]) -> Stage:
         name, use = self.users[number]
-        is_trained = [not leaf.frozen for leaf in groups[name].leaves]
+        is_trained = [not leaf.frozen for group in stage.groups for leaf in groups[group].leaves]
         is_last = number == len(self.users) - 1
 
         def fn(params: Any, x: Any, numbered: Any, **extra: Any) -> Outputs:
-            (weights, probe), microbatch = params, numbered["microbatch"]
+            (own, probe), microbatch = params, numbered["microbatch"]
+            weights = (own, [extra["shared"][name][0] for name in stage.shared])
             watch = lambda row, value: _watched((use, row, self._shape), value, probe, numbered["number"])  # noqa: E731
             given = extra.get("state")
             leaves, treedef = jax.tree.flatten(weights)
             leaves = [watch(1 + i, w) if is_trained[i] else w for i, w in enumerate(leaves)]
+            own, others = jax.tree.unflatten(treedef, leaves)
+            extra |= {"shared": dict(zip(stage.shared, others, strict=True))} if stage.shared else {}
             x, skips = _of_floats(lambda floats: watch(_INPUT, floats), (x, extra.get("skips")))
             extra |= {} if skips is None else {"skips": skips}
-            out = stage.fn(jax.tree.unflatten(treedef, leaves), x, microbatch, **extra)
+            out = stage.fn(own, x, microbatch, **extra)
             out = out if isinstance(out, Outputs) else Outputs(out)
             y, losses, outputs = out.y, [out.loss], (out.y, dict(out.skips), out.loss)
             if is_last:

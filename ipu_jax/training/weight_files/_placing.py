@@ -25,8 +25,8 @@ def wanted_leaves(like: Any) -> dict[str, TensorInfo]:
     """
     if isinstance(like, Sharded):
         return {
-            name: TensorInfo(leaf.shape, jnp.dtype(leaf.dtype))
-            for group, names in zip(like.layout.groups, names_of_groups(like.layout.groups), strict=True)
+            name: TensorInfo(leaf.whole_shape, jnp.dtype(leaf.dtype))
+            for group, names in zip(like.layout.groups, names_of_groups(like.layout), strict=True)
             for name, leaf in zip(names, group.leaves, strict=True)
         }
     wanted = {}
@@ -58,7 +58,7 @@ def _placed_leaf(leaf: Any, name: str, read: Read) -> Any:
 
 def _placed_sharded(like: Sharded, read: Read) -> Sharded:
     layout = like.layout
-    names = dict(zip((g.name for g in layout.groups), names_of_groups(layout.groups), strict=True))
+    names = dict(zip((g.name for g in layout.groups), names_of_groups(layout), strict=True))
     slots = [
         _on_devices((layout.ipus, *slot.shape), _sharding_of(array), _rows_of_slot(layout, k, names, read))
         for k, (slot, array) in enumerate(zip(layout.slots, like.slots, strict=True))
@@ -68,7 +68,7 @@ def _placed_sharded(like: Sharded, read: Read) -> Sharded:
             _on_devices(
                 tuple(array.shape),
                 _sharding_of(array),
-                _rows_of_leaf(leaf.shape, jnp.dtype(leaf.dtype), lambda name=name: read(name)),
+                _rows_of_leaf(leaf.shape, jnp.dtype(leaf.dtype), lambda name=name, leaf=leaf: read(name)[leaf.within]),
             )
             for name, leaf, array in zip(names[group.name], group.leaves, like.concurrent[group.name], strict=True)
         ]
@@ -122,7 +122,7 @@ def _rows_of_slot(
         for number, ipu in enumerate(range(index[0].start, index[0].stop)):
             if ipu in leaves:
                 name, leaf = leaves[ipu]
-                rows[number : number + 1].reshape(-1)[: leaf.size].reshape(leaf.shape)[...] = read(name)
+                rows[number : number + 1].reshape(-1)[: leaf.size].reshape(leaf.shape)[...] = read(name)[leaf.within]
         return rows
 
     return block

@@ -29,6 +29,7 @@ from ipu_jax.training.update.state import TrainState
 from ipu_jax.training.weight_files.names import named_leaves, names_of_groups
 
 Region = tuple[slice, ...]
+Read = Callable[[int], np.ndarray | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,9 +89,13 @@ def whole_leaves(weights: Any, *, average: bool = False) -> WholeLeaves:
     used = (params, weights.ema) if average else params
     _check_concrete(used)
     mesh, reader = _mesh_and_reader(used)
-    leaves = _of_sharded(params) if isinstance(params, Sharded) else _of_tree(params)
-    if average:
-        leaves = _with_average(leaves, params, weights.ema or [])
+    averages = (weights.ema or []) if average else []
+    if isinstance(params, Sharded):
+        return WholeLeaves(_of_sharded(params, _averages(params, averages) if averages else {}), mesh, reader)
+    leaves = _of_tree(params)
+    for number in range(len(leaves) if averages else 0):
+        dtype, read = _read_average(_average_blocks(params, averages), averages, number)
+        leaves[number] = dataclasses.replace(leaves[number], dtype=dtype, read=read)
     return WholeLeaves(leaves, mesh, reader)
 
 
@@ -120,16 +125,38 @@ def _mesh_and_reader(weights: Any) -> tuple[Mesh | None, int]:
     return meshes[0], min(instances[0])
 
 
-def _of_sharded(params: Sharded) -> list[WholeLeaf]:
-    leaves = []
-    for group, names in zip(params.layout.groups, names_of_groups(params.layout.groups), strict=True):
+def _of_sharded(params: Sharded, averages: dict[tuple[str, int], tuple[np.dtype[Any], Read]]) -> list[WholeLeaf]:
+    """Return the leaves of placed weights; `averages` are read in place of weights, by group and number."""
+    parts: dict[str, list[tuple[int, WholeLeaf]]] = {}  # by name, each with its first row
+    shapes: dict[str, tuple[int, ...]] = {}
+    for group, names in zip(params.layout.groups, names_of_groups(params.layout), strict=True):
         for i, (name, leaf) in enumerate(zip(names, group.leaves, strict=True)):
+            dtype = jnp.dtype(leaf.dtype)
             if group.ipu is None:
                 read = functools.partial(_concurrent_leaf, params.concurrent[group.name][i], leaf)
             else:
                 read = functools.partial(_slot_row, params.slots[leaf.slot], group.ipu, leaf)
-            leaves.append(WholeLeaf(name, leaf.shape, jnp.dtype(leaf.dtype), read))
-    return leaves
+            dtype, read = averages.get((group.name, i), (dtype, read))
+            shapes[name] = leaf.whole_shape
+            parts.setdefault(name, []).append(((leaf.rows or (0,))[0], WholeLeaf(name, leaf.shape, dtype, read)))
+    if params.layout.whole is not None:  # in the user's order
+        tree = jax.tree.unflatten(params.layout.whole.treedef, params.layout.whole.paths)
+        parts = {name: parts[name] for name, _ in named_leaves(tree)}
+    return [_in_one(shapes[name], of_leaf) for name, of_leaf in parts.items()]
+
+
+def _in_one(shape: tuple[int, ...], parts: list[tuple[int, WholeLeaf]]) -> WholeLeaf:
+    """Return the leaf whose rows these parts are."""
+    ordered = [leaf for _, leaf in sorted(parts, key=lambda part: part[0])]
+    if len(ordered) == 1:
+        return ordered[0]
+
+    def read(reader: int) -> np.ndarray | None:
+        read_parts = [leaf.read(reader) for leaf in ordered]
+        here = [part for part in read_parts if part is not None]
+        return np.concatenate(here) if here else None
+
+    return dataclasses.replace(ordered[0], shape=shape, read=read)
 
 
 def _of_tree(tree: Any) -> list[WholeLeaf]:
@@ -147,28 +174,34 @@ def _of_tree(tree: Any) -> list[WholeLeaf]:
     return leaves
 
 
-def _with_average(leaves: list[WholeLeaf], params: Any, averages: list[Any]) -> list[WholeLeaf]:
-    """Return the leaves with the trained ones replaced by their average, in the average's dtype."""
+def _averages(params: Sharded, averages: list[Any]) -> dict[tuple[str, int], tuple[np.dtype[Any], Read]]:
+    """Return how the average of each trained leaf is read, with its dtype, by group and number."""
+    blocks, layout = _average_blocks(params, averages), params.layout
+    at = layout.arranged({g.name: [_At(g.name, i) for i in range(len(g.leaves))] for g in layout.groups})
+    trained = [where for where, f in zip(jax.tree.leaves(at), layout.frozen_leaves(), strict=True) if not f]
+    return {
+        (where.group, where.number): _read_average(blocks, averages, number) for number, where in enumerate(trained)
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _At:
+    group: str
+    number: int
+
+
+def _average_blocks(params: Any, averages: list[Any]) -> Blocks:
     # an array is (replicas, ...) if each replica has a part of the average, and (1, ...) if each has all of it
     replicas = averages[0].shape[0] if averages else 1
-    if isinstance(params, Sharded):
-        blocks = blocks_of_layout(params.layout, replicas=replicas)
-        order = sorted(range(len(params.layout.groups)), key=lambda g: params.layout.groups[g].name)
-        starts = np.cumsum([0, *(len(group.leaves) for group in params.layout.groups)])
-        trained = [
-            int(starts[g]) + i
-            for g in order  # the logical tree is a dict, whose keys jax sorts
-            for i, leaf in enumerate(params.layout.groups[g].leaves)
-            if not leaf.frozen
-        ]
-    else:
-        blocks, trained = blocks_of_tree(params, replicas=replicas), list(range(len(leaves)))
-    averaged = list(leaves)
-    for number, at in enumerate(trained):
-        array = averages[blocks.block_of(number)]
-        read = functools.partial(_averaged_leaf, array, blocks, number)
-        averaged[at] = dataclasses.replace(leaves[at], dtype=np.dtype(array.dtype), read=read)
-    return averaged
+    of_layout = isinstance(params, Sharded)
+    return (
+        blocks_of_layout(params.layout, replicas=replicas) if of_layout else blocks_of_tree(params, replicas=replicas)
+    )
+
+
+def _read_average(blocks: Blocks, averages: list[Any], number: int) -> tuple[np.dtype[Any], Read]:
+    array = averages[blocks.block_of(number)]
+    return np.dtype(array.dtype), functools.partial(_averaged_leaf, array, blocks, number)
 
 
 def _slot_row(slot: Any, ipu: int, leaf: Leaf, reader: int) -> np.ndarray | None:

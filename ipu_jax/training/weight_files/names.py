@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ipu_jax.core.weights.packed_layout import Group
+from ipu_jax.core.weights.packed_layout import PackedLayout
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -27,14 +27,18 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     return named
 
 
-def names_of_groups(groups: tuple[Group, ...]) -> list[list[str]]:
-    """Return, per group, the name of each of its leaves.
+def names_of_groups(layout: PackedLayout) -> list[list[str]]:
+    """Return, per group, the name of each of its leaves; the parts of one leaf of the user have its name.
 
     Raises:
         ValueError: two leaves have the same name.
     """
-    numbered = {g.name: jax.tree.unflatten(g.treedef, range(len(g.leaves))) for g in groups}
-    names = [[_name(path) for path, _ in jax.tree.leaves_with_path({g.name: numbered[g.name]})] for g in groups]
+    if layout.whole is not None:
+        named = named_leaves(jax.tree.unflatten(layout.whole.treedef, layout.whole.paths))
+        at = {path: name for name, path in named}
+        return [[at[leaf.path] for leaf in group.leaves] for group in layout.groups]
+    numbered = {g.name: jax.tree.unflatten(g.treedef, range(len(g.leaves))) for g in layout.groups}
+    names = [[_name(path) for path, _ in jax.tree.leaves_with_path({g.name: numbered[g.name]})] for g in layout.groups]
     _check_different([name for of_group in names for name in of_group])
     return names
 

@@ -84,6 +84,26 @@ def test_layers_are_placed_by_number_by_cost_or_by_flops():
     assert places(make(microbatch=shapes)) == [0, 1, 1, 1, 1, 1]
 
 
+@pytest.mark.parametrize(
+    ("layers_per_ipu", "ipus", "counts"),
+    [
+        ([2, 3], 2, [2, 3]),
+        (np.array([1, 4]), 2, [1, 4]),
+        ([-1, -1], 2, [2, 3]),
+        ((1, 2, -1, -1), 4, [1, 2, 1, 1]),
+        ([-1, 2, -1], 3, [1, 2, 2]),
+        ([-1, 1, -1, 1], 4, [1, 1, 2, 1]),
+        ([-1], 1, [5]),
+        ([-1, -1, -1], 3, [1, 1, 3]),  # the last gets the whole remainder, as in optimum-graphcore
+    ],
+)
+def test_layers_are_placed_by_their_numbers_per_ipu(layers_per_ipu, ipus, counts):
+    pipeline, _ = made(layers_per_ipu=layers_per_ipu, ipus=ipus)()
+    *of_layers, of_loss = places(pipeline)
+    assert of_layers == [ipu for ipu, count in enumerate(counts) for _ in range(count)]
+    assert of_loss == ipus - 1
+
+
 def made(**given: Any) -> Any:
     layers = {"layers": [block] * 5, "params": PARAMS} if "layers" not in given else {}
     return lambda: Pipeline.from_layers(**{"loss": loss, "ipus": 2} | layers | given)
@@ -96,7 +116,27 @@ def made(**given: Any) -> Any:
     (made(layers=[block]), "layer 0 is <function block", "give (function, params), or params="),
     (made(loss=None), "loss=None", "callable", "a function of (x, microbatch)"),
     (made(inputs="x"), "inputs='x'", "callable", "a function of (microbatch)"),
-    (made(costs=[1] * 5, microbatch=BATCH), "costs and microbatch are both given", "give the layers' costs, or a "),
+    (made(costs=[1] * 5, microbatch=BATCH), "costs and microbatch are given together", "give the layers' costs, or a "),
+    (made(costs=[1] * 5, layers_per_ipu=[-1, -1]), "costs and layers_per_ipu are given together", "or the numbers of"),
+    (made(microbatch=BATCH, layers_per_ipu=[-1, -1]), "microbatch and layers_per_ipu are given together", "or the num"),
+    *(
+        (
+            made(layers_per_ipu=wrong),
+            f"layers_per_ipu={wrong!r} are no numbers of layers for 2 IPUs",
+            "at least 1, or -1",
+        )
+        for wrong in ([5], [1, 2, 2], [0, 5], [-2, 5], [2.0, 3], [True, 4], "23", 5)
+    ),
+    *(
+        (made(layers_per_ipu=wrong), f"layers_per_ipu={wrong!r} cannot place 5 layers", "add up to 5")
+        for wrong in ([2, 2], [3, 3], [5, -1], [6, -1])
+    ),
+    (
+        made(layers_per_ipu=[2, 3], rounds=2),
+        "layers_per_ipu=[2, 3] with rounds=2",
+        "one round",
+        "leave one of them out",
+    ),
     (made(costs=[1, 2]), "costs has 2 numbers for 5 layers", "one for each layer"),
     (made(ipus=6), "5 layers cannot fill 6 IPUs", "take fewer IPUs"),
 )

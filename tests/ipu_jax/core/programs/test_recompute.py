@@ -258,3 +258,27 @@ def test_a_concurrent_head_computes_nothing_again():
     assert primitives_of(head.jaxprs["B"].jaxpr)["tanh"] == 0
     assert primitives_of(head.jaxprs["F"].jaxpr)["tanh"] == 2
     assert [s.shape for s in body.stash] == [X.shape], "the tanh, from which the first stage's B computes its square"
+
+
+def test_results_of_a_scans_iterations_that_only_an_aux_reads_get_no_gradient():
+    def layers(w, x):
+        return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), c.mean()), x, w)
+
+    def last(w, x, mb):
+        (h, means), earlier = layers(w, x[0]), x[1]
+        return jnp.mean(h**2), jnp.concatenate([earlier, means])
+
+    weights, x = {"a": 0.1 * jnp.arange(32.0).reshape(2, 4, 4), "b": jnp.ones((2, 4, 4))}, jnp.ones((1, 3, 4))
+    stages = [Stage(lambda w, x, mb: layers(w, mb), params="a", ipu=0), Stage(last, params="b", ipu=1)]
+    pipeline = Pipeline(stages)
+    (_, means), gradients = pipeline.value_and_grad(pipeline.shard(weights), x)
+
+    def whole(weights):
+        h, first = layers(weights["a"], x[0])
+        h, second = layers(weights["b"], h)
+        return jnp.mean(h**2), jnp.concatenate([first, second])
+
+    expected, expected_means = jax.grad(whole, has_aux=True)(weights)
+    np.testing.assert_allclose(means[0], expected_means, rtol=1e-6)
+    for name, gradient in pipeline.unshard(gradients).items():
+        np.testing.assert_allclose(gradient, expected[name], rtol=1e-5, atol=1e-8)

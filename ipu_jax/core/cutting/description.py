@@ -1,0 +1,103 @@
+"""Say where a function was cut, and why: the lines of `print(pipeline)` below the first."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ipu_jax.core.analysis.report import in_units
+from ipu_jax.core.cutting.cut import Cut
+from ipu_jax.core.cutting.division import Division
+from ipu_jax.core.cutting.origin import line_of, scopes_of
+from ipu_jax.core.cutting.program import bytes_of
+from ipu_jax.core.weights.whole_tree import Part
+
+
+def names_of(division: Division) -> list[str]:
+    """Return a name for each stage: the user's modules that it runs, or "stage 2" where there are none or two alike."""
+    scopes = [[scopes_of(eqn) for eqn in piece.equations] for piece in division.pieces]
+    common = _common([found for of_stage in scopes for found in of_stage if found])
+    names = []
+    for s, of_stage in enumerate(scopes):
+        modules = [found[len(common)] for found in of_stage if len(found) > len(common)]
+        first, last = (modules[0], modules[-1]) if modules else ("", "")
+        names.append(f"stage {s}" if not modules else first if first == last else f"{first} to {last}")
+    return [name if names.count(name) == 1 else f"stage {s}" for s, name in enumerate(names)]
+
+
+def _common(scopes: Sequence[list[str]]) -> list[str]:
+    """Return the outer modules that all of these have."""
+    common = list(scopes[0]) if scopes else []
+    for found in scopes:
+        while found[: len(common)] != common:
+            common.pop()
+    return common
+
+
+def described(
+    division: Division,
+    cut: Cut,
+    names: Sequence[str],
+    places: Sequence[int],
+    paths: Sequence[str],
+    shared: Mapping[Part, list[int]],
+) -> str:
+    """Return a line per stage and a line about the cut, and one per leaf that all IPUs hold.
+
+    Args:
+        division, cut: the divided program.
+        names, places: per stage its name and its IPU.
+        paths: per leaf of the weights its path.
+        shared: the parts that all IPUs hold, and the stages that read them.
+    """
+    program, messages, total = division.program, division.messages(), sum(cut.work) or 1.0
+    rows = [("stage", "IPU", "work", "weights", "ends after", "sends per micro-batch")]
+    for s, piece in enumerate(division.pieces):
+        own = [v for v in piece.weights if division.parts[v] not in shared]
+        sent = messages[s] if s < len(messages) else []
+        text = (
+            f"{len(sent)} array{'s' * (len(sent) != 1)}, {in_units(sum(map(bytes_of, sent)), 'B')}"
+            if sent
+            else "the loss"
+        )
+        ends = line_of(program.activations[cut.ends[s] - 1]) if cut.ends[s] else ""
+        rows.append(
+            (
+                f"{s} {names[s]}" if names[s] != f"stage {s}" else str(s),
+                str(places[s]),
+                f"{cut.work[s] / total:.1%}",
+                in_units(sum(map(bytes_of, own)), "B"),
+                ends,
+                text,
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    where = (
+        "places that the function marks"
+        if cut.marked
+        else (
+            f"waists, where one activation is live: {cut.waists} of {cut.places} places"
+            if cut.at_waists
+            else f"the {cut.places} places: the {cut.waists} waists, where one activation is live, give no even stages"
+        )
+    )
+    lines.append(
+        f"cut at {where}; the heaviest stage has {max(cut.work) * len(cut.work) / total - 1:.1%} more than the mean"
+    )
+    lines += _of_shared(division, paths, shared)
+    return "\n".join(lines)
+
+
+def _of_shared(division: Division, paths: Sequence[str], shared: Mapping[Part, list[int]]) -> list[str]:
+    if not shared:
+        return []
+    size = {part: bytes_of(division.program.params[part.leaf]) for part in shared}
+    largest = sorted(shared, key=lambda part: -size[part])
+    named = [
+        f"{paths[part.leaf]} ({in_units(size[part], 'B')}, stages {', '.join(map(str, shared[part]))})"
+        for part in largest[:3]
+    ]
+    others = f" and {len(largest) - 3} more ({in_units(sum(size[p] for p in largest[3:]), 'B')})" if largest[3:] else ""
+    return [
+        f"all IPUs hold {', '.join(named)}{others}: stages on several IPUs read them. Their gradients are added up once "
+        "per update, which sends less than a copy with each micro-batch"
+    ]
