@@ -151,7 +151,7 @@ def test_five_updates_equal_those_of_plain_optax(name):
         params = optax.apply_updates(params, updates)
         assert largest_relative_error(outputs.loss, expected.loss) < 1e-4
     # Adam divides rounding errors by themselves where a gradient is almost zero
-    found, expected = jax.tree.leaves(step.whole(state).params), jax.tree.leaves(params)
+    found, expected = jax.tree.leaves(step.whole(state)["params"]), jax.tree.leaves(params)
     assert largest_relative_error(found, expected) < 1e-3
 
 

@@ -64,7 +64,7 @@ def scan_with_results_of_layers() -> Example:
 
 
 def scan_with_a_key_per_layer() -> Example:
-    """A scan over stacked weights, keys split for the layers, and numbers of the layers; weights are cast as a whole."""
+    """A scan over stacked weights, keys split for the layers, and numbers of the layers; weights are scaled."""
     rng = np.random.default_rng(23)
     params = {"w": normal(rng, 6, D, D), "b": np.zeros((6, D), np.float32)}
 
@@ -85,10 +85,7 @@ def scan_with_a_key_per_layer() -> Example:
 def diffusion() -> Example:
     """Time and noise are drawn with the key; every layer reads the embedding of the time."""
     rng = np.random.default_rng(24)
-    params = {
-        "time": normal(rng, D, D),
-        "layers": [{"w": w, "t": t} for w, t in zip(*[layers_of(rng, 5)] * 2, strict=True)],
-    }
+    params = {"time": normal(rng, D, D), "layers": [{"w": normal(rng, D, D), "t": normal(rng, D, D)} for _ in range(5)]}
 
     def loss(params, batch, key):
         for_time, for_noise = jax.random.split(key)
