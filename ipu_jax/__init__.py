@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ipu_jax.core.analysis.balance import LayerPlacement, balance_layers, measure_costs
     from ipu_jax.core.analysis.cost import flops_of
     from ipu_jax.core.analysis.report import PipelineReport
+    from ipu_jax.core.cutting.cut import stage_end
     from ipu_jax.core.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, InFlight, configure, make_mesh
     from ipu_jax.core.instances import on_host
     from ipu_jax.core.modules import (
@@ -154,6 +155,7 @@ __all__ = [
     "reference_predict",
     "reference_value_and_grad",
     "replicate",
+    "stage_end",
     "trace",
     "verify",
     "write_report",

@@ -114,7 +114,8 @@ def unsharded_update(
     check_key(key, stages, "training")
     check_batch(batch, replicas, m)
     _check_state(pipeline, state)
-    model, count = pipeline.unsharded_model(), m * replicas
+    function, count = pipeline.function, m * replicas
+    model = whole(stages, "reference") if function is None else function.unsharded
     loss_cotangent = 1.0 if pipeline.options.reduction == "sum" else 1.0 / count
     frozen = pipeline.frozen_mask(params)
     treedef = jax.tree.structure(params)

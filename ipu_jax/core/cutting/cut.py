@@ -5,8 +5,8 @@
                                             ^            ^                     ^
                                             waists: one value is live, besides scalars
 
-A cut after an operation sends the activations that are live there: computed before, read after. Cuts are made at waists,
-if these give stages of nearly equal work. Otherwise, as in a decoder that reads the encoder's output, they are made
+A cut after an operation sends the activations that are live there: computed before, read after. Cuts are at waists if
+these give stages of nearly equal work. Otherwise, as in a decoder that reads the encoder's output, they are made
 wherever stages become even, and among such cuts with the fewest bytes. All of it is exact, by dynamic programming.
 """
 
@@ -14,7 +14,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final
 
+import jax
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from ipu_jax.base.jaxprs import variables
@@ -28,6 +30,27 @@ _AS_GOOD: Final = {True: 1.01, False: 1.05}
 _MOST_PLACES: Final = 1024
 _SMALL, _SMALL_SHARE = 8, 0.05
 """Bytes, and the share of all live bytes, up to which a live value does not count: a scalar, a sum of losses."""
+
+
+STAGE_END: Final = "stage_end"
+
+
+def stage_end(x: Any) -> Any:
+    """Mark a value as the end of a stage, for `Pipeline.from_function`; elsewhere it does nothing.
+
+    Where a function has such marks, it is cut at some of them, and nowhere else: at all of them if they are as many as
+    the schedule needs. Names that a model has for `jax.checkpoint`'s policies can be given as `cuts=` instead.
+
+    Args:
+        x: a pytree of arrays.
+
+    Returns:
+        The same values.
+
+    >>> float(stage_end(2.0))
+    2.0
+    """
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, STAGE_END), x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +227,7 @@ def _heaviest(total: np.ndarray, places: np.ndarray, stages: int) -> float:
 def _fewest_bytes(
     total: np.ndarray, sent: np.ndarray, places: np.ndarray, stages: int, limit: float
 ) -> list[int] | None:
-    """Return the places of the cut that sends the fewest bytes, and then is the most even, with no load above `limit`."""
+    """Return the places of the cut that sends the fewest bytes, and then is the most even, with loads up to `limit`."""
     at, limit = total[places], limit * (1 + 1e-9)
 
     def price(load: np.ndarray) -> np.ndarray:

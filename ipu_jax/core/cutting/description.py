@@ -1,7 +1,6 @@
 """Say where a function was cut, and why: the lines of `print(pipeline)` below the first."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ipu_jax.core.analysis.report import in_units
 from ipu_jax.core.cutting.cut import Cut
@@ -69,6 +68,8 @@ def described(
                 text,
             )
         )
+    if not any(row[4] for row in rows[1:]):  # code without a file has no lines
+        rows = [(*row[:4], row[5]) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     where = (
@@ -80,9 +81,8 @@ def described(
             else f"the {cut.places} places: the {cut.waists} waists, where one activation is live, give no even stages"
         )
     )
-    lines.append(
-        f"cut at {where}; the heaviest stage has {max(cut.work) * len(cut.work) / total - 1:.1%} more than the mean"
-    )
+    uneven = f"the heaviest stage has {max(cut.work) * len(cut.work) / total - 1:.1%} more work than the mean"
+    lines.append(f"cut at {where}; {uneven}")
     lines += _of_shared(division, paths, shared)
     return "\n".join(lines)
 
@@ -98,6 +98,6 @@ def _of_shared(division: Division, paths: Sequence[str], shared: Mapping[Part, l
     ]
     others = f" and {len(largest) - 3} more ({in_units(sum(size[p] for p in largest[3:]), 'B')})" if largest[3:] else ""
     return [
-        f"all IPUs hold {', '.join(named)}{others}: stages on several IPUs read them. Their gradients are added up once "
-        "per update, which sends less than a copy with each micro-batch"
+        f"all IPUs hold {', '.join(named)}{others}: stages on several IPUs read them. Their gradients are added up "
+        "once per update, which sends less than a copy with each micro-batch"
     ]

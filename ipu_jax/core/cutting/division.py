@@ -232,7 +232,7 @@ class Division:
         self.own = [_in_order(eqns) for eqns in self.own]
 
     def _small_operations(self) -> list[tuple[Any, set[int]]]:
-        """Return the operations whose small results are computed from larger weights, and the leaves that each reads."""
+        """Return the operations that compute small results from larger weights, and the leaves that each reads."""
         found: list[tuple[Any, set[int]]] = []
         results: set[Any] = set()
         for op in self.program.operations:

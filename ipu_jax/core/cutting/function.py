@@ -1,4 +1,4 @@
-"""Make stages of a whole loss function: trace it, cut it, and give each stage the equations and weights that are its own.
+"""Make stages of a whole loss function: trace it, cut it, and give each stage its own equations and weights.
 
 loss(params, micro_batch)  --traced-->  program  --cut-->  Stage 0, Stage 1, ...  and who holds which leaf of `params`
 """
@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from ipu_jax.base.jaxprs import part_of
-from ipu_jax.core.cutting.cut import Cut, Places
+from ipu_jax.core.cutting.cut import STAGE_END, Cut, Places
 from ipu_jax.core.cutting.description import described, names_of
 from ipu_jax.core.cutting.division import Division
-from ipu_jax.core.cutting.origin import at_line
-from ipu_jax.core.cutting.program import traced
+from ipu_jax.core.cutting.origin import at_line, name_of
+from ipu_jax.core.cutting.program import Program, traced
+from ipu_jax.core.cutting.stages import make_stage, who_holds
 from ipu_jax.core.programs.segment import Message, MicrobatchInputs
-from ipu_jax.core.stage import Outputs, Stage
+from ipu_jax.core.stage import Stage
 from ipu_jax.core.weights.whole_tree import Part, WholeTree
 
 Placement = Sequence[int]
@@ -57,14 +57,14 @@ class FunctionModel:
         for path in [*cut_for, *found]:
             one, other = cut_for.get(path), found.get(path)
             if one is None or other is None:
+                is_what = "missing" if other is None else "unknown"
                 raise ValueError(
-                    f"batch{path} is {'missing' if other is None else 'unknown'}: the function was cut for a micro-batch "
-                    f"with the leaves {', '.join(cut_for)}"
+                    f"batch{path} is {is_what}: the function was cut for micro-batches with {', '.join(cut_for)}"
                 )
             if tuple(other.shape[leading:]) != one.shape or jax.dtypes.canonicalize_dtype(other.dtype) != one.dtype:
                 raise ValueError(
-                    f"batch{path} has micro-batches of {other.dtype}{list(other.shape[leading:])}, and the function was "
-                    f"cut for {one.dtype}{list(one.shape)}: give these, or cut the function for the others"
+                    f"batch{path} has micro-batches of {other.dtype}{list(other.shape[leading:])}, and the function "
+                    f"was cut for {one.dtype}{list(one.shape)}: give these, or cut the function for the others"
                 )
 
     def of_stages(self, aux: Any) -> dict[str, Any]:
@@ -98,27 +98,35 @@ def model_of(
     recompute: Any,
 ) -> FunctionModel:
     """Trace and cut a loss function for stages in these places. The arguments are as for `Pipeline.from_function`."""
+    if not callable(loss):
+        raise ValueError(f"loss={loss!r} is not callable: give a function of (params, micro_batch)")
+    if None in placement:
+        raise ValueError(
+            "schedule has concurrent stages, and a function is cut into local ones: give its name, or one without"
+        )
     params, state, microbatch = _shapes((params, state, microbatch))
     takes_key = _takes_key(loss, state)
     call = _call(loss, state, takes_key=takes_key)
     key = jax.eval_shape(lambda: jax.random.key(0)) if takes_key else None
     program, results = traced(call, params, state, microbatch, key)
-    _, aux, _ = results
+    value, aux, _ = results
+    _check_loss(program, value)
+    _check_effects(program)
     whole = WholeTree.of("params", params, {})
     is_frozen = jax.tree.leaves(WholeTree.of("params", params, {"": _parts(params)}).spread("frozen", frozen or False))
     places = Places(program, is_frozen)
-    cut = places.cut(len(placement), names)
-    if cut is None:
-        raise ValueError(f"{len(placement)} stages: too few places")
+    cut = _best_cut(places, len(placement), names)
     division = Division(program, cut.ends)
-    held, names_of_stages = _held(division, placement), names_of(division)
+    held, names_of_stages = who_holds(division, placement), names_of(division)
     weights = dataclasses.replace(whole, groups=tuple((name, tuple(parts)) for name, parts in held.groups.items()))
     of_state = None
     if state is not None:
         held_by = {f"stage {s}": [Part(k) for k in division.returned(s)[1]] for s in range(len(placement))}
         of_state = WholeTree.of("state", state, {name: parts for name, parts in held_by.items() if parts})
     stages = [
-        _stage(division, s, name, placement[s], held, has_state=state is not None, key=takes_key, recompute=recompute)
+        make_stage(
+            division, s, name, placement[s], held, has_state=state is not None, key=takes_key, recompute=recompute
+        )
         for s, name in enumerate(names_of_stages)
     ]
     text = described(division, cut, names_of_stages, placement, whole.paths, held.everywhere)
@@ -133,6 +141,41 @@ def model_of(
         cut=cut,
         described=text,
     )
+
+
+def _best_cut(places: Places, stages: int, names: Sequence[str] | None) -> Cut:
+    marks = names
+    if names is None and len(places.marked([STAGE_END])):
+        marks = [STAGE_END]
+    cut = places.cut(stages, marks)
+    if cut is not None:
+        return cut
+    if marks is not None:
+        count, by = len(places.marked(marks)), "stage_end" if names is None else f"cuts={list(marks)!r}"
+        raise ValueError(
+            f"{by} marks {count} place{'s' * (count != 1)} of the function, and {stages} stages need {stages - 1}: "
+            "mark more values, outside of scans and other functions with a body, or take fewer IPUs or rounds"
+        )
+    heaviest = int(places.work.argmax()) if len(places.work) else 0
+    share = places.work[heaviest] / (places.work.sum() or 1) if len(places.work) else 0
+    operation = places.operations[heaviest] if len(places.work) else None
+    held = f"; {share:.0%} of its work is one operation, {name_of(operation)}{at_line(operation)}" if operation else ""
+    raise ValueError(
+        f"{stages} stages are more than the function can be cut into: it has {int(places.allowed.sum())} places "
+        f"between its operations{held}: take fewer IPUs or rounds, or write what is one operation as several"
+    )
+
+
+def _check_effects(program: Program) -> None:
+    """Raise `ValueError` for effects that have an order, which the stages of several IPUs do not keep."""
+    for operation in program.operations:
+        ordered = [effect for effect in operation.effects if "Ordered" in type(effect).__name__]
+        ordered = [effect for effect in ordered if "Unordered" not in type(effect).__name__]
+        if ordered:
+            raise ValueError(
+                f"the function has an ordered effect, {name_of(operation)}{at_line(operation)}: micro-batches run on "
+                "several IPUs at once, in no order; give the callback ordered=False, or leave it out"
+            )
 
 
 def _shapes(tree: Any) -> Any:
@@ -156,8 +199,8 @@ def _takes_key(loss: Callable[..., Any], state: Any) -> bool:
     if len(taken) not in (others, others + 1):
         form = "params, micro_batch" if state is None else "params, state, micro_batch"
         raise ValueError(
-            f"loss takes {len(taken)} arguments, {', '.join(p.name for p in taken)}: give a function of ({form}), or of "
-            f"({form}, key)" + ("" if state is not None else "; a function with a state needs state=")
+            f"loss takes {len(taken)} arguments, {', '.join(p.name for p in taken)}: give a function of ({form}), or "
+            f"of ({form}, key)" + ("" if state is not None else "; a function with a state needs state=")
         )
     return len(taken) > others
 
@@ -177,23 +220,26 @@ def _call(loss: Callable[..., Any], state: Any, *, takes_key: bool) -> Callable[
         if len(results) > most or (state is not None and len(results) < 2):
             forms = "loss, or (loss, aux)" if state is None else "(loss, new_state), or (loss, aux, new_state)"
             raise ValueError(f"loss returns a tuple of {len(results)}: return {forms}")
-        if jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
-            raise ValueError(
-                f"loss returns {jnp.result_type(value)}{list(jnp.shape(value))}: return the micro-batch's mean loss, a "
-                "float scalar"
-            )
-        if state is not None:
-            of = lambda tree: (
-                jax.tree.structure(tree),
-                [(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree)],
-            )
-            if of(new_state) != of(state):
-                raise ValueError(
-                    "loss returns a new state that is not like state: return the same tree, shapes and dtypes"
-                )
+        if state is not None and _described(new_state) != _described(state):
+            raise ValueError("loss returns a new state that is not like state: return the same tree, shapes and dtypes")
         return value, aux, new_state
 
     return call
+
+
+def _described(tree: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
+
+
+def _check_loss(program: Program, loss: Any) -> None:
+    """Raise `ValueError` unless the function returns a float scalar."""
+    if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        made = program.made_by.get(program.loss)
+        raise ValueError(
+            f"loss returns {loss.dtype}{list(loss.shape)}{'' if made is None else at_line(made)}: return the "
+            "micro-batch's mean loss, a float scalar"
+        )
 
 
 def _as_traced(closed: Any, results: Any) -> Callable[..., Any]:
@@ -204,144 +250,3 @@ def _as_traced(closed: Any, results: Any) -> Callable[..., Any]:
         return jax.tree.unflatten(results, run(*jax.tree.leaves(args)))
 
     return call
-
-
-@dataclasses.dataclass
-class _Held:
-    """Who holds the weights.
-
-    Attributes:
-        groups: per group its parts.
-        own, shared: per stage the names of its own group and of the shared ones that it reads.
-        everywhere: the parts of shared groups, and the stages that read them.
-    """
-
-    groups: dict[str, list[Part]]
-    own: list[str | None]
-    shared: list[tuple[str, ...]]
-    everywhere: dict[Part, list[int]]
-
-
-def _held(division: Division, placement: Placement) -> _Held:
-    """Give each part to the group of its stage; stages of one IPU that share one get one group."""
-    users: dict[Part, list[int]] = {}
-    for s, piece in enumerate(division.pieces):
-        for var in piece.weights:
-            users.setdefault(division.parts[var], []).append(s)
-    everywhere = {part: stages for part, stages in users.items() if len({placement[s] for s in stages}) > 1}
-    lead = list(range(len(placement)))  # per stage, the stage whose group it shares
-    for part, stages in users.items():
-        if part not in everywhere:
-            first = min(lead[s] for s in stages)
-            old = {lead[s] for s in stages}
-            lead = [first if at in old else at for at in lead]
-    groups: dict[str, list[Part]] = {}
-    for part, stages in users.items():
-        name = _shared_name(division, part) if part in everywhere else f"stage {lead[stages[0]]}"
-        groups.setdefault(name, []).append(part)
-    used = {part.leaf for part in users}
-    for k in range(len(division.program.params)):
-        if k not in used:  # nothing reads it
-            groups.setdefault("stage 0", []).append(Part(k))
-    own = [f"stage {at}" if f"stage {at}" in groups else None for at in lead]
-    shared = [
-        tuple(
-            dict.fromkeys(_shared_name(division, p) for p in map(division.parts.get, piece.weights) if p in everywhere)
-        )
-        for piece in division.pieces
-    ]
-    return _Held(groups, own, shared, everywhere)
-
-
-def _shared_name(division: Division, part: Part) -> str:
-    return f"shared {part.leaf}" if part.rows is None else f"shared {part.leaf} {part.rows[0]}"
-
-
-def _stage(
-    division: Division,
-    s: int,
-    name: str,
-    ipu: int,
-    held: _Held,
-    *,
-    has_state: bool,
-    key: bool,
-    recompute: Any,
-) -> Stage:
-    program, piece = division.program, division.pieces[s]
-    messages = division.messages()
-    received, sent = messages[s - 1] if s else [], messages[s] if s < len(messages) else []
-    own = held.groups.get(held.own[s] or "", [])
-    at = {part: k for k, part in enumerate(own)}
-    of_own = [(at[p], v) for v in piece.weights for p in [division.parts[v]] if p in at]
-    of_shared = [
-        (name, held.groups[name].index(p), v)
-        for v in piece.weights
-        for p in [division.parts[v]]
-        if p not in at
-        for name in held.shared[s]
-        if p in held.groups[name]
-    ]
-    batch = [k for k, v in enumerate(program.batch) if v in piece.inputs]
-    aux, new_state = division.returned(s)
-    constants = [v for v in program.constants if v in piece.inputs]
-    is_random = key and any(v in piece.inputs for v in program.key)
-    inputs = [
-        *(v for _, v in of_own),
-        *(v for *_, v in of_shared),
-        *received,
-        *(program.batch[k] for k in batch),
-        *(program.key if is_random else []),
-        *(program.state[k] for k in new_state),
-        *constants,
-    ]
-    results = [program.loss] if s == len(messages) else sent
-    outputs = [*results, *(program.new_state[k] for k in new_state), *(program.aux[k] for k in aux)]
-    run = core.jaxpr_as_fun(part_of(program.closed, inputs, piece.equations, outputs))
-    values = [program.constants[v] for v in constants]
-    is_last = s == len(messages)
-
-    def fn(weights: Any, x: Any, microbatch: Any, *, shared: Any = None, state: Any = None, key: Any = None) -> Outputs:
-        leaves = jax.tree.leaves(microbatch)
-        outs = run(
-            *(weights[k] for k, _ in of_own),
-            *(shared[name][k] for name, k, _ in of_shared),
-            *(_unpacked(v, value) for v, value in zip(received, x or (), strict=True)),
-            *(leaves[k] for k in batch),
-            *([key] if is_random else []),
-            *(state or []),
-            *values,
-        )
-        y, new, of_aux = (
-            outs[: len(results)],
-            outs[len(results) :][: len(new_state)],
-            outs[len(results) + len(new_state) :],
-        )
-        return Outputs(
-            y=y[0] if is_last else tuple(map(_packed, y)),
-            state=list(new) if new_state else None,
-            aux={str(k): value for k, value in zip(aux, of_aux, strict=True)} or None,
-        )
-
-    return Stage(
-        fn,
-        params=held.own[s],
-        ipu=ipu,
-        name=name,
-        recompute=recompute,
-        state=f"stage {s}" if new_state and has_state else None,
-        random="same" if is_random else False,
-        shared=held.shared[s],
-    )
-
-
-def _packed(value: Any) -> Any:
-    """Return a value as it is sent: the data of a random key."""
-    return jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value
-
-
-def _unpacked(var: Any, value: Any) -> Any:
-    dtype = var.aval.dtype
-    if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return value
-    return jax.random.wrap_key_data(value, impl=dtype._impl.name)

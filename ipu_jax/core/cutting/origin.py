@@ -28,9 +28,15 @@ def at_line(operation: Any) -> str:
     return f" ({line})" if line else ""
 
 
+def name_of(operation: Any) -> str:
+    """Return the name of an operation's primitive, such as "dot_general"."""
+    return _equation(operation).primitive.name
+
+
 def scopes_of(operation: Any) -> list[str]:
     """Return the names of the modules, or `jax.named_scope`s, around an operation, the outermost first."""
-    return [scope for scope in str(_equation(operation).source_info.name_stack).split("/") if scope]
+    scopes = str(_equation(operation).source_info.name_stack).split("/")
+    return [scope for scope in scopes if scope and "(" not in scope]  # vmap() is no module
 
 
 def _equation(operation: Any) -> Any:

@@ -5,8 +5,8 @@
     state   -> "s"     the same
     several -> "a"     an activation: computed once, by the stage in which its operation lies
 
-Calls of `jax.jit` are inlined. A scan over stacked weights becomes an operation per layer, so that it can be cut between
-any two of them.
+Calls of `jax.jit` are inlined. A scan over stacked weights becomes an operation per layer, so that it can be cut
+between any two of them.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from ipu_jax.core.analysis.cost import equation_flops
 Kind = Literal["w", "b", "s", "a"]
 
 _AGAIN: Final = 64
-"""FLOPs per byte of a result from which it is cheaper to send it once than to compute it in each stage that needs it."""
+"""FLOPs per byte of a result from which it is cheaper to send it than to compute it in each stage that needs it."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ per_block     [[mu, nu]]    arrays (replicas, ipus, *update_shape): each IPU has
 replicated    [count]
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -101,10 +102,8 @@ class StateLayout:
         """
         expected = [(v.aval.shape, v.aval.dtype.name) for v in self.variables]
         parts = jax.tree.unflatten(self._analysis.state_treedef, [v.aval for v in self.variables])
-        try:
+        with contextlib.suppress(ValueError):  # another tree: the comparison says so
             state = divided(state, like=parts)
-        except ValueError:
-            pass  # another tree: the comparison says so
         leaves, treedef = jax.tree.flatten(state)
         found = [(np.shape(leaf), jnp.asarray(leaf).dtype.name) for leaf in leaves]
         if treedef != self._analysis.state_treedef or found != expected:

@@ -26,8 +26,7 @@ from ipu_jax.core.engine.on_mesh import predict_on_mesh
 from ipu_jax.core.pipeline._derivatives import differentiable_loss, refusing_derivatives
 from ipu_jax.core.pipeline._layers import stages_of_layers
 from ipu_jax.core.pipeline._placed_stages import PlacedStages
-from ipu_jax.core.schedules import Schedule, canonical_name
-from ipu_jax.core.schedules._families import default_placement
+from ipu_jax.core.schedules import Schedule, canonical_name, make_schedule
 from ipu_jax.core.stage import Role, Stage
 from ipu_jax.core.weights import packing
 from ipu_jax.core.weights.arguments import check_predictable, count_samples
@@ -303,30 +302,72 @@ class Pipeline(PlacedStages):
         frozen: Any = None,
         **options: Any,
     ) -> "Pipeline":
-        """Cut any JAX function into the stages of a pipeline."""
-        placement = (
-            schedule.placement
-            if isinstance(schedule, Schedule)
-            else default_placement(canonical_name(schedule), ipus, rounds)
-        )
+        """Return a pipeline cut out of any JAX function, unchanged. Nothing is run: shapes suffice.
+
+        The function is traced once. It is cut where one activation is live, into stages of equal work (FLOPs of F and
+        B), as many as the schedule has; where no such places give even stages, wherever the fewest bytes are sent. A
+        scan over stacked weights is cut between its iterations. What follows from the weights alone or from the
+        micro-batch alone, such as casts and masks, is computed again where it is needed. `print(pipeline)` says where
+        the function was cut and why. `verify` compares with the function itself.
+
+        `shard` takes and `unshard` returns the function's own tree of weights; `frozen`, optimizers, checkpoints and
+        weight files speak of it, too. A stage holds the leaves that it reads. A leaf that stages on several IPUs read,
+        such as a tied embedding, is on all IPUs, and its gradients are added up once per update. In the optimizer, a
+        stacked leaf that is on several IPUs is a `Rows` of its parts.
+
+        Args:
+            loss: `loss(params, micro_batch)`, or `loss(params, micro_batch, key)`, returns the micro-batch's mean loss,
+                a float scalar, or `(loss, aux)`. With `state`, `loss(params, state, micro_batch)` returns
+                `(loss, new_state)`, or `(loss, aux, new_state)`: micro-batches replace it one after the other. The key
+                of micro-batch m of replica r is `fold_in(fold_in(key, r), m)`.
+            params: the weights or their shapes, any pytree of arrays.
+            micro_batch: one micro-batch or its shapes, any pytree of arrays, without the leading M.
+            ipus: the number of IPUs of a replica.
+            state: the state or its shapes, such as batch norm's statistics. `shard_state` places it.
+            replicas: copies of the model.
+            rounds: the stages on each IPU under "zb-wave" and the looped schedules.
+            schedule: as for `Pipeline`.
+            cuts: names that `jax.ad_checkpoint.checkpoint_name` gives to values in the function: it is cut after these
+                only. Default: after values marked by `stage_end`, if there are any.
+            recompute: as for `Stage`, for all stages.
+            frozen: True, or a pytree of bools that is a prefix of `params`: leaves that get no gradient.
+            options: `gradient_accumulation`, `reduction` and `ipu_memory`, as for `Pipeline`.
+
+        Raises:
+            ValueError: the function takes or returns something else, has an ordered effect, or has too few places to be
+                cut; the message names the line. Or as in `Pipeline`.
+
+        >>> import jax, jax.numpy as jnp
+        >>> def loss(params, micro_batch):
+        ...     x = micro_batch["x"]
+        ...     for w in params["layers"]:
+        ...         x = jnp.tanh(x @ w)
+        ...     return jnp.mean((x - micro_batch["y"]) ** 2)
+        >>> params = {"layers": [jnp.eye(3)] * 4}
+        >>> batch = {"x": jnp.ones((8, 5, 3)), "y": jnp.zeros((8, 5, 3))}  # 8 micro-batches of 5 examples
+        >>> one = jax.tree.map(lambda leaf: leaf[0], batch)
+        >>> pipeline = Pipeline.from_function(loss, params, one, ipus=2, schedule="1f1b", gradient_accumulation=8)
+        >>> print(pipeline)
+        Pipeline of 2 stages on 2 IPUs, schedule '1f1b', 8 micro-batches, reduction 'mean'
+          stage  IPU  work   weights  sends per micro-batch
+          0      0    42.4%  72 B     1 array, 60 B
+          1      1    57.6%  72 B     the loss
+        cut at waists, where one activation is live: 11 of 11 places; ...
+        >>> value, gradients = pipeline.value_and_grad(pipeline.shard(params), batch)
+        >>> [leaf.shape for leaf in jax.tree.leaves(pipeline.unshard(gradients))]
+        [(3, 3), (3, 3), (3, 3), (3, 3)]
+        """
+        if isinstance(schedule, Schedule):
+            placement = schedule.placement
+        else:
+            family = "sequential" if canonical_name(schedule) == "auto" else schedule
+            placement = make_schedule(family, ipus=ipus, micro_batches=1, rounds=rounds).placement
+        names = None if cuts is None else list(cuts)
         function = model_of(
-            loss,
-            params,
-            micro_batch,
-            placement,
-            state=state,
-            frozen=frozen,
-            names=None if cuts is None else list(cuts),
-            recompute=recompute,
+            loss, params, micro_batch, placement, state=state, frozen=frozen, names=names, recompute=recompute
         )
-        return cls(
-            function.stages,
-            mesh=make_mesh(replicas, ipus),
-            schedule=schedule,
-            frozen=frozen,
-            function=function,
-            **options,
-        )
+        mesh = make_mesh(replicas, ipus)
+        return cls(function.stages, mesh=mesh, schedule=schedule, frozen=frozen, function=function, **options)
 
     def replace(self, *, stages: Iterable[Stage] | None = None, mesh: Mesh | None = None) -> "Pipeline":
         """Return the same pipeline with other stages (with the same places and groups) or on another mesh."""

@@ -22,7 +22,6 @@ from ipu_jax.core.engine.on_mesh import run_on_mesh
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.optimizer.pipeline_optimizer import PipelineOptimizer
 from ipu_jax.core.options import PipelineOptions, Reduction
-from ipu_jax.core.programs.segment import whole
 from ipu_jax.core.schedules import FoundSchedule, Schedule, StageCosts
 from ipu_jax.core.stage import Role, Stage, check_untied
 from ipu_jax.core.weights import packing
@@ -373,10 +372,6 @@ class PlacedStages:
     def frozen_mask(self, params: Mapping[str, Any]) -> list[bool]:
         """Return, per leaf of whole weights, whether it gets no gradient."""
         return self._groups.layout(params).frozen_whole_leaves()
-
-    def unsharded_model(self) -> Callable[..., Any]:
-        """Return the whole model, called like a `Segment`, for the unsharded update."""
-        return whole(self.stages, "reference") if self.function is None else self.function.unsharded
 
     def loss_with_aux(self, loss: Any, aux: dict[str, Any]) -> Any:
         """Return the loss, or the loss and the aux of the stages, as `value_and_grad` returns them."""

@@ -10,6 +10,7 @@ by one psum over all IPUs. Then each IPU holds two more arrays of the part's siz
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ipu_jax.base.keys import is_key
 from ipu_jax.core.optimizer.blocks import Blocks, blocks_of_layout, blocks_of_tree
 from ipu_jax.core.weights.arguments import check_alive
-from ipu_jax.core.weights.packed_layout import Leaf
+from ipu_jax.core.weights.packed_layout import Group, Leaf, PackedLayout
 from ipu_jax.core.weights.packing import Sharded
 from ipu_jax.training.update.state import TrainState
 from ipu_jax.training.weight_files.names import named_leaves, names_of_groups
@@ -125,24 +126,28 @@ def _mesh_and_reader(weights: Any) -> tuple[Mesh | None, int]:
     return meshes[0], min(instances[0])
 
 
-def _of_sharded(params: Sharded, averages: dict[tuple[str, int], tuple[np.dtype[Any], Read]]) -> list[WholeLeaf]:
-    """Return the leaves of placed weights; `averages` are read in place of weights, by group and number."""
+def _of_sharded(params: Sharded, averages: dict[int, tuple[np.dtype[Any], Read]]) -> list[WholeLeaf]:
+    """Return the leaves of placed weights; `averages` are read in place of weights, by number in `_leaves_of`."""
+    layout = params.layout
     parts: dict[str, list[tuple[int, WholeLeaf]]] = {}  # by name, each with its first row
-    shapes: dict[str, tuple[int, ...]] = {}
-    for group, names in zip(params.layout.groups, names_of_groups(params.layout), strict=True):
-        for i, (name, leaf) in enumerate(zip(names, group.leaves, strict=True)):
-            dtype = jnp.dtype(leaf.dtype)
-            if group.ipu is None:
-                read = functools.partial(_concurrent_leaf, params.concurrent[group.name][i], leaf)
-            else:
-                read = functools.partial(_slot_row, params.slots[leaf.slot], group.ipu, leaf)
-            dtype, read = averages.get((group.name, i), (dtype, read))
-            shapes[name] = leaf.whole_shape
-            parts.setdefault(name, []).append(((leaf.rows or (0,))[0], WholeLeaf(name, leaf.shape, dtype, read)))
-    if params.layout.whole is not None:  # in the user's order
-        tree = jax.tree.unflatten(params.layout.whole.treedef, params.layout.whole.paths)
-        parts = {name: parts[name] for name, _ in named_leaves(tree)}
+    names = [name for of_group in names_of_groups(layout) for name in of_group]
+    shapes = {name: leaf.whole_shape for name, (_, _, leaf) in zip(names, _leaves_of(layout), strict=True)}
+    for number, (name, (group, i, leaf)) in enumerate(zip(names, _leaves_of(layout), strict=True)):
+        if group.ipu is None:
+            read = functools.partial(_concurrent_leaf, params.concurrent[group.name][i], leaf)
+        else:
+            read = functools.partial(_slot_row, params.slots[leaf.slot], group.ipu, leaf)
+        dtype, read = averages.get(number, (jnp.dtype(leaf.dtype), read))
+        parts.setdefault(name, []).append(((leaf.rows or (0,))[0], WholeLeaf(name, leaf.shape, dtype, read)))
+    if layout.whole is not None:  # in the user's order
+        parts = {
+            name: parts[name] for name, _ in named_leaves(jax.tree.unflatten(layout.whole.treedef, layout.whole.paths))
+        }
     return [_in_one(shapes[name], of_leaf) for name, of_leaf in parts.items()]
+
+
+def _leaves_of(layout: PackedLayout) -> list[tuple[Group, int, Leaf]]:
+    return [(group, i, leaf) for group in layout.groups for i, leaf in enumerate(group.leaves)]
 
 
 def _in_one(shape: tuple[int, ...], parts: list[tuple[int, WholeLeaf]]) -> WholeLeaf:
@@ -174,20 +179,12 @@ def _of_tree(tree: Any) -> list[WholeLeaf]:
     return leaves
 
 
-def _averages(params: Sharded, averages: list[Any]) -> dict[tuple[str, int], tuple[np.dtype[Any], Read]]:
-    """Return how the average of each trained leaf is read, with its dtype, by group and number."""
-    blocks, layout = _average_blocks(params, averages), params.layout
-    at = layout.arranged({g.name: [_At(g.name, i) for i in range(len(g.leaves))] for g in layout.groups})
-    trained = [where for where, f in zip(jax.tree.leaves(at), layout.frozen_leaves(), strict=True) if not f]
-    return {
-        (where.group, where.number): _read_average(blocks, averages, number) for number, where in enumerate(trained)
-    }
-
-
-@dataclasses.dataclass(frozen=True)
-class _At:
-    group: str
-    number: int
+def _averages(params: Sharded, averages: list[Any]) -> dict[int, tuple[np.dtype[Any], Read]]:
+    """Return how the average of each trained leaf is read, with its dtype, by number in `_leaves_of`."""
+    blocks, layout, numbers = _average_blocks(params, averages), params.layout, itertools.count()
+    at = jax.tree.leaves(layout.arranged({g.name: [next(numbers) for _ in g.leaves] for g in layout.groups}))
+    trained = [number for number, is_frozen in zip(at, layout.frozen_leaves(), strict=True) if not is_frozen]
+    return {number: _read_average(blocks, averages, k) for k, number in enumerate(trained)}
 
 
 def _average_blocks(params: Any, averages: list[Any]) -> Blocks:

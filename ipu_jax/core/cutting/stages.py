@@ -1,0 +1,160 @@
+"""Make the stages of a divided program: each with its equations, and with the weights that it reads.
+
+stage 0     params "stage 0": embed's positions, layers 0-3      shared "shared 0": the embedding
+stage 1     params "stage 1": layers 4-7
+stage 2     params "stage 2": layers 8-9, the last norm          shared "shared 0": the embedding, transposed
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from ipu_jax.base.jaxprs import part_of
+from ipu_jax.core.cutting.division import Division
+from ipu_jax.core.stage import Outputs, Stage
+from ipu_jax.core.weights.whole_tree import Part
+
+
+@dataclasses.dataclass
+class Held:
+    """Who holds the weights.
+
+    Attributes:
+        groups: per group its parts.
+        own, shared: per stage the names of its own group and of the shared ones that it reads.
+        everywhere: the parts of shared groups, and the stages that read them.
+    """
+
+    groups: dict[str, list[Part]]
+    own: list[str | None]
+    shared: list[tuple[str, ...]]
+    everywhere: dict[Part, list[int]]
+
+
+def who_holds(division: Division, placement: Sequence[int]) -> Held:
+    """Give each part to the group of its stage; stages of one IPU that share one get one group."""
+    users: dict[Part, list[int]] = {}
+    for s, piece in enumerate(division.pieces):
+        for var in piece.weights:
+            users.setdefault(division.parts[var], []).append(s)
+    everywhere = {part: stages for part, stages in users.items() if len({placement[s] for s in stages}) > 1}
+    lead = list(range(len(placement)))  # per stage, the stage whose group it shares
+    for part, stages in users.items():
+        if part not in everywhere:
+            first = min(lead[s] for s in stages)
+            old = {lead[s] for s in stages}
+            lead = [first if at in old else at for at in lead]
+    groups: dict[str, list[Part]] = {}
+    for part, stages in users.items():
+        name = _shared_name(division, part) if part in everywhere else f"stage {lead[stages[0]]}"
+        groups.setdefault(name, []).append(part)
+    used = {part.leaf for part in users}
+    for k in range(len(division.program.params)):
+        if k not in used:  # nothing reads it
+            groups.setdefault("stage 0", []).append(Part(k))
+    own = [f"stage {at}" if f"stage {at}" in groups else None for at in lead]
+    shared = [
+        tuple(
+            dict.fromkeys(_shared_name(division, p) for p in map(division.parts.get, piece.weights) if p in everywhere)
+        )
+        for piece in division.pieces
+    ]
+    return Held(groups, own, shared, everywhere)
+
+
+def _shared_name(division: Division, part: Part) -> str:
+    return f"shared {part.leaf}" if part.rows is None else f"shared {part.leaf} {part.rows[0]}"
+
+
+def make_stage(
+    division: Division,
+    s: int,
+    name: str,
+    ipu: int,
+    held: Held,
+    *,
+    has_state: bool,
+    key: bool,
+    recompute: Any,
+) -> Stage:
+    program, piece = division.program, division.pieces[s]
+    messages = division.messages()
+    received, sent = messages[s - 1] if s else [], messages[s] if s < len(messages) else []
+    own = held.groups.get(held.own[s] or "", [])
+    at = {part: k for k, part in enumerate(own)}
+    of_own = [(at[p], v) for v in piece.weights for p in [division.parts[v]] if p in at]
+    of_shared = [
+        (name, held.groups[name].index(p), v)
+        for v in piece.weights
+        for p in [division.parts[v]]
+        if p not in at
+        for name in held.shared[s]
+        if p in held.groups[name]
+    ]
+    batch = [k for k, v in enumerate(program.batch) if v in piece.inputs]
+    aux, new_state = division.returned(s)
+    constants = [v for v in program.constants if v in piece.inputs]
+    is_random = key and any(v in piece.inputs for v in program.key)
+    inputs = [
+        *(v for _, v in of_own),
+        *(v for *_, v in of_shared),
+        *received,
+        *(program.batch[k] for k in batch),
+        *(program.key if is_random else []),
+        *(program.state[k] for k in new_state),
+        *constants,
+    ]
+    results = [program.loss] if s == len(messages) else sent
+    outputs = [*results, *(program.new_state[k] for k in new_state), *(program.aux[k] for k in aux)]
+    run = core.jaxpr_as_fun(part_of(program.closed, inputs, piece.equations, outputs))
+    values = [program.constants[v] for v in constants]
+    is_last = s == len(messages)
+
+    def fn(weights: Any, x: Any, microbatch: Any, *, shared: Any = None, state: Any = None, key: Any = None) -> Outputs:
+        leaves = jax.tree.leaves(microbatch)
+        outs = run(
+            *(weights[k] for k, _ in of_own),
+            *(shared[name][k] for name, k, _ in of_shared),
+            *(_unpacked(v, value) for v, value in zip(received, x or (), strict=True)),
+            *(leaves[k] for k in batch),
+            *([key] if is_random else []),
+            *(state or []),
+            *values,
+        )
+        y, new, of_aux = (
+            outs[: len(results)],
+            outs[len(results) :][: len(new_state)],
+            outs[len(results) + len(new_state) :],
+        )
+        return Outputs(
+            y=y[0] if is_last else tuple(map(_packed, y)),
+            state=list(new) if new_state else None,
+            aux={str(k): value for k, value in zip(aux, of_aux, strict=True)} or None,
+        )
+
+    return Stage(
+        fn,
+        params=held.own[s],
+        ipu=ipu,
+        name=name,
+        recompute=recompute,
+        state=f"stage {s}" if new_state and has_state else None,
+        random="same" if is_random else False,
+        shared=held.shared[s],
+    )
+
+
+def _packed(value: Any) -> Any:
+    """Return a value as it is sent: the data of a random key."""
+    return jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value
+
+
+def _unpacked(var: Any, value: Any) -> Any:
+    dtype = var.aval.dtype
+    if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return value
+    return jax.random.wrap_key_data(value, impl=dtype._impl.name)
