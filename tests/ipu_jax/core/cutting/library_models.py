@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    layers: int = 3
+    layers: int = 2
     tied: bool = False
     scanned: bool = False
     dropout: float = 0.0
@@ -64,11 +64,11 @@ def gpt_of(model: GPT) -> Example:
 
 
 def linen_gpt() -> Example:
-    return gpt_of(GPT(layers=3))
+    return gpt_of(GPT())
 
 
 def linen_gpt_tied() -> Example:
-    return gpt_of(GPT(layers=2, tied=True))
+    return gpt_of(GPT(tied=True))
 
 
 def linen_gpt_scanned() -> Example:
@@ -77,7 +77,7 @@ def linen_gpt_scanned() -> Example:
 
 
 def linen_gpt_with_dropout() -> Example:
-    model = GPT(layers=2, dropout=0.3)
+    model = GPT(dropout=0.3)
     params = initialized(model, jnp.zeros((1, LENGTH), int))["params"]
 
     def loss(params, batch, key):
@@ -108,7 +108,7 @@ class Experts(nn.Module):
 class MixtureOfExperts(nn.Module):
     @nn.compact
     def __call__(self, x):
-        for _ in range(4):
+        for _ in range(3):
             x = Experts()(nn.LayerNorm()(x))
         return nn.Dense(D)(x)
 
@@ -129,7 +129,7 @@ def linen_mixture_of_experts() -> Example:
 class ConvNet(nn.Module):
     @nn.compact
     def __call__(self, x, train: bool = True):
-        for features in (4, 8, 8):
+        for features in (4, 8):
             y = nn.Conv(features, (3, 3), use_bias=False)(x)
             y = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(y))
             y = nn.Conv(features, (3, 3), use_bias=False)(y)
@@ -233,7 +233,7 @@ def nnx_gpt_of(model: NnxGPT) -> Example:
 
 
 def nnx_gpt() -> Example:
-    return nnx_gpt_of(NnxGPT(3, False, nnx.Rngs(0)))
+    return nnx_gpt_of(NnxGPT(2, False, nnx.Rngs(0)))
 
 
 def nnx_gpt_tied() -> Example:
@@ -310,7 +310,7 @@ class EquinoxGPT(eqx.Module):
 
 
 def equinox_gpt() -> Example:
-    params, static = eqx.partition(EquinoxGPT(3, jax.random.key(4)), eqx.is_inexact_array)
+    params, static = eqx.partition(EquinoxGPT(2, jax.random.key(4)), eqx.is_inexact_array)
 
     def loss(params, batch):
         logits = jax.vmap(eqx.combine(params, static))(batch["ids"])

@@ -68,7 +68,7 @@ def mixed_precision_gpt() -> Example:
     rng = np.random.default_rng(1)
     params = {
         "embed": normal(rng, VOCAB, D),
-        "blocks": [block_weights(rng) for _ in range(3)],
+        "blocks": [block_weights(rng) for _ in range(2)],
         "norm": np.ones(D, np.float32),
         "head": normal(rng, D, VOCAB),
     }
@@ -134,8 +134,8 @@ def encoder_decoder() -> Example:
     params = {
         "source": normal(rng, VOCAB, D),
         "target": normal(rng, VOCAB, D),
-        "encoder": [block_weights(rng) for _ in range(2)],
-        "decoder": [block_weights(rng) | {"cross": attention_weights(rng)} for _ in range(3)],
+        "encoder": [block_weights(rng)],
+        "decoder": [block_weights(rng) | {"cross": attention_weights(rng)} for _ in range(2)],
         "head": normal(rng, D, VOCAB),
     }
 
@@ -287,7 +287,7 @@ def lstm() -> Example:
     """Two LSTM layers, each a scan over time, which no stage can share; and a head."""
     rng = np.random.default_rng(10)
     params = {"embed": normal(rng, VOCAB, D), "head": normal(rng, D, VOCAB)}
-    params["layers"] = [{"x": normal(rng, D, 4 * D), "h": normal(rng, D, 4 * D)} for _ in range(4)]
+    params["layers"] = [{"x": normal(rng, D, 4 * D), "h": normal(rng, D, 4 * D)} for _ in range(3)]
 
     def loss(params, batch):
         x = params["embed"][batch["ids"]].swapaxes(0, 1)
