@@ -26,6 +26,14 @@ RUNS: dict[str, dict[str, Any]] = {
     "zb-h1": {"schedule": "zb-h1", "ipus": 2, "gradient_accumulation": 3},
     "looped": {"schedule": "looped", "ipus": 2, "gradient_accumulation": 4},
 }
+FAST_UNUSUAL_MODELS = (
+    "siamese",
+    "scan_with_results_of_layers",
+    "diffusion",
+    "moving_target",
+    "state_read_everywhere",
+    "unusual_aux",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,16 +117,17 @@ def arguments(pipeline: Pipeline, example: Example) -> tuple[Any, Any, Any]:
 
 
 def cases() -> list[Any]:
-    """Return each model under each run: under two of them, or one if it is unusual; the others are slow tests.
+    """Return each model under each run: usual ones under two, some unusual ones under one; the others are slow tests.
 
-    `verify` passes, too, under the first and the last of each model; that of unusual models is slow.
+    `verify` passes, too, under the first run of each plain model and the last one of each model.
     """
     found = []
+    plain, unusual = ({make.__name__ for make in models} for models in (PLAIN_MODELS, UNUSUAL_MODELS))
     for number, name in enumerate(MODELS):
-        fast = 1 if name in (make.__name__ for make in UNUSUAL_MODELS) else 2
+        fast = 2 if name not in unusual else name in FAST_UNUSUAL_MODELS
         for turn in range(len(RUNS)):
             run, marks = list(RUNS)[(number + turn) % len(RUNS)], () if turn < fast else pytest.mark.slow
-            verified = turn == 2 or (turn == 0 and fast == 2)
+            verified = turn == 2 or (turn == 0 and name in plain)
             found.append(pytest.param(name, run, verified, marks=marks, id=f"{name}-{run}"))
     return found
 
