@@ -22,8 +22,6 @@ from ipu_jax.core.programs.segment import Message, MicrobatchInputs
 from ipu_jax.core.stage import Stage
 from ipu_jax.core.weights.whole_tree import Part, WholeTree
 
-Placement = Sequence[int]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FunctionModel:
@@ -90,7 +88,7 @@ def model_of(
     loss: Callable[..., Any],
     params: Any,
     microbatch: Any,
-    placement: Placement,
+    places: Sequence[int | None],
     *,
     state: Any,
     frozen: Any,
@@ -100,7 +98,8 @@ def model_of(
     """Trace and cut a loss function for stages in these places. The arguments are as for `Pipeline.from_function`."""
     if not callable(loss):
         raise ValueError(f"loss={loss!r} is not callable: give a function of (params, micro_batch)")
-    if None in placement:
+    placement = [ipu for ipu in places if ipu is not None]
+    if len(placement) < len(places):
         raise ValueError(
             "schedule has concurrent stages, and a function is cut into local ones: give its name, or one without"
         )
@@ -114,8 +113,7 @@ def model_of(
     _check_effects(program)
     whole = WholeTree.of("params", params, {})
     is_frozen = jax.tree.leaves(WholeTree.of("params", params, {"": _parts(params)}).spread("frozen", frozen or False))
-    places = Places(program, is_frozen)
-    cut = _best_cut(places, len(placement), names)
+    cut = _best_cut(Places(program, is_frozen), len(placement), names)
     division = Division(program, cut.ends)
     held, names_of_stages = who_holds(division, placement), names_of(division)
     weights = dataclasses.replace(whole, groups=tuple((name, tuple(parts)) for name, parts in held.groups.items()))
@@ -211,15 +209,14 @@ def _call(loss: Callable[..., Any], state: Any, *, takes_key: bool) -> Callable[
     def call(params: Any, state_in: Any, microbatch: Any, key: Any) -> tuple[Any, Any, Any]:
         args = [params, *([] if state is None else [state_in]), microbatch, *([key] if takes_key else [])]
         result = loss(*args)
-        results = result if isinstance(result, tuple) else (result,)
-        most = 2 if state is None else 3
-        if state is None:
-            value, aux, new_state = results[0], results[1] if len(results) > 1 else None, None
-        else:
-            value, aux, new_state = results[0], results[1] if len(results) > 2 else None, results[-1]
-        if len(results) > most or (state is not None and len(results) < 2):
+        results = list(result) if isinstance(result, tuple) else [result]
+        required = 1 if state is None else 2
+        if not required <= len(results) <= required + 1:
             forms = "loss, or (loss, aux)" if state is None else "(loss, new_state), or (loss, aux, new_state)"
-            raise ValueError(f"loss returns a tuple of {len(results)}: return {forms}")
+            found = f"a tuple of {len(results)}" if isinstance(result, tuple) else "one value"
+            raise ValueError(f"loss returns {found}: return {forms}")
+        value, new_state = results[0], None if state is None else results[-1]
+        aux = results[1] if len(results) > required else None
         if state is not None and _described(new_state) != _described(state):
             raise ValueError("loss returns a new state that is not like state: return the same tree, shapes and dtypes")
         return value, aux, new_state
