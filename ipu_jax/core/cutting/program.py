@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, Final, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 from ipu_jax.base.jaxprs import JITS, closed_of, scan_parts, variables
@@ -129,7 +130,7 @@ def bytes_of(var: Any) -> int:
     aval = var.aval
     if not hasattr(aval, "shape"):
         return 0
-    size = 8 if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) else aval.dtype.itemsize
+    size = 8 if jnp.issubdtype(aval.dtype, jax.dtypes.extended) else aval.dtype.itemsize
     return math.prod(aval.shape) * size
 
 
@@ -151,17 +152,27 @@ def traced(fn: Callable[..., Any], params: Any, state: Any, microbatch: Any, key
         params, state, microbatch, key: trees of arrays or of their shapes; None for what the function does not take.
     """
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(params, state, microbatch, key)
-    groups, start = [], 0
-    for tree in (params, state, microbatch, key):
-        end = start + len(jax.tree.leaves(tree))
-        groups.append(list(closed.jaxpr.invars[start:end]))
-        start = end
+    invars = iter(closed.jaxpr.invars)
+    of_params, of_state, of_batch, of_key = (
+        [next(invars) for _ in jax.tree.leaves(tree)] for tree in (params, state, microbatch, key)
+    )
     constants: dict[Any, Any] = {}
     operations: list[Any] = []
     results = _inlined(closed.jaxpr, {}, None, operations, constants)
     ends = 1 + len(jax.tree.leaves(shapes[1]))
-    loss, aux, new_state = results[0], results[1:ends], results[ends:]
-    return Program(closed, *groups, constants, loss, aux, new_state, operations), shapes
+    program = Program(
+        closed=closed,
+        params=of_params,
+        state=of_state,
+        batch=of_batch,
+        key=of_key,
+        constants=constants,
+        loss=results[0],
+        aux=results[1:ends],
+        new_state=results[ends:],
+        operations=operations,
+    )
+    return program, shapes
 
 
 def _inlined(
