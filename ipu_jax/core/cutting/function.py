@@ -20,7 +20,7 @@ from ipu_jax.core.cutting.program import Program, traced
 from ipu_jax.core.cutting.stages import make_stage, who_holds
 from ipu_jax.core.programs.segment import Message, MicrobatchInputs
 from ipu_jax.core.stage import Stage
-from ipu_jax.core.weights.whole_tree import Part, WholeTree
+from ipu_jax.core.weights.whole_tree import Part, WholeTree, spread
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,7 +34,9 @@ class FunctionModel:
         aux: the structure of its aux.
         aux_home: per leaf of the aux, the stage that returns it.
         microbatch: the tree of shapes of one micro-batch.
+        key: the shape of its random key, or None.
         cut: where it was cut.
+        source: the arguments of `model_of`.
         described: why, as lines of text.
     """
 
@@ -45,11 +47,22 @@ class FunctionModel:
     aux: Any
     aux_home: tuple[int, ...]
     microbatch: Any
+    key: Any
     cut: Cut
-    described: str = ""
+    source: dict[str, Any]
+    described: str
 
-    def check_batch(self, batch: Any, leading: int) -> None:
-        """Raise `ValueError` unless the batch has the micro-batch's tree and shapes, after `leading` dims."""
+    def again(self, **changed: Any) -> "FunctionModel":
+        """Return the stages of a changed function, or for other weights, cut anew."""
+        return model_of(**{**self.source, **changed})
+
+    def check(self, batch: Any, leading: int, key: Any) -> None:
+        """Raise `ValueError` unless batch (after `leading` dims) and key are like what the function was cut for."""
+        if key is not None and self.key is not None and key.dtype != self.key.dtype:
+            raise ValueError(
+                f"key is a {key.dtype}, and the function was cut for a {self.key.dtype}: make it with "
+                "jax.random.key(seed)"
+            )
         found = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(batch)}
         cut_for = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(self.microbatch)}
         for path in [*cut_for, *found]:
@@ -96,6 +109,7 @@ def model_of(
     recompute: Any,
 ) -> FunctionModel:
     """Trace and cut a loss function for stages in these places. The arguments are as for `Pipeline.from_function`."""
+    source = {**locals()}
     if not callable(loss):
         raise ValueError(f"loss={loss!r} is not callable: give a function of (params, micro_batch)")
     placement = [ipu for ipu in places if ipu is not None]
@@ -112,7 +126,7 @@ def model_of(
     _check_loss(program, value)
     _check_effects(program)
     whole = WholeTree.of("params", params, {})
-    is_frozen = jax.tree.leaves(WholeTree.of("params", params, {"": _parts(params)}).spread("frozen", frozen or False))
+    is_frozen = spread("frozen", frozen or False, jax.tree.structure(params))
     cut = _best_cut(Places(program, is_frozen), len(placement), names)
     division = Division(program, cut.ends)
     held, names_of_stages = who_holds(division, placement), names_of(division)
@@ -136,7 +150,9 @@ def model_of(
         aux=jax.tree.structure(aux),
         aux_home=tuple(division.aux_home),
         microbatch=microbatch,
+        key=key,
         cut=cut,
+        source=source,
         described=text,
     )
 
@@ -183,10 +199,6 @@ def _shapes(tree: Any) -> Any:
         return jax.ShapeDtypeStruct(jnp.shape(leaf), jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
 
     return jax.tree.map(shape, tree)
-
-
-def _parts(tree: Any) -> list[Part]:
-    return [Part(k) for k in range(len(jax.tree.leaves(tree)))]
 
 
 def _takes_key(loss: Callable[..., Any], state: Any) -> bool:
