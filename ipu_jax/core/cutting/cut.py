@@ -95,18 +95,21 @@ class Places:
         self.is_waist, self.allowed = np.zeros(count, bool), np.zeros(count, bool)
         last = self._last_uses()
         live: dict[Any, int] = {}  # and the bytes of each
-        unfit = 0  # how many of them cannot be sent
+        unfit: set[Any] = set()  # those of them that cannot be sent
         for t, op in enumerate(self.operations):
-            for v in (v for v in op.outvars if last.get(v, -1) > t):
-                live[v] = bytes_of(v)
-                unfit += not _is_value(v)
-            for v in (v for v in {*variables(op.invars)} if v in live and last[v] == t):
-                del live[v]
-                unfit -= not _is_value(v)
-            total = sum(live.values())
-            self.sent[t] = total
+            for v in op.outvars:
+                if last.get(v, -1) > t:
+                    live[v] = bytes_of(v)
+                    if not _is_value(v):
+                        unfit.add(v)
+            for v in op.invars:
+                if not isinstance(v, core.Literal) and last.get(v) == t:
+                    live.pop(v, None)
+                    unfit.discard(v)
+            sizes = live.values()
+            self.sent[t] = total = sum(sizes)
             limit = max(_SMALL, _SMALL_SHARE * total)
-            self.is_waist[t] = sum(size > limit for size in live.values()) <= 1
+            self.is_waist[t] = len([size for size in sizes if size > limit]) <= 1
             self.allowed[t] = t + 1 < count and not unfit
         for first, end in self._held_together():
             self.allowed[first:end] = False
