@@ -128,13 +128,19 @@ class Places:
         """
         if not self.program.state:
             return []
+        follows: dict[Any, set[Any]] = {var: {var} for var in self.program.state}  # per value, from which leaves
+        for op in self.program.operations:
+            leaves = set[Any]().union(*(follows.get(v, ()) for v in variables(op.invars)))
+            if leaves:
+                follows |= {v: leaves for v in op.outvars if not self.program.is_activation(v)}
+        uses: dict[Any, list[int]] = {}
+        for t, op in enumerate(self.operations):
+            for leaf in {leaf for v in variables(op.invars) for leaf in follows.get(v, ())}:
+                uses.setdefault(leaf, []).append(t)
         at = {v: t for t, op in enumerate(self.operations) for v in op.outvars}
-        found = []
-        for var, new in zip(self.program.state, self.program.new_state, strict=True):
-            if self.program.is_activation(new):
-                uses = [*_readers_of(self.program, self.operations, var), at[new]]
-                found.append((min(uses), max(uses)))
-        return found
+        states = zip(self.program.state, self.program.new_state, strict=True)
+        found = [[*uses.get(var, ()), at[new]] for var, new in states if self.program.is_activation(new)]
+        return [(min(times), max(times)) for times in found]
 
     def marked(self, names: Sequence[str]) -> list[int]:
         """Return the places after values that were named by `jax.ad_checkpoint.checkpoint_name`."""
@@ -195,15 +201,6 @@ class Places:
                 continue
             kept.append(int(t))
         return np.array(kept, int)
-
-
-def _readers_of(program: Program, operations: Sequence[Any], leaf: Any) -> list[int]:
-    """Return the numbers of the operations that read a leaf, or what is computed from it alone."""
-    derived = {leaf}
-    for op in program.operations:
-        if derived.intersection(variables(op.invars)):
-            derived.update(v for v in op.outvars if not program.is_activation(v))
-    return [t for t, op in enumerate(operations) if derived.intersection(variables(op.invars))]
 
 
 def _is_value(var: Any) -> bool:
