@@ -26,8 +26,10 @@ from ipu_jax.core.cutting.work import is_float, work_of
 
 _EVEN: Final = 1.25
 """The heaviest stage that waists may give, relative to the best that any places give."""
-_AS_GOOD: Final = {True: 1.01, False: 1.05}
-"""By whether cuts are at waists: how much heavier a stage may be than it must be, to send fewer bytes."""
+_AS_GOOD: Final = 1.05
+"""How much heavier a stage may be than it must be, for stages that are more even, or send less."""
+_TYPICAL: Final = 0.2
+"""The price of sending a typical number of bytes, where a stage's work costs the square of its part of the heaviest."""
 _MOST_PLACES: Final = 1024
 _SMALL, _SMALL_SHARE = 8, 0.05
 """Bytes, and the share of all live bytes, up to which a live value does not count: a scalar, a sum of losses."""
@@ -175,7 +177,7 @@ class Places:
                 if heaviest > _EVEN * everywhere:
                     continue
             at_waists = waists and names is None
-            best = _fewest_bytes(total, self.sent, places, stages, heaviest * _AS_GOOD[waists])
+            best = _cheapest(total, self.sent, places, stages, heaviest * _AS_GOOD)
         if best is None:
             return None
         bounds = [total[t] for t in best]
@@ -235,11 +237,10 @@ def _heaviest(total: np.ndarray, places: np.ndarray, stages: int) -> float:
     return high
 
 
-def _fewest_bytes(
-    total: np.ndarray, sent: np.ndarray, places: np.ndarray, stages: int, limit: float
-) -> list[int] | None:
-    """Return the places of the cut that sends the fewest bytes, and then is the most even, with loads up to `limit`."""
+def _cheapest(total: np.ndarray, sent: np.ndarray, places: np.ndarray, stages: int, limit: float) -> list[int] | None:
+    """Return the places of the cut that is the most even and sends the least, with no load above `limit`."""
     at, limit = total[places], limit * (1 + 1e-9)
+    message = _TYPICAL / max(1.0, float(np.median(sent[places]))) * sent
 
     def price(load: np.ndarray) -> np.ndarray:
         return np.where(load <= limit, (load / limit) ** 2, np.inf)
@@ -248,12 +249,12 @@ def _fewest_bytes(
     possible = [places[(at <= k * limit) & (total[-1] - at <= (stages - k) * limit)] for k in range(1, stages)]
     if not all(map(len, possible)):
         return None
-    cost = price(total[possible[0]]) + 1e3 * sent[possible[0]]
+    cost = price(total[possible[0]]) + message[possible[0]]
     before: list[np.ndarray] = []
     for ones, others in itertools.pairwise(possible):
         steps = np.where(ones < others[:, None], cost + price(total[others][:, None] - total[ones]), np.inf)
         before.append(steps.argmin(1))
-        cost = steps.min(1) + 1e3 * sent[others]
+        cost = steps.min(1) + message[others]
     cost = cost + price(total[-1] - total[possible[-1]])
     chosen = [int(cost.argmin())]
     if np.isinf(cost[chosen[0]]):

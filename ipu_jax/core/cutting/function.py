@@ -20,9 +20,7 @@ from ipu_jax.core.cutting.program import Program, traced
 from ipu_jax.core.cutting.stages import make_stage, who_holds
 from ipu_jax.core.programs.segment import Message, MicrobatchInputs
 from ipu_jax.core.stage import Stage
-from ipu_jax.core.weights.whole_tree import Part, WholeTree
-
-Placement = Sequence[int]
+from ipu_jax.core.weights.whole_tree import Part, WholeTree, spread
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,7 +34,9 @@ class FunctionModel:
         aux: the structure of its aux.
         aux_home: per leaf of the aux, the stage that returns it.
         microbatch: the tree of shapes of one micro-batch.
+        key: the shape of its random key, or None.
         cut: where it was cut.
+        source: the arguments of `model_of`.
         described: why, as lines of text.
     """
 
@@ -47,11 +47,22 @@ class FunctionModel:
     aux: Any
     aux_home: tuple[int, ...]
     microbatch: Any
+    key: Any
     cut: Cut
-    described: str = ""
+    source: dict[str, Any]
+    described: str
 
-    def check_batch(self, batch: Any, leading: int) -> None:
-        """Raise `ValueError` unless the batch has the micro-batch's tree and shapes, after `leading` dims."""
+    def again(self, **changed: Any) -> "FunctionModel":
+        """Return the stages of a changed function, or for other weights, cut anew."""
+        return model_of(**{**self.source, **changed})
+
+    def check(self, batch: Any, leading: int, key: Any) -> None:
+        """Raise `ValueError` unless batch (after `leading` dims) and key are like what the function was cut for."""
+        if key is not None and self.key is not None and key.dtype != self.key.dtype:
+            raise ValueError(
+                f"key is a {key.dtype}, and the function was cut for a {self.key.dtype}: make it with "
+                "jax.random.key(seed)"
+            )
         found = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(batch)}
         cut_for = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(self.microbatch)}
         for path in [*cut_for, *found]:
@@ -90,7 +101,7 @@ def model_of(
     loss: Callable[..., Any],
     params: Any,
     microbatch: Any,
-    placement: Placement,
+    places: Sequence[int | None],
     *,
     state: Any,
     frozen: Any,
@@ -98,9 +109,11 @@ def model_of(
     recompute: Any,
 ) -> FunctionModel:
     """Trace and cut a loss function for stages in these places. The arguments are as for `Pipeline.from_function`."""
+    source = {**locals()}
     if not callable(loss):
         raise ValueError(f"loss={loss!r} is not callable: give a function of (params, micro_batch)")
-    if None in placement:
+    placement = [ipu for ipu in places if ipu is not None]
+    if len(placement) < len(places):
         raise ValueError(
             "schedule has concurrent stages, and a function is cut into local ones: give its name, or one without"
         )
@@ -113,9 +126,8 @@ def model_of(
     _check_loss(program, value)
     _check_effects(program)
     whole = WholeTree.of("params", params, {})
-    is_frozen = jax.tree.leaves(WholeTree.of("params", params, {"": _parts(params)}).spread("frozen", frozen or False))
-    places = Places(program, is_frozen)
-    cut = _best_cut(places, len(placement), names)
+    is_frozen = spread("frozen", frozen or False, jax.tree.structure(params))
+    cut = _best_cut(Places(program, is_frozen), len(placement), names)
     division = Division(program, cut.ends)
     held, names_of_stages = who_holds(division, placement), names_of(division)
     weights = dataclasses.replace(whole, groups=tuple((name, tuple(parts)) for name, parts in held.groups.items()))
@@ -138,7 +150,9 @@ def model_of(
         aux=jax.tree.structure(aux),
         aux_home=tuple(division.aux_home),
         microbatch=microbatch,
+        key=key,
         cut=cut,
+        source=source,
         described=text,
     )
 
@@ -187,10 +201,6 @@ def _shapes(tree: Any) -> Any:
     return jax.tree.map(shape, tree)
 
 
-def _parts(tree: Any) -> list[Part]:
-    return [Part(k) for k in range(len(jax.tree.leaves(tree)))]
-
-
 def _takes_key(loss: Callable[..., Any], state: Any) -> bool:
     """Return whether a function takes a random key: one required argument more than params, state and micro-batch."""
     others = 2 if state is None else 3
@@ -211,15 +221,14 @@ def _call(loss: Callable[..., Any], state: Any, *, takes_key: bool) -> Callable[
     def call(params: Any, state_in: Any, microbatch: Any, key: Any) -> tuple[Any, Any, Any]:
         args = [params, *([] if state is None else [state_in]), microbatch, *([key] if takes_key else [])]
         result = loss(*args)
-        results = result if isinstance(result, tuple) else (result,)
-        most = 2 if state is None else 3
-        if state is None:
-            value, aux, new_state = results[0], results[1] if len(results) > 1 else None, None
-        else:
-            value, aux, new_state = results[0], results[1] if len(results) > 2 else None, results[-1]
-        if len(results) > most or (state is not None and len(results) < 2):
+        results = list(result) if isinstance(result, tuple) else [result]
+        required = 1 if state is None else 2
+        if not required <= len(results) <= required + 1:
             forms = "loss, or (loss, aux)" if state is None else "(loss, new_state), or (loss, aux, new_state)"
-            raise ValueError(f"loss returns a tuple of {len(results)}: return {forms}")
+            found = f"a tuple of {len(results)}" if isinstance(result, tuple) else "one value"
+            raise ValueError(f"loss returns {found}: return {forms}")
+        value, new_state = results[0], None if state is None else results[-1]
+        aux = results[1] if len(results) > required else None
         if state is not None and _described(new_state) != _described(state):
             raise ValueError("loss returns a new state that is not like state: return the same tree, shapes and dtypes")
         return value, aux, new_state

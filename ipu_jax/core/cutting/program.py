@@ -155,17 +155,27 @@ def traced(fn: Callable[..., Any], params: Any, state: Any, microbatch: Any, key
         params, state, microbatch, key: trees of arrays or of their shapes; None for what the function does not take.
     """
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(params, state, microbatch, key)
-    groups, start = [], 0
-    for tree in (params, state, microbatch, key):
-        end = start + len(jax.tree.leaves(tree))
-        groups.append(list(closed.jaxpr.invars[start:end]))
-        start = end
+    invars = iter(closed.jaxpr.invars)
+    of_params, of_state, of_batch, of_key = (
+        [next(invars) for _ in jax.tree.leaves(tree)] for tree in (params, state, microbatch, key)
+    )
     constants: dict[Any, Any] = {}
     operations: list[Any] = []
     results = _inlined(closed.jaxpr, {}, None, operations, constants)
     ends = 1 + len(jax.tree.leaves(shapes[1]))
-    loss, aux, new_state = results[0], results[1:ends], results[ends:]
-    return Program(closed, *groups, constants, loss, aux, new_state, operations), shapes
+    program = Program(
+        closed=closed,
+        params=of_params,
+        state=of_state,
+        batch=of_batch,
+        key=of_key,
+        constants=constants,
+        loss=results[0],
+        aux=results[1:ends],
+        new_state=results[ends:],
+        operations=operations,
+    )
+    return program, shapes
 
 
 def _inlined(

@@ -46,6 +46,10 @@ _ELEMENTWISE = frozenset((
 ))
 # fmt: on
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or")
+_JOINING = (
+    *("add", "add_any", "max", "min", "and", "or", "convert_element_type"),
+    *("broadcast_in_dim", "concatenate", "reshape", "squeeze", *REDUCTIONS),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +144,12 @@ class _Analyzer:
         self.state, self.new_state = jaxpr.invars[leaves : -1 - leaves], jaxpr.outvars[leaves:]
         self.leaf_of_state: dict[int, int] = {}
         self.divided_cond: Any = None
+        paths = [leaf.path for leaf in blocks.leaves]
+        self.parts = {  # per leaf that is some rows of the user's leaf, all leaves that have its rows
+            n: frozenset(k for k, path in enumerate(paths) if path == leaf.path)
+            for n, leaf in enumerate(blocks.leaves)
+            if leaf.rows is not None
+        }
 
     def is_settled(self) -> bool:
         """Classify all values, and return whether this added no part of the state to those that are kept with a leaf.
@@ -159,6 +169,7 @@ class _Analyzer:
         self.reductions: list[list[LeafReduction]] = []
         self.gathered: dict[Any, int] = {}
         self.constant_fills: dict[Any, Any] = {}
+        self.reduced_parts: dict[Any, frozenset[int]] = {}
         for eqn in self.traced.jaxpr.eqns:
             if self.is_divided_cond(eqn):
                 self.divided_cond = eqn
@@ -186,8 +197,29 @@ class _Analyzer:
         leaves = {self.leaf_of[v] for v in variables(eqn.invars) if v in self.leaf_of}
         return len(leaves) > 1 or any(not self.blocks.is_local(leaf) for leaf in leaves)
 
+    def check_parts(self, eqn: Any, inputs: list[Any]) -> None:
+        """Raise `ValueError` if an equation uses a number of some rows of a leaf, whose other rows are another part.
+
+        Parts may meet in sums and maxima, as in a norm of all weights. Then the number is of whole leaves.
+        """
+        parts, leaves = self.parts, self.blocks.leaves
+        of_part = {self.leaf_of[v] for v in inputs if self.leaf_of.get(v) in parts and v not in self.reduced_parts}
+        reduced = frozenset[int]().union(*(self.reduced_parts.get(v, ()) for v in inputs))
+        name = eqn.primitive.name
+        if of_part and not self.is_elementwise(eqn, min(of_part)):
+            is_number = all(v.aval.size == 1 for v in eqn.outvars) and name in (*REDUCTIONS, "dot_general")
+            used, reduced = of_part if not is_number else set(), reduced | of_part
+        else:
+            used = {n for n in reduced if not parts[n] <= reduced} if name not in _JOINING else set()
+        if used:
+            raise ValueError(_in_parts(f"its {name}", leaves[min(used)]))
+        if any(not parts[n] <= reduced for n in reduced):
+            self.reduced_parts.update(dict.fromkeys(eqn.outvars, reduced))
+
     def classify(self, eqn: Any) -> None:
         inputs = variables(eqn.invars)
+        if self.parts:
+            self.check_parts(eqn, inputs)
         of_leaves = {self.leaf_of[v] for v in inputs if v in self.leaf_of}
         level = max((self.levels.get(v, 0) for v in inputs), default=0)
         if len(of_leaves) == 1 and not self.adds_up(inputs):
@@ -285,6 +317,9 @@ class _Analyzer:
             _check_dtype(name, v, of_leaf)
 
     def result(self) -> UpdateAnalysis:
+        for v in self.new_state:
+            if not isinstance(v, core.Literal) and v in self.reduced_parts:
+                raise ValueError(_in_parts("its state", self.blocks.leaves[min(self.reduced_parts[v])]))
         levels = max(len(self.replicated), len(self.reductions) + 1)
         self.at(levels - 1, self.replicated)
         self.at(levels - 1, self.reductions)
@@ -300,6 +335,14 @@ class _Analyzer:
             self.constant_fills,
             {v: eqn for eqn in self.traced.jaxpr.eqns for v in eqn.outvars},
         )
+
+
+def _in_parts(what: str, leaf: Leaf) -> str:
+    return (
+        f"optimizer: {what} needs {leaf.path} of shape {leaf.whole_shape} in one piece, but its rows are on several "
+        "IPUs: use an optimizer that is elementwise or takes norms of all weights (sgd, adam, clip_by_global_norm), or "
+        "one array per layer in place of a stacked one"
+    )
 
 
 def _is_small(v: Any, leaf: Leaf) -> bool:

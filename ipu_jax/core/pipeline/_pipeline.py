@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from ipu_jax.base.tracebacks import ShortTracebacks
 from ipu_jax.core.analysis.report import make_report
-from ipu_jax.core.cutting.function import model_of
+from ipu_jax.core.cutting.function import FunctionModel, model_of
 from ipu_jax.core.devices import make_mesh
 from ipu_jax.core.engine.on_mesh import predict_on_mesh
 from ipu_jax.core.pipeline._derivatives import differentiable_loss, refusing_derivatives
@@ -369,19 +369,30 @@ class Pipeline(PlacedStages):
         mesh = make_mesh(replicas, ipus)
         return cls(function.stages, mesh=mesh, schedule=schedule, frozen=frozen, function=function, **options)
 
-    def replace(self, *, stages: Iterable[Stage] | None = None, mesh: Mesh | None = None) -> "Pipeline":
-        """Return the same pipeline with other stages (with the same places and groups) or on another mesh."""
+    def replace(
+        self,
+        *,
+        stages: Iterable[Stage] | None = None,
+        mesh: Mesh | None = None,
+        function: FunctionModel | None = None,
+    ) -> "Pipeline":
+        """Return the same pipeline with other stages (with the same places and groups), or those of another function.
+
+        Or it is on another mesh.
+        """
+        function = function or self.function
+        own = self.stages if function is None else function.stages
         return Pipeline(
-            self.stages if stages is None else stages,
+            own if stages is None else stages,
             mesh=self.mesh if mesh is None else mesh,
             schedule=self.schedule_or_name,
             gradient_accumulation=self.options.gradient_accumulation,
             reduction=self.options.reduction,
             specs=self._groups.specs,
             state_specs=self._groups.state_specs,
-            frozen=self._groups.frozen,
+            frozen=self._groups.given_frozen,
             ipu_memory=self._memory.ipu_memory,
-            function=self.function,
+            function=function,
         )
 
     def __repr__(self) -> str:

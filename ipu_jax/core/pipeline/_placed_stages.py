@@ -276,7 +276,7 @@ class PlacedStages:
             check_batch(batch, self.replicas, self.options.gradient_accumulation)
         check_alive("batch", batch)
         if self.function is not None:
-            self.function.check_batch(batch, 1 if self.replicas == 1 else 2)
+            self.function.check(batch, 1 if self.replicas == 1 else 2, key)
 
     def _run(
         self,

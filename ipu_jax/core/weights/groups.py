@@ -34,6 +34,7 @@ class Groups:
 
     Attributes:
         owners, state_owners: per group, its IPU, or None if its stages are concurrent or share it.
+        given_frozen: as given.
         specs, frozen: per group, as given; by default, every IPU holds a shared group whole.
         state_specs: per group; by default, every IPU holds the state of a concurrent stage whole.
 
@@ -53,7 +54,7 @@ class Groups:
         whole: WholeTree | None = None,
         whole_state: WholeTree | None = None,
     ):
-        self.ipus, self._whole, self._whole_state = ipus, whole, whole_state
+        self.ipus, self._whole, self._whole_state, self.given_frozen = ipus, whole, whole_state, frozen
         self.owners, self.state_owners = owners_of(stages), state_owners_of(stages)
         shared = {name: PartitionSpec() for stage in stages for name in stage.shared}
         self.specs = shared | specs_for(self.owners, by_group("specs", specs), "specs")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ipu_jax.core.options import TrainOptions
 from ipu_jax.core.pipeline import Pipeline
-from ipu_jax.training.update._precision import cast_floats, computing_in
+from ipu_jax.training.update._precision import cast_floats, computing_in, function_in
 from ipu_jax.training.update.replicas import Replicas, over_replicas, replicate
 
 
@@ -36,7 +36,12 @@ def model_for(model: Any, options: TrainOptions) -> Any:
     if isinstance(model, Pipeline):
         if count is not None and count != model.replicas:
             model = replicate(model, replication_factor=count)
-        return model if half is None else model.replace(stages=[computing_in(stage, half) for stage in model.stages])
+        if half is None:
+            return model
+        if model.function is not None:
+            held = half if options.precision == "16.16" else jnp.float32
+            return model.replace(function=function_in(model.function, half, held))
+        return model.replace(stages=[computing_in(stage, half) for stage in model.stages])
     if isinstance(model, Replicas):
         if count is not None and count != model.replicas:
             raise ValueError(

@@ -9,12 +9,14 @@ Sums of gradients over micro-batches and over replicas are in float32 at least.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ipu_jax.core.cutting.function import FunctionModel
 from ipu_jax.core.stage import Stage
 
 
@@ -58,6 +60,19 @@ def computing_in(stage: Stage, dtype: Any) -> Stage:
         predict=within(stage.predict),
         reference=within(stage.reference),
     )
+
+
+def function_in(function: FunctionModel, dtype: Any, held: Any) -> FunctionModel:
+    """Return a cut function that casts its weights, held in `held`, and its micro-batch to `dtype`, cut anew."""
+    loss, state = function.source["loss"], function.source["state"]
+
+    @functools.wraps(loss)
+    def cast(p: Any, *others: Any) -> Any:
+        at = 0 if state is None else 1
+        return loss(cast_floats(p, dtype), *others[:at], cast_floats(others[at], dtype), *others[at + 1 :])
+
+    params = jax.eval_shape(lambda tree: cast_floats(tree, held), function.source["params"])
+    return function.again(loss=cast, params=params)
 
 
 def stochastic_round(x: Any, dtype: Any, key: Any) -> Any:

@@ -1,0 +1,336 @@
+"""Whole models of Flax and Equinox, as their authors would write them. Each function returns an `Example`."""
+
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from .example import LENGTH, VOCAB, D, Example, cross_entropy, images, rows, squared_error, tokens
+
+HEADS = 2
+
+
+def initialized(model: nn.Module, *inputs: Any, **options: Any) -> Any:
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    return jax.jit(lambda *inputs: model.init(keys, *inputs, **options))(*inputs)
+
+
+class Block(nn.Module):
+    dropout: float = 0.0
+
+    @nn.compact
+    def __call__(self, x, mask=None, train: bool = True):
+        mask = nn.make_causal_mask(x[..., 0]) if mask is None else mask
+        h = nn.LayerNorm()(x)
+        h = nn.MultiHeadDotProductAttention(HEADS, use_bias=False, deterministic=True)(h, mask=mask)
+        x = x + nn.Dropout(self.dropout, deterministic=not train)(h)
+        h = nn.Dense(2 * D)(nn.LayerNorm()(x))
+        h = nn.Dense(D)(nn.gelu(h))
+        return x + nn.Dropout(self.dropout, deterministic=not train)(h)
+
+
+class GPT(nn.Module):
+    layers: int = 2
+    tied: bool = False
+    scanned: bool = False
+    dropout: float = 0.0
+
+    @nn.compact
+    def __call__(self, ids, train: bool = True):
+        embed = nn.Embed(VOCAB, D)
+        x = embed(ids) + nn.Embed(LENGTH, D, name="positions")(jnp.arange(ids.shape[1]))
+        if self.scanned:
+            body = nn.remat(lambda block, x, _: (block(x), None), prevent_cse=False)
+            scan = nn.scan(body, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers)
+            x, _ = scan(Block(name="blocks"), x, None)
+        else:
+            for _ in range(self.layers):
+                x = Block(self.dropout)(x, train=train)
+        x = nn.LayerNorm()(x)
+        return embed.attend(x) if self.tied else nn.Dense(VOCAB, use_bias=False)(x)
+
+
+def gpt_of(model: GPT) -> Example:
+    variables = initialized(model, jnp.zeros((1, LENGTH), int))
+
+    def loss(params, batch):
+        return cross_entropy(model.apply({"params": params}, batch["ids"]), batch["labels"])
+
+    return Example(loss, variables["params"], tokens)
+
+
+def linen_gpt() -> Example:
+    return gpt_of(GPT())
+
+
+def linen_gpt_tied() -> Example:
+    return gpt_of(GPT(tied=True))
+
+
+def linen_gpt_scanned() -> Example:
+    """Blocks are one `nn.scan`, each recomputed in the backward pass by `nn.remat`."""
+    return gpt_of(GPT(layers=5, scanned=True))
+
+
+def linen_gpt_with_dropout() -> Example:
+    model = GPT(dropout=0.3)
+    params = initialized(model, jnp.zeros((1, LENGTH), int))["params"]
+
+    def loss(params, batch, key):
+        logits = model.apply({"params": params}, batch["ids"], train=True, rngs={"dropout": key})
+        return cross_entropy(logits, batch["labels"])
+
+    return Example(loss, params, tokens, takes_key=True)
+
+
+class Experts(nn.Module):
+    experts: int = 4
+
+    @nn.compact
+    def __call__(self, x):
+        shares = jax.nn.softmax(nn.Dense(self.experts, use_bias=False, name="router")(x))
+        best, chosen = jax.lax.top_k(shares, 2)
+        best = best / best.sum(-1, keepdims=True)
+        sent = jnp.einsum("rk,rke->re", best, jax.nn.one_hot(chosen, self.experts))
+        init = nn.initializers.lecun_normal(batch_axis=0)
+        up = self.param("up", init, (self.experts, D, 2 * D))
+        down = self.param("down", init, (self.experts, 2 * D, D))
+        self.sow("losses", "balance", self.experts * jnp.sum(shares.mean(0) * (sent > 0).mean(0)))
+        self.sow("intermediates", "chosen", chosen)
+        h = jax.nn.relu(jnp.einsum("rd,edf->erf", x, up))
+        return x + jnp.einsum("erf,efd,re->rd", h, down, sent)
+
+
+class MixtureOfExperts(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(3):
+            x = Experts()(nn.LayerNorm()(x))
+        return nn.Dense(D)(x)
+
+
+def linen_mixture_of_experts() -> Example:
+    """Experts are chosen by top-k; the sown balance losses count, and the sown choices are the aux."""
+    model = MixtureOfExperts()
+    params = initialized(model, rows(np.random.default_rng(0))["x"])["params"]
+
+    def loss(params, batch):
+        y, sown = model.apply({"params": params}, batch["x"], mutable=["losses", "intermediates"])
+        balance = sum(map(jnp.sum, jax.tree.leaves(sown["losses"])))
+        return squared_error(y, batch["y"]) + 0.1 * balance, sown["intermediates"]
+
+    return Example(loss, params, rows)
+
+
+class ConvNet(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool = True):
+        for features in (4, 8):
+            y = nn.Conv(features, (3, 3), use_bias=False)(x)
+            y = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(y))
+            y = nn.Conv(features, (3, 3), use_bias=False)(y)
+            y = nn.BatchNorm(use_running_average=not train, momentum=0.9)(y)
+            x = nn.relu(y + nn.Conv(features, (1, 1), use_bias=False)(x))
+        return nn.Dense(5)(x.mean((1, 2)))
+
+
+def linen_batch_norm() -> Example:
+    """A ResNet, whose averages are the state."""
+    model = ConvNet()
+    variables = initialized(model, images(np.random.default_rng(0))["image"])
+
+    def loss(params, batch_stats, batch):
+        logits, new = model.apply(
+            {"params": params, "batch_stats": batch_stats}, batch["image"], mutable=["batch_stats"]
+        )
+        return cross_entropy(logits, batch["label"]), {"logits": logits}, new["batch_stats"]
+
+    return Example(loss, variables["params"], images, state=variables["batch_stats"], tolerance=5e-5)
+
+
+class Convolutions(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for features in (4, 4, 8):
+            x = nn.relu(nn.Conv(features, (3, 3))(x))
+            x = nn.max_pool(x, (2, 2), strides=(2, 2))
+        x = x.reshape(len(x), -1)
+        x = nn.relu(nn.Dense(8)(x))
+        return nn.Dense(5)(x)
+
+
+def linen_convolutions() -> Example:
+    model = Convolutions()
+
+    def loss(params, batch):
+        return cross_entropy(model.apply({"params": params}, batch["image"]), batch["label"])
+
+    return Example(loss, initialized(model, images(np.random.default_rng(0))["image"])["params"], images)
+
+
+class UNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        skips = []
+        for features in (3, 4):
+            x = nn.relu(nn.Conv(features, (3, 3))(x))
+            skips.append(x)
+            x = nn.avg_pool(x, (2, 2), strides=(2, 2))
+        x = nn.relu(nn.Conv(6, (3, 3))(x))
+        for features, skip in zip((4, 3), reversed(skips), strict=True):
+            x = nn.ConvTranspose(features, (2, 2), strides=(2, 2))(x)
+            x = nn.relu(nn.Conv(features, (3, 3))(jnp.concatenate([x, skip], -1)))
+        return nn.Conv(2, (1, 1))(x)
+
+
+def linen_unet() -> Example:
+    """The way up reads what the way down computed."""
+    model = UNet()
+
+    def loss(params, batch):
+        return squared_error(model.apply({"params": params}, batch["image"]), batch["image"])
+
+    return Example(loss, initialized(model, images(np.random.default_rng(0))["image"])["params"], images)
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm1, self.norm2 = nnx.LayerNorm(D, rngs=rngs), nnx.LayerNorm(D, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(HEADS, D, use_bias=False, decode=False, rngs=rngs)
+        self.up, self.down = nnx.Linear(D, 2 * D, rngs=rngs), nnx.Linear(2 * D, D, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.attention(self.norm1(x), mask=nnx.make_causal_mask(x[..., 0]))
+        return x + self.down(nnx.gelu(self.up(self.norm2(x))))
+
+
+class NnxGPT(nnx.Module):
+    def __init__(self, layers: int, tied: bool, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(VOCAB, D, rngs=rngs)
+        self.blocks = nnx.List([NnxBlock(rngs) for _ in range(layers)])
+        self.norm = nnx.LayerNorm(D, rngs=rngs)
+        self.head = None if tied else nnx.Linear(D, VOCAB, rngs=rngs)
+
+    def __call__(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        return self.embed.attend(x) if self.head is None else self.head(x)
+
+
+def nnx_gpt_of(model: NnxGPT) -> Example:
+    graph, params = nnx.split(model, nnx.Param)
+
+    def loss(params, batch):
+        return cross_entropy(nnx.merge(graph, params)(batch["ids"]), batch["labels"])
+
+    return Example(loss, params, tokens)
+
+
+def nnx_gpt() -> Example:
+    return nnx_gpt_of(NnxGPT(2, False, nnx.Rngs(0)))
+
+
+def nnx_gpt_tied() -> Example:
+    return nnx_gpt_of(NnxGPT(2, True, nnx.Rngs(1)))
+
+
+class NnxNormed(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = nnx.List([nnx.Linear(D, D, use_bias=False, rngs=rngs) for _ in range(4)])
+        self.norms = nnx.List([nnx.BatchNorm(D, momentum=0.8, rngs=rngs) for _ in range(4)])
+
+    def __call__(self, x):
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + nnx.tanh(norm(layer(x)))
+        return x
+
+
+def nnx_batch_norm() -> Example:
+    graph, params, stats = nnx.split(NnxNormed(nnx.Rngs(2)), nnx.Param, nnx.BatchStat)
+
+    def loss(params, stats, batch):
+        model = nnx.merge(graph, params, stats, copy=True)
+        y = model(batch["x"])
+        return squared_error(y, batch["y"]), nnx.state(model, nnx.BatchStat)
+
+    return Example(loss, params, rows, state=stats)
+
+
+def equinox_mlp() -> Example:
+    """`eqx.partition` keeps the activation out of the weights; the batch is mapped."""
+    model = eqx.nn.MLP(D, D, width_size=12, depth=4, activation=jax.nn.softplus, key=jax.random.key(3))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss(params, batch):
+        return squared_error(jax.vmap(eqx.combine(params, static))(batch["x"]), batch["y"])
+
+    return Example(loss, params, rows)
+
+
+class EquinoxBlock(eqx.Module):
+    attention: eqx.nn.MultiheadAttention
+    norm1: eqx.nn.LayerNorm
+    norm2: eqx.nn.LayerNorm
+    mlp: eqx.nn.MLP
+
+    def __init__(self, key):
+        first, second = jax.random.split(key)
+        self.attention = eqx.nn.MultiheadAttention(HEADS, D, key=first)
+        self.norm1, self.norm2 = eqx.nn.LayerNorm(D), eqx.nn.LayerNorm(D)
+        self.mlp = eqx.nn.MLP(D, D, 2 * D, depth=1, activation=jax.nn.gelu, key=second)
+
+    def __call__(self, x):
+        h = jax.vmap(self.norm1)(x)
+        x = x + self.attention(h, h, h, mask=jnp.tril(jnp.ones((len(x), len(x)), bool)))
+        return x + jax.vmap(self.mlp)(jax.vmap(self.norm2)(x))
+
+
+class EquinoxGPT(eqx.Module):
+    embed: eqx.nn.Embedding
+    blocks: list[EquinoxBlock]
+    head: eqx.nn.Linear
+
+    def __init__(self, layers: int, key):
+        first, last, *others = jax.random.split(key, layers + 2)
+        self.embed = eqx.nn.Embedding(VOCAB, D, key=first)
+        self.blocks = [EquinoxBlock(other) for other in others]
+        self.head = eqx.nn.Linear(D, VOCAB, key=last)
+
+    def __call__(self, ids):
+        x = jax.vmap(self.embed)(ids)
+        for block in self.blocks:
+            x = block(x)
+        return jax.vmap(self.head)(x)
+
+
+def equinox_gpt() -> Example:
+    params, static = eqx.partition(EquinoxGPT(2, jax.random.key(4)), eqx.is_inexact_array)
+
+    def loss(params, batch):
+        logits = jax.vmap(eqx.combine(params, static))(batch["ids"])
+        return cross_entropy(logits, batch["labels"])
+
+    return Example(loss, params, tokens)
+
+
+LIBRARY_MODELS = (
+    linen_gpt,
+    linen_gpt_tied,
+    linen_gpt_scanned,
+    linen_gpt_with_dropout,
+    linen_mixture_of_experts,
+    linen_batch_norm,
+    linen_convolutions,
+    linen_unet,
+    nnx_gpt,
+    nnx_gpt_tied,
+    nnx_batch_norm,
+    equinox_mlp,
+    equinox_gpt,
+)

@@ -1,0 +1,424 @@
+"""Whole models with unusual dependencies between weights, state, key and layers. Each function returns an `Example`."""
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from .example import D, Example, normal, rows, squared_error
+from .library_models import initialized
+
+
+def layers_of(rng: np.random.Generator, count: int) -> list[np.ndarray]:
+    return [normal(rng, D, D) for _ in range(count)]
+
+
+def tower(weights, x):
+    for w in weights:
+        x = x + jnp.tanh(x @ w)
+    return x
+
+
+def siamese() -> Example:
+    """The same weights compute both sides, one after the other."""
+    rng = np.random.default_rng(20)
+
+    def loss(params, batch):
+        return squared_error(tower(params, batch["x"]), tower(params, batch["y"]))
+
+    return Example(loss, layers_of(rng, 3), rows)
+
+
+def one_block_again_and_again() -> Example:
+    """All layers share their weights, as in ALBERT, and each has a learned scale of its own."""
+    rng = np.random.default_rng(21)
+    params = {"block": normal(rng, D, D), "scales": normal(rng, 6), "temperature": np.float32(1.3)}
+
+    def loss(params, batch):
+        x = batch["x"]
+        for k in range(6):
+            x = x + params["scales"][k] * jnp.tanh(x @ params["block"] / params["temperature"])
+        return squared_error(x, batch["y"])
+
+    return Example(loss, params, rows)
+
+
+def scan_with_results_of_layers() -> Example:
+    """A scan in reverse over stacked weights, whose results of all layers the loss and the aux read."""
+    rng = np.random.default_rng(22)
+    params = {"w": normal(rng, 5, D, D), "gate": normal(rng, 5, D), "mix": normal(rng, 5)}
+
+    def loss(params, batch):
+        def layer(x, p):
+            y = jnp.tanh(x @ p["w"].astype(jnp.float32)) * jax.nn.sigmoid(p["gate"])
+            return x + y, (y, jnp.abs(y).max())
+
+        x, (ys, largest) = lax.scan(layer, batch["x"], {k: params[k] for k in ("w", "gate")}, reverse=True, unroll=2)
+        mixed = jnp.einsum("l,lrd->rd", jax.nn.softmax(params["mix"]), ys)
+        return squared_error(x + mixed, batch["y"]), {"largest": largest}
+
+    return Example(loss, params, rows)
+
+
+def scan_with_a_key_per_layer() -> Example:
+    """A scan over stacked weights, keys split for the layers, and numbers of the layers; weights are scaled."""
+    rng = np.random.default_rng(23)
+    params = {"w": normal(rng, 6, D, D), "b": np.zeros((6, D), np.float32)}
+
+    def loss(params, batch, key):
+        stacked = jax.tree.map(lambda w: 0.9 * w, params)
+
+        def layer(x, inputs):
+            p, key, number = inputs
+            keep = jax.random.bernoulli(key, 1 - number / 20, x.shape)
+            return x + jnp.where(keep, jnp.tanh(x @ p["w"] + p["b"]), 0), None
+
+        x, _ = lax.scan(layer, batch["x"], (stacked, jax.random.split(key, 6), jnp.arange(6)))
+        return squared_error(x, batch["y"])
+
+    return Example(loss, params, rows, takes_key=True)
+
+
+def diffusion() -> Example:
+    """Time and noise are drawn with the key; every layer reads the embedding of the time."""
+    rng = np.random.default_rng(24)
+    params = {"time": normal(rng, D, D), "layers": [{"w": normal(rng, D, D), "t": normal(rng, D, D)} for _ in range(5)]}
+
+    def loss(params, batch, key):
+        for_time, for_noise = jax.random.split(key)
+        x = batch["x"]
+        time = jax.random.uniform(for_time, (len(x), 1))
+        noise = jax.random.normal(for_noise, x.shape)
+        frequencies = time * 2.0 ** jnp.arange(D // 2)
+        embedded = jax.nn.silu(jnp.concatenate([jnp.sin(frequencies), jnp.cos(frequencies)], -1) @ params["time"])
+        h = jnp.sqrt(1 - time) * x + jnp.sqrt(time) * noise
+        for p in params["layers"]:
+            h = h + jnp.tanh(h @ p["w"] + embedded @ p["t"])
+        return squared_error(h, noise), {"time": time[:, 0]}
+
+    return Example(loss, params, rows, takes_key=True)
+
+
+def adversaries() -> Example:
+    """Each side of the game stops the gradient into the other one's weights."""
+    rng = np.random.default_rng(25)
+    params = {"generator": layers_of(rng, 3), "critic": layers_of(rng, 3)}
+
+    def loss(params, batch):
+        criticise = lambda weights, x: tower(weights, x).mean(-1)  # noqa: E731
+        made = tower(params["generator"], batch["x"])
+        frozen = lax.stop_gradient(params["critic"])
+        real, fake = criticise(params["critic"], batch["y"]), criticise(params["critic"], lax.stop_gradient(made))
+        of_critic = jnp.mean(jax.nn.softplus(-real) + jax.nn.softplus(fake))
+        of_generator = jnp.mean(jax.nn.softplus(-criticise(frozen, made)))
+        return of_critic + of_generator, {"critic": of_critic, "generator": of_generator}
+
+    return Example(loss, params, rows)
+
+
+def moving_target() -> Example:
+    """The state is an average of the weights, another network, which a loss compares with the first (BYOL)."""
+    rng = np.random.default_rng(26)
+    params = {"online": layers_of(rng, 3), "predictor": normal(rng, D, D)}
+    state = {"target": jax.tree.map(lambda w: 0.8 * w, params["online"]), "steps": np.int32(3)}
+
+    def loss(params, state, batch):
+        online = tower(params["online"], batch["x"]) @ params["predictor"]
+        target = lax.stop_gradient(tower(state["target"], batch["y"]))
+        average = lambda old, new: 0.9 * old + 0.1 * lax.stop_gradient(new)  # noqa: E731
+        new = {"target": jax.tree.map(average, state["target"], params["online"]), "steps": state["steps"] + 1}
+        return squared_error(online, target), new
+
+    return Example(loss, params, rows, state=state)
+
+
+def state_read_everywhere() -> Example:
+    """Every layer reads how many steps there were; the loss's average is kept."""
+    rng = np.random.default_rng(27)
+    state = {"steps": np.int32(2), "average": np.float32(1.0), "unchanged": np.ones(3, np.float32)}
+
+    def loss(params, state, batch):
+        x, warm = batch["x"], jnp.minimum(state["steps"] / 5, 1.0)
+        for w in params:
+            x = x + warm * jnp.tanh(x @ w)
+        value = squared_error(x, batch["y"])
+        average = 0.9 * state["average"] + 0.1 * lax.stop_gradient(value)
+        return value / average, {"warm": warm}, state | {"steps": state["steps"] + 1, "average": average}
+
+    return Example(loss, layers_of(rng, 5), rows, state=state)
+
+
+def physics() -> Example:
+    """The loss has derivatives of the network with respect to its input, of first and second order."""
+    rng = np.random.default_rng(28)
+    params = {"in": normal(rng, 1, D), "layers": layers_of(rng, 3), "out": normal(rng, D)}
+
+    def u(params, t):
+        x = jnp.tanh(t @ params["in"])
+        for w in params["layers"]:
+            x = jnp.tanh(x @ w)
+        return x @ params["out"]
+
+    def loss(params, batch):
+        du = jax.grad(u, 1)
+        ddu = jax.grad(lambda params, t: du(params, t)[0], 1)
+        t = batch["x"][:, :1]
+        residual = jax.vmap(lambda t: ddu(params, t)[0] + u(params, t))(t)
+        return jnp.mean(residual**2) + (u(params, jnp.zeros(1)) - 1) ** 2
+
+    return Example(loss, params, rows, tolerance=5e-5)
+
+
+def learning_to_learn() -> Example:
+    """An inner step of gradient descent moves all weights before the loss reads them (MAML)."""
+    rng = np.random.default_rng(29)
+
+    def fit(params, x, y):
+        return squared_error(tower(params, x), y)
+
+    def loss(params, batch):
+        gradients = jax.grad(fit)(params, batch["x"], batch["y"])
+        adapted = jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients)
+        return fit(adapted, batch["y"], batch["x"])
+
+    return Example(loss, layers_of(rng, 4), rows, tolerance=5e-5)
+
+
+def state_space() -> Example:
+    """Linear recurrences with complex values, by an associative scan over time; a Fourier transform at the end."""
+    rng = np.random.default_rng(30)
+    layer = lambda: {  # noqa: E731
+        "decay": normal(rng, D),
+        "angle": normal(rng, D),
+        "in": normal(rng, D, D),
+        "out": normal(rng, 2 * D, D),
+    }
+    params = [layer() for _ in range(4)]
+
+    def loss(params, batch):
+        x = batch["x"][None] * jnp.ones((2, 1, 1))
+        for p in params:
+            a = jnp.exp(-jnp.exp(p["decay"]) + 1j * p["angle"])
+            elements = jnp.broadcast_to(a, x.shape), (x @ p["in"]).astype(jnp.complex64)
+            join = lambda one, two: (one[0] * two[0], two[0] * one[1] + two[1])  # noqa: E731
+            _, h = lax.associative_scan(join, elements, axis=1)
+            x = x + jnp.concatenate([h.real, h.imag], -1) @ p["out"]
+        return jnp.mean(jnp.abs(jnp.fft.rfft(x[0] - batch["y"], axis=-1)) ** 2) / D
+
+    return Example(loss, params, rows)
+
+
+def graph_network() -> Example:
+    """Nodes send to their neighbours; the edges are ints that every layer reads."""
+    rng = np.random.default_rng(31)
+    params = [{"send": normal(rng, D, D), "keep": normal(rng, D, D)} for _ in range(4)]
+
+    def loss(params, batch):
+        x = batch["x"]
+        for p in params:
+            messages = (x @ p["send"])[batch["from"]]
+            x = jax.nn.relu(x @ p["keep"] + jax.ops.segment_sum(messages, batch["to"], num_segments=len(x)))
+        return squared_error(x, batch["y"])
+
+    def micro_batch(rng):
+        return rows(rng) | {name: rng.integers(4, size=7).astype(np.int32) for name in ("from", "to")}
+
+    return Example(loss, params, micro_batch)
+
+
+def bfloat16_weights() -> Example:
+    """Some weights are bfloat16, and the aux is, too; a norm's scale is float32."""
+    rng = np.random.default_rng(32)
+    params = [{"w": jnp.asarray(w, jnp.bfloat16), "scale": np.ones(D, np.float32)} for w in layers_of(rng, 4)]
+
+    def loss(params, batch):
+        x = batch["x"].astype(jnp.bfloat16)
+        for p in params:
+            x = x + (jnp.tanh(x @ p["w"]) * p["scale"]).astype(jnp.bfloat16)
+        return squared_error(x.astype(jnp.float32), batch["y"]), {"x": x}
+
+    return Example(loss, params, rows, tolerance=0.06)
+
+
+def unusual_aux() -> Example:
+    """The aux holds the loss itself, a weight, a leaf of the batch, a Python number and None."""
+    rng = np.random.default_rng(33)
+
+    def loss(params, batch):
+        value = squared_error(tower(params, batch["x"]), batch["y"])
+        return value, {
+            "loss": value,
+            "weight": params[1],
+            "x": batch["x"],
+            "number": 3,
+            "none": None,
+            "twice": (value, value),
+        }
+
+    return Example(loss, layers_of(rng, 4), rows)
+
+
+class LowRank(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool = True):
+        for _ in range(3):
+            x = x + nn.tanh(nn.SpectralNorm(nn.Dense(D), collection_name="spectral")(x, update_stats=train))
+        return x
+
+
+def linen_spectral_norm() -> Example:
+    """The new state depends on weights and state, and on no activation."""
+    model = LowRank()
+    variables = initialized(model, rows(np.random.default_rng(0))["x"])
+
+    def loss(params, spectral, batch):
+        variables = {"params": params, "spectral": spectral}
+        y, new = model.apply(variables, batch["x"], mutable=["spectral"])
+        return squared_error(y, batch["y"]), new["spectral"]
+
+    return Example(loss, variables["params"], rows, state=variables["spectral"], tolerance=5e-5)
+
+
+class NormedLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        y = nn.Dense(D, use_bias=False)(x)
+        y = nn.BatchNorm(use_running_average=False, momentum=0.9)(y)
+        return x + nn.Dropout(0.2, deterministic=False)(nn.tanh(y)), None
+
+
+class ScannedNorms(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(D)(x)
+        scanned = nn.scan(
+            NormedLayer,
+            variable_axes={"params": 0, "batch_stats": 0},
+            split_rngs={"params": True, "dropout": True},
+            length=3,
+        )
+        x, _ = scanned()(x, None)
+        return nn.Dense(D)(nn.tanh(nn.Dense(D)(x)))
+
+
+def linen_scan_with_state() -> Example:
+    """The scan's layers have stacked state, and keys; no stage but one can hold it."""
+    model = ScannedNorms()
+    variables = initialized(model, rows(np.random.default_rng(0))["x"])
+
+    def loss(params, stats, batch, key):
+        variables = {"params": params, "batch_stats": stats}
+        y, new = model.apply(variables, batch["x"], mutable=["batch_stats"], rngs={"dropout": key})
+        return squared_error(y, batch["y"]), new["batch_stats"]
+
+    return Example(loss, variables["params"], rows, state=variables["batch_stats"], takes_key=True, tolerance=5e-5)
+
+
+class NnxLayer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear, self.norm = nnx.Linear(D, D, rngs=rngs), nnx.RMSNorm(D, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2)
+
+    def __call__(self, x, rngs):
+        return x + self.dropout(nnx.gelu(self.linear(self.norm(x))), rngs=rngs)
+
+
+class NnxScanned(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        @nnx.split_rngs(splits=4)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def create(rngs):
+            return NnxLayer(rngs)
+
+        self.layers = create(rngs)
+
+    def __call__(self, x, rngs):
+        @nnx.split_rngs(splits=4)
+        @nnx.scan(in_axes=(0, nnx.Carry, 0), out_axes=nnx.Carry)
+        def forward(layer, x, rngs):
+            return layer(x, rngs)
+
+        return forward(self.layers, x, rngs)
+
+
+def nnx_scanned() -> Example:
+    """NNX's own scan over stacked layers, with dropout."""
+    graph, params = nnx.split(NnxScanned(nnx.Rngs(3)), nnx.Param)
+
+    def loss(params, batch, key):
+        model = nnx.merge(graph, params)
+        return squared_error(model(batch["x"], nnx.Rngs(dropout=key)), batch["y"])
+
+    return Example(loss, params, rows, takes_key=True)
+
+
+def equinox_scanned() -> Example:
+    """Layers made by `filter_vmap`, run by a scan over their arrays with a checkpoint, for each row of the batch."""
+    keys = jax.random.split(jax.random.key(5), 5)
+    layers = eqx.filter_vmap(lambda key: eqx.nn.MLP(D, D, D, depth=1, key=key))(keys)
+    params, static = eqx.partition(layers, eqx.is_inexact_array)
+
+    def loss(params, batch):
+        def run(x):
+            @jax.checkpoint
+            def layer(x, arrays):
+                return x + eqx.combine(arrays, static)(x), None
+
+            return lax.scan(layer, x, params)[0]
+
+        return squared_error(jax.vmap(run)(batch["x"]), batch["y"])
+
+    return Example(loss, params, rows)
+
+
+class EquinoxNormed(eqx.Module):
+    layers: list[eqx.nn.Linear]
+    norms: list[eqx.nn.BatchNorm]
+
+    def __init__(self, key):
+        self.layers = [eqx.nn.Linear(D, D, use_bias=False, key=k) for k in jax.random.split(key, 3)]
+        self.norms = [eqx.nn.BatchNorm(D, axis_name="batch", mode="ema", momentum=0.8) for _ in range(3)]
+
+    def __call__(self, x, state):
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            y, state = norm(layer(x), state)
+            x = x + jax.nn.tanh(y)
+        return x, state
+
+
+def equinox_batch_norm() -> Example:
+    model, state = eqx.nn.make_with_state(EquinoxNormed)(jax.random.key(6))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss(params, state, batch):
+        model = eqx.combine(params, static)
+        y, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(batch["x"], state)
+        return squared_error(y, batch["y"]), state
+
+    return Example(loss, params, rows, state=state, tolerance=5e-5)
+
+
+UNUSUAL_MODELS = (
+    siamese,
+    one_block_again_and_again,
+    scan_with_results_of_layers,
+    scan_with_a_key_per_layer,
+    diffusion,
+    adversaries,
+    moving_target,
+    state_read_everywhere,
+    physics,
+    learning_to_learn,
+    state_space,
+    graph_network,
+    bfloat16_weights,
+    unusual_aux,
+    linen_spectral_norm,
+    linen_scan_with_state,
+    nnx_scanned,
+    equinox_scanned,
+    equinox_batch_norm,
+)
