@@ -103,18 +103,21 @@ class Places:
         self.is_waist, self.allowed = np.zeros(count, bool), np.zeros(count, bool)
         last = self._last_uses()
         live: dict[Any, int] = {}  # and the bytes of each
-        unfit = 0  # how many of them cannot be sent
+        unfit: set[Any] = set()  # those of them that cannot be sent
         for t, op in enumerate(self.operations):
-            for v in (v for v in op.outvars if last.get(v, -1) > t):
-                live[v] = bytes_of(v)
-                unfit += not _is_value(v)
-            for v in (v for v in {*variables(op.invars)} if v in live and last[v] == t):
-                del live[v]
-                unfit -= not _is_value(v)
-            total = sum(live.values())
-            self.sent[t] = total
+            for v in op.outvars:
+                if last.get(v, -1) > t:
+                    live[v] = bytes_of(v)
+                    if not _is_value(v):
+                        unfit.add(v)
+            for v in op.invars:
+                if not isinstance(v, core.Literal) and last.get(v) == t:
+                    live.pop(v, None)
+                    unfit.discard(v)
+            sizes = live.values()
+            self.sent[t] = total = sum(sizes)
             limit = max(_SMALL, _SMALL_SHARE * total)
-            self.is_waist[t] = sum(size > limit for size in live.values()) <= 1
+            self.is_waist[t] = len([size for size in sizes if size > limit]) <= 1
             self.allowed[t] = t + 1 < count and not unfit
         for first, end in self._held_together():
             self.allowed[first:end] = False
@@ -157,13 +160,19 @@ class Places:
         """
         if not self.program.state:
             return []
+        follows: dict[Any, set[Any]] = {var: {var} for var in self.program.state}  # per value, from which leaves
+        for op in self.program.operations:
+            leaves = set[Any]().union(*(follows.get(v, ()) for v in variables(op.invars)))
+            if leaves:
+                follows |= {v: leaves for v in op.outvars if not self.program.is_activation(v)}
+        uses: dict[Any, list[int]] = {}
+        for t, op in enumerate(self.operations):
+            for leaf in {leaf for v in variables(op.invars) for leaf in follows.get(v, ())}:
+                uses.setdefault(leaf, []).append(t)
         at = {v: t for t, op in enumerate(self.operations) for v in op.outvars}
-        found = []
-        for var, new in zip(self.program.state, self.program.new_state, strict=True):
-            if self.program.is_activation(new):
-                uses = [*_readers_of(self.program, self.operations, var), at[new]]
-                found.append((min(uses), max(uses)))
-        return found
+        states = zip(self.program.state, self.program.new_state, strict=True)
+        found = [[*uses.get(var, ()), at[new]] for var, new in states if self.program.is_activation(new)]
+        return [(min(times), max(times)) for times in found]
 
     @property
     def heaviest(self) -> tuple[int, float]:
@@ -231,15 +240,6 @@ class Places:
                 continue
             kept.append(int(t))
         return np.array(kept, int)
-
-
-def _readers_of(program: Program, operations: Sequence[Any], leaf: Any) -> list[int]:
-    """Return the numbers of the operations that read a leaf, or what is computed from it alone."""
-    derived = {leaf}
-    for op in program.operations:
-        if derived.intersection(variables(op.invars)):
-            derived.update(v for v in op.outvars if not program.is_activation(v))
-    return [t for t, op in enumerate(operations) if derived.intersection(variables(op.invars))]
 
 
 def _is_value(var: Any) -> bool:
