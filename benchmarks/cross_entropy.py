@@ -39,7 +39,7 @@ UNSHARDED, XLA, SPLIT = "the unsharded program", "XLA's own partitioning", "spli
 BACKWARD, FORWARD = "fused, gradients in the backward pass", "fused, gradients in the forward pass"
 NAMES = (UNSHARDED, XLA, SPLIT, BACKWARD, FORWARD)
 
-_COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 
 
 def dense(hidden_ND: Any, table_VD: Any, labels_N: Any) -> Any:
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in (SPLIT, BACKWARD, FORWARD):
         figures.add(f"gradients, {name}: largest relative difference", _difference(steps[name](), expected), 1e-5)
     for name in (XLA, SPLIT, BACKWARD, FORWARD):
-        figures.add(f"collectives in the program, {name}", len(_COLLECTIVE.findall(compiled[name].as_text())))
+        figures.add(f"collectives in the program, {name}", len(COLLECTIVE.findall(compiled[name].as_text())))
     unsharded_bytes = temporary_bytes(compiled[UNSHARDED])
     for name, bound in ((XLA, None), (SPLIT, None), (BACKWARD, 1 / 20), (FORWARD, 1 / 20)):
         bytes_ = temporary_bytes(compiled[name])

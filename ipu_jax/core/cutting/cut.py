@@ -11,6 +11,7 @@ wherever stages become even, and among such cuts with the fewest bytes. All of i
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -25,8 +26,10 @@ from ipu_jax.core.cutting.work import is_float, work_of
 
 _EVEN: Final = 1.25
 """The heaviest stage that waists may give, relative to the best that any places give."""
-_AS_GOOD: Final = {True: 1.01, False: 1.05}
-"""By whether cuts are at waists: how much heavier a stage may be than it must be, to send fewer bytes."""
+_AS_GOOD: Final = 1.05
+"""How much heavier a stage may be than it must be, for stages that are more even, or send less."""
+_TYPICAL: Final = 0.2
+"""The price of sending a typical number of bytes, where a stage's work costs the square of its part of the heaviest."""
 _MOST_PLACES: Final = 1024
 _SMALL, _SMALL_SHARE = 8, 0.05
 """Bytes, and the share of all live bytes, up to which a live value does not count: a scalar, a sum of losses."""
@@ -93,21 +96,26 @@ class Places:
         self.sent = np.zeros(count, np.int64)
         self.is_waist, self.allowed = np.zeros(count, bool), np.zeros(count, bool)
         last = self._last_uses()
-        live: dict[Any, None] = {}
+        live: dict[Any, int] = {}  # and the bytes of each
+        unfit = 0  # how many of them cannot be sent
         for t, op in enumerate(self.operations):
-            live |= dict.fromkeys(v for v in op.outvars if last.get(v, -1) > t)
-            live = dict.fromkeys(v for v in live if last[v] > t)
-            self.sent[t] = sum(map(bytes_of, live))
-            sizes = [bytes_of(v) for v in live]
-            self.is_waist[t] = sum(size > max(_SMALL, _SMALL_SHARE * sum(sizes)) for size in sizes) <= 1
-            self.allowed[t] = t + 1 < count and all(hasattr(v.aval, "dtype") and _is_value(v) for v in live)
+            for v in (v for v in op.outvars if last.get(v, -1) > t):
+                live[v] = bytes_of(v)
+                unfit += not _is_value(v)
+            for v in (v for v in {*variables(op.invars)} if v in live and last[v] == t):
+                del live[v]
+                unfit -= not _is_value(v)
+            total = sum(live.values())
+            self.sent[t] = total
+            limit = max(_SMALL, _SMALL_SHARE * total)
+            self.is_waist[t] = sum(size > limit for size in live.values()) <= 1
+            self.allowed[t] = t + 1 < count and not unfit
         for first, end in self._held_together():
             self.allowed[first:end] = False
 
     def _last_uses(self) -> dict[Any, int]:
-        last: dict[Any, int] = {}
-        for t, op in enumerate(self.operations):
-            last |= {v: t for v in variables(op.invars) if self.program.is_activation(v)}
+        read = [(t, v) for t, op in enumerate(self.operations) for v in variables(op.invars)]
+        last = {v: t for t, v in read if self.program.kinds[v] == "a"}
         if self.program.is_activation(self.program.loss):
             last[self.program.loss] = len(self.operations)
         return last
@@ -117,6 +125,8 @@ class Places:
 
         A new value that follows from the state alone can be computed by several stages.
         """
+        if not self.program.state:
+            return []
         at = {v: t for t, op in enumerate(self.operations) for v in op.outvars}
         found = []
         for var, new in zip(self.program.state, self.program.new_state, strict=True):
@@ -158,7 +168,7 @@ class Places:
                 if heaviest > _EVEN * everywhere:
                     continue
             at_waists = waists and names is None
-            best = _fewest_bytes(total, self.sent, places, stages, heaviest * _AS_GOOD[waists])
+            best = _cheapest(total, self.sent, places, stages, heaviest * _AS_GOOD)
         if best is None:
             return None
         bounds = [total[t] for t in best]
@@ -196,7 +206,7 @@ def _readers_of(program: Program, operations: Sequence[Any], leaf: Any) -> list[
 
 
 def _is_value(var: Any) -> bool:
-    return type(var.aval).__name__ in ("ShapedArray", "ShapeDtypeStruct")
+    return type(var.aval).__name__ in ("ShapedArray", "ShapeDtypeStruct") and hasattr(var.aval, "dtype")
 
 
 def _work(program: Program, operations: Sequence[Any], frozen: Sequence[bool]) -> list[float]:
@@ -214,36 +224,41 @@ def _work(program: Program, operations: Sequence[Any], frozen: Sequence[bool]) -
 
 
 def _heaviest(total: np.ndarray, places: np.ndarray, stages: int) -> float:
-    """Return the work of the heaviest stage of the most even cut at these places."""
+    """Return the work of the heaviest stage of the most even cut at these places, by bisection."""
     if len(places) < stages - 1:
         return np.inf
-    at, best = total[places], total[places].astype(float)  # best: of the stages before each place
-    for _ in range(stages - 2):
-        loads = np.where(np.tri(len(at), k=-1, dtype=bool), np.maximum(best[None], at[:, None] - at[None]), np.inf)
-        best = loads.min(1)
-    return float(np.maximum(best, total[-1] - at).min())
+    at, low, high = total[places], 0.0, float(total[-1])
+    for _ in range(64):
+        limit, reached = (low + high) / 2, 0.0
+        for _ in range(stages - 1):
+            k = np.searchsorted(at, reached + limit, "right") - 1
+            reached = at[k] if k >= 0 else 0.0
+        low, high = (low, limit) if total[-1] - reached <= limit else (limit, high)
+    return high
 
 
-def _fewest_bytes(
-    total: np.ndarray, sent: np.ndarray, places: np.ndarray, stages: int, limit: float
-) -> list[int] | None:
-    """Return the places of the cut that sends the fewest bytes, and then is the most even, with loads up to `limit`."""
+def _cheapest(total: np.ndarray, sent: np.ndarray, places: np.ndarray, stages: int, limit: float) -> list[int] | None:
+    """Return the places of the cut that is the most even and sends the least, with no load above `limit`."""
     at, limit = total[places], limit * (1 + 1e-9)
+    message = _TYPICAL / max(1.0, float(np.median(sent[places]))) * sent
 
     def price(load: np.ndarray) -> np.ndarray:
         return np.where(load <= limit, (load / limit) ** 2, np.inf)
 
-    cost = price(at) + 1e3 * sent[places]
-    before: list[np.ndarray] = []
-    for _ in range(stages - 2):
-        steps = np.where(np.tri(len(at), k=-1, dtype=bool), cost[None] + price(at[:, None] - at[None]), np.inf)
-        before.append(steps.argmin(1))
-        cost = steps.min(1) + 1e3 * sent[places]
-    cost = cost + price(total[-1] - at)
-    place = int(cost.argmin())
-    if np.isinf(cost[place]):
+    # per cut, the places with enough work before and after: few of them where stages are nearly even
+    possible = [places[(at <= k * limit) & (total[-1] - at <= (stages - k) * limit)] for k in range(1, stages)]
+    if not all(map(len, possible)):
         return None
-    chosen = [place]
+    cost = price(total[possible[0]]) + message[possible[0]]
+    before: list[np.ndarray] = []
+    for ones, others in itertools.pairwise(possible):
+        steps = np.where(ones < others[:, None], cost + price(total[others][:, None] - total[ones]), np.inf)
+        before.append(steps.argmin(1))
+        cost = steps.min(1) + message[others]
+    cost = cost + price(total[-1] - total[possible[-1]])
+    chosen = [int(cost.argmin())]
+    if np.isinf(cost[chosen[0]]):
+        return None
     for step in reversed(before):
         chosen.append(int(step[chosen[-1]]))
-    return [int(places[k]) for k in reversed(chosen)]
+    return [int(found[k]) for found, k in zip(possible, reversed(chosen), strict=True)]

@@ -47,7 +47,7 @@ def described(
         paths: per leaf of the weights its path.
         shared: the parts that all IPUs hold, and the stages that read them.
     """
-    program, messages, total = division.program, division.messages(), sum(cut.work) or 1.0
+    program, messages, total = division.program, division.messages, sum(cut.work) or 1.0
     rows = [("stage", "IPU", "work", "weights", "ends after", "sends per micro-batch")]
     for s, piece in enumerate(division.pieces):
         own = [v for v in piece.weights if division.parts[v] not in shared]

@@ -7,6 +7,7 @@ sends        (x,)                       (x,)                       the loss
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -210,6 +211,8 @@ class Division:
         Otherwise the stage that needs it would have to hold all these weights, too.
         """
         small = self._small_operations()
+        if not small:
+            return
         results = {v for op, _ in small for v in op.outvars}
         held: dict[int, int] = {}  # the first stage that reads each leaf for something else
         for s in range(self.stages):
@@ -236,8 +239,10 @@ class Division:
         found: list[tuple[Any, set[int]]] = []
         results: set[Any] = set()
         for op in self.program.operations:
+            if op.effects or not all(self.program.kinds[v] == "w" for v in op.outvars):
+                continue
             size = sum(map(bytes_of, op.outvars))
-            if op.effects or size > _SMALL or not all(self.program.kinds[v] == "w" for v in op.outvars):
+            if size > _SMALL:
                 continue
             inputs = variables(op.invars)
             leaves = {self.parts[v].leaf for v in self._needs([v for v in inputs if v not in results], -1).weights}
@@ -248,6 +253,8 @@ class Division:
 
     def _join_leaves_read_whole(self) -> None:
         """Let rows of a leaf that is also read whole be slices of it."""
+        if len(self.parts) == len(self.program.params):
+            return
         whole = {
             self.parts[v].leaf
             for s in range(self.stages)
@@ -279,6 +286,8 @@ class Division:
         return self.stages - 1
 
     def _homes_of_state(self) -> list[list[int]]:
+        if not self.program.state:
+            return []
         reads = [self._needs([v for eqn in eqns for v in eqn.invars], s).inputs for s, eqns in enumerate(self.own)]
         homes = []
         for var, new in zip(self.program.state, self.program.new_state, strict=True):
@@ -299,17 +308,13 @@ class Division:
         results += [program.loss] if stage == self.stages - 1 else []
         piece, seen = Piece(), {}
         for eqn in self.own[stage]:
-            again: dict[int, Any] = {}
-            self._walk(eqn.invars, again, piece, stage)
-            for key, other in again.items():
-                if key not in seen:
-                    seen[key] = other
-            piece.equations.append(eqn)
+            self._walk(eqn.invars, seen, piece, stage)
         self._walk(results, seen, piece, stage)
-        piece.equations = _in_order([*seen.values(), *piece.equations])
+        piece.equations = _in_order([*seen.values(), *self.own[stage]])
         piece.weights, piece.incoming = list(dict.fromkeys(piece.weights)), list(dict.fromkeys(piece.incoming))
         return piece
 
+    @functools.cached_property
     def messages(self) -> list[list[Any]]:
         """Return, per boundary, the activations that a later stage reads, in the order in which they are computed."""
         order = {v: n for n, v in enumerate(v for eqns in self.own for eqn in eqns for v in eqn.outvars)}

@@ -57,7 +57,7 @@ class FunctionModel:
         return model_of(**{**self.source, **changed})
 
     def check(self, batch: Any, leading: int, key: Any) -> None:
-        """Raise `ValueError` unless batch (after `leading` dims) and key are like those for which the function was cut."""
+        """Raise `ValueError` unless batch (after `leading` dims) and key are like what the function was cut for."""
         if key is not None and self.key is not None and key.dtype != self.key.dtype:
             raise ValueError(
                 f"key is a {key.dtype}, and the function was cut for a {self.key.dtype}: make it with "

@@ -35,7 +35,8 @@ def name_of(operation: Any) -> str:
 
 def scopes_of(operation: Any) -> list[str]:
     """Return the names of the modules, or `jax.named_scope`s, around an operation, the outermost first."""
-    scopes = str(_equation(operation).source_info.name_stack).split("/")
+    stack = _equation(operation).source_info.name_stack
+    scopes = str(stack).split("/") if stack.stack else []
     return [scope for scope in scopes if scope and "(" not in scope]  # vmap() is no module
 
 

@@ -10,12 +10,13 @@ between any two of them.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Final, Literal
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from ipu_jax.base.jaxprs import JITS, closed_of, scan_parts, variables
@@ -83,11 +84,12 @@ class Program:
         results = [self.loss, *self.aux, *self.new_state]
         self.operations = needed(self.operations, results)
         self._find_kinds()
-        self.operations = needed(_in_layers(self.operations, self.kinds), results)
-        self._find_kinds()
+        if any(_is_over_weights(op, self.kinds) for op in self.operations):
+            self.operations = needed(_in_layers(self.operations, self.kinds), results)
+            self._find_kinds()
         self.made_by = {v: op for op in self.operations for v in op.outvars}
 
-    @property
+    @functools.cached_property
     def activations(self) -> list[Any]:
         """Return the operations that run once, in one stage: they compute activations, or have effects."""
         return [op for op in self.operations if op.effects or any(self.kinds[v] == "a" for v in op.outvars)]
@@ -96,25 +98,27 @@ class Program:
         return not isinstance(atom, core.Literal) and self.kinds[atom] == "a"
 
     def _find_kinds(self) -> None:
-        depends: dict[Any, frozenset[str]] = {}
+        kinds: dict[Any, Kind | None] = dict.fromkeys([*self.closed.jaxpr.constvars, *self.constants])
         flops: dict[Any, float] = {}  # of everything that a stage would have to compute again
-        for kind, group in (("w", self.params), ("s", self.state), ("b", self.batch), ("b", self.key)):
-            depends |= dict.fromkeys(group, frozenset(kind))
-        for var in [*self.closed.jaxpr.constvars, *self.constants]:
-            depends[var] = frozenset()
+        groups: tuple[tuple[Kind, list[Any]], ...] = (
+            ("w", self.params),
+            ("s", self.state),
+            ("b", self.batch),
+            ("b", self.key),
+        )
+        for kind, group in groups:
+            kinds |= dict.fromkeys(group, kind)
         for op in self.operations:
             inputs = variables(op.invars)
-            on: frozenset[str] = frozenset().union(*(depends[v] for v in inputs))
-            if isinstance(op, Layer | Stack) or op.effects:
-                on = frozenset("wb")
-            else:
+            on = {kinds[v] for v in inputs} - {None}
+            kind = "a" if len(on) > 1 or op.effects or isinstance(op, Layer | Stack) else next(iter(on), None)
+            if kind != "a":
                 work = equation_flops(op) + sum(flops.get(v, 0.0) for v in {*inputs})
                 if _contracts(op) and work > _AGAIN * sum(map(bytes_of, op.outvars)):
-                    on = frozenset("wb")
-                if len(on) < 2:
-                    flops |= dict.fromkeys(op.outvars, work)
-            depends |= dict.fromkeys(op.outvars, on)
-        self.kinds = {v: "a" if len(on) > 1 else min(on, default="b") for v, on in depends.items()}  # pyright: ignore
+                    kind = "a"
+                flops |= dict.fromkeys(op.outvars, work)
+            kinds |= dict.fromkeys(op.outvars, kind)
+        self.kinds = {v: kind or "b" for v, kind in kinds.items()}
 
 
 def _contracts(eqn: Any) -> bool:
@@ -130,8 +134,7 @@ def bytes_of(var: Any) -> int:
     aval = var.aval
     if not hasattr(aval, "shape"):
         return 0
-    size = 8 if jnp.issubdtype(aval.dtype, jax.dtypes.extended) else aval.dtype.itemsize
-    return math.prod(aval.shape) * size
+    return math.prod(aval.shape) * (aval.dtype.itemsize if isinstance(aval.dtype, np.dtype) else 8)
 
 
 def needed(operations: list[Any], results: list[Any]) -> list[Any]:
@@ -194,6 +197,9 @@ def _inlined(
                 inner[var] = core.Var(var.aval)
                 constants[inner[var]] = value
             outputs = _inlined(body.jaxpr, inner, info.name_stack, operations, constants)
+        elif scope is None:  # its variables are its own already
+            outputs = eqn.outvars
+            operations.append(eqn.replace(invars=inputs) if inputs != eqn.invars else eqn)
         else:
             outputs = [core.Var(v.aval) for v in eqn.outvars]
             operations.append(eqn.replace(invars=inputs, outvars=outputs, source_info=info))

@@ -82,7 +82,7 @@ def make_stage(
     recompute: Any,
 ) -> Stage:
     program, piece = division.program, division.pieces[s]
-    messages = division.messages()
+    messages = division.messages
     received, sent = messages[s - 1] if s else [], messages[s] if s < len(messages) else []
     own = held.groups.get(held.own[s] or "", [])
     at = {part: k for k, part in enumerate(own)}

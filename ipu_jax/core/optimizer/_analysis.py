@@ -340,8 +340,8 @@ class _Analyzer:
 def _in_parts(what: str, leaf: Leaf) -> str:
     return (
         f"optimizer: {what} needs {leaf.path} of shape {leaf.whole_shape} in one piece, but its rows are on several "
-        "IPUs: use an optimizer that is elementwise or takes norms of all weights (sgd, adam, clip_by_global_norm), or one "
-        "array per layer in place of a stacked one"
+        "IPUs: use an optimizer that is elementwise or takes norms of all weights (sgd, adam, clip_by_global_norm), or "
+        "one array per layer in place of a stacked one"
     )
 
 

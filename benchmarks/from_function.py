@@ -1,0 +1,301 @@
+"""Measure whether a function that is cut into stages costs as much as stages written by hand, and what cutting takes.
+
+A GPT of eight blocks is one loss function in plain JAX: `Pipeline.from_function` cuts it for 4 virtual IPUs. Beside it
+runs the same model as four hand-written `Stage`s with two blocks each, which are the places where it is cut. There are
+four such models: its blocks are unrolled with weights of their own, or one `lax.scan` over stacked weights; its table
+is tied, so that the first and the last IPU read it, or the projection has its own.
+
+Cutting is compared with tracing the function alone, and the heaviest stage with that of the best cut of all.
+
+    python benchmarks/from_function.py [--check] [--only PART]
+"""
+
+import argparse
+import gc
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cross_entropy import COLLECTIVE
+from figures import Figures, Program, largest_relative_difference, side_by_side
+from gpt import Sizes, add_positions, attention, block, blocks, embed_whole, layer_norm, loss_whole, mlp, random_batch
+from ipu_jax import Pipeline, Stage, configure, flops_of
+
+Piece = Callable[[Any, Any, Any], Any]
+
+SIZES = Sizes(vocabulary=256, length=32, features=128, heads=4, layers=8)
+IPUS, MICRO_BATCHES, SEQUENCES, ROUNDS = 4, 8, 4, 20
+SCHEDULES = ("1f1b", "zb-h1")
+NEARLY = ("FLOPs that XLA counts", "instructions in the program", "temporary bytes an IPU")
+LAYERS_TO_CUT, TIMES_TO_CUT = (24, 96), 7
+# models whose head is as much work as a part of a block, and as several blocks
+UNEVEN = (
+    Sizes(vocabulary=300, length=16, features=64, heads=4, layers=7),
+    Sizes(vocabulary=1000, length=16, features=64, heads=4, layers=6),
+)
+
+
+# the model, as one function
+
+
+def init_params(sizes: Sizes, *, scan: bool = False, tied: bool = True) -> dict[str, Any]:
+    """Return random weights: the blocks as a list, or stacked for `scan`."""
+    keys = iter(jax.random.split(jax.random.key(0), 4 * sizes.layers + 3))
+    width, heads = sizes.features, sizes.heads
+
+    def normal(*shape: int) -> jax.Array:
+        return 0.1 * jax.random.normal(next(keys), shape)
+
+    def norm() -> dict[str, jax.Array]:
+        return {"scale": jnp.ones(width), "bias": jnp.zeros(width)}
+
+    layers = [
+        {
+            "norm1": norm(),
+            "attention": {"qkv": normal(width, 3, heads, width // heads), "out": normal(heads, width // heads, width)},
+            "norm2": norm(),
+            "mlp": {"up": normal(width, 4 * width), "down": normal(4 * width, width)},
+        }
+        for _ in range(sizes.layers)
+    ]
+    params = {
+        "blocks": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers) if scan else layers,
+        "norm": norm(),
+        "positions": normal(sizes.length, width),
+        "table": normal(sizes.vocabulary, width),
+    }
+    return params if tied else params | {"projection": normal(sizes.vocabulary, width)}
+
+
+def loss(params: Any, microbatch: Any) -> jax.Array:
+    x_BTD = add_positions(params["positions"], embed_whole(params["table"], None, microbatch), microbatch)
+    x_BTD = all_blocks(params["blocks"], x_BTD)
+    return loss_whole(params.get("projection", params["table"]), layer_norm(params["norm"], x_BTD), microbatch)
+
+
+def all_blocks(weights: Any, x_BTD: jax.Array) -> jax.Array:
+    if not isinstance(weights, list):
+        return blocks(weights, x_BTD, None)
+    for p in weights:
+        x_BTD = block(p, x_BTD)
+    return x_BTD
+
+
+# the same model, as stages written by hand
+
+
+def first(weights: Any, _: None, microbatch: Any, shared: Any = None) -> jax.Array:
+    table = weights["table"] if shared is None else shared["table"]
+    x_BTD = add_positions(weights["positions"], embed_whole(table, None, microbatch), microbatch)
+    return all_blocks(weights["blocks"], x_BTD)
+
+
+def middle(weights: Any, x_BTD: jax.Array, microbatch: Any) -> jax.Array:
+    return all_blocks(weights["blocks"], x_BTD)
+
+
+def last(weights: Any, x_BTD: jax.Array, microbatch: Any, shared: Any = None) -> jax.Array:
+    x_BTD = layer_norm(weights["norm"], all_blocks(weights["blocks"], x_BTD))
+    return loss_whole(weights["projection"] if shared is None else shared["table"], x_BTD, microbatch)
+
+
+def by_hand(schedule: str, *, tied: bool) -> Pipeline:
+    shared = ("table",) if tied else ()
+    stages = [
+        Stage(first, params="stage0", ipu=0, shared=shared),
+        *(Stage(middle, params=f"stage{i}", ipu=i) for i in range(1, IPUS - 1)),
+        Stage(last, params=f"stage{IPUS - 1}", ipu=IPUS - 1, shared=shared),
+    ]
+    return Pipeline(stages, schedule=schedule, gradient_accumulation=MICRO_BATCHES)
+
+
+def in_groups(params: Any) -> dict[str, Any]:
+    """Return a tree of `init_params` in the groups of `by_hand`."""
+    each = SIZES.layers // IPUS
+
+    def of_stage(i: int) -> Any:
+        rows = slice(each * i, each * (i + 1))
+        layers = params["blocks"]
+        return layers[rows] if isinstance(layers, list) else jax.tree.map(lambda leaf: leaf[rows], layers)
+
+    groups = {f"stage{i}": {"blocks": of_stage(i)} for i in range(IPUS)}
+    groups["stage0"] |= {"positions": params["positions"]}
+    groups[f"stage{IPUS - 1}"] |= {"norm": params["norm"]}
+    if "projection" not in params:
+        return groups | {"table": params["table"]}
+    groups["stage0"] |= {"table": params["table"]}
+    groups[f"stage{IPUS - 1}"] |= {"projection": params["projection"]}
+    return groups
+
+
+# the figures
+
+
+def steps(figures: Figures) -> None:
+    """Compare the cut functions with the hand-written stages, and print the largest ratio of each count."""
+    largest: dict[str, float] = {}
+    count = 0
+    for schedule, scan, tied in itertools.product(SCHEDULES, (False, True), (True, False)):
+        for kind, ratio in compare(figures, schedule, scan=scan, tied=tied).items():
+            largest[kind] = max(ratio, largest.get(kind, 0.0))
+        count += 1
+    for kind, ratio in largest.items():
+        figures.add(f"{kind} / by hand, largest of {count}", ratio, 1.02 if kind in NEARLY else 1.0)
+
+
+def compare(figures: Figures, schedule: str, *, scan: bool, tied: bool) -> dict[str, float]:
+    """Run one model both ways, and return the ratio of each count of the cut function's program to the other's."""
+    params, batch = init_params(SIZES, scan=scan, tied=tied), random_batch(SIZES, MICRO_BATCHES, SEQUENCES)
+    one = jax.tree.map(lambda leaf: leaf[0], batch)
+    cut = Pipeline.from_function(loss, params, one, ipus=IPUS, schedule=schedule, gradient_accumulation=MICRO_BATCHES)
+    program, counts = counted(cut, params, batch)
+    other, expected = counted(by_hand(schedule, tied=tied), in_groups(params), batch)
+    name = f"{'scan' if scan else 'unrolled'}, {'tied' if tied else 'untied'}, {schedule}"
+    value, gradients = program.result()
+    difference = largest_relative_difference((value, in_groups(gradients)), other.result())
+    figures.add(f"loss and gradients / by hand, {name}, relative difference", difference, 1e-5)
+    ours, theirs = side_by_side(program, other, rounds=ROUNDS)
+    figures.add(f"CPU work / by hand, {name}", (ours / theirs).cpu, 1.02)
+    figures.add(f"step time / by hand on both cores, {name}", (ours / theirs).wall)
+    return {kind: counts[kind] / expected[kind] for kind in counts}
+
+
+def counted(pipeline: Pipeline, params: Any, batch: Any) -> tuple[Program, dict[str, float]]:
+    """Return the compiled step, and what can be counted of it."""
+    arguments = (pipeline.shard(params), jax.device_put(batch, jax.NamedSharding(pipeline.mesh, jax.P())))
+    compiled = jax.jit(pipeline.value_and_grad).lower(*arguments).compile()
+    report, hlo = pipeline.report(*arguments, compile=False), compiled.as_text()
+    program = Program(compiled, arguments, lambda found: (found[0], pipeline.unshard(found[1])))
+    return program, {
+        "bytes of weights an IPU": max(part.weights + part.padding for part in report.ipus),
+        "bytes of gradients an IPU": max(part.gradients for part in report.ipus),
+        "bytes of the stash": report.stash,
+        "bytes that an IPU sends per tick": max(part.sent for part in report.ipus),
+        "collectives in the program": len(COLLECTIVE.findall(hlo)),
+        "segment classes": len(pipeline.plan_step(*arguments).classes),
+        "FLOPs of the busiest IPU": max(part.flops for part in report.ipus),
+        "FLOPs that XLA counts": compiled.cost_analysis()["flops"],
+        "instructions in the program": hlo.count(" = "),
+        "temporary bytes an IPU": program.bytes,
+    }
+
+
+def time_to_cut(figures: Figures, layers: int) -> None:
+    """Compare the CPU time of cutting a function with that of tracing it: both trace it anew."""
+    sizes = Sizes(vocabulary=128, length=16, features=64, heads=4, layers=layers)
+    params = jax.eval_shape(lambda: init_params(sizes))
+    one = {name: jax.ShapeDtypeStruct((SEQUENCES, sizes.length), "int32") for name in ("tokens", "targets")}
+
+    def cut(fn: Callable[..., Any]) -> None:
+        Pipeline.from_function(fn, params, one, ipus=IPUS, schedule="1f1b", gradient_accumulation=MICRO_BATCHES)
+
+    def seconds(call: Callable[..., Any]) -> float:
+        gc.collect()  # otherwise what the other call leaves behind is collected in this one
+        begun = time.process_time()
+        call(lambda params, microbatch: loss(params, microbatch))  # a new function: JAX has no trace of it
+        return time.process_time() - begun
+
+    gc.collect()
+    gc.freeze()  # collecting the modules' own objects would take as long as either
+    rounds = [(seconds(cut), seconds(lambda fn: jax.make_jaxpr(fn)(params, one))) for _ in range(TIMES_TO_CUT)]
+    gc.unfreeze()
+    figures.add(
+        f"time to trace and cut / time to trace, {layers} blocks",
+        statistics.median(ours / theirs for ours, theirs in rounds[min(2, len(rounds) - 1) :]),
+        1.5,
+    )
+    figures.add(f"seconds to trace and cut, {layers} blocks", min(ours for ours, _ in rounds))
+
+
+# the model in halves of blocks: functions of (weights, x)
+
+
+def pieces_of(sizes: Sizes, params: Any) -> tuple[list[Piece], list[Any]]:
+    """Return the embedding, the halves of the blocks and the head as functions, and the weights of each."""
+    halves: list[Piece] = [
+        lambda p, x_BTD, _: x_BTD + attention(p["attention"], layer_norm(p["norm1"], x_BTD)),
+        lambda p, x_BTD, _: x_BTD + mlp(p["mlp"], layer_norm(p["norm2"], x_BTD)),
+    ]
+    embed: Piece = lambda p, _, mb: add_positions(p["positions"], embed_whole(p["table"], None, mb), mb)  # noqa: E731
+    head: Piece = lambda p, x_BTD, mb: loss_whole(p["projection"], layer_norm(p["norm"], x_BTD), mb)  # noqa: E731
+    weights_of_halves = [
+        {name: p[name] for name in names}
+        for p in params["blocks"]
+        for names in (("attention", "norm1"), ("mlp", "norm2"))
+    ]
+    ends = [{name: params[name] for name in names} for names in (("positions", "table"), ("projection", "norm"))]
+    return [embed, *halves * sizes.layers, head], [ends[0], *weights_of_halves, ends[1]]
+
+
+def run(weights: Any, x: Any, microbatch: Any, *, pieces: Sequence[Piece]) -> Any:
+    for piece, p in zip(pieces, weights, strict=True):
+        x = piece(p, x, microbatch)
+    return x
+
+
+def heaviest(pipeline: Pipeline, params: Any, batch: Any) -> float:
+    """Return the FLOPs of F and B of the pipeline's heaviest stage, counted in its traced program."""
+    costs = pipeline.stage_costs(pipeline.shard_shapes(params), batch)
+    return max(f + b for f, b in zip(costs.forward, costs.whole_backward, strict=True))
+
+
+def evenness(figures: Figures, sizes: Sizes) -> None:
+    """Compare the heaviest stage with that of the best of all cuts between halves of blocks."""
+    params = jax.eval_shape(lambda: init_params(sizes, tied=False))
+    batch = jax.eval_shape(lambda: random_batch(sizes, 1, SEQUENCES))
+    one = jax.eval_shape(lambda batch: jax.tree.map(lambda leaf: leaf[0], batch), batch)
+    pieces, weights = pieces_of(sizes, params)
+    work, x = [], None
+    for piece, p in zip(pieces, weights, strict=True):
+        y = jax.eval_shape(piece, p, x, one)
+        work.append(
+            flops_of(lambda p, x, mb, dy, f=piece: jax.vjp(lambda p, x: f(p, x, mb), p, x)[1](dy), p, x, one, y)
+        )
+        x = y
+    total = np.concatenate([[0], np.cumsum(work)])
+    cuts = itertools.combinations(range(1, len(pieces)), IPUS - 1)
+    bounds = min(((0, *cut, len(pieces)) for cut in cuts), key=lambda cut: np.diff(total[[*cut]]).max())
+    parts = list(itertools.pairwise(bounds))
+    stages = [Stage(partial(run, pieces=pieces[a:b]), params=f"stage{i}", ipu=i) for i, (a, b) in enumerate(parts)]
+    best = Pipeline(stages, schedule="1f1b", gradient_accumulation=1)
+    ours = Pipeline.from_function(loss, params, one, ipus=IPUS, schedule="1f1b", gradient_accumulation=1)
+    figures.add(
+        f"heaviest stage / best of all cuts, {sizes.layers} blocks, vocabulary {sizes.vocabulary}",
+        heaviest(ours, params, batch)
+        / heaviest(best, {f"stage{i}": weights[a:b] for i, (a, b) in enumerate(parts)}, batch),
+        1.05,
+    )
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", choices=("steps", "cutting", "evenness"), help="measure this part alone")
+
+
+def main() -> int:
+    figures = Figures(
+        "a function cut into stages: its step beside hand-written stages, and what cutting takes", flags=flags
+    )
+    small = {"SIZES": Sizes(vocabulary=11, length=4, features=8, heads=2, layers=4), "LAYERS_TO_CUT": (2,)}
+    few = {"MICRO_BATCHES": 2, "SEQUENCES": 1, "TIMES_TO_CUT": 1, "UNEVEN": UNEVEN[:1], "SCHEDULES": ("1f1b",)}
+    figures.shrink(__name__, **small, **few)
+    configure(IPUS)
+    parts: dict[str, Callable[[], object]] = {
+        "cutting": lambda: [time_to_cut(figures, layers) for layers in LAYERS_TO_CUT],
+        "evenness": lambda: [evenness(figures, sizes) for sizes in UNEVEN],
+        "steps": lambda: steps(figures),
+    }
+    for part in parts if figures.args.only is None else [figures.args.only]:
+        parts[part]()
+    return figures.status()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
