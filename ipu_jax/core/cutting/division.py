@@ -8,6 +8,7 @@ sends        (x,)                       (x,)                       the loss
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from ipu_jax.base.jaxprs import scan_parts, variables
+from ipu_jax.base.jaxprs import part_of, scan_parts, variables
 from ipu_jax.core.cutting.program import Layer, Program, Stack, bytes_of
 from ipu_jax.core.weights.whole_tree import Part
 
@@ -84,10 +85,13 @@ class Division:
         self.parts: dict[Any, Part] = {v: Part(k) for k, v in enumerate(program.params)}
         self.pool = {v: op for op in program.operations for v in op.outvars if not program.is_activation(v)}
         self._rows: dict[Any, Any] = {}
+        self._find_rows()
         self.own = self._own_equations(ends)
+        if program.opened:
+            self.own = [self._under_checkpoints(eqns) for eqns in self.own]
         self.stage_of = {v: s for s, eqns in enumerate(self.own) for eqn in eqns for v in eqn.outvars}
         self._place_small_values()
-        self._join_leaves_read_whole()
+        self._gather_rows()
         self.state_homes = self._homes_of_state()
         self.aux_home = [self._home(v) for v in program.aux]
         self.pieces = [self._piece(s) for s in range(self.stages)]
@@ -127,6 +131,35 @@ class Division:
             own.append(eqns)
             start = end
         return own
+
+    def _under_checkpoints(self, equations: list[Any]) -> list[Any]:
+        """Return a stage's equations with each run of them that was under one `jax.checkpoint` under one again."""
+        program, found = self.program, []
+        checkpoint_of = lambda eqn: id(program.opened.get(eqn.outvars[0]) if eqn.outvars else None)  # noqa: E731
+        for _, run in itertools.groupby(equations, checkpoint_of):
+            eqns = list(run)
+            opened = program.opened.get(eqns[0].outvars[0]) if eqns[0].outvars else None
+            found += eqns if opened is None else [self._checkpointed(opened, eqns)]
+        return found
+
+    def _checkpointed(self, opened: Any, equations: list[Any]) -> Any:
+        program, made = self.program, {v for eqn in equations for v in eqn.outvars}
+        inside = set(map(id, equations))
+        read = {v for eqns in self.own for eqn in eqns if id(eqn) not in inside for v in variables(eqn.invars)}
+        results = {*variables([program.loss, *program.aux, *program.new_state])}
+        outvars = [v for eqn in equations for v in eqn.outvars if v in read or v in results]
+        invars = list(dict.fromkeys(v for eqn in equations for v in variables(eqn.invars) if v not in made))
+        invars = [v for v in invars if v not in program.closed.jaxpr.constvars]
+        how = {name: opened.params[name] for name in ("policy", "prevent_cse")}
+        how["prevent_cse"] = how["prevent_cse"] if isinstance(how["prevent_cse"], bool) else any(how["prevent_cse"])
+        run = jax.checkpoint(core.jaxpr_as_fun(part_of(program.closed, invars, equations, outvars)), **how)
+        closed: Any = jax.make_jaxpr(run)(*(_shape(v) for v in invars))
+        program.constants.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        (eqn,) = closed.jaxpr.eqns
+        renamed = dict(zip(closed.jaxpr.invars, invars, strict=True))
+        return eqn.replace(
+            invars=[renamed.get(v, v) for v in eqn.invars], outvars=outvars, source_info=opened.source_info
+        )
 
     def _shorter(self, first: Layer, last: Layer, stacked: dict[tuple[int, int], list[Any]]) -> list[Any]:
         """Return the equations of a scan over the layers from `first` to `last`."""
@@ -251,19 +284,50 @@ class Division:
                 results.update(op.outvars)
         return found
 
-    def _join_leaves_read_whole(self) -> None:
-        """Let rows of a leaf that is also read whole be slices of it."""
+    def _find_rows(self) -> None:
+        """Let static rows of a leaf, `w[k]` in a loop over layers, be parts of it, as rows of a scan are."""
+        for var, eqn in list(self.pool.items()):
+            if isinstance(eqn, Layer | Stack) or eqn.primitive.name != "slice" or eqn.invars[0] not in self.parts:
+                continue
+            (leaf,), params = eqn.invars, eqn.params
+            starts, stops = params["start_indices"], params["limit_indices"]
+            is_whole = starts[1:] == (0,) * len(starts[1:]) and stops[1:] == leaf.aval.shape[1:]
+            if is_whole and set(params["strides"] or ()) <= {1}:
+                del self.pool[var]
+                self.parts[var] = Part(self.parts[leaf].leaf, (starts[0], stops[0]))
+
+    def _gather_rows(self) -> None:
+        """Give each stage its rows of a leaf in one part, which together are the leaf.
+
+        Where a stage reads the leaf whole, or two stages read one row, or one stage reads all of it, rows are slices of
+        the leaf.
+        """
         if len(self.parts) == len(self.program.params):
             return
-        whole = {
-            self.parts[v].leaf
-            for s in range(self.stages)
-            for v in self._needs([v for eqn in self.own[s] for v in eqn.invars], s).weights
-            if self.parts[v].rows is None
-        }
-        for rows, part in list(self.parts.items()):
-            if part.rows is not None and part.leaf in whole:
-                self.pool[rows] = _slice(self.program.params[part.leaf], *part.rows, rows)
+        read: dict[int, dict[int, list[Any]]] = {}  # per leaf and stage, the variables
+        for s in range(self.stages):
+            for v in dict.fromkeys(self._needs([v for eqn in self.own[s] for v in eqn.invars], s).weights):
+                read.setdefault(self.parts[v].leaf, {}).setdefault(s, []).append(v)
+        for leaf, by_stage in read.items():
+            rows = {s: [self.parts[v].rows for v in of_stage] for s, of_stage in by_stage.items()}
+            runs = [] if any(None in of_stage for of_stage in rows.values()) else _tiles(rows)
+            variables_of_rows = [(v, self.parts[v].rows) for of_stage in by_stage.values() for v in of_stage]
+            if len(runs) < 2:
+                for v, of_var in variables_of_rows:
+                    if of_var is not None:
+                        self.pool[v] = _slice(self.program.params[leaf], *of_var, v)
+                continue
+            whole = self.program.params[leaf].aval
+            ends = [0, *(start for start, _, _ in runs[1:]), whole.shape[0]]  # someone has the rows that nothing reads
+            for (first, last), (_, _, s) in zip(itertools.pairwise(ends), runs, strict=True):
+                part = core.Var(whole.update(shape=(last - first, *whole.shape[1:])))
+                self.parts[part] = Part(leaf, (first, last))
+                for v in by_stage[s]:
+                    start, stop = self.parts[v].rows or (0, 0)
+                    if first <= start and stop <= last:
+                        if (start, stop) == (first, last):
+                            continue
+                        self.pool[v] = _slice(part, start - first, stop - first, v)
 
     def _home(self, result: Any) -> int:
         """Return the stage that returns a result that is not the loss."""
@@ -341,12 +405,28 @@ def _in_order(equations: Sequence[Any]) -> list[Any]:
     return list(done.values())
 
 
+def _tiles(rows: dict[int, list[Any]]) -> list[tuple[int, int, int]]:
+    """Return the runs of rows that stages read, as (start, stop, stage) in order; [] if two stages read one row."""
+    runs: list[tuple[int, int, int]] = []
+    for start, stop, s in sorted((*of_rows, s) for s, of_stage in rows.items() for of_rows in of_stage):
+        if runs and runs[-1][2] == s:
+            runs[-1] = (runs[-1][0], max(runs[-1][1], stop), s)
+        elif runs and start < runs[-1][1]:
+            return []
+        else:
+            runs.append((start, stop, s))
+    return runs
+
+
 def _slice(var: Any, start: int, stop: int, rows: Any) -> Any:
     return _equation(lambda x: lax.slice_in_dim(x, start, stop), [var], rows)
 
 
 def _equation(fn: Any, inputs: list[Any], output: Any) -> Any:
     """Return the equation of a function that is one operation, between these variables."""
-    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inputs]
-    (eqn,) = jax.make_jaxpr(fn)(*shapes).jaxpr.eqns
+    (eqn,) = jax.make_jaxpr(fn)(*map(_shape, inputs)).jaxpr.eqns
     return eqn.replace(invars=inputs, outvars=[output])
+
+
+def _shape(var: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)

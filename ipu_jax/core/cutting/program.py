@@ -5,8 +5,8 @@
     state   -> "s"     the same
     several -> "a"     an activation: computed once, by the stage in which its operation lies
 
-Calls of `jax.jit` are inlined. A scan over stacked weights becomes an operation per layer, so that it can be cut
-between any two of them.
+Calls of `jax.jit` are inlined, and so is a `jax.checkpoint` around much of the work; each stage puts its part under one
+again. A scan over stacked weights becomes an operation per layer, so that it can be cut between any two of them.
 """
 
 import dataclasses
@@ -19,9 +19,11 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from ipu_jax.base.jaxprs import JITS, closed_of, scan_parts, variables
+from ipu_jax.base.jaxprs import CHECKPOINTS, JITS, closed_of, scan_parts, variables
 from ipu_jax.core.analysis.cost import equation_flops
 
+_MUCH: Final = 0.2
+"""The part of all FLOPs from which a `jax.checkpoint` is opened."""
 Kind = Literal["w", "b", "s", "a"]
 
 _AGAIN: Final = 64
@@ -65,6 +67,7 @@ class Program:
         operations: equations, `Layer`s and `Stack`s that the results need, in order.
         kinds: the kind of each variable.
         made_by: the operation that computes a variable.
+        opened: the `jax.checkpoint` that was around the operation that computes a variable.
     """
 
     closed: Any
@@ -79,14 +82,19 @@ class Program:
     operations: list[Any]
     kinds: dict[Any, Kind] = dataclasses.field(default_factory=dict)
     made_by: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    opened: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._open_checkpoints()
         results = [self.loss, *self.aux, *self.new_state]
         self.operations = needed(self.operations, results)
         self._find_kinds()
         if any(_is_over_weights(op, self.kinds) for op in self.operations):
             self.operations = needed(_in_layers(self.operations, self.kinds), results)
             self._find_kinds()
+            for op in self.operations:
+                if isinstance(op, Layer) and op.scan.outvars[0] in self.opened:
+                    self.opened |= dict.fromkeys(op.outvars, self.opened[op.scan.outvars[0]])
         self.made_by = {v: op for op in self.operations for v in op.outvars}
 
     @functools.cached_property
@@ -96,6 +104,31 @@ class Program:
 
     def is_activation(self, atom: Any) -> bool:
         return not isinstance(atom, core.Literal) and self.kinds[atom] == "a"
+
+    def _open_checkpoints(self) -> None:
+        """Inline each `jax.checkpoint` that is around much of the work."""
+        if not any(op.primitive.name in CHECKPOINTS for op in self.operations):
+            return
+        flops = [equation_flops(op) for op in self.operations]
+        found: list[Any] = []
+        renamed: dict[Any, Any] = {}
+
+        def atom(v: Any) -> Any:
+            return v if isinstance(v, core.Literal) else renamed.get(v, v)
+
+        for op, own in zip(self.operations, flops, strict=True):
+            inputs = list(map(atom, op.invars))
+            if op.primitive.name not in CHECKPOINTS or own < _MUCH * sum(flops):
+                found.append(op.replace(invars=inputs))
+                continue
+            body, inner = closed_of(op.params["jaxpr"]), list[Any]()
+            env = dict(zip(body.jaxpr.invars, inputs, strict=True))
+            outputs = _inlined(body.jaxpr, env, op.source_info.name_stack, inner, self.constants)
+            renamed |= zip(op.outvars, outputs, strict=True)
+            self.opened |= {v: op for eqn in inner for v in eqn.outvars}
+            found += inner
+        self.operations, self.loss = found, atom(self.loss)
+        self.aux, self.new_state = list(map(atom, self.aux)), list(map(atom, self.new_state))
 
     def _find_kinds(self) -> None:
         kinds: dict[Any, Kind | None] = dict.fromkeys([*self.closed.jaxpr.constvars, *self.constants])
