@@ -111,7 +111,7 @@ def test_a_large_head_is_not_cut_apart_to_send_its_result():
             x = jnp.tanh(x @ w)
         return jnp.mean(jax.nn.logsumexp(x @ p["head"], 1))
 
-    assert cut_of(loss, params, 4).cut.sent == (4 * 64 * 4,) * 3
+    assert max(cut_of(loss, params, 4).cut.sent) == 4 * 64 * 4  # not 4 * 400 * 4
 
 
 MARKED = [normal((8, 8), seed=k) for k in range(6)]
