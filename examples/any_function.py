@@ -11,6 +11,7 @@ continues where it ended: python -m examples.any_function FOLDER
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -43,7 +44,7 @@ class GPT(nn.Module):
 
 
 def loss(params, micro_batch):
-    logits = GPT().apply({"params": params}, micro_batch["tokens"])
+    logits: Any = GPT().apply({"params": params}, micro_batch["tokens"])
     return optax.softmax_cross_entropy_with_integer_labels(logits, micro_batch["targets"]).mean()
 
 
