@@ -171,7 +171,7 @@ def compare(figures: Figures, schedule: str, *, scan: bool, tied: bool) -> dict[
 def counted(pipeline: Pipeline, params: Any, batch: Any) -> tuple[Program, dict[str, float]]:
     """Return the compiled step, and what can be counted of it."""
     arguments = (pipeline.shard(params), jax.device_put(batch, jax.NamedSharding(pipeline.mesh, jax.P())))
-    compiled = jax.jit(pipeline.value_and_grad).lower(*arguments).compile()
+    compiled: Any = jax.jit(pipeline.value_and_grad).lower(*arguments).compile()
     report, hlo = pipeline.report(*arguments, compile=False), compiled.as_text()
     program = Program(compiled, arguments, lambda found: (found[0], pipeline.unshard(found[1])))
     return program, {
@@ -243,7 +243,7 @@ def run(weights: Any, x: Any, microbatch: Any, *, pieces: Sequence[Piece]) -> An
 
 def heaviest(pipeline: Pipeline, params: Any, batch: Any) -> float:
     """Return the FLOPs of F and B of the pipeline's heaviest stage, counted in its traced program."""
-    costs = pipeline.stage_costs(pipeline.shard_shapes(params), batch)
+    costs: Any = pipeline.stage_costs(pipeline.shard_shapes(params), batch)
     return max(f + b for f, b in zip(costs.forward, costs.whole_backward, strict=True))
 
 

@@ -132,5 +132,5 @@ def test_the_collectives_of_the_cross_entropies_are_as_many_as_shown(monkeypatch
     monkeypatch.setattr(cross_entropy, "FEATURES", 4)
     compiled, _ = cross_entropy.programs(tokens=8, vocabulary=6)
     for name in (XLA, SPLIT, BACKWARD, FORWARD):
-        found = len(cross_entropy._COLLECTIVE.findall(compiled[name].as_text()))
+        found = len(cross_entropy.COLLECTIVE.findall(compiled[name].as_text()))
         assert found == BENCHMARKS[f"collectives in the program, {name}"], name

@@ -103,22 +103,20 @@ class Places:
         self.is_waist, self.allowed = np.zeros(count, bool), np.zeros(count, bool)
         last = self._last_uses()
         live: dict[Any, int] = {}  # and the bytes of each
-        unfit: set[Any] = set()  # those of them that cannot be sent
+        fixed: set[Any] = set()  # those of them that cannot be sent
         for t, op in enumerate(self.operations):
             for v in op.outvars:
                 if last.get(v, -1) > t:
                     live[v] = bytes_of(v)
-                    if not _is_value(v):
-                        unfit.add(v)
+                    fixed |= set() if _is_value(v) else {v}
             for v in op.invars:
                 if not isinstance(v, core.Literal) and last.get(v) == t:
                     live.pop(v, None)
-                    unfit.discard(v)
-            sizes = live.values()
-            self.sent[t] = total = sum(sizes)
-            limit = max(_SMALL, _SMALL_SHARE * total)
-            self.is_waist[t] = len([size for size in sizes if size > limit]) <= 1
-            self.allowed[t] = t + 1 < count and not unfit
+                    fixed.discard(v)
+            self.sent[t] = total = sum(live.values())
+            small = max(_SMALL, _SMALL_SHARE * total)
+            self.is_waist[t] = len([size for size in live.values() if size > small]) <= 1
+            self.allowed[t] = t + 1 < count and not fixed
         for first, end in self._held_together():
             self.allowed[first:end] = False
         self.price = self.sent + _ONCE_PER_UPDATE * self._shared_bytes()
@@ -249,12 +247,16 @@ def _is_value(var: Any) -> bool:
 def _work(program: Program, operations: Sequence[Any], frozen: Sequence[bool]) -> list[float]:
     wanted = {v for v, is_frozen in zip(program.params, frozen, strict=True) if not is_frozen and is_float(v)}
     work: dict[int, float] = {}
+    layers: dict[Any, float] = {}  # layers of one scan take the same
     for op in program.operations:
         flags = [not isinstance(v, core.Literal) and v in wanted for v in op.invars]
         if any(flags):
             wanted.update(v for v in op.outvars if is_float(v))
         if isinstance(op, Layer):
-            work[id(op)] = work_of(op.scan, flags) / op.scan.params["length"]
+            of_scan = id(op.scan), *flags
+            if of_scan not in layers:
+                layers[of_scan] = work_of(op.scan, flags) / op.scan.params["length"]
+            work[id(op)] = layers[of_scan]
         elif not isinstance(op, Stack):
             work[id(op)] = work_of(op, flags)
     return [work.get(id(op), 0.0) for op in operations]

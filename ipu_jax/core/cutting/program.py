@@ -133,14 +133,8 @@ class Program:
     def _find_kinds(self) -> None:
         kinds: dict[Any, Kind | None] = dict.fromkeys([*self.closed.jaxpr.constvars, *self.constants])
         flops: dict[Any, float] = {}  # of everything that a stage would have to compute again
-        groups: tuple[tuple[Kind, list[Any]], ...] = (
-            ("w", self.params),
-            ("s", self.state),
-            ("b", self.batch),
-            ("b", self.key),
-        )
-        for kind, group in groups:
-            kinds |= dict.fromkeys(group, kind)
+        kinds |= dict.fromkeys(self.params, "w") | dict.fromkeys(self.state, "s")
+        kinds |= dict.fromkeys([*self.batch, *self.key], "b")
         for op in self.operations:
             inputs = variables(op.invars)
             on = {kinds[v] for v in inputs} - {None}
