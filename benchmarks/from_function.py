@@ -35,7 +35,7 @@ SIZES = Sizes(vocabulary=256, length=32, features=128, heads=4, layers=8)
 IPUS, MICRO_BATCHES, SEQUENCES, ROUNDS = 4, 8, 4, 20
 SCHEDULES = ("1f1b", "zb-h1")
 NEARLY = ("FLOPs that XLA counts", "instructions in the program", "temporary bytes an IPU")
-LAYERS_TO_CUT, TIMES_TO_CUT = (24, 96), 7
+LAYERS_TO_CUT, TIMES_TO_CUT = (24, 96), 11
 # models whose head is as much work as a part of a block, and as several blocks
 UNEVEN = (
     Sizes(vocabulary=300, length=16, features=64, heads=4, layers=7),

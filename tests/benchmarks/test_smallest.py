@@ -28,7 +28,7 @@ PARTS = {"instances": ["--only", "steps"], "models": ["--only", "recommender"]}
 # scripts that compare nothing, that start several processes, that are like quicker ones, or whose programs other tests
 # compare: a part of the slow tests runs them
 SLOW = {"checkpoints", "distributed_lesson", "floods", "gpt", "growth", "instances", "models", "monitor"}
-SLOW |= {"compile_time", "memory", "replicas", "shared_cores", "thread_pool"}
+SLOW |= {"compile_time", "from_function", "memory", "replicas", "shared_cores", "thread_pool"}
 # scripts whose programs compute nothing that could be compared
 UNCOMPARED = {"checkpoints", "compile_time", "distributed_lesson", "floods", "memory", "monitor"}
 UNCOMPARED |= {"shared_cores", "thread_pool"}

@@ -20,7 +20,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from ipu_jax.base.jaxprs import variables
+from ipu_jax.base.jaxprs import scan_parts, variables
 from ipu_jax.core.cutting.program import Layer, Program, Stack, bytes_of
 from ipu_jax.core.cutting.work import is_float, work_of
 
@@ -30,6 +30,8 @@ _AS_GOOD: Final = 1.05
 """How much heavier a stage may be than it must be, for stages that are more even, or send less."""
 _TYPICAL: Final = 0.2
 """The price of sending a typical number of bytes, where a stage's work costs the square of its part of the heaviest."""
+_ONCE_PER_UPDATE: Final = 1 / 8
+"""What bytes that are sent once per update count, relative to bytes that are sent for each micro-batch."""
 _MOST_PLACES: Final = 1024
 _SMALL, _SMALL_SHARE = 8, 0.05
 """Bytes, and the share of all live bytes, up to which a live value does not count: a scalar, a sum of losses."""
@@ -68,6 +70,7 @@ class Cut:
         places: how many places there are in all.
         at_waists: whether each cut is at a waist.
         marked: whether the places were marked in the function.
+        heaviest: the number of the operation with the most work, and its part of all work.
     """
 
     ends: tuple[int, ...]
@@ -77,6 +80,7 @@ class Cut:
     places: int
     at_waists: bool
     marked: bool
+    heaviest: tuple[int, float]
 
 
 class Places:
@@ -87,6 +91,8 @@ class Places:
         sent: per place, the bytes that are live.
         is_waist: per place, whether one value is live there, besides scalars.
         allowed: per place, whether a cut is possible.
+        price: per place, the bytes that are sent for a micro-batch: also its part of the gradients of leaves that are
+            read on both sides, which are sent once per update.
     """
 
     def __init__(self, program: Program, frozen: Sequence[bool]):
@@ -97,21 +103,48 @@ class Places:
         self.is_waist, self.allowed = np.zeros(count, bool), np.zeros(count, bool)
         last = self._last_uses()
         live: dict[Any, int] = {}  # and the bytes of each
-        unfit = 0  # how many of them cannot be sent
+        unfit: set[Any] = set()  # those of them that cannot be sent
         for t, op in enumerate(self.operations):
-            for v in (v for v in op.outvars if last.get(v, -1) > t):
-                live[v] = bytes_of(v)
-                unfit += not _is_value(v)
-            for v in (v for v in {*variables(op.invars)} if v in live and last[v] == t):
-                del live[v]
-                unfit -= not _is_value(v)
-            total = sum(live.values())
-            self.sent[t] = total
+            for v in op.outvars:
+                if last.get(v, -1) > t:
+                    live[v] = bytes_of(v)
+                    if not _is_value(v):
+                        unfit.add(v)
+            for v in op.invars:
+                if not isinstance(v, core.Literal) and last.get(v) == t:
+                    live.pop(v, None)
+                    unfit.discard(v)
+            sizes = live.values()
+            self.sent[t] = total = sum(sizes)
             limit = max(_SMALL, _SMALL_SHARE * total)
-            self.is_waist[t] = sum(size > limit for size in live.values()) <= 1
+            self.is_waist[t] = len([size for size in sizes if size > limit]) <= 1
             self.allowed[t] = t + 1 < count and not unfit
         for first, end in self._held_together():
             self.allowed[first:end] = False
+        self.price = self.sent + _ONCE_PER_UPDATE * self._shared_bytes()
+
+    def _shared_bytes(self) -> np.ndarray:
+        """Return, per place, the bytes of the leaves that operations on both sides read, other than by rows."""
+        leaves: dict[Any, frozenset[Any]] = {v: frozenset([v]) for v in self.program.params}
+        first: dict[Any, int] = {}
+        last: dict[Any, int] = {}
+        positions = {id(op): t for t, op in enumerate(self.operations)}
+        for op in self.program.operations:
+            read = op.invars[: scan_parts(op.scan.params)[0]] if isinstance(op, Layer) else op.invars
+            found = frozenset[Any]().union(*(leaves.get(v, ()) for v in variables(read)))
+            t = positions.get(id(op))
+            if t is not None:
+                first |= {leaf: t for leaf in found if leaf not in first}
+                last |= dict.fromkeys(found, t)
+            elif found and not isinstance(op, Layer | Stack) and op.primitive.name == "slice":
+                leaves |= {v: frozenset([v]) for v in op.outvars}  # rows that a loop over layers takes
+            elif found:
+                leaves |= dict.fromkeys(op.outvars, found)
+        change = np.zeros(len(self.operations) + 1)
+        for leaf, t in first.items():
+            change[t] += bytes_of(leaf)
+            change[last[leaf]] -= bytes_of(leaf)
+        return np.cumsum(change)[:-1]
 
     def _last_uses(self) -> dict[Any, int]:
         read = [(t, v) for t, op in enumerate(self.operations) for v in variables(op.invars)]
@@ -127,13 +160,25 @@ class Places:
         """
         if not self.program.state:
             return []
+        follows: dict[Any, set[Any]] = {var: {var} for var in self.program.state}  # per value, from which leaves
+        for op in self.program.operations:
+            leaves = set[Any]().union(*(follows.get(v, ()) for v in variables(op.invars)))
+            if leaves:
+                follows |= {v: leaves for v in op.outvars if not self.program.is_activation(v)}
+        uses: dict[Any, list[int]] = {}
+        for t, op in enumerate(self.operations):
+            for leaf in {leaf for v in variables(op.invars) for leaf in follows.get(v, ())}:
+                uses.setdefault(leaf, []).append(t)
         at = {v: t for t, op in enumerate(self.operations) for v in op.outvars}
-        found = []
-        for var, new in zip(self.program.state, self.program.new_state, strict=True):
-            if self.program.is_activation(new):
-                uses = [*_readers_of(self.program, self.operations, var), at[new]]
-                found.append((min(uses), max(uses)))
-        return found
+        states = zip(self.program.state, self.program.new_state, strict=True)
+        found = [[*uses.get(var, ()), at[new]] for var, new in states if self.program.is_activation(new)]
+        return [(min(times), max(times)) for times in found]
+
+    @property
+    def heaviest(self) -> tuple[int, float]:
+        """Return the number of the operation with the most work, and its part of all work."""
+        number = int(self.work.argmax()) if len(self.work) else 0
+        return number, float(self.work[number] / (self.work.sum() or 1.0)) if len(self.work) else 0.0
 
     def marked(self, names: Sequence[str]) -> list[int]:
         """Return the places after values that were named by `jax.ad_checkpoint.checkpoint_name`."""
@@ -168,7 +213,7 @@ class Places:
                 if heaviest > _EVEN * everywhere:
                     continue
             at_waists = waists and names is None
-            best = _cheapest(total, self.sent, places, stages, heaviest * _AS_GOOD)
+            best = _cheapest(total, self.price, places, stages, heaviest * _AS_GOOD)
         if best is None:
             return None
         bounds = [total[t] for t in best]
@@ -180,6 +225,7 @@ class Places:
             places=int(self.allowed.sum()),
             at_waists=at_waists or all(self.is_waist[t] for t in best),
             marked=names is not None,
+            heaviest=self.heaviest,
         )
 
     def _distinct(self, places: np.ndarray) -> np.ndarray:
@@ -189,20 +235,11 @@ class Places:
         kept: list[int] = []
         for t in places:
             if kept and total[t] - total[kept[-1]] <= width:
-                if self.sent[t] < self.sent[kept[-1]]:
+                if self.price[t] < self.price[kept[-1]]:
                     kept[-1] = int(t)
                 continue
             kept.append(int(t))
         return np.array(kept, int)
-
-
-def _readers_of(program: Program, operations: Sequence[Any], leaf: Any) -> list[int]:
-    """Return the numbers of the operations that read a leaf, or what is computed from it alone."""
-    derived = {leaf}
-    for op in program.operations:
-        if derived.intersection(variables(op.invars)):
-            derived.update(v for v in op.outvars if not program.is_activation(v))
-    return [t for t, op in enumerate(operations) if derived.intersection(variables(op.invars))]
 
 
 def _is_value(var: Any) -> bool:
@@ -237,10 +274,12 @@ def _heaviest(total: np.ndarray, places: np.ndarray, stages: int) -> float:
     return high
 
 
-def _cheapest(total: np.ndarray, sent: np.ndarray, places: np.ndarray, stages: int, limit: float) -> list[int] | None:
+def _cheapest(
+    total: np.ndarray, price_of_place: np.ndarray, places: np.ndarray, stages: int, limit: float
+) -> list[int] | None:
     """Return the places of the cut that is the most even and sends the least, with no load above `limit`."""
     at, limit = total[places], limit * (1 + 1e-9)
-    message = _TYPICAL / max(1.0, float(np.median(sent[places]))) * sent
+    message = _TYPICAL / max(1.0, float(np.median(price_of_place[places]))) * price_of_place
 
     def price(load: np.ndarray) -> np.ndarray:
         return np.where(load <= limit, (load / limit) ** 2, np.inf)

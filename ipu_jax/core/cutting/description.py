@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from ipu_jax.core.analysis.report import in_units
 from ipu_jax.core.cutting.cut import Cut
 from ipu_jax.core.cutting.division import Division
-from ipu_jax.core.cutting.origin import line_of, scopes_of
+from ipu_jax.core.cutting.origin import at_line, line_of, name_of, scopes_of
 from ipu_jax.core.cutting.program import bytes_of
 from ipu_jax.core.weights.whole_tree import Part
 
@@ -83,8 +83,20 @@ def described(
     )
     uneven = f"the heaviest stage has {max(cut.work) * len(cut.work) / total - 1:.1%} more work than the mean"
     lines.append(f"cut at {where}; {uneven}")
+    lines += _of_one_operation(division, cut)
     lines += _of_shared(division, paths, shared)
     return "\n".join(lines)
+
+
+def _of_one_operation(division: Division, cut: Cut) -> list[str]:
+    """Return a line about an operation that alone is more than a stage's part of the work."""
+    if cut.heaviest[1] * len(cut.work) < 1.25:
+        return []
+    operation = division.program.activations[cut.heaviest[0]]
+    return [
+        f"{cut.heaviest[1]:.0%} of the work is one operation, {name_of(operation)}{at_line(operation)}, which cannot "
+        "be cut: write it as several for more even stages"
+    ]
 
 
 def _of_shared(division: Division, paths: Sequence[str], shared: Mapping[Part, list[int]]) -> list[str]:

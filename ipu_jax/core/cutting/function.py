@@ -170,9 +170,8 @@ def _best_cut(places: Places, stages: int, names: Sequence[str] | None) -> Cut:
             f"{by} marks {count} place{'s' * (count != 1)} of the function, and {stages} stages need {stages - 1}: "
             "mark more values, outside of scans and other functions with a body, or take fewer IPUs or rounds"
         )
-    heaviest = int(places.work.argmax()) if len(places.work) else 0
-    share = places.work[heaviest] / (places.work.sum() or 1) if len(places.work) else 0
-    operation = places.operations[heaviest] if len(places.work) else None
+    heaviest, share = places.heaviest
+    operation = places.operations[heaviest] if places.operations else None
     held = f"; {share:.0%} of its work is one operation, {name_of(operation)}{at_line(operation)}" if operation else ""
     raise ValueError(
         f"{stages} stages are more than the function can be cut into: it has {int(places.allowed.sum())} places "

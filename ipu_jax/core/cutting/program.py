@@ -174,7 +174,7 @@ def needed(operations: list[Any], results: list[Any]) -> list[Any]:
     """Return the operations that the results depend on, or that have effects, in order."""
     wanted, found = set(variables(results)), []
     for op in reversed(operations):
-        if op.effects or wanted.intersection(op.outvars):
+        if op.effects or not wanted.isdisjoint(op.outvars):
             found.append(op)
             wanted.update(variables(op.invars))
     return found[::-1]

@@ -5,6 +5,7 @@ for other operations, all of them together do. So `x @ w` counts 3 times its F, 
 A block under `jax.checkpoint` counts its F once more.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,4 +66,9 @@ def _of_body(closed: Any, differentiable: Sequence[bool]) -> tuple[float, float]
 
 def is_float(var: Any) -> bool:
     """Return whether a variable has a float dtype, so that it can have a gradient."""
-    return hasattr(var.aval, "dtype") and jnp.issubdtype(var.aval.dtype, jnp.inexact)
+    return hasattr(var.aval, "dtype") and _is_inexact(var.aval.dtype)
+
+
+@functools.cache
+def _is_inexact(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)

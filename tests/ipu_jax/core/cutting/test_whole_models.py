@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from ipu_jax import SCHEDULES, Pipeline, make_train_step, verify
+from ipu_jax import SCHEDULES, Pipeline, TrainOptions, make_train_step, verify
 from support.against_plain import bubbles_hold_nan  # noqa: F401
 from support.dense import largest_relative_error
 
@@ -119,7 +119,7 @@ def arguments(pipeline: Pipeline, example: Example) -> tuple[Any, Any, Any]:
 def cases() -> list[Any]:
     """Return each model under each run: usual ones under two, some unusual ones under one; the others are slow tests.
 
-    `verify` passes, too, under the first run of each plain model and the last one of each model.
+    `verify` passes, too, under the last run of each model, and the first one of every other plain model.
     """
     found = []
     plain, unusual = ({make.__name__ for make in models} for models in (PLAIN_MODELS, UNUSUAL_MODELS))
@@ -127,7 +127,7 @@ def cases() -> list[Any]:
         fast = 2 if name not in unusual else name in FAST_UNUSUAL_MODELS
         for turn in range(len(RUNS)):
             run, marks = list(RUNS)[(number + turn) % len(RUNS)], () if turn < fast else pytest.mark.slow
-            verified = turn == 2 or (turn == 0 and name in plain)
+            verified = turn == 2 or (turn == 0 and name in plain and number % 2 == 1)
             found.append(pytest.param(name, run, verified, marks=marks, id=f"{name}-{run}"))
     return found
 
@@ -185,6 +185,26 @@ def test_frozen_leaves_get_no_gradient_and_stay_as_they_are(replicas):
     for part in example.params:
         moved = largest_relative_error(trained[part], example.params[part])
         assert (moved > 0) == (part == "decoder"), part
+
+
+@pytest.mark.parametrize("name", ["equinox_mlp", pytest.param("scanned_gpt", marks=pytest.mark.slow)])
+def test_a_step_in_half_equals_that_of_a_loss_that_casts(name):
+    example, options = MODELS[name](), TrainOptions(precision="16.32", half="bfloat16")
+    step = make_train_step(cut(example, ipus=2, schedule="1f1b", gradient_accumulation=3), optax.sgd(1.0), options)
+    batch = batch_of(example, 3)
+    state, _ = step(step.init(example.params), batch)
+
+    def in_half(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.dtype == np.float32 else leaf, tree)
+
+    @jax.jit
+    @jax.grad
+    def gradient(params: Any) -> Any:
+        of_each = [example.loss(in_half(params), in_half(jax.tree.map(lambda b, i=i: b[i], batch))) for i in range(3)]
+        return sum(loss.astype(jnp.float32) for loss in of_each) / 3
+
+    moved = jax.tree.map(lambda before, after: before - after, example.params, step.whole(state)["params"])
+    assert largest_relative_error(moved, gradient(jax.tree.map(jnp.asarray, example.params))) < 0.06
 
 
 @pytest.mark.slow
