@@ -18,7 +18,9 @@ X = jnp.ones((4, 8))
 
 
 def cut_of(loss, params, stages, micro_batch=X, **options):
-    return Pipeline.from_function(loss, params, micro_batch, ipus=stages, **options).function
+    function = Pipeline.from_function(loss, params, micro_batch, ipus=stages, **options).function
+    assert function is not None
+    return function
 
 
 def chain(widths):

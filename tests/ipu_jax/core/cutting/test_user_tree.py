@@ -1,5 +1,7 @@
 """Test that everything speaks in the user's tree: rows of weights on several IPUs, weights on all IPUs, refusals."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +29,7 @@ def loss(params, micro_batch):
     return jnp.mean((x @ params["table"].T - micro_batch["y"]) ** 2)
 
 
-def cut(ipus=2, schedule="1f1b", fn=loss, params=PARAMS, **options):
+def cut(ipus=2, schedule="1f1b", fn: Any = loss, params=PARAMS, **options: Any):
     options = {"gradient_accumulation": M} | options
     return Pipeline.from_function(fn, params, ONE, ipus=ipus, schedule=schedule, **options)
 
@@ -79,7 +81,9 @@ def test_checkpoints_go_to_other_numbers_of_ipus(stepped, tmp_path, ipus, schedu
         checkpoints.save(state, now=True)
     other = make_train_step(cut(ipus, schedule), TX, TrainOptions(ema_decay=0.5))
     with Checkpoints(tmp_path, other) as checkpoints:
-        restored = checkpoints.restore(other.init(PARAMS)).state
+        found = checkpoints.restore(other.init(PARAMS))
+    assert found is not None
+    restored = found.state
     assert_close(other.model.unshard(restored.params), params)
     assert_close(other.whole(restored)["optimizer"], of_optax)
     assert_close(other.whole(restored)["ema"], step.whole(state)["ema"], rtol=0)
