@@ -22,31 +22,24 @@ from ipu_jax.core.weights.whole_tree import Part
 
 _SMALL: Final = 4096
 """Bytes up to which a value that is computed from larger weights is sent, so that the weights stay in one stage."""
-_BY_ROW: Final = frozenset(
-    [
-        "convert_element_type",
-        "reduce_precision",
-        "copy",
-        "stop_gradient",
-        "neg",
+_BY_ROW: Final = (
+    *("convert_element_type", "reduce_precision", "copy", "stop_gradient", "neg", "abs", "sign", "square"),
+    *(
         "mul",
         "add",
         "sub",
         "div",
-        "exp",
-        "log",
-        "tanh",
-        "logistic",
-        "abs",
-        "sign",
         "max",
         "min",
-        "integer_pow",
         "pow",
+        "integer_pow",
+        "exp",
+        "log",
         "sqrt",
         "rsqrt",
-        "square",
-    ]
+        "tanh",
+        "logistic",
+    ),
 )
 """Operations whose result has rows that depend only on the same rows of their inputs."""
 

@@ -286,7 +286,7 @@ def jitted_layers() -> Example:
 def lstm() -> Example:
     """Two LSTM layers, each a scan over time, which no stage can share; and a head."""
     rng = np.random.default_rng(10)
-    params = {"embed": normal(rng, VOCAB, D), "head": normal(rng, D, VOCAB)}
+    params: dict[str, Any] = {"embed": normal(rng, VOCAB, D), "head": normal(rng, D, VOCAB)}
     params["layers"] = [{"x": normal(rng, D, 4 * D), "h": normal(rng, D, 4 * D)} for _ in range(3)]
 
     def loss(params, batch):
