@@ -28,7 +28,7 @@ _EVEN: Final = 1.25
 """The heaviest stage that waists may give, relative to the best that any places give."""
 _AS_GOOD: Final = 1.05
 """How much heavier a stage may be than it must be, for stages that are more even, or send less."""
-_TYPICAL: Final = 0.2
+_TYPICAL: Final = 0.05
 """The price of sending a typical number of bytes, where a stage's work costs the square of its part of the heaviest."""
 _ONCE_PER_UPDATE: Final = 1 / 8
 """What bytes that are sent once per update count, relative to bytes that are sent for each micro-batch."""

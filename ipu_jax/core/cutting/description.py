@@ -81,7 +81,8 @@ def described(
             else f"the {cut.places} places: the {cut.waists} waists, where one activation is live, give no even stages"
         )
     )
-    uneven = f"the heaviest stage has {max(cut.work) * len(cut.work) / total - 1:.1%} more work than the mean"
+    of_ipu = [sum(w for w, place in zip(cut.work, places, strict=True) if place == ipu) for ipu in {*places}]
+    uneven = f"the busiest IPU has {max(of_ipu) * len(of_ipu) / total - 1:.1%} more work than the mean"
     lines.append(f"cut at {where}; {uneven}")
     lines += _of_one_operation(division, cut)
     lines += _of_shared(division, paths, shared)

@@ -1,0 +1,218 @@
+"""Test where functions are cut: even stages, at waists, at marks, between layers, and under one checkpoint each."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ipu_jax import Pipeline, stage_end
+from ipu_jax.core.cutting.cut import Places
+from ipu_jax.core.cutting.program import traced
+from support.inputs import normal
+
+X = jnp.ones((4, 8))
+
+
+def cut_of(loss, params, stages, micro_batch=X, **options):
+    function = Pipeline.from_function(loss, params, micro_batch, ipus=stages, **options).function
+    assert function is not None
+    return function
+
+
+def chain(widths):
+    """Return a loss with a product per width, and its weights."""
+    weights = [normal((m, n), seed=k) for k, (m, n) in enumerate(itertools.pairwise([8, *widths]))]
+
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    return loss, weights
+
+
+def places_of(loss, params):
+    program, _ = traced(lambda p, s, x, k: (loss(p, x), None, None), params, None, X, None)
+    return Places(program, [False] * len(jax.tree.leaves(params)))
+
+
+def brute_force(places, stages):
+    """Return the work of the heaviest stage of the best of all cuts at waists."""
+    total = np.cumsum(places.work)
+    waists = np.flatnonzero(places.allowed & places.is_waist)
+    return min(
+        max(np.diff([0, *(total[t] for t in chosen), total[-1]]))
+        for chosen in itertools.combinations(waists, stages - 1)
+    )
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.sampled_from([2, 8, 24, 40]), min_size=3, max_size=6), st.integers(2, 4))
+def test_the_heaviest_stage_is_within_5_percent_of_the_best_cut_of_all(widths, stages):
+    loss, params = chain(widths)
+    assert max(cut_of(loss, params, stages).cut.work) <= 1.05 * brute_force(places_of(loss, params), stages)
+
+
+def test_work_is_counted_as_stages_count_it():
+    """A product with weights takes F, and as much again for the weights' gradient, and for x's where x has one."""
+    loss, params = chain([16, 4])
+    first, second = cut_of(loss, params, 2).cut.work
+    assert first == pytest.approx(2 * 2 * 4 * 8 * 16, rel=0.2)
+    assert second == pytest.approx(3 * 2 * 4 * 16 * 4, rel=0.2)
+
+
+def attention(p, x):
+    q, k, v = (x @ p[name] for name in "qkv")
+    return x + jax.nn.softmax(q @ k.T) @ v
+
+
+BLOCK = {name: normal((8, 8), seed=n) for n, name in enumerate("qkv")}
+
+
+def test_cuts_are_at_waists_where_these_give_even_stages():
+    loss = lambda p, x: jnp.mean(attention(p[2], attention(p[1], attention(p[0], x))) ** 2)  # noqa: E731
+    cut = cut_of(loss, [BLOCK] * 3, 3).cut
+    assert cut.at_waists
+    assert cut.sent == (X.nbytes, X.nbytes)
+    assert cut.waists < cut.places
+
+
+def test_where_no_value_is_alone_the_cut_takes_all_that_are_live():
+    def loss(p, x):  # each layer reads the results of all before it
+        found = [x]
+        for w in p:
+            found.append(jnp.tanh(sum(found) @ w))
+        return jnp.mean(sum(found) ** 2)
+
+    cut = cut_of(loss, [normal((8, 8), seed=k) for k in range(6)], 3).cut
+    assert not cut.at_waists
+    assert max(cut.work) <= 1.2 * sum(cut.work) / 3
+    assert all(sent <= 5 * X.nbytes for sent in cut.sent)
+
+
+def test_no_stage_is_left_without_work_to_send_less():
+    def loss(p, x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p)
+        return jnp.mean(x**2)
+
+    cut = cut_of(loss, normal((5, 8, 8), seed=0), 4).cut
+    assert min(cut.work) > 0.15 * sum(cut.work)
+
+
+def test_a_large_head_is_not_cut_apart_to_send_its_result():
+    widths = [8, 64, 64, 64, 64]
+    layers = [normal(shape, seed=k) for k, shape in enumerate(itertools.pairwise(widths))]
+    params = {"layers": layers, "head": normal((64, 400))}
+
+    def loss(p, x):
+        for w in p["layers"]:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(jax.nn.logsumexp(x @ p["head"], 1))
+
+    assert max(cut_of(loss, params, 4).cut.sent) == 4 * 64 * 4  # not 4 * 400 * 4
+
+
+MARKED = [normal((8, 8), seed=k) for k in range(6)]
+
+
+def marked(p, x, mark):
+    for k, w in enumerate(p):
+        x = jnp.tanh(x @ w)
+        x = mark(x) if k in (0, 3) else x
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize(
+    ("mark", "options"),
+    [
+        (stage_end, {}),
+        (lambda x: jax.ad_checkpoint.checkpoint_name(x, "layer"), {"cuts": ["layer"]}),
+    ],
+)
+def test_marks_say_where_to_cut(mark, options):
+    function = cut_of(lambda p, x: marked(p, x, mark), MARKED, 3, **options)
+    assert function.cut.marked
+    assert [len(parts) for _, parts in function.weights.groups] == [1, 3, 2]
+    assert "marks" in function.described
+    assert len(cut_of(lambda p, x: marked(p, x, mark), MARKED, 2, **options).cut.ends) == 2  # the better of both
+
+
+def loop_over_layers(p, x):
+    for k in range(6):
+        w = jax.tree.map(lambda leaf: leaf[k], p["layers"])  # noqa: B023
+        x = jnp.tanh(x @ w["w"] + w["b"])
+    return jnp.mean(x**2)
+
+
+def scan_over_layers(p, x):
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w["w"] + w["b"]), None), x, p["layers"])
+    return jnp.mean(x**2)
+
+
+def cast_and_scanned(p, x):
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), p)
+    return scan_over_layers(half, x.astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+def checkpointed(p, x):
+    return jax.checkpoint(scan_over_layers)(p, x)
+
+
+STACKED = {"layers": {"w": normal((6, 8, 8), seed=0), "b": jnp.zeros((6, 8))}}
+
+
+@pytest.mark.parametrize("loss", [loop_over_layers, scan_over_layers, cast_and_scanned, checkpointed])
+def test_each_stage_holds_its_own_rows_of_stacked_weights(loss):
+    def wrapped(p, x):
+        return loss(p, x) * 1.0
+
+    function = cut_of(wrapped, STACKED, 3)
+    rows = {name: [part.rows for part in parts] for name, parts in function.weights.groups}
+    assert rows == {f"stage {s}": [(2 * s, 2 * s + 2)] * 2 for s in range(3)}
+    assert max(function.cut.work) < 1.1 * sum(function.cut.work) / 3
+
+
+def test_a_checkpoint_around_all_layers_becomes_one_in_each_stage():
+    function = cut_of(lambda p, x: checkpointed(p, x) * 1.0, STACKED, 3)
+    for stage, (_, parts) in zip(function.stages, function.weights.groups, strict=True):
+        weights = [jax.tree.leaves(STACKED)[part.leaf][slice(*part.rows)] for part in parts]
+        x = (X,) if stage.ipu else None
+        program = jax.make_jaxpr(lambda w, x, stage=stage: stage.fn(w, x, X).y)(weights, x)
+        assert [eqn.primitive.name for eqn in program.eqns].count("remat2") == 1
+
+
+def test_a_penalty_of_all_weights_stays_with_the_weights():
+    loss, params = chain([8, 8, 8, 8])
+    penalised = lambda p, x: loss(p, x) + 0.1 * sum(jnp.sum(w**2) for w in p)  # noqa: E731
+    function = cut_of(penalised, params, 4)
+    assert [len(parts) for _, parts in function.weights.groups] == [1] * 4
+    assert not any(stage.shared for stage in function.stages)
+    assert all(sent <= X.nbytes + 8 for sent in function.cut.sent)
+
+
+def test_what_only_weights_and_batch_decide_is_computed_again_and_not_sent():
+    def loss(p, x):
+        mask = jnp.tril(jnp.ones((4, 4)))
+        scale = jnp.where(x > 0, 1.0, 2.0)
+        for w in p:
+            x = jnp.tanh(mask @ (x @ w.astype(jnp.float32))) * scale
+        return jnp.mean(x**2)
+
+    assert cut_of(loss, [normal((8, 8), seed=k) for k in range(3)], 3).cut.sent == (X.nbytes, X.nbytes)
+
+
+def test_print_says_where_and_why():
+    def loss(p, x):
+        with jax.named_scope("encoder"):
+            x = jnp.tanh(x @ p["table"])
+        with jax.named_scope("decoder"):
+            return jnp.mean((x @ p["w"] @ p["table"].T) ** 2)
+
+    text = str(Pipeline.from_function(loss, {"table": normal((8, 8), seed=0), "w": normal((8, 8), seed=1)}, X, ipus=2))
+    for words in ("encoder", "decoder", "test_places.py:"):
+        assert words in text
+    assert "all IPUs hold params['table'] (256 B, stages 0, 1)" in text

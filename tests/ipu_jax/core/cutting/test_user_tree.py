@@ -1,0 +1,195 @@
+"""Test that everything speaks in the user's tree: rows of weights on several IPUs, weights on all IPUs, refusals."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ipu_jax import Checkpoints, Pipeline, TrainOptions, export_weights, import_weights, make_train_step, replicate
+from support.inputs import normal
+from support.refusals import refusals, refused
+
+M = 3
+PARAMS = {
+    "table": normal((9, 8)),
+    "layers": {"w": 0.4 * normal((7, 8, 8), seed=1), "b": jnp.zeros((7, 8))},
+    "unused": jnp.ones(3),
+}
+BATCH = {"ids": np.random.default_rng(0).integers(9, size=(M, 4)), "y": normal((M, 4, 9), seed=2)}
+ONE = jax.tree.map(lambda leaf: leaf[0], BATCH)
+
+
+def loss(params, micro_batch):
+    """A tied table, and seven layers in one scan."""
+    layer = lambda x, w: (x + jnp.tanh(x @ w["w"] + w["b"]), None)  # noqa: E731
+    x, _ = jax.lax.scan(layer, params["table"][micro_batch["ids"]], params["layers"])
+    return jnp.mean((x @ params["table"].T - micro_batch["y"]) ** 2)
+
+
+def cut(ipus=2, schedule="1f1b", fn: Any = loss, params=PARAMS, **options: Any):
+    options = {"gradient_accumulation": M} | options
+    return Pipeline.from_function(fn, params, ONE, ipus=ipus, schedule=schedule, **options)
+
+
+def assert_close(actual, expected, rtol=2e-5):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, e, rtol=rtol, atol=rtol * (np.abs(np.asarray(e, np.float32)).max() + 1e-8))
+
+
+def trained(tx, steps):
+    """Return weights and optax's state after steps of plain optax on one device."""
+    whole = lambda params: jnp.mean(jax.vmap(lambda mb: loss(params, mb))(BATCH))  # noqa: E731
+    params, state = PARAMS, tx.init(PARAMS)
+    for _ in range(steps):
+        updates, state = tx.update(jax.grad(whole)(params), state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+TX = optax.chain(
+    optax.clip_by_global_norm(0.5),
+    optax.adamw(1e-2, mask={"table": True, "layers": {"w": True, "b": False}, "unused": False}),
+)
+
+
+@pytest.fixture(scope="module")
+def stepped():
+    """Return a step for 3 IPUs, its state after two updates, and what plain optax has then."""
+    step = make_train_step(cut(3), TX, TrainOptions(ema_decay=0.5))
+    state = step.init(PARAMS)
+    for _ in range(2):
+        state, _ = step(state, BATCH)
+    return step, state, trained(TX, 2)
+
+
+def test_weights_and_the_optimizers_state_are_trees_of_the_user(stepped):
+    step, state, (params, of_optax) = stepped
+    assert_close(step.model.unshard(state.params), params)
+    assert_close(step.whole(state)["optimizer"], of_optax)
+    assert state.params.keys() == ["layers", "table", "unused"]
+    np.testing.assert_allclose(state.params["layers"]["w"], params["layers"]["w"], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(("ipus", "schedule"), [(1, "1f1b"), (2, "zbv"), (4, "1f1b")])
+def test_checkpoints_go_to_other_numbers_of_ipus(stepped, tmp_path, ipus, schedule):
+    step, state, (params, of_optax) = stepped
+    with Checkpoints(tmp_path, step) as checkpoints:
+        checkpoints.save(state, now=True)
+    other = make_train_step(cut(ipus, schedule), TX, TrainOptions(ema_decay=0.5))
+    with Checkpoints(tmp_path, other) as checkpoints:
+        found = checkpoints.restore(other.init(PARAMS))
+    assert found is not None
+    restored = found.state
+    assert_close(other.model.unshard(restored.params), params)
+    assert_close(other.whole(restored)["optimizer"], of_optax)
+    assert_close(other.whole(restored)["ema"], step.whole(state)["ema"], rtol=0)
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_weight_files_have_the_users_names(stepped, tmp_path, average):
+    step, state, _ = stepped
+    whole = step.whole(state)
+    export_weights(tmp_path / "w.npz", state, average=average)
+    with np.load(tmp_path / "w.npz") as file:
+        assert sorted(file.files) == ["layers/b", "layers/w", "table", "unused"]
+        np.testing.assert_array_equal(file["layers/w"], whole["ema" if average else "params"]["layers"]["w"])
+    for pipeline in (cut(1), cut(4)):
+        placed = import_weights(tmp_path / "w.npz", like=pipeline.shard_shapes(PARAMS))
+        assert_close(pipeline.unshard(placed), whole["ema" if average else "params"], rtol=0)
+
+
+def test_frozen_is_a_prefix_of_the_users_tree():
+    pipeline = cut(3, frozen={"table": True, "layers": {"w": False, "b": True}, "unused": False})
+    _, gradients = pipeline.value_and_grad(pipeline.shard(PARAMS), BATCH)
+    largest = jax.tree.map(lambda leaf: float(jnp.abs(leaf).max()), pipeline.unshard(gradients))
+    assert largest["table"] == largest["layers"]["b"] == largest["unused"] == 0 < largest["layers"]["w"]
+    pipeline.replace()  # keeps it
+
+
+@pytest.mark.parametrize("precision", ["16.32", "16.16"])
+def test_half_precision_equals_a_loss_that_casts(precision):
+    def half(tree):
+        return jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, tree)
+
+    first = PARAMS if precision == "16.32" else half(PARAMS)
+    step = make_train_step(cut(2), optax.sgd(0.1), TrainOptions(precision=precision))
+    state, out = step(step.init(PARAMS), BATCH)
+    plain = lambda params: jnp.mean(jax.vmap(lambda mb: loss(half(params), half(mb)))(BATCH))  # noqa: E731
+    value, gradients = jax.value_and_grad(plain)(first)
+    expected = jax.tree.map(lambda w, g: (w - 0.1 * g).astype(w.dtype), first, gradients)
+    np.testing.assert_allclose(out.loss, value, rtol=0.02)
+    assert_close(step.model.unshard(state.params), expected, rtol=0.02)
+
+
+def test_replicas_share_the_cut():
+    pipeline = replicate(cut(2), replication_factor=2)
+    batch = jax.tree.map(lambda leaf: np.stack([leaf, leaf[::-1]]), BATCH)
+    value, gradients = pipeline.value_and_grad(pipeline.shard(PARAMS), batch)
+    one, of_one = cut(2).value_and_grad(cut(2).shard(PARAMS), BATCH)
+    np.testing.assert_allclose(value, one, rtol=1e-6)
+    assert_close(pipeline.unshard(gradients), cut(2).unshard(of_one))
+
+
+@pytest.mark.parametrize("make", [optax.lamb, optax.adafactor, optax.adaptive_grad_clip, optax.clip_by_block_rms])
+def test_an_optimizer_that_needs_a_divided_leaf_in_one_piece_is_refused(make):
+    step = make_train_step(cut(2), make(0.1))
+    with pytest.raises(ValueError, match=r"layers'\]\['[wb]'\] of shape \(7, 8.* in one piece.*elementwise"):
+        step.init(PARAMS)
+
+
+def test_the_same_optimizers_work_where_the_leaf_is_on_one_ipu():
+    step = make_train_step(cut(1), optax.lamb(0.1))
+    state, _ = step(step.init(PARAMS), BATCH)
+    assert_close(step.model.unshard(state.params), trained(optax.lamb(0.1), 1)[0])
+
+
+def ordered(params, micro_batch):
+    jax.debug.print("{}", micro_batch["y"][0], ordered=True)
+    return loss(params, micro_batch)
+
+
+STATE = {"count": np.zeros((), np.int32)}
+PIPELINE = cut()
+RANDOM = cut(fn=lambda p, mb, key: loss(p, mb) + jax.random.normal(key))
+PLACED, KEY = PIPELINE.shard(PARAMS), jax.random.key(0, impl="rbg")
+
+
+@refusals(
+    (lambda: cut(fn=3), "loss=3", "callable", "(params, micro_batch)"),
+    (lambda: cut(fn=lambda params: 0.0), "1 arguments", "(params, micro_batch)", "key"),
+    (lambda: cut(fn=lambda p, s, mb, key: 0.0), "4 arguments", "needs state="),
+    (lambda: cut(fn=lambda p, mb: p["table"][mb["ids"]]), "float32[4, 8]", "test_user_tree.py:", "float scalar"),
+    (lambda: cut(fn=lambda p, mb: (loss(p, mb), 1, 2)), "a tuple of 3", "(loss, aux)"),
+    (lambda: cut(fn=lambda p, s, mb: loss(p, mb), state=STATE), "one value", "(loss, new_state)"),
+    (lambda: cut(fn=lambda p, s, mb: (loss(p, mb), {"count": 1.0}), state=STATE), "new state", "same tree"),
+    (lambda: cut(fn=lambda p, mb: jnp.mean(p["table"][mb["ids"]]), ipus=8), "8 stages", "places", "fewer IPUs"),
+    (lambda: cut(cuts=["block"]), "cuts=['block'] marks 0 places", "need 1", "fewer IPUs"),
+    (lambda: cut(fn=ordered), "ordered effect", "test_user_tree.py:", "ordered=False"),
+    (lambda: cut(frozen={"tables": True}), "frozen does not fit", "says nothing for", "name all leaves"),
+    (lambda: cut(ipus=0), "ipus=0", "at least 1"),
+    (lambda: PIPELINE.shard({"table": PARAMS["table"]}), "params", "no params['layers']", "like that one"),
+    (lambda: PIPELINE.shard({**PARAMS, "table": np.ones((9, 7))}), "params['table']", "(9, 7)", "(9, 8)"),
+)
+def test_what_cannot_be_cut_or_placed_is_refused(call, holds):
+    with refused(*holds):
+        call()
+
+
+@refusals(
+    (lambda: PIPELINE.value_and_grad(PLACED, {"ids": BATCH["ids"]}), "batch['y']", "missing"),
+    (lambda: PIPELINE.value_and_grad(PLACED, {**BATCH, "z": BATCH["y"]}), "batch['z']", "unknown"),
+    (
+        lambda: PIPELINE.value_and_grad(PLACED, {**BATCH, "y": np.ones((M, 5, 9), np.float32)}),
+        "float32[5, 9]",
+        "float32[4, 9]",
+    ),
+    (lambda: PIPELINE.value_and_grad(PLACED, {**BATCH, "ids": np.ones((M, 4), np.float32)}), "float32[4]", "int"),
+    (lambda: RANDOM.value_and_grad(PLACED, BATCH, key=KEY), "key is a key<rbg>", "key<fry>", "jax.random.key(seed)"),
+)
+def test_a_batch_or_a_key_of_another_kind_is_refused(call, holds):
+    with refused(*holds):
+        call()
