@@ -265,7 +265,7 @@ class Division:
         found: list[tuple[Any, set[int]]] = []
         results: set[Any] = set()
         for op in self.program.operations:
-            if op.effects or not all(self.program.kinds[v] == "w" for v in op.outvars):
+            if op.effects or self.program.kinds[op.outvars[0]] != "w":
                 continue
             size = sum(map(bytes_of, op.outvars))
             if size > _SMALL:

@@ -182,9 +182,8 @@ def _best_cut(places: Places, stages: int, names: Sequence[str] | None) -> Cut:
 def _check_effects(program: Program) -> None:
     """Raise `ValueError` for effects that have an order, which the stages of several IPUs do not keep."""
     for operation in program.operations:
-        ordered = [effect for effect in operation.effects if "Ordered" in type(effect).__name__]
-        ordered = [effect for effect in ordered if "Unordered" not in type(effect).__name__]
-        if ordered:
+        names = [type(effect).__name__ for effect in operation.effects]
+        if any("Ordered" in name and "Unordered" not in name for name in names):
             raise ValueError(
                 f"the function has an ordered effect, {name_of(operation)}{at_line(operation)}: micro-batches run on "
                 "several IPUs at once, in no order; give the callback ordered=False, or leave it out"

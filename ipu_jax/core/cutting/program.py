@@ -100,7 +100,7 @@ class Program:
     @functools.cached_property
     def activations(self) -> list[Any]:
         """Return the operations that run once, in one stage: they compute activations, or have effects."""
-        return [op for op in self.operations if op.effects or any(self.kinds[v] == "a" for v in op.outvars)]
+        return [op for op in self.operations if op.effects or self.kinds[op.outvars[0]] == "a"]
 
     def is_activation(self, atom: Any) -> bool:
         return not isinstance(atom, core.Literal) and self.kinds[atom] == "a"
