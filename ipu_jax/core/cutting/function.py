@@ -10,14 +10,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
+from ipu_jax.base.checks import check_choice
+from ipu_jax.core.analysis.balance import measure_costs
 from ipu_jax.core.cutting.cut import STAGE_END, Cut, Places
 from ipu_jax.core.cutting.description import described, names_of
 from ipu_jax.core.cutting.division import Division
 from ipu_jax.core.cutting.origin import at_line, name_of
 from ipu_jax.core.cutting.program import Program, traced
-from ipu_jax.core.cutting.stages import make_stage, who_holds
+from ipu_jax.core.cutting.stages import Held, make_stage, who_holds
 from ipu_jax.core.programs.segment import Message, MicrobatchInputs
 from ipu_jax.core.stage import Stage
 from ipu_jax.core.weights.whole_tree import Part, WholeTree, spread
@@ -106,12 +109,14 @@ def model_of(
     state: Any,
     frozen: Any,
     names: Sequence[str] | None,
+    costs: str,
     recompute: Any,
 ) -> FunctionModel:
     """Trace and cut a loss function for stages in these places. The arguments are as for `Pipeline.from_function`."""
     source = {**locals()}
     if not callable(loss):
         raise ValueError(f"loss={loss!r} is not callable: give a function of (params, micro_batch)")
+    check_choice("costs", costs, ("counted", "traced"))
     placement = [ipu for ipu in places if ipu is not None]
     if len(placement) < len(places):
         raise ValueError(
@@ -125,25 +130,15 @@ def model_of(
     value, aux, _ = results
     _check_loss(program, value)
     _check_effects(program)
-    whole = WholeTree.of("params", params, {})
     is_frozen = spread("frozen", frozen or False, jax.tree.structure(params))
-    cut = _best_cut(Places(program, is_frozen), len(placement), names)
+    found = Places(program, is_frozen)
+    if costs == "traced":
+        found.work = _traced_work(found, params, state, microbatch, recompute)
+    cut = _best_cut(found, len(placement), names)
     division = Division(program, cut.ends)
-    held, names_of_stages = who_holds(division, placement), names_of(division)
-    weights = dataclasses.replace(whole, groups=tuple((name, tuple(parts)) for name, parts in held.groups.items()))
-    of_state = None
-    if state is not None:
-        held_by = {f"stage {s}": [Part(k) for k in division.returned(s)[1]] for s in range(len(placement))}
-        of_state = WholeTree.of("state", state, {name: parts for name, parts in held_by.items() if parts})
-    stages = [
-        make_stage(
-            division, s, name, placement[s], held, has_state=state is not None, key=takes_key, recompute=recompute
-        )
-        for s, name in enumerate(names_of_stages)
-    ]
-    text = described(division, cut, names_of_stages, placement, whole.paths, held.everywhere)
+    stages, weights, of_state, held = _stages_of(division, placement, params, state, recompute)
     return FunctionModel(
-        stages=tuple(stages),
+        stages=stages,
         weights=weights,
         state=of_state,
         call=_as_traced(program.closed, jax.tree.structure(results)),
@@ -153,8 +148,31 @@ def model_of(
         key=key,
         cut=cut,
         source=source,
-        described=text,
+        described=described(division, cut, [stage.name for stage in stages], placement, weights.paths, held.everywhere),
     )
+
+
+def _stages_of(
+    division: Division, placement: Sequence[int], params: Any, state: Any, recompute: Any
+) -> tuple[tuple[Stage, ...], WholeTree, WholeTree | None, Held]:
+    """Return the stages, and who holds which part of the user's trees."""
+    held, names = who_holds(division, placement), names_of(division)
+    states = {f"stage {s}": [Part(k) for k in division.returned(s)[1]] for s in range(len(placement))}
+    states = {name: parts for name, parts in states.items() if parts}
+    stages = tuple(make_stage(division, s, names[s], ipu, held, recompute=recompute) for s, ipu in enumerate(placement))
+    of_state = None if state is None else WholeTree.of("state", state, states)
+    return stages, WholeTree.of("params", params, held.groups), of_state, held
+
+
+def _traced_work(places: Places, params: Any, state: Any, microbatch: Any, recompute: Any) -> np.ndarray:
+    """Return the FLOPs of F and B of what lies between any two places, at the operation before the second one."""
+    ends = [*(np.flatnonzero(places.allowed & places.is_waist) + 1), len(places.operations)]
+    division = Division(places.program, ends)
+    stages, weights, of_state, _ = _stages_of(division, [0] * len(ends), params, state, recompute)
+    states = None if of_state is None else of_state.split(state)
+    work = np.zeros_like(places.work)
+    work[np.array(ends) - 1] = measure_costs(stages, weights.split(params), microbatch, states)
+    return work
 
 
 def _best_cut(places: Places, stages: int, names: Sequence[str] | None) -> Cut:

@@ -77,8 +77,6 @@ def make_stage(
     ipu: int,
     held: Held,
     *,
-    has_state: bool,
-    key: bool,
     recompute: Any,
 ) -> Stage:
     program, piece = division.program, division.pieces[s]
@@ -98,7 +96,7 @@ def make_stage(
     batch = [k for k, v in enumerate(program.batch) if v in piece.inputs]
     aux, new_state = division.returned(s)
     constants = [v for v in program.constants if v in piece.inputs]
-    is_random = key and any(v in piece.inputs for v in program.key)
+    is_random = any(v in piece.inputs for v in program.key)
     inputs = [
         *(v for _, v in of_own),
         *(v for *_, v in of_shared),
@@ -142,7 +140,7 @@ def make_stage(
         ipu=ipu,
         name=name,
         recompute=recompute,
-        state=f"stage {s}" if new_state and has_state else None,
+        state=f"stage {s}" if new_state else None,
         random="same" if is_random else False,
         shared=held.shared[s],
     )

@@ -13,7 +13,7 @@
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh
@@ -298,6 +298,7 @@ class Pipeline(PlacedStages):
         rounds: int = 2,
         schedule: str | Schedule = "grouped",
         cuts: Iterable[str] | None = None,
+        costs: Literal["counted", "traced"] = "counted",
         recompute: Any = "auto",
         frozen: Any = None,
         **options: Any,
@@ -329,6 +330,8 @@ class Pipeline(PlacedStages):
             schedule: as for `Pipeline`.
             cuts: names that `jax.ad_checkpoint.checkpoint_name` gives to values in the function: it is cut after these
                 only. Default: after values marked by `stage_end`, if there are any.
+            costs: how work is found: "counted" for each operation, or "traced" as `measure_costs` does, with F and B of
+                all that lies between two waists. This is exact, also for what B computes again, and takes longer.
             recompute: as for `Stage`, for all stages.
             frozen: True, or a pytree of bools that is a prefix of `params`: leaves that get no gradient.
             options: `gradient_accumulation`, `reduction` and `ipu_memory`, as for `Pipeline`.
@@ -362,9 +365,16 @@ class Pipeline(PlacedStages):
         else:
             family = "sequential" if canonical_name(schedule) == "auto" else schedule
             placement = make_schedule(family, ipus=ipus, micro_batches=1, rounds=rounds).placement
-        names = None if cuts is None else list(cuts)
         function = model_of(
-            loss, params, micro_batch, placement, state=state, frozen=frozen, names=names, recompute=recompute
+            loss,
+            params,
+            micro_batch,
+            placement,
+            state=state,
+            frozen=frozen,
+            names=None if cuts is None else list(cuts),
+            costs=costs,
+            recompute=recompute,
         )
         mesh = make_mesh(replicas, ipus)
         return cls(function.stages, mesh=mesh, schedule=schedule, frozen=frozen, function=function, **options)

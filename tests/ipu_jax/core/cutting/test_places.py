@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
 
-from ipu_jax import Pipeline, stage_end
+from ipu_jax import Pipeline, measure_costs, stage_end
 from ipu_jax.core.cutting.cut import Places
 from ipu_jax.core.cutting.program import traced
 from support.inputs import normal
@@ -65,6 +65,14 @@ def test_work_is_counted_as_stages_count_it():
     first, second = cut_of(loss, params, 2).cut.work
     assert first == pytest.approx(2 * 2 * 4 * 8 * 16, rel=0.2)
     assert second == pytest.approx(3 * 2 * 4 * 16 * 4, rel=0.2)
+
+
+def test_traced_work_is_the_work_of_the_stages():
+    loss, params = chain([16, 24, 8, 8])
+    function = cut_of(loss, params, 3, costs="traced")
+    costs = measure_costs(function.stages, function.weights.split(params), X)
+    assert function.cut.work == pytest.approx(costs)
+    assert max(costs) <= 1.05 * max(cut_of(loss, params, 3).cut.work)
 
 
 def attention(p, x):
