@@ -1,5 +1,6 @@
 """Walk over jaxprs: evaluate one under rules, inline calls, and find which equations and variables depend on others."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -35,8 +36,9 @@ def value_of(var: Any, env: dict[Any, Any]) -> Any:
 
 
 def bound(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Return the outputs of one equation for these inputs."""
-    with eqn.ctx.manager:
+    """Return the outputs of one equation for these inputs, under the names of the modules that it was traced in."""
+    names = str(eqn.source_info.name_stack)
+    with eqn.ctx.manager, jax.named_scope(names) if names else contextlib.nullcontext():
         outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
 

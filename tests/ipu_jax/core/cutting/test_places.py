@@ -1,6 +1,7 @@
 """Test where functions are cut: even stages, at waists, at marks, between layers, and under one checkpoint each."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -226,3 +227,16 @@ def test_print_says_where_and_why():
     for words in ("encoder", "decoder", "test_places.py:"):
         assert words in text
     assert "all IPUs hold params['table'] (256 B, stages 0, 1)" in text
+
+
+def test_the_program_names_the_users_modules_within_each_task():
+    def loss(p, x):
+        with jax.named_scope("encoder"):
+            return jnp.mean(jnp.tanh(x @ p[0]) @ p[1] ** 2)
+
+    pipeline = Pipeline.from_function(loss, [normal((8, 8)), normal((8, 8), seed=1)], X, ipus=2)
+    text = (
+        jax.jit(pipeline.value_and_grad).lower(pipeline.shard([normal((8, 8))] * 2), X[None]).as_text(debug_info=True)
+    )
+    for task in "FB":
+        assert re.search(rf"ipu_jax\.{task}\.\d+/while/body/[\w()]*\(encoder\)+/dot_general", text)
