@@ -68,6 +68,17 @@ def test_work_is_counted_as_stages_count_it():
     assert second == pytest.approx(3 * 2 * 4 * 16 * 4, rel=0.2)
 
 
+def test_a_block_under_a_checkpoint_counts_its_f_once_more():
+    def loss(p, x):
+        for w in p:
+            x = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))(x, w)
+        return jnp.mean(x**2)
+
+    _, params = chain([8] * 6)  # each block is too small a part to be opened
+    plain, again = places_of(chain([8] * 6)[0], params).work, places_of(loss, params).work
+    assert sum(again) - sum(plain) == 6 * (2 * 4 * 8 * 8 + 4 * 8)
+
+
 def test_traced_work_is_the_work_of_the_stages():
     loss, params = chain([16, 24, 8, 8])
     function = cut_of(loss, params, 3, costs="traced")
@@ -240,3 +251,33 @@ def test_the_program_names_the_users_modules_within_each_task():
     )
     for task in "FB":
         assert re.search(rf"ipu_jax\.{task}\.\d+/while/body/[\w()]*\(encoder\)+/dot_general", text)
+
+
+def test_a_state_that_the_end_replaces_keeps_its_readers_in_one_stage():
+    def loss(p, state, x):  # written by the fourth of six layers, read by the second
+        kept = state
+        for k, w in enumerate(p):
+            x = jnp.tanh(x @ w) * (state["scale"] if k == 1 else 1.0)
+            kept = {"scale": jnp.mean(x)} if k == 3 else kept
+        return jnp.mean(x**2), kept
+
+    _, params = chain([8] * 6)
+    state = {"scale": np.float32(0.5)}
+    pipeline = Pipeline.from_function(loss, params, X, ipus=3, state=state, gradient_accumulation=2)
+    batch = jnp.stack([X, 2 * X])
+    value, gradients, new = pipeline.value_and_grad(pipeline.shard(params), batch, pipeline.shard_state(state))
+    (first, s), g1 = jax.value_and_grad(loss, has_aux=True)(params, state, X)
+    (second, s), g2 = jax.value_and_grad(loss, has_aux=True)(params, s, 2 * X)
+    np.testing.assert_allclose(value, (first + second) / 2, rtol=1e-6)
+    np.testing.assert_allclose(pipeline.unshard(new)["scale"], s["scale"], rtol=1e-6)
+    for actual, one, other in zip(pipeline.unshard(gradients), g1, g2, strict=True):
+        np.testing.assert_allclose(actual, (one + other) / 2, rtol=1e-5, atol=1e-7)
+
+
+def test_a_leaf_that_two_stages_of_one_ipu_read_is_there_once():
+    def loss(p, x):
+        return jnp.mean((jnp.tanh(jnp.tanh(x @ p["table"]) @ p["w"]) @ p["table"].T) ** 2)
+
+    params = {"table": normal((8, 8)), "w": normal((8, 8), seed=1)}
+    stages = Pipeline.from_function(loss, params, X, ipus=1, schedule="zbv").stages
+    assert [(stage.params, stage.shared) for stage in stages] == [("stage 0", ()), ("stage 0", ())]

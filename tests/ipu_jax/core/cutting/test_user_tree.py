@@ -134,7 +134,10 @@ def test_replicas_share_the_cut():
     assert_close(pipeline.unshard(gradients), cut(2).unshard(of_one))
 
 
-@pytest.mark.parametrize("make", [optax.lamb, optax.adafactor, optax.adaptive_grad_clip, optax.clip_by_block_rms])
+@pytest.mark.parametrize(
+    "make",
+    [optax.lamb, optax.adafactor, optax.adaptive_grad_clip, optax.clip_by_block_rms, lambda _: optax.zero_nans()],
+)
 def test_an_optimizer_that_needs_a_divided_leaf_in_one_piece_is_refused(make):
     step = make_train_step(cut(2), make(0.1))
     with pytest.raises(ValueError, match=r"layers'\]\['[wb]'\] of shape \(7, 8.* in one piece.*elementwise"):
