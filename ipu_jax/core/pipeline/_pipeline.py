@@ -202,6 +202,11 @@ class Pipeline(PlacedStages):
         >>> pipeline.predict(params, {"x": jnp.ones((5, 4, 3))}).shape  # 5 micro-batches of 4 rows
         (5, 4, 1)
         """
+        if self.function is not None:
+            raise ValueError(
+                "this pipeline was cut out of a loss function, which predicts nothing: give pipeline.unshard(params) "
+                "to the model on one device, or write stages, the last one with predict="
+            )
         check_predictable(self.stages, self.replicas, return_state)
         self._check(params, batch, state, key, "prediction")
         with ShortTracebacks():

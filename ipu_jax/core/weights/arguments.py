@@ -29,15 +29,21 @@ def check_sharded(what: str, sharded: Any, owners: dict[str, int | None], specs:
             raise ValueError(f"{what} were sharded by a pipeline with other specs: shard them with this one")
 
 
-def check_state(state: Any, owners: dict[str, int | None], specs: dict[str, Any], ipus: int) -> None:
-    """Raise `ValueError` unless `state` is a live `Sharded` of these state groups, or None if there are no groups."""
+def check_state(
+    state: Any, owners: dict[str, int | None], specs: dict[str, Any], ipus: int, *, is_whole: bool = False
+) -> None:
+    """Raise `ValueError` unless `state` is a live `Sharded` of these state groups, or None if there are no groups.
+
+    If `is_whole`, the user's tree is not `{group: pytree}`.
+    """
     if not owners:
         if state is not None:
             raise ValueError("state was given, but no stage holds any: name its group, Stage(..., state='name')")
         return
     if state is None:
         names = ", ".join(map(repr, sorted(owners)))
-        raise ValueError(f"state is missing: pass state=pipeline.shard_state({{...}}) with the groups {names}")
+        call = "shard_state(state)" if is_whole else f"shard_state({{...}}) with the groups {names}"
+        raise ValueError(f"state is missing: pass state=pipeline.{call}")
     check_sharded("state", state, owners, specs, ipus)
     check_alive("state", state)
 

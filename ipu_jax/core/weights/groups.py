@@ -80,7 +80,8 @@ class Groups:
     def check(self, params: Any, state: Any) -> None:
         """Raise `ValueError` unless `params` and `state` were sharded for these groups, and are alive."""
         self.check_params(params)
-        check_state(state, self.state_owners, self.state_specs, self.ipus)
+        is_whole = self._whole_state is not None
+        check_state(state, self.state_owners, self.state_specs, self.ipus, is_whole=is_whole)
 
     def check_params(self, params: Any) -> None:
         """Raise `ValueError` unless `params` were sharded for these groups, and are alive."""

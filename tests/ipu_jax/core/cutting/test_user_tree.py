@@ -158,6 +158,7 @@ def ordered(params, micro_batch):
 STATE = {"count": np.zeros((), np.int32)}
 PIPELINE = cut()
 RANDOM = cut(fn=lambda p, mb, key: loss(p, mb) + jax.random.normal(key))
+STATEFUL = cut(fn=lambda p, s, mb: (loss(p, mb), {"count": s["count"] + 1}), state=STATE)
 PLACED, KEY = PIPELINE.shard(PARAMS), jax.random.key(0, impl="rbg")
 
 
@@ -192,6 +193,8 @@ def test_what_cannot_be_cut_or_placed_is_refused(call, holds):
         "float32[4, 9]",
     ),
     (lambda: PIPELINE.value_and_grad(PLACED, {**BATCH, "ids": np.ones((M, 4), np.float32)}), "float32[4]", "int"),
+    (lambda: PIPELINE.predict(PLACED, BATCH), "loss function", "unshard(params)", "predict="),
+    (lambda: STATEFUL.value_and_grad(PLACED, BATCH), "state is missing", "shard_state(state)"),
     (lambda: RANDOM.value_and_grad(PLACED, BATCH, key=KEY), "key is a key<rbg>", "key<fry>", "jax.random.key(seed)"),
 )
 def test_a_batch_or_a_key_of_another_kind_is_refused(call, holds):
