@@ -87,15 +87,15 @@ class PlacedStages:
         return self._choice.schedule_or_name
 
     @facts.during("placing weights")
-    def shard(self, params: Mapping[str, Any]) -> Sharded:
-        """Place `{group: pytree of weights}` on the IPUs.
+    def shard(self, params: Any) -> Sharded:
+        """Place whole weights on the IPUs.
 
         Each IPU gets the weights of its own stages and its own shard of the concurrent groups. Communicates from host
         to device only.
 
         Args:
-            params: whole weights, floating arrays (jax or numpy). A leaf of a concurrent group has its whole shape,
-                without padding.
+            params: whole weights, floating arrays (jax or numpy), in `{group: pytree}`; of a function that was cut, in
+                its own tree. A leaf of a concurrent group has its whole shape, without padding.
 
         Returns:
             A `Sharded`, a pytree of `jax.Array`. `value_and_grad` takes it, and returns gradients in the same form.
@@ -106,18 +106,18 @@ class PlacedStages:
         """
         return packing.shard_tree(params, self._groups.layout(params), self.mesh)
 
-    def shard_shapes(self, params: Mapping[str, Any]) -> Sharded:
+    def shard_shapes(self, params: Any) -> Sharded:
         """Return the result of `shard` with `jax.ShapeDtypeStruct`s in place of arrays, for `import_weights(like=)`.
 
         Args:
-            params: `{group: pytree}` of whole arrays or their shapes, for example from `jax.eval_shape(init, key)`.
+            params: as for `shard`, whole arrays or their shapes, for example from `jax.eval_shape(init, key)`.
 
         Raises:
             ValueError: as in `shard`.
         """
         return packing.shapes_on(self._groups.layout(params), self.mesh)
 
-    def shard_state(self, state: Mapping[str, Any]) -> Sharded:
+    def shard_state(self, state: Any) -> Sharded:
         """Place `{group: pytree of state}` on the IPUs, as `shard` places weights. Leaves can have any dtype.
 
         Raises:
@@ -152,7 +152,7 @@ class PlacedStages:
 
     @facts.during("gathering weights")
     def unshard(self, sharded: Sharded) -> Any:
-        """Return `{group: pytree}` of parameters, gradients or state, whole and unpadded: the inverse of `shard`.
+        """Return the tree of parameters, gradients or state, whole and unpadded: the inverse of `shard`.
 
         Each instance gets the whole tree, on its default device. If a replica is on several instances, all of them must
         call this, since it communicates one all-gather per array that is split over them.
@@ -369,7 +369,7 @@ class PlacedStages:
         layouts = params.layout, (state or packing.empty_sharded(self.ipus)).layout
         return traced_on(self.mesh, lambda: fn(*layouts, replica_batch, key))
 
-    def frozen_mask(self, params: Mapping[str, Any]) -> list[bool]:
+    def frozen_mask(self, params: Any) -> list[bool]:
         """Return, per leaf of whole weights, whether it gets no gradient."""
         return self._groups.layout(params).frozen_whole_leaves()
 

@@ -41,9 +41,10 @@ def check_state(
             raise ValueError("state was given, but no stage holds any: name its group, Stage(..., state='name')")
         return
     if state is None:
+        if is_whole:
+            raise ValueError("state is missing: pass state=pipeline.shard_state(...)")
         names = ", ".join(map(repr, sorted(owners)))
-        call = "shard_state(state)" if is_whole else f"shard_state({{...}}) with the groups {names}"
-        raise ValueError(f"state is missing: pass state=pipeline.{call}")
+        raise ValueError(f"state is missing: pass state=pipeline.shard_state({{...}}) with the groups {names}")
     check_sharded("state", state, owners, specs, ipus)
     check_alive("state", state)
 

@@ -1,7 +1,6 @@
 """Describe a pipeline's groups of weights and state: where they are, how they are split, and what is frozen."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -65,13 +64,13 @@ class Groups:
             frozen = whole.spread("frozen", False if frozen is None else frozen)
         self.frozen = frozen_for(self.owners, by_group("frozen", frozen))
 
-    def layout(self, params: Mapping[str, Any]) -> PackedLayout:
+    def layout(self, params: Any) -> PackedLayout:
         """Return where each leaf of whole weights goes."""
         whole = self._whole
         params = params if whole is None else whole.split(params)
         return plan_layout(params, self.owners, self.specs, self.ipus, frozen=self.frozen, whole=whole)
 
-    def state_layout(self, state: Mapping[str, Any]) -> PackedLayout:
+    def state_layout(self, state: Any) -> PackedLayout:
         """Return where each leaf of whole state goes."""
         whole = self._whole_state
         state = state if whole is None else whole.split(state)

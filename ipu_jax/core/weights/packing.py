@@ -1,7 +1,7 @@
 """Place weights on the IPUs in the arrays that a `PackedLayout` describes, and read and write them there."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -73,7 +73,7 @@ def empty_sharded(ipus: int) -> Sharded:
 
 
 @jax.transfer_guard("allow")  # the caller asks for this transfer
-def shard_tree(params: Mapping[str, Any], layout: PackedLayout, mesh: Mesh) -> Sharded:
+def shard_tree(params: Any, layout: PackedLayout, mesh: Mesh) -> Sharded:
     """Place `{group: pytree}` on the IPUs. Communicates from host to device only; each IPU gets its own part."""
     local: dict[tuple[int, int], tuple[Leaf, Any]] = {}
     concurrent: dict[str, list[Any]] = {}

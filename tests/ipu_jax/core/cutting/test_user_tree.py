@@ -194,7 +194,7 @@ def test_what_cannot_be_cut_or_placed_is_refused(call, holds):
     ),
     (lambda: PIPELINE.value_and_grad(PLACED, {**BATCH, "ids": np.ones((M, 4), np.float32)}), "float32[4]", "int"),
     (lambda: PIPELINE.predict(PLACED, BATCH), "loss function", "unshard(params)", "predict="),
-    (lambda: STATEFUL.value_and_grad(PLACED, BATCH), "state is missing", "shard_state(state)"),
+    (lambda: STATEFUL.value_and_grad(PLACED, BATCH), "state is missing", "shard_state(...)"),
     (lambda: RANDOM.value_and_grad(PLACED, BATCH, key=KEY), "key is a key<rbg>", "key<fry>", "jax.random.key(seed)"),
 )
 def test_a_batch_or_a_key_of_another_kind_is_refused(call, holds):
