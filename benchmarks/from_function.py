@@ -5,7 +5,7 @@ runs the same model as four hand-written `Stage`s with two blocks each, which ar
 four such models: its blocks are unrolled with weights of their own, or one `lax.scan` over stacked weights; its table
 is tied, so that the first and the last IPU read it, or the projection has its own.
 
-Cutting is compared with tracing the function alone, and the heaviest stage with that of the best cut of all.
+Cutting is compared with tracing the function alone, and the heaviest stage with the heaviest one of the best cut.
 
     python benchmarks/from_function.py [--check] [--only PART]
 """
@@ -189,7 +189,7 @@ def counted(pipeline: Pipeline, params: Any, batch: Any) -> tuple[Program, dict[
 
 
 def time_to_cut(figures: Figures, layers: int) -> None:
-    """Compare the CPU time of cutting a function with that of tracing it: both trace it anew."""
+    """Compare the CPU times of cutting a function and of tracing it alone: both trace it anew."""
     sizes = Sizes(vocabulary=128, length=16, features=64, heads=4, layers=layers)
     params = jax.eval_shape(lambda: init_params(sizes))
     one = {name: jax.ShapeDtypeStruct((SEQUENCES, sizes.length), "int32") for name in ("tokens", "targets")}

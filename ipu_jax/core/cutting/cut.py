@@ -60,7 +60,7 @@ def stage_end(x: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """Where a program is cut.
+    """Describe a cut of a program.
 
     Attributes:
         ends: per stage, the number of its activations' operations and of those of earlier stages.
@@ -103,7 +103,7 @@ class Places:
         self.is_waist, self.allowed = np.zeros(count, bool), np.zeros(count, bool)
         last = self._last_uses()
         live: dict[Any, int] = {}  # and the bytes of each
-        fixed: set[Any] = set()  # those of them that cannot be sent
+        fixed: set[Any] = set()  # live values that cannot be sent
         for t, op in enumerate(self.operations):
             for v in op.outvars:
                 if last.get(v, -1) > t:

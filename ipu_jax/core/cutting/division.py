@@ -46,7 +46,7 @@ _BY_ROW: Final = (
 
 @dataclasses.dataclass
 class Piece:
-    """What one stage computes.
+    """Hold the equations and the variables of one stage.
 
     Attributes:
         equations: in order; values that are computed again are among them.

@@ -311,10 +311,10 @@ class Pipeline(PlacedStages):
         """Return a pipeline cut out of any JAX function, unchanged. Nothing is run: shapes suffice.
 
         The function is traced once. It is cut where one activation is live, into stages of equal work (FLOPs of F and
-        B), as many as the schedule has; where no such places give even stages, wherever the fewest bytes are sent. A
-        scan over stacked weights is cut between its iterations. What follows from the weights alone or from the
-        micro-batch alone, such as casts and masks, is computed again where it is needed. `print(pipeline)` says where
-        the function was cut and why. `verify` compares with the function itself.
+        B), as many as the schedule has; where no such places give even stages, at any places. A scan over stacked
+        weights is cut between its iterations. What follows from the weights alone or from the micro-batch alone, such
+        as casts and masks, is computed again where it is needed. `print(pipeline)` says where the function was cut and
+        why. `verify` compares with the trace of the function itself.
 
         `shard` takes and `unshard` returns the function's own tree of weights; `frozen`, optimizers, checkpoints and
         weight files speak of it, too. A stage holds the leaves that it reads. A leaf that stages on several IPUs read,
@@ -362,25 +362,17 @@ class Pipeline(PlacedStages):
           1      1    57.6%  72 B     the loss
         cut at waists, where one activation is live: 11 of 11 places; ...
         >>> value, gradients = pipeline.value_and_grad(pipeline.shard(params), batch)
-        >>> [leaf.shape for leaf in jax.tree.leaves(pipeline.unshard(gradients))]
-        [(3, 3), (3, 3), (3, 3), (3, 3)]
+        >>> pipeline.unshard(gradients)["layers"][0].shape
+        (3, 3)
         """
         if isinstance(schedule, Schedule):
             placement = schedule.placement
         else:
             family = "sequential" if canonical_name(schedule) == "auto" else schedule
             placement = make_schedule(family, ipus=ipus, micro_batches=1, rounds=rounds).placement
-        function = model_of(
-            loss,
-            params,
-            micro_batch,
-            placement,
-            state=state,
-            frozen=frozen,
-            names=None if cuts is None else list(cuts),
-            costs=costs,
-            recompute=recompute,
-        )
+        how: dict[str, Any] = {"state": state, "frozen": frozen, "costs": costs, "recompute": recompute}
+        names = None if cuts is None else list(cuts)
+        function = model_of(loss, params, micro_batch, placement, names=names, **how)
         mesh = make_mesh(replicas, ipus)
         return cls(function.stages, mesh=mesh, schedule=schedule, frozen=frozen, function=function, **options)
 
@@ -391,10 +383,7 @@ class Pipeline(PlacedStages):
         mesh: Mesh | None = None,
         function: FunctionModel | None = None,
     ) -> "Pipeline":
-        """Return the same pipeline with other stages (with the same places and groups), or those of another function.
-
-        Or it is on another mesh.
-        """
+        """Return the same pipeline with other stages (same places and groups) or function, or on another mesh."""
         function = function or self.function
         own = self.stages if function is None else function.stages
         return Pipeline(

@@ -215,7 +215,7 @@ scale_gradient.defvjp(lambda x, factor: (x, None), lambda factor, _, g: (factor 
 
 
 def custom_derivatives() -> Example:
-    """Functions have derivatives of their own: quantization, a soft cap, scaled gradients, and those of jax.nn."""
+    """Functions have derivatives of their own: quantization, a soft cap, scaled gradients, and functions of jax.nn."""
     rng = np.random.default_rng(7)
     params = {f"layer {k}": normal(rng, D, D) for k in range(6)}
 
@@ -381,7 +381,7 @@ def vae() -> Example:
 
 
 def contrastive() -> Example:
-    """Two towers; each row's pair is compared with those of all rows, so that the loss is no mean over rows."""
+    """Two towers; each row is compared with the pairs of all rows, so the loss is not a mean over rows."""
     rng = np.random.default_rng(14)
     params = {
         "x": [normal(rng, D, D) for _ in range(3)],
