@@ -239,7 +239,8 @@ def _temporary(program: Any, mesh: Mesh, params: Sharded, batch: Any, state: Sha
     params_shapes, state_shapes = (
         None if tree is None else jax.tree.map(placed, tree, packing.specs_of(tree.layout)) for tree in (params, state)
     )
-    batch_shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
+    dtype_of = lambda leaf: jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)  # noqa: E731
+    batch_shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf)), batch)
     analysis = program.lower(params_shapes, batch_shapes, state_shapes, key).compile().memory_analysis()
     return None if analysis is None else analysis.temp_size_in_bytes  # not every platform reports it
 

@@ -75,7 +75,7 @@ class FunctionModel:
                 raise ValueError(
                     f"batch{path} is {is_what}: the function was cut for micro-batches with {', '.join(cut_for)}"
                 )
-            if tuple(other.shape[leading:]) != one.shape or jax.dtypes.canonicalize_dtype(other.dtype) != one.dtype:
+            if tuple(other.shape[leading:]) != one.shape or _dtype_of(other) != one.dtype:
                 raise ValueError(
                     f"batch{path} has micro-batches of {other.dtype}{list(other.shape[leading:])}, and the function "
                     f"was cut for {one.dtype}{list(one.shape)}: give these, or cut the function for the others"
@@ -209,12 +209,13 @@ def _check_effects(program: Program) -> None:
 
 
 def _shapes(tree: Any) -> Any:
-    def shape(leaf: Any) -> Any:
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return leaf
-        return jax.ShapeDtypeStruct(jnp.shape(leaf), jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), _dtype_of(leaf)), tree)
 
-    return jax.tree.map(shape, tree)
+
+def _dtype_of(leaf: Any) -> Any:
+    """Return the dtype in which jax holds an array: NumPy's int64 and float64 become 32 bits wide, by default."""
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 
 
 def _takes_key(loss: Callable[..., Any], state: Any) -> bool:

@@ -365,7 +365,8 @@ class PlacedStages:
     def _traced(self, fn: Callable[..., Any], params: Sharded, batch: Any, state: Sharded | None, key: Any) -> Any:
         """Return `fn(weights' layout, state's layout, a replica's batch, key)`, called as inside the `shard_map`."""
         num_leading = 0 if self.replicas == 1 else 1
-        replica_batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[num_leading:], leaf.dtype), batch)
+        dtype_of = lambda leaf: jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)  # noqa: E731
+        replica_batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[num_leading:], dtype_of(x)), batch)
         layouts = params.layout, (state or packing.empty_sharded(self.ipus)).layout
         return traced_on(self.mesh, lambda: fn(*layouts, replica_batch, key))
 
