@@ -45,7 +45,7 @@ def feed_of(flags: Flags, data: MNIST, **whom: Any) -> ipu_jax.Feed:
         shuffle=flags.shuffle,
         seed=flags.seed,
         remainder="updates",
-        prefetch=workers and max(2, workers),
+        prefetch=None if workers else 0,
         workers=workers or 1,
         **whom,
     )

@@ -76,6 +76,12 @@ def test_an_option_of_a_feed_is_refused(call, holds):
         call()
 
 
+@pytest.mark.parametrize(("workers", "ahead"), [(1, 2), (2, 2), (4, 4)])
+def test_prefetch_follows_the_workers(workers, ahead):
+    with feed_of(workers=workers) as feed:
+        assert (feed.workers, feed.prefetch) == (workers, ahead)
+
+
 @pytest.mark.parametrize(("epoch", "position"), [(0, 0), (0, 40), (3, 0), (3, 100)])
 @pytest.mark.parametrize(
     ("name", "given"), [("examples", 102), ("examples", 1000), ("seed", 1), ("seed", 6), ("shuffle", 0)]
