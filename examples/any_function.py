@@ -20,7 +20,8 @@ import numpy as np
 import optax
 
 from examples.training import B, M, evaluate, train
-from ipu_jax import Pipeline, TrainState, TrainStep, configure, make_train_step, verify  # pipeline
+from ipu_jax import Pipeline, configure, make_train_step, verify
+from ipu_jax.steps import TrainState, TrainStep  # pipeline
 
 VOCABULARY, LENGTH, FEATURES, HEADS, LAYERS = 64, 16, 32, 2, 4
 

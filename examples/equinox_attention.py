@@ -16,7 +16,9 @@ import numpy as np
 import optax
 
 from examples.training import M, evaluate, train
-from ipu_jax import Pipeline, TrainState, TrainStep, configure, equinox_stage, gather_stages, make_train_step
+from ipu_jax import Pipeline, configure, make_train_step
+from ipu_jax.nn import equinox_stage, gather_stages
+from ipu_jax.steps import TrainState, TrainStep
 
 POINTS, FEATURES = 6, 16
 

@@ -16,7 +16,9 @@ import numpy as np
 import optax
 
 from examples.training import M, evaluate, train
-from ipu_jax import Pipeline, TrainState, TrainStep, configure, gather_stages, linen_stage, make_train_step
+from ipu_jax import Pipeline, configure, make_train_step
+from ipu_jax.nn import gather_stages, linen_stage
+from ipu_jax.steps import TrainState, TrainStep
 
 CLASSES = 4
 

@@ -16,7 +16,9 @@ import optax
 from flax import nnx
 
 from examples.training import M, evaluate, train
-from ipu_jax import Pipeline, TrainState, TrainStep, configure, gather_stages, make_train_step, nnx_stage
+from ipu_jax import Pipeline, configure, make_train_step
+from ipu_jax.nn import gather_stages, nnx_stage
+from ipu_jax.steps import TrainState, TrainStep
 
 VOCABULARY, LENGTH, FEATURES, HEADS = 11, 12, 16, 2
 

@@ -16,7 +16,8 @@ import numpy as np
 import optax
 
 from examples.training import M, evaluate, train
-from ipu_jax import Pipeline, TrainState, TrainStep, configure, make_train_step
+from ipu_jax import Pipeline, configure, make_train_step
+from ipu_jax.steps import TrainState, TrainStep
 
 LAYERS, FEATURES = 8, 8
 

@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec
 
 from examples.nnx_transformer import FEATURES, HEADS, LENGTH, VOCABULARY, sequences
 from examples.training import M, evaluate, train
-from ipu_jax import ALL_IPUS, Pipeline, Stage, TrainState, TrainStep, configure, make_train_step
+from ipu_jax import ALL_IPUS, Pipeline, Stage, configure, make_train_step
+from ipu_jax.steps import TrainState, TrainStep
 from sharded_ops import embedding, log_softmax_cross_entropy, tied_projection
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 
-from ipu_jax import Feed, TrainState, TrainStep
+from ipu_jax import Feed
+from ipu_jax.steps import TrainState, TrainStep
 
 B, M = 8, 4  # examples of a micro-batch, and micro-batches of an update
 

@@ -171,7 +171,7 @@ def _check_state(pipeline: Pipeline, state: Any) -> None:
 
 def _check_searchable(**inputs: Any) -> None:
     """Raise `ValueError` if jax searches for the operation that makes a NaN, but an input holds one already."""
-    if not jax.config.jax_debug_nans:
+    if not jax.config.values["jax_debug_nans"]:
         return
     for what, tree in inputs.items():
         for path, leaf in jax.tree.leaves_with_path(tree):

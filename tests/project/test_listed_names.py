@@ -2,6 +2,7 @@
 
 import collections
 import inspect
+import pkgutil
 import re
 
 import optax
@@ -9,15 +10,15 @@ import pytest
 
 import ipu_jax
 import sharded_ops
-from support import documents
+from support import documents, public_api
 
 ROOT = documents.ROOT
 TREE = documents.blocks(ROOT / "docs/architecture.md", "text")[0]
-MEMBERS = re.compile(r"^::: (ipu_jax|sharded_ops)\.(\w+)\n    options:\n        members: \[(.*)\]", re.MULTILINE)
+MEMBERS = re.compile(r"^::: ([\w.]+)\.(\w+)\n    options:\n        members: \[(.*)\]", re.MULTILINE)
 LISTED = [
-    (name, {member.strip() for member in members.split(",")})
+    (f"{module}.{name}", {member.strip() for member in members.split(",")})
     for page in sorted((ROOT / "docs/reference").glob("*.md"))
-    for _, name, members in MEMBERS.findall(page.read_text())
+    for module, name, members in MEMBERS.findall(page.read_text())
 ]
 
 
@@ -44,18 +45,20 @@ def test_the_architecture_lists_every_folder_once():
     assert {name for name in listed if not (ROOT / name).is_dir()} == set()
 
 
+USED_AS = {"ipu_jax.Pipeline": "pipeline", "ipu_jax.steps.TrainStep": "step", "ipu_jax.steps.Replicas": "replicas"}
+
+
 def test_classes_with_listed_members_are_found():
-    assert {name for name, _ in LISTED} >= {"Pipeline", "TrainStep", "Replicas"}
+    assert {name for name, _ in LISTED} >= {*USED_AS}
 
 
-USED_AS = {"Pipeline": "pipeline", "TrainStep": "step", "Replicas": "replicas"}
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*"), *ROOT.glob("mnist_example/*.py")]
 TEXT = "".join(page.read_text() for page in sorted(PAGES) if page.suffix in (".md", ".py") and page.stem != "CHANGELOG")
 
 
 @pytest.mark.parametrize(("name", "members"), LISTED, ids=[name for name, _ in LISTED])
 def test_the_reference_lists_every_method_that_pages_and_programs_use(name, members):
-    owner = getattr(ipu_jax, name)
+    owner = pkgutil.resolve_name(name)
     assert {member for member in members if not hasattr(owner, member)} == set()
     used = set(re.findall(rf"\b{USED_AS[name]}\.([a-z]\w*)\(", TEXT))
     assert {method for method in used if hasattr(owner, method)} - members == set()
@@ -64,7 +67,8 @@ def test_the_reference_lists_every_method_that_pages_and_programs_use(name, memb
 # what docs/coming-from/ says is ours: arguments, methods and functions
 
 COMING_FROM = sorted((ROOT / "docs/coming-from").glob("*.md"))
-PUBLIC = {name: getattr(package, name) for package in (ipu_jax, sharded_ops) for name in package.__all__}
+PACKAGES = (ipu_jax, sharded_ops, *(getattr(ipu_jax, name) for name in public_api.SUBJECTS))
+PUBLIC = {name: getattr(package, name) for package in PACKAGES for name in package.__all__}
 CODE = re.compile(r"`([^`]+)`")
 CALL = re.compile(r"(?<![.\w])([A-Za-z_]\w*)\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)")
 KEYWORD = re.compile(r"(?:^|[,(]\s*)(\w+)=(?!=)")
@@ -72,8 +76,8 @@ METHOD = re.compile(r"(?<![.\w])([A-Za-z_]\w*)\.([a-z]\w*)")
 OBJECTS = {
     "pipeline": ipu_jax.Pipeline,
     "step": ipu_jax.make_train_step(lambda w, microbatch: w, optax.sgd(0.1)),
-    "schedule": ipu_jax.Schedule,
-    "outputs": ipu_jax.StepOutputs(None, None, None),
+    "schedule": ipu_jax.schedules.Schedule,
+    "outputs": ipu_jax.steps.StepOutputs(None, None, None),
     "checkpoints": ipu_jax.Checkpoints,
 }
 

@@ -41,7 +41,7 @@ class Pipeline(PlacedStages):
         stages: the model, first stage first. An IPU may have several stages, whether they are neighbours or not.
         mesh: a mesh with axes ("replica", "ipu"), from `make_mesh`. Default: one replica on as many IPUs as the stages
             name.
-        schedule: a name in `ipu_jax.SCHEDULES`, a `Schedule` for this placement and M, or "auto": the first
+        schedule: a name in `ipu_jax.schedules.SCHEDULES`, a `Schedule` for this placement and M, or "auto": the first
             step, report or `choose_schedule` finds the schedule that takes the least time for the stages' FLOPs, within
             `ipu_memory` if that is given. Later steps keep this schedule, even for other shapes.
         gradient_accumulation: M, the micro-batches of one weight update. It can be smaller than the number of stages.

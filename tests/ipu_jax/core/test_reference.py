@@ -10,16 +10,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import (
-    ALL_IPUS,
-    Pipeline,
-    Stage,
-    VerificationError,
-    VerificationReport,
-    make_mesh,
-    reference_value_and_grad,
-    verify,
-)
+from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, verify
+from ipu_jax.pipelines import VerificationError, VerificationReport, reference_value_and_grad
 
 NUMBER = r"-?\d[\d.]*(?:e-?\d+)?"
 rng = np.random.default_rng(0)
@@ -123,7 +115,7 @@ def test_a_reference_reads_the_whole_weights_of_a_concurrent_stage():
 @pytest.mark.parametrize(
     ("weights", "batch", "named"),
     [
-        (WEIGHTS | {"b": np.diag(np.float32([0, np.nan, 0, 0]))}, X, "params['b'][1, 1]"),
+        (WEIGHTS | {"b": np.diag(np.array([0, np.nan, 0, 0], np.float32))}, X, "params['b'][1, 1]"),
         (WEIGHTS, np.where(X[2, 3, 1] == X, np.float32("nan"), X), "batch[2, 3, 1]"),
     ],
 )

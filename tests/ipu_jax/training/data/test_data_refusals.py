@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from ipu_jax import Feed, make_mesh, normalise
+from ipu_jax import Feed, make_mesh
+from ipu_jax.io import normalise
 from ipu_jax.training.data.leaves import filling
 from ipu_jax.training.data.order import EpochOrder
 from ipu_jax.training.data.source import ArraySource, ExampleSource

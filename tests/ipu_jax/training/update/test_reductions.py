@@ -14,17 +14,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import (
-    ALL_IPUS,
-    Outputs,
-    Pipeline,
-    Stage,
-    TrainOptions,
-    make_mesh,
-    make_schedule,
-    make_train_step,
-    replicate,
-)
+from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_schedule, make_train_step
+from ipu_jax.steps import replicate
 from support.trained import compiled_quickly
 
 D, COLUMNS, ROWS, M, RATE = 4, 5, 3, 2, 0.5  # 5 columns: 3 and 2 on two IPUs
