@@ -60,7 +60,7 @@ endif
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --editable '.[dev]'
 	@printf '%s\n' $(call quoted,$(FINGERPRINT)) > $@
 
-test: $(STAMP) ## run all that CI checks: ruff, basedpyright, pytest with doctests
+test: $(STAMP) ## run ruff, basedpyright, and pytest with doctests and a few slow tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@# Tests wait now and then, and leave a core to the type checker. Both are told, its errors last, and either fails.
@@ -111,6 +111,6 @@ format: $(STAMP) ## rewrite the code as ruff wants it
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## remove .venv, build outputs and caches
-	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis .coverage .coverage.*
-	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+clean: ## remove build outputs and caches; .venv stays
+	rm -rf build dist site .pytest_cache .ruff_cache .hypothesis .coverage .coverage.*
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,7 +22,8 @@ from support import documents
 
 ROOT = documents.ROOT
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *ROOT.glob("docs/*/*.md")} - {ROOT / "CHANGELOG.md"})
-SCRIPTS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SCRIPTS: dict[str, str] = PROJECT["scripts"]
 SHELL = re.compile(r"^```(?:bash|console)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 ASSIGNMENT = re.compile(r"[A-Z_]+=.*")
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -88,6 +89,12 @@ def run(words: list[str], page: Path, monkeypatch: Any) -> None:
         names = [word.split("=")[0] for word in words[1:] if "=" in word]
         assert {word for word in words[1:] if "=" not in word} <= TARGETS
         assert all(re.search(rf"\b{name}\b", (ROOT / "Makefile").read_text()) for name in names), names
+        return None
+    if command == "pip":
+        install, folder = words[1:]
+        extras = re.fullmatch(r"\.(?:\[([\w,]+)\])?", folder)
+        assert install == "install"
+        assert extras and {*(extras[1] or "flax").split(",")} <= {*PROJECT["optional-dependencies"]}, folder
         return None
     if command in SCRIPTS:
         module = importlib.import_module(SCRIPTS[command].split(":")[0])
