@@ -112,7 +112,7 @@ def run(words: list[str], page: Path, monkeypatch: Any) -> None:
     as_module = words[1] == "-m"
     monkeypatch.setattr(sys, "argv", words[2:] if as_module else words[1:])
     if as_module and words[2] in ("examples.linen_convnet",):
-        return _takes_a_folder(words)
+        return _takes_a_folder_and_updates(words)
     if as_module:
         monkeypatch.delitem(sys.modules, words[2], raising=False)  # another test may have imported it
     with pytest.raises(Parsed):
@@ -124,11 +124,12 @@ def run(words: list[str], page: Path, monkeypatch: Any) -> None:
     return None
 
 
-def _takes_a_folder(words: list[str]) -> None:
-    """Check the arguments of an example, which are a folder and nothing else: it has no parser."""
+def _takes_a_folder_and_updates(words: list[str]) -> None:
+    """Check the arguments of an example, which has no parser: a folder and the number of updates."""
     assert importlib.util.find_spec(words[2])
-    assert len(words) <= 4
-    assert not words[3].startswith("-")
+    folder, updates = words[3:]
+    assert not folder.startswith("-")
+    assert updates.isdigit()
 
 
 def _is_in_the_pages_script(words: list[str], page: Path) -> None:
