@@ -94,7 +94,8 @@ def run(words: list[str], page: Path, monkeypatch: Any) -> None:
         install, folder = words[1:]
         extras = re.fullmatch(r"\.(?:\[([\w,]+)\])?", folder)
         assert install == "install"
-        assert extras and {*(extras[1] or "flax").split(",")} <= {*PROJECT["optional-dependencies"]}, folder
+        assert extras is not None, folder
+        assert {*(extras[1] or "flax").split(",")} <= {*PROJECT["optional-dependencies"]}, folder
         return None
     if command in SCRIPTS:
         module = importlib.import_module(SCRIPTS[command].split(":")[0])
