@@ -99,6 +99,12 @@ def test_the_reference_has_every_public_name(site: dict[str, Links]):
     assert names - anchors == set()
 
 
+def test_every_page_can_search_without_a_server(site: dict[str, Links]):
+    assert "search/search_index.js" in site
+    for name, page in site.items():
+        assert not name.endswith(".html") or any("iframe-worker" in script for script in page.loaded), name
+
+
 def documented() -> dict[str, tuple[str, Any]]:
     """Return the page and the option `members` of each name that the reference's pages document."""
     found: dict[str, tuple[str, Any]] = {}
