@@ -102,7 +102,7 @@ faults: $(STAMP) ## break a training in fifteen ways, 20 times each
 
 docs: $(STAMP) ## build the documentation into site/, and fail if a link leads nowhere
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-	@echo 'Open site/index.html, or for the search: make docs-serve'
+	@echo 'Open site/index.html in a browser. It needs no server, and the search works, too.'
 
 docs-serve: $(STAMP) ## show the documentation at http://127.0.0.1:8000 while you write it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
