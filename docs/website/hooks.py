@@ -2,7 +2,7 @@
 
 Such a file gets a page of its own below repository/: Markdown as it is, anything else as a code block, and a folder by
 its README.md. So the site is complete without the address of a repository. In `nav`, `folder/*.md` stands for all pages
-of a folder.
+of a folder. The front page has no sidebars.
 """
 
 import posixpath
@@ -48,6 +48,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Replace links that leave docs/, or a page of `repository/`, by links to the pages of the site."""
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation", "toc"]
     here = page.file.src_uri
     source = ROOT / here.removeprefix(f"{_OUTSIDE}/").removesuffix(".source.md")
     if not here.startswith(f"{_OUTSIDE}/"):

@@ -12,8 +12,8 @@ GUIDES = [
     documents.ROOT / f"docs/{name}.md" for name in ("sharded-ops", "instances", "weights", "checkpoints", "watching")
 ]
 OTHERS = [documents.ROOT / f"docs/{name}.md" for name in ("training", "how-to")]
-# They need no device, and are read first.
-QUICK = [documents.ROOT / f"docs/{name}.md" for name in ("concepts", "design/engine")]
+# They take seconds, and are read first.
+QUICK = [documents.ROOT / f"docs/{name}.md" for name in ("index", "concepts", "design/engine")]
 COMING_FROM = sorted((documents.ROOT / "docs/coming-from").glob("*.md"))  # run by test_fragments.py, with their cells
 
 

@@ -22,9 +22,10 @@ from flax import nnx
 
 import ipu_jax
 import sharded_ops
-from support import documents
+from support import documents, public_api
 
-PUBLIC = {name: getattr(package, name) for package in (sharded_ops, ipu_jax) for name in package.__all__}
+MODULES = (sharded_ops, ipu_jax, *(getattr(ipu_jax, name) for name in public_api.SUBJECTS))
+PUBLIC = {name: getattr(module, name) for module in MODULES for name in module.__all__}
 
 _CODE = re.compile(r'(?<!`)`([^`]+)`(?!`)|"([\w.-]+)"')
 _OPS = re.compile("|".join(rf"\b{op}\(" for op in sharded_ops.__all__ if op.islower()))
@@ -78,13 +79,13 @@ def _runs(code: str, names: dict[str, Any], compares: bool) -> bool:
     """Run a fragment if it is a call or an attribute of one of the names, and return whether it is."""
     if _FILE.fullmatch(code):
         return False
-    ours = re.match(r"(?:with )?(?:ipu_jax\.|sharded_ops\.)?(\w+)[.(].*", code)
+    ours = re.match(r"(?:with )?(?:\w+\.)*?(\w+)\(", code)
     if code.startswith("with ") and not code.endswith(": ..."):
         code = f"{code.removesuffix(':')}: ..."
     try:
         (statement,) = ast.parse(code).body
     except (SyntaxError, ValueError):
-        assert not (ours and ours[1] in PUBLIC and "(" in code), "does not parse"
+        assert not (ours and ours[1] in PUBLIC), "does not parse"
         return False
     if isinstance(statement, ast.With):
         subject = statement.items[0].context_expr
@@ -232,5 +233,5 @@ _FRESH: dict[str, Callable[[dict[str, Any]], Any]] = {
     "folder": lambda _: tempfile.mkdtemp(),
     "feed": lambda names: ipu_jax.Feed(names["dataset"], step=names["step"], micro_batch=4),
     "checkpoints": lambda names: ipu_jax.Checkpoints(tempfile.mkdtemp(), names["step"]),
-    "stop": lambda _: ipu_jax.StopRequest(),
+    "stop": lambda _: PUBLIC["StopRequest"](),
 }

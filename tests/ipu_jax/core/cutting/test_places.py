@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
 
-from ipu_jax import Pipeline, measure_costs, stage_end
+from ipu_jax import Pipeline, stage_end
 from ipu_jax.core.cutting.cut import Places
 from ipu_jax.core.cutting.program import traced
+from ipu_jax.costs import measure_costs
 from support.inputs import normal
 
 X = jnp.ones((4, 8))

@@ -1,0 +1,98 @@
+"""Test the pipeline for reading: its numbers, the order of its tasks, its memory, and that it stays short."""
+
+import importlib.util
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ipu_jax import Pipeline, Stage, make_schedule
+from support.documents import ROOT
+
+PATH = ROOT / "docs/tiny_pipeline.py"
+
+
+def _imported(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tiny = _imported(PATH)
+sizes = pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 4), (4, 3), (4, 8)])
+
+
+def _ours(params, batch, stages: int, micro_batches: int):
+    """Return loss and gradients of the library's engine, in the form of the weights of the file."""
+
+    def block(w, x, microbatch):
+        return tiny.block(*w, microbatch["x_MND"] if x is None else x)
+
+    def head(w, y, microbatch):
+        return tiny.cross_entropy(w, y, microbatch["labels_MN"])
+
+    places = [Stage(block, params=f"block {s}", ipu=s) for s in range(stages)]
+    places.append(Stage(head, params="head", ipu=stages - 1))
+    pipeline = Pipeline(places, schedule="1f1b", gradient_accumulation=micro_batches)
+    weights = {f"block {s}": (params["up_SDH"][s], params["down_SHD"][s]) for s in range(stages)}
+    loss, gradients = pipeline.value_and_grad(pipeline.shard(weights | {"head": params["head_DV"]}), batch)[:2]
+    whole = pipeline.unshard(gradients)
+    up_SDH, down_SHD = (np.stack([whole[f"block {s}"][i] for s in range(stages)]) for i in range(2))
+    return loss, {"up_SDH": up_SDH, "down_SHD": down_SHD, "head_DV": whole["head"]}
+
+
+@sizes
+def test_loss_and_gradients_are_those_of_plain_jax_and_of_the_engine(stages, micro_batches):
+    params, batch, mesh = tiny.example(stages, micro_batches)
+    result = jax.jit(partial(tiny.value_and_grad, mesh=mesh))(params, batch)
+    plain = jax.jit(jax.value_and_grad(tiny.unsharded_loss))(params, batch)
+    usual = jax.jit(jax.value_and_grad(partial(tiny.autodiff_loss, mesh=mesh)))(params, batch)
+    for expected in (plain, usual, _ours(params, batch, stages, micro_batches)):
+        for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.max(np.abs(b)))
+
+
+@sizes
+def test_each_device_does_its_tasks_in_the_order_of_1f1b(stages, micro_batches):
+    schedule = make_schedule("1f1b", ipus=stages, micro_batches=micro_batches)
+    for s in range(stages):
+        tasks = [tiny.task(tick, s, stages, micro_batches) for tick in range(schedule.ticks)]
+        order = [f"{s}{' FB'[kind]}{m}" for kind, m in tasks if kind != tiny.IDLE]
+        assert order == [str(task) for task in schedule.order(s)]
+
+
+def test_memory_does_not_grow_with_the_micro_batches():
+    few, many = (tiny.temporary_bytes(tiny.value_and_grad, 4, m) for m in (8, 64))
+    assert many <= 1.1 * few
+    few, many = (tiny.temporary_bytes(jax.value_and_grad(tiny.autodiff_loss), 4, m) for m in (8, 64))
+    assert many > 4 * few, "the docstring says that it grows"
+
+
+def test_gradients_of_bfloat16_weights_are_summed_in_float32():
+    params, batch, mesh = tiny.example(2, 4)
+    halves = jax.tree.map(lambda w: jnp.asarray(w, jnp.bfloat16), params)
+    batch["x_MND"] = jnp.asarray(batch["x_MND"], jnp.bfloat16)
+    _, gradients = jax.jit(partial(tiny.value_and_grad, mesh=mesh))(halves, batch)
+    assert {gradient.dtype for gradient in gradients.values()} == {jnp.dtype("float32")}
+
+
+def test_it_prints_the_table_that_it_draws(capsys):
+    tiny.main()
+    printed = capsys.readouterr().out
+    for line in printed.splitlines()[:4]:
+        assert line.strip() in tiny.__doc__
+    assert float(printed.split("from one device ")[1].split()[0]) < 1e-5
+
+
+def test_it_is_short_and_needs_jax_and_numpy_alone():
+    text = PATH.read_text()
+    assert len(text.splitlines()) <= 200
+    imported = {line.split()[1].split(".")[0] for line in text.splitlines() if line.startswith(("import ", "from "))}
+    assert imported - sys.stdlib_module_names == {"jax", "numpy"}
