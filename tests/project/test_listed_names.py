@@ -2,7 +2,6 @@
 
 import collections
 import inspect
-import pkgutil
 import re
 
 import optax
@@ -14,12 +13,6 @@ from support import documents, public_api
 
 ROOT = documents.ROOT
 TREE = documents.blocks(ROOT / "docs/architecture.md", "text")[0]
-MEMBERS = re.compile(r"^::: ([\w.]+)\.(\w+)\n    options:\n        members: \[(.*)\]", re.MULTILINE)
-LISTED = [
-    (f"{module}.{name}", {member.strip() for member in members.split(",")})
-    for page in sorted((ROOT / "docs/reference").glob("*.md"))
-    for module, name, members in MEMBERS.findall(page.read_text())
-]
 
 
 def folders_of_the_tree():
@@ -43,25 +36,6 @@ def test_the_architecture_lists_every_folder_once():
     assert {name for name, count in listed.items() if count > 1} == set()
     assert there - set(listed) == set()
     assert {name for name in listed if not (ROOT / name).is_dir()} == set()
-
-
-USED_AS = {"ipu_jax.Pipeline": "pipeline", "ipu_jax.steps.TrainStep": "step", "ipu_jax.steps.Replicas": "replicas"}
-
-
-def test_classes_with_listed_members_are_found():
-    assert {name for name, _ in LISTED} >= {*USED_AS}
-
-
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*"), *ROOT.glob("mnist_example/*.py")]
-TEXT = "".join(page.read_text() for page in sorted(PAGES) if page.suffix in (".md", ".py") and page.stem != "CHANGELOG")
-
-
-@pytest.mark.parametrize(("name", "members"), LISTED, ids=[name for name, _ in LISTED])
-def test_the_reference_lists_every_method_that_pages_and_programs_use(name, members):
-    owner = pkgutil.resolve_name(name)
-    assert {member for member in members if not hasattr(owner, member)} == set()
-    used = set(re.findall(rf"\b{USED_AS[name]}\.([a-z]\w*)\(", TEXT))
-    assert {method for method in used if hasattr(owner, method)} - members == set()
 
 
 # what docs/coming-from/ says is ours: arguments, methods and functions
