@@ -11,15 +11,12 @@ from support import documents
 NOTEBOOK = documents.ROOT / "docs/tutorials/notebook.ipynb"
 TUTORIALS = [*sorted((documents.ROOT / "docs/tutorials").glob("*.md")), NOTEBOOK]
 GUIDES = [
-    documents.ROOT / f"docs/{name}.md"
-    for name in (
-        *("sharded-ops", "instances", "weights", "checkpoints", "watching"),
-        *("coming-from/poptorch", "coming-from/optimum-graphcore", "coming-from/popxl"),
-    )
+    documents.ROOT / f"docs/{name}.md" for name in ("sharded-ops", "instances", "weights", "checkpoints", "watching")
 ]
 OTHERS = [documents.ROOT / f"docs/{name}.md" for name in ("training", "how-to")]
 # They take seconds, and are read first.
 QUICK = [documents.ROOT / f"docs/{name}.md" for name in ("index", "concepts", "design/engine")]
+COMING_FROM = sorted((documents.ROOT / "docs/coming-from").glob("*.md"))  # run by test_fragments.py, with their cells
 
 
 @pytest.mark.parametrize(
@@ -36,14 +33,22 @@ def test_a_page_runs_and_prints_what_it_shows(path: Path):
 
 
 def test_every_page_with_code_is_run():
-    """`python` marks what is run; `py` is code of another library, and says of which."""
+    """`python` marks what is run; `py` is code of another library, whose name is in its first line and in the title."""
     pages = [path for kind in ("md", "ipynb") for path in (documents.ROOT / "docs").rglob(f"*.{kind}")]
     with_code = {path for path in pages if documents.blocks(path, "python")}
-    assert with_code == {*TUTORIALS, *GUIDES, *OTHERS, *QUICK} > {*GUIDES, *OTHERS, *QUICK}
+    assert with_code == {*TUTORIALS, *GUIDES, *OTHERS, *QUICK, *COMING_FROM}
     for path in documents.ROOT.rglob("*.md"):
         is_installed = path.relative_to(documents.ROOT).parts[0].startswith(".venv")
         for code in () if is_installed else documents.blocks(path, "py"):
-            assert re.search(r"# \w", code.splitlines()[0]), path
+            library = re.match(r".*# (\w+)", code)
+            assert library, path
+            assert library[1] in path.read_text().splitlines()[0], path
+
+
+def test_pages_hide_no_code():
+    """A reader who pastes the page has what it prints, and nothing else."""
+    for path in documents.ROOT.glob("docs/**/*.md"):
+        assert not re.search(r"<!--\s*python", path.read_text()), path
 
 
 @pytest.mark.slow
@@ -71,13 +76,6 @@ def test_the_notebook_is_small_and_shows_no_path():
 def test_the_flax_model_becomes_a_pipeline_in_40_lines():
     _, *blocks = documents.blocks(documents.ROOT / "docs/tutorials/flax.md", "python")
     assert len([line for block in blocks for line in block.splitlines() if line.strip()]) < 40
-
-
-def test_code_in_a_comment_runs_and_shows_nothing(tmp_path: Path):
-    path = tmp_path / "some.md"
-    path.write_text("<!-- a remark -->\n<!-- python\nx = 1\n-->\n\n```text\nno output\n```\n```python\nprint(x)\n```\n")
-    assert documents.blocks(path, "python") == ["x = 1\n", "print(x)\n"]
-    assert documents.run(path) == "1\n"
 
 
 def test_shown_output_is_what_stands_right_behind_code(tmp_path: Path):

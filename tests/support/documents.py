@@ -1,8 +1,7 @@
 """Run the Python code of a document as a reader would, and compare its output with the output that is shown.
 
 A document is a file of Markdown, or a notebook, which is read as Markdown. The blocks run in order, as one program in a
-fresh process. A comment `<!-- python ... -->` is a block that runs, too: it contains context that the code on the page
-needs, and readers do not see it. The last digits of figures differ between machines and versions, so figures are
+fresh process and an empty folder. The last digits of figures differ between machines and versions, so figures are
 compared with a tolerance. A loss at the end of a training differs the most.
 """
 
@@ -10,13 +9,14 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from docs.website.hooks import as_markdown
 
 ROOT = Path(__file__).parents[2]
 
-_BLOCK = re.compile(r"^(?:```|<!-- )(\w+)\n(.*?)^(?:```|-->)$", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _NUMBER = re.compile(r"\d+\.\d+(?:e[-+]\d+)?|\d+%")
 _RELATIVE = 0.02  # of the larger figure: a page may show the figures of either version
 _RELATIVE_BYTES = 0.15  # for figures that depend on XLA's version
@@ -39,10 +39,10 @@ def run(path: Path, then: str = "", *, compile_fast: bool = False) -> str:
     """
     of_tests = ("JAX_NUM_CPU_DEVICES",) if compile_fast else ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")
     alone = {name: value for name, value in os.environ.items() if name not in of_tests}
-    code = "".join([*blocks(path, "python"), then])
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, env=alone, capture_output=True, text=True, timeout=240
-    )
+    alone["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    words = [sys.executable, "-W", "error", "-c", "".join([*blocks(path, "python"), then])]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(words, cwd=folder, env=alone, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
