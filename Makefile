@@ -60,7 +60,7 @@ endif
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --editable '.[dev]'
 	@printf '%s\n' $(call quoted,$(FINGERPRINT)) > $@
 
-test: $(STAMP) ## run all that CI checks: ruff, basedpyright, pytest with doctests
+test: $(STAMP) ## run ruff, basedpyright, and pytest with doctests and a few slow tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@# Tests wait now and then, and leave a core to the type checker. Both are told, its errors last, and either fails.
@@ -102,7 +102,7 @@ faults: $(STAMP) ## break a training in fifteen ways, 20 times each
 
 docs: $(STAMP) ## build the documentation into site/, and fail if a link leads nowhere
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-	@echo 'Open site/index.html, or for the search: make docs-serve'
+	@echo 'Open site/index.html in a browser. It needs no server, and the search works, too.'
 
 docs-serve: $(STAMP) ## show the documentation at http://127.0.0.1:8000 while you write it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
@@ -111,6 +111,6 @@ format: $(STAMP) ## rewrite the code as ruff wants it
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## remove .venv, build outputs and caches
-	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis .coverage .coverage.*
-	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+clean: ## remove build outputs and caches; .venv stays
+	rm -rf build dist site .pytest_cache .ruff_cache .hypothesis .coverage .coverage.*
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,7 +20,8 @@ import time
 from collections.abc import Iterator
 
 from figures import Figures
-from ipu_jax import SCHEDULES, FoundSchedule, StageCosts, find_schedule, make_schedule
+from ipu_jax import make_schedule
+from ipu_jax.schedules import SCHEDULES, FoundSchedule, StageCosts, find_schedule
 
 SETS = 50
 SPREAD = 0.8

@@ -20,7 +20,8 @@ import numpy as np
 import optax
 
 from figures import Cost, Costs, Figures, median_ratio, side_by_side
-from ipu_jax import Checkpoints, Feed, TrainState, configure, make_train_step
+from ipu_jax import Checkpoints, Feed, configure, make_train_step
+from ipu_jax.steps import TrainState
 from mnist_example.model import init_params, make_pipeline
 
 STEPS = 50

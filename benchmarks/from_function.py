@@ -27,7 +27,8 @@ import numpy as np
 from cross_entropy import COLLECTIVE
 from figures import Figures, Program, largest_relative_difference, side_by_side
 from gpt import Sizes, add_positions, attention, block, blocks, embed_whole, layer_norm, loss_whole, mlp, random_batch
-from ipu_jax import Pipeline, Stage, configure, flops_of
+from ipu_jax import Pipeline, Stage, configure
+from ipu_jax.costs import flops_of
 
 Piece = Callable[[Any, Any, Any], Any]
 

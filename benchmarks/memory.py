@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from figures import Figures
-from ipu_jax import Pipeline, PipelineReport, Stage, configure
+from ipu_jax import Pipeline, Stage, configure
+from ipu_jax.costs import PipelineReport
 
 WIDTH, ROWS, LAYERS = 64, 512, 3
 SCHEDULES = ("grouped", "1f1b", "gpipe", "zb-h1", "looped")

@@ -51,7 +51,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from figures import Bounds, Figures, Program
 from gpt import Sizes, block, init_params, layer_norm, loss_whole, random_batch
-from ipu_jax import Outputs, Pipeline, Stage, configure, conv_general_dilated
+from ipu_jax import Outputs, Pipeline, Stage, configure
+from ipu_jax.nn import conv_general_dilated
 from mnist_example import resnet
 
 IPUS, MOST_IPUS, MICRO_BATCHES, ROUNDS = 2, 4, 8, 7

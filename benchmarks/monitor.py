@@ -19,7 +19,8 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from figures import Figures
-from ipu_jax import InFlight, configure
+from ipu_jax import configure
+from ipu_jax.steps import InFlight
 
 STEPS = 20_000
 ROUNDS = 3

@@ -18,7 +18,8 @@ import time
 from collections.abc import Iterator
 
 from figures import Figures
-from ipu_jax import SCHEDULES, Schedule, make_schedule
+from ipu_jax import make_schedule
+from ipu_jax.schedules import SCHEDULES, Schedule
 
 ROUNDS = 2  # stages per IPU under the looped and folded schedules
 FLAGS = ("--full",)  # run_all.py calls this script with these

@@ -40,7 +40,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from figures import Figures, side_by_side
-from ipu_jax import ALL_IPUS, Pipeline, Schedule, Stage, configure, make_schedule
+from ipu_jax import ALL_IPUS, Pipeline, Stage, configure, make_schedule
+from ipu_jax.schedules import Schedule
 from sharded_ops import log_softmax_cross_entropy, matmul
 
 IPUS, LAYERS, MICRO_BATCHES = 2, 8, 16

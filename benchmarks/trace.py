@@ -20,7 +20,9 @@ import numpy as np
 import optax
 
 from figures import Cost, Costs, Figures
-from ipu_jax import TrainStep, configure, make_train_step, trace
+from ipu_jax import configure, make_train_step
+from ipu_jax.observe import trace
+from ipu_jax.steps import TrainStep
 from mnist_example.model import init_params, make_pipeline
 
 STEPS = 6

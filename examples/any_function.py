@@ -5,12 +5,11 @@
     IPU 2                                           -> blocks \\
     IPU 3                                                      -> blocks, norm, logits -> loss
 
-The library cuts `loss` into stages by itself; the lines that make it a pipeline are marked below. Run it again, and it
-continues where it ended: python -m examples.any_function FOLDER
+The library cuts `loss` into stages by itself; the lines that make it a pipeline are marked below. Run it again with
+more updates, and it continues: python -m examples.any_function FOLDER UPDATES
 """
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -19,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from examples.training import B, M, evaluate, train
-from ipu_jax import Pipeline, TrainState, TrainStep, configure, make_train_step, verify  # pipeline
+from examples.training import B, M, train
+from ipu_jax import Pipeline, configure, make_train_step, verify
+from ipu_jax.steps import TrainState, TrainStep  # pipeline
 
 VOCABULARY, LENGTH, FEATURES, HEADS, LAYERS = 64, 16, 32, 2, 4
 
@@ -67,15 +67,14 @@ def make_step() -> tuple[TrainStep, TrainState]:
     return step, step.init(params)
 
 
-def main(folder: Path) -> None:
+def main(folder: str, updates: str = "20") -> None:
     step, start = make_step()
-    state = train(step, start, sequences(0), folder=folder, updates=20)
-    print(f"{int(state.step)} updates: loss {evaluate(step, state, sequences(1)):.3f} on other sequences")
+    result = train(step, start, sequences(0), sequences(1), folder=folder, updates=int(updates))
     print(step.model)
     batch = {name: rows[: M * B].reshape(M, B, LENGTH) for name, rows in sequences(0).items()}
-    print(verify(step.model, state.params, batch))
+    print(verify(step.model, result.state.params, batch))
 
 
 if __name__ == "__main__":
     configure(4)
-    main(Path(sys.argv[1]).absolute())
+    main(*sys.argv[1:])

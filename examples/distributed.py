@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ipu_jax import Feed, Pipeline, Stage, TrainStep, configure, make_mesh, make_train_step, popdist
+from ipu_jax import Feed, Pipeline, Stage, configure, make_mesh, make_train_step, popdist
+from ipu_jax.steps import TrainStep
 
 SIDE, POINTS = 28, 400  # pixels of a drawing's side, and points that the pen makes on each line of it
 UPDATE = 512  # examples of a weight update, whatever the number of replicas

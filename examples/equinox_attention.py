@@ -3,11 +3,10 @@
     IPU 0   points -> MLP of each point \\
     IPU 1                                -> attention, dropout, mean over points, MLP -> loss
 
-Run it again, and it continues where it ended: python -m examples.equinox_attention FOLDER
+Run it again with more updates, and it continues: python -m examples.equinox_attention FOLDER UPDATES
 """
 
 import sys
-from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -15,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from examples.training import M, evaluate, train
-from ipu_jax import Pipeline, TrainState, TrainStep, configure, equinox_stage, gather_stages, make_train_step
+from examples.training import M, train
+from ipu_jax import Pipeline, configure, make_train_step
+from ipu_jax.nn import equinox_stage, gather_stages
+from ipu_jax.steps import TrainState, TrainStep
 
 POINTS, FEATURES = 6, 16
 
@@ -70,12 +71,10 @@ def make_step() -> tuple[TrainStep, TrainState]:
     return step, step.init(params, stages=state, key=jax.random.key(2))
 
 
-def main(folder: Path) -> None:
-    step, start = make_step()
-    state = train(step, start, clouds(0), folder=folder, updates=20)
-    print(f"{int(state.step)} updates: loss {evaluate(step, state, clouds(1)):.3f} on other clouds")
+def main(folder: str, updates: str = "20") -> None:
+    train(*make_step(), clouds(0), clouds(1), folder=folder, updates=int(updates))
 
 
 if __name__ == "__main__":
     configure(2)
-    main(Path(sys.argv[1]).absolute())
+    main(*sys.argv[1:])

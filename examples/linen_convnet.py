@@ -3,11 +3,10 @@
     IPU 0   images -> convolution, batch norm, dropout \\
     IPU 1                                               -> convolution, batch norm, dropout, classifier -> loss
 
-Run it again, and it continues where it ended: python -m examples.linen_convnet FOLDER
+Run it again with more updates, and it continues: python -m examples.linen_convnet FOLDER UPDATES
 """
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -15,8 +14,10 @@ import jax
 import numpy as np
 import optax
 
-from examples.training import M, evaluate, train
-from ipu_jax import Pipeline, TrainState, TrainStep, configure, gather_stages, linen_stage, make_train_step
+from examples.training import M, train
+from ipu_jax import Pipeline, configure, make_train_step
+from ipu_jax.nn import gather_stages, linen_stage
+from ipu_jax.steps import TrainState, TrainStep
 
 CLASSES = 4
 
@@ -71,12 +72,10 @@ def make_step() -> tuple[TrainStep, TrainState]:
     return step, step.init(params, stages=state, key=jax.random.key(1))
 
 
-def main(folder: Path) -> None:
-    step, start = make_step()
-    state = train(step, start, images(0), folder=folder, updates=20)
-    print(f"{int(state.step)} updates: loss {evaluate(step, state, images(1)):.3f} on other images")
+def main(folder: str, updates: str = "20") -> None:
+    train(*make_step(), images(0), images(1), folder=folder, updates=int(updates))
 
 
 if __name__ == "__main__":
     configure(2)
-    main(Path(sys.argv[1]).absolute())
+    main(*sys.argv[1:])

@@ -3,11 +3,10 @@
     IPU 0   tokens -> embedding, block \\
     IPU 1                               -> block, norm, logits -> loss
 
-Run it again, and it continues where it ended: python -m examples.nnx_transformer FOLDER
+Run it again with more updates, and it continues: python -m examples.nnx_transformer FOLDER UPDATES
 """
 
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +14,10 @@ import numpy as np
 import optax
 from flax import nnx
 
-from examples.training import M, evaluate, train
-from ipu_jax import Pipeline, TrainState, TrainStep, configure, gather_stages, make_train_step, nnx_stage
+from examples.training import M, train
+from ipu_jax import Pipeline, configure, make_train_step
+from ipu_jax.nn import gather_stages, nnx_stage
+from ipu_jax.steps import TrainState, TrainStep
 
 VOCABULARY, LENGTH, FEATURES, HEADS = 11, 12, 16, 2
 
@@ -80,12 +81,10 @@ def make_step() -> tuple[TrainStep, TrainState]:
     return step, step.init(params, stages=state, key=jax.random.key(1))
 
 
-def main(folder: Path) -> None:
-    step, start = make_step()
-    state = train(step, start, sequences(0), folder=folder, updates=20)
-    print(f"{int(state.step)} updates: loss {evaluate(step, state, sequences(1)):.3f} on other sequences")
+def main(folder: str, updates: str = "20") -> None:
+    train(*make_step(), sequences(0), sequences(1), folder=folder, updates=int(updates))
 
 
 if __name__ == "__main__":
     configure(2)
-    main(Path(sys.argv[1]).absolute())
+    main(*sys.argv[1:])

@@ -3,20 +3,20 @@
     IPU 0   x -> layers 0 to 3 \\
     IPU 1                       -> layers 4 to 7 -> loss
 
-Run it again, and it continues where it ended: python -m examples.plain_layers FOLDER
+Run it again with more updates, and it continues: python -m examples.plain_layers FOLDER UPDATES
 """
 
 import sys
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from examples.training import M, evaluate, train
-from ipu_jax import Pipeline, TrainState, TrainStep, configure, make_train_step
+from examples.training import M, train
+from ipu_jax import Pipeline, configure, make_train_step
+from ipu_jax.steps import TrainState, TrainStep
 
 LAYERS, FEATURES = 8, 8
 
@@ -51,12 +51,10 @@ def make_step() -> tuple[TrainStep, TrainState]:
     return step, step.init(pipeline.unshard(params))
 
 
-def main(folder: Path) -> None:
-    step, start = make_step()
-    state = train(step, start, sorted_rows(0), folder=folder, updates=20)
-    print(f"{int(state.step)} updates: loss {evaluate(step, state, sorted_rows(1)):.3f} on other rows")
+def main(folder: str, updates: str = "20") -> None:
+    train(*make_step(), sorted_rows(0), sorted_rows(1), folder=folder, updates=int(updates))
 
 
 if __name__ == "__main__":
     configure(2)
-    main(Path(sys.argv[1]).absolute())
+    main(*sys.argv[1:])

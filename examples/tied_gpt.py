@@ -3,11 +3,10 @@
     IPU 0   table, rows 0-5  \\   block \\           / table, rows 0-5  \\
     IPU 1   table, rows 6-10  ->         -> block -> table, rows 6-10  -> loss
 
-Run it again, and it continues where it ended: python -m examples.tied_gpt FOLDER
+Run it again with more updates, and it continues: python -m examples.tied_gpt FOLDER UPDATES
 """
 
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +15,9 @@ import optax
 from jax.sharding import PartitionSpec
 
 from examples.nnx_transformer import FEATURES, HEADS, LENGTH, VOCABULARY, sequences
-from examples.training import M, evaluate, train
-from ipu_jax import ALL_IPUS, Pipeline, Stage, TrainState, TrainStep, configure, make_train_step
+from examples.training import M, train
+from ipu_jax import ALL_IPUS, Pipeline, Stage, configure, make_train_step
+from ipu_jax.steps import TrainState, TrainStep
 from sharded_ops import embedding, log_softmax_cross_entropy, tied_projection
 
 
@@ -62,12 +62,10 @@ def make_step() -> tuple[TrainStep, TrainState]:
     return step, step.init(make_weights())
 
 
-def main(folder: Path) -> None:
-    step, start = make_step()
-    state = train(step, start, sequences(0), folder=folder, updates=20)
-    print(f"{int(state.step)} updates: loss {evaluate(step, state, sequences(1)):.3f} on other sequences")
+def main(folder: str, updates: str = "20") -> None:
+    train(*make_step(), sequences(0), sequences(1), folder=folder, updates=int(updates))
 
 
 if __name__ == "__main__":
     configure(2)
-    main(Path(sys.argv[1]).absolute())
+    main(*sys.argv[1:])

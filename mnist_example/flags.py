@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Literal, get_args
 
-from ipu_jax import SCHEDULES, Half, OnNonFinite, Precision, Reduction, canonical_name, cli
+from ipu_jax import cli
+from ipu_jax.options import Half, OnNonFinite, Precision, Reduction
+from ipu_jax.schedules import SCHEDULES, canonical_name
 
 Mode = Literal["basic", "concurrent"]
 MODES: Final[tuple[Mode, ...]] = get_args(Mode)

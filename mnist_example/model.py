@@ -32,7 +32,9 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 import sharded_ops
-from ipu_jax import ALL_IPUS, IPU_AXIS, Pipeline, Stage, make_mesh, normalise
+from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
+from ipu_jax.io import normalise
+from ipu_jax.pipelines import IPU_AXIS
 from mnist_example.flags import CLASSES, Mode
 
 PIXELS: Final = 28 * 28

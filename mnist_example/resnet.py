@@ -38,7 +38,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_jax import Pipeline, Stage, balance_layers, conv_general_dilated, flops_of, linen_stage, make_mesh
+from ipu_jax import Pipeline, Stage, make_mesh
+from ipu_jax.costs import balance_layers, flops_of
+from ipu_jax.nn import conv_general_dilated, linen_stage
 from mnist_example.flags import RESNET_BLOCKS, Mode
 from mnist_example.model import classifier_params, head_stages, scaled_images
 

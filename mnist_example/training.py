@@ -22,7 +22,7 @@ from mnist_example.data import MNIST
 from mnist_example.flags import Flags, Mode
 
 PROG: Final = "run-sharded-mnist"
-_WARNINGS: Final = (ipu_jax.CheckpointWarning, ipu_jax.NonFiniteLossWarning, ipu_jax.RunLogWarning)
+_WARNINGS: Final = (ipu_jax.io.CheckpointWarning, ipu_jax.steps.NonFiniteLossWarning, ipu_jax.observe.RunLogWarning)
 _FIRST_UPDATES: Final = 50
 """The number of updates for which the modes' losses agree closely; rounding differences grow with every update."""
 
@@ -45,7 +45,7 @@ def feed_of(flags: Flags, data: MNIST, **whom: Any) -> ipu_jax.Feed:
         shuffle=flags.shuffle,
         seed=flags.seed,
         remainder="updates",
-        prefetch=workers and max(2, workers),
+        prefetch=None if workers else 0,
         workers=workers or 1,
         **whom,
     )
@@ -62,7 +62,7 @@ class _AsFloats:
 
     def __getitem__(self, indices: npt.NDArray[np.intp]) -> dict[str, npt.NDArray[Any]]:
         images, labels = self._arrays["images"], self._arrays["labels"]
-        return {"images": ipu_jax.normalise(images.take(indices, axis=0)), "labels": labels[indices]}
+        return {"images": ipu_jax.io.normalise(images.take(indices, axis=0)), "labels": labels[indices]}
 
 
 def updates_in_words(flags: Flags, data: MNIST) -> str:
@@ -104,7 +104,7 @@ class Training:
             precision=flags.precision,
             half=flags.half or "bfloat16",
             shard_optimizer=flags.shard_optimizer,
-            loss_scale=ipu_jax.DynamicScale() if flags.half == "float16" else 1.0,
+            loss_scale=ipu_jax.options.DynamicScale() if flags.half == "float16" else 1.0,
             on_nonfinite=flags.on_nonfinite,
         )
         self.step = ipu_jax.make_train_step(pipeline, make_optimizer(flags.optimizer, flags.learning_rate), options)
@@ -115,19 +115,19 @@ class Training:
                 "--epochs, or fewer --trace-steps"
             )
         folder = flags.trace / mode if flags.trace and flags.compare else flags.trace
-        self.recording = None if folder is None else ipu_jax.trace(folder, steps=steps)
+        self.recording = None if folder is None else ipu_jax.observe.trace(folder, steps=steps)
         self.memory: dict[str, Any] | None = None
         self.status = 0
-        self.log = ipu_jax.RunLog(flags.log_file, tensorboard=flags.tensorboard) if popdist.is_first() else None
+        self.log = ipu_jax.observe.RunLog(flags.log_file, tensorboard=flags.tensorboard) if popdist.is_first() else None
 
-    def init(self) -> ipu_jax.TrainState:
+    def init(self) -> ipu_jax.steps.TrainState:
         """Return the first state, the same in both modes."""
         flags = self.flags
         if flags.model == "mlp":
             return self.step.init(model.init_params(flags.seed))
         return self.step.init(resnet.init_params(flags.model, flags.seed), stages=resnet.init_state(flags.model))
 
-    def accuracy(self, state: ipu_jax.TrainState) -> float:
+    def accuracy(self, state: ipu_jax.steps.TrainState) -> float:
         """Return the fraction of test images that the network classifies correctly, for any number of images."""
         data, pipeline = self.data, self.step.model
         arrays = {"images": data.test_images, "labels": data.test_labels.astype(np.int32)}
@@ -143,7 +143,7 @@ class Training:
         ) as feed:
             for batch in feed.epoch():
                 _, aux = pipeline.loss(state.params, batch.data, state=state.stages)
-                correct += int(ipu_jax.on_host(aux["correct"]).sum())
+                correct += int(ipu_jax.pipelines.on_host(aux["correct"]).sum())
         return correct / len(data.test_images)
 
     def checkpoints(self) -> ipu_jax.Checkpoints | None:
@@ -177,13 +177,13 @@ class Training:
             on_save_error=flags.on_save_error or "stop",
         )
 
-    def needs(self, state: ipu_jax.TrainState) -> ipu_jax.PipelineReport:
+    def needs(self, state: ipu_jax.steps.TrainState) -> ipu_jax.costs.PipelineReport:
         """Report what each IPU stores, computes and sends. Nothing is compiled."""
         m = self.step.gradient_accumulation
         with feed_of(self.flags, self.data, mesh=self.step.mesh, gradient_accumulation=m) as feed:
             return self.step.model.report(state.params, feed.like, state.stages, compile=False)
 
-    def run(self, cache: ipu_jax.ExecutableCache | None) -> ipu_jax.FitResult:
+    def run(self, cache: ipu_jax.steps.ExecutableCache | None) -> ipu_jax.steps.FitResult:
         """Train, and print the output lines of the training."""
         flags, data, pipeline = self.flags, self.data, self.step.model
         network = "" if flags.model == "mlp" else flags.model.replace("resnet", "ResNet-") + " "
@@ -195,7 +195,7 @@ class Training:
         state = self.init()
         if flags.explain or flags.report or flags.pipeline_schedule == "auto":
             needs = self.needs(state)
-            self.memory = ipu_jax.memory_of(needs, state)
+            self.memory = ipu_jax.observe.memory_of(needs, state)
             if flags.explain:
                 say(f"{pipeline.schedule}\n{needs}")
             if flags.pipeline_schedule == "auto":
@@ -230,11 +230,11 @@ class Training:
         return result
 
     @property
-    def timeline(self) -> ipu_jax.Timeline | None:
+    def timeline(self) -> ipu_jax.observe.Timeline | None:
         """Return the timeline that --trace has recorded; None if there is none."""
         try:
             return None if self.recording is None else self.recording.timeline
-        except ipu_jax.TraceError:
+        except ipu_jax.observe.TraceError:
             return None
 
     def end(self) -> None:
@@ -247,7 +247,7 @@ class Training:
 
     def report(self, file: Path) -> None:
         schedule, log = self.step.model.schedule, self.log
-        ipu_jax.write_report(
+        ipu_jax.observe.write_report(
             file, [] if log is None else log.events, title=f"{PROG}: {self.flags.model}, {self.mode}",
             timeline=self.timeline, memory=self.memory, schedules={f"{schedule.name}, as planned": schedule.to_svg()},
         )  # fmt: skip
@@ -272,18 +272,18 @@ def train_all(flags: Flags, trainings: list[Training]) -> int:
     try:
         with (
             cli.warnings_as_lines(PROG, *_WARNINGS, shown=popdist.is_first()),
-            contextlib.nullcontext() if folder is None else ipu_jax.ExecutableCache(folder) as cache,
+            contextlib.nullcontext() if folder is None else ipu_jax.steps.ExecutableCache(folder) as cache,
         ):
             results = {each.mode: each.run(cache) for each in trainings}
-    except ipu_jax.NonFiniteLossError as error:
+    except ipu_jax.steps.NonFiniteLossError as error:
         rate = f"use a learning rate below {flags.learning_rate:g}"
         say(f"{error.found or error}: training diverged; {rate}", is_error=True)
         cli.end_together()
         return 1
-    except ipu_jax.CheckpointError as error:
-        say(str(error) if isinstance(error, ipu_jax.SaveError) else f"--checkpoint-dir: {error}", is_error=True)
+    except ipu_jax.io.CheckpointError as error:
+        say(str(error) if isinstance(error, ipu_jax.io.SaveError) else f"--checkpoint-dir: {error}", is_error=True)
         cli.end_together()
-        return cli.CANNOT_WRITE if isinstance(error, ipu_jax.SaveError) else 2
+        return cli.CANNOT_WRITE if isinstance(error, ipu_jax.io.SaveError) else 2
     finally:
         for each in trainings:
             each.end()

@@ -27,18 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ipu_jax import (
-    Checkpoints,
-    CheckpointWarning,
-    Feed,
-    Pipeline,
-    Stage,
-    StopRequest,
-    configure,
-    make_mesh,
-    make_train_step,
-    popdist,
-)
+from ipu_jax import Checkpoints, Feed, Pipeline, Stage, configure, make_mesh, make_train_step, popdist
+from ipu_jax.io import CheckpointWarning
+from ipu_jax.steps import StopRequest
 
 ROWS, MICRO_BATCHES = 8, 2
 

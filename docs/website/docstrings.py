@@ -1,6 +1,7 @@
-"""Prepare docstrings for Markdown: examples become code blocks, and one entry for several names becomes several.
+"""Prepare docstrings and signatures for the site: examples become code blocks, private names become readable.
 
-Markdown takes `[2 1] [3 4]` for a link, and `2 * 3 * 4` for emphasis: such characters are escaped outside of code.
+One entry of a docstring for several names becomes several. Markdown takes `[2 1] [3 4]` for a link, and `2 * 3 * 4` for
+emphasis: such characters are escaped outside of code.
 """
 
 import re
@@ -13,12 +14,38 @@ _SEVERAL = re.compile(r"^( +)(\w+(?:, \w+)+): (.*)$")
 
 
 class Markdown(griffe.Extension):
-    """Rewrite each docstring before it is parsed."""
+    """Rewrite each docstring before it is parsed, and each signature before it is shown."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        """Rewrite the docstring of one object."""
+        """Rewrite one object."""
         if obj.docstring is not None:
             obj.docstring.value = with_blocks(with_single_entries(obj.docstring.value))
+        if isinstance(obj, griffe.Function):
+            for parameter in obj.parameters:
+                parameter.default = _value_of(parameter.default, obj.module)
+                _show(parameter.annotation)
+            _show(obj.returns)
+        elif isinstance(obj, griffe.Attribute) and isinstance(obj.parent, griffe.Class):
+            obj.value = _value_of(obj.value, obj.module)  # the default of a dataclass's field
+        elif isinstance(obj, griffe.Attribute) and "lambda" in str(obj.value):
+            obj.value = None
+
+
+def _value_of(default: str | griffe.Expr | None, module: griffe.Module) -> str | griffe.Expr | None:
+    """Return the value of a private constant of the module, or what a factory makes; any other default as it is."""
+    name = str(default)
+    if factory := re.fullmatch(r"\(lambda: (.*)\)\(\)", name):
+        return factory[1]
+    if name.startswith("_") and isinstance(constant := module.members.get(name), griffe.Attribute):
+        return constant.value
+    return default
+
+
+def _show(annotation: str | griffe.Expr | None) -> None:
+    """Let the private type variables of an annotation have names without an underscore."""
+    for part in annotation.iterate(flat=True) if isinstance(annotation, griffe.Expr) else ():
+        if isinstance(part, griffe.ExprName):
+            part.name = part.name.removeprefix("_")
 
 
 def with_blocks(text: str) -> str:

@@ -50,8 +50,10 @@ def reference_value_and_grad(
         axis "replica"; and arrays on several instances are gathered.
 
     Raises:
-        ValueError: the batch does not fit, or a group of state or a key is missing or superfluous.
+        ValueError: the batch does not fit, or a group of state or a key is missing or superfluous. Under
+            `jax.debug_nans`: weights, batch or state hold a NaN.
     """
+    _check_searchable(params=params, batch=batch, state=state)
     return unsharded_update(pipeline, params, batch, state, key)
 
 
@@ -165,6 +167,22 @@ def _check_state(pipeline: Pipeline, state: Any) -> None:
         raise ValueError(
             f"state has the groups {sorted(given)}, the stages name {sorted(named)}: give {{group: pytree}}"
         )
+
+
+def _check_searchable(**inputs: Any) -> None:
+    """Raise `ValueError` if jax searches for the operation that makes a NaN, but an input holds one already."""
+    if not jax.config.values["jax_debug_nans"]:
+        return
+    for what, tree in inputs.items():
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            if jnp.issubdtype(leaf.dtype, jnp.floating) and getattr(leaf, "is_fully_addressable", True):
+                found = np.argwhere(np.isnan(np.asarray(leaf)))
+                if len(found):
+                    at = f"[{', '.join(map(str, found[0]))}]" if leaf.ndim else ""
+                    raise ValueError(
+                        f"{what}{jax.tree_util.keystr(path)}{at} is nan, but jax.debug_nans finds a NaN that an "
+                        f"operation makes: give {what} without a NaN"
+                    )
 
 
 def _numbered(batch: Any) -> tuple[Any, Any]:

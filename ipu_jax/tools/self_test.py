@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.refuse(error)
     print(_described(devices))
-    from ipu_jax import VerificationError
+    from ipu_jax.pipelines import VerificationError
 
     try:
         print(f"Self-test passed: {_verified()}")
@@ -70,7 +70,8 @@ def _verified() -> Any:
     import optax
     from jax.sharding import PartitionSpec
 
-    from ipu_jax import ALL_IPUS, IPU_AXIS, Pipeline, Stage, make_mesh, verify
+    from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, verify
+    from ipu_jax.pipelines import IPU_AXIS
     from sharded_ops import log_softmax_cross_entropy, matmul
 
     def body(weights: Any, x: None, batch: Any) -> Any:

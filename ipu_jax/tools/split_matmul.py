@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from ipu_jax import IPU_AXIS, make_mesh
+from ipu_jax import make_mesh
+from ipu_jax.pipelines import IPU_AXIS
 from ipu_jax.tools.agreement import Tolerance
 from sharded_ops import Split, log_softmax_cross_entropy, matmul
 

@@ -20,7 +20,8 @@ import optax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from ipu_jax import ALL_IPUS, IPU_AXIS, Pipeline, Stage, make_mesh
+from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
+from ipu_jax.pipelines import IPU_AXIS
 from ipu_jax.tools.agreement import Tolerance
 from sharded_ops import embedding, log_softmax_cross_entropy, tied_projection
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from ipu_jax import SCHEDULES, make_schedule
+from ipu_jax import make_schedule
+from ipu_jax.schedules import SCHEDULES
 from scale import bubble, messages, messages_of, stash, table
 from support import documents
 

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from ipu_jax import Checkpoints, TrainStep
+from ipu_jax import Checkpoints
+from ipu_jax.steps import TrainStep
 from mnist_example import data, model, training
 from mnist_example.data import synthetic_mnist
 from mnist_example.flags import parsed

@@ -17,7 +17,9 @@ import jax
 import numpy as np
 import pytest
 
-from ipu_jax import DynamicScale, Recording, Schedule, TraceError
+from ipu_jax.observe import Recording, TraceError
+from ipu_jax.options import DynamicScale
+from ipu_jax.schedules import Schedule
 from mnist_example import data, model, training
 from mnist_example.data import load_mnist, synthetic_mnist
 from mnist_example.flags import parsed

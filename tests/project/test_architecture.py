@@ -15,6 +15,7 @@ import pytest
 
 import ipu_jax
 import sharded_ops
+from support import public_api
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("ipu_jax", "sharded_ops", "mnist_example")
@@ -62,6 +63,7 @@ COMMANDS = (
 
 # They must run without jax: a picture of a schedule needs no device, and the launcher must start quickly.
 PLAIN = (
+    *("schedules", "options"),
     *("core.schedules", "training.data.order", "training.data.prefetch", "training.checkpoints.errors"),
     *("distributed.processes.beacons", "distributed.processes.identity", "distributed.processes.own_record"),
     *("distributed.poprun", "distributed.launcher", "distributed.environment", "base.terminal", "run.observe.monitor"),
@@ -122,7 +124,8 @@ def test_libraries_know_nothing_of_what_is_built_on_them():
 
 def test_every_file_lies_in_a_storey_and_every_folder_is_a_room():
     top = {path.name for path in (ROOT / "ipu_jax").iterdir()} - {"__pycache__"}
-    assert top == {*STOREYS, "tools", "__init__.py", "__main__.py", "py.typed"}
+    handed_on = {f"{name}.py" for name in public_api.SUBJECTS}
+    assert top == {*STOREYS, *handed_on, "tools", "__init__.py", "__main__.py", "py.typed"}
     for storey in STOREYS:
         folders = {path.parent.name for path in (ROOT / "ipu_jax" / storey).glob("*/__init__.py")}
         assert folders <= {*ROOMS[storey]} | PARTS.get(storey, set()), f"{storey} has a folder that is no room"
@@ -132,7 +135,7 @@ def test_a_storey_imports_those_below_it_and_a_room_what_its_row_says():
     of_storey: dict[str, set[str]] = {storey: set() for storey in STOREYS}
     of_room: dict[str, dict[str, set[str]]] = {storey: {room: set() for room in ROOMS[storey]} for storey in STOREYS}
     for name, path in modules_of("ipu_jax").items():
-        if name == "ipu_jax" or storey_of(name) in PROGRAMS:
+        if name == "ipu_jax" or storey_of(name) in (*PROGRAMS, *public_api.SUBJECTS):
             continue
         storey, room = storey_of(name), room_of(name)
         for found in imported_modules(path) & modules_of("ipu_jax").keys() - {"ipu_jax"}:
@@ -237,7 +240,8 @@ def test_what_is_private_is_imported_in_its_own_folder_only():
 
 @pytest.mark.parametrize("folder", ["mnist_example", "benchmarks", "ipu_jax/tools"])
 def test_programs_use_public_names_only(folder):
-    public = {f"{package.__name__}.{name}" for package in (ipu_jax, sharded_ops) for name in package.__all__}
+    packages = (ipu_jax, sharded_ops, *(getattr(ipu_jax, name) for name in public_api.SUBJECTS))
+    public = {f"{package.__name__}.{name}" for package in packages for name in package.__all__}
     own = folder.replace("/", ".")
     for path in files_of(folder):
         used = {
@@ -257,7 +261,7 @@ def test_no_function_hides_a_module():
                 assigned = {
                     alias.asname or alias.name
                     for node in ast.walk(ast.parse(path.read_text()))
-                    if isinstance(node, ast.ImportFrom)
+                    if isinstance(node, ast.ImportFrom) and node.module != name  # else it is the module itself
                     for alias in node.names
                 }
                 assert not own & assigned, f"{path} hands on {own & assigned}, which hides the module of that name"
@@ -283,7 +287,7 @@ def test_plain_modules_and_commands_load_no_jax():
 
 def test_only_the_monitor_loads_what_it_shows_processes_with():
     trains = ("training.update.step", "training.data.feed", "distributed._instance", "run.observe.tracing")
-    import_without({"psutil", "rich"}, *(f"ipu_jax.{name}" for name in trains), then="ipu_jax.InFlight()")
+    import_without({"psutil", "rich"}, *(f"ipu_jax.{name}" for name in trains), then="ipu_jax.steps.InFlight()")
 
 
 def import_without(unwanted: Set[str], *modules: str, then: str = "") -> None:

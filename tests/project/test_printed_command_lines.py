@@ -22,7 +22,8 @@ from support import documents
 
 ROOT = documents.ROOT
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *ROOT.glob("docs/*/*.md")} - {ROOT / "CHANGELOG.md"})
-SCRIPTS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SCRIPTS: dict[str, str] = PROJECT["scripts"]
 SHELL = re.compile(r"^```(?:bash|console)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 ASSIGNMENT = re.compile(r"[A-Z_]+=.*")
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -89,6 +90,13 @@ def run(words: list[str], page: Path, monkeypatch: Any) -> None:
         assert {word for word in words[1:] if "=" not in word} <= TARGETS
         assert all(re.search(rf"\b{name}\b", (ROOT / "Makefile").read_text()) for name in names), names
         return None
+    if command == "pip":
+        install, folder = words[1:]
+        extras = re.fullmatch(r"\.(?:\[([\w,]+)\])?", folder)
+        assert install == "install"
+        assert extras is not None, folder
+        assert {*(extras[1] or "flax").split(",")} <= {*PROJECT["optional-dependencies"]}, folder
+        return None
     if command in SCRIPTS:
         module = importlib.import_module(SCRIPTS[command].split(":")[0])
         with pytest.raises(Parsed):
@@ -105,7 +113,7 @@ def run(words: list[str], page: Path, monkeypatch: Any) -> None:
     as_module = words[1] == "-m"
     monkeypatch.setattr(sys, "argv", words[2:] if as_module else words[1:])
     if as_module and words[2] in ("examples.linen_convnet",):
-        return _takes_a_folder(words)
+        return _takes_a_folder_and_updates(words)
     if as_module:
         monkeypatch.delitem(sys.modules, words[2], raising=False)  # another test may have imported it
     with pytest.raises(Parsed):
@@ -117,11 +125,12 @@ def run(words: list[str], page: Path, monkeypatch: Any) -> None:
     return None
 
 
-def _takes_a_folder(words: list[str]) -> None:
-    """Check the arguments of an example, which are a folder and nothing else: it has no parser."""
+def _takes_a_folder_and_updates(words: list[str]) -> None:
+    """Check the arguments of an example, which has no parser: a folder and the number of updates."""
     assert importlib.util.find_spec(words[2])
-    assert len(words) <= 4
-    assert not words[3].startswith("-")
+    folder, updates = words[3:]
+    assert not folder.startswith("-")
+    assert updates.isdigit()
 
 
 def _is_in_the_pages_script(words: list[str], page: Path) -> None:

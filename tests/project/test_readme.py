@@ -1,11 +1,13 @@
-"""Test that the README's library example runs unchanged in a fresh process, and is as short as the README says."""
+"""Test that the README's library example runs unchanged in a fresh process, and that both front pages are short."""
 
 import re
+
+import pytest
 
 import results
 from support import documents
 
-README = documents.ROOT / "README.md"
+README, FRONT = documents.ROOT / "README.md", documents.ROOT / "docs/index.md"
 
 LARGEST = """
 for path, gradient in jax.tree.leaves_with_path(pipeline.unshard(gradients)):
@@ -32,8 +34,21 @@ def test_the_readme_is_a_screen_with_two_commands_and_a_short_example():
     assert commands == [["make", "mnist"], ["make", "test"]]
 
 
-def test_the_memory_that_the_readme_quotes_is_that_of_the_benchmark():
-    shown = [float(found) for found in re.findall(r"([\d.]+)\sMB", README.read_text())]
+def test_the_front_page_of_the_documentation_is_a_picture_a_line_to_install_and_a_short_example():
+    text, (example,) = FRONT.read_text(), documents.blocks(FRONT, "python")
+    lines = [line for line in example.splitlines() if line.strip()]
+    assert len(lines) <= 15
+    assert max(map(len, lines)) <= 88
+    assert lines[-1].startswith("print(verify(")
+    assert text.index("pipelined-step.svg") < text.index("pip install .") < text.index("```python")
+    texts = re.findall(r"(?<!!)\[([^\]]*)\]\(", text)
+    assert len(texts) > 30
+    assert [text for text in texts if re.search(r"\.\w+$|/|`", text)] == ["torch.distributed.pipelining"]
+
+
+@pytest.mark.parametrize("page", [README, FRONT], ids=lambda page: page.name)
+def test_the_memory_that_a_front_page_quotes_is_that_of_the_benchmark(page):
+    shown = [float(found) for found in re.findall(r"([\d.]+)\sMB", page.read_text())]
     measured = {figure.name: figure.value for figure in results.read()["rivals"].figures}
     names = ("usual idiom", "usual idiom with jax.checkpoint", "ipu_jax")
     assert shown == [round(measured[f"temporary MB an IPU, {name}, plain layers, M=64"], 1) for name in names]

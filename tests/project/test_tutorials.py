@@ -1,5 +1,6 @@
 """Test that the Python code of every tutorial and guide runs unchanged, block by block, and prints what it shows."""
 
+import json
 import re
 from pathlib import Path
 
@@ -7,17 +8,15 @@ import pytest
 
 from support import documents
 
-TUTORIALS = sorted((documents.ROOT / "docs/tutorials").glob("*.md"))
+NOTEBOOK = documents.ROOT / "docs/tutorials/notebook.ipynb"
+TUTORIALS = [*sorted((documents.ROOT / "docs/tutorials").glob("*.md")), NOTEBOOK]
 GUIDES = [
-    documents.ROOT / f"docs/{name}.md"
-    for name in (
-        *("sharded-ops", "instances", "weights", "checkpoints", "watching"),
-        *("coming-from/poptorch", "coming-from/optimum-graphcore", "coming-from/popxl"),
-    )
+    documents.ROOT / f"docs/{name}.md" for name in ("sharded-ops", "instances", "weights", "checkpoints", "watching")
 ]
 OTHERS = [documents.ROOT / f"docs/{name}.md" for name in ("training", "how-to")]
-# They need no device, and are read first.
-QUICK = [documents.ROOT / f"docs/{name}.md" for name in ("concepts", "design/engine")]
+# They take seconds, and are read first.
+QUICK = [documents.ROOT / f"docs/{name}.md" for name in ("index", "concepts", "design/engine")]
+COMING_FROM = sorted((documents.ROOT / "docs/coming-from").glob("*.md"))  # run by test_fragments.py, with their cells
 
 
 @pytest.mark.parametrize(
@@ -34,25 +33,49 @@ def test_a_page_runs_and_prints_what_it_shows(path: Path):
 
 
 def test_every_page_with_code_is_run():
-    """`python` marks what is run; `py` is code of another library, and says of which."""
-    with_code = {path for path in (documents.ROOT / "docs").rglob("*.md") if documents.blocks(path, "python")}
-    assert with_code == {*TUTORIALS, *GUIDES, *OTHERS, *QUICK} > {*GUIDES, *OTHERS, *QUICK}
+    """`python` marks what is run; `py` is code of another library, whose name is in its first line and in the title."""
+    pages = [path for kind in ("md", "ipynb") for path in (documents.ROOT / "docs").rglob(f"*.{kind}")]
+    with_code = {path for path in pages if documents.blocks(path, "python")}
+    assert with_code == {*TUTORIALS, *GUIDES, *OTHERS, *QUICK, *COMING_FROM}
     for path in documents.ROOT.rglob("*.md"):
         is_installed = path.relative_to(documents.ROOT).parts[0].startswith(".venv")
         for code in () if is_installed else documents.blocks(path, "py"):
-            assert re.search(r"# \w", code.splitlines()[0]), path
+            library = re.match(r".*# (\w+)", code)
+            assert library, path
+            assert library[1] in path.read_text().splitlines()[0], path
+
+
+def test_pages_hide_no_code():
+    """A reader who pastes the page has what it prints, and nothing else."""
+    for path in documents.ROOT.glob("docs/**/*.md"):
+        assert not re.search(r"<!--\s*python", path.read_text()), path
+
+
+@pytest.mark.slow
+def test_the_notebook_shows_the_schedule_that_its_code_makes():
+    labels = re.compile(r"<title>.*?</title>|<text [^>]*>.*?</text>")
+    texts = lambda svg: [re.sub("<[^>]*>", "", label) for label in labels.findall(svg)]  # noqa: E731
+    [stored] = [
+        "".join(output["data"]["image/svg+xml"])
+        for cell in json.loads(NOTEBOOK.read_text())["cells"]
+        for output in cell.get("outputs", [])
+        if "data" in output
+    ]
+    drawn = documents.run(NOTEBOOK, "print(pipeline.schedule.to_svg())\n")
+    assert len(texts(stored)) > 50
+    assert texts(stored) == texts(drawn)
+
+
+def test_the_notebook_is_small_and_shows_no_path():
+    text = NOTEBOOK.read_text()
+    assert len(text) < 150_000
+    assert len(json.loads(text)["cells"]) <= 15
+    assert not re.search(r"/(home|root|tmp|usr|work|Users)/|\d s, |samples/s", text)
 
 
 def test_the_flax_model_becomes_a_pipeline_in_40_lines():
     _, *blocks = documents.blocks(documents.ROOT / "docs/tutorials/flax.md", "python")
     assert len([line for block in blocks for line in block.splitlines() if line.strip()]) < 40
-
-
-def test_code_in_a_comment_runs_and_shows_nothing(tmp_path: Path):
-    path = tmp_path / "some.md"
-    path.write_text("<!-- a remark -->\n<!-- python\nx = 1\n-->\n\n```text\nno output\n```\n```python\nprint(x)\n```\n")
-    assert documents.blocks(path, "python") == ["x = 1\n", "print(x)\n"]
-    assert documents.run(path) == "1\n"
 
 
 def test_shown_output_is_what_stands_right_behind_code(tmp_path: Path):

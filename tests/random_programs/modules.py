@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ipu_jax import Pipeline, equinox_stage, gather_stages, linen_stage, make_mesh, nnx_stage
+from ipu_jax import Pipeline, make_mesh
+from ipu_jax.nn import equinox_stage, gather_stages, linen_stage, nnx_stage
 from random_programs.closeness import assert_close, nudged
 from random_programs.dice import Dice, normal
 from random_programs.drawing import draw_schedule

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from ipu_jax import Pipeline, Schedule, make_mesh, verify
+from ipu_jax import Pipeline, make_mesh, verify
 from ipu_jax.core.engine import _hooks
+from ipu_jax.schedules import Schedule
 from random_programs import placed
 from random_programs.closeness import assert_close, coarsest, nudged
 from random_programs.dice import Dice

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ipu_jax import Schedule
+from ipu_jax.schedules import Schedule
 from random_programs.dice import Dice
 from random_programs.drawing import draw_model
 from random_programs.judge import fault_of

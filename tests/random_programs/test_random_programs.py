@@ -9,7 +9,7 @@ import functools
 import numpy as np
 import pytest
 
-from ipu_jax import Schedule
+from ipu_jax.schedules import Schedule
 from random_programs import run
 from random_programs.closeness import assert_close
 from random_programs.dice import Dice

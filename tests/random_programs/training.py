@@ -16,16 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ipu_jax import (
-    Checkpoints,
-    DynamicScale,
-    NonFiniteLossWarning,
-    TrainOptions,
-    export_weights,
-    import_weights,
-    make_train_step,
-)
+from ipu_jax import Checkpoints, TrainOptions, make_train_step
 from ipu_jax.core.options import Precision
+from ipu_jax.io import export_weights, import_weights
+from ipu_jax.options import DynamicScale
+from ipu_jax.steps import NonFiniteLossWarning
 from random_programs import placed
 from random_programs.closeness import as_float64, assert_close, coarsest, nudged, of_all_processes
 from random_programs.dice import Dice

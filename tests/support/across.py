@@ -14,17 +14,10 @@ import numpy as np
 import optax
 from jax.experimental import multihost_utils
 
-from ipu_jax import (
-    DynamicScale,
-    Pipeline,
-    TrainOptions,
-    VerificationError,
-    make_train_step,
-    reference_predict,
-    reference_value_and_grad,
-    replicate,
-    verify,
-)
+from ipu_jax import Pipeline, TrainOptions, make_train_step, verify
+from ipu_jax.options import DynamicScale
+from ipu_jax.pipelines import VerificationError, reference_predict, reference_value_and_grad
+from ipu_jax.steps import replicate
 from support.dense import Model, chain
 from support.instances import Results
 

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import ALL_IPUS, Pipeline, Stage, export_weights, import_weights, make_mesh, replicate
+from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
+from ipu_jax.io import export_weights, import_weights
+from ipu_jax.steps import replicate
 from ipu_jax.training.weight_files import _npz
 from support import resumed
 from support.instances import Results

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from ipu_jax import CheckpointError, Checkpoints
+from ipu_jax import Checkpoints
+from ipu_jax.io import CheckpointError
 from support import resumed
 from support.instances import Results
 

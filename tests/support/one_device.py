@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_jax import Pipeline, gather_stages
+from ipu_jax import Pipeline
+from ipu_jax.nn import gather_stages
 
 M, ROWS, D = 2, 4, 5
 BATCH = {

@@ -17,20 +17,10 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ipu_jax import (
-    ALL_IPUS,
-    CheckpointError,
-    Checkpoints,
-    DynamicScale,
-    Feed,
-    Outputs,
-    Pipeline,
-    Stage,
-    TrainOptions,
-    make_mesh,
-    make_train_step,
-)
+from ipu_jax import ALL_IPUS, Checkpoints, Feed, Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
 from ipu_jax.distributed.errors import InstancesMissingError
+from ipu_jax.io import CheckpointError
+from ipu_jax.options import DynamicScale
 from support import across
 from support.instances import Results
 

@@ -28,7 +28,7 @@ class Bar:
         self._bar: Any = None
         self._samples, self._rates = samples, ""
         if shown:
-            from rich import progress  # an extra
+            from rich import progress  # only a bar needs it
 
             columns = (
                 progress.TextColumn("{task.description}"),
@@ -85,7 +85,7 @@ def _is_of_poprun() -> bool:
 
 
 def _console() -> Any:
-    from rich.console import Console  # an extra
+    from rich.console import Console  # only a bar needs it
 
     if not _is_of_poprun():
         return Console()

@@ -23,6 +23,7 @@ from ipu_jax.core.analysis.report import make_report
 from ipu_jax.core.cutting.function import FunctionModel, model_of
 from ipu_jax.core.devices import make_mesh
 from ipu_jax.core.engine.on_mesh import predict_on_mesh
+from ipu_jax.core.options import Reduction
 from ipu_jax.core.pipeline._derivatives import differentiable_loss, refusing_derivatives
 from ipu_jax.core.pipeline._layers import stages_of_layers
 from ipu_jax.core.pipeline._placed_stages import PlacedStages
@@ -40,12 +41,13 @@ class Pipeline(PlacedStages):
         stages: the model, first stage first. An IPU may have several stages, whether they are neighbours or not.
         mesh: a mesh with axes ("replica", "ipu"), from `make_mesh`. Default: one replica on as many IPUs as the stages
             name.
-        schedule: a name in `ipu_jax.SCHEDULES`, a `Schedule` for this placement and M, or "auto": the first
+        schedule: a name in `ipu_jax.schedules.SCHEDULES`, a `Schedule` for this placement and M, or "auto": the first
             step, report or `choose_schedule` finds the schedule that takes the least time for the stages' FLOPs, within
             `ipu_memory` if that is given. Later steps keep this schedule, even for other shapes.
         gradient_accumulation: M, the micro-batches of one weight update. It can be smaller than the number of stages.
-        reduction: gradients are the "mean" or the "sum" over the M micro-batches and the replicas. The loss is always
-            the mean.
+            Default: the M of a `Schedule`, or 1. `make_train_step` can give M and `reduction` later, in `TrainOptions`.
+        reduction: gradients are the "mean" (the default) or the "sum" over the M micro-batches and the replicas. The
+            loss is always the mean.
         specs: per concurrent group, a `PartitionSpec` over "ipu", or a pytree of them, that says how its leaves are
             split. A dim that is not divisible by the number of IPUs is padded with zeros, which `unshard` drops. A
             group that stages share is whole by default.
@@ -382,16 +384,19 @@ class Pipeline(PlacedStages):
         stages: Iterable[Stage] | None = None,
         mesh: Mesh | None = None,
         function: FunctionModel | None = None,
+        gradient_accumulation: int | None = None,
+        reduction: Reduction | None = None,
     ) -> "Pipeline":
-        """Return the same pipeline with other stages (same places and groups) or function, or on another mesh."""
+        """Return the same pipeline with other stages (same places and groups), function, mesh, M or reduction."""
         function = function or self.function
+        m, keeps_m = gradient_accumulation, gradient_accumulation in (None, self.options.gradient_accumulation)
         own = self.stages if function is None else function.stages
         return Pipeline(
             own if stages is None else stages,
             mesh=self.mesh if mesh is None else mesh,
-            schedule=self.schedule_or_name,
-            gradient_accumulation=self.options.gradient_accumulation,
-            reduction=self.options.reduction,
+            schedule=self.schedule_or_name if keeps_m else self._asked_for,
+            gradient_accumulation=self.given["gradient_accumulation"] if m is None else m,
+            reduction=self.given["reduction"] if reduction is None else reduction,
             specs=self._groups.specs,
             state_specs=self._groups.state_specs,
             frozen=self._groups.given_frozen,

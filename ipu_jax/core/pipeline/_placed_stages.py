@@ -48,8 +48,8 @@ class PlacedStages:
         *,
         mesh: Mesh | None = None,
         schedule: str | Schedule = "grouped",
-        gradient_accumulation: int = 1,
-        reduction: Reduction = "mean",
+        gradient_accumulation: int | None = None,
+        reduction: Reduction | None = None,
         specs: Mapping[str, Any] | None = None,
         state_specs: Mapping[str, Any] | None = None,
         frozen: Mapping[str, Any] | None = None,
@@ -58,7 +58,10 @@ class PlacedStages:
     ):
         self.stages, self.function = checked_stages(stages), function
         check_untied(self.stages)
-        self.options = PipelineOptions(gradient_accumulation, reduction)
+        if gradient_accumulation is None and isinstance(schedule, Schedule):
+            gradient_accumulation = schedule.micro_batches
+        self.given = {"gradient_accumulation": gradient_accumulation, "reduction": reduction}
+        self.options = PipelineOptions(**{name: value for name, value in self.given.items() if value is not None})
         placement = tuple(stage.place for stage in self.stages)
         self.mesh = make_mesh(1, 1 + max((p for p in placement if p is not None), default=0)) if mesh is None else mesh
         check_mesh(self.mesh)
@@ -67,8 +70,13 @@ class PlacedStages:
         trees = {} if function is None else {"whole": function.weights, "whole_state": function.state}
         self._groups = Groups(self.stages, self.ipus, specs=specs, state_specs=state_specs, frozen=frozen, **trees)
         self._choice = ScheduleChoice(
-            schedule, self.stages, ipus=self.ipus, micro_batches=gradient_accumulation, ipu_memory=ipu_memory
+            schedule,
+            self.stages,
+            ipus=self.ipus,
+            micro_batches=self.options.gradient_accumulation,
+            ipu_memory=ipu_memory,
         )
+        self._asked_for = schedule
         self._window = InFlight()
         self._memory = MemoryGuard(ipu_memory)
         # jitted once, so that all calls with the same shapes run the same program

@@ -79,10 +79,12 @@ class Schedule(Timetable):
 
     @property
     def micro_batches(self) -> int:
+        """Return M, the number of micro-batches of a step."""
         return len(self.forward[0])
 
     @property
     def ticks(self) -> int:
+        """Return the number of ticks in a step."""
         return 1 + max(max(map(max, rows)) for _, rows in tables_of(self))
 
     @property

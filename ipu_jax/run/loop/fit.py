@@ -192,7 +192,7 @@ def fit(
         except BaseException as error:
             if isinstance(error, NonFiniteLossError):  # the calls in flight changed nothing
                 result.updates = int(result.state.step)
-            error.add_note("The last state is ipu_jax.FitResult.last.state")
+            error.add_note("The last state is ipu_jax.steps.FitResult.last.state")
             loop.event("failed", error=" ".join(str(error).split()) or type(error).__name__)
             raise
     if result.stopped is None and popdist.all_reduce(int(stop is not None and stop.asked), "sum"):
@@ -425,7 +425,7 @@ class _Loop:
             where = ""
             if self.checkpoints is not None and self._saved == result.updates:
                 where = f", which are saved in {self.checkpoints.folder}: the same call goes on from there"
-            held = "; the state is ipu_jax.FitResult.last.state" if result.stopped == "Ctrl-C" else ""
+            held = "; the state is ipu_jax.steps.FitResult.last.state" if result.stopped == "Ctrl-C" else ""
             total = f" of {self.goal.updates:,}" if result.stopped == _END_OF_FEED and self.goal.updates else ""
             line = f"{result.stopped}: stopped after {result.updates:,}{total} updates{where}{held}"
             self.event("stopped", reason=line)

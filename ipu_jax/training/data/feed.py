@@ -90,8 +90,8 @@ class Feed:
         fill: the values that fill up batches under "pad" and "updates": a number, or a pytree of numbers like the
             source, for example a label that is not a class.
         prefetch: the most batches that are ready or being made beyond the returned batches. With 0, the caller's own
-            thread makes each batch on request.
-        workers: the number of threads that make batches, at most `prefetch`. Without prefetch it must be 1, and no
+            thread makes each batch on request. Default: 2, or `workers` if there are more.
+        workers: the number of threads that make batches, at most `prefetch`. With prefetch=0 it must be 1, and no
             thread is started. A stream is read by one worker.
         instances: the number of processes that share the replicas. Default: the number of processes of the mesh.
         instance: the number of this process among them, from 0. Default: its place among the processes of the mesh.
@@ -112,7 +112,7 @@ class Feed:
         order: the order of the examples; None for a stream.
         like: a pytree like a batch's `arrays`, with leaves `jax.ShapeDtypeStruct` with sharding. A step can be compiled
             for it.
-        prefetch, workers: the arguments of these names.
+        prefetch, workers: the arguments of these names, or their defaults.
 
     Raises:
         ValueError: a value is outside its rule, the source cannot be read, there are too few examples, or the state
@@ -150,7 +150,7 @@ class Feed:
         epochs: int | None = None,
         remainder: str | None = None,
         fill: Any = 0,
-        prefetch: int = 2,
+        prefetch: int | None = None,
         workers: int = 1,
         instances: int | None = None,
         instance: int | None = None,
@@ -160,10 +160,11 @@ class Feed:
         mesh, gradient_accumulation, device_iterations = _dims_of(step, mesh, gradient_accumulation, device_iterations)
         if epochs is not None:
             check_count("epochs", epochs)
-        num_ahead = as_int(prefetch)
+        workers = check_count("workers", workers)
+        num_ahead = max(2, workers) if prefetch is None else as_int(prefetch)
         if num_ahead is None or num_ahead < 0:
             raise ValueError(f"prefetch={prefetch!r} is not a number of batches: give an int of at least 0")
-        if check_count("workers", workers) > max(prefetch, 1):
+        if workers > max(num_ahead, 1):
             raise ValueError(
                 f"workers={workers}, but prefetch={prefetch} batches are made at once at most: use fewer workers, or "
                 f"prefetch={workers}"

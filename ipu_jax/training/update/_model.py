@@ -23,17 +23,21 @@ def model_for(model: Any, options: TrainOptions) -> Any:
         ValueError: the options contradict the model's own options, or the model is neither of these nor callable.
     """
     half = None if options.precision == "32.32" else jnp.dtype(options.half)
+    asked_for: dict[str, Any] = {
+        name: value for name in ("gradient_accumulation", "reduction") if (value := getattr(options, name)) is not None
+    }
     if isinstance(model, Pipeline | Replicas):
-        asked_for = {"gradient_accumulation": options.gradient_accumulation, "reduction": options.reduction}
         for name, value in asked_for.items():
-            own = getattr(model.options, name)
-            if value is not None and value != own:
+            own = model.given[name]
+            if own is not None and value != own:
                 raise ValueError(
                     f"TrainOptions({name}={value!r}), but the {type(model).__name__} was made with {name}={own!r}: "
                     "give it in one of the two places, or the same in both"
                 )
     count = options.replication_factor
     if isinstance(model, Pipeline):
+        if any(value != getattr(model.options, name) for name, value in asked_for.items()):
+            model = model.replace(**asked_for)
         if count is not None and count != model.replicas:
             model = replicate(model, replication_factor=count)
         if half is None:
@@ -48,17 +52,16 @@ def model_for(model: Any, options: TrainOptions) -> Any:
                 f"TrainOptions(replication_factor={count}), but the Replicas are {model.replicas}: "
                 "give it in one of the two places, or the same in both"
             )
-        loss_fn, random, model_options = model.loss_fn, model.random, model.options
-        count, m, reduction = model.replicas, model_options.gradient_accumulation, model_options.reduction
+        loss_fn, random, count = model.loss_fn, model.random, model.replicas
+        asked_for = {**model.given, **asked_for}
     else:
         if not callable(model):
             raise ValueError(f"model={model!r} is neither a Pipeline, nor Replicas, nor callable: give a loss function")
         loss_fn, random = model, False
-        m, reduction = options.gradient_accumulation or 1, options.reduction or "mean"
     fn = loss_fn
     if half is not None:
         fn = lambda p, mb, **asked_for: loss_fn(cast_floats(p, half), cast_floats(mb, half), **asked_for)  # noqa: E731
-    return Replicas(fn, replication_factor=count or 1, gradient_accumulation=m, reduction=reduction, random=random)
+    return Replicas(fn, replication_factor=count or 1, random=random, **asked_for)
 
 
 def aux_of_loss(model: Pipeline | Replicas, aux: Any) -> Any:

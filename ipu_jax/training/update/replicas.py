@@ -73,8 +73,8 @@ def replicate(
     *,
     replication_factor: int | None = None,
     num_ipus: int | None = None,
-    gradient_accumulation: int = 1,
-    reduction: Reduction = "mean",
+    gradient_accumulation: int | None = None,
+    reduction: Reduction | None = None,
     random: bool = False,
 ) -> "Replicas": ...
 
@@ -119,8 +119,8 @@ def replicate(
     return Replicas(
         model,
         replication_factor=replicas_of(replication_factor=replication_factor, num_ipus=num_ipus),
-        gradient_accumulation=1 if gradient_accumulation is None else gradient_accumulation,
-        reduction=reduction or "mean",
+        gradient_accumulation=gradient_accumulation,
+        reduction=reduction,
         random=bool(random),
     )
 
@@ -135,8 +135,9 @@ class Replicas:
         loss_fn: the function.
         replication_factor: R.
         gradient_accumulation: M, the number of micro-batches of a replica in one weight update. They run in sequence.
-        reduction: gradients are the "mean" or the "sum" over the M micro-batches and the replicas. The loss is always
-            the mean.
+            Default: 1. `make_train_step` can give M and `reduction` later, in `TrainOptions`.
+        reduction: gradients are the "mean" (the default) or the "sum" over the M micro-batches and the replicas. The
+            loss is always the mean.
         random: whether `loss_fn` gets `key=`, a typed key of this replica and micro-batch.
 
     Raises:
@@ -148,15 +149,16 @@ class Replicas:
         loss_fn: Callable[..., Any],
         *,
         replication_factor: int = 1,
-        gradient_accumulation: int = 1,
-        reduction: Reduction = "mean",
+        gradient_accumulation: int | None = None,
+        reduction: Reduction | None = None,
         random: bool = False,
     ):
         if not callable(loss_fn):
             raise ValueError(f"model={loss_fn!r} is neither a Pipeline nor callable: give a loss function")
         self.loss_fn, self.random = loss_fn, random
         self.replicas, self.ipus = check_count("replication_factor", replication_factor), 1
-        self.options = PipelineOptions(gradient_accumulation, reduction)
+        self.given = {"gradient_accumulation": gradient_accumulation, "reduction": reduction}
+        self.options = PipelineOptions(**{name: value for name, value in self.given.items() if value is not None})
         self.devices: list[Any] = list(make_mesh(self.replicas, 1).devices.flat)
         self.mesh = _mesh_of(self.devices)
         self._window = InFlight()

@@ -8,20 +8,9 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ipu_jax import (
-    ALL_IPUS,
-    Outputs,
-    Pipeline,
-    Stage,
-    StageCosts,
-    TrainOptions,
-    find_schedule,
-    make_mesh,
-    make_schedule,
-    make_train_step,
-    verify,
-)
+from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_schedule, make_train_step, verify
 from ipu_jax.core.schedules import _auto
+from ipu_jax.schedules import StageCosts, find_schedule
 from support.against_plain import assert_equals_its_twin
 from support.dense import chain, largest_relative_error
 from support.refusals import refusals, refused

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import ALL_IPUS, Outputs, Pipeline, Sharded, Stage, make_mesh, reference_value_and_grad
+from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh
+from ipu_jax.pipelines import Sharded, reference_value_and_grad
 from support.dense import chain, largest_relative_error
 from support.refusals import refusals, refused
 

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipu_jax import DynamicScale, PipelineOptions, TrainOptions
+from ipu_jax import TrainOptions
 from ipu_jax.base.checks import check_bool, check_choice, check_count, check_positive
+from ipu_jax.options import DynamicScale, PipelineOptions
 from support.refusals import refusals, refused
 
 COUNTS = IntEnum("Counts", "one two three")

@@ -10,8 +10,9 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import ALL_IPUS, Outputs, Pipeline, Sharded, Stage, make_mesh
+from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh
 from ipu_jax.core.schedules import make_schedule
+from ipu_jax.pipelines import Sharded
 from support.against_plain import assert_equals_plain
 from support.dense import chain, largest_relative_error
 from support.refusals import compilations, refusals, refused

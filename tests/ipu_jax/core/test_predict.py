@@ -11,8 +11,9 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh, reference_predict
+from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh
 from ipu_jax.core.schedules import make_schedule
+from ipu_jax.pipelines import reference_predict
 from support.against_plain import bubbles_hold_nan  # noqa: F401 (a fixture)
 from support.layers import normal
 from support.refusals import refusals, refused

@@ -1,6 +1,7 @@
 """Test that `verify` accepts what is right, and otherwise says which leaf has the largest error."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,16 +10,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import (
-    ALL_IPUS,
-    Pipeline,
-    Stage,
-    VerificationError,
-    VerificationReport,
-    make_mesh,
-    reference_value_and_grad,
-    verify,
-)
+from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, verify
+from ipu_jax.pipelines import VerificationError, VerificationReport, reference_value_and_grad
 
 NUMBER = r"-?\d[\d.]*(?:e-?\d+)?"
 rng = np.random.default_rng(0)
@@ -117,6 +110,21 @@ def test_a_reference_reads_the_whole_weights_of_a_concurrent_stage():
         return jnp.mean((x @ w) ** 2)
 
     assert verified(head_stage(head, dense), weights).worst[1] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("weights", "batch", "named"),
+    [
+        (WEIGHTS | {"b": np.diag(np.array([0, np.nan, 0, 0], np.float32))}, X, "params['b'][1, 1]"),
+        (WEIGHTS, np.where(X[2, 3, 1] == X, np.float32("nan"), X), "batch[2, 3, 1]"),
+    ],
+)
+def test_a_nan_in_the_input_is_named_before_jax_searches_for_one(weights, batch, named):
+    with jax.debug_nans(True), jax.disable_jit():
+        with pytest.raises(ValueError, match=f"^{re.escape(named)} is nan, but jax.debug_nans finds"):
+            reference_value_and_grad(pipeline_of(), weights, batch)
+        with pytest.raises(FloatingPointError):  # an operation makes it
+            reference_value_and_grad(pipeline_of(last=lambda w, x, mb: jnp.sum(jnp.log(-(x**2)))), WEIGHTS, X)
 
 
 # what is wrong

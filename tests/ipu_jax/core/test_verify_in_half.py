@@ -15,7 +15,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import ALL_IPUS, Pipeline, Stage, VerificationError, VerificationReport, make_mesh, verify
+from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, verify
+from ipu_jax.pipelines import VerificationError, VerificationReport
 
 ACTIVATIONS = [jnp.tanh, jax.nn.gelu, jax.nn.relu, jax.nn.silu]
 

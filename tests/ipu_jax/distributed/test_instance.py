@@ -109,7 +109,8 @@ def test_an_unchanged_program_finds_its_place(tmp_path):
 
 WATCHED = """
     import json, os, pathlib, signal, time
-    from ipu_jax import InFlight, popdist
+    from ipu_jax import popdist
+    from ipu_jax.steps import InFlight
     from ipu_jax.distributed.processes import beacons
 
     popdist.init()

@@ -9,7 +9,8 @@ from support.programs import places, run_programs
 
 EXCHANGES = """
     import json, os, signal, time
-    from ipu_jax import StopRequest, popdist
+    from ipu_jax import popdist
+    from ipu_jax.steps import StopRequest
 
     popdist.init()
     popdist.init()  # a second call does nothing

@@ -38,7 +38,8 @@ def moment(name):
             time.sleep(7)  # more than the 5 s that a step may take
 moment("import")
 import jax, numpy as np, optax
-from ipu_jax import Checkpoints, Pipeline, Stage, make_mesh, make_train_step, popdist, trace
+from ipu_jax import Checkpoints, Pipeline, Stage, make_mesh, make_train_step, popdist
+from ipu_jax.observe import trace
 
 popdist.init()
 def body(w, x, batch):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ipu_jax import StopRequest
+from ipu_jax.steps import StopRequest
 from support.programs import places, run_programs
 
 ROOT = Path(__file__).parents[3]
@@ -128,7 +128,8 @@ def test_a_wrong_use_is_refused():
 
 MISSING = """
     import os, signal, time
-    from ipu_jax import StopRequest, popdist
+    from ipu_jax import popdist
+    from ipu_jax.steps import StopRequest
     popdist.init()
     own = popdist.get_instance_index()
     if own == 1:

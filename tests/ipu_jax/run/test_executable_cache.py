@@ -13,7 +13,7 @@ import jax
 import pytest
 from jax._src import compilation_cache
 
-from ipu_jax import ExecutableCache
+from ipu_jax.steps import ExecutableCache
 from support.refusals import refusals, refused
 
 ROOT = Path(__file__).parents[3]

@@ -97,6 +97,7 @@ class Timeline:
 
     @property
     def instances(self) -> list[int]:
+        """Return the number of every instance that measured."""
         return sorted({step.instance for step in self.steps})
 
     def of_ipu(self, replica: int, ipu: int) -> list[Slice]:

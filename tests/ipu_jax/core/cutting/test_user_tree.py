@@ -8,7 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from ipu_jax import Checkpoints, Pipeline, TrainOptions, export_weights, import_weights, make_train_step, replicate
+from ipu_jax import Checkpoints, Pipeline, TrainOptions, make_train_step
+from ipu_jax.io import export_weights, import_weights
+from ipu_jax.steps import replicate
 from support.inputs import normal
 from support.refusals import refusals, refused
 

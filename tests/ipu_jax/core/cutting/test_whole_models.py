@@ -11,7 +11,8 @@ import numpy as np
 import optax
 import pytest
 
-from ipu_jax import SCHEDULES, Pipeline, TrainOptions, make_train_step, verify
+from ipu_jax import Pipeline, TrainOptions, make_train_step, verify
+from ipu_jax.schedules import SCHEDULES
 from support.against_plain import bubbles_hold_nan  # noqa: F401
 from support.dense import largest_relative_error
 

@@ -6,18 +6,9 @@ import numpy as np
 import optax
 import pytest
 
-from ipu_jax import (
-    NonFiniteLossError,
-    Outputs,
-    Pipeline,
-    Stage,
-    TrainOptions,
-    VerificationError,
-    make_mesh,
-    make_train_step,
-    replicate,
-    verify,
-)
+from ipu_jax import Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_train_step, verify
+from ipu_jax.pipelines import VerificationError
+from ipu_jax.steps import NonFiniteLossError, replicate
 from support.against_plain import assert_equals_plain, bubbles_hold_nan, stages_at  # noqa: F401 (a fixture)
 from support.layers import ROWS, D, normal
 from support.refusals import refusals, refused

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from ipu_jax import ALL_IPUS, Pipeline, Schedule, Stage, make_mesh
+from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
+from ipu_jax.schedules import Schedule
 from support.against_plain import (
     assert_equals_its_twin,
     assert_equals_plain,

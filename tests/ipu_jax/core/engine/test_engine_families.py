@@ -4,8 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ipu_jax import Pipeline, Schedule, Stage, verify
+from ipu_jax import Pipeline, Stage, verify
 from ipu_jax.core.schedules import StageCosts, find_schedule, make_schedule
+from ipu_jax.schedules import Schedule
 from support.against_plain import assert_equals_its_twin, bubbles_hold_nan  # noqa: F401 (a fixture)
 from support.dense import chain
 from support.layers import normal

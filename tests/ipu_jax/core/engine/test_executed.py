@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ipu_jax import Schedule, Task
 from ipu_jax.core.engine import _hooks
 from ipu_jax.core.schedules import SCHEDULES, make_schedule
 from ipu_jax.core.schedules._timetable import Kind
+from ipu_jax.schedules import Schedule, Task
 from support.dense import chain
 
 

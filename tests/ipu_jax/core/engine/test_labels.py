@@ -6,7 +6,8 @@ import re
 import jax
 import jax.numpy as jnp
 
-from ipu_jax import Pipeline, Schedule, Stage, make_schedule
+from ipu_jax import Pipeline, Stage, make_schedule
+from ipu_jax.schedules import Schedule
 
 
 def scans_of(schedule: Schedule | str = "grouped", m=3, names=("a", "b"), ways=("value_and_grad",)):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ipu_jax import equinox_stage
+from ipu_jax.nn import equinox_stage
 from support.one_device import BATCH, ROWS, D, assert_trains_as, loss_of, microbatches_of
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import ALL_IPUS, linen_stage
+from ipu_jax import ALL_IPUS
+from ipu_jax.nn import linen_stage
 from support.one_device import BATCH, ROWS, D, assert_trains_as, loss_of, microbatches_of
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ipu_jax import nnx_stage
+from ipu_jax.nn import nnx_stage
 from support.one_device import BATCH, D, assert_trains_as, loss_of, microbatches_of
 
 

@@ -8,8 +8,9 @@ import equinox as eqx
 import flax.linen as nn
 import pytest
 
-from ipu_jax import ModuleStage, Stage, equinox_stage, gather_stages, linen_stage, nnx_stage
+from ipu_jax import Stage
 from ipu_jax.core.modules.parts import make_module_stage
+from ipu_jax.nn import ModuleStage, equinox_stage, gather_stages, linen_stage, nnx_stage
 from support.refusals import refusals, refused
 
 

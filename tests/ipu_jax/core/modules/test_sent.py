@@ -12,7 +12,8 @@ import optax
 import pytest
 from flax import nnx
 
-from ipu_jax import ModuleStage, Pipeline, Stage, equinox_stage, gather_stages, linen_stage, make_train_step, nnx_stage
+from ipu_jax import Pipeline, Stage, make_train_step
+from ipu_jax.nn import ModuleStage, equinox_stage, gather_stages, linen_stage, nnx_stage
 from support.against_plain import assert_equals_plain
 from support.dense import largest_relative_error
 from support.refusals import refusals, refused

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ipu_jax import Pipeline, gather_stages, linen_stage, make_mesh, nnx_stage, verify
+from ipu_jax import Pipeline, make_mesh, verify
+from ipu_jax.nn import gather_stages, linen_stage, nnx_stage
 from support.one_device import assert_trees_close, microbatches_of
 from support.refusals import refusals, refused
 

@@ -8,7 +8,8 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import ALL_IPUS, Pipeline, equinox_stage, make_mesh, nnx_stage
+from ipu_jax import ALL_IPUS, Pipeline, make_mesh
+from ipu_jax.nn import equinox_stage, nnx_stage
 
 
 class Adapted(nnx.Module):

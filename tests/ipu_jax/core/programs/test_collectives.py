@@ -10,8 +10,9 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, replicate, verify
+from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, verify
 from ipu_jax.core.schedules import SCHEDULES, make_schedule
+from ipu_jax.steps import replicate
 from support.against_plain import assert_equals_plain, bubbles_hold_nan, stages_at  # noqa: F401 (a fixture)
 from support.layers import normal
 from support.refusals import refusals, refused

@@ -208,8 +208,9 @@ def test_a_notebook_shows_a_schedule_and_its_figure_and_a_page_may_hold_them(mon
             draw()
 
 
-def test_the_guide_draws_the_pictures_that_it_shows(tmp_path, monkeypatch):
-    page = documents.ROOT / "docs/watching.md"
+@pytest.mark.parametrize("name", ["watching", "concepts"])
+def test_a_guide_draws_the_pictures_that_it_shows(name, tmp_path, monkeypatch):
+    page = documents.ROOT / f"docs/{name}.md"
     monkeypatch.chdir(tmp_path)
     drawing = [block for block in documents.blocks(page, "python") if ".plot(" in block]
     exec("\n".join(drawing), {})

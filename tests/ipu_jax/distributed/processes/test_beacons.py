@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ipu_jax import InFlight
 from ipu_jax.base import facts
 from ipu_jax.core import devices
 from ipu_jax.distributed.processes import beacons, listening
 from ipu_jax.distributed.processes.beacons import Beacon, Phase, read
 from ipu_jax.distributed.processes.listening import OWN
+from ipu_jax.steps import InFlight
 
 
 def seen(path):

@@ -12,10 +12,11 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from ipu_jax import ALL_IPUS, InFlight, Pipeline, Stage, TrainOptions, make_train_step, popdist
+from ipu_jax import ALL_IPUS, Pipeline, Stage, TrainOptions, make_train_step, popdist
 from ipu_jax.distributed.processes import beacons, own_record
 from ipu_jax.distributed.processes.identity import own_identity
 from ipu_jax.distributed.processes.listening import OWN
+from ipu_jax.steps import InFlight
 from support.launched import environment
 
 

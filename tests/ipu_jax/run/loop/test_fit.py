@@ -10,15 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipu_jax import (
-    Checkpoints,
-    Feed,
-    FitResult,
-    NonFiniteLossError,
-    RunLog,
-    fit,
-    trace,
-)
+from ipu_jax import Checkpoints, Feed, fit
+from ipu_jax.observe import RunLog, trace
+from ipu_jax.steps import FitResult, NonFiniteLossError
 from support.fitted import (
     B,
     D,
@@ -143,7 +137,7 @@ def test_an_error_leaves_the_last_state(tmp_path):
     with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed, RunLog(tmp_path / "log") as log:
         with pytest.raises(NonFiniteLossError, match="update 5, replica 0, micro-batch 0") as raised:
             fit(step, step.init(weights()), feed, log=log, say=Lines())
-        assert "ipu_jax.FitResult.last.state" in "".join(raised.value.__notes__)
+        assert "ipu_jax.steps.FitResult.last.state" in "".join(raised.value.__notes__)
         assert FitResult.last is not None
         assert_same_weights(step, FitResult.last.state, twin(rows, 4)[1])
         assert log.events[-1]["event"] == "failed"

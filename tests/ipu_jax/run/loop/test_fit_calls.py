@@ -14,7 +14,10 @@ import numpy as np
 import optax
 import pytest
 
-from ipu_jax import DynamicScale, Feed, FitResult, RunLog, TrainOptions, fit, make_train_step
+from ipu_jax import Feed, TrainOptions, fit, make_train_step
+from ipu_jax.observe import RunLog
+from ipu_jax.options import DynamicScale
+from ipu_jax.steps import FitResult
 from support.fitted import (
     B,
     D,

@@ -5,7 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipu_jax import Feed, FitResult, RunLog, fit, make_mesh
+from ipu_jax import Feed, fit, make_mesh
+from ipu_jax.observe import RunLog
+from ipu_jax.steps import FitResult
 from support.fitted import B, D, Lines, M, normal, shared_step, weights
 from support.refusals import refused
 from support.trained import compiled_quickly

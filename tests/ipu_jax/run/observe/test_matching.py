@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from ipu_jax import Timeline, TraceError
 from ipu_jax.core.engine.labels import Label, PlanNames, SegmentNames
 from ipu_jax.core.schedules import make_schedule
+from ipu_jax.observe import Timeline, TraceError
 from ipu_jax.run.observe.tracing._assembling import merged
 from ipu_jax.run.observe.tracing._matching import Place, measured
 from ipu_jax.run.observe.tracing._merging import Part

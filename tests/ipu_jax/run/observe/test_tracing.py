@@ -16,21 +16,12 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from ipu_jax import (
-    ALL_IPUS,
-    Pipeline,
-    Stage,
-    Task,
-    Timeline,
-    TraceError,
-    TrainOptions,
-    make_mesh,
-    make_train_step,
-    trace,
-)
+from ipu_jax import ALL_IPUS, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
 from ipu_jax.base import facts
+from ipu_jax.observe import Timeline, TraceError, trace
 from ipu_jax.run.observe.tracing.recording import Recording
 from ipu_jax.run.observe.tracing.timeline import TASKS
+from ipu_jax.schedules import Task
 from support.kept_programs import nothing_kept
 from support.refusals import compilations, refused
 

@@ -8,7 +8,9 @@ from typing import Any
 import optax
 import pytest
 
-from ipu_jax import CheckpointError, Checkpoints, DynamicScale, TrainOptions, make_train_step
+from ipu_jax import Checkpoints, TrainOptions, make_train_step
+from ipu_jax.io import CheckpointError
+from ipu_jax.options import DynamicScale
 from support import killed_saves, resumed
 from support.killed_saves import step_of
 from support.refusals import refusals, refused

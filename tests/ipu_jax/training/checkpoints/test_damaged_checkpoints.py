@@ -13,7 +13,8 @@ import numpy as np
 import optax
 import pytest
 
-from ipu_jax import CheckpointError, Checkpoints, CheckpointWarning, TrainOptions, make_train_step
+from ipu_jax import Checkpoints, TrainOptions, make_train_step
+from ipu_jax.io import CheckpointError, CheckpointWarning
 from ipu_jax.training.checkpoints import _seal, _writer
 from ipu_jax.training.checkpoints._seal import SEAL
 

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import pytest
 
-from ipu_jax import CheckpointError, Checkpoints, CheckpointWarning
+from ipu_jax import Checkpoints
+from ipu_jax.io import CheckpointError, CheckpointWarning
 from ipu_jax.training.checkpoints import _folder
 from ipu_jax.training.checkpoints._writer import Job, Writer
 from support.killed_saves import restored, state_of, step_of

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from ipu_jax import CheckpointError, Checkpoints
+from ipu_jax import Checkpoints
 from ipu_jax.distributed.processes.identity import own_identity
+from ipu_jax.io import CheckpointError
 from ipu_jax.training.checkpoints import _lock
 from ipu_jax.training.checkpoints._lock import Lock
 from support.killed_saves import restored, state_of, step_of

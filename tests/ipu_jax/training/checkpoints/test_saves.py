@@ -13,8 +13,9 @@ import numpy as np
 import optax
 import pytest
 
-from ipu_jax import CheckpointError, Checkpoints, TrainOptions, make_train_step
+from ipu_jax import Checkpoints, TrainOptions, make_train_step
 from ipu_jax.distributed.processes import beacons, listening
+from ipu_jax.io import CheckpointError
 from ipu_jax.training.checkpoints import _due, _seal
 from ipu_jax.training.checkpoints._due import Due
 from ipu_jax.training.checkpoints._store import Store

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from ipu_jax import CheckpointError, Checkpoints
+from ipu_jax import Checkpoints
+from ipu_jax.io import CheckpointError
 from ipu_jax.training.checkpoints import _seal
 from support import killed_saves
 from support.killed_saves import restored, state_of, step_of

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from ipu_jax import Feed, make_mesh, normalise
+from ipu_jax import Feed, make_mesh
+from ipu_jax.io import normalise
 from ipu_jax.training.data.leaves import filling
 from ipu_jax.training.data.order import EpochOrder
 from ipu_jax.training.data.source import ArraySource, ExampleSource
@@ -74,6 +75,12 @@ def feed_of(**options):
 def test_an_option_of_a_feed_is_refused(call, holds):
     with refused(*holds):
         call()
+
+
+@pytest.mark.parametrize(("workers", "ahead"), [(1, 2), (2, 2), (4, 4)])
+def test_prefetch_follows_the_workers(workers, ahead):
+    with feed_of(workers=workers) as feed:
+        assert (feed.workers, feed.prefetch) == (workers, ahead)
 
 
 @pytest.mark.parametrize(("epoch", "position"), [(0, 0), (0, 40), (3, 0), (3, 100)])

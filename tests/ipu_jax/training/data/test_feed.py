@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ipu_jax import Feed, FeedTimeoutError, Pipeline, Stage, make_mesh, normalise
+from ipu_jax import Feed, Pipeline, Stage, make_mesh
+from ipu_jax.io import FeedTimeoutError, normalise
 from ipu_jax.training.data.order import EpochOrder, Position
 from ipu_jax.training.data.prefetch import Prefetcher
 from support import across_feeds

@@ -8,17 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from ipu_jax import (
-    DynamicScale,
-    Outputs,
-    Pipeline,
-    Reduction,
-    Stage,
-    TrainOptions,
-    make_mesh,
-    make_train_step,
-    replicate,
-)
+from ipu_jax import Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
+from ipu_jax.options import DynamicScale, Reduction
+from ipu_jax.steps import replicate
 from support.trained import quick_compiles
 
 M, UPDATES, DECAY, LIMIT = 3, 4, 0.9, 0.25

@@ -7,7 +7,9 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ipu_jax import DynamicScale, Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_train_step, replicate
+from ipu_jax import Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
+from ipu_jax.options import DynamicScale
+from ipu_jax.steps import replicate
 from support.trained import quick_compiles
 
 M, K, REPLICAS = 2, 2, 2

@@ -14,19 +14,9 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import (
-    ALL_IPUS,
-    Checkpoints,
-    DynamicScale,
-    NonFiniteLossError,
-    NonFiniteLossWarning,
-    Outputs,
-    Pipeline,
-    Stage,
-    TrainOptions,
-    make_mesh,
-    make_train_step,
-)
+from ipu_jax import ALL_IPUS, Checkpoints, Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
+from ipu_jax.options import DynamicScale
+from ipu_jax.steps import NonFiniteLossError, NonFiniteLossWarning
 from ipu_jax.training.update.nonfinite import Flags, first_nonfinite, no_flags
 from support.harness import exactly
 from support.instances import run_instances

@@ -16,17 +16,9 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import (
-    ALL_IPUS,
-    DynamicScale,
-    NonFiniteLossError,
-    NonFiniteLossWarning,
-    Pipeline,
-    Stage,
-    TrainOptions,
-    make_mesh,
-    make_train_step,
-)
+from ipu_jax import ALL_IPUS, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
+from ipu_jax.options import DynamicScale
+from ipu_jax.steps import NonFiniteLossError, NonFiniteLossWarning
 from support.pairs import covering, pairs_of, possible_pairs
 from support.trained import quick_compiles
 

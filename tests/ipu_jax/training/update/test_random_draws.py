@@ -15,7 +15,8 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_train_step, replicate
+from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
+from ipu_jax.steps import replicate
 
 LENGTH = 64  # numbers that are compared at once: 64 coins agree by chance once in 2**64 times
 UP = 2.0**-7  # the distance from 1 to the next bfloat16 number

@@ -14,7 +14,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_train_step, replicate
+from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_schedule, make_train_step
+from ipu_jax.steps import replicate
 from support.trained import compiled_quickly
 
 D, COLUMNS, ROWS, M, RATE = 4, 5, 3, 2, 0.5  # 5 columns: 3 and 2 on two IPUs
@@ -286,3 +287,43 @@ def test_replicas_of_a_function_reduce_loss_gradients_and_aux(replicas, reductio
     same(loss, expected[0], "loss")
     same(gradients, expected[1], "gradients")
     same(aux, given(expected[3], replicas), "aux")
+
+
+# M and the reduction: given to the model, or in TrainOptions, with the same result
+
+
+def squares(w, x, mb):
+    return jnp.mean((mb @ w) ** 2)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "auto", "function", "Replicas", "loss function"])
+def test_m_and_the_reduction_may_be_given_in_either_place(name):
+    def made(**given):
+        match name:
+            case "function":
+                one = jnp.zeros((ROWS, D))
+                whole = lambda w, mb: squares(w["a"], None, mb)  # noqa: E731
+                return Pipeline.from_function(whole, {"a": jnp.zeros(D)}, one, ipus=1, **given)
+            case "Replicas":
+                return replicate(lambda w, mb: squares(w["a"], None, mb), replication_factor=1, **given)
+            case "loss function":
+                return lambda w, mb: squares(w["a"], None, mb)
+            case _:
+                return Pipeline([Stage(squares, "a")], schedule=name, **given)
+
+    weights, batch = {"a": normal(0, D)}, normal(1, 3, ROWS, D)
+    late = make_train_step(made(), optax.sgd(1.0), TrainOptions(gradient_accumulation=3, reduction="sum"))
+    state, _ = late(late.init(weights), batch)
+    with_m = {} if name == "loss function" else {"gradient_accumulation": 3, "reduction": "sum"}
+    assert late.gradient_accumulation == 3
+    gradient = sum(2 * x.T @ (x @ weights["a"]) / ROWS for x in batch.astype(np.float64))
+    np.testing.assert_allclose(late.whole(state)["params"]["a"], weights["a"] - gradient, rtol=1e-5)
+    if with_m:
+        early = make_train_step(made(**with_m), optax.sgd(1.0))
+        again, _ = early(early.init(weights), batch)
+        np.testing.assert_array_equal(late.whole(state)["params"]["a"], early.whole(again)["params"]["a"])
+
+
+def test_a_schedule_brings_its_own_m():
+    pipeline = Pipeline([Stage(squares, "a")], schedule=make_schedule("gpipe", ipus=1, micro_batches=3))
+    assert pipeline.options.gradient_accumulation == 3

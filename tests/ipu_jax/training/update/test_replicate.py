@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ipu_jax import Outputs, Pipeline, make_mesh, replicate
+from ipu_jax import Outputs, Pipeline, make_mesh
+from ipu_jax.steps import replicate
 from ipu_jax.training.update.replicas import replicas_of
 from support.dense import chain, largest_relative_error
 from support.small_problems import tanh_loss, tanh_problem

@@ -6,17 +6,9 @@ import numpy as np
 import optax
 import pytest
 
-from ipu_jax import (
-    DynamicScale,
-    Outputs,
-    Pipeline,
-    Reduction,
-    Stage,
-    TrainOptions,
-    make_mesh,
-    make_train_step,
-    replicate,
-)
+from ipu_jax import Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
+from ipu_jax.options import DynamicScale, Reduction
+from ipu_jax.steps import replicate
 from support.dense import largest_relative_error
 from support.small_problems import masked_sum, tokens
 from support.trained import bits, compiled_quickly

@@ -9,7 +9,8 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import ALL_IPUS, DynamicScale, Feed, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
+from ipu_jax import ALL_IPUS, Feed, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
+from ipu_jax.options import DynamicScale
 from support.dense import largest_relative_error
 from support.small_problems import product_loss, product_rows, product_weights
 from support.trained import compiled_quickly

@@ -10,7 +10,9 @@ import numpy as np
 import optax
 import pytest
 
-from ipu_jax import DynamicScale, Pipeline, Replicas, Stage, TrainOptions, make_mesh, make_train_step
+from ipu_jax import Pipeline, Stage, TrainOptions, make_mesh, make_train_step
+from ipu_jax.options import DynamicScale
+from ipu_jax.steps import Replicas
 from ipu_jax.training.update._loss_scale import Scale, next_scale
 from ipu_jax.training.update._precision import stochastic_round
 from support.dense import largest_relative_error

@@ -8,7 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from ipu_jax import DynamicScale, Outputs, Pipeline, Replicas, Stage, TrainOptions, make_mesh, make_train_step
+from ipu_jax import Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
+from ipu_jax.options import DynamicScale
+from ipu_jax.steps import Replicas
 from support.dense import largest_relative_error
 from support.one_stage import KINDS
 from support.refusals import refused

@@ -9,17 +9,9 @@ import numpy as np
 import optax
 import pytest
 
-from ipu_jax import (
-    DynamicScale,
-    Outputs,
-    Pipeline,
-    Replicas,
-    Stage,
-    TrainOptions,
-    make_mesh,
-    make_train_step,
-    replicate,
-)
+from ipu_jax import Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
+from ipu_jax.options import DynamicScale
+from ipu_jax.steps import Replicas, replicate
 from ipu_jax.training.update.replicas import replicas_of
 from support.refusals import refusals, refused
 from support.trained import quick_compiles

@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from ipu_jax import NonFiniteLossError, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
+from ipu_jax import Pipeline, Stage, TrainOptions, make_mesh, make_train_step
+from ipu_jax.steps import NonFiniteLossError
 
 K, M, B, D = 5, 2, 3, 4
 RATE = 0.1

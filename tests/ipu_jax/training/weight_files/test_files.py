@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ipu_jax import export_weights, import_weights
 from ipu_jax.base import replacing
+from ipu_jax.io import export_weights, import_weights
 
 FORMATS = ("safetensors", "npz")
 NO_SPACE = "No space left on device: could not write it, the file that was there is unchanged"

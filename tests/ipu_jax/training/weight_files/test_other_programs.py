@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from ipu_jax import ALL_IPUS, Pipeline, Saved, Stage, export_weights, import_weights, make_mesh
+from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
+from ipu_jax.io import Saved, export_weights, import_weights
 from support.trained import bits
 
 RNG = np.random.default_rng(0)

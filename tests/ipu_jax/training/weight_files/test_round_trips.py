@@ -10,17 +10,9 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import (
-    ALL_IPUS,
-    Pipeline,
-    Stage,
-    TrainOptions,
-    export_weights,
-    import_weights,
-    make_mesh,
-    make_train_step,
-    replicate,
-)
+from ipu_jax import ALL_IPUS, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
+from ipu_jax.io import export_weights, import_weights
+from ipu_jax.steps import replicate
 from support.exported import random_bits, unlike_pipeline, unlike_weights
 from support.trained import bits, quick_compiles
 

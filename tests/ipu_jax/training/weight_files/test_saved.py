@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ipu_jax import Saved, import_weights
+from ipu_jax.io import Saved, import_weights
 from ipu_jax.training.weight_files import _fit
 from ipu_jax.training.weight_files._tensors import TensorInfo
 

@@ -14,7 +14,8 @@ import optax
 import pytest
 from safetensors.numpy import save_file
 
-from ipu_jax import Pipeline, Saved, Stage, export_weights, import_weights, make_train_step
+from ipu_jax import Pipeline, Stage, make_train_step
+from ipu_jax.io import Saved, export_weights, import_weights
 from ipu_jax.training.weight_files import _safetensors
 from support.refusals import refusals, refused
 

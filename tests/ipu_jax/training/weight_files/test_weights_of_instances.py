@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ipu_jax import export_weights
+from ipu_jax.io import export_weights
 from support import exported
 from support.instances import run_instances
 

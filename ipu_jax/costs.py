@@ -1,0 +1,13 @@
+"""What stages and layers cost, and how that divides them over the IPUs."""
+
+from ipu_jax.core.analysis.balance import LayerPlacement, balance_layers, measure_costs
+from ipu_jax.core.analysis.cost import flops_of
+from ipu_jax.core.analysis.report import PipelineReport
+
+__all__ = [
+    "LayerPlacement",
+    "PipelineReport",
+    "balance_layers",
+    "flops_of",
+    "measure_costs",
+]

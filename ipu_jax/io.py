@@ -1,0 +1,33 @@
+"""What a training reads and writes: batches of data, checkpoints, files of weights."""
+
+from ipu_jax.training.checkpoints.checkpoints import (
+    CheckpointError,
+    Checkpoints,
+    CheckpointWarning,
+    Restored,
+    SaveError,
+)
+from ipu_jax.training.data.feed import Feed, FeedBatch
+from ipu_jax.training.data.order import EpochOrder, Position
+from ipu_jax.training.data.prefetch import FeedTimeoutError
+from ipu_jax.training.data.source import normalise
+from ipu_jax.training.weight_files.exporting import export_weights
+from ipu_jax.training.weight_files.importing import import_weights
+from ipu_jax.training.weight_files.saved import Saved
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointWarning",
+    "Checkpoints",
+    "EpochOrder",
+    "Feed",
+    "FeedBatch",
+    "FeedTimeoutError",
+    "Position",
+    "Restored",
+    "SaveError",
+    "Saved",
+    "export_weights",
+    "import_weights",
+    "normalise",
+]

@@ -1,0 +1,19 @@
+"""What a run did: traces, logs, reports."""
+
+from ipu_jax.run.observe.runs.log import RunLog, RunLogWarning
+from ipu_jax.run.observe.runs.report import memory_of, write_report
+from ipu_jax.run.observe.tracing.recording import Recording, trace
+from ipu_jax.run.observe.tracing.report import TraceReport
+from ipu_jax.run.observe.tracing.timeline import Timeline, TraceError
+
+__all__ = [
+    "Recording",
+    "RunLog",
+    "RunLogWarning",
+    "Timeline",
+    "TraceError",
+    "TraceReport",
+    "memory_of",
+    "trace",
+    "write_report",
+]

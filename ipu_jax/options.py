@@ -1,0 +1,13 @@
+"""Options of pipelines and training steps, and the names that they take. Nothing here imports jax."""
+
+from ipu_jax.core.options import DynamicScale, Half, OnNonFinite, PipelineOptions, Precision, Reduction, TrainOptions
+
+__all__ = [
+    "DynamicScale",
+    "Half",
+    "OnNonFinite",
+    "PipelineOptions",
+    "Precision",
+    "Reduction",
+    "TrainOptions",
+]

@@ -1,0 +1,29 @@
+"""Stages on IPUs, the pipeline that runs them, and the proof that it computes what one device computes."""
+
+from ipu_jax.core.cutting.cut import stage_end
+from ipu_jax.core.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, configure, make_mesh
+from ipu_jax.core.instances import on_host
+from ipu_jax.core.pipeline import Pipeline
+from ipu_jax.core.reference import reference_predict, reference_value_and_grad
+from ipu_jax.core.stage import Outputs, Stage
+from ipu_jax.core.verification import VerificationError, VerificationReport, verify
+from ipu_jax.core.weights.packing import Sharded
+
+__all__ = [
+    "ALL_IPUS",
+    "IPU_AXIS",
+    "REPLICA_AXIS",
+    "Outputs",
+    "Pipeline",
+    "Sharded",
+    "Stage",
+    "VerificationError",
+    "VerificationReport",
+    "configure",
+    "make_mesh",
+    "on_host",
+    "reference_predict",
+    "reference_value_and_grad",
+    "stage_end",
+    "verify",
+]

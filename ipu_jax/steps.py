@@ -1,0 +1,27 @@
+"""The training step, its state and results, and the loop around it."""
+
+from ipu_jax.core.devices import InFlight
+from ipu_jax.distributed.stopping import StopRequest
+from ipu_jax.run.executable_cache import ExecutableCache
+from ipu_jax.run.loop.fit import FitResult, fit
+from ipu_jax.training.update.nonfinite import NonFinite, NonFiniteLossError, NonFiniteLossWarning
+from ipu_jax.training.update.replicas import Replicas, replicate
+from ipu_jax.training.update.state import StepOutputs, TrainState
+from ipu_jax.training.update.step import TrainStep, make_train_step
+
+__all__ = [
+    "ExecutableCache",
+    "FitResult",
+    "InFlight",
+    "NonFinite",
+    "NonFiniteLossError",
+    "NonFiniteLossWarning",
+    "Replicas",
+    "StepOutputs",
+    "StopRequest",
+    "TrainState",
+    "TrainStep",
+    "fit",
+    "make_train_step",
+    "replicate",
+]

@@ -1,0 +1,120 @@
+"""Test the examples of models that pipelines seldom run: loss and gradients equal those of a twin in plain jax."""
+
+import ast
+import inspect
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from examples import attention_residuals, balance_loss, multi_token
+from support import documents
+from support.against_plain import assert_equals_plain, bubbles_hold_nan  # noqa: F401 (a fixture)
+
+EXAMPLES = {
+    balance_loss: ("dualpipev",),
+    attention_residuals: ("1f1b", "zb-h1", "zbv"),
+    multi_token: ("1f1b", "zb-h1"),
+}
+LINES = 40
+
+
+# per example, the mean loss of a batch, for whole weights
+
+
+def loss_of_experts(weights, batch):
+    def of_micro_batch(x, y):
+        balance = 0.0
+        for name in sorted(weights):
+            router, up, down = (weights[name][key] for key in ("router", "up", "down"))
+            scores = jnp.exp(x @ router)
+            chances = scores / scores.sum(1, keepdims=True)
+            number = jnp.argmax(scores, 1)
+            rows = jnp.arange(len(x))
+            hidden = jax.nn.gelu(jax.vmap(jnp.dot)(x, up[number]))
+            x = x + chances[rows, number][:, None] * jax.vmap(jnp.dot)(hidden, down[number])
+            shares = jnp.bincount(number, length=4) / len(x)
+            balance += 0.01 * 4 * shares @ chances.mean(0)
+        return jnp.square(x - y).mean() + balance
+
+    return jax.vmap(of_micro_batch)(batch["x"], batch["y"]).mean()
+
+
+def loss_of_residuals(weights, batch):
+    outputs = [batch["x"]]
+    for name in sorted(weights):
+        p = weights[name]
+        query = p.get("query", 0)
+        scores = [jnp.exp((y * query).sum(-1) / jnp.sqrt(jnp.square(y).mean(-1) + 1e-6)) for y in outputs]
+        scores = jnp.stack(scores)[..., None]
+        mixed = (scores * jnp.stack(outputs)).sum(0) / scores.sum(0)
+        outputs.append(jax.nn.gelu(mixed @ p["up"]) @ p["down"])
+    return jnp.square(outputs[-1] - batch["y"]).mean()
+
+
+def loss_of_tokens(weights, batch):
+    table, tokens = weights["shared"]["table"], batch["tokens"]
+    length = tokens.shape[-1] - 2
+    normed = lambda x: x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)  # noqa: E731
+
+    def block(name, x):
+        before = jnp.stack([normed(x)[:, :, : t + 1].sum(2) for t in range(length)], 2)
+        return x + jax.nn.gelu(before @ weights[name]["up"]) @ weights[name]["down"]
+
+    def cross_entropy(x, labels):
+        chances = jax.nn.log_softmax(normed(x) @ table.T)
+        return -jnp.take_along_axis(chances, labels[..., None], -1).mean()
+
+    ahead = [tokens[:, :, k : k + length] for k in range(3)]
+    x = block("block 1", block("block 0", table[ahead[0]]))
+    both = jnp.concatenate([normed(x), normed(table[ahead[1]])], -1)
+    further = block("block 2", both @ weights["block 2"]["join"])
+    return cross_entropy(x, ahead[1]) + 0.3 * cross_entropy(further, ahead[2])
+
+
+TWINS = {balance_loss: loss_of_experts, attention_residuals: loss_of_residuals, multi_token: loss_of_tokens}
+CASES = [
+    pytest.param(example, schedule, marks=[pytest.mark.slow] * (schedule != schedules[0]))
+    for example, schedules in EXAMPLES.items()
+    for schedule in schedules
+]
+
+
+def name_of(value):
+    return value if isinstance(value, str) else value.__name__.split(".")[-1]
+
+
+@pytest.mark.parametrize(("example", "schedule"), CASES, ids=name_of)
+def test_loss_and_gradients_equal_a_dense_twin(example, schedule):
+    weights, batch = example.make_data()
+    pipeline = example.make_pipeline(schedule)
+    assert pipeline.schedule.name == schedule
+    assert_equals_plain(pipeline, weights, batch, lambda weights: TWINS[example](weights, batch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES, ids=name_of)
+def test_an_example_verifies_itself(example):
+    command = [sys.executable, "-W", "error", "-m", example.__name__]
+    done = subprocess.run(command, cwd=documents.ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines] == list(EXAMPLES[example])
+    for line in lines:
+        assert documents.where_shown("largest relative error 1.0e-06", line) is not None, line
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=name_of)
+def test_model_and_glue_are_short(example):
+    ours = [node for node in ast.parse(inspect.getsource(example)).body if isinstance(node, ast.FunctionDef)]
+    lines = set()
+    for function in ours:
+        if function.name in ("make_data", "main"):
+            continue
+        body = function.body[1:] if ast.get_docstring(function) else function.body
+        for node in body:
+            lines |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        lines.add(function.lineno)
+    assert len(lines) <= LINES

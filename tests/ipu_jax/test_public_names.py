@@ -1,0 +1,86 @@
+"""Test that the public names are there when they are asked for, and that jax is not loaded before."""
+
+import ast
+import collections
+import importlib
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import ipu_jax
+from support import public_api
+
+ROOT = Path(__file__).parents[2]
+
+
+def imports_for_type_checkers():
+    (block,) = (node for node in ast.parse(Path(ipu_jax.__file__).read_text()).body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+def test_every_public_name_is_the_one_that_type_checkers_see():
+    homes = imports_for_type_checkers()
+    assert {*homes} == {*ipu_jax.__all__}
+    assert len(homes) <= 24, "the rest belongs into the modules"
+    for name, module in homes.items():
+        assert getattr(ipu_jax, name) is getattr(importlib.import_module(module), name), name
+
+
+def test_every_name_is_in_one_module():
+    counted = collections.Counter(name for module in public_api.SUBJECTS for name in getattr(ipu_jax, module).__all__)
+    assert max(counted.values()) == 1
+    assert {*ipu_jax.__all__} - {*counted} == {*public_api.SUBJECTS, "popdist", "cli"}
+
+
+def test_a_name_that_was_mistyped_is_guessed():
+    done = subprocess.run(
+        [sys.executable, "-c", "import ipu_jax; ipu_jax.Pipline"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.stderr.endswith("module 'ipu_jax' has no attribute 'Pipline'. Did you mean: 'Pipeline'?\n")
+
+
+ZIPPED = """
+import sys
+sys.path.insert(0, "ipu_jax.zip")
+from ipu_jax import Pipeline, Stage, configure, verify
+import ipu_jax
+configure(2)
+import jax.numpy as jnp
+stages = [Stage(lambda w, x, mb: mb @ w, "a", 0), Stage(lambda w, x, mb: jnp.mean((x @ w) ** 2), "b", 1)]
+pipeline = Pipeline(stages, gradient_accumulation=2)
+verify(pipeline, pipeline.shard({"a": jnp.eye(3), "b": jnp.ones((3, 1))}), jnp.ones((2, 4, 3)))
+print(ipu_jax.__file__)
+"""
+
+
+def test_the_packages_work_from_a_zip_file(tmp_path):
+    with zipfile.ZipFile(tmp_path / "ipu_jax.zip", "w") as archive:
+        for path in [path for package in ("ipu_jax", "sharded_ops") for path in (ROOT / package).rglob("*.py")]:
+            archive.write(path, path.relative_to(ROOT))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", ZIPPED], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.stderr == ""
+    assert done.stdout.strip() == "ipu_jax.zip/ipu_jax/__init__.py"
+
+
+def test_names_are_listed_and_can_be_imported_all_at_once():
+    assert {*ipu_jax.__all__, "__doc__"} <= {*dir(ipu_jax)}
+    names = {}
+    exec("from ipu_jax import *", names)
+    assert {*ipu_jax.__all__} <= {*names}
+
+
+def test_jax_is_loaded_by_the_first_name_that_needs_it():
+    code = """
+import sys, ipu_jax
+for name in ("__version__", "__all__", "make_schedule", "schedules", "TrainOptions", "popdist", "cli", "Pipeline"):
+    getattr(ipu_jax, name)
+    print(name, "jax" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stderr == ""
+    loaded = dict(line.split() for line in done.stdout.splitlines())
+    assert [name for name, is_loaded in loaded.items() if is_loaded == "True"] == ["Pipeline"]

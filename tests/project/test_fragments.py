@@ -1,0 +1,21 @@
+"""Test that the calls in the text of pages run: in docs/coming-from/ as they are printed, elsewhere as shorthand."""
+
+from pathlib import Path
+
+import pytest
+
+from support import documents
+
+COMING_FROM = sorted((documents.ROOT / "docs/coming-from").glob("*.md"))
+
+
+def ran(program: Path, pages: list[Path], *, compares: bool) -> int:
+    """Run the fragments of pages after a page's program, and return how many ran."""
+    names = [str(page.relative_to(documents.ROOT)) for page in pages]
+    then = f"\nfrom support import fragments\nfragments.check(globals(), {names}, {compares=})\n"
+    return int(documents.run(program, then=then, compile_fast=True).split()[-3])
+
+
+@pytest.mark.parametrize("page", COMING_FROM, ids=lambda page: page.stem)
+def test_our_cells_run_as_printed(page: Path):
+    assert ran(page, [page], compares=True) > 10

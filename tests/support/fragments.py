@@ -1,0 +1,237 @@
+"""Run the calls that a page names in its text, each as if it were pasted after the page's program.
+
+On the pages that compare libraries, our cells run as they are printed. Elsewhere `Stage(recompute="all")` is shorthand:
+what the call needs besides is filled in by the names of its parameters.
+"""
+
+import ast
+import dataclasses
+import inspect
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import ipu_jax
+import sharded_ops
+from support import documents, public_api
+
+MODULES = (sharded_ops, ipu_jax, *(getattr(ipu_jax, name) for name in public_api.SUBJECTS))
+PUBLIC = {name: getattr(module, name) for module in MODULES for name in module.__all__}
+
+_CODE = re.compile(r'(?<!`)`([^`]+)`(?!`)|"([\w.-]+)"')
+_OPS = re.compile("|".join(rf"\b{op}\(" for op in sharded_ops.__all__ if op.islower()))
+_FILE = re.compile(r"[\w/.-]+\.(?:py|svg|json|gz|html|csv|txt)")
+
+
+def found(path: Path, compares: bool) -> Iterator[str]:
+    """Return the code in a page's text. On a page that compares libraries, the first cells of tables are theirs.
+
+    There, a quoted word after a call stands for the call with that value: `Stage(recompute="all")` or "none".
+    """
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for part in re.split(r"\n\n|\n(?=\|)", text):
+        is_row = compares and part.startswith("|")
+        call = ""
+        for code, value in _CODE.findall(re.split(r"(?<!\\)\|", part, maxsplit=2)[2] if is_row else part):
+            if code:
+                call = " ".join(code.replace("\\|", "|").split())
+                yield call
+            elif is_row and call.endswith('")'):
+                yield re.sub(r'"[^"]*"\)$', f'"{value}")', call)
+
+
+def check(program: dict[str, Any], paths: Iterable[str], *, compares: bool) -> None:
+    """Run the fragments of pages after a page's program, and print how many ran.
+
+    Args:
+        program: the names of the page's program: `stages`, `weights`, `dataset`, `batch`, `step`, `state`, ...
+        paths: the pages, relative to the repository.
+        compares: they compare libraries, so nothing is filled in.
+
+    Raises:
+        AssertionError: fragments failed; the message has a line for each.
+    """
+    names = PUBLIC | _examples(program) | program
+    failed, ran = [], set[str]()
+    warnings.filterwarnings("ignore", "key is not used")  # the program draws nothing
+    for path in paths:
+        for code in found(documents.ROOT / path, compares):
+            try:
+                runs = code not in ran and _runs(code, names, compares)
+            except Exception as error:
+                failed.append(f"{path}: {code}\n    {type(error).__name__}: {str(error)[:300]}")
+            else:
+                ran |= {code} if runs else set()
+    print(f"{len(ran)} fragments ran")
+    assert not failed, "\n".join(failed)
+
+
+def _runs(code: str, names: dict[str, Any], compares: bool) -> bool:
+    """Run a fragment if it is a call or an attribute of one of the names, and return whether it is."""
+    if _FILE.fullmatch(code):
+        return False
+    ours = re.match(r"(?:with )?(?:\w+\.)*?(\w+)\(", code)
+    if code.startswith("with ") and not code.endswith(": ..."):
+        code = f"{code.removesuffix(':')}: ..."
+    try:
+        (statement,) = ast.parse(code).body
+    except (SyntaxError, ValueError):
+        assert not (ours and ours[1] in PUBLIC), "does not parse"
+        return False
+    if isinstance(statement, ast.With):
+        subject = statement.items[0].context_expr
+    elif isinstance(statement, ast.Expr | ast.Assign):
+        subject = statement.value
+    else:
+        return False
+    root = subject
+    while isinstance(root, ast.Call | ast.Attribute):
+        root = root.func if isinstance(root, ast.Call) else root.value
+    if root is subject or not isinstance(root, ast.Name) or root.id not in {**names, **_FRESH}:
+        return False
+    if isinstance(subject, ast.Attribute) and isinstance(statement, ast.Expr) and "(" not in code:
+        _look_up(subject, names)
+        return True
+    used = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+    settings = dict(jax.config.values)
+    _run(statement, names | {name: _FRESH[name](names) for name in used & {*_FRESH}}, completes=not compares)
+    for name, value in dict(jax.config.values).items():
+        if settings[name] is not value:
+            jax.config.update(name, settings[name])
+    return True
+
+
+def _look_up(chain: ast.expr, names: dict[str, Any]) -> Any:
+    """Return the value of `a.b.c`, or None where it is a field of a class, which has no value."""
+    if isinstance(chain, ast.Name):
+        return names[chain.id]
+    assert isinstance(chain, ast.Attribute)
+    owner = _look_up(chain.value, names)
+    if not isinstance(owner, type):
+        return None if owner is None else getattr(owner, chain.attr)
+    assert hasattr(owner, chain.attr) or chain.attr in getattr(owner, "__dataclass_fields__", {}), "does not exist"
+    return None
+
+
+def _run(statement: ast.With | ast.Expr | ast.Assign, names: dict[str, Any], completes: bool) -> None:
+    """Run one statement, and what its result is for: read a batch, make a step of the options."""
+    if completes:
+        statement = ast.fix_missing_locations(_Completed().visit(statement))
+        names["_call"] = lambda function, *args, **options: _call(names, function, args, options)
+    if isinstance(statement, ast.With):
+        if "trace" in ast.unparse(statement.items[0]):
+            statement.body = ast.parse("for _ in range(2): state, _ = step(state, batch)").body
+            names["state"] = _FRESH["state"](names)
+        exec(compile(ast.Module([statement], []), "fragment", "exec"), names)
+        return
+    assert completes or "..." not in ast.unparse(statement), "is not complete"
+    program = compile(ast.Expression(statement.value), "fragment", "eval")
+    if "jax.lax." in ast.unparse(statement) or _OPS.search(ast.unparse(statement)):
+        _trace_on_all_ipus(lambda: eval(program, names))
+        return
+    result: Any = eval(program, names)
+    if isinstance(result, ipu_jax.Feed):
+        next(iter(result))
+    elif isinstance(result, ipu_jax.TrainOptions):
+        ipu_jax.make_train_step(ipu_jax.Pipeline(names["stages"]), optax.sgd(0.1), result)
+    getattr(result, "close", int)()
+
+
+def _trace_on_all_ipus(function: Callable[[], Any]) -> None:
+    """Trace a call that belongs in a concurrent stage."""
+
+    def on_an_ipu() -> jax.Array:
+        function()
+        return jnp.zeros(())
+
+    mesh = ipu_jax.make_mesh(2, 2)
+    jax.eval_shape(jax.shard_map(on_an_ipu, mesh=mesh, in_specs=(), out_specs=jax.P(), check_vma=False))
+
+
+class _Completed(ast.NodeTransformer):
+    """Changes `f(x)` to `_call(f, x)`, and leaves out the dots of a list."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        return ast.Call(ast.Name("_call", ast.Load()), [node.func, *node.args], node.keywords)
+
+    def visit_List(self, node: ast.List) -> ast.AST:
+        self.generic_visit(node)
+        node.elts = [each for each in node.elts if not (isinstance(each, ast.Constant) and each.value is ...)]
+        return node
+
+
+def _call(names: dict[str, Any], function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Call a function of ours with the arguments that it needs besides, found by the names of its parameters."""
+    given = [value for value in args if value is not ...]
+    if not str(getattr(function, "__module__", "")).startswith(("ipu_jax", "sharded_ops")):
+        return function(*given, **options)
+    signature = inspect.signature(function)
+    taken = {kind.kind for kind in signature.parameters.values()}
+    unknown = set() if inspect.Parameter.VAR_KEYWORD in taken else set(options) - set(signature.parameters)
+    assert not unknown, f"{function.__name__} has no {unknown}"
+    options = {name: value for name, value in options.items() if value is not ...}
+    if function is ipu_jax.Feed:
+        options = {"micro_batch": 4} | ({} if "mesh" in options else {"step": names["step"]}) | options
+    bound = signature.bind_partial(*given, **options).arguments
+    for name, parameter in signature.parameters.items():
+        is_needed = parameter.default is parameter.empty and parameter.kind.name[:4] != "VAR_"
+        if is_needed and name not in bound:
+            options[name] = names[name]
+    return function(*given, **options)
+
+
+def _examples(program: dict[str, Any]) -> dict[str, Any]:
+    """Return what fragments use besides the program: small numbers, arrays, a loss, layers, a schedule."""
+    n = r = R = 2
+    m = M = b = 4
+    k, v, V, N = 1, 6, 6, 16
+    x = w = y = hidden = np.eye(4, dtype=np.float32)
+    table, logits, ids, labels = x[:3], x[:, :3], np.zeros(4, np.int32), np.zeros(4, np.int32)
+    images, costs, key = np.ones((2, 28, 28), np.uint8), [1.0] * 8, jax.random.key(0)
+    dataset = source = program["dataset"]
+    batches, examples, micro_batch = [dataset], _Examples(dataset), {name: leaf[:4] for name, leaf in dataset.items()}
+    params, optimizer = program["state"].params, optax.sgd(0.1)
+    fn, g = (stage.fn for stage in program["stages"])
+    f, module, layers = fn, nnx.Linear(4, 4, rngs=nnx.Rngs(0)), [(lambda w, x: x @ w, x)] * 8
+    schedule = ipu_jax.make_schedule("1f1b", ipus=2, micro_batches=4)
+
+    def loss(weights: Any, microbatch: Any) -> Any:
+        return mse(jnp.tanh(microbatch["x"] @ weights["body"]) @ weights["head"], microbatch)
+
+    def mse(x: Any, microbatch: Any) -> Any:
+        return jnp.mean((x - microbatch["y"]) ** 2)
+
+    modules = {module.__name__: module for module in (dataclasses, ipu_jax, jax, optax, sharded_ops)}
+    return modules | {"jnp": jnp, "np": np, "print": str, "PartitionSpec": jax.P} | locals()
+
+
+class _Examples:
+    """Examples by number, as torch's `Dataset` has them."""
+
+    def __init__(self, dataset: dict[str, Any]) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset["x"])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {name: leaf[index] for name, leaf in self._dataset.items()}
+
+
+_FRESH: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "state": lambda names: jax.tree.map(jnp.copy, names["state"]),  # a step donates its state
+    "folder": lambda _: tempfile.mkdtemp(),
+    "feed": lambda names: ipu_jax.Feed(names["dataset"], step=names["step"], micro_batch=4),
+    "checkpoints": lambda names: ipu_jax.Checkpoints(tempfile.mkdtemp(), names["step"]),
+    "stop": lambda _: PUBLIC["StopRequest"](),
+}
