@@ -22,7 +22,8 @@ from support import documents
 
 ROOT = documents.ROOT
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *ROOT.glob("docs/*/*.md")} - {ROOT / "CHANGELOG.md"})
-SCRIPTS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SCRIPTS: dict[str, str] = PROJECT["scripts"]
 SHELL = re.compile(r"^```(?:bash|console)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 ASSIGNMENT = re.compile(r"[A-Z_]+=.*")
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -94,6 +95,11 @@ def run(words: list[str], page: Path, monkeypatch: Any) -> None:
         with pytest.raises(Parsed):
             module.main(words[1:])
         return run(PoprunParser().split(words[1:])[1], page, monkeypatch) if command == "poprun" else None
+    if command == "pip":
+        extras = re.fullmatch(r"install \.(\[[\w,]+\])?", " ".join(words[1:]))
+        assert extras, f"{page.name} runs {' '.join(words)}"
+        assert set(re.findall(r"\w+", extras[1] or "")) <= PROJECT["optional-dependencies"].keys()
+        return None
     assert command == "python", f"{page.name} runs {command}"
     while words[1] == "-X":
         words = [words[0], *words[3:]]
