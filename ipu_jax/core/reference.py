@@ -179,8 +179,8 @@ def _check_searchable(**inputs: Any) -> None:
                 found = np.argwhere(np.isnan(np.asarray(leaf)))
                 if len(found):
                     raise ValueError(
-                        f"{what}{jax.tree_util.keystr(path)}{found[0].tolist() or ''} is nan, but jax.debug_nans finds a NaN that an "
-                        f"operation makes: give {what} without a NaN"
+                        f"{what}{jax.tree_util.keystr(path)}{found[0].tolist() or ''} is nan, but jax.debug_nans finds "
+                        f"a NaN that an operation makes: give {what} without a NaN"
                     )
 
 
