@@ -1,10 +1,13 @@
-"""Let links work on the site as they do among the files: pages link to files outside of docs/, too.
+"""Let links work on the site as they do among the files: pages link to files outside of docs/, and to notebooks.
 
 Such a file gets a page of its own below repository/: Markdown as it is, anything else as a code block, and a folder by
-its README.md. So the site is complete without the address of a repository. In `nav`, `folder/*.md` stands for all pages
-of a folder. The front page has no sidebars.
+its README.md. So the site is complete without the address of a repository. A notebook gets a page with its stored
+outputs, which Jupyter writes: `jupyter nbconvert --execute --inplace --ExecutePreprocessor.record_timing=False FILE`.
+In `nav`, `folder/*.md` stands for all pages of a folder. The front page has no sidebars.
 """
 
+import base64
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -27,7 +30,11 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for each file outside of docs/ that a page links to, or such a page itself."""
+    """Add a page for each notebook, and for each file outside of docs/ that a page links to, or such a page itself."""
+    for file in list(files):
+        if file.src_uri.endswith(".ipynb"):
+            notebook = ROOT / "docs" / file.src_uri
+            files.append(File.generated(config, _uri(notebook), content=as_markdown(notebook)))
     waiting = [Path(file.abs_src_path) for file in files.documentation_pages() if file.abs_src_path]
     seen = set(waiting)
     while waiting:
@@ -96,7 +103,7 @@ def _is_in_docs(path: Path) -> bool:
 def _uri(path: Path) -> str:
     """Return the place on the site of a file of the repository."""
     if _is_in_docs(path):
-        return path.relative_to(ROOT / "docs").as_posix()
+        return re.sub(r"\.ipynb$", ".md", path.relative_to(ROOT / "docs").as_posix())
     uri = f"{_OUTSIDE}/{path.relative_to(ROOT).as_posix()}"
     return uri if path.suffix == ".md" else f"{uri}.source.md"
 
@@ -106,3 +113,29 @@ def _content(path: Path) -> str:
     if path.suffix == ".md":
         return text
     return f"# {path.relative_to(ROOT).as_posix()}\n\n````{_LANGUAGES.get(path.suffix, 'text')}\n{text}\n````\n"
+
+
+def as_markdown(notebook: Path) -> str:
+    """Return a notebook as Markdown: code, what it prints in a block of text behind it, and pictures."""
+    return "\n".join(_of_cell(cell) for cell in json.loads(notebook.read_text())["cells"])
+
+
+def _of_cell(cell: dict[str, Any]) -> str:
+    """Return a cell with its outputs, which are printed text or SVG.
+
+    >>> printed = {"output_type": "stream", "name": "stdout", "text": ["1\\n", "2\\n"]}
+    >>> _of_cell({"cell_type": "code", "source": ["print(1)\\n", "print(2)"], "outputs": [printed]})
+    '```python\\nprint(1)\\nprint(2)\\n```\\n```text\\n1\\n2\\n```\\n'
+    """
+    source = "".join(cell["source"]).rstrip()
+    if cell["cell_type"] == "markdown":
+        return f"{source}\n"
+    printed = "".join("".join(each["text"]) for each in cell["outputs"] if each.get("name") == "stdout")
+    pictures = [_image(each["data"]["image/svg+xml"]) for each in cell["outputs"] if each.get("name") != "stdout"]
+    text = f"```text\n{printed.rstrip()}\n```\n" if printed else ""
+    return "".join([f"```python\n{source}\n```\n", text, *pictures])
+
+
+def _image(svg: list[str]) -> str:
+    data = base64.b64encode("".join(svg).encode()).decode()
+    return f"\n![The picture that the cell draws](data:image/svg+xml;base64,{data})\n"

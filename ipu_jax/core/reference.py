@@ -178,10 +178,9 @@ def _check_searchable(**inputs: Any) -> None:
             if jnp.issubdtype(leaf.dtype, jnp.floating) and getattr(leaf, "is_fully_addressable", True):
                 found = np.argwhere(np.isnan(np.asarray(leaf)))
                 if len(found):
-                    at = f"[{', '.join(map(str, found[0]))}]" if leaf.ndim else ""
                     raise ValueError(
-                        f"{what}{jax.tree_util.keystr(path)}{at} is nan, but jax.debug_nans finds a NaN that an "
-                        f"operation makes: give {what} without a NaN"
+                        f"{what}{jax.tree_util.keystr(path)}{found[0].tolist() or ''} is nan, but jax.debug_nans finds "
+                        f"a NaN that an operation makes: give {what} without a NaN"
                     )
 
 

@@ -1,4 +1,4 @@
-"""Test that what documents name exists, and that their lists are complete: folders, members, and what is ours."""
+"""Test that what documents name exists, and that their lists are complete: folders, and what is ours."""
 
 import collections
 import re

@@ -1,13 +1,11 @@
-"""Test that the README's library example runs unchanged in a fresh process, and that both front pages are short."""
+"""Test that the README's examples run unchanged in a fresh process, print what is shown, and are short."""
 
 import re
-
-import pytest
 
 import results
 from support import documents
 
-README, FRONT = documents.ROOT / "README.md", documents.ROOT / "docs/index.md"
+README = documents.ROOT / "README.md"
 
 LARGEST = """
 for path, gradient in jax.tree.leaves_with_path(pipeline.unshard(gradients)):
@@ -15,40 +13,33 @@ for path, gradient in jax.tree.leaves_with_path(pipeline.unshard(gradients)):
 """
 
 
-def test_the_library_example_runs_and_is_verified():
+def test_the_examples_run_and_print_what_is_shown():
     printed = documents.run(README, then=LARGEST, compile_fast=True)
-    assert "Pipeline of 2 stages on 2 IPUs, schedule 'grouped', 8 micro-batches" in printed
-    assert "grouped: 2 stages on 2 IPUs, 8 micro-batches" in printed
-    assert re.search(r"relative error \d.*; 13 gradients, largest relative error", printed)
+    rest = re.sub(" at params.*", "", printed)  # which leaf has the largest rounding error is not promised
+    shown = documents.shown_output(README)
+    assert [len(text.splitlines()) for text in shown] == [8, 1]
+    for text in shown:
+        end = documents.where_shown(re.sub(" at params.*", "", text), rest)
+        assert end is not None, f"the README shows\n{text}\nbut this was printed\n{printed}"
+        rest = rest[end:]
     largest = [float(found) for found in re.findall(r"largest magnitude in .*: (.*)", printed)]
-    assert len(largest) == 13
+    assert len(largest) == 51
     assert min(largest) > 0, "a gradient of zeros would prove little"
 
 
-def test_the_readme_is_a_screen_with_two_commands_and_a_short_example():
-    text, (example,) = README.read_text(), documents.blocks(README, "python")
-    assert len(text.splitlines()) <= 85
-    assert len([line for line in example.splitlines() if line.strip()]) <= 24
+def test_the_readme_has_three_commands_and_two_short_examples():
+    text, (first, second) = README.read_text(), documents.blocks(README, "python")
+    assert len(text.splitlines()) <= 130
+    count = lambda block: len([line for line in block.splitlines() if line.strip()])  # noqa: E731
+    assert count(first) <= 28
+    assert count(second) <= 11
     assert text.index("pipelined-step.svg") < text.index("```python")
     commands = [line.split("#")[0].split() for line in text.split("```")[1].splitlines()[1:] if line]
-    assert commands == [["make", "mnist"], ["make", "test"]]
+    assert commands == [["pip", "install", "'.[flax]'"], ["make", "mnist"], ["make", "test"]]
 
 
-def test_the_front_page_of_the_documentation_is_a_picture_a_line_to_install_and_a_short_example():
-    text, (example,) = FRONT.read_text(), documents.blocks(FRONT, "python")
-    lines = [line for line in example.splitlines() if line.strip()]
-    assert len(lines) <= 15
-    assert max(map(len, lines)) <= 88
-    assert lines[-1].startswith("print(verify(")
-    assert text.index("pipelined-step.svg") < text.index("pip install .") < text.index("```python")
-    texts = re.findall(r"(?<!!)\[([^\]]*)\]\(", text)
-    assert len(texts) > 30
-    assert [text for text in texts if re.search(r"\.\w+$|/|`", text)] == ["torch.distributed.pipelining"]
-
-
-@pytest.mark.parametrize("page", [README, FRONT], ids=lambda page: page.name)
-def test_the_memory_that_a_front_page_quotes_is_that_of_the_benchmark(page):
-    shown = [float(found) for found in re.findall(r"([\d.]+)\sMB", page.read_text())]
+def test_the_memory_that_the_readme_quotes_is_that_of_the_benchmark():
+    shown = [float(found) for found in re.findall(r"([\d.]+)\sMB", README.read_text())]
     measured = {figure.name: figure.value for figure in results.read()["rivals"].figures}
     names = ("usual idiom", "usual idiom with jax.checkpoint", "ipu_jax")
     assert shown == [round(measured[f"temporary MB an IPU, {name}, plain layers, M=64"], 1) for name in names]

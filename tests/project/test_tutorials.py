@@ -1,5 +1,6 @@
 """Test that the Python code of every tutorial and guide runs unchanged, block by block, and prints what it shows."""
 
+import json
 import re
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import pytest
 
 from support import documents
 
-TUTORIALS = sorted((documents.ROOT / "docs/tutorials").glob("*.md"))
+NOTEBOOK = documents.ROOT / "docs/tutorials/notebook.ipynb"
+TUTORIALS = [*sorted((documents.ROOT / "docs/tutorials").glob("*.md")), NOTEBOOK]
 GUIDES = [
     documents.ROOT / f"docs/{name}.md" for name in ("sharded-ops", "instances", "weights", "checkpoints", "watching")
 ]
@@ -32,7 +34,8 @@ def test_a_page_runs_and_prints_what_it_shows(path: Path):
 
 def test_every_page_with_code_is_run():
     """`python` marks what is run; `py` is code of another library, whose name is in its first line and in the title."""
-    with_code = {path for path in (documents.ROOT / "docs").rglob("*.md") if documents.blocks(path, "python")}
+    pages = [path for kind in ("md", "ipynb") for path in (documents.ROOT / "docs").rglob(f"*.{kind}")]
+    with_code = {path for path in pages if documents.blocks(path, "python")}
     assert with_code == {*TUTORIALS, *GUIDES, *OTHERS, *QUICK, *COMING_FROM}
     for path in documents.ROOT.rglob("*.md"):
         is_installed = path.relative_to(documents.ROOT).parts[0].startswith(".venv")
@@ -46,6 +49,28 @@ def test_pages_hide_no_code():
     """A reader who pastes the page has what it prints, and nothing else."""
     for path in documents.ROOT.glob("docs/**/*.md"):
         assert not re.search(r"<!--\s*python", path.read_text()), path
+
+
+@pytest.mark.slow
+def test_the_notebook_shows_the_schedule_that_its_code_makes():
+    labels = re.compile(r"<title>.*?</title>|<text [^>]*>.*?</text>")
+    texts = lambda svg: [re.sub("<[^>]*>", "", label) for label in labels.findall(svg)]  # noqa: E731
+    [stored] = [
+        "".join(output["data"]["image/svg+xml"])
+        for cell in json.loads(NOTEBOOK.read_text())["cells"]
+        for output in cell.get("outputs", [])
+        if "data" in output
+    ]
+    drawn = documents.run(NOTEBOOK, "print(pipeline.schedule.to_svg())\n")
+    assert len(texts(stored)) > 50
+    assert texts(stored) == texts(drawn)
+
+
+def test_the_notebook_is_small_and_shows_no_path():
+    text = NOTEBOOK.read_text()
+    assert len(text) < 150_000
+    assert len(json.loads(text)["cells"]) <= 15
+    assert not re.search(r"/(home|root|tmp|usr|work|Users)/|\d s, |samples/s", text)
 
 
 def test_the_flax_model_becomes_a_pipeline_in_40_lines():

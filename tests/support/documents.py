@@ -1,8 +1,8 @@
 """Run the Python code of a document as a reader would, and compare its output with the output that is shown.
 
-The blocks run in order, as one program in a fresh process and an empty folder. The last digits of figures differ
-between machines and versions, so figures are compared with a tolerance. A loss at the end of a training differs the
-most.
+A document is a file of Markdown, or a notebook, which is read as Markdown. The blocks run in order, as one program in a
+fresh process and an empty folder. The last digits of figures differ between machines and versions, so figures are
+compared with a tolerance. A loss at the end of a training differs the most.
 """
 
 import os
@@ -11,6 +11,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from docs.website.hooks import as_markdown
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +25,7 @@ _ROUNDING = 1e-5  # relative errors below this are rounding errors, of any size
 
 def blocks(path: Path, language: str) -> list[str]:
     """Return the code blocks of one language."""
-    return [code for found, code in _BLOCK.findall(path.read_text()) if found == language]
+    return [code for found, code in _BLOCK.findall(_text_of(path)) if found == language]
 
 
 def run(path: Path, then: str = "", *, compile_fast: bool = False) -> str:
@@ -47,13 +49,17 @@ def run(path: Path, then: str = "", *, compile_fast: bool = False) -> str:
 
 def shown_output(path: Path) -> list[str]:
     """Return the text blocks right after a Python block, which show the block's output."""
-    text = path.read_text()
+    text = _text_of(path)
     shown, code_ends = [], None
     for block in _BLOCK.finditer(text):
         if block[1] == "text" and code_ends is not None and not text[code_ends : block.start()].strip():
             shown.append(block[2])
         code_ends = block.end() if block[1] == "python" else None
     return shown
+
+
+def _text_of(path: Path) -> str:
+    return as_markdown(path) if path.suffix == ".ipynb" else path.read_text()
 
 
 def where_shown(shown: str, printed: str) -> int | None:

@@ -10,6 +10,7 @@ _NOT_THE_USERS: Final = (
     f"{os.sep}site-packages{os.sep}",
     f"{os.sep}dist-packages{os.sep}",
     f"{Path(__file__).parents[2]}{os.sep}",
+    f"{os.sep}ipykernel_",  # a cell of a notebook: its file is called by a number
 )
 
 
