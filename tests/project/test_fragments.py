@@ -7,6 +7,8 @@ import pytest
 from support import documents
 
 COMING_FROM = sorted((documents.ROOT / "docs/coming-from").glob("*.md"))
+OTHERS = sorted({*documents.ROOT.glob("docs/**/*.md")} - {*COMING_FROM})
+OTHERS += [documents.ROOT / "README.md", documents.ROOT / "examples/README.md"]
 
 
 def ran(program: Path, pages: list[Path], *, compares: bool) -> int:
@@ -19,3 +21,8 @@ def ran(program: Path, pages: list[Path], *, compares: bool) -> int:
 @pytest.mark.parametrize("page", COMING_FROM, ids=lambda page: page.stem)
 def test_our_cells_run_as_printed(page: Path):
     assert ran(page, [page], compares=True) > 10
+
+
+def test_calls_in_the_text_of_other_pages_are_shorthand_for_calls_that_run(tmp_path: Path):
+    (tmp_path / "none.md").touch()
+    assert ran(tmp_path / "none.md", OTHERS, compares=False) > 100

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import linen as nn
 from flax import nnx
 
 import ipu_jax
@@ -28,6 +29,7 @@ MODULES = (sharded_ops, ipu_jax, *(getattr(ipu_jax, name) for name in public_api
 PUBLIC = {name: getattr(module, name) for module in MODULES for name in module.__all__}
 
 _CODE = re.compile(r'(?<!`)`([^`]+)`(?!`)|"([\w.-]+)"')
+_OTHERS = ("jax", "jnp", "np", "optax", "module", "array")  # what is called there is not ours
 _OPS = re.compile("|".join(rf"\b{op}\(" for op in sharded_ops.__all__ if op.islower()))
 _FILE = re.compile(r"[\w/.-]+\.(?:py|svg|json|gz|html|csv|txt)")
 
@@ -60,6 +62,7 @@ def check(program: dict[str, Any], paths: Iterable[str], *, compares: bool) -> N
     Raises:
         AssertionError: fragments failed; the message has a line for each.
     """
+    program = program if compares else _shorthand()
     names = PUBLIC | _examples(program) | program
     failed, ran = [], set[str]()
     warnings.filterwarnings("ignore", "key is not used")  # the program draws nothing
@@ -79,13 +82,13 @@ def _runs(code: str, names: dict[str, Any], compares: bool) -> bool:
     """Run a fragment if it is a call or an attribute of one of the names, and return whether it is."""
     if _FILE.fullmatch(code):
         return False
-    ours = re.match(r"(?:with )?(?:\w+\.)*?(\w+)\(", code)
+    called = re.match(r"(?:with )?(\w+)(?:\.\w+)*\(", code)
     if code.startswith("with ") and not code.endswith(": ..."):
         code = f"{code.removesuffix(':')}: ..."
     try:
         (statement,) = ast.parse(code).body
     except (SyntaxError, ValueError):
-        assert not (ours and ours[1] in PUBLIC), "does not parse"
+        assert not called or called[1] not in {*names, *_FRESH} - {*_OTHERS}, "does not parse"
         return False
     if isinstance(statement, ast.With):
         subject = statement.items[0].context_expr
@@ -101,13 +104,32 @@ def _runs(code: str, names: dict[str, Any], compares: bool) -> bool:
     if isinstance(subject, ast.Attribute) and isinstance(statement, ast.Expr) and "(" not in code:
         _look_up(subject, names)
         return True
+    if not compares:
+        if root.id in _OTHERS:
+            return False
+        names = names | _meant(code, root.id, names)
     used = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
     settings = dict(jax.config.values)
-    _run(statement, names | {name: _FRESH[name](names) for name in used & {*_FRESH}}, completes=not compares)
+    fresh = {name: _FRESH[name](names) for name in used & {*_FRESH}}
+    _run(statement, names | fresh, on_ipus="jax.lax." in code or bool(_OPS.search(code)), completes=not compares)
     for name, value in dict(jax.config.values).items():
         if settings[name] is not value:
             jax.config.update(name, settings[name])
     return True
+
+
+def _meant(code: str, root: str, names: dict[str, Any]) -> dict[str, Any]:
+    """Return what `batch`, `state`, `step` and `pipeline` are in a fragment that is shorthand."""
+    meant: dict[str, Any] = {}
+    if root not in ("step", "feed", "fit") or "find_nonfinite" in code:
+        meant["batch"] = names["one_update"]
+    if root == "pipeline":
+        meant["state"] = None  # of its stages
+    if "stages=" in code:
+        meant["step"] = names["step_with_state"]
+    if "choose_schedule" in code:
+        meant["pipeline"] = ipu_jax.Pipeline(names["stages"], schedule="auto", gradient_accumulation=4)
+    return meant
 
 
 def _look_up(chain: ast.expr, names: dict[str, Any]) -> Any:
@@ -122,7 +144,7 @@ def _look_up(chain: ast.expr, names: dict[str, Any]) -> Any:
     return None
 
 
-def _run(statement: ast.With | ast.Expr | ast.Assign, names: dict[str, Any], completes: bool) -> None:
+def _run(statement: ast.With | ast.Expr | ast.Assign, names: dict[str, Any], on_ipus: bool, completes: bool) -> None:
     """Run one statement, and what its result is for: read a batch, make a step of the options."""
     if completes:
         statement = ast.fix_missing_locations(_Completed().visit(statement))
@@ -135,7 +157,7 @@ def _run(statement: ast.With | ast.Expr | ast.Assign, names: dict[str, Any], com
         return
     assert completes or "..." not in ast.unparse(statement), "is not complete"
     program = compile(ast.Expression(statement.value), "fragment", "eval")
-    if "jax.lax." in ast.unparse(statement) or _OPS.search(ast.unparse(statement)):
+    if on_ipus:
         _trace_on_all_ipus(lambda: eval(program, names))
         return
     result: Any = eval(program, names)
@@ -179,9 +201,10 @@ def _call(names: dict[str, Any], function: Any, args: tuple[Any, ...], options: 
     taken = {kind.kind for kind in signature.parameters.values()}
     unknown = set() if inspect.Parameter.VAR_KEYWORD in taken else set(options) - set(signature.parameters)
     assert not unknown, f"{function.__name__} has no {unknown}"
+    options = {name: names.get(name, ...) if value is ... else value for name, value in options.items()}
     options = {name: value for name, value in options.items() if value is not ...}
     if function is ipu_jax.Feed:
-        options = {"micro_batch": 4} | ({} if "mesh" in options else {"step": names["step"]}) | options
+        options = {"micro_batch": 1} | ({} if "mesh" in options else {"step": names["step"]}) | options
     bound = signature.bind_partial(*given, **options).arguments
     for name, parameter in signature.parameters.items():
         is_needed = parameter.default is parameter.empty and parameter.kind.name[:4] != "VAR_"
@@ -215,6 +238,59 @@ def _examples(program: dict[str, Any]) -> dict[str, Any]:
     return modules | {"jnp": jnp, "np": np, "print": str, "PartitionSpec": jax.P} | locals()
 
 
+def _shorthand() -> dict[str, Any]:
+    """Return the program of the pages that do not compare libraries: a small training, and names of its kind."""
+    ipu_jax.configure(8)
+    size, dim, epoch, seed, replicas, ipus, micro_batches, placement = 6, 0, 0, 0, 2, 2, 4, (0, 1)
+    x = y = np.ones((256, 4), np.float32)
+    hidden, targets, array, labels, value, balance = x, x[:, :3], x[:6], x[:, 0].astype(np.int32), x, 0.5
+    dataset, weights = {"x": x, "y": y}, {"body": np.eye(4, dtype=np.float32), "head": np.eye(4, dtype=np.float32)}
+    loader, examples, files = [dataset], _Examples(dataset), None
+    layout, split = sharded_ops.Layout.of({"table": x}, {"table": 0}), sharded_ops.Split(3, 2)
+    mesh, arrays = ipu_jax.make_mesh(2, 2), layout.place({"table": x}, ipu_jax.make_mesh(2, 2), "ipu")
+    like, whole, means, stage_state = weights, {"table": x}, {"body": x}, {"body": x}
+
+    def body(w: Any, x: Any, microbatch: Any) -> Any:
+        return jnp.tanh(microbatch["x"] @ w)
+
+    def head(w: Any, x: Any, microbatch: Any) -> Any:
+        return x @ w
+
+    def squares(w: Any, x: Any, microbatch: Any) -> Any:
+        return jnp.mean((x @ w - microbatch["y"]) ** 2)
+
+    def cross_entropy(y: Any, microbatch: Any) -> Any:
+        return optax.losses.softmax_cross_entropy(y, microbatch["y"]).mean()
+
+    def loss_fn(weights: Any, microbatch: Any, key: Any = None) -> Any:
+        return squares(weights["head"], body(weights["body"], None, microbatch), microbatch)
+
+    def read(files: Any, seed: int) -> Any:
+        return iter([examples[number] for number in range(len(examples))])
+
+    def words() -> nnx.Module:
+        return nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+    model, embed, function, name = loss_fn, body, np.sqrt, "words"
+    Words, Logits, BalanceLoss = words, words, nnx.Variable
+    module = nn.Dense(4)
+    variables = module.init(jax.random.key(0), x)
+    stages = [ipu_jax.Stage(body, "body", ipu=0), ipu_jax.Stage(squares, "head", ipu=1, predict=head)]
+    pipeline = ipu_jax.Pipeline(stages, gradient_accumulation=4)
+    options = ipu_jax.TrainOptions(device_iterations=4, ema_decay=0.999)
+    tx = optax.sgd(0.1)
+    step = ipu_jax.make_train_step(pipeline, tx, options)
+    state, params = step.init(weights), pipeline.shard(weights)
+    with ipu_jax.Feed(dataset, step=step, micro_batch=2) as feed:
+        batch, position = next(feed), feed.state()
+    one_update = jax.tree.map(lambda leaf: leaf[0], batch.arrays)
+    state, outputs = step(state, batch)
+    with_state = ipu_jax.Stage(lambda w, s, x, mb: ipu_jax.Outputs(mb["x"] @ w, s), "body", state="body")
+    step_with_state = ipu_jax.make_train_step(ipu_jax.Pipeline([with_state, stages[1]]), tx)
+    costs = pipeline.stage_costs(params, one_update)
+    return locals()
+
+
 class _Examples:
     """Examples by number, as torch's `Dataset` has them."""
 
@@ -233,5 +309,5 @@ _FRESH: dict[str, Callable[[dict[str, Any]], Any]] = {
     "folder": lambda _: tempfile.mkdtemp(),
     "feed": lambda names: ipu_jax.Feed(names["dataset"], step=names["step"], micro_batch=4),
     "checkpoints": lambda names: ipu_jax.Checkpoints(tempfile.mkdtemp(), names["step"]),
-    "stop": lambda _: PUBLIC["StopRequest"](),
+    "stop": lambda _: PUBLIC["StopRequest"]().__enter__(),
 }
