@@ -48,7 +48,7 @@ def make_step() -> tuple[TrainStep, TrainState]:
     options: Any = {"ipus": 2, "inputs": itemgetter("x"), "loss": loss_of, "gradient_accumulation": M}
     pipeline, params = Pipeline.from_layers([residual] * LAYERS, make_layers(), **options)
     step = make_train_step(pipeline, optax.adam(1e-2))
-    return step, step.init(pipeline.unshard(params))
+    return step, step.init(params)
 
 
 def main(folder: str, updates: str = "20") -> None:

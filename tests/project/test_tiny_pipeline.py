@@ -1,6 +1,9 @@
 """Test the pipeline for reading: its numbers, the order of its tasks, its memory, and that it stays short."""
 
 import importlib.util
+import os
+import re
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -66,6 +69,10 @@ def test_each_device_does_its_tasks_in_the_order_of_1f1b(stages, micro_batches):
         tasks = [tiny.task(tick, s, stages, micro_batches) for tick in range(schedule.ticks)]
         order = [f"{s}{' FB'[kind]}{m}" for kind, m in tasks if kind != tiny.IDLE]
         assert order == [str(task) for task in schedule.order(s)]
+        ticks = {(kind, m): tick for tick, (kind, m) in enumerate(tasks)}
+        lazy = make_schedule("interleaved", ipus=stages, micro_batches=micro_batches)
+        for m in range(micro_batches):
+            assert (ticks[tiny.FORWARD, m], ticks[tiny.BACKWARD, m]) == (lazy.forward[s][m], lazy.backward[s][m])
 
 
 def test_memory_does_not_grow_with_the_micro_batches():
@@ -83,12 +90,16 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32():
     assert {gradient.dtype for gradient in gradients.values()} == {jnp.dtype("float32")}
 
 
-def test_it_prints_the_table_that_it_draws(capsys):
-    tiny.main()
-    printed = capsys.readouterr().out
+def test_as_a_program_it_prints_the_table_and_the_figures_that_its_docstring_shows():
+    env = {name: value for name, value in os.environ.items() if name not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
+    command = [sys.executable, "-W", "error", str(PATH)]
+    printed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=True).stdout
+    shown = PATH.read_text()
     for line in printed.splitlines()[:4]:
-        assert line.strip() in tiny.__doc__
+        assert line.strip() in shown
     assert float(printed.split("from one device ")[1].split()[0]) < 1e-5
+    sizes = [[float(size) for size in re.findall(r"(\d+\.\d+) MB", text)] for text in (printed, shown)]
+    np.testing.assert_allclose(*sizes, rtol=0.2)  # another version of XLA may use less
 
 
 def test_it_is_short_and_needs_jax_and_numpy_alone():

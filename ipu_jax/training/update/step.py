@@ -29,9 +29,9 @@ from ipu_jax.core.instances import put
 from ipu_jax.core.optimizer.extra_arguments import checked_optimizer
 from ipu_jax.core.options import DynamicScale, TrainOptions
 from ipu_jax.core.pipeline import Pipeline
-from ipu_jax.core.weights.arguments import count_samples
+from ipu_jax.core.weights.arguments import check_alive, count_samples
 from ipu_jax.core.weights.packed_layout import WHOLE
-from ipu_jax.core.weights.packing import Sharded
+from ipu_jax.core.weights.packing import Sharded, unshard_tree
 from ipu_jax.training.update._accumulate import counts_of
 from ipu_jax.training.update._arguments import Arguments
 from ipu_jax.training.update._average import with_average
@@ -134,7 +134,8 @@ class TrainStep:
         """Place whole weights, and the optimizer's first state for them, on the IPUs.
 
         Args:
-            params: `{group: pytree}` for a pipeline, any pytree of floating arrays for a function. They are copied.
+            params: `{group: pytree}` for a pipeline, or placed weights, as `Pipeline.shard` and `Pipeline.from_layers`
+                return them; any pytree of floating arrays for a function. They are copied.
             stages: `{group: pytree}` if a pipeline's stages hold state, else None.
             key: a typed key if the model or the rounding is random. Otherwise it is not used, and a warning says so.
 
@@ -143,7 +144,8 @@ class TrainStep:
                 or the optimizer needs a divided leaf in one piece. Nothing has been compiled by then.
         """
         if isinstance(params, Sharded):
-            raise ValueError("params are placed already: give whole weights, such as step.whole(state)['params']")
+            check_alive("params", params)
+            params = unshard_tree(params)
         return self._placement.first(params, stages, self._arguments.key_for_state(key))
 
     @facts.during("placing the state")

@@ -96,6 +96,19 @@ def test_a_state_that_is_not_donated_may_be_used_again(kind):
     assert bits(kept.whole(once)) == bits(donated.whole(donated(donated.init(WEIGHTS), ROWS)[0]))
 
 
+def test_placed_weights_begin_a_training_as_whole_ones_do():
+    step, whole = step_of("pipeline"), step_of("pipeline").init(WEIGHTS)
+    placed = pipeline_of().shard(WEIGHTS)
+    state = step.init(placed)
+    assert bits(step.whole(state)["params"]) == bits(step.whole(whole)["params"])
+    step(state, ROWS)
+    assert bits(pipeline_of().unshard(placed)) == bits(WEIGHTS), "the state has copies"
+    for leaf in jax.tree.leaves(placed):
+        leaf.delete()
+    with refused("params: ", REUSED, PASS):
+        step.init(placed)
+
+
 def test_whole_hands_out_copies():
     """It copies everything, also the key and the scale, and a key in the optimizer's own state."""
     optimizer = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.adam(0.1))

@@ -154,7 +154,6 @@ DIFFER, SCALING = "the state and this step differ in whether they", "scale the l
     (lambda m: m.random.init(WEIGHTS), MISSING, "the model is random", "init(..., key=jax.random.key(seed))"),
     (lambda m: m.rounding.init(WEIGHTS), MISSING, "stochastic_rounding=True", "init(..., key=jax.random.key"),
     (lambda m: m.plain.init({"w": INTS}), "params['w'] is int32", "floating", "in the batch"),
-    (lambda m: m.pipeline.init(m.of.pipeline.params), "are placed already", "step.whole(state)['params']"),
     (lambda m: m.plain.init(WEIGHTS, stages={"s": np.ones(())}), "the model holds no state", "leave them out"),
     (lambda m: m.pipeline.init(WEIGHTS, stages={"s": np.ones(())}), "the model holds no state", "leave them out"),
     (lambda m: m.stateful.init({"w": np.ones(3)}), "stages is missing", "the state of 's'"),
