@@ -1,9 +1,10 @@
 """Let links work on the site as they do among the files: pages link to files outside of docs/, and to notebooks.
 
-Such a file gets a page of its own below repository/: Markdown as it is, anything else as a code block, and a folder by
-its README.md. So the site is complete without the address of a repository. A notebook gets a page with its stored
-outputs, which Jupyter writes: `jupyter nbconvert --execute --inplace --ExecutePreprocessor.record_timing=False FILE`.
-In `nav`, `folder/*.md` stands for all pages of a folder. The front page has no sidebars.
+Such a file, and a program in docs/, gets a page of its own below repository/: Markdown as it is, anything else as a
+code block, and a folder by its README.md. So the site is complete without the address of a repository. A notebook
+gets a page with its stored outputs, which Jupyter writes: `jupyter nbconvert --execute --inplace
+--ExecutePreprocessor.record_timing=False FILE`. In `nav`, `folder/*.md` stands for all pages of a folder. The front
+page has no sidebars.
 """
 
 import base64
@@ -30,7 +31,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for each notebook, and for each file outside of docs/ that a page links to, or such a page itself."""
+    """Add a page for each notebook, and for each linked program or file outside of docs/."""
     for file in list(files):
         if file.src_uri.endswith(".ipynb"):
             notebook = ROOT / "docs" / file.src_uri
@@ -40,7 +41,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     while waiting:
         source = waiting.pop()
         for target in filter(None, (_target(source, link[3]) for link in _LINK.finditer(source.read_text()))):
-            if target in seen or _is_in_docs(target):
+            if target in seen or _is_on_site(target):
                 continue
             seen.add(target)
             files.append(
@@ -93,16 +94,17 @@ def _target(source: Path, link: str) -> Path | None:
     for found in (path, path / "README.md", path / "index.md"):
         if found.is_file() and found.is_relative_to(ROOT):
             return found
-    return ROOT / "docs/index.md" if path.is_dir() and _is_in_docs(path) else None
+    return ROOT / "docs/index.md" if path.is_dir() and _is_on_site(path) else None
 
 
-def _is_in_docs(path: Path) -> bool:
-    return path.is_relative_to(ROOT / "docs")
+def _is_on_site(path: Path) -> bool:
+    """Return whether a file has its place on the site already: it is in docs/, and is not a program."""
+    return path.is_relative_to(ROOT / "docs") and path.suffix != ".py"
 
 
 def _uri(path: Path) -> str:
     """Return the place on the site of a file of the repository."""
-    if _is_in_docs(path):
+    if _is_on_site(path):
         return re.sub(r"\.ipynb$", ".md", path.relative_to(ROOT / "docs").as_posix())
     uri = f"{_OUTSIDE}/{path.relative_to(ROOT).as_posix()}"
     return uri if path.suffix == ".md" else f"{uri}.source.md"
