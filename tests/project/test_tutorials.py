@@ -1,7 +1,11 @@
 """Test that the Python code of every tutorial and guide runs unchanged, block by block, and prints what it shows."""
 
 import json
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,6 +75,23 @@ def test_the_notebook_is_small_and_shows_no_path():
     assert len(text) < 150_000
     assert len(json.loads(text)["cells"]) <= 15
     assert not re.search(r"/(home|root|tmp|usr|work|Users)/|\d s, |samples/s", text)
+
+
+@pytest.mark.slow
+def test_the_script_for_a_laptop_and_a_cluster_runs_by_the_commands_below_it(tmp_path: Path):
+    page = documents.ROOT / "docs/instances.md"
+    (tmp_path / "train.py").write_text("".join(documents.blocks(page, "python")))
+    on_a_laptop = [shlex.split(line, comments=True) for line in documents.blocks(page, "bash")[0].splitlines()]
+    starts = {"python": [sys.executable], "poprun": [sys.executable, "-m", "ipu_jax.distributed.poprun"]}
+    alone = {name: value for name, value in os.environ.items() if name not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
+    printed = []
+    for line in on_a_laptop:
+        words = [word for part in line for word in starts.get(part, [part])]
+        environment = alone | {"PYTHONPATH": str(documents.ROOT)}
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        printed += re.findall(r"(\d+) cpu devices, (\d+) replicas: loss .*\n.*verified: True", done.stdout)
+    assert printed == [("2", "1"), ("8", "2"), ("4", "2")]
 
 
 def test_the_flax_model_becomes_a_pipeline_in_40_lines():

@@ -111,10 +111,12 @@ def _runs(code: str, names: dict[str, Any], compares: bool) -> bool:
     used = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
     settings = dict(jax.config.values)
     fresh = {name: _FRESH[name](names) for name in used & {*_FRESH}}
-    _run(statement, names | fresh, on_ipus="jax.lax." in code or bool(_OPS.search(code)), completes=not compares)
-    for name, value in dict(jax.config.values).items():
-        if settings[name] is not value:
-            jax.config.update(name, settings[name])
+    try:
+        _run(statement, names | fresh, on_ipus="jax.lax." in code or bool(_OPS.search(code)), completes=not compares)
+    finally:
+        for name, value in dict(jax.config.values).items():
+            if settings[name] is not value:
+                jax.config.update(name, settings[name])
     return True
 
 
@@ -149,13 +151,14 @@ def _run(statement: ast.With | ast.Expr | ast.Assign, names: dict[str, Any], on_
     if completes:
         statement = ast.fix_missing_locations(_Completed().visit(statement))
         names["_call"] = lambda function, *args, **options: _call(names, function, args, options)
+    subject = statement.items[0] if isinstance(statement, ast.With) else statement
+    assert completes or "..." not in ast.unparse(subject), "is not complete"
     if isinstance(statement, ast.With):
-        if "trace" in ast.unparse(statement.items[0]):
+        if "trace" in ast.unparse(subject):
             statement.body = ast.parse("for _ in range(2): state, _ = step(state, batch)").body
             names["state"] = _FRESH["state"](names)
         exec(compile(ast.Module([statement], []), "fragment", "exec"), names)
         return
-    assert completes or "..." not in ast.unparse(statement), "is not complete"
     program = compile(ast.Expression(statement.value), "fragment", "eval")
     if on_ipus:
         _trace_on_all_ipus(lambda: eval(program, names))
@@ -198,17 +201,15 @@ def _call(names: dict[str, Any], function: Any, args: tuple[Any, ...], options: 
     if not str(getattr(function, "__module__", "")).startswith(("ipu_jax", "sharded_ops")):
         return function(*given, **options)
     signature = inspect.signature(function)
-    taken = {kind.kind for kind in signature.parameters.values()}
-    unknown = set() if inspect.Parameter.VAR_KEYWORD in taken else set(options) - set(signature.parameters)
-    assert not unknown, f"{function.__name__} has no {unknown}"
+    signature.bind_partial(*given, **options)  # every keyword exists, also one whose value is left out
     options = {name: names.get(name, ...) if value is ... else value for name, value in options.items()}
     options = {name: value for name, value in options.items() if value is not ...}
     if function is ipu_jax.Feed:
         options = {"micro_batch": 1} | ({} if "mesh" in options else {"step": names["step"]}) | options
     bound = signature.bind_partial(*given, **options).arguments
     for name, parameter in signature.parameters.items():
-        is_needed = parameter.default is parameter.empty and parameter.kind.name[:4] != "VAR_"
-        if is_needed and name not in bound:
+        is_variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty and not is_variable and name not in bound:
             options[name] = names[name]
     return function(*given, **options)
 
