@@ -2,7 +2,7 @@
 
 A stage is three tanh layers of 64x64 on micro-batches of 512 rows, so that activations take nearly all the memory. The
 compiled step's `memory_analysis().temp_size_in_bytes` is compared with `PipelineReport.predicted_temporary`, for every
-schedule below. Nothing is run. docs/measured.md contains the table that this prints.
+schedule below. Nothing is run. docs/measured.md has the rows of 4 IPUs.
 
     python benchmarks/memory.py [--check]
 """
