@@ -185,13 +185,20 @@ def check_alive(what: str, tree: Any, mend: str = "pass what that call returned 
             raise ValueError(f"{what}: an earlier call reused the buffers of its arrays (it donates them): {mend}")
 
 
+def _described(leaf: Any) -> str:
+    """Say what a leaf of a batch is that does not fit. The batch of a `Feed` is one leaf."""
+    if hasattr(leaf, "shape"):
+        return f"shape {tuple(leaf.shape)}"
+    return type(leaf).__name__ + (" (pass batch.data)" if hasattr(leaf, "is_real") else "")
+
+
 def check_batch(batch: Any, replicas: int, m: int) -> None:
     """Raise `ValueError` unless the leaves of `batch` are (m, ...), or (replicas, m, ...) with several replicas."""
     leading = (m,) if replicas == 1 else (replicas, m)
     for path, leaf in jax.tree.leaves_with_path(batch):
         shape = getattr(leaf, "shape", None)
         if shape is None or shape[: len(leading)] != leading:
-            described = type(leaf).__name__ if shape is None else f"shape {tuple(shape)}"
+            described = _described(leaf)
             rule = "(gradient_accumulation," if replicas == 1 else "(replicas, gradient_accumulation,"
             raise ValueError(
                 f"batch{jax.tree_util.keystr(path)} has {described}: its leading dims must be {rule} ...) = "
@@ -227,7 +234,7 @@ def check_prediction_batch(batch: Any, replicas: int) -> None:
         shape = getattr(leaf, "shape", None)
         found = None if shape is None else tuple(shape[:leading])
         if found is None or len(found) < leading or 0 in found or (replicas > 1 and found[0] != replicas):
-            described = type(leaf).__name__ if shape is None else f"shape {tuple(shape)}"
+            described = _described(leaf)
             raise ValueError(
                 f"batch{jax.tree_util.keystr(path)} has {described}: its leading dims must be {rule}, with any number "
                 "of micro-batches from 1 on"
