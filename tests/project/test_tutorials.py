@@ -78,6 +78,19 @@ def test_the_notebook_is_small_and_shows_no_path():
 
 
 @pytest.mark.slow
+def test_each_answer_of_how_to_runs_after_the_model_alone(tmp_path: Path):
+    model, *answers = re.split(r"^###? ", (documents.ROOT / "docs/how-to.md").read_text(), flags=re.MULTILINE)
+    (tmp_path / "model.md").write_text(model)
+    programs = []
+    for answer in answers:
+        (tmp_path / "answer.md").write_text(answer)
+        programs += ["".join(documents.blocks(tmp_path / "answer.md", "python"))]
+    then = f"\nmodel = dict(globals())\nfor program in {programs}:\n    exec(program, dict(model))\n"
+    documents.run(tmp_path / "model.md", then=then, compile_fast=True)
+    assert len(list(filter(None, programs))) > 10
+
+
+@pytest.mark.slow
 def test_the_script_for_a_laptop_and_a_cluster_runs_by_the_commands_below_it(tmp_path: Path):
     page = documents.ROOT / "docs/instances.md"
     (tmp_path / "train.py").write_text("".join(documents.blocks(page, "python")))

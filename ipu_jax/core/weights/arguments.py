@@ -185,16 +185,21 @@ def check_alive(what: str, tree: Any, mend: str = "pass what that call returned 
             raise ValueError(f"{what}: an earlier call reused the buffers of its arrays (it donates them): {mend}")
 
 
+def _shape(leaf: Any) -> str:
+    """Say which shape a leaf of a batch has, or what else it is: the batch of a `Feed` is one leaf."""
+    other = type(leaf).__name__.replace("FeedBatch", "FeedBatch (pass batch.data)")
+    return f"shape {tuple(leaf.shape)}" if hasattr(leaf, "shape") else other
+
+
 def check_batch(batch: Any, replicas: int, m: int) -> None:
     """Raise `ValueError` unless the leaves of `batch` are (m, ...), or (replicas, m, ...) with several replicas."""
     leading = (m,) if replicas == 1 else (replicas, m)
     for path, leaf in jax.tree.leaves_with_path(batch):
         shape = getattr(leaf, "shape", None)
         if shape is None or shape[: len(leading)] != leading:
-            described = type(leaf).__name__ if shape is None else f"shape {tuple(shape)}"
             rule = "(gradient_accumulation," if replicas == 1 else "(replicas, gradient_accumulation,"
             raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} has {described}: its leading dims must be {rule} ...) = "
+                f"batch{jax.tree_util.keystr(path)} has {_shape(leaf)}: its leading dims must be {rule} ...) = "
                 f"({', '.join(map(str, leading))}, ...)"
             )
     _check_not_empty(batch)
@@ -224,13 +229,11 @@ def check_prediction_batch(batch: Any, replicas: int) -> None:
     rule = "(micro-batches, ...)" if replicas == 1 else f"(replicas, micro-batches, ...) = ({replicas}, ...)"
     first: tuple[int, ...] | None = None
     for path, leaf in jax.tree.leaves_with_path(batch):
-        shape = getattr(leaf, "shape", None)
-        found = None if shape is None else tuple(shape[:leading])
-        if found is None or len(found) < leading or 0 in found or (replicas > 1 and found[0] != replicas):
-            described = type(leaf).__name__ if shape is None else f"shape {tuple(shape)}"
+        found = tuple(getattr(leaf, "shape", tuple[int, ...]()))[:leading]
+        if len(found) < leading or 0 in found or (replicas > 1 and found[0] != replicas):
             raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} has {described}: its leading dims must be {rule}, with any number "
-                "of micro-batches from 1 on"
+                f"batch{jax.tree_util.keystr(path)} has {_shape(leaf)}: its leading dims must be {rule}, with any "
+                "number of micro-batches from 1 on"
             )
         first = found if first is None else first
         if found != first:

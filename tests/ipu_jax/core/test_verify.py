@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh, verify
 from ipu_jax.core import verification
 from ipu_jax.core.engine import scan as engine
+from ipu_jax.io import FeedBatch
 from ipu_jax.pipelines import VerificationError, reference_value_and_grad
 from support.dense import largest_relative_error
 from support.layers import normal
@@ -411,6 +412,7 @@ def unsharded(**given: Any) -> Any:
 
 @refusals(
     (unsharded(batch=batch_of(1)), "batch['x'] has shape (3, 3, 4)", "its leading dims must be"),
+    (unsharded(batch=FeedBatch({}, 0, 0, 1, np.ones(0, bool), 0)), "batch has FeedBatch", "pass batch.data"),
     (unsharded(key=None), "stage 'a' takes a random key", "jax.random.key(...)"),
     (unsharded(state=None), "state has the groups []", "the stages name ['seen']", "{group: pytree}"),
     (unsharded(state={}), "state has the groups []", "the stages name ['seen']", "{group: pytree}"),
