@@ -128,11 +128,13 @@ class Arguments:
         check_batch(self._of_one_update(batch), self._model.replicas, self._model.options.gradient_accumulation)
         return batch
 
-    def check_one_update(self, state: TrainState, batch: Any) -> None:
-        """Check a state and the batch of one update, without the dim of updates."""
+    def batch_of_update(self, state: TrainState, batch: Any) -> Any:
+        """Check a state and the batch of one update, without the dim of updates; return the batch's arrays."""
         self.check_state(state)
-        check_alive("batch", batch)
-        check_batch(batch, self._model.replicas, self._model.options.gradient_accumulation)
+        arrays: Any = batch.arrays if isinstance(batch, FeedBatch) else batch
+        check_alive("batch", arrays)
+        check_batch(arrays, self._model.replicas, self._model.options.gradient_accumulation)
+        return arrays
 
     def _arrays_of(self, batch: Any) -> Any:
         """Return the arrays of a batch."""

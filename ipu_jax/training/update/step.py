@@ -269,7 +269,8 @@ class TrainStep:
 
         Args:
             state: the state before the update, such as a stopped state.
-            batch: the batch of one update: leaves (replicas, M, micro-batch, ...), without the first dim if it is 1.
+            batch: the batch of one update: leaves (replicas, M, micro-batch, ...), without the first dim if it is 1; or
+                a `FeedBatch` of one update.
             step: the number of the update, counted from 1, for its random keys. Default: the state's next update.
 
         Returns:
@@ -284,8 +285,8 @@ class TrainStep:
         >>> print(step.find_nonfinite(step.init(jnp.ones(2)), jnp.ones((3, 4, 2)).at[1, 2].set(0)))
         update 1, replica 0, micro-batch 1: the loss is -inf
         """
-        self._arguments.check_one_update(state, batch)
-        return self._diagnosis.find(state, batch, int(state.step) + 1 if step is None else step)
+        arrays = self._arguments.batch_of_update(state, batch)
+        return self._diagnosis.find(state, arrays, int(state.step) + 1 if step is None else step)
 
     @jax.transfer_guard("allow")  # the caller asks for this transfer
     def loss(self, state: TrainState, batch: Any, *, key: Any = None, ema: bool = False) -> Any:

@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import ALL_IPUS, Checkpoints, Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
+from ipu_jax import ALL_IPUS, Checkpoints, Feed, Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
 from ipu_jax.options import DynamicScale
 from ipu_jax.steps import NonFiniteLossError, NonFiniteLossWarning
 from ipu_jax.training.update.nonfinite import Flags, first_nonfinite, no_flags
@@ -116,6 +116,15 @@ def test_what_was_made_wrong_is_named(name, value, at, expected, random_step):
     assert dataclasses.astuple(found)[:6] == (7, *expected)
     is_gradient = "gradient" in found.what
     assert np.isfinite(found.loss) == (is_gradient or name == "to_state")
+
+
+def test_a_feeds_batch_is_searched_as_it_is():
+    step = make_train_step(lambda w, rows: jnp.mean(jnp.log(rows["x"] @ w)), optax.sgd(0.1))
+    rows = np.ones((8, 2), np.float32)
+    rows[5] = 0
+    with Feed({"x": rows}, step=step, micro_batch=8, shuffle=False) as feed:
+        found: Any = step.find_nonfinite(step.init(jnp.ones(2)), next(feed))
+    assert found.what == "the loss"
 
 
 def test_weights_and_state_that_are_not_finite_are_named(random_step):
