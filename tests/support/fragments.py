@@ -215,25 +215,19 @@ def _call(names: dict[str, Any], function: Any, args: tuple[Any, ...], options: 
 
 
 def _examples(program: dict[str, Any]) -> dict[str, Any]:
-    """Return what fragments use besides the program: small numbers, arrays, a loss, layers, a schedule."""
+    """Return what fragments use besides the program: small numbers, arrays, modules, data, a schedule."""
     n = r = R = 2
     m = M = b = 4
     k, v, V, N = 1, 6, 6, 16
     x = w = y = hidden = np.eye(4, dtype=np.float32)
     table, logits, ids, labels = x[:3], x[:, :3], np.zeros(4, np.int32), np.zeros(4, np.int32)
-    images, costs, key = np.ones((2, 28, 28), np.uint8), [1.0] * 8, jax.random.key(0)
+    images, key = np.ones((2, 28, 28), np.uint8), jax.random.key(0)
     dataset = source = program["dataset"]
-    batches, examples, micro_batch = [dataset], _Examples(dataset), {name: leaf[:4] for name, leaf in dataset.items()}
+    batches, examples = [dataset], _Examples(dataset)
     params, optimizer = program["state"].params, optax.sgd(0.1)
     fn, g = program["stages"][0].fn, program["stages"][-1].fn
-    f, module, layers = fn, nnx.Linear(4, 4, rngs=nnx.Rngs(0)), [(lambda w, x: x @ w, x)] * 8
+    f, module = fn, nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     schedule = ipu_jax.make_schedule("1f1b", ipus=2, micro_batches=4)
-
-    def loss(weights: Any, microbatch: Any) -> Any:
-        return mse(jnp.tanh(microbatch["x"] @ weights["body"]) @ weights["head"], microbatch)
-
-    def mse(x: Any, microbatch: Any) -> Any:
-        return jnp.mean((x - microbatch["y"]) ** 2)
 
     modules = {module.__name__: module for module in (dataclasses, ipu_jax, jax, optax, sharded_ops)}
     return modules | {"jnp": jnp, "np": np, "print": str, "PartitionSpec": jax.P} | locals()
@@ -272,7 +266,8 @@ def _shorthand() -> dict[str, Any]:
     def words() -> nnx.Module:
         return nnx.Linear(4, 4, rngs=nnx.Rngs(0))
 
-    model, embed, function, name = loss_fn, body, np.sqrt, "words"
+    model, embed, function, name, loss = loss_fn, body, np.sqrt, "words", squares
+    layers = [(lambda w, x: x @ w, weights["body"])] * 8
     Words, Logits, BalanceLoss = words, words, nnx.Variable
     module = nn.Dense(4)
     variables = module.init(jax.random.key(0), x)
