@@ -1,5 +1,6 @@
 """Test the benchmark's ResNet and transformer against independent programs: loss, gradients and running averages."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -45,10 +46,10 @@ def resnet_loss(params: Any, state: Any, images: jax.Array, labels: jax.Array) -
     averages: dict[str, Any] = {}
 
     def conv_norm(path: tuple[str, ...], x: jax.Array, strides: int) -> jax.Array:
-        conv, norm = ("Conv_0", "BatchNorm_0") if path == ("stem",) else ("conv", "norm")
-        p, s = params, state
-        for name in path:
-            p, s = p[name], s[name]
+        is_stem = path == ("stem",)
+        conv, norm = ("Conv_0", "BatchNorm_0") if is_stem else ("conv", "norm")
+        of_state = path if is_stem else (path[0], "batch_stats", *path[1:])  # the collection of Flax
+        p, s = (functools.reduce(lambda tree, name: tree[name], *args) for args in ((path, params), (of_state, state)))
         kernel = p[conv]["kernel"]
         pad = [(kernel.shape[0] // 2,) * 2] * 2
         y = lax.conv_general_dilated(x, kernel, (strides,) * 2, pad, dimension_numbers=("NHWC", "HWIO", "NHWC"))
@@ -56,7 +57,7 @@ def resnet_loss(params: Any, state: Any, images: jax.Array, labels: jax.Array) -
         variance = ((y - mean) ** 2).mean((0, 1, 2))
         found = {"mean": mean, "var": variance}
         into = averages
-        for name in path:
+        for name in of_state:
             into = into.setdefault(name, {})
         into[norm] = {k: 0.9 * s[norm][k] + 0.1 * found[k] for k in found}
         return (y - mean) / jnp.sqrt(variance + 1e-5) * p[norm]["scale"] + p[norm]["bias"]
