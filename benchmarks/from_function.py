@@ -249,7 +249,7 @@ def heaviest(pipeline: Pipeline, params: Any, batch: Any) -> float:
 
 
 def evenness(figures: Figures, sizes: Sizes) -> None:
-    """Compare the heaviest stage with that of the best of all cuts between halves of blocks."""
+    """Compare the heaviest stage with the best cut's, among all cuts between halves of blocks."""
     params = jax.eval_shape(lambda: init_params(sizes, tied=False))
     batch = jax.eval_shape(lambda: random_batch(sizes, 1, SEQUENCES))
     one = jax.eval_shape(lambda batch: jax.tree.map(lambda leaf: leaf[0], batch), batch)

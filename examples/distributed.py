@@ -3,7 +3,7 @@
     python -m examples.distributed --replicas 8
     poprun --num-replicas 8 --num-instances 2 python -m examples.distributed
 
-docs/tutorials/distributed.md tells what each of them is good for.
+docs/tutorials/distributed.md says what each of them is good for.
 """
 
 import argparse

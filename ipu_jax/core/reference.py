@@ -170,18 +170,21 @@ def _check_state(pipeline: Pipeline, state: Any) -> None:
 
 
 def _check_searchable(**inputs: Any) -> None:
-    """Raise `ValueError` if jax searches for the operation that makes a NaN, but an input holds one already."""
+    """Raise `ValueError` if jax searches for the operation that makes a NaN, but an input holds one already.
+
+    Arrays of which other instances hold a part are not looked at.
+    """
     if not jax.config.values["jax_debug_nans"]:
         return
     for what, tree in inputs.items():
         for path, leaf in jax.tree.leaves_with_path(tree):
-            if jnp.issubdtype(leaf.dtype, jnp.floating) and getattr(leaf, "is_fully_addressable", True):
-                found = np.argwhere(np.isnan(np.asarray(leaf)))
-                if len(found):
-                    raise ValueError(
-                        f"{what}{jax.tree_util.keystr(path)}{found[0].tolist() or ''} is nan, but jax.debug_nans finds "
-                        f"a NaN that an operation makes: give {what} without a NaN"
-                    )
+            is_float = jnp.issubdtype(getattr(leaf, "dtype", object), jnp.floating)
+            if is_float and getattr(leaf, "is_fully_addressable", True) and np.isnan(leaf).any():
+                at = np.argwhere(np.isnan(leaf))[0].tolist() or ""
+                raise ValueError(
+                    f"{what}{jax.tree_util.keystr(path)}{at} is nan, but jax.debug_nans finds a NaN that an operation "
+                    f"makes: give {what} without a NaN"
+                )
 
 
 def _numbered(batch: Any) -> tuple[Any, Any]:

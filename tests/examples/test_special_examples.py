@@ -1,4 +1,4 @@
-"""Test the examples of models that pipelines seldom run: loss and gradients equal those of a twin in plain jax."""
+"""Test the examples of models that pipelines seldom run: loss and gradients equal a twin's in plain jax."""
 
 import ast
 import inspect

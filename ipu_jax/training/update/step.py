@@ -135,7 +135,8 @@ class TrainStep:
 
         Args:
             params: `{group: pytree}` for a pipeline, or placed weights, as `Pipeline.shard` and `Pipeline.from_layers`
-                return them; any pytree of floating arrays for a function. They are copied.
+                return them; any pytree of floating arrays for a function. They are copied. Placed weights are made
+                whole first, which communicates as `Pipeline.unshard` does.
             stages: `{group: pytree}` if a pipeline's stages hold state, else None.
             key: a typed key if the model or the rounding is random. Otherwise it is not used, and a warning says so.
 

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, verify
+from ipu_jax import ALL_IPUS, Feed, Pipeline, Stage, make_mesh, verify
 from ipu_jax.pipelines import VerificationError, VerificationReport, reference_value_and_grad
 
 NUMBER = r"-?\d[\d.]*(?:e-?\d+)?"
@@ -91,6 +91,15 @@ def test_the_unsharded_program_takes_the_reference_and_not_the_function():
     assert value == pytest.approx(7 + float(WEIGHTS["b"].mean()), rel=1e-6)
     np.testing.assert_allclose(gradients["b"], np.full((4, 4), 1 / 16), rtol=1e-6)
     np.testing.assert_array_equal(gradients["a"]["w"], 0)
+
+
+def test_what_is_no_array_is_refused_as_ever_while_jax_searches_for_a_nan():
+    one_device = make_mesh(1, 1)
+    with jax.debug_nans(True), Feed({"x": X[0]}, mesh=one_device, micro_batch=5) as feed:
+        with pytest.raises(ValueError, match=r"batch has FeedBatch \(pass batch.data\)"):
+            reference_value_and_grad(pipeline_of(), WEIGHTS, next(feed))
+        with pytest.raises(ValueError, match=r"batch\[0\] has float"):
+            reference_value_and_grad(pipeline_of(), WEIGHTS, [0.5])
 
 
 def head_stage(fn, reference=None) -> Pipeline:
