@@ -46,6 +46,18 @@ def broadcast(source: int, tree: Any, axis: str = IPU_AXIS) -> Any:
     return jax.tree.map(lambda leaf: to_all(leaf, source, axis), tree)
 
 
+def rounded(total: jax.Array, dtype: Any) -> jax.Array:
+    """Return a sum over devices in a dtype, added up in its own one.
+
+    XLA for TPU moves a conversion to bfloat16 from after a sum to before it, also past an `optimization_barrier`, but
+    not past a `reduce_precision`, even if that changes no number.
+    """
+    if total.dtype == dtype or not jnp.issubdtype(total.dtype, jnp.floating):
+        return total.astype(dtype)
+    own = jnp.finfo(total.dtype)
+    return lax.reduce_precision(total, own.nexp, own.nmant).astype(dtype)
+
+
 def state_over_replicas(tree: Any) -> Any:
     """Return the state that all replicas continue with: the mean of floating leaves, and replica 0's other leaves.
 

@@ -13,7 +13,6 @@ import numpy as np
 from ipu_jax.core.analysis.cost import bytes_of, jaxpr_flops, jaxpr_peak_bytes
 from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.engine.plan import Plan
-from ipu_jax.core.engine.stash import Stash
 from ipu_jax.core.programs.segment_program import split_floats
 from ipu_jax.core.weights.packed_layout import PackedLayout, local_shape
 
@@ -50,20 +49,6 @@ def segment_costs(plan: Plan, params: PackedLayout) -> list[SegmentCost]:
         peak_bytes.append(jaxpr_peak_bytes(forward, keep_outputs=False))
         costs.append(SegmentCost(jaxpr_flops(forward), sum(flops), sum(flops[1:]), max(peak_bytes)))
     return costs
-
-
-def stash_bytes(plan: Plan, ipu: int) -> int:
-    """Return the bytes that an IPU's own segments stash: for each ring, its depth x the bytes of a micro-batch."""
-    return _buffer_bytes(Stash(plan).used[ipu])
-
-
-def stash_buffer_bytes(plan: Plan) -> int:
-    """Return the bytes of the stash in the scan. Every IPU holds as many as the IPU that needs the most."""
-    return _buffer_bytes(Stash(plan).sizes)
-
-
-def _buffer_bytes(sizes: dict[str, int]) -> int:
-    return sum(size * np.dtype(buffer.split(":")[1]).itemsize for buffer, size in sizes.items())
 
 
 class WeightBytes(NamedTuple):
@@ -129,7 +114,7 @@ def sent_bytes(plan: Plan, ipu: int) -> int:
         message, floats = plan.programs[i].y, split_floats(plan.programs[i].y)[0]
         if plan.segments[i + 1].place is None:  # a psum broadcasts x to all IPUs, and another psum sums the parts of dx
             total += bytes_of(message) + bytes_of(floats)
-        elif plan.segments[i].place is None:  # dy is broadcast to all IPUs
+        elif plan.segments[i].place is None and not plan.programs[i].needs_sums_only:  # dy is broadcast to all IPUs
             total += bytes_of(floats)
     return total
 

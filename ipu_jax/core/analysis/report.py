@@ -29,14 +29,13 @@ from ipu_jax.core.analysis._account import (
     idle_shares,
     segment_costs,
     sent_bytes,
-    stash_buffer_bytes,
-    stash_bytes,
     weight_bytes,
     wide_accumulator_bytes,
 )
 from ipu_jax.core.analysis.cost import bytes_of
 from ipu_jax.core.devices import REPLICA_AXIS
 from ipu_jax.core.engine.plan import Plan
+from ipu_jax.core.engine.stash import Stash
 from ipu_jax.core.weights import packing
 from ipu_jax.core.weights.packed_layout import PackedLayout
 from ipu_jax.core.weights.packing import Sharded
@@ -200,7 +199,7 @@ def count_report(plan: Plan, layout: PackedLayout, state: PackedLayout, batch_by
         batch_bytes: the bytes of one replica's batch.
     """
     m = plan.schedule.micro_batches
-    costs = segment_costs(plan, layout)
+    costs, stash = segment_costs(plan, layout), Stash(plan)
     idle = idle_shares(plan, costs, layout.ipus)
     weights = [weight_bytes(layout, k) for k in range(layout.ipus)]
     segments_of_ipu = [[i for i, s in enumerate(plan.segments) if s.place in (None, k)] for k in range(layout.ipus)]
@@ -211,7 +210,7 @@ def count_report(plan: Plan, layout: PackedLayout, state: PackedLayout, batch_by
             padding=weights[k].allocated - weights[k].own,
             state=weight_bytes(state, k).allocated,
             batch=batch_bytes,
-            stash=stash_bytes(plan, k),
+            stash=stash.nbytes_of(k),
             gradients=weights[k].allocated,
             accumulators=weights[k].accumulators,
             working_set=max((costs[i].working_set for i in segments_of_ipu[k]), default=0),
@@ -225,7 +224,7 @@ def count_report(plan: Plan, layout: PackedLayout, state: PackedLayout, batch_by
         schedule=plan.schedule.name,
         micro_batches=m,
         ipus=ipus,
-        stash=stash_buffer_bytes(plan),
+        stash=stash.nbytes + stash.padding,
         channels=channel_bytes(plan, m),
         working_set=max(cost.working_set for cost in costs),
         sums=wide_accumulator_bytes(layout),

@@ -23,10 +23,11 @@ class StepShapes:
         params, state: the layouts of weights and state.
         batch: the replica's batch, with leaves (M, ...): arrays, tracers or `jax.ShapeDtypeStruct`.
         key: a random key or its shape, or None.
+        platform: of the IPUs.
     """
 
-    def __init__(self, params: PackedLayout, state: PackedLayout, batch: Any, key: Any):
-        self.params, self.state, self.batch = params, state, batch
+    def __init__(self, params: PackedLayout, state: PackedLayout, batch: Any, key: Any, platform: str):
+        self.params, self.state, self.batch, self.platform = params, state, batch, platform
         self._microbatch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
         self._key = None if key is None else jax.ShapeDtypeStruct(key.shape, key.dtype)
 
@@ -39,7 +40,9 @@ class StepShapes:
     ) -> Plan:
         """Return the plan of the step under a schedule."""
         segments = segments_of(stages, schedule, role, backward=backward)
-        return make_plan(segments, schedule, self.params, self.state, self._microbatch, key=self._key)
+        return make_plan(
+            segments, schedule, self.params, self.state, self._microbatch, key=self._key, platform=self.platform
+        )
 
     def report(self, stages: tuple[Stage, ...], schedule: Schedule) -> PipelineReport:
         """Return the report of the step under a schedule. Temporary bytes are predicted."""

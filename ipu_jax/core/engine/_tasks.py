@@ -93,8 +93,8 @@ class Tasks:
         i = self.representative(c)
         if i == self.plan.last:
             return None, None
-        source, place = self.plan.segments[i + 1].place, self.plan.segments[i].place
-        return self.gradient(i, carry), source if place is None else None
+        to_all = self.plan.segments[i].place is None and not self.plan.programs[i].needs_sums_only
+        return self.gradient(i, carry), self.plan.segments[i + 1].place if to_all else None
 
     def activation(self, boundary: int, carry: Carry) -> Any:
         """Return the message between segments `boundary` and `boundary + 1`, as the second segment reads it."""
@@ -213,7 +213,11 @@ class Tasks:
             dy = self.arrived(("dy", c), gradient, source, microbatch, part, fence)
             if i == self.plan.last:
                 dy = fence([jnp.full((), self.args.loss_cotangent, program.y.dtype)])
-            if segment.place is None:
+            if program.needs_sums_only:
+                # the IPU that has the whole cotangent keeps it
+                owner = self.plan.segments[i + 1].place or 0
+                dy = [jnp.where(self.ipu == owner, leaf, jnp.zeros_like(leaf)) for leaf in dy]
+            elif segment.place is None:
                 dy = [leaf / self.plan.ipus for leaf in dy]
             stash = self.read(("stash", c), part, microbatch, fence)
             weights, inputs = self.weights(c, *packed), self.inputs(c, microbatch)
@@ -321,9 +325,16 @@ class Tasks:
             label: the task's name in the compiled program.
             aux_of: the segment whose aux it changes.
         """
+
+        def pinned(part: Carry) -> Carry:
+            return part if part.stash is None else dataclasses.replace(part, stash=self.stash.pinned(part.stash))
+
+        def in_layout(fence: Fence, part: Carry) -> Carry:
+            return pinned(body(fence, pinned(part)))
+
         part = carry.part(names, aux_of=aux_of)
         with jax.named_scope(label):
-            guards_run, part = guard(carry.guards_run, active >= 0, body, part)
+            guards_run, part = guard(carry.guards_run, active >= 0, in_layout, part)
         return dataclasses.replace(carry.with_part(part), guards_run=guards_run)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from ipu_jax.core.collectives import rounded
 from ipu_jax.core.devices import REPLICA_AXIS
 from ipu_jax.core.engine.scan import Result
 from ipu_jax.core.weights import packing
@@ -32,7 +33,7 @@ def run_on_mesh(
 
     def results(params: Sharded, result: Result) -> Any:
         aux = jax.tree.map(lambda leaf: leaf[None], result.aux) if several else result.aux
-        gradients = result.gradients and jax.tree.map(lambda g, p: g.astype(p.dtype), result.gradients, params)
+        gradients = result.gradients and jax.tree.map(lambda g, p: rounded(g, p.dtype), result.gradients, params)
         return result.loss, aux, gradients, result.state
 
     aux_specs = PartitionSpec(REPLICA_AXIS) if several else PartitionSpec()

@@ -57,6 +57,7 @@ class Plan:
         classes: per segment class, the numbers of its segments; all run the program of the first one.
         tables: per table, an array (ticks, classes, ipus) of micro-batches, -1 where idle. "F", "B" and "W" are tasks
             ("W" is idle everywhere if B does the whole backward); "x" and "dy" are messages that are put into a queue.
+        platform: of the IPUs, such as "tpu": it decides the layout of the stash.
         exchanges: for messages ("y") and their gradients ("dx"), (ticks, channels) bool: whether any IPU sends one.
     """
 
@@ -66,6 +67,7 @@ class Plan:
     ipus: int
     channels: tuple[Channel, ...]
     channel_of: tuple[int, ...]
+    platform: str
     classes: tuple[tuple[int, ...], ...] = ()
     tables: dict[Table, np.ndarray] = dataclasses.field(default_factory=dict)
     exchanges: dict[Exchange, np.ndarray] = dataclasses.field(default_factory=dict)
@@ -112,6 +114,7 @@ def make_plan(
     microbatch: Any,
     *,
     key: Any = None,
+    platform: str,
 ) -> Plan:
     """Trace every segment and plan channels, classes and tables. Axis names must be in scope, as in a `shard_map`.
 
@@ -121,11 +124,12 @@ def make_plan(
         params, state: the layouts of weights and state.
         microbatch: the shapes of one micro-batch.
         key: the shape of a random key, or None.
+        platform: of the IPUs, such as "tpu".
     """
     split = [schedule.weight is not None and segment.place is not None for segment in segments]
     programs = trace_programs(segments, split, params, state, microbatch, key)
     channels, channel_of = _channels(segments, [program.y for program in programs])
-    plan = Plan(segments, programs, schedule, params.ipus, channels, channel_of)
+    plan = Plan(segments, programs, schedule, params.ipus, channels, channel_of, platform)
     plan = dataclasses.replace(plan, classes=_classes(plan, params, state))
     return dataclasses.replace(
         plan,

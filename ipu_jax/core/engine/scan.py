@@ -31,8 +31,9 @@ from jax import lax
 
 from ipu_jax.core.collectives import broadcast, state_over_replicas
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
-from ipu_jax.core.engine import _hooks, labels
+from ipu_jax.core.engine import labels
 from ipu_jax.core.engine._carry import Arguments, Carry, first_carry
+from ipu_jax.core.engine._runs import microbatches_at, runs_of, runs_of_ipu
 from ipu_jax.core.engine._tasks import Rows, Tasks
 from ipu_jax.core.engine.plan import EXCHANGES, TABLES, Exchange, Plan
 from ipu_jax.core.programs.segment import merged_aux
@@ -97,12 +98,12 @@ class _Program:
 
     def run(self, reduce_over_replicas: bool) -> Result:
         ticks = self.plan.schedule.ticks if self.plan.backward else self.plan.schedule.forward_ticks
-        rows: Rows = {kind: jnp.asarray(self.plan.tables[kind][:ticks])[:, :, self.tasks.ipu] for kind in TABLES}
-        rows |= {kind: jnp.asarray(self.plan.exchanges[kind][:ticks]) for kind in EXCHANGES}
-        if _hooks.WATCH is not None:
-            rows["tick"] = jnp.arange(ticks)
+        runs = runs_of_ipu(runs_of([self.plan.tables[kind] for kind in TABLES]), self.tasks.ipu)
+        rows: Rows = {kind: jnp.asarray(self.plan.exchanges[kind][:ticks]) for kind in EXCHANGES}
+        rows["tick"] = jnp.arange(ticks, dtype=jnp.int32)
         with jax.named_scope(labels.of_plan(self.plan)):
-            carry, _ = lax.scan(self.tick, first_carry(self.plan, self.args, self.tasks.stash), rows)
+            first = first_carry(self.plan, self.args, self.tasks.stash)
+            carry, _ = lax.scan(lambda carry, rows: self.tick(carry, rows, runs), first, rows)
         place = self.plan.segments[-1].place
         if self.plan.role == "prediction":
             outputs = carry.outputs if place is None else broadcast(place, carry.outputs)
@@ -142,7 +143,9 @@ class _Program:
 
     # the tick
 
-    def tick(self, carry: Carry, rows: Rows) -> tuple[Carry, None]:
+    def tick(self, carry: Carry, rows: Rows, runs: Any) -> tuple[Carry, None]:
+        microbatches = microbatches_at(runs, rows["tick"])
+        rows = rows | dict(zip(TABLES, jnp.split(microbatches, len(TABLES)), strict=True))
         for phase in PHASES[self.plan.schedule.clock]:
             carry = self.phases[phase](carry, rows)
         return carry, None

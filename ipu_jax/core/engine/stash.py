@@ -1,63 +1,84 @@
-"""Store the values that micro-batches need later on the same IPU: rings in flat buffers.
+"""Store the values that micro-batches need later on the same IPU: rings, which share buffers.
 
     ("stash", class)    residuals of F, until their last use     ("x", class)    activations that wait for F
     ("weight", class)   weight residuals, from B to W            ("dy", class)   gradients that wait for B
 
-A ring has room for as many micro-batches as the schedule keeps in it. There is one buffer per kind of ring and dtype,
-such as "weight:float32": a task reads one kind and writes another, and XLA copies a buffer that one loop both reads and
-writes. An IPU's rings follow one another in a buffer, whatever its stages are. So the buffer is as long as the IPU with
-the most data needs.
+A ring has room for as many micro-batches as the schedule keeps in it. Rings of one kind, dtype and shape share a buffer
+whose rows are micro-batches. So a TPU, which stores arrays in tiles, reads and writes a value where it lies, and a
+value that is split over further mesh axes stays so. A task reads one kind of ring and writes another, because XLA
+copies a buffer that one loop both reads and writes.
+
+An IPU's rings follow one another in a buffer, whatever its stages are, and all IPUs have as much as the fullest one
+needs. A buffer for a shape that few IPUs keep is mostly empty elsewhere. Where all buffers together would exceed flat
+ones, into which rings of any shape go one after another, by more than `SPARE`, the worst shapes go into flat ones.
 """
 
-import math
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+from ipu_jax.core.engine._buffer import Buffer
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.programs.segment_program import split_floats
 
 Key = tuple[Literal["stash", "weight", "x", "dy"], int]
+SPARE = 0.03
+
+
+class _Ring(NamedTuple):
+    """The ring of one value: its buffer, per IPU its first row there, the rows of a micro-batch, the value's shape."""
+
+    buffer: Buffer
+    bases: np.ndarray
+    step: int
+    shape: tuple[int, ...]
 
 
 class Stash:
-    """Lay out the rings in the buffers.
-
-    Attributes:
-        used: per IPU and buffer, the number of elements that the rings take.
-        sizes: per buffer, the most elements that one IPU takes.
-    """
+    """Lay out the rings in the buffers."""
 
     def __init__(self, plan: Plan):
-        self._rings: dict[Key, list[tuple[str, np.ndarray, int, Any]]] = {}
-        self._depths: dict[Key, np.ndarray] = {}
-        self.used: list[dict[str, int]] = [{} for _ in range(plan.ipus)]
-        # rings of all IPUs come first, so that they begin at the same index on each
-        for key, depths, shapes in sorted(_rings_of(plan), key=lambda ring: None not in ring[1]):
-            of_all = depths.get(None)
-            depth_of = np.array([depths.get(ipu, of_all or 0) for ipu in range(plan.ipus)])
-            self._rings[key], self._depths[key] = [], depth_of
-            for shape in shapes:
-                buffer, size = f"{key[0]}:{np.dtype(shape.dtype).name}", math.prod(shape.shape)
-                bases = np.array([used.get(buffer, 0) for used in self.used])
-                self._rings[key].append((buffer, bases, size, shape))
-                for used, depth in zip(self.used, depth_of, strict=True):
-                    if depth:
-                        used[buffer] = used.get(buffer, 0) + size * int(depth)
-        buffers = sorted({buffer for used in self.used for buffer in used})
-        self.sizes = {buffer: max(used.get(buffer, 0) for used in self.used) for buffer in buffers}
+        # rings of all IPUs come first, so that they begin at the same row on each
+        found = sorted(_rings_of(plan), key=lambda ring: None not in ring[1])
+        depth_of = lambda depths: [depths.get(ipu, depths.get(None, 0)) for ipu in range(plan.ipus)]  # noqa: E731
+        self._depths: dict[Key, np.ndarray] = {key: np.array(depth_of(depths)) for key, depths, _ in found}
+        shaped = lambda key, value: Buffer.of(key[0], value, plan.platform)  # noqa: E731
+        flat = _flat((shaped(key, value), self._depths[key]) for key, _, values in found for value in values)
+        self._rings: dict[Key, list[_Ring]] = {key: [] for key in self._depths}
+        self._rows: dict[Buffer, np.ndarray] = {}
+        for key, _, values in found:
+            for value in values:
+                buffer = shaped(key, value)
+                buffer = buffer.flat if buffer in flat else buffer
+                step, bases = buffer.rows_of(value.shape), self._rows.get(buffer, np.zeros(plan.ipus, int))
+                self._rings[key].append(_Ring(buffer, bases, step, value.shape))
+                self._rows[buffer] = bases + step * self._depths[key]
 
     @property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the buffers' shapes, each one element longer than its rings.
+        """Return the buffers' shapes by name."""
+        return {b.name: jax.ShapeDtypeStruct(b.shape(rows.max()), b.dtype) for b, rows in self._rows.items()}
 
-        XLA recognises a slice as long as its buffer as the whole buffer, and may read it before the guard.
-        """
-        return {name: jax.ShapeDtypeStruct((size + 1,), name.split(":")[1]) for name, size in self.sizes.items()}
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the buffers, the same on every IPU, without padding to tiles."""
+        return sum(buffer.nbytes(rows.max()) for buffer, rows in self._rows.items())
+
+    @property
+    def padding(self) -> int:
+        """Return the bytes that padding to tiles adds to the buffers."""
+        return sum(buffer.padded_nbytes(rows.max()) for buffer, rows in self._rows.items()) - self.nbytes
+
+    def nbytes_of(self, ipu: int) -> int:
+        """Return the bytes of the values that an IPU's own segments keep."""
+        return sum(buffer.nbytes_of_row * int(rows[ipu]) for buffer, rows in self._rows.items())
+
+    def pinned(self, buffers: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the buffers, each in its layout."""
+        return {buffer.name: buffer.pinned(buffers[buffer.name]) for buffer in self._rows}
 
     def __contains__(self, key: Key) -> bool:
         return key in self._rings
@@ -67,31 +88,55 @@ class Stash:
     ) -> dict[str, Any]:
         """Return the buffers with a micro-batch's values written to this IPU's ring; `zero` is the guard's traced 0."""
         written = dict(buffers)
-        for (buffer, bases, size, _), value in zip(self._rings[key], values, strict=True):
-            at = self._at(key, bases, size, ipu, microbatch, zero)
-            written[buffer] = lax.dynamic_update_slice(written[buffer], value.reshape(-1), at)
+        for ring, value in zip(self._rings[key], values, strict=True):
+            at, name = self._at(key, ring, ipu, microbatch, zero), ring.buffer.name
+            written[name] = ring.buffer.write(written[name], at, value)
         return written
 
     def read(self, buffers: Mapping[str, Any], key: Key, ipu: Any, microbatch: Any, zero: Any) -> list[Any]:
         """Return the values that `write` wrote for a micro-batch."""
         return [
-            lax.dynamic_slice(buffers[buffer], self._at(key, bases, size, ipu, microbatch, zero), (size,)).reshape(
-                shape.shape
-            )
-            for buffer, bases, size, shape in self._rings[key]
+            ring.buffer.read(buffers[ring.buffer.name], self._at(key, ring, ipu, microbatch, zero), ring.shape)
+            for ring in self._rings[key]
         ]
 
-    def _at(self, key: Key, bases: np.ndarray, size: int, ipu: Any, microbatch: Any, zero: Any) -> tuple[Any]:
+    def _at(self, key: Key, ring: _Ring, ipu: Any, microbatch: Any, zero: Any) -> Any:
         depths = self._depths[key]
-        base, depth = (_of_ipu(numbers, depths > 0, ipu) for numbers in (bases, depths))
+        base, depth = (_of_ipu(numbers, depths > 0, ipu) for numbers in (ring.bases, depths))
         # in a ring of one micro-batch the index would be a constant, and XLA might read it before the guard
-        return (base + microbatch % depth * size + zero,)
+        return base + microbatch % depth * ring.step + zero
 
 
 def _of_ipu(numbers: np.ndarray, holders: np.ndarray, ipu: Any) -> Any:
     """Return this IPU's number: a plain int where all holders have the same number."""
     distinct = set(numbers[holders].tolist())
     return distinct.pop() if len(distinct) == 1 else jnp.asarray(np.maximum(numbers, 1 - holders), jnp.int32)[ipu]
+
+
+def _flat(rings: Iterable[tuple[Buffer, np.ndarray]]) -> set[Buffer]:
+    """Return the buffers whose rings go into flat ones instead, for rings with these depths per IPU."""
+    rows: dict[Buffer, Any] = {}
+    for buffer, depths in rings:
+        rows[buffer] = rows.get(buffer, 0) + depths
+    own = {buffer: buffer.padded_nbytes(of.max()) for buffer, of in rows.items()}
+    in_flat = {buffer: of * buffer.nbytes_of_row for buffer, of in rows.items()}
+    held = {buffer.flat: np.zeros_like(of) for buffer, of in rows.items()}
+    all_flat = {
+        flat: np.sum([in_flat[buffer] for buffer in rows if buffer.flat == flat], axis=0).max() for flat in held
+    }
+    spare = (1 + SPARE) * sum(all_flat.values()) - sum(own.values())
+    flat: set[Buffer] = set()
+    while spare < 0:
+        saved = {
+            buffer: own[buffer] + held[buffer.flat].max() - (held[buffer.flat] + in_flat[buffer]).max()
+            for buffer in rows
+            if buffer not in flat
+        }
+        worst = max(saved, key=saved.__getitem__)
+        spare += saved[worst]
+        held[worst.flat] = held[worst.flat] + in_flat[worst]
+        flat.add(worst)
+    return flat
 
 
 def _rings_of(plan: Plan) -> Iterator[tuple[Key, dict[int | None, int], list[Any]]]:

@@ -231,7 +231,7 @@ class PlacedStages:
         """
         self._choice.check_choosable(costs)
         self.check(params, batch, state, key)
-        choose = lambda *shapes: self._choice.choose(StepShapes(*shapes), costs)  # noqa: E731
+        choose = lambda shapes: self._choice.choose(shapes, costs)  # noqa: E731
         with ShortTracebacks():
             return self._traced(choose, self.apply_frozen(params), batch, state, key)
 
@@ -262,7 +262,7 @@ class PlacedStages:
         """
         self.check(params, batch, state, key)
         check_measurable((params, batch, state, key), measured, repeats)
-        trace = lambda *shapes: StepShapes(*shapes).trace(self.stages)  # noqa: E731
+        trace = lambda shapes: shapes.trace(self.stages)  # noqa: E731
         with ShortTracebacks():
             traced = self._traced(trace, self.apply_frozen(params), batch, state, key)
             return traced.measured(self.mesh, repeats) if measured else traced.counted()
@@ -339,7 +339,8 @@ class PlacedStages:
         role = role or ("training" if backward else "evaluation")
         state = state or packing.empty_sharded(self.ipus)
         params_as_frozen = self.apply_frozen(params)
-        plan = self._plan(params_as_frozen.layout, state.layout, batch, key, role=role, backward=backward)
+        shapes = self._shapes(params_as_frozen.layout, state.layout, batch, key)
+        plan = self._choice.plan(shapes, role=role, backward=backward)
         args = engine.Arguments(params_as_frozen, state, batch, key, loss_cotangent)
         result = engine.run(plan, args, reduce_over_replicas=reduce_over_replicas)
         if result.gradients is None:
@@ -359,24 +360,23 @@ class PlacedStages:
         """Raise the `ValueError` that `value_and_grad` would raise for these arguments."""
         self._check(params, batch, state, key, "training")
 
-    def _plan(
-        self, params: PackedLayout, state: PackedLayout, batch: Any, key: Any, *, role: Role, backward: bool
-    ) -> Plan:
-        """Return the plan for these weights, state and batch (leaves (M, ...)). Call it inside the `shard_map`."""
-        return self._choice.plan(StepShapes(params, state, batch, key), role=role, backward=backward)
+    def _shapes(self, params: PackedLayout, state: PackedLayout, batch: Any, key: Any) -> StepShapes:
+        return StepShapes(params, state, batch, key, self.mesh.devices.flat[0].platform)
 
     def plan_step(self, params: Sharded, batch: Any, state: Sharded | None = None, key: Any = None) -> Plan:
         """Return the plan of a step with these arguments, arrays or shapes. It traces the stages and runs nothing."""
-        plan = lambda *shapes: self._plan(*shapes, role="training", backward=True)  # noqa: E731
+        plan = lambda shapes: self._choice.plan(shapes, role="training", backward=True)  # noqa: E731
         return self._traced(plan, params, batch, state, key)
 
-    def _traced(self, fn: Callable[..., Any], params: Sharded, batch: Any, state: Sharded | None, key: Any) -> Any:
-        """Return `fn(weights' layout, state's layout, a replica's batch, key)`, called as inside the `shard_map`."""
+    def _traced(
+        self, fn: Callable[[StepShapes], Any], params: Sharded, batch: Any, state: Sharded | None, key: Any
+    ) -> Any:
+        """Return `fn` of the shapes of a step on one replica, called as inside the `shard_map`."""
         num_leading = 0 if self.replicas == 1 else 1
         dtype_of = lambda leaf: jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)  # noqa: E731
         replica_batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[num_leading:], dtype_of(x)), batch)
         layouts = params.layout, (state or packing.empty_sharded(self.ipus)).layout
-        return traced_on(self.mesh, lambda: fn(*layouts, replica_batch, key))
+        return traced_on(self.mesh, lambda: fn(self._shapes(*layouts, replica_batch, key)))
 
     def frozen_mask(self, params: Any) -> list[bool]:
         """Return, per leaf of whole weights, whether it gets no gradient."""

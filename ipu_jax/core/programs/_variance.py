@@ -17,7 +17,7 @@ from ipu_jax.core.collectives import axes_of, waits
 # the result of these over the axis is the same on all devices
 _MAKES_EQUAL = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
 # these call their body once, with the equation's inputs in order
-_CALLS = {
+CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
     "checkpoint": "jaxpr",
@@ -45,6 +45,11 @@ def differing(jaxpr: Any, inputs: Sequence[bool], axis: str, refuse: Refuse) -> 
     return _Axis(axis, refuse).differing(jaxpr, inputs)
 
 
+def differing_results(eqn: Any, inputs: Sequence[bool], axis: str) -> list[bool]:
+    """Return the same per result of one equation, in a program that `differing` has not refused."""
+    return _Axis(axis, lambda *_: None).results(eqn, list(inputs))
+
+
 class _Axis:
     """Apply the rules of `differing` for one axis."""
 
@@ -59,15 +64,15 @@ class _Axis:
 
         for eqn in jaxpr.eqns:
             of_inputs = of(eqn.invars)
-            differs.update(v for v, may in zip(eqn.outvars, self._outputs(eqn, of_inputs), strict=True) if may)
+            differs.update(v for v, may in zip(eqn.outvars, self.results(eqn, of_inputs), strict=True) if may)
             if any(of_inputs):  # the value may be written into a Ref
                 differs.update(v for v in eqn.invars if not isinstance(v, core.Literal) and _is_ref(v))
         return of(jaxpr.outvars)
 
-    def _outputs(self, eqn: Any, of_inputs: list[bool]) -> list[bool]:
+    def results(self, eqn: Any, of_inputs: list[bool]) -> list[bool]:
         name, count = eqn.primitive.name, len(eqn.outvars)
-        if name in _CALLS:
-            return self.differing(closed_of(eqn.params[_CALLS[name]]).jaxpr, of_inputs)
+        if name in CALLS:
+            return self.differing(closed_of(eqn.params[CALLS[name]]).jaxpr, of_inputs)
         if name == "cond":
             return self._cond(eqn, of_inputs)
         if name == "while":

@@ -26,6 +26,7 @@ from ipu_jax.base.keys import is_key
 from ipu_jax.core.programs._agreement import differing_outputs
 from ipu_jax.core.programs._backward_split import split_backward
 from ipu_jax.core.programs._likeness import Signature, signature_of
+from ipu_jax.core.programs._parts import needs_sums_only
 from ipu_jax.core.programs._residuals import choose_residuals, with_outputs, without_unread
 from ipu_jax.core.programs._results import call_segment, check_results
 from ipu_jax.core.programs.gradient_sums import Sum, add_gradients
@@ -64,6 +65,7 @@ class SegmentProgram:
         weight_residuals: the values that B stores for W, as such a list; empty where B is not split.
         signature: segments with equal signatures compute the same function; None where equality cannot be decided.
         adds_loss: whether the segment or an earlier one adds a loss to the last stage's loss.
+        needs_sums_only: whether B of a concurrent segment needs the cotangents of y only as sums over the IPUs.
     """
 
     y: Any
@@ -77,6 +79,7 @@ class SegmentProgram:
     _stash_types: tuple[Any, ...] = ()  # the stash's own dtypes: a random key is stashed as its data
     _backward: Any = None  # closed jaxpr: flat (params, inputs, stash, dy) -> dx, dparams
     _num_dx: int = 0
+    needs_sums_only: bool = False
     _split_backward: Any = None  # the closed jaxprs of B and of W, where they are separate
 
     @property
@@ -239,6 +242,9 @@ def trace_segment(
     of_stash = [differs[count + k] for k in read]
     of_inputs = [*jax.tree.leaves((shards[0], shared_args[1])), *of_stash, *[False] * len(dy)]
     differing_outputs(segment, traced_backward.jaxpr, of_inputs, num_params)
+    num_dx = len(traced_backward.out_avals) - sum(is_trained)
+    # parts of dx and of the gradients of leaves that every IPU holds whole are added up afterwards
+    whole = [not shard for shard, t in zip(jax.tree.leaves(shards[0]), is_trained, strict=True) if t]
     forward = with_outputs(traced, [*outvars[:count], *(stashed[k] for k in read)])
     unsplit = SegmentProgram(
         y=y,
@@ -247,11 +253,14 @@ def trace_segment(
         weight_residuals=[],
         signature=signature_of((forward, traced_backward), captured["result"]),
         adds_loss=captured["adds_loss"],
+        needs_sums_only=segment.place is None
+        and not last
+        and needs_sums_only(traced_backward.jaxpr, of_inputs, len(dy), [*[True] * num_dx, *whole]),
         _forward=forward,
         _result=captured["result"],
         _stash_types=tuple(stash_types),
         _backward=traced_backward,
-        _num_dx=len(traced_backward.out_avals) - sum(is_trained),
+        _num_dx=num_dx,
     )
     if not split:
         return unsplit

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ipu_jax.core.collectives import state_over_replicas
+from ipu_jax.core.collectives import rounded, state_over_replicas
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.engine.labels import UPDATE
 from ipu_jax.core.optimizer import zero
@@ -115,7 +115,7 @@ class Iteration:
         if divisor is not None:
             gradients = [g / jnp.asarray(divisor, g.dtype) for g in map(widened, gradients)]
         exact_gradients = gradients
-        gradients = [g.astype(block.dtype) for g, block in zip(gradients, blocks, strict=True)]
+        gradients = [rounded(g, block.dtype) for g, block in zip(gradients, blocks, strict=True)]
 
         params = [blocks.replica_chunk(k, array) for k, array in enumerate(to_blocks(state.params))]
         unrounded, optimizer = update.apply(gradients, state.optimizer, params, loss)

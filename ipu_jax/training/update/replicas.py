@@ -21,6 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.base.checks import check_count
 from ipu_jax.base.keys import is_one_key
+from ipu_jax.core.collectives import rounded
 from ipu_jax.core.devices import REPLICA_AXIS, InFlight, make_mesh
 from ipu_jax.core.instances import on_host, put, spans_instances
 from ipu_jax.core.options import PipelineOptions, Reduction
@@ -264,7 +265,7 @@ class Replicas:
             loss, aux, sums = accumulate_gradients(
                 self.loss_fn, params, batch, key, loss_cotangent=loss_cotangent, random=self.random
             )
-            gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), lax.psum(sums, REPLICA_AXIS), params)
+            gradients = jax.tree.map(lambda g, w: rounded(g, w.dtype), lax.psum(sums, REPLICA_AXIS), params)
             return over_all_replicas(loss, aux), gradients
 
         replicated, per_replica = PartitionSpec(), PartitionSpec(REPLICA_AXIS)

@@ -96,8 +96,8 @@ def test_every_field_by_hand(schedule, depths):
     own = (FIRST, SECOND)
     for part, layer in zip((one, two), own, strict=True):
         assert part.flops == M * (sum(EMBED.values()) + sum(layer.values()) + sum(HEAD.values()))
-        # y or dx to the neighbour; dy of the embedding to all; x of the head to all, and the parts of its dx
-        assert part.sent == FLOAT * (N * E + N * D + 2 * N * G)
+        # y or dx to the neighbour; x of the head to all, and the parts of its dx; the embedding sends its dy itself
+        assert part.sent == FLOAT * (N * E + 2 * N * G)
         assert part.idle == pytest.approx(1 - part.flops / makespan(schedule))
 
 

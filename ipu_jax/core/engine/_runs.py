@@ -1,0 +1,52 @@
+"""Write tables of micro-batches as runs, and read an IPU's row of a tick from them.
+
+A run is (first tick, ticks from one micro-batch to the next, number of micro-batches, first micro-batch). A stage has
+one to three runs under most schedules, whatever the number of micro-batches, and at most one per micro-batch. A table
+of all IPUs is a constant of each IPU's program. As runs, the tables of 256 IPUs and 512 micro-batches take 0.1 MB.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+
+def runs_of(tables: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the runs of each IPU and row, (ipus, rows, runs, 4) int32, in the order of their ticks.
+
+    Args:
+        tables: arrays (ticks, rows, ipus) of micro-batches, -1 where idle; all of the same shape.
+    """
+    rows = np.concatenate(tables, axis=1).transpose(2, 1, 0)
+    found = [[_runs(row) for row in of_ipu] for of_ipu in rows]
+    most = max(1, *(len(runs) for of_ipu in found for runs in of_ipu))
+    none = (0, 1, 0, 0)
+    return np.array([[runs + [none] * (most - len(runs)) for runs in of_ipu] for of_ipu in found], np.int32)
+
+
+def _runs(row: np.ndarray) -> list[tuple[int, int, int, int]]:
+    runs: list[tuple[int, int, int, int]] = []
+    for tick in np.flatnonzero(row >= 0).tolist():
+        microbatch = int(row[tick])
+        if runs:
+            first, every, count, start = runs[-1]
+            if microbatch == start + count and (count == 1 or tick == first + every * count):
+                runs[-1] = (first, (tick - first) // count, count + 1, start)
+                continue
+        runs.append((tick, 1, 1, microbatch))
+    return runs
+
+
+def runs_of_ipu(runs: np.ndarray, ipu: Any) -> Any:
+    """Return the runs of one IPU, (rows, runs, 4); its number may be traced."""
+    # a constant of two dims: a TPU pads the last two
+    return jnp.asarray(runs.reshape(len(runs), -1))[ipu].reshape(runs.shape[1:])
+
+
+def microbatches_at(own: Any, tick: Any) -> Any:
+    """Return the micro-batch of each row in a tick, (rows,) int32, or -1 where idle; `own` is an IPU's runs."""
+    first, every, count, start = (own[..., k] for k in range(4))
+    number = (tick - first) // every
+    active = (number >= 0) & (number < count) & (first + number * every == tick)
+    return jnp.max(jnp.where(active, start + number, -1), axis=1)
