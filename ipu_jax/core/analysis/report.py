@@ -7,7 +7,8 @@
 The program is SPMD: the carry of its scan is as large on every IPU as on the IPU that needs the most. So the temporary
 bytes are the same in each row, and are predicted from the largest values:
 
-    temporary  =  stash       as the schedule says: for each segment, its depth x the bytes that a micro-batch stashes
+    temporary  =  stash       as the schedule says: for each segment, its depth x the bytes that a micro-batch stashes;
+                              on a TPU, with the padding to its tiles
                +  channels    the messages between neighbours, y and dx, as made and as received; loss and aux
                +  working set the most bytes that F or B of one segment keeps alive at once for one micro-batch
                +  sums        gradient accumulators that are wider than the weights (if these are bfloat16); sums of the
@@ -86,6 +87,7 @@ class PipelineReport:
         ipus: per IPU of a replica, its part.
         stash, channels, working_set, sums: the predicted bytes, the same on every IPU; the module's docstring
             explains them.
+        stash_padding: the part of `stash` that pads values to a TPU's tiles; 0 elsewhere.
         temporary: the compiled program's temporary bytes per IPU, as XLA reports them; None if it was not compiled.
     """
 
@@ -96,6 +98,7 @@ class PipelineReport:
     channels: int
     working_set: int
     sums: int
+    stash_padding: int = 0
     temporary: int | None = None
 
     @property
@@ -134,7 +137,8 @@ class PipelineReport:
             )
             for row in rows
         ]
-        parts = f"stash {in_units(self.stash, 'B')}, channels {in_units(self.channels, 'B')}, working set "
+        padding = f" ({in_units(self.stash_padding, 'B')} of it pads to tiles)" if self.stash_padding else ""
+        parts = f"stash {in_units(self.stash, 'B')}{padding}, channels {in_units(self.channels, 'B')}, working set "
         parts += f"{in_units(self.working_set, 'B')}" + (f", sums {in_units(self.sums, 'B')}" if self.sums else "")
         footer = (
             f"temporary ({kind}): the same on every IPU; predicted {in_units(self.predicted_temporary, 'B')} = {parts}"
@@ -225,6 +229,7 @@ def count_report(plan: Plan, layout: PackedLayout, state: PackedLayout, batch_by
         micro_batches=m,
         ipus=ipus,
         stash=stash.nbytes + stash.padding,
+        stash_padding=stash.padding,
         channels=channel_bytes(plan, m),
         working_set=max(cost.working_set for cost in costs),
         sums=wide_accumulator_bytes(layout),

@@ -26,15 +26,17 @@ def runs_of(tables: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _runs(row: np.ndarray) -> list[tuple[int, int, int, int]]:
-    runs: list[tuple[int, int, int, int]] = []
-    for tick in np.flatnonzero(row >= 0).tolist():
-        microbatch = int(row[tick])
-        if runs:
-            first, every, count, start = runs[-1]
-            if microbatch == start + count and (count == 1 or tick == first + every * count):
-                runs[-1] = (first, (tick - first) // count, count + 1, start)
-                continue
-        runs.append((tick, 1, 1, microbatch))
+    ticks = np.flatnonzero(row >= 0)
+    gaps, follows = np.diff(ticks), np.diff(row[ticks]) == 1
+    breaks = 1 + np.flatnonzero(~follows[1:] | (gaps[1:] != gaps[:-1]))
+    runs, at = [], 0
+    while at < len(ticks):
+        every, end = 1, at + 1
+        if at < len(gaps) and follows[at]:
+            k = np.searchsorted(breaks, at + 1)
+            every, end = int(gaps[at]), int(breaks[k] if k < len(breaks) else len(gaps)) + 1
+        runs.append((int(ticks[at]), every, end - at, int(row[ticks[at]])))
+        at = end
     return runs
 
 

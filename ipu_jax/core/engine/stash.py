@@ -132,7 +132,7 @@ def _flat(rings: Iterable[tuple[Buffer, np.ndarray]]) -> set[Buffer]:
             for buffer in rows
             if buffer not in flat
         }
-        worst = max(saved, key=saved.__getitem__)
+        worst = max(saved, key=lambda buffer: (saved[buffer], -own[buffer]))
         spare += saved[worst]
         held[worst.flat] = held[worst.flat] + in_flat[worst]
         flat.add(worst)

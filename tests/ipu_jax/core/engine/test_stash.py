@@ -1,0 +1,163 @@
+"""Test where the rings of the stash lie, that they keep values of any shape, and what padding to tiles costs on a TPU.
+
+A TPU's layout runs on CPUs here: only the names of the platforms differ.
+"""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ipu_jax import Pipeline, Stage, make_mesh
+from ipu_jax.core.engine._buffer import Buffer
+from ipu_jax.core.engine.stash import Stash
+from support.against_plain import (
+    assert_equals_plain,
+    bubbles_hold_nan,  # noqa: F401 (a fixture)
+)
+
+N, D, HEADS = 6, 16, 2
+
+
+def tanhs(weights: Any, x: Any) -> Any:
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def shapes_of(widths: list[list[int]], schedule: str, micro_batches: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the buffers for tanh layers of these widths, a list per IPU, in rows of N."""
+    ends = [widths[0][0], *(of_ipu[-1] for of_ipu in widths)]
+    every = [[ends[i], *of_ipu] for i, of_ipu in enumerate(widths)]
+    params = {
+        f"p{i}": [np.ones((a, b), np.float32) for a, b in itertools.pairwise(of_ipu)] for i, of_ipu in enumerate(every)
+    }
+    last = len(widths) - 1
+    stages = [
+        Stage(
+            lambda w, x, mb, i=i: (lambda y: jnp.sum(y) if i == last else y)(tanhs(w, mb if x is None else x)),
+            params=f"p{i}",
+            ipu=i,
+        )
+        for i in range(len(widths))
+    ]
+    pipeline = Pipeline(stages, schedule=schedule, gradient_accumulation=micro_batches)
+    batch = jax.ShapeDtypeStruct((micro_batches, N, ends[0]), np.float32)
+    plan = pipeline.plan_step(pipeline.shard(params), batch)
+    return {name: shape.shape for name, shape in Stash(plan).shapes.items()}
+
+
+def test_values_of_one_shape_share_a_buffer_whose_rows_are_micro_batches():
+    # grouped keeps 3 micro-batches on IPU 0 and 1 on IPU 1; IPU 1 keeps its input, too
+    assert shapes_of([[D, D], [D, D]], "grouped", 4) == {f"stash:float32:{N}x{D}": (6, N, D)}
+
+
+def test_another_shape_has_a_buffer_of_its_own_where_all_ipus_keep_as_much():
+    found = shapes_of([[2 * D, D], [2 * D, D]], "gpipe", 4)
+    # IPU 1 keeps its input, of D, beside a layer of 2D and one of D: 4 rows more than IPU 0
+    assert found == {f"stash:float32:{N}x{2 * D}": (4, N, 2 * D), f"stash:float32:{N}x{D}": (8, N, D)}
+
+
+def test_all_are_flat_where_a_shape_of_one_ipu_would_take_too_much_room_on_the_others():
+    # IPU 0 keeps 3 micro-batches of 160 columns; IPU 1 one of 160, and two values of 8: 16 / 480 more
+    assert shapes_of([[160], [8]], "grouped", 4) == {"stash:float32:flat": (N * 480 + 1,)}
+
+
+def test_a_shape_of_one_ipu_that_takes_little_room_has_a_buffer():
+    # as above, but 16 / 960 more
+    found = shapes_of([[320], [8]], "grouped", 4)
+    assert found == {f"stash:float32:{N}x320": (3, N, 320), f"stash:float32:{N}x8": (2, N, 8)}
+
+
+def test_only_the_worst_shape_is_flat():
+    # IPU 0 keeps 3 micro-batches of 320 and of 8, IPU 1 one of 8 and one of 20, for which a buffer has two rows:
+    # 960 + 24 + 40 columns are 40 / 984 more than flat ones, 960 + 24 + 20 are 20 / 984 more
+    found = shapes_of([[320, 8], [20]], "grouped", 4)
+    expected = {f"stash:float32:{N}x320": (3, N, 320), f"stash:float32:{N}x8": (3, N, 8)}
+    assert found == {**expected, "stash:float32:flat": (N * 20 + 1,)}
+
+
+def unlike(x: Any, weights: Any) -> Any:
+    """Return what the first stage computes: it keeps values with heads and dims of 1, scalars, masks and integers."""
+    heads = jnp.tanh((x @ weights["up"]).reshape(N, HEADS, 1, -1))
+    scores = jax.nn.softmax(jnp.einsum("nhik,mhik->hnm", heads, heads))
+    mixed = jnp.einsum("hnm,mhik->nhik", scores, heads).reshape(N, -1)
+    kept = jnp.where(mixed > jnp.median(mixed), mixed, 0) * jax.lax.rsqrt(jnp.mean(mixed**2) + 1)
+    order = jnp.argsort(kept, axis=1)
+    return jnp.take_along_axis(kept, order, 1) @ weights["down"]
+
+
+def squeezed(x: Any, weights: Any) -> Any:
+    """Return what the last stage computes: its values have another shape than the first's."""
+    y = jnp.sin(x[:, None, :] @ weights)[:, 0, :]
+    return jnp.mean(jnp.log1p(y**2).sum(1, keepdims=True))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "gpu"])
+@pytest.mark.parametrize("schedule", ["grouped", pytest.param("1f1b", marks=pytest.mark.slow), "zb-h1"])
+def test_values_of_any_shape_come_back(schedule, platform, monkeypatch):
+    of = Buffer.of
+    monkeypatch.setattr(Buffer, "of", lambda kind, value, _: of(kind, value, platform))
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: (rng.normal(size=shape) / 2).astype(np.float32)  # noqa: E731
+    params = {"a": {"up": normal(D, 2 * D), "down": normal(2 * D, D)}, "b": normal(D, 5)}
+    m = 5
+    pipeline = Pipeline(
+        [
+            Stage(lambda w, x, mb: unlike(mb, w), params="a", ipu=0),
+            Stage(lambda w, x, mb: squeezed(x, w), params="b", ipu=1),
+        ],
+        mesh=make_mesh(1, 2),
+        schedule=schedule,
+        gradient_accumulation=m,
+    )
+    batch = normal(m, N, D)
+    plain = lambda p: jnp.mean(jnp.stack([squeezed(unlike(x, p["a"]), p["b"]) for x in batch]))  # noqa: E731
+    assert_equals_plain(pipeline, params, batch, plain)
+
+
+# tiles
+
+
+@pytest.mark.parametrize(
+    ("dtype", "row", "rows", "elements"),
+    [
+        ("float32", (512, 1024), 3, 3 * 512 * 1024),
+        ("float32", (1024,), 3, 4 * 1024),  # the rows are the dim before the last
+        ("float32", (512, 10), 3, 3 * 16 * 512),  # 10 columns would take 128; as rows of 512 they take 16
+        ("bfloat16", (4, 1000, 16, 64), 2, 2 * 4 * 16 * 64 * 1024),  # 1,000 lies last
+        ("int8", (3, 200), 2, 2 * 4 * 256),
+        ("float32", (), 3, 128),
+    ],
+)
+def test_padding_by_hand(dtype, row, rows, elements):
+    of_tpu, of_gpu = (Buffer("stash", dtype, row, platform) for platform in ("tpu", "gpu"))
+    assert of_tpu.padded_nbytes(rows) == elements * np.dtype(jnp.dtype(dtype)).itemsize
+    assert of_gpu.padded_nbytes(rows) == of_gpu.nbytes(rows) == of_tpu.nbytes(rows)
+
+
+def test_a_report_says_what_padding_costs(monkeypatch):
+    """By hand: IPU 0 keeps 3 micro-batches of (64, 1270), whose rows take 1,280 columns."""
+    of = Buffer.of
+    monkeypatch.setattr(Buffer, "of", lambda kind, value, _: of(kind, value, "tpu"))
+    stages = [
+        Stage(lambda w, x, mb: jnp.tanh(mb @ w), params="a", ipu=0),
+        Stage(lambda w, x, mb: jnp.mean(x), ipu=1),
+    ]
+    pipeline = Pipeline(stages, schedule="grouped", gradient_accumulation=4)
+    params = pipeline.shard({"a": np.ones((8, 1270), np.float32)})
+    found = pipeline.report(params, jax.ShapeDtypeStruct((4, 64, 8), np.float32), compile=False)
+    assert (found.stash, found.stash_padding) == (4 * 3 * 64 * 1280, 4 * 3 * 64 * 10)
+    assert found.ipus[0].stash == 4 * 3 * 64 * 1270
+    assert "stash 983.0 kB (7.7 kB of it pads to tiles)" in str(found)
+
+
+def test_nothing_pads_elsewhere():
+    pipeline = Pipeline([Stage(lambda w, x, mb: jnp.mean(jnp.tanh(mb @ w)), params="a")], gradient_accumulation=2)
+    params = pipeline.shard({"a": np.ones((8, 200), np.float32)})
+    found = pipeline.report(params, jax.ShapeDtypeStruct((2, 6, 8), np.float32), compile=False)
+    assert found.stash_padding == 0
+    assert "tiles" not in str(found)
