@@ -19,6 +19,12 @@ _T = TypeVar("_T")
 Rule = Callable[[Any, list[Any]], list[Any] | None]
 
 
+def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of a traced value, and its sharding over mesh axes that are `Explicit`."""
+    sharding = aval.sharding if any(aval.sharding.spec) else None
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+
+
 def evaluated(closed: Any, args: Sequence[Any], rule: Rule) -> list[Any]:
     """Return the outputs of a closed jaxpr. If `rule(eqn, inputs)` returns a list, it is the equation's outputs."""
     jaxpr = closed.jaxpr

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,25 +22,32 @@ class Buffer:
         dtype: their dtype's name.
         row: the shape of a value without dims of 1, which a TPU may pad to 8 or 128; None: flat.
         platform: where it lies, such as "tpu".
+        sharding: of the array over mesh axes that are `Explicit`, if there are any.
     """
 
     kind: str
     dtype: str
     row: tuple[int, ...] | None
     platform: str
+    sharding: NamedSharding | None = None
 
     @classmethod
     def of(cls, kind: str, value: Any, platform: str) -> "Buffer":
         """Return the buffer for rings of a value, which has a shape and a dtype."""
-        return cls(kind, np.dtype(value.dtype).name, tuple(n for n in value.shape if n != 1), platform)
+        sharding = getattr(value, "sharding", None)
+        if sharding is not None:
+            spec = [axis for n, axis in zip(value.shape, sharding.spec, strict=True) if n != 1]
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *spec))
+        return cls(kind, np.dtype(value.dtype).name, tuple(n for n in value.shape if n != 1), platform, sharding)
 
     @property
     def flat(self) -> "Buffer":
-        return dataclasses.replace(self, row=None)
+        return dataclasses.replace(self, row=None, sharding=None)
 
     @property
     def name(self) -> str:
-        return f"{self.kind}:{self.dtype}:{'flat' if self.row is None else 'x'.join(map(str, self.row))}"
+        of_row = "flat" if self.row is None else "x".join(map(str, self.row))
+        return ":".join([self.kind, self.dtype, of_row, *(map(str, self.sharding.spec) if self.sharding else ())])
 
     @property
     def nbytes_of_row(self) -> int:

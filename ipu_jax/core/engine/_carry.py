@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from ipu_jax.core.engine import _hooks
 from ipu_jax.core.engine.plan import Plan
@@ -115,13 +116,16 @@ def first_carry(plan: Plan, args: Arguments, stash: Stash) -> Carry:
 
 
 def _zeros_per_microbatch(count: int, shapes: Any) -> Any:
-    return jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), shapes)
+    def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.zeros((count, *leaf.shape), leaf.dtype, out_sharding=leaf.sharding and P(None, *leaf.sharding.spec))
+
+    return jax.tree.map(zeros, shapes)
 
 
 def _idle(shape: jax.ShapeDtypeStruct) -> jax.Array:
     fill = _hooks.IDLE_FILL if jnp.issubdtype(shape.dtype, jnp.inexact) else 0
-    return jnp.full(shape.shape, fill, shape.dtype)
+    return jnp.full(shape.shape, fill, shape.dtype, out_sharding=shape.sharding and shape.sharding.spec)
 
 
 def _zero_sum(leaf: Any) -> jax.Array:
-    return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
+    return jnp.zeros_like(leaf, jnp.promote_types(leaf.dtype, jnp.float32))

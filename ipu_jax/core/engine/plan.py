@@ -17,7 +17,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from ipu_jax.core.devices import IPU_AXIS
+from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, Segment
 from ipu_jax.core.programs.segment_program import SegmentProgram, trace_segment
 from ipu_jax.core.schedules import Schedule
@@ -58,6 +58,7 @@ class Plan:
         tables: per table, an array (ticks, classes, ipus) of micro-batches, -1 where idle. "F", "B" and "W" are tasks
             ("W" is idle everywhere if B does the whole backward); "x" and "dy" are messages that are put into a queue.
         platform: of the IPUs, such as "tpu": it decides the layout of the stash.
+        further_axes: whether the mesh has further axes, over which values may be split.
         exchanges: for messages ("y") and their gradients ("dx"), (ticks, channels) bool: whether any IPU sends one.
     """
 
@@ -68,6 +69,7 @@ class Plan:
     channels: tuple[Channel, ...]
     channel_of: tuple[int, ...]
     platform: str
+    further_axes: bool = False
     classes: tuple[tuple[int, ...], ...] = ()
     tables: dict[Table, np.ndarray] = dataclasses.field(default_factory=dict)
     exchanges: dict[Exchange, np.ndarray] = dataclasses.field(default_factory=dict)
@@ -129,7 +131,8 @@ def make_plan(
     split = [schedule.weight is not None and segment.place is not None for segment in segments]
     programs = trace_programs(segments, split, params, state, microbatch, key)
     channels, channel_of = _channels(segments, [program.y for program in programs])
-    plan = Plan(segments, programs, schedule, params.ipus, channels, channel_of, platform)
+    further_axes = not {REPLICA_AXIS, IPU_AXIS}.issuperset(jax.sharding.get_abstract_mesh().axis_names)
+    plan = Plan(segments, programs, schedule, params.ipus, channels, channel_of, platform, further_axes)
     plan = dataclasses.replace(plan, classes=_classes(plan, params, state))
     return dataclasses.replace(
         plan,

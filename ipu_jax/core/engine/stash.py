@@ -46,7 +46,9 @@ class Stash:
         depth_of = lambda depths: [depths.get(ipu, depths.get(None, 0)) for ipu in range(plan.ipus)]  # noqa: E731
         self._depths: dict[Key, np.ndarray] = {key: np.array(depth_of(depths)) for key, depths, _ in found}
         shaped = lambda key, value: Buffer.of(key[0], value, plan.platform)  # noqa: E731
-        flat = _flat((shaped(key, value), self._depths[key]) for key, _, values in found for value in values)
+        flat: set[Buffer] = set()
+        if not plan.further_axes:  # in a flat buffer a value loses its sharding over them
+            flat = _flat((shaped(key, value), self._depths[key]) for key, _, values in found for value in values)
         self._rings: dict[Key, list[_Ring]] = {key: [] for key in self._depths}
         self._rows: dict[Buffer, np.ndarray] = {}
         for key, _, values in found:
@@ -60,7 +62,10 @@ class Stash:
     @property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the buffers' shapes by name."""
-        return {b.name: jax.ShapeDtypeStruct(b.shape(rows.max()), b.dtype) for b, rows in self._rows.items()}
+        return {
+            buffer.name: jax.ShapeDtypeStruct(buffer.shape(rows.max()), buffer.dtype, sharding=buffer.sharding)
+            for buffer, rows in self._rows.items()
+        }
 
     @property
     def nbytes(self) -> int:

@@ -28,6 +28,7 @@ from ipu_jax.base.jaxprs import (
     needed,
     part_of,
     scan_parts,
+    shape_of,
     variables,
 )
 from ipu_jax.core.programs._keeping import MOVES, bytes_of, cheapest_to_keep
@@ -60,7 +61,7 @@ def split_backward(traced: Any, num_dx: int, reusable: int, num_dy: int) -> tupl
     w = part_of(
         traced, [*jaxpr.invars[: len(jaxpr.invars) - num_dy], *weight_residuals], eqns_of_w, jaxpr.outvars[num_dx:]
     )
-    return b, w, [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in weight_residuals]
+    return b, w, [shape_of(v.aval) for v in weight_residuals]
 
 
 def _cheapest(

@@ -23,7 +23,18 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
-from ipu_jax.base.jaxprs import JITS, bound, depending, laid_open, needed, part_of, scan_parts, value_of, variables
+from ipu_jax.base.jaxprs import (
+    JITS,
+    bound,
+    depending,
+    laid_open,
+    needed,
+    part_of,
+    scan_parts,
+    shape_of,
+    value_of,
+    variables,
+)
 from ipu_jax.core.collectives import axes_of
 from ipu_jax.core.programs._keeping import bytes_of, cheapest_to_keep
 
@@ -199,7 +210,7 @@ class _Part:
             residuals, captured["vjp"] = jax.tree.flatten(vjp)
             return [*outputs, *residuals]
 
-        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.inputs]
+        shapes = [shape_of(v.aval) for v in self.inputs]
         # a custom_jvp rule may call functions that have one, too; none of them is differentiated again
         traced = laid_open(jax.make_jaxpr(forward)(*shapes), (*JITS, "custom_jvp_call"))
         jaxpr, count = traced.jaxpr, len(self.outputs)

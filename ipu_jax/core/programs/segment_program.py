@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ipu_jax.base.jaxprs import laid_open, postponed
+from ipu_jax.base.jaxprs import laid_open, postponed, shape_of
 from ipu_jax.base.keys import is_key
 from ipu_jax.core.programs._agreement import differing_outputs
 from ipu_jax.core.programs._backward_split import split_backward
@@ -151,10 +151,6 @@ def _with_type(value: Any, own: Any) -> Any:
     return jax.random.wrap_key_data(value, impl=jax.random.key_impl(own)) if is_key(own) else value
 
 
-def _shape_of(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-
-
 def trace_segment(
     segment: Segment,
     params: Any,
@@ -221,8 +217,8 @@ def trace_segment(
     stashed = residuals.stashed
     forward = with_outputs(traced, [*outvars[:count], *stashed])
     differs = differing_outputs(segment, forward.jaxpr, may_differ, num_params)
-    stash_types = [_shape_of(var.aval) for var in stashed]
-    y, _, aux = jax.tree.unflatten(captured["result"], list(map(_shape_of, forward.out_avals[:count])))
+    stash_types = [shape_of(var.aval) for var in stashed]
+    y, _, aux = jax.tree.unflatten(captured["result"], list(map(shape_of, forward.out_avals[:count])))
     check_results(segment, jax.tree.unflatten(captured["result"], differs[:count]), (y, aux), last, shards[1])
     dy = split_floats(y)[0]
 
@@ -287,7 +283,7 @@ def _trace_forward(
 
     traced = laid_open(jax.make_jaxpr(program)(params, x, inputs, state))
     differs = differing_outputs(segment, traced.jaxpr, may_differ, len(jax.tree.leaves(params)))
-    y, _, aux = jax.tree.unflatten(captured["result"], list(map(_shape_of, traced.out_avals)))
+    y, _, aux = jax.tree.unflatten(captured["result"], list(map(shape_of, traced.out_avals)))
     check_results(segment, jax.tree.unflatten(captured["result"], differs), (y, aux), last, split_state)
     signature, adds_loss = signature_of((traced,), captured["result"]), captured["adds_loss"]
     return SegmentProgram(y, aux, [], [], signature, adds_loss, _forward=traced, _result=captured["result"])

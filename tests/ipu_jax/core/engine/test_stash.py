@@ -62,12 +62,12 @@ def test_another_shape_has_a_buffer_of_its_own_where_all_ipus_keep_as_much():
 
 
 def test_all_are_flat_where_a_shape_of_one_ipu_would_take_too_much_room_on_the_others():
-    # IPU 0 keeps 3 micro-batches of 160 columns; IPU 1 one of 160, and two values of 8: 16 / 480 more
-    assert shapes_of([[160], [8]], "grouped", 4) == {"stash:float32:flat": (N * 480 + 1,)}
+    # IPU 0 keeps 3 micro-batches of 160 columns, IPU 1 one of 160 and one of 16, which even alone are 16 / 480 more
+    assert shapes_of([[160], [16]], "grouped", 4) == {"stash:float32:flat": (N * 480 + 1,)}
 
 
 def test_a_shape_of_one_ipu_that_takes_little_room_has_a_buffer():
-    # as above, but 16 / 960 more
+    # IPU 0 keeps 3 micro-batches of 320 columns, IPU 1 one of 320 and one of 8, whose two rows are 16 / 960 more
     found = shapes_of([[320], [8]], "grouped", 4)
     assert found == {f"stash:float32:{N}x320": (3, N, 320), f"stash:float32:{N}x8": (2, N, 8)}
 

@@ -1,6 +1,5 @@
 """Test which concurrent stages keep a cotangent on the IPU that has it, and that the others get equal parts of it."""
 
-import re
 from typing import Any
 
 import jax
@@ -147,6 +146,6 @@ def test_a_cotangent_that_stays_is_sent_by_no_collective():
     pipeline = pipeline_of(fn, spec)
     params, batch = arguments(pipeline, shape)
     lowered = jax.jit(pipeline.value_and_grad).lower(params, batch).as_text()
-    of_message = re.findall(rf'stablehlo.all_reduce"(?s:.)*?tensor<{N}x{D}xf32>\) -> tensor<{N}x{D}xf32>', lowered)
+    ends = [part.split("}) : ")[1].splitlines()[0] for part in lowered.split("stablehlo.all_reduce")[1:]]
     # the rows that F looks up, and the sum of the cotangents in B
-    assert len(of_message) == 2
+    assert ends.count(f"(tensor<{N}x{D}xf32>) -> tensor<{N}x{D}xf32>") == 2, ends
