@@ -227,7 +227,7 @@ def tables(figures: Figures, name: str, topology: str) -> None:
         ipus: compile_pipeline(model, mesh_of(shape, ipus), "1f1b").code_bytes / 1e6
         for ipus, shape in ((16, "v5e:4x4"), (256, "v5e:16x16"))
     }
-    figures.add("code MB of a chip, M=512, 256 IPUs", megabytes[256], 5.5)
+    figures.add("code MB of a chip, M=512, 256 IPUs", megabytes[256], 2)
     # XLA's own two permutes between 255 pairs of neighbours take 0.65 of it
     figures.add("code MB of a chip, M=512, 256 IPUs - 16 IPUs", megabytes[256] - megabytes[16], 0.7)
 
