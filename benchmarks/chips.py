@@ -218,6 +218,7 @@ def gpt_grouped_both(figures: Figures, name: str, topology: str) -> None:
     model, mesh = gpt(), mesh_of(topology, IPUS)
     pipeline = compile_pipeline(model, mesh, concurrent=True)
     _stage_figures(figures, name, pipeline, compile_alone(model, mesh), at_most=1.10)
+    # the compiler of jax 0.10.2 needs 1701, the one of jax 0.12.0 needs 1736 and falls short
     figures.add(f"temporary MB of a chip, {name}", pipeline.temporary_bytes / 1e6, 1705)
 
 
