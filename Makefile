@@ -21,8 +21,12 @@ BENCH_FLAGS ?=
 # What a finished .venv says of itself: a venv names its own folder in its scripts, so that one that was moved is broken.
 FINGERPRINT := $(CURDIR)
 
+AOT := $(VENV)/aot-tpu
+LIBTPU := 'from importlib.metadata import requires; \
+    print(next(line.split(";")[0].strip() for line in requires("jax") if line.startswith("libtpu")))'
+
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-all coverage random api mnist bench faults docs docs-serve format clean
+.PHONY: help venv aot test test-all coverage random api mnist bench faults docs docs-serve format clean
 
 # A .venv that was left half-made, was moved, lost its Python, or has another one than PYTHON asks for is made anew.
 ifneq ($(shell cat $(STAMP) 2>/dev/null),$(FINGERPRINT))
@@ -59,6 +63,14 @@ endif
 	@rm -f $@
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --editable '.[dev]'
 	@printf '%s\n' $(call quoted,$(FINGERPRINT)) > $@
+
+aot: $(STAMP) ## install XLA's compiler for TPU beside .venv's packages (700 MB)
+	@# The one that this jax asks for. Among the packages, it would make jax look for a TPU in every process.
+	@wanted="$$($(BIN)/python -c $(LIBTPU))" || exit 1; \
+	if [ "$$(cat $(AOT)/.installed 2>/dev/null)" = "$$wanted" ]; then exit 0; fi; \
+	rm -rf $(AOT) && \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps --target $(AOT) "$$wanted" && \
+	printf '%s\n' "$$wanted" > $(AOT)/.installed
 
 test: $(STAMP) ## run ruff, basedpyright, and pytest with doctests and a few slow tests
 	$(BIN)/ruff check .

@@ -1,0 +1,280 @@
+"""Compile pipelines for TPUs that are not there, and compare a stage with the same layers alone.
+
+XLA's compiler for TPU runs on any machine, and nothing here runs on a TPU. Cycles are the compiler's own estimates for
+one chip. They don't count collectives, writes to flat buffers and waiting for other chips, so only ratios of them mean
+something. Memory, code and instructions are what the compiled program has.
+
+    mlp:grouped          2 layers of 1024 x 2048 on each of 4 IPUs, M=8
+    mlp:1f1b:both        the same under "1f1b", with a concurrent embedding and head
+    gpt:grouped:both     a transformer block of 1024 on each of 4 IPUs, M=16, with a concurrent embedding and head
+    tables               tiny layers on 16 and on 256 IPUs, M=512: do tables of micro-batches make the program large?
+    replicas             2 replicas of 2 IPUs with bfloat16 weights: in which dtype are gradients summed?
+
+The compiler is in the wheel libtpu, which `make aot` installs beside the environment. If it were inside, jax would look
+for a TPU in every process.
+
+    python benchmarks/chips.py [--check] [--only mlp:grouped ...] [--topology v5e:2x2]
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from figures import Figures
+from ipu_jax import ALL_IPUS, Pipeline, Stage
+from sharded_ops import embedding, log_softmax_cross_entropy, tied_projection
+from tpu_compiler import NEEDS_LIBTPU, Compiled, libtpu_folder, mesh_of, use_libtpu
+
+IPUS = 4
+WEIGHT = jnp.bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The part of a model that each IPU has.
+
+    Attributes:
+        block: takes weights and activations, and returns activations of the same shape.
+        weights: the shapes of its weights.
+        x: the shape of a micro-batch's activations: (..., width), bfloat16.
+        micro_batches: how many there are in a step.
+        vocabulary: rows of the table that concurrent stages share.
+    """
+
+    block: Callable[[Any, Any], Any]
+    weights: Any
+    x: tuple[int, ...]
+    micro_batches: int
+    vocabulary: int = 4096
+
+    @property
+    def width(self) -> int:
+        return self.x[-1]
+
+
+# models
+
+
+def mlp(width: int = 1024, rows: int = 512, *, layers: int = 2, micro_batches: int = 8) -> Model:
+    """Return residual layers with a hidden layer of twice their width."""
+    layer = {"up": _weight(width, 2 * width), "down": _weight(2 * width, width), "gain": _weight(width)}
+    return Model(_mlp_block, [layer] * layers, (rows, width), micro_batches)
+
+
+def _mlp_block(weights: Any, x: Any) -> Any:
+    for w in weights:
+        x = x + (jax.nn.gelu(x @ w["up"]) @ w["down"]) * w["gain"]
+    return x
+
+
+def gpt(
+    width: int = 1024,
+    heads: int = 16,
+    *,
+    sequences: int = 4,
+    tokens: int = 1024,
+    micro_batches: int = 16,
+    vocabulary: int = 32000,
+) -> Model:
+    """Return a transformer block with causal attention."""
+    weights = {
+        "qkv": _weight(width, 3, heads, width // heads),
+        "out": _weight(heads, width // heads, width),
+        "up": _weight(width, 4 * width),
+        "down": _weight(4 * width, width),
+        "before attention": _weight(width),
+        "before layers": _weight(width),
+    }
+    return Model(_gpt_block, weights, (sequences, tokens, width), micro_batches, vocabulary)
+
+
+# B sequences, T and S tokens, D features, N heads, K features of a head
+def _gpt_block(w: Any, x_BTD: Any) -> Any:
+    q_BTNK, k_BSNK, v_BSNK = jnp.einsum("btd,dcnk->cbtnk", _normed(x_BTD, w["before attention"]), w["qkv"])
+    x_BTD = x_BTD + jnp.einsum("btnk,nkd->btd", _attention(q_BTNK, k_BSNK, v_BSNK), w["out"])
+    return x_BTD + jax.nn.gelu(_normed(x_BTD, w["before layers"]) @ w["up"]) @ w["down"]
+
+
+def _attention(q_BTNK: Any, k_BSNK: Any, v_BSNK: Any) -> Any:
+    tokens, features = q_BTNK.shape[1], q_BTNK.shape[-1]
+    scores_BNTS = jnp.einsum("btnk,bsnk->bnts", q_BTNK, k_BSNK, preferred_element_type=jnp.float32) / features**0.5
+    scores_BNTS = jnp.where(jnp.tril(jnp.ones((tokens, tokens), bool)), scores_BNTS, -1e30)
+    return jnp.einsum("bnts,bsnk->btnk", jax.nn.softmax(scores_BNTS).astype(q_BTNK.dtype), v_BSNK)
+
+
+def _normed(x: Any, gain: Any) -> Any:
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)).astype(x.dtype) * gain
+
+
+def _weight(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, WEIGHT)
+
+
+# programs
+
+
+def compile_pipeline(model: Model, mesh: Mesh, schedule: str = "grouped", *, concurrent: bool = False) -> Compiled:
+    """Return the compiled loss and gradients of a pipeline with a block on each IPU of the mesh.
+
+    Args:
+        concurrent: whether an embedding and a head, which share a table, run on all IPUs. Without them, the loss is the
+            mean square of the last block's result.
+    """
+    ipus = mesh.shape["ipu"]
+    weights = {f"block{i}": model.weights for i in range(ipus)}
+    blocks = [Stage(_stage_of(model), params=f"block{i}", ipu=i) for i in range(ipus)]
+    if concurrent:
+        weights["table"] = _weight(model.vocabulary, model.width)
+        stages = [*_around(blocks, model.vocabulary)]
+    else:
+        stages = [*blocks, Stage(_mean_square, ipu=ipus - 1)]
+    specs = {"table": PartitionSpec("ipu")} if concurrent else {}
+    pipeline = Pipeline(stages, mesh=mesh, schedule=schedule, gradient_accumulation=model.micro_batches, specs=specs)
+    batch = _batch_of(model, mesh, concurrent=concurrent)
+    return Compiled(jax.jit(pipeline.value_and_grad).lower(pipeline.shard_shapes(weights), batch).compile())
+
+
+def compile_alone(model: Model, mesh: Mesh) -> Compiled:
+    """Return the compiled forward and backward pass of one block, on the first chip of a mesh."""
+    whole = NamedSharding(Mesh(mesh.devices[:1, :1], mesh.axis_names), PartitionSpec())
+    x = jax.ShapeDtypeStruct(model.x, WEIGHT)
+    arguments = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), (model.weights, x, x)
+    )
+    step = jax.jit(lambda weights, x, dy: jax.vjp(model.block, weights, x)[1](dy))
+    return Compiled(step.lower(*arguments).compile())
+
+
+def ratio_of_cycles(pipeline: Compiled, alone: Compiled) -> float:
+    """Return the cycles of F, B and W, each on the IPU where it takes the most, divided by those of the block alone."""
+    return sum(pipeline.cycles_of(task) for task in "FBW") / alone.cycles
+
+
+def sums_of_gradients(pipeline: Compiled) -> list[str]:
+    """Return the dtype of each gradient's sum over replicas."""
+    return [array.dtype for array in pipeline.sums_after_scan() if array.dims]  # the loss has no dims
+
+
+def _stage_of(model: Model) -> Callable[[Any, Any, Any], Any]:
+    return lambda weights, x, microbatch: model.block(weights, microbatch["x"] if x is None else x)
+
+
+def _mean_square(_: None, x: Any, microbatch: Any) -> Any:
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+def _around(blocks: list[Stage], vocabulary: int) -> list[Stage]:
+    """Return the blocks between an embedding and a head on all IPUs."""
+
+    def embed(table: Any, _: None, microbatch: Any) -> Any:
+        return embedding(table, microbatch["tokens"], size=vocabulary)
+
+    def loss(table: Any, x: Any, microbatch: Any) -> Any:
+        logits = tied_projection(x, table, size=vocabulary)
+        return jnp.mean(log_softmax_cross_entropy(logits, microbatch["labels"], size=vocabulary))
+
+    return [
+        Stage(embed, params="table", ipu=ALL_IPUS, name="embed"),
+        *blocks,
+        Stage(loss, params="table", ipu=ALL_IPUS, name="loss"),
+    ]
+
+
+def _batch_of(model: Model, mesh: Mesh, *, concurrent: bool) -> dict[str, jax.ShapeDtypeStruct]:
+    replicas = mesh.shape["replica"]
+    leading = (replicas, model.micro_batches) if replicas > 1 else (model.micro_batches,)
+    spread = NamedSharding(mesh, PartitionSpec("replica") if replicas > 1 else PartitionSpec())
+    leaf = lambda shape, dtype: jax.ShapeDtypeStruct((*leading, *shape), dtype, sharding=spread)  # noqa: E731
+    if concurrent:
+        return {key: leaf(model.x[:-1], jnp.int32) for key in ("tokens", "labels")}
+    return {"x": leaf(model.x, WEIGHT)}
+
+
+# figures
+
+
+def mlp_grouped(figures: Figures, name: str, topology: str) -> None:
+    model, mesh = mlp(), mesh_of(topology, IPUS)
+    _stage_figures(figures, name, compile_pipeline(model, mesh), compile_alone(model, mesh), at_most=1.08)
+
+
+def mlp_1f1b_both(figures: Figures, name: str, topology: str) -> None:
+    model, mesh = mlp(), mesh_of(topology, IPUS)
+    pipeline = compile_pipeline(model, mesh, "1f1b", concurrent=True)
+    _stage_figures(figures, name, pipeline, compile_alone(model, mesh), at_most=1.12)
+    # each is needed: the embedding's result, x to the head, the parts of the head's dx, and dx to the embedding
+    messages = [array for array in pipeline.sums_in_scan() if array.dims == model.x]
+    figures.add(f"all-reduces of the message for each micro-batch, {name}", len(messages), 4, at_least=4)
+
+
+def gpt_grouped_both(figures: Figures, name: str, topology: str) -> None:
+    model, mesh = gpt(), mesh_of(topology, IPUS)
+    pipeline = compile_pipeline(model, mesh, concurrent=True)
+    _stage_figures(figures, name, pipeline, compile_alone(model, mesh), at_most=1.10)
+    # the compiler of jax 0.10.2 needs 1701, the one of jax 0.12.0 needs 1736 and falls short
+    figures.add(f"temporary MB of a chip, {name}", pipeline.temporary_bytes / 1e6, 1705)
+
+
+def tables(figures: Figures, name: str, topology: str) -> None:
+    model = mlp(128, 8, layers=1, micro_batches=512)
+    megabytes = {
+        ipus: compile_pipeline(model, mesh_of(shape, ipus), "1f1b").code_bytes / 1e6
+        for ipus, shape in ((16, "v5e:4x4"), (256, "v5e:16x16"))
+    }
+    figures.add("code MB of a chip, M=512, 256 IPUs", megabytes[256], 2)
+    # XLA's own two permutes between 255 pairs of neighbours take 0.65 of it
+    figures.add("code MB of a chip, M=512, 256 IPUs - 16 IPUs", megabytes[256] - megabytes[16], 0.7)
+
+
+def replicas(figures: Figures, name: str, topology: str) -> None:
+    pipeline = compile_pipeline(mlp(256, 256), mesh_of(topology, 2, replicas=2))
+    dtypes = sums_of_gradients(pipeline)
+    figures.add("sums of bfloat16 gradients over 2 replicas", len(dtypes), at_least=6)
+    narrow = sum(dtype != "f32" for dtype in dtypes)
+    figures.add("sums of bfloat16 gradients over 2 replicas, not in float32", narrow, 0)
+
+
+def _stage_figures(figures: Figures, name: str, pipeline: Compiled, alone: Compiled, *, at_most: float) -> None:
+    figures.add(f"cycles of F+B+W / the same layers alone, {name}", ratio_of_cycles(pipeline, alone), at_most)
+    figures.add(f"copies of a whole ring in a tick, {name}", len(pipeline.copied_rings), 0)
+    figures.add(f"code MB of a chip, {name}", pipeline.code_bytes / 1e6)
+
+
+PROGRAMS = {
+    "mlp:grouped": mlp_grouped,
+    "mlp:1f1b:both": mlp_1f1b_both,
+    "gpt:grouped:both": gpt_grouped_both,
+    "tables": tables,
+    "replicas": replicas,
+}
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", nargs="+", choices=PROGRAMS, metavar="PROGRAM", help=f"of {', '.join(PROGRAMS)}")
+    parser.add_argument(
+        "--topology", default="v5e:2x2", help="the chips of all programs but tables (default: %(default)s)"
+    )
+
+
+def main() -> int:
+    figures = Figures("what XLA's TPU compiler makes of pipelines; no TPU is needed", flags=flags)
+    if not use_libtpu():
+        figures.leave_out("programs for TPU", NEEDS_LIBTPU)
+        # a run of all scripts goes on without these figures
+        return 0 if figures.args.record else 2
+    print(f"compiled with the libtpu in {libtpu_folder()}")
+    for name, measure in PROGRAMS.items():
+        if name in (figures.args.only or PROGRAMS):
+            measure(figures, name, figures.args.topology)
+    return figures.status()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
