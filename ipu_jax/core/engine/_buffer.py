@@ -107,14 +107,14 @@ class Buffer:
         # of orders that pad the same the first one: the value's own, or else the one that moves the last dims the least
         pairs = [(a, b) for b, a in itertools.permutations(reversed(dims[1:]), 2)]
         orders = [(*(dim for dim in dims if dim not in pair), *pair) for pair in pairs]
-        return min(orders, key=lambda order: _padded([shape[dim] for dim in order]))
+        return min(orders, key=lambda order: _padded([shape[dim] for dim in order], least=8))
 
 
-def _padded(shape: Sequence[int]) -> int:
+def _padded(shape: Sequence[int], least: int = 1) -> int:
     """Return the elements that an array of this shape, outermost dim first, takes on a TPU.
 
     XLA pads the last dim to a multiple of 128 and the one before to 1, 2, 4 or a multiple of 8 (compiled for v5e).
     """
     *outer, rows, columns = (1, *shape)
-    tile = min(8, 1 << max(rows - 1, 0).bit_length())
+    tile = max(least, min(8, 1 << max(rows - 1, 0).bit_length()))
     return math.prod(outer) * -(-rows // tile) * tile * -(-columns // 128) * 128
