@@ -291,17 +291,28 @@ class Tasks:
 
         return self.guarded(active, body, carry, ["stash"], label=label("queue", c))
 
-    def exchange(self, kind: Exchange, k: int, rows: Rows, carry: Carry) -> Carry:
-        """Send a channel's messages ("y"), or their gradients back ("dx"), if any IPU sends one in this tick."""
+    def exchange(self, kind: Exchange, k: int, sends: Any, carry: Carry) -> Carry:
+        """Send a channel's messages ("y"), or their gradients back ("dx").
+
+        Args:
+            kind, k: what is sent, and the channel.
+            sends: whether any IPU has a new one in this tick; None: send in every tick, in no guard, so that XLA can
+                run tasks meanwhile.
+            carry: the carry of the tick.
+        """
         pairs, sent, received = self.plan.channels[k].pairs, carry.y[k], carry.y_received
         if kind == "dx":
             pairs, sent, received = [(b, a) for a, b in pairs], carry.dx[k], carry.dx_received
 
-        def body(fence: Fence, _: Any) -> Any:
-            return jax.tree.map(lambda leaf: lax.ppermute(leaf, IPU_AXIS, pairs), fence(sent))
+        def permuted(tree: Any) -> Any:
+            return jax.tree.map(lambda leaf: lax.ppermute(leaf, IPU_AXIS, pairs), tree)
 
         with jax.named_scope(label(kind, k)):
-            guards_run, arrived = guard(carry.guards_run, rows[kind][k], body, received[k])
+            if sends is None:
+                guards_run, arrived = carry.guards_run, permuted(sent)
+            else:
+                body = lambda fence, _: permuted(fence(sent))  # noqa: E731
+                guards_run, arrived = guard(carry.guards_run, sends, body, received[k])
         changed = {f"{kind}_received": _replaced(received, k, arrived)}
         return dataclasses.replace(carry, **changed, guards_run=guards_run)
 

@@ -13,6 +13,9 @@ Under the one-phase clock F, B and W run in one phase, before the head. IPUs wai
 in concurrent stages. An IPU uses a message in the tick after it arrives, so one exchange at the end of the tick serves
 all phases, and every task of the tick runs before it (`_guard`). Where no IPU sends, there is no exchange.
 
+On chips, which send while they compute, messages of the two-phase clock travel beside tasks in every tick, in no guard:
+y during the head and B, dx during the next tick's F.
+
 Gradients are computed inside the scan, by `jax.vjp` of each segment. Nothing differentiates through the scan, so memory
 does not grow with the number of micro-batches. Each conditional task is a `guard`.
 
@@ -22,6 +25,7 @@ cotangents of a replicated input are summed.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,7 +98,11 @@ class _Program:
             "head": self.head_phase,
             "B": self.backward_phase,
             "exit": self.exit_phase,
+            "y": functools.partial(self.exchange, "y"),
+            "dx": functools.partial(self.exchange, "dx"),
         }
+        # y is under way during head and B, and dx during the next tick's F
+        self.order = ("dx", "entry", "F", "y", "head", "B", "exit") if self.overlaps else PHASES[plan.schedule.clock]
 
     def run(self, reduce_over_replicas: bool) -> Result:
         ticks = self.plan.schedule.ticks if self.plan.backward else self.plan.schedule.forward_ticks
@@ -146,7 +154,7 @@ class _Program:
     def tick(self, carry: Carry, rows: Rows, runs: Any) -> tuple[Carry, None]:
         microbatches = microbatches_at(runs, rows["tick"])
         rows = rows | dict(zip(TABLES, jnp.split(microbatches, len(TABLES)), strict=True))
-        for phase in PHASES[self.plan.schedule.clock]:
+        for phase in self.order:
             carry = self.phases[phase](carry, rows)
         return carry, None
 
@@ -189,13 +197,15 @@ class _Program:
 
     def exit_phase(self, carry: Carry, rows: Rows) -> Carry:
         """Exchange the messages of all earlier phases, and run B of the concurrent stages of `entry`."""
-        carry = self.exchange("y", rows, carry)
+        if not self.overlaps:
+            carry = self.exchange("y", carry, rows)
         for c in self.downstream(self.local):
             if c in self.local:
                 carry = self.tasks.enqueue("x", c, rows, carry)
         if not self.plan.backward:
             return carry
-        carry = self.exchange("dx", rows, carry)
+        if not self.overlaps:
+            carry = self.exchange("dx", carry, rows)
         for c in self.upstream(self.local):
             carry = self.tasks.enqueue("dy", c, rows, carry)
         for c in reversed(self.entry):
@@ -204,11 +214,23 @@ class _Program:
                 carry = self.tasks.enqueue("dy", receiver, rows, carry)
         return carry
 
-    def exchange(self, kind: Exchange, rows: Rows, carry: Carry) -> Carry:
-        """Run the ppermute of each channel that crosses IPUs and on which any IPU sends in this tick."""
+    @property
+    def overlaps(self) -> bool:
+        """Return whether tasks run while messages are under way.
+
+        Under the two-phase clock no task waits for a message of its own phase. A CPU has no cores to spare for this.
+        """
+        queues = any((kind, c) in self.tasks.stash for kind in ("x", "dy") for c in self.local)
+        return self.plan.platform != "cpu" and self.plan.schedule.clock == "two-phase" and not queues
+
+    def exchange(self, kind: Exchange, carry: Carry, rows: Rows) -> Carry:
+        """Run the ppermute of each channel that crosses IPUs."""
+        if kind == "dx" and not self.plan.backward:
+            return carry
         for k, channel in enumerate(self.plan.channels):
             if channel.pairs:
-                carry = self.tasks.exchange(kind, k, rows, carry)
+                sends = None if self.overlaps else rows[kind][k]
+                carry = self.tasks.exchange(kind, k, sends, carry)
         return carry
 
     def enqueue_for_concurrent(self, carry: Carry, rows: Rows) -> Carry:

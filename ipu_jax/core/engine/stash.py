@@ -10,7 +10,8 @@ copies a buffer that one loop both reads and writes.
 
 An IPU's rings follow one another in a buffer, whatever its stages are, and all IPUs have as much as the fullest one
 needs. A buffer for a shape that few IPUs keep is mostly empty elsewhere. Where all buffers together would exceed flat
-ones, into which rings of any shape go one after another, by more than `SPARE`, the worst shapes go into flat ones.
+ones, into which rings of any shape go one after another, the worst shapes go into flat ones. On a TPU they may exceed
+them by `SPARE`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,7 +26,7 @@ from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.programs.segment_program import split_floats
 
 Key = tuple[Literal["stash", "weight", "x", "dy"], int]
-SPARE = 0.03
+SPARE = 0.03  # of the bytes of flat buffers
 
 
 class _Ring(NamedTuple):
@@ -48,7 +49,8 @@ class Stash:
         shaped = lambda key, value: Buffer.of(key[0], value, plan.platform)  # noqa: E731
         flat: set[Buffer] = set()
         if not plan.further_axes:  # in a flat buffer a value loses its sharding over them
-            flat = _flat((shaped(key, value), self._depths[key]) for key, _, values in found for value in values)
+            rings = ((shaped(key, value), self._depths[key]) for key, _, values in found for value in values)
+            flat = _flat(rings, SPARE if plan.platform == "tpu" else 0)
         self._rings: dict[Key, list[_Ring]] = {key: [] for key in self._depths}
         self._rows: dict[Buffer, np.ndarray] = {}
         for key, _, values in found:
@@ -118,8 +120,8 @@ def _of_ipu(numbers: np.ndarray, holders: np.ndarray, ipu: Any) -> Any:
     return distinct.pop() if len(distinct) == 1 else jnp.asarray(np.maximum(numbers, 1 - holders), jnp.int32)[ipu]
 
 
-def _flat(rings: Iterable[tuple[Buffer, np.ndarray]]) -> set[Buffer]:
-    """Return the buffers whose rings go into flat ones instead, for rings with these depths per IPU."""
+def _flat(rings: Iterable[tuple[Buffer, np.ndarray]], spare: float) -> set[Buffer]:
+    """Return the buffers whose rings, with these depths per IPU, go into flat ones; `spare` is as in `SPARE`."""
     rows: dict[Buffer, Any] = {}
     for buffer, depths in rings:
         rows[buffer] = rows.get(buffer, 0) + depths
@@ -129,16 +131,16 @@ def _flat(rings: Iterable[tuple[Buffer, np.ndarray]]) -> set[Buffer]:
     all_flat = {
         flat: np.sum([in_flat[buffer] for buffer in rows if buffer.flat == flat], axis=0).max() for flat in held
     }
-    spare = (1 + SPARE) * sum(all_flat.values()) - sum(own.values())
+    left = (1 + spare) * sum(all_flat.values()) - sum(own.values())
     flat: set[Buffer] = set()
-    while spare < 0:
+    while left < 0:
         saved = {
             buffer: own[buffer] + held[buffer.flat].max() - (held[buffer.flat] + in_flat[buffer]).max()
             for buffer in rows
             if buffer not in flat
         }
         worst = max(saved, key=lambda buffer: (saved[buffer], -own[buffer]))
-        spare += saved[worst]
+        left += saved[worst]
         held[worst.flat] = held[worst.flat] + in_flat[worst]
         flat.add(worst)
     return flat
