@@ -165,9 +165,12 @@ class Compiled:
 
     @property
     def copied_rings(self) -> list[Array]:
-        """Return an array for each instruction in the scan that copies a whole ring."""
+        """Return an array for each instruction in the scan that copies a whole ring into another layout.
+
+        A copy-start is not one: it moves a ring between memories, while the chip computes.
+        """
         rings = {ring.transposed for ring in self.rings}
-        copies = (i for i in self.scan() if i.op in ("copy", "copy-start", "transpose"))
+        copies = (i for i in self.scan() if i.op in ("copy", "transpose"))
         return [i.arrays[0] for i in copies if i.arrays[0].transposed in rings]
 
     @property

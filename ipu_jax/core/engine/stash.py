@@ -87,7 +87,7 @@ class Stash:
         """Return the buffers, each in its layout."""
         return {buffer.name: buffer.pinned(buffers[buffer.name]) for buffer in self._rows}
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._rings
 
     def write(
