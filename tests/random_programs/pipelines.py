@@ -19,6 +19,7 @@ from random_programs.drawing import draw_model
 from random_programs.model import Model
 from random_programs.plain import Dense
 from random_programs.tables import random_table
+from support.platforms import programs_for
 
 
 class Case:
@@ -74,7 +75,7 @@ def arguments(model: Model, pipeline: Pipeline) -> tuple[Any, Any, Any, Any]:
 def assert_right(model: Model, pipeline: Pipeline, *, evaluates: bool = False) -> None:
     """Raise `AssertionError` if the pipeline's results differ from the dense program's."""
     given = arguments(model, pipeline)
-    with bubbles_of_nan():
+    with bubbles_of_nan(), programs_for(("cpu", "tpu", "gpu")[model.micro_batches % 3]):
         loss, aux, gradients, new = parts(model, pipeline.value_and_grad(*given))
     dense = (model.weights(), model.batch(), model.state(), given[3])
     exact, in_own_dtypes = Dense(model, exact=True).run(*dense), Dense(model, exact=False)

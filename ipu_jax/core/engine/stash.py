@@ -11,7 +11,7 @@ copies a buffer that one loop both reads and writes.
 An IPU's rings follow one another in a buffer, whatever its stages are, and all IPUs have as much as the fullest one
 needs. A buffer for a shape that few IPUs keep is mostly empty elsewhere. Where all buffers together would exceed flat
 ones, into which rings of any shape go one after another, the worst shapes go into flat ones. On a TPU they may exceed
-them by `SPARE`.
+them by `SPARE`. CPUs have no tiles, and always flat buffers, unless there are further axes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -47,9 +47,12 @@ class Stash:
         depth_of = lambda depths: [depths.get(ipu, depths.get(None, 0)) for ipu in range(plan.ipus)]  # noqa: E731
         self._depths: dict[Key, np.ndarray] = {key: np.array(depth_of(depths)) for key, depths, _ in found}
         shaped = lambda key, value: Buffer.of(key[0], value, plan.platform)  # noqa: E731
-        flat: set[Buffer] = set()
-        if not plan.further_axes:  # in a flat buffer a value loses its sharding over them
-            rings = ((shaped(key, value), self._depths[key]) for key, _, values in found for value in values)
+        rings = [(shaped(key, value), self._depths[key]) for key, _, values in found for value in values]
+        if plan.further_axes:  # in a flat buffer a value loses its sharding over them
+            flat = set()
+        elif plan.platform == "cpu":
+            flat = {buffer for buffer, _ in rings}
+        else:
             flat = _flat(rings, SPARE if plan.platform == "tpu" else 0)
         self._rings: dict[Key, list[_Ring]] = {key: [] for key in self._depths}
         self._rows: dict[Buffer, np.ndarray] = {}

@@ -3,6 +3,7 @@
 A TPU's program runs on CPUs here: only the name of the platform differs.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,23 +14,20 @@ from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
-from ipu_jax.core.analysis import schedule_choice
 from sharded_ops import embedding, log_softmax_cross_entropy, tied_projection
 from support.against_plain import (
     assert_equals_plain,
     bubbles_hold_nan,  # noqa: F401 (a fixture)
 )
+from support.platforms import programs_for
 
 N, D, V, M = 4, 6, 11, 5
 
 
 @pytest.fixture(params=["tpu", "gpu"])
-def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Let programs be those of another platform."""
-    make_plan = schedule_choice.make_plan
-    other = lambda *args, platform, **options: make_plan(*args, platform=request.param, **options)  # noqa: E731
-    monkeypatch.setattr(schedule_choice, "make_plan", other)
-    return request.param
+def platform(request: pytest.FixtureRequest) -> Iterator[str]:
+    with programs_for(request.param):
+        yield request.param
 
 
 def layer(w: Any, x: Any) -> Any:

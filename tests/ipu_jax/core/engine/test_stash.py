@@ -12,22 +12,15 @@ import numpy as np
 import pytest
 
 from ipu_jax import Pipeline, Stage, make_mesh
-from ipu_jax.core.analysis import schedule_choice
 from ipu_jax.core.engine._buffer import Buffer
 from ipu_jax.core.engine.stash import Stash
 from support.against_plain import (
     assert_equals_plain,
     bubbles_hold_nan,  # noqa: F401 (a fixture)
 )
+from support.platforms import programs_for
 
 N, D, HEADS = 6, 16, 2
-
-
-@pytest.fixture
-def on_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_plan = schedule_choice.make_plan
-    other = lambda *args, platform, **options: make_plan(*args, platform="tpu", **options)  # noqa: E731
-    monkeypatch.setattr(schedule_choice, "make_plan", other)
 
 
 def tanhs(weights: Any, x: Any) -> Any:
@@ -37,7 +30,7 @@ def tanhs(weights: Any, x: Any) -> Any:
 
 
 def shapes_of(
-    widths: list[list[int]], schedule: str, micro_batches: int, *, rows: int = N
+    widths: list[list[int]], schedule: str, micro_batches: int, *, rows: int = N, platform: str = "gpu"
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the buffers for tanh layers of these widths, a list per IPU."""
     ends = [widths[0][0], *(of_ipu[-1] for of_ipu in widths)]
@@ -56,7 +49,8 @@ def shapes_of(
     ]
     pipeline = Pipeline(stages, schedule=schedule, gradient_accumulation=micro_batches)
     batch = jax.ShapeDtypeStruct((micro_batches, rows, ends[0]), np.float32)
-    plan = pipeline.plan_step(pipeline.shard(params), batch)
+    with programs_for(platform):
+        plan = pipeline.plan_step(pipeline.shard(params), batch)
     return {name: shape.shape for name, shape in Stash(plan).shapes.items()}
 
 
@@ -77,11 +71,15 @@ def test_a_shape_of_one_ipu_is_flat_where_it_would_take_room_on_the_others():
     assert found == {f"stash:float32:{N}x8": (3, N, 8), "stash:float32:flat": (N * 960 + 1,)}
 
 
+def test_on_a_cpu_all_are_flat():
+    assert shapes_of([[D, D], [D, D]], "grouped", 4, platform="cpu") == {"stash:float32:flat": (N * 6 * D + 1,)}
+
+
 @pytest.mark.parametrize(("width", "spare"), [(40, True), (20, False)])
-def test_on_a_tpu_buffers_may_take_3_percent_more(width, spare, on_tpu):
+def test_on_a_tpu_buffers_may_take_3_percent_more(width, spare):
     # IPU 0 keeps 3 micro-batches of `width` tiles, IPU 1 one of them and one of one tile, for which a buffer has two
     # rows: 2 / 120 more, or 2 / 60
-    found = shapes_of([[128 * width], [128]], "grouped", 4, rows=8)
+    found = shapes_of([[128 * width], [128]], "grouped", 4, rows=8, platform="tpu")
     shaped = {f"stash:float32:8x{128 * width}": (3, 8, 128 * width), "stash:float32:8x128": (2, 8, 128)}
     assert found == (shaped if spare else {"stash:float32:flat": (3 * 8 * 128 * width + 1,)})
 
@@ -104,9 +102,7 @@ def squeezed(x: Any, weights: Any) -> Any:
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "gpu"])
 @pytest.mark.parametrize("schedule", ["grouped", pytest.param("1f1b", marks=pytest.mark.slow), "zb-h1"])
-def test_values_of_any_shape_come_back(schedule, platform, monkeypatch):
-    of = Buffer.of
-    monkeypatch.setattr(Buffer, "of", lambda kind, value, _: of(kind, value, platform))
+def test_values_of_any_shape_come_back(schedule, platform):
     rng = np.random.default_rng(0)
     normal = lambda *shape: (rng.normal(size=shape) / 2).astype(np.float32)  # noqa: E731
     params = {"a": {"up": normal(D, 2 * D), "down": normal(2 * D, D)}, "b": normal(D, 5)}
@@ -122,7 +118,8 @@ def test_values_of_any_shape_come_back(schedule, platform, monkeypatch):
     )
     batch = normal(m, N, D)
     plain = lambda p: jnp.mean(jnp.stack([squeezed(unlike(x, p["a"]), p["b"]) for x in batch]))  # noqa: E731
-    assert_equals_plain(pipeline, params, batch, plain)
+    with programs_for(platform):
+        assert_equals_plain(pipeline, params, batch, plain)
 
 
 # tiles
@@ -145,7 +142,7 @@ def test_padding_by_hand(dtype, row, rows, elements):
     assert of_gpu.padded_nbytes(rows) == of_gpu.nbytes(rows) == of_tpu.nbytes(rows)
 
 
-def test_a_report_says_what_padding_costs(on_tpu):
+def test_a_report_says_what_padding_costs():
     """By hand: IPU 0 keeps 3 micro-batches of (64, 1270), whose rows take 1,280 columns."""
     stages = [
         Stage(lambda w, x, mb: jnp.tanh(mb @ w), params="a", ipu=0),
@@ -153,7 +150,8 @@ def test_a_report_says_what_padding_costs(on_tpu):
     ]
     pipeline = Pipeline(stages, schedule="grouped", gradient_accumulation=4)
     params = pipeline.shard({"a": np.ones((8, 1270), np.float32)})
-    found = pipeline.report(params, jax.ShapeDtypeStruct((4, 64, 8), np.float32), compile=False)
+    with programs_for("tpu"):
+        found = pipeline.report(params, jax.ShapeDtypeStruct((4, 64, 8), np.float32), compile=False)
     assert (found.stash, found.stash_padding) == (4 * 3 * 64 * 1280, 4 * 3 * 64 * 10)
     assert found.ipus[0].stash == 4 * 3 * 64 * 1270
     assert "stash 983.0 kB (7.7 kB of it pads to tiles)" in str(found)
