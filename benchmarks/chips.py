@@ -153,7 +153,7 @@ def compile_alone(model: Model, mesh: Mesh) -> Compiled:
 
 
 def ratio_of_cycles(pipeline: Compiled, alone: Compiled) -> float:
-    """Return the cycles of F, B and W, each on the IPU where it takes the most, divided by those of the block alone."""
+    """Return the cycles of F, B and W, each on the IPU where it takes the most, divided by the block's alone."""
     return sum(pipeline.cycles_of(task) for task in "FBW") / alone.cycles
 
 
@@ -268,6 +268,11 @@ def main() -> int:
         figures.leave_out("programs for TPU", NEEDS_LIBTPU)
         # a run of all scripts goes on without these figures
         return 0 if figures.args.record else 2
+    try:
+        mesh_of(figures.args.topology, IPUS)
+    except ValueError as error:
+        print(f"chips.py: --topology: {error}", file=sys.stderr)
+        return 2
     print(f"compiled with the libtpu in {libtpu_folder()}")
     for name, measure in PROGRAMS.items():
         if name in (figures.args.only or PROGRAMS):

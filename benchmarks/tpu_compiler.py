@@ -61,8 +61,16 @@ def use_libtpu() -> bool:
 
 
 def mesh_of(topology: str, ipus: int, replicas: int = 1) -> Mesh:
-    """Return a mesh (replica, ipu) of the first chips of a topology such as "v5e:2x2"."""
-    devices = _devices(topology)
+    """Return a mesh (replica, ipu) of the first chips of a topology such as "v5e:2x2".
+
+    Raises:
+        ValueError: the compiler does not know the topology, or it has too few chips.
+    """
+    try:
+        devices = _devices(topology)
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"the compiler does not know {topology!r} ({reason}): give one such as v5e:2x2") from None
     if len(devices) < replicas * ipus:
         raise ValueError(f"{topology} has {len(devices)} chips, and {replicas * ipus} are needed")
     chosen = np.array(devices[: replicas * ipus]).reshape(replicas, ipus)

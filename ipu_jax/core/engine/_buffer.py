@@ -58,7 +58,7 @@ class Buffer:
         return math.prod(shape) if self.row is None else 1
 
     def shape(self, rows: int) -> tuple[int, ...]:
-        """Return the shape of the array that has room for so many rows.
+        """Return the shape of the array, which has room for these rows.
 
         It is longer than one micro-batch: XLA recognises a slice as long as its array as the whole array, and may read
         it before the guard.

@@ -1,7 +1,7 @@
 """Find whether a concurrent backward pass needs cotangents only as sums over the IPUs.
 
 If so, the IPU that has a cotangent keeps it, the others take zeros, and nothing is sent. Else every IPU gets an equal
-part of it: a rule may take n times its own part for the whole, as those of the cross-entropies do.
+part of it: a rule may take n times its own part for the whole, as the cross-entropies' rules do.
 """
 
 from collections.abc import Sequence

@@ -28,9 +28,9 @@ def compiled():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-# jax 0.10.2 and 0.12.0 give 0.90 and 0.90 for the layers, and 1.55 and 1.41 for the block, which is small.
-# benchmarks/chips.py compiles a block of a usual size: 1.08.
-@pytest.mark.parametrize(("program", "most"), [("layers", 0.95), ("block", 1.65)])
+# jax 0.10.2 and 0.12.0 give 0.86 and 0.86 for the layers, and 1.33 and 1.41 for the block, which is small.
+# benchmarks/chips.py compiles a block of a usual size: 1.06 and 1.09.
+@pytest.mark.parametrize(("program", "most"), [("layers", 0.90), ("block", 1.45)])
 def test_a_stage_takes_about_as_many_cycles_as_its_layers_alone(compiled, program, most):
     assert 0.5 < compiled[program]["ratio"] <= most
 

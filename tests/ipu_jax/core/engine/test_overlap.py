@@ -103,7 +103,7 @@ def exchanges_outside_guards(schedule: str) -> int:
 
 
 def equations_of_tick(jaxpr: Any) -> list[Any]:
-    """Return the equations of the scan over ticks, without those of its guards."""
+    """Return the equations of the scan over ticks that are in no guard."""
     for eqn in jaxpr.eqns:
         inner = [*core.jaxprs_in_params(eqn.params)]
         if eqn.primitive.name == "scan":
