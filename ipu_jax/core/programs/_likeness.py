@@ -2,7 +2,8 @@
 
 They do if their jaxprs have equal text, equal literals and constants, and equal parameters of every equation. A
 parameter that is neither a plain value nor a jaxpr, such as a host callback or an exported function, equals only
-itself, unless its type defines equality.
+itself, unless its type defines equality. A dataclass of jax, such as the grid of a Pallas kernel, is compared field by
+field, because the jaxprs in it equal only themselves, and its text leaves them out.
 """
 
 import dataclasses
@@ -50,9 +51,12 @@ def signature_of(programs: Sequence[Any], *more: Any) -> Signature | None:
     constants = [thing for closed in programs for thing in _constants_of(closed)]
     if any(isinstance(thing, _Array) and thing.is_large for thing in constants):
         return None
+    return Signature((tuple(_text(closed.jaxpr) for closed in programs), *more), tuple(constants))
+
+
+def _text(jaxpr: Any) -> str:
     # an address in the text names an object; the object itself is compared among the constants
-    texts = tuple(re.sub(r" at 0x[0-9a-f]+", "", str(closed.jaxpr)) for closed in programs)
-    return Signature((texts, *more), tuple(constants))
+    return re.sub(r" at 0x[0-9a-f]+", "", str(jaxpr))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,15 +80,24 @@ def _constants_of(closed: Any) -> Iterator[Any]:
     yield from (_Array(v.val) for v in jaxpr.outvars if isinstance(v, core.Literal))
 
 
-def _parameter(value: Any) -> Iterator[Any]:
+def _parameter(value: Any, *, in_text: bool = True) -> Iterator[Any]:
+    """Yield the parts of a parameter to compare; `in_text` says that the program's text shows the others."""
     if hasattr(value, "eqns"):
+        if not in_text:
+            yield _text(value)
         yield from _constants_of(value)
     elif isinstance(value, (tuple, list)):
+        if not in_text:
+            yield len(value)
         for part in value:
-            yield from _parameter(part)
+            yield from _parameter(part, in_text=in_text)
     elif isinstance(value, (np.ndarray, jax.Array)):
         yield _Array(value)
-    elif not isinstance(value, _PLAIN):
+    elif dataclasses.is_dataclass(value) and type(value).__module__.split(".")[0] == "jax":
+        yield type(value)
+        for field in dataclasses.fields(value):
+            yield from _parameter(getattr(value, field.name), in_text=False)
+    elif not (in_text and isinstance(value, _PLAIN)):
         yield value
 
 

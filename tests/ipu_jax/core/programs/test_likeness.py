@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import io_callback
+from jax.experimental import pallas as pl
 
 from ipu_jax import Pipeline, Stage, make_mesh
 from ipu_jax.core.programs.segment import Message, MicrobatchInputs, whole
@@ -73,6 +74,29 @@ def with_rule(scale):
     return lambda p, x, mb: product(x, p)
 
 
+def with_kernel(scale=2.0, reversed=False, rows=1, kept=0):
+    """Return a stage with a Pallas kernel, which also runs backward.
+
+    The kernel scales blocks of `rows` rows, in reverse order or not, by a constant, and begins with block `kept`.
+    """
+
+    def kernel(x_ref, y_ref):
+        y_ref[...] = scale * x_ref[...]
+
+    def scaled(x):
+        blocks = x.shape[0] // rows
+        whole = pl.BlockSpec((rows, x.shape[1]), lambda i: ((i + kept) % blocks, 0))
+        result = pl.BlockSpec((rows, x.shape[1]), lambda i: (blocks - 1 - i if reversed else i, 0))
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pl.pallas_call(
+            kernel, out_shape=shape, grid=(blocks,), in_specs=[whole], out_specs=result, interpret=True
+        )(x)
+
+    rule = jax.custom_vjp(scaled)
+    rule.defvjp(lambda x: (scaled(x), None), lambda _, g: (scaled(g),))
+    return lambda p, x, mb: rule(jnp.tanh(x @ p))
+
+
 def doubled(x, p=None):
     return np.asarray(2 * x) if p is None else 2 * (x @ p)
 
@@ -96,6 +120,10 @@ UNLIKE = {
     "a callback in a scan": (calls_in_scan(doubled), calls_in_scan(halved)),
     "an exported function": (exported(doubled), exported(halved)),
     "a rule's backward": (with_rule(1.0), with_rule(-3.0)),
+    "a literal in a kernel": (with_kernel(2.0), with_kernel(2.5)),
+    "the order of a kernel's blocks": (with_kernel(), with_kernel(reversed=True)),
+    "a kernel's blocks": (with_kernel(), with_kernel(rows=3)),
+    "a literal in a kernel's index map": (with_kernel(), with_kernel(kept=1)),
 }  # fmt: skip
 
 
@@ -128,8 +156,19 @@ def dropped(p, x, mb, *, key):
         (lambda: adds(1.0), lambda: {"recompute": jax.checkpoint_policies.save_only_these_names("a")}),
         (lambda: calls(doubled), lambda: {}),
         (lambda: lambda p, x, mb: jax.jit(lambda x: x @ p)(x)[jnp.asarray([0, 1, 0])], lambda: {}),
+        (lambda: with_kernel(reversed=True), lambda: {}),
     ],
-    ids=["activations", "constants", "scan", "dropout", "recompute", "policy", "one callback", "gather"],
+    ids=[
+        "activations",
+        "constants",
+        "scan",
+        "dropout",
+        "recompute",
+        "policy",
+        "one callback",
+        "gather",
+        "Pallas kernel",
+    ],
 )
 def test_like_stages_made_apart_have_equal_signatures(make, options):
     first = signature(make(), **options())
