@@ -98,9 +98,11 @@ def wide_accumulator_bytes(layout: PackedLayout) -> int:
 def channel_bytes(plan: Plan, micro_batches: int) -> int:
     """Return the bytes of loss, aux, and each channel's y and dx, which count twice if another IPU receives them."""
     total = bytes_of(plan.programs[-1].y) + micro_batches * sum(bytes_of(program.aux) for program in plan.programs)
-    for channel in plan.channels:
-        size = bytes_of(channel.message) + bytes_of(split_floats(channel.message)[0])
-        total += size * (2 if channel.pairs else 1)
+    y, dx = plan.outboxes("y"), plan.outboxes("dx")
+    for k, channel in enumerate(plan.channels):
+        is_received = bool(channel.pairs)
+        total += bytes_of(channel.message) * ((k in y) + is_received)
+        total += bytes_of(split_floats(channel.message)[0]) * ((k in dx) + is_received)
     return total
 
 

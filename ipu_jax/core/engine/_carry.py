@@ -42,7 +42,8 @@ class Carry:
 
     Attributes:
         guards_run: int32, the number of guards that were active so far.
-        y, dx: per channel, the message and the gradient that this IPU computed last.
+        y, dx: per channel, the message and the gradient that this IPU computed last; None for a channel whose segments
+            have another outbox.
         y_received, dx_received: per channel that crosses IPUs, the message and the gradient that this IPU received
             last; None for other channels.
         loss: the sum over micro-batches so far; None in prediction.
@@ -87,7 +88,7 @@ def first_carry(plan: Plan, args: Arguments, stash: Stash) -> Carry:
     predicts = plan.role == "prediction"
     carry = Carry(
         guards_run=jnp.int32(0),
-        y=messages,
+        y=[message if k in plan.outboxes("y") else None for k, message in enumerate(messages)],
         y_received=[message if crosses else None for message, crosses in zip(messages, crossing, strict=True)],
         loss=None if predicts else jnp.zeros((), jnp.promote_types(last.dtype, jnp.float32)),
         outputs=_zeros_per_microbatch(count, last) if predicts else None,
@@ -100,7 +101,7 @@ def first_carry(plan: Plan, args: Arguments, stash: Stash) -> Carry:
     trained = args.params.layout.trainable_slots
     return dataclasses.replace(
         carry,
-        dx=gradients,
+        dx=[leaves if k in plan.outboxes("dx") else None for k, leaves in enumerate(gradients)],
         dx_received=[leaves if crosses else None for leaves, crosses in zip(gradients, crossing, strict=True)],
         stash=jax.tree.map(_idle, stash.shapes),
         sums=[_zero_sum(slot[0]) if k in trained else None for k, slot in enumerate(args.params.slots)],

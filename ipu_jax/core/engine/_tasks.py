@@ -7,7 +7,7 @@ this IPU's micro-batches or -1, and the carry, and returns the carry with the ta
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -80,31 +80,29 @@ class Tasks:
         slots, concurrent = carry.model_state
         return {g.name: _unpacked(slots, concurrent, g) for g in self.state_groups(c)}
 
-    def message_in(self, c: int, carry: Carry) -> tuple[Any, int | None]:
-        """Return the message that F of a class reads, and the IPU to broadcast it from, or None."""
-        i = self.representative(c)
-        if i == 0:
-            return NO_MESSAGE, None
-        source, place = self.plan.segments[i - 1].place, self.plan.segments[i].place
-        return self.activation(i - 1, carry), source if place is None else None
+    def inboxes(self, c: int, kind: Literal["x", "dy"]) -> dict[tuple[str, int], list[int | None]]:
+        """Return where the segments of a class find x or dy, with the IPUs that find it there."""
+        found: dict[tuple[str, int], list[int | None]] = {}
+        at_end = 0 if kind == "x" else self.plan.last
+        for i in self.plan.classes[c]:
+            if i != at_end:
+                found.setdefault(self.plan.inbox(i, kind), []).append(self.plan.segments[i].place)
+        return found
 
-    def gradient_in(self, c: int, carry: Carry) -> tuple[Any, int | None]:
-        """Return the gradient that B of a class reads, and the IPU to broadcast it from, or None."""
-        i = self.representative(c)
-        if i == self.plan.last:
-            return None, None
-        to_all = self.plan.segments[i].place is None and not self.plan.programs[i].needs_sums_only
-        return self.gradient(i, carry), self.plan.segments[i + 1].place if to_all else None
+    def messages(self, c: int, kind: Literal["x", "dy"], carry: Carry) -> list[Any]:
+        """Return the messages one of which this IPU's segment reads; `own` chooses it. None at the model's ends."""
+        return [getattr(carry, field)[k] for field, k in self.inboxes(c, kind)]
 
-    def activation(self, boundary: int, carry: Carry) -> Any:
-        """Return the message between segments `boundary` and `boundary + 1`, as the second segment reads it."""
-        k = self.plan.channel_of[boundary]
-        return (carry.y_received if self.plan.channels[k].pairs else carry.y)[k]
+    def own(self, c: int, kind: Literal["x", "dy"], messages: list[Any]) -> Any:
+        """Return the message that this IPU's segment reads."""
+        message, *others = messages
+        for other, places in zip(others, list(self.inboxes(c, kind).values())[1:], strict=True):
+            is_here = self.is_any_of(places)
+            message = jax.tree.map(lambda one, two, here=is_here: jnp.where(here, two, one), message, other)
+        return message
 
-    def gradient(self, boundary: int, carry: Carry) -> Any:
-        """Return the gradient of that message, as the first segment reads it."""
-        k = self.plan.channel_of[boundary]
-        return (carry.dx_received if self.plan.channels[k].pairs else carry.dx)[k]
+    def is_any_of(self, places: Sequence[int | None]) -> Any:
+        return jnp.any(self.ipu == jnp.asarray(places))
 
     def read(self, key: Key, carry: Carry, microbatch: Any, fence: Fence) -> list[Any]:
         return self.stash.read(carry.stash, key, self.ipu, microbatch, fence.zero)
@@ -113,11 +111,22 @@ class Tasks:
         stash = self.stash.write(carry.stash, key, self.ipu, microbatch, values, fence.zero)
         return dataclasses.replace(carry, stash=stash)
 
-    def arrived(self, key: Key, message: Any, source: int | None, microbatch: Any, carry: Carry, fence: Fence) -> Any:
+    def arrived(
+        self, c: int, kind: Literal["x", "dy"], messages: list[Any], microbatch: Any, carry: Carry, fence: Fence
+    ) -> Any:
         """Return a message: read from its ring where messages queue, and broadcast where all IPUs need it."""
-        if key in self.stash:
-            message = jax.tree.unflatten(jax.tree.structure(message), self.read(key, carry, microbatch, fence))
-        return message if source is None else broadcast(source, message)
+        if (kind, c) in self.stash:
+            message = jax.tree.unflatten(
+                jax.tree.structure(messages[0]), self.read((kind, c), carry, microbatch, fence)
+            )
+        else:
+            message = self.own(c, kind, messages)
+        i = self.representative(c)
+        source = self.plan.segments[i - 1 if kind == "x" else i + 1].place
+        needs_no_whole = kind == "dy" and self.plan.programs[i].needs_sums_only
+        if self.plan.segments[i].place is not None or source is None or needs_no_whole:
+            return message
+        return broadcast(source, message)
 
     # results of a task
 
@@ -127,7 +136,7 @@ class Tasks:
         changed: dict[str, Any] = {}
         put = lambda every, one: lax.dynamic_update_index_in_dim(every, one, microbatch, 0)  # noqa: E731
         if i < self.plan.last:
-            changed["y"] = _replaced(carry.y, self.plan.channel_of[i], y)
+            changed["y"] = _replaced(carry.y, self.plan.outbox(i, "y"), y)
         elif self.plan.role == "prediction":
             changed["outputs"] = jax.tree.map(put, carry.outputs, y)
         else:
@@ -174,18 +183,17 @@ class Tasks:
             return carry
         if self.plan.segments[i].place is None:
             dx = [lax.psum(leaf, IPU_AXIS) for leaf in dx]
-        return dataclasses.replace(carry, dx=_replaced(carry.dx, self.plan.channel_of[i - 1], dx))
+        return dataclasses.replace(carry, dx=_replaced(carry.dx, self.plan.outbox(i, "dx"), dx))
 
     # the tasks
 
     def run_forward(self, c: int, rows: Rows, carry: Carry) -> Carry:
-        i, active = self.representative(c), rows["F"][c]
-        message_in, source = self.message_in(c, carry)
+        i, active, messages = self.representative(c), rows["F"][c], self.messages(c, "x", carry)
 
         def body(fence: Fence, part: Carry) -> Carry:
-            packed, message, microbatch = fence((self.packed_weights(c), message_in, active))
+            packed, received, microbatch = fence((self.packed_weights(c), messages, active))
             self.watch("F", c, microbatch, rows)
-            x = self.arrived(("x", c), message, source, microbatch, part, fence)
+            x = self.arrived(c, "x", received, microbatch, part, fence) if i else NO_MESSAGE
             weights, inputs = self.weights(c, *packed), self.inputs(c, microbatch)
             y, new_state, aux, stash = self.plan.programs[i].forward(weights, x, inputs, self.read_state(c, part))
             part = self.with_results(c, y, new_state, aux, microbatch, part, fence.zero)
@@ -205,14 +213,15 @@ class Tasks:
         """Run B: compute dx, and dparams unless the class has its own W."""
         i, active = self.representative(c), rows["B"][c]
         segment, program, is_split = self.plan.segments[i], self.plan.programs[i], self.plan.is_split(i)
-        gradient_in, source = self.gradient_in(c, carry)
+        messages = self.messages(c, "dy", carry)
 
         def body(fence: Fence, part: Carry) -> Carry:
-            packed, gradient, microbatch = fence((self.packed_weights(c), gradient_in, active))
+            packed, received, microbatch = fence((self.packed_weights(c), messages, active))
             self.watch("B", c, microbatch, rows)
-            dy = self.arrived(("dy", c), gradient, source, microbatch, part, fence)
             if i == self.plan.last:
                 dy = fence([jnp.full((), self.args.loss_cotangent, program.y.dtype)])
+            else:
+                dy = self.arrived(c, "dy", received, microbatch, part, fence)
             if program.needs_sums_only:
                 # the IPU that has the whole cotangent keeps it
                 owner = self.plan.segments[i + 1].place or 0
@@ -248,12 +257,12 @@ class Tasks:
     def run_head(self, c: int, rows: Rows, carry: Carry) -> Carry:
         """Run F and B of the concurrent loss head together, so that nothing is stashed."""
         program, active = self.plan.programs[self.plan.last], rows["F"][c]
-        message_in, source = self.message_in(c, carry)
+        messages = self.messages(c, "x", carry)
 
         def body(fence: Fence, part: Carry) -> Carry:
-            packed, message, microbatch = fence((self.packed_weights(c), message_in, active))
+            packed, received, microbatch = fence((self.packed_weights(c), messages, active))
             self.watch("F", c, microbatch, rows)
-            x = self.arrived(("x", c), message, source, microbatch, part, fence)
+            x = self.arrived(c, "x", received, microbatch, part, fence) if self.plan.last else NO_MESSAGE
             weights, inputs = self.weights(c, *packed), self.inputs(c, microbatch)
             y, new_state, aux, stash = program.forward(weights, x, inputs, self.read_state(c, part))
             self.watch("B", c, microbatch, rows)
@@ -277,17 +286,20 @@ class Tasks:
                 replica=self.replica,
             )
 
-    def enqueue(self, kind: str, c: int, rows: Rows, carry: Carry) -> Carry:
-        """Put the message that has just arrived for a class into its ring, if its messages queue."""
-        key: Key = ("x", c) if kind == "x" else ("dy", c)
-        if key not in self.stash:
+    def enqueue(self, kind: Literal["x", "dy"], c: int, rows: Rows, carry: Carry, senders: Sequence[int]) -> Carry:
+        """Put the messages that have just arrived from some classes into the ring of class c, if its messages queue."""
+        if (kind, c) not in self.stash:
             return carry
-        i, active = self.representative(c), rows[kind][c]
-        message = self.activation(i - 1, carry) if kind == "x" else self.gradient(i, carry)
+        members, step, active = self.plan.classes[c], -1 if kind == "x" else 1, rows[kind][c]
+        fed = [self.plan.waits_at(i, kind) for i in members if self.plan.class_of(i + step) in senders]
+        if len(fed) < len(members):
+            active = jnp.where(self.is_any_of(fed), active, -1)
+        messages = self.messages(c, kind, carry)
 
         def body(fence: Fence, part: Carry) -> Carry:
-            leaves, microbatch = fence((jax.tree.leaves(message), active))
-            return self.write(key, part, microbatch, leaves, fence)
+            received, microbatch = fence((messages, active))
+            leaves = jax.tree.leaves(self.own(c, kind, received))
+            return self.write((kind, c), part, microbatch, leaves, fence)
 
         return self.guarded(active, body, carry, ["stash"], label=label("queue", c))
 

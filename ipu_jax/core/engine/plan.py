@@ -7,6 +7,9 @@ tables            per tick, segment class and IPU: the micro-batch of F, of B, o
 channels          the arrays that carry messages between neighbouring segments: IPU 0 --y--> IPU 1, and --dx--> back.
                   Boundaries with equal messages share a channel, and so one ppermute, as long as each IPU sends at most
                   once and receives at most once.
+outboxes, inboxes where a segment writes a message, and where it reads one. All segments of a class have one outbox,
+                  even beside a concurrent segment, where there is no channel. Their inboxes may differ: the first block
+                  reads what the embedding made, the other blocks what a ppermute brought.
 """
 
 import collections
@@ -98,6 +101,21 @@ class Plan:
     def queue(self, i: int, kind: Literal["F", "B"]) -> int:
         """Return how many activations ("F") or gradients ("B") are queued at once between segments i and i + 1."""
         return self.schedule.inbox_depth(self.segments[i + 1].first - 1, kind)
+
+    def outbox(self, i: int, kind: Exchange) -> int:
+        """Return the channel whose array holds y of segment i, or dx: the same for all segments of its class."""
+        channels = [self.channel_of[j if kind == "y" else j - 1] for j in self.classes[self.class_of(i)]]
+        return next((k for k in channels if self.channels[k].pairs), channels[0])
+
+    def outboxes(self, kind: Exchange) -> set[int]:
+        """Return the channels whose arrays segments write."""
+        return {self.outbox(i if kind == "y" else i + 1, kind) for i in range(self.last)}
+
+    def inbox(self, i: int, kind: Literal["x", "dy"]) -> tuple[str, int]:
+        """Return the field of the carry, and the channel, in which segment i finds x or dy."""
+        boundary, sent, sender = (i - 1, "y", i - 1) if kind == "x" else (i, "dx", i + 1)
+        k = self.channel_of[boundary]
+        return (f"{sent}_received", k) if self.channels[k].pairs else (sent, self.outbox(sender, sent))
 
     def waits_at(self, i: int, kind: Literal["x", "dy"]) -> int | None:
         """Return the IPU on which messages for segment i are queued, or None for all.
@@ -201,29 +219,60 @@ def _fits(channel: Channel, pair: tuple[int, int], message: Any) -> bool:
     return bool(channel.pairs) and channel.message == message and free
 
 
+@dataclasses.dataclass(frozen=True)
+class _Likeness:
+    """What segments must have in common to form a class.
+
+    Attributes:
+        properties: these must be equal.
+        channels: of x and of y; None beside a concurrent segment, where there is no channel.
+        beside: for x and for y, the IPUs whose segments are beside a concurrent one.
+    """
+
+    properties: Any
+    channels: tuple[int | None, ...]
+    beside: tuple[frozenset[int | None], ...]
+
+    def joined(self, other: "_Likeness", plan: Plan) -> "_Likeness | None":
+        """Return the likeness of a class of both, or None if they cannot form one."""
+        pairs = list(zip(self.channels, other.channels, strict=True))
+        if self.properties != other.properties or any(None not in pair and pair[0] != pair[1] for pair in pairs):
+            return None
+        channels = tuple(two if one is None else one for one, two in pairs)
+        beside = tuple(one | two for one, two in zip(self.beside, other.beside, strict=True))
+        for side, k in enumerate(channels):
+            # the IPUs beside a concurrent segment write the channel's outbox, too: they may not send through it
+            if k is not None and beside[side] & {pair[1 - side] for pair in plan.channels[k].pairs}:
+                return None
+        return _Likeness(self.properties, channels, beside)
+
+
 def _classes(plan: Plan, params: PackedLayout, state: PackedLayout) -> tuple[tuple[int, ...], ...]:
     """Join equal segments of different IPUs into classes, so that each IPU runs its own segments in order."""
     classes: list[list[int]] = []
-    criteria: list[Any] = []
+    likenesses: list[_Likeness | None] = []
     latest: dict[int | None, int] = {}  # per IPU, the class of its previous segment
     for i, segment in enumerate(plan.segments):
-        own = _criterion(plan, i, params, state)
-        first = latest.get(segment.place, -1) + 1
-        fitting = [c for c in range(first, len(classes)) if own is not None and criteria[c] == own]
-        if fitting:
-            classes[fitting[0]].append(i)
+        own = _likeness(plan, i, params, state)
+        for c in range(latest.get(segment.place, -1) + 1, len(classes)):
+            known = likenesses[c]
+            joined = known.joined(own, plan) if known and own else None
+            if joined:
+                break
         else:
-            classes.append([i])
-            criteria.append(own)
-        latest[segment.place] = fitting[0] if fitting else len(classes) - 1
+            c, joined = len(classes), own
+            classes.append([])
+            likenesses.append(None)
+        classes[c].append(i)
+        likenesses[c] = joined
+        latest[segment.place] = c
     return tuple(map(tuple, classes))
 
 
-def _criterion(plan: Plan, i: int, params: PackedLayout, state: PackedLayout) -> Any:
-    """Return the properties that all segments of a class share, or None for a segment that is a class of its own."""
+def _likeness(plan: Plan, i: int, params: PackedLayout, state: PackedLayout) -> _Likeness | None:
+    """Return a segment's likeness, or None for a segment that is a class of its own."""
     segment, program = plan.segments[i], plan.programs[i]
-    inner = 0 < i < plan.last and None not in (plan.segments[j].place for j in (i - 1, i, i + 1))
-    if not inner or program.signature is None or jax.tree.leaves(program.aux):
+    if segment.place is None or not 0 < i < plan.last or program.signature is None or jax.tree.leaves(program.aux):
         return None
 
     def leaves(layout: PackedLayout, groups: Sequence[str]) -> list[Any]:
@@ -231,10 +280,13 @@ def _criterion(plan: Plan, i: int, params: PackedLayout, state: PackedLayout) ->
         where = lambda group, leaf: group.name if group.ipu is None else leaf.slot  # noqa: E731
         return [(where(g, leaf), leaf.shape, leaf.frozen) for g in map(layout.group, groups) for leaf in g.leaves]
 
-    crosses = [plan.segments[j].place != segment.place for j in (i - 1, i + 1)]
     keys = [stage.random for stage in segment.stages]
     groups = (leaves(params, segment.groups), leaves(state, sorted(segment.state_groups)))
-    return (program.signature, plan.channel_of[i - 1], plan.channel_of[i], crosses, keys, groups)
+    messages = [plan.programs[j].y for j in (i - 1, i)]
+    is_beside = [plan.segments[j].place is None for j in (i - 1, i + 1)]
+    channels = tuple(None if beside else plan.channel_of[i - 1 + side] for side, beside in enumerate(is_beside))
+    beside = tuple(frozenset([segment.place] if beside else []) for beside in is_beside)
+    return _Likeness((program.signature, messages, keys, groups), channels, beside)
 
 
 def _table(plan: Plan, kind: Table) -> np.ndarray:

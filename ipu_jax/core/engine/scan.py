@@ -162,7 +162,7 @@ class _Program:
         for c in self.entry:
             carry = self.tasks.run_forward(c, rows, carry)
             for receiver in self.downstream([c]):
-                carry = self.tasks.enqueue("x", receiver, rows, carry)
+                carry = self.tasks.enqueue("x", receiver, rows, carry, [c])
         return carry
 
     def forward_phase(self, carry: Carry, rows: Rows) -> Carry:
@@ -182,7 +182,7 @@ class _Program:
             return self.tasks.run_forward(self.head, rows, carry)
         carry = self.tasks.run_head(self.head, rows, carry)
         for c in self.upstream([self.head]):
-            carry = self.tasks.enqueue("dy", c, rows, carry)
+            carry = self.tasks.enqueue("dy", c, rows, carry, [self.head])
         return carry
 
     def backward_phase(self, carry: Carry, rows: Rows) -> Carry:
@@ -201,17 +201,17 @@ class _Program:
             carry = self.exchange("y", carry, rows)
         for c in self.downstream(self.local):
             if c in self.local:
-                carry = self.tasks.enqueue("x", c, rows, carry)
+                carry = self.tasks.enqueue("x", c, rows, carry, self.local)
         if not self.plan.backward:
             return carry
         if not self.overlaps:
             carry = self.exchange("dx", carry, rows)
         for c in self.upstream(self.local):
-            carry = self.tasks.enqueue("dy", c, rows, carry)
+            carry = self.tasks.enqueue("dy", c, rows, carry, self.local)
         for c in reversed(self.entry):
             carry = self.tasks.run_backward(c, rows, carry)
             for receiver in self.upstream([c]):
-                carry = self.tasks.enqueue("dy", receiver, rows, carry)
+                carry = self.tasks.enqueue("dy", receiver, rows, carry, [c])
         return carry
 
     @property
@@ -237,7 +237,7 @@ class _Program:
         """Enqueue the messages from local classes to concurrent ones, which need no exchange."""
         for c in self.downstream(self.local):
             if c not in self.local:
-                carry = self.tasks.enqueue("x", c, rows, carry)
+                carry = self.tasks.enqueue("x", c, rows, carry, self.local)
         return carry
 
     def downstream(self, classes: Sequence[int]) -> list[int]:
