@@ -126,6 +126,11 @@ class Instruction:
         return names
 
     @property
+    def name(self) -> str:
+        """Return its name in the program's text."""
+        return self.line.split(" = ")[0].split()[-1].lstrip("%")
+
+    @property
     def body(self) -> str:
         """Return the name of a loop's body."""
         (name,) = re.findall(r"body=%?([\w.\-]+)", self.line)
@@ -164,6 +169,27 @@ class Compiled:
             if guard.op == "while" and label:
                 found[label[1]] = found.get(label[1], 0) + self._cycles_in(guard.body)
         return max(found.values(), default=0)
+
+    @property
+    def bodies(self) -> set[str]:
+        """Return the pieces of program that compute F, B or W, such as "F.0": one for each task of a segment class."""
+        found = (re.search(r"ipu_jax\.((?:F|B|W|FB)\.\d+)/while$", i.place) for i in self.scan() if i.op == "while")
+        return {label[1] for label in found if label}
+
+    @property
+    def permutes(self) -> dict[str, bool]:
+        """Return the names of all permutes, and whether the chip works between the start of one and its end."""
+        found: dict[str, bool] = {}
+        for computation in self._computations.values():
+            for at, start in enumerate(computation):
+                if start.op == "collective-permute-start":
+                    takes = re.compile(rf"%?{re.escape(start.name)}\b")
+                    ends = (
+                        k for k, i in enumerate(computation) if i.op.endswith("-permute-done") and takes.search(i.line)
+                    )
+                    between = computation[at + 1 : next(ends)]
+                    found[start.name] = any(i.op in ("while", "custom-call") or i.cycles >= 1000 for i in between)
+        return found
 
     @property
     def rings(self) -> set[Array]:

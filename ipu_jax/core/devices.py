@@ -30,7 +30,8 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
 
 from ipu_jax.base import facts
-from ipu_jax.base.checks import check_choice, check_count
+from ipu_jax.base.checks import check_bool, check_choice, check_count
+from ipu_jax.core.cuda_graphs import use_cuda_graphs
 
 Cores = Literal["shared", "one per IPU"]
 
@@ -51,7 +52,7 @@ ALL_IPUS: Final = AllIpus.ALL_IPUS
 """The place of a concurrent stage: every IPU of its replica."""
 
 
-def configure(num_ipus: int, *, cores: Cores = "shared") -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm] (jaxlib has no stubs)
+def configure(num_ipus: int, *, cores: Cores = "shared", cuda_graphs: bool | None = None) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm] (jaxlib has no stubs)
     """Give this process at least `num_ipus` virtual IPUs, and start the jax backend.
 
     On CPU this makes `num_ipus` host devices, which only works before the backend starts: call it first (but after
@@ -62,24 +63,32 @@ def configure(num_ipus: int, *, cores: Cores = "shared") -> list[jax.Device]:  #
     exchange blocks a thread: of two cores, only one would be left for an IPU that works (docs/design/distributed.md). A
     size that the user set by the environment variable `PJRT_NPROC` is kept.
 
+    On NVIDIA GPUs this adds flags to `XLA_FLAGS` that put the tasks of a tick into CUDA graphs; otherwise the host
+    would decide for each task whether it runs. Flags for command buffers that the user set are kept.
+
     Args:
         num_ipus: how many IPUs the program needs in this process, at least 1.
         cores: how virtual IPUs use a CPU's cores. "shared": an IPU that works can use all cores, and an IPU that waits
             uses none, so that a program runs as fast as possible. "one per IPU": each IPU gets one core's worth, if
             there are enough cores, so that bubbles take time as on real devices. Use it to compare schedules.
+        cuda_graphs: whether to put tasks into CUDA graphs. None: where the driver supports CUDA 12.3 or newer; with an
+            older driver there is a `UserWarning`. It has no effect without an NVIDIA GPU.
 
     Returns:
         The first `num_ipus` devices of this process.
 
     Raises:
         ValueError: `num_ipus` is not a positive int, `cores` is unknown, there are fewer devices and more cannot be
-            made, or `JAX_PLATFORMS` names a platform that this machine does not have.
+            made, `JAX_PLATFORMS` names a platform that this machine does not have, `cuda_graphs` is neither a bool nor
+            None, or it is True and the driver is too old.
 
     >>> len(configure(4))
     4
     """
     num_ipus = check_count("num_ipus", num_ipus)
     check_choice("cores", cores, get_args(Cores))
+    use_graphs = None if cuda_graphs is None else check_bool("cuda_graphs", cuda_graphs)
+    use_cuda_graphs(use_graphs, jax.config.values["jax_platforms"])
     # This has no effect on GPU and TPU, so the platform need not be known yet. jax raises if the backend is running
     # already and the count would change; there may be enough devices nonetheless.
     with contextlib.suppress(RuntimeError):

@@ -41,10 +41,12 @@ def guard(guards_run: Any, active: Any, body: Callable[[Fence, Any], Any], carry
 
     Args:
         guards_run: int32, the number of guards that were active so far.
-        active: bool.
+        active: bool; if it is a Python bool, there is no loop, and the piece does not count.
         body: the piece of program.
         carry: the values that the body changes.
     """
+    if isinstance(active, bool):
+        return guards_run, body(Fence(guards_run, jnp.int32(0)), carry) if active else carry
     end = guards_run + active.astype(jnp.int32)
 
     def once(state: tuple[Any, Any]) -> tuple[Any, Any]:

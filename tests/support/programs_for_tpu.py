@@ -34,6 +34,8 @@ def _described(pipeline: Compiled, alone: Compiled) -> dict[str, object]:
         "ratio": ratio_of_cycles(pipeline, alone),
         "rings": [f"{ring.dtype}{list(ring.dims)}" for ring in pipeline.rings],
         "copied rings": [f"{ring.dtype}{list(ring.dims)}" for ring in pipeline.copied_rings],
+        "bodies": sorted(pipeline.bodies),
+        "permutes": pipeline.permutes,
         "integer constants": [constant.dims for constant in pipeline.integer_constants],
     }
 

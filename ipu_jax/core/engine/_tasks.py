@@ -17,6 +17,7 @@ from ipu_jax.core.collectives import broadcast
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.engine import _hooks
 from ipu_jax.core.engine._carry import Arguments, Carry
+from ipu_jax.core.engine._stretches import TaskKind, instead, is_due
 from ipu_jax.core.engine.labels import label
 from ipu_jax.core.engine.plan import Exchange, Plan
 from ipu_jax.core.engine.stash import Key, Stash
@@ -30,15 +31,27 @@ Rows = dict[str, Any]
 
 
 class Tasks:
-    """Run the tasks of a plan's segment classes on one IPU of one replica."""
+    """Run the tasks of a plan's segment classes on one IPU of one replica, in some ticks."""
 
-    def __init__(self, plan: Plan, args: Arguments):
-        self.plan, self.args = plan, args
+    def __init__(self, plan: Plan, args: Arguments, ticks: range):
+        self.plan, self.args, self.ticks = plan, args, ticks
         self.ipu, self.replica = lax.axis_index(IPU_AXIS), lax.axis_index(REPLICA_AXIS)
         self.slots = [slot[0] for slot in args.params.slots]
         self.stash = Stash(plan)
 
+    def within(self, ticks: range) -> "Tasks":
+        """Return the tasks of other ticks."""
+        return Tasks(self.plan, self.args, ticks)
+
     # inputs of a task
+
+    def turn(self, kind: TaskKind, c: int, rows: Rows) -> tuple[Any, Any]:
+        """Return this IPU's micro-batch of a task, and whether it runs: a Python bool if that is known beforehand."""
+        microbatch, is_due_always = rows[kind][c], is_due(self.plan, kind, c, self.ticks)
+        if is_due_always is None:
+            return microbatch, microbatch >= 0
+        other = instead(self.plan, kind, c, self.ticks) if is_due_always else None
+        return microbatch if other is None else jnp.where(microbatch < 0, other, microbatch), is_due_always
 
     def representative(self, c: int) -> int:
         """Return the first segment of a class, whose program all segments of the class run."""
@@ -188,7 +201,7 @@ class Tasks:
     # the tasks
 
     def run_forward(self, c: int, rows: Rows, carry: Carry) -> Carry:
-        i, active, messages = self.representative(c), rows["F"][c], self.messages(c, "x", carry)
+        i, (active, runs), messages = self.representative(c), self.turn("F", c, rows), self.messages(c, "x", carry)
 
         def body(fence: Fence, part: Carry) -> Carry:
             packed, received, microbatch = fence((self.packed_weights(c), messages, active))
@@ -201,7 +214,7 @@ class Tasks:
                 part = self.write(("stash", c), part, microbatch, stash, fence)
             return part
 
-        return self.guarded(active, body, carry, ["stash", *self.results(c)], label=label("F", c), aux_of=i)
+        return self.guarded(runs, body, carry, ["stash", *self.results(c)], label=label("F", c), aux_of=i)
 
     def results(self, c: int) -> list[str]:
         """Return the fields of the carry, beside the aux, that F of a class changes."""
@@ -211,7 +224,7 @@ class Tasks:
 
     def run_backward(self, c: int, rows: Rows, carry: Carry) -> Carry:
         """Run B: compute dx, and dparams unless the class has its own W."""
-        i, active = self.representative(c), rows["B"][c]
+        i, (active, runs) = self.representative(c), self.turn("B", c, rows)
         segment, program, is_split = self.plan.segments[i], self.plan.programs[i], self.plan.is_split(i)
         messages = self.messages(c, "dy", carry)
 
@@ -228,6 +241,8 @@ class Tasks:
                 dy = [jnp.where(self.ipu == owner, leaf, jnp.zeros_like(leaf)) for leaf in dy]
             elif segment.place is None:
                 dy = [leaf / self.plan.ipus for leaf in dy]
+            if runs is True:  # where it is not due, it must have no effect
+                dy = [jnp.where(rows["B"][c] >= 0, leaf, jnp.zeros_like(leaf)) for leaf in dy]
             stash = self.read(("stash", c), part, microbatch, fence)
             weights, inputs = self.weights(c, *packed), self.inputs(c, microbatch)
             if is_split:
@@ -237,11 +252,11 @@ class Tasks:
             return self.with_dx(c, dx, self.with_sums(c, totals, part))
 
         names = ["stash", "dx"] if is_split else ["stash", "sums", "concurrent_sums", "dx"]
-        return self.guarded(active, body, carry, names, label=label("B", c))
+        return self.guarded(runs, body, carry, names, label=label("B", c))
 
     def run_weight(self, c: int, rows: Rows, carry: Carry) -> Carry:
         """Run W: compute dparams from the stash and from the weight residuals that B stored."""
-        program, active = self.plan.programs[self.representative(c)], rows["W"][c]
+        program, (active, runs) = self.plan.programs[self.representative(c)], self.turn("W", c, rows)
 
         def body(fence: Fence, part: Carry) -> Carry:
             packed, microbatch = fence((self.packed_weights(c), active))
@@ -252,11 +267,11 @@ class Tasks:
             totals = program.backward_weight(weights, inputs, stash, residuals, self.sums(c, part), fence.zero)
             return self.with_sums(c, totals, part)
 
-        return self.guarded(active, body, carry, ["stash", "sums", "concurrent_sums"], label=label("W", c))
+        return self.guarded(runs, body, carry, ["stash", "sums", "concurrent_sums"], label=label("W", c))
 
     def run_head(self, c: int, rows: Rows, carry: Carry) -> Carry:
         """Run F and B of the concurrent loss head together, so that nothing is stashed."""
-        program, active = self.plan.programs[self.plan.last], rows["F"][c]
+        program, (active, runs) = self.plan.programs[self.plan.last], self.turn("F", c, rows)
         messages = self.messages(c, "x", carry)
 
         def body(fence: Fence, part: Carry) -> Carry:
@@ -272,7 +287,7 @@ class Tasks:
             return self.with_dx(c, dx, self.with_sums(c, totals, part))
 
         names = ["stash", *self.results(c), "sums", "concurrent_sums", "dx"]
-        return self.guarded(active, body, carry, names, label=label("FB", c), aux_of=self.plan.last)
+        return self.guarded(runs, body, carry, names, label=label("FB", c), aux_of=self.plan.last)
 
     def watch(self, kind: str, c: int, microbatch: Any, rows: Rows) -> None:
         if _hooks.WATCH is not None:
@@ -301,7 +316,7 @@ class Tasks:
             leaves = jax.tree.leaves(self.own(c, kind, received))
             return self.write((kind, c), part, microbatch, leaves, fence)
 
-        return self.guarded(active, body, carry, ["stash"], label=label("queue", c))
+        return self.guarded(active >= 0, body, carry, ["stash"], label=label("queue", c))
 
     def exchange(self, kind: Exchange, k: int, sends: Any, carry: Carry) -> Carry:
         """Send a channel's messages ("y"), or their gradients back ("dx").
@@ -312,6 +327,9 @@ class Tasks:
                 run tasks meanwhile.
             carry: the carry of the tick.
         """
+        # beside tasks, dx leaves in the tick after its B
+        if not self.plan.exchanges[kind][max(self.ticks.start - 1, 0) : self.ticks.stop, k].any():
+            return carry
         pairs, sent, received = self.plan.channels[k].pairs, carry.y[k], carry.y_received
         if kind == "dx":
             pairs, sent, received = [(b, a) for a, b in pairs], carry.dx[k], carry.dx_received
@@ -330,7 +348,7 @@ class Tasks:
 
     def guarded(
         self,
-        active: Any,
+        runs: Any,
         body: Callable[[Fence, Carry], Carry],
         carry: Carry,
         names: list[str],
@@ -338,10 +356,10 @@ class Tasks:
         label: str,
         aux_of: int | None = None,
     ) -> Carry:
-        """Run `body` on a part of the carry if `active` is a micro-batch, after all guards so far.
+        """Run `body` on a part of the carry if `runs`, after all guards so far.
 
         Args:
-            active: a micro-batch or -1.
+            runs: bool, as for `guard`.
             body: the task.
             carry: the carry of the tick.
             names: the fields that the task reads or changes.
@@ -357,7 +375,7 @@ class Tasks:
 
         part = carry.part(names, aux_of=aux_of)
         with jax.named_scope(label):
-            guards_run, part = guard(carry.guards_run, active >= 0, in_layout, part)
+            guards_run, part = guard(carry.guards_run, runs, in_layout, part)
         return dataclasses.replace(carry.with_part(part), guards_run=guards_run)
 
 

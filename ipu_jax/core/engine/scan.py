@@ -38,6 +38,7 @@ from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.engine import labels
 from ipu_jax.core.engine._carry import Arguments, Carry, first_carry
 from ipu_jax.core.engine._runs import microbatches_at, runs_of, runs_of_ipu
+from ipu_jax.core.engine._stretches import stretches_of
 from ipu_jax.core.engine._tasks import Rows, Tasks
 from ipu_jax.core.engine.plan import EXCHANGES, TABLES, Exchange, Plan
 from ipu_jax.core.programs.segment import merged_aux
@@ -86,7 +87,9 @@ class _Program:
     """Trace the staged scan once."""
 
     def __init__(self, plan: Plan, args: Arguments):
-        self.plan, self.args, self.tasks = plan, args, Tasks(plan, args)
+        self.plan, self.args = plan, args
+        self.ticks = plan.schedule.ticks if plan.backward else plan.schedule.forward_ticks
+        self.tasks = Tasks(plan, args, range(self.ticks))
         firsts = [plan.segments[members[0]] for members in plan.classes]
         self.local = [c for c, segment in enumerate(firsts) if segment.place is not None]
         self.entry = [c for c, segment in enumerate(firsts) if plan.schedule.phase(segment.first, "F") == "entry"]
@@ -105,13 +108,14 @@ class _Program:
         self.order = ("dx", "entry", "F", "y", "head", "B", "exit") if self.overlaps else PHASES[plan.schedule.clock]
 
     def run(self, reduce_over_replicas: bool) -> Result:
-        ticks = self.plan.schedule.ticks if self.plan.backward else self.plan.schedule.forward_ticks
         runs = runs_of_ipu(runs_of([self.plan.tables[kind] for kind in TABLES]), self.tasks.ipu)
-        rows: Rows = {kind: jnp.asarray(self.plan.exchanges[kind][:ticks]) for kind in EXCHANGES}
-        rows["tick"] = jnp.arange(ticks, dtype=jnp.int32)
         with jax.named_scope(labels.of_plan(self.plan)):
-            first = first_carry(self.plan, self.args, self.tasks.stash)
-            carry, _ = lax.scan(lambda carry, rows: self.tick(carry, rows, runs), first, rows)
+            carry = first_carry(self.plan, self.args, self.tasks.stash)
+            for ticks in stretches_of(self.plan, self.ticks):
+                self.tasks = self.tasks.within(ticks)
+                rows: Rows = {kind: jnp.asarray(self.plan.exchanges[kind][ticks]) for kind in EXCHANGES}
+                rows["tick"] = jnp.arange(ticks.start, ticks.stop, dtype=jnp.int32)
+                carry, _ = lax.scan(lambda carry, rows: self.tick(carry, rows, runs), carry, rows)
         place = self.plan.segments[-1].place
         if self.plan.role == "prediction":
             outputs = carry.outputs if place is None else broadcast(place, carry.outputs)

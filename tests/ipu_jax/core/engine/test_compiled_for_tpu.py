@@ -42,6 +42,16 @@ def test_no_tick_copies_a_whole_ring(compiled, program):
     assert compiled[program]["copied rings"] == []
 
 
+def test_a_permute_ends_after_work_that_began_after_it(compiled):
+    for program in ("layers", "block"):
+        assert [*compiled[program]["permutes"].values()] == [True, True], program
+
+
+def test_like_blocks_are_compiled_once_beside_an_embedding_and_a_head_too(compiled):
+    assert compiled["block"]["bodies"] == ["B.0", "B.1", "F.0", "F.1", "FB.2"]
+    assert compiled["layers"]["bodies"] == ["B.0", "B.1", "B.2", "F.0", "F.1", "F.2"]
+
+
 def test_tables_of_micro_batches_are_runs(compiled):
     constants = compiled["layers"]["integer constants"]
     largest = max(constants, key=math.prod)

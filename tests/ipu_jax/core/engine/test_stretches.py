@@ -1,0 +1,133 @@
+"""Test the scan's stretches on GPUs: which guards are left in each, and that idle concurrent stages have no effect.
+
+A GPU's program runs on CPUs here: only the name of the platform differs.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.extend import core
+
+from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh
+from support.against_plain import assert_equals_its_twin, bubbles_hold_nan  # noqa: F401 (a fixture)
+from support.dense import chain
+from support.platforms import programs_for
+
+slow = pytest.mark.slow
+BOTH_ENDS = (None, 0, 1, None)
+
+
+def scans_of(jaxpr: Any) -> list[tuple[int, int]]:
+    """Return the ticks of each scan over ticks, and the guards in a tick."""
+    found = []
+    for eqn in jaxpr.eqns:
+        inner = [*core.jaxprs_in_params(eqn.params)]
+        if eqn.primitive.name == "scan":
+            found.append((eqn.params["length"], sum(e.primitive.name == "while" for e in inner[0].eqns)))
+        else:
+            found += [scan for jaxpr in inner for scan in scans_of(jaxpr)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("platform", "schedule", "places", "scans"),
+    [
+        # F | F, B | B: the embedding and the head are in no guard
+        ("gpu", "grouped", BOTH_ENDS, [(1, 1), (3, 2), (1, 1)]),
+        # embedding, F, head, B, the embedding's B
+        ("tpu", "grouped", BOTH_ENDS, [(5, 5)]),
+        # and the exchanges of y and dx
+        ("cpu", "grouped", BOTH_ENDS, [(5, 7)]),
+        # the head is local, and a class of its own
+        ("gpu", "grouped", (None, 0, 1), [(5, 4)]),
+        # the head does not run in consecutive ticks
+        ("gpu", "sequential", BOTH_ENDS, [(9, 5)]),
+        ("gpu", "1f1b", BOTH_ENDS, [(8, 7)]),
+    ],
+)
+def test_the_ticks_and_the_guards_of_each_scan(platform, schedule, places, scans):
+    model = chain(places, 3)
+    with programs_for(platform):
+        pipeline = model.pipeline(2, schedule=schedule)
+        jaxpr = jax.make_jaxpr(pipeline.value_and_grad)(pipeline.shard(model.params), model.batch).jaxpr
+    assert scans_of(jaxpr) == scans
+
+
+@pytest.mark.parametrize(
+    ("schedule", "places", "micro_batches", "tied"),
+    [
+        ("grouped", BOTH_ENDS, 3, True),
+        ("grouped", (None, 0, 1, 2, None), 1, False),
+        *(
+            pytest.param("grouped", places, m, tied, marks=slow)
+            for places, m, tied in [
+                ((None, 0, None), 2, True),
+                ((None, 0, 1, 2, 3, None), 6, True),
+                ((None, 0, None, 1, 2, None), 4, False),
+                ((0, None, 1, None), 3, False),
+                ((None, 0, 1, None, 2), 3, False),
+                ((None, 0, 1, 0, 1, None), 5, True),
+            ]
+        ),
+        pytest.param("sequential", BOTH_ENDS, 3, True, marks=slow),
+        pytest.param("1f1b", BOTH_ENDS, 3, True, marks=slow),
+    ],
+)
+def test_loss_and_every_gradient_equal_the_dense_twin(schedule, places, micro_batches, tied):
+    model, ipus = chain(places, micro_batches, tied=tied), 1 + max(place or 0 for place in places)
+    with programs_for("gpu"):
+        pipeline = assert_equals_its_twin(model, ipus, {"schedule": schedule})
+        loss = pipeline.loss(pipeline.shard(model.params), model.batch)
+    assert float(loss) == pytest.approx(float(model.twin()[0]), rel=1e-5)
+
+
+def counting(w, x, mb, *, state):
+    """Return a layer's result, the micro-batches that it has seen, and the batch's sum as aux."""
+    return Outputs((mb["x"] if x is None else x) @ w, state=state + 1, aux=mb["x"].sum())
+
+
+def test_a_stage_in_front_with_state_sees_each_micro_batch_once():
+    rng, m = np.random.default_rng(0), 4
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    params = {"front": normal(5, 5), "block": normal(5, 5)}
+    batch = {"x": normal(m, 3, 5)}
+    stages = [
+        Stage(counting, params="front", state="seen", ipu=ALL_IPUS, name="front"),
+        Stage(lambda w, x, mb: x @ w, params="block", ipu=0),
+        Stage(lambda w, x, mb: x, ipu=1),
+        Stage(lambda w, x, mb: (x**2).mean(), ipu=ALL_IPUS),
+    ]
+    specs = {"front": jax.P()}
+    with programs_for("gpu"):
+        pipeline = Pipeline(stages, mesh=make_mesh(1, 2), gradient_accumulation=m, specs=specs)
+        state = pipeline.shard_state({"seen": np.zeros((), np.int32)})
+        (loss, aux), gradients, state = pipeline.value_and_grad(pipeline.shard(params), batch, state=state)
+    expected, expected_gradients = jax.value_and_grad(lambda p: ((batch["x"] @ p["front"] @ p["block"]) ** 2).mean())(
+        params
+    )
+    assert int(pipeline.unshard(state)["seen"]) == m
+    np.testing.assert_allclose(aux["front"], batch["x"].sum((1, 2)), rtol=1e-5)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    jax.tree.map(
+        lambda found, wanted: np.testing.assert_allclose(found, wanted, rtol=1e-4),
+        pipeline.unshard(gradients),
+        expected_gradients,
+    )
+
+
+def test_a_prediction_of_another_number_of_micro_batches():
+    rng = np.random.default_rng(1)
+    table = rng.normal(size=(7, 4)).astype(np.float32)
+    stages = [
+        Stage(lambda w, x, mb: mb["x"] @ w, params="front", ipu=ALL_IPUS),
+        Stage(lambda w, x, mb: x + 1, ipu=0),
+        Stage(lambda w, x, mb: x * 2, ipu=1),
+        Stage(lambda w, x, mb: x.mean(), predict=lambda w, x, mb: x, ipu=ALL_IPUS),
+    ]
+    batch = {"x": rng.normal(size=(5, 3, 7)).astype(np.float32)}
+    with programs_for("gpu"):
+        pipeline = Pipeline(stages, mesh=make_mesh(1, 2), gradient_accumulation=2, specs={"front": jax.P()})
+        found = pipeline.predict(pipeline.shard({"front": table}), batch)
+    np.testing.assert_allclose(found, (batch["x"] @ table + 1) * 2, rtol=1e-5)
