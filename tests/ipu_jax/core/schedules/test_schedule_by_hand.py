@@ -108,6 +108,10 @@ def test_makespans_in_lockstep_by_hand(case):
     ]
     busy = [2 * sum(s for s, ipu in zip(shares, costs["placement"], strict=True) if ipu in (None, k)) for k in range(2)]
     assert run.busy == pytest.approx(tuple(busy))
+    if None not in costs["placement"]:
+        slower = schedule.simulate(costs["forward"], costs["backward"], costs["weight"], 0.25, lockstep=True)
+        # "grouped" hides all messages but the first y and the last dx
+        assert slower.makespan == pytest.approx(sum(times) + 0.25 * (2 if name == "grouped" else len(times) - 1))
     assert run.bubble == pytest.approx(1 - sum(busy) / (2 * sum(times)))
 
 

@@ -298,6 +298,16 @@ def test_transfer_delays_what_crosses():
     assert alone.simulate(transfer=0.5).makespan == 9
 
 
+def test_only_the_two_phase_clock_hides_messages_in_lockstep():
+    # IPU 0  0F0 > | 0F1 > |       | 0B0       | 0B1       each > is a message that the next tick needs
+    # IPU 1        | 1F0   | 1B0 > | 1F1 1B1 > |
+    assert make_schedule("1f1b", ipus=2, micro_batches=2).simulate(transfer=0.5, lockstep=True).makespan == 9 + 4 * 0.5
+    for s_count, m_count in ((2, 2), (4, 8)):
+        run = make_schedule("grouped", ipus=s_count, micro_batches=m_count).simulate(transfer=0.5, lockstep=True)
+        # on the way there and back of one micro-batch alone there is no task to hide a message
+        assert run.makespan == (m_count + s_count - 1) * 3 + 2 * (s_count - 1) * 0.5
+
+
 def test_w_takes_its_part_of_the_backward():
     schedule = make_schedule("zb-h1", ipus=4, micro_batches=8)
     assert schedule.simulate(weight=0).makespan == pytest.approx(33)

@@ -321,6 +321,7 @@ def search(**arguments: Any) -> Callable[[], Any]:
         "is not a size",
         "a finite number of at least",
     ),
+    (stage_costs(unit="flops"), "unit='flops' is unknown", "'FLOPs'", "'FLOPs', 'seconds'"),
     (search(costs=3), "costs=3 ", "no costs", "StageCosts(forward=, backward=, weight=)"),
     (search(placement=(0,)), "costs are of 2 stages", "placement has 1", "costs per stage"),
     (search(placement="01"), "placement='01' ", "no placement", "as in (0, 1, None)"),
