@@ -149,15 +149,12 @@ class PipelineReport:
             f"temporary ({kind}): the same on every IPU; predicted {in_units(self.predicted_temporary, 'B')} = {parts}"
         )
         title = f"{self.schedule}: {self.micro_batches} micro-batches on {len(self.ipus)} IPUs, a step"
-        messages = []
-        if self.exposed is not None:
-            messages = [
-                f"messages: {self.exchanges} ticks send, and nothing hides their messages under the one-phase clock: "
-                f"{self.exposed:.1%} of the step on paper"
-                if self.exposed
-                else "messages: they travel beside tasks, under the two-phase clock"
-            ]
-        return "\n".join([title, *(line.rstrip() for line in lines), footer, *messages])
+        if self.exposed == 0:
+            footer += "\nmessages: they travel beside tasks, under the two-phase clock"
+        elif self.exposed is not None:
+            footer += f"\nmessages: {self.exchanges} ticks send, and nothing hides their messages under the one-phase "
+            footer += f"clock: {self.exposed:.1%} of the step on paper"
+        return "\n".join([title, *(line.rstrip() for line in lines), footer])
 
 
 def in_units(value: float, unit: str) -> str:

@@ -351,5 +351,5 @@ def _phased(schedule: Schedule, work: Work) -> Iterator[tuple[tuple[int, int], i
             yield (schedule.forward[stage][m], 0), i, (i, "F", m)
             yield (back, 1 if two_phase else 0), -i, (i, "B", m)
             if work.split:
-                weight = (back, 2) if schedule.weight is None else (schedule.weight[stage][m], 0)
-                yield weight, -i, (i, "W", m)
+                weight = back if schedule.weight is None else schedule.weight[stage][m]
+                yield (weight, 2 if two_phase or schedule.weight is None else 0), -i, (i, "W", m)

@@ -10,6 +10,8 @@ and W are the times of one IPU's whole share of the model for one micro-batch. B
 
     sequential     makespan S M (F+B)                        bubble 1 - 1/S                Graphcore "sharded execution"
     grouped        makespan (M+S-1) (F+B)                    bubble (S-1) / (M+S-1)        Graphcore "grouped"
+    grouped-zb     makespan M (F+B+W) + (S-1) (F+B-W)        for M >= S; F = B = W         as zb-h1
+                   in lockstep M (F+B+W) + (S-1) (F+B)       for any M, F, B and W
     interleaved    makespan (M+S-1) (F+B)                    bubble (S-1) / (M+S-1)        Graphcore "interleaved"
     gpipe          makespan (M+S-1) (F+B)                    bubble (S-1) / (M+S-1)        Huang et al. 2019
     1f1b           makespan (M+S-1) (F+B)                    bubble (S-1) / (M+S-1)        Narayanan et al. 2021, 2.2

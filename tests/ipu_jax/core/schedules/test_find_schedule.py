@@ -279,13 +279,20 @@ def test_lockstep_is_as_good_as_any_table(seed, limit, micro_batches, transfer):
 
 def test_the_two_phase_clock_wins_where_messages_are_dear():
     """Its messages travel beside tasks. zb-h1 waits for a message in 25 of its 27 ticks, and idles less without."""
-    costs = StageCosts.equal((0, 1, 2, 3))
-    for transfer, room, name in ((0.0, 7, "zb-h1"), (0.5, 7, "grouped"), (0.5, 6, "auto")):
-        find = {"placement": (0, 1, 2, 3), "micro_batches": 8, "lockstep": True, "transfer": transfer}
+    ones = [1] * 4
+    for transfer, residuals, room, name in (
+        (0.0, 0, 7, "zb-h1"),
+        (0.5, 0, 7, "grouped-zb"),
+        (0.5, 1, 7, "grouped"),  # IPU 3 of grouped-zb would hold 4 stashes and 4 of what W needs from B
+        (0.5, 0, 6, "auto"),
+    ):
+        costs = StageCosts(ones, ones, ones, stash=ones, weight_residuals=[residuals] * 4)
+        find: dict[str, Any] = {"placement": (0, 1, 2, 3), "micro_batches": 8, "lockstep": True, "transfer": transfer}
         found = find_schedule(costs, stash_limit=room, **find)
         assert found.schedule.name == name
         by_name = {candidate.name: candidate.makespan for candidate in found.candidates}
         assert by_name["grouped"] == pytest.approx(11 * 3 + 2 * 3 * transfer)
+        assert by_name["grouped-zb"] == pytest.approx(8 * 3 + 3 * 2 + 3 * transfer)
         assert by_name["zb-h1"] == pytest.approx(27 + 25 * transfer)
         assert (f"(lockstep, {transfer} per message)" in str(found)) == (transfer > 0)
 
@@ -402,6 +409,7 @@ interleaved  27        1.080     33.3%   3
 sequential   36        1.440     50.0%   3
 zb-h1        25        1.000     28.0%   6              does not fit: IPU 1 needs 6, the limit is 5
 zb-wave      25        1.000     28.0%   6              does not fit: IPU 1 needs 6, the limit is 5
+grouped-zb   25        1.000     28.0%   6              does not fit: IPU 0 needs 3, the limit is 2
 looped-zb    25        1.000     28.0%   9              does not fit: IPU 1 needs 9, the limit is 5
 grouped      27        1.080     33.3%   3              does not fit: IPU 0 needs 3, the limit is 2
 looped       27        1.080     33.3%   3              does not fit: IPU 0 needs 3, the limit is 2

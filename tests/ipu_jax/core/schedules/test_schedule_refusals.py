@@ -114,7 +114,6 @@ def shaped(**fields: Any) -> Callable[[], Schedule]:
     (shaped(clock="one-fase"), "clock='one-fase'", "did you mean 'one-phase'", "'two-phase', 'one-phase'"),
     (shaped(name="my\nown"), "name='my\\nown'", "header", "give one line"),
     (shaped(name=3), "name=3 ", "header", "give one line"),
-    (shaped(weight=table("4 3"), clock=TWO), "'mine'", "no phase for W", "clock='one-phase'"),
     (shaped(**JOINT), "'mine'", "concurrent stages have no W", "give weight=None"),
     *((shaped(ipus=bad), f"ipus={bad!r} ", "is not a count", "an int of at least 1") for bad in (*BAD_COUNTS, None)),
     *((shaped(placement=(0, bad)), f"stage 1 is on IPU {bad!r}:", "an int, or None") for bad in (0.0, "0", True, (0,))),
