@@ -47,7 +47,7 @@ def makespan(name: str, s: int, m: int) -> float:
         return 3 * s * m
     if name in ("looped", "looped-bfs"):
         return 3 * (m + (s - 1) / ROUNDS)
-    if name == "zb-h1":
+    if name in ("grouped-zb", "zb-h1"):
         return 3 * m + s - 1
     if name in ("looped-zb", "zbv", "zb-wave", "dualpipev"):
         return 3 * m + (s - 1) / ROUNDS
@@ -64,7 +64,7 @@ def stash(name: str, s: int, m: int) -> float:
         return 1
     if name in ("gpipe", "looped-bfs"):
         return m
-    if name == "grouped":
+    if name in ("grouped", "grouped-zb"):
         return 2 * s - 1
     if name in ("looped", "looped-zb"):  # a group of S micro-batches waits for each additional round
         return (2 * (s - 1) + (ROUNDS - 1) * s + 1) / ROUNDS

@@ -83,6 +83,11 @@ def test_the_two_clocks_cost_what_their_page_says():
     assert bubble("1f1b", lockstep=False) == pytest.approx(alone, abs=5e-4)
     for lockstep in (True, False):
         assert bubble("zb-h1", lockstep=lockstep) == pytest.approx(zb_h1, abs=5e-4)
+    found = re.search(r"If one takes 0.1 F \(S=8, M=64, F=B=W=1\), IPUs idle (.*?)\. ", text)
+    assert found
+    for idle, name in re.findall(r"([\d.]+)% under ([\w-]+)", found[1]):
+        run = make_schedule(name, ipus=8, micro_batches=64).simulate(1, 2, transfer=0.1, lockstep=True)
+        assert run.bubble == pytest.approx(float(idle) / 100, abs=5e-4)
 
 
 MEASURED_PAGE = (documents.ROOT / "docs/measured.md").read_text()

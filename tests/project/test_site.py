@@ -141,6 +141,7 @@ INTERNAL = {
         "frozen_mask",
         "loss_with_aux",
         "plan_step",
+        "platform",
         "run_on_ipu",
         "schedule_or_name",
     },

@@ -85,7 +85,8 @@ def draw_model(dice: Dice, *, simple: bool = False, one_ipu: bool = False) -> Mo
 
 def draw_schedule(dice: Dice, places: tuple[int | None, ...]) -> str:
     """Return a schedule family that supports the placement; "own" is a random table."""
-    names = {"sequential": 1.0, "grouped": 2, "interleaved": 1, "gpipe": 1, "1f1b": 2, "zb-h1": 2, "own": 3}
+    names = {"sequential": 1.0, "grouped": 2, "grouped-zb": 2, "interleaved": 1, "gpipe": 1, "1f1b": 2, "zb-h1": 2}
+    names["own"] = 3
     runs = [p for i, p in enumerate(places) if p is not None and (i == 0 or places[i - 1] != p)]
     ipus = list(dict.fromkeys(runs))
     if runs and runs == ipus * (len(runs) // len(ipus)):

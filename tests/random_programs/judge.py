@@ -14,7 +14,7 @@ The rules, from the docstrings of `ipu_jax.core.schedules._timetable` and `_vali
 
 from random_programs.tables import Placement, Table, segments_of
 
-PHASES = {"two-phase": ("entry", "F", "head", "B", "exit"), "one-phase": ("entry", "work", "head", "exit")}
+PHASES = {"two-phase": ("entry", "F", "head", "B", "W", "exit"), "one-phase": ("entry", "work", "head", "exit")}
 Done = dict[tuple[int, str, int], tuple[int, int, int]]
 Lives = dict[tuple[str, int, str], dict[int, list[tuple[int, int, int]]]]
 
@@ -26,7 +26,7 @@ def fault_of(placement: Placement, ipus: int, table: Table) -> str:
     m = len(forward[0])
     if m == 0:
         return "it is empty"
-    if weight is not None and (clock == "two-phase" or all(place is None for place in placement)):
+    if weight is not None and all(place is None for place in placement):
         return "W has no place here"
     for kind, of_kind in rows.items():
         if len(of_kind) != len(placement) or any(len(row) != m for row in of_kind):

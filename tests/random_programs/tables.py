@@ -47,7 +47,7 @@ def random_table(
     """Return `(forward, backward, weight, clock)` of a schedule whose segments run their micro-batches in order."""
     segments = segments_of(placement)
     two_phase = bool(rng.random() < 0.35) if two_phase is None else two_phase
-    split = not two_phase and any(s.role == "local" for s in segments) and bool(rng.random() < 0.5)
+    split = any(s.role == "local" for s in segments) and bool(rng.random() < 0.5)
     play = _Play(segments, micro_batches, split, two_phase, rng)
     done = play.run()
 
@@ -63,7 +63,7 @@ def random_table(
 
 
 # phases in which each of some segments does a task, if it is ready: their role, and the kind of the task
-EACH = {"entry": ("entry", "F"), "exit": ("entry", "B"), "F": ("local", "F"), "B": ("local", "B")}
+EACH = {"entry": ("entry", "F"), "exit": ("entry", "B"), "F": ("local", "F"), "B": ("local", "B"), "W": ("local", "W")}
 
 
 class _Play:
@@ -82,7 +82,7 @@ class _Play:
 
     def run(self) -> dict[tuple[int, str, int], int]:
         tick = 0
-        phases = ("entry", "F", "head", "B", "exit") if self.two_phase else ("entry", "work", "head", "exit")
+        phases = ("entry", "F", "head", "B", "W", "exit") if self.two_phase else ("entry", "work", "head", "exit")
         wanted = self.m * sum(2 + (self.split and s.place is not None) for s in self.segments)
         while len(self.done) < wanted:
             for phase in phases:

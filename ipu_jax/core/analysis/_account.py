@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_jax.core.analysis.cost import bytes_of, jaxpr_flops, jaxpr_peak_bytes
+from ipu_jax.core.analysis.stage_costs import transfer_time
 from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.programs.segment_program import split_floats
@@ -121,13 +122,32 @@ def sent_bytes(plan: Plan, ipu: int) -> int:
     return total
 
 
-def idle_shares(plan: Plan, costs: list[SegmentCost], ipus: int) -> list[float]:
-    """Return, per IPU, the share of a step in which it is idle: all IPUs wait for each other at each exchange."""
+class Waits(NamedTuple):
+    """How IPUs wait in a step in which FLOPs are time: all wait for each other at each exchange.
+
+    Attributes:
+        idle: per IPU, the share of the step in which it is idle.
+        exchanges: the ticks in which an IPU sends to another.
+        exposed: the share of the step that messages take while no task hides them; None where a message takes no time.
+    """
+
+    idle: list[float]
+    exchanges: int
+    exposed: float | None
+
+
+def waits(plan: Plan, costs: list[SegmentCost], ipus: int) -> Waits:
+    """Return how IPUs wait in a step on the plan's platform."""
     stage_costs: dict[str, list[float]] = {"forward": [], "backward": [], "weight": []}
     for segment, cost in zip(plan.segments, costs, strict=True):
         # the simulator divides the cost of concurrent stages among the IPUs
         sharers = ipus if segment.place is None else 1
         for kind, per_stage in stage_costs.items():
             per_stage += [sharers * getattr(cost, kind) / len(segment.stages)] * len(segment.stages)
-    run = plan.schedule.simulate(stage_costs["forward"], stage_costs["backward"], stage_costs["weight"], lockstep=True)
-    return [1 - busy / run.makespan if run.makespan else 0.0 for busy in run.busy]
+    transfer = transfer_time(plan.segments, plan.programs, plan.platform, "FLOPs")
+    forward, backward, weight = stage_costs.values()
+    run = plan.schedule.simulate(forward, backward, weight, transfer, lockstep=True)
+    idle = [1 - busy / run.makespan if run.makespan else 0.0 for busy in run.busy]
+    exchanges = int((plan.exchanges["y"] | plan.exchanges["dx"]).any(1).sum())
+    hidden = plan.schedule.clock == "two-phase"
+    return Waits(idle, exchanges, (0.0 if hidden else exchanges * transfer / run.makespan) if transfer else None)

@@ -27,9 +27,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.core.analysis._account import (
     channel_bytes,
-    idle_shares,
     segment_costs,
     sent_bytes,
+    waits,
     weight_bytes,
     wide_accumulator_bytes,
 )
@@ -60,7 +60,7 @@ class IpuReport:
         sent: the bytes that it sends in collectives in a tick in which all stages are active: a ppermute of y and one
             of dx, broadcasts to concurrent stages and reductions from them. The communication of a stage's own function
             is not included.
-        idle: the share of a step in which it waits, if FLOPs are taken as time.
+        idle: the share of a step in which it waits, if FLOPs are taken as time; on chips messages take time, too.
     """
 
     ipu: int
@@ -89,6 +89,9 @@ class PipelineReport:
             explains them.
         stash_padding: the part of `stash` that pads values to a TPU's tiles; 0 elsewhere.
         temporary: the compiled program's temporary bytes per IPU, as XLA reports them; None if it was not compiled.
+        exchanges: the ticks in which an IPU sends to another.
+        exposed: on chips, the share of a step that these take under the one-phase clock, where nothing hides messages,
+            by FLOPs and the public figures of links; 0 under the two-phase clock. None on CPUs and without messages.
     """
 
     schedule: str
@@ -100,6 +103,8 @@ class PipelineReport:
     sums: int
     stash_padding: int = 0
     temporary: int | None = None
+    exchanges: int = 0
+    exposed: float | None = None
 
     @property
     def predicted_temporary(self) -> int:
@@ -144,6 +149,11 @@ class PipelineReport:
             f"temporary ({kind}): the same on every IPU; predicted {in_units(self.predicted_temporary, 'B')} = {parts}"
         )
         title = f"{self.schedule}: {self.micro_batches} micro-batches on {len(self.ipus)} IPUs, a step"
+        if self.exposed == 0:
+            footer += "\nmessages: they travel beside tasks, under the two-phase clock"
+        elif self.exposed is not None:
+            footer += f"\nmessages: {self.exchanges} ticks send, and nothing hides their messages under the one-phase "
+            footer += f"clock: {self.exposed:.1%} of the step on paper"
         return "\n".join([title, *(line.rstrip() for line in lines), footer])
 
 
@@ -204,7 +214,7 @@ def count_report(plan: Plan, layout: PackedLayout, state: PackedLayout, batch_by
     """
     m = plan.schedule.micro_batches
     costs, stash = segment_costs(plan, layout), Stash(plan)
-    idle = idle_shares(plan, costs, layout.ipus)
+    idle, exchanges, exposed = waits(plan, costs, layout.ipus)
     weights = [weight_bytes(layout, k) for k in range(layout.ipus)]
     segments_of_ipu = [[i for i, s in enumerate(plan.segments) if s.place in (None, k)] for k in range(layout.ipus)]
     ipus = tuple(
@@ -233,6 +243,8 @@ def count_report(plan: Plan, layout: PackedLayout, state: PackedLayout, batch_by
         channels=channel_bytes(plan, m),
         working_set=max(cost.working_set for cost in costs),
         sums=wide_accumulator_bytes(layout),
+        exchanges=exchanges,
+        exposed=exposed,
     )
 
 

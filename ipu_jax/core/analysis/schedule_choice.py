@@ -1,12 +1,15 @@
 """Keep a pipeline's schedule: the given schedule, or under "auto" the schedule found when shapes are first known."""
 
 import dataclasses
+import functools
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from ipu_jax.core.analysis.report import PipelineReport, count_report, in_units
-from ipu_jax.core.analysis.stage_costs import TracedStages
+from ipu_jax.core.analysis.stage_costs import TracedStages, transfer_time
 from ipu_jax.core.engine.plan import Plan, make_plan, trace_programs
 from ipu_jax.core.programs.segment import segments_of
 from ipu_jax.core.schedules import FoundSchedule, Schedule, StageCosts, canonical_name, find_schedule, make_schedule
@@ -146,33 +149,41 @@ class ScheduleChoice:
 
         Args:
             shapes: the shapes of a step.
-            costs: the costs to use instead of counted FLOPs. If they have no bytes, the bytes are counted.
+            costs: the costs to use instead of counted FLOPs. If they have no bytes, the bytes are counted. On chips a
+                message takes time, too, if the costs say their unit.
 
         Raises:
             ValueError: `costs` are for other stages, or no schedule fits in `ipu_memory`.
         """
         if self._found is not None:
             return self._found
+        traced = shapes.trace(self._stages)
         if costs is None or (isinstance(costs, StageCosts) and not _has_bytes(costs)):
-            counted = shapes.trace(self._stages).counted()
+            counted = traced.counted()
             costs = counted if costs is None else _with_bytes_of(costs, counted)
-        found = self._search(costs, None) if self._ipu_memory is None else self._search_within(costs, shapes)
+        unit = costs.unit if isinstance(costs, StageCosts) else None
+        transfer = transfer_time(traced.segments, traced.programs, shapes.platform, unit)
+        search = functools.partial(self._search, costs, transfer)
+        found = search(None) if self._ipu_memory is None else self._search_within(search, costs, shapes)
         self._check_order(found.schedule)
         self._found, self._schedule = found, found.schedule
         return found
 
-    def _search(self, costs: StageCosts, limits: list[float] | None) -> FoundSchedule:
+    def _search(self, costs: StageCosts, transfer: float, limits: list[float] | None) -> FoundSchedule:
         # the engine's IPUs wait for each other at each exchange
         return find_schedule(
             costs,
             placement=self._placement,
             micro_batches=self._micro_batches,
             ipus=self._ipus,
+            transfer=transfer,
             lockstep=True,
             stash_limit=limits,
         )
 
-    def _search_within(self, costs: StageCosts, shapes: StepShapes) -> FoundSchedule:
+    def _search_within(
+        self, search: Callable[[Any], FoundSchedule], costs: StageCosts, shapes: StepShapes
+    ) -> FoundSchedule:
         """Find a schedule whose report fits in `ipu_memory`.
 
         The limit of a search bounds the stash of each IPU. The engine's buffers may be larger: per dtype, they are as
@@ -194,12 +205,12 @@ class ScheduleChoice:
         floor = costs.stash_bytes(least)
         room = [memory - smallest.total(k) + smallest.stash for k in range(self._ipus)]
         for _ in range(_ROUNDS):
-            found = self._search(costs, [max(limit, low) for limit, low in zip(room, floor, strict=True)])
+            found = search([max(limit, low) for limit, low in zip(room, floor, strict=True)])
             excess = _largest(shapes.report(self._stages, found.schedule)) - memory
             if excess <= 0:
                 return found
             room = [limit - excess for limit in room]
-        found = self._search(costs, list(floor))
+        found = search(list(floor))
         fitting = (
             candidate
             for candidate in found.candidates
@@ -229,6 +240,24 @@ class ScheduleChoice:
                     f"schedule {schedule.name!r} runs F of stage {stage.name!r} out of the micro-batches' order, "
                     "but its state is updated in order: run them in order, or hold no state in it"
                 )
+
+
+def warn_of_messages(schedule: Schedule, platform: str, *, stacklevel: int) -> None:
+    """Warn if "grouped" leaves chips less idle than a schedule of the one-phase clock, at F = 1 and B = 2."""
+    if platform == "cpu" or schedule.clock == "two-phase":
+        return
+    where: Any = {"ipus": schedule.ipus, "placement": schedule.placement, "micro_batches": schedule.micro_batches}
+    one, two = (other.simulate(lockstep=True) for other in (schedule, make_schedule("grouped", **where)))
+    if two.bubble < one.bubble - 1e-9:
+        ipu = max(range(schedule.ipus), key=two.peak_stash.__getitem__)
+        warnings.warn(
+            f"schedule {schedule.name!r} on {platform}: IPUs wait for each other wherever one sends, and nothing hides "
+            f"the time of a message. If B takes twice as long as F and messages take no time, IPUs are idle for "
+            f"{one.bubble:.1%} of a step; under 'grouped', which hides messages, for {two.bubble:.1%}, with "
+            f"{two.peak_stash[ipu]} instead of {one.peak_stash[ipu]} micro-batches stashed on IPU {ipu}: use "
+            "schedule='grouped' if that fits, or schedule='auto'",
+            stacklevel=stacklevel,
+        )
 
 
 def _largest(report: PipelineReport) -> int:

@@ -8,6 +8,7 @@ little from run to run. All instances get the costs of the slowest instance.
 """
 
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -28,11 +29,20 @@ from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.instances import gathered, put
 from ipu_jax.core.programs.segment import Segment
 from ipu_jax.core.programs.segment_program import SegmentProgram
-from ipu_jax.core.schedules import StageCosts
+from ipu_jax.core.schedules import StageCosts, Unit
 
 _WHOLE = PartitionSpec()
 
 _SECONDS = 10.0  # after this time a task is not repeated
+# The time of a byte from a chip to its neighbour, in either unit of costs; on a CPU messages take no time of their own.
+# A chip does about so many FLOPs in it: TPU v5e 1.97e14 / 4.5e10, v5p 4.59e14 / 9e10, H100 9.9e14 / 4.5e11 (bfloat16
+# FLOP/s, and bytes/s one way over one ICI link or NVLink; jax-ml.github.io/scaling-book, NVIDIA's H100 data sheet).
+_PER_BYTE: dict[tuple[str, Unit | None], float] = {
+    ("tpu", "FLOPs"): 4000.0,
+    ("gpu", "FLOPs"): 2000.0,
+    ("tpu", "seconds"): 1 / 4.5e10,
+    ("gpu", "seconds"): 1 / 4.5e11,
+}
 
 
 class TaskCosts(NamedTuple):
@@ -68,7 +78,7 @@ class TracedStages:
             cost = TaskCosts(*(float(jaxpr_flops(jaxpr)) if jaxpr else 0.0 for jaxpr in _tasks_of(program)))
             moved = float(bytes_of(program.y) or 1)
             counted.append(cost if any(cost) else TaskCosts(moved, moved, 0.0, moved))
-        return self._per_stage(counted)
+        return self._per_stage(counted, "FLOPs")
 
     def measured(self, mesh: Mesh, repeats: int) -> StageCosts:
         """Return the seconds and bytes of each stage. A task's time is the median of some runs after one to compile.
@@ -88,9 +98,9 @@ class TracedStages:
                 continue
             tasks = _tasks_of(program)
             measured.append(TaskCosts(*(_seconds(jaxpr, segment.place, mesh, repeats) for jaxpr in tasks)))
-        return self._per_stage(measured)
+        return self._per_stage(measured, "seconds")
 
-    def _per_stage(self, costs: Sequence[TaskCosts]) -> StageCosts:
+    def _per_stage(self, costs: Sequence[TaskCosts], unit: Unit) -> StageCosts:
         rows: list[tuple[float, ...]] = []
         for segment, program, cost in zip(self.segments, self.programs, costs, strict=True):
             count = len(segment.stages)
@@ -99,7 +109,17 @@ class TracedStages:
             sizes = stash / count, bytes_of(program.weight_residuals) / count
             rows += [(*(task * sharers / count for task in cost), *sizes)] * count
         forward, backward, weight, whole, stash, residuals = map(list, zip(*rows, strict=True))
-        return StageCosts(forward, backward, weight, whole, stash=stash, weight_residuals=residuals)
+        return StageCosts(forward, backward, weight, whole, stash=stash, weight_residuals=residuals, unit=unit)
+
+
+def transfer_time(
+    segments: Sequence[Segment], programs: Sequence[SegmentProgram], platform: str, unit: Unit | None
+) -> float:
+    """Return how long the largest message from one IPU to another takes, in a unit of costs; 0 if that is not known."""
+    places = [segment.place for segment in segments]
+    crosses = [here != there and None not in (here, there) for here, there in itertools.pairwise(places)]
+    largest = max((bytes_of(program.y) for program in itertools.compress(programs, crosses)), default=0)
+    return largest * _PER_BYTE.get((platform, unit), 0.0)
 
 
 def check_measurable(arguments: Any, measured: bool, repeats: int) -> None:

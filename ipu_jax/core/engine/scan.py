@@ -6,6 +6,7 @@ A tick goes through the phases of the schedule's clock, in the order of `PHASES`
     F       each IPU: F of its local segments, if the schedule says so                  (predicate: tick and IPU)
     head    broadcast y -> F and B of the loss head on all IPUs -> reduce dx            (predicate: the tick alone)
     B       each IPU: B of its local segments                                           (predicate: tick and IPU)
+    W       each IPU: W of its local segments, if the schedule splits the backward      (predicate: tick and IPU)
             ppermute y to the neighbour, and dx back
     exit    broadcast dy -> B of concurrent segments -> reduce dx                       (predicate: the tick alone)
 
@@ -14,7 +15,7 @@ in concurrent stages. An IPU uses a message in the tick after it arrives, so one
 all phases, and every task of the tick runs before it (`_guard`). Where no IPU sends, there is no exchange.
 
 On chips, which send while they compute, messages of the two-phase clock travel beside tasks in every tick, in no guard:
-y during the head and B, dx during the next tick's F.
+y during the head and B, dx during W, or without W during the next tick's F.
 
 Gradients are computed inside the scan, by `jax.vjp` of each segment. Nothing differentiates through the scan, so memory
 does not grow with the number of micro-batches. Each conditional task is a `guard`.
@@ -46,6 +47,12 @@ from ipu_jax.core.schedules import PHASES
 from ipu_jax.core.weights.packing import Sharded
 
 __all__ = ["Arguments", "Result", "run"]
+
+# per whether the backward is split: y is under way during head and B, and dx during W or the next tick's F
+_OVERLAPPED = {
+    False: ("dx", "entry", "F", "y", "head", "B", "exit"),
+    True: ("entry", "F", "y", "head", "B", "dx", "W", "exit"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,12 +107,13 @@ class _Program:
             "work": self.work_phase,
             "head": self.head_phase,
             "B": self.backward_phase,
+            "W": self.weight_phase,
             "exit": self.exit_phase,
             "y": functools.partial(self.exchange, "y"),
             "dx": functools.partial(self.exchange, "dx"),
         }
-        # y is under way during head and B, and dx during the next tick's F
-        self.order = ("dx", "entry", "F", "y", "head", "B", "exit") if self.overlaps else PHASES[plan.schedule.clock]
+        overlapped = _OVERLAPPED[plan.schedule.weight is not None]
+        self.order = overlapped if self.overlaps else PHASES[plan.schedule.clock]
 
     def run(self, reduce_over_replicas: bool) -> Result:
         runs = runs_of_ipu(runs_of([self.plan.tables[kind] for kind in TABLES]), self.tasks.ipu)
@@ -177,7 +185,8 @@ class _Program:
     def work_phase(self, carry: Carry, rows: Rows) -> Carry:
         for c in self.local:
             carry = self.tasks.run_forward(c, rows, carry)
-        return self.enqueue_for_concurrent(self.backward_phase(carry, rows), rows)
+        carry = self.weight_phase(self.backward_phase(carry, rows), rows)
+        return self.enqueue_for_concurrent(carry, rows)
 
     def head_phase(self, carry: Carry, rows: Rows) -> Carry:
         if self.head is None:
@@ -194,7 +203,10 @@ class _Program:
             return carry
         for c in reversed(self.local):
             carry = self.tasks.run_backward(c, rows, carry)
-        for c in self.local:
+        return carry
+
+    def weight_phase(self, carry: Carry, rows: Rows) -> Carry:
+        for c in reversed(self.local) if self.plan.backward else ():
             if self.plan.is_split(self.plan.classes[c][0]):
                 carry = self.tasks.run_weight(c, rows, carry)
         return carry

@@ -12,6 +12,7 @@
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -43,7 +44,8 @@ class Pipeline(PlacedStages):
             name.
         schedule: a name in `ipu_jax.schedules.SCHEDULES`, a `Schedule` for this placement and M, or "auto": the first
             step, report or `choose_schedule` finds the schedule that takes the least time for the stages' FLOPs, within
-            `ipu_memory` if that is given. Later steps keep this schedule, even for other shapes.
+            `ipu_memory` if that is given. Later steps keep this schedule, even for other shapes. On chips a
+            `UserWarning` says so if "grouped" leaves IPUs less idle than the given schedule.
         gradient_accumulation: M, the micro-batches of one weight update. It can be smaller than the number of stages.
             Default: the M of a `Schedule`, or 1. `make_train_step` can give M and `reduction` later, in `TrainOptions`.
         reduction: gradients are the "mean" (the default) or the "sum" over the M micro-batches and the replicas. The
@@ -391,18 +393,20 @@ class Pipeline(PlacedStages):
         function = function or self.function
         m, keeps_m = gradient_accumulation, gradient_accumulation in (None, self.options.gradient_accumulation)
         own = self.stages if function is None else function.stages
-        return Pipeline(
-            own if stages is None else stages,
-            mesh=self.mesh if mesh is None else mesh,
-            schedule=self.schedule_or_name if keeps_m else self._asked_for,
-            gradient_accumulation=self.given["gradient_accumulation"] if m is None else m,
-            reduction=self.given["reduction"] if reduction is None else reduction,
-            specs=self._groups.specs,
-            state_specs=self._groups.state_specs,
-            frozen=self._groups.given_frozen,
-            ipu_memory=self._memory.ipu_memory,
-            function=function,
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # this pipeline has warned, or it has chosen the schedule
+            return Pipeline(
+                own if stages is None else stages,
+                mesh=self.mesh if mesh is None else mesh,
+                schedule=self.schedule_or_name if keeps_m else self._asked_for,
+                gradient_accumulation=self.given["gradient_accumulation"] if m is None else m,
+                reduction=self.given["reduction"] if reduction is None else reduction,
+                specs=self._groups.specs,
+                state_specs=self._groups.state_specs,
+                frozen=self._groups.given_frozen,
+                ipu_memory=self._memory.ipu_memory,
+                function=function,
+            )
 
     def __repr__(self) -> str:
         return describe(self)

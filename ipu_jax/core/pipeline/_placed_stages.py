@@ -13,7 +13,7 @@ from ipu_jax.base import facts
 from ipu_jax.base.jaxprs import traced_on
 from ipu_jax.base.tracebacks import ShortTracebacks
 from ipu_jax.core.analysis.report import MemoryGuard, PipelineReport, make_report
-from ipu_jax.core.analysis.schedule_choice import ScheduleChoice, StepShapes
+from ipu_jax.core.analysis.schedule_choice import ScheduleChoice, StepShapes, warn_of_messages
 from ipu_jax.core.analysis.stage_costs import check_measurable
 from ipu_jax.core.cutting.function import FunctionModel
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS, InFlight, make_mesh
@@ -77,12 +77,19 @@ class PlacedStages:
             ipu_memory=ipu_memory,
         )
         self._asked_for = schedule
+        if self.schedule_or_name != "auto":
+            warn_of_messages(self.schedule, self.platform, stacklevel=3)
         self._window = InFlight()
         self._memory = MemoryGuard(ipu_memory)
         # jitted once, so that all calls with the same shapes run the same program
         self._value_and_grad = jax.jit(self._update)
         for listener in facts.listeners():
             listener.mesh(self.mesh, [(stage.name, stage.place) for stage in self.stages])
+
+    @property
+    def platform(self) -> str:
+        """Return the platform of the IPUs, such as "cpu" or "tpu"."""
+        return self.mesh.devices.flat[0].platform
 
     @property
     def schedule(self) -> Schedule:
@@ -361,7 +368,7 @@ class PlacedStages:
         self._check(params, batch, state, key, "training")
 
     def _shapes(self, params: PackedLayout, state: PackedLayout, batch: Any, key: Any) -> StepShapes:
-        return StepShapes(params, state, batch, key, self.mesh.devices.flat[0].platform)
+        return StepShapes(params, state, batch, key, self.platform)
 
     def plan_step(self, params: Sharded, batch: Any, state: Sharded | None = None, key: Any = None) -> Plan:
         """Return the plan of a step with these arguments, arrays or shapes. It traces the stages and runs nothing."""

@@ -1,7 +1,8 @@
 """Improve a table of ticks in which all IPUs wait for each other wherever one sends, by simulated annealing.
 
 The ticks from one exchange to the next last as long as the IPU with the most work in them needs, and the step takes the
-sum. So what matters is which tasks run between the same two exchanges, not when an IPU is idle. A move takes one task
+sum, and for each exchange the time of a message. So what matters is how many exchanges there are, and which tasks run
+between the same two of them, not when an IPU is idle. A move takes one task
 to another tick of its IPU, or swaps it with the task there, if the inputs of both tasks and the segments' limits of
 micro-batches allow it. Only the ticks between the exchanges around these two ticks change, so a move looks at these
 ticks alone. In a long table of many IPUs nearly every tick has an exchange. There it is faster to treat every tick as
@@ -20,6 +21,7 @@ from ipu_jax.core.schedules._line import Local
 from ipu_jax.core.schedules._timetable import Kind
 
 Ticks = dict[Local, int]
+Depths = Sequence[int]
 
 
 def spread(tasks: Iterable[tuple[tuple[int, int], int, Local]], work: Work) -> Ticks:
@@ -42,8 +44,8 @@ def spread(tasks: Iterable[tuple[tuple[int, int], int, Local]], work: Work) -> T
     return ticks
 
 
-def lockstep_cost(ticks: Ticks, work: Work) -> float:
-    """Return the makespan without transfers and concurrent stages."""
+def lockstep_cost(ticks: Ticks, work: Work, transfer: float) -> float:
+    """Return the makespan without concurrent stages; each exchange takes `transfer`."""
     costs = {"F": work.forward, "B": work.backward, "W": work.weight}
     line = work.line
     ipus = {ipu: k for k, ipu in enumerate(line.on)}
@@ -54,7 +56,7 @@ def lockstep_cost(ticks: Ticks, work: Work) -> float:
         i, kind, _ = task
         lengths[tick][ipus[line.places[i]]] += costs[kind][i]
         sends[tick] += _sends(task, work)
-    return _cost(lengths, sends, 0, count - 1)
+    return _cost(lengths, sends, transfer, 0, count - 1)
 
 
 def _sends(task: Local, work: Work) -> bool:
@@ -67,13 +69,14 @@ def _sends(task: Local, work: Work) -> bool:
     return 0 <= k < len(line) and line.places[k] != line.places[i]
 
 
-def _cost(lengths: Sequence[Sequence[float]], sends: Sequence[int], first: int, last: int) -> float:
+def _cost(lengths: Sequence[Sequence[float]], sends: Sequence[int], transfer: float, first: int, last: int) -> float:
     """Return the time of the ticks from `first` to `last`. Each tick that sends ends with an exchange."""
     total, begin = 0.0, first
     for tick in range(first, last + 1):
         if sends[tick] or tick == last:
             rows = lengths[begin : tick + 1]
             total += max(rows[0]) if len(rows) == 1 else max(map(math.fsum, zip(*rows, strict=True)))
+            total += transfer if sends[tick] else 0.0
             begin = tick + 1
     return total
 
@@ -100,9 +103,10 @@ def _depth(ticks: Ticks, work: Work, i: int, first: Kind, last: Kind) -> int:
 def anneal(
     ticks: Ticks,
     work: Work,
-    depths: Sequence[int],
-    residual_depths: Sequence[int],
+    depths: Depths,
+    residual_depths: Depths,
     *,
+    transfer: float,
     steps: int,
     heat: float,
     rng: random.Random,
@@ -114,12 +118,13 @@ def anneal(
         ticks: the tick of each task. Every segment does its micro-batches in order.
         work: the costs of the tasks.
         depths, residual_depths: per segment, the most micro-batches that it may hold, at least as many as it holds now.
+        transfer: the time of an exchange.
         steps: the number of moves to try.
         heat: how much worse a move may make the table at first, as a share of a task's mean cost. It falls to 0.
         rng: the only source of randomness. Only `random` is called, which gives the same numbers in every Python.
         exact: whether to look up the exchanges. Otherwise every tick counts as having one.
     """
-    return _Table(ticks, work, depths, residual_depths, exact).anneal(steps, heat, rng)
+    return _Table(ticks, work, depths, residual_depths, transfer, exact).anneal(steps, heat, rng)
 
 
 class _Table:
@@ -128,7 +133,7 @@ class _Table:
     `sends[tick]` is the number of tasks in a tick whose results go to another IPU.
     """
 
-    def __init__(self, ticks: Ticks, work: Work, depths: Sequence[int], residual_depths: Sequence[int], exact: bool):
+    def __init__(self, ticks: Ticks, work: Work, depths: Depths, residual_depths: Depths, transfer: float, exact: bool):
         line = work.line
         self.tasks = sorted(ticks)
         number = {task: x for x, task in enumerate(self.tasks)}
@@ -141,7 +146,7 @@ class _Table:
         self.count = 2 + max(self.at)
         self.cells = [[-1] * len(ipus) for _ in range(self.count)]
         self.lengths = [[0.0] * len(ipus) for _ in range(self.count)]
-        self.exact = exact
+        self.transfer, self.exact = transfer, exact
         self.is_sent = [int(_sends(task, work)) for task in self.tasks]
         self.sends = [0] * self.count
         for x, tick in enumerate(self.at):
@@ -167,7 +172,7 @@ class _Table:
 
     def anneal(self, steps: int, heat: float, rng: random.Random) -> Ticks:
         at, ipu, cost, cells, lengths, sends = self.at, self.ipu, self.cost, self.cells, self.lengths, self.sends
-        exact, is_sent = self.exact, self.is_sent
+        is_sent, time_around = self.is_sent, self._around if self.exact else self._alone
         mean = math.fsum(cost) / len(cost)
         reach = 4 * len(cells[0]) + 4  # the most ticks that a move can cross; a few are as good as many
         dice = rng.random
@@ -191,13 +196,13 @@ class _Table:
             other = cells[u][k]
             if other >= 0 and not self._may_move(other, t, x):
                 continue
-            old = self._around(t, u) if exact else max(lengths[t]) + max(lengths[u])
+            old = time_around(t, u)
             mine, its = cost[x], cost[other] if other >= 0 else 0.0
             change = is_sent[x] - (is_sent[other] if other >= 0 else 0)
             lengths[t][k], lengths[u][k] = its, mine
             sends[t] -= change
             sends[u] += change
-            longer = (self._around(t, u) if exact else max(lengths[t]) + max(lengths[u])) - old
+            longer = time_around(t, u) - old
             if longer > 1e-12 and longer > heat * mean * left * left * dice():
                 lengths[t][k], lengths[u][k] = mine, its
                 sends[t] += change
@@ -220,8 +225,13 @@ class _Table:
                 first -= 1
             while last < self.count - 1 and (last in (t, u) or not sends[last]):
                 last += 1
-            total, done = total + _cost(self.lengths, sends, first, last), last
+            total, done = total + _cost(self.lengths, sends, self.transfer, first, last), last
         return total
+
+    def _alone(self, t: int, u: int) -> float:
+        """Return the time of two ticks, each from one exchange to the next."""
+        exchanges = self.transfer * ((self.sends[t] > 0) + (self.sends[u] > 0))
+        return max(self.lengths[t]) + max(self.lengths[u]) + exchanges
 
     def _may_move(self, x: int, tick: int, partner: int) -> bool:
         """Return whether a task can move to the tick that its partner leaves, and does not depend on the partner."""

@@ -76,6 +76,7 @@ class FoundSchedule:
         candidates: all candidates, the best first; the candidates that do not fit are at the end.
         stash_limit: per IPU, the bytes that it may hold, or None.
         lockstep: whether IPUs wait for each other at each exchange.
+        transfer: the time that a message takes.
     """
 
     schedule: Schedule
@@ -84,9 +85,11 @@ class FoundSchedule:
     candidates: tuple[Candidate, ...]
     stash_limit: tuple[float, ...] | None
     lockstep: bool
+    transfer: float = 0.0
 
     def __str__(self) -> str:
         clock = "lockstep" if self.lockstep else "free running"
+        clock += f", {self.transfer:.6g} per message" if self.transfer else ""
         ratio = f"{self.makespan / self.bound:.3f} x the lower bound {self.bound:.6g}" if self.bound else "no work"
         lines = [("schedule", "makespan", "/ chosen", "bubble", "bytes per IPU", "")]
         for candidate in self.candidates:
@@ -130,7 +133,8 @@ def find_schedule(
         placement: per stage its IPU, or None for a concurrent stage.
         micro_batches: M, at least 1.
         ipus: IPUs of a replica. Default: 1 + the largest IPU in the placement.
-        transfer: the time that a message takes, as in `Schedule.simulate`.
+        transfer: the time that a message takes, as in `Schedule.simulate`: in lockstep each exchange of the one-phase
+            clock takes it, and under the two-phase clock messages travel while tasks run.
         lockstep: whether IPUs wait for each other at each exchange, as in the engine, or run freely.
         stash_limit: the most bytes for the stash and the weight residuals of an IPU's stages: a number, or one per IPU.
             Each stage counts with its bytes times the largest number of micro-batches that it holds at once; the engine
@@ -179,6 +183,7 @@ def find_schedule(
         candidates=candidates,
         stash_limit=None if stash_limit is None else limits,
         lockstep=lockstep,
+        transfer=transfer,
     )
 
 
@@ -210,7 +215,7 @@ def _searched(
         if not lockstep or work.tasks <= _FEW:
             tables += _free_tables(work, limits, transfer, rng)
         if lockstep:
-            tables += _lockstep_tables(work, limits, families, best, rng)
+            tables += _lockstep_tables(work, limits, transfer, families, best, rng)
         made += [judge(schedule_of(work, ticks)) for ticks in tables]
     return tuple(_ranked([*families, *_ranked(made)[:1]])), bound
 
@@ -294,7 +299,7 @@ def _free_tables(work: Work, limits: Limits, transfer: float, rng: random.Random
 
 
 def _lockstep_tables(
-    work: Work, limits: Limits, families: list[Candidate], best: float, rng: random.Random
+    work: Work, limits: Limits, transfer: float, families: list[Candidate], best: float, rng: random.Random
 ) -> list[Ticks]:
     """Return the best tables from annealing: few moves from many seeds, then more moves from the best results.
 
@@ -305,7 +310,7 @@ def _lockstep_tables(
     for ticks in _seeds(work, limits, families):
         depths = allot(work, [work.line.micro_batches] * len(work.line), limits, least=depths_of(ticks, work))
         if depths is not None:
-            seeds.append((lockstep_cost(ticks, work), ticks, depths))
+            seeds.append((lockstep_cost(ticks, work, transfer), ticks, depths))
     seeds.sort(key=lambda seed: seed[0])
     for moves, kept, heat, hopeless in _HOT_ROUNDS if work.tasks <= _FEW else _ROUNDS:
         if not seeds or seeds[0][0] > hopeless * best:
@@ -313,8 +318,8 @@ def _lockstep_tables(
         better: list[tuple[float, Ticks, Depths]] = []
         for _, ticks, depths in seeds[:kept]:
             steps, exact = moves * max(_LEAST, work.tasks), work.tasks <= _FEW
-            ticks = anneal(ticks, work, *depths, steps=steps, heat=heat, rng=rng, exact=exact)
-            better.append((lockstep_cost(ticks, work), ticks, depths))
+            ticks = anneal(ticks, work, *depths, transfer=transfer, steps=steps, heat=heat, rng=rng, exact=exact)
+            better.append((lockstep_cost(ticks, work, transfer), ticks, depths))
         seeds = sorted([*better, *seeds], key=lambda seed: seed[0])  # a stable sort, so the same everywhere
     return [ticks for _, ticks, _ in seeds[:_KEPT]]
 
@@ -346,5 +351,5 @@ def _phased(schedule: Schedule, work: Work) -> Iterator[tuple[tuple[int, int], i
             yield (schedule.forward[stage][m], 0), i, (i, "F", m)
             yield (back, 1 if two_phase else 0), -i, (i, "B", m)
             if work.split:
-                weight = (back, 2) if schedule.weight is None else (schedule.weight[stage][m], 0)
-                yield weight, -i, (i, "W", m)
+                weight = back if schedule.weight is None else schedule.weight[stage][m]
+                yield (weight, 2 if two_phase or schedule.weight is None else 0), -i, (i, "W", m)

@@ -4,15 +4,17 @@ import copy
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
-from ipu_jax.base.checks import check_cost
+from ipu_jax.base.checks import check_choice, check_cost
 from ipu_jax.core.schedules._line import Line
 from ipu_jax.core.schedules._schedule import Schedule
 from ipu_jax.core.schedules._simulate import Simulation
 from ipu_jax.core.schedules._timetable import Placement
 
 Costs = Sequence[float]
+
+Unit = Literal["FLOPs", "seconds"]
 
 _SIZES = ("stash", "weight_residuals")
 
@@ -32,9 +34,11 @@ class StageCosts:
             may be less if B and W share work.
         stash: per stage, the bytes that it holds from F until its last use: W, or B if there is no W. Default: 0.
         weight_residuals: per stage, the bytes that it holds from B until W besides the stash. Default: 0.
+        unit: "FLOPs" or "seconds", if it is known. On chips `Pipeline(schedule="auto")` then adds the time of messages.
 
     Raises:
-        ValueError: a cost or a size is not a finite number of at least 0, or there is not one number per stage.
+        ValueError: a cost or a size is not a finite number of at least 0, there is not one number per stage, or the
+            unit is unknown.
 
     >>> costs = StageCosts(forward=[1, 2], backward=[1, 2], weight=[1, 1.5])
     >>> costs.whole_backward, costs.stash
@@ -47,10 +51,13 @@ class StageCosts:
     whole_backward: Costs | None = None
     stash: Costs | None = None
     weight_residuals: Costs | None = None
+    unit: Unit | None = None
 
     def __post_init__(self) -> None:
         defaults: dict[str, Costs] = {}
-        for field in dataclasses.fields(self):
+        if self.unit is not None:
+            check_choice("unit", self.unit, get_args(Unit))
+        for field in dataclasses.fields(self)[:-1]:  # without the unit
             given = getattr(self, field.name)
             if given is None and field.default is None:
                 given = defaults[field.name]
@@ -208,7 +215,7 @@ class Work:
 
 
 def lower_bound(work: Work, transfer: float) -> float:
-    """Return a time before which no run can end: the longest of these times, over all IPUs.
+    """Return a time before which no run can end, under either clock: the longest of these times, over all IPUs.
 
     An IPU has none of its own work to do before its first F. Concurrent stages cannot run then either, because they
     need all IPUs. Then the IPU has all its own work to do. The backward pass of the segments before its own follows its

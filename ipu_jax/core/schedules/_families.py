@@ -8,11 +8,12 @@ Four stages on four IPUs, eight micro-batches, schedule "1f1b" (a cell is stage,
     IPU 2            2F0  2F1       2B0  2F2  2B1  2F3  2B2  2F4  2B3
     IPU 3                 3F0  3B0  3F1  3B1  3F2  3B2  3F3  3B3  3F4
 
-"sequential" and "grouped" repeat the ticks of one micro-batch under the two-phase clock, and "interleaved" does so
-under the one-phase clock. The order of the others comes from a simulated run in which the *rule* of the family chooses
-what each IPU does next (`_rules`), or, for "dualpipev", from a list (`_dualpipev`). Each task then gets the earliest
-tick that the order and the clock allow. So any number of micro-batches works, on any placement that the family can
-serve.
+"sequential", "grouped" and "grouped-zb" repeat the ticks of one micro-batch under the two-phase clock, and
+"interleaved" does so under the one-phase clock. In "grouped-zb" every IPU does W in the tick in which the first local
+stage does B: so all do it at the same time, and it hides the gradients on their way. The order of the others comes from
+a simulated run in which the *rule* of the family chooses what each IPU does next (`_rules`), or, for "dualpipev", from
+a list (`_dualpipev`). Each task then gets the earliest tick that the order and the clock allow. So any number of
+micro-batches works, on any placement that the family can serve.
 
 Concurrent stages run in the ticks of a local segment beside them: those before a local stage run their F in the tick of
 that stage's F and their B in the tick of its B, and the loss head runs in the tick of the last local F. None of this
@@ -25,6 +26,8 @@ number of sweeps); DeepSeek-AI 2024, arXiv:2412.19437 (dualpipev); Graphcore, "M
 (sequential: "sharded execution"; grouped and interleaved pipelines).
 """
 
+import dataclasses
+
 import numpy as np
 
 from ipu_jax.base.checks import check_choice
@@ -35,8 +38,8 @@ from ipu_jax.core.schedules._run import Rule, StuckError, run
 from ipu_jax.core.schedules._timetable import Kind, Placement, Timetable
 
 SCHEDULES = (
-    "sequential", "grouped", "interleaved", "gpipe", "1f1b", "looped", "looped-bfs", "looped-zb", "zb-h1", "zbv",
-    "zb-wave", "dualpipev",
+    "sequential", "grouped", "grouped-zb", "interleaved", "gpipe", "1f1b", "looped", "looped-bfs", "looped-zb", "zb-h1",
+    "zbv", "zb-wave", "dualpipev",
 )  # fmt: skip
 AUTO = "auto"
 """The name for a search with `find_schedule`. It is not a family."""
@@ -93,11 +96,16 @@ def timetable(name: str, placement: Placement, ipus: int, micro_batches: int) ->
     Raises:
         ValueError: the family cannot serve this placement.
     """
-    if name in ("sequential", "grouped"):
+    if name in ("sequential", "grouped", "grouped-zb"):
         forward, backward = _first_micro_batch(placement)
-        period = 1 if name == "grouped" else 1 + backward[0]
+        period = 1 + backward[0] if name == "sequential" else 1
         repeat = lambda row: tuple(tuple(tick + period * m for m in range(micro_batches)) for tick in row)  # noqa: E731
-        return Timetable(name, placement, ipus, repeat(forward), repeat(backward))
+        table = Timetable(name, placement, ipus, repeat(forward), repeat(backward))
+        local = [tick for tick, ipu in zip(backward, placement, strict=True) if ipu is not None]
+        if name != "grouped-zb" or not local:
+            return table
+        weight = [tick if ipu is None else max(local) for tick, ipu in zip(backward, placement, strict=True)]
+        return dataclasses.replace(table, weight=repeat(weight))
     line = Line(placement, micro_batches, name in _SPLIT)
     _check_places(name, line)
     if name == "interleaved":

@@ -28,6 +28,7 @@ def make_schedule(
     |---|---|---|
     | "sequential" | one stage at a time, the others idle (model sharding) | 1 |
     | "grouped" | in a tick all IPUs do F, then all do B | 2(S-1-s)+1 |
+    | "grouped-zb" | grouped with B split; in a tick all IPUs also do W | 2S-1-s |
     | "interleaved" | in a tick an IPU does F or B; no message ever waits | S-s |
     | "gpipe" | all F, then all B | M |
     | "1f1b" | B as soon as it can be, F as early as the stash allows | S-s |

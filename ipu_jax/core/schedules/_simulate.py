@@ -2,13 +2,16 @@
 
 Each IPU runs its own tasks in the table's order, each as soon as the IPU is free and its inputs have arrived. The ticks
 themselves do not matter, except under `lockstep`. Then all IPUs wait for each other at the end of each tick in which
-one IPU sends to another, as in the collectives of the engine.
+one IPU sends to another, as in the collectives of the engine. Under the two-phase clock its messages travel while the
+next tasks run. Under the one-phase clock the next tick needs them, so such a tick is longer by the time of a message.
 
 The tests check this simulator against published closed forms, for S local stages on S IPUs and M micro-batches. F, B
 and W are the times of one IPU's whole share of the model for one micro-batch. B does not include W if there is W:
 
     sequential     makespan S M (F+B)                        bubble 1 - 1/S                Graphcore "sharded execution"
     grouped        makespan (M+S-1) (F+B)                    bubble (S-1) / (M+S-1)        Graphcore "grouped"
+    grouped-zb     makespan M (F+B+W) + (S-1) (F+B-W)        for M >= S; F = B = W         as zb-h1
+                   in lockstep M (F+B+W) + (S-1) (F+B)       for any M, F, B and W
     interleaved    makespan (M+S-1) (F+B)                    bubble (S-1) / (M+S-1)        Graphcore "interleaved"
     gpipe          makespan (M+S-1) (F+B)                    bubble (S-1) / (M+S-1)        Huang et al. 2019
     1f1b           makespan (M+S-1) (F+B)                    bubble (S-1) / (M+S-1)        Narayanan et al. 2021, 2.2
@@ -104,17 +107,18 @@ def simulate(
     """Simulate a table; `Schedule.simulate` documents the arguments."""
     costs = _costs_of(table, forward, backward, weight)
     moments = Moments(table)
-    tasks = _Tasks(moments, costs, check_cost("transfer", transfer))
+    transfer = check_cost("transfer", transfer)
+    tasks = _Tasks(moments, costs, transfer)
     count = len(table.forward[0])
     free, busy = np.zeros(table.ipus), np.zeros(table.ipus)
     # one more row: the source of a task without a second source, or without any
     starts, ends = np.zeros((2, (len(tasks.costs) + 1) * count))
-    exchanges = _exchanges(moments) if lockstep else []
+    exchanges = exchanges_of(moments)[::-1].tolist() if lockstep else []
     # in the order of the clock a task comes after its inputs, and after the earlier tasks of its IPU
     for phase, together in tasks.groups():
         while exchanges and exchanges[-1] < phase // moments.phases:
             exchanges.pop()
-            free[:] = free.max()
+            free[:] = free.max() + (transfer if table.clock == "one-phase" else 0.0)
         row, m = np.divmod(together, count)
         who = tasks.ipus[row]
         is_joint = who[0] < 0
@@ -141,13 +145,13 @@ def simulate(
     )
 
 
-def _exchanges(moments: Moments) -> list[int]:
-    """Return the ticks in which a local stage sends to a local stage on another IPU, the last tick first."""
+def exchanges_of(moments: Moments) -> NDArray[np.int64]:
+    """Return the ticks in which a local stage sends to a local stage on another IPU, in order."""
     found = [np.zeros(0, np.int64)]
     for stage, (here, there) in enumerate(itertools.pairwise(moments.table.placement)):
         if None not in (here, there) and here != there:
             found += [moments.ticks(stage, "F"), moments.ticks(stage + 1, "B")]
-    return np.unique(np.concatenate(found))[::-1].tolist()
+    return np.unique(np.concatenate(found))
 
 
 class _Tasks:

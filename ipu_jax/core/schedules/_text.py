@@ -139,7 +139,7 @@ def _timetable(
 
         return tuple(tuple(tick_of(stage, m) for m in range(count)) for stage in range(stages))
 
-    one_phase = clock == "one-phase" or (clock is None and (split or not _two_phase(rows, placement)))
+    one_phase = clock == "one-phase" or (clock is None and not _two_phase(rows, placement))
     weight = rows_of("W") if split else None
     return Timetable(
         name, placement, len(rows), rows_of("F"), rows_of("B"), weight, "one-phase" if one_phase else "two-phase"

@@ -6,6 +6,7 @@ A tick has phases, in this order; within a phase each IPU does its own tasks:
                 F      F of local stages; at its end neighbours exchange activations
                 head   F, then B, of concurrent stages that no local stage follows (a loss head), all IPUs together
                 B      B of local stages, last stage first; at its end neighbours exchange gradients
+                W      W of local stages, last stage first, if the backward pass is split
                 exit   B of the concurrent stages of `entry`
 
     one-phase   entry  as above
@@ -33,7 +34,7 @@ Rows = tuple[tuple[int, ...], ...]
 Moment = tuple[int, int, int]
 
 CLOCKS: tuple[Clock, ...] = ("two-phase", "one-phase")
-PHASES = {"two-phase": ("entry", "F", "head", "B", "exit"), "one-phase": ("entry", "work", "head", "exit")}
+PHASES = {"two-phase": ("entry", "F", "head", "B", "W", "exit"), "one-phase": ("entry", "work", "head", "exit")}
 _END = 1 << 30  # the turn after every task of a phase: when its messages are exchanged
 
 
@@ -77,7 +78,7 @@ class Timetable:
         forward, backward: `forward[stage][microbatch]` is the tick in which F runs; `backward` is the same for B.
         weight: the same for W, or None if B is the whole backward pass. A concurrent stage has no W: its row
             repeats its B.
-        clock: "two-phase" (a tick has an F and a B for each of an IPU's stages) or "one-phase" (an IPU does one
+        clock: "two-phase" (a tick has an F, a B and a W for each of an IPU's stages) or "one-phase" (an IPU does one
             segment's F, B or W in a tick; messages may wait).
     """
 

@@ -80,8 +80,6 @@ def _check_shape(table: Timetable) -> None:
     for stage, ipu in enumerate(table.placement):
         if ipu is not None and not 0 <= ipu < table.ipus:
             raise ValueError(f"stage {stage} is on IPU {ipu}, outside the replica: it has IPUs 0 to {table.ipus - 1}")
-    if table.weight is not None and table.clock == "two-phase":
-        raise ValueError(f"schedule {name!r}: the two-phase clock has no phase for W: give clock='one-phase'")
     if table.weight is not None and all(ipu is None for ipu in table.placement):
         raise ValueError(f"schedule {name!r}: concurrent stages have no W, and there are no others: give weight=None")
     for kind, rows in tables_of(table):

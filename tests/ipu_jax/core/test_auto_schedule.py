@@ -13,6 +13,7 @@ from ipu_jax.core.schedules import _auto
 from ipu_jax.schedules import StageCosts, find_schedule
 from support.against_plain import assert_equals_its_twin
 from support.dense import chain, largest_relative_error
+from support.platforms import programs_for
 from support.refusals import refusals, refused
 
 N, K, D, E, V = 3, 6, 8, 10, 9  # V columns on 2 IPUs: 5 on each, one of them padding
@@ -63,6 +64,7 @@ BY_HAND = StageCosts(
     whole_backward=[SEGMENT, SEGMENT, RESHAPE, 2 * 2 * HEAD],
     stash=[FLOAT * N * D / 2, FLOAT * N * D / 2, 0, 0],  # the second layer's input
     weight_residuals=[FLOAT * N * (D + E) / 2, FLOAT * N * (D + E) / 2, 0, 0],
+    unit="FLOPs",
 )
 
 
@@ -81,6 +83,41 @@ def test_the_search_gets_the_costs_by_hand_and_lockstep():
     found = pipeline.choose_schedule(params, batch)
     assert found == find_schedule(BY_HAND, placement=(0, 0, 1, None), micro_batches=M, ipus=2, lockstep=True)
     assert pipeline.schedule is found.schedule
+
+
+@pytest.mark.parametrize(
+    ("platform", "flops", "bytes_per_second"), [("tpu", 4000, 4.5e10), ("gpu", 2000, 4.5e11), ("cpu", 0, np.inf)]
+)
+def test_on_chips_messages_take_time_in_the_unit_of_the_costs(platform, flops, bytes_per_second):
+    message = FLOAT * N * E  # from the second layer to the reshape; the head's broadcast is not counted
+    with programs_for(platform):
+        pipeline, params, batch = unlike_stages()
+        measured = pipeline.stage_costs(params, batch, measured=True, repeats=1)
+        without_unit = StageCosts([1, 1, 5, 1], [1, 1, 5, 1], [1, 1, 0, 0])
+        known = ((None, message * flops), (measured, message / bytes_per_second), (without_unit, 0))
+        for costs, transfer in known:
+            pipeline, params, batch = unlike_stages()
+            found = pipeline.choose_schedule(params, batch, costs=costs)
+            assert found.transfer == pytest.approx(transfer)
+
+
+@pytest.mark.parametrize(("layers", "width", "clock"), [(1, 64, "two-phase"), (64, 16384, "one-phase")])
+def test_on_chips_the_choice_depends_on_how_much_is_computed_per_byte(layers, width, clock):
+    """A message takes 8000 / width of a layer's F on a TPU: 125 F, or 1/131 of a stage's F. Nothing is run."""
+
+    def stage(w, x, mb):
+        return lax.scan(lambda y, layer: (y @ layer, None), x + 1, w)[0]
+
+    stages = [Stage(lambda w, x, mb: mb["x"] * w, params="scale", ipu=0)]
+    stages += [Stage(stage, params=f"w{ipu}", ipu=ipu) for ipu in range(4)]
+    stages.append(Stage(lambda w, x, mb: jnp.mean(x), ipu=3))
+    with programs_for("tpu"):
+        pipeline = Pipeline(stages, gradient_accumulation=8, schedule="auto")
+        shape = jax.ShapeDtypeStruct((layers, width, width), "float32")
+        weights = {"scale": jax.ShapeDtypeStruct((width,), "float32"), **{f"w{ipu}": shape for ipu in range(4)}}
+        batch = {"x": jax.ShapeDtypeStruct((8, 4, width), "float32")}
+        found = pipeline.choose_schedule(pipeline.shard_shapes(weights), batch)
+    assert found.schedule.clock == clock
 
 
 def test_a_report_says_the_name_and_how_idle_the_schedule_found_leaves_the_ipus():

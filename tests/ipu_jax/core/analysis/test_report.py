@@ -1,5 +1,7 @@
 """Test a pipeline's report against hand counts, the arrays themselves and the compiled program; and its warning."""
 
+import dataclasses
+import re
 import warnings
 
 import jax
@@ -12,6 +14,7 @@ from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh
 from ipu_jax.core.analysis.report import in_units, make_report
 from sharded_ops import log_softmax_cross_entropy, matmul
 from support.dense import chain
+from support.platforms import programs_for
 
 ROWS, MICRO_BATCHES = 4, 6
 WIDTHS = (8, 16, 32)
@@ -45,6 +48,61 @@ def concurrent_head(size=10, ipus=4, **options):
     pipeline = Pipeline(stages, mesh=make_mesh(1, ipus), gradient_accumulation=2, specs=specs, **options)
     params = pipeline.shard({"body": jnp.ones((8, 16)), "head": jnp.ones((16, size))})
     return pipeline, params, {"x": jnp.ones((2, ROWS, 8)), "y": jnp.zeros((2, ROWS), jnp.int32)}
+
+
+@pytest.mark.parametrize(("platform", "flops"), [("tpu", 4000), ("gpu", 2000), ("cpu", 0)])
+@pytest.mark.parametrize("schedule", ["1f1b", "grouped"])
+def test_on_chips_a_report_says_what_messages_cost(schedule, platform, flops):
+    rows, (a, b, c) = ROWS, WIDTHS
+    first, second = 2 * rows * a * b, 2 * rows * b * c  # of a product; the batch needs no gradient
+    message = flops * 4 * rows * b  # in FLOPs
+    f, back = second + rows * c, 2 * second
+    with programs_for(platform):
+        pipeline = two_stages(schedule=schedule)
+        found = pipeline.report(*arguments(pipeline), compile=False)
+    if schedule == "1f1b":
+        # IPU 0  0F0 > | 0F1 > |       | 0B0 0F2 > | 0B1 0F3 > | ... | 0B5
+        # IPU 1        | 1F0   | 1B0 > | 1F1 1B1 > | 1F2 1B2 > | ... |
+        work, exposed = first + f + back + 5 * (f + back) + first, 8 * message
+        expected = f"messages: 8 ticks send, .* under the one-phase clock: {exposed / (work + exposed):.1%} of the step"
+    else:
+        work, exposed = None, 0
+        expected = "messages: they travel beside tasks, under the two-phase clock"
+    assert [part.flops for part in found.ipus] == [6 * 2 * first, 6 * (f + back)]
+    if platform == "cpu":
+        assert (found.exposed, str(found).count("messages:")) == (None, 0)
+    else:
+        assert found.exposed == pytest.approx(exposed / (work + exposed) if work else 0)
+        assert re.search(expected, str(found).splitlines()[-1])
+    if work:
+        assert found.exchanges == 8
+        assert [part.idle for part in found.ipus] == pytest.approx(
+            [1 - part.flops / (work + exposed) for part in found.ipus]
+        )
+
+
+def test_on_chips_a_schedule_that_grouped_beats_warns_when_a_pipeline_is_made():
+    layers, loss = [lambda w, x: x @ w] * 4, lambda x, mb: jnp.mean(x)
+
+    def made(schedule, **options):
+        model = {"inputs": lambda mb: mb, "loss": loss, "ipus": 4, "gradient_accumulation": 8}
+        return Pipeline.from_layers(layers, [np.ones((2, 2))] * 4, schedule=schedule, **model, **options)[0]
+
+    with programs_for("tpu"):
+        with pytest.warns(UserWarning, match="on tpu") as caught:
+            pipeline = made("1f1b")
+        (warning,) = caught
+        text = str(warning.message)
+        for part in ("'1f1b' on tpu", "40.0% of a step", "'grouped'", "27.3%", "7 instead of 4 micro-batches", "IPU 0"):
+            assert part in text
+        with pytest.warns(UserWarning, match="'own' on tpu"):
+            made(dataclasses.replace(pipeline.schedule, name="own"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            pipeline.replace()
+            for schedule in ("grouped", "sequential", "zb-h1", "auto"):
+                made(schedule)
+    made("1f1b")  # on a CPU: warnings are errors in tests
 
 
 def test_an_ipu_may_hold_nothing_but_padding():

@@ -85,6 +85,9 @@ def split_loss(table: Any, x: Any, mb: Any) -> Any:
         (2, "grouped", 1),
         pytest.param(4, "grouped", 1, marks=pytest.mark.slow),
         (2, "grouped", 2),
+        (2, "grouped-zb", 1),
+        pytest.param(4, "grouped-zb", 1, marks=pytest.mark.slow),
+        pytest.param(2, "grouped-zb", 2, marks=pytest.mark.slow),
         pytest.param(3, "sequential", 1, marks=pytest.mark.slow),
         pytest.param(3, "1f1b", 1, marks=pytest.mark.slow),
     ],
@@ -114,9 +117,9 @@ def equations_of_tick(jaxpr: Any) -> list[Any]:
 
 
 def test_messages_travel_beside_tasks_on_chips_under_the_two_phase_clock(platform):
-    assert exchanges_outside_guards("grouped") == 2, "y and dx"
+    assert exchanges_outside_guards("grouped") == exchanges_outside_guards("grouped-zb") == 2, "y and dx"
     assert exchanges_outside_guards("1f1b") == 0, "under the one-phase clock the next tick needs them"
 
 
 def test_on_cpus_each_exchange_is_in_a_guard():
-    assert exchanges_outside_guards("grouped") == exchanges_outside_guards("1f1b") == 0
+    assert {exchanges_outside_guards(schedule) for schedule in ("grouped", "grouped-zb", "1f1b")} == {0}
