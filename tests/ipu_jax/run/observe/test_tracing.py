@@ -245,6 +245,7 @@ def recording_of(tmp_path, schedule, places, *, replicas=1, ipus=2):
     ("schedule", "places", "replicas"),
     [
         ("zbv", (0, 1, 1, 0), 1),
+        pytest.param("grouped-zb", (0, 1, 0, 1), 1, marks=pytest.mark.slow),
         ("grouped", (0, 1, ALL_IPUS), 2),
         pytest.param("interleaved", (ALL_IPUS, 0, 1, ALL_IPUS), 1, marks=pytest.mark.slow),
         pytest.param("zb-wave", (0, 1, 0, 1), 1, marks=pytest.mark.slow),
