@@ -35,8 +35,8 @@ _WHOLE = PartitionSpec()
 
 _SECONDS = 10.0  # after this time a task is not repeated
 # The time of a byte from a chip to its neighbour, in either unit of costs; on a CPU messages take no time of their own.
-# A chip does about so many FLOPs in it: TPU v5e 1.97e14 / 4.5e10, v5p 4.59e14 / 9e10, H100 9.9e14 / 4.5e11 (bfloat16
-# FLOP/s, and bytes/s one way over one ICI link or NVLink; jax-ml.github.io/scaling-book, NVIDIA's H100 data sheet).
+# From public figures, bfloat16 FLOP/s over bytes/s one way: TPU v5e 1.97e14 / 4.5e10 and v5p 4.59e14 / 9e10, a link of
+# ICI (jax-ml.github.io/scaling-book); H100 9.9e14 / 4.5e11, NVLink (NVIDIA's data sheet). No chip reaches its FLOP/s.
 _PER_BYTE: dict[tuple[str, Unit | None], float] = {
     ("tpu", "FLOPs"): 4000.0,
     ("gpu", "FLOPs"): 2000.0,

@@ -227,7 +227,7 @@ class PlacedStages:
         Args:
             params, batch, state, key: as for `report`.
             costs: for example from `stage_costs`, the same on every instance. Default: FLOPs. If they contain no bytes,
-                the bytes of the stash are counted.
+                the bytes of the stash are counted. On chips messages take time, too, if the costs say their unit.
 
         Returns:
             The result of `find_schedule`; if a schedule was found before, that result again.

@@ -2,11 +2,11 @@
 
 The ticks from one exchange to the next last as long as the IPU with the most work in them needs, and the step takes the
 sum, and for each exchange the time of a message. So what matters is how many exchanges there are, and which tasks run
-between the same two of them, not when an IPU is idle. A move takes one task
-to another tick of its IPU, or swaps it with the task there, if the inputs of both tasks and the segments' limits of
-micro-batches allow it. Only the ticks between the exchanges around these two ticks change, so a move looks at these
-ticks alone. In a long table of many IPUs nearly every tick has an exchange. There it is faster to treat every tick as
-having one, and the makespan is then at least the true one.
+between the same two of them, not when an IPU is idle. A move takes one task to another tick of its IPU, or swaps it
+with the task there, if the inputs of both tasks and the segments' limits of micro-batches allow it. Only the ticks
+between the exchanges around these two ticks change, so a move looks at these ticks alone. In a long table of many IPUs
+nearly every tick has an exchange. There it is faster to treat every tick as having one, and the makespan is then at
+least the true one.
 
 Concurrent stages take the same time in any table, since all IPUs run them together in phases of their own.
 """

@@ -113,7 +113,7 @@ def simulate(
     free, busy = np.zeros(table.ipus), np.zeros(table.ipus)
     # one more row: the source of a task without a second source, or without any
     starts, ends = np.zeros((2, (len(tasks.costs) + 1) * count))
-    exchanges = exchanges_of(moments)[::-1].tolist() if lockstep else []
+    exchanges = _exchanges(moments) if lockstep else []
     # in the order of the clock a task comes after its inputs, and after the earlier tasks of its IPU
     for phase, together in tasks.groups():
         while exchanges and exchanges[-1] < phase // moments.phases:
@@ -145,13 +145,13 @@ def simulate(
     )
 
 
-def exchanges_of(moments: Moments) -> NDArray[np.int64]:
-    """Return the ticks in which a local stage sends to a local stage on another IPU, in order."""
+def _exchanges(moments: Moments) -> list[int]:
+    """Return the ticks in which a local stage sends to a local stage on another IPU, the last tick first."""
     found = [np.zeros(0, np.int64)]
     for stage, (here, there) in enumerate(itertools.pairwise(moments.table.placement)):
         if None not in (here, there) and here != there:
             found += [moments.ticks(stage, "F"), moments.ticks(stage + 1, "B")]
-    return np.unique(np.concatenate(found))
+    return np.unique(np.concatenate(found))[::-1].tolist()
 
 
 class _Tasks:
