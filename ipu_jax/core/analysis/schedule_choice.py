@@ -62,7 +62,7 @@ class StepShapes:
         segments = segments_of(stages, any_schedule)
         split = [segment.place is not None for segment in segments]
         programs = trace_programs(segments, split, self.params, self.state, self._microbatch, self._key)
-        return TracedStages(segments, programs, self.params.ipus)
+        return TracedStages(segments, programs, self.params.ipus, self.platform)
 
 
 class ScheduleChoice:

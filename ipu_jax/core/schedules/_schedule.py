@@ -161,7 +161,8 @@ class Schedule(Timetable):
             transfer: the time that a message takes from one IPU to another, or to all of them.
             lockstep: whether all IPUs also wait for each other at the end of each tick in which one sends to another.
                 Under the one-phase clock such a tick is longer by `transfer`: the next tick needs its messages. Under
-                the two-phase clock they travel while the next tasks run.
+                the two-phase clock they travel while the next tasks run. A concurrent stage begins with the broadcast
+                of its message, which takes `transfer`.
 
         Returns:
             A `Simulation`: makespan, bubble, and peak stash and busy time per IPU. `_simulate` lists the closed forms.

@@ -124,7 +124,9 @@ def simulate(
         is_joint = who[0] < 0
         start = free.max(keepdims=True) if is_joint else free[who]
         for source, delay in zip(tasks.sources, tasks.delays, strict=True):
-            start = np.maximum(start, ends[source[row] * count + m] + delay[row])
+            sent = ends[source[row] * count + m]
+            # in lockstep all IPUs wait for the broadcast, which begins a concurrent stage's task
+            start = np.maximum(start, (np.maximum(sent, free.max()) if is_joint and lockstep else sent) + delay[row])
         starts[together] = start
         ends[together] = end = start + tasks.costs[row]
         if is_joint:

@@ -101,6 +101,21 @@ def test_on_chips_messages_take_time_in_the_unit_of_the_costs(platform, flops, b
             assert found.transfer == pytest.approx(transfer)
 
 
+@pytest.mark.parametrize(("platform", "per_byte"), [("tpu", 240), ("gpu", 300)])
+def test_on_chips_what_b_writes_for_w_costs_time(platform, per_byte):
+    pipeline, params, batch = unlike_stages()
+    plain = pipeline.stage_costs(params, batch)
+    with programs_for(platform):
+        pipeline, params, batch = unlike_stages()
+        costs = pipeline.stage_costs(params, batch)
+    assert costs.weight_residuals is not None
+    assert max(costs.weight_residuals) > 0
+    extra = [per_byte * size for size in costs.weight_residuals]
+    np.testing.assert_allclose(np.subtract(costs.backward, plain.backward), extra)
+    np.testing.assert_allclose(np.subtract(costs.weight, plain.weight), extra)
+    assert (costs.forward, costs.whole_backward) == (plain.forward, plain.whole_backward)
+
+
 @pytest.mark.parametrize(("layers", "width", "clock"), [(1, 64, "two-phase"), (64, 16384, "one-phase")])
 def test_on_chips_the_choice_depends_on_how_much_is_computed_per_byte(layers, width, clock):
     """A message takes 8000 / width of a layer's F on a TPU: 125 F, or 1/131 of a stage's F. Nothing is run."""

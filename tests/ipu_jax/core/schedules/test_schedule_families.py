@@ -335,6 +335,13 @@ def test_only_the_two_phase_clock_hides_messages_in_lockstep():
         assert run.makespan == (m_count + s_count - 1) * 3 + 2 * (s_count - 1) * 0.5
 
 
+def test_in_lockstep_nothing_hides_the_broadcast_with_which_a_concurrent_stage_begins():
+    # embedding 0.5, F 1, B 1, W 1, then the embedding's B 1: its broadcast of 0.5 runs beside W, or after it
+    schedule = make_schedule("grouped-zb", placement=(None, 0), ipus=2, micro_batches=1)
+    assert schedule.simulate(1, 2, weight=1, transfer=0.5).makespan == 4.5
+    assert schedule.simulate(1, 2, weight=1, transfer=0.5, lockstep=True).makespan == 5
+
+
 def test_w_takes_its_part_of_the_backward():
     schedule = make_schedule("zb-h1", ipus=4, micro_batches=8)
     assert schedule.simulate(weight=0).makespan == pytest.approx(33)
