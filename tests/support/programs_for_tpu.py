@@ -24,6 +24,8 @@ def main() -> int:
         "block": (compile_pipeline(block, mesh, concurrent=True), compile_alone(block, mesh)),
     }
     found = {name: _described(pipeline, alone) for name, (pipeline, alone) in programs.items()}
+    split = compile_pipeline(mlp(256, 128, layers=1, micro_batches=4), mesh, "grouped-zb")
+    found["B and W apart"] = {"permutes": split.permutes}
     two_replicas = compile_pipeline(mlp(256, 128, layers=1, micro_batches=2), mesh_of("v5e:2x2", 2, replicas=2))
     print(json.dumps({**found, "sums over replicas": sums_of_gradients(two_replicas)}))
     return 0

@@ -43,7 +43,7 @@ def test_no_tick_copies_a_whole_ring(compiled, program):
 
 
 def test_a_permute_ends_after_work_that_began_after_it(compiled):
-    for program in ("layers", "block"):
+    for program in ("layers", "block", "B and W apart"):
         assert [*compiled[program]["permutes"].values()] == [True, True], program
 
 
