@@ -1,4 +1,4 @@
-"""Compile pipelines for TPUs that are not there, and compare a stage with the same layers alone.
+"""Compile pipelines for TPUs and GPUs that are not there, and compare a stage with the same layers alone.
 
 XLA's compiler for TPU runs on any machine, and nothing here runs on a TPU. Cycles are the compiler's own estimates for
 one chip. They don't count collectives, writes to flat buffers and waiting for other chips, so only ratios of them mean
@@ -10,9 +10,10 @@ something. Memory, code and instructions are what the compiled program has.
     gptflash:grouped:both  the same with 8 heads and Pallas's flash attention, whose cycles the compiler does not count
     tables               tiny layers on 16 and on 256 IPUs, M=512: do tables of micro-batches make the program large?
     replicas             2 replicas of 2 IPUs with bfloat16 weights: in which dtype are gradients summed?
+    h100                 the layers of mlp on 4 H100s: how many predicates does the host read in a tick?
 
-The compiler is in the wheel libtpu, which `make aot` installs beside the environment. If it were inside, jax would look
-for a TPU in every process.
+The compiler for TPU is in the wheel libtpu, which `make aot` installs beside the environment. If it were inside, jax
+would look for a TPU in every process. `gpu_compiler.py` says what h100 needs.
 
     python benchmarks/chips.py [--check] [--only mlp:grouped ...] [--topology v5e:2x2]
 """
@@ -20,6 +21,10 @@ for a TPU in every process.
 import argparse
 import dataclasses
 import functools
+import itertools
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -277,6 +282,22 @@ def _messages_travel_beside_tasks(figures: Figures, name: str, pipeline: Compile
     figures.add(f"permutes beside work, {name}", sum(pipeline.permutes.values()), at_least=2)
 
 
+def h100(figures: Figures, name: str, topology: str) -> None:
+    program = "import sys, gpu_compiler; sys.exit(gpu_compiler.main())"
+    pairs = [("grouped", "basic"), ("grouped", "concurrent"), ("1f1b", "concurrent")]
+    command = [sys.executable, "-c", program, *itertools.chain(*pairs)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode == 2:
+        figures.leave_out("programs for GPU", "AOT_CUDA: see benchmarks/gpu_compiler.py")
+        return
+    for (schedule, mode), line in zip(pairs, done.stdout.splitlines(), strict=True):
+        # under the one-phase clock a concurrent stage runs in some ticks of each stretch, and its guard has collectives
+        most = 0 if schedule == "grouped" else None
+        label = f"loops whose predicate the host reads in a tick, {name}:{schedule}, {mode}"
+        figures.add(label, json.loads(line)["outside graphs"], most)
+
+
 PROGRAMS = {
     "mlp:grouped": mlp_grouped,
     "mlp:1f1b:both": mlp_1f1b_both,
@@ -284,6 +305,7 @@ PROGRAMS = {
     "gptflash:grouped:both": gptflash_grouped_both,
     "tables": tables,
     "replicas": replicas,
+    "h100": h100,
 }
 
 

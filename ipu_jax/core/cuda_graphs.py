@@ -11,7 +11,7 @@ import warnings
 from typing import Final
 
 _FLAG: Final = "--xla_gpu_enable_command_buffer"
-_FLAGS: Final = (
+FLAGS: Final = (
     f"{_FLAG}=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION",
     "--xla_gpu_graph_min_graph_size=1",
 )
@@ -40,7 +40,7 @@ def use_cuda_graphs(wanted: bool | None, platforms: str | None) -> None:
             raise ValueError(f"cuda_graphs=True, but {reason}: install a newer driver, or give cuda_graphs=False")
         warnings.warn(f"{reason}: the host reads a predicate for each task of a tick", stacklevel=3)
         return
-    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS]).strip()
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 
 
 def driver_version() -> int | None:
