@@ -85,10 +85,11 @@ def first_carry(plan: Plan, args: Arguments, stash: Stash) -> Carry:
     crossing = [bool(channel.pairs) for channel in plan.channels]
     messages = [jax.tree.map(_idle, channel.message) for channel in plan.channels]
     count, last = plan.schedule.micro_batches, plan.programs[-1].y
+    of_y, of_dx = plan.outboxes("y"), plan.outboxes("dx")
     predicts = plan.role == "prediction"
     carry = Carry(
         guards_run=jnp.int32(0),
-        y=[message if k in plan.outboxes("y") else None for k, message in enumerate(messages)],
+        y=[message if k in of_y else None for k, message in enumerate(messages)],
         y_received=[message if crosses else None for message, crosses in zip(messages, crossing, strict=True)],
         loss=None if predicts else jnp.zeros((), jnp.promote_types(last.dtype, jnp.float32)),
         outputs=_zeros_per_microbatch(count, last) if predicts else None,
@@ -101,7 +102,7 @@ def first_carry(plan: Plan, args: Arguments, stash: Stash) -> Carry:
     trained = args.params.layout.trainable_slots
     return dataclasses.replace(
         carry,
-        dx=[leaves if k in plan.outboxes("dx") else None for k, leaves in enumerate(gradients)],
+        dx=[leaves if k in of_dx else None for k, leaves in enumerate(gradients)],
         dx_received=[leaves if crosses else None for leaves, crosses in zip(gradients, crossing, strict=True)],
         stash=jax.tree.map(_idle, stash.shapes),
         sums=[_zero_sum(slot[0]) if k in trained else None for k, slot in enumerate(args.params.slots)],

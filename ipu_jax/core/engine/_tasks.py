@@ -47,11 +47,11 @@ class Tasks:
 
     def turn(self, kind: TaskKind, c: int, rows: Rows) -> tuple[Any, Any]:
         """Return this IPU's micro-batch of a task, and whether it runs: a Python bool if that is known beforehand."""
-        microbatch, is_due_always = rows[kind][c], is_due(self.plan, kind, c, self.ticks)
-        if is_due_always is None:
+        microbatch, runs = rows[kind][c], is_due(self.plan, kind, c, self.ticks)
+        if runs is None:
             return microbatch, microbatch >= 0
-        other = instead(self.plan, kind, c, self.ticks) if is_due_always else None
-        return microbatch if other is None else jnp.where(microbatch < 0, other, microbatch), is_due_always
+        other = instead(self.plan, kind, c, self.ticks) if runs else None
+        return microbatch if other is None else jnp.where(microbatch < 0, other, microbatch), runs
 
     def representative(self, c: int) -> int:
         """Return the first segment of a class, whose program all segments of the class run."""
@@ -103,7 +103,7 @@ class Tasks:
         return found
 
     def messages(self, c: int, kind: Literal["x", "dy"], carry: Carry) -> list[Any]:
-        """Return the messages one of which this IPU's segment reads; `own` chooses it. None at the model's ends."""
+        """Return the messages, one of which this IPU's segment reads: `own` chooses it. A model's ends have none."""
         return [getattr(carry, field)[k] for field, k in self.inboxes(c, kind)]
 
     def own(self, c: int, kind: Literal["x", "dy"], messages: list[Any]) -> Any:
