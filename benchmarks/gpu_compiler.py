@@ -25,7 +25,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from chips import compile_pipeline, mlp
-from ipu_jax.core.cuda_graphs import FLAGS
+from ipu_jax.options import CUDA_GRAPH_FLAGS
 
 IPUS: Final = 4
 NEEDS_CUDA: Final = "XLA's compiler for NVIDIA GPUs: see benchmarks/gpu_compiler.py, and set AOT_CUDA"
@@ -77,7 +77,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as dump:
         nvcc = folder.absolute() / "nvidia" / "cuda_nvcc"
         flags = [
-            *FLAGS,
+            *CUDA_GRAPH_FLAGS,
             "--xla_gpu_autotune_level=0",  # there is no GPU to try kernels on
             "--xla_gpu_enable_triton_gemm=false",
             f"--xla_gpu_cuda_data_dir={nvcc}",

@@ -10,11 +10,12 @@ import os
 import warnings
 from typing import Final
 
-_FLAG: Final = "--xla_gpu_enable_command_buffer"
-FLAGS: Final = (
-    f"{_FLAG}=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION",
+CUDA_GRAPH_FLAGS: Final = (
+    "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION",
     "--xla_gpu_graph_min_graph_size=1",
 )
+"""The flags of XLA that `configure` adds to the environment variable `XLA_FLAGS` where jax may use an NVIDIA GPU."""
+
 _DRIVER: Final = 12030  # the first whose graphs have loops: CUDA 12.3
 
 
@@ -30,7 +31,8 @@ def use_cuda_graphs(wanted: bool | None, platforms: str | None) -> None:
     """
     driver = driver_version()
     elsewhere = platforms and not {"cuda", "gpu"}.intersection(platforms.split(","))
-    if wanted is False or driver is None or elsewhere or _FLAG in os.environ.get("XLA_FLAGS", ""):
+    is_set = CUDA_GRAPH_FLAGS[0].partition("=")[0] in os.environ.get("XLA_FLAGS", "")
+    if wanted is False or driver is None or elsewhere or is_set:
         return
     if driver < _DRIVER:
         reason = (
@@ -40,7 +42,7 @@ def use_cuda_graphs(wanted: bool | None, platforms: str | None) -> None:
             raise ValueError(f"cuda_graphs=True, but {reason}: install a newer driver, or give cuda_graphs=False")
         warnings.warn(f"{reason}: the host reads a predicate for each task of a tick", stacklevel=3)
         return
-    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *CUDA_GRAPH_FLAGS]).strip()
 
 
 def driver_version() -> int | None:

@@ -10,7 +10,7 @@ from ipu_jax import Pipeline
 
 @contextlib.contextmanager
 def programs_for(platform: str) -> Iterator[None]:
-    """Let pipelines that are made or traced meanwhile be those of a platform, such as "tpu"."""
+    """Let pipelines that are made or traced in this context be for a platform, such as "tpu"."""
     with mock.patch.object(Pipeline, "platform", platform), warnings.catch_warnings():
         warnings.filterwarnings("ignore", f"schedule '.*' on {platform}: ", UserWarning)
         yield

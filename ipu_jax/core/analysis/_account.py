@@ -123,7 +123,7 @@ def sent_bytes(plan: Plan, ipu: int) -> int:
 
 
 class Waits(NamedTuple):
-    """How IPUs wait in a step in which FLOPs are time: all wait for each other at each exchange.
+    """Hold how IPUs wait in a step if FLOPs are time: all wait for each other at each exchange.
 
     Attributes:
         idle: per IPU, the share of the step in which it is idle.

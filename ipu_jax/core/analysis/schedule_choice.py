@@ -1,9 +1,10 @@
 """Keep a pipeline's schedule: the given schedule, or under "auto" the schedule found when shapes are first known."""
 
+import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -258,6 +259,14 @@ def warn_of_messages(schedule: Schedule, platform: str, *, stacklevel: int) -> N
             "schedule='grouped' if that fits, or schedule='auto'",
             stacklevel=stacklevel,
         )
+
+
+@contextlib.contextmanager
+def silent_about_messages() -> Iterator[None]:
+    """Leave out what `warn_of_messages` would say in this context."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "schedule .* IPUs wait for each other", UserWarning)
+        yield
 
 
 def _largest(report: PipelineReport) -> int:

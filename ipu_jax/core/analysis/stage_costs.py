@@ -45,8 +45,8 @@ _PER_BYTE: dict[tuple[str, Unit | None], float] = {
 }
 
 
-# What it costs to split the backward pass: B writes what W needs, and W reads it. A chip does about so many FLOPs for
-# each byte of its memory: TPU v5e 1.97e14 / 8.2e11, v5p 4.59e14 / 2.8e12, H100 9.9e14 / 3.35e12 (the same sources).
+# Splitting the backward pass takes time: B writes values that W reads. In the time of a byte of its memory a chip does
+# about this many FLOPs: TPU v5e 1.97e14 / 8.2e11, v5p 4.59e14 / 2.8e12, H100 9.9e14 / 3.35e12 (the same sources).
 _PER_BYTE_OF_MEMORY = {"tpu": 240.0, "gpu": 300.0}
 
 

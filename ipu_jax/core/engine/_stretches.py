@@ -52,7 +52,7 @@ def is_due(plan: Plan, kind: TaskKind, c: int, ticks: range) -> bool | None:
 
 
 def instead(plan: Plan, kind: TaskKind, c: int, ticks: range) -> int | None:
-    """Return the micro-batch of a task that runs without effect; None if there is no such task in these ticks."""
+    """Return the micro-batch with which a task runs without effect, or None if it is due in all these ticks."""
     microbatches = plan.tables[kind][ticks.start : ticks.stop, c, 0]
     due = microbatches[microbatches >= 0]
     return None if len(due) == len(microbatches) else int(due[-1 if kind == "F" else 0])

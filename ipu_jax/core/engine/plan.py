@@ -221,7 +221,7 @@ def _fits(channel: Channel, pair: tuple[int, int], message: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Likeness:
-    """What segments must have in common to form a class.
+    """Describe a segment, or a class so far, to decide which segments form a class.
 
     Attributes:
         properties: these must be equal.

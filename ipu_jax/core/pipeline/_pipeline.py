@@ -12,7 +12,6 @@
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ from jax.sharding import Mesh
 
 from ipu_jax.base.tracebacks import ShortTracebacks
 from ipu_jax.core.analysis.report import make_report
+from ipu_jax.core.analysis.schedule_choice import silent_about_messages
 from ipu_jax.core.cutting.function import FunctionModel, model_of
 from ipu_jax.core.devices import make_mesh
 from ipu_jax.core.engine.on_mesh import predict_on_mesh
@@ -44,8 +44,7 @@ class Pipeline(PlacedStages):
             name.
         schedule: a name in `ipu_jax.schedules.SCHEDULES`, a `Schedule` for this placement and M, or "auto": the first
             step, report or `choose_schedule` finds the schedule that takes the least time for the stages' FLOPs, within
-            `ipu_memory` if that is given. Later steps keep this schedule, even for other shapes. On chips a
-            `UserWarning` says so if "grouped" leaves IPUs less idle than the given schedule.
+            `ipu_memory`. Later steps keep it. On chips a `UserWarning` says so if "grouped" leaves IPUs less idle.
         gradient_accumulation: M, the micro-batches of one weight update. It can be smaller than the number of stages.
             Default: the M of a `Schedule`, or 1. `make_train_step` can give M and `reduction` later, in `TrainOptions`.
         reduction: gradients are the "mean" (the default) or the "sum" over the M micro-batches and the replicas. The
@@ -392,11 +391,10 @@ class Pipeline(PlacedStages):
         """Return the same pipeline with other stages (same places and groups), function, mesh, M or reduction."""
         function = function or self.function
         m, keeps_m = gradient_accumulation, gradient_accumulation in (None, self.options.gradient_accumulation)
-        own = self.stages if function is None else function.stages
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # this pipeline has warned, or it has chosen the schedule
+        own = self if function is None else function
+        with silent_about_messages():  # this pipeline has warned, or it has chosen the schedule
             return Pipeline(
-                own if stages is None else stages,
+                own.stages if stages is None else stages,
                 mesh=self.mesh if mesh is None else mesh,
                 schedule=self.schedule_or_name if keeps_m else self._asked_for,
                 gradient_accumulation=self.given["gradient_accumulation"] if m is None else m,

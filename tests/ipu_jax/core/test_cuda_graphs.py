@@ -26,7 +26,7 @@ print(len(configure(2)), jax.jit(lambda x: x + 1)(1), os.environ["XLA_FLAGS"])
     environment |= {"XLA_FLAGS": "--xla_cpu_enable_fast_math=false"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    flags = f"--xla_cpu_enable_fast_math=false {' '.join(cuda_graphs.FLAGS)}"
+    flags = f"--xla_cpu_enable_fast_math=false {' '.join(cuda_graphs.CUDA_GRAPH_FLAGS)}"
     assert done.stdout.strip() == f"2 2 {flags}"
     assert "COLLECTIVES" not in flags
 

