@@ -120,7 +120,7 @@ def as_markdown(runs: Mapping[str, Run], not_run: Iterable[str] = ()) -> str:
         "",
         "`make bench` writes this page; [README.md](README.md) says what each script asks, and why figures fall short.",
         f"**{len(bounded) - len(short)} of {len(bounded)} bounds hold** in the last run of each script. Of the others, "
-        f"{unsteady} are those of",
+        f"{unsteady} concern",
         f"`{STEADINESS}`, which says how steady the machine was.",
         "",
         "| script | date, UTC | machine | took | load before | load after | result |",

@@ -10,8 +10,9 @@ concurrent stages are in no guard:
     cool-down    after the head's last tick                           B, the embedding's B
 
 In the steady ticks the head always runs. The other concurrent stages have nothing to do in some of them, and compute
-something without effect instead: F computes its last micro-batch again, and B uses a cotangent of zero. Guards are left
-where that would have an effect, and where the head does not run in consecutive ticks.
+something without effect instead: F computes its last micro-batch again, and B its first one with a cotangent of zero.
+Guards are left where that would have an effect, where B has no stash yet, and where the head does not run in
+consecutive ticks.
 """
 
 import itertools
@@ -47,7 +48,7 @@ def is_due(plan: Plan, kind: TaskKind, c: int, ticks: range) -> bool | None:
         return True
     if kind == "F":  # it can run again, unless that updates a state
         return True if idle[0] == len(runs) - len(idle) and not segment.state_groups else None
-    has_stash = (plan.tables["F"][: ticks.start + 1, c] >= 0).any()
+    has_stash = (plan.tables["F"][: ticks.start + 1, c] == instead(plan, kind, c, ticks)).any()
     return True if idle[-1] == len(idle) - 1 and has_stash else None
 
 

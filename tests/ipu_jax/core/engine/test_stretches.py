@@ -3,6 +3,7 @@
 A GPU's program runs on CPUs here: only the name of the platform differs.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,8 +11,12 @@ import numpy as np
 import pytest
 from jax.extend import core
 
-from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh
-from support.against_plain import assert_equals_its_twin, bubbles_hold_nan  # noqa: F401 (a fixture)
+from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh, make_schedule
+from support.against_plain import (
+    assert_equals_its_twin,
+    assert_equals_plain,
+    bubbles_hold_nan,  # noqa: F401 (a fixture)
+)
 from support.dense import chain
 from support.platforms import programs_for
 
@@ -115,6 +120,29 @@ def test_a_stage_in_front_with_state_sees_each_micro_batch_once():
         pipeline.unshard(gradients),
         expected_gradients,
     )
+
+
+def test_a_backward_in_reverse_reads_no_stash_before_it_is_written():
+    """B without effect would read the values of the last micro-batch, whose F has not run in the first ticks."""
+    rng, m = np.random.default_rng(2), 3
+    params = {name: rng.normal(size=(4, 4)).astype(np.float32) for name in ("front", "block")}
+    batch = {"x": rng.normal(size=(m, 3, 4)).astype(np.float32)}
+
+    def normed(h):
+        return h * jax.lax.rsqrt((h**2).mean(-1, keepdims=True))
+
+    stages = [
+        Stage(lambda w, x, mb: normed(mb["x"] @ w), params="front", ipu=ALL_IPUS, recompute="none"),
+        Stage(lambda w, x, mb: x @ w, params="block", ipu=0),
+        Stage(lambda w, x, mb: (x**3).mean(), ipu=1),
+    ]
+    gpipe = make_schedule("gpipe", placement=(None, 0, 1), micro_batches=m)
+    schedule = dataclasses.replace(gpipe, name="own", backward=tuple(row[::-1] for row in gpipe.backward))
+    with programs_for("gpu"):
+        pipeline = Pipeline(stages, schedule=schedule, mesh=make_mesh(1, 2), specs={"front": jax.P()})
+        assert_equals_plain(
+            pipeline, params, batch, lambda p: ((normed(batch["x"] @ p["front"]) @ p["block"]) ** 3).mean()
+        )
 
 
 def test_a_prediction_of_another_number_of_micro_batches():
