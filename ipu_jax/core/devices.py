@@ -22,16 +22,18 @@ import contextlib
 import enum
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, Literal, get_args
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
 
 from ipu_jax.base import facts
 from ipu_jax.base.checks import check_bool, check_choice, check_count
 from ipu_jax.core.cuda_graphs import use_cuda_graphs
+from ipu_jax.core.device_order import rows_of
 
 Cores = Literal["shared", "one per IPU"]
 
@@ -88,6 +90,10 @@ def configure(num_ipus: int, *, cores: Cores = "shared", cuda_graphs: bool | Non
     num_ipus = check_count("num_ipus", num_ipus)
     check_choice("cores", cores, get_args(Cores))
     use_graphs = None if cuda_graphs is None else check_bool("cuda_graphs", cuda_graphs)
+    if _described is not None:
+        if len(_described) >= num_ipus:
+            return _described[:num_ipus]
+        raise ValueError(f"num_ipus={num_ipus}, but {_too_few_in(_described, num_ipus)}")
     use_cuda_graphs(use_graphs, jax.config.values["jax_platforms"])
     # This has no effect on GPU and TPU, so the platform need not be known yet. jax raises if the backend is running
     # already and the count would change; there may be enough devices nonetheless.
@@ -102,22 +108,28 @@ def configure(num_ipus: int, *, cores: Cores = "shared", cuda_graphs: bool | Non
     raise ValueError(f"num_ipus={num_ipus}, but {_too_few(num_ipus, len(devices), devices[0].platform)}")
 
 
-def make_mesh(replicas: int, ipus_per_replica: int) -> Mesh:
+def make_mesh(replicas: int, ipus_per_replica: int, *, devices: Sequence[Any] | None = None) -> Mesh:
     """Return the mesh of a program: `replicas` rows of `ipus_per_replica` IPUs, over the first devices of jax.
 
     After `jax.distributed.initialize` these are the devices of all instances, beginning with instance 0. Every instance
     makes the same call, and a replica can be on several instances.
 
+    On a TPU slice an IPU is one hop from the next one in its row. With several slices, or several hosts of GPUs, a
+    replica is in one of them if it fits. Devices that don't know their place keep their order.
+
     Args:
         replicas: copies of the model, at least 1: the size of axis "replica".
         ipus_per_replica: IPUs that share one copy, at least 1: the size of axis "ipu".
+        devices: the devices to choose from, such as `chips.describe("v5e:2x4")`. A wider mesh that is made from this
+            one, as by `TrainOptions(replication_factor=)`, is chosen from them, too. Default: all of jax.
 
     Returns:
         A mesh with axes `("replica", "ipu")`, both of type Auto (the Explicit axes that `jax.make_mesh` makes by
         default are refused by plain Flax training).
 
     Raises:
-        ValueError: a count is not a positive int, there are too few devices, or an instance would have none of them.
+        ValueError: a count is not a positive int, there are too few devices, `devices` are no devices of one platform,
+            or an instance would have none of them.
 
     >>> mesh = make_mesh(2, 2)
     >>> dict(mesh.shape)
@@ -125,25 +137,72 @@ def make_mesh(replicas: int, ipus_per_replica: int) -> Mesh:
     """
     replicas = check_count("replicas", replicas)
     ipus_per_replica = check_count("ipus_per_replica", ipus_per_replica)
-    needed, devices = replicas * ipus_per_replica, jax.devices()
+    needed, pool = replicas * ipus_per_replica, _pool(devices)
     counts = f"replicas={replicas} x ipus_per_replica={ipus_per_replica}"
-    if len(devices) < needed:
-        several = jax.process_count() > 1
-        there = _too_few_of_all(needed, devices) if several else _too_few(needed, len(devices), devices[0].platform)
-        raise ValueError(f"{counts} needs {needed} IPUs, but {there}")
-    idle = sorted({device.process_index for device in devices} - {device.process_index for device in devices[:needed]})
-    if idle:
+    if len(pool) < needed:
+        raise ValueError(f"{counts} needs {needed} IPUs, but {_too_few_in(pool, needed, given=devices is not None)}")
+    chosen = rows_of(pool, replicas, ipus_per_replica)
+    idle = sorted({device.process_index for device in pool} - {device.process_index for device in chosen.flat})
+    if idle and not is_described(pool[0]):
         numbers = ", ".join(map(str, idle))
         raise ValueError(
-            f"{counts} takes the first {needed} of {len(devices)} devices, and instance{'s' * (len(idle) > 1)} "
-            f"{numbers} would have none of them, and could not take part: use all {len(devices)}, give each instance "
+            f"{counts} takes the first {needed} of {len(pool)} devices, and instance{'s' * (len(idle) > 1)} "
+            f"{numbers} would have none of them, and could not take part: use all {len(pool)}, give each instance "
             "fewer devices, or start fewer instances"
         )
-    shape, axes, types = (replicas, ipus_per_replica), (REPLICA_AXIS, IPU_AXIS), (AxisType.Auto, AxisType.Auto)
-    mesh = jax.make_mesh(shape, axes, axis_types=types, devices=devices[:needed])
+    mesh = Mesh(chosen, (REPLICA_AXIS, IPU_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
+    _pool_of[mesh] = None if devices is None else pool
     for listener in facts.listeners():
         listener.mesh(mesh, ())
     return mesh
+
+
+_pool_of: dict[Mesh, list[Any] | None] = {}
+_described: list[Any] | None = None
+
+
+def devices_of(mesh: Mesh) -> list[Any] | None:
+    """Return the devices from which a wider mesh is made, as `make_mesh` takes them; None for all of jax."""
+    if mesh not in _pool_of and is_described(mesh.devices.flat[0]):
+        return mesh.devices.flat[0].client.devices()
+    return _pool_of.get(mesh)
+
+
+@contextlib.contextmanager
+def describing(devices: Sequence[Any]) -> Iterator[None]:
+    """Let `make_mesh` and `configure` take these devices in place of jax's own, for a script that is only compiled."""
+    global _described
+    before, _described = _described, list(devices)
+    try:
+        yield
+    finally:
+        _described = before
+
+
+def is_described(device: Any) -> bool:
+    """Return whether a device is not there and only described, so that programs can be compiled for it, but not run."""
+    return not device.client.local_devices()
+
+
+def check_there(mesh: Mesh, what: str, instead: str) -> None:
+    """Raise `ValueError` if the devices of a mesh are only described: `what` needs real ones."""
+    device = mesh.devices.flat[0]
+    if is_described(device):
+        raise ValueError(
+            f"{what} needs devices, but the mesh's {mesh.size} x {device.device_kind} are only described, for the "
+            f"compiler: use {instead}"
+        )
+
+
+def _pool(devices: Sequence[Any] | None) -> list[Any]:
+    if devices is None:
+        return jax.devices() if _described is None else _described
+    pool = list(devices) if isinstance(devices, Sequence | np.ndarray) else []
+    if not pool or not all(isinstance(device, jax.Device) for device in pool):  # pyright: ignore[reportArgumentType] (jaxlib has no stubs)
+        raise ValueError(f"devices={devices!r} are no devices: give a list such as jax.devices()[:4]")
+    if len({device.client for device in pool}) > 1 or len(set(pool)) < len(pool):
+        raise ValueError(f"devices={devices!r} are not different devices of one platform: give each of them once")
+    return pool
 
 
 _outstanding: "collections.deque[tuple[InFlight, list[Any]]]" = collections.deque()
@@ -301,6 +360,13 @@ def cpu_devices_asked_for() -> int:
     """Return the number of host devices that the configuration asks for so far, or less than 1 if it asks for none."""
     flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     return max(jax.config.values["jax_num_cpu_devices"], int(flag[1]) if flag else 0)
+
+
+def _too_few_in(pool: list[Any], needed: int, *, given: bool = False) -> str:
+    if given or is_described(pool[0]):
+        kind = "described" if is_described(pool[0]) else "given"
+        return f"{len(pool)} {pool[0].device_kind} devices were {kind}: use fewer IPUs, or more devices"
+    return _too_few_of_all(needed, pool) if jax.process_count() > 1 else _too_few(needed, len(pool), pool[0].platform)
 
 
 def _too_few(needed: int, there: int, platform: str) -> str:

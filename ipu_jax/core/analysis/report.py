@@ -198,7 +198,9 @@ def make_report(
     batch_bytes = bytes_of(batch) // mesh.shape[REPLICA_AXIS]
     report = count_report(plan, params.layout, empty_state if state is None else state.layout, batch_bytes)
     if program is not None:
-        report = dataclasses.replace(report, temporary=_temporary(program, mesh, params, batch, state, key))
+        analysis = lowered(program, mesh, params, batch, state, key).compile().memory_analysis()
+        temporary = None if analysis is None else analysis.temp_size_in_bytes  # not every platform reports it
+        report = dataclasses.replace(report, temporary=temporary)
     if ipu_memory is not None:
         warn_where_too_large(report, ipu_memory, stacklevel=4)
     return report
@@ -248,17 +250,21 @@ def count_report(plan: Plan, layout: PackedLayout, state: PackedLayout, batch_by
     )
 
 
-def _temporary(program: Any, mesh: Mesh, params: Sharded, batch: Any, state: Sharded | None, key: Any) -> int | None:
+def lowered(
+    program: Any, mesh: Mesh, params: Sharded, batch: Any, state: Sharded | None, key: Any
+) -> jax.stages.Lowered:
+    """Return the jitted program of a step, lowered for arrays or shapes, wherever these are."""
+
     def placed(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
-    params_shapes, state_shapes = (
+    trees = (
         None if tree is None else jax.tree.map(placed, tree, packing.specs_of(tree.layout)) for tree in (params, state)
     )
-    dtype_of = lambda leaf: jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)  # noqa: E731
-    batch_shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf)), batch)
-    analysis = program.lower(params_shapes, batch_shapes, state_shapes, key).compile().memory_analysis()
-    return None if analysis is None else analysis.temp_size_in_bytes  # not every platform reports it
+    params_shapes, state_shapes = trees
+    batch_shapes = packing.batch_shapes(batch, mesh, PartitionSpec(*[REPLICA_AXIS] * (mesh.shape[REPLICA_AXIS] > 1)))
+    key_shape = None if key is None else jax.ShapeDtypeStruct(key.shape, key.dtype)
+    return program.lower(params_shapes, batch_shapes, state_shapes, key_shape)
 
 
 def check_ipu_memory(ipu_memory: float | None) -> None:

@@ -94,6 +94,13 @@ class StateLayout:
         """
         return self._divided(jax.tree.leaves(jax.jit(optimizer.init)(params)))
 
+    def shapes(self) -> OptimizerState:
+        """Return what `init` returns, with `jax.ShapeDtypeStruct`s in place of arrays."""
+        per_block = [[jax.ShapeDtypeStruct(*of) for of in self._global_shapes(k)] for k in range(len(self._blocks))]
+        avals = (self.variables[i].aval for i in self.replicated)
+        replicated = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        return OptimizerState(per_block, replicated, self._kind)
+
     def restore(self, state: Any) -> OptimizerState:
         """Lay out optax's state tree, such as `whole` returned, in the same way as `init` does with the first state.
 

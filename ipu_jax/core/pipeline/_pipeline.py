@@ -12,7 +12,7 @@
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -22,7 +22,7 @@ from ipu_jax.base.tracebacks import ShortTracebacks
 from ipu_jax.core.analysis.report import make_report
 from ipu_jax.core.analysis.schedule_choice import silent_about_messages
 from ipu_jax.core.cutting.function import FunctionModel, model_of
-from ipu_jax.core.devices import make_mesh
+from ipu_jax.core.devices import is_described, make_mesh
 from ipu_jax.core.engine.on_mesh import predict_on_mesh
 from ipu_jax.core.options import Reduction
 from ipu_jax.core.pipeline._derivatives import differentiable_loss, refusing_derivatives
@@ -226,6 +226,7 @@ class Pipeline(PlacedStages):
         ipus: int,
         inputs: Callable[[Any], Any] | None = None,
         replicas: int = 1,
+        devices: Sequence[Any] | None = None,
         rounds: int = 1,
         costs: Iterable[float] | None = None,
         microbatch: Any = None,
@@ -249,6 +250,7 @@ class Pipeline(PlacedStages):
             ipus: the number of IPUs of a replica; layers are placed on all of them.
             inputs: `inputs(microbatch) -> x` of the first layer. Default: the micro-batch itself.
             replicas: copies of the model.
+            devices: as for `make_mesh`. If they are only described, `params` contains shapes.
             rounds: how often the layers go round the IPUs, for "looped" schedules.
             costs: per layer, a number, such as measured seconds.
             microbatch: one micro-batch or its shapes, leaves without the leading M: layers are placed by their FLOPs.
@@ -290,8 +292,9 @@ class Pipeline(PlacedStages):
             layers_per_ipu=layers_per_ipu,
             recompute=recompute,
         )
-        pipeline = cls(stages, mesh=make_mesh(replicas, ipus), **options)
-        return pipeline, pipeline.shard(weights)
+        pipeline = cls(stages, mesh=make_mesh(replicas, ipus, devices=devices), **options)
+        place = pipeline.shard_shapes if is_described(pipeline.mesh.devices.flat[0]) else pipeline.shard
+        return pipeline, place(weights)
 
     @classmethod
     def from_function(
@@ -303,6 +306,7 @@ class Pipeline(PlacedStages):
         ipus: int,
         state: Any = None,
         replicas: int = 1,
+        devices: Sequence[Any] | None = None,
         rounds: int = 2,
         schedule: str | Schedule = "grouped",
         cuts: Iterable[str] | None = None,
@@ -334,6 +338,7 @@ class Pipeline(PlacedStages):
             ipus: the number of IPUs of a replica.
             state: the state or its shapes, such as batch norm's statistics. `shard_state` places it.
             replicas: copies of the model.
+            devices: as for `make_mesh`.
             rounds: the stages on each IPU under "zb-wave" and the looped schedules.
             schedule: as for `Pipeline`.
             cuts: names that `jax.ad_checkpoint.checkpoint_name` gives to values in the function: it is cut after these
@@ -376,7 +381,7 @@ class Pipeline(PlacedStages):
         how: dict[str, Any] = {"state": state, "frozen": frozen, "costs": costs, "recompute": recompute}
         names = None if cuts is None else list(cuts)
         function = model_of(loss, params, micro_batch, placement, names=names, **how)
-        mesh = make_mesh(replicas, ipus)
+        mesh = make_mesh(replicas, ipus, devices=devices)
         return cls(function.stages, mesh=mesh, schedule=schedule, frozen=frozen, function=function, **options)
 
     def replace(

@@ -12,11 +12,11 @@ from jax.sharding import Mesh
 from ipu_jax.base import facts
 from ipu_jax.base.jaxprs import traced_on
 from ipu_jax.base.tracebacks import ShortTracebacks
-from ipu_jax.core.analysis.report import MemoryGuard, PipelineReport, make_report
+from ipu_jax.core.analysis.report import MemoryGuard, PipelineReport, lowered, make_report
 from ipu_jax.core.analysis.schedule_choice import ScheduleChoice, StepShapes, warn_of_messages
 from ipu_jax.core.analysis.stage_costs import check_measurable
 from ipu_jax.core.cutting.function import FunctionModel
-from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS, InFlight, make_mesh
+from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS, InFlight, check_there, make_mesh
 from ipu_jax.core.engine import scan as engine
 from ipu_jax.core.engine.on_mesh import run_on_mesh
 from ipu_jax.core.engine.plan import Plan
@@ -117,8 +117,10 @@ class PlacedStages:
             Its arrays are packed: `Sharded` says which optimizers are right on them.
 
         Raises:
-            ValueError: a group is missing or unknown, a leaf is not a floating array, or a spec does not fit.
+            ValueError: a group is missing or unknown, a leaf is not a floating array, a spec does not fit, or the
+                devices are only described.
         """
+        check_there(self.mesh, "shard", "shard_shapes(params)")
         return packing.shard_tree(params, self._groups.layout(params), self.mesh)
 
     def shard_shapes(self, params: Any) -> Sharded:
@@ -132,12 +134,18 @@ class PlacedStages:
         """
         return packing.shapes_on(self._groups.layout(params), self.mesh)
 
+    def shard_state_shapes(self, state: Any) -> Sharded:
+        """Return the result of `shard_state` with `jax.ShapeDtypeStruct`s in place of arrays."""
+        return packing.shapes_on(self._groups.state_layout(state), self.mesh)
+
     def shard_state(self, state: Any) -> Sharded:
         """Place `{group: pytree of state}` on the IPUs, as `shard` places weights. Leaves can have any dtype.
 
         Raises:
-            ValueError: a group is missing or unknown, a leaf is not an array, or a spec does not fit.
+            ValueError: a group is missing or unknown, a leaf is not an array, a spec does not fit, or the devices are
+                only described.
         """
+        check_there(self.mesh, "shard_state", "shard_state_shapes(state)")
         return packing.shard_tree(state, self._groups.state_layout(state), self.mesh)
 
     def optimizer(self, transformation: optax.GradientTransformation) -> PipelineOptimizer:
@@ -212,6 +220,23 @@ class PlacedStages:
         with ShortTracebacks():
             plan = self.plan_step(frozen, batch, state, key)
             return make_report(plan, frozen, batch, state, key, mesh=self.mesh, program=program, ipu_memory=limit)
+
+    def lower(
+        self, params: Sharded, batch: Any, state: Sharded | None = None, key: jax.Array | None = None
+    ) -> jax.stages.Lowered:
+        """Return the program of `value_and_grad`, lowered but not run. Compile it to see its memory and its HLO.
+
+        Args:
+            params: from `shard` or `shard_shapes`.
+            batch, state, key: as for `value_and_grad`, or with `jax.ShapeDtypeStruct` in place of arrays. A batch whose
+                leaves don't say where they are is split over the replicas.
+
+        Raises:
+            ValueError: `value_and_grad` would refuse the arguments.
+        """
+        self.check(params, batch, state, key)
+        with ShortTracebacks():
+            return lowered(self._value_and_grad, self.mesh, params, batch, state, key)
 
     def choose_schedule(
         self,

@@ -114,6 +114,24 @@ def shapes_on(layout: PackedLayout, mesh: Mesh) -> Sharded:
     return Sharded(slots, concurrent, layout)
 
 
+def whole_shapes(layout: PackedLayout) -> Any:
+    """Return the user's tree with the shape of each leaf, whole and without padding."""
+    leaves = {leaf.path: leaf for group in layout.groups for leaf in group.leaves}
+    return layout.assembled([jax.ShapeDtypeStruct(leaf.whole_shape, leaf.dtype) for leaf in leaves.values()])
+
+
+def batch_shapes(batch: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+    """Return the shapes of a batch's leaves, each placed where it says itself or else as `spec` says."""
+
+    def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+        own = getattr(leaf, "sharding", None)
+        kept = isinstance(own, NamedSharding) and own.mesh == mesh
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=own if kept else NamedSharding(mesh, spec))
+
+    return jax.tree.map(shape_of, batch)
+
+
 def _put(whole: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     # from a callback, so that each device takes its own block; copied, so that later changes on the host don't reach it
     return jax.make_array_from_callback(whole.shape, NamedSharding(mesh, spec), lambda index: whole[index].copy())

@@ -52,16 +52,16 @@ def model_for(model: Any, options: TrainOptions) -> Any:
                 f"TrainOptions(replication_factor={count}), but the Replicas are {model.replicas}: "
                 "give it in one of the two places, or the same in both"
             )
-        loss_fn, random, count = model.loss_fn, model.random, model.replicas
+        loss_fn, random, count, devices = model.loss_fn, model.random, model.replicas, model.given_devices
         asked_for = {**model.given, **asked_for}
     else:
         if not callable(model):
             raise ValueError(f"model={model!r} is neither a Pipeline, nor Replicas, nor callable: give a loss function")
-        loss_fn, random = model, False
+        loss_fn, random, devices = model, False, None
     fn = loss_fn
     if half is not None:
         fn = lambda p, mb, **asked_for: loss_fn(cast_floats(p, half), cast_floats(mb, half), **asked_for)  # noqa: E731
-    return Replicas(fn, replication_factor=count or 1, random=random, **asked_for)
+    return Replicas(fn, replication_factor=count or 1, random=random, devices=devices, **asked_for)
 
 
 def aux_of_loss(model: Pipeline | Replicas, aux: Any) -> Any:

@@ -79,6 +79,38 @@ class Placement:
         scale = initial_scale(self._options)
         return self._state(placed, optimizer, of_stages, scale=scale, step=0, key=key, ema=ema)
 
+    def shapes(self, params: Any, stages: Any, key: Any) -> TrainState:
+        """Return what `first` returns, with the shape, dtype and sharding of each array in place of the array."""
+        model: Any = self._model
+        held = self.held
+        of_stages = model.shard_state_shapes(stages) if self._check_stages(stages) else None
+        if self._options.precision != "32.32":
+            params = jax.eval_shape(lambda tree: cast_floats(tree, held), params)
+        if not isinstance(model, Pipeline):
+            model.check_params(params)
+        placed = model.shard_shapes(params)
+        update = self.update_for(placed)
+        blocks, shape_of = update.blocks, lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jnp.asarray(leaf).dtype)
+        averages = [
+            jax.ShapeDtypeStruct(blocks.global_shape(k), jnp.promote_types(block.dtype, jnp.float32))
+            for k, block in enumerate(blocks)
+        ]
+        count = jax.ShapeDtypeStruct((), np.int32)
+        state = TrainState(
+            params=placed,
+            optimizer=update.state_layout.shapes(),
+            stages=of_stages,
+            scale=jax.tree.map(shape_of, initial_scale(self._options)),
+            step=count,
+            key=None if key is None else jax.ShapeDtypeStruct(key.shape, key.dtype),
+            ema=None if self._options.ema_decay is None else averages,
+            nonfinite=None if self._options.on_nonfinite is None else count,
+        )
+        on_mesh = lambda leaf, spec: jax.ShapeDtypeStruct(  # noqa: E731
+            leaf.shape, leaf.dtype, sharding=NamedSharding(model.mesh, spec)
+        )
+        return jax.tree.map(on_mesh, state, self.specs(state))
+
     def placed(self, whole: dict[str, Any]) -> TrainState:
         """Place a state that `whole` returned, perhaps from a step for other IPUs or replicas.
 
@@ -218,13 +250,18 @@ class Placement:
         return None if self._options.on_nonfinite is None else self._place(np.int32(0))
 
     def _placed_stages(self, stages: Any) -> Sharded | None:
+        model: Any = self._model
+        return model.shard_state(stages) if self._check_stages(stages) else None
+
+    def _check_stages(self, stages: Any) -> bool:
+        """Return whether the model's stages hold state; raise `ValueError` unless it is given if, and only if, so."""
         model = self._model
         groups = sorted(stage.state for stage in model.stages if stage.state) if isinstance(model, Pipeline) else []
         if stages is None and groups:
             raise ValueError(f"stages is missing: pass stages={{...}} with the state of {', '.join(map(repr, groups))}")
         if stages is not None and not groups:
             raise ValueError("stages were given, but the model holds no state: leave them out")
-        return model.shard_state(stages) if isinstance(model, Pipeline) and stages is not None else None
+        return bool(groups)
 
     def _place(self, value: Any, spec: PartitionSpec = WHOLE) -> jax.Array:
         if is_key(value):

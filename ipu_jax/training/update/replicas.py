@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ipu_jax.base.checks import check_count
 from ipu_jax.base.keys import is_one_key
 from ipu_jax.core.collectives import rounded
-from ipu_jax.core.devices import REPLICA_AXIS, InFlight, make_mesh
+from ipu_jax.core.devices import REPLICA_AXIS, InFlight, check_there, devices_of, is_described, make_mesh
 from ipu_jax.core.instances import on_host, put, spans_instances
 from ipu_jax.core.options import PipelineOptions, Reduction
 from ipu_jax.core.pipeline import Pipeline
@@ -77,6 +77,7 @@ def replicate(
     gradient_accumulation: int | None = None,
     reduction: Reduction | None = None,
     random: bool = False,
+    devices: Sequence[Any] | None = None,
 ) -> "Replicas": ...
 
 
@@ -88,6 +89,7 @@ def replicate(
     gradient_accumulation: int | None = None,
     reduction: Reduction | None = None,
     random: bool | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> Any:
     """Make R replicas of a model, on R times its IPUs.
 
@@ -95,7 +97,8 @@ def replicate(
         model: a `Pipeline`, or a loss function as `Replicas` takes it.
         replication_factor: R. Give either this or `num_ipus`.
         num_ipus: the total number of IPUs; R is this divided by the IPUs of one replica.
-        gradient_accumulation, reduction, random: for a loss function, as `Replicas` takes them. A pipeline has its own.
+        gradient_accumulation, reduction, random, devices: for a loss function, as `Replicas` takes them. A pipeline has
+            its own.
 
     Returns:
         A `Pipeline` on a wider mesh, or `Replicas`. Batches are (R, M, micro-batch, ...), without the first dim if R
@@ -111,18 +114,19 @@ def replicate(
     (9.0, [6.0, 6.0, 6.0])
     """
     if isinstance(model, Pipeline):
-        options = {"gradient_accumulation": gradient_accumulation, "reduction": reduction, "random": random}
-        for name, value in options.items():
+        options: dict[str, Any] = {"gradient_accumulation": gradient_accumulation, "reduction": reduction}
+        for name, value in (options | {"random": random, "devices": devices}).items():
             if value is not None:
                 raise ValueError(f"{name}={value!r} was given, but a pipeline has its own: make the Pipeline with it")
         count = replicas_of(replication_factor=replication_factor, num_ipus=num_ipus, ipus_per_replica=model.ipus)
-        return model.replace(mesh=make_mesh(count, model.ipus))
+        return model.replace(mesh=make_mesh(count, model.ipus, devices=devices_of(model.mesh)))
     return Replicas(
         model,
         replication_factor=replicas_of(replication_factor=replication_factor, num_ipus=num_ipus),
         gradient_accumulation=gradient_accumulation,
         reduction=reduction,
         random=bool(random),
+        devices=devices,
     )
 
 
@@ -140,6 +144,7 @@ class Replicas:
         reduction: gradients are the "mean" (the default) or the "sum" over the M micro-batches and the replicas. The
             loss is always the mean.
         random: whether `loss_fn` gets `key=`, a typed key of this replica and micro-batch.
+        devices: as for `make_mesh`.
 
     Raises:
         ValueError: the function is not callable, an option is invalid, or there are too few devices.
@@ -153,6 +158,7 @@ class Replicas:
         gradient_accumulation: int | None = None,
         reduction: Reduction | None = None,
         random: bool = False,
+        devices: Sequence[Any] | None = None,
     ):
         if not callable(loss_fn):
             raise ValueError(f"model={loss_fn!r} is neither a Pipeline nor callable: give a loss function")
@@ -160,7 +166,8 @@ class Replicas:
         self.replicas, self.ipus = check_count("replication_factor", replication_factor), 1
         self.given = {"gradient_accumulation": gradient_accumulation, "reduction": reduction}
         self.options = PipelineOptions(**{name: value for name, value in self.given.items() if value is not None})
-        self.devices: list[Any] = list(make_mesh(self.replicas, 1).devices.flat)
+        self.given_devices = devices
+        self.devices: list[Any] = list(make_mesh(self.replicas, 1, devices=devices).devices.flat)
         self.mesh = _mesh_of(self.devices)
         self._window = InFlight()
         self._value_and_grad = self._mapped(backward=True)
@@ -174,6 +181,7 @@ class Replicas:
     @jax.transfer_guard("allow")  # the caller asks for this transfer
     def shard(self, params: Any) -> Any:
         """Place a pytree of whole weights on every replica. Communicates from host to device only."""
+        check_there(self.mesh, "shard", "shard_shapes(params)")
         return put(jax.tree.map(jnp.asarray, params), NamedSharding(self.mesh, PartitionSpec()))
 
     def shard_shapes(self, params: Any) -> Any:
@@ -290,7 +298,8 @@ def over_replicas(
 ) -> Callable[..., Any]:
     """Map a program over the axis "replica" by `jax.pmap`, with the interface of `jax.shard_map`.
 
-    `pmap` takes only arrays of one process. So devices of several processes are mapped by `jax.shard_map` itself.
+    `pmap` takes only arrays of one process. So devices of several processes, and devices that are only described, are
+    mapped by `jax.shard_map` itself.
 
     Args:
         program: gets blocks as under `shard_map`: a split dim is kept, and has size 1.
@@ -301,7 +310,7 @@ def over_replicas(
     Returns:
         A function from whole arrays to whole arrays.
     """
-    if spans_instances(np.array(devices)):
+    if spans_instances(np.array(devices)) or is_described(devices[0]):
         mesh = _mesh_of(devices)
         return jax.shard_map(program, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731

@@ -24,14 +24,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.base import facts
 from ipu_jax.base.tracebacks import ShortTracebacks
-from ipu_jax.core.devices import REPLICA_AXIS, InFlight
+from ipu_jax.core.devices import REPLICA_AXIS, InFlight, check_there
 from ipu_jax.core.instances import put
 from ipu_jax.core.optimizer.extra_arguments import checked_optimizer
 from ipu_jax.core.options import DynamicScale, TrainOptions
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.weights.arguments import check_alive, count_samples
 from ipu_jax.core.weights.packed_layout import WHOLE
-from ipu_jax.core.weights.packing import Sharded, unshard_tree
+from ipu_jax.core.weights.packing import Sharded, batch_shapes, unshard_tree, whole_shapes
 from ipu_jax.training.update._accumulate import counts_of
 from ipu_jax.training.update._arguments import Arguments
 from ipu_jax.training.update._average import with_average
@@ -142,12 +142,34 @@ class TrainStep:
 
         Raises:
             ValueError: the weights don't fit the model, a key is missing, the stages' state is missing or superfluous,
-                or the optimizer needs a divided leaf in one piece. Nothing has been compiled by then.
+                the optimizer needs a divided leaf in one piece, or the IPUs are only described (then use `shapes`).
+                Nothing has been compiled by then.
         """
+        check_there(self.mesh, "init", "shapes(params)")
         if isinstance(params, Sharded):
             check_alive("params", params)
             params = unshard_tree(params)
         return self._placement.first(params, stages, self._arguments.key_for_state(key))
+
+    def shapes(self, params: Any, *, stages: Any = None, key: Any = None) -> TrainState:
+        """Return what `init` returns, with the shape, dtype and sharding of each array in place of the array.
+
+        `lower` takes it. Nothing is placed or computed, so the IPUs may be only described.
+
+        Args:
+            params, stages, key: as for `init`, arrays or their shapes.
+
+        Raises:
+            ValueError: as in `init`.
+
+        >>> step = make_train_step(lambda w, rows: jnp.mean((rows @ w) ** 2), optax.adam(0.1))
+        >>> state = step.shapes(jax.ShapeDtypeStruct((3,), "float32"))
+        >>> step.lower(state, jax.ShapeDtypeStruct((1, 4, 3), "float32")).compile().memory_analysis() is None
+        False
+        """
+        if isinstance(params, Sharded):
+            params = whole_shapes(params.layout)
+        return self._placement.shapes(params, stages, self._arguments.key_for_state(key))
 
     @facts.during("placing the state")
     @jax.transfer_guard("allow")  # the caller asks for this transfer
@@ -327,10 +349,22 @@ class TrainStep:
         with ShortTracebacks():
             return loss_of_batch(self.model, self.options, params, state.stages, batch, key)
 
-    def lower(self, state: TrainState, batch: Any) -> Any:
-        """Return the program of a call, lowered but not run. Compile it to see its memory and its HLO."""
+    def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
+        """Return the program of a call, lowered but not run. Compile it to see its memory and its HLO.
+
+        Args:
+            state: from `init`, a call, or `shapes`.
+            batch: as for a call, or with `jax.ShapeDtypeStruct` in place of arrays. Leaves that don't say where they
+                are are split over the replicas.
+
+        Raises:
+            ValueError: as in a call.
+        """
         batch, made = self._arguments.batch_of_call(state, batch)
-        return self._program.lower(state, batch, _ends(made))
+        several = [None] * (self.options.device_iterations > 1)
+        spec = PartitionSpec(*several, REPLICA_AXIS) if self.model.replicas > 1 else PartitionSpec()
+        with ShortTracebacks():
+            return self._program.lower(state, batch_shapes(batch, self.mesh, spec), _ends(made))
 
     @property
     def _is_stacked(self) -> bool:

@@ -1,0 +1,71 @@
+"""Put devices in the order of a mesh, so that neighbours in a pipeline are neighbours in the machine.
+
+    a TPU slice of 2 x 4 chips      0 - 1 - 2 - 3       replicas of 4 IPUs: a row each. The second one is turned round,
+                                                |       so that IPU k of one replica is beside IPU k of the next.
+                                    7 - 6 - 5 - 4
+
+A slice is what fast links connect: of TPU chips, or of the GPUs of a host. Devices that don't say where they are, such
+as those of a CPU, keep their order.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_Place = tuple[int, ...]
+
+
+def rows_of(devices: Sequence[Any], replicas: int, ipus: int) -> npt.NDArray[Any]:
+    """Return the devices of each replica, (replicas, ipus): the first ones of all.
+
+    A replica is in one slice if a slice has enough devices. Then the rest of a slice, if too small, is left out unless
+    it is needed.
+    """
+    slices: dict[int, list[Any]] = {}
+    for device in devices:
+        slices.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
+    paths = [path_through(slices[number]) for number in sorted(slices)]
+    rows = [path[at : at + ipus] for path in paths for at in range(0, len(path) - ipus + 1, ipus)]
+    if len(rows) < replicas:
+        path = [*itertools.chain.from_iterable(paths)]
+        rows = [path[at : at + ipus] for at in range(0, replicas * ipus, ipus)]
+    turned: list[list[Any]] = []
+    for row in rows[:replicas]:
+        beside = turned[-1] if turned else row
+        turned.append(min(row, row[::-1], key=lambda way: sum(map(hops, beside, way))))
+    found = np.empty((replicas, ipus), object)
+    found[:] = turned
+    return found
+
+
+def path_through(devices: Sequence[Any]) -> list[Any]:
+    """Return the devices of a slice along a path that goes from each of a full grid to a neighbour of it."""
+    places = {place_of(device): device for device in devices}
+    if None in places or len(places) < len(devices):
+        return list(devices)
+    sides = [sorted(set(side)) for side in zip(*places, strict=True)]
+    # the longest side is the fastest, so that a replica is rather a line than a square, and has one beside it
+    order = sorted(range(len(sides)), key=lambda dim: len(sides[dim]))
+    path: list[_Place] = [()]
+    for dim in reversed(order):
+        path = [(at, *rest) for k, at in enumerate(sides[dim]) for rest in (path if k % 2 == 0 else reversed(path))]
+    by_dim = [order.index(dim) for dim in range(len(sides))]
+    ordered = (tuple(place[k] for k in by_dim) for place in path)
+    return [places[place] for place in ordered if place in places]
+
+
+def place_of(device: Any) -> _Place | None:
+    """Return where a device is in the grid of its slice: its chip's coordinates and its core's number, or None."""
+    coordinates = getattr(device, "coords", None)
+    return None if coordinates is None else (*coordinates, device.core_on_chip)
+
+
+def hops(one: Any, other: Any) -> int:
+    """Return how many links a message takes from one device to another of its slice; 1 where places are not known."""
+    here, there = place_of(one), place_of(other)
+    if here is None or there is None:
+        return int(one is not other)
+    return sum(abs(a - b) for a, b in zip(here, there, strict=True))
