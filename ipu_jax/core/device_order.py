@@ -59,8 +59,8 @@ def path_through(devices: Sequence[Any]) -> list[Any]:
 
 def place_of(device: Any) -> _Place | None:
     """Return where a device is in the grid of its slice: its chip's coordinates and its core's number, or None."""
-    coordinates = getattr(device, "coords", None)
-    return None if coordinates is None else (*coordinates, device.core_on_chip)
+    coordinates, core = (getattr(device, name, None) for name in ("coords", "core_on_chip"))
+    return None if coordinates is None or core is None else (*coordinates, core)  # GPUs have no cores
 
 
 def hops(one: Any, other: Any) -> int:

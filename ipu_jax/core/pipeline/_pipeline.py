@@ -390,10 +390,11 @@ class Pipeline(PlacedStages):
         stages: Iterable[Stage] | None = None,
         mesh: Mesh | None = None,
         function: FunctionModel | None = None,
+        schedule: str | Schedule | None = None,
         gradient_accumulation: int | None = None,
         reduction: Reduction | None = None,
     ) -> "Pipeline":
-        """Return the same pipeline with other stages (same places and groups), function, mesh, M or reduction."""
+        """Return the same pipeline with other stages (same places and groups), mesh, schedule or options."""
         function = function or self.function
         m, keeps_m = gradient_accumulation, gradient_accumulation in (None, self.options.gradient_accumulation)
         own = self if function is None else function
@@ -401,7 +402,7 @@ class Pipeline(PlacedStages):
             return Pipeline(
                 own.stages if stages is None else stages,
                 mesh=self.mesh if mesh is None else mesh,
-                schedule=self.schedule_or_name if keeps_m else self._asked_for,
+                schedule=schedule or (self.schedule_or_name if keeps_m else self._asked_for),
                 gradient_accumulation=self.given["gradient_accumulation"] if m is None else m,
                 reduction=self.given["reduction"] if reduction is None else reduction,
                 specs=self._groups.specs,

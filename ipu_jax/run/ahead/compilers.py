@@ -1,0 +1,216 @@
+"""Describe chips that are not there, and compile for them: XLA's compilers for TPU and NVIDIA GPUs need no chip.
+
+    devices = describe("v5e:2x4")              8 devices to make a mesh of; nothing can be put on them
+    compile_lowered(step.lower(...), devices)  what XLA makes of the program
+
+The compiler for TPU is in the wheel libtpu. The one for GPUs is in jax's CUDA plugin and needs NVIDIA's assembler, too.
+They are found in the folders that AOT_TPU and AOT_CUDA name, in those of `make aot`, or among the installed packages.
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+from jax.experimental import topologies
+
+from ipu_jax.base.checks import check_count
+from ipu_jax.core.cuda_graphs import CUDA_GRAPH_FLAGS
+from ipu_jax.run.ahead.kinds import KINDS
+
+TOPOLOGIES: Final = "v5e:4x4, v5p:4x4x4, v6e:2x4, h100x8"
+
+# libtpu asks the cloud which TPU this is, and lets only one process in, unless these are set
+_ENVIRONMENT: Final = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_LOG_DIR": "disabled",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
+_SMALLEST: Final = (1, 1, 1)
+_GPUS_OF_A_HOST: Final = 8
+# Without the driver's versions, XLA takes it for an old one whose graphs have no loops.
+_H100: Final = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 84929347584
+  shared_memory_per_block_optin: 232448
+  driver_version: "12.9.0"
+  kernel_mode_driver_version: "575.51.3"
+  runtime_version: "12.9.0"
+  compile_time_toolkit_version: "12.9.0"
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 7 }
+runtime_version { major: 12 minor: 9 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+def describe(topology: str, *, slices: int = 1) -> list[Any]:
+    """Return the devices of a machine that is not there, for `make_mesh(devices=)`. Programs compile for them.
+
+    Args:
+        topology: a TPU slice, as its kind and the chips along each side, such as "v5e:4x4", "v5p:4x4x4" or "v6e:2x4";
+            or H100s, such as "h100x8", of which a host has 8.
+        slices: how many TPU slices of this shape there are, connected by the network.
+
+    Returns:
+        `jax.Device`s that know their place. Arrays cannot be put on them.
+
+    Raises:
+        ValueError: there is no such topology, or XLA's compiler for its chips is not installed.
+    """
+    slices = check_count("slices", slices)
+    if found := re.fullmatch(r"h100x([1-9]\d*)", topology):
+        return _h100s(int(found[1]), topology, slices)
+    found = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", topology)
+    if not found or found[1] not in KINDS or found[1] == "h100":
+        raise ValueError(f"topology={topology!r} is not known: give one such as {TOPOLOGIES}")
+    _find_libtpu()
+    sides = [int(side) for side in found[2].split("x")]
+    options: dict[str, Any] = {} if slices == 1 else {"num_slices": slices}
+    if set(sides) == {1}:
+        options["chips_per_host_bounds"] = _SMALLEST
+    try:
+        return topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0].partition(": ")[2]
+        raise ValueError(f"topology={topology!r} is no TPU slice ({reason}): give one such as {TOPOLOGIES}") from None
+
+
+def compile_lowered(lowered: Any, device: Any) -> tuple[Any, str | None]:
+    """Compile a lowered program for the platform of a described device.
+
+    Returns:
+        The compiled program, and for GPUs XLA's sequence of thunks as text, which shows what the host does; else None.
+
+    Raises:
+        jax.errors.JaxRuntimeError: XLA cannot compile it, such as if it does not fit into the memory of a TPU.
+    """
+    if device.platform != "gpu" or device.client.local_devices():
+        return lowered.compile(), None
+    nvcc = _cuda_folder() / "nvidia" / "cuda_nvcc"
+    flags = [flag.removeprefix("--").partition("=") for flag in CUDA_GRAPH_FLAGS]
+    options: dict[str, Any] = {name: int(value) if value.isdigit() else value for name, _, value in flags}
+    # there is no GPU to try kernels on
+    options |= {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False, "xla_gpu_cuda_data_dir": str(nvcc)}
+    with tempfile.TemporaryDirectory() as dump, _first_in_path(nvcc / "bin"):
+        options |= {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
+        compiled = lowered.compile(compiler_options=options)
+        thunks = [*Path(dump).glob("*thunk_sequence_after_thunk_passes.txt")]
+        return compiled, max(thunks, key=os.path.getmtime).read_text() if thunks else None
+
+
+def has_compiler(kind: str) -> bool:
+    """Return whether XLA's compiler for "tpu" or "gpu" is installed."""
+    return (_folder_with("libtpu/libtpu.so", "AOT_TPU") if kind == "tpu" else _cuda_or_none()) is not None
+
+
+def _h100s(count: int, topology: str, slices: int) -> list[Any]:
+    hosts, rest = divmod(count, _GPUS_OF_A_HOST)
+    if slices > 1:
+        raise ValueError(f"slices={slices} is for TPUs: give all GPUs, such as h100x{count * slices}")
+    if hosts and rest:
+        raise ValueError(f"topology={topology!r} has no whole number of hosts of 8: give h100x{hosts * 8}")
+    _register_cuda()
+    shape = f"1x{hosts}x{_GPUS_OF_A_HOST}" if hosts else f"1x1x{count}"
+    return topologies.get_topology_desc(platform="cuda", target_config=_H100, topology=shape).devices
+
+
+@functools.cache
+def _register_cuda() -> None:
+    """Register jax's plugin, which has the compiler. It writes that there is no driver, which nobody needs to read."""
+    folder, skip = str(_cuda_folder()), "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+    before, is_found = os.environ.get(skip), folder in sys.path
+    os.environ[skip] = "1"  # there is no driver whose version could be checked
+    sys.path.insert(0, folder)
+    with _no_stderr():
+        try:
+            importlib.import_module("jax_plugins.xla_cuda12").initialize()
+        finally:
+            if not is_found:  # otherwise jax registers it again when it starts a backend
+                sys.path.remove(folder)
+            os.environ.pop(skip) if before is None else os.environ.update({skip: before})
+
+
+@contextlib.contextmanager
+def _no_stderr() -> Iterator[None]:
+    """Keep what C++ libraries write to stderr from the terminal."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def _find_libtpu() -> None:
+    folder = _folder_with("libtpu/libtpu.so", "AOT_TPU")
+    if folder is None:
+        raise ValueError("XLA's compiler for TPU is not installed: pip install 'ipu-jax[aot-tpu]', or make aot")
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _cuda_folder() -> Path:
+    folder = _cuda_or_none()
+    if folder is None:
+        raise ValueError(
+            "XLA's compiler for NVIDIA GPUs is not installed: pip install 'ipu-jax[aot-cuda]', or make aot"
+        )
+    return folder
+
+
+def _cuda_or_none() -> Path | None:
+    folder = _folder_with("jax_plugins/xla_cuda12", "AOT_CUDA")
+    return folder if folder is not None and (folder / "nvidia" / "cuda_nvcc" / "bin" / "ptxas").exists() else None
+
+
+def _folder_with(part: str, variable: str) -> Path | None:
+    """Return the folder of packages that contains this file: the named one, the one of `make aot`, or of `sys.path`."""
+    named = os.environ.get(variable)
+    beside = Path(sys.prefix) / variable.lower().replace("_", "-")
+    folders = [Path(named).absolute()] if named else [beside, *map(Path, sys.path)]
+    return next((folder for folder in folders if (folder / part).exists()), None)
+
+
+@contextlib.contextmanager
+def _first_in_path(folder: Path) -> Iterator[None]:
+    before = os.environ.get("PATH", "")
+    os.environ["PATH"] = f"{folder}{os.pathsep}{before}"
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before

@@ -1,0 +1,179 @@
+"""Compile a model for the devices of its mesh, there or only described, and report on it.
+
+    step = make_train_step(Pipeline(stages, mesh=make_mesh(2, 4, devices=describe("v5e:2x4"))), optax.adamw(1e-3))
+    print(compile_ahead(step, weights, batch))       # of jax.ShapeDtypeStruct: nothing is placed or run
+
+A training script needs no such mesh under `ipu-compile`, and one more line: `hand_over(step, weights, batch)`.
+"""
+
+import contextlib
+import importlib.metadata
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from ipu_jax.core.analysis.cost import bytes_of
+from ipu_jax.core.engine.labels import UPDATE
+from ipu_jax.core.pipeline import Pipeline
+from ipu_jax.core.weights.packing import Sharded
+from ipu_jax.run.ahead.compilers import compile_lowered
+from ipu_jax.run.ahead.kinds import kind_of, memory_for_jax
+from ipu_jax.run.ahead.mends import mends_of
+from ipu_jax.run.ahead.paper import estimate, flops_by_task
+from ipu_jax.run.ahead.program import Program, host_loops
+from ipu_jax.run.ahead.report import ChipReport, Memory
+from ipu_jax.run.ahead.traffic import rows_of
+from ipu_jax.training.update.state import TrainState
+from ipu_jax.training.update.step import TrainStep
+
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_COMPILERS = {"tpu": "libtpu", "gpu": "jax-cuda12-pjrt"}
+
+
+class HandedOver(BaseException):
+    """Ends a script that has handed its model over to `ipu-compile`."""
+
+    def __init__(self, report: ChipReport):
+        super().__init__(report)
+        self.report = report
+
+
+_awaited = False
+
+
+@contextlib.contextmanager
+def awaiting() -> Iterator[None]:
+    """Let `hand_over` compile, and end the script by raising `HandedOver`."""
+    global _awaited
+    _awaited = True
+    try:
+        yield
+    finally:
+        _awaited = False
+
+
+def hand_over(model: Any, params: Any, batch: Any, *, state: Any = None, key: Any = None) -> None:
+    """Give `ipu-compile` the model of a script, which ends here. Without `ipu-compile` this does nothing.
+
+    Call it before weights are placed. Under `ipu-compile`, `make_mesh` takes the chips of `--topology`.
+
+    Args:
+        model, params, batch, state, key: as for `compile_ahead`.
+    """
+    if _awaited:
+        raise HandedOver(compile_ahead(model, params, batch, state=state, key=key))
+
+
+def compile_ahead(model: Any, params: Any, batch: Any, *, state: Any = None, key: Any = None) -> ChipReport:
+    """Compile one step of a model for the devices of its mesh, and say what it needs and costs. Nothing is run.
+
+    Args:
+        model: a `TrainStep`, or a `Pipeline` for its loss and gradients.
+        params: whole weights or their shapes, as `init` or `shard` take them; or placed ones.
+        batch: the batch of a call or its shapes.
+        state: the stages' state or its shapes, if stages hold any.
+        key: a typed key or its shape, if anything draws numbers.
+
+    Raises:
+        ValueError: `model` is neither, or the arguments do not fit it.
+
+    >>> import jax.numpy as jnp
+    >>> from ipu_jax import Stage
+    >>> pipeline = Pipeline([Stage(lambda w, x, mb: jnp.mean((mb @ w) ** 2), params="w", ipu=0)])
+    >>> shape = lambda *dims: jax.ShapeDtypeStruct(dims, "float32")
+    >>> report = compile_ahead(pipeline, {"w": shape(3, 1)}, shape(1, 4, 3))
+    >>> report.memory.arguments, report.flops["F"]  # 3 weights and 12 numbers; 2 * 4 * 3 for the product, and the mean
+    (60, 33)
+    """
+    if isinstance(model, TrainStep):
+        placed = params if isinstance(params, TrainState) else model.shapes(params, stages=state, key=key)
+        lowered, pipeline = model.lower(placed, batch), model.model
+        arguments = (placed.params, _of_one_update(model, batch), placed.stages, placed.key if model.random else None)
+    elif isinstance(model, Pipeline):
+        placed = params if isinstance(params, Sharded) else model.shard_shapes(params)
+        if state is not None and not isinstance(state, Sharded):
+            state = model.shard_state_shapes(state)
+        lowered, pipeline, arguments = model.lower(placed, batch, state, key), model, (placed, batch, state, key)
+    else:
+        raise ValueError(f"model={model!r} is neither a TrainStep nor a Pipeline: make one of a loss function first")
+    mesh = pipeline.mesh
+    device, kind = mesh.devices.flat[0], kind_of(mesh.devices.flat[0])
+    available = None if kind is None else int(memory_for_jax(kind, device.platform))
+    plan = None
+    if isinstance(pipeline, Pipeline):
+        plan = pipeline.plan_step(pipeline.apply_frozen(arguments[0]), *arguments[1:])
+    try:
+        compiled, thunks = compile_lowered(lowered, device)
+        program, memory = Program(compiled), _memory(compiled.memory_analysis(), available)
+    except jax.errors.JaxRuntimeError as error:
+        program, thunks, memory = None, None, _too_large(error, placed, batch, available)
+        if memory is None:
+            raise
+    rows = [] if program is None else rows_of(program, mesh, kind)
+    paper = None
+    if plan is not None and kind is not None and program is not None:
+        written = bytes_per_device(placed) if isinstance(model, TrainStep) else 0
+        paper = estimate(plan, kind, rows, program.bodies, written=written)
+    return ChipReport(
+        model=str(model).splitlines()[0],
+        chips=mesh.size,
+        chip=device.device_kind,
+        versions=_versions(device.platform),
+        mesh=dict(mesh.shape),
+        memory=memory,
+        flops={} if plan is None else flops_by_task(plan),
+        cycles=_cycles(program),
+        rows=tuple(rows),
+        host_loops=None if thunks is None else host_loops(thunks),
+        paper=paper,
+        mends=mends_of(pipeline, plan, arguments) if memory.missing and plan is not None else (),
+        program=program,
+    )
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Return the bytes of arrays, or of their shapes, on one device of their shardings."""
+    share = lambda leaf: leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))  # noqa: E731
+    return sum(share(leaf) for leaf in jax.tree.leaves(tree) if getattr(leaf, "sharding", None) is not None)
+
+
+def _of_one_update(step: TrainStep, batch: Any) -> Any:
+    batch = getattr(batch, "arrays", batch)  # of a FeedBatch
+    if step.options.device_iterations == 1:
+        return batch
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
+
+
+def _memory(analysis: Any, available: int | None) -> Memory:
+    results, reused = analysis.output_size_in_bytes, analysis.alias_size_in_bytes
+    arguments, temporary = analysis.argument_size_in_bytes, analysis.temp_size_in_bytes
+    program = analysis.generated_code_size_in_bytes
+    needed = arguments + results - reused + temporary + program
+    return Memory(arguments, results, reused, temporary, program, needed, available)
+
+
+def _too_large(error: Exception, placed: Any, batch: Any, available: int | None) -> Memory | None:
+    """Return what the compiler says of a program that is too large for the chip, or None if that is not the error."""
+    said = str(error)
+    if not said.startswith("RESOURCE_EXHAUSTED"):
+        return None
+    sizes = [float(number) * _UNITS[unit] for number, unit in re.findall(r"([\d.]+)([KMGT])\b", said)]
+    arguments = bytes_per_device(placed) + (0 if batch is None else bytes_of(batch))
+    return Memory(arguments, 0, 0, None, None, int(max([*sizes, (available or 0) + 1])), available)
+
+
+def _cycles(program: Program | None) -> dict[str, int]:
+    if program is None or not program.cycles:
+        return {}
+    tasks = {task: program.cycles_of(task) for task in ("F", "B", "W", "FB")}
+    return {name: cycles for name, cycles in {**tasks, "update": program.cycles_under(UPDATE)}.items() if cycles}
+
+
+def _versions(platform: str) -> dict[str, str]:
+    found = {"jax": jax.__version__}
+    with contextlib.suppress(KeyError, importlib.metadata.PackageNotFoundError):
+        found[_COMPILERS[platform]] = importlib.metadata.version(_COMPILERS[platform])
+    return found

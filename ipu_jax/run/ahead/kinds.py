@@ -1,0 +1,57 @@
+"""The kinds of chips that programs are compiled for, and their figures.
+
+Figures are public: jax-ml.github.io/scaling-book/tpus, and NVIDIA's data sheet of the H100 SXM. Memory is what XLA's
+compiler for the chip gives a program. No chip reaches its FLOP/s, so times by these figures are lower bounds.
+"""
+
+import dataclasses
+import os
+from typing import Any, Final
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of chip.
+
+    Attributes:
+        name: as a topology names it.
+        device_kind: as jax names it.
+        memory: bytes for a program, its arguments included.
+        flops: bfloat16 FLOP/s.
+        memory_speed: bytes/s of its memory.
+        clock: cycles/s, by which XLA's compiler for TPU estimates cycles.
+        link: bytes/s of one link to a neighbour, one way.
+        network: bytes/s of its share of the network between slices, or between hosts of GPUs.
+    """
+
+    name: str
+    device_kind: str
+    memory: float
+    flops: float
+    memory_speed: float
+    clock: float
+    link: float
+    network: float
+
+
+_GIB = 2.0**30
+KINDS: Final = {
+    kind.name: kind
+    for kind in (
+        Kind("v5e", "TPU v5 lite", 15.75 * _GIB, 1.97e14, 8.2e11, 1.5e9, 4.5e10, 6.25e9),
+        Kind("v5p", "TPU v5", 95.74 * _GIB, 4.59e14, 2.8e12, 1.75e9, 9e10, 6.25e9),
+        Kind("v6e", "TPU v6 lite", 31.25 * _GIB, 9.2e14, 1.6e12, 1.75e9, 9e10, 1.25e10),
+        Kind("h100", "NVIDIA H100 80GB HBM3", 8.49e10, 9.9e14, 3.35e12, 1.98e9, 4.5e11, 5e10),
+    )
+}
+
+
+def kind_of(device: Any) -> Kind | None:
+    """Return the kind of a device, or None if it is of another kind."""
+    return next((kind for kind in KINDS.values() if kind.device_kind == device.device_kind), None)
+
+
+def memory_for_jax(kind: Kind, platform: str) -> float:
+    """Return the bytes that jax gives a program: of a GPU, 75% or what XLA_PYTHON_CLIENT_MEM_FRACTION says."""
+    share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75)) if platform == "gpu" else 1.0
+    return kind.memory * share

@@ -1,0 +1,64 @@
+"""Say what would make a pipeline fit into less memory, by the bytes that a report predicts: nothing is compiled.
+
+Each change is tried alone, on the shapes of the step: recompute="all" on every stage, twice as many micro-batches of
+half the size, another schedule.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Final
+
+import jax
+
+from ipu_jax.core.analysis.report import PipelineReport, in_units, make_report
+from ipu_jax.core.engine.plan import Plan
+from ipu_jax.core.pipeline import Pipeline
+
+_SCHEDULES: Final = ("grouped", "1f1b", "zb-h1")
+
+
+def mends_of(pipeline: Pipeline, plan: Plan, arguments: tuple[Any, ...]) -> tuple[str, ...]:
+    """Return a line per change that makes the temporary bytes smaller, and a last one if none does.
+
+    Args:
+        pipeline: the pipeline.
+        plan: the plan of its step.
+        arguments: `(params, batch, state, key)`, arrays or shapes.
+    """
+    now = _predicted(pipeline, plan, arguments).predicted_temporary
+    found = []
+    for name, other, args in _changes(pipeline, plan.schedule.name, arguments):
+        with contextlib.suppress(ValueError):  # such as a schedule that the stages' places do not fit
+            frozen = (other.apply_frozen(args[0]), *args[1:])
+            then = _predicted(other, other.plan_step(*frozen), args).predicted_temporary
+            if then < now:
+                found.append(f"{name}: temporary {in_units(now, 'B')} -> {in_units(then, 'B')}, by prediction")
+    return (*found, "more IPUs for the same layers, or a smaller micro-batch")
+
+
+def _changes(pipeline: Pipeline, schedule: str, arguments: tuple[Any, ...]) -> Iterator[tuple[str, Pipeline, Any]]:
+    params, batch, state, key = arguments
+    if pipeline.function is None:
+        stages = [dataclasses.replace(stage, recompute="all") for stage in pipeline.stages]
+        yield "recompute='all' on every stage", pipeline.replace(stages=stages), arguments
+    m, at = pipeline.options.gradient_accumulation, int(pipeline.replicas > 1)
+    if all(leaf.ndim > at + 1 and leaf.shape[at + 1] % 2 == 0 for leaf in jax.tree.leaves(batch)):
+        halved = jax.tree.map(lambda leaf: _halved(leaf, at), batch)
+        other = pipeline.replace(gradient_accumulation=2 * m)
+        yield f"gradient_accumulation={2 * m} with half of each micro-batch", other, (params, halved, state, key)
+    if pipeline.function is None:
+        for name in _SCHEDULES:
+            if name != schedule:
+                with contextlib.suppress(ValueError):
+                    yield f"schedule={name!r}", pipeline.replace(schedule=name), arguments
+
+
+def _halved(leaf: Any, at: int) -> jax.ShapeDtypeStruct:
+    shape = (*leaf.shape[:at], 2 * leaf.shape[at], leaf.shape[at + 1] // 2, *leaf.shape[at + 2 :])
+    return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+
+def _predicted(pipeline: Pipeline, plan: Plan, arguments: tuple[Any, ...]) -> PipelineReport:
+    params, batch, state, key = arguments
+    return make_report(plan, pipeline.apply_frozen(params), batch, state, key, mesh=pipeline.mesh)

@@ -1,0 +1,315 @@
+"""Read what XLA made of a program: its instructions, loops and cycles, and what it sends between chips.
+
+computation   a list of instructions; loops, guards, fusions and calls name the computations that they run
+scan          the loop over ticks; guards are loops in it that run once or not at all
+collective    an instruction that sends something; a -start and its -done may have work between them
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from ipu_jax.core.engine.labels import PlanNames, guard_named, plan_named
+
+COLLECTIVES: Final = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_WORK: Final = 1000  # cycles of an instruction that can hide a message
+_WIDTHS: Final = {"pred": 1, "token": 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """The dtype, such as "bf16", and the dims of an array in a program's text."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Return the number of its elements."""
+        return math.prod(self.dims)
+
+    @property
+    def nbytes(self) -> int:
+        """Return its bytes, without padding to tiles."""
+        bits = re.search(r"\d+", self.dtype)
+        return self.size * (_WIDTHS[self.dtype] if self.dtype in _WIDTHS else int(bits[0]) // 8 if bits else 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """A line of a program's text: `ROOT %name = result op(operands), attributes`.
+
+    Attributes:
+        op: what it does, such as "while".
+        arrays: its results.
+        line: the line itself.
+    """
+
+    op: str
+    arrays: tuple[Array, ...]
+    line: str
+
+    @property
+    def cycles(self) -> int:
+        """Return the compiler's estimate of its cycles, 0 where it has none."""
+        return self._number(r'"estimated_cycles":"(\d+)"', 0)
+
+    @property
+    def trips(self) -> int:
+        """Return how often a loop runs, 1 where the compiler does not know it, as for a guard."""
+        return self._number(r'"known_trip_count":\{"n":"(\d+)"', 1)
+
+    @property
+    def called(self) -> list[str]:
+        """Return the names of the computations that it calls."""
+        names = re.findall(r"(?:body|condition|calls|to_apply)=%?([\w.\-]+)", self.line)
+        for several in re.findall(r"branch_computations=\{([^}]*)\}", self.line):
+            names += re.findall(r"[\w.\-]+", several)
+        return names
+
+    @property
+    def name(self) -> str:
+        """Return its name in the program's text."""
+        return self.line.split(" = ")[0].split()[-1].lstrip("%")
+
+    @property
+    def body(self) -> str:
+        """Return the name of a loop's body."""
+        (name,) = re.findall(r"body=%?([\w.\-]+)", self.line)
+        return name
+
+    @property
+    def place(self) -> str:
+        """Return where it comes from in the traced program, such as "jit(f)/shard_map/ipu_jax.F.0/while"."""
+        found = re.search(r'op_name="([^"]*)"', self.line)
+        return found[1] if found else ""
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """Return the devices that a collective connects, by their numbers in the mesh: rings, or pairs of a permute."""
+        if found := re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}", self.line):
+            return [[int(n) for n in group.split(",") if n] for group in re.findall(r"\{([\d,]*)\}", found[1])]
+        found = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", self.line)
+        if not found:
+            return []
+        shape, of, turned = ([int(n) for n in part.split(",")] if part else [] for part in found.groups())
+        return _numbered(of, turned or [*range(len(of))], shape[-1])
+
+    def _number(self, pattern: str, otherwise: int) -> int:
+        found = re.search(pattern, self.line)
+        return int(found[1]) if found else otherwise
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A collective of a program.
+
+    Attributes:
+        op: such as "all-reduce".
+        instruction: the instruction that starts it.
+        runs: how often it runs in a step. In a guard it may run less often.
+        nbytes: the bytes of its result on one chip.
+        beside_work: whether the chip works between its start and its end.
+    """
+
+    op: str
+    instruction: Instruction
+    runs: int
+    nbytes: int
+    beside_work: bool
+
+
+class Program:
+    """A compiled program, as XLA describes it.
+
+    Args:
+        compiled: what `lowered.compile()` returns.
+    """
+
+    def __init__(self, compiled: Any):
+        self.memory = compiled.memory_analysis()
+        self._computations, self._entry = _parse(compiled.as_text())
+
+    @property
+    def code_bytes(self) -> int:
+        """Return the bytes of the program itself on one chip; 0 on GPUs, where XLA does not say."""
+        return self.memory.generated_code_size_in_bytes
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Return the bytes on one chip that are neither arguments nor results."""
+        return self.memory.temp_size_in_bytes
+
+    @property
+    def cycles(self) -> int:
+        """Return the cycles of the whole program on one chip, 0 on GPUs. They don't count collectives and kernels."""
+        return self._cycles_in(self._entry)
+
+    @property
+    def scans(self) -> list[Instruction]:
+        """Return the loops over ticks: one, or up to three on GPUs; none without a pipeline."""
+        everything = (i for body in self._computations.values() for i in body)
+        return [i for i in everything if i.op == "while" and re.search(r"ipu_jax\.plan\.[\w.]+/while$", i.place)]
+
+    @functools.cached_property
+    def bodies(self) -> dict[str, int]:
+        """Return the pieces of program that compute F, B or W, such as "F.0", with their cycles, 0 where unknown.
+
+        There is one for each task of a segment class.
+        """
+        found = collections.Counter[str]()
+        for guard in self.in_scans():
+            label = re.search(r"ipu_jax\.((?:F|B|W|FB)\.\d+)/while$", guard.place)
+            if guard.op == "while" and label:
+                found[label[1]] += self._cycles_in(guard.body)
+        return dict(found)
+
+    def cycles_of(self, task: str) -> int:
+        """Return the cycles of a task such as "F" on the IPU where they are the most, 0 if there is no such task."""
+        return max((cycles for label, cycles in self.bodies.items() if label.split(".")[0] == task), default=0)
+
+    def cycles_under(self, label: str) -> int:
+        """Return the cycles of the instructions outside of scans whose place contains a label."""
+        return sum(i.cycles for i in self.outside_scans() if label in i.place)
+
+    def in_scans(self) -> Iterator[Instruction]:
+        """Return the instructions of ticks, inside guards and fusions, too."""
+        return self._within([scan.body for scan in self.scans])
+
+    def outside_scans(self) -> Iterator[Instruction]:
+        """Return the instructions before and after the scans."""
+        return self._within([self._entry], but=self.scans)
+
+    def instructions(self) -> Iterator[Instruction]:
+        """Return all instructions."""
+        return (i for body in self._computations.values() for i in body)
+
+    @functools.cached_property
+    def collectives(self) -> list[Collective]:
+        """Return everything that the program sends between chips."""
+        found: list[Collective] = []
+        for name, runs in self._runs().items():
+            computation = self._computations[name]
+            for at, instruction in enumerate(computation):
+                op = instruction.op.removesuffix("-start")
+                if op in COLLECTIVES and not instruction.op.endswith("-done"):
+                    nbytes = _sent(instruction)
+                    found.append(Collective(op, instruction, runs, nbytes, self._is_beside_work(computation, at)))
+        return found
+
+    def _is_beside_work(self, computation: Sequence[Instruction], at: int) -> bool:
+        start = computation[at]
+        if not start.op.endswith("-start"):
+            return False
+        takes = re.compile(rf"%?{re.escape(start.name)}\b")
+        done = start.op.removesuffix("-start") + "-done"
+        end = next((k for k, i in enumerate(computation) if i.op == done and takes.search(i.line)), at)
+        return any(i.op in ("while", "custom-call") or i.cycles >= _WORK for i in computation[at + 1 : end])
+
+    def _runs(self) -> dict[str, int]:
+        """Return how often each computation runs: the plan knows how many ticks there are, and how many a guard has."""
+        runs, waiting = collections.defaultdict[str, float](float), [(self._entry, 1.0)]
+        while waiting:
+            name, times = waiting.pop()
+            runs[name] += times
+            for instruction in self._computations[name]:
+                inside = times * _trips(instruction) if instruction.op == "while" else times
+                waiting += [(called, inside) for called in instruction.called if called in self._computations]
+        return {name: max(1, round(times)) for name, times in runs.items()}
+
+    def _within(self, names: Sequence[str], but: Sequence[Instruction] = ()) -> Iterator[Instruction]:
+        """Return the instructions of computations and of all that they call, except for what `but` calls."""
+        seen, left = set(names), [*names]
+        while left:
+            for instruction in self._computations.get(left.pop(), []):
+                yield instruction
+                if not any(instruction is scan for scan in but):
+                    new = [called for called in instruction.called if called not in seen]
+                    seen.update(new)
+                    left += new
+
+    def _cycles_in(self, name: str) -> int:
+        loops = lambda i: i.trips * self._cycles_in(i.body) if i.op == "while" else i.cycles  # noqa: E731
+        return sum(map(loops, self._computations[name]))
+
+
+def host_loops(thunks: str) -> int:
+    """Return how many loops in a GPU's ticks are outside CUDA graphs, from XLA's sequence of thunks.
+
+    The host reads the predicate of each of them in each tick.
+
+    >>> host_loops('''
+    ... 012: kWhile         [source | sink]
+    ...   body:
+    ...     000: kCommandBuffer [source       | next=038 (1)]
+    ...         022: kWhile [source | sink]
+    ...     031: kWhile         [source       | next=1 (1)]
+    ... ''')
+    1
+    """
+    outside, graph = 0, None  # the indentation of the graph around this line
+    for indent, kind in re.findall(r"^( *)\d+: (k\w+)", thunks, re.MULTILINE):
+        if graph is not None and len(indent) <= graph:
+            graph = None
+        if kind == "kCommandBuffer" and graph is None:
+            graph = len(indent)
+        elif kind == "kWhile" and graph is None:
+            outside += len(indent) > 0
+    return outside
+
+
+def _trips(loop: Instruction) -> float:
+    """Return how often a loop runs, on average for a guard: 1 or less; 1 for another loop of unknown length."""
+    plan, guard = plan_named(loop.place), guard_named(loop.place)
+    if plan is None or loop.trips > 1:
+        return loop.trips
+    if guard is None:
+        return plan.ticks if re.search(r"ipu_jax\.plan\.[\w.]+/while$", loop.place) else 1
+    return _active_share(plan, guard)
+
+
+def _active_share(plan: PlanNames, guard: Any) -> float:
+    ticks = plan.microbatches.get(guard)
+    return 1.0 if ticks is None else float((np.asarray(ticks) >= 0).any(axis=1).mean())
+
+
+def _sent(instruction: Instruction) -> int:
+    """Return the bytes of a collective's result."""
+    arrays = [array for array in instruction.arrays if array.dtype != "u32" or array.dims]
+    if instruction.op in ("collective-permute-start", "all-gather-start"):  # their result contains their operands
+        arrays = arrays[len(arrays) // 2 :]
+    return sum(array.nbytes for array in arrays)
+
+
+def _numbered(of: Sequence[int], turned: Sequence[int], size: int) -> list[list[int]]:
+    """Return the groups that XLA writes as [groups, size]<=[of]T(turned)."""
+    strides = [math.prod(of[k + 1 :]) for k in range(len(of))]
+    flat = [0]
+    for dim in turned:
+        flat = [start + strides[dim] * k for start in flat for k in range(of[dim])]
+    return [flat[at : at + size] for at in range(0, len(flat), size)]
+
+
+def _parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
+    """Return the instructions of each computation, and the name of the computation that runs first."""
+    computations: dict[str, list[Instruction]] = {}
+    inside: list[Instruction] = []
+    entry = ""
+    for line in text.splitlines():
+        if opened := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            inside = computations.setdefault(opened[2], [])
+            entry = opened[2] if opened[1] else entry
+        elif found := re.match(r"\s+(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([\w\-]+)\(", line):
+            inside.append(Instruction(found[2], tuple(_arrays(found[1])), line))
+    return computations, entry
+
+
+def _arrays(result: str) -> Iterable[Array]:
+    for dtype, dims in re.findall(r"([a-z]+\d*)\[([\d,]*)\]", result):
+        yield Array(dtype, tuple(int(n) for n in dims.split(",") if n))

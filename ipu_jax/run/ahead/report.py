@@ -1,0 +1,190 @@
+"""Show on one screen what a program needs and costs on chips that are not there.
+
+TrainStep(Pipeline of 6 stages on 4 IPUs x 2 replicas, 16 micro-batches per update)
+compiled for 8 TPU v5 lite (jax 0.10.2, libtpu 0.0.42): nothing ran
+
+memory of a chip      arguments 412.1 MB + results elsewhere 0 B + temporary 1.5 GB + program 14.9 MB = 2.0 GB
+                      fits into 16.9 GB; the update reuses the buffers of 412.0 MB of its arguments
+a step of a chip      F 2.3 TFLOP, B 4.6 TFLOP; cycles of a task: F 4,140,000, B 7,440,000
+...
+"""
+
+import dataclasses
+import json
+from typing import Final
+
+from ipu_jax.core.analysis.report import in_units
+from ipu_jax.run.ahead.paper import Paper
+from ipu_jax.run.ahead.program import Program
+from ipu_jax.run.ahead.traffic import Row
+
+FORMAT: Final = 1
+"""The version of the format of `ChipReport.json`."""
+_MOST_ROWS: Final = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """The bytes of a program on one chip.
+
+    Attributes:
+        arguments: weights, state and batch.
+        results: what the program returns, the results in reused buffers of arguments included.
+        reused: the part of the results that takes the buffers of arguments.
+        temporary, program: what else it needs while it runs, and its code; None if it was too large to be compiled.
+        needed: all of it together. If it was too large, at least so much, as the compiler says.
+        available: what the chip has for a program; None if its kind is not known.
+    """
+
+    arguments: int
+    results: int
+    reused: int
+    temporary: int | None
+    program: int | None
+    needed: int
+    available: int | None
+
+    @property
+    def missing(self) -> int:
+        """Return the bytes that it needs and the chip does not have, 0 if it fits."""
+        return 0 if self.available is None else max(0, self.needed - self.available)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChipReport:
+    """What `compile_ahead` returns; `str()` shows it on one screen.
+
+    Attributes:
+        model: a line about the model.
+        chips, chip: how many there are, and their kind as jax names it.
+        versions: of jax, and of XLA's compiler for the chips.
+        mesh: the sizes of its axes.
+        memory: of one chip.
+        flops: of a step, by task (F, B, W), on the IPU that has the most; empty without a pipeline.
+        cycles: of one run of a task, and of the update, as XLA's compiler for TPU estimates them, without collectives,
+            kernels and some copies; empty on GPUs.
+        rows: what the program sends; those that take the most time first.
+        host_loops: on GPUs, the loops of a tick whose predicate the host reads; None elsewhere.
+        paper: the time of a step on paper; None without a pipeline, or if the kind of the chip is not known.
+        mends: if it does not fit, what would change that, by prediction.
+        program: the compiled program; None if it was too large.
+    """
+
+    model: str
+    chips: int
+    chip: str
+    versions: dict[str, str]
+    mesh: dict[str, int]
+    memory: Memory
+    flops: dict[str, int]
+    cycles: dict[str, int]
+    rows: tuple[Row, ...]
+    host_loops: int | None
+    paper: Paper | None
+    mends: tuple[str, ...] = ()
+    program: Program | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the program fits into the memory of a chip, as far as that is known."""
+        return not self.memory.missing
+
+    def json(self) -> str:
+        """Return the report as one line of JSON, without the program; times are seconds, sizes bytes."""
+        fields = dataclasses.asdict(dataclasses.replace(self, program=None))
+        del fields["program"]
+        fields["memory"]["missing"] = self.memory.missing
+        if self.paper is not None:
+            fields["paper"]["seconds"] = self.paper.seconds
+        return json.dumps({"format": FORMAT, **fields})
+
+    def __str__(self) -> str:
+        by = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        parts = [
+            ("memory of a chip", self._memory_lines()),
+            ("work of a chip", self._work_lines()),
+            ("sent by a chip", self._traffic_lines()),
+            ("host", [] if self.host_loops is None else [_host_line(self.host_loops)]),
+            ("a step on paper", [] if self.paper is None else _paper_lines(self.paper)),
+            ("to make it fit", list(self.mends)),
+        ]
+        lines = [self.model, f"compiled for {self.chips} x {self.chip} by {by}: nothing ran", ""]
+        for title, of_part in parts:
+            lines += [f"{title if k == 0 else '':<18}{line}".rstrip() for k, line in enumerate(of_part)]
+        return "\n".join(lines)
+
+    def _memory_lines(self) -> list[str]:
+        memory = self.memory
+        first = f"{_bytes(memory.needed)}"
+        if memory.temporary is None:
+            first = f"at least {first}, of which arguments {_bytes(memory.arguments)}; it is too large to be compiled"
+        else:
+            elsewhere = max(0, memory.results - memory.reused)
+            first += f" = arguments {_bytes(memory.arguments)} + temporary {_bytes(memory.temporary)}"
+            first += f" + results in buffers of their own {_bytes(elsewhere)}"
+            first += f" + program {_bytes(memory.program or 0)}" if memory.program else ""
+        lines = [first]
+        if memory.available is not None:
+            verdict = f"{_bytes(memory.missing)} too much for" if memory.missing else "fits into"
+            lines.append(f"{verdict} the {_bytes(memory.available)} of a {self.chip}")
+        if memory.temporary is not None:
+            reuses = f"reuse the buffers of {_bytes(memory.reused)} of the arguments" if memory.reused else "reuse none"
+            lines.append(f"results {reuses}")
+        return lines
+
+    def _work_lines(self) -> list[str]:
+        lines = []
+        if self.flops:
+            lines.append("step: " + ", ".join(f"{task} {in_units(n, 'FLOP')}" for task, n in self.flops.items() if n))
+        if self.cycles:
+            each = ", ".join(f"{task} {cycles:,}" for task, cycles in self.cycles.items() if cycles)
+            lines.append(f"cycles of a task, by the compiler, without collectives and kernels: {each}")
+        return lines
+
+    def _traffic_lines(self) -> list[str]:
+        rows = [("collective", "axis", "runs", "bytes a step", "hops", "on paper", "")]
+        for row in self.rows[:_MOST_ROWS]:
+            over = "network" if row.hops is None else str(row.hops)
+            time = "" if row.seconds is None else _seconds(row.seconds)
+            beside = "beside work" if row.beside_work else "nothing hides it"
+            rows.append((row.op, row.axis, str(row.runs), _bytes(row.nbytes), over, time, beside))
+        if len(rows) == 1:
+            return ["nothing"]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        if left := self.rows[_MOST_ROWS:]:
+            lines.append(f"and {len(left)} smaller, {_bytes(sum(row.nbytes for row in left))} together")
+        return lines
+
+
+def _host_line(loops: int) -> str:
+    if not loops:
+        return "reads no predicate in a tick: guards are in CUDA graphs"
+    return f"reads {loops} predicate{'s' * (loops > 1)} in a tick, of guards that contain a collective"
+
+
+def _paper_lines(paper: Paper) -> list[str]:
+    named = {field.name: getattr(paper, field.name) for field in dataclasses.fields(paper)}
+    labels = {"forward": "F", "backward": "B", "weight": "W"}
+    share = named.pop("share_of_peak")
+    parts = " + ".join(f"{labels.get(name, name)} {_seconds(value)}" for name, value in named.items() if value)
+    return [
+        f"{_seconds(paper.seconds)} = {parts}",
+        f"{share:.0%} of the chip's FLOP/s; by the roofline and the compiler's cycles: nothing was measured",
+    ]
+
+
+def _bytes(size: float) -> str:
+    return in_units(size, "B")
+
+
+def _seconds(value: float) -> str:
+    """Return seconds with a unit.
+
+    >>> _seconds(0.0412), _seconds(3.2e-6), _seconds(2.5)
+    ('41.2 ms', '3.2 us', '2.5 s')
+    """
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if value * factor >= 1 or unit == "us":
+            break
+    return f"{value * factor:.1f} {unit}"
