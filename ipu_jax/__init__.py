@@ -13,7 +13,7 @@ from ipu_jax.base.version import __version__ as __version__
 # Type checkers read these imports. At run time, a name is imported when it is first used: so a command line is checked,
 # and a schedule printed, without importing jax, which takes a second.
 if TYPE_CHECKING:
-    from ipu_jax import costs, io, nn, observe, options, pipelines, schedules, steps
+    from ipu_jax import chips, costs, io, nn, observe, options, pipelines, schedules, steps
     from ipu_jax.distributed import popdist
     from ipu_jax.io import Checkpoints, Feed
     from ipu_jax.options import TrainOptions
@@ -30,6 +30,7 @@ __all__ = [
     "Pipeline",
     "Stage",
     "TrainOptions",
+    "chips",
     "cli",
     "configure",
     "costs",
@@ -53,7 +54,7 @@ __all__ = [
 facts.listen_from("ipu_jax.distributed.processes.listening")
 
 # the first two do not import jax
-_SUBJECTS = ("schedules", "options", "pipelines", "steps", "io", "nn", "observe", "costs")
+_SUBJECTS = ("schedules", "options", "pipelines", "steps", "io", "nn", "observe", "costs", "chips")
 _MODULES = {name: f"{__name__}.{name}" for name in _SUBJECTS}
 _MODULES |= {"popdist": f"{__name__}.distributed.popdist", "cli": f"{__name__}.run.cli"}
 

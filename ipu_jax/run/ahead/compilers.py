@@ -10,9 +10,8 @@ They are found in the folders that AOT_TPU and AOT_CUDA name, in those of `make 
 import contextlib
 import functools
 import importlib
-import importlib.util
+import importlib.metadata
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -24,9 +23,7 @@ from jax.experimental import topologies
 
 from ipu_jax.base.checks import check_count
 from ipu_jax.core.cuda_graphs import CUDA_GRAPH_FLAGS
-from ipu_jax.run.ahead.kinds import KINDS
-
-TOPOLOGIES: Final = "v5e:4x4, v5p:4x4x4, v6e:2x4, h100x8"
+from ipu_jax.run.ahead.kinds import TOPOLOGIES, topology_of
 
 # libtpu asks the cloud which TPU this is, and lets only one process in, unless these are set
 _ENVIRONMENT: Final = {
@@ -39,7 +36,6 @@ _ENVIRONMENT: Final = {
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
 _SMALLEST: Final = (1, 1, 1)
-_GPUS_OF_A_HOST: Final = 8
 # Without the driver's versions, XLA takes it for an old one whose graphs have no loops.
 _H100: Final = """
 gpu_device_info {
@@ -88,15 +84,16 @@ def describe(topology: str, *, slices: int = 1) -> list[Any]:
         ValueError: there is no such topology, or XLA's compiler for its chips is not installed.
     """
     slices = check_count("slices", slices)
-    if found := re.fullmatch(r"h100x([1-9]\d*)", topology):
-        return _h100s(int(found[1]), topology, slices)
-    found = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", topology)
-    if not found or found[1] not in KINDS or found[1] == "h100":
-        raise ValueError(f"topology={topology!r} is not known: give one such as {TOPOLOGIES}")
+    found = topology_of(topology)
+    if found.kind.name == "h100":
+        if slices > 1:
+            raise ValueError(f"slices={slices} is for TPUs: give all GPUs in the topology, such as h100x16")
+        _register_cuda()
+        shape = "x".join(map(str, (1, *found.sides)))
+        return topologies.get_topology_desc(platform="cuda", target_config=_H100, topology=shape).devices
     _find_libtpu()
-    sides = [int(side) for side in found[2].split("x")]
     options: dict[str, Any] = {} if slices == 1 else {"num_slices": slices}
-    if set(sides) == {1}:
+    if set(found.sides) == {1}:
         options["chips_per_host_bounds"] = _SMALLEST
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
@@ -133,15 +130,14 @@ def has_compiler(kind: str) -> bool:
     return (_folder_with("libtpu/libtpu.so", "AOT_TPU") if kind == "tpu" else _cuda_or_none()) is not None
 
 
-def _h100s(count: int, topology: str, slices: int) -> list[Any]:
-    hosts, rest = divmod(count, _GPUS_OF_A_HOST)
-    if slices > 1:
-        raise ValueError(f"slices={slices} is for TPUs: give all GPUs, such as h100x{count * slices}")
-    if hosts and rest:
-        raise ValueError(f"topology={topology!r} has no whole number of hosts of 8: give h100x{hosts * 8}")
-    _register_cuda()
-    shape = f"1x{hosts}x{_GPUS_OF_A_HOST}" if hosts else f"1x1x{count}"
-    return topologies.get_topology_desc(platform="cuda", target_config=_H100, topology=shape).devices
+def version_of(platform: str) -> dict[str, str]:
+    """Return the name and version of the package with XLA's compiler for "tpu" or "gpu"; nothing if it is not found."""
+    folder = _folder_with("libtpu/libtpu.so", "AOT_TPU") if platform == "tpu" else _cuda_or_none()
+    package = {"tpu": "libtpu", "gpu": "jax-cuda12-pjrt"}.get(platform)
+    if folder is None or package is None:
+        return {}
+    found = [*importlib.metadata.distributions(name=package, path=[str(folder)])]
+    return {package: found[0].version} if found else {}
 
 
 @functools.cache

@@ -7,7 +7,6 @@ A training script needs no such mesh under `ipu-compile`, and one more line: `ha
 """
 
 import contextlib
-import importlib.metadata
 import math
 import re
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from ipu_jax.core.analysis.cost import bytes_of
 from ipu_jax.core.engine.labels import UPDATE
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.weights.packing import Sharded
-from ipu_jax.run.ahead.compilers import compile_lowered
+from ipu_jax.run.ahead.compilers import compile_lowered, version_of
 from ipu_jax.run.ahead.kinds import kind_of, memory_for_jax
 from ipu_jax.run.ahead.mends import mends_of
 from ipu_jax.run.ahead.paper import estimate, flops_by_task
@@ -30,7 +29,6 @@ from ipu_jax.training.update.state import TrainState
 from ipu_jax.training.update.step import TrainStep
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_COMPILERS = {"tpu": "libtpu", "gpu": "jax-cuda12-pjrt"}
 
 
 class HandedOver(BaseException):
@@ -121,7 +119,7 @@ def compile_ahead(model: Any, params: Any, batch: Any, *, state: Any = None, key
         model=str(model).splitlines()[0],
         chips=mesh.size,
         chip=device.device_kind,
-        versions=_versions(device.platform),
+        versions={"jax": jax.__version__, **version_of(device.platform)},
         mesh=dict(mesh.shape),
         memory=memory,
         flops={} if plan is None else flops_by_task(plan),
@@ -170,10 +168,3 @@ def _cycles(program: Program | None) -> dict[str, int]:
         return {}
     tasks = {task: program.cycles_of(task) for task in ("F", "B", "W", "FB")}
     return {name: cycles for name, cycles in {**tasks, "update": program.cycles_under(UPDATE)}.items() if cycles}
-
-
-def _versions(platform: str) -> dict[str, str]:
-    found = {"jax": jax.__version__}
-    with contextlib.suppress(KeyError, importlib.metadata.PackageNotFoundError):
-        found[_COMPILERS[platform]] = importlib.metadata.version(_COMPILERS[platform])
-    return found

@@ -6,6 +6,7 @@ compiler for the chip gives a program. No chip reaches its FLOP/s, so times by t
 
 import dataclasses
 import os
+import re
 from typing import Any, Final
 
 
@@ -44,6 +45,38 @@ KINDS: Final = {
         Kind("h100", "NVIDIA H100 80GB HBM3", 8.49e10, 9.9e14, 3.35e12, 1.98e9, 4.5e11, 5e10),
     )
 }
+
+
+TOPOLOGIES: Final = "v5e:4x4, v5p:4x4x4, v6e:2x4 or h100x8"
+_GPUS_OF_A_HOST: Final = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """A kind of chips, and how many there are along each side of a TPU slice; for GPUs, (hosts, GPUs of a host)."""
+
+    kind: Kind
+    sides: tuple[int, ...]
+
+
+def topology_of(text: str) -> Topology:
+    """Return the topology that a text names.
+
+    Raises:
+        ValueError: it names none.
+
+    >>> topology_of("v5e:2x4").sides, topology_of("h100x16").sides
+    ((2, 4), (2, 8))
+    """
+    if found := re.fullmatch(r"h100x([1-9]\d*)", text):
+        hosts, rest = divmod(int(found[1]), _GPUS_OF_A_HOST)
+        if hosts and rest:
+            raise ValueError(f"topology={text!r} has no whole number of hosts of 8: give h100x{hosts * 8}")
+        return Topology(KINDS["h100"], (hosts, _GPUS_OF_A_HOST) if hosts else (1, rest))
+    found = re.fullmatch(r"(v\w+):([1-9]\d*(?:x[1-9]\d*)*)", text)
+    if not found or found[1] not in KINDS:
+        raise ValueError(f"topology={text!r} is not known: give one such as {TOPOLOGIES}")
+    return Topology(KINDS[found[1]], tuple(int(side) for side in found[2].split("x")))
 
 
 def kind_of(device: Any) -> Kind | None:

@@ -105,7 +105,7 @@ class ChipReport:
             ("work of a chip", self._work_lines()),
             ("sent by a chip", self._traffic_lines()),
             ("host", [] if self.host_loops is None else [_host_line(self.host_loops)]),
-            ("a step on paper", [] if self.paper is None else _paper_lines(self.paper)),
+            ("a step on paper", [] if self.paper is None else _paper_lines(self.paper, bool(self.cycles))),
             ("to make it fit", list(self.mends)),
         ]
         lines = [self.model, f"compiled for {self.chips} x {self.chip} by {by}: nothing ran", ""]
@@ -163,15 +163,13 @@ def _host_line(loops: int) -> str:
     return f"reads {loops} predicate{'s' * (loops > 1)} in a tick, of guards that contain a collective"
 
 
-def _paper_lines(paper: Paper) -> list[str]:
+def _paper_lines(paper: Paper, has_cycles: bool) -> list[str]:
     named = {field.name: getattr(paper, field.name) for field in dataclasses.fields(paper)}
     labels = {"forward": "F", "backward": "B", "weight": "W"}
     share = named.pop("share_of_peak")
     parts = " + ".join(f"{labels.get(name, name)} {_seconds(value)}" for name, value in named.items() if value)
-    return [
-        f"{_seconds(paper.seconds)} = {parts}",
-        f"{share:.0%} of the chip's FLOP/s; by the roofline and the compiler's cycles: nothing was measured",
-    ]
+    basis = "by the compiler's cycles" if has_cycles else "by the roofline, a lower bound that no chip reaches"
+    return [f"{_seconds(paper.seconds)} = {parts}", f"{share:.0%} of the chip's FLOP/s, {basis}: nothing was measured"]
 
 
 def _bytes(size: float) -> str:

@@ -1,0 +1,91 @@
+"""Compile a training script's step for chips that are not there, and print what it needs: the command `ipu-compile`.
+
+    $ ipu-compile --topology v5e:4x4 train.py --layers 24
+    TrainStep(Pipeline of 26 stages on 16 IPUs, 64 micro-batches per update)
+    compiled for 16 x TPU v5 lite by jax 0.10.2, libtpu 0.0.42: nothing ran
+    ...
+
+The script runs as usual up to `ipu_jax.chips.hand_over(step, weights, batch)`, where it ends. Until then `make_mesh`
+and `configure` take the described chips in place of jax's own.
+"""
+
+import argparse
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any, Final, NoReturn
+
+from ipu_jax.base.cli.parser import Parser, count
+from ipu_jax.base.cli.process import run
+from ipu_jax.run.ahead.kinds import topology_of
+
+PROG: Final = "ipu-compile"
+_TOO_LARGE: Final = 1
+_EPILOG: Final = """
+The script calls ipu_jax.chips.hand_over(step, weights, batch) before it places weights; shapes suffice. The status is 1
+if the program does not fit into a chip's memory.
+"""
+
+
+def command() -> NoReturn:
+    """Compile for the command line, and end the process with the exit status."""
+    run(PROG, main)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compile for a command line, print the report, and return the exit status."""
+    about = "Compiles a script's training step for TPUs or GPUs that are not there, and prints what it needs and costs."
+    parser = Parser(PROG, about, _EPILOG)
+    parser.add_argument("--topology", required=True, help="the chips, such as v5e:4x4, v5p:4x4x4, v6e:2x4 or h100x8")
+    parser.add_argument("--slices", type=count, default=1, metavar="N", help="TPU slices of this shape (default: 1)")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    parser.add_argument("script", help="a Python script that calls hand_over")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+    args = parser.parse(argv)
+    try:
+        if not os.path.isfile(args.script):
+            raise ValueError(f"{args.script} is no file: give the path of a Python script")
+        topology_of(args.topology)
+        devices = _described(args.topology, args.slices)
+    except ValueError as error:
+        parser.refuse(error)
+    report = _handed_over(parser, args, devices)
+    print(report.json() if args.json else report)
+    return 0 if report.fits else _TOO_LARGE
+
+
+def _described(topology: str, slices: int) -> list[Any]:
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # no other is there, and none is looked for
+    from ipu_jax.run.ahead.compilers import describe
+
+    return describe(topology, slices=slices)
+
+
+def _handed_over(parser: Parser, args: argparse.Namespace, devices: list[Any]) -> Any:
+    """Run the script up to `hand_over`, and return the report."""
+    from ipu_jax.core.devices import describing
+    from ipu_jax.run.ahead.compiling import HandedOver, awaiting
+
+    before = sys.argv, sys.path[:]
+    sys.argv = [args.script, *args.arguments]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(args.script)))
+    try:
+        with describing(devices), awaiting():
+            runpy.run_path(args.script, run_name="__main__")
+    except HandedOver as handed:
+        return handed.report
+    except SystemExit as end:
+        parser.error(f"{args.script} ended with status {end.code} before it called ipu_jax.chips.hand_over(...)")
+    except Exception as error:
+        own = error.__traceback__
+        while own is not None and own.tb_frame.f_code.co_filename != args.script:
+            own = own.tb_next
+        traceback.print_exception(error.with_traceback(own or error.__traceback__))
+        parser.error(f"{args.script} failed before it called ipu_jax.chips.hand_over(...): {type(error).__name__}")
+    finally:
+        sys.argv, sys.path[:] = before
+    parser.error(f"{args.script} ended without a call of ipu_jax.chips.hand_over(step, weights, batch): add one")
