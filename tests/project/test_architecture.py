@@ -48,7 +48,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     },
     "distributed": {"processes": set(), "": {"processes"}},
     "training": {"data": set(), "update": {"data"}, "checkpoints": {"data", "update"}, "weight_files": {"update"}},
-    "run": {"observe": set(), "loop": {"observe"}, "executable_cache": set(), "cli": set()},
+    "run": {"observe": set(), "loop": {"observe"}, "ahead": set(), "executable_cache": set(), "cli": set()},
 }
 PARTS = {"distributed": {"launcher", "bootstrap"}}  # folders that belong to the files beside them
 # They use public names only, like a user's program.
@@ -58,7 +58,7 @@ COMMANDS = (
     *("ipu_jax.tools.sharded_embedding_tool", "ipu_jax.tools.sharded_matmul_tool", "ipu_jax.tools.self_test"),
     *("mnist_example.run_sharded_mnist", "mnist_example.benchmark_dataset", "mnist_example.data"),
     *("ipu_jax.distributed.poprun", "ipu_jax.distributed.launcher.agent"),
-    *("ipu_jax.run.observe.info", "ipu_jax.run.observe.monitor.command"),
+    *("ipu_jax.run.observe.info", "ipu_jax.run.observe.monitor.command", "ipu_jax.run.ahead.command"),
 )
 
 # They must run without jax: a picture of a schedule needs no device, and the launcher must start quickly.

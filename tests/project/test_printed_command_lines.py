@@ -161,7 +161,8 @@ def test_flags_that_a_page_names_in_its_text_exist(page, parsers):
         if not named:
             continue
         module = importlib.import_module(SCRIPTS[command].split(":")[0])
-        words = {"poprun": ["true"], "run-sharded-mnist": ["--pipeline-mode", "basic"]}.get(command, [])
+        needed = {"poprun": ["true"], "run-sharded-mnist": ["--pipeline-mode", "basic"]}
+        words = (needed | {"ipu-compile": ["--topology", "v5e:2x2", "train.py"]}).get(command, [])
         with pytest.raises(Parsed):
             module.main(words)
         assert set(named) <= {*parsers[-1]._option_string_actions}, f"{command}: {named}"

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 LISTED: Final = ROOT / "tests/project/public_api.txt"
-SUBJECTS: Final = ("pipelines", "options", "steps", "schedules", "nn", "io", "observe", "costs")
+SUBJECTS: Final = ("pipelines", "options", "steps", "schedules", "nn", "io", "observe", "costs", "chips")
 MODULES: Final = (
     "ipu_jax",
     *(f"ipu_jax.{name}" for name in SUBJECTS),
