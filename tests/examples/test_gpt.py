@@ -1,4 +1,4 @@
-"""Test the GPT for any number of chips: it trains on the CPU's devices. tests/ipu_jax/run/ahead compiles it for chips."""
+"""Test that the GPT for any number of chips trains on the devices of a CPU."""
 
 import math
 import re
