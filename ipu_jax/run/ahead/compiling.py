@@ -88,13 +88,14 @@ def compile_ahead(model: Any, params: Any, batch: Any, *, state: Any = None, key
     """
     if isinstance(model, TrainStep):
         placed = params if isinstance(params, TrainState) else model.shapes(params, stages=state, key=key)
-        lowered, pipeline = model.lower(placed, batch), model.model
+        lowered, pipeline, outer = model.lower(placed, batch), model.model, int(model.options.device_iterations > 1)
         arguments = (placed.params, _of_one_update(model, batch), placed.stages, placed.key if model.random else None)
     elif isinstance(model, Pipeline):
         placed = params if isinstance(params, Sharded) else model.shard_shapes(params)
         if state is not None and not isinstance(state, Sharded):
             state = model.shard_state_shapes(state)
-        lowered, pipeline, arguments = model.lower(placed, batch, state, key), model, (placed, batch, state, key)
+        lowered, pipeline, outer = model.lower(placed, batch, state, key), model, 0
+        arguments = (placed, batch, state, key)
     else:
         raise ValueError(f"model={model!r} is neither a TrainStep nor a Pipeline: make one of a loss function first")
     mesh = pipeline.mesh
@@ -125,7 +126,7 @@ def compile_ahead(model: Any, params: Any, batch: Any, *, state: Any = None, key
         flops={} if plan is None else flops_by_task(plan),
         cycles=_cycles(program),
         rows=tuple(rows),
-        host_loops=None if thunks is None else host_loops(thunks),
+        host_loops=None if thunks is None else host_loops(thunks, outer),
         paper=paper,
         mends=mends_of(pipeline, plan, arguments) if memory.missing and plan is not None else (),
         program=program,

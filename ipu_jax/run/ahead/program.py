@@ -239,10 +239,14 @@ class Program:
         return sum(map(loops, self._computations[name]))
 
 
-def host_loops(thunks: str) -> int:
+def host_loops(thunks: str, outer: int = 0) -> int:
     """Return how many loops in a GPU's ticks are outside CUDA graphs, from XLA's sequence of thunks.
 
     The host reads the predicate of each of them in each tick.
+
+    Args:
+        thunks: the sequence, as XLA writes it.
+        outer: the loops around the scan over ticks, such as one over the updates of a call.
 
     >>> host_loops('''
     ... 012: kWhile         [source | sink]
@@ -253,15 +257,14 @@ def host_loops(thunks: str) -> int:
     ... ''')
     1
     """
-    outside, graph = 0, None  # the indentation of the graph around this line
-    for indent, kind in re.findall(r"^( *)\d+: (k\w+)", thunks, re.MULTILINE):
-        if graph is not None and len(indent) <= graph:
-            graph = None
-        if kind == "kCommandBuffer" and graph is None:
-            graph = len(indent)
-        elif kind == "kWhile" and graph is None:
-            outside += len(indent) > 0
-    return outside
+    found, around = 0, list[tuple[int, str]]()  # the loops and graphs around this line, by their indentation
+    for spaces, kind in re.findall(r"^( *)\d+: (k\w+)", thunks, re.MULTILINE):
+        around = [(indent, other) for indent, other in around if indent < len(spaces)]
+        kinds = [other for _, other in around]
+        found += kind == "kWhile" and "kCommandBuffer" not in kinds and len(kinds) > outer
+        if kind in ("kWhile", "kCommandBuffer"):
+            around.append((len(spaces), kind))
+    return found
 
 
 def _trips(loop: Instruction) -> float:
