@@ -169,7 +169,7 @@ class TrainStep:
         """
         if isinstance(params, Sharded):
             params = whole_shapes(params.layout)
-        return self._placement.shapes(params, stages, self._arguments.key_for_state(key))
+        return self._placement.shapes(params, stages, self._arguments.key_for_state(key, stacklevel=2))
 
     @facts.during("placing the state")
     @jax.transfer_guard("allow")  # the caller asks for this transfer
