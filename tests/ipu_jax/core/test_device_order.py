@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -38,7 +38,7 @@ def distance(a: Any, b: Any) -> int:
     return sum(abs(x - y) for x, y in zip((*a.coords, a.core_on_chip), (*b.coords, b.core_on_chip), strict=True))
 
 
-def slices_of(rows: Sequence[Any]) -> list[list[int]]:
+def slices_of(rows: Iterable[Any]) -> list[list[int]]:
     return [sorted({chip.slice_index for chip in row}) for row in rows]
 
 
