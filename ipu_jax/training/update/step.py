@@ -184,6 +184,7 @@ class TrainStep:
         Raises:
             ValueError: as in `init`, or the optimizer's state belongs to another optimizer.
         """
+        check_there(self.mesh, "restore", "shapes(params)")
         missing = {"params", "optimizer", "stages", "scale", "step", "key"} - set(whole)
         if missing:
             raise ValueError(f"the saved state has no {sorted(missing)}: give what step.whole(state) gave")
