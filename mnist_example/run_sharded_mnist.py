@@ -13,7 +13,6 @@ bad input (before anything is compiled); 74 when a picture, a checkpoint or the 
 Ctrl-C; 143 after a second SIGTERM.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,7 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_flags(flags)
         if flags.compile_for is not None:
-            os.environ["JAX_PLATFORMS"] = "cpu"  # no chip is needed, and none is looked for
             from mnist_example import training
 
             return training.compile_all(flags)

@@ -133,10 +133,8 @@ class Training:
         }
         if flags.model == "mlp":
             return ipu_jax.chips.compile_ahead(self.step, jax.eval_shape(lambda: model.init_params(0)), batch)
-        params, state = (
-            jax.eval_shape(lambda: resnet.init_params(flags.model, 0)),
-            jax.eval_shape(lambda: resnet.init_state(flags.model)),
-        )
+        params = jax.eval_shape(lambda: resnet.init_params(flags.model, 0))
+        state = jax.eval_shape(lambda: resnet.init_state(flags.model))
         return ipu_jax.chips.compile_ahead(self.step, params, batch, state=state)
 
     def init(self) -> ipu_jax.steps.TrainState:
@@ -291,6 +289,7 @@ def compile_all(flags: Flags) -> int:
     Raises:
         ValueError: there is no such topology, it has too few chips, or XLA's compiler for it is not installed.
     """
+    jax.config.update("jax_platforms", "cpu")  # no chip is needed, and none is looked for
     try:
         devices = ipu_jax.chips.describe(str(flags.compile_for))
     except ValueError as error:

@@ -142,14 +142,13 @@ def make_mesh(replicas: int, ipus_per_replica: int, *, devices: Sequence[Any] | 
     if len(pool) < needed:
         raise ValueError(f"{counts} needs {needed} IPUs, but {_too_few_in(pool, needed, given=devices is not None)}")
     chosen = rows_of(pool, replicas, ipus_per_replica)
-    everywhere = [] if is_described(pool[0]) else pool[0].client.devices()
-    idle = sorted({device.process_index for device in everywhere} - {device.process_index for device in chosen.flat})
-    if idle:
+    idle = sorted({device.process_index for device in pool} - {device.process_index for device in chosen.flat})
+    if idle and not is_described(pool[0]):
         numbers = ", ".join(map(str, idle))
         raise ValueError(
             f"{counts} takes the first {needed} of {len(pool)} devices, and instance{'s' * (len(idle) > 1)} "
-            f"{numbers} would have none of them, and could not take part: use all {len(everywhere)}, give each "
-            "instance fewer devices, or start fewer instances"
+            f"{numbers} would have none of them, and could not take part: use all {len(pool)}, give each instance "
+            "fewer devices, or start fewer instances"
         )
     mesh = Mesh(chosen, (REPLICA_AXIS, IPU_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
     _pool_of[mesh] = None if devices is None and _described is None else pool

@@ -295,6 +295,8 @@ class PlacedStages:
         """
         self.check(params, batch, state, key)
         check_measurable((params, batch, state, key), measured, repeats)
+        if measured:
+            check_there(self.mesh, "measured=True", "measured=False, which counts FLOPs")
         trace = lambda shapes: shapes.trace(self.stages)  # noqa: E731
         with ShortTracebacks():
             traced = self._traced(trace, self.apply_frozen(params), batch, state, key)
