@@ -282,7 +282,7 @@ def _active_share(plan: PlanNames, guard: Any) -> float:
 def _sent(instruction: Instruction) -> int:
     """Return the bytes of a collective's result."""
     arrays = [array for array in instruction.arrays if array.dtype != "u32" or array.dims]
-    if instruction.op in ("collective-permute-start", "all-gather-start"):  # their result contains their operands
+    if instruction.op.endswith("-start") and instruction.op != "all-reduce-start":  # the result contains the operands
         arrays = arrays[len(arrays) // 2 :]
     return sum(array.nbytes for array in arrays)
 
