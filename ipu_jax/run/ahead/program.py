@@ -68,7 +68,8 @@ class Instruction:
     @property
     def called(self) -> list[str]:
         """Return the names of the computations that it calls."""
-        names = re.findall(r"(?:body|condition|calls|to_apply)=%?([\w.\-]+)", self.line)
+        one = r"(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)"
+        names = re.findall(one, self.line)
         for several in re.findall(r"branch_computations=\{([^}]*)\}", self.line):
             names += re.findall(r"[\w.\-]+", several)
         return names
