@@ -19,6 +19,7 @@ from ipu_jax.core.engine.labels import PlanNames, guard_named, plan_named
 
 COLLECTIVES: Final = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _WORK: Final = 1000  # cycles of an instruction that can hide a message
+_NO_WORK: Final = ("AllocateBuffer", "ConcatBitcast", "AsyncCollectiveStart", "AsyncCollectiveDone")  # custom calls
 _WIDTHS: Final = {"pred": 1, "token": 0}
 
 
@@ -211,7 +212,7 @@ class Program:
         takes = re.compile(rf"%?{re.escape(start.name)}\b")
         done = start.op.removesuffix("-start") + "-done"
         end = next((k for k, i in enumerate(computation) if i.op == done and takes.search(i.line)), at)
-        return any(i.op in ("while", "custom-call") or i.cycles >= _WORK for i in computation[at + 1 : end])
+        return any(map(_is_work, computation[at + 1 : end]))
 
     def _runs(self) -> dict[str, int]:
         """Return how often each computation runs: the plan knows how many ticks there are, and how many a guard has."""
@@ -278,6 +279,12 @@ def _trips(loop: Instruction) -> float:
 def _active_share(plan: PlanNames, guard: Any) -> float:
     ticks = plan.microbatches.get(guard)
     return 1.0 if ticks is None else float((np.asarray(ticks) >= 0).any(axis=1).mean())
+
+
+def _is_work(instruction: Instruction) -> bool:
+    if instruction.op == "custom-call":
+        return not any(f'"{target}"' in instruction.line for target in _NO_WORK)
+    return instruction.op == "while" or instruction.cycles >= _WORK
 
 
 def _sent(instruction: Instruction) -> int:
