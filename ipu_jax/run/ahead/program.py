@@ -93,6 +93,12 @@ class Instruction:
         return found[1] if found else ""
 
     @property
+    def chain(self) -> str:
+        """Return the number of the chain of fusions that a collective is a piece of, "" without one."""
+        found = re.search(r'chain_id="(\d+)"', self.line)
+        return found[1] if found else ""
+
+    @property
     def groups(self) -> list[list[int]]:
         """Return the devices that a collective connects, by their numbers in the mesh: rings, or pairs of a permute."""
         if found := re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}", self.line):
@@ -199,11 +205,24 @@ class Program:
         for name, runs in self._runs().items():
             computation = self._computations[name]
             for at, instruction in enumerate(computation):
-                op = instruction.op.removesuffix("-start")
-                if op in COLLECTIVES and not instruction.op.endswith("-done"):
-                    nbytes = _sent(instruction)
-                    found.append(Collective(op, instruction, runs, nbytes, self._is_beside_work(computation, at)))
+                op, chain = instruction.op.removesuffix("-start"), self._chains.get(instruction.chain, [])
+                if op in COLLECTIVES and chain[:1] in ([], [name]):
+                    beside_work = len(chain) > 2 or self._is_beside_work(computation, at)
+                    found.append(Collective(op, instruction, runs, _sent(instruction), beside_work))
         return found
+
+    @functools.cached_property
+    def _chains(self) -> dict[str, list[str]]:
+        """Return the fusions of each chain, the start first: XLA for TPU lets fusions do pieces of a collective.
+
+        The first fusion starts it, the last one ends it, and those between do a piece each beside their own work.
+        """
+        found = collections.defaultdict[str, list[str]](list)
+        for name, computation in self._computations.items():
+            starts = any('"AsyncCollectiveStart"' in instruction.line for instruction in computation)
+            for chain in {instruction.chain for instruction in computation} - {""}:
+                found[chain].insert(0 if starts else len(found[chain]), name)
+        return dict(found)
 
     def _is_beside_work(self, computation: Sequence[Instruction], at: int) -> bool:
         start = computation[at]
