@@ -20,7 +20,7 @@ from ipu_jax.core.engine.labels import PlanNames, guard_named, plan_named
 COLLECTIVES: Final = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _WORK: Final = 1000  # cycles of an instruction that can hide a message
 _NO_WORK: Final = ("AllocateBuffer", "ConcatBitcast", "AsyncCollectiveStart", "AsyncCollectiveDone")  # custom calls
-_WIDTHS: Final = {"pred": 1, "token": 0}
+_BITS: Final = {"pred": 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Array:
     def nbytes(self) -> int:
         """Return its bytes, without padding to tiles."""
         bits = re.search(r"\d+", self.dtype)
-        return self.size * (_WIDTHS[self.dtype] if self.dtype in _WIDTHS else int(bits[0]) // 8 if bits else 0)
+        return self.size * (int(bits[0]) if bits else _BITS.get(self.dtype, 0)) // 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,5 +338,5 @@ def _parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
 
 
 def _arrays(result: str) -> Iterable[Array]:
-    for dtype, dims in re.findall(r"([a-z]+\d*)\[([\d,]*)\]", result):
+    for dtype, dims in re.findall(r"([a-z]\w*)\[([\d,]*)\]", result):
         yield Array(dtype, tuple(int(n) for n in dims.split(",") if n))
