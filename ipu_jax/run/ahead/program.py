@@ -228,7 +228,7 @@ class Program:
         start = computation[at]
         if not start.op.endswith("-start"):
             return False
-        takes = re.compile(rf"%?{re.escape(start.name)}\b")
+        takes = re.compile(rf"[(%\s]{re.escape(start.name)}[,)]")
         done = start.op.removesuffix("-start") + "-done"
         end = next((k for k, i in enumerate(computation) if i.op == done and takes.search(i.line)), at)
         return any(map(_is_work, computation[at + 1 : end]))
