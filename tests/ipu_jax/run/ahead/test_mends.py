@@ -1,4 +1,6 @@
-"""Test what is said to make a pipeline fit: each line holds the bytes that a report of the changed pipeline predicts."""
+"""Test what would make a pipeline fit: each line holds the bytes that the changed pipeline's report predicts."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ from ipu_jax.core.analysis.report import in_units
 from ipu_jax.run.ahead.mends import mends_of
 from ipu_jax.schedules import make_schedule
 
-N, D, M, LAYERS = 32, 64, 8, 6
+N, D, M, LAYERS = 32, 64, 8, 3
 LAST = "more IPUs for the same layers, or a smaller micro-batch"
 
 
@@ -23,8 +25,8 @@ def mlp(w, x):
     return x
 
 
-def pipeline_of(places=(0, 1, 2, 3), *, schedule="grouped", m=M, replicas=1, recompute="auto"):
-    """Return stages of 6 layers whose activations B needs, on these IPUs."""
+def pipeline_of(places=(0, 1, 2, 3), *, schedule: Any = "grouped", m=M, replicas=1, recompute: Any = "auto"):
+    """Return stages of some layers whose activations B needs, on these IPUs."""
     first, last = lambda w, x, mb: mlp(w, mb), lambda w, x, mb: jnp.mean(mlp(w, x) ** 2)
     functions = [first, *[lambda w, x, mb: mlp(w, x)] * (len(places) - 2), last]
     stages = [
