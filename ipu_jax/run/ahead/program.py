@@ -19,7 +19,8 @@ from ipu_jax.core.engine.labels import PlanNames, guard_named, plan_named
 
 COLLECTIVES: Final = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _WORK: Final = 1000  # cycles of an instruction that can hide a message
-_WIDTHS: Final = {"pred": 1, "token": 0}
+_NO_WORK: Final = ("AllocateBuffer", "ConcatBitcast", "AsyncCollectiveStart", "AsyncCollectiveDone")  # custom calls
+_BITS: Final = {"pred": 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Array:
     def nbytes(self) -> int:
         """Return its bytes, without padding to tiles."""
         bits = re.search(r"\d+", self.dtype)
-        return self.size * (_WIDTHS[self.dtype] if self.dtype in _WIDTHS else int(bits[0]) // 8 if bits else 0)
+        return self.size * (int(bits[0]) if bits else _BITS.get(self.dtype, 0)) // 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,8 @@ class Instruction:
     @property
     def called(self) -> list[str]:
         """Return the names of the computations that it calls."""
-        names = re.findall(r"(?:body|condition|calls|to_apply)=%?([\w.\-]+)", self.line)
+        one = r"(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)"
+        names = re.findall(one, self.line)
         for several in re.findall(r"branch_computations=\{([^}]*)\}", self.line):
             names += re.findall(r"[\w.\-]+", several)
         return names
@@ -88,6 +90,12 @@ class Instruction:
     def place(self) -> str:
         """Return where it comes from in the traced program, such as "jit(f)/shard_map/ipu_jax.F.0/while"."""
         found = re.search(r'op_name="([^"]*)"', self.line)
+        return found[1] if found else ""
+
+    @property
+    def chain(self) -> str:
+        """Return the number of the chain of fusions that a collective is a piece of, "" without one."""
+        found = re.search(r'chain_id="(\d+)"', self.line)
         return found[1] if found else ""
 
     @property
@@ -197,20 +205,33 @@ class Program:
         for name, runs in self._runs().items():
             computation = self._computations[name]
             for at, instruction in enumerate(computation):
-                op = instruction.op.removesuffix("-start")
-                if op in COLLECTIVES and not instruction.op.endswith("-done"):
-                    nbytes = _sent(instruction)
-                    found.append(Collective(op, instruction, runs, nbytes, self._is_beside_work(computation, at)))
+                op, chain = instruction.op.removesuffix("-start"), self._chains.get(instruction.chain, [])
+                if op in COLLECTIVES and chain[:1] in ([], [name]):
+                    beside_work = len(chain) > 2 or self._is_beside_work(computation, at)
+                    found.append(Collective(op, instruction, runs, _sent(instruction), beside_work))
         return found
+
+    @functools.cached_property
+    def _chains(self) -> dict[str, list[str]]:
+        """Return the fusions of each chain, the start first: XLA for TPU lets fusions do pieces of a collective.
+
+        The first fusion starts it, the last one ends it, and those between do a piece each beside their own work.
+        """
+        found = collections.defaultdict[str, list[str]](list)
+        for name, computation in self._computations.items():
+            starts = any('"AsyncCollectiveStart"' in instruction.line for instruction in computation)
+            for chain in {instruction.chain for instruction in computation} - {""}:
+                found[chain].insert(0 if starts else len(found[chain]), name)
+        return dict(found)
 
     def _is_beside_work(self, computation: Sequence[Instruction], at: int) -> bool:
         start = computation[at]
         if not start.op.endswith("-start"):
             return False
-        takes = re.compile(rf"%?{re.escape(start.name)}\b")
+        takes = re.compile(rf"[(%\s]{re.escape(start.name)}[,)]")
         done = start.op.removesuffix("-start") + "-done"
         end = next((k for k, i in enumerate(computation) if i.op == done and takes.search(i.line)), at)
-        return any(i.op in ("while", "custom-call") or i.cycles >= _WORK for i in computation[at + 1 : end])
+        return any(map(_is_work, computation[at + 1 : end]))
 
     def _runs(self) -> dict[str, int]:
         """Return how often each computation runs: the plan knows how many ticks there are, and how many a guard has."""
@@ -282,10 +303,16 @@ def _active_share(plan: PlanNames, guard: Any) -> float:
     return 1.0 if ticks is None else float((np.asarray(ticks) >= 0).any(axis=1).mean())
 
 
+def _is_work(instruction: Instruction) -> bool:
+    if instruction.op == "custom-call":
+        return not any(f'"{target}"' in instruction.line for target in _NO_WORK)
+    return instruction.op == "while" or instruction.cycles >= _WORK
+
+
 def _sent(instruction: Instruction) -> int:
     """Return the bytes of a collective's result."""
     arrays = [array for array in instruction.arrays if array.dtype != "u32" or array.dims]
-    if instruction.op in ("collective-permute-start", "all-gather-start"):  # their result contains their operands
+    if instruction.op.endswith("-start") and instruction.op != "all-reduce-start":  # the result contains the operands
         arrays = arrays[len(arrays) // 2 :]
     return sum(array.nbytes for array in arrays)
 
@@ -314,5 +341,5 @@ def _parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
 
 
 def _arrays(result: str) -> Iterable[Array]:
-    for dtype, dims in re.findall(r"([a-z]+\d*)\[([\d,]*)\]", result):
+    for dtype, dims in re.findall(r"([a-z]\w*)\[([\d,]*)\]", result):
         yield Array(dtype, tuple(int(n) for n in dims.split(",") if n))

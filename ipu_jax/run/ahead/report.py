@@ -20,7 +20,7 @@ from ipu_jax.run.ahead.traffic import Row
 
 FORMAT: Final = 1
 """The version of the format of `ChipReport.json`."""
-_MOST_ROWS: Final = 8
+_MOST_ROWS: Final = 6  # then a report with everything has 24 lines, which is one screen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,7 @@ class ChipReport:
             lines.append("step: " + ", ".join(f"{task} {in_units(n, 'FLOP')}" for task, n in self.flops.items() if n))
         if self.cycles:
             each = ", ".join(f"{task} {cycles:,}" for task, cycles in self.cycles.items() if cycles)
-            lines.append(f"cycles of a task, by the compiler, without collectives and kernels: {each}")
+            lines.append(f"cycles, without collectives and kernels: {each}")
         return lines
 
     def _traffic_lines(self) -> list[str]:
@@ -149,7 +149,7 @@ class ChipReport:
             beside = "beside work" if row.beside_work else "nothing hides it"
             rows.append((row.op, row.axis, str(row.runs), _bytes(row.nbytes), over, time, beside))
         if len(rows) == 1:
-            return ["nothing"]
+            return [] if self.memory.temporary is None else ["nothing"]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         if left := self.rows[_MOST_ROWS:]:
@@ -179,10 +179,10 @@ def _bytes(size: float) -> str:
 def _seconds(value: float) -> str:
     """Return seconds with a unit.
 
-    >>> _seconds(0.0412), _seconds(3.2e-6), _seconds(2.5)
-    ('41.2 ms', '3.2 us', '2.5 s')
+    >>> _seconds(0.0412), _seconds(3.2e-6), _seconds(0.4121)
+    ('41.2 ms', '3.2 us', '412 ms')
     """
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if value * factor >= 1 or unit == "us":
             break
-    return f"{value * factor:.1f} {unit}"
+    return f"{value * factor:.{int(value * factor < 100)}f} {unit}"
