@@ -111,7 +111,14 @@ def compile_lowered(lowered: Any, device: Any) -> tuple[Any, str | None]:
     Raises:
         jax.errors.JaxRuntimeError: XLA cannot compile it, such as if it does not fit into the memory of a TPU.
     """
-    if device.platform != "gpu" or device.client.local_devices():
+    if device.client.local_devices():
+        return lowered.compile(), None
+    with _nothing_kept():
+        return _compiled_ahead(lowered, device)
+
+
+def _compiled_ahead(lowered: Any, device: Any) -> tuple[Any, str | None]:
+    if device.platform != "gpu":
         return lowered.compile(), None
     nvcc = _cuda_folder() / "nvidia" / "cuda_nvcc"
     flags = [flag.removeprefix("--").partition("=") for flag in CUDA_GRAPH_FLAGS]
@@ -138,6 +145,18 @@ def version_of(platform: str) -> dict[str, str]:
         return {}
     found = [*importlib.metadata.distributions(name=package, path=[str(folder)])]
     return {package: found[0].version} if found else {}
+
+
+@contextlib.contextmanager
+def _nothing_kept() -> Iterator[None]:
+    """Keep programs out of jax's cache of compiled ones: without their chips they cannot be read again."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.values[name]
+    jax.config.update(name, float("inf"))
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 @functools.cache

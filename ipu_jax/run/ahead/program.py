@@ -18,6 +18,7 @@ import numpy as np
 from ipu_jax.core.engine.labels import PlanNames, guard_named, plan_named
 
 COLLECTIVES: Final = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_OVER_NETWORK: Final = {"ONE_TO_ONE": "collective-permute"}
 _WORK: Final = 1000  # cycles of an instruction that can hide a message
 _NO_WORK: Final = ("AllocateBuffer", "ConcatBitcast", "AsyncCollectiveStart", "AsyncCollectiveDone")  # custom calls
 _BITS: Final = {"pred": 8}
@@ -199,9 +200,27 @@ class Program:
         return (i for body in self._computations.values() for i in body)
 
     @functools.cached_property
+    def _between_slices(self) -> list[Collective]:
+        """Return what goes over the network between TPU slices: XLA writes it as transfers to and from the hosts."""
+        found: list[Collective] = []
+        for name, runs in self._runs().items():
+            computation = self._computations[name]
+            for at, instruction in enumerate(computation):
+                kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.line)
+                if instruction.op == "recv" and kind:
+                    op = _OVER_NETWORK.get(kind[1], kind[1].lower().replace("_", "-"))
+                    nbytes = max(array.nbytes for array in instruction.arrays)  # the others are a number and a token
+                    takes = re.compile(rf"recv-done\(%?{re.escape(instruction.name)}\)")
+                    end = next((k for k, i in enumerate(computation) if takes.search(i.line)), at)
+                    # it takes long: a task hides it, the few operations of an update don't
+                    is_hidden = any(i.op == "while" for i in computation[at + 1 : end])
+                    found.append(Collective(op, instruction, runs, nbytes, is_hidden))
+        return found
+
+    @functools.cached_property
     def collectives(self) -> list[Collective]:
         """Return everything that the program sends between chips."""
-        found: list[Collective] = []
+        found: list[Collective] = [*self._between_slices]
         for name, runs in self._runs().items():
             computation = self._computations[name]
             for at, instruction in enumerate(computation):

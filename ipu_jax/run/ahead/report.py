@@ -103,7 +103,7 @@ class ChipReport:
         parts = [
             ("memory of a chip", self._memory_lines()),
             ("work of a chip", self._work_lines()),
-            ("sent by a chip", self._traffic_lines()),
+            ("sent by a chip", [] if self.memory.temporary is None else self._traffic_lines()),
             ("host", [] if self.host_loops is None else [_host_line(self.host_loops)]),
             ("a step on paper", [] if self.paper is None else _paper_lines(self.paper, bool(self.cycles))),
             ("to make it fit", list(self.mends)),
