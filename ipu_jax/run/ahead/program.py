@@ -104,6 +104,11 @@ class Instruction:
         """Return the devices that a collective connects, by their numbers in the mesh: rings, or pairs of a permute."""
         if found := re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}", self.line):
             return [[int(n) for n in group.split(",") if n] for group in re.findall(r"\{([\d,]*)\}", found[1])]
+        if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", self.line):
+            axes = re.findall(r"'([^']+)'=(\d+)", found[1])
+            return _along(
+                [name for name, _ in axes], [int(size) for _, size in axes], re.findall(r"'([^']+)'", found[2])
+            )
         found = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", self.line)
         if not found:
             return []
@@ -259,7 +264,7 @@ class Program:
             name, times = waiting.pop()
             runs[name] += times
             for instruction in self._computations[name]:
-                inside = times * _trips(instruction) if instruction.op == "while" else times
+                inside = times * self._trips(instruction) if instruction.op == "while" else times
                 waiting += [(called, inside) for called in instruction.called if called in self._computations]
         return {name: max(1, round(times)) for name, times in runs.items()}
 
@@ -275,8 +280,24 @@ class Program:
                     left += new
 
     def _cycles_in(self, name: str) -> int:
-        loops = lambda i: i.trips * self._cycles_in(i.body) if i.op == "while" else i.cycles  # noqa: E731
+        """Return the cycles of a computation; a guard in it counts once, since its length is not known."""
+        loops = lambda i: self._length(i) * self._cycles_in(i.body) if i.op == "while" else i.cycles  # noqa: E731
         return sum(map(loops, self._computations[name]))
+
+    def _trips(self, loop: Instruction) -> float:
+        """Return how often a loop runs, on average for a guard: 1 or less."""
+        plan, guard = plan_named(loop.place), guard_named(loop.place)
+        if plan is None or guard is None:
+            return self._length(loop)
+        return _active_share(plan, guard)
+
+    def _length(self, loop: Instruction) -> int:
+        """Return how often a loop runs, 1 where that is not known. For TPUs only the loop's condition says it."""
+        if loop.trips > 1:
+            return loop.trips
+        condition = [i.line for i in self._within(re.findall(r"condition=%?([\w.\-]+)", loop.line))]
+        ends = re.findall(r" s32\[\][^ ]* constant\((\d+)\)", "\n".join(condition))
+        return int(ends[0]) if len(ends) == 1 and any("direction=LT" in line for line in condition) else 1
 
 
 def host_loops(thunks: str, outer: int = 0) -> int:
@@ -307,16 +328,6 @@ def host_loops(thunks: str, outer: int = 0) -> int:
     return found
 
 
-def _trips(loop: Instruction) -> float:
-    """Return how often a loop runs, on average for a guard: 1 or less; 1 for another loop of unknown length."""
-    plan, guard = plan_named(loop.place), guard_named(loop.place)
-    if plan is None or loop.trips > 1:
-        return loop.trips
-    if guard is None:
-        return plan.ticks if re.search(r"ipu_jax\.plan\.[\w.]+/while$", loop.place) else 1
-    return _active_share(plan, guard)
-
-
 def _active_share(plan: PlanNames, guard: Any) -> float:
     ticks = plan.microbatches.get(guard)
     return 1.0 if ticks is None else float((np.asarray(ticks) >= 0).any(axis=1).mean())
@@ -331,9 +342,17 @@ def _is_work(instruction: Instruction) -> bool:
 def _sent(instruction: Instruction) -> int:
     """Return the bytes of a collective's result."""
     arrays = [array for array in instruction.arrays if array.dtype != "u32" or array.dims]
-    if instruction.op.endswith("-start") and instruction.op != "all-reduce-start":  # the result contains the operands
+    # the result of a -start contains the operands; that of an all-reduce only where it is a tuple of tuples
+    if instruction.op.endswith("-start") and (instruction.op != "all-reduce-start" or " = ((" in instruction.line):
         arrays = arrays[len(arrays) // 2 :]
     return sum(array.nbytes for array in arrays)
+
+
+def _along(names: Sequence[str], sizes: Sequence[int], axes: Sequence[str]) -> list[list[int]]:
+    """Return the groups that XLA writes as the axes of a mesh along which a collective goes."""
+    inside = [k for k, name in enumerate(names) if name in axes]
+    order = [*(k for k in range(len(names)) if k not in inside), *inside]
+    return _numbered(sizes, order, math.prod(sizes[k] for k in inside))
 
 
 def _numbered(of: Sequence[int], turned: Sequence[int], size: int) -> list[list[int]]:

@@ -74,6 +74,30 @@ def test_instructions_of_ticks_are_told_from_those_before_and_after():
     assert {c.instruction.name: (c.runs, c.nbytes) for c in program.collectives} == {"sum": (5, 132), "sum.1": (1, 16)}
 
 
+def test_the_length_of_a_loop_is_in_its_condition_where_the_compiler_does_not_write_it():
+    """XLA for TPU writes no trip count. The end of a guard is a value, and the guard counts once."""
+    text = TICKS.replace(', backend_config={"known_trip_count":{"n":"3"}}', "")
+    assert 'n":"3' not in text
+    compared = "ROOT %lt = pred[] compare(%i, %end), direction=LT"
+    loop = f"%c (p: s32[]) -> pred[] {{\n  %end = s32[]{{:T(128)}} constant(6)\n  {compared}\n}}\n\n"
+    guard = f"%c (p: s32[]) -> pred[] {{\n  %end = s32[] get-tuple-element(%p), index=1\n  {compared}\n}}\n\n"
+    head, rest = text.split("%heads", 1)
+    assert program_of(f"{head}{guard}%heads{rest}").bodies["F.0"] == 100 + 7
+    heads_only = rest.replace("condition=%c, body=%layer", "condition=%d, body=%layer")
+    assert program_of(f"{head}{guard}{loop.replace('%c', '%d')}%heads{heads_only}").bodies["F.0"] == 100 + 6 * 7
+
+
+@pytest.mark.parametrize("axes", ["'ipu'", "'replica'", "'replica','ipu'"])
+def test_groups_along_the_axes_of_a_mesh(axes):
+    """XLA with jax 0.12 names the mesh and its axes instead of devices."""
+    line = (
+        f"%a = f32[4] all-reduce(%x), replica_groups=mesh['replica'=2,'ipu'=3] {{{axes}}}, use_global_device_ids=true"
+    )
+    numbers = np.arange(6).reshape(2, 3)
+    expected = {"'ipu'": numbers, "'replica'": numbers.T, "'replica','ipu'": numbers.reshape(1, 6)}[axes]
+    assert Instruction("all-reduce", (), line).groups == expected.tolist()
+
+
 def test_groups_in_both_notations():
     said = lambda text: Instruction("all-reduce", (), f"%sum = f32[] all-reduce(%x), {text}").groups  # noqa: E731
     numbered = lambda shape, axes: np.arange(8).reshape(shape).transpose(axes)  # noqa: E731
@@ -91,6 +115,7 @@ def test_groups_in_both_notations():
         ("f32[4,16]{1,0}", "all-reduce", 256),
         ("(bf16[4,16]{1,0:T(8,128)(2,1)}, f32[])", "all-reduce", 132),
         ("(bf16[4], f32[2])", "all-reduce-start", 16),
+        ("((bf16[4], f32[2]), (bf16[4], f32[2]))", "all-reduce-start", 16),
         ("(bf16[64], bf16[64]{0:T(256)S(1)}, u32[]{:S(2)}, u32[]{:S(2)})", "collective-permute-start", 128),
         ("(f32[2], f32[8])", "all-gather-start", 32),
         ("((f32[2], bf16[2]), (f32[8], bf16[8]))", "all-gather-start", 48),
