@@ -303,7 +303,7 @@ class Program:
 def host_loops(thunks: str, outer: int = 0) -> int:
     """Return how many loops in a GPU's ticks are outside CUDA graphs, from XLA's sequence of thunks.
 
-    The host reads the predicate of each of them in each tick.
+    The host drives each of them: it reads the predicate of a guard in each tick.
 
     Args:
         thunks: the sequence, as XLA writes it.

@@ -64,7 +64,8 @@ class ChipReport:
         cycles: of one run of a task, and of the update, as XLA's compiler for TPU estimates them, without collectives,
             kernels and some copies; empty on GPUs.
         rows: what the program sends; those that take the most time first.
-        host_loops: on GPUs, the loops of a tick whose predicate the host reads; None elsewhere.
+        host_loops: on GPUs, the loops of a tick that are not in CUDA graphs, so that the host drives them; None
+            elsewhere.
         paper: the time of a step on paper; None without a pipeline, or if the kind of the chip is not known.
         mends: if it does not fit, what would change that, by prediction.
         program: the compiled program; None if it was too large.
@@ -159,8 +160,10 @@ class ChipReport:
 
 def _host_line(loops: int) -> str:
     if not loops:
-        return "reads no predicate in a tick: guards are in CUDA graphs"
-    return f"reads {loops} predicate{'s' * (loops > 1)} in a tick, of guards that contain a collective"
+        return "drives no loop in a tick: guards are in CUDA graphs"
+    return (
+        f"drives {loops} loop{'s' * (loops > 1)} in a tick: guards that contain a collective or a loop, and such loops"
+    )
 
 
 def _paper_lines(paper: Paper, has_cycles: bool) -> list[str]:
