@@ -81,11 +81,11 @@ def compile_ahead(model: Any, params: Any, batch: Any, *, state: Any = None, key
 
     >>> import jax.numpy as jnp
     >>> from ipu_jax import Stage
-    >>> pipeline = Pipeline([Stage(lambda w, x, mb: jnp.mean((mb @ w) ** 2), params="w", ipu=0)])
+    >>> pipeline = Pipeline([Stage(lambda w, x, mb: jnp.sum(mb @ w), params="w", ipu=0)])
     >>> shape = lambda *dims: jax.ShapeDtypeStruct(dims, "float32")
     >>> report = compile_ahead(pipeline, {"w": shape(3, 1)}, shape(1, 4, 3))
-    >>> report.memory.arguments, report.flops["F"]  # 3 weights and 12 numbers; 2 * 4 * 3 for the product, and the mean
-    (60, 33)
+    >>> report.memory.arguments, report.flops["F"]  # 3 weights and 12 numbers; 2 * 4 * 3 for the product, and the sum
+    (60, 28)
     """
     if isinstance(model, TrainStep):
         placed = params if isinstance(params, TrainState) else model.shapes(params, stages=state, key=key)
