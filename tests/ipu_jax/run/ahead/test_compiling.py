@@ -82,6 +82,7 @@ def test_a_training_step_of_several_updates_and_replicas():
     own = report.memory
     assert sizes(memory)[:4] == (own.arguments, own.results, own.reused, own.temporary)
     assert own.reused > 0
+    assert own.needed == own.arguments + own.results - own.reused + sum(sizes(memory)[3:])
     assert compile_ahead(step, state, batch).memory == own
     assert (report.chips, report.mesh) == (4, {"replica": 2, "ipu": 2})
     assert (report.flops, report.rows) == (one.flops, one.rows)  # of one update
