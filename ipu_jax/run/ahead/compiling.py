@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from ipu_jax.core.analysis.cost import bytes_of
+from ipu_jax.core.devices import REPLICA_AXIS
 from ipu_jax.core.engine.labels import UPDATE
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.weights.packing import Sharded
@@ -80,22 +81,23 @@ def compile_ahead(model: Any, params: Any, batch: Any, *, state: Any = None, key
 
     >>> import jax.numpy as jnp
     >>> from ipu_jax import Stage
-    >>> pipeline = Pipeline([Stage(lambda w, x, mb: jnp.mean((mb @ w) ** 2), params="w", ipu=0)])
+    >>> pipeline = Pipeline([Stage(lambda w, x, mb: jnp.sum(mb @ w), params="w", ipu=0)])
     >>> shape = lambda *dims: jax.ShapeDtypeStruct(dims, "float32")
     >>> report = compile_ahead(pipeline, {"w": shape(3, 1)}, shape(1, 4, 3))
-    >>> report.memory.arguments, report.flops["F"]  # 3 weights and 12 numbers; 2 * 4 * 3 for the product, and the mean
-    (60, 33)
+    >>> report.memory.arguments, report.flops["F"]  # 3 weights and 12 numbers; 2 * 4 * 3 for the product, and the sum
+    (60, 28)
     """
     if isinstance(model, TrainStep):
         placed = params if isinstance(params, TrainState) else model.shapes(params, stages=state, key=key)
         lowered, pipeline, outer = model.lower(placed, batch), model.model, int(model.options.device_iterations > 1)
+        held: Any = placed
         arguments = (placed.params, _of_one_update(model, batch), placed.stages, placed.key if model.random else None)
     elif isinstance(model, Pipeline):
         placed = params if isinstance(params, Sharded) else model.shard_shapes(params)
         if state is not None and not isinstance(state, Sharded):
             state = model.shard_state_shapes(state)
         lowered, pipeline, outer = model.lower(placed, batch, state, key), model, 0
-        arguments = (placed, batch, state, key)
+        arguments, held = (placed, batch, state, key), (placed, state)
     else:
         raise ValueError(f"model={model!r} is neither a TrainStep nor a Pipeline: make one of a loss function first")
     mesh = pipeline.mesh
@@ -104,11 +106,12 @@ def compile_ahead(model: Any, params: Any, batch: Any, *, state: Any = None, key
     plan = None
     if isinstance(pipeline, Pipeline):
         plan = pipeline.plan_step(pipeline.apply_frozen(arguments[0]), *arguments[1:])
+    of_batch = 0 if batch is None else bytes_of(getattr(batch, "arrays", batch)) // mesh.shape[REPLICA_AXIS]
     try:
         compiled, thunks = compile_lowered(lowered, device)
         program, memory = Program(compiled), _memory(compiled.memory_analysis(), available)
     except jax.errors.JaxRuntimeError as error:
-        program, thunks, memory = None, None, _too_large(error, placed, batch, available)
+        program, thunks, memory = None, None, _too_large(error, bytes_per_device(held) + of_batch, available)
         if memory is None:
             raise
     rows = [] if program is None else rows_of(program, mesh, kind)
@@ -154,13 +157,12 @@ def _memory(analysis: Any, available: int | None) -> Memory:
     return Memory(arguments, results, reused, temporary, program, needed, available)
 
 
-def _too_large(error: Exception, placed: Any, batch: Any, available: int | None) -> Memory | None:
+def _too_large(error: Exception, arguments: int, available: int | None) -> Memory | None:
     """Return what the compiler says of a program that is too large for the chip, or None if that is not the error."""
     said = str(error)
     if not said.startswith("RESOURCE_EXHAUSTED"):
         return None
     sizes = [float(number) * _UNITS[unit] for number, unit in re.findall(r"([\d.]+)([KMGT])\b", said)]
-    arguments = bytes_per_device(placed) + (0 if batch is None else bytes_of(batch))
     return Memory(arguments, 0, 0, None, None, int(max([*sizes, (available or 0) + 1])), available)
 
 
