@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from ipu_jax.core.analysis.cost import bytes_of
 from ipu_jax.core.devices import REPLICA_AXIS
@@ -77,7 +78,7 @@ def compile_ahead(model: Any, params: Any, batch: Any, *, state: Any = None, key
         key: a typed key or its shape, if anything draws numbers.
 
     Raises:
-        ValueError: `model` is neither, or the arguments do not fit it.
+        ValueError: `model` is neither, the arguments do not fit it, or XLA cannot compile for a part of a TPU slice.
 
     >>> import jax.numpy as jnp
     >>> from ipu_jax import Stage
@@ -111,6 +112,7 @@ def compile_ahead(model: Any, params: Any, batch: Any, *, state: Any = None, key
         compiled, thunks = compile_lowered(lowered, device)
         program, memory = Program(compiled), _memory(compiled.memory_analysis(), available)
     except jax.errors.JaxRuntimeError as error:
+        _check_whole_slice(error, mesh)
         program, thunks, memory = None, None, _too_large(error, bytes_per_device(held) + of_batch, available)
         if memory is None:
             raise
@@ -155,6 +157,16 @@ def _memory(analysis: Any, available: int | None) -> Memory:
     program = analysis.generated_code_size_in_bytes
     needed = arguments + results - reused + temporary + program
     return Memory(arguments, results, reused, temporary, program, needed, available)
+
+
+def _check_whole_slice(error: Exception, mesh: Mesh) -> None:
+    """Raise `ValueError` if XLA's compiler for TPU failed because the mesh is a part of a slice. Some parts work."""
+    there = len(mesh.devices.flat[0].client.devices())
+    if mesh.size < there and "Unexpected device_id" in str(error):
+        raise ValueError(
+            f"XLA's compiler for TPU cannot compile for these {mesh.size} of the {there} chips: use all of them, or a "
+            f"topology with {mesh.size}"
+        ) from error
 
 
 def _too_large(error: Exception, arguments: int, available: int | None) -> Memory | None:
