@@ -157,7 +157,7 @@ class Program:
     @property
     def cycles(self) -> int:
         """Return the cycles of the whole program on one chip, 0 on GPUs. They don't count collectives and kernels."""
-        return self._cycles_in(self._entry)
+        return round(self._cycles_in(self._entry))
 
     @property
     def scans(self) -> list[Instruction]:
@@ -175,7 +175,7 @@ class Program:
         for guard in self.in_scans():
             label = re.search(r"ipu_jax\.((?:F|B|W|FB)\.\d+)/while$", guard.place)
             if guard.op == "while" and label:
-                found[label[1]] += self._cycles_in(guard.body)
+                found[label[1]] += round(self._cycles_in(guard.body))
         return dict(found)
 
     def cycles_of(self, task: str) -> int:
@@ -255,8 +255,8 @@ class Program:
                     seen.update(new)
                     left += new
 
-    def _cycles_in(self, name: str) -> int:
-        loops = lambda i: i.trips * self._cycles_in(i.body) if i.op == "while" else i.cycles  # noqa: E731
+    def _cycles_in(self, name: str) -> float:
+        loops = lambda i: _trips(i) * self._cycles_in(i.body) if i.op == "while" else i.cycles  # noqa: E731
         return sum(map(loops, self._computations[name]))
 
 
