@@ -19,6 +19,7 @@ from ipu_jax.core.engine.labels import PlanNames, guard_named, plan_named
 
 COLLECTIVES: Final = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _OVER_NETWORK: Final = {"ONE_TO_ONE": "collective-permute"}
+_SCAN: Final = re.compile(r"ipu_jax\.plan\.[\w.]+/while$")
 _WORK: Final = 1000  # cycles of an instruction that can hide a message
 _NO_WORK: Final = ("AllocateBuffer", "ConcatBitcast", "AsyncCollectiveStart", "AsyncCollectiveDone")  # custom calls
 _BITS: Final = {"pred": 8}
@@ -163,13 +164,13 @@ class Program:
     @property
     def cycles(self) -> int:
         """Return the cycles of the whole program on one chip, 0 on GPUs. They don't count collectives and kernels."""
-        return self._cycles_in(self._entry)
+        return round(self._cycles_in(self._entry))
 
     @property
     def scans(self) -> list[Instruction]:
         """Return the loops over ticks: one, or up to three on GPUs; none without a pipeline."""
         everything = (i for body in self._computations.values() for i in body)
-        return [i for i in everything if i.op == "while" and re.search(r"ipu_jax\.plan\.[\w.]+/while$", i.place)]
+        return [i for i in everything if i.op == "while" and _SCAN.search(i.place)]
 
     @functools.cached_property
     def bodies(self) -> dict[str, int]:
@@ -181,7 +182,7 @@ class Program:
         for guard in self.in_scans():
             label = re.search(r"ipu_jax\.((?:F|B|W|FB)\.\d+)/while$", guard.place)
             if guard.op == "while" and label:
-                found[label[1]] += self._cycles_in(guard.body)
+                found[label[1]] += round(self._cycles_in(guard.body))
         return dict(found)
 
     def cycles_of(self, task: str) -> int:
@@ -279,17 +280,18 @@ class Program:
                     seen.update(new)
                     left += new
 
-    def _cycles_in(self, name: str) -> int:
-        """Return the cycles of a computation; a guard in it counts once, since its length is not known."""
-        loops = lambda i: self._length(i) * self._cycles_in(i.body) if i.op == "while" else i.cycles  # noqa: E731
+    def _cycles_in(self, name: str) -> float:
+        loops = lambda i: self._trips(i) * self._cycles_in(i.body) if i.op == "while" else i.cycles  # noqa: E731
         return sum(map(loops, self._computations[name]))
 
     def _trips(self, loop: Instruction) -> float:
         """Return how often a loop runs, on average for a guard: 1 or less."""
         plan, guard = plan_named(loop.place), guard_named(loop.place)
-        if plan is None or guard is None:
-            return self._length(loop)
-        return _active_share(plan, guard)
+        if plan is not None and guard is not None:
+            return _active_share(plan, guard)
+        length = self._length(loop)
+        is_scan = plan is not None and _SCAN.search(loop.place)
+        return plan.ticks if is_scan and length == 1 else length
 
     def _length(self, loop: Instruction) -> int:
         """Return how often a loop runs, 1 where that is not known. For TPUs only the loop's condition says it."""

@@ -1,11 +1,12 @@
 """Show on one screen what a program needs and costs on chips that are not there.
 
-TrainStep(Pipeline of 6 stages on 4 IPUs x 2 replicas, 16 micro-batches per update)
-compiled for 8 TPU v5 lite (jax 0.10.2, libtpu 0.0.42): nothing ran
+TrainStep(Pipeline of 6 stages on 4 IPUs, 4 micro-batches per update, max_gradient_norm=1.0)
+compiled for 4 x TPU v5 lite by jax 0.10.2, libtpu 0.0.42.1: nothing ran
 
-memory of a chip      arguments 412.1 MB + results elsewhere 0 B + temporary 1.5 GB + program 14.9 MB = 2.0 GB
-                      fits into 16.9 GB; the update reuses the buffers of 412.0 MB of its arguments
-a step of a chip      F 2.3 TFLOP, B 4.6 TFLOP; cycles of a task: F 4,140,000, B 7,440,000
+memory of a chip  8.4 MB = arguments 1.4 MB + temporary 5.1 MB + results in buffers of their own 1.0 kB + program 1.9 MB
+                  fits into the 16.9 GB of a TPU v5 lite
+                  results reuse the buffers of 1.4 MB of the arguments
+work of a chip    step: F 272.7 MFLOP, B 545.0 MFLOP
 ...
 """
 

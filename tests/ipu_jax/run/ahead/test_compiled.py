@@ -70,8 +70,9 @@ def test_permutes_travel_beside_work_under_the_two_phase_clock_alone(programs, p
     if platform == "tpu":
         for program in ("grouped", "grouped, both ends", "grouped-zb", "training"):
             assert programs[program]["permutes"] == [True, True], program
-    else:  # XLA lets y travel beside work, but not dx
-        assert sorted(programs["training"]["permutes"]) == [False, True]
+    else:  # XLA for GPUs schedules one of y and dx beside work, in some programs both
+        for program in ("grouped", "training"):
+            assert True in programs[program]["permutes"], program
     for program in ("1f1b, both ends", "zb-h1, head"):
         assert programs[program]["permutes"] == [False, False], program
 

@@ -62,6 +62,19 @@ def test_cycles_go_through_loops_and_those_of_a_task_are_of_the_slowest_class():
     assert (program.code_bytes, program.temporary_bytes) == (3, 4)
 
 
+def test_the_plan_says_how_often_a_loop_of_unknown_length_runs(monkeypatch):
+    """F.0 is active in 4 of 10 ticks on some IPU; the plan knows nothing of F.1."""
+    active = np.array([[0, -1], [1, 0], [-1, 1], [2, -1], *[[-1, -1]] * 6])
+    plan = SimpleNamespace(ticks=10, microbatches={("F", 0): active})
+    monkeypatch.setattr("ipu_jax.run.ahead.program.plan_named", lambda name: plan if "ipu_jax.plan" in name else None)
+    text = TICKS.replace('{"known_trip_count":{"n":"5"}}', "{}").replace(
+        "f/ipu_jax.F.0", "ipu_jax.plan.6.a/ipu_jax.F.0"
+    )
+    program = program_of(text)
+    assert program.cycles == 4 * 121 + 10 * 30 + 11
+    assert next(c.runs for c in program.collectives if c.instruction.name == "sum") == 10
+
+
 def test_instructions_of_ticks_are_told_from_those_before_and_after():
     program = program_of(TICKS)
     (scan,) = program.scans
