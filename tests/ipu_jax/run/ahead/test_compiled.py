@@ -34,7 +34,7 @@ def compiled(platform: str, *matrix: str) -> Any:
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment["PYTHONPATH"] = os.pathsep.join(str(ROOT / folder) for folder in (".", "tests", "benchmarks"))
     command = [sys.executable, "-m", "support.programs_for_chips", platform, *matrix]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -61,7 +61,7 @@ def test_a_stage_takes_about_as_many_cycles_as_its_layers_alone(programs, progra
 @both
 def test_no_tick_copies_a_whole_ring(programs):
     """Where layouts are not pinned, XLA gives each guard's loop its own layout for the rings of a block with heads."""
-    assert len(programs.get("grouped, both ends", programs["1f1b, both ends"])["rings"]) >= 2
+    assert len(programs["grouped, both ends"]["rings"]) >= 2
     assert {name: found["copied rings"] for name, found in programs.items() if found.get("copied rings")} == {}
 
 
@@ -77,11 +77,12 @@ def test_permutes_travel_beside_work_under_the_two_phase_clock_alone(programs, p
 
 
 @both
-def test_like_blocks_are_compiled_once_beside_an_embedding_and_a_head_too(programs):
+def test_like_blocks_are_compiled_once_beside_an_embedding_and_a_head_too(programs, platform):
     bodies = {name: found["bodies"] for name, found in programs.items() if "bodies" in found}
     assert bodies["grouped"] == bodies["training"] == bodies_of("FB", 3)
-    for name in {"1f1b, both ends", "grouped, both ends"} & bodies.keys():
-        assert bodies[name] == bodies_of("FB", 1, ends=True), name
+    assert bodies["1f1b, both ends"] == bodies_of("FB", 1, ends=True)
+    # on GPUs only the blocks are in guards
+    assert bodies["grouped, both ends"] == (bodies["1f1b, both ends"] if platform == "tpu" else ["B.1", "F.1"])
     # the first block has no message to wait for, and differs
     assert bodies["zb-h1, head"] == sorted([*bodies_of("FBW", 2), "FB.2"])
 
@@ -96,7 +97,8 @@ def test_tables_of_micro_batches_are_runs(programs):
 
 @both
 def test_gradients_of_bfloat16_weights_are_summed_over_replicas_in_float32(programs):
-    assert set(programs["training"]["sums"]) == {"f32"}
+    for program in ("two replicas", "training"):
+        assert set(programs[program]["sums"]) == {"f32"}, program
 
 
 @both
@@ -120,9 +122,9 @@ def test_a_training_step_of_two_replicas_compiles_from_shapes_alone_within_a_min
 
 @pytest.mark.parametrize("platform", [pytest.param("gpu", marks=NEEDS["gpu"])])
 def test_the_host_of_a_gpu_reads_predicates_of_guards_with_collectives_alone(programs):
-    # the embedding, the head, the embedding's B, and the exchanges of y and dx
-    expected = {"grouped": 0, "training": 0, "zb-h1, head": 3, "1f1b, both ends": 5}
-    assert {name: found["host loops"] for name, found in programs.items()} == expected
+    loops = {name: found["host loops"] for name, found in programs.items()}
+    # of the head, and of the exchanges of y and dx; of the embedding's F and B, too
+    assert loops == dict.fromkeys(loops, 0) | {"zb-h1, head": 3, "1f1b, both ends": 5}
 
 
 @pytest.mark.parametrize("platform", [pytest.param("tpu", marks=NEEDS["tpu"])])
