@@ -33,7 +33,8 @@ Found = dict[str, Any]
 
 
 def for_tpu() -> dict[str, Found]:
-    mesh, slice_of_8 = make_mesh(1, IPUS, devices=describe("v5e:2x2")), describe("v5e:2x4")
+    slice_of_4, slice_of_8 = describe("v5e:2x2"), describe("v5e:2x4")
+    mesh = make_mesh(1, IPUS, devices=slice_of_4)
     block = gpt(256, 4, sequences=2, tokens=256, micro_batches=8, vocabulary=4096)
     try:
         of_schedule(make_mesh(1, IPUS, devices=slice_of_8[4:]), "grouped", concurrent=False)
@@ -46,6 +47,7 @@ def for_tpu() -> dict[str, Found]:
         "grouped-zb": of_schedule(mesh, "grouped-zb", concurrent=False),
         "1f1b, both ends": of_schedule(mesh, "1f1b", concurrent=True),
         "zb-h1, head": _with_head(mesh),
+        "two replicas": _found(compile_ahead(*make_pipeline(SMALL, make_mesh(2, 2, devices=slice_of_4)))),
         "training": _training(slice_of_8),
         "part of a slice": {"refusal": refusal},
         "v5p": {"places": [device.coords for device in make_mesh(1, 64, devices=describe("v5p:4x4x4")).devices.flat]},
@@ -57,8 +59,10 @@ def for_gpu() -> dict[str, Found]:
     mesh = make_mesh(1, IPUS, devices=devices)
     return {
         "grouped": _found(compile_ahead(*make_pipeline(MANY_MICRO_BATCHES, mesh))),
+        "grouped, both ends": of_schedule(mesh, "grouped", concurrent=True),
         "1f1b, both ends": of_schedule(mesh, "1f1b", concurrent=True),
         "zb-h1, head": _with_head(mesh),
+        "two replicas": _found(compile_ahead(*make_pipeline(SMALL, make_mesh(2, 2, devices=devices)))),
         "training": _training(devices),
     }
 

@@ -24,7 +24,8 @@ NEEDS = {
 both = pytest.mark.parametrize("platform", [pytest.param(name, marks=mark) for name, mark in NEEDS.items()])
 
 TWO_PHASE = ("sequential", "grouped", "grouped-zb")
-TWO_ROUNDS = ("looped", "looped-bfs", "looped-zb", "zbv", "zb-wave", "dualpipev")
+LOOPED = ("looped", "looped-bfs", "looped-zb")
+FOLDED = ("zbv", "zb-wave", "dualpipev")
 SPLIT = ("grouped-zb", "zb-h1", "looped-zb", "zbv", "zb-wave", "dualpipev")
 
 
@@ -34,7 +35,7 @@ def compiled(platform: str, *matrix: str) -> Any:
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment["PYTHONPATH"] = os.pathsep.join(str(ROOT / folder) for folder in (".", "tests", "benchmarks"))
     command = [sys.executable, "-m", "support.programs_for_chips", platform, *matrix]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -51,7 +52,7 @@ def programs(platform):
 
 
 # jax 0.10.2 and 0.12.0 give 0.86 and 0.86 for the layers, and 1.33 and 1.41 for the block, which is small.
-# benchmarks/chips.py compiles a block of a usual size: 1.06 and 1.09.
+# benchmarks/chips.py compiles a block of a usual size: 1.01 under jax 0.10.2.
 @pytest.mark.parametrize("platform", [pytest.param("tpu", marks=NEEDS["tpu"])])
 @pytest.mark.parametrize(("program", "most"), [("grouped", 0.90), ("grouped, both ends", 1.45)])
 def test_a_stage_takes_about_as_many_cycles_as_its_layers_alone(programs, program, most):
@@ -61,7 +62,7 @@ def test_a_stage_takes_about_as_many_cycles_as_its_layers_alone(programs, progra
 @both
 def test_no_tick_copies_a_whole_ring(programs):
     """Where layouts are not pinned, XLA gives each guard's loop its own layout for the rings of a block with heads."""
-    assert len(programs.get("grouped, both ends", programs["1f1b, both ends"])["rings"]) >= 2
+    assert len(programs["grouped, both ends"]["rings"]) >= 2
     assert {name: found["copied rings"] for name, found in programs.items() if found.get("copied rings")} == {}
 
 
@@ -78,11 +79,12 @@ def test_permutes_travel_beside_work_under_the_two_phase_clock_alone(programs, p
 
 
 @both
-def test_like_blocks_are_compiled_once_beside_an_embedding_and_a_head_too(programs):
+def test_like_blocks_are_compiled_once_beside_an_embedding_and_a_head_too(programs, platform):
     bodies = {name: found["bodies"] for name, found in programs.items() if "bodies" in found}
     assert bodies["grouped"] == bodies["training"] == bodies_of("FB", 3)
-    for name in {"1f1b, both ends", "grouped, both ends"} & bodies.keys():
-        assert bodies[name] == bodies_of("FB", 1, ends=True), name
+    assert bodies["1f1b, both ends"] == bodies_of("FB", 1, ends=True)
+    # on GPUs only the blocks are in guards
+    assert bodies["grouped, both ends"] == (bodies["1f1b, both ends"] if platform == "tpu" else ["B.1", "F.1"])
     # the first block has no message to wait for, and differs
     assert bodies["zb-h1, head"] == sorted([*bodies_of("FBW", 2), "FB.2"])
 
@@ -97,7 +99,8 @@ def test_tables_of_micro_batches_are_runs(programs):
 
 @both
 def test_gradients_of_bfloat16_weights_are_summed_over_replicas_in_float32(programs):
-    assert set(programs["training"]["sums"]) == {"f32"}
+    for program in ("two replicas", "training"):
+        assert set(programs[program]["sums"]) == {"f32"}, program
 
 
 @both
@@ -121,9 +124,9 @@ def test_a_training_step_of_two_replicas_compiles_from_shapes_alone_within_a_min
 
 @pytest.mark.parametrize("platform", [pytest.param("gpu", marks=NEEDS["gpu"])])
 def test_the_host_of_a_gpu_reads_predicates_of_guards_with_collectives_alone(programs):
-    # the embedding, the head, the embedding's B, and the exchanges of y and dx
-    expected = {"grouped": 0, "training": 0, "zb-h1, head": 3, "1f1b, both ends": 5}
-    assert {name: found["host loops"] for name, found in programs.items()} == expected
+    loops = {name: found["host loops"] for name, found in programs.items()}
+    # of the head, and of the exchanges of y and dx; of the embedding's F and B, too
+    assert loops == dict.fromkeys(loops, 0) | {"zb-h1, head": 3, "1f1b, both ends": 5}
 
 
 @pytest.mark.parametrize("platform", [pytest.param("tpu", marks=NEEDS["tpu"])])
@@ -141,18 +144,19 @@ def test_a_part_of_a_slice_that_xla_refuses_is_refused_with_a_mend(programs):
     assert "use all of them" in refusal
 
 
-# all 26 take 2:50 on two cores, in a process each
+# all 26 take 6 minutes on two busy cores, 2 of CPU time
 @pytest.mark.slow
 @NEEDS["tpu"]
 @pytest.mark.parametrize("mode", ["basic", "concurrent"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_compiles_for_tpu(schedule, mode):
     found = compiled("tpu", schedule, mode)
-    rounds = 2 if schedule in TWO_ROUNDS else 1
+    rounds = 2 if schedule in LOOPED + FOLDED else 1
     assert found["permutes"] == [schedule in TWO_PHASE] * 2 * rounds
     tasks = "FBW" if schedule in SPLIT else "FB"
-    if mode == "basic":  # the first block, those between, the last; and two more in a second round
+    if mode == "basic":  # the first block, those between, the last; in two rounds those of each, and one in the middle
         assert found["bodies"] == bodies_of(tasks, 3 if rounds == 1 else 5)
-    else:
-        assert found["bodies"] == bodies_of(tasks, 1 if rounds == 1 else 4, ends=True)
+    else:  # folded: there, the fold, and back. Looped: the first blocks of both rounds are alone, too
+        classes = 4 if schedule in LOOPED else 3 if schedule in FOLDED else 1
+        assert found["bodies"] == bodies_of(tasks, classes, ends=True)
     assert found["copied rings"] == []
