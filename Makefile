@@ -21,9 +21,9 @@ BENCH_FLAGS ?=
 # What a finished .venv says of itself: a venv names its own folder in its scripts, so that one that was moved is broken.
 FINGERPRINT := $(CURDIR)
 
-AOT := $(VENV)/aot-tpu
 LIBTPU := 'from importlib.metadata import requires; \
     print(next(line.split(";")[0].strip() for line in requires("jax") if line.startswith("libtpu")))'
+JAXLIB := 'from importlib.metadata import version; print(version("jaxlib"))'
 
 .DEFAULT_GOAL := help
 .PHONY: help venv aot test test-all coverage random api mnist bench faults docs docs-serve format clean
@@ -64,13 +64,21 @@ endif
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --editable '.[dev]'
 	@printf '%s\n' $(call quoted,$(FINGERPRINT)) > $@
 
-aot: $(STAMP) ## install XLA's compiler for TPU beside .venv's packages (700 MB)
-	@# The one that this jax asks for. Among the packages, it would make jax look for a TPU in every process.
-	@wanted="$$($(BIN)/python -c $(LIBTPU))" || exit 1; \
-	if [ "$$(cat $(AOT)/.installed 2>/dev/null)" = "$$wanted" ]; then exit 0; fi; \
-	rm -rf $(AOT) && \
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps --target $(AOT) "$$wanted" && \
-	printf '%s\n' "$$wanted" > $(AOT)/.installed
+aot: $(STAMP) ## install XLA's compilers for TPU and NVIDIA GPUs beside .venv's packages (1.3 GB)
+	@# The ones that this jax asks for. Among the packages, they would make jax look for a TPU and a GPU in every process.
+	@# One that cannot be installed does not keep the other away, and is a failure.
+	@install() { \
+	    folder=$(VENV)/$$1; shift; \
+	    if [ "$$(cat $$folder/.installed 2>/dev/null)" = "$$*" ]; then return 0; fi; \
+	    rm -rf $$folder && \
+	    $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps --target $$folder "$$@" && \
+	    printf '%s\n' "$$*" > $$folder/.installed; \
+	}; \
+	short=''; \
+	{ tpu="$$($(BIN)/python -c $(LIBTPU))" && install aot-tpu "$$tpu"; } || short="$$short TPU"; \
+	{ jaxlib="$$($(BIN)/python -c $(JAXLIB))" && install aot-cuda "jax-cuda12-plugin==$$jaxlib" \
+	    "jax-cuda12-pjrt==$$jaxlib" 'nvidia-cuda-nvcc-cu12==12.9.*'; } || short="$$short GPU"; \
+	if [ -n "$$short" ]; then echo "Not installed, XLA's compilers for:$$short" >&2; exit 1; fi
 
 test: $(STAMP) ## run ruff, basedpyright, and pytest with doctests and a few slow tests
 	$(BIN)/ruff check .

@@ -12,8 +12,8 @@ something. Memory, code and instructions are what the compiled program has.
     replicas             2 replicas of 2 IPUs with bfloat16 weights: in which dtype are gradients summed?
     h100                 the layers of mlp on 4 H100s: how many predicates does the host read in a tick?
 
-The compiler for TPU is in the wheel libtpu, which `make aot` installs beside the environment. If it were inside, jax
-would look for a TPU in every process. `gpu_compiler.py` says what h100 needs.
+`make aot` installs the compilers beside the environment. If they were inside, jax would look for a TPU and for a GPU in
+every process.
 
     python benchmarks/chips.py [--check] [--only mlp:grouped ...] [--topology v5e:2x2]
 """
@@ -21,12 +21,8 @@ would look for a TPU in every process. `gpu_compiler.py` says what h100 needs.
 import argparse
 import dataclasses
 import functools
-import itertools
-import json
-import os
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -34,12 +30,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from figures import Figures
-from ipu_jax import ALL_IPUS, Pipeline, Stage
+from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
+from ipu_jax.chips import ChipReport, Program, compile_ahead, describe
+from program_text import copied_rings, permutes_beside_work, sums_in_scans, sums_outside_scans
 from sharded_ops import embedding, log_softmax_cross_entropy, tied_projection
-from tpu_compiler import NEEDS_LIBTPU, Compiled, libtpu_folder, mesh_of, use_libtpu
 
 IPUS = 4
 WEIGHT = jnp.bfloat16
+TPUS = "v5e:2x2"
+H100S = f"h100x{IPUS}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,28 +135,46 @@ def _weight(*shape: int) -> jax.ShapeDtypeStruct:
 # programs
 
 
-def compile_pipeline(model: Model, mesh: Mesh, schedule: str = "grouped", *, concurrent: bool = False) -> Compiled:
-    """Return the compiled loss and gradients of a pipeline with a block on each IPU of the mesh.
+def make_pipeline(
+    model: Model,
+    mesh: Mesh,
+    schedule: str = "grouped",
+    *,
+    concurrent: bool = False,
+    places: Sequence[int] | None = None,
+) -> tuple[Pipeline, Any, Any]:
+    """Return a pipeline of blocks, and the shapes of its weights and of its batch.
 
     Args:
+        places: the IPU of each block; by default there is one on each IPU of the mesh.
         concurrent: whether an embedding and a head, which share a table, run on all IPUs. Without them, the loss is the
             mean square of the last block's result.
     """
-    ipus = mesh.shape["ipu"]
-    weights = {f"block{i}": model.weights for i in range(ipus)}
-    blocks = [Stage(_stage_of(model), params=f"block{i}", ipu=i) for i in range(ipus)]
+    places = range(mesh.shape["ipu"]) if places is None else places
+    weights = {f"block{i}": model.weights for i in range(len(places))}
+    blocks = [Stage(_stage_of(model), params=f"block{i}", ipu=ipu) for i, ipu in enumerate(places)]
     if concurrent:
         weights["table"] = _weight(model.vocabulary, model.width)
         stages = [*_around(blocks, model.vocabulary)]
     else:
-        stages = [*blocks, Stage(_mean_square, ipu=ipus - 1)]
+        stages = [*blocks, Stage(_mean_square, ipu=places[-1])]
     specs = {"table": PartitionSpec("ipu")} if concurrent else {}
     pipeline = Pipeline(stages, mesh=mesh, schedule=schedule, gradient_accumulation=model.micro_batches, specs=specs)
-    batch = _batch_of(model, mesh, concurrent=concurrent)
-    return Compiled(jax.jit(pipeline.value_and_grad).lower(pipeline.shard_shapes(weights), batch).compile())
+    return pipeline, weights, _batch_of(model, pipeline.replicas, concurrent=concurrent)
 
 
-def compile_alone(model: Model, mesh: Mesh) -> Compiled:
+def compile_pipeline(model: Model, mesh: Mesh, schedule: str = "grouped", *, concurrent: bool = False) -> Program:
+    """Return the compiled loss and gradients of `make_pipeline`."""
+    return program_of(compile_ahead(*make_pipeline(model, mesh, schedule, concurrent=concurrent)))
+
+
+def program_of(report: ChipReport) -> Program:
+    """Return the program of a report."""
+    assert report.program is not None, f"too large to be compiled: {report.memory}"
+    return report.program
+
+
+def compile_alone(model: Model, mesh: Mesh) -> Program:
     """Return the compiled forward and backward pass of one block, on the first chip of a mesh."""
     whole = NamedSharding(Mesh(mesh.devices[:1, :1], mesh.axis_names), PartitionSpec())
     x = jax.ShapeDtypeStruct(model.x, WEIGHT)
@@ -165,17 +182,17 @@ def compile_alone(model: Model, mesh: Mesh) -> Compiled:
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), (model.weights, x, x)
     )
     step = jax.jit(lambda weights, x, dy: jax.vjp(model.block, weights, x)[1](dy))
-    return Compiled(step.lower(*arguments).compile())
+    return Program(step.lower(*arguments).compile())
 
 
-def ratio_of_cycles(pipeline: Compiled, alone: Compiled) -> float:
+def ratio_of_cycles(pipeline: Program, alone: Program) -> float:
     """Return the cycles of F, B and W, each on the IPU where it takes the most, divided by the block's alone."""
     return sum(pipeline.cycles_of(task) for task in "FBW") / alone.cycles
 
 
-def sums_of_gradients(pipeline: Compiled) -> list[str]:
+def sums_of_gradients(pipeline: Program) -> list[str]:
     """Return the dtype of each gradient's sum over replicas."""
-    return [array.dtype for array in pipeline.sums_after_scan() if array.dims]  # the loss has no dims
+    return [array.dtype for array in sums_outside_scans(pipeline) if array.dims]  # the loss has no dims
 
 
 def _stage_of(model: Model) -> Callable[[Any, Any, Any], Any]:
@@ -203,11 +220,9 @@ def _around(blocks: list[Stage], vocabulary: int) -> list[Stage]:
     ]
 
 
-def _batch_of(model: Model, mesh: Mesh, *, concurrent: bool) -> dict[str, jax.ShapeDtypeStruct]:
-    replicas = mesh.shape["replica"]
+def _batch_of(model: Model, replicas: int, *, concurrent: bool) -> dict[str, jax.ShapeDtypeStruct]:
     leading = (replicas, model.micro_batches) if replicas > 1 else (model.micro_batches,)
-    spread = NamedSharding(mesh, PartitionSpec("replica") if replicas > 1 else PartitionSpec())
-    leaf = lambda shape, dtype: jax.ShapeDtypeStruct((*leading, *shape), dtype, sharding=spread)  # noqa: E731
+    leaf = lambda shape, dtype: jax.ShapeDtypeStruct((*leading, *shape), dtype)  # noqa: E731
     if concurrent:
         return {key: leaf(model.x[:-1], jnp.int32) for key in ("tokens", "labels")}
     return {"x": leaf(model.x, WEIGHT)}
@@ -217,24 +232,24 @@ def _batch_of(model: Model, mesh: Mesh, *, concurrent: bool) -> dict[str, jax.Sh
 
 
 def mlp_grouped(figures: Figures, name: str, topology: str) -> None:
-    model, mesh = mlp(), mesh_of(topology, IPUS)
+    model, mesh = mlp(), make_mesh(1, IPUS, devices=describe(topology))
     pipeline = compile_pipeline(model, mesh)
     _stage_figures(figures, name, pipeline, compile_alone(model, mesh), at_most=1.03)
     _messages_travel_beside_tasks(figures, name, pipeline)
 
 
 def mlp_1f1b_both(figures: Figures, name: str, topology: str) -> None:
-    model, mesh = mlp(), mesh_of(topology, IPUS)
+    model, mesh = mlp(), make_mesh(1, IPUS, devices=describe(topology))
     pipeline = compile_pipeline(model, mesh, "1f1b", concurrent=True)
     _stage_figures(figures, name, pipeline, compile_alone(model, mesh), at_most=1.12)
     _blocks_are_one_class(figures, name, pipeline, megabytes=8.5)
     # each is needed: the embedding's result, x to the head, the parts of the head's dx, and dx to the embedding
-    messages = [array for array in pipeline.sums_in_scan() if array.dims == model.x]
+    messages = [array for array in sums_in_scans(pipeline) if array.dims == model.x]
     figures.add(f"all-reduces of the message for each micro-batch, {name}", len(messages), 4, at_least=4)
 
 
 def gpt_grouped_both(figures: Figures, name: str, topology: str) -> None:
-    model, mesh = gpt(), mesh_of(topology, IPUS)
+    model, mesh = gpt(), make_mesh(1, IPUS, devices=describe(topology))
     pipeline = compile_pipeline(model, mesh, concurrent=True)
     _stage_figures(figures, name, pipeline, compile_alone(model, mesh), at_most=1.05)
     _blocks_are_one_class(figures, name, pipeline, megabytes=17)
@@ -243,7 +258,9 @@ def gpt_grouped_both(figures: Figures, name: str, topology: str) -> None:
 
 
 def gptflash_grouped_both(figures: Figures, name: str, topology: str) -> None:
-    pipeline = compile_pipeline(gpt(heads=8, flash=True), mesh_of(topology, IPUS), concurrent=True)
+    pipeline = compile_pipeline(
+        gpt(heads=8, flash=True), make_mesh(1, IPUS, devices=describe(topology)), concurrent=True
+    )
     _blocks_are_one_class(figures, name, pipeline, megabytes=17)
     _messages_travel_beside_tasks(figures, name, pipeline)
 
@@ -251,51 +268,49 @@ def gptflash_grouped_both(figures: Figures, name: str, topology: str) -> None:
 def tables(figures: Figures, name: str, topology: str) -> None:
     model = mlp(128, 8, layers=1, micro_batches=512)
     megabytes = {
-        ipus: compile_pipeline(model, mesh_of(shape, ipus), "1f1b").code_bytes / 1e6
+        ipus: compile_pipeline(model, make_mesh(1, ipus, devices=describe(shape)), "1f1b").code_bytes / 1e6
         for ipus, shape in ((16, "v5e:4x4"), (256, "v5e:16x16"))
     }
     figures.add("code MB of a chip, M=512, 256 IPUs", megabytes[256], 2)
-    # XLA's own two permutes between 255 pairs of neighbours take 0.65 of it
+    # with the IPUs in the order of the chips' numbers, XLA's two permutes take 0.6 more
     figures.add("code MB of a chip, M=512, 256 IPUs - 16 IPUs", megabytes[256] - megabytes[16], 0.7)
 
 
 def replicas(figures: Figures, name: str, topology: str) -> None:
-    pipeline = compile_pipeline(mlp(256, 256), mesh_of(topology, 2, replicas=2))
+    pipeline = compile_pipeline(mlp(256, 256), make_mesh(2, 2, devices=describe(topology)))
     dtypes = sums_of_gradients(pipeline)
     figures.add("sums of bfloat16 gradients over 2 replicas", len(dtypes), at_least=6)
     narrow = sum(dtype != "f32" for dtype in dtypes)
     figures.add("sums of bfloat16 gradients over 2 replicas, not in float32", narrow, 0)
 
 
-def _stage_figures(figures: Figures, name: str, pipeline: Compiled, alone: Compiled, *, at_most: float) -> None:
+def _stage_figures(figures: Figures, name: str, pipeline: Program, alone: Program, *, at_most: float) -> None:
     figures.add(f"cycles of F+B+W / the same layers alone, {name}", ratio_of_cycles(pipeline, alone), at_most)
-    figures.add(f"copies of a whole ring in a tick, {name}", len(pipeline.copied_rings), 0)
+    figures.add(f"copies of a whole ring in a tick, {name}", len(copied_rings(pipeline)), 0)
 
 
-def _blocks_are_one_class(figures: Figures, name: str, pipeline: Compiled, *, megabytes: float) -> None:
+def _blocks_are_one_class(figures: Figures, name: str, pipeline: Program, *, megabytes: float) -> None:
     # F and B of the embedding and of the blocks, and the head
     figures.add(f"bodies of F, B and W, {name}", len(pipeline.bodies), 5)
     figures.add(f"code MB of a chip, {name}", pipeline.code_bytes / 1e6, megabytes)
 
 
-def _messages_travel_beside_tasks(figures: Figures, name: str, pipeline: Compiled) -> None:
-    figures.add(f"permutes beside work, {name}", sum(pipeline.permutes.values()), at_least=2)
+def _messages_travel_beside_tasks(figures: Figures, name: str, pipeline: Program) -> None:
+    figures.add(f"permutes beside work, {name}", sum(permutes_beside_work(pipeline)), at_least=2)
 
 
 def h100(figures: Figures, name: str, topology: str) -> None:
-    program = "import sys, gpu_compiler; sys.exit(gpu_compiler.main())"
-    pairs = [("grouped", "basic"), ("grouped", "concurrent"), ("1f1b", "concurrent")]
-    command = [sys.executable, "-c", program, *itertools.chain(*pairs)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode == 2:
-        figures.leave_out("programs for GPU", "AOT_CUDA: see benchmarks/gpu_compiler.py")
+    if not is_installed(H100S):
+        figures.leave_out("programs for GPU", "XLA's compiler for NVIDIA GPUs: make aot")
         return
-    for (schedule, mode), line in zip(pairs, done.stdout.splitlines(), strict=True):
+    mesh = make_mesh(1, IPUS, devices=describe(H100S))
+    for schedule, mode in (("grouped", "basic"), ("grouped", "concurrent"), ("1f1b", "concurrent")):
+        report = compile_ahead(*make_pipeline(mlp(), mesh, schedule, concurrent=mode == "concurrent"))
+        assert report.host_loops is not None
         # under the one-phase clock a concurrent stage runs in some ticks of each stretch, and its guard has collectives
         most = 0 if schedule == "grouped" else None
         label = f"loops whose predicate the host reads in a tick, {name}:{schedule}, {mode}"
-        figures.add(label, json.loads(line)["outside graphs"], most)
+        figures.add(label, report.host_loops, most)
 
 
 PROGRAMS = {
@@ -311,23 +326,30 @@ PROGRAMS = {
 
 def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", choices=PROGRAMS, metavar="PROGRAM", help=f"of {', '.join(PROGRAMS)}")
-    parser.add_argument(
-        "--topology", default="v5e:2x2", help="the chips of all programs but tables (default: %(default)s)"
-    )
+    parser.add_argument("--topology", default=TPUS, help="the chips of all programs but tables (default: %(default)s)")
+
+
+def is_installed(topology: str) -> bool:
+    """Return whether the compiler for the chips of this topology is installed."""
+    try:
+        describe(topology)
+    except ValueError:
+        return False
+    return True
 
 
 def main() -> int:
-    figures = Figures("what XLA's TPU compiler makes of pipelines; no TPU is needed", flags=flags)
-    if not use_libtpu():
-        figures.leave_out("programs for TPU", NEEDS_LIBTPU)
+    figures = Figures("what XLA's compilers make of pipelines; no chip is needed", flags=flags)
+    jax.config.update("jax_platforms", "cpu")
+    if not is_installed(TPUS):
+        figures.leave_out("programs for TPU", "XLA's compiler for TPU: make aot")
         # a run of all scripts goes on without these figures
         return 0 if figures.args.record else 2
     try:
-        mesh_of(figures.args.topology, IPUS)
+        make_mesh(1, IPUS, devices=describe(figures.args.topology))
     except ValueError as error:
         print(f"chips.py: --topology: {error}", file=sys.stderr)
         return 2
-    print(f"compiled with the libtpu in {libtpu_folder()}")
     for name, measure in PROGRAMS.items():
         if name in (figures.args.only or PROGRAMS):
             measure(figures, name, figures.args.topology)

@@ -69,6 +69,12 @@ class MNIST:
     """The origin of the digits, as text for the user."""
 
 
+def described() -> MNIST:
+    """Return a data set like MNIST that takes no memory: 60,000 and 10,000 black zeros."""
+    zeros = lambda *shape: np.broadcast_to(np.uint8(0), shape)  # noqa: E731
+    return MNIST(zeros(60_000, 28, 28), zeros(60_000), zeros(10_000, 28, 28), zeros(10_000), "no images")
+
+
 def prepared(flags: Flags, ipus: int) -> MNIST:
     """Return the digits that the flags ask for, and make `ipus` IPUs for each replica.
 

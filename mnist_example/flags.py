@@ -124,6 +124,9 @@ class Flags:
         None, cli.path, "record what each IPU runs in a few updates early in the training, print where its time went, "
         "and write the timeline there, with the plan beside it, for https://ui.perfetto.dev", "FOLDER", group="running")
     trace_steps: int | None = cli.flag(None, cli.count, "updates that --trace records (default: 3)", group="running")
+    compile_for: str | None = cli.flag(
+        None, str, "train nothing: compile a device call for chips that are not there, such as v5e:2x2 or h100x4, and "
+        "print the memory, traffic and time that it takes; status 1 if it does not fit", "TOPOLOGY", group="running")
     run_single_step: bool = cli.flag(
         False, None, "stop after one weight update, to see that all works", group="running")
     no_progress: bool = cli.flag(
@@ -285,6 +288,9 @@ def check_flags(flags: Flags) -> None:
         *((getattr(flags, name) is not None and flags.compare,
            f"{_typed(name)} is about one training, and --compare makes two: give --pipeline-mode instead")
           for name in ("report", "log_file", "tensorboard", "checkpoint_dir")),
+        *((getattr(flags, name) is not None and flags.compile_for is not None,
+           f"{_typed(name)} is about a training, and --compile-for makes none: give one of the two")
+          for name in ("plot", "plot_schedule", "trace", "report", "log_file", "tensorboard", "checkpoint_dir")),
         *((getattr(flags, name) not in (None, False) and importlib.util.find_spec(package) is None,
            f"{_typed(name)} needs {package}, which is not installed: pip install 'ipu-jax[{extra}]', or leave it out")
           for name, package, extra in (

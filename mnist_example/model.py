@@ -66,7 +66,7 @@ def init_params(seed: int) -> dict[str, Any]:
     }
 
 
-def make_pipeline(mode: Mode, *, ipus: int = 2, replicas: int = 1, **options: Any) -> Pipeline:
+def make_pipeline(mode: Mode, *, ipus: int = 2, replicas: int = 1, devices: Any = None, **options: Any) -> Pipeline:
     """Return the network as a pipeline, over the first `replicas` x `ipus` devices.
 
     Every stage computes in the dtype of its weights, and the loss is computed in float32. So `TrainOptions(precision=)`
@@ -77,12 +77,13 @@ def make_pipeline(mode: Mode, *, ipus: int = 2, replicas: int = 1, **options: An
         mode: "basic" or "concurrent", as drawn at the top of this file.
         ipus: IPUs of a replica; basic mode uses 3 at most.
         replicas: copies of the network, each with its own micro-batches.
+        devices: as for `make_mesh`.
         options: of `Pipeline`, such as `gradient_accumulation`, `schedule` and `reduction`.
     """
     places = (0, 1) if mode == "basic" and ipus > 2 else (0, 0)
     head, specs = head_stages(mode, ipu=ipus - 1)
     body = [Stage(_hidden, params="hidden", ipu=places[0]), Stage(_features, params="features", ipu=places[1])]
-    return Pipeline([*body, *head], mesh=make_mesh(replicas, ipus), specs=specs, **options)
+    return Pipeline([*body, *head], mesh=make_mesh(replicas, ipus, devices=devices), specs=specs, **options)
 
 
 def head_stages(mode: Mode, ipu: int) -> tuple[list[Stage], dict[str, Any]]:

@@ -200,7 +200,7 @@ def init_state(name: str, *, width: int = WIDTH) -> dict[str, Any]:
 
 
 def make_pipeline(
-    name: str, mode: Mode, *, ipus: int = 2, replicas: int = 1, width: int = WIDTH, **options: Any
+    name: str, mode: Mode, *, ipus: int = 2, replicas: int = 1, devices: Any = None, width: int = WIDTH, **options: Any
 ) -> Pipeline:
     """Return the network as a pipeline, over the first `replicas` x `ipus` devices.
 
@@ -212,13 +212,14 @@ def make_pipeline(
         mode: "basic" or "concurrent", as drawn at the top of this file.
         ipus: IPUs of a replica, from 1 to the number of layers.
         replicas: copies of the network, each with its own micro-batches.
+        devices: as for `make_mesh`.
         options: of `Pipeline`.
     """
     layers = layers_of(name, width=width)
     head, specs = head_stages(mode, ipu=ipus - 1)
     stages = [layer.stage(ipu) for layer, ipu in zip(layers, _placed(layers, mode, ipus), strict=True)]
     pool = Stage(_pool, ipu=ipus - 1, name="pool")
-    return Pipeline([*stages, pool, *head], mesh=make_mesh(replicas, ipus), specs=specs, **options)
+    return Pipeline([*stages, pool, *head], mesh=make_mesh(replicas, ipus, devices=devices), specs=specs, **options)
 
 
 def _placed(layers: Sequence[Layer], mode: Mode, ipus: int) -> list[int]:

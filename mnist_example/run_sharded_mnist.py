@@ -5,11 +5,12 @@
     run-sharded-mnist --pipeline-mode basic --model resnet18 --epochs 1
     run-sharded-mnist --pipeline-mode concurrent --replicas 2 --optimizer adamw --shard-optimizer
     run-sharded-mnist --compare --plot losses.png
+    run-sharded-mnist --pipeline-mode concurrent --compile-for v5e:2x2
     poprun --num-replicas 4 --num-instances 2 --ipus-per-replica 2 run-sharded-mnist --pipeline-mode basic
 
-Exit status: 0 after training, or when SIGTERM has ended and saved it; 1 when it diverged; 2 for bad input (before
-anything is compiled); 74 when a picture, a checkpoint or the output could not be written; 130 after Ctrl-C; 143 after
-a second SIGTERM.
+Exit status: 0 after training, or when SIGTERM has ended and saved it; 1 when it diverged, or does not fit a chip; 2 for
+bad input (before anything is compiled); 74 when a picture, a checkpoint or the output could not be written; 130 after
+Ctrl-C; 143 after a second SIGTERM.
 """
 
 import sys
@@ -36,6 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser, flags = parsed(PROG, "Trains a network on handwritten digits, as a pipeline over virtual IPUs.", argv)
     try:
         check_flags(flags)
+        if flags.compile_for is not None:
+            from mnist_example import training
+
+            return training.compile_all(flags)
         from mnist_example.data import prepared
 
         data = prepared(flags, max(map(flags.ipus_of, flags.modes)))

@@ -6,7 +6,7 @@ import io
 import sys
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ import optax
 import ipu_jax
 from ipu_jax import cli, popdist
 from mnist_example import model, resnet
-from mnist_example.data import MNIST
+from mnist_example.data import MNIST, described
 from mnist_example.flags import Flags, Mode
 
 PROG: Final = "run-sharded-mnist"
@@ -86,7 +86,7 @@ class Training:
         ValueError: flags that can't be combined.
     """
 
-    def __init__(self, flags: Flags, mode: Mode, data: MNIST):
+    def __init__(self, flags: Flags, mode: Mode, data: MNIST, devices: Sequence[Any] | None = None):
         self.flags, self.data = flags, data
         self.mode: Mode = mode
         make = model.make_pipeline if flags.model == "mlp" else functools.partial(resnet.make_pipeline, flags.model)
@@ -94,6 +94,7 @@ class Training:
             mode,
             ipus=flags.ipus_of(mode),
             replicas=flags.replicas,
+            devices=devices,
             gradient_accumulation=flags.gradient_accumulation_count,
             schedule=flags.pipeline_schedule,
             reduction=flags.reduction,
@@ -119,6 +120,22 @@ class Training:
         self.memory: dict[str, Any] | None = None
         self.status = 0
         self.log = ipu_jax.observe.RunLog(flags.log_file, tensorboard=flags.tensorboard) if popdist.is_first() else None
+
+    def compiled(self) -> ipu_jax.chips.ChipReport:
+        """Compile a device call for the chips of the step's mesh, and report what it needs. Nothing is placed."""
+        flags, k = self.flags, self.step.options.device_iterations
+        dims = (*[k] * (k > 1), *[flags.replicas] * (flags.replicas > 1))
+        dims += (flags.gradient_accumulation_count, flags.batch_size)
+        pixels = np.uint8 if flags.eight_bit_io else np.float32
+        batch = {
+            "images": jax.ShapeDtypeStruct((*dims, 28, 28), pixels),
+            "labels": jax.ShapeDtypeStruct(dims, np.uint8),
+        }
+        if flags.model == "mlp":
+            return ipu_jax.chips.compile_ahead(self.step, jax.eval_shape(lambda: model.init_params(0)), batch)
+        params = jax.eval_shape(lambda: resnet.init_params(flags.model, 0))
+        state = jax.eval_shape(lambda: resnet.init_state(flags.model))
+        return ipu_jax.chips.compile_ahead(self.step, params, batch, state=state)
 
     def init(self) -> ipu_jax.steps.TrainState:
         """Return the first state, the same in both modes."""
@@ -264,6 +281,22 @@ class Training:
             self.status = cli.CANNOT_WRITE
         else:
             say(f"{what}: {file}")
+
+
+def compile_all(flags: Flags) -> int:
+    """Compile each mode for the chips of --compile-for, and return the exit status.
+
+    Raises:
+        ValueError: there is no such topology, it has too few chips, or XLA's compiler for it is not installed.
+    """
+    jax.config.update("jax_platforms", "cpu")  # no chip is needed, and none is looked for
+    try:
+        devices = ipu_jax.chips.describe(str(flags.compile_for))
+    except ValueError as error:
+        raise ValueError(str(error).replace("topology=", "--compile-for ")) from error
+    reports = [Training(flags, mode, described(), devices).compiled() for mode in flags.modes]
+    say("\n\n".join(map(str, reports)))
+    return 0 if all(report.fits for report in reports) else 1
 
 
 def train_all(flags: Flags, trainings: list[Training]) -> int:

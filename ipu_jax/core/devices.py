@@ -151,7 +151,7 @@ def make_mesh(replicas: int, ipus_per_replica: int, *, devices: Sequence[Any] | 
             "fewer devices, or start fewer instances"
         )
     mesh = Mesh(chosen, (REPLICA_AXIS, IPU_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
-    _pool_of[mesh] = None if devices is None else pool
+    _pool_of[mesh] = None if devices is None and _described is None else pool
     for listener in facts.listeners():
         listener.mesh(mesh, ())
     return mesh
@@ -162,7 +162,10 @@ _described: list[Any] | None = None
 
 
 def devices_of(mesh: Mesh) -> list[Any] | None:
-    """Return the devices from which a wider mesh is made, as `make_mesh` takes them; None for all of jax."""
+    """Return the devices from which a wider mesh is made, as `make_mesh` takes them; None for all of jax.
+
+    jax makes equal meshes one object, so this is what the last `make_mesh` of such a mesh was given: ask at once.
+    """
     if mesh not in _pool_of and is_described(mesh.devices.flat[0]):
         return mesh.devices.flat[0].client.devices()
     return _pool_of.get(mesh)
@@ -172,7 +175,7 @@ def devices_of(mesh: Mesh) -> list[Any] | None:
 def describing(devices: Sequence[Any]) -> Iterator[None]:
     """Let `make_mesh` and `configure` take these devices in place of jax's own, for a script that is only compiled."""
     global _described
-    before, _described = _described, list(devices)
+    before, _described = _described, _pool(devices)
     try:
         yield
     finally:

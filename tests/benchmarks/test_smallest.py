@@ -92,7 +92,7 @@ def constants_come_back():
     [
         pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
         for name in run_all.scripts(results.FOLDER)
-        if name != "chips"  # its programs do not run; core/engine/test_compiled_for_tpu.py compiles smaller ones
+        if name != "chips"  # its programs do not run; ipu_jax/run/ahead/test_compiled.py compiles smaller ones
     ],
 )
 def test_a_benchmark_runs_and_its_programs_agree(name, tmp_path, monkeypatch):

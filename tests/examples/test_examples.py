@@ -161,11 +161,6 @@ def test_three_lines_make_a_pipeline_of_a_function():
 
 def test_every_example_is_tried():
     names = {path.stem for path in Path(training.__file__).parent.glob("*.py")}
-    elsewhere = {
-        "distributed",
-        "balance_loss",
-        "attention_residuals",
-        "multi_token",
-        "gpt",
-    }  # tried by the files beside this
+    # tried by the files beside this
+    elsewhere = {"distributed", "balance_loss", "attention_residuals", "multi_token", "gpt"}
     assert names == {example.__name__.split(".")[-1] for example in SOURCES} | {"training"} | elsewhere

@@ -19,6 +19,7 @@ import pytest
 
 from ipu_jax.observe import Recording, TraceError
 from ipu_jax.options import DynamicScale
+from ipu_jax.run.ahead.compilers import has_compiler
 from ipu_jax.schedules import Schedule
 from mnist_example import data, model, training
 from mnist_example.data import load_mnist, synthetic_mnist
@@ -358,6 +359,9 @@ def refused(argv, capsys):
         (["--report", "run.txt"], ("--report run.txt", "no HTML file", "ends in .html")),
         (["--log-file", "missing/run.jsonl"], ("--log-file missing/run.jsonl", "there is no folder missing")),
         (["--log-file", "notes.jsonl"], ("notes.jsonl", "holds no log of a run", "line 1")),
+        (["--compile-for", "v9:2x2"], ("--compile-for 'v9:2x2'", "is not known", "give one such as v5e:4x4")),
+        (["--compile-for", "h100x9"], ("--compile-for 'h100x9'", "whole number of hosts of 8", "give h100x8")),
+        (["--compile-for", "v5e:2x2", "--trace", "x"], ("--trace", "--compile-for makes none", "give one")),
         (["--report", "a.html", "--compare"], ("--report", "--compare makes two", "give ")),
         (["--data-dir", "missing"], ("--data-dir missing", "is not a folder", "put the four MNIST files")),
         (["--data-dir", "notes.jsonl"], ("--data-dir notes.jsonl", "is not a folder", "put the four MNIST files")),
@@ -380,6 +384,23 @@ def test_what_data_devices_and_folders_refuse_is_one_line_before_anything_is_com
     line = refused([*CONCURRENT, *flags, *argv], capsys)
     assert [text for text in holds if text not in line] == [], line
     assert notes.read_text() == "hello\n"
+
+
+@pytest.mark.skipif(not has_compiler("tpu"), reason="needs libtpu: make aot")
+def test_both_modes_compile_for_chips_that_are_not_there():
+    flags = "--compare --replicas 2 --compile-for v5e:2x2 --batch-size 3 --gradient-accumulation-count 5"
+    command = [sys.executable, "-m", "mnist_example.run_sharded_mnist", *flags.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    of_modes = done.stdout.split("\n\nTrainStep")
+    assert len(of_modes) == 2
+    # F of the layers on one IPU, of 5 micro-batches of 3 images; the classifier adds little
+    layers = 2 * 5 * 3 * (784 * 2560 + 2560 * 1280) / 1e6
+    for report in of_modes:
+        assert "4 x TPU v5 lite" in report
+        found = re.search(r"F ([\d.]+) MFLOP", report)
+        assert found is not None
+        assert layers <= float(found[1]) <= 1.01 * layers
 
 
 @pytest.mark.parametrize(

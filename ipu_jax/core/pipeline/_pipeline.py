@@ -399,7 +399,7 @@ class Pipeline(PlacedStages):
         m, keeps_m = gradient_accumulation, gradient_accumulation in (None, self.options.gradient_accumulation)
         own = self if function is None else function
         with silent_about_messages():  # this pipeline has warned, or it has chosen the schedule
-            return Pipeline(
+            replaced = Pipeline(
                 own.stages if stages is None else stages,
                 mesh=self.mesh if mesh is None else mesh,
                 schedule=schedule or (self.schedule_or_name if keeps_m else self._asked_for),
@@ -411,6 +411,9 @@ class Pipeline(PlacedStages):
                 ipu_memory=self._memory.ipu_memory,
                 function=function,
             )
+        if mesh is None:
+            replaced.given_devices = self.given_devices
+        return replaced
 
     def __repr__(self) -> str:
         return describe(self)

@@ -16,7 +16,7 @@ from ipu_jax.core.analysis.report import MemoryGuard, PipelineReport, lowered, m
 from ipu_jax.core.analysis.schedule_choice import ScheduleChoice, StepShapes, warn_of_messages
 from ipu_jax.core.analysis.stage_costs import check_measurable
 from ipu_jax.core.cutting.function import FunctionModel
-from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS, InFlight, check_there, make_mesh
+from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS, InFlight, check_there, devices_of, make_mesh
 from ipu_jax.core.engine import scan as engine
 from ipu_jax.core.engine.on_mesh import run_on_mesh
 from ipu_jax.core.engine.plan import Plan
@@ -65,6 +65,7 @@ class PlacedStages:
         placement = tuple(stage.place for stage in self.stages)
         self.mesh = make_mesh(1, 1 + max((p for p in placement if p is not None), default=0)) if mesh is None else mesh
         check_mesh(self.mesh)
+        self.given_devices = devices_of(self.mesh)
         self.replicas, self.ipus = self.mesh.shape[REPLICA_AXIS], self.mesh.shape[IPU_AXIS]
         check_places(self.stages, self.ipus)
         trees = {} if function is None else {"whole": function.weights, "whole_state": function.state}
@@ -294,6 +295,8 @@ class PlacedStages:
         """
         self.check(params, batch, state, key)
         check_measurable((params, batch, state, key), measured, repeats)
+        if measured:
+            check_there(self.mesh, "measured=True", "measured=False, which counts FLOPs")
         trace = lambda shapes: shapes.trace(self.stages)  # noqa: E731
         with ShortTracebacks():
             traced = self._traced(trace, self.apply_frozen(params), batch, state, key)

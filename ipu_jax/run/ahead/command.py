@@ -84,8 +84,8 @@ def _handed_over(parser: Parser, args: argparse.Namespace, devices: list[Any]) -
         own = error.__traceback__
         while own is not None and own.tb_frame.f_code.co_filename != args.script:
             own = own.tb_next
-        traceback.print_exception(error.with_traceback(own or error.__traceback__))
-        parser.error(f"{args.script} failed before it called ipu_jax.chips.hand_over(...): {type(error).__name__}")
+        traceback.print_exception(error.with_traceback(own))  # None if the script cannot be read or parsed
+        parser.error(f"{args.script} failed before ipu_jax.chips.hand_over(...) had a report: {type(error).__name__}")
     finally:
         sys.argv, sys.path[:] = before
     parser.error(f"{args.script} ended without a call of ipu_jax.chips.hand_over(step, weights, batch): add one")

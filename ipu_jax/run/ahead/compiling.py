@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from ipu_jax.core.analysis.cost import bytes_of
+from ipu_jax.core.devices import REPLICA_AXIS
 from ipu_jax.core.engine.labels import UPDATE
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.weights.packing import Sharded
@@ -76,25 +78,27 @@ def compile_ahead(model: Any, params: Any, batch: Any, *, state: Any = None, key
         key: a typed key or its shape, if anything draws numbers.
 
     Raises:
-        ValueError: `model` is neither, or the arguments do not fit it.
+        ValueError: `model` is neither, the arguments do not fit it, or XLA cannot compile for a part of a TPU slice.
 
     >>> import jax.numpy as jnp
     >>> from ipu_jax import Stage
-    >>> pipeline = Pipeline([Stage(lambda w, x, mb: jnp.mean((mb @ w) ** 2), params="w", ipu=0)])
+    >>> pipeline = Pipeline([Stage(lambda w, x, mb: jnp.sum(mb @ w), params="w", ipu=0)])
     >>> shape = lambda *dims: jax.ShapeDtypeStruct(dims, "float32")
     >>> report = compile_ahead(pipeline, {"w": shape(3, 1)}, shape(1, 4, 3))
-    >>> report.memory.arguments, report.flops["F"]  # 3 weights and 12 numbers; 2 * 4 * 3 for the product, and the mean
-    (60, 33)
+    >>> report.memory.arguments, report.flops["F"]  # 3 weights and 12 numbers; 2 * 4 * 3 for the product, and the sum
+    (60, 28)
     """
     if isinstance(model, TrainStep):
         placed = params if isinstance(params, TrainState) else model.shapes(params, stages=state, key=key)
-        lowered, pipeline = model.lower(placed, batch), model.model
+        lowered, pipeline, outer = model.lower(placed, batch), model.model, int(model.options.device_iterations > 1)
+        held: Any = placed
         arguments = (placed.params, _of_one_update(model, batch), placed.stages, placed.key if model.random else None)
     elif isinstance(model, Pipeline):
         placed = params if isinstance(params, Sharded) else model.shard_shapes(params)
         if state is not None and not isinstance(state, Sharded):
             state = model.shard_state_shapes(state)
-        lowered, pipeline, arguments = model.lower(placed, batch, state, key), model, (placed, batch, state, key)
+        lowered, pipeline, outer = model.lower(placed, batch, state, key), model, 0
+        arguments, held = (placed, batch, state, key), (placed, state)
     else:
         raise ValueError(f"model={model!r} is neither a TrainStep nor a Pipeline: make one of a loss function first")
     mesh = pipeline.mesh
@@ -103,11 +107,13 @@ def compile_ahead(model: Any, params: Any, batch: Any, *, state: Any = None, key
     plan = None
     if isinstance(pipeline, Pipeline):
         plan = pipeline.plan_step(pipeline.apply_frozen(arguments[0]), *arguments[1:])
+    of_batch = 0 if batch is None else bytes_of(getattr(batch, "arrays", batch)) // mesh.shape[REPLICA_AXIS]
     try:
         compiled, thunks = compile_lowered(lowered, device)
         program, memory = Program(compiled), _memory(compiled.memory_analysis(), available)
     except jax.errors.JaxRuntimeError as error:
-        program, thunks, memory = None, None, _too_large(error, placed, batch, available)
+        _check_whole_slice(error, mesh)
+        program, thunks, memory = None, None, _too_large(error, bytes_per_device(held) + of_batch, available)
         if memory is None:
             raise
     rows = [] if program is None else rows_of(program, mesh, kind)
@@ -125,7 +131,7 @@ def compile_ahead(model: Any, params: Any, batch: Any, *, state: Any = None, key
         flops={} if plan is None else flops_by_task(plan),
         cycles=_cycles(program),
         rows=tuple(rows),
-        host_loops=None if thunks is None else host_loops(thunks),
+        host_loops=None if thunks is None else host_loops(thunks, outer),
         paper=paper,
         mends=mends_of(pipeline, plan, arguments) if memory.missing and plan is not None else (),
         program=program,
@@ -153,13 +159,22 @@ def _memory(analysis: Any, available: int | None) -> Memory:
     return Memory(arguments, results, reused, temporary, program, needed, available)
 
 
-def _too_large(error: Exception, placed: Any, batch: Any, available: int | None) -> Memory | None:
+def _check_whole_slice(error: Exception, mesh: Mesh) -> None:
+    """Raise `ValueError` if XLA's compiler for TPU failed because the mesh is a part of a slice. Some parts work."""
+    there = len(mesh.devices.flat[0].client.devices())
+    if mesh.size < there and "Unexpected device_id" in str(error):
+        raise ValueError(
+            f"XLA's compiler for TPU cannot compile for these {mesh.size} of the {there} chips: use all of them, or a "
+            f"topology with {mesh.size}"
+        ) from error
+
+
+def _too_large(error: Exception, arguments: int, available: int | None) -> Memory | None:
     """Return what the compiler says of a program that is too large for the chip, or None if that is not the error."""
     said = str(error)
     if not said.startswith("RESOURCE_EXHAUSTED"):
         return None
     sizes = [float(number) * _UNITS[unit] for number, unit in re.findall(r"([\d.]+)([KMGT])\b", said)]
-    arguments = bytes_per_device(placed) + (0 if batch is None else bytes_of(batch))
     return Memory(arguments, 0, 0, None, None, int(max([*sizes, (available or 0) + 1])), available)
 
 

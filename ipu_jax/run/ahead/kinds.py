@@ -5,6 +5,7 @@ compiler for the chip gives a program. No chip reaches its FLOP/s, so times by t
 """
 
 import dataclasses
+import operator
 import os
 import re
 from typing import Any, Final
@@ -23,6 +24,7 @@ class Kind:
         clock: cycles/s, by which XLA's compiler for TPU estimates cycles.
         link: bytes/s of one link to a neighbour, one way.
         network: bytes/s of its share of the network between slices, or between hosts of GPUs.
+        most: chips along each side of the largest TPU slice.
     """
 
     name: str
@@ -33,15 +35,16 @@ class Kind:
     clock: float
     link: float
     network: float
+    most: tuple[int, ...] = ()
 
 
 _GIB = 2.0**30
 KINDS: Final = {
     kind.name: kind
     for kind in (
-        Kind("v5e", "TPU v5 lite", 15.75 * _GIB, 1.97e14, 8.2e11, 1.5e9, 4.5e10, 6.25e9),
-        Kind("v5p", "TPU v5", 95.74 * _GIB, 4.59e14, 2.8e12, 1.75e9, 9e10, 6.25e9),
-        Kind("v6e", "TPU v6 lite", 31.25 * _GIB, 9.2e14, 1.6e12, 1.75e9, 9e10, 1.25e10),
+        Kind("v5e", "TPU v5 lite", 15.75 * _GIB, 1.97e14, 8.2e11, 1.5e9, 4.5e10, 6.25e9, (16, 16)),
+        Kind("v5p", "TPU v5", 95.74 * _GIB, 4.59e14, 2.8e12, 1.75e9, 9e10, 6.25e9, (16, 20, 28)),
+        Kind("v6e", "TPU v6 lite", 31.25 * _GIB, 9.2e14, 1.6e12, 1.75e9, 9e10, 1.25e10, (16, 16)),
         Kind("h100", "NVIDIA H100 80GB HBM3", 8.49e10, 9.9e14, 3.35e12, 1.98e9, 4.5e11, 5e10),
     )
 }
@@ -76,7 +79,11 @@ def topology_of(text: str) -> Topology:
     found = re.fullmatch(r"(v\w+):([1-9]\d*(?:x[1-9]\d*)*)", text)
     if not found or found[1] not in KINDS:
         raise ValueError(f"topology={text!r} is not known: give one such as {TOPOLOGIES}")
-    return Topology(KINDS[found[1]], tuple(int(side) for side in found[2].split("x")))
+    kind, sides = KINDS[found[1]], tuple(int(side) for side in found[2].split("x"))
+    if len(sides) != len(kind.most) or any(map(operator.gt, sorted(sides), kind.most)):
+        most = "x".join(map(str, kind.most))
+        raise ValueError(f"topology={text!r} is no slice of {kind.name}, of which the largest is {most}: give less")
+    return Topology(kind, sides)
 
 
 def kind_of(device: Any) -> Kind | None:

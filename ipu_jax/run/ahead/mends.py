@@ -28,8 +28,9 @@ def mends_of(pipeline: Pipeline, plan: Plan, arguments: tuple[Any, ...]) -> tupl
     """
     now = _predicted(pipeline, plan, arguments).predicted_temporary
     found = []
-    for name, other, args in _changes(pipeline, plan.schedule.name, arguments):
-        with contextlib.suppress(ValueError):  # such as a schedule that the stages' places do not fit
+    for name, changed, args in _changes(pipeline, plan.schedule.name, arguments):
+        with contextlib.suppress(ValueError):  # such as a schedule that the stages' places or M do not fit
+            other = pipeline.replace(**changed)
             frozen = (other.apply_frozen(args[0]), *args[1:])
             then = _predicted(other, other.plan_step(*frozen), args).predicted_temporary
             if then < now:
@@ -37,21 +38,20 @@ def mends_of(pipeline: Pipeline, plan: Plan, arguments: tuple[Any, ...]) -> tupl
     return (*found, "more IPUs for the same layers, or a smaller micro-batch")
 
 
-def _changes(pipeline: Pipeline, schedule: str, arguments: tuple[Any, ...]) -> Iterator[tuple[str, Pipeline, Any]]:
+def _changes(pipeline: Pipeline, schedule: str, arguments: Any) -> Iterator[tuple[str, dict[str, Any], Any]]:
     params, batch, state, key = arguments
     if pipeline.function is None:
         stages = [dataclasses.replace(stage, recompute="all") for stage in pipeline.stages]
-        yield "recompute='all' on every stage", pipeline.replace(stages=stages), arguments
+        yield "recompute='all' on every stage", {"stages": stages}, arguments
     m, at = pipeline.options.gradient_accumulation, int(pipeline.replicas > 1)
     if all(leaf.ndim > at + 1 and leaf.shape[at + 1] % 2 == 0 for leaf in jax.tree.leaves(batch)):
         halved = jax.tree.map(lambda leaf: _halved(leaf, at), batch)
-        other = pipeline.replace(gradient_accumulation=2 * m)
-        yield f"gradient_accumulation={2 * m} with half of each micro-batch", other, (params, halved, state, key)
+        name = f"gradient_accumulation={2 * m} with half of each micro-batch"
+        yield name, {"gradient_accumulation": 2 * m}, (params, halved, state, key)
     if pipeline.function is None:
-        for name in _SCHEDULES:
-            if name != schedule:
-                with contextlib.suppress(ValueError):
-                    yield f"schedule={name!r}", pipeline.replace(schedule=name), arguments
+        for other in _SCHEDULES:
+            if other != schedule:
+                yield f"schedule={other!r}", {"schedule": other}, arguments
 
 
 def _halved(leaf: Any, at: int) -> jax.ShapeDtypeStruct:

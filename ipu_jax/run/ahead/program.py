@@ -19,8 +19,10 @@ from ipu_jax.core.engine.labels import PlanNames, guard_named, plan_named
 
 COLLECTIVES: Final = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _OVER_NETWORK: Final = {"ONE_TO_ONE": "collective-permute"}
+_SCAN: Final = re.compile(r"ipu_jax\.plan\.[\w.]+/while$")
 _WORK: Final = 1000  # cycles of an instruction that can hide a message
-_WIDTHS: Final = {"pred": 1, "token": 0}
+_NO_WORK: Final = ("AllocateBuffer", "ConcatBitcast", "AsyncCollectiveStart", "AsyncCollectiveDone")  # custom calls
+_BITS: Final = {"pred": 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Array:
     def nbytes(self) -> int:
         """Return its bytes, without padding to tiles."""
         bits = re.search(r"\d+", self.dtype)
-        return self.size * (_WIDTHS[self.dtype] if self.dtype in _WIDTHS else int(bits[0]) // 8 if bits else 0)
+        return self.size * (int(bits[0]) if bits else _BITS.get(self.dtype, 0)) // 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +71,8 @@ class Instruction:
     @property
     def called(self) -> list[str]:
         """Return the names of the computations that it calls."""
-        names = re.findall(r"(?:body|condition|calls|to_apply)=%?([\w.\-]+)", self.line)
+        one = r"(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)"
+        names = re.findall(one, self.line)
         for several in re.findall(r"branch_computations=\{([^}]*)\}", self.line):
             names += re.findall(r"[\w.\-]+", several)
         return names
@@ -92,10 +95,21 @@ class Instruction:
         return found[1] if found else ""
 
     @property
+    def chain(self) -> str:
+        """Return the number of the chain of fusions that a collective is a piece of, "" without one."""
+        found = re.search(r'chain_id="(\d+)"', self.line)
+        return found[1] if found else ""
+
+    @property
     def groups(self) -> list[list[int]]:
         """Return the devices that a collective connects, by their numbers in the mesh: rings, or pairs of a permute."""
         if found := re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}", self.line):
             return [[int(n) for n in group.split(",") if n] for group in re.findall(r"\{([\d,]*)\}", found[1])]
+        if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", self.line):
+            axes = re.findall(r"'([^']+)'=(\d+)", found[1])
+            return _along(
+                [name for name, _ in axes], [int(size) for _, size in axes], re.findall(r"'([^']+)'", found[2])
+            )
         found = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", self.line)
         if not found:
             return []
@@ -150,13 +164,13 @@ class Program:
     @property
     def cycles(self) -> int:
         """Return the cycles of the whole program on one chip, 0 on GPUs. They don't count collectives and kernels."""
-        return self._cycles_in(self._entry)
+        return round(self._cycles_in(self._entry))
 
     @property
     def scans(self) -> list[Instruction]:
         """Return the loops over ticks: one, or up to three on GPUs; none without a pipeline."""
         everything = (i for body in self._computations.values() for i in body)
-        return [i for i in everything if i.op == "while" and re.search(r"ipu_jax\.plan\.[\w.]+/while$", i.place)]
+        return [i for i in everything if i.op == "while" and _SCAN.search(i.place)]
 
     @functools.cached_property
     def bodies(self) -> dict[str, int]:
@@ -168,7 +182,7 @@ class Program:
         for guard in self.in_scans():
             label = re.search(r"ipu_jax\.((?:F|B|W|FB)\.\d+)/while$", guard.place)
             if guard.op == "while" and label:
-                found[label[1]] += self._cycles_in(guard.body)
+                found[label[1]] += round(self._cycles_in(guard.body))
         return dict(found)
 
     def cycles_of(self, task: str) -> int:
@@ -216,20 +230,33 @@ class Program:
         for name, runs in self._runs().items():
             computation = self._computations[name]
             for at, instruction in enumerate(computation):
-                op = instruction.op.removesuffix("-start")
-                if op in COLLECTIVES and not instruction.op.endswith("-done"):
-                    nbytes = _sent(instruction)
-                    found.append(Collective(op, instruction, runs, nbytes, self._is_beside_work(computation, at)))
+                op, chain = instruction.op.removesuffix("-start"), self._chains.get(instruction.chain, [])
+                if op in COLLECTIVES and chain[:1] in ([], [name]):
+                    beside_work = len(chain) > 2 or self._is_beside_work(computation, at)
+                    found.append(Collective(op, instruction, runs, _sent(instruction), beside_work))
         return found
+
+    @functools.cached_property
+    def _chains(self) -> dict[str, list[str]]:
+        """Return the fusions of each chain, the start first: XLA for TPU lets fusions do pieces of a collective.
+
+        The first fusion starts it, the last one ends it, and those between do a piece each beside their own work.
+        """
+        found = collections.defaultdict[str, list[str]](list)
+        for name, computation in self._computations.items():
+            starts = any('"AsyncCollectiveStart"' in instruction.line for instruction in computation)
+            for chain in {instruction.chain for instruction in computation} - {""}:
+                found[chain].insert(0 if starts else len(found[chain]), name)
+        return dict(found)
 
     def _is_beside_work(self, computation: Sequence[Instruction], at: int) -> bool:
         start = computation[at]
         if not start.op.endswith("-start"):
             return False
-        takes = re.compile(rf"%?{re.escape(start.name)}\b")
+        takes = re.compile(rf"[(%\s]{re.escape(start.name)}[,)]")
         done = start.op.removesuffix("-start") + "-done"
         end = next((k for k, i in enumerate(computation) if i.op == done and takes.search(i.line)), at)
-        return any(i.op in ("while", "custom-call") or i.cycles >= _WORK for i in computation[at + 1 : end])
+        return any(map(_is_work, computation[at + 1 : end]))
 
     def _runs(self) -> dict[str, int]:
         """Return how often each computation runs: the plan knows how many ticks there are, and how many a guard has."""
@@ -238,7 +265,7 @@ class Program:
             name, times = waiting.pop()
             runs[name] += times
             for instruction in self._computations[name]:
-                inside = times * _trips(instruction) if instruction.op == "while" else times
+                inside = times * self._trips(instruction) if instruction.op == "while" else times
                 waiting += [(called, inside) for called in instruction.called if called in self._computations]
         return {name: max(1, round(times)) for name, times in runs.items()}
 
@@ -253,15 +280,36 @@ class Program:
                     seen.update(new)
                     left += new
 
-    def _cycles_in(self, name: str) -> int:
-        loops = lambda i: i.trips * self._cycles_in(i.body) if i.op == "while" else i.cycles  # noqa: E731
+    def _cycles_in(self, name: str) -> float:
+        loops = lambda i: self._trips(i) * self._cycles_in(i.body) if i.op == "while" else i.cycles  # noqa: E731
         return sum(map(loops, self._computations[name]))
 
+    def _trips(self, loop: Instruction) -> float:
+        """Return how often a loop runs, on average for a guard: 1 or less."""
+        plan, guard = plan_named(loop.place), guard_named(loop.place)
+        if plan is not None and guard is not None:
+            return _active_share(plan, guard)
+        length = self._length(loop)
+        is_scan = plan is not None and _SCAN.search(loop.place)
+        return plan.ticks if is_scan and length == 1 else length
 
-def host_loops(thunks: str) -> int:
+    def _length(self, loop: Instruction) -> int:
+        """Return how often a loop runs, 1 where that is not known. For TPUs only the loop's condition says it."""
+        if loop.trips > 1:
+            return loop.trips
+        condition = [i.line for i in self._within(re.findall(r"condition=%?([\w.\-]+)", loop.line))]
+        ends = re.findall(r" s32\[\][^ ]* constant\((\d+)\)", "\n".join(condition))
+        return int(ends[0]) if len(ends) == 1 and any("direction=LT" in line for line in condition) else 1
+
+
+def host_loops(thunks: str, outer: int = 0) -> int:
     """Return how many loops in a GPU's ticks are outside CUDA graphs, from XLA's sequence of thunks.
 
-    The host reads the predicate of each of them in each tick.
+    The host drives each of them: it reads the predicate of a guard in each tick.
+
+    Args:
+        thunks: the sequence, as XLA writes it.
+        outer: the loops around the scan over ticks, such as one over the updates of a call.
 
     >>> host_loops('''
     ... 012: kWhile         [source | sink]
@@ -272,25 +320,14 @@ def host_loops(thunks: str) -> int:
     ... ''')
     1
     """
-    outside, graph = 0, None  # the indentation of the graph around this line
-    for indent, kind in re.findall(r"^( *)\d+: (k\w+)", thunks, re.MULTILINE):
-        if graph is not None and len(indent) <= graph:
-            graph = None
-        if kind == "kCommandBuffer" and graph is None:
-            graph = len(indent)
-        elif kind == "kWhile" and graph is None:
-            outside += len(indent) > 0
-    return outside
-
-
-def _trips(loop: Instruction) -> float:
-    """Return how often a loop runs, on average for a guard: 1 or less; 1 for another loop of unknown length."""
-    plan, guard = plan_named(loop.place), guard_named(loop.place)
-    if plan is None or loop.trips > 1:
-        return loop.trips
-    if guard is None:
-        return plan.ticks if re.search(r"ipu_jax\.plan\.[\w.]+/while$", loop.place) else 1
-    return _active_share(plan, guard)
+    found, around = 0, list[tuple[int, str]]()  # the loops and graphs around this line, by their indentation
+    for spaces, kind in re.findall(r"^( *)\d+: (k\w+)", thunks, re.MULTILINE):
+        around = [(indent, other) for indent, other in around if indent < len(spaces)]
+        kinds = [other for _, other in around]
+        found += kind == "kWhile" and "kCommandBuffer" not in kinds and len(kinds) > outer
+        if kind in ("kWhile", "kCommandBuffer"):
+            around.append((len(spaces), kind))
+    return found
 
 
 def _active_share(plan: PlanNames, guard: Any) -> float:
@@ -298,12 +335,26 @@ def _active_share(plan: PlanNames, guard: Any) -> float:
     return 1.0 if ticks is None else float((np.asarray(ticks) >= 0).any(axis=1).mean())
 
 
+def _is_work(instruction: Instruction) -> bool:
+    if instruction.op == "custom-call":
+        return not any(f'"{target}"' in instruction.line for target in _NO_WORK)
+    return instruction.op == "while" or instruction.cycles >= _WORK
+
+
 def _sent(instruction: Instruction) -> int:
     """Return the bytes of a collective's result."""
     arrays = [array for array in instruction.arrays if array.dtype != "u32" or array.dims]
-    if instruction.op in ("collective-permute-start", "all-gather-start"):  # their result contains their operands
+    # the result of a -start contains the operands; that of an all-reduce only where it is a tuple of tuples
+    if instruction.op.endswith("-start") and (instruction.op != "all-reduce-start" or " = ((" in instruction.line):
         arrays = arrays[len(arrays) // 2 :]
     return sum(array.nbytes for array in arrays)
+
+
+def _along(names: Sequence[str], sizes: Sequence[int], axes: Sequence[str]) -> list[list[int]]:
+    """Return the groups that XLA writes as the axes of a mesh along which a collective goes."""
+    inside = [k for k, name in enumerate(names) if name in axes]
+    order = [*(k for k in range(len(names)) if k not in inside), *inside]
+    return _numbered(sizes, order, math.prod(sizes[k] for k in inside))
 
 
 def _numbered(of: Sequence[int], turned: Sequence[int], size: int) -> list[list[int]]:
@@ -330,5 +381,5 @@ def _parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
 
 
 def _arrays(result: str) -> Iterable[Array]:
-    for dtype, dims in re.findall(r"([a-z]+\d*)\[([\d,]*)\]", result):
+    for dtype, dims in re.findall(r"([a-z]\w*)\[([\d,]*)\]", result):
         yield Array(dtype, tuple(int(n) for n in dims.split(",") if n))

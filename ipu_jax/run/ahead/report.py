@@ -1,11 +1,12 @@
 """Show on one screen what a program needs and costs on chips that are not there.
 
-TrainStep(Pipeline of 6 stages on 4 IPUs x 2 replicas, 16 micro-batches per update)
-compiled for 8 TPU v5 lite (jax 0.10.2, libtpu 0.0.42): nothing ran
+TrainStep(Pipeline of 6 stages on 4 IPUs, 4 micro-batches per update, max_gradient_norm=1.0)
+compiled for 4 x TPU v5 lite by jax 0.10.2, libtpu 0.0.42.1: nothing ran
 
-memory of a chip      arguments 412.1 MB + results elsewhere 0 B + temporary 1.5 GB + program 14.9 MB = 2.0 GB
-                      fits into 16.9 GB; the update reuses the buffers of 412.0 MB of its arguments
-a step of a chip      F 2.3 TFLOP, B 4.6 TFLOP; cycles of a task: F 4,140,000, B 7,440,000
+memory of a chip  8.4 MB = arguments 1.4 MB + temporary 5.1 MB + results in buffers of their own 1.0 kB + program 1.9 MB
+                  fits into the 16.9 GB of a TPU v5 lite
+                  results reuse the buffers of 1.4 MB of the arguments
+work of a chip    step: F 272.7 MFLOP, B 545.0 MFLOP
 ...
 """
 
@@ -20,7 +21,7 @@ from ipu_jax.run.ahead.traffic import Row
 
 FORMAT: Final = 1
 """The version of the format of `ChipReport.json`."""
-_MOST_ROWS: Final = 8
+_MOST_ROWS: Final = 6  # then a report with everything has 24 lines, which is one screen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,8 @@ class ChipReport:
         cycles: of one run of a task, and of the update, as XLA's compiler for TPU estimates them, without collectives,
             kernels and some copies; empty on GPUs.
         rows: what the program sends; those that take the most time first.
-        host_loops: on GPUs, the loops of a tick whose predicate the host reads; None elsewhere.
+        host_loops: on GPUs, the loops of a tick that are not in CUDA graphs, so that the host drives them; None
+            elsewhere.
         paper: the time of a step on paper; None without a pipeline, or if the kind of the chip is not known.
         mends: if it does not fit, what would change that, by prediction.
         program: the compiled program; None if it was too large.
@@ -138,7 +140,7 @@ class ChipReport:
             lines.append("step: " + ", ".join(f"{task} {in_units(n, 'FLOP')}" for task, n in self.flops.items() if n))
         if self.cycles:
             each = ", ".join(f"{task} {cycles:,}" for task, cycles in self.cycles.items() if cycles)
-            lines.append(f"cycles of a task, by the compiler, without collectives and kernels: {each}")
+            lines.append(f"cycles, without collectives and kernels: {each}")
         return lines
 
     def _traffic_lines(self) -> list[str]:
@@ -149,7 +151,7 @@ class ChipReport:
             beside = "beside work" if row.beside_work else "nothing hides it"
             rows.append((row.op, row.axis, str(row.runs), _bytes(row.nbytes), over, time, beside))
         if len(rows) == 1:
-            return ["nothing"]
+            return [] if self.memory.temporary is None else ["nothing"]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         if left := self.rows[_MOST_ROWS:]:
@@ -159,8 +161,10 @@ class ChipReport:
 
 def _host_line(loops: int) -> str:
     if not loops:
-        return "reads no predicate in a tick: guards are in CUDA graphs"
-    return f"reads {loops} predicate{'s' * (loops > 1)} in a tick, of guards that contain a collective"
+        return "drives no loop in a tick: guards are in CUDA graphs"
+    return (
+        f"drives {loops} loop{'s' * (loops > 1)} in a tick: guards that contain a collective or a loop, and such loops"
+    )
 
 
 def _paper_lines(paper: Paper, has_cycles: bool) -> list[str]:
@@ -179,10 +183,10 @@ def _bytes(size: float) -> str:
 def _seconds(value: float) -> str:
     """Return seconds with a unit.
 
-    >>> _seconds(0.0412), _seconds(3.2e-6), _seconds(2.5)
-    ('41.2 ms', '3.2 us', '2.5 s')
+    >>> _seconds(0.0412), _seconds(3.2e-6), _seconds(0.4121)
+    ('41.2 ms', '3.2 us', '412 ms')
     """
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if value * factor >= 1 or unit == "us":
             break
-    return f"{value * factor:.1f} {unit}"
+    return f"{value * factor:.{int(value * factor < 100)}f} {unit}"

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ipu_jax.core.devices import REPLICA_AXIS
+from ipu_jax.core.devices import REPLICA_AXIS, check_there
 from ipu_jax.training.data.dims import BatchDims
 
 
@@ -127,6 +127,7 @@ def share_of(mesh: Mesh, instances: int | None, instance: int | None) -> dict[st
     Raises:
         ValueError: the mesh has no axis of replicas or no device of this process, or contradicts these two.
     """
+    check_there(mesh, "a feed", "jax.ShapeDtypeStruct for batches")
     if REPLICA_AXIS not in mesh.axis_names:
         raise ValueError(
             f"mesh has axes {mesh.axis_names}, none is 'replica': make it with make_mesh(replicas, ipus_per_replica)"

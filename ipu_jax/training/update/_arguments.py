@@ -72,15 +72,19 @@ class Arguments:
     def _draws(self) -> bool:
         return self._random or self._options.stochastic_rounding
 
-    def key_for_state(self, key: Any) -> Any:
-        """Return the key that a new state holds: the given key, or None with a warning if nothing draws numbers."""
+    def key_for_state(self, key: Any, *, stacklevel: int = 4) -> Any:
+        """Return the key that a new state holds: the given key, or None with a warning if nothing draws numbers.
+
+        The warning names a caller that many levels up: by default the caller of `init` or `restore`, which have two
+        decorators.
+        """
         if key is None or self._draws:
             self.check_key(key)
             return key
         warnings.warn(
             "key is not used, for neither the model nor the rounding is random: leave it out, or if the model should "
             "draw numbers, say so: Stage(..., random=True), or replicate(..., random=True) for a loss function",
-            stacklevel=5,  # the caller of init or restore, which have two decorators
+            stacklevel=stacklevel + 1,
         )
         return None
 

@@ -82,15 +82,15 @@ class Placement:
     def shapes(self, params: Any, stages: Any, key: Any) -> TrainState:
         """Return what `first` returns, with the shape, dtype and sharding of each array in place of the array."""
         model: Any = self._model
-        held = self.held
         of_stages = model.shard_state_shapes(stages) if self._check_stages(stages) else None
         if self._options.precision != "32.32":
-            params = jax.eval_shape(lambda tree: cast_floats(tree, held), params)
+            shape_of = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf  # noqa: E731
+            params = cast_floats(jax.tree.map(shape_of, params), self.held)
         if not isinstance(model, Pipeline):
             model.check_params(params)
         placed = model.shard_shapes(params)
         update = self.update_for(placed)
-        blocks, shape_of = update.blocks, lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jnp.asarray(leaf).dtype)
+        blocks = update.blocks
         averages = [
             jax.ShapeDtypeStruct(blocks.global_shape(k), jnp.promote_types(block.dtype, jnp.float32))
             for k, block in enumerate(blocks)
@@ -100,7 +100,7 @@ class Placement:
             params=placed,
             optimizer=update.state_layout.shapes(),
             stages=of_stages,
-            scale=jax.tree.map(shape_of, initial_scale(self._options)),
+            scale=jax.eval_shape(lambda: initial_scale(self._options)),
             step=count,
             key=None if key is None else jax.ShapeDtypeStruct(key.shape, key.dtype),
             ema=None if self._options.ema_decay is None else averages,

@@ -21,12 +21,17 @@ from ipu_jax.core.stage import Stage
 
 
 def cast_floats(tree: Any, dtype: Any) -> Any:
-    """Return the tree with its float32 and half leaves cast to `dtype`; keys, integers and float64 stay as they are."""
+    """Return the tree with its float32 and half leaves cast to `dtype`; keys, integers and float64 stay as they are.
+
+    NumPy's float64 is float32 to jax, unless x64 is enabled. A `jax.ShapeDtypeStruct` stays one.
+    """
     narrow = (jnp.float32, jnp.bfloat16, jnp.float16)
 
     def one(leaf: Any) -> Any:
-        leaf_dtype = getattr(leaf, "dtype", None)
-        return leaf.astype(dtype) if leaf_dtype in narrow else leaf
+        own = getattr(leaf, "dtype", None)
+        if own is None or jax.dtypes.canonicalize_dtype(own, allow_extended_dtype=True) not in narrow:
+            return leaf
+        return leaf.update(dtype=dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.astype(dtype)
 
     return jax.tree.map(one, tree)
 

@@ -119,7 +119,7 @@ def replicate(
             if value is not None:
                 raise ValueError(f"{name}={value!r} was given, but a pipeline has its own: make the Pipeline with it")
         count = replicas_of(replication_factor=replication_factor, num_ipus=num_ipus, ipus_per_replica=model.ipus)
-        return model.replace(mesh=make_mesh(count, model.ipus, devices=devices_of(model.mesh)))
+        return model.replace(mesh=make_mesh(count, model.ipus, devices=model.given_devices))
     return Replicas(
         model,
         replication_factor=replicas_of(replication_factor=replication_factor, num_ipus=num_ipus),
@@ -166,8 +166,8 @@ class Replicas:
         self.replicas, self.ipus = check_count("replication_factor", replication_factor), 1
         self.given = {"gradient_accumulation": gradient_accumulation, "reduction": reduction}
         self.options = PipelineOptions(**{name: value for name, value in self.given.items() if value is not None})
-        self.given_devices = devices
-        self.devices: list[Any] = list(make_mesh(self.replicas, 1, devices=devices).devices.flat)
+        mesh = make_mesh(self.replicas, 1, devices=devices)
+        self.given_devices, self.devices = devices_of(mesh), list(mesh.devices.flat)
         self.mesh = _mesh_of(self.devices)
         self._window = InFlight()
         self._value_and_grad = self._mapped(backward=True)

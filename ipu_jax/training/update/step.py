@@ -169,7 +169,7 @@ class TrainStep:
         """
         if isinstance(params, Sharded):
             params = whole_shapes(params.layout)
-        return self._placement.shapes(params, stages, self._arguments.key_for_state(key))
+        return self._placement.shapes(params, stages, self._arguments.key_for_state(key, stacklevel=2))
 
     @facts.during("placing the state")
     @jax.transfer_guard("allow")  # the caller asks for this transfer
@@ -184,6 +184,7 @@ class TrainStep:
         Raises:
             ValueError: as in `init`, or the optimizer's state belongs to another optimizer.
         """
+        check_there(self.mesh, "restore", "shapes(params)")
         missing = {"params", "optimizer", "stages", "scale", "step", "key"} - set(whole)
         if missing:
             raise ValueError(f"the saved state has no {sorted(missing)}: give what step.whole(state) gave")

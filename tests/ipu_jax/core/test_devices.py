@@ -13,11 +13,16 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+from ipu_jax import Outputs, Pipeline, Stage, TrainOptions, make_train_step
 from ipu_jax.core import devices
 from ipu_jax.core.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, AllIpus, InFlight, configure, make_mesh
+from ipu_jax.core.pipeline import _pipeline
+from ipu_jax.steps import replicate
+from ipu_jax.training.update import replicas
 from support.refusals import refusals, refused
 
 
@@ -144,6 +149,197 @@ def test_make_mesh_names_its_axes_and_takes_the_first_devices(replicas, ipus_per
     assert mesh.devices.shape == (replicas, ipus_per_replica)
     assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
     assert list(mesh.devices.flat) == jax.devices()[: replicas * ipus_per_replica]
+
+
+# given devices
+
+
+def sum_of_squares(w: Any, rows: Any) -> Any:
+    return jnp.mean((rows @ w["w"]) ** 2)
+
+
+def made_of(kind: str, given: Any, ipus: int = 2) -> Any:
+    """Return a model on the first `ipus` of the given devices, or of all if None."""
+    if kind == "layers":
+        layers, weights = [lambda w, x: x @ w] * ipus, [np.eye(3, dtype=np.float32)] * ipus
+        return Pipeline.from_layers(layers, weights, loss=lambda x, mb: jnp.mean(x), ipus=ipus, devices=given)[0]
+    if kind == "function":
+        w, rows = {"w": jnp.ones(3)}, jnp.ones((4, 3))
+        return Pipeline.from_function(sum_of_squares, w, rows, ipus=1, devices=given)
+    stages = [Stage(lambda p, x, mb: mb @ p, params="a", ipu=0), Stage(lambda p, x, mb: jnp.mean(x), ipu=ipus - 1)]
+    return Pipeline(stages, mesh=make_mesh(1, ipus, devices=given))
+
+
+def test_make_mesh_takes_the_first_of_the_given_devices():
+    last = jax.devices()[4:]
+    forms: list[Any] = [last, tuple(last), np.array(last)]
+    for given in forms:
+        assert make_mesh(2, 2, devices=given).devices.tolist() == [last[:2], last[2:]]
+        assert make_mesh(1, 3, devices=given).devices.tolist() == [last[:3]]
+    assert make_mesh(1, 2, devices=last[::-1]).devices.tolist() == [[last[3], last[2]]], "in their order"
+
+
+WIDER = {
+    "options": lambda model: make_train_step(model, optax.sgd(0.1), TrainOptions(replication_factor=2)).model,
+    "options and precision": lambda model: (
+        make_train_step(
+            model, optax.sgd(0.1), TrainOptions(replication_factor=2, gradient_accumulation=4, precision="16.16")
+        ).model
+    ),
+    "replicate": lambda model: replicate(model, replication_factor=2),
+    "replicate by IPUs": lambda model: replicate(model, num_ipus=2 * model.ipus),
+}
+
+
+@pytest.mark.parametrize("kind", ["stages", "layers", "function"])
+@pytest.mark.parametrize("wider", WIDER)
+def test_a_wider_mesh_is_of_the_given_devices(kind, wider):
+    given = [jax.devices()[k] for k in (1, 3, 4, 6)]
+    model = made_of(kind, given)
+    assert model.mesh.devices.tolist() == [given[: model.ipus]]
+    mesh = WIDER[wider](model).mesh
+    assert mesh.shape["replica"] == 2
+    assert list(mesh.devices.flat) == given[: mesh.size]
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "16.16", "gradient_accumulation": 3}])
+def test_replicas_stay_on_the_given_devices(options):
+    given = jax.devices()[5:8]
+    replicas = replicate(sum_of_squares, replication_factor=2, devices=given)
+    step = make_train_step(replicas, optax.sgd(0.1), TrainOptions(**options))
+    assert list(replicas.mesh.devices.flat) == list(step.model.mesh.devices.flat) == given[:2]
+    state, _ = step(step.init({"w": jnp.ones(3)}), jnp.ones((2, step.gradient_accumulation, 4, 3)))
+    assert {leaf.sharding.device_set == set(given[:2]) for leaf in jax.tree.leaves(state)} == {True}
+
+
+def test_equal_meshes_of_other_devices_are_widened_each_from_its_own():
+    """Jax makes equal meshes one object."""
+    given = [jax.devices()[k] for k in (0, 1, 6, 7)]
+    of_all, of_given = made_of("stages", None), made_of("stages", given)
+    again, of_last = made_of("stages", None), made_of("stages", given[:2])
+    assert of_all.mesh is of_given.mesh
+    for model, expected in ((of_all, jax.devices()[:4]), (of_given, given), (again, jax.devices()[:4])):
+        for wider in WIDER.values():
+            assert list(wider(model).mesh.devices.flat) == expected
+    with refused("replicas=2 x ipus_per_replica=2 needs 4 IPUs", "2 cpu devices were given", "more devices"):
+        replicate(of_last, replication_factor=2)
+
+
+def mesh_of(given: Any) -> Any:
+    return lambda: make_mesh(1, 2, devices=cast(Any, given() if callable(given) else given))
+
+
+@refusals(
+    (mesh_of(lambda: jax.devices()[:1]), "needs 2 IPUs", "1 cpu devices were given", "use fewer IPUs, or more devices"),
+    (mesh_of([]), "devices=[]", "no devices", "jax.devices()[:4]"),
+    (mesh_of([0, 1]), "devices=[0, 1]", "no devices", "jax.devices()[:4]"),
+    (mesh_of("cpu"), "devices='cpu'", "no devices", "jax.devices()[:4]"),
+    (mesh_of(2), "devices=2", "no devices", "jax.devices()[:4]"),
+    (mesh_of(lambda: jax.devices()[0]), "devices=CpuDevice(id=0)", "no devices", "jax.devices()[:4]"),
+    (mesh_of(lambda: [*jax.devices()[:2], None]), "None]", "no devices", "jax.devices()[:4]"),
+    (mesh_of(lambda: make_mesh(2, 2).devices), "devices=array(", "no devices", "jax.devices()[:4]"),
+    (mesh_of(lambda: [jax.devices()[3]] * 2), "CpuDevice(id=3)]", "different devices", "each of them once"),
+    (lambda: made_of("layers", jax.devices()[:1]), "needs 2 IPUs", "1 cpu devices were given"),
+    (lambda: made_of("function", []), "devices=[]", "no devices"),
+    (
+        lambda: replicate(sum_of_squares, num_ipus=2, devices=jax.devices()[:1]),
+        "replicas=2",
+        "1 cpu devices were given",
+    ),
+    (
+        lambda: replicate(made_of("stages", None), num_ipus=4, devices=jax.devices()),
+        *("devices=[", "a pipeline has its own"),
+    ),
+)
+def test_devices_that_are_none_are_refused(call, holds):
+    with refused(*holds):
+        call()
+
+
+# described devices
+
+
+def test_meshes_are_of_described_devices_as_long_as_these_are_described():
+    described = jax.devices()[3:6]
+    with devices.describing(described):
+        assert configure(2) == described[:2]
+        model = made_of("stages", None, ipus=1)
+        assert make_mesh(1, 3).devices.tolist() == [described]
+        assert make_mesh(1, 2, devices=jax.devices()[6:]).devices.tolist() == [jax.devices()[6:]]
+        with devices.describing(described[1:]):
+            assert make_mesh(1, 2).devices.tolist() == [described[1:]]
+        assert make_mesh(1, 2).devices.tolist() == [described[:2]]
+        for call in (lambda: configure(4), lambda: make_mesh(2, 2)):
+            with refused("4", "3", "JAX_NUM_CPU_DEVICES=4"):
+                call()
+    assert configure(4) == jax.devices()[:4]
+    assert make_mesh(2, 2).devices.tolist() == [jax.devices()[:2], jax.devices()[2:4]]
+    assert list(WIDER["options"](model).mesh.devices.flat) == described[:2], "it is still of what was described"
+    with pytest.raises(KeyError), devices.describing(described):
+        raise KeyError
+    assert configure(1) == jax.devices()[:1]
+    for wrong in ([], [0]):
+        with refused(f"devices={wrong}", "no devices"), devices.describing(wrong):
+            pass
+
+
+@pytest.fixture
+def all_are_described(monkeypatch):
+    described = lambda device: True  # noqa: E731
+    for module in (devices, _pipeline, replicas):
+        monkeypatch.setattr(module, "is_described", described)
+
+
+MATRIX, ROWS = np.eye(3, dtype=np.float32), jax.ShapeDtypeStruct((2, 1, 4, 3), np.float32)
+
+
+def stateful() -> Any:
+    return Pipeline([Stage(lambda p, x, mb, *, state: Outputs(jnp.mean(mb @ p), state=state), params="a", state="s")])
+
+
+@refusals(
+    (lambda: made_of("stages", None).shard({"a": MATRIX}), "shard needs devices", "2 x cpu", "use shard_shapes("),
+    (lambda: stateful().shard_state({"s": MATRIX}), "shard_state needs devices", "1 x cpu", "use shard_state_shapes("),
+    (
+        lambda: replicate(sum_of_squares, num_ipus=2).shard({"w": MATRIX}),
+        *("shard needs devices", "2 x cpu", "use shard_shapes("),
+    ),
+    *(
+        (lambda make=make: make_train_step(make(), optax.sgd(0.1)).init({"w": MATRIX}), "init needs", "use shapes(")
+        for make in (stateful, lambda: sum_of_squares)
+    ),
+    (
+        lambda: make_train_step(sum_of_squares, optax.sgd(0.1)).restore(
+            dict.fromkeys(("params", "optimizer", "stages", "scale", "step", "key"))
+        ),
+        *("restore needs devices", "1 x cpu", "use shapes("),
+    ),
+    (lambda: make_mesh(2, 2, devices=jax.devices()[:3]), "needs 4 IPUs", "3 cpu devices were described", "fewer IPUs"),
+)
+def test_described_devices_hold_no_arrays(call, holds, all_are_described):
+    with refused(*holds):
+        call()
+
+
+def test_programs_are_lowered_for_described_devices(all_are_described):
+    given = jax.devices()[2:6]
+    layers = [lambda w, x: x @ w] * 2
+    pipeline, weights = Pipeline.from_layers(
+        layers, [MATRIX] * 2, loss=lambda x, mb: jnp.mean(x), ipus=2, devices=given
+    )
+    assert {type(leaf) for leaf in jax.tree.leaves(weights)} == {jax.ShapeDtypeStruct}
+    of_function = replicate(sum_of_squares, replication_factor=2, devices=given)
+    for model, params in ((pipeline, weights), (of_function, {"w": MATRIX})):
+        step = make_train_step(model, optax.adam(0.1), TrainOptions(replication_factor=2))
+        state = step.shapes(params)
+        assert {device for leaf in jax.tree.leaves(state) for device in leaf.sharding.device_set} <= set(given)
+        assert step.lower(state, ROWS).compile().memory_analysis() is not None
+
+
+def test_a_mesh_that_jax_made_of_described_devices_is_widened_from_all_of_them(all_are_described):
+    mesh = jax.sharding.Mesh(np.array([[jax.devices()[k] for k in (7, 2, 5)]]), (REPLICA_AXIS, IPU_AXIS))
+    stages = [Stage(lambda p, x, mb: mb @ p, params="a", ipu=0), Stage(lambda p, x, mb: jnp.mean(x), ipu=2)]
+    assert list(replicate(Pipeline(stages, mesh=mesh), replication_factor=2).mesh.devices.flat) == jax.devices()[:6]
 
 
 def test_the_window_waits_for_a_step_that_has_large_outputs_only():

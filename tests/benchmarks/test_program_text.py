@@ -1,10 +1,18 @@
-"""Test how the text of a program that was compiled for TPU is read, with a short program in the compiler's notation."""
+"""Test what is found in a compiled pipeline's text, with a short program in the notation of the compiler for TPU."""
 
 from types import SimpleNamespace
 
 import pytest
 
-from tpu_compiler import Array, Compiled, libtpu_folder
+from ipu_jax.chips import Array, Program
+from program_text import (
+    copied_rings,
+    integer_constants,
+    permutes_beside_work,
+    rings,
+    sums_in_scans,
+    sums_outside_scans,
+)
 
 PROGRAM = """HloModule jit_f, is_scheduled=true
 
@@ -22,9 +30,13 @@ PROGRAM = """HloModule jit_f, is_scheduled=true
 }
 
 %tick (p: (s32[], bf16[8,4,16])) -> (s32[], bf16[8,4,16]) {
+  %y = (bf16[4], bf16[4]) collective-permute-start(%a), source_target_pairs={{0,1}}
   %while.1 = bf16[8,4,16]{2,1,0} while(%a), condition=%c, body=%heads, metadata={op_name="f/ipu_jax.F.0/while"}
+  %y.1 = bf16[4] collective-permute-done(%y)
   %while.2 = bf16[8,4,16]{2,1,0} while(%a), condition=%c, body=%other, metadata={op_name="f/ipu_jax.F.1/while"}
   %sum = (bf16[4,16]{1,0}, f32[]) all-reduce(%x, %y), to_apply=%add
+  %dx = (bf16[4], bf16[4]) collective-permute-start(%a), source_target_pairs={{1,0}}
+  %dx.1 = bf16[4] collective-permute-done(%dx)
   ROOT %result = (s32[], bf16[8,4,16]{2,1,0}) tuple(%i, %while.2)
 }
 
@@ -40,30 +52,19 @@ RING = Array("bf16", (8, 4, 16))
 
 @pytest.fixture
 def program():
-    memory = SimpleNamespace(generated_code_size_in_bytes=3, temp_size_in_bytes=4)
-    return Compiled(SimpleNamespace(as_text=lambda: PROGRAM, memory_analysis=lambda: memory))
-
-
-def test_cycles_are_those_of_the_slowest_ipu_and_of_all_trips_of_a_loop(program):
-    assert (program.cycles_of("F"), program.cycles_of("B")) == (107, 0)
-    assert program.cycles == 5 * (107 + 30)
+    return Program(SimpleNamespace(as_text=lambda: PROGRAM, memory_analysis=lambda: None))
 
 
 def test_a_ring_is_carried_by_the_scan_and_its_copies_may_be_transposed(program):
-    assert program.rings == {RING}
-    assert program.copied_rings == [Array("bf16", (8, 16, 4))]
+    assert rings(program) == {RING}
+    assert copied_rings(program) == [Array("bf16", (8, 16, 4))]
 
 
 def test_sums_in_ticks_are_told_from_sums_after_them(program):
-    assert program.sums_in_scan() == [Array("bf16", (4, 16)), Array("f32", ())]
-    assert program.sums_after_scan() == [Array("f32", (4,))]
-    assert program.integer_constants == [Array("s32", (4, 60))]
-    assert (program.code_bytes, program.temporary_bytes) == (3, 4)
+    assert sums_in_scans(program) == [Array("bf16", (4, 16)), Array("f32", ())]
+    assert sums_outside_scans(program) == [Array("f32", (4,))]
+    assert integer_constants(program) == [Array("s32", (4, 60))]
 
 
-def test_the_folder_that_is_named_is_the_only_one_that_counts(tmp_path, monkeypatch):
-    monkeypatch.setenv("AOT_TPU", str(tmp_path))
-    assert libtpu_folder() is None
-    (tmp_path / "libtpu").mkdir()
-    (tmp_path / "libtpu/libtpu.so").touch()
-    assert libtpu_folder() == tmp_path
+def test_a_permute_is_beside_work_if_the_chip_works_before_its_end(program):
+    assert permutes_beside_work(program) == [True, False]

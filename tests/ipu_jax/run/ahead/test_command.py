@@ -1,0 +1,133 @@
+"""Test the command ipu-compile: what it refuses, before jax is loaded where it can, and what it says of a script."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ipu_jax.run.ahead.compilers import has_compiler
+
+ROOT = Path(__file__).parents[4]
+GPT = ROOT / "examples" / "gpt.py"
+COMMAND = "from ipu_jax.run.ahead.command import command; command()"
+SEVERAL = """
+import json, sys
+from ipu_jax.run.ahead.command import main
+for line in json.loads(sys.argv[1]):
+    try:
+        main(line)
+    except SystemExit as end:
+        print(end.code, file=sys.stderr)
+assert "jax" not in sys.modules
+"""
+NEEDS_TPU = pytest.mark.skipif(
+    not has_compiler("tpu"), reason="needs XLA's compiler for TPU: make aot, or pip install 'ipu-jax[aot-tpu]'"
+)
+
+
+def run(code: str, *arguments: object, cwd: Path = ROOT, **variables: str) -> tuple[int, str, str]:
+    removed = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    environment = {name: value for name, value in os.environ.items() if name not in removed}
+    environment |= {"PYTHONPATH": str(ROOT), **variables}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_wrong_command_lines_are_refused_in_a_line_each_before_jax_is_loaded():
+    rows = {
+        (): "required: --topology, script",
+        ("--topology", "v5e:2x2"): "required: script",
+        ("--topology", "nonsense", GPT): "--topology 'nonsense' is not known: give one such as v5e:4x4",
+        ("--topology", "v9:2x2", GPT): "--topology 'v9:2x2' is not known",
+        ("--topology", "v5e:0x2", GPT): "--topology 'v5e:0x2' is not known",
+        ("--topology", "h100x12", GPT): "--topology 'h100x12' has no whole number of hosts of 8: give h100x8",
+        ("--topology", "v5e:2x2", "--slices", "0", GPT): "--slices: '0' is not a count: give",
+        ("--topology", "v5e:2x2", "--jsn", GPT): "--jsn: did you mean --json",
+        ("--topology", "v5e:2x2", "none.py"): "none.py is no file: give the path of a Python script",
+    }
+    status, out, err = run(SEVERAL, json.dumps([[*map(str, row)] for row in rows]))
+    assert (status, out) == (0, ""), err
+    lines = err.splitlines()
+    assert lines[1::2] == ["2"] * len(rows)
+    assert [said for line, said in zip(lines[::2], rows.values(), strict=True) if said not in line] == []
+    assert all(line.startswith("ipu-compile: ") for line in lines[::2])
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "said"),
+    [
+        (
+            ["--topology", "v5e:2x2"],
+            {"AOT_TPU": "{empty}"},
+            ("for TPU is not installed", "ipu-jax[aot-tpu]", "make aot"),
+        ),
+        (["--topology", "h100x4"], {"AOT_CUDA": "{empty}"}, ("GPUs is not installed", "ipu-jax[aot-cuda]", "make aot")),
+        (["--topology", "h100x8", "--slices", "2"], {}, ("--slices 2 is for TPUs", "h100x16")),
+        pytest.param(["--topology", "v5e:3x5"], {}, ("'v5e:3x5' is no TPU slice", "v5e:4x4"), marks=NEEDS_TPU),
+    ],
+    ids=["no compiler for TPU", "no compiler for GPU", "slices of GPUs", "no slice"],
+)
+def test_chips_that_cannot_be_described_are_refused_in_a_line(flags, variables, said, tmp_path):
+    variables = {name: value.format(empty=tmp_path) for name, value in variables.items()}
+    status, out, err = run(COMMAND, *flags, GPT, **variables)
+    assert (status, out, err.count("\n")) == (2, "", 1), err
+    assert [text for text in said if text not in err] == []
+
+
+# scripts that end without a report: what stderr says last, and of whose files a traceback speaks
+SCRIPTS = {
+    "": ("ended without a call of ipu_jax.chips.hand_over", ()),
+    "raise SystemExit(3)": ("ended with status 3 before it called ipu_jax.chips.hand_over", ()),
+    "def f():\n    return {}[1]\nf()": ("failed before ipu_jax.chips.hand_over(...) had a report: KeyError", (4, 3)),
+    "def f(:": ("failed before ipu_jax.chips.hand_over(...) had a report: SyntaxError", (2,)),
+}
+
+
+@NEEDS_TPU
+@pytest.mark.parametrize("text", SCRIPTS, ids=lambda text: text[:5] or "ends")
+def test_a_script_that_hands_nothing_over(text, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import sys; print(sys.argv[1:], __name__)\n" + text)
+    status, out, err = run(COMMAND, "--topology", "v5e:2x2", script, "--json", "-x", cwd=tmp_path)
+    said, lines = SCRIPTS[text]
+    assert (status, err.splitlines()[-1][:13]) == (2, "ipu-compile: ")
+    assert said in err.splitlines()[-1]
+    assert out == ("" if "(:" in text else "['--json', '-x'] __main__\n")
+    files = [line.strip() for line in err.splitlines() if line.startswith("  File ")]
+    assert [file.partition(", in")[0] for file in files] == [f'File "{script}", line {line}' for line in lines]
+
+
+@NEEDS_TPU
+def test_a_script_gets_the_described_chips_and_imports_from_its_own_folder(tmp_path):
+    (tmp_path / "own.py").write_text("from ipu_jax import make_mesh, configure\n")
+    script = tmp_path / "train.py"
+    script.write_text("from own import *\nconfigure(4)\nprint({d.device_kind for d in make_mesh(2, 2).devices.flat})\n")
+    assert run(COMMAND, "--topology", "v5e:2x2", script)[1] == "{'TPU v5 lite'}\n"
+
+
+TINY = ["--width", 128, "--blocks", 4, "--sequence", 64, "--vocabulary", 512, "--gradient-accumulation", 4]
+
+
+@NEEDS_TPU
+def test_a_gpt_that_fits():
+    status, out, err = run(COMMAND, "--topology", "v5e:2x2", "--json", GPT, *TINY)
+    assert (status, err) == (0, "")
+    found = json.loads(out)
+    assert (found["chips"], found["chip"], found["mesh"]) == (4, "TPU v5 lite", {"replica": 1, "ipu": 4})
+    assert found["memory"]["missing"] == 0
+    assert found["paper"]["seconds"] > 0
+    assert set(found["cycles"]) == {"F", "B", "FB", "update"}
+    assert {row["op"] for row in found["rows"]} >= {"permute y", "permute dx"}
+
+
+@NEEDS_TPU
+def test_a_gpt_that_is_too_large_ends_with_status_1_and_what_would_help():
+    large = ["--width", 4096, "--blocks", 4, "--sequence", 1024, "--micro-batch", 64, "--recompute", "none"]
+    status, out, err = run(COMMAND, "--topology", "v5e:2x2", GPT, *large)
+    assert (status, err) == (1, "")
+    assert " GB too much for the 16.9 GB of a TPU v5 lite" in out
+    assert "recompute='all' on every stage: temporary" in out

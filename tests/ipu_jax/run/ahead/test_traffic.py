@@ -1,0 +1,110 @@
+"""Test what a program sends over a mesh of devices that are made up, with times worked out by hand."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ipu_jax.chips import Program, Row
+from ipu_jax.run.ahead.kinds import Kind
+from ipu_jax.run.ahead.traffic import rows_of
+
+KIND = Kind("toy", "toy", memory=0, flops=1, memory_speed=1, clock=1, link=100, network=10)
+ALL, IPUS, REPLICAS = "{{0,1,2,3,4,5,6,7}}", "{{0,1,2,3},{4,5,6,7}}", "{{0,4},{1,5},{2,6},{3,7}}"
+NEXT = "{{0,1},{1,2},{2,3},{4,5},{5,6},{6,7}}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A device in a line, unless it says something else."""
+
+    id: int
+    coords: tuple[int, ...] | None = None
+    core_on_chip: int = 0
+    slice_index: int = 0
+    process_index: int = 0
+    platform: str = "tpu"
+
+
+def mesh_of(*devices: Device) -> Any:
+    array = np.array(devices, object).reshape(2, 4)
+    return SimpleNamespace(devices=array, axis_names=("replica", "ipu"))
+
+
+GRID = mesh_of(*(Device(k, coords=(k % 4, k // 4)) for k in range(8)))  # a replica is a row of the grid
+
+
+def rows(*sent: str, mesh: Any = GRID, kind: Kind | None = KIND) -> list[Row]:
+    """Return the rows of a program that sends these, such as "f32[4] all-reduce {{0,1}}" and a place in the program."""
+    lines = ["ENTRY %main (p: f32[4]) -> f32[4] {"]
+    for k, text in enumerate(sent):
+        result, op, groups, *place = text.split()
+        name = "source_target_pairs" if "permute" in op else "replica_groups"
+        lines.append(f'  %x.{k} = {result} {op}(%p), {name}={groups}, metadata={{op_name="{"".join(place)}"}}')
+    memory = SimpleNamespace()
+    text = "\n".join([*lines, "}"])
+    return rows_of(Program(SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: memory)), mesh, kind)
+
+
+@pytest.mark.parametrize(
+    ("sent", "axis", "seconds"),
+    [
+        (f"f32[100] all-reduce {IPUS}", "ipu", 2 * 3 / 4 * 400 / 100),
+        (f"f32[100] all-reduce {REPLICAS}", "replica", 2 * 1 / 2 * 400 / 100),
+        (f"f32[100] all-gather {IPUS}", "ipu", 3 / 4 * 400 / 100),
+        (f"f32[25] reduce-scatter {IPUS}", "ipu", 3 / 4 * 400 / 100),  # of 400 bytes, of which 100 are left
+        (f"f32[100] all-to-all {IPUS}", "ipu", 3 / 4 * 400 / 100),
+        (f"f32[100] collective-permute {NEXT}", "ipu", 400 / 100),
+        ("f32[100] collective-permute {{0,4},{1,5}}", "replica", 400 / 100),
+    ],
+)
+def test_the_axis_and_the_time_over_links_to_neighbours(sent, axis, seconds):
+    (row,) = rows(sent)
+    assert (row.axis, row.hops, row.seconds) == (axis, 1, pytest.approx(seconds))
+
+
+def test_a_message_over_several_links_takes_as_often_as_long():
+    (ring,) = rows("f32[100] collective-permute {{0,1},{1,2},{2,3},{3,0}}")
+    assert (ring.hops, ring.seconds) == (3, 3 * 400 / 100)
+    (both,) = rows(f"f32[100] all-reduce {ALL}")
+    assert (both.axis, both.hops) == ("replica x ipu", 4)  # from the end of a row to the start of the next one
+    assert both.seconds == pytest.approx(4 * 2 * 7 / 8 * 400 / 100)
+    (unknown,) = rows(f"f32[100] all-reduce {ALL}", mesh=mesh_of(*(Device(k, platform="cpu") for k in range(8))))
+    assert unknown.hops == 1
+
+
+@pytest.mark.parametrize(
+    ("devices", "hops", "seconds"),
+    [
+        ([Device(k, coords=(k % 4, 0), slice_index=k // 4) for k in range(8)], None, 2 / 2 * 400 / 10),
+        ([Device(k, process_index=k // 4, platform="gpu") for k in range(8)], None, 2 / 2 * 400 / 10),
+        ([Device(k, coords=(k % 4, k // 4), process_index=k // 2) for k in range(8)], 1, 2 / 2 * 400 / 100),
+    ],
+    ids=["slices", "hosts of GPUs", "hosts of a slice"],
+)
+def test_what_leaves_a_slice_or_a_host_of_gpus_goes_over_the_network(devices, hops, seconds):
+    (across,) = rows(f"f32[100] all-reduce {REPLICAS}", mesh=mesh_of(*devices))
+    (inside,) = rows(f"f32[100] all-reduce {IPUS}", mesh=mesh_of(*devices))
+    assert (inside.hops, inside.seconds) == (1, 2 * 3 / 4 * 400 / 100)
+    assert (across.hops, across.seconds) == (hops, seconds)
+
+
+def test_like_collectives_are_one_row_and_the_longest_is_first():
+    y = f"f32[50] collective-permute {NEXT} f/ipu_jax.y.0/while/body/ppermute"
+    sums = [f"f32[100] all-reduce {IPUS}", f"bf16[100] all-reduce {IPUS}", f"f32[100] all-reduce {REPLICAS}"]
+    found = rows(y, *sums, y.replace("y.0", "dx.1"), y.replace("y.0", "y.2"))
+    assert [(row.op, row.axis, row.runs, row.nbytes) for row in found] == [
+        ("all-reduce", "ipu", 2, 600),  # 9 s
+        ("permute y", "ipu", 2, 400),  # 4 s, as the next one: the order of the program
+        ("all-reduce", "replica", 1, 400),
+        ("permute dx", "ipu", 1, 200),
+    ]
+    assert found == sorted(found, key=lambda row: -(row.seconds or 0))
+    by_bytes = rows(sums[2], *sums[:1], f"f32[400] all-gather {IPUS}", kind=None)
+    assert [(row.nbytes, row.seconds) for row in by_bytes] == [(1600, None), (400, None), (400, None)]
+
+
+def test_nothing_is_sent_by_a_device_to_itself():
+    assert rows("f32[100] all-reduce {{0},{1}}", f"f32[0] all-reduce {ALL}") == []

@@ -1,0 +1,136 @@
+"""Compile small pipelines for chips that are not there, and print what the compiler made of them, as JSON.
+
+A compiler reads its environment when it starts, and other tests need a process without one: run this in a process of
+its own.
+
+    python -m support.programs_for_chips tpu                  the programs that every run of the tests compiles; or gpu
+    python -m support.programs_for_chips tpu zbv concurrent   one schedule, with an embedding and a head; or "basic"
+"""
+
+import json
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from chips import compile_alone, gpt, make_pipeline, mlp, program_of, ratio_of_cycles
+from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, make_schedule, make_train_step
+from ipu_jax.chips import ChipReport, compile_ahead, describe
+from program_text import copied_rings, integer_constants, permutes_beside_work, rings, sums_outside_scans
+from sharded_ops import log_softmax_cross_entropy, tied_projection
+
+IPUS = 4
+MICRO_BATCHES = 128  # of the program whose tables are looked at
+WIDTH, ROWS, VOCABULARY = 256, 128, 1024
+MANY_MICRO_BATCHES = mlp(512, 256, micro_batches=MICRO_BATCHES)
+SMALL = mlp(WIDTH, ROWS, layers=1, micro_batches=8)
+
+Found = dict[str, Any]
+
+
+def for_tpu() -> dict[str, Found]:
+    slice_of_4, slice_of_8 = describe("v5e:2x2"), describe("v5e:2x4")
+    mesh = make_mesh(1, IPUS, devices=slice_of_4)
+    block = gpt(256, 4, sequences=2, tokens=256, micro_batches=8, vocabulary=4096)
+    try:
+        of_schedule(make_mesh(1, IPUS, devices=slice_of_8[4:]), "grouped", concurrent=False)
+        refusal = None
+    except ValueError as error:
+        refusal = str(error)
+    return {
+        "grouped": _beside_alone(MANY_MICRO_BATCHES, mesh),
+        "grouped, both ends": _beside_alone(block, mesh, concurrent=True),
+        "grouped-zb": of_schedule(mesh, "grouped-zb", concurrent=False),
+        "1f1b, both ends": of_schedule(mesh, "1f1b", concurrent=True),
+        "zb-h1, head": _with_head(mesh),
+        "two replicas": _found(compile_ahead(*make_pipeline(SMALL, make_mesh(2, 2, devices=slice_of_4)))),
+        "training": _training(slice_of_8),
+        "part of a slice": {"refusal": refusal},
+        "v5p": {"places": [device.coords for device in make_mesh(1, 64, devices=describe("v5p:4x4x4")).devices.flat]},
+    }
+
+
+def for_gpu() -> dict[str, Found]:
+    devices = describe("h100x8")
+    mesh = make_mesh(1, IPUS, devices=devices)
+    return {
+        "grouped": _found(compile_ahead(*make_pipeline(MANY_MICRO_BATCHES, mesh))),
+        "grouped, both ends": of_schedule(mesh, "grouped", concurrent=True),
+        "1f1b, both ends": of_schedule(mesh, "1f1b", concurrent=True),
+        "zb-h1, head": _with_head(mesh),
+        "two replicas": _found(compile_ahead(*make_pipeline(SMALL, make_mesh(2, 2, devices=devices)))),
+        "training": _training(devices),
+    }
+
+
+def of_schedule(mesh: Mesh, schedule: str, *, concurrent: bool) -> Found:
+    """Compile a layer for each stage of a schedule, which has one or two on each IPU."""
+    placement = make_schedule(schedule, ipus=IPUS, micro_batches=SMALL.micro_batches).placement
+    places = [ipu for ipu in placement if ipu is not None]
+    return _found(compile_ahead(*make_pipeline(SMALL, mesh, schedule, concurrent=concurrent, places=places)))
+
+
+def _beside_alone(model: Any, mesh: Mesh, *, concurrent: bool = False) -> Found:
+    report = compile_ahead(*make_pipeline(model, mesh, concurrent=concurrent))
+    return _found(report) | {"ratio": ratio_of_cycles(program_of(report), compile_alone(model, mesh))}
+
+
+def _with_head(mesh: Mesh) -> Found:
+    """Compile layers under "zb-h1", with a concurrent head."""
+
+    def loss(table: Any, x: Any, microbatch: Any) -> Any:
+        logits = tied_projection(x, table, size=VOCABULARY)
+        return jnp.mean(log_softmax_cross_entropy(logits, microbatch["labels"], size=VOCABULARY))
+
+    basic, weights, batch = make_pipeline(SMALL, mesh)
+    pipeline = Pipeline(
+        [*basic.stages[:-1], Stage(loss, params="table", ipu=ALL_IPUS)],
+        mesh=mesh,
+        schedule="zb-h1",
+        gradient_accumulation=SMALL.micro_batches,
+        specs={"table": PartitionSpec("ipu")},
+    )
+    weights["table"] = jax.ShapeDtypeStruct((VOCABULARY, WIDTH), jnp.bfloat16)
+    batch["labels"] = jax.ShapeDtypeStruct(batch["x"].shape[:-1], jnp.int32)
+    return _found(compile_ahead(pipeline, weights, batch))
+
+
+def _training(devices: list[Any]) -> Found:
+    """Compile a training step of two replicas, from shapes alone."""
+    start = time.monotonic()
+    pipeline, weights, batch = make_pipeline(SMALL, make_mesh(2, IPUS, devices=devices))
+    report = compile_ahead(make_train_step(pipeline, optax.adamw(1e-3)), weights, batch)
+    return _found(report) | {"seconds": time.monotonic() - start}
+
+
+def _found(report: ChipReport) -> Found:
+    program = program_of(report)
+    return {
+        "rings": [f"{ring.dtype}{list(ring.dims)}" for ring in rings(program)],
+        "copied rings": [f"{ring.dtype}{list(ring.dims)}" for ring in copied_rings(program)],
+        "bodies": sorted(program.bodies),
+        "permutes": permutes_beside_work(program),
+        "integer constants": [constant.dims for constant in integer_constants(program)],
+        "sums": [array.dtype for array in sums_outside_scans(program) if array.dims],
+        "reused": report.memory.reused,
+        "arguments": report.memory.arguments,
+        "host loops": report.host_loops,
+    }
+
+
+def main(platform: str, *matrix: str) -> int:
+    if matrix:
+        schedule, mode = matrix
+        mesh = make_mesh(1, IPUS, devices=describe("v5e:2x2" if platform == "tpu" else "h100x4"))
+        print(json.dumps(of_schedule(mesh, schedule, concurrent=mode == "concurrent")))
+    else:
+        print(json.dumps(for_tpu() if platform == "tpu" else for_gpu()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
