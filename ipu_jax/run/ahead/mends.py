@@ -33,9 +33,10 @@ def mends_of(pipeline: Pipeline, plan: Plan, arguments: tuple[Any, ...], room: i
         with contextlib.suppress(ValueError):  # such as a schedule that the stages' places or M do not fit
             other = pipeline.replace(**changed)
             frozen = (other.apply_frozen(args[0]), *args[1:])
-            then = _predicted(other, other.plan_step(*frozen), args).predicted_temporary
+            report = _predicted(other, other.plan_step(*frozen), args)
+            then, gradients = report.predicted_temporary, max(part.gradients for part in report.ipus)
             if then < now:
-                fits = ": fits" if then <= room else ""
+                fits = ": fits" if then + gradients <= room else ""
                 found.append(f"{name}: temporary {in_units(now, 'B')} -> {in_units(then, 'B')}, by prediction{fits}")
     return (*found, "more IPUs for the same layers, or a smaller micro-batch")
 

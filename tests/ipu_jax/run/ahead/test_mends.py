@@ -58,7 +58,7 @@ def line(change, now, then):
 
 def test_a_line_says_whether_the_change_is_enough():
     pipeline = pipeline_of()
-    room = temporary(pipeline_of(schedule="1f1b"))
+    room = temporary(pipeline_of(schedule="1f1b")) + 4 * D * D  # and the gradients
     enough = {name: line.endswith(": fits") for line in mends(pipeline, room=room) for name in [line.split(":")[0]]}
     assert enough["schedule='1f1b'"]
     assert not any(line.endswith(": fits") for line in mends(pipeline, room=room - 1) if "1f1b" in line)
