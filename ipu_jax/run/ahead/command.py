@@ -15,6 +15,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from ipu_jax.base.cli.parser import Parser, count
@@ -81,11 +82,17 @@ def _handed_over(parser: Parser, args: argparse.Namespace, devices: list[Any]) -
     except SystemExit as end:
         parser.error(f"{args.script} ended with status {end.code} before it called ipu_jax.chips.hand_over(...)")
     except Exception as error:
-        own = error.__traceback__
-        while own is not None and own.tb_frame.f_code.co_filename != args.script:
-            own = own.tb_next
-        traceback.print_exception(error.with_traceback(own))  # None if the script cannot be read or parsed
+        _print_without_ours(error, args.script)
         parser.error(f"{args.script} failed before ipu_jax.chips.hand_over(...) had a report: {type(error).__name__}")
     finally:
         sys.argv, sys.path[:] = before
     parser.error(f"{args.script} ended without a call of ipu_jax.chips.hand_over(step, weights, batch): add one")
+
+
+def _print_without_ours(error: Exception, script: str) -> None:
+    """Print an error's traceback from the script on, without the frames of ipu_jax."""
+    shown, package = traceback.TracebackException.from_exception(error), Path(__file__).parents[2]
+    files = [frame.filename for frame in shown.stack]
+    first = files.index(script) if script in files else len(files)  # a script that cannot be parsed has no frame
+    shown.stack[:] = [frame for frame in shown.stack[first:] if package not in Path(frame.filename).parents]
+    print("".join(shown.format()), end="", file=sys.stderr)

@@ -133,7 +133,7 @@ def compile_ahead(model: Any, params: Any, batch: Any, *, state: Any = None, key
         rows=tuple(rows),
         host_loops=None if thunks is None else host_loops(thunks, outer),
         paper=paper,
-        mends=mends_of(pipeline, plan, arguments) if memory.missing and plan is not None else (),
+        mends=() if plan is None or not memory.missing else mends_of(pipeline, plan, arguments, _room(memory)),
         program=program,
     )
 
@@ -157,6 +157,10 @@ def _memory(analysis: Any, available: int | None) -> Memory:
     program = analysis.generated_code_size_in_bytes
     needed = arguments + results - reused + temporary + program
     return Memory(arguments, results, reused, temporary, program, needed, available)
+
+
+def _room(memory: Memory) -> int:
+    return (memory.available or 0) - memory.arguments
 
 
 def _check_whole_slice(error: Exception, mesh: Mesh) -> None:

@@ -18,13 +18,14 @@ from ipu_jax.core.pipeline import Pipeline
 _SCHEDULES: Final = ("grouped", "1f1b", "zb-h1")
 
 
-def mends_of(pipeline: Pipeline, plan: Plan, arguments: tuple[Any, ...]) -> tuple[str, ...]:
+def mends_of(pipeline: Pipeline, plan: Plan, arguments: tuple[Any, ...], room: int) -> tuple[str, ...]:
     """Return a line per change that makes the temporary bytes smaller, and a last one if none does.
 
     Args:
         pipeline: the pipeline.
         plan: the plan of its step.
         arguments: `(params, batch, state, key)`, arrays or shapes.
+        room: the bytes that a chip has beside the program's arguments.
     """
     now = _predicted(pipeline, plan, arguments).predicted_temporary
     found = []
@@ -32,9 +33,11 @@ def mends_of(pipeline: Pipeline, plan: Plan, arguments: tuple[Any, ...]) -> tupl
         with contextlib.suppress(ValueError):  # such as a schedule that the stages' places or M do not fit
             other = pipeline.replace(**changed)
             frozen = (other.apply_frozen(args[0]), *args[1:])
-            then = _predicted(other, other.plan_step(*frozen), args).predicted_temporary
+            report = _predicted(other, other.plan_step(*frozen), args)
+            then, gradients = report.predicted_temporary, max(part.gradients for part in report.ipus)
             if then < now:
-                found.append(f"{name}: temporary {in_units(now, 'B')} -> {in_units(then, 'B')}, by prediction")
+                fits = ": fits" if then + gradients <= room else ""
+                found.append(f"{name}: temporary {in_units(now, 'B')} -> {in_units(then, 'B')}, by prediction{fits}")
     return (*found, "more IPUs for the same layers, or a smaller micro-batch")
 
 

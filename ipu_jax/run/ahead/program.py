@@ -290,8 +290,7 @@ class Program:
         if plan is not None and guard is not None:
             return _active_share(plan, guard)
         length = self._length(loop)
-        is_scan = plan is not None and _SCAN.search(loop.place)
-        return plan.ticks if is_scan and length == 1 else length
+        return plan.ticks if plan is not None and length == 1 and _SCAN.search(loop.place) else length
 
     def _length(self, loop: Instruction) -> int:
         """Return how often a loop runs, 1 where that is not known. For TPUs only the loop's condition says it."""

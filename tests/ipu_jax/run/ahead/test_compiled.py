@@ -144,7 +144,7 @@ def test_a_part_of_a_slice_that_xla_refuses_is_refused_with_a_mend(programs):
     assert "use all of them" in refusal
 
 
-# all 26 take 6 minutes on two busy cores, 2 of CPU time
+# all 26 take 5 minutes on two busy cores, 2 of CPU time
 @pytest.mark.slow
 @NEEDS["tpu"]
 @pytest.mark.parametrize("mode", ["basic", "concurrent"])

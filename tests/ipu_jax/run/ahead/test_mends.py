@@ -42,9 +42,9 @@ def arguments_of(pipeline, n=N):
     return params, shape(*replicas, pipeline.options.gradient_accumulation, n, D), None, None
 
 
-def mends(pipeline, arguments=None):
+def mends(pipeline, arguments=None, room=0):
     arguments = arguments or arguments_of(pipeline)
-    return mends_of(pipeline, pipeline.plan_step(*arguments), arguments)
+    return mends_of(pipeline, pipeline.plan_step(*arguments), arguments, room)
 
 
 def temporary(pipeline, n=N):
@@ -54,6 +54,14 @@ def temporary(pipeline, n=N):
 def line(change, now, then):
     assert then < now
     return f"{change}: temporary {in_units(now, 'B')} -> {in_units(then, 'B')}, by prediction"
+
+
+def test_a_line_says_whether_the_change_is_enough():
+    pipeline = pipeline_of()
+    room = temporary(pipeline_of(schedule="1f1b")) + 4 * D * D  # and the gradients
+    enough = {name: line.endswith(": fits") for line in mends(pipeline, room=room) for name in [line.split(":")[0]]}
+    assert enough["schedule='1f1b'"]
+    assert not any(line.endswith(": fits") for line in mends(pipeline, room=room - 1) if "1f1b" in line)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
