@@ -4,7 +4,7 @@ TrainStep(Pipeline of 6 stages on 4 IPUs, 4 micro-batches per update, max_gradie
 compiled for 4 x TPU v5 lite by jax 0.10.2, libtpu 0.0.42.1: nothing ran
 
 memory of a chip  8.4 MB = arguments 1.4 MB + temporary 5.1 MB + results in buffers of their own 1.0 kB + program 1.9 MB
-                  fits into the 16.9 GB of a TPU v5 lite
+                  fits into the 16.9 GB of one
                   results reuse the buffers of 1.4 MB of the arguments
 work of a chip    step: F 272.7 MFLOP, B 545.0 MFLOP
 ...
@@ -128,9 +128,13 @@ class ChipReport:
         lines = [first]
         if memory.available is not None:
             verdict = f"{_bytes(memory.missing)} too much for" if memory.missing else "fits into"
-            lines.append(f"{verdict} the {_bytes(memory.available)} of a {self.chip}")
+            lines.append(f"{verdict} the {_bytes(memory.available)} of one")
         if memory.temporary is not None:
-            reuses = f"reuse the buffers of {_bytes(memory.reused)} of the arguments" if memory.reused else "reuse none"
+            reuses = (
+                f"reuse the buffers of {_bytes(memory.reused)} of the arguments"
+                if memory.reused
+                else "reuse no buffer of the arguments"
+            )
             lines.append(f"results {reuses}")
         return lines
 

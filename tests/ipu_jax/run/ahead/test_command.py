@@ -129,5 +129,5 @@ def test_a_gpt_that_is_too_large_ends_with_status_1_and_what_would_help():
     large = ["--width", 4096, "--blocks", 4, "--sequence", 1024, "--micro-batch", 64, "--recompute", "none"]
     status, out, err = run(COMMAND, "--topology", "v5e:2x2", GPT, *large)
     assert (status, err) == (1, "")
-    assert " GB too much for the 16.9 GB of a TPU v5 lite" in out
+    assert " GB too much for the 16.9 GB of one" in out
     assert "recompute='all' on every stage: temporary" in out
