@@ -250,9 +250,7 @@ def count_report(plan: Plan, layout: PackedLayout, state: PackedLayout, batch_by
     )
 
 
-def lowered(
-    program: Any, mesh: Mesh, params: Sharded, batch: Any, state: Sharded | None, key: Any
-) -> jax.stages.Lowered:
+def lowered(program: Any, mesh: Mesh, params: Sharded, batch: Any, state: Sharded | None, key: Any) -> Any:
     """Return the jitted program of a step, lowered for arrays or shapes, wherever these are."""
 
     def placed(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:

@@ -222,9 +222,7 @@ class PlacedStages:
             plan = self.plan_step(frozen, batch, state, key)
             return make_report(plan, frozen, batch, state, key, mesh=self.mesh, program=program, ipu_memory=limit)
 
-    def lower(
-        self, params: Sharded, batch: Any, state: Sharded | None = None, key: jax.Array | None = None
-    ) -> jax.stages.Lowered:
+    def lower(self, params: Sharded, batch: Any, state: Sharded | None = None, key: jax.Array | None = None) -> Any:
         """Return the program of `value_and_grad`, lowered but not run. Compile it to see its memory and its HLO.
 
         Args:

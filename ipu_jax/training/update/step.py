@@ -350,7 +350,7 @@ class TrainStep:
         with ShortTracebacks():
             return loss_of_batch(self.model, self.options, params, state.stages, batch, key)
 
-    def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
+    def lower(self, state: TrainState, batch: Any) -> Any:
         """Return the program of a call, lowered but not run. Compile it to see its memory and its HLO.
 
         Args:
