@@ -8,7 +8,6 @@ They are found in the folders that AOT_TPU and AOT_CUDA name, in those of `make 
 """
 
 import contextlib
-import functools
 import importlib
 import importlib.metadata
 import os
@@ -88,9 +87,7 @@ def describe(topology: str, *, slices: int = 1) -> list[Any]:
     if found.kind.name == "h100":
         if slices > 1:
             raise ValueError(f"slices={slices} is for TPUs: give all GPUs in the topology, such as h100x16")
-        _register_cuda()
-        shape = "x".join(map(str, (1, *found.sides)))
-        return topologies.get_topology_desc(platform="cuda", target_config=_H100, topology=shape).devices
+        return _h100s("x".join(map(str, (1, *found.sides))))
     _find_libtpu()
     options: dict[str, Any] = {} if slices == 1 else {"num_slices": slices}
     if set(found.sides) == {1}:
@@ -159,20 +156,24 @@ def _nothing_kept() -> Iterator[None]:
         jax.config.update(name, before)
 
 
-@functools.cache
-def _register_cuda() -> None:
-    """Register jax's plugin, which has the compiler. It writes that there is no driver, which nobody needs to read."""
+def _h100s(shape: str) -> list[Any]:
+    """Describe H100s by jax's plugin. It writes that there is no driver, which nobody needs to read."""
     folder, skip = str(_cuda_folder()), "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
     before, is_found = os.environ.get(skip), folder in sys.path
+    wanted: dict[str, Any] = {"platform": "cuda", "target_config": _H100, "topology": shape}
     os.environ[skip] = "1"  # there is no driver whose version could be checked
-    sys.path.insert(0, folder)
-    with _no_stderr():
-        try:
-            importlib.import_module("jax_plugins.xla_cuda12").initialize()
-        finally:
-            if not is_found:  # otherwise jax registers it again when it starts a backend
-                sys.path.remove(folder)
-            os.environ.pop(skip) if before is None else os.environ.update({skip: before})
+    try:
+        with _no_stderr():
+            try:
+                return topologies.get_topology_desc(**wanted).devices  # jax registers an installed plugin, once
+            except NotImplementedError:
+                sys.path.insert(0, folder)
+                importlib.import_module("jax_plugins.xla_cuda12").initialize()
+                return topologies.get_topology_desc(**wanted).devices
+    finally:
+        if not is_found and folder in sys.path:
+            sys.path.remove(folder)
+        os.environ.pop(skip) if before is None else os.environ.update({skip: before})
 
 
 @contextlib.contextmanager
