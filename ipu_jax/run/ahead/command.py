@@ -10,6 +10,8 @@ and `configure` take the described chips in place of jax's own.
 """
 
 import argparse
+import contextlib
+import importlib.util
 import os
 import runpy
 import sys
@@ -41,20 +43,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(PROG, about, _EPILOG)
     parser.add_argument("--topology", required=True, help="the chips, such as v5e:4x4, v5p:4x4x4, v6e:2x4 or h100x8")
     parser.add_argument("--slices", type=count, default=1, metavar="N", help="TPU slices of this shape (default: 1)")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON")
-    parser.add_argument("script", help="a Python script that calls hand_over")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON; the script prints to stderr")
+    parser.add_argument("-m", dest="is_module", action="store_true", help="the script is a module, as for python -m")
+    parser.add_argument("script", help="a Python script, or the name of a module, that calls hand_over")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
     args = parser.parse(argv)
     try:
-        if not os.path.isfile(args.script):
-            raise ValueError(f"{args.script} is no file: give the path of a Python script")
         topology_of(args.topology)
+        file = _file_of(args.script, args.is_module)
         devices = _described(args.topology, args.slices)
     except ValueError as error:
         parser.refuse(error)
-    report = _handed_over(parser, args, devices)
+    report = _handed_over(parser, args, file, devices)
     print(report.json() if args.json else report)
     return 0 if report.fits else _TOO_LARGE
+
+
+def _file_of(script: str, is_module: bool) -> str:
+    """Return the file of a script or module; raise `ValueError` if there is none. A module's packages are imported."""
+    sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.abspath(script)))
+    if not is_module:
+        if not os.path.isfile(script):
+            raise ValueError(f"{script} is no file: give the path of a Python script, or -m and the name of a module")
+        return script
+    try:
+        spec = importlib.util.find_spec(script)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or not spec.has_location or spec.origin is None:
+        raise ValueError(f"-m {script} is no module here: give its name, such as examples.gpt")
+    return spec.origin
 
 
 def _described(topology: str, slices: int) -> list[Any]:
@@ -66,26 +84,23 @@ def _described(topology: str, slices: int) -> list[Any]:
     return describe(topology, slices=slices)
 
 
-def _handed_over(parser: Parser, args: argparse.Namespace, devices: list[Any]) -> Any:
+def _handed_over(parser: Parser, args: argparse.Namespace, file: str, devices: list[Any]) -> Any:
     """Run the script up to `hand_over`, and return the report."""
     from ipu_jax.core.devices import describing
     from ipu_jax.run.ahead.compiling import HandedOver, awaiting
 
-    before = sys.argv, sys.path[:]
-    sys.argv = [args.script, *args.arguments]
-    sys.path.insert(0, os.path.dirname(os.path.abspath(args.script)))
+    start = runpy.run_module if args.is_module else runpy.run_path
+    sys.argv = [file, *args.arguments]
     try:
-        with describing(devices), awaiting():
-            runpy.run_path(args.script, run_name="__main__")
+        with describing(devices), awaiting(), contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
+            start(args.script, run_name="__main__")
     except HandedOver as handed:
         return handed.report
     except SystemExit as end:
         parser.error(f"{args.script} ended with status {end.code} before it called ipu_jax.chips.hand_over(...)")
     except Exception as error:
-        _print_without_ours(error, args.script)
+        _print_without_ours(error, file)
         parser.error(f"{args.script} failed before ipu_jax.chips.hand_over(...) had a report: {type(error).__name__}")
-    finally:
-        sys.argv, sys.path[:] = before
     parser.error(f"{args.script} ended without a call of ipu_jax.chips.hand_over(step, weights, batch): add one")
 
 

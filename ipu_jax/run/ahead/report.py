@@ -115,6 +115,10 @@ class ChipReport:
             lines += [f"{title if k == 0 else '':<18}{line}".rstrip() for k, line in enumerate(of_part)]
         return "\n".join(lines)
 
+    @property
+    def _of_one(self) -> str:
+        return "of one" if self.host_loops is None else "that jax takes of one (XLA_PYTHON_CLIENT_MEM_FRACTION)"
+
     def _memory_lines(self) -> list[str]:
         memory = self.memory
         first = f"{_bytes(memory.needed)}"
@@ -128,7 +132,7 @@ class ChipReport:
         lines = [first]
         if memory.available is not None:
             verdict = f"{_bytes(memory.missing)} too much for" if memory.missing else "fits into"
-            lines.append(f"{verdict} the {_bytes(memory.available)} of one")
+            lines.append(f"{verdict} the {_bytes(memory.available)} {self._of_one}")
         if memory.temporary is not None:
             reuses = (
                 f"reuse the buffers of {_bytes(memory.reused)} of the arguments"

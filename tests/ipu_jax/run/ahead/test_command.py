@@ -47,7 +47,9 @@ def test_wrong_command_lines_are_refused_in_a_line_each_before_jax_is_loaded():
         ("--topology", "h100x12", GPT): "--topology 'h100x12' has no whole number of hosts of 8: give h100x8",
         ("--topology", "v5e:2x2", "--slices", "0", GPT): "--slices: '0' is not a count: give",
         ("--topology", "v5e:2x2", "--jsn", GPT): "--jsn: did you mean --json",
-        ("--topology", "v5e:2x2", "none.py"): "none.py is no file: give the path of a Python script",
+        ("--topology", "v5e:2x2", "none.py"): "none.py is no file: give the path of a Python script, or -m",
+        ("--topology", "v5e:2x2", "-m", "none.such"): "-m none.such is no module here: give its name",
+        ("--topology", "v5e:2x2", "-m", "sys"): "-m sys is no module here: give its name",
     }
     status, out, err = run(SEVERAL, json.dumps([[*map(str, row)] for row in rows]))
     assert (status, out) == (0, ""), err
@@ -107,6 +109,27 @@ def test_a_script_gets_the_described_chips_and_imports_from_its_own_folder(tmp_p
     script = tmp_path / "train.py"
     script.write_text("from own import *\nconfigure(4)\nprint({d.device_kind for d in make_mesh(2, 2).devices.flat})\n")
     assert run(COMMAND, "--topology", "v5e:2x2", script)[1] == "{'TPU v5 lite'}\n"
+
+
+@NEEDS_TPU
+def test_a_module_is_run_from_the_folder_that_it_is_in_and_json_is_alone_on_stdout(tmp_path):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "train.py").write_text("""
+import jax, sys
+from . import model
+from ipu_jax import chips
+print(sys.argv[1:])
+shape = lambda *dims: jax.ShapeDtypeStruct(dims, "float32")
+chips.hand_over(model.pipeline(), {"w": shape(3, 1)}, shape(2, 4, 3))
+""")
+    (tmp_path / "own" / "model.py").write_text("""
+from ipu_jax import Pipeline, Stage
+def pipeline():
+    return Pipeline([Stage(lambda w, x, mb: (mb @ w).mean(), params="w", ipu=0)], gradient_accumulation=2)
+""")
+    status, out, err = run(COMMAND, "--topology", "v5e:1x1", "--json", "-m", "own.train", "-m", "x", cwd=tmp_path)
+    assert (status, err) == (0, "['-m', 'x']\n")
+    assert json.loads(out)["flops"]["F"] == 2 * (2 * 4 * 3 + 4 + 1)  # products, their sum and the mean
 
 
 TINY = ["--width", 128, "--blocks", 4, "--sequence", 64, "--vocabulary", 512, "--gradient-accumulation", 4]
