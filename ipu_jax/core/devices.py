@@ -164,7 +164,7 @@ _described: list[Any] | None = None
 def devices_of(mesh: Mesh) -> list[Any] | None:
     """Return the devices from which a wider mesh is made, as `make_mesh` takes them; None for all of jax.
 
-    jax makes equal meshes one object, so this is what the last `make_mesh` of such a mesh was given: ask at once.
+    jax makes equal meshes one object, so these belong to the last `make_mesh` that made an equal one: ask at once.
     """
     if mesh not in _pool_of and is_described(mesh.devices.flat[0]):
         return mesh.devices.flat[0].client.devices()

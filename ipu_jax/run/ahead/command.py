@@ -108,6 +108,8 @@ def _print_without_ours(error: Exception, script: str) -> None:
     """Print an error's traceback from the script on, without the frames of ipu_jax."""
     shown, package = traceback.TracebackException.from_exception(error), Path(__file__).parents[2]
     files = [frame.filename for frame in shown.stack]
+    if package in Path(files[-1]).parents:  # our message says all that the error behind it does
+        shown.__cause__ = shown.__context__ = None
     first = files.index(script) if script in files else len(files)  # a script that cannot be parsed has no frame
     shown.stack[:] = [frame for frame in shown.stack[first:] if package not in Path(frame.filename).parents]
     print("".join(shown.format()), end="", file=sys.stderr)

@@ -4,7 +4,7 @@
     compile_lowered(step.lower(...), devices)  what XLA makes of the program
 
 The compiler for TPU is in the wheel libtpu. The one for GPUs is in jax's CUDA plugin and needs NVIDIA's assembler, too.
-They are found in the folders that AOT_TPU and AOT_CUDA name, in those of `make aot`, or among the installed packages.
+They are in the folders that AOT_TPU and AOT_CUDA name, beside the environment (`make aot`), or among its packages.
 """
 
 import contextlib
@@ -93,7 +93,8 @@ def describe(topology: str, *, slices: int = 1) -> list[Any]:
     if set(found.sides) == {1}:
         options["chips_per_host_bounds"] = _SMALLEST
     try:
-        return topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
+        return sorted(devices, key=lambda device: device.id)  # XLA compiles for a part of them if it has the first ids
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0].partition(": ")[2]
         raise ValueError(f"topology={topology!r} is no TPU slice ({reason}): give one such as {TOPOLOGIES}") from None
@@ -157,7 +158,7 @@ def _nothing_kept() -> Iterator[None]:
 
 
 def _h100s(shape: str) -> list[Any]:
-    """Describe H100s by jax's plugin. It writes that there is no driver, which nobody needs to read."""
+    """Describe H100s by jax's plugin, and hide its message that this machine has no driver."""
     folder, skip = str(_cuda_folder()), "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
     before, is_found = os.environ.get(skip), folder in sys.path
     wanted: dict[str, Any] = {"platform": "cuda", "target_config": _H100, "topology": shape}

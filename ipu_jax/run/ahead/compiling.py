@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from ipu_jax.core.analysis.cost import bytes_of
-from ipu_jax.core.devices import REPLICA_AXIS
+from ipu_jax.core.devices import REPLICA_AXIS, is_described
 from ipu_jax.core.engine.labels import UPDATE
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.weights.packing import Sharded
@@ -107,12 +107,14 @@ def compile_ahead(model: Any, params: Any, batch: Any, *, state: Any = None, key
     plan = None
     if isinstance(pipeline, Pipeline):
         plan = pipeline.plan_step(pipeline.apply_frozen(arguments[0]), *arguments[1:])
+    _check_part(mesh)
     of_batch = 0 if batch is None else bytes_of(getattr(batch, "arrays", batch)) // mesh.shape[REPLICA_AXIS]
     try:
         compiled, thunks = compile_lowered(lowered, device)
         program, memory = Program(compiled), _memory(compiled.memory_analysis(), available)
     except jax.errors.JaxRuntimeError as error:
-        _check_whole_slice(error, mesh)
+        if "Unexpected device_id" in str(error):
+            raise _partial(mesh) from error
         program, thunks, memory = None, None, _too_large(error, bytes_per_device(held) + of_batch, available)
         if memory is None:
             raise
@@ -163,14 +165,27 @@ def _room(memory: Memory) -> int:
     return (memory.available or 0) - memory.arguments
 
 
-def _check_whole_slice(error: Exception, mesh: Mesh) -> None:
-    """Raise `ValueError` if XLA's compiler for TPU failed because the mesh is a part of a slice. Some parts work."""
+def _check_part(mesh: Mesh) -> None:
+    """Raise `ValueError` for a part of a TPU slice with which XLA's compiler would end the process.
+
+    It does where the chips of a ring are a rectangle, and their number does not divide the slice's.
+    """
+    here = mesh.devices.flat[0]
+    there = len(here.client.devices())
+    if here.platform != "tpu" or not is_described(here) or mesh.size == there:
+        return
+    for ring in (*mesh.devices, *mesh.devices.T):
+        sides = [len(set(side)) for side in zip(*(device.coords for device in ring), strict=True)]
+        if there % len(ring) and sum(side > 1 for side in sides) > 1 and math.prod(sides) == len(ring):
+            raise _partial(mesh)
+
+
+def _partial(mesh: Mesh) -> ValueError:
     there = len(mesh.devices.flat[0].client.devices())
-    if mesh.size < there and "Unexpected device_id" in str(error):
-        raise ValueError(
-            f"XLA's compiler for TPU cannot compile for these {mesh.size} of the {there} chips: use all of them, or a "
-            f"topology with {mesh.size}"
-        ) from error
+    return ValueError(
+        f"XLA's compiler for TPU cannot compile for these {mesh.size} of the {there} chips: use all of them, or "
+        "another topology"
+    )
 
 
 def _too_large(error: Exception, arguments: int, available: int | None) -> Memory | None:

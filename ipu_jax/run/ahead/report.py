@@ -53,7 +53,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class ChipReport:
-    """What `compile_ahead` returns; `str()` shows it on one screen.
+    """The report of `compile_ahead`; `str()` shows it on one screen.
 
     Attributes:
         model: a line about the model.

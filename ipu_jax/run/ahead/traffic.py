@@ -113,5 +113,5 @@ def _hops_of(groups: Sequence[Sequence[int]], mesh: Mesh) -> int | None:
 
 
 def _domain_of(device: Any) -> Any:
-    """Return what tells whether fast links connect two devices: the slice of TPUs, the host of GPUs."""
+    """Return the slice of a TPU or the host of a GPU, in which fast links connect all devices."""
     return device.process_index if device.platform == "gpu" else getattr(device, "slice_index", None)
