@@ -4,8 +4,8 @@
                                                 |       so that IPU k of one replica is beside IPU k of the next.
                                     7 - 6 - 5 - 4
 
-Fast links connect a slice: TPU chips, or the GPUs of a host. Devices that don't say where they are, such as those of a
-CPU, keep their order.
+Fast links connect a slice: TPU chips, or the GPUs of a host. Devices without coordinates, such as CPU
+devices, keep their order.
 """
 
 import itertools

@@ -343,7 +343,7 @@ def _is_work(instruction: Instruction) -> bool:
 def _sent(instruction: Instruction) -> int:
     """Return the bytes of a collective's result."""
     arrays = [array for array in instruction.arrays if array.dtype != "u32" or array.dims]
-    # the result of a -start contains the operands; that of an all-reduce only where it is a tuple of tuples
+    # a -start returns its operands, too; an all-reduce-start does so only as a tuple of tuples
     if instruction.op.endswith("-start") and (instruction.op != "all-reduce-start" or " = ((" in instruction.line):
         arrays = arrays[len(arrays) // 2 :]
     return sum(array.nbytes for array in arrays)
