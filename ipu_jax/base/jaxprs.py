@@ -143,7 +143,7 @@ def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def traced_on(mesh: Mesh | AbstractMesh, fn: Callable[[], _T]) -> _T:
-    """Return `fn()`, called where the axes of `mesh` are bound, as inside a `shard_map`. Nothing is compiled or run.
+    """Return `fn()`, called where the first two axes of `mesh` are bound, as inside a `shard_map`. Nothing is run.
 
     >>> mesh = AbstractMesh((2, 3), ("replica", "ipu"))
     >>> traced_on(mesh, lambda: jax.lax.axis_size("ipu"))
@@ -155,5 +155,9 @@ def traced_on(mesh: Mesh | AbstractMesh, fn: Callable[[], _T]) -> _T:
         results.append(fn())
         return jnp.zeros(())
 
-    jax.eval_shape(jax.shard_map(program, mesh=mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False))
+    bound = set(mesh.axis_names[:2])
+    mapped = jax.shard_map(
+        program, mesh=mesh, in_specs=(), out_specs=PartitionSpec(), axis_names=bound, check_vma=False
+    )
+    jax.eval_shape(mapped)
     return results[0]

@@ -20,6 +20,7 @@ Importing this module touches no device.
 import collections
 import contextlib
 import enum
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -108,7 +109,7 @@ def configure(num_ipus: int, *, cores: Cores = "shared", cuda_graphs: bool | Non
     raise ValueError(f"num_ipus={num_ipus}, but {_too_few(num_ipus, len(devices), devices[0].platform)}")
 
 
-def make_mesh(replicas: int, ipus_per_replica: int, *, devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(replicas: int, ipus_per_replica: int, *, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
     """Return the mesh of a program: `replicas` rows of `ipus_per_replica` IPUs, over the first devices of jax.
 
     After `jax.distributed.initialize` these are the devices of all instances, beginning with instance 0. Every instance
@@ -122,13 +123,16 @@ def make_mesh(replicas: int, ipus_per_replica: int, *, devices: Sequence[Any] | 
         ipus_per_replica: IPUs that share one copy, at least 1: the size of axis "ipu".
         devices: the devices to choose from, such as `chips.describe("v5e:2x4")`. A wider mesh that is made from this
             one, as by `TrainOptions(replication_factor=)`, is chosen from them, too. Default: all of jax.
+        axes: names and sizes of further axes, such as `tensor=2`. Each IPU is then a group of devices, among which XLA
+            splits the arrays of a stage as its annotations and the `specs` of its weights say. The last axis varies
+            fastest: its devices are neighbours.
 
     Returns:
-        A mesh with axes `("replica", "ipu")`, both of type Auto (the Explicit axes that `jax.make_mesh` makes by
+        A mesh with axes `("replica", "ipu", *axes)`, all of type Auto (the Explicit axes that `jax.make_mesh` makes by
         default are refused by plain Flax training).
 
     Raises:
-        ValueError: a count is not a positive int, there are too few devices, `devices` are no devices of one platform,
+        ValueError: a size is not a positive int, there are too few devices, `devices` are no devices of one platform,
             or an instance would have none of them.
 
     >>> mesh = make_mesh(2, 2)
@@ -137,11 +141,17 @@ def make_mesh(replicas: int, ipus_per_replica: int, *, devices: Sequence[Any] | 
     """
     replicas = check_count("replicas", replicas)
     ipus_per_replica = check_count("ipus_per_replica", ipus_per_replica)
-    needed, pool = replicas * ipus_per_replica, _pool(devices)
+    sizes = [replicas, ipus_per_replica, *(check_count(axis, size) for axis, size in axes.items())]
+    names = (REPLICA_AXIS, IPU_AXIS, *axes)
+    if len(set(names)) < len(names):
+        raise ValueError(f"axes={axes!r}: the mesh has 'replica' and 'ipu' already; give further axes other names")
+    needed, pool = math.prod(sizes), _pool(devices)
     counts = f"replicas={replicas} x ipus_per_replica={ipus_per_replica}"
+    counts += "".join(f" x {axis}={size}" for axis, size in axes.items())
     if len(pool) < needed:
-        raise ValueError(f"{counts} needs {needed} IPUs, but {_too_few_in(pool, needed, given=devices is not None)}")
-    chosen = rows_of(pool, replicas, ipus_per_replica)
+        what = "devices" if axes else "IPUs"
+        raise ValueError(f"{counts} needs {needed} {what}, but {_too_few_in(pool, needed, given=devices is not None)}")
+    chosen = rows_of(pool, replicas, needed // replicas).reshape(sizes)
     idle = sorted({device.process_index for device in pool} - {device.process_index for device in chosen.flat})
     if idle and not is_described(pool[0]):
         numbers = ", ".join(map(str, idle))
@@ -150,7 +160,7 @@ def make_mesh(replicas: int, ipus_per_replica: int, *, devices: Sequence[Any] | 
             f"{numbers} would have none of them, and could not take part: use all {len(pool)}, give each instance "
             "fewer devices, or start fewer instances"
         )
-    mesh = Mesh(chosen, (REPLICA_AXIS, IPU_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
+    mesh = Mesh(chosen, names, axis_types=(AxisType.Auto,) * len(names))
     _pool_of[mesh] = None if devices is None and _described is None else pool
     for listener in facts.listeners():
         listener.mesh(mesh, ())

@@ -20,10 +20,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.instances import own_device, put
+from ipu_jax.core.mesh_axes import further_axes
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, keys_of, loss_and_aux, whole
 from ipu_jax.core.stage import Stage
 from ipu_jax.core.weights.arguments import check_batch, check_key, check_predictable, check_prediction_batch
+
+_COPY_AXIS: Final = "copy of a replica"
 
 UNFUSED: Final = {"xla_allow_excess_precision": False, "xla_cpu_experimental_ynn_fusion_type": ""}
 """Compiler options with which every operation rounds its result to its own dtype. In jax 0.12 a library of XLA's CPU
@@ -223,6 +226,7 @@ def _on_first_ipus(
         mesh=copies,
         in_specs=(replicated, per_replica, replicated, replicated),
         out_specs=per_replica,
+        axis_names={REPLICA_AXIS, IPU_AXIS, _COPY_AXIS},
         check_vma=False,
     )
     results = jax.jit(mapped, compiler_options=None if fused else UNFUSED)(params, batch, state, key)
@@ -230,18 +234,21 @@ def _on_first_ipus(
 
 
 def _copies(mesh: Mesh) -> Mesh:
-    """Return a mesh of the replicas' first IPUs, (replicas, 1, copies).
+    """Return a mesh of the replicas' first devices, (replicas, 1, copies), and of size 1 in further axes.
 
     If a replica is on several instances, each of them has a copy of it: the program runs on all instances, and each
     gets the results. The copies do not differ otherwise.
     """
     rows: list[list[Any]] = []
-    for row in mesh.devices:
+    of_replicas = mesh.devices.reshape(len(mesh.devices), -1)
+    for row in of_replicas:
         first_of: dict[int, Any] = {}
         for device in row:
             first_of.setdefault(device.process_index, device)
         first = list(first_of.values())
         rows.append([*first, *(device for device in row if device not in first)])
-    copies = max(len({device.process_index for device in row}) for row in mesh.devices)
-    devices = np.array([row[:copies] for row in rows])[:, None]
-    return Mesh(devices, (REPLICA_AXIS, IPU_AXIS, "copy"), axis_types=(AxisType.Auto,) * 3)
+    copies = max(len({device.process_index for device in row}) for row in of_replicas)
+    further = further_axes(mesh)
+    devices = np.array([row[:copies] for row in rows]).reshape(len(rows), 1, copies, *[1] * len(further))
+    names = (REPLICA_AXIS, IPU_AXIS, _COPY_AXIS, *further)
+    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))

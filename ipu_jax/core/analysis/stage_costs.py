@@ -27,6 +27,7 @@ from ipu_jax.base.keys import is_key
 from ipu_jax.core.analysis.cost import bytes_of, jaxpr_flops
 from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.instances import gathered, put
+from ipu_jax.core.mesh_axes import over_ipus
 from ipu_jax.core.programs.segment import Segment
 from ipu_jax.core.programs.segment_program import SegmentProgram
 from ipu_jax.core.schedules import StageCosts, Unit
@@ -166,7 +167,7 @@ def _seconds(jaxpr: Any, place: int | None, mesh: Mesh, repeats: int) -> float:
         # the whole mesh takes part, because the traced program names it
         return lax.cond(lax.axis_index(IPU_AXIS) == place, task, idle, *args)
 
-    program = jax.jit(jax.shard_map(on_ipu, mesh=mesh, in_specs=_WHOLE, out_specs=_WHOLE, check_vma=False))
+    program = jax.jit(over_ipus(on_ipu, mesh, in_specs=_WHOLE, out_specs=_WHOLE))
     jax.block_until_ready(program(*args))
     seconds: list[float] = []
     while len(seconds) < repeats and sum(seconds) < _SECONDS:

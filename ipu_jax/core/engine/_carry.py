@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from ipu_jax.core.engine import _hooks
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.engine.stash import Stash
+from ipu_jax.core.mesh_axes import kept_split
 from ipu_jax.core.programs.segment_program import split_floats
 from ipu_jax.core.weights.packing import Sharded
 
@@ -105,10 +106,13 @@ def first_carry(plan: Plan, args: Arguments, stash: Stash) -> Carry:
         dx=[leaves if k in of_dx else None for k, leaves in enumerate(gradients)],
         dx_received=[leaves if crosses else None for leaves, crosses in zip(gradients, crossing, strict=True)],
         stash=jax.tree.map(_idle, stash.shapes),
-        sums=[_zero_sum(slot[0]) if k in trained else None for k, slot in enumerate(args.params.slots)],
+        sums=[
+            _zero_sum(value[0], slot.spec) if k in trained else None
+            for k, (slot, value) in enumerate(zip(args.params.layout.slots, args.params.slots, strict=True))
+        ],
         concurrent_sums={
             group.name: [
-                None if leaf.frozen else _zero_sum(value)
+                None if leaf.frozen else _zero_sum(value, leaf.spec)
                 for leaf, value in zip(group.leaves, args.params.concurrent[group.name], strict=True)
             ]
             for group in args.params.layout.groups
@@ -129,5 +133,5 @@ def _idle(shape: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.full(shape.shape, fill, shape.dtype, out_sharding=shape.sharding and shape.sharding.spec)
 
 
-def _zero_sum(leaf: Any) -> jax.Array:
-    return jnp.zeros_like(leaf, jnp.promote_types(leaf.dtype, jnp.float32))
+def _zero_sum(leaf: Any, spec: P) -> jax.Array:
+    return kept_split(jnp.zeros_like(leaf, jnp.promote_types(leaf.dtype, jnp.float32)), spec)

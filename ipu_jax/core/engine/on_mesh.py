@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ipu_jax.core.collectives import rounded
 from ipu_jax.core.devices import REPLICA_AXIS
 from ipu_jax.core.engine.scan import Result
+from ipu_jax.core.mesh_axes import over_ipus
 from ipu_jax.core.weights import packing
 from ipu_jax.core.weights.packing import Sharded
 
@@ -78,4 +79,4 @@ def _mapped(
         return results(params, program(params, batch, state, key))
 
     in_specs = (packing.specs_of(params.layout), batch_spec, packing.specs_of(state.layout), PartitionSpec())
-    return jax.shard_map(on_ipu, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return over_ipus(on_ipu, mesh, in_specs=in_specs, out_specs=out_specs)

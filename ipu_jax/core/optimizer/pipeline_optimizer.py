@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ipu_jax.core.instances import put
+from ipu_jax.core.mesh_axes import over_ipus
 from ipu_jax.core.optimizer.blocks import blocks_of_layout, from_blocks, to_blocks
 from ipu_jax.core.optimizer.extra_arguments import checked_optimizer
 from ipu_jax.core.optimizer.state import OptimizerState
@@ -106,11 +107,7 @@ class PipelineOptimizer:
 
         weights = packing.specs_of(layout)
         in_specs = (weights, states, weights, PartitionSpec())
-        return jax.jit(
-            jax.shard_map(
-                on_ipu, mesh=self._pipeline.mesh, in_specs=in_specs, out_specs=(weights, states), check_vma=False
-            )
-        )
+        return jax.jit(over_ipus(on_ipu, self._pipeline.mesh, in_specs=in_specs, out_specs=(weights, states)))
 
     def whole(self, state: OptimizerState, params: Sharded) -> Any:
         """Return the whole state as optax's tree, to save it. Communicates like `Pipeline.unshard`.

@@ -20,6 +20,7 @@ from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS, InFlight, check_there, 
 from ipu_jax.core.engine import scan as engine
 from ipu_jax.core.engine.on_mesh import run_on_mesh
 from ipu_jax.core.engine.plan import Plan
+from ipu_jax.core.mesh_axes import further_axes
 from ipu_jax.core.optimizer.pipeline_optimizer import PipelineOptimizer
 from ipu_jax.core.options import PipelineOptions, Reduction
 from ipu_jax.core.schedules import FoundSchedule, Schedule, StageCosts
@@ -69,7 +70,15 @@ class PlacedStages:
         self.replicas, self.ipus = self.mesh.shape[REPLICA_AXIS], self.mesh.shape[IPU_AXIS]
         check_places(self.stages, self.ipus)
         trees = {} if function is None else {"whole": function.weights, "whole_state": function.state}
-        self._groups = Groups(self.stages, self.ipus, specs=specs, state_specs=state_specs, frozen=frozen, **trees)
+        self._groups = Groups(
+            self.stages,
+            self.ipus,
+            further_axes(self.mesh),
+            specs=specs,
+            state_specs=state_specs,
+            frozen=frozen,
+            **trees,
+        )
         self._choice = ScheduleChoice(
             schedule,
             self.stages,

@@ -1,5 +1,6 @@
 """Check the arguments of a pipeline before anything is traced: groups and their places, specs, keys, batches."""
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -7,16 +8,24 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from ipu_jax.base.keys import is_one_key
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.core.mesh_axes import further_axes
 from ipu_jax.core.stage import Role, Stage
-from ipu_jax.core.weights.packed_layout import with_specs
+from ipu_jax.core.weights.packed_layout import WHOLE, with_specs
 from ipu_jax.core.weights.packing import Sharded
 
 
-def check_sharded(what: str, sharded: Any, owners: dict[str, int | None], specs: dict[str, Any], ipus: int) -> None:
+def check_sharded(
+    what: str,
+    sharded: Any,
+    owners: dict[str, int | None],
+    specs: dict[str, Any],
+    ipus: int,
+    axes: Mapping[str, int],
+) -> None:
     """Raise `ValueError` unless `sharded` is a `Sharded` of a pipeline with these owners and specs."""
     call = "shard" if what == "params" else "shard_state"
     if not isinstance(sharded, Sharded):
@@ -25,12 +34,21 @@ def check_sharded(what: str, sharded: Any, owners: dict[str, int | None], specs:
     if {g.name: g.ipu for g in layout.groups} != owners or layout.ipus != ipus:
         raise ValueError(f"{what} were sharded by a pipeline with other groups or IPUs: shard them with this one")
     for group in layout.groups:
-        if group.ipu is None and group.leaves != tuple(with_specs(group.name, group.leaves, group.treedef, specs)):
+        bare = [dataclasses.replace(leaf, spec=WHOLE) for leaf in group.leaves]
+        if group.ipu is None or group.name in specs:
+            bare = with_specs(group.name, group.ipu, bare, group.treedef, specs, axes)
+        if group.leaves != tuple(bare):
             raise ValueError(f"{what} were sharded by a pipeline with other specs: shard them with this one")
 
 
 def check_state(
-    state: Any, owners: dict[str, int | None], specs: dict[str, Any], ipus: int, *, is_whole: bool = False
+    state: Any,
+    owners: dict[str, int | None],
+    specs: dict[str, Any],
+    ipus: int,
+    axes: Mapping[str, int],
+    *,
+    is_whole: bool = False,
 ) -> None:
     """Raise `ValueError` unless `state` is a live `Sharded` of these state groups, or None if there are no groups.
 
@@ -45,7 +63,7 @@ def check_state(
             raise ValueError("state is missing: pass state=pipeline.shard_state(...)")
         names = ", ".join(map(repr, sorted(owners)))
         raise ValueError(f"state is missing: pass state=pipeline.shard_state({{...}}) with the groups {names}")
-    check_sharded("state", state, owners, specs, ipus)
+    check_sharded("state", state, owners, specs, ipus, axes)
     check_alive("state", state)
 
 
@@ -75,11 +93,21 @@ def check_places(stages: tuple[Stage, ...], ipus: int) -> None:
 
 
 def check_mesh(mesh: Any) -> None:
-    """Raise `ValueError` unless `mesh` is a mesh with the axes "replica" and "ipu"."""
+    """Raise `ValueError` unless `mesh` has the axes "replica" and "ipu" first, and XLA can split over further ones."""
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh={mesh!r} is not a mesh: make it with make_mesh(replicas, ipus_per_replica)")
-    if tuple(mesh.axis_names) != (REPLICA_AXIS, IPU_AXIS):
+    if tuple(mesh.axis_names[:2]) != (REPLICA_AXIS, IPU_AXIS):
         raise ValueError(f"mesh has axes {mesh.axis_names}: make it with make_mesh(replicas, ipus_per_replica)")
+    if not further_axes(mesh):
+        return
+    for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
+        if kind != AxisType.Auto:
+            raise ValueError(f"mesh axis {axis!r} is of type {kind}, and must be Auto: make it with make_mesh")
+    if not jax.config.values["jax_use_shardy_partitioner"]:
+        raise ValueError(
+            f"mesh has the further axes {', '.join(map(repr, further_axes(mesh)))}, and jax_use_shardy_partitioner is "
+            "False: only Shardy partitions programs that name some axes themselves; set it to True"
+        )
 
 
 def by_group(name: str, value: Any) -> dict[str, Any]:
@@ -89,11 +117,26 @@ def by_group(name: str, value: Any) -> dict[str, Any]:
     return dict(value or {})
 
 
-def specs_for(owners: dict[str, int | None], specs: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Return `specs` as a dict; raise `ValueError` if it names groups of local stages."""
-    unused = sorted(name for name in specs if owners.get(name, 0) is not None)
-    if unused:
-        raise ValueError(f"{what} for {', '.join(map(repr, unused))}: only groups of concurrent stages are split")
+def specs_for(
+    owners: dict[str, int | None], specs: Mapping[str, Any], what: str, axes: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return `specs` as a dict.
+
+    Raises:
+        ValueError: it names groups that no stage names, or groups of local stages where the mesh has no further axes.
+    """
+    unknown = sorted(specs.keys() - owners.keys())
+    if unknown:
+        raise ValueError(
+            f"{what} for {', '.join(map(repr, unknown))}: no stage names such a group, only "
+            f"{', '.join(map(repr, sorted(owners)))}"
+        )
+    local = sorted(name for name in specs if owners[name] is not None)
+    if local and not axes:
+        raise ValueError(
+            f"{what} for {', '.join(map(repr, local))}: only groups of concurrent stages are split over IPUs; to split "
+            "others, give the mesh a further axis, make_mesh(replicas, ipus_per_replica, tensor=2)"
+        )
     return dict(specs)
 
 

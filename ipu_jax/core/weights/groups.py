@@ -1,6 +1,7 @@
 """Describe a pipeline's groups of weights and state: where they are, how they are split, and what is frozen."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -28,6 +29,7 @@ class Groups:
     Args:
         stages: the model.
         ipus: the number of IPUs of a replica.
+        axes: the sizes of the mesh's further axes.
         specs, state_specs, frozen: as for `Pipeline`.
         whole, whole_state: the user's trees, if they are not `{group: pytree}`.
 
@@ -46,6 +48,7 @@ class Groups:
         self,
         stages: tuple[Stage, ...],
         ipus: int,
+        axes: Mapping[str, int],
         *,
         specs: Any,
         state_specs: Any,
@@ -53,13 +56,15 @@ class Groups:
         whole: WholeTree | None = None,
         whole_state: WholeTree | None = None,
     ):
-        self.ipus, self._whole, self._whole_state, self.given_frozen = ipus, whole, whole_state, frozen
+        self.ipus, self.axes, self.given_frozen = ipus, axes, frozen
+        self._whole, self._whole_state = whole, whole_state
         self.owners, self.state_owners = owners_of(stages), state_owners_of(stages)
         shared = {name: PartitionSpec() for stage in stages for name in stage.shared}
-        self.specs = shared | specs_for(self.owners, by_group("specs", specs), "specs")
+        self.specs = shared | specs_for(self.owners, by_group("specs", specs), "specs", axes)
         check_shared(stages, self.specs)
         unsplit = {name: PartitionSpec() for name, place in self.state_owners.items() if place is None}
-        self.state_specs = unsplit | specs_for(self.state_owners, by_group("state_specs", state_specs), "state_specs")
+        given = by_group("state_specs", state_specs)
+        self.state_specs = unsplit | specs_for(self.state_owners, given, "state_specs", axes)
         if whole is not None:
             frozen = whole.spread("frozen", False if frozen is None else frozen)
         self.frozen = frozen_for(self.owners, by_group("frozen", frozen))
@@ -68,23 +73,25 @@ class Groups:
         """Return where each leaf of whole weights goes."""
         whole = self._whole
         params = params if whole is None else whole.split(params)
-        return plan_layout(params, self.owners, self.specs, self.ipus, frozen=self.frozen, whole=whole)
+        return plan_layout(params, self.owners, self.specs, self.ipus, frozen=self.frozen, whole=whole, axes=self.axes)
 
     def state_layout(self, state: Any) -> PackedLayout:
         """Return where each leaf of whole state goes."""
         whole = self._whole_state
         state = state if whole is None else whole.split(state)
-        return plan_layout(state, self.state_owners, self.state_specs, self.ipus, what="state", whole=whole)
+        return plan_layout(
+            state, self.state_owners, self.state_specs, self.ipus, what="state", whole=whole, axes=self.axes
+        )
 
     def check(self, params: Any, state: Any) -> None:
         """Raise `ValueError` unless `params` and `state` were sharded for these groups, and are alive."""
         self.check_params(params)
         is_whole = self._whole_state is not None
-        check_state(state, self.state_owners, self.state_specs, self.ipus, is_whole=is_whole)
+        check_state(state, self.state_owners, self.state_specs, self.ipus, self.axes, is_whole=is_whole)
 
     def check_params(self, params: Any) -> None:
         """Raise `ValueError` unless `params` were sharded for these groups, and are alive."""
-        check_sharded("params", params, self.owners, self.specs, self.ipus)
+        check_sharded("params", params, self.owners, self.specs, self.ipus, self.axes)
         self.apply_frozen(params)  # raises if `frozen` does not fit
         check_alive("params", params)
 

@@ -12,6 +12,9 @@ stacked. Any other slot is flat and as long as its largest leaf; reading a leaf 
 leaf is smaller than the slot. So the bytes of an IPU are the sum over all slots of the largest leaf in each slot. That
 is the size of the IPU's own weights if the stages are balanced, and never the sum over all stages. Leaves of concurrent
 groups are split by their PartitionSpecs; a split dim that is not divisible by the number of IPUs is padded with zeros.
+
+A leaf that is split over further mesh axes never lies in a flat slot, and shares its slot with leaves of the same shape
+and spec only. A slot is then `(ipus, *whole shape)`, split by `P("ipu", *spec)`.
 """
 
 import dataclasses
@@ -25,7 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ipu_jax.core.devices import IPU_AXIS
+from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.core.mesh_axes import names_further, names_in
 from ipu_jax.core.weights.whole_tree import WholeTree, is_rows, spread
 
 WHOLE = PartitionSpec()
@@ -33,19 +37,20 @@ WHOLE = PartitionSpec()
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """A packed array: `(ipus, *shape)` globally, `shape` on each IPU."""
+    """A packed array: `(ipus, *shape)` globally, `shape` on each IPU, split over further mesh axes by `spec`."""
 
     shape: tuple[int, ...]
     dtype: str
+    spec: PartitionSpec = WHOLE
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """A weight: its shape and dtype, and where it is.
 
-    A leaf of a local group is in slot number `slot`; a leaf of a concurrent group is split by `spec`. A `frozen` leaf
-    gets no gradient. If it is only a part of a leaf of the user's tree, `rows` are its first row there, and the number
-    of rows there.
+    A leaf of a local group is in slot number `slot`. `spec` says how a leaf of a concurrent group is split over the
+    IPUs, and any leaf over further mesh axes. A `frozen` leaf gets no gradient. If it is only a part of a leaf of
+    the user's tree, `rows` are its first row there, and the number of rows there.
     """
 
     path: str
@@ -148,17 +153,20 @@ def plan_layout(
     frozen: Mapping[str, Any] | None = None,
     what: str = "params",
     whole: WholeTree | None = None,
+    axes: Mapping[str, int] | None = None,
 ) -> PackedLayout:
     """Decide where each leaf goes.
 
     Args:
         params: `{group: pytree of arrays}`, the whole (unsharded) weights.
         owners: per group, its IPU, or None if it is concurrent.
-        specs: per concurrent group, a PartitionSpec, or a pytree of PartitionSpecs that is a prefix of the group's.
+        specs: per group, a PartitionSpec, or a pytree of PartitionSpecs that is a prefix of the group's. A concurrent
+            group needs one.
         ipus: the number of IPUs of a replica.
         frozen: per group, True or False, or a pytree of bools that is a prefix of the group's. Default: False.
         what: the name of `params` in error messages, "params" or "state". Leaves of a state may have any dtype.
         whole: the user's tree, if `params` was split from it.
+        axes: the sizes of further mesh axes, over which specs can split leaves.
 
     Returns:
         The `PackedLayout`.
@@ -187,8 +195,8 @@ def plan_layout(
             _leaf(path, value, is_frozen, of_rows)
             for path, (_, value), is_frozen, of_rows in zip(named, paths, mask, rows, strict=True)
         ]
-        if ipu is None:
-            leaves = with_specs(name, leaves, treedef, specs)
+        if ipu is None or name in specs:
+            leaves = with_specs(name, ipu, leaves, treedef, specs, axes or {})
         groups.append(Group(name, ipu, treedef, tuple(leaves)))
     slots, groups = _assign_slots(groups, ipus)
     return PackedLayout(ipus, groups, slots, whole)
@@ -238,11 +246,18 @@ def _check_floating(where: str, dtype: Any, frozen: bool) -> None:
         )
 
 
-def with_specs(name: str, leaves: Sequence[Leaf], treedef: Any, specs: Mapping[str, Any]) -> list[Leaf]:
-    """Return the leaves of a concurrent group, each with its PartitionSpec.
+def with_specs(
+    name: str,
+    ipu: int | None,
+    leaves: Sequence[Leaf],
+    treedef: Any,
+    specs: Mapping[str, Any],
+    axes: Mapping[str, int],
+) -> list[Leaf]:
+    """Return the leaves of a group on an IPU, or of a concurrent one (None), each with its PartitionSpec.
 
     Raises:
-        ValueError: the group has no specs, or they do not fit it.
+        ValueError: a concurrent group has no specs, or they do not fit the group or the further axes of the mesh.
     """
     if name not in specs:
         raise ValueError(
@@ -252,14 +267,37 @@ def with_specs(name: str, leaves: Sequence[Leaf], treedef: Any, specs: Mapping[s
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     with_spec = []
     for leaf, spec in zip(leaves, spread(f"specs[{name!r}]", specs[name], treedef, is_spec), strict=True):
-        axes = [axis for axis in spec if axis is not None] if is_spec(spec) else []
-        if not is_spec(spec) or any(axis != IPU_AXIS for axis in axes) or len(axes) > 1 or len(spec) > len(leaf.shape):
-            raise ValueError(
-                f"{leaf.path} of shape {leaf.shape} has spec {spec}: give a PartitionSpec of at most "
-                f"{len(leaf.shape)} dims, with 'ipu' at most once and None elsewhere"
-            )
+        _check_spec(leaf, spec, ipu, axes)
         with_spec.append(dataclasses.replace(leaf, spec=spec))
     return with_spec
+
+
+def _check_spec(leaf: Leaf, spec: Any, ipu: int | None, axes: Mapping[str, int]) -> None:
+    where = f"{leaf.path} of shape {leaf.shape} has spec {spec}"
+    named = [axis for entry in spec for axis in names_in(entry)] if isinstance(spec, PartitionSpec) else []
+    unknown = next((axis for axis in named if axis not in (IPU_AXIS, *axes)), None)
+    if not isinstance(spec, PartitionSpec) or unknown or len({*named}) < len(named) or len(spec) > len(leaf.shape):
+        once = " and ".join(map(repr, (IPU_AXIS, *axes)))
+        mend = f"; make_mesh(replicas, ipus_per_replica, {unknown}=...) makes a mesh with that axis" if unknown else ""
+        raise ValueError(
+            f"{where}: give a PartitionSpec of at most {len(leaf.shape)} dims, with {once} at most once and None "
+            f"elsewhere{'' if unknown == REPLICA_AXIS else mend}"
+        )
+    if IPU_AXIS in named and ipu is not None:
+        raise ValueError(
+            f"{where}, but its group is on IPU {ipu}: 'ipu' splits groups of concurrent stages only; name a further "
+            "axis, or make the stage concurrent (ipu=ALL_IPUS)"
+        )
+    for dim, entry in enumerate(spec):
+        over = [axis for axis in names_in(entry) if axis != IPU_AXIS]
+        if over and IPU_AXIS in names_in(entry):
+            raise ValueError(f"{where}: dim {dim} is split over 'ipu' and {over[0]!r}; give each a dim of its own")
+        parts = math.prod(axes[axis] for axis in over)
+        if leaf.shape[dim] % parts:
+            sizes = " x ".join(f"{axis}={axes[axis]}" for axis in over)
+            raise ValueError(
+                f"{where}: dim {dim} is not divisible by {sizes}; choose a size that is, or leave the dim whole"
+            )
 
 
 class _Member(NamedTuple):
@@ -289,27 +327,32 @@ def _assign_slots(groups: list[Group], ipus: int) -> tuple[tuple[Slot, ...], tup
 
 
 def _match_by_shape(owners: list[list[_Member]]) -> Iterator[tuple[Slot, Sequence[_Member]]]:
-    """Yield a slot for each set of leaves of one shape and dtype to which every owner contributes one leaf."""
+    """Yield a slot for each set of leaves of one shape, dtype and spec to which every owner contributes one leaf."""
     if not owners:
         return
-    kinds = [{(m.leaf.shape, m.leaf.dtype) for m in members} for members in owners]
-    for shape, dtype in sorted(set.intersection(*kinds)):
-        equal = [[m for m in members if (m.leaf.shape, m.leaf.dtype) == (shape, dtype)] for members in owners]
+    kind = lambda m: (m.leaf.shape, m.leaf.dtype, m.leaf.spec)  # noqa: E731
+    kinds = [{kind(m) for m in members} for members in owners]
+    for one in sorted(set.intersection(*kinds), key=lambda kind: (*kind[:2], str(kind[2]))):
+        equal = [[m for m in members if kind(m) == one] for members in owners]
         for matched in zip(*equal, strict=False):  # leaves left over on some owners are matched by size
-            yield Slot(shape, dtype), matched
+            yield Slot(*one), matched
 
 
 def _match_by_size(owners: list[list[_Member]]) -> Iterator[tuple[Slot, Sequence[_Member]]]:
-    """Yield, per dtype, a slot for the largest leaf of each owner, then one for the second largest, and so on."""
-    for dtype in sorted({m.leaf.dtype for members in owners for m in members}):
+    """Yield, per dtype, a slot for the largest leaf of each owner, then one for the second largest, and so on.
+
+    Leaves that are split over further axes are matched with their like only.
+    """
+    kind = lambda leaf: (leaf.dtype, str(leaf.spec), leaf.shape if names_further(leaf.spec) else ())  # noqa: E731
+    for one in sorted({kind(m.leaf) for members in owners for m in members}):
         by_size = [
-            sorted((m for m in members if m.leaf.dtype == dtype), key=lambda m: -m.leaf.size) for members in owners
+            sorted((m for m in members if kind(m.leaf) == one), key=lambda m: -m.leaf.size) for members in owners
         ]
         for row in itertools.zip_longest(*by_size):
             matched = [m for m in row if m is not None]
             shapes = {m.leaf.shape for m in matched}
             flat = (max(m.leaf.size for m in matched),)
-            yield Slot(shapes.pop() if len(shapes) == 1 else flat, dtype), matched
+            yield Slot(shapes.pop() if len(shapes) == 1 else flat, one[0], matched[0].leaf.spec), matched
 
 
 def _with_slots(g: int, group: Group, slot_of: Mapping[tuple[int, int], int]) -> Group:

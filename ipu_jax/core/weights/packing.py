@@ -64,7 +64,7 @@ class Sharded:
 def specs_of(layout: PackedLayout) -> Sharded:
     """Return the PartitionSpec of every array of a `Sharded` with this layout, as a `Sharded` of specs."""
     concurrent = {g.name: [leaf.spec for leaf in g.leaves] for g in layout.groups if g.ipu is None}
-    return Sharded([PartitionSpec(IPU_AXIS)] * len(layout.slots), concurrent, layout)
+    return Sharded([PartitionSpec(IPU_AXIS, *slot.spec) for slot in layout.slots], concurrent, layout)
 
 
 def empty_sharded(ipus: int) -> Sharded:
@@ -94,7 +94,7 @@ def shard_tree(params: Any, layout: PackedLayout, mesh: Mesh) -> Sharded:
             if (ipu, k) in local:
                 leaf, value = local[ipu, k]
                 whole.reshape(layout.ipus, -1)[ipu, : leaf.size] = np.asarray(value).reshape(-1)
-        slots.append(_put(whole, mesh, PartitionSpec(IPU_AXIS)))
+        slots.append(_put(whole, mesh, PartitionSpec(IPU_AXIS, *slot.spec)))
     return Sharded(slots, concurrent, layout)
 
 
@@ -105,7 +105,10 @@ def shapes_on(layout: PackedLayout, mesh: Mesh) -> Sharded:
         sizes = [size + (-size % layout.ipus if axis == IPU_AXIS else 0) for size, axis in dims_with_axes(shape, spec)]
         return jax.ShapeDtypeStruct(tuple(sizes), jnp.dtype(dtype), sharding=NamedSharding(mesh, spec))
 
-    slots = [shape_of((layout.ipus, *slot.shape), slot.dtype, PartitionSpec(IPU_AXIS)) for slot in layout.slots]
+    specs = specs_of(layout)
+    slots = [
+        shape_of((layout.ipus, *s.shape), s.dtype, spec) for s, spec in zip(layout.slots, specs.slots, strict=True)
+    ]
     concurrent = {
         group.name: [shape_of(leaf.shape, leaf.dtype, leaf.spec) for leaf in group.leaves]
         for group in layout.groups

@@ -7,9 +7,9 @@ loss function   ------------->   Replicas        --------------->    of a functi
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
+from ipu_jax.core.mesh_axes import over_ipus
 from ipu_jax.core.options import TrainOptions
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.training.update._precision import cast_floats, computing_in, function_in
@@ -75,7 +75,7 @@ def aux_of_loss(model: Pipeline | Replicas, aux: Any) -> Any:
 def on_ipus(model: Pipeline | Replicas, program: Callable[..., Any], *, in_specs: Any, out_specs: Any) -> Any:
     """Map a program over the IPUs of all replicas. The result is a function from global arrays to global arrays."""
     if isinstance(model, Pipeline):
-        return jax.shard_map(program, mesh=model.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return over_ipus(program, model.mesh, in_specs=in_specs, out_specs=out_specs)
     return over_replicas(program, model.devices, in_specs=in_specs, out_specs=out_specs)
 
 

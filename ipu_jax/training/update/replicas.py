@@ -24,6 +24,7 @@ from ipu_jax.base.keys import is_one_key
 from ipu_jax.core.collectives import rounded
 from ipu_jax.core.devices import REPLICA_AXIS, InFlight, check_there, devices_of, is_described, make_mesh
 from ipu_jax.core.instances import on_host, put, spans_instances
+from ipu_jax.core.mesh_axes import further_axes
 from ipu_jax.core.options import PipelineOptions, Reduction
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.weights.arguments import check_alive, check_batch, count_samples
@@ -119,7 +120,8 @@ def replicate(
             if value is not None:
                 raise ValueError(f"{name}={value!r} was given, but a pipeline has its own: make the Pipeline with it")
         count = replicas_of(replication_factor=replication_factor, num_ipus=num_ipus, ipus_per_replica=model.ipus)
-        return model.replace(mesh=make_mesh(count, model.ipus, devices=model.given_devices))
+        axes = further_axes(model.mesh)
+        return model.replace(mesh=make_mesh(count, model.ipus, devices=model.given_devices, **axes))
     return Replicas(
         model,
         replication_factor=replicas_of(replication_factor=replication_factor, num_ipus=num_ipus),

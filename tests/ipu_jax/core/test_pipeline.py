@@ -99,7 +99,7 @@ MADE_FOR = "the stages stand on (0, 1), the mesh has 2 IPUs and gradient_accumul
     (lambda: two_stages(groups="tt", ipus=(ALL_IPUS, 1)), "'t' is used on ALL_IPUS and on IPU 1", "its own group"),
     (lambda: two_stages(groups="tt", ipus=(0, ALL_IPUS)), "'t' is used on IPU 0 and on ALL_IPUS", "its own group"),
     (lambda: two_stages(specs={"b": P()}), "specs for 'b'", "only groups of concurrent stages"),
-    (lambda: two_stages(specs={"typo": P()}), "specs for 'typo'", "only groups of concurrent stages"),
+    (lambda: two_stages(specs={"typo": P()}), "specs for 'typo'", "no stage names such a group", "only 'a'"),
     (lambda: two_stages(specs={"b": P(), "a": P()}), "specs for 'a', 'b'", "only groups of concurrent stages"),
     (lambda: scheduled(ipus=3, micro_batches=4), "(0, 1, 2) on 3 IPUs with 4 micro-batches", MADE_FOR),
     (lambda: scheduled(ipus=2, micro_batches=3), "(0, 1) on 2 IPUs with 3 micro-batches", MADE_FOR),
