@@ -8,7 +8,8 @@ An IPU of such a mesh is a group of devices. Its program is written for whole ar
 in stage functions (`jax.lax.with_sharding_constraint`), say how they are split, and XLA adds the communication.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import jax
@@ -27,6 +28,16 @@ def further_axes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
     {'tensor': 4}
     """
     return {axis: size for axis, size in mesh.shape.items() if axis not in OWN_AXES}
+
+
+def parts(axes: Mapping[str, int], spec: PartitionSpec | None = None) -> int:
+    """Return the number of parts into which further axes of these sizes split an array: those of its spec, or all.
+
+    >>> parts({"context": 2, "tensor": 4}, PartitionSpec("ipu", "tensor"))
+    4
+    """
+    named = axes if spec is None else [axis for entry in spec for axis in names_in(entry) if axis in axes]
+    return math.prod(axes[axis] for axis in named)
 
 
 def names_in(entry: Any) -> tuple[Any, ...]:
@@ -65,7 +76,7 @@ def over_ipus(program: Callable[..., Any], mesh: Mesh, *, in_specs: Any, out_spe
         program: gets one IPU's blocks, and can name the axes "replica" and "ipu".
         mesh: of replicas, IPUs and perhaps further axes.
         in_specs, out_specs: trees of `PartitionSpec`, prefixes of arguments and result. Results are split over the
-            further axes that their specs name.
+            further axes that their specs name, and over no others.
     """
     is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
     own = lambda specs: jax.tree.map(own_part, specs, is_leaf=is_spec)  # noqa: E731
@@ -77,11 +88,11 @@ def over_ipus(program: Callable[..., Any], mesh: Mesh, *, in_specs: Any, out_spe
         axis_names=set(OWN_AXES),
         check_vma=False,
     )
-    if not any(map(names_further, jax.tree.leaves(out_specs, is_leaf=is_spec))):
+    if parts(further_axes(mesh)) == 1:
         return mapped
 
     def placed(spec: PartitionSpec, leaf: Any) -> Any:
-        return lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec)) if names_further(spec) else leaf
+        return lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
 
     def run(*args: Any) -> Any:
         results = mapped(*args)

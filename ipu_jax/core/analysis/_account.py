@@ -5,6 +5,7 @@ All counts are derived from the plan and the traced programs of its segments. `r
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from ipu_jax.core.analysis.cost import bytes_of, jaxpr_flops, jaxpr_peak_bytes
 from ipu_jax.core.analysis.stage_costs import transfer_time
 from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.engine.plan import Plan
+from ipu_jax.core.mesh_axes import parts
 from ipu_jax.core.programs.segment_program import split_floats
 from ipu_jax.core.weights.packed_layout import PackedLayout, local_shape
 
@@ -53,34 +55,37 @@ def segment_costs(plan: Plan, params: PackedLayout) -> list[SegmentCost]:
 
 
 class WeightBytes(NamedTuple):
-    """The bytes of an IPU's own weights, of the arrays that hold them with padding, and of their accumulators."""
+    """The bytes of an IPU's own weights, of the arrays that hold them with padding, and of their accumulators.
+
+    If the IPU is a group of devices, they are the bytes on one device.
+    """
 
     own: int
     allocated: int
     accumulators: int
 
 
-def weight_bytes(layout: PackedLayout, ipu: int) -> WeightBytes:
-    """Return the bytes that an IPU's weights and their accumulators take."""
+def weight_bytes(layout: PackedLayout, ipu: int, axes: Mapping[str, int]) -> WeightBytes:
+    """Return the bytes that an IPU's weights and their accumulators take, split over further axes of these sizes."""
     own = 0
-    arrays = [(slot.shape, slot.dtype) for slot in layout.slots]
+    arrays = [(math.prod(slot.shape) // parts(axes, slot.spec), slot.dtype) for slot in layout.slots]
     summed = [array for k, array in enumerate(arrays) if k in layout.trainable_slots]
     for group in layout.groups:
         for leaf in group.leaves:
-            size = np.dtype(leaf.dtype).itemsize
+            size, split = np.dtype(leaf.dtype).itemsize, parts(axes, leaf.spec)
             if group.ipu is None:
                 shape = local_shape(leaf, layout.ipus)
-                arrays.append((shape, leaf.dtype))
+                arrays.append((math.prod(shape) // split, leaf.dtype))
                 summed += [] if leaf.frozen else arrays[-1:]
                 for dim, axis in enumerate(leaf.spec):
                     if axis == IPU_AXIS:  # the last shards are shorter if the dim does not divide evenly
                         left = leaf.shape[dim] - ipu * shape[dim]
                         shape = (*shape[:dim], min(max(left, 0), shape[dim]), *shape[dim + 1 :])
-                own += size * math.prod(shape)
+                own += size * math.prod(shape) // split
             elif group.ipu == ipu:
-                own += size * leaf.size
-    allocated = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays)
-    accumulators = sum(math.prod(shape) * _sum_dtype(dtype).itemsize for shape, dtype in summed)
+                own += size * leaf.size // split
+    allocated = sum(count * np.dtype(dtype).itemsize for count, dtype in arrays)
+    accumulators = sum(count * _sum_dtype(dtype).itemsize for count, dtype in summed)
     return WeightBytes(own, allocated, accumulators)
 
 
@@ -88,12 +93,16 @@ def _sum_dtype(dtype: str) -> np.dtype:
     return np.dtype(jnp.promote_types(dtype, jnp.float32))
 
 
-def wide_accumulator_bytes(layout: PackedLayout) -> int:
+def wide_accumulator_bytes(layout: PackedLayout, axes: Mapping[str, int]) -> int:
     """Return the bytes of accumulators that are wider than their gradients, and so cannot share memory with them."""
-    summed = [(slot.shape, slot.dtype) for k, slot in enumerate(layout.slots) if k in layout.trainable_slots]
+    summed = [(slot.shape, slot) for k, slot in enumerate(layout.slots) if k in layout.trainable_slots]
     concurrent = [leaf for g in layout.groups if g.ipu is None for leaf in g.leaves if not leaf.frozen]
-    summed += [(local_shape(leaf, layout.ipus), leaf.dtype) for leaf in concurrent]
-    return sum(math.prod(s) * _sum_dtype(dtype).itemsize for s, dtype in summed if _sum_dtype(dtype) != np.dtype(dtype))
+    summed += [(local_shape(leaf, layout.ipus), leaf) for leaf in concurrent]
+    return sum(
+        math.prod(shape) // parts(axes, held.spec) * _sum_dtype(held.dtype).itemsize
+        for shape, held in summed
+        if _sum_dtype(held.dtype) != np.dtype(held.dtype)
+    )
 
 
 def channel_bytes(plan: Plan, micro_batches: int) -> int:

@@ -34,9 +34,12 @@ from ipu_jax.core.analysis._account import (
     wide_accumulator_bytes,
 )
 from ipu_jax.core.analysis.cost import bytes_of
+from ipu_jax.core.compiled.in_stages import StageCollectives, in_stages
+from ipu_jax.core.compiled.program import Program
 from ipu_jax.core.devices import REPLICA_AXIS
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.engine.stash import Stash
+from ipu_jax.core.mesh_axes import parts
 from ipu_jax.core.weights import packing
 from ipu_jax.core.weights.packed_layout import PackedLayout
 from ipu_jax.core.weights.packing import Sharded
@@ -90,6 +93,9 @@ class PipelineReport:
         stash_padding: the part of `stash` that pads values to a TPU's tiles; 0 elsewhere.
         temporary: the compiled program's temporary bytes per IPU, as XLA reports them; None if it was not compiled.
         exchanges: the ticks in which an IPU sends to another.
+        devices: how many devices an IPU has: weights, state, gradients and the compiled temporary bytes are those of
+            one device. What XLA splits by itself is counted whole: batch, stash, working set, FLOPs.
+        collectives: what the tasks of each stage send, from the compiled program; None if it was not compiled.
         exposed: on chips, the share of a step that these take under the one-phase clock, where nothing hides messages,
             by FLOPs and the public figures of links; 0 under the two-phase clock. None on CPUs and without messages.
     """
@@ -105,6 +111,8 @@ class PipelineReport:
     temporary: int | None = None
     exchanges: int = 0
     exposed: float | None = None
+    devices: int = 1
+    collectives: tuple[StageCollectives, ...] | None = None
 
     @property
     def predicted_temporary(self) -> int:
@@ -154,7 +162,23 @@ class PipelineReport:
         elif self.exposed is not None:
             footer += f"\nmessages: {self.exchanges} ticks send, and nothing hides their messages under the one-phase "
             footer += f"clock: {self.exposed:.1%} of the step on paper"
-        return "\n".join([title, *(line.rstrip() for line in lines), footer])
+        if self.devices > 1:
+            footer += (
+                f"\ndevices: {self.devices} per IPU, among which XLA splits; weights, gradients and temporary bytes "
+            )
+            footer += "are one device's"
+        return "\n".join([title, *(line.rstrip() for line in lines), footer, *self._sent_in_stages()])
+
+    def _sent_in_stages(self) -> list[str]:
+        if not self.collectives:
+            return []
+        rows = [("stage", "task", "collective", "axis", "per micro-batch")]
+        for one in self.collectives:
+            stages = ", ".join(one.stages) if len(one.stages) < 3 else f"{one.stages[0]} ... {one.stages[-1]}"
+            rows.append((stages, one.task, one.op, one.axis, f"{one.count} x {in_units(one.nbytes // one.count, 'B')}"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        cells = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+        return ["collectives inside the stages, in the compiled program:", *(line.rstrip() for line in cells)]
 
 
 def in_units(value: float, unit: str) -> str:
@@ -198,9 +222,11 @@ def make_report(
     batch_bytes = bytes_of(batch) // mesh.shape[REPLICA_AXIS]
     report = count_report(plan, params.layout, empty_state if state is None else state.layout, batch_bytes)
     if program is not None:
-        analysis = lowered(program, mesh, params, batch, state, key).compile().memory_analysis()
+        compiled = lowered(program, mesh, params, batch, state, key).compile()
+        analysis = compiled.memory_analysis()
         temporary = None if analysis is None else analysis.temp_size_in_bytes  # not every platform reports it
-        report = dataclasses.replace(report, temporary=temporary)
+        collectives = tuple(in_stages(Program(compiled), mesh))
+        report = dataclasses.replace(report, temporary=temporary, collectives=collectives)
     if ipu_memory is not None:
         warn_where_too_large(report, ipu_memory, stacklevel=4)
     return report
@@ -217,14 +243,14 @@ def count_report(plan: Plan, layout: PackedLayout, state: PackedLayout, batch_by
     m = plan.schedule.micro_batches
     costs, stash = segment_costs(plan, layout), Stash(plan)
     idle, exchanges, exposed = waits(plan, costs, layout.ipus)
-    weights = [weight_bytes(layout, k) for k in range(layout.ipus)]
+    weights = [weight_bytes(layout, k, plan.axes) for k in range(layout.ipus)]
     segments_of_ipu = [[i for i, s in enumerate(plan.segments) if s.place in (None, k)] for k in range(layout.ipus)]
     ipus = tuple(
         IpuReport(
             ipu=k,
             weights=weights[k].own,
             padding=weights[k].allocated - weights[k].own,
-            state=weight_bytes(state, k).allocated,
+            state=weight_bytes(state, k, plan.axes).allocated,
             batch=batch_bytes,
             stash=stash.nbytes_of(k),
             gradients=weights[k].allocated,
@@ -244,9 +270,10 @@ def count_report(plan: Plan, layout: PackedLayout, state: PackedLayout, batch_by
         stash_padding=stash.padding,
         channels=channel_bytes(plan, m),
         working_set=max(cost.working_set for cost in costs),
-        sums=wide_accumulator_bytes(layout),
+        sums=wide_accumulator_bytes(layout, plan.axes),
         exchanges=exchanges,
         exposed=exposed,
+        devices=parts(plan.axes),
     )
 
 

@@ -28,10 +28,13 @@ class StepShapes:
         batch: the replica's batch, with leaves (M, ...): arrays, tracers or `jax.ShapeDtypeStruct`.
         key: a random key or its shape, or None.
         platform: of the IPUs.
+        uniform: whether guards are uniform, as in `Plan`.
     """
 
-    def __init__(self, params: PackedLayout, state: PackedLayout, batch: Any, key: Any, platform: str):
-        self.params, self.state, self.batch, self.platform = params, state, batch, platform
+    def __init__(
+        self, params: PackedLayout, state: PackedLayout, batch: Any, key: Any, platform: str, *, uniform: bool = False
+    ):
+        self.params, self.state, self.batch, self.platform, self._uniform = params, state, batch, platform, uniform
         self._microbatch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
         self._key = None if key is None else jax.ShapeDtypeStruct(key.shape, key.dtype)
 
@@ -45,7 +48,14 @@ class StepShapes:
         """Return the plan of the step under a schedule."""
         segments = segments_of(stages, schedule, role, backward=backward)
         return make_plan(
-            segments, schedule, self.params, self.state, self._microbatch, key=self._key, platform=self.platform
+            segments,
+            schedule,
+            self.params,
+            self.state,
+            self._microbatch,
+            key=self._key,
+            platform=self.platform,
+            uniform=self._uniform,
         )
 
     def report(self, stages: tuple[Stage, ...], schedule: Schedule) -> PipelineReport:

@@ -23,6 +23,7 @@ class Buffer:
         row: the shape of a value without dims of 1, which a TPU may pad to 8 or 128; None: flat.
         platform: where it lies, such as "tpu".
         sharding: of the array over mesh axes that are `Explicit`, if there are any.
+        number: distinguishes buffers for values of one shape that may be split in different ways.
     """
 
     kind: str
@@ -30,6 +31,7 @@ class Buffer:
     row: tuple[int, ...] | None
     platform: str
     sharding: NamedSharding | None = None
+    number: int = 0
 
     @classmethod
     def of(cls, kind: str, value: Any, platform: str) -> "Buffer":
@@ -47,7 +49,10 @@ class Buffer:
     @property
     def name(self) -> str:
         of_row = "flat" if self.row is None else "x".join(map(str, self.row))
-        return ":".join([self.kind, self.dtype, of_row, *(map(str, self.sharding.spec) if self.sharding else ())])
+        number = [str(self.number)] if self.number else []
+        return ":".join(
+            [self.kind, self.dtype, of_row, *(map(str, self.sharding.spec) if self.sharding else ()), *number]
+        )
 
     @property
     def nbytes_of_row(self) -> int:

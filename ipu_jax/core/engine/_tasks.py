@@ -7,7 +7,7 @@ this IPU's micro-batches or -1, and the carry, and returns the carry with the ta
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from ipu_jax.core.engine import _hooks
 from ipu_jax.core.engine._carry import Arguments, Carry
 from ipu_jax.core.engine._stretches import TaskKind, instead, is_due
 from ipu_jax.core.engine.labels import label
-from ipu_jax.core.engine.plan import Exchange, Plan
+from ipu_jax.core.engine.plan import Exchange, Plan, Table
 from ipu_jax.core.engine.stash import Key, Stash
 from ipu_jax.core.guard import Fence, guard
 from ipu_jax.core.programs.gradient_sums import Sum
@@ -28,6 +28,20 @@ from ipu_jax.core.weights import packing
 from ipu_jax.core.weights.packed_layout import Group
 
 Rows = dict[str, Any]
+
+
+class _Turn(NamedTuple):
+    """Say whether an IPU runs a task in a tick.
+
+    Attributes:
+        microbatch: its micro-batch, -1 if the task is not due.
+        due: whether its results count.
+        runs: whether it runs, also where it is not due; a Python bool if that is known beforehand.
+    """
+
+    microbatch: Any
+    due: Any
+    runs: Any
 
 
 class Tasks:
@@ -45,13 +59,21 @@ class Tasks:
 
     # inputs of a task
 
-    def turn(self, kind: TaskKind, c: int, rows: Rows) -> tuple[Any, Any]:
-        """Return this IPU's micro-batch of a task, and whether it runs: a Python bool if that is known beforehand."""
+    def turn(self, kind: TaskKind, c: int, rows: Rows) -> "_Turn":
+        """Return this IPU's turn at a task."""
         microbatch, runs = rows[kind][c], is_due(self.plan, kind, c, self.ticks)
         if runs is None:
-            return microbatch, microbatch >= 0
+            return self.guarded_turn(kind, c, rows, microbatch)
         other = instead(self.plan, kind, c, self.ticks) if runs else None
-        return microbatch if other is None else jnp.where(microbatch < 0, other, microbatch), runs
+        return _Turn(microbatch if other is None else jnp.where(microbatch < 0, other, microbatch), runs, runs)
+
+    def guarded_turn(self, table: Table, c: int, rows: Rows, microbatch: Any) -> "_Turn":
+        """Return the turn at a task, or at a queue, that a guard decides. A micro-batch of -1 is none."""
+        due, of_all = microbatch >= 0, self.plan.segments[self.representative(c)].place is None
+        if not self.plan.uniform or (of_all and table in ("F", "B", "W")):
+            return _Turn(microbatch, due, due)
+        by_tick = (self.plan.tables[table][: self.ticks.stop, c] >= 0).any(axis=1)
+        return _Turn(microbatch, due, jnp.asarray(by_tick)[rows["tick"]])
 
     def representative(self, c: int) -> int:
         """Return the first segment of a class, whose program all segments of the class run."""
@@ -201,10 +223,10 @@ class Tasks:
     # the tasks
 
     def run_forward(self, c: int, rows: Rows, carry: Carry) -> Carry:
-        i, (active, runs), messages = self.representative(c), self.turn("F", c, rows), self.messages(c, "x", carry)
+        i, turn, messages = self.representative(c), self.turn("F", c, rows), self.messages(c, "x", carry)
 
         def body(fence: Fence, part: Carry) -> Carry:
-            packed, received, microbatch = fence((self.packed_weights(c), messages, active))
+            packed, received, microbatch = fence((self.packed_weights(c), messages, turn.microbatch))
             self.watch("F", c, microbatch, rows)
             x = self.arrived(c, "x", received, microbatch, part, fence) if i else NO_MESSAGE
             weights, inputs = self.weights(c, *packed), self.inputs(c, microbatch)
@@ -214,7 +236,8 @@ class Tasks:
                 part = self.write(("stash", c), part, microbatch, stash, fence)
             return part
 
-        return self.guarded(runs, body, carry, ["stash", *self.results(c)], label=label("F", c), aux_of=i)
+        names = ["stash", *self.results(c)]
+        return self.guarded(turn, body, carry, names, label=label("F", c), aux_of=i)
 
     def results(self, c: int) -> list[str]:
         """Return the fields of the carry, beside the aux, that F of a class changes."""
@@ -224,12 +247,12 @@ class Tasks:
 
     def run_backward(self, c: int, rows: Rows, carry: Carry) -> Carry:
         """Run B: compute dx, and dparams unless the class has its own W."""
-        i, (active, runs) = self.representative(c), self.turn("B", c, rows)
+        i, turn = self.representative(c), self.turn("B", c, rows)
         segment, program, is_split = self.plan.segments[i], self.plan.programs[i], self.plan.is_split(i)
         messages = self.messages(c, "dy", carry)
 
         def body(fence: Fence, part: Carry) -> Carry:
-            packed, received, microbatch = fence((self.packed_weights(c), messages, active))
+            packed, received, microbatch = fence((self.packed_weights(c), messages, turn.microbatch))
             self.watch("B", c, microbatch, rows)
             if i == self.plan.last:
                 dy = fence([jnp.full((), self.args.loss_cotangent, program.y.dtype)])
@@ -241,7 +264,7 @@ class Tasks:
                 dy = [jnp.where(self.ipu == owner, leaf, jnp.zeros_like(leaf)) for leaf in dy]
             elif segment.place is None:
                 dy = [leaf / self.plan.ipus for leaf in dy]
-            if runs is True:  # where it is not due, it must have no effect
+            if turn.runs is True:  # where it is not due, it must have no effect
                 dy = [jnp.where(rows["B"][c] >= 0, leaf, jnp.zeros_like(leaf)) for leaf in dy]
             stash = self.read(("stash", c), part, microbatch, fence)
             weights, inputs = self.weights(c, *packed), self.inputs(c, microbatch)
@@ -252,14 +275,14 @@ class Tasks:
             return self.with_dx(c, dx, self.with_sums(c, totals, part))
 
         names = ["stash", "dx"] if is_split else ["stash", "sums", "concurrent_sums", "dx"]
-        return self.guarded(runs, body, carry, names, label=label("B", c))
+        return self.guarded(turn, body, carry, names, label=label("B", c))
 
     def run_weight(self, c: int, rows: Rows, carry: Carry) -> Carry:
         """Run W: compute dparams from the stash and from the weight residuals that B stored."""
-        program, (active, runs) = self.plan.programs[self.representative(c)], self.turn("W", c, rows)
+        program, turn = self.plan.programs[self.representative(c)], self.turn("W", c, rows)
 
         def body(fence: Fence, part: Carry) -> Carry:
-            packed, microbatch = fence((self.packed_weights(c), active))
+            packed, microbatch = fence((self.packed_weights(c), turn.microbatch))
             self.watch("W", c, microbatch, rows)
             stash = self.read(("stash", c), part, microbatch, fence)
             residuals = self.read(("weight", c), part, microbatch, fence)
@@ -267,15 +290,16 @@ class Tasks:
             totals = program.backward_weight(weights, inputs, stash, residuals, self.sums(c, part), fence.zero)
             return self.with_sums(c, totals, part)
 
-        return self.guarded(runs, body, carry, ["stash", "sums", "concurrent_sums"], label=label("W", c))
+        names = ["stash", "sums", "concurrent_sums"]
+        return self.guarded(turn, body, carry, names, label=label("W", c))
 
     def run_head(self, c: int, rows: Rows, carry: Carry) -> Carry:
         """Run F and B of the concurrent loss head together, so that nothing is stashed."""
-        program, (active, runs) = self.plan.programs[self.plan.last], self.turn("F", c, rows)
+        program, turn = self.plan.programs[self.plan.last], self.turn("F", c, rows)
         messages = self.messages(c, "x", carry)
 
         def body(fence: Fence, part: Carry) -> Carry:
-            packed, received, microbatch = fence((self.packed_weights(c), messages, active))
+            packed, received, microbatch = fence((self.packed_weights(c), messages, turn.microbatch))
             self.watch("F", c, microbatch, rows)
             x = self.arrived(c, "x", received, microbatch, part, fence) if self.plan.last else NO_MESSAGE
             weights, inputs = self.weights(c, *packed), self.inputs(c, microbatch)
@@ -287,7 +311,7 @@ class Tasks:
             return self.with_dx(c, dx, self.with_sums(c, totals, part))
 
         names = ["stash", *self.results(c), "sums", "concurrent_sums", "dx"]
-        return self.guarded(runs, body, carry, names, label=label("FB", c), aux_of=self.plan.last)
+        return self.guarded(turn, body, carry, names, label=label("FB", c), aux_of=self.plan.last)
 
     def watch(self, kind: str, c: int, microbatch: Any, rows: Rows) -> None:
         if _hooks.WATCH is not None:
@@ -309,14 +333,15 @@ class Tasks:
         fed = [self.plan.waits_at(i, kind) for i in members if self.plan.class_of(i + step) in senders]
         if len(fed) < len(members):
             active = jnp.where(self.is_any_of(fed), active, -1)
+        turn = self.guarded_turn(kind, c, rows, active)
         messages = self.messages(c, kind, carry)
 
         def body(fence: Fence, part: Carry) -> Carry:
-            received, microbatch = fence((messages, active))
+            received, microbatch = fence((messages, turn.microbatch))
             leaves = jax.tree.leaves(self.own(c, kind, received))
             return self.write((kind, c), part, microbatch, leaves, fence)
 
-        return self.guarded(active >= 0, body, carry, ["stash"], label=label("queue", c))
+        return self.guarded(turn, body, carry, ["stash"], label=label("queue", c))
 
     def exchange(self, kind: Exchange, k: int, sends: Any, carry: Carry) -> Carry:
         """Send a channel's messages ("y"), or their gradients back ("dx").
@@ -348,7 +373,7 @@ class Tasks:
 
     def guarded(
         self,
-        runs: Any,
+        turn: "_Turn",
         body: Callable[[Fence, Carry], Carry],
         carry: Carry,
         names: list[str],
@@ -356,10 +381,12 @@ class Tasks:
         label: str,
         aux_of: int | None = None,
     ) -> Carry:
-        """Run `body` on a part of the carry if `runs`, after all guards so far.
+        """Run `body` on a part of the carry if it is its turn, after all guards so far.
+
+        Under uniform guards it runs if any IPU's turn has come, and changes no more than spare rows of other stashes.
 
         Args:
-            runs: bool, as for `guard`.
+            turn: whether it runs.
             body: the task.
             carry: the carry of the tick.
             names: the fields that the task reads or changes.
@@ -373,9 +400,15 @@ class Tasks:
         def in_layout(fence: Fence, part: Carry) -> Carry:
             return pinned(body(fence, pinned(part)))
 
-        part = carry.part(names, aux_of=aux_of)
+        def where_due(fence: Fence, part: Carry) -> Carry:
+            due, changed = fence(turn.due), in_layout(fence, part)
+            new, old = (dataclasses.replace(one, stash=None) for one in (changed, part))
+            kept = jax.tree.map(lambda one, other: jnp.where(due, one, other), new, old)
+            return dataclasses.replace(kept, stash=changed.stash)
+
+        part, run = carry.part(names, aux_of=aux_of), in_layout if turn.runs is turn.due else where_due
         with jax.named_scope(label):
-            guards_run, part = guard(carry.guards_run, runs, in_layout, part)
+            guards_run, part = guard(carry.guards_run, turn.runs, run, part)
         return dataclasses.replace(carry.with_part(part), guards_run=guards_run)
 
 

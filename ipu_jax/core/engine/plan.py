@@ -14,13 +14,14 @@ outboxes, inboxes where a segment writes a message, and where it reads one. All 
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.core.devices import IPU_AXIS
+from ipu_jax.core.mesh_axes import further_axes
 from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, Segment
 from ipu_jax.core.programs.segment_program import SegmentProgram, trace_segment
 from ipu_jax.core.schedules import Schedule
@@ -61,7 +62,8 @@ class Plan:
         tables: per table, an array (ticks, classes, ipus) of micro-batches, -1 where idle. "F", "B" and "W" are tasks
             ("W" is idle everywhere if B does the whole backward); "x" and "dy" are messages that are put into a queue.
         platform: of the IPUs, such as "tpu": it decides the layout of the stash.
-        further_axes: whether the mesh has further axes, over which values may be split.
+        axes: the sizes of the mesh's further axes, over which values may be split.
+        uniform: whether all IPUs run the guards of each other's tasks, and keep no results of them.
         exchanges: for messages ("y") and their gradients ("dx"), (ticks, channels) bool: whether any IPU sends one.
     """
 
@@ -72,7 +74,8 @@ class Plan:
     channels: tuple[Channel, ...]
     channel_of: tuple[int, ...]
     platform: str
-    further_axes: bool = False
+    axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    uniform: bool = False
     classes: tuple[tuple[int, ...], ...] = ()
     tables: dict[Table, np.ndarray] = dataclasses.field(default_factory=dict)
     exchanges: dict[Exchange, np.ndarray] = dataclasses.field(default_factory=dict)
@@ -135,6 +138,7 @@ def make_plan(
     *,
     key: Any = None,
     platform: str,
+    uniform: bool = False,
 ) -> Plan:
     """Trace every segment and plan channels, classes and tables. Axis names must be in scope, as in a `shard_map`.
 
@@ -145,12 +149,13 @@ def make_plan(
         microbatch: the shapes of one micro-batch.
         key: the shape of a random key, or None.
         platform: of the IPUs, such as "tpu".
+        uniform: as in `Plan`.
     """
     split = [schedule.weight is not None and segment.place is not None for segment in segments]
     programs = trace_programs(segments, split, params, state, microbatch, key)
     channels, channel_of = _channels(segments, [program.y for program in programs])
-    further_axes = not {REPLICA_AXIS, IPU_AXIS}.issuperset(jax.sharding.get_abstract_mesh().axis_names)
-    plan = Plan(segments, programs, schedule, params.ipus, channels, channel_of, platform, further_axes)
+    axes = further_axes(jax.sharding.get_abstract_mesh())
+    plan = Plan(segments, programs, schedule, params.ipus, channels, channel_of, platform, axes, uniform)
     plan = dataclasses.replace(plan, classes=_classes(plan, params, state))
     return dataclasses.replace(
         plan,

@@ -5,8 +5,12 @@
 
 A ring has room for as many micro-batches as the schedule keeps in it. Rings of one kind, dtype and shape share a buffer
 whose rows are micro-batches. So a TPU, which stores arrays in tiles, reads and writes a value where it lies, and a
-value that is split over further mesh axes stays so. A task reads one kind of ring and writes another, because XLA
+value that is split over further mesh axes stays so; there, values of one shape in one ring have a buffer each, since
+XLA splits a buffer in one way. A task reads one kind of ring and writes another, because XLA
 copies a buffer that one loop both reads and writes.
+
+Where all IPUs run the guards of each other's tasks, buffers have a spare micro-batch at the end, which an IPU writes
+when a task is not its own.
 
 An IPU's rings follow one another in a buffer, whatever its stages are, and all IPUs have as much as the fullest one
 needs. A buffer for a shape that few IPUs keep is mostly empty elsewhere. Where all buffers together would exceed flat
@@ -14,7 +18,8 @@ ones, into which rings of any shape go one after another, the worst shapes go in
 them by `SPARE`. CPUs have no tiles, and always flat buffers, unless there are further axes.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -23,6 +28,7 @@ import numpy as np
 
 from ipu_jax.core.engine._buffer import Buffer
 from ipu_jax.core.engine.plan import Plan
+from ipu_jax.core.mesh_axes import parts
 from ipu_jax.core.programs.segment_program import split_floats
 
 Key = tuple[Literal["stash", "weight", "x", "dy"], int]
@@ -46,9 +52,9 @@ class Stash:
         found = sorted(_rings_of(plan), key=lambda ring: None not in ring[1])
         depth_of = lambda depths: [depths.get(ipu, depths.get(None, 0)) for ipu in range(plan.ipus)]  # noqa: E731
         self._depths: dict[Key, np.ndarray] = {key: np.array(depth_of(depths)) for key, depths, _ in found}
-        shaped = lambda key, value: Buffer.of(key[0], value, plan.platform)  # noqa: E731
-        rings = [(shaped(key, value), self._depths[key]) for key, _, values in found for value in values]
-        if plan.further_axes:  # in a flat buffer a value loses its sharding over them
+        buffers = {key: _buffers_of(key[0], values, plan) for key, _, values in found}
+        rings = [(buffer, self._depths[key]) for key in buffers for buffer in buffers[key]]
+        if parts(plan.axes) > 1:  # in a flat buffer a value loses its sharding over them
             flat = set()
         elif plan.platform == "cpu":
             flat = {buffer for buffer, _ in rings}
@@ -56,31 +62,34 @@ class Stash:
             flat = _flat(rings, SPARE if plan.platform == "tpu" else 0)
         self._rings: dict[Key, list[_Ring]] = {key: [] for key in self._depths}
         self._rows: dict[Buffer, np.ndarray] = {}
+        self._spare: dict[Buffer, int] = {}
         for key, _, values in found:
-            for value in values:
-                buffer = shaped(key, value)
-                buffer = buffer.flat if buffer in flat else buffer
+            for value, shaped in zip(values, buffers[key], strict=True):
+                buffer = shaped.flat if shaped in flat else shaped
                 step, bases = buffer.rows_of(value.shape), self._rows.get(buffer, np.zeros(plan.ipus, int))
                 self._rings[key].append(_Ring(buffer, bases, step, value.shape))
                 self._rows[buffer] = bases + step * self._depths[key]
+                self._spare[buffer] = max(self._spare.get(buffer, 0), step if plan.uniform else 0)
 
     @property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the buffers' shapes by name."""
         return {
-            buffer.name: jax.ShapeDtypeStruct(buffer.shape(rows.max()), buffer.dtype, sharding=buffer.sharding)
-            for buffer, rows in self._rows.items()
+            buffer.name: jax.ShapeDtypeStruct(
+                buffer.shape(self._length(buffer)), buffer.dtype, sharding=buffer.sharding
+            )
+            for buffer in self._rows
         }
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of the buffers, the same on every IPU, without padding to tiles."""
-        return sum(buffer.nbytes(rows.max()) for buffer, rows in self._rows.items())
+        return sum(buffer.nbytes(self._length(buffer)) for buffer in self._rows)
 
     @property
     def padding(self) -> int:
         """Return the bytes that padding to tiles adds to the buffers."""
-        return sum(buffer.padded_nbytes(rows.max()) for buffer, rows in self._rows.items()) - self.nbytes
+        return sum(buffer.padded_nbytes(self._length(buffer)) for buffer in self._rows) - self.nbytes
 
     def nbytes_of(self, ipu: int) -> int:
         """Return the bytes of the values that an IPU's own segments keep."""
@@ -96,10 +105,15 @@ class Stash:
     def write(
         self, buffers: Mapping[str, Any], key: Key, ipu: Any, microbatch: Any, values: list[Any], zero: Any
     ) -> dict[str, Any]:
-        """Return the buffers with a micro-batch's values written to this IPU's ring; `zero` is the guard's traced 0."""
+        """Return the buffers with a micro-batch's values written to this IPU's ring, or to no ring if it is -1.
+
+        `zero` is the guard's traced 0.
+        """
         written = dict(buffers)
         for ring, value in zip(self._rings[key], values, strict=True):
             at, name = self._at(key, ring, ipu, microbatch, zero), ring.buffer.name
+            if self._spare[ring.buffer]:
+                at = jnp.where(microbatch < 0, int(self._rows[ring.buffer].max()), at)
             written[name] = ring.buffer.write(written[name], at, value)
         return written
 
@@ -110,11 +124,23 @@ class Stash:
             for ring in self._rings[key]
         ]
 
+    def _length(self, buffer: Buffer) -> int:
+        return int(self._rows[buffer].max()) + self._spare[buffer]
+
     def _at(self, key: Key, ring: _Ring, ipu: Any, microbatch: Any, zero: Any) -> Any:
         depths = self._depths[key]
         base, depth = (_of_ipu(numbers, depths > 0, ipu) for numbers in (ring.bases, depths))
         # in a ring of one micro-batch the index would be a constant, and XLA might read it before the guard
         return base + microbatch % depth * ring.step + zero
+
+
+def _buffers_of(kind: str, values: Sequence[Any], plan: Plan) -> list[Buffer]:
+    """Return the buffer of each value that a ring keeps, as if none were flat."""
+    buffers = [Buffer.of(kind, value, plan.platform) for value in values]
+    if parts(plan.axes) == 1:
+        return buffers
+    # like values of unlike stages have the same number, and share a buffer
+    return [dataclasses.replace(buffer, number=buffers[:k].count(buffer)) for k, buffer in enumerate(buffers)]
 
 
 def _of_ipu(numbers: np.ndarray, holders: np.ndarray, ipu: Any) -> Any:

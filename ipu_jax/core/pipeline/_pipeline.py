@@ -107,7 +107,8 @@ class Pipeline(PlacedStages):
         with ShortTracebacks():
             self._memory.check(*arguments[:3], report)
             samples = count_samples(batch, 2 + (self.replicas > 1))
-            result = self._bounded(self._undifferentiated, params, batch, state, key, updates=1, samples=samples)
+            program, jitted = self._undifferentiated, self._value_and_grad
+            result = self._bounded(program, params, batch, state, key, jitted=jitted, updates=1, samples=samples)
         return result if self._groups.state_owners else result[:2]
 
     def loss(
@@ -213,7 +214,8 @@ class Pipeline(PlacedStages):
         check_predictable(self.stages, self.replicas, return_state)
         self._check(params, batch, state, key, "prediction")
         with ShortTracebacks():
-            outputs, new_state = self._bounded(self._predict, params, batch, state, key)
+            program, jitted = self._predict
+            outputs, new_state = self._bounded(program, params, batch, state, key, jitted=jitted)
         return (outputs, new_state) if return_state else outputs
 
     @classmethod
@@ -409,6 +411,7 @@ class Pipeline(PlacedStages):
                 state_specs=self._groups.state_specs,
                 frozen=self._groups.given_frozen,
                 ipu_memory=self._memory.ipu_memory,
+                guards=self.guards.given,
                 function=function,
             )
         if mesh is None:
@@ -447,7 +450,7 @@ class Pipeline(PlacedStages):
         return {"training": of("training"), "evaluation": of("evaluation")}
 
     @functools.cached_property
-    def _predict(self) -> Callable[..., Any]:
+    def _predict(self) -> tuple[Callable[..., Any], Any]:
         program = functools.partial(self.run_on_ipu, backward=False, role="prediction")
 
         @jax.jit
@@ -456,10 +459,8 @@ class Pipeline(PlacedStages):
             specs = self.stages[-1].predict_specs
             return predict_on_mesh(program, self.mesh, params, batch, state, key, output_specs=specs)
 
-        return refusing_derivatives(
-            predict,
-            "pipeline.predict cannot be differentiated: compute the loss in the last stage, and use pipeline.loss",
-        )
+        why = "pipeline.predict cannot be differentiated: compute the loss in the last stage, and use pipeline.loss"
+        return refusing_derivatives(predict, why), predict
 
 
 def describe(pipeline: PlacedStages) -> str:

@@ -23,6 +23,7 @@ from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.mesh_axes import further_axes
 from ipu_jax.core.optimizer.pipeline_optimizer import PipelineOptimizer
 from ipu_jax.core.options import PipelineOptions, Reduction
+from ipu_jax.core.pipeline._guards import GuardChoice, Guards
 from ipu_jax.core.schedules import FoundSchedule, Schedule, StageCosts
 from ipu_jax.core.stage import Role, Stage, check_untied
 from ipu_jax.core.weights import packing
@@ -55,6 +56,7 @@ class PlacedStages:
         state_specs: Mapping[str, Any] | None = None,
         frozen: Mapping[str, Any] | None = None,
         ipu_memory: float | None = None,
+        guards: Guards = "auto",
         function: FunctionModel | None = None,
     ):
         self.stages, self.function = checked_stages(stages), function
@@ -90,7 +92,7 @@ class PlacedStages:
         if self.schedule_or_name != "auto":
             warn_of_messages(self.schedule, self.platform, stacklevel=3)
         self._window = InFlight()
-        self._memory = MemoryGuard(ipu_memory)
+        self._memory, self.guards = MemoryGuard(ipu_memory), GuardChoice(guards, self.mesh)
         # jitted once, so that all calls with the same shapes run the same program
         self._value_and_grad = jax.jit(self._update)
         for listener in facts.listeners():
@@ -228,6 +230,8 @@ class PlacedStages:
         program = self._value_and_grad if compile else None
         frozen = self.apply_frozen(params)
         with ShortTracebacks():
+            if compile:
+                self._check_guards(self._value_and_grad, params, batch, state, key)
             plan = self.plan_step(frozen, batch, state, key)
             return make_report(plan, frozen, batch, state, key, mesh=self.mesh, program=program, ipu_memory=limit)
 
@@ -309,13 +313,19 @@ class PlacedStages:
             traced = self._traced(trace, self.apply_frozen(params), batch, state, key)
             return traced.measured(self.mesh, repeats) if measured else traced.counted()
 
-    def _bounded(self, program: Callable[..., Any], *args: Any, updates: int = 0, samples: int = 0) -> Any:
+    def _bounded(
+        self, program: Callable[..., Any], *args: Any, jitted: Any = None, updates: int = 0, samples: int = 0
+    ) -> Any:
+        self._check_guards(program if jitted is None else jitted, *args)
         self._window.begin(args)
         result = program(*args)
         self._window.admit(
             result, updates=updates, samples=samples
         )  # otherwise a loop that never waits would exhaust the threads of the CPU backend
         return result
+
+    def _check_guards(self, program: Any, *args: Any) -> None:
+        self.guards.check(program, args, lambda: lowered(program, self.mesh, *args))
 
     def _check(self, params: Any, batch: Any, state: Any, key: Any, role: Role) -> None:
         self._groups.check(params, state)
@@ -403,7 +413,7 @@ class PlacedStages:
         self._check(params, batch, state, key, "training")
 
     def _shapes(self, params: PackedLayout, state: PackedLayout, batch: Any, key: Any) -> StepShapes:
-        return StepShapes(params, state, batch, key, self.platform)
+        return StepShapes(params, state, batch, key, self.platform, uniform=self.guards.uniform)
 
     def plan_step(self, params: Sharded, batch: Any, state: Sharded | None = None, key: Any = None) -> Plan:
         """Return the plan of a step with these arguments, arrays or shapes. It traces the stages and runs nothing."""

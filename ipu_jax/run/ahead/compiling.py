@@ -16,6 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from ipu_jax.core.analysis.cost import bytes_of
+from ipu_jax.core.compiled.program import Program, host_loops
 from ipu_jax.core.devices import REPLICA_AXIS, is_described
 from ipu_jax.core.engine.labels import UPDATE
 from ipu_jax.core.pipeline import Pipeline
@@ -24,7 +25,6 @@ from ipu_jax.run.ahead.compilers import compile_lowered, version_of
 from ipu_jax.run.ahead.kinds import kind_of, memory_for_jax
 from ipu_jax.run.ahead.mends import mends_of
 from ipu_jax.run.ahead.paper import estimate, flops_by_task
-from ipu_jax.run.ahead.program import Program, host_loops
 from ipu_jax.run.ahead.report import ChipReport, Memory
 from ipu_jax.run.ahead.traffic import rows_of
 from ipu_jax.training.update.state import TrainState

@@ -10,14 +10,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from jax.sharding import Mesh
 
+from ipu_jax.core.compiled.in_stages import axis_of, groups_of
+from ipu_jax.core.compiled.program import Collective, Program
 from ipu_jax.core.device_order import hops
 from ipu_jax.run.ahead.kinds import Kind
-from ipu_jax.run.ahead.program import Collective, Instruction, Program
-
-_IDS_OF_A_SLICE = 100_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +45,10 @@ def rows_of(program: Program, mesh: Mesh, kind: Kind | None) -> list[Row]:
     """Return what a program sends, like collectives together, those that take the most time first."""
     found: dict[Any, list[tuple[Collective, int | None]]] = {}
     for collective in program.collectives:
-        groups = [group for group in _groups_of(collective.instruction, mesh) if len(set(group)) > 1]
+        groups = [group for group in groups_of(collective.instruction, mesh) if len(set(group)) > 1]
         if not groups or not collective.nbytes:
             continue
-        axis, distance = _axis_of(groups, mesh), _hops_of(groups, mesh)
+        axis, distance = axis_of(groups, mesh), _hops_of(groups, mesh)
         key = (_name_of(collective), axis, distance, collective.beside_work, len(groups[0]))
         found.setdefault(key, []).append((collective, distance))
     rows = []
@@ -76,29 +74,6 @@ def _name_of(collective: Collective) -> str:
     message = re.search(r"ipu_jax\.(y|dx)\.\d+", collective.instruction.place)
     op = collective.op.removeprefix("collective-")
     return f"{op} {message[1]}" if message and op == "permute" else op
-
-
-def _groups_of(instruction: Instruction, mesh: Mesh) -> list[list[int]]:
-    """Return the devices that a collective connects, by their numbers in the mesh.
-
-    Between TPU slices XLA names devices by their ids: `{1,2}x{0:3}` are chips 0 to 3 of two slices, each with its like,
-    and `{{100001->200000}}` is a pair.
-    """
-    found = re.search(r'_xla_megascale_target="?(?:\{([\d,]+)\}x\{0:(\d+)\}|\{([^}]*)\})', instruction.line)
-    if not found:
-        return instruction.groups
-    if found[1]:
-        ids = [[_IDS_OF_A_SLICE * int(n) + k for n in found[1].split(",")] for k in range(int(found[2]) + 1)]
-    else:
-        ids = [[int(one), int(other)] for one, other in re.findall(r"(\d+)->(\d+)", instruction.line)]
-    numbers = {device.id: number for number, device in enumerate(mesh.devices.flat)}
-    return [[numbers[each] for each in group if each in numbers] for group in ids]
-
-
-def _axis_of(groups: Sequence[Sequence[int]], mesh: Mesh) -> str:
-    places = [np.array(np.unravel_index(group, mesh.devices.shape)) for group in groups]
-    varies = np.any([(place != place[:, :1]).any(axis=1) for place in places], axis=0)
-    return " x ".join(itertools.compress(mesh.axis_names, varies))
 
 
 def _hops_of(groups: Sequence[Sequence[int]], mesh: Mesh) -> int | None:

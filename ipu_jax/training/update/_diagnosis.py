@@ -48,7 +48,10 @@ class Diagnosis:
         """
         key = jax.random.fold_in(state.key, step - 1) if self._random else None
         with ShortTracebacks():
-            results = self._program(state.params, batch, state.stages, key, current_scale(self._options, state.scale))
+            args = (state.params, batch, state.stages, key, current_scale(self._options, state.scale))
+            if isinstance(self._model, Pipeline):
+                self._model.guards.check(self._program, args, lambda: self._program.lower(*args))
+            results = self._program(*args)
             flags, gradients, is_finite = jax.tree.map(on_host, results)
         of_stages = self._of_stages if isinstance(self._model, Pipeline) else self._of_function
         return first_nonfinite(step, of_stages(state, batch, flags, gradients, bool(is_finite)))

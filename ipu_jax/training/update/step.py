@@ -247,9 +247,12 @@ class TrainStep:
         batches = None if is_traced else self._batches
         if batches is not None:
             batches.settle(state, keep=self._window.limit)
-        self._window.begin((state, batch))
+        ends = _ends(made) if is_traced else self._placed_ends(made)
         with ShortTracebacks():
-            state, outputs, *before = self._program(state, batch, _ends(made) if is_traced else self._placed_ends(made))
+            if isinstance(self.model, Pipeline):
+                self.model.guards.check(self._program, (state, batch, ends), lambda: self._lowered(state, batch, made))
+            self._window.begin((state, batch))
+            state, outputs, *before = self._program(state, batch, ends)
         k = self.options.device_iterations
         samples = count_samples(batch, 2 + (k > 1) + (self.model.replicas > 1)) * len(made) // k
         self._window.admit(outputs.loss, updates=len(made), samples=samples)
@@ -362,10 +365,17 @@ class TrainStep:
             ValueError: as in a call.
         """
         batch, made = self._arguments.batch_of_call(state, batch)
+        with ShortTracebacks():
+            return self._lowered(state, batch, made)
+
+    def _lowered(self, state: TrainState, batch: Any, made: range) -> Any:
         several = [None] * (self.options.device_iterations > 1)
         spec = PartitionSpec(*several, REPLICA_AXIS) if self.model.replicas > 1 else PartitionSpec()
-        with ShortTracebacks():
-            return self._program.lower(state, batch_shapes(batch, self.mesh, spec), _ends(made))
+        placed = lambda leaf, spec: jax.ShapeDtypeStruct(  # noqa: E731
+            leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec)
+        )
+        shapes = jax.tree.map(placed, state, self._placement.specs(state))
+        return self._program.lower(shapes, batch_shapes(batch, self.mesh, spec), _ends(made))
 
     @property
     def _is_stacked(self) -> bool:

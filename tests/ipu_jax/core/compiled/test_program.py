@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
 from ipu_jax.chips import Array, Instruction, Program
-from ipu_jax.run.ahead.program import host_loops
+from ipu_jax.core.compiled.program import host_loops
 
 TICKS = """HloModule jit_f, is_scheduled=true
 
@@ -66,7 +66,9 @@ def test_the_plan_says_how_often_a_loop_of_unknown_length_runs(monkeypatch):
     """F.0 is active in 4 of 10 ticks on some IPU; the plan knows nothing of F.1."""
     active = np.array([[0, -1], [1, 0], [-1, 1], [2, -1], *[[-1, -1]] * 6])
     plan = SimpleNamespace(ticks=10, microbatches={("F", 0): active})
-    monkeypatch.setattr("ipu_jax.run.ahead.program.plan_named", lambda name: plan if "ipu_jax.plan" in name else None)
+    monkeypatch.setattr(
+        "ipu_jax.core.compiled.program.plan_named", lambda name: plan if "ipu_jax.plan" in name else None
+    )
     text = TICKS.replace('{"known_trip_count":{"n":"5"}}', "{}").replace(
         "f/ipu_jax.F.0", "ipu_jax.plan.6.a/ipu_jax.F.0"
     )

@@ -205,11 +205,10 @@ class Program:
         """Return all instructions."""
         return (i for body in self._computations.values() for i in body)
 
-    @functools.cached_property
-    def _between_slices(self) -> list[Collective]:
+    def _between_slices(self, runs_of: dict[str, int]) -> list[Collective]:
         """Return what goes over the network between TPU slices: XLA writes it as transfers to and from the hosts."""
         found: list[Collective] = []
-        for name, runs in self._runs().items():
+        for name, runs in runs_of.items():
             computation = self._computations[name]
             for at, instruction in enumerate(computation):
                 kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.line)
@@ -226,8 +225,20 @@ class Program:
     @functools.cached_property
     def collectives(self) -> list[Collective]:
         """Return everything that the program sends between chips."""
-        found: list[Collective] = [*self._between_slices]
-        for name, runs in self._runs().items():
+        return self._collectives_in(self._runs(self._entry))
+
+    def collectives_of(self, guard: Instruction) -> list[Collective]:
+        """Return what one run of a guard sends."""
+        return self._collectives_in(self._runs(guard.body))
+
+    @functools.cached_property
+    def guards(self) -> list[Instruction]:
+        """Return the guards of tasks and exchanges, in the order of the text."""
+        return [i for i in self.in_scans() if i.op == "while" and guard_named(i.place)]
+
+    def _collectives_in(self, runs_of: dict[str, int]) -> list[Collective]:
+        found = self._between_slices(runs_of)
+        for name, runs in runs_of.items():
             computation = self._computations[name]
             for at, instruction in enumerate(computation):
                 op, chain = instruction.op.removesuffix("-start"), self._chains.get(instruction.chain, [])
@@ -258,9 +269,12 @@ class Program:
         end = next((k for k, i in enumerate(computation) if i.op == done and takes.search(i.line)), at)
         return any(map(_is_work, computation[at + 1 : end]))
 
-    def _runs(self) -> dict[str, int]:
-        """Return how often each computation runs: the plan knows how many ticks there are, and how many a guard has."""
-        runs, waiting = collections.defaultdict[str, float](float), [(self._entry, 1.0)]
+    def _runs(self, start: str) -> dict[str, int]:
+        """Return how often a computation, which runs once, runs each of those that it calls.
+
+        The plan knows how many ticks there are, and how many a guard has.
+        """
+        runs, waiting = collections.defaultdict[str, float](float), [(start, 1.0)]
         while waiting:
             name, times = waiting.pop()
             runs[name] += times

@@ -1,0 +1,121 @@
+"""Say what the tasks of stages send: what a stage's own function sends, and what XLA put in to split its arrays.
+
+    stage     task  collective  axis    in a run
+    block 0   F     all-reduce  tensor  1 x 24.6 kB
+    block 0   B     all-reduce  tensor  1 x 24.6 kB
+
+XLA splits a stage over the further axes of a mesh (`mesh_axes`). What it adds has groups of devices, those of one IPU,
+and can stand in a guard that other IPUs don't run. Only a permute has no groups: all devices of the mesh must reach it.
+XLA permutes where a dim that is split is shifted or convolved. In a guard of one IPU that would hang.
+"""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from typing import Final, get_args
+
+import numpy as np
+from jax.sharding import Mesh
+
+from ipu_jax.core.compiled.program import Instruction, Program
+from ipu_jax.core.devices import IPU_AXIS
+from ipu_jax.core.engine.labels import EXCHANGED, Label, PlanNames, guard_named, plan_named
+
+_IDS_OF_A_SLICE: Final = 100_000
+_ORDER: Final = get_args(Label)
+_TASKS: Final[dict[Label, str]] = {"FB": "F and B"}
+
+
+@dataclasses.dataclass(frozen=True)
+class StageCollectives:
+    """Like collectives of one task.
+
+    Attributes:
+        stages: the names of the stages that the task runs. Like stages on several IPUs run one piece of program.
+        task: "F", "B", "W", "F and B" for a concurrent head; "queue" where a message is put into a queue.
+        op: such as "all-reduce".
+        axis: of the mesh; several if it goes along several, such as "replica x ipu".
+        count: how many there are in a run of the task, for one micro-batch.
+        nbytes: the bytes of their results on one device, all together.
+    """
+
+    stages: tuple[str, ...]
+    task: str
+    op: str
+    axis: str
+    count: int
+    nbytes: int
+
+
+def in_stages(program: Program, mesh: Mesh) -> list[StageCollectives]:
+    """Return what the tasks of a compiled program send, stage by stage. Exchanges between stages are not listed."""
+    found: dict[tuple[tuple[str, ...], str, str, str], list[int]] = {}
+    for guard, plan, (kind, number) in _guards(program):
+        if kind in EXCHANGED:
+            continue
+        for op, axis, count, nbytes in _sent(program, guard, mesh):
+            sums = found.setdefault((_stages(plan, number), _TASKS.get(kind, kind), op, axis), [0, 0])
+            sums[0] += count
+            sums[1] += count * nbytes
+    return [StageCollectives(*key, *sums) for key, sums in found.items()]
+
+
+def check_exchanges(program: Program, mesh: Mesh) -> str | None:
+    """Return an error message if a task that one IPU runs sends something for which all devices must be there."""
+    for guard, plan, (kind, number) in _guards(program):
+        segment = plan.segments[plan.classes[number][0]] if kind not in EXCHANGED else None
+        if segment is None or plan.ipus == 1 or (segment.place is None and kind != "queue"):
+            continue
+        for op, axis, _, _ in _sent(program, guard, mesh):
+            if op == "collective-permute" or IPU_AXIS in axis.split(" x "):
+                return (
+                    f"stage {', '.join(map(repr, _stages(plan, number)))} makes XLA exchange data over axis {axis!r} "
+                    f"({op} in {_TASKS.get(kind, kind)}), for which XLA waits for all devices of the mesh, and IPUs "
+                    "that run other stages would not come: use guards='uniform', or keep a dim that is shifted or "
+                    "convolved whole (jax.lax.with_sharding_constraint)"
+                )
+    return None
+
+
+def _guards(program: Program) -> list[tuple[Instruction, PlanNames, tuple[Label, int]]]:
+    """Return the guards with their plans, by segment class, and F before B and W."""
+    named = ((guard, plan_named(guard.place), guard_named(guard.place)) for guard in program.guards)
+    found = [(guard, plan, label) for guard, plan, label in named if plan is not None and label is not None]
+    return sorted(found, key=lambda one: (one[2][1], _ORDER.index(one[2][0])))
+
+
+def _sent(program: Program, guard: Instruction, mesh: Mesh) -> Iterator[tuple[str, str, int, int]]:
+    """Yield the kind, the axis, the number and the bytes of each collective in a run of a guard."""
+    for collective in program.collectives_of(guard):
+        groups = [group for group in groups_of(collective.instruction, mesh) if len(set(group)) > 1]
+        if groups:
+            yield collective.op, axis_of(groups, mesh), collective.runs, collective.nbytes
+
+
+def _stages(plan: PlanNames, number: int) -> tuple[str, ...]:
+    return tuple(name for i in plan.classes[number] for name in plan.segments[i].stages)
+
+
+def groups_of(instruction: Instruction, mesh: Mesh) -> list[list[int]]:
+    """Return the devices that a collective connects, by their numbers in the mesh.
+
+    Between TPU slices XLA names devices by their ids: `{1,2}x{0:3}` are chips 0 to 3 of two slices, each with its like,
+    and `{{100001->200000}}` is a pair.
+    """
+    found = re.search(r'_xla_megascale_target="?(?:\{([\d,]+)\}x\{0:(\d+)\}|\{([^}]*)\})', instruction.line)
+    if not found:
+        return instruction.groups
+    if found[1]:
+        ids = [[_IDS_OF_A_SLICE * int(n) + k for n in found[1].split(",")] for k in range(int(found[2]) + 1)]
+    else:
+        ids = [[int(one), int(other)] for one, other in re.findall(r"(\d+)->(\d+)", instruction.line)]
+    numbers = {device.id: number for number, device in enumerate(mesh.devices.flat)}
+    return [[numbers[each] for each in group if each in numbers] for group in ids]
+
+
+def axis_of(groups: Sequence[Sequence[int]], mesh: Mesh) -> str:
+    """Return the axis along which groups of devices lie, or several, as in "replica x ipu"."""
+    places = [np.array(np.unravel_index(group, mesh.devices.shape)) for group in groups]
+    varies = np.any([(place != place[:, :1]).any(axis=1) for place in places], axis=0)
+    return " x ".join(itertools.compress(mesh.axis_names, varies))
