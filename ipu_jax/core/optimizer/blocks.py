@@ -8,6 +8,9 @@ block contains at most one logical leaf on each IPU, and zeros where the leaf is
     block 2   concurrent   IPU 0: table, rows 0-4      IPU 1: table, rows 5-9 (of 9: the last is padding)
     block 3   whole        the same leaf on every IPU
 
+A replica's chunk of a block is a part of the flat block. Of a block that is split over further mesh axes it is some
+rows along a dim that is not split, so that the chunk stays split.
+
 Frozen leaves are not logical leaves: optax sees `optax.MaskedNode()` in their place, and never changes them.
 """
 
@@ -24,9 +27,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.core.mesh_axes import further_part, names_further, names_in
 from ipu_jax.core.weights.packed_layout import WHOLE, Leaf, PackedLayout, local_shape
 from ipu_jax.core.weights.packing import Sharded
-from ipu_jax.core.weights.place import Place
+from ipu_jax.core.weights.place import Place, joined_chunks
 
 _WORTH_A_PROGRAM = 2**16  # elements; their update takes about 100 us on a CPU core
 
@@ -40,6 +44,7 @@ class Block:
         leaves: per IPU, the number of the logical leaf in it, or None. A block of a concurrent leaf has one entry.
         split: for a concurrent leaf, the dim that is split over the IPUs, or None.
         is_slot: whether IPUs hold different leaves in it. If a replica has one IPU, no block is a slot.
+        further: how it is split over further mesh axes. Then a leaf in a slot has the slot's shape.
     """
 
     shape: tuple[int, ...]
@@ -47,6 +52,7 @@ class Block:
     leaves: tuple[int | None, ...]
     split: int | None = None
     is_slot: bool = False
+    further: PartitionSpec = WHOLE
 
     @property
     def size(self) -> int:
@@ -56,6 +62,15 @@ class Block:
     def is_whole(self) -> bool:
         """Return whether every IPU holds all of the leaf."""
         return not self.is_slot and self.split is None
+
+    @property
+    def chunk_dim(self) -> int | None:
+        """Return the dim along which the chunks of replicas follow one another; None for those of the flat block."""
+        if not names_further(self.further):
+            return None
+        is_split = [bool(names_in(entry)) for entry in self.further] + [False] * len(self.shape)
+        whole = [dim for dim in range(len(self.shape)) if not is_split[dim]]
+        return max(whole, key=lambda dim: self.shape[dim], default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,11 +110,16 @@ class Blocks:
 
     def chunk_size(self, k: int) -> int:
         """Return the number of elements of a block that one replica updates. The last chunk is padded with zeros."""
-        return -(-self.blocks[k].size // self.replicas)
+        return math.prod(self.update_shape(k))
 
     def update_shape(self, k: int) -> tuple[int, ...]:
         """Return the shape in which a block is updated: its own shape, or the shape of a replica's chunk."""
-        return self.blocks[k].shape if self.replicas == 1 else (self.chunk_size(k),)
+        block = self.blocks[k]
+        if self.replicas == 1:
+            return block.shape
+        if block.chunk_dim is None:
+            return (-(-block.size // self.replicas),)
+        return _with_size(block.shape, block.chunk_dim, -(-block.shape[block.chunk_dim] // self.replicas))
 
     def global_shape(self, k: int) -> tuple[int, ...]:
         """Return the global shape of an array laid out like a block: (replicas, ipus, *update_shape).
@@ -112,7 +132,9 @@ class Blocks:
     def spec(self, k: int) -> PartitionSpec:
         """Return the PartitionSpec of an array of `global_shape`."""
         replicas, ipus = self.global_shape(k)[:2]
-        axes = (REPLICA_AXIS if replicas > 1 else None, IPU_AXIS if ipus > 1 else None)
+        axes: tuple[Any, ...] = (REPLICA_AXIS if replicas > 1 else None, IPU_AXIS if ipus > 1 else None)
+        if self.replicas == 1 or self.blocks[k].chunk_dim is not None:
+            axes += tuple(self.blocks[k].further)
         return PartitionSpec(*axes) if any(axes) else WHOLE
 
     def logical_tree(self, values: Sequence[Any]) -> Any:
@@ -130,29 +152,31 @@ class Blocks:
             by_ipu = dict(enumerate(np.split(np.pad(value, self._shard_padding(k, value)), self.ipus, block.split)))
         parts = []
         for ipu, part in by_ipu.items():
-            flat = np.zeros(self.replicas * self.chunk_size(k) if self.replicas > 1 else block.size, value.dtype)
-            flat[: part.size] = part.reshape(-1)
-            parts.append((ipu, flat.reshape(self.replicas, *self.update_shape(k))))
+            if block.is_slot and part.shape != block.shape:
+                part = np.pad(part.reshape(-1), (0, block.size - part.size)).reshape(block.shape)
+            parts.append((ipu, self._chunks(k, part, np) if self.replicas > 1 else part[None]))
         return parts
 
     def host_leaf(self, leaf: int, array: np.ndarray) -> np.ndarray:
         """Return the leaf from an array of `global_shape`; the inverse of `host_parts`."""
         k = self.block_of(leaf)
         block, shape = self.blocks[k], self.leaves[leaf].shape
-        of_ipu = lambda ipu: array[:, ipu].reshape(-1)[: block.size]  # noqa: E731
+        of_ipu = lambda ipu: joined_chunks(array[:, ipu], block.shape, block.chunk_dim)  # noqa: E731
         if block.split is None:
-            return of_ipu(block.leaves.index(leaf) if block.is_slot else 0)[: math.prod(shape)].reshape(shape)
-        padded = np.concatenate([of_ipu(ipu).reshape(block.shape) for ipu in range(self.ipus)], block.split)
+            whole = of_ipu(block.leaves.index(leaf) if block.is_slot else 0)
+            return whole if whole.shape == shape else whole.reshape(-1)[: math.prod(shape)].reshape(shape)
+        padded = np.concatenate([of_ipu(ipu) for ipu in range(self.ipus)], block.split)
         return padded[tuple(map(slice, shape))]
 
     def place(self, leaf: int, array: str, at_least: Any = None) -> Place:
         """Return where a leaf is in the named array of `global_shape`, with the leaf's dtype promoted by `at_least`."""
         block, own = self.blocks[self.block_of(leaf)], self.leaves[leaf]
         dtype = own.dtype if at_least is None else jnp.promote_types(own.dtype, at_least).name
+        chunks = block.chunk_dim if self.replicas > 1 else None
         if block.split is not None:
-            return Place(own.path, own.shape, dtype, array, ipus=1, shard=block.shape, split=block.split)
+            return Place(own.path, own.shape, dtype, array, ipus=1, shard=block.shape, split=block.split, chunks=chunks)
         ipu = block.leaves.index(leaf) if block.is_slot else 0
-        return Place(own.path, own.shape, dtype, array, ipus=1, ipu=ipu, rows=own.rows)
+        return Place(own.path, own.shape, dtype, array, ipus=1, ipu=ipu, rows=own.rows, chunks=chunks)
 
     def _shard_padding(self, k: int, value: Any) -> list[tuple[int, int]]:
         """Return the padding widths with which a split leaf gives all IPUs shards of the same size."""
@@ -169,13 +193,22 @@ class Blocks:
         return lax.dynamic_index_in_dim(self.to_chunks(k, array), lax.axis_index(REPLICA_AXIS), keepdims=False)
 
     def to_chunks(self, k: int, array: Any) -> Any:
-        """Return a block as (replicas, chunk_size), padded with zeros."""
-        missing = self.replicas * self.chunk_size(k) - self.blocks[k].size
-        return jnp.pad(array.reshape(-1), (0, missing)).reshape(self.replicas, -1)
+        """Return a block as (replicas, *update_shape), padded with zeros."""
+        return self._chunks(k, array, jnp)
+
+    def _chunks(self, k: int, array: Any, numpy: Any) -> Any:
+        dim = self.blocks[k].chunk_dim
+        if dim is None:
+            missing = self.replicas * self.chunk_size(k) - self.blocks[k].size
+            return numpy.pad(array.reshape(-1), (0, missing)).reshape(self.replicas, -1)
+        rows = self.update_shape(k)[dim]
+        widths = [(0, self.replicas * rows - size if d == dim else 0) for d, size in enumerate(array.shape)]
+        divided = numpy.pad(array, widths).reshape(*array.shape[:dim], self.replicas, rows, *array.shape[dim + 1 :])
+        return numpy.moveaxis(divided, dim, 0)
 
     def from_chunks(self, k: int, chunks: Any) -> Any:
         """Return a block from its chunks; the inverse of `to_chunks`."""
-        return chunks.reshape(-1)[: self.blocks[k].size].reshape(self.blocks[k].shape)
+        return joined_chunks(chunks, self.blocks[k].shape, self.blocks[k].chunk_dim, jnp)
 
     def local_part(self, leaf: int, value: Any) -> Any:
         """Return this IPU's part of a leaf-shaped array, in the block's update shape. Communicates nothing."""
@@ -198,9 +231,12 @@ class Blocks:
     def counts(self, k: int) -> np.ndarray:
         """Return the number of elements of a slot, in its update shape, that belong to a leaf: (replicas, ipus).
 
-        They are the first elements of the slot. The number is 0 where an IPU has no leaf.
+        They are the first elements of the slot. The number is 0 where an IPU has no leaf. Rows that pad a slot which is
+        split over further axes count, too.
         """
         sizes = np.array([0 if leaf is None else self.leaves[leaf].size for leaf in self.blocks[k].leaves])
+        if self.replicas > 1 and self.blocks[k].chunk_dim is not None:
+            return np.tile(np.where(sizes > 0, self.chunk_size(k), 0), (self.replicas, 1))
         starts = np.arange(self.replicas)[:, None] * self.chunk_size(k)
         return np.clip(sizes - starts, 0, self.chunk_size(k))
 
@@ -229,6 +265,8 @@ class Blocks:
 
         A `Fence.zero` keeps XLA from computing the mask before the guard.
         """
+        if self.replicas > 1 and self.blocks[k].chunk_dim is not None:
+            return self._row_mask(k, self.blocks[k].chunk_dim or 0, zero)
         block, shape, size, local = self.blocks[k], self.update_shape(k), 1, 1
         if block.split is not None:
             size, local = self.leaves[block.leaves[0] or 0].shape[block.split], block.shape[block.split]
@@ -249,6 +287,30 @@ class Blocks:
             stride = math.prod(block.shape[block.split + 1 :])
             mask &= lax.axis_index(IPU_AXIS) * local + position // stride % local < size
         return mask
+
+    def _row_mask(self, k: int, dim: int, zero: Any) -> Any:
+        """Return `leaf_mask` of a block whose chunks are rows along a dim."""
+        block, shape = self.blocks[k], self.update_shape(k)
+        mask = None
+        if block.is_slot and None in block.leaves:
+            mask = jnp.broadcast_to(self.own_count(k) > zero, shape)
+        rows = jnp.arange(shape[dim], dtype=jnp.int32) + zero
+        sizes = [(dim, lax.axis_index(REPLICA_AXIS) * shape[dim] + rows, block.shape[dim], self.replicas * shape[dim])]
+        if block.split is not None:
+            size, local = self.leaves[block.leaves[0] or 0].shape[block.split], block.shape[block.split]
+            of_shard = jnp.arange(shape[block.split], dtype=jnp.int32) + zero
+            if block.split == dim:
+                of_shard = sizes[0][1]
+            sizes.append((block.split, lax.axis_index(IPU_AXIS) * local + of_shard, size, local * self.ipus))
+        for along, position, size, padded in sizes:
+            if size < padded:
+                inside = (position < size).reshape([-1 if d == along else 1 for d in range(len(shape))])
+                mask = jnp.broadcast_to(inside, shape) if mask is None else mask & inside
+        return mask
+
+
+def _with_size(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 def blocks_of_layout(layout: PackedLayout, *, replicas: int) -> Blocks:
@@ -273,13 +335,14 @@ def blocks_of_layout(layout: PackedLayout, *, replicas: int) -> Blocks:
                 if group.ipu is not None and leaf.slot == k and not leaf.frozen:
                     owned[group.ipu] = at[group.name, i]
         if any(number is not None for number in owned):
-            blocks.append(Block(slot.shape, slot.dtype, tuple(owned), is_slot=layout.ipus > 1))
+            blocks.append(Block(slot.shape, slot.dtype, tuple(owned), is_slot=layout.ipus > 1, further=slot.spec))
     for group in layout.groups:
         for i, leaf in enumerate(group.leaves):
             if group.ipu is None and not leaf.frozen:
-                dims = [d for d, axis in enumerate(leaf.spec) if axis is not None]
+                dims = [d for d, axis in enumerate(leaf.spec) if axis == IPU_AXIS]
                 split = dims[0] if dims and layout.ipus > 1 else None
-                blocks.append(Block(local_shape(leaf, layout.ipus), leaf.dtype, (at[group.name, i],), split))
+                shape, further = local_shape(leaf, layout.ipus), further_part(leaf.spec)
+                blocks.append(Block(shape, leaf.dtype, (at[group.name, i],), split, further=further))
     return Blocks(layout.ipus, replicas, tuple(blocks), tuple(leaf for _, leaf in leaves), treedef)
 
 

@@ -115,6 +115,7 @@ class ShardedUpdate:
             run = partial(self._updated_leaf, old=[weights, *state], mask=blocks.leaf_mask(k))
             return self._on_block(k, arrays, env, run)
         counts, own = blocks.counts(k), blocks.own_count(k)
+        has_rows = blocks.replicas > 1 and blocks[k].chunk_dim is not None  # which may be padding
         is_elementwise = all(self._is_elementwise(leaf) for leaf in blocks[k].leaves if leaf is not None)
         new = [weights.astype(jnp.promote_types(weights.dtype, jnp.float32)), *state]
         for shorter, length in itertools.pairwise([0, *(blocks.lengths(k) if is_elementwise else [weights.size])]):
@@ -124,7 +125,7 @@ class ShardedUpdate:
                 if length < weights.size:
                     first = [lax.dynamic_slice_in_dim(array, fence.zero, length) for array in first]
                 first[1] = first[1].astype(weights.dtype)
-                is_filled = {int(n) for n in counts.flat if shorter < n <= length} == {length}
+                is_filled = {int(n) for n in counts.flat if shorter < n <= length} == {length} and not has_rows
                 mask = None if is_filled else blocks.leaf_mask(k, fence.zero)
                 mask = None if mask is None else _first(mask, length)
                 return self._on_block(k, first, env, partial(self._updated_leaf, old=old, mask=mask, zero=fence.zero))

@@ -6,7 +6,8 @@
     all_gather    every replica: all weights
 
 An all-reduce is a reduce-scatter and an all-gather, so ZeRO-1 sends no more bytes. The update's work and the bytes of
-the state are divided by the number of replicas. Small arrays are sent together, in buckets.
+the state are divided by the number of replicas. Small arrays are sent together, in buckets; an array that is split over
+further mesh axes is sent alone, in its own shape, so that it stays split.
 
 Source: Rajbhandari et al. 2019, "ZeRO", arXiv:1910.02054: optimizer state partitioning, P_os.
 """
@@ -31,7 +32,7 @@ def buckets(blocks: Blocks, dtypes: Sequence[Any]) -> list[list[int]]:
     open_: dict[Any, tuple[list[int], int]] = {}  # per dtype its last bucket, and the bytes in it
     for k, dtype in enumerate(map(jnp.dtype, dtypes)):
         size = blocks.chunk_size(k) * blocks.replicas * dtype.itemsize
-        if size >= BUCKET_BYTES:
+        if size >= BUCKET_BYTES or blocks[k].chunk_dim is not None:
             filled_buckets.append([k])
             continue
         bucket, filled = open_.get(dtype, (None, 0))
@@ -50,6 +51,10 @@ def scatter(blocks: Blocks, gradients: Sequence[Any]) -> list[Any]:
     """
     chunks: list[Any] = [None] * len(blocks)
     for bucket in buckets(blocks, [g.dtype for g in gradients]):
+        if blocks[bucket[0]].chunk_dim is not None:
+            (k,) = bucket
+            chunks[k] = lax.psum_scatter(blocks.to_chunks(k, gradients[k]), REPLICA_AXIS, scatter_dimension=0)
+            continue
         by_replica = jnp.concatenate([blocks.to_chunks(k, gradients[k]) for k in bucket], axis=1)
         own = lax.psum_scatter(by_replica, REPLICA_AXIS, scatter_dimension=0)
         start = 0
@@ -66,6 +71,10 @@ def gather(blocks: Blocks, chunks: Sequence[Any]) -> list[Any]:
     """
     arrays: list[Any] = [None] * len(blocks)
     for bucket in buckets(blocks, [chunk.dtype for chunk in chunks]):
+        if blocks[bucket[0]].chunk_dim is not None:
+            (k,) = bucket
+            arrays[k] = blocks.from_chunks(k, lax.all_gather(chunks[k], REPLICA_AXIS))
+            continue
         by_replica = lax.all_gather(jnp.concatenate([chunks[k] for k in bucket]), REPLICA_AXIS)
         start = 0
         for k in bucket:

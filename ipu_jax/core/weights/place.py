@@ -29,6 +29,7 @@ class Place:
         ipu: the IPU in whose row the leaf is; None if each has a shard.
         shard: the shape of a shard.
         split: the dim of the leaf that is split over the IPUs.
+        chunks: the dim along which the replicas' chunks follow one another; None: they are parts of the flat leaf.
         rows: if the array has only some rows of the leaf at `path`, the first of them, and how many the leaf has;
             `shape` is the shape of these rows.
 
@@ -47,6 +48,7 @@ class Place:
     shard: tuple[int, ...] | None = None
     split: int | None = None
     rows: tuple[int, int] | None = None
+    chunks: int | None = None
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -59,9 +61,8 @@ class Place:
             return array[within]
         rows = array if self.ipus == 1 else array[None]  # (replicas, ipus, ...)
         if self.shard is None or self.split is None:
-            return rows[:, self.ipu].reshape(-1)[: math.prod(self.shape)].reshape(self.shape)
-        size = math.prod(self.shard)
-        shards = [rows[:, ipu].reshape(-1)[:size].reshape(self.shard) for ipu in range(rows.shape[1])]
+            return joined_chunks(rows[:, self.ipu], self.shape, self.chunks)
+        shards = [joined_chunks(rows[:, ipu], self.shard, self.chunks) for ipu in range(rows.shape[1])]
         return np.concatenate(shards, self.split)[within]
 
     def plain(self) -> dict[str, Any]:
@@ -76,6 +77,18 @@ class Place:
             name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()
         }
         return cls(**fields)
+
+
+def joined_chunks(chunks: Any, shape: tuple[int, ...], dim: int | None, numpy: Any = np) -> Any:
+    """Return the array of this shape whose chunks, (replicas, ...), are parts of it flat, or along a dim.
+
+    >>> joined_chunks(np.arange(4).reshape(2, 2, 1), (2, 2), 1).tolist()
+    [[0, 2], [1, 3]]
+    """
+    if dim is None:
+        return chunks.reshape(-1)[: math.prod(shape)].reshape(shape)
+    padded = numpy.moveaxis(chunks, 0, dim).reshape(*shape[:dim], -1, *shape[dim + 1 :])
+    return padded[tuple(map(slice, shape))]
 
 
 def places_of_layout(layout: PackedLayout, prefix: str) -> list[Place]:

@@ -123,7 +123,7 @@ def _rows_of_slot(
             if ipu in leaves:
                 name, leaf = leaves[ipu]
                 rows[number : number + 1].reshape(-1)[: leaf.size].reshape(leaf.shape)[...] = read(name)[leaf.within]
-        return rows
+        return rows[(slice(None), *index[1:])]
 
     return block
 
