@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from ipu_jax.distributed.environment import Place
+from ipu_jax.distributed.environment import Place, text_of
 
 # what decides the compiled program: it must be equal on all instances, or the order of its collectives differs
 _PACKAGES: Final = ("ipu-jax", "jax", "jaxlib", "numpy", "optax", "flax", "equinox")
@@ -39,6 +39,7 @@ def fingerprint(place: Place | None, *, flags: bool = True) -> dict[str, str]:
             "number of instances": str(place.instances),
             "number of replicas": str(place.replicas),
             "IPUs per replica": str(place.ipus_per_replica),
+            "further axes": text_of(place.axes) or _ABSENT,
             "attempt": str(place.attempt),
         }
     for package in _PACKAGES:

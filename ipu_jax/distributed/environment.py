@@ -2,8 +2,8 @@
 
     POPDIST_...      the six variables of Graphcore's poprun, which scripts written for it read
     JAX_..., PJRT_.. what jax itself reads
-    IPU_JAX_...      the rest: the number of instances, which one this is, the folder that its launcher reads, and the
-                     run's token, by which instances recognise each other
+    IPU_JAX_...      the rest: the number of instances, which one this is, the further axes of the mesh, the folder that
+                     its launcher reads, and the run's token, by which instances recognise each other
 
     place = Place(instance=1, instances=2, ..., coordinator="127.0.0.1:40001")
     place_of(place.variables()) == place
@@ -12,6 +12,7 @@ Nothing here imports jax.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -31,6 +32,7 @@ NUM_CPU_DEVICES: Final = "JAX_NUM_CPU_DEVICES"
 THREADS: Final = "PJRT_NPROC"
 
 INSTANCES: Final = "IPU_JAX_INSTANCES"
+AXES: Final = "IPU_JAX_AXES"
 ATTEMPT: Final = "IPU_JAX_ATTEMPT"
 TOKEN: Final = "IPU_JAX_RUN_TOKEN"
 START_TIMEOUT: Final = "IPU_JAX_START_TIMEOUT"
@@ -41,8 +43,15 @@ CACHE: Final = "JAX_COMPILATION_CACHE_DIR"
 TERMINAL_WIDTH: Final = "POPRUN_TERMINAL_WIDTH"
 """Says that poprun's own output is a terminal, and how many columns a line of an instance has beside its tag."""
 
+MOST_DEVICES: Final = 1024
+"""The largest size of a further axis."""
+
+_LONGEST_SHOWN: Final = 40
 _MEET_SECONDS: Final = 60.0
 _MARGIN: Final = 10.0  # a launcher sees which instance is missing, and should report it first
+
+_TAKEN: Final = ("replica", "ipu", "replicas", "ipus_per_replica", "devices")
+"""Names of axes that the mesh has already, or that `make_mesh` could not tell from its other arguments."""
 
 _NUMBERS: Final = (INSTANCE, INSTANCES, LOCAL_INSTANCE, TOTAL_REPLICAS, IPUS_PER_REPLICA)
 
@@ -60,6 +69,7 @@ class Place:
         local_instance: its number among the instances of its host.
         replicas: the number of replicas of all instances.
         ipus_per_replica: the number of IPUs that share one replica.
+        axes: names and sizes of the mesh's further axes. Each IPU is a group of devices, which one instance has.
         coordinator: "host:port" of jax's coordination service, which instance 0 runs.
         bind: the address that the service listens on, with its port.
         attempt: how often the run was started before.
@@ -72,6 +82,9 @@ class Place:
     >>> spanning = Place(1, 2, 1, replicas=1, ipus_per_replica=2, coordinator="127.0.0.1:4001", bind="127.0.0.1:4001")
     >>> spanning.local_replicas, spanning.first_replica, spanning.local_ipus
     (1, 0, 1)
+    >>> grouped = Place(0, 2, 0, 2, 2, coordinator="127.0.0.1:4001", bind="127.0.0.1:4001", axes={"tensor": 4})
+    >>> grouped.local_ipus, grouped.local_devices
+    (2, 8)
     """
 
     instance: int
@@ -84,6 +97,7 @@ class Place:
     attempt: int = 0
     run_dir: Path | None = None
     token: str = dataclasses.field(default="", repr=False)
+    axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def local_replicas(self) -> int:
@@ -100,6 +114,11 @@ class Place:
         """Return the number of IPUs of this instance."""
         return self.replicas * self.ipus_per_replica // self.instances
 
+    @property
+    def local_devices(self) -> int:
+        """Return the number of devices of this instance's IPUs."""
+        return self.local_ipus * math.prod(self.axes.values())
+
     def variables(self) -> dict[str, str]:
         """Return the environment variables of this place, except the size of XLA's thread pool."""
         values: dict[str, object] = {
@@ -111,7 +130,7 @@ class Place:
             LOCAL_INSTANCE: self.local_instance,
             COORDINATOR: self.coordinator,
             COORDINATOR_BIND: self.bind,
-            NUM_CPU_DEVICES: self.local_ipus,
+            NUM_CPU_DEVICES: self.local_devices,
             INSTANCE: self.instance,
             INSTANCES: self.instances,
             ATTEMPT: self.attempt,
@@ -120,6 +139,8 @@ class Place:
             values[RUN_DIR] = self.run_dir
         if self.token:
             values[TOKEN] = self.token
+        if self.axes:
+            values[AXES] = text_of(self.axes)
         return {name: str(value) for name, value in values.items()}
 
 
@@ -142,21 +163,66 @@ def meet_seconds(environ: Mapping[str, str]) -> float:
     return _MEET_SECONDS if text is None else float(text) + _MARGIN
 
 
-def check_division(replicas: int, instances: int, ipus_per_replica: int) -> None:
+def axes_of(text: str) -> dict[str, int]:
+    """Return the names and sizes of further axes.
+
+    Raises:
+        ValueError: the text is not such a list, or the mesh cannot have these axes.
+
+    >>> axes_of("tensor=2,context=4")
+    {'tensor': 2, 'context': 4}
+    """
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        is_count = size.isascii() and size.isdecimal() and len(size) <= len(str(MOST_DEVICES))
+        if not (name.isidentifier() and is_count and 1 <= int(size) <= MOST_DEVICES):
+            raise ValueError(
+                f"{part[:_LONGEST_SHOWN]!r} is no axis with a size from 1 to {MOST_DEVICES}: give a list such as "
+                "tensor=2,context=4"
+            )
+        if name in _TAKEN or name in axes:
+            raise ValueError(
+                f"{part[:_LONGEST_SHOWN]!r} has a name that is taken already: give each axis a name of its own"
+            )
+        axes[name] = int(size)
+    return axes
+
+
+def text_of(axes: Mapping[str, int]) -> str:
+    """Return the text from which `axes_of` reads axes."""
+    return ",".join(f"{name}={size}" for name, size in axes.items())
+
+
+def uneven(replicas: int, instances: int, ipus_per_replica: int, axes: Mapping[str, int]) -> str | None:
+    """Return why the instances cannot share the replicas, or the IPUs of each replica, equally; None if they can.
+
+    >>> uneven(replicas=2, instances=8, ipus_per_replica=2, axes={"tensor": 2})
+    'num_instances=8 would cut the group of 2 devices (tensor=2) that is an IPU'
+    """
+    shares_replicas = replicas % instances == 0
+    if shares_replicas or (instances % replicas == 0 and ipus_per_replica % (instances // replicas) == 0):
+        return None
+    ipus, group = replicas * ipus_per_replica, math.prod(axes.values())
+    if ipus % instances and ipus * group % instances == 0:
+        return f"num_instances={instances} would cut the group of {group} devices ({text_of(axes)}) that is an IPU"
+    return f"num_replicas={replicas} cannot be shared by num_instances={instances}"
+
+
+def check_division(replicas: int, instances: int, ipus_per_replica: int, axes: Mapping[str, int]) -> None:
     """Raise `ValueError` unless the instances can share the replicas, or the IPUs of each replica, equally.
 
-    >>> check_division(replicas=8, instances=3, ipus_per_replica=2)
+    >>> check_division(replicas=8, instances=3, ipus_per_replica=2, axes={})
     Traceback (most recent call last):
         ...
     ValueError: num_replicas=8 cannot be shared by num_instances=3: give a number of instances that divides 8, or a \
 multiple of 8 that divides all 16 IPUs
     """
-    shares_replicas = replicas % instances == 0
-    shares_ipus = instances % replicas == 0 and ipus_per_replica % (instances // replicas) == 0
-    if not (shares_replicas or shares_ipus):
+    why = uneven(replicas, instances, ipus_per_replica, axes)
+    if why is not None:
         raise ValueError(
-            f"num_replicas={replicas} cannot be shared by num_instances={instances}: give a number of instances that "
-            f"divides {replicas}, or a multiple of {replicas} that divides all {replicas * ipus_per_replica} IPUs"
+            f"{why}: give a number of instances that divides {replicas}, or a multiple of {replicas} that divides all "
+            f"{replicas * ipus_per_replica} IPUs"
         )
 
 
@@ -182,7 +248,11 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
         raise ValueError(
             f"{INSTANCE}={number[INSTANCE]} is none of {INSTANCES}={number[INSTANCES]}: start instances with poprun"
         )
-    check_division(number[TOTAL_REPLICAS], number[INSTANCES], number[IPUS_PER_REPLICA])
+    try:
+        axes = axes_of(environ[AXES]) if AXES in environ else {}
+    except ValueError as error:
+        raise ValueError(f"{AXES}={environ[AXES]!r}: {error}") from error
+    check_division(number[TOTAL_REPLICAS], number[INSTANCES], number[IPUS_PER_REPLICA], axes)
     coordinator = environ[COORDINATOR]
     return Place(
         number[INSTANCE],
@@ -195,4 +265,5 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
         attempt=number[ATTEMPT],
         run_dir=Path(environ[RUN_DIR]) if environ.get(RUN_DIR) else None,
         token=environ.get(TOKEN, ""),
+        axes=axes,
     )

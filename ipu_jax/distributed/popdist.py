@@ -3,7 +3,8 @@
     from ipu_jax import popdist
 
     popdist.init()                                # first of all; does nothing if there is one instance only
-    mesh = make_mesh(popdist.get_num_total_replicas(), popdist.get_num_ipus_per_replica())
+    replicas, ipus = popdist.get_num_total_replicas(), popdist.get_num_ipus_per_replica()
+    mesh = make_mesh(replicas, ipus, **popdist.get_further_axes())
     seed = popdist.broadcast(seed)
     loss, accuracy = popdist.all_reduce([loss, accuracy])
     if popdist.get_instance_index() == 0:
@@ -38,10 +39,12 @@ __all__ = [
     "busy",
     "count_steps",
     "execute_on_instances",
+    "get_further_axes",
     "get_instance_index",
     "get_local_instance_index",
     "get_num_instances",
     "get_num_ipus_per_replica",
+    "get_num_local_devices",
     "get_num_local_ipus",
     "get_num_local_replicas",
     "get_num_total_replicas",
@@ -151,6 +154,18 @@ def get_num_local_ipus() -> int:
     """Return the number of IPUs of this instance."""
     place = _place()
     return 1 if place is None else place.local_ipus
+
+
+def get_further_axes() -> dict[str, int]:
+    """Return the names and sizes of the mesh's further axes, as `make_mesh` takes them; without any, an empty dict."""
+    place = _place()
+    return {} if place is None else dict(place.axes)
+
+
+def get_num_local_devices() -> int:
+    """Return the number of devices of this instance's IPUs, as `configure` takes it."""
+    place = _place()
+    return 1 if place is None else place.local_devices
 
 
 def execute_on_instances(

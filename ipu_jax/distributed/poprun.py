@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from ipu_jax.base.cli import process
-from ipu_jax.distributed.environment import START_TIMEOUT, TERMINAL_WIDTH
+from ipu_jax.distributed.environment import AXES, START_TIMEOUT, TERMINAL_WIDTH
 from ipu_jax.distributed.launcher.attempts import CannotStartError, Run
 from ipu_jax.distributed.launcher.host import Host
 from ipu_jax.distributed.launcher.launch import available_cores, nodes_of_cores
@@ -53,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, program = parser.split(sys.argv[1:] if argv is None else argv)
     options = options_of(parser, parser.parse(own), program)
     try:
-        topology = Topology(options.hosts, options.num_instances, options.num_replicas, options.ipus_per_replica)
+        topology = Topology(
+            options.hosts, options.num_instances, options.num_replicas, options.ipus_per_replica, options.axes
+        )
     except ValueError as error:
         parser.refuse(error)
     for line in options.without_effect:
@@ -204,6 +206,7 @@ def _about_nodes(topology: Topology) -> str:
 
 def _environment(options: Options, base: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that all instances of a host share, without the variables of their places."""
+    base = {name: value for name, value in base.items() if name != AXES}  # of a run that has started this one
     environment = {**base, START_TIMEOUT: f"{min(options.start_timeout, _NEVER):g}", **dict(options.env)}
     if options.executable_cache_path is not None:
         environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"

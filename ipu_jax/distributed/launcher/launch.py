@@ -56,7 +56,7 @@ class Launch:
     def variables(self, place: Place, cores: int) -> dict[str, str]:
         """Return the whole environment of an instance with this number of cores."""
         environment = {**self.environment, **place.variables()}
-        environment.setdefault(THREADS, str(threads_of(place.local_ipus, cores)))
+        environment.setdefault(THREADS, str(threads_of(place.local_devices, cores)))
         environment.setdefault("PYTHONUNBUFFERED", "1")
         if self.executables is not None:
             environment[CACHE] = str(cache_of(Path(self.executables), place.instance))
@@ -65,13 +65,13 @@ class Launch:
         return environment
 
 
-def threads_of(local_ipus: int, cores: int) -> int:
-    """Return the size of an instance's thread pool: one thread per IPU, which may wait, and one per core.
+def threads_of(local_devices: int, cores: int) -> int:
+    """Return the size of an instance's thread pool: one thread per device, which may wait, and one per core.
 
     >>> threads_of(2, cores=1), threads_of(2, cores=0), threads_of(1, cores=8)
     (3, 3, 9)
     """
-    return local_ipus + max(1, cores)
+    return local_devices + max(1, cores)
 
 
 def shares_of_cores(instances: int, cores: Sequence[int], nodes: Sequence[Sequence[int]]) -> list[list[int]]:

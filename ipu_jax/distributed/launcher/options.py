@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from ipu_jax.base.cli.parser import MOST_IPUS, Parser, number_that, shown, whole_number
-from ipu_jax.distributed.environment import Place
+from ipu_jax.distributed.environment import Place, axes_of
 from ipu_jax.distributed.launcher.topology import LOCALHOST, host_names, hosts_in_file
 
 GRACE: Final = 1.5
@@ -31,7 +31,7 @@ _TRUE: Final = ("yes", "true", "on", "1")
 _FALSE: Final = ("no", "false", "off", "0")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LONGEST: Final = 1e7
-_ITS_OWN: Final = frozenset(Place(0, 1, 0, 1, 1, "", "", run_dir=Path(), token="its own").variables())
+_ITS_OWN: Final = frozenset(Place(0, 1, 0, 1, 1, "", "", run_dir=Path(), token="its own", axes={"own": 1}).variables())
 
 _NO_VIPU: Final = "there is no V-IPU server here: an instance makes its IPUs of the devices of its host"
 _NO_PARTITION: Final = "there are no partitions here: an instance makes its IPUs of the devices of its host"
@@ -68,6 +68,7 @@ class Options:
     num_replicas: int
     num_instances: int
     ipus_per_replica: int
+    axes: Mapping[str, int]
     hosts: tuple[str, ...]
     offline_mode: bool
     dry_run: bool
@@ -144,6 +145,13 @@ class PoprunParser(Parser):
             ("--ipus-per-replica", "virtual IPUs of each replica"),
         ):
             self.add_size(name, 1, meaning, most=MOST_IPUS * MOST_IPUS)
+        self.add_argument(
+            "--axes",
+            type=_axes,
+            default={},
+            metavar="NAME=SIZE,...",
+            help="further axes of the mesh: an IPU is a group of devices, such as tensor=2 (default: none)",
+        )
         self.add_argument("--host", "-H", metavar="HOSTS", help="hosts, such as a,b or pod[0-2,4] (default: this one)")
         self.add_argument("--hostfile", metavar="FILE", help="a file with a host in each line")
         self.add_argument(
@@ -263,6 +271,13 @@ def _truth(text: str) -> bool:
     if text.lower() not in (*_TRUE, *_FALSE):
         raise argparse.ArgumentTypeError(f"{shown(text)!r} is neither yes nor no")
     return text.lower() in _TRUE
+
+
+def _axes(text: str) -> dict[str, int]:
+    try:
+        return axes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _limit(text: str) -> float:

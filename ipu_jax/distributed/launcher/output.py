@@ -37,7 +37,8 @@ _NOISE_BEGINS: Final = b"[Gloo] Rank "
 _SAID_BY_GLOO: Final = (
     _NOISE_BEGINS,
     b"is connected to ",
-    b"peer ranks. Expected number of connected peer ranks is : ",
+    b"peer ranks. ",
+    b"Expected number of connected peer ranks is : ",
 )
 _PIECES_OF_NOISE: Final = re.compile(b"|".join(map(re.escape, _SAID_BY_GLOO)))
 _LONG_AGO: Final = 40
@@ -257,6 +258,8 @@ def without_noise(line: bytes, ends_to_come: int) -> tuple[bytes | None, int]:
     ((None, 0), (b'', 0))
     >>> without_noise(b"[Gloo] Rank 2 is connected to [Gloo] Rank 7", 0), without_noise(b"7", 1), without_noise(b"7", 0)
     ((None, 1), (None, 0), (b'7', 0))
+    >>> without_noise(b"[Gloo] Rank 0 is connected to 1 peer ranks. ", 0), without_noise(said[29:], 0)
+    ((None, 0), (None, 0))
     >>> without_noise(b"loss 2.3[Gloo] Rank 0 " + said, 0)
     (b'loss 2.3', 0)
     """

@@ -9,12 +9,13 @@ Nothing here imports jax.
 """
 
 import dataclasses
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from ipu_jax.distributed.environment import Place, check_division
+from ipu_jax.distributed.environment import Place, text_of, uneven
 
 LOCALHOST: Final = "localhost"
 MOST_HOSTS: Final = 4096
@@ -29,6 +30,7 @@ class Topology:
     Attributes:
         hosts: the names of the hosts, which share the instances equally, in this order.
         instances, replicas, ipus_per_replica: their numbers.
+        axes: names and sizes of the mesh's further axes; an IPU is a group of devices, which is never cut.
 
     >>> topology = Topology(("a", "b"), instances=4, replicas=8, ipus_per_replica=2)
     >>> topology.instances_of("b"), topology.host_of(1)
@@ -43,9 +45,10 @@ class Topology:
     instances: int
     replicas: int
     ipus_per_replica: int
+    axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_division(self.replicas, self.instances, self.ipus_per_replica)
+        _check_division(self.replicas, self.instances, self.ipus_per_replica, self.axes)
         if self.instances % len(self.hosts):
             below = self.instances // len(self.hosts) * len(self.hosts)
             near = " or ".join(str(n) for n in (below, below + len(self.hosts)) if n)
@@ -71,8 +74,9 @@ class Topology:
     def __str__(self) -> str:
         per = self.replicas // self.instances
         share = f"each with {per}" if per else f"{self.instances // self.replicas} to a replica"
+        group = f" of {math.prod(self.axes.values())} devices ({text_of(self.axes)})" if self.axes else ""
         lines = [
-            f"poprun topology: {self.replicas} replicas of {self.ipus_per_replica} IPUs, "
+            f"poprun topology: {self.replicas} replicas of {self.ipus_per_replica} IPUs{group}, "
             f"{self.instances} instances, {share}"
         ]
         hosts, width = len(self.hosts), max(map(len, self.hosts))
@@ -92,23 +96,20 @@ class Topology:
             coordinator=coordinator,
             bind=bind,
             attempt=attempt,
+            axes=self.axes,
         )
 
 
-def _check_division(replicas: int, instances: int, ipus_per_replica: int) -> None:
+def _check_division(replicas: int, instances: int, ipus_per_replica: int, axes: Mapping[str, int]) -> None:
     """Raise `ValueError` with the nearest valid numbers unless the instances can share the replicas."""
-    try:
-        check_division(replicas, instances, ipus_per_replica)
-    except ValueError as error:
+    why = uneven(replicas, instances, ipus_per_replica, axes)
+    if why is not None:
         fit = {n for n in range(1, replicas + 1) if replicas % n == 0}
         fit |= {replicas * n for n in range(1, ipus_per_replica + 1) if ipus_per_replica % n == 0}
         near = (max((n for n in fit if n < instances), default=0), min((n for n in fit if n > instances), default=0))
         give = " or ".join(str(n) for n in near if n)
         enough = -(-replicas // instances) * instances
-        raise ValueError(
-            f"num_replicas={replicas} cannot be shared by num_instances={instances}: "
-            f"give {give} instance{'' if give == '1' else 's'}, or {enough} replicas"
-        ) from error
+        raise ValueError(f"{why}: give {give} instance{'' if give == '1' else 's'}, or {enough} replicas")
 
 
 def is_this_host(name: str, own_names: Iterable[str]) -> bool:

@@ -62,10 +62,11 @@ class OwnProcess(facts.Listener):
             return
         own = jax.process_index()
         ipus: list[dict[str, Any]] = []
-        for (replica, ipu, *_), device in np.ndenumerate(mesh.devices):
+        for (replica, ipu, *further), device in np.ndenumerate(mesh.devices):
             if device.process_index == own:
                 there = [name for name, place in stages if place is None or place == ipu]
-                ipus.append({**_described(device), "replica": replica, "ipu": ipu, "stages": there})
+                place = {"replica": replica, "ipu": ipu, "further": further}
+                ipus.append({**_described(device), **place, "stages": there})
         replicas, ipus_per_replica = mesh.devices.shape[:2]
         own_record.note(**_place(), replicas=replicas, ipus_per_replica=ipus_per_replica, ipus=ipus)
 

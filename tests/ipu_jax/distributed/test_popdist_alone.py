@@ -28,7 +28,8 @@ def test_without_poprun_there_is_one_instance():
     assert not popdist.is_popdist_env_set()
     assert popdist.get_instance_index() == popdist.get_local_instance_index() == popdist.get_replica_index_offset() == 0
     assert popdist.get_num_instances() == popdist.get_num_total_replicas() == popdist.get_num_local_replicas() == 1
-    assert popdist.get_num_ipus_per_replica() == popdist.get_num_local_ipus() == 1
+    assert popdist.get_num_ipus_per_replica() == popdist.get_num_local_ipus() == popdist.get_num_local_devices() == 1
+    assert popdist.get_further_axes() == {}
 
 
 def test_the_answers_are_those_of_the_environment(second_of_four):
@@ -36,7 +37,14 @@ def test_the_answers_are_those_of_the_environment(second_of_four):
     assert (popdist.get_instance_index(), popdist.get_num_instances(), popdist.get_local_instance_index()) == (1, 4, 0)
     assert (popdist.get_num_total_replicas(), popdist.get_num_local_replicas()) == (8, 2)
     assert (popdist.get_replica_index_offset(), popdist.get_num_ipus_per_replica()) == (2, 2)
-    assert popdist.get_num_local_ipus() == 4
+    assert popdist.get_num_local_ipus() == popdist.get_num_local_devices() == 4
+    assert popdist.get_further_axes() == {}
+
+
+def test_an_ipu_is_a_group_of_devices_where_poprun_says_so(second_of_four, monkeypatch):
+    monkeypatch.setenv("IPU_JAX_AXES", "tensor=2,context=3")
+    assert popdist.get_further_axes() == {"tensor": 2, "context": 3}
+    assert (popdist.get_num_local_ipus(), popdist.get_num_local_devices()) == (4, 24)
 
 
 def test_names_of_the_original_work(second_of_four):

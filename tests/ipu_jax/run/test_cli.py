@@ -88,6 +88,12 @@ def test_what_it_refuses_is_one_line_and_status_2(mine, flags, said):
     assert mine(*flags.split()) == (2, "", f"mine: {said}\n")
 
 
+def test_further_axes_of_poprun_are_refused(mine):
+    status, out, err = mine(under=("-m", "ipu_jax.distributed.poprun", "--axes", "tensor=2", sys.executable))
+    assert (status, out) == (2, "")
+    assert "mine: poprun's --axes gives the mesh further axes, which this program has not: leave --axes out\n" in err
+
+
 @pytest.mark.slow
 def test_instances_share_its_replicas(mine):
     poprun = ("-m", "ipu_jax.distributed.poprun", "--num-replicas", "2", "--num-instances", "2")

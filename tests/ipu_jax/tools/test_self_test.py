@@ -10,6 +10,7 @@ import pytest
 
 import ipu_jax
 import sharded_ops
+from ipu_jax.tools import guards_trial
 from ipu_jax.tools.self_test import main
 
 ROOT = Path(__file__).parents[3]
@@ -23,7 +24,8 @@ def test_it_prints_versions_devices_cores_and_a_verified_pipeline():
         [sys.executable, "-m", "ipu_jax"], env=environment, capture_output=True, text=True, timeout=240
     )
     assert (done.returncode, done.stderr) == (0, "")
-    versions, devices, verified = done.stdout.splitlines()
+    versions, devices, verified, tried = done.stdout.splitlines()
+    assert tried == "Collectives of one IPU's devices inside guards: work"
     assert re.fullmatch(VERSIONS, versions)
     assert devices == f"cpu: 2 virtual IPUs on {len(os.sched_getaffinity(0))} cores"
     found = re.match(r"Self-test passed: loss (\S+), unsharded (\S+), .*; 2 gradients, .*", verified)
@@ -32,16 +34,25 @@ def test_it_prints_versions_devices_cores_and_a_verified_pipeline():
 
 
 def test_it_fails_with_1_where_an_op_is_wrong(monkeypatch, capsys):
+    monkeypatch.setattr(guards_trial, "outcome", lambda: guards_trial.WORK)
     right = sharded_ops.matmul
     monkeypatch.setattr(sharded_ops, "matmul", lambda x, w: 1.01 * right(x, w))
     assert main([]) == 1
     assert "\nSelf-test failed: " in capsys.readouterr().out
 
 
+def test_a_trial_with_wrong_numbers_is_a_failure_and_one_that_hangs_is_none(monkeypatch, capsys):
+    for line, status in ((guards_trial.WRONG, 1), (guards_trial.HANG, 0), (guards_trial.UNTRIED, 0)):
+        monkeypatch.setattr(guards_trial, "outcome", lambda line=line: line)
+        assert main([]) == status
+        assert capsys.readouterr().out.endswith(f"\n{line}\n")
+
+
 def test_without_two_ipus_it_says_so_and_exits_with_2(monkeypatch, capsys):
     def one_gpu(num_ipus):
         raise ValueError(f"num_ipus={num_ipus}, but this machine's GPU platform has 1: use fewer IPUs")
 
+    monkeypatch.setattr(guards_trial, "outcome", lambda: guards_trial.UNTRIED)
     monkeypatch.setattr(ipu_jax, "configure", one_gpu)
     with pytest.raises(SystemExit) as stopped:
         main([])

@@ -35,7 +35,10 @@ _ASKED: Final = ("status", "uids", "create_time", "memory_info", "cpu_affinity",
 
 @dataclasses.dataclass(frozen=True)
 class Ipu:
-    """An IPU of a process: the device and, if known, its place in the mesh and its stages."""
+    """An IPU of a process: the device and, if known, its place in the mesh and its stages.
+
+    With further axes an IPU is a group of devices, with an entry each. `further` is the place in the group.
+    """
 
     id: int
     platform: str
@@ -43,6 +46,7 @@ class Ipu:
     replica: int | None = None
     ipu: int | None = None
     stages: tuple[str, ...] = ()
+    further: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Said:
         run: the name of poprun's run and attempt, which its instances share; None without poprun.
         instance, instances: its number, and the number of instances.
         replicas, ipus_per_replica: of all instances; None before a mesh was made.
-        ipus: the IPUs of this process.
+        ipus: the devices of this process's IPUs.
     """
 
     command: tuple[str, ...]
@@ -201,7 +205,7 @@ def _checked(kind: Any, value: Any) -> Any:
         TypeError: the value does not have this type.
 
     >>> _checked(Ipu, {"id": 0, "platform": "cpu", "kind": "cpu", "stages": ["mlp"]})
-    Ipu(id=0, platform='cpu', kind='cpu', replica=None, ipu=None, stages=('mlp',))
+    Ipu(id=0, platform='cpu', kind='cpu', replica=None, ipu=None, stages=('mlp',), further=())
     """
     if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
         hints = typing.get_type_hints(kind).items()

@@ -79,6 +79,21 @@ def stages_of(ipus: Sequence[Ipu]) -> str:
     return ", ".join(f"{place} {' '.join(stages)}" for place, stages in parts if stages) or UNKNOWN
 
 
+def count_of(ipus: Sequence[Ipu]) -> int:
+    """Return the number of IPUs. With further axes, each of them is several devices.
+
+    >>> count_of([Ipu(i, "cpu", "cpu", 0, i // 2, further=(i % 2,)) for i in range(4)])
+    2
+    """
+    placed = {(ipu.replica, ipu.ipu) for ipu in ipus if ipu.ipu is not None}
+    return len(placed) + sum(ipu.ipu is None for ipu in ipus)
+
+
+def _ipus(row: Row) -> str:
+    count = count_of(row.ipus)
+    return str(count) if count == len(row.ipus) else f"{count} ({len(row.ipus)} devices)"
+
+
 def _speed(number: float | None) -> str:
     return UNKNOWN if number is None else f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f}"
 
@@ -101,7 +116,7 @@ COLUMNS: Final = (
     Column("user", lambda row: row.user, 11, least=4, most=12),
     Column("command", lambda row: row.command, 6, least=14, most=60),
     Column("time", lambda row: shown_seconds(row.running_seconds), 9),
-    Column("IPUs", lambda row: str(len(row.ipus)), 4),
+    Column("IPUs", _ipus, 4),
     Column("instance", lambda row: f"{row.instance} of {row.instances}", 10),
     Column("replica", _replicas, 12),
     Column("stage", lambda row: stages_of(row.ipus), 14, least=12, most=40),
@@ -136,7 +151,7 @@ def picture_of(look: Look, width: int, about: str, notes: Sequence[str] = ()) ->
         about: what the first line says about the host.
         notes: more lines.
     """
-    ipus = sum(len(row.ipus) for row in look.rows)
+    ipus = sum(count_of(row.ipus) for row in look.rows)
     about = f"{about}: {_counted(len(look.rows), 'process', 'es')} on {_counted(ipus, 'IPU', 's')}"
     below = [_line(f"{row.pid} is {row.state}: {row.reason}") for row in look.rows if row.reason]
     if look.ignored:

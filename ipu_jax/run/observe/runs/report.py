@@ -18,7 +18,7 @@ import jax
 from ipu_jax.base.replacing import replacing
 from ipu_jax.core.analysis.report import PipelineReport
 from ipu_jax.run.observe.runs import _facts
-from ipu_jax.run.observe.tracing.timeline import Timeline
+from ipu_jax.run.observe.tracing.timeline import Timeline, group_in_words
 from ipu_jax.training.update.state import TrainState
 
 _MOST_SLICES: Final = 6000
@@ -128,7 +128,8 @@ def _shown(timeline: Timeline) -> dict[str, Any]:
         mine = [one for one in timeline.of_ipu(replica, ipu) if one.step in kept][:_MOST_SLICES]
         name = f"replica {replica}, IPU {ipu}" if replica or timeline.ipus[-1][0] else f"IPU {ipu}"
         rows.append({"label": name, "plan": False, "slices": [_slice(one) for one in mine]})
-    return {"rows": rows, "steps": len(kept), "of": len(steps), "clocks": timeline.clocks}
+    clocks = f"{timeline.clocks}{group_in_words(timeline.devices)}"
+    return {"rows": rows, "steps": len(kept), "of": len(steps), "clocks": clocks}
 
 
 def _slice(one: Any) -> list[Any]:

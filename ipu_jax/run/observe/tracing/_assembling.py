@@ -6,15 +6,19 @@ The plan is shown beside the measurement: the schedule, simulated with each task
     plan       IPU 1                    | 1F0 | 1B0 | ...         the same tasks as if exchanges took no time
 
 The difference between the two is the cost of exchanges, shared cores and the work between tasks.
+
+With further axes, an IPU is a group of devices that run the same tasks. Its first device stands for it.
 """
 
 import dataclasses
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from ipu_jax.core.devices import IPU_AXIS
@@ -50,15 +54,18 @@ def main_plan(runs: list[Run]) -> PlanNames:
 
 
 def measured_by_device(plan: PlanNames, runs: list[Run], meshes: list[Mesh], count: int) -> list[Measured]:
-    """Return the first `count` steps of every device of this instance, numbered from 0.
+    """Return the first `count` steps of the first device of each IPU of this instance, numbered from 0.
 
     Raises:
         TraceError: the profile does not fit the plan, or a device is on none of the meshes.
     """
     found: list[Measured] = []
     devices = {device.id: device for device in jax.local_devices()}
+    meshes = _likeliest_first(plan, runs, meshes)
     for number in sorted({run.device for run in runs}):
-        place, done = _place_of(devices[number], plan, meshes), 0
+        place, done = _place_of(devices[number], meshes), 0
+        if place is None:
+            continue
         steps, slices = list[Step](), list[Slice]()
         for run in (run for run in runs if run.device == number):
             one = measured(run, place, plan)
@@ -70,12 +77,28 @@ def measured_by_device(plan: PlanNames, runs: list[Run], meshes: list[Mesh], cou
     return found
 
 
-def _place_of(device: Any, plan: PlanNames, meshes: list[Mesh]) -> Place:
+def devices_per_ipu(plan: PlanNames, runs: list[Run], meshes: list[Mesh]) -> int:
+    """Return the number of devices in the group that is an IPU."""
+    return math.prod(_likeliest_first(plan, runs, meshes)[0].devices.shape[2:])
+
+
+def _likeliest_first(plan: PlanNames, runs: list[Run], meshes: list[Mesh]) -> list[Mesh]:
+    """Return the meshes with the plan's number of IPUs, those with exactly the devices that ran it first."""
+    ran = {run.device for run in runs if any(event.operation.plan is plan for event in run.events)}
+    own = jax.process_index()
+
+    def differs(mesh: Mesh) -> bool:
+        return {device.id for device in mesh.devices.flat if device.process_index == own} != ran
+
+    return sorted((mesh for mesh in meshes if mesh.shape[IPU_AXIS] == plan.ipus), key=differs)
+
+
+def _place_of(device: Any, meshes: list[Mesh]) -> Place | None:
+    """Return the place of a device; None if it is not the first one of an IPU."""
     for mesh in meshes:
-        if mesh.shape[IPU_AXIS] == plan.ipus:
-            for replica, row in enumerate(mesh.devices):
-                if device in row.tolist():
-                    return Place(popdist.get_instance_index(), replica, row.tolist().index(device))
+        for (replica, ipu, *further), one in np.ndenumerate(mesh.devices):
+            if one == device:
+                return None if any(further) else Place(popdist.get_instance_index(), replica, ipu)
     raise TraceError(
         f"{device} is on no mesh that the outputs name: return from your program an array on the pipeline's mesh"
     )
@@ -96,7 +119,8 @@ def merged(plan: PlanNames, parts: list[Part]) -> Timeline:
     slices = sorted((as_slice(fields) for part in parts for fields in read(part, "slices")), key=order)
     names = tuple(name for segment in plan.segments for name in segment.stages)
     of_plan = planned(plan.schedule, median_costs(slices), steps, slices)
-    return Timeline(plan.schedule, names, plan.backward, tuple(steps), tuple(slices), of_plan, told(parts))
+    group = max(part.recorded["devices"] for part in parts)
+    return Timeline(plan.schedule, names, plan.backward, tuple(steps), tuple(slices), of_plan, told(parts), group)
 
 
 Costs = dict[tuple[tuple[int, ...], Kind], float]

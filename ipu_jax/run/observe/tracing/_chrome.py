@@ -50,7 +50,7 @@ def write(timeline: Timeline, path: Path) -> None:
     contents = {
         "displayTimeUnit": "ms",
         "traceEvents": events_of(timeline),
-        "otherData": {"schedule": timeline.schedule.to_text(), "clocks": timeline.clocks},
+        "otherData": {"schedule": timeline.schedule.to_text(), "clocks": timeline.clocks, "devices": timeline.devices},
     }
     being_written = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -24,7 +24,7 @@ from ipu_jax.base.checks import check_count
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.distributed import popdist
 from ipu_jax.run.observe.tracing import _chrome, _merging
-from ipu_jax.run.observe.tracing._assembling import main_plan, measured_by_device, merged
+from ipu_jax.run.observe.tracing._assembling import devices_per_ipu, main_plan, measured_by_device, merged
 from ipu_jax.run.observe.tracing._profile import Profiler, Run
 from ipu_jax.run.observe.tracing.report import TraceReport, make_report
 from ipu_jax.run.observe.tracing.timeline import Timeline, TraceError
@@ -39,6 +39,8 @@ def trace(folder: str | os.PathLike[str], *, steps: int = 3) -> "Recording":
     call has finished, and ends when `steps` weight updates have finished. A call of a `TrainStep` counts as the number
     of updates that it makes (`device_iterations`), any other call as one. Programs of your own, such as a jitted loop
     over steps, count if you run them with `recording.run`.
+
+    Where an IPU is a group of devices, the trace shows the first device of each group, and says so.
 
     At the end, communicates what each instance recorded: a few kilobytes.
 
@@ -222,12 +224,14 @@ class Recording(facts.Listener):
                 )
             self._plan = main_plan(self._runs)
             found = measured_by_device(self._plan, self._runs, self._meshes, self.steps)
+            group = devices_per_ipu(self._plan, self._runs, self._meshes)
         except Exception as error:  # the other instances wait: all must be informed
             self._error = self._error or error
             return {"error": str(error) if isinstance(error, TraceError) else f"{type(error).__name__}: {error}"}
         return {
             "steps": [vars(step) for one in found for step in one.steps],
             "slices": [vars(of_ipu) for one in found for of_ipu in one.slices],
+            "devices": group,
         }
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from ipu_jax.core.analysis.balance import balance_layers
 from ipu_jax.core.schedules import Schedule
 from ipu_jax.run.observe.tracing._assembling import Costs, median_costs, net_seconds, simulated
-from ipu_jax.run.observe.tracing.timeline import TASKS, Timeline
+from ipu_jax.run.observe.tracing.timeline import TASKS, Timeline, group_in_words
 
 _WORTH_MOVING = 0.02  # a smaller gain is within the run-to-run variation of measured costs
 
@@ -60,7 +60,7 @@ class TraceReport:
             share its time equally.
         slowest: the stages of the segment that takes the longest on its IPU.
         split: which stages `balance_layers` would move, given these costs.
-        schedule, stages: as in `Timeline`.
+        schedule, stages, clocks, devices: as in `Timeline`.
     """
 
     steps: int
@@ -72,6 +72,7 @@ class TraceReport:
     schedule: str
     stages: tuple[str, ...]
     clocks: str
+    devices: int = 1
 
     def __str__(self) -> str:
         rows = [["replica", "IPU", "busy", "waiting", "update", "other", "step", "bubble planned", "measured"]]
@@ -86,7 +87,8 @@ class TraceReport:
         steps = f"{self.steps} step{'s' * (self.steps > 1)}"
         return "\n".join(
             [
-                f"{steps} of {1e3 * self.step_seconds:.2f} ms under {self.schedule}; {self.clocks}",
+                f"{steps} of {1e3 * self.step_seconds:.2f} ms under {self.schedule}; {self.clocks}"
+                f"{group_in_words(self.devices)}",
                 *table,
                 f"slowest stage: {names}, {1e3 * seconds:.2f} ms for the tasks of one micro-batch",
                 f"split: {self.split}",
@@ -143,6 +145,7 @@ def make_report(timeline: Timeline) -> TraceReport:
         timeline.schedule.name,
         timeline.stages,
         timeline.clocks,
+        timeline.devices,
     )
 
 

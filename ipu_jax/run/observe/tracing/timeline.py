@@ -80,6 +80,7 @@ class Timeline:
         plan: what each IPU of a replica would have done if each task had taken its median time and exchanges no time:
             per step, from the start of its first task.
         clocks: how the clocks of the instances were aligned.
+        devices: of the group that is an IPU; the steps and slices are of its first one.
     """
 
     schedule: Schedule
@@ -89,6 +90,7 @@ class Timeline:
     slices: tuple[Slice, ...]
     plan: tuple[Slice, ...] = ()
     clocks: str = "one clock"
+    devices: int = 1
 
     @property
     def ipus(self) -> list[tuple[int, int]]:
@@ -112,6 +114,7 @@ class Timeline:
             "stages": self.stages,
             "backward": self.backward,
             "clocks": self.clocks,
+            "devices": self.devices,
             "steps": [dataclasses.astuple(step) for step in self.steps],
             "slices": [dataclasses.astuple(one) for one in self.slices],
             "plan": [dataclasses.astuple(one) for one in self.plan],
@@ -140,7 +143,17 @@ class Timeline:
             _slices(fields["slices"]),
             _slices(fields["plan"]),
             fields["clocks"],
+            fields.get("devices", 1),  # texts of versions without further axes have none
         )
+
+
+def group_in_words(devices: int) -> str:
+    """Return which devices a timeline leaves out; nothing if an IPU is one device.
+
+    >>> group_in_words(2), group_in_words(1)
+    ('; each IPU is 2 devices, shown by the first', '')
+    """
+    return f"; each IPU is {devices} devices, shown by the first" if devices > 1 else ""
 
 
 def _slices(rows: Iterable[list[Any]]) -> tuple[Slice, ...]:

@@ -76,6 +76,14 @@ def test_each_instance_has_its_place_its_threads_its_cache_and_the_bootstrap(tmp
     assert cache.is_dir()
 
 
+def test_each_instance_has_the_devices_of_its_ipus_and_axes_of_an_outer_run_do_not_reach_it():
+    words = ("--num-replicas", "2", "--num-instances", "2", "--ipus-per-replica", "2")
+    names = ("IPU_JAX_AXES", "JAX_NUM_CPU_DEVICES")
+    for flags, expected in ((("--axes", "tensor=2,context=3"), ("tensor=2,context=3", "12")), ((), (None, "2"))):
+        found = environments_of(poprun(*words, *flags, sys.executable, "-c", ENVIRONMENTS, IPU_JAX_AXES="outer=2"))
+        assert [tuple(variables.get(name) for name in names) for variables in found] == [expected] * 2
+
+
 def test_lines_have_tags_and_go_where_they_were_written():
     script = "echo out; echo err >&2; printf 'a\\r\\nno end'; printf '\\xff\\n' >&2"
     ran = poprun(*TWO, "bash", "-c", script)

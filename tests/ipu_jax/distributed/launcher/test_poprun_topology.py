@@ -1,5 +1,7 @@
 """Test how replicas, instances, hosts, cores and words of a command line are divided."""
 
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,11 @@ from support.refusals import refusals, refused
 def test_the_topology_says_what_each_host_has():
     assert str(Topology(("localhost",), instances=2, replicas=8, ipus_per_replica=1)) == (
         "poprun topology: 8 replicas of 1 IPUs, 2 instances, each with 4\n  localhost  instances 0-1  replicas 0-7\n"
+    )
+
+    assert str(Topology(("a", "b"), 2, 2, 2, {"tensor": 2, "context": 3})) == (
+        "poprun topology: 2 replicas of 2 IPUs of 6 devices (tensor=2,context=3), 2 instances, each with 1\n"
+        "  a  instances 0  replicas 0\n  b  instances 1  replicas 1\n"
     )
 
 
@@ -58,6 +65,8 @@ NO_HOSTS = ("", "a,,b", "a b", "pod[2-0]", "pod[x]", "pod[0", "-oX", "a;b")
     (lambda: Topology(("a",), 3, 8, 2), "num_replicas=8", "num_instances=3", "give 2 or 4 instances, or 9 replicas"),
     (lambda: Topology(("a",), 99, 4, 1), "num_replicas=4", "num_instances=99", "give 4 instances, or 99 replicas"),
     (lambda: Topology(("a",), 5, 4, 2), "num_replicas=4", "num_instances=5", "give 4 or 8 instances, or 5 replicas"),
+    (lambda: Topology(("a",), 8, 2, 2, {"tensor": 2}), "num_instances=8 would cut", "2 devices", "give 4 instances"),
+    (lambda: Topology(("a", "b"), 2, 1, 1, {"tensor": 2}), "num_instances=2 would cut", "(tensor=2)", "1 instance"),
     (lambda: Topology(("a", "b", "c"), 4, 4, 1), "num_instances=4", "shared by 3 hosts", "give 3 or 6 instances"),
     (lambda: hosts_in_file(Path("/dev/null")), "/dev/null", "names no host"),
     (lambda: hosts_in_file(Path("/nowhere")), "/nowhere", "No such file"),
@@ -117,6 +126,9 @@ def test_nodes_are_read_where_linux_writes_them(tmp_path):
 def test_a_size_of_the_thread_pool_that_the_user_set_is_kept():
     place = Place(0, 1, 0, 1, 2, "h:1", "h:1")
     assert Launch(("x",), (place,), {}).variables(place, cores=3)["PJRT_NPROC"] == "5"
+    group = dataclasses.replace(place, axes={"tensor": 2})  # 2 IPUs of 2 devices
+    assert Launch(("x",), (group,), {}).variables(group, cores=3)["PJRT_NPROC"] == "7"
+    assert Launch.from_json(json.loads(json.dumps(Launch(("x",), (group,), {}).to_json()))).places == (group,)
     assert Launch(("x",), (place,), {"PJRT_NPROC": "7"}).variables(place, cores=3)["PJRT_NPROC"] == "7"
 
 
@@ -126,6 +138,7 @@ def test_a_size_of_the_thread_pool_that_the_user_set_is_kept():
         ("python x.py --num-replicas 3", 0, ["python", "x.py", "--num-replicas", "3"]),
         ("--num-replicas 2 -- --odd", 2, ["--odd"]),
         ("--num-replicas=2 -v prog -v", 2, ["prog", "-v"]),
+        ("--axes tensor=2,context=2 prog", 2, ["prog"]),
         ("--numa-aware prog", 1, ["prog"]),
         ("--numa-aware yes prog", 2, ["prog"]),
         ("--update-partition --remove-partition no prog", 3, ["prog"]),

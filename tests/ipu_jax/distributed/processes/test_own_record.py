@@ -12,10 +12,11 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from ipu_jax import ALL_IPUS, Pipeline, Stage, TrainOptions, make_train_step, popdist
+from ipu_jax import ALL_IPUS, Pipeline, Stage, TrainOptions, make_mesh, make_train_step, popdist
 from ipu_jax.distributed.processes import beacons, own_record
 from ipu_jax.distributed.processes.identity import own_identity
 from ipu_jax.distributed.processes.listening import OWN
+from ipu_jax.run.observe.monitor import records
 from ipu_jax.steps import InFlight
 from support.launched import environment
 
@@ -71,6 +72,27 @@ def test_a_training_writes_its_ipus_stages_updates_and_examples(folder, monkeypa
     assert (reading.updates, reading.samples) == (3 * reading.finished, 3 * 2 * 2 * 4 * reading.finished)
     assert reading.first_at <= reading.mark.at < reading.finished_at
     assert reading.device_bytes == 0  # those of a CPU do not say
+
+
+def test_each_device_of_a_group_has_the_place_of_its_ipu(folder):
+    """`ipu-monitor` reads them from the record."""
+    body = Stage(lambda w, x, mb: mb @ w, params="body", ipu=0, name="body")
+    head = Stage(lambda w, x, mb: jnp.mean((x @ w) ** 2), params="head", ipu=1, name="head")
+    Pipeline([body, head], mesh=make_mesh(2, 2, tensor=2), gradient_accumulation=2)
+    own = own_identity()
+    assert own is not None
+    (record,), _ = records.find(own, {})
+    assert (record.said.replicas, record.said.ipus_per_replica) == (2, 2)
+    assert [(ipu.replica, ipu.ipu, ipu.further, ipu.stages) for ipu in record.said.ipus] == [
+        (0, 0, (0,), ("body",)),
+        (0, 0, (1,), ("body",)),
+        (0, 1, (0,), ("head",)),
+        (0, 1, (1,), ("head",)),
+        (1, 0, (0,), ("body",)),
+        (1, 0, (1,), ("body",)),
+        (1, 1, (0,), ("head",)),
+        (1, 1, (1,), ("head",)),
+    ]
 
 
 def test_devices_that_tell_are_asked_for_their_memory_now_and_then(folder, monkeypatch):

@@ -110,7 +110,7 @@ def test_the_clock_of_another_host_is_set_right():
         of = {"instance": instance, "replica": replica, "ipu": 0, "step": 0}
         step = {**of, "start": start, "end": start + 3e9}
         task = {**of, "kind": "F", "name": "0F0", "start": start + 1e9, "end": start + 2e9, "tick": 0}
-        recorded = {"steps": [step], "slices": [{**task, "stages": [0], "microbatch": 0}]}
+        recorded = {"steps": [step], "slices": [{**task, "stages": [0], "microbatch": 0}], "devices": 1}
         return Part(instance, ahead, 4e6, recorded)
 
     timeline = merged(PLAN, [part(0, 0, 0.0, 5e9), part(1, 1, 100e9, 106e9)])

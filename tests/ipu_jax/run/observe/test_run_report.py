@@ -1,5 +1,6 @@
 """Test the page of a run: one file that loads nothing, whatever the texts in it are, and small however long the run."""
 
+import dataclasses
 import json
 import re
 
@@ -56,6 +57,12 @@ def test_the_page_has_what_it_was_given():
     assert [row["label"] for row in shown["rows"]] == ["plan, IPU 0", "IPU 0", "IPU 1"]
     assert shown["rows"][1]["slices"][:2] == [["F", "0F0", 0, 500], ["F", "0F1", 1000, 500]]  # microseconds
     assert data_in(page([]))["timeline"] is None
+
+
+def test_the_page_says_which_device_of_a_group_it_shows():
+    of_groups = dataclasses.replace(timeline(), clocks="one instance", devices=2)
+    shown = data_in(page(EVENTS, timeline=of_groups))["timeline"]["clocks"]
+    assert shown == "one instance; each IPU is 2 devices, shown by the first"
 
 
 def test_a_long_run_is_still_less_than_a_megabyte():

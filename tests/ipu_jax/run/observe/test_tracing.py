@@ -277,6 +277,54 @@ def test_the_order_is_that_of_the_schedule(schedule, places, replicas, tmp_path)
             assert max(one.start for one in together) < min(one.end for one in together)
 
 
+SPLIT = {"up": PartitionSpec(None, "tensor"), "down": PartitionSpec("tensor", None)}
+
+
+def split_light(w, x, mb):
+    """A step over a hidden layer that is split over "tensor", and so ends with one all-reduce."""
+    hidden = jax.lax.with_sharding_constraint(
+        jnp.tanh((mb if x is None else x) @ w["up"]), PartitionSpec(None, "tensor")
+    )
+    return jax.lax.with_sharding_constraint(hidden @ w["down"], PartitionSpec())
+
+
+def split_heavy(w, x, mb):
+    """Thirty of them, and a loss."""
+    return jnp.mean(jax.lax.scan(lambda x, _: (split_light(w, x, None), None), x, None, length=30)[0] ** 2)
+
+
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_first_device_of_each_group_is_shown(replicas, tmp_path):
+    stages = [Stage(fn, params="ab"[k], ipu=k, name=fn.__name__) for k, fn in enumerate((split_light, split_heavy))]
+    options = {"schedule": "1f1b", "gradient_accumulation": M}
+    pipeline = Pipeline(stages, mesh=make_mesh(replicas, 2, tensor=2), specs={"a": SPLIT, "b": SPLIT}, **options)
+    params = pipeline.shard({name: {"up": np.eye(D, 2 * D), "down": np.eye(2 * D, D)} for name in "ab"})
+    batch = np.ones((M, 64, D) if replicas == 1 else (replicas, M, 64, D), np.float32)
+    other = two_stages()  # on other devices: the first one of its IPU 1 is the second one of this IPU 0
+    params_of_other, batch_of_other = other.shard(weights("a", "b")), np.ones((M, 8, D), np.float32)
+    with trace(tmp_path, steps=3) as recording:
+        other.value_and_grad(params_of_other, batch_of_other)
+        for _ in range(4):
+            pipeline.value_and_grad(params, batch)
+    timeline = recording.timeline
+    places = [(replica, ipu) for replica in range(replicas) for ipu in range(2)]
+    assert (timeline.devices, timeline.ipus) == (2, places)
+    assert Timeline.from_json(timeline.to_json()) == timeline
+    assert "each IPU is 2 devices, shown by the first\n" in str(recording.report)
+    contents = json.loads(gzip.decompress(recording.path.read_bytes()))
+    assert contents["otherData"]["devices"] == 2
+    for step in range(3):
+        found = names_by_ipu(timeline, timeline.slices, step)
+        assert found == {(r, ipu): [str(task) for task in timeline.schedule.order(ipu)] for r, ipu in places}
+    for replica, ipu in places:
+        mine = timeline.of_ipu(replica, ipu)
+        assert_nested(mine)
+        forwards = [one for one in mine if one.kind == "F"]
+        reductions = [one for one in mine if one.kind == "collective" and one.name == "all-reduce"]
+        inside = [sum(f.start <= one.start < f.end for one in reductions) for f in forwards]
+        assert inside == [30 if ipu else 1] * (3 * M)
+
+
 def test_a_program_of_ones_own_counts_the_steps_that_it_is_said_to_make(tmp_path):
     pipeline = two_stages()
     params, batches = pipeline.shard(weights("a", "b")), np.ones((3, M, 8, D), np.float32)

@@ -1,6 +1,7 @@
 """Test the table: which columns fit, that no line is wider than the terminal, and that it holds no commands to one."""
 
 import dataclasses
+import re
 
 import pytest
 from rich.cells import cell_len
@@ -57,6 +58,14 @@ def test_a_wide_terminal_shows_everything():
     expected = "31939 somebody run-sharded-mnist --pipeline-mode concurrent --epochs 20 2:03:04 4 0 of 2 0-1 of 4"
     expected += " 0 mlp, 1 conv, all head 1204 19.8 2538 287.0 MB 83% 0.05 s running"
     assert line.split() == expected.split()
+
+
+def test_devices_of_a_group_are_one_ipu():
+    """By hand: 2 IPUs of 2 devices each, with a stage each and one on both."""
+    group = tuple(Ipu(k, "cpu", "cpu", 0, k // 2, (("mlp", "conv")[k // 2], "head"), (k % 2,)) for k in range(4))
+    about, _, line = drawn(row(ipus=group), width=400)
+    assert about == "host, 2 cores, load 0.50: 1 process on 2 IPUs"
+    assert " 2 (4 devices)  0 of 2  0 of 4  0 mlp, 1 conv, all head " in re.sub(r"   +", "  ", line)
 
 
 def test_a_narrow_terminal_shows_what_is_wanted_most():
