@@ -160,6 +160,15 @@ def make_mesh(replicas: int, ipus_per_replica: int, *, devices: Sequence[Any] | 
             f"{numbers} would have none of them, and could not take part: use all {len(pool)}, give each instance "
             "fewer devices, or start fewer instances"
         )
+    groups = chosen.reshape(replicas * ipus_per_replica, -1)
+    cut = next((group for group in groups if len({device.process_index for device in group}) > 1), None)
+    if cut is not None and devices is None and not is_described(cut[0]):
+        sizes_of_group = " x ".join(f"{axis}={size}" for axis, size in axes.items())
+        raise ValueError(
+            f"{counts} would put the {len(cut)} devices of an IPU ({sizes_of_group}) on several instances, "
+            f"{', '.join(map(str, sorted({device.process_index for device in cut})))}: take as many devices per "
+            "instance as whole IPUs need, or give devices= in the order that you want"
+        )
     mesh = Mesh(chosen, names, axis_types=(AxisType.Auto,) * len(names))
     _pool_of[mesh] = None if devices is None and _described is None else pool
     for listener in facts.listeners():
