@@ -127,9 +127,10 @@ def specs_for(
     """
     unknown = sorted(specs.keys() - owners.keys())
     if unknown:
+        there = f"only {', '.join(map(repr, sorted(owners)))}" if owners else "and they name no others either"
         raise ValueError(
-            f"{what} for {', '.join(map(repr, unknown))}: no stage names such a group, only "
-            f"{', '.join(map(repr, sorted(owners)))}"
+            f"{what} for {', '.join(map(repr, unknown))}: no stage names such a group, {there}; leave it out, or name "
+            f"it in {'Stage(..., state=)' if what == 'state_specs' else 'Stage(..., params=)'}"
         )
     local = sorted(name for name in specs if owners[name] is not None)
     if local and not axes:

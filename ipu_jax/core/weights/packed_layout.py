@@ -273,15 +273,27 @@ def with_specs(
 
 
 def _check_spec(leaf: Leaf, spec: Any, ipu: int | None, axes: Mapping[str, int]) -> None:
-    where = f"{leaf.path} of shape {leaf.shape} has spec {spec}"
+    where, why, mend = f"{leaf.path} of shape {leaf.shape} has spec {spec}", "", ""
     named = [axis for entry in spec for axis in names_in(entry)] if isinstance(spec, PartitionSpec) else []
-    unknown = next((axis for axis in named if axis not in (IPU_AXIS, *axes)), None)
-    if not isinstance(spec, PartitionSpec) or unknown or len({*named}) < len(named) or len(spec) > len(leaf.shape):
-        once = " and ".join(map(repr, (IPU_AXIS, *axes)))
-        mend = f"; make_mesh(replicas, ipus_per_replica, {unknown}=...) makes a mesh with that axis" if unknown else ""
+    twice = [axis for k, axis in enumerate(named) if axis in named[:k]]
+    unknown = [axis for axis in named if axis not in (IPU_AXIS, *axes)]
+    if not isinstance(spec, PartitionSpec):
+        why = "it is no PartitionSpec"
+    elif REPLICA_AXIS in unknown:
+        why = "every replica holds its weights whole"
+    elif unknown:
+        why = f"the mesh has no axis {unknown[0]!r}"
+        if isinstance(unknown[0], str):
+            mend = f", or a mesh with that axis, make_mesh(replicas, ipus_per_replica, {unknown[0]}=2)"
+    elif twice:
+        why = f"{twice[0]!r} splits it twice"
+    elif len(spec) > len(leaf.shape):
+        why = f"it has no dim {len(leaf.shape)}"
+    if why:
+        once = " and ".join(map(repr, axes if ipu is not None else (IPU_AXIS, *axes)))
         raise ValueError(
-            f"{where}: give a PartitionSpec of at most {len(leaf.shape)} dims, with {once} at most once and None "
-            f"elsewhere{'' if unknown == REPLICA_AXIS else mend}"
+            f"{where}: {why}; give a PartitionSpec of at most {len(leaf.shape)} dims, with {once} at most once and "
+            f"None elsewhere{mend}"
         )
     if IPU_AXIS in named and ipu is not None:
         raise ValueError(

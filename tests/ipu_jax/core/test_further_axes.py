@@ -1,0 +1,475 @@
+"""Test pipelines on meshes with further axes against dense twins in plain jax on one device.
+
+What XLA splits must change no result: loss, gradients, state and predictions are those of whole arrays, and weights and
+gradients are split as the specs say.
+"""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ipu_jax import Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_train_step, verify
+from ipu_jax.core.mesh_axes import names_further
+from ipu_jax.steps import replicate
+from support import against_plain
+from support.against_plain import bubbles_hold_nan
+from support.annotated import Annotated, D, F, V, annotated, cross_entropy, mlp, split
+from support.dense import chain, largest_relative_error
+from support.layers import normal
+from support.refusals import refusals, refused
+
+__all__ = ["bubbles_hold_nan"]
+
+TWO = ("context", "tensor")
+
+
+def mesh_of(shape: tuple[int, ...], *axes: str) -> Any:
+    return make_mesh(*shape[:2], **dict(zip(axes or ("tensor",), shape[2:], strict=True)))
+
+
+def assert_equals_its_twin(model: Annotated, pipeline: Pipeline) -> Any:
+    """Compare a step with the model's dense twin, and return the gradients as they lie on the mesh."""
+    loss, gradients = pipeline.value_and_grad(pipeline.shard(model.params), model.batch)
+    expected_loss, expected = model.twin()
+    assert largest_relative_error(loss, expected_loss) < 1e-5
+    found = pipeline.unshard(gradients)
+    assert largest_relative_error(found, expected) < 1e-5
+    assert jax.tree.map(lambda g: g.dtype, found) == jax.tree.map(lambda w: w.dtype, model.params)
+    return gradients
+
+
+def assert_lie_like(params: Any, found: Any) -> None:
+    """Assert that arrays are split as the weights are, where these are split over further axes."""
+    for array, given in zip(jax.tree.leaves(found), jax.tree.leaves(params), strict=True):
+        if names_further(given.sharding.spec):
+            assert array.sharding.is_equivalent_to(given.sharding, array.ndim), (array.sharding, given.sharding)
+
+
+def shardings_of(sharded: Any) -> list[tuple[tuple[int, ...], Any]]:
+    """Return, per array, its shape and its index on each device: what a sharding says, however it is written."""
+    return [
+        (leaf.shape, {d.id: str(index) for d, index in leaf.sharding.devices_indices_map(leaf.shape).items()})
+        for leaf in jax.tree.leaves(sharded)
+    ]
+
+
+MESHES = ((1, 2, 2), (2, 2, 2), (1, 2, 4), (1, 4, 2))
+SCHEDULES = ("1f1b", "zb-h1", "grouped", "sequential")
+KINDS = ("mlp", "heads", "sequence", "flax")
+# each mesh, schedule and kind twice, and no pair of them twice
+ALWAYS = {
+    ((1, 2, 2), "1f1b", "mlp"),
+    ((1, 2, 4), "zb-h1", "mlp"),
+    ((2, 2, 2), "zb-h1", "heads"),
+    ((1, 4, 2), "1f1b", "heads"),
+    ((1, 4, 2), "grouped", "sequence"),
+    ((1, 2, 4), "sequential", "sequence"),
+    ((2, 2, 2), "sequential", "flax"),
+    ((1, 2, 2), "grouped", "flax"),
+}
+CROSSINGS = [
+    pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.slow, id="-".join(map(str, (*case[0], *case[1:]))))
+    for case in itertools.product(MESHES, SCHEDULES, KINDS)
+]
+
+
+@pytest.mark.parametrize(("shape", "schedule", "kind"), CROSSINGS)
+def test_a_step_equals_its_dense_twin(shape, schedule, kind):
+    model = annotated(kind, shape[1], replicas=shape[0])
+    pipeline = model.pipeline(mesh_of(shape), schedule=schedule)
+    params = pipeline.shard(model.params)
+    assert_lie_like(params, assert_equals_its_twin(model, pipeline))
+    report = verify(pipeline, params, model.batch, rtol=1e-6)
+    assert report.loss_error < 1e-6
+    assert report.worst[1] < 1e-6
+    assert largest_relative_error(pipeline.loss(params, model.batch), jax.jit(model.loss)(model.params)) < 1e-6
+    logits = pipeline.predict(params, model.batch)
+    assert largest_relative_error(logits, jax.jit(model.logits)(model.params)) < 1e-5
+
+
+FURTHER = [
+    pytest.param(kind, shape, axes, schedule, recompute, marks=marks)
+    for kind, shape, axes, schedule, recompute, marks in (
+        ("both", (1, 2, 2, 2), TWO, "1f1b", "auto", ()),
+        ("both", (1, 2, 2, 2), TWO, "zb-h1", "auto", pytest.mark.slow),
+        ("tuple", (1, 2, 2, 2), TWO, "zb-h1", "none", ()),
+        ("tuple", (1, 2, 2, 2), TWO, "grouped", "auto", pytest.mark.slow),
+        ("fsdp", (1, 2, 2), ("tensor",), "1f1b", "all", ()),
+        ("fsdp", (1, 2, 4), ("tensor",), "zb-h1", "all", pytest.mark.slow),
+        ("fsdp", (2, 2, 2), ("tensor",), "grouped", "none", pytest.mark.slow),
+        ("mlp", (1, 3, 2), ("tensor",), "1f1b", "all", pytest.mark.slow),
+        ("plain", (1, 2, 2), ("tensor",), "1f1b", "auto", pytest.mark.slow),
+    )
+]
+
+
+@pytest.mark.parametrize(("kind", "shape", "axes", "schedule", "recompute"), FURTHER)
+def test_other_ways_to_split_equal_their_dense_twins(kind, shape, axes, schedule, recompute):
+    """Test two axes at once, a dim over two axes, weights that are whole only where they are used, and no spec."""
+    model = annotated(kind, shape[1], replicas=shape[0])
+    stages = tuple(dataclasses.replace(stage, recompute=recompute) for stage in model.stages)
+    model = dataclasses.replace(model, stages=stages)
+    pipeline = model.pipeline(mesh_of(shape, *axes), schedule=schedule)
+    params = pipeline.shard(model.params)
+    assert_lie_like(params, assert_equals_its_twin(model, pipeline))
+    assert verify(pipeline, params, model.batch, rtol=1e-6).worst[1] < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("shape", "schedule"),
+    [((1, 2, 2), "1f1b"), *(pytest.param((1, 4, 2), s, marks=pytest.mark.slow) for s in ("zb-h1", "grouped"))],
+)
+def test_a_concurrent_head_is_split_by_hand_over_ipus_and_by_xla_over_tensor(shape, schedule):
+    model = annotated("mlp", shape[1], concurrent_head=True)
+    pipeline = model.pipeline(mesh_of(shape), schedule=schedule)
+    params = pipeline.shard(model.params)
+    assert_lie_like(params, assert_equals_its_twin(model, pipeline))
+    head = params.concurrent["head"][0]
+    columns = -(-model.params["head"].shape[1] // shape[1])
+    assert {shard.data.shape for shard in head.addressable_shards} == {(D // 2, columns)}
+    assert verify(pipeline, params, model.batch, rtol=1e-6).worst[1] < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["mlp", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
+def test_in_bfloat16_a_step_is_as_exact_as_on_one_device(kind):
+    model = annotated(kind, 2, dtype=jnp.bfloat16)
+    wide = lambda leaf: leaf.astype(np.float32) if leaf.dtype == jnp.bfloat16 else leaf  # noqa: E731
+    params, batch = jax.tree.map(wide, (model.params, model.batch))
+    exact = dataclasses.replace(model, params=params, batch=batch).twin()
+    pipeline = model.pipeline(mesh_of((1, 2, 2)), schedule="1f1b")
+    loss, gradients = pipeline.value_and_grad(pipeline.shard(model.params), model.batch)
+    found = pipeline.unshard(gradients)
+    assert jax.tree.map(lambda g: g.dtype, found) == jax.tree.map(lambda w: w.dtype, model.params)
+    errors = [largest_relative_error(one, exact) for one in ((loss, found), model.twin())]
+    assert errors[0] < 1.5 * errors[1] < 0.1
+
+
+def test_stages_may_have_other_leaves_on_each_ipu():
+    """IPU 0 has a narrow MLP and a gain, IPU 1 a wide MLP and a head; leaves that are not split share flat slots."""
+    model = annotated("mlp", 2)
+    wide = {"scale": normal(D, seed=1), "up": normal(D, 2 * F, seed=2), "down": normal(2 * F, D, seed=3)}
+    gain = normal(1, 1, D, seed=4)
+
+    def narrow(w, x, mb):
+        return mlp(w, mb["x"]) * w["gain"]
+
+    def dense(params, batch):
+        first = params["block0"]
+        x = batch["x"] + jnp.tanh((batch["x"] * first["scale"]) @ first["up"]) @ first["down"]
+        x = x * first["gain"]
+        second = params["block1"]
+        return (x + jnp.tanh((x * second["scale"]) @ second["up"]) @ second["down"]) @ params["head"]
+
+    params = model.params | {"block0": model.params["block0"] | {"gain": gain}, "block1": wide}
+    specs = model.specs | {"block0": model.specs["block0"] | {"gain": P()}, "block1": {**model.specs["block1"]}}
+    stages = (Stage(narrow, params="block0", ipu=0), *model.stages[1:])
+    model = dataclasses.replace(model, stages=stages, params=params, specs=specs, dense=dense)
+    pipeline = model.pipeline(mesh_of((1, 2, 2)), schedule="1f1b")
+    placed = pipeline.shard(model.params)
+    assert largest_relative_error(pipeline.unshard(placed), model.params) == 0
+    by_shape = {slot.shape: slot.spec for slot in placed.layout.slots}
+    halves, whole = P(None, "tensor"), P()
+    assert by_shape[D, F] == by_shape[D, 2 * F] == by_shape[D, V] == halves
+    assert {spec for shape, spec in by_shape.items() if len(shape) == 1} == {whole}
+    assert_lie_like(placed, assert_equals_its_twin(model, pipeline))
+
+
+def test_a_state_can_be_split():
+    model, mesh = annotated("mlp", 2), mesh_of((1, 2, 2))
+    decay = 0.75
+
+    def remembering(w, x, mb, *, state):
+        hidden = split(jnp.tanh((mb["x"] * w["scale"]) @ w["up"]), P(None, None, "tensor"))
+        mean = decay * state["mean"] + (1 - decay) * hidden.mean((0, 1))
+        y = split(mb["x"] + (hidden + state["mean"]) @ w["down"], P())
+        return Outputs(y, state={"mean": mean, "count": state["count"] + 1})
+
+    stages = (Stage(remembering, params="block0", ipu=0, state="seen"), *model.stages[1:])
+    pipeline = dataclasses.replace(model, stages=stages).pipeline(
+        mesh, schedule="1f1b", state_specs={"seen": {"mean": P("tensor"), "count": P()}}
+    )
+    whole = {"seen": {"mean": normal(F, seed=1), "count": np.int32(3)}}
+
+    def expected_of(params):
+        """Go through the micro-batches one after the other."""
+        mean, losses, w = whole["seen"]["mean"], [], params["block0"]
+        for x, labels in zip(model.batch["x"], model.batch["labels"], strict=True):
+            hidden = jnp.tanh((x * w["scale"]) @ w["up"])
+            y = x + (hidden + jax.lax.stop_gradient(mean)) @ w["down"]
+            z = y + jnp.tanh((y * params["block1"]["scale"]) @ params["block1"]["up"]) @ params["block1"]["down"]
+            losses.append(optax.softmax_cross_entropy_with_integer_labels(z @ params["head"], labels).mean())
+            mean = decay * mean + (1 - decay) * hidden.reshape(-1, F).mean(0)
+        return sum(losses) / len(losses), mean
+
+    placed = pipeline.shard_state(whole)
+    assert largest_relative_error(pipeline.unshard(placed), whole) == 0
+    assert {leaf.sharding.spec for leaf in placed.slots} == {P("ipu", "tensor"), P("ipu")}
+    loss, gradients, state = pipeline.value_and_grad(pipeline.shard(model.params), model.batch, placed)
+    (expected_loss, mean), expected = jax.jit(jax.value_and_grad(expected_of, has_aux=True))(model.params)
+    assert largest_relative_error(loss, expected_loss) < 1e-5
+    assert largest_relative_error(pipeline.unshard(gradients), expected) < 1e-5
+    assert_lie_like(placed, state)
+    found = pipeline.unshard(state)["seen"]
+    assert largest_relative_error(found["mean"], mean) < 1e-5
+    assert found["count"] == 3 + model.micro_batches
+
+
+@pytest.mark.parametrize("spec", [P("tensor"), pytest.param(P(None, "tensor"), marks=pytest.mark.slow)])
+def test_a_shared_group_can_be_split(spec):
+    """The table is the embedding, which IPU 0 reads, and the head, which IPU 1 reads."""
+    untied = annotated("mlp", 2)
+    blocks = ("block0", "block1")
+    embedding = Stage(lambda p, x, mb, *, shared: shared["table"][mb["ids"]], ipu=0, shared=("table",))
+    body = [Stage(lambda w, x, mb: mlp(w, x), params=name, ipu=i) for i, name in enumerate(blocks)]
+    head = Stage(
+        lambda p, x, mb, *, shared: cross_entropy(x @ shared["table"].T, mb["labels"]), ipu=1, shared=("table",)
+    )
+
+    def dense(params, batch):
+        x = jax.nn.one_hot(batch["ids"], V) @ params["table"]
+        return untied.dense({name: params[name] for name in blocks} | {"head": params["table"].T}, {"x": x})
+
+    params = {name: untied.params[name] for name in blocks} | {"table": normal(V, D, seed=1)}
+    specs = {name: untied.specs[name] for name in blocks} | {"table": spec}
+    stages = (embedding, *body, head)
+    model = dataclasses.replace(untied, stages=stages, params=params, specs=specs, dense=dense)
+    pipeline = model.pipeline(mesh_of((1, 2, 2)), schedule="1f1b")
+    assert_lie_like(pipeline.shard(params), assert_equals_its_twin(model, pipeline))
+
+
+def test_frozen_leaves_can_be_split():
+    model = annotated("mlp", 2)
+    frozen = {"block0": {"scale": False, "up": True, "down": False}, "block1": True}
+    pipeline = model.pipeline(mesh_of((1, 2, 2)), schedule="1f1b", frozen=frozen)
+    params = pipeline.shard(model.params)
+    loss, gradients = pipeline.value_and_grad(params, model.batch)
+    assert_lie_like(params, gradients)
+    expected_loss, expected = model.twin()
+    expected["block0"]["up"] = jnp.zeros((D, F))
+    expected["block1"] = jax.tree.map(jnp.zeros_like, expected["block1"])
+    found = pipeline.unshard(gradients)
+    assert largest_relative_error(loss, expected_loss) < 1e-5
+    assert jax.tree.map(lambda leaf: leaf.any(), found) == jax.tree.map(lambda leaf: leaf.any(), expected)
+    assert largest_relative_error(found, expected) < 1e-5
+
+
+# where weights lie
+
+
+WHOLE_GRADIENTS = "over_ipus leaves results to XLA whose specs name no further axis"
+
+
+@pytest.mark.xfail(strict=True, reason=WHOLE_GRADIENTS)
+def test_a_gradient_is_whole_on_each_device_where_its_weight_is():
+    model = annotated("both", 2)
+    pipeline = model.pipeline(mesh_of((1, 2, 2, 2), *TWO), schedule="1f1b")
+    params = pipeline.shard(model.params)
+    _, gradients = pipeline.value_and_grad(params, model.batch)
+    assert shardings_of(gradients) == shardings_of(params)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "heads", "flax", "tuple"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_shard_splits_as_the_specs_say_and_unshard_returns_the_same_bits(kind, dtype):
+    model = annotated(kind, 2, dtype=dtype)
+    mesh = mesh_of((1, 2, 2, 2), *TWO)
+    pipeline = model.pipeline(mesh)
+    placed = pipeline.shard(model.params)
+    for found, given in zip(jax.tree.leaves(pipeline.unshard(placed)), jax.tree.leaves(model.params), strict=True):
+        assert found.dtype == given.dtype
+        assert np.asarray(found).tobytes() == np.asarray(given).tobytes()
+    shapes = pipeline.shard_shapes(jax.eval_shape(lambda: model.params))
+    assert shardings_of(shapes) == shardings_of(placed)
+    specs = jax.tree.leaves(model.specs, is_leaf=lambda leaf: isinstance(leaf, P))
+    for ipu in range(2):
+        for leaf in (leaf for group in placed.layout.groups if group.ipu == ipu for leaf in group.leaves):
+            assert leaf.spec in specs
+            slot = placed.slots[leaf.slot]
+            assert slot.sharding.is_equivalent_to(NamedSharding(mesh, P("ipu", *leaf.spec)), slot.ndim), leaf.path
+
+
+def test_the_devices_of_an_ipu_hold_their_parts():
+    model = annotated("mlp", 2)
+    placed = model.pipeline(mesh_of((1, 2, 2))).shard(model.params)
+    leaf = {leaf.path: leaf for group in placed.layout.groups for leaf in group.leaves}["params['block1']['up']"]
+    parts = {shard.device.id: np.asarray(shard.data) for shard in placed.slots[leaf.slot].addressable_shards}
+    up = np.asarray(model.params["block1"]["up"])
+    np.testing.assert_array_equal(parts[2][0], up[:, : F // 2])
+    np.testing.assert_array_equal(parts[3][0], up[:, F // 2 :])
+
+
+WIDER = {
+    "replicate": lambda model: replicate(model, replication_factor=2),
+    "replicate by IPUs": lambda model: replicate(model, num_ipus=4),
+    "options": lambda model: make_train_step(model, optax.sgd(0.1), TrainOptions(replication_factor=2)).model,
+}
+
+
+@pytest.mark.parametrize("wider", WIDER)
+def test_more_replicas_keep_the_axes(wider):
+    mesh = WIDER[wider](annotated("mlp", 2).pipeline(mesh_of((1, 2, 2)))).mesh
+    assert dict(mesh.shape) == {"replica": 2, "ipu": 2, "tensor": 2}
+    assert mesh.devices.tolist() == np.reshape(jax.devices()[:8], (2, 2, 2)).tolist()
+
+
+# what has no further axes
+
+
+@pytest.mark.xfail(strict=True, reason="a plan looks at the names of axes, not at their sizes")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_an_axis_of_one_device_changes_no_program(schedule):
+    def program(mesh):
+        model = chain((0, None, 1), 3)
+        pipeline = Pipeline(model.stages, mesh=mesh, specs=model.specs, gradient_accumulation=3, schedule=schedule)
+        text = str(jax.make_jaxpr(pipeline.value_and_grad)(pipeline.shard(model.params), model.batch))
+        return re.sub(r"Mesh\([^()]*(\([^()]*\)[^()]*)*\)", "Mesh", text)
+
+    assert program(make_mesh(1, 2, tensor=1)) == program(make_mesh(1, 2))
+
+
+@pytest.mark.parametrize("ipus", [3, 5])
+def test_pipelines_without_further_axes_are_as_ever(ipus):
+    model = chain((*range(ipus),), 4, like=False)
+    pipeline = against_plain.assert_equals_its_twin(model, ipus, {"schedule": "1f1b"})
+    placed = pipeline.shard(model.params)
+    assert {leaf.sharding.spec for leaf in placed.slots} == {P("ipu")}
+    assert {slot.spec for slot in placed.layout.slots} == {P()}
+
+
+# refusals
+
+
+def placed(spec: Any, *shape: int, at: Any = "block0", **options: Any) -> Any:
+    """Return a call that shards a model whose `up`, or head, has this spec, on a mesh (1, 2, 2) or as given."""
+
+    def call():
+        model = annotated("mlp", 2, concurrent_head=at == "head")
+        specs = model.specs | {at: spec if at == "head" else {**model.specs["block0"], "up": spec}}
+        return model.pipeline(mesh_of(shape or (1, 2, 2)), specs=specs, **options).shard(model.params)
+
+    return call
+
+
+def pipeline_on(mesh: Any, **options: Any) -> Any:
+    return lambda: annotated("mlp", 2).pipeline(mesh(), **options)
+
+
+def explicit(*axes: str) -> Any:
+    return lambda: jax.make_mesh((1, 2, 2), axes, devices=jax.devices()[:4])
+
+
+MESH = "make_mesh(replicas, ipus_per_replica"
+UP, HEAD = "params['block0']['up'] of shape (8, 12) has spec", "params['head'] of shape (8, 11) has spec"
+AT_MOST = "give a PartitionSpec of at most 2 dims, with 'tensor' at most once and None elsewhere"
+
+
+@refusals(
+    # meshes
+    (lambda: make_mesh(1, 2, tensor=0), "tensor=0", "count", "an int of at least 1"),
+    (lambda: make_mesh(1, 2, tensor=True), "tensor=True", "count", "an int of at least 1"),
+    (lambda: make_mesh(1, 2, context=2, tensor=cast(Any, 2.0)), "tensor=2.0", "count", "an int of at least 1"),
+    *(
+        (lambda axes=axes: make_mesh(1, 2, **axes), f"axes={axes}", "has 'replica' and 'ipu' already", "other names")
+        for axes in ({"ipu": 2}, {"replica": 2}, {"tensor": 2, "replica": 1})
+    ),
+    (
+        lambda: make_mesh(2, 2, tensor=4),
+        *("replicas=2 x ipus_per_replica=2 x tensor=4 needs 16 devices", "with 8", "configure(16)"),
+    ),
+    (
+        lambda: make_mesh(1, 2, tensor=2, devices=jax.devices()[:3]),
+        *("ipus_per_replica=2 x tensor=2 needs 4 devices", "3 cpu devices were given", "or more devices"),
+    ),
+    (
+        lambda: replicate(annotated("mlp", 2).pipeline(mesh_of((1, 2, 4))), replication_factor=2),
+        *("replicas=2 x ipus_per_replica=2 x tensor=4 needs 16 devices", "configure(16)"),
+    ),
+    (
+        pipeline_on(explicit("replica", "ipu", "tensor")),
+        *("mesh axis 'replica' is of type AxisType.Explicit", "must be Auto", "make it with make_mesh"),
+    ),
+    *(
+        (pipeline_on(explicit(*axes)), f"mesh has axes {axes}", f"make it with {MESH})")
+        for axes in (("replica", "tensor", "ipu"), ("tensor", "replica", "ipu"))
+    ),
+    # specs of local groups
+    (
+        pipeline_on(lambda: make_mesh(1, 2)),
+        *("specs for 'block0', 'block1', 'head'", "only groups of concurrent stages", f"{MESH}, tensor=2)"),
+    ),
+    (
+        pipeline_on(lambda: mesh_of((1, 2, 2)), state_specs={"seen": P("tensor")}),
+        *("state_specs for 'seen'", "no stage names such a group", "leave it out", "Stage(..., state=)"),
+    ),
+    (
+        placed(P("data")),
+        *(f"{UP} P('data',)", "the mesh has no axis 'data'", AT_MOST, f"{MESH}, data=2)"),
+    ),
+    (placed(P(None, ("tensor", "data"))), f"{UP} P(None, ('tensor', 'data'))", "no axis 'data'", f"{MESH}, data=2)"),
+    (placed(P(P.UNCONSTRAINED)), f"{UP} P(UNCONSTRAINED,)", "the mesh has no axis", AT_MOST),
+    (placed(P("replica")), f"{UP} P('replica',)", "every replica holds its weights whole", AT_MOST),
+    *(
+        (placed(spec), f"{UP} {spec}", "its group is on IPU 0", "concurrent stages only", "(ipu=ALL_IPUS)")
+        for spec in (P(None, "ipu"), P(("ipu", "tensor")))
+    ),
+    *(
+        (placed(spec), f"{UP} {spec}", "'tensor' splits it twice", AT_MOST)
+        for spec in (P("tensor", "tensor"), P(("tensor", "tensor")))
+    ),
+    (placed(P(None, None, "tensor")), f"{UP} P(None, None, 'tensor')", "it has no dim 2", AT_MOST),
+    *((placed(spec), f"{UP} {spec}", "it is no PartitionSpec", AT_MOST) for spec in ("tensor", 2)),
+    (placed(P("tensor"), 1, 2, 3), f"{UP} P('tensor',)", "dim 0 is not divisible by tensor=3", "leave the dim whole"),
+    # specs of concurrent groups
+    *(
+        (placed(spec, at="head"), f"{HEAD} {spec}", "is split over 'ipu' and 'tensor'", "a dim of its own")
+        for spec in (P(("ipu", "tensor")), P(None, ("tensor", "ipu")))
+    ),
+    (
+        placed(P("ipu", "tensor"), at="head"),
+        f"{HEAD} P('ipu', 'tensor')",
+        "dim 1 is not divisible by tensor=2",
+        "whole",
+    ),
+    (placed(P("ipu", "ipu"), at="head"), f"{HEAD} P('ipu', 'ipu')", "'ipu' splits it twice", "'ipu' and 'tensor' at"),
+)
+def test_what_cannot_be_split_is_refused(call, holds):
+    with refused(*holds):
+        call()
+
+
+def test_a_dim_over_two_axes_is_divisible_by_their_product():
+    model = annotated("mlp", 2)
+    specs = model.specs | {"block0": {"scale": P(), "up": P(TWO, None), "down": P(TWO)}}
+    mesh = make_mesh(1, 2, context=1, tensor=2)
+    assert model.pipeline(mesh, specs=specs).shard(model.params).layout.group("block0")
+    params = model.params | {"block0": {"scale": normal(6), "up": normal(6, 4), "down": normal(4, 6)}}
+    with refused(
+        "params['block0']['up'] of shape (6, 4)",
+        "dim 0 is not divisible by context=2 x tensor=2",
+        "leave the dim whole",
+    ):
+        model.pipeline(mesh_of((1, 2, 2, 2), *TWO), specs=specs).shard(params)
+
+
+@pytest.fixture
+def without_shardy() -> Iterator[None]:
+    jax.config.update("jax_use_shardy_partitioner", False)
+    yield
+    jax.config.update("jax_use_shardy_partitioner", True)
+
+
+def test_only_shardy_splits(without_shardy):
+    model = annotated("mlp", 2)
+    with refused("mesh has the further axes 'tensor'", "jax_use_shardy_partitioner is False", "set it to True"):
+        model.pipeline(mesh_of((1, 2, 2)))
+    assert chain((0, 1), 2).pipeline(2).ipus == 2

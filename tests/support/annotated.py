@@ -1,0 +1,367 @@
+"""Make models annotated for further mesh axes, each with a dense twin: plain jax on one device, without constraints.
+
+    model = annotated("mlp", ipus=2)
+    pipeline = model.pipeline(make_mesh(1, 2, tensor=2), schedule="1f1b")
+
+One block is on each IPU, and the head on the last one. `BLOCKS` says what each kind splits:
+
+    mlp         Megatron's MLP: hidden features over "tensor"
+    heads       attention: heads over "tensor"
+    sequence    mlp, and tokens over "tensor" between blocks
+    flax        a linen transformer, whose specs come from its own annotations
+    both        mlp, and tokens over "context"
+    tuple       mlp over ("context", "tensor"), with a whole head
+    fsdp        weights and rows over "tensor", weights whole where they are used
+    plain       mlp without annotations and specs
+
+Letters: B rows, T tokens, D features, F hidden features, H heads, K features of a head, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
+from sharded_ops import log_softmax_cross_entropy, matmul
+
+B, T, D, F, H, K, V = 4, 8, 8, 12, 4, 2, 8
+UNEVEN_V = 11  # of the concurrent head, which pads
+COLUMNS = P(None, "tensor")
+split = lax.with_sharding_constraint
+
+
+@dataclasses.dataclass(frozen=True)
+class Annotated:
+    """A model: stages, specs, whole weights, a batch with leading dims (M,) or (replicas, M), and its dense twin.
+
+    `dense(params, batch)` returns the logits of a batch with leading dim N, in plain jax.
+    """
+
+    stages: tuple[Stage, ...]
+    specs: dict[str, Any]
+    params: dict[str, Any]
+    batch: dict[str, Any]
+    dense: Callable[[Any, Any], Any]
+    micro_batches: int
+    replicas: int
+
+    def pipeline(self, mesh: Mesh, **options: Any) -> Pipeline:
+        given: dict[str, Any] = {"specs": self.specs, "gradient_accumulation": self.micro_batches}
+        return Pipeline(self.stages, mesh=mesh, **(given | options))
+
+    def logits(self, params: Any) -> jax.Array:
+        """Return the dense twin's logits, with the leading dims of the batch."""
+        dims = 2 if self.replicas > 1 else 1
+        rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[dims + 1 :]), self.batch)
+        logits = self.dense(params, rows)
+        return logits.reshape(*self.batch["labels"].shape, -1)
+
+    def loss(self, params: Any) -> jax.Array:
+        """Return the dense twin's loss, the mean over all micro-batches and replicas."""
+        chances = jax.nn.log_softmax(self.logits(params).astype(jnp.float32))
+        return -jnp.mean(jnp.sum(chances * jax.nn.one_hot(self.batch["labels"], chances.shape[-1]), axis=-1))
+
+    def twin(self) -> tuple[jax.Array, Any]:
+        """Return the dense twin's loss and every gradient."""
+        return jax.jit(jax.value_and_grad(self.loss))(self.params)
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A kind of block: `fn(w, x)` with annotations, the shapes and specs of its weights, its dense twin, and the head.
+
+    `head` is the spec of the local head's weights, if the block has specs.
+    """
+
+    fn: Callable[[Any, Any], Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    specs: Mapping[str, P]
+    dense: Callable[[Any, Any], Any]
+    head: P = COLUMNS
+
+
+def annotated(
+    kind: str,
+    ipus: int,
+    *,
+    replicas: int = 1,
+    micro_batches: int = 4,
+    concurrent_head: bool = False,
+    dtype: Any = jnp.float32,
+    seed: int = 0,
+) -> Annotated:
+    """Return a model with a block on each IPU.
+
+    Args:
+        kind: a key of `BLOCKS`, or "flax".
+        ipus: IPUs of a replica.
+        replicas: copies of the model.
+        micro_batches: M.
+        concurrent_head: whether the head is concurrent, its vocabulary over "ipu" by sharded_ops and its features over
+            "tensor"; otherwise it is on the last IPU, its vocabulary over "tensor". "flax" has a head of its own.
+        dtype: of weights and activations; the loss is float32.
+        seed: of weights and batch.
+    """
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> Any:
+        return rng.normal(scale=0.4, size=shape).astype(dtype)
+
+    lead = (micro_batches,) if replicas == 1 else (replicas, micro_batches)
+    vocabulary = UNEVEN_V if concurrent_head else V
+    batch = {
+        "x": normal(*lead, B, T, D),
+        "ids": rng.integers(V, size=(*lead, B, T), dtype=np.int32),
+        "labels": rng.integers(vocabulary, size=(*lead, B, T), dtype=np.int32),
+    }
+    if kind == "flax":
+        return Annotated(*_linen(ipus, dtype, seed), batch, _dense_linen, micro_batches, replicas)
+    block, names = BLOCKS[kind], [f"block{i}" for i in range(ipus)]
+
+    params: dict[str, Any] = {name: {leaf: normal(*shape) for leaf, shape in block.shapes.items()} for name in names}
+    params["head"] = normal(D, vocabulary)
+    stages = [Stage(_reading(block.fn), params=names[0], ipu=0)]
+    stages += [Stage(lambda w, x, mb: block.fn(w, x), params=name, ipu=i) for i, name in enumerate(names) if i]
+    stages.append(CONCURRENT_HEAD if concurrent_head else head_on(ipus - 1))
+    specs: dict[str, Any] = {name: dict(block.specs) for name in names if block.specs}
+    if concurrent_head or block.specs:
+        specs["head"] = P("tensor", "ipu") if concurrent_head else block.head
+
+    def dense(params: Any, batch: Any) -> Any:
+        x = batch["x"]
+        for name in names:
+            x = block.dense(params[name], x)
+        return jnp.einsum("btd,dv->btv", x, params["head"])
+
+    return Annotated(tuple(stages), specs, params, batch, dense, micro_batches, replicas)
+
+
+def _reading(fn: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    return lambda w, x, mb: fn(w, mb["x"])
+
+
+# heads
+
+
+def cross_entropy(logits: Any, labels: Any) -> Any:
+    logits = logits.astype(jnp.float32)
+    picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
+
+
+def _cross_entropy_without_a_gather(logits: Any, labels: Any) -> Any:
+    # in a partly manual program XLA ends the process at a gather from a split dim, if another axis splits other dims
+    logits = logits.astype(jnp.float32)
+    picked = jnp.where(labels[..., None] == jnp.arange(logits.shape[-1]), logits, 0).sum(-1)
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
+
+
+def head_on(ipu: int) -> Stage:
+    """Return the last stage, which splits the vocabulary as its weights are split."""
+    return Stage(
+        lambda w, x, mb: _cross_entropy_without_a_gather(x @ w, mb["labels"]),
+        params="head",
+        ipu=ipu,
+        predict=lambda w, x, mb: x @ w,
+    )
+
+
+def _concurrent_logits(w: Any, x: Any, mb: Any) -> Any:
+    return matmul(x, w, axis="ipu", size=UNEVEN_V)
+
+
+def _concurrent_loss(w: Any, x: Any, mb: Any) -> Any:
+    logits = _concurrent_logits(w, x, mb)
+    return jnp.mean(log_softmax_cross_entropy(logits, mb["labels"], size=UNEVEN_V, axis="ipu"))
+
+
+CONCURRENT_HEAD = Stage(_concurrent_loss, params="head", ipu=ALL_IPUS)
+
+
+# blocks, as a user annotates them
+
+
+def mlp(w: Any, x: Any) -> Any:
+    hidden = split(jnp.tanh((x * w["scale"]) @ w["up"]), P(None, None, "tensor"))
+    return split(x + hidden @ w["down"], P())
+
+
+def heads(w: Any, x: Any) -> Any:
+    q, k, v = (jnp.einsum("btd,dhk->bthk", x * w["scale"], w["qkv"][i]) for i in range(3))
+    q, k, v = (split(a, P(None, None, "tensor")) for a in (q, k, v))
+    scores = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, k) / K**0.5, axis=-1)
+    mixed = jnp.einsum("bhts,bshk->bthk", scores, v)
+    return split(x + jnp.einsum("bthk,hkd->btd", mixed, w["out"]), P())
+
+
+def sequence(w: Any, x: Any) -> Any:
+    x = split(x, P(None, "tensor"))
+    hidden = split(jnp.tanh(split(x * w["scale"], P()) @ w["up"]), P(None, None, "tensor"))
+    return split(x + hidden @ w["down"], P(None, "tensor"))
+
+
+def both(w: Any, x: Any) -> Any:
+    hidden = split(jnp.tanh((x * w["scale"]) @ w["up"]), P(None, "context", "tensor"))
+    return split(x + hidden @ w["down"], P(None, "context"))
+
+
+def over_two(w: Any, x: Any) -> Any:
+    hidden = split(jnp.tanh((x * w["scale"]) @ w["up"]), P(None, None, ("context", "tensor")))
+    return split(x + hidden @ w["down"], P())
+
+
+def fsdp(w: Any, x: Any) -> Any:
+    used = {name: split(leaf, P()) for name, leaf in w.items()}
+    x = split(x, P("tensor"))
+    return split(x + jnp.tanh((x * used["scale"]) @ used["up"]) @ used["down"], P("tensor"))
+
+
+def plain(w: Any, x: Any) -> Any:
+    return x + jnp.tanh((x * w["scale"]) @ w["up"]) @ w["down"]
+
+
+# their twins, written separately
+
+
+def _dense_mlp(w: Any, x: Any) -> Any:
+    hidden = jnp.tanh(jnp.einsum("btd,d,df->btf", x, w["scale"], w["up"]))
+    return jnp.einsum("btf,fd->btd", hidden, w["down"]) + x
+
+
+def _dense_heads(w: Any, x: Any) -> Any:
+    rows, tokens, _ = x.shape
+    scaled = w["scale"] * x
+    q, k, v = (jnp.reshape(scaled @ each.reshape(D, H * K), (rows, tokens, H, K)) for each in w["qkv"])
+    mixed = jax.nn.dot_product_attention(q, k, v)
+    return x + mixed.reshape(rows, tokens, H * K) @ w["out"].reshape(H * K, D)
+
+
+_MLP_SHAPES = {"scale": (D,), "up": (D, F), "down": (F, D)}
+_MLP_SPECS = {"scale": P(), "up": COLUMNS, "down": P("tensor", None)}
+_OVER_TWO = ("context", "tensor")
+
+BLOCKS = {
+    "mlp": Block(mlp, _MLP_SHAPES, _MLP_SPECS, _dense_mlp),
+    "heads": Block(
+        heads,
+        {"scale": (D,), "qkv": (3, D, H, K), "out": (H, K, D)},
+        {"scale": P(), "qkv": P(None, None, "tensor"), "out": P("tensor")},
+        _dense_heads,
+    ),
+    "sequence": Block(sequence, _MLP_SHAPES, _MLP_SPECS, _dense_mlp),
+    "both": Block(both, _MLP_SHAPES, _MLP_SPECS, _dense_mlp),
+    "tuple": Block(
+        over_two, _MLP_SHAPES, {"scale": P(), "up": P(None, _OVER_TWO), "down": P(_OVER_TWO)}, _dense_mlp, P()
+    ),
+    "fsdp": Block(fsdp, _MLP_SHAPES, dict.fromkeys(_MLP_SHAPES, P("tensor")), _dense_mlp),
+    "plain": Block(plain, _MLP_SHAPES, {}, _dense_mlp),
+}
+
+
+# a linen model, as annotated
+
+
+def _dense(features: int, *axes: str | None, dtype: Any, bias: bool = True) -> nn.Dense:
+    initial = nn.with_partitioning(nn.initializers.lecun_normal(), axes)
+    return nn.Dense(features, use_bias=bias, dtype=dtype, param_dtype=dtype, kernel_init=cast(Any, initial))
+
+
+class LinenBlock(nn.Module):
+    """A pre-norm transformer block. The keys' bias would have no gradient but rounding errors, so there is none."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        normed = nn.LayerNorm(dtype=self.dtype, param_dtype=self.dtype)(x)
+        q, k, v = (
+            _dense(H * K, None, "tensor", dtype=self.dtype, bias=False)(normed).reshape(*x.shape[:2], H, K)
+            for _ in range(3)
+        )
+        q = split(q, P(None, None, "tensor"))
+        mixed = nn.dot_product_attention(q, k, v).reshape(*x.shape[:2], H * K)
+        x = x + _dense(D, "tensor", None, dtype=self.dtype)(mixed)
+        normed = nn.LayerNorm(dtype=self.dtype, param_dtype=self.dtype)(x)
+        hidden = nn.gelu(_dense(F, None, "tensor", dtype=self.dtype)(normed))
+        return x + _dense(D, "tensor", None, dtype=self.dtype)(hidden)
+
+
+class LinenEmbedding(nn.Module):
+    """Token embeddings, features over "tensor"."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, ids: Any) -> Any:
+        initial = nn.with_partitioning(nn.initializers.normal(0.5), (None, "tensor"))
+        return nn.Embed(V, D, dtype=self.dtype, param_dtype=self.dtype, embedding_init=cast(Any, initial))(ids)
+
+
+class LinenHead(nn.Module):
+    """A norm and the logits, vocabulary over "tensor"."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        normed = nn.LayerNorm(dtype=self.dtype, param_dtype=self.dtype)(x)
+        return _dense(V, None, "tensor", dtype=self.dtype)(normed)
+
+
+def _linen(ipus: int, dtype: Any, seed: int) -> tuple[tuple[Stage, ...], dict[str, Any], dict[str, Any]]:
+    """Return the stages, specs and weights of the linen model. The specs come from its annotations."""
+    ids, x = jnp.zeros((B, T), jnp.int32), jnp.zeros((B, T, D), dtype)
+    modules: dict[str, tuple[nn.Module, Any]] = {"embedding": (LinenEmbedding(dtype), ids)}
+    modules |= {f"block{i}": (LinenBlock(dtype), x) for i in range(ipus)} | {"head": (LinenHead(dtype), x)}
+    specs, params = {}, {}
+    for i, (name, (module, inputs)) in enumerate(modules.items()):
+        with jax.set_mesh(make_mesh(1, 1, tensor=1)):  # constraints name its axes
+            variables: Any = module.init(jax.random.key(seed + i), inputs)
+        specs[name] = cast(Any, nn.get_partition_spec(variables))["params"]
+        params[name] = nn.unbox(variables)["params"]
+
+    def apply(name: str, w: Any, x: Any) -> Any:
+        return modules[name][0].apply({"params": w}, x)
+
+    stages = [Stage(lambda w, x, mb: apply("embedding", w, mb["ids"]), params="embedding", ipu=0)]
+    stages += [Stage(lambda w, x, mb: apply("block0", w, x), params=f"block{i}", ipu=i) for i in range(ipus)]
+    stages.append(
+        Stage(
+            lambda w, x, mb: cross_entropy(apply("head", w, x), mb["labels"]),
+            params="head",
+            ipu=ipus - 1,
+            predict=lambda w, x, mb: apply("head", w, x),
+        )
+    )
+    return tuple(stages), specs, params
+
+
+def _dense_norm(w: Any, x: Any) -> Any:
+    wide = x.astype(jnp.float32)
+    centred = wide - wide.mean(axis=-1, keepdims=True)
+    normed = centred / jnp.sqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + 1e-6)
+    return (normed * w["scale"] + w["bias"]).astype(x.dtype)
+
+
+def _dense_linen(params: Any, batch: Any) -> Any:
+    x = jax.nn.one_hot(batch["ids"], V, dtype=batch["x"].dtype) @ params["embedding"]["Embed_0"]["embedding"]
+    blocks: Sequence[Any] = [params[name] for name in sorted(params) if name.startswith("block")]
+    for w in blocks:
+        normed = _dense_norm(w["LayerNorm_0"], x)
+        q, k, v = (jnp.einsum("btd,dhk->bthk", normed, w[f"Dense_{i}"]["kernel"].reshape(D, H, K)) for i in range(3))
+        scores = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, k) / np.sqrt(K).astype(x.dtype), axis=-1)
+        mixed = jnp.einsum("bhts,bshk->bthk", scores, v).reshape(*x.shape[:2], H * K)
+        x = x + jnp.einsum("btd,de->bte", mixed, w["Dense_3"]["kernel"]) + w["Dense_3"]["bias"]
+        normed = _dense_norm(w["LayerNorm_1"], x)
+        hidden = jax.nn.gelu(jnp.einsum("btd,df->btf", normed, w["Dense_4"]["kernel"]) + w["Dense_4"]["bias"])
+        x = x + jnp.einsum("btf,fd->btd", hidden, w["Dense_5"]["kernel"]) + w["Dense_5"]["bias"]
+    head = params["head"]
+    return _dense_norm(head["LayerNorm_0"], x) @ head["Dense_0"]["kernel"] + head["Dense_0"]["bias"]
