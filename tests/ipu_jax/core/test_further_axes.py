@@ -266,10 +266,6 @@ def test_frozen_leaves_can_be_split():
 # where weights lie
 
 
-WHOLE_GRADIENTS = "over_ipus leaves results to XLA whose specs name no further axis"
-
-
-@pytest.mark.xfail(strict=True, reason=WHOLE_GRADIENTS)
 def test_a_gradient_is_whole_on_each_device_where_its_weight_is():
     model = annotated("both", 2)
     pipeline = model.pipeline(mesh_of((1, 2, 2, 2), *TWO), schedule="1f1b")
@@ -325,7 +321,6 @@ def test_more_replicas_keep_the_axes(wider):
 # what has no further axes
 
 
-@pytest.mark.xfail(strict=True, reason="a plan looks at the names of axes, not at their sizes")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_an_axis_of_one_device_changes_no_program(schedule):
     def program(mesh):
