@@ -26,7 +26,7 @@ from ipu_jax.steps import TrainState, TrainStep
 
 B, MICRO_BATCHES, PERIOD = 4, 4, 3  # sequences of a micro-batch, micro-batches of an update, tokens that are repeated
 ROWS, COLUMNS, WHOLE = PartitionSpec("tensor"), PartitionSpec(None, "tensor"), PartitionSpec()
-TOKENS, HEADS = PartitionSpec(None, "tensor"), PartitionSpec(None, None, "tensor")
+TOKENS, GROUPS, HEADS = COLUMNS, COLUMNS, PartitionSpec(None, None, "tensor")  # of activations (B, T, ...)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +77,9 @@ def block(p, x, microbatch):
     q_BTGRK = rotated(split(jnp.einsum("btd,dgrk->btgrk", normed_BTD, p["queries"]), HEADS))
     k_BSGK = rotated(split(jnp.einsum("bsd,dgk->bsgk", normed_BTD, p["keys"]), HEADS))
     v_BSGK = split(jnp.einsum("bsd,dgk->bsgk", normed_BTD, p["values"]), HEADS)
-    scores = jnp.einsum("btgrk,bsgk->bgrts", q_BTGRK, k_BSGK) / q_BTGRK.shape[-1] ** 0.5
+    scores = split(jnp.einsum("btgrk,bsgk->bgrts", q_BTGRK, k_BSGK), GROUPS) / q_BTGRK.shape[-1] ** 0.5
     chances = jax.nn.softmax(jnp.where(jnp.tri(x.shape[1], dtype=bool), scores, -jnp.inf))
-    read_BTGRK = jnp.einsum("bgrts,bsgk->btgrk", chances, v_BSGK)
+    read_BTGRK = split(jnp.einsum("bgrts,bsgk->btgrk", chances, v_BSGK), HEADS)
     x = split(x + jnp.einsum("btgrk,grkd->btd", read_BTGRK, p["out"]), TOKENS)
     normed_BTD = split(norm(x, p["norm 2"]), WHOLE)
     hidden = split(jax.nn.silu(normed_BTD @ p["gate"]) * (normed_BTD @ p["up"]), HEADS)
