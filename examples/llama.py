@@ -128,7 +128,7 @@ def continued(step: TrainStep, state: TrainState, tokens: np.ndarray) -> np.ndar
 def next_loss(step: TrainStep, weights: dict, data: dict, folder: str) -> float:
     """Return the loss of the first update after the last checkpoint."""
     found = Checkpoints(folder, step).restore(step.init(weights), resume="must")
-    assert found is not None  # a checkpoint must be there
+    assert found is not None  # "must" raises if there is none
     with Feed(data, step=step, micro_batch=B, state=found.feed) as feed:
         return float(step(found.state, next(iter(feed)))[1].loss)
 
