@@ -1,0 +1,59 @@
+"""Run a Flax linen transformer whose kernels have annotations, on two IPUs of two devices each.
+
+    IPU 0   device 0, device 1   x -> block         Of each block, a device has half of the heads and of the
+    IPU 1   device 2, device 3         -> block     hidden units. XLA adds the communication.
+
+Run it: python -m examples.annotated_flax
+"""
+
+import flax.linen as nn
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from ipu_jax import Pipeline, configure, make_mesh, verify
+from ipu_jax.nn import gather_stages, linen_stage
+
+FEATURES, HEADS, TOKENS, B, M = 16, 4, 6, 2, 4
+whole = lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec())  # noqa: E731
+
+
+def dense(features: int, *axes: str | None) -> nn.Dense:
+    return nn.Dense(features, use_bias=False, kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), axes))
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        normed, heads = nn.LayerNorm()(whole(x)), (*x.shape[:-1], HEADS, -1)
+        q, k, v = (dense(FEATURES, None, "tensor")(normed).reshape(heads) for _ in range(3))
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
+        x = whole(x + dense(FEATURES, "tensor", None)(attended))
+        hidden = nn.gelu(dense(4 * FEATURES, None, "tensor")(nn.LayerNorm()(x)))
+        return whole(x + dense(FEATURES, "tensor", None)(hidden))
+
+
+def make_pipeline() -> tuple[Pipeline, dict]:
+    mesh, x = make_mesh(1, 2, tensor=2), np.zeros((B, TOKENS, FEATURES), np.float32)
+    with jax.set_mesh(mesh):
+        boxed = [jax.jit(Block().init)(jax.random.key(i), x) for i in range(2)]
+    first = linen_stage(Block(), nn.unbox(boxed[0]), "block 0", ipu=0, inputs="x")
+    last = linen_stage(Block(), nn.unbox(boxed[1]), "block 1", ipu=1, loss=lambda y, mb: ((y - mb["y"]) ** 2).mean())
+    stages, weights, _ = gather_stages([first, last])
+    specs = {f"block {i}": nn.get_partition_spec(variables)["params"] for i, variables in enumerate(boxed)}
+    return Pipeline(stages, mesh=mesh, gradient_accumulation=M, specs=specs), weights
+
+
+def main() -> None:
+    pipeline, weights = make_pipeline()
+    params, random = pipeline.shard(weights), np.random.default_rng(0)
+    batch = {name: random.normal(size=(M, B, TOKENS, FEATURES)).astype(np.float32) for name in "xy"}
+    print(verify(pipeline, params, batch))
+    loss, gradients = pipeline.value_and_grad(params, batch)
+    params = jax.tree.map(lambda weight, gradient: weight - 0.1 * gradient, params, gradients)
+    print(f"loss {loss:.3f}, and {pipeline.loss(params, batch):.3f} after a step")
+
+
+if __name__ == "__main__":
+    configure(4)
+    main()
