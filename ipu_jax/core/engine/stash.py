@@ -54,7 +54,8 @@ class Stash:
         self._depths: dict[Key, np.ndarray] = {key: np.array(depth_of(depths)) for key, depths, _ in found}
         buffers = {key: _buffers_of(key[0], values, plan) for key, _, values in found}
         rings = [(buffer, self._depths[key]) for key in buffers for buffer in buffers[key]]
-        if parts(plan.axes) > 1:  # in a flat buffer a value loses its sharding over them
+        self._is_split = parts(plan.axes) > 1
+        if self._is_split:  # in a flat buffer a value loses its sharding over them
             flat = set()
         elif plan.platform == "cpu":
             flat = {buffer for buffer, _ in rings}
@@ -96,7 +97,12 @@ class Stash:
         return sum(buffer.nbytes_of_row * int(rows[ipu]) for buffer, rows in self._rows.items())
 
     def pinned(self, buffers: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the buffers, each in its layout."""
+        """Return the buffers, each in its layout, unless XLA splits them over further axes.
+
+        XLA's partitioner does not know how to split a layout constraint, and would gather the buffer in each task.
+        """
+        if self._is_split:
+            return dict(buffers)
         return {buffer.name: buffer.pinned(buffers[buffer.name]) for buffer in self._rows}
 
     def __contains__(self, key: object) -> bool:
