@@ -16,6 +16,7 @@ from ipu_jax.base.jaxprs import all_equations
 from ipu_jax.base.tracebacks import ShortTracebacks
 from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.instances import gathered, on_host
+from ipu_jax.core.mesh_axes import further_axes, parts
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.reference import UNFUSED, unsharded_update
 from ipu_jax.core.weights.packing import Sharded
