@@ -52,7 +52,10 @@ def make_pipeline(mesh: Mesh, schedule: str, **options: Any) -> Pipeline:
 def inputs() -> tuple[Any, Any]:
     """Return random weights and a batch."""
     rng = np.random.default_rng(0)
-    normal = lambda *shape: rng.normal(0, 0.1, shape).astype(np.float32)
+
+    def normal(*shape: int) -> Any:
+        return rng.normal(0, 0.1, shape).astype(np.float32)
+
     weights = {name: {"up": normal(WIDTH, HIDDEN), "down": normal(HIDDEN, WIDTH)} for name in ("first", "second")}
     return weights, {name: normal(MICRO_BATCHES, ROWS, WIDTH) for name in ("x", "y")}
 

@@ -17,12 +17,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ipu_jax.base.checks import check_cost, check_count
 from ipu_jax.base.jaxprs import traced_on
 from ipu_jax.core.analysis.cost import jaxpr_flops
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.core.mesh_axes import further_axes
 from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, one_by_one
 from ipu_jax.core.programs.segment_program import trace_segment
 from ipu_jax.core.stage import Stage
@@ -225,7 +226,12 @@ def _best(
 
 
 def measure_costs(
-    stages: Iterable[Stage], params: Mapping[str, Any], microbatch: Any, state: Mapping[str, Any] | None = None
+    stages: Iterable[Stage],
+    params: Mapping[str, Any],
+    microbatch: Any,
+    state: Mapping[str, Any] | None = None,
+    *,
+    mesh: Mesh | None = None,
 ) -> list[int]:
     """Return, per stage, the FLOPs of F and B for one micro-batch, by tracing the stages. Nothing is run.
 
@@ -236,6 +242,7 @@ def measure_costs(
         params: `{group: pytree}`, whole weights or their shapes.
         microbatch: one micro-batch or its shapes. Its leaves have no leading M.
         state: `{group: pytree}`, whole, if stages have state.
+        mesh: the mesh whose further axes the stages name, if they do.
 
     Raises:
         ValueError: there are no stages, an item is not a `Stage`, a group is missing, or the last stage does not return
@@ -276,7 +283,10 @@ def measure_costs(
         return flops
 
     # the collectives of concurrent stages need the mesh axes
-    return traced_on(AbstractMesh((1, 1), (REPLICA_AXIS, IPU_AXIS)), costs)
+    further = {} if mesh is None else further_axes(mesh)
+    names = (REPLICA_AXIS, IPU_AXIS, *further)
+    kinds = (AxisType.Auto,) * len(names)
+    return traced_on(AbstractMesh((1, 1, *further.values()), names, axis_types=kinds), costs)
 
 
 def _check_groups(what: str, groups: Any, names: list[str]) -> None:

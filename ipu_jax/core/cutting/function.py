@@ -4,6 +4,7 @@ loss(params, micro_batch)  --traced-->  program  --cut-->  Stage 0, Stage 1, ...
 """
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.sharding import Mesh
 
 from ipu_jax.base.checks import check_choice
+from ipu_jax.base.jaxprs import traced_on
 from ipu_jax.core.analysis.balance import measure_costs
 from ipu_jax.core.cutting.cut import STAGE_END, Cut, Places
 from ipu_jax.core.cutting.description import described, names_of
@@ -33,7 +36,8 @@ class FunctionModel:
     Attributes:
         stages: the stages.
         weights, state: the user's trees, and who holds which part; `state` is None without state.
-        call: the function as it was traced: `call(params, state, micro_batch, key)` returns loss, aux and new state.
+        call: the function as it was traced, or the function itself if its trace is for one mesh:
+            `call(params, state, micro_batch, key)` returns loss, aux and new state.
         aux: the structure of its aux.
         aux_home: per leaf of the aux, the stage that returns it.
         microbatch: the tree of shapes of one micro-batch.
@@ -58,6 +62,10 @@ class FunctionModel:
     def again(self, **changed: Any) -> "FunctionModel":
         """Return the stages of a changed function, or for other weights, cut anew."""
         return model_of(**{**self.source, **changed})
+
+    def on(self, mesh: Mesh) -> "FunctionModel":
+        """Return the stages on a mesh, which are traced anew if their trace is for another one."""
+        return self if self.source["mesh"] in (None, mesh) else self.again(mesh=mesh)
 
     def check(self, batch: Any, leading: int, key: Any) -> None:
         """Raise `ValueError` unless batch (after `leading` dims) and key are like what the function was cut for."""
@@ -111,8 +119,12 @@ def model_of(
     names: Sequence[str] | None,
     costs: str,
     recompute: Any,
+    mesh: Mesh | None = None,
 ) -> FunctionModel:
-    """Trace and cut a loss function for stages in these places. The arguments are as for `Pipeline.from_function`."""
+    """Trace and cut a loss function for stages in these places. The arguments are as for `Pipeline.from_function`.
+
+    If the function names further axes of a mesh, its trace is for this mesh only, and `mesh` is needed.
+    """
     source = {**locals()}
     if not callable(loss):
         raise ValueError(f"loss={loss!r} is not callable: give a function of (params, micro_batch)")
@@ -126,14 +138,15 @@ def model_of(
     takes_key = _takes_key(loss, state)
     call = _call(loss, state, takes_key=takes_key)
     key = jax.eval_shape(lambda: jax.random.key(0)) if takes_key else None
-    program, results = traced(call, params, state, microbatch, key)
+    trace = functools.partial(traced, call, params, state, microbatch, key)
+    program, results = trace() if mesh is None else traced_on(mesh, trace)
     value, aux, _ = results
     _check_loss(program, value)
     _check_effects(program)
     is_frozen = spread("frozen", frozen or False, jax.tree.structure(params))
     found = Places(program, is_frozen)
     if costs == "traced":
-        found.work = _traced_work(found, params, state, microbatch, recompute)
+        found.work = _traced_work(found, params, state, microbatch, recompute, mesh)
     cut = _best_cut(found, len(placement), names)
     division = Division(program, cut.ends)
     stages, weights, of_state, held = _stages_of(division, placement, params, state, recompute)
@@ -141,7 +154,7 @@ def model_of(
         stages=stages,
         weights=weights,
         state=of_state,
-        call=_as_traced(program.closed, jax.tree.structure(results)),
+        call=_as_traced(program.closed, jax.tree.structure(results)) if mesh is None else call,
         aux=jax.tree.structure(aux),
         aux_home=tuple(division.aux_home),
         microbatch=microbatch,
@@ -164,14 +177,16 @@ def _stages_of(
     return stages, WholeTree.of("params", params, held.groups), of_state, held
 
 
-def _traced_work(places: Places, params: Any, state: Any, microbatch: Any, recompute: Any) -> np.ndarray:
+def _traced_work(
+    places: Places, params: Any, state: Any, microbatch: Any, recompute: Any, mesh: Mesh | None
+) -> np.ndarray:
     """Return the FLOPs of F and B of what lies between any two places, at the operation before the second one."""
     ends = [*(np.flatnonzero(places.allowed & places.is_waist) + 1), len(places.operations)]
     division = Division(places.program, ends)
     stages, weights, of_state, _ = _stages_of(division, [0] * len(ends), params, state, recompute)
     states = None if of_state is None else of_state.split(state)
     work = np.zeros_like(places.work)
-    work[np.array(ends) - 1] = measure_costs(stages, weights.split(params), microbatch, states)
+    work[np.array(ends) - 1] = measure_costs(stages, weights.split(params), microbatch, states, mesh=mesh)
     return work
 
 

@@ -40,7 +40,8 @@ class GuardChoice:
     """
 
     def __init__(self, given: Guards, mesh: Mesh):
-        self.given = check_choice("guards", given, _GUARDS)
+        check_choice("guards", given, _GUARDS)
+        self.given: Guards = given
         self._mesh, self.uniform = mesh, given == "uniform"
         self._may_exchange = mesh.shape[IPU_AXIS] > 1 and parts(further_axes(mesh)) > 1
         self._seen: set[Any] = set()

@@ -1,10 +1,11 @@
 """Make stages from a list of layers, placed evenly on the IPUs, with the loss after the last layer."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+from jax.sharding import Mesh, PartitionSpec
 
 from ipu_jax.base.checks import as_int, check_count
 from ipu_jax.core.analysis.balance import balance_layers, measure_costs
@@ -25,6 +26,7 @@ def stages_of_layers(
     microbatch: Any,
     layers_per_ipu: Iterable[int] | None,
     recompute: Any,
+    mesh: Mesh,
 ) -> tuple[list[Stage], dict[str, Any]]:
     """Return the stages and `{group: weights}`. The arguments are as for `Pipeline.from_layers`.
 
@@ -55,12 +57,26 @@ def stages_of_layers(
         stages = [dataclasses.replace(stage, ipu=ipu) for stage, ipu in zip(stages, places, strict=True)]
         return [*stages, dataclasses.replace(end, ipu=places[-1])], weights
     if microbatch is not None:
-        *of_layers, last, of_loss = measure_costs([*stages, end], weights, microbatch)
+        *of_layers, last, of_loss = measure_costs([*stages, end], weights, microbatch, mesh=mesh)
         costs = [*of_layers, last + of_loss]
     elif costs is None:
         costs = [1.0] * (len(stages) - 1) + [1.01]  # the last IPU has the loss, so it gets the smaller of uneven parts
     placed = balance_layers(stages, costs, ipus, rounds=rounds).stages
     return [*placed, dataclasses.replace(end, ipu=placed[-1].ipu)], weights
+
+
+def specs_of_layers(specs: Any, weights: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Return the specs per group, from one tree of PartitionSpecs for all layers or a list with one for each.
+
+    Raises:
+        ValueError: there is not one for each layer.
+    """
+    if isinstance(specs, PartitionSpec) or not isinstance(specs, list | tuple):
+        specs = [specs] * layers
+    if len(specs) != layers:
+        raise ValueError(f"specs has {len(specs)} entries for {layers} layers: give one for each, or one for all")
+    named = {f"layer {k}": own for k, own in enumerate(specs)}
+    return {name: own for name, own in named.items() if own is not None and name in weights}
 
 
 def _places(layers_per_ipu: Iterable[int], layers: int, ipus: int, rounds: int) -> list[int]:

@@ -12,7 +12,7 @@
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -26,7 +26,7 @@ from ipu_jax.core.devices import is_described, make_mesh
 from ipu_jax.core.engine.on_mesh import predict_on_mesh
 from ipu_jax.core.options import Reduction
 from ipu_jax.core.pipeline._derivatives import differentiable_loss, refusing_derivatives
-from ipu_jax.core.pipeline._layers import stages_of_layers
+from ipu_jax.core.pipeline._layers import specs_of_layers, stages_of_layers
 from ipu_jax.core.pipeline._placed_stages import PlacedStages
 from ipu_jax.core.schedules import Schedule, canonical_name, make_schedule
 from ipu_jax.core.stage import Role, Stage
@@ -40,8 +40,8 @@ class Pipeline(PlacedStages):
 
     Args:
         stages: the model, first stage first. An IPU may have several stages, whether they are neighbours or not.
-        mesh: a mesh with axes ("replica", "ipu"), from `make_mesh`. Default: one replica on as many IPUs as the stages
-            name.
+        mesh: a mesh with axes ("replica", "ipu"), from `make_mesh`, and perhaps further axes. Default: one replica on
+            as many IPUs as the stages name.
         schedule: a name in `ipu_jax.schedules.SCHEDULES`, a `Schedule` for this placement and M, or "auto": the first
             step, report or `choose_schedule` finds the schedule that takes the least time for the stages' FLOPs, within
             `ipu_memory`. Later steps keep it. On chips a `UserWarning` says so if "grouped" leaves IPUs less idle.
@@ -51,12 +51,17 @@ class Pipeline(PlacedStages):
             loss is always the mean.
         specs: per concurrent group, a `PartitionSpec` over "ipu", or a pytree of them, that says how its leaves are
             split. A dim that is not divisible by the number of IPUs is padded with zeros, which `unshard` drops. A
-            group that stages share is whole by default.
-        state_specs: the same for the state of concurrent stages. By default every IPU holds it whole.
+            group that stages share is whole by default. Specs of any group can name further axes of the mesh. Such a
+            dim must be divisible by the size of its axes.
+        state_specs: the same for state. By default it is whole on every IPU of its stage, and on each of its devices.
         frozen: per group, True, or a pytree of bools that is a prefix of the group's: the leaves that get no gradient.
             No gradient is computed or stored for a frozen leaf, and its part of the result is zeros. It can have any
             dtype. The pipeline that runs decides which leaves are frozen, not the pipeline that sharded the weights. So
             weights can be unfrozen gradually by passing them to another pipeline.
+        guards: on a mesh with further axes, whether an IPU runs its own tasks only ("own"), or all IPUs run the tasks
+            of all, and keep the results of their own ("uniform"). "auto" takes own guards. It compiles a program before
+            its first call, and takes uniform guards if XLA exchanges data in a stage for which all IPUs must be there:
+            where a dim that is split is shifted or convolved. That would hang under own guards, so "own" refuses it.
         ipu_memory: the memory of an IPU in bytes, for example 900e6. The first `value_and_grad` for given shapes warns,
             before it runs, if that is not enough.
 
@@ -229,6 +234,8 @@ class Pipeline(PlacedStages):
         inputs: Callable[[Any], Any] | None = None,
         replicas: int = 1,
         devices: Sequence[Any] | None = None,
+        axes: Mapping[str, int] | None = None,
+        specs: Any = None,
         rounds: int = 1,
         costs: Iterable[float] | None = None,
         microbatch: Any = None,
@@ -253,13 +260,16 @@ class Pipeline(PlacedStages):
             inputs: `inputs(microbatch) -> x` of the first layer. Default: the micro-batch itself.
             replicas: copies of the model.
             devices: as for `make_mesh`. If they are only described, `params` contains shapes.
+            axes: the sizes of further axes of the mesh, such as `{"tensor": 2}`.
+            specs: how weights are split over these: one tree of `PartitionSpec`s for all layers, or a list with a tree
+                or None per layer.
             rounds: how often the layers go round the IPUs, for "looped" schedules.
             costs: per layer, a number, such as measured seconds.
             microbatch: one micro-batch or its shapes, leaves without the leading M: layers are placed by their FLOPs.
             layers_per_ipu: per IPU, how many of the layers it gets, in their order. IPUs with -1 share the other layers
                 evenly, and the last of them gets the remainder: 9 layers and [2, -1, -1] are [2, 3, 4].
             recompute: as for `Stage`, for all layers.
-            options: all other arguments of `Pipeline`, except `mesh` and `specs`.
+            options: all other arguments of `Pipeline`, except `mesh`.
 
         Returns:
             `(pipeline, params)`. `pipeline.unshard(params)` returns `{"layer 0": weights, ...}`.
@@ -282,6 +292,8 @@ class Pipeline(PlacedStages):
         >>> pipeline.predict(params, {"x": jnp.ones((1, 2, 3))}).shape
         (1, 2, 3)
         """
+        mesh = make_mesh(replicas, ipus, devices=devices, **(axes or {}))
+        layers = list(layers) if isinstance(layers, Iterable) else layers
         stages, weights = stages_of_layers(
             layers,
             params,
@@ -293,8 +305,11 @@ class Pipeline(PlacedStages):
             microbatch=microbatch,
             layers_per_ipu=layers_per_ipu,
             recompute=recompute,
+            mesh=mesh,
         )
-        pipeline = cls(stages, mesh=make_mesh(replicas, ipus, devices=devices), **options)
+        if specs is not None:
+            options["specs"] = specs_of_layers(specs, weights, len(stages) - 1)
+        pipeline = cls(stages, mesh=mesh, **options)
         place = pipeline.shard_shapes if is_described(pipeline.mesh.devices.flat[0]) else pipeline.shard
         return pipeline, place(weights)
 
@@ -309,6 +324,8 @@ class Pipeline(PlacedStages):
         state: Any = None,
         replicas: int = 1,
         devices: Sequence[Any] | None = None,
+        axes: Mapping[str, int] | None = None,
+        specs: Any = None,
         rounds: int = 2,
         schedule: str | Schedule = "grouped",
         cuts: Iterable[str] | None = None,
@@ -341,6 +358,9 @@ class Pipeline(PlacedStages):
             state: the state or its shapes, such as batch norm's statistics. `shard_state` places it.
             replicas: copies of the model.
             devices: as for `make_mesh`.
+            axes: the sizes of further axes of the mesh, such as `{"tensor": 2}`, which the function names.
+            specs: a `PartitionSpec`, or a pytree of them that is a prefix of `params`: how weights are split over
+                these.
             rounds: the stages on each IPU under "zb-wave" and the looped schedules.
             schedule: as for `Pipeline`.
             cuts: names that `jax.ad_checkpoint.checkpoint_name` gives to values in the function: it is cut after these
@@ -382,9 +402,11 @@ class Pipeline(PlacedStages):
             placement = make_schedule(family, ipus=ipus, micro_batches=1, rounds=rounds).placement
         how: dict[str, Any] = {"state": state, "frozen": frozen, "costs": costs, "recompute": recompute}
         names = None if cuts is None else list(cuts)
+        mesh = make_mesh(replicas, ipus, devices=devices, **(axes or {}))
+        how["mesh"] = mesh if axes else None
         function = model_of(loss, params, micro_batch, placement, names=names, **how)
-        mesh = make_mesh(replicas, ipus, devices=devices)
-        return cls(function.stages, mesh=mesh, schedule=schedule, frozen=frozen, function=function, **options)
+        options |= {"schedule": schedule, "frozen": frozen, "specs": specs, "function": function}
+        return cls(function.stages, mesh=mesh, **options)
 
     def replace(
         self,
@@ -397,17 +419,18 @@ class Pipeline(PlacedStages):
         reduction: Reduction | None = None,
     ) -> "Pipeline":
         """Return the same pipeline with other stages (same places and groups), mesh, schedule or options."""
-        function = function or self.function
+        function, on_mesh = function or self.function, self.mesh if mesh is None else mesh
+        function = None if function is None else function.on(on_mesh)
         m, keeps_m = gradient_accumulation, gradient_accumulation in (None, self.options.gradient_accumulation)
         own = self if function is None else function
         with silent_about_messages():  # this pipeline has warned, or it has chosen the schedule
             replaced = Pipeline(
                 own.stages if stages is None else stages,
-                mesh=self.mesh if mesh is None else mesh,
+                mesh=on_mesh,
                 schedule=schedule or (self.schedule_or_name if keeps_m else self._asked_for),
                 gradient_accumulation=self.given["gradient_accumulation"] if m is None else m,
                 reduction=self.given["reduction"] if reduction is None else reduction,
-                specs=self._groups.specs,
+                specs=self._groups.given_specs,
                 state_specs=self._groups.state_specs,
                 frozen=self._groups.given_frozen,
                 ipu_memory=self._memory.ipu_memory,

@@ -35,7 +35,7 @@ class Groups:
 
     Attributes:
         owners, state_owners: per group, its IPU, or None if its stages are concurrent or share it.
-        given_frozen: as given.
+        given_frozen, given_specs: as given.
         specs, frozen: per group, as given; by default, every IPU holds a shared group whole.
         state_specs: per group; by default, every IPU holds the state of a concurrent stage whole.
 
@@ -56,10 +56,12 @@ class Groups:
         whole: WholeTree | None = None,
         whole_state: WholeTree | None = None,
     ):
-        self.ipus, self.axes, self.given_frozen = ipus, axes, frozen
+        self.ipus, self.axes, self.given_frozen, self.given_specs = ipus, axes, frozen, specs
         self._whole, self._whole_state = whole, whole_state
         self.owners, self.state_owners = owners_of(stages), state_owners_of(stages)
         shared = {name: PartitionSpec() for stage in stages for name in stage.shared}
+        if whole is not None and specs is not None:
+            specs = whole.spread("specs", specs, lambda leaf: isinstance(leaf, PartitionSpec))
         self.specs = shared | specs_for(self.owners, by_group("specs", specs), "specs", axes)
         check_shared(stages, self.specs)
         unsplit = {name: PartitionSpec() for name, place in self.state_owners.items() if place is None}

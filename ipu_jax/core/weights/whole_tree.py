@@ -123,9 +123,9 @@ class WholeTree:
         rows = [None if part.rows is None else (part.rows[0], self.shapes[part.leaf][0]) for part in parts]
         return [self.paths[part.leaf] for part in parts], rows
 
-    def spread(self, what: str, prefix: Any) -> dict[str, list[Any]]:
+    def spread(self, what: str, prefix: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, list[Any]]:
         """Return, per group and part, the leaf of `prefix` above it."""
-        values = spread(what, prefix, self.treedef)
+        values = spread(what, prefix, self.treedef, is_leaf)
         return {name: [values[part.leaf] for part in parts] for name, parts in self.groups}
 
 
