@@ -13,6 +13,8 @@ One block is on each IPU, and the head on the last one. `BLOCKS` says what each 
     tuple       mlp over ("context", "tensor"), with a whole head
     fsdp        weights and rows over "tensor", weights whole where they are used
     plain       mlp without annotations and specs
+    shift       tokens over "tensor", of which each reads the one before it
+    convolution tokens over "tensor", of which each reads its neighbours
 
 Letters: B rows, T tokens, D features, F hidden features, H heads, K features of a head, V vocabulary.
 """
@@ -224,6 +226,18 @@ def fsdp(w: Any, x: Any) -> Any:
     return split(x + jnp.tanh((x * used["scale"]) @ used["up"]) @ used["down"], P("tensor"))
 
 
+def shift(w: Any, x: Any) -> Any:
+    x = split(x, P(None, "tensor"))
+    before = jnp.concatenate([jnp.zeros_like(x[:, :1]), x[:, :-1]], axis=1)
+    return split(x + jnp.tanh((before * w["scale"]) @ w["up"]) @ w["down"], P(None, "tensor"))
+
+
+def convolution(w: Any, x: Any) -> Any:
+    x = split(x, P(None, "tensor"))
+    mixed = lax.conv_general_dilated(x, w["kernel"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+    return split(x + jnp.tanh(mixed), P(None, "tensor"))
+
+
 def plain(w: Any, x: Any) -> Any:
     return x + jnp.tanh((x * w["scale"]) @ w["up"]) @ w["down"]
 
@@ -242,6 +256,17 @@ def _dense_heads(w: Any, x: Any) -> Any:
     q, k, v = (jnp.reshape(scaled @ each.reshape(D, H * K), (rows, tokens, H, K)) for each in w["qkv"])
     mixed = jax.nn.dot_product_attention(q, k, v)
     return x + mixed.reshape(rows, tokens, H * K) @ w["out"].reshape(H * K, D)
+
+
+def _dense_shift(w: Any, x: Any) -> Any:
+    before = jnp.roll(x, 1, axis=1).at[:, 0].set(0)
+    return x + jnp.einsum("btf,fd->btd", jnp.tanh(jnp.einsum("btd,d,df->btf", before, w["scale"], w["up"])), w["down"])
+
+
+def _dense_convolution(w: Any, x: Any) -> Any:
+    padded = jnp.pad(x, [(0, 0), (1, 1), (0, 0)])
+    taps = [jnp.einsum("btd,de->bte", padded[:, i : i + T], w["kernel"][i]) for i in range(3)]
+    return x + jnp.tanh(taps[0] + taps[1] + taps[2])
 
 
 _MLP_SHAPES = {"scale": (D,), "up": (D, F), "down": (F, D)}
@@ -263,6 +288,8 @@ BLOCKS = {
     ),
     "fsdp": Block(fsdp, _MLP_SHAPES, dict.fromkeys(_MLP_SHAPES, P("tensor")), _dense_mlp),
     "plain": Block(plain, _MLP_SHAPES, {}, _dense_mlp),
+    "shift": Block(shift, _MLP_SHAPES, {}, _dense_shift),
+    "convolution": Block(convolution, {"kernel": (3, D, D)}, {}, _dense_convolution),
 }
 
 
