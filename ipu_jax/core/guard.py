@@ -10,10 +10,13 @@ of IPU 0, the exchange of its y, F of IPU 1. Each IPU would then wait for the ot
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import jax.numpy as jnp
 from jax import lax
+
+SLOT: Final = "ipu_jax.slot"
+"""The name, in the compiled program, of the guards in which IPUs update their own leaves."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from ipu_jax.core.compiled.program import Instruction, Program
 from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.engine.labels import EXCHANGED, Label, PlanNames, guard_named, plan_named
+from ipu_jax.core.guard import SLOT
 
 _IDS_OF_A_SLICE: Final = 100_000
 _ORDER: Final = get_args(Label)
@@ -61,6 +62,23 @@ def in_stages(program: Program, mesh: Mesh) -> list[StageCollectives]:
     return [StageCollectives(*key, *sums) for key, sums in found.items()]
 
 
+def check_update(program: Program, mesh: Mesh) -> None:
+    """Raise `ValueError` if an IPU's update of its own leaves sends something for which all devices must be there."""
+    for guard in program.instructions():
+        if guard.op == "while" and guard.place.endswith(f"{SLOT}/while"):
+            for op, axis, _, _ in _sent(program, guard, mesh):
+                if _needs_all(op, axis):
+                    raise ValueError(
+                        f"the optimizer makes XLA exchange data over axis {axis!r} ({op}) in the update of an IPU's "
+                        "own leaf, for which XLA waits for all devices of the mesh, and other IPUs would not come: "
+                        "split the leaf along another dim, or leave it whole"
+                    )
+
+
+def _needs_all(op: str, axis: str) -> bool:
+    return op == "collective-permute" or IPU_AXIS in axis.split(" x ")
+
+
 def check_exchanges(program: Program, mesh: Mesh) -> str | None:
     """Return an error message if a task that one IPU runs sends something for which all devices must be there."""
     for guard, plan, (kind, number) in _guards(program):
@@ -68,7 +86,7 @@ def check_exchanges(program: Program, mesh: Mesh) -> str | None:
         if segment is None or plan.ipus == 1 or (segment.place is None and kind != "queue"):
             continue
         for op, axis, _, _ in _sent(program, guard, mesh):
-            if op == "collective-permute" or IPU_AXIS in axis.split(" x "):
+            if _needs_all(op, axis):
                 return (
                     f"stage {', '.join(map(repr, _stages(plan, number)))} makes XLA exchange data over axis {axis!r} "
                     f"({op} in {_TASKS.get(kind, kind)}), for which XLA waits for all devices of the mesh, and IPUs "

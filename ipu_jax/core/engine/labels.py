@@ -51,6 +51,7 @@ class PlanNames:
         segments: the segments, in order.
         classes: per segment class, the numbers of its segments.
         ticks: the number of ticks that the program runs.
+        uniform: as in `Plan`.
         microbatches: per kind and number of a guard, an array (ticks, ipus): the micro-batch, or -1 where the guard is
             not active. For an exchange, 0 where it is active.
     """
@@ -63,6 +64,7 @@ class PlanNames:
     classes: tuple[tuple[int, ...], ...]
     ticks: int
     microbatches: dict[tuple[Label, int], np.ndarray]
+    uniform: bool = False
 
     def segment(self, c: int, ipu: int) -> SegmentNames:
         """Return the segment of a class that an IPU runs."""
@@ -82,6 +84,7 @@ def of_plan(plan: Plan) -> str:
     """Return the name of a plan's scan, by which `plan_named` finds the plan in this process."""
     names = _names(plan)
     about = (names.schedule.name, names.schedule.placement, plan.role, plan.backward, plan.classes, *names.microbatches)
+    about += ("uniform",) if plan.uniform else ()
     # a program from an executable cache has the names of its first compilation, whose stages may have had other names
     structure = _digest(about, *plan.tables.values(), *names.microbatches.values())
     called = _digest([segment.stages for segment in names.segments])
@@ -127,7 +130,8 @@ def _names(plan: Plan) -> PlanNames:
             if channel.pairs:
                 active = np.where(plan.exchanges[kind][:ticks, k], 0, -1)
                 microbatches[kind, k] = np.repeat(active[:, None], plan.ipus, axis=1)
-    return PlanNames(plan.schedule, plan.ipus, plan.role, plan.backward, segments, plan.classes, ticks, microbatches)
+    about = plan.schedule, plan.ipus, plan.role, plan.backward, segments, plan.classes
+    return PlanNames(*about, ticks, microbatches, plan.uniform)
 
 
 def _digest(about: Any, *tables: np.ndarray) -> str:

@@ -151,8 +151,8 @@ class PipelineOptimizer:
         return jax.tree.map(lambda array, spec: put(array, on_mesh(spec)), state, self._specs(update, state))
 
     def _specs(self, update: ShardedUpdate, state: OptimizerState) -> OptimizerState:
-        per_block = [[update.blocks.spec(k) for _ in of_block] for k, of_block in enumerate(state.per_block)]
-        return dataclasses.replace(state, per_block=per_block, replicated=[PartitionSpec() for _ in state.replicated])
+        replicated = [PartitionSpec() for _ in state.replicated]
+        return dataclasses.replace(state, per_block=update.state_layout.specs(), replicated=replicated)
 
 
 def _check_concrete(method: str, tree: Any) -> None:

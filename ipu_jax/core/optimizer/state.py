@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
 from ipu_jax.base.keys import is_key
 from ipu_jax.core.instances import on_host
@@ -100,6 +101,15 @@ class StateLayout:
         avals = (self.variables[i].aval for i in self.replicated)
         replicated = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         return OptimizerState(per_block, replicated, self._kind)
+
+    def specs(self) -> list[list[PartitionSpec]]:
+        """Return the PartitionSpec of each array in `OptimizerState.per_block`."""
+        of_block = [self._blocks.spec(k) for k in range(len(self._blocks))]
+        # what an owner keeps in its own shape is whole on each of its devices
+        return [
+            [spec if size is None else PartitionSpec(*spec[:2]) for _, size in arrays]
+            for spec, arrays in zip(of_block, self._arrays, strict=True)
+        ]
 
     def restore(self, state: Any) -> OptimizerState:
         """Lay out optax's state tree, such as `whole` returned, in the same way as `init` does with the first state.

@@ -19,7 +19,7 @@ from jax.extend import core
 
 from ipu_jax.base.jaxprs import bound
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
-from ipu_jax.core.guard import Fence, guard
+from ipu_jax.core.guard import SLOT, Fence, guard
 from ipu_jax.core.optimizer._analysis import LeafReduction, analyze_update
 from ipu_jax.core.optimizer._evaluate import LeafEvaluator
 from ipu_jax.core.optimizer._reductions import combined, partial_result, partial_shape, sent_together, size_of
@@ -130,7 +130,8 @@ class ShardedUpdate:
                 mask = None if mask is None else _first(mask, length)
                 return self._on_block(k, first, env, partial(self._updated_leaf, old=old, mask=mask, zero=fence.zero))
 
-            new = guard(jnp.int32(0), (shorter < own) & (own <= length), body, new)[1]
+            with jax.named_scope(SLOT):
+                new = guard(jnp.int32(0), (shorter < own) & (own <= length), body, new)[1]
         return new
 
     def _is_elementwise(self, leaf: int) -> bool:

@@ -7,6 +7,7 @@ XLA splits a stage over further mesh axes, and can put a permute into it, for wh
 Own guards would hang there. So a program on further axes is compiled before it runs, and searched for permutes.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Final, Literal, get_args
 
@@ -16,7 +17,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from ipu_jax.base.checks import check_choice
-from ipu_jax.core.compiled.in_stages import check_exchanges
+from ipu_jax.core.compiled.in_stages import check_exchanges, check_update
 from ipu_jax.core.compiled.program import Program
 from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.mesh_axes import further_axes, parts
@@ -46,6 +47,11 @@ class GuardChoice:
         self._may_exchange = mesh.shape[IPU_AXIS] > 1 and parts(further_axes(mesh)) > 1
         self._seen: set[Any] = set()
 
+    def check_shapes(self, program: Any, args: Any, lower: Callable[[], Any]) -> None:
+        """Check a program that is not run, as `check` does; one that is too large for the devices has own guards."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self.check(program, jax.tree.map(_shape_of, args), lower)
+
     def check(self, program: Any, args: Any, lower: Callable[[], Any]) -> None:
         """Make sure that a jitted program of the pipeline can run with these arguments, before it does.
 
@@ -57,9 +63,9 @@ class GuardChoice:
             lower: lowers it for arguments that are tracers or shapes, with weights where their specs say.
 
         Raises:
-            ValueError: it needs uniform guards, and has own ones.
+            ValueError: it needs uniform guards, and has own ones; or its optimizer exchanges data in an update.
         """
-        if self.uniform or not self._may_exchange:
+        if not self._may_exchange:
             return
         leaves, treedef = jax.tree.flatten(args)
         is_there = not any(isinstance(leaf, Tracer | jax.ShapeDtypeStruct) for leaf in leaves)
@@ -68,10 +74,16 @@ class GuardChoice:
         if shapes in self._seen:
             return
         lowered = program.lower(*args) if is_there else lower()
-        why = check_exchanges(Program(lowered.compile()), self._mesh)
+        compiled = Program(lowered.compile())
+        check_update(compiled, self._mesh)
+        why = None if self.uniform else check_exchanges(compiled, self._mesh)
         if why is not None and self.given == "own":
             raise ValueError(why)
         if why is not None:
             self.uniform = True
             program.clear_cache()  # of the one with own guards
         self._seen.add(shapes)
+
+
+def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

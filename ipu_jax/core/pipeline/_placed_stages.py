@@ -238,6 +238,8 @@ class PlacedStages:
     def lower(self, params: Sharded, batch: Any, state: Sharded | None = None, key: jax.Array | None = None) -> Any:
         """Return the program of `value_and_grad`, lowered but not run. Compile it to see its memory and its HLO.
 
+        On a mesh with further axes it is compiled here, too, to choose `guards`.
+
         Args:
             params: from `shard` or `shard_shapes`.
             batch, state, key: as for `value_and_grad`, or with `jax.ShapeDtypeStruct` in place of arrays. A batch whose
@@ -248,7 +250,9 @@ class PlacedStages:
         """
         self.check(params, batch, state, key)
         with ShortTracebacks():
-            return lowered(self._value_and_grad, self.mesh, params, batch, state, key)
+            lower = lambda: lowered(self._value_and_grad, self.mesh, params, batch, state, key)  # noqa: E731
+            self.guards.check_shapes(self._value_and_grad, (params, batch, state, key), lower)
+            return lower()
 
     def choose_schedule(
         self,

@@ -185,9 +185,8 @@ class Placement:
     def specs(self, state: TrainState) -> TrainState:
         """Return the PartitionSpec of every array of a state."""
         everywhere = lambda tree: jax.tree.map(lambda _: WHOLE, tree)  # noqa: E731
-        blocks = self.update_for(state.params).blocks
-        per_block = [[blocks.spec(k) for _ in of_block] for k, of_block in enumerate(state.optimizer.per_block)]
-        replicated = everywhere(state.optimizer.replicated)
+        update, replicated = self.update_for(state.params), everywhere(state.optimizer.replicated)
+        blocks, per_block = update.blocks, update.state_layout.specs()
         return TrainState(
             params=specs_of(state.params),
             optimizer=dataclasses.replace(state.optimizer, per_block=per_block, replicated=replicated),
@@ -230,9 +229,11 @@ class Placement:
         self, params: Any, optimizer: OptimizerState, stages: Any, *, scale: Any, step: int, key: Any, ema: Any
     ) -> TrainState:
         """Return the state made of placed weights and stages' state, and of everything else, still on the host."""
-        blocks = self.update_for(params).blocks
-        place_block = lambda k, array: self._place(array, blocks.spec(k))  # noqa: E731
-        per_block = [[place_block(k, array) for array in of_block] for k, of_block in enumerate(optimizer.per_block)]
+        update = self.update_for(params)
+        per_block = [
+            [self._place(array, spec) for array, spec in zip(of_block, specs, strict=True)]
+            for of_block, specs in zip(optimizer.per_block, update.state_layout.specs(), strict=True)
+        ]
         replicated = [self._place(array) for array in optimizer.replicated]
         return TrainState(
             params=params,
@@ -241,7 +242,7 @@ class Placement:
             scale=jax.tree.map(lambda a: self._place(a), scale),
             step=self._place(np.int32(step)),
             key=None if key is None else self._place(key),
-            ema=None if ema is None else [place_block(k, array) for k, array in enumerate(ema)],
+            ema=None if ema is None else [self._place(array, update.blocks.spec(k)) for k, array in enumerate(ema)],
             nonfinite=self.no_streak(),
         )
 

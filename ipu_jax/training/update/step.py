@@ -366,7 +366,10 @@ class TrainStep:
         """
         batch, made = self._arguments.batch_of_call(state, batch)
         with ShortTracebacks():
-            return self._lowered(state, batch, made)
+            lower = lambda: self._lowered(state, batch, made)  # noqa: E731
+            if isinstance(self.model, Pipeline):
+                self.model.guards.check_shapes(self._program, (state, batch), lower)
+            return lower()
 
     def _lowered(self, state: TrainState, batch: Any, made: range) -> Any:
         several = [None] * (self.options.device_iterations > 1)

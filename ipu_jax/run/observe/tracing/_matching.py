@@ -116,6 +116,8 @@ def _tasks(plan: PlanNames, place: Place, step: int, loops: list[Event], events:
             has_run = at < len(ran) and ran[at] < loop.end
             if loop.operation.is_opaque:
                 has_run = microbatch >= 0
+            elif plan.uniform and microbatch < 0:
+                has_run = False  # it ran another IPU's task, without effect
             elif has_run != (microbatch >= 0):
                 did, planned = ("ran", "no task") if has_run else ("did not run", f"micro-batch {microbatch}")
                 raise TraceError(
