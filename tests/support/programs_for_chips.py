@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
+import axes
 from chips import compile_alone, gpt, make_pipeline, mlp, program_of, ratio_of_cycles
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, make_schedule, make_train_step
 from ipu_jax.chips import ChipReport, compile_ahead, describe
@@ -50,6 +51,7 @@ def for_tpu() -> dict[str, Found]:
         "zb-h1, head": _with_head(mesh),
         "two replicas": _found(compile_ahead(*make_pipeline(SMALL, make_mesh(2, 2, devices=slice_of_4)))),
         "training": _training(slice_of_8),
+        "pairs": _on_pairs(slice_of_4),
         "parts of a slice": refusals,
         "v5p": {"places": [device.coords for device in make_mesh(1, 64, devices=describe("v5p:4x4x4")).devices.flat]},
     }
@@ -65,6 +67,7 @@ def for_gpu() -> dict[str, Found]:
         "zb-h1, head": _with_head(mesh),
         "two replicas": _found(compile_ahead(*make_pipeline(SMALL, make_mesh(2, 2, devices=devices)))),
         "training": _training(devices),
+        "pairs": _on_pairs(devices),
     }
 
 
@@ -106,6 +109,14 @@ def _training(devices: list[Any]) -> Found:
     pipeline, weights, batch = make_pipeline(SMALL, make_mesh(2, IPUS, devices=devices))
     report = compile_ahead(make_train_step(pipeline, optax.adamw(1e-3)), weights, batch)
     return _found(report) | {"seconds": time.monotonic() - start}
+
+
+def _on_pairs(devices: list[Any]) -> Found:
+    """Compile two MLPs on IPUs that are pairs of chips, and list what their tasks send."""
+    pipeline, (weights, batch) = axes.make_pipeline(make_mesh(1, 2, tensor=2, devices=devices), "zb-h1"), axes.inputs()
+    report = pipeline.report(pipeline.shard_shapes(weights), batch)
+    collectives = [(one.stages, one.task, one.op, one.axis, one.count) for one in report.collectives or ()]
+    return {"collectives": collectives, "guards": pipeline.guards.uniform}
 
 
 def _found(report: ChipReport) -> Found:
