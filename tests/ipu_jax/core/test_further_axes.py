@@ -468,3 +468,86 @@ def test_only_shardy_splits(without_shardy):
     with refused("mesh has the further axes 'tensor'", "jax_use_shardy_partitioner is False", "set it to True"):
         model.pipeline(mesh_of((1, 2, 2)))
     assert chain((0, 1), 2).pipeline(2).ipus == 2
+
+
+# layers and functions
+
+
+def layered() -> tuple[Any, list[Any], dict[str, P], dict[str, Any]]:
+    """Return a layer, the weights of four of them, their specs, and a batch."""
+
+    def layer(w: Any, x: Any) -> Any:
+        return split(x + split(jnp.tanh(x @ w["up"]), P(None, "tensor")) @ w["down"], P())
+
+    weights = [{"up": normal(5, 6, seed=i), "down": normal(6, 5, seed=9 + i)} for i in range(4)]
+    batch = {"x": normal(3, 4, 5), "y": normal(3, 4, 5, seed=1)}
+    return layer, weights, {"up": P(None, "tensor"), "down": P("tensor")}, batch
+
+
+def mean_square(x: Any, mb: Any) -> Any:
+    return jnp.mean((x - mb["y"]) ** 2)
+
+
+def layers_alone(weights: Any, batch: Any) -> Any:
+    """Return the loss of the layers in plain jax."""
+    x = batch["x"]
+    for w in weights:
+        x = x + jnp.tanh(x @ w["up"]) @ w["down"]
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+@pytest.mark.parametrize("schedule", ["auto", "1f1b"])
+def test_layers_keep_the_axes(schedule):
+    layer, weights, specs, batch = layered()
+    how: dict[str, Any] = {"loss": mean_square, "inputs": lambda mb: mb["x"], "ipus": 2, "axes": {"tensor": 2}}
+    microbatch = jax.tree.map(lambda leaf: leaf[0], batch)
+    pipeline, params = Pipeline.from_layers(
+        [layer] * 4, weights, microbatch=microbatch, specs=specs, schedule=schedule, gradient_accumulation=3, **how
+    )
+    loss, gradients = pipeline.value_and_grad(params, batch)
+    expected_loss, expected = jax.value_and_grad(layers_alone)(weights, batch)
+    assert largest_relative_error(loss, expected_loss) < 1e-5
+    assert largest_relative_error(list(pipeline.unshard(gradients).values()), expected) < 1e-5
+    assert {slot.sharding.spec for slot in params.slots} == {P("ipu", None, "tensor"), P("ipu", "tensor")}
+    with refused("specs has 3 entries", "4 layers", "one for each, or one for all"):
+        Pipeline.from_layers([layer] * 4, weights, specs=[specs] * 3, **how)
+
+
+@pytest.mark.parametrize("costs", ["counted", "traced"])
+def test_a_function_keeps_the_axes(costs):
+    layer, weights, specs, batch = layered()
+    params = {"in": normal(5, 5), "layers": jax.tree.map(lambda *leaves: np.stack(leaves), *weights)}
+
+    def loss_fn(params: Any, mb: Any) -> Any:
+        x, _ = jax.lax.scan(lambda x, w: (layer(w, x), None), mb["x"] @ params["in"], params["layers"])
+        return jnp.mean((x - mb["y"]) ** 2)
+
+    def alone(params: Any, batch: Any) -> Any:
+        listed = [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(4)]
+        return layers_alone(listed, batch | {"x": batch["x"] @ params["in"]})
+
+    split_layers = {name: P(None, *spec) for name, spec in specs.items()}
+    pipeline = Pipeline.from_function(
+        loss_fn,
+        params,
+        jax.tree.map(lambda leaf: leaf[0], batch),
+        ipus=2,
+        axes={"tensor": 2},
+        specs={"in": P(), "layers": split_layers},
+        schedule="1f1b",
+        gradient_accumulation=3,
+        costs=costs,
+    )
+    placed = pipeline.shard(params)
+    loss, gradients = pipeline.value_and_grad(placed, batch)
+    expected_loss, expected = jax.value_and_grad(alone)(params, batch)
+    assert largest_relative_error(loss, expected_loss) < 1e-5
+    assert largest_relative_error(pipeline.unshard(gradients), expected) < 1e-5
+    assert_lie_like(placed, gradients)
+    verify(pipeline, placed, batch)
+    wider = make_train_step(pipeline, optax.sgd(0.1), TrainOptions(replication_factor=2))  # traced anew for its mesh
+    twice = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), batch)
+    state, outputs = wider(wider.init(params), twice)
+    assert largest_relative_error(outputs.loss, expected_loss) < 1e-5
+    descended = jax.tree.map(lambda w, g: w - 0.1 * g, params, expected)
+    assert largest_relative_error(wider.whole(state)["params"], descended) < 1e-5
