@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec
 
 from ipu_jax.base.checks import as_int, check_choice
 from ipu_jax.base.jaxprs import closed_of
-from ipu_jax.core.devices import ALL_IPUS, IPU_AXIS, AllIpus
+from ipu_jax.core.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, AllIpus
+from ipu_jax.core.mesh_axes import names_in
 
 
 @jax.tree_util.register_dataclass
@@ -120,16 +121,17 @@ class Stage:
             the loss. If it returns a state, the next micro-batch reads that state (a cache); otherwise the state stays.
             Without `predict`, the state that `evaluate` or `fn` returns is dropped; for `fn`, a warning says so. A
             stage with a cache needs `predict=fn`. `key=` is None if none is given.
-        predict_specs: on a concurrent last stage, a `PartitionSpec`, or a pytree of them that is a prefix of the
-            outputs, for the dims of one micro-batch's outputs: an output with "ipu" stays split over the IPUs, such as
-            logits by vocabulary. By default every IPU returns the whole outputs.
+        predict_specs: on the last stage, a `PartitionSpec`, or a pytree of them that is a prefix of the outputs, for
+            the dims of one micro-batch's outputs: an output with "ipu", of a concurrent stage, stays split over the
+            IPUs, such as logits by vocabulary; an output with a further axis of the mesh stays split over that one. By
+            default every IPU returns the whole outputs.
         origins: where the arrays of the stage's groups came from, which `ModuleStage` fills in. `Pipeline` refuses two
             groups that came from one array.
 
     Raises:
         ValueError: a function is not callable, `ipu` is neither `ALL_IPUS` nor an int of at least 0, `recompute` is
             unknown, `takes` or `shared` is not a tuple of names, `shared` names the stage's `params`, or
-            `predict_specs` are not PartitionSpecs over "ipu", or belong to a stage that is local or has no `predict`.
+            `predict_specs` are not PartitionSpecs, or name "ipu" and belong to a stage that is local or has no `predict`.
     """
 
     fn: Callable[..., Any]
@@ -174,11 +176,11 @@ class Stage:
     def _check_predict_specs(self) -> None:
         specs = jax.tree.leaves(self.predict_specs, is_leaf=lambda leaf: leaf is None)
         for spec in specs:
-            is_spec = isinstance(spec, PartitionSpec)
-            if not is_spec or set(spec) - {None, IPU_AXIS} or list(spec).count(IPU_AXIS) > 1:
+            named = [axis for entry in spec for axis in names_in(entry)] if isinstance(spec, PartitionSpec) else [None]
+            if None in named or REPLICA_AXIS in named or len({*named}) < len(named):
                 raise ValueError(
                     f"predict_specs holds {spec!r}: give a PartitionSpec with 'ipu' at most once and None elsewhere, "
-                    "or a tree of them"
+                    "or a tree of them; further axes of the mesh can split dims, too"
                 )
         if any(IPU_AXIS in spec for spec in specs):
             if self.predict is None:

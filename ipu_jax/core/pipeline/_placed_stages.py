@@ -33,6 +33,7 @@ from ipu_jax.core.weights.arguments import (
     check_key,
     check_mesh,
     check_places,
+    check_predict_axes,
     check_prediction_batch,
     checked_stages,
 )
@@ -71,6 +72,7 @@ class PlacedStages:
         self.given_devices = devices_of(self.mesh)
         self.replicas, self.ipus = self.mesh.shape[REPLICA_AXIS], self.mesh.shape[IPU_AXIS]
         check_places(self.stages, self.ipus)
+        check_predict_axes(self.stages, further_axes(self.mesh))
         trees = {} if function is None else {"whole": function.weights, "whole_state": function.state}
         self._groups = Groups(
             self.stages,

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 
 from ipu_jax.base.keys import is_key
 from ipu_jax.core.devices import IPU_AXIS
+from ipu_jax.core.mesh_axes import further_axes, names_in, parts
 from ipu_jax.core.programs._agreement import refuse_differing
 from ipu_jax.core.programs.segment import Message, MicrobatchInputs, Segment, loss_and_aux
 
@@ -76,6 +77,14 @@ def _check_outputs(segment: Segment, differs: Any, outputs: Any) -> None:
                 f"stage {stage.name!r}: predict_specs says {spec} for {name}, which has fewer dims: give a spec for "
                 "the dims of one micro-batch's outputs"
             )
+        axes = further_axes(jax.sharding.get_abstract_mesh())
+        for dim, entry in enumerate(spec):
+            if leaf.shape[dim] % parts(axes, PartitionSpec(entry)):
+                sizes = ", ".join(f"{axis}={axes[axis]}" for axis in names_in(entry) if axis in axes)
+                raise ValueError(
+                    f"stage {stage.name!r}: predict_specs says {spec} for {name}: dim {dim} is not divisible by "
+                    f"{sizes}; choose a size that is, or leave the dim whole"
+                )
         if may_differ and IPU_AXIS not in spec:
             raise ValueError(
                 f"concurrent stage {segment.name!r} returns {name} that may differ between IPUs: keep it split with "

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from ipu_jax.base.keys import is_one_key
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
-from ipu_jax.core.mesh_axes import further_axes
+from ipu_jax.core.mesh_axes import further_axes, names_in
 from ipu_jax.core.stage import Role, Stage
 from ipu_jax.core.weights.packed_layout import WHOLE, with_specs
 from ipu_jax.core.weights.packing import Sharded
@@ -80,6 +80,18 @@ def checked_stages(stages: Any) -> tuple[Stage, ...]:
         if not isinstance(stage, Stage):
             raise ValueError(f"stage {number} is {stage!r}: give a list of Stage(fn, params='group', ipu=0)")
     return checked
+
+
+def check_predict_axes(stages: tuple[Stage, ...], axes: Mapping[str, int]) -> None:
+    """Raise `ValueError` if `predict_specs` name an axis that the mesh lacks."""
+    for stage in stages:
+        for spec in jax.tree.leaves(stage.predict_specs):
+            for axis in (axis for entry in spec for axis in names_in(entry)):
+                if axis not in (IPU_AXIS, *axes):
+                    raise ValueError(
+                        f"stage {stage.name!r}: predict_specs holds {spec}, but the mesh has no axis {axis!r}: make it "
+                        f"with make_mesh(replicas, ipus_per_replica, {axis}=...)"
+                    )
 
 
 def check_places(stages: tuple[Stage, ...], ipus: int) -> None:

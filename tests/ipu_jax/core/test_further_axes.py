@@ -551,3 +551,36 @@ def test_a_function_keeps_the_axes(costs):
     assert largest_relative_error(outputs.loss, expected_loss) < 1e-5
     descended = jax.tree.map(lambda w, g: w - 0.1 * g, params, expected)
     assert largest_relative_error(wider.whole(state)["params"], descended) < 1e-5
+
+
+# predictions that stay split
+
+
+def predicting(spec: P, *, place: Any = 1, columns: int = 8, axes: Any = None) -> Any:
+    """Return a pipeline whose outputs, (3, 4, columns), have this spec, with its weights and batch."""
+    logits = lambda w, x, mb: x @ w  # noqa: E731
+    stages = [
+        Stage(lambda w, x, mb: mb["x"] @ w, params="first", ipu=0),
+        Stage(lambda w, x, mb: jnp.mean(x @ w), params="head", ipu=place, predict=logits, predict_specs=spec),
+    ]
+    mesh = make_mesh(1, 2, **({"tensor": 2} if axes is None else axes))
+    pipeline = Pipeline(stages, mesh=mesh, gradient_accumulation=3, specs={"head": P(None, "tensor")})
+    weights = {"first": normal(5, 6), "head": normal(6, columns, seed=1)}
+    return pipeline, weights, {"x": normal(3, 4, 5, seed=2)}
+
+
+def test_outputs_can_stay_split_over_a_further_axis():
+    pipeline, weights, batch = predicting(P(None, "tensor"))
+    outputs = pipeline.predict(pipeline.shard(weights), batch)
+    assert {shard.data.shape for shard in outputs.addressable_shards} == {(3, 4, 4)}
+    assert largest_relative_error(outputs, batch["x"] @ weights["first"] @ weights["head"]) < 1e-5
+
+
+def test_outputs_that_cannot_be_split_so_are_refused():
+    with refused("predict_specs holds", "no axis 'expert'", "make_mesh(replicas, ipus_per_replica, expert=...)"):
+        predicting(P("expert"))
+    pipeline, weights, batch = predicting(P("tensor"), columns=6)
+    params = pipeline.shard(weights)
+    uneven = {"x": batch["x"][:, :3]}
+    with refused("predict_specs says", "dim 0 is not divisible by tensor=2", "leave the dim whole"):
+        pipeline.predict(params, uneven)
