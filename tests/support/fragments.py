@@ -216,7 +216,7 @@ def _call(names: dict[str, Any], function: Any, args: tuple[Any, ...], options: 
 
 def _examples(program: dict[str, Any]) -> dict[str, Any]:
     """Return what fragments use besides the program: small numbers, arrays, modules, data, a schedule."""
-    n = r = R = 2
+    n = r = R = c = t = 2
     m = M = b = 4
     k, v, V, N = 1, 6, 6, 16
     x = w = y = hidden = np.eye(4, dtype=np.float32)
