@@ -131,7 +131,7 @@ class Stage:
     Raises:
         ValueError: a function is not callable, `ipu` is neither `ALL_IPUS` nor an int of at least 0, `recompute` is
             unknown, `takes` or `shared` is not a tuple of names, `shared` names the stage's `params`, or
-            `predict_specs` are not PartitionSpecs, or name "ipu" and belong to a stage that is local or has no `predict`.
+            `predict_specs` are not PartitionSpecs, or name "ipu" for a stage that is local or has no `predict`.
     """
 
     fn: Callable[..., Any]

@@ -556,15 +556,16 @@ def test_a_function_keeps_the_axes(costs):
 # predictions that stay split
 
 
-def predicting(spec: P, *, place: Any = 1, columns: int = 8, axes: Any = None) -> Any:
+def predicting(spec: P, *, columns: int = 8) -> Any:
     """Return a pipeline whose outputs, (3, 4, columns), have this spec, with its weights and batch."""
     logits = lambda w, x, mb: x @ w  # noqa: E731
     stages = [
         Stage(lambda w, x, mb: mb["x"] @ w, params="first", ipu=0),
-        Stage(lambda w, x, mb: jnp.mean(x @ w), params="head", ipu=place, predict=logits, predict_specs=spec),
+        Stage(lambda w, x, mb: jnp.mean(x @ w), params="head", ipu=1, predict=logits, predict_specs=spec),
     ]
-    mesh = make_mesh(1, 2, **({"tensor": 2} if axes is None else axes))
-    pipeline = Pipeline(stages, mesh=mesh, gradient_accumulation=3, specs={"head": P(None, "tensor")})
+    pipeline = Pipeline(
+        stages, mesh=make_mesh(1, 2, tensor=2), gradient_accumulation=3, specs={"head": P(None, "tensor")}
+    )
     weights = {"first": normal(5, 6), "head": normal(6, columns, seed=1)}
     return pipeline, weights, {"x": normal(3, 4, 5, seed=2)}
 

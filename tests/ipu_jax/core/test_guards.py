@@ -7,6 +7,7 @@ for ever, so a program that has one never runs.
 import functools
 import itertools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,7 +123,7 @@ def test_training_takes_uniform_guards_and_compiles_once_more():
     assert largest_relative_error(step.whole(state)["params"], params) < 1e-5
 
 
-def stateful(guards):
+def stateful(guards: Any) -> tuple[Pipeline, Any, Any, Any, Any]:
     """Return a pipeline with state, aux, skips, random numbers and unlike stages, and its arguments."""
 
     def first(w, x, mb, *, state, key):
