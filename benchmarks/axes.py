@@ -4,7 +4,8 @@ Two IPUs have an MLP each, D x F and F x D. On `make_mesh(1, 2, tensor=2)` the h
 XLA puts communication in. Megatron's minimum is one all-reduce in F and one in B of each MLP.
 
     collectives     counted in the compiled program, on CPUs and for the chips of v5e:2x2
-    bytes           of weights, gradients and temporary values on a device, on pairs / on single devices
+    bytes           of weights, gradients and temporary values on a device, on pairs / on single devices; also with
+                    the rows between MLPs split, as in Megatron's sequence parallelism
     CPU work        of a step of the same model on pairs / on single devices
     uniform guards  the CPU work of a model that needs none, under uniform guards / under own ones
 
@@ -38,7 +39,15 @@ def block(w: Any, x: Any) -> Any:
     return with_sharding_constraint(x + hidden @ w["down"], PartitionSpec())
 
 
-def make_pipeline(mesh: Mesh, schedule: str, **options: Any) -> Pipeline:
+def block_of_rows(w: Any, x: Any) -> Any:
+    """Return the block's result with rows split between MLPs: Megatron's sequence parallelism."""
+    hidden = with_sharding_constraint(
+        jnp.tanh(with_sharding_constraint(x, PartitionSpec()) @ w["up"]), PartitionSpec(None, "tensor")
+    )
+    return with_sharding_constraint(x + hidden @ w["down"], PartitionSpec("tensor"))
+
+
+def make_pipeline(mesh: Mesh, schedule: str, *, block: Any = block, **options: Any) -> Pipeline:
     """Return the two MLPs, each on an IPU, and a loss."""
     stages = [
         Stage(lambda w, x, mb: block(w, mb["x"]), params="first", ipu=0),
@@ -88,7 +97,8 @@ def measure(figures: Figures) -> None:
     for schedule in SCHEDULES:
         single, pairs = (make_pipeline(make_mesh(1, 2, tensor=size), schedule) for size in (1, 2))
         uniform = make_pipeline(make_mesh(1, 2, tensor=2), schedule, guards="uniform")
-        programs = [compiled(pipeline) for pipeline in (single, pairs, uniform)]
+        rows = make_pipeline(make_mesh(1, 2, tensor=2), schedule, block=block_of_rows)
+        programs = [compiled(pipeline) for pipeline in (single, pairs, uniform, rows)]
         expected, *results = (program.result() for program in programs)
         difference = max(largest_relative_difference(result, expected) for result in results)
         figures.add(f"loss and gradients, {schedule}, relative difference", difference, 1e-5)
@@ -99,9 +109,12 @@ def measure(figures: Figures) -> None:
         for kind in ("weights", "gradients"):
             one, two = (getattr(report, kind) for report in reports)
             figures.add(f"bytes of {kind}, pairs / single, {schedule}", two / one, 0.5)
-        figures.add(f"temporary bytes, pairs / single, {schedule}", programs[1].bytes / programs[0].bytes, 0.6)
-        alone, split, alike = side_by_side(*programs, rounds=ROUNDS)
+        of_single, of_pairs, _, of_rows = (program.bytes for program in programs)
+        figures.add(f"temporary bytes, pairs / single, {schedule}", of_pairs / of_single, 0.6)
+        figures.add(f"temporary bytes, pairs with rows split / single, {schedule}", of_rows / of_single, 0.6)
+        alone, split, alike, by_rows = side_by_side(*programs, rounds=ROUNDS)
         figures.add(f"CPU work, pairs / single, {schedule}", (split / alone).cpu, 1.05)
+        figures.add(f"CPU work, pairs with rows split / single, {schedule}", (by_rows / alone).cpu)
         figures.add(f"CPU work, uniform guards / own, {schedule}", (alike / split).cpu)
         figures.add_spread(f"single devices, {schedule}", alone)
 
