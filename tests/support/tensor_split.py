@@ -7,6 +7,7 @@ The loss is a mean of squares, in which no weight has a gradient of 0. Letters: 
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -86,13 +87,15 @@ class SplitModel:
         m = self.micro_batches // replicas
         return jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[0], replicas, m, *leaf.shape[2:]), batches)
 
-    @property
-    def specs(self) -> dict[str, Any]:
+    def specs(self, *, is_split: bool) -> dict[str, Any]:
+        """Return the specs of a mesh with "tensor", or of one without."""
+        if not is_split:
+            return {"head": {"w": P(None, "ipu")}} if self.concurrent else {}
         head = P("tensor", "ipu") if self.concurrent else P(None, "tensor")
         return {**{f"block{i}": BLOCK_SPECS for i in range(self.blocks)}, "head": {"w": head}}
 
     def pipeline(self, mesh: Any, **options: Any) -> Pipeline:
-        """Return the pipeline. On a mesh without further axes it has no specs of them, and no constraints."""
+        """Return the pipeline. On a mesh without further axes it names none."""
         ipus, is_split = mesh.shape["ipu"], "tensor" in mesh.shape
         stages = [
             Stage(_later_block if i else _first_block, params=f"block{i}", ipu=i * ipus // self.blocks)
@@ -103,7 +106,7 @@ class SplitModel:
         stages.append(Stage(self._head, params="head", ipu=ALL_IPUS if self.concurrent else ipus - 1))
         m = self.micro_batches // mesh.shape["replica"]
         given: dict[str, Any] = {"schedule": "1f1b", "gradient_accumulation": m} | options
-        return Pipeline(stages, mesh=mesh, specs=self.specs if is_split else None, **given)
+        return Pipeline(stages, mesh=mesh, specs=self.specs(is_split=is_split), **given)
 
     def _head(self, w: Any, x: Any, mb: Any) -> Any:
         outputs = x @ w["w"]
@@ -155,20 +158,11 @@ def trained_plainly(
 
     Of `options` it knows "max_gradient_norm", "ema_decay" and "on_nonfinite" ("skip").
     """
-    optimizer = optax.with_extra_args_support(optimizer)
     params: Any = model.params()
     state, average = optimizer.init(params), params
     losses, norms, decay = [], [], options.get("ema_decay")
-
-    @jax.jit
-    def gradients_of(params: Any, batch: Any) -> Any:
-        return model.plain_gradients(params, batch, reduction)
-
-    @jax.jit
-    def updated(params: Any, state: Any, gradients: Any) -> Any:
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
-
+    gradients_of = jax.jit(lambda params, batch: model.plain_gradients(params, batch, reduction))
+    update = jax.jit(functools.partial(_updated, optimizer))
     for number in range(len(batches["x"])):
         loss, gradients = gradients_of(params, jax.tree.map(lambda leaf, i=number: leaf[i], batches))
         losses.append(float(loss))
@@ -176,10 +170,21 @@ def trained_plainly(
         if "on_nonfinite" in options and not np.isfinite(norms[-1][0]):
             continue
         factor = min(1, options.get("max_gradient_norm", np.inf) / norms[-1][0])
-        params, state = updated(params, state, _times(factor, gradients))
+        params, state = update(params, state, _times(factor, gradients))
         if decay is not None:
             average = jax.tree.map(np.add, _times(decay, average), _times(1 - decay, params))
     return {"params": params, "optimizer": state, "ema": average, "losses": losses, "norms": norms}
+
+
+def updated_plainly(model: SplitModel, optimizer: Any, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
+    """Return the loss of a batch, and weights and optax's state after its update."""
+    loss, gradients = jax.jit(model.plain_gradients)(params, batch)
+    return loss, *_updated(optimizer, params, state, gradients)
+
+
+def _updated(optimizer: Any, params: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
+    updates, state = optimizer.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state
 
 
 def mesh_of(*shape: int) -> Any:
