@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from ipu_jax import Feed, Pipeline, Stage, TrainOptions, fit, make_mesh, make_train_step
 from ipu_jax.options import DynamicScale
 from ipu_jax.steps import NonFiniteLossWarning
-from support.refusals import compilations, refused
+from support.refusals import compilations, refusals, refused
 from support.tensor_split import SplitModel, mesh_of, trained_plainly
 from support.trained import bits, quick_compiles
 
@@ -43,6 +43,7 @@ OPTIMIZERS: dict[str, Any] = {
     "lamb": optax.lamb(1e-2, weight_decay=0.1),
     "muon": optax.contrib.muon(1e-2, weight_decay=0.1),
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "adafactor without factors": optax.adafactor(1e-2),
     "by path": optax.partition({"decayed": optax.adamw(1e-2, weight_decay=0.1), "plain": optax.sgd(1e-2, 0.9)}, kinds),
     "masked": optax.chain(optax.masked(optax.add_decayed_weights(0.1), matrices), optax.adam(1e-2)),
 }
@@ -75,6 +76,7 @@ def cases():
     rows = [("even", *row) for row in itertools.product(matrices, ("plain", "divided", "averaged", "skipping"), SHAPES)]
     rows += list(itertools.product(MODELS, elementwise, ("divided", "two per call"), SHAPES[:1]))
     rows += [(model, "masked", "clipped", SHAPES[0]) for model in MODELS]
+    rows += [("even", "adafactor without factors", options, SHAPES[0]) for options in ("plain", "divided", "averaged")]
     rows += [("counted", "by path", "skipping", SHAPES[0]), ("uneven", "muon", "plain", SHAPES[1])]
     rows += [("concurrent", optimizer, "plain", SHAPES[1]) for optimizer in ("adamw", "lamb")]
     for row in dict.fromkeys(rows):
@@ -86,7 +88,7 @@ def cases():
         yield pytest.param(*row, id="-".join([model, optimizer, options, "x".join(map(str, shape))]), marks=marks)
 
 
-def close(found, expected, bound=1e-9):
+def close(found, expected, bound=1e-13):
     def one(f, e):
         np.testing.assert_allclose(f, e, rtol=0, atol=bound * max(1, np.max(np.abs(e), initial=0)))
 
@@ -188,11 +190,28 @@ def test_the_options_make_replicas_of_groups_of_devices():
     close(step.whole(state)["params"], trained_plainly(EVEN, optimizer, batches, {})["params"])
 
 
-def test_a_matrix_that_is_needed_in_one_piece_is_not_divided():
-    step = make_train_step(EVEN.pipeline(mesh_of(2, 2, 2)), OPTIMIZERS["muon"], TrainOptions(shard_optimizer=True))
-    params = EVEN.params()
-    with refused("its reshape needs params['block0']['down']", "in one piece", "shard_optimizer=False"):
-        step.init(params)
+def divided_state(optimizer):
+    options = TrainOptions(shard_optimizer=True)
+    return make_train_step(EVEN.pipeline(mesh_of(2, 2, 2)), OPTIMIZERS[optimizer], options).init(EVEN.params())
+
+
+@refusals(
+    (
+        lambda: divided_state("muon"),
+        "its reshape needs params['block0']['down']",
+        "in one piece",
+        "shard_optimizer=False",
+    ),
+    (
+        lambda: divided_state("adafactor"),
+        "its reduce_sum over dims (0,) needs params['block0']['down']",
+        "in one piece",
+        "shard_optimizer=False",
+    ),
+)
+def test_a_matrix_that_is_needed_in_one_piece_is_not_divided(call, holds):
+    with refused(*holds):
+        call()
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adafactor", marks=pytest.mark.slow)])
@@ -247,15 +266,19 @@ def test_the_first_value_that_is_not_finite_is_named():
     assert str(step.find_nonfinite(step.init(params), batch)).startswith(where)
 
 
-def test_an_overflow_halves_the_scale_of_float16():
+@pytest.mark.parametrize("shape", [(1, 2, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
+def test_an_overflow_halves_the_scale_of_float16(shape):
     """Weights and sums are float16, too; a scale of 2**24 overflows at first."""
     with jax.enable_x64(False):
-        mesh, updates = mesh_of(1, 2, 2), 16
+        mesh, updates = mesh_of(*shape), 16
         batches = EVEN.batches(1, np.float32)
         batches = jax.tree.map(lambda leaf: np.repeat(leaf, updates, axis=0), batches)
-        options = TrainOptions(loss_scale=DynamicScale(initial=2.0**24), precision="16.16", half="float16")
+        scale = DynamicScale(initial=2.0**24)
+        options = TrainOptions(
+            loss_scale=scale, precision="16.16", half="float16", shard_optimizer=mesh.shape["replica"] > 1
+        )
         step = make_train_step(EVEN.pipeline(mesh), optax.sgd(2.0**-6), options)
-        state, outputs = train(step, step.init(EVEN.params(np.float32)), batches)
+        state, outputs = train(step, step.init(EVEN.params(np.float32)), EVEN.for_mesh(batches, mesh))
         made = [int(told.updated) for told in outputs]
         assert made == sorted(made)  # an update that overflowed comes first
         assert 0 < sum(made) < updates
