@@ -91,7 +91,7 @@ class PipelineOptimizer:
         if value is not None and jnp.shape(value):
             raise ValueError(f"value has shape {jnp.shape(value)}: give the loss of the update, a scalar")
         if layout not in self._programs:
-            self._programs[layout] = self._program(update, layout, self._specs(update, state))
+            self._programs[layout] = self._program(update, layout, update.state_layout.specs(state))
         gradients = dataclasses.replace(gradients, layout=layout)
         value = jnp.zeros(()) if value is None else jnp.asarray(value)
         new, state = self._programs[layout](gradients, state, as_trained, value)
@@ -148,11 +148,7 @@ class PipelineOptimizer:
 
     def _placed(self, update: ShardedUpdate, state: OptimizerState) -> OptimizerState:
         on_mesh = functools.partial(NamedSharding, self._pipeline.mesh)
-        return jax.tree.map(lambda array, spec: put(array, on_mesh(spec)), state, self._specs(update, state))
-
-    def _specs(self, update: ShardedUpdate, state: OptimizerState) -> OptimizerState:
-        replicated = [PartitionSpec() for _ in state.replicated]
-        return dataclasses.replace(state, per_block=update.state_layout.specs(), replicated=replicated)
+        return jax.tree.map(lambda array, spec: put(array, on_mesh(spec)), state, update.state_layout.specs(state))
 
 
 def _check_concrete(method: str, tree: Any) -> None:

@@ -21,6 +21,7 @@ from ipu_jax.base.keys import is_key
 from ipu_jax.core.instances import on_host
 from ipu_jax.core.optimizer._analysis import UpdateAnalysis
 from ipu_jax.core.optimizer.blocks import Blocks
+from ipu_jax.core.weights.packed_layout import WHOLE
 from ipu_jax.core.weights.place import Place
 from ipu_jax.core.weights.whole_tree import divided, is_rows, joined
 
@@ -102,14 +103,15 @@ class StateLayout:
         replicated = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         return OptimizerState(per_block, replicated, self._kind)
 
-    def specs(self) -> list[list[PartitionSpec]]:
-        """Return the PartitionSpec of each array in `OptimizerState.per_block`."""
-        of_block = [self._blocks.spec(k) for k in range(len(self._blocks))]
-        # what an owner keeps in its own shape is whole on each of its devices
-        return [
-            [spec if size is None else PartitionSpec(*spec[:2]) for _, size in arrays]
-            for spec, arrays in zip(of_block, self._arrays, strict=True)
-        ]
+    def specs(self, state: OptimizerState) -> OptimizerState:
+        """Return the PartitionSpec of each array of a state. A flat array has no dims of its block to split."""
+
+        def spec(k: int, size: int | None) -> PartitionSpec:
+            of_block = self._blocks.spec(k)
+            return of_block if size is None else PartitionSpec(*of_block[:2])
+
+        per_block = [[spec(k, size) for _, size in arrays] for k, arrays in enumerate(self._arrays)]
+        return dataclasses.replace(state, per_block=per_block, replicated=[WHOLE] * len(self.replicated))
 
     def restore(self, state: Any) -> OptimizerState:
         """Lay out optax's state tree, such as `whole` returned, in the same way as `init` does with the first state.

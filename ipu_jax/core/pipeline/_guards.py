@@ -70,7 +70,8 @@ class GuardChoice:
         leaves, treedef = jax.tree.flatten(args)
         is_there = not any(isinstance(leaf, Tracer | jax.ShapeDtypeStruct) for leaf in leaves)
         where = lambda leaf: getattr(leaf, "sharding", None) if is_there else None  # noqa: E731
-        shapes = (program, treedef, tuple((jnp.shape(leaf), leaf.dtype, where(leaf)) for leaf in leaves))
+        kind = lambda leaf: (jnp.shape(leaf), getattr(leaf, "dtype", type(leaf)), where(leaf))  # noqa: E731
+        shapes = (program, treedef, tuple(map(kind, leaves)))
         if shapes in self._seen:
             return
         lowered = program.lower(*args) if is_there else lower()

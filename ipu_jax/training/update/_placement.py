@@ -4,7 +4,6 @@
                                      <-- whole --
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -185,16 +184,15 @@ class Placement:
     def specs(self, state: TrainState) -> TrainState:
         """Return the PartitionSpec of every array of a state."""
         everywhere = lambda tree: jax.tree.map(lambda _: WHOLE, tree)  # noqa: E731
-        update, replicated = self.update_for(state.params), everywhere(state.optimizer.replicated)
-        blocks, per_block = update.blocks, update.state_layout.specs()
+        update = self.update_for(state.params)
         return TrainState(
             params=specs_of(state.params),
-            optimizer=dataclasses.replace(state.optimizer, per_block=per_block, replicated=replicated),
+            optimizer=update.state_layout.specs(state.optimizer),
             stages=specs_of(state.stages),
             scale=everywhere(state.scale),
             step=WHOLE,
             key=everywhere(state.key),
-            ema=None if state.ema is None else [blocks.spec(k) for k in range(len(blocks))],
+            ema=None if state.ema is None else [update.blocks.spec(k) for k in range(len(update.blocks))],
             nonfinite=everywhere(state.nonfinite),
         )
 
@@ -230,19 +228,15 @@ class Placement:
     ) -> TrainState:
         """Return the state made of placed weights and stages' state, and of everything else, still on the host."""
         update = self.update_for(params)
-        per_block = [
-            [self._place(array, spec) for array, spec in zip(of_block, specs, strict=True)]
-            for of_block, specs in zip(optimizer.per_block, update.state_layout.specs(), strict=True)
-        ]
-        replicated = [self._place(array) for array in optimizer.replicated]
+        blocks = update.blocks
         return TrainState(
             params=params,
-            optimizer=dataclasses.replace(optimizer, per_block=per_block, replicated=replicated),
+            optimizer=jax.tree.map(self._place, optimizer, update.state_layout.specs(optimizer)),
             stages=stages,
             scale=jax.tree.map(lambda a: self._place(a), scale),
             step=self._place(np.int32(step)),
             key=None if key is None else self._place(key),
-            ema=None if ema is None else [self._place(array, update.blocks.spec(k)) for k, array in enumerate(ema)],
+            ema=None if ema is None else [self._place(array, blocks.spec(k)) for k, array in enumerate(ema)],
             nonfinite=self.no_streak(),
         )
 

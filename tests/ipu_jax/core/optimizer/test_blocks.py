@@ -1,0 +1,154 @@
+"""Test the chunks of blocks that are split over further mesh axes, against slices by numpy."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from ipu_jax import make_mesh
+from ipu_jax.core.optimizer.blocks import Block, Blocks
+from ipu_jax.core.weights.packed_layout import Leaf
+
+IPUS = 2
+BOTH = ("context", "tensor")
+# the leaf's shape, what is split over further axes, the dim that is split over IPUs, and the dim of chunks by hand
+SLOT, WHOLE = "slot", "whole"
+CASES: dict[str, tuple[tuple[int, ...], P, str | int, int | None]] = {
+    "columns": ((7, 8), P(None, "tensor"), SLOT, 0),
+    "rows": ((8, 7), P("tensor"), SLOT, 1),
+    "rows, a None after them": ((8, 6), P("tensor", None), SLOT, 1),
+    "heads": ((3, 5, 4), P(None, None, "tensor"), SLOT, 1),
+    "inner dim": ((5, 4, 3), P(None, "tensor"), SLOT, 0),
+    "two axes on a dim": ((3, 8), P(None, BOTH), SLOT, 0),
+    "a vector": ((10,), P("tensor"), SLOT, None),
+    "no dim is whole": ((4, 6), P("context", "tensor"), SLOT, None),
+    "nothing is split": ((5, 3), P(), SLOT, None),
+    "fewer rows than replicas": ((1, 8), P(None, "tensor"), SLOT, 0),
+    "no rows": ((0, 8), P(None, "tensor"), SLOT, 0),
+    "on every IPU": ((7, 8), P(None, "tensor"), WHOLE, 0),
+    "a vector on every IPU": ((10,), P("tensor"), WHOLE, None),
+    "columns over IPUs": ((8, 7), P("tensor"), 1, 1),
+    "columns over IPUs, no dim is whole": ((8, 7), P("tensor", "context"), 1, None),
+    "rows over IPUs": ((7, 8), P(None, "tensor"), 0, 0),
+    "rows over IPUs, wider inside": ((3, 8, 9), P(None, "tensor"), 0, 2),
+    "inside over IPUs": ((9, 8, 3), P(None, "tensor"), 2, 0),
+    "over IPUs alone": ((7, 3), P(), 0, None),
+}
+
+
+def blocks_of(case: str, replicas: int) -> Blocks:
+    """Return one block with a leaf: on IPU 1 if it is in a slot, where IPU 0 has nothing."""
+    shape, further, where, _ = CASES[case]
+    if where == SLOT:
+        block = Block(shape, "float32", (None, 0), is_slot=True, further=further)
+    else:
+        split = where if isinstance(where, int) else None
+        own = tuple(-(-size // IPUS) if d == split else size for d, size in enumerate(shape))
+        block = Block(own, "float32", (0,), split, further=further)
+    leaf = Leaf("params['w']", shape, "float32")
+    return Blocks(IPUS, replicas, (block,), (leaf,), jax.tree.structure([0]))
+
+
+def numbered(shape: tuple[int, ...]) -> np.ndarray:
+    return 1 + np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+
+
+def padded(array: np.ndarray, dim: int, size: int) -> np.ndarray:
+    more = np.zeros((*array.shape[:dim], size - array.shape[dim], *array.shape[dim + 1 :]), array.dtype)
+    return np.concatenate([array, more], dim)
+
+
+def chunks_by_hand(array: np.ndarray, dim: int | None, replicas: int) -> np.ndarray:
+    """Return the chunks of one IPU's block, one after another."""
+    if dim is None:
+        array, dim = array.reshape(-1), 0
+    rows = math.ceil(array.shape[dim] / replicas)
+    every = padded(array, dim, replicas * rows)
+    return np.stack([every.take(range(r * rows, (r + 1) * rows), axis=dim) for r in range(replicas)])
+
+
+def by_hand(case: str, replicas: int) -> np.ndarray:
+    """Return the array in which the leaf's numbers are, (replicas, ipus, ...), where IPUs without it hold zeros."""
+    shape, _, where, dim = CASES[case]
+    value = numbered(shape)
+    of_ipu = {SLOT: [0 * value, value], WHOLE: [value]}.get(str(where))
+    if isinstance(where, int):
+        local = math.ceil(shape[where] / IPUS)
+        every = padded(value, where, IPUS * local)
+        of_ipu = [every.take(range(i * local, (i + 1) * local), axis=where) for i in range(IPUS)]
+    assert of_ipu is not None
+    chunks = [array[None] if replicas == 1 else chunks_by_hand(array, dim, replicas) for array in of_ipu]
+    return np.stack(chunks, axis=1)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_a_leaf_goes_to_the_host_arrays_and_back(case, replicas):
+    blocks, expected = blocks_of(case, replicas), by_hand(case, replicas)
+    assert blocks[0].chunk_dim == CASES[case][3]
+    assert blocks.global_shape(0) == expected.shape
+    array = np.zeros(blocks.global_shape(0), np.float32)
+    value = numbered(CASES[case][0])
+    for ipu, part in blocks.host_parts(0, value):
+        array[:, ipu] = part
+    np.testing.assert_array_equal(array, expected)
+    np.testing.assert_array_equal(blocks.host_leaf(0, expected), value)
+    place = blocks.place(0, "array", "bfloat16")
+    assert (place.shape, place.dtype, place.array) == (value.shape, "float32", "array")
+    np.testing.assert_array_equal(place.of_plain(place.plain()).leaf(expected), value)
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_chunks_of_a_block_follow_one_another(case, replicas):
+    blocks = blocks_of(case, replicas)
+    block = numbered(blocks[0].shape)
+    chunks = blocks.to_chunks(0, jnp.asarray(block))
+    np.testing.assert_array_equal(chunks, chunks_by_hand(block, CASES[case][3], replicas))
+    assert chunks.shape == (replicas, *blocks.update_shape(0))
+    np.testing.assert_array_equal(blocks.from_chunks(0, chunks), block)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_each_ipu_masks_what_is_no_leafs_and_takes_its_part(case, replicas):
+    blocks, shape = blocks_of(case, replicas), CASES[case][0]
+
+    def program(value: Any) -> Any:
+        part = blocks.local_part(0, value)
+        if blocks[0].is_slot:
+            part = part * (blocks.own_count(0) > 0)
+        mask = blocks.leaf_mask(0)
+        mask = jnp.ones(part.shape, bool) if mask is None else mask
+        return part[None, None], mask[None, None]
+
+    mapped = jax.shard_map(
+        program, mesh=make_mesh(replicas, IPUS), in_specs=P(), out_specs=P("replica", "ipu"), check_vma=False
+    )
+    part, mask = jax.jit(mapped)(numbered(shape))
+    expected = np.broadcast_to(by_hand(case, replicas), part.shape)
+    np.testing.assert_array_equal(part * mask, expected)
+    np.testing.assert_array_equal(mask, expected > 0)
+
+
+@pytest.mark.parametrize(
+    ("case", "replicas", "spec"),
+    [
+        ("columns", 1, P(None, "ipu", None, "tensor")),
+        ("columns", 2, P("replica", "ipu", None, "tensor")),
+        ("two axes on a dim", 2, P("replica", "ipu", None, BOTH)),
+        ("a vector", 1, P(None, "ipu", "tensor")),
+        ("a vector", 2, P("replica", "ipu")),  # flat chunks are whole on each device
+        ("no dim is whole", 2, P("replica", "ipu")),
+        ("on every IPU", 1, P(None, None, None, "tensor")),
+        ("on every IPU", 2, P("replica", None, None, "tensor")),
+        ("columns over IPUs", 2, P("replica", "ipu", "tensor")),
+        ("rows over IPUs", 2, P("replica", "ipu", None, "tensor")),
+    ],
+)
+def test_arrays_in_chunks_stay_split(case, replicas, spec):
+    assert blocks_of(case, replicas).spec(0) == spec
