@@ -35,6 +35,7 @@ from ipu_jax.core.weights.arguments import (
     check_places,
     check_predict_axes,
     check_prediction_batch,
+    check_reducible,
     checked_stages,
 )
 from ipu_jax.core.weights.groups import Groups
@@ -73,6 +74,7 @@ class PlacedStages:
         self.replicas, self.ipus = self.mesh.shape[REPLICA_AXIS], self.mesh.shape[IPU_AXIS]
         check_places(self.stages, self.ipus)
         check_predict_axes(self.stages, further_axes(self.mesh))
+        check_reducible(self.stages, self.mesh)
         trees = {} if function is None else {"whole": function.weights, "whole_state": function.state}
         self._groups = Groups(
             self.stages,

@@ -94,6 +94,16 @@ def check_predict_axes(stages: tuple[Stage, ...], axes: Mapping[str, int]) -> No
                     )
 
 
+def check_reducible(stages: tuple[Stage, ...], mesh: Mesh) -> None:
+    """Raise `ValueError` if stages reduce over "ipu" where XLA cannot: on one IPU that is a group of devices."""
+    everywhere = [stage.name for stage in stages if stage.place is None or stage.shared]
+    if everywhere and mesh.size > 1 and mesh.shape[REPLICA_AXIS] * mesh.shape[IPU_AXIS] == 1:
+        raise ValueError(
+            f"stage {everywhere[0]!r} reduces over axis 'ipu', but the mesh is one IPU of {mesh.size} devices, on which "
+            "XLA cannot do that: make the stage local (ipu=0, without shared), or give the mesh more IPUs or replicas"
+        )
+
+
 def check_places(stages: tuple[Stage, ...], ipus: int) -> None:
     """Raise `ValueError` if a stage is on an IPU that a replica of `ipus` IPUs does not have."""
     for number, stage in enumerate(stages):

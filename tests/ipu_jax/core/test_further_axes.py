@@ -577,6 +577,14 @@ def test_outputs_can_stay_split_over_a_further_axis():
     assert largest_relative_error(outputs, batch["x"] @ weights["first"] @ weights["head"]) < 1e-5
 
 
+def test_a_reduction_that_xla_cannot_do_is_refused():
+    """On one IPU that is a group of devices, XLA fails at a psum over "ipu" with an internal error."""
+    concurrent, holds = annotated("mlp", 1, concurrent_head=True), ("stage 'head'", "one IPU of 8 devices", "make the")
+    with refused(*holds):
+        concurrent.pipeline(mesh_of((1, 1, 8)))
+    assert_equals_its_twin(annotated("mlp", 1), annotated("mlp", 1).pipeline(mesh_of((1, 1, 4))))
+
+
 def test_outputs_that_cannot_be_split_so_are_refused():
     with refused("predict_specs holds", "no axis 'expert'", "make_mesh(replicas, ipus_per_replica, expert=...)"):
         predicting(P("expert"))
