@@ -99,8 +99,8 @@ def check_reducible(stages: tuple[Stage, ...], mesh: Mesh) -> None:
     everywhere = [stage.name for stage in stages if stage.place is None or stage.shared]
     if everywhere and mesh.size > 1 and mesh.shape[REPLICA_AXIS] * mesh.shape[IPU_AXIS] == 1:
         raise ValueError(
-            f"stage {everywhere[0]!r} reduces over axis 'ipu', but the mesh is one IPU of {mesh.size} devices, on which "
-            "XLA cannot do that: make the stage local (ipu=0, without shared), or give the mesh more IPUs or replicas"
+            f"stage {everywhere[0]!r} reduces over axis 'ipu', but the mesh is one IPU of {mesh.size} devices, on "
+            "which XLA cannot do that: make the stage local (ipu=0, without shared), or give the mesh more IPUs or replicas"
         )
 
 
