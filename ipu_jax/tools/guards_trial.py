@@ -75,6 +75,7 @@ def pipeline_of_groups() -> tuple[Any, Any, Any]:
         mesh=make_mesh(1, 2, tensor=2),
         schedule="1f1b",
         gradient_accumulation=3,
+        guards="own",
         specs={name: {"up": P(None, "tensor"), "down": P("tensor")} for name in ("first", "last")},
     )
     draw = np.random.default_rng(0).standard_normal

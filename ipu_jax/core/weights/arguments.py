@@ -100,7 +100,7 @@ def check_reducible(stages: tuple[Stage, ...], mesh: Mesh) -> None:
     if everywhere and mesh.size > 1 and mesh.shape[REPLICA_AXIS] * mesh.shape[IPU_AXIS] == 1:
         raise ValueError(
             f"stage {everywhere[0]!r} reduces over axis 'ipu', but the mesh is one IPU of {mesh.size} devices, on "
-            "which XLA cannot do that: make the stage local (ipu=0, without shared), or give the mesh more IPUs or replicas"
+            "which XLA cannot do that: make it local (ipu=0, without shared), or give the mesh more IPUs or replicas"
         )
 
 

@@ -293,10 +293,13 @@ def split_heavy(w, x, mb):
     return jnp.mean(jax.lax.scan(lambda x, _: (split_light(w, x, None), None), x, None, length=30)[0] ** 2)
 
 
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_first_device_of_each_group_is_shown(replicas, tmp_path):
+@pytest.mark.parametrize(
+    ("replicas", "guards"), [(1, "own"), (1, "uniform"), pytest.param(2, "own", marks=pytest.mark.slow)]
+)
+def test_the_first_device_of_each_group_is_shown(replicas, guards, tmp_path):
+    """Under uniform guards an IPU's own tasks are shown, and not what it runs of others' tasks without effect."""
     stages = [Stage(fn, params="ab"[k], ipu=k, name=fn.__name__) for k, fn in enumerate((split_light, split_heavy))]
-    options = {"schedule": "1f1b", "gradient_accumulation": M}
+    options = {"schedule": "1f1b", "gradient_accumulation": M, "guards": guards}
     pipeline = Pipeline(stages, mesh=make_mesh(replicas, 2, tensor=2), specs={"a": SPLIT, "b": SPLIT}, **options)
     params = pipeline.shard({name: {"up": np.eye(D, 2 * D), "down": np.eye(2 * D, D)} for name in "ab"})
     batch = np.ones((M, 64, D) if replicas == 1 else (replicas, M, 64, D), np.float32)
