@@ -4,13 +4,18 @@
                                                 |       so that IPU k of one replica is beside IPU k of the next.
                                     7 - 6 - 5 - 4
 
+    pairs of 2 x 4 chips        0 0'               an IPU of two chips, and the next one beside it: of all such paths
+                                1 1'               through the slice, the one that makes the links between neighbours
+                                2 2'               and within IPUs the shortest
+                                3 3'
+
 Fast links connect a slice: TPU chips, or the GPUs of a host. Devices without coordinates, such as CPU
 devices, keep their order.
 """
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -21,57 +26,93 @@ _MOST_TRIED: Final = 64
 """The most devices for which paths through a grid with holes are tried."""
 
 
-def rows_of(devices: Sequence[Any], replicas: int, ipus: int) -> npt.NDArray[Any]:
-    """Return the devices of each replica, (replicas, ipus): the first ones of all, along a path through each slice.
+def rows_of(devices: Sequence[Any], replicas: int, ipus: int, group: int = 1) -> npt.NDArray[Any]:
+    """Return the devices of each replica: the first ones of all, along a path through each slice.
 
     A replica is in one slice if a slice has enough devices. Then the rest of a slice, if too small, is left out unless
     it is needed.
+
+    Args:
+        devices: the devices to choose from.
+        replicas, ipus: how many replicas there are, and how many IPUs each has.
+        group: the number of devices of an IPU.
+
+    Returns:
+        An array (replicas, ipus * group) of devices, an IPU's beside each other.
     """
+    ipus *= group
     slices: dict[int, list[Any]] = {}
     for device in devices:
         slices.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
     rows: list[list[Any]] = []
     for number in sorted(slices):
         count = min(len(slices[number]) // ipus, replicas - len(rows))
-        path = _first_through(slices[number], count * ipus)
+        path = _first_through(slices[number], count * ipus, group)
         rows += [path[at : at + ipus] for at in range(0, len(path), ipus)]
     if len(rows) < replicas:
         path, needed = list[Any](), replicas * ipus
         for number in sorted(slices):
-            path += _first_through(slices[number], min(len(slices[number]), needed - len(path)))
+            path += _first_through(slices[number], min(len(slices[number]), needed - len(path)), group)
         rows = [path[at : at + ipus] for at in range(0, needed, ipus)]
     turned: list[list[Any]] = []
     for row in rows:
         beside = turned[-1] if turned else row
+        row = _turned(row, group) if group > 1 else row
         turned.append(min(row, row[::-1], key=lambda way: sum(map(hops, beside, way))))
     found = np.empty((replicas, ipus), object)
     found[:] = turned
     return found
 
 
-def _first_through(devices: Sequence[Any], count: int) -> list[Any]:
+def _turned(row: list[Any], group: int) -> list[Any]:
+    """Return a replica's devices, each IPU's turned round if it is nearer to the IPU before it so."""
+    found: list[Any] = []
+    for at in range(0, len(row), group):
+        here = row[at : at + group]
+        found += min(here, here[::-1], key=lambda way: sum(map(hops, found[-group:], way)))
+    return found
+
+
+def _links(path: Sequence[Any], group: int) -> int:
+    """Return how many links there are between neighbours of an IPU's devices, and to the same ones of the next IPU."""
+    path = _turned([*path], group)
+    inside = sum(hops(one, other) for k, (one, other) in enumerate(itertools.pairwise(path)) if (k + 1) % group)
+    return inside + sum(map(hops, path, path[group:]))
+
+
+def _first_through(devices: Sequence[Any], count: int, group: int) -> list[Any]:
     """Return a path through the first devices of a slice, or through others if the first ones are scattered."""
-    path = path_through(devices[:count])
-    return path if _length(path) < count else path_through(devices)[:count]
+    path = path_through(devices[:count], group)
+    return path if _length(path) < count or group > 1 else path_through(devices, group)[:count]
 
 
-def path_through(devices: Sequence[Any]) -> list[Any]:
-    """Return the devices of a slice along a path, from each to a neighbour of it if they are a full grid."""
+def path_through(devices: Sequence[Any], group: int = 1) -> list[Any]:
+    """Return the devices of a slice along a path, from each to a neighbour of it if they are a full grid.
+
+    For groups of devices it is the path on which these are near each other, and each group near the next one.
+    """
     places = {place_of(device): device for device in devices}
     if not devices or None in places or len(places) < len(devices):
         return list(devices)
     sides = [sorted(set(side)) for side in zip(*places, strict=True)]
     # the longest side is the fastest, so that a replica is rather a line than a square, and has one beside it
-    order = sorted(range(len(sides)), key=lambda dim: len(sides[dim]))
+    orders = [tuple(sorted(range(len(sides)), key=lambda dim: len(sides[dim])))]
+    if group > 1:
+        orders += itertools.permutations(orders[0])
+    ways = [[places[place] for place in _snake(sides, order) if place in places] for order in dict.fromkeys(orders)]
+    through = min(ways, key=lambda way: _links(way, group)) if group > 1 else ways[0]
+    if math.prod(map(len, sides)) == len(devices) or len(devices) > _MOST_TRIED:
+        return through
+    return min((through, *(_nearest_first(start, through) for start in through)), key=_length)
+
+
+def _snake(sides: Sequence[Sequence[int]], order: Sequence[int]) -> Iterator[_Place]:
+    """Yield the places of a grid from each to a neighbour; the last dim of `order` is the fastest."""
     path: list[_Place] = [()]
     for dim in reversed(order):
         path = [(at, *rest) for k, at in enumerate(sides[dim]) for rest in (path if k % 2 == 0 else reversed(path))]
     by_dim = [order.index(dim) for dim in range(len(sides))]
-    ordered = (tuple(place[k] for k in by_dim) for place in path)
-    through = [places[place] for place in ordered if place in places]
-    if math.prod(map(len, sides)) == len(devices) or len(devices) > _MOST_TRIED:
-        return through
-    return min((through, *(_nearest_first(start, through) for start in through)), key=_length)
+    return (tuple(place[k] for k in by_dim) for place in path)
 
 
 def _nearest_first(start: Any, devices: Sequence[Any]) -> list[Any]:

@@ -151,7 +151,7 @@ def make_mesh(replicas: int, ipus_per_replica: int, *, devices: Sequence[Any] | 
     if len(pool) < needed:
         what = "devices" if axes else "IPUs"
         raise ValueError(f"{counts} needs {needed} {what}, but {_too_few_in(pool, needed, given=devices is not None)}")
-    chosen = rows_of(pool, replicas, needed // replicas).reshape(sizes)
+    chosen = rows_of(pool, replicas, ipus_per_replica, math.prod(sizes[2:])).reshape(sizes)
     idle = sorted({device.process_index for device in pool} - {device.process_index for device in chosen.flat})
     if idle and not is_described(pool[0]):
         numbers = ", ".join(map(str, idle))

@@ -79,8 +79,8 @@ def _needs_all(op: str, axis: str) -> bool:
     return op == "collective-permute" or IPU_AXIS in axis.split(" x ")
 
 
-def check_exchanges(program: Program, mesh: Mesh) -> str | None:
-    """Return an error message if a task that one IPU runs sends something for which all devices must be there."""
+def why_not_own(program: Program, mesh: Mesh) -> str | None:
+    """Return why own guards would hang: a task of one IPU sends something for which all devices must be there."""
     for guard, plan, (kind, number) in _guards(program):
         segment = plan.segments[plan.classes[number][0]] if kind not in EXCHANGED else None
         if segment is None or plan.ipus == 1 or (segment.place is None and kind != "queue"):

@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from ipu_jax.base.checks import check_choice
-from ipu_jax.core.compiled.in_stages import check_exchanges, check_update
+from ipu_jax.core.compiled.in_stages import why_not_own, check_update
 from ipu_jax.core.compiled.program import Program
 from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.mesh_axes import further_axes, parts
@@ -77,7 +77,7 @@ class GuardChoice:
         lowered = program.lower(*args) if is_there else lower()
         compiled = Program(lowered.compile())
         check_update(compiled, self._mesh)
-        why = None if self.uniform else check_exchanges(compiled, self._mesh)
+        why = None if self.uniform else why_not_own(compiled, self._mesh)
         if why is not None and self.given == "own":
             raise ValueError(why)
         if why is not None:

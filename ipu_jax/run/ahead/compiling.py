@@ -7,12 +7,14 @@ A training script needs no such mesh under `ipu-compile`, and one more line: `ha
 """
 
 import contextlib
+import itertools
 import math
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from ipu_jax.core.analysis.cost import bytes_of
@@ -174,7 +176,8 @@ def _check_part(mesh: Mesh) -> None:
     there = len(here.client.devices())
     if here.platform != "tpu" or not is_described(here) or mesh.size == there:
         return
-    for ring in (*mesh.devices, *mesh.devices.T):
+    along = (np.moveaxis(mesh.devices, axis, -1).reshape(-1, size) for axis, size in enumerate(mesh.devices.shape))
+    for ring in itertools.chain.from_iterable(along):
         sides = [len(set(side)) for side in zip(*(device.coords for device in ring), strict=True)]
         if there % len(ring) and sum(side > 1 for side in sides) > 1 and math.prod(sides) == len(ring):
             raise _partial(mesh)

@@ -6,6 +6,8 @@
           +  sums                                           collectives between replicas that no work hides
           +  update                                         weights and state are read and written once
 
+The devices of an IPU share its FLOPs and bytes evenly, if it has several.
+
 A task takes as long as its FLOPs, or as its arguments and results take to be read and written, or as the cycles that
 XLA's compiler for TPU estimates, whichever is longest. Without cycles this is a lower bound, which no chip reaches. Use
 it to compare schedules, sizes and topologies.
@@ -17,6 +19,7 @@ from typing import Any
 
 from ipu_jax.core.analysis.cost import bytes_of, jaxpr_flops
 from ipu_jax.core.engine.plan import Plan
+from ipu_jax.core.mesh_axes import parts
 from ipu_jax.run.ahead.kinds import Kind
 from ipu_jax.run.ahead.traffic import Row
 
@@ -42,12 +45,13 @@ class Paper:
 
 
 def flops_by_task(plan: Plan) -> dict[str, int]:
-    """Return the FLOPs of F, B and W in a step, of the IPU that has the most."""
-    m = plan.schedule.micro_batches
+    """Return the FLOPs of F, B and W in a step on one chip, of the IPU that has the most."""
+    m, chips = plan.schedule.micro_batches, parts(plan.axes)
     by_ipu = []
     for ipu in range(plan.ipus):
         own = [p.jaxprs for p, s in zip(plan.programs, plan.segments, strict=True) if s.place in (None, ipu)]
-        by_ipu.append({t: m * sum(jaxpr_flops(jaxprs[t]) for jaxprs in own if t in jaxprs) for t in ("F", "B", "W")})
+        flops = {t: sum(jaxpr_flops(jaxprs[t]) for jaxprs in own if t in jaxprs) for t in ("F", "B", "W")}
+        by_ipu.append({task: m * of_task // chips for task, of_task in flops.items()})
     return max(by_ipu, key=lambda tasks: sum(tasks.values()))
 
 
@@ -84,7 +88,7 @@ def estimate(plan: Plan, kind: Kind, rows: Sequence[Row], cycles: Mapping[str, i
 def _seconds(plan: Plan, i: int, kind: Kind, cycles: Mapping[str, int]) -> tuple[float, float, float]:
     """Return the time of a segment's F, B (without W) and W for one micro-batch."""
     jaxprs, c = plan.programs[i].jaxprs, plan.class_of(i)
-    bounds = [_bound(jaxprs.get(task), kind) for task in ("F", "B", "W")]
+    bounds = [_bound(jaxprs.get(task), kind) / parts(plan.axes) for task in ("F", "B", "W")]
     if joint := cycles.get(f"FB.{c}"):  # F and B of the head in one guard
         longer = max(1.0, joint / kind.clock / sum(bounds))
         forward, backward, weight = (longer * bound for bound in bounds)

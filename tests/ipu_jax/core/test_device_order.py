@@ -149,3 +149,30 @@ def test_hops_are_counted_along_the_links():
     one, other = Unplaced(0), Unplaced(1)
     assert (hops(one, one), hops(one, other), hops(one, Chip((5, 5)))) == (0, 1, 1)
     assert (place_of(one), place_of(Chip((2, 1), core_on_chip=1))) == (None, (2, 1, 1))
+
+
+# sides of a slice, (replicas, IPUs, devices of an IPU), the most links to the same device of the next IPU
+GROUPS = [
+    ((2, 2), (1, 2, 2), 1),
+    ((2, 4), (1, 4, 2), 1),
+    ((4, 2), (2, 2, 2), 1),
+    ((4, 4), (1, 4, 4), 1),
+    ((4, 4), (2, 4, 2), 3),
+    ((4, 4, 4), (1, 16, 4), 1),
+    ((4, 4, 4), (2, 4, 8), 3),
+]
+
+
+@pytest.mark.parametrize(("sides", "mesh", "most"), GROUPS)
+def test_the_devices_of_an_ipu_are_neighbours_and_ipus_are_near_each_other(sides, mesh, most):
+    replicas, ipus, group = mesh
+    rows = rows_of(grid(*sides), replicas, ipus, group).reshape(mesh)
+    assert len({*rows.flat}) == rows.size
+    assert all(steps(of_ipu) == [1] * (group - 1) for row in rows for of_ipu in row)
+    links = [distance(*pair) for row in rows for one in itertools.pairwise(row) for pair in zip(*one, strict=True)]
+    assert max(links) == most
+
+
+def test_groups_of_devices_that_know_no_place_keep_their_order():
+    devices = [Unplaced(number) for number in range(12)]
+    assert rows_of(devices, 2, 3, 2).reshape(-1).tolist() == devices

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 from ipu_jax import Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
 from ipu_jax.chips import ChipReport, compile_ahead, hand_over
@@ -179,3 +180,27 @@ def test_another_error_of_the_compiler_is_raised(monkeypatch):
     monkeypatch.setattr(compiling, "compile_lowered", raising("INTERNAL: a bug"))
     with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
         report_of(pipeline_of())
+
+
+def test_the_chips_of_an_ipu_share_its_work():
+    """Each stage is a product whose columns, or rows, two chips share: half of its FLOPs, of its weights and of dw."""
+
+    def stages() -> list[Stage]:
+        first = lambda w, x, mb: jax.lax.with_sharding_constraint(mb @ w, PartitionSpec())  # noqa: E731
+        last = lambda w, x, mb: jnp.mean(jnp.square(x @ w))  # noqa: E731
+        return [Stage(first, "a", 0), Stage(last, "b", 1)]
+
+    specs = {"a": PartitionSpec(None, "tensor"), "b": PartitionSpec(None, "tensor")}
+    one, two = (
+        compile_ahead(
+            Pipeline(stages(), mesh=make_mesh(1, 2, tensor=size), gradient_accumulation=M, specs=specs),
+            {"a": shape(D, D), "b": shape(D, 2)},
+            shape(M, N, D),
+        )
+        for size in (1, 2)
+    )
+    assert two.flops == {task: flops // 2 for task, flops in one.flops.items()}
+    assert (two.chips, two.mesh) == (4, {"replica": 1, "ipu": 2, "tensor": 2})
+    assert {row.axis for row in two.rows} == {"ipu", "tensor"}
+    batch = 4 * M * N * D
+    assert two.memory.arguments - batch == (one.memory.arguments - batch) // 2
