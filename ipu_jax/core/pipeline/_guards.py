@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from ipu_jax.base.checks import check_choice
-from ipu_jax.core.compiled.in_stages import why_not_own, check_update
+from ipu_jax.core.compiled.in_stages import check_update, why_not_own
 from ipu_jax.core.compiled.program import Program
 from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.mesh_axes import further_axes, parts
