@@ -195,10 +195,10 @@ class Training:
         )
 
     def needs(self, state: ipu_jax.steps.TrainState) -> ipu_jax.costs.PipelineReport:
-        """Report what each IPU stores, computes and sends. Nothing is compiled."""
+        """Report what each IPU stores, computes and sends. It is compiled for `--explain` only."""
         m = self.step.gradient_accumulation
         with feed_of(self.flags, self.data, mesh=self.step.mesh, gradient_accumulation=m) as feed:
-            return self.step.model.report(state.params, feed.like, state.stages, compile=False)
+            return self.step.model.report(state.params, feed.like, state.stages, compile=self.flags.explain)
 
     def run(self, cache: ipu_jax.steps.ExecutableCache | None) -> ipu_jax.steps.FitResult:
         """Train, and print the output lines of the training."""

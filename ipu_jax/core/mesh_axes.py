@@ -31,7 +31,7 @@ def further_axes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
 
 
 def parts(axes: Mapping[str, int], spec: PartitionSpec | None = None) -> int:
-    """Return the number of parts into which further axes of these sizes split an array: those of its spec, or all.
+    """Return into how many parts an array is split over the further axes of its spec, or over all of them.
 
     >>> parts({"context": 2, "tensor": 4}, PartitionSpec("ipu", "tensor"))
     4
@@ -53,8 +53,8 @@ def names_further(spec: PartitionSpec) -> bool:
 def own_part(spec: PartitionSpec) -> PartitionSpec:
     """Return a spec without further axes.
 
-    >>> own_part(PartitionSpec("ipu", None, "tensor"))
-    PartitionSpec('ipu', None, None)
+    >>> own_part(PartitionSpec("ipu", None, "tensor")) == PartitionSpec("ipu", None, None)
+    True
     """
     return PartitionSpec(*(entry if entry in OWN_AXES else None for entry in spec)) if names_further(spec) else spec
 

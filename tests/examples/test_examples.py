@@ -162,5 +162,5 @@ def test_three_lines_make_a_pipeline_of_a_function():
 def test_every_example_is_tried():
     names = {path.stem for path in Path(training.__file__).parent.glob("*.py")}
     # tried by the files beside this
-    elsewhere = {"distributed", "balance_loss", "attention_residuals", "multi_token", "gpt"}
+    elsewhere = {"distributed", "balance_loss", "attention_residuals", "multi_token", "gpt", "annotated_flax", "llama"}
     assert names == {example.__name__.split(".")[-1] for example in SOURCES} | {"training"} | elsewhere

@@ -294,6 +294,8 @@ def test_explain_and_plot_schedule_show_the_schedule_before_training(few_digits,
     assert "IPU 0  " in lines[5]
     (columns,) = (number for number, line in enumerate(lines) if re.match("IPU +weights ", line))
     assert [line.split()[0] for line in lines[columns + 1 : columns + 3]] == ["0", "1"]
+    (sent,) = (number for number, line in enumerate(lines) if re.match("stage +task +collective +axis ", line))
+    assert re.fullmatch(r"classifier, cross-entropy +F and B +all-\w+ +ipu +\d x .*", lines[sent + 1])
     (compiled,) = (number for number, line in enumerate(lines) if re.fullmatch(COMPILED, line))
     (drawn,) = (number for number, line in enumerate(lines) if line == f"Schedule: {picture}")
     assert columns < drawn < compiled < next(number for number, line in enumerate(lines) if line.startswith("Epoch"))

@@ -35,7 +35,7 @@ from ipu_jax.core.analysis._account import (
 )
 from ipu_jax.core.analysis.cost import bytes_of
 from ipu_jax.core.compiled.in_stages import StageCollectives, in_stages
-from ipu_jax.core.compiled.program import Program
+from ipu_jax.core.compiled.program import Program, compiled_for
 from ipu_jax.core.devices import REPLICA_AXIS
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.engine.stash import Stash
@@ -93,7 +93,7 @@ class PipelineReport:
         stash_padding: the part of `stash` that pads values to a TPU's tiles; 0 elsewhere.
         temporary: the compiled program's temporary bytes per IPU, as XLA reports them; None if it was not compiled.
         exchanges: the ticks in which an IPU sends to another.
-        devices: how many devices an IPU has: weights, state, gradients and the compiled temporary bytes are those of
+        devices: how many devices an IPU has. Weights, state, gradients and the compiled temporary bytes are counted for
             one device. What XLA splits by itself is counted whole: batch, stash, working set, FLOPs.
         collectives: what the tasks of each stage send, from the compiled program; None if it was not compiled.
         exposed: on chips, the share of a step that these take under the one-phase clock, where nothing hides messages,
@@ -222,7 +222,7 @@ def make_report(
     batch_bytes = bytes_of(batch) // mesh.shape[REPLICA_AXIS]
     report = count_report(plan, params.layout, empty_state if state is None else state.layout, batch_bytes)
     if program is not None:
-        compiled = lowered(program, mesh, params, batch, state, key).compile()
+        compiled = compiled_for(mesh.devices.flat[0], lowered(program, mesh, params, batch, state, key))
         analysis = compiled.memory_analysis()
         temporary = None if analysis is None else analysis.temp_size_in_bytes  # not every platform reports it
         collectives = tuple(in_stages(Program(compiled), mesh))

@@ -6,6 +6,7 @@ collective    an instruction that sends something; a -start and its -done may ha
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import math
@@ -13,8 +14,10 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
+import jax
 import numpy as np
 
+from ipu_jax.core.devices import is_described
 from ipu_jax.core.engine.labels import PlanNames, guard_named, plan_named
 
 COLLECTIVES: Final = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -313,6 +316,32 @@ class Program:
         condition = [i.line for i in self._within(re.findall(r"condition=%?([\w.\-]+)", loop.line))]
         ends = re.findall(r" s32\[\][^ ]* constant\((\d+)\)", "\n".join(condition))
         return int(ends[0]) if len(ends) == 1 and any("direction=LT" in line for line in condition) else 1
+
+
+def compiled_for(device: Any, lowered: Any, options: dict[str, Any] | None = None) -> Any:
+    """Return the compiled program of a lowered one.
+
+    For a device that is only described it stays out of jax's cache of compiled programs: without the device it cannot
+    be read again.
+
+    Args:
+        device: any device of the program.
+        lowered: what `jit(...).lower(...)` returns.
+        options: for XLA.
+    """
+    with _nothing_kept() if is_described(device) else contextlib.nullcontext():
+        return lowered.compile(compiler_options=options)
+
+
+@contextlib.contextmanager
+def _nothing_kept() -> Iterator[None]:
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.values[name]
+    jax.config.update(name, float("inf"))
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def host_loops(thunks: str, outer: int = 0) -> int:

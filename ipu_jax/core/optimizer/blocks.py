@@ -65,7 +65,7 @@ class Block:
 
     @property
     def chunk_dim(self) -> int | None:
-        """Return the dim along which the chunks of replicas follow one another; None for those of the flat block."""
+        """Return the dim along which the chunks of replicas follow one another; None if the flat block is cut."""
         if not names_further(self.further):
             return None
         is_split = [bool(names_in(entry)) for entry in self.further] + [False] * len(self.shape)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from ipu_jax.base.checks import check_choice
 from ipu_jax.core.compiled.in_stages import check_update, why_not_own
-from ipu_jax.core.compiled.program import Program
+from ipu_jax.core.compiled.program import Program, compiled_for
 from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.mesh_axes import further_axes, parts
 
@@ -75,7 +75,7 @@ class GuardChoice:
         if shapes in self._seen:
             return
         lowered = program.lower(*args) if is_there else lower()
-        compiled = Program(lowered.compile())
+        compiled = Program(compiled_for(self._mesh.devices.flat[0], lowered))
         check_update(compiled, self._mesh)
         why = None if self.uniform else why_not_own(compiled, self._mesh)
         if why is not None and self.given == "own":

@@ -21,7 +21,9 @@ import jax
 from jax.experimental import topologies
 
 from ipu_jax.base.checks import check_count
+from ipu_jax.core.compiled.program import compiled_for
 from ipu_jax.core.cuda_graphs import CUDA_GRAPH_FLAGS
+from ipu_jax.core.devices import is_described
 from ipu_jax.run.ahead.kinds import TOPOLOGIES, topology_of
 
 # libtpu asks the cloud which TPU this is, and lets only one process in, unless these are set
@@ -109,15 +111,8 @@ def compile_lowered(lowered: Any, device: Any) -> tuple[Any, str | None]:
     Raises:
         jax.errors.JaxRuntimeError: XLA cannot compile it, such as if it does not fit into the memory of a TPU.
     """
-    if device.client.local_devices():
-        return lowered.compile(), None
-    with _nothing_kept():
-        return _compiled_ahead(lowered, device)
-
-
-def _compiled_ahead(lowered: Any, device: Any) -> tuple[Any, str | None]:
-    if device.platform != "gpu":
-        return lowered.compile(), None
+    if not is_described(device) or device.platform != "gpu":
+        return compiled_for(device, lowered), None
     nvcc = _cuda_folder() / "nvidia" / "cuda_nvcc"
     flags = [flag.removeprefix("--").partition("=") for flag in CUDA_GRAPH_FLAGS]
     options: dict[str, Any] = {name: int(value) if value.isdigit() else value for name, _, value in flags}
@@ -125,7 +120,7 @@ def _compiled_ahead(lowered: Any, device: Any) -> tuple[Any, str | None]:
     options |= {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False, "xla_gpu_cuda_data_dir": str(nvcc)}
     with tempfile.TemporaryDirectory() as dump, _first_in_path(nvcc / "bin"):
         options |= {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
-        compiled = lowered.compile(compiler_options=options)
+        compiled = compiled_for(device, lowered, options)
         thunks = [*Path(dump).glob("*thunk_sequence_after_thunk_passes.txt")]
         return compiled, max(thunks, key=os.path.getmtime).read_text() if thunks else None
 
@@ -143,18 +138,6 @@ def version_of(platform: str) -> dict[str, str]:
         return {}
     found = [*importlib.metadata.distributions(name=package, path=[str(folder)])]
     return {package: found[0].version} if found else {}
-
-
-@contextlib.contextmanager
-def _nothing_kept() -> Iterator[None]:
-    """Keep programs out of jax's cache of compiled ones: without their chips they cannot be read again."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = jax.config.values[name]
-    jax.config.update(name, float("inf"))
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
 
 
 def _h100s(shape: str) -> list[Any]:

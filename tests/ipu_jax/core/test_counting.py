@@ -1,6 +1,6 @@
 """Test losses and norms that are easily counted wrongly where an IPU is a group of devices, against plain jax.
 
-The cases are those of NVIDIA/Megatron-LM#7452 in whole-array code: a vocabulary, tokens or heads are split over axis
+The cases are from NVIDIA/Megatron-LM#7452, in whole-array code: a vocabulary, tokens or heads are split over axis
 "tensor", masks leave unequal numbers of tokens to its devices, to the micro-batches and to the replicas.
 """
 

@@ -1,6 +1,6 @@
 """Test pipelines on meshes with further axes against dense twins in plain jax on one device.
 
-What XLA splits must change no result: loss, gradients, state and predictions are those of whole arrays, and weights and
+XLA may split arrays, but no result may change: loss, gradients, state and predictions equal the twin's, and weights and
 gradients are split as the specs say.
 """
 
@@ -579,7 +579,10 @@ def test_outputs_can_stay_split_over_a_further_axis():
 
 def test_a_reduction_that_xla_cannot_do_is_refused():
     """On one IPU that is a group of devices, XLA fails at a psum over "ipu" with an internal error."""
-    concurrent, holds = annotated("mlp", 1, concurrent_head=True), ("stage 'head'", "one IPU of 8 devices", "make the")
+    concurrent, holds = (
+        annotated("mlp", 1, concurrent_head=True),
+        ("stage 'head'", "one IPU of 8 devices", "make it local"),
+    )
     with refused(*holds):
         concurrent.pipeline(mesh_of((1, 1, 8)))
     assert_equals_its_twin(annotated("mlp", 1), annotated("mlp", 1).pipeline(mesh_of((1, 1, 4))))

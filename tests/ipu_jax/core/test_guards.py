@@ -215,3 +215,14 @@ def test_the_report_counts_a_devices_bytes():
         assert two.weights - scale == (one.weights - scale) / 2
         assert two.gradients - scale == (one.gradients - scale) / 2
     assert single.collectives is pairs.collectives is None
+
+
+@pytest.mark.parametrize("guards", ["auto", "uniform"])
+def test_an_update_that_exchanges_data_is_refused(guards):
+    """An IPU updates its own leaf in a guard, which no option makes uniform."""
+    rolled = optax.stateless(lambda updates, _: jax.tree.map(lambda g: jnp.roll(g, 1, axis=-1), updates))
+    model = model_of("mlp")
+    pipeline = model.pipeline(mesh_of((1, 2, 2)), schedule="1f1b", guards=guards)
+    step = make_train_step(pipeline, optax.chain(rolled, optax.sgd(0.1)))
+    with pytest.raises(ValueError, match=r"the optimizer makes XLA exchange data over axis 'tensor' \(collective-perm"):
+        step(step.init(model.params), model.batch)

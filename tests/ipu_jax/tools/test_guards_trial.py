@@ -1,4 +1,4 @@
-"""Test the trial of collectives inside guards: that it has some, and how each of its ends is told."""
+"""Test the trial of collectives inside guards: that it has some, and what is said of each end."""
 
 import re
 import sys

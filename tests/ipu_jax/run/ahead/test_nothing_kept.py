@@ -13,7 +13,7 @@ SHORTEST = "jax_persistent_cache_min_compile_time_secs"
 
 def test_only_programs_for_devices_that_are_there_are_kept():
     before, seen = jax.config.values[SHORTEST], []
-    lowered: Any = SimpleNamespace(compile=lambda: seen.append(jax.config.values[SHORTEST]))
+    lowered: Any = SimpleNamespace(compile=lambda **_: seen.append(jax.config.values[SHORTEST]))
     for there in ([], ["a device"]):
         client = SimpleNamespace(local_devices=lambda there=there: there)
         compile_lowered(lowered, SimpleNamespace(platform="tpu", client=client))
