@@ -4,8 +4,8 @@
                                          axis "ipu"        stages: what this project programs itself
                                          axis "tensor"     the devices of one IPU, among which XLA splits its arrays
 
-An IPU of such a mesh is a group of devices. Its program is written for whole arrays. Specs of weights, and constraints
-in stage functions (`jax.lax.with_sharding_constraint`), say how they are split, and XLA adds the communication.
+Here an IPU is a group of devices. Its program is written for whole arrays. Specs of weights, and constraints in stage
+functions (`jax.lax.with_sharding_constraint`), say how arrays are split, and XLA adds the communication.
 """
 
 import math
