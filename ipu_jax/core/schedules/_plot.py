@@ -31,6 +31,7 @@ import numpy as np
 from ipu_jax.base.replacing import replacing
 from ipu_jax.core.schedules._simulate import Simulation
 from ipu_jax.core.schedules._timetable import Kind, Task, Timetable, segments_of, tables_of, tasks_of, tick_of
+from ipu_jax.core.schedules.colours import CONCURRENT, FAINT, IDLE, INK, LINE, LOCAL, UPDATE, name_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,11 +56,6 @@ _WIDTH, _MARGIN, _LEFT, _ABOVE, _BELOW, _UPDATE_GAP, _UPDATE_WIDTH = 720.0, 12.0
 _ROOM = _WIDTH - _LEFT - _UPDATE_GAP - _UPDATE_WIDTH - _MARGIN
 _WIDEST_UNIT, _NARROWEST_CELL, _NARROWEST_WITH_EDGE, _MOST_BANDS = 48.0, 2.25, 6.0, 6
 _TEXT, _LEAST_TEXT, _DIGIT, _MOST_DARK = 8.0, 6.0, 0.64, 8  # _DIGIT: the width of a digit over its size
-
-_INK, _FAINT, _LINE, _IDLE, _UPDATE = "#1f2328", "#57606a", "#d3d8dd", "#f3f4f6", "#d9dde2"
-# The hues of Okabe and Ito, "Color Universal Design", 2008, which colour-blind people can tell apart, below black text.
-_LOCAL: dict[Kind, str] = {"F": "#7db9e2", "B": "#dd7a3c", "W": "#f5e26b"}
-_CONCURRENT: dict[Kind, str] = {"F": "#8ad3b4", "B": "#2fa37c", "W": ""}
 
 
 def figure_of(table: Timetable, simulation: Simulation | None, bubble: Callable[[], float]) -> "Figure":
@@ -212,8 +208,8 @@ class _Picture:
         figure.set_size_inches(_WIDTH / 72, height / 72)
         size = min(12.0, (_WIDTH - 2 * _MARGIN) / (0.72 * len(title)))  # no letter is wider on average
         style: dict[str, Any] = {"x": _MARGIN / _WIDTH, "ha": "left", "va": "top"}
-        figure.suptitle(title, y=1 - _MARGIN / height, weight="bold", size=size, color=_INK, **style)
-        style |= {"size": _TEXT, "color": _FAINT, "linespacing": 1.3}
+        figure.suptitle(title, y=1 - _MARGIN / height, weight="bold", size=size, color=INK, **style)
+        style |= {"size": _TEXT, "color": FAINT, "linespacing": 1.3}
         figure.text(y=1 - (_MARGIN + 20.0) / height, s="\n".join(caption), **style)
         self._legend(figure, (_MARGIN / _WIDTH, 1 - (top - 16.0) / height))
         for start, end in self._bands:
@@ -224,9 +220,9 @@ class _Picture:
             self._band(axes, start, end)
             if end == self._end:
                 left, text = width + _UPDATE_GAP, "weight update" if rows > 64.0 else "update"
-                _rectangles(axes, [(left, 0.0, left + _UPDATE_WIDTH, rows)], _UPDATE)
+                _rectangles(axes, [(left, 0.0, left + _UPDATE_WIDTH, rows)], UPDATE)
                 at = left + _UPDATE_WIDTH / 2, rows / 2
-                axes.text(*at, text, rotation=90, ha="center", va="center", size=7.0, color=_INK)
+                axes.text(*at, text, rotation=90, ha="center", va="center", size=7.0, color=INK)
 
     def _band(self, axes: "Axes", start: float, end: float) -> None:
         """Draw the rows of all IPUs from `start` to `end`, with the labels above, before and below them."""
@@ -242,17 +238,17 @@ class _Picture:
                 by_colour[colour].append((left, upper, right, lower))
                 self._number(axes, cell, (left + right) / 2, (upper + lower) / 2, right - left)
         y = [k * row for k in range(self._table.ipus)]
-        _rectangles(axes, [(0.0, top + gap, x(end), top + row - gap) for top in y], _IDLE)
+        _rectangles(axes, [(0.0, top + gap, x(end), top + row - gap) for top in y], IDLE)
         for colour, rectangles in by_colour.items():
             _rectangles(axes, rectangles, colour, edge=0.75 if self._width >= _NARROWEST_WITH_EDGE else 0.0)
-        line: dict[str, Any] = {"color": _INK, "clip_on": False}
+        line: dict[str, Any] = {"color": INK, "clip_on": False}
         for name, first, last in self._spans:
             if last > first and last > start and first < end:
                 # a narrow outer part borrows room from main, whose name keeps clear of the other names
                 at, side = min(max((x(first) + x(last)) / 2, 60.0), x(end) - 70.0), "center"
                 if name != "main":
                     at, side = (x(first), "left") if name == "ramp-up" else (x(last), "right")
-                axes.text(at, -9.0, name, ha=side, size=_TEXT, color=_INK)
+                axes.text(at, -9.0, name, ha=side, size=_TEXT, color=INK)
                 axes.plot([x(first) + 1.0, x(last) - 1.0], [-5.0, -5.0], lw=1.2, **line)
                 if first > start:
                     axes.plot([x(first), x(first)], [-5.0, bottom], lw=0.8, **line)
@@ -260,11 +256,11 @@ class _Picture:
         axes.set_xticks([x(at) for at, _ in marks], [text for _, text in marks])
         step = next(step for step in (2**k for k in itertools.count()) if step * row >= 9.0)
         axes.set_yticks([top + row / 2 for top in y[::step]], [f"IPU {k}" for k in range(0, len(y), step)])
-        axes.tick_params(length=0, labelsize=_TEXT, pad=5.0, colors=_FAINT)
-        axes.text(-5.0, bottom + 11.5, "tick" if self._ticks else "time", ha="right", size=_TEXT, color=_FAINT)
+        axes.tick_params(length=0, labelsize=_TEXT, pad=5.0, colors=FAINT)
+        axes.text(-5.0, bottom + 11.5, "tick" if self._ticks else "time", ha="right", size=_TEXT, color=FAINT)
         if self._ticks and self._unit * _shortest(self._ticks) >= 9.0:
             starts = [x(at) for at in self._ticks if start <= at <= end]
-            axes.vlines(starts, 0.0, bottom + 3.0, color=_LINE, lw=0.75, clip_on=False, zorder=1.5)
+            axes.vlines(starts, 0.0, bottom + 3.0, color=LINE, lw=0.75, clip_on=False, zorder=1.5)
 
     def _number(self, axes: "Axes", cell: _Cell, x: float, y: float, width: float) -> None:
         """Write the micro-batch into a cell if it fits, and the stages if they fit and the row does not say them."""
@@ -288,7 +284,7 @@ class _Picture:
 
     def _colour(self, kind: Kind, chunk: int | None, *, is_dark: bool = False) -> str:
         """Return the colour of a task. The later its segment on its IPU, the paler it is."""
-        colour = _CONCURRENT[kind] if chunk is None else _LOCAL[kind]
+        colour = CONCURRENT[kind] if chunk is None else LOCAL[kind]
         colour = _mixed(colour, "#ffffff", 0.6 * (chunk or 0) / max(1, self._chunks - 1))
         if self._dark:  # the dark cells stand out from pale ones
             return _mixed(colour, "#000000", 0.55) if is_dark else _mixed(colour, "#ffffff", 0.35)
@@ -297,17 +293,15 @@ class _Picture:
     def _legend(self, figure: "Figure", anchor: tuple[float, float]) -> None:
         from matplotlib.patches import Patch
 
-        backward = "B: backward" if self._table.weight is None else "B: backward by input"
-        names: dict[Kind, str] = {"F": "F: forward", "B": backward, "W": "W: backward by weight"}
         seen = {(cell.kind, cell.chunk is None) for cell in self._cells}
-        entries = {names[kind]: self._colour(kind, 0) for kind in names if (kind, False) in seen}
-        for kind in names:
-            if (kind, True) in seen:
-                entries[f"{kind} of a concurrent stage, on all IPUs"] = self._colour(kind, None)
-        patches = [
-            Patch(fc=colour, ec=_LINE, lw=0.5, label=name) for name, colour in (entries | {"idle": _IDLE}).items()
-        ]
-        figure.legend(handles=patches, loc="upper left", bbox_to_anchor=anchor, ncols=len(patches), labelcolor=_FAINT)
+        entries: dict[str, str] = {}
+        for is_concurrent in (False, True):
+            for kind in ("F", "B", "W"):
+                if (kind, is_concurrent) in seen:
+                    name = name_of(kind, has_weight_tasks=bool(self._table.weight), is_concurrent=is_concurrent)
+                    entries[name] = self._colour(kind, None if is_concurrent else 0)
+        patches = [Patch(fc=colour, ec=LINE, lw=0.5, label=name) for name, colour in (entries | {"idle": IDLE}).items()]
+        figure.legend(handles=patches, loc="upper left", bbox_to_anchor=anchor, ncols=len(patches), labelcolor=FAINT)
 
     def _marks(self, start: float, end: float) -> list[tuple[float, str]]:
         """Return the numbers below the rows, with positions: every tick, second, fifth and so on, or round times."""

@@ -1,0 +1,29 @@
+"""The colours and words of tasks in every picture: schedules, the report of a run, bytes over the ticks.
+
+The hues are those of Okabe and Ito, "Color Universal Design", 2008, which colour-blind people can tell apart, below
+black text.
+"""
+
+from typing import Final
+
+from ipu_jax.core.schedules._timetable import Kind
+
+INK: Final = "#1f2328"
+FAINT: Final = "#57606a"
+LINE: Final = "#d3d8dd"
+IDLE: Final = "#f3f4f6"
+UPDATE: Final = "#d9dde2"
+LOCAL: Final[dict[Kind, str]] = {"F": "#7db9e2", "B": "#dd7a3c", "W": "#f5e26b"}
+CONCURRENT: Final[dict[Kind, str]] = {"F": "#8ad3b4", "B": "#2fa37c", "W": ""}
+
+
+def name_of(kind: Kind, *, has_weight_tasks: bool = False, is_concurrent: bool = False) -> str:
+    """Return what a legend says of a kind of task.
+
+    >>> name_of("B"), name_of("B", has_weight_tasks=True), name_of("F", is_concurrent=True)
+    ('B: backward', 'B: backward by input', 'F of a concurrent stage, on all IPUs')
+    """
+    if is_concurrent:
+        return f"{kind} of a concurrent stage, on all IPUs"
+    backward = "B: backward by input" if has_weight_tasks else "B: backward"
+    return {"F": "F: forward", "B": backward, "W": "W: backward by weight"}[kind]
