@@ -19,7 +19,7 @@ import ipu_jax
 from ipu_jax import cli, popdist
 from mnist_example import model, resnet
 from mnist_example.data import MNIST, described
-from mnist_example.flags import Flags, Mode
+from mnist_example.flags import Flags, Mode, parsed
 
 PROG: Final = "run-sharded-mnist"
 _WARNINGS: Final = (ipu_jax.io.CheckpointWarning, ipu_jax.steps.NonFiniteLossWarning, ipu_jax.observe.RunLogWarning)
@@ -231,7 +231,14 @@ class Training:
                 checkpoints=checkpoints,
                 resume=flags.resume or "auto",
                 log=self.log,
-                notes={"mode": self.mode, "model": flags.model, "flags": _plain(flags)},
+                notes={
+                    "mode": self.mode,
+                    "model": flags.model,
+                    "data": data.source,
+                    "seed": flags.seed,
+                    "flags": _plain(flags),
+                    "defaults": _plain(parsed(PROG, "", ["--model", flags.model])[1]),
+                },
                 trace=self.recording,
                 progress=False if flags.no_progress else None,
                 say=say,
@@ -266,7 +273,7 @@ class Training:
         schedule, log = self.step.model.schedule, self.log
         ipu_jax.observe.write_report(
             file, [] if log is None else log.events, title=f"{PROG}: {self.flags.model}, {self.mode}",
-            timeline=self.timeline, memory=self.memory, schedules={f"{schedule.name}, as planned": schedule.to_svg()},
+            timeline=self.timeline, memory=self.memory, schedules={f"{schedule.name}, by ticks": schedule},
         )  # fmt: skip
 
     def write(self, flag: str, file: Path, write: Callable[[], object], what: str) -> None:

@@ -429,7 +429,7 @@ def test_a_training_that_diverges_exits_with_1_and_leaves_its_page(few_digits, t
     page = tmp_path / "run.html"
     assert main([*CONCURRENT, *TINY, "--learning-rate", "1e9", "--report", str(page)]) == 1
     text = page.read_text()
-    assert "grouped, as planned" in text
+    assert "grouped, by ticks" in text
     assert "failed" in text
     assert "is not finite" in text
     out, err = capsys.readouterr()

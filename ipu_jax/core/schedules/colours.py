@@ -15,6 +15,16 @@ IDLE: Final = "#f3f4f6"
 UPDATE: Final = "#d9dde2"
 LOCAL: Final[dict[Kind, str]] = {"F": "#7db9e2", "B": "#dd7a3c", "W": "#f5e26b"}
 CONCURRENT: Final[dict[Kind, str]] = {"F": "#8ad3b4", "B": "#2fa37c", "W": ""}
+MEMORY: Final = {
+    "weights": "#6a51a3",
+    "state": "#b39ddb",
+    "gradients": "#c2589b",
+    "optimizer": "#8d6e63",
+    "batch": "#7f7f7f",
+    "temporary": "#bcaaa4",
+}
+OTHER_MEMORY: Final = ("#4e5d94", "#a1887f", "#5d4037")
+"""For kinds of bytes that `MEMORY` does not name."""
 
 
 def name_of(kind: Kind, *, has_weight_tasks: bool = False, is_concurrent: bool = False) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from ipu_jax.core.analysis.balance import balance_layers
 from ipu_jax.core.schedules import Schedule
-from ipu_jax.run.observe.tracing._assembling import Costs, median_costs, net_seconds, simulated
+from ipu_jax.run.observe.tracing.costs import Costs, median_costs, net_seconds, simulated
 from ipu_jax.run.observe.tracing.timeline import TASKS, Timeline, group_in_words
 
 _WORTH_MOVING = 0.02  # a smaller gain is within the run-to-run variation of measured costs
