@@ -73,7 +73,7 @@ def _learning(events: Events) -> Iterator[tuple[Level, str]]:
     for name, values in points.items():
         if values and name.endswith("accuracy"):
             best = max(values, key=lambda point: point[1])
-            text = f"{name[:1].upper()}{name[1:]} {in_words(name, values[-1][1])}"
+            text = f"{name.replace('_', ' ').capitalize()} {in_words(name, values[-1][1])}"
             is_best = best[1] <= values[-1][1]
             yield "good", text + ("." if is_best else f", at best {in_words(name, best[1])} after {best[0]:,} updates.")
 

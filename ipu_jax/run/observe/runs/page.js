@@ -64,7 +64,8 @@ function curve(name, points) {
   }
   for (const v of ticks(x0, x1, xStep)) add(svg, "text", { x: x(v), y: height - 18, "text-anchor": "middle" }, short(v));
   add(svg, "text", { x: (left + width - right) / 2, y: height - 3, "text-anchor": "middle" }, "updates");
-  const inside = points.filter(p => p[1] >= y0 && p[1] <= y1), beyond = points.filter(p => p[1] < y0 || p[1] > y1);
+  const fits = p => p[1] >= y0 - step / 1e6 && p[1] <= y1 + step / 1e6;  // sums of steps are rounded
+  const inside = points.filter(fits), beyond = points.filter(p => !fits(p));
   add(svg, "polyline", { class: "curve", points: inside.map(p => `${x(p[0]).toFixed(1)},${y(p[1]).toFixed(1)}`).join(" ") });
   if (points.length < 40) for (const p of inside) add(svg, "circle", { class: "dot", cx: x(p[0]), cy: y(p[1]), r: 2.5 });
   for (const p of beyond) {
