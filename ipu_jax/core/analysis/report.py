@@ -19,12 +19,13 @@ Nothing is run. `docs/measured.md` compares predictions with the bytes that XLA 
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.analysis._account import (
     channel_bytes,
     segment_costs,
@@ -80,8 +81,8 @@ class IpuReport:
     idle: float
 
 
-@dataclasses.dataclass(frozen=True)
-class PipelineReport:
+@dataclasses.dataclass(frozen=True, repr=False)
+class PipelineReport(Shown):
     """The needs of a pipeline for given shapes; `str()` prints a table.
 
     Attributes:
@@ -134,7 +135,7 @@ class PipelineReport:
         """Return the sum of `bytes_by_kind`."""
         return sum(self.bytes_by_kind(ipu).values())
 
-    def __str__(self) -> str:
+    def _shown(self) -> Iterator[str | Table]:
         kind = "predicted" if self.temporary is None else "compiled"
         head = ["IPU", "weights", "padding", "batch", "stash", "gradients", "temporary", "FLOPs", "sent/tick", "idle"]
         rows = [head]
@@ -143,42 +144,34 @@ class PipelineReport:
             sizes = (part.weights, part.padding, part.batch, part.stash, part.gradients, temporary)
             cells = [str(part.ipu), *(in_units(size, "B") for size in sizes), in_units(part.flops, "FLOP")]
             rows.append([*cells, in_units(part.sent, "B"), f"{part.idle:.1%}"])
-        widths = [max(len(row[k]) for row in rows) for k in range(len(head))]
-        lines = [
-            "  ".join(
-                cell.ljust(w) if k == 0 else cell.rjust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
         padding = f" ({in_units(self.stash_padding, 'B')} of it pads to tiles)" if self.stash_padding else ""
         parts = f"stash {in_units(self.stash, 'B')}{padding}, channels {in_units(self.channels, 'B')}, working set "
         parts += f"{in_units(self.working_set, 'B')}" + (f", sums {in_units(self.sums, 'B')}" if self.sums else "")
-        footer = (
+        yield f"{self.schedule}: {self.micro_batches} micro-batches on {len(self.ipus)} IPUs, a step"
+        yield Table(rows)
+        yield (
             f"temporary ({kind}): the same on every IPU; predicted {in_units(self.predicted_temporary, 'B')} = {parts}"
         )
-        title = f"{self.schedule}: {self.micro_batches} micro-batches on {len(self.ipus)} IPUs, a step"
         if self.exposed == 0:
-            footer += "\nmessages: they travel beside tasks, under the two-phase clock"
+            yield "messages: they travel beside tasks, under the two-phase clock"
         elif self.exposed is not None:
-            footer += f"\nmessages: {self.exchanges} ticks send, and nothing hides their messages under the one-phase "
-            footer += f"clock: {self.exposed:.1%} of the step on paper"
-        if self.devices > 1:
-            footer += (
-                f"\ndevices: {self.devices} per IPU, among which XLA splits; weights, gradients and temporary bytes "
+            yield (
+                f"messages: {self.exchanges} ticks send, and nothing hides their messages under the one-phase clock: "
+                f"{self.exposed:.1%} of the step on paper"
             )
-            footer += "are one device's"
-        return "\n".join([title, *(line.rstrip() for line in lines), footer, *self._sent_in_stages()])
-
-    def _sent_in_stages(self) -> list[str]:
+        if self.devices > 1:
+            yield (
+                f"devices: {self.devices} per IPU, among which XLA splits; weights, gradients and temporary bytes are "
+                "one device's"
+            )
         if not self.collectives:
-            return []
+            return
         rows = [("stage", "task", "collective", "axis", "per micro-batch")]
         for one in self.collectives:
             stages = ", ".join(one.stages) if len(one.stages) < 3 else f"{one.stages[0]} ... {one.stages[-1]}"
             rows.append((stages, one.task, one.op, one.axis, f"{one.count} x {in_units(one.nbytes // one.count, 'B')}"))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        cells = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-        return ["collectives inside the stages, in the compiled program:", *(line.rstrip() for line in cells)]
+        yield "collectives inside the stages, in the compiled program:"
+        yield Table(rows, left=len(rows[0]))
 
 
 def in_units(value: float, unit: str) -> str:
