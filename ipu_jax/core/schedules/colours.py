@@ -11,7 +11,8 @@ from ipu_jax.core.schedules._timetable import Kind
 INK: Final = "#1f2328"
 FAINT: Final = "#57606a"
 LINE: Final = "#d3d8dd"
-IDLE: Final = "#f3f4f6"
+IDLE: Final = "#eceef1"  # below lines of `IDLE_LINE`: a bubble is hatched
+IDLE_LINE: Final = "#aab1b9"
 UPDATE: Final = "#d9dde2"
 LOCAL: Final[dict[Kind, str]] = {"F": "#7db9e2", "B": "#dd7a3c", "W": "#f5e26b"}
 CONCURRENT: Final[dict[Kind, str]] = {"F": "#8ad3b4", "B": "#2fa37c", "W": ""}

@@ -30,13 +30,15 @@ class Page:
             (node.text or "", node.get("x", "nan"), node.get("y", "nan")) for node in nodes if node.tag == f"{SVG}text"
         ]
         texts = [(text, float(x), float(y) - 3) for text, x, y in places]
+        hatched = {f"url(#{n.get('id')})": n[0].get("fill") for n in nodes if n.tag == f"{SVG}pattern" and len(n) > 1}
         boxes = []
         for node in nodes:
-            fill = "".join(re.findall("^fill: (#.{6})", node.get("style", "")))
+            fill = "".join(re.findall(r"^fill: (#.{6}|url\(#\w+\))", node.get("style", "")))
+            fill = hatched.get(fill, fill)
             for x in re.findall(r"M (\S+) (\S+)\s+L (\S+) \S+\s+L \S+ (\S+)\s+L", node.get("d", "")) if fill else ():
                 left, top, right, bottom = map(float, x)
                 boxes.append((fill, left, right, min(top, bottom), max(top, bottom)))
-        self.words = [text for text, _, _ in texts]
+        self.words, self.hatched = [text for text, _, _ in texts], {*hatched.values()}
         self.legend = {
             text: next(fill for fill, _, right, top, bottom in boxes if 0 < x - right < 12 and top < y < bottom)
             for text, x, y in texts
@@ -151,6 +153,12 @@ def test_the_legend_names_each_kind_and_no_two_colours_are_alike():
     for one, other in combinations(legend.values(), 2):
         assert sum(abs(int(one[i : i + 2], 16) - int(other[i : i + 2], 16)) for i in (1, 3, 5)) > 80, (one, other)
     assert list(Page(GROUPED.to_svg()).legend) == ["F: forward", "B: backward", "idle"]
+
+
+def test_a_bubble_and_nothing_else_is_hatched():
+    for micro_batches in (4, 64):  # with numbers, and with dark cells
+        page = Page(make_schedule("interleaved", placement=(0, 1) * 2, micro_batches=micro_batches).to_svg())
+        assert page.hatched == {page.legend["idle"]}
 
 
 def test_where_numbers_do_not_fit_a_few_micro_batches_are_dark():
