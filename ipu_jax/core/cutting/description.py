@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from ipu_jax.core.analysis.report import in_units
+from ipu_jax.core.analysis.cost import in_units
 from ipu_jax.core.cutting.cut import Cut
 from ipu_jax.core.cutting.division import Division
 from ipu_jax.core.cutting.origin import at_line, line_of, name_of, scopes_of

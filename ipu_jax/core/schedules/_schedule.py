@@ -24,7 +24,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ipu_jax.base.checks import as_int, check_count
-from ipu_jax.core.schedules._moments import Moments
 from ipu_jax.core.schedules._plot import figure_of
 from ipu_jax.core.schedules._simulate import Cost, Simulation, simulate
 from ipu_jax.core.schedules._text import draw, parse
@@ -43,6 +42,7 @@ from ipu_jax.core.schedules._timetable import (
 from ipu_jax.core.schedules._torch_csv import from_torch_csv, to_torch_csv
 from ipu_jax.core.schedules._validate import validate
 from ipu_jax.core.schedules.figures import svg_of, written
+from ipu_jax.core.schedules.moments import Moments
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

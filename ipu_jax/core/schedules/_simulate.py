@@ -40,9 +40,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipu_jax.base.checks import check_cost
-from ipu_jax.core.schedules._moments import Moments, Spans
 from ipu_jax.core.schedules._timetable import Kind, Task, Timetable, last_use, segments_of, tables_of, tasks_of
 from ipu_jax.core.schedules._validate import sources
+from ipu_jax.core.schedules.moments import Moments, Spans
 
 Cost = float | Sequence[float]
 

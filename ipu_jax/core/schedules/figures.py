@@ -121,8 +121,8 @@ def headed(figure: "Figure", below: float, title: str, caption: str, legend: Map
     figure.suptitle(title, y=1 - MARGIN / height, weight="bold", size=size, color=INK, **style)
     style |= {"size": TEXT, "color": FAINT, "linespacing": 1.3}
     figure.text(y=1 - (MARGIN + 20.0) / height, s="\n".join(lines), **style)
-    looks = [_HATCHED if colour == IDLE else {"fc": colour, "ec": LINE} for colour in legend.values()]
-    patches = [Patch(lw=0.5, label=name, **look) for name, look in zip(legend, looks, strict=True)]
+    look_of: Callable[[str], dict[str, Any]] = lambda of: _HATCHED if of == IDLE else {"fc": of, "ec": LINE}  # noqa: E731
+    patches = [Patch(lw=0.5, label=name, **look_of(colour)) for name, colour in legend.items()]
     anchor = MARGIN / WIDTH, 1 - (top - 16.0) / height
     figure.legend(handles=patches, loc="upper left", bbox_to_anchor=anchor, ncols=len(patches), labelcolor=FAINT)
     return top, height

@@ -11,7 +11,8 @@ from typing import Any, Final
 
 import jax
 
-from ipu_jax.core.analysis.report import PipelineReport, in_units, make_report
+from ipu_jax.core.analysis.cost import in_units
+from ipu_jax.core.analysis.report import PipelineReport, make_report
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.pipeline import Pipeline
 

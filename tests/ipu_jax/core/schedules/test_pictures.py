@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from ipu_jax.core.analysis.bytes_picture import bytes_figure
 from ipu_jax.core.schedules import SCHEDULES, Schedule, Task, make_schedule
+from ipu_jax.core.schedules.colours import BYTES
 from support import documents
 from support.refusals import refusals, refused
 
@@ -187,6 +189,13 @@ def check_texts(figure):
 def test_no_text_runs_into_another_or_out_of_the_page(schedule):
     check_texts(schedule.plot())
     check_texts(schedule.plot(simulation=schedule.simulate(transfer=0.1)))
+
+
+@pytest.mark.parametrize(("ipus", "ticks"), [(1, 1), (3, 22), (4, 1300), (10, 207), (20, 60)])
+def test_no_text_runs_into_another_in_a_picture_of_bytes(ipus, ticks):
+    held = {kind: [10**k] * ticks for k, kind in enumerate(BYTES, start=1)}
+    caption = "A caption of a hundred letters or so, which is as long as the one that reports have. " * 2
+    check_texts(bytes_figure("bytes", caption, [held] * ipus, [1_200_000] * ipus, 1_250_000.0))
 
 
 @pytest.mark.parametrize("name", ["a.svg", "a.SVG", "a.png", "a.pdf"])
