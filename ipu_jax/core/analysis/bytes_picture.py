@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ipu_jax.core.analysis.cost import in_units
+from ipu_jax.core.programs.cost import in_units
 from ipu_jax.core.schedules.colours import BYTES, FAINT, IDLE, INK, LIMIT, LINE
 from ipu_jax.core.schedules.figures import MARGIN, TEXT, WIDTH, drawn, headed, outlined
 

@@ -35,13 +35,13 @@ from ipu_jax.core.analysis._account import (
     wide_accumulator_bytes,
 )
 from ipu_jax.core.analysis.bytes_picture import bytes_figure
-from ipu_jax.core.analysis.cost import bytes_of, in_units
 from ipu_jax.core.compiled.in_stages import StageCollectives, in_stages
 from ipu_jax.core.compiled.program import Program, compiled_for
 from ipu_jax.core.devices import REPLICA_AXIS
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.engine.stash import Stash
 from ipu_jax.core.mesh_axes import parts
+from ipu_jax.core.programs.cost import bytes_of, in_units
 from ipu_jax.core.schedules.figures import svg_of, written
 from ipu_jax.core.weights import packing
 from ipu_jax.core.weights.packed_layout import PackedLayout

@@ -55,7 +55,7 @@ def flops_of(fn: Callable[..., Any], *args: Any) -> int:
         args: pytrees of arrays or of `jax.ShapeDtypeStruct`.
 
     Returns:
-        The count, by the rules at the top of `ipu_jax.core.analysis.cost`.
+        The count, by the rules at the top of `ipu_jax.core.programs.cost`.
 
     >>> x, w = jax.ShapeDtypeStruct((2, 3), "float32"), jax.ShapeDtypeStruct((3, 5), "float32")
     >>> flops_of(lambda x, w: jax.numpy.tanh(x @ w), x, w)  # 2 * 2 * 3 * 5 and 2 * 5
