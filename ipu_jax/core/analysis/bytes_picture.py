@@ -57,7 +57,8 @@ def bytes_figure(
             place = left / WIDTH, 1 - bottom / page, width / WIDTH, height / page
             axes = figure.add_axes(place, ylim=(0.0, 1.04 * max(highest, limit or 0.0)), frame_on=False)
             _panel(axes, f"IPU {k}", ipu, total, limit, has_room=columns < 4)
-            _scales(axes, len(next(iter(ipu.values()))), width, is_lowest=line == lines - 1 or k == len(ipus) - 1)
+            is_lowest = line == lines - 1 or k == len(ipus) - 1
+            _scales(axes, len(next(iter(ipu.values()))), width, height, is_lowest=is_lowest)
             if k == lines - 1:
                 at = (left - 5.0) / WIDTH, 1 - (bottom + 12.5) / page
                 figure.text(*at, "tick", ha="right", size=TEXT, color=FAINT)
@@ -85,7 +86,7 @@ def _panel(axes: "Axes", name: str, kinds: ByTick, total: int, limit: float | No
     axes.text(1.0, 1.02, text, color=FAINT, ha="right", **above)
 
 
-def _scales(axes: "Axes", ticks: int, width: float, *, is_lowest: bool) -> None:
+def _scales(axes: "Axes", ticks: int, width: float, height: float, *, is_lowest: bool) -> None:
     from matplotlib.ticker import MaxNLocator
 
     room = ticks * (0.64 * TEXT * len(str(ticks)) + 8.0) / width
@@ -94,7 +95,7 @@ def _scales(axes: "Axes", ticks: int, width: float, *, is_lowest: bool) -> None:
     axes.set_xlim(0.0, ticks)
     axes.set_xticks([tick + 0.5 for tick in shown], [*map(str, shown)])
     most = axes.get_ylim()[1]
-    sizes = [size for size in MaxNLocator(2, steps=[1, 2, 5, 10]).tick_values(0.0, most) if size <= most]
+    sizes = [size for size in MaxNLocator(int(height / 16), steps=[1, 2, 5, 10]).tick_values(0.0, most) if size <= most]
     axes.set_yticks(sizes, [in_units(size, "B").replace(".0 ", " ") for size in sizes])
     axes.tick_params(length=0, labelsize=TEXT, pad=5.0, colors=FAINT)
     axes.hlines(sizes, 0.0, ticks, color=LINE, lw=0.5, zorder=0.5)
