@@ -18,9 +18,10 @@ Nothing is run. `docs/measured.md` compares predictions with the bytes that XLA 
 """
 
 import dataclasses
+import os
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -34,16 +35,21 @@ from ipu_jax.core.analysis._account import (
     weight_bytes,
     wide_accumulator_bytes,
 )
-from ipu_jax.core.analysis.cost import bytes_of
+from ipu_jax.core.analysis.bytes_picture import bytes_figure
 from ipu_jax.core.compiled.in_stages import StageCollectives, in_stages
 from ipu_jax.core.compiled.program import Program, compiled_for
 from ipu_jax.core.devices import REPLICA_AXIS
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.engine.stash import Stash
 from ipu_jax.core.mesh_axes import parts
+from ipu_jax.core.programs.cost import bytes_of, in_units
+from ipu_jax.core.schedules.figures import svg_of, written
 from ipu_jax.core.weights import packing
 from ipu_jax.core.weights.packed_layout import PackedLayout
 from ipu_jax.core.weights.packing import Sharded
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +63,7 @@ class IpuReport:
         state: the state of its stages, including padding.
         batch: the M micro-batches of one step, which every IPU holds.
         stash: the values that its own segments keep between F and B (and W), and messages that wait in queues.
+        stash_by_tick: the most of it that is in use at once, in each tick.
         gradients: the resulting gradients, which have the layout of weights and padding.
         accumulators: the sums in the scan, at least float32; the same buffers as `gradients` if the dtypes are equal.
         working_set: the most that F, B or W of one of its segments keeps alive at once.
@@ -79,6 +86,7 @@ class IpuReport:
     flops: int
     sent: int
     idle: float
+    stash_by_tick: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -97,6 +105,7 @@ class PipelineReport(Shown):
         devices: how many devices an IPU has. Weights, state, gradients and the compiled temporary bytes are counted for
             one device. What XLA splits by itself is counted whole: batch, stash, working set, FLOPs.
         collectives: what the tasks of each stage send, from the compiled program; None if it was not compiled.
+        limit: the bytes that an IPU can hold: `ipu_memory`, or what its device says; None if neither is known.
         exposed: on chips, the share of a step that these take under the one-phase clock, where nothing hides messages,
             by FLOPs and the public figures of links; 0 under the two-phase clock. None on CPUs and without messages.
     """
@@ -114,6 +123,7 @@ class PipelineReport(Shown):
     exposed: float | None = None
     devices: int = 1
     collectives: tuple[StageCollectives, ...] | None = None
+    limit: float | None = None
 
     @property
     def predicted_temporary(self) -> int:
@@ -134,6 +144,50 @@ class PipelineReport(Shown):
     def total(self, ipu: int) -> int:
         """Return the sum of `bytes_by_kind`."""
         return sum(self.bytes_by_kind(ipu).values())
+
+    def bytes_by_tick(self, ipu: int) -> dict[str, list[int]]:
+        """Return the bytes that are in use on an IPU in each tick of a step, by kind.
+
+        Only the stash varies. XLA allocates `total` for the whole step, on each IPU with as much stash as the fullest
+        one needs. "other temporary" is what the temporary bytes are besides the stash.
+        """
+        part, kinds = self.ipus[ipu], self.bytes_by_kind(ipu)
+        kinds["other temporary"] = max(0, kinds.pop("temporary") - self.stash)
+        same = {kind: [size] * len(part.stash_by_tick) for kind, size in kinds.items()}
+        return {**same, "stash": [*part.stash_by_tick]}
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> "Figure":
+        """Draw the bytes of each IPU over the ticks of a step: `bytes_by_tick`, the most at once, `total`, and `limit`.
+
+        Args:
+            path: the SVG, PNG or PDF file to write, as for `Schedule.plot`.
+
+        Returns:
+            A matplotlib figure. matplotlib is the extra `plots`.
+
+        Raises:
+            ValueError: `path` has another suffix.
+            ImportError: matplotlib is missing.
+            OSError: the file cannot be written. An existing file is unchanged.
+        """
+        return written(path, self._figure)
+
+    def to_svg(self) -> str:
+        """Return the picture that `plot` draws as the text of an SVG file.
+
+        Raises:
+            ImportError: matplotlib, the extra `plots`, is missing.
+        """
+        return svg_of(self._figure())
+
+    def _figure(self) -> "Figure":
+        kind = "predicted" if self.temporary is None else "compiled"
+        caption = f"Temporary bytes, such as the stash, are as {kind}. The optimizer's state is not included."
+        if self.devices > 1:
+            caption += f" Of an IPU's {self.devices} devices, weights, gradients and compiled bytes are one's."
+        ipus, ticks = range(len(self.ipus)), len(self.ipus[0].stash_by_tick)
+        title = f"{self.schedule}: bytes of an IPU over the {ticks} ticks of a step, {self.micro_batches} micro-batches"
+        return bytes_figure(title, caption, [*map(self.bytes_by_tick, ipus)], [*map(self.total, ipus)], self.limit)
 
     def _shown(self) -> Iterator[str | Table]:
         kind = "predicted" if self.temporary is None else "compiled"
@@ -174,18 +228,6 @@ class PipelineReport(Shown):
         yield Table(rows, left=len(rows[0]))
 
 
-def in_units(value: float, unit: str) -> str:
-    """Return a number with its unit and a decimal prefix.
-
-    >>> in_units(131072, "B"), in_units(3, "B")
-    ('131.1 kB', '3 B')
-    """
-    for power, prefix in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
-        if value >= 10**power:
-            return f"{value / 10**power:.1f} {prefix}{unit}"
-    return f"{value:g} {unit}"
-
-
 def make_report(
     plan: Plan,
     params: Sharded,
@@ -220,9 +262,10 @@ def make_report(
         temporary = None if analysis is None else analysis.temp_size_in_bytes  # not every platform reports it
         collectives = tuple(in_stages(Program(compiled), mesh))
         report = dataclasses.replace(report, temporary=temporary, collectives=collectives)
+    of_device = (mesh.devices.flat[0].memory_stats() or {}).get("bytes_limit")
     if ipu_memory is not None:
         warn_where_too_large(report, ipu_memory, stacklevel=4)
-    return report
+    return dataclasses.replace(report, limit=of_device if ipu_memory is None else ipu_memory)
 
 
 def count_report(plan: Plan, layout: PackedLayout, state: PackedLayout, batch_bytes: int) -> PipelineReport:
@@ -252,6 +295,7 @@ def count_report(plan: Plan, layout: PackedLayout, state: PackedLayout, batch_by
             flops=m * sum(costs[i].forward + costs[i].backward for i in segments_of_ipu[k]),
             sent=sent_bytes(plan, k),
             idle=idle[k],
+            stash_by_tick=tuple(stash.held(k)),
         )
         for k in range(layout.ipus)
     )

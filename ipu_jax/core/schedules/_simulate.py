@@ -41,9 +41,9 @@ from numpy.typing import NDArray
 
 from ipu_jax.base.checks import check_cost
 from ipu_jax.base.showing import Shown, Table
-from ipu_jax.core.schedules._moments import Moments, Spans
 from ipu_jax.core.schedules._timetable import Kind, Task, Timetable, last_use, segments_of, tables_of, tasks_of
 from ipu_jax.core.schedules._validate import sources
+from ipu_jax.core.schedules.moments import Moments, Spans
 
 Cost = float | Sequence[float]
 

@@ -14,8 +14,8 @@ line, they are separated by "|" or by two or more blanks, with "." for a tick in
 import re
 
 from ipu_jax.base.showing import Table
-from ipu_jax.core.schedules._moments import Moments
 from ipu_jax.core.schedules._timetable import Kind, Placement, Rows, Task, Timetable, segments_of, tasks_of, tick_of
+from ipu_jax.core.schedules.moments import Moments
 
 _HEADER = re.compile(r"(?P<name>.+): \d+ stages? on (?P<ipus>\d+) IPUs?, .*?(?:, (?P<clock>one-phase) clock)?")
 _IDLE = {"", ".", "-"}

@@ -19,7 +19,7 @@ import jax
 from ipu_jax.base.replacing import replacing
 from ipu_jax.core.analysis.report import PipelineReport
 from ipu_jax.core.schedules import Schedule
-from ipu_jax.core.schedules.colours import CONCURRENT, LOCAL, MEMORY, OTHER_MEMORY, UPDATE, name_of
+from ipu_jax.core.schedules.colours import BYTES, CONCURRENT, LOCAL, UPDATE, name_of
 from ipu_jax.run.observe.runs import _facts
 from ipu_jax.run.observe.runs._verdict import advice_on, bubbles, verdict_of
 from ipu_jax.run.observe.tracing.costs import median_costs, net_seconds, simulated
@@ -100,7 +100,7 @@ def page(
     data = {
         "curves": _facts.curves(events, _MOST_POINTS),
         "timeline": None if timeline is None else _shown(timeline),
-        "memory": memory and {**memory, "colours": MEMORY, "others": OTHER_MEMORY},
+        "memory": memory and {**memory, "colours": BYTES | {"temporary": BYTES["other temporary"]}},
     }
     parts = {
         "TITLE": html.escape(title),
@@ -299,7 +299,7 @@ def _pictures(schedules: Mapping[str, str | Schedule], timeline: Timeline | None
         f"<figure><figcaption>{html.escape(name)}</figcaption><div class='scroll picture'>{svg}</div></figure>"
         for name, svg in found.items()
     )
-    return f"<section><h2>Schedule</h2>{''.join(figures)}</section>" if found else ""
+    return f"<section><h2>Schedule and bytes</h2>{''.join(figures)}</section>" if found else ""
 
 
 def _listed(sentences: Sequence[str]) -> str:

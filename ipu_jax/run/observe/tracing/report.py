@@ -17,7 +17,7 @@ from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.analysis.balance import balance_layers
 from ipu_jax.core.schedules import Schedule
 from ipu_jax.run.observe.tracing.costs import Costs, median_costs, net_seconds, simulated
-from ipu_jax.run.observe.tracing.timeline import TASKS, Timeline, group_in_words
+from ipu_jax.run.observe.tracing.timeline import TASKS, WAITING, Timeline, group_in_words
 
 _WORTH_MOVING = 0.02  # a smaller gain is within the run-to-run variation of measured costs
 
@@ -112,7 +112,7 @@ def make_report(timeline: Timeline) -> TraceReport:
         updates = [one for one in mine if one.kind == "update"]
         busy = sum(net for _, net in net_seconds(tasks, waits))
         update = sum(net for _, net in net_seconds(updates, waits))
-        waiting = sum(one.seconds for one in mine if one.kind in ("exchange", "collective"))
+        waiting = sum(one.seconds for one in mine if one.kind in WAITING)
         whole, count = sum(step.end - step.start for step in steps), len(steps)
         span = sum(end - start for (of, _), (start, end) in spans.items() if of == replica)
         ipus.append(

@@ -136,9 +136,7 @@ def test_the_page_loads_nothing_and_no_text_of_a_run_becomes_code():
 def test_the_page_has_what_it_was_given():
     found = data_in(page(EVENTS, timeline=timeline(), memory={"limit": 8, "limit_of": "x", "ipus": [{"weights": 5}]}))
     assert found["curves"]["loss"] == [[1, 2.0], [2, 1.0]]
-    assert {**found["memory"], "colours": 0, "others": 0} == {
-        **{"limit": 8, "limit_of": "x", "ipus": [{"weights": 5}], "colours": 0, "others": 0}
-    }
+    assert {**found["memory"], "colours": 0} == {"limit": 8, "limit_of": "x", "ipus": [{"weights": 5}], "colours": 0}
     shown = found["timeline"]
     assert (shown["steps"], shown["of"]) == (2, 2)
     assert [row["label"] for row in shown["rows"]] == ["plan, IPU 0", "IPU 0", "plan, IPU 1", "IPU 1"]
