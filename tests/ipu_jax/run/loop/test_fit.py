@@ -112,7 +112,9 @@ def test_a_signal_saves_and_the_same_call_goes_on(tmp_path, number, name, k, per
     assert 4 <= first.updates < per_epoch
     assert k == 2 or first.updates % 2 == 1
     assert_same_weights(step, first.state, twin(rows, first.updates)[1])
-    assert said[-1].startswith(f"{name}: stopped after {first.updates} updates, which are saved in {tmp_path / 'run'}")
+    assert said[-1].startswith(
+        f"{name}: stopped after {first.updates} of {2 * per_epoch} updates; saved in {tmp_path / 'run'}: "
+    )
 
     second = Lines()
     result = run(second, **recorded)
