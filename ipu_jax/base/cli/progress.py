@@ -90,12 +90,12 @@ def shows_progress(wanted: bool | None) -> bool:
     Raises:
         ValueError: `wanted` is no bool; or a bar is wanted, and rich is not installed.
     """
-    if wanted not in (None, True, False):
+    if wanted is not None and not isinstance(wanted, bool):
         raise ValueError(f"progress={wanted!r} is no bool: give True or False, or leave it out")
     has_rich = importlib.util.find_spec("rich") is not None
     if wanted and not has_rich:
         raise ValueError("progress=True draws with rich, which is not installed: pip install rich, or leave it out")
-    return has_rich and (sys.stdout.isatty() or _is_of_poprun() or _is_notebook() if wanted is None else bool(wanted))
+    return has_rich and (sys.stdout.isatty() or _is_of_poprun() or _is_notebook() if wanted is None else wanted)
 
 
 def _is_of_poprun() -> bool:

@@ -1,6 +1,6 @@
 """Profile a program that does not ask for it: `IPU_JAX_TRACE=folder IPU_JAX_REPORT=run.html python train.py`.
 
-fit              takes the two as its trace= and report=, and so writes the page at its end
+fit              takes the two as its trace= and report=; a second fit writes run-2.html
 any other loop   Profiled hears its steps: their losses and speed; the trace ends after three updates, and the page is
                  written when the process ends
 """
@@ -36,7 +36,11 @@ def asked(trace: Any, report: Any) -> tuple[Any, Any]:
     if _profiled is not None:
         _profiled.leave()
     trace = _recording() if trace is None else trace
-    return trace, report if report is not None else os.environ.get(REPORT) or None
+    if report is None and (first := os.environ.get(REPORT)):
+        _pages.append(first)
+        report = Path(first)
+        report = report if len(_pages) == 1 else report.with_stem(f"{report.stem}-{len(_pages)}")
+    return trace, report
 
 
 def timeline_of(recording: Recording | None) -> Timeline | None:
@@ -126,7 +130,11 @@ class Profiled(facts.Listener):
         """Log the losses that are there, and the speed since the last time."""
         while self._pending and (self._pending[0][0].is_deleted() or self._pending[0][0].is_ready()):
             loss, updates = self._pending.pop(0)
-            if not loss.is_deleted() and loss.is_fully_addressable and loss.size <= updates:
+            if (
+                not loss.is_deleted()
+                and (loss.is_fully_addressable or loss.is_fully_replicated)
+                and loss.size <= updates
+            ):
                 self._log.event("losses", updates=updates, losses=np.ravel(loss).astype(float).tolist())
         seconds, samples = time.monotonic() - self._since, self._samples
         self._log.event("speed", updates=self._updates, samples_per_second=round(samples / seconds, 1))
@@ -160,6 +168,7 @@ class Profiled(facts.Listener):
 
 
 _recorded: list[str] = []
+_pages: list[str] = []
 _profiled = None
 if os.environ.get(TRACE) or os.environ.get(REPORT):
     facts.listen(_profiled := Profiled())

@@ -2,6 +2,8 @@
 
 import io
 import re
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -151,3 +153,29 @@ def test_a_stream_of_unknown_length_has_ten_lines_for_ten_times_the_updates():
     for done in range(1, 20_001):
         lines.add(np.ones(1, np.float32), 1, 0, done)
     assert len(printed) == 9 + 9 + 2
+
+
+def test_a_notebook_has_one_line_that_is_drawn_anew(monkeypatch):
+    """A notebook is a kernel whose shell has this name; its `display` returns a handle to change what it has shown."""
+    shown, drawn = [], iter(range(1, 1000))
+
+    class ZMQInteractiveShell:
+        def update(self, data, raw):
+            assert raw
+            shown.append(data["text/plain"])
+
+    shell = ZMQInteractiveShell()
+    display = lambda data, raw, display_id: shell.update(data, raw) or (shell if display_id else None)  # noqa: E731
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=display))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(drawn)))
+    assert progress.shows_progress(None)
+    with Bar("basic", 60, 0, 32, shown=True) as bar:
+        bar.show("Compiling")
+        bar.move(20, "Epoch 0.3, loss 1.5")
+        bar.move(60, "Epoch 1.0, loss [1]")
+    assert len(shown) == 5
+    assert not any("\n" in line or "\x1b" in line for line in shown)
+    assert [line.split("updates")[0].split()[-1] for line in shown] == ["0/60", "0/60", "20/60", "60/60", "60/60"]
+    texts = ("", "Compiling", "Epoch 0.3, loss 1.5", "Epoch 1.0, loss [1]", "Epoch 1.0, loss [1]")
+    assert all(text in line for text, line in zip(texts, shown, strict=True)), shown
