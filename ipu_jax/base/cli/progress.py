@@ -30,7 +30,7 @@ class Bar:
     def __init__(self, title: str, total: int | None, done: int, samples: int, *, shown: bool):
         self._bar: Any = None
         self._cell: Any = None
-        self._samples, self._rate, self._drawn = samples, "", 0.0
+        self._samples, self._text, self._drawn = samples, "", 0.0
         if shown:
             from rich import progress  # only a bar needs it
 
@@ -65,14 +65,15 @@ class Bar:
         """Show that this many updates have been made in total, and a text, such as the epoch and the loss."""
         if self._bar is not None:
             speed = self._bar.tasks[0].speed
-            self._rate = "" if speed is None else f"{speed * self._samples:,.0f} samples/s"
+            rate = "" if speed is None else f"{speed * self._samples:,.0f} samples/s"
+            self._text = f"{text} {rate}".strip()
             self._bar.update(self._task, completed=updates)
-            self.show(text)
+            self.show()
 
-    def show(self, text: str) -> None:
-        """Show a text, such as "Compiling"."""
+    def show(self, text: str = "") -> None:
+        """Show a text, such as "Compiling"; by default again what `move` has shown."""
         if self._bar is not None:
-            self._bar.update(self._task, text=f"{text} {self._rate}".strip())
+            self._bar.update(self._task, text=text or self._text)
         if self._cell is not None and time.monotonic() - self._drawn >= _SECONDS:
             self._cell.update(self._picture(), raw=True)
             self._drawn = time.monotonic()

@@ -449,6 +449,7 @@ class _Loop:
         self.bar.show("Evaluating")
         with popdist.busy("evaluating", _EVALUATION_SECONDS):
             found = figures_of(self.evaluate(self.result.state))
+        self.bar.show()
         updates = self.result.updates
         self.result.evaluations.append((updates, found))
         if found:
