@@ -354,13 +354,13 @@ class _Loop:
             with holding:
                 result.state, outputs = self.step(result.state, batch, updates=made)
                 result.updates += len(made)
-            self._is_compiled = True
             seconds = time.perf_counter() - begun
             if is_new and seconds >= 0.05:  # else it was compiled outside of `fit`
                 _compiled.add(self.step)
                 self.say(f"Compiled in {seconds:.1f} s")
                 self.event("compiled", compile_seconds=round(seconds, 3))
-                self._clock = time.perf_counter()
+            if not self._is_compiled:
+                self._is_compiled, self._clock = True, time.perf_counter()
             pieces.append((outputs, len(made)))
         self._pending.append(pieces)
         self._report_all_but(_CALLS_AHEAD)
@@ -452,7 +452,7 @@ class _Loop:
         self.bar.show()
         updates = self.result.updates
         self.result.evaluations.append((updates, found))
-        if found:
+        if found and self.lines.shows_figures(self._of_data(), is_last=self._is_over()):
             figures = [f"Test {name}: {_figure(name, value)}" for name, value in found.items()]
             self.say(", ".join([self.lines.where(self._of_data()), *figures]))
         self.event("evaluated", updates=updates, epoch=self._epoch(), **found)

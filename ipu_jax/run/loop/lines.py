@@ -47,6 +47,7 @@ class LossLines:
         self._per_epoch, self._say, self._call, self._every, self._clock = updates_per_epoch, say, call, every, clock
         self._losses: list[float] = []
         self._made = self._skipped = 0
+        self._figures = -1, 0.0  # mark and time of the last figures
         self.begin(0, None)
 
     def begin(self, updates: int, length: int | None) -> None:
@@ -75,6 +76,13 @@ class LossLines:
         """Print a line for the losses since the last line, if there are any; the training ends here."""
         if self._losses and self._every != 0:
             self._print(updates)
+
+    def shows_figures(self, updates: int, *, is_last: bool) -> bool:
+        """Return whether an evaluation gets a line: the first, the last, and about as many between as losses get."""
+        (mark, seconds), now = self._figures, (self._mark(updates), self._clock())
+        is_shown = is_last or self._every is not None or now[0] > mark or now[1] - seconds >= _SECONDS
+        self._figures = now if is_shown else self._figures
+        return is_shown
 
     def where(self, updates: int) -> str:
         """Return how far the data have been read after this many updates, with as many decimals as it needs.

@@ -53,7 +53,9 @@ def timeline_of(recording: Recording | None) -> Timeline | None:
 def write_page(
     path: Any, events: Sequence[Mapping[str, Any]], step: Any, feed: Any, result: Any, title: str, recording: Any
 ) -> None:
-    """Write the page about a `fit`. If it cannot be written, there is a warning, and nothing is raised."""
+    """Write the page about a `fit` that has begun. If it cannot be written, there is a warning; nothing is raised."""
+    if not events:
+        return
     schedules: dict[str, str] = {}
     memory = None
     try:

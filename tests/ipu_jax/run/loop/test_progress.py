@@ -147,6 +147,21 @@ def test_an_hour_has_twenty_lines_unless_another_number_is_given(every, length, 
     assert bool(printed) == bool(expected)
 
 
+@pytest.mark.parametrize(
+    ("epochs", "seconds", "every", "expected"),
+    [(3, 1, None, 3), (30, 1, None, 20), (30, 200, None, 30), (30, 1, 0, 30), (1000, 1, None, 20)],
+)
+def test_evaluations_have_as_many_lines_as_losses(epochs, seconds, every, expected):
+    now = [0.0]
+    lines = LossLines(10, lambda line: None, every=every, clock=lambda: now[0])
+    lines.begin(0, 10 * epochs)
+    shown = []
+    for epoch in range(1, epochs + 1):
+        now[0] += seconds
+        shown.append(lines.shows_figures(10 * epoch, is_last=epoch == epochs))
+    assert (sum(shown), shown[0], shown[-1]) == (pytest.approx(expected, abs=1), True, True)
+
+
 def test_a_stream_of_unknown_length_has_ten_lines_for_ten_times_the_updates():
     printed = []
     lines = LossLines(None, printed.append)
