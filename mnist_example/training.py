@@ -118,6 +118,7 @@ class Training:
         folder = flags.trace / mode if flags.trace and flags.compare else flags.trace
         self.recording = None if folder is None else ipu_jax.observe.trace(folder, steps=steps)
         self.memory: dict[str, Any] | None = None
+        self.needed: ipu_jax.costs.PipelineReport | None = None
         self.status = 0
         self.log = ipu_jax.observe.RunLog(flags.log_file, tensorboard=flags.tensorboard) if popdist.is_first() else None
 
@@ -212,7 +213,7 @@ class Training:
         state = self.init()
         if flags.explain or flags.report or flags.pipeline_schedule == "auto":
             needs = self.needs(state)
-            self.memory = ipu_jax.observe.memory_of(needs, state)
+            self.memory, self.needed = ipu_jax.observe.memory_of(needs, state), needs
             if flags.explain:
                 say(f"{pipeline.schedule}\n{needs}")
             if flags.pipeline_schedule == "auto":
@@ -270,11 +271,15 @@ class Training:
             self.write("--report", file, lambda: self.report(file), "Report")
 
     def report(self, file: Path) -> None:
-        schedule, log = self.step.model.schedule, self.log
+        schedule = self.step.model.schedule
+        pictures: dict[str, Any] = {f"{schedule.name}, by ticks": schedule}
+        if self.needed is not None:
+            pictures["Bytes of each IPU over the ticks"] = self.needed.to_svg()
+        events = [] if self.log is None else self.log.events
+        title = f"{PROG}: {self.flags.model}, {self.mode}"
         ipu_jax.observe.write_report(
-            file, [] if log is None else log.events, title=f"{PROG}: {self.flags.model}, {self.mode}",
-            timeline=self.timeline, memory=self.memory, schedules={f"{schedule.name}, by ticks": schedule},
-        )  # fmt: skip
+            file, events, title=title, timeline=self.timeline, memory=self.memory, schedules=pictures
+        )
 
     def write(self, flag: str, file: Path, write: Callable[[], object], what: str) -> None:
         """Write a file on the first instance, and report it. A failure to write does not stop the training."""
