@@ -19,7 +19,7 @@ import ipu_jax
 from ipu_jax import cli, popdist
 from mnist_example import model, resnet
 from mnist_example.data import MNIST, described
-from mnist_example.flags import Flags, Mode
+from mnist_example.flags import DataFlags, Flags, Mode
 
 PROG: Final = "run-sharded-mnist"
 _WARNINGS: Final = (ipu_jax.io.CheckpointWarning, ipu_jax.steps.NonFiniteLossWarning, ipu_jax.observe.RunLogWarning)
@@ -35,7 +35,7 @@ def say(line: str, *, is_error: bool = False) -> None:
         print(f"{PROG}: {line}" if is_error else line, file=sys.stderr if is_error else sys.stdout, flush=True)
 
 
-def feed_of(flags: Flags, data: MNIST, **whom: Any) -> ipu_jax.Feed:
+def feed_of(flags: DataFlags, data: MNIST, **whom: Any) -> ipu_jax.Feed:
     """Return a feed of training images, one batch for each device call; `whom` names a `step=` or a `mesh=`."""
     arrays = {"images": data.train_images, "labels": data.train_labels}
     workers = (flags.num_workers or 1) if flags.async_dataloader else 0
@@ -65,7 +65,7 @@ class _AsFloats:
         return {"images": ipu_jax.io.normalise(images.take(indices, axis=0)), "labels": labels[indices]}
 
 
-def updates_in_words(flags: Flags, data: MNIST) -> str:
+def updates_in_words(flags: DataFlags, data: MNIST) -> str:
     """Describe an epoch in words, for the first line of output."""
     of_each = " on each" if flags.replicas > 1 else ""
     return (
@@ -220,28 +220,32 @@ class Training:
                 say(f"Schedule auto chose {'a table of its own' if found == 'auto' else found}")
         if (file := flags.picture_of(self.mode)) is not None:
             self.write("--plot-schedule", file, lambda: pipeline.schedule.plot(file), "Schedule")
+        updates, verdict = flags.updates_of(len(data.train_images)), list[str]()
+
+        def evaluate(state: ipu_jax.steps.TrainState) -> dict[str, float]:
+            found = self.accuracy(state)
+            verdict[:] = [judged(found, data.expected)] if int(state.step) == updates else []
+            return {"accuracy": found}
+
         saving = self.checkpoints() or contextlib.nullcontext()
         with saving as checkpoints, feed_of(flags, data, step=self.step) as feed:
             result = ipu_jax.fit(
                 self.step,
                 state,
                 feed,
-                updates=flags.updates_of(len(data.train_images)),
-                evaluate=lambda state: {"accuracy": self.accuracy(state)},
+                updates=updates,
+                evaluate=evaluate,
                 checkpoints=checkpoints,
                 resume=flags.resume or "auto",
                 log=self.log,
                 notes={"mode": self.mode, "model": flags.model, "flags": _plain(flags)},
                 trace=self.recording,
                 progress=False if flags.no_progress else None,
-                say=say,
+                say=lambda line: say(line + verdict.pop() if verdict and "Test accuracy" in line else line),
                 title=self.mode,
             )
         if self.recording is not None and result.stopped is None and self.timeline is None:
             self.status = cli.CANNOT_WRITE  # fit has reported the reason
-        if result.stopped is None:
-            images = result.updates * flags.images_per_update
-            say(f"Test accuracy: {result.evaluations[-1][1]['accuracy']:.2%} after {images:,} images")
         if cache is not None:
             say(str(cache))
         return result
@@ -283,6 +287,19 @@ class Training:
             say(f"{what}: {file}")
 
 
+def judged(accuracy: float, expected: float | None) -> str:
+    """Return what follows the accuracy of a whole training: whether it is good.
+
+    >>> judged(0.976, 0.96), judged(0.1, None)
+    (', as expected (96% or more)', ', by chance: there is nothing to learn')
+    """
+    if expected is None:
+        return ", by chance: there is nothing to learn"
+    if accuracy >= expected:
+        return f", as expected ({expected:.0%} or more)"
+    return f", below the {expected:.0%} or more of the default flags"
+
+
 def compile_all(flags: Flags) -> int:
     """Compile each mode for the chips of --compile-for, and return the exit status.
 
@@ -313,6 +330,11 @@ def train_all(flags: Flags, trainings: list[Training]) -> int:
         say(f"{error.found or error}: training diverged; {rate}", is_error=True)
         cli.end_together()
         return 1
+    except KeyboardInterrupt:  # fit has said how far it came, and whether it saved
+        if flags.checkpoint_dir is None:
+            again = "give --checkpoint-dir FOLDER, and the same command goes on from there"
+            say(f"nothing was saved: {again}", is_error=True)
+        raise
     except ipu_jax.io.CheckpointError as error:
         say(str(error) if isinstance(error, ipu_jax.io.SaveError) else f"--checkpoint-dir: {error}", is_error=True)
         cli.end_together()
@@ -328,7 +350,7 @@ def train_all(flags: Flags, trainings: list[Training]) -> int:
     return max(each.status for each in trainings)
 
 
-def read(flags: Flags, data: MNIST) -> None:
+def read(flags: DataFlags, data: MNIST) -> None:
     """Read all epochs onto the IPUs; print the source of the data, and a line after each epoch."""
     images = len(data.train_images)
     per_epoch, total, done = images // flags.images_per_update, flags.updates_of(images), 0
