@@ -295,7 +295,8 @@ def _download(cache: Path, mirrors: Sequence[str]) -> list[str]:
                     files.fetch(name, downloader=downloader)  # pyright: ignore[reportArgumentType] (pooch's mismatch)
                 break
             except (requests.RequestException, OSError, ValueError) as error:
-                failures.append(f"{mirror} failed ({error})")
+                is_long = isinstance(error, (requests.ConnectionError, requests.Timeout))  # three lines of urllib3
+                failures.append(f"{mirror} failed ({type(error).__name__ if is_long else error})")
         has_ended.set()
 
     threading.Thread(target=fetch, daemon=True).start()

@@ -332,8 +332,8 @@ def train_all(flags: Flags, trainings: list[Training]) -> int:
         return 1
     except KeyboardInterrupt:  # fit has said how far it came, and whether it saved
         if flags.checkpoint_dir is None:
-            again = "give --checkpoint-dir FOLDER, and the same command goes on from there"
-            say(f"nothing was saved: {again}", is_error=True)
+            folder = "--checkpoint-dir FOLDER" + ", without --compare" * flags.compare
+            say(f"nothing was saved: give {folder}, and the same command goes on from there", is_error=True)
         raise
     except ipu_jax.io.CheckpointError as error:
         say(str(error) if isinstance(error, ipu_jax.io.SaveError) else f"--checkpoint-dir: {error}", is_error=True)

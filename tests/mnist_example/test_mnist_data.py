@@ -252,6 +252,7 @@ def test_hosts_that_refuse_or_never_answer_are_given_up_in_time(silent, closed, 
         assert_gives_digits_in_time([silent, silent, closed], tmp_path)
     assert f"MNIST could not be downloaded: {silent} failed" in caplog.text
     assert "--data-dir" in caplog.text
+    assert all(len(record.getMessage()) < 450 for record in caplog.records)
 
 
 def test_a_name_that_does_not_resolve_is_given_up_within_five_seconds(tmp_path, monkeypatch):

@@ -468,16 +468,21 @@ def test_it_runs_as_a_script_and_makes_its_own_ipus(tmp_path):
     )
 
 
-@pytest.mark.parametrize("saves", [False, True])
-def test_after_ctrl_c_it_says_how_to_save(saves, few_digits, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("flags", "mend"),
+    [([], "--checkpoint-dir FOLDER"), (["--compare"], "--checkpoint-dir FOLDER, without --compare"),
+     (["--checkpoint-dir", "saved"], None)],
+)  # fmt: skip
+def test_after_ctrl_c_it_says_how_to_save(flags, mend, few_digits, tmp_path, capsys, monkeypatch):
     def fit(*args, **how):
         raise KeyboardInterrupt
 
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ipu_jax, "fit", fit)
     with pytest.raises(KeyboardInterrupt):
-        main([*TINY, *(["--checkpoint-dir", str(tmp_path)] if saves else [])])
-    advice = "nothing was saved: give --checkpoint-dir FOLDER, and the same command goes on from there"
-    assert capsys.readouterr().err == ("" if saves else f"run-sharded-mnist: {advice}\n")
+        main([*TINY, *flags])
+    line = f"run-sharded-mnist: nothing was saved: give {mend}, and the same command goes on from there\n"
+    assert capsys.readouterr().err == (line if mend else "")
 
 
 @pytest.mark.slow

@@ -91,6 +91,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 and one line."""
+        if message.startswith("the following arguments are required"):  # one may be there under a wrong name
+            first = self._argv[0] if self._argv else ""
+            is_wrong = first.startswith("-") and first.split("=")[0] not in self._option_string_actions
+            message = f"{message.removesuffix(', ...')}: give them as --help shows"
+            message = f"unrecognized arguments: {shown(first)}: {self._nearest([first])}" if is_wrong else message
         self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
 
     def refuse(self, error: Exception) -> NoReturn:
@@ -131,9 +136,18 @@ class Parser(argparse.ArgumentParser):
 
     def _nearest(self, unknown: Sequence[str]) -> str:
         first = unknown[0].split("=")[0]
+        word = first.lstrip("-\u2013\u2014").replace("_", "-").lower()  # word processors make dashes of two hyphens
+        if first in self._option_string_actions:
+            return "it is after --, which ends the flags: leave -- out"
+        if f"--{word}" in self._option_string_actions:
+            return f"did you mean --{word}? --help lists all flags"
         if not first.startswith("-"):
-            return "every value needs a flag before it; --help lists them"
-        word = first.lstrip("-").replace("_", "-").lower()
+            takes_values = any(action.nargs != 0 for action in self._actions)
+            return (
+                "every value needs a flag before it; --help lists them"
+                if takes_values
+                else "leave it out, or see --help"
+            )
         if word in self._hints:
             return f"{self._hints[word]}; --help lists all flags"
         flags = [name for action in self._actions for name in action.option_strings if name.startswith("--")]

@@ -107,6 +107,22 @@ def test_help_lists_a_flag_once_and_keeps_examples_as_they_are(capsys):
     assert texts[1].endswith("\nAlso understood: --n for --count.\n")
 
 
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        ([], "the following arguments are required: --where, file: give them as --help shows"),
+        (["f", "--sise", "3"], "the following arguments are required: --where: give them as --help shows"),
+        (["--were", "x", "f"], "unrecognized arguments: --were: did you mean --where? --help lists all flags"),
+    ],
+)
+def test_what_is_required_may_be_there_under_a_wrong_name(argv, line, capsys):
+    parser = Parser("command", "Does nothing.")
+    parser.add_argument("--where", required=True)
+    parser.add_argument("file")
+    parser.add_argument("rest", nargs="...", metavar="...")
+    assert line_of(lambda: parser.parse(argv), capsys) == line
+
+
 def test_a_path_may_begin_with_the_home_folder(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert [str(path(text)) for text in ("~/digits", "a/~", "~")] == ["/home/me/digits", "a/~", "/home/me"]
