@@ -59,9 +59,9 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     if isinstance(value, str) and value in choices:
         return value
     lowered = {choice.lower(): choice for choice in choices}
-    near = difflib.get_close_matches(value.lower(), lowered, n=1) if isinstance(value, str) else []
-    hint = f"did you mean {lowered[near[0]]!r}? " if near else ""
-    raise ValueError(f"{name}={value!r} is unknown: {hint}Choose one of {', '.join(map(repr, choices))}")
+    near = difflib.get_close_matches(value.lower(), lowered, n=1, cutoff=0.65) if isinstance(value, str) else []
+    hint = f"did you mean {lowered[near[0]]!r}? Choose" if near else "choose"
+    raise ValueError(f"{name}={value!r} is unknown: {hint} one of {', '.join(map(repr, choices))}")
 
 
 def check_positive(name: str, value: object) -> float:

@@ -15,7 +15,7 @@ from ipu_jax import Checkpoints
 from ipu_jax.steps import TrainStep
 from mnist_example import data, model, training
 from mnist_example.data import synthetic_mnist
-from mnist_example.flags import parsed
+from mnist_example.flags import Flags, parsed
 from mnist_example.run_sharded_mnist import main
 
 # Two epochs of five updates, in calls of two; the last line is of half of a tenth.
@@ -38,7 +38,7 @@ def small(tmp_path_factory):
 
 def made(flags):
     """Return the training of a command line."""
-    _, found = parsed("run-sharded-mnist", "", flags)
+    _, found = parsed("run-sharded-mnist", "", flags, Flags)
     return training.Training(found, found.modes[0], data.prepared(found, found.ipus))
 
 
