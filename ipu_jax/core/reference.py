@@ -18,6 +18,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from ipu_jax.base.doors import public_on_mesh
+from ipu_jax.base.jaxprs import check_context_mesh
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.instances import own_device, put
 from ipu_jax.core.mesh_axes import further_axes
@@ -33,6 +35,7 @@ UNFUSED: Final = {"xla_allow_excess_precision": False, "xla_cpu_experimental_ynn
 backend fuses a product with its neighbours, and rounds otherwise than XLA does."""
 
 
+@public_on_mesh
 def reference_value_and_grad(
     pipeline: Pipeline, params: dict[str, Any], batch: Any, state: dict[str, Any] | None = None, key: Any = None
 ) -> Any:
@@ -60,6 +63,7 @@ def reference_value_and_grad(
     return unsharded_update(pipeline, params, batch, state, key)
 
 
+@public_on_mesh
 def reference_predict(
     pipeline: Pipeline,
     params: dict[str, Any],
@@ -210,6 +214,7 @@ def _on_first_ipus(
     fused: bool = True,
 ) -> Any:
     """Return `run_replica(params, batch, state, key)` of all replicas, stacked, on this instance's first device."""
+    check_context_mesh()
     copies, first_ipu = _copies(pipeline.mesh), SingleDeviceSharding(own_device(pipeline.mesh))
     replicated, per_replica = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
     if pipeline.replicas == 1:

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ipu_jax.base.checks import as_int, check_choice
+from ipu_jax.base.doors import public
 from ipu_jax.base.jaxprs import closed_of
 from ipu_jax.core.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, AllIpus
 from ipu_jax.core.mesh_axes import names_in
 
 
+@public
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Outputs:
@@ -51,6 +53,7 @@ class Origin(NamedTuple):
 _WHOLE = PartitionSpec()
 
 
+@public
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """A piece of the model: a plain function, and where it runs.

@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ipu_jax.base import facts
+from ipu_jax.base.doors import public_on_mesh
 from ipu_jax.base.jaxprs import all_equations
-from ipu_jax.base.tracebacks import ShortTracebacks
 from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.instances import gathered, on_host
 from ipu_jax.core.mesh_axes import further_axes, parts
@@ -75,6 +75,7 @@ def _worst(errors: Mapping[str, float]) -> tuple[str, float]:
     return max(errors.items(), key=lambda item: np.inf if np.isnan(item[1]) else item[1])
 
 
+@public_on_mesh
 @facts.during("verifying")
 def verify(
     pipeline: Pipeline,
@@ -145,8 +146,7 @@ def verify(
     def unsharded(weights: Any, *, fused: bool = True) -> dict[str, Any]:
         return _results(unsharded_update(pipeline, weights, batch, whole_state, key, fused=fused))
 
-    with ShortTracebacks():
-        actual, expected = sharded(), unsharded(weights)
+    actual, expected = sharded(), unsharded(weights)
     _check_same_shapes(actual["aux"], expected["aux"])
     groups = pipeline.apply_frozen(params).layout.groups
     dtypes = [jnp.dtype(leaf.dtype) for group in groups for leaf in group.leaves if not leaf.frozen]

@@ -228,7 +228,7 @@ def make_report(
         collectives = tuple(in_stages(Program(compiled), mesh))
         report = dataclasses.replace(report, temporary=temporary, collectives=collectives)
     if ipu_memory is not None:
-        warn_where_too_large(report, ipu_memory, stacklevel=4)
+        warn_where_too_large(report, ipu_memory, stacklevel=5)
     return report
 
 
@@ -340,4 +340,4 @@ class MemoryGuard:
         shapes = (params.layout, state_layout, treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if shapes not in self._seen:
             self._seen.add(shapes)
-            warn_where_too_large(report(), self.ipu_memory, stacklevel=4)
+            warn_where_too_large(report(), self.ipu_memory, stacklevel=5)

@@ -72,10 +72,10 @@ class Arguments:
     def _draws(self) -> bool:
         return self._random or self._options.stochastic_rounding
 
-    def key_for_state(self, key: Any, *, stacklevel: int = 4) -> Any:
+    def key_for_state(self, key: Any, *, stacklevel: int = 5) -> Any:
         """Return the key that a new state holds: the given key, or None with a warning if nothing draws numbers.
 
-        The warning names a caller that many levels up: by default the caller of `init` or `restore`, which have two
+        The warning names a caller that many levels up: by default the caller of `init` or `restore`, which have three
         decorators.
         """
         if key is None or self._draws:

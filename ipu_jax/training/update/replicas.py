@@ -20,6 +20,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.base.checks import check_count
+from ipu_jax.base.doors import public_on_mesh
+from ipu_jax.base.jaxprs import check_context_mesh
 from ipu_jax.base.keys import is_one_key
 from ipu_jax.core.collectives import rounded
 from ipu_jax.core.devices import REPLICA_AXIS, InFlight, check_there, devices_of, is_described, make_mesh
@@ -132,6 +134,7 @@ def replicate(
     )
 
 
+@public_on_mesh
 class Replicas:
     """Runs a loss function on R replicas of one IPU each.
 
@@ -323,6 +326,7 @@ def over_replicas(
             dim_of(s) for s in jax.tree.leaves(jax.tree.broadcast(in_specs, args, is_leaf=is_spec), is_leaf=is_spec)
         ]
         leaves, treedef = jax.tree.flatten(args)
+        check_context_mesh()
 
         def with_dims(*leaves: Any) -> Any:
             # pmap removes the mapped dim, shard_map keeps it: give `program` the dim that it has under shard_map
