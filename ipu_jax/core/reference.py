@@ -59,6 +59,7 @@ def reference_value_and_grad(
         ValueError: the batch does not fit, or a group of state or a key is missing or superfluous. Under
             `jax.debug_nans`: weights, batch or state hold a NaN.
     """
+    check_pipeline(pipeline)
     _check_searchable(params=params, batch=batch, state=state)
     return unsharded_update(pipeline, params, batch, state, key)
 
@@ -89,6 +90,7 @@ def reference_predict(
     Raises:
         ValueError: as in `Pipeline.predict`.
     """
+    check_pipeline(pipeline)
     stages, replicas = pipeline.stages, pipeline.replicas
     check_predictable(stages, replicas, return_state)
     check_key(key, stages, "prediction")
@@ -164,6 +166,12 @@ def unsharded_update(
     value = pipeline.loss_with_aux(loss, jax.tree.map(lambda leaf: leaf[0], aux) if replicas == 1 else aux)
     result = (value, jax.tree.unflatten(treedef, gradients))
     return (*result, new_state) if jax.tree.leaves(new_state) else result
+
+
+def check_pipeline(pipeline: Any) -> None:
+    """Raise `ValueError` unless it is a `Pipeline`."""
+    if not isinstance(pipeline, Pipeline):
+        raise ValueError(f"pipeline is a {type(pipeline).__name__}: give a Pipeline, such as step.model")
 
 
 def _check_state(pipeline: Pipeline, state: Any) -> None:

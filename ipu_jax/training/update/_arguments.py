@@ -10,7 +10,7 @@ from ipu_jax.base.checks import check_count
 from ipu_jax.base.keys import is_one_key
 from ipu_jax.core.options import DynamicScale, TrainOptions
 from ipu_jax.core.pipeline import Pipeline
-from ipu_jax.core.weights.arguments import check_alive, check_batch
+from ipu_jax.core.weights.arguments import arrays_in, check_alive, check_batch
 from ipu_jax.core.weights.packing import Sharded
 from ipu_jax.training.data.feed import FeedBatch
 from ipu_jax.training.update._placement import Placement
@@ -147,11 +147,11 @@ class Arguments:
         count = self._options.device_iterations
         if count == 1:
             return arrays
-        for path, leaf in jax.tree.leaves_with_path(arrays):
-            if getattr(leaf, "shape", ())[:1] != (count,):
+        for where, leaf in arrays_in(arrays):
+            if leaf.shape[:1] != (count,):
                 raise ValueError(
-                    f"batch{jax.tree_util.keystr(path)} has shape {tuple(getattr(leaf, 'shape', ()))}: "
-                    f"its first dim must be device_iterations={count}; give a batch of a Feed itself, not its data"
+                    f"{where} has shape {tuple(leaf.shape)}: its first dim must be "
+                    f"device_iterations={count}; give a batch of a Feed itself, not its data"
                 )
         return arrays
 

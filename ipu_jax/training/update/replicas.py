@@ -30,6 +30,7 @@ from ipu_jax.core.mesh_axes import further_axes
 from ipu_jax.core.options import PipelineOptions, Reduction
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.weights.arguments import check_alive, check_batch, count_samples
+from ipu_jax.core.weights.packed_layout import check_array
 from ipu_jax.training.update._accumulate import accumulate, accumulate_gradients
 
 
@@ -251,10 +252,10 @@ class Replicas:
         """Raise `ValueError` unless the leaves of `params` are floating arrays of at least 16 bits."""
         for path, leaf in jax.tree.leaves_with_path(params):
             where = f"params{jax.tree_util.keystr(path)}"
-            if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
-                described = getattr(leaf, "dtype", repr(leaf))
+            check_array(where, leaf)
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise ValueError(
-                    f"{where} is {described}: weights must be floating arrays; carry other data in the batch"
+                    f"{where} is {leaf.dtype}: weights must be floating arrays; carry other data in the batch"
                 )
             if jnp.finfo(leaf.dtype).bits < 16:
                 raise ValueError(

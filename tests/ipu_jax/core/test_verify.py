@@ -412,7 +412,12 @@ def unsharded(**given: Any) -> Any:
 
 @refusals(
     (unsharded(batch=batch_of(1)), "batch['x'] has shape (3, 3, 4)", "its leading dims must be"),
-    (unsharded(batch=FeedBatch({}, 0, 0, 1, np.ones(0, bool), 0)), "batch has FeedBatch", "pass batch.data"),
+    (
+        unsharded(batch=FeedBatch({}, 0, 0, 1, np.ones(0, bool), 0)),
+        ".FeedBatch",
+        "must be a NumPy or jax array",
+        "give batch.data",
+    ),
     (unsharded(key=None), "stage 'a' takes a random key", "jax.random.key(...)"),
     (unsharded(state=None), "state has the groups []", "the stages name ['seen']", "{group: pytree}"),
     (unsharded(state={}), "state has the groups []", "the stages name ['seen']", "{group: pytree}"),
