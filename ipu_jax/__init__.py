@@ -4,10 +4,10 @@ What most programs need is here; all the rest is in the modules, such as `ipu_ja
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from ipu_jax.base import facts
-from ipu_jax.base.checks import nearest
 from ipu_jax.base.version import __version__ as __version__
 
 # Type checkers read these imports. At run time, a name is imported when it is first used: so a command line is checked,
@@ -66,20 +66,20 @@ def __getattr__(name: str) -> Any:
         homes = (importlib.import_module(_MODULES[module]) for module in _SUBJECTS)
         found = next(getattr(home, name) for home in homes if name in home.__all__)
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_home_of(name)}")
+        where = _home_of(name)
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}{where}", name=name, obj=sys.modules[__name__]
+        )
     globals()[name] = found  # so that this is called only once per name
     return found
 
 
 def _home_of(name: str) -> str:
-    """Say where a name is, or which one was meant."""
-    if name.startswith("_"):
-        return ""
-    for module in _SUBJECTS:
+    """Say which module has a public name."""
+    for module in () if name.startswith("_") else _SUBJECTS:
         if name in importlib.import_module(_MODULES[module]).__all__:
             return f": it is {__name__}.{module}.{name}"
-    hint = nearest(name, __all__)
-    return f": {hint}" if hint else ""
+    return ""
 
 
 def __dir__() -> list[str]:

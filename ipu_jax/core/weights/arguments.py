@@ -140,7 +140,8 @@ def by_group(name: str, value: Any) -> dict[str, Any]:
     return dict(value or {})
 
 
-def _check_names(what: str, given: Mapping[str, Any], owners: Mapping[str, Any]) -> None:
+def check_names(what: str, given: Mapping[str, Any], owners: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if an argument with an entry per group names one that no stage names."""
     for name in sorted(given.keys() - owners.keys()):
         kind, there = ("state" if what == "state_specs" else "params"), ", ".join(map(repr, sorted(owners)))
         hint = nearest(name, owners) or f"leave it out, or name it in Stage(..., {kind}=); there are {there or 'none'}"
@@ -155,7 +156,7 @@ def specs_for(
     Raises:
         ValueError: it names groups that no stage names, or groups of local stages where the mesh has no further axes.
     """
-    _check_names(what, specs, owners)
+    check_names(what, specs, owners)
     local = sorted(name for name in specs if owners[name] is not None)
     if local and not axes:
         raise ValueError(
@@ -176,12 +177,6 @@ def check_shared(stages: tuple[Stage, ...], specs: Mapping[str, Any]) -> None:
                         f"specs[{name!r}] holds {spec}, but stage {stage.name!r} on IPU {stage.place} shares the "
                         "group, so every IPU holds it whole: give PartitionSpec(), or leave it out of specs"
                     )
-
-
-def frozen_for(owners: dict[str, int | None], frozen: dict[str, Any]) -> dict[str, Any]:
-    """Return `frozen`; raise `ValueError` if it names a group that no stage names."""
-    _check_names("frozen", frozen, owners)
-    return frozen
 
 
 def owners_of(stages: tuple[Stage, ...]) -> dict[str, int | None]:
