@@ -134,7 +134,8 @@ class PipelineReport(Shown):
         """Return the bytes that an IPU holds at once, by kind. Temporary bytes are predicted if not compiled."""
         part = self.ipus[ipu]
         return {
-            "weights": part.weights + part.padding,
+            "weights": part.weights,
+            **({"padding": part.padding} if part.padding else {}),
             **({"state": part.state} if part.state else {}),
             "gradients": part.gradients,
             "batch": part.batch,

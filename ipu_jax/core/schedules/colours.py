@@ -19,6 +19,7 @@ CONCURRENT: Final[dict[Kind, str]] = {"F": "#8ad3b4", "B": "#2fa37c", "W": ""}
 # in the words of `PipelineReport`
 BYTES: Final = {
     "weights": "#5f7fa3",
+    "padding": "#dfe3e8",
     "state": "#93acc6",
     "gradients": "#b89560",
     "optimizer": "#8d6e63",

@@ -77,11 +77,7 @@ def memory_of(report: PipelineReport, state: TrainState) -> dict[str, Any]:
     """
     device = jax.local_devices()[0]
     optimizer = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.optimizer))
-    ipus: list[dict[str, int]] = []
-    for part in report.ipus:
-        by_kind = report.bytes_by_kind(part.ipu)
-        weights = {"weights": by_kind.pop("weights") - part.padding, "padding": part.padding}
-        ipus.append(weights | by_kind | {"optimizer": optimizer})
+    ipus = [report.bytes_by_kind(part.ipu) | {"optimizer": optimizer} for part in report.ipus]
     limit = (device.memory_stats() or {}).get("bytes_limit")
     limits = {"limit": limit, "limit_of": f"the memory of one {device.device_kind}"} if limit else {}
     return {"ipus": ipus} | limits
