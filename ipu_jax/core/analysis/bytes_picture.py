@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ipu_jax.core.programs.cost import in_units
 from ipu_jax.core.schedules.colours import BYTES, FAINT, IDLE, INK, LIMIT, LINE
-from ipu_jax.core.schedules.figures import MARGIN, TEXT, WIDTH, drawn, headed, outlined
+from ipu_jax.core.schedules.figures import MARGIN, TEXT, WIDTH, drawn, headed, numbered, outlined
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,9 +89,7 @@ def _panel(axes: "Axes", name: str, kinds: ByTick, total: int, limit: float | No
 def _scales(axes: "Axes", ticks: int, width: float, height: float, *, is_lowest: bool) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    room = ticks * (0.64 * TEXT * len(str(ticks)) + 8.0) / width
-    step = next(step for step in (10**k * digit for k in itertools.count() for digit in (1, 2, 5)) if step >= room)
-    shown = range(0, ticks, step) if is_lowest else ()
+    shown = range(0, ticks, numbered(ticks, width / ticks)) if is_lowest else ()
     axes.set_xlim(0.0, ticks)
     axes.set_xticks([tick + 0.5 for tick in shown], [*map(str, shown)])
     most = axes.get_ylim()[1]

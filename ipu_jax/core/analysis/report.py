@@ -263,10 +263,16 @@ def make_report(
         temporary = None if analysis is None else analysis.temp_size_in_bytes  # not every platform reports it
         collectives = tuple(in_stages(Program(compiled), mesh))
         report = dataclasses.replace(report, temporary=temporary, collectives=collectives)
-    of_device = (mesh.devices.flat[0].memory_stats() or {}).get("bytes_limit")
     if ipu_memory is not None:
         warn_where_too_large(report, ipu_memory, stacklevel=5)
-    return dataclasses.replace(report, limit=of_device if ipu_memory is None else ipu_memory)
+    return dataclasses.replace(report, limit=_limit_of(mesh.devices.flat[0]) if ipu_memory is None else ipu_memory)
+
+
+def _limit_of(device: Any) -> float | None:
+    try:
+        return (device.memory_stats() or {}).get("bytes_limit")
+    except jax.errors.JaxRuntimeError:  # it belongs to another process, or is not there and only compiled for
+        return None
 
 
 def count_report(plan: Plan, layout: PackedLayout, state: PackedLayout, batch_bytes: int) -> PipelineReport:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ipu_jax.core.schedules._simulate import Simulation
 from ipu_jax.core.schedules._timetable import Kind, Task, Timetable, segments_of, tables_of, tasks_of, tick_of
 from ipu_jax.core.schedules.colours import CONCURRENT, FAINT, IDLE, INK, LINE, LOCAL, UPDATE, name_of
-from ipu_jax.core.schedules.figures import MARGIN, TEXT, WIDTH, drawn, headed, outlined
+from ipu_jax.core.schedules.figures import DIGIT, MARGIN, TEXT, WIDTH, drawn, headed, numbered, outlined
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +34,7 @@ _MOST_TASKS = 200_000  # 20 MB of SVG, and about one task per pixel of a page
 _LEFT, _ABOVE, _BELOW, _UPDATE_GAP, _UPDATE_WIDTH = 48.0, 22.0, 22.0, 6.0, 16.0
 _ROOM = WIDTH - _LEFT - _UPDATE_GAP - _UPDATE_WIDTH - MARGIN
 _WIDEST_UNIT, _NARROWEST_CELL, _NARROWEST_WITH_EDGE, _MOST_BANDS = 48.0, 2.25, 6.0, 6
-_LEAST_TEXT, _DIGIT, _MOST_DARK = 6.0, 0.64, 8  # _DIGIT: the width of a digit over its size
+_LEAST_TEXT, _MOST_DARK = 6.0, 8
 
 
 def figure_of(table: Timetable, simulation: Simulation | None, bubble: Callable[[], float]) -> "Figure":
@@ -205,12 +205,12 @@ class _Picture:
                 axes.text(x, at, text, size=points, ha="center", va="center_baseline")
 
     def _size(self, width: float) -> float:
-        return min(9.0, 0.6 * self._row, (width - 2.0) / (_DIGIT * self._digits))
+        return min(9.0, 0.6 * self._row, (width - 2.0) / (DIGIT * self._digits))
 
     def _stages(self, cell: _Cell, width: float) -> str:
         first, last = cell.stages[0], cell.stages[-1]
         text = f"s{first}" if first == last else f"s{first}-{last}"
-        fits = self._row >= 20.0 and _DIGIT * _LEAST_TEXT * len(text) + 1.5 <= width
+        fits = self._row >= 20.0 and DIGIT * _LEAST_TEXT * len(text) + 1.5 <= width
         return text if fits and (self._has_several if cell.chunk is None else self._chunks > 1) else ""
 
     def _colour(self, kind: Kind, chunk: int | None, *, is_dark: bool = False) -> str:
@@ -239,8 +239,7 @@ class _Picture:
 
             times = MaxNLocator(10, steps=[1, 2, 5, 10]).tick_values(start, end)
             return [(float(at), f"{at:g}") for at in times if start <= at <= end]
-        room = (_DIGIT * TEXT * len(str(len(self._ticks))) + 4.0) / (self._unit * _shortest(self._ticks))
-        step = next(step for step in (10**k * digit for k in itertools.count() for digit in (1, 2, 5)) if step >= room)
+        step = numbered(len(self._ticks), self._unit * _shortest(self._ticks))
         middles = [(tick + after) / 2 for tick, after in itertools.pairwise(self._ticks)]
         return [(at, str(i)) for i, at in enumerate(middles) if i % step == 0 and start <= at < end]
 

@@ -6,6 +6,7 @@ caption                              lengths are in points (1/72 inch)
 """
 
 import io
+import itertools
 import os
 import re
 import textwrap
@@ -39,6 +40,7 @@ _STYLE: list[Any] = [
 WIDTH: Final = 720.0
 MARGIN: Final = 12.0
 TEXT: Final = 8.0
+DIGIT: Final = 0.64  # the width of a digit over its size
 _HATCHED: Final[dict[str, Any]] = {"fc": IDLE, "ec": IDLE_LINE, "hatch": "//////"}
 
 
@@ -126,6 +128,12 @@ def headed(figure: "Figure", below: float, title: str, caption: str, legend: Map
     anchor = MARGIN / WIDTH, 1 - (top - 16.0) / height
     figure.legend(handles=patches, loc="upper left", bbox_to_anchor=anchor, ncols=len(patches), labelcolor=FAINT)
     return top, height
+
+
+def numbered(count: int, width: float) -> int:
+    """Return the step, 1, 2, 5, 10 and so on, in which the numbers of `count` ticks of this width do not touch."""
+    room = (DIGIT * TEXT * len(str(count)) + 4.0) / width
+    return next(step for step in (10**k * digit for k in itertools.count() for digit in (1, 2, 5)) if step >= room)
 
 
 def outlined(axes: "Axes", outlines: Iterable[Iterable[tuple[float, float]]], colour: str, edge: float = 0.0) -> None:

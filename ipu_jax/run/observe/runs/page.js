@@ -219,6 +219,6 @@ function memory(found) {
     const entry = add(legend, "span");
     add(entry, "i", look(name)); entry.append(`${name} ${low === high ? bytes(low) : bytes(low) + " to " + bytes(high)}`);
   }
-  if (found.limit) add(room, "p", {}, `The limit is ${bytes(found.limit)}: ${found.limit_of}.`);
+  if (found.limit) add(room, "p", {}, `The limit is ${bytes(found.limit)}, which an IPU can hold.`);
 }
 memory(data.memory);

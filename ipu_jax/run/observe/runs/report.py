@@ -50,8 +50,8 @@ def write_report(
         schedules: pictures as SVG, or schedules to draw, by their titles. The schedule of the timeline is drawn with
             the measured time of each task; drawing needs matplotlib, and without it the page says so.
         timeline: measured steps, such as a trace records. Only the first slices of a long timeline are shown.
-        memory: `{"ipus": [{kind: bytes}, ...]}`, a dict per IPU, such as `memory_of` returns; where devices have one,
-            with `"limit"` in bytes, and `"limit_of"`, a text.
+        memory: `{"ipus": [{kind: bytes}, ...], "limit": bytes or None}`, a dict per IPU and what an IPU can hold, such
+            as `memory_of` returns.
 
     Returns:
         The path.
@@ -73,14 +73,11 @@ def memory_of(report: PipelineReport, state: TrainState) -> dict[str, Any]:
         state: of the training step.
 
     Returns:
-        A dict per IPU, and the limit of a device's memory if its devices have one: hosts do not.
+        A dict per IPU, and the bytes that an IPU can hold; None if that is not known, as on hosts.
     """
-    device = jax.local_devices()[0]
     optimizer = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.optimizer))
     ipus = [report.bytes_by_kind(part.ipu) | {"optimizer": optimizer} for part in report.ipus]
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    limits = {"limit": limit, "limit_of": f"the memory of one {device.device_kind}"} if limit else {}
-    return {"ipus": ipus} | limits
+    return {"ipus": ipus, "limit": report.limit}
 
 
 def page(

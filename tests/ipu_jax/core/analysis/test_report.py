@@ -158,7 +158,8 @@ def test_bytes_over_the_ticks_are_those_of_the_micro_batches_between_f_and_b(ipu
         assert max(report.ipus[ipu].stash_by_tick) == report.ipus[ipu].stash == size * min(MICRO_BATCHES, ipus - ipu)
         by_tick, kinds = report.bytes_by_tick(ipu), report.bytes_by_kind(ipu)
         assert by_tick.pop("stash") == [*report.ipus[ipu].stash_by_tick]
-        assert [*by_tick] == ["weights", "gradients", "batch", "other temporary"]
+        padding = ["padding"] if report.ipus[ipu].padding else []
+        assert [*by_tick] == ["weights", *padding, "gradients", "batch", "other temporary"]
         kinds["other temporary"] = kinds.pop("temporary") - report.stash
         assert {kind: {*sizes} for kind, sizes in by_tick.items()} == {kind: {size} for kind, size in kinds.items()}
 

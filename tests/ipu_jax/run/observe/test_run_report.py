@@ -99,12 +99,13 @@ def test_a_page_has_one_bubble():
     assert "by ticks" in page([], schedules={"by ticks": timeline.schedule})
 
 
-def test_only_devices_have_a_limit():
+def test_the_bytes_of_an_ipu_have_the_optimizers_state_and_the_limit():
     by_kind = lambda ipu: {"weights": 100, "padding": 800 * ipu}  # noqa: E731
-    report: Any = types.SimpleNamespace(ipus=[IpuNeeds(0), IpuNeeds(1)], bytes_by_kind=by_kind)
+    report: Any = types.SimpleNamespace(ipus=[IpuNeeds(0), IpuNeeds(1)], bytes_by_kind=by_kind, limit=None)
     state: Any = types.SimpleNamespace(optimizer=[jnp.zeros(3, jnp.float32)])
     assert memory_of(report, state) == {
-        "ipus": [{"weights": 100, "padding": 0, "optimizer": 12}, {"weights": 100, "padding": 800, "optimizer": 12}]
+        "ipus": [{"weights": 100, "padding": 0, "optimizer": 12}, {"weights": 100, "padding": 800, "optimizer": 12}],
+        "limit": None,
     }
 
 
@@ -130,9 +131,9 @@ def test_the_page_loads_nothing_and_no_text_of_a_run_becomes_code():
 
 
 def test_the_page_has_what_it_was_given():
-    found = data_in(page(EVENTS, timeline=timeline(), memory={"limit": 8, "limit_of": "x", "ipus": [{"weights": 5}]}))
+    found = data_in(page(EVENTS, timeline=timeline(), memory={"limit": 8, "ipus": [{"weights": 5}]}))
     assert found["curves"]["loss"] == [[1, 2.0], [2, 1.0]]
-    assert {**found["memory"], "colours": 0} == {"limit": 8, "limit_of": "x", "ipus": [{"weights": 5}], "colours": 0}
+    assert {**found["memory"], "colours": 0} == {"limit": 8, "ipus": [{"weights": 5}], "colours": 0}
     shown = found["timeline"]
     assert (shown["steps"], shown["of"]) == (2, 2)
     assert [row["label"] for row in shown["rows"]] == ["plan, IPU 0", "IPU 0", "plan, IPU 1", "IPU 1"]
