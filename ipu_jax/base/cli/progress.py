@@ -66,7 +66,7 @@ class Bar:
         """Show that this many updates have been made in total, and a text, such as the epoch and the loss."""
         if self._bar is not None:
             speed = self._bar.tasks[0].speed
-            rate = "" if speed is None or not self._is_wide else f"{speed * self._samples:,.0f} samples/s"
+            rate = "" if speed is None or (text and not self._is_wide) else f"{speed * self._samples:,.0f} samples/s"
             self._text = f"{text} {rate}".strip()
             self._bar.update(self._task, completed=updates)
             self.show()

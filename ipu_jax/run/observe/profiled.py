@@ -43,13 +43,6 @@ def asked(trace: Any, report: Any) -> tuple[Any, Any]:
     return trace, report
 
 
-def timeline_of(recording: Recording | None) -> Timeline | None:
-    """Return the timeline of a recording; None if there is none."""
-    with contextlib.suppress(TraceError):
-        return None if recording is None else recording.timeline
-    return None
-
-
 def write_page(
     path: Any, events: Sequence[Mapping[str, Any]], step: Any, feed: Any, result: Any, title: str, recording: Any
 ) -> None:
@@ -57,8 +50,10 @@ def write_page(
     if not events:
         return
     schedules: dict[str, str] = {}
-    memory = None
+    timeline = memory = None
     try:
+        with contextlib.suppress(TraceError):  # it has recorded nothing
+            timeline = None if recording is None else recording.timeline
         if isinstance(model := step.model, Pipeline):
             with contextlib.suppress(ImportError, ValueError):  # matplotlib is an extra
                 schedules[f"{model.schedule.name}, as planned"] = model.schedule.to_svg()
@@ -68,7 +63,7 @@ def write_page(
                 key, state = (jax.random.key(0) if step.random else None), result.state
                 memory = memory_of(model.report(state.params, like, state.stages, key, compile=False), state)
         with facts.during("writing a report"):
-            write_report(path, events, title=title, schedules=schedules, timeline=timeline_of(recording), memory=memory)
+            write_report(path, events, title=title, schedules=schedules, timeline=timeline, memory=memory)
     except Exception as error:  # a fault in the page must not discard the training
         warnings.warn(f"report {path} was not written ({reason_of(error)})", RunLogWarning, stacklevel=2)
 
