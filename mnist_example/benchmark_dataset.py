@@ -1,11 +1,13 @@
-"""Read the training batches without training on them: the `benchmark-dataset` command.
+"""Read the training batches without training on them: how many a second is the host good for?
 
-    benchmark-dataset --batch-size 64 --gradient-accumulation-count 8 --repeat-count 4 --async-dataloader
+    benchmark-dataset
+    benchmark-dataset --synthetic-data --async-dataloader --num-workers 2
+    benchmark-dataset --replicas 8 --batch-size 16 --epochs 0.5
 
-The command takes the flags of `run-sharded-mnist`, so the command line of a training can be used unchanged. It moves
-the same batches to the same number of IPUs. For part of an epoch, it moves only the images of the requested updates. If
-an epoch takes as long here as in training, the host is the bottleneck. Flags for the model, its updates and pictures
-have no effect here. MB/s count the bytes that are sent to the IPUs of all replicas, once each.
+The command takes those flags of run-sharded-mnist that say which batches are read, and refuses the others. It moves the
+same batches to the same number of IPUs. For part of an epoch, it moves only the images of the requested updates. If an
+epoch takes as long here as in training, the host is the bottleneck. MB/s count the bytes that are sent to the IPUs of
+all replicas, once each.
 
 Exit status: 0, 2 for bad input, 74 when the output could not be written, 130 after Ctrl-C.
 """
@@ -19,7 +21,7 @@ if __name__ == "__main__" and not __package__:  # run as a script: use the packa
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ipu_jax import cli
-from mnist_example.flags import PACKAGES, check_data_flags, parsed
+from mnist_example.flags import PACKAGES, DataFlags, check_data_flags, parsed
 
 PROG = "benchmark-dataset"
 
@@ -31,11 +33,7 @@ def command() -> NoReturn:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command on `argv` (default: the process's arguments), and return its exit status; bad input exits."""
-    description = (
-        "Reads the batches of a training and does nothing else: how many a second is the host good for? Takes the "
-        "flags of run-sharded-mnist; flags of the model and its updates change nothing."
-    )
-    parser, flags = parsed(PROG, description, argv)
+    parser, flags = parsed(PROG, __doc__ or "", argv, DataFlags)
     try:
         check_data_flags(flags)
         from mnist_example.data import prepared

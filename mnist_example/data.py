@@ -30,7 +30,7 @@ import pooch
 import requests
 
 from ipu_jax import cli
-from mnist_example.flags import Flags
+from mnist_example.flags import DataFlags
 
 T = TypeVar("T")
 
@@ -43,7 +43,6 @@ _SHA256 = {
     "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
     "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
 }
-_MEND = "put the four MNIST files there again, or leave the data dir out to download them"
 _MOST_DIGITS = 1_000_000  # in one file
 _MOST_UNZIPPED = 1032  # bytes of a byte of a gzip file: https://www.zlib.net/zlib_tech.html
 _PIECE = 1 << 20
@@ -67,6 +66,8 @@ class MNIST:
     test_labels: npt.NDArray[np.uint8]
     source: str
     """The origin of the digits, as text for the user."""
+    expected: float | None = None
+    """The accuracy that a training with the default flags passes; None if there is nothing to learn."""
 
 
 def described() -> MNIST:
@@ -75,7 +76,7 @@ def described() -> MNIST:
     return MNIST(zeros(60_000, 28, 28), zeros(60_000), zeros(10_000, 28, 28), zeros(10_000), "no images")
 
 
-def prepared(flags: Flags, ipus: int) -> MNIST:
+def prepared(flags: DataFlags, ipus: int) -> MNIST:
     """Return the digits that the flags ask for, and make `ipus` IPUs for each replica.
 
     Data that may have to be downloaded is read after the IPUs are made, so that a missing platform is reported at once.
@@ -123,13 +124,13 @@ def load_mnist(
             something other than 28x28 images or labels from 0 to 9; or there are not as many labels as images.
     """
     if data_dir is not None:
-        return _load_folder(Path(data_dir), f"--data-dir {os.fspath(data_dir)}")
+        return _load_folder(Path(data_dir), f"--data-dir {os.fspath(data_dir)}", "leave --data-dir out")
     if folder := os.environ.get("MNIST_DIR"):
-        return _load_folder(Path(folder), f"$MNIST_DIR {folder}")
+        return _load_folder(Path(folder).expanduser(), f"$MNIST_DIR {folder}", "unset MNIST_DIR")
     cache = Path(cache_dir) if cache_dir is not None else Path(pooch.os_cache("ipu-jax")) / "mnist"
     failures = [] if _is_complete(cache) else _download(cache, mirrors)
     if _is_complete(cache):
-        return _load_folder(cache, f"the download in {cache}")
+        return _load_folder(cache, f"the download in {cache}", "remove that folder")
     _log.warning(
         "MNIST could not be downloaded: %s. Training on scikit-learn's digits instead: 1,797 images of 8x8, scaled to "
         "28x28. Accuracies are not MNIST's. For the real one, name a folder with its four files: --data-dir.",
@@ -166,15 +167,24 @@ def _bundled_digits() -> MNIST:
     labels = labels.astype(np.uint8)
     train, test = train_test_split(np.arange(len(labels)), test_size=360, stratify=labels, random_state=0)
     source = "scikit-learn's digits, 8x8 scaled"
-    return MNIST(images[train], labels[train], images[test], labels[test], source=source)
+    return MNIST(images[train], labels[train], images[test], labels[test], source=source, expected=0.95)
 
 
-def _load_folder(folder: Path, origin: str) -> MNIST:
+def _load_folder(folder: Path, origin: str, otherwise: str) -> MNIST:
+    """Return the digits of a folder. An error ends in what to do, such as `otherwise`, to download them instead."""
+    try:
+        return MNIST(*_arrays_of(folder, origin), source=f"MNIST from {origin}", expected=0.96)
+    except ValueError as error:
+        mend = f"put the four MNIST files there, or {otherwise} to download them"
+        raise ValueError(f"{error}: {mend}") from error
+
+
+def _arrays_of(folder: Path, origin: str) -> list[npt.NDArray[np.uint8]]:
     if not folder.is_dir():
-        raise ValueError(f"{origin} is not a folder: {_MEND}")
+        raise ValueError(f"{origin} is not a folder")
     paths = {name: _find(folder, name) for name in _SHA256}
     if missing := [name for name, path in paths.items() if path is None]:
-        raise ValueError(f"{origin} lacks {', '.join(missing)}: {_MEND}")
+        raise ValueError(f"{origin} lacks {', '.join(missing)}")
     pairs: list[tuple[Path, Path]] = []
     for split in ("train", "t10k"):
         images_path, labels_path = paths[f"{split}-images-idx3-ubyte.gz"], paths[f"{split}-labels-idx1-ubyte.gz"]
@@ -182,18 +192,17 @@ def _load_folder(folder: Path, origin: str) -> MNIST:
         assert labels_path is not None, "every path was found above"
         counts = [_read_idx(path, _count_of, item) for path, item in ((images_path, (28, 28)), (labels_path, ()))]
         if counts[0] != counts[1]:
-            raise ValueError(f"{images_path} holds {counts[0]} images, {labels_path} {counts[1]} labels: {_MEND}")
+            raise ValueError(f"{images_path} holds {counts[0]} images, {labels_path} {counts[1]} labels")
         pairs.append((images_path, labels_path))
     arrays: list[npt.NDArray[np.uint8]] = []
     for images_path, labels_path in pairs:  # the headers agree
         labels, images = _read_idx(labels_path, _array_of, ()), _read_idx(images_path, _array_of, (28, 28))
         if len(wrong := np.flatnonzero(labels > 9)):
             raise ValueError(
-                f"{labels_path} holds {labels[wrong[0]]} as label number {wrong[0]}, counted from 0, and digits go to "
-                f"9: {_MEND}"
+                f"{labels_path} holds {labels[wrong[0]]} as label number {wrong[0]}, counted from 0, and digits go to 9"
             )
         arrays += [images, labels]
-    return MNIST(*arrays, source=f"MNIST from {origin}")
+    return arrays
 
 
 def _find(folder: Path, name: str) -> Path | None:
@@ -215,7 +224,7 @@ def _read_idx(
             with gzip.GzipFile(fileobj=file) as unzipped:
                 return read(unzipped, path, item, most)
         except (EOFError, OSError, zlib.error) as error:
-            raise ValueError(f"{path} is broken or truncated, it cannot be unzipped ({error}): {_MEND}") from error
+            raise ValueError(f"{path} is broken or truncated, it cannot be unzipped ({error})") from error
 
 
 def _count_of(file: BinaryIO | gzip.GzipFile, path: Path, item: tuple[int, ...], most: int) -> int:
@@ -223,21 +232,21 @@ def _count_of(file: BinaryIO | gzip.GzipFile, path: Path, item: tuple[int, ...],
     dims = 1 + len(item)
     magic, found = bytes([0, 0, 8, dims]), file.read(4)
     if found != magic:
-        raise ValueError(f"{path} starts with {found.hex() or 'nothing'}, not with {magic.hex()}: {_MEND}")
+        raise ValueError(f"{path} starts with {found.hex() or 'nothing'}, not with {magic.hex()}")
     header = file.read(4 * dims)
     if len(header) < 4 * dims:
-        raise ValueError(f"{path} is truncated within its header, after {4 + len(header)} bytes: {_MEND}")
+        raise ValueError(f"{path} is truncated within its header, after {4 + len(header)} bytes")
     shape = tuple(map(int, np.frombuffer(header, ">u4")))
     if shape[1:] != item:
         found, wanted = ("x".join(map(str, sizes)) for sizes in (shape[1:], item))
-        raise ValueError(f"{path} holds images of {found}, not {wanted}: {_MEND}")
+        raise ValueError(f"{path} holds images of {found}, not {wanted}")
     if not 0 < shape[0] <= _MOST_DIGITS:
         holds = f"{shape[0]:,}, more than {_MOST_DIGITS:,}" if shape[0] else f"nothing, its shape is {shape}"
-        raise ValueError(f"{path} holds {holds}: {_MEND}")
+        raise ValueError(f"{path} holds {holds}")
     if (has := most - 4 - 4 * dims) < math.prod(shape):
         at_most = "" if isinstance(file, io.BufferedReader) else "at most "
         raise ValueError(
-            f"{path} is truncated: shape {shape} takes {math.prod(shape)} bytes, not {at_most}{max(0, has)}: {_MEND}"
+            f"{path} is truncated: shape {shape} takes {math.prod(shape)} bytes, not {at_most}{max(0, has)}"
         )
     return shape[0]
 
@@ -249,11 +258,11 @@ def _array_of(file: BinaryIO | gzip.GzipFile, path: Path, item: tuple[int, ...],
     while have < len(values):
         piece = file.read(min(_PIECE, len(values) - have))
         if not piece:
-            raise ValueError(f"{path} is truncated: shape {shape} takes {len(values)} bytes, not {have}: {_MEND}")
+            raise ValueError(f"{path} is truncated: shape {shape} takes {len(values)} bytes, not {have}")
         values[have : have + len(piece)] = np.frombuffer(piece, np.uint8)
         have += len(piece)
     if file.read(1):
-        raise ValueError(f"{path} is too long: shape {shape} takes {len(values)} bytes, and more follow: {_MEND}")
+        raise ValueError(f"{path} is too long: shape {shape} takes {len(values)} bytes, and more follow")
     return values.reshape(shape)
 
 
@@ -286,7 +295,8 @@ def _download(cache: Path, mirrors: Sequence[str]) -> list[str]:
                     files.fetch(name, downloader=downloader)  # pyright: ignore[reportArgumentType] (pooch's mismatch)
                 break
             except (requests.RequestException, OSError, ValueError) as error:
-                failures.append(f"{mirror} failed ({error})")
+                is_long = isinstance(error, (requests.ConnectionError, requests.Timeout))  # three lines of urllib3
+                failures.append(f"{mirror} failed ({type(error).__name__ if is_long else error})")
         has_ended.set()
 
     threading.Thread(target=fetch, daemon=True).start()

@@ -8,12 +8,13 @@ import dataclasses
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Final, Literal, TypeVar, get_args
 
 from ipu_jax import cli
 from ipu_jax.options import Half, OnNonFinite, Precision, Reduction
 from ipu_jax.schedules import SCHEDULES, canonical_name
 
+_Flags = TypeVar("_Flags", bound="DataFlags")
 Mode = Literal["basic", "concurrent"]
 MODES: Final[tuple[Mode, ...]] = get_args(Mode)
 OPTIMIZERS: Final = ("sgd", "momentum", "adam", "adamw", "lamb")
@@ -33,16 +34,45 @@ _MOST_WORKERS: Final = 1024
 _MLP: Final = {"batch_size": 16, "gradient_accumulation_count": 4, "learning_rate": 0.015, "repeat_count": 5}
 _RESNET: Final = {"batch_size": 32, "gradient_accumulation_count": 2, "learning_rate": 0.02, "repeat_count": 1}
 _RATES: Final = {"adam": 0.001, "adamw": 0.001, "lamb": 0.01}
-# names in the library's errors, and the flags here that correspond to them
-_CALLED: Final = {
-    "mode": "--pipeline-mode",
-    "schedule": "--pipeline-schedule",
-    "micro_batch": "--batch-size",
-    "micro_batches": "--gradient-accumulation-count",
-    "gradient_accumulation": "--gradient-accumulation-count",
-    "device_iterations": "--repeat-count",
-    "ipus_per_replica": "--ipus",
-    "replication_factor": "--replicas",
+_OF_TRAINING: Final = "run-sharded-mnist has it, and it changes nothing in what is read: leave it out"
+_EPOCHS: Final = 3.0
+_EPOCHS_OF_FEW: Final = 20.0
+_FEW: Final = 10_000
+_NAMES: Final = {
+    "--pipeline-mode": "mode",
+    "--pipeline-schedule": "schedule",
+    "--batch-size": "micro_batch micro_batch_size mbs bs",
+    "--gradient-accumulation-count": "gradient_accumulation gradient_accumulation_steps micro_batches accumulate "
+    "accumulate_grad_batches accumulation_steps grad_accum",
+    "--repeat-count": "device_iterations",
+    "--ipus": "ipus_per_replica num_ipus",
+    "--replicas": "replication_factor num_replicas",
+    "--epochs": "num_epochs max_epochs n_epochs",
+    "--seed": "seed_everything random_seed",
+    "--learning-rate": "lr",
+    "--num-workers": "workers",
+}
+_CALLED: Final = {word: flag for flag, words in _NAMES.items() for word in words.split()}
+"""Other names of flags: those in the library's errors, and those that people type."""
+
+_HINTS: Final = {
+    "momentum nesterov": "--optimizer momentum is sgd with one of 0.9",
+    "weight-decay wd decay": "--optimizer adamw decays the weights by 0.0001",
+    "scheduler lr-scheduler lr-schedule warmup": "--learning-rate is constant",
+    "steps max-steps num-steps iterations updates": "--epochs 0.1 is part of one, --run-single-step one update",
+    "verbose v debug": "--explain prints the schedule, and what each IPU does",
+    "quiet q silent": "--no-progress leaves the bar out",
+    "dataset": "it trains on MNIST (--data-dir, or a download) or random images (--synthetic-data)",
+    "gpu gpus num-gpus device devices cuda cpu tpu": "--ipus gives their number, $JAX_PLATFORMS their kind",
+    "layers num-layers hidden width depth stages pp tp": "--model names the network, and --ipus divides it",
+    "dp data-parallel": "--replicas trains copies side by side",
+    "fp16 bf16 amp dtype mixed-precision": "--precision 16.32 computes in bfloat16, with --half float16 in float16",
+    "output out o output-dir save save-dir": "--checkpoint-dir saves the training, --report a page about it",
+    "load restore checkpoint ckpt resume-from": "--checkpoint-dir saves a training, and goes on from there",
+    "profile profiler": "--trace records what each IPU runs",
+    "log logs log-dir logdir wandb": "--log-file or --tensorboard writes the figures",
+    "n np num-instances nnodes nodes nproc-per-node": "poprun starts several processes: poprun --help says how",
+    "test eval evaluate val": "the test images are classified after each epoch, without a flag",
 }
 
 
@@ -53,146 +83,154 @@ def _checkpoint(text: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Flags:
-    """The command line of a training."""
+class DataFlags:
+    """The flags that say which batches are read: the command line of `benchmark-dataset`."""
 
     # fmt: off
-    pipeline_mode: Mode | None = cli.flag(
-        None, cli.one_of("mode", MODES), "basic: classifier and loss on the last IPU. concurrent: classifier and loss "
-        "tensor-parallel on all IPUs. Required, unless --compare runs both")
     model: str = cli.flag(
         "mlp", cli.one_of("model", ("mlp", *RESNET_BLOCKS)),
-        "mlp: 784-2560-1280-10. resnet18, resnet50: their blocks spread over the IPUs")
-    compare: bool = cli.flag(
-        False, None, "train in both modes, from the same weights on the same batches, and draw their losses")
-    plot: Path | None = cli.flag(None, cli.path, "where --compare draws (default: mnist-losses.png)", "FILE.png")
+        "the network; the sizes of its batches are the defaults. mlp: 784-2560-1280-10. resnet18, resnet50: blocks "
+        "spread over the IPUs")
     ipus: int = cli.flag(
-        None, cli.count, "IPUs of a replica; an mlp's basic mode takes 2 or 3; under poprun its --ipus-per-replica "
-        "(default: 2)")
+        None, cli.count, "virtual IPUs of a replica; an mlp's basic mode takes 2 or 3; under poprun its "
+        "--ipus-per-replica (default: 2)")
     replicas: int = cli.flag(
-        None, cli.count, "pipelines side by side, each with micro-batches of its own, on N times --ipus; under poprun "
-        "its --num-replicas (default: 1)")
-
-    epochs: float = cli.flag(3.0, cli.positive, "epochs, also part of one", group="training")
-    optimizer: str = cli.flag(
-        "sgd", cli.one_of("optimizer", OPTIMIZERS), "optax's own; momentum is sgd with one of 0.9", group="training")
-    learning_rate: float = cli.flag(
-        None, cli.rate, "of plain SGD; 0.02 for a resnet, with momentum a tenth; of adam and adamw 0.001, of lamb 0.01 "
-        "(default: 0.015)", group="training")
-    shard_optimizer: bool = cli.flag(
-        False, None, "each replica keeps and updates its part of the optimizer's state, with --replicas of 2 and more",
-        group="training")
+        None, cli.count, "pipelines side by side; each has micro-batches of its own, on N times --ipus; under "
+        "poprun its --num-replicas (default: 1)")
+    epochs: float | None = cli.flag(
+        None, cli.positive, "epochs, also part of one; 20 on fewer than 10,000 images (default: 3)", group="training")
     batch_size: int = cli.flag(
         None, cli.count, "images of a micro-batch; 32 for a resnet, whose batch norm takes its statistics of them "
         "(default: 16)", group="training")
     gradient_accumulation_count: int = cli.flag(
-        None, cli.count, "micro-batches of a weight update on each replica; 2 for a resnet (default: 4)",
-        also="--gradient-accumulation", group="training")
-    reduction: Reduction = cli.flag(
-        "sum", cli.one_of("reduction", get_args(Reduction)),
-        "of the gradients over the accumulation and the replicas", group="training")
-    seed: int = cli.flag(0, cli.seed, "of weights and batches", group="training")
-    shuffle: bool = cli.flag(True, None, "a new order of the images in each epoch", group="training")
-    precision: Precision = cli.flag(
-        "32.32", cli.one_of("precision", ("16.16", "16.32", "32.32")),
-        "bits of the operations, and of the stored weights", group="training")
-    half: Half | None = cli.flag(
-        None, cli.one_of("half", get_args(Half)), "the 16 of --precision; under float16 the loss is scaled, and an "
-        "update that overflows is skipped (default: bfloat16)", group="training")
-    on_nonfinite: OnNonFinite = cli.flag(
-        "stop", cli.one_of("on_nonfinite", get_args(OnNonFinite)), "an update whose loss or gradients are not finite "
-        "is not made, and is named with its replica, micro-batch and stage. stop: training ends. skip: it goes on, up "
-        "to 10 of them in a row", group="training")
-
-    pipeline_schedule: str = cli.flag(
-        "grouped", cli.checked(canonical_name), "grouped: IPUs work on different micro-batches at once. sequential: "
-        "one IPU works at a time. auto: the one that takes the least time at the stages' FLOPs. Names of PyTorch and "
-        "JaxPP are understood, too", "{" + ",".join((*SCHEDULES, "auto")) + "}", group="running")
-    plot_schedule: Path | None = cli.flag(
-        None, cli.path, "before training, draw the schedule into this .svg, .png or .pdf file; with --compare a file "
-        "per mode, as in FILE-basic.svg", "FILE", group="running")
+        None, cli.count, "micro-batches of an update; on each replica; 2 for a resnet (default: 4)",
+        group="training")
+    seed: int = cli.flag(0, cli.seed, "seed of weights and batches", group="training")
+    shuffle: bool = cli.flag(True, None, "new order in each epoch", group="training")
     repeat_count: int = cli.flag(
-        None, cli.count, "weight updates in one device call, after which the progress bar moves; a call ends with its "
-        "epoch; 1 for a resnet (default: 5)", also="--device-iterations", group="running")
-    executable_cache: Path | None = cli.flag(
-        None, cli.path, "keep what is compiled there, and say how much of it was found: the second start compiles "
-        "nothing", "FOLDER", group="running")
-    explain: bool = cli.flag(
-        False, None, "before training, print the schedule, and what each IPU stores, computes and sends in an update",
-        group="running")
-    trace: Path | None = cli.flag(
-        None, cli.path, "record what each IPU runs in a few updates early in the training, print where its time went, "
-        "and write the timeline there, with the plan beside it, for https://ui.perfetto.dev", "FOLDER", group="running")
-    trace_steps: int | None = cli.flag(None, cli.count, "updates that --trace records (default: 3)", group="running")
-    compile_for: str | None = cli.flag(
-        None, str, "train nothing: compile a device call for chips that are not there, such as v5e:2x2 or h100x4, and "
-        "print the memory, traffic and time that it takes; status 1 if it does not fit", "TOPOLOGY", group="running")
+        None, cli.count, "updates in one device call; then the progress bar moves; a call ends with its epoch; "
+        "1 for a resnet (default: 5)", group="running")
     run_single_step: bool = cli.flag(
-        False, None, "stop after one weight update, to see that all works", group="running")
+        False, None, "stop after one update; to see that all works", group="running")
     no_progress: bool = cli.flag(
-        False, None, "no progress bar; there is one on a terminal only, anyway", group="running")
-
-    report: Path | None = cli.flag(
-        None, cli.path, "at the end, write a page with losses, accuracy, speed, the schedule, memory, flags, and with "
-        "--trace the timeline: one file that opens anywhere", "FILE.html", group="watching")
-    log_file: Path | None = cli.flag(
-        None, cli.path, "write all figures there, a line of JSON for each device call; a file that is there is gone on "
-        "with", "FILE.jsonl", group="watching")
-    tensorboard: Path | None = cli.flag(
-        None, cli.path, "write TensorBoard's files there; needs the extra tensorboard", "FOLDER", group="watching")
-
-    checkpoint_dir: Path | None = cli.flag(
-        None, cli.path, "save the training there while it goes on and at its end, and resume it from there. SIGTERM "
-        "and Ctrl-C save, too: the same command goes on from there", "FOLDER", group="saving")
-    checkpoint_every: int | None = cli.flag(
-        None, cli.count, "save every N updates, at the end of the device call (default: at the end of each epoch)",
-        group="saving")
-    checkpoint_minutes: float | None = cli.flag(
-        None, cli.positive, "save when X minutes have passed since the last time (default: 10, unless "
-        "--checkpoint-every is given)", group="saving")
-    resume: str | None = cli.flag(
-        None, _checkpoint, "auto: from the last whole checkpoint there, if there is one. never: the folder must have "
-        "none. PATH: from this checkpoint (default: auto)", "{auto,never,PATH}", group="saving")
-    keep: int | None = cli.flag(None, cli.count, "how many checkpoints are kept (default: 3)", group="saving")
-    on_save_error: str | None = cli.flag(
-        None, cli.one_of("on_save_error", ("stop", "continue")), "stop: a save that fails ends the training. continue: "
-        "it goes on, and tries again at the next (default: stop)", group="saving")
-
+        False, None, "show no bar; there is one on a terminal only, anyway", group="running")
     eight_bit_io: bool = cli.flag(
-        True, None, "images cross to the IPUs as bytes, and are normalised there; --no-eight-bit-io: the host "
+        True, None, "images cross to the IPUs as bytes; they are normalised there; --no-eight-bit-io: the host "
         "normalises them, and four times as many bytes cross, as float32", group="data")
     async_dataloader: bool = cli.flag(
-        False, None, "the batches of the next device calls are made and sent in the background", group="data")
+        False, None, "make the next batches in the background; send them, too", group="data")
     num_workers: int | None = cli.flag(
-        None, cli.count, "threads that make them, with --async-dataloader (default: 1)", group="data")
+        None, cli.count, "threads of --async-dataloader (default: 1)", group="data")
     data_dir: Path | None = cli.flag(
-        None, cli.path, "with MNIST's four IDX files (default: $MNIST_DIR, else they are downloaded)", "FOLDER",
+        None, cli.path, "folder of MNIST's four IDX files (default: $MNIST_DIR, else a download)", "FOLDER",
         group="data", excludes="sources")
     synthetic_data: bool = cli.flag(
-        False, None, "random images, to measure speed without data", group="data", excludes="sources")
+        False, None, "random images; to measure speed without data", group="data", excludes="sources")
     # fmt: on
-
-    @property
-    def modes(self) -> list[Mode]:
-        """Return the modes to train in; with --compare both modes, the requested mode first."""
-        asked = self.pipeline_mode or MODES[0]
-        return sorted(MODES, key=lambda mode: mode != asked) if self.compare else [asked]
 
     @property
     def images_per_update(self) -> int:
         return self.batch_size * self.gradient_accumulation_count * self.replicas
 
-    def ipus_of(self, mode: Mode) -> int:
-        """Return the number of IPUs of a replica; with --compare, at most as many as the mode can use."""
-        return min(self.ipus, most_ipus(self.model, mode)) if self.compare else self.ipus
-
     def updates_of(self, images: int) -> int:
         """Return how many weight updates the flags ask for, given the number of images."""
-        return 1 if self.run_single_step else max(1, round(self.epochs * (images // self.images_per_update)))
+        epochs = self.epochs or (_EPOCHS if images >= _FEW else _EPOCHS_OF_FEW)
+        return 1 if self.run_single_step else max(1, round(epochs * (images // self.images_per_update)))
 
     def repeats_of(self, images: int) -> int:
         """Return the number of updates per device call: at most an epoch's updates, and at most `updates_of`."""
         return min(self.repeat_count, max(1, images // self.images_per_update), self.updates_of(images))
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags(DataFlags):
+    """The command line of a training."""
+
+    # fmt: off
+    pipeline_mode: Mode = cli.flag(
+        "concurrent", cli.one_of("mode", MODES), "classifier and loss on the last IPU, or split over all. basic: the "
+        "last IPU computes them alone. concurrent: all IPUs compute them at once, tensor-parallel")
+    compare: bool = cli.flag(
+        False, None, "train in both modes, and draw their losses; from the same weights on the same batches")
+    plot: Path | None = cli.flag(None, cli.path, "--compare's plot (default: mnist-losses.png)", "FILE.png")
+    optimizer: str = cli.flag(
+        "sgd", cli.one_of("optimizer", OPTIMIZERS), "one of optax; momentum is sgd with one of 0.9", group="training")
+    learning_rate: float = cli.flag(
+        None, cli.rate, "learning rate; 0.02 for a resnet, with momentum a tenth; of adam and adamw 0.001, of lamb "
+        "0.01 (default: 0.015)", group="training")
+    shard_optimizer: bool = cli.flag(
+        False, None, "split the optimizer's state over --replicas; each keeps and updates its part",
+        group="training")
+    reduction: Reduction = cli.flag(
+        "sum", cli.one_of("reduction", get_args(Reduction)),
+        "of gradients over an update; over the accumulation and the replicas; sum: an update is learning-rate times "
+        "gradient-accumulation-count times replicas times the mean gradient", group="training")
+    precision: Precision = cli.flag(
+        "32.32", cli.one_of("precision", ("16.16", "16.32", "32.32")),
+        "bits of operations and weights; as they are stored", group="training")
+    half: Half | None = cli.flag(
+        None, cli.one_of("half", get_args(Half)), "the 16 of --precision; under float16 the loss is scaled, and an "
+        "update that overflows is skipped (default: bfloat16)", group="training")
+    on_nonfinite: OnNonFinite = cli.flag(
+        "stop", cli.one_of("on_nonfinite", get_args(OnNonFinite)), "at a non-finite update; in its loss or "
+        "gradients; it is not made, and is named with its replica, micro-batch and stage. stop: training ends. skip: "
+        "it goes on, up to 10 of them in a row", group="training")
+    pipeline_schedule: str = cli.flag(
+        "grouped", cli.checked(canonical_name), "a name, or auto. grouped: IPUs work on different micro-batches at "
+        "once. sequential: one IPU works at a time. auto: the one that takes the least time at the stages' FLOPs. "
+        f"Others: {', '.join(name for name in SCHEDULES if name not in ('grouped', 'sequential'))}. Names of PyTorch "
+        "and JaxPP are understood, too", "NAME", group="running")
+    plot_schedule: Path | None = cli.flag(
+        None, cli.path, "draw the schedule before training; into this .svg, .png or .pdf file; with --compare a file "
+        "per mode, as in FILE-basic.svg", "FILE", group="running")
+    executable_cache: Path | None = cli.flag(
+        None, cli.path, "keep what is compiled there; say how much of it was found; the second start compiles "
+        "nothing", "FOLDER", group="running")
+    explain: bool = cli.flag(
+        False, None, "print the schedule and its costs; before training: what each IPU stores, computes and sends",
+        group="running")
+    trace: Path | None = cli.flag(
+        None, cli.path, "record what each IPU runs; in a few updates early in the training; print where its time went, "
+        "and write the timeline there, with the plan beside it, for https://ui.perfetto.dev", "FOLDER", group="running")
+    trace_steps: int | None = cli.flag(None, cli.count, "updates that --trace records (default: 3)", group="running")
+    compile_for: str | None = cli.flag(
+        None, str, "compile for chips such as v5e:2x2; or h100x4, which need not be there; train nothing, and print "
+        "memory, traffic and time of a device call; status 1 if it does not fit", "TOPOLOGY", group="running")
+    report: Path | None = cli.flag(
+        None, cli.path, "write a page about the training; at its end: losses, accuracy, speed, the schedule, memory, "
+        "flags, and with --trace the timeline, in one file that opens anywhere", "FILE.html", group="watching")
+    log_file: Path | None = cli.flag(
+        None, cli.path, "write all figures as JSON; a line for each device call; a file that is there is gone on "
+        "with", "FILE.jsonl", group="watching")
+    tensorboard: Path | None = cli.flag(
+        None, cli.path, "write TensorBoard's files there; needs the extra tensorboard", "FOLDER", group="watching")
+    checkpoint_dir: Path | None = cli.flag(
+        None, cli.path, "save the training, and resume it; while it goes on, and at its end. SIGTERM and "
+        " Ctrl-C save, too: the same command goes on from there", "FOLDER", group="saving")
+    checkpoint_every: int | None = cli.flag(
+        None, cli.count, "save every N updates; at the end of the device call (default: each epoch)",
+        group="saving")
+    checkpoint_minutes: float | None = cli.flag(
+        None, cli.positive, "save X minutes after the last; never, if only --checkpoint-every is given "
+        "(default: 10)", group="saving")
+    resume: str | None = cli.flag(
+        None, _checkpoint, "checkpoint to go on from. auto: the last whole one there, if any. never: the folder "
+        "must have none. PATH: this one (default: auto)", "{auto,never,PATH}", group="saving")
+    keep: int | None = cli.flag(None, cli.count, "how many checkpoints are kept (default: 3)", group="saving")
+    on_save_error: str | None = cli.flag(
+        None, cli.one_of("on_save_error", ("stop", "continue")), "at a save that fails. stop: end the "
+        "training. continue: it goes on, and tries again at the next (default: stop)", group="saving")
+    # fmt: on
+
+    @property
+    def modes(self) -> list[Mode]:
+        """Return the modes to train in; with --compare both modes, the requested mode first."""
+        asked = self.pipeline_mode
+        return sorted(MODES, key=lambda mode: mode != asked) if self.compare else [asked]
+
+    def ipus_of(self, mode: Mode) -> int:
+        """Return the number of IPUs of a replica; with --compare, at most as many as the mode can use."""
+        return min(self.ipus, most_ipus(self.model, mode)) if self.compare else self.ipus
 
     @property
     def picture(self) -> Path:
@@ -217,36 +255,40 @@ def most_ipus(model: str, mode: Mode) -> int:
     return layers + 1 if mode == "basic" else min(layers, CLASSES)
 
 
-def parsed(prog: str, description: str, argv: Sequence[str] | None) -> tuple[cli.Parser, Flags]:
+def parsed(prog: str, about: str, argv: Sequence[str] | None, of: type[_Flags]) -> tuple[cli.Parser, _Flags]:
     """Return the parser and the flags, with poprun's counts and the model's defaults; a bad command line exits."""
-    parser = cli.Parser(
-        prog,
-        description,
-        epilog="Gradients are summed over the accumulation and the replicas unless you say --reduction mean: an update "
-        "is learning-rate times gradient-accumulation-count times replicas times the mean gradient.",
-        called=_CALLED,
-    )
-    cli.add_flags(parser, Flags)
-    flags = cli.flags_of(Flags, parser.parse(argv))
+    hints = _HINTS | dict.fromkeys(_names_of(Flags) - _names_of(of), _OF_TRAINING)
+    parser = cli.Parser(prog, about, called=_CALLED, hints=hints, brief=True)
+    cli.add_flags(parser, of)
+    flags = cli.flags_of(of, parser.parse(argv))
     try:
         flags = dataclasses.replace(flags, **cli.counts_of(flags.ipus, flags.replicas))
     except ValueError as error:
         parser.error(str(error))
     own = dict(_MLP if flags.model == "mlp" else _RESNET)
-    if flags.optimizer == "momentum":
+    optimizer = getattr(flags, "optimizer", "sgd")
+    if optimizer == "momentum":
         own["learning_rate"] = round(own["learning_rate"] / 10, 12)  # the running sum is ten times a gradient
-    own["learning_rate"] = _RATES.get(flags.optimizer, own["learning_rate"])
-    own = {name: value for name, value in own.items() if getattr(flags, name) is None}
+    own["learning_rate"] = _RATES.get(optimizer, own["learning_rate"])
+    own = {name: value for name, value in own.items() if getattr(flags, name, ...) is None}
     return parser, dataclasses.replace(flags, **own)
 
 
-def check_data_flags(flags: Flags) -> None:
+def _names_of(of: type[DataFlags]) -> set[str]:
+    """Return the flags of a command, and their other names, without the dashes before them."""
+    names = {field.name for field in dataclasses.fields(of)}
+    names |= {name for name, flag in _CALLED.items() if flag[2:].replace("-", "_") in names}
+    return {name.replace("_", "-") for name in names}
+
+
+def check_data_flags(flags: DataFlags) -> None:
     """Raise a ValueError for data flags that can't be combined, or that ask for more than a process can do."""
     replicas = f" x --replicas {flags.replicas}" if flags.replicas > 1 else ""
     _refuse(
         (flags.replicas * flags.ipus > _MOST_IPUS,
          f"--ipus {flags.ipus}{replicas} is more virtual IPUs than a process makes: give {_MOST_IPUS} at most"),
-        (flags.epochs > _MOST_EPOCHS, f"--epochs {flags.epochs:g} would never end: give {_MOST_EPOCHS} at most"),
+        ((epochs := flags.epochs or 0) > _MOST_EPOCHS,
+         f"--epochs {epochs:g} would never end: give {_MOST_EPOCHS} at most"),
         ((flags.num_workers or 0) > _MOST_WORKERS,
          f"--num-workers {flags.num_workers} are more threads than help: give {_MOST_WORKERS} at most"),
         (flags.num_workers is not None and not flags.async_dataloader,
@@ -261,10 +303,8 @@ def check_flags(flags: Flags) -> None:
         ValueError: flags that can't be combined, or a file or folder that can't be written.
     """
     check_data_flags(flags)
-    no_mode = flags.pipeline_mode is None and not flags.compare
     both = "give both, or neither"
     _refuse(
-        (no_mode, "--pipeline-mode is required: basic or concurrent; or --compare for both"),
         (flags.plot is not None and not flags.compare, f"--plot draws what --compare measures: {both}"),
         *((flags.ipus_of(mode) > (most := most_ipus(flags.model, mode)),
            f"--ipus {flags.ipus}, but {flags.model} has {most} parts in {mode} mode: use {most} IPUs at most")

@@ -1,12 +1,13 @@
-"""Train a network on handwritten digits as a pipeline over virtual IPUs: the `run-sharded-mnist` command.
+"""Train a network on handwritten digits as a pipeline over virtual IPUs.
 
-    run-sharded-mnist --pipeline-mode basic
-    run-sharded-mnist --pipeline-mode concurrent --ipus 4
+    run-sharded-mnist
+    run-sharded-mnist --ipus 4 --checkpoint-dir runs/mnist --report run.html
     run-sharded-mnist --pipeline-mode basic --model resnet18 --epochs 1
-    run-sharded-mnist --pipeline-mode concurrent --replicas 2 --optimizer adamw --shard-optimizer
+    run-sharded-mnist --replicas 2 --optimizer adamw --shard-optimizer
     run-sharded-mnist --compare --plot losses.png
-    run-sharded-mnist --pipeline-mode concurrent --compile-for v5e:2x2
-    poprun --num-replicas 4 --num-instances 2 --ipus-per-replica 2 run-sharded-mnist --pipeline-mode basic
+    run-sharded-mnist --compile-for v5e:2x2
+    poprun --num-replicas 4 --num-instances 2 --ipus-per-replica 2 \\
+        run-sharded-mnist --epochs 1
 
 Exit status: 0 after training, or when SIGTERM has ended and saved it; 1 when it diverged, or does not fit a chip; 2 for
 bad input (before anything is compiled); 74 when a picture, a checkpoint or the output could not be written; 130 after
@@ -22,7 +23,7 @@ if __name__ == "__main__" and not __package__:  # run as a script: use the packa
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ipu_jax import cli
-from mnist_example.flags import PACKAGES, check_flags, parsed
+from mnist_example.flags import PACKAGES, Flags, check_flags, parsed
 
 PROG = "run-sharded-mnist"
 
@@ -34,7 +35,7 @@ def command() -> NoReturn:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command on `argv` (default: the process's arguments), and return its exit status; bad input exits."""
-    parser, flags = parsed(PROG, "Trains a network on handwritten digits, as a pipeline over virtual IPUs.", argv)
+    parser, flags = parsed(PROG, __doc__ or "", argv, Flags)
     try:
         check_flags(flags)
         if flags.compile_for is not None:

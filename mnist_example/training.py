@@ -19,7 +19,7 @@ import ipu_jax
 from ipu_jax import cli, popdist
 from mnist_example import model, resnet
 from mnist_example.data import MNIST, described
-from mnist_example.flags import Flags, Mode
+from mnist_example.flags import DataFlags, Flags, Mode, parsed
 
 PROG: Final = "run-sharded-mnist"
 _WARNINGS: Final = (ipu_jax.io.CheckpointWarning, ipu_jax.steps.NonFiniteLossWarning, ipu_jax.observe.RunLogWarning)
@@ -35,7 +35,7 @@ def say(line: str, *, is_error: bool = False) -> None:
         print(f"{PROG}: {line}" if is_error else line, file=sys.stderr if is_error else sys.stdout, flush=True)
 
 
-def feed_of(flags: Flags, data: MNIST, **whom: Any) -> ipu_jax.Feed:
+def feed_of(flags: DataFlags, data: MNIST, **whom: Any) -> ipu_jax.Feed:
     """Return a feed of training images, one batch for each device call; `whom` names a `step=` or a `mesh=`."""
     arrays = {"images": data.train_images, "labels": data.train_labels}
     workers = (flags.num_workers or 1) if flags.async_dataloader else 0
@@ -65,7 +65,7 @@ class _AsFloats:
         return {"images": ipu_jax.io.normalise(images.take(indices, axis=0)), "labels": labels[indices]}
 
 
-def updates_in_words(flags: Flags, data: MNIST) -> str:
+def updates_in_words(flags: DataFlags, data: MNIST) -> str:
     """Describe an epoch in words, for the first line of output."""
     of_each = " on each" if flags.replicas > 1 else ""
     return (
@@ -118,6 +118,7 @@ class Training:
         folder = flags.trace / mode if flags.trace and flags.compare else flags.trace
         self.recording = None if folder is None else ipu_jax.observe.trace(folder, steps=steps)
         self.memory: dict[str, Any] | None = None
+        self.needed: ipu_jax.costs.PipelineReport | None = None
         self.status = 0
         self.log = ipu_jax.observe.RunLog(flags.log_file, tensorboard=flags.tensorboard) if popdist.is_first() else None
 
@@ -212,7 +213,7 @@ class Training:
         state = self.init()
         if flags.explain or flags.report or flags.pipeline_schedule == "auto":
             needs = self.needs(state)
-            self.memory = ipu_jax.observe.memory_of(needs, state)
+            self.memory, self.needed = ipu_jax.observe.memory_of(needs, state), needs
             if flags.explain:
                 say(f"{pipeline.schedule}\n{needs}")
             if flags.pipeline_schedule == "auto":
@@ -231,7 +232,14 @@ class Training:
                 checkpoints=checkpoints,
                 resume=flags.resume or "auto",
                 log=self.log,
-                notes={"mode": self.mode, "model": flags.model, "flags": _plain(flags)},
+                notes={
+                    "mode": self.mode,
+                    "model": flags.model,
+                    "data": data.source,
+                    "seed": flags.seed,
+                    "flags": _plain(flags),
+                    "defaults": _plain(parsed(PROG, "", ["--model", flags.model], Flags)[1]),
+                },
                 trace=self.recording,
                 progress=False if flags.no_progress else None,
                 say=say,
@@ -240,8 +248,7 @@ class Training:
         if self.recording is not None and result.stopped is None and self.timeline is None:
             self.status = cli.CANNOT_WRITE  # fit has reported the reason
         if result.stopped is None:
-            images = result.updates * flags.images_per_update
-            say(f"Test accuracy: {result.evaluations[-1][1]['accuracy']:.2%} after {images:,} images")
+            say(judged(result.evaluations[-1][1]["accuracy"], data.expected))
         if cache is not None:
             say(str(cache))
         return result
@@ -263,11 +270,15 @@ class Training:
             self.write("--report", file, lambda: self.report(file), "Report")
 
     def report(self, file: Path) -> None:
-        schedule, log = self.step.model.schedule, self.log
+        schedule = self.step.model.schedule
+        pictures: dict[str, Any] = {f"{schedule.name}, by ticks": schedule}
+        if self.needed is not None:
+            pictures["Bytes of each IPU over the ticks"] = self.needed.to_svg()
+        events = [] if self.log is None else self.log.events
+        title = f"{PROG}: {self.flags.model}, {self.mode}"
         ipu_jax.observe.write_report(
-            file, [] if log is None else log.events, title=f"{PROG}: {self.flags.model}, {self.mode}",
-            timeline=self.timeline, memory=self.memory, schedules={f"{schedule.name}, as planned": schedule.to_svg()},
-        )  # fmt: skip
+            file, events, title=title, timeline=self.timeline, memory=self.memory, schedules=pictures
+        )
 
     def write(self, flag: str, file: Path, write: Callable[[], object], what: str) -> None:
         """Write a file on the first instance, and report it. A failure to write does not stop the training."""
@@ -281,6 +292,21 @@ class Training:
             self.status = cli.CANNOT_WRITE
         else:
             say(f"{what}: {file}")
+
+
+def judged(accuracy: float, expected: float | None) -> str:
+    """Return the last line of a training: whether its accuracy is good.
+
+    >>> print(judged(0.976, 0.96))
+    97.60% is good: 96% or more is expected
+    >>> print(judged(0.8, 0.96))
+    80.00% is less than the 96% or more that the default flags reach
+    """
+    if expected is None:
+        return f"{accuracy:.2%} is chance: these images cannot be learnt"
+    if accuracy >= expected:
+        return f"{accuracy:.2%} is good: {expected:.0%} or more is expected"
+    return f"{accuracy:.2%} is less than the {expected:.0%} or more that the default flags reach"
 
 
 def compile_all(flags: Flags) -> int:
@@ -313,6 +339,11 @@ def train_all(flags: Flags, trainings: list[Training]) -> int:
         say(f"{error.found or error}: training diverged; {rate}", is_error=True)
         cli.end_together()
         return 1
+    except KeyboardInterrupt:  # fit has said how far it came, and whether it saved
+        if flags.checkpoint_dir is None:
+            folder = "--checkpoint-dir FOLDER" + ", without --compare" * flags.compare
+            say(f"nothing was saved: give {folder}, and the same command goes on from there", is_error=True)
+        raise
     except ipu_jax.io.CheckpointError as error:
         say(str(error) if isinstance(error, ipu_jax.io.SaveError) else f"--checkpoint-dir: {error}", is_error=True)
         cli.end_together()
@@ -328,7 +359,7 @@ def train_all(flags: Flags, trainings: list[Training]) -> int:
     return max(each.status for each in trainings)
 
 
-def read(flags: Flags, data: MNIST) -> None:
+def read(flags: DataFlags, data: MNIST) -> None:
     """Read all epochs onto the IPUs; print the source of the data, and a line after each epoch."""
     images = len(data.train_images)
     per_epoch, total, done = images // flags.images_per_update, flags.updates_of(images), 0

@@ -9,16 +9,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from ipu_jax.base import facts
+from ipu_jax.base.checks import check_cost
+from ipu_jax.base.doors import public_on_mesh
 from ipu_jax.base.jaxprs import all_equations
-from ipu_jax.base.tracebacks import ShortTracebacks
+from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.instances import gathered, on_host
 from ipu_jax.core.mesh_axes import further_axes, parts
 from ipu_jax.core.pipeline import Pipeline
-from ipu_jax.core.reference import UNFUSED, unsharded_update
+from ipu_jax.core.reference import UNFUSED, check_pipeline, unsharded_update
 from ipu_jax.core.weights.packing import Sharded
 
 # Two programs whose operations round alike agree, but for a few numbers that are rounded up in one and down in the
@@ -33,8 +36,8 @@ class VerificationError(AssertionError):
     """A pipeline's loss, a gradient, its new state or its aux differs from the unsharded program's."""
 
 
-@dataclasses.dataclass(frozen=True)
-class VerificationReport:
+@dataclasses.dataclass(frozen=True, repr=False)
+class VerificationReport(Shown):
     """The errors that `verify` measured.
 
     Attributes:
@@ -59,22 +62,24 @@ class VerificationReport:
         """Return the gradient leaf with the largest relative error, and that error."""
         return _worst(self.gradient_errors) if self.gradient_errors else ("(no weights)", 0.0)
 
-    def __str__(self) -> str:
+    def _shown(self) -> list[str | Table]:
         leaf, error = self.worst
         others = {"state": self.state_errors, "aux": self.aux_errors}
-        return (
+        line = (
             f"loss {self.loss:.6g}, unsharded {self.reference_loss:.6g}, relative error {self.loss_error:.1e}; "
             f"{len(self.gradient_errors)} gradients, largest relative error {error:.1e} at {leaf}"
             + "".join(
                 f"; {len(errors)} of {kind}, {_worst(errors)[1]:.1e}" for kind, errors in others.items() if errors
             )
         )
+        return [line]
 
 
 def _worst(errors: Mapping[str, float]) -> tuple[str, float]:
     return max(errors.items(), key=lambda item: np.inf if np.isnan(item[1]) else item[1])
 
 
+@public_on_mesh
 @facts.during("verifying")
 def verify(
     pipeline: Pipeline,
@@ -135,6 +140,11 @@ def verify(
     >>> verify(pipeline, params, jnp.ones((3, 4, 2))).loss
     4.0
     """
+    check_pipeline(pipeline)
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, batch, state, key))):
+        raise ValueError("verify was called inside jax.jit or jax.grad, where values are not known: call it outside")
+    pipeline.check(params, batch, state, key)
+    check_cost("rtol", 0.0 if rtol is None else rtol, "tolerance")
     weights, whole_state = pipeline.unshard(params), None if state is None else pipeline.unshard(state)
 
     def sharded(*, fused: bool = True) -> dict[str, Any]:
@@ -145,8 +155,7 @@ def verify(
     def unsharded(weights: Any, *, fused: bool = True) -> dict[str, Any]:
         return _results(unsharded_update(pipeline, weights, batch, whole_state, key, fused=fused))
 
-    with ShortTracebacks():
-        actual, expected = sharded(), unsharded(weights)
+    actual, expected = sharded(), unsharded(weights)
     _check_same_shapes(actual["aux"], expected["aux"])
     groups = pipeline.apply_frozen(params).layout.groups
     dtypes = [jnp.dtype(leaf.dtype) for group in groups for leaf in group.leaves if not leaf.frozen]

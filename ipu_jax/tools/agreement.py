@@ -22,6 +22,11 @@ class Tolerance(NamedTuple):
 
 FLOAT32_TOLERANCE = Tolerance(rtol=1e-6, atol=1e-5)
 HALF_TOLERANCE = Tolerance(rtol=1e-3, atol=1e-2)
+HINTS = {
+    "dtype precision half float16 bfloat16": "--fp16 and --bf16 are the dtypes, and float32 without them",
+    "fp32 float32": "float32 is what is used without --fp16 and --bf16",
+    "check checks verbose v": "results are compared and differences printed, unless --no-checks is given",
+}
 
 
 class _WithLoss(Protocol):

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ipu_jax import cli
-from ipu_jax.tools.agreement import add_dtypes_and_checks, check_memory, dtype_of, report
+from ipu_jax.tools.agreement import HINTS, add_dtypes_and_checks, check_memory, dtype_of, report
 
 PROG = "sharded-embedding-tool"
 
@@ -67,6 +67,7 @@ def _parser() -> cli.Parser:
         "Compares a tied embedding, its projection and softmax cross-entropy, sharded over IPUs, with the "
         "unsharded program.",
         called={"num_ipus": "--ipus"},
+        hints=HINTS,
     )
     parser.add_ipus(4, "IPUs to split the table over")
     parser.add_size("--vocab-size", 8000, "rows of the table")

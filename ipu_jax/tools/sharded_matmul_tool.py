@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ipu_jax import cli
-from ipu_jax.tools.agreement import add_dtypes_and_checks, check_memory, dtype_of, report
+from ipu_jax.tools.agreement import HINTS, add_dtypes_and_checks, check_memory, dtype_of, report
 
 PROG = "sharded-matmul-tool"
 
@@ -59,7 +59,8 @@ def _parser() -> cli.Parser:
     parser = cli.Parser(
         PROG,
         "Compares a matmul and its softmax cross-entropy, sharded over IPUs, with the unsharded program.",
-        called={"num_ipus": "--ipus"},
+        called={"num_ipus": "--ipus", "m": "--rows", "k": "--cols", "n": "--outsize"},
+        hints=HINTS,
     )
     parser.add_size("--rows", 256, "rows of lhs, the tokens")
     parser.add_size("--cols", 768, "columns of lhs, and rows of rhs")

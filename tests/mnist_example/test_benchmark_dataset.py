@@ -28,12 +28,8 @@ def few_digits(monkeypatch):
         *((flags, "4 IPUs: 5 updates", [100, 100, 40]) for flags in ("", "--no-eight-bit-io", "--async-dataloader")),
         ("--async-dataloader --num-workers 3", "4 IPUs: 5 updates", [100, 100, 40]),
         ("--replicas 2 --epochs 1", "2 replicas of 4 IPUs: 2 updates", [80]),
-        # flags of the model have no effect, and nothing is compiled for them
-        (
-            "--pipeline-mode concurrent --model resnet18 --learning-rate 0.1 --run-single-step",
-            "4 IPUs: 5 updates",
-            [20],
-        ),
+        # nothing is compiled for the model
+        ("--model resnet18 --run-single-step", "4 IPUs: 5 updates", [20]),
     ],
 )
 def test_a_line_follows_every_epoch(flags, whom, lines, capsys):

@@ -180,7 +180,7 @@ def test_reading_counts_the_samples_and_bytes_of_all_instances(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "holds"),
     [
-        (["--optimizer", "rmsprop"], ("argument --optimizer: optimizer='rmsprop' is unknown",)),
+        (["--optimizer", "rmsprop"], ("argument --optimizer: 'rmsprop' is unknown",)),
         (
             ["--synthetic-data", "--batch-size", "99"],
             ("--batch-size 99 x", "--replicas 2 takes 792", "are 170: lower one of the three (under poprun, --ipus"),

@@ -19,7 +19,7 @@ from jax import lax
 import ipu_jax
 from mnist_example import data, resnet, training
 from mnist_example.data import synthetic_mnist
-from mnist_example.flags import parsed
+from mnist_example.flags import Flags, parsed
 from mnist_example.resnet import init_params, init_state, layers_of, make_pipeline
 
 WIDTH = 4
@@ -289,7 +289,7 @@ def training_of(monkeypatch):
         monkeypatch.setattr(resnet, name, functools.partial(getattr(resnet, name), width=WIDTH))
 
     def prepare(flags):
-        _, found = parsed("run-sharded-mnist", "", [*flags, "--model", "resnet18", "--synthetic-data"])
+        _, found = parsed("run-sharded-mnist", "", [*flags, "--model", "resnet18", "--synthetic-data"], Flags)
         return training.Training(found, found.modes[0], data.prepared(found, found.ipus))
 
     return prepare
@@ -305,9 +305,9 @@ def test_the_command_trains_a_resnet_and_evaluation_changes_nothing(training_of,
     flags = ["--pipeline-mode", "concurrent", "--ipus", "3", "--batch-size", "4"]
     looked = training_of(flags)
     with_looks = looked.run(None)
-    first, *_, last = capsys.readouterr().out.splitlines()
+    first, *_, last, _ = capsys.readouterr().out.splitlines()
     assert first.startswith("concurrent ResNet-18 pipeline on 3 IPUs, grouped; synthetic data, seed 0")
-    assert last.startswith("Test accuracy: ")
+    assert "Test accuracy: " in last
     found, fresh = looked.step.whole(with_looks.state), init_state("resnet18", width=WIDTH)
     mean_of = lambda state: state["stem"]["batch_stats"]["first"]["norm"]["mean"]  # noqa: E731
     assert not np.array_equal(mean_of(fresh), mean_of(found["stages"]))
@@ -322,5 +322,5 @@ def test_the_command_trains_a_resnet_and_evaluation_changes_nothing(training_of,
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
 def test_compare_puts_both_modes_on_the_same_ipus(name):
-    _, found = parsed("run-sharded-mnist", "", ["--compare", "--model", name, "--ipus", "3"])
-    assert [(mode, found.ipus_of(mode)) for mode in found.modes] == [("basic", 3), ("concurrent", 3)]
+    _, found = parsed("run-sharded-mnist", "", ["--compare", "--model", name, "--ipus", "3"], Flags)
+    assert [(mode, found.ipus_of(mode)) for mode in found.modes] == [("concurrent", 3), ("basic", 3)]

@@ -15,7 +15,7 @@ from ipu_jax import Checkpoints
 from ipu_jax.steps import TrainStep
 from mnist_example import data, model, training
 from mnist_example.data import synthetic_mnist
-from mnist_example.flags import parsed
+from mnist_example.flags import Flags, parsed
 from mnist_example.run_sharded_mnist import main
 
 # Two epochs of five updates, in calls of two; the last line is of half of a tenth.
@@ -38,7 +38,7 @@ def small(tmp_path_factory):
 
 def made(flags):
     """Return the training of a command line."""
-    _, found = parsed("run-sharded-mnist", "", flags)
+    _, found = parsed("run-sharded-mnist", "", flags, Flags)
     return training.Training(found, found.modes[0], data.prepared(found, found.ipus))
 
 
@@ -76,7 +76,7 @@ def test_stopped_and_resumed_it_is_one_training_and_one_log(tmp_path, capsys, mo
     monkeypatch.setattr(Checkpoints, "due", due)
     assert main([*flags, *recorded]) == 0
     first = capsys.readouterr().out
-    stopped = f"SIGTERM: stopped after 4 updates, which are saved in {folder}: the same call goes on"
+    stopped = f"SIGTERM: stopped after 4 of 8 updates; saved in {folder}: the same call goes on"
     assert stopped in first
     assert main([*flags, *recorded]) == 0
     second = capsys.readouterr().out

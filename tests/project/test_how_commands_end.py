@@ -90,7 +90,7 @@ def test_a_refusal_that_cannot_be_printed_is_still_one(script):
 
 
 POPRUN, MNIST = "ipu_jax.distributed.poprun", "mnist_example.run_sharded_mnist"
-NO_FOLDER = "put the four MNIST files there again, or leave the data dir out to download them"
+NO_FOLDER = "put the four MNIST files there, or leave --data-dir out to download them"
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ def assert_refused(line: Line, status: object, out: str, err: str) -> None:
     assert err.startswith(f"{line.program}: "), what
     assert line.names in err, what
     assert line.mend in err[err.index(line.names) + len(line.names) :], what
+    assert ("did you mean" in err) == ("did you mean" in line.mend), what  # a wrong hint is worse than none
     assert out == "", what
 
 

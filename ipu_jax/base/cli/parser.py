@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import difflib
 import math
+import os
 import platform
 import re
 import sys
@@ -35,18 +36,24 @@ MOST_IPUS = 1024
 
 _LARGEST = 2**31 - 1
 _LONGEST_SHOWN = 60
+_MOST_NEAR = 3
 _NAMED_VALUE = re.compile(r"\b([a-z]+(?:_[a-z]+)*)=(?=\S)")
 
 
 class Parser(argparse.ArgumentParser):
     """A parser with --version. Its errors are one line each, without the usage that argparse prints before them.
 
-    A flag cannot be abbreviated. An unknown flag is refused with the name of the nearest one.
+    A flag cannot be abbreviated. An unknown flag is refused with a hint, or the names of the nearest flags.
 
     Args:
         prog: the name of the command.
-        description, epilog: as for `argparse.ArgumentParser`.
-        called: the flags of values that errors call by another name, such as `{"schedule": "--pipeline-schedule"}`.
+        description, epilog: as for `argparse.ArgumentParser`; paragraphs that begin with two blanks, such as
+            examples, are printed as they are.
+        called: other names of flags, such as `{"schedule": "--pipeline-schedule"}`. Errors of the library may use them,
+            and so may the command line: `--schedule`.
+        hints: what to do instead of flags that there are not: names without dashes, separated by blanks, and a text,
+            such as `{"momentum nesterov": "--optimizer momentum has one of 0.9"}`.
+        brief: whether --help prints a flag's text up to its first semicolon or full stop, and --help-all all of it.
     """
 
     def __init__(
@@ -55,14 +62,24 @@ class Parser(argparse.ArgumentParser):
         description: str,
         epilog: str | None = None,
         called: Mapping[str, str] = types.MappingProxyType({}),
+        *,
+        hints: Mapping[str, str] = types.MappingProxyType({}),
+        brief: bool = False,
     ):
-        super().__init__(prog=prog, description=description, epilog=epilog, allow_abbrev=False, exit_on_error=False)
+        formatter = _Brief if brief else _Formatter
+        super().__init__(prog, "%(prog)s [flags]" if brief else None, description, epilog, formatter_class=formatter,
+                         allow_abbrev=False, exit_on_error=False)  # fmt: skip
         self._called, self._argv = called, list[str]()
+        self._hints = {word: text for words, text in hints.items() for word in words.split()}
+        if brief:
+            self.add_argument("--help-all", action=_HelpAll, help="explain each flag at length, and exit")
         self.add_argument("--version", action=_Version, help="print the versions, and exit")
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Return the parsed flags of `argv`, by default the process's command line; wrong flags exit with status 2."""
         self._argv = list(sys.argv[1:] if argv is None else argv)
+        for name, action in self._other_names().items():
+            self._option_string_actions.setdefault(name, action)
         try:
             args, unknown = self.parse_known_args(self._argv)
         except argparse.ArgumentError as error:
@@ -74,6 +91,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 and one line."""
+        if message.startswith("the following arguments are required"):  # one may be there under a wrong name
+            first = self._argv[0] if self._argv else ""
+            is_wrong = first.startswith("-") and first.split("=")[0] not in self._option_string_actions
+            message = f"{message.removesuffix(', ...')}: give them as --help shows"
+            message = f"unrecognized arguments: {shown(first)}: {self._nearest([first])}" if is_wrong else message
         self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
 
     def refuse(self, error: Exception) -> NoReturn:
@@ -88,36 +110,52 @@ class Parser(argparse.ArgumentParser):
     def _as_typed(self, error: argparse.ArgumentError) -> str:
         if error.argument_name is None:
             return error.message
-        flag, message = self._typed(error.argument_name.split("/")), error.message
+        flag, message = self._typed(error.argument_name.split("/")[0]), error.message
         if message.startswith("expected"):
             message += f": give one as {flag}=VALUE, or see --help"
         elif message.startswith("ignored explicit argument"):
             message = f"takes no value: leave {message.removeprefix('ignored explicit argument ')} out"
         return f"argument {flag}: {message}"
 
-    def _typed(self, names: Sequence[str]) -> str:
-        """Return the name of a flag that was typed, or else its first name."""
+    def _other_names(self) -> dict[str, argparse.Action]:
+        """Return the names in `called` that are no flags of their own, and the flags that they mean here."""
+        flags = {name: action for action in self._actions for name in action.option_strings}
+        names = {"--" + name.replace("_", "-"): flag for name, flag in self._called.items() if flag in flags}
+        return {name: flags[flag] for name, flag in names.items() if name not in flags}
+
+    def _typed(self, flag: str) -> str:
+        """Return the name under which a flag was typed, or else `flag`, one of its names."""
         typed = {argument.split("=")[0] for argument in self._argv}
-        return next((name for name in names if name in typed), names[0])
+        action, actions = self._option_string_actions.get(flag), self._option_string_actions
+        return next((name for name in actions if actions[name] is action and name in typed), flag)
 
     def _flag_of(self, name: str) -> str | None:
         """Return the flag of the value with that name, and a space, as in "--batch-size ", or None if there is none."""
         flag = self._called.get(name, "--" + name.replace("_", "-"))
-        for action in self._actions:
-            if flag in action.option_strings:
-                return self._typed(action.option_strings) + " "
-        return None
+        return self._typed(flag) + " " if flag in self._option_string_actions else None
 
     def _nearest(self, unknown: Sequence[str]) -> str:
-        flags = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
         first = unknown[0].split("=")[0]
+        word = first.lstrip("-\u2013\u2014").replace("_", "-").lower()  # word processors make dashes of two hyphens
+        if first in self._option_string_actions:
+            return "it is after --, which ends the flags: leave -- out"
+        if f"--{word}" in self._option_string_actions:
+            return f"did you mean --{word}? --help lists all flags"
         if not first.startswith("-"):
-            return "every value needs a flag before it; --help lists them"
-        word = first.lstrip("-").replace("_", "-")
-        ends = [flag for flag in flags if flag.endswith(f"-{word}")]
-        begins = [flag for flag in flags if word and flag.startswith(f"--{word}")]
-        near = ends or begins or difflib.get_close_matches(f"--{word}", flags, n=1)
-        return f"did you mean {near[0]}? --help lists all flags" if near else "--help lists all flags"
+            takes_values = any(action.nargs != 0 for action in self._actions)
+            return (
+                "every value needs a flag before it; --help lists them"
+                if takes_values
+                else "leave it out, or see --help"
+            )
+        if word in self._hints:
+            return f"{self._hints[word]}; --help lists all flags"
+        flags = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+        flags = [flag for flag in flags if flag.startswith("--no-") == word.startswith("no-")]
+        near = [flag for flag in flags if flag.startswith(f"--{word}") or flag.endswith(f"-{word}")]
+        near = near or difflib.get_close_matches(f"--{word}", flags, n=1, cutoff=0.7)
+        hint = f"did you mean {' or '.join(near)}? " if 1 <= len(near) <= _MOST_NEAR else ""
+        return f"{hint}--help lists all flags"
 
     def add_size(self, name: str, default: int, meaning: str, *, least: int = 1, most: int = _LARGEST) -> None:
         """Add a flag for a whole number of at least `least` and at most `most`; by default it fits in 32 bits."""
@@ -136,7 +174,6 @@ def flag(
     help: str,
     metavar: str | None = None,
     *,
-    also: str | None = None,
     group: str | None = None,
     excludes: str | None = None,
 ) -> Any:
@@ -147,7 +184,6 @@ def flag(
         kind: turns a text into the value, or raises `argparse.ArgumentTypeError`. None for a switch.
         help: what the flag does.
         metavar: the name of the value in the help. Default: `kind.metavar`.
-        also: a second name.
         group: the flag's heading in the help.
         excludes: flags with the same word exclude each other.
     """
@@ -164,26 +200,57 @@ def add_flags(parser: argparse.ArgumentParser, of: type) -> None:
             target = groups.setdefault(how["group"], None) or parser.add_argument_group(how["group"])
             groups[how["group"]] = target
         if how["excludes"]:
-            heading, name = target, f"one of {how['excludes']}"
-            target = groups.setdefault(name, None) or heading.add_mutually_exclusive_group()
-            groups[name] = target
-        names = ["--" + field.name.replace("_", "-"), *([how["also"]] if how["also"] else [])]
+            heading, exclusive = target, f"one of {how['excludes']}"
+            target = groups.setdefault(exclusive, None) or heading.add_mutually_exclusive_group()
+            groups[exclusive] = target
+        name = "--" + field.name.replace("_", "-")
         options: dict[str, Any] = {"default": how["default"], "help": how["help"].replace("%", "%%")}
         if how["kind"] is None:
             options["action"] = argparse.BooleanOptionalAction if how["default"] else "store_true"
             if how["default"]:
-                options["help"] += f" (default: {names[0]})"
+                options["help"] += f" (default: {name})"
         else:
             options |= {"type": how["kind"], "metavar": how["metavar"] or getattr(how["kind"], "metavar", None)}
             if how["default"] is not None:
                 default = f"{how['default']:g}" if isinstance(how["default"], float) else how["default"]
                 options["help"] += f" (default: {default})"
-        target.add_argument(*names, **options)
+        target.add_argument(name, **options)
 
 
 def flags_of(of: type[_Flags], parsed: argparse.Namespace) -> _Flags:
     """Return the parsed flags as the dataclass that defines them."""
     return of(**{field.name: getattr(parsed, field.name) for field in dataclasses.fields(of)})  # pyright: ignore[reportArgumentType]
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Wraps paragraphs to the width of the terminal, except for those that begin with two blanks."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill, paragraphs = super()._fill_text, text.strip().split("\n\n")
+        return "\n\n".join(each if each.startswith("  ") else fill(each, width, indent) for each in paragraphs)
+
+
+class _Brief(_Formatter):
+    """Prints the first sentence or clause of each flag's text, and its default."""
+
+    def __init__(self, prog: str, **how: Any):
+        super().__init__(prog, max_help_position=33, **how)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        default = re.search(r" \(default: [^()]*\)$", text)
+        return re.split("[;.] ", text[: default.start() if default else None])[0] + (default[0] if default else "")
+
+
+class _HelpAll(argparse.Action):
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None):
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: Any, *_: Any) -> None:
+        also = ", ".join(f"{name} for {action.option_strings[0]}" for name, action in parser._other_names().items())
+        parser.formatter_class, parser.epilog = _Formatter, f"{parser.epilog or ''}\n\nAlso understood: {also}."
+        parser.print_help()
+        parser.exit()
 
 
 class _Version(argparse.Action):
@@ -271,17 +338,21 @@ def path(text: str) -> Path:
     """Return a text as a path. An empty path is refused: it would be the current folder."""
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError(f"{shown(text)!r} is no path: give one that is not empty")
-    return Path(text)
+    return Path(os.path.expanduser(text))  # the shell leaves the ~ of --name=~/folder
 
 
 def checked(check: Callable[[str], str]) -> Callable[[str], str]:
-    """Return an argparse type for texts that `check` accepts. The message of its ValueError is shown for others."""
+    """Return an argparse type for texts that `check` accepts. The message of its ValueError is shown for others.
+
+    A message that begins with the name of an argument, as in "kind='x' is unknown", is shown without it: the flag is
+    named before it.
+    """
 
     def of_text(text: str) -> str:
         try:
             return check(text)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
+            raise argparse.ArgumentTypeError(re.sub(r"^\w+=(?=['\"])", "", str(error))) from error
 
     return of_text
 

@@ -50,7 +50,7 @@ def check_file(flag: str, file: Path, suffixes: tuple[str, ...]) -> None:
         raise ValueError(f"{flag} {file} is no {formats} file: give a name that ends in {' or '.join(suffixes)}")
     try:
         if not file.parent.is_dir():
-            raise ValueError(f"{flag} {file}: there is no folder {file.parent}")
+            raise ValueError(f"{flag} {file}: there is no folder {file.parent}: make it, or give another file")
         target = file.resolve()  # for a link, the file that it points to
         is_new = not target.exists()
         if not is_new and not target.is_file() and not target.is_dir():

@@ -21,6 +21,7 @@ import numpy as np
 from ipu_jax.base import facts
 from ipu_jax.base.cli.places import check_file, reason_of
 from ipu_jax.core.pipeline import Pipeline
+from ipu_jax.core.schedules import Schedule
 from ipu_jax.distributed import popdist
 from ipu_jax.run.observe.runs.log import RunLog, RunLogWarning
 from ipu_jax.run.observe.runs.report import memory_of, write_report
@@ -49,19 +50,20 @@ def write_page(
     """Write the page about a `fit` that has begun. If it cannot be written, there is a warning; nothing is raised."""
     if not events:
         return
-    schedules: dict[str, str] = {}
+    schedules: dict[str, str | Schedule] = {}
     timeline = memory = None
     try:
         with contextlib.suppress(TraceError):  # it has recorded nothing
             timeline = None if recording is None else recording.timeline
         if isinstance(model := step.model, Pipeline):
-            with contextlib.suppress(ImportError, ValueError):  # matplotlib is an extra
-                schedules[f"{model.schedule.name}, as planned"] = model.schedule.to_svg()
+            schedules[f"{model.schedule.name}, by ticks"] = model.schedule
             with contextlib.suppress(Exception):  # such as a state that a failed call used up
                 first = int(feed.device_iterations > 1)
                 like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[first:], leaf.dtype), feed.like)
                 key, state = (jax.random.key(0) if step.random else None), result.state
-                memory = memory_of(model.report(state.params, like, state.stages, key, compile=False), state)
+                needs = model.report(state.params, like, state.stages, key, compile=False)
+                memory = memory_of(needs, state)
+                schedules["Bytes of each IPU over the ticks"] = needs.to_svg()
         with facts.during("writing a report"):
             write_report(path, events, title=title, schedules=schedules, timeline=timeline, memory=memory)
     except Exception as error:  # a fault in the page must not discard the training

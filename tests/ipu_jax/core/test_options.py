@@ -76,7 +76,7 @@ NO_COUNTS = (0, -1, True, False, 2.5, 1.0, float("nan"), "1", None, [1])
 NO_COUNTS += (np.int64(0), np.True_, np.float32(1), np.ones(1))
 NOT_POSITIVE = (0, -0.5, float("inf"), np.float32("nan"), True, np.True_, None, "1", [1.0], 1j)
 WAYS = ("sequential", "grouped")
-ONE_OF_WAYS = "Choose one of 'sequential', 'grouped'"
+ONE_OF_WAYS = "one of 'sequential', 'grouped'"
 A_COUNT, POSITIVE = ("count", "an int of at least 1"), ("positive number", "a finite one above 0")
 
 
@@ -91,11 +91,19 @@ WRONG: Any = "means"
         for value in (0, 1, None, "yes", np.int64(1))
     ),
     *(
-        (lambda value=value: check_choice("way", value, WAYS), f"way={value!r} is unknown: {hint}", ONE_OF_WAYS)
+        (
+            lambda value=value: check_choice("way", value, WAYS),
+            f"way={value!r} is unknown: {hint}Choose {ONE_OF_WAYS}",
+            "unknown",
+        )
         for value, hint in (("grouepd", "did you mean 'grouped'? "), ("Sequential", "did you mean 'sequential'? "))
     ),
     *(
-        (lambda value=value: check_choice("way", value, WAYS), f"way={value!r} is unknown: {ONE_OF_WAYS}", "unknown")
+        (
+            lambda value=value: check_choice("way", value, WAYS),
+            f"way={value!r} is unknown: choose {ONE_OF_WAYS}",
+            "unknown",
+        )
         for value in ("1f1b", "", None, 3, ("grouped",))
     ),
     (lambda: PipelineOptions(reduction=WRONG), "reduction='means'", "did you mean 'mean'?", "one of 'mean', 'sum'"),

@@ -192,7 +192,7 @@ def _named(name: Any) -> tuple[Callable[[], Any], ...]:
         for call in _named(name)
     ),
     *(
-        (make(name), f"schedule={name!r} is unknown: Choose one of", CHOICES)
+        (make(name), f"schedule={name!r} is unknown: choose one of", CHOICES)
         for name in ("?", 1, None, b"1f1b", ("a",))
     ),
     (make(ipus=None), "give ipus=", "placement="),

@@ -267,6 +267,6 @@ def test_a_page_is_written_however_it_ends(ends, tmp_path):
     if page.is_file():
         text = page.read_text()
         holds = {"well": "all updates were made", "by an error": "the disk is full", "by Ctrl-C": "stopped after 4"}
-        assert not [one for one in ("Mine", "grouped, as planned", '"loss":[[1,', holds[ends]) if one not in text]
+        assert not [one for one in ("Mine", "grouped, by ticks", '"loss":[[1,', holds[ends]) if one not in text]
     else:
         assert page.is_dir()
