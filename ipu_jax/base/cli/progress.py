@@ -30,18 +30,19 @@ class Bar:
     def __init__(self, title: str, total: int | None, done: int, samples: int, *, shown: bool):
         self._bar: Any = None
         self._cell: Any = None
-        self._samples, self._text, self._drawn = samples, "", 0.0
+        self._samples, self._text, self._drawn, self._is_wide = samples, "", 0.0, False
         if shown:
             from rich import progress  # only a bar needs it
 
             console = _console()
+            self._is_wide = console.width >= 110
             columns = (
                 progress.TextColumn("{task.description}", markup=False),
-                progress.BarColumn(max(8, min(40, console.width - 80))),
+                progress.BarColumn(max(4, min(40, console.width - (102 if self._is_wide else 75)))),
                 progress.MofNCompleteColumn(),
                 progress.TextColumn("updates"),
                 progress.TextColumn("{task.fields[text]}", markup=False),
-                progress.TimeElapsedColumn(),
+                *([progress.TimeElapsedColumn()] if self._is_wide else []),
                 progress.TextColumn("left:"),
                 progress.TimeRemainingColumn(),
             )
@@ -65,7 +66,7 @@ class Bar:
         """Show that this many updates have been made in total, and a text, such as the epoch and the loss."""
         if self._bar is not None:
             speed = self._bar.tasks[0].speed
-            rate = "" if speed is None else f"{speed * self._samples:,.0f} samples/s"
+            rate = "" if speed is None or (text and not self._is_wide) else f"{speed * self._samples:,.0f} samples/s"
             self._text = f"{text} {rate}".strip()
             self._bar.update(self._task, completed=updates)
             self.show()

@@ -30,7 +30,7 @@ from ipu_jax.base.doors import public
 from ipu_jax.distributed import popdist
 from ipu_jax.distributed.stopping import StopRequest
 from ipu_jax.run.loop._goal import FACTS, Goal, check_arguments, figures_of, goal_of
-from ipu_jax.run.loop.lines import LossLines, Say
+from ipu_jax.run.loop.lines import LossLines, Say, figure_in_words
 from ipu_jax.run.observe.profiled import asked, write_page
 from ipu_jax.run.observe.runs.log import RunLog
 from ipu_jax.run.observe.tracing.recording import Recording
@@ -455,7 +455,7 @@ class _Loop:
         updates = self.result.updates
         self.result.evaluations.append((updates, found))
         if found and self.lines.shows_figures(self._of_data(), is_last=self._is_over()):
-            figures = [f"Test {name}: {_figure(name, value)}" for name, value in found.items()]
+            figures = [f"Test {name}: {figure_in_words(name, value)}" for name, value in found.items()]
             self.say(", ".join([self.lines.where(self._of_data()), *figures]))
         self.event("evaluated", updates=updates, epoch=self._epoch(), **found)
         self._clock = time.perf_counter()
@@ -500,9 +500,3 @@ class _Loop:
 def _skipped(outputs: StepOutputs) -> int:
     """Return the number of updates of a call that were not made."""
     return 0 if outputs.skipped is None else int(np.sum(np.asarray(outputs.skipped)))
-
-
-def _figure(name: str, value: float) -> str:
-    if name.endswith("accuracy") and np.isfinite(value):
-        return f"{value:.2%}"
-    return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e12 else f"{value:.4g}"

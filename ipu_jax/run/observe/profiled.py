@@ -44,13 +44,6 @@ def asked(trace: Any, report: Any) -> tuple[Any, Any]:
     return trace, report
 
 
-def timeline_of(recording: Recording | None) -> Timeline | None:
-    """Return the timeline of a recording; None if there is none."""
-    with contextlib.suppress(TraceError):
-        return None if recording is None else recording.timeline
-    return None
-
-
 def write_page(
     path: Any, events: Sequence[Mapping[str, Any]], step: Any, feed: Any, result: Any, title: str, recording: Any
 ) -> None:
@@ -58,8 +51,10 @@ def write_page(
     if not events:
         return
     schedules: dict[str, str | Schedule] = {}
-    memory = None
+    timeline = memory = None
     try:
+        with contextlib.suppress(TraceError):  # it has recorded nothing
+            timeline = None if recording is None else recording.timeline
         if isinstance(model := step.model, Pipeline):
             schedules[f"{model.schedule.name}, by ticks"] = model.schedule
             with contextlib.suppress(Exception):  # such as a state that a failed call used up
@@ -70,7 +65,7 @@ def write_page(
                 memory = memory_of(needs, state)
                 schedules["Bytes of each IPU over the ticks"] = needs.to_svg()
         with facts.during("writing a report"):
-            write_report(path, events, title=title, schedules=schedules, timeline=timeline_of(recording), memory=memory)
+            write_report(path, events, title=title, schedules=schedules, timeline=timeline, memory=memory)
     except Exception as error:  # a fault in the page must not discard the training
         warnings.warn(f"report {path} was not written ({reason_of(error)})", RunLogWarning, stacklevel=2)
 

@@ -36,6 +36,7 @@ NAMES_OF_EVENTS: Final = ("event", "time", "seconds")
 FACTS_OF_START: Final = ("command", "attempt", "instances", "devices", "versions")
 """What `RunLog.start` adds."""
 _CURVES: Final = ("accuracy", "samples_per_second")
+_NO_CURVES: Final = {*NAMES_OF_EVENTS, "updates", "epoch"}
 
 
 class RunLogWarning(UserWarning):
@@ -54,7 +55,7 @@ class RunLog:
 
     Args:
         path: the file, or None to keep events only in memory.
-        tensorboard: a folder for TensorBoard's files with losses, accuracy and samples per second, or None.
+        tensorboard: a folder for TensorBoard's files with losses, evaluated figures and samples per second, or None.
 
     Attributes:
         events: all events, including the events in the file; plain data.
@@ -161,9 +162,10 @@ class RunLog:
         losses = event.get("losses", [])
         for i, loss in enumerate(losses):
             self._board.add_scalar("loss", float(loss), updates - len(losses) + 1 + i)
-        for name in _CURVES:
+        names = event.keys() - _NO_CURVES if event["event"] == "evaluated" else _CURVES
+        for name in sorted(names):
             if isinstance(event.get(name), int | float):
-                self._board.add_scalar(name, event[name], updates)
+                self._board.add_scalar("test_loss" if name == "loss" else name, event[name], updates)
 
 
 def _events_in(path: Path) -> list[dict[str, Any]]:

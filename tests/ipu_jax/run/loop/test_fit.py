@@ -230,8 +230,15 @@ def test_a_ctrl_c_that_does_not_wait_says_what_is_saved():
 
 def test_a_second_training_compiles_nothing_and_does_not_say_so():
     rows, step, lines = normal(9, 4 * M * B, D), make_step(2), Lines()
+
+    class Slow(type(step)):  # on a busy machine, a call takes as long as a small program's compilation
+        def __call__(self, *args, **options):
+            time.sleep(0.1)
+            return super().__call__(*args, **options)
+
     with Feed(rows, step=step, micro_batch=B) as feed:
         state = fit(step, step.init(weights()), feed, say=lines, print_every=0).state
+        step.__class__ = Slow
         fit(step, state, feed, say=lines, print_every=3)
     ends = "4 updates in", "8 updates, 4 of"
     starts = ["Compiled in", ends[0], "Epoch 1.5, Mean loss", "Epoch 2.0, Mean loss", ends[1]]

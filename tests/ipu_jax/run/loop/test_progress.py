@@ -114,6 +114,25 @@ def test_the_bar_shows_updates_samples_per_second_and_the_time_left(encoding, mo
     assert 32 < samples <= 320  # 10 updates of 32 samples between two looks at the clock, which ticks at each look
 
 
+@pytest.mark.parametrize("width", [80, 100, 110, 140])
+def test_the_bar_fits_into_a_terminal(width, monkeypatch):
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    monkeypatch.setattr(progress, "_console", lambda: console)
+    bar = Bar("concurrent", 18740, 0, 64, shown=True)
+    clock = iter(range(0, 1000))
+    bar._bar.get_time = lambda: float(next(clock))
+    for done in (100, 200, 4120):
+        bar.move(done, "Epoch 4.397, loss 0.06854")
+    console.print(bar._bar.get_renderable())
+    assert isinstance(console.file, io.StringIO)
+    (shown,) = console.file.getvalue().splitlines()
+    assert "…" not in shown
+    parts = ("concurrent ", " 4120/18740 updates Epoch 4.397, loss 0.06854", "left: 0:00:")
+    assert all(part in " ".join(shown.split()) for part in parts), shown
+
+
 def test_a_bar_that_is_wanted_without_rich_is_refused(monkeypatch):
     monkeypatch.setattr(progress.importlib.util, "find_spec", lambda name: None)
     assert not progress.shows_progress(None)

@@ -70,6 +70,7 @@ def test_tensorboard_gets_each_loss_at_its_update(tmp_path):
         log.event("start")
         log.event("losses", updates=3, losses=[3.0, 2.5], samples_per_second=100.0)
         log.event("accuracy", updates=3, accuracy=0.75)
+        log.event("evaluated", updates=3, epoch=1.0, loss=2.0, error=0.25, bad=math.nan)
     (file,) = tmp_path.iterdir()
     content, found = file.read_bytes(), []
     while content:  # each record: its length in 8 bytes, 4 of a checksum, the record, 4 of a checksum
@@ -77,7 +78,8 @@ def test_tensorboard_gets_each_loss_at_its_update(tmp_path):
         event = event_pb2.Event.FromString(content[12 : 12 + length])  # pyright: ignore[reportAttributeAccessIssue]
         found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
         content = content[16 + length :]
-    assert found == [("loss", 2, 3.0), ("loss", 3, 2.5), ("samples_per_second", 3, 100.0), ("accuracy", 3, 0.75)]
+    assert found[:4] == [("loss", 2, 3.0), ("loss", 3, 2.5), ("samples_per_second", 3, 100.0), ("accuracy", 3, 0.75)]
+    assert found[4:] == [("error", 3, 0.25), ("test_loss", 3, 2.0)]
 
 
 def test_a_run_that_is_restarted_at_once_keeps_the_tensorboard_file_before(tmp_path):
