@@ -1,6 +1,7 @@
 """Train as the flags of `run-sharded-mnist` say, in one mode or both, and print the results."""
 
 import contextlib
+import dataclasses
 import functools
 import io
 import sys
@@ -87,7 +88,7 @@ class Training:
     """
 
     def __init__(self, flags: Flags, mode: Mode, data: MNIST, devices: Sequence[Any] | None = None):
-        self.flags, self.data = flags, data
+        self.flags, self.data = dataclasses.replace(flags, epochs=flags.epochs_of(len(data.train_images))), data
         self.mode: Mode = mode
         make = model.make_pipeline if flags.model == "mlp" else functools.partial(resnet.make_pipeline, flags.model)
         pipeline = make(
