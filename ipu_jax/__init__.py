@@ -4,6 +4,7 @@ What most programs need is here; all the rest is in the modules, such as `ipu_ja
 """
 
 import importlib
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,8 @@ __all__ = [
 
 # what this process says of itself goes into its beacon and its record; without a fact, nothing of this is imported
 facts.listen_from("ipu_jax.distributed.processes.listening")
+if os.environ.get("IPU_JAX_TRACE") or os.environ.get("IPU_JAX_REPORT"):
+    facts.listen_from("ipu_jax.run.observe.profiled")
 
 # the first two do not import jax
 _SUBJECTS = ("schedules", "options", "pipelines", "steps", "io", "nn", "observe", "costs", "chips")

@@ -1,8 +1,8 @@
 """What stages and layers cost, and how that divides them over the IPUs."""
 
 from ipu_jax.core.analysis.balance import LayerPlacement, balance_layers, measure_costs
-from ipu_jax.core.analysis.cost import flops_of
 from ipu_jax.core.analysis.report import PipelineReport
+from ipu_jax.core.programs.cost import flops_of
 
 __all__ = [
     "LayerPlacement",

@@ -20,7 +20,7 @@ import ipu_jax
 from ipu_jax import cli, popdist
 from mnist_example import model, resnet
 from mnist_example.data import MNIST, described
-from mnist_example.flags import DataFlags, Flags, Mode
+from mnist_example.flags import DataFlags, Flags, Mode, parsed
 
 PROG: Final = "run-sharded-mnist"
 _WARNINGS: Final = (ipu_jax.io.CheckpointWarning, ipu_jax.steps.NonFiniteLossWarning, ipu_jax.observe.RunLogWarning)
@@ -119,6 +119,7 @@ class Training:
         folder = flags.trace / mode if flags.trace and flags.compare else flags.trace
         self.recording = None if folder is None else ipu_jax.observe.trace(folder, steps=steps)
         self.memory: dict[str, Any] | None = None
+        self.needed: ipu_jax.costs.PipelineReport | None = None
         self.status = 0
         self.log = ipu_jax.observe.RunLog(flags.log_file, tensorboard=flags.tensorboard) if popdist.is_first() else None
 
@@ -213,7 +214,7 @@ class Training:
         state = self.init()
         if flags.explain or flags.report or flags.pipeline_schedule == "auto":
             needs = self.needs(state)
-            self.memory = ipu_jax.observe.memory_of(needs, state)
+            self.memory, self.needed = ipu_jax.observe.memory_of(needs, state), needs
             if flags.explain:
                 say(f"{pipeline.schedule}\n{needs}")
             if flags.pipeline_schedule == "auto":
@@ -221,32 +222,34 @@ class Training:
                 say(f"Schedule auto chose {'a table of its own' if found == 'auto' else found}")
         if (file := flags.picture_of(self.mode)) is not None:
             self.write("--plot-schedule", file, lambda: pipeline.schedule.plot(file), "Schedule")
-        updates, verdict = flags.updates_of(len(data.train_images)), list[str]()
-
-        def evaluate(state: ipu_jax.steps.TrainState) -> dict[str, float]:
-            found = self.accuracy(state)
-            verdict[:] = [judged(found, data.expected)] if int(state.step) == updates else []
-            return {"accuracy": found}
-
         saving = self.checkpoints() or contextlib.nullcontext()
         with saving as checkpoints, feed_of(flags, data, step=self.step) as feed:
             result = ipu_jax.fit(
                 self.step,
                 state,
                 feed,
-                updates=updates,
-                evaluate=evaluate,
+                updates=flags.updates_of(len(data.train_images)),
+                evaluate=lambda state: {"accuracy": self.accuracy(state)},
                 checkpoints=checkpoints,
                 resume=flags.resume or "auto",
                 log=self.log,
-                notes={"mode": self.mode, "model": flags.model, "flags": _plain(flags)},
+                notes={
+                    "mode": self.mode,
+                    "model": flags.model,
+                    "data": data.source,
+                    "seed": flags.seed,
+                    "flags": _plain(flags),
+                    "defaults": _plain(parsed(PROG, "", ["--model", flags.model], Flags)[1]),
+                },
                 trace=self.recording,
                 progress=False if flags.no_progress else None,
-                say=lambda line: say(line + verdict.pop() if verdict and "Test accuracy" in line else line),
+                say=say,
                 title=self.mode,
             )
         if self.recording is not None and result.stopped is None and self.timeline is None:
             self.status = cli.CANNOT_WRITE  # fit has reported the reason
+        if result.stopped is None:
+            say(judged(result.evaluations[-1][1]["accuracy"], data.expected))
         if cache is not None:
             say(str(cache))
         return result
@@ -268,11 +271,15 @@ class Training:
             self.write("--report", file, lambda: self.report(file), "Report")
 
     def report(self, file: Path) -> None:
-        schedule, log = self.step.model.schedule, self.log
+        schedule = self.step.model.schedule
+        pictures: dict[str, Any] = {f"{schedule.name}, by ticks": schedule}
+        if self.needed is not None:
+            pictures["Bytes of each IPU over the ticks"] = self.needed.to_svg()
+        events = [] if self.log is None else self.log.events
+        title = f"{PROG}: {self.flags.model}, {self.mode}"
         ipu_jax.observe.write_report(
-            file, [] if log is None else log.events, title=f"{PROG}: {self.flags.model}, {self.mode}",
-            timeline=self.timeline, memory=self.memory, schedules={f"{schedule.name}, as planned": schedule.to_svg()},
-        )  # fmt: skip
+            file, events, title=title, timeline=self.timeline, memory=self.memory, schedules=pictures
+        )
 
     def write(self, flag: str, file: Path, write: Callable[[], object], what: str) -> None:
         """Write a file on the first instance, and report it. A failure to write does not stop the training."""
@@ -289,16 +296,18 @@ class Training:
 
 
 def judged(accuracy: float, expected: float | None) -> str:
-    """Return what follows the accuracy of a whole training: whether it is good.
+    """Return the last line of a training: whether its accuracy is good.
 
-    >>> judged(0.976, 0.96), judged(0.1, None)
-    (', as expected (96% or more)', ', by chance: there is nothing to learn')
+    >>> print(judged(0.976, 0.96))
+    97.60% is good: 96% or more is expected
+    >>> print(judged(0.8, 0.96))
+    80.00% is less than the 96% or more that the default flags reach
     """
     if expected is None:
-        return ", by chance: there is nothing to learn"
+        return f"{accuracy:.2%} is chance: these images cannot be learnt"
     if accuracy >= expected:
-        return f", as expected ({expected:.0%} or more)"
-    return f", below the {expected:.0%} or more of the default flags"
+        return f"{accuracy:.2%} is good: {expected:.0%} or more is expected"
+    return f"{accuracy:.2%} is less than the {expected:.0%} or more that the default flags reach"
 
 
 def compile_all(flags: Flags) -> int:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from ipu_jax.base import facts
 from ipu_jax.base.jaxprs import all_equations
+from ipu_jax.base.showing import Shown, Table
 from ipu_jax.base.tracebacks import ShortTracebacks
 from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.instances import gathered, on_host
@@ -33,8 +34,8 @@ class VerificationError(AssertionError):
     """A pipeline's loss, a gradient, its new state or its aux differs from the unsharded program's."""
 
 
-@dataclasses.dataclass(frozen=True)
-class VerificationReport:
+@dataclasses.dataclass(frozen=True, repr=False)
+class VerificationReport(Shown):
     """The errors that `verify` measured.
 
     Attributes:
@@ -59,16 +60,17 @@ class VerificationReport:
         """Return the gradient leaf with the largest relative error, and that error."""
         return _worst(self.gradient_errors) if self.gradient_errors else ("(no weights)", 0.0)
 
-    def __str__(self) -> str:
+    def _shown(self) -> list[str | Table]:
         leaf, error = self.worst
         others = {"state": self.state_errors, "aux": self.aux_errors}
-        return (
+        line = (
             f"loss {self.loss:.6g}, unsharded {self.reference_loss:.6g}, relative error {self.loss_error:.1e}; "
             f"{len(self.gradient_errors)} gradients, largest relative error {error:.1e} at {leaf}"
             + "".join(
                 f"; {len(errors)} of {kind}, {_worst(errors)[1]:.1e}" for kind, errors in others.items() if errors
             )
         )
+        return [line]
 
 
 def _worst(errors: Mapping[str, float]) -> tuple[str, float]:

@@ -1,16 +1,19 @@
-"""Show how far a command has come: a bar on a terminal, below the lines that it prints.
+"""Show how far a command has come: a bar below the lines that it prints, on a terminal or in a notebook.
 
-━━━━━━━━━━━━━━━ 412/1875 updates 5,310 samples/s 0:00:05 left: 0:00:17
+Training ━━━━━━━━━━━━━━━ 412/1875 updates Epoch 0.22, loss 0.412 5,310 samples/s 0:00:05 left: 0:00:17
 
 Nothing here imports jax.
 """
 
-import contextlib
 import importlib.util
+import io
 import os
 import sys
-from collections.abc import Iterator
-from typing import Any
+import time
+from typing import Any, Final
+
+_SECONDS: Final = 0.2
+"""Between two drawings in a notebook."""
 
 
 class Bar:
@@ -26,57 +29,74 @@ class Bar:
 
     def __init__(self, title: str, total: int | None, done: int, samples: int, *, shown: bool):
         self._bar: Any = None
-        self._samples, self._rates = samples, ""
+        self._cell: Any = None
+        self._samples, self._text, self._drawn = samples, "", 0.0
         if shown:
             from rich import progress  # only a bar needs it
 
+            console = _console()
             columns = (
-                progress.TextColumn("{task.description}"),
-                progress.BarColumn(),
+                progress.TextColumn("{task.description}", markup=False),
+                progress.BarColumn(max(8, min(40, console.width - 80))),
                 progress.MofNCompleteColumn(),
                 progress.TextColumn("updates"),
-                progress.TextColumn("{task.fields[rate]}"),
+                progress.TextColumn("{task.fields[text]}", markup=False),
                 progress.TimeElapsedColumn(),
                 progress.TextColumn("left:"),
                 progress.TimeRemainingColumn(),
             )
-            self._bar = progress.Progress(*columns, console=_console(), transient=True)
-            self._task = self._bar.add_task(title, total=total, completed=done, rate="")
+            self._bar = progress.Progress(*columns, console=console, transient=True)
+            self._task = self._bar.add_task(title, total=total, completed=done, text="")
 
     def __enter__(self) -> "Bar":
-        if self._bar is not None:
+        if self._bar is not None and _is_notebook():
+            self._cell = importlib.import_module("IPython.display").display(self._picture(), raw=True, display_id=True)
+        elif self._bar is not None:
             self._bar.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self._bar is not None:
+        if self._cell is not None:
+            self._cell.update(self._picture(), raw=True)
+        elif self._bar is not None:
             self._bar.stop()
 
-    def move(self, updates: int) -> None:
-        """Show that this many updates have been made in total."""
+    def move(self, updates: int, text: str = "") -> None:
+        """Show that this many updates have been made in total, and a text, such as the epoch and the loss."""
         if self._bar is not None:
             speed = self._bar.tasks[0].speed
             rate = "" if speed is None else f"{speed * self._samples:,.0f} samples/s"
-            self._bar.update(self._task, completed=updates, rate=rate)
+            self._text = f"{text} {rate}".strip()
+            self._bar.update(self._task, completed=updates)
+            self.show()
 
+    def show(self, text: str = "") -> None:
+        """Show a text, such as "Compiling"; by default again what `move` has shown."""
+        if self._bar is not None:
+            self._bar.update(self._task, text=text or self._text)
+        if self._cell is not None and time.monotonic() - self._drawn >= _SECONDS:
+            self._cell.update(self._picture(), raw=True)
+            self._drawn = time.monotonic()
 
-@contextlib.contextmanager
-def spinner(text: str, *, shown: bool) -> Iterator[None]:
-    """Show a text after a rotating line. Any terminal can show it."""
-    with _console().status(text, spinner="line") if shown else contextlib.nullcontext():
-        yield
+    def _picture(self) -> dict[str, str]:
+        """Return the bar as a notebook shows it: one line of plain text, which is drawn anew in its place."""
+        self._bar.console.file = file = io.StringIO()
+        self._bar.console.print(self._bar.get_renderable())
+        return {"text/plain": file.getvalue().strip()}
 
 
 def shows_progress(wanted: bool | None) -> bool:
-    """Return whether to draw a bar: by default on a terminal, also on poprun's, if rich is installed.
+    """Return whether to draw a bar: by default on a terminal, also poprun's, and in a notebook, if rich is installed.
 
     Raises:
-        ValueError: a bar is wanted, and rich is not installed.
+        ValueError: `wanted` is no bool; or a bar is wanted, and rich is not installed.
     """
+    if wanted is not None and not isinstance(wanted, bool):
+        raise ValueError(f"progress={wanted!r} is no bool: give True or False, or leave it out")
     has_rich = importlib.util.find_spec("rich") is not None
     if wanted and not has_rich:
         raise ValueError("progress=True draws with rich, which is not installed: pip install rich, or leave it out")
-    return has_rich and (sys.stdout.isatty() or _is_of_poprun() if wanted is None else wanted)
+    return has_rich and (sys.stdout.isatty() or _is_of_poprun() or _is_notebook() if wanted is None else wanted)
 
 
 def _is_of_poprun() -> bool:
@@ -84,9 +104,17 @@ def _is_of_poprun() -> bool:
     return "POPRUN_TERMINAL_WIDTH" in os.environ
 
 
+def _is_notebook() -> bool:
+    """Return whether this program is the kernel of a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return type(shell).__name__ == "ZMQInteractiveShell"
+
+
 def _console() -> Any:
     from rich.console import Console  # only a bar needs it
 
+    if _is_notebook():
+        return Console(width=110, force_jupyter=False, color_system=None, force_terminal=False)
     if not _is_of_poprun():
         return Console()
     return Console(force_terminal=True, width=int(os.environ["POPRUN_TERMINAL_WIDTH"]))

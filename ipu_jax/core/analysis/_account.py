@@ -11,11 +11,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_jax.core.analysis.cost import bytes_of, jaxpr_flops, jaxpr_peak_bytes
 from ipu_jax.core.analysis.stage_costs import transfer_time
 from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.mesh_axes import parts
+from ipu_jax.core.programs.cost import bytes_of, jaxpr_flops, jaxpr_peak_bytes
 from ipu_jax.core.programs.segment_program import split_floats
 from ipu_jax.core.weights.packed_layout import PackedLayout, local_shape
 

@@ -21,16 +21,17 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ipu_jax.base.checks import check_cost, check_count
 from ipu_jax.base.jaxprs import traced_on
-from ipu_jax.core.analysis.cost import jaxpr_flops
+from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.mesh_axes import further_axes
+from ipu_jax.core.programs.cost import jaxpr_flops
 from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, one_by_one
 from ipu_jax.core.programs.segment_program import trace_segment
 from ipu_jax.core.stage import Stage
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerPlacement:
+@dataclasses.dataclass(frozen=True, repr=False)
+class LayerPlacement(Shown):
     """The IPU of each layer; `str()` prints a table.
 
     Attributes:
@@ -50,7 +51,7 @@ class LayerPlacement:
         """Return the largest load divided by the mean load, minus 1. It is 0 if all loads are equal."""
         return max(self.loads) * len(self.loads) / sum(self.loads) - 1
 
-    def __str__(self) -> str:
+    def _shown(self) -> list[str | Table]:
         rows = [("IPU", "layers", "cost", "share")]
         for ipu, load in enumerate(self.loads):
             layers = _in_runs([name for name, at in zip(self.names, self.ipus, strict=True) if at == ipu])
@@ -58,14 +59,7 @@ class LayerPlacement:
         everywhere = [name for name, at in zip(self.names, self.ipus, strict=True) if at is None]
         if everywhere:
             rows.append(("all", _in_runs(everywhere), "-", "-"))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(
-                cell.ljust(w) if k < 2 else cell.rjust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
-        return "\n".join([*lines, f"imbalance {self.imbalance:.1%}: the largest load over the mean, less 1"])
+        return [Table(rows, left=2), f"imbalance {self.imbalance:.1%}: the largest load over the mean, less 1"]
 
 
 def _in_runs(names: list[str]) -> str:

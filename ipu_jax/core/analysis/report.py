@@ -18,13 +18,15 @@ Nothing is run. `docs/measured.md` compares predictions with the bytes that XLA 
 """
 
 import dataclasses
+import os
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.analysis._account import (
     channel_bytes,
     segment_costs,
@@ -33,16 +35,21 @@ from ipu_jax.core.analysis._account import (
     weight_bytes,
     wide_accumulator_bytes,
 )
-from ipu_jax.core.analysis.cost import bytes_of
+from ipu_jax.core.analysis.bytes_picture import bytes_figure
 from ipu_jax.core.compiled.in_stages import StageCollectives, in_stages
 from ipu_jax.core.compiled.program import Program, compiled_for
 from ipu_jax.core.devices import REPLICA_AXIS
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.engine.stash import Stash
 from ipu_jax.core.mesh_axes import parts
+from ipu_jax.core.programs.cost import bytes_of, in_units
+from ipu_jax.core.schedules.figures import svg_of, written
 from ipu_jax.core.weights import packing
 from ipu_jax.core.weights.packed_layout import PackedLayout
 from ipu_jax.core.weights.packing import Sharded
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +63,7 @@ class IpuReport:
         state: the state of its stages, including padding.
         batch: the M micro-batches of one step, which every IPU holds.
         stash: the values that its own segments keep between F and B (and W), and messages that wait in queues.
+        stash_by_tick: the most of it that is in use at once, in each tick.
         gradients: the resulting gradients, which have the layout of weights and padding.
         accumulators: the sums in the scan, at least float32; the same buffers as `gradients` if the dtypes are equal.
         working_set: the most that F, B or W of one of its segments keeps alive at once.
@@ -78,10 +86,11 @@ class IpuReport:
     flops: int
     sent: int
     idle: float
+    stash_by_tick: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class PipelineReport:
+@dataclasses.dataclass(frozen=True, repr=False)
+class PipelineReport(Shown):
     """The needs of a pipeline for given shapes; `str()` prints a table.
 
     Attributes:
@@ -96,6 +105,7 @@ class PipelineReport:
         devices: how many devices an IPU has. Weights, state, gradients and the compiled temporary bytes are counted for
             one device. What XLA splits by itself is counted whole: batch, stash, working set, FLOPs.
         collectives: what the tasks of each stage send, from the compiled program; None if it was not compiled.
+        limit: the bytes that an IPU can hold: `ipu_memory`, or what its device says; None if neither is known.
         exposed: on chips, the share of a step that these take under the one-phase clock, where nothing hides messages,
             by FLOPs and the public figures of links; 0 under the two-phase clock. None on CPUs and without messages.
     """
@@ -113,6 +123,7 @@ class PipelineReport:
     exposed: float | None = None
     devices: int = 1
     collectives: tuple[StageCollectives, ...] | None = None
+    limit: float | None = None
 
     @property
     def predicted_temporary(self) -> int:
@@ -134,7 +145,51 @@ class PipelineReport:
         """Return the sum of `bytes_by_kind`."""
         return sum(self.bytes_by_kind(ipu).values())
 
-    def __str__(self) -> str:
+    def bytes_by_tick(self, ipu: int) -> dict[str, list[int]]:
+        """Return the bytes that are in use on an IPU in each tick of a step, by kind.
+
+        Only the stash varies. XLA allocates `total` for the whole step, on each IPU with as much stash as the fullest
+        one needs. "other temporary" is what the temporary bytes are besides the stash.
+        """
+        part, kinds = self.ipus[ipu], self.bytes_by_kind(ipu)
+        kinds["other temporary"] = max(0, kinds.pop("temporary") - self.stash)
+        same = {kind: [size] * len(part.stash_by_tick) for kind, size in kinds.items()}
+        return {**same, "stash": [*part.stash_by_tick]}
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> "Figure":
+        """Draw the bytes of each IPU over the ticks of a step: `bytes_by_tick`, the most at once, `total`, and `limit`.
+
+        Args:
+            path: the SVG, PNG or PDF file to write, as for `Schedule.plot`.
+
+        Returns:
+            A matplotlib figure. matplotlib is the extra `plots`.
+
+        Raises:
+            ValueError: `path` has another suffix.
+            ImportError: matplotlib is missing.
+            OSError: the file cannot be written. An existing file is unchanged.
+        """
+        return written(path, self._figure)
+
+    def to_svg(self) -> str:
+        """Return the picture that `plot` draws as the text of an SVG file.
+
+        Raises:
+            ImportError: matplotlib, the extra `plots`, is missing.
+        """
+        return svg_of(self._figure())
+
+    def _figure(self) -> "Figure":
+        kind = "predicted" if self.temporary is None else "compiled"
+        caption = f"Temporary bytes, such as the stash, are as {kind}. The optimizer's state is not included."
+        if self.devices > 1:
+            caption += f" Of an IPU's {self.devices} devices, weights, gradients and compiled bytes are one's."
+        ipus, ticks = range(len(self.ipus)), len(self.ipus[0].stash_by_tick)
+        title = f"{self.schedule}: bytes of an IPU over the {ticks} ticks of a step, {self.micro_batches} micro-batches"
+        return bytes_figure(title, caption, [*map(self.bytes_by_tick, ipus)], [*map(self.total, ipus)], self.limit)
+
+    def _shown(self) -> Iterator[str | Table]:
         kind = "predicted" if self.temporary is None else "compiled"
         head = ["IPU", "weights", "padding", "batch", "stash", "gradients", "temporary", "FLOPs", "sent/tick", "idle"]
         rows = [head]
@@ -143,54 +198,34 @@ class PipelineReport:
             sizes = (part.weights, part.padding, part.batch, part.stash, part.gradients, temporary)
             cells = [str(part.ipu), *(in_units(size, "B") for size in sizes), in_units(part.flops, "FLOP")]
             rows.append([*cells, in_units(part.sent, "B"), f"{part.idle:.1%}"])
-        widths = [max(len(row[k]) for row in rows) for k in range(len(head))]
-        lines = [
-            "  ".join(
-                cell.ljust(w) if k == 0 else cell.rjust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
         padding = f" ({in_units(self.stash_padding, 'B')} of it pads to tiles)" if self.stash_padding else ""
         parts = f"stash {in_units(self.stash, 'B')}{padding}, channels {in_units(self.channels, 'B')}, working set "
         parts += f"{in_units(self.working_set, 'B')}" + (f", sums {in_units(self.sums, 'B')}" if self.sums else "")
-        footer = (
+        yield f"{self.schedule}: {self.micro_batches} micro-batches on {len(self.ipus)} IPUs, a step"
+        yield Table(rows)
+        yield (
             f"temporary ({kind}): the same on every IPU; predicted {in_units(self.predicted_temporary, 'B')} = {parts}"
         )
-        title = f"{self.schedule}: {self.micro_batches} micro-batches on {len(self.ipus)} IPUs, a step"
         if self.exposed == 0:
-            footer += "\nmessages: they travel beside tasks, under the two-phase clock"
+            yield "messages: they travel beside tasks, under the two-phase clock"
         elif self.exposed is not None:
-            footer += f"\nmessages: {self.exchanges} ticks send, and nothing hides their messages under the one-phase "
-            footer += f"clock: {self.exposed:.1%} of the step on paper"
-        if self.devices > 1:
-            footer += (
-                f"\ndevices: {self.devices} per IPU, among which XLA splits; weights, gradients and temporary bytes "
+            yield (
+                f"messages: {self.exchanges} ticks send, and nothing hides their messages under the one-phase clock: "
+                f"{self.exposed:.1%} of the step on paper"
             )
-            footer += "are one device's"
-        return "\n".join([title, *(line.rstrip() for line in lines), footer, *self._sent_in_stages()])
-
-    def _sent_in_stages(self) -> list[str]:
+        if self.devices > 1:
+            yield (
+                f"devices: {self.devices} per IPU, among which XLA splits; weights, gradients and temporary bytes are "
+                "one device's"
+            )
         if not self.collectives:
-            return []
+            return
         rows = [("stage", "task", "collective", "axis", "per micro-batch")]
         for one in self.collectives:
             stages = ", ".join(one.stages) if len(one.stages) < 3 else f"{one.stages[0]} ... {one.stages[-1]}"
             rows.append((stages, one.task, one.op, one.axis, f"{one.count} x {in_units(one.nbytes // one.count, 'B')}"))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        cells = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-        return ["collectives inside the stages, in the compiled program:", *(line.rstrip() for line in cells)]
-
-
-def in_units(value: float, unit: str) -> str:
-    """Return a number with its unit and a decimal prefix.
-
-    >>> in_units(131072, "B"), in_units(3, "B")
-    ('131.1 kB', '3 B')
-    """
-    for power, prefix in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
-        if value >= 10**power:
-            return f"{value / 10**power:.1f} {prefix}{unit}"
-    return f"{value:g} {unit}"
+        yield "collectives inside the stages, in the compiled program:"
+        yield Table(rows, left=len(rows[0]))
 
 
 def make_report(
@@ -227,9 +262,10 @@ def make_report(
         temporary = None if analysis is None else analysis.temp_size_in_bytes  # not every platform reports it
         collectives = tuple(in_stages(Program(compiled), mesh))
         report = dataclasses.replace(report, temporary=temporary, collectives=collectives)
+    of_device = (mesh.devices.flat[0].memory_stats() or {}).get("bytes_limit")
     if ipu_memory is not None:
         warn_where_too_large(report, ipu_memory, stacklevel=4)
-    return report
+    return dataclasses.replace(report, limit=of_device if ipu_memory is None else ipu_memory)
 
 
 def count_report(plan: Plan, layout: PackedLayout, state: PackedLayout, batch_bytes: int) -> PipelineReport:
@@ -259,6 +295,7 @@ def count_report(plan: Plan, layout: PackedLayout, state: PackedLayout, batch_by
             flops=m * sum(costs[i].forward + costs[i].backward for i in segments_of_ipu[k]),
             sent=sent_bytes(plan, k),
             idle=idle[k],
+            stash_by_tick=tuple(stash.held(k)),
         )
         for k in range(layout.ipus)
     )

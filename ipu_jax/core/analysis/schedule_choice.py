@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 
-from ipu_jax.core.analysis.report import PipelineReport, count_report, in_units
+from ipu_jax.core.analysis.report import PipelineReport, count_report
 from ipu_jax.core.analysis.stage_costs import TracedStages, transfer_time
 from ipu_jax.core.engine.plan import Plan, make_plan, trace_programs
+from ipu_jax.core.programs.cost import in_units
 from ipu_jax.core.programs.segment import segments_of
 from ipu_jax.core.schedules import FoundSchedule, Schedule, StageCosts, canonical_name, find_schedule, make_schedule
 from ipu_jax.core.stage import Role, Stage

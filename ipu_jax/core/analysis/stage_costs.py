@@ -24,10 +24,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.base.checks import check_count
 from ipu_jax.base.keys import is_key
-from ipu_jax.core.analysis.cost import bytes_of, jaxpr_flops
 from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.instances import gathered, put
 from ipu_jax.core.mesh_axes import over_ipus
+from ipu_jax.core.programs.cost import bytes_of, jaxpr_flops
 from ipu_jax.core.programs.segment import Segment
 from ipu_jax.core.programs.segment_program import SegmentProgram
 from ipu_jax.core.schedules import StageCosts, Unit

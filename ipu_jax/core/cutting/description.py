@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
-from ipu_jax.core.analysis.report import in_units
+from ipu_jax.base.showing import Table
 from ipu_jax.core.cutting.cut import Cut
 from ipu_jax.core.cutting.division import Division
 from ipu_jax.core.cutting.origin import at_line, line_of, name_of, scopes_of
 from ipu_jax.core.cutting.program import bytes_of
+from ipu_jax.core.programs.cost import in_units
 from ipu_jax.core.weights.whole_tree import Part
 
 
@@ -70,8 +71,7 @@ def described(
         )
     if not any(row[4] for row in rows[1:]):  # code without a file has no lines
         rows = [(*row[:4], row[5]) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [str(Table(rows, left=len(rows[0]), indent="  "))]
     where = (
         "places that the function marks"
         if cut.marked

@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend import core
 
 from ipu_jax.base.jaxprs import CHECKPOINTS, JITS, closed_of, scan_parts, variables
-from ipu_jax.core.analysis.cost import equation_flops
+from ipu_jax.core.programs.cost import equation_flops
 
 _MUCH: Final = 0.2
 """The part of all FLOPs from which a `jax.checkpoint` is opened."""

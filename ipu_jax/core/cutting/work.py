@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from ipu_jax.base.jaxprs import CHECKPOINTS, closed_of, scan_parts
-from ipu_jax.core.analysis.cost import equation_flops
+from ipu_jax.core.programs.cost import equation_flops
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 _CALLS = (*CHECKPOINTS, "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")

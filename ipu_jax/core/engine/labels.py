@@ -18,6 +18,8 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from ipu_jax.core.engine.plan import Plan
+from ipu_jax.core.programs.cost import bytes_of, jaxpr_flops
+from ipu_jax.core.programs.segment_program import split_floats
 from ipu_jax.core.schedules import Schedule
 from ipu_jax.core.stage import Role
 
@@ -54,6 +56,8 @@ class PlanNames:
         uniform: as in `Plan`.
         microbatches: per kind and number of a guard, an array (ticks, ipus): the micro-batch, or -1 where the guard is
             not active. For an exchange, 0 where it is active.
+        flops: per kind and number of a task's guard, the operations of one run.
+        received: per kind and number of an exchange's guard, the bytes that each IPU receives, if any.
     """
 
     schedule: Schedule
@@ -65,6 +69,8 @@ class PlanNames:
     ticks: int
     microbatches: dict[tuple[Label, int], np.ndarray]
     uniform: bool = False
+    flops: dict[tuple[Label, int], int] = dataclasses.field(default_factory=dict)
+    received: dict[tuple[Label, int], dict[int, int]] = dataclasses.field(default_factory=dict)
 
     def segment(self, c: int, ipu: int) -> SegmentNames:
         """Return the segment of a class that an IPU runs."""
@@ -87,7 +93,7 @@ def of_plan(plan: Plan) -> str:
     about += ("uniform",) if plan.uniform else ()
     # a program from an executable cache has the names of its first compilation, whose stages may have had other names
     structure = _digest(about, *plan.tables.values(), *names.microbatches.values())
-    called = _digest([segment.stages for segment in names.segments])
+    called = _digest(([segment.stages for segment in names.segments], names.flops, names.received))
     _plans[f"{structure}.{called}"] = _plans[structure] = names
     return f"ipu_jax.plan.{structure}.{called}"
 
@@ -125,13 +131,18 @@ def _names(plan: Plan) -> PlanNames:
             microbatches["B", c] = plan.tables["B"][:ticks, c]
             if plan.is_split(plan.classes[c][0]):
                 microbatches["W", c] = plan.tables["W"][:ticks, c]
+    jaxprs = {guard: plan.programs[plan.classes[guard[1]][0]].jaxprs for guard in microbatches}
+    flops = {guard: sum(jaxpr_flops(of[letter]) for letter in guard[0]) for guard, of in jaxprs.items()}
+    received: dict[tuple[Label, int], dict[int, int]] = {}
     for kind in ("y", "dx") if plan.backward else ("y",):
         for k, channel in enumerate(plan.channels):
             if channel.pairs:
                 active = np.where(plan.exchanges[kind][:ticks, k], 0, -1)
                 microbatches[kind, k] = np.repeat(active[:, None], plan.ipus, axis=1)
+                size = bytes_of(channel.message if kind == "y" else split_floats(channel.message)[0])
+                received[kind, k] = {target if kind == "y" else source: size for source, target in channel.pairs}
     about = plan.schedule, plan.ipus, plan.role, plan.backward, segments, plan.classes
-    return PlanNames(*about, ticks, microbatches, plan.uniform)
+    return PlanNames(*about, ticks, microbatches, plan.uniform, flops, received)
 
 
 def _digest(about: Any, *tables: np.ndarray) -> str:

@@ -30,6 +30,7 @@ from ipu_jax.core.engine._buffer import Buffer
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.mesh_axes import parts
 from ipu_jax.core.programs.segment_program import split_floats
+from ipu_jax.core.schedules.moments import Moments, Spans
 
 Key = tuple[Literal["stash", "weight", "x", "dy"], int]
 SPARE = 0.03  # of the bytes of flat buffers
@@ -50,8 +51,11 @@ class Stash:
     def __init__(self, plan: Plan):
         # rings of all IPUs come first, so that they begin at the same row on each
         found = sorted(_rings_of(plan), key=lambda ring: None not in ring[1])
+        self._plan = plan
+        self._spans = {key: spans for key, spans, _ in found}
+        depths = {key: {ipu: max(1, of.depth()) for ipu, of in spans.items()} for key, spans, _ in found}
         depth_of = lambda depths: [depths.get(ipu, depths.get(None, 0)) for ipu in range(plan.ipus)]  # noqa: E731
-        self._depths: dict[Key, np.ndarray] = {key: np.array(depth_of(depths)) for key, depths, _ in found}
+        self._depths: dict[Key, np.ndarray] = {key: np.array(depth_of(depths[key])) for key in depths}
         buffers = {key: _buffers_of(key[0], values, plan) for key, _, values in found}
         rings = [(buffer, self._depths[key]) for key in buffers for buffer in buffers[key]]
         self._is_split = parts(plan.axes) > 1
@@ -95,6 +99,13 @@ class Stash:
     def nbytes_of(self, ipu: int) -> int:
         """Return the bytes of the values that an IPU's own segments keep."""
         return sum(buffer.nbytes_of_row * int(rows[ipu]) for buffer, rows in self._rows.items())
+
+    def held(self, ipu: int) -> list[int]:
+        """Return the bytes of the values that an IPU keeps in each tick, at most."""
+        spans_of_ipu = {key: spans.get(ipu, spans.get(None)) for key, spans in self._spans.items()}
+        size_of = lambda key: sum(ring.step * ring.buffer.nbytes_of_row for ring in self._rings[key])  # noqa: E731
+        held = [(spans, size_of(key)) for key, spans in spans_of_ipu.items() if spans is not None]
+        return Moments(self._plan.schedule).most_in_ticks(self._plan.schedule.ticks, held).tolist()
 
     def pinned(self, buffers: Mapping[str, Any]) -> dict[str, Any]:
         """Return the buffers, each in its layout, unless XLA splits them over further axes.
@@ -181,20 +192,20 @@ def _flat(rings: Iterable[tuple[Buffer, np.ndarray]], spare: float) -> set[Buffe
     return flat
 
 
-def _rings_of(plan: Plan) -> Iterator[tuple[Key, dict[int | None, int], list[Any]]]:
-    """Yield the key of each ring, its depth per IPU that has it (None: all), and the shapes of one micro-batch."""
-    schedule, segments = plan.schedule, plan.segments
+def _rings_of(plan: Plan) -> Iterator[tuple[Key, dict[int | None, Spans], list[Any]]]:
+    """Yield the key of each ring, what it holds when per IPU that has it (None: all), and a micro-batch's shapes."""
+    segments, moments = plan.segments, Moments(plan.schedule)
     for c, members in enumerate(plan.classes):
         first, program = members[0], plan.programs[members[0]]
-        if schedule.phase(segments[first].first, "F") != "head":  # there, B follows F in the same task
-            depths = {segments[i].place: schedule.stash_depth(segments[i].first) for i in members}
-            yield ("stash", c), depths, program.stash
+        if plan.schedule.phase(segments[first].first, "F") != "head":  # there, B follows F in the same task
+            spans = {segments[i].place: moments.stash(segments[i].first) for i in members}
+            yield ("stash", c), spans, program.stash
         if plan.is_split(first):
-            depths = {segments[i].place: schedule.weight_residual_depth(segments[i].first) for i in members}
-            yield ("weight", c), depths, program.weight_residuals
+            spans = {segments[i].place: moments.weight_residuals(segments[i].first) for i in members}
+            yield ("weight", c), spans, program.weight_residuals
         if first > 0 and any(plan.queue(i - 1, "F") > 1 for i in members):
-            depths = {plan.waits_at(i, "x"): plan.queue(i - 1, "F") for i in members}
-            yield ("x", c), depths, jax.tree.leaves(plan.channels[plan.channel_of[first - 1]].message)
+            spans = {plan.waits_at(i, "x"): moments.inbox(segments[i].first - 1, "F") for i in members}
+            yield ("x", c), spans, jax.tree.leaves(plan.channels[plan.channel_of[first - 1]].message)
         if first < plan.last and any(plan.queue(i, "B") > 1 for i in members):
-            depths = {plan.waits_at(i, "dy"): plan.queue(i, "B") for i in members}
-            yield ("dy", c), depths, split_floats(plan.channels[plan.channel_of[first]].message)[0]
+            spans = {plan.waits_at(i, "dy"): moments.inbox(segments[i + 1].first - 1, "B") for i in members}
+            yield ("dy", c), spans, split_floats(plan.channels[plan.channel_of[first]].message)[0]

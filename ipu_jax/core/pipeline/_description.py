@@ -2,12 +2,13 @@
 
 from typing import Any
 
+from ipu_jax.base.showing import Table
 from ipu_jax.core.pipeline._placed_stages import PlacedStages
 from ipu_jax.core.stage import Stage
 
 
-def describe(pipeline: PlacedStages) -> str:
-    """Return a line about the pipeline, and a line per stage.
+def describe(pipeline: PlacedStages) -> list[str | Table]:
+    """Return a line about the pipeline, and a row per stage.
 
     >>> from ipu_jax import ALL_IPUS, Pipeline, Stage
     >>> from jax.sharding import PartitionSpec
@@ -21,19 +22,16 @@ def describe(pipeline: PlacedStages) -> str:
     stages, schedule = pipeline.stages, pipeline.schedule_or_name
     name = schedule if isinstance(schedule, str) else schedule.name
     replicas = "" if pipeline.replicas == 1 else f"{pipeline.replicas} replicas x "
-    lines = [
+    first = (
         f"Pipeline of {_counted(len(stages), 'stage')} on {replicas}{_counted(pipeline.ipus, 'IPU')}, schedule "
         f"{name!r}, {_counted(pipeline.options.gradient_accumulation, 'micro-batch')}, reduction "
         f"{pipeline.options.reduction!r}"
-    ]
+    )
     if pipeline.function is not None:
-        return "\n".join([*lines, pipeline.function.described])
+        return [first, pipeline.function.described]
     rows = [(str(k), stage.name, _place(stage), ", ".join(_properties(stage))) for k, stage in enumerate(stages)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [row[0].rjust(widths[0]), row[1].ljust(widths[1]), row[2].ljust(widths[2]), row[3]]
-        lines.append(f"  {'  '.join(cells)}".rstrip())
-    return "\n".join(lines)
+    digits = len(rows[-1][0])
+    return [first, Table([(row[0].rjust(digits), *row[1:]) for row in rows], left=4, has_head=False, indent="  ")]
 
 
 def _counted(count: int, noun: str) -> str:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
+from ipu_jax.base.showing import Shown, Table
 from ipu_jax.base.tracebacks import ShortTracebacks
 from ipu_jax.core.analysis.report import make_report
 from ipu_jax.core.analysis.schedule_choice import silent_about_messages
@@ -36,7 +37,7 @@ from ipu_jax.core.weights.arguments import check_predictable, count_samples
 from ipu_jax.core.weights.packing import Sharded
 
 
-class Pipeline(PlacedStages):
+class Pipeline(PlacedStages, Shown):
     """Runs stages on the IPUs of each replica, under a schedule.
 
     Args:
@@ -442,8 +443,14 @@ class Pipeline(PlacedStages):
             replaced.given_devices = self.given_devices
         return replaced
 
-    def __repr__(self) -> str:
+    def _shown(self) -> list[str | Table]:
+        """Return what `print` and notebooks show."""
         return describe(self)
+
+    def _repr_html_(self) -> str:
+        schedule = self.schedule_or_name
+        picture = "" if isinstance(schedule, str) else schedule._repr_svg_() or ""
+        return super()._repr_html_() + picture
 
     # the programs, jitted once each, so that all calls with the same shapes run the same program
 

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from ipu_jax.base.checks import as_int, check_bool, check_cost, check_count
+from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.schedules._annealing import Ticks, anneal, depths_of, lockstep_cost, spread
 from ipu_jax.core.schedules._costs import StageCosts, Work, lower_bound
 from ipu_jax.core.schedules._families import SCHEDULES, timetable
@@ -65,8 +66,8 @@ class Candidate:
     schedule: Schedule = dataclasses.field(repr=False)
 
 
-@dataclasses.dataclass(frozen=True)
-class FoundSchedule:
+@dataclasses.dataclass(frozen=True, repr=False)
+class FoundSchedule(Shown):
     """The result of `find_schedule`. It prints as a table of the chosen schedule and the costs of the others.
 
     Attributes:
@@ -87,7 +88,7 @@ class FoundSchedule:
     lockstep: bool
     transfer: float = 0.0
 
-    def __str__(self) -> str:
+    def _shown(self) -> list[str | Table]:
         clock = "lockstep" if self.lockstep else "free running"
         clock += f", {self.transfer:.6g} per message" if self.transfer else ""
         ratio = f"{self.makespan / self.bound:.3f} x the lower bound {self.bound:.6g}" if self.bound else "no work"
@@ -97,9 +98,7 @@ class FoundSchedule:
             least = f"{max(candidate.stash_bytes):.6g}"
             note = "<- chosen" if candidate.schedule is self.schedule else self._excess(candidate)
             lines.append((candidate.name, f"{candidate.makespan:.6g}", over, f"{candidate.bubble:.1%}", least, note))
-        widths = [max(len(line[column]) for line in lines) for column in range(6)]
-        rows = ("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
-        return "\n".join([f"{self.schedule.name}: makespan {self.makespan:.6g} ({clock}), {ratio}", *rows])
+        return [f"{self.schedule.name}: makespan {self.makespan:.6g} ({clock}), {ratio}", Table(lines, left=6)]
 
     def _excess(self, candidate: Candidate) -> str:
         """Return by how much a candidate exceeds the limit, on the IPU that exceeds it most."""

@@ -13,49 +13,28 @@ bands below, like lines of music. Lengths are in points (1/72 inch).
 """
 
 import bisect
-import io
 import itertools
 import math
-import os
-import re
 import statistics
-import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
-from ipu_jax.base.replacing import replacing
 from ipu_jax.core.schedules._simulate import Simulation
 from ipu_jax.core.schedules._timetable import Kind, Task, Timetable, segments_of, tables_of, tasks_of, tick_of
 from ipu_jax.core.schedules.colours import CONCURRENT, FAINT, IDLE, INK, LINE, LOCAL, UPDATE, name_of
+from ipu_jax.core.schedules.figures import MARGIN, TEXT, WIDTH, drawn, headed, outlined
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Per file type, the metadata about matplotlib and the date that is left out.
-_METADATA: dict[str, dict[str, Any]] = {
-    ".svg": dict.fromkeys(("Creator", "Date", "Format", "Type")),
-    ".png": {"Software": None},
-    ".pdf": dict.fromkeys(("CreationDate", "Creator", "Producer")),
-}
-# These replace the user's settings, so that equal schedules give equal files.
-_STYLE: list[Any] = [
-    "default",
-    {"svg.hashsalt": "ipu_jax", "svg.fonttype": "none", "text.parse_math": False, "font.sans-serif": ["DejaVu Sans"]},
-    {"legend.frameon": False, "legend.fontsize": 8.0, "legend.borderpad": 0.0, "legend.borderaxespad": 0.0},
-    {"legend.handlelength": 1.4, "legend.handleheight": 1.0, "legend.columnspacing": 1.8},
-]
 _MOST_TASKS = 200_000  # 20 MB of SVG, and about one task per pixel of a page
 
-_WIDTH, _MARGIN, _LEFT, _ABOVE, _BELOW, _UPDATE_GAP, _UPDATE_WIDTH = 720.0, 12.0, 48.0, 22.0, 22.0, 6.0, 16.0
-_ROOM = _WIDTH - _LEFT - _UPDATE_GAP - _UPDATE_WIDTH - _MARGIN
+_LEFT, _ABOVE, _BELOW, _UPDATE_GAP, _UPDATE_WIDTH = 48.0, 22.0, 22.0, 6.0, 16.0
+_ROOM = WIDTH - _LEFT - _UPDATE_GAP - _UPDATE_WIDTH - MARGIN
 _WIDEST_UNIT, _NARROWEST_CELL, _NARROWEST_WITH_EDGE, _MOST_BANDS = 48.0, 2.25, 6.0, 6
-_TEXT, _LEAST_TEXT, _DIGIT, _MOST_DARK = 8.0, 6.0, 0.64, 8  # _DIGIT: the width of a digit over its size
+_LEAST_TEXT, _DIGIT, _MOST_DARK = 6.0, 0.64, 8  # _DIGIT: the width of a digit over its size
 
 
 def figure_of(table: Timetable, simulation: Simulation | None, bubble: Callable[[], float]) -> "Figure":
@@ -68,52 +47,11 @@ def figure_of(table: Timetable, simulation: Simulation | None, bubble: Callable[
         )
     if simulation is not None:
         _check(table, simulation)
-    try:
-        import matplotlib.style
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("matplotlib cannot be imported: pip install 'ipu-jax[plots]'") from error
-    with matplotlib.style.context(_STYLE):
-        figure = Figure()
+
+    def draw(figure: "Figure") -> None:
         _Picture(table, *_cells(table, simulation)).draw(figure, simulation.bubble if simulation else bubble())
-    setattr(figure, "_repr_svg_", partial(svg_of, figure))  # noqa: B010 (notebooks ask for it)
-    return figure
 
-
-def svg_of(figure: "Figure") -> str:
-    """Return a figure as an SVG element, for a file or for a page of HTML."""
-    text = _content(figure, ".svg").decode()
-    # without the RDF metadata, which repeats the title
-    return re.sub("\n *<metadata>.*?</metadata>", "", text[text.index("<svg") :], count=1, flags=re.DOTALL)
-
-
-def plot(table: Timetable, path: object, simulation: Simulation | None, bubble: Callable[[], float]) -> "Figure":
-    """Return the picture as a figure, and write it to `path`; `Schedule.plot` documents the arguments."""
-    if path is None:
-        return figure_of(table, simulation, bubble)
-    if not isinstance(path, (str, os.PathLike)):
-        raise ValueError(f"path={path!r} is no path: give the name of an SVG, PNG or PDF file")
-    suffix = Path(path).suffix.lower()
-    if suffix not in _METADATA:
-        raise ValueError(
-            f"path={os.fspath(path)!r} ends in none of .svg, .png and .pdf: give such a name, or save the figure that "
-            "plot() returns"
-        )
-    figure = figure_of(table, simulation, bubble)
-    content = svg_of(figure).encode() if suffix == ".svg" else _content(figure, suffix)
-    with replacing(path) as file:
-        file.write(content)
-    return figure
-
-
-def _content(figure: "Figure", suffix: str) -> bytes:
-    import matplotlib.style
-
-    file = io.BytesIO()
-    with matplotlib.style.context(_STYLE):
-        metadata = _METADATA[suffix] | {"Title": figure.get_suptitle()}
-        figure.savefig(file, format=suffix[1:], dpi=200, metadata=metadata)
-    return file.getvalue()
+    return drawn(draw)
 
 
 class _Cell(NamedTuple):
@@ -202,20 +140,13 @@ class _Picture:
         self._has_several = len({cell.stages for cell in cells if cell.chunk is None}) > 1
 
     def draw(self, figure: "Figure", bubble: float) -> None:
-        title, caption = self._title(bubble), textwrap.wrap(self._caption(), 165)
-        rows, top = self._table.ipus * self._row, _MARGIN + 42.0 + 12.0 * len(caption)
-        height = top + len(self._bands) * (_ABOVE + rows + _BELOW)
-        figure.set_size_inches(_WIDTH / 72, height / 72)
-        size = min(12.0, (_WIDTH - 2 * _MARGIN) / (0.72 * len(title)))  # no letter is wider on average
-        style: dict[str, Any] = {"x": _MARGIN / _WIDTH, "ha": "left", "va": "top"}
-        figure.suptitle(title, y=1 - _MARGIN / height, weight="bold", size=size, color=INK, **style)
-        style |= {"size": _TEXT, "color": FAINT, "linespacing": 1.3}
-        figure.text(y=1 - (_MARGIN + 20.0) / height, s="\n".join(caption), **style)
-        self._legend(figure, (_MARGIN / _WIDTH, 1 - (top - 16.0) / height))
+        rows = self._table.ipus * self._row
+        below = len(self._bands) * (_ABOVE + rows + _BELOW)
+        top, height = headed(figure, below, self._title(bubble), self._caption(), self._legend())
         for start, end in self._bands:
             top += _ABOVE + rows + _BELOW
             width = self._unit * (end - start)
-            place = _LEFT / _WIDTH, 1 - (top - _BELOW) / height, width / _WIDTH, rows / height
+            place = _LEFT / WIDTH, 1 - (top - _BELOW) / height, width / WIDTH, rows / height
             axes = figure.add_axes(place, xlim=(0.0, width), ylim=(rows, 0.0), frame_on=False)
             self._band(axes, start, end)
             if end == self._end:
@@ -248,7 +179,7 @@ class _Picture:
                 at, side = min(max((x(first) + x(last)) / 2, 60.0), x(end) - 70.0), "center"
                 if name != "main":
                     at, side = (x(first), "left") if name == "ramp-up" else (x(last), "right")
-                axes.text(at, -9.0, name, ha=side, size=_TEXT, color=INK)
+                axes.text(at, -9.0, name, ha=side, size=TEXT, color=INK)
                 axes.plot([x(first) + 1.0, x(last) - 1.0], [-5.0, -5.0], lw=1.2, **line)
                 if first > start:
                     axes.plot([x(first), x(first)], [-5.0, bottom], lw=0.8, **line)
@@ -256,8 +187,8 @@ class _Picture:
         axes.set_xticks([x(at) for at, _ in marks], [text for _, text in marks])
         step = next(step for step in (2**k for k in itertools.count()) if step * row >= 9.0)
         axes.set_yticks([top + row / 2 for top in y[::step]], [f"IPU {k}" for k in range(0, len(y), step)])
-        axes.tick_params(length=0, labelsize=_TEXT, pad=5.0, colors=FAINT)
-        axes.text(-5.0, bottom + 11.5, "tick" if self._ticks else "time", ha="right", size=_TEXT, color=FAINT)
+        axes.tick_params(length=0, labelsize=TEXT, pad=5.0, colors=FAINT)
+        axes.text(-5.0, bottom + 11.5, "tick" if self._ticks else "time", ha="right", size=TEXT, color=FAINT)
         if self._ticks and self._unit * _shortest(self._ticks) >= 9.0:
             starts = [x(at) for at in self._ticks if start <= at <= end]
             axes.vlines(starts, 0.0, bottom + 3.0, color=LINE, lw=0.75, clip_on=False, zorder=1.5)
@@ -290,9 +221,8 @@ class _Picture:
             return _mixed(colour, "#000000", 0.55) if is_dark else _mixed(colour, "#ffffff", 0.35)
         return colour
 
-    def _legend(self, figure: "Figure", anchor: tuple[float, float]) -> None:
-        from matplotlib.patches import Patch
-
+    def _legend(self) -> dict[str, str]:
+        """Return the colour of each kind of task that there is."""
         seen = {(cell.kind, cell.chunk is None) for cell in self._cells}
         entries: dict[str, str] = {}
         for is_concurrent in (False, True):
@@ -300,8 +230,7 @@ class _Picture:
                 if (kind, is_concurrent) in seen:
                     name = name_of(kind, has_weight_tasks=bool(self._table.weight), is_concurrent=is_concurrent)
                     entries[name] = self._colour(kind, None if is_concurrent else 0)
-        patches = [Patch(fc=colour, ec=LINE, lw=0.5, label=name) for name, colour in (entries | {"idle": IDLE}).items()]
-        figure.legend(handles=patches, loc="upper left", bbox_to_anchor=anchor, ncols=len(patches), labelcolor=FAINT)
+        return entries | {"idle": IDLE}
 
     def _marks(self, start: float, end: float) -> list[tuple[float, str]]:
         """Return the numbers below the rows, with positions: every tick, second, fifth and so on, or round times."""
@@ -310,7 +239,7 @@ class _Picture:
 
             times = MaxNLocator(10, steps=[1, 2, 5, 10]).tick_values(start, end)
             return [(float(at), f"{at:g}") for at in times if start <= at <= end]
-        room = (_DIGIT * _TEXT * len(str(len(self._ticks))) + 4.0) / (self._unit * _shortest(self._ticks))
+        room = (_DIGIT * TEXT * len(str(len(self._ticks))) + 4.0) / (self._unit * _shortest(self._ticks))
         step = next(step for step in (10**k * digit for k in itertools.count() for digit in (1, 2, 5)) if step >= room)
         middles = [(tick + after) / 2 for tick, after in itertools.pairwise(self._ticks)]
         return [(at, str(i)) for i, at in enumerate(middles) if i % step == 0 and start <= at < end]
@@ -351,9 +280,5 @@ def _mixed(colour: str, other: str, part: float) -> str:
 
 
 def _rectangles(axes: "Axes", corners: list[tuple[float, float, float, float]], colour: str, edge: float = 0.0) -> None:
-    """Draw rectangles (left, top, right, bottom) of one colour as one path, which keeps the file small."""
-    from matplotlib.patches import PathPatch
-    from matplotlib.path import Path as Outline
-
-    path = Outline.make_compound_path_from_polys(np.array([[(a, b), (c, b), (c, d), (a, d)] for a, b, c, d in corners]))
-    axes.add_artist(PathPatch(path, fc=colour, ec="white", lw=edge, clip_on=False, zorder=2.0 if edge else 1.0))
+    """Draw rectangles (left, top, right, bottom) of one colour."""
+    outlined(axes, [[(a, b), (c, b), (c, d), (a, d)] for a, b, c, d in corners], colour, edge)

@@ -24,8 +24,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ipu_jax.base.checks import as_int, check_count
-from ipu_jax.core.schedules._moments import Moments
-from ipu_jax.core.schedules._plot import figure_of, plot, svg_of
+from ipu_jax.core.schedules._plot import figure_of
 from ipu_jax.core.schedules._simulate import Cost, Simulation, simulate
 from ipu_jax.core.schedules._text import draw, parse
 from ipu_jax.core.schedules._timetable import (
@@ -42,6 +41,8 @@ from ipu_jax.core.schedules._timetable import (
 )
 from ipu_jax.core.schedules._torch_csv import from_torch_csv, to_torch_csv
 from ipu_jax.core.schedules._validate import validate
+from ipu_jax.core.schedules.figures import svg_of, written
+from ipu_jax.core.schedules.moments import Moments
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -290,7 +291,7 @@ IPUs takes until the next tick: move it to tick 3 or later
         ValueError: path='1f1b.gif' ends in none of .svg, .png and .pdf: give such a name, or save the figure that \
 plot() returns
         """
-        return plot(self, path, simulation, self.bubble)
+        return written(path, lambda: figure_of(self, simulation, self.bubble))
 
     def to_svg(self, *, simulation: Simulation | None = None) -> str:
         """Return the picture that `plot` draws as the text of an SVG file.

@@ -40,15 +40,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipu_jax.base.checks import check_cost
-from ipu_jax.core.schedules._moments import Moments, Spans
+from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.schedules._timetable import Kind, Task, Timetable, last_use, segments_of, tables_of, tasks_of
 from ipu_jax.core.schedules._validate import sources
+from ipu_jax.core.schedules.moments import Moments, Spans
 
 Cost = float | Sequence[float]
 
 
-@dataclasses.dataclass(frozen=True)
-class Simulation:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Simulation(Shown):
     """The result of simulating one weight update.
 
     Attributes:
@@ -67,6 +68,13 @@ class Simulation:
     busy: tuple[float, ...]
     start_times: Mapping[Task, float]
     end_times: Mapping[Task, float]
+
+    def _shown(self) -> list[str | Table]:
+        rows = [("IPU", "busy", "share", "peak stash")]
+        for ipu, (busy, stash) in enumerate(zip(self.busy, self.peak_stash, strict=True)):
+            share = f"{busy / self.makespan:.1%}" if self.makespan else "-"
+            rows.append((str(ipu), f"{busy:.6g}", share, str(stash)))
+        return [f"makespan {self.makespan:.6g}, bubble {self.bubble:.1%}, {len(self.start_times)} tasks", Table(rows)]
 
 
 class TaskTimes(Mapping[Task, float]):

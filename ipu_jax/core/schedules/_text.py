@@ -13,8 +13,9 @@ line, they are separated by "|" or by two or more blanks, with "." for a tick in
 
 import re
 
-from ipu_jax.core.schedules._moments import Moments
+from ipu_jax.base.showing import Table
 from ipu_jax.core.schedules._timetable import Kind, Placement, Rows, Task, Timetable, segments_of, tasks_of, tick_of
+from ipu_jax.core.schedules.moments import Moments
 
 _HEADER = re.compile(r"(?P<name>.+): \d+ stages? on (?P<ipus>\d+) IPUs?, .*?(?:, (?P<clock>one-phase) clock)?")
 _IDLE = {"", ".", "-"}
@@ -35,7 +36,6 @@ def draw(table: Timetable, bubble: float) -> str:
     phases = [_phase_of_pipeline(table, tick) for tick in range(ticks)]
     starts = ["", *(name if i == 0 or name != phases[i - 1] else "" for i, name in enumerate(phases))]
     lines = [starts, ["tick", *map(str, range(ticks))], *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(1 + ticks)]
     moments = Moments(table)
     depths = [moments.stash(s).depth() for s in range(stages)]
     header = [
@@ -45,8 +45,7 @@ def draw(table: Timetable, bubble: float) -> str:
     ]
     if table.ipus == 1 and None in table.placement:  # its rows cannot tell a concurrent stage from a local one
         header.append("placement: " + ", ".join("all IPUs" if ipu is None else f"IPU {ipu}" for ipu in table.placement))
-    cells = (zip(line, widths, strict=True) for line in lines)
-    return "\n".join([*header, *("  ".join(cell.ljust(width) for cell, width in line).rstrip() for line in cells)])
+    return "\n".join([*header, str(Table(lines, left=1 + ticks))])
 
 
 def _phase_of_pipeline(table: Timetable, tick: int) -> str:

@@ -14,8 +14,8 @@ import io
 import re
 
 from ipu_jax.core.schedules._line import Line, Local, by_kind, rows_of
-from ipu_jax.core.schedules._moments import Moments
 from ipu_jax.core.schedules._timetable import Kind, Placement, Task, Timetable, tables_of, tasks_of
+from ipu_jax.core.schedules.moments import Moments
 
 _ACTION = re.compile(r"(\d+)(F|I|B|W|UNSHARD|RESHARD|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD)(\d*)")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")

@@ -9,7 +9,7 @@ The engine runs only timetables that pass these checks, in this order:
     messages    each boundary's messages are used in the order in which they were sent
     slots       stash, cut and inbox are rings, slot = micro-batch modulo depth: no slot is written before it is free
 
-The checks compare whole rows of moments at once (`_moments`).
+The checks compare whole rows of moments at once (`moments`).
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,6 @@ from typing import NoReturn
 import numpy as np
 
 from ipu_jax.base.checks import check_choice, check_count
-from ipu_jax.core.schedules._moments import Moments, Spans
 from ipu_jax.core.schedules._timetable import (
     CLOCKS,
     Kind,
@@ -32,6 +31,7 @@ from ipu_jax.core.schedules._timetable import (
     tables_of,
     tick_of,
 )
+from ipu_jax.core.schedules.moments import Moments, Spans
 
 _KINDS = {"F": "forward", "B": "backward", "W": "weight"}
 _LATEST = 1 << 32  # no engine runs this many ticks, and moments are 64-bit numbers

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +10,18 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.instances import on_host
 from ipu_jax.core.weights.packed_layout import Group, Leaf, PackedLayout, dims_with_axes
 from ipu_jax.core.weights.whole_tree import joined
 
+_MOST_ROWS: Final = 12
+
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Sharded:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Sharded(Shown):
     """Parameters, gradients, or any tree like them, on the IPUs.
 
     `params["body"]["w"]` reads a whole leaf, and `dict(params)` reads all groups. As a pytree it consists of packed
@@ -37,6 +40,18 @@ class Sharded:
     slots: list[Any]
     concurrent: dict[str, list[Any]]
     layout: PackedLayout = dataclasses.field(metadata={"static": True})
+
+    def _shown(self) -> list[str | Table]:
+        """Return what `print` and notebooks show: a row per group, or per few groups of many."""
+        groups = self.layout.groups
+        rows = [("group", "place", "leaves", "numbers", "dtypes")]
+        for group in groups[:_MOST_ROWS] if len(groups) > _MOST_ROWS + 1 else groups:
+            place = "all IPUs" if group.ipu is None else f"IPU {group.ipu}"
+            dtypes = ", ".join(sorted({leaf.dtype for leaf in group.leaves}))
+            rows.append((group.name, place, str(len(group.leaves)), f"{_numbers(group):,}", dtypes))
+        left = len(groups) - len(rows) + 1
+        first = f"Sharded: {len(groups)} groups on {self.layout.ipus} IPUs, {sum(map(_numbers, groups)):,} numbers"
+        return [first, Table(rows, left=2), *([f"and {left} more groups"] if left else [])]
 
     def keys(self) -> list[str]:
         """Return the names of the groups, sorted; of a function's weights, the keys of the user's dict."""
@@ -59,6 +74,10 @@ class Sharded:
             return unshard_tree(self)[group]
         of_group = self.layout.group(group)
         return jax.tree.unflatten(of_group.treedef, whole_leaves(self, of_group))
+
+
+def _numbers(group: Group) -> int:
+    return sum(leaf.size for leaf in group.leaves)
 
 
 def specs_of(layout: PackedLayout) -> Sharded:

@@ -17,11 +17,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ipu_jax.core.analysis.cost import bytes_of
 from ipu_jax.core.compiled.program import Program, host_loops
 from ipu_jax.core.devices import REPLICA_AXIS, is_described
 from ipu_jax.core.engine.labels import UPDATE
 from ipu_jax.core.pipeline import Pipeline
+from ipu_jax.core.programs.cost import bytes_of
 from ipu_jax.core.weights.packing import Sharded
 from ipu_jax.run.ahead.compilers import compile_lowered, version_of
 from ipu_jax.run.ahead.kinds import kind_of, memory_for_jax

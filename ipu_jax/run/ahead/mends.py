@@ -11,9 +11,10 @@ from typing import Any, Final
 
 import jax
 
-from ipu_jax.core.analysis.report import PipelineReport, in_units, make_report
+from ipu_jax.core.analysis.report import PipelineReport, make_report
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.pipeline import Pipeline
+from ipu_jax.core.programs.cost import in_units
 
 _SCHEDULES: Final = ("grouped", "1f1b", "zb-h1")
 

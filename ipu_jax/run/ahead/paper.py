@@ -17,9 +17,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ipu_jax.core.analysis.cost import bytes_of, jaxpr_flops
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.mesh_axes import parts
+from ipu_jax.core.programs.cost import bytes_of, jaxpr_flops
 from ipu_jax.run.ahead.kinds import Kind
 from ipu_jax.run.ahead.traffic import Row
 

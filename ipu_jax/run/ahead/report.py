@@ -14,8 +14,9 @@ import dataclasses
 import json
 from typing import Final
 
-from ipu_jax.core.analysis.report import in_units
+from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.compiled.program import Program
+from ipu_jax.core.programs.cost import in_units
 from ipu_jax.run.ahead.paper import Paper
 from ipu_jax.run.ahead.traffic import Row
 
@@ -51,8 +52,8 @@ class Memory:
         return 0 if self.available is None else max(0, self.needed - self.available)
 
 
-@dataclasses.dataclass(frozen=True)
-class ChipReport:
+@dataclasses.dataclass(frozen=True, repr=False)
+class ChipReport(Shown):
     """The report of `compile_ahead`; `str()` shows it on one screen.
 
     Attributes:
@@ -84,7 +85,7 @@ class ChipReport:
     host_loops: int | None
     paper: Paper | None
     mends: tuple[str, ...] = ()
-    program: Program | None = dataclasses.field(default=None, repr=False)
+    program: Program | None = None
 
     @property
     def fits(self) -> bool:
@@ -100,7 +101,7 @@ class ChipReport:
             fields["paper"]["seconds"] = self.paper.seconds
         return json.dumps({"format": FORMAT, **fields})
 
-    def __str__(self) -> str:
+    def _shown(self) -> list[str | Table]:
         by = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         parts = [
             ("memory of a chip", self._memory_lines()),
@@ -110,10 +111,9 @@ class ChipReport:
             ("a step on paper", [] if self.paper is None else _paper_lines(self.paper, bool(self.cycles))),
             ("to make it fit", list(self.mends)),
         ]
-        lines = [self.model, f"compiled for {self.chips} x {self.chip} by {by}: nothing ran", ""]
-        for title, of_part in parts:
-            lines += [f"{title if k == 0 else '':<18}{line}".rstrip() for k, line in enumerate(of_part)]
-        return "\n".join(lines)
+        rows = [(title if k == 0 else "", line) for title, of_part in parts for k, line in enumerate(of_part)]
+        first = [self.model, f"compiled for {self.chips} x {self.chip} by {by}: nothing ran", ""]
+        return [*first, Table(rows, left=2, has_head=False)]
 
     @property
     def _of_one(self) -> str:
@@ -160,8 +160,7 @@ class ChipReport:
             rows.append((row.op, row.axis, str(row.runs), _bytes(row.nbytes), over, time, beside))
         if len(rows) == 1:
             return [] if self.memory.temporary is None else ["nothing"]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines = str(Table(rows, left=len(rows[0]))).splitlines()
         if left := self.rows[_MOST_ROWS:]:
             lines.append(f"and {len(left)} smaller, {_bytes(sum(row.nbytes for row in left))} together")
         return lines

@@ -5,14 +5,18 @@ however many examples an update has, before a resume and after it.
 """
 
 import dataclasses
+import inspect
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_jax.base.checks import check_count, check_positive
+from ipu_jax.base.checks import as_int, check_count, check_positive
+from ipu_jax.base.cli.places import check_file
+from ipu_jax.distributed import popdist
 from ipu_jax.run.observe.runs.log import FACTS_OF_START, NAMES_OF_EVENTS, RunLog
 from ipu_jax.run.observe.tracing.recording import Recording
 from ipu_jax.training.checkpoints.checkpoints import Checkpoints
@@ -94,7 +98,7 @@ def check_arguments(step: Any, state: Any, feed: Any, **others: Any) -> None:
         ValueError: one of them does not.
     """
     if not isinstance(step, TrainStep):
-        raise ValueError(f"step={step!r} is not a training step: make it with make_train_step(...)")
+        raise ValueError(f"step={repr(step).splitlines()[0]} is not a training step: make it with make_train_step(...)")
     step.check_state(state)
     if not isinstance(feed, Feed):
         raise ValueError(f"feed={type(feed).__name__} is not a Feed: give Feed(data, step=step, micro_batch=...)")
@@ -116,20 +120,46 @@ def check_arguments(step: Any, state: Any, feed: Any, **others: Any) -> None:
         "notes": ((Mapping,), "plain data by name, such as {'seed': 3}"),
         "tensorboard": (paths, "a folder"),
         "trace": ((*paths, Recording), "a folder or a Recording"),
+        "report": (paths, "a file such as run.html"),
+        "title": ((str,), "a text"),
     }
     for name, (types, rule) in rules.items():
-        is_left_out = others[name] is None and name != "resume"
+        is_left_out = others[name] is None and name not in ("resume", "title")
         if not is_left_out and not isinstance(others[name], types):
             raise ValueError(f"{name}={others[name]!r} is of the wrong type: give {rule}")
+        if others[name] == "" and name != "title":
+            raise ValueError(f"{name}='' is empty: give {rule}")
     for name, mend in {
         "evaluate": "a function of a state that returns a dict",
         "say": "a function of a line, such as print, or lambda line: None to print nothing",
     }.items():
-        if not (callable(others[name]) or (name == "evaluate" and others[name] is None)):
-            raise ValueError(f"{name}={others[name]!r} cannot be called: give {mend}")
+        if (others[name] is not None or name == "say") and (reason := _not_of_one_argument(others[name])):
+            raise ValueError(f"{name}={others[name]!r} {reason}: give {mend}")
+    if others["checkpoints"] is None and others["resume"] not in ("auto", "never"):
+        raise ValueError(f"resume={others['resume']!r} needs checkpoints: give checkpoints=, or leave resume out")
+    every = others["print_every"]
+    if every is not None and (as_int(every) is None or every < 0):
+        raise ValueError(f"print_every={every!r} is not a number of updates: give an int, or 0 to print no losses")
+    if others["report"] is not None and popdist.get_instance_index() == 0:
+        check_file("report", Path(others["report"]), (".html",))
     if others["tensorboard"] is not None and isinstance(others["log"], RunLog):
         raise ValueError("tensorboard= is given, and a RunLog: give the folder to the RunLog")
     _check_names("notes", others["notes"] or {}, (*NAMES_OF_EVENTS, *FACTS_OF_START, *FACTS))
+
+
+def _not_of_one_argument(function: Any) -> str | None:
+    """Return why something is not a function of one argument; None if it is, or does not say what it takes."""
+    if not callable(function):
+        return "cannot be called"
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        return "is async or a generator: a call would do nothing"
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        return f"cannot be called with one argument ({error})"
+    except ValueError:  # some functions that are not written in Python
+        return None
+    return None
 
 
 def figures_of(found: Any) -> dict[str, float]:

@@ -5,10 +5,11 @@ feed = Feed(data, step=step, micro_batch=16)
 result = fit(step, step.init(weights), feed, epochs=2, evaluate=accuracy, checkpoints="runs/x", log="run.jsonl")
 
 feed --batch--> step, step, step ...     one call runs, the next one waits, the host reads the one before
-                  |-- losses             a line per tenth of an epoch, the bar, the log
+                  |-- losses             about 20 lines, the bar, the log
                   |-- a save is due      checkpoints
                   |-- SIGTERM, Ctrl-C    save, say so, and stop
-end of an epoch   `-- evaluate           a line, the log
+end of an epoch   |-- evaluate           a line, the log
+end, or failure   `-- report             a page
 """
 
 import collections
@@ -17,17 +18,19 @@ import dataclasses
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ipu_jax.base.cli.progress import Bar, shows_progress, spinner
+from ipu_jax.base.cli.progress import Bar, shows_progress
 from ipu_jax.distributed import popdist
 from ipu_jax.distributed.stopping import StopRequest
 from ipu_jax.run.loop._goal import FACTS, Goal, check_arguments, figures_of, goal_of
 from ipu_jax.run.loop.lines import LossLines, Say
+from ipu_jax.run.observe.profiled import asked, write_page
 from ipu_jax.run.observe.runs.log import RunLog
 from ipu_jax.run.observe.tracing.recording import Recording
 from ipu_jax.run.observe.tracing.recording import trace as recorded
@@ -47,6 +50,9 @@ _CALLS_AHEAD: Final = 1
 _POLL_SECONDS: Final = 0.002
 _EVALUATION_SECONDS: Final = 1800.0
 _END_OF_FEED: Final = "the end of the feed"
+_LAST: Final = "The last state is ipu_jax.steps.FitResult.last.state"
+
+_compiled: "weakref.WeakSet[TrainStep]" = weakref.WeakSet()
 
 
 @dataclasses.dataclass
@@ -97,16 +103,19 @@ def fit(
     notes: Mapping[str, Any] | None = None,
     tensorboard: Path_ | None = None,
     trace: Recording | Path_ | None = None,
+    report: Path_ | None = None,
+    print_every: int | None = None,
     progress: bool | None = None,
     say: Say = print,
     title: str = "Training",
 ) -> FitResult:
     """Train with the batches of a feed until all updates are made, SIGTERM or Ctrl-C comes, or an update is not finite.
 
-    While it runs, it prints the mean loss ten times per epoch, and draws a bar on a terminal. At SIGTERM or the first
-    Ctrl-C it waits for the calls in flight and saves. Then it returns after SIGTERM, and raises KeyboardInterrupt after
-    Ctrl-C. This holds for signals in the last evaluation and the last save, too. After Ctrl-C, or any other error, the
-    last state is in `FitResult.last`, until the next `fit`.
+    While it runs, it prints the mean loss about 20 times, in a long training 20 times per hour, and draws a bar on a
+    terminal and in a notebook. At SIGTERM or the first Ctrl-C it waits for the calls in flight, saves, and says how far
+    it came and what is saved. Then it returns after SIGTERM, and raises KeyboardInterrupt after Ctrl-C. This holds for
+    signals in the last evaluation and the last save, too. After Ctrl-C, or any other error, the last state is in
+    `FitResult.last`, until the next `fit`.
 
     Across several instances, all of them make the same call; the first one prints and writes the log.
 
@@ -122,17 +131,21 @@ def fit(
             ends at the same example.
         updates: train this many updates, instead of epochs.
         evaluate: called with the state at the end of each epoch and of the training; returns figures by name, such as
-            `{"accuracy": 0.97}`.
+            `{"accuracy": 0.97}`. A figure that is NaN is reported and ends nothing.
         checkpoints: save to this folder, at the end of each epoch, every ten minutes and at the end; or your own
             `Checkpoints`, which stay open.
         resume: what to resume from, as `Checkpoints.restore` takes it: "auto" for the last checkpoint, if there is one.
         log: append to this file, one line of JSON per call; or your own `RunLog`, which stays open.
         notes: plain data for the first event of the log, such as flags.
         tensorboard: write TensorBoard's files to this folder; not with your own `RunLog`.
-        trace: record three updates early in the training, as `trace` does, to this folder; or a `Recording`.
-        progress: whether to draw a bar; by default on a terminal.
+        trace: record three updates early in the training, as `trace` does, to this folder; or a `Recording`. By
+            default the folder `IPU_JAX_TRACE` of the environment, if there is one.
+        report: write a page about the run to this .html file at the end, also after an error or a signal, as
+            `write_report` does. By default the file `IPU_JAX_REPORT` of the environment, if there is one.
+        print_every: print the mean loss after this many updates; 0 to print no losses.
+        progress: whether to draw a bar; by default on a terminal and in a notebook.
         say: prints a line.
-        title: the title of the bar.
+        title: the title of the bar and of the page.
 
     Returns:
         The last state, losses, evaluations and times.
@@ -150,6 +163,7 @@ def fit(
     >>> fit(step, step.init(jnp.zeros(3)), feed, epochs=2, progress=False, say=lambda line: None)
     FitResult(4 updates, last loss 0.3349)
     """
+    trace, report = asked(trace, report)
     check_arguments(
         step,
         state,
@@ -161,13 +175,27 @@ def fit(
         notes=notes,
         tensorboard=tensorboard,
         trace=trace,
+        report=report,
+        print_every=print_every,
         say=say,
+        title=title,
     )
     goal = goal_of(feed, int(state.step), epochs, updates)
-    result = FitResult.last = FitResult(state, int(state.step))
     is_first = popdist.get_instance_index() == 0
     shown = shows_progress(progress) and is_first
+    recording = recorded(trace) if isinstance(trace, str | os.PathLike) else trace
+    result = FitResult.last = FitResult(state, int(state.step))
     with contextlib.ExitStack() as context:
+        events: RunLog | None = None
+        if not is_first:
+            say = len
+        elif isinstance(log, RunLog):
+            events = log
+        elif log is not None or tensorboard is not None or report is not None:
+            events = context.enter_context(RunLog(log, tensorboard=tensorboard))
+        if report is not None and events is not None:
+            # the last to be done: the events are complete, and a signal ends the process as usual
+            context.callback(write_page, report, events.events, step, feed, result, title, recording)
         # only the main thread can have signal handlers
         is_main = threading.current_thread() is threading.main_thread()
         stop = context.enter_context(StopRequest(interrupts=True)) if is_main else None
@@ -175,13 +203,12 @@ def fit(
         if isinstance(checkpoints, str | os.PathLike):
             own = Checkpoints(checkpoints, step, minutes=_SAVE_MINUTES)
             checkpoints = context.enter_context(own)
-        if (log is not None or tensorboard is not None) and not isinstance(log, RunLog):
-            log = context.enter_context(RunLog(log, tensorboard=tensorboard)) if is_first else None
-        recording = recorded(trace) if isinstance(trace, str | os.PathLike) else trace
         if recording is not None:
             context.enter_context(recording)
-        saves_epochs = own is not None
-        loop = _Loop(step, feed, result, goal, evaluate, checkpoints, saves_epochs, log, recording, stop, say, shown)
+        lines = LossLines(feed.updates_per_epoch, say, call=feed.device_iterations, every=print_every)
+        loop = _Loop(
+            step, feed, result, goal, evaluate, checkpoints, own is not None, events, recording, stop, say, lines
+        )
         try:
             loop.begin(resume, notes or {})
             with Bar(title, loop.goal.updates, result.updates, feed.examples_per_update, shown=shown) as loop.bar:
@@ -192,13 +219,19 @@ def fit(
         except BaseException as error:
             if isinstance(error, NonFiniteLossError):  # the calls in flight changed nothing
                 result.updates = int(result.state.step)
-            error.add_note("The last state is ipu_jax.steps.FitResult.last.state")
-            loop.event("failed", error=" ".join(str(error).split()) or type(error).__name__)
+            error.add_note(_LAST)
+            if isinstance(error, KeyboardInterrupt):
+                result.stopped = "Ctrl-C"
+                loop.stop_early()
+            else:
+                loop.event("failed", error=" ".join(str(error).split()) or type(error).__name__)
             raise
     if result.stopped is None and popdist.all_reduce(int(stop is not None and stop.asked), "sum"):
         result.stopped = "SIGTERM" if stop is None else stop.by
     if result.stopped == "Ctrl-C":
-        raise KeyboardInterrupt
+        error = KeyboardInterrupt()
+        error.add_note(_LAST)
+        raise error
     FitResult.last = None
     return result
 
@@ -217,31 +250,25 @@ class _Loop:
     log: RunLog | None
     recording: Recording | None
     stop: StopRequest | None
-    print: Say
-    shown: bool
+    say: Say
+    lines: LossLines
 
     def __post_init__(self) -> None:
         self.bar = Bar("", None, 0, 0, shown=False)
-        self._lines = LossLines(self.feed.updates_per_epoch, self.say)
         self._pending: collections.deque[list[tuple[StepOutputs, int]]] = collections.deque()
         self._begun = self._saved = self._reported = self.result.updates
         self._before_feed = 0  # add it to the state's updates for the feed's updates, from the start of epoch 0
-        self._traced, self._is_compiled = 0, False
+        self._traced, self._is_compiled, self._is_on_disk = 0, False, False
         self._clock = time.perf_counter()
-
-    def say(self, line: str) -> None:
-        """Print a line, on the first instance."""
-        if popdist.get_instance_index() == 0:
-            self.print(line)
 
     def event(self, name: str, /, **values: Any) -> None:
         """Write an event to the log, if there is one."""
-        if self.log is not None and popdist.get_instance_index() == 0:
+        if self.log is not None:
             self.log.event(name, **values)
 
     def begin(self, resume: Path_, notes: Mapping[str, Any]) -> None:
         """Log what is trained, and resume from a checkpoint if there is one."""
-        feed, model = self.feed, self.step.model
+        feed, model, first = self.feed, self.step.model, self.result.updates
         if self.log is not None:
             sizes = (feed.examples_per_update, feed.updates_per_epoch, self.goal.updates)
             facts = (repr(self.step), getattr(model, "ipus", 1), model.replicas, *sizes)
@@ -251,6 +278,8 @@ class _Loop:
         if feed.order is not None and feed.updates_per_epoch is not None:
             left, epochs = feed.order.updates_from(feed.position.position), feed.position.epoch + 1
             self._before_feed = epochs * feed.updates_per_epoch - left - self.result.updates
+        length = None if self.goal.updates is None else self.goal.updates - first
+        self.lines.begin(self._of_data(), length)
 
     def _resume(self, checkpoints: Checkpoints, resume: Path_) -> None:
         checkpoints.lock()
@@ -262,13 +291,14 @@ class _Loop:
             return
         self.result.state, self.result.updates = found.state, found.step
         self._begun = self._saved = self._reported = found.step
+        self._is_on_disk = True
         if found.feed is not None:
             self.feed.restore(found.feed)
             self.goal = self.goal.resumed(self.feed, found.step)
         of_fit = found.extra.get("fit") if isinstance(found.extra, dict) else None
         if of_fit:
             self.result.skipped = of_fit["skipped"]
-            self._lines.restore(of_fit["lines"])
+            self.lines.restore(of_fit["lines"])
         onto = "" if found.topology == "same" else ", onto other IPUs or other places of the stages"
         self.say(f"Resumed from {found.path}, after {found.step:,} updates{onto}")
         self.event("resumed", updates=found.step, path=str(found.path), total_updates=self.goal.updates)
@@ -277,6 +307,8 @@ class _Loop:
         """Make the remaining updates, until the goal is reached or the training must stop."""
         if self._is_over():
             self._evaluate()
+        else:
+            self._heed()
         while not self._is_over():
             begun = time.perf_counter()
             for batch in self.feed.epoch():
@@ -293,8 +325,10 @@ class _Loop:
             if self.saves_epochs or self._is_over():
                 self._save()  # before the last line is printed: a longer training would not print it
             if self._is_over():
-                self._lines.end(self._before_feed + self._reported)
+                self.lines.end(self._of_data())
             self._evaluate()
+            if not self._is_over():
+                self._heed()
         self._finish_trace()
 
     def _is_over(self) -> bool:
@@ -315,23 +349,32 @@ class _Loop:
             begun = time.perf_counter()
             # the call reuses the buffers of the last state
             holding = contextlib.nullcontext() if self.stop is None else self.stop.uninterrupted()
-            with spinner("Compiling", shown=self.shown and not self._is_compiled), holding:
+            if is_new := not self._is_compiled and self.step not in _compiled:
+                self.bar.show("Compiling")
+            with holding:
                 result.state, outputs = self.step(result.state, batch, updates=made)
                 result.updates += len(made)
-            if not self._is_compiled:
-                self._is_compiled, seconds = True, time.perf_counter() - begun
+            seconds = time.perf_counter() - begun
+            if is_new and seconds >= 0.05:  # else it was compiled outside of `fit`
+                _compiled.add(self.step)
                 self.say(f"Compiled in {seconds:.1f} s")
                 self.event("compiled", compile_seconds=round(seconds, 3))
-                self._clock = time.perf_counter()
+            if not self._is_compiled:
+                self._is_compiled, self._clock = True, time.perf_counter()
             pieces.append((outputs, len(made)))
         self._pending.append(pieces)
         self._report_all_but(_CALLS_AHEAD)
         if left < batch.updates:
             self.feed.put_back(batch, left)  # the next training continues there
         is_due = self.checkpoints is not None and self.checkpoints.due(result.state, left)
+        self._heed()
+        if is_due:
+            self._save()
+
+    def _heed(self) -> None:
+        """Save, and remember to stop, if a signal has come. All instances ask equally often."""
         if self.stop is not None and self.stop.due():
-            result.stopped = self.stop.by
-        if is_due or result.stopped is not None:
+            self.result.stopped = self.stop.by
             self._save()
 
     def _pieces(self, count: int) -> Iterator[range]:
@@ -357,8 +400,9 @@ class _Loop:
             self._reported += count
             result.losses = np.concatenate([result.losses, losses], dtype=np.float32)
             result.skipped += skipped
-            self._lines.add(losses, count, skipped, self._before_feed + self._reported)
-            self.bar.move(self._reported)
+            self.lines.add(losses, count, skipped, self._of_data())
+            of_loss = f", loss {losses[-1]:.4g}" if len(losses) else ""
+            self.bar.move(self._reported, self.lines.where(self._of_data()) + of_loss)
             now = time.perf_counter()
             speed, self._clock = count * self.feed.examples_per_update / max(now - self._clock, 1e-9), now
             self.event(
@@ -380,31 +424,38 @@ class _Loop:
         losses, options = np.atleast_1d(np.asarray(outputs.loss, np.float32)), self.step.options
         return losses / count if options.outputs == "sum" and options.device_iterations > 1 else losses
 
+    def _of_data(self) -> int:
+        """Return the number of updates that all losses so far are of, for a feed with epochs from its epoch 0 on."""
+        return self._before_feed + self._reported
+
     def _epoch(self) -> float | None:
         per_epoch = self.feed.updates_per_epoch
-        return None if per_epoch is None else (self._before_feed + self._reported) / per_epoch
+        return None if per_epoch is None else self._of_data() / per_epoch
 
     def _save(self) -> None:
         """Save now, unless this state is already saved."""
         if self.checkpoints is None or self._saved == self.result.updates:
             return
         self._report_all_but(0)
-        extra = {"fit": {"lines": self._lines.state(), "skipped": self.result.skipped}}
+        extra = {"fit": {"lines": self.lines.state(), "skipped": self.result.skipped}}
         if self.checkpoints.save(self.result.state, self.feed, extra=extra, now=True):
-            self._saved = self.result.updates
+            self._saved, self._is_on_disk = self.result.updates, True
             self.event("saved", updates=self._saved, folder=str(self.checkpoints.folder))
 
     def _evaluate(self) -> None:
         """Evaluate the state and report the figures."""
         if self.evaluate is None:
             return
+        self.bar.show("Evaluating")
         with popdist.busy("evaluating", _EVALUATION_SECONDS):
             found = figures_of(self.evaluate(self.result.state))
-        updates, epoch = self.result.updates, self._epoch()
+        self.bar.show()
+        updates = self.result.updates
         self.result.evaluations.append((updates, found))
-        figures = [f"Test {name}: {_figure(name, value)}" for name, value in found.items()]
-        self.say(", ".join([f"Update {updates:,}" if epoch is None else f"Epoch {epoch:.1f}", *figures]))
-        self.event("evaluated", updates=updates, epoch=epoch, **found)
+        if found and self.lines.shows_figures(self._of_data(), is_last=self._is_over()):
+            figures = [f"Test {name}: {_figure(name, value)}" for name, value in found.items()]
+            self.say(", ".join([self.lines.where(self._of_data()), *figures]))
+        self.event("evaluated", updates=updates, epoch=self._epoch(), **found)
         self._clock = time.perf_counter()
 
     def _finish_trace(self) -> None:
@@ -422,21 +473,25 @@ class _Loop:
         """Print a summary of the training, and write it to the log."""
         result, made = self.result, self.result.updates - self._begun
         if result.stopped is not None:
-            where = ""
-            if self.checkpoints is not None and self._saved == result.updates:
-                where = f", which are saved in {self.checkpoints.folder}: the same call goes on from there"
-            held = "; the state is ipu_jax.steps.FitResult.last.state" if result.stopped == "Ctrl-C" else ""
-            total = f" of {self.goal.updates:,}" if result.stopped == _END_OF_FEED and self.goal.updates else ""
-            line = f"{result.stopped}: stopped after {result.updates:,}{total} updates{where}{held}"
-            self.event("stopped", reason=line)
-        else:
-            self.event("end", reason="all updates were made")
-            line = f"{result.updates:,} updates were made before"
-            if made:
-                speed = made * self.feed.examples_per_update / max(result.seconds, 1e-9)
-                of_which = f", {made:,} of them" if self._begun else ""
-                line = f"{result.updates:,} updates{of_which} in {result.seconds:.1f} s, {speed:,.0f} samples/s"
-            line += f"; {result.skipped} updates were skipped" if result.skipped else ""
+            self.stop_early()
+            return
+        self.event("end", reason="all updates were made")
+        line = f"{result.updates:,} updates were made before"
+        if made:
+            speed = made * self.feed.examples_per_update / max(result.seconds, 1e-9)
+            of_which = f", {made:,} of them" if self._begun else ""
+            line = f"{result.updates:,} updates{of_which} in {result.seconds:.1f} s, {speed:,.0f} samples/s"
+        self.say(line + (f"; {result.skipped} updates were skipped" if result.skipped else ""))
+
+    def stop_early(self) -> None:
+        """Say what ended the training early, after how many updates, and what is saved."""
+        updates, goal, saved = self.result.updates, self.goal.updates, "nothing was saved"
+        if self.checkpoints is not None and self._is_on_disk:
+            after = "" if self._saved == updates else f" after {self._saved:,}"
+            saved = f"saved{after} in {self.checkpoints.folder}: the same call goes on from there"
+        of = "" if goal is None else f" of {goal:,}"
+        line = f"{self.result.stopped}: stopped after {updates:,}{of} updates; {saved}"
+        self.event("stopped", reason=line)
         self.say(line)
 
 
@@ -446,4 +501,6 @@ def _skipped(outputs: StepOutputs) -> int:
 
 
 def _figure(name: str, value: float) -> str:
-    return f"{value:.2%}" if name.endswith("accuracy") else f"{value:.4g}"
+    if name.endswith("accuracy") and np.isfinite(value):
+        return f"{value:.2%}"
+    return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e12 else f"{value:.4g}"

@@ -4,28 +4,56 @@ Epoch 0.1, Mean loss: 2.103
 Epoch 0.2, Mean loss: 1.544
 """
 
+import itertools
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 Say = Callable[[str], object]
 
+_MOST: Final = 20
+_SECONDS: Final = 180.0
+"""20 lines in an hour."""
+
 
 class LossLines:
-    """Prints the mean loss after each tenth of an epoch, or after every 100 updates of a stream.
+    """Prints mean losses, by default about 20 times in a training, or in each hour of a longer one.
+
+    A line follows every tenth of an epoch, or of a shorter training; but every twentieth of the training if this is
+    more. So lines depend on updates alone, and a resumed training prints the same lines. Only if the last line is three
+    minutes old, there is a line in between. A stream that does not say how long it is has a line for every 100 updates,
+    from 1,000 on for every 1,000, and so on.
 
     Args:
         updates_per_epoch: weight updates per epoch; None if unknown.
         say: prints a line.
+        call: the most updates of a call.
+        every: print after this many updates instead; 0 to print no losses.
+        clock: returns seconds.
     """
 
-    def __init__(self, updates_per_epoch: int | None, say: Say):
-        self._per_epoch, self._say = updates_per_epoch, say
-        self._printed = 0
+    def __init__(
+        self,
+        updates_per_epoch: int | None,
+        say: Say,
+        *,
+        call: int = 1,
+        every: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._per_epoch, self._say, self._call, self._every, self._clock = updates_per_epoch, say, call, every, clock
         self._losses: list[float] = []
         self._made = self._skipped = 0
+        self._figures = -1, 0.0  # mark and time of the last figures
+        self.begin(0, None)
+
+    def begin(self, updates: int, length: int | None) -> None:
+        """Begin, or go on, after this many updates of the data; the training has `length` updates, if known."""
+        self._interval = None if length is None else max(min(self._per_epoch or length, length) / 10, length / _MOST)
+        self._printed, self._time = self._mark(updates), self._clock()
 
     def add(self, losses: npt.NDArray[Any], made: int, skipped: int, updates: int) -> None:
         """Add the losses of a call, and print a line if it is time.
@@ -39,37 +67,63 @@ class LossLines:
         self._losses += losses.tolist()
         self._made += made
         self._skipped += skipped
-        marks = updates // 100 if self._per_epoch is None else 10 * updates // self._per_epoch
-        if marks > self._printed:
-            self._printed = marks
-            self._print(f"Update {updates:,}" if self._per_epoch is None else f"Epoch {marks / 10:.1f}")
+        mark = self._mark(updates)
+        if mark > self._printed or (self._every is None and self._clock() - self._time >= _SECONDS):
+            self._printed = mark
+            self._print(updates)
 
     def end(self, updates: int) -> None:
         """Print a line for the losses since the last line, if there are any; the training ends here."""
-        if not self._losses:
-            return
+        if self._losses and self._every != 0:
+            self._print(updates)
+
+    def shows_figures(self, updates: int, *, is_last: bool) -> bool:
+        """Return whether an evaluation gets a line: the first, the last, and about as many between as losses get."""
+        (mark, seconds), now = self._figures, (self._mark(updates), self._clock())
+        is_shown = is_last or self._every is not None or now[0] > mark or now[1] - seconds >= _SECONDS
+        self._figures = now if is_shown else self._figures
+        return is_shown
+
+    def where(self, updates: int) -> str:
+        """Return how far the data have been read after this many updates, with as many decimals as it needs.
+
+        >>> lines = LossLines(200, print)
+        >>> lines.where(1), lines.where(20), lines.where(50)
+        ('Epoch 0.005', 'Epoch 0.1', 'Epoch 0.25')
+        """
         if self._per_epoch is None:
-            self._print(f"Update {updates:,}")
-            return
-        epoch = updates / self._per_epoch
-        has_tenths = round(10 * epoch) != self._printed or not self._printed
-        self._print(f"Epoch {epoch:.1f}" if has_tenths else f"Epoch {epoch:.2f}")
+            return f"Update {updates:,}"
+        # an update is told from its neighbours; the end of a long call is near its mark
+        epoch, near = updates / self._per_epoch, min(self._call, (self._interval or 0) / 10)
+        error = max(0.49, near if self._call > 1 else 0) / self._per_epoch
+        fits = lambda digits: abs(round(epoch, digits) - epoch) <= error and round(epoch, digits) > 0  # noqa: E731
+        digits = next(filter(fits, itertools.count(1))) if updates else 1
+        return f"Epoch {epoch:.{digits}f}"
 
     def state(self) -> dict[str, Any]:
-        """Return, as plain data, everything that the next line depends on."""
+        """Return, as plain data, everything that the next line depends on, apart from the number of updates."""
         # JSON has no NaN: None is read as NaN
         losses = [loss if np.isfinite(loss) else None for loss in self._losses]
-        return {"printed": self._printed, "losses": losses, "made": self._made, "skipped": self._skipped}
+        return {"losses": losses, "made": self._made, "skipped": self._skipped}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned: the next line is the same as without a restart."""
-        self._printed, self._made, self._skipped = state["printed"], state["made"], state["skipped"]
+        self._made, self._skipped = state["made"], state["skipped"]
         self._losses = [np.nan if loss is None else loss for loss in state["losses"]]
 
-    def _print(self, where: str) -> None:
+    def _mark(self, updates: int) -> int:
+        """Return a number that grows with each line."""
+        if self._every is not None:
+            return updates // self._every if self._every else 0
+        if self._interval is None:
+            size = 10 ** max(2, len(str(updates)) - 1)
+            return updates // size * size
+        return int((updates + 0.5) / self._interval)  # a mark between two updates is at the nearer one
+
+    def _print(self, updates: int) -> None:
         losses = np.array(self._losses, np.float32)
         skipped = f", {self._skipped} of {self._made} updates skipped" if self._skipped else ""
         finite = losses[np.isfinite(losses)]
         mean = f"{finite.mean():.3f}" if len(finite) else "not finite"
-        self._say(f"{where}, Mean loss: {mean}{skipped}")
-        self._losses, self._made, self._skipped = [], 0, 0
+        self._say(f"{self.where(updates)}, Mean loss: {mean}{skipped}")
+        self._losses, self._made, self._skipped, self._time = [], 0, 0, self._clock()

@@ -11,12 +11,13 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.devices import REPLICA_AXIS, check_there
 from ipu_jax.training.data.dims import BatchDims
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class FeedBatch:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class FeedBatch(Shown):
     """One batch, on the IPUs.
 
     Attributes:
@@ -39,6 +40,12 @@ class FeedBatch:
     is_real: npt.NDArray[np.bool_]
     nbytes: int
     is_cut: bool = False
+
+    def _shown(self) -> list[str | Table]:
+        leaves = jax.tree.leaves_with_path(self.arrays)
+        rows = [(jax.tree_util.keystr(path), str(leaf.dtype), str(leaf.shape)) for path, leaf in leaves]
+        first = f"FeedBatch of epoch {self.epoch}: {self.examples:,} examples, {self.updates} updates"
+        return [first, Table([("leaf", "dtype", "shape"), *rows], left=3)]
 
     @property
     def data(self) -> Any:

@@ -223,6 +223,13 @@ class Feed:
         """
         return self._reader.batches_per_epoch()
 
+    def __repr__(self) -> str:
+        at = self.position
+        each = f"{self.examples_per_update:,} examples per update"
+        if self.updates_per_epoch is not None:
+            each += f", {self.updates_per_epoch:,} updates per epoch"
+        return f"Feed({each}; at example {at.position:,} of epoch {at.epoch}{', closed' * self._closed})"
+
     def __bool__(self) -> bool:
         return True
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, verify
-from ipu_jax.core.analysis.cost import flops_of
+from ipu_jax.core.programs.cost import flops_of
 from sharded_ops import Split, linear_cross_entropy
 from support.harness import assert_close, collectives, dense_vjp, normal, on_ipus, padded, split_vjp
 from support.losses import dense_loss

@@ -4,69 +4,129 @@ A run that was stopped and resumed has several attempts in one log. Where two at
 attempt counts, since the run continued with its weights.
 """
 
+import itertools
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 Events = Sequence[Mapping[str, Any]]
 
-_TOLD: Final = ("start", "resumed", "compiled", "saved", "skipped", "failed", "stopped", "end")
+LOSS: Final = "loss"
+SPEED: Final = "samples per second"
+ENDS: Final = ("end", "stopped", "failed")
+_TOLD: Final = ("start", "resumed", "compiled", "saved", "skipped", *ENDS)
+_OF_EVERY_EVENT: Final = ("event", "time", "seconds", "updates", "epoch")
+_PHASES: Final = {"compiled": "compiling", "evaluated": "evaluating", "saved": "saving"}
+_OF_HEAD: Final = {
+    "model": "model",
+    "data": "data",
+    "ipus": "IPUs of a replica",
+    "replicas": "replicas",
+    "instances": "instances",
+    "schedule": "schedule",
+    "devices": "devices",
+    "samples_per_update": "samples per update",
+    "seed": "seed",
+}
 
 
 def curves(events: Events, most: int) -> dict[str, list[list[float]]]:
-    """Return points [updates, value] of losses, accuracies and speeds, at most `most` of each.
+    """Return points [updates, value] of the losses, every evaluated figure, and the speed, at most `most` of each.
 
     >>> curves([{"event": "losses", "updates": 2, "losses": [3.0, 1.0]}], 10)["loss"]
     [[1, 3.0], [2, 1.0]]
     """
-    losses: dict[int, float] = {}
-    accuracies: dict[int, float] = {}
+    found: dict[str, dict[int, float]] = {LOSS: {}}
     speeds: dict[int, float] = {}
     for event in events:
         updates = event.get("updates", 0)
         if event["event"] == "resumed":  # the updates after this point are made again
-            for values in (losses, accuracies, speeds):
+            for values in (*found.values(), speeds):
                 for later in [key for key in values if key > updates]:
                     del values[later]
-        found = event.get("losses", [])
-        for i, loss in enumerate(found):
-            if isinstance(loss, int | float):
-                losses[updates - len(found) + 1 + i] = loss
-        for name, values in (("accuracy", accuracies), ("samples_per_second", speeds)):
-            if isinstance(event.get(name), int | float):
-                values[updates] = event[name]
-    named = {"loss": losses, "accuracy": accuracies, "samples per second": speeds}
-    return {name: _thinned(sorted(values.items()), most) for name, values in named.items()}
+        losses = event.get("losses", [])
+        for i, loss in enumerate(losses):
+            if _is_number(loss):
+                found[LOSS][updates - len(losses) + 1 + i] = loss
+        if _is_number(event.get("samples_per_second")):
+            speeds[updates] = event["samples_per_second"]
+        if event["event"] in ("evaluated", "accuracy"):
+            for name, value in event.items():
+                if name not in _OF_EVERY_EVENT and _is_number(value):
+                    found.setdefault("evaluated loss" if name == LOSS else name, {})[updates] = value
+    return {name: _thinned(sorted(values.items()), most) for name, values in (found | {SPEED: speeds}).items()}
 
 
-def summary(events: Events) -> dict[str, str]:
-    """Return the figures at the top of the page."""
-    start, points = last(events, "start"), curves(events, 10**9)
-    found: dict[str, str] = {}
-    if points["loss"]:
-        updates, loss = points["loss"][-1]
-        found["updates"], found["last loss"] = f"{updates:,.0f}", f"{loss:.4f}"
-    if points["accuracy"]:
-        found["accuracy"] = f"{points['accuracy'][-1][1]:.2%}"
-    if points["samples per second"]:
-        speeds = sorted(value for _, value in points["samples per second"])
-        found["samples per second"] = f"{speeds[len(speeds) // 2]:,.0f} (median of the device calls)"
-    for name in ("ipus", "replicas", "instances", "schedule", "devices"):
-        if start.get(name) is not None:
-            found["IPUs of a replica" if name == "ipus" else name] = str(start[name])
-    attempts = sum(event["event"] == "start" for event in events)
-    if attempts > 1:
-        found["starts"] = str(attempts)
-    skipped = sum(event.get("count", 1) for event in events if event["event"] == "skipped")
-    if skipped:
-        found["skipped updates"] = str(skipped)
-    found["ended"] = _ended(events)
+def attempts(events: Events) -> list[list[Mapping[str, Any]]]:
+    """Return the events of each start; events before the first start are an attempt, too."""
+    found: list[list[Mapping[str, Any]]] = []
+    for event in events:
+        if event["event"] == "start" or not found:
+            found.append([])
+        found[-1].append(event)
     return found
 
 
-def flags(events: Events) -> dict[str, str]:
-    """Return the flags of the last start that have a value, as texts."""
-    found = last(events, "start").get("flags", {})
-    return {name: _text(value) for name, value in found.items() if value is not None}
+def phases(events: Events) -> dict[str, float]:
+    """Return the seconds that all attempts spent compiling, training, evaluating and saving.
+
+    An event ends the phase that it is about: the time since the event before it counts.
+    """
+    found: dict[str, float] = {"compiling": 0.0, "training": 0.0, "evaluating": 0.0, "saving": 0.0}
+    for attempt in attempts(events):
+        timed = [event for event in attempt if _is_number(event.get("seconds"))]
+        for before, event in itertools.pairwise(timed):
+            found[_PHASES.get(event["event"], "training")] += max(0.0, event["seconds"] - before["seconds"])
+    return {name: seconds for name, seconds in found.items() if seconds}
+
+
+def figures(events: Events) -> dict[str, str]:
+    """Return the run's figures, as texts by name: progress, the last of each curve, speed and duration."""
+    start, points = last(events, "start"), curves(events, 10**9)
+    found: dict[str, str] = {}
+    made = max((event.get("updates", 0) for event in events), default=0)
+    total, per_epoch = start.get("total_updates"), start.get("updates_per_epoch")
+    if made:
+        found["updates"] = f"{made:,}" + (f" of {total:,}" if total and total != made else "")
+        found["updates"] += f" ({_counted(made / per_epoch, 'epoch')})" if per_epoch else ""
+    for name, values in points.items():
+        if values and name not in (LOSS, SPEED):
+            found[name] = in_words(name, values[-1][1])
+    if points[LOSS]:
+        found["last loss"] = f"{points[LOSS][-1][1]:.4g}"
+    if points[SPEED]:
+        found[SPEED] = f"{statistics.median(value for _, value in points[SPEED]):,.0f} (median)"
+    if seconds := sum(phases(events).values()):
+        found["duration"] = duration(seconds)
+    return found
+
+
+def head(events: Events) -> dict[str, str]:
+    """Return what was run, where and when, as texts by name."""
+    start = last(events, "start")
+    by_flag = {name.replace("-", "_"): value for name, value in start.get("flags", {}).items()}
+    found = {}
+    if begins := [event["time"] for event in events if event["event"] == "start" and event.get("time")]:
+        found["started"] = f"{str(begins[0])[:19].replace('T', ' ')} UTC"
+    for key, name in _OF_HEAD.items():
+        value = start.get(key, by_flag.get(key))
+        if value is not None:
+            found[name] = _text(value)
+    if start.get("command"):
+        found["command"] = _text(start["command"])
+    return found
+
+
+def flags(events: Events) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the last start's flags that differ from their defaults, and the others that have a value."""
+    start = last(events, "start")
+    defaults = start.get("defaults", {})
+    given: dict[str, str] = {}
+    kept: dict[str, str] = {}
+    for name, value in start.get("flags", {}).items():
+        if value is not None:
+            (kept if name in defaults and defaults[name] == value else given)[name] = _text(value)
+    return given, kept
 
 
 def versions(events: Events) -> dict[str, str]:
@@ -75,20 +135,21 @@ def versions(events: Events) -> dict[str, str]:
 
 
 def history(events: Events) -> list[tuple[str, str, str]]:
-    """Return the time, name and description of each event that is not a figure."""
+    """Return the time, name and description of each event that is not a figure. Saves in a row are one."""
     rows: list[tuple[str, str, str]] = []
     is_open = False
-    for event in events:
-        name = event["event"]
-        if name not in _TOLD:
-            continue
-        if name == "start":
-            if is_open:
-                rows.append(("", "lost", "the attempt before this one ended without a word, as a killed one does"))
-            is_open = True
-        elif name in ("end", "stopped", "failed"):
-            is_open = False
-        rows.append((str(event.get("time", ""))[:19].replace("T", " "), name, _words(event)))
+    for number, attempt in enumerate(attempts(events), 1):
+        if is_open:
+            rows.append(("", "lost", "the attempt before this one ended without a word, as a killed one does"))
+        told = [event for event in attempt if event["event"] in _TOLD]
+        for name, group in itertools.groupby(told, key=lambda event: event["event"]):
+            alike = list(group)
+            if name == "saved" and len(alike) > 1:
+                rows.append((_time(alike[-1]), name, f"{len(alike)} times, the last one {words(alike[-1])}"))
+                continue
+            start = f"attempt {number}; " if name == "start" else ""
+            rows += [(_time(event), name, start + words(event)) for event in alike]
+        is_open = not any(event["event"] in ENDS for event in attempt)
     return rows
 
 
@@ -97,23 +158,62 @@ def last(events: Events, name: str) -> Mapping[str, Any]:
     return next((event for event in reversed(events) if event["event"] == name), {})
 
 
-def _ended(events: Events) -> str:
-    for event in reversed(events):
-        if event["event"] in ("end", "stopped", "failed"):
-            return _words(event) or event["event"]
-        if event["event"] == "start":
-            break
-    return "not yet, or without a word"
+def words(event: Mapping[str, Any]) -> str:
+    """Return what an event says besides its name and time.
 
-
-def _words(event: Mapping[str, Any]) -> str:
+    >>> words({"event": "saved", "updates": 1200, "folder": "runs/x"})
+    'after 1,200 updates; in runs/x'
+    >>> words({"event": "compiled", "compile_seconds": 25.14})
+    'in 25.1 s'
+    """
+    spoken = {
+        "updates": lambda value: f"after {value:,} updates",
+        "compile_seconds": lambda value: f"in {duration(value)}",
+        "folder": lambda value: f"in {value}",
+        "path": lambda value: f"from {value}" if event["event"] == "resumed" else str(value),
+        "total_updates": lambda value: f"of {value:,}",
+        "count": lambda value: f"{value} updates",
+        "command": _text,
+        "reason": str,
+        "error": str,
+    }
     said = {key: value for key, value in event.items() if key not in ("event", "time", "flags", "versions", "seconds")}
     if event["event"] == "start":
-        said = {key: said[key] for key in ("attempt", "command") if key in said}
-    bare = ("reason", "error", "path", "folder")
+        said = {"command": said.get("command")}
     return "; ".join(
-        _text(value) if key in bare else f"{key.replace('_', ' ')} {_text(value)}" for key, value in said.items()
+        spoken[key](value) if key in spoken else f"{key.replace('_', ' ')} {_text(value)}"
+        for key, value in said.items()
+        if value is not None
     )
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in words.
+
+    >>> duration(0.42), duration(75.2), duration(7384)
+    ('0.4 s', '1 min 15 s', '2 h 3 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
+
+
+def in_words(name: str, value: float) -> str:
+    """Return an evaluated figure as a text: an accuracy in percent."""
+    return f"{value:.2%}" if name.endswith("accuracy") else f"{value:.4g}"
+
+
+def _counted(number: float, name: str) -> str:
+    return f"{number:.3g} {name}{'' if number == 1 else 's'}"
+
+
+def _time(event: Mapping[str, Any]) -> str:
+    return str(event.get("time", ""))[:19].replace("T", " ")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _text(value: Any) -> str:
@@ -121,6 +221,8 @@ def _text(value: Any) -> str:
         return " ".join(map(str, value))
     if isinstance(value, float):
         return f"{value:g}"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return str(value)
 
 

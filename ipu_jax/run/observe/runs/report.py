@@ -1,13 +1,14 @@
-"""Make one page about a run that opens anywhere, without a network: losses, speed, schedule, timeline, memory, faults.
+"""Make one page about a run that opens anywhere, without a network: was it good, where the time went, what to change.
 
-RunLog.events --> points, rows --\\
-Schedule.to_svg() ----------------+--> page.html + page.css + page.js + data --> out.html, one file
-Timeline --> slices of few steps -/
+RunLog.events --> verdict, curves, rows --\\
+Timeline --> where the time went, slices --+--> page.html + page.css + page.js + data --> out.html, one file
+Schedule --> its picture, by its times ---/
 """
 
 import html
 import json
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -17,12 +18,18 @@ import jax
 
 from ipu_jax.base.replacing import replacing
 from ipu_jax.core.analysis.report import PipelineReport
+from ipu_jax.core.schedules import Schedule
+from ipu_jax.core.schedules.colours import BYTES, CONCURRENT, LOCAL, UPDATE, name_of
 from ipu_jax.run.observe.runs import _facts
-from ipu_jax.run.observe.tracing.timeline import Timeline, group_in_words
+from ipu_jax.run.observe.runs._verdict import advice_on, bubbles, verdict_of
+from ipu_jax.run.observe.tracing.costs import median_costs, net_seconds, simulated
+from ipu_jax.run.observe.tracing.report import TraceReport, make_report
+from ipu_jax.run.observe.tracing.timeline import TASKS, Slice, Timeline, group_in_words
 from ipu_jax.training.update.state import TrainState
 
 _MOST_SLICES: Final = 6000
 _MOST_POINTS: Final = 1000
+_MARKS: Final = {"good": "✓", "fair": "!", "bad": "✗"}
 
 
 def write_report(
@@ -30,7 +37,7 @@ def write_report(
     events: Sequence[Mapping[str, Any]],
     *,
     title: str = "Run",
-    schedules: Mapping[str, str] | None = None,
+    schedules: Mapping[str, str | Schedule] | None = None,
     timeline: Timeline | None = None,
     memory: Mapping[str, Any] | None = None,
 ) -> Path:
@@ -40,9 +47,11 @@ def write_report(
         path: the file. An existing file is replaced once the new one is complete.
         events: the contents of `RunLog.events`.
         title: of the page.
-        schedules: pictures of schedules as SVG, such as `Schedule.to_svg()` returns, by their titles.
+        schedules: pictures as SVG, or schedules to draw, by their titles. The schedule of the timeline is drawn with
+            the measured time of each task; drawing needs matplotlib, and without it the page says so.
         timeline: measured steps, such as a trace records. Only the first slices of a long timeline are shown.
-        memory: `{"limit": bytes or None, "limit_of": text, "ipus": [{kind: bytes}, ...]}`, a dict per IPU.
+        memory: `{"ipus": [{kind: bytes}, ...]}`, a dict per IPU, such as `memory_of` returns; where devices have one,
+            with `"limit"` in bytes, and `"limit_of"`, a text.
 
     Returns:
         The path.
@@ -57,35 +66,41 @@ def write_report(
 
 
 def memory_of(report: PipelineReport, state: TrainState) -> dict[str, Any]:
-    """Return the predicted bytes of each IPU by kind, with the optimizer's state, and their limit, for `write_report`.
+    """Return the predicted bytes of each IPU by kind, with the optimizer's state, for `write_report`.
 
     Args:
         report: the result of `Pipeline.report`.
         state: of the training step.
+
+    Returns:
+        A dict per IPU, and the limit of a device's memory if its devices have one: hosts do not.
     """
     device = jax.local_devices()[0]
-    shares = [leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.optimizer)]
-    ipus = [{**report.bytes_by_kind(part.ipu), "optimizer": sum(shares)} for part in report.ipus]
+    optimizer = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.optimizer))
+    ipus: list[dict[str, int]] = []
+    for part in report.ipus:
+        by_kind = report.bytes_by_kind(part.ipu)
+        weights = {"weights": by_kind.pop("weights") - part.padding, "padding": part.padding}
+        ipus.append(weights | by_kind | {"optimizer": optimizer})
     limit = (device.memory_stats() or {}).get("bytes_limit")
-    if limit is not None:
-        return {"ipus": ipus, "limit": limit, "limit_of": f"the memory of one {device.device_kind}"}
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"ipus": ipus, "limit": whole, "limit_of": "the host's memory, which all virtual IPUs share"}
+    limits = {"limit": limit, "limit_of": f"the memory of one {device.device_kind}"} if limit else {}
+    return {"ipus": ipus} | limits
 
 
 def page(
     events: Sequence[Mapping[str, Any]],
     *,
     title: str = "Run",
-    schedules: Mapping[str, str] | None = None,
+    schedules: Mapping[str, str | Schedule] | None = None,
     timeline: Timeline | None = None,
     memory: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the page that `write_report` writes, with the same arguments."""
+    report = None if timeline is None else make_report(timeline)
     data = {
         "curves": _facts.curves(events, _MOST_POINTS),
         "timeline": None if timeline is None else _shown(timeline),
-        "memory": memory,
+        "memory": memory and {**memory, "colours": BYTES | {"temporary": BYTES["other temporary"]}},
     }
     parts = {
         "TITLE": html.escape(title),
@@ -93,14 +108,15 @@ def page(
         "JS": _file("page.js"),
         # no text of the data can end the script
         "DATA": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
-        "SUMMARY": _table(_facts.summary(events)),
-        "SCHEDULES": "".join(
-            f"<figure><figcaption>{html.escape(name)}</figcaption>{svg}</figure>"
-            for name, svg in (schedules or {}).items()
-        )
-        or "<p>No picture was asked for.</p>",
+        "VERDICT": _verdict(events),
+        "FIGURES": _figures(events, report),
+        "HEAD": _head(events),
+        "PHASES": _phases(events),
+        "TIME": "" if timeline is None or report is None else _time(timeline, report),
+        "ADVICE": _listed(advice_on(events, timeline, report)),
+        "SCHEDULES": _pictures(schedules or {}, timeline),
         "HISTORY": _history(_facts.history(events)),
-        "FLAGS": _table(_facts.flags(events)),
+        "FLAGS": _flags(*_facts.flags(events)),
         "VERSIONS": _table(_facts.versions(events)),
     }
     text = _file("page.html")
@@ -109,8 +125,117 @@ def page(
     return text
 
 
+def _verdict(events: Sequence[Mapping[str, Any]]) -> str:
+    level, sentences = verdict_of(events)
+    first, *others = map(html.escape, sentences)
+    return f"<p class='verdict {level}'><b>{_MARKS[level]} {first}</b> {' '.join(others)}</p>"
+
+
+def _figures(events: Sequence[Mapping[str, Any]], report: TraceReport | None) -> str:
+    found = _facts.figures(events)
+    if report is not None:
+        planned, measured = bubbles(report)
+        found["bubble"] = f"{measured:.0%} (planned {planned:.0%})"
+    cells = "".join(
+        f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>" for name, value in found.items()
+    )
+    return f"<dl class='figures'>{cells}</dl>"
+
+
+def _head(events: Sequence[Mapping[str, Any]]) -> str:
+    spans = (
+        f"<span>{html.escape(name)} <b>{html.escape(text)}</b></span>" for name, text in _facts.head(events).items()
+    )
+    return f"<p class='head'>{' '.join(spans)}</p>"
+
+
+def _phases(events: Sequence[Mapping[str, Any]]) -> str:
+    spent = _facts.phases(events)
+    if not spent:
+        return ""
+    parts = ", ".join(f"{name} {_facts.duration(seconds)}" for name, seconds in spent.items())
+    return f"<p>Of {_facts.duration(sum(spent.values()))}: {parts}.</p>"
+
+
+def _time(timeline: Timeline, report: TraceReport) -> str:
+    """Return the table of where the time of each IPU's mean step went, with a bar per IPU."""
+    longest = max(one.step for one in report.ipus) or 1.0
+    rows: list[str] = []
+    for one in report.ipus:
+        mine = timeline.of_ipu(one.replica, one.ipu)
+        waits = [each for each in mine if each.kind == "collective"]
+        steps = sum((step.replica, step.ipu) == (one.replica, one.ipu) for step in timeline.steps)
+        parts: dict[str, float] = defaultdict(float)
+        for task, net in net_seconds([each for each in mine if each.kind in TASKS], waits):
+            parts[_kind(timeline.schedule, task)] += net / steps
+        parts |= {"waiting": one.waiting, "update": one.update, "other": one.other}
+        bar = "".join(
+            f"<div {_look(kind)} style='width:{100 * seconds / longest:.3g}%;{_paint(kind)}' title='{kind}'></div>"
+            for kind, seconds in parts.items()
+        )
+        times = "".join(
+            f"<td>{1e3 * each:.2f} ms</td>" for each in (one.busy, one.waiting, one.update, one.other, one.step)
+        )
+        name = _name(timeline, one.replica, one.ipu)
+        rows.append(
+            f"<tr><td>{name}</td><td><div class='bar'>{bar}</div></td>{times}"
+            f"<td>{one.bubble_planned:.1%}</td><td>{one.bubble_measured:.1%}</td></tr>"
+        )
+    titles = (
+        "",
+        f"mean of {report.steps} steps",
+        "busy",
+        "waiting",
+        "update",
+        "other",
+        "step",
+        "bubble planned",
+        "measured",
+    )
+    head = "".join(f"<th>{title}</th>" for title in titles)
+    return f"<div class='scroll'><table class='time'><tr>{head}</tr>{''.join(rows)}</table></div>"
+
+
+def _kinds() -> dict[str, dict[str, Any]]:
+    """Return the name and the colours of each kind of slice; the page has its own for waiting and other."""
+    kinds: dict[str, dict[str, Any]] = {}
+    for prefix, palette in (("", LOCAL), ("all ", CONCURRENT)):
+        kinds |= {
+            prefix + kind: {"name": name_of(kind, is_concurrent=bool(prefix)), "colours": [palette[kind]]}
+            for kind in palette
+            if palette[kind]
+        }
+        both = "F and B of a concurrent head" if prefix else "F and B of a head"
+        kinds[f"{prefix}FB"] = {"name": both, "colours": [palette["F"], palette["B"]]}
+    kinds["update"] = {"name": "weight update", "colours": [UPDATE]}
+    return kinds | {kind: {"name": kind, "colours": []} for kind in ("waiting", "other")}
+
+
+def _kind(schedule: Schedule, one: Slice) -> str:
+    if one.kind in ("exchange", "collective"):
+        return "waiting"
+    is_concurrent = one.kind in TASKS and one.stages and schedule.placement[one.stages[0]] is None
+    return f"all {one.kind}" if is_concurrent else one.kind
+
+
+def _look(kind: str) -> str:
+    return f"class='{kind}'" if kind in ("waiting", "other") else ""
+
+
+def _paint(kind: str) -> str:
+    colours = _kinds()[kind]["colours"]
+    return f"background:linear-gradient({colours[0]} 50%,{colours[-1]} 50%)" if colours else ""
+
+
+def _name(timeline: Timeline, replica: int, ipu: int) -> str:
+    return f"replica {replica}, IPU {ipu}" if timeline.ipus[-1][0] else f"IPU {ipu}"
+
+
 def _shown(timeline: Timeline) -> dict[str, Any]:
-    """Return the rows of slices that the page draws, times in microseconds; the plan is above each measured row."""
+    """Return the rows of slices that the page draws, times in microseconds; the plan is above each measured row.
+
+    A row begins with what lies under its slices: waiting in a plan, other time in a measured step.
+    """
     measured = [one for one in timeline.slices if one.end > one.start]
     steps = sorted({one.step for one in measured})
     kept: list[int] = []
@@ -120,25 +245,79 @@ def _shown(timeline: Timeline) -> dict[str, Any]:
         if kept and count > _MOST_SLICES:
             break
         kept.append(step)
+    plan = [one for one in timeline.plan if one.step in kept]
+    spans = [
+        ["waiting", "waiting, planned", *_span(min(one.start for one in of_step), max(one.end for one in of_step))]
+        for step in kept
+        if (of_step := [one for one in plan if one.step == step])
+    ]
     rows: list[dict[str, Any]] = []
     for replica, ipu in timeline.ipus:
-        plan = [one for one in timeline.plan if one.ipu == ipu and one.step in kept]
-        if plan:
-            rows.append({"label": f"plan, IPU {ipu}", "plan": True, "slices": [_slice(one) for one in plan]})
+        if spans:
+            slices = spans + [_slice(timeline.schedule, one) for one in plan if one.ipu == ipu]
+            rows.append({"label": f"plan, IPU {ipu}", "brief": "plan", "plan": True, "slices": slices})
         mine = [one for one in timeline.of_ipu(replica, ipu) if one.step in kept][:_MOST_SLICES]
-        name = f"replica {replica}, IPU {ipu}" if replica or timeline.ipus[-1][0] else f"IPU {ipu}"
-        rows.append({"label": name, "plan": False, "slices": [_slice(one) for one in mine]})
+        whole = [
+            ["other", "other", *_span(step.start, step.end)]
+            for step in timeline.steps
+            if (step.replica, step.ipu) == (replica, ipu) and step.step in kept
+        ]
+        brief = f"{replica}, IPU {ipu}" if timeline.ipus[-1][0] else f"IPU {ipu}"
+        slices = whole + [_slice(timeline.schedule, one) for one in mine]
+        rows.append({"label": _name(timeline, replica, ipu), "brief": brief, "plan": False, "slices": slices})
     clocks = f"{timeline.clocks}{group_in_words(timeline.devices)}"
-    return {"rows": rows, "steps": len(kept), "of": len(steps), "clocks": clocks}
+    return {"rows": rows, "kinds": _kinds(), "steps": len(kept), "of": len(steps), "clocks": clocks}
 
 
-def _slice(one: Any) -> list[Any]:
-    return [one.kind, one.name, round(1e6 * one.start), round(1e6 * (one.end - one.start))]
+def _slice(schedule: Schedule, one: Slice) -> list[Any]:
+    kind = _kind(schedule, one)
+    name = f"waiting, {one.name}" if kind == "waiting" else one.name
+    return [kind, name, *_span(one.start, one.end)]
+
+
+def _span(start: float, end: float) -> list[int]:
+    return [round(1e6 * start), round(1e6 * (end - start))]
+
+
+def _pictures(schedules: Mapping[str, str | Schedule], timeline: Timeline | None) -> str:
+    """Return the pictures, and with a timeline that of its schedule, drawn with the measured time of each task."""
+    found: dict[str, str] = {}
+    try:
+        if timeline is not None:
+            run = simulated(timeline.schedule, median_costs(timeline.slices))
+            found["As planned, with the measured time of each task, in seconds"] = timeline.schedule.to_svg(
+                simulation=run
+            )
+        for name, picture in schedules.items():
+            if isinstance(picture, str):
+                found[name] = picture
+            elif timeline is None or picture != timeline.schedule:  # a page has one bubble
+                found[name] = picture.to_svg()
+    except (ImportError, ValueError) as error:  # too large to draw, or no time
+        found["Not drawn"] = f"<p>{html.escape(str(error))}</p>"
+    figures = (
+        f"<figure><figcaption>{html.escape(name)}</figcaption><div class='scroll picture'>{svg}</div></figure>"
+        for name, svg in found.items()
+    )
+    return f"<section><h2>Schedule and bytes</h2>{''.join(figures)}</section>" if found else ""
+
+
+def _listed(sentences: Sequence[str]) -> str:
+    if not sentences:
+        return "<p>Nothing stands out.</p>"
+    return f"<ul class='advice'>{''.join(f'<li>{html.escape(each)}</li>' for each in sentences)}</ul>"
+
+
+def _flags(given: Mapping[str, str], others: Mapping[str, str]) -> str:
+    folded = (
+        f"<details><summary>{len(others)} flags as by default</summary>{_table(others)}</details>" if others else ""
+    )
+    return (_table(given) if given or not others else "") + folded
 
 
 def _table(rows: Mapping[str, str]) -> str:
     if not rows:
-        return "<p>Nothing is known.</p>"
+        return "<p>None are known.</p>"
     cells = "".join(
         f"<tr><th scope='row'>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
         for name, value in rows.items()

@@ -16,22 +16,29 @@ Perfetto's importer and page treat such a file as follows:
   would come below the measurement. It sorts threads by number, but puts a thread with its process's number first: no
   thread here has that number.
 - It colours slices by name: the slices of the plan have the colours of the measured ones.
+
+What an IPU waits for is in the args of its slices "waiting: ...", which are those that the report counts as waiting: an
+exchange waits for the tasks that send to this IPU, and a collective for the others that compute the task around it.
 """
 
 import gzip
+import itertools
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-from ipu_jax.run.observe.tracing.timeline import Slice, Timeline
+from ipu_jax.core.schedules import Schedule
+from ipu_jax.run.observe.tracing._matching import task_name
+from ipu_jax.run.observe.tracing.costs import net_seconds
+from ipu_jax.run.observe.tracing.timeline import TASKS, WAITING, Slice, Timeline
 
 
 def events_of(timeline: Timeline) -> list[dict[str, Any]]:
     """Return the events."""
     placed = {(step.replica, step.ipu): step.instance for step in timeline.steps}
     process = {instance: k + 1 for k, instance in enumerate(timeline.instances)}
-    events: list[dict[str, Any]] = []
+    events, senders = list[dict[str, Any]](), _senders(timeline.schedule)
     for instance, number in process.items():
         events += _process(number, f"instance {instance}")
     first = max(process.values(), default=0) + 1
@@ -41,7 +48,7 @@ def events_of(timeline: Timeline) -> list[dict[str, Any]]:
         tracks = (("plan", planned), ("measured", timeline.of_ipu(replica, ipu)))
         for below, (kind, slices) in enumerate(tracks):
             events += _thread(number, thread + below, f"replica {replica}, IPU {ipu}, {kind}")
-            events += _slices(number, thread + below, slices)
+            events += _slices(number, thread + below, slices, timeline, senders)
     return events
 
 
@@ -74,17 +81,61 @@ def _thread(process: int, thread: int, name: str) -> list[dict[str, Any]]:
     ]
 
 
-def _slices(process: int, thread: int, slices: list[Slice]) -> list[dict[str, Any]]:
+_Senders = dict[tuple[str, int, int | None], list[str]]
+
+
+def _senders(schedule: Schedule) -> _Senders:
+    """Return the tasks that send to an IPU, by the exchange's name, the receiving IPU, and the tick."""
+    found: _Senders = {}
+    for one, following in itertools.pairwise(schedule.segments):
+        for name, sender, receiver in (("y", one, following), ("dx", following, one)):
+            ipu, target = schedule.placement[sender[0]], schedule.placement[receiver[0]]
+            if ipu is not None and target is not None:
+                kind, rows = ("F", schedule.forward) if name == "y" else ("B", schedule.backward)
+                for microbatch, tick in enumerate(rows[sender[0]]):
+                    key, sent = (f"exchange {name}", target, tick), task_name(tuple(sender), kind, microbatch)
+                    found.setdefault(key, []).append(f"{sent} of IPU {ipu}")
+    return found
+
+
+def _slices(
+    process: int, thread: int, slices: list[Slice], timeline: Timeline, senders: _Senders
+) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
-    open_until: list[int] = []
+    tasks, collectives = ([one for one in slices if one.kind in kinds] for kinds in (TASKS, ("collective",)))
+    busy = {id(task): seconds for task, seconds in net_seconds(tasks, collectives)}
+    around: list[tuple[int, Slice]] = []  # the slices in which the next one can lie, with their ends
     for one in sorted(slices, key=lambda one: (one.start, -one.end)):
         start, end = round(1e9 * one.start), round(1e9 * one.end)
-        while open_until and open_until[-1] <= start:
-            open_until.pop()
-        end = min(end, *open_until[-1:]) if open_until else end
-        open_until.append(end)
-        args = {"step": one.step, "tick": one.tick, "microbatch": one.microbatch}
-        event = {"ph": "X", "name": one.name, "cat": one.kind, "pid": process, "tid": thread}
+        while around and around[-1][0] <= start:
+            around.pop()
+        end = min(end, around[-1][0]) if around else end
+        args = {
+            "stage": ", ".join(timeline.stages[stage] for stage in one.stages) or None,
+            "for": _waits_for(one, timeline, around[-1][1] if around else None, senders),
+            "FLOP": one.flops,
+            "GFLOP/s": round(one.flops / busy[id(one)] / 1e9, 3) if one.flops and busy[id(one)] > 0 else None,
+            "received bytes": one.received,
+            "step": one.step,
+            "tick": one.tick,
+            "microbatch": one.microbatch,
+        }
+        name = f"waiting: {one.name}" if one.kind in WAITING else one.name
+        event = {"ph": "X", "name": name, "cat": one.kind, "pid": process, "tid": thread}
         event |= {"ts": start / 1e3, "dur": (end - start) / 1e3}
         events.append(event | {"args": {key: value for key, value in args.items() if value is not None}})
+        around.append((end, one))
     return events
+
+
+def _waits_for(one: Slice, timeline: Timeline, around: Slice | None, senders: _Senders) -> str | None:
+    """Return what an IPU waits for in a slice, given the slice around it; None for a slice in which it works."""
+    if one.kind not in WAITING:
+        return None
+    if one.kind == "exchange":
+        sent = senders.get((one.name, one.ipu, one.tick))
+        return ", ".join(sent) if sent else "all IPUs, of which none sends to this one"
+    if around is None or not around.stages:
+        return "other IPUs or replicas"
+    is_local = timeline.schedule.placement[around.stages[0]] is not None
+    return "the other devices of this IPU" if is_local else "the other IPUs, which run this task together"

@@ -134,11 +134,13 @@ def _slice(
 ) -> Slice:
     where = place.instance, place.replica, place.ipu, step
     if guard[0] in EXCHANGED:
-        return Slice(*where, "exchange", f"exchange {guard[0]}", loop.start, loop.end, tick)
+        received = plan.received.get(guard, {}).get(place.ipu)
+        return Slice(*where, "exchange", f"exchange {guard[0]}", loop.start, loop.end, tick, received=received)
     segment = plan.segment(guard[1], place.ipu)
     stages = tuple(range(segment.first, segment.first + len(segment.stages)))
     kind: Kind = guard[0]  # pyright: ignore[reportAssignmentType]
-    return Slice(*where, kind, task_name(stages, kind, microbatch), loop.start, loop.end, tick, stages, microbatch)
+    name, flops = task_name(stages, kind, microbatch), plan.flops.get(guard)
+    return Slice(*where, kind, name, loop.start, loop.end, tick, stages, microbatch, flops)
 
 
 def task_name(stages: tuple[int, ...], kind: Kind, microbatch: int) -> str:

@@ -113,6 +113,11 @@ class Recording(facts.Listener):
         """Return whether all steps were recorded; `finish` can be called then."""
         return self._state in ("recorded", "finished")
 
+    def __repr__(self) -> str:
+        if self._timeline is not None:
+            return f"{self.report}\nTrace: {self.path}"
+        return f"Recording({self.steps} steps, to {str(self.path)!r}, {self._state})"
+
     def __enter__(self) -> "Recording":
         if self._state != "new":
             raise ValueError("a recording is for one `with`: call trace(folder) again")

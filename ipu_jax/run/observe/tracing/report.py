@@ -13,10 +13,11 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
+from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.analysis.balance import balance_layers
 from ipu_jax.core.schedules import Schedule
-from ipu_jax.run.observe.tracing._assembling import Costs, median_costs, net_seconds, simulated
-from ipu_jax.run.observe.tracing.timeline import TASKS, Timeline, group_in_words
+from ipu_jax.run.observe.tracing.costs import Costs, median_costs, net_seconds, simulated
+from ipu_jax.run.observe.tracing.timeline import TASKS, WAITING, Timeline, group_in_words
 
 _WORTH_MOVING = 0.02  # a smaller gain is within the run-to-run variation of measured costs
 
@@ -48,8 +49,8 @@ class IpuReport:
     bubble_measured: float
 
 
-@dataclasses.dataclass(frozen=True)
-class TraceReport:
+@dataclasses.dataclass(frozen=True, repr=False)
+class TraceReport(Shown):
     """Summarise a timeline; `str()` makes the text to print.
 
     Attributes:
@@ -74,26 +75,22 @@ class TraceReport:
     clocks: str
     devices: int = 1
 
-    def __str__(self) -> str:
+    def _shown(self) -> list[str | Table]:
         rows = [["replica", "IPU", "busy", "waiting", "update", "other", "step", "bubble planned", "measured"]]
         for one in self.ipus:
             times = [f"{1e3 * s:.2f} ms" for s in (one.busy, one.waiting, one.update, one.other, one.step)]
             bubbles = [f"{one.bubble_planned:.1%}", f"{one.bubble_measured:.1%}"]
             rows.append([str(one.replica), str(one.ipu), *times, *bubbles])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
         seconds = sum(self.stage_seconds[stage] for stage in self.slowest)
         names = " + ".join(repr(self.stages[stage]) for stage in self.slowest)
         steps = f"{self.steps} step{'s' * (self.steps > 1)}"
-        return "\n".join(
-            [
-                f"{steps} of {1e3 * self.step_seconds:.2f} ms under {self.schedule}; {self.clocks}"
-                f"{group_in_words(self.devices)}",
-                *table,
-                f"slowest stage: {names}, {1e3 * seconds:.2f} ms for the tasks of one micro-batch",
-                f"split: {self.split}",
-            ]
-        )
+        return [
+            f"{steps} of {1e3 * self.step_seconds:.2f} ms under {self.schedule}; {self.clocks}"
+            f"{group_in_words(self.devices)}",
+            Table(rows, left=0),
+            f"slowest stage: {names}, {1e3 * seconds:.2f} ms for the tasks of one micro-batch",
+            f"split: {self.split}",
+        ]
 
 
 def make_report(timeline: Timeline) -> TraceReport:
@@ -115,7 +112,7 @@ def make_report(timeline: Timeline) -> TraceReport:
         updates = [one for one in mine if one.kind == "update"]
         busy = sum(net for _, net in net_seconds(tasks, waits))
         update = sum(net for _, net in net_seconds(updates, waits))
-        waiting = sum(one.seconds for one in mine if one.kind in ("exchange", "collective"))
+        waiting = sum(one.seconds for one in mine if one.kind in WAITING)
         whole, count = sum(step.end - step.start for step in steps), len(steps)
         span = sum(end - start for (of, _), (start, end) in spans.items() if of == replica)
         ipus.append(

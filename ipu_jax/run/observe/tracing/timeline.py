@@ -18,6 +18,7 @@ class TraceError(RuntimeError):
 
 Kind = Literal["F", "B", "W", "FB", "exchange", "collective", "update"]
 TASKS: Final[tuple[Kind, ...]] = ("F", "B", "W", "FB")
+WAITING: Final[tuple[Kind, ...]] = ("exchange", "collective")
 
 _FORMAT: Final = "ipu_jax timeline 1"
 
@@ -36,6 +37,8 @@ class Slice:
         tick: of a task or an exchange, else None.
         stages: the stages that a task runs.
         microbatch: of a task, else None.
+        flops: of a measured task, its operations by count; None in texts of versions that did not count them.
+        received: of an exchange, the bytes that the IPU receives; None if it receives nothing.
     """
 
     instance: int
@@ -49,6 +52,8 @@ class Slice:
     tick: int | None = None
     stages: tuple[int, ...] = ()
     microbatch: int | None = None
+    flops: int | None = None
+    received: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -157,4 +162,5 @@ def group_in_words(devices: int) -> str:
 
 
 def _slices(rows: Iterable[list[Any]]) -> tuple[Slice, ...]:
-    return tuple(Slice(*row[:9], stages=tuple(row[9]), microbatch=row[10]) for row in rows)  # pyright: ignore
+    # texts of earlier versions have shorter rows
+    return tuple(Slice(*row[:9], tuple(row[9]), *row[10:]) for row in rows)  # pyright: ignore

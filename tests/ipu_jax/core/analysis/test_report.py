@@ -11,7 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh
-from ipu_jax.core.analysis.report import in_units, make_report
+from ipu_jax.core.analysis.report import make_report
+from ipu_jax.core.programs.cost import in_units
+from ipu_jax.core.schedules.colours import BYTES, IDLE
 from sharded_ops import log_softmax_cross_entropy, matmul
 from support.dense import chain
 from support.platforms import programs_for
@@ -122,6 +124,99 @@ def test_what_it_says_it_holds_is_what_the_arrays_hold():
         )
         assert found.ipus[k].weights + found.ipus[k].padding == held
     assert found.ipus[0].batch == sum(leaf.nbytes for leaf in batch.values())
+
+
+def one_forward_one_backward(ipus, dtype, **options):
+    """A pipeline of products, one per IPU, of these widths, with the bytes of a micro-batch's x on each IPU."""
+    widths = [8, 32, 16, 24, 8][: ipus + 1]
+
+    def layer(w, x, mb):
+        return (mb if x is None else x) @ w
+
+    def last(w, x, mb):
+        return jnp.sum(x @ w)
+
+    stages = [Stage(last if k == ipus - 1 else layer, params=f"{k}", ipu=k) for k in range(ipus)]
+    pipeline = Pipeline(stages, mesh=make_mesh(1, ipus), schedule="1f1b", gradient_accumulation=MICRO_BATCHES)
+    params = pipeline.shard({f"{k}": jnp.ones(widths[k : k + 2], dtype) for k in range(ipus)})
+    report = pipeline.report(params, jax.ShapeDtypeStruct((MICRO_BATCHES, ROWS, 8), dtype), compile=False, **options)
+    # the first stage reads the batch, and keeps nothing
+    return report, [jnp.dtype(dtype).itemsize * ROWS * width * (k > 0) for k, width in enumerate(widths[:-1])]
+
+
+@pytest.mark.parametrize(("ipus", "dtype"), [(2, "float32"), (4, "float32"), (4, "bfloat16")])
+def test_bytes_over_the_ticks_are_those_of_the_micro_batches_between_f_and_b(ipus, dtype):
+    report, sizes = one_forward_one_backward(ipus, dtype)
+    if ipus == 2:
+        # IPU 0  0F0 | 0F1 |     | 0B0 | 0F2 | 0B1 | ...
+        # IPU 1      | 1F0 | 1B0 | 1F1 | 1B1 | 1F2 | ... | 1B5 |
+        assert report.ipus[1].stash_by_tick == (0, *[sizes[1]] * 2 * MICRO_BATCHES, 0)
+    else:
+        # IPU 1      | 1F0 | 1F1 | 1F2 |     |     | 1B0 | ...: at most 3 = 4 IPUs - IPU 1
+        assert report.ipus[1].stash_by_tick[:8] == tuple(sizes[1] * held for held in (0, 1, 2, 3, 3, 3, 3, 3))
+    for ipu, size in enumerate(sizes):
+        assert max(report.ipus[ipu].stash_by_tick) == report.ipus[ipu].stash == size * min(MICRO_BATCHES, ipus - ipu)
+        by_tick, kinds = report.bytes_by_tick(ipu), report.bytes_by_kind(ipu)
+        assert by_tick.pop("stash") == [*report.ipus[ipu].stash_by_tick]
+        assert [*by_tick] == ["weights", "gradients", "batch", "other temporary"]
+        kinds["other temporary"] = kinds.pop("temporary") - report.stash
+        assert {kind: {*sizes} for kind, sizes in by_tick.items()} == {kind: {size} for kind, size in kinds.items()}
+
+
+def test_with_w_an_ipu_holds_x_from_f_to_w_and_dy_from_b_to_w():
+    pipeline = two_stages(schedule="zb-h1")
+    first, last = pipeline.report(*arguments(pipeline), compile=False).ipus
+    of = pipeline.schedule
+
+    def held(begins, ends):
+        return np.array([sum(b <= t <= e for b, e in zip(begins, ends, strict=True)) for t in range(of.ticks)])
+
+    message = 4 * ROWS * 16
+    assert first.stash_by_tick == (*(message * held(of.backward[0], of.weight[0])),), "it reads the batch again in W"
+    of_last = message * held(of.forward[1], of.weight[1]) + 4 * held(of.backward[1], of.weight[1])  # dy of a sum
+    assert last.stash_by_tick == (*of_last,)
+    assert (max(first.stash_by_tick), max(last.stash_by_tick)) == (first.stash, last.stash)
+
+
+def test_the_stash_of_a_stage_on_all_ipus_is_in_use_on_each():
+    def layer(w, x, mb):
+        return (mb if x is None else x) @ w
+
+    stages = [Stage(layer, params=f"{k}", ipu=ipu) for k, ipu in enumerate((0, ALL_IPUS))]
+    stages.append(Stage(lambda w, x, mb: jnp.sum(x @ w), params="2", ipu=1))
+    pipeline = Pipeline(stages, mesh=make_mesh(1, 2), specs={"1": PartitionSpec()}, gradient_accumulation=MICRO_BATCHES)
+    params = pipeline.shard({f"{k}": jnp.ones(shape) for k, shape in enumerate([(8, 16), (16, 32), (32, 4)])})
+    report = pipeline.report(params, jax.ShapeDtypeStruct((MICRO_BATCHES, ROWS, 8), "float32"), compile=False)
+    # IPU 0  0F0 | 1F0 0F1 1B0 | ... | 0B5      all IPUs keep x of stage 1, and IPU 1 also x of stage 2,
+    # IPU 1      | 1F0 2F0 2B0 1B0 | ... |      from F to B, in one tick
+    kept = [(4 * ROWS * 16,), (4 * ROWS * 16, 4 * ROWS * 32)]
+    assert [part.stash_by_tick for part in report.ipus] == [(0, *[sum(of)] * MICRO_BATCHES, 0) for of in kept]
+
+
+def test_a_picture_of_bytes_shows_them_with_the_limit():
+    pytest.importorskip("matplotlib")
+    from matplotlib.colors import to_hex
+    from matplotlib.patches import PathPatch
+
+    report, _ = one_forward_one_backward(4, "float32", ipu_memory=18e3)
+    figure = report.plot()
+    for ipu, axes in enumerate(figure.axes):
+        areas = {}
+        for patch in axes.findobj(PathPatch):
+            (x, y), colour = patch.get_path().vertices[:-1].T, to_hex(patch.get_facecolor())
+            areas[colour] = abs(x @ np.roll(y, 1) - y @ np.roll(x, 1)) / 2
+        shown = {kind: sum(sizes) for kind, sizes in report.bytes_by_tick(ipu).items() if any(sizes)}
+        assert {kind: areas.pop(colour) for kind, colour in BYTES.items() if colour in areas} == shown
+        whole = len(report.ipus[0].stash_by_tick) * report.total(ipu)
+        assert areas == {IDLE: whole - sum(shown.values())}
+        most = max(map(sum, zip(*report.bytes_by_tick(ipu).values(), strict=True)))
+        words = [text.get_text() for text in axes.texts]
+        assert words == [f"IPU {ipu}", f"{in_units(most, 'B')} in use at most, of {in_units(report.total(ipu), 'B')}"]
+        assert [line.get_ydata()[0] for line in axes.lines] == [most, 18e3]
+    assert "An IPU can hold 18.0 kB (dashed)." in "".join(text.get_text() for text in figure.texts)
+    far = dataclasses.replace(report, limit=80e9).to_svg()
+    assert "An IPU can hold 80.0 GB." in far
+    assert far == dataclasses.replace(report, limit=80e9).to_svg()
 
 
 def test_of_several_replicas_an_ipu_holds_the_batch_of_its_own():

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from ipu_jax.core.analysis.bytes_picture import bytes_figure
 from ipu_jax.core.schedules import SCHEDULES, Schedule, Task, make_schedule
+from ipu_jax.core.schedules.colours import BYTES
 from support import documents
 from support.refusals import refusals, refused
 
@@ -30,13 +32,15 @@ class Page:
             (node.text or "", node.get("x", "nan"), node.get("y", "nan")) for node in nodes if node.tag == f"{SVG}text"
         ]
         texts = [(text, float(x), float(y) - 3) for text, x, y in places]
+        hatched = {f"url(#{n.get('id')})": n[0].get("fill") for n in nodes if n.tag == f"{SVG}pattern" and len(n) > 1}
         boxes = []
         for node in nodes:
-            fill = "".join(re.findall("^fill: (#.{6})", node.get("style", "")))
+            fill = "".join(re.findall(r"^fill: (#.{6}|url\(#\w+\))", node.get("style", "")))
+            fill = hatched.get(fill, fill)
             for x in re.findall(r"M (\S+) (\S+)\s+L (\S+) \S+\s+L \S+ (\S+)\s+L", node.get("d", "")) if fill else ():
                 left, top, right, bottom = map(float, x)
                 boxes.append((fill, left, right, min(top, bottom), max(top, bottom)))
-        self.words = [text for text, _, _ in texts]
+        self.words, self.hatched = [text for text, _, _ in texts], {*hatched.values()}
         self.legend = {
             text: next(fill for fill, _, right, top, bottom in boxes if 0 < x - right < 12 and top < y < bottom)
             for text, x, y in texts
@@ -153,6 +157,12 @@ def test_the_legend_names_each_kind_and_no_two_colours_are_alike():
     assert list(Page(GROUPED.to_svg()).legend) == ["F: forward", "B: backward", "idle"]
 
 
+def test_a_bubble_and_nothing_else_is_hatched():
+    for micro_batches in (4, 64):  # with numbers, and with dark cells
+        page = Page(make_schedule("interleaved", placement=(0, 1) * 2, micro_batches=micro_batches).to_svg())
+        assert page.hatched == {page.legend["idle"]}
+
+
 def test_where_numbers_do_not_fit_a_few_micro_batches_are_dark():
     schedule = make_schedule("1f1b", ipus=8, micro_batches=64)
     page = Page(schedule.to_svg())
@@ -179,6 +189,13 @@ def check_texts(figure):
 def test_no_text_runs_into_another_or_out_of_the_page(schedule):
     check_texts(schedule.plot())
     check_texts(schedule.plot(simulation=schedule.simulate(transfer=0.1)))
+
+
+@pytest.mark.parametrize(("ipus", "ticks"), [(1, 1), (3, 22), (4, 1300), (10, 207), (20, 60)])
+def test_no_text_runs_into_another_in_a_picture_of_bytes(ipus, ticks):
+    held = {kind: [10**k] * ticks for k, kind in enumerate(BYTES, start=1)}
+    caption = "A caption of a hundred letters or so, which is as long as the one that reports have. " * 2
+    check_texts(bytes_figure("bytes", caption, [held] * ipus, [1_200_000] * ipus, 1_250_000.0))
 
 
 @pytest.mark.parametrize("name", ["a.svg", "a.SVG", "a.png", "a.pdf"])

@@ -1,5 +1,6 @@
 """Test `fit` against plain loops on one device: what it trains, prints, saves, and leaves behind when it is stopped."""
 
+import contextlib
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from ipu_jax import Checkpoints, Feed, fit
-from ipu_jax.observe import RunLog, trace
+from ipu_jax.observe import RunLog, RunLogWarning, trace
 from ipu_jax.steps import FitResult, NonFiniteLossError
 from support.fitted import (
     B,
@@ -112,7 +113,9 @@ def test_a_signal_saves_and_the_same_call_goes_on(tmp_path, number, name, k, per
     assert 4 <= first.updates < per_epoch
     assert k == 2 or first.updates % 2 == 1
     assert_same_weights(step, first.state, twin(rows, first.updates)[1])
-    assert said[-1].startswith(f"{name}: stopped after {first.updates} updates, which are saved in {tmp_path / 'run'}")
+    assert said[-1].startswith(
+        f"{name}: stopped after {first.updates} of {2 * per_epoch} updates; saved in {tmp_path / 'run'}: "
+    )
 
     second = Lines()
     result = run(second, **recorded)
@@ -183,3 +186,80 @@ def test_checkpoints_of_ones_own_stay_open_and_it_trains_in_any_thread(tmp_path)
         thread.join()
         mine.save(results[0].state, feed, extra="more", now=True)
     assert mine.last == 4
+
+
+@pytest.mark.parametrize("moment", ["restore", "feed", "evaluate"])
+def test_ctrl_c_before_the_first_step_leaves_the_state(moment, tmp_path, monkeypatch):
+    """While a checkpoint is read, no step follows; while the first step is prepared, or an epoch is evaluated, none."""
+    rows, step, lines = normal(9, 4 * M * B, D), make_step(2), Lines()
+
+    def press(name):
+        if name == moment:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)  # until the thread that waits for signals has seen it
+
+    usual = Checkpoints.restore
+    monkeypatch.setattr(Checkpoints, "restore", lambda *args, **given: press("restore") or usual(*args, **given))
+    evaluate = lambda state: press("evaluate") or {}  # noqa: E731
+    with hearing_ctrl_c(), Feed(rows, step=step, micro_batch=B, shuffle=False) as feed:
+        batches = feed.epoch
+        monkeypatch.setattr(feed, "epoch", lambda: press("feed") or batches())
+        with pytest.raises(KeyboardInterrupt) as raised:
+            fit(step, step.init(weights()), feed, epochs=3, evaluate=evaluate, checkpoints=tmp_path, say=lines)
+    last, updates = FitResult.last, {"restore": 0, "feed": 2, "evaluate": 4}[moment]
+    assert last is not None
+    assert (last.updates, last.stopped) == (updates, "Ctrl-C")
+    assert_same_weights(step, last.state, twin(rows, updates)[1])
+    saved = f"saved in {tmp_path}: the same call goes on from there" if updates else "nothing was saved"
+    assert lines[-1] == f"Ctrl-C: stopped after {updates} of 12 updates; {saved}"
+    assert raised.value.__notes__ == ["The last state is ipu_jax.steps.FitResult.last.state"]
+
+
+def test_a_ctrl_c_that_does_not_wait_says_what_is_saved():
+    """After a second Ctrl-C, or outside the main thread, there is only the exception."""
+    rows, step, lines = normal(9, 4 * M * B, D), shared_step(2), Lines()
+
+    def evaluate(state):
+        raise KeyboardInterrupt
+
+    with Feed(rows, step=step, micro_batch=B) as feed, RunLog() as log, pytest.raises(KeyboardInterrupt):
+        fit(step, step.init(weights()), feed, evaluate=evaluate, log=log, say=lines)
+    assert lines[-1] == "Ctrl-C: stopped after 4 of 4 updates; nothing was saved"
+    assert log.events[-1]["event"] == "stopped"
+
+
+def test_a_second_training_compiles_nothing_and_does_not_say_so():
+    rows, step, lines = normal(9, 4 * M * B, D), make_step(2), Lines()
+    with Feed(rows, step=step, micro_batch=B) as feed:
+        state = fit(step, step.init(weights()), feed, say=lines, print_every=0).state
+        fit(step, state, feed, say=lines, print_every=3)
+    ends = "4 updates in", "8 updates, 4 of"
+    starts = ["Compiled in", ends[0], "Epoch 1.5, Mean loss", "Epoch 2.0, Mean loss", ends[1]]
+    assert len(lines) == len(starts)
+    assert not [line for line, start in zip(lines, starts, strict=True) if not line.startswith(start)]
+
+
+@pytest.mark.parametrize("ends", ["well", "by an error", "by Ctrl-C", "with a folder in place of the page"])
+def test_a_page_is_written_however_it_ends(ends, tmp_path):
+    rows, step, page = normal(9, 4 * M * B, D), shared_step(2), tmp_path / "run.html"
+
+    def evaluate(state):
+        if ends == "by an error":
+            raise OSError("the disk is full")
+        if ends == "by Ctrl-C":
+            raise KeyboardInterrupt
+        if ends.startswith("with a folder"):
+            page.mkdir()
+        return {"accuracy": float("nan")}
+
+    expected = {"by an error": pytest.raises(OSError, match="is full"), "by Ctrl-C": pytest.raises(KeyboardInterrupt)}
+    failing = pytest.warns(RunLogWarning, match=r"report .*run\.html was not written")
+    expected["with a folder in place of the page"] = failing
+    with expected.get(ends, contextlib.nullcontext()), Feed(rows, step=step, micro_batch=B) as feed:
+        fit(step, step.init(weights()), feed, evaluate=evaluate, report=page, title="Mine", say=Lines())
+    if page.is_file():
+        text = page.read_text()
+        holds = {"well": "all updates were made", "by an error": "the disk is full", "by Ctrl-C": "stopped after 4"}
+        assert not [one for one in ("Mine", "grouped, by ticks", '"loss":[[1,', holds[ends]) if one not in text]
+    else:
+        assert page.is_dir()

@@ -230,7 +230,7 @@ def test_a_feed_that_ends_before_the_training_is_no_end_of_the_training(tmp_path
         given = {"evaluate": lambda state: seen.append(int(state.step)) or {}, "checkpoints": tmp_path / "run"}
         result = fit(step, step.init(weights()), feed, updates=9, log=log, say=lines, **given)
     assert (result.updates, result.stopped, seen) == (5, "the end of the feed", [5])
-    assert lines[-1].startswith("the end of the feed: stopped after 5 of 9 updates, which are saved in")
+    assert lines[-1].startswith("the end of the feed: stopped after 5 of 9 updates; saved in")
     assert [event["event"] for event in log.events][-2:] == ["evaluated", "stopped"]
 
 

@@ -21,6 +21,10 @@ TAKEN = "has another meaning in the log: choose another"
 _compiled_quickly = compiled_quickly()
 
 
+async def awaited(state):
+    return {}
+
+
 @pytest.mark.parametrize(
     ("change", "holds"),
     [
@@ -34,9 +38,27 @@ _compiled_quickly = compiled_quickly()
         ({"updates": 0}, ["updates=0", "at least 1"]),
         ({"updates": 2, "epochs": 1}, ["epochs=1 and updates=2", "give one"]),
         ({"evaluate": 3}, ["evaluate=3 cannot be called", "give a function"]),
+        ({"evaluate": lambda state, data: {}}, ["evaluate=<function", "one argument (missing", "'data'", "of a state"]),
+        ({"evaluate": lambda: {}}, ["evaluate=<function", "one argument (too many", "a function of a state"]),
+        ({"evaluate": lambda state, *, data: {}}, ["evaluate=<function", "one argument (missing", "of a state"]),
+        ({"evaluate": awaited}, ["evaluate=<function awaited", "is async", "a function of a state"]),
         ({"say": None}, ["say=None cannot be called", "such as print"]),
+        ({"say": lambda: None}, ["say=<function", "one argument (too many", "such as print"]),
         ({"log": RunLog(), "tensorboard": "x"}, ["tensorboard= is given", "a RunLog: give"]),
         ({"checkpoints": True}, ["checkpoints=True", TYPE, "a folder or Checkpoints"]),
+        ({"checkpoints": 5}, ["checkpoints=5", TYPE, "a folder or Checkpoints"]),
+        ({"checkpoints": ""}, ["checkpoints=''", "is empty: give", "a folder or Checkpoints"]),
+        ({"log": ""}, ["log=''", "is empty: give", "a file"]),
+        ({"trace": ""}, ["trace=''", "is empty: give", "a folder"]),
+        ({"resume": "must"}, ["resume='must'", "needs checkpoints", "leave resume out"]),
+        ({"report": True}, ["report=True", TYPE, "a file such as run.html"]),
+        ({"report": "run.txt"}, ["report run.txt", "is no HTML file", "a name that ends in .html"]),
+        ({"report": "/none/run.html"}, ["report /none/run.html", "there is no folder /none"]),
+        ({"print_every": -1}, ["print_every=-1", "not a number of updates", "0 to print no losses"]),
+        ({"print_every": True}, ["print_every=True", "not a number of updates", "0 to print no losses"]),
+        ({"print_every": 0.5}, ["print_every=0.5", "not a number of updates", "0 to print no losses"]),
+        ({"progress": "yes"}, ["progress='yes'", "no bool", "give True or False"]),
+        ({"title": None}, ["title=None", TYPE, "a text"]),
         ({"log": 3}, ["log=3", TYPE, "a file or a RunLog"]),
         ({"trace": 3}, ["trace=3", TYPE, "a folder or a Recording"]),
         ({"tensorboard": 3}, ["tensorboard=3", TYPE, "a folder"]),

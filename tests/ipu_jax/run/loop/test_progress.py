@@ -2,6 +2,8 @@
 
 import io
 import re
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -14,7 +16,8 @@ from ipu_jax.run.loop.lines import LossLines
 def lines_of(updates_per_epoch, updates, updates_per_call, skipped=0):
     """Return the printed lines for a training whose update number n, counted from 1, has a loss of n."""
     printed = []
-    lines = LossLines(updates_per_epoch, printed.append)
+    lines = LossLines(updates_per_epoch, printed.append, call=updates_per_call)
+    lines.begin(0, updates)
     done = 0
     while done < updates:
         end_of_epoch = min(updates, (done // updates_per_epoch + 1) * updates_per_epoch)
@@ -35,14 +38,18 @@ def lines_of(updates_per_epoch, updates, updates_per_call, skipped=0):
         (20, 20, 10, ["0.5: 5.5", "1.0: 15.5"]),
         # ten lines per epoch, each the mean of the calls since the line before
         (40, 40, 1, [f"{n / 10}: {4 * n - 1.5}" for n in range(1, 11)]),
-        (20, 20, 3, ["0.1: 2", "0.3: 5", "0.4: 8", "0.6: 11", "0.7: 14", "0.9: 17", "1.0: 19.5"]),
-        (40, 20, 3, ["0.1: 3.5", "0.2: 8", "0.3: 11", "0.4: 15.5", "0.5: 19.5"]),
+        (20, 20, 3, ["0.15: 2", "0.3: 5", "0.45: 8", "0.6: 11", "0.75: 14", "0.9: 17", "1.0: 19.5"]),
+        (40, 20, 3, ["0.07: 2", "0.15: 5", "0.23: 8", "0.3: 11", "0.38: 14", "0.45: 17", "0.5: 19.5"]),
         # what is left at the end
-        (40, 1, 10, ["0.0: 1"]),
-        (40, 3, 1, ["0.1: 2"]),
-        (40, 5, 1, ["0.1: 2.5", "0.12: 5"]),
-        (40, 7, 1, ["0.1: 2.5", "0.2: 6"]),
+        (40, 1, 10, ["0.03: 1"]),
         (40, 41, 40, ["1.0: 20.5", "1.02: 41"]),
+        (1000, 1, 1, ["0.001: 1"]),
+        # ten lines of a training that is shorter than an epoch
+        (1000, 50, 1, [f"{n / 200:g}: {5 * n - 2}" for n in range(1, 11)]),
+        (40, 5, 1, ["0.03: 1", "0.05: 2", "0.07: 3", "0.1: 4", "0.12: 5"]),
+        # twenty lines of a training that is longer than two
+        (40, 240, 1, [f"{0.3 * n:.1f}: {12 * n - 5.5}" for n in range(1, 21)]),
+        (10, 1000, 1, [f"{5 * n}.0: {50 * n - 24.5}" for n in range(1, 21)]),
     ],
 )  # fmt: skip
 def test_every_update_is_in_one_line_and_no_line_comes_twice(updates_per_epoch, updates, updates_per_call, expected):
@@ -54,10 +61,10 @@ def test_every_update_is_in_one_line_and_no_line_comes_twice(updates_per_epoch, 
 
 
 def test_skipped_updates_are_counted_over_the_calls_of_a_line():
-    printed = lines_of(40, 8, 2, skipped=1)
-    assert printed == [
-        "Epoch 0.1, Mean loss: 2.500, 2 of 4 updates skipped",
-        "Epoch 0.2, Mean loss: 6.500, 2 of 4 updates skipped",
+    printed = lines_of(20, 40, 1, skipped=1)
+    assert printed[:2] == [
+        "Epoch 0.1, Mean loss: 1.500, 2 of 2 updates skipped",
+        "Epoch 0.2, Mean loss: 3.500, 2 of 2 updates skipped",
     ]
 
 
@@ -76,11 +83,12 @@ def test_a_stream_has_a_line_for_each_hundred_updates():
 
 def test_lines_go_on_where_they_were_saved():
     printed = []
-    lines = LossLines(10, printed.append)
-    lines.add(np.array([np.nan, 1], np.float32), 2, 1, 0)
-    again = LossLines(10, printed.append)
+    lines = LossLines(40, printed.append)
+    lines.add(np.array([np.nan, 1], np.float32), 2, 1, 6)
+    again = LossLines(40, printed.append)
     again.restore(lines.state())
-    again.add(np.array([3], np.float32), 1, 0, 2)
+    again.begin(6, 40)
+    again.add(np.array([3], np.float32), 1, 0, 8)
     assert printed == ["Epoch 0.2, Mean loss: 2.000, 1 of 3 updates skipped"]
 
 
@@ -111,3 +119,78 @@ def test_a_bar_that_is_wanted_without_rich_is_refused(monkeypatch):
     assert not progress.shows_progress(None)
     with pytest.raises(ValueError, match=r"progress=True draws with rich, .* pip install rich, or leave it out"):
         progress.shows_progress(True)
+
+
+def test_lines_of_calls_say_tenths_and_the_number_of_an_update_is_one():
+    """937 updates per epoch: after calls of 8, the nearest to a tenth is up to 4 updates away."""
+    lines = LossLines(937, print, call=8)
+    lines.begin(0, 937)
+    assert [lines.where(updates) for updates in (96, 192, 8)] == ["Epoch 0.1", "Epoch 0.2", "Epoch 0.01"]
+    single = LossLines(937, print)
+    assert len({single.where(updates) for updates in range(1, 2000)}) == 1999
+
+
+@pytest.mark.parametrize(
+    ("every", "length", "expected"),
+    [(None, 10**6, [180, 360, 540]), (None, 600, [60, 120, 180]), (2, 600, [2, 4, 6]), (0, 600, [])],
+)
+def test_an_hour_has_twenty_lines_unless_another_number_is_given(every, length, expected):
+    """An update takes a second; a million of them would have a line every 50,000 seconds."""
+    printed = []
+    done = 0
+    lines = LossLines(None, printed.append, every=every, clock=lambda: float(done))
+    lines.begin(0, length)
+    for done in range(1, 601):
+        lines.add(np.ones(1, np.float32), 1, 0, done)
+    lines.end(600)
+    assert [int(line.split()[1].strip(",")) for line in printed][: len(expected)] == expected
+    assert bool(printed) == bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "seconds", "every", "expected"),
+    [(3, 1, None, 3), (30, 1, None, 20), (30, 200, None, 30), (30, 1, 0, 30), (1000, 1, None, 20)],
+)
+def test_evaluations_have_as_many_lines_as_losses(epochs, seconds, every, expected):
+    now = [0.0]
+    lines = LossLines(10, lambda line: None, every=every, clock=lambda: now[0])
+    lines.begin(0, 10 * epochs)
+    shown = []
+    for epoch in range(1, epochs + 1):
+        now[0] += seconds
+        shown.append(lines.shows_figures(10 * epoch, is_last=epoch == epochs))
+    assert (sum(shown), shown[0], shown[-1]) == (pytest.approx(expected, abs=1), True, True)
+
+
+def test_a_stream_of_unknown_length_has_ten_lines_for_ten_times_the_updates():
+    printed = []
+    lines = LossLines(None, printed.append)
+    for done in range(1, 20_001):
+        lines.add(np.ones(1, np.float32), 1, 0, done)
+    assert len(printed) == 9 + 9 + 2
+
+
+def test_a_notebook_has_one_line_that_is_drawn_anew(monkeypatch):
+    """A notebook is a kernel whose shell has this name; its `display` returns a handle to change what it has shown."""
+    shown, drawn = [], iter(range(1, 1000))
+
+    class ZMQInteractiveShell:
+        def update(self, data, raw):
+            assert raw
+            shown.append(data["text/plain"])
+
+    shell = ZMQInteractiveShell()
+    display = lambda data, raw, display_id: shell.update(data, raw) or (shell if display_id else None)  # noqa: E731
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=display))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(drawn)))
+    assert progress.shows_progress(None)
+    with Bar("basic", 60, 0, 32, shown=True) as bar:
+        bar.show("Compiling")
+        bar.move(20, "Epoch 0.3, loss 1.5")
+        bar.move(60, "Epoch 1.0, loss [1]")
+    assert len(shown) == 5
+    assert not any("\n" in line or "\x1b" in line for line in shown)
+    assert [line.split("updates")[0].split()[-1] for line in shown] == ["0/60", "0/60", "20/60", "60/60", "60/60"]
+    texts = ("", "Compiling", "Epoch 0.3, loss 1.5", "Epoch 1.0, loss [1]", "Epoch 1.0, loss [1]")
+    assert all(text in line for text, line in zip(texts, shown, strict=True)), shown

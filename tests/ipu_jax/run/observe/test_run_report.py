@@ -1,13 +1,20 @@
 """Test the page of a run: one file that loads nothing, whatever the texts in it are, and small however long the run."""
 
+import collections
 import dataclasses
 import json
 import re
+import types
+from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 from ipu_jax.core.schedules import make_schedule
-from ipu_jax.run.observe.runs.report import page, write_report
+from ipu_jax.run.observe.runs.report import memory_of, page, write_report
+from ipu_jax.run.observe.tracing._assembling import planned
+from ipu_jax.run.observe.tracing.costs import Costs
+from ipu_jax.run.observe.tracing.report import make_report
 from ipu_jax.run.observe.tracing.timeline import Slice, Step, Timeline
 
 EVIL = "</script><script>alert(1)</script>&amp; \"quoted\" 'text' <!--CSS-->"
@@ -28,6 +35,84 @@ def timeline(steps=2, micro_batches=3):
     made = tuple(Step(0, 0, ipu, step, 0.1 * step, 0.1 * step + 0.1) for ipu in range(2) for step in range(steps))
     schedule = make_schedule("grouped", ipus=2, micro_batches=4)
     return Timeline(schedule, ("a", EVIL), True, made, tuple(slices), plan=tuple(slices[:3]), clocks=EVIL)
+
+
+def waiting_timeline():
+    """Return a step in which IPU 0 works for 8 of 10 ms; IPU 1's head waits for 7 of its 8 ms."""
+    of = lambda ipu, kind, name, start, end, stages=(): Slice(  # noqa: E731
+        0, 0, ipu, 0, kind, name, start / 1e3, end / 1e3, 0, stages, 0 if stages else None
+    )
+    slices = [
+        of(0, "F", "0F0", 1, 3, (0,)),
+        of(0, "B", "0B0", 4, 9, (0,)),
+        of(0, "FB", "1F0 1B0", 3, 4, (1,)),
+        of(0, "update", "update", 9, 10),
+        of(1, "FB", "1F0 1B0", 1, 9, (1,)),
+        of(1, "collective", "all-reduce", 1.5, 8.5),
+        of(1, "update", "update", 9, 10),
+    ]
+    steps = tuple(Step(0, 0, ipu, 0, 0.0, 0.01) for ipu in range(2))
+    schedule = make_schedule("1f1b", placement=(0, None), ipus=2, micro_batches=1)
+    return Timeline(schedule, ("body", "head"), True, steps, tuple(slices), planned(schedule, COSTS, steps, slices))
+
+
+COSTS: Costs = {((0,), "F"): 2e-3, ((0,), "B"): 5e-3, ((1,), "FB"): 1e-3}
+
+
+def test_waiting_is_drawn_as_waiting():
+    shown = data_in(page([], timeline=waiting_timeline()))["timeline"]
+    rows = {row["label"]: row["slices"] for row in shown["rows"]}
+    assert rows["IPU 1"] == [
+        ["other", "other", 0, 10_000],
+        ["all FB", "1F0 1B0", 1000, 8000],
+        ["waiting", "waiting, all-reduce", 1500, 7000],
+        ["update", "update", 9000, 1000],
+    ]
+    # in the plan IPU 1 waits for all but its half of the head, which is one task of both IPUs
+    assert rows["plan, IPU 1"][0] == ["waiting", "waiting, planned", 1000, 8000]
+    assert [(kind, length) for kind, _, _, length in rows["plan, IPU 1"][1:]] == [("all FB", 1000)]
+    assert {name for name, look in shown["kinds"].items() if not look["colours"]} == {"waiting", "other"}
+    used = {kind for slices in rows.values() for kind, *_ in slices}
+    assert used <= shown["kinds"].keys()
+
+
+def test_the_table_under_the_verdict_is_the_one_of_the_terminal():
+    timeline = waiting_timeline()
+    text = page([], timeline=timeline)
+    printed = [line.split() for line in str(make_report(timeline)).splitlines()[2:4]]
+    in_page = re.findall(r"<tr><td>IPU (\d)</td>.*?</div></td>(.*?)</tr>", text)
+    cells = [[ipu, *re.findall(r"<td>(.*?)</td>", row)] for ipu, row in in_page]
+    assert [" ".join(row).split() for row in cells] == [row[1:] for row in printed]
+    assert cells[1][1:5] == ["1.00 ms", "7.00 ms", "1.00 ms", "1.00 ms"]  # busy, waiting, update, other
+    widths = re.findall(r"width:([\d.]+)%;", re.findall(r"<td>IPU 1</td>.*?</tr>", text)[0])
+    assert list(map(float, widths)) == [10, 70, 10, 10]
+    assert text.index("class='verdict") < text.index("class='time'") < text.index('id="curves"')
+
+
+def test_a_page_has_one_bubble():
+    timeline = waiting_timeline()
+    text = page([], timeline=timeline, schedules={"by ticks": timeline.schedule})
+    (title,) = re.findall(r"bubble ([\d.]+)%</text>", text)
+    ((measured, planned_bubble),) = re.findall(r"<dd>(\d+)% \(planned (\d+)%\)</dd>", text)
+    # IPU 0 is busy in 8 of 8 ms and IPU 1 in 1 of them, in the plan and as measured: 7 of 16
+    assert (planned_bubble, measured, title) == ("44", "44", "43.8")
+    assert "by ticks" in page([], schedules={"by ticks": timeline.schedule})
+
+
+def test_padding_is_not_weights_and_only_devices_have_a_limit():
+    by_kind = lambda ipu: {"weights": 900, "gradients": 900}  # noqa: E731
+    needs = [IpuNeeds(0, padding=0), IpuNeeds(1, padding=800)]
+    report: Any = types.SimpleNamespace(ipus=needs, bytes_by_kind=by_kind)
+    state: Any = types.SimpleNamespace(optimizer=[jnp.zeros(3, jnp.float32)])
+    assert memory_of(report, state) == {
+        "ipus": [
+            {"weights": 900, "padding": 0, "gradients": 900, "optimizer": 12},
+            {"weights": 100, "padding": 800, "gradients": 900, "optimizer": 12},
+        ]
+    }
+
+
+IpuNeeds = collections.namedtuple("IpuNeeds", "ipu padding")
 
 
 def data_in(text):
@@ -51,11 +136,15 @@ def test_the_page_loads_nothing_and_no_text_of_a_run_becomes_code():
 def test_the_page_has_what_it_was_given():
     found = data_in(page(EVENTS, timeline=timeline(), memory={"limit": 8, "limit_of": "x", "ipus": [{"weights": 5}]}))
     assert found["curves"]["loss"] == [[1, 2.0], [2, 1.0]]
-    assert found["memory"] == {"limit": 8, "limit_of": "x", "ipus": [{"weights": 5}]}
+    assert {**found["memory"], "colours": 0} == {"limit": 8, "limit_of": "x", "ipus": [{"weights": 5}], "colours": 0}
     shown = found["timeline"]
     assert (shown["steps"], shown["of"]) == (2, 2)
-    assert [row["label"] for row in shown["rows"]] == ["plan, IPU 0", "IPU 0", "IPU 1"]
-    assert shown["rows"][1]["slices"][:2] == [["F", "0F0", 0, 500], ["F", "0F1", 1000, 500]]  # microseconds
+    assert [row["label"] for row in shown["rows"]] == ["plan, IPU 0", "IPU 0", "plan, IPU 1", "IPU 1"]
+    # microseconds; each step lies under its tasks
+    assert shown["rows"][1]["slices"] == [
+        *(["other", "other", 100_000 * step, 100_000] for step in range(2)),
+        *(["F", f"0F{m}", 100_000 * step + 1000 * m, 500] for step in range(2) for m in range(3)),
+    ]
     assert data_in(page([]))["timeline"] is None
 
 

@@ -1,6 +1,7 @@
 """Test that a trace says what each IPU ran when: with a stage that is slow on purpose, and against the schedule."""
 
 import contextlib
+import dataclasses
 import gzip
 import itertools
 import json
@@ -20,7 +21,7 @@ from ipu_jax import ALL_IPUS, Pipeline, Stage, TrainOptions, make_mesh, make_tra
 from ipu_jax.base import facts
 from ipu_jax.observe import Timeline, TraceError, trace
 from ipu_jax.run.observe.tracing.recording import Recording
-from ipu_jax.run.observe.tracing.timeline import TASKS
+from ipu_jax.run.observe.tracing.timeline import TASKS, WAITING
 from ipu_jax.schedules import Task
 from support.kept_programs import nothing_kept
 from support.refusals import compilations, refused
@@ -192,7 +193,8 @@ def test_the_file_has_the_plan_above_each_ipu_and_its_slices_nest(recorded):
     for thread, name in threads.items():
         mine = [e for e in slices if (e["pid"], e["tid"]) == thread]
         on_ipu = [one for one in (plan if name.endswith("plan") else measured) if f"IPU {one.ipu}" in name]
-        assert sorted(e["name"] for e in mine) == sorted(one.name for one in on_ipu)
+        waiting = "waiting: "
+        assert sorted(e["name"] for e in mine) == sorted(waiting * (one.kind in WAITING) + one.name for one in on_ipu)
         open_until: list[int] = []
         for event in sorted(mine, key=lambda e: (e["ts"], -e["dur"])):
             start, end = round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)
@@ -206,8 +208,53 @@ def test_the_file_has_the_plan_above_each_ipu_and_its_slices_nest(recorded):
     assert tasks == {str(Task(stage, kind, m)) for stage in range(3) for kind in ("F", "B") for m in range(M)}
 
 
+def events_by_name(recording, ipu):
+    """Return the measured slices of an IPU in the first step, as events by name."""
+    events = json.loads(gzip.decompress(recording.path.read_bytes()))["traceEvents"]
+    thread = {e["tid"] for e in events if e["ph"] == "M" and e["args"].get("name") == f"replica 0, IPU {ipu}, measured"}
+    found = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X" and event["tid"] in thread and event["args"]["step"] == 0:
+            found[event["name"]].append(event)
+    return found
+
+
+def test_events_say_the_stage_its_work_and_what_an_ipu_waits_for(recorded):
+    events = [events_by_name(recorded, ipu) for ipu in range(3)]
+    product, rows = 2 * 256 * D * D, 256 * D
+    # by hand: F is a product and tanh, 30 times in "heavy"; B of the first stage needs no gradient of the batch
+    for name, ipu, least in (
+        ("0F1", 0, product),
+        ("0B1", 0, product),
+        ("1F2", 1, 30 * product),
+        ("1B2", 1, 60 * product),
+    ):
+        (event,) = events[ipu][name]
+        args = event["args"]
+        assert (args["stage"], args["microbatch"]) == (("light", "heavy")[ipu], int(name[2]))
+        assert least < args["FLOP"] < least + 6 * 30 ** (ipu == 1) * (rows + D * D)
+        assert args["GFLOP/s"] == pytest.approx(args["FLOP"] / event["dur"] / 1e3, abs=1e-3)
+    # IPU 0  0F0 > | 0F1 > | ...
+    # IPU 1        | 1F0 > | ...
+    first, second = ([e["args"] for e in events[ipu]["waiting: exchange y"]][:2] for ipu in (0, 1))
+    assert [(e["tick"], e["for"], e.get("received bytes")) for e in second] == [
+        (0, "0F0 of IPU 0", 4 * rows),
+        (1, "0F1 of IPU 0", 4 * rows),
+    ]
+    assert {(e["for"], e.get("received bytes")) for e in first} == {("all IPUs, of which none sends to this one", None)}
+    assert {e["args"]["tick"]: e["args"]["for"] for e in events[0]["waiting: exchange dx"]}[4] == "1B0 of IPU 1"
+    waiting = sum(e["dur"] for name, of in events[1].items() if name.startswith("waiting: ") for e in of)
+    slices = [one for one in recorded.timeline.of_ipu(0, 1) if one.kind in WAITING and one.step == 0]
+    assert waiting == pytest.approx(1e6 * sum(one.seconds for one in slices), rel=1e-3)
+
+
 def test_a_timeline_is_read_back_from_its_json(recorded):
-    assert Timeline.from_json(recorded.timeline.to_json()) == recorded.timeline
+    text = recorded.timeline.to_json()
+    assert Timeline.from_json(text) == recorded.timeline
+    fields = json.loads(text)
+    fields["slices"], fields["plan"] = ([row[:-2] for row in fields[name]] for name in ("slices", "plan"))  # of before
+    before = [dataclasses.replace(one, flops=None, received=None) for one in recorded.timeline.slices]
+    assert [*Timeline.from_json(json.dumps(fields)).slices] == before
     with pytest.raises(ValueError, match=r"text begins with 'nothing': give what Timeline\.to_json returned"):
         Timeline.from_json("nothing")
 
@@ -252,7 +299,8 @@ def recording_of(tmp_path, schedule, places, *, replicas=1, ipus=2):
     ],
 )
 def test_the_order_is_that_of_the_schedule(schedule, places, replicas, tmp_path):
-    timeline = recording_of(tmp_path, schedule, places, replicas=replicas).timeline
+    recording = recording_of(tmp_path, schedule, places, replicas=replicas)
+    timeline = recording.timeline
     assert timeline.ipus == [(replica, ipu) for replica in range(replicas) for ipu in range(2)]
     segments = {stages[0]: stages for stages in timeline.schedule.segments}
     for ipu in range(2):
@@ -273,6 +321,10 @@ def test_the_order_is_that_of_the_schedule(schedule, places, replicas, tmp_path)
             if one.kind == "FB":
                 by_name[one.replica, one.step, one.name].append(one)
         assert len(by_name) == replicas * 2 * M
+        (head,) = {e["args"]["stage"] for e in events_by_name(recording, 0)[f"{len(places) - 1}F0 {len(places) - 1}B0"]}
+        assert head == timeline.stages[-1]
+        waits = [e["args"]["for"] for e in events_by_name(recording, 0)["waiting: all-reduce"]]
+        assert waits.count("the other IPUs, which run this task together") >= M
         for together in by_name.values():
             assert max(one.start for one in together) < min(one.end for one in together)
 
@@ -326,6 +378,8 @@ def test_the_first_device_of_each_group_is_shown(replicas, guards, tmp_path):
         reductions = [one for one in mine if one.kind == "collective" and one.name == "all-reduce"]
         inside = [sum(f.start <= one.start < f.end for one in reductions) for f in forwards]
         assert inside == [30 if ipu else 1] * (3 * M)
+        waits = [e["args"]["for"] for e in events_by_name(recording, ipu)["waiting: all-reduce"]]
+        assert waits.count("the other devices of this IPU") >= M * (30 if ipu else 1)
 
 
 def test_a_program_of_ones_own_counts_the_steps_that_it_is_said_to_make(tmp_path):

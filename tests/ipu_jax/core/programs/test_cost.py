@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ipu_jax import make_mesh
-from ipu_jax.core.analysis.cost import bytes_of, flops_of, jaxpr_flops, jaxpr_peak_bytes
+from ipu_jax.core.programs.cost import bytes_of, flops_of, jaxpr_flops, jaxpr_peak_bytes
 
 
 def f32(*shape):

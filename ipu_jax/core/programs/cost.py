@@ -55,7 +55,7 @@ def flops_of(fn: Callable[..., Any], *args: Any) -> int:
         args: pytrees of arrays or of `jax.ShapeDtypeStruct`.
 
     Returns:
-        The count, by the rules at the top of `ipu_jax.core.analysis.cost`.
+        The count, by the rules at the top of `ipu_jax.core.programs.cost`.
 
     >>> x, w = jax.ShapeDtypeStruct((2, 3), "float32"), jax.ShapeDtypeStruct((3, 5), "float32")
     >>> flops_of(lambda x, w: jax.numpy.tanh(x @ w), x, w)  # 2 * 2 * 3 * 5 and 2 * 5
@@ -194,3 +194,15 @@ def bytes_of(tree: Any) -> int:
     """
     leaves = (leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "shape"))
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def in_units(value: float, unit: str) -> str:
+    """Return a number with its unit and a decimal prefix.
+
+    >>> in_units(131072, "B"), in_units(3, "B")
+    ('131.1 kB', '3 B')
+    """
+    for power, prefix in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if value >= 10**power:
+            return f"{value / 10**power:.1f} {prefix}{unit}"
+    return f"{value:g} {unit}"

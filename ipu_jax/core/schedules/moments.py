@@ -1,5 +1,6 @@
 """Number the moments at which tasks run in the order of the clock, and return the spans between moments."""
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -75,6 +76,23 @@ class Moments:
             return _NO_SPANS
         source, target = (boundary, boundary + 1) if kind == "F" else (boundary + 1, boundary)
         return Spans(self.sent(source, kind), self.at(target, kind))
+
+    def most_in_ticks(self, ticks: int, held: Sequence[tuple[Spans, int]]) -> Ints:
+        """Return the most that is held at one point of each tick: (ticks,).
+
+        Args:
+            ticks: the number of ticks.
+            held: spans, each with how much every one of them holds.
+        """
+        per_tick = self.phases * self.turns
+        at = np.concatenate([np.arange(ticks) * per_tick, *(spans.starts for spans, _ in held)])
+        sums = np.zeros(len(at), np.int64)
+        for spans, size in held:
+            begun, ended = np.searchsorted(np.sort(spans.starts), at, "right"), np.searchsorted(np.sort(spans.ends), at)
+            sums += size * (begun - ended)
+        most = np.zeros(ticks, np.int64)
+        np.maximum.at(most, at // per_tick, sums)
+        return most
 
     @cached_property
     def stages_of(self) -> dict[int | None, list[int]]:

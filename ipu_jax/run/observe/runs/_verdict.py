@@ -1,0 +1,171 @@
+"""Judge a run: was it good, and what to change. Pure functions of the events and of the traced steps."""
+
+import math
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Final, Literal, NamedTuple
+
+from ipu_jax.core.schedules import SCHEDULES, make_schedule
+from ipu_jax.run.observe.runs._facts import ENDS, LOSS, Events, curves, duration, in_words, phases
+from ipu_jax.run.observe.tracing.costs import median_costs, simulated
+from ipu_jax.run.observe.tracing.report import TraceReport
+from ipu_jax.run.observe.tracing.timeline import Timeline
+
+_WORTH: Final = 0.05
+"""A smaller change of the bubble, as a share of the IPUs' time, is not worth a word."""
+_MANY_SKIPPED: Final = 0.02
+_MUCH: Final = 0.25
+_MORE_MICRO_BATCHES: Final = 4
+
+Level = Literal["good", "fair", "bad"]
+
+
+class Verdict(NamedTuple):
+    """Hold a judgement of a run, in sentences, and its level."""
+
+    level: Level
+    sentences: tuple[str, ...]
+
+
+def verdict_of(events: Events) -> Verdict:
+    """Return whether the run finished and learnt, and what went wrong on the way.
+
+    >>> verdict_of([{"event": "losses", "updates": 2, "losses": [3.0, 1.0]}, {"event": "end"}])
+    Verdict(level='good', sentences=('Finished.', 'The loss fell from 3 to 1.'))
+    """
+    said = [_ending(events), *_learning(events), *_mishaps(events)]
+    levels = {level for level, _ in said}
+    worst: Level = "bad" if "bad" in levels else "fair" if "fair" in levels else "good"
+    return Verdict(worst, tuple(sentence for _, sentence in said))
+
+
+def _ending(events: Events) -> tuple[Level, str]:
+    final = next((event for event in reversed(events) if event["event"] in (*ENDS, "start")), {"event": ""})
+    match final["event"]:
+        case "end":
+            return "good", "Finished."
+        case "stopped":
+            return (
+                "fair",
+                f"{str(final.get('reason', 'stopped'))[:1].upper()}{str(final.get('reason', 'stopped'))[1:]}.",
+            )
+        case "failed":
+            return "bad", f"Failed: {final.get('error', 'without a reason')}"
+        case _:
+            return "fair", "The log has no end: the run goes on, or was killed."
+
+
+def _learning(events: Events) -> Iterator[tuple[Level, str]]:
+    points = curves(events, 10**9)
+    losses = [value for _, value in points[LOSS]]
+    if len(losses) > 1:
+        size = max(1, len(losses) // 10)
+        first, now = losses[:size], losses[-size:]
+        before, after = statistics.fmean(first), statistics.fmean(now)
+        noise = math.hypot(*(statistics.stdev(each) / math.sqrt(size) if size > 1 else 0.0 for each in (first, now)))
+        if after < before - 2 * noise:
+            yield "good", f"The loss fell from {before:.3g} to {after:.3g}."
+        elif after > before + 2 * noise:
+            yield "bad", f"The loss rose from {before:.3g} to {after:.3g}."
+        else:
+            yield "fair", f"The loss did not fall: {before:.3g} at first, {after:.3g} at last."
+    for name, values in points.items():
+        if values and name.endswith("accuracy"):
+            best = max(values, key=lambda point: point[1])
+            text = f"{name.replace('_', ' ').capitalize()} {in_words(name, values[-1][1])}"
+            is_best = best[1] <= values[-1][1]
+            yield "good", text + ("." if is_best else f", at best {in_words(name, best[1])} after {best[0]:,} updates.")
+
+
+def _mishaps(events: Events) -> Iterator[tuple[Level, str]]:
+    if any(not math.isfinite(_as_float(loss)) for event in events for loss in event.get("losses", [])):
+        yield "bad", "Some losses are not finite."
+    if skipped := skipped_updates(events):
+        made = max((event.get("updates", 0) for event in events), default=0)
+        share = f" of {made:,}" if made else ""
+        yield ("fair" if skipped > _MANY_SKIPPED * made else "good"), f"{skipped:,}{share} updates were skipped."
+    starts = sum(event["event"] == "start" for event in events)
+    if starts > 1:
+        yield "good", f"It was restarted {'once' if starts == 2 else f'{starts - 1} times'}."
+
+
+def skipped_updates(events: Events) -> int:
+    """Return the number of updates that were skipped."""
+    return sum(event.get("count", 1) for event in events if event["event"] == "skipped")
+
+
+def advice_on(events: Events, timeline: Timeline | None, report: TraceReport | None) -> list[str]:
+    """Return what to change, the most useful first."""
+    found: list[str] = []
+    levels = {level for level, sentence in _learning(events) if sentence.startswith("The loss")}
+    if "bad" in levels or any(sentence.startswith("Some losses") for _, sentence in _mishaps(events)):
+        found.append("The loss does not behave: lower the learning rate, or clip gradients (max_gradient_norm).")
+    if timeline is None or report is None:
+        found.append("Where the time of a step goes is not known: record a trace (trace=, or --trace).")
+    else:
+        found += [*_of_schedule(timeline), *_of_times(report)]
+    spent = phases(events)
+    whole = sum(spent.values())
+    if spent.get("compiling", 0.0) > _MUCH * whole > 0:
+        found.append(
+            f"Compiling took {duration(spent['compiling'])} of {duration(whole)}: ExecutableCache "
+            "(--executable-cache) keeps compiled programs for the next run."
+        )
+    return found
+
+
+def bubbles(report: TraceReport) -> tuple[float, float]:
+    """Return the planned and the measured bubble, as means over the IPUs."""
+    planned = statistics.fmean(one.bubble_planned for one in report.ipus)
+    return planned, statistics.fmean(one.bubble_measured for one in report.ipus)
+
+
+def _of_schedule(timeline: Timeline) -> Iterator[str]:
+    """Yield the change of the schedule, and of the number of micro-batches, that lowers the planned bubble most."""
+    now, costs = timeline.schedule, median_costs(timeline.slices)
+    if not timeline.backward:
+        return
+
+    def bubble_of(name: str, micro_batches: int) -> float:
+        try:
+            other = make_schedule(name, ipus=now.ipus, placement=now.placement, micro_batches=micro_batches)
+            return simulated(other, costs).bubble
+        except ValueError:  # this schedule is for other placements or numbers of micro-batches
+            return 1.0
+
+    is_family = now.name in SCHEDULES
+    bubble, count = simulated(now, costs).bubble, now.micro_batches
+    more = _MORE_MICRO_BATCHES * count
+    with_more = bubble_of(now.name, more) if is_family else 1.0
+    if with_more < bubble - _WORTH:
+        yield (
+            f"More micro-batches: with gradient_accumulation={more} instead of {count}, the bubble in the plan falls "
+            f"from {bubble:.0%} to {with_more:.0%}."
+        )
+    names: Sequence[str] = [name for name in SCHEDULES if name != now.name]
+    best = min(names, key=lambda name: bubble_of(name, count))
+    if (least := bubble_of(best, count)) < bubble - _WORTH:
+        yield f"Another schedule: under {best!r} the bubble in the plan falls from {bubble:.0%} to {least:.0%}."
+
+
+def _of_times(report: TraceReport) -> Iterator[str]:
+    """Yield what the measured times of tasks, update and waiting suggest."""
+    slowest = " and ".join(report.stages[stage] for stage in report.slowest)
+    seconds = 1e3 * sum(report.stage_seconds[stage] for stage in report.slowest)
+    yield f"The slowest stage is {slowest}, {seconds:.2f} ms per micro-batch. Even it out: {report.split}."
+    update = statistics.fmean(one.update / one.step for one in report.ipus if one.step)
+    if update > _MUCH:
+        yield f"The weight update takes {update:.0%} of a step: more micro-batches per update make it rarer."
+    planned, measured = bubbles(report)
+    if measured > planned + _WORTH:
+        cores, ipus = os.cpu_count() or 1, len(report.ipus)
+        shared = f" {ipus} virtual IPUs share {cores} cores here, so compare shares, not times." if cores < ipus else ""
+        yield (
+            f"The bubble is {measured:.0%}, and {planned:.0%} is in the plan: the rest is exchanges, collectives and "
+            f"the work between tasks.{shared}"
+        )
+
+
+def _as_float(value: object) -> float:
+    return float(value) if isinstance(value, int | float | str) else math.nan

@@ -1,0 +1,122 @@
+"""Test the verdict on a run and the advice, on logs and timelines whose answers can be told by hand."""
+
+import pytest
+
+from ipu_jax.core.schedules import make_schedule
+from ipu_jax.run.observe.runs._verdict import advice_on, bubbles, verdict_of
+from ipu_jax.run.observe.tracing._assembling import planned
+from ipu_jax.run.observe.tracing.costs import median_costs
+from ipu_jax.run.observe.tracing.report import make_report
+from ipu_jax.run.observe.tracing.timeline import Kind, Slice, Step, Timeline
+
+
+def log(losses, *others):
+    return [{"event": "start"}, {"event": "losses", "updates": len(losses), "losses": losses}, *others]
+
+
+END = {"event": "end", "reason": "all updates were made"}
+FALLING = [4.0 / k for k in range(1, 41)]
+NOISE = [2.0 + 0.1 * (-1) ** k for k in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("events", "level", "sentences"),
+    [
+        (log(FALLING, END), "good", ["Finished.", "The loss fell from 2.08 to 0.104."]),
+        (log(FALLING[::-1], END), "bad", ["Finished.", "The loss rose from 0.104 to 2.08."]),
+        (log(NOISE, END), "fair", ["Finished.", "The loss did not fall: 2 at first, 2 at last."]),
+        (log(FALLING), "fair", ["The log has no end: the run goes on, or was killed."]),
+        (log(FALLING, {"event": "failed", "error": "disk full"}), "bad", ["Failed: disk full"]),
+        (log(FALLING, {"event": "stopped", "reason": "SIGTERM: after 9"}), "fair", ["SIGTERM: after 9."]),
+        (log([*FALLING, "nan"], END), "bad", ["Some losses are not finite."]),
+        (log(FALLING, {"event": "skipped", "count": 8}, END), "fair", ["8 of 40 updates were skipped."]),
+        (log(FALLING, *log(FALLING, END)), "good", ["It was restarted once."]),
+        (
+            log(
+                FALLING,
+                {"event": "evaluated", "updates": 20, "accuracy": 0.9},
+                {"event": "evaluated", "updates": 40, "accuracy": 0.8},
+                END,
+            ),
+            "good",
+            ["Accuracy 80.00%, at best 90.00% after 20 updates."],
+        ),
+        ([], "fair", ["The log has no end: the run goes on, or was killed."]),
+    ],
+)
+def test_a_run_is_judged(events, level, sentences):
+    found = verdict_of(events)
+    assert found.level == level
+    assert set(sentences) <= set(found.sentences)
+
+
+def traced(name, micro_batches, forward, wait=0.0, **placed):
+    """Return a timeline in which stage s ran F in forward[s] seconds and B in twice as many, and then waited."""
+    schedule = make_schedule(name, micro_batches=micro_batches, **placed)
+    slices, end = list[Slice](), 0.0
+    for stage, ipu in enumerate(schedule.placement):
+        assert ipu is not None, "these stages are local"
+        clock = 0.0
+        kinds: tuple[tuple[Kind, float], ...] = (("F", forward[stage]), ("B", 2 * forward[stage]))
+        for m in range(micro_batches):
+            for kind, cost in kinds:
+                name = f"{stage}{kind}{m}"
+                slices.append(Slice(0, 0, ipu, 0, kind, name, clock, clock + cost, None, (stage,), m))
+                clock += cost
+        slices.append(Slice(0, 0, ipu, 0, "exchange", "exchange y", clock, clock + wait))
+        end = max(end, clock + wait)
+    steps = tuple(Step(0, 0, ipu, 0, 0.0, end) for ipu in range(schedule.ipus))
+    plan = planned(schedule, median_costs(slices), steps, slices)
+    return Timeline(schedule, tuple("abcdefgh"[: len(forward)]), True, steps, tuple(slices), plan)
+
+
+def advice(timeline, events=()):
+    return advice_on(events, timeline, make_report(timeline))
+
+
+def test_few_micro_batches_are_named_with_the_bubbles_before_and_after():
+    # gpipe on 4 IPUs with even stages: (S-1) / (M+S-1) is 3/7 for M = 4 and 3/19 for M = 16
+    first = advice(traced("gpipe", 4, [1e-3] * 4, ipus=4))[0]
+    assert "gradient_accumulation=16 instead of 4" in first
+    assert "falls from 43% to 16%" in first
+
+
+def test_a_better_schedule_is_named():
+    found = advice(traced("sequential", 64, [1e-3] * 2, ipus=2))
+    # one stage at a time keeps half of the IPUs idle: 1 - 1/2; any pipeline's bubble is at most 1/65
+    assert any("Another schedule" in each and "falls from 50% to 2%" in each for each in found)
+
+
+def test_a_layer_to_move_is_named():
+    found = advice(traced("1f1b", 64, [2e-3, 2e-3, 1e-3], placement=(0, 0, 1), ipus=2))
+    assert any("slowest stage is a" in each and "move 'b' from IPU 0 to IPU 1" in each for each in found)
+
+
+def test_a_well_filled_pipeline_gets_no_advice_on_its_schedule():
+    found = advice(traced("1f1b", 128, [1e-3] * 2, ipus=2))
+    assert not any("micro-batches: with" in each or "Another schedule" in each for each in found)
+
+
+def test_waiting_beyond_the_plan_is_named():
+    timeline = traced("1f1b", 64, [1e-3, 1e-4], ipus=2)
+    planned_bubble, _ = bubbles(make_report(timeline))
+    # IPU 0 is busy in all of the step, IPU 1 in a tenth of it: nearly nothing but the plan's own waiting
+    assert planned_bubble == pytest.approx(0.45, abs=0.02)
+    assert not any("is in the plan" in each for each in advice(timeline))
+    slow = [one for one in timeline.slices if one.kind != "exchange"]
+    late = [Slice(**{**vars(one), "start": 3 * one.start, "end": 2 * one.start + one.end}) for one in slow]
+    spread = Timeline(timeline.schedule, timeline.stages, True, timeline.steps, tuple(late), timeline.plan)
+    assert any("is in the plan" in each for each in advice(spread))
+
+
+def test_without_a_trace_the_advice_is_to_record_one_and_long_compilation_is_named():
+    events = [
+        {"event": "start", "seconds": 0.0},
+        {"event": "compiled", "seconds": 60.0},
+        {"event": "end", "seconds": 80.0},
+    ]
+    found = advice_on(events, None, None)
+    assert "trace" in found[0]
+    assert "Compiling took 1 min 0 s of 1 min 20 s" in found[1]
+    rising = advice_on(log(FALLING[::-1], END), None, None)
+    assert "lower the learning rate" in rising[0]
