@@ -76,7 +76,7 @@ def test_stopped_and_resumed_it_is_one_training_and_one_log(tmp_path, capsys, mo
     monkeypatch.setattr(Checkpoints, "due", due)
     assert main([*flags, *recorded]) == 0
     first = capsys.readouterr().out
-    stopped = f"SIGTERM: stopped after 4 of 8 updates; saved in {folder}: the same call goes on"
+    stopped = f"SIGTERM: stopped after 4 of 10 updates; saved in {folder}: the same call goes on"
     assert stopped in first
     assert main([*flags, *recorded]) == 0
     second = capsys.readouterr().out
@@ -94,6 +94,7 @@ def test_stopped_and_resumed_it_is_one_training_and_one_log(tmp_path, capsys, mo
     start = events[0]
     assert (start["ipus"], start["replicas"], start["samples_per_update"], start["total_updates"]) == (2, 1, 20, 10)
     assert start["flags"]["repeat-count"] == 2
+    assert (start["flags"]["epochs"], start["defaults"]["epochs"]) == (2, 20)  # of few images
     assert len(list(board.iterdir())) == 2
 
 
