@@ -69,9 +69,20 @@ def __getattr__(name: str) -> Any:
         homes = (importlib.import_module(_MODULES[module]) for module in _SUBJECTS)
         found = next(getattr(home, name) for home in homes if name in home.__all__)
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        where = _home_of(name)
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}{where}", name=name, obj=sys.modules[__name__]
+        )
     globals()[name] = found  # so that this is called only once per name
     return found
+
+
+def _home_of(name: str) -> str:
+    """Say which module has a public name."""
+    for module in () if name.startswith("_") else _SUBJECTS:
+        if name in importlib.import_module(_MODULES[module]).__all__:
+            return f": it is {__name__}.{module}.{name}"
+    return ""
 
 
 def __dir__() -> list[str]:

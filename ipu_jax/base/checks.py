@@ -2,6 +2,7 @@
 
 import difflib
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -58,10 +59,20 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     """
     if isinstance(value, str) and value in choices:
         return value
+    hint = nearest(value, choices)
+    mend = f"{hint} Choose" if hint else "choose"
+    raise ValueError(f"{name}={value!r} is unknown: {mend} one of {', '.join(map(repr, choices))}")
+
+
+def nearest(value: object, choices: Iterable[str]) -> str:
+    """Return the question whether the nearest of the choices was meant, ignoring case, or "" if none is near.
+
+    >>> nearest("heads", ("mlp", "head"))
+    "did you mean 'head'?"
+    """
     lowered = {choice.lower(): choice for choice in choices}
     near = difflib.get_close_matches(value.lower(), lowered, n=1, cutoff=0.65) if isinstance(value, str) else []
-    hint = f"did you mean {lowered[near[0]]!r}? Choose" if near else "choose"
-    raise ValueError(f"{name}={value!r} is unknown: {hint} one of {', '.join(map(repr, choices))}")
+    return f"did you mean {lowered[near[0]]!r}?" if near else ""
 
 
 def check_positive(name: str, value: object) -> float:

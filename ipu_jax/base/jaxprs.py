@@ -156,8 +156,27 @@ def traced_on(mesh: Mesh | AbstractMesh, fn: Callable[[], _T]) -> _T:
         return jnp.zeros(())
 
     bound = set(mesh.axis_names[:2])
+    check_context_mesh(mesh)
     mapped = jax.shard_map(
         program, mesh=mesh, in_specs=(), out_specs=PartitionSpec(), axis_names=bound, check_vma=False
     )
     jax.eval_shape(mapped)
     return results[0]
+
+
+def check_context_mesh(mesh: Mesh | AbstractMesh | None = None) -> None:
+    """Raise `ValueError` where jax maps over a mesh already, or traces a program under `jax.set_mesh` of another."""
+    context = jax.sharding.get_abstract_mesh()
+    if context.empty or (mesh is not None and mesh.axis_types == context.axis_types and mesh.shape == context.shape):
+        return
+    axes = ", ".join(repr(axis) for axis in context.axis_names if not axis.startswith("_"))
+    over = f" over the axes {axes}" if axes else ""
+    if context.manual_axes:
+        raise ValueError(
+            f"this call is inside jax.shard_map or jax.pmap{over}, but it maps over the IPUs itself: call it outside; "
+            "for more copies of the model, give make_mesh more replicas"
+        )
+    raise ValueError(
+        f"this call is inside jax.jit or jax.grad under jax.set_mesh of another mesh{over}: leave jax.set_mesh out, or "
+        "give it the own mesh, jax.set_mesh(pipeline.mesh)"
+    )

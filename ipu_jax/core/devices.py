@@ -33,6 +33,7 @@ from jax.sharding import AxisType, Mesh
 
 from ipu_jax.base import facts
 from ipu_jax.base.checks import check_bool, check_choice, check_count
+from ipu_jax.base.doors import public
 from ipu_jax.core.cuda_graphs import use_cuda_graphs
 from ipu_jax.core.device_order import rows_of
 
@@ -55,6 +56,7 @@ ALL_IPUS: Final = AllIpus.ALL_IPUS
 """The place of a concurrent stage: every IPU of its replica."""
 
 
+@public
 def configure(num_ipus: int, *, cores: Cores = "shared", cuda_graphs: bool | None = None) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm] (jaxlib has no stubs)
     """Give this process at least `num_ipus` virtual IPUs, and start the jax backend.
 
@@ -109,6 +111,7 @@ def configure(num_ipus: int, *, cores: Cores = "shared", cuda_graphs: bool | Non
     raise ValueError(f"num_ipus={num_ipus}, but {_too_few(num_ipus, len(devices), devices[0].platform)}")
 
 
+@public
 def make_mesh(replicas: int, ipus_per_replica: int, *, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
     """Return the mesh of a program: `replicas` rows of `ipus_per_replica` IPUs, over the first devices of jax.
 

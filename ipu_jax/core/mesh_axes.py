@@ -16,6 +16,7 @@ import jax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from ipu_jax.base.jaxprs import check_context_mesh
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 
 OWN_AXES: Final = (REPLICA_AXIS, IPU_AXIS)
@@ -88,14 +89,15 @@ def over_ipus(program: Callable[..., Any], mesh: Mesh, *, in_specs: Any, out_spe
         axis_names=set(OWN_AXES),
         check_vma=False,
     )
-    if parts(further_axes(mesh)) == 1:
-        return mapped
 
     def placed(spec: PartitionSpec, leaf: Any) -> Any:
         return lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
 
     def run(*args: Any) -> Any:
+        check_context_mesh(mesh)
         results = mapped(*args)
+        if parts(further_axes(mesh)) == 1:
+            return results
         return jax.tree.map(placed, jax.tree.broadcast(out_specs, results, is_leaf=is_spec), results, is_leaf=is_spec)
 
     return run

@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any, Literal, get_args
 
 from ipu_jax.base.checks import check_bool, check_choice, check_count, check_positive
+from ipu_jax.base.doors import public
 
 Reduction = Literal["mean", "sum"]
 REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
@@ -38,6 +39,7 @@ class PipelineOptions:
         check_choice("reduction", self.reduction, REDUCTIONS)
 
 
+@public
 @dataclasses.dataclass(frozen=True)
 class DynamicScale:
     """A loss scale that grows as far as possible. An update with an inf or NaN in its gradients is skipped.
@@ -73,6 +75,7 @@ class DynamicScale:
             )
 
 
+@public
 @dataclasses.dataclass(frozen=True)
 class TrainOptions:
     """Options of a `TrainStep`: how weights are updated, and how often per call.

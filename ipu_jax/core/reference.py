@@ -18,6 +18,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from ipu_jax.base.doors import public_on_mesh
+from ipu_jax.base.jaxprs import check_context_mesh
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.instances import own_device, put
 from ipu_jax.core.mesh_axes import further_axes
@@ -33,6 +35,7 @@ UNFUSED: Final = {"xla_allow_excess_precision": False, "xla_cpu_experimental_ynn
 backend fuses a product with its neighbours, and rounds otherwise than XLA does."""
 
 
+@public_on_mesh
 def reference_value_and_grad(
     pipeline: Pipeline, params: dict[str, Any], batch: Any, state: dict[str, Any] | None = None, key: Any = None
 ) -> Any:
@@ -56,10 +59,12 @@ def reference_value_and_grad(
         ValueError: the batch does not fit, or a group of state or a key is missing or superfluous. Under
             `jax.debug_nans`: weights, batch or state hold a NaN.
     """
+    check_pipeline(pipeline)
     _check_searchable(params=params, batch=batch, state=state)
     return unsharded_update(pipeline, params, batch, state, key)
 
 
+@public_on_mesh
 def reference_predict(
     pipeline: Pipeline,
     params: dict[str, Any],
@@ -85,6 +90,7 @@ def reference_predict(
     Raises:
         ValueError: as in `Pipeline.predict`.
     """
+    check_pipeline(pipeline)
     stages, replicas = pipeline.stages, pipeline.replicas
     check_predictable(stages, replicas, return_state)
     check_key(key, stages, "prediction")
@@ -162,6 +168,12 @@ def unsharded_update(
     return (*result, new_state) if jax.tree.leaves(new_state) else result
 
 
+def check_pipeline(pipeline: Any) -> None:
+    """Raise `ValueError` unless it is a `Pipeline`."""
+    if not isinstance(pipeline, Pipeline):
+        raise ValueError(f"pipeline is a {type(pipeline).__name__}: give a Pipeline, such as step.model")
+
+
 def _check_state(pipeline: Pipeline, state: Any) -> None:
     if pipeline.function is not None:
         return
@@ -210,6 +222,7 @@ def _on_first_ipus(
     fused: bool = True,
 ) -> Any:
     """Return `run_replica(params, batch, state, key)` of all replicas, stacked, on this instance's first device."""
+    check_context_mesh()
     copies, first_ipu = _copies(pipeline.mesh), SingleDeviceSharding(own_device(pipeline.mesh))
     replicated, per_replica = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
     if pipeline.replicas == 1:

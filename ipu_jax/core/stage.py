@@ -11,11 +11,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ipu_jax.base.checks import as_int, check_choice
+from ipu_jax.base.doors import public
 from ipu_jax.base.jaxprs import closed_of
 from ipu_jax.core.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, AllIpus
 from ipu_jax.core.mesh_axes import names_in
 
 
+@public
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Outputs:
@@ -51,6 +53,7 @@ class Origin(NamedTuple):
 _WHOLE = PartitionSpec()
 
 
+@public
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """A piece of the model: a plain function, and where it runs.
@@ -157,9 +160,13 @@ class Stage:
             if ipu is None or ipu < 0:
                 raise ValueError(f"ipu={self.ipu!r} is not an IPU: give an int of at least 0, or ALL_IPUS")
             object.__setattr__(self, "ipu", ipu)
-        for name, fn in (("evaluate", self.evaluate), ("predict", self.predict)):
-            if fn is not None and not callable(fn):
+        for name in ("evaluate", "predict", "reference"):
+            if (fn := getattr(self, name)) is not None and not callable(fn):
                 raise ValueError(f"{name}={fn!r} is not callable: give a function called like fn, or None")
+        for name, call in (("params", "shard"), ("state", "shard_state")):
+            kind = type(getattr(self, name)).__name__
+            if kind not in ("str", "NoneType"):
+                raise ValueError(f"{name} is a {kind}: give the name of a group, and its arrays to pipeline.{call}")
         self._check_predict_specs()
         for what, given in (("takes", self.takes), ("shared", self.shared)):
             names = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)

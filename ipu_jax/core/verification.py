@@ -9,17 +9,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from ipu_jax.base import facts
+from ipu_jax.base.checks import check_cost
+from ipu_jax.base.doors import public_on_mesh
 from ipu_jax.base.jaxprs import all_equations
 from ipu_jax.base.showing import Shown, Table
-from ipu_jax.base.tracebacks import ShortTracebacks
 from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.instances import gathered, on_host
 from ipu_jax.core.mesh_axes import further_axes, parts
 from ipu_jax.core.pipeline import Pipeline
-from ipu_jax.core.reference import UNFUSED, unsharded_update
+from ipu_jax.core.reference import UNFUSED, check_pipeline, unsharded_update
 from ipu_jax.core.weights.packing import Sharded
 
 # Two programs whose operations round alike agree, but for a few numbers that are rounded up in one and down in the
@@ -77,6 +79,7 @@ def _worst(errors: Mapping[str, float]) -> tuple[str, float]:
     return max(errors.items(), key=lambda item: np.inf if np.isnan(item[1]) else item[1])
 
 
+@public_on_mesh
 @facts.during("verifying")
 def verify(
     pipeline: Pipeline,
@@ -137,6 +140,11 @@ def verify(
     >>> verify(pipeline, params, jnp.ones((3, 4, 2))).loss
     4.0
     """
+    check_pipeline(pipeline)
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, batch, state, key))):
+        raise ValueError("verify was called inside jax.jit or jax.grad, where values are not known: call it outside")
+    pipeline.check(params, batch, state, key)
+    check_cost("rtol", 0.0 if rtol is None else rtol, "tolerance")
     weights, whole_state = pipeline.unshard(params), None if state is None else pipeline.unshard(state)
 
     def sharded(*, fused: bool = True) -> dict[str, Any]:
@@ -147,8 +155,7 @@ def verify(
     def unsharded(weights: Any, *, fused: bool = True) -> dict[str, Any]:
         return _results(unsharded_update(pipeline, weights, batch, whole_state, key, fused=fused))
 
-    with ShortTracebacks():
-        actual, expected = sharded(), unsharded(weights)
+    actual, expected = sharded(), unsharded(weights)
     _check_same_shapes(actual["aux"], expected["aux"])
     groups = pipeline.apply_frozen(params).layout.groups
     dtypes = [jnp.dtype(leaf.dtype) for group in groups for leaf in group.leaves if not leaf.frozen]

@@ -3,10 +3,13 @@
 import ast
 import collections
 import importlib
+import re
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+
+import pytest
 
 import ipu_jax
 from support import public_api
@@ -71,6 +74,15 @@ def test_names_are_listed_and_can_be_imported_all_at_once():
     names = {}
     exec("from ipu_jax import *", names)
     assert {*ipu_jax.__all__} <= {*names}
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("replicate", ": it is ipu_jax.steps.replicate"), ("qqqq", "'qqqq'")],
+)
+def test_a_name_that_is_not_there_is_answered_by_the_one_that_was_meant(name, says):
+    with pytest.raises(AttributeError, match=f"{re.escape(says)}$"):
+        getattr(ipu_jax, name)
 
 
 def test_jax_is_loaded_by_the_first_name_that_needs_it():

@@ -264,7 +264,7 @@ def make_report(
         report = dataclasses.replace(report, temporary=temporary, collectives=collectives)
     of_device = (mesh.devices.flat[0].memory_stats() or {}).get("bytes_limit")
     if ipu_memory is not None:
-        warn_where_too_large(report, ipu_memory, stacklevel=4)
+        warn_where_too_large(report, ipu_memory, stacklevel=5)
     return dataclasses.replace(report, limit=of_device if ipu_memory is None else ipu_memory)
 
 
@@ -377,4 +377,4 @@ class MemoryGuard:
         shapes = (params.layout, state_layout, treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if shapes not in self._seen:
             self._seen.add(shapes)
-            warn_where_too_large(report(), self.ipu_memory, stacklevel=4)
+            warn_where_too_large(report(), self.ipu_memory, stacklevel=5)

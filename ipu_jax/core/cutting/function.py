@@ -26,6 +26,7 @@ from ipu_jax.core.cutting.program import Program, traced
 from ipu_jax.core.cutting.stages import Held, make_stage, who_holds
 from ipu_jax.core.programs.segment import Message, MicrobatchInputs
 from ipu_jax.core.stage import Stage
+from ipu_jax.core.weights.packed_layout import check_array
 from ipu_jax.core.weights.whole_tree import Part, WholeTree, spread
 
 
@@ -229,6 +230,8 @@ def _shapes(tree: Any) -> Any:
 
 def _dtype_of(leaf: Any) -> Any:
     """Return the dtype in which jax holds an array: NumPy's int64 and float64 become 32 bits wide, by default."""
+    if hasattr(leaf, "dtype"):
+        check_array("a leaf of params, micro_batch or state", leaf)
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 

@@ -14,7 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh
 
 from ipu_jax.core.devices import AllIpus
-from ipu_jax.core.modules.parts import Inputs, ModuleStage, Recompute, import_library, make_module_stage
+from ipu_jax.core.modules.parts import Inputs, ModuleStage, Recompute, check_instance, import_library, make_module_stage
 
 
 def equinox_stage(
@@ -77,6 +77,7 @@ def equinox_stage(
     [0.3333, 0.3333, 0.3333]
     """
     eqx = import_library("equinox")
+    check_instance(module, name)
     if not callable(module):
         raise ValueError(f"module={type(module).__name__} of stage {name!r} is not callable: give an Equinox module")
     if not (state is None or isinstance(state, eqx.nn.State)):

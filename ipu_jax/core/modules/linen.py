@@ -15,7 +15,7 @@ import jax
 
 from ipu_jax.core.devices import AllIpus
 from ipu_jax.core.modules._sown import Losses, add_up, check_losses, warn_dropped
-from ipu_jax.core.modules.parts import Inputs, ModuleStage, Recompute, import_library, make_module_stage
+from ipu_jax.core.modules.parts import Inputs, ModuleStage, Recompute, check_instance, import_library, make_module_stage
 
 MODES: Final = {
     "train": True,
@@ -95,6 +95,7 @@ def linen_stage(
     >>> [round(float(g), 4) for g in pipeline.unshard(gradients)["dense"]["bias"]]
     [0.3333, 0.3333, 0.3333]
     """
+    check_instance(module, name)
     if not (hasattr(module, "apply") and hasattr(module, "init")):
         raise ValueError(
             f"module={type(module).__name__} is not a flax.linen module, with init and apply: for nnx use nnx_stage, "

@@ -14,7 +14,7 @@ import jax
 
 from ipu_jax.core.devices import AllIpus
 from ipu_jax.core.modules._sown import Losses, add_up, check_losses, warn_dropped
-from ipu_jax.core.modules.parts import Inputs, ModuleStage, Recompute, import_library, make_module_stage
+from ipu_jax.core.modules.parts import Inputs, ModuleStage, Recompute, check_instance, import_library, make_module_stage
 
 
 def nnx_stage(
@@ -79,6 +79,7 @@ def nnx_stage(
     >>> [round(float(g), 4) for g in pipeline.unshard(gradients)["linear"]["bias"][...]]
     [0.3333, 0.3333, 0.3333]
     """
+    check_instance(module, name)
     nnx = import_library("flax.nnx")
     if not isinstance(module, nnx.Module):
         raise ValueError(

@@ -99,6 +99,12 @@ def gather_stages(parts: Iterable[ModuleStage]) -> tuple[list[Stage], dict[str, 
     return stages, params, state or None
 
 
+def check_instance(module: Any, name: str) -> None:
+    """Raise `ValueError` if a module is a class."""
+    if isinstance(module, type):
+        raise ValueError(f"module={module.__name__} of stage {name!r} is a class: give an instance of it")
+
+
 def import_library(module: str) -> Any:
     """Return a module of Flax or Equinox, which are optional dependencies.
 

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
+from ipu_jax.base.doors import public_on_mesh
 from ipu_jax.base.showing import Shown, Table
-from ipu_jax.base.tracebacks import ShortTracebacks
 from ipu_jax.core.analysis.report import make_report
 from ipu_jax.core.analysis.schedule_choice import silent_about_messages
 from ipu_jax.core.cutting.function import FunctionModel, model_of
@@ -37,6 +37,7 @@ from ipu_jax.core.weights.arguments import check_predictable, count_samples
 from ipu_jax.core.weights.packing import Sharded
 
 
+@public_on_mesh
 class Pipeline(PlacedStages, Shown):
     """Runs stages on the IPUs of each replica, under a schedule.
 
@@ -111,11 +112,10 @@ class Pipeline(PlacedStages, Shown):
         self.check(params, batch, state, key)
         arguments = self.apply_frozen(params), batch, state, key
         report = lambda: make_report(self.plan_step(*arguments), *arguments, mesh=self.mesh)  # noqa: E731
-        with ShortTracebacks():
-            self._memory.check(*arguments[:3], report)
-            samples = count_samples(batch, 2 + (self.replicas > 1))
-            program, jitted = self._undifferentiated, self._value_and_grad
-            result = self._bounded(program, params, batch, state, key, jitted=jitted, updates=1, samples=samples)
+        self._memory.check(*arguments[:3], report)
+        samples = count_samples(batch, 2 + (self.replicas > 1))
+        program, jitted = self._undifferentiated, self._value_and_grad
+        result = self._bounded(program, params, batch, state, key, jitted=jitted, updates=1, samples=samples)
         return result if self._groups.state_owners else result[:2]
 
     def loss(
@@ -162,8 +162,7 @@ class Pipeline(PlacedStages, Shown):
         """
         role = "training" if training else "evaluation"
         self._check(params, batch, state, key, role)
-        with ShortTracebacks():
-            loss, aux, new_state = self._losses[role](params, batch, state, key)
+        loss, aux, new_state = self._losses[role](params, batch, state, key)
         result = self.loss_with_aux(loss, aux)
         if not (training and self._groups.state_owners):
             return result
@@ -220,9 +219,8 @@ class Pipeline(PlacedStages, Shown):
             )
         check_predictable(self.stages, self.replicas, return_state)
         self._check(params, batch, state, key, "prediction")
-        with ShortTracebacks():
-            program, jitted = self._predict
-            outputs, new_state = self._bounded(program, params, batch, state, key, jitted=jitted)
+        program, jitted = self._predict
+        outputs, new_state = self._bounded(program, params, batch, state, key, jitted=jitted)
         return (outputs, new_state) if return_state else outputs
 
     @classmethod

@@ -10,8 +10,8 @@ import optax
 from jax.sharding import Mesh
 
 from ipu_jax.base import facts
+from ipu_jax.base.doors import public_on_mesh
 from ipu_jax.base.jaxprs import traced_on
-from ipu_jax.base.tracebacks import ShortTracebacks
 from ipu_jax.core.analysis.report import MemoryGuard, PipelineReport, lowered, make_report
 from ipu_jax.core.analysis.schedule_choice import ScheduleChoice, StepShapes, warn_of_messages
 from ipu_jax.core.analysis.stage_costs import check_measurable
@@ -43,6 +43,7 @@ from ipu_jax.core.weights.packed_layout import PackedLayout
 from ipu_jax.core.weights.packing import Sharded
 
 
+@public_on_mesh
 class PlacedStages:
     """The abstract base of `Pipeline`: everything that does not run a step."""
 
@@ -94,7 +95,7 @@ class PlacedStages:
         )
         self._asked_for = schedule
         if self.schedule_or_name != "auto":
-            warn_of_messages(self.schedule, self.platform, stacklevel=3)
+            warn_of_messages(self.schedule, self.platform, stacklevel=4)
         self._window = InFlight()
         self._memory, self.guards = MemoryGuard(ipu_memory), GuardChoice(guards, self.mesh)
         # jitted once, so that all calls with the same shapes run the same program
@@ -233,11 +234,10 @@ class PlacedStages:
         limit = self._memory.ipu_memory if ipu_memory is None else ipu_memory
         program = self._value_and_grad if compile else None
         frozen = self.apply_frozen(params)
-        with ShortTracebacks():
-            if compile:
-                self._check_guards(self._value_and_grad, params, batch, state, key)
-            plan = self.plan_step(frozen, batch, state, key)
-            return make_report(plan, frozen, batch, state, key, mesh=self.mesh, program=program, ipu_memory=limit)
+        if compile:
+            self._check_guards(self._value_and_grad, params, batch, state, key)
+        plan = self.plan_step(frozen, batch, state, key)
+        return make_report(plan, frozen, batch, state, key, mesh=self.mesh, program=program, ipu_memory=limit)
 
     def lower(self, params: Sharded, batch: Any, state: Sharded | None = None, key: jax.Array | None = None) -> Any:
         """Return the program of `value_and_grad`, lowered but not run. Compile it to see its memory and its HLO.
@@ -253,10 +253,9 @@ class PlacedStages:
             ValueError: `value_and_grad` would refuse the arguments.
         """
         self.check(params, batch, state, key)
-        with ShortTracebacks():
-            lower = lambda: lowered(self._value_and_grad, self.mesh, params, batch, state, key)  # noqa: E731
-            self.guards.check_shapes(self._value_and_grad, (params, batch, state, key), lower)
-            return lower()
+        lower = lambda: lowered(self._value_and_grad, self.mesh, params, batch, state, key)  # noqa: E731
+        self.guards.check_shapes(self._value_and_grad, (params, batch, state, key), lower)
+        return lower()
 
     def choose_schedule(
         self,
@@ -284,8 +283,7 @@ class PlacedStages:
         self._choice.check_choosable(costs)
         self.check(params, batch, state, key)
         choose = lambda shapes: self._choice.choose(shapes, costs)  # noqa: E731
-        with ShortTracebacks():
-            return self._traced(choose, self.apply_frozen(params), batch, state, key)
+        return self._traced(choose, self.apply_frozen(params), batch, state, key)
 
     def stage_costs(
         self,
@@ -317,9 +315,8 @@ class PlacedStages:
         if measured:
             check_there(self.mesh, "measured=True", "measured=False, which counts FLOPs")
         trace = lambda shapes: shapes.trace(self.stages)  # noqa: E731
-        with ShortTracebacks():
-            traced = self._traced(trace, self.apply_frozen(params), batch, state, key)
-            return traced.measured(self.mesh, repeats) if measured else traced.counted()
+        traced = self._traced(trace, self.apply_frozen(params), batch, state, key)
+        return traced.measured(self.mesh, repeats) if measured else traced.counted()
 
     def _bounded(
         self, program: Callable[..., Any], *args: Any, jitted: Any = None, updates: int = 0, samples: int = 0

@@ -114,6 +114,8 @@ class Segment:
                 if stage.shared:
                     extra["shared"] = {name: params[name] for name in stage.shared}
                 out = self._function(stage)(weights, x.y, inputs.microbatch, **extra)
+                if out is None:
+                    raise ValueError(f"stage {stage.name!r} returns None: return y, or from the last stage the loss")
                 out = out if isinstance(out, Outputs) else Outputs(out)
                 if self.role == "prediction" and not (stage.predict or stage.evaluate) and out.state is not None:
                     warnings.warn(

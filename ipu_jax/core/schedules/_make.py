@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from ipu_jax.base.checks import check_count
+from ipu_jax.base.doors import public
 from ipu_jax.core.schedules._auto import find_schedule
 from ipu_jax.core.schedules._costs import StageCosts
 from ipu_jax.core.schedules._families import canonical_name, default_placement, timetable
@@ -10,6 +11,7 @@ from ipu_jax.core.schedules._schedule import Schedule, placement_of
 from ipu_jax.core.schedules._timetable import Placement
 
 
+@public
 def make_schedule(
     name: str,
     *,

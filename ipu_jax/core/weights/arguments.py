@@ -10,11 +10,12 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from ipu_jax.base.checks import nearest
 from ipu_jax.base.keys import is_one_key
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.mesh_axes import further_axes, names_in
 from ipu_jax.core.stage import Role, Stage
-from ipu_jax.core.weights.packed_layout import WHOLE, with_specs
+from ipu_jax.core.weights.packed_layout import WHOLE, check_array, with_specs
 from ipu_jax.core.weights.packing import Sharded
 
 
@@ -139,6 +140,14 @@ def by_group(name: str, value: Any) -> dict[str, Any]:
     return dict(value or {})
 
 
+def check_names(what: str, given: Mapping[str, Any], owners: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if an argument with an entry per group names one that no stage names."""
+    for name in sorted(given.keys() - owners.keys()):
+        kind, there = ("state" if what == "state_specs" else "params"), ", ".join(map(repr, sorted(owners)))
+        hint = nearest(name, owners) or f"leave it out, or name it in Stage(..., {kind}=); there are {there or 'none'}"
+        raise ValueError(f"{what} for {name!r}: no stage names such a group: {hint}")
+
+
 def specs_for(
     owners: dict[str, int | None], specs: Mapping[str, Any], what: str, axes: Mapping[str, int]
 ) -> dict[str, Any]:
@@ -147,13 +156,7 @@ def specs_for(
     Raises:
         ValueError: it names groups that no stage names, or groups of local stages where the mesh has no further axes.
     """
-    unknown = sorted(specs.keys() - owners.keys())
-    if unknown:
-        there = f"only {', '.join(map(repr, sorted(owners)))}" if owners else "and they name no others either"
-        raise ValueError(
-            f"{what} for {', '.join(map(repr, unknown))}: no stage names such a group, {there}; leave it out, or name "
-            f"it in {'Stage(..., state=)' if what == 'state_specs' else 'Stage(..., params=)'}"
-        )
+    check_names(what, specs, owners)
     local = sorted(name for name in specs if owners[name] is not None)
     if local and not axes:
         raise ValueError(
@@ -174,14 +177,6 @@ def check_shared(stages: tuple[Stage, ...], specs: Mapping[str, Any]) -> None:
                         f"specs[{name!r}] holds {spec}, but stage {stage.name!r} on IPU {stage.place} shares the "
                         "group, so every IPU holds it whole: give PartitionSpec(), or leave it out of specs"
                     )
-
-
-def frozen_for(owners: dict[str, int | None], frozen: dict[str, Any]) -> dict[str, Any]:
-    """Return `frozen`; raise `ValueError` if it names a group that no stage names."""
-    unknown = sorted(frozen.keys() - owners.keys())
-    if unknown:
-        raise ValueError(f"frozen={unknown[0]!r} is no group: the stages name {', '.join(map(repr, sorted(owners)))}")
-    return frozen
 
 
 def owners_of(stages: tuple[Stage, ...]) -> dict[str, int | None]:
@@ -251,24 +246,26 @@ def check_alive(what: str, tree: Any, mend: str = "pass what that call returned 
             raise ValueError(f"{what}: an earlier call reused the buffers of its arrays (it donates them): {mend}")
 
 
-def _shape(leaf: Any) -> str:
-    """Say which shape a leaf of a batch has, or what else it is: the batch of a `Feed` is one leaf."""
-    other = type(leaf).__name__.replace("FeedBatch", "FeedBatch (pass batch.data)")
-    return f"shape {tuple(leaf.shape)}" if hasattr(leaf, "shape") else other
+def arrays_in(batch: Any) -> list[tuple[str, Any]]:
+    """Return the paths and arrays of a batch; raise `ValueError` if it has none, or if a leaf is no array."""
+    named = [(f"batch{jax.tree_util.keystr(path)}", leaf) for path, leaf in jax.tree.leaves_with_path(batch)]
+    if not named:
+        raise ValueError("batch has no arrays: the first stage has nothing to read and M cannot be told")
+    for where, leaf in named:
+        check_array(where, leaf)
+    return named
 
 
 def check_batch(batch: Any, replicas: int, m: int) -> None:
     """Raise `ValueError` unless the leaves of `batch` are (m, ...), or (replicas, m, ...) with several replicas."""
     leading = (m,) if replicas == 1 else (replicas, m)
-    for path, leaf in jax.tree.leaves_with_path(batch):
-        shape = getattr(leaf, "shape", None)
-        if shape is None or shape[: len(leading)] != leading:
+    for where, leaf in arrays_in(batch):
+        if leaf.shape[: len(leading)] != leading:
             rule = "(gradient_accumulation," if replicas == 1 else "(replicas, gradient_accumulation,"
             raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} has {_shape(leaf)}: its leading dims must be {rule} ...) = "
+                f"{where} has shape {tuple(leaf.shape)}: its leading dims must be {rule} ...) = "
                 f"({', '.join(map(str, leading))}, ...)"
             )
-    _check_not_empty(batch)
 
 
 def check_predictable(stages: tuple[Stage, ...], replicas: int, return_state: bool) -> None:
@@ -290,21 +287,20 @@ def check_predictable(stages: tuple[Stage, ...], replicas: int, return_state: bo
 
 def check_prediction_batch(batch: Any, replicas: int) -> None:
     """Raise `ValueError` unless all leaves of `batch` are (m, ...) for one m of at least 1, or (replicas, m, ...)."""
-    _check_not_empty(batch)
     leading = 1 if replicas == 1 else 2
     rule = "(micro-batches, ...)" if replicas == 1 else f"(replicas, micro-batches, ...) = ({replicas}, ...)"
-    first: tuple[int, ...] | None = None
-    for path, leaf in jax.tree.leaves_with_path(batch):
-        found = tuple(getattr(leaf, "shape", tuple[int, ...]()))[:leading]
+    arrays = arrays_in(batch)
+    first = tuple(arrays[0][1].shape)[:leading]
+    for where, leaf in arrays:
+        found = tuple(leaf.shape)[:leading]
         if len(found) < leading or 0 in found or (replicas > 1 and found[0] != replicas):
             raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} has {_shape(leaf)}: its leading dims must be {rule}, with any "
+                f"{where} has shape {tuple(leaf.shape)}: its leading dims must be {rule}, with any "
                 "number of micro-batches from 1 on"
             )
-        first = found if first is None else first
         if found != first:
             raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} has {found[-1]} micro-batches and another leaf {first[-1]}: all "
+                f"{where} has {found[-1]} micro-batches and another leaf {first[-1]}: all "
                 f"leaves must have the same leading dims, {rule}"
             )
 
@@ -316,8 +312,3 @@ def count_samples(batch: Any, dims: int) -> int:
     64
     """
     return next((math.prod(leaf.shape[:dims]) for leaf in jax.tree.leaves(batch) if np.ndim(leaf) >= dims), 0)
-
-
-def _check_not_empty(batch: Any) -> None:
-    if not jax.tree.leaves(batch):
-        raise ValueError("batch has no arrays: the first stage has nothing to read and M cannot be told")

@@ -10,10 +10,10 @@ from ipu_jax.core.stage import Stage
 from ipu_jax.core.weights.arguments import (
     by_group,
     check_alive,
+    check_names,
     check_sharded,
     check_shared,
     check_state,
-    frozen_for,
     owners_of,
     specs_for,
     state_owners_of,
@@ -69,7 +69,8 @@ class Groups:
         self.state_specs = unsplit | specs_for(self.state_owners, given, "state_specs", axes)
         if whole is not None:
             frozen = whole.spread("frozen", False if frozen is None else frozen)
-        self.frozen = frozen_for(self.owners, by_group("frozen", frozen))
+        self.frozen = by_group("frozen", frozen)
+        check_names("frozen", self.frozen, self.owners)
 
     def layout(self, params: Any) -> PackedLayout:
         """Return where each leaf of whole weights goes."""

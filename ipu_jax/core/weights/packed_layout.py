@@ -175,6 +175,8 @@ def plan_layout(
         ValueError: groups are missing or unknown, a leaf is not an array, a leaf that gets a gradient is not floating,
             or a spec or a `frozen` does not fit.
     """
+    if not isinstance(params, Mapping):
+        raise ValueError(f"{what} is a {type(params).__name__}: give a dict of whole arrays for groups {[*owners]}")
     missing, unknown = sorted(owners.keys() - params.keys()), sorted(params.keys() - owners.keys())
     if missing or unknown:
         wrong = "; ".join(
@@ -226,9 +228,25 @@ def with_frozen(layout: PackedLayout, frozen: Mapping[str, Any]) -> PackedLayout
     return dataclasses.replace(layout, groups=tuple(groups))
 
 
+def check_array(where: str, value: Any) -> None:
+    """Raise `ValueError` unless `value` is an array that IPUs can hold, or has the shape and dtype of one."""
+    dtype = getattr(value, "dtype", None)
+    is_numeric = isinstance(dtype, np.dtype) and (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_)
+    if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)) or (is_numeric and hasattr(value, "shape")):
+        return
+    if isinstance(value, (bool, int, float, complex, str, bytes)):
+        # a list is a tree of its numbers
+        array = f"np.asarray({where.partition('[0]')[0]})"
+        raise ValueError(f"{where} is {value!r:.60}, and must be an array of numbers: give {array}")
+    if isinstance(dtype, np.dtype):
+        raise ValueError(f"{where} has dtype {dtype}, and IPUs hold numbers and bools only: turn it into numbers")
+    kind = f"{type(value).__module__}.{type(value).__name__}"
+    mend = "tensor.numpy()" if hasattr(value, "numpy") else "np.asarray(...), or batch.data of a FeedBatch"
+    raise ValueError(f"{where} is a {kind}, and must be a NumPy or jax array: give {mend}")
+
+
 def _leaf(where: str, value: Any, frozen: bool, rows: tuple[int, int] | None) -> Leaf:
-    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-        raise ValueError(f"{where} is {value!r}: a weight must be an array")
+    check_array(where, value)
     if jnp.issubdtype(value.dtype, jax.dtypes.extended):
         raise ValueError(f"{where} is {value.dtype}: keep jax.random.key_data(...) of a key")
     _check_floating(where, value.dtype, frozen)

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ipu_jax.base.cli.progress import Bar, shows_progress
+from ipu_jax.base.doors import public
 from ipu_jax.distributed import popdist
 from ipu_jax.distributed.stopping import StopRequest
 from ipu_jax.run.loop._goal import FACTS, Goal, check_arguments, figures_of, goal_of
@@ -89,6 +90,7 @@ class FitResult:
         return f"FitResult({self.updates:,} updates{last}{found}{f', stopped by {self.stopped}' * bool(self.stopped)})"
 
 
+@public
 def fit(
     step: TrainStep,
     state: TrainState,

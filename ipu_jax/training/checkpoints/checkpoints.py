@@ -30,6 +30,7 @@ import jax
 
 from ipu_jax.base import facts
 from ipu_jax.base.checks import check_choice, check_count
+from ipu_jax.base.doors import public
 from ipu_jax.distributed import popdist
 from ipu_jax.distributed.meetings import Meetings
 from ipu_jax.training.checkpoints import _agreement, _description, _folder, _reading, _seal
@@ -70,6 +71,7 @@ class Restored:
     topology: Literal["same", "other"]
 
 
+@public
 class Checkpoints:
     """Saves the states of a training step in a folder, and restores them.
 

@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 
 from ipu_jax.base import facts
 from ipu_jax.base.checks import as_int, check_choice, check_count
+from ipu_jax.base.doors import public
 from ipu_jax.core.options import TrainOptions
 from ipu_jax.training.data.batch import FeedBatch, Sender, share_of
 from ipu_jax.training.data.dims import REMAINDERS, BatchDims
@@ -49,6 +50,7 @@ class ForStep(Protocol):
     def options(self) -> TrainOptions: ...
 
 
+@public
 class Feed:
     """Iterates over batches of examples on a mesh from any position on. The order depends on seed and epoch.
 
@@ -195,7 +197,7 @@ class Feed:
             )
             if not is_chosen:
                 left_out = order.examples % order.per_batch
-                order.dims.warn_of_updates_left_out(left_out, order.examples, stacklevel=2)
+                order.dims.warn_of_updates_left_out(left_out, order.examples, stacklevel=3)
             sender = Sender(mesh, order.dims, examples.like, remainder)
             self._reader: Reader = IndexedReader(examples, order, sender, **rest)
             self.order: EpochOrder | None = order

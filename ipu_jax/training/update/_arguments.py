@@ -10,7 +10,7 @@ from ipu_jax.base.checks import check_count
 from ipu_jax.base.keys import is_one_key
 from ipu_jax.core.options import DynamicScale, TrainOptions
 from ipu_jax.core.pipeline import Pipeline
-from ipu_jax.core.weights.arguments import check_alive, check_batch
+from ipu_jax.core.weights.arguments import arrays_in, check_alive, check_batch
 from ipu_jax.core.weights.packing import Sharded
 from ipu_jax.training.data.feed import FeedBatch
 from ipu_jax.training.update._placement import Placement
@@ -72,10 +72,10 @@ class Arguments:
     def _draws(self) -> bool:
         return self._random or self._options.stochastic_rounding
 
-    def key_for_state(self, key: Any, *, stacklevel: int = 4) -> Any:
+    def key_for_state(self, key: Any, *, stacklevel: int = 5) -> Any:
         """Return the key that a new state holds: the given key, or None with a warning if nothing draws numbers.
 
-        The warning names a caller that many levels up: by default the caller of `init` or `restore`, which have two
+        The warning names a caller that many levels up: by default the caller of `init` or `restore`, which have three
         decorators.
         """
         if key is None or self._draws:
@@ -147,11 +147,11 @@ class Arguments:
         count = self._options.device_iterations
         if count == 1:
             return arrays
-        for path, leaf in jax.tree.leaves_with_path(arrays):
-            if getattr(leaf, "shape", ())[:1] != (count,):
+        for where, leaf in arrays_in(arrays):
+            if leaf.shape[:1] != (count,):
                 raise ValueError(
-                    f"batch{jax.tree_util.keystr(path)} has shape {tuple(getattr(leaf, 'shape', ()))}: "
-                    f"its first dim must be device_iterations={count}; give a batch of a Feed itself, not its data"
+                    f"{where} has shape {tuple(leaf.shape)}: its first dim must be "
+                    f"device_iterations={count}; give a batch of a Feed itself, not its data"
                 )
         return arrays
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_jax.base import facts
-from ipu_jax.base.tracebacks import ShortTracebacks
 from ipu_jax.core.instances import on_host
 from ipu_jax.core.options import TrainOptions
 from ipu_jax.core.pipeline import Pipeline
@@ -47,12 +46,11 @@ class Diagnosis:
             step: the number of the update, from 1.
         """
         key = jax.random.fold_in(state.key, step - 1) if self._random else None
-        with ShortTracebacks():
-            args = (state.params, batch, state.stages, key, current_scale(self._options, state.scale))
-            if isinstance(self._model, Pipeline):
-                self._model.guards.check(self._program, args, lambda: self._program.lower(*args))
-            results = self._program(*args)
-            flags, gradients, is_finite = jax.tree.map(on_host, results)
+        args = (state.params, batch, state.stages, key, current_scale(self._options, state.scale))
+        if isinstance(self._model, Pipeline):
+            self._model.guards.check(self._program, args, lambda: self._program.lower(*args))
+        results = self._program(*args)
+        flags, gradients, is_finite = jax.tree.map(on_host, results)
         of_stages = self._of_stages if isinstance(self._model, Pipeline) else self._of_function
         return first_nonfinite(step, of_stages(state, batch, flags, gradients, bool(is_finite)))
 

@@ -86,7 +86,7 @@ class BatchesInFlight:
             is_same = number > before + stopped - int(state.nonfinite)
             text = _described(found, number, None if is_same else before)
             if number != stops:
-                warnings.warn(f"{text}; the update was skipped", NonFiniteLossWarning, stacklevel=4)
+                warnings.warn(f"{text}; the update was skipped", NonFiniteLossWarning, stacklevel=5)
                 continue
             self._calls.clear()
             skipped = f", the last of {limit} in a row" if limit > 1 else ""

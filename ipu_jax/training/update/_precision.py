@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ipu_jax.core.cutting.function import FunctionModel
 from ipu_jax.core.stage import Stage
@@ -29,7 +30,7 @@ def cast_floats(tree: Any, dtype: Any) -> Any:
 
     def one(leaf: Any) -> Any:
         own = getattr(leaf, "dtype", None)
-        if own is None or jax.dtypes.canonicalize_dtype(own, allow_extended_dtype=True) not in narrow:
+        if not isinstance(own, np.dtype) or jax.dtypes.canonicalize_dtype(own, allow_extended_dtype=True) not in narrow:
             return leaf
         return leaf.update(dtype=dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.astype(dtype)
 

@@ -20,6 +20,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.base.checks import check_count
+from ipu_jax.base.doors import public_on_mesh
+from ipu_jax.base.jaxprs import check_context_mesh
 from ipu_jax.base.keys import is_one_key
 from ipu_jax.core.collectives import rounded
 from ipu_jax.core.devices import REPLICA_AXIS, InFlight, check_there, devices_of, is_described, make_mesh
@@ -28,6 +30,7 @@ from ipu_jax.core.mesh_axes import further_axes
 from ipu_jax.core.options import PipelineOptions, Reduction
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.weights.arguments import check_alive, check_batch, count_samples
+from ipu_jax.core.weights.packed_layout import check_array
 from ipu_jax.training.update._accumulate import accumulate, accumulate_gradients
 
 
@@ -132,6 +135,7 @@ def replicate(
     )
 
 
+@public_on_mesh
 class Replicas:
     """Runs a loss function on R replicas of one IPU each.
 
@@ -248,10 +252,10 @@ class Replicas:
         """Raise `ValueError` unless the leaves of `params` are floating arrays of at least 16 bits."""
         for path, leaf in jax.tree.leaves_with_path(params):
             where = f"params{jax.tree_util.keystr(path)}"
-            if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
-                described = getattr(leaf, "dtype", repr(leaf))
+            check_array(where, leaf)
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise ValueError(
-                    f"{where} is {described}: weights must be floating arrays; carry other data in the batch"
+                    f"{where} is {leaf.dtype}: weights must be floating arrays; carry other data in the batch"
                 )
             if jnp.finfo(leaf.dtype).bits < 16:
                 raise ValueError(
@@ -323,6 +327,7 @@ def over_replicas(
             dim_of(s) for s in jax.tree.leaves(jax.tree.broadcast(in_specs, args, is_leaf=is_spec), is_leaf=is_spec)
         ]
         leaves, treedef = jax.tree.flatten(args)
+        check_context_mesh()
 
         def with_dims(*leaves: Any) -> Any:
             # pmap removes the mapped dim, shard_map keeps it: give `program` the dim that it has under shard_map

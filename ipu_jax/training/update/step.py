@@ -23,7 +23,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.base import facts
-from ipu_jax.base.tracebacks import ShortTracebacks
+from ipu_jax.base.doors import public_on_mesh
 from ipu_jax.core.devices import REPLICA_AXIS, InFlight, check_there
 from ipu_jax.core.instances import put
 from ipu_jax.core.optimizer.extra_arguments import checked_optimizer
@@ -46,6 +46,7 @@ from ipu_jax.training.update.replicas import Replicas
 from ipu_jax.training.update.state import StepOutputs, TrainState
 
 
+@public_on_mesh
 def make_train_step(
     model: Pipeline | Replicas | Callable[..., Any],
     optimizer: optax.GradientTransformation | optax.MultiSteps,
@@ -74,6 +75,7 @@ def make_train_step(
     return TrainStep(model, optimizer, TrainOptions() if options is None else options)
 
 
+@public_on_mesh
 class TrainStep:
     """Update a model's weights: `state = step.init(params)`, then `state, outputs = step(state, batch)` repeatedly.
 
@@ -169,7 +171,7 @@ class TrainStep:
         """
         if isinstance(params, Sharded):
             params = whole_shapes(params.layout)
-        return self._placement.shapes(params, stages, self._arguments.key_for_state(key, stacklevel=2))
+        return self._placement.shapes(params, stages, self._arguments.key_for_state(key, stacklevel=3))
 
     @facts.during("placing the state")
     @jax.transfer_guard("allow")  # the caller asks for this transfer
@@ -248,11 +250,10 @@ class TrainStep:
         if batches is not None:
             batches.settle(state, keep=self._window.limit)
         ends = _ends(made) if is_traced else self._placed_ends(made)
-        with ShortTracebacks():
-            if isinstance(self.model, Pipeline):
-                self.model.guards.check(self._program, (state, batch, ends), lambda: self._lowered(state, batch, made))
-            self._window.begin((state, batch))
-            state, outputs, *before = self._program(state, batch, ends)
+        if isinstance(self.model, Pipeline):
+            self.model.guards.check(self._program, (state, batch, ends), lambda: self._lowered(state, batch, made))
+        self._window.begin((state, batch))
+        state, outputs, *before = self._program(state, batch, ends)
         k = self.options.device_iterations
         samples = count_samples(batch, 2 + (k > 1) + (self.model.replicas > 1)) * len(made) // k
         self._window.admit(outputs.loss, updates=len(made), samples=samples)
@@ -350,8 +351,7 @@ class TrainStep:
             if state.ema is None:
                 raise ValueError("ema=True, but no average is kept: make the step with TrainOptions(ema_decay=0.999)")
             params = self._averaged(params, state.ema)
-        with ShortTracebacks():
-            return loss_of_batch(self.model, self.options, params, state.stages, batch, key)
+        return loss_of_batch(self.model, self.options, params, state.stages, batch, key)
 
     def lower(self, state: TrainState, batch: Any) -> Any:
         """Return the program of a call, lowered but not run. Compile it to see its memory and its HLO.
@@ -365,11 +365,10 @@ class TrainStep:
             ValueError: as in a call.
         """
         batch, made = self._arguments.batch_of_call(state, batch)
-        with ShortTracebacks():
-            lower = lambda: self._lowered(state, batch, made)  # noqa: E731
-            if isinstance(self.model, Pipeline):
-                self.model.guards.check_shapes(self._program, (state, batch), lower)
-            return lower()
+        lower = lambda: self._lowered(state, batch, made)  # noqa: E731
+        if isinstance(self.model, Pipeline):
+            self.model.guards.check_shapes(self._program, (state, batch), lower)
+        return lower()
 
     def _lowered(self, state: TrainState, batch: Any, made: range) -> Any:
         several = [None] * (self.options.device_iterations > 1)

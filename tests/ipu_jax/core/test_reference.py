@@ -96,9 +96,9 @@ def test_the_unsharded_program_takes_the_reference_and_not_the_function():
 def test_what_is_no_array_is_refused_as_ever_while_jax_searches_for_a_nan():
     one_device = make_mesh(1, 1)
     with jax.debug_nans(True), Feed({"x": X[0]}, mesh=one_device, micro_batch=5) as feed:
-        with pytest.raises(ValueError, match=r"batch has FeedBatch \(pass batch.data\)"):
+        with pytest.raises(ValueError, match=r"FeedBatch, and must be .* batch.data"):
             reference_value_and_grad(pipeline_of(), WEIGHTS, next(feed))
-        with pytest.raises(ValueError, match=r"batch\[0\] has float"):
+        with pytest.raises(ValueError, match=r"batch\[0\] is 0\.5"):
             reference_value_and_grad(pipeline_of(), WEIGHTS, [0.5])
 
 

@@ -128,7 +128,7 @@ PRIMITIVES = ("psum", "pmax", "ppermute", "all_gather", "all_to_all", "reduce_sc
     (ending(lambda p, x, mb: (x.mean(),)), "returns tuple:", *A_LOSS),
     (ending(lambda p, x, mb: [x.mean(), 1]), "returns list:", *A_LOSS),
     (ending(lambda p, x, mb: {"loss": x.mean()}), "returns dict:", *A_LOSS),
-    (ending(lambda p, x, mb: None), "returns NoneType:", *A_LOSS),
+    (ending(lambda p, x, mb: None), "'the loss' returns None:", "from the last stage the loss"),
 )
 def test_a_stage_that_would_hang_or_has_no_loss_is_refused(call, holds):
     with refused(*holds):

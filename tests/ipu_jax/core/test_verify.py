@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -412,7 +412,13 @@ def unsharded(**given: Any) -> Any:
 
 @refusals(
     (unsharded(batch=batch_of(1)), "batch['x'] has shape (3, 3, 4)", "its leading dims must be"),
-    (unsharded(batch=FeedBatch({}, 0, 0, 1, np.ones(0, bool), 0)), "batch has FeedBatch", "pass batch.data"),
+    (
+        unsharded(batch=FeedBatch({}, 0, 0, 1, np.ones(0, bool), 0)),
+        ".FeedBatch",
+        "must be a NumPy or jax array",
+        "batch.data",
+    ),
+    (lambda: reference_value_and_grad(cast(Any, 3), {}, {}), "pipeline is a int", "give a Pipeline"),
     (unsharded(key=None), "stage 'a' takes a random key", "jax.random.key(...)"),
     (unsharded(state=None), "state has the groups []", "the stages name ['seen']", "{group: pytree}"),
     (unsharded(state={}), "state has the groups []", "the stages name ['seen']", "{group: pytree}"),
@@ -457,3 +463,26 @@ def test_a_gradient_that_cancels_is_judged_by_what_it_was_made_of():
     assert errors["params['a']['bias']"] <= 1e-5
     with told("the gradient of params['a']['bias'] differs ", " (1 of 5 "):
         verify(*attention(fault=1e-5))
+
+
+def verified(**given: Any) -> Any:
+    shard = EVERYTHING.pipeline.shard
+    arguments = {"params": shard(EVERYTHING.params), "batch": EVERYTHING.batch, "key": EVERYTHING.key}
+    arguments |= {"state": EVERYTHING.pipeline.shard_state(EVERYTHING.state), **given}
+    return lambda: verify(arguments.pop("pipeline", EVERYTHING.pipeline), **arguments)
+
+
+@refusals(
+    (verified(params=EVERYTHING.params), "params is a dict", "pipeline.shard(...)"),
+    (verified(params=EVERYTHING.batch, batch=EVERYTHING.params), "params is a dict", "pipeline.shard(...)"),
+    (verified(pipeline=EVERYTHING.pipeline.stages), "pipeline is a tuple", "give a Pipeline"),
+    (verified(batch=batch_of(1)), "batch['x'] has shape (3, 3, 4)", "its leading dims must be"),
+    (verified(state=None), "state is missing", "pipeline.shard_state"),
+    (verified(state=EVERYTHING.state), "state is a dict", "pipeline.shard_state(...)"),
+    (verified(key=None), "stage 'a' takes a random key", "jax.random.key(...)"),
+    (verified(rtol="small"), "rtol='small'", "a finite number of at least 0"),
+    (lambda: jax.jit(lambda key: verified(key=key)())(EVERYTHING.key), "inside jax.jit", "call it outside"),
+)
+def test_verify_refuses_what_the_pipeline_refuses(call, holds):
+    with refused(*holds):
+        call()

@@ -228,7 +228,12 @@ FLOATING = "params['a']['row'] is int32", "must be floating", "freeze it, or car
 
 
 @refusals(
-    (lambda: frozen_pipeline({"c": True}).shard(MIXED), "frozen='c' is no group", "the stages name 'a', 'b'"),
+    (
+        lambda: frozen_pipeline({"c": True}).shard(MIXED),
+        "frozen for 'c'",
+        "no stage names such a group",
+        "there are 'a', 'b'",
+    ),
     (lambda: frozen_pipeline({"a": 1}).shard(MIXED), "frozen['a'] holds 1", "give True, False, or a tree of them"),
     (lambda: frozen_pipeline({}).shard(MIXED), *FLOATING),
     (lambda: handed_on({}), *FLOATING),

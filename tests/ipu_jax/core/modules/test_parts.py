@@ -7,6 +7,7 @@ from typing import Any, cast
 import equinox as eqx
 import flax.linen as nn
 import pytest
+from flax import nnx
 
 from ipu_jax import Stage
 from ipu_jax.core.modules.parts import make_module_stage
@@ -79,6 +80,9 @@ GIVEN = "give one of its names, or a function of (x, microbatch)"
     (lambda: linen_stage(lambda x: x, {}, "x"), "module=function", "a flax.linen module, with init and apply"),
     (lambda: linen_stage(nn.Dense(1), cast(Any, (1, 2)), "x"), "stage 'x' are tuple", "module.init(key, inputs)"),
     (lambda: nnx_stage(lambda x: x, "x"), "module=function", "an nnx.Module", "for flax.linen use linen_stage"),
+    (lambda: linen_stage(cast(Any, nn.Dense), {}, "x"), "module=Dense of stage 'x'", "a class", "give an instance"),
+    (lambda: nnx_stage(nnx.Linear, "x"), "module=Linear of stage 'x'", "a class", "give an instance"),
+    (lambda: equinox_stage(eqx.nn.Linear, "x"), "module=Linear of stage 'x'", "a class", "give an instance"),
     (lambda: equinox_stage(1, "x"), "module=int of stage 'x'", "callable", "an Equinox module"),
     (lambda: equinox_stage(eqx.nn.Dropout(), "x", state={}), "state=dict of stage 'x'", "eqx.nn.State", "the second"),
 )

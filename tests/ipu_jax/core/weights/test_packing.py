@@ -322,8 +322,8 @@ NEEDS = "give a PartitionSpec of at most {} dims", "with 'ipu' at most once and 
     (lambda: plan([np.ones(2, np.complex64)]), "params['mlp'][0] is complex64", FLOATING, ELSE),
     (lambda: plan([F8]), "params['mlp'][0] is float8_e4m3fn", NARROW, "bfloat16", FREEZE),
     (lambda: plan(head=HEAD | {"w": F4}), "params['head']['w'] is float4_e2m1fn", NARROW, "bfloat16", FREEZE),
-    (lambda: plan({"w": 2.5}), "params['mlp']['w'] is 2.5", "a weight must be an array"),
-    (lambda: plan("w.npy"), "params['mlp'] is 'w.npy'", "a weight must be an array"),
+    (lambda: plan({"w": 2.5}), "params['mlp']['w'] is 2.5", "must be an array of numbers"),
+    (lambda: plan("w.npy"), "params['mlp'] is 'w.npy'", "must be an array of numbers"),
     # specs
     (
         lambda: plan_layout({"mlp": MLP, "head": HEAD}, {"mlp": 0, "head": None}, {}, 2),

@@ -1,0 +1,126 @@
+"""Decorate what users call: name the argument that was meant, keep tracebacks short, and leave `jax.set_mesh` outside.
+
+    user's call -> pipeline.value_and_grad -> 13 frames of ours -> user's stage
+
+Of our frames only the first stays: the method that the user called. jax removes its own frames. Set jax's option
+`jax_traceback_filtering` to "off" to see all frames. Nothing here imports jax.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from ipu_jax.base.checks import nearest
+
+_T = TypeVar("_T")
+_OURS: Final = "ipu_jax"
+_HIDDEN: Final = (_OURS, "jax", "jaxlib", "contextlib", "functools")  # our frames call each other through these
+_UNEXPECTED: Final = re.compile(r"got an unexpected keyword argument '(\w+)'")
+# what other libraries call an argument
+_CALLED_HERE: Final = {"batch_size": "micro_batch", "drop_last": "remainder", "microbatches": "gradient_accumulation"}
+
+
+def public(called: _T) -> _T:
+    """Decorate a function or a class: an unknown argument is answered by its name, and tracebacks are short."""
+    return _decorated(called, contextlib.nullcontext)
+
+
+def public_on_mesh(called: _T) -> _T:
+    """Decorate what uses a mesh of its own, and so ignores the mesh that `jax.set_mesh` names around the call.
+
+    Of a class, its public methods are decorated, too.
+    """
+    if isinstance(called, type):
+        for name, method in [*vars(called).items()]:
+            if isinstance(method, types.FunctionType) and (name == "__call__" or not name.startswith("_")):
+                setattr(called, name, public_on_mesh(method))
+            elif isinstance(method, classmethod):
+                setattr(called, name, classmethod(public_on_mesh(method.__func__)))
+    return _decorated(called, _without_context_mesh)
+
+
+def _decorated(called: Any, context: Callable[[], Any]) -> Any:
+    if isinstance(called, type):
+        if "__init__" in vars(called):
+            called.__init__ = _decorated(called.__init__, context)
+        return called
+
+    @functools.wraps(called)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            with context():
+                return called(*args, **kwargs)
+        except Exception as error:
+            if isinstance(error, TypeError):
+                _name_argument(error, called, args, kwargs)
+            _shorten(error)
+            raise  # without a frame of this function
+
+    return call
+
+
+def _without_context_mesh() -> Any:
+    jax = sys.modules["jax"]
+    if not jax.sharding.get_abstract_mesh().empty:
+        with contextlib.suppress(ValueError):  # inside `jax.jit`: see `check_context_mesh`
+            return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
+    return contextlib.nullcontext()
+
+
+def _name_argument(error: Any, called: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Say in an error about arguments which public name was called, and which argument was meant."""
+    own = all(_package(entry) in ("contextlib", "functools") for entry in _entries(error))
+    if not own and getattr(error, "unexpected", None) not in kwargs:
+        return  # not about the arguments of this call
+    name = type(args[0]).__name__ if called.__name__ == "__init__" else called.__qualname__
+    error.args = (f"{name}(){str(error).partition('()')[2]}",)
+    unexpected = _UNEXPECTED.search(str(error))
+    if unexpected is None:
+        return
+    word = unexpected[1]
+    taken = {p.name: p.annotation for p in inspect.signature(called).parameters.values() if p.kind != p.VAR_KEYWORD}
+    known = getattr(error, "known", {}) | {name: kind for name, kind in taken.items() if name not in ("self", "cls")}
+    error.unexpected, error.known = word, known
+    options: Any = ((at, k) for at, kind in known.items() for k in typing.get_args(kind) if dataclasses.is_dataclass(k))
+    hints = [f"give {at}={k.__name__}({word}=...)" for at, k in options if word in k.__dataclass_fields__]
+    hints += [f"it is called {_CALLED_HERE[word]!r} here"] if _CALLED_HERE.get(word) in known else []
+    hint = next(iter(hints), nearest(word, known) or f"it takes {', '.join(known)}")
+    error.args = (f"{name}() got an unexpected keyword argument {word!r}: {hint}",)
+
+
+def _shorten(error: Exception) -> None:
+    """Leave, below the decorator, the function that was called and the frames of users' files."""
+    jax = sys.modules.get("jax")
+    if jax is not None and jax.config.values["jax_traceback_filtering"] == "off":
+        return
+    entries = _entries(error)
+    first = next((entry for entry in entries if _package(entry) == _OURS), None)
+    users = [entry for entry in entries if _package(entry) not in _HIDDEN]
+    is_fault = isinstance(error, (AssertionError, AttributeError, LookupError, NameError, RecursionError))
+    if not users and is_fault and not type(error).__module__.startswith(_OURS):
+        return  # a fault of ours: whoever reports it needs all frames
+    shortened: types.TracebackType | None = None
+    for entry in reversed([entry for entry in entries if entry is first or entry in users]):
+        shortened = types.TracebackType(shortened, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    error.__traceback__ = shortened
+
+
+def _entries(error: Exception) -> list[types.TracebackType]:
+    """Return the entries of a traceback below the decorator's."""
+    entries = [error.__traceback__]
+    while entries[-1] is not None:
+        entries.append(entries[-1].tb_next)
+    return [entry for entry in entries[1:] if entry is not None]
+
+
+def _package(entry: types.TracebackType) -> str:
+    return entry.tb_frame.f_globals.get("__name__", "").partition(".")[0]
