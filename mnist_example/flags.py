@@ -132,10 +132,18 @@ class DataFlags:
     def images_per_update(self) -> int:
         return self.batch_size * self.gradient_accumulation_count * self.replicas
 
+    def epochs_of(self, images: int) -> float:
+        """Return how many epochs the flags ask for, given the number of images.
+
+        >>> DataFlags().epochs_of(60_000), DataFlags().epochs_of(1_437), DataFlags(epochs=0.5).epochs_of(1_437)
+        (3.0, 20.0, 0.5)
+        """
+        return self.epochs or (_EPOCHS if images >= _FEW else _EPOCHS_OF_FEW)
+
     def updates_of(self, images: int) -> int:
         """Return how many weight updates the flags ask for, given the number of images."""
-        epochs = self.epochs or (_EPOCHS if images >= _FEW else _EPOCHS_OF_FEW)
-        return 1 if self.run_single_step else max(1, round(epochs * (images // self.images_per_update)))
+        per_epoch = images // self.images_per_update
+        return 1 if self.run_single_step else max(1, round(self.epochs_of(images) * per_epoch))
 
     def repeats_of(self, images: int) -> int:
         """Return the number of updates per device call: at most an epoch's updates, and at most `updates_of`."""

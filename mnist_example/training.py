@@ -1,6 +1,7 @@
 """Train as the flags of `run-sharded-mnist` say, in one mode or both, and print the results."""
 
 import contextlib
+import dataclasses
 import functools
 import io
 import sys
@@ -87,7 +88,7 @@ class Training:
     """
 
     def __init__(self, flags: Flags, mode: Mode, data: MNIST, devices: Sequence[Any] | None = None):
-        self.flags, self.data = flags, data
+        self.flags, self.data = _with_epochs(flags, data), data
         self.mode: Mode = mode
         make = model.make_pipeline if flags.model == "mlp" else functools.partial(resnet.make_pipeline, flags.model)
         pipeline = make(
@@ -238,7 +239,7 @@ class Training:
                     "data": data.source,
                     "seed": flags.seed,
                     "flags": _plain(flags),
-                    "defaults": _plain(parsed(PROG, "", ["--model", flags.model], Flags)[1]),
+                    "defaults": _plain(_with_epochs(parsed(PROG, "", ["--model", flags.model], Flags)[1], data)),
                 },
                 trace=self.recording,
                 progress=False if flags.no_progress else None,
@@ -436,6 +437,11 @@ def draw(basic: _Losses, concurrent: _Losses, path: Path) -> None:
     figure.savefig(picture, dpi=150, format="png")
     with cli.replacing(path) as file:
         file.write(picture.getvalue())
+
+
+def _with_epochs(flags: Flags, data: MNIST) -> Flags:
+    """Return the flags with the number of epochs that they mean for these images."""
+    return dataclasses.replace(flags, epochs=flags.epochs_of(len(data.train_images)))
 
 
 def _plain(flags: Flags) -> dict[str, Any]:
