@@ -118,5 +118,7 @@ def test_without_a_trace_the_advice_is_to_record_one_and_long_compilation_is_nam
     found = advice_on(events, None, None)
     assert "trace" in found[0]
     assert "Compiling took 1 min 0 s of 1 min 20 s" in found[1]
+    failed = log(FALLING, {"event": "failed", "error": "disk full"})
+    assert not any("trace" in each for each in advice_on(failed, None, None))
     rising = advice_on(log(FALLING[::-1], END), None, None)
     assert "lower the learning rate" in rising[0]

@@ -67,6 +67,10 @@ def restore(at: Path, resume: Any) -> None:
     (lambda at: made(a_file(at)), "file' is not a folder", "a name that is free"),
     (lambda at: closed(at).lock(), "the checkpoints are closed", "`with` block"),
     (lambda at: closed(at).save(state()), "the checkpoints are closed", "`with` block"),
+    (lambda at: made(at).save({"w": 1}), "state is a dict", "from step.init(params)"),
+    (lambda at: made(at).due(None), "state is a NoneType", "from step.init(params)"),
+    (lambda at: made(at).restore({"w": 1}), "state is a dict", "from step.init(params)"),
+    (lambda at: save(at, "feed"), "feed is a str", "give the Feed, or the result of its state()"),
     (lambda at: restore(at, "latest"), "resume='latest'", "'auto', 'must' nor 'never'", "/latest"),
     *(
         (lambda at, resume=resume: restore(at, resume), f"resume={resume!r}", "not a path", "'auto', 'must' or 'never'")
