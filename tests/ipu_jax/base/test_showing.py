@@ -70,7 +70,7 @@ def results(folder):
             "a log": (log, "RunLog(1 event)"),
             "a recording to be made": (trace(folder), "Recording(3 steps, to "),
             "a recording": (recording, "1 step of "),
-            "a timeline": (recording.timeline, "Timeline(2 steps of 2 IPUs, "),
+            "a timeline": (recording.timeline, "Timeline(1 step of 2 IPUs, "),
         }
     return found
 

@@ -99,7 +99,7 @@ class Timeline:
     devices: int = 1
 
     def __repr__(self) -> str:
-        steps, slices = (counted(len(of), noun) for of, noun in ((self.steps, "step"), (self.slices, "slice")))
+        steps, slices = counted(len({step.step for step in self.steps}), "step"), counted(len(self.slices), "slice")
         return f"Timeline({steps} of {counted(len(self.ipus), 'IPU')}, {slices}; {self.schedule.name}, {self.clocks})"
 
     @property

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,10 +56,13 @@ def test_another_file_is_refused_and_left_alone(tmp_path, content):
     assert path.read_text() == content
 
 
+NO_PATH: Any = 3
+
+
 @refusals(
     (lambda at: RunLog(at), "is a folder", "give a file, such as /"),
     (lambda at: RunLog(at / "none" / "run.jsonl"), "there is no folder", "make it, or give another file"),
-    (lambda _: RunLog(3), "log=3", "is no path", "such as run.jsonl"),
+    (lambda _: RunLog(NO_PATH), "log=3", "is no path", "such as run.jsonl"),
     (lambda _: RunLog(tensorboard=__file__), "test_run_log.py is not a folder", "a name that is free"),
 )
 def test_what_a_log_cannot_be_written_to_is_refused(tmp_path, call, holds):

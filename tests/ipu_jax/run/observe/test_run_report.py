@@ -58,6 +58,7 @@ def waiting_timeline():
     return Timeline(schedule, ("body", "head"), True, steps, tuple(slices), planned(schedule, COSTS, steps, slices))
 
 
+bytes_of: Any = memory_of
 COSTS: Costs = {((0,), "F"): 2e-3, ((0,), "B"): 5e-3, ((1,), "FB"): 1e-3}
 
 
@@ -172,7 +173,7 @@ def test_a_long_run_is_still_less_than_a_megabyte():
     (lambda at: page_of(at, memory={"weights": 3}), "memory=dict", "give memory_of(report, state)"),
     (lambda at: page_of(at, schedules=timeline().schedule), "schedules=Schedule", "them by title, such as"),
     (lambda at: page_of(at, schedules={"a": 3}), "schedules=dict", "them by title, such as"),
-    (lambda at: memory_of(EVENTS, timeline()), "memory_of(list, Timeline)", "give pipeline.report(...)"),
+    (lambda at: bytes_of(EVENTS, timeline()), "memory_of(list, Timeline)", "give pipeline.report(...)"),
 )
 def test_what_a_page_cannot_be_made_of_is_refused_and_nothing_is_written(tmp_path, call, holds):
     with refused(*holds):
@@ -180,7 +181,7 @@ def test_what_a_page_cannot_be_made_of_is_refused_and_nothing_is_written(tmp_pat
     assert not [*tmp_path.iterdir()]
 
 
-def page_of(at, events=EVENTS, **others):
+def page_of(at: Any, events: Any = EVENTS, **others: Any):
     write_report(at / "run.html", events, **others)
 
 
