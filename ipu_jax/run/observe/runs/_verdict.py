@@ -16,6 +16,8 @@ _WORTH: Final = 0.05
 """A smaller change of the bubble, as a share of the IPUs' time, is not worth a word."""
 _MANY_SKIPPED: Final = 0.02
 _MUCH: Final = 0.25
+_IDLE: Final = 0.1
+"""An IPU with a smaller share of the busiest one's work is not worth having."""
 _MORE_MICRO_BATCHES: Final = 4
 
 Level = Literal["good", "fair", "bad"]
@@ -156,6 +158,10 @@ def _of_times(report: TraceReport) -> Iterator[str]:
     slowest = " and ".join(report.stages[stage] for stage in report.slowest)
     seconds = 1e3 * sum(report.stage_seconds[stage] for stage in report.slowest)
     yield f"The slowest stage is {slowest}, {seconds:.2f} ms per micro-batch; {report.split}."
+    work = {one.ipu: 1 - one.bubble_planned for one in report.ipus}  # alike in all replicas
+    idle = [str(ipu) for ipu, share in work.items() if share < _IDLE * max(work.values())]
+    if idle and report.split.startswith("nothing to move"):
+        yield f"Next to nothing runs on IPU {' and '.join(idle)}: take fewer IPUs, or cut the model into more stages."
     update = statistics.fmean(one.update / one.step for one in report.ipus if one.step)
     if update > _MUCH:
         yield f"The weight update takes {update:.0%} of a step: more micro-batches per update make it rarer."

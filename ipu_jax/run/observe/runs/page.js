@@ -202,8 +202,7 @@ function memory(found) {
   room.hidden = false;
   const totals = found.ipus.map(parts => Object.values(parts).reduce((a, b) => a + b, 0)), most = Math.max(...totals, 1);
   const names = [...new Set(found.ipus.flatMap(Object.keys))].filter(name => found.ipus.some(parts => parts[name])), bars = add(room, "div", { class: "bars" });
-  const look = name => name === "padding" ? { class: "padding" }
-    : { style: `background:${found.colours[name] || "#7a7a7a"}` };
+  const look = name => ({ style: `background:${found.colours[name] || "#7a7a7a"}` });
   found.ipus.forEach((parts, ipu) => {
     add(bars, "span", {}, "IPU " + ipu);
     const bar = add(bars, "div", { class: "bar" });
