@@ -169,6 +169,7 @@ PLACED, KEY = PIPELINE.shard(PARAMS), jax.random.key(0, impl="rbg")
     (lambda: cut(fn=lambda params: 0.0), "1 arguments", "(params, micro_batch)", "key"),
     (lambda: cut(fn=lambda p, s, mb, key: 0.0), "4 arguments", "needs state="),
     (lambda: cut(fn=lambda p, mb: p["table"][mb["ids"]]), "float32[4, 8]", "test_user_tree.py:", "float scalar"),
+    (lambda: cut(fn=lambda p, mb: {"loss": loss(p, mb)}), "loss returns a dict", "a float scalar"),
     (lambda: cut(fn=lambda p, mb: (loss(p, mb), 1, 2)), "a tuple of 3", "(loss, aux)"),
     (lambda: cut(fn=lambda p, s, mb: loss(p, mb), state=STATE), "one value", "(loss, new_state)"),
     (lambda: cut(fn=lambda p, s, mb: (loss(p, mb), {"count": 1.0}), state=STATE), "new state", "same tree"),
@@ -178,6 +179,11 @@ PLACED, KEY = PIPELINE.shard(PARAMS), jax.random.key(0, impl="rbg")
     (lambda: cut(fn=ordered), "ordered effect", "test_user_tree.py:", "ordered=False"),
     (lambda: cut(frozen={"tables": True}), "frozen does not fit", "says nothing for", "name all leaves"),
     (lambda: cut(ipus=0), "ipus=0", "at least 1"),
+    (
+        lambda: PIPELINE.unshard(jax.tree.map(np.asarray, PARAMS)),
+        "sharded is a dict",
+        "give what pipeline.shard(...) returns",
+    ),
     (lambda: PIPELINE.shard({"table": PARAMS["table"]}), "params", "no params['layers']", "like that one"),
     (lambda: PIPELINE.shard({**PARAMS, "table": np.ones((9, 7))}), "params['table']", "(9, 7)", "(9, 8)"),
 )
