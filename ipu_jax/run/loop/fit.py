@@ -20,6 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -71,6 +72,7 @@ class FitResult:
         seconds: the time that the updates took, with the compilation, without evaluations.
         stopped: "SIGTERM" or "Ctrl-C" if one of them came before `fit` returned; "the end of the feed" if the feed
             ended before the training; else None.
+        report: the page about the run, if one was asked for and could be written.
         last: on the class: the result so far of a `fit` that did not return, such as after Ctrl-C; else None.
     """
 
@@ -83,6 +85,7 @@ class FitResult:
     skipped: int = 0
     seconds: float = 0.0
     stopped: str | None = None
+    report: Path | None = None
 
     def __repr__(self) -> str:
         last = f", last loss {self.losses[-1]:.4g}" if len(self.losses) else ""
@@ -197,7 +200,7 @@ def fit(
             events = context.enter_context(RunLog(log, tensorboard=tensorboard))
         if report is not None and events is not None:
             # the last to be done: the events are complete, and a signal ends the process as usual
-            context.callback(write_page, report, events.events, step, feed, result, title, recording)
+            context.callback(write_page, report, events.events, step, feed, result, title, recording, say)
         # only the main thread can have signal handlers
         is_main = threading.current_thread() is threading.main_thread()
         stop = context.enter_context(StopRequest(interrupts=True)) if is_main else None
