@@ -65,6 +65,7 @@ NO_BATCHES = {
     "text": ("rows.npy", "is 'rows.npy'", "an array of numbers"),
     "texts": (np.full((2, 4, 3), "a"), "has dtype <U1", "numbers and bools only"),
     "objects": (np.full((2, 4, 3), None), "has dtype object", "numbers and bools only"),
+    "byte order": (np.ones((2, 4, 3), np.dtype(np.float32).newbyteorder()), "has dtype >f4", "native byte order"),
     "dates": (np.full((2, 4, 3), np.datetime64("2020")), "has dtype datetime64[Y]", "numbers and bools only"),
     "lists": (BATCH["x"].tolist(), "[0][0][0] is 1.0", "give np.asarray(batch['x'])"),
     "a number": (1.5, "is 1.5", "an array of numbers"),
