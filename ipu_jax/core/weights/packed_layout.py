@@ -239,9 +239,7 @@ def check_array(where: str, value: Any) -> None:
         array = f"np.asarray({where.partition('[0]')[0]})"
         raise ValueError(f"{where} is {value!r:.60}, and must be an array of numbers: give {array}")
     if isinstance(dtype, np.dtype):
-        raise ValueError(
-            f"{where} has dtype {dtype}: IPUs hold numbers and bools only, in native byte order; convert it"
-        )
+        raise ValueError(f"{where} has dtype {dtype}: IPUs hold numbers and bools, in native byte order: convert it")
     kind = f"{type(value).__module__}.{type(value).__name__}"
     mend = "tensor.numpy()" if hasattr(value, "numpy") else "np.asarray(...), or batch.data of a FeedBatch"
     raise ValueError(f"{where} is a {kind}, and must be a NumPy or jax array: give {mend}")
