@@ -31,9 +31,9 @@ from ipu_jax.base.doors import public
 from ipu_jax.distributed import popdist
 from ipu_jax.distributed.stopping import StopRequest
 from ipu_jax.run.loop._goal import FACTS, Goal, check_arguments, figures_of, goal_of
-from ipu_jax.run.loop.lines import LossLines, Say, figure_in_words
+from ipu_jax.run.loop.lines import LossLines, Say
 from ipu_jax.run.observe.profiled import asked, write_page
-from ipu_jax.run.observe.runs.log import RunLog
+from ipu_jax.run.observe.runs.log import RunLog, figure_in_words
 from ipu_jax.run.observe.tracing.recording import Recording
 from ipu_jax.run.observe.tracing.recording import trace as recorded
 from ipu_jax.run.observe.tracing.timeline import TraceError
