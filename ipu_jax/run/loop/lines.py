@@ -93,7 +93,7 @@ class LossLines:
         """
         if self._per_epoch is None:
             return f"Update {updates:,}"
-        # an update is told from its neighbours; the end of a long call is near its mark
+        # two updates have different texts; the end of a long call is near its mark
         epoch, near = updates / self._per_epoch, min(self._call, (self._interval or 0) / 10)
         error = max(0.49, near if self._call > 1 else 0) / self._per_epoch
         fits = lambda digits: abs(round(epoch, digits) - epoch) <= error and round(epoch, digits) > 0  # noqa: E731
