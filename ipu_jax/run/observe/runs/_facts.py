@@ -29,6 +29,7 @@ _OF_HEAD: Final = {
     "devices": "devices",
     "samples_per_update": "samples per update",
     "seed": "seed",
+    "step": "step",
 }
 
 
