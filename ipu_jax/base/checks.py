@@ -17,6 +17,15 @@ def as_int(value: object) -> int | None:
     return int(value) if isinstance(value, (int, np.integer)) and not isinstance(value, bool) else None
 
 
+def in_line(value: object) -> str:
+    """Return the repr of a value, of several lines the first.
+
+    >>> in_line("a")
+    "'a'"
+    """
+    return repr(value).partition("\n")[0]
+
+
 def check_count(name: str, value: object) -> int:
     """Return `value` as a Python int, if it is a Python or NumPy integer of at least 1.
 
@@ -61,7 +70,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
         return value
     hint = nearest(value, choices)
     mend = f"{hint} Choose" if hint else "choose"
-    raise ValueError(f"{name}={value!r} is unknown: {mend} one of {', '.join(map(repr, choices))}")
+    raise ValueError(f"{name}={in_line(value)} is unknown: {mend} one of {', '.join(map(repr, choices))}")
 
 
 def nearest(value: object, choices: Iterable[str]) -> str:

@@ -81,7 +81,10 @@ def _name_argument(error: Any, called: Any, args: tuple[Any, ...], kwargs: dict[
     own = all(_package(entry) in ("contextlib", "functools") for entry in _entries(error))
     if not own and getattr(error, "unexpected", None) not in kwargs:
         return  # not about the arguments of this call
-    name = type(args[0]).__name__ if called.__name__ == "__init__" else called.__qualname__
+    name = called.__qualname__
+    if "." in name and args and called.__name__ in dir(args[0]):  # a method, perhaps of a private base
+        owner = (args[0] if isinstance(args[0], type) else type(args[0])).__name__
+        name = owner if called.__name__ in ("__init__", "__call__") else f"{owner}.{called.__name__}"
     error.args = (f"{name}(){str(error).partition('()')[2]}",)
     unexpected = _UNEXPECTED.search(str(error))
     if unexpected is None:

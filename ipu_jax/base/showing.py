@@ -13,6 +13,16 @@ import html
 from collections.abc import Iterable, Sequence
 
 
+def counted(number: float, noun: str) -> str:
+    """Return a number of things in words.
+
+    >>> counted(1, "update"), counted(1200, "batch"), counted(0.25, "epoch")
+    ('1 update', '1,200 batches', '0.25 epochs')
+    """
+    plural = "" if number == 1 else "es" if noun.endswith(("tch", "s")) else "s"
+    return f"{number:,.3g} {noun}{plural}" if isinstance(number, float) else f"{number:,} {noun}{plural}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Table:
     """Hold rows of cells.

@@ -67,7 +67,7 @@ def final(epoch, updates, judged="is chance: these images cannot be learnt"):
     """Return the patterns of the last lines."""
     return (
         rf"Epoch {epoch:.1f}, Test accuracy: {ACCURACY}",
-        rf"{updates} updates in \d+\.\d s, [\d,]+ samples/s",
+        rf"{updates} update{'s' * (updates > 1)} in \d+\.\d s(, [\d,]+ samples/s( once compiled)?)?",
         rf"{ACCURACY} {judged}",
     )
 

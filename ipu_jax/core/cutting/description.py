@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from ipu_jax.base.showing import Table
+from ipu_jax.base.showing import Table, counted
 from ipu_jax.core.cutting.cut import Cut
 from ipu_jax.core.cutting.division import Division
 from ipu_jax.core.cutting.origin import at_line, line_of, name_of, scopes_of
@@ -53,11 +53,8 @@ def described(
     for s, piece in enumerate(division.pieces):
         own = [v for v in piece.weights if division.parts[v] not in shared]
         sent = messages[s] if s < len(messages) else []
-        text = (
-            f"{len(sent)} array{'s' * (len(sent) != 1)}, {in_units(sum(map(bytes_of, sent)), 'B')}"
-            if sent
-            else "the loss"
-        )
+        size = in_units(sum(map(bytes_of, sent)), "B")
+        text = f"{counted(len(sent), 'array')}, {size}" if sent else "the loss"
         ends = line_of(program.activations[cut.ends[s] - 1]) if cut.ends[s] else ""
         rows.append(
             (

@@ -279,12 +279,11 @@ def _described(tree: Any) -> Any:
 
 def _check_loss(program: Program, loss: Any) -> None:
     """Raise `ValueError` unless the function returns a float scalar."""
-    if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+    found = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else f"a {type(loss).__name__}"
+    if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
         made = program.made_by.get(program.loss)
-        raise ValueError(
-            f"loss returns {loss.dtype}{list(loss.shape)}{'' if made is None else at_line(made)}: return the "
-            "micro-batch's mean loss, a float scalar"
-        )
+        where = "" if made is None else at_line(made)
+        raise ValueError(f"loss returns {found}{where}: return the micro-batch's mean loss, a float scalar")
 
 
 def _as_traced(closed: Any, results: Any) -> Callable[..., Any]:

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import optax
 
+from ipu_jax.base.checks import in_line
+
 _OF_LOSS_FUNCTIONS = ("value_fn", "grad_fn", "obj_fn")
 
 
@@ -58,7 +60,7 @@ def checked_optimizer(optimizer: Any) -> optax.GradientTransformation:
         several: Any = optimizer.update
         optimizer = optax.GradientTransformationExtraArgs(optimizer.init, several)
     if not isinstance(optimizer, optax.GradientTransformation):
-        raise ValueError(f"optimizer={optimizer!r} is no optax.GradientTransformation: give optax.sgd(...) or such")
+        raise ValueError(f"optimizer={in_line(optimizer)} is no optax.GradientTransformation: give optax.sgd(...)")
 
     def update(params: Any, value: Any) -> Any:
         return updated(optimizer, params, optimizer.init(params), params, value)

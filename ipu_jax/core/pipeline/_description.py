@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ipu_jax.base.showing import Table
+from ipu_jax.base.showing import Table, counted
 from ipu_jax.core.pipeline._placed_stages import PlacedStages
 from ipu_jax.core.stage import Stage
 
@@ -23,8 +23,8 @@ def describe(pipeline: PlacedStages) -> list[str | Table]:
     name = schedule if isinstance(schedule, str) else schedule.name
     replicas = "" if pipeline.replicas == 1 else f"{pipeline.replicas} replicas x "
     first = (
-        f"Pipeline of {_counted(len(stages), 'stage')} on {replicas}{_counted(pipeline.ipus, 'IPU')}, schedule "
-        f"{name!r}, {_counted(pipeline.options.gradient_accumulation, 'micro-batch')}, reduction "
+        f"Pipeline of {counted(len(stages), 'stage')} on {replicas}{counted(pipeline.ipus, 'IPU')}, schedule "
+        f"{name!r}, {counted(pipeline.options.gradient_accumulation, 'micro-batch')}, reduction "
         f"{pipeline.options.reduction!r}"
     )
     if pipeline.function is not None:
@@ -32,11 +32,6 @@ def describe(pipeline: PlacedStages) -> list[str | Table]:
     rows = [(str(k), stage.name, _place(stage), ", ".join(_properties(stage))) for k, stage in enumerate(stages)]
     digits = len(rows[-1][0])
     return [first, Table([(row[0].rjust(digits), *row[1:]) for row in rows], left=4, has_head=False, indent="  ")]
-
-
-def _counted(count: int, noun: str) -> str:
-    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
-    return f"{count} {noun if count == 1 else plural}"
 
 
 def _place(stage: Stage) -> str:

@@ -197,6 +197,8 @@ class PlacedStages:
         Each instance gets the whole tree, on its default device. If a replica is on several instances, all of them must
         call this, since it communicates one all-gather per array that is split over them.
         """
+        if not isinstance(sharded, Sharded):
+            raise ValueError(f"sharded is a {type(sharded).__name__}: give what pipeline.shard(...) returns")
         check_alive("sharded", sharded)
         return packing.unshard_tree(sharded)
 
@@ -324,9 +326,8 @@ class PlacedStages:
         self._check_guards(program if jitted is None else jitted, *args)
         self._window.begin(args)
         result = program(*args)
-        self._window.admit(
-            result, updates=updates, samples=samples
-        )  # otherwise a loop that never waits would exhaust the threads of the CPU backend
+        # otherwise a loop that never waits would exhaust the threads of the CPU backend
+        self._window.admit(result, updates=updates, samples=samples)
         return result
 
     def _check_guards(self, program: Any, *args: Any) -> None:

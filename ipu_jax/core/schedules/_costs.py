@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from ipu_jax.base.checks import check_choice, check_cost
+from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.schedules._line import Line
 from ipu_jax.core.schedules._schedule import Schedule
 from ipu_jax.core.schedules._simulate import Simulation
@@ -19,8 +20,8 @@ Unit = Literal["FLOPs", "seconds"]
 _SIZES = ("stash", "weight_residuals")
 
 
-@dataclasses.dataclass(frozen=True)
-class StageCosts:
+@dataclasses.dataclass(frozen=True, repr=False)
+class StageCosts(Shown):
     """Hold the costs of each stage for one micro-batch, in any unit of time, and the bytes that the stage keeps.
 
     The costs of a concurrent stage are for the whole stage, and the IPUs divide them evenly. A concurrent stage has no
@@ -76,6 +77,12 @@ class StageCosts:
 
     def __len__(self) -> int:
         return len(self.forward)
+
+    def _shown(self) -> list[str | Table]:
+        names = [field.name for field in dataclasses.fields(self)[:-1]]
+        rows = [[str(k), *(f"{getattr(self, name)[k]:.6g}" for name in names)] for k in range(len(self))]
+        unit = f", in {self.unit}" if self.unit else ""
+        return [f"StageCosts of a micro-batch{unit}", Table([["stage", *names], *rows])]
 
     @classmethod
     def equal(cls, placement: Placement) -> "StageCosts":

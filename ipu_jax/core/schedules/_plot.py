@@ -20,6 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ipu_jax.base.showing import counted
 from ipu_jax.core.schedules._simulate import Simulation
 from ipu_jax.core.schedules._timetable import Kind, Task, Timetable, segments_of, tables_of, tasks_of, tick_of
 from ipu_jax.core.schedules.colours import CONCURRENT, FAINT, IDLE, INK, LINE, LOCAL, UPDATE, name_of
@@ -247,9 +248,9 @@ class _Picture:
         """Return the title, in the wording of the schedule's text."""
         table, length = self._table, f"makespan {self._end:.4g}"
         if self._ticks:
-            length = _counted(len(self._ticks) - 1, "tick")
-        stages, ipus = _counted(len(table.placement), "stage"), _counted(table.ipus, "IPU")
-        micro_batches = _counted(len(table.forward[0]), "micro-batch", "es")
+            length = counted(len(self._ticks) - 1, "tick")
+        stages, ipus = counted(len(table.placement), "stage"), counted(table.ipus, "IPU")
+        micro_batches = counted(len(table.forward[0]), "micro-batch")
         return f"{table.name}: {stages} on {ipus}, {micro_batches}, {length}, bubble {bubble:.1%}"
 
     def _caption(self) -> str:
@@ -263,10 +264,6 @@ class _Picture:
         costs = "F, B and W of a stage cost the same" if self._table.weight else "B of a stage costs twice its F"
         bubble = f"if {costs}" if self._ticks else "in this simulation, without the weight update"
         return f"{numbers}{paler}. Bubble: the idle share of the IPUs' time {bubble}."
-
-
-def _counted(number: int, name: str, ending: str = "s") -> str:
-    return f"{number} {name}{'' if number == 1 else ending}"
 
 
 def _shortest(ticks: list[float]) -> float:

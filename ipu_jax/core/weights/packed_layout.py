@@ -240,7 +240,7 @@ def check_array(where: str, value: Any) -> None:
         raise ValueError(f"{where} is {value!r:.60}, and must be an array of numbers: give {array}")
     if isinstance(dtype, np.dtype):
         raise ValueError(f"{where} has dtype {dtype}: IPUs hold numbers and bools, in native byte order: convert it")
-    kind = f"{type(value).__module__}.{type(value).__name__}"
+    kind = f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"
     mend = "tensor.numpy()" if hasattr(value, "numpy") else "np.asarray(...), or batch.data of a FeedBatch"
     raise ValueError(f"{where} is a {kind}, and must be a NumPy or jax array: give {mend}")
 

@@ -14,10 +14,10 @@ from typing import Any, Final
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_jax.base.checks import as_int, check_count, check_positive
-from ipu_jax.base.cli.places import check_file
+from ipu_jax.base.checks import as_int, check_count, check_positive, in_line
+from ipu_jax.base.cli.places import check_file, writable_folder
 from ipu_jax.distributed import popdist
-from ipu_jax.run.observe.runs.log import FACTS_OF_START, NAMES_OF_EVENTS, RunLog
+from ipu_jax.run.observe.runs.log import FACTS_OF_START, NAMES_OF_EVENTS, RunLog, check_log
 from ipu_jax.run.observe.tracing.recording import Recording
 from ipu_jax.training.checkpoints.checkpoints import Checkpoints
 from ipu_jax.training.data.feed import Feed
@@ -98,7 +98,7 @@ def check_arguments(step: Any, state: Any, feed: Any, **others: Any) -> None:
         ValueError: one of them does not.
     """
     if not isinstance(step, TrainStep):
-        raise ValueError(f"step={repr(step).splitlines()[0]} is not a training step: make it with make_train_step(...)")
+        raise ValueError(f"step={in_line(step)} is not a training step: make it with make_train_step(...)")
     step.check_state(state)
     if not isinstance(feed, Feed):
         raise ValueError(f"feed={type(feed).__name__} is not a Feed: give Feed(data, step=step, micro_batch=...)")
@@ -140,8 +140,13 @@ def check_arguments(step: Any, state: Any, feed: Any, **others: Any) -> None:
     every = others["print_every"]
     if every is not None and (as_int(every) is None or every < 0):
         raise ValueError(f"print_every={every!r} is not a number of updates: give an int, or 0 to print no losses")
-    if others["report"] is not None and popdist.get_instance_index() == 0:
-        check_file("report", Path(others["report"]), (".html",))
+    if popdist.get_instance_index() == 0:
+        if others["report"] is not None:
+            check_file("report", Path(others["report"]), (".html",))
+        if isinstance(others["log"], paths):
+            check_log(others["log"])
+        if others["tensorboard"] is not None:
+            writable_folder("tensorboard", others["tensorboard"])
     if others["tensorboard"] is not None and isinstance(others["log"], RunLog):
         raise ValueError("tensorboard= is given, and a RunLog: give the folder to the RunLog")
     _check_names("notes", others["notes"] or {}, (*NAMES_OF_EVENTS, *FACTS_OF_START, *FACTS))

@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from ipu_jax.base.cli.progress import Bar, shows_progress
 from ipu_jax.base.doors import public
+from ipu_jax.base.showing import counted
 from ipu_jax.distributed import popdist
 from ipu_jax.distributed.stopping import StopRequest
 from ipu_jax.run.loop._goal import FACTS, Goal, check_arguments, figures_of, goal_of
@@ -89,7 +90,7 @@ class FitResult:
 
     def __repr__(self) -> str:
         last = f", last loss {self.losses[-1]:.4g}" if len(self.losses) else ""
-        found = "".join(f", {name} {value:.4g}" for name, value in (self.evaluations or [(0, {})])[-1][1].items())
+        found = "".join(f", test {name} {value:.4g}" for name, value in (self.evaluations or [(0, {})])[-1][1].items())
         return f"FitResult({self.updates:,} updates{last}{found}{f', stopped by {self.stopped}' * bool(self.stopped)})"
 
 
@@ -263,8 +264,8 @@ class _Loop:
         self._pending: collections.deque[list[tuple[StepOutputs, int]]] = collections.deque()
         self._begun = self._saved = self._reported = self.result.updates
         self._before_feed = 0  # add it to the state's updates for the feed's updates, from the start of epoch 0
-        self._traced, self._is_compiled, self._is_on_disk = 0, False, False
-        self._clock = time.perf_counter()
+        self._traced, self._untimed, self._is_compiled, self._is_on_disk = 0, 0, False, False
+        self._clock, self._first = time.perf_counter(), (0, 0.0)  # updates and seconds of the call that compiled
 
     def event(self, name: str, /, **values: Any) -> None:
         """Write an event to the log, if there is one."""
@@ -364,8 +365,9 @@ class _Loop:
                 _compiled.add(self.step)
                 self.say(f"Compiled in {seconds:.1f} s")
                 self.event("compiled", compile_seconds=round(seconds, 3))
+                self._first = len(made), seconds
             if not self._is_compiled:
-                self._is_compiled, self._clock = True, time.perf_counter()
+                self._is_compiled, self._untimed = True, 1
             pieces.append((outputs, len(made)))
         self._pending.append(pieces)
         self._report_all_but(_CALLS_AHEAD)
@@ -410,13 +412,9 @@ class _Loop:
             self.bar.move(self._reported, self.lines.where(self._of_data()) + of_loss)
             now = time.perf_counter()
             speed, self._clock = count * self.feed.examples_per_update / max(now - self._clock, 1e-9), now
-            self.event(
-                "losses",
-                updates=self._reported,
-                epoch=self._epoch(),
-                losses=losses.tolist(),
-                samples_per_second=round(speed, 1),
-            )
+            speeds = {} if self._untimed else {"samples_per_second": round(speed, 1)}
+            self._untimed = max(0, self._untimed - 1)
+            self.event("losses", updates=self._reported, epoch=self._epoch(), losses=losses.tolist(), **speeds)
             if skipped:
                 self.event("skipped", updates=self._reported, count=skipped, reason="overflows, or not finite")
 
@@ -467,6 +465,7 @@ class _Loop:
         recording, self.recording = self.recording, None
         if recording is None:
             return
+        self._untimed = len(self._pending) + 1  # to finish takes a while: calls around it have no speed of their own
         try:
             recording.finish()
         except TraceError as error:
@@ -478,15 +477,15 @@ class _Loop:
         """Print a summary of the training, and write it to the log."""
         result, made = self.result, self.result.updates - self._begun
         if result.stopped is not None:
-            self.stop_early()
-            return
+            return self.stop_early()
         self.event("end", reason="all updates were made")
-        line = f"{result.updates:,} updates were made before"
+        line, (updates, seconds) = f"{counted(result.updates, 'update')} had been made", self._first
         if made:
-            speed = made * self.feed.examples_per_update / max(result.seconds, 1e-9)
-            of_which = f", {made:,} of them" if self._begun else ""
-            line = f"{result.updates:,} updates{of_which} in {result.seconds:.1f} s, {speed:,.0f} samples/s"
-        self.say(line + (f"; {result.skipped} updates were skipped" if result.skipped else ""))
+            speed = (made - updates) * self.feed.examples_per_update / max(result.seconds - seconds, 1e-9)
+            line = counted(result.updates, "update") + f", {made:,} of them" * (self._begun > 0)
+            line += f" in {result.seconds:.1f} s"
+            line += f", {speed:,.0f} samples/s{' once compiled' * (updates > 0)}" * (made > updates)
+        self.say(line + (f"; skipped {counted(result.skipped, 'update')}" if result.skipped else ""))
 
     def stop_early(self) -> None:
         """Say what ended the training early, after how many updates, and what is saved."""
@@ -494,9 +493,8 @@ class _Loop:
         if self.checkpoints is not None and self._is_on_disk:
             after = "" if self._saved == updates else f" after {self._saved:,}"
             saved = f"saved{after} in {self.checkpoints.folder}: the same call goes on from there"
-        of = "" if goal is None else f" of {goal:,}"
-        line = f"{self.result.stopped}: stopped after {updates:,}{of} updates; {saved}"
-        self.event("stopped", reason=line)
+        made = counted(updates, "update") if goal is None else f"{updates:,} of {counted(goal, 'update')}"
+        self.event("stopped", reason=(line := f"{self.result.stopped}: stopped after {made}; {saved}"))
         self.say(line)
 
 

@@ -29,7 +29,7 @@ from typing import Any, Final, Literal
 import jax
 
 from ipu_jax.base import facts
-from ipu_jax.base.checks import check_choice, check_count
+from ipu_jax.base.checks import check_choice, check_count, in_line
 from ipu_jax.base.doors import public
 from ipu_jax.distributed import popdist
 from ipu_jax.distributed.meetings import Meetings
@@ -117,7 +117,7 @@ class Checkpoints:
         timeout: float = 300.0,
     ):
         if not isinstance(step, TrainStep):
-            raise ValueError(f"step={step!r} is not a training step: make it with make_train_step(...)")
+            raise ValueError(f"step={in_line(step)} is not a training step: make it with make_train_step(...)")
         check_count("keep", keep)
         if every is not None:
             check_count("every", every)
@@ -165,11 +165,12 @@ class Checkpoints:
                 whole checkpoint; "never" for None, in a folder without checkpoints; or the path of one checkpoint.
 
         Raises:
-            ValueError: the checkpoint is of another model, optimizer or description; or `resume="never"` in a folder
-                with checkpoints.
+            ValueError: the checkpoint is of another model, optimizer or description; `resume="never"` in a folder
+                with checkpoints; or `like` is no state.
             CheckpointError: all checkpoints are damaged, or one is required and there is none; or this user or this
                 version cannot read the folder, or what may be the last checkpoint. Nothing is removed.
         """
+        _check_state(like)
         if resume not in ("auto", "must", "never"):
             resume = _folder.checkpoint_at(resume)
         self._due.restart(int(like.step))
@@ -271,6 +272,7 @@ class Checkpoints:
             CheckpointError: the last save failed, under `on_save_error="stop"`; or another training has the lock.
             ValueError: the checkpoints are closed.
         """
+        _check_state(state)
         self._check_open()
         if not self._has_tried_to_lock:
             self._lock_or_leave_it_to_the_save()
@@ -323,6 +325,7 @@ class Checkpoints:
             InstancesMissingError: an instance did not come in time.
             NonFiniteLossError: the state is stopped, under `TrainOptions(on_nonfinite=)`.
         """
+        _check_state(state)
         if not (now or self.due(state)):
             return False
         self._check_open()
@@ -330,6 +333,8 @@ class Checkpoints:
             self._lock_or_leave_it_to_the_save()
         self.wait()
         self._step.check(state)  # a stopped state has not learned from all batches before the feed's position
+        if not isinstance(feed, Feed | Mapping | None):
+            raise ValueError(f"feed is a {type(feed).__name__}: give the Feed, or the result of its state()")
         position = feed.state() if isinstance(feed, Feed) else feed
         # finding shapes traces, too; without this beacon it would say COMPILING until the next step
         with facts.during("waiting for the steps before a save", self._long):
@@ -489,6 +494,11 @@ class Checkpoints:
             if jax.process_index() == 0:
                 _folder.remove_left_over(self.folder)
         return found
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, TrainState):
+        raise ValueError(f"state is a {type(state).__name__}: give the step's state, from step.init(params) or a step")
 
 
 def _warn(text: str) -> None:

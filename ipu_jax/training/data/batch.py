@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ipu_jax.base.showing import Shown, Table
+from ipu_jax.base.showing import Shown, Table, counted
 from ipu_jax.core.devices import REPLICA_AXIS, check_there
 from ipu_jax.training.data.dims import BatchDims
 
@@ -44,8 +44,8 @@ class FeedBatch(Shown):
     def _shown(self) -> list[str | Table]:
         leaves = jax.tree.leaves_with_path(self.arrays)
         rows = [(jax.tree_util.keystr(path), str(leaf.dtype), str(leaf.shape)) for path, leaf in leaves]
-        first = f"FeedBatch of epoch {self.epoch}: {self.examples:,} examples, {self.updates} updates"
-        return [first, Table([("leaf", "dtype", "shape"), *rows], left=3)]
+        size = f"{counted(self.examples, 'example')}, {counted(self.updates, 'update')}"
+        return [f"FeedBatch of epoch {self.epoch}: {size}", Table([("leaf", "dtype", "shape"), *rows], left=3)]
 
     @property
     def data(self) -> Any:

@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from jax.sharding import Mesh
 
 from ipu_jax.base import facts
-from ipu_jax.base.checks import as_int, check_choice, check_count
+from ipu_jax.base.checks import as_int, check_bool, check_choice, check_count, in_line
 from ipu_jax.base.doors import public
 from ipu_jax.core.options import TrainOptions
 from ipu_jax.training.data.batch import FeedBatch, Sender, share_of
@@ -183,6 +183,8 @@ class Feed:
             **share_of(mesh, instances, instance),
         }
         rest: dict[str, Any] = {"fill": fill, "epochs": epochs, "state": state}
+        if shuffle is not None:
+            check_bool("shuffle", shuffle)
         is_chosen = remainder is not None or step is not None
         remainder = remainder or ("drop" if step is None else "updates")
         if items is None or (items == "examples" and has_numbers(source) and not isinstance(source, dict)):
@@ -418,7 +420,7 @@ def _dims_of(step: ForStep | None, mesh: Mesh | None, m: int | None, k: int | No
             raise ValueError("neither step= nor mesh= is given: say whom the batches are for, such as step=step")
         return mesh, 1 if m is None else m, 1 if k is None else k
     if not isinstance(step, ForStep):
-        raise ValueError(f"step={step!r} is not a training step: make it with make_train_step(...)")
+        raise ValueError(f"step={in_line(step)} is not a training step: make it with make_train_step(...)")
     given = {"mesh": mesh, "gradient_accumulation": m, "device_iterations": k}
     for name, value in given.items():
         if value is not None:

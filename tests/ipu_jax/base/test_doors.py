@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import operator
 import pickle
 import traceback
 from pathlib import Path
@@ -138,6 +139,8 @@ LAYERS = ([lambda w, x: x @ w] * 2, [np.eye(3)] * 2)
     ),
     (lambda: anything.Pipeline([], places=4), "Pipeline() got", "'places'", "it takes stages, mesh, schedule"),
     (lambda: anything.Pipeline(), "Pipeline() missing 1 required", "'stages'"),
+    (lambda: operator.methodcaller("report", X)(pipeline_of()), "Pipeline.report() missing 1 required", "'batch'"),
+    (lambda: operator.methodcaller("__call__", X)(STEP()), "TrainStep() missing 1 required", "'batch'"),
     (lambda: anything.Feed(X, batch_size=16), "Feed() got", "'batch_size'", "it is called 'micro_batch' here"),
     (lambda: anything.TrainOptions(gradient_acc=4), "TrainOptions() got", "did you mean 'gradient_accumulation'?"),
     (lambda: STEP(max_gradient_norm=1.0), "make_train_step() got", "give options=TrainOptions(max_gradient_norm=...)"),

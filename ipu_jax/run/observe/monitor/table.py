@@ -18,6 +18,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from ipu_jax.base.showing import counted
 from ipu_jax.base.terminal import printable
 from ipu_jax.distributed.launcher.topology import ranges
 from ipu_jax.run.observe.monitor.records import Ipu
@@ -152,7 +153,7 @@ def picture_of(look: Look, width: int, about: str, notes: Sequence[str] = ()) ->
         notes: more lines.
     """
     ipus = sum(count_of(row.ipus) for row in look.rows)
-    about = f"{about}: {_counted(len(look.rows), 'process', 'es')} on {_counted(ipus, 'IPU', 's')}"
+    about = f"{about}: {counted(len(look.rows), 'process')} on {counted(ipus, 'IPU')}"
     below = [_line(f"{row.pid} is {row.state}: {row.reason}") for row in look.rows if row.reason]
     if look.ignored:
         are = "files or folders are" if len(look.ignored) > 1 else "file or folder is"
@@ -176,11 +177,7 @@ def _table(rows: Sequence[Row], width: int) -> Table:
 
 def about_host(name: str) -> str:
     """Return a description of this host: its name, cores and load."""
-    return f"{name}, {_counted(os.cpu_count() or 1, 'core', 's')}, load {os.getloadavg()[0]:.2f}"
-
-
-def _counted(count: int, what: str, plural: str) -> str:
-    return f"{count} {what}{'' if count == 1 else plural}"
+    return f"{name}, {counted(os.cpu_count() or 1, 'core')}, load {os.getloadavg()[0]:.2f}"
 
 
 def _line(text: str, style: str = "") -> Text:

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from ipu_jax.base.showing import counted
 from ipu_jax.run.observe.runs.log import figure_in_words
 
 Events = Sequence[Mapping[str, Any]]
@@ -91,7 +92,7 @@ def figures(events: Events) -> dict[str, str]:
     total, per_epoch = start.get("total_updates"), start.get("updates_per_epoch")
     if made:
         found["updates"] = f"{made:,}" + (f" of {total:,}" if total and total != made else "")
-        found["updates"] += f" ({_counted(made / per_epoch, 'epoch')})" if per_epoch else ""
+        found["updates"] += f" ({counted(made / per_epoch, 'epoch')})" if per_epoch else ""
     for name, values in points.items():
         if values and name not in (LOSS, SPEED):
             found[name] = figure_in_words(name, float(values[-1][1]))
@@ -170,12 +171,12 @@ def words(event: Mapping[str, Any]) -> str:
     'in 25.1 s'
     """
     spoken = {
-        "updates": lambda value: f"after {value:,} updates",
+        "updates": lambda value: f"after {counted(value, 'update')}",
         "compile_seconds": lambda value: f"in {duration(value)}",
         "folder": lambda value: f"in {value}",
         "path": lambda value: f"from {value}" if event["event"] == "resumed" else str(value),
         "total_updates": lambda value: f"of {value:,}",
-        "count": lambda value: f"{value} updates",
+        "count": lambda value: counted(value, "update"),
         "command": _text,
         "reason": str,
         "error": str,
@@ -200,10 +201,6 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     hours, rest = divmod(round(seconds), 3600)
     return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
-
-
-def _counted(number: float, name: str) -> str:
-    return f"{number:.3g} {name}{'' if number == 1 else 's'}"
 
 
 def _time(event: Mapping[str, Any]) -> str:

@@ -17,6 +17,8 @@ _WORTH: Final = 0.05
 """A smaller change of the bubble, as a share of the IPUs' time, is not worth a word."""
 _MANY_SKIPPED: Final = 0.02
 _MUCH: Final = 0.25
+_IDLE: Final = 0.1
+"""An IPU with a smaller share of the busiest one's work is not worth having."""
 _MORE_MICRO_BATCHES: Final = 4
 
 Level = Literal["good", "fair", "bad"]
@@ -106,7 +108,8 @@ def advice_on(events: Events, timeline: Timeline | None, report: TraceReport | N
     if "bad" in levels or any(sentence.startswith("Some losses") for _, sentence in _mishaps(events)):
         found.append("The loss does not behave: lower the learning rate, or clip gradients (max_gradient_norm).")
     if timeline is None or report is None:
-        found.append("Where the time of a step goes is not known: record a trace (trace=, or --trace).")
+        if _ending(events)[0] != "bad":
+            found.append("Where the time of a step goes is not known: record a trace (trace=, or --trace).")
     else:
         found += [*_of_schedule(timeline), *_of_times(report)]
     spent = phases(events)
@@ -145,7 +148,8 @@ def _of_schedule(timeline: Timeline) -> Iterator[str]:
     if with_more < bubble - _WORTH:
         yield (
             f"More micro-batches: with gradient_accumulation={more} instead of {count}, the bubble in the plan falls "
-            f"from {bubble:.0%} to {with_more:.0%}."
+            f"from {bubble:.0%} to {with_more:.0%}; an update then has {_MORE_MICRO_BATCHES} times the "
+            "examples."
         )
     names: Sequence[str] = [name for name in SCHEDULES if name != now.name]
     best = min(names, key=lambda name: bubble_of(name, count))
@@ -157,7 +161,11 @@ def _of_times(report: TraceReport) -> Iterator[str]:
     """Yield what the measured times of tasks, update and waiting suggest."""
     slowest = " and ".join(report.stages[stage] for stage in report.slowest)
     seconds = 1e3 * sum(report.stage_seconds[stage] for stage in report.slowest)
-    yield f"The slowest stage is {slowest}, {seconds:.2f} ms per micro-batch. Even it out: {report.split}."
+    yield f"The slowest stage is {slowest}, {seconds:.2f} ms per micro-batch; {report.split}."
+    work = {one.ipu: 1 - one.bubble_planned for one in report.ipus}  # alike in all replicas
+    idle = [str(ipu) for ipu, share in work.items() if share < _IDLE * max(work.values())]
+    if idle and report.split.startswith("nothing to move"):
+        yield f"Next to nothing runs on IPU {' and '.join(idle)}: take fewer IPUs, or cut the model into more stages."
     update = statistics.fmean(one.update / one.step for one in report.ipus if one.step)
     if update > _MUCH:
         yield f"The weight update takes {update:.0%} of a step: more micro-batches per update make it rarer."

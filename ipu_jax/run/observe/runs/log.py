@@ -26,6 +26,8 @@ from typing import Any, Final
 
 import jax
 
+from ipu_jax.base.cli.places import writable_folder
+from ipu_jax.base.showing import counted
 from ipu_jax.base.version import __version__
 
 __all__ = ["RunLog", "RunLogWarning"]
@@ -61,7 +63,8 @@ class RunLog:
         events: all events, including the events in the file; plain data.
 
     Raises:
-        ValueError: the file exists but is not such a log; or tensorboardX is not installed.
+        ValueError: the file exists but is not such a log, or its folder does not exist; or tensorboardX is not
+            installed, or its folder cannot be written to.
         OSError: the file cannot be opened.
 
     >>> log = RunLog()
@@ -84,18 +87,21 @@ class RunLog:
             from tensorboardX import SummaryWriter  # an extra
 
             # its file names contain whole seconds: a run that restarts at once must not overwrite the previous file
-            self._board = SummaryWriter(str(tensorboard), filename_suffix=f".{time.time_ns()}")
+            folder = str(writable_folder("tensorboard", tensorboard))
+            self._board = SummaryWriter(folder, filename_suffix=f".{time.time_ns()}")
         if path is not None:
-            self.events = _events_in(Path(path))
-            self._file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
+            file = check_log(path)
+            self.events = _events_in(file)
+            self._file = file.open("a", encoding="utf-8", buffering=1)
 
     def start(self, **values: Any) -> None:
         """Log that a run begins: its command, attempt, instances, devices and versions, and these values."""
         kinds = sorted({device.device_kind for device in jax.devices()})
         versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+        program = Path(sys.argv[0])
         self.event(
             "start",
-            command=[Path(sys.argv[0]).name, *sys.argv[1:]],
+            command=["python -m " + program.parent.name if program.stem == "__main__" else program.name, *sys.argv[1:]],
             attempt=int(os.environ.get("IPU_JAX_ATTEMPT", 0)),
             instances=jax.process_count(),
             devices=f"{len(jax.devices())} x {', '.join(kinds)}",
@@ -141,6 +147,9 @@ class RunLog:
             if board is not None:
                 board.close()
 
+    def __repr__(self) -> str:
+        return f"RunLog({counted(len(self.events), 'event')}{f', {self._file.name}' if self._file else ''})"
+
     def __enter__(self) -> "RunLog":
         return self
 
@@ -177,6 +186,22 @@ def figure_in_words(name: str, value: float) -> str:
     if name.endswith("accuracy") and math.isfinite(value):
         return f"{value:.2%}"
     return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e12 else f"{value:.4g}"
+
+
+def check_log(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a log's file.
+
+    Raises:
+        ValueError: it is no path, or a folder, or lies in a folder that does not exist.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"log={path!r} is no path: give a file, such as run.jsonl")
+    file = Path(path)
+    if file.is_dir():
+        raise ValueError(f"log {path} is a folder: give a file, such as {file / 'run.jsonl'}")
+    if not file.parent.is_dir():
+        raise ValueError(f"log {path}: there is no folder {file.parent}: make it, or give another file")
+    return file
 
 
 def _events_in(path: Path) -> list[dict[str, Any]]:

@@ -54,7 +54,7 @@ function curve(name, points) {
   const [x0, x1] = updates;
   let [y0, y1] = range(points.map(p => p[1]));
   if (y0 === y1) { [y0, y1] = isShare ? [0, 1] : [y0 - (Math.abs(y0) / 10 || 1), y1 + (Math.abs(y1) / 10 || 1)]; }
-  const step = roundStep(y1 - y0, 4), xStep = Math.max(1, roundStep(x1 - x0, 4));
+  const step = roundStep(y1 - y0, 4), xStep = Math.max(1, roundStep(x1 - x0, 6));
   y0 = Math.floor(y0 / step + 1e-9) * step; y1 = Math.ceil(y1 / step - 1e-9) * step;
   const x = v => left + (v - x0) / (x1 - x0) * (width - left - right);
   const y = v => height - bottom - (Math.min(Math.max(v, y0), y1) - y0) / (y1 - y0) * (height - top - bottom);
@@ -202,8 +202,7 @@ function memory(found) {
   room.hidden = false;
   const totals = found.ipus.map(parts => Object.values(parts).reduce((a, b) => a + b, 0)), most = Math.max(...totals, 1);
   const names = [...new Set(found.ipus.flatMap(Object.keys))].filter(name => found.ipus.some(parts => parts[name])), bars = add(room, "div", { class: "bars" });
-  const look = name => name === "padding" ? { class: "padding" }
-    : { style: `background:${found.colours[name] || "#7a7a7a"}` };
+  const look = name => ({ style: `background:${found.colours[name] || "#7a7a7a"}` });
   found.ipus.forEach((parts, ipu) => {
     add(bars, "span", {}, "IPU " + ipu);
     const bar = add(bars, "div", { class: "bar" });

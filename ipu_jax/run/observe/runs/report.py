@@ -44,7 +44,7 @@ def write_report(
     """Write a page about a run: one HTML file that loads nothing else.
 
     Args:
-        path: the file. An existing file is replaced once the new one is complete.
+        path: the file, whose name ends in .html. An existing file is replaced once the new one is complete.
         events: the contents of `RunLog.events`.
         title: of the page.
         schedules: pictures as SVG, or schedules to draw, by their titles. The schedule of the timeline is drawn with
@@ -57,8 +57,24 @@ def write_report(
         The path.
 
     Raises:
+        ValueError: an argument is of the wrong type, or the file's name ends otherwise.
         OSError: the file cannot be written; an existing file is kept.
     """
+    if Path(path).suffix.lower() != ".html":
+        raise ValueError(f"path={os.fspath(path)!r} is no HTML file: give a name that ends in .html")
+    is_log = isinstance(events, Sequence) and all(isinstance(one, Mapping) and "event" in one for one in events)
+    pictures = {} if schedules is None else schedules
+    are_pictures = isinstance(pictures, Mapping) and all(isinstance(one, str | Schedule) for one in pictures.values())
+    has_bytes = memory is None or (isinstance(memory, Mapping) and "ipus" in memory)
+    for name, given, is_right, mend in (
+        ("events", events, is_log, "those of a RunLog, log.events, or RunLog(path).events of a file"),
+        ("title", title, isinstance(title, str), "a text"),
+        ("schedules", schedules, are_pictures, "them by title, such as {'planned': schedule}"),
+        ("timeline", timeline, isinstance(timeline, Timeline | None), "recording.timeline"),
+        ("memory", memory, has_bytes, "memory_of(report, state)"),
+    ):
+        if not is_right:
+            raise ValueError(f"{name}={type(given).__name__} is of the wrong type: give {mend}")
     text = page(events, title=title, schedules=schedules, timeline=timeline, memory=memory)
     with replacing(path) as file:
         file.write(text.encode())
@@ -74,7 +90,13 @@ def memory_of(report: PipelineReport, state: TrainState) -> dict[str, Any]:
 
     Returns:
         A dict per IPU, and the bytes that an IPU can hold; None if that is not known, as on hosts.
+
+    Raises:
+        ValueError: one of them is something else.
     """
+    if not hasattr(report, "bytes_by_kind") or not hasattr(state, "optimizer"):
+        given = f"{type(report).__name__}, {type(state).__name__}"
+        raise ValueError(f"memory_of({given}) has the wrong types: give pipeline.report(...) and the step's state")
     optimizer = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.optimizer))
     ipus = [report.bytes_by_kind(part.ipu) | {"optimizer": optimizer} for part in report.ipus]
     return {"ipus": ipus, "limit": report.limit}

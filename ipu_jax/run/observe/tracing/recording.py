@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from ipu_jax.base import facts
 from ipu_jax.base.checks import check_count
+from ipu_jax.base.showing import Shown, Table, counted
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.distributed import popdist
 from ipu_jax.run.observe.tracing import _chrome, _merging
@@ -37,8 +38,8 @@ def trace(folder: str | os.PathLike[str], *, steps: int = 3) -> "Recording":
 
     The first call of a `TrainStep` or a `Pipeline` inside is not recorded: it compiles. The recording begins when that
     call has finished, and ends when `steps` weight updates have finished. A call of a `TrainStep` counts as the number
-    of updates that it makes (`device_iterations`), any other call as one. Programs of your own, such as a jitted loop
-    over steps, count if you run them with `recording.run`.
+    of updates that it makes (`device_iterations`), `Pipeline.value_and_grad` as one, `loss` and `predict` as none.
+    Programs of your own, such as a jitted loop over steps, count if you run them with `recording.run`.
 
     Where an IPU is a group of devices, the trace shows the first device of each group, and says so.
 
@@ -59,7 +60,7 @@ def trace(folder: str | os.PathLike[str], *, steps: int = 3) -> "Recording":
     return Recording(folder, steps)
 
 
-class Recording(facts.Listener):
+class Recording(Shown, facts.Listener):
     """Record steps inside a `with`; `trace` makes it.
 
     Attributes:
@@ -113,10 +114,10 @@ class Recording(facts.Listener):
         """Return whether all steps were recorded; `finish` can be called then."""
         return self._state in ("recorded", "finished")
 
-    def __repr__(self) -> str:
-        if self._timeline is not None:
-            return f"{self.report}\nTrace: {self.path}"
-        return f"Recording({self.steps} steps, to {str(self.path)!r}, {self._state})"
+    def _shown(self) -> list[str | Table]:
+        if self._timeline is None:
+            return [f"Recording({counted(self.steps, 'step')}, to {str(self.path)!r}, {self._state})"]
+        return [*self.report._shown(), f"Trace: {self.path}"]
 
     def __enter__(self) -> "Recording":
         if self._state != "new":

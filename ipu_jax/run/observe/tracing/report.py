@@ -13,7 +13,7 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
-from ipu_jax.base.showing import Shown, Table
+from ipu_jax.base.showing import Shown, Table, counted
 from ipu_jax.core.analysis.balance import balance_layers
 from ipu_jax.core.schedules import Schedule
 from ipu_jax.run.observe.tracing.costs import Costs, median_costs, net_seconds, simulated
@@ -83,10 +83,9 @@ class TraceReport(Shown):
             rows.append([str(one.replica), str(one.ipu), *times, *bubbles])
         seconds = sum(self.stage_seconds[stage] for stage in self.slowest)
         names = " + ".join(repr(self.stages[stage]) for stage in self.slowest)
-        steps = f"{self.steps} step{'s' * (self.steps > 1)}"
+        steps = f"{counted(self.steps, 'step')} of {1e3 * self.step_seconds:.2f} ms (median)"
         return [
-            f"{steps} of {1e3 * self.step_seconds:.2f} ms under {self.schedule}; {self.clocks}"
-            f"{group_in_words(self.devices)}",
+            f"{steps} under {self.schedule}; {self.clocks}{group_in_words(self.devices)}",
             Table(rows, left=0),
             f"slowest stage: {names}, {1e3 * seconds:.2f} ms for the tasks of one micro-batch",
             f"split: {self.split}",

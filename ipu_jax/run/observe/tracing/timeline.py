@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable
 from typing import Any, Final, Literal
 
+from ipu_jax.base.showing import counted
 from ipu_jax.core.schedules import Schedule
 
 
@@ -96,6 +97,10 @@ class Timeline:
     plan: tuple[Slice, ...] = ()
     clocks: str = "one clock"
     devices: int = 1
+
+    def __repr__(self) -> str:
+        steps, slices = counted(len({step.step for step in self.steps}), "step"), counted(len(self.slices), "slice")
+        return f"Timeline({steps} of {counted(len(self.ipus), 'IPU')}, {slices}; {self.schedule.name}, {self.clocks})"
 
     @property
     def ipus(self) -> list[tuple[int, int]]:

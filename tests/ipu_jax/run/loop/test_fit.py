@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -130,7 +131,7 @@ def test_a_signal_saves_and_the_same_call_goes_on(tmp_path, number, name, k, per
     assert of_losses(said) + of_losses(second) == of_losses(whole)
     third = Lines()
     assert run(third, **recorded).losses.size == 0
-    assert third[-1] == f"{2 * per_epoch} updates were made before"
+    assert third[-1] == f"{2 * per_epoch} updates had been made"
 
 
 def test_an_error_leaves_the_last_state(tmp_path):
@@ -174,6 +175,23 @@ def test_a_trace_is_of_three_updates_whatever_a_call_makes(tmp_path):
     np.testing.assert_allclose(result.losses, twin(rows, 12)[0], rtol=1e-4)
     assert {each.step for each in recording.timeline.steps} == {0, 1, 2}
     assert any(f"Trace: {recording.path}" in line for line in lines)
+
+
+def test_calls_that_compile_or_are_traced_have_no_speed(tmp_path):
+    step, lines, log = make_step(1), Lines(), RunLog()
+    with Feed(normal(8, 8 * M * B, D), step=step, micro_batch=B) as feed:
+        result = fit(step, step.init(weights()), feed, trace=tmp_path, log=log, say=lines)
+        one = fit(step, step.init(weights()), feed, updates=1, say=lines)
+    speeds = {event["updates"]: "samples_per_second" in event for event in log.events if event["event"] == "losses"}
+    # the first compiles; the third runs while the fourth, the last that is traced, is waited for
+    assert speeds == {1: False, 2: True, 3: False, 4: False, 5: True, 6: True, 7: True, 8: True}
+    compiled = next(event["compile_seconds"] for event in log.events if event["event"] == "compiled")
+    (last,) = [line for line in lines if line.endswith(" once compiled")]
+    found = re.fullmatch(r"8 updates in [\d.]+ s, ([\d,]+) samples/s once compiled", last)
+    assert found
+    assert float(found[1].replace(",", "")) == pytest.approx(7 * M * B / (result.seconds - compiled), rel=0.05)
+    assert one.updates == 1
+    assert re.fullmatch(r"1 update in [\d.]+ s, [\d,]+ samples/s", lines[-1])
 
 
 def test_checkpoints_of_ones_own_stay_open_and_it_trains_in_any_thread(tmp_path):

@@ -66,7 +66,7 @@ def test_a_training_in_which_every_update_overflows_says_so(outputs):
     np.testing.assert_array_equal(step.whole(result.state)["params"], first)
     assert sum(event["count"] for event in events_of(log, "skipped")) == 16
     assert [line.rpartition(", ")[2] for line in lines if "Mean" in line] == ["4 of 4 updates skipped"] * 4
-    assert lines[-1].endswith("; 16 updates were skipped")
+    assert lines[-1].endswith("; skipped 16 updates")
 
 
 @pytest.mark.parametrize("outputs", OUTPUTS)
@@ -84,7 +84,7 @@ def test_the_updates_that_are_not_finite_are_counted(outputs):
         "2 of 4 updates skipped",
         "1 of 2 updates skipped",
     ]
-    assert lines[-1].endswith("; 4 updates were skipped")
+    assert lines[-1].endswith("; skipped 4 updates")
     good = [rows[n * SIZE : (n + 1) * SIZE] for n in range(10) if n not in bad]
     assert_same_weights(step, result.state, trained_on(good)[1])
 

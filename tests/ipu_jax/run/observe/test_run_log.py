@@ -3,12 +3,14 @@
 import json
 import math
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
 from ipu_jax.run.observe.runs.log import RunLog, RunLogWarning
+from support.refusals import refusals, refused
 
 
 def lines(path):
@@ -52,6 +54,27 @@ def test_another_file_is_refused_and_left_alone(tmp_path, content):
     with pytest.raises(ValueError, match=rf"{path} holds no log of a run, see line \d: give another file, or remove"):
         RunLog(path)
     assert path.read_text() == content
+
+
+NO_PATH: Any = 3
+
+
+@refusals(
+    (lambda at: RunLog(at), "is a folder", "give a file, such as /"),
+    (lambda at: RunLog(at / "none" / "run.jsonl"), "there is no folder", "make it, or give another file"),
+    (lambda _: RunLog(NO_PATH), "log=3", "is no path", "such as run.jsonl"),
+    (lambda _: RunLog(tensorboard=__file__), "test_run_log.py is not a folder", "a name that is free"),
+)
+def test_what_a_log_cannot_be_written_to_is_refused(tmp_path, call, holds):
+    with refused(*holds):
+        call(tmp_path)
+
+
+def test_a_program_that_is_a_package_is_named_as_it_is_run(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/some/where/mnist_example/__main__.py", "--epochs", "1"])
+    log = RunLog()
+    log.start()
+    assert log.events[0]["command"] == ["python -m mnist_example", "--epochs", "1"]
 
 
 def test_a_full_disk_ends_the_log_and_not_the_run():

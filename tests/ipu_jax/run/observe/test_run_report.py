@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import pytest
 
 from ipu_jax.core.schedules import make_schedule
+from ipu_jax.run.observe.runs.log import RunLog
 from ipu_jax.run.observe.runs.report import memory_of, page, write_report
 from ipu_jax.run.observe.tracing._assembling import planned
 from ipu_jax.run.observe.tracing.costs import Costs
 from ipu_jax.run.observe.tracing.report import make_report
 from ipu_jax.run.observe.tracing.timeline import Slice, Step, Timeline
+from support.refusals import refusals, refused
 
 EVIL = "</script><script>alert(1)</script>&amp; \"quoted\" 'text' <!--CSS-->"
 EVENTS = [
@@ -56,6 +58,7 @@ def waiting_timeline():
     return Timeline(schedule, ("body", "head"), True, steps, tuple(slices), planned(schedule, COSTS, steps, slices))
 
 
+bytes_of: Any = memory_of
 COSTS: Costs = {((0,), "F"): 2e-3, ((0,), "B"): 5e-3, ((1,), "FB"): 1e-3}
 
 
@@ -158,6 +161,28 @@ def test_a_long_run_is_still_less_than_a_megabyte():
     found = data_in(text)
     assert len(found["curves"]["loss"]) == 1000
     assert (found["timeline"]["steps"], found["timeline"]["of"]) == (1, 4)
+
+
+@refusals(
+    (lambda at: write_report(at / "run", EVENTS), "run' is no HTML file", "a name that ends in .html"),
+    (lambda at: page_of(at, RunLog()), "events=RunLog", "those of a RunLog, log.events"),
+    (lambda at: page_of(at, at / "run.jsonl"), "events=PosixPath", "RunLog(path).events of a file"),
+    (lambda at: page_of(at, [1]), "events=list", "those of a RunLog"),
+    (lambda at: page_of(at, title=3), "title=int", "give a text"),
+    (lambda at: page_of(at, timeline=make_report(timeline())), "timeline=TraceReport", "give recording.timeline"),
+    (lambda at: page_of(at, memory={"weights": 3}), "memory=dict", "give memory_of(report, state)"),
+    (lambda at: page_of(at, schedules=timeline().schedule), "schedules=Schedule", "them by title, such as"),
+    (lambda at: page_of(at, schedules={"a": 3}), "schedules=dict", "them by title, such as"),
+    (lambda at: bytes_of(EVENTS, timeline()), "memory_of(list, Timeline)", "give pipeline.report(...)"),
+)
+def test_what_a_page_cannot_be_made_of_is_refused_and_nothing_is_written(tmp_path, call, holds):
+    with refused(*holds):
+        call(tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
+def page_of(at: Any, events: Any = EVENTS, **others: Any):
+    write_report(at / "run.html", events, **others)
 
 
 def test_a_page_that_cannot_be_written_leaves_the_one_before(tmp_path):

@@ -131,6 +131,15 @@ def other_share(step, slices):
     return 1 - sum(one.seconds for one in outer) / (step.end - step.start)
 
 
+def test_a_notebook_shows_the_table_of_a_recording_and_a_timeline_is_a_line(recorded):
+    page = recorded._repr_html_()
+    assert page.startswith(recorded.report._repr_html_())
+    assert "<th style='text-align:right'>waiting</th>" in page
+    assert f"Trace: {recorded.path}" in page
+    assert repr(recorded).splitlines() == [*str(recorded.report).splitlines(), f"Trace: {recorded.path}"]
+    assert repr(recorded.timeline).startswith(f"Timeline(3 steps of 3 IPUs, {len(recorded.timeline.slices)} slices; ")
+
+
 def test_the_parts_of_a_step_add_up_and_do_not_overlap(recorded):
     timeline = recorded.timeline
     for one in recorded.report.ipus:

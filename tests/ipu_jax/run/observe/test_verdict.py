@@ -97,6 +97,12 @@ def test_a_well_filled_pipeline_gets_no_advice_on_its_schedule():
     assert not any("micro-batches: with" in each or "Another schedule" in each for each in found)
 
 
+@pytest.mark.parametrize(("seconds", "is_idle"), [(2e-4, False), (5e-5, True)])
+def test_an_ipu_with_nothing_to_do_is_named(seconds, is_idle):
+    found = advice(traced("1f1b", 8, [1e-3, seconds], ipus=2))
+    assert any("on IPU 1: take fewer IPUs" in each for each in found) == is_idle
+
+
 def test_waiting_beyond_the_plan_is_named():
     timeline = traced("1f1b", 64, [1e-3, 1e-4], ipus=2)
     planned_bubble, _ = bubbles(make_report(timeline))
@@ -118,5 +124,7 @@ def test_without_a_trace_the_advice_is_to_record_one_and_long_compilation_is_nam
     found = advice_on(events, None, None)
     assert "trace" in found[0]
     assert "Compiling took 1 min 0 s of 1 min 20 s" in found[1]
+    failed = log(FALLING, {"event": "failed", "error": "disk full"})
+    assert not any("trace" in each for each in advice_on(failed, None, None))
     rising = advice_on(log(FALLING[::-1], END), None, None)
     assert "lower the learning rate" in rising[0]

@@ -17,6 +17,7 @@ from support.refusals import refusals, refused
 from support.small_problems import product_loss, product_weights
 
 NO_FUNCTION: Any = 3
+NO_STATE: Any = {"w": 1}
 PLAIN = "give numbers, strings, None, lists and dicts of these"
 WEIGHTS = product_weights()
 
@@ -67,6 +68,10 @@ def restore(at: Path, resume: Any) -> None:
     (lambda at: made(a_file(at)), "file' is not a folder", "a name that is free"),
     (lambda at: closed(at).lock(), "the checkpoints are closed", "`with` block"),
     (lambda at: closed(at).save(state()), "the checkpoints are closed", "`with` block"),
+    (lambda at: made(at).save(NO_STATE), "state is a dict", "from step.init(params)"),
+    (lambda at: made(at).due(NO_STATE), "state is a dict", "from step.init(params)"),
+    (lambda at: made(at).restore(NO_STATE), "state is a dict", "from step.init(params)"),
+    (lambda at: save(at, "feed"), "feed is a str", "give the Feed, or the result of its state()"),
     (lambda at: restore(at, "latest"), "resume='latest'", "'auto', 'must' nor 'never'", "/latest"),
     *(
         (lambda at, resume=resume: restore(at, resume), f"resume={resume!r}", "not a path", "'auto', 'must' or 'never'")

@@ -213,6 +213,7 @@ ONCE = "a fresh iterator, such as lambda epoch: read(files)"
 
 @refusals(
     (lambda: from_stream(shuffle=True), "shuffle=True", AFTER, "let the source shuffle"),
+    (lambda: from_stream(shuffle="no"), "shuffle='no'", "no bool", "give True or False"),
     (lambda: from_stream(seed=3), "seed=3", AFTER, "let the source shuffle"),
     (lambda: from_stream(workers=2, prefetch=2), "workers=2", AFTER, "use workers=1"),
     (lambda: from_stream(remainder="wrap"), "remainder='wrap'", AFTER, "use 'drop', 'updates' or 'pad'"),
