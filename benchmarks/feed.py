@@ -18,7 +18,7 @@ from figures import Figures, side_by_side
 from ipu_jax import Feed, Pipeline, configure, make_mesh
 from mnist_example import training
 from mnist_example.data import MNIST, load_mnist
-from mnist_example.flags import MODES, parsed
+from mnist_example.flags import MODES, DataFlags, parsed
 from mnist_example.model import init_params, make_pipeline
 
 SIZES = ((64, 16), (8, 84))  # (images of a micro-batch, M), as in mnist.py
@@ -49,7 +49,10 @@ def steps(pipeline: Pipeline, params: Any, next_batch: Callable[[], Any]) -> Any
 def crossing(flags: str) -> int:
     """Return the bytes of a call's images on both IPUs of a replica, under these flags of the example."""
     _, found = parsed(
-        "benchmarks/feed.py", "", ["--batch-size", "64", "--gradient-accumulation-count", "16", *flags.split()]
+        "benchmarks/feed.py",
+        "",
+        ["--batch-size", "64", "--gradient-accumulation-count", "16", *flags.split()],
+        DataFlags,
     )
     feed = training.feed_of(found, load_mnist(mirrors=()), mesh=make_mesh(1, 2), gradient_accumulation=16)
     return sum(shard.data.nbytes for shard in next(feed).data["images"].addressable_shards)

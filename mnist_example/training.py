@@ -118,8 +118,6 @@ class Training:
             )
         folder = flags.trace / mode if flags.trace and flags.compare else flags.trace
         self.recording = None if folder is None else ipu_jax.observe.trace(folder, steps=steps)
-        self.memory: dict[str, Any] | None = None
-        self.needed: ipu_jax.costs.PipelineReport | None = None
         self.status = 0
         self.log = ipu_jax.observe.RunLog(flags.log_file, tensorboard=flags.tensorboard) if popdist.is_first() else None
 
@@ -212,9 +210,8 @@ class Training:
             f"{flags.pipeline_schedule}; {data.source}: {updates_in_words(flags, data)}"
         )
         state = self.init()
-        if flags.explain or flags.report or flags.pipeline_schedule == "auto":
+        if flags.explain or flags.pipeline_schedule == "auto":
             needs = self.needs(state)
-            self.memory, self.needed = ipu_jax.observe.memory_of(needs, state), needs
             if flags.explain:
                 say(f"{pipeline.schedule}\n{needs}")
             if flags.pipeline_schedule == "auto":
@@ -242,44 +239,25 @@ class Training:
                     "defaults": _plain(_with_epochs(parsed(PROG, "", ["--model", flags.model], Flags)[1], data)),
                 },
                 trace=self.recording,
+                report=flags.report,
                 progress=False if flags.no_progress else None,
                 say=say,
-                title=self.mode,
+                title=f"{flags.model}, {self.mode}",
             )
-        if self.recording is not None and result.stopped is None and self.timeline is None:
-            self.status = cli.CANNOT_WRITE  # fit has reported the reason
+        has_no_page = flags.report is not None and popdist.is_first() and result.report is None
+        if has_no_page or (result.stopped is None and not self.has_traced()):
+            self.status = cli.CANNOT_WRITE  # fit has said why
         if result.stopped is None:
             say(judged(result.evaluations[-1][1]["accuracy"], data.expected))
         if cache is not None:
             say(str(cache))
         return result
 
-    @property
-    def timeline(self) -> ipu_jax.observe.Timeline | None:
-        """Return the timeline that --trace has recorded; None if there is none."""
-        try:
-            return None if self.recording is None else self.recording.timeline
-        except ipu_jax.observe.TraceError:
-            return None
-
-    def end(self) -> None:
-        """Close the log, and write the report, whatever has happened."""
-        if self.log is None:
-            return
-        self.log.close()
-        if (file := self.flags.report) is not None:
-            self.write("--report", file, lambda: self.report(file), "Report")
-
-    def report(self, file: Path) -> None:
-        schedule = self.step.model.schedule
-        pictures: dict[str, Any] = {f"{schedule.name}, by ticks": schedule}
-        if self.needed is not None:
-            pictures["Bytes of each IPU over the ticks"] = self.needed.to_svg()
-        events = [] if self.log is None else self.log.events
-        title = f"{PROG}: {self.flags.model}, {self.mode}"
-        ipu_jax.observe.write_report(
-            file, events, title=title, timeline=self.timeline, memory=self.memory, schedules=pictures
-        )
+    def has_traced(self) -> bool:
+        """Return whether a trace was recorded and written, if one was asked for."""
+        with contextlib.suppress(ipu_jax.observe.TraceError):
+            return self.recording is None or bool(self.recording.timeline)
+        return False
 
     def write(self, flag: str, file: Path, write: Callable[[], object], what: str) -> None:
         """Write a file on the first instance, and report it. A failure to write does not stop the training."""
@@ -351,7 +329,8 @@ def train_all(flags: Flags, trainings: list[Training]) -> int:
         return cli.CANNOT_WRITE if isinstance(error, ipu_jax.io.SaveError) else 2
     finally:
         for each in trainings:
-            each.end()
+            if each.log is not None:
+                each.log.close()
     if flags.compare:
         losses = {mode: result.losses for mode, result in results.items()}
         say(compared(losses["basic"], losses["concurrent"]))

@@ -39,8 +39,8 @@ def described(
     places: Sequence[int],
     paths: Sequence[str],
     shared: Mapping[Part, list[int]],
-) -> str:
-    """Return a line per stage and a line about the cut, and one per leaf that all IPUs hold.
+) -> list[str | Table]:
+    """Return a row per stage, a line about the cut, and one per leaf that all IPUs hold.
 
     Args:
         division, cut: the divided program.
@@ -68,7 +68,7 @@ def described(
         )
     if not any(row[4] for row in rows[1:]):  # code without a file has no lines
         rows = [(*row[:4], row[5]) for row in rows]
-    lines = [str(Table(rows, left=len(rows[0]), indent="  "))]
+    table = Table(rows, left=len(rows[0]), indent="  ")
     where = (
         "places that the function marks"
         if cut.marked
@@ -80,10 +80,8 @@ def described(
     )
     of_ipu = [sum(w for w, place in zip(cut.work, places, strict=True) if place == ipu) for ipu in {*places}]
     uneven = f"the busiest IPU has {max(of_ipu) * len(of_ipu) / total - 1:.1%} more work than the mean"
-    lines.append(f"cut at {where}; {uneven}")
-    lines += _of_one_operation(division, cut)
-    lines += _of_shared(division, paths, shared)
-    return "\n".join(lines)
+    lines = [f"cut at {where}; {uneven}", *_of_one_operation(division, cut), *_of_shared(division, paths, shared)]
+    return [table, *lines]
 
 
 def _of_one_operation(division: Division, cut: Cut) -> list[str]:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from ipu_jax.base.checks import check_choice
 from ipu_jax.base.jaxprs import traced_on
+from ipu_jax.base.showing import Table
 from ipu_jax.core.analysis.balance import measure_costs
 from ipu_jax.core.cutting.cut import STAGE_END, Cut, Places
 from ipu_jax.core.cutting.description import described, names_of
@@ -45,7 +46,7 @@ class FunctionModel:
         key: the shape of its random key, or None.
         cut: where it was cut.
         source: the arguments of `model_of`.
-        described: why, as lines of text.
+        described: why, as lines and a table.
     """
 
     stages: tuple[Stage, ...]
@@ -58,7 +59,7 @@ class FunctionModel:
     key: Any
     cut: Cut
     source: dict[str, Any]
-    described: str
+    described: list[str | Table]
 
     def again(self, **changed: Any) -> "FunctionModel":
         """Return the stages of a changed function, or for other weights, cut anew."""

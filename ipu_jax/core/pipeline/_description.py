@@ -28,7 +28,7 @@ def describe(pipeline: PlacedStages) -> list[str | Table]:
         f"{pipeline.options.reduction!r}"
     )
     if pipeline.function is not None:
-        return [first, pipeline.function.described]
+        return [first, *pipeline.function.described]
     rows = [(str(k), stage.name, _place(stage), ", ".join(_properties(stage))) for k, stage in enumerate(stages)]
     digits = len(rows[-1][0])
     return [first, Table([(row[0].rjust(digits), *row[1:]) for row in rows], left=4, has_head=False, indent="  ")]

@@ -1,7 +1,7 @@
 """The colours and words of tasks in every picture: schedules, the report of a run, bytes over the ticks.
 
-The hues are those of Okabe and Ito, "Color Universal Design", 2008, which colour-blind people can tell apart, below
-black text.
+The hues come from Okabe and Ito, "Color Universal Design", 2008. Colour-blind people can tell them apart, and black
+text can be read on them.
 """
 
 from typing import Final

@@ -231,15 +231,15 @@ def with_frozen(layout: PackedLayout, frozen: Mapping[str, Any]) -> PackedLayout
 def check_array(where: str, value: Any) -> None:
     """Raise `ValueError` unless `value` is an array that IPUs can hold, or has the shape and dtype of one."""
     dtype = getattr(value, "dtype", None)
-    is_numeric = isinstance(dtype, np.dtype) and (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_)
-    if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)) or (is_numeric and hasattr(value, "shape")):
+    is_number = isinstance(dtype, np.dtype) and dtype.isnative and jnp.issubdtype(dtype, jnp.number)
+    if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)) or is_number or dtype == np.bool_:
         return
     if isinstance(value, (bool, int, float, complex, str, bytes)):
         # a list is a tree of its numbers
         array = f"np.asarray({where.partition('[0]')[0]})"
         raise ValueError(f"{where} is {value!r:.60}, and must be an array of numbers: give {array}")
     if isinstance(dtype, np.dtype):
-        raise ValueError(f"{where} has dtype {dtype}, and IPUs hold numbers and bools only: turn it into numbers")
+        raise ValueError(f"{where} has dtype {dtype}: IPUs hold numbers and bools, in native byte order: convert it")
     kind = f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"
     mend = "tensor.numpy()" if hasattr(value, "numpy") else "np.asarray(...), or batch.data of a FeedBatch"
     raise ValueError(f"{where} is a {kind}, and must be a NumPy or jax array: give {mend}")

@@ -20,6 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -31,9 +32,9 @@ from ipu_jax.base.showing import counted
 from ipu_jax.distributed import popdist
 from ipu_jax.distributed.stopping import StopRequest
 from ipu_jax.run.loop._goal import FACTS, Goal, check_arguments, figures_of, goal_of
-from ipu_jax.run.loop.lines import LossLines, Say, figure_in_words
+from ipu_jax.run.loop.lines import LossLines, Say
 from ipu_jax.run.observe.profiled import asked, write_page
-from ipu_jax.run.observe.runs.log import RunLog
+from ipu_jax.run.observe.runs.log import RunLog, figure_in_words
 from ipu_jax.run.observe.tracing.recording import Recording
 from ipu_jax.run.observe.tracing.recording import trace as recorded
 from ipu_jax.run.observe.tracing.timeline import TraceError
@@ -72,6 +73,7 @@ class FitResult:
         seconds: the time that the updates took, with the compilation, without evaluations.
         stopped: "SIGTERM" or "Ctrl-C" if one of them came before `fit` returned; "the end of the feed" if the feed
             ended before the training; else None.
+        report: the page about the run, if one was asked for and could be written.
         last: on the class: the result so far of a `fit` that did not return, such as after Ctrl-C; else None.
     """
 
@@ -84,6 +86,7 @@ class FitResult:
     skipped: int = 0
     seconds: float = 0.0
     stopped: str | None = None
+    report: Path | None = None
 
     def __repr__(self) -> str:
         last = f", last loss {self.losses[-1]:.4g}" if len(self.losses) else ""
@@ -198,7 +201,7 @@ def fit(
             events = context.enter_context(RunLog(log, tensorboard=tensorboard))
         if report is not None and events is not None:
             # the last to be done: the events are complete, and a signal ends the process as usual
-            context.callback(write_page, report, events.events, step, feed, result, title, recording)
+            context.callback(write_page, report, events.events, step, feed, result, title, recording, say)
         # only the main thread can have signal handlers
         is_main = threading.current_thread() is threading.main_thread()
         stop = context.enter_context(StopRequest(interrupts=True)) if is_main else None

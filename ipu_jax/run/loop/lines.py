@@ -93,7 +93,7 @@ class LossLines:
         """
         if self._per_epoch is None:
             return f"Update {updates:,}"
-        # an update is told from its neighbours; the end of a long call is near its mark
+        # two updates have different texts; the end of a long call is near its mark
         epoch, near = updates / self._per_epoch, min(self._call, (self._interval or 0) / 10)
         error = max(0.49, near if self._call > 1 else 0) / self._per_epoch
         fits = lambda digits: abs(round(epoch, digits) - epoch) <= error and round(epoch, digits) > 0  # noqa: E731
@@ -127,14 +127,3 @@ class LossLines:
         mean = f"{finite.mean():.3f}" if len(finite) else "not finite"
         self._say(f"{self.where(updates)}, Mean loss: {mean}{skipped}")
         self._losses, self._made, self._skipped, self._time = [], 0, 0, self._clock()
-
-
-def figure_in_words(name: str, value: float) -> str:
-    """Return a figure of an evaluation as its line shows it.
-
-    >>> figure_in_words("accuracy", 0.97), figure_in_words("loss", 0.25), figure_in_words("errors", 12345.0)
-    ('97.00%', '0.25', '12,345')
-    """
-    if name.endswith("accuracy") and np.isfinite(value):
-        return f"{value:.2%}"
-    return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e12 else f"{value:.4g}"

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,7 +45,14 @@ def asked(trace: Any, report: Any) -> tuple[Any, Any]:
 
 
 def write_page(
-    path: Any, events: Sequence[Mapping[str, Any]], step: Any, feed: Any, result: Any, title: str, recording: Any
+    path: Any,
+    events: Sequence[Mapping[str, Any]],
+    step: Any,
+    feed: Any,
+    result: Any,
+    title: str,
+    recording: Any,
+    say: Callable[[str], object],
 ) -> None:
     """Write the page about a `fit` that has begun. If it cannot be written, there is a warning; nothing is raised."""
     if not events:
@@ -66,6 +73,8 @@ def write_page(
                 schedules["Bytes of each IPU over the ticks"] = needs.to_svg()
         with facts.during("writing a report"):
             write_report(path, events, title=title, schedules=schedules, timeline=timeline, memory=memory)
+        result.report = Path(path)
+        say(f"Report: {path}")
     except Exception as error:  # a fault in the page must not discard the training
         warnings.warn(f"report {path} was not written ({reason_of(error)})", RunLogWarning, stacklevel=2)
 

@@ -63,9 +63,10 @@ OF_FUNCTION_STATE = OF_FUNCTION.init({"w": np.ones((3, 1), np.float32)})
 NO_BATCHES = {
     "torch": (Tensor(BATCH["x"]), "is a torch.Tensor", "give tensor.numpy()"),
     "text": ("rows.npy", "is 'rows.npy'", "an array of numbers"),
-    "texts": (np.full((2, 4, 3), "a"), "has dtype <U1", "numbers and bools only"),
-    "objects": (np.full((2, 4, 3), None), "has dtype object", "numbers and bools only"),
-    "dates": (np.full((2, 4, 3), np.datetime64("2020")), "has dtype datetime64[Y]", "numbers and bools only"),
+    "texts": (np.full((2, 4, 3), "a"), "has dtype <U1", "IPUs hold numbers and bools"),
+    "objects": (np.full((2, 4, 3), None), "has dtype object", "IPUs hold numbers and bools"),
+    "byte order": (np.ones((2, 4, 3), np.dtype(np.float32).newbyteorder()), "has dtype >f4", "native byte order"),
+    "dates": (np.full((2, 4, 3), np.datetime64("2020")), "has dtype datetime64[Y]", "IPUs hold numbers and bools"),
     "lists": (BATCH["x"].tolist(), "[0][0][0] is 1.0", "give np.asarray(batch['x'])"),
     "a number": (1.5, "is 1.5", "an array of numbers"),
     "an object": (object(), "is a builtins.object", "a NumPy or jax array"),

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ipu_jax.base.showing import counted
+from ipu_jax.run.observe.runs.log import figure_in_words
 
 Events = Sequence[Mapping[str, Any]]
 
@@ -29,6 +30,7 @@ _OF_HEAD: Final = {
     "devices": "devices",
     "samples_per_update": "samples per update",
     "seed": "seed",
+    "step": "step",
 }
 
 
@@ -93,7 +95,7 @@ def figures(events: Events) -> dict[str, str]:
         found["updates"] += f" ({counted(made / per_epoch, 'epoch')})" if per_epoch else ""
     for name, values in points.items():
         if values and name not in (LOSS, SPEED):
-            found[name] = in_words(name, values[-1][1])
+            found[name] = figure_in_words(name, float(values[-1][1]))
     if points[LOSS]:
         found["last loss"] = f"{points[LOSS][-1][1]:.4g}"
     if points[SPEED]:
@@ -199,11 +201,6 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     hours, rest = divmod(round(seconds), 3600)
     return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
-
-
-def in_words(name: str, value: float) -> str:
-    """Return an evaluated figure as a text: an accuracy in percent."""
-    return f"{value:.2%}" if name.endswith("accuracy") else f"{value:.4g}"
 
 
 def _time(event: Mapping[str, Any]) -> str:

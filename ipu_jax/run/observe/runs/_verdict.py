@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
 from ipu_jax.core.schedules import SCHEDULES, make_schedule
-from ipu_jax.run.observe.runs._facts import ENDS, LOSS, Events, curves, duration, in_words, phases
+from ipu_jax.run.observe.runs._facts import ENDS, LOSS, Events, curves, duration, phases
+from ipu_jax.run.observe.runs.log import figure_in_words
 from ipu_jax.run.observe.tracing.costs import median_costs, simulated
 from ipu_jax.run.observe.tracing.report import TraceReport
 from ipu_jax.run.observe.tracing.timeline import Timeline
@@ -75,9 +76,12 @@ def _learning(events: Events) -> Iterator[tuple[Level, str]]:
     for name, values in points.items():
         if values and name.endswith("accuracy"):
             best = max(values, key=lambda point: point[1])
-            text = f"{name.replace('_', ' ').capitalize()} {in_words(name, values[-1][1])}"
+            text = f"{name.replace('_', ' ').capitalize()} {figure_in_words(name, values[-1][1])}"
             is_best = best[1] <= values[-1][1]
-            yield "good", text + ("." if is_best else f", at best {in_words(name, best[1])} after {best[0]:,} updates.")
+            yield (
+                "good",
+                text + ("." if is_best else f", at best {figure_in_words(name, best[1])} after {best[0]:,} updates."),
+            )
 
 
 def _mishaps(events: Events) -> Iterator[tuple[Level, str]]:

@@ -177,6 +177,17 @@ class RunLog:
                 self._board.add_scalar("test_loss" if name == "loss" else name, event[name], updates)
 
 
+def figure_in_words(name: str, value: float) -> str:
+    """Return a figure of an evaluation as its line shows it.
+
+    >>> figure_in_words("accuracy", 0.97), figure_in_words("loss", 0.25), figure_in_words("errors", 12345.0)
+    ('97.00%', '0.25', '12,345')
+    """
+    if name.endswith("accuracy") and math.isfinite(value):
+        return f"{value:.2%}"
+    return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e12 else f"{value:.4g}"
+
+
 def check_log(path: str | os.PathLike[str]) -> Path:
     """Return the path of a log's file.
 

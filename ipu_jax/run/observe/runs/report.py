@@ -295,7 +295,7 @@ def _span(start: float, end: float) -> list[int]:
 
 
 def _pictures(schedules: Mapping[str, str | Schedule], timeline: Timeline | None) -> str:
-    """Return the pictures, and with a timeline that of its schedule, drawn with the measured time of each task."""
+    """Return the pictures. With a timeline, its schedule is drawn with the measured time of each task."""
     found: dict[str, str] = {}
     try:
         if timeline is not None:

@@ -160,7 +160,7 @@ def test_marks_say_where_to_cut(mark, options):
     function = cut_of(lambda p, x: marked(p, x, mark), MARKED, 3, **options)
     assert function.cut.marked
     assert [len(parts) for _, parts in function.weights.groups] == [1, 3, 2]
-    assert "marks" in function.described
+    assert any("marks" in str(line) for line in function.described)
     assert len(cut_of(lambda p, x: marked(p, x, mark), MARKED, 2, **options).cut.ends) == 2  # the better of both
 
 

@@ -147,7 +147,7 @@ FUNCTIONS = {
     ),
     "several floats of several shapes": (lambda p, x, mb: (matmul(p, x, mb), x.sum(), [mb["x"], p["b"] ** 2]), W),
     "only ints": (lambda p, x, mb: jnp.argmax(x @ p["w"], -1), W),
-    "nothing": (lambda p, x, mb: None, W),
+    "nothing": (lambda p, x, mb: (), W),
 }
 
 

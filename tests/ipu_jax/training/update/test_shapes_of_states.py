@@ -123,7 +123,7 @@ def shapes_by(model: Any, params: Any, **given: Any) -> Any:
 
 
 @refusals(
-    (shapes_by(function, {"a": 1.0}), "params['a'] is 1.0", "floating arrays"),
+    (shapes_by(function, {"a": 1.0}), "params['a'] is 1.0", "array of numbers", "np.asarray(params['a'])"),
     (shapes_by(pipeline_of(), WEIGHTS | {"head": "w"}), "params['head'] is 'w'", "array"),
     (shapes_by(pipeline_of(), WEIGHTS, stages=STATE), "the model holds no state", "leave them out"),
     (shapes_by(pipeline_of(random_first), WEIGHTS, key=KEY), "stages is missing", "the state of 'seen'"),
