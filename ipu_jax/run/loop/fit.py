@@ -403,7 +403,8 @@ class _Loop:
         while len(self._pending) > waiting:
             pieces = self._pending.popleft()
             losses = np.concatenate([self._losses_of(*piece) for piece in pieces], dtype=np.float32)
-            count, skipped = sum(count for _, count in pieces), sum(_skipped(outputs) for outputs, _ in pieces)
+            count = sum(count for _, count in pieces)
+            skipped = sum(int(np.sum(np.asarray(made.skipped))) for made, _ in pieces if made.skipped is not None)
             self._reported += count
             result.losses = np.concatenate([result.losses, losses], dtype=np.float32)
             result.skipped += skipped
@@ -496,8 +497,3 @@ class _Loop:
         made = counted(updates, "update") if goal is None else f"{updates:,} of {counted(goal, 'update')}"
         self.event("stopped", reason=(line := f"{self.result.stopped}: stopped after {made}; {saved}"))
         self.say(line)
-
-
-def _skipped(outputs: StepOutputs) -> int:
-    """Return the number of updates of a call that were not made."""
-    return 0 if outputs.skipped is None else int(np.sum(np.asarray(outputs.skipped)))
