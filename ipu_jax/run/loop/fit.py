@@ -90,7 +90,8 @@ class FitResult:
 
     def __repr__(self) -> str:
         last = f", last loss {self.losses[-1]:.4g}" if len(self.losses) else ""
-        found = "".join(f", test {name} {value:.4g}" for name, value in (self.evaluations or [(0, {})])[-1][1].items())
+        figures = self.evaluations[-1][1] if self.evaluations else {}
+        found = "".join(f", test {name} {figure_in_words(name, value)}" for name, value in figures.items())
         return f"FitResult({self.updates:,} updates{last}{found}{f', stopped by {self.stopped}' * bool(self.stopped)})"
 
 

@@ -57,7 +57,7 @@ def curves(events: Events, most: int) -> dict[str, list[list[float]]]:
         if event["event"] in ("evaluated", "accuracy"):
             for name, value in event.items():
                 if name not in _OF_EVERY_EVENT and _is_number(value):
-                    found.setdefault("evaluated loss" if name == LOSS else name, {})[updates] = value
+                    found.setdefault("test loss" if name == LOSS else name, {})[updates] = value
     return {name: _thinned(sorted(values.items()), most) for name, values in (found | {SPEED: speeds}).items()}
 
 

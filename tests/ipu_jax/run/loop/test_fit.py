@@ -65,6 +65,7 @@ def test_lines_evaluations_and_the_log(tmp_path):
     losses, _ = twin(rows, 15)
     assert seen == [10, 15]
     assert result.evaluations == [(10, {"accuracy": 0.1, "error": 0.25}), (15, {"accuracy": 0.15, "error": 0.25})]
+    assert repr(result).endswith(", test accuracy 15.00%, test error 0.25)")
     assert lines[0].startswith("Compiled in ")
     assert lines[1] == f"Epoch 0.2, Mean loss: {np.mean(losses[:2]):.3f}"
     assert lines[6] == "Epoch 1.0, Test accuracy: 10.00%, Test error: 0.25"

@@ -34,7 +34,7 @@ def test_what_was_computed_again_after_a_resume_counts_once_and_every_evaluated_
     assert _facts.curves(EVENTS, 100) == {
         "loss": [[1, 8.0], [2, 7.0], [3, 6.0], [4, 5.0], [5, 4.0], [7, 2.0]],  # update 6 has none that can be drawn
         "accuracy": [[7, 0.5]],
-        "evaluated loss": [[7, 2.5]],
+        "test loss": [[7, 2.5]],
         "f1": [[7, 3]],
         "samples per second": [[2, 10.0], [4, 30.0], [6, 20.0], [7, 20.0]],
     }
@@ -49,7 +49,7 @@ def test_the_figures_and_the_facts_at_the_top():
     assert _facts.figures(EVENTS) == {
         "updates": "7 (1 epoch)",
         "accuracy": "50.00%",
-        "evaluated loss": "2.5",
+        "test loss": "2.5",
         "f1": "3",
         "last loss": "2",
         "samples per second": "20 (median)",
