@@ -165,7 +165,7 @@ def _of_times(report: TraceReport) -> Iterator[str]:
     work = {one.ipu: 1 - one.bubble_planned for one in report.ipus}  # alike in all replicas
     idle = [str(ipu) for ipu, share in work.items() if share < _IDLE * max(work.values())]
     if idle and report.split.startswith("nothing to move"):
-        yield f"Next to nothing runs on IPU {' and '.join(idle)}: take fewer IPUs, or cut the model into more stages."
+        yield f"Next to nothing runs on IPU {', '.join(idle)}: take fewer IPUs, or cut the model into more stages."
     update = statistics.fmean(one.update / one.step for one in report.ipus if one.step)
     if update > _MUCH:
         yield f"The weight update takes {update:.0%} of a step: more micro-batches per update make it rarer."

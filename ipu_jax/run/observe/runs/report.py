@@ -196,18 +196,11 @@ def _time(timeline: Timeline, report: TraceReport) -> str:
             f"<tr><td>{name}</td><td><div class='bar'>{bar}</div></td>{times}"
             f"<td>{one.bubble_planned:.1%}</td><td>{one.bubble_measured:.1%}</td></tr>"
         )
-    titles = (
-        "",
-        f"mean of {report.steps} steps",
-        "busy",
-        "waiting",
-        "update",
-        "other",
-        "step",
-        "bubble planned",
-        "measured",
+    marked = "".join(
+        f"<th><i {_look(kind)} style='{_paint(kind)}'></i>{kind}</th>" for kind in ("waiting", "update", "other")
     )
-    head = "".join(f"<th>{title}</th>" for title in titles)
+    head = f"<th></th><th>mean of {report.steps} steps</th><th>busy</th>{marked}"
+    head += "".join(f"<th>{title}</th>" for title in ("step", "bubble planned", "measured"))
     return f"<div class='scroll'><table class='time'><tr>{head}</tr>{''.join(rows)}</table></div>"
 
 
