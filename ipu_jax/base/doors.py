@@ -94,10 +94,19 @@ def _name_argument(error: Any, called: Any, args: tuple[Any, ...], kwargs: dict[
     known = getattr(error, "known", {}) | {name: kind for name, kind in taken.items() if name not in ("self", "cls")}
     error.unexpected, error.known = word, known
     options: Any = ((at, k) for at, kind in known.items() for k in typing.get_args(kind) if dataclasses.is_dataclass(k))
-    hints = [f"give {at}={k.__name__}({word}=...)" for at, k in options if word in k.__dataclass_fields__]
+    hints = [f"give {at}={k.__name__}({word}=...)" for at, k in options if _is_optional(k, word)]
     hints += [f"it is called {_CALLED_HERE[word]!r} here"] if _CALLED_HERE.get(word) in known else []
     hint = next(iter(hints), nearest(word, known) or f"it takes {', '.join(known)}")
     error.args = (f"{name}() got an unexpected keyword argument {word!r}: {hint}",)
+
+
+def _is_optional(options: type, word: str) -> bool:
+    """Return whether a dataclass can be made with this argument alone."""
+    try:
+        inspect.signature(options).bind(**{word: None})
+    except TypeError:
+        return False
+    return True
 
 
 def _shorten(error: Exception) -> None:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ipu_jax.base.checks import as_int
 from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.analysis._account import (
     channel_bytes,
@@ -131,7 +132,13 @@ class PipelineReport(Shown):
         return self.stash + self.channels + self.working_set + self.sums
 
     def bytes_by_kind(self, ipu: int) -> dict[str, int]:
-        """Return the bytes that an IPU holds at once, by kind. Temporary bytes are predicted if not compiled."""
+        """Return the bytes that an IPU holds at once, by kind. Temporary bytes are predicted if not compiled.
+
+        Raises:
+            ValueError: there is no such IPU.
+        """
+        if as_int(ipu) not in range(len(self.ipus)):
+            raise ValueError(f"ipu={ipu!r} is not an IPU of the report: give an int from 0 to {len(self.ipus) - 1}")
         part = self.ipus[ipu]
         return {
             "weights": part.weights,
@@ -151,8 +158,11 @@ class PipelineReport(Shown):
 
         Only the stash varies. XLA allocates `total` for the whole step, on each IPU with as much stash as the fullest
         one needs. "other temporary" is what the temporary bytes are besides the stash.
+
+        Raises:
+            ValueError: there is no such IPU.
         """
-        part, kinds = self.ipus[ipu], self.bytes_by_kind(ipu)
+        kinds, part = self.bytes_by_kind(ipu), self.ipus[ipu]
         kinds["other temporary"] = max(0, kinds.pop("temporary") - self.stash)
         same = {kind: [size] * len(part.stash_by_tick) for kind, size in kinds.items()}
         return {**same, "stash": [*part.stash_by_tick]}

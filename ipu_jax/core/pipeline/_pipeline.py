@@ -401,6 +401,8 @@ class Pipeline(PlacedStages, Shown):
             family = "sequential" if canonical_name(schedule) == "auto" else schedule
             placement = make_schedule(family, ipus=ipus, micro_batches=1, rounds=rounds).placement
         how: dict[str, Any] = {"state": state, "frozen": frozen, "costs": costs, "recompute": recompute}
+        if isinstance(cuts, str) or not isinstance(cuts, Iterable | None):
+            raise ValueError(f"cuts={cuts!r} are no names: give a list, such as ['block 1'], or leave it out")
         names = None if cuts is None else list(cuts)
         mesh = make_mesh(replicas, ipus, devices=devices, **(axes or {}))
         how["mesh"] = mesh if axes else None

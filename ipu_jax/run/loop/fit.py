@@ -92,7 +92,8 @@ class FitResult:
         last = f", last loss {self.losses[-1]:.4g}" if len(self.losses) else ""
         figures = self.evaluations[-1][1] if self.evaluations else {}
         found = "".join(f", test {name} {figure_in_words(name, value)}" for name, value in figures.items())
-        return f"FitResult({self.updates:,} updates{last}{found}{f', stopped by {self.stopped}' * bool(self.stopped)})"
+        stopped = f", stopped by {self.stopped}" if self.stopped else ""
+        return f"FitResult({counted(self.updates, 'update')}{last}{found}{stopped})"
 
 
 @public
@@ -208,8 +209,7 @@ def fit(
         stop = context.enter_context(StopRequest(interrupts=True)) if is_main else None
         own: Checkpoints | None = None
         if isinstance(checkpoints, str | os.PathLike):
-            own = Checkpoints(checkpoints, step, minutes=_SAVE_MINUTES)
-            checkpoints = context.enter_context(own)
+            checkpoints = own = context.enter_context(Checkpoints(checkpoints, step, minutes=_SAVE_MINUTES))
         if recording is not None:
             context.enter_context(recording)
         lines = LossLines(feed.updates_per_epoch, say, call=feed.device_iterations, every=print_every)
@@ -484,8 +484,8 @@ class _Loop:
         line, (updates, seconds) = f"{counted(result.updates, 'update')} had been made", self._first
         if made:
             speed = (made - updates) * self.feed.examples_per_update / max(result.seconds - seconds, 1e-9)
-            line = counted(result.updates, "update") + f", {made:,} of them" * (self._begun > 0)
-            line += f" in {result.seconds:.1f} s"
+            of_which = f", {made:,} of them" * (self._begun > 0)
+            line = f"{counted(result.updates, 'update')}{of_which} in {result.seconds:.1f} s"
             line += f", {speed:,.0f} samples/s{' once compiled' * (updates > 0)}" * (made > updates)
         self.say(line + (f"; skipped {counted(result.skipped, 'update')}" if result.skipped else ""))
 

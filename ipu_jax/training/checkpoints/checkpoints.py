@@ -119,6 +119,8 @@ class Checkpoints:
         if not isinstance(step, TrainStep):
             raise ValueError(f"step={in_line(step)} is not a training step: make it with make_train_step(...)")
         check_count("keep", keep)
+        if not isinstance(describes, Mapping | None):
+            raise ValueError(f"describes={describes!r} is no dict: give plain data by name, such as {{'width': 128}}")
         if every is not None:
             check_count("every", every)
         for name, value, such_as in (("minutes", minutes, 10), ("timeout", timeout, 300)):

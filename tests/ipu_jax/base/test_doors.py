@@ -144,6 +144,7 @@ LAYERS = ([lambda w, x: x @ w] * 2, [np.eye(3)] * 2)
     (lambda: anything.Feed(X, batch_size=16), "Feed() got", "'batch_size'", "it is called 'micro_batch' here"),
     (lambda: anything.TrainOptions(gradient_acc=4), "TrainOptions() got", "did you mean 'gradient_accumulation'?"),
     (lambda: STEP(max_gradient_norm=1.0), "make_train_step() got", "give options=TrainOptions(max_gradient_norm=...)"),
+    (lambda: STEP(shard_optimizer=True), "make_train_step() got", "give options=TrainOptions(shard_optimizer=...)"),
     (lambda: anything.Stage(broken, param="w"), "Stage() got", "did you mean 'params'?"),
     (lambda: anything.Outputs(1, auxs=3), "Outputs() got", "did you mean 'aux'?"),
     (
@@ -168,6 +169,8 @@ LAYERS = ([lambda w, x: x @ w] * 2, [np.eye(3)] * 2)
     (lambda: STEP().init(X, keys=1), "TrainStep.init() got", "did you mean 'key'?"),
     (lambda: anything.steps.Replicas(broken, replication=2), "Replicas() got", "did you mean 'replication_factor'?"),
     (lambda: anything.make_schedule("1f1b", ipu=2, micro_batches=4), "make_schedule() got", "did you mean 'ipus'?"),
+    (lambda: anything.observe.RunLog(tensorbord="x"), "RunLog() got", "did you mean 'tensorboard'?"),
+    (lambda: anything.observe.write_report("x", [], schedule=3), "write_report() got", "did you mean 'schedules'?"),
     (lambda: anything.Checkpoints("folder", keeps=3), "Checkpoints() got", "did you mean 'keep'?"),
 )
 def test_an_argument_that_is_not_there_is_answered_by_the_one_that_was_meant(call, holds):

@@ -27,6 +27,7 @@ from typing import Any, Final
 import jax
 
 from ipu_jax.base.cli.places import writable_folder
+from ipu_jax.base.doors import public
 from ipu_jax.base.showing import counted
 from ipu_jax.base.version import __version__
 
@@ -45,6 +46,7 @@ class RunLogWarning(UserWarning):
     """Warns that a log could not be written; the run continues."""
 
 
+@public
 class RunLog:
     """Keeps the events of a run, and writes each one to a file at once, as a line of JSON.
 
@@ -95,9 +97,15 @@ class RunLog:
             self._file = file.open("a", encoding="utf-8", buffering=1)
 
     def start(self, **values: Any) -> None:
-        """Log that a run begins: its command, attempt, instances, devices and versions, and these values."""
+        """Log that a run begins: its command, attempt, instances, devices and versions, and these values.
+
+        Raises:
+            ValueError: one of these values has the name of another one.
+        """
         kinds = sorted({device.device_kind for device in jax.devices()})
         versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+        if taken := sorted(values.keys() & {*FACTS_OF_START}):
+            raise ValueError(f"{taken[0]!r} is what start logs itself: choose another name")
         program = Path(sys.argv[0])
         self.event(
             "start",

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import jax
 
+from ipu_jax.base.doors import public
 from ipu_jax.base.replacing import replacing
 from ipu_jax.core.analysis.report import PipelineReport
 from ipu_jax.core.schedules import Schedule
@@ -32,6 +33,7 @@ _MOST_POINTS: Final = 1000
 _MARKS: Final = {"good": "✓", "fair": "!", "bad": "✗"}
 
 
+@public
 def write_report(
     path: str | os.PathLike[str],
     events: Sequence[Mapping[str, Any]],
@@ -60,8 +62,9 @@ def write_report(
         ValueError: an argument is of the wrong type, or the file's name ends otherwise.
         OSError: the file cannot be written; an existing file is kept.
     """
-    if Path(path).suffix.lower() != ".html":
-        raise ValueError(f"path={os.fspath(path)!r} is no HTML file: give a name that ends in .html")
+    name = os.fspath(path) if isinstance(path, str | os.PathLike) else type(path).__name__
+    if not name.lower().endswith(".html"):
+        raise ValueError(f"path={name!r} is no HTML file: give a name that ends in .html")
     is_log = isinstance(events, Sequence) and all(isinstance(one, Mapping) and "event" in one for one in events)
     pictures = {} if schedules is None else schedules
     are_pictures = isinstance(pictures, Mapping) and all(isinstance(one, str | Schedule) for one in pictures.values())

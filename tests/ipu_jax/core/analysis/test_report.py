@@ -17,6 +17,7 @@ from ipu_jax.core.schedules.colours import BYTES, IDLE
 from sharded_ops import log_softmax_cross_entropy, matmul
 from support.dense import chain
 from support.platforms import programs_for
+from support.refusals import refused
 
 ROWS, MICRO_BATCHES = 4, 6
 WIDTHS = (8, 16, 32)
@@ -275,6 +276,14 @@ def test_it_prints_a_row_an_ipu():
     assert [line.split()[0] for line in lines[2:4]] == ["0", "1"]
     assert lines[4].startswith("temporary (predicted): the same on every IPU; predicted")
     assert len({len(line) for line in lines[1:4]}) == 1, "columns stand under their heads"
+
+
+@pytest.mark.parametrize("ipu", [-1, 2, "0"])
+def test_an_ipu_that_is_not_there_is_refused(ipu):
+    pipeline = two_stages()
+    found = pipeline.report(*arguments(pipeline), compile=False)
+    with refused(f"ipu={ipu!r}", "give an int from 0 to 1"):
+        found.bytes_by_tick(ipu)
 
 
 LIMIT = 1000

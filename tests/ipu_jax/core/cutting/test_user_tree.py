@@ -175,6 +175,8 @@ PLACED, KEY = PIPELINE.shard(PARAMS), jax.random.key(0, impl="rbg")
     (lambda: cut(fn=lambda p, s, mb: (loss(p, mb), {"count": 1.0}), state=STATE), "new state", "same tree"),
     (lambda: cut(fn=lambda p, mb: jnp.mean(p["table"][mb["ids"]]), ipus=8), "8 stages", "places", "fewer IPUs"),
     (lambda: cut(cuts=["block"]), "cuts=['block'] marks 0 places", "need 1", "fewer IPUs"),
+    (lambda: cut(cuts=3), "cuts=3", "no names", "give a list"),
+    (lambda: cut(cuts="block"), "cuts='block'", "no names", "give a list"),
     (lambda: cut(costs="exact"), "costs='exact'", "'counted'", "'traced'"),
     (lambda: cut(fn=ordered), "ordered effect", "test_user_tree.py:", "ordered=False"),
     (lambda: cut(frozen={"tables": True}), "frozen does not fit", "says nothing for", "name all leaves"),

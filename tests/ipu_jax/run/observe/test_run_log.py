@@ -63,6 +63,7 @@ NO_PATH: Any = 3
     (lambda at: RunLog(at), "is a folder", "give a file, such as /"),
     (lambda at: RunLog(at / "none" / "run.jsonl"), "there is no folder", "make it, or give another file"),
     (lambda _: RunLog(NO_PATH), "log=3", "is no path", "such as run.jsonl"),
+    (lambda _: RunLog().start(command="x"), "'command'", "choose another name"),
     (lambda _: RunLog(tensorboard=__file__), "test_run_log.py is not a folder", "a name that is free"),
 )
 def test_what_a_log_cannot_be_written_to_is_refused(tmp_path, call, holds):

@@ -164,6 +164,7 @@ def test_a_long_run_is_still_less_than_a_megabyte():
 
 
 @refusals(
+    (lambda at: page_of(at, path=EVENTS), "path='list'", "is no HTML file", "a name that ends in .html"),
     (lambda at: write_report(at / "run", EVENTS), "run' is no HTML file", "a name that ends in .html"),
     (lambda at: page_of(at, RunLog()), "events=RunLog", "those of a RunLog, log.events"),
     (lambda at: page_of(at, at / "run.jsonl"), "events=PosixPath", "RunLog(path).events of a file"),
@@ -181,8 +182,8 @@ def test_what_a_page_cannot_be_made_of_is_refused_and_nothing_is_written(tmp_pat
     assert not [*tmp_path.iterdir()]
 
 
-def page_of(at: Any, events: Any = EVENTS, **others: Any):
-    write_report(at / "run.html", events, **others)
+def page_of(at: Any, events: Any = EVENTS, path: Any = None, **others: Any):
+    write_report(path or at / "run.html", events, **others)
 
 
 def test_a_page_that_cannot_be_written_leaves_the_one_before(tmp_path):

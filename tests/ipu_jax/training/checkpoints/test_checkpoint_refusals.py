@@ -59,6 +59,7 @@ def restore(at: Path, resume: Any) -> None:
     (lambda at: made(at, minutes=0), "minutes=0", "not a positive number", "such as 10"),
     (lambda at: made(at, timeout=float("inf")), "timeout=inf", "not a positive number", "such as 300"),
     (lambda at: made(at, on_save_error="ignore"), "on_save_error='ignore'", "'stop', 'continue'"),
+    (lambda at: made(at, describes=3), "describes=3", "give plain data by name"),
     (lambda at: made(at, describes={"f": len}), "describes={'f': <built-in function len>}", PLAIN),
     (lambda at: Checkpoints(at, NO_FUNCTION), "not a training step", "make_train_step(...)"),
     *(
