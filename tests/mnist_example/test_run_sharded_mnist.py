@@ -498,8 +498,9 @@ def test_ctrl_c_ends_the_call_and_a_second_one_does_not_wait_for_it():
             out, err = process.communicate(timeout=240)
         assert process.returncode == 130
         assert err.startswith("Ctrl-C: stopping after this step; once more ends at once\n")
-        assert err.endswith("give --checkpoint-dir FOLDER, and the same command goes on from there\n")
-        assert bool(re.search(r"^Ctrl-C: stopped after \d+ updates", out, re.MULTILINE)) == (presses == 1)
+        said = re.search(r"^Ctrl-C: stopped after [\d,]+ of 2,811 updates; nothing was saved$", out, re.MULTILINE)
+        hint = err.endswith("give --checkpoint-dir FOLDER, and the same command goes on from there\n")
+        assert presses == 2 or (said and hint)  # a second one may end the process in the middle of a call of XLA's
         assert presses == 1 or time.monotonic() - pressed < 10  # the call takes a minute
 
 

@@ -70,7 +70,7 @@ def write_report(
     are_pictures = isinstance(pictures, Mapping) and all(isinstance(one, str | Schedule) for one in pictures.values())
     has_bytes = memory is None or (isinstance(memory, Mapping) and "ipus" in memory)
     for name, given, is_right, mend in (
-        ("events", events, is_log, "those of a RunLog, log.events, or RunLog(path).events of a file"),
+        ("events", events, is_log, "log.events of a RunLog, or RunLog(path).events of a file"),
         ("title", title, isinstance(title, str), "a text"),
         ("schedules", schedules, are_pictures, "them by title, such as {'planned': schedule}"),
         ("timeline", timeline, isinstance(timeline, Timeline | None), "recording.timeline"),

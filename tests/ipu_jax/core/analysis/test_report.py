@@ -169,6 +169,7 @@ def test_with_w_an_ipu_holds_x_from_f_to_w_and_dy_from_b_to_w():
     pipeline = two_stages(schedule="zb-h1")
     first, last = pipeline.report(*arguments(pipeline), compile=False).ipus
     of = pipeline.schedule
+    assert of.weight is not None
 
     def held(begins, ends):
         return np.array([sum(b <= t <= e for b, e in zip(begins, ends, strict=True)) for t in range(of.ticks)])
@@ -205,7 +206,7 @@ def test_a_picture_of_bytes_shows_them_with_the_limit():
     for ipu, axes in enumerate(figure.axes):
         areas = {}
         for patch in axes.findobj(PathPatch):
-            (x, y), colour = patch.get_path().vertices[:-1].T, to_hex(patch.get_facecolor())
+            (x, y), colour = np.array(patch.get_path().vertices)[:-1].T, to_hex(patch.get_facecolor())
             areas[colour] = abs(x @ np.roll(y, 1) - y @ np.roll(x, 1)) / 2
         shown = {kind: sum(sizes) for kind, sizes in report.bytes_by_tick(ipu).items() if any(sizes)}
         assert {kind: areas.pop(colour) for kind, colour in BYTES.items() if colour in areas} == shown
@@ -214,7 +215,7 @@ def test_a_picture_of_bytes_shows_them_with_the_limit():
         most = max(map(sum, zip(*report.bytes_by_tick(ipu).values(), strict=True)))
         words = [text.get_text() for text in axes.texts]
         assert words == [f"IPU {ipu}", f"{in_units(most, 'B')} in use at most, of {in_units(report.total(ipu), 'B')}"]
-        assert [line.get_ydata()[0] for line in axes.lines] == [most, 18e3]
+        assert [np.array(line.get_ydata())[0] for line in axes.lines] == [most, 18e3]
     assert "An IPU can hold 18.0 kB (dashed)." in "".join(text.get_text() for text in figure.texts)
     far = dataclasses.replace(report, limit=80e9).to_svg()
     assert "An IPU can hold 80.0 GB." in far

@@ -166,9 +166,9 @@ def test_a_long_run_is_still_less_than_a_megabyte():
 @refusals(
     (lambda at: page_of(at, path=EVENTS), "path='list'", "is no HTML file", "a name that ends in .html"),
     (lambda at: write_report(at / "run", EVENTS), "run' is no HTML file", "a name that ends in .html"),
-    (lambda at: page_of(at, RunLog()), "events=RunLog", "those of a RunLog, log.events"),
+    (lambda at: page_of(at, RunLog()), "events=RunLog", "log.events of a RunLog"),
     (lambda at: page_of(at, at / "run.jsonl"), "events=PosixPath", "RunLog(path).events of a file"),
-    (lambda at: page_of(at, [1]), "events=list", "those of a RunLog"),
+    (lambda at: page_of(at, [1]), "events=list", "log.events of a RunLog"),
     (lambda at: page_of(at, title=3), "title=int", "give a text"),
     (lambda at: page_of(at, timeline=make_report(timeline())), "timeline=TraceReport", "give recording.timeline"),
     (lambda at: page_of(at, memory={"weights": 3}), "memory=dict", "give memory_of(report, state)"),
