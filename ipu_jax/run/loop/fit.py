@@ -229,6 +229,7 @@ def fit(
             error.add_note(_LAST)
             if isinstance(error, KeyboardInterrupt):
                 result.stopped = "Ctrl-C"
+                loop.say = len if stop is not None and stop.asked else say  # a second one ends at once: in the log only
                 loop.stop_early()
             else:
                 loop.event("failed", error=" ".join(str(error).split()) or type(error).__name__)
