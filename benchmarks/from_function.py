@@ -181,7 +181,7 @@ def counted(pipeline: Pipeline, params: Any, batch: Any) -> tuple[Program, dict[
         "bytes of the stash": report.stash,
         "bytes that an IPU sends per tick": max(part.sent for part in report.ipus),
         "collectives in the program": len(COLLECTIVE.findall(hlo)),
-        "segment classes": len(pipeline.plan_step(*arguments).classes),
+        "segment classes": len(pipeline.placement.plan(*arguments).classes),
         "FLOPs of the busiest IPU": max(part.flops for part in report.ipus),
         "FLOPs that XLA counts": compiled.cost_analysis()["flops"],
         "instructions in the program": hlo.count(" = "),

@@ -4,6 +4,7 @@ XLA pairs the devices of a collective by its replica groups. A collective withou
 every device of the mesh, whatever its axis: if only some devices run it, XLA pairs it with a permute of the others.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -58,14 +59,24 @@ def rounded(total: jax.Array, dtype: Any) -> jax.Array:
     return lax.reduce_precision(total, own.nexp, own.nmant).astype(dtype)
 
 
+def reduced(reduce: Callable[..., Any], tree: Any, *axes: str) -> Any:
+    """Return `reduce(tree, axes)` of a function such as `lax.psum`, over those axes that have several devices.
+
+    XLA keeps an all-reduce over an axis of one device, and copies for it.
+    """
+    several = tuple(axis for axis in axes if lax.axis_size(axis) > 1)
+    return reduce(tree, several) if several else tree
+
+
 def state_over_replicas(tree: Any) -> Any:
     """Return the state that all replicas continue with: the mean of floating leaves, and replica 0's other leaves.
 
-    Communicates one all-reduce per leaf over the axis "replica".
+    Communicates one all-reduce per leaf over the axis "replica" if there are several replicas.
     """
 
     def one(leaf: jax.Array) -> jax.Array:
         is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-        return lax.pmean(leaf, REPLICA_AXIS) if is_float else broadcast(0, leaf, REPLICA_AXIS)
+        reduce = lax.pmean if is_float else lambda tree, axes: broadcast(0, tree, *axes)
+        return reduced(reduce, leaf, REPLICA_AXIS)
 
     return jax.tree.map(one, tree)

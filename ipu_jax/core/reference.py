@@ -26,6 +26,7 @@ from ipu_jax.core.mesh_axes import further_axes
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, keys_of, loss_and_aux, whole
 from ipu_jax.core.stage import Stage
+from ipu_jax.core.step_args import StepArgs, without_dims
 from ipu_jax.core.weights.arguments import check_batch, check_key, check_predictable, check_prediction_batch
 
 _COPY_AXIS: Final = "copy of a replica"
@@ -61,7 +62,7 @@ def reference_value_and_grad(
     """
     check_pipeline(pipeline)
     _check_searchable(params=params, batch=batch, state=state)
-    return unsharded_update(pipeline, params, batch, state, key)
+    return unsharded_update(pipeline, StepArgs(params, batch, state, key))
 
 
 @public_on_mesh
@@ -98,46 +99,38 @@ def reference_predict(
     _check_state(pipeline, state)
     model = whole(stages, "prediction")
 
-    def run_replica(params: Any, batch: Any, state: Any, key: Any) -> Any:
+    def run_replica(args: StepArgs) -> Any:
         def run_microbatch(state: Any, index_and_microbatch: tuple[Any, Any]) -> tuple[Any, Any]:
-            inputs = _inputs(stages, key, *index_and_microbatch)
-            message, new_state, _ = model(params, NO_MESSAGE, inputs, state)
+            inputs = _inputs(stages, args.key, *index_and_microbatch)
+            message, new_state, _ = model(args.params, NO_MESSAGE, inputs, state)
             return new_state, jax.tree.map(jnp.asarray, message.y)
 
-        return lax.scan(run_microbatch, state, _numbered(batch))
+        return lax.scan(run_microbatch, args.state, _numbered(args.batch))
 
-    new_state, outputs = _on_first_ipus(pipeline, run_replica, params, batch, state, key)
-    outputs, new_state = jax.tree.map(lambda leaf: leaf[0], (outputs, new_state)) if replicas == 1 else (outputs, None)
-    return (outputs, new_state) if return_state else outputs
+    states, outputs = _on_first_ipus(pipeline, run_replica, StepArgs(params, batch, state, key))
+    outputs = without_dims(outputs, replicas)
+    return (outputs, jax.tree.map(lambda leaf: leaf[0], states)) if return_state else outputs
 
 
-def unsharded_update(
-    pipeline: Pipeline,
-    params: dict[str, Any],
-    batch: Any,
-    state: dict[str, Any] | None,
-    key: Any,
-    *,
-    fused: bool = True,
-) -> Any:
+def unsharded_update(pipeline: Pipeline, given: StepArgs, *, fused: bool = True) -> Any:
     """Compute `reference_value_and_grad`; without `fused`, every operation rounds its result to its own dtype."""
     stages, replicas, m = pipeline.stages, pipeline.replicas, pipeline.options.gradient_accumulation
-    check_key(key, stages, "training")
-    check_batch(batch, replicas, m)
-    _check_state(pipeline, state)
+    check_key(given.key, stages, "training")
+    check_batch(given.batch, replicas, m)
+    _check_state(pipeline, given.state)
     function, count = pipeline.function, m * replicas
     model = whole(stages, "reference") if function is None else function.unsharded
     loss_cotangent = 1.0 if pipeline.options.reduction == "sum" else 1.0 / count
-    frozen = pipeline.frozen_mask(params)
-    treedef = jax.tree.structure(params)
+    frozen = pipeline.placement.groups.layout(given.params).frozen_whole_leaves()
+    treedef = jax.tree.structure(given.params)
 
-    def run_replica(params: Any, batch: Any, state: Any, key: Any) -> Any:
-        leaves = jax.tree.leaves(params)
+    def run_replica(args: StepArgs) -> Any:
+        leaves = jax.tree.leaves(args.params)
         learning = [leaf for leaf, is_frozen in zip(leaves, frozen, strict=True) if not is_frozen]
 
         def run_microbatch(carry: Any, index_and_microbatch: tuple[Any, Any]) -> tuple[Any, Any]:
             sums, state = carry
-            inputs = _inputs(stages, key, *index_and_microbatch)
+            inputs = _inputs(stages, args.key, *index_and_microbatch)
 
             def loss_of(learning: list[Any]) -> tuple[Any, Any]:
                 next_learning = iter(learning)
@@ -151,11 +144,11 @@ def unsharded_update(
             return ([total + g for total, g in zip(sums, gradients, strict=True)], state), (loss, aux)
 
         zeros = [jnp.zeros(w.shape, jnp.promote_types(w.dtype, jnp.float32)) for w in learning]
-        (sums, new_state), (losses, aux) = lax.scan(run_microbatch, (zeros, state), _numbered(batch))
+        (sums, new_state), (losses, aux) = lax.scan(run_microbatch, (zeros, args.state), _numbered(args.batch))
         return sums, new_state, losses, aux
 
-    sums, states, losses, aux = _on_first_ipus(pipeline, run_replica, params, batch, state, key, fused=fused)
-    leaves = put(jax.tree.leaves(params), SingleDeviceSharding(own_device(pipeline.mesh)))
+    sums, states, losses, aux = _on_first_ipus(pipeline, run_replica, given, fused=fused)
+    leaves = put(jax.tree.leaves(given.params), SingleDeviceSharding(own_device(pipeline.mesh)))
     next_learning = iter(sums)
     gradients = [
         jnp.zeros_like(w) if is_frozen else next(next_learning).sum(0).astype(w.dtype)
@@ -163,7 +156,7 @@ def unsharded_update(
     ]
     new_state = jax.tree.map(lambda s: s.mean(0) if jnp.issubdtype(s.dtype, jnp.floating) else s[0], states)
     loss = losses.sum(dtype=jnp.promote_types(losses.dtype, jnp.float32)) / count
-    value = pipeline.loss_with_aux(loss, jax.tree.map(lambda leaf: leaf[0], aux) if replicas == 1 else aux)
+    value = pipeline.placement.loss_with_aux(loss, without_dims(aux, replicas))
     result = (value, jax.tree.unflatten(treedef, gradients))
     return (*result, new_state) if jax.tree.leaves(new_state) else result
 
@@ -212,37 +205,28 @@ def _inputs(stages: tuple[Stage, ...], key: Any, index: Any, microbatch: Any) ->
 
 
 def _on_first_ipus(
-    pipeline: Pipeline,
-    run_replica: Callable[..., Any],
-    params: Any,
-    batch: Any,
-    state: Any,
-    key: Any,
-    *,
-    fused: bool = True,
+    pipeline: Pipeline, run_replica: Callable[[StepArgs], Any], given: StepArgs, *, fused: bool = True
 ) -> Any:
-    """Return `run_replica(params, batch, state, key)` of all replicas, stacked, on this instance's first device."""
+    """Return the results of all replicas, stacked, on this instance's first device."""
     check_context_mesh()
     copies, first_ipu = _copies(pipeline.mesh), SingleDeviceSharding(own_device(pipeline.mesh))
     replicated, per_replica = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
-    if pipeline.replicas == 1:
-        batch = jax.tree.map(lambda leaf: leaf[None], batch)
+    params, batch, state, key = given.entered(pipeline.replicas)
     params, state, key = put((params, {} if state is None else state, key), NamedSharding(copies, replicated))
-    batch = put(batch, NamedSharding(copies, per_replica))
+    args = StepArgs(params, put(batch, NamedSharding(copies, per_replica)), state, key)
 
-    def stacked(params: Any, batch: Any, state: Any, key: Any) -> Any:
-        result = run_replica(params, jax.tree.map(lambda leaf: leaf[0], batch), state, key)
-        return jax.tree.map(lambda leaf: leaf[None], result)
+    def stacked(args: StepArgs) -> Any:
+        return jax.tree.map(lambda leaf: leaf[None], run_replica(args.of_replica()))
 
     mapped = jax.shard_map(
         stacked,
         mesh=copies,
-        in_specs=(replicated, per_replica, replicated, replicated),
+        in_specs=(StepArgs(replicated, per_replica, replicated, replicated),),
         out_specs=per_replica,
         axis_names={REPLICA_AXIS, IPU_AXIS, _COPY_AXIS},
         check_vma=False,
     )
-    results = jax.jit(mapped, compiler_options=None if fused else UNFUSED)(params, batch, state, key)
+    results = jax.jit(mapped, compiler_options=None if fused else UNFUSED)(args)
     return put(results, first_ipu)
 
 

@@ -22,6 +22,7 @@ from ipu_jax.core.instances import gathered, on_host
 from ipu_jax.core.mesh_axes import further_axes, parts
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.reference import UNFUSED, check_pipeline, unsharded_update
+from ipu_jax.core.step_args import StepArgs
 from ipu_jax.core.weights.packing import Sharded
 
 # Two programs whose operations round alike agree, but for a few numbers that are rounded up in one and down in the
@@ -143,27 +144,29 @@ def verify(
     check_pipeline(pipeline)
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, batch, state, key))):
         raise ValueError("verify was called inside jax.jit or jax.grad, where values are not known: call it outside")
-    pipeline.check(params, batch, state, key)
+    given = StepArgs(params, batch, state, key)
+    pipeline.placement.check(given)
     check_cost("rtol", 0.0 if rtol is None else rtol, "tolerance")
     weights, whole_state = pipeline.unshard(params), None if state is None else pipeline.unshard(state)
 
     def sharded(*, fused: bool = True) -> dict[str, Any]:
         run = pipeline.value_and_grad if fused else jax.jit(pipeline.value_and_grad, compiler_options=UNFUSED)
-        value, *others = run(params, batch, state, key)
+        value, *others = run(*given)
         return _results((value, *map(pipeline.unshard, others)))
 
     def unsharded(weights: Any, *, fused: bool = True) -> dict[str, Any]:
-        return _results(unsharded_update(pipeline, weights, batch, whole_state, key, fused=fused))
+        whole = StepArgs(weights, batch, whole_state, key)
+        return _results(unsharded_update(pipeline, whole, fused=fused))
 
     actual, expected = sharded(), unsharded(weights)
     _check_same_shapes(actual["aux"], expected["aux"])
-    groups = pipeline.apply_frozen(params).layout.groups
+    groups = pipeline.placement.groups.as_trained(params.layout).groups
     dtypes = [jnp.dtype(leaf.dtype) for group in groups for leaf in group.leaves if not leaf.frozen]
     allowed = _Allowed(rtol, max([1e-5, *map(_roundings, dtypes)]))
     comparison = _Comparison(pipeline.mesh, actual, expected)
     if comparison.passes(allowed):
         return comparison.report
-    computed, added = _dtypes_of(jax.make_jaxpr(pipeline.value_and_grad)(params, batch, state, key))
+    computed, added = _dtypes_of(jax.make_jaxpr(pipeline.value_and_grad)(*given))
     if parts(further_axes(pipeline.mesh)) > 1:
         added = computed  # XLA may add over further axes, and the traced program does not say where
     as_run = _Allowed(rtol, max([allowed.default, *map(_roundings, computed)]))

@@ -135,16 +135,6 @@ def public_members(cls: type) -> set[str]:
 
 # Members that other parts of the library call, and users do not.
 INTERNAL = {
-    "Pipeline": {
-        "apply_frozen",
-        "check",
-        "frozen_mask",
-        "loss_with_aux",
-        "plan_step",
-        "platform",
-        "run_on_ipu",
-        "schedule_or_name",
-    },
     "Recording": {"devices", "dispatched", "dispatching", "during", "mesh", "stepping", "waited"},
     "Replicas": {"check", "check_params"},
     "Sharded": {"keys"},

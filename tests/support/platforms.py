@@ -5,12 +5,12 @@ import warnings
 from collections.abc import Iterator
 from unittest import mock
 
-from ipu_jax import Pipeline
+from ipu_jax.core.pipeline.placed_stages import PlacedStages
 
 
 @contextlib.contextmanager
 def programs_for(platform: str) -> Iterator[None]:
     """Let pipelines that are made or traced in this context be for a platform, such as "tpu"."""
-    with mock.patch.object(Pipeline, "platform", platform), warnings.catch_warnings():
+    with mock.patch.object(PlacedStages, "platform", platform), warnings.catch_warnings():
         warnings.filterwarnings("ignore", f"schedule '.*' on {platform}: ", UserWarning)
         yield

@@ -35,12 +35,12 @@ class SegmentCost:
     working_set: int
 
 
-def segment_costs(plan: Plan, params: PackedLayout) -> list[SegmentCost]:
+def segment_costs(plan: Plan) -> list[SegmentCost]:
     """Return the cost of each segment."""
     costs = []
     for segment, program in zip(plan.segments, plan.programs, strict=True):
         forward, *backward = program.jaxprs.values()
-        weights = sum(len(params.group(name).leaves) for name in segment.groups)
+        weights = sum(len(plan.params.group(name).leaves) for name in segment.groups)
         num_dy = len(split_floats(program.y)[0])
         flops = [jaxpr_flops(jaxpr) for jaxpr in backward]
         # Inputs after the weights are copied slices of the batch and the stash, except B's dy, which is in a channel.
@@ -105,9 +105,10 @@ def wide_accumulator_bytes(layout: PackedLayout, axes: Mapping[str, int]) -> int
     )
 
 
-def channel_bytes(plan: Plan, micro_batches: int) -> int:
+def channel_bytes(plan: Plan) -> int:
     """Return the bytes of loss, aux, and each channel's y and dx, which count twice if another IPU receives them."""
-    total = bytes_of(plan.programs[-1].y) + micro_batches * sum(bytes_of(program.aux) for program in plan.programs)
+    m = plan.schedule.micro_batches
+    total = bytes_of(plan.programs[-1].y) + m * sum(bytes_of(program.aux) for program in plan.programs)
     y, dx = plan.outboxes("y"), plan.outboxes("dx")
     for k, channel in enumerate(plan.channels):
         is_received = bool(channel.pairs)
@@ -145,12 +146,12 @@ class Waits(NamedTuple):
     exposed: float | None
 
 
-def waits(plan: Plan, costs: list[SegmentCost], ipus: int) -> Waits:
+def waits(plan: Plan, costs: list[SegmentCost]) -> Waits:
     """Return how IPUs wait in a step on the plan's platform."""
     stage_costs: dict[str, list[float]] = {"forward": [], "backward": [], "weight": []}
     for segment, cost in zip(plan.segments, costs, strict=True):
         # the simulator divides the cost of concurrent stages among the IPUs
-        sharers = ipus if segment.place is None else 1
+        sharers = plan.ipus if segment.place is None else 1
         for kind, per_stage in stage_costs.items():
             per_stage += [sharers * getattr(cost, kind) / len(segment.stages)] * len(segment.stages)
     transfer = transfer_time(plan.segments, plan.programs, plan.platform, "FLOPs")

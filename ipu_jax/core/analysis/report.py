@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from ipu_jax.base.checks import as_int
 from ipu_jax.base.showing import Shown, Table
@@ -45,9 +45,7 @@ from ipu_jax.core.engine.stash import Stash
 from ipu_jax.core.mesh_axes import parts
 from ipu_jax.core.programs.cost import bytes_of, in_units
 from ipu_jax.core.schedules.figures import svg_of, written
-from ipu_jax.core.weights import packing
-from ipu_jax.core.weights.packed_layout import PackedLayout
-from ipu_jax.core.weights.packing import Sharded
+from ipu_jax.core.step_args import StepArgs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -240,35 +238,24 @@ class PipelineReport(Shown):
 
 
 def make_report(
-    plan: Plan,
-    params: Sharded,
-    batch: Any,
-    state: Sharded | None = None,
-    key: Any = None,
-    *,
-    mesh: Mesh,
-    program: Any = None,
-    ipu_memory: float | None = None,
+    plan: Plan, batch: Any, *, mesh: Mesh, lowered: Any = None, ipu_memory: float | None = None
 ) -> PipelineReport:
     """Return the report of a step; `Pipeline.report` documents it.
 
     Args:
-        plan: the plan of the step for these arguments.
-        params: a `Sharded` of arrays or of `jax.ShapeDtypeStruct`.
-        batch, state, key: as `Pipeline.value_and_grad` takes them, or their shapes.
+        plan: the plan of the step.
+        batch: the batch of all replicas, or its shapes.
         mesh: the mesh of replicas and IPUs.
-        program: the jitted step of these four arguments. It is compiled for its temporary bytes, unless it is None.
+        lowered: the lowered program of the step. It is compiled for its temporary bytes, unless it is None.
         ipu_memory: the bytes that an IPU can hold; a `UserWarning` reports what does not fit.
 
     Raises:
         ValueError: `ipu_memory` is not above 0.
     """
     check_ipu_memory(ipu_memory)
-    empty_state = packing.empty_sharded(params.layout.ipus).layout
-    batch_bytes = bytes_of(batch) // mesh.shape[REPLICA_AXIS]
-    report = count_report(plan, params.layout, empty_state if state is None else state.layout, batch_bytes)
-    if program is not None:
-        compiled = compiled_for(mesh.devices.flat[0], lowered(program, mesh, params, batch, state, key))
+    report = count_report(plan, bytes_of(batch) // mesh.shape[REPLICA_AXIS])
+    if lowered is not None:
+        compiled = compiled_for(mesh.devices.flat[0], lowered)
         analysis = compiled.memory_analysis()
         temporary = None if analysis is None else analysis.temp_size_in_bytes  # not every platform reports it
         collectives = tuple(in_stages(Program(compiled), mesh))
@@ -285,17 +272,11 @@ def _limit_of(device: Any) -> float | None:
         return None
 
 
-def count_report(plan: Plan, layout: PackedLayout, state: PackedLayout, batch_bytes: int) -> PipelineReport:
-    """Return the report of a step with predicted temporary bytes.
-
-    Args:
-        plan: the plan of the step.
-        layout, state: the layouts of weights and state.
-        batch_bytes: the bytes of one replica's batch.
-    """
-    m = plan.schedule.micro_batches
-    costs, stash = segment_costs(plan, layout), Stash(plan)
-    idle, exchanges, exposed = waits(plan, costs, layout.ipus)
+def count_report(plan: Plan, batch_bytes: int) -> PipelineReport:
+    """Return the report of a step with predicted temporary bytes, for a replica's batch of this many bytes."""
+    m, layout = plan.schedule.micro_batches, plan.params
+    costs, stash = segment_costs(plan), Stash(plan)
+    idle, exchanges, exposed = waits(plan, costs)
     weights = [weight_bytes(layout, k, plan.axes) for k in range(layout.ipus)]
     segments_of_ipu = [[i for i, s in enumerate(plan.segments) if s.place in (None, k)] for k in range(layout.ipus)]
     ipus = tuple(
@@ -303,7 +284,7 @@ def count_report(plan: Plan, layout: PackedLayout, state: PackedLayout, batch_by
             ipu=k,
             weights=weights[k].own,
             padding=weights[k].allocated - weights[k].own,
-            state=weight_bytes(state, k, plan.axes).allocated,
+            state=weight_bytes(plan.state, k, plan.axes).allocated,
             batch=batch_bytes,
             stash=stash.nbytes_of(k),
             gradients=weights[k].allocated,
@@ -322,28 +303,13 @@ def count_report(plan: Plan, layout: PackedLayout, state: PackedLayout, batch_by
         ipus=ipus,
         stash=stash.nbytes + stash.padding,
         stash_padding=stash.padding,
-        channels=channel_bytes(plan, m),
+        channels=channel_bytes(plan),
         working_set=max(cost.working_set for cost in costs),
         sums=wide_accumulator_bytes(layout, plan.axes),
         exchanges=exchanges,
         exposed=exposed,
         devices=parts(plan.axes),
     )
-
-
-def lowered(program: Any, mesh: Mesh, params: Sharded, batch: Any, state: Sharded | None, key: Any) -> Any:
-    """Return the jitted program of a step, lowered for arrays or shapes, wherever these are."""
-
-    def placed(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-
-    trees = (
-        None if tree is None else jax.tree.map(placed, tree, packing.specs_of(tree.layout)) for tree in (params, state)
-    )
-    params_shapes, state_shapes = trees
-    batch_shapes = packing.batch_shapes(batch, mesh, PartitionSpec(*[REPLICA_AXIS] * (mesh.shape[REPLICA_AXIS] > 1)))
-    key_shape = None if key is None else jax.ShapeDtypeStruct(key.shape, key.dtype)
-    return program.lower(params_shapes, batch_shapes, state_shapes, key_shape)
 
 
 def check_ipu_memory(ipu_memory: float | None) -> None:
@@ -385,13 +351,12 @@ class MemoryGuard:
         self.ipu_memory = ipu_memory
         self._seen: set[Any] = set()
 
-    def check(self, params: Sharded, batch: Any, state: Sharded | None, report: Callable[[], PipelineReport]) -> None:
+    def check(self, args: StepArgs, report: Callable[[], PipelineReport]) -> None:
         """Warn before a step of new shapes if it does not fit; `report` makes the step's report."""
         if self.ipu_memory is None:
             return
-        leaves, treedef = jax.tree.flatten(batch)
-        state_layout = None if state is None else state.layout
-        shapes = (params.layout, state_layout, treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        leaves, treedef = jax.tree.flatten(args)
+        shapes = (treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if shapes not in self._seen:
             self._seen.add(shapes)
             warn_where_too_large(report(), self.ipu_memory, stacklevel=5)

@@ -16,6 +16,7 @@ from ipu_jax.core.programs.cost import in_units
 from ipu_jax.core.programs.segment import segments_of
 from ipu_jax.core.schedules import FoundSchedule, Schedule, StageCosts, canonical_name, find_schedule, make_schedule
 from ipu_jax.core.stage import Role, Stage
+from ipu_jax.core.step_args import StepArgs
 from ipu_jax.core.weights.packed_layout import PackedLayout
 
 _ROUNDS = 4  # of searches with less and less room, while the result does not fit
@@ -25,19 +26,17 @@ class StepShapes:
     """The shapes of one step on one replica. Its methods trace stages, and need the mesh axes, as in a `shard_map`.
 
     Args:
-        params, state: the layouts of weights and state.
-        batch: the replica's batch, with leaves (M, ...): arrays, tracers or `jax.ShapeDtypeStruct`.
-        key: a random key or its shape, or None.
+        args: the arguments of one replica, leaves of the batch are (M, ...): arrays, tracers or `jax.ShapeDtypeStruct`.
+        params: the layout of the weights, in which frozen leaves get no gradient.
         platform: of the IPUs.
         uniform: whether guards are uniform, as in `Plan`.
     """
 
-    def __init__(
-        self, params: PackedLayout, state: PackedLayout, batch: Any, key: Any, platform: str, *, uniform: bool = False
-    ):
-        self.params, self.state, self.batch, self.platform, self._uniform = params, state, batch, platform, uniform
-        self._microbatch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
-        self._key = None if key is None else jax.ShapeDtypeStruct(key.shape, key.dtype)
+    def __init__(self, args: StepArgs, params: PackedLayout, platform: str, *, uniform: bool):
+        self.params, self.state, self.batch = params, args.state.layout, args.batch
+        self.platform, self._uniform = platform, uniform
+        self._microbatch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), args.batch)
+        self._key = None if args.key is None else jax.ShapeDtypeStruct(args.key.shape, args.key.dtype)
 
     @property
     def micro_batches(self) -> int:
@@ -62,7 +61,7 @@ class StepShapes:
     def report(self, stages: tuple[Stage, ...], schedule: Schedule) -> PipelineReport:
         """Return the report of the step under a schedule. Temporary bytes are predicted."""
         batch_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.batch))
-        return count_report(self.plan(stages, schedule), self.params, self.state, batch_bytes)
+        return count_report(self.plan(stages, schedule), batch_bytes)
 
     def trace(self, stages: tuple[Stage, ...]) -> TracedStages:
         """Return the traced programs of the stages, whose costs can be counted and measured."""

@@ -13,25 +13,7 @@ from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.engine.stash import Stash
 from ipu_jax.core.mesh_axes import kept_split
 from ipu_jax.core.programs.segment_program import split_floats
-from ipu_jax.core.weights.packing import Sharded
-
-
-@dataclasses.dataclass(frozen=True)
-class Arguments:
-    """The arguments of one IPU's program.
-
-    Attributes:
-        params, state: this IPU's shards; a slot is (1, *slot.shape).
-        batch: leaves (M, micro-batch, ...), the same on every IPU of the replica.
-        key: a random key, the same on all replicas, or None.
-        loss_cotangent: the cotangent of one micro-batch's loss; it is not read without a backward.
-    """
-
-    params: Sharded
-    state: Sharded
-    batch: Any
-    key: Any
-    loss_cotangent: Any
+from ipu_jax.core.step_args import StepArgs
 
 
 @jax.tree_util.register_dataclass
@@ -81,7 +63,7 @@ class Carry:
         return dataclasses.replace(self, **changed, aux={**self.aux, **part.aux})
 
 
-def first_carry(plan: Plan, args: Arguments, stash: Stash) -> Carry:
+def first_carry(plan: Plan, args: StepArgs, stash: Stash) -> Carry:
     """Return the carry of the first tick: zero sums, and no messages in the channels and the stash."""
     crossing = [bool(channel.pairs) for channel in plan.channels]
     messages = [jax.tree.map(_idle, channel.message) for channel in plan.channels]
@@ -100,7 +82,7 @@ def first_carry(plan: Plan, args: Arguments, stash: Stash) -> Carry:
     if not plan.backward:
         return carry
     gradients = [[_idle(leaf) for leaf in split_floats(channel.message)[0]] for channel in plan.channels]
-    trained = args.params.layout.trainable_slots
+    trained = plan.params.trainable_slots
     return dataclasses.replace(
         carry,
         dx=[leaves if k in of_dx else None for k, leaves in enumerate(gradients)],
@@ -108,14 +90,14 @@ def first_carry(plan: Plan, args: Arguments, stash: Stash) -> Carry:
         stash=jax.tree.map(_idle, stash.shapes),
         sums=[
             _zero_sum(value[0], slot.spec) if k in trained else None
-            for k, (slot, value) in enumerate(zip(args.params.layout.slots, args.params.slots, strict=True))
+            for k, (slot, value) in enumerate(zip(plan.params.slots, args.params.slots, strict=True))
         ],
         concurrent_sums={
             group.name: [
                 None if leaf.frozen else _zero_sum(value, leaf.spec)
                 for leaf, value in zip(group.leaves, args.params.concurrent[group.name], strict=True)
             ]
-            for group in args.params.layout.groups
+            for group in plan.params.groups
             if group.ipu is None
         },
     )

@@ -16,7 +16,7 @@ from jax import lax
 from ipu_jax.core.collectives import broadcast
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.engine import _hooks
-from ipu_jax.core.engine._carry import Arguments, Carry
+from ipu_jax.core.engine._carry import Carry
 from ipu_jax.core.engine._stretches import TaskKind, instead, is_due
 from ipu_jax.core.engine.labels import label
 from ipu_jax.core.engine.plan import Exchange, Plan, Table
@@ -24,6 +24,7 @@ from ipu_jax.core.engine.stash import Key, Stash
 from ipu_jax.core.guard import Fence, guard
 from ipu_jax.core.programs.gradient_sums import Sum
 from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, keys_of
+from ipu_jax.core.step_args import StepArgs
 from ipu_jax.core.weights import packing
 from ipu_jax.core.weights.packed_layout import Group
 
@@ -47,15 +48,15 @@ class _Turn(NamedTuple):
 class Tasks:
     """Run the tasks of a plan's segment classes on one IPU of one replica, in some ticks."""
 
-    def __init__(self, plan: Plan, args: Arguments, ticks: range):
-        self.plan, self.args, self.ticks = plan, args, ticks
+    def __init__(self, plan: Plan, args: StepArgs, loss_cotangent: Any, ticks: range):
+        self.plan, self.args, self.loss_cotangent, self.ticks = plan, args, loss_cotangent, ticks
         self.ipu, self.replica = lax.axis_index(IPU_AXIS), lax.axis_index(REPLICA_AXIS)
         self.slots = [slot[0] for slot in args.params.slots]
         self.stash = Stash(plan)
 
     def within(self, ticks: range) -> "Tasks":
         """Return the tasks of other ticks."""
-        return Tasks(self.plan, self.args, ticks)
+        return Tasks(self.plan, self.args, self.loss_cotangent, ticks)
 
     # inputs of a task
 
@@ -80,7 +81,7 @@ class Tasks:
         return self.plan.classes[c][0]
 
     def groups(self, c: int) -> list[Group]:
-        return [self.args.params.layout.group(name) for name in self.plan.segments[self.representative(c)].groups]
+        return [self.plan.params.group(name) for name in self.plan.segments[self.representative(c)].groups]
 
     def packed_weights(self, c: int) -> Any:
         """Return the slots and the concurrent groups that a class uses; a slot that it does not use is None."""
@@ -107,7 +108,7 @@ class Tasks:
         return jnp.asarray([firsts.get(ipu, 0) for ipu in range(self.plan.ipus)])[self.ipu]
 
     def state_groups(self, c: int) -> list[Group]:
-        return [self.args.state.layout.group(name) for name in self.plan.segments[self.representative(c)].state_groups]
+        return [self.plan.state.group(name) for name in self.plan.segments[self.representative(c)].state_groups]
 
     def read_state(self, c: int, carry: Carry) -> dict[str, Any]:
         if not self.state_groups(c):
@@ -255,7 +256,7 @@ class Tasks:
             packed, received, microbatch = fence((self.packed_weights(c), messages, turn.microbatch))
             self.watch("B", c, microbatch, rows)
             if i == self.plan.last:
-                dy = fence([jnp.full((), self.args.loss_cotangent, program.y.dtype)])
+                dy = fence([jnp.full((), self.loss_cotangent, program.y.dtype)])
             else:
                 dy = self.arrived(c, "dy", received, microbatch, part, fence)
             if program.needs_sums_only:
@@ -305,7 +306,7 @@ class Tasks:
             weights, inputs = self.weights(c, *packed), self.inputs(c, microbatch)
             y, new_state, aux, stash = program.forward(weights, x, inputs, self.read_state(c, part))
             self.watch("B", c, microbatch, rows)
-            dy = fence([jnp.full((), self.args.loss_cotangent / self.plan.ipus, y.dtype)])
+            dy = fence([jnp.full((), self.loss_cotangent / self.plan.ipus, y.dtype)])
             totals, dx = program.backward(weights, inputs, stash, dy, self.sums(c, part), fence.zero)
             part = self.with_results(c, y, new_state, aux, microbatch, part, fence.zero)
             return self.with_dx(c, dx, self.with_sums(c, totals, part))

@@ -55,7 +55,8 @@ class Plan:
     Attributes:
         segments, programs: per segment, its stages, and its traced F and B.
         schedule: when each stage runs.
-        ipus: the number of IPUs of a replica.
+        params, state: the layouts of weights and state. The leaves that are frozen here get no gradient, whatever the
+            layout of the weights says that come as an argument.
         channels: see `Channel`.
         channel_of: per boundary between segments i and i + 1, the number of its channel.
         classes: per segment class, the numbers of its segments; all run the program of the first one.
@@ -70,7 +71,8 @@ class Plan:
     segments: tuple[Segment, ...]
     programs: tuple[SegmentProgram, ...]
     schedule: Schedule
-    ipus: int
+    params: PackedLayout
+    state: PackedLayout
     channels: tuple[Channel, ...]
     channel_of: tuple[int, ...]
     platform: str
@@ -79,6 +81,11 @@ class Plan:
     classes: tuple[tuple[int, ...], ...] = ()
     tables: dict[Table, np.ndarray] = dataclasses.field(default_factory=dict)
     exchanges: dict[Exchange, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    @property
+    def ipus(self) -> int:
+        """Return the number of IPUs of a replica."""
+        return self.params.ipus
 
     @property
     def role(self) -> Role:
@@ -145,7 +152,7 @@ def make_plan(
     Args:
         segments: the model.
         schedule: when each stage runs.
-        params, state: the layouts of weights and state.
+        params, state: the layouts of weights and state, as in `Plan`.
         microbatch: the shapes of one micro-batch.
         key: the shape of a random key, or None.
         platform: of the IPUs, such as "tpu".
@@ -155,8 +162,8 @@ def make_plan(
     programs = trace_programs(segments, split, params, state, microbatch, key)
     channels, channel_of = _channels(segments, [program.y for program in programs])
     axes = further_axes(jax.sharding.get_abstract_mesh())
-    plan = Plan(segments, programs, schedule, params.ipus, channels, channel_of, platform, axes, uniform)
-    plan = dataclasses.replace(plan, classes=_classes(plan, params, state))
+    plan = Plan(segments, programs, schedule, params, state, channels, channel_of, platform, axes, uniform)
+    plan = dataclasses.replace(plan, classes=_classes(plan))
     return dataclasses.replace(
         plan,
         tables={kind: _table(plan, kind) for kind in TABLES},
@@ -252,13 +259,13 @@ class _Likeness:
         return _Likeness(self.properties, channels, beside)
 
 
-def _classes(plan: Plan, params: PackedLayout, state: PackedLayout) -> tuple[tuple[int, ...], ...]:
+def _classes(plan: Plan) -> tuple[tuple[int, ...], ...]:
     """Join equal segments of different IPUs into classes, so that each IPU runs its own segments in order."""
     classes: list[list[int]] = []
     likenesses: list[_Likeness | None] = []
     latest: dict[int | None, int] = {}  # per IPU, the class of its previous segment
     for i, segment in enumerate(plan.segments):
-        own = _likeness(plan, i, params, state)
+        own = _likeness(plan, i)
         for c in range(latest.get(segment.place, -1) + 1, len(classes)):
             known = likenesses[c]
             joined = known.joined(own, plan) if known and own else None
@@ -274,7 +281,7 @@ def _classes(plan: Plan, params: PackedLayout, state: PackedLayout) -> tuple[tup
     return tuple(map(tuple, classes))
 
 
-def _likeness(plan: Plan, i: int, params: PackedLayout, state: PackedLayout) -> _Likeness | None:
+def _likeness(plan: Plan, i: int) -> _Likeness | None:
     """Return a segment's likeness, or None for a segment that is a class of its own."""
     segment, program = plan.segments[i], plan.programs[i]
     if segment.place is None or not 0 < i < plan.last or program.signature is None or jax.tree.leaves(program.aux):
@@ -286,7 +293,7 @@ def _likeness(plan: Plan, i: int, params: PackedLayout, state: PackedLayout) -> 
         return [(where(g, leaf), leaf.shape, leaf.frozen) for g in map(layout.group, groups) for leaf in g.leaves]
 
     keys = [stage.random for stage in segment.stages]
-    groups = (leaves(params, segment.groups), leaves(state, sorted(segment.state_groups)))
+    groups = (leaves(plan.params, segment.groups), leaves(plan.state, sorted(segment.state_groups)))
     messages = [plan.programs[j].y for j in (i - 1, i)]
     is_beside = [plan.segments[j].place is None for j in (i - 1, i + 1)]
     channels = tuple(None if beside else plan.channel_of[i - 1 + side] for side, beside in enumerate(is_beside))

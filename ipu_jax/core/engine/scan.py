@@ -34,19 +34,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ipu_jax.core.collectives import broadcast, state_over_replicas
+from ipu_jax.core.collectives import broadcast, reduced, state_over_replicas
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.engine import labels
-from ipu_jax.core.engine._carry import Arguments, Carry, first_carry
+from ipu_jax.core.engine._carry import Carry, first_carry
 from ipu_jax.core.engine._runs import microbatches_at, runs_of, runs_of_ipu
 from ipu_jax.core.engine._stretches import stretches_of
 from ipu_jax.core.engine._tasks import Rows, Tasks
 from ipu_jax.core.engine.plan import EXCHANGES, TABLES, Exchange, Plan
 from ipu_jax.core.programs.segment import merged_aux
 from ipu_jax.core.schedules import PHASES
+from ipu_jax.core.step_args import StepArgs
 from ipu_jax.core.weights.packing import Sharded
-
-__all__ = ["Arguments", "Result", "run"]
 
 # per whether the backward is split: y is under way during head and B, and dx during W or the next tick's F
 _OVERLAPPED = {
@@ -63,8 +62,8 @@ class Result:
         loss: mean over micro-batches, and over replicas where it is reduced; the same on all IPUs; None in prediction.
         aux: per stage that returned one, with a leading M; the same on all IPUs of a replica.
         state: laid out like the state that was passed.
-        gradients: laid out like the parameters, at least float32; summed over replicas where they are reduced; None
-            without a backward.
+        gradients: laid out like the weights that were passed, at least float32; summed over replicas where they are
+            reduced; None without a backward.
         outputs: in prediction, the outputs of the last stage with a leading M; the same on all IPUs of a replica,
             except where the stage's `predict_specs` split them.
         adds_loss: whether stages add losses to the last stage's loss.
@@ -78,25 +77,27 @@ class Result:
     adds_loss: bool = False
 
 
-def run(plan: Plan, args: Arguments, *, reduce_over_replicas: bool) -> Result:
+def run(plan: Plan, args: StepArgs, *, loss_cotangent: Any = None, reduce_over_replicas: bool = False) -> Result:
     """Run one IPU's program. Call it inside `shard_map` over ("replica", "ipu") with `check_vma=False`.
 
     Args:
         plan: from `make_plan`.
-        args: this IPU's weights, state and batch.
+        args: this IPU's shards of weights and state, a slot is (1, *slot.shape); its replica's batch, leaves (M,
+            micro-batch, ...); and the key, the same on all replicas.
+        loss_cotangent: the cotangent of one micro-batch's loss, if there is a backward.
         reduce_over_replicas: whether to reduce loss, new state and gradients over the axis "replica"; otherwise they
             are this replica's own.
     """
-    return _Program(plan, args).run(reduce_over_replicas)
+    return _Program(plan, args, loss_cotangent).run(reduce_over_replicas)
 
 
 class _Program:
     """Trace the staged scan once."""
 
-    def __init__(self, plan: Plan, args: Arguments):
+    def __init__(self, plan: Plan, args: StepArgs, loss_cotangent: Any):
         self.plan, self.args = plan, args
         self.ticks = plan.schedule.ticks if plan.backward else plan.schedule.forward_ticks
-        self.tasks = Tasks(plan, args, range(self.ticks))
+        self.tasks = Tasks(plan, args, loss_cotangent, range(self.ticks))
         firsts = [plan.segments[members[0]] for members in plan.classes]
         self.local = [c for c, segment in enumerate(firsts) if segment.place is not None]
         self.entry = [c for c, segment in enumerate(firsts) if plan.schedule.phase(segment.first, "F") == "entry"]
@@ -135,7 +136,7 @@ class _Program:
         if place is not None:
             loss = broadcast(place, loss)
         if reduce_over_replicas:
-            loss = lax.pmean(loss, REPLICA_AXIS)
+            loss = reduced(lax.pmean, loss, REPLICA_AXIS)
         state = self.new_state(carry, reduce_over_replicas)
         gradients = self.gradients(carry, reduce_over_replicas) if self.plan.backward else None
         return Result(loss, aux, state, gradients, adds_loss=self.plan.programs[-1].adds_loss)
@@ -147,7 +148,7 @@ class _Program:
 
     def gradients(self, carry: Carry, reduce_over_replicas: bool) -> Sharded:
         params, concurrent = self.args.params, dict(carry.concurrent_sums)
-        for group in params.layout.groups:
+        for group in self.plan.params.groups:
             if group.ipu is None:
                 # each IPU computed a part of the gradient of a leaf that all of them hold whole
                 concurrent[group.name] = [
@@ -157,7 +158,7 @@ class _Program:
         slots = [None if total is None else total[None] for total in carry.sums]
         sums = Sharded(slots, concurrent, params.layout)
         if reduce_over_replicas:
-            sums = jax.tree.map(lambda g: lax.psum(g, REPLICA_AXIS), sums)
+            sums = jax.tree.map(lambda g: reduced(lax.psum, g, REPLICA_AXIS), sums)
         is_none = lambda leaf: leaf is None  # noqa: E731
         return jax.tree.map(lambda g, p: jnp.zeros_like(p) if g is None else g, sums, params, is_leaf=is_none)
 

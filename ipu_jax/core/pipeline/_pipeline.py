@@ -11,34 +11,47 @@
 `value_and_grad` can be called directly, or inside the user's own `jax.jit` with the optimizer's update.
 """
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jax
+import optax
 from jax.sharding import Mesh
 
+from ipu_jax.base import facts
 from ipu_jax.base.doors import public_on_mesh
 from ipu_jax.base.showing import Shown, Table
-from ipu_jax.core.analysis.report import make_report
-from ipu_jax.core.analysis.schedule_choice import silent_about_messages
-from ipu_jax.core.cutting.function import FunctionModel, model_of
-from ipu_jax.core.devices import is_described, make_mesh
-from ipu_jax.core.engine.on_mesh import predict_on_mesh
-from ipu_jax.core.options import Reduction
-from ipu_jax.core.pipeline._derivatives import differentiable_loss, refusing_derivatives
-from ipu_jax.core.pipeline._description import describe
-from ipu_jax.core.pipeline._layers import specs_of_layers, stages_of_layers
-from ipu_jax.core.pipeline._placed_stages import PlacedStages
-from ipu_jax.core.schedules import Schedule, canonical_name, make_schedule
-from ipu_jax.core.stage import Role, Stage
+from ipu_jax.core.analysis.report import MemoryGuard, PipelineReport, check_ipu_memory, make_report
+from ipu_jax.core.analysis.schedule_choice import ScheduleChoice, silent_about_messages, warn_of_messages
+from ipu_jax.core.analysis.stage_costs import check_measurable
+from ipu_jax.core.cutting.function import FunctionModel
+from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS, check_there, devices_of, make_mesh
+from ipu_jax.core.mesh_axes import further_axes
+from ipu_jax.core.optimizer.pipeline_optimizer import PipelineOptimizer
+from ipu_jax.core.options import PipelineOptions, Reduction
+from ipu_jax.core.pipeline._guards import GuardChoice, Guards
+from ipu_jax.core.pipeline._making import Made
+from ipu_jax.core.pipeline._programs import Programs
+from ipu_jax.core.pipeline.placed_stages import PlacedStages
+from ipu_jax.core.schedules import FoundSchedule, Schedule, StageCosts
+from ipu_jax.core.stage import Stage, check_untied
+from ipu_jax.core.step_args import StepArgs
 from ipu_jax.core.weights import packing
-from ipu_jax.core.weights.arguments import check_predictable, count_samples
+from ipu_jax.core.weights.arguments import (
+    check_alive,
+    check_mesh,
+    check_places,
+    check_predict_axes,
+    check_predictable,
+    check_reducible,
+    checked_stages,
+)
+from ipu_jax.core.weights.groups import Groups
 from ipu_jax.core.weights.packing import Sharded
 
 
 @public_on_mesh
-class Pipeline(PlacedStages, Shown):
+class Pipeline(Made, Shown):
     """Runs stages on the IPUs of each replica, under a schedule.
 
     Args:
@@ -82,6 +95,139 @@ class Pipeline(PlacedStages, Shown):
     (9.0, [[6.0], [6.0], [6.0]])
     """
 
+    def __init__(
+        self,
+        stages: Iterable[Stage],
+        *,
+        mesh: Mesh | None = None,
+        schedule: str | Schedule = "grouped",
+        gradient_accumulation: int | None = None,
+        reduction: Reduction | None = None,
+        specs: Mapping[str, Any] | None = None,
+        state_specs: Mapping[str, Any] | None = None,
+        frozen: Mapping[str, Any] | None = None,
+        ipu_memory: float | None = None,
+        guards: Guards = "auto",
+        function: FunctionModel | None = None,
+    ):
+        self.stages, self.function = checked_stages(stages), function
+        check_untied(self.stages)
+        if gradient_accumulation is None and isinstance(schedule, Schedule):
+            gradient_accumulation = schedule.micro_batches
+        self.given = {"gradient_accumulation": gradient_accumulation, "reduction": reduction}
+        self.options = PipelineOptions(**{name: value for name, value in self.given.items() if value is not None})
+        places = [stage.place for stage in self.stages if stage.place is not None]
+        self.mesh = make_mesh(1, 1 + max(places, default=0)) if mesh is None else mesh
+        check_mesh(self.mesh)
+        self.given_devices = devices_of(self.mesh)
+        self.replicas, self.ipus = self.mesh.shape[REPLICA_AXIS], self.mesh.shape[IPU_AXIS]
+        axes = further_axes(self.mesh)
+        check_places(self.stages, self.ipus)
+        check_predict_axes(self.stages, axes)
+        check_reducible(self.stages, self.mesh)
+        trees = {} if function is None else {"whole": function.weights, "whole_state": function.state}
+        split = {"specs": specs, "state_specs": state_specs, "frozen": frozen, **trees}
+        groups = Groups(self.stages, self.ipus, axes, **split)
+        m = self.options.gradient_accumulation
+        choice = ScheduleChoice(schedule, self.stages, ipus=self.ipus, micro_batches=m, ipu_memory=ipu_memory)
+        self._asked_for = schedule
+        chosen = GuardChoice(guards, self.mesh)
+        self.placement = PlacedStages(self.stages, self.mesh, self.options, function, groups, choice, chosen)
+        if choice.schedule_or_name != "auto":
+            warn_of_messages(self.schedule, self.placement.platform, stacklevel=4)
+        self._memory, self._programs = MemoryGuard(ipu_memory), Programs(self.placement)
+        for listener in facts.listeners():
+            listener.mesh(self.mesh, [(stage.name, stage.place) for stage in self.stages])
+
+    @property
+    def schedule(self) -> Schedule:
+        """Return the schedule. Under "auto", raise a `ValueError` if none has been found yet."""
+        return self.placement.choice.schedule
+
+    @facts.during("placing weights")
+    def shard(self, params: Any) -> Sharded:
+        """Place whole weights on the IPUs.
+
+        Each IPU gets the weights of its own stages and its own shard of the concurrent groups. Communicates from host
+        to device only.
+
+        Args:
+            params: whole weights, floating arrays (jax or numpy), in `{group: pytree}`; of a function that was cut, in
+                its own tree. A leaf of a concurrent group has its whole shape, without padding.
+
+        Returns:
+            A `Sharded`, a pytree of `jax.Array`. `value_and_grad` takes it, and returns gradients in the same form.
+            Its arrays are packed: `Sharded` says which optimizers are right on them.
+
+        Raises:
+            ValueError: a group is missing or unknown, a leaf is not a floating array, a spec does not fit, or the
+                devices are only described.
+        """
+        check_there(self.mesh, "shard", "shard_shapes(params)")
+        return packing.shard_tree(params, self.placement.groups.layout(params), self.mesh)
+
+    def shard_shapes(self, params: Any) -> Sharded:
+        """Return the result of `shard` with `jax.ShapeDtypeStruct`s in place of arrays, for `import_weights(like=)`.
+
+        Args:
+            params: as for `shard`, whole arrays or their shapes, for example from `jax.eval_shape(init, key)`.
+
+        Raises:
+            ValueError: as in `shard`.
+        """
+        return packing.shapes_on(self.placement.groups.layout(params), self.mesh)
+
+    def shard_state_shapes(self, state: Any) -> Sharded:
+        """Return the result of `shard_state` with `jax.ShapeDtypeStruct`s in place of arrays."""
+        return packing.shapes_on(self.placement.groups.state_layout(state), self.mesh)
+
+    def shard_state(self, state: Any) -> Sharded:
+        """Place `{group: pytree of state}` on the IPUs, as `shard` places weights. Leaves can have any dtype.
+
+        Raises:
+            ValueError: a group is missing or unknown, a leaf is not an array, a spec does not fit, or the devices are
+                only described.
+        """
+        check_there(self.mesh, "shard_state", "shard_state_shapes(state)")
+        return packing.shard_tree(state, self.placement.groups.state_layout(state), self.mesh)
+
+    @facts.during("gathering weights")
+    def unshard(self, sharded: Sharded) -> Any:
+        """Return the tree of parameters, gradients or state, whole and unpadded: the inverse of `shard`.
+
+        Each instance gets the whole tree, on its default device. If a replica is on several instances, all of them must
+        call this, since it communicates one all-gather per array that is split over them.
+        """
+        if not isinstance(sharded, Sharded):
+            raise ValueError(f"sharded is a {type(sharded).__name__}: give what pipeline.shard(...) returns")
+        check_alive("sharded", sharded)
+        return packing.unshard_tree(sharded)
+
+    def optimizer(self, transformation: optax.GradientTransformation) -> PipelineOptimizer:
+        """Return an optax transformation as an optimizer of this pipeline's weights, for a custom training loop.
+
+        On a `Sharded`, optax's own functions would see packed arrays. Here they see `{group: pytree}`.
+
+        Args:
+            transformation: any `optax.GradientTransformation`, or `optax.MultiSteps`, that does not call the loss
+                function itself.
+
+        Raises:
+            ValueError: it is neither, such as `optax.adam` without its arguments; or its update needs a function that
+                computes the loss, as in lbfgs, or the gradients of each example, as in dpsgd.
+
+        >>> import jax.numpy as jnp, optax
+        >>> from ipu_jax import Pipeline
+        >>> stage = lambda w, x, mb: jnp.mean((mb @ w) ** 2)
+        >>> pipeline = Pipeline([Stage(stage, params="w", ipu=0)], gradient_accumulation=2)
+        >>> params, optimizer = pipeline.shard({"w": jnp.ones((3, 1))}), pipeline.optimizer(optax.lamb(0.5))
+        >>> loss, gradients = pipeline.value_and_grad(params, jnp.ones((2, 4, 3)))
+        >>> params, state = optimizer.apply(gradients, optimizer.init(params), params)
+        >>> pipeline.unshard(params)["w"].round(4).tolist()
+        [[0.5], [0.5], [0.5]]
+        """
+        return PipelineOptimizer(self, self.placement.groups, transformation)
+
     def value_and_grad(
         self, params: Sharded, batch: Any, state: Sharded | None = None, key: jax.Array | None = None
     ) -> Any:
@@ -109,14 +255,11 @@ class Pipeline(PlacedStages, Shown):
             ValueError: `params` is not from `shard`, the batch does not fit, or state or key is missing or superfluous.
                 It is raised before anything is compiled.
         """
-        self.check(params, batch, state, key)
-        arguments = self.apply_frozen(params), batch, state, key
-        report = lambda: make_report(self.plan_step(*arguments), *arguments, mesh=self.mesh)  # noqa: E731
-        self._memory.check(*arguments[:3], report)
-        samples = count_samples(batch, 2 + (self.replicas > 1))
-        program, jitted = self._undifferentiated, self._value_and_grad
-        result = self._bounded(program, params, batch, state, key, jitted=jitted, updates=1, samples=samples)
-        return result if self._groups.state_owners else result[:2]
+        given = StepArgs(params, batch, state, key)
+        self.placement.check(given)
+        self._memory.check(given, lambda: make_report(self.placement.plan(*given), batch, mesh=self.mesh))
+        result = self._programs.value_and_grad(given)
+        return result if self.placement.groups.state_owners else result[:2]
 
     def loss(
         self,
@@ -160,11 +303,11 @@ class Pipeline(PlacedStages, Shown):
         >>> pipeline.unshard(gradients)["w"].tolist()  # 6 of the loss, 1 of the penalty
         [[7.0], [7.0], [7.0]]
         """
-        role = "training" if training else "evaluation"
-        self._check(params, batch, state, key, role)
-        loss, aux, new_state = self._losses[role](params, batch, state, key)
-        result = self.loss_with_aux(loss, aux)
-        if not (training and self._groups.state_owners):
+        given, role = StepArgs(params, batch, state, key), "training" if training else "evaluation"
+        self.placement.check(given, role)
+        loss, aux, new_state = self._programs.loss(given, role)
+        result = self.placement.loss_with_aux(loss, aux)
+        if not (training and self.placement.groups.state_owners):
             return result
         return (loss, (result[1], new_state)) if isinstance(result, tuple) else (loss, new_state)
 
@@ -218,197 +361,128 @@ class Pipeline(PlacedStages, Shown):
                 "to the model on one device, or write stages, the last one with predict="
             )
         check_predictable(self.stages, self.replicas, return_state)
-        self._check(params, batch, state, key, "prediction")
-        program, jitted = self._predict
-        outputs, new_state = self._bounded(program, params, batch, state, key, jitted=jitted)
+        given = StepArgs(params, batch, state, key)
+        self.placement.check(given, "prediction")
+        outputs, new_state = self._programs.predict(given)
         return (outputs, new_state) if return_state else outputs
 
-    @classmethod
-    def from_layers(
-        cls,
-        layers: Iterable[Any],
-        params: Iterable[Any] | None = None,
+    def report(
+        self,
+        params: Sharded,
+        batch: Any,
+        state: Sharded | None = None,
+        key: jax.Array | None = None,
         *,
-        loss: Callable[..., Any],
-        ipus: int,
-        inputs: Callable[[Any], Any] | None = None,
-        replicas: int = 1,
-        devices: Sequence[Any] | None = None,
-        axes: Mapping[str, int] | None = None,
-        specs: Any = None,
-        rounds: int = 1,
-        costs: Iterable[float] | None = None,
-        microbatch: Any = None,
-        layers_per_ipu: Iterable[int] | None = None,
-        recompute: Any = "auto",
-        **options: Any,
-    ) -> "tuple[Pipeline, Sharded]":
-        """Return a pipeline made from a list of layers, and their weights on the IPUs.
-
-        `balance_layers` places the layers in their order, as evenly as possible by number, by `costs`, or by the FLOPs
-        for one `microbatch`; or `layers_per_ipu` says where they go. Layer k becomes the stage "layer k", with its
-        weights in the group "layer k"; the loss becomes the last stage, "loss". `predict` returns the last layer's
-        result.
+        compile: bool = True,
+        ipu_memory: float | None = None,
+    ) -> PipelineReport:
+        """Report what a step needs on each IPU: bytes by kind, FLOPs, bytes sent, and its idle share. Nothing is run.
 
         Args:
-            layers: functions `layer(params, x) -> x`, first layer first, such as modules' `apply`; or pairs
-                `(function, params)`. Equal layers can be one function, `[block] * 12`.
-            params: per layer, its weights, a pytree of arrays or None, unless layers are pairs.
-            loss: `loss(x, microbatch) -> loss`, the micro-batch's mean loss, a float scalar, or `(loss, aux)`; x is the
-                last layer's result.
-            ipus: the number of IPUs of a replica; layers are placed on all of them.
-            inputs: `inputs(microbatch) -> x` of the first layer. Default: the micro-batch itself.
-            replicas: copies of the model.
-            devices: as for `make_mesh`. If they are only described, `params` contains shapes.
-            axes: the sizes of further axes of the mesh, such as `{"tensor": 2}`.
-            specs: how weights are split over these: one tree of `PartitionSpec`s for all layers, or a list with a tree
-                or None per layer.
-            rounds: how often the layers go round the IPUs, for "looped" schedules.
-            costs: per layer, a number, such as measured seconds.
-            microbatch: one micro-batch or its shapes, leaves without the leading M: layers are placed by their FLOPs.
-            layers_per_ipu: per IPU, how many of the layers it gets, in their order. IPUs with -1 share the other layers
-                evenly, and the last of them gets the remainder: 9 layers and [2, -1, -1] are [2, 3, 4].
-            recompute: as for `Stage`, for all layers.
-            options: all other arguments of `Pipeline`, except `mesh`.
-
-        Returns:
-            `(pipeline, params)`. `pipeline.unshard(params)` returns `{"layer 0": weights, ...}`.
+            params: from `shard`, or `jax.eval_shape(lambda p: p, params)`.
+            batch, state, key: as for `value_and_grad`, or with `jax.ShapeDtypeStruct` in place of arrays.
+            compile: whether to compile the step for the temporary bytes that XLA reports. Otherwise they are predicted.
+            ipu_memory: the memory of an IPU in bytes; a `UserWarning` says what does not fit. Default: the pipeline's
+                own value.
 
         Raises:
-            ValueError: there are fewer layers than ipus x rounds, or not as many params or costs as layers; a layer is
-                not a function or a pair; more than one of `costs`, `microbatch` and `layers_per_ipu` is given;
-                `layers_per_ipu` does not fit the layers, `ipus` or `rounds`; or as in `Pipeline`.
+            ValueError: `value_and_grad` would refuse the arguments, or `ipu_memory` is not above 0.
 
         >>> import jax.numpy as jnp
-        >>> block = lambda w, x: x + jnp.tanh(x @ w)
-        >>> loss = lambda x, microbatch: jnp.mean((x - microbatch["y"]) ** 2)
-        >>> pipeline, params = Pipeline.from_layers(
-        ...     [block] * 5, [jnp.eye(3)] * 5, loss=loss, inputs=lambda mb: mb["x"], ipus=2, gradient_accumulation=4
-        ... )
-        >>> [stage.ipu for stage in pipeline.stages]
-        [0, 0, 0, 1, 1, 1]
-        >>> batch = {"x": jnp.ones((4, 8, 3)), "y": jnp.zeros((4, 8, 3))}
-        >>> value, gradients = pipeline.value_and_grad(params, batch)
-        >>> pipeline.predict(params, {"x": jnp.ones((1, 2, 3))}).shape
-        (1, 2, 3)
+        >>> from ipu_jax import Pipeline
+        >>> stage = lambda w, x, mb: jnp.mean((mb @ w) ** 2)
+        >>> pipeline = Pipeline([Stage(stage, params="w", ipu=0)], gradient_accumulation=2)
+        >>> params = pipeline.shard({"w": jnp.ones((3, 1))})
+        >>> pipeline.report(params, jax.ShapeDtypeStruct((2, 4, 3), "float32"), compile=False).ipus[0].weights
+        12
         """
-        mesh = make_mesh(replicas, ipus, devices=devices, **(axes or {}))
-        layers = list(layers) if isinstance(layers, Iterable) else layers
-        stages, weights = stages_of_layers(
-            layers,
-            params,
-            loss,
-            inputs,
-            ipus=ipus,
-            rounds=rounds,
-            costs=costs,
-            microbatch=microbatch,
-            layers_per_ipu=layers_per_ipu,
-            recompute=recompute,
-            mesh=mesh,
-        )
-        if specs is not None:
-            options["specs"] = specs_of_layers(specs, weights, len(stages) - 1)
-        pipeline = cls(stages, mesh=mesh, **options)
-        place = pipeline.shard_shapes if is_described(pipeline.mesh.devices.flat[0]) else pipeline.shard
-        return pipeline, place(weights)
+        given, placed, lowered = StepArgs(params, batch, state, key), self.placement, None
+        placed.check(given)
+        limit = self._memory.ipu_memory if ipu_memory is None else ipu_memory
+        check_ipu_memory(limit)
+        if compile:
+            placed.check_guards(self._programs.jitted, given)
+            lowered = placed.lowered(self._programs.jitted, given)
+        return make_report(placed.plan(*given), batch, mesh=self.mesh, lowered=lowered, ipu_memory=limit)
 
-    @classmethod
-    def from_function(
-        cls,
-        loss: Callable[..., Any],
-        params: Any,
-        micro_batch: Any,
-        *,
-        ipus: int,
-        state: Any = None,
-        replicas: int = 1,
-        devices: Sequence[Any] | None = None,
-        axes: Mapping[str, int] | None = None,
-        specs: Any = None,
-        rounds: int = 2,
-        schedule: str | Schedule = "grouped",
-        cuts: Iterable[str] | None = None,
-        costs: Literal["counted", "traced"] = "counted",
-        recompute: Any = "auto",
-        frozen: Any = None,
-        **options: Any,
-    ) -> "Pipeline":
-        """Return a pipeline cut out of any JAX function, unchanged. Nothing is run: shapes suffice.
+    def lower(self, params: Sharded, batch: Any, state: Sharded | None = None, key: jax.Array | None = None) -> Any:
+        """Return the program of `value_and_grad`, lowered but not run. Compile it to see its memory and its HLO.
 
-        The function is traced once. It is cut where one activation is live, into stages of equal work (FLOPs of F and
-        B), as many as the schedule has; where no such places give even stages, at any places. A scan over stacked
-        weights is cut between its iterations. What follows from the weights alone or from the micro-batch alone, such
-        as casts and masks, is computed again where it is needed. `print(pipeline)` says where the function was cut and
-        why. `verify` compares with the trace of the function itself.
-
-        `shard` takes and `unshard` returns the function's own tree of weights; `frozen`, optimizers, checkpoints and
-        weight files speak of it, too. A stage holds the leaves that it reads. A leaf that stages on several IPUs read,
-        such as a tied embedding, is on all IPUs, and its gradients are added up once per update. In the optimizer, a
-        stacked leaf that is on several IPUs is a `Rows` of its parts.
+        On a mesh with further axes it is compiled here, too, to choose `guards`.
 
         Args:
-            loss: `loss(params, micro_batch)`, or `loss(params, micro_batch, key)`, returns the micro-batch's mean loss,
-                a float scalar, or `(loss, aux)`. With `state`, `loss(params, state, micro_batch)` returns
-                `(loss, new_state)`, or `(loss, aux, new_state)`: micro-batches replace it one after the other. The key
-                of micro-batch m of replica r is `fold_in(fold_in(key, r), m)`.
-            params: the weights or their shapes, any pytree of arrays.
-            micro_batch: one micro-batch or its shapes, any pytree of arrays, without the leading M.
-            ipus: the number of IPUs of a replica.
-            state: the state or its shapes, such as batch norm's statistics. `shard_state` places it.
-            replicas: copies of the model.
-            devices: as for `make_mesh`.
-            axes: the sizes of further axes of the mesh, such as `{"tensor": 2}`, which the function names.
-            specs: a `PartitionSpec`, or a pytree of them that is a prefix of `params`: how weights are split over
-                these.
-            rounds: the stages on each IPU under "zb-wave" and the looped schedules.
-            schedule: as for `Pipeline`.
-            cuts: names that `jax.ad_checkpoint.checkpoint_name` gives to values in the function: it is cut after these
-                only. Default: after values marked by `stage_end`, if there are any.
-            costs: how work is found: "counted" for each operation, or "traced" as `measure_costs` does, with F and B of
-                all that lies between two waists. This is exact, also for what B computes again, and takes longer.
-            recompute: as for `Stage`, for all stages.
-            frozen: True, or a pytree of bools that is a prefix of `params`: leaves that get no gradient.
-            options: `gradient_accumulation`, `reduction` and `ipu_memory`, as for `Pipeline`.
+            params: from `shard` or `shard_shapes`.
+            batch, state, key: as for `value_and_grad`, or with `jax.ShapeDtypeStruct` in place of arrays. A batch whose
+                leaves don't say where they are is split over the replicas.
 
         Raises:
-            ValueError: the function takes or returns something else, has an ordered effect, or has too few places to be
-                cut; the message names the line. Or as in `Pipeline`.
-
-        >>> import jax, jax.numpy as jnp
-        >>> def loss(params, micro_batch):
-        ...     x = micro_batch["x"]
-        ...     for w in params["layers"]:
-        ...         x = jnp.tanh(x @ w)
-        ...     return jnp.mean((x - micro_batch["y"]) ** 2)
-        >>> params = {"layers": [jnp.eye(3)] * 4}
-        >>> batch = {"x": jnp.ones((8, 5, 3)), "y": jnp.zeros((8, 5, 3))}  # 8 micro-batches of 5 examples
-        >>> one = jax.tree.map(lambda leaf: leaf[0], batch)
-        >>> pipeline = Pipeline.from_function(loss, params, one, ipus=2, schedule="1f1b", gradient_accumulation=8)
-        >>> print(pipeline)
-        Pipeline of 2 stages on 2 IPUs, schedule '1f1b', 8 micro-batches, reduction 'mean'
-          stage  IPU  work   weights  sends per micro-batch
-          0      0    42.4%  72 B     1 array, 60 B
-          1      1    57.6%  72 B     the loss
-        cut at waists, where one activation is live: 11 of 11 places; ...
-        >>> value, gradients = pipeline.value_and_grad(pipeline.shard(params), batch)
-        >>> pipeline.unshard(gradients)["layers"][0].shape
-        (3, 3)
+            ValueError: `value_and_grad` would refuse the arguments.
         """
-        if isinstance(schedule, Schedule):
-            placement = schedule.placement
-        else:
-            family = "sequential" if canonical_name(schedule) == "auto" else schedule
-            placement = make_schedule(family, ipus=ipus, micro_batches=1, rounds=rounds).placement
-        how: dict[str, Any] = {"state": state, "frozen": frozen, "costs": costs, "recompute": recompute}
-        if isinstance(cuts, str) or not isinstance(cuts, Iterable | None):
-            raise ValueError(f"cuts={cuts!r} are no names: give a list, such as ['block 1'], or leave it out")
-        names = None if cuts is None else list(cuts)
-        mesh = make_mesh(replicas, ipus, devices=devices, **(axes or {}))
-        how["mesh"] = mesh if axes else None
-        function = model_of(loss, params, micro_batch, placement, names=names, **how)
-        options |= {"schedule": schedule, "frozen": frozen, "specs": specs, "function": function}
-        return cls(function.stages, mesh=mesh, **options)
+        given, placed, program = StepArgs(params, batch, state, key), self.placement, self._programs.jitted
+        placed.check(given)
+        placed.guards.check_shapes(program, (given,), lambda: placed.lowered(program, given))
+        return placed.lowered(program, given)
+
+    def choose_schedule(
+        self,
+        params: Sharded,
+        batch: Any,
+        state: Sharded | None = None,
+        key: jax.Array | None = None,
+        *,
+        costs: StageCosts | None = None,
+    ) -> FoundSchedule:
+        """Find the schedule of a pipeline with schedule="auto" now, not in its first step. The result can be printed.
+
+        Args:
+            params, batch, state, key: as for `report`.
+            costs: for example from `stage_costs`, the same on every instance. Default: FLOPs. If they contain no bytes,
+                the bytes of the stash are counted. On chips messages take time, too, if the costs say their unit.
+
+        Returns:
+            The result of `find_schedule`; if a schedule was found before, that result again.
+
+        Raises:
+            ValueError: the schedule was given, or it was found before `costs` were given; `value_and_grad` would refuse
+                the arguments; or no schedule fits in `ipu_memory`.
+        """
+        given, choice = StepArgs(params, batch, state, key), self.placement.choice
+        choice.check_choosable(costs)
+        self.placement.check(given)
+        return self.placement.traced(lambda shapes: choice.choose(shapes, costs), given)
+
+    def stage_costs(
+        self,
+        params: Sharded,
+        batch: Any,
+        state: Sharded | None = None,
+        key: jax.Array | None = None,
+        *,
+        measured: bool = False,
+        repeats: int = 5,
+    ) -> StageCosts:
+        """Return the costs of F, B and W of each stage for one micro-batch, and the bytes that they stash.
+
+        Costs are FLOPs, or if `measured` the median seconds of F, B, W and the whole backward pass, each run alone on
+        the IPUs of its stage. Measured programs do not accumulate gradients, and times include their start. Stages that
+        run as one segment share its cost evenly. Across several instances, all of them must measure at the same time,
+        and get the same costs.
+
+        Args:
+            params, batch, state, key: as for `report`. Only their shapes are used.
+            measured: whether to measure. Then no argument may be traced by `jax.jit`.
+            repeats: runs of each program, after one run that compiles it; fewer if they take more than 10 seconds.
+
+        Raises:
+            ValueError: as in `value_and_grad`, or an argument is a tracer when costs are to be measured.
+        """
+        given = StepArgs(params, batch, state, key)
+        self.placement.check(given)
+        check_measurable(given, measured, repeats)
+        if measured:
+            check_there(self.mesh, "measured=True", "measured=False, which counts FLOPs")
+        traced = self.placement.traced(lambda shapes: shapes.trace(self.stages), given)
+        return traced.measured(self.mesh, repeats) if measured else traced.counted()
 
     def replace(
         self,
@@ -424,19 +498,19 @@ class Pipeline(PlacedStages, Shown):
         function, on_mesh = function or self.function, self.mesh if mesh is None else mesh
         function = None if function is None else function.on(on_mesh)
         m, keeps_m = gradient_accumulation, gradient_accumulation in (None, self.options.gradient_accumulation)
-        own = self if function is None else function
+        own, groups = self if function is None else function, self.placement.groups
         with silent_about_messages():  # this pipeline has warned, or it has chosen the schedule
             replaced = Pipeline(
                 own.stages if stages is None else stages,
                 mesh=on_mesh,
-                schedule=schedule or (self.schedule_or_name if keeps_m else self._asked_for),
+                schedule=schedule or (self.placement.choice.schedule_or_name if keeps_m else self._asked_for),
                 gradient_accumulation=self.given["gradient_accumulation"] if m is None else m,
                 reduction=self.given["reduction"] if reduction is None else reduction,
-                specs=self._groups.given_specs,
-                state_specs=self._groups.state_specs,
-                frozen=self._groups.given_frozen,
+                specs=groups.given_specs,
+                state_specs=groups.state_specs,
+                frozen=groups.given_frozen,
                 ipu_memory=self._memory.ipu_memory,
-                guards=self.guards.given,
+                guards=self.placement.guards.given,
                 function=function,
             )
         if mesh is None:
@@ -445,50 +519,9 @@ class Pipeline(PlacedStages, Shown):
 
     def _shown(self) -> list[str | Table]:
         """Return what `print` and notebooks show."""
-        return describe(self)
+        return self.placement.described()
 
     def _repr_html_(self) -> str:
-        schedule = self.schedule_or_name
+        schedule = self.placement.choice.schedule_or_name
         picture = "" if isinstance(schedule, str) else schedule._repr_svg_() or ""
         return super()._repr_html_() + picture
-
-    # the programs, jitted once each, so that all calls with the same shapes run the same program
-
-    @functools.cached_property
-    def _undifferentiated(self) -> Callable[..., Any]:
-        return refusing_derivatives(
-            self._value_and_grad,
-            "pipeline.value_and_grad cannot be differentiated again: it returns gradients already; use "
-            "jax.value_and_grad(pipeline.loss) for a function of the loss",
-        )
-
-    @functools.cached_property
-    def _losses(self) -> dict[Role, Callable[..., Any]]:
-        def of(role: Role) -> Callable[..., Any]:
-            with_gradients = jax.jit(functools.partial(self._run, role=role, backward=True))
-
-            @jax.jit
-            def alone(*args: Any) -> Any:
-                loss, aux, _, new_state = self._run(*args, role=role, backward=False)
-                return loss, aux, new_state
-
-            bounded = (
-                functools.partial(self._bounded, alone),
-                functools.partial(self._bounded, with_gradients, updates=1),
-            )
-            return differentiable_loss(*bounded)
-
-        return {"training": of("training"), "evaluation": of("evaluation")}
-
-    @functools.cached_property
-    def _predict(self) -> tuple[Callable[..., Any], Any]:
-        program = functools.partial(self.run_on_ipu, backward=False, role="prediction")
-
-        @jax.jit
-        def predict(params: Sharded, batch: Any, state: Sharded | None, key: Any) -> Any:
-            state = state or packing.empty_sharded(self.ipus)
-            specs = self.stages[-1].predict_specs
-            return predict_on_mesh(program, self.mesh, params, batch, state, key, output_specs=specs)
-
-        why = "pipeline.predict cannot be differentiated: compute the loss in the last stage, and use pipeline.loss"
-        return refusing_derivatives(predict, why), predict

@@ -95,10 +95,18 @@ class Groups:
     def check_params(self, params: Any) -> None:
         """Raise `ValueError` unless `params` were sharded for these groups, and are alive."""
         check_sharded("params", params, self.owners, self.specs, self.ipus, self.axes)
-        self.apply_frozen(params)  # raises if `frozen` does not fit
+        self.as_trained(params.layout)  # raises if `frozen` does not fit
         check_alive("params", params)
+
+    def as_trained(self, layout: PackedLayout) -> PackedLayout:
+        """Return the layout of weights, sharded by any pipeline, with exactly the leaves frozen that `frozen` names.
+
+        Raises:
+            ValueError: `frozen` does not fit the weights, or a leaf that is trained is not floating.
+        """
+        return with_frozen(layout, self.frozen)
 
     def apply_frozen(self, params: Sharded) -> Sharded:
         """Return the weights with exactly the leaves frozen that `frozen` names."""
-        layout = with_frozen(params.layout, self.frozen)
+        layout = self.as_trained(params.layout)
         return params if layout == params.layout else dataclasses.replace(params, layout=layout)

@@ -22,6 +22,7 @@ from ipu_jax.core.devices import REPLICA_AXIS, is_described
 from ipu_jax.core.engine.labels import UPDATE
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.programs.cost import bytes_of
+from ipu_jax.core.step_args import StepArgs
 from ipu_jax.core.weights.packing import Sharded
 from ipu_jax.run.ahead.compilers import compile_lowered, version_of
 from ipu_jax.run.ahead.kinds import kind_of, memory_for_jax
@@ -94,13 +95,14 @@ def compile_ahead(model: Any, params: Any, batch: Any, *, state: Any = None, key
         placed = params if isinstance(params, TrainState) else model.shapes(params, stages=state, key=key)
         lowered, pipeline, outer = model.lower(placed, batch), model.model, int(model.options.device_iterations > 1)
         held: Any = placed
-        arguments = (placed.params, _of_one_update(model, batch), placed.stages, placed.key if model.random else None)
+        key = placed.key if model.random else None
+        given = StepArgs(placed.params, _of_one_update(model, batch), placed.stages, key)
     elif isinstance(model, Pipeline):
         placed = params if isinstance(params, Sharded) else model.shard_shapes(params)
         if state is not None and not isinstance(state, Sharded):
             state = model.shard_state_shapes(state)
         lowered, pipeline, outer = model.lower(placed, batch, state, key), model, 0
-        arguments, held = (placed, batch, state, key), (placed, state)
+        given, held = StepArgs(placed, batch, state, key), (placed, state)
     else:
         raise ValueError(f"model={model!r} is neither a TrainStep nor a Pipeline: make one of a loss function first")
     mesh = pipeline.mesh
@@ -108,7 +110,7 @@ def compile_ahead(model: Any, params: Any, batch: Any, *, state: Any = None, key
     available = None if kind is None else int(memory_for_jax(kind, device.platform))
     plan = None
     if isinstance(pipeline, Pipeline):
-        plan = pipeline.plan_step(pipeline.apply_frozen(arguments[0]), *arguments[1:])
+        plan = pipeline.placement.plan(*given)
     _check_part(mesh)
     of_batch = 0 if batch is None else bytes_of(getattr(batch, "arrays", batch)) // mesh.shape[REPLICA_AXIS]
     try:
@@ -137,7 +139,7 @@ def compile_ahead(model: Any, params: Any, batch: Any, *, state: Any = None, key
         rows=tuple(rows),
         host_loops=None if thunks is None else host_loops(thunks, outer),
         paper=paper,
-        mends=() if plan is None or not memory.missing else mends_of(pipeline, plan, arguments, _room(memory)),
+        mends=() if plan is None or not memory.missing else mends_of(pipeline, plan, given, _room(memory)),
         program=program,
     )
 

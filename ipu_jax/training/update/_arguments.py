@@ -10,6 +10,7 @@ from ipu_jax.base.checks import check_count
 from ipu_jax.base.keys import is_one_key
 from ipu_jax.core.options import DynamicScale, TrainOptions
 from ipu_jax.core.pipeline import Pipeline
+from ipu_jax.core.step_args import StepArgs
 from ipu_jax.core.weights.arguments import arrays_in, check_alive, check_batch
 from ipu_jax.core.weights.packing import Sharded
 from ipu_jax.training.data.feed import FeedBatch
@@ -38,7 +39,8 @@ class Arguments:
         check_alive(
             "state", state, "go on with the state that it returned, or keep states with TrainOptions(donate=False)"
         )
-        if isinstance(self._model, Pipeline) and self._model.apply_frozen(state.params) is not state.params:
+        held: Any = state.params
+        if isinstance(self._model, Pipeline) and self._model.placement.groups.as_trained(held.layout) != held.layout:
             raise ValueError(
                 "state is of a step with other frozen weights, and the optimizer's state with it: begin anew with its "
                 "weights, step.init(other.whole(state)['params'], ...)"
@@ -106,7 +108,7 @@ class Arguments:
         arrays, made = self._arrays_of(batch), self._updates_of(batch, updates)
         key = state.key if self._random else None
         if isinstance(self._model, Pipeline):
-            self._model.check(state.params, self._of_one_update(arrays), state.stages, key)
+            self._model.placement.check(StepArgs(state.params, self._of_one_update(arrays), state.stages, key))
         else:
             self._model.check(state.params, self._of_one_update(arrays), key)
         return arrays, made

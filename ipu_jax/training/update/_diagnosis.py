@@ -14,8 +14,8 @@ from ipu_jax.base import facts
 from ipu_jax.core.instances import on_host
 from ipu_jax.core.options import TrainOptions
 from ipu_jax.core.pipeline import Pipeline
+from ipu_jax.core.step_args import StepArgs
 from ipu_jax.core.weights.packed_layout import Leaf
-from ipu_jax.core.weights.packing import Sharded
 from ipu_jax.training.update._loss_scale import current_scale
 from ipu_jax.training.update._probes import ProbedPipeline, float_names, run_probed_function
 from ipu_jax.training.update.nonfinite import Flags, NonFinite, StageFlags, first_nonfinite, no_flags
@@ -48,7 +48,7 @@ class Diagnosis:
         key = jax.random.fold_in(state.key, step - 1) if self._random else None
         args = (state.params, batch, state.stages, key, current_scale(self._options, state.scale))
         if isinstance(self._model, Pipeline):
-            self._model.guards.check(self._program, args, lambda: self._program.lower(*args))
+            self._model.placement.guards.check(self._program, args, lambda: self._program.lower(*args))
         results = self._program(*args)
         flags, gradients, is_finite = jax.tree.map(on_host, results)
         of_stages = self._of_stages if isinstance(self._model, Pipeline) else self._of_function
@@ -62,10 +62,8 @@ class Diagnosis:
         if not isinstance(model, Pipeline):
             flags, is_finite = run_probed_function(model, params, batch, key, loss_cotangent)
             return [flags], [], is_finite
-        return self._probed(model, params).run(model.apply_frozen(params), batch, stages, key, loss_cotangent)
-
-    def _probed(self, model: Pipeline, params: Sharded) -> ProbedPipeline:
-        return ProbedPipeline(model, model.apply_frozen(params).layout, weighted=self._options.weighted)
+        probed = ProbedPipeline(model, params.layout, weighted=self._options.weighted)
+        return probed.run(StepArgs(params, batch, stages, key), loss_cotangent)
 
     def _of_function(self, state: TrainState, batch: Any, flags: Any, _gradients: Any, is_finite: bool) -> Flags:
         weights = float_names(state.params, "params")
@@ -79,7 +77,7 @@ class Diagnosis:
 
     def _of_stages(self, state: TrainState, batch: Any, flags: Any, gradients: Any, is_finite: bool) -> Flags:
         assert isinstance(self._model, Pipeline), "others have no stages"
-        layout = self._model.apply_frozen(state.params).layout
+        layout = state.params.layout
         of_batch, stages, any_trained = float_names(batch, "batch"), [], False
         for stage, own, probe in zip(self._model.stages, flags, gradients, strict=True):
             leaves = [leaf for name in stage.groups for leaf in layout.group(name).leaves]

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.stage import Outputs, Stage
+from ipu_jax.core.step_args import StepArgs
 from ipu_jax.core.weights.packed_layout import WHOLE, Group, Leaf, PackedLayout, Slot
 from ipu_jax.core.weights.packing import Sharded
 from ipu_jax.training.update._accumulate import accumulate_gradients, counts_of, loss_and_aux
@@ -67,7 +68,7 @@ class ProbedPipeline:
         self._pipeline = Pipeline(
             stages,
             mesh=model.mesh,
-            schedule=model.schedule_or_name,
+            schedule=model.placement.choice.schedule_or_name,
             gradient_accumulation=self._m,
             reduction=model.options.reduction,
             specs={name: WHOLE for name, group in groups.items() if group.ipu is None},  # the layout has the real ones
@@ -128,13 +129,13 @@ class ProbedPipeline:
         own = {"fn": fn, "params": name, "name": f"{number} {stage.name}", "predict_specs": WHOLE}
         return dataclasses.replace(stage, **own, reference=None, evaluate=None, predict=None)
 
-    def run(self, params: Sharded, batch: Any, state: Sharded | None, key: Any, loss_cotangent: Any) -> Any:
+    def run(self, args: StepArgs, loss_cotangent: Any) -> Any:
         """Return the aux of each stage, the gradients of the probes, and whether all sums of gradients are finite.
 
         Communicates what a training step communicates, and one pmin of a number.
 
         Args:
-            params, batch, state, key: whole, of one update; leaves of the batch are ([replicas,] M, ...).
+            args: whole, of one update; leaves of the batch are ([replicas,] M, ...).
             loss_cotangent: the loss cotangent of one micro-batch.
 
         Returns:
@@ -143,18 +144,17 @@ class ProbedPipeline:
         """
         model, extended, layout = self._pipeline, self._extended, self._layout
         probes = jnp.zeros(self._shape, jnp.float32)
-        own = {name: leaves for name, leaves in params.concurrent.items()}
+        own, params = args.params.concurrent, args.params
         with_probes = Sharded(
             [*params.slots, *[jnp.stack([probes] * layout.ipus)] * (len(extended.slots) - len(layout.slots))],
             {group.name: [*own.get(group.name, []), probes] for group in extended.groups if group.ipu is None},
             extended,
         )
-        if model.replicas == 1:
-            batch = jax.tree.map(lambda leaf: leaf[None], batch)
 
-        def program(params: Sharded, batch: Any, state: Any, key: Any, loss_cotangent: Any) -> Any:
-            numbered = {"microbatch": jax.tree.map(lambda leaf: leaf[0], batch), "number": jnp.arange(self._m)}
-            result = model.run_on_ipu(params, numbered, state, key, loss_cotangent=loss_cotangent)
+        def program(args: StepArgs, loss_cotangent: Any) -> Any:
+            args = args.of_replica()
+            numbered = {"microbatch": args.batch, "number": jnp.arange(self._m)}
+            result = model.placement.run_on_ipu(args._replace(batch=numbered), loss_cotangent=loss_cotangent)
             assert result.gradients is not None, "there is a backward"
             sums = result.gradients
             of_ipus, of_groups = sums.slots[len(layout.slots) :], {k: v[-1] for k, v in sums.concurrent.items()}
@@ -164,10 +164,12 @@ class ProbedPipeline:
             return expand(result.aux), expand(of_ipus), expand(of_groups), is_finite
 
         replicas = PartitionSpec(REPLICA_AXIS)
-        in_specs = (specs_of(with_probes), replicas, specs_of(state), WHOLE, WHOLE)
+        in_specs = (StepArgs(specs_of(with_probes), replicas, specs_of(args.state), WHOLE), WHOLE)
         out_specs = (replicas, PartitionSpec(REPLICA_AXIS, IPU_AXIS), replicas, WHOLE)
         mapped = on_ipus(model, program, in_specs=in_specs, out_specs=out_specs)
-        aux, of_ipus, of_groups, is_finite = mapped(with_probes, batch, state, key, loss_cotangent)
+        aux, of_ipus, of_groups, is_finite = mapped(
+            args.entered(model.replicas)._replace(params=with_probes), loss_cotangent
+        )
         by_name = {group.name: group for group in extended.groups}
         gradients = []
         for name, use in self.users:

@@ -20,6 +20,7 @@ from ipu_jax.core.optimizer.blocks import from_blocks, to_blocks
 from ipu_jax.core.optimizer.update import ShardedUpdate
 from ipu_jax.core.options import DynamicScale, TrainOptions
 from ipu_jax.core.pipeline import Pipeline
+from ipu_jax.core.step_args import StepArgs
 from ipu_jax.training.update._accumulate import accumulate_gradients, counts_of
 from ipu_jax.training.update._average import next_average
 from ipu_jax.training.update._loss_scale import current_scale, next_scale
@@ -176,13 +177,14 @@ class Iteration:
                 model.loss_fn, state.params, batch, key, loss_cotangent=loss_cotangent, random=self.random
             )
             return loss, aux, jax.tree.leaves(sums), None
-        result = model.run_on_ipu(state.params, batch, state.stages, key, loss_cotangent=loss_cotangent)
+        args = StepArgs(state.params, batch, state.stages, key)
+        result = model.placement.run_on_ipu(args, loss_cotangent=loss_cotangent)
         if self.options.weighted and result.adds_loss:
             raise ValueError(
                 "weighted=True divides the loss by counts, but a stage adds a loss that has none, Outputs(loss=...) or "
                 "losses=: send it to the last stage as a skip, and return (sum + count * loss, count) there"
             )
-        value = model.loss_with_aux(result.loss, result.aux)
+        value = model.placement.loss_with_aux(result.loss, result.aux)
         stages = state.stages and result.state
         if model.replicas > 1:
             stages = state_over_replicas(stages)

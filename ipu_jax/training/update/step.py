@@ -251,7 +251,9 @@ class TrainStep:
             batches.settle(state, keep=self._window.limit)
         ends = _ends(made) if is_traced else self._placed_ends(made)
         if isinstance(self.model, Pipeline):
-            self.model.guards.check(self._program, (state, batch, ends), lambda: self._lowered(state, batch, made))
+            self.model.placement.guards.check(
+                self._program, (state, batch, ends), lambda: self._lowered(state, batch, made)
+            )
         self._window.begin((state, batch))
         state, outputs, *before = self._program(state, batch, ends)
         k = self.options.device_iterations
@@ -367,7 +369,7 @@ class TrainStep:
         batch, made = self._arguments.batch_of_call(state, batch)
         lower = lambda: self._lowered(state, batch, made)  # noqa: E731
         if isinstance(self.model, Pipeline):
-            self.model.guards.check_shapes(self._program, (state, batch), lower)
+            self.model.placement.guards.check_shapes(self._program, (state, batch), lower)
         return lower()
 
     def _lowered(self, state: TrainState, batch: Any, made: range) -> Any:

@@ -52,7 +52,7 @@ def test_a_stage_that_exchanges_data_gets_uniform_guards(bubbles_hold_nan, kind,
     model = model_of(kind, shape)
     pipeline = model.pipeline(mesh_of(shape), schedule=schedule)
     loss, gradients = gradients_of(pipeline, model)
-    assert pipeline.guards.uniform
+    assert pipeline.placement.guards.uniform
     expected_loss, expected = model.twin()
     assert largest_relative_error(loss, expected_loss) < 1e-5
     assert largest_relative_error(gradients, expected) < 1e-5
@@ -78,7 +78,7 @@ def test_a_stage_without_exchanges_keeps_its_own_guards():
     model = model_of("mlp")
     pipeline = model.pipeline(mesh_of((1, 2, 2)), schedule="1f1b")
     gradients_of(pipeline, model)
-    assert not pipeline.guards.uniform
+    assert not pipeline.placement.guards.uniform
 
 
 def test_programs_of_every_kind_are_looked_at_before_they_run():
@@ -91,21 +91,21 @@ def test_programs_of_every_kind_are_looked_at_before_they_run():
 
     pipeline, params = new()
     assert float(pipeline.loss(params, model.batch)) == pytest.approx(float(value), rel=1e-5)
-    assert pipeline.guards.uniform
+    assert pipeline.placement.guards.uniform
     pipeline, params = new()
     outputs = pipeline.predict(params, model.batch)
-    assert pipeline.guards.uniform
+    assert pipeline.placement.guards.uniform
     assert largest_relative_error(outputs, model.logits(model.params)) < 1e-5
     pipeline, params = new()
     gradients = jax.grad(lambda p: pipeline.loss(p, model.batch, training=True))(params)
     assert largest_relative_error(pipeline.unshard(gradients), expected) < 1e-5
     pipeline, params = new()
     _, gradients = jax.jit(lambda p, b: pipeline.value_and_grad(p, b))(params, model.batch)  # a user's own program
-    assert pipeline.guards.uniform
+    assert pipeline.placement.guards.uniform
     assert largest_relative_error(pipeline.unshard(gradients), expected) < 1e-5
     pipeline, params = new()
     assert pipeline.report(params, model.batch).collectives
-    assert pipeline.guards.uniform
+    assert pipeline.placement.guards.uniform
 
 
 def test_training_takes_uniform_guards_and_compiles_once_more():

@@ -312,7 +312,7 @@ def test_what_fits_is_not_warned_of():
         found = pipeline.report(*arguments(pipeline), compile=False, ipu_memory=900e6)
         given = arguments(pipeline)
         most = max(map(found.total, (0, 1)))
-        make_report(pipeline.plan_step(*given), *given, mesh=pipeline.mesh, ipu_memory=most)
+        make_report(pipeline.placement.plan(*given), given[1], mesh=pipeline.mesh, ipu_memory=most)
 
 
 def test_a_pipeline_warns_once_for_given_shapes_and_before_it_runs(monkeypatch):
@@ -320,8 +320,9 @@ def test_a_pipeline_warns_once_for_given_shapes_and_before_it_runs(monkeypatch):
     params, shapes = arguments(pipeline)
     batch = np.ones(shapes.shape, np.float32)
     ran = []
-    step = pipeline._value_and_grad
-    monkeypatch.setattr(pipeline, "_value_and_grad", lambda *args: ran.append(1) or step(*args))
+    programs = pipeline._programs
+    step = programs.value_and_grad
+    monkeypatch.setattr(programs, "value_and_grad", lambda *args: ran.append(1) or step(*args))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(UserWarning, match="IPU 0 needs"):

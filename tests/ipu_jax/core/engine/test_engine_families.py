@@ -68,7 +68,7 @@ def test_messages_may_wait_for_the_second_of_two_like_stages_alone(name, places,
     pipeline = Pipeline(stages, schedule=name, gradient_accumulation=micro_batches)
     params = pipeline.shard({"first": normal(3, 3, seed=0), "last": normal(3, 2, seed=1)})
     batch = np.random.default_rng(2).normal(size=(micro_batches, 5, 3)).astype(np.float32)
-    plan = pipeline.plan_step(params, batch)
+    plan = pipeline.placement.plan(params, batch)
     assert (1, 2) in plan.classes
     assert {"F": [plan.queue(i - 1, "F") for i in (1, 2)], "B": [plan.queue(i, "B") for i in (1, 2)]} == waiting
     verify(pipeline, params, batch)

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import Pipeline, Stage, make_mesh
+from ipu_jax.core.step_args import StepArgs
 from ipu_jax.core.weights import packing
 from support.against_plain import (
     bubbles_hold_nan,  # noqa: F401 (a fixture)
@@ -53,7 +54,7 @@ def value_and_grad_on(mesh: Mesh, layer: Any, schedule: str, weights: Any, batch
     specs = packing.specs_of(params.layout)
 
     def program(params: Any, batch: Any) -> Any:
-        result = pipeline.run_on_ipu(params, batch, None, None, loss_cotangent=1 / M)
+        result = pipeline.placement.run_on_ipu(StepArgs(params, batch), loss_cotangent=1 / M)
         return result.loss, result.gradients
 
     step = jax.jit(

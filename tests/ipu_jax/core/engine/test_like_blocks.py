@@ -39,5 +39,5 @@ def test_loss_and_every_gradient_equal_the_dense_twin(schedule, places, classes,
     model, ipus = chain(places, 7), 1 + max(place or 0 for place in places)
     with contextlib.nullcontext() if platform == "cpu" else programs_for(platform):
         pipeline = assert_equals_its_twin(model, ipus, {"schedule": schedule})
-        plan = pipeline.plan_step(pipeline.shard(model.params), model.batch)
+        plan = pipeline.placement.plan(pipeline.shard(model.params), model.batch)
     assert sorted(plan.classes) == classes

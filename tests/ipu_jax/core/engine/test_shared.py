@@ -138,7 +138,9 @@ def test_shared_weights_are_read_again_not_stashed(recompute):
     check_step(pipeline.replace(stages=stages))
     for found in (pipeline, pipeline.replace(stages=stages)):
         params = found.shard(weights_of(found))
-        shapes = [kept.shape for program in found.plan_step(params, batch_of(M)).programs for kept in program.stash]
+        shapes = [
+            kept.shape for program in found.placement.plan(params, batch_of(M)).programs for kept in program.stash
+        ]
         assert (V, D) not in shapes
         assert (D, V) not in shapes
 
@@ -155,7 +157,7 @@ def test_shared_weights_cost_as_little_stash_as_the_stages_own():
     stashes = []
     for stage in (owning, sharing):
         pipeline = Pipeline([stage, last], gradient_accumulation=M)
-        plan = pipeline.plan_step(pipeline.shard({"w": normal(ROWS, D)}), normal(M, ROWS, D))
+        plan = pipeline.placement.plan(pipeline.shard({"w": normal(ROWS, D)}), normal(M, ROWS, D))
         stashes.append([(kept.shape, kept.dtype) for kept in plan.programs[0].stash])
     assert stashes[0] == stashes[1] == [((3, ROWS, D), jnp.float32)]
 
@@ -200,7 +202,7 @@ def test_like_stages_that_share_a_group_are_one_class_and_those_that_share_anoth
     batch = normal(M, ROWS, D)
     for names, classes in (("gg", ((0,), (1, 2), (3,))), ("gh", ((0,), (1,), (2,), (3,)))):
         pipeline, gains = share(*names), {name: 1 + normal(D, seed=ord(name)) for name in {*names}}
-        assert pipeline.plan_step(pipeline.shard(weights | gains), batch).classes == classes
+        assert pipeline.placement.plan(pipeline.shard(weights | gains), batch).classes == classes
 
         def twin(p, names=names):
             h = jnp.tanh(batch @ p["p0"] @ p["a1"]) * p[names[0]]

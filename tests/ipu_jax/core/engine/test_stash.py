@@ -51,7 +51,7 @@ def shapes_of(
     pipeline = Pipeline(stages, schedule=schedule, gradient_accumulation=micro_batches)
     batch = jax.ShapeDtypeStruct((micro_batches, rows, ends[0]), np.float32)
     with programs_for(platform):
-        plan = pipeline.plan_step(pipeline.shard(params), batch)
+        plan = pipeline.placement.plan(pipeline.shard(params), batch)
     return {name: shape.shape for name, shape in Stash(plan).shapes.items()}
 
 

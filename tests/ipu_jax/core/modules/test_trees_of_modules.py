@@ -50,7 +50,8 @@ EQUINOX_FROZEN = {"layers": [{"weight": True, "bias": False}, True]}, [1, 0, 1, 
 )
 def test_plain_dicts_say_what_is_frozen(part, frozen, expected):
     part = part()
-    assert Pipeline([part.stage], frozen={"g": frozen}).frozen_mask(part.params) == [bool(flag) for flag in expected]
+    layout = Pipeline([part.stage], frozen={"g": frozen}).placement.groups.layout(part.params)
+    assert layout.frozen_whole_leaves() == [bool(flag) for flag in expected]
 
 
 def test_a_frozen_module_gets_no_gradient():

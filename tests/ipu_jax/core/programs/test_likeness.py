@@ -230,7 +230,7 @@ def test_like_stages_share_a_program_only_where_their_weights_lie_in_like_slots(
     params = pipeline.shard(weights)
     slots = {g.name: g.leaves[0].slot for g in params.layout.groups}
     assert (slots["w1"] != slots["w2"]) == crowded
-    plan = pipeline.plan_step(params, BATCH)
+    plan = pipeline.placement.plan(params, BATCH)
     assert plan.programs[3].signature == plan.programs[4].signature
     assert plan.channel_of[2] == plan.channel_of[3] == plan.channel_of[4]
     assert ((3, 4) in plan.classes) == (not crowded)

@@ -115,7 +115,7 @@ def arguments(pipeline: Pipeline, shape: Any) -> tuple[Any, Any]:
 
 def broadcasts_in_backward(pipeline: Pipeline, params: Any, batch: Any) -> int:
     """Return how many cotangents a concurrent stage's B gets from another IPU."""
-    plan = pipeline.plan_step(params, batch)
+    plan = pipeline.placement.plan(params, batch)
     return sum(s.place is None and not p.needs_sums_only for s, p in zip(plan.segments, plan.programs, strict=True))
 
 

@@ -254,7 +254,7 @@ def test_a_concurrent_head_computes_nothing_again():
     stages = [Stage(lambda p, x, mb: jnp.tanh(mb @ p), params="body"), Stage(loss, params="head", ipu=ALL_IPUS)]
     pipeline = Pipeline(stages, mesh=make_mesh(1, 2), specs={"head": PartitionSpec(None, "ipu")})
     params = pipeline.shard(normal({"body": (FEATURES, FEATURES), "head": (FEATURES, HIDDEN)}))
-    body, head = pipeline.plan_step(params, X[None]).programs
+    body, head = pipeline.placement.plan(params, X[None]).programs
     assert primitives_of(head.jaxprs["B"].jaxpr)["tanh"] == 0
     assert primitives_of(head.jaxprs["F"].jaxpr)["tanh"] == 2
     assert [s.shape for s in body.stash] == [X.shape], "the tanh, from which the first stage's B computes its square"

@@ -8,6 +8,7 @@ import pytest
 
 from ipu_jax import Pipeline, Stage, make_mesh
 from ipu_jax.core.analysis.report import in_units
+from ipu_jax.core.step_args import StepArgs
 from ipu_jax.run.ahead.mends import mends_of
 from ipu_jax.schedules import make_schedule
 
@@ -44,7 +45,7 @@ def arguments_of(pipeline, n=N):
 
 def mends(pipeline, arguments=None, room=0):
     arguments = arguments or arguments_of(pipeline)
-    return mends_of(pipeline, pipeline.plan_step(*arguments), arguments, room)
+    return mends_of(pipeline, pipeline.placement.plan(*arguments), StepArgs(*arguments), room)
 
 
 def temporary(pipeline, n=N):

@@ -29,7 +29,7 @@ def plan_of(schedule: str, ipus: int, *, concurrent_head: bool = False) -> Plan:
     specs = {"head": PartitionSpec()} if concurrent_head else None
     pipeline = Pipeline(stages, mesh=make_mesh(1, ipus), schedule=schedule, gradient_accumulation=M, specs=specs)
     weights = {name: jax.ShapeDtypeStruct((D, D), "float32") for stage in stages for name in stage.groups}
-    return pipeline.plan_step(pipeline.shard_shapes(weights), jax.ShapeDtypeStruct((M, N, D), "float32"))
+    return pipeline.placement.plan(pipeline.shard_shapes(weights), jax.ShapeDtypeStruct((M, N, D), "float32"))
 
 
 def even(plan: Plan, **cycles: int) -> dict[str, int]:

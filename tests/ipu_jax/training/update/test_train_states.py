@@ -235,12 +235,13 @@ def test_calls_in_flight_are_counted_and_waited_for():
         of_function, outputs = function(of_function, ROWS)
         return outputs.loss
 
-    models = (step, function, pipeline, evaluated, replicas, evaluating)
+    programs, evaluating_programs = pipeline._programs, evaluated._programs
+    models = (step, function, programs, evaluating_programs, replicas, evaluating)
     for model, call in (
         (step, trained),
         (function, trained_function),
-        (pipeline, lambda: pipeline.value_and_grad(params, ROWS)[0]),
-        (evaluated, lambda: evaluated.loss(params, ROWS)),
+        (programs, lambda: pipeline.value_and_grad(params, ROWS)[0]),
+        (evaluating_programs, lambda: evaluated.loss(params, ROWS)),
         (replicas, lambda: replicas.value_and_grad(replicated, ROWS)[0]),
         (evaluating, lambda: evaluating.loss(replicated, ROWS)),
     ):

@@ -1,0 +1,179 @@
+"""Jit the programs of a pipeline, differentiate its loss by its own gradients, and refuse other derivatives.
+
+The engine computes gradients inside its program. Nothing differentiates through that program: its loops have no reverse
+mode, and would keep residuals of every tick. So the loss has a rule of its own. Its derivative along a change of the
+weights is the inner product of that change and the engine's gradients. jax transposes it for `jax.grad`, and uses it
+directly for `jax.jvp`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero, linear_call, zero_from_primal
+
+from ipu_jax.core.devices import InFlight
+from ipu_jax.core.pipeline.placed_stages import PlacedStages
+from ipu_jax.core.stage import Role
+from ipu_jax.core.step_args import StepArgs, given_dims
+from ipu_jax.core.weights.arguments import count_samples
+
+
+class Programs:
+    """The programs of a pipeline, jitted once each, so that all calls with the same shapes run the same program.
+
+    They take a `StepArgs` as a user gives it, which has been checked. Only a few calls are ever in flight.
+
+    Attributes:
+        jitted: `Pipeline.value_and_grad` with the new state, as `jax.jit` made it.
+    """
+
+    def __init__(self, placed: PlacedStages):
+        self._placed, self._window = placed, InFlight()
+        self.jitted = jax.jit(self._update)
+
+    def value_and_grad(self, given: StepArgs) -> Any:
+        """Return `(loss with aux, gradients, new state)`."""
+        samples = count_samples(given.batch, 2 + given_dims(self._placed.replicas))
+        return self._bounded(self._undifferentiated, given, jitted=self.jitted, updates=1, samples=samples)
+
+    def loss(self, given: StepArgs, role: Role) -> tuple[Any, Any, Any]:
+        """Return `(loss, aux, new state)`; the loss is differentiable."""
+        return self._losses[role](given)
+
+    def predict(self, given: StepArgs) -> tuple[Any, Any]:
+        """Return `(outputs, new state)`."""
+        program, jitted = self._prediction
+        return self._bounded(program, given, jitted=jitted)
+
+    def _bounded(
+        self, program: Callable[..., Any], given: StepArgs, *, jitted: Any, updates: int = 0, samples: int = 0
+    ) -> Any:
+        self._placed.check_guards(jitted, given)
+        self._window.begin(given)
+        result = program(given)
+        # otherwise a loop that never waits would exhaust the threads of the CPU backend
+        self._window.admit(result, updates=updates, samples=samples)
+        return result
+
+    def _update(self, given: StepArgs) -> Any:
+        placed = self._placed
+        results = placed.run(given, role="training", backward=True, reduction=placed.options.reduction)
+        return placed.loss_with_aux(results.loss, results.aux), results.gradients, results.state
+
+    @functools.cached_property
+    def _undifferentiated(self) -> Callable[..., Any]:
+        return _refusing_derivatives(
+            self.jitted,
+            "pipeline.value_and_grad cannot be differentiated again: it returns gradients already; use "
+            "jax.value_and_grad(pipeline.loss) for a function of the loss",
+        )
+
+    @functools.cached_property
+    def _losses(self) -> dict[Role, Callable[..., Any]]:
+        def of(role: Role) -> Callable[..., Any]:
+            @jax.jit
+            def alone(given: StepArgs) -> Any:
+                results = self._placed.run(given, role=role, backward=False)
+                return results.loss, results.aux, results.state
+
+            @jax.jit
+            def with_gradients(given: StepArgs) -> Any:
+                results = self._placed.run(given, role=role, backward=True)
+                return results.loss, results.aux, results.gradients, results.state
+
+            return _differentiable_loss(
+                functools.partial(self._bounded, alone, jitted=alone),
+                functools.partial(self._bounded, with_gradients, jitted=with_gradients, updates=1),
+            )
+
+        return {"training": of("training"), "evaluation": of("evaluation")}
+
+    @functools.cached_property
+    def _prediction(self) -> tuple[Callable[..., Any], Any]:
+        @jax.jit
+        def predict(given: StepArgs) -> Any:
+            results = self._placed.run(given, role="prediction", backward=False)
+            return results.outputs, results.state
+
+        why = "pipeline.predict cannot be differentiated: compute the loss in the last stage, and use pipeline.loss"
+        return _refusing_derivatives(predict, why), predict
+
+
+def _refusing_derivatives(program: Callable[..., Any], why: str) -> Callable[..., Any]:
+    """Return a program that raises `ValueError(why)` if anything differentiates through it."""
+    guarded = jax.custom_jvp(program)
+
+    @guarded.defjvp
+    def refuse(primals: Any, tangents: Any) -> NoReturn:
+        raise ValueError(why)
+
+    def call(*args: Any) -> Any:
+        # arguments without tracers are not differentiated, and calls are faster without the rule
+        is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args))
+        return (guarded if is_traced else program)(*args)
+
+    return call
+
+
+def _differentiable_loss(
+    run: Callable[..., tuple[Any, Any, Any]], run_with_gradients: Callable[..., tuple[Any, Any, Any, Any]]
+) -> Callable[..., tuple[Any, Any, Any]]:
+    """Return a function like `run` that is differentiable with respect to the weights.
+
+    Args:
+        run: `StepArgs -> (loss, aux, new state)`, forward only.
+        run_with_gradients: the same function with gradients, `-> (loss, aux, gradients of the loss, new state)`.
+
+    No gradient flows through the new state. A gradient through aux, or with respect to batch, state or key, is refused.
+    """
+    with_gradients = _refusing_derivatives(
+        run_with_gradients,
+        "pipeline.loss has no second derivatives: its gradients are computed inside one program, by jax.vjp of each "
+        "stage; differentiate the model outside of a Pipeline for them",
+    )
+    loss = jax.custom_jvp(lambda given: run(given))
+
+    def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        along_params, *others = tangents[0]
+        for name, tangent in zip(StepArgs._fields[1:], others, strict=True):
+            if any(type(leaf) is not SymbolicZero for leaf in jax.tree.leaves(tangent)):
+                raise ValueError(
+                    f"pipeline.loss has no derivative by {name}, only by params: use jax.lax.stop_gradient({name}), or "
+                    "make it a weight of the first stage"
+                )
+        value, aux, gradients, new_state = with_gradients(*primals)
+        terms = [
+            jnp.vdot(gradient.astype(value.dtype), tangent.astype(value.dtype))
+            for gradient, tangent in zip(jax.tree.leaves(gradients), jax.tree.leaves(along_params), strict=True)
+            if type(tangent) is not SymbolicZero and jnp.issubdtype(gradient.dtype, jnp.floating)
+        ]
+        along = sum(terms, jnp.zeros((), value.dtype))
+        results = value, aux, new_state
+        return results, (along, _without_gradient(aux, along), zero_from_primal(new_state, symbolic_zeros=True))
+
+    loss.defjvp(rule, symbolic_zeros=True)
+    return loss
+
+
+def _without_gradient(aux: Any, along: Any) -> Any:
+    """Return zero tangents of aux that raise a `ValueError` if a gradient flows back through them."""
+
+    def refuse(_: Any, cotangents: Any) -> NoReturn:
+        raise ValueError(
+            "no gradient flows through aux, but the function that is differentiated uses it: add such terms to the "
+            "loss inside the last stage, or use jax.lax.stop_gradient(aux)"
+        )
+
+    leaves, treedef = jax.tree.flatten(aux)
+    zeros = [zero_from_primal(leaf, symbolic_zeros=True) for leaf in leaves]
+    floating = [k for k, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    if floating:
+        shapes = [(leaves[k].shape, leaves[k].dtype) for k in floating]
+        refused = linear_call(lambda _, __: [jnp.zeros(*shape) for shape in shapes], refuse, (), along)
+        for k, zero in zip(floating, refused, strict=True):
+            zeros[k] = zero
+    return jax.tree.unflatten(treedef, zeros)

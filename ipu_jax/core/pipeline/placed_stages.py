@@ -1,0 +1,206 @@
+"""Know the stages on the IPUs of a mesh: what a step needs and costs there, and the program that one IPU runs."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ipu_jax.base.jaxprs import traced_on
+from ipu_jax.base.showing import Table, counted
+from ipu_jax.core.analysis.schedule_choice import ScheduleChoice, StepShapes
+from ipu_jax.core.cutting.function import FunctionModel
+from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.core.engine import scan as engine
+from ipu_jax.core.engine.on_mesh import Results, run_on_mesh
+from ipu_jax.core.engine.plan import Plan
+from ipu_jax.core.options import PipelineOptions, Reduction
+from ipu_jax.core.pipeline._guards import GuardChoice
+from ipu_jax.core.stage import Role, Stage
+from ipu_jax.core.step_args import StepArgs, given_dims, without_dims
+from ipu_jax.core.weights import packing
+from ipu_jax.core.weights.arguments import check_alive, check_batch, check_key, check_prediction_batch
+from ipu_jax.core.weights.groups import Groups
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlacedStages:
+    """The stages of a pipeline on the IPUs of its mesh; `Pipeline.placement`.
+
+    Its arguments `given` are a `StepArgs` as a user gives it, of arrays or shapes.
+
+    Attributes:
+        stages, mesh, options: as the pipeline's.
+        function: the loss function of which the stages were cut, or None.
+        groups: where weights and state are, and what is frozen.
+        choice: the schedule, or how it is found.
+        guards: which tasks IPUs run.
+    """
+
+    stages: tuple[Stage, ...]
+    mesh: Mesh
+    options: PipelineOptions
+    function: FunctionModel | None
+    groups: Groups
+    choice: ScheduleChoice
+    guards: GuardChoice
+
+    @property
+    def replicas(self) -> int:
+        return self.mesh.shape[REPLICA_AXIS]
+
+    @property
+    def ipus(self) -> int:
+        return self.mesh.shape[IPU_AXIS]
+
+    @property
+    def platform(self) -> str:
+        """Return the platform of the IPUs, such as "cpu" or "tpu"."""
+        return self.mesh.devices.flat[0].platform
+
+    def check(self, given: StepArgs, role: Role = "training") -> None:
+        """Raise the `ValueError` that `value_and_grad`, `loss` or `predict` raises for these arguments."""
+        self.groups.check(given.params, given.state)
+        check_key(given.key, self.stages, role)
+        if role == "prediction":
+            check_prediction_batch(given.batch, self.replicas)
+        else:
+            check_batch(given.batch, self.replicas, self.options.gradient_accumulation)
+        check_alive("batch", given.batch)
+        if self.function is not None:
+            self.function.check(given.batch, 1 + given_dims(self.replicas), given.key)
+
+    def lowered(self, program: Any, given: StepArgs) -> Any:
+        """Return a jitted program of a step, lowered for arrays or shapes, wherever these are."""
+
+        def placed(tree: Any) -> Any:
+            specs = None if tree is None else packing.specs_of(tree.layout)
+            return jax.tree.map(
+                lambda leaf, spec: jax.ShapeDtypeStruct(
+                    leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec)
+                ),
+                tree,
+                specs,
+            )
+
+        spec = PartitionSpec(*[REPLICA_AXIS] * given_dims(self.replicas))
+        batch = packing.batch_shapes(given.batch, self.mesh, spec)
+        key = None if given.key is None else jax.ShapeDtypeStruct(given.key.shape, given.key.dtype)
+        return program.lower(StepArgs(placed(given.params), batch, placed(given.state), key))
+
+    def check_guards(self, program: Any, given: StepArgs) -> None:
+        """Choose the guards of a jitted program before it runs; see `GuardChoice.check`."""
+        self.guards.check(program, (given,), lambda: self.lowered(program, given))
+
+    def plan(self, *given: Any) -> Plan:
+        """Return the plan of a step of `value_and_grad` with these arguments. Stages are traced, and nothing is run."""
+        return self.traced(lambda shapes: self.choice.plan(shapes, role="training", backward=True), StepArgs(*given))
+
+    def traced(self, fn: Callable[[StepShapes], Any], given: StepArgs) -> Any:
+        """Return `fn` of the shapes of a step on one replica, called as inside the `shard_map`."""
+
+        def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+            return jax.ShapeDtypeStruct(leaf.shape[given_dims(self.replicas) :], dtype)
+
+        args = given._replace(batch=jax.tree.map(shape_of, given.batch), state=self._state(given))
+        return traced_on(self.mesh, lambda: fn(self._shapes(args)))
+
+    def run(self, given: StepArgs, *, role: Role, backward: bool, reduction: Reduction = "mean") -> Results:
+        """Run a step on all IPUs, and return its results as a user gets them. Call it inside `jax.jit`."""
+        count = self.options.gradient_accumulation * self.replicas
+        program = functools.partial(
+            self.run_on_ipu,
+            loss_cotangent=1.0 if reduction == "sum" else 1.0 / count,
+            reduce_over_replicas=True,
+            role=role,
+            backward=backward,
+        )
+        args = given.entered(self.replicas)._replace(state=self._state(given))
+        specs = self.stages[-1].predict_specs
+        results = run_on_mesh(program, self.mesh, args, backward=backward, output_specs=specs)
+        aux, outputs = without_dims((results.aux, results.outputs), self.replicas)
+        return results._replace(aux=aux, outputs=outputs)
+
+    def run_on_ipu(
+        self,
+        args: StepArgs,
+        *,
+        loss_cotangent: Any = None,
+        reduce_over_replicas: bool = False,
+        backward: bool = True,
+        role: Role = "training",
+    ) -> engine.Result:
+        """Run one IPU's program, inside a `shard_map` over the pipeline's mesh.
+
+        Without `reduce_over_replicas` nothing is sent between replicas, and loss, gradients and new state are this
+        replica's own. Gradients are at least float32.
+
+        Args:
+            args: this IPU's part; leaves of the batch are (M, micro-batch, ...).
+            loss_cotangent: the cotangent of one micro-batch's loss, if there is a backward.
+            reduce_over_replicas: whether to reduce the results over all replicas.
+            backward: whether to compute gradients.
+            role: which functions of the stages run.
+        """
+        args = args._replace(state=self._state(args))
+        plan = self.choice.plan(self._shapes(args), role=role, backward=backward)
+        return engine.run(plan, args, loss_cotangent=loss_cotangent, reduce_over_replicas=reduce_over_replicas)
+
+    def _state(self, args: StepArgs) -> packing.Sharded:
+        return args.state or packing.empty_sharded(self.ipus)
+
+    def _shapes(self, args: StepArgs) -> StepShapes:
+        layout = self.groups.as_trained(args.params.layout)
+        return StepShapes(args, layout, self.platform, uniform=self.guards.uniform)
+
+    def loss_with_aux(self, loss: Any, aux: dict[str, Any]) -> Any:
+        """Return the loss, or the loss and the aux of the stages, as `value_and_grad` returns them."""
+        if not jax.tree.leaves(aux):
+            return loss
+        if self.function is not None:
+            return loss, self.function.whole_aux(aux)
+        last = self.stages[-1].name
+        return loss, aux[last] if aux.keys() == {last} else aux
+
+    def described(self) -> list[str | Table]:
+        """Return a line about the pipeline, and a row per stage.
+
+        >>> from ipu_jax import ALL_IPUS, Pipeline
+        >>> first = Stage(lambda w, x, mb: mb @ w, params="first", ipu=0, random=True)
+        >>> head = Stage(lambda w, x, mb: (x @ w).mean(), params="table", ipu=ALL_IPUS, name="head")
+        >>> print(Pipeline([first, head], gradient_accumulation=4, specs={"table": PartitionSpec()}))
+        Pipeline of 2 stages on 1 IPU, schedule 'grouped', 4 micro-batches, reduction 'mean'
+          0  first  IPU 0     params 'first', random
+          1  head   all IPUs  params 'table'
+        """
+        schedule, m = self.choice.schedule_or_name, self.options.gradient_accumulation
+        name = schedule if isinstance(schedule, str) else schedule.name
+        replicas = f"{self.replicas} replicas x " * given_dims(self.replicas)
+        first = (
+            f"Pipeline of {counted(len(self.stages), 'stage')} on {replicas}{counted(self.ipus, 'IPU')}, schedule "
+            f"{name!r}, {counted(m, 'micro-batch')}, reduction {self.options.reduction!r}"
+        )
+        if self.function is not None:
+            return [first, *self.function.described]
+        rows = [
+            (str(k), stage.name, _place(stage), ", ".join(_properties(stage))) for k, stage in enumerate(self.stages)
+        ]
+        digits = len(rows[-1][0])
+        return [first, Table([(row[0].rjust(digits), *row[1:]) for row in rows], left=4, has_head=False, indent="  ")]
+
+
+def _place(stage: Stage) -> str:
+    return "all IPUs" if stage.place is None else f"IPU {stage.place}"
+
+
+def _properties(stage: Stage) -> list[str]:
+    named: dict[str, Any] = {"params": stage.params, "state": stage.state}
+    found = [f"{name} {value!r}" for name, value in named.items() if value is not None]
+    found += ["random"] if stage.random else []
+    for verb, names in (("takes", stage.takes), ("shares", stage.shared)):
+        found += [f"{verb} {', '.join(map(repr, names))}"] if names else []
+    functions = {"evaluate": stage.evaluate, "predict": stage.predict, "reference": stage.reference}
+    return [*found, *(name for name, fn in functions.items() if fn is not None)]
