@@ -9,7 +9,7 @@ so a reused buffer would change a batch that was returned before.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,29 +20,6 @@ from ipu_jax.training.data.leaves import Form, check_alike, is_numeric, jax_dtyp
 _Indices = npt.NDArray[np.intp]
 _MEND = "give arrays with an example a row, or an object with __len__ and __getitem__ of an index array"
 _ITEMS = "items='examples' if it has one example after the other, items='batches' if it has batches"
-
-
-class Indexed(Protocol):
-    """Reads examples by their numbers.
-
-    Attributes:
-        examples: the number of examples.
-        like: the pytree of one example, with leaves `jax.ShapeDtypeStruct`.
-    """
-
-    examples: int
-    like: Any
-
-    def read(self, indices: _Indices) -> Any:
-        """Return the examples with these numbers: leaves (n, ...) in new memory, with the dtypes of `like`.
-
-        Args:
-            indices: (n,).
-
-        Raises:
-            ValueError: an example is not like the first one.
-        """
-        ...
 
 
 class ArraySource:
