@@ -1,29 +1,40 @@
 """Import whole weights: match saved arrays with leaves, then read and place them one after the other.
 
+Each IPU gets its own rows, and no leaf is read whole without need.
+
 like       {"mlp": {"w": (784, 256), "b": (256,)}}          the leaves, their places and dtypes
 file       fc.weight (256, 784), fc.bias (256,)
 mapping    {"mlp/w": Saved("fc.weight").transpose(), "mlp/b": "fc.bias"}
 """
 
 import contextlib
+import functools
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
+from ipu_jax.base.keys import is_key
+from ipu_jax.core.weights.packing import Sharded
+from ipu_jax.core.weights.place import Place, array_names, places_of_layout
 from ipu_jax.training.update.state import TrainState
 from ipu_jax.training.weight_files._fit import fit, holds, misfit
 from ipu_jax.training.weight_files._npz import NpzFile
-from ipu_jax.training.weight_files._placing import placed, wanted_leaves
 from ipu_jax.training.weight_files._safetensors import SafetensorsFile
 from ipu_jax.training.weight_files._tensors import BadFileError, TensorInfo, WeightSource, naming
-from ipu_jax.training.weight_files.names import named_leaves
+from ipu_jax.training.weight_files.names import named_leaves, names_of_groups
 from ipu_jax.training.weight_files.saved import Saved, rounded
 
 _INDEX = ".index.json"  # Hugging Face's suffix
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")  # an archive with entries, and an empty one
+
+Read = Callable[[str], np.ndarray]
+Region = tuple[slice, ...]
 
 
 def import_weights(
@@ -71,7 +82,7 @@ def import_weights(
             "like is a TrainState, of which only the weights can be imported: give like=state.params, and go on with "
             "dataclasses.replace(state, params=...); its optimizer's state and average stay those of other weights"
         )
-    wanted = wanted_leaves(like)
+    wanted = _wanted_leaves(like)
     with contextlib.ExitStack() as files:
         found = _opened(source, files)
         plans = fit(wanted, found, mapping, ignore, cast=cast)
@@ -87,7 +98,20 @@ def import_weights(
             except ValueError as error:
                 raise ValueError(f"{found.label}, leaf {name!r}: {error}") from None
 
-        return placed(like, read)
+        return _placed(like, read)
+
+
+def _wanted_leaves(like: Any) -> dict[str, TensorInfo]:
+    """Return the shape and dtype of each leaf of weights, by its name."""
+    if isinstance(like, Sharded):
+        places = zip(names_of_groups(like.layout), places_of_layout(like.layout, "like"), strict=True)
+        return {name: TensorInfo(place.whole_shape, jnp.dtype(place.dtype)) for name, place in places}
+    wanted = {}
+    for name, leaf in named_leaves(like):
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype") or is_key(leaf):
+            raise ValueError(f"like has the leaf {name!r}, {leaf!r}, which is no array: give arrays or their shapes")
+        wanted[name] = TensorInfo(tuple(leaf.shape), np.dtype(leaf.dtype))
+    return wanted
 
 
 def _opened(source: Any, files: contextlib.ExitStack) -> WeightSource:
@@ -157,3 +181,76 @@ class _Several:
 
     def read(self, name: str) -> np.ndarray:
         return self._home[name].read(name)
+
+
+def _placed(like: Any, read: Read) -> Any:
+    """Return weights like these, with the values that `read` returns by name. Communicates only from host to device."""
+    if isinstance(like, Sharded):
+        held: dict[str, list[tuple[str, Place]]] = {}
+        for name, place in zip(names_of_groups(like.layout), places_of_layout(like.layout, "like"), strict=True):
+            held.setdefault(place.array, []).append((name, place))
+
+        def array(name: str, like: Any) -> jax.Array:
+            return _placed_array(tuple(like.shape), _sharding_of(like), held[name], read)
+
+        return jax.tree.map(array, array_names(like.layout, "like"), like)
+    leaves = [_placed_leaf(leaf, name, read) for name, leaf in named_leaves(like)]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _placed_leaf(leaf: Any, name: str, read: Read) -> Any:
+    shape, dtype, sharding = tuple(leaf.shape), np.dtype(leaf.dtype), getattr(leaf, "sharding", None)
+    if sharding is not None:
+        return _placed_array(shape, sharding, [(name, Place(name, shape, str(dtype), name))], read)
+    whole = np.empty(shape, dtype)
+    whole[...] = read(name)
+    return whole
+
+
+def _sharding_of(array: Any) -> Sharding:
+    sharding = getattr(array, "sharding", None)
+    if sharding is None:
+        raise ValueError(
+            f"like has {array!r}, which says not where it is: give what pipeline.shard_shapes(...) returns"
+        )
+    return sharding
+
+
+def _placed_array(
+    shape: tuple[int, ...], sharding: Sharding, parts: Sequence[tuple[str, Place]], read: Read
+) -> jax.Array:
+    """Return an array of this shape that has these leaves, all of one dtype, and zeros where there is none."""
+    dtype, leaf = jnp.dtype(parts[0][1].dtype), functools.cache(lambda name, place: read(name)[place.within])
+
+    def block(index: Region) -> np.ndarray:
+        rows = np.zeros([part.stop - part.start for part in index], dtype)
+        for name, place in parts:
+            if place.ipu is None:
+                place.write(leaf(name, place), rows, index)  # for all blocks it is read once
+            elif index[0].start <= place.ipu < index[0].stop:
+                place.write(read(name)[place.within], rows, index)
+        return rows
+
+    return _on_devices(shape, sharding, block)
+
+
+def _on_devices(shape: tuple[int, ...], sharding: Sharding, block: Callable[[Region], np.ndarray]) -> jax.Array:
+    """Return an array of which each device gets its block. A block is read after the previous block has arrived."""
+    arrays: dict[Any, jax.Array] = {}
+    for index, devices in _blocks(shape, sharding):
+        rows = block(index)
+        for number, device in enumerate(devices):
+            # each device gets its own copy: an array on a CPU shares the memory of `rows`, and may be donated
+            own = rows if number == len(devices) - 1 else rows.copy()
+            arrays[device] = jax.block_until_ready(jax.device_put(own, device))
+    ordered = [arrays[device] for device in sharding.addressable_devices_indices_map(shape)]
+    return jax.make_array_from_single_device_arrays(shape, sharding, ordered)
+
+
+def _blocks(shape: tuple[int, ...], sharding: Sharding) -> Iterator[tuple[Region, list[Any]]]:
+    devices_of: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
+        devices_of.setdefault(bounds, []).append(device)
+    for bounds, devices in sorted(devices_of.items(), key=lambda item: item[0]):
+        yield tuple(slice(*b) for b in bounds), devices

@@ -27,8 +27,8 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     return named
 
 
-def names_of_groups(layout: PackedLayout) -> list[list[str]]:
-    """Return, per group, the name of each of its leaves; the parts of one leaf of the user have its name.
+def names_of_groups(layout: PackedLayout) -> list[str]:
+    """Return the name of each leaf, group by group; the parts of one leaf of the user have its name.
 
     Raises:
         ValueError: two leaves have the same name.
@@ -36,10 +36,10 @@ def names_of_groups(layout: PackedLayout) -> list[list[str]]:
     if layout.whole is not None:
         named = named_leaves(jax.tree.unflatten(layout.whole.treedef, layout.whole.paths))
         at = {path: name for name, path in named}
-        return [[at[leaf.path] for leaf in group.leaves] for group in layout.groups]
-    numbered = {g.name: jax.tree.unflatten(g.treedef, range(len(g.leaves))) for g in layout.groups}
-    names = [[_name(path) for path, _ in jax.tree.leaves_with_path({g.name: numbered[g.name]})] for g in layout.groups]
-    _check_different([name for of_group in names for name in of_group])
+        return [at[leaf.path] for group in layout.groups for leaf in group.leaves]
+    trees = [{g.name: jax.tree.unflatten(g.treedef, range(len(g.leaves)))} for g in layout.groups]
+    names = [_name(path) for tree in trees for path, _ in jax.tree.leaves_with_path(tree)]
+    _check_different(names)
     return names
 
 
