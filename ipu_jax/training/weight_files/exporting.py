@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.base.keys import is_key
 from ipu_jax.base.replacing import replacing
-from ipu_jax.core.instances import gathered
+from ipu_jax.core.instances import Index, device_blocks, gathered
 from ipu_jax.core.optimizer.blocks import blocks_of_layout, blocks_of_tree
 from ipu_jax.core.weights.arguments import check_alive
 from ipu_jax.core.weights.packing import Sharded
@@ -40,8 +40,6 @@ from ipu_jax.training.update.state import TrainState
 from ipu_jax.training.weight_files import _npz, _safetensors
 from ipu_jax.training.weight_files._tensors import TensorInfo
 from ipu_jax.training.weight_files.names import named_leaves, names_of_groups
-
-Region = tuple[slice, ...]
 
 _FORMATS: dict[str, ModuleType] = {".safetensors": _safetensors, ".npz": _npz}
 
@@ -247,7 +245,7 @@ def _with_averages(parts: list[Part], params: Any, averages: list[Any]) -> list[
     return averaged
 
 
-def _read_region(array: Any, region: Region, reader: int) -> np.ndarray | None:
+def _read_region(array: Any, region: Index, reader: int) -> np.ndarray | None:
     """Return a region of an array on the instance `reader`, and None on others.
 
     All instances must call it. Communicates one psum for each part that the reader does not have.
@@ -259,12 +257,13 @@ def _read_region(array: Any, region: Region, reader: int) -> np.ndarray | None:
         )
     shape = tuple(part.stop - part.start for part in region)
     whole = None
-    for index, devices in _parts(array):
+    for index, devices in device_blocks(array.shape, array.sharding.devices_indices_map(array.shape)):
         overlap = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(index, region, strict=True))
         if any(part.start >= part.stop for part in overlap):
             continue
-        if any(device.process_index == reader for device in devices):
-            part = _own_shard(array, index) if is_here else None
+        of_reader = [device for device in devices if device.process_index == reader]
+        if of_reader:
+            part = _own_shard(array, of_reader[0]) if is_here else None
         else:
             part = _sent_shard(array, devices[0], is_here)
         if part is None:
@@ -279,29 +278,14 @@ def _read_region(array: Any, region: Region, reader: int) -> np.ndarray | None:
     return np.empty(shape, array.dtype) if whole is None else whole  # no part overlaps a region without elements
 
 
-def _parts(array: jax.Array) -> list[tuple[Region, list[Any]]]:
-    """Return the parts of an array and the devices that hold each part, the same on all instances."""
-    devices_of: dict[tuple[tuple[int, int], ...], list[Any]] = {}
-    for device, index in array.sharding.devices_indices_map(array.shape).items():
-        bounds = [part.indices(size)[:2] for part, size in zip(index or (), array.shape, strict=True)]
-        devices_of.setdefault(tuple(bounds), []).append(device)
-    return [(tuple(slice(*b) for b in bounds), devices_of[bounds]) for bounds in sorted(devices_of)]
-
-
-def _relative(inner: Region, outer: Region) -> Region:
+def _relative(inner: Index, outer: Index) -> Index:
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(inner, outer, strict=True))
 
 
-def _own_shard(array: jax.Array, index: Region) -> np.ndarray:
-    for shard in array.addressable_shards:
-        if all(
-            part.indices(size)[:2] == (wanted.start, wanted.stop)
-            for part, size, wanted in zip(shard.index, array.shape, index, strict=True)
-        ):
-            # jax keeps the host's copy of an array as long as the array lives; a temporary array frees it soon
-            data = shard.data
-            return np.asarray(jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data]))
-    raise AssertionError("the sharding says that this instance has the part")
+def _own_shard(array: jax.Array, device: Any) -> np.ndarray:
+    data = next(shard.data for shard in array.addressable_shards if shard.device == device)
+    # jax keeps the host's copy of an array as long as the array lives; a temporary array frees it soon
+    return np.asarray(jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data]))
 
 
 def _sent_shard(array: jax.Array, device: Any, is_here: bool) -> np.ndarray | None:

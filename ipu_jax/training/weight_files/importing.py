@@ -11,7 +11,7 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from ipu_jax.base.keys import is_key
+from ipu_jax.core.instances import Index, device_blocks
 from ipu_jax.core.weights.packing import Sharded
 from ipu_jax.core.weights.place import Place, array_names, places_of_layout
 from ipu_jax.training.update.state import TrainState
@@ -34,7 +35,6 @@ _INDEX = ".index.json"  # Hugging Face's suffix
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")  # an archive with entries, and an empty one
 
 Read = Callable[[str], np.ndarray]
-Region = tuple[slice, ...]
 
 
 def import_weights(
@@ -222,7 +222,7 @@ def _placed_array(
     """Return an array of this shape that has these leaves, all of one dtype, and zeros where there is none."""
     dtype, leaf = jnp.dtype(parts[0][1].dtype), functools.cache(lambda name, place: read(name)[place.within])
 
-    def block(index: Region) -> np.ndarray:
+    def block(index: Index) -> np.ndarray:
         rows = np.zeros([part.stop - part.start for part in index], dtype)
         for name, place in parts:
             if place.ipu is None:
@@ -234,10 +234,10 @@ def _placed_array(
     return _on_devices(shape, sharding, block)
 
 
-def _on_devices(shape: tuple[int, ...], sharding: Sharding, block: Callable[[Region], np.ndarray]) -> jax.Array:
+def _on_devices(shape: tuple[int, ...], sharding: Sharding, block: Callable[[Index], np.ndarray]) -> jax.Array:
     """Return an array of which each device gets its block. A block is read after the previous block has arrived."""
     arrays: dict[Any, jax.Array] = {}
-    for index, devices in _blocks(shape, sharding):
+    for index, devices in device_blocks(shape, sharding.addressable_devices_indices_map(shape)):
         rows = block(index)
         for number, device in enumerate(devices):
             # each device gets its own copy: an array on a CPU shares the memory of `rows`, and may be donated
@@ -245,12 +245,3 @@ def _on_devices(shape: tuple[int, ...], sharding: Sharding, block: Callable[[Reg
             arrays[device] = jax.block_until_ready(jax.device_put(own, device))
     ordered = [arrays[device] for device in sharding.addressable_devices_indices_map(shape)]
     return jax.make_array_from_single_device_arrays(shape, sharding, ordered)
-
-
-def _blocks(shape: tuple[int, ...], sharding: Sharding) -> Iterator[tuple[Region, list[Any]]]:
-    devices_of: dict[tuple[tuple[int, int], ...], list[Any]] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
-        devices_of.setdefault(bounds, []).append(device)
-    for bounds, devices in sorted(devices_of.items(), key=lambda item: item[0]):
-        yield tuple(slice(*b) for b in bounds), devices
