@@ -35,11 +35,11 @@ from ipu_jax.core.instances import Index, device_blocks, gathered
 from ipu_jax.core.optimizer.blocks import blocks_of_layout, blocks_of_tree
 from ipu_jax.core.weights.arguments import check_alive
 from ipu_jax.core.weights.packing import Sharded
-from ipu_jax.core.weights.place import Place, arrays_by_name, places_of_layout
+from ipu_jax.core.weights.place import Place, arrays_by_name
 from ipu_jax.training.update.state import TrainState
 from ipu_jax.training.weight_files import _npz, _safetensors
 from ipu_jax.training.weight_files._tensors import TensorInfo
-from ipu_jax.training.weight_files.names import named_leaves, names_of_groups
+from ipu_jax.training.weight_files.names import named_leaves, named_places
 
 _FORMATS: dict[str, ModuleType] = {".safetensors": _safetensors, ".npz": _npz}
 
@@ -213,9 +213,8 @@ def _mesh_and_reader(weights: Any) -> tuple[Mesh | None, int]:
 def _parts_of(params: Any) -> list[Part]:
     """Return the parts of weights: of placed ones group by group, of a plain tree in its own order."""
     if isinstance(params, Sharded):
-        names, places = names_of_groups(params.layout), places_of_layout(params.layout, "params")
         arrays = arrays_by_name(params, "params")
-        return [Part(name, place, arrays[place.array]) for name, place in zip(names, places, strict=True)]
+        return [Part(name, place, arrays[place.array]) for name, place in named_places(params.layout, "params")]
     parts = []
     for name, leaf in named_leaves(params):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):

@@ -25,12 +25,12 @@ from jax.sharding import Sharding
 from ipu_jax.base.keys import is_key
 from ipu_jax.core.instances import Index, device_blocks
 from ipu_jax.core.weights.packing import Sharded
-from ipu_jax.core.weights.place import Place, array_names, places_of_layout
+from ipu_jax.core.weights.place import Place, array_names
 from ipu_jax.training.update.state import TrainState
 from ipu_jax.training.weight_files._npz import NpzFile
 from ipu_jax.training.weight_files._safetensors import SafetensorsFile
 from ipu_jax.training.weight_files._tensors import BadFileError, TensorInfo, WeightSource, naming
-from ipu_jax.training.weight_files.names import named_leaves, names_of_groups
+from ipu_jax.training.weight_files.names import named_leaves, named_places
 from ipu_jax.training.weight_files.saved import Saved, rounded
 
 _INDEX = ".index.json"  # Hugging Face's suffix
@@ -108,7 +108,7 @@ def import_weights(
 def _wanted_leaves(like: Any) -> dict[str, TensorInfo]:
     """Return the shape and dtype of each leaf of weights, by its name."""
     if isinstance(like, Sharded):
-        places = zip(names_of_groups(like.layout), places_of_layout(like.layout, "like"), strict=True)
+        places = named_places(like.layout, "like")
         return {name: TensorInfo(place.whole_shape, jnp.dtype(place.dtype)) for name, place in places}
     wanted = {}
     for name, leaf in named_leaves(like):
@@ -308,7 +308,7 @@ def _placed(like: Any, read: Read) -> Any:
     """Return weights like these, with the values that `read` returns by name. Communicates only from host to device."""
     if isinstance(like, Sharded):
         held: dict[str, list[tuple[str, Place]]] = {}
-        for name, place in zip(names_of_groups(like.layout), places_of_layout(like.layout, "like"), strict=True):
+        for name, place in named_places(like.layout, "like"):
             held.setdefault(place.array, []).append((name, place))
 
         def array(name: str, like: Any) -> jax.Array:
