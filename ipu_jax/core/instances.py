@@ -8,7 +8,7 @@ instances must call it, in the same order. If all devices belong to this process
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,8 @@ import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ipu_jax.base.keys import is_key
+
+Index = tuple[slice, ...]
 
 
 def spans_instances(devices: npt.NDArray[Any]) -> bool:
@@ -88,16 +90,29 @@ def gathered(mesh: Mesh, numbers: Sequence[float]) -> npt.NDArray[np.float64]:
     return on_host(rows).view(np.float64)
 
 
+def device_blocks(shape: tuple[int, ...], index_of: Mapping[Any, Index | None]) -> list[tuple[Index, list[Any]]]:
+    """Return the blocks into which devices divide an array, in order, and the devices that hold each block.
+
+    Args:
+        shape: the shape of the array.
+        index_of: per device the index of its block, as a `Sharding` returns it.
+    """
+    devices_of: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in index_of.items():
+        bounds = [part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True)]
+        devices_of.setdefault(tuple(bounds), []).append(device)
+    return [(tuple(slice(*b) for b in bounds), devices_of[bounds]) for bounds in sorted(devices_of)]
+
+
 def _is_elsewhere(value: Any) -> bool:
     return isinstance(value, jax.Array) and not value.is_fully_addressable
 
 
 def _is_whole_everywhere(array: jax.Array) -> bool:
     """Return whether every instance holds all parts of an array. All instances must get the same answer."""
-    parts: dict[int, set[Any]] = {}
-    for device, index in array.sharding.devices_indices_map(array.shape).items():
-        parts.setdefault(device.process_index, set()).add(tuple((dim.start, dim.stop) for dim in index or ()))
-    return all(held == set().union(*parts.values()) for held in parts.values())
+    parts = device_blocks(array.shape, array.sharding.devices_indices_map(array.shape))
+    holders = [{device.process_index for device in devices} for _, devices in parts]
+    return all(held == set().union(*holders) for held in holders)
 
 
 @functools.cache

@@ -70,11 +70,6 @@ class Leaf:
         """Return the shape of the user's leaf, of which this may be a part."""
         return self.shape if self.rows is None else (self.rows[1], *self.shape[1:])
 
-    @property
-    def within(self) -> Any:
-        """Return the index of this leaf's rows in the user's leaf."""
-        return ... if self.rows is None else slice(self.rows[0], self.rows[0] + self.shape[0])
-
 
 @dataclasses.dataclass(frozen=True)
 class Group:

@@ -12,9 +12,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from ipu_jax.core.weights.packed_layout import PackedLayout
+from ipu_jax.core.weights.packing import Sharded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,18 +54,52 @@ class Place:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
+        """Return the shape of the leaf at `path`, of which this may be only some rows."""
         return self.shape if self.rows is None else (self.rows[1], *self.shape[1:])
+
+    @property
+    def within(self) -> Any:
+        """Return the index of these rows in the leaf at `path`."""
+        return ... if self.rows is None else slice(self.rows[0], self.rows[0] + self.shape[0])
+
+    def region(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
+        """Return the region of the array, which has this shape, that contains the leaf."""
+        if self.ipus is None:
+            return tuple(slice(0, size) for size in self.shape)
+        region = [slice(0, size) for size in shape]
+        if self.ipu is not None:
+            region[self.ipus] = slice(self.ipu, self.ipu + 1)
+        return tuple(region)
+
+    def in_region(self, region: np.ndarray) -> np.ndarray:
+        """Return the leaf from its region of the array."""
+        if self.ipus is None:
+            return region
+        rows = region if self.ipus == 1 else region[None]  # (replicas, ipus, ...)
+        if self.shard is None or self.split is None:
+            return joined_chunks(rows[:, 0], self.shape, self.chunks)
+        shards = [joined_chunks(rows[:, ipu], self.shard, self.chunks) for ipu in range(rows.shape[1])]
+        return np.concatenate(shards, self.split)[tuple(map(slice, self.shape))]
 
     def leaf(self, array: np.ndarray) -> np.ndarray:
         """Return the leaf from the whole array."""
-        within = tuple(map(slice, self.shape))
-        if self.ipus is None:
-            return array[within]
-        rows = array if self.ipus == 1 else array[None]  # (replicas, ipus, ...)
-        if self.shard is None or self.split is None:
-            return joined_chunks(rows[:, self.ipu], self.shape, self.chunks)
-        shards = [joined_chunks(rows[:, ipu], self.shard, self.chunks) for ipu in range(rows.shape[1])]
-        return np.concatenate(shards, self.split)[within]
+        return self.in_region(array[self.region(array.shape)])
+
+    def write(self, leaf: np.ndarray, block: np.ndarray, index: tuple[slice, ...]) -> None:
+        """Write the leaf into a contiguous block of a slot or of an array that is the leaf itself.
+
+        Args:
+            leaf: the leaf, of this place's shape.
+            block: the block of the array at `index`. It contains the row of the leaf, if the array has rows of IPUs.
+            index: where the block is in the array; it has a start and a stop per dim.
+        """
+        if self.ipu is None:
+            part = leaf[index]  # a slice beyond the end takes the rows that exist
+            block[tuple(map(slice, part.shape))] = part
+        else:
+            row, of_row = self.ipu - index[0].start, index[1:]
+            part = leaf[of_row] if len(of_row) == leaf.ndim else leaf  # a slot of another rank is flat, and not split
+            block[row : row + 1].reshape(-1)[: part.size].reshape(part.shape)[...] = part
 
     def plain(self) -> dict[str, Any]:
         """Return the place as data for JSON."""
@@ -104,11 +140,16 @@ def places_of_layout(layout: PackedLayout, prefix: str) -> list[Place]:
     return places
 
 
-def array_names(layout: PackedLayout, prefix: str) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the names of the arrays of a `Sharded`: of its slots, and of its concurrent leaves by group."""
+def array_names(layout: PackedLayout, prefix: str) -> Sharded:
+    """Return the names of the arrays of a `Sharded`, as a `Sharded` of names."""
     concurrent = {
         group.name: [f"{prefix}.concurrent.{g}.{i}" for i in range(len(group.leaves))]
         for g, group in enumerate(layout.groups)
         if group.ipu is None
     }
-    return [f"{prefix}.slots.{k}" for k in range(len(layout.slots))], concurrent
+    return Sharded([f"{prefix}.slots.{k}" for k in range(len(layout.slots))], concurrent, layout)
+
+
+def arrays_by_name(sharded: Sharded, prefix: str) -> dict[str, Any]:
+    """Return the arrays of a `Sharded` by their names."""
+    return dict(zip(jax.tree.leaves(array_names(sharded.layout, prefix)), jax.tree.leaves(sharded), strict=True))

@@ -13,7 +13,7 @@ import jax
 
 from ipu_jax.base.keys import is_key
 from ipu_jax.core.weights.packing import Sharded
-from ipu_jax.core.weights.place import array_names
+from ipu_jax.core.weights.place import array_names, arrays_by_name
 from ipu_jax.training.update.state import TrainState
 
 
@@ -72,22 +72,16 @@ def stored(array: Any) -> Any:
 
 
 def _tree(name: str, tree: Any) -> dict[str, Any]:
-    if not isinstance(tree, Sharded):
-        return {f"{name}.{i}": leaf for i, leaf in enumerate(jax.tree.leaves(tree))}
-    slots, concurrent = array_names(tree.layout, name)
-    arrays = dict(zip(slots, tree.slots, strict=True))
-    for group, names in concurrent.items():
-        arrays |= dict(zip(names, tree.concurrent[group], strict=True))
-    return arrays
+    if isinstance(tree, Sharded):
+        return arrays_by_name(tree, name)
+    return {f"{name}.{i}": leaf for i, leaf in enumerate(jax.tree.leaves(tree))}
 
 
 def _with_tree(name: str, like: Any, arrays: dict[str, Any]) -> Any:
-    if not isinstance(like, Sharded):
-        leaves, treedef = jax.tree.flatten(like)
-        return jax.tree.unflatten(treedef, [arrays[f"{name}.{i}"] for i in range(len(leaves))])
-    slots, concurrent = array_names(like.layout, name)
-    of_groups = {group: [arrays[each] for each in names] for group, names in concurrent.items()}
-    return Sharded([arrays[each] for each in slots], of_groups, like.layout)
+    if isinstance(like, Sharded):
+        return jax.tree.map(arrays.__getitem__, array_names(like.layout, name))
+    treedef = jax.tree.structure(like)
+    return jax.tree.unflatten(treedef, [arrays[f"{name}.{i}"] for i in range(treedef.num_leaves)])
 
 
 def size_of(arrays: dict[str, Any]) -> int:

@@ -43,12 +43,11 @@ def read_by_leaves(
         if not in_array[name]:
             single[name] = array
         for kind, place in in_array[name]:
-            if place.rows is None:
-                leaves[kind][place.path] = array if is_key(array) else np.array(place.leaf(array))
-            else:  # other arrays have its other rows
+            if is_key(array):
+                leaves[kind][place.path] = array
+            else:  # other arrays may have other rows of it
                 own = place.leaf(array)
-                whole = leaves[kind].setdefault(place.path, np.empty(place.whole_shape, own.dtype))
-                whole[place.rows[0] : place.rows[0] + len(own)] = own
+                leaves[kind].setdefault(place.path, np.empty(place.whole_shape, own.dtype))[place.within] = own
     paths = {kind: dict.fromkeys(place.path for place in places(here, kind)) for kind in KINDS}
     ordered = {kind: [leaves[kind][leaf] for leaf in paths[kind]] for kind in KINDS}
     scale = like.scale

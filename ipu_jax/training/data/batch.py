@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.base.showing import Shown, Table, counted
 from ipu_jax.core.devices import REPLICA_AXIS, check_there
-from ipu_jax.training.data.dims import BatchDims
+from ipu_jax.training.data.order import BatchDims
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

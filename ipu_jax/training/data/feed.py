@@ -25,11 +25,9 @@ from ipu_jax.base.checks import as_int, check_bool, check_choice, check_count, i
 from ipu_jax.base.doors import public
 from ipu_jax.core.options import TrainOptions
 from ipu_jax.training.data.batch import FeedBatch, Sender, share_of
-from ipu_jax.training.data.dims import REMAINDERS, BatchDims
-from ipu_jax.training.data.order import EpochOrder, Position
+from ipu_jax.training.data.order import REMAINDERS, BatchDims, EpochOrder, Position
 from ipu_jax.training.data.prefetch import FeedTimeoutError, Prefetcher
-from ipu_jax.training.data.reader import IndexedReader, Reader, Run
-from ipu_jax.training.data.rebatch import StreamReader
+from ipu_jax.training.data.reader import IndexedReader, Run, StreamReader
 from ipu_jax.training.data.source import ArraySource, ExampleSource, has_numbers
 from ipu_jax.training.data.stream import Stream
 
@@ -201,7 +199,7 @@ class Feed:
                 left_out = order.examples % order.per_batch
                 order.dims.warn_of_updates_left_out(left_out, order.examples, stacklevel=3)
             sender = Sender(mesh, order.dims, examples.like, remainder)
-            self._reader: Reader = IndexedReader(examples, order, sender, **rest)
+            self._reader: IndexedReader | StreamReader = IndexedReader(examples, order, sender, **rest)
             self.order: EpochOrder | None = order
             self.updates_per_epoch, self.examples_per_update = order.updates_per_epoch, order.per_update
         else:
@@ -378,10 +376,10 @@ class Feed:
         if self._run is None:
             self._run = self._reader.run(self._position)
         if not self.prefetch:
-            return self._run(self._position)
+            return self._run.make(self._position)
         if self._ahead is None:
-            positions, options = self._run.positions(), {"workers": self.workers, "seconds": self._timeout}
-            self._ahead = Prefetcher(self._run, positions, ahead=self.prefetch, **options)
+            options: dict[str, Any] = {"workers": self.workers, "seconds": self._timeout}
+            self._ahead = Prefetcher(self._run.make, self._run.positions, ahead=self.prefetch, **options)
         return self._ahead.take()
 
     def _drop(self) -> None:

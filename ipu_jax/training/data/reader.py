@@ -1,83 +1,44 @@
-"""Read batches from examples that have numbers, and define the interface that a feed needs from any reader.
+"""Make batches from examples that have numbers, or from a stream with batches of any size.
 
-feed --run(position)--> Run: positions() --position--> run(position) --> the batch there, and the next position
-                             `----------- on workers, ahead of the feed ----------'
+feed --run(start)--> positions --position--> make(position) --> the batch there, and the next position
+                     `------------ on workers, ahead of the feed ------------'
+
+    items of the stream     0 1 2 3 4 | 5 6 7 8 9 | 10 11 12          a loader's batches of 5
+    batches of the feed     0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 . . .  of 4; the last one is filled up, or left out
+
+A stream is read in its own order, by one worker. Every instance reads all of it and keeps the rows of its replicas. So
+all instances have the same number of batches, and a position means the same on each of them.
 """
 
+import dataclasses
 import operator
-from collections.abc import Iterator, Mapping
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
 import numpy.typing as npt
+from jax.sharding import Mesh
 
 from ipu_jax.training.data.batch import FeedBatch, Sender
 from ipu_jax.training.data.leaves import filling
-from ipu_jax.training.data.order import EpochOrder, Position
-from ipu_jax.training.data.source import Indexed
+from ipu_jax.training.data.order import BatchDims, EpochOrder, Position
+from ipu_jax.training.data.source import ArraySource, ExampleSource
+from ipu_jax.training.data.stream import Items, Stream, StreamPosition
 
 _STATE: Final = ("epoch", "position", "examples", "seed", "shuffle")
 
 
-class Run(Protocol):
-    """Makes the batches from one position on. It has no reference to the feed, which workers must not keep alive."""
-
-    def positions(self) -> Iterator[Position]:
-        """Yield the start of each batch, without end if the number of epochs is not limited."""
-        ...
-
-    def __call__(self, position: Position) -> tuple[FeedBatch | None, Position]:
-        """Return the batch at a position, or None if its epoch ends there, and the start of the next batch."""
-        ...
-
-
-class Reader(Protocol):
-    """Reads from a source, from any position that it can return to.
+class Run(NamedTuple):
+    """The batches from one position on. It has no reference to the feed, which workers must not keep alive.
 
     Attributes:
-        like: the pytree of a batch's `data`, with leaves `jax.ShapeDtypeStruct` with sharding.
-        start: where the feed begins.
+        positions: the start of each batch, without end if the number of epochs is not limited.
+        make: returns the batch at a position, or None if its epoch ends there, and the start of the next batch.
     """
 
-    like: Any
-    start: Position
-
-    def run(self, position: Position) -> Run:
-        """Return the run that makes the batches from this position on."""
-        ...
-
-    def at_epoch(self, epoch: int) -> Position:
-        """Return the start of an epoch.
-
-        Raises:
-            ValueError: the source cannot return to it.
-        """
-        ...
-
-    def state(self, position: Position) -> dict[str, Any]:
-        """Return the position as plain data, from which another feed continues."""
-        ...
-
-    def position_of(self, state: Mapping[str, Any]) -> Position:
-        """Return the position that `state` returned as plain data.
-
-        Raises:
-            ValueError: the state is not a state of this source, or the source cannot return to the position.
-        """
-        ...
-
-    def within(self, start: Position, examples: int) -> Position:
-        """Return the position after this many examples of the batch at `start`."""
-        ...
-
-    def batches_per_epoch(self) -> int:
-        """Return the number of batches in a whole epoch.
-
-        Raises:
-            TypeError: the number is unknown.
-        """
-        ...
+    positions: Iterator[Position]
+    make: Callable[[Position], tuple[FeedBatch | None, Position]]
 
 
 class IndexedReader:
@@ -91,13 +52,17 @@ class IndexedReader:
         epochs: the number of epochs after which positions end; None for never.
         state: a result of `state`, or None for the very first batch.
 
+    Attributes:
+        like: the pytree of a batch's `data`, with leaves `jax.ShapeDtypeStruct` with sharding.
+        start: where the feed begins.
+
     Raises:
         ValueError: the state belongs to another order, or `fill` does not fit the source.
     """
 
     def __init__(
         self,
-        source: Indexed,
+        source: ArraySource | ExampleSource,
         order: EpochOrder,
         sender: Sender,
         *,
@@ -110,9 +75,9 @@ class IndexedReader:
         self._fill = filling(fill, source.like)
         self.start = Position(0, 0) if state is None else self.position_of(state)
 
-    def run(self, position: Position) -> Run:
+    def run(self, start: Position) -> Run:
         """Return the run that makes the batches from this position on."""
-        return _IndexedRun(self._source, self._order, self._sender, self._fill, position, self._epochs)
+        return Run(self._positions(start), self._batch)
 
     def at_epoch(self, epoch: int) -> Position:
         """Return the start of an epoch."""
@@ -125,8 +90,12 @@ class IndexedReader:
         return dict(zip(_STATE, values, strict=True))
 
     def position_of(self, state: Mapping[str, Any]) -> Position:
-        """Return the position that `state` returned, or the start of the next epoch if no batch begins after it."""
-        return self._order.first(_position_of(state, self._order))
+        """Return the position that `state` returned, or the start of the next epoch if no batch begins after it.
+
+        Raises:
+            ValueError: the state is not a state of this order.
+        """
+        return self._order.first(_position_in_order(state, self._order))
 
     def within(self, start: Position, examples: int) -> Position:
         """Return the position after this many examples of the batch at `start`."""
@@ -136,21 +105,12 @@ class IndexedReader:
         """Return the number of batches in a whole epoch."""
         return self._order.batches_from(0)
 
-
-class _IndexedRun:
-    def __init__(
-        self, source: Indexed, order: EpochOrder, sender: Sender, fill: Any, start: Position, epochs: int | None
-    ):
-        self._source, self._order, self._sender, self._fill = source, order, sender, fill
-        self._start, self._epochs = start, epochs
-
-    def positions(self) -> Iterator[Position]:
-        position = self._start
+    def _positions(self, position: Position) -> Iterator[Position]:
         while self._epochs is None or position.epoch < self._epochs:
             yield position
             position = self._order.after(position)
 
-    def __call__(self, position: Position) -> tuple[FeedBatch | None, Position]:
+    def _batch(self, position: Position) -> tuple[FeedBatch, Position]:
         rows = self._order.rows(position)
         indices, is_real = rows.indices.reshape(-1), rows.is_real.reshape(-1)
         is_whole = self._order.remainder == "wrap" or is_real.all()
@@ -169,7 +129,156 @@ class _IndexedRun:
         return whole
 
 
-def _position_of(state: Mapping[str, Any], order: EpochOrder) -> Position:
+class StreamReader:
+    """Reads a stream from a position on. The first item is drawn at once, since it shows the form of the examples.
+
+    Args:
+        stream: the stream of examples.
+        dims: the dims of a batch.
+        mesh: the mesh to which batches are sent.
+        remainder: "drop", "updates" or "pad".
+        warns: whether an epoch that leaves out whole updates ends with a warning.
+        fill: the values that fill up batches.
+        epochs: the number of epochs after which positions end; None for never.
+        state: a result of `state`, or None for the very first batch.
+
+    Attributes:
+        like, start: as of `IndexedReader`.
+        form: the form of the examples.
+
+    Raises:
+        ValueError: there are no examples, `fill` does not fit them, or the stream cannot return to the state.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        dims: BatchDims,
+        mesh: Mesh,
+        *,
+        remainder: str,
+        warns: bool,
+        fill: Any,
+        epochs: int | None,
+        state: Mapping[str, Any] | None,
+    ):
+        start = StreamPosition(0, 0) if state is None else _position_in_stream(state)
+        # After the last epoch, an example of that epoch shows the form of all examples.
+        is_over = epochs is not None and start.epoch >= epochs
+        first = StreamPosition(epochs - 1, 0) if is_over and epochs else start
+        items = stream.open(first, None)
+        if not items.fetch() and first.position:  # the state is at the end of its epoch
+            first = start = StreamPosition(first.epoch + 1, 0)
+            items = stream.open(first, None)
+        if not items.fetch() or items.form is None:
+            raise ValueError(f"epoch {first.epoch} of the source has no examples: give at least one")
+        self.start: Position = start
+        self._first: Items | None = None if is_over else items
+        self.stream, self.dims, self.remainder, self.epochs, self.warns = stream, dims, remainder, epochs, warns
+        self.form = items.form
+        self.fill = jax.tree.leaves(filling(fill, self.form.like))
+        self.sender = Sender(mesh, dims, self.form.like, remainder)
+        self.like = self.sender.like
+
+    def run(self, start: Position) -> Run:
+        """Return the run that makes the batches from this position on."""
+        assert isinstance(start, StreamPosition)
+        items, self._first = self._first if start == self.start else None, None
+        reading = _Reading(self, start, items)
+        return Run(reading.positions(), reading.batch)
+
+    def at_epoch(self, epoch: int) -> Position:
+        """Return the start of an epoch.
+
+        Raises:
+            ValueError: the stream cannot return to it.
+        """
+        self.stream.check_seek(epoch)
+        return StreamPosition(epoch, 0)
+
+    def state(self, position: Position) -> dict[str, Any]:
+        """Return the position as plain data, the same on every instance if the source's own state is."""
+        assert isinstance(position, StreamPosition)
+        checksum = -1 if position.checksum is None else position.checksum
+        state: dict[str, Any] = {"epoch": position.epoch, "position": position.position, "checksum": checksum}
+        if position.beyond:
+            state["beyond"] = position.beyond
+        return state if position.source is None else state | {"source": position.source, "offset": position.offset}
+
+    def position_of(self, state: Mapping[str, Any]) -> Position:
+        """Return the position that `state` returned.
+
+        Raises:
+            ValueError: the state is not a state of a stream, or the stream cannot return to the position.
+        """
+        position = _position_in_stream(state)
+        self.stream.check_seek(position.epoch)
+        return position
+
+    def within(self, start: Position, examples: int) -> Position:
+        """Return the position after this many examples of the batch at `start`."""
+        assert isinstance(start, StreamPosition)
+        moved = {"position": start.position + examples, "offset": start.offset + examples}
+        return dataclasses.replace(start, beyond=start.beyond + examples, **moved)
+
+    def batches_per_epoch(self) -> int:
+        """Raise, since the number is unknown before the epoch is over."""
+        raise TypeError("a stream does not say how many batches an epoch has: count those that feed.epoch() yields")
+
+
+class _Reading:
+    """Reads the stream from a position on, one batch after the other; `items` are the items there, if it is open."""
+
+    def __init__(self, reader: StreamReader, start: StreamPosition, items: Items | None):
+        self._reader, self._at, self._items = reader, start, items
+        dims = reader.dims
+        self._row_of = np.full(dims.per_batch, -1)  # the row of each example of a batch; -1 if not on this instance
+        self._row_of[dims.own] = np.arange(len(dims.own))
+
+    def positions(self) -> Iterator[Position]:
+        epochs = self._reader.epochs
+        while epochs is None or self._at.epoch < epochs:
+            yield self._at
+
+    def batch(self, position: Position) -> tuple[FeedBatch | None, Position]:
+        assert position is self._at, "batches of a stream are made in turn"
+        reader, dims = self._reader, self._reader.dims
+        if self._items is None:
+            self._items = reader.stream.open(self._at, reader.form)
+        leaves, have = reader.form.empty(len(dims.own)), 0
+        while have < dims.per_batch:
+            rows = self._items.take(dims.per_batch - have)
+            if rows is None:
+                break
+            self._copy(rows, leaves, have)
+            have += len(rows[0])
+        kept = dims.kept(have, reader.remainder)
+        if have == dims.per_batch:
+            self._at = self._items.position()
+        elif kept or position.position:
+            self._items, self._at = None, StreamPosition(position.epoch + 1, 0)
+        else:
+            raise dims.too_few(have, reader.remainder, "remainder='pad'")
+        if reader.warns and have < dims.per_batch:
+            dims.warn_of_updates_left_out(have, position.position + have, stacklevel=1)
+        if not kept:
+            return None, self._at
+        is_real = dims.own < kept
+        for leaf, fill in zip(leaves, reader.fill, strict=True):
+            leaf[~is_real] = fill
+        tree = reader.form.tree(leaves)
+        return reader.sender(tree, epoch=position.epoch, examples=kept, is_real=is_real), self._at
+
+    def _copy(self, rows: list[Any], leaves: list[Any], first: int) -> None:
+        """Copy examples of the batch, from number `first` on, into this instance's rows."""
+        to = self._row_of[first : first + len(rows[0])]
+        is_own = to >= 0
+        if is_own.any():
+            for leaf, read in zip(leaves, rows, strict=True):
+                leaf[to[is_own]] = read[is_own]
+
+
+def _position_in_order(state: Mapping[str, Any], order: EpochOrder) -> Position:
     try:
         saved = {name: operator.index(value) for name, value in state.items()}
     except (AttributeError, TypeError) as error:
@@ -184,3 +293,17 @@ def _position_of(state: Mapping[str, Any], order: EpochOrder) -> Position:
                 "examples would be lost or read twice"
             )
     return Position(saved["epoch"], saved["position"])
+
+
+def _position_in_stream(state: Mapping[str, Any]) -> StreamPosition:
+    own = ("source", "offset", "beyond")
+    try:
+        saved = {name: operator.index(value) for name, value in state.items() if name != "source"}
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"state={state!r} is not one of a stream: give what state() returned") from error
+    names, offset, beyond = set(state) - set(own), saved.pop("offset", 0), saved.pop("beyond", 0)
+    is_position = names == {"epoch", "position", "checksum"} and min(saved["epoch"], offset, beyond) >= 0
+    if not is_position or saved["position"] < beyond:
+        raise ValueError(f"state={dict(state)} is not one of a stream: give what state() returned")
+    checksum = None if saved["checksum"] == -1 else saved["checksum"]
+    return StreamPosition(saved["epoch"], saved["position"], checksum, state.get("source"), offset, beyond)

@@ -8,8 +8,7 @@ Examples are always read into new memory. On a CPU `jax.device_put` does not cop
 so a reused buffer would change a batch that was returned before.
 """
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,29 +19,6 @@ from ipu_jax.training.data.leaves import Form, check_alike, is_numeric, jax_dtyp
 _Indices = npt.NDArray[np.intp]
 _MEND = "give arrays with an example a row, or an object with __len__ and __getitem__ of an index array"
 _ITEMS = "items='examples' if it has one example after the other, items='batches' if it has batches"
-
-
-class Indexed(Protocol):
-    """Reads examples by their numbers.
-
-    Attributes:
-        examples: the number of examples.
-        like: the pytree of one example, with leaves `jax.ShapeDtypeStruct`.
-    """
-
-    examples: int
-    like: Any
-
-    def read(self, indices: _Indices) -> Any:
-        """Return the examples with these numbers: leaves (n, ...) in new memory, with the dtypes of `like`.
-
-        Args:
-            indices: (n,).
-
-        Raises:
-            ValueError: an example is not like the first one.
-        """
-        ...
 
 
 class ArraySource:
@@ -67,12 +43,11 @@ class ArraySource:
         self._copies = _is_indexable(source)
         if hasattr(source, "__next__"):  # jax would flatten an iterator
             raise _no_arrays(source)
-        arrays = None if self._copies else jax.tree.map(on_host, source)
-        self.examples = len(source) if self._copies else _length(arrays)
-        self._read = _reader(source if self._copies else arrays, self._copies)
+        self._source = source if self._copies else jax.tree.map(on_host, source)
+        self.examples = len(source) if self._copies else _length(self._source)
         if self.examples < 1:
             raise ValueError(f"the source holds no examples: {_MEND}")
-        one = self._checked(self._read(np.zeros(1, np.intp)), 1)
+        one = self._examples(np.zeros(1, np.intp))
         self.like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], jax_dtype(leaf.dtype)), one)
         if not jax.tree.leaves(self.like):
             raise ValueError(f"the source has examples without any array: {_MEND}")
@@ -86,7 +61,7 @@ class ArraySource:
         Raises:
             ValueError: an indexable returned arrays unlike its first arrays, or an integer that 32 bits cannot hold.
         """
-        examples = self._checked(self._read(indices), len(indices))
+        examples = self._examples(indices)
         if jax.tree.structure(examples) != jax.tree.structure(self.like):
             raise ValueError(
                 f"the source gave {jax.tree.structure(examples)} for {len(indices)} examples, and "
@@ -94,7 +69,13 @@ class ArraySource:
             )
         return jax.tree.map_with_path(self._converted, self.like, examples)
 
-    def _checked(self, examples: Any, count: int) -> Any:
+    def _examples(self, indices: _Indices) -> Any:
+        """Return the examples with these numbers as arrays (n, ...), which are checked."""
+        count = len(indices)
+        if self._copies:
+            examples = jax.tree.map(on_host, self._source[indices])
+        else:
+            examples = jax.tree.map(lambda leaf: leaf.take(indices, axis=0), self._source)
         for path, leaf in jax.tree.leaves_with_path(examples):
             if not isinstance(leaf, np.ndarray) or leaf.shape[:1] != (count,):
                 shape = f"shape {leaf.shape}" if isinstance(leaf, np.ndarray) else type(leaf).__name__
@@ -177,12 +158,6 @@ def normalise(values: Any, *, mean: Any = 0.0, std: Any = 1.0, dtype: Any = np.f
 def has_numbers(source: Any) -> bool:
     """Return whether the source's examples can be read by their numbers, and not only one after the other."""
     return hasattr(source, "__len__") and hasattr(source, "__getitem__")
-
-
-def _reader(source: Any, is_indexable: bool) -> Callable[[_Indices], Any]:
-    if is_indexable:
-        return lambda indices: jax.tree.map(on_host, source[indices])
-    return lambda indices: jax.tree.map(lambda leaf: leaf.take(indices, axis=0), source)
 
 
 def _is_indexable(source: Any) -> bool:

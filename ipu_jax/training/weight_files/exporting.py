@@ -4,21 +4,42 @@ leaf 0   read on one instance -> written, dropped
 leaf 1   read                 -> written, dropped
 ...
 the temporary file reaches the disk, and gets the name of the old one
+
+             IPU 0       IPU 1       IPU 2              read by instance 0, which has IPUs 0 and 1
+    slot     mlp/w       head/w      out/w, 0 ...       mlp/w: a copy of row 0. out/w: row 2 is sent, and no other row
+    table    rows 0-3    rows 4-7    rows 8-9, 0 ...    rows 0-7: copies. Rows 8-9 are sent
+
+Only one leaf is whole at a time, and only on the host of the instance that reads it. A part on another instance is sent
+by one psum over all IPUs. Then each IPU holds two more arrays of the part's size. The other instances drop it at once.
 """
 
+import dataclasses
 import errno as errors
+import functools
+import itertools
 import os
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ipu_jax.base.keys import is_key
 from ipu_jax.base.replacing import replacing
-from ipu_jax.core.instances import gathered
+from ipu_jax.core.instances import Index, device_blocks, gathered
+from ipu_jax.core.optimizer.blocks import blocks_of_layout, blocks_of_tree
+from ipu_jax.core.weights.arguments import check_alive
+from ipu_jax.core.weights.packing import Sharded
+from ipu_jax.core.weights.place import Place, arrays_by_name
+from ipu_jax.training.update.state import TrainState
 from ipu_jax.training.weight_files import _npz, _safetensors
 from ipu_jax.training.weight_files._tensors import TensorInfo
-from ipu_jax.training.weight_files._whole import whole_leaves
+from ipu_jax.training.weight_files.names import named_leaves, named_places
 
 _FORMATS: dict[str, ModuleType] = {".safetensors": _safetensors, ".npz": _npz}
 
@@ -59,22 +80,22 @@ def export_weights(path: str | os.PathLike[str], weights: Any, *, average: bool 
     {'layer/b': (2,), 'layer/w': (3, 2)}
     """
     file_format = _format_of(path)
-    whole = whole_leaves(weights, average=average)
-    infos = [(leaf.name, TensorInfo(leaf.shape, leaf.dtype)) for leaf in whole.leaves]
+    leaves, mesh, reader = whole_leaves(weights, average=average)
+    infos = [(leaf.name, leaf.info) for leaf in leaves]
     for name, info in infos:
         file_format.check_writable(name, info)
     order = file_format.file_order(infos)
-    arrays = whole.arrays([whole.leaves[i] for i in order])
+    arrays = (leaves[i].read(reader) for i in order)  # one after the other, and none is kept
     failure: Exception | None = None
-    if whole.reads_here:
+    if jax.process_index() == reader:
         failure = _written(file_format, path, [infos[i] for i in order], arrays)
-    if whole.mesh is not None:
+    if mesh is not None:
         for _ in arrays:  # others help send what the first instance reads; after a failure it discards the rest
             pass
         number = 0 if failure is None else getattr(failure, "errno", None) or errors.EIO
-        code = int(gathered(whole.mesh, [number]).max())
+        code = int(gathered(mesh, [number]).max())
         if code and failure is None:
-            failure = OSError(code, f"{os.strerror(code)}: instance {whole.reader} could not write it", os.fspath(path))
+            failure = OSError(code, f"{os.strerror(code)}: instance {reader} could not write it", os.fspath(path))
     if failure is not None:
         raise failure
 
@@ -96,3 +117,204 @@ def _written(
     except Exception as error:
         return error
     return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A leaf, or some of its rows: its place, and the array in which it is."""
+
+    name: str
+    place: Place
+    array: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeLeaf:
+    """A leaf that can be read whole: its name, from `named_leaves`, and its parts, first rows first."""
+
+    name: str
+    parts: list[Part]
+
+    @property
+    def info(self) -> TensorInfo:
+        """Return the shape and dtype of the whole leaf, without padding."""
+        first = self.parts[0]
+        return TensorInfo(first.place.whole_shape, np.dtype(first.array.dtype).newbyteorder("="))
+
+    def read(self, reader: int) -> np.ndarray | None:
+        """Return the leaf on the instance with this process index, None on others. All instances must call it."""
+        regions = [_read_region(part.array, part.place.region(part.array.shape), reader) for part in self.parts]
+        read = [part.place.in_region(r) for part, r in zip(self.parts, regions, strict=True) if r is not None]
+        return np.concatenate(read) if len(read) > 1 else next(iter(read), None)
+
+
+def whole_leaves(weights: Any, *, average: bool = False) -> tuple[list[WholeLeaf], Mesh | None, int]:
+    """Return the leaves of placed weights or of a plain tree; of a `TrainState`, its weights or their average.
+
+    Communicates nothing yet.
+
+    Returns:
+        The leaves in the tree's own order, with groups in the order of their stages; the devices of all instances
+        between which parts are sent, or None if every instance can read everything; and the process index of the
+        instance that reads.
+
+    Raises:
+        ValueError: a leaf is not an array or was used up by a call, two leaves have the same name, `average` is set but
+            there is no average, or arrays are on the devices of different instances.
+    """
+    if average and (not isinstance(weights, TrainState) or weights.ema is None):
+        raise ValueError(
+            f"average=True needs the average of a training: give the state of a step with TrainOptions(ema_decay=...), "
+            f"not {'a state without one' if isinstance(weights, TrainState) else type(weights).__name__}"
+        )
+    params = weights.params if isinstance(weights, TrainState) else weights
+    used = (params, weights.ema) if average else params
+    _check_concrete(used)
+    mesh, reader = _mesh_and_reader(used)
+    parts = _parts_of(params)
+    if average and weights.ema:
+        parts = _with_averages(parts, params, weights.ema)
+    names = [part.name for part in parts]
+    whole = params.layout.whole if isinstance(params, Sharded) else None
+    if whole is not None:  # in the user's order
+        names = [name for name, _ in named_leaves(jax.tree.unflatten(whole.treedef, whole.paths))]
+    of_name: dict[str, list[Part]] = {name: [] for name in names}
+    for part in sorted(parts, key=lambda part: part.place.rows or (0,)):
+        of_name[part.name].append(part)
+    return [WholeLeaf(name, of_leaf) for name, of_leaf in of_name.items()], mesh, reader
+
+
+def _check_concrete(weights: Any) -> None:
+    """Raise `ValueError` for leaves that have no values, or no longer have them."""
+    for leaf in jax.tree.leaves(weights):
+        if isinstance(leaf, jax.ShapeDtypeStruct | Tracer):
+            raise ValueError(f"weights has {leaf}, which has no values: give arrays, and export outside of jax.jit")
+    check_alive("weights", weights)
+
+
+def _mesh_and_reader(weights: Any) -> tuple[Mesh | None, int]:
+    """Return the mesh of arrays that are on several instances, and the instance that reads: the first of the mesh."""
+    meshes: list[Mesh] = []
+    for leaf in jax.tree.leaves(weights):
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and not is_key(leaf):
+            if not isinstance(leaf.sharding, NamedSharding):
+                raise ValueError(
+                    f"an array of several processes has the sharding {leaf.sharding}: give a NamedSharding"
+                )
+            meshes.append(leaf.sharding.mesh)  # pyright: ignore[reportArgumentType]
+    if not meshes:
+        return None, 0
+    instances = [{device.process_index for device in mesh.devices.flat} for mesh in meshes]
+    if any(found != instances[0] for found in instances):
+        raise ValueError("weights are on the devices of different instances: export each part on its own")
+    return meshes[0], min(instances[0])
+
+
+def _parts_of(params: Any) -> list[Part]:
+    """Return the parts of weights: of placed ones group by group, of a plain tree in its own order."""
+    if isinstance(params, Sharded):
+        arrays = arrays_by_name(params, "params")
+        return [Part(name, place, arrays[place.array]) for name, place in named_places(params.layout, "params")]
+    parts = []
+    for name, leaf in named_leaves(params):
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise ValueError(f"leaf {name!r} is {leaf!r}, which is no array: make it one, with a dtype of its own")
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise ValueError(
+                f"leaf {name!r} is {leaf.dtype}, which no file holds: export jax.random.key_data(...) of it"
+            )
+        parts.append(Part(name, Place(name, tuple(leaf.shape), str(leaf.dtype), name), leaf))
+    return parts
+
+
+def _with_averages(parts: list[Part], params: Any, averages: list[Any]) -> list[Part]:
+    """Return the parts with the average in place of each trained leaf."""
+    # an array is (replicas, ...) if each replica has a part of the average, and (1, ...) if each has all of it
+    replicas, numbers, trained = averages[0].shape[0], itertools.count(), range(len(parts))
+    if isinstance(params, Sharded):
+        layout, blocks = params.layout, blocks_of_layout(params.layout, replicas=replicas)
+        at = jax.tree.leaves(layout.arranged({g.name: [next(numbers) for _ in g.leaves] for g in layout.groups}))
+        trained = [number for number, is_frozen in zip(at, layout.frozen_leaves(), strict=True) if not is_frozen]
+    else:
+        blocks = blocks_of_tree(params, replicas=replicas)
+    averaged = list(parts)
+    for leaf, number in enumerate(trained):
+        block = blocks.block_of(leaf)
+        averaged[number] = Part(parts[number].name, blocks.place(leaf, f"ema.{block}"), averages[block])
+    return averaged
+
+
+def _read_region(array: Any, region: Index, reader: int) -> np.ndarray | None:
+    """Return a region of an array on the instance `reader`, and None on others.
+
+    All instances must call it. Communicates one psum for each part that the reader does not have.
+    """
+    is_here = jax.process_index() == reader
+    if not isinstance(array, jax.Array):
+        return (
+            np.asarray(array)[region].astype(np.dtype(array.dtype).newbyteorder("="), copy=False) if is_here else None
+        )
+    shape = tuple(part.stop - part.start for part in region)
+    whole = None
+    for index, devices in device_blocks(array.shape, array.sharding.devices_indices_map(array.shape)):
+        overlap = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(index, region, strict=True))
+        if any(part.start >= part.stop for part in overlap):
+            continue
+        of_reader = [device for device in devices if device.process_index == reader]
+        if of_reader:
+            part = _own_shard(array, of_reader[0]) if is_here else None
+        else:
+            part = _sent_shard(array, devices[0], is_here)
+        if part is None:
+            continue
+        part = part[_relative(overlap, index)]
+        if overlap == region:
+            return part
+        whole = np.empty(shape, array.dtype) if whole is None else whole
+        whole[_relative(overlap, region)] = part
+    if not is_here:
+        return None
+    return np.empty(shape, array.dtype) if whole is None else whole  # no part overlaps a region without elements
+
+
+def _relative(inner: Index, outer: Index) -> Index:
+    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(inner, outer, strict=True))
+
+
+def _own_shard(array: jax.Array, device: Any) -> np.ndarray:
+    data = next(shard.data for shard in array.addressable_shards if shard.device == device)
+    # jax keeps the host's copy of an array as long as the array lives; a temporary array frees it soon
+    return np.asarray(jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data]))
+
+
+def _sent_shard(array: jax.Array, device: Any, is_here: bool) -> np.ndarray | None:
+    """Return the shard of one device if `is_here`, else None. All instances of the array's mesh must call it."""
+    assert isinstance(array.sharding, NamedSharding)
+    mesh = array.sharding.mesh
+    place = np.argwhere(mesh.devices == device)[0].astype(np.int32)  # pyright: ignore[reportAttributeAccessIssue]
+    sent = jax.block_until_ready(_sending(mesh, array.sharding.spec)(array, place))
+    return np.asarray(sent.addressable_data(0)) if is_here else None
+
+
+@functools.cache
+def _sending(mesh: Any, spec: PartitionSpec) -> Any:
+    axes = tuple(mesh.axis_names)
+
+    def send(block: jax.Array, place: jax.Array) -> jax.Array:
+        is_owner = functools.reduce(jnp.logical_and, [lax.axis_index(axis) == place[k] for k, axis in enumerate(axes)])
+        return _psum_of_bits(block, is_owner, axes)
+
+    return jax.jit(
+        jax.shard_map(send, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False)
+    )
+
+
+def _psum_of_bits(block: jax.Array, is_owner: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Return the owner's exact block on every IPU. It is sent as integers, since -0.0 + 0.0 is 0.0."""
+    dtype = block.dtype
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return lax.complex(*(_psum_of_bits(part, is_owner, axes) for part in (block.real, block.imag)))
+    if dtype == jnp.bool_:
+        return _psum_of_bits(block.astype(jnp.uint8), is_owner, axes).astype(dtype)
+    bits = lax.bitcast_convert_type(block, f"uint{8 * dtype.itemsize}")
+    return lax.bitcast_convert_type(lax.psum(jnp.where(is_owner, bits, 0), axes), dtype)

@@ -1,29 +1,44 @@
 """Import whole weights: match saved arrays with leaves, then read and place them one after the other.
 
+Each IPU gets its own rows, and no leaf is read whole without need.
+
 like       {"mlp": {"w": (784, 256), "b": (256,)}}          the leaves, their places and dtypes
 file       fc.weight (256, 784), fc.bias (256,)
 mapping    {"mlp/w": Saved("fc.weight").transpose(), "mlp/b": "fc.bias"}
 """
 
 import contextlib
+import difflib
+import fnmatch
+import functools
+import itertools
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
+from ipu_jax.base.keys import is_key
+from ipu_jax.core.instances import Index, device_blocks
+from ipu_jax.core.weights.packing import Sharded
+from ipu_jax.core.weights.place import Place, array_names
 from ipu_jax.training.update.state import TrainState
-from ipu_jax.training.weight_files._fit import fit, holds, misfit
 from ipu_jax.training.weight_files._npz import NpzFile
-from ipu_jax.training.weight_files._placing import placed, wanted_leaves
 from ipu_jax.training.weight_files._safetensors import SafetensorsFile
 from ipu_jax.training.weight_files._tensors import BadFileError, TensorInfo, WeightSource, naming
-from ipu_jax.training.weight_files.names import named_leaves
+from ipu_jax.training.weight_files.names import named_leaves, named_places
 from ipu_jax.training.weight_files.saved import Saved, rounded
 
 _INDEX = ".index.json"  # Hugging Face's suffix
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")  # an archive with entries, and an empty one
+_COMPARISONS = 10_000  # of names, to find the nearest one: with thousands of wrong names it would take minutes
+_NAMED = 100  # problems that an error names
+
+Read = Callable[[str], np.ndarray]
 
 
 def import_weights(
@@ -71,7 +86,7 @@ def import_weights(
             "like is a TrainState, of which only the weights can be imported: give like=state.params, and go on with "
             "dataclasses.replace(state, params=...); its optimizer's state and average stay those of other weights"
         )
-    wanted = wanted_leaves(like)
+    wanted = _wanted_leaves(like)
     with contextlib.ExitStack() as files:
         found = _opened(source, files)
         plans = fit(wanted, found, mapping, ignore, cast=cast)
@@ -87,7 +102,20 @@ def import_weights(
             except ValueError as error:
                 raise ValueError(f"{found.label}, leaf {name!r}: {error}") from None
 
-        return placed(like, read)
+        return _placed(like, read)
+
+
+def _wanted_leaves(like: Any) -> dict[str, TensorInfo]:
+    """Return the shape and dtype of each leaf of weights, by its name."""
+    if isinstance(like, Sharded):
+        places = named_places(like.layout, "like")
+        return {name: TensorInfo(place.whole_shape, jnp.dtype(place.dtype)) for name, place in places}
+    wanted = {}
+    for name, leaf in named_leaves(like):
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype") or is_key(leaf):
+            raise ValueError(f"like has the leaf {name!r}, {leaf!r}, which is no array: give arrays or their shapes")
+        wanted[name] = TensorInfo(tuple(leaf.shape), np.dtype(leaf.dtype))
+    return wanted
 
 
 def _opened(source: Any, files: contextlib.ExitStack) -> WeightSource:
@@ -157,3 +185,184 @@ class _Several:
 
     def read(self, name: str) -> np.ndarray:
         return self._home[name].read(name)
+
+
+def fit(
+    wanted: Mapping[str, TensorInfo],
+    source: WeightSource,
+    mapping: Mapping[str, Saved | str] | None,
+    ignore: Iterable[str],
+    *,
+    cast: bool,
+) -> dict[str, Saved]:
+    """Return, per leaf, how it is made from saved arrays.
+
+    Args:
+        wanted: per leaf, its shape and dtype.
+        source: the saved arrays.
+        mapping: per leaf, the name of its array or a `Saved`. Other leaves are made of the array of the same name.
+        ignore: patterns of names of arrays that no leaf needs.
+        cast: whether a leaf's dtype may hold fewer values than the array's dtype.
+
+    Raises:
+        ValueError: names each leaf without an array, array without a leaf, wrong shape and wrong dtype.
+    """
+    plans = {name: Saved(name) for name in wanted} | {
+        name: saved if isinstance(saved, Saved) else Saved(saved) for name, saved in (mapping or {}).items()
+    }
+    used = {name for leaf in wanted for name in plans[leaf].names}
+    patterns = [ignore] if isinstance(ignore, str) else list(ignore)
+    unused = sorted(
+        name for name in source.tensors.keys() - used if not any(fnmatch.fnmatchcase(name, p) for p in patterns)
+    )
+    guess = _Guesses()
+    problems = [
+        f"mapping has {name!r}, which is no leaf{guess.nearest(name, wanted)}" for name in plans.keys() - wanted.keys()
+    ]
+    for name, info in wanted.items():
+        problems += _problems(name, info, plans[name], source, unused, guess, cast)
+    missing = [leaf for leaf in wanted if not source.tensors.keys() >= set(plans[leaf].names)]
+    problems += [
+        f"unexpected: {name!r} {source.tensors[name]}, which no leaf takes{guess.nearest(name, missing)}"
+        for name in unused
+    ]
+    if problems:
+        lines = "".join(f"\n  {problem}" for problem in problems[:_NAMED])
+        lines += f"\n  and {len(problems) - _NAMED:,} more" if len(problems) > _NAMED else ""
+        count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
+        raise ValueError(
+            f"{source.label} does not fit `like`, {count}:{lines}\nSay mapping={{leaf: Saved(name)}} for other names "
+            "or shapes, ignore=[pattern] for arrays that no leaf needs, cast=True to round"
+        )
+    return {name: plans[name] for name in wanted}
+
+
+def holds(stored: np.dtype[Any] | str, wanted: np.dtype[Any] | str) -> bool:
+    """Return whether the dtype `wanted` can hold every value of the dtype `stored`.
+
+    >>> holds(np.dtype("float16"), np.dtype("float32")), holds(np.dtype("float32"), np.dtype("float16"))
+    (True, False)
+    """
+    if isinstance(stored, str) or isinstance(wanted, str):
+        return False
+    return stored == wanted or np.can_cast(stored, wanted, "safe")
+
+
+class _Guesses:
+    """Finds the nearest name for each of the first wrong names."""
+
+    def __init__(self):
+        self._left = _COMPARISONS
+
+    def nearest(self, name: str, names: Collection[str]) -> str:
+        """Return ": did you mean ...?", or nothing."""
+        self._left -= len(names)
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.75) if self._left >= 0 else []
+        return f": did you mean {near[0]!r}?" if near else ""
+
+
+def _problems(
+    name: str, info: TensorInfo, saved: Saved, source: WeightSource, unused: list[str], guess: _Guesses, cast: bool
+) -> list[str]:
+    absent = [part for part in saved.names if part not in source.tensors]
+    if absent:
+        whose = {part: f", for leaf {name!r}" for part in absent} | {name: ""}
+        return [f"missing: {part!r}{whose[part]}{guess.nearest(part, unused)}" for part in absent]
+    unknown = [source.tensors[part] for part in saved.names if isinstance(source.tensors[part].dtype, str)]
+    if unknown:
+        origin = _origin(name, saved)
+        return [f"dtype: leaf {name!r} is {info}, and the array {unknown[0]}{origin}, which has no meaning here"]
+    try:
+        made = saved.info(source.tensors)
+    except ValueError as error:
+        return [f"leaf {name!r} {info} is {saved}, which cannot be made: {error}"]
+    return [] if made is None else misfit(name, info, saved, made, cast=cast)
+
+
+def misfit(name: str, info: TensorInfo, saved: Saved, made: TensorInfo, *, cast: bool) -> list[str]:
+    """Return, as texts, what is wrong with a leaf that would be made with the shape and dtype `made`."""
+    origin, problems = _origin(name, saved), list[str]()
+    if made.shape != info.shape:
+        problems.append(f"shape: leaf {name!r} is {info}, and the array {made}{origin}{_hint(info.shape, made.shape)}")
+    if not (cast or holds(made.dtype, info.dtype)):
+        problems.append(
+            f"dtype: leaf {name!r} is {info}, and the array {made}{origin}, which may lose digits: cast=True rounds"
+        )
+    return problems
+
+
+def _origin(name: str, saved: Saved) -> str:
+    return "" if saved.names == (name,) and repr(saved) == f"Saved({name!r})" else f", by {saved}"
+
+
+def _hint(wanted: Sequence[int], made: Sequence[int]) -> str:
+    orders = [(1, 0), (2, 3, 1, 0)]  # torch's Linear and Conv2d
+    orders += itertools.permutations(range(3))
+    for order in orders:
+        if len(order) == len(made) and tuple(made[d] for d in order) == tuple(wanted):
+            return f": .transpose({', '.join(map(str, order))}) would fit"
+    return ""
+
+
+def _placed(like: Any, read: Read) -> Any:
+    """Return weights like these, with the values that `read` returns by name. Communicates only from host to device."""
+    if isinstance(like, Sharded):
+        held: dict[str, list[tuple[str, Place]]] = {}
+        for name, place in named_places(like.layout, "like"):
+            held.setdefault(place.array, []).append((name, place))
+
+        def array(name: str, like: Any) -> jax.Array:
+            return _placed_array(tuple(like.shape), _sharding_of(like), held[name], read)
+
+        return jax.tree.map(array, array_names(like.layout, "like"), like)
+    leaves = [_placed_leaf(leaf, name, read) for name, leaf in named_leaves(like)]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _placed_leaf(leaf: Any, name: str, read: Read) -> Any:
+    shape, dtype, sharding = tuple(leaf.shape), np.dtype(leaf.dtype), getattr(leaf, "sharding", None)
+    if sharding is not None:
+        return _placed_array(shape, sharding, [(name, Place(name, shape, str(dtype), name))], read)
+    whole = np.empty(shape, dtype)
+    whole[...] = read(name)
+    return whole
+
+
+def _sharding_of(array: Any) -> Sharding:
+    sharding = getattr(array, "sharding", None)
+    if sharding is None:
+        raise ValueError(
+            f"like has {array!r}, which says not where it is: give what pipeline.shard_shapes(...) returns"
+        )
+    return sharding
+
+
+def _placed_array(
+    shape: tuple[int, ...], sharding: Sharding, parts: Sequence[tuple[str, Place]], read: Read
+) -> jax.Array:
+    """Return an array of this shape that has these leaves, all of one dtype, and zeros where there is none."""
+    dtype, leaf = jnp.dtype(parts[0][1].dtype), functools.cache(lambda name, place: read(name)[place.within])
+
+    def block(index: Index) -> np.ndarray:
+        rows = np.zeros([part.stop - part.start for part in index], dtype)
+        for name, place in parts:
+            if place.ipu is None:
+                place.write(leaf(name, place), rows, index)  # for all blocks it is read once
+            elif index[0].start <= place.ipu < index[0].stop:
+                place.write(read(name)[place.within], rows, index)
+        return rows
+
+    return _on_devices(shape, sharding, block)
+
+
+def _on_devices(shape: tuple[int, ...], sharding: Sharding, block: Callable[[Index], np.ndarray]) -> jax.Array:
+    """Return an array of which each device gets its block. A block is read after the previous block has arrived."""
+    arrays: dict[Any, jax.Array] = {}
+    for index, devices in device_blocks(shape, sharding.addressable_devices_indices_map(shape)):
+        rows = block(index)
+        for number, device in enumerate(devices):
+            # each device gets its own copy: an array on a CPU shares the memory of `rows`, and may be donated
+            own = rows if number == len(devices) - 1 else rows.copy()
+            arrays[device] = jax.block_until_ready(jax.device_put(own, device))
+    ordered = [arrays[device] for device in sharding.addressable_devices_indices_map(shape)]
+    return jax.make_array_from_single_device_arrays(shape, sharding, ordered)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from ipu_jax.core.weights.packed_layout import PackedLayout
+from ipu_jax.core.weights.place import Place, places_of_layout
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -27,20 +28,23 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     return named
 
 
-def names_of_groups(layout: PackedLayout) -> list[list[str]]:
-    """Return, per group, the name of each of its leaves; the parts of one leaf of the user have its name.
+def named_places(layout: PackedLayout, prefix: str) -> list[tuple[str, Place]]:
+    """Return the name of each leaf and its place, as by `places_of_layout`, group by group.
+
+    The parts of one leaf of the user have its name.
 
     Raises:
         ValueError: two leaves have the same name.
     """
+    places = places_of_layout(layout, prefix)
     if layout.whole is not None:
         named = named_leaves(jax.tree.unflatten(layout.whole.treedef, layout.whole.paths))
         at = {path: name for name, path in named}
-        return [[at[leaf.path] for leaf in group.leaves] for group in layout.groups]
-    numbered = {g.name: jax.tree.unflatten(g.treedef, range(len(g.leaves))) for g in layout.groups}
-    names = [[_name(path) for path, _ in jax.tree.leaves_with_path({g.name: numbered[g.name]})] for g in layout.groups]
-    _check_different([name for of_group in names for name in of_group])
-    return names
+        return [(at[place.path], place) for place in places]
+    trees = [{g.name: jax.tree.unflatten(g.treedef, range(len(g.leaves)))} for g in layout.groups]
+    names = [_name(path) for tree in trees for path, _ in jax.tree.leaves_with_path(tree)]
+    _check_different(names)
+    return list(zip(names, places, strict=True))
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ipu_jax import make_mesh
-from ipu_jax.training.weight_files import _placing, _whole
+from ipu_jax.training.weight_files import exporting, importing
 from support import exported
 from support.instances import run_instances
 
@@ -45,12 +45,12 @@ def test_a_part_is_sent_bit_by_bit_and_no_other_part_is(spec, dtype):
     whole[:, ::2] = np.array(-0.0).astype(kind)
     array = jax.make_array_from_callback((8, 12), NamedSharding(mesh, spec), lambda index: whole[index])
     for shard in array.addressable_shards:
-        sent = _whole._sent_shard(array, shard.device, True)
+        sent = exporting._sent_shard(array, shard.device, True)
         assert sent is not None
         assert sent.tobytes() == whole[shard.index].tobytes()
-    assert _whole._sent_shard(array, mesh.devices[0, 0], False) is None
+    assert exporting._sent_shard(array, mesh.devices[0, 0], False) is None
     nbytes = whole[array.addressable_shards[0].index].nbytes
-    compiled = _whole._sending(mesh, spec).lower(array, np.zeros(2, np.int32)).compile()
+    compiled = exporting._sending(mesh, spec).lower(array, np.zeros(2, np.int32)).compile()
     analysis = compiled.memory_analysis()
     assert analysis.output_size_in_bytes == nbytes
     assert analysis.temp_size_in_bytes <= 2 * nbytes + 1024
@@ -65,17 +65,18 @@ def test_every_device_has_memory_of_its_own():
         start = -memory.ctypes.data % 64
         return memory[start : start + 16].view(np.float32)
 
-    array = _placing._on_devices((8,), NamedSharding(make_mesh(4, 2), PartitionSpec("ipu")), block)
+    array = importing._on_devices((8,), NamedSharding(make_mesh(4, 2), PartitionSpec("ipu")), block)
     assert len({shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}) == 8
 
 
 def test_of_a_slot_only_the_row_is_read(monkeypatch):
     placed = exported.unlike_pipeline(4).shard(exported.unlike_weights("float32"))
     read = []
-    own = _whole._own_shard
-    monkeypatch.setattr(_whole, "_own_shard", lambda array, index: (read.append(index), own(array, index))[1])
-    leaf = next(leaf for leaf in _whole.whole_leaves(placed).leaves if leaf.name == "second/gain")
+    own = exporting._own_shard
+    monkeypatch.setattr(exporting, "_own_shard", lambda *part: (read.append(part), own(*part))[1])
+    leaf = next(leaf for leaf in exporting.whole_leaves(placed)[0] if leaf.name == "second/gain")
     found = leaf.read(0)
     assert found is not None
     assert found.shape == (9, 2)
-    assert [(index[0].start, index[0].stop) for index in read] == [(1, 2)]
+    rows = [array.sharding.devices_indices_map(array.shape)[device][0] for array, device in read]
+    assert [(row.start, row.stop) for row in rows] == [(1, 2)]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ipu_jax.io import Saved, import_weights
-from ipu_jax.training.weight_files import _fit
+from ipu_jax.training.weight_files import importing
 from ipu_jax.training.weight_files._tensors import TensorInfo
 
 
@@ -95,7 +95,7 @@ def test_everything_that_does_not_fit_is_one_error():
 def test_thousands_of_wrong_names_are_counted_and_compared_a_bounded_number_of_times(monkeypatch, saved, leaves):
     compared = []
     near = lambda name, names, **options: compared.append(len(names)) or []  # noqa: E731
-    monkeypatch.setattr(_fit.difflib, "get_close_matches", near)
+    monkeypatch.setattr(importing.difflib, "get_close_matches", near)
     tree = {f"model.layers.{k:04}.weight": draw(1) for k in range(saved)}
     like = {f"blocks {k:04}": draw(1) for k in range(leaves)}
     with pytest.raises(ValueError, match=f"{saved + leaves} problems:") as caught:
@@ -124,7 +124,7 @@ def test_many_names_that_fit_are_looked_up_in_linear_time():
 
     infos = {f"w{k}": TensorInfo((1,), np.dtype(np.float32)) for k in range(1000)}
     source: Any = SimpleNamespace(label="a file", tensors=Counting(infos))
-    assert len(_fit.fit(infos, source, None, (), cast=False)) == 1000
+    assert len(importing.fit(infos, source, None, (), cast=False)) == 1000
     assert 0 < Counting.reads <= 10 * 1000
 
 
