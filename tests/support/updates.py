@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from ipu_jax import Pipeline, make_mesh
 from ipu_jax.core.optimizer import zero
-from ipu_jax.core.optimizer.blocks import blocks_of_layout, from_blocks, to_blocks
+from ipu_jax.core.optimizer.blocks import blocks_of_layout, to_blocks
 from ipu_jax.core.optimizer.update import ShardedUpdate
 from ipu_jax.core.weights import packing
 from support.dense import largest_relative_error
@@ -62,12 +62,10 @@ def spread(pipeline, optimizers, params, gradients, replicas):
 
     def one(update, carry, at):
         (params, state), (i, sharded) = carry, at
-        own = [blocks.replica_chunk(k, w) for k, w in enumerate(to_blocks(params))]
         g = to_blocks(sharded)
         g = zero.scatter(blocks, g) if replicas > 1 else g
-        weights, state = update.apply(g, state, own, i)
-        weights = [w.astype(block.dtype) for w, block in zip(weights, blocks, strict=True)]
-        return from_blocks(params, zero.gather(blocks, weights) if replicas > 1 else weights), state
+        params, _, state = update.apply(g, state, params, i)
+        return params, state
 
     def program(params, states, gradients):
         def step(carry, at):

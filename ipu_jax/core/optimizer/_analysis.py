@@ -188,7 +188,7 @@ class _Analyzer:
 
     def is_everywhere(self, leaf: int) -> bool:
         """Return whether every IPU of every replica updates all of the leaf."""
-        return self.blocks.replicas == 1 and self.blocks[self.blocks.block_of(leaf)].is_whole
+        return not self.blocks.is_divided and self.blocks[self.blocks.block_of(leaf)].is_whole
 
     def is_divided_cond(self, eqn: Any) -> bool:
         """Return whether the equation is a cond that reads leaves which are not all on one IPU."""
@@ -275,7 +275,7 @@ class _Analyzer:
         return self.gathered[v]
 
     def why_divided(self) -> str:
-        if self.blocks.replicas > 1:
+        if self.blocks.is_divided:
             return f"are cut over {self.blocks.replicas} replicas (shard_optimizer)"
         return f"lie apart, on {self.blocks.ipus} IPUs"
 
@@ -292,7 +292,7 @@ class _Analyzer:
         """Raise `ValueError` unless partial results of the equation can be combined, and are smaller than the leaf."""
         name, of_leaf = eqn.primitive.name, self.blocks.leaves[leaf]
         split = self.blocks[self.blocks.block_of(leaf)].split
-        if self.blocks.replicas > 1:
+        if self.blocks.is_divided:
             if name not in REDUCTIONS or len(eqn.params["axes"]) != len(of_leaf.shape):
                 dims = f" over dims {tuple(eqn.params['axes'])}" if name in REDUCTIONS else ""
                 raise ValueError(

@@ -37,10 +37,8 @@ def partial_shape(blocks: Blocks, reduction: LeafReduction, v: Any) -> tuple[int
     """Return the shape of one IPU's partial result for the output `v` of a reduction."""
     if reduction.eqn is None:
         return v.aval.shape
-    if blocks.replicas > 1:
-        return ()
     shape = blocks[blocks.block_of(reduction.leaf)].shape
-    return tuple(size for d, size in enumerate(shape) if d not in reduction.eqn.params["axes"])
+    return tuple(shape[d] for d in _kept_dims(blocks, reduction))
 
 
 def partial_result(blocks: Blocks, reduction: LeafReduction, evaluator: LeafEvaluator, mask: Any) -> Any:
@@ -60,29 +58,30 @@ def partial_result(blocks: Blocks, reduction: LeafReduction, evaluator: LeafEval
     name, x = reduction.eqn.primitive.name, evaluator.in_block(reduction.eqn.invars[0])
     if mask is not None:
         x = jnp.where(mask, x, _identity(name, x.dtype))
-    axes = tuple(range(x.ndim)) if blocks.replicas > 1 else tuple(reduction.eqn.params["axes"])
-    return _reduce(name, x, axes)
+    kept_dims = _kept_dims(blocks, reduction)
+    return _reduce(name, x, tuple(d for d in range(x.ndim) if d not in kept_dims))
 
 
 def combined(blocks: Blocks, reduction: LeafReduction, v: Any, partials: Any) -> Any:
     """Return the output `v` of a reduction from all IPUs' partial results, (replicas, ipus, *partial_shape)."""
     block, dtype = blocks[blocks.block_of(reduction.leaf)], v.aval.dtype
+    ipu = blocks.ipu_of(reduction.leaf)
     if reduction.eqn is None:
-        ipu = block.leaves.index(reduction.leaf) if block.is_slot else 0
         return partials[0, ipu].astype(dtype)
-    name, axes = reduction.eqn.primitive.name, reduction.eqn.params["axes"]
-    if block.is_slot:
-        partials = partials[:, block.leaves.index(reduction.leaf)][:, None]
-    elif block.is_whole:  # the same on every IPU
-        partials = partials[:, :1]
-    if blocks.replicas > 1 or block.split in axes:
-        return _reduce(name, partials, (0, 1)).astype(dtype)
-    # the dim that is split over the IPUs is not reduced
-    assert block.split is not None, "check_reduction refuses parts of anything else"
-    kept_dims = [d for d in range(len(block.shape)) if d not in axes]
+    if block.split is None:  # one IPU has the leaf, or all IPUs have the same
+        partials = partials[:, ipu : ipu + 1]
+    kept_dims = _kept_dims(blocks, reduction)
+    if block.split not in kept_dims:
+        return _reduce(reduction.eqn.primitive.name, partials, (0, 1)).astype(dtype)
     at = kept_dims.index(block.split)
     padded = jnp.concatenate(list(partials[0]), axis=at)
     return lax.slice_in_dim(padded, 0, v.aval.shape[at], axis=at).astype(dtype)
+
+
+def _kept_dims(blocks: Blocks, reduction: LeafReduction) -> list[int]:
+    """Return the dims of a leaf that a reduction keeps: none if the leaf is in flat chunks."""
+    dims = range(len(blocks.leaves[reduction.leaf].shape))
+    return [d for d in dims if d not in reduction.eqn.params["axes"]]
 
 
 def size_of(shape: tuple[int, ...]) -> int:

@@ -100,13 +100,32 @@ class Blocks:
     def __len__(self) -> int:
         return len(self.blocks)
 
+    @property
+    def is_divided(self) -> bool:
+        """Return whether each replica updates a chunk of each block, not all of it."""
+        return self.replicas > 1
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Return the mapped axes along which the updates differ: numbers of all weights are combined over them."""
+        return (IPU_AXIS,) * (self.ipus > 1) + (REPLICA_AXIS,) * self.is_divided
+
     def block_of(self, leaf: int) -> int:
         """Return the number of the block that contains a leaf."""
         return next(k for k, block in enumerate(self.blocks) if leaf in block.leaves)
 
+    def ipu_of(self, leaf: int) -> int:
+        """Return the IPU in whose slot a leaf is, or 0 if the leaf is in no slot."""
+        block = self.blocks[self.block_of(leaf)]
+        return block.leaves.index(leaf) if block.is_slot else 0
+
     def is_local(self, leaf: int) -> bool:
         """Return whether all of the leaf is on one IPU, and none of it on others."""
-        return self.replicas == 1 and self.blocks[self.block_of(leaf)].is_slot
+        return not self.is_divided and self.blocks[self.block_of(leaf)].is_slot
+
+    def chunk_dim(self, k: int) -> int | None:
+        """Return the dim along which the chunks of a block follow one another; None if it is cut flat, or not cut."""
+        return self.blocks[k].chunk_dim if self.is_divided else None
 
     def chunk_size(self, k: int) -> int:
         """Return the number of elements of a block that one replica updates. The last chunk is padded with zeros."""
@@ -114,12 +133,10 @@ class Blocks:
 
     def update_shape(self, k: int) -> tuple[int, ...]:
         """Return the shape in which a block is updated: its own shape, or the shape of a replica's chunk."""
-        block = self.blocks[k]
-        if self.replicas == 1:
-            return block.shape
-        if block.chunk_dim is None:
-            return (-(-block.size // self.replicas),)
-        return _with_size(block.shape, block.chunk_dim, -(-block.shape[block.chunk_dim] // self.replicas))
+        block, dim = self.blocks[k], self.chunk_dim(k)
+        if dim is not None:
+            return (*block.shape[:dim], -(-block.shape[dim] // self.replicas), *block.shape[dim + 1 :])
+        return (-(-block.size // self.replicas),) if self.is_divided else block.shape
 
     def global_shape(self, k: int) -> tuple[int, ...]:
         """Return the global shape of an array laid out like a block: (replicas, ipus, *update_shape).
@@ -133,7 +150,7 @@ class Blocks:
         """Return the PartitionSpec of an array of `global_shape`."""
         replicas, ipus = self.global_shape(k)[:2]
         axes: tuple[Any, ...] = (REPLICA_AXIS if replicas > 1 else None, IPU_AXIS if ipus > 1 else None)
-        if self.replicas == 1 or self.blocks[k].chunk_dim is not None:
+        if not self.is_divided or self.chunk_dim(k) is not None:
             axes += tuple(self.blocks[k].further)
         return PartitionSpec(*axes) if any(axes) else WHOLE
 
@@ -147,14 +164,14 @@ class Blocks:
         """Return (ipu, part) for each IPU that holds part of a leaf; each part is (replicas, *update_shape)."""
         k = self.block_of(leaf)
         block = self.blocks[k]
-        by_ipu = {block.leaves.index(leaf) if block.is_slot else 0: value}
+        by_ipu = {self.ipu_of(leaf): value}
         if block.split is not None:
             by_ipu = dict(enumerate(np.split(np.pad(value, self._shard_padding(k, value)), self.ipus, block.split)))
         parts = []
         for ipu, part in by_ipu.items():
             if block.is_slot and part.shape != block.shape:
                 part = np.pad(part.reshape(-1), (0, block.size - part.size)).reshape(block.shape)
-            parts.append((ipu, self._chunks(k, part, np) if self.replicas > 1 else part[None]))
+            parts.append((ipu, self._chunks(k, part, np)))
         return parts
 
     def host_leaf(self, leaf: int, array: np.ndarray) -> np.ndarray:
@@ -163,19 +180,19 @@ class Blocks:
         block, shape = self.blocks[k], self.leaves[leaf].shape
         of_ipu = lambda ipu: joined_chunks(array[:, ipu], block.shape, block.chunk_dim)  # noqa: E731
         if block.split is None:
-            whole = of_ipu(block.leaves.index(leaf) if block.is_slot else 0)
+            whole = of_ipu(self.ipu_of(leaf))
             return whole if whole.shape == shape else whole.reshape(-1)[: math.prod(shape)].reshape(shape)
         padded = np.concatenate([of_ipu(ipu) for ipu in range(self.ipus)], block.split)
         return padded[tuple(map(slice, shape))]
 
     def place(self, leaf: int, array: str, at_least: Any = None) -> Place:
         """Return where a leaf is in the named array of `global_shape`, with the leaf's dtype promoted by `at_least`."""
-        block, own = self.blocks[self.block_of(leaf)], self.leaves[leaf]
+        k, own = self.block_of(leaf), self.leaves[leaf]
+        block, chunks = self.blocks[k], self.chunk_dim(k)
         dtype = own.dtype if at_least is None else jnp.promote_types(own.dtype, at_least).name
-        chunks = block.chunk_dim if self.replicas > 1 else None
         if block.split is not None:
             return Place(own.path, own.shape, dtype, array, ipus=1, shard=block.shape, split=block.split, chunks=chunks)
-        ipu = block.leaves.index(leaf) if block.is_slot else 0
+        ipu = self.ipu_of(leaf)
         return Place(own.path, own.shape, dtype, array, ipus=1, ipu=ipu, rows=own.rows, chunks=chunks)
 
     def _shard_padding(self, k: int, value: Any) -> list[tuple[int, int]]:
@@ -186,18 +203,27 @@ class Blocks:
 
     # inside the program
 
+    def chunks_of(self, params: Any) -> list[Any]:
+        """Return this replica's chunk of each block of the weights. Communicates nothing."""
+        return [self.replica_chunk(k, array) for k, array in enumerate(to_blocks(params))]
+
     def replica_chunk(self, k: int, array: Any) -> Any:
         """Return this replica's chunk of an IPU's block. Communicates nothing."""
-        if self.replicas == 1:
+        if not self.is_divided:
             return array
-        return lax.dynamic_index_in_dim(self.to_chunks(k, array), lax.axis_index(REPLICA_AXIS), keepdims=False)
+        return lax.dynamic_index_in_dim(self.to_chunks(k, array), self._chunk_number(), keepdims=False)
+
+    def _chunk_number(self) -> Any:
+        return lax.axis_index(REPLICA_AXIS) if self.is_divided else 0
 
     def to_chunks(self, k: int, array: Any) -> Any:
         """Return a block as (replicas, *update_shape), padded with zeros."""
         return self._chunks(k, array, jnp)
 
     def _chunks(self, k: int, array: Any, numpy: Any) -> Any:
-        dim = self.blocks[k].chunk_dim
+        if not self.is_divided:
+            return array[None]
+        dim = self.chunk_dim(k)
         if dim is None:
             missing = self.replicas * self.chunk_size(k) - self.blocks[k].size
             return numpy.pad(array.reshape(-1), (0, missing)).reshape(self.replicas, -1)
@@ -235,7 +261,7 @@ class Blocks:
         split over further axes count, too.
         """
         sizes = np.array([0 if leaf is None else self.leaves[leaf].size for leaf in self.blocks[k].leaves])
-        if self.replicas > 1 and self.blocks[k].chunk_dim is not None:
+        if self.chunk_dim(k) is not None:
             return np.tile(np.where(sizes > 0, self.chunk_size(k), 0), (self.replicas, 1))
         starts = np.arange(self.replicas)[:, None] * self.chunk_size(k)
         return np.clip(sizes - starts, 0, self.chunk_size(k))
@@ -243,10 +269,9 @@ class Blocks:
     def own_count(self, k: int) -> Any:
         """Return this IPU's entry of `counts`. XLA does not know its value, even if all entries are equal."""
         counts = jnp.asarray(self.counts(k), jnp.int32)
-        is_own = (jnp.arange(self.ipus) == lax.axis_index(IPU_AXIS))[None]
-        if self.replicas > 1:
-            is_own &= (jnp.arange(self.replicas) == lax.axis_index(REPLICA_AXIS))[:, None]
-        return jnp.sum(jnp.where(is_own, counts, 0))
+        is_ipu = (jnp.arange(self.ipus) == lax.axis_index(IPU_AXIS))[None]
+        is_chunk = (jnp.arange(self.replicas) == self._chunk_number())[:, None]
+        return jnp.sum(jnp.where(is_ipu & is_chunk, counts, 0))
 
     def lengths(self, k: int) -> list[int]:
         """Return the lengths to which a slot is updated: the largest of `counts`, and smaller ones that save much.
@@ -265,8 +290,8 @@ class Blocks:
 
         A `Fence.zero` keeps XLA from computing the mask before the guard.
         """
-        if self.replicas > 1 and self.blocks[k].chunk_dim is not None:
-            return self._row_mask(k, self.blocks[k].chunk_dim or 0, zero)
+        if (dim := self.chunk_dim(k)) is not None:
+            return self._row_mask(k, dim, zero)
         block, shape, size, local = self.blocks[k], self.update_shape(k), 1, 1
         if block.split is not None:
             size, local = self.leaves[block.leaves[0] or 0].shape[block.split], block.shape[block.split]
@@ -280,8 +305,7 @@ class Blocks:
         position = jnp.arange(math.prod(shape), dtype=jnp.int32).reshape(shape) + zero
         if block.is_slot:
             return position < self.own_count(k)
-        if self.replicas > 1:
-            position += lax.axis_index(REPLICA_AXIS) * self.chunk_size(k)
+        position += self._chunk_number() * self.chunk_size(k)
         mask = position < block.size
         if block.split is not None:
             stride = math.prod(block.shape[block.split + 1 :])
@@ -295,7 +319,7 @@ class Blocks:
         if block.is_slot and None in block.leaves:
             mask = jnp.broadcast_to(self.own_count(k) > zero, shape)
         rows = jnp.arange(shape[dim], dtype=jnp.int32) + zero
-        sizes = [(dim, lax.axis_index(REPLICA_AXIS) * shape[dim] + rows, block.shape[dim], self.replicas * shape[dim])]
+        sizes = [(dim, self._chunk_number() * shape[dim] + rows, block.shape[dim], self.replicas * shape[dim])]
         if block.split is not None:
             size, local = self.leaves[block.leaves[0] or 0].shape[block.split], block.shape[block.split]
             of_shard = jnp.arange(shape[block.split], dtype=jnp.int32) + zero
@@ -307,10 +331,6 @@ class Blocks:
                 inside = (position < size).reshape([-1 if d == along else 1 for d in range(len(shape))])
                 mask = jnp.broadcast_to(inside, shape) if mask is None else mask & inside
         return mask
-
-
-def _with_size(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
-    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 def blocks_of_layout(layout: PackedLayout, *, replicas: int) -> Blocks:

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ipu_jax.core.instances import put
 from ipu_jax.core.mesh_axes import over_ipus
-from ipu_jax.core.optimizer.blocks import blocks_of_layout, from_blocks, to_blocks
+from ipu_jax.core.optimizer.blocks import blocks_of_layout, to_blocks
 from ipu_jax.core.optimizer.extra_arguments import checked_optimizer
 from ipu_jax.core.optimizer.state import OptimizerState
 from ipu_jax.core.optimizer.update import ShardedUpdate
@@ -101,9 +101,8 @@ class PipelineOptimizer:
         """Return the program of `apply`, for states with these specs."""
 
         def on_ipu(gradients: Sharded, state: OptimizerState, params: Sharded, value: Any) -> Any:
-            unrounded, new = update.apply(to_blocks(gradients), state, to_blocks(params), value)
-            weights = [w.astype(block.dtype) for w, block in zip(unrounded, update.blocks, strict=True)]
-            return from_blocks(params, weights), new
+            new, _, state = update.apply(to_blocks(gradients), state, params, value)
+            return new, state
 
         weights = packing.specs_of(layout)
         in_specs = (weights, states, weights, PartitionSpec())

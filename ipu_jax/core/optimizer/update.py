@@ -18,8 +18,10 @@ from jax import lax
 from jax.extend import core
 
 from ipu_jax.base.jaxprs import bound
-from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.core.collectives import rounded
+from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.guard import SLOT, Fence, guard
+from ipu_jax.core.optimizer import zero
 from ipu_jax.core.optimizer._analysis import LeafReduction, analyze_update
 from ipu_jax.core.optimizer._evaluate import LeafEvaluator
 from ipu_jax.core.optimizer._reductions import combined, partial_result, partial_shape, sent_together, size_of
@@ -67,22 +69,45 @@ class ShardedUpdate:
         return self.state_layout.init(self.optimizer, params)
 
     def apply(
-        self, gradients: Sequence[Any], state: OptimizerState, params: Sequence[Any], loss: Any
-    ) -> tuple[list[Any], OptimizerState]:
-        """Return the weights after an update, unrounded, and the optimizer's new state.
+        self,
+        gradients: Sequence[Any],
+        state: OptimizerState,
+        params: Any,
+        loss: Any,
+        *,
+        round_block: Callable[[int, Any], Any] | None = None,
+    ) -> tuple[Any, list[Any], OptimizerState]:
+        """Return the weights after an update, their chunks of this replica, and the optimizer's new state.
 
         Communicates one all_gather of a few numbers for each level of norms over leaves of several IPUs, or over the
-        parts of one leaf.
+        parts of one leaf; if the blocks are divided over the replicas, one all_gather of the new weights per bucket.
 
         Args:
-            gradients: per block, in its update shape, and already reduced over the replicas.
+            gradients: per block, in its update shape, and already summed over the replicas. They are rounded to the
+                block's dtype.
             state: this IPU's arrays, as `shard_map` gives them: (1, 1, *update_shape).
-            params: per block, in its update shape.
+            params: this IPU's weights, `Sharded` or a plain tree.
             loss: for optimizers that take `value=`.
+            round_block: returns block k's new weights in its dtype, from k and the weights in float32 at least, in the
+                update shape. None rounds to nearest.
 
         Returns:
-            Per block the weights plus their updates, in float32 if the weights are narrower, and the new state.
+            The new weights, laid out like `params`; per block this replica's chunk of them, (*update_shape); the new
+            state.
         """
+        blocks = self.blocks
+        gradients = [rounded(g, block.dtype) for g, block in zip(gradients, blocks, strict=True)]
+        unrounded, state = self._unrounded(gradients, state, blocks.chunks_of(params), loss)
+        if round_block is None:
+            chunks = [chunk.astype(block.dtype) for chunk, block in zip(unrounded, blocks, strict=True)]
+        else:
+            chunks = [round_block(k, chunk) for k, chunk in enumerate(unrounded)]
+        return zero.with_chunks(blocks, params, chunks), chunks, state
+
+    def _unrounded(
+        self, gradients: Sequence[Any], state: OptimizerState, params: Sequence[Any], loss: Any
+    ) -> tuple[list[Any], OptimizerState]:
+        """Return the chunks of the weights plus their updates, in float32 at least, and the optimizer's new state."""
         analysis, jaxpr = self.analysis, self.analysis.jaxpr
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, analysis.consts, strict=True))
         env[self._loss] = jnp.asarray(loss, self._loss.aval.dtype)
@@ -115,7 +140,7 @@ class ShardedUpdate:
             run = partial(self._updated_leaf, old=[weights, *state], mask=blocks.leaf_mask(k))
             return self._on_block(k, arrays, env, run)
         counts, own = blocks.counts(k), blocks.own_count(k)
-        has_rows = blocks.replicas > 1 and blocks[k].chunk_dim is not None  # which may be padding
+        has_rows = blocks.chunk_dim(k) is not None  # which may be padding
         is_elementwise = all(self._is_elementwise(leaf) for leaf in blocks[k].leaves if leaf is not None)
         new = [weights.astype(jnp.promote_types(weights.dtype, jnp.float32)), *state]
         for shorter, length in itertools.pairwise([0, *(blocks.lengths(k) if is_elementwise else [weights.size])]):
@@ -267,11 +292,13 @@ class ShardedUpdate:
                 run = self._partial_results(of_block, length, dtype, blocks.leaf_mask(k))
                 vectors += self._on_block(k, arrays[k], env, run)
             offset += length
-        vector = jnp.concatenate(vectors)
-        by_ipu = lax.all_gather(vector, IPU_AXIS) if blocks.ipus > 1 else vector[None]
-        everyone = lax.all_gather(by_ipu, REPLICA_AXIS) if blocks.replicas > 1 else by_ipu[None]
+        everyone = jnp.concatenate(vectors)
+        for axis in blocks.axes:
+            everyone = lax.all_gather(everyone, axis)
+        by_ipu = (blocks.replicas, blocks.ipus)
+        everyone = everyone.reshape(*by_ipu, offset)
         return {
-            v: combined(blocks, r, v, everyone[:, :, at : at + size_of(shape)].reshape(*everyone.shape[:2], *shape))
+            v: combined(blocks, r, v, everyone[:, :, at : at + size_of(shape)].reshape(*by_ipu, *shape))
             for r, v, at, shape in parts
         }
 

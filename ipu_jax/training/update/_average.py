@@ -13,7 +13,7 @@ import numpy as np
 
 from ipu_jax.core.instances import on_host
 from ipu_jax.core.optimizer import zero
-from ipu_jax.core.optimizer.blocks import Blocks, from_blocks, to_blocks
+from ipu_jax.core.optimizer.blocks import Blocks
 
 
 def next_average(decay: float, averages: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
@@ -36,11 +36,11 @@ def with_average(blocks: Blocks, params: Any, averages: Sequence[Any]) -> Any:
     Call it inside the program. Under `shard_optimizer` it communicates one all_gather over "replica" per bucket.
     """
     arrays = []
-    for k, (average, own) in enumerate(zip(averages, to_blocks(params), strict=True)):
+    for k, (average, own) in enumerate(zip(averages, blocks.chunks_of(params), strict=True)):
         array, mask = average[0, 0].astype(own.dtype), blocks.leaf_mask(k)
         # a slot may hold frozen weights of this IPU
-        arrays.append(array if mask is None else jnp.where(mask, array, blocks.replica_chunk(k, own)))
-    return from_blocks(params, zero.gather(blocks, arrays) if blocks.replicas > 1 else arrays)
+        arrays.append(array if mask is None else jnp.where(mask, array, own))
+    return zero.with_chunks(blocks, params, arrays)
 
 
 def divided_average(blocks: Blocks, leaves: Sequence[Any]) -> list[np.ndarray]:

@@ -9,7 +9,7 @@ import optax
 from jax import lax
 from jax.tree_util import DictKey, GetAttrKey
 
-from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.optimizer.blocks import Blocks
 from ipu_jax.core.optimizer.update import ShardedUpdate
 from ipu_jax.training.update._precision import widened
@@ -37,8 +37,7 @@ def norms(blocks: Blocks, *trees: Sequence[Any]) -> list[Any]:
         trees: this IPU's arrays of each tree, one per block, in the block's update shape.
     """
     squares = jnp.stack([_own_squares(blocks, arrays) for arrays in trees])
-    axes = [IPU_AXIS] * (blocks.ipus > 1) + [REPLICA_AXIS] * (blocks.replicas > 1)
-    return list(jnp.sqrt(lax.psum(squares, tuple(axes)) if axes else squares))
+    return list(jnp.sqrt(lax.psum(squares, blocks.axes)))
 
 
 def learning_rate_in(update: ShardedUpdate) -> int | None:
@@ -57,7 +56,7 @@ def _own_squares(blocks: Blocks, arrays: Sequence[Any]) -> Any:
     for k, array in enumerate(arrays):
         mask = blocks.leaf_mask(k)
         square = _sum_of_squares(array if mask is None else jnp.where(mask, array, 0))
-        if blocks.ipus > 1 and blocks[k].is_whole:
+        if IPU_AXIS in blocks.axes and blocks[k].is_whole:
             square = jnp.where(lax.axis_index(IPU_AXIS) == 0, square, 0)
         total += square
     return total

@@ -5,6 +5,7 @@ gradients of M micro-batches -> sum over replicas -> unscale, clip -> optax -> r
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -12,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ipu_jax.core.collectives import rounded, state_over_replicas
+from ipu_jax.core.collectives import state_over_replicas
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.engine.labels import UPDATE
 from ipu_jax.core.optimizer import zero
-from ipu_jax.core.optimizer.blocks import from_blocks, to_blocks
+from ipu_jax.core.optimizer.blocks import to_blocks
 from ipu_jax.core.optimizer.update import ShardedUpdate
 from ipu_jax.core.options import DynamicScale, TrainOptions
 from ipu_jax.core.pipeline import Pipeline
@@ -102,30 +103,27 @@ class Iteration:
         blocks = update.blocks
         loss, divisor = self._global_loss(loss, aux, scale)
 
-        if blocks.replicas > 1:
+        if blocks.is_divided:
             gradients = zero.scatter(blocks, gradients)
         elif model.replicas > 1:
             gradients = lax.psum(gradients, REPLICA_AXIS)
         dynamic = isinstance(options.loss_scale, DynamicScale)
         verdict = None
         if options.on_nonfinite is not None:
-            verdict = judged(options, state, loss, self._all_finite(gradients, reduced=blocks.replicas == 1))
+            verdict = judged(options, state, loss, self._all_finite(gradients, reduced=not blocks.is_divided))
         elif dynamic:
             finite = self._all_finite(gradients, reduced=False)
             verdict = Verdict(finite, finite)
         if divisor is not None:
             gradients = [g / jnp.asarray(divisor, g.dtype) for g in map(widened, gradients)]
-        exact_gradients = gradients
-        gradients = [rounded(g, block.dtype) for g, block in zip(gradients, blocks, strict=True)]
 
-        params = [blocks.replica_chunk(k, array) for k, array in enumerate(to_blocks(state.params))]
-        unrounded, optimizer = update.apply(gradients, state.optimizer, params, loss)
-        weights = [self._rounded(k, value, key) for k, value in enumerate(unrounded)]
-        ema = None if options.ema_decay is None else next_average(options.ema_decay, state.ema or [], weights)
-        if blocks.replicas > 1:
-            weights = zero.gather(blocks, weights)
+        round_block = functools.partial(self._rounded, key=key)
+        params, chunks, optimizer = update.apply(
+            gradients, state.optimizer, state.params, loss, round_block=round_block
+        )
+        ema = None if options.ema_decay is None else next_average(options.ema_decay, state.ema or [], chunks)
         new = TrainState(
-            params=from_blocks(state.params, weights),
+            params=params,
             optimizer=optimizer,
             stages=stages,
             scale=state.scale,
@@ -136,7 +134,9 @@ class Iteration:
         )
         if verdict is not None:
             new = self._unless_bad(verdict, new, state)
-        gradient_norm, parameter_norm = norms(blocks, exact_gradients, params) if options.norms else (None, None)
+        gradient_norm, parameter_norm = None, None
+        if options.norms:
+            gradient_norm, parameter_norm = norms(blocks, gradients, blocks.chunks_of(state.params))
         rate = None if self._learning_rate is None else optimizer.replicated[self._learning_rate]
         outputs = StepOutputs(
             loss=loss,
@@ -228,6 +228,6 @@ class Iteration:
         key = jax.random.fold_in(jax.random.fold_in(key, np.uint32(2**32 - 1)), k)
         if not block.is_whole:  # IPUs that hold the same weights must round them the same
             key = jax.random.fold_in(key, lax.axis_index(IPU_AXIS))
-        if blocks.replicas > 1:
+        if blocks.is_divided:
             key = jax.random.fold_in(key, lax.axis_index(REPLICA_AXIS))
         return stochastic_round(value, block.dtype, key)
