@@ -40,14 +40,19 @@ def put(tree: Any, sharding: Sharding) -> Any:
     if sharding.is_fully_addressable and not any(map(_is_elsewhere, jax.tree.leaves(tree))):
         return jax.device_put(tree, sharding)
 
-    def placed(leaf: Any) -> Any:
-        if is_key(leaf):
-            return jax.random.wrap_key_data(placed(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
-        whole = on_host(leaf)
-        # not jax.device_put, which communicates to compare the values of all instances; copied, as a CPU shares memory
-        return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.array(whole[index]))
+    return jax.tree.map(lambda leaf: put_copy(leaf, sharding), tree)
 
-    return jax.tree.map(placed, tree)
+
+def put_copy(array: Any, sharding: Sharding) -> jax.Array:
+    """Return a copy of an array in new memory on the devices of a sharding, so that a program can donate it.
+
+    Every instance passes the same whole values. Communicates like `put`.
+    """
+    if is_key(array):
+        return jax.random.wrap_key_data(put_copy(jax.random.key_data(array), sharding), impl=jax.random.key_impl(array))
+    whole = on_host(array)
+    # not jax.device_put, which communicates to compare the values of all instances
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.array(whole[index]))
 
 
 @jax.transfer_guard("allow")  # the caller asks for this transfer

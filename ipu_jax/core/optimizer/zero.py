@@ -18,6 +18,7 @@ from typing import Any, Final
 import jax.numpy as jnp
 from jax import lax
 
+from ipu_jax.core.collectives import reduced
 from ipu_jax.core.devices import REPLICA_AXIS
 from ipu_jax.core.optimizer.blocks import Blocks, from_blocks
 
@@ -42,6 +43,14 @@ def buckets(blocks: Blocks, dtypes: Sequence[Any]) -> list[list[int]]:
         bucket.append(k)
         open_[dtype] = (bucket, filled + size)
     return filled_buckets
+
+
+def summed(blocks: Blocks, gradients: Sequence[Any]) -> Any:
+    """Return the sums over the replicas: of this replica's chunk of each block, or of whole blocks if none is divided.
+
+    Communicates as `scatter`, or one psum of all gradients.
+    """
+    return scatter(blocks, gradients) if blocks.is_divided else reduced(lax.psum, gradients, REPLICA_AXIS)
 
 
 def scatter(blocks: Blocks, gradients: Sequence[Any]) -> list[Any]:

@@ -420,7 +420,7 @@ class Pipeline(Made, Shown):
         """
         given, placed, program = StepArgs(params, batch, state, key), self.placement, self._programs.jitted
         placed.check(given)
-        placed.guards.check_shapes(program, (given,), lambda: placed.lowered(program, given))
+        placed.guards.check_shapes(program, given, lambda: placed.lowered(program, given))
         return placed.lowered(program, given)
 
     def choose_schedule(

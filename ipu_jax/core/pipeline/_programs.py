@@ -25,7 +25,7 @@ from ipu_jax.core.weights.arguments import count_samples
 class Programs:
     """The programs of a pipeline, jitted once each, so that all calls with the same shapes run the same program.
 
-    They take a `StepArgs` as a user gives it, which has been checked. Only a few calls are ever in flight.
+    They take the four arguments of a `StepArgs` as a user gives them, checked. Only a few calls are ever in flight.
 
     Attributes:
         jitted: `Pipeline.value_and_grad` with the new state, as `jax.jit` made it.
@@ -42,7 +42,7 @@ class Programs:
 
     def loss(self, given: StepArgs, role: Role) -> tuple[Any, Any, Any]:
         """Return `(loss, aux, new state)`; the loss is differentiable."""
-        return self._losses[role](given)
+        return self._losses[role](*given)
 
     def predict(self, given: StepArgs) -> tuple[Any, Any]:
         """Return `(outputs, new state)`."""
@@ -54,14 +54,14 @@ class Programs:
     ) -> Any:
         self._placed.check_guards(jitted, given)
         self._window.begin(given)
-        result = program(given)
+        result = program(*given)
         # otherwise a loop that never waits would exhaust the threads of the CPU backend
         self._window.admit(result, updates=updates, samples=samples)
         return result
 
-    def _update(self, given: StepArgs) -> Any:
+    def _update(self, *given: Any) -> Any:
         placed = self._placed
-        results = placed.run(given, role="training", backward=True, reduction=placed.options.reduction)
+        results = placed.run(StepArgs(*given), role="training", backward=True, reduction=placed.options.reduction)
         return placed.loss_with_aux(results.loss, results.aux), results.gradients, results.state
 
     @functools.cached_property
@@ -76,18 +76,18 @@ class Programs:
     def _losses(self) -> dict[Role, Callable[..., Any]]:
         def of(role: Role) -> Callable[..., Any]:
             @jax.jit
-            def alone(given: StepArgs) -> Any:
-                results = self._placed.run(given, role=role, backward=False)
+            def alone(*given: Any) -> Any:
+                results = self._placed.run(StepArgs(*given), role=role, backward=False)
                 return results.loss, results.aux, results.state
 
             @jax.jit
-            def with_gradients(given: StepArgs) -> Any:
-                results = self._placed.run(given, role=role, backward=True)
+            def with_gradients(*given: Any) -> Any:
+                results = self._placed.run(StepArgs(*given), role=role, backward=True)
                 return results.loss, results.aux, results.gradients, results.state
 
             return _differentiable_loss(
-                functools.partial(self._bounded, alone, jitted=alone),
-                functools.partial(self._bounded, with_gradients, jitted=with_gradients, updates=1),
+                lambda *given: self._bounded(alone, StepArgs(*given), jitted=alone),
+                lambda *given: self._bounded(with_gradients, StepArgs(*given), jitted=with_gradients, updates=1),
             )
 
         return {"training": of("training"), "evaluation": of("evaluation")}
@@ -95,8 +95,8 @@ class Programs:
     @functools.cached_property
     def _prediction(self) -> tuple[Callable[..., Any], Any]:
         @jax.jit
-        def predict(given: StepArgs) -> Any:
-            results = self._placed.run(given, role="prediction", backward=False)
+        def predict(*given: Any) -> Any:
+            results = self._placed.run(StepArgs(*given), role="prediction", backward=False)
             return results.outputs, results.state
 
         why = "pipeline.predict cannot be differentiated: compute the loss in the last stage, and use pipeline.loss"
@@ -125,7 +125,7 @@ def _differentiable_loss(
     """Return a function like `run` that is differentiable with respect to the weights.
 
     Args:
-        run: `StepArgs -> (loss, aux, new state)`, forward only.
+        run: `(params, batch, state, key) -> (loss, aux, new state)`, forward only.
         run_with_gradients: the same function with gradients, `-> (loss, aux, gradients of the loss, new state)`.
 
     No gradient flows through the new state. A gradient through aux, or with respect to batch, state or key, is refused.
@@ -135,10 +135,10 @@ def _differentiable_loss(
         "pipeline.loss has no second derivatives: its gradients are computed inside one program, by jax.vjp of each "
         "stage; differentiate the model outside of a Pipeline for them",
     )
-    loss = jax.custom_jvp(lambda given: run(given))
+    loss = jax.custom_jvp(lambda *given: run(*given))
 
     def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        along_params, *others = tangents[0]
+        along_params, *others = tangents
         for name, tangent in zip(StepArgs._fields[1:], others, strict=True):
             if any(type(leaf) is not SymbolicZero for leaf in jax.tree.leaves(tangent)):
                 raise ValueError(

@@ -73,7 +73,7 @@ class PlacedStages:
             self.function.check(given.batch, 1 + given_dims(self.replicas), given.key)
 
     def lowered(self, program: Any, given: StepArgs) -> Any:
-        """Return a jitted program of a step, lowered for arrays or shapes, wherever these are."""
+        """Return a jitted program of these four arguments, lowered for arrays or shapes, wherever these are."""
 
         def placed(tree: Any) -> Any:
             specs = None if tree is None else packing.specs_of(tree.layout)
@@ -88,11 +88,11 @@ class PlacedStages:
         spec = PartitionSpec(*[REPLICA_AXIS] * given_dims(self.replicas))
         batch = packing.batch_shapes(given.batch, self.mesh, spec)
         key = None if given.key is None else jax.ShapeDtypeStruct(given.key.shape, given.key.dtype)
-        return program.lower(StepArgs(placed(given.params), batch, placed(given.state), key))
+        return program.lower(placed(given.params), batch, placed(given.state), key)
 
     def check_guards(self, program: Any, given: StepArgs) -> None:
         """Choose the guards of a jitted program before it runs; see `GuardChoice.check`."""
-        self.guards.check(program, (given,), lambda: self.lowered(program, given))
+        self.guards.check(program, given, lambda: self.lowered(program, given))
 
     def plan(self, *given: Any) -> Plan:
         """Return the plan of a step of `value_and_grad` with these arguments. Stages are traced, and nothing is run."""

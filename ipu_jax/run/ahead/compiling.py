@@ -22,7 +22,7 @@ from ipu_jax.core.devices import REPLICA_AXIS, is_described
 from ipu_jax.core.engine.labels import UPDATE
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.programs.cost import bytes_of
-from ipu_jax.core.step_args import StepArgs
+from ipu_jax.core.step_args import StepArgs, given_dims
 from ipu_jax.core.weights.packing import Sharded
 from ipu_jax.run.ahead.compilers import compile_lowered, version_of
 from ipu_jax.run.ahead.kinds import kind_of, memory_for_jax
@@ -93,24 +93,22 @@ def compile_ahead(model: Any, params: Any, batch: Any, *, state: Any = None, key
     """
     if isinstance(model, TrainStep):
         placed = params if isinstance(params, TrainState) else model.shapes(params, stages=state, key=key)
-        lowered, pipeline, outer = model.lower(placed, batch), model.model, int(model.options.device_iterations > 1)
+        lowered, pipeline, outer = model.lower(placed, batch), model.model, given_dims(model.options.device_iterations)
         held: Any = placed
-        key = placed.key if model.random else None
-        given = StepArgs(placed.params, _of_one_update(model, batch), placed.stages, key)
+        given = model.placement.of_one_update(placed, getattr(batch, "arrays", batch))  # of a FeedBatch
+        plan = model.placement.model.plan(given)
     elif isinstance(model, Pipeline):
         placed = params if isinstance(params, Sharded) else model.shard_shapes(params)
         if state is not None and not isinstance(state, Sharded):
             state = model.shard_state_shapes(state)
         lowered, pipeline, outer = model.lower(placed, batch, state, key), model, 0
         given, held = StepArgs(placed, batch, state, key), (placed, state)
+        plan = model.placement.plan(*given)
     else:
         raise ValueError(f"model={model!r} is neither a TrainStep nor a Pipeline: make one of a loss function first")
     mesh = pipeline.mesh
     device, kind = mesh.devices.flat[0], kind_of(mesh.devices.flat[0])
     available = None if kind is None else int(memory_for_jax(kind, device.platform))
-    plan = None
-    if isinstance(pipeline, Pipeline):
-        plan = pipeline.placement.plan(*given)
     _check_part(mesh)
     of_batch = 0 if batch is None else bytes_of(getattr(batch, "arrays", batch)) // mesh.shape[REPLICA_AXIS]
     try:
@@ -148,13 +146,6 @@ def bytes_per_device(tree: Any) -> int:
     """Return the bytes of arrays, or of their shapes, on one device of their shardings."""
     share = lambda leaf: leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))  # noqa: E731
     return sum(share(leaf) for leaf in jax.tree.leaves(tree) if getattr(leaf, "sharding", None) is not None)
-
-
-def _of_one_update(step: TrainStep, batch: Any) -> Any:
-    batch = getattr(batch, "arrays", batch)  # of a FeedBatch
-    if step.options.device_iterations == 1:
-        return batch
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
 
 
 def _memory(analysis: Any, available: int | None) -> Memory:

@@ -20,7 +20,7 @@ import numpy as np
 
 from ipu_jax.base import facts
 from ipu_jax.base.cli.places import check_file, reason_of
-from ipu_jax.core.pipeline import Pipeline
+from ipu_jax.core.analysis.report import make_report
 from ipu_jax.core.schedules import Schedule
 from ipu_jax.distributed import popdist
 from ipu_jax.run.observe.runs.log import RunLog, RunLogWarning
@@ -62,14 +62,12 @@ def write_page(
     try:
         with contextlib.suppress(TraceError):  # it has recorded nothing
             timeline = None if recording is None else recording.timeline
-        if isinstance(model := step.model, Pipeline):
-            schedules[f"{model.schedule.name}, by ticks"] = model.schedule
-            with contextlib.suppress(Exception):  # such as a state that a failed call used up
-                first = int(feed.device_iterations > 1)
-                like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[first:], leaf.dtype), feed.like)
-                key, state = (jax.random.key(0) if step.random else None), result.state
-                needs = model.report(state.params, like, state.stages, key, compile=False)
-                memory = memory_of(needs, state)
+        with contextlib.suppress(Exception):  # such as a state that a failed call used up
+            given = step.placement.of_one_update(result.state, feed.like)
+            if (plan := step.placement.model.plan(given)) is not None:
+                schedules[f"{plan.schedule.name}, by ticks"] = plan.schedule
+                needs = make_report(plan, given.batch, mesh=step.mesh)
+                memory = memory_of(needs, result.state)
                 schedules["Bytes of each IPU over the ticks"] = needs.to_svg()
         with facts.during("writing a report"):
             write_report(path, events, title=title, schedules=schedules, timeline=timeline, memory=memory)

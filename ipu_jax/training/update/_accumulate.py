@@ -9,6 +9,7 @@ from jax import lax
 
 from ipu_jax.core.devices import REPLICA_AXIS
 from ipu_jax.core.stage import Outputs
+from ipu_jax.core.step_args import StepArgs
 from ipu_jax.training.update._precision import widened
 
 
@@ -50,12 +51,12 @@ def counts_of(aux: Any, *, dims: int) -> Any:
     return counts
 
 
-def accumulate(loss_fn: Callable[..., Any], params: Any, batch: Any, key: Any, *, random: bool) -> tuple[Any, Any]:
+def accumulate(loss_fn: Callable[..., Any], args: StepArgs, *, random: bool) -> tuple[Any, Any]:
     """Return the mean loss over the micro-batches of one replica, batch leaves (M, ...), and aux with a leading M."""
-    call = _caller(loss_fn, key, random)
+    call, batch = _caller(loss_fn, args.key, random), args.batch
 
     def loss_of(index: Any, microbatch: Any) -> tuple[Any, Any]:
-        loss, aux = loss_and_aux(call(params, index, microbatch))
+        loss, aux = loss_and_aux(call(args.params, index, microbatch))
         return widened(loss), aux
 
     def add_loss(total: Any, index_and_microbatch: Any) -> tuple[Any, Any]:
@@ -69,17 +70,17 @@ def accumulate(loss_fn: Callable[..., Any], params: Any, batch: Any, key: Any, *
 
 
 def accumulate_gradients(
-    loss_fn: Callable[..., Any], params: Any, batch: Any, key: Any, *, loss_cotangent: Any, random: bool
+    loss_fn: Callable[..., Any], args: StepArgs, *, loss_cotangent: Any, random: bool
 ) -> tuple[Any, Any, Any]:
     """Return the results of `accumulate` and the gradients of `loss_cotangent` x loss, summed in float32 at least.
 
     The backward pass starts from `loss_cotangent`, so that a loss scale acts before anything can underflow.
     """
-    call = _caller(loss_fn, key, random)
+    call, batch = _caller(loss_fn, args.key, random), args.batch
 
     def gradients_of(index: Any, microbatch: Any) -> Any:
         fn = lambda p: loss_and_aux(call(p, index, microbatch))  # noqa: E731
-        loss, vjp, aux = jax.vjp(fn, params, has_aux=True)
+        loss, vjp, aux = jax.vjp(fn, args.params, has_aux=True)
         (gradients,) = vjp(jnp.full((), loss_cotangent, loss.dtype))
         return jax.tree.map(widened, (loss, gradients)), aux
 

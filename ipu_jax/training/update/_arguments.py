@@ -9,13 +9,11 @@ import jax.numpy as jnp
 from ipu_jax.base.checks import check_count
 from ipu_jax.base.keys import is_one_key
 from ipu_jax.core.options import DynamicScale, TrainOptions
-from ipu_jax.core.pipeline import Pipeline
-from ipu_jax.core.step_args import StepArgs
+from ipu_jax.core.step_args import given_dims
 from ipu_jax.core.weights.arguments import arrays_in, check_alive, check_batch
-from ipu_jax.core.weights.packing import Sharded
 from ipu_jax.training.data.feed import FeedBatch
 from ipu_jax.training.update._placement import Placement
-from ipu_jax.training.update.replicas import Replicas
+from ipu_jax.training.update.models import Model
 from ipu_jax.training.update.state import TrainState
 
 
@@ -26,21 +24,19 @@ class Arguments:
         model: the model with all its replicas.
         options: the step's options.
         placement: places the step's states.
-        random: whether the model takes a key.
     """
 
-    def __init__(self, model: Pipeline | Replicas, options: TrainOptions, placement: Placement, *, random: bool):
-        self._model, self._options, self._placement, self._random = model, options, placement, random
+    def __init__(self, model: Model, options: TrainOptions, placement: Placement):
+        self._model, self._options, self._placement = model, options, placement
 
     def check_state(self, state: Any) -> None:
         """Check that a state belongs to this step, and that no earlier call has used it up."""
-        if not isinstance(state, TrainState) or isinstance(state.params, Sharded) != isinstance(self._model, Pipeline):
+        if not isinstance(state, TrainState) or not self._model.has(state.params):
             raise ValueError("state is not of this step: make it with step.init(params)")
         check_alive(
             "state", state, "go on with the state that it returned, or keep states with TrainOptions(donate=False)"
         )
-        held: Any = state.params
-        if isinstance(self._model, Pipeline) and self._model.placement.groups.as_trained(held.layout) != held.layout:
+        if not self._model.freezes_as(state.params):
             raise ValueError(
                 "state is of a step with other frozen weights, and the optimizer's state with it: begin anew with its "
                 "weights, step.init(other.whole(state)['params'], ...)"
@@ -72,7 +68,7 @@ class Arguments:
 
     @property
     def _draws(self) -> bool:
-        return self._random or self._options.stochastic_rounding
+        return self._model.random or self._options.stochastic_rounding
 
     def key_for_state(self, key: Any, *, stacklevel: int = 5) -> Any:
         """Return the key that a new state holds: the given key, or None with a warning if nothing draws numbers.
@@ -92,7 +88,7 @@ class Arguments:
 
     def check_key(self, key: Any) -> None:
         """Check that there is a key if, and only if, something draws numbers."""
-        needs = "the model is random" if self._random else "stochastic_rounding=True draws numbers"
+        needs = "the model is random" if self._model.random else "stochastic_rounding=True draws numbers"
         if key is None and self._draws:
             raise ValueError(f"key is missing, and {needs}: pass init(..., key=jax.random.key(seed))")
         if key is not None and not self._draws:
@@ -106,11 +102,7 @@ class Arguments:
         """Check a state, a call's batch and its updates; return the batch's arrays, and which updates to make."""
         self.check_state(state)
         arrays, made = self._arrays_of(batch), self._updates_of(batch, updates)
-        key = state.key if self._random else None
-        if isinstance(self._model, Pipeline):
-            self._model.placement.check(StepArgs(state.params, self._of_one_update(arrays), state.stages, key))
-        else:
-            self._model.check(state.params, self._of_one_update(arrays), key)
+        self._model.check(self._placement.of_one_update(state, arrays))
         return arrays, made
 
     def _updates_of(self, batch: Any, updates: Any) -> range:
@@ -131,7 +123,7 @@ class Arguments:
         self.check_state(state)
         arrays, count = self._arrays_of(batch), len(self._updates_of(batch, None))
         batch = arrays if self._options.device_iterations == count else jax.tree.map(lambda leaf: leaf[:count], arrays)
-        check_batch(self._of_one_update(batch), self._model.replicas, self._model.options.gradient_accumulation)
+        check_batch(self._placement.of_one_update(state, batch).batch, self._model.replicas, self._model.m)
         return batch
 
     def batch_of_update(self, state: TrainState, batch: Any) -> Any:
@@ -139,7 +131,7 @@ class Arguments:
         self.check_state(state)
         arrays: Any = batch.arrays if isinstance(batch, FeedBatch) else batch
         check_alive("batch", arrays)
-        check_batch(arrays, self._model.replicas, self._model.options.gradient_accumulation)
+        check_batch(arrays, self._model.replicas, self._model.m)
         return arrays
 
     def _arrays_of(self, batch: Any) -> Any:
@@ -147,17 +139,10 @@ class Arguments:
         arrays: Any = batch.arrays if isinstance(batch, FeedBatch) else batch
         check_alive("batch", arrays)
         count = self._options.device_iterations
-        if count == 1:
-            return arrays
-        for where, leaf in arrays_in(arrays):
+        for where, leaf in arrays_in(arrays) if given_dims(count) else ():
             if leaf.shape[:1] != (count,):
                 raise ValueError(
                     f"{where} has shape {tuple(leaf.shape)}: its first dim must be "
                     f"device_iterations={count}; give a batch of a Feed itself, not its data"
                 )
         return arrays
-
-    def _of_one_update(self, batch: Any) -> Any:
-        if self._options.device_iterations == 1:
-            return batch
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)

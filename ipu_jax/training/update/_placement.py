@@ -13,14 +13,12 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ipu_jax.base.keys import is_key
-from ipu_jax.core.instances import on_host
-from ipu_jax.core.optimizer.blocks import Blocks, blocks_of_layout, blocks_of_tree
+from ipu_jax.core.instances import put_copy
+from ipu_jax.core.optimizer.blocks import Blocks
 from ipu_jax.core.optimizer.state import OptimizerState, copied
 from ipu_jax.core.optimizer.update import ShardedUpdate
 from ipu_jax.core.options import TrainOptions
-from ipu_jax.core.pipeline import Pipeline
-from ipu_jax.core.weights import packing
+from ipu_jax.core.step_args import StepArgs, given_dims
 from ipu_jax.core.weights.packed_layout import WHOLE
 from ipu_jax.core.weights.packing import Sharded
 from ipu_jax.core.weights.place import Place, places_of_layout
@@ -28,7 +26,7 @@ from ipu_jax.core.weights.whole_tree import joined
 from ipu_jax.training.update._average import divided_average, whole_average
 from ipu_jax.training.update._loss_scale import initial_scale
 from ipu_jax.training.update._precision import cast_floats
-from ipu_jax.training.update.replicas import Replicas
+from ipu_jax.training.update.models import Model, specs_of
 from ipu_jax.training.update.state import TrainState
 
 
@@ -41,11 +39,12 @@ class Placement:
         options: the step's options.
 
     Attributes:
+        model: as given.
         held: the dtype in which float weights are held, unless the precision is "32.32".
     """
 
-    def __init__(self, model: Pipeline | Replicas, optimizer: optax.GradientTransformation, options: TrainOptions):
-        self._model, self._optimizer, self._options = model, optimizer, options
+    def __init__(self, model: Model, optimizer: optax.GradientTransformation, options: TrainOptions):
+        self.model, self._optimizer, self._options = model, optimizer, options
         self.held = jnp.dtype(options.half if options.precision == "16.16" else jnp.float32)
         self._updates: dict[Any, ShardedUpdate] = {}  # by the layout of the weights
 
@@ -55,17 +54,10 @@ class Placement:
         Raises:
             ValueError: the optimizer needs a divided leaf in one piece.
         """
-        is_sharded = isinstance(params, Sharded)
-        leaves, treedef = jax.tree.flatten(params)
-        where = params.layout if is_sharded else (treedef, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves))
+        where = self.model.layout(params)
         if where not in self._updates:
-            replicas = self._model.replicas if self._options.shard_optimizer else 1
-            blocks = (
-                blocks_of_layout(params.layout, replicas=replicas)
-                if is_sharded
-                else blocks_of_tree(params, replicas=replicas)
-            )
-            self._updates[where] = ShardedUpdate(self._optimizer, blocks)
+            replicas = self.model.replicas if self._options.shard_optimizer else 1
+            self._updates[where] = ShardedUpdate(self._optimizer, self.model.blocks(params, replicas))
         return self._updates[where]
 
     def first(self, params: Any, stages: Any, key: Any) -> TrainState:
@@ -80,14 +72,12 @@ class Placement:
 
     def shapes(self, params: Any, stages: Any, key: Any) -> TrainState:
         """Return what `first` returns, with the shape, dtype and sharding of each array in place of the array."""
-        model: Any = self._model
-        of_stages = model.shard_state_shapes(stages) if self._check_stages(stages) else None
+        model: Any = self.model
+        of_stages = model.runs.shard_state_shapes(stages) if self._check_stages(stages) else None
         if self._options.precision != "32.32":
             shape_of = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf  # noqa: E731
             params = cast_floats(jax.tree.map(shape_of, params), self.held)
-        if not isinstance(model, Pipeline):
-            model.check_params(params)
-        placed = model.shard_shapes(params)
+        placed = model.runs.shard_shapes(params)
         update = self.update_for(placed)
         blocks = update.blocks
         averages = [
@@ -129,19 +119,18 @@ class Placement:
             shapes_of = lambda tree: jax.tree.map(jnp.shape, tree)  # noqa: E731
             if shapes_of(average) != shapes_of(params):
                 raise ValueError("the saved 'ema' is not a tree like the saved 'params': give what whole returned")
-            ema = divided_average(update.blocks, self._trained(placed, average))
+            ema = divided_average(update.blocks, self.model.trained(placed, average))
         optimizer, scale = update.state_layout.restore(whole["optimizer"]), whole["scale"]
         return self._state(placed, optimizer, of_stages, scale=scale, step=whole["step"], key=whole["key"], ema=ema)
 
     def whole(self, state: TrainState) -> dict[str, Any]:
         """Return whole copies of everything in a state, each in its owner's form; None for what is not in it."""
-        update, model = self.update_for(state.params), self._model
-        params = model.unshard(state.params)
-        stages = state.stages if isinstance(model, Pipeline) else None
+        update, model = self.update_for(state.params), self.model
+        params = model.runs.unshard(state.params)
         return {
             "params": params,
             "optimizer": update.state_layout.whole(state.optimizer),
-            "stages": None if stages is None else model.unshard(stages),
+            "stages": None if state.stages is None else model.runs.unshard(state.stages),
             "scale": jax.tree.map(copied, state.scale),
             "step": int(state.step),
             "key": None if state.key is None else copied(state.key),
@@ -154,16 +143,10 @@ class Placement:
         Arrays have the same names as in checkpoints. "ema" lists only the leaves that are trained.
         """
         update = self.update_for(state.params)
-        if isinstance(state.params, Sharded):
-            params = places_of_layout(state.params.layout, "params")
-        else:
-            params = [
-                Place(leaf.path, leaf.shape, leaf.dtype, f"params.{i}") for i, leaf in enumerate(update.blocks.leaves)
-            ]
         blocks, stages = update.blocks, state.stages
         averages = range(0 if state.ema is None else len(blocks.leaves))
         return {
-            "params": params,
+            "params": self.model.places(state.params),
             "optimizer": update.state_layout.places("optimizer"),
             "stages": [] if stages is None else places_of_layout(stages.layout, "stages"),
             "ema": [blocks.place(leaf, f"ema.{blocks.block_of(leaf)}", jnp.float32) for leaf in averages],
@@ -172,14 +155,19 @@ class Placement:
     def assembled(self, state: TrainState, leaves: dict[str, list[Any]]) -> dict[str, Any]:
         """Return the trees that `whole` returns, from whole leaves in the order of the paths in `places(state)`."""
         update = self.update_for(state.params)
-        trees: dict[str, Any] = {"optimizer": update.state_layout.assembled(leaves["optimizer"])}
-        for name, like in (("params", state.params), ("stages", state.stages)):
-            if isinstance(like, Sharded):
-                trees[name] = like.layout.assembled(leaves[name])
-            else:
-                trees[name] = None if like is None else jax.tree.unflatten(jax.tree.structure(like), leaves[name])
-        ema = None if state.ema is None else self._with_trained(state, trees["params"], leaves["ema"])
-        return {**trees, "ema": ema}
+        params, stages = self.model.assembled(state.params, leaves["params"]), state.stages
+        return {
+            "params": params,
+            "optimizer": update.state_layout.assembled(leaves["optimizer"]),
+            "stages": None if stages is None else stages.layout.assembled(leaves["stages"]),
+            "ema": None if state.ema is None else self._with_trained(state, params, leaves["ema"]),
+        }
+
+    def of_one_update(self, state: TrainState, batch: Any) -> StepArgs:
+        """Return the arguments of one update of a call as a user gives them, with the shapes of its batch if K > 1."""
+        dims, key = given_dims(self._options.device_iterations), state.key if self.model.random else None
+        shape_of = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[dims:], leaf.dtype)  # noqa: E731
+        return StepArgs(state.params, jax.tree.map(shape_of, batch) if dims else batch, state.stages, key)
 
     def specs(self, state: TrainState) -> TrainState:
         """Return the PartitionSpec of every array of a state."""
@@ -200,16 +188,8 @@ class Placement:
         """Return the whole weights in their held dtypes, the same weights on the IPUs, and the whole trained leaves."""
         if self._options.precision != "32.32":
             params = cast_floats(params, self.held)
-        if isinstance(self._model, Pipeline):
-            placed = self._model.shard(params)
-        else:
-            self._model.check_params(params)
-            placed = jax.tree.map(lambda leaf: self._place(leaf), params)
-        return params, placed, self._trained(placed, params)
-
-    def _trained(self, placed: Any, whole: Any) -> list[Any]:
-        """Return the trained leaves of a whole tree with the structure of the weights."""
-        return placed.layout.trained_leaves(whole) if isinstance(placed, Sharded) else jax.tree.leaves(whole)
+        placed = self.model.place(params)
+        return params, placed, self.model.trained(placed, params)
 
     def _whole_average(self, blocks: Blocks, state: TrainState, params: Any) -> Any:
         """Return the weights with the trained ones replaced by their average."""
@@ -220,7 +200,7 @@ class Placement:
         """Return whole weights with the trained ones replaced by `trained`."""
         following = iter(trained)
         leaves, treedef = jax.tree.flatten(params)
-        both = zip(leaves, _frozen(state.params), strict=True)
+        both = zip(leaves, self.model.frozen(state.params), strict=True)
         return jax.tree.unflatten(treedef, [w if is_frozen else next(following) for w, is_frozen in both])
 
     def _state(
@@ -245,13 +225,11 @@ class Placement:
         return None if self._options.on_nonfinite is None else self._place(np.int32(0))
 
     def _placed_stages(self, stages: Any) -> Sharded | None:
-        model: Any = self._model
-        return model.shard_state(stages) if self._check_stages(stages) else None
+        return self.model.runs.shard_state(stages) if self._check_stages(stages) else None
 
     def _check_stages(self, stages: Any) -> bool:
         """Return whether the model's stages hold state; raise `ValueError` unless it is given if, and only if, so."""
-        model = self._model
-        groups = sorted(stage.state for stage in model.stages if stage.state) if isinstance(model, Pipeline) else []
+        groups = self.model.state_groups
         if stages is None and groups:
             raise ValueError(f"stages is missing: pass stages={{...}} with the state of {', '.join(map(repr, groups))}")
         if stages is not None and not groups:
@@ -259,20 +237,4 @@ class Placement:
         return bool(groups)
 
     def _place(self, value: Any, spec: PartitionSpec = WHOLE) -> jax.Array:
-        if is_key(value):
-            return jax.random.wrap_key_data(self._place(jax.random.key_data(value)), impl=jax.random.key_impl(value))
-        whole = on_host(value)  # each device gets a copy, so that the step can donate its buffers
-        sharding = NamedSharding(self._model.mesh, spec)
-        return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.array(whole[index]))
-
-
-def specs_of(tree: Any) -> Any:
-    """Return the PartitionSpec of each array of placed weights or state. A plain tree is whole on every IPU."""
-    return packing.specs_of(tree.layout) if isinstance(tree, Sharded) else jax.tree.map(lambda _: WHOLE, tree)
-
-
-def _frozen(placed: Any) -> list[bool]:
-    """Return, per leaf of the whole weights, whether it is frozen."""
-    if not isinstance(placed, Sharded):
-        return [False] * len(jax.tree.leaves(placed))
-    return placed.layout.frozen_whole_leaves()
+        return put_copy(value, NamedSharding(self.model.mesh, spec))

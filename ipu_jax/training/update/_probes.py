@@ -13,7 +13,7 @@ place of the micro-batch and the value.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,16 +22,18 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from ipu_jax.core.collectives import reduced
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.core.mesh_axes import over_ipus
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.stage import Outputs, Stage
 from ipu_jax.core.step_args import StepArgs
+from ipu_jax.core.weights import packing
 from ipu_jax.core.weights.packed_layout import WHOLE, Group, Leaf, PackedLayout, Slot
 from ipu_jax.core.weights.packing import Sharded
 from ipu_jax.training.update._accumulate import accumulate_gradients, counts_of, loss_and_aux
-from ipu_jax.training.update._model import on_ipus
-from ipu_jax.training.update._placement import specs_of
-from ipu_jax.training.update.replicas import Replicas
+from ipu_jax.training.update.nonfinite import Flags, StageFlags, no_flags
+from ipu_jax.training.update.state import TrainState
 
 _INPUT = 0  # in a probe, the row for the gradients of a stage's inputs; rows for its weights follow
 
@@ -135,7 +137,7 @@ class ProbedPipeline:
         Communicates what a training step communicates, and one pmin of a number.
 
         Args:
-            args: whole, of one update; leaves of the batch are ([replicas,] M, ...).
+            args: whole, of one update.
             loss_cotangent: the loss cotangent of one micro-batch.
 
         Returns:
@@ -159,17 +161,16 @@ class ProbedPipeline:
             sums = result.gradients
             of_ipus, of_groups = sums.slots[len(layout.slots) :], {k: v[-1] for k, v in sums.concurrent.items()}
             others = (sums.slots[: len(layout.slots)], {k: v[:-1] for k, v in sums.concurrent.items()})
-            is_finite = _sums_are_finite(others, (IPU_AXIS,), model.replicas)
+            is_finite = _sums_are_finite(others, IPU_AXIS)
             expand = lambda tree: jax.tree.map(lambda leaf: leaf[None], tree)  # noqa: E731
             return expand(result.aux), expand(of_ipus), expand(of_groups), is_finite
 
         replicas = PartitionSpec(REPLICA_AXIS)
-        in_specs = (StepArgs(specs_of(with_probes), replicas, specs_of(args.state), WHOLE), WHOLE)
+        of_state = args.state and packing.specs_of(args.state.layout)
+        in_specs = (StepArgs(packing.specs_of(extended), replicas, of_state, WHOLE), WHOLE)
         out_specs = (replicas, PartitionSpec(REPLICA_AXIS, IPU_AXIS), replicas, WHOLE)
-        mapped = on_ipus(model, program, in_specs=in_specs, out_specs=out_specs)
-        aux, of_ipus, of_groups, is_finite = mapped(
-            args.entered(model.replicas)._replace(params=with_probes), loss_cotangent
-        )
+        mapped = over_ipus(program, model.mesh, in_specs=in_specs, out_specs=out_specs)
+        aux, of_ipus, of_groups, is_finite = mapped(args._replace(params=with_probes), loss_cotangent)
         by_name = {group.name: group for group in extended.groups}
         gradients = []
         for name, use in self.users:
@@ -181,30 +182,68 @@ class ProbedPipeline:
         return [aux[stage.name] for stage in model.stages], gradients, is_finite
 
 
-def run_probed_function(model: Replicas, params: Any, batch: Any, key: Any, loss_cotangent: Any) -> Any:
+def flags_of_stages(model_stages: Sequence[Stage], state: TrainState, batch: Any, results: Any) -> Flags:
+    """Return the flags of an update by name, from what `ProbedPipeline.run` returned, on the host."""
+    flags, gradients, is_finite = results
+    layout = state.params.layout
+    of_batch, stages, any_trained = float_names(batch, "batch"), [], False
+    for stage, own, probe in zip(model_stages, flags, gradients, strict=True):
+        leaves = [leaf for name in stage.groups for leaf in layout.group(name).leaves]
+        held = () if stage.state is None or state.stages is None else state.stages.layout.group(stage.state).leaves
+        of_state = [path.replace("state", "stages", 1) for path in _float_paths(held)]
+        outputs = own.get("outputs", np.zeros((*probe.shape[:1], probe.shape[-1], 0)))
+        trained = {leaf.path: probe[:, 1 + i] > 0 for i, leaf in enumerate(leaves) if not leaf.frozen}
+        stages.append(
+            StageFlags(
+                weights=_by_name(_float_paths(leaves), own.get("weights")),
+                batch=_by_name(of_batch, own.get("batch")),
+                state=_by_name(of_state, own.get("state")),
+                outputs=_by_name([str(i) for i in range(outputs.shape[-1])], outputs),
+                new_state=_by_name(of_state, own.get("new_state")),
+                # the step computes it only if an earlier stage has trained weights
+                input_gradients={"its input": probe[:, 0] > 0} if any_trained else {},
+                weight_gradients=trained,
+            )
+        )
+        any_trained = any_trained or bool(trained)
+    names = [stage.name for stage in model_stages]
+    losses = np.sum([_wide(own["loss"]) for own in flags if "loss" in own], axis=0)
+    return Flags(losses, stages, names, bool(is_finite))
+
+
+def run_probed_function(model: Any, args: StepArgs, loss_cotangent: Any) -> Any:
     """Return the flags of a plain loss function, (replicas, M, values) each, and whether the gradient sums are finite.
 
-    Communicates one psum of all gradients over the replicas, and one pmin of a number.
+    Communicates one psum of all gradients over the replicas.
     """
 
-    def program(params: Any, batch: Any, key: Any, loss_cotangent: Any) -> Any:
-        loss_fn = functools.partial(_probed_loss, model, loss_cotangent)
-        batch = jax.tree.map(lambda leaf: leaf[0], batch)
-        _, aux, sums = accumulate_gradients(
-            loss_fn, params, batch, key, loss_cotangent=loss_cotangent, random=model.random
-        )
-        return jax.tree.map(lambda leaf: leaf[None], aux), _sums_are_finite(sums, (), model.replicas)
+    def program(args: StepArgs, loss_cotangent: Any) -> Any:
+        loss_fn = functools.partial(_probed_loss, model.loss_fn, loss_cotangent)
+        own = args.of_replica()
+        _, aux, sums = accumulate_gradients(loss_fn, own, loss_cotangent=loss_cotangent, random=model.random)
+        return jax.tree.map(lambda leaf: leaf[None], aux), _sums_are_finite(sums)
 
-    if model.replicas == 1:
-        batch = jax.tree.map(lambda leaf: leaf[None], batch)
     replicas = PartitionSpec(REPLICA_AXIS)
-    mapped = on_ipus(model, program, in_specs=(WHOLE, replicas, WHOLE, WHOLE), out_specs=(replicas, WHOLE))
-    return mapped(params, batch, key, loss_cotangent)
+    in_specs, out_specs = (StepArgs(WHOLE, replicas, None, WHOLE), WHOLE), (replicas, WHOLE)
+    return model.on_ipus(program, in_specs=in_specs, out_specs=out_specs)(args, loss_cotangent)
 
 
-def _probed_loss(model: Replicas, loss_cotangent: Any, params: Any, microbatch: Any, **extra: Any) -> Any:
+def flags_of_function(state: TrainState, batch: Any, results: Any) -> Flags:
+    """Return the flags of an update by name, from what `run_probed_function` returned, on the host."""
+    flags, is_finite = results
+    weights = float_names(state.params, "params")
+    named = {
+        "weights": _by_name(weights, flags["weights"]),
+        "batch": _by_name(float_names(batch, "batch"), flags["batch"]),
+        "outputs": _by_name(["loss"], flags["outputs"]),
+        "weight_gradients": _by_name(weights, flags["weight_gradients"]),
+    }
+    return Flags(_wide(flags["loss"]), [no_flags(**named)], None, bool(is_finite))
+
+
+def _probed_loss(loss_fn: Callable[..., Any], loss_cotangent: Any, params: Any, microbatch: Any, **extra: Any) -> Any:
     """Return the loss of one micro-batch, and as its aux the flags of the loss and its gradients."""
-    of_loss = lambda p: loss_and_aux(model.loss_fn(p, microbatch, **extra))[0]  # noqa: E731
+    of_loss = lambda p: loss_and_aux(loss_fn(p, microbatch, **extra))[0]  # noqa: E731
     loss, vjp = jax.vjp(of_loss, lax.stop_gradient(params))
     (gradients,) = vjp(jnp.full((), loss_cotangent, loss.dtype))
     flags = {"weights": params, "batch": microbatch, "weight_gradients": gradients, "outputs": loss}
@@ -219,10 +258,10 @@ def float_names(tree: Any, prefix: str) -> list[str]:
     ]
 
 
-def _sums_are_finite(sums: Any, axes: tuple[str, ...], replicas: int) -> Any:
-    sums = lax.psum(sums, REPLICA_AXIS) if replicas > 1 else sums
-    found = 1 - jnp.max(jnp.append(_flags(sums), 0))
-    return lax.pmin(found, axes) if axes else found
+def _sums_are_finite(sums: Any, *axes: str) -> Any:
+    """Return whether the sums over the replicas are finite, on all IPUs of the axes."""
+    found = 1 - jnp.max(jnp.append(_flags(reduced(lax.psum, sums, REPLICA_AXIS)), 0))
+    return reduced(lax.pmin, found, *axes)
 
 
 def _is_float(leaf: Any) -> bool:
@@ -243,6 +282,24 @@ def _of_floats(fn: Any, tree: Any) -> Any:
         for i, leaf in zip(where, fn([leaves[i] for i in where]), strict=True):
             leaves[i] = leaf
     return jax.tree.unflatten(treedef, leaves)
+
+
+def _float_paths(leaves: Sequence[Leaf]) -> list[str]:
+    return [leaf.path for leaf in leaves if jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.inexact)]
+
+
+def _by_name(names: list[str], flags: Any) -> dict[str, Any]:
+    """Return (replicas, M) bools by name from (replicas, M, names); None stands for no names."""
+    if flags is None:
+        assert not names, f"the probes saw nothing of {names}"
+        return {}
+    assert flags.shape[-1] == len(names), f"the probes saw {flags.shape[-1]} of {names}"
+    return {name: flags[..., i] > 0 for i, name in enumerate(names)}
+
+
+def _wide(losses: Any) -> Any:
+    losses = np.asarray(losses)
+    return losses.astype(jnp.promote_types(losses.dtype, jnp.float32))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -13,23 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ipu_jax.core.collectives import state_over_replicas
+from ipu_jax.core.collectives import reduced
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.engine.labels import UPDATE
 from ipu_jax.core.optimizer import zero
-from ipu_jax.core.optimizer.blocks import to_blocks
 from ipu_jax.core.optimizer.update import ShardedUpdate
 from ipu_jax.core.options import DynamicScale, TrainOptions
-from ipu_jax.core.pipeline import Pipeline
-from ipu_jax.core.step_args import StepArgs
-from ipu_jax.training.update._accumulate import accumulate_gradients, counts_of
+from ipu_jax.core.step_args import StepArgs, given_dims
+from ipu_jax.training.update._accumulate import counts_of
 from ipu_jax.training.update._average import next_average
 from ipu_jax.training.update._loss_scale import current_scale, next_scale
-from ipu_jax.training.update._model import aux_of_loss
 from ipu_jax.training.update._nonfinite import Verdict, first_of, judged
 from ipu_jax.training.update._norms import learning_rate_in, norms
 from ipu_jax.training.update._precision import stochastic_round, widened
-from ipu_jax.training.update.replicas import Replicas
+from ipu_jax.training.update.models import Gradients, Model
 from ipu_jax.training.update.state import StepOutputs, TrainState
 
 
@@ -40,30 +37,31 @@ class Iteration:
         model: the model with all its replicas.
         options: the step's options.
         update: the optimizer's update for the model's weights.
-        random: whether the model takes a key.
     """
 
-    def __init__(self, model: Pipeline | Replicas, options: TrainOptions, update: ShardedUpdate, *, random: bool):
-        self.model, self.options, self.update, self.random = model, options, update, random
+    def __init__(self, model: Model, options: TrainOptions, update: ShardedUpdate):
+        self.model, self.options, self.update = model, options, update
         self._learning_rate = learning_rate_in(update)
 
-    def run(
-        self, state: TrainState, batch: Any, updates: tuple[Any, Any], *, stacked: bool
-    ) -> tuple[TrainState, StepOutputs]:
+    def run(self, state: TrainState, batch: Any, updates: tuple[Any, Any]) -> tuple[TrainState, StepOutputs]:
         """Run the updates of a call.
 
         Args:
             state: this IPU's blocks.
-            batch: leaves ([updates,] 1, M, ...), this replica's.
-            updates: `(first, stop)`, the range of the batch's updates to make, int32 (), the same on all IPUs. Ignored
-                if `device_iterations` is 1.
-            stacked: whether outputs have a leading dim, one row per `options.every` updates. Rows of updates that are
-                not made are zeros.
+            batch: leaves (K, 1, M, ...), this replica's.
+            updates: `(first, stop)`, the range of the batch's updates to make, int32 (), the same on all IPUs. A batch
+                of one update makes it.
+
+        Returns:
+            The new state, and outputs with a leading dim, a row per `options.every` updates. Rows of updates that are
+            not made are zeros.
         """
         options = self.options
-        if options.device_iterations == 1:
-            return self.one(state, jax.tree.map(lambda leaf: leaf[0], batch))
         batch = jax.tree.map(lambda leaf: leaf[:, 0], batch)
+        first = jax.tree.map(lambda leaf: leaf[0], batch)
+        if not given_dims(options.device_iterations):  # a loop would be compiled apart from what is around it
+            state, outputs = self.one(state, first)
+            return state, jax.tree.map(lambda leaf: leaf[None], outputs)
 
         def update(i: Any, carry: tuple[TrainState, StepOutputs]) -> tuple[TrainState, StepOutputs]:
             state, rows = carry
@@ -78,41 +76,34 @@ class Iteration:
                 outputs = dataclasses.replace(outputs, nonfinite=nonfinite, skipped=skipped)
             return state, jax.tree.map(lambda leaf, value: leaf.at[row].set(value), rows, outputs)
 
-        first = jax.tree.map(lambda leaf: leaf[0], batch)
         like = jax.eval_shape(self.one, state, first)[1]
         count_of_rows = options.device_iterations // options.every
         # outputs that are not returned are never stacked
         rows = jax.tree.map(lambda leaf: jnp.zeros((count_of_rows, *leaf.shape), leaf.dtype), like)
-        state, rows = lax.fori_loop(*updates, update, (state, rows))
-        return state, rows if stacked else jax.tree.map(lambda leaf: leaf[0], rows)
+        return lax.fori_loop(*updates, update, (state, rows))
 
     def one(self, state: TrainState, batch: Any) -> tuple[TrainState, StepOutputs]:
         """Run one update; batch leaves are (M, ...)."""
-        options, model, scale = self.options, self.model, current_scale(self.options, state.scale)
+        model, weighted, scale = self.model, self.options.weighted, current_scale(self.options, state.scale)
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
-        loss_cotangent = scale if options.weighted or model.options.reduction == "sum" else scale / self._count
-        results = self._gradients(state, batch, key if self.random else None, loss_cotangent)
+        args = StepArgs(state.params, batch, state.stages, key if model.random else None)
+        found = model.gradients(args, model.loss_cotangent(scale, weighted=weighted), weighted=weighted)
         with jax.named_scope(UPDATE):
-            return self._updated(state, *results, scale, key)
+            return self._updated(state, found, scale, key)
 
-    def _updated(
-        self, state: TrainState, loss: Any, aux: Any, gradients: list[Any], stages: Any, scale: Any, key: Any
-    ) -> tuple[TrainState, StepOutputs]:
-        """Return the new state and the outputs, from what `_gradients` returned."""
-        options, model, update = self.options, self.model, self.update
+    def _updated(self, state: TrainState, found: Gradients, scale: Any, key: Any) -> tuple[TrainState, StepOutputs]:
+        """Return the new state and the outputs."""
+        options, update = self.options, self.update
         blocks = update.blocks
-        loss, divisor = self._global_loss(loss, aux, scale)
+        loss, divisor = self._global_loss(found, scale)
 
-        if blocks.is_divided:
-            gradients = zero.scatter(blocks, gradients)
-        elif model.replicas > 1:
-            gradients = lax.psum(gradients, REPLICA_AXIS)
+        gradients = zero.summed(blocks, found.sums)
         dynamic = isinstance(options.loss_scale, DynamicScale)
         verdict = None
         if options.on_nonfinite is not None:
-            verdict = judged(options, state, loss, self._all_finite(gradients, reduced=not blocks.is_divided))
+            verdict = judged(options, state, loss, self._all_finite(gradients, is_same=not blocks.is_divided))
         elif dynamic:
-            finite = self._all_finite(gradients, reduced=False)
+            finite = self._all_finite(gradients, is_same=False)
             verdict = Verdict(finite, finite)
         if divisor is not None:
             gradients = [g / jnp.asarray(divisor, g.dtype) for g in map(widened, gradients)]
@@ -125,7 +116,7 @@ class Iteration:
         new = TrainState(
             params=params,
             optimizer=optimizer,
-            stages=stages,
+            stages=found.stages,
             scale=state.scale,
             step=state.step,
             key=state.key,
@@ -140,7 +131,7 @@ class Iteration:
         rate = None if self._learning_rate is None else optimizer.replicated[self._learning_rate]
         outputs = StepOutputs(
             loss=loss,
-            aux=jax.tree.map(lambda leaf: leaf[None], aux),
+            aux=jax.tree.map(lambda leaf: leaf[None], found.aux),
             updated=None if verdict is None else verdict.made.astype(jnp.int32),
             gradient_norm=gradient_norm,
             parameter_norm=parameter_norm,
@@ -163,61 +154,29 @@ class Iteration:
                 scale = jax.tree.map(lambda n, o: jnp.where(verdict.number > 0, o, n), scale, old.scale)
         return dataclasses.replace(chosen, key=old.key, scale=scale, nonfinite=verdict.streak)
 
-    @property
-    def _count(self) -> int:
-        return self.model.options.gradient_accumulation * self.model.replicas
-
-    def _gradients(
-        self, state: TrainState, batch: Any, key: Any, loss_cotangent: Any
-    ) -> tuple[Any, Any, list[Any], Any]:
-        """Return this replica's mean loss, aux and gradient sums per block, and the stages' state over all replicas."""
-        model = self.model
-        if not isinstance(model, Pipeline):
-            loss, aux, sums = accumulate_gradients(
-                model.loss_fn, state.params, batch, key, loss_cotangent=loss_cotangent, random=self.random
-            )
-            return loss, aux, jax.tree.leaves(sums), None
-        args = StepArgs(state.params, batch, state.stages, key)
-        result = model.placement.run_on_ipu(args, loss_cotangent=loss_cotangent)
-        if self.options.weighted and result.adds_loss:
-            raise ValueError(
-                "weighted=True divides the loss by counts, but a stage adds a loss that has none, Outputs(loss=...) or "
-                "losses=: send it to the last stage as a skip, and return (sum + count * loss, count) there"
-            )
-        value = model.placement.loss_with_aux(result.loss, result.aux)
-        stages = state.stages and result.state
-        if model.replicas > 1:
-            stages = state_over_replicas(stages)
-        return result.loss, value[1] if isinstance(value, tuple) else None, to_blocks(result.gradients), stages
-
-    def _global_loss(self, loss: Any, aux: Any, scale: Any) -> tuple[Any, Any]:
+    def _global_loss(self, found: Gradients, scale: Any) -> tuple[Any, Any]:
         """Return the loss over all replicas, and the divisor of the gradients, or None for 1."""
-        options = self.options
+        options, loss = self.options, found.loss
         static = None if isinstance(scale, float | int) and scale == 1 else scale
         if not options.weighted:
-            return (lax.pmean(loss, REPLICA_AXIS) if self.model.replicas > 1 else loss), static
-        counts = counts_of(aux_of_loss(self.model, aux), dims=1)
+            return reduced(lax.pmean, loss, REPLICA_AXIS), static
+        counts = counts_of(self.model.aux_of_loss(found.aux), dims=1)
         count = jnp.sum(counts, dtype=jnp.promote_types(counts.dtype, loss.dtype))
-        here = (loss * self.model.options.gradient_accumulation, count)
-        total, count = lax.psum(here, REPLICA_AXIS) if self.model.replicas > 1 else here
-        if self.model.options.reduction == "sum":
+        total, count = reduced(lax.psum, (loss * self.model.m, count), REPLICA_AXIS)
+        if self.model.reduction == "sum":
             return total, static
         # if the count is 0, loss and gradients are 0: 0 divided by infinity, not by 0
         count = jnp.where(count > 0, count, jnp.inf)
         return total / count, count * scale
 
-    def _all_finite(self, gradients: list[Any], *, reduced: bool) -> Any:
+    def _all_finite(self, gradients: list[Any], *, is_same: bool) -> Any:
         """Return whether all gradients of all IPUs are finite.
 
-        Communicates one pmin of a number. If the gradients are `reduced`, they are the same on all replicas. Then the
-        pmin is over the IPUs of a replica only, or skipped if a replica has one IPU.
+        Communicates one pmin of a number, if the gradients are the same on all replicas over the IPUs of one.
         """
         # if everything is frozen there are no gradients, and the result is True
         found = jnp.stack([jnp.bool_(True), *(jnp.all(jnp.isfinite(g)) for g in gradients)]).all().astype(jnp.int32)
-        axes = (REPLICA_AXIS, IPU_AXIS) if isinstance(self.model, Pipeline) else (REPLICA_AXIS,)
-        if reduced:
-            axes = (IPU_AXIS,) if self.model.ipus > 1 else ()
-        return (lax.pmin(found, axes) if axes else found) > 0
+        return reduced(lax.pmin, found, *[axis for axis in self.model.axes if not is_same or axis != REPLICA_AXIS]) > 0
 
     def _rounded(self, k: int, value: Any, key: Any) -> Any:
         """Return a block's new weights in its own dtype."""

@@ -23,12 +23,13 @@ from ipu_jax.base.checks import check_count
 from ipu_jax.base.doors import public_on_mesh
 from ipu_jax.base.jaxprs import check_context_mesh
 from ipu_jax.base.keys import is_one_key
-from ipu_jax.core.collectives import rounded
+from ipu_jax.core.collectives import reduced, rounded
 from ipu_jax.core.devices import REPLICA_AXIS, InFlight, check_there, devices_of, is_described, make_mesh
 from ipu_jax.core.instances import on_host, put, spans_instances
 from ipu_jax.core.mesh_axes import further_axes
 from ipu_jax.core.options import PipelineOptions, Reduction
 from ipu_jax.core.pipeline import Pipeline
+from ipu_jax.core.step_args import StepArgs, given_dims, without_dims
 from ipu_jax.core.weights.arguments import check_alive, check_batch, count_samples
 from ipu_jax.core.weights.packed_layout import check_array
 from ipu_jax.training.update._accumulate import accumulate, accumulate_gradients
@@ -192,6 +193,7 @@ class Replicas:
 
     def shard_shapes(self, params: Any) -> Any:
         """Return what `shard` returns, with `jax.ShapeDtypeStruct`s in place of arrays: for `import_weights(like=)`."""
+        self.check_params(params)
         sharding = NamedSharding(self.mesh, PartitionSpec())
         shape_of = lambda leaf: jax.ShapeDtypeStruct(  # noqa: E731
             leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype), sharding=sharding
@@ -223,30 +225,33 @@ class Replicas:
             ValueError: the batch does not fit, or the key is missing or superfluous. Raised before anything is
                 compiled.
         """
-        self.check(params, batch, key)
-        self._window.begin((params, batch))
-        (loss, aux), gradients = self._value_and_grad((params, key), batch)
-        self._window.admit(loss, samples=count_samples(batch, 2 + (self.replicas > 1)))
+        given = StepArgs(params, batch, None, key)
+        self.check(given)
+        self._window.begin(given)
+        loss, aux, gradients = self._value_and_grad(given)
+        self._window.admit(loss, samples=count_samples(batch, 2 + given_dims(self.replicas)))
         return (loss if aux is None else (loss, aux)), gradients
 
     def loss(self, params: Any, batch: Any, key: Any = None) -> Any:
         """Return the loss, or `(loss, aux)`, without gradients."""
-        self.check(params, batch, key)
-        self._window.begin((params, batch))
-        loss, aux = self._loss((params, key), batch)
+        given = StepArgs(params, batch, None, key)
+        self.check(given)
+        self._window.begin(given)
+        loss, aux, _ = self._loss(given)
         self._window.admit(loss, updates=0)
         return loss if aux is None else (loss, aux)
 
-    def check(self, params: Any, batch: Any, key: Any = None) -> None:
+    def check(self, given: StepArgs) -> None:
         """Raise the `ValueError` that `value_and_grad` would raise for these arguments."""
-        self.check_params(params)
+        self.check_params(given.params)
+        key = given.key
         if self.random and not is_one_key(key):
             raise ValueError(f"key={key!r} is not one typed key, which loss_fn takes: pass key=jax.random.key(seed)")
         if key is not None and not self.random:
             raise ValueError("a key was given, but loss_fn takes none: replicate(..., random=True)")
-        check_batch(batch, self.replicas, self.options.gradient_accumulation)
-        for what, tree in (("params", params), ("batch", batch)):
-            check_alive(what, tree)
+        check_batch(given.batch, self.replicas, self.options.gradient_accumulation)
+        check_alive("params", given.params)
+        check_alive("batch", given.batch)
 
     def check_params(self, params: Any) -> None:
         """Raise `ValueError` unless the leaves of `params` are floating arrays of at least 16 bits."""
@@ -267,34 +272,26 @@ class Replicas:
         count = self.replicas * self.options.gradient_accumulation
         loss_cotangent = 1.0 if self.options.reduction == "sum" else 1.0 / count
 
-        def program(params_and_key: Any, batch: Any) -> Any:
-            params, key = params_and_key
-            batch = jax.tree.map(lambda leaf: leaf[0], batch)
-            over_all_replicas = lambda loss, aux: (  # noqa: E731
-                lax.pmean(loss, REPLICA_AXIS),
-                jax.tree.map(lambda leaf: leaf[None], aux),
-            )
-            if not backward:
-                return over_all_replicas(*accumulate(self.loss_fn, params, batch, key, random=self.random))
-            loss, aux, sums = accumulate_gradients(
-                self.loss_fn, params, batch, key, loss_cotangent=loss_cotangent, random=self.random
-            )
-            gradients = jax.tree.map(lambda g, w: rounded(g, w.dtype), lax.psum(sums, REPLICA_AXIS), params)
-            return over_all_replicas(loss, aux), gradients
+        def program(args: StepArgs) -> Any:
+            own, gradients = args.of_replica(), None
+            if backward:
+                loss, aux, sums = accumulate_gradients(
+                    self.loss_fn, own, loss_cotangent=loss_cotangent, random=self.random
+                )
+                sums = reduced(lax.psum, sums, REPLICA_AXIS)
+                gradients = jax.tree.map(lambda g, w: rounded(g, w.dtype), sums, args.params)
+            else:
+                loss, aux = accumulate(self.loss_fn, own, random=self.random)
+            return reduced(lax.pmean, loss, REPLICA_AXIS), jax.tree.map(lambda leaf: leaf[None], aux), gradients
 
         replicated, per_replica = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
+        in_specs = (StepArgs(replicated, per_replica, None, replicated),)
+        out_specs = (replicated, per_replica, replicated)
+        mapped = over_replicas(program, self.devices, in_specs=in_specs, out_specs=out_specs)
 
-        def run(params_and_key: Any, batch: Any) -> Any:
-            if self.replicas == 1:
-                batch = jax.tree.map(lambda leaf: leaf[None], batch)
-            out_specs = ((replicated, per_replica), replicated) if backward else (replicated, per_replica)
-            result = over_replicas(program, self.devices, in_specs=(replicated, per_replica), out_specs=out_specs)(
-                params_and_key, batch
-            )
-            if self.replicas > 1:
-                return result
-            without_dim = lambda value: (value[0], jax.tree.map(lambda leaf: leaf[0], value[1]))  # noqa: E731
-            return (without_dim(result[0]), result[1]) if backward else without_dim(result)
+        def run(given: StepArgs) -> Any:
+            loss, aux, gradients = mapped(given.entered(self.replicas))
+            return loss, without_dims(aux, self.replicas), gradients
 
         return jax.jit(run)
 
@@ -328,6 +325,8 @@ def over_replicas(
         ]
         leaves, treedef = jax.tree.flatten(args)
         check_context_mesh()
+        if not any(dim is not None for dim in (*dims, *map(dim_of, jax.tree.leaves(out_specs, is_leaf=is_spec)))):
+            return program(*args)  # every replica has everything: there is nothing to map
 
         def with_dims(*leaves: Any) -> Any:
             # pmap removes the mapped dim, shard_map keeps it: give `program` the dim that it has under shard_map

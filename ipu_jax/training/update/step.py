@@ -29,6 +29,7 @@ from ipu_jax.core.instances import put
 from ipu_jax.core.optimizer.extra_arguments import checked_optimizer
 from ipu_jax.core.options import DynamicScale, TrainOptions
 from ipu_jax.core.pipeline import Pipeline
+from ipu_jax.core.step_args import StepArgs, given_dims, with_dims, without_dims
 from ipu_jax.core.weights.arguments import check_alive, count_samples
 from ipu_jax.core.weights.packed_layout import WHOLE
 from ipu_jax.core.weights.packing import Sharded, batch_shapes, unshard_tree, whole_shapes
@@ -37,10 +38,10 @@ from ipu_jax.training.update._arguments import Arguments
 from ipu_jax.training.update._average import with_average
 from ipu_jax.training.update._diagnosis import Diagnosis
 from ipu_jax.training.update._in_flight_batches import BatchesInFlight
-from ipu_jax.training.update._model import aux_of_loss, described, model_for, on_ipus
 from ipu_jax.training.update._norms import clip
-from ipu_jax.training.update._placement import Placement, specs_of
+from ipu_jax.training.update._placement import Placement
 from ipu_jax.training.update._update_program import Iteration
+from ipu_jax.training.update.models import Model, model_for, specs_of
 from ipu_jax.training.update.nonfinite import NonFinite
 from ipu_jax.training.update.replicas import Replicas
 from ipu_jax.training.update.state import StepOutputs, TrainState
@@ -91,20 +92,19 @@ class TrainStep:
         optimizer = checked_optimizer(optimizer)
         if not isinstance(options, TrainOptions):
             raise ValueError(f"options={options!r} are no TrainOptions: give TrainOptions(...), or leave them out")
-        self.options, self.model = options, model_for(model, options)
-        self.random = (
-            any(stage.random for stage in self.model.stages) if isinstance(self.model, Pipeline) else self.model.random
-        )
+        self.options, self._model = options, model_for(model, options)
+        self.model: Any = self._model.runs
+        self.random = self._model.random
         if options.max_gradient_norm is not None:
             optimizer = optax.chain(clip(options.max_gradient_norm), optimizer)
-        self._placement = Placement(self.model, optimizer, options)
-        self._arguments = Arguments(self.model, options, self._placement, random=self.random)
+        self._placement = Placement(self._model, optimizer, options)
+        self._arguments = Arguments(self._model, options, self._placement)
         self._window = InFlight()
         self._program = jax.jit(self._run, donate_argnums=(0,) if options.donate else ())
         self._averaged = jax.jit(self._run_average)
         on_all = NamedSharding(self.mesh, PartitionSpec())
         self._placed_ends = functools.lru_cache(64)(lambda made: put(_ends(made), on_all))
-        self._diagnosis = Diagnosis(self.model, options, random=self.random)
+        self._diagnosis = Diagnosis(self._model, options)
         self._batches = None if options.on_nonfinite is None else BatchesInFlight(options, self._diagnosis.find)
 
     @property
@@ -126,7 +126,7 @@ class TrainStep:
         default = TrainOptions()
         fields = {field.name: getattr(self.options, field.name) for field in dataclasses.fields(self.options)}
         changed = [f"{name}={value!r}" for name, value in fields.items() if value != getattr(default, name)]
-        return f"TrainStep({', '.join([described(self.model), *changed])})"
+        return f"TrainStep({', '.join([self._model.describe(), *changed])})"
 
     # state
 
@@ -250,18 +250,16 @@ class TrainStep:
         if batches is not None:
             batches.settle(state, keep=self._window.limit)
         ends = _ends(made) if is_traced else self._placed_ends(made)
-        if isinstance(self.model, Pipeline):
-            self.model.placement.guards.check(
-                self._program, (state, batch, ends), lambda: self._lowered(state, batch, made)
-            )
+        args = (state, batch, ends)
+        self._model.check_guards(self._program, args, lambda: self._lowered(state, batch, made))
         self._window.begin((state, batch))
-        state, outputs, *before = self._program(state, batch, ends)
+        state, outputs, *before = self._program(*args)
         k = self.options.device_iterations
-        samples = count_samples(batch, 2 + (k > 1) + (self.model.replicas > 1)) * len(made) // k
+        samples = count_samples(batch, 2 + given_dims(k, self.model.replicas)) * len(made) // k
         self._window.admit(outputs.loss, updates=len(made), samples=samples)
         if batches is not None:
             batches.add(before[0], batch, made, outputs.nonfinite)
-        if self._is_stacked and len(made) < k:
+        if given_dims(self._rows) and len(made) < k:
             outputs = _rows(outputs, made.start // self.options.every, -(-made.stop // self.options.every))
         return state, outputs
 
@@ -353,7 +351,7 @@ class TrainStep:
             if state.ema is None:
                 raise ValueError("ema=True, but no average is kept: make the step with TrainOptions(ema_decay=0.999)")
             params = self._averaged(params, state.ema)
-        return loss_of_batch(self.model, self.options, params, state.stages, batch, key)
+        return loss_of_batch(self._model, self.options, StepArgs(params, batch, state.stages, key))
 
     def lower(self, state: TrainState, batch: Any) -> Any:
         """Return the program of a call, lowered but not run. Compile it to see its memory and its HLO.
@@ -368,13 +366,13 @@ class TrainStep:
         """
         batch, made = self._arguments.batch_of_call(state, batch)
         lower = lambda: self._lowered(state, batch, made)  # noqa: E731
-        if isinstance(self.model, Pipeline):
-            self.model.placement.guards.check_shapes(self._program, (state, batch), lower)
+        self._model.check_guards(self._program, (state, batch), lower, runs=False)
         return lower()
 
     def _lowered(self, state: TrainState, batch: Any, made: range) -> Any:
-        several = [None] * (self.options.device_iterations > 1)
-        spec = PartitionSpec(*several, REPLICA_AXIS) if self.model.replicas > 1 else PartitionSpec()
+        of_updates = [None] * given_dims(self.options.device_iterations)
+        of_replicas = [REPLICA_AXIS] * given_dims(self.model.replicas)
+        spec = PartitionSpec(*of_updates, *of_replicas)
         placed = lambda leaf, spec: jax.ShapeDtypeStruct(  # noqa: E731
             leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec)
         )
@@ -382,40 +380,32 @@ class TrainStep:
         return self._program.lower(shapes, batch_shapes(batch, self.mesh, spec), _ends(made))
 
     @property
-    def _is_stacked(self) -> bool:
-        """Return whether outputs have a leading dim of updates."""
-        several = self.options.device_iterations > 1
-        return several and self.options.outputs != "sum" and self.options.every < self.options.device_iterations
+    def _rows(self) -> int:
+        """Return of how many updates of a call, or sums over updates, there are outputs."""
+        return self.options.device_iterations // self.options.every
 
     def _run(self, state: TrainState, batch: Any, updates: Any) -> Any:
         """Return the new state, the outputs and, under `on_nonfinite`, the number of updates before the call."""
-        before = state.step
-        several, alone = self.options.device_iterations > 1, self.model.replicas == 1
-        if alone:  # the mapped program has a replica axis even for one replica
-            batch = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, int(several)), batch)
-        of_batch = PartitionSpec(*[None] * several, REPLICA_AXIS)
-        stacked = self._is_stacked
-        of_aux = PartitionSpec(*[None] * stacked, REPLICA_AXIS)
-        of_outputs = dataclasses.replace(StepOutputs(*[WHOLE] * len(dataclasses.fields(StepOutputs))), aux=of_aux)
+        before, replicas = state.step, self.model.replicas
+        batch = with_dims(batch, self.options.device_iterations, replicas)
+        of_replicas = PartitionSpec(None, REPLICA_AXIS)
+        of_outputs = dataclasses.replace(StepOutputs(*[WHOLE] * len(dataclasses.fields(StepOutputs))), aux=of_replicas)
         of_state, update = self._placement.specs(state), self._placement.update_for(state.params)
-        iteration = Iteration(self.model, self.options, update, random=self.random)
-        program = lambda state, batch, updates: iteration.run(state, batch, updates, stacked=stacked)  # noqa: E731
-        in_specs, out_specs = (of_state, of_batch, WHOLE), (of_state, of_outputs)
-        state, outputs = on_ipus(self.model, program, in_specs=in_specs, out_specs=out_specs)(state, batch, updates)
-        if alone:
-            aux = jax.tree.map(lambda leaf: jnp.squeeze(leaf, int(stacked)), outputs.aux)
-            outputs = dataclasses.replace(outputs, aux=aux)
+        in_specs, out_specs = (of_state, of_replicas, WHOLE), (of_state, of_outputs)
+        program = Iteration(self._model, self.options, update).run
+        mapped = self._model.on_ipus(program, in_specs=in_specs, out_specs=out_specs)
+        state, outputs = mapped(state, batch, updates)
+        aux = without_dims(outputs.aux, self._rows, replicas)
+        others = without_dims(dataclasses.replace(outputs, aux=None), self._rows)
+        outputs = dataclasses.replace(others, aux=aux)
         return (state, outputs) if self.options.on_nonfinite is None else (state, outputs, before)
 
     def _run_average(self, params: Any, averages: list[Any]) -> Any:
         """Return the weights with the trained ones replaced by their averages."""
         blocks, of_params = self._placement.update_for(params).blocks, specs_of(params)
         program = lambda params, averages: with_average(blocks, params, averages)  # noqa: E731
-        # every replica has everything, so there is nothing to map
-        if not isinstance(self.model, Pipeline) and blocks.replicas == 1:
-            return program(params, averages)
         in_specs = (of_params, [blocks.spec(k) for k in range(len(blocks))])
-        return on_ipus(self.model, program, in_specs=in_specs, out_specs=of_params)(params, averages)
+        return self._model.on_ipus(program, in_specs=in_specs, out_specs=of_params)(params, averages)
 
 
 def _ends(updates: range) -> tuple[np.int32, np.int32]:
@@ -427,9 +417,7 @@ def _rows(outputs: StepOutputs, first: int, stop: int) -> StepOutputs:
     return jax.tree.map(lambda leaf: leaf[first:stop], outputs)
 
 
-def loss_of_batch(
-    model: Pipeline | Replicas, options: TrainOptions, params: Any, stages: Sharded | None, batch: Any, key: Any
-) -> Any:
+def loss_of_batch(model: Model, options: TrainOptions, given: StepArgs) -> Any:
     """Return the loss, or `(loss, aux)`, of a batch as `TrainStep.loss` documents it: as training reports it.
 
     weighted      (sum over all micro-batches, replicas and updates of the batch) / (sum of their counts)
@@ -439,39 +427,32 @@ def loss_of_batch(
     Args:
         model: the model with all its replicas, in the step's precision.
         options: the step's options.
-        params, stages: weights and stages' state on the IPUs.
-        batch: leaves ([updates,] [replicas,] M, ...).
-        key: a typed key, or None.
+        given: weights and stages' state on the IPUs; the batch of a call, leaves ([updates,] [replicas,] M, ...); and a
+            key or None.
     """
-    if options.device_iterations == 1:
-        loss, aux = _loss_and_aux(model, params, stages, batch, key)
-        losses, all_aux = loss[None], jax.tree.map(lambda leaf: leaf[None], aux)
-    else:
-        results = []
-        for i in range(jax.tree.leaves(batch)[0].shape[0]):
-            own_key = None if key is None else jax.random.fold_in(key, i)
-            of_update = jax.tree.map(lambda leaf, i=i: leaf[i], batch)
-            results.append(_loss_and_aux(model, params, stages, of_update, own_key))
-        losses, all_aux = jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
-        aux = all_aux
+    updates = [given]
+    if given_dims(options.device_iterations):
+        keys = [None if given.key is None else jax.random.fold_in(given.key, i) for i in range(_length(given.batch))]
+        updates = [
+            given._replace(batch=jax.tree.map(lambda leaf, i=i: leaf[i], given.batch), key=key)
+            for i, key in enumerate(keys)
+        ]
+    results = [model.loss(of_update) for of_update in updates]
+    losses, stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
+    aux = stacked if given_dims(options.device_iterations) else results[0][1]
     value = jnp.mean(losses)
     if options.weighted:
-        counts = counts_of(aux_of_loss(model, all_aux), dims=2 + (model.replicas > 1))
-        sums = losses * model.options.gradient_accumulation * model.replicas
-        value = _weighted(model, sums, counts)
+        counts = counts_of(model.aux_of_loss(stacked), dims=2 + given_dims(model.replicas))
+        value = _weighted(model, losses * model.m * model.replicas, counts)
     return value if aux is None else (value, aux)
 
 
-def _weighted(model: Pipeline | Replicas, sums: Any, counts: Any) -> Any:
-    if model.options.reduction == "sum":
+def _length(batch: Any) -> int:
+    return jax.tree.leaves(batch)[0].shape[0]
+
+
+def _weighted(model: Model, sums: Any, counts: Any) -> Any:
+    if model.reduction == "sum":
         return jnp.mean(sums)
     total = jnp.sum(counts, dtype=jnp.promote_types(counts.dtype, sums.dtype))
     return sums.sum() / jnp.where(total > 0, total, jnp.inf)
-
-
-def _loss_and_aux(
-    model: Pipeline | Replicas, params: Any, stages: Sharded | None, batch: Any, key: Any
-) -> tuple[Any, Any]:
-    is_pipeline = isinstance(model, Pipeline)
-    value = model.loss(params, batch, stages, key) if is_pipeline else model.loss(params, batch, key)
-    return value if isinstance(value, tuple) else (value, None)

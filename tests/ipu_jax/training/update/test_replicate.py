@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ipu_jax import Outputs, Pipeline, make_mesh
+from ipu_jax.core.step_args import StepArgs
 from ipu_jax.steps import replicate
 from ipu_jax.training.update.replicas import replicas_of
 from support.dense import chain, largest_relative_error
@@ -39,7 +40,7 @@ def test_losses_and_gradients_in_half_are_added_up_in_float32(m):
 def test_it_is_pmap_that_runs_and_that_sums_once():
     params, batch = tanh_problem(2, 3)
     model = replicate(tanh_loss, replication_factor=2, gradient_accumulation=3)
-    hlo = model._value_and_grad.lower((model.shard(params), None), batch).compile().as_text()
+    hlo = model._value_and_grad.lower(StepArgs(model.shard(params), batch)).compile().as_text()
     # the loss, and the gradients together; none in the loop over micro-batches
     assert hlo.count(" all-reduce(") <= 2
     assert not [line for line in hlo.splitlines() if " all-reduce(" in line and "while/body" in line]
