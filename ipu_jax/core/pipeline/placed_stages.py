@@ -1,9 +1,8 @@
 """Know the stages on the IPUs of a mesh: what a step needs and costs there, and the program that one IPU runs."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -11,11 +10,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ipu_jax.base.jaxprs import traced_on
 from ipu_jax.base.showing import Table, counted
 from ipu_jax.core.analysis.schedule_choice import ScheduleChoice, StepShapes
+from ipu_jax.core.collectives import rounded
 from ipu_jax.core.cutting.function import FunctionModel
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.engine import scan as engine
-from ipu_jax.core.engine.on_mesh import Results, run_on_mesh
 from ipu_jax.core.engine.plan import Plan
+from ipu_jax.core.mesh_axes import over_ipus
 from ipu_jax.core.options import PipelineOptions, Reduction
 from ipu_jax.core.pipeline._guards import GuardChoice
 from ipu_jax.core.stage import Role, Stage
@@ -23,6 +23,25 @@ from ipu_jax.core.step_args import StepArgs, given_dims, without_dims
 from ipu_jax.core.weights import packing
 from ipu_jax.core.weights.arguments import check_alive, check_batch, check_key, check_prediction_batch
 from ipu_jax.core.weights.groups import Groups
+from ipu_jax.core.weights.packed_layout import WHOLE
+
+
+class Results(NamedTuple):
+    """The results of a run on all IPUs; those that the run does not have are None.
+
+    Attributes:
+        loss: the mean over micro-batches and replicas.
+        aux: per stage that returned one, leaves ([R,] M, ...).
+        outputs: in prediction, the outputs of the last stage, leaves ([R,] m, ...).
+        gradients: in the dtypes and the layout of the weights.
+        state: the new state; in prediction with several replicas, any one replica's.
+    """
+
+    loss: Any
+    aux: Any
+    outputs: Any
+    gradients: Any
+    state: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -110,17 +129,25 @@ class PlacedStages:
 
     def run(self, given: StepArgs, *, role: Role, backward: bool, reduction: Reduction = "mean") -> Results:
         """Run a step on all IPUs, and return its results as a user gets them. Call it inside `jax.jit`."""
-        count = self.options.gradient_accumulation * self.replicas
-        program = functools.partial(
-            self.run_on_ipu,
-            loss_cotangent=1.0 if reduction == "sum" else 1.0 / count,
-            reduce_over_replicas=True,
-            role=role,
-            backward=backward,
-        )
+        cotangent = 1.0 if reduction == "sum" else 1.0 / (self.options.gradient_accumulation * self.replicas)
+
+        def on_ipu(args: StepArgs) -> Results:
+            result = self.run_on_ipu(
+                args.of_replica(), loss_cotangent=cotangent, reduce_over_replicas=True, role=role, backward=backward
+            )
+            aux, outputs = jax.tree.map(lambda leaf: leaf[None], (result.aux, result.outputs))
+            rounding = lambda g, p: rounded(g, p.dtype)  # noqa: E731
+            gradients = result.gradients and jax.tree.map(rounding, result.gradients, args.params)
+            return Results(result.loss, aux, outputs, gradients, result.state)
+
         args = given.entered(self.replicas)._replace(state=self._state(given))
-        specs = self.stages[-1].predict_specs
-        results = run_on_mesh(program, self.mesh, args, backward=backward, output_specs=specs)
+        of_replicas, is_spec = PartitionSpec(REPLICA_AXIS), lambda leaf: isinstance(leaf, PartitionSpec)
+        weights, state = packing.specs_of(args.params.layout), packing.specs_of(args.state.layout)
+        of_output = lambda spec: PartitionSpec(REPLICA_AXIS, None, *spec)  # noqa: E731
+        outputs = jax.tree.map(of_output, self.stages[-1].predict_specs, is_leaf=is_spec)
+        in_specs = (StepArgs(weights, of_replicas, state, WHOLE),)
+        out_specs = Results(WHOLE, of_replicas, outputs, weights if backward else WHOLE, state)
+        results = over_ipus(on_ipu, self.mesh, in_specs=in_specs, out_specs=out_specs)(args)
         aux, outputs = without_dims((results.aux, results.outputs), self.replicas)
         return results._replace(aux=aux, outputs=outputs)
 

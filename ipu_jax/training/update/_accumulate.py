@@ -51,50 +51,39 @@ def counts_of(aux: Any, *, dims: int) -> Any:
     return counts
 
 
-def accumulate(loss_fn: Callable[..., Any], args: StepArgs, *, random: bool) -> tuple[Any, Any]:
-    """Return the mean loss over the micro-batches of one replica, batch leaves (M, ...), and aux with a leading M."""
-    call, batch = _caller(loss_fn, args.key, random), args.batch
-
-    def loss_of(index: Any, microbatch: Any) -> tuple[Any, Any]:
-        loss, aux = loss_and_aux(call(args.params, index, microbatch))
-        return widened(loss), aux
-
-    def add_loss(total: Any, index_and_microbatch: Any) -> tuple[Any, Any]:
-        loss, aux = loss_of(*index_and_microbatch)
-        return total + loss, aux
-
-    m = jax.tree.leaves(batch)[0].shape[0]
-    first = jax.eval_shape(loss_of, jnp.int32(0), jax.tree.map(lambda leaf: leaf[0], batch))[0]
-    total, aux = lax.scan(add_loss, jnp.zeros((), first.dtype), (jnp.arange(m), batch))
-    return total / m, aux
-
-
-def accumulate_gradients(
-    loss_fn: Callable[..., Any], args: StepArgs, *, loss_cotangent: Any, random: bool
+def accumulate(
+    loss_fn: Callable[..., Any], args: StepArgs, *, random: bool, loss_cotangent: Any = None
 ) -> tuple[Any, Any, Any]:
-    """Return the results of `accumulate` and the gradients of `loss_cotangent` x loss, summed in float32 at least.
+    """Return the mean loss over the micro-batches of one replica, aux with a leading M, and sums of gradients.
 
-    The backward pass starts from `loss_cotangent`, so that a loss scale acts before anything can underflow.
+    Args:
+        loss_fn: the loss function.
+        args: this replica's, batch leaves (M, micro-batch, ...).
+        random: whether the function takes a key.
+        loss_cotangent: the backward pass starts from it, so that a loss scale acts before anything can underflow: sums
+            are gradients of `loss_cotangent` x loss, in float32 at least. None for no gradients.
     """
     call, batch = _caller(loss_fn, args.key, random), args.batch
 
-    def gradients_of(index: Any, microbatch: Any) -> Any:
+    def of_microbatch(index: Any, microbatch: Any) -> Any:
         fn = lambda p: loss_and_aux(call(p, index, microbatch))  # noqa: E731
-        loss, vjp, aux = jax.vjp(fn, args.params, has_aux=True)
-        (gradients,) = vjp(jnp.full((), loss_cotangent, loss.dtype))
+        if loss_cotangent is None:
+            (loss, aux), gradients = fn(args.params), None
+        else:
+            loss, vjp, aux = jax.vjp(fn, args.params, has_aux=True)
+            (gradients,) = vjp(jnp.full((), loss_cotangent, loss.dtype))
         return jax.tree.map(widened, (loss, gradients)), aux
 
-    m = jax.tree.leaves(batch)[0].shape[0]
-    if m == 1:  # no scan: its carry would be another copy of the gradients
-        (loss, sums), aux = gradients_of(jnp.int32(0), jax.tree.map(lambda leaf: leaf[0], batch))
-        return loss, jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], aux), sums
-
     def add(sums: Any, index_and_microbatch: Any) -> tuple[Any, Any]:
-        loss_and_gradients, aux = gradients_of(*index_and_microbatch)
+        loss_and_gradients, aux = of_microbatch(*index_and_microbatch)
         return jax.tree.map(jnp.add, sums, loss_and_gradients), aux
 
-    first = jax.eval_shape(gradients_of, jnp.int32(0), jax.tree.map(lambda leaf: leaf[0], batch))[0]
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), first)
+    m, first = jax.tree.leaves(batch)[0].shape[0], jax.tree.map(lambda leaf: leaf[0], batch)
+    if m == 1:  # no scan: its carry would be another copy of the gradients
+        (loss, sums), aux = of_microbatch(jnp.int32(0), first)
+        return loss, jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], aux), sums
+    like = jax.eval_shape(of_microbatch, jnp.int32(0), first)[0]
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
     (loss, sums), aux = lax.scan(add, zeros, (jnp.arange(m), batch))
     return loss / m, aux, sums
 

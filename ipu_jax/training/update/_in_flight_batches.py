@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from ipu_jax.core.options import TrainOptions
+from ipu_jax.core.step_args import given_dims
 from ipu_jax.training.update._nonfinite import limit_of
 from ipu_jax.training.update.nonfinite import NonFinite, NonFiniteLossError, NonFiniteLossWarning
 from ipu_jax.training.update.state import TrainState
@@ -74,13 +75,13 @@ class BatchesInFlight:
     def _tell(self, state: TrainState, call: _Call, numbers: set[int]) -> None:
         """Warn of a call's updates with these numbers, and raise if one of the call's updates stopped the state."""
         limit, before, first = limit_of(self._options), int(state.step), int(call.first)
-        several = self._options.device_iterations > 1
+        dims = given_dims(self._options.device_iterations)
         last = first + len(call.made)
         stopped = int(state.nonfinite) >= limit
         # the outputs may name an earlier update instead
         stops = before + 1 if stopped and first <= before < last else None
         for number in sorted(numbers if stops is None else {number for number in numbers if number < stops} | {stops}):
-            batch = _update_of(call.batch, call.made.start + number - 1 - first) if several else call.batch
+            batch = _update_of(call.batch, call.made.start + number - 1 - first) if dims else call.batch
             found = self._find(state, batch, number)
             # if no later update was made, the state is still the state before the update
             is_same = number > before + stopped - int(state.nonfinite)

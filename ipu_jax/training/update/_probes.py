@@ -22,20 +22,57 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from ipu_jax.base import facts
 from ipu_jax.core.collectives import reduced
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.core.instances import on_host
 from ipu_jax.core.mesh_axes import over_ipus
+from ipu_jax.core.options import TrainOptions
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.stage import Outputs, Stage
 from ipu_jax.core.step_args import StepArgs
 from ipu_jax.core.weights import packing
 from ipu_jax.core.weights.packed_layout import WHOLE, Group, Leaf, PackedLayout, Slot
 from ipu_jax.core.weights.packing import Sharded
-from ipu_jax.training.update._accumulate import accumulate_gradients, counts_of, loss_and_aux
-from ipu_jax.training.update.nonfinite import Flags, StageFlags, no_flags
+from ipu_jax.training.update._accumulate import accumulate, counts_of, loss_and_aux
+from ipu_jax.training.update._loss_scale import current_scale
+from ipu_jax.training.update.nonfinite import Flags, NonFinite, StageFlags, first_nonfinite, no_flags
 from ipu_jax.training.update.state import TrainState
 
 _INPUT = 0  # in a probe, the row for the gradients of a stage's inputs; rows for its weights follow
+
+
+class Diagnosis:
+    """Finds what was not finite in updates of a step.
+
+    Args:
+        model: the model with all its replicas, in the step's precision.
+        options: the step's options.
+    """
+
+    def __init__(self, model: Any, options: TrainOptions):
+        self._model, self._options = model, options
+        self._program = jax.jit(self._run)
+
+    @facts.during("finding what was not finite")
+    def find(self, state: TrainState, batch: Any, step: int) -> NonFinite | None:
+        """Return the first value that is not finite in an update, or None if there is none.
+
+        Args:
+            state: the state before the update; its `step` is not read.
+            batch: the batch of this update, as a user gives it.
+            step: the number of the update, from 1.
+        """
+        key = jax.random.fold_in(state.key, step - 1) if self._model.random else None
+        given = StepArgs(state.params, batch, state.stages, key)
+        args = (given, current_scale(self._options, state.scale))
+        self._model.check_guards(self._program, args, lambda: self._program.lower(*args))
+        results = jax.tree.map(on_host, self._program(*args))
+        return first_nonfinite(step, self._model.flags(state, batch, results))
+
+    def _run(self, given: StepArgs, scale: Any) -> Any:
+        cotangent = self._model.loss_cotangent(scale, weighted=self._options.weighted)
+        return self._model.probed(given.entered(self._model.replicas), cotangent, weighted=self._options.weighted)
 
 
 class ProbedPipeline:
@@ -220,7 +257,7 @@ def run_probed_function(model: Any, args: StepArgs, loss_cotangent: Any) -> Any:
     def program(args: StepArgs, loss_cotangent: Any) -> Any:
         loss_fn = functools.partial(_probed_loss, model.loss_fn, loss_cotangent)
         own = args.of_replica()
-        _, aux, sums = accumulate_gradients(loss_fn, own, loss_cotangent=loss_cotangent, random=model.random)
+        _, aux, sums = accumulate(loss_fn, own, loss_cotangent=loss_cotangent, random=model.random)
         return jax.tree.map(lambda leaf: leaf[None], aux), _sums_are_finite(sums)
 
     replicas = PartitionSpec(REPLICA_AXIS)

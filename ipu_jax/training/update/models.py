@@ -27,7 +27,7 @@ from ipu_jax.core.weights import packing
 from ipu_jax.core.weights.packed_layout import WHOLE
 from ipu_jax.core.weights.packing import Sharded
 from ipu_jax.core.weights.place import Place, places_of_layout
-from ipu_jax.training.update._accumulate import accumulate_gradients
+from ipu_jax.training.update._accumulate import accumulate
 from ipu_jax.training.update._precision import cast_floats, computing_in, function_in
 from ipu_jax.training.update._probes import ProbedPipeline, flags_of_function, flags_of_stages, run_probed_function
 from ipu_jax.training.update.nonfinite import Flags
@@ -256,7 +256,7 @@ class ReplicasModel(_Model):
         return over_replicas(program, self.replicated.devices, in_specs=in_specs, out_specs=out_specs)
 
     def gradients(self, args: StepArgs, loss_cotangent: Any, *, weighted: bool) -> Gradients:
-        loss, aux, sums = accumulate_gradients(self.loss_fn, args, loss_cotangent=loss_cotangent, random=self.random)
+        loss, aux, sums = accumulate(self.loss_fn, args, loss_cotangent=loss_cotangent, random=self.random)
         return Gradients(loss, aux, jax.tree.leaves(sums), None)
 
     def probed(self, args: StepArgs, loss_cotangent: Any, *, weighted: bool) -> Any:

@@ -32,7 +32,7 @@ from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.step_args import StepArgs, given_dims, without_dims
 from ipu_jax.core.weights.arguments import check_alive, check_batch, count_samples
 from ipu_jax.core.weights.packed_layout import check_array
-from ipu_jax.training.update._accumulate import accumulate, accumulate_gradients
+from ipu_jax.training.update._accumulate import accumulate
 
 
 def replicas_of(
@@ -273,15 +273,11 @@ class Replicas:
         loss_cotangent = 1.0 if self.options.reduction == "sum" else 1.0 / count
 
         def program(args: StepArgs) -> Any:
-            own, gradients = args.of_replica(), None
-            if backward:
-                loss, aux, sums = accumulate_gradients(
-                    self.loss_fn, own, loss_cotangent=loss_cotangent, random=self.random
-                )
-                sums = reduced(lax.psum, sums, REPLICA_AXIS)
-                gradients = jax.tree.map(lambda g, w: rounded(g, w.dtype), sums, args.params)
-            else:
-                loss, aux = accumulate(self.loss_fn, own, random=self.random)
+            cotangent = loss_cotangent if backward else None
+            own = args.of_replica()
+            loss, aux, sums = accumulate(self.loss_fn, own, random=self.random, loss_cotangent=cotangent)
+            sums = reduced(lax.psum, sums, REPLICA_AXIS)
+            gradients = None if sums is None else jax.tree.map(lambda g, w: rounded(g, w.dtype), sums, args.params)
             return reduced(lax.pmean, loss, REPLICA_AXIS), jax.tree.map(lambda leaf: leaf[None], aux), gradients
 
         replicated, per_replica = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
