@@ -1,5 +1,6 @@
 """What a run did: traces, logs, reports."""
 
+from ipu_jax.run.loop.lines import LossLines
 from ipu_jax.run.observe.runs.log import RunLog, RunLogWarning
 from ipu_jax.run.observe.runs.report import memory_of, write_report
 from ipu_jax.run.observe.tracing.recording import Recording, trace
@@ -7,6 +8,7 @@ from ipu_jax.run.observe.tracing.report import TraceReport
 from ipu_jax.run.observe.tracing.timeline import Timeline, TraceError
 
 __all__ = [
+    "LossLines",
     "Recording",
     "RunLog",
     "RunLogWarning",

@@ -6,13 +6,13 @@ Epoch 0.2, Mean loss: 1.544
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-Say = Callable[[str], object]
+from ipu_jax.run.observe.runs.log import figure_in_words
 
 _MOST: Final = 20
 _SECONDS: Final = 180.0
@@ -33,12 +33,17 @@ class LossLines:
         call: the most updates of a call.
         every: print after this many updates instead; 0 to print no losses.
         clock: returns seconds.
+
+    >>> lines = LossLines(40, print)
+    >>> lines.begin(0, length=40)
+    >>> lines.add([2.5, 1.5, 1.25, 0.75], 4)
+    Epoch 0.1, Mean loss: 1.500
     """
 
     def __init__(
         self,
         updates_per_epoch: int | None,
-        say: Say,
+        say: Callable[[str], object],
         *,
         call: int = 1,
         every: int | None = None,
@@ -53,51 +58,59 @@ class LossLines:
     def begin(self, updates: int, length: int | None) -> None:
         """Begin, or go on, after this many updates of the data; the training has `length` updates, if known."""
         self._interval = None if length is None else max(min(self._per_epoch or length, length) / 10, length / _MOST)
-        self._printed, self._time = self._mark(updates), self._clock()
+        self._updates = updates
+        self._printed, self._time = self._mark(), self._clock()
 
-    def add(self, losses: npt.NDArray[Any], made: int, skipped: int, updates: int) -> None:
+    def add(self, losses: npt.ArrayLike, updates: int, skipped: int = 0) -> None:
         """Add the losses of a call, and print a line if it is time.
 
         Args:
             losses: (n,), of some or all of the call's updates.
-            made: the number of the call's updates.
+            updates: the number of the call's updates.
             skipped: how many of them were skipped.
-            updates: the number of updates of the training after the call, or for lines with epochs, of the data.
         """
-        self._losses += losses.tolist()
-        self._made += made
+        self._losses += np.asarray(losses).tolist()
+        self._updates += updates
+        self._made += updates
         self._skipped += skipped
-        mark = self._mark(updates)
+        mark = self._mark()
         if mark > self._printed or (self._every is None and self._clock() - self._time >= _SECONDS):
             self._printed = mark
-            self._print(updates)
+            self._print()
 
-    def end(self, updates: int) -> None:
+    def end(self) -> None:
         """Print a line for the losses since the last line, if there are any; the training ends here."""
         if self._losses and self._every != 0:
-            self._print(updates)
+            self._print()
 
-    def shows_figures(self, updates: int, *, is_last: bool) -> bool:
-        """Return whether an evaluation gets a line: the first, the last, and about as many between as losses get."""
-        (mark, seconds), now = self._figures, (self._mark(updates), self._clock())
-        is_shown = is_last or self._every is not None or now[0] > mark or now[1] - seconds >= _SECONDS
-        self._figures = now if is_shown else self._figures
-        return is_shown
+    def evaluated(self, figures: Mapping[str, float], *, is_last: bool) -> None:
+        """Print the figures of the first evaluation, the last, and about as many between as losses have lines."""
+        (mark, seconds), now = self._figures, (self._mark(), self._clock())
+        if figures and (is_last or self._every is not None or now[0] > mark or now[1] - seconds >= _SECONDS):
+            self._figures = now
+            found = [f"Test {name}: {figure_in_words(name, value)}" for name, value in figures.items()]
+            self._say(", ".join([self.where(), *found]))
 
-    def where(self, updates: int) -> str:
-        """Return how far the data have been read after this many updates, with as many decimals as it needs.
+    @property
+    def epoch(self) -> float | None:
+        """Return how many epochs have been read; None if it is unknown how long one is."""
+        return None if self._per_epoch is None else self._updates / self._per_epoch
+
+    def where(self) -> str:
+        """Return how far the data have been read, with as many decimals as it needs.
 
         >>> lines = LossLines(200, print)
-        >>> lines.where(1), lines.where(20), lines.where(50)
-        ('Epoch 0.005', 'Epoch 0.1', 'Epoch 0.25')
+        >>> lines.begin(20, None)
+        >>> lines.where()
+        'Epoch 0.1'
         """
-        if self._per_epoch is None:
-            return f"Update {updates:,}"
+        if self.epoch is None or self._per_epoch is None:
+            return f"Update {self._updates:,}"
         # two updates have different texts; the end of a long call is near its mark
-        epoch, near = updates / self._per_epoch, min(self._call, (self._interval or 0) / 10)
+        epoch, near = self.epoch, min(self._call, (self._interval or 0) / 10)
         error = max(0.49, near if self._call > 1 else 0) / self._per_epoch
         fits = lambda digits: abs(round(epoch, digits) - epoch) <= error and round(epoch, digits) > 0  # noqa: E731
-        digits = next(filter(fits, itertools.count(1))) if updates else 1
+        digits = next(filter(fits, itertools.count(1))) if self._updates else 1
         return f"Epoch {epoch:.{digits}f}"
 
     def state(self) -> dict[str, Any]:
@@ -111,19 +124,19 @@ class LossLines:
         self._made, self._skipped = state["made"], state["skipped"]
         self._losses = [np.nan if loss is None else loss for loss in state["losses"]]
 
-    def _mark(self, updates: int) -> int:
+    def _mark(self) -> int:
         """Return a number that grows with each line."""
         if self._every is not None:
-            return updates // self._every if self._every else 0
+            return self._updates // self._every if self._every else 0
         if self._interval is None:
-            size = 10 ** max(2, len(str(updates)) - 1)
-            return updates // size * size
-        return int((updates + 0.5) / self._interval)  # a mark between two updates is at the nearer one
+            size = 10 ** max(2, len(str(self._updates)) - 1)
+            return self._updates // size * size
+        return int((self._updates + 0.5) / self._interval)  # a mark between two updates is at the nearer one
 
-    def _print(self, updates: int) -> None:
+    def _print(self) -> None:
         losses = np.array(self._losses, np.float32)
         skipped = f", {self._skipped} of {self._made} updates skipped" if self._skipped else ""
         finite = losses[np.isfinite(losses)]
         mean = f"{finite.mean():.3f}" if len(finite) else "not finite"
-        self._say(f"{self.where(updates)}, Mean loss: {mean}{skipped}")
+        self._say(f"{self.where()}, Mean loss: {mean}{skipped}")
         self._losses, self._made, self._skipped, self._time = [], 0, 0, self._clock()

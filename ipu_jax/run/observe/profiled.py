@@ -6,12 +6,10 @@ any other loop   Profiled hears its steps: their losses and speed; the trace end
 """
 
 import atexit
-import contextlib
 import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,11 +18,9 @@ import numpy as np
 
 from ipu_jax.base import facts
 from ipu_jax.base.cli.places import check_file, reason_of
-from ipu_jax.core.analysis.report import make_report
-from ipu_jax.core.schedules import Schedule
 from ipu_jax.distributed import popdist
-from ipu_jax.run.observe.runs.log import RunLog, RunLogWarning
-from ipu_jax.run.observe.runs.report import memory_of, write_report
+from ipu_jax.run.observe.runs.log import RunLog
+from ipu_jax.run.observe.runs.report import write_report
 from ipu_jax.run.observe.tracing.recording import Recording, trace
 from ipu_jax.run.observe.tracing.timeline import Timeline, TraceError
 
@@ -42,39 +38,6 @@ def asked(trace: Any, report: Any) -> tuple[Any, Any]:
         report = Path(first)
         report = report if len(_pages) == 1 else report.with_stem(f"{report.stem}-{len(_pages)}")
     return trace, report
-
-
-def write_page(
-    path: Any,
-    events: Sequence[Mapping[str, Any]],
-    step: Any,
-    feed: Any,
-    result: Any,
-    title: str,
-    recording: Any,
-    say: Callable[[str], object],
-) -> None:
-    """Write the page about a `fit` that has begun. If it cannot be written, there is a warning; nothing is raised."""
-    if not events:
-        return
-    schedules: dict[str, str | Schedule] = {}
-    timeline = memory = None
-    try:
-        with contextlib.suppress(TraceError):  # it has recorded nothing
-            timeline = None if recording is None else recording.timeline
-        with contextlib.suppress(Exception):  # such as a state that a failed call used up
-            given = step.placement.of_one_update(result.state, feed.like)
-            if (plan := step.placement.model.plan(given)) is not None:
-                schedules[f"{plan.schedule.name}, by ticks"] = plan.schedule
-                needs = make_report(plan, given.batch, mesh=step.mesh)
-                memory = memory_of(needs, result.state)
-                schedules["Bytes of each IPU over the ticks"] = needs.to_svg()
-        with facts.during("writing a report"):
-            write_report(path, events, title=title, schedules=schedules, timeline=timeline, memory=memory)
-        result.report = Path(path)
-        say(f"Report: {path}")
-    except Exception as error:  # a fault in the page must not discard the training
-        warnings.warn(f"report {path} was not written ({reason_of(error)})", RunLogWarning, stacklevel=2)
 
 
 def _recording() -> Recording | None:
