@@ -154,7 +154,7 @@ def fit(
     >>> fit(step, step.init(jnp.zeros(3)), feed, epochs=2, progress=False, say=lambda line: None)
     FitResult(4 updates, last loss 0.3349)
     """
-    arguments = locals()
+    arguments = {**locals()}  # a copy, which a debugger does not change
     arguments["trace"], arguments["report"] = asked(trace, report)
     _check(**arguments)
     if evaluate is not None:
