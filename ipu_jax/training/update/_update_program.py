@@ -106,12 +106,11 @@ class Iteration:
             gradients = zero.scatter(blocks, gradients)
         elif model.replicas > 1:
             gradients = lax.psum(gradients, REPLICA_AXIS)
-        dynamic = isinstance(options.loss_scale, DynamicScale)
         verdict = None
         if options.on_nonfinite is not None:
-            verdict = judged(options, state, loss, self._all_finite(gradients, reduced=not blocks.is_divided))
-        elif dynamic:
-            finite = self._all_finite(gradients, reduced=False)
+            verdict = judged(options, state, loss, self._all_finite(gradients))
+        elif isinstance(options.loss_scale, DynamicScale):
+            finite = self._all_finite(gradients)
             verdict = Verdict(finite, finite)
         if divisor is not None:
             gradients = [g / jnp.asarray(divisor, g.dtype) for g in map(widened, gradients)]
@@ -204,17 +203,14 @@ class Iteration:
         count = jnp.where(count > 0, count, jnp.inf)
         return total / count, count * scale
 
-    def _all_finite(self, gradients: list[Any], *, reduced: bool) -> Any:
-        """Return whether all gradients of all IPUs are finite.
+    def _all_finite(self, gradients: list[Any]) -> Any:
+        """Return whether all gradients of all IPUs are finite, from the sums over replicas.
 
-        Communicates one pmin of a number. If the gradients are `reduced`, they are the same on all replicas. Then the
-        pmin is over the IPUs of a replica only, or skipped if a replica has one IPU.
+        Communicates one pmin of a number over the IPUs of a replica, and over the replicas if each has chunks.
         """
         # if everything is frozen there are no gradients, and the result is True
         found = jnp.stack([jnp.bool_(True), *(jnp.all(jnp.isfinite(g)) for g in gradients)]).all().astype(jnp.int32)
-        axes = (REPLICA_AXIS, IPU_AXIS) if isinstance(self.model, Pipeline) else (REPLICA_AXIS,)
-        if reduced:
-            axes = (IPU_AXIS,) if self.model.ipus > 1 else ()
+        axes = self.update.blocks.axes
         return (lax.pmin(found, axes) if axes else found) > 0
 
     def _rounded(self, k: int, value: Any, key: Any) -> Any:
