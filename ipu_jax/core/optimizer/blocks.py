@@ -160,30 +160,17 @@ class Blocks:
 
     # on the host
 
-    def host_parts(self, leaf: int, value: np.ndarray) -> list[tuple[int, np.ndarray]]:
-        """Return (ipu, part) for each IPU that holds part of a leaf; each part is (replicas, *update_shape)."""
+    def write_leaf(self, leaf: int, value: np.ndarray, array: np.ndarray) -> None:
+        """Write a leaf into an array of `global_shape`, which is 0 beside it; the inverse of `host_leaf`."""
         k = self.block_of(leaf)
-        block = self.blocks[k]
-        by_ipu = {self.ipu_of(leaf): value}
-        if block.split is not None:
-            by_ipu = dict(enumerate(np.split(np.pad(value, self._shard_padding(k, value)), self.ipus, block.split)))
-        parts = []
-        for ipu, part in by_ipu.items():
-            if block.is_slot and part.shape != block.shape:
-                part = np.pad(part.reshape(-1), (0, block.size - part.size)).reshape(block.shape)
-            parts.append((ipu, self._chunks(k, part, np)))
-        return parts
+        padded, split = self._padded(k, value, np), self.blocks[k].split
+        parts = [padded] if split is None else np.split(padded, self.ipus, split)
+        for ipu, part in enumerate(parts, start=self.ipu_of(leaf)):
+            array[:, ipu] = self.to_chunks(k, part, np)
 
     def host_leaf(self, leaf: int, array: np.ndarray) -> np.ndarray:
-        """Return the leaf from an array of `global_shape`; the inverse of `host_parts`."""
-        k = self.block_of(leaf)
-        block, shape = self.blocks[k], self.leaves[leaf].shape
-        of_ipu = lambda ipu: joined_chunks(array[:, ipu], block.shape, block.chunk_dim)  # noqa: E731
-        if block.split is None:
-            whole = of_ipu(self.ipu_of(leaf))
-            return whole if whole.shape == shape else whole.reshape(-1)[: math.prod(shape)].reshape(shape)
-        padded = np.concatenate([of_ipu(ipu) for ipu in range(self.ipus)], block.split)
-        return padded[tuple(map(slice, shape))]
+        """Return the leaf from an array of `global_shape`."""
+        return self.place(leaf, "").leaf(array)
 
     def place(self, leaf: int, array: str, at_least: Any = None) -> Place:
         """Return where a leaf is in the named array of `global_shape`, with the leaf's dtype promoted by `at_least`."""
@@ -192,14 +179,17 @@ class Blocks:
         dtype = own.dtype if at_least is None else jnp.promote_types(own.dtype, at_least).name
         if block.split is not None:
             return Place(own.path, own.shape, dtype, array, ipus=1, shard=block.shape, split=block.split, chunks=chunks)
-        ipu = self.ipu_of(leaf)
-        return Place(own.path, own.shape, dtype, array, ipus=1, ipu=ipu, rows=own.rows, chunks=chunks)
+        return Place(own.path, own.shape, dtype, array, ipus=1, ipu=self.ipu_of(leaf), rows=own.rows, chunks=chunks)
 
-    def _shard_padding(self, k: int, value: Any) -> list[tuple[int, int]]:
-        """Return the padding widths with which a split leaf gives all IPUs shards of the same size."""
-        block = self.blocks[k]
-        missing = lambda d: block.shape[d] * self.ipus - value.shape[d]  # noqa: E731
-        return [(0, missing(d) if d == block.split else 0) for d in range(value.ndim)]
+    def _padded(self, k: int, value: Any, numpy: Any) -> Any:
+        """Return a leaf with the shape of its slot, or padded so that all IPUs get shards of the same size."""
+        block, split = self.blocks[k], self.blocks[k].split
+        if block.is_slot and value.shape != block.shape:
+            return numpy.pad(value.reshape(-1), (0, block.size - value.size)).reshape(block.shape)
+        if split is None:
+            return value
+        missing = block.shape[split] * self.ipus - value.shape[split]
+        return numpy.pad(value, [(0, missing if d == split else 0) for d in range(value.ndim)])
 
     # inside the program
 
@@ -216,11 +206,8 @@ class Blocks:
     def _chunk_number(self) -> Any:
         return lax.axis_index(REPLICA_AXIS) if self.is_divided else 0
 
-    def to_chunks(self, k: int, array: Any) -> Any:
+    def to_chunks(self, k: int, array: Any, numpy: Any = jnp) -> Any:
         """Return a block as (replicas, *update_shape), padded with zeros."""
-        return self._chunks(k, array, jnp)
-
-    def _chunks(self, k: int, array: Any, numpy: Any) -> Any:
         if not self.is_divided:
             return array[None]
         dim = self.chunk_dim(k)
@@ -240,13 +227,10 @@ class Blocks:
         """Return this IPU's part of a leaf-shaped array, in the block's update shape. Communicates nothing."""
         k = self.block_of(leaf)
         block = self.blocks[k]
-        if block.is_slot:
-            if value.shape != block.shape:
-                value = jnp.pad(value.reshape(-1), (0, block.size - value.size)).reshape(block.shape)
-        elif block.split is not None:
+        value = self._padded(k, value, jnp)
+        if block.split is not None:
             local = block.shape[block.split]
-            padded = jnp.pad(value, self._shard_padding(k, value))
-            value = lax.dynamic_slice_in_dim(padded, lax.axis_index(IPU_AXIS) * local, local, block.split)
+            value = lax.dynamic_slice_in_dim(value, lax.axis_index(IPU_AXIS) * local, local, block.split)
         return self.replica_chunk(k, value)
 
     def logical_leaf(self, leaf: int, array: Any) -> Any:

@@ -140,10 +140,9 @@ class StateLayout:
             k, value = self._blocks.block_of(leaf), np.asarray(leaves[i])
             array = per_block[k][self.array_of[leaf][i]]
             if self.is_flat(i):
-                array[0, self._blocks[k].leaves.index(leaf), : value.size] = value.reshape(-1)
-                continue
-            for ipu, part in self._blocks.host_parts(leaf, value):
-                array[:, ipu] = part
+                array[0, self._blocks.ipu_of(leaf), : value.size] = value.reshape(-1)
+            else:
+                self._blocks.write_leaf(leaf, value, array)
         return OptimizerState(per_block, [jnp.asarray(leaves[i]) for i in self.replicated], self._kind)
 
     def _global_shapes(self, k: int) -> list[tuple[tuple[int, ...], str]]:
@@ -174,12 +173,7 @@ class StateLayout:
         for (k, place), parts in sorted(in_array.items()):
             array = on_host(state.per_block[k][place])
             for i in parts:
-                leaf, aval = self._analysis.leaf_of_state[i], self.variables[i].aval
-                if self.is_flat(i):
-                    flat = array[0, self._blocks[k].leaves.index(leaf), : aval.size]
-                    leaves[i] = jnp.array(flat.reshape(aval.shape))
-                else:
-                    leaves[i] = jnp.asarray(self._blocks.host_leaf(leaf, array))
+                leaves[i] = jnp.array(self._place(i, "", path="").leaf(array))
         return joined(jax.tree.unflatten(self._analysis.state_treedef, leaves))
 
     def places(self, prefix: str) -> list[Place]:
@@ -208,7 +202,7 @@ class StateLayout:
         k = self._blocks.block_of(leaf)
         array = f"{prefix}.{k}.{self.array_of[leaf][i]}"
         if self.is_flat(i):
-            return Place(**own, array=array, ipus=1, ipu=self._blocks[k].leaves.index(leaf))
+            return Place(**own, array=array, ipus=1, ipu=self._blocks.ipu_of(leaf))
         return dataclasses.replace(self._blocks.place(leaf, array), **own)
 
     def assembled(self, leaves: Sequence[Any]) -> Any:

@@ -25,7 +25,7 @@ from ipu_jax.core.optimizer import zero
 from ipu_jax.core.optimizer._analysis import LeafReduction, analyze_update
 from ipu_jax.core.optimizer._evaluate import LeafEvaluator
 from ipu_jax.core.optimizer._reductions import combined, partial_result, partial_shape, sent_together, size_of
-from ipu_jax.core.optimizer.blocks import Blocks
+from ipu_jax.core.optimizer.blocks import Blocks, from_blocks
 from ipu_jax.core.optimizer.state import OptimizerState, StateLayout
 
 # (leaf, the block's arrays, evaluator) -> arrays, with the same shapes for each leaf of a block
@@ -75,7 +75,7 @@ class ShardedUpdate:
         params: Any,
         loss: Any,
         *,
-        round_block: Callable[[int, Any], Any] | None = None,
+        round_block: Callable[[int, Any], Any] = lambda k, chunk: chunk,
     ) -> tuple[Any, list[Any], OptimizerState]:
         """Return the weights after an update, their chunks of this replica, and the optimizer's new state.
 
@@ -88,8 +88,8 @@ class ShardedUpdate:
             state: this IPU's arrays, as `shard_map` gives them: (1, 1, *update_shape).
             params: this IPU's weights, `Sharded` or a plain tree.
             loss: for optimizers that take `value=`.
-            round_block: returns block k's new weights in its dtype, from k and the weights in float32 at least, in the
-                update shape. None rounds to nearest.
+            round_block: gets k and block k's new weights, in float32 at least, and can round them to the block's dtype.
+                Weights that it does not round are rounded to nearest.
 
         Returns:
             The new weights, laid out like `params`; per block this replica's chunk of them, (*update_shape); the new
@@ -98,11 +98,8 @@ class ShardedUpdate:
         blocks = self.blocks
         gradients = [rounded(g, block.dtype) for g, block in zip(gradients, blocks, strict=True)]
         unrounded, state = self._unrounded(gradients, state, blocks.chunks_of(params), loss)
-        if round_block is None:
-            chunks = [chunk.astype(block.dtype) for chunk, block in zip(unrounded, blocks, strict=True)]
-        else:
-            chunks = [round_block(k, chunk) for k, chunk in enumerate(unrounded)]
-        return zero.with_chunks(blocks, params, chunks), chunks, state
+        chunks = [round_block(k, chunk).astype(blocks[k].dtype) for k, chunk in enumerate(unrounded)]
+        return from_blocks(params, zero.gather(blocks, chunks)), chunks, state
 
     def _unrounded(
         self, gradients: Sequence[Any], state: OptimizerState, params: Sequence[Any], loss: Any
@@ -295,10 +292,9 @@ class ShardedUpdate:
         everyone = jnp.concatenate(vectors)
         for axis in blocks.axes:
             everyone = lax.all_gather(everyone, axis)
-        by_ipu = (blocks.replicas, blocks.ipus)
-        everyone = everyone.reshape(*by_ipu, offset)
+        everyone = everyone.reshape(blocks.replicas, blocks.ipus, offset)
         return {
-            v: combined(blocks, r, v, everyone[:, :, at : at + size_of(shape)].reshape(*by_ipu, *shape))
+            v: combined(blocks, r, v, everyone[:, :, at : at + size_of(shape)].reshape(*everyone.shape[:2], *shape))
             for r, v, at, shape in parts
         }
 

@@ -20,7 +20,7 @@ from jax import lax
 
 from ipu_jax.core.collectives import reduced
 from ipu_jax.core.devices import REPLICA_AXIS
-from ipu_jax.core.optimizer.blocks import Blocks, from_blocks
+from ipu_jax.core.optimizer.blocks import Blocks
 
 BUCKET_BYTES: Final = 2**22
 """Arrays of at least this many bytes are sent alone, smaller arrays together in buckets of at most this many. A bucket
@@ -76,8 +76,10 @@ def scatter(blocks: Blocks, gradients: Sequence[Any]) -> list[Any]:
 def gather(blocks: Blocks, chunks: Sequence[Any]) -> list[Any]:
     """Return each block whole from the chunks of all replicas, which `scatter` has made.
 
-    Communicates one all_gather over "replica" per bucket.
+    Communicates one all_gather over "replica" per bucket, or nothing if each replica has whole blocks.
     """
+    if not blocks.is_divided:
+        return list(chunks)
     arrays: list[Any] = [None] * len(blocks)
     for bucket in buckets(blocks, [chunk.dtype for chunk in chunks]):
         if blocks[bucket[0]].chunk_dim is not None:
@@ -91,11 +93,3 @@ def gather(blocks: Blocks, chunks: Sequence[Any]) -> list[Any]:
             arrays[k] = blocks.from_chunks(k, lax.slice_in_dim(by_replica, start, start + size, axis=1))
             start += size
     return arrays
-
-
-def with_chunks(blocks: Blocks, params: Any, chunks: Sequence[Any]) -> Any:
-    """Return the weights with these chunks of all replicas in place of the blocks.
-
-    Communicates like `gather` if the blocks are divided, and otherwise nothing.
-    """
-    return from_blocks(params, gather(blocks, chunks) if blocks.is_divided else chunks)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ipu_jax.core.instances import on_host
 from ipu_jax.core.optimizer import zero
-from ipu_jax.core.optimizer.blocks import Blocks
+from ipu_jax.core.optimizer.blocks import Blocks, from_blocks
 
 
 def next_average(decay: float, averages: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
@@ -40,7 +40,7 @@ def with_average(blocks: Blocks, params: Any, averages: Sequence[Any]) -> Any:
         array, mask = average[0, 0].astype(own.dtype), blocks.leaf_mask(k)
         # a slot may hold frozen weights of this IPU
         arrays.append(array if mask is None else jnp.where(mask, array, own))
-    return zero.with_chunks(blocks, params, arrays)
+    return from_blocks(params, zero.gather(blocks, arrays))
 
 
 def divided_average(blocks: Blocks, leaves: Sequence[Any]) -> list[np.ndarray]:
@@ -49,8 +49,7 @@ def divided_average(blocks: Blocks, leaves: Sequence[Any]) -> list[np.ndarray]:
     for k, block in enumerate(blocks):
         averages.append(np.zeros(blocks.global_shape(k), jnp.promote_types(block.dtype, jnp.float32)))
         for leaf in {leaf for leaf in block.leaves if leaf is not None}:
-            for ipu, part in blocks.host_parts(leaf, np.asarray(leaves[leaf], averages[k].dtype)):
-                averages[k][:, ipu] = part
+            blocks.write_leaf(leaf, np.asarray(leaves[leaf], averages[k].dtype), averages[k])
     return averages
 
 

@@ -98,12 +98,11 @@ class Iteration:
         loss, divisor = self._global_loss(found, scale)
 
         gradients = zero.summed(blocks, found.sums)
-        dynamic = isinstance(options.loss_scale, DynamicScale)
         verdict = None
         if options.on_nonfinite is not None:
-            verdict = judged(options, state, loss, self._all_finite(gradients, is_same=not blocks.is_divided))
-        elif dynamic:
-            finite = self._all_finite(gradients, is_same=False)
+            verdict = judged(options, state, loss, self._all_finite(gradients))
+        elif isinstance(options.loss_scale, DynamicScale):
+            finite = self._all_finite(gradients)
             verdict = Verdict(finite, finite)
         if divisor is not None:
             gradients = [g / jnp.asarray(divisor, g.dtype) for g in map(widened, gradients)]
@@ -169,14 +168,14 @@ class Iteration:
         count = jnp.where(count > 0, count, jnp.inf)
         return total / count, count * scale
 
-    def _all_finite(self, gradients: list[Any], *, is_same: bool) -> Any:
-        """Return whether all gradients of all IPUs are finite.
+    def _all_finite(self, gradients: list[Any]) -> Any:
+        """Return whether all gradients of all IPUs are finite, from the sums over replicas.
 
-        Communicates one pmin of a number, if the gradients are the same on all replicas over the IPUs of one.
+        Communicates one pmin of a number over the IPUs of a replica, and over the replicas if each has chunks.
         """
         # if everything is frozen there are no gradients, and the result is True
         found = jnp.stack([jnp.bool_(True), *(jnp.all(jnp.isfinite(g)) for g in gradients)]).all().astype(jnp.int32)
-        return reduced(lax.pmin, found, *[axis for axis in self.model.axes if not is_same or axis != REPLICA_AXIS]) > 0
+        return lax.pmin(found, self.update.blocks.axes) > 0
 
     def _rounded(self, k: int, value: Any, key: Any) -> Any:
         """Return a block's new weights in its own dtype."""

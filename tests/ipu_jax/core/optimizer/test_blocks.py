@@ -93,8 +93,7 @@ def test_a_leaf_goes_to_the_host_arrays_and_back(case, replicas):
     assert blocks.global_shape(0) == expected.shape
     array = np.zeros(blocks.global_shape(0), np.float32)
     value = numbered(CASES[case][0])
-    for ipu, part in blocks.host_parts(0, value):
-        array[:, ipu] = part
+    blocks.write_leaf(0, value, array)
     np.testing.assert_array_equal(array, expected)
     np.testing.assert_array_equal(blocks.host_leaf(0, expected), value)
     place = blocks.place(0, "array", "bfloat16")
