@@ -161,7 +161,10 @@ class Blocks:
     # on the host
 
     def host_parts(self, leaf: int, value: np.ndarray) -> list[tuple[int, np.ndarray]]:
-        """Return (ipu, part) for each IPU that holds part of a leaf; each part is (replicas, *update_shape)."""
+        """Return (ipu, part) for each IPU that holds part of a leaf; each part is (replicas, *update_shape).
+
+        `place` says how to get the leaf back.
+        """
         k = self.block_of(leaf)
         block = self.blocks[k]
         by_ipu = {self.ipu_of(leaf): value}
@@ -173,17 +176,6 @@ class Blocks:
                 part = np.pad(part.reshape(-1), (0, block.size - part.size)).reshape(block.shape)
             parts.append((ipu, self._chunks(k, part, np)))
         return parts
-
-    def host_leaf(self, leaf: int, array: np.ndarray) -> np.ndarray:
-        """Return the leaf from an array of `global_shape`; the inverse of `host_parts`."""
-        k = self.block_of(leaf)
-        block, shape = self.blocks[k], self.leaves[leaf].shape
-        of_ipu = lambda ipu: joined_chunks(array[:, ipu], block.shape, block.chunk_dim)  # noqa: E731
-        if block.split is None:
-            whole = of_ipu(self.ipu_of(leaf))
-            return whole if whole.shape == shape else whole.reshape(-1)[: math.prod(shape)].reshape(shape)
-        padded = np.concatenate([of_ipu(ipu) for ipu in range(self.ipus)], block.split)
-        return padded[tuple(map(slice, shape))]
 
     def place(self, leaf: int, array: str, at_least: Any = None) -> Place:
         """Return where a leaf is in the named array of `global_shape`, with the leaf's dtype promoted by `at_least`."""

@@ -174,12 +174,7 @@ class StateLayout:
         for (k, place), parts in sorted(in_array.items()):
             array = on_host(state.per_block[k][place])
             for i in parts:
-                leaf, aval = self._analysis.leaf_of_state[i], self.variables[i].aval
-                if self.is_flat(i):
-                    flat = array[0, self._blocks[k].leaves.index(leaf), : aval.size]
-                    leaves[i] = jnp.array(flat.reshape(aval.shape))
-                else:
-                    leaves[i] = jnp.asarray(self._blocks.host_leaf(leaf, array))
+                leaves[i] = jnp.array(self._place(i, "", path="").leaf(array))
         return joined(jax.tree.unflatten(self._analysis.state_treedef, leaves))
 
     def places(self, prefix: str) -> list[Place]:
