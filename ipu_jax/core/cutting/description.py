@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from ipu_jax.base.showing import Table, counted
 from ipu_jax.core.cutting.cut import Cut
 from ipu_jax.core.cutting.division import Division
-from ipu_jax.core.cutting.origin import at_line, line_of, name_of, scopes_of
-from ipu_jax.core.cutting.program import bytes_of
+from ipu_jax.core.cutting.program import at_line, bytes_of, line_of, name_of, scopes_of
 from ipu_jax.core.programs.cost import in_units
 from ipu_jax.core.weights.whole_tree import Part
 

@@ -16,7 +16,7 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from ipu_jax.base.jaxprs import part_of, scan_parts, variables
+from ipu_jax.base.jaxprs import in_order, part_of, scan_parts, variables
 from ipu_jax.core.cutting.program import Layer, Program, Stack, bytes_of
 from ipu_jax.core.weights.whole_tree import Part
 
@@ -258,7 +258,7 @@ class Division:
             if op.outvars[0] in placed:
                 self.own[placed[op.outvars[0]]].append(op)
         self.stage_of |= placed
-        self.own = [_in_order(eqns) for eqns in self.own]
+        self.own = [in_order(eqns, eqns) for eqns in self.own]
 
     def _small_operations(self) -> list[tuple[Any, set[int]]]:
         """Return the operations that compute small results from larger weights, and the leaves that each reads."""
@@ -367,7 +367,8 @@ class Division:
         for eqn in self.own[stage]:
             self._walk(eqn.invars, seen, piece, stage)
         self._walk(results, seen, piece, stage)
-        piece.equations = _in_order([*seen.values(), *self.own[stage]])
+        equations = [*seen.values(), *self.own[stage]]
+        piece.equations = in_order(equations, equations)
         piece.weights, piece.incoming = list(dict.fromkeys(piece.weights)), list(dict.fromkeys(piece.incoming))
         return piece
 
@@ -380,22 +381,6 @@ class Division:
             later = {v for piece in self.pieces[s + 1 :] for v in piece.incoming if self.stage_of[v] <= s}
             sent.append(sorted(later, key=order.__getitem__))
         return sent
-
-
-def _in_order(equations: Sequence[Any]) -> list[Any]:
-    """Return the equations with each after those whose results it reads, and otherwise in their order."""
-    made_by = {v: eqn for eqn in equations for v in eqn.outvars}
-    done: dict[int, Any] = {}
-    for eqn in equations:
-        waiting = [eqn]
-        while waiting:
-            first = waiting[-1]
-            before = [made_by[v] for v in variables(first.invars) if v in made_by and id(made_by[v]) not in done]
-            if before and id(first) not in done:
-                waiting += before
-            else:
-                done.setdefault(id(first), waiting.pop())
-    return list(done.values())
 
 
 def _tiles(rows: dict[int, list[Any]]) -> list[tuple[int, int, int]]:
