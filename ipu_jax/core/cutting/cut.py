@@ -23,8 +23,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from ipu_jax.base.jaxprs import CALLS, CHECKPOINTS, closed_of, scan_parts, variables
-from ipu_jax.core.cutting.program import Layer, Program, Stack, bytes_of
-from ipu_jax.core.programs.cost import equation_flops
+from ipu_jax.core.cutting.program import Layer, Program, Stack
+from ipu_jax.core.programs.cost import bytes_of, equation_flops
 
 _EVEN: Final = 1.25
 """The heaviest stage that waists may give, relative to the best that any places give."""
@@ -110,7 +110,7 @@ class Places:
         for t, op in enumerate(self.operations):
             for v in op.outvars:
                 if last.get(v, -1) > t:
-                    live[v] = bytes_of(v)
+                    live[v] = bytes_of(v.aval)
                     fixed |= set() if _is_value(v) else {v}
             for v in op.invars:
                 if not isinstance(v, core.Literal) and last.get(v) == t:
@@ -143,8 +143,8 @@ class Places:
                 leaves |= dict.fromkeys(op.outvars, found)
         change = np.zeros(len(self.operations) + 1)
         for leaf, t in first.items():
-            change[t] += bytes_of(leaf)
-            change[last[leaf]] -= bytes_of(leaf)
+            change[t] += bytes_of(leaf.aval)
+            change[last[leaf]] -= bytes_of(leaf.aval)
         return np.cumsum(change)[:-1]
 
     def _last_uses(self) -> dict[Any, int]:

@@ -11,18 +11,17 @@ again. A scan over stacked weights becomes an operation per layer, so that it ca
 
 import dataclasses
 import functools
-import math
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import jax
-import numpy as np
 from jax.extend import core
 
 from ipu_jax.base.jaxprs import CALLS, CHECKPOINTS, JITS, closed_of, in_scan_parts, needed, scan_parts, variables
-from ipu_jax.core.programs.cost import equation_flops
+from ipu_jax.core.programs.cost import bytes_of, equation_flops
 
 _MUCH: Final = 0.2
 """The part of all FLOPs from which a `jax.checkpoint` is opened."""
@@ -98,7 +97,8 @@ class Program:
         self.operations = needed(self.operations, results, effects=True)
         self._find_kinds()
         if any(_is_over_weights(op, self.kinds) for op in self.operations):
-            self.operations = needed(_in_layers(self.operations, self.kinds), results, effects=True)
+            layers = [_layers_of(op) if _is_over_weights(op, self.kinds) else [op] for op in self.operations]
+            self.operations = needed([*itertools.chain(*layers)], results, effects=True)
             self._find_kinds()
             for op in self.operations:
                 if isinstance(op, Layer) and op.scan.outvars[0] in self.opened:
@@ -149,7 +149,7 @@ class Program:
             kind = "a" if len(on) > 1 or op.effects or isinstance(op, Layer | Stack) else next(iter(on), None)
             if kind != "a":
                 work = equation_flops(op) + sum(flops.get(v, 0.0) for v in {*inputs})
-                if _contracts(op) and work > _AGAIN * sum(map(bytes_of, op.outvars)):
+                if _contracts(op) and work > _AGAIN * bytes_of([v.aval for v in op.outvars]):
                     kind = "a"
                 flops |= dict.fromkeys(op.outvars, work)
             kinds |= dict.fromkeys(op.outvars, kind)
@@ -162,14 +162,6 @@ def _contracts(eqn: Any) -> bool:
     return name in ("dot_general", "conv_general_dilated", "scan", "while", "cond") or any(
         True for _ in core.jaxprs_in_params(eqn.params)
     )
-
-
-def bytes_of(var: Any) -> int:
-    """Return the bytes of a variable's value."""
-    aval = var.aval
-    if not hasattr(aval, "shape"):
-        return 0
-    return math.prod(aval.shape) * (aval.dtype.itemsize if isinstance(aval.dtype, np.dtype) else 8)
 
 
 def traced(fn: Callable[..., Any], params: Any, state: Any, microbatch: Any, key: Any) -> tuple[Program, Any]:
@@ -230,14 +222,6 @@ def _inlined(
             operations.append(eqn.replace(invars=inputs, outvars=outputs, source_info=info))
         env.update(zip(eqn.outvars, outputs, strict=True))
     return [atom(v) for v in jaxpr.outvars]
-
-
-def _in_layers(operations: list[Any], kinds: dict[Any, Kind]) -> list[Any]:
-    """Return the operations with each scan over stacked weights replaced by its layers."""
-    found: list[Any] = []
-    for op in operations:
-        found += _layers_of(op) if _is_over_weights(op, kinds) else [op]
-    return found
 
 
 def _is_over_weights(eqn: Any, kinds: dict[Any, Kind]) -> bool:

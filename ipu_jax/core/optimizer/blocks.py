@@ -174,7 +174,7 @@ class Blocks:
         for ipu, part in by_ipu.items():
             if block.is_slot and part.shape != block.shape:
                 part = np.pad(part.reshape(-1), (0, block.size - part.size)).reshape(block.shape)
-            parts.append((ipu, self._chunks(k, part, np)))
+            parts.append((ipu, self.to_chunks(k, part, np)))
         return parts
 
     def place(self, leaf: int, array: str, at_least: Any = None) -> Place:
@@ -208,11 +208,8 @@ class Blocks:
     def _chunk_number(self) -> Any:
         return lax.axis_index(REPLICA_AXIS) if self.is_divided else 0
 
-    def to_chunks(self, k: int, array: Any) -> Any:
+    def to_chunks(self, k: int, array: Any, numpy: Any = jnp) -> Any:
         """Return a block as (replicas, *update_shape), padded with zeros."""
-        return self._chunks(k, array, jnp)
-
-    def _chunks(self, k: int, array: Any, numpy: Any) -> Any:
         if not self.is_divided:
             return array[None]
         dim = self.chunk_dim(k)
@@ -327,7 +324,6 @@ class Blocks:
 
 def blocks_of_layout(layout: PackedLayout, *, replicas: int) -> Blocks:
     """Return the blocks of a pipeline's weights."""
-    leaves: list[tuple[Any, Leaf]] = []
     tree = layout.arranged(
         {
             group.name: [optax.MaskedNode() if leaf.frozen else (group.name, i) for i, leaf in enumerate(group.leaves)]
@@ -336,9 +332,8 @@ def blocks_of_layout(layout: PackedLayout, *, replicas: int) -> Blocks:
     )
     is_pair = lambda node: isinstance(node, tuple) and len(node) == 2 and isinstance(node[0], str)  # noqa: E731
     named, treedef = jax.tree.flatten(tree, is_leaf=is_pair)
-    for name, i in named:
-        leaves.append(((name, i), layout.group(name).leaves[i]))
-    at = {key: number for number, (key, _) in enumerate(leaves)}
+    leaves = tuple(layout.group(name).leaves[i] for name, i in named)
+    at = {pair: number for number, pair in enumerate(named)}
     blocks = []
     for k, slot in enumerate(layout.slots):
         owned: list[int | None] = [None] * layout.ipus
@@ -355,7 +350,7 @@ def blocks_of_layout(layout: PackedLayout, *, replicas: int) -> Blocks:
                 split = dims[0] if dims and layout.ipus > 1 else None
                 shape, further = local_shape(leaf, layout.ipus), further_part(leaf.spec)
                 blocks.append(Block(shape, leaf.dtype, (at[group.name, i],), split, further=further))
-    return Blocks(layout.ipus, replicas, tuple(blocks), tuple(leaf for _, leaf in leaves), treedef)
+    return Blocks(layout.ipus, replicas, tuple(blocks), leaves, treedef)
 
 
 def blocks_of_tree(params: Any, *, replicas: int) -> Blocks:

@@ -7,6 +7,7 @@ traced programs shows this. Otherwise a `switch` chooses between the programs. T
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -23,8 +24,7 @@ from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.guard import SLOT, Fence, guard
 from ipu_jax.core.optimizer import zero
 from ipu_jax.core.optimizer._analysis import LeafReduction, analyze_update
-from ipu_jax.core.optimizer._evaluate import LeafEvaluator
-from ipu_jax.core.optimizer._reductions import combined, partial_result, partial_shape, sent_together, size_of
+from ipu_jax.core.optimizer._evaluate import LeafEvaluator, combined, partial_result, partial_shape, sent_together
 from ipu_jax.core.optimizer.blocks import Blocks
 from ipu_jax.core.optimizer.state import OptimizerState, StateLayout
 
@@ -285,7 +285,7 @@ class ShardedUpdate:
                 for reduction in of_leaf:
                     (v,) = reduction.outputs
                     parts.append((reduction, v, at, partial_shape(blocks, reduction, v)))
-                    at += size_of(parts[-1][-1])
+                    at += math.prod(parts[-1][-1])
                 ends.append(at)
             length = max(ends) - offset  # a block's vector has the same length on all IPUs
             if any(of_block.values()):
@@ -298,7 +298,7 @@ class ShardedUpdate:
         by_ipu = (blocks.replicas, blocks.ipus)
         everyone = everyone.reshape(*by_ipu, offset)
         return {
-            v: combined(blocks, r, v, everyone[:, :, at : at + size_of(shape)].reshape(*by_ipu, *shape))
+            v: combined(blocks, r, v, everyone[:, :, at : at + math.prod(shape)].reshape(*by_ipu, *shape))
             for r, v, at, shape in parts
         }
 

@@ -252,9 +252,8 @@ def _scatter_add(
 ) -> dict[int, Any] | None:
     """Add the gradient of a gather: rows of a table."""
     k, (_, indices, updates) = own[0].k, inputs
-    total = None
-    if walk.is_zero(eqn.invars[0]):
-        total = own[0].block.scatter_add(totals[k], indices, updates, eqn.params)
+    is_alone = walk.is_zero(eqn.invars[0])
+    total = own[0].block.scatter_add(totals[k], indices, updates, eqn.params) if is_alone else None
     if total is None:
         return None
     totals[k] = total
