@@ -11,6 +11,10 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 JITS = ("jit", "pjit")
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
+CALLS = dict.fromkeys((*JITS, *CHECKPOINTS), "jaxpr") | dict.fromkeys(
+    ("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr"
+)
+"""The primitives that call a body once, with the equation's inputs in order, and the parameter that has the body."""
 
 # From jax 0.12 on, one class is both open and closed, and the older name is not among the public types.
 _ClosedJaxpr: Any = getattr(core, "ClosedJaxpr", core.Jaxpr)
@@ -60,8 +64,7 @@ def laid_open(closed: Any, calls: tuple[str, ...] = JITS) -> Any:
     def rule(eqn: Any, inputs: list[Any]) -> list[Any] | None:
         if eqn.primitive.name not in calls:
             return None
-        body = eqn.params["call_jaxpr" if eqn.primitive.name == "custom_jvp_call" else "jaxpr"]
-        return evaluated(closed_of(body), inputs, rule)
+        return evaluated(closed_of(eqn.params[CALLS[eqn.primitive.name]]), inputs, rule)
 
     if not any(eqn.primitive.name in calls for eqn in closed.jaxpr.eqns):
         return closed
@@ -89,12 +92,12 @@ def depending(eqns: list[Any], on: Sequence[Any]) -> set[Any]:
     return dependent
 
 
-def needed(eqns: list[Any], outvars: list[Any]) -> list[Any]:
-    """Return the equations that `outvars` depend on, in order."""
+def needed(eqns: list[Any], outvars: list[Any], *, effects: bool = False) -> list[Any]:
+    """Return the equations that `outvars` depend on, in order; with `effects`, also those that have effects."""
     wanted = set(variables(outvars))
     equations = []
     for eqn in reversed(eqns):
-        if wanted.intersection(eqn.outvars):
+        if wanted.intersection(eqn.outvars) or (effects and eqn.effects):
             equations.append(eqn)
             wanted.update(variables(eqn.invars))
     return equations[::-1]
@@ -105,9 +108,16 @@ def postponed(closed: Any, on: Sequence[Any]) -> Any:
     jaxpr = closed.jaxpr
     dependent = depending(jaxpr.eqns, on)
     made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-    ordered: dict[int, Any] = {}
+    first = [eqn for eqn in jaxpr.eqns if eqn.effects or dependent.intersection(variables(eqn.invars))]
+    others = [made_by[var] for var in variables(jaxpr.outvars) if var in made_by]
+    return part_of(closed, jaxpr.invars, in_order([*first, *others], jaxpr.eqns), jaxpr.outvars)
 
-    def run(eqn: Any) -> None:
+
+def in_order(wanted: Sequence[Any], eqns: Sequence[Any]) -> list[Any]:
+    """Return the wanted equations in their order, each after those of `eqns` whose results it reads."""
+    made_by = {var: eqn for eqn in eqns for var in eqn.outvars}
+    ordered: dict[int, Any] = {}
+    for eqn in wanted:
         waiting = [eqn]
         while waiting:
             before = [made_by[v] for v in variables(waiting[-1].invars) if v in made_by]
@@ -116,14 +126,7 @@ def postponed(closed: Any, on: Sequence[Any]) -> Any:
                 waiting += before
             else:
                 ordered.setdefault(id(waiting[-1]), waiting.pop())
-
-    for eqn in jaxpr.eqns:
-        if eqn.effects or dependent.intersection(variables(eqn.invars)):
-            run(eqn)
-    for var in variables(jaxpr.outvars):
-        if var in made_by:
-            run(made_by[var])
-    return part_of(closed, jaxpr.invars, list(ordered.values()), jaxpr.outvars)
+    return list(ordered.values())
 
 
 def all_equations(jaxpr: Any) -> Iterator[Any]:
@@ -140,6 +143,12 @@ def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()  # since jax 0.12
     return len(consts), len(carry)
+
+
+def in_scan_parts(params: dict[str, Any], values: Sequence[_T]) -> tuple[Sequence[_T], Sequence[_T], Sequence[_T]]:
+    """Return values that a scan's inputs have, apart: of its constants, of its carry, and of what it goes over."""
+    consts, carry = scan_parts(params)
+    return values[:consts], values[consts:][:carry], values[consts + carry :]
 
 
 def traced_on(mesh: Mesh | AbstractMesh, fn: Callable[[], _T]) -> _T:

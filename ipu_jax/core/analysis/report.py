@@ -14,38 +14,37 @@ bytes are the same in each row, and are predicted from the largest values:
                +  sums        gradient accumulators that are wider than the weights (if these are bfloat16); sums of the
                               weight's own dtype are the gradients that the step returns, and are counted there
 
-Nothing is run. `docs/measured.md` compares predictions with the bytes that XLA reports.
+All counts are derived from the plan and the traced programs of its segments. Nothing is run. `docs/measured.md`
+compares predictions with the bytes that XLA reports.
 """
 
 import dataclasses
+import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from ipu_jax.base.checks import as_int
 from ipu_jax.base.showing import Shown, Table
-from ipu_jax.core.analysis._account import (
-    channel_bytes,
-    segment_costs,
-    sent_bytes,
-    waits,
-    weight_bytes,
-    wide_accumulator_bytes,
-)
 from ipu_jax.core.analysis.bytes_picture import bytes_figure
+from ipu_jax.core.analysis.stage_costs import transfer_time
 from ipu_jax.core.compiled.in_stages import StageCollectives, in_stages
 from ipu_jax.core.compiled.program import Program, compiled_for
-from ipu_jax.core.devices import REPLICA_AXIS
+from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.engine.stash import Stash
 from ipu_jax.core.mesh_axes import parts
-from ipu_jax.core.programs.cost import bytes_of, in_units
+from ipu_jax.core.programs.cost import bytes_of, in_units, jaxpr_flops, jaxpr_peak_bytes
+from ipu_jax.core.programs.segment_program import split_floats
 from ipu_jax.core.schedules.figures import svg_of, written
 from ipu_jax.core.step_args import StepArgs
+from ipu_jax.core.weights.packed_layout import PackedLayout, local_shape
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -275,23 +274,23 @@ def _limit_of(device: Any) -> float | None:
 def count_report(plan: Plan, batch_bytes: int) -> PipelineReport:
     """Return the report of a step with predicted temporary bytes, for a replica's batch of this many bytes."""
     m, layout = plan.schedule.micro_batches, plan.params
-    costs, stash = segment_costs(plan), Stash(plan)
-    idle, exchanges, exposed = waits(plan, costs)
-    weights = [weight_bytes(layout, k, plan.axes) for k in range(layout.ipus)]
+    costs, stash = _segment_costs(plan), Stash(plan)
+    idle, exchanges, exposed = _waits(plan, costs)
+    weights = [_weight_bytes(layout, k, plan.axes) for k in range(layout.ipus)]
     segments_of_ipu = [[i for i, s in enumerate(plan.segments) if s.place in (None, k)] for k in range(layout.ipus)]
     ipus = tuple(
         IpuReport(
             ipu=k,
             weights=weights[k].own,
             padding=weights[k].allocated - weights[k].own,
-            state=weight_bytes(plan.state, k, plan.axes).allocated,
+            state=_weight_bytes(plan.state, k, plan.axes).allocated,
             batch=batch_bytes,
             stash=stash.nbytes_of(k),
             gradients=weights[k].allocated,
             accumulators=weights[k].accumulators,
             working_set=max((costs[i].working_set for i in segments_of_ipu[k]), default=0),
             flops=m * sum(costs[i].forward + costs[i].backward for i in segments_of_ipu[k]),
-            sent=sent_bytes(plan, k),
+            sent=_sent_bytes(plan, k),
             idle=idle[k],
             stash_by_tick=tuple(stash.held(k)),
         )
@@ -303,13 +302,134 @@ def count_report(plan: Plan, batch_bytes: int) -> PipelineReport:
         ipus=ipus,
         stash=stash.nbytes + stash.padding,
         stash_padding=stash.padding,
-        channels=channel_bytes(plan),
+        channels=_channel_bytes(plan),
         working_set=max(cost.working_set for cost in costs),
-        sums=wide_accumulator_bytes(layout, plan.axes),
+        sums=weights[0].wide,
         exchanges=exchanges,
         exposed=exposed,
         devices=parts(plan.axes),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _SegmentCost:
+    """The cost of one segment on one IPU for one micro-batch.
+
+    Attributes:
+        forward, backward, weight: FLOPs of F, of the whole backward pass, and of its part W if that runs separately.
+        working_set: the most bytes alive at once in any of these passes.
+    """
+
+    forward: int
+    backward: int
+    weight: int
+    working_set: int
+
+
+def _segment_costs(plan: Plan) -> list[_SegmentCost]:
+    """Return the cost of each segment."""
+    costs = []
+    for segment, program in zip(plan.segments, plan.programs, strict=True):
+        forward, *backward = program.jaxprs.values()
+        weights = sum(len(plan.params.group(name).leaves) for name in segment.groups)
+        num_dy = len(split_floats(program.y)[0])
+        flops = [jaxpr_flops(jaxpr) for jaxpr in backward]
+        # Inputs after the weights are copied slices of the batch and the stash, except B's dy, which is in a channel.
+        ends = [len(backward[0].in_avals) - num_dy, *(len(jaxpr.in_avals) for jaxpr in backward[1:])]
+        peak_bytes = [
+            jaxpr_peak_bytes(jaxpr, copied=range(weights, end), keep_outputs=False)
+            for jaxpr, end in zip(backward, ends, strict=True)
+        ]
+        peak_bytes.append(jaxpr_peak_bytes(forward, keep_outputs=False))
+        costs.append(_SegmentCost(jaxpr_flops(forward), sum(flops), sum(flops[1:]), max(peak_bytes)))
+    return costs
+
+
+class _WeightBytes(NamedTuple):
+    """The bytes of an IPU's own weights, of the arrays that hold them with padding, and of their accumulators.
+
+    `wide` counts the accumulators that are wider than their gradients, and so cannot share memory with them. If the IPU
+    is a group of devices, they are the bytes on one device.
+    """
+
+    own: int
+    allocated: int
+    accumulators: int
+    wide: int
+
+
+def _weight_bytes(layout: PackedLayout, ipu: int, axes: Mapping[str, int]) -> _WeightBytes:
+    """Return the bytes that an IPU's weights and their accumulators take, split over further axes of these sizes."""
+    own = 0
+    arrays = [(math.prod(slot.shape) // parts(axes, slot.spec), slot.dtype) for slot in layout.slots]
+    summed = [array for k, array in enumerate(arrays) if k in layout.trainable_slots]
+    for group in layout.groups:
+        for leaf in group.leaves:
+            size, split = np.dtype(leaf.dtype).itemsize, parts(axes, leaf.spec)
+            if group.ipu is None:
+                shape = local_shape(leaf, layout.ipus)
+                arrays.append((math.prod(shape) // split, leaf.dtype))
+                summed += [] if leaf.frozen else arrays[-1:]
+                for dim, axis in enumerate(leaf.spec):
+                    if axis == IPU_AXIS:  # the last shards are shorter if the dim does not divide evenly
+                        left = leaf.shape[dim] - ipu * shape[dim]
+                        shape = (*shape[:dim], min(max(left, 0), shape[dim]), *shape[dim + 1 :])
+                own += size * math.prod(shape) // split
+            elif group.ipu == ipu:
+                own += size * leaf.size // split
+    allocated = sum(count * np.dtype(dtype).itemsize for count, dtype in arrays)
+    sums = [(count * jnp.promote_types(dtype, jnp.float32).itemsize, dtype) for count, dtype in summed]
+    wide = [size for size, dtype in sums if jnp.promote_types(dtype, jnp.float32) != np.dtype(dtype)]
+    return _WeightBytes(own, allocated, sum(size for size, _ in sums), sum(wide))
+
+
+def _channel_bytes(plan: Plan) -> int:
+    """Return the bytes of loss, aux, and each channel's y and dx, which count twice if another IPU receives them."""
+    m = plan.schedule.micro_batches
+    total = bytes_of(plan.programs[-1].y) + m * sum(bytes_of(program.aux) for program in plan.programs)
+    y, dx = plan.outboxes("y"), plan.outboxes("dx")
+    for k, channel in enumerate(plan.channels):
+        is_received = bool(channel.pairs)
+        total += bytes_of(channel.message) * ((k in y) + is_received)
+        total += bytes_of(split_floats(channel.message)[0]) * ((k in dx) + is_received)
+    return total
+
+
+def _sent_bytes(plan: Plan, ipu: int) -> int:
+    """Return the bytes that an IPU sends in collectives between stages, in a tick in which every stage is active."""
+    total = 0
+    for channel in plan.channels:
+        total += sum(bytes_of(channel.message) for source, _ in channel.pairs if source == ipu)
+        total += sum(bytes_of(split_floats(channel.message)[0]) for _, target in channel.pairs if target == ipu)
+    for i in range(len(plan.segments) - 1):
+        message, floats = plan.programs[i].y, split_floats(plan.programs[i].y)[0]
+        if plan.segments[i + 1].place is None:  # a psum broadcasts x to all IPUs, and another psum sums the parts of dx
+            total += bytes_of(message) + bytes_of(floats)
+        elif plan.segments[i].place is None and not plan.programs[i].needs_sums_only:  # dy is broadcast to all IPUs
+            total += bytes_of(floats)
+    return total
+
+
+def _waits(plan: Plan, costs: list[_SegmentCost]) -> tuple[list[float], int, float | None]:
+    """Return how IPUs wait in a step if FLOPs are time: all wait for each other at each exchange.
+
+    Returns:
+        Per IPU, the share of the step in which it is idle; the ticks in which an IPU sends to another; the share of the
+        step that messages take while no task hides them, None where a message takes no time.
+    """
+    stage_costs: dict[str, list[float]] = {"forward": [], "backward": [], "weight": []}
+    for segment, cost in zip(plan.segments, costs, strict=True):
+        # the simulator divides the cost of concurrent stages among the IPUs
+        sharers = plan.ipus if segment.place is None else 1
+        for kind, per_stage in stage_costs.items():
+            per_stage += [sharers * getattr(cost, kind) / len(segment.stages)] * len(segment.stages)
+    transfer = transfer_time(plan.segments, plan.programs, plan.platform, "FLOPs")
+    forward, backward, weight = stage_costs.values()
+    run = plan.schedule.simulate(forward, backward, weight, transfer, lockstep=True)
+    idle = [1 - busy / run.makespan if run.makespan else 0.0 for busy in run.busy]
+    exchanges = int((plan.exchanges["y"] | plan.exchanges["dx"]).any(1).sum())
+    hidden = plan.schedule.clock == "two-phase"
+    return idle, exchanges, (0.0 if hidden else exchanges * transfer / run.makespan) if transfer else None
 
 
 def check_ipu_memory(ipu_memory: float | None) -> None:

@@ -12,7 +12,7 @@ import jax
 from ipu_jax.core.analysis.report import PipelineReport, count_report
 from ipu_jax.core.analysis.stage_costs import TracedStages, transfer_time
 from ipu_jax.core.engine.plan import Plan, make_plan, trace_programs
-from ipu_jax.core.programs.cost import in_units
+from ipu_jax.core.programs.cost import bytes_of, in_units
 from ipu_jax.core.programs.segment import segments_of
 from ipu_jax.core.schedules import FoundSchedule, Schedule, StageCosts, canonical_name, find_schedule, make_schedule
 from ipu_jax.core.stage import Role, Stage
@@ -60,8 +60,7 @@ class StepShapes:
 
     def report(self, stages: tuple[Stage, ...], schedule: Schedule) -> PipelineReport:
         """Return the report of the step under a schedule. Temporary bytes are predicted."""
-        batch_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.batch))
-        return count_report(self.plan(stages, schedule), batch_bytes)
+        return count_report(self.plan(stages, schedule), bytes_of(self.batch))
 
     def trace(self, stages: tuple[Stage, ...]) -> TracedStages:
         """Return the traced programs of the stages, whose costs can be counted and measured."""

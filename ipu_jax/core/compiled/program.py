@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from ipu_jax.core.devices import is_described
-from ipu_jax.core.engine.labels import PlanNames, guard_named, plan_named
+from ipu_jax.core.engine.labels import guard_named, plan_named
 
 COLLECTIVES: Final = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _OVER_NETWORK: Final = {"ONE_TO_ONE": "collective-permute"}
@@ -172,8 +172,7 @@ class Program:
     @property
     def scans(self) -> list[Instruction]:
         """Return the loops over ticks: one, or up to three on GPUs; none without a pipeline."""
-        everything = (i for body in self._computations.values() for i in body)
-        return [i for i in everything if i.op == "while" and _SCAN.search(i.place)]
+        return [i for i in self.instructions() if i.op == "while" and _SCAN.search(i.place)]
 
     @functools.cached_property
     def bodies(self) -> dict[str, int]:
@@ -305,7 +304,8 @@ class Program:
         """Return how often a loop runs, on average for a guard: 1 or less."""
         plan, guard = plan_named(loop.place), guard_named(loop.place)
         if plan is not None and guard is not None:
-            return _active_share(plan, guard)
+            ticks = plan.microbatches.get(guard)
+            return 1.0 if ticks is None else float((np.asarray(ticks) >= 0).any(axis=1).mean())
         length = self._length(loop)
         return plan.ticks if plan is not None and length == 1 and _SCAN.search(loop.place) else length
 
@@ -370,11 +370,6 @@ def host_loops(thunks: str, outer: int = 0) -> int:
         if kind in ("kWhile", "kCommandBuffer"):
             around.append((len(spaces), kind))
     return found
-
-
-def _active_share(plan: PlanNames, guard: Any) -> float:
-    ticks = plan.microbatches.get(guard)
-    return 1.0 if ticks is None else float((np.asarray(ticks) >= 0).any(axis=1).mean())
 
 
 def _is_work(instruction: Instruction) -> bool:

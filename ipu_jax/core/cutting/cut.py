@@ -11,18 +11,20 @@ wherever stages become even, and among such cuts with the fewest bytes. All of i
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from ipu_jax.base.jaxprs import scan_parts, variables
-from ipu_jax.core.cutting.program import Layer, Program, Stack, bytes_of
-from ipu_jax.core.cutting.work import is_float, work_of
+from ipu_jax.base.jaxprs import CALLS, CHECKPOINTS, closed_of, scan_parts, variables
+from ipu_jax.core.cutting.program import Layer, Program, Stack
+from ipu_jax.core.programs.cost import bytes_of, equation_flops
 
 _EVEN: Final = 1.25
 """The heaviest stage that waists may give, relative to the best that any places give."""
@@ -37,6 +39,7 @@ _SMALL, _SMALL_SHARE = 8, 0.05
 """Bytes, and the share of all live bytes, up to which a live value does not count: a scalar, a sum of losses."""
 
 
+_PRODUCTS: Final = ("dot_general", "conv_general_dilated")
 STAGE_END: Final = "stage_end"
 
 
@@ -107,7 +110,7 @@ class Places:
         for t, op in enumerate(self.operations):
             for v in op.outvars:
                 if last.get(v, -1) > t:
-                    live[v] = bytes_of(v)
+                    live[v] = bytes_of(v.aval)
                     fixed |= set() if _is_value(v) else {v}
             for v in op.invars:
                 if not isinstance(v, core.Literal) and last.get(v) == t:
@@ -140,8 +143,8 @@ class Places:
                 leaves |= dict.fromkeys(op.outvars, found)
         change = np.zeros(len(self.operations) + 1)
         for leaf, t in first.items():
-            change[t] += bytes_of(leaf)
-            change[last[leaf]] -= bytes_of(leaf)
+            change[t] += bytes_of(leaf.aval)
+            change[last[leaf]] -= bytes_of(leaf.aval)
         return np.cumsum(change)[:-1]
 
     def _last_uses(self) -> dict[Any, int]:
@@ -245,21 +248,74 @@ def _is_value(var: Any) -> bool:
 
 
 def _work(program: Program, operations: Sequence[Any], frozen: Sequence[bool]) -> list[float]:
-    wanted = {v for v, is_frozen in zip(program.params, frozen, strict=True) if not is_frozen and is_float(v)}
+    wanted = {v for v, is_frozen in zip(program.params, frozen, strict=True) if not is_frozen and _is_float(v)}
     work: dict[int, float] = {}
     layers: dict[Any, float] = {}  # layers of one scan take the same
     for op in program.operations:
         flags = [not isinstance(v, core.Literal) and v in wanted for v in op.invars]
         if any(flags):
-            wanted.update(v for v in op.outvars if is_float(v))
+            wanted.update(v for v in op.outvars if _is_float(v))
         if isinstance(op, Layer):
             of_scan = id(op.scan), *flags
             if of_scan not in layers:
-                layers[of_scan] = work_of(op.scan, flags) / op.scan.params["length"]
+                layers[of_scan] = sum(_forward_and_backward(op.scan, flags)) / op.scan.params["length"]
             work[id(op)] = layers[of_scan]
         elif not isinstance(op, Stack):
-            work[id(op)] = work_of(op, flags)
+            work[id(op)] = sum(_forward_and_backward(op, flags))
     return [work.get(id(op), 0.0) for op in operations]
+
+
+def _forward_and_backward(eqn: Any, differentiable: Sequence[bool]) -> tuple[float, float]:
+    """Return the FLOPs of F and of B of an equation.
+
+    B computes the gradient of each differentiable operand. For a product or a convolution each of them takes as much
+    as F; for other operations, all of them together do. So `x @ w` counts 3 times its F, and `x @ constant` 2 times. A
+    block under `jax.checkpoint` counts its F once more.
+
+    Args:
+        eqn: the equation.
+        differentiable: per input, whether its gradient is wanted.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name == "scan":
+        consts, carry = scan_parts(params)
+        flags, body = list(differentiable), closed_of(params["jaxpr"])
+        # what a later iteration differentiates, an earlier one does, too
+        flags[consts : consts + carry] = [f or any(flags) for f in flags[consts : consts + carry]]
+        forward, backward = _of_body(body, flags)
+        return params["length"] * forward, params["length"] * backward
+    if name == "cond":
+        return max(_of_body(closed_of(branch), differentiable[1:]) for branch in params["branches"])
+    if name in CALLS:
+        forward, backward = _of_body(closed_of(params[CALLS[name]]), differentiable)
+        again = forward if name in CHECKPOINTS and backward else 0
+        return forward, backward + again
+    forward = float(equation_flops(eqn))
+    wanted = sum(differentiable)
+    return forward, forward * (wanted if name in _PRODUCTS else min(wanted, 1))
+
+
+def _of_body(closed: Any, differentiable: Sequence[bool]) -> tuple[float, float]:
+    jaxpr = closed.jaxpr
+    wanted = {v for v, f in zip(jaxpr.invars, differentiable, strict=True) if f}
+    forward = backward = 0.0
+    for eqn in jaxpr.eqns:
+        flags = [not isinstance(v, core.Literal) and v in wanted for v in eqn.invars]
+        one, other = _forward_and_backward(eqn, flags)
+        forward, backward = forward + one, backward + other
+        if any(flags):
+            wanted.update(v for v in eqn.outvars if _is_float(v))
+    return forward, backward
+
+
+def _is_float(var: Any) -> bool:
+    """Return whether a variable has a float dtype, so that it can have a gradient."""
+    return hasattr(var.aval, "dtype") and _is_inexact(var.aval.dtype)
+
+
+@functools.cache
+def _is_inexact(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _heaviest(total: np.ndarray, places: np.ndarray, stages: int) -> float:

@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 from ipu_jax.base.showing import Table, counted
 from ipu_jax.core.cutting.cut import Cut
 from ipu_jax.core.cutting.division import Division
-from ipu_jax.core.cutting.origin import at_line, line_of, name_of, scopes_of
-from ipu_jax.core.cutting.program import bytes_of
-from ipu_jax.core.programs.cost import in_units
+from ipu_jax.core.cutting.program import at_line, line_of, name_of, scopes_of
+from ipu_jax.core.programs.cost import bytes_of, in_units
 from ipu_jax.core.weights.whole_tree import Part
 
 
@@ -53,7 +52,7 @@ def described(
     for s, piece in enumerate(division.pieces):
         own = [v for v in piece.weights if division.parts[v] not in shared]
         sent = messages[s] if s < len(messages) else []
-        size = in_units(sum(map(bytes_of, sent)), "B")
+        size = in_units(bytes_of([v.aval for v in sent]), "B")
         text = f"{counted(len(sent), 'array')}, {size}" if sent else "the loss"
         ends = line_of(program.activations[cut.ends[s] - 1]) if cut.ends[s] else ""
         rows.append(
@@ -61,7 +60,7 @@ def described(
                 f"{s} {names[s]}" if names[s] != f"stage {s}" else str(s),
                 str(places[s]),
                 f"{cut.work[s] / total:.1%}",
-                in_units(sum(map(bytes_of, own)), "B"),
+                in_units(bytes_of([v.aval for v in own]), "B"),
                 ends,
                 text,
             )
@@ -98,7 +97,7 @@ def _of_one_operation(division: Division, cut: Cut) -> list[str]:
 def _of_shared(division: Division, paths: Sequence[str], shared: Mapping[Part, list[int]]) -> list[str]:
     if not shared:
         return []
-    size = {part: bytes_of(division.program.params[part.leaf]) for part in shared}
+    size = {part: bytes_of(division.program.params[part.leaf].aval) for part in shared}
     largest = sorted(shared, key=lambda part: -size[part])
     named = [
         f"{paths[part.leaf]} ({in_units(size[part], 'B')}, stages {', '.join(map(str, shared[part]))})"

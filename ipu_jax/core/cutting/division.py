@@ -16,30 +16,17 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from ipu_jax.base.jaxprs import part_of, scan_parts, variables
-from ipu_jax.core.cutting.program import Layer, Program, Stack, bytes_of
+from ipu_jax.base.jaxprs import in_order, part_of, scan_parts, variables
+from ipu_jax.core.cutting.program import Layer, Program, Stack
+from ipu_jax.core.programs.cost import bytes_of
 from ipu_jax.core.weights.whole_tree import Part
 
 _SMALL: Final = 4096
 """Bytes up to which a value that is computed from larger weights is sent, so that the weights stay in one stage."""
 _BY_ROW: Final = (
     *("convert_element_type", "reduce_precision", "copy", "stop_gradient", "neg", "abs", "sign", "square"),
-    *(
-        "mul",
-        "add",
-        "sub",
-        "div",
-        "max",
-        "min",
-        "pow",
-        "integer_pow",
-        "exp",
-        "log",
-        "sqrt",
-        "rsqrt",
-        "tanh",
-        "logistic",
-    ),
+    *("mul", "add", "sub", "div", "max", "min", "pow", "integer_pow"),
+    *("exp", "log", "sqrt", "rsqrt", "tanh", "logistic"),
 )
 """Operations whose result has rows that depend only on the same rows of their inputs."""
 
@@ -92,37 +79,29 @@ class Division:
     # the equations of each stage
 
     def _own_equations(self, ends: Sequence[int]) -> list[list[Any]]:
-        operations, own, start = self.program.activations, [], 0
-        runs: dict[int, list[tuple[int, int, int]]] = {}  # per scan: stage, first and last layer
-        for s, end in enumerate(ends):
-            for op in operations[start:end]:
+        of_stages = [self.program.activations[start:end] for start, end in itertools.pairwise([0, *ends])]
+        runs: dict[int, dict[int, list[Layer]]] = {}  # per scan and stage, the layers
+        for s, of_stage in enumerate(of_stages):
+            for op in of_stage:
                 if isinstance(op, Layer):
-                    of_scan = runs.setdefault(id(op.scan), [])
-                    if of_scan and of_scan[-1][0] == s:
-                        of_scan[-1] = (s, of_scan[-1][1], op.number)
-                    else:
-                        of_scan.append((s, op.number, op.number))
-            start = end
-        layers = {(id(op.scan), op.number): op for op in operations if isinstance(op, Layer)}
+                    runs.setdefault(id(op.scan), {}).setdefault(s, []).append(op)
+        own: list[list[Any]] = []
         stacked: dict[tuple[int, int], list[Any]] = {}
-        start = 0
-        for end in ends:
+        for s, of_stage in enumerate(of_stages):
             eqns: list[Any] = []
-            for op in operations[start:end]:
+            for op in of_stage:
                 if isinstance(op, Layer):
-                    of_scan = runs[id(op.scan)]
-                    run = next((r for r in of_scan if r[2] == op.number), None)
-                    if run is not None and len(of_scan) == 1:
-                        eqns.append(op.scan.replace(invars=[*layers[id(op.scan), 0].invars]))
-                    elif run is not None:
-                        eqns += self._shorter(layers[id(op.scan), run[1]], op, stacked)
+                    run = runs[id(op.scan)][s]
+                    if op is run[-1]:  # in place of the layers of a stage, one equation
+                        whole = len(runs[id(op.scan)]) == 1
+                        eqns += [op.scan.replace(invars=run[0].invars)] if whole else self._shorter(run[0], op, stacked)
                 elif isinstance(op, Stack):
                     if len(runs[id(op.scan)]) > 1:
-                        eqns.append(self._joined(op, stacked[id(op.scan), op.position]))
+                        parts = stacked[id(op.scan), op.position]
+                        eqns.append(_equation(lambda *values: lax.concatenate(values, 0), parts, op.outvars[0]))
                 else:
                     eqns.append(op)
             own.append(eqns)
-            start = end
         return own
 
     def _under_checkpoints(self, equations: list[Any]) -> list[Any]:
@@ -172,9 +151,6 @@ class Division:
         if isinstance(params.get("unroll"), int):
             params["unroll"] = min(params["unroll"], stop - start)
         return [*before, scan.replace(invars=[*first.invars[: consts + carry], *xs], outvars=outputs, params=params)]
-
-    def _joined(self, op: Stack, parts: list[Any]) -> Any:
-        return _equation(lambda *values: lax.concatenate(values, 0), parts, op.outvars[0])
 
     def _rows_of(self, var: Any, start: int, stop: int, before: list[Any]) -> Any:
         """Return the variable of some rows of a scan's input; equations of activations are appended to `before`."""
@@ -258,7 +234,7 @@ class Division:
             if op.outvars[0] in placed:
                 self.own[placed[op.outvars[0]]].append(op)
         self.stage_of |= placed
-        self.own = [_in_order(eqns) for eqns in self.own]
+        self.own = [in_order(eqns, eqns) for eqns in self.own]
 
     def _small_operations(self) -> list[tuple[Any, set[int]]]:
         """Return the operations that compute small results from larger weights, and the leaves that each reads."""
@@ -267,12 +243,13 @@ class Division:
         for op in self.program.operations:
             if op.effects or self.program.kinds[op.outvars[0]] != "w":
                 continue
-            size = sum(map(bytes_of, op.outvars))
+            size = bytes_of([v.aval for v in op.outvars])
             if size > _SMALL:
                 continue
             inputs = variables(op.invars)
             leaves = {self.parts[v].leaf for v in self._needs([v for v in inputs if v not in results], -1).weights}
-            if results.intersection(inputs) or sum(bytes_of(self.program.params[leaf]) for leaf in leaves) > 8 * size:
+            of_leaves = bytes_of([self.program.params[leaf].aval for leaf in leaves])
+            if results.intersection(inputs) or of_leaves > 8 * size:
                 found.append((op, leaves))
                 results.update(op.outvars)
         return found
@@ -367,7 +344,8 @@ class Division:
         for eqn in self.own[stage]:
             self._walk(eqn.invars, seen, piece, stage)
         self._walk(results, seen, piece, stage)
-        piece.equations = _in_order([*seen.values(), *self.own[stage]])
+        equations = [*seen.values(), *self.own[stage]]
+        piece.equations = in_order(equations, equations)
         piece.weights, piece.incoming = list(dict.fromkeys(piece.weights)), list(dict.fromkeys(piece.incoming))
         return piece
 
@@ -380,22 +358,6 @@ class Division:
             later = {v for piece in self.pieces[s + 1 :] for v in piece.incoming if self.stage_of[v] <= s}
             sent.append(sorted(later, key=order.__getitem__))
         return sent
-
-
-def _in_order(equations: Sequence[Any]) -> list[Any]:
-    """Return the equations with each after those whose results it reads, and otherwise in their order."""
-    made_by = {v: eqn for eqn in equations for v in eqn.outvars}
-    done: dict[int, Any] = {}
-    for eqn in equations:
-        waiting = [eqn]
-        while waiting:
-            first = waiting[-1]
-            before = [made_by[v] for v in variables(first.invars) if v in made_by and id(made_by[v]) not in done]
-            if before and id(first) not in done:
-                waiting += before
-            else:
-                done.setdefault(id(first), waiting.pop())
-    return list(done.values())
 
 
 def _tiles(rows: dict[int, list[Any]]) -> list[tuple[int, int, int]]:

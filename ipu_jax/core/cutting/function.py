@@ -22,8 +22,7 @@ from ipu_jax.core.analysis.balance import measure_costs
 from ipu_jax.core.cutting.cut import STAGE_END, Cut, Places
 from ipu_jax.core.cutting.description import described, names_of
 from ipu_jax.core.cutting.division import Division
-from ipu_jax.core.cutting.origin import at_line, name_of
-from ipu_jax.core.cutting.program import Program, traced
+from ipu_jax.core.cutting.program import Program, at_line, name_of, traced
 from ipu_jax.core.cutting.stages import Held, make_stage, who_holds
 from ipu_jax.core.programs.segment import Message, MicrobatchInputs
 from ipu_jax.core.stage import Stage

@@ -11,16 +11,17 @@ again. A scan over stacked weights becomes an operation per layer, so that it ca
 
 import dataclasses
 import functools
-import math
+import itertools
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import jax
-import numpy as np
 from jax.extend import core
 
-from ipu_jax.base.jaxprs import CHECKPOINTS, JITS, closed_of, scan_parts, variables
-from ipu_jax.core.programs.cost import equation_flops
+from ipu_jax.base.jaxprs import CALLS, CHECKPOINTS, JITS, closed_of, in_scan_parts, needed, scan_parts, variables
+from ipu_jax.core.programs.cost import bytes_of, equation_flops
 
 _MUCH: Final = 0.2
 """The part of all FLOPs from which a `jax.checkpoint` is opened."""
@@ -28,6 +29,12 @@ Kind = Literal["w", "b", "s", "a"]
 
 _AGAIN: Final = 64
 """FLOPs per byte of a result from which it is cheaper to send it than to compute it in each stage that needs it."""
+_NOT_THE_USERS: Final = (
+    f"{os.sep}site-packages{os.sep}",
+    f"{os.sep}dist-packages{os.sep}",
+    f"{Path(__file__).parents[2]}{os.sep}",
+    f"{os.sep}ipykernel_",  # a cell of a notebook: its file is called by a number
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,10 +94,11 @@ class Program:
     def __post_init__(self) -> None:
         self._open_checkpoints()
         results = [self.loss, *self.aux, *self.new_state]
-        self.operations = needed(self.operations, results)
+        self.operations = needed(self.operations, results, effects=True)
         self._find_kinds()
         if any(_is_over_weights(op, self.kinds) for op in self.operations):
-            self.operations = needed(_in_layers(self.operations, self.kinds), results)
+            layers = [_layers_of(op) if _is_over_weights(op, self.kinds) else [op] for op in self.operations]
+            self.operations = needed([*itertools.chain(*layers)], results, effects=True)
             self._find_kinds()
             for op in self.operations:
                 if isinstance(op, Layer) and op.scan.outvars[0] in self.opened:
@@ -141,7 +149,7 @@ class Program:
             kind = "a" if len(on) > 1 or op.effects or isinstance(op, Layer | Stack) else next(iter(on), None)
             if kind != "a":
                 work = equation_flops(op) + sum(flops.get(v, 0.0) for v in {*inputs})
-                if _contracts(op) and work > _AGAIN * sum(map(bytes_of, op.outvars)):
+                if _contracts(op) and work > _AGAIN * bytes_of([v.aval for v in op.outvars]):
                     kind = "a"
                 flops |= dict.fromkeys(op.outvars, work)
             kinds |= dict.fromkeys(op.outvars, kind)
@@ -154,24 +162,6 @@ def _contracts(eqn: Any) -> bool:
     return name in ("dot_general", "conv_general_dilated", "scan", "while", "cond") or any(
         True for _ in core.jaxprs_in_params(eqn.params)
     )
-
-
-def bytes_of(var: Any) -> int:
-    """Return the bytes of a variable's value."""
-    aval = var.aval
-    if not hasattr(aval, "shape"):
-        return 0
-    return math.prod(aval.shape) * (aval.dtype.itemsize if isinstance(aval.dtype, np.dtype) else 8)
-
-
-def needed(operations: list[Any], results: list[Any]) -> list[Any]:
-    """Return the operations that the results depend on, or that have effects, in order."""
-    wanted, found = set(variables(results)), []
-    for op in reversed(operations):
-        if op.effects or not wanted.isdisjoint(op.outvars):
-            found.append(op)
-            wanted.update(variables(op.invars))
-    return found[::-1]
 
 
 def traced(fn: Callable[..., Any], params: Any, state: Any, microbatch: Any, key: Any) -> tuple[Program, Any]:
@@ -218,7 +208,7 @@ def _inlined(
         if scope is not None:
             info = info.replace(name_stack=scope + info.name_stack)
         if eqn.primitive.name in (*JITS, "closed_call"):
-            body = closed_of(eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"])
+            body = closed_of(eqn.params[CALLS[eqn.primitive.name]])
             inner = dict(zip(body.jaxpr.invars, inputs, strict=True))
             for var, value in zip(body.jaxpr.constvars, body.consts, strict=True):
                 inner[var] = core.Var(var.aval)
@@ -234,14 +224,6 @@ def _inlined(
     return [atom(v) for v in jaxpr.outvars]
 
 
-def _in_layers(operations: list[Any], kinds: dict[Any, Kind]) -> list[Any]:
-    """Return the operations with each scan over stacked weights replaced by its layers."""
-    found: list[Any] = []
-    for op in operations:
-        found += _layers_of(op) if _is_over_weights(op, kinds) else [op]
-    return found
-
-
 def _is_over_weights(eqn: Any, kinds: dict[Any, Kind]) -> bool:
     if eqn.primitive.name != "scan" or eqn.params["length"] < 2 or eqn.effects:
         return False
@@ -251,9 +233,8 @@ def _is_over_weights(eqn: Any, kinds: dict[Any, Kind]) -> bool:
 
 
 def _layers_of(eqn: Any) -> list[Any]:
-    consts, carry = scan_parts(eqn.params)
-    fixed, values, rows = eqn.invars[:consts], eqn.invars[consts:][:carry], eqn.invars[consts + carry :]
-    length = eqn.params["length"]
+    fixed, values, rows = in_scan_parts(eqn.params, eqn.invars)
+    carry, length = len(values), eqn.params["length"]
     parts: list[list[Any]] = [[] for _ in eqn.outvars[carry:]]
     layers: list[Any] = []
     for number in range(length):
@@ -265,3 +246,34 @@ def _layers_of(eqn: Any) -> list[Any]:
         for part, var in zip(parts, own, strict=True):
             part.append(var)
     return layers + [Stack(eqn, k, part, [eqn.outvars[carry + k]]) for k, part in enumerate(parts)]
+
+
+def line_of(operation: Any) -> str:
+    """Return "file.py:12", the innermost line of the user's that computes an operation; "" if there is none."""
+    traceback = _equation(operation).source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if not frame.file_name.startswith("<") and not any(part in frame.file_name for part in _NOT_THE_USERS):
+            return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
+    return ""
+
+
+def at_line(operation: Any) -> str:
+    """Return " (file.py:12)", or ""."""
+    line = line_of(operation)
+    return f" ({line})" if line else ""
+
+
+def name_of(operation: Any) -> str:
+    """Return the name of an operation's primitive, such as "dot_general"."""
+    return _equation(operation).primitive.name
+
+
+def scopes_of(operation: Any) -> list[str]:
+    """Return the names of the modules, or `jax.named_scope`s, around an operation, the outermost first."""
+    stack = _equation(operation).source_info.name_stack
+    scopes = str(stack).split("/") if stack.stack else []
+    return [scope for scope in scopes if scope and "(" not in scope]  # vmap() is no module
+
+
+def _equation(operation: Any) -> Any:
+    return operation.scan if isinstance(operation, Layer | Stack) else operation

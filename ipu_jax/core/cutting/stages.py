@@ -50,23 +50,19 @@ def who_holds(division: Division, placement: Sequence[int]) -> Held:
             lead = [first if at in old else at for at in lead]
     groups: dict[str, list[Part]] = {}
     for part, stages in users.items():
-        name = _shared_name(division, part) if part in everywhere else f"stage {lead[stages[0]]}"
+        name = _shared_name(part) if part in everywhere else f"stage {lead[stages[0]]}"
         groups.setdefault(name, []).append(part)
     used = {part.leaf for part in users}
     for k in range(len(division.program.params)):
         if k not in used:  # nothing reads it
             groups.setdefault("stage 0", []).append(Part(k))
     own = [f"stage {at}" if f"stage {at}" in groups else None for at in lead]
-    shared = [
-        tuple(
-            dict.fromkeys(_shared_name(division, p) for p in map(division.parts.get, piece.weights) if p in everywhere)
-        )
-        for piece in division.pieces
-    ]
+    of_pieces = [[division.parts[var] for var in piece.weights] for piece in division.pieces]
+    shared = [tuple(dict.fromkeys(_shared_name(p) for p in parts if p in everywhere)) for parts in of_pieces]
     return Held(groups, own, shared, everywhere)
 
 
-def _shared_name(division: Division, part: Part) -> str:
+def _shared_name(part: Part) -> str:
     return f"shared {part.leaf}" if part.rows is None else f"shared {part.leaf} {part.rows[0]}"
 
 

@@ -161,16 +161,12 @@ class Blocks:
     # on the host
 
     def write_leaf(self, leaf: int, value: np.ndarray, array: np.ndarray) -> None:
-        """Write a leaf into an array of `global_shape`, which is 0 beside it; the inverse of `host_leaf`."""
+        """Write a leaf into an array of `global_shape`, which is 0 beside it. `place` says how to read it back."""
         k = self.block_of(leaf)
         padded, split = self._padded(k, value, np), self.blocks[k].split
         parts = [padded] if split is None else np.split(padded, self.ipus, split)
         for ipu, part in enumerate(parts, start=self.ipu_of(leaf)):
             array[:, ipu] = self.to_chunks(k, part, np)
-
-    def host_leaf(self, leaf: int, array: np.ndarray) -> np.ndarray:
-        """Return the leaf from an array of `global_shape`."""
-        return self.place(leaf, "").leaf(array)
 
     def place(self, leaf: int, array: str, at_least: Any = None) -> Place:
         """Return where a leaf is in the named array of `global_shape`, with the leaf's dtype promoted by `at_least`."""
@@ -319,7 +315,6 @@ class Blocks:
 
 def blocks_of_layout(layout: PackedLayout, *, replicas: int) -> Blocks:
     """Return the blocks of a pipeline's weights."""
-    leaves: list[tuple[Any, Leaf]] = []
     tree = layout.arranged(
         {
             group.name: [optax.MaskedNode() if leaf.frozen else (group.name, i) for i, leaf in enumerate(group.leaves)]
@@ -328,9 +323,8 @@ def blocks_of_layout(layout: PackedLayout, *, replicas: int) -> Blocks:
     )
     is_pair = lambda node: isinstance(node, tuple) and len(node) == 2 and isinstance(node[0], str)  # noqa: E731
     named, treedef = jax.tree.flatten(tree, is_leaf=is_pair)
-    for name, i in named:
-        leaves.append(((name, i), layout.group(name).leaves[i]))
-    at = {key: number for number, (key, _) in enumerate(leaves)}
+    leaves = tuple(layout.group(name).leaves[i] for name, i in named)
+    at = {pair: number for number, pair in enumerate(named)}
     blocks = []
     for k, slot in enumerate(layout.slots):
         owned: list[int | None] = [None] * layout.ipus
@@ -347,7 +341,7 @@ def blocks_of_layout(layout: PackedLayout, *, replicas: int) -> Blocks:
                 split = dims[0] if dims and layout.ipus > 1 else None
                 shape, further = local_shape(leaf, layout.ipus), further_part(leaf.spec)
                 blocks.append(Block(shape, leaf.dtype, (at[group.name, i],), split, further=further))
-    return Blocks(layout.ipus, replicas, tuple(blocks), tuple(leaf for _, leaf in leaves), treedef)
+    return Blocks(layout.ipus, replicas, tuple(blocks), leaves, treedef)
 
 
 def blocks_of_tree(params: Any, *, replicas: int) -> Blocks:

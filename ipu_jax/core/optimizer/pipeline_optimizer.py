@@ -55,7 +55,7 @@ class PipelineOptimizer:
         """
         _check_concrete("init", params)
         update, whole = self._update_for(params), self._pipeline.unshard(params)
-        trained = self._groups.apply_frozen(params).layout.trained_leaves(whole)
+        trained = self._groups.as_trained(params.layout).trained_leaves(whole)
         return self._placed(update, update.init(update.blocks.logical_tree(trained)))
 
     def apply(
@@ -78,8 +78,7 @@ class PipelineOptimizer:
                 another optimizer or of weights in other places, or the transformation reads the loss and `value` is
                 missing or not a scalar.
         """
-        update, as_trained = self._update_for(params), self._groups.apply_frozen(params)
-        layout = as_trained.layout
+        update, layout = self._update_for(params), self._groups.as_trained(params.layout)
         if not isinstance(gradients, Sharded):
             raise ValueError(f"gradients are a {type(gradients).__name__}: give what value_and_grad returned")
         if gradients.layout not in (params.layout, layout) or _shapes(gradients) != _shapes(params):
@@ -92,9 +91,9 @@ class PipelineOptimizer:
             raise ValueError(f"value has shape {jnp.shape(value)}: give the loss of the update, a scalar")
         if layout not in self._programs:
             self._programs[layout] = self._program(update, layout, update.state_layout.specs(state))
-        gradients = dataclasses.replace(gradients, layout=layout)
         value = jnp.zeros(()) if value is None else jnp.asarray(value)
-        new, state = self._programs[layout](gradients, state, as_trained, value)
+        gradients, trained = (dataclasses.replace(tree, layout=layout) for tree in (gradients, params))
+        new, state = self._programs[layout](gradients, state, trained, value)
         return dataclasses.replace(new, layout=params.layout), state
 
     def _program(self, update: ShardedUpdate, layout: PackedLayout, states: OptimizerState) -> Callable[..., Any]:
@@ -131,7 +130,7 @@ class PipelineOptimizer:
 
     def _update_for(self, params: Any) -> ShardedUpdate:
         self._groups.check_params(params)
-        layout = self._groups.apply_frozen(params).layout
+        layout = self._groups.as_trained(params.layout)
         if layout not in self._updates:
             self._updates[layout] = ShardedUpdate(self._transformation, blocks_of_layout(layout, replicas=1))
         return self._updates[layout]

@@ -7,6 +7,7 @@ traced programs shows this. Otherwise a `switch` chooses between the programs. T
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -23,8 +24,7 @@ from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.guard import SLOT, Fence, guard
 from ipu_jax.core.optimizer import zero
 from ipu_jax.core.optimizer._analysis import LeafReduction, analyze_update
-from ipu_jax.core.optimizer._evaluate import LeafEvaluator
-from ipu_jax.core.optimizer._reductions import combined, partial_result, partial_shape, sent_together, size_of
+from ipu_jax.core.optimizer._evaluate import LeafEvaluator, combined, partial_result, partial_shape, sent_together
 from ipu_jax.core.optimizer.blocks import Blocks, from_blocks
 from ipu_jax.core.optimizer.state import OptimizerState, StateLayout
 
@@ -282,7 +282,7 @@ class ShardedUpdate:
                 for reduction in of_leaf:
                     (v,) = reduction.outputs
                     parts.append((reduction, v, at, partial_shape(blocks, reduction, v)))
-                    at += size_of(parts[-1][-1])
+                    at += math.prod(parts[-1][-1])
                 ends.append(at)
             length = max(ends) - offset  # a block's vector has the same length on all IPUs
             if any(of_block.values()):
@@ -294,7 +294,7 @@ class ShardedUpdate:
             everyone = lax.all_gather(everyone, axis)
         everyone = everyone.reshape(blocks.replicas, blocks.ipus, offset)
         return {
-            v: combined(blocks, r, v, everyone[:, :, at : at + size_of(shape)].reshape(*everyone.shape[:2], *shape))
+            v: combined(blocks, r, v, everyone[:, :, at : at + math.prod(shape)].reshape(*everyone.shape[:2], *shape))
             for r, v, at, shape in parts
         }
 

@@ -24,10 +24,10 @@ from ipu_jax.base.jaxprs import (
     JITS,
     depending,
     evaluated,
+    in_scan_parts,
     laid_open,
     needed,
     part_of,
-    scan_parts,
     shape_of,
     variables,
 )
@@ -133,9 +133,8 @@ def _with_split_scans(closed: Any, num_dx: int, num_dy: int) -> Any:
 
 def _handed_on(params: dict[str, Any]) -> set[int]:
     """Return the positions in a scan's carry from which its other outputs are computed; mere sums are left out."""
-    jaxpr, (num_consts, num_carry) = params["jaxpr"].jaxpr, scan_parts(params)
-    carry_vars = jaxpr.invars[num_consts:][:num_carry]
-    found: set[int] = set()
+    jaxpr, found = params["jaxpr"].jaxpr, set[int]()
+    _, carry_vars, _ = in_scan_parts(params, jaxpr.invars)
     for k, var in enumerate(carry_vars):
         dependent = depending(jaxpr.eqns, [var])
         if any(out in dependent for position, out in enumerate(jaxpr.outvars) if position != k):
@@ -144,18 +143,15 @@ def _handed_on(params: dict[str, Any]) -> set[int]:
 
 
 def _read(eqns: list[Any], outvars: Sequence[Any]) -> set[Any]:
-    found = [v for eqn in eqns for v in eqn.invars] + list(outvars)
-    return {v for v in found if not isinstance(v, core.Literal)}
+    return set(variables([*(v for eqn in eqns for v in eqn.invars), *outvars]))
 
 
 def _two_scans(params: dict[str, Any], inputs: list[Any], first: list[bool]) -> list[Any]:
     """Return a scan's outputs, computed by two scans: the first computes the marked outputs, the second the others."""
     body = laid_open(params["jaxpr"], _INLINED)
     jaxpr = body.jaxpr
-    num_consts, num_carry = scan_parts(params)
-    xs_from = num_consts + num_carry
-    consts, init, xs = inputs[:num_consts], inputs[num_consts:xs_from], inputs[xs_from:]
-    const_vars, carry_vars, x_vars = jaxpr.invars[:num_consts], jaxpr.invars[num_consts:xs_from], jaxpr.invars[xs_from:]
+    consts, init, xs = in_scan_parts(params, inputs)
+    const_vars, carry_vars, x_vars = in_scan_parts(params, jaxpr.invars)
 
     def pick(values: Sequence[Any], which: bool) -> list[Any]:
         return [value for value, is_first in zip(values, first, strict=False) if is_first is which]

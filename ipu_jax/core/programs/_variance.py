@@ -4,6 +4,10 @@ A value computed from values that are the same on all devices of the axis is its
 device's own index, and everything computed from these may differ, until a collective such as psum or all_gather
 combines them into one value. If the predicate of a branch or a loop may differ, perhaps only some devices run its body:
 a collective over the axis inside it is refused, and its results may differ.
+
+The same rules show whether a concurrent backward pass needs cotangents only as sums over the IPUs. If so, the IPU that
+has a cotangent keeps it, the others take zeros, and nothing is sent. Else every IPU gets an equal part of it: a rule
+may take n times its own part for the whole, as the cross-entropies' rules do.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,23 +15,16 @@ from typing import Any
 
 from jax.extend import core
 
-from ipu_jax.base.jaxprs import all_equations, closed_of, scan_parts
+from ipu_jax.base.jaxprs import CALLS, all_equations, closed_of, in_scan_parts
 from ipu_jax.core.collectives import axes_of, waits
+from ipu_jax.core.devices import IPU_AXIS
 
 # the result of these over the axis is the same on all devices
 _MAKES_EQUAL = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
-# these call their body once, with the equation's inputs in order
-CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "checkpoint": "jaxpr",
-    "remat": "jaxpr",
-    "remat2": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
+
+_SAME, _DIFFERS, _ZERO, _PART = range(4)  # _PART: the sum over the IPUs is linear in the sum of the cotangents
+_KEEP = ("broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "neg", "reduce_sum", "reshape", "squeeze")
+_ADD = ("add", "add_any", "concatenate", "sub", "transpose", *_KEEP)
 
 Refuse = Callable[[Any, str], None]
 
@@ -43,11 +40,6 @@ def differing(jaxpr: Any, inputs: Sequence[bool], axis: str, refuse: Refuse) -> 
             the construct around it; it raises.
     """
     return _Axis(axis, refuse).differing(jaxpr, inputs)
-
-
-def differing_results(eqn: Any, inputs: Sequence[bool], axis: str) -> list[bool]:
-    """Return the same per result of one equation, in a program that `differing` has not refused."""
-    return _Axis(axis, lambda *_: None).results(eqn, list(inputs))
 
 
 class _Axis:
@@ -118,17 +110,12 @@ class _Axis:
             carry = after
 
     def _scan(self, eqn: Any, of_inputs: list[bool]) -> list[bool]:
-        num_consts, num_carry = scan_parts(eqn.params)
-        consts, carry, xs = (
-            of_inputs[:num_consts],
-            of_inputs[num_consts:][:num_carry],
-            of_inputs[num_consts + num_carry :],
-        )
+        consts, carry, xs = in_scan_parts(eqn.params, of_inputs)
         while True:
             found = self.differing(eqn.params["jaxpr"].jaxpr, [*consts, *carry, *xs])
-            after = [a or b for a, b in zip(carry, found[:num_carry], strict=True)]
+            after = [a or b for a, b in zip(carry, found[: len(carry)], strict=True)]
             if after == carry:
-                return [*carry, *found[num_carry:]]
+                return [*carry, *found[len(carry) :]]
             carry = after
 
 
@@ -138,3 +125,58 @@ def _makes_equal(eqn: Any) -> bool:
 
 def _is_ref(var: Any) -> bool:
     return hasattr(var.aval, "inner_aval")
+
+
+def needs_sums_only(jaxpr: Any, may_differ: Sequence[bool], num_dy: int, summed: Sequence[bool]) -> bool:
+    """Return whether the results of B depend only on the sum of the IPUs' cotangents.
+
+    What is not known to be so counts as not so.
+
+    Args:
+        jaxpr: B, an open jaxpr.
+        may_differ: per input, whether it may differ between IPUs.
+        num_dy: how many of the last inputs are cotangents.
+        summed: per output, whether the IPUs' values are added up afterwards.
+    """
+    inputs = [_DIFFERS if may else _SAME for may in may_differ]
+    found = _walk(jaxpr, [*inputs[: len(inputs) - num_dy], *[_PART] * num_dy])
+    return found is not None and all(of != _PART or adds for of, adds in zip(found, summed, strict=True))
+
+
+def _walk(jaxpr: Any, inputs: Sequence[int]) -> list[int] | None:
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def of(atom: Any) -> int:
+        if isinstance(atom, core.Literal):
+            return _ZERO if atom.val == 0 else _SAME
+        return known.get(atom, _SAME)
+
+    for eqn in jaxpr.eqns:
+        results = _results(eqn, list(map(of, eqn.invars)))
+        if results is None:
+            return None
+        known.update(zip(eqn.outvars, results, strict=True))
+    return list(map(of, jaxpr.outvars))
+
+
+def _results(eqn: Any, given: list[int]) -> list[int] | None:
+    """Return what the results of an equation are, or None if it uses a part of a cotangent by itself."""
+    name, count = eqn.primitive.name, len(eqn.outvars)
+    if _PART not in given:
+        if given == [_ZERO] and name in _KEEP:
+            return [_ZERO]
+        found = _Axis(IPU_AXIS, lambda *_: None).results(eqn, [of == _DIFFERS for of in given])
+        return [_DIFFERS if may else _SAME for may in found]
+    if name in CALLS:
+        return _walk(closed_of(eqn.params[CALLS[name]]).jaxpr, given)
+    if IPU_AXIS in axes_of(eqn):
+        adds = name in ("psum", "reduce_scatter") and eqn.params.get("axis_index_groups") is None
+        return [_SAME if name == "psum" else _DIFFERS] * count if adds else None
+    others = [of for of in given if of != _PART]
+    keeps = (
+        (name in _ADD and set(others) <= {_ZERO})
+        or (name in ("mul", "dot_general") and len(others) == 1 and _DIFFERS not in others)
+        or (name == "div" and given == [_PART, _SAME])
+        or (name == "select_n" and given[0] == _SAME and set(others[1:]) <= {_ZERO})
+    )
+    return [_PART] * count if keeps else None

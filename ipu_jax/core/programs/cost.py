@@ -23,18 +23,9 @@ import jax
 import numpy as np
 from jax.extend import core
 
-_BODIES = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "checkpoint": "jaxpr",
-    "remat": "jaxpr",
-    "remat2": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "shard_map": "jaxpr",
-}
+from ipu_jax.base.jaxprs import CALLS
+
+_BODIES = {**CALLS, "shard_map": "jaxpr"}
 _MOVES = """
     reshape transpose broadcast_in_dim squeeze expand_dims slice dynamic_slice dynamic_update_slice concatenate pad
     gather rev copy iota convert_element_type reduce_precision bitcast_convert_type stop_gradient split

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from ipu_jax.base.jaxprs import CHECKPOINTS, bound, closed_of, laid_open, scan_parts, value_of, variables
+from ipu_jax.base.jaxprs import CHECKPOINTS, bound, closed_of, in_scan_parts, laid_open, value_of, variables
 from ipu_jax.core.programs._blocks import Block
 
 
@@ -178,9 +178,8 @@ def _scan(
 ) -> dict[int, Any] | None:
     """Add a row of a stacked output, or the next term of a carried sum, in each iteration."""
     params, body = eqn.params, laid_open(eqn.params["jaxpr"])
-    num_consts, num_carry = scan_parts(params)
-    consts, init, xs = inputs[:num_consts], inputs[num_consts:][:num_carry], inputs[num_consts + num_carry :]
-    carry_vars = body.jaxpr.invars[num_consts:][:num_carry]
+    consts, init, xs = in_scan_parts(params, inputs)
+    num_carry, (_, carry_vars, _) = len(init), in_scan_parts(params, body.jaxpr.invars)
     inner = _Walk(body, ())
     added = {
         p: want
@@ -190,7 +189,7 @@ def _scan(
     if not added:
         return None
     for p, want in added.items():
-        if p < num_carry and not walk.is_zero(eqn.invars[num_consts + p]):
+        if p < num_carry and not walk.is_zero(eqn.invars[len(consts) + p]):
             walk.add(want, init[p], totals)
     kept = [p for p in range(len(eqn.outvars)) if p not in added]
     kept_carry = [p for p in kept if p < num_carry]
@@ -253,9 +252,8 @@ def _scatter_add(
 ) -> dict[int, Any] | None:
     """Add the gradient of a gather: rows of a table."""
     k, (_, indices, updates) = own[0].k, inputs
-    total = None
-    if walk.is_zero(eqn.invars[0]):
-        total = own[0].block.scatter_add(totals[k], indices, updates, eqn.params)
+    is_alone = walk.is_zero(eqn.invars[0])
+    total = own[0].block.scatter_add(totals[k], indices, updates, eqn.params) if is_alone else None
     if total is None:
         return None
     totals[k] = total

@@ -27,6 +27,7 @@ from ipu_jax.base.jaxprs import (
     JITS,
     bound,
     depending,
+    in_scan_parts,
     laid_open,
     needed,
     part_of,
@@ -130,18 +131,14 @@ def _is_divider(eqn: Any) -> bool:
 def _scan(eqn: Any, inputs: list[Any], known: dict[Any, Origin]) -> list[Any]:
     """Run a scan, with a derivative of its body that computes cheap values again."""
     params, body = eqn.params, eqn.params["jaxpr"]
-    num_consts, num_carry = scan_parts(params)
-    of_inputs: list[Origin] = [Origin.WEIGHTS if isinstance(v, core.Literal) else known[v] for v in eqn.invars]
-    consts, init, xs = inputs[:num_consts], inputs[num_consts:][:num_carry], inputs[num_consts + num_carry :]
-    of_body: list[Origin] = [
-        *of_inputs[:num_consts],
-        *[Origin.COMPUTED] * num_carry,
-        *of_inputs[num_consts + num_carry :],
-    ]
+    of_inputs = [Origin.WEIGHTS if isinstance(v, core.Literal) else known[v] for v in eqn.invars]
+    of_consts, of_carry, of_xs = in_scan_parts(params, of_inputs)
+    of_body = [*of_consts, *[Origin.COMPUTED] * len(of_carry), *of_xs]
+    consts, init, xs = in_scan_parts(params, inputs)
 
     def step(carry: Any, x: Any) -> Any:
         outputs = _run(body, [*consts, *carry, *x], of_body)
-        return outputs[:num_carry], outputs[num_carry:]
+        return outputs[: len(init)], outputs[len(init) :]
 
     how = {"length": params["length"], "reverse": params["reverse"], "unroll": params["unroll"]}
     carry, ys = lax.scan(step, init, xs, **how)

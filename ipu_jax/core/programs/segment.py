@@ -242,6 +242,23 @@ def loss_and_aux(message: Message, aux: Mapping[str, Any], last: Stage) -> tuple
     return loss if message.loss is None else loss + message.loss, dict(aux)
 
 
+def call_segment(
+    segment: Segment, params: Any, x: Message, inputs: MicrobatchInputs, state: Mapping[str, Any], last: bool
+) -> tuple[Any, dict[str, Any], dict[str, Any], bool]:
+    """Return a segment's message, its new state, its aux, and whether it or an earlier one adds a loss.
+
+    The last segment returns the loss in place of the message, or in prediction the outputs. Prediction has no aux.
+    """
+    message, new_state, aux = segment(params, x, inputs, state)
+    if segment.role == "prediction":
+        return (message.y if last else message), new_state, {}, False
+    adds_loss = message.loss is not None
+    if not last:
+        return message, new_state, aux, adds_loss
+    loss, aux = loss_and_aux(message, aux, segment.stages[-1])
+    return loss, new_state, aux, adds_loss
+
+
 def keys_of(key: Any, replica: Any, microbatch: Any, numbers: Any, stages: tuple[Stage, ...]) -> tuple[Any, ...]:
     """Return each stage's random key, `key` with replica, micro-batch and stage folded in; None where none is taken.
 

@@ -23,14 +23,13 @@ from jax.extend import core
 
 from ipu_jax.base.jaxprs import laid_open, postponed, shape_of
 from ipu_jax.base.keys import is_key
-from ipu_jax.core.programs._agreement import differing_outputs
+from ipu_jax.core.programs._agreement import check_results, differing_outputs
 from ipu_jax.core.programs._backward_split import split_backward
 from ipu_jax.core.programs._likeness import Signature, signature_of
-from ipu_jax.core.programs._parts import needs_sums_only
 from ipu_jax.core.programs._residuals import choose_residuals, with_outputs, without_unread
-from ipu_jax.core.programs._results import call_segment, check_results
+from ipu_jax.core.programs._variance import needs_sums_only
 from ipu_jax.core.programs.gradient_sums import Sum, add_gradients
-from ipu_jax.core.programs.segment import Message, MicrobatchInputs, Segment
+from ipu_jax.core.programs.segment import Message, MicrobatchInputs, Segment, call_segment
 from ipu_jax.core.stage import naming
 
 
@@ -185,9 +184,27 @@ def trace_segment(
     shards = jax.tree.map(lambda _: False, (params, state)) if shards is None else shards
     shared_args = jax.tree.map(lambda _: False, (x, inputs))
     may_differ = jax.tree.leaves((shards[0], *shared_args, shards[1]))
-    if not segment.backward:
-        return _trace_forward(segment, params, x, inputs, state, last, may_differ, shards[1])
     captured: dict[str, Any] = {}
+
+    def checked(forward: Any) -> tuple[Any, Any, list[bool]]:
+        """Return the shapes of y and aux, and whether each output may differ; refuse outputs that must not."""
+        differs, result = differing_outputs(segment, forward.jaxpr, may_differ, num_params), captured["result"]
+        y, _, aux = jax.tree.unflatten(result, list(map(shape_of, forward.out_avals[: result.num_leaves])))
+        of_results = jax.tree.unflatten(result, differs[: result.num_leaves])
+        check_results(segment, of_results, (y, aux), last, shards[1])
+        return y, aux, differs
+
+    def forward_alone(params: Any, x: Any, inputs: Any, state: Any) -> list[Any]:
+        *results, captured["adds_loss"] = call_segment(segment, params, x, inputs, state, last)
+        leaves, captured["result"] = jax.tree.flatten(tuple(results))
+        return leaves
+
+    if not segment.backward:
+        forward = laid_open(jax.make_jaxpr(forward_alone)(params, x, inputs, state))
+        y, aux, _ = checked(forward)
+        result, adds_loss = captured["result"], captured["adds_loss"]
+        signature = signature_of((forward,), result)
+        return SegmentProgram(y, aux, [], [], signature, adds_loss, _forward=forward, _result=result)
 
     def program(params: Any, x: Any, inputs: Any, state: Any) -> list[Any]:
         x_floats, x_others, join_x = split_floats(x)
@@ -215,12 +232,8 @@ def trace_segment(
     reusable = [*invars[:num_params], *invars[num_params + num_x : num_params + num_x + num_inputs]]
     residuals = choose_residuals(traced, outvars[count:], reusable, num_params, recompute=segment.recomputes)
     stashed = residuals.stashed
-    forward = with_outputs(traced, [*outvars[:count], *stashed])
-    differs = differing_outputs(segment, forward.jaxpr, may_differ, num_params)
-    stash_types = [shape_of(var.aval) for var in stashed]
-    y, _, aux = jax.tree.unflatten(captured["result"], list(map(shape_of, forward.out_avals[:count])))
-    check_results(segment, jax.tree.unflatten(captured["result"], differs[:count]), (y, aux), last, shards[1])
-    dy = split_floats(y)[0]
+    y, aux, differs = checked(with_outputs(traced, [*outvars[:count], *stashed]))
+    stash_types, dy = [shape_of(var.aval) for var in stashed], split_floats(y)[0]
 
     def backward(params: Any, inputs: Any, stash: list[Any], dy: list[Any]) -> list[Any]:
         vjp = jax.tree.unflatten(captured["vjp"], residuals.restored(jax.tree.leaves((params, inputs)), stash))
@@ -262,28 +275,3 @@ def trace_segment(
         return unsplit
     b, w, weight_residuals = split_backward(traced_backward, unsplit._num_dx, num_params + num_inputs, len(dy))
     return dataclasses.replace(unsplit, weight_residuals=weight_residuals, _split_backward=(b, w))
-
-
-def _trace_forward(
-    segment: Segment,
-    params: Any,
-    x: Message,
-    inputs: MicrobatchInputs,
-    state: Mapping[str, Any],
-    last: bool,
-    may_differ: Sequence[bool],
-    split_state: Any,
-) -> SegmentProgram:
-    captured: dict[str, Any] = {}
-
-    def program(params: Any, x: Any, inputs: Any, state: Any) -> list[Any]:
-        *results, captured["adds_loss"] = call_segment(segment, params, x, inputs, state, last)
-        leaves, captured["result"] = jax.tree.flatten(tuple(results))
-        return leaves
-
-    traced = laid_open(jax.make_jaxpr(program)(params, x, inputs, state))
-    differs = differing_outputs(segment, traced.jaxpr, may_differ, len(jax.tree.leaves(params)))
-    y, _, aux = jax.tree.unflatten(captured["result"], list(map(shape_of, traced.out_avals)))
-    check_results(segment, jax.tree.unflatten(captured["result"], differs), (y, aux), last, split_state)
-    signature, adds_loss = signature_of((traced,), captured["result"]), captured["adds_loss"]
-    return SegmentProgram(y, aux, [], [], signature, adds_loss, _forward=traced, _result=captured["result"])

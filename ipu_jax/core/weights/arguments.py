@@ -1,6 +1,5 @@
-"""Check the arguments of a pipeline before anything is traced: groups and their places, specs, keys, batches."""
+"""Check the arguments of a pipeline before anything is traced: stages and their places, mesh, keys, batches."""
 
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -8,64 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
-from ipu_jax.base.checks import nearest
 from ipu_jax.base.keys import is_one_key
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.mesh_axes import further_axes, names_in
 from ipu_jax.core.stage import Role, Stage
-from ipu_jax.core.weights.packed_layout import WHOLE, check_array, with_specs
-from ipu_jax.core.weights.packing import Sharded
-
-
-def check_sharded(
-    what: str,
-    sharded: Any,
-    owners: dict[str, int | None],
-    specs: dict[str, Any],
-    ipus: int,
-    axes: Mapping[str, int],
-) -> None:
-    """Raise `ValueError` unless `sharded` is a `Sharded` of a pipeline with these owners and specs."""
-    call = "shard" if what == "params" else "shard_state"
-    if not isinstance(sharded, Sharded):
-        raise ValueError(f"{what} is a {type(sharded).__name__}: pass what pipeline.{call}(...) returns")
-    layout = sharded.layout
-    if {g.name: g.ipu for g in layout.groups} != owners or layout.ipus != ipus:
-        raise ValueError(f"{what} were sharded by a pipeline with other groups or IPUs: shard them with this one")
-    for group in layout.groups:
-        bare = [dataclasses.replace(leaf, spec=WHOLE) for leaf in group.leaves]
-        if group.ipu is None or group.name in specs:
-            bare = with_specs(group.name, group.ipu, bare, group.treedef, specs, axes)
-        if group.leaves != tuple(bare):
-            raise ValueError(f"{what} were sharded by a pipeline with other specs: shard them with this one")
-
-
-def check_state(
-    state: Any,
-    owners: dict[str, int | None],
-    specs: dict[str, Any],
-    ipus: int,
-    axes: Mapping[str, int],
-    *,
-    is_whole: bool = False,
-) -> None:
-    """Raise `ValueError` unless `state` is a live `Sharded` of these state groups, or None if there are no groups.
-
-    If `is_whole`, the user's tree is not `{group: pytree}`.
-    """
-    if not owners:
-        if state is not None:
-            raise ValueError("state was given, but no stage holds any: name its group, Stage(..., state='name')")
-        return
-    if state is None:
-        if is_whole:
-            raise ValueError("state is missing: pass state=pipeline.shard_state(...)")
-        names = ", ".join(map(repr, sorted(owners)))
-        raise ValueError(f"state is missing: pass state=pipeline.shard_state({{...}}) with the groups {names}")
-    check_sharded("state", state, owners, specs, ipus, axes)
-    check_alive("state", state)
+from ipu_jax.core.weights.packed_layout import check_array
 
 
 def checked_stages(stages: Any) -> tuple[Stage, ...]:
@@ -131,101 +79,6 @@ def check_mesh(mesh: Any) -> None:
             f"mesh has the further axes {', '.join(map(repr, further_axes(mesh)))}, and jax_use_shardy_partitioner is "
             "False: only Shardy partitions programs that name some axes themselves; set it to True"
         )
-
-
-def by_group(name: str, value: Any) -> dict[str, Any]:
-    """Return an argument with an entry per group as a dict; raise `ValueError` unless it is a mapping or None."""
-    if value is not None and not isinstance(value, Mapping):
-        raise ValueError(f"{name}={value!r} does not say which group it is for: give {{'group': ...}}")
-    return dict(value or {})
-
-
-def check_names(what: str, given: Mapping[str, Any], owners: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if an argument with an entry per group names one that no stage names."""
-    for name in sorted(given.keys() - owners.keys()):
-        kind, there = ("state" if what == "state_specs" else "params"), ", ".join(map(repr, sorted(owners)))
-        hint = nearest(name, owners) or f"leave it out, or name it in Stage(..., {kind}=); there are {there or 'none'}"
-        raise ValueError(f"{what} for {name!r}: no stage names such a group: {hint}")
-
-
-def specs_for(
-    owners: dict[str, int | None], specs: Mapping[str, Any], what: str, axes: Mapping[str, int]
-) -> dict[str, Any]:
-    """Return `specs` as a dict.
-
-    Raises:
-        ValueError: it names groups that no stage names, or groups of local stages where the mesh has no further axes.
-    """
-    check_names(what, specs, owners)
-    local = sorted(name for name in specs if owners[name] is not None)
-    if local and not axes:
-        raise ValueError(
-            f"{what} for {', '.join(map(repr, local))}: only groups of concurrent stages are split over IPUs; to split "
-            "others, give the mesh a further axis, make_mesh(replicas, ipus_per_replica, tensor=2)"
-        )
-    return dict(specs)
-
-
-def check_shared(stages: tuple[Stage, ...], specs: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if `specs` split a group that a local stage shares: it would see one IPU's part."""
-    is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
-    for stage in stages:
-        for name in stage.shared if stage.place is not None else ():
-            for spec in jax.tree.leaves(specs[name], is_leaf=is_spec):
-                if is_spec(spec) and IPU_AXIS in spec:
-                    raise ValueError(
-                        f"specs[{name!r}] holds {spec}, but stage {stage.name!r} on IPU {stage.place} shares the "
-                        "group, so every IPU holds it whole: give PartitionSpec(), or leave it out of specs"
-                    )
-
-
-def owners_of(stages: tuple[Stage, ...]) -> dict[str, int | None]:
-    """Return, per group, the IPU of its stages, or None if they are concurrent or share it.
-
-    Raises:
-        ValueError: a group is used on two IPUs, both on an IPU and by concurrent stages, or both on an IPU and shared.
-    """
-    owners: dict[str, int | None] = {}
-    for stage in stages:
-        if stage.params is None:
-            continue
-        if owners.setdefault(stage.params, stage.place) != stage.place:
-            here, there = (
-                "ALL_IPUS" if place is None else f"IPU {place}" for place in (owners[stage.params], stage.place)
-            )
-            raise ValueError(
-                f"group {stage.params!r} is used on {here} and on {there}: a group lives on one IPU, or is shared by "
-                "concurrent stages; put its stages on one IPU, make them all concurrent, give each its own group, or "
-                f"let every IPU hold it whole, Stage(..., shared=({stage.params!r},)) without params"
-            )
-    for stage in stages:
-        for name in stage.shared:
-            if owners.setdefault(name, None) is not None:
-                own = next(other for other in stages if other.params == name)
-                raise ValueError(
-                    f"group {name!r} is shared by stage {stage.name!r}, and the params of stage {own.name!r} on IPU "
-                    f"{own.place}: every IPU holds a shared group; let {own.name!r} read it by shared=({name!r},), too"
-                )
-    return owners
-
-
-def state_owners_of(stages: tuple[Stage, ...]) -> dict[str, int | None]:
-    """Return, per state group, the IPU of its stage, or None if the stage is concurrent.
-
-    Raises:
-        ValueError: two stages name the same state group.
-    """
-    owners: dict[str, int | None] = {}
-    for stage in stages:
-        if stage.state is None:
-            continue
-        if stage.state in owners:
-            raise ValueError(
-                f"state {stage.state!r} is named by two stages: the order of their updates would be the schedule's; "
-                "give each stage its own"
-            )
-        owners[stage.state] = stage.place
-    return owners
 
 
 def check_key(key: Any, stages: tuple[Stage, ...], role: Role) -> None:

@@ -4,21 +4,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec
 
+from ipu_jax.base.checks import nearest
+from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.stage import Stage
-from ipu_jax.core.weights.arguments import (
-    by_group,
-    check_alive,
-    check_names,
-    check_sharded,
-    check_shared,
-    check_state,
-    owners_of,
-    specs_for,
-    state_owners_of,
-)
-from ipu_jax.core.weights.packed_layout import PackedLayout, plan_layout, with_frozen
+from ipu_jax.core.weights.arguments import check_alive
+from ipu_jax.core.weights.packed_layout import WHOLE, PackedLayout, plan_layout, with_frozen, with_specs
 from ipu_jax.core.weights.packing import Sharded
 from ipu_jax.core.weights.whole_tree import WholeTree
 
@@ -58,19 +51,17 @@ class Groups:
     ):
         self.ipus, self.axes, self.given_frozen, self.given_specs = ipus, axes, frozen, specs
         self._whole, self._whole_state = whole, whole_state
-        self.owners, self.state_owners = owners_of(stages), state_owners_of(stages)
+        self.owners, self.state_owners = _owners_of(stages), _state_owners_of(stages)
         shared = {name: PartitionSpec() for stage in stages for name in stage.shared}
         if whole is not None and specs is not None:
             specs = whole.spread("specs", specs, lambda leaf: isinstance(leaf, PartitionSpec))
-        self.specs = shared | specs_for(self.owners, by_group("specs", specs), "specs", axes)
-        check_shared(stages, self.specs)
+        self.specs = shared | _specs_for(self.owners, "specs", specs, axes)
+        _check_shared(stages, self.specs)
         unsplit = {name: PartitionSpec() for name, place in self.state_owners.items() if place is None}
-        given = by_group("state_specs", state_specs)
-        self.state_specs = unsplit | specs_for(self.state_owners, given, "state_specs", axes)
+        self.state_specs = unsplit | _specs_for(self.state_owners, "state_specs", state_specs, axes)
         if whole is not None:
             frozen = whole.spread("frozen", False if frozen is None else frozen)
-        self.frozen = by_group("frozen", frozen)
-        check_names("frozen", self.frozen, self.owners)
+        self.frozen = _by_group("frozen", frozen, self.owners)
 
     def layout(self, params: Any) -> PackedLayout:
         """Return where each leaf of whole weights goes."""
@@ -87,16 +78,40 @@ class Groups:
         )
 
     def check(self, params: Any, state: Any) -> None:
-        """Raise `ValueError` unless `params` and `state` were sharded for these groups, and are alive."""
+        """Raise `ValueError` unless `params` and `state` were sharded for these groups, and are alive.
+
+        The state is None if no stage has state.
+        """
         self.check_params(params)
-        is_whole = self._whole_state is not None
-        check_state(state, self.state_owners, self.state_specs, self.ipus, self.axes, is_whole=is_whole)
+        if not self.state_owners:
+            if state is not None:
+                raise ValueError("state was given, but no stage holds any: name its group, Stage(..., state='name')")
+            return
+        if state is None:
+            if self._whole_state is not None:
+                raise ValueError("state is missing: pass state=pipeline.shard_state(...)")
+            names = ", ".join(map(repr, sorted(self.state_owners)))
+            raise ValueError(f"state is missing: pass state=pipeline.shard_state({{...}}) with the groups {names}")
+        self._check_sharded("state", "shard_state", state, self.state_owners, self.state_specs)
 
     def check_params(self, params: Any) -> None:
         """Raise `ValueError` unless `params` were sharded for these groups, and are alive."""
-        check_sharded("params", params, self.owners, self.specs, self.ipus, self.axes)
+        self._check_sharded("params", "shard", params, self.owners, self.specs)
         self.as_trained(params.layout)  # raises if `frozen` does not fit
-        check_alive("params", params)
+
+    def _check_sharded(
+        self, what: str, call: str, sharded: Any, owners: dict[str, int | None], specs: dict[str, Any]
+    ) -> None:
+        if not isinstance(sharded, Sharded):
+            raise ValueError(f"{what} is a {type(sharded).__name__}: pass what pipeline.{call}(...) returns")
+        layout = sharded.layout
+        if {g.name: g.ipu for g in layout.groups} != owners or layout.ipus != self.ipus:
+            raise ValueError(f"{what} were sharded by a pipeline with other groups or IPUs: shard them with this one")
+        for group in layout.groups:
+            bare = tuple(dataclasses.replace(leaf, spec=WHOLE) for leaf in group.leaves)
+            if group != with_specs(dataclasses.replace(group, leaves=bare), specs, self.axes):
+                raise ValueError(f"{what} were sharded by a pipeline with other specs: shard them with this one")
+        check_alive(what, sharded)
 
     def as_trained(self, layout: PackedLayout) -> PackedLayout:
         """Return the layout of weights, sharded by any pipeline, with exactly the leaves frozen that `frozen` names.
@@ -106,7 +121,92 @@ class Groups:
         """
         return with_frozen(layout, self.frozen)
 
-    def apply_frozen(self, params: Sharded) -> Sharded:
-        """Return the weights with exactly the leaves frozen that `frozen` names."""
-        layout = self.as_trained(params.layout)
-        return params if layout == params.layout else dataclasses.replace(params, layout=layout)
+
+def _by_group(what: str, value: Any, owners: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an argument with an entry per group as a dict.
+
+    Raises:
+        ValueError: it is neither a mapping nor None, or it names a group that no stage names.
+    """
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{what}={value!r} does not say which group it is for: give {{'group': ...}}")
+    given = dict(value or {})
+    for name in sorted(given.keys() - owners.keys()):
+        kind, there = ("state" if what == "state_specs" else "params"), ", ".join(map(repr, sorted(owners)))
+        hint = nearest(name, owners) or f"leave it out, or name it in Stage(..., {kind}=); there are {there or 'none'}"
+        raise ValueError(f"{what} for {name!r}: no stage names such a group: {hint}")
+    return given
+
+
+def _specs_for(owners: dict[str, int | None], what: str, value: Any, axes: Mapping[str, int]) -> dict[str, Any]:
+    """Return specs as a dict; raise `ValueError` if `axes` is empty and they split groups of local stages."""
+    specs = _by_group(what, value, owners)
+    local = sorted(name for name in specs if owners[name] is not None)
+    if local and not axes:
+        raise ValueError(
+            f"{what} for {', '.join(map(repr, local))}: only groups of concurrent stages are split over IPUs; to split "
+            "others, give the mesh a further axis, make_mesh(replicas, ipus_per_replica, tensor=2)"
+        )
+    return specs
+
+
+def _check_shared(stages: tuple[Stage, ...], specs: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if `specs` split a group that a local stage shares: it would see one IPU's part."""
+    is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
+    for stage in stages:
+        for name in stage.shared if stage.place is not None else ():
+            for spec in jax.tree.leaves(specs[name], is_leaf=is_spec):
+                if is_spec(spec) and IPU_AXIS in spec:
+                    raise ValueError(
+                        f"specs[{name!r}] holds {spec}, but stage {stage.name!r} on IPU {stage.place} shares the "
+                        "group, so every IPU holds it whole: give PartitionSpec(), or leave it out of specs"
+                    )
+
+
+def _owners_of(stages: tuple[Stage, ...]) -> dict[str, int | None]:
+    """Return, per group, the IPU of its stages, or None if they are concurrent or share it.
+
+    Raises:
+        ValueError: a group is used on two IPUs, both on an IPU and by concurrent stages, or both on an IPU and shared.
+    """
+    owners: dict[str, int | None] = {}
+    for stage in stages:
+        if stage.params is None:
+            continue
+        if owners.setdefault(stage.params, stage.place) != stage.place:
+            here, there = (
+                "ALL_IPUS" if place is None else f"IPU {place}" for place in (owners[stage.params], stage.place)
+            )
+            raise ValueError(
+                f"group {stage.params!r} is used on {here} and on {there}: a group lives on one IPU, or is shared by "
+                "concurrent stages; put its stages on one IPU, make them all concurrent, give each its own group, or "
+                f"let every IPU hold it whole, Stage(..., shared=({stage.params!r},)) without params"
+            )
+    for stage in stages:
+        for name in stage.shared:
+            if owners.setdefault(name, None) is not None:
+                own = next(other for other in stages if other.params == name)
+                raise ValueError(
+                    f"group {name!r} is shared by stage {stage.name!r}, and the params of stage {own.name!r} on IPU "
+                    f"{own.place}: every IPU holds a shared group; let {own.name!r} read it by shared=({name!r},), too"
+                )
+    return owners
+
+
+def _state_owners_of(stages: tuple[Stage, ...]) -> dict[str, int | None]:
+    """Return, per state group, the IPU of its stage, or None if the stage is concurrent.
+
+    Raises:
+        ValueError: two stages name the same state group.
+    """
+    owners: dict[str, int | None] = {}
+    for stage in stages:
+        if stage.state is None:
+            continue
+        if stage.state in owners:
+            raise ValueError(
+                f"state {stage.state!r} is named by two stages: the order of their updates would be the schedule's; "
+                "give each stage its own"
+            )
+        owners[stage.state] = stage.place
+    return owners

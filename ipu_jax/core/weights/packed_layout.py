@@ -192,9 +192,7 @@ def plan_layout(
             _leaf(path, value, is_frozen, of_rows)
             for path, (_, value), is_frozen, of_rows in zip(named, paths, mask, rows, strict=True)
         ]
-        if ipu is None or name in specs:
-            leaves = with_specs(name, ipu, leaves, treedef, specs, axes or {})
-        groups.append(Group(name, ipu, treedef, tuple(leaves)))
+        groups.append(with_specs(Group(name, ipu, treedef, tuple(leaves)), specs, axes or {}))
     slots, groups = _assign_slots(groups, ipus)
     return PackedLayout(ipus, groups, slots, whole)
 
@@ -216,9 +214,10 @@ def with_frozen(layout: PackedLayout, frozen: Mapping[str, Any]) -> PackedLayout
     groups = []
     for group in layout.groups:
         mask = _frozen_mask(group.name, group.treedef, frozen.get(group.name, False))
+        leaves = []
         for leaf, is_frozen in zip(group.leaves, mask, strict=True):
             _check_floating(leaf.path, jnp.dtype(leaf.dtype), is_frozen)
-        leaves = (dataclasses.replace(leaf, frozen=f) for leaf, f in zip(group.leaves, mask, strict=True))
+            leaves.append(dataclasses.replace(leaf, frozen=is_frozen))
         groups.append(dataclasses.replace(group, leaves=tuple(leaves)))
     return dataclasses.replace(layout, groups=tuple(groups))
 
@@ -259,30 +258,26 @@ def _check_floating(where: str, dtype: Any, frozen: bool) -> None:
         )
 
 
-def with_specs(
-    name: str,
-    ipu: int | None,
-    leaves: Sequence[Leaf],
-    treedef: Any,
-    specs: Mapping[str, Any],
-    axes: Mapping[str, int],
-) -> list[Leaf]:
-    """Return the leaves of a group on an IPU, or of a concurrent one (None), each with its PartitionSpec.
+def with_specs(group: Group, specs: Mapping[str, Any], axes: Mapping[str, int]) -> Group:
+    """Return a group whose leaves have the PartitionSpecs of the group. A local group needs none.
 
     Raises:
         ValueError: a concurrent group has no specs, or they do not fit the group or the further axes of the mesh.
     """
+    name = group.name
     if name not in specs:
+        if group.ipu is not None:
+            return group
         raise ValueError(
             f"group {name!r} is concurrent and has no PartitionSpecs: give specs={{{name!r}: PartitionSpec(...)}}, "
             f"with 'ipu' for the dim that is split and PartitionSpec() for what every IPU holds whole"
         )
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-    with_spec = []
-    for leaf, spec in zip(leaves, spread(f"specs[{name!r}]", specs[name], treedef, is_spec), strict=True):
-        _check_spec(leaf, spec, ipu, axes)
-        with_spec.append(dataclasses.replace(leaf, spec=spec))
-    return with_spec
+    leaves = []
+    for leaf, spec in zip(group.leaves, spread(f"specs[{name!r}]", specs[name], group.treedef, is_spec), strict=True):
+        _check_spec(leaf, spec, group.ipu, axes)
+        leaves.append(dataclasses.replace(leaf, spec=spec))
+    return dataclasses.replace(group, leaves=tuple(leaves))
 
 
 def _check_spec(leaf: Leaf, spec: Any, ipu: int | None, axes: Mapping[str, int]) -> None:

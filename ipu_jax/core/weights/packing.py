@@ -94,25 +94,21 @@ def empty_sharded(ipus: int) -> Sharded:
 @jax.transfer_guard("allow")  # the caller asks for this transfer
 def shard_tree(params: Any, layout: PackedLayout, mesh: Mesh) -> Sharded:
     """Place `{group: pytree}` on the IPUs. Communicates from host to device only; each IPU gets its own part."""
-    local: dict[tuple[int, int], tuple[Leaf, Any]] = {}
-    concurrent: dict[str, list[Any]] = {}
+    in_slots: list[list[tuple[int, Leaf, Any]]] = [[] for _ in layout.slots]  # with their IPUs
+    concurrent: dict[str, list[Any]] = {group.name: [] for group in layout.groups if group.ipu is None}
     of_groups = layout.groups_of(params)
     for group in layout.groups:
-        values = of_groups[group.name]
-        if group.ipu is None:
-            concurrent[group.name] = [
-                _put(padded(np.asarray(value, leaf.dtype), leaf, layout.ipus), mesh, leaf.spec)
-                for leaf, value in zip(group.leaves, values, strict=True)
-            ]
-        else:
-            local.update({(group.ipu, leaf.slot): (leaf, v) for leaf, v in zip(group.leaves, values, strict=True)})
+        for leaf, value in zip(group.leaves, of_groups[group.name], strict=True):
+            if group.ipu is None:
+                array = padded(np.asarray(value, leaf.dtype), leaf, layout.ipus)
+                concurrent[group.name].append(_put(array, mesh, leaf.spec))
+            else:
+                in_slots[leaf.slot].append((group.ipu, leaf, value))
     slots = []
-    for k, slot in enumerate(layout.slots):
+    for slot, held in zip(layout.slots, in_slots, strict=True):
         whole = np.zeros((layout.ipus, *slot.shape), slot.dtype)
-        for ipu in range(layout.ipus):
-            if (ipu, k) in local:
-                leaf, value = local[ipu, k]
-                whole.reshape(layout.ipus, -1)[ipu, : leaf.size] = np.asarray(value).reshape(-1)
+        for ipu, leaf, value in held:
+            whole.reshape(layout.ipus, -1)[ipu, : leaf.size] = np.asarray(value).reshape(-1)
         slots.append(_put(whole, mesh, PartitionSpec(IPU_AXIS, *slot.spec)))
     return Sharded(slots, concurrent, layout)
 

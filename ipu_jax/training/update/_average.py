@@ -60,4 +60,4 @@ def whole_average(blocks: Blocks, averages: Sequence[Any]) -> list[jax.Array]:
     """
     arrays = [on_host(average) for average in averages]
     leaves = range(len(blocks.leaves))
-    return [jnp.array(blocks.host_leaf(leaf, arrays[blocks.block_of(leaf)])) for leaf in leaves]
+    return [jnp.array(blocks.place(leaf, "").leaf(arrays[blocks.block_of(leaf)])) for leaf in leaves]
