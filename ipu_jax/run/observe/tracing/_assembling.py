@@ -166,7 +166,7 @@ def merged(plan: PlanNames, parts: list[Part]) -> Timeline:
         return tuple(sorted(found, key=lambda one: (one.replica, one.ipu, one.start, -one.end)))
 
     steps: tuple[Step, ...] = read(Step, "steps")
-    slices: tuple[Slice, ...] = read(lambda **fields: Slice(**fields | {"stages": tuple(fields["stages"])}), "slices")
+    slices = tuple(dataclasses.replace(one, stages=tuple(one.stages)) for one in read(Slice, "slices"))
     names = tuple(name for segment in plan.segments for name in segment.stages)
     of_plan = planned(plan.schedule, median_costs(slices), steps, slices)
     group = max(part.recorded["devices"] for part in parts)
