@@ -3,9 +3,8 @@
 from ipu_jax.core.compiled.program import Array, Collective, Instruction, Program
 from ipu_jax.run.ahead.compilers import describe
 from ipu_jax.run.ahead.compiling import compile_ahead, hand_over
-from ipu_jax.run.ahead.paper import Paper
+from ipu_jax.run.ahead.paper import Paper, Row
 from ipu_jax.run.ahead.report import ChipReport, Memory
-from ipu_jax.run.ahead.traffic import Row
 
 __all__ = [
     "Array",

@@ -37,6 +37,15 @@ _ENVIRONMENT: Final = {
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
 _SMALLEST: Final = (1, 1, 1)
+# per platform: the chips, the files of the compiler, the variable that names its folder, its package, our extra
+_COMPILERS: Final = {
+    "tpu": ("TPU", ("libtpu/libtpu.so",), "AOT_TPU", "libtpu", "aot-tpu"),
+    "gpu": (
+        "NVIDIA GPUs",
+        ("jax_plugins/xla_cuda12", "nvidia/cuda_nvcc/bin/ptxas"),
+        *("AOT_CUDA", "jax-cuda12-pjrt", "aot-cuda"),
+    ),
+}
 # Without the driver's versions, XLA takes it for an old one whose graphs have no loops.
 _H100: Final = """
 gpu_device_info {
@@ -85,14 +94,18 @@ def describe(topology: str, *, slices: int = 1) -> list[Any]:
         ValueError: there is no such topology, or XLA's compiler for its chips is not installed.
     """
     slices = check_count("slices", slices)
-    found = topology_of(topology)
-    if found.kind.name == "h100":
+    kind, sides = topology_of(topology)
+    if kind.name == "h100":
         if slices > 1:
             raise ValueError(f"slices={slices} is for TPUs: give all GPUs in the topology, such as h100x16")
-        return _h100s("x".join(map(str, (1, *found.sides))))
-    _find_libtpu()
+        return _h100s("x".join(map(str, (1, *sides))))
+    folder = str(_needed_folder("tpu"))
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     options: dict[str, Any] = {} if slices == 1 else {"num_slices": slices}
-    if set(found.sides) == {1}:
+    if set(sides) == {1}:
         options["chips_per_host_bounds"] = _SMALLEST
     try:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
@@ -113,51 +126,69 @@ def compile_lowered(lowered: Any, device: Any) -> tuple[Any, str | None]:
     """
     if not is_described(device) or device.platform != "gpu":
         return compiled_for(device, lowered), None
-    nvcc = _cuda_folder() / "nvidia" / "cuda_nvcc"
+    nvcc = _needed_folder("gpu") / "nvidia" / "cuda_nvcc"
+    path = f"{nvcc / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
     flags = [flag.removeprefix("--").partition("=") for flag in CUDA_GRAPH_FLAGS]
     options: dict[str, Any] = {name: int(value) if value.isdigit() else value for name, _, value in flags}
     # there is no GPU to try kernels on
     options |= {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False, "xla_gpu_cuda_data_dir": str(nvcc)}
-    with tempfile.TemporaryDirectory() as dump, _first_in_path(nvcc / "bin"):
+    with tempfile.TemporaryDirectory() as dump, _environment("PATH", path):
         options |= {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
         compiled = compiled_for(device, lowered, options)
         thunks = [*Path(dump).glob("*thunk_sequence_after_thunk_passes.txt")]
         return compiled, max(thunks, key=os.path.getmtime).read_text() if thunks else None
 
 
-def has_compiler(kind: str) -> bool:
+def has_compiler(platform: str) -> bool:
     """Return whether XLA's compiler for "tpu" or "gpu" is installed."""
-    return (_folder_with("libtpu/libtpu.so", "AOT_TPU") if kind == "tpu" else _cuda_or_none()) is not None
+    return _folder_of(platform) is not None
 
 
 def version_of(platform: str) -> dict[str, str]:
     """Return the name and version of the package with XLA's compiler for "tpu" or "gpu"; nothing if it is not found."""
-    folder = _folder_with("libtpu/libtpu.so", "AOT_TPU") if platform == "tpu" else _cuda_or_none()
-    package = {"tpu": "libtpu", "gpu": "jax-cuda12-pjrt"}.get(platform)
-    if folder is None or package is None:
+    folder = _folder_of(platform)
+    if folder is None:
         return {}
+    package = _COMPILERS[platform][3]
     found = [*importlib.metadata.distributions(name=package, path=[str(folder)])]
     return {package: found[0].version} if found else {}
 
 
+def _folder_of(platform: str) -> Path | None:
+    """Return the folder of packages with the compiler: the named one, the one of `make aot`, or of `sys.path`."""
+    if platform not in _COMPILERS:
+        return None
+    _, files, variable, *_ = _COMPILERS[platform]
+    named = os.environ.get(variable)
+    beside = Path(sys.prefix) / variable.lower().replace("_", "-")
+    folders = [Path(named).absolute()] if named else [beside, *map(Path, sys.path)]
+    return next((folder for folder in folders if all((folder / file).exists() for file in files)), None)
+
+
+def _needed_folder(platform: str) -> Path:
+    folder = _folder_of(platform)
+    if folder is None:
+        chips, *_, extra = _COMPILERS[platform]
+        raise ValueError(f"XLA's compiler for {chips} is not installed: pip install 'ipu-jax[{extra}]', or make aot")
+    return folder
+
+
 def _h100s(shape: str) -> list[Any]:
     """Describe H100s by jax's plugin, and hide its message that this machine has no driver."""
-    folder, skip = str(_cuda_folder()), "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
-    before, is_found = os.environ.get(skip), folder in sys.path
+    folder = str(_needed_folder("gpu"))
+    is_found = folder in sys.path
     wanted: dict[str, Any] = {"platform": "cuda", "target_config": _H100, "topology": shape}
-    os.environ[skip] = "1"  # there is no driver whose version could be checked
-    try:
-        with _no_stderr():
-            try:
-                return topologies.get_topology_desc(**wanted).devices  # jax registers an installed plugin, once
-            except NotImplementedError:
-                sys.path.insert(0, folder)
-                importlib.import_module("jax_plugins.xla_cuda12").initialize()
-                return topologies.get_topology_desc(**wanted).devices
-    finally:
-        if not is_found and folder in sys.path:
-            sys.path.remove(folder)
-        os.environ.pop(skip) if before is None else os.environ.update({skip: before})
+    # there is no driver whose version could be checked
+    with _environment("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1"), _no_stderr():
+        try:
+            return topologies.get_topology_desc(**wanted).devices  # jax registers an installed plugin, once
+        except NotImplementedError:
+            sys.path.insert(0, folder)
+            importlib.import_module("jax_plugins.xla_cuda12").initialize()
+            return topologies.get_topology_desc(**wanted).devices
+        finally:
+            if not is_found and folder in sys.path:
+                sys.path.remove(folder)
 
 
 @contextlib.contextmanager
@@ -174,43 +205,11 @@ def _no_stderr() -> Iterator[None]:
         os.close(nowhere)
 
 
-def _find_libtpu() -> None:
-    folder = _folder_with("libtpu/libtpu.so", "AOT_TPU")
-    if folder is None:
-        raise ValueError("XLA's compiler for TPU is not installed: pip install 'ipu-jax[aot-tpu]', or make aot")
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-
-
-def _cuda_folder() -> Path:
-    folder = _cuda_or_none()
-    if folder is None:
-        raise ValueError(
-            "XLA's compiler for NVIDIA GPUs is not installed: pip install 'ipu-jax[aot-cuda]', or make aot"
-        )
-    return folder
-
-
-def _cuda_or_none() -> Path | None:
-    folder = _folder_with("jax_plugins/xla_cuda12", "AOT_CUDA")
-    return folder if folder is not None and (folder / "nvidia" / "cuda_nvcc" / "bin" / "ptxas").exists() else None
-
-
-def _folder_with(part: str, variable: str) -> Path | None:
-    """Return the folder of packages that contains this file: the named one, the one of `make aot`, or of `sys.path`."""
-    named = os.environ.get(variable)
-    beside = Path(sys.prefix) / variable.lower().replace("_", "-")
-    folders = [Path(named).absolute()] if named else [beside, *map(Path, sys.path)]
-    return next((folder for folder in folders if (folder / part).exists()), None)
-
-
 @contextlib.contextmanager
-def _first_in_path(folder: Path) -> Iterator[None]:
-    before = os.environ.get("PATH", "")
-    os.environ["PATH"] = f"{folder}{os.pathsep}{before}"
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
-        os.environ["PATH"] = before
+        os.environ.pop(name) if before is None else os.environ.update({name: before})

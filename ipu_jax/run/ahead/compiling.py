@@ -7,33 +7,35 @@ A training script needs no such mesh under `ipu-compile`, and one more line: `ha
 """
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from ipu_jax.core.analysis.report import make_report
 from ipu_jax.core.compiled.program import Program, host_loops
 from ipu_jax.core.devices import REPLICA_AXIS, is_described
 from ipu_jax.core.engine.labels import UPDATE
+from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.pipeline import Pipeline
-from ipu_jax.core.programs.cost import bytes_of
+from ipu_jax.core.programs.cost import bytes_of, in_units
 from ipu_jax.core.step_args import StepArgs, given_dims
 from ipu_jax.core.weights.packing import Sharded
 from ipu_jax.run.ahead.compilers import compile_lowered, version_of
 from ipu_jax.run.ahead.kinds import kind_of, memory_for_jax
-from ipu_jax.run.ahead.mends import mends_of
-from ipu_jax.run.ahead.paper import estimate, flops_by_task
+from ipu_jax.run.ahead.paper import estimate, flops_by_task, rows_of
 from ipu_jax.run.ahead.report import ChipReport, Memory
-from ipu_jax.run.ahead.traffic import rows_of
 from ipu_jax.training.update.state import TrainState
 from ipu_jax.training.update.step import TrainStep
 
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SCHEDULES: Final = ("grouped", "1f1b", "zb-h1")
+_UNITS: Final = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class HandedOver(BaseException):
@@ -198,3 +200,48 @@ def _cycles(program: Program | None) -> dict[str, int]:
         return {}
     tasks = {task: program.cycles_of(task) for task in ("F", "B", "W", "FB")}
     return {name: cycles for name, cycles in {**tasks, "update": program.cycles_under(UPDATE)}.items() if cycles}
+
+
+def mends_of(pipeline: Pipeline, plan: Plan, given: StepArgs, room: int) -> tuple[str, ...]:
+    """Return a line per change that makes the temporary bytes smaller, and a last one if none does.
+
+    It goes by the bytes that a report predicts, and compiles nothing. Each change is tried alone, on the shapes of the
+    step: recompute="all" on every stage, twice as many micro-batches of half the size, another schedule.
+
+    Args:
+        pipeline: the pipeline.
+        plan: the plan of its step.
+        given: the step's arguments as a user gives them, arrays or shapes.
+        room: the bytes that a chip has beside the program's arguments.
+    """
+    now = make_report(plan, given.batch, mesh=pipeline.mesh).predicted_temporary
+    found = []
+    for name, changed, args in _changes(pipeline, plan.schedule.name, given):
+        with contextlib.suppress(ValueError):  # such as a schedule that the stages' places or M do not fit
+            other = pipeline.replace(**changed)
+            report = make_report(other.placement.plan(*args), args.batch, mesh=other.mesh)
+            then, gradients = report.predicted_temporary, max(part.gradients for part in report.ipus)
+            if then < now:
+                fits = ": fits" if then + gradients <= room else ""
+                found.append(f"{name}: temporary {in_units(now, 'B')} -> {in_units(then, 'B')}, by prediction{fits}")
+    return (*found, "more IPUs for the same layers, or a smaller micro-batch")
+
+
+def _changes(pipeline: Pipeline, schedule: str, given: StepArgs) -> Iterator[tuple[str, dict[str, Any], StepArgs]]:
+    if pipeline.function is None:
+        stages = [dataclasses.replace(stage, recompute="all") for stage in pipeline.stages]
+        yield "recompute='all' on every stage", {"stages": stages}, given
+    m, at = pipeline.options.gradient_accumulation, given_dims(pipeline.replicas)
+    if all(leaf.ndim > at + 1 and leaf.shape[at + 1] % 2 == 0 for leaf in jax.tree.leaves(given.batch)):
+        halved = jax.tree.map(lambda leaf: _halved(leaf, at), given.batch)
+        name = f"gradient_accumulation={2 * m} with half of each micro-batch"
+        yield name, {"gradient_accumulation": 2 * m}, given._replace(batch=halved)
+    if pipeline.function is None:
+        for other in _SCHEDULES:
+            if other != schedule:
+                yield f"schedule={other!r}", {"schedule": other}, given
+
+
+def _halved(leaf: Any, at: int) -> jax.ShapeDtypeStruct:
+    shape = (*leaf.shape[:at], 2 * leaf.shape[at], leaf.shape[at + 1] // 2, *leaf.shape[at + 2 :])
+    return jax.ShapeDtypeStruct(shape, leaf.dtype)

@@ -54,28 +54,22 @@ TOPOLOGIES: Final = "v5e:4x4, v5p:4x4x4, v6e:2x4 or h100x8"
 _GPUS_OF_A_HOST: Final = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class Topology:
-    """A kind of chips, and how many there are along each side of a TPU slice; for GPUs, (hosts, GPUs of a host)."""
+def topology_of(text: str) -> tuple[Kind, tuple[int, ...]]:
+    """Return the kind of chips that a text names, and how many are along each side of a TPU slice.
 
-    kind: Kind
-    sides: tuple[int, ...]
-
-
-def topology_of(text: str) -> Topology:
-    """Return the topology that a text names.
+    For GPUs, the sides are (hosts, GPUs of a host).
 
     Raises:
         ValueError: it names none.
 
-    >>> topology_of("v5e:2x4").sides, topology_of("h100x16").sides
+    >>> topology_of("v5e:2x4")[1], topology_of("h100x16")[1]
     ((2, 4), (2, 8))
     """
     if found := re.fullmatch(r"h100x([1-9]\d*)", text):
         hosts, rest = divmod(int(found[1]), _GPUS_OF_A_HOST)
         if hosts and rest:
             raise ValueError(f"topology={text!r} has no whole number of hosts of 8: give h100x{hosts * 8}")
-        return Topology(KINDS["h100"], (hosts, _GPUS_OF_A_HOST) if hosts else (1, rest))
+        return KINDS["h100"], (hosts, _GPUS_OF_A_HOST) if hosts else (1, rest)
     found = re.fullmatch(r"(v\w+):([1-9]\d*(?:x[1-9]\d*)*)", text)
     if not found or found[1] not in KINDS:
         raise ValueError(f"topology={text!r} is not known: give one such as {TOPOLOGIES}")
@@ -83,7 +77,7 @@ def topology_of(text: str) -> Topology:
     if len(sides) != len(kind.most) or any(map(operator.gt, sorted(sides), kind.most)):
         most = "x".join(map(str, kind.most))
         raise ValueError(f"topology={text!r} is no slice of {kind.name}, of which the largest is {most}: give less")
-    return Topology(kind, sides)
+    return kind, sides
 
 
 def kind_of(device: Any) -> Kind | None:

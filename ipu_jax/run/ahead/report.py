@@ -17,8 +17,7 @@ from typing import Final
 from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.compiled.program import Program
 from ipu_jax.core.programs.cost import in_units
-from ipu_jax.run.ahead.paper import Paper
-from ipu_jax.run.ahead.traffic import Row
+from ipu_jax.run.ahead.paper import Paper, Row
 
 FORMAT: Final = 1
 """The version of the format of `ChipReport.json`."""

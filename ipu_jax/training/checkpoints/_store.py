@@ -8,11 +8,24 @@ another instance fails. Elsewhere it uses the barriers of jax's coordination ser
 A tensorstore write may never end: to a folder that is removed meanwhile, or to a disk that does not answer. So no
 process waits long for orbax once another instance has failed. Orbax's threads, and our threads that start them, are
 daemons and do not keep the process alive.
+
+Orbax and tensorstore also print errors that they raise:
+
+one array cannot be written    -> raised, and reported by our own error
+orbax logs it                  -> dropped: hundreds of lines, several times
+tasks of the other arrays      -> dropped: "Task exception was never retrieved", and so on
+their writes end a bit later   -> dropped: tensorstore calls back an event loop that orbax has already closed
+their writes have not begun    -> dropped: "coroutine 'async_serialize_from_host...' was never awaited"
 """
 
 import concurrent.futures
+import contextlib
+import importlib
+import logging
 import math
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -21,8 +34,7 @@ import jax
 import numpy as np
 
 from ipu_jax.distributed.meetings import Meetings
-from ipu_jax.training.checkpoints._arrays import key_impl, stored
-from ipu_jax.training.checkpoints._echoes import drop_echoes, stop_counting_bytes
+from ipu_jax.training.checkpoints._description import key_impl, stored
 
 _LOOK_EVERY: Final = 0.1
 _LAST_CHANCE: Final = 5.0  # seconds for a write to end after another instance has failed
@@ -175,3 +187,49 @@ _IMPLS: Final = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
 def _bytes(described: dict[str, Any]) -> int:
     is_key = key_impl(described["dtype"]) is not None
     return math.prod(described["shape"]) * (16 if is_key else jax.numpy.dtype(described["dtype"]).itemsize)
+
+
+# what orbax prints and counts
+
+_drops_echoes = False
+
+
+def drop_echoes() -> None:
+    """Drop what orbax prints about errors that it also raises. A second call does nothing."""
+    global _drops_echoes
+    if _drops_echoes:
+        return
+    _drops_echoes = True
+    logging.getLogger("absl").addFilter(_is_news)
+    logging.getLogger("asyncio").addFilter(_is_no_task_of_orbax)
+    warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host", RuntimeWarning)
+    usual = sys.unraisablehook
+    sys.unraisablehook = lambda unraisable: None if _is_late_callback(unraisable) else usual(unraisable)
+
+
+def stop_counting_bytes() -> None:
+    """Stop orbax from reporting bytes written and read to jax.monitoring.
+
+    To report them, orbax asks tensorstore for all its counters twice per save. tensorstore 0.1.86 leaks 6 kB each time.
+    """
+    with contextlib.suppress(ImportError):
+        module: Any = importlib.import_module("orbax.checkpoint._src.serialization.tensorstore_utils")
+        if hasattr(module, "get_tensorstore_raw_bytes"):
+            module.get_tensorstore_raw_bytes = lambda direction=None: 0
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    of_a_thread = record.levelno == logging.ERROR and record.funcName in ("run", "_thread_func")
+    return not (of_a_thread and "orbax" in record.pathname)
+
+
+def _is_no_task_of_orbax(record: logging.LogRecord) -> bool:
+    text = record.getMessage()
+    return "exception was never retrieved" not in text or ("orbax" not in text and "OCDBT" not in text)
+
+
+def _is_late_callback(unraisable: Any) -> bool:
+    """Return whether C++ has called a closed event loop: a call from Python code would have a frame above it."""
+    error, trace = unraisable.exc_value, unraisable.exc_traceback
+    is_closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+    return is_closed and trace is not None and trace.tb_frame.f_code.co_name == "call_soon_threadsafe"

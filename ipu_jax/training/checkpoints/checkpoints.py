@@ -16,15 +16,13 @@ lock     only one training saves to a folder; any number can read it
 """
 
 import contextlib
-import dataclasses
 import errno
 import math
 import os
-import warnings
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import jax
 
@@ -33,11 +31,11 @@ from ipu_jax.base.checks import check_choice, check_count, in_line
 from ipu_jax.base.doors import public
 from ipu_jax.distributed import popdist
 from ipu_jax.distributed.meetings import Meetings
-from ipu_jax.training.checkpoints import _agreement, _description, _folder, _reading, _seal
-from ipu_jax.training.checkpoints._arrays import named, size_of
+from ipu_jax.training.checkpoints import _agreement, _description, _folder, _seal
+from ipu_jax.training.checkpoints._description import named, size_of
 from ipu_jax.training.checkpoints._due import Due
 from ipu_jax.training.checkpoints._lock import Lock
-from ipu_jax.training.checkpoints._search import Search
+from ipu_jax.training.checkpoints._restoring import Restored, Search, candidates_in, read, warn
 from ipu_jax.training.checkpoints._store import Store
 from ipu_jax.training.checkpoints._writer import Job, Writer
 from ipu_jax.training.checkpoints.errors import CheckpointError, CheckpointWarning, SaveError, errno_of
@@ -48,27 +46,6 @@ from ipu_jax.training.update.step import TrainStep
 __all__ = ["CheckpointError", "CheckpointWarning", "Checkpoints", "Restored", "SaveError"]
 
 _LOOK_EVERY: Final = 0.02
-
-
-@dataclasses.dataclass(frozen=True)
-class Restored:
-    """Hold what was restored from a checkpoint.
-
-    Attributes:
-        state: the state to continue with, on the IPUs.
-        step: the number of updates that it has made.
-        feed: the data position, for `Feed(state=...)`; None if none was saved.
-        extra: the user's own data; None if none was saved.
-        path: the checkpoint.
-        topology: "same" if its arrays were read as they are, "other" if leaves were read out of them.
-    """
-
-    state: TrainState
-    step: int
-    feed: dict[str, Any] | None
-    extra: Any
-    path: Path
-    topology: Literal["same", "other"]
 
 
 @public
@@ -130,7 +107,6 @@ class Checkpoints:
         self._step, self._timeout, self._long = step, timeout, max(facts.LONG, timeout)
         self._stops = check_choice("on_save_error", on_save_error, ("stop", "continue")) == "stop"
         self._words = _seal.as_plain("describes", dict(describes or {}))
-        self._search = Search(self.folder, self._words, timeout, _warn)
         self._lock = Lock(self.folder)
         self._due = Due(every, minutes)
         self._meetings = meetings = Meetings(timeout)
@@ -177,7 +153,7 @@ class Checkpoints:
             resume = _folder.checkpoint_at(resume)
         self._due.restart(int(like.step))
         if resume == "never":
-            if found := self._search.candidates():
+            if found := candidates_in(self.folder, self._timeout):
                 raise ValueError(
                     f"resume='never', but {self.folder} holds {found[0].path.name}: give another folder, or "
                     "resume='auto'"
@@ -185,11 +161,16 @@ class Checkpoints:
             return None
         with facts.during("restoring a checkpoint", self._long):
             here = _description.description_of(self._step, like)
+            search = Search(self.folder, here, self._words, self._timeout)
             if resume in ("auto", "must"):
-                found = self._search.last_whole(here, must=resume == "must", is_in_use=self._settle())
+                found = search.last_whole(must=resume == "must", is_in_use=self._settle())
             else:
-                found = self._search.at(Path(resume), here)
-            return None if found is None else self._read(found, like, here)
+                found = search.at(Path(resume))
+            if found is None:
+                return None
+            restored = read(self._store, found, self._step, like, here)
+            self._due.restart(restored.step)
+            return restored
 
     def _settle(self) -> bool:
         """Clean up after a killed process, if no training saves here; return whether a training does."""
@@ -204,18 +185,6 @@ class Checkpoints:
             except (OSError, CheckpointError) as error:
                 is_in_use = isinstance(error, CheckpointError)  # another training has the lock
         return _agreement.anywhere(is_in_use, self._timeout)  # no instance looks before
-
-    def _read(self, found: _folder.Found, like: TrainState, here: Mapping[str, Any]) -> Restored:
-        seal: Any = found.seal
-        saved = seal["model"]
-        is_same = _description.same_places(saved, here)
-        if is_same:
-            state = _reading.read_as_saved(self._store, found.path, self._step, like)
-        else:
-            state = _reading.read_by_leaves(self._store, found.path, self._step, like, saved=saved, here=here)
-        self._due.restart(seal["step"])
-        topology = "same" if is_same else "other"
-        return Restored(state, seal["step"], seal["feed"], seal["extra"], found.path, topology)
 
     # save
 
@@ -413,7 +382,7 @@ class Checkpoints:
         for path, error in failed:
             if path not in self._not_removed:
                 self._not_removed.add(path)
-                _warn(f"{path} is no longer kept, but cannot be removed ({error}): remove it yourself")
+                warn(f"{path} is no longer kept, but cannot be removed ({error}): remove it yourself")
 
     def close(self) -> None:
         """Wait for the last save, and read it back to verify it. A second call does nothing.
@@ -440,8 +409,8 @@ class Checkpoints:
     def _verify(self, last: Job) -> None:
         # instance 0 seals it before it comes here
         popdist.barrier("the last checkpoint is sealed", timeout=self._timeout)
-        wrong = self._search.wrong_with(_folder.found_at(last.path), last.content["model"])
-        if wrong:
+        search = Search(self.folder, last.content["model"], self._words, self._timeout)
+        if wrong := search.wrong_with(_folder.found_at(last.path)):
             self._report(CheckpointError(f"it was written, but {wrong}"), last)
 
     def __enter__(self) -> "Checkpoints":
@@ -482,7 +451,7 @@ class Checkpoints:
         text = f"saving {job.path} failed, {reason}, of {job.size:,} bytes: {first[:400]}; {last}"
         if self._stops:
             raise SaveError(text, number) from error
-        _warn(text)
+        warn(text)
 
     def _first_of_all(self, error: BaseException | None) -> BaseException | None:
         """Return this instance's error, or else the error of the first failed instance, and forget all failures.
@@ -501,8 +470,3 @@ class Checkpoints:
 def _check_state(state: Any) -> None:
     if not isinstance(state, TrainState):
         raise ValueError(f"state is a {type(state).__name__}: give the step's state, from step.init(params) or a step")
-
-
-def _warn(text: str) -> None:
-    if jax.process_index() == 0:
-        warnings.warn(text, CheckpointWarning, stacklevel=4)

@@ -8,12 +8,21 @@ The plan is shown beside the measurement: the schedule, simulated with each task
 The difference between the two is the cost of exchanges, shared cores and the work between tasks.
 
 With further axes, an IPU is a group of devices that run the same tasks. Its first device stands for it.
+
+Instances on one host read the same CLOCK_MONOTONIC. With several hosts, all instances read their clocks right after a
+barrier, a few times. The median difference to instance 0's clock is taken for the difference of the clocks. It is as
+exact as the barrier is at releasing all instances at once; `clocks` says how far the readings were apart.
 """
 
 import dataclasses
+import json
 import math
-from collections.abc import Iterable
-from typing import Any
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -23,11 +32,12 @@ from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.engine.labels import PlanNames
 from ipu_jax.core.schedules import Schedule, Task
 from ipu_jax.distributed import popdist
-from ipu_jax.run.observe.tracing._matching import Measured, Place, measured, task_name
-from ipu_jax.run.observe.tracing._merging import Part, told
+from ipu_jax.run.observe.tracing._matching import Place, measured, task_name
 from ipu_jax.run.observe.tracing._profile import Run
 from ipu_jax.run.observe.tracing.costs import Costs, median_costs, simulated
-from ipu_jax.run.observe.tracing.timeline import TASKS, Kind, Slice, Step, Timeline, TraceError
+from ipu_jax.run.observe.tracing.timeline import TASKS, Slice, Step, Timeline, TraceError
+
+_ROUNDS: Final = 9
 
 
 def main_plan(runs: list[Run]) -> PlanNames:
@@ -52,44 +62,38 @@ def main_plan(runs: list[Run]) -> PlanNames:
     return plans[max(seconds, key=lambda key: seconds[key])]
 
 
-def measured_by_device(plan: PlanNames, runs: list[Run], meshes: list[Mesh], count: int) -> list[Measured]:
-    """Return the first `count` steps of the first device of each IPU of this instance, numbered from 0.
+def recorded_here(plan: PlanNames, runs: list[Run], meshes: list[Mesh], count: int) -> dict[str, Any]:
+    """Return what this instance recorded, as a JSON value with times in nanoseconds.
+
+    It contains the first `count` steps of the first device of each IPU, numbered from 0, and the devices of an IPU.
 
     Raises:
         TraceError: the profile does not fit the plan, or a device is on none of the meshes.
     """
-    found: list[Measured] = []
-    devices = {device.id: device for device in jax.local_devices()}
-    meshes = _likeliest_first(plan, runs, meshes)
-    for number in sorted({run.device for run in runs}):
-        place, done = _place_of(devices[number], meshes), 0
-        if place is None:
-            continue
-        steps, slices = list[Step](), list[Slice]()
-        for run in (run for run in runs if run.device == number):
-            one = measured(run, place, plan)
-            steps += [dataclasses.replace(step, step=step.step + done) for step in one.steps]
-            slices += [dataclasses.replace(of, step=of.step + done) for of in one.slices]
-            done += len(one.steps)
-        kept = [step for step in steps if step.step < count]
-        found.append(Measured(kept, [one for one in slices if one.step < count]))
-    return found
-
-
-def devices_per_ipu(plan: PlanNames, runs: list[Run], meshes: list[Mesh]) -> int:
-    """Return the number of devices in the group that is an IPU."""
-    return math.prod(_likeliest_first(plan, runs, meshes)[0].devices.shape[2:])
-
-
-def _likeliest_first(plan: PlanNames, runs: list[Run], meshes: list[Mesh]) -> list[Mesh]:
-    """Return the meshes with the plan's number of IPUs, those with exactly the devices that ran it first."""
     ran = {run.device for run in runs if any(event.operation.plan is plan for event in run.events)}
     own = jax.process_index()
 
     def differs(mesh: Mesh) -> bool:
         return {device.id for device in mesh.devices.flat if device.process_index == own} != ran
 
-    return sorted((mesh for mesh in meshes if mesh.shape[IPU_AXIS] == plan.ipus), key=differs)
+    # the meshes with the plan's number of IPUs, those with exactly the devices that ran it first
+    likely = sorted((mesh for mesh in meshes if mesh.shape[IPU_AXIS] == plan.ipus), key=differs)
+    steps, slices = list[Step](), list[Slice]()
+    for device in jax.local_devices():
+        of_device = [run for run in runs if run.device == device.id]
+        place = _place_of(device, likely) if of_device else None
+        if place is None:
+            continue
+        for run in of_device:
+            found = measured(run, place, plan)
+            place = place._replace(step=place.step + len(found.steps))
+            steps += found.steps
+            slices += found.slices
+    return {
+        "steps": [vars(step) for step in steps if step.step < count],
+        "slices": [vars(one) for one in slices if one.step < count],
+        "devices": math.prod(likely[0].devices.shape[2:]),
+    }
 
 
 def _place_of(device: Any, meshes: list[Mesh]) -> Place | None:
@@ -103,23 +107,70 @@ def _place_of(device: Any, meshes: list[Mesh]) -> Place | None:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Hold what one instance recorded, with the times of its own clock.
+
+    Attributes:
+        ahead: by how many nanoseconds its clock is ahead of instance 0's.
+        uncertainty: how far the readings behind `ahead` were apart, in nanoseconds; 0 if all are on one host.
+        recorded: the result of `recorded_here`, or {"error": a text}.
+    """
+
+    ahead: float
+    uncertainty: float
+    recorded: Any
+
+
+def gathered(recorded: Any) -> list[Part]:
+    """Return what every instance recorded. All instances must call this. Communicates a few bytes per slice."""
+    instance, count = popdist.get_instance_index(), popdist.get_num_instances()
+    if count == 1:
+        return [Part(0.0, 0.0, recorded)]
+    hosts = _from_each(_host())
+    readings = np.zeros((count, 0))
+    if len(set(hosts)) > 1:
+        mine: list[int] = []
+        for _ in range(_ROUNDS):
+            popdist.barrier("clocks")
+            mine.append(time.monotonic_ns())
+        readings = np.array(_from_each(mine), np.int64)
+    ahead, apart = clock_differences(readings)
+    all_recorded = _from_each(recorded)
+    assert all_recorded[instance] == json.loads(json.dumps(recorded)), "each instance gets back what it gave"
+    return [Part(ahead[i], apart[i], all_recorded[i]) for i in range(count)]
+
+
+def clock_differences(readings: Any) -> tuple[list[float], list[float]]:
+    """Return by how much each clock is ahead of the first one, and how far its readings were apart.
+
+    >>> clock_differences(np.array([[10, 20, 30], [1010, 1021, 1029]]))
+    ([0.0, 1000.0], [0.0, 2.0])
+    """
+    if not readings.shape[1]:
+        return [0.0] * len(readings), [0.0] * len(readings)
+    differences = (readings - readings[:1]).tolist()
+    return [float(statistics.median(row)) for row in differences], [float(max(row) - min(row)) for row in differences]
+
+
 def merged(plan: PlanNames, parts: list[Part]) -> Timeline:
     """Return the timeline of all instances, in seconds from the start of the first step."""
     begin = min(step["start"] - part.ahead for part in parts for step in part.recorded["steps"])
 
-    def read(part: Part, name: str) -> list[dict[str, Any]]:
-        on_axis = lambda time: (time - part.ahead - begin) / 1e9  # noqa: E731
-        times = lambda fields: {key: on_axis(fields[key]) for key in ("start", "end")}  # noqa: E731
-        return [{**fields, **times(fields)} for fields in part.recorded[name]]
+    def read(kind: Callable[..., Any], name: str) -> tuple[Any, ...]:
+        found: list[Any] = []
+        for part in parts:
+            for fields in part.recorded[name]:
+                times = {key: (fields[key] - part.ahead - begin) / 1e9 for key in ("start", "end")}
+                found.append(kind(**{**fields, **times}))
+        return tuple(sorted(found, key=lambda one: (one.replica, one.ipu, one.start, -one.end)))
 
-    order = lambda one: (one.replica, one.ipu, one.start, -one.end)  # noqa: E731
-    steps = sorted((Step(**fields) for part in parts for fields in read(part, "steps")), key=order)
-    as_slice = lambda fields: Slice(**{**fields, "stages": tuple(fields["stages"])})  # noqa: E731
-    slices = sorted((as_slice(fields) for part in parts for fields in read(part, "slices")), key=order)
+    steps: tuple[Step, ...] = read(Step, "steps")
+    slices = tuple(dataclasses.replace(one, stages=tuple(one.stages)) for one in read(Slice, "slices"))
     names = tuple(name for segment in plan.segments for name in segment.stages)
     of_plan = planned(plan.schedule, median_costs(slices), steps, slices)
     group = max(part.recorded["devices"] for part in parts)
-    return Timeline(plan.schedule, names, plan.backward, tuple(steps), tuple(slices), of_plan, told(parts), group)
+    return Timeline(plan.schedule, names, plan.backward, steps, slices, of_plan, told(parts), group)
 
 
 def planned(schedule: Schedule, costs: Costs, steps: Iterable[Step], slices: Iterable[Slice]) -> tuple[Slice, ...]:
@@ -134,7 +185,10 @@ def planned(schedule: Schedule, costs: Costs, steps: Iterable[Step], slices: Ite
         place = schedule.placement[stages[0]]
         ipus = range(schedule.ipus) if place is None else [place]
         for microbatch in range(schedule.micro_batches):
-            times = [(run.start_times[task], run.end_times[task]) for task in _tasks(stages, kind, microbatch)]
+            tasks = [
+                Task(stage, letter, microbatch) for stage in stages for letter in ("F", "B", "W") if letter in kind
+            ]
+            times = [(run.start_times[task], run.end_times[task]) for task in tasks]
             start, end = min(start for start, _ in times), max(end for _, end in times)
             name = task_name(stages, kind, microbatch)
             for step in sorted({step.step for step in steps} & begins.keys()):
@@ -145,5 +199,30 @@ def planned(schedule: Schedule, costs: Costs, steps: Iterable[Step], slices: Ite
     return tuple(sorted(found, key=lambda one: (one.ipu, one.start, -one.end)))
 
 
-def _tasks(stages: tuple[int, ...], kind: Kind, microbatch: int) -> list[Task]:
-    return [Task(stage, letter, microbatch) for stage in stages for letter in ("F", "B", "W") if letter in kind]
+def told(parts: list[Part]) -> str:
+    """Describe in words how the clocks of the instances were aligned."""
+    worst = max(part.uncertainty for part in parts)
+    if len(parts) == 1:
+        return "one instance"
+    if not worst:
+        return f"{len(parts)} instances on one clock"
+    return f"{len(parts)} instances, whose hosts' clocks are compared to within {worst / 1e6:.2f} ms"
+
+
+def _host() -> str:
+    """Return a name that is the same for instances that share CLOCK_MONOTONIC."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _from_each(value: Any) -> list[Any]:
+    """Return the JSON value of each instance."""
+    payload = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    found: list[Any] = []
+    for root in range(popdist.get_num_instances()):
+        size = popdist.broadcast(len(payload), root)
+        own = payload if root == popdist.get_instance_index() else np.zeros(size, np.uint8)
+        found.append(json.loads(np.asarray(popdist.broadcast(own, root)).tobytes()))
+    return found

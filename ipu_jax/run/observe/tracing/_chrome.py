@@ -40,14 +40,14 @@ def events_of(timeline: Timeline) -> list[dict[str, Any]]:
     process = {instance: k + 1 for k, instance in enumerate(timeline.instances)}
     events, senders = list[dict[str, Any]](), _senders(timeline.schedule)
     for instance, number in process.items():
-        events += _process(number, f"instance {instance}")
+        events += _named("process", number, 0, f"instance {instance}")
     first = max(process.values(), default=0) + 1
     for k, (replica, ipu) in enumerate(timeline.ipus):
         number, thread = process[placed[replica, ipu]], first + 2 * k
         planned = [one for one in timeline.plan if one.ipu == ipu]
         tracks = (("plan", planned), ("measured", timeline.of_ipu(replica, ipu)))
         for below, (kind, slices) in enumerate(tracks):
-            events += _thread(number, thread + below, f"replica {replica}, IPU {ipu}, {kind}")
+            events += _named("thread", number, thread + below, f"replica {replica}, IPU {ipu}, {kind}")
             events += _slices(number, thread + below, slices, timeline, senders)
     return events
 
@@ -67,18 +67,11 @@ def write(timeline: Timeline, path: Path) -> None:
         being_written.unlink(missing_ok=True)
 
 
-def _process(process: int, name: str) -> list[dict[str, Any]]:
-    return [
-        {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}},
-        {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": process}},
-    ]
-
-
-def _thread(process: int, thread: int, name: str) -> list[dict[str, Any]]:
-    return [
-        {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": name}},
-        {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": thread, "args": {"sort_index": thread}},
-    ]
+def _named(what: str, process: int, thread: int, name: str) -> list[dict[str, Any]]:
+    """Return what gives a "thread" its name and its rank, or a "process", which has thread 0."""
+    where = {"ph": "M", "pid": process, "tid": thread}
+    rank = {"name": f"{what}_sort_index", "args": {"sort_index": thread or process}}
+    return [where | {"name": f"{what}_name", "args": {"name": name}}, where | rank]
 
 
 _Senders = dict[tuple[str, int, int | None], list[str]]

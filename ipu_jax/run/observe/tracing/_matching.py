@@ -13,31 +13,32 @@ turns a loop with little to do into one kernel. Then only the plan says in which
 import bisect
 import dataclasses
 from collections import defaultdict
+from typing import NamedTuple
 
 from ipu_jax.core.engine.labels import EXCHANGED, Label, PlanNames
 from ipu_jax.run.observe.tracing._profile import Event, Run
 from ipu_jax.run.observe.tracing.timeline import Kind, Slice, Step, TraceError
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Hold the place of a device: its instance, replica and IPU."""
+class Place(NamedTuple):
+    """Hold the place of a device, its instance, replica and IPU, and the number of a step."""
 
     instance: int
     replica: int
     ipu: int
+    step: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Hold the steps of one run on one IPU, with times in nanoseconds of the clock; the first step of a run is 0."""
+    """Hold the steps of one run on one IPU, with times in nanoseconds of the clock."""
 
     steps: list[Step]
     slices: list[Slice]
 
 
 def measured(run: Run, place: Place, plan: PlanNames) -> Measured:
-    """Return the steps of a plan in a run on one IPU.
+    """Return the steps of a plan in a run on one IPU. The first one has the place's number.
 
     Raises:
         TraceError: the profile does not fit the plan.
@@ -59,16 +60,16 @@ def measured(run: Run, place: Place, plan: PlanNames) -> Measured:
         if scan.operation.plan is not plan:  # such as an evaluation in the same program
             begin = max([begin, *(event.end for event in events if event.operation.role == "guard")])
             continue
-        number = len(steps)
+        at = place._replace(step=place.step + len(steps))
         loops = _ended([e for e in events if e.operation.role == "guard"], events)
         scanned = loops[-1].end if loops else begin
-        of_step = _tasks(plan, place, number, loops, events)
-        of_step += _update(place, number, [event for event in events if _in_update(event) and event.start >= scanned])
+        of_step = _tasks(plan, at, loops, events)
+        of_step += _update(at, [event for event in events if _in_update(event) and event.start >= scanned])
         collectives = [event for event in events if event.operation.role == "collective"]
-        of_step += _collectives(place, number, collectives, [one for one in of_step if one.kind == "exchange"])
+        of_step += _collectives(at, collectives, [one for one in of_step if one.kind == "exchange"])
         is_last = scan is scans[-1] and not around
         end = run.end if is_last else max([scanned, *(one.end for one in of_step)])
-        steps.append(Step(place.instance, place.replica, place.ipu, number, begin, end))
+        steps.append(Step(*at, begin, end))
         slices += sorted(of_step, key=lambda one: (one.start, -one.end))
         begin = end
     return Measured(steps, slices)
@@ -92,7 +93,7 @@ def _in_update(event: Event) -> bool:
     return event.operation.role == "update" or event.operation.in_update
 
 
-def _tasks(plan: PlanNames, place: Place, step: int, loops: list[Event], events: list[Event]) -> list[Slice]:
+def _tasks(plan: PlanNames, place: Place, loops: list[Event], events: list[Event]) -> list[Slice]:
     """Return the tasks and exchanges of a step."""
     of_guard: dict[tuple[Label, int] | None, list[Event]] = defaultdict(list)
     inner: dict[tuple[Label, int] | None, list[float]] = defaultdict(list)
@@ -105,7 +106,7 @@ def _tasks(plan: PlanNames, place: Place, step: int, loops: list[Event], events:
     for guard, rows in plan.microbatches.items():
         if len(of_guard[guard]) != plan.ticks:
             raise TraceError(
-                f"step {step} on IPU {place.ipu} of replica {place.replica} has {len(of_guard[guard])} loops "
+                f"step {place.step} on IPU {place.ipu} of replica {place.replica} has {len(of_guard[guard])} loops "
                 f"{guard[0]}.{guard[1]} for {plan.ticks} ticks: XLA lost events, or changed the program; record fewer "
                 "steps at once"
             )
@@ -121,26 +122,23 @@ def _tasks(plan: PlanNames, place: Place, step: int, loops: list[Event], events:
             elif has_run != (microbatch >= 0):
                 did, planned = ("ran", "no task") if has_run else ("did not run", f"micro-batch {microbatch}")
                 raise TraceError(
-                    f"step {step}, tick {tick}, IPU {place.ipu} of replica {place.replica}: {guard[0]} of class "
+                    f"step {place.step}, tick {tick}, IPU {place.ipu} of replica {place.replica}: {guard[0]} of class "
                     f"{guard[1]} {did}, but the plan has {planned}: this is an error of ipu_jax"
                 )
             if has_run:
-                found.append(_slice(plan, place, step, guard, tick, microbatch, loop))
+                found.append(_slice(plan, place, guard, tick, microbatch, loop))
     return found
 
 
-def _slice(
-    plan: PlanNames, place: Place, step: int, guard: tuple[Label, int], tick: int, microbatch: int, loop: Event
-) -> Slice:
-    where = place.instance, place.replica, place.ipu, step
+def _slice(plan: PlanNames, place: Place, guard: tuple[Label, int], tick: int, microbatch: int, loop: Event) -> Slice:
     if guard[0] in EXCHANGED:
         received = plan.received.get(guard, {}).get(place.ipu)
-        return Slice(*where, "exchange", f"exchange {guard[0]}", loop.start, loop.end, tick, received=received)
+        return Slice(*place, "exchange", f"exchange {guard[0]}", loop.start, loop.end, tick, received=received)
     segment = plan.segment(guard[1], place.ipu)
     stages = tuple(range(segment.first, segment.first + len(segment.stages)))
     kind: Kind = guard[0]  # pyright: ignore[reportAssignmentType]
     name, flops = task_name(stages, kind, microbatch), plan.flops.get(guard)
-    return Slice(*where, kind, name, loop.start, loop.end, tick, stages, microbatch, flops)
+    return Slice(*place, kind, name, loop.start, loop.end, tick, stages, microbatch, flops)
 
 
 def task_name(stages: tuple[int, ...], kind: Kind, microbatch: int) -> str:
@@ -153,22 +151,20 @@ def task_name(stages: tuple[int, ...], kind: Kind, microbatch: int) -> str:
     return " ".join(f"{which}{letter}{microbatch}" for letter in kind)
 
 
-def _update(place: Place, step: int, events: list[Event]) -> list[Slice]:
+def _update(place: Place, events: list[Event]) -> list[Slice]:
     if not events:
         return []
-    where = place.instance, place.replica, place.ipu, step
     start, end = min(event.start for event in events), max(event.end for event in events)
-    return [Slice(*where, "update", "update", start, end)]
+    return [Slice(*place, "update", "update", start, end)]
 
 
-def _collectives(place: Place, step: int, events: list[Event], exchanges: list[Slice]) -> list[Slice]:
+def _collectives(place: Place, events: list[Event], exchanges: list[Slice]) -> list[Slice]:
     """Return the collectives, except those within exchanges, which are slices already."""
-    where = place.instance, place.replica, place.ipu, step
     starts = sorted(one.start for one in exchanges)
     ends = sorted(one.end for one in exchanges)
     found: list[Slice] = []
     for event in events:
         k = bisect.bisect_right(starts, event.start) - 1
         if k < 0 or event.start > ends[k]:
-            found.append(Slice(*where, "collective", event.operation.name, event.start, event.end))
+            found.append(Slice(*place, "collective", event.operation.name, event.start, event.end))
     return found

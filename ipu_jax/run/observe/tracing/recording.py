@@ -24,8 +24,8 @@ from ipu_jax.base.checks import check_count
 from ipu_jax.base.showing import Shown, Table, counted
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.distributed import popdist
-from ipu_jax.run.observe.tracing import _chrome, _merging
-from ipu_jax.run.observe.tracing._assembling import devices_per_ipu, main_plan, measured_by_device, merged
+from ipu_jax.run.observe.tracing import _chrome
+from ipu_jax.run.observe.tracing._assembling import gathered, main_plan, merged, recorded_here
 from ipu_jax.run.observe.tracing._profile import Profiler, Run
 from ipu_jax.run.observe.tracing.report import TraceReport, make_report
 from ipu_jax.run.observe.tracing.timeline import Timeline, TraceError
@@ -189,11 +189,10 @@ class Recording(Shown, facts.Listener):
         self._stop()
         self._state = "finished"
         with facts.during("reading a trace"):
-            recorded = self._recorded()
-            parts = _merging.gathered(recorded)
-            for part in parts:
+            parts = gathered(self._recorded())
+            for instance, part in enumerate(parts):
                 if "error" in part.recorded:
-                    where = f"instance {part.instance}: " if len(parts) > 1 else ""
+                    where = f"instance {instance}: " if len(parts) > 1 else ""
                     raise TraceError(f"{where}{part.recorded['error']}") from self._error
             self._timeline = merged(self._plan, parts)
             if popdist.get_instance_index() == 0:
@@ -219,7 +218,7 @@ class Recording(Shown, facts.Listener):
                 self._profiler.discard()
 
     def _recorded(self) -> dict[str, Any]:
-        """Return the steps and slices of this instance as a JSON value, with times in nanoseconds; or an error."""
+        """Return what this instance recorded, as `recorded_here` does, or its error."""
         try:
             if self._error is not None:
                 raise TraceError(f"the profiler failed: {self._error}")
@@ -229,16 +228,10 @@ class Recording(Shown, facts.Listener):
                     "recorded; make at least two calls of a TrainStep or of Pipeline.value_and_grad"
                 )
             self._plan = main_plan(self._runs)
-            found = measured_by_device(self._plan, self._runs, self._meshes, self.steps)
-            group = devices_per_ipu(self._plan, self._runs, self._meshes)
+            return recorded_here(self._plan, self._runs, self._meshes, self.steps)
         except Exception as error:  # the other instances wait: all must be informed
             self._error = self._error or error
             return {"error": str(error) if isinstance(error, TraceError) else f"{type(error).__name__}: {error}"}
-        return {
-            "steps": [vars(step) for one in found for step in one.steps],
-            "slices": [vars(of_ipu) for one in found for of_ipu in one.slices],
-            "devices": group,
-        }
 
 
 def _writable(folder: Any) -> Path:

@@ -9,7 +9,7 @@ import pytest
 
 from ipu_jax.chips import Program
 from ipu_jax.run.ahead.kinds import KINDS
-from ipu_jax.run.ahead.traffic import rows_of
+from ipu_jax.run.ahead.paper import rows_of
 
 TEXT = """\
 ENTRY %main () -> f32[] {

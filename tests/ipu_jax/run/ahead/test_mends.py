@@ -9,7 +9,7 @@ import pytest
 from ipu_jax import Pipeline, Stage, make_mesh
 from ipu_jax.core.analysis.report import in_units
 from ipu_jax.core.step_args import StepArgs
-from ipu_jax.run.ahead.mends import mends_of
+from ipu_jax.run.ahead.compiling import mends_of
 from ipu_jax.schedules import make_schedule
 
 N, D, M, LAYERS = 32, 64, 8, 3

@@ -8,9 +8,8 @@ import pytest
 from ipu_jax.core.engine.labels import Label, PlanNames, SegmentNames
 from ipu_jax.core.schedules import make_schedule
 from ipu_jax.observe import Timeline, TraceError
-from ipu_jax.run.observe.tracing._assembling import merged
+from ipu_jax.run.observe.tracing._assembling import Part, merged
 from ipu_jax.run.observe.tracing._matching import Place, measured
-from ipu_jax.run.observe.tracing._merging import Part
 from ipu_jax.run.observe.tracing._profile import Event, Run, in_turn
 from ipu_jax.run.observe.tracing._programs import Operation, Programs
 from ipu_jax.run.observe.tracing.report import make_report, split_of
@@ -111,7 +110,7 @@ def test_the_clock_of_another_host_is_set_right():
         step = {**of, "start": start, "end": start + 3e9}
         task = {**of, "kind": "F", "name": "0F0", "start": start + 1e9, "end": start + 2e9, "tick": 0}
         recorded = {"steps": [step], "slices": [{**task, "stages": [0], "microbatch": 0}], "devices": 1}
-        return Part(instance, ahead, 4e6, recorded)
+        return Part(ahead, 4e6, recorded)
 
     timeline = merged(PLAN, [part(0, 0, 0.0, 5e9), part(1, 1, 100e9, 106e9)])
     assert [(step.instance, step.start) for step in timeline.steps] == [(0, 0.0), (1, 1.0)]

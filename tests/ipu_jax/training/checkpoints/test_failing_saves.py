@@ -175,8 +175,8 @@ def test_of_echoes_only_those_of_orbax_are_dropped():
     """A callback to a closed loop that no Python code made, and a write of orbax that has not begun."""
     code = """
 import asyncio, sys, weakref
-from ipu_jax.training.checkpoints import _echoes
-_echoes.drop_echoes()
+from ipu_jax.training.checkpoints import _store
+_store.drop_echoes()
 loop = asyncio.new_event_loop()
 loop.close()
 class Late:

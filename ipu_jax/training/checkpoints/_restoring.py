@@ -1,0 +1,233 @@
+"""Find the checkpoint that a training resumes from, the last whole one of this training, and read its state.
+
+Arrays are read onto the IPUs, or leaf by leaf on the host for another topology.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from ipu_jax.base.keys import is_key
+from ipu_jax.core.weights.place import Place
+from ipu_jax.training.checkpoints import _agreement, _description, _folder, _seal
+from ipu_jax.training.checkpoints._description import KINDS, named, places, with_arrays
+from ipu_jax.training.checkpoints._store import Store
+from ipu_jax.training.checkpoints.errors import CheckpointError, CheckpointWarning, UnreadableError, errno_of
+from ipu_jax.training.update.state import TrainState
+from ipu_jax.training.update.step import TrainStep
+
+_NAMED: Final = 5  # damaged checkpoints that an error names
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """Hold what was restored from a checkpoint.
+
+    Attributes:
+        state: the state to continue with, on the IPUs.
+        step: the number of updates that it has made.
+        feed: the data position, for `Feed(state=...)`; None if none was saved.
+        extra: the user's own data; None if none was saved.
+        path: the checkpoint.
+        topology: "same" if its arrays were read as they are, "other" if leaves were read out of them.
+    """
+
+    state: TrainState
+    step: int
+    feed: dict[str, Any] | None
+    extra: Any
+    path: Path
+    topology: Literal["same", "other"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """Searches the checkpoints of a folder. All instances make the same calls, and get the same result.
+
+    Across several instances it communicates what is wrong with each instance's share of the files.
+
+    Args:
+        folder: the folder of the checkpoints.
+        model: the description of this training's step.
+        words: the user's description, which a checkpoint must also have.
+        timeout: the time limit for waiting for other instances, in seconds.
+    """
+
+    folder: Path
+    model: Mapping[str, Any]
+    words: Mapping[str, Any]
+    timeout: float
+
+    def last_whole(self, *, must: bool, is_in_use: bool) -> _folder.Found | None:
+        """Return the last whole checkpoint, or None in a folder without checkpoints.
+
+        Args:
+            must: whether a folder without checkpoints is an error.
+            is_in_use: whether a training saves to the folder, so that an unsealed checkpoint can be of a running save.
+
+        Raises:
+            ValueError: it is of another training.
+            CheckpointError: this user or this version cannot read the folder, or what may be the last checkpoint; or
+                all checkpoints are damaged, or there is none and there must be one.
+        """
+        candidates = candidates_in(self.folder, self.timeout)
+        names = {found.path for found in candidates}
+        for left_over in _folder.left_over_in(self.folder):
+            if left_over not in names and not (is_in_use and ".unsealed" in left_over.name):
+                warn(f"{left_over} is left over from a save that did not end: it is skipped")
+        damaged: list[tuple[Path, str]] = []
+        for found in candidates:
+            try:
+                wrong = self.wrong_with(found)
+            except UnreadableError as error:
+                raise CheckpointError(
+                    f"{found.path} may be the last checkpoint, and {error}; or resume from the path of another one. "
+                    "Nothing was removed",
+                    error.errno,
+                ) from None
+            if not wrong:
+                for path, what in damaged:
+                    warn(f"{path} cannot be restored, {what}: it is skipped")
+                return found
+            damaged.append((found.path, wrong))
+        if damaged:
+            each = "; ".join(f"{path.name}, {wrong}" for path, wrong in damaged[:_NAMED])
+            more = f"; and {len(damaged) - _NAMED} more" if len(damaged) > _NAMED else ""
+            raise CheckpointError(
+                f"{self.folder} holds no checkpoint that is whole: {each}{more}. Nothing was removed: resume from the "
+                "path of another one, or save to another folder to begin at 0"
+            )
+        if must:
+            raise CheckpointError(
+                f"{self.folder} holds no checkpoint: give the path of one, or resume='auto' for a fresh start"
+            )
+        return None
+
+    def at(self, path: Path) -> _folder.Found:
+        """Return the checkpoint at a path.
+
+        Raises:
+            CheckpointError: it is not whole, or cannot be read.
+            ValueError: it is of another training.
+        """
+        found = _folder.found_at(path)
+        try:
+            wrong = self.wrong_with(found)
+        except UnreadableError as error:
+            raise CheckpointError(f"{path} cannot be restored: {error}", error.errno) from None
+        if wrong:
+            raise CheckpointError(f"{path} cannot be restored: {wrong}")
+        return found
+
+    def wrong_with(self, found: _folder.Found) -> str:
+        """Return what is wrong with the files of a checkpoint, the same on all instances, or "".
+
+        Raises:
+            ValueError: it is of another training.
+            UnreadableError: an instance cannot read it, but it may be whole.
+        """
+        unreadable = UnreadableError(found.wrong, found.errno) if found.is_unreadable else None
+        if first := _agreement.first_error(unreadable, self.timeout):
+            raise UnreadableError(str(first), errno_of(first))
+        if found.seal is not None:
+            if wrong := _description.wrong_with(found.seal["model"]):
+                return f"{_seal.SEAL} is damaged ({wrong})"
+            _description.check_words(str(found.path), found.seal["describes"], self.words)
+            _description.check_model(str(found.path), found.seal["model"], self.model)
+        if _agreement.anywhere(found.seal is None, self.timeout):
+            return found.wrong or "another instance cannot read its seal"
+        assert found.seal is not None, "all instances have read it"
+        return _agreement.damage_of(found.path, found.seal["files"], self.timeout)
+
+
+def candidates_in(folder: Path, timeout: float) -> list[_folder.Found]:
+    """Return all folders that may be checkpoints, the last saved first. Communicates a number per instance.
+
+    Raises:
+        CheckpointError: the folder cannot be read, on any instance.
+    """
+    found: list[_folder.Found] = []
+    error: OSError | None = None
+    try:
+        found = _folder.checkpoints_in(folder)
+    except OSError as failed:
+        error = failed
+    if unreadable := _agreement.first_error(error, timeout):
+        raise CheckpointError(
+            f"{folder} cannot be read ({unreadable}): give a folder that this user can read, or a name that is free",
+            errno_of(unreadable),
+        )
+    return found
+
+
+def read(store: Store, found: _folder.Found, step: TrainStep, like: TrainState, here: Mapping[str, Any]) -> Restored:
+    """Return what a checkpoint contains.
+
+    Args:
+        store: reads its arrays.
+        found: the checkpoint, which is of this training.
+        step: the training step.
+        like: a state of this step.
+        here: the description of the step.
+    """
+    seal: Any = found.seal
+    is_same = _description.same_places(seal["model"], here)
+    if is_same:
+        state = _read_as_saved(store, found.path, step, like)
+    else:
+        state = _read_by_leaves(store, found.path, step, like, saved=seal["model"], here=here)
+    topology = "same" if is_same else "other"
+    return Restored(state, seal["step"], seal["feed"], seal["extra"], found.path, topology)
+
+
+def _read_as_saved(store: Store, path: Path, step: TrainStep, like: TrainState) -> TrainState:
+    """Return the state of a checkpoint with the same arrays as this step. Each process reads its own shards."""
+    specs = named(step.placement.specs(like))
+    shardings = {name: NamedSharding(step.model.mesh, spec) for name, spec in specs.items()}
+    state = with_arrays(like, store.read(path, named(like), shardings))
+    return dataclasses.replace(state, nonfinite=step.placement.no_streak())
+
+
+def _read_by_leaves(
+    store: Store, path: Path, step: TrainStep, like: TrainState, *, saved: Mapping[str, Any], here: Mapping[str, Any]
+) -> TrainState:
+    """Return the state of a checkpoint of another topology.
+
+    Each host reads all arrays, a few at a time, and holds the whole state until it is placed, like `TrainStep.restore`.
+    """
+    leaves: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
+    single: dict[str, Any] = {}
+    in_array: dict[str, list[tuple[str, Place]]] = {name: [] for name in saved["arrays"]}
+    for kind in KINDS:
+        for place in places(saved, kind):
+            in_array[place.array].append((kind, place))
+    for name, array in store.whole(path, dict(saved["arrays"]), list(in_array)):
+        if not in_array[name]:
+            single[name] = array
+        for kind, place in in_array[name]:
+            if is_key(array):
+                leaves[kind][place.path] = array
+            else:  # other arrays may have other rows of it
+                own = place.leaf(array)
+                leaves[kind].setdefault(place.path, np.empty(place.whole_shape, own.dtype))[place.within] = own
+    paths = {kind: dict.fromkeys(place.path for place in places(here, kind)) for kind in KINDS}
+    ordered = {kind: [leaves[kind][leaf] for leaf in paths[kind]] for kind in KINDS}
+    scale = like.scale
+    if scale is not None:
+        values = {name: jnp.asarray(single[f"scale.{name}"]) for name in ("scale", "good_steps")}
+        scale = dataclasses.replace(scale, **values)
+    trees = step.placement.assembled(like, ordered)
+    return step.restore({**trees, "scale": scale, "step": int(single["step"]), "key": single.get("key")})
+
+
+def warn(text: str) -> None:
+    """Warn the user on instance 0. Call it from a function that a public method calls."""
+    if jax.process_index() == 0:
+        warnings.warn(text, CheckpointWarning, stacklevel=4)
