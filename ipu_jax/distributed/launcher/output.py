@@ -65,7 +65,7 @@ class Display:
     """
 
     def __init__(self, writer: Writer, *, only: int | None, timestamps: bool, folder: Path | None):
-        self._writer, self._only, self._timestamps, self._folder = writer, only, timestamps, folder
+        self.writer, self._only, self._timestamps, self._folder = writer, only, timestamps, folder
         self._sources: dict[tuple[int, Stream], _Source] = {}
         self._screens = _screens()
         self._attempt = 0
@@ -202,7 +202,7 @@ class Display:
         return f"[{JOB},{instance}]<{stream}>{at}:".encode()
 
     def _put(self, stream: Stream, data: bytes) -> None:
-        self._writer.put(_HANDLES[stream], data)
+        self.writer.put(_HANDLES[stream], data)
 
 
 def _clean(piece: Piece, source: _Source, stream: Stream) -> Iterator[Piece]:
