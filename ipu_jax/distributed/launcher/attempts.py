@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from ipu_jax.distributed.launcher.events import Lost, Ready, Refused
-from ipu_jax.distributed.launcher.host import Host
 from ipu_jax.distributed.launcher.launch import Launch
 from ipu_jax.distributed.launcher.options import Options
 from ipu_jax.distributed.launcher.output import Display
+from ipu_jax.distributed.launcher.remote import Host
 from ipu_jax.distributed.launcher.signals import STOPPING, Signals
 from ipu_jax.distributed.launcher.supervisor import LOST_HOST, Attempt, Outcome
 from ipu_jax.distributed.launcher.topology import Topology

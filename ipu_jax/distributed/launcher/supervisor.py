@@ -31,10 +31,11 @@ from ipu_jax.distributed.launcher.events import (
     Stacks,
     Started,
 )
-from ipu_jax.distributed.launcher.host import STACKS_WITHIN, Host
 from ipu_jax.distributed.launcher.launch import Launch
+from ipu_jax.distributed.launcher.local import STACKS_WITHIN
 from ipu_jax.distributed.launcher.options import GRACE, Options
 from ipu_jax.distributed.launcher.output import Display
+from ipu_jax.distributed.launcher.remote import Host
 from ipu_jax.distributed.launcher.signals import STOPPING, Signals
 from ipu_jax.distributed.launcher.stall import Judge, Stuck
 from ipu_jax.distributed.launcher.topology import Topology, ranges
