@@ -21,8 +21,7 @@ from jax._src import distributed  # the coordination service's client, which jax
 from jax.experimental import multihost_utils
 
 from ipu_jax.base.keys import is_key
-from ipu_jax.distributed._fingerprint import named
-from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError
+from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError, named
 from ipu_jax.distributed.processes import beacons
 
 _SMALL: Final = 1 << 18

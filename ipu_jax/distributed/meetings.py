@@ -28,8 +28,7 @@ import jax
 from jax._src import distributed  # the coordination service's client, which jax does not export
 
 from ipu_jax.distributed._exchange import collected, process
-from ipu_jax.distributed._fingerprint import named
-from ipu_jax.distributed.errors import InstancesMissingError
+from ipu_jax.distributed.errors import InstancesMissingError, named
 from ipu_jax.distributed.processes import beacons
 from ipu_jax.distributed.processes.beacons import Phase
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+from ipu_jax.distributed.launcher import verdicts
 from ipu_jax.distributed.launcher.events import (
     FULL,
     Beat,
@@ -39,20 +40,7 @@ from ipu_jax.distributed.launcher.remote import Host
 from ipu_jax.distributed.launcher.signals import STOPPING, Signals
 from ipu_jax.distributed.launcher.stall import Judge, Stuck
 from ipu_jax.distributed.launcher.topology import Topology, ranges
-from ipu_jax.distributed.launcher.verdicts import (
-    MOMENT,
-    PORT_TAKEN,
-    EarlyEnd,
-    Ends,
-    Failure,
-    about_early_end,
-    about_failure,
-    about_stall,
-    failure_of,
-    first,
-    quoted,
-    signal_name,
-)
+from ipu_jax.distributed.launcher.verdicts import EarlyEnd, Ends, Failure
 
 STUCK: Final = 124
 """The exit status after an instance was stuck, as with the command `timeout`."""
@@ -207,7 +195,7 @@ class Attempt:
         if event.progress is not None and event.instance not in self._ends.progress:
             self._verbose(f"instance {event.instance} writes a beacon: its steps are supervised", level=2)
         if event.error is not None:
-            self._records[event.instance] = failure_of(event.instance, None, now, event.error)
+            self._records[event.instance] = verdicts.failure_of(event.instance, None, now, event.error)
         self._judge.beat(event, now)
         self._ends.beat(event, now)
 
@@ -216,9 +204,9 @@ class Attempt:
         self._judge.exited(instance)
         self._ends.exited(instance, status, now)
         if status and self._passed_on == 0 and self._outcome is None:
-            self._failures[instance] = failure_of(instance, status, event.at, event.error)
+            self._failures[instance] = verdicts.failure_of(instance, status, event.at, event.error)
             self._failing_since = min(self._failing_since, now)
-        how = f"was ended by {signal_name(-status)}" if status < 0 else f"exited with status {status}"
+        how = f"was ended by {verdicts.signal_name(-status)}" if status < 0 else f"exited with status {status}"
         beacon = "" if instance in self._ends.progress else "; it had no beacon, so that only its exit was supervised"
         self._verbose(f"instance {instance} {how}, seen at {event.at:.3f} s of the monotonic clock{beacon}")
 
@@ -234,7 +222,7 @@ class Attempt:
             self._look_for_failure(now)
         if now >= self._speak_at and not self._ending:
             self._speak_at = float("inf")
-            name = signal_name(self._passed_on)
+            name = verdicts.signal_name(self._passed_on)
             self._display.say(
                 f"{name} was passed on to all instances: they may take {self._leaving:g} s, and another kills them"
             )
@@ -248,8 +236,8 @@ class Attempt:
 
     def _look_for_failure(self, now: float) -> None:
         if self._failures:
-            if now >= self._failing_since + MOMENT or len(self._ends.statuses) == self._topology.instances:
-                self._failed(first([*self._failures.values(), *self._earlier_records()]))
+            if now >= self._failing_since + verdicts.MOMENT or len(self._ends.statuses) == self._topology.instances:
+                self._failed(verdicts.first([*self._failures.values(), *self._earlier_records()]))
         elif self._stuck is not None:
             if self._stacks is not None or now >= self._stacks_until:
                 self._say_stuck(self._stuck)
@@ -270,24 +258,24 @@ class Attempt:
         finished = None if progress is None else progress.finished
         lines = [] if error else self._display.tail(instance)
         lines = lines or self._display.tail(instance, "stdout") if error is None else []
-        said = about_failure(failure, self._host_of(instance).name, self._pids[instance], finished, lines)
+        said = verdicts.about_failure(failure, self._host_of(instance).name, self._pids[instance], finished, lines)
         status = failure.exit_status
         if failure.looks_like_a_lost_peer:
             early = self._ends.needed_by(instance, time.monotonic()) or self._ends.left(instance)
             if early is not None:
                 said, status = [*self._told_of(early), *said], 1
-        taken = error is not None and error.type == PORT_TAKEN
+        taken = error is not None and error.type == verdicts.PORT_TAKEN
         self._decide(Outcome(status, again=status not in NOT_STARTED, port_taken=taken), said)
 
     def _told_of(self, early: EarlyEnd) -> list[str]:
         lines = self._display.tail(early.instance) or self._display.tail(early.instance, "stdout")
-        said = about_early_end(early, self._host_of(early.instance).name, self._pids[early.instance])
-        return [*said, *quoted("its last lines", lines)]
+        said = verdicts.about_early_end(early, self._host_of(early.instance).name, self._pids[early.instance])
+        return [*said, *verdicts.quoted("its last lines", lines)]
 
     def _say_stuck(self, stuck: Stuck) -> None:
         instance = stuck.instance
         lines = self._display.tail(instance, seen=True)[-5:] or self._display.tail(instance, "stdout", seen=True)[-5:]
-        said = about_stall(stuck, self._host_of(instance).name, self._stacks or "", lines)
+        said = verdicts.about_stall(stuck, self._host_of(instance).name, self._stacks or "", lines)
         if self._ends.statuses:
             gone = ranges(sorted(self._ends.statuses))
             said.append(f"  of the other instances, {gone} had exited with status 0: it may have waited for them")
