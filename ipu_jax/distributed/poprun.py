@@ -27,11 +27,10 @@ from ipu_jax.distributed.launcher.attempts import CannotStartError, Run
 from ipu_jax.distributed.launcher.launch import available_cores, nodes_of_cores
 from ipu_jax.distributed.launcher.local import LocalHost, free_port
 from ipu_jax.distributed.launcher.options import Options, PoprunParser, options_of
-from ipu_jax.distributed.launcher.output import Display
+from ipu_jax.distributed.launcher.output import Display, Writer
 from ipu_jax.distributed.launcher.remote import Host, RemoteHost, Shell
 from ipu_jax.distributed.launcher.signals import STOPPING, Signals
 from ipu_jax.distributed.launcher.topology import Topology, is_this_host, ranges
-from ipu_jax.distributed.launcher.writer import Writer
 
 NOT_FOUND: Final = 127
 """The exit status if the program does not exist, as in a shell."""
