@@ -9,8 +9,7 @@ import jax
 
 from ipu_jax.distributed import _instance
 from ipu_jax.distributed._exchange import gather
-from ipu_jax.distributed._fingerprint import difference, fingerprint
-from ipu_jax.distributed._rendezvous import meet
+from ipu_jax.distributed._rendezvous import difference, fingerprint, meet
 from ipu_jax.distributed.environment import Place
 from ipu_jax.distributed.errors import InstancesDifferError
 from ipu_jax.distributed.processes import beacons

@@ -1,5 +1,7 @@
 """Let the instances of a run meet before jax connects them, so that a run that cannot work is refused at once.
 
+They compare their *fingerprints*: what all must have in common.
+
     instance 1 --- hello: its number, what it must share ---> instance 0, on the coordinator's port
     instance 2 --- hello ----------------------------------->
                <-- welcome, or who differs and in what ------
@@ -15,20 +17,90 @@ Nothing here imports jax.
 
 import contextlib
 import errno
+import importlib.metadata
+import os
+import platform
 import socket
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from ipu_jax.distributed._fingerprint import difference, named
 from ipu_jax.distributed._reception import Reception, ask
-from ipu_jax.distributed.environment import COORDINATOR, Place
-from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError, PortTakenError
+from ipu_jax.distributed.environment import COORDINATOR, Place, text_of
+from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError, PortTakenError, named
 
 _RETRY_SECONDS: Final = 0.05
 _LEAVE_SECONDS: Final = 2.0
 _SERVICE_SECONDS: Final = 5.0
 _BACKLOG: Final = 128
+# what decides the compiled program: it must be equal on all instances, or the order of its collectives differs
+_PACKAGES: Final = ("ipu-jax", "jax", "jaxlib", "numpy", "optax", "flax", "equinox")
+_VARIABLES: Final = (
+    "JAX_DEFAULT_MATMUL_PRECISION",
+    "JAX_DEFAULT_PRNG_IMPL",
+    "JAX_ENABLE_X64",
+    "JAX_PLATFORMS",
+    "JAX_THREEFRY_PARTITIONABLE",
+    "XLA_FLAGS",
+)
+_ABSENT: Final = "none"
+_LONGEST: Final = 200
+
+
+def fingerprint(place: Place | None, *, flags: bool = True) -> dict[str, str]:
+    """Return what this process must have in common with the other instances, as texts by name.
+
+    Args:
+        place: the place of this instance, if known.
+        flags: whether to include the command line.
+    """
+    found = {"Python": platform.python_version()}
+    if place is not None:
+        found |= {
+            "number of instances": str(place.instances),
+            "number of replicas": str(place.replicas),
+            "IPUs per replica": str(place.ipus_per_replica),
+            "further axes": text_of(place.axes) or _ABSENT,
+            "attempt": str(place.attempt),
+        }
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = _ABSENT
+    found |= {name: os.environ.get(name, _ABSENT) for name in _VARIABLES}
+    if flags:
+        found["flags"] = " ".join(sys.argv[1:]) or _ABSENT
+    return found
+
+
+def difference(fingerprints: Mapping[int, Mapping[str, str]]) -> str | None:
+    """Return which instances differ from the others, and in what; None if all are equal.
+
+    The most frequent value counts as right; in a tie, the value of the first instance.
+
+    Args:
+        fingerprints: the fingerprints by instance number.
+
+    >>> alike, other = {"jax": "0.10.2", "flags": "--epochs 2"}, {"jax": "0.10.2", "flags": "--epochs 3"}
+    >>> print(difference({0: alike, 1: alike, 2: other}))
+    instance 2 has flags '--epochs 3', instances 0 and 1 have '--epochs 2'
+    >>> difference({0: alike, 1: alike}) is None
+    True
+    """
+    told: list[str] = []
+    for name in sorted({name for one in fingerprints.values() for name in one}):
+        having: dict[str, list[int]] = {}
+        for instance, one in sorted(fingerprints.items()):
+            having.setdefault(one.get(name, _ABSENT), []).append(instance)
+        if len(having) > 1:
+            usual = max(having, key=lambda text: (len(having[text]), -having[text][0]))
+            others = [
+                f"{named(having[text])} {_has(having[text])} {name} {_quoted(text)}" for text in having if text != usual
+            ]
+            told.append(f"{', '.join(others)}, {named(having[usual])} {_has(having[usual])} {_quoted(usual)}")
+    return "; ".join(told) or None
 
 
 def meet(place: Place, own: Mapping[str, str], *, seconds: float) -> None:
@@ -149,3 +221,11 @@ def _address(text: str) -> tuple[str, int]:
     if not separator or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"{COORDINATOR}={text!r} is not an address: give HOST:PORT, such as 127.0.0.1:40001")
     return host.strip("[]"), int(port)
+
+
+def _has(numbers: Sequence[int]) -> str:
+    return "have" if len(numbers) > 1 else "has"
+
+
+def _quoted(text: str) -> str:
+    return repr(text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "...")

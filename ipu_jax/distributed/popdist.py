@@ -105,8 +105,7 @@ _SIGNS_OF_A_CLUSTER: Final = ("SLURM_PROCID", "OMPI_MCA_orte_hnp_uri", "KUBERNET
 
 def get_instance_index() -> int:
     """Return the number of this instance, from 0."""
-    place = _place()
-    return _process()[0] if place is None else place.instance
+    return _place().instance
 
 
 def is_first() -> bool:
@@ -116,56 +115,47 @@ def is_first() -> bool:
 
 def get_num_instances() -> int:
     """Return the number of instances."""
-    place = _place()
-    return _process()[1] if place is None else place.instances
+    return _place().instances
 
 
 def get_local_instance_index() -> int:
     """Return the number of this instance among the instances of its host, from 0."""
-    place = _place()
-    return 0 if place is None else place.local_instance
+    return _place().local_instance
 
 
 def get_num_total_replicas() -> int:
     """Return the total number of replicas of all instances."""
-    place = _place()
-    return get_num_instances() if place is None else place.replicas
+    return _place().replicas
 
 
 def get_num_local_replicas() -> int:
     """Return the number of replicas that have IPUs on this instance."""
-    place = _place()
-    return 1 if place is None else place.local_replicas
+    return _place().local_replicas
 
 
 def get_replica_index_offset() -> int:
     """Return the number, among all replicas, of the first replica that has IPUs on this instance."""
-    place = _place()
-    return get_instance_index() if place is None else place.first_replica
+    return _place().first_replica
 
 
 def get_num_ipus_per_replica() -> int:
     """Return the number of IPUs per replica."""
-    place = _place()
-    return 1 if place is None else place.ipus_per_replica
+    return _place().ipus_per_replica
 
 
 def get_num_local_ipus() -> int:
     """Return the number of IPUs of this instance."""
-    place = _place()
-    return 1 if place is None else place.local_ipus
+    return _place().local_ipus
 
 
 def get_further_axes() -> dict[str, int]:
     """Return the names and sizes of the mesh's further axes, as `make_mesh` takes them; without any, an empty dict."""
-    place = _place()
-    return {} if place is None else dict(place.axes)
+    return dict(_place().axes)
 
 
 def get_num_local_devices() -> int:
     """Return the number of devices of this instance's IPUs, as `configure` takes it."""
-    place = _place()
-    return 1 if place is None else place.local_devices
+    return _place().local_devices
 
 
 def execute_on_instances(
@@ -222,9 +212,9 @@ def all_reduce(tree: _Tree, op: Literal["mean", "sum"] = "mean", *, timeout: flo
     {'loss': 0.5, 'right': 3}
     """
     check_choice("op", op, ("mean", "sum"))
-    from ipu_jax.distributed import _trees  # imports jax
+    from ipu_jax.distributed import _exchange  # imports jax
 
-    return _trees.all_reduce(tree, op, seconds=timeout)
+    return _exchange.all_reduce(tree, op, seconds=timeout)
 
 
 def broadcast(tree: _Tree, root: int = 0, *, timeout: float = _TIMEOUT) -> _Tree:
@@ -253,9 +243,9 @@ def broadcast(tree: _Tree, root: int = 0, *, timeout: float = _TIMEOUT) -> _Tree
         raise ValueError(
             f"root={root!r} is not the number of an instance: give one from 0 to {get_num_instances() - 1}"
         )
-    from ipu_jax.distributed import _trees  # imports jax
+    from ipu_jax.distributed import _exchange  # imports jax
 
-    return _trees.broadcast(tree, root, seconds=timeout)
+    return _exchange.broadcast(tree, root, seconds=timeout)
 
 
 def barrier(name: str = "barrier", *, timeout: float = _TIMEOUT) -> None:
@@ -323,17 +313,16 @@ def count_steps(steps: int = 1, *, updates: int | None = None, samples: int = 0)
         beacon.finished(steps, updates, samples)
 
 
-def _place() -> Place | None:
-    return place_of(os.environ)
+def _place() -> Place:
+    """Return the place of this process. Without poprun, each process that jax is connected with has a replica."""
+    if (place := place_of(os.environ)) is not None:
+        return place
+    instance, instances = 0, 1
+    if "jax" in sys.modules:
+        from ipu_jax.distributed import _exchange
 
-
-def _process() -> tuple[int, int]:
-    """Return the number of this process and the number of processes, as jax knows them once connected."""
-    if "jax" not in sys.modules:
-        return 0, 1
-    from ipu_jax.distributed import _exchange
-
-    return _exchange.process()
+        instance, instances = _exchange.process()
+    return Place(instance, instances, 0, replicas=instances, ipus_per_replica=1, coordinator="", bind="")
 
 
 isPopdistEnvSet = is_popdist_env_set

@@ -5,7 +5,7 @@
     options     the command line            topology    which host has which instances and replicas
     attempts    restarts                    local       this host;  remote, agent: another host
     supervisor  one attempt                 output      what is shown
-    stall       who is stuck                failure     who failed first;  report: what is said about it
+    stall       who is stuck                verdicts    who failed first, or ended early; what is said about it
 
 Nothing here imports jax.
 """
@@ -24,15 +24,13 @@ from typing import Final, NoReturn
 from ipu_jax.base.cli import process
 from ipu_jax.distributed.environment import AXES, START_TIMEOUT, TERMINAL_WIDTH
 from ipu_jax.distributed.launcher.attempts import CannotStartError, Run
-from ipu_jax.distributed.launcher.host import Host
 from ipu_jax.distributed.launcher.launch import available_cores, nodes_of_cores
 from ipu_jax.distributed.launcher.local import LocalHost, free_port
 from ipu_jax.distributed.launcher.options import Options, PoprunParser, options_of
-from ipu_jax.distributed.launcher.output import Display
-from ipu_jax.distributed.launcher.remote import RemoteHost, Shell
+from ipu_jax.distributed.launcher.output import Display, Writer
+from ipu_jax.distributed.launcher.remote import Host, RemoteHost, Shell
 from ipu_jax.distributed.launcher.signals import STOPPING, Signals
 from ipu_jax.distributed.launcher.topology import Topology, is_this_host, ranges
-from ipu_jax.distributed.launcher.writer import Writer
 
 NOT_FOUND: Final = 127
 """The exit status if the program does not exist, as in a shell."""
@@ -72,14 +70,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         name: _environment(options, os.environ if is_local else _travelling(os.environ))
         for name, is_local in zip(topology.hosts, local, strict=True)
     }
-    writer, signals = Writer(), Signals()
+    signals = Signals()
     display = Display(
-        writer, only=options.only_output_from_instance, timestamps=options.timestamps, folder=options.output_dir
+        Writer(), only=options.only_output_from_instance, timestamps=options.timestamps, folder=options.output_dir
     )
     if display.columns and "COLUMNS" not in os.environ:  # progress bars in a pipe take their width from it
         width = {"COLUMNS": str(display.columns), TERMINAL_WIDTH: str(display.columns)}
         environments = {name: {**values, **width} for name, values in environments.items()}
-    run = Run(options, topology, environments, coordinator, bind, display, writer, signals)
+    run = Run(options, topology, environments, coordinator, bind, display, signals)
     if options.print_topology:
         display.draw(str(topology))
     if options.offline_mode or options.dry_run:
@@ -111,15 +109,15 @@ def command() -> NoReturn:
 
 def _written(run: Run, status: int) -> int:
     """Wait until all output is written or a signal arrives. Return the exit status."""
-    while not run.writer.close(0.05):
+    writer = run.display.writer
+    while not writer.close(0.05):
         if set(STOPPING) & set(run.signals.wait([], 0)):
             return status
-    if run.writer.error is None:
+    if writer.error is None:
         return status
-    if isinstance(run.writer.error, BrokenPipeError):
+    if isinstance(writer.error, BrokenPipeError):
         return process.READER_HAS_GONE
-    reason = run.writer.error.strerror
-    print(f"poprun: the output cannot be written ({reason}): write it elsewhere", file=sys.stderr)
+    print(f"poprun: the output cannot be written ({writer.error.strerror}): write it elsewhere", file=sys.stderr)
     return process.CANNOT_WRITE
 
 

@@ -13,14 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from ipu_jax.distributed.launcher.events import Lost, Ready, Refused
-from ipu_jax.distributed.launcher.host import Host
 from ipu_jax.distributed.launcher.launch import Launch
-from ipu_jax.distributed.launcher.options import GRACE, Options
+from ipu_jax.distributed.launcher.options import Options
 from ipu_jax.distributed.launcher.output import Display
+from ipu_jax.distributed.launcher.remote import Host
 from ipu_jax.distributed.launcher.signals import STOPPING, Signals
-from ipu_jax.distributed.launcher.supervisor import LEAVING, LOST_HOST, Attempt, Outcome, Rules
+from ipu_jax.distributed.launcher.supervisor import LOST_HOST, Attempt, Outcome
 from ipu_jax.distributed.launcher.topology import Topology
-from ipu_jax.distributed.launcher.writer import Writer
 
 FRUITLESS: Final = 3
 """Successive restarts without progress after which poprun gives up."""
@@ -48,7 +47,6 @@ class Run:
     coordinator: str
     bind: str
     display: Display
-    writer: Writer
     signals: Signals
 
     def to_its_end(self, hosts: list[Host], connect: Callable[[str], Host]) -> int:
@@ -59,7 +57,7 @@ class Run:
             port = self._port(hosts, number)
             outcome = self._attempt(hosts, number, port)
             why = history.restart(outcome, port_is_given=self.options.coordinator_port != 0)
-            if why is None or self.writer.error is not None:
+            if why is None or self.display.writer.error is not None:
                 self.display.say(*history.last_words)
                 return outcome.status
             number += 1
@@ -88,21 +86,12 @@ class Run:
         ]
 
     def _attempt(self, hosts: Sequence[Host], number: int, port: int) -> Outcome:
-        options = self.options
-        rules = Rules(
-            stall=options.stall_timeout,
-            compiling=options.compile_timeout,
-            starting=options.start_timeout,
-            grace=GRACE if options.grace is None else options.grace,
-            leaving=LEAVING if options.grace is None else options.grace,
-            verbose=options.verbose,
-        )
-        if options.verbose:
+        if self.options.verbose:
             self.display.say(
                 f"attempt {number}: {self.topology.instances} instances, coordinator {self.coordinator}:{port}, "
-                f"max restarts {options.max_restarts}"
+                f"max restarts {self.options.max_restarts}"
             )
-        attempt = Attempt(self.topology, hosts, rules, self.display, self.writer, self.signals, number)
+        attempt = Attempt(self.topology, hosts, self.options, self.display, self.signals, number)
         return attempt.run(self.launches(port, number, secrets.token_hex(16)))
 
     def _port(self, hosts: Sequence[Host], number: int) -> int:

@@ -1,5 +1,13 @@
 """Run the instances of this host: start them, read their output, check their state, and leave none behind.
 
+    host.begin(launch)     run folder, watcher, one process group per instance
+    host.events()          what has happened since the last call; never waits
+    host.send(SIGTERM)     to the process groups
+    host.end(0.5)          nothing is left: no process, no folder
+
+Nothing here makes decisions. A host does what the supervisor asks for, and reports what happens (`events`). An agent
+does the same for a supervisor on another host (`remote`), so there is only one way to supervise.
+
 Each instance has its own session and process group. After its exit it stays a zombie until the end of the attempt, so
 that its number is not reused: signals to that number reach what is left of its group.
 
@@ -37,11 +45,12 @@ from ipu_jax.distributed.launcher.events import (
     Started,
     Stream,
 )
-from ipu_jax.distributed.launcher.host import STACKS_WITHIN
 from ipu_jax.distributed.launcher.launch import Launch
 from ipu_jax.distributed.processes import beacons
 from ipu_jax.distributed.processes.beacons import Phase
 
+STACKS_WITHIN: Final = 1.0
+"""Seconds that an instance has to write its stacks."""
 BEAT_EVERY: Final = 0.2
 """Seconds between two reads of a beacon."""
 _AT_ONCE: Final = 1 << 16
@@ -62,6 +71,8 @@ class _Instance:
 class LocalHost:
     """This host."""
 
+    lost = False  # it is always there
+
     def __init__(self, name: str):
         self.name = name
         self._instances: dict[int, _Instance] = {}
@@ -72,11 +83,6 @@ class LocalHost:
         self._watcher: subprocess.Popen[bytes] | None = None
         self._reserved: socket.socket | None = None
         self._found: set[int] = set()
-
-    @property
-    def lost(self) -> bool:
-        """Return False: this host is always there."""
-        return False
 
     def files(self) -> list[int]:
         """Return the file descriptors to wait on for events."""

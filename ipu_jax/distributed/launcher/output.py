@@ -2,6 +2,10 @@
 
     Output(1, "stdout", b"a\\nb")  -->  files  -->  Splitter  -->  Screen  -->  Writer  -->  [1,1]<stdout>:a
 
+The writer is a thread with a bounded queue, so that a slow reader does not hold up supervision. While the queue is
+full, the pipes of the instances are not read, so nothing is lost and memory does not grow. The instances wait as if
+they wrote to the slow reader themselves.
+
 Nothing here imports jax.
 """
 
@@ -10,6 +14,8 @@ import dataclasses
 import itertools
 import os
 import re
+import select
+import threading
 import time
 from collections.abc import Iterator
 from io import FileIO
@@ -18,10 +24,10 @@ from typing import Final
 
 from ipu_jax.base.terminal import without_commands
 from ipu_jax.distributed.launcher.events import Stream
-from ipu_jax.distributed.launcher.lines import Piece, Splitter
-from ipu_jax.distributed.launcher.screen import Screen
-from ipu_jax.distributed.launcher.writer import Writer
+from ipu_jax.distributed.launcher.screen import Piece, Screen, Splitter
 
+MOST: Final = 4 << 20
+"""Bytes in the queue at which the instances have to wait."""
 JOB: Final = 1
 """The job number in the tags, as mpirun writes it: there is one job."""
 
@@ -46,6 +52,64 @@ _KEPT: Final = 20
 _LONGEST_KEPT: Final = 2000
 
 
+class Writer:
+    """Writes to file descriptors in the order of the requests."""
+
+    def __init__(self) -> None:
+        self._queue: collections.deque[tuple[int, bytes]] = collections.deque()
+        self._changed = threading.Condition()
+        self._bytes = 0
+        self._closing = False
+        self.error: OSError | None = None
+        """The error of the first write that failed; None if none has."""
+        self._thread = threading.Thread(target=self._run, name="output", daemon=True)
+        self._thread.start()
+
+    @property
+    def full(self) -> bool:
+        """Return whether so many bytes wait that no more should be read."""
+        return self._bytes >= MOST
+
+    @property
+    def low(self) -> bool:
+        """Return whether so few bytes wait that more can be read again."""
+        return self._bytes < MOST // 2
+
+    def put(self, handle: int, data: bytes) -> None:
+        """Write all of `data`, after everything put before."""
+        if data:
+            with self._changed:
+                self._queue.append((handle, data))
+                self._bytes += len(data)
+                self._changed.notify()
+
+    def close(self, seconds: float) -> bool:
+        """Return whether everything is written within `seconds`. The method can be called again."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue:
+                    if self._closing:
+                        return
+                    self._changed.wait()
+                handle, data = self._queue.popleft()
+                while self._queue and self._queue[0][0] == handle and len(data) < 1 << 16:
+                    data += self._queue.popleft()[1]
+            try:
+                _write(handle, data)
+            except OSError as error:
+                if self.error is None:
+                    self.error = error
+            with self._changed:
+                self._bytes -= len(data)
+
+
 @dataclasses.dataclass
 class _Source:
     splitter: Splitter
@@ -65,7 +129,7 @@ class Display:
     """
 
     def __init__(self, writer: Writer, *, only: int | None, timestamps: bool, folder: Path | None):
-        self._writer, self._only, self._timestamps, self._folder = writer, only, timestamps, folder
+        self.writer, self._only, self._timestamps, self._folder = writer, only, timestamps, folder
         self._sources: dict[tuple[int, Stream], _Source] = {}
         self._screens = _screens()
         self._attempt = 0
@@ -202,7 +266,7 @@ class Display:
         return f"[{JOB},{instance}]<{stream}>{at}:".encode()
 
     def _put(self, stream: Stream, data: bytes) -> None:
-        self._writer.put(_HANDLES[stream], data)
+        self.writer.put(_HANDLES[stream], data)
 
 
 def _clean(piece: Piece, source: _Source, stream: Stream) -> Iterator[Piece]:
@@ -269,3 +333,12 @@ def without_noise(line: bytes, ends_to_come: int) -> tuple[bytes | None, int]:
         return None, max(0, ends_to_come + begun - 1)
     text, whole = _NOISE.subn(b"", line)
     return text, max(0, ends_to_come + begun - (whole > 0))
+
+
+def _write(handle: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(handle, view) :]
+        except BlockingIOError:  # another process has made the terminal or pipe non-blocking
+            select.select([], [handle], [], 1.0)

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from ipu_jax.distributed.launcher.events import Ended, Event, Lost, Note, event_of
 from ipu_jax.distributed.launcher.launch import Launch
+from ipu_jax.distributed.launcher.local import LocalHost
 
 CONNECTED_WITHIN: Final = 20.0
 """Seconds in which a host must answer."""
@@ -47,7 +48,11 @@ class Shell:
 
 
 class RemoteHost:
-    """A host that is reached through a remote shell."""
+    """A host that is reached through a remote shell.
+
+    Attributes:
+        lost: whether the host is lost, and takes no more requests.
+    """
 
     def __init__(self, name: str, shell: Shell):
         self.name = name
@@ -67,20 +72,15 @@ class RemoteHost:
         self._to_send = self._rest = self._said = b""
         self._heard_at, self._heard = time.monotonic(), False
         self._asked_at = time.monotonic()
-        self._gone = False
-
-    @property
-    def lost(self) -> bool:
-        """Return whether the host is lost, and takes no more requests."""
-        return self._gone
+        self.lost = False
 
     def files(self) -> list[int]:
         """Return the file descriptors to wait on for events."""
-        return [] if self._gone else [self._out.fileno()]
+        return [] if self.lost else [self._out.fileno()]
 
     def events(self) -> list[Event]:
         """Return what has happened since the last call, without waiting."""
-        if self._gone:
+        if self.lost:
             return []
         asked, self._asked_at = self._asked_at, time.monotonic()
         if self._asked_at - asked > 2:  # we were suspended: what the host has said meanwhile is about to be read
@@ -101,7 +101,7 @@ class RemoteHost:
                 self._said += line + b"\n"  # from the login scripts
         silent = now - self._heard_at > (SILENT_FOR if self._heard else CONNECTED_WITHIN)
         if ended or silent:
-            self._gone = True
+            self.lost = True
             if not any(isinstance(event, Ended) for event in events):
                 events.append(Lost(self._reason(silent and not ended)))
         return [event for event in events if event != _ALIVE]
@@ -142,10 +142,10 @@ class RemoteHost:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._gone = True
+        self.lost = True
 
     def _ask(self, what: str, **values: Any) -> None:
-        if not self._gone:
+        if not self.lost:
             self._to_send += json.dumps({"do": what, **values}).encode() + b"\n"
             self._flush()
 
@@ -171,6 +171,10 @@ class RemoteHost:
         else:
             what = "the connection was closed" if self._heard else "cannot be reached"
         return f"{what}: {said[-500:]}" if said else what
+
+
+Host = LocalHost | RemoteHost
+"""A host of instances, this one or another."""
 
 
 def _read(handle: int) -> tuple[bytes, bool]:

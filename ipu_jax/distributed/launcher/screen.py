@@ -1,7 +1,14 @@
-"""Draw lines and progress bars of many instances on one terminal, or into one file or pipe.
+"""Split the output of programs into lines and passing states of progress bars, and draw them on one terminal or file.
 
-On a terminal, the passing state of a bar stays on the last row, and lines are put above it. Elsewhere a state is an
-ordinary line: one is printed every few seconds, and always the last.
+**Lines.** A line ends at a newline. Text that ends with a bare carriage return, or follows one, is *passing*: it is
+meant to be overwritten, like the states of a progress bar.
+
+    "\\r 10%\\r 20%"  "\\r100%\\n"  "loading..."          ->  State(10%)  State(20%)  Line(100%)  Part(loading...)
+
+Text without an end is passed on after a while, so that a program's last words before it waits are seen.
+
+**Screen.** On a terminal, the passing state of a bar stays on the last row, and lines are put above it. Elsewhere a
+state is an ordinary line: one is printed every few seconds, and always the last.
 
     [1,1]<stdout>:a line
     [1,0]<stderr>: 40%|####      | 4/10        <- the last row: overwritten
@@ -12,15 +19,157 @@ Nothing here imports jax.
 """
 
 import dataclasses
+import itertools
 import re
 import unicodedata
-from typing import Final
+from typing import Final, Literal
 
+STATE_AFTER: Final = 0.1
+"""Seconds after which a passing text without an end is shown."""
+PART_AFTER: Final = 1.0
+"""Seconds after which a text without an end that follows a newline is passed on."""
+LONGEST: Final = 1048576
+"""Bytes of a line after which it is passed on in parts."""
 EVERY: Final = 3.0
 """Seconds between two passing states where they cannot be overwritten."""
 
+# The beginning of a UTF-8 character, or of a terminal command, which a cut must not separate from its end.
+_BEGUN: Final = re.compile(
+    rb"(?:[\xc2-\xf4]|[\xe0-\xf4][\x80-\xbf]|[\xf0-\xf4][\x80-\xbf]{2}|\x1b(?:\[[0-9;:]{0,30})?)\Z"
+)
 _CLEAR: Final = b"\r\x1b[K"
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A piece of a program's output, without its end.
+
+    Attributes:
+        kind: "line" is a whole line, the rest of a line, or several whole lines with newlines between them. "part" is
+            the beginning of a line, or more of it. "state" is a passing text, or several with newlines between them.
+        text: its content.
+        goes_on: whether a part of the same line came before.
+    """
+
+    kind: Literal["line", "part", "state"]
+    text: bytes
+    goes_on: bool = False
+
+
+class Splitter:
+    """Splits one stream into pieces.
+
+    >>> splitter = Splitter()
+    >>> [(piece.kind, piece.text) for piece in splitter.feed(b"one\\r\\ntwo\\r 10%\\r 20%\\r100%\\nthree", now=0.0)]
+    [('line', b'one'), ('state', b'two'), ('state', b' 10%\\n 20%'), ('line', b'100%')]
+    >>> [(piece.kind, piece.text) for piece in splitter.tick(now=2.0)]
+    [('part', b'three')]
+    """
+
+    def __init__(self) -> None:
+        self._rest = bytearray()  # text without an end; each byte is copied here once, however long it becomes
+        self._returned = False  # whether a carriage return follows it, which may belong to a newline
+        self._since = 0.0  # when it began, or was last passed on
+        self._passing = False  # whether it follows a bare carriage return
+        self._shown = True  # whether it was passed on as a state
+        self._open = False  # whether parts of its line were passed on
+        self._state = b""  # the last state
+
+    def feed(self, data: bytes, now: float) -> list[Piece]:
+        """Return the pieces that `data` completes."""
+        if not self._rest and not self._returned:
+            self._since = now
+        text, pieces, begin = (b"\r" + data if self._returned else data), list[Piece](), 0
+        self._returned = text.endswith(b"\r")
+        if self._returned:
+            text = text[:-1]
+        if b"\r" in text:
+            text = text.replace(b"\r\n", b"\n")
+        line, state = text.find(b"\n"), text.find(b"\r")
+        while line >= 0 or state >= 0:
+            passing = line < 0 or 0 <= state < line
+            first, other, end = (state, line, b"\r") if passing else (line, state, b"\n")
+            pieces += self._ended(self._with_rest(text[begin:first]), passing=passing)
+            begin = 1 + text.rindex(end, first, other if other >= 0 else len(text))
+            if begin > first + 1:  # passing on each of them on its own would take most of the time
+                pieces += self._more(text[first + 1 : begin - 1], passing=passing)
+            line, state = (line, text.find(b"\r", begin)) if passing else (text.find(b"\n", begin), state)
+        if begin:
+            self._since = now
+        self._rest += text[begin:]
+        self._shown = self._shown and not data
+        if len(self._rest) > LONGEST:
+            begun = _BEGUN.search(self._rest, len(self._rest) - 40)
+            kept = bytes(self._rest[begun.start() :]) if begun else b""
+            del self._rest[len(self._rest) - len(kept) :]
+            pieces.append(self._part(now))
+            self._rest += kept
+        return pieces
+
+    def tick(self, now: float) -> list[Piece]:
+        """Return the pieces that have waited too long for their end."""
+        waited = now - self._since
+        if self._returned:
+            if waited < STATE_AFTER:
+                return []
+            self._returned = False
+            return self._ended(self._with_rest(), passing=True)
+        if not self._rest:
+            return []
+        if self._passing:
+            if self._shown or waited < STATE_AFTER:
+                return []
+            self._shown, self._state, self._since = True, bytes(self._rest), now
+            return [Piece("state", self._state)]
+        return [self._part(now)] if waited >= PART_AFTER else []
+
+    def wait(self, now: float) -> None:
+        """Restart the wait for the end of unfinished text, since nobody has read the stream for a while."""
+        self._since = now
+
+    def finish(self) -> list[Piece]:
+        """Return the rest at the end of the stream; the last line need not have an end."""
+        text, returned, self._returned = self._with_rest(), self._returned, False
+        return self._ended(text, passing=returned) if text or returned else []
+
+    def _with_rest(self, text: bytes = b"") -> bytes:
+        """Return the text that had no end, followed by `text`."""
+        if self._rest:
+            self._rest += text
+            text = bytes(self._rest)
+            self._rest.clear()
+        return text
+
+    def _ended(self, text: bytes, *, passing: bool) -> list[Piece]:
+        goes_on, self._open = self._open, False
+        followed, self._passing = self._passing, passing
+        self._shown = True
+        if passing:
+            if text == self._state and not goes_on:
+                return []  # it is already shown, or a bar begins with its carriage return
+            self._state = text
+            return [Piece("line", text, goes_on) if goes_on else Piece("state", text)]
+        if not text and followed and not goes_on:
+            text = self._state  # a newline leaves the last state in place
+        self._state = b""
+        return [Piece("line", text, goes_on)]
+
+    def _more(self, text: bytes, *, passing: bool) -> list[Piece]:
+        """Return the piece of the lines, or passing texts, that follow one with the same end."""
+        if not passing:
+            return [Piece("line", text)]
+        before = self._state
+        states = [state for state, _ in itertools.groupby([before, *text.split(b"\r")])][1:]
+        if not states:
+            return []
+        self._state = states[-1]
+        return [Piece("state", b"\n".join(states))]
+
+    def _part(self, now: float) -> Piece:
+        piece = Piece("part", self._with_rest(), self._open)
+        self._open, self._passing, self._since = True, False, now
+        return piece
 
 
 @dataclasses.dataclass

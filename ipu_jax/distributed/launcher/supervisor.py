@@ -16,8 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from ipu_jax.distributed.launcher import report
-from ipu_jax.distributed.launcher.early_end import EarlyEnd, Ends, lines_about
+from ipu_jax.distributed.launcher import verdicts
 from ipu_jax.distributed.launcher.events import (
     FULL,
     Beat,
@@ -33,14 +32,15 @@ from ipu_jax.distributed.launcher.events import (
     Stacks,
     Started,
 )
-from ipu_jax.distributed.launcher.failure import MOMENT, PORT_TAKEN, Failure, failure_of, first
-from ipu_jax.distributed.launcher.host import STACKS_WITHIN, Host
 from ipu_jax.distributed.launcher.launch import Launch
+from ipu_jax.distributed.launcher.local import STACKS_WITHIN
+from ipu_jax.distributed.launcher.options import GRACE, Options
 from ipu_jax.distributed.launcher.output import Display
+from ipu_jax.distributed.launcher.remote import Host
 from ipu_jax.distributed.launcher.signals import STOPPING, Signals
 from ipu_jax.distributed.launcher.stall import Judge, Stuck
 from ipu_jax.distributed.launcher.topology import Topology, ranges
-from ipu_jax.distributed.launcher.writer import Writer
+from ipu_jax.distributed.launcher.verdicts import EarlyEnd, Ends, Failure
 
 STUCK: Final = 124
 """The exit status after an instance was stuck, as with the command `timeout`."""
@@ -56,27 +56,6 @@ _JUMP: Final = 2.0
 _ENDED_WITHIN: Final = 15.0
 _STRAYS: Final = 0.5
 _SPEAK_AFTER: Final = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Rules:
-    """Hold the limits by which an attempt is supervised.
-
-    Attributes:
-        stall: seconds without a step; None for the rule of `stall.py`; infinite for no limit.
-        compiling: seconds that starting and compiling may take.
-        starting: seconds that others may wait for an instance in popdist.init.
-        grace: seconds from SIGTERM to SIGKILL, after a failure.
-        leaving: the same, after a signal from the user.
-        verbose: 0, 1 or 2.
-    """
-
-    stall: float | None
-    compiling: float
-    starting: float
-    grace: float
-    leaving: float
-    verbose: int
 
 
 @dataclasses.dataclass
@@ -104,7 +83,8 @@ class Attempt:
     Args:
         topology: which host has which instances.
         hosts: the hosts, in the order of the topology.
-        rules, display, writer, signals: the limits, the display, the output, and the signals that stop the attempt.
+        options: the limits by which it is supervised.
+        display, signals: what shows the output, and the signals that stop the attempt.
         number: the number of earlier attempts.
     """
 
@@ -112,20 +92,18 @@ class Attempt:
         self,
         topology: Topology,
         hosts: Sequence[Host],
-        rules: Rules,
+        options: Options,
         display: Display,
-        writer: Writer,
         signals: Signals,
         number: int,
     ):
-        self._topology, self._hosts, self._rules, self._number = topology, hosts, rules, number
-        self._display, self._writer, self._signals = display, writer, signals
-        self._judge = Judge(rules.stall, rules.compiling, rules.starting)
+        self._topology, self._hosts, self._number = topology, hosts, number
+        self._display, self._signals, self._verbosity = display, signals, options.verbose
+        self._grace = GRACE if options.grace is None else options.grace  # after a failure
+        self._leaving = LEAVING if options.grace is None else options.grace  # after a signal from the user
+        self._judge = Judge(options.stall_timeout, options.compile_timeout, options.start_timeout)
         self._ends = Ends()
         self._pids: dict[int, int] = {}
-        self._finished: dict[int, int] = {}
-        self._beacons: set[int] = set()
-        self._statuses: dict[int, int] = {}
         self._failures: dict[int, Failure] = {}
         self._records: dict[int, Failure] = {}  # of instances that have raised an exception, and are still alive
         self._stuck: Stuck | None = None
@@ -150,10 +128,8 @@ class Attempt:
         self._display.say(*self._report)
         outcome = self._outcome or self._natural()
         outcome.seconds = time.monotonic() - self._began
-        if len(self._beacons) == self._topology.instances:
-            outcome.stepped = all(self._finished.get(i, 0) for i in range(self._topology.instances))
-        elif self._beacons:
-            outcome.stepped = False
+        if beacons := self._ends.progress.values():
+            outcome.stepped = len(beacons) == self._topology.instances and all(each.finished for each in beacons)
         return outcome
 
     def _turn(self) -> None:
@@ -216,26 +192,22 @@ class Attempt:
 
     def _beat(self, event: Beat, now: float) -> None:
         self._pids[event.instance] = event.pid
-        if event.progress is not None:
-            self._finished[event.instance] = event.progress.finished
-            if event.instance not in self._beacons:
-                self._beacons.add(event.instance)
-                self._verbose(f"instance {event.instance} writes a beacon: its steps are supervised", level=2)
+        if event.progress is not None and event.instance not in self._ends.progress:
+            self._verbose(f"instance {event.instance} writes a beacon: its steps are supervised", level=2)
         if event.error is not None:
-            self._records[event.instance] = failure_of(event.instance, None, now, event.error)
+            self._records[event.instance] = verdicts.failure_of(event.instance, None, now, event.error)
         self._judge.beat(event, now)
         self._ends.beat(event, now)
 
     def _exited(self, event: Exited, now: float) -> None:
         instance, status = event.instance, event.status
-        self._statuses[instance] = status
         self._judge.exited(instance)
         self._ends.exited(instance, status, now)
         if status and self._passed_on == 0 and self._outcome is None:
-            self._failures[instance] = failure_of(instance, status, event.at, event.error)
+            self._failures[instance] = verdicts.failure_of(instance, status, event.at, event.error)
             self._failing_since = min(self._failing_since, now)
-        how = f"was ended by {report.signal_name(-status)}" if status < 0 else f"exited with status {status}"
-        beacon = "" if instance in self._beacons else "; it had no beacon, so that only its exit was supervised"
+        how = f"was ended by {verdicts.signal_name(-status)}" if status < 0 else f"exited with status {status}"
+        beacon = "" if instance in self._ends.progress else "; it had no beacon, so that only its exit was supervised"
         self._verbose(f"instance {instance} {how}, seen at {event.at:.3f} s of the monotonic clock{beacon}")
 
     def _lost(self, host: Host, reason: str) -> None:
@@ -244,17 +216,17 @@ class Attempt:
 
     def _advance(self, now: float) -> None:
         """Take the steps that are due."""
-        if self._writer.error is not None and self._outcome is None:
+        if self._display.writer.error is not None and self._outcome is None:
             self._decide(Outcome(0), [], at_once=True)  # the command reports the output error
         if self._outcome is None and not self._passed_on:
             self._look_for_failure(now)
         if now >= self._speak_at and not self._ending:
             self._speak_at = float("inf")
-            name, left = report.signal_name(self._passed_on), self._rules.leaving
+            name = verdicts.signal_name(self._passed_on)
             self._display.say(
-                f"{name} was passed on to all instances: they may take {left:g} s, and another kills them"
+                f"{name} was passed on to all instances: they may take {self._leaving:g} s, and another kills them"
             )
-        everyone = len(self._statuses) == self._topology.instances
+        everyone = len(self._ends.statuses) == self._topology.instances
         done = everyone and (self._outcome is not None or self._passed_on != 0 or not self._failures)
         if not self._ending and (done or now >= self._kill_at):
             self._ending, self._give_up_at = True, now + _ENDED_WITHIN
@@ -264,8 +236,8 @@ class Attempt:
 
     def _look_for_failure(self, now: float) -> None:
         if self._failures:
-            if now >= self._failing_since + MOMENT or len(self._statuses) == self._topology.instances:
-                self._failed(first([*self._failures.values(), *self._earlier_records()]))
+            if now >= self._failing_since + verdicts.MOMENT or len(self._ends.statuses) == self._topology.instances:
+                self._failed(verdicts.first([*self._failures.values(), *self._earlier_records()]))
         elif self._stuck is not None:
             if self._stacks is not None or now >= self._stacks_until:
                 self._say_stuck(self._stuck)
@@ -278,33 +250,34 @@ class Attempt:
 
     def _earlier_records(self) -> list[Failure]:
         """Return the exceptions of instances that have not exited yet."""
-        return [failure for i, failure in self._records.items() if i not in self._statuses]
+        return [failure for i, failure in self._records.items() if i not in self._ends.statuses]
 
     def _failed(self, failure: Failure) -> None:
-        instance = failure.instance
-        error = failure.error
+        instance, error = failure.instance, failure.error
+        progress = self._ends.progress.get(instance)
+        finished = None if progress is None else progress.finished
         lines = [] if error else self._display.tail(instance)
         lines = lines or self._display.tail(instance, "stdout") if error is None else []
-        said = report.failure(failure, self._host_of(instance).name, self._pids[instance], self._steps(instance), lines)
+        said = verdicts.about_failure(failure, self._host_of(instance).name, self._pids[instance], finished, lines)
         status = failure.exit_status
         if failure.looks_like_a_lost_peer:
             early = self._ends.needed_by(instance, time.monotonic()) or self._ends.left(instance)
             if early is not None:
                 said, status = [*self._told_of(early), *said], 1
-        taken = error is not None and error.type == PORT_TAKEN
+        taken = error is not None and error.type == verdicts.PORT_TAKEN
         self._decide(Outcome(status, again=status not in NOT_STARTED, port_taken=taken), said)
 
     def _told_of(self, early: EarlyEnd) -> list[str]:
         lines = self._display.tail(early.instance) or self._display.tail(early.instance, "stdout")
-        said = lines_about(early, self._host_of(early.instance).name, self._pids[early.instance])
-        return [*said, *report.quoted("its last lines", lines)]
+        said = verdicts.about_early_end(early, self._host_of(early.instance).name, self._pids[early.instance])
+        return [*said, *verdicts.quoted("its last lines", lines)]
 
     def _say_stuck(self, stuck: Stuck) -> None:
         instance = stuck.instance
         lines = self._display.tail(instance, seen=True)[-5:] or self._display.tail(instance, "stdout", seen=True)[-5:]
-        said = report.stall(stuck, self._host_of(instance).name, self._stacks or "", lines)
-        if self._statuses:
-            gone = ranges(sorted(self._statuses))
+        said = verdicts.about_stall(stuck, self._host_of(instance).name, self._stacks or "", lines)
+        if self._ends.statuses:
+            gone = ranges(sorted(self._ends.statuses))
             said.append(f"  of the other instances, {gone} had exited with status 0: it may have waited for them")
         self._decide(Outcome(STUCK, again=True), said)
 
@@ -314,16 +287,16 @@ class Attempt:
             return
         self._outcome, self._report = outcome, report
         now = time.monotonic()
-        left = self._topology.instances - len(self._statuses)
+        left = self._topology.instances - len(self._ends.statuses)
         if left and report:
             self._verbose(f"stopping {left} instances, at {now:.3f} s of the monotonic clock")
         if not at_once:
             self._send(signal.SIGCONT, signal.SIGTERM)
-        self._kill_at = now if at_once else min(self._kill_at, now + self._rules.grace)
+        self._kill_at = now if at_once else min(self._kill_at, now + self._grace)
 
     def _natural(self) -> Outcome:
         """Return the outcome of an attempt whose instances have all exited, with 0 or after a signal from the user."""
-        ended_well = all(status == 0 for status in self._statuses.values()) and bool(self._statuses)
+        ended_well = all(status == 0 for status in self._ends.statuses.values()) and bool(self._ends.statuses)
         if self._passed_on == 0 or (ended_well and self._passed_on != signal.SIGINT):
             return Outcome(0)
         return Outcome(128 + self._passed_on)
@@ -341,7 +314,7 @@ class Attempt:
         elif number == signal.SIGWINCH:
             self._display.resize()
         elif number in STOPPING and not self._passed_on and self._outcome is None:
-            self._passed_on, self._kill_at = number, now + self._rules.leaving
+            self._passed_on, self._kill_at = number, now + self._leaving
             self._speak_at = now + _SPEAK_AFTER
             self._send(signal.SIGCONT, number)
         elif number in STOPPING:
@@ -357,7 +330,7 @@ class Attempt:
 
     def _hold(self, now: float) -> None:
         """Make the instances wait while the reader of our output falls behind, without counting that against them."""
-        if self._writer.full != self._held and (self._writer.full or self._writer.low):
+        if self._display.writer.full != self._held and (self._display.writer.full or self._display.writer.low):
             self._held = not self._held
             self._judge.resumed(now)
             self._display.resume()
@@ -367,9 +340,6 @@ class Attempt:
     def _host_of(self, instance: int) -> Host:
         return self._hosts[self._topology.hosts.index(self._topology.host_of(instance))]
 
-    def _steps(self, instance: int) -> int | None:
-        return self._finished.get(instance)
-
     def _verbose(self, line: str, level: int = 1) -> None:
-        if self._rules.verbose >= level:
+        if self._verbosity >= level:
             self._display.say(line)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from ipu_jax.distributed.environment import Place, text_of, uneven
+from ipu_jax.distributed.errors import runs_of
 
 LOCALHOST: Final = "localhost"
 MOST_HOSTS: Final = 4096
@@ -48,7 +49,15 @@ class Topology:
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_division(self.replicas, self.instances, self.ipus_per_replica, self.axes)
+        replicas, instances, ipus = self.replicas, self.instances, self.ipus_per_replica
+        why = uneven(replicas, instances, ipus, self.axes)
+        if why is not None:
+            fit = {n for n in range(1, replicas + 1) if replicas % n == 0}
+            fit |= {replicas * n for n in range(1, ipus + 1) if ipus % n == 0}
+            near = max((n for n in fit if n < instances), default=0), min((n for n in fit if n > instances), default=0)
+            give = " or ".join(str(n) for n in near if n)
+            enough = -(-replicas // instances) * instances
+            raise ValueError(f"{why}: give {give} instance{'' if give == '1' else 's'}, or {enough} replicas")
         if self.instances % len(self.hosts):
             below = self.instances // len(self.hosts) * len(self.hosts)
             near = " or ".join(str(n) for n in (below, below + len(self.hosts)) if n)
@@ -100,18 +109,6 @@ class Topology:
         )
 
 
-def _check_division(replicas: int, instances: int, ipus_per_replica: int, axes: Mapping[str, int]) -> None:
-    """Raise `ValueError` with the nearest valid numbers unless the instances can share the replicas."""
-    why = uneven(replicas, instances, ipus_per_replica, axes)
-    if why is not None:
-        fit = {n for n in range(1, replicas + 1) if replicas % n == 0}
-        fit |= {replicas * n for n in range(1, ipus_per_replica + 1) if ipus_per_replica % n == 0}
-        near = (max((n for n in fit if n < instances), default=0), min((n for n in fit if n > instances), default=0))
-        give = " or ".join(str(n) for n in near if n)
-        enough = -(-replicas // instances) * instances
-        raise ValueError(f"{why}: give {give} instance{'' if give == '1' else 's'}, or {enough} replicas")
-
-
 def is_this_host(name: str, own_names: Iterable[str]) -> bool:
     """Return whether a name means this host: it is a loopback name or in `own_names`.
 
@@ -158,18 +155,12 @@ def hosts_in_file(path: Path) -> tuple[str, ...]:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Return ordered numbers as text.
+    """Return numbers as text, in order.
 
     >>> ranges([0, 1, 2, 5]), ranges([3]), ranges([])
     ('0-2,5', '3', '')
     """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs_of(numbers))
 
 
 def _expanded(part: str, text: str) -> list[str]:

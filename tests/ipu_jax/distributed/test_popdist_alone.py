@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ipu_jax import popdist
-from ipu_jax.distributed import _trees
+from ipu_jax.distributed import _exchange
 from ipu_jax.distributed.environment import Place
 from support.refusals import refusals, refused
 
@@ -108,12 +108,12 @@ def exchanged(monkeypatch):
             sent.append(payload)
             return [payload]
 
-        monkeypatch.setattr(_trees, "gather", collect)
+        monkeypatch.setattr(_exchange, "gather", collect)
         for tree in trees:
             call(tree)
         parts = list(sent)
         hand_out = lambda *_, root=None, **options: parts if root is None else [parts[root]]  # noqa: E731
-        monkeypatch.setattr(_trees, "gather", hand_out)
+        monkeypatch.setattr(_exchange, "gather", hand_out)
         return [call(tree) for tree in trees]
 
     return of
@@ -152,7 +152,7 @@ def test_integers_of_several_instances(exchanged, dtype, numbers):
     for found in exchanged(popdist.all_reduce, trees):
         assert abs(Fraction(number(found, float, "float64")) - mean) <= Fraction(largest, 2**51)  # a few roundings
     for root, n in enumerate(numbers):
-        for found in exchanged(lambda tree, root=root: _trees.broadcast(tree, root, seconds=1), trees):
+        for found in exchanged(lambda tree, root=root: _exchange.broadcast(tree, root, seconds=1), trees):
             assert number(found, type(n), dtype) == n
 
 
@@ -185,5 +185,5 @@ def test_floats_of_several_instances(exchanged, dtype, numbers, total):
         for (found,) in exchanged(call, trees):
             check(found, expected)
     for root in range(3):
-        for (found,) in exchanged(lambda tree, root=root: _trees.broadcast(tree, root, seconds=1), trees):
+        for (found,) in exchanged(lambda tree, root=root: _exchange.broadcast(tree, root, seconds=1), trees):
             check(found, numbers[root])

@@ -10,9 +10,8 @@ import time
 
 import pytest
 
-from ipu_jax.distributed._fingerprint import difference, fingerprint
 from ipu_jax.distributed._reception import NotOursError, ask
-from ipu_jax.distributed._rendezvous import meet
+from ipu_jax.distributed._rendezvous import difference, fingerprint, meet
 from ipu_jax.distributed.environment import Place
 from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError, PortTakenError
 from support.programs import free_port

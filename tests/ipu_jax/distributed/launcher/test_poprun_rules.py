@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from ipu_jax.distributed.launcher import local
 from ipu_jax.distributed.launcher.attempts import FRUITLESS, LONG, History
-from ipu_jax.distributed.launcher.early_end import EarlyEnd, Ends
 from ipu_jax.distributed.launcher.events import (
     Beat,
     Ended,
@@ -22,9 +21,9 @@ from ipu_jax.distributed.launcher.events import (
     event_of,
     line_of,
 )
-from ipu_jax.distributed.launcher.failure import failure_of, first
 from ipu_jax.distributed.launcher.stall import Judge
 from ipu_jax.distributed.launcher.supervisor import Outcome
+from ipu_jax.distributed.launcher.verdicts import EarlyEnd, Ends, failure_of, first
 from ipu_jax.distributed.processes.beacons import Mark, Phase, Reading
 
 
