@@ -1,4 +1,4 @@
-"""Know the stages on the IPUs of a mesh: what a step needs and costs there, and the program that one IPU runs."""
+"""Hold the stages of a pipeline on the IPUs of its mesh: checks and plans of a step, and the program of one IPU."""
 
 import dataclasses
 from collections.abc import Callable

@@ -306,7 +306,7 @@ def losses_of(run: Run, outputs: "ipu_jax.steps.StepOutputs", count: int) -> np.
     if outputs.nonfinite is not None and np.any(np.asarray(outputs.nonfinite)):
         run.step.check(run.result.state)  # raises if it stops the training, before its line is printed
     losses, options = np.atleast_1d(np.asarray(outputs.loss, np.float32)), run.step.options
-    return losses / count if options.outputs == "sum" and options.device_iterations > 1 else losses
+    return losses / count if options.outputs == "sum" else losses
 
 
 def save(run: Run) -> None:

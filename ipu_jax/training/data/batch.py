@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.base.showing import Shown, Table, counted
 from ipu_jax.core.devices import REPLICA_AXIS, check_there
+from ipu_jax.core.step_args import given_dims
 from ipu_jax.training.data.order import BatchDims
 
 
@@ -96,7 +97,7 @@ class Sender:
         # per leading dim: its size in the whole batch, its size on this instance, and its mesh axis
         of_iterations = (iterations, iterations, None)
         of_replicas = (mesh.shape[REPLICA_AXIS], own_replicas, REPLICA_AXIS)
-        leading = [dim for dim in (of_iterations, of_replicas) if dim[0] > 1]
+        leading = [dim for dim in (of_iterations, of_replicas) if given_dims(dim[0])]
         shape, self._shape = (*[dim[0] for dim in leading], *update), (*[dim[1] for dim in leading], *update)
         sharding = NamedSharding(mesh, PartitionSpec(*[dim[2] for dim in leading]))
         self._dims, self._iterations, self._leaves_out = dims, iterations, remainder == "updates"
