@@ -83,6 +83,11 @@ def variables(atoms: Sequence[Any]) -> list[Any]:
     return [v for v in atoms if not isinstance(v, core.Literal)]
 
 
+def read_by(eqns: Sequence[Any], outvars: Sequence[Any] = ()) -> list[Any]:
+    """Return the variables that equations read, and those that are among `outvars`, as often as they are read."""
+    return variables([*(v for eqn in eqns for v in eqn.invars), *outvars])
+
+
 def depending(eqns: list[Any], on: Sequence[Any]) -> set[Any]:
     """Return the variables that depend on the variables `on`, including these."""
     dependent = set(on)

@@ -1,4 +1,4 @@
-"""Recognise typed random keys."""
+"""Recognise typed random keys, and send or store them as their data."""
 
 from typing import Any
 
@@ -22,3 +22,19 @@ def is_one_key(value: Any) -> bool:
     (True, False)
     """
     return is_key(value) and value.shape == ()
+
+
+def without_keys(value: Any) -> Any:
+    """Return the data of typed keys; anything else as it is."""
+    return jax.random.key_data(value) if is_key(value) else value
+
+
+def with_keys(value: Any, like: Any) -> Any:
+    """Return typed keys with this data if `like`, perhaps only a shape, has their dtype; else the value as it is.
+
+    >>> key = jax.random.key(7)
+    >>> bool(with_keys(without_keys(key), like=jax.ShapeDtypeStruct((), key.dtype)) == key)
+    True
+    """
+    # jax.random.key_impl takes no shapes
+    return jax.random.wrap_key_data(value, impl=like.dtype._impl.name) if is_key(like) else value

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -173,23 +172,22 @@ class ScheduleChoice:
             costs = counted if costs is None else _with_bytes_of(costs, counted)
         unit = costs.unit if isinstance(costs, StageCosts) else None
         transfer = transfer_time(traced.segments, traced.programs, shapes.platform, unit)
-        search = functools.partial(self._search, costs, transfer)
+
+        def search(stash_limit: list[float] | None) -> FoundSchedule:
+            return find_schedule(
+                costs,
+                placement=self._placement,
+                micro_batches=self._micro_batches,
+                ipus=self._ipus,
+                transfer=transfer,
+                lockstep=True,  # the engine's IPUs wait for each other at each exchange
+                stash_limit=stash_limit,
+            )
+
         found = search(None) if self._ipu_memory is None else self._search_within(search, costs, shapes)
         self._check_order(found.schedule)
         self._found, self._schedule = found, found.schedule
         return found
-
-    def _search(self, costs: StageCosts, transfer: float, limits: list[float] | None) -> FoundSchedule:
-        # the engine's IPUs wait for each other at each exchange
-        return find_schedule(
-            costs,
-            placement=self._placement,
-            micro_batches=self._micro_batches,
-            ipus=self._ipus,
-            transfer=transfer,
-            lockstep=True,
-            stash_limit=limits,
-        )
 
     def _search_within(
         self, search: Callable[[Any], FoundSchedule], costs: StageCosts, shapes: StepShapes

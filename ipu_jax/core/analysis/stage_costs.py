@@ -23,7 +23,7 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.base.checks import check_count
-from ipu_jax.base.keys import is_key
+from ipu_jax.base.keys import is_key, with_keys, without_keys
 from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.instances import gathered, put
 from ipu_jax.core.mesh_axes import over_ipus
@@ -148,8 +148,8 @@ def _costs_the_same(one: Segment, of_one: SegmentProgram, other: Segment, of_oth
 
 def _tasks_of(program: SegmentProgram) -> tuple[Any, ...]:
     """Return the closed jaxprs of F, B, W and the whole backward pass; W is None where B is not split."""
-    jaxprs, whole = program.jaxprs, program.unsplit.jaxprs
-    return jaxprs["F"], jaxprs["B"], jaxprs.get("W"), whole["B"]
+    jaxprs = program.jaxprs
+    return jaxprs["F"], jaxprs["B"], jaxprs.get("W"), program.whole_backward
 
 
 def _seconds(jaxpr: Any, place: int | None, mesh: Mesh, repeats: int) -> float:
@@ -180,12 +180,8 @@ def _seconds(jaxpr: Any, place: int | None, mesh: Mesh, repeats: int) -> float:
 
 def _argument(aval: Any, random: np.random.Generator) -> Any:
     if is_key(aval):
-        impls: list[Any] = []
-        data = jax.eval_shape(
-            lambda key: (impls.append(jax.random.key_impl(key)), jax.random.key_data(key))[1],
-            jax.ShapeDtypeStruct(aval.shape, aval.dtype),
-        )
-        return jax.random.wrap_key_data(jnp.zeros(data.shape, data.dtype), impl=impls[0])
+        data = jax.eval_shape(without_keys, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+        return with_keys(jnp.zeros(data.shape, data.dtype), aval)
     if jnp.issubdtype(aval.dtype, jnp.inexact):
         return random.uniform(0.5, 1.0, aval.shape).astype(aval.dtype)
     return np.zeros(aval.shape, aval.dtype)

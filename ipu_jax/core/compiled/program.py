@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import jax
@@ -413,10 +413,7 @@ def _parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
             inside = computations.setdefault(opened[2], [])
             entry = opened[2] if opened[1] else entry
         elif found := re.match(r"\s+(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([\w\-]+)\(", line):
-            inside.append(Instruction(found[2], tuple(_arrays(found[1])), line))
+            arrays = re.findall(r"([a-z]\w*)\[([\d,]*)\]", found[1])
+            made = (Array(dtype, tuple(int(n) for n in dims.split(",") if n)) for dtype, dims in arrays)
+            inside.append(Instruction(found[2], tuple(made), line))
     return computations, entry
-
-
-def _arrays(result: str) -> Iterable[Array]:
-    for dtype, dims in re.findall(r"([a-z]\w*)\[([\d,]*)\]", result):
-        yield Array(dtype, tuple(int(n) for n in dims.split(",") if n))

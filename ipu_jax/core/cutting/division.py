@@ -16,7 +16,7 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from ipu_jax.base.jaxprs import in_order, part_of, scan_parts, variables
+from ipu_jax.base.jaxprs import in_order, part_of, read_by, scan_parts, variables
 from ipu_jax.core.cutting.program import Layer, Program, Stack
 from ipu_jax.core.programs.cost import bytes_of
 from ipu_jax.core.weights.whole_tree import Part
@@ -117,11 +117,11 @@ class Division:
     def _checkpointed(self, opened: Any, equations: list[Any]) -> Any:
         program, made = self.program, {v for eqn in equations for v in eqn.outvars}
         inside = set(map(id, equations))
-        read = {v for eqns in self.own for eqn in eqns if id(eqn) not in inside for v in variables(eqn.invars)}
+        read = {*read_by([eqn for eqns in self.own for eqn in eqns if id(eqn) not in inside])}
         results = {*variables([program.loss, *program.aux, *program.new_state])}
         outvars = [v for eqn in equations for v in eqn.outvars if v in read or v in results]
-        invars = list(dict.fromkeys(v for eqn in equations for v in variables(eqn.invars) if v not in made))
-        invars = [v for v in invars if v not in program.closed.jaxpr.constvars]
+        known = made.union(program.closed.jaxpr.constvars)
+        invars = list(dict.fromkeys(v for v in read_by(equations) if v not in known))
         how = {name: opened.params[name] for name in ("policy", "prevent_cse")}
         how["prevent_cse"] = how["prevent_cse"] if isinstance(how["prevent_cse"], bool) else any(how["prevent_cse"])
         run = jax.checkpoint(core.jaxpr_as_fun(part_of(program.closed, invars, equations, outvars)), **how)
@@ -218,7 +218,7 @@ class Division:
         results = {v for op, _ in small for v in op.outvars}
         held: dict[int, int] = {}  # the first stage that reads each leaf for something else
         for s in range(self.stages):
-            found = self._needs([v for eqn in self.own[s] for v in variables(eqn.invars) if v not in results], s)
+            found = self._needs([v for v in read_by(self.own[s]) if v not in results], s)
             for v in found.weights:
                 held.setdefault(self.parts[v].leaf, s)
         placed: dict[Any, int] = {}
@@ -227,7 +227,7 @@ class Division:
             if leaves <= held.keys() and None not in before:
                 stage = max([*filter(None, before), *(held[leaf] for leaf in leaves)], default=0)
                 placed |= dict.fromkeys(op.outvars, stage)
-        needed_at = [[v for eqn in eqns for v in variables(eqn.invars)] for eqns in self.own]
+        needed_at = list(map(read_by, self.own))
         if any(placed.get(v, 0) > s for s, read in enumerate(needed_at) for v in read):
             return  # a stage needs such a value before the one with its weights: it is computed again, from weights
         for op, _ in small:
@@ -276,7 +276,7 @@ class Division:
             return
         read: dict[int, dict[int, list[Any]]] = {}  # per leaf and stage, the variables
         for s in range(self.stages):
-            for v in dict.fromkeys(self._needs([v for eqn in self.own[s] for v in eqn.invars], s).weights):
+            for v in dict.fromkeys(self._needs(read_by(self.own[s]), s).weights):
                 read.setdefault(self.parts[v].leaf, {}).setdefault(s, []).append(v)
         for leaf, by_stage in read.items():
             rows = {s: [self.parts[v].rows for v in of_stage] for s, of_stage in by_stage.items()}
@@ -314,15 +314,14 @@ class Division:
                 return homes[0]
         leaves = {self.parts[v].leaf for v in found.weights}
         for s in range(self.stages):
-            wanted = [v for eqn in self.own[s] for v in eqn.invars]
-            if leaves & {self.parts[v].leaf for v in self._needs(wanted, s).weights}:
+            if leaves & {self.parts[v].leaf for v in self._needs(read_by(self.own[s]), s).weights}:
                 return s
         return self.stages - 1
 
     def _homes_of_state(self) -> list[list[int]]:
         if not self.program.state:
             return []
-        reads = [self._needs([v for eqn in eqns for v in eqn.invars], s).inputs for s, eqns in enumerate(self.own)]
+        reads = [self._needs(read_by(eqns), s).inputs for s, eqns in enumerate(self.own)]
         homes = []
         for var, new in zip(self.program.state, self.program.new_state, strict=True):
             readers = [s for s, read in enumerate(reads) if var in read]

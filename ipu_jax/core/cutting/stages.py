@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 
 from ipu_jax.base.jaxprs import part_of
+from ipu_jax.base.keys import with_keys, without_keys
 from ipu_jax.core.cutting.division import Division
 from ipu_jax.core.stage import Outputs, Stage
 from ipu_jax.core.weights.whole_tree import Part
@@ -66,29 +66,13 @@ def _shared_name(part: Part) -> str:
     return f"shared {part.leaf}" if part.rows is None else f"shared {part.leaf} {part.rows[0]}"
 
 
-def make_stage(
-    division: Division,
-    s: int,
-    name: str,
-    ipu: int,
-    held: Held,
-    *,
-    recompute: Any,
-) -> Stage:
-    program, piece = division.program, division.pieces[s]
-    messages = division.messages
+def make_stage(division: Division, s: int, name: str, ipu: int, held: Held, *, recompute: Any) -> Stage:
+    program, piece, messages = division.program, division.pieces[s], division.messages
     received, sent = messages[s - 1] if s else [], messages[s] if s < len(messages) else []
-    own = held.groups.get(held.own[s] or "", [])
-    at = {part: k for k, part in enumerate(own)}
-    of_own = [(at[p], v) for v in piece.weights for p in [division.parts[v]] if p in at]
-    of_shared = [
-        (name, held.groups[name].index(p), v)
-        for v in piece.weights
-        for p in [division.parts[v]]
-        if p not in at
-        for name in held.shared[s]
-        if p in held.groups[name]
-    ]
+    at = {part: k for k, part in enumerate(held.groups.get(held.own[s] or "", []))}
+    parts = [(division.parts[v], v) for v in piece.weights]
+    of_own = [(at[p], v) for p, v in parts if p in at]
+    of_shared = [(name, held.groups[name].index(p), v) for p, v in parts if p not in at for name in [_shared_name(p)]]
     batch = [k for k, v in enumerate(program.batch) if v in piece.inputs]
     aux, new_state = division.returned(s)
     constants = [v for v in program.constants if v in piece.inputs]
@@ -113,19 +97,16 @@ def make_stage(
         outs = run(
             *(weights[k] for k, _ in of_own),
             *(shared[name][k] for name, k, _ in of_shared),
-            *(_unpacked(v, value) for v, value in zip(received, x or (), strict=True)),
+            *(with_keys(value, v.aval) for v, value in zip(received, x or (), strict=True)),
             *(leaves[k] for k in batch),
             *([key] if is_random else []),
             *(state or []),
             *values,
         )
-        y, new, of_aux = (
-            outs[: len(results)],
-            outs[len(results) :][: len(new_state)],
-            outs[len(results) + len(new_state) :],
-        )
+        y, others = outs[: len(results)], outs[len(results) :]
+        new, of_aux = others[: len(new_state)], others[len(new_state) :]
         return Outputs(
-            y=y[0] if is_last else tuple(map(_packed, y)),
+            y=y[0] if is_last else tuple(map(without_keys, y)),
             state=list(new) if new_state else None,
             aux={str(k): value for k, value in zip(aux, of_aux, strict=True)} or None,
         )
@@ -140,15 +121,3 @@ def make_stage(
         random="same" if is_random else False,
         shared=held.shared[s],
     )
-
-
-def _packed(value: Any) -> Any:
-    """Return a value as it is sent: the data of a random key."""
-    return jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value
-
-
-def _unpacked(var: Any, value: Any) -> Any:
-    dtype = var.aval.dtype
-    if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return value
-    return jax.random.wrap_key_data(value, impl=dtype._impl.name)

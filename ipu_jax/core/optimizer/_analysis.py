@@ -20,6 +20,7 @@ is known by name: the trace alone shows which updates cannot be divided between 
 `cond` between whole trees, which skips an update, is divided as selects.
 """
 
+import collections
 import dataclasses
 import math
 from typing import Any
@@ -165,8 +166,8 @@ class _Analyzer:
             self.state[i] for i, leaf in self.leaf_of_state.items() if self.state[i].aval.shape != leaves[leaf].shape
         }
         self.levels: dict[Any, int] = {}
-        self.replicated: list[list[Any]] = []
-        self.reductions: list[list[LeafReduction]] = []
+        self.replicated = collections.defaultdict[int, list[Any]](list)  # per level
+        self.reductions = collections.defaultdict[int, list[LeafReduction]](list)
         self.gathered: dict[Any, int] = {}
         self.constant_fills: dict[Any, Any] = {}
         self.reduced_parts: dict[Any, frozenset[int]] = {}
@@ -231,21 +232,16 @@ class _Analyzer:
                 self.owned.update(() if is_elementwise else eqn.outvars)
                 return
             self.check_reduction(eqn, leaf)
-            self.at(level, self.reductions).append(LeafReduction(eqn, leaf, tuple(eqn.outvars)))
+            self.reductions[level].append(LeafReduction(eqn, leaf, tuple(eqn.outvars)))
             self.levels.update(dict.fromkeys(eqn.outvars, level + 1))
             return
         for v in dict.fromkeys(inputs):
             if v in self.leaf_of:  # several leaves can only meet in small values
                 level = max(level, self.gather_value(eqn, v))
-        self.at(level, self.replicated).append(eqn)
+        self.replicated[level].append(eqn)
         self.levels.update(dict.fromkeys(eqn.outvars, level))
         if eqn.primitive.name == "broadcast_in_dim" and not eqn.invars[0].aval.shape:
             self.constant_fills[eqn.outvars[0]] = eqn.invars[0]
-
-    def at(self, level: int, lists: list[list[Any]]) -> list[Any]:
-        while len(lists) <= level:
-            lists.append([])
-        return lists[level]
 
     def adds_up(self, inputs: list[Any]) -> bool:
         """Return whether owned numbers of one leaf meet values computed from other leaves, as in a sum of norms.
@@ -270,7 +266,7 @@ class _Analyzer:
             if v in self.owned:
                 _check_dtype(name, v, leaf)
             level = self.levels.get(v, 0)
-            self.at(level, self.reductions).append(LeafReduction(None, self.leaf_of[v], (v,)))
+            self.reductions[level].append(LeafReduction(None, self.leaf_of[v], (v,)))
             self.gathered[v] = level + 1
         return self.gathered[v]
 
@@ -320,9 +316,7 @@ class _Analyzer:
         for v in self.new_state:
             if not isinstance(v, core.Literal) and v in self.reduced_parts:
                 raise ValueError(_in_parts("its state", self.blocks.leaves[min(self.reduced_parts[v])]))
-        levels = max(len(self.replicated), len(self.reductions) + 1)
-        self.at(levels - 1, self.replicated)
-        self.at(levels - 1, self.reductions)
+        levels = range(max([1, *(n + 1 for n in self.replicated), *(n + 2 for n in self.reductions)]))
         return UpdateAnalysis(
             self.traced.jaxpr,
             tuple(self.traced.consts),
@@ -330,8 +324,8 @@ class _Analyzer:
             self.leaf_of,
             frozenset(self.owned),
             self.leaf_of_state,
-            tuple(map(tuple, self.replicated)),
-            tuple(map(tuple, self.reductions)),
+            tuple(tuple(self.replicated[level]) for level in levels),
+            tuple(tuple(self.reductions[level]) for level in levels),
             self.constant_fills,
             {v: eqn for eqn in self.traced.jaxpr.eqns for v in eqn.outvars},
         )

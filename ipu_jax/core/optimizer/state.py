@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from ipu_jax.base.keys import is_key
+from ipu_jax.base.keys import with_keys, without_keys
 from ipu_jax.core.instances import on_host
 from ipu_jax.core.optimizer._analysis import UpdateAnalysis
 from ipu_jax.core.optimizer.blocks import Blocks
@@ -213,6 +213,4 @@ class StateLayout:
 
 def copied(value: Any) -> Any:
     """Copy numbers or keys that all devices hold to a new array on the default device."""
-    if is_key(value):
-        return jax.random.wrap_key_data(copied(jax.random.key_data(value)), impl=jax.random.key_impl(value))
-    return jnp.array(np.asarray(value))
+    return with_keys(jnp.array(np.asarray(without_keys(value))), value)

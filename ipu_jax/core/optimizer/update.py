@@ -18,7 +18,7 @@ import optax
 from jax import lax
 from jax.extend import core
 
-from ipu_jax.base.jaxprs import bound
+from ipu_jax.base.jaxprs import bound, read_by
 from ipu_jax.core.collectives import rounded
 from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.guard import SLOT, Fence, guard
@@ -62,7 +62,7 @@ class ShardedUpdate:
     def reads_loss(self) -> bool:
         """Return whether the optimizer's update depends on the loss."""
         jaxpr = self.analysis.jaxpr
-        return any(v is self._loss for v in (*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)))
+        return self._loss in read_by(jaxpr.eqns, jaxpr.outvars)
 
     def init(self, params: Any) -> OptimizerState:
         """Return the optimizer's first state for the logical tree of whole weights, laid out by `state_layout`."""

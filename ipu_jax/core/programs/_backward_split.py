@@ -28,6 +28,7 @@ from ipu_jax.base.jaxprs import (
     laid_open,
     needed,
     part_of,
+    read_by,
     shape_of,
     variables,
 )
@@ -78,9 +79,7 @@ def _cheapest(
     eqns_of_b = [eqn for eqn in eqns if id(eqn) in of_b]
     own = needed([eqn for eqn in eqns if id(eqn) not in of_b], list(outvars))
     available = {var for eqn in eqns_of_b for var in eqn.outvars} | set(inputs_of_b)
-    wanted = [
-        v for v in dict.fromkeys(variables([v for eqn in own for v in eqn.invars] + list(outvars))) if v in available
-    ]
+    wanted = [v for v in dict.fromkeys(read_by(own, outvars)) if v in available]
     _, kept = cheapest_to_keep(eqns_of_b, {var: bytes_of(var) for var in inputs_of_b}, wanted)
     in_order = [v for v in [*inputs_of_b, *(v for eqn in eqns_of_b for v in eqn.outvars)] if v in kept]
     return in_order, needed([eqn for eqn in eqns if not kept.intersection(eqn.outvars)], list(outvars))
@@ -115,7 +114,7 @@ def _with_split_scans(closed: Any, num_dx: int, num_dy: int) -> Any:
     """
     closed = laid_open(closed, _INLINED)
     results = _results_of_b(closed.jaxpr, num_dx, num_dy)
-    read = _read(needed(closed.jaxpr.eqns, results), results)
+    read = set(read_by(needed(closed.jaxpr.eqns, results), results))
 
     def rule(eqn: Any, inputs: list[Any]) -> list[Any] | None:
         if eqn.primitive.name != "scan":
@@ -142,10 +141,6 @@ def _handed_on(params: dict[str, Any]) -> set[int]:
     return found
 
 
-def _read(eqns: list[Any], outvars: Sequence[Any]) -> set[Any]:
-    return set(variables([*(v for eqn in eqns for v in eqn.invars), *outvars]))
-
-
 def _two_scans(params: dict[str, Any], inputs: list[Any], first: list[bool]) -> list[Any]:
     """Return a scan's outputs, computed by two scans: the first computes the marked outputs, the second the others."""
     body = laid_open(params["jaxpr"], _INLINED)
@@ -158,7 +153,7 @@ def _two_scans(params: dict[str, Any], inputs: list[Any], first: list[bool]) -> 
 
     while True:  # a carry that feeds the first scan's outputs belongs to the first scan
         of_first = needed(jaxpr.eqns, pick(jaxpr.outvars, True))
-        read = _read(of_first, pick(jaxpr.outvars, True))
+        read = set(read_by(of_first, pick(jaxpr.outvars, True)))
         more = [is_first or (k < len(init) and carry_vars[k] in read) for k, is_first in enumerate(first)]
         if more == first:
             break

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from jax.extend import core
 
-from ipu_jax.base.jaxprs import depending, needed, part_of, variables
+from ipu_jax.base.jaxprs import depending, needed, part_of, read_by, variables
 from ipu_jax.core.programs._keeping import bytes_of, cheapest_to_keep
 
 Source = tuple[Literal["input", "derived", "stash"], int]
@@ -90,7 +90,7 @@ def without_unread(traced: Any, first: int, count: int) -> tuple[Any, list[int]]
     F of a stage keeps values for the derivative of its aux as well, which B does not compute.
     """
     jaxpr = traced.jaxpr
-    used = set(variables([v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)))
+    used = set(read_by(jaxpr.eqns, jaxpr.outvars))
     read = [k for k in range(count) if jaxpr.invars[first + k] in used]
     invars = [*jaxpr.invars[:first], *(jaxpr.invars[first + k] for k in read), *jaxpr.invars[first + count :]]
     return part_of(traced, invars, jaxpr.eqns, jaxpr.outvars), read

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from ipu_jax.base.jaxprs import CHECKPOINTS, bound, closed_of, in_scan_parts, laid_open, value_of, variables
+from ipu_jax.base.jaxprs import CHECKPOINTS, bound, closed_of, in_scan_parts, laid_open, read_by, value_of
 from ipu_jax.core.programs._blocks import Block
 
 
@@ -83,8 +83,7 @@ class _Walk:
 
     def __init__(self, closed: Any, wanted: Sequence[_Wanted], carried: Sequence[Any] = ()):
         self.closed, jaxpr = closed, closed.jaxpr
-        read = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)
-        self.uses = collections.Counter(variables(read))
+        self.uses = collections.Counter(read_by(jaxpr.eqns, jaxpr.outvars))
         self.made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         self.sums_alone: set[int] = set()  # equations that only add parts
         self.parts: dict[Any, list[_Wanted]] = {}

@@ -31,6 +31,7 @@ from ipu_jax.base.jaxprs import (
     laid_open,
     needed,
     part_of,
+    read_by,
     scan_parts,
     shape_of,
     value_of,
@@ -90,7 +91,7 @@ def _run(closed: Any, args: Sequence[Any], origins: Sequence[Origin]) -> list[An
     parts = _parts(eqns)
     stacked: set[Any] = set()
     for k, part in enumerate(parts):
-        inputs = list(dict.fromkeys(v for v in variables([v for eqn in part for v in eqn.invars]) if v in env))
+        inputs = list(dict.fromkeys(v for v in read_by(part) if v in env))
         from_weights = all(known[v] == Origin.WEIGHTS for v in inputs)
         made = [v for eqn in part for v in eqn.outvars]
         if _is_divider(part[0]):
@@ -100,7 +101,7 @@ def _run(closed: Any, args: Sequence[Any], origins: Sequence[Origin]) -> list[An
             outputs = _scan(eqn, values, known) if is_scan else bound(eqn, values)
             stacked.update(eqn.outvars[scan_parts(eqn.params)[1] :] if is_scan else ())
         else:
-            read = {v for later in parts[k + 1 :] for eqn in later for v in variables(eqn.invars)}
+            read = {v for later in parts[k + 1 :] for v in read_by(later)}
             made = [v for v in made if v in read or v in jaxpr.outvars]
             origins_of_part, of_scan = [known[v] for v in inputs], [v in stacked for v in inputs]
             outputs = _Part(part, inputs, made, origins_of_part, of_scan).run(env)
@@ -222,7 +223,7 @@ class _Part:
             chosen = wanted
         kept = [v for eqn in jaxpr.eqns for v in eqn.outvars if v in chosen]
         again = needed([eqn for eqn in jaxpr.eqns if not chosen.intersection(eqn.outvars)], residuals)
-        used = {v for eqn in again for v in variables(eqn.invars)} | set(variables(residuals))
+        used = set(read_by(again, residuals))
         read = tuple(k for k, var in enumerate(jaxpr.invars) if var in used)
         return _Derivative(
             forward=part_of(traced, jaxpr.invars, jaxpr.eqns, [*jaxpr.outvars[:count], *kept]),

@@ -22,7 +22,7 @@ import numpy as np
 from jax.extend import core
 
 from ipu_jax.base.jaxprs import laid_open, postponed, shape_of
-from ipu_jax.base.keys import is_key
+from ipu_jax.base.keys import with_keys, without_keys
 from ipu_jax.core.programs._agreement import check_results, differing_outputs
 from ipu_jax.core.programs._backward_split import split_backward
 from ipu_jax.core.programs._likeness import Signature, signature_of
@@ -64,6 +64,9 @@ class SegmentProgram:
         weight_residuals: the values that B stores for W, as such a list; empty where B is not split.
         signature: segments with equal signatures compute the same function; None where equality cannot be decided.
         adds_loss: whether the segment or an earlier one adds a loss to the last stage's loss.
+        jaxprs: the closed jaxprs of "F", "B" and, where the backward is split, "W", of flat arguments as at the top of
+            this file; without a backward only "F".
+        whole_backward: the closed jaxpr of the whole backward pass; it is B where B is not split.
         needs_sums_only: whether B of a concurrent segment needs the cotangents of y only as sums over the IPUs.
     """
 
@@ -73,38 +76,20 @@ class SegmentProgram:
     weight_residuals: list[jax.ShapeDtypeStruct]
     signature: Signature | None
     adds_loss: bool
-    _forward: Any  # closed jaxpr: flat (params, x, inputs, state) -> leaves of y, new state, aux, stash
+    jaxprs: dict[str, Any]
     _result: Any  # the tree of (y, new state, aux)
     _stash_types: tuple[Any, ...] = ()  # the stash's own dtypes: a random key is stashed as its data
-    _backward: Any = None  # closed jaxpr: flat (params, inputs, stash, dy) -> dx, dparams
+    whole_backward: Any = None
     _num_dx: int = 0
     needs_sums_only: bool = False
-    _split_backward: Any = None  # the closed jaxprs of B and of W, where they are separate
-
-    @property
-    def jaxprs(self) -> dict[str, Any]:
-        """Return the closed jaxprs of "F", "B" and, where the backward is split, "W"; without a backward only "F"."""
-        if self._backward is None:
-            return {"F": self._forward}
-        backward = (
-            {"B": self._backward}
-            if self._split_backward is None
-            else dict(zip("BW", self._split_backward, strict=True))
-        )
-        return {"F": self._forward, **backward}
-
-    @property
-    def unsplit(self) -> "SegmentProgram":
-        """Return the program whose B is the whole backward pass."""
-        return dataclasses.replace(self, weight_residuals=[], _split_backward=None)
 
     def forward(
         self, params: Any, x: Message, inputs: MicrobatchInputs, state: Mapping[str, Any]
     ) -> tuple[Any, dict[str, Any], dict[str, Any], list[Any]]:
         """Return `(y, new state, aux, stash)`."""
-        outputs = core.jaxpr_as_fun(self._forward)(*jax.tree.leaves((params, x, inputs, state)))
+        outputs = core.jaxpr_as_fun(self.jaxprs["F"])(*jax.tree.leaves((params, x, inputs, state)))
         count = self._result.num_leaves
-        return *jax.tree.unflatten(self._result, outputs[:count]), list(map(_key_data, outputs[count:]))
+        return *jax.tree.unflatten(self._result, outputs[:count]), list(map(without_keys, outputs[count:]))
 
     def backward(
         self, params: Any, inputs: MicrobatchInputs, stash: list[Any], dy: list[Any], sums: Sequence[Sum], zero: Any
@@ -114,15 +99,14 @@ class SegmentProgram:
         `dy` and `dx` list the floating leaves of y and x; for `sums` and `zero` see `add_gradients`.
         """
         args = [*jax.tree.leaves((params, inputs)), *self._with_types(stash), *dy]
-        return add_gradients(self._backward, args, self._num_dx, sums, zero)
+        return add_gradients(self.whole_backward, args, self._num_dx, sums, zero)
 
     def backward_input(
         self, params: Any, inputs: MicrobatchInputs, stash: list[Any], dy: list[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Run B of a split backward: return `(dx, weight residuals)`."""
-        outputs = core.jaxpr_as_fun(self._split_backward[0])(
-            *jax.tree.leaves((params, inputs)), *self._with_types(stash), *dy
-        )
+        args = [*jax.tree.leaves((params, inputs)), *self._with_types(stash), *dy]
+        outputs = core.jaxpr_as_fun(self.jaxprs["B"])(*args)
         return outputs[: self._num_dx], outputs[self._num_dx :]
 
     def backward_weight(
@@ -136,18 +120,10 @@ class SegmentProgram:
     ) -> list[Any]:
         """Run W of a split backward: return each trained leaf's accumulator with its gradient added."""
         args = [*jax.tree.leaves((params, inputs)), *self._with_types(stash), *weight_residuals]
-        return add_gradients(self._split_backward[1], args, 0, sums, zero)[0]
+        return add_gradients(self.jaxprs["W"], args, 0, sums, zero)[0]
 
     def _with_types(self, stash: list[Any]) -> list[Any]:
-        return [_with_type(value, own) for value, own in zip(stash, self._stash_types, strict=True)]
-
-
-def _key_data(leaf: Any) -> Any:
-    return jax.random.key_data(leaf) if is_key(leaf) else leaf
-
-
-def _with_type(value: Any, own: Any) -> Any:
-    return jax.random.wrap_key_data(value, impl=jax.random.key_impl(own)) if is_key(own) else value
+        return [with_keys(value, own) for value, own in zip(stash, self._stash_types, strict=True)]
 
 
 def trace_segment(
@@ -203,8 +179,7 @@ def trace_segment(
         forward = laid_open(jax.make_jaxpr(forward_alone)(params, x, inputs, state))
         y, aux, _ = checked(forward)
         result, adds_loss = captured["result"], captured["adds_loss"]
-        signature = signature_of((forward,), result)
-        return SegmentProgram(y, aux, [], [], signature, adds_loss, _forward=forward, _result=result)
+        return SegmentProgram(y, aux, [], [], signature_of((forward,), result), adds_loss, {"F": forward}, result)
 
     def program(params: Any, x: Any, inputs: Any, state: Any) -> list[Any]:
         x_floats, x_others, join_x = split_floats(x)
@@ -255,23 +230,23 @@ def trace_segment(
     # parts of dx and of the gradients of leaves that every IPU holds whole are added up afterwards
     whole = [not shard for shard, t in zip(jax.tree.leaves(shards[0]), is_trained, strict=True) if t]
     forward = with_outputs(traced, [*outvars[:count], *(stashed[k] for k in read)])
-    unsplit = SegmentProgram(
+    jaxprs, weight_residuals = {"F": forward, "B": traced_backward}, list[jax.ShapeDtypeStruct]()
+    if split:
+        halves = split_backward(traced_backward, num_dx, num_params + num_inputs, len(dy))
+        jaxprs["B"], jaxprs["W"], weight_residuals = halves
+    return SegmentProgram(
         y=y,
         aux=aux,
-        stash=[jax.eval_shape(_key_data, shape) for shape in stash_types],
-        weight_residuals=[],
+        stash=[jax.eval_shape(without_keys, shape) for shape in stash_types],
+        weight_residuals=weight_residuals,
         signature=signature_of((forward, traced_backward), captured["result"]),
         adds_loss=captured["adds_loss"],
         needs_sums_only=segment.place is None
         and not last
         and needs_sums_only(traced_backward.jaxpr, of_inputs, len(dy), [*[True] * num_dx, *whole]),
-        _forward=forward,
+        jaxprs=jaxprs,
+        whole_backward=traced_backward,
         _result=captured["result"],
         _stash_types=tuple(stash_types),
-        _backward=traced_backward,
         _num_dx=num_dx,
     )
-    if not split:
-        return unsplit
-    b, w, weight_residuals = split_backward(traced_backward, unsplit._num_dx, num_params + num_inputs, len(dy))
-    return dataclasses.replace(unsplit, weight_residuals=weight_residuals, _split_backward=(b, w))

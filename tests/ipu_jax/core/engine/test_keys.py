@@ -164,6 +164,20 @@ def test_a_key_that_a_scan_over_layers_splits_is_recomputed_alike():
     verify(pipeline, params, batch, key=jax.random.key(3))
 
 
+@pytest.mark.parametrize("schedule", ["grouped", "zb-h1"])
+def test_a_key_that_depends_on_activations_is_stashed(schedule):
+    def drawn(p, x, mb, *, key):
+        h = mb["x"] @ p["w"]
+        of_h = jax.random.fold_in(key, jnp.argmax(h).astype(jnp.uint32))
+        return jax.checkpoint(lambda h, k: jnp.sin(h) * jax.random.bernoulli(k, 0.5, h.shape))(h, of_h)
+
+    stages = [Stage(drawn, params="a", random=True, recompute="none"), Stage(loss_layer, params="b", ipu=1)]
+    pipeline = Pipeline(stages, gradient_accumulation=3, schedule=schedule)
+    params = pipeline.shard({"a": {"w": normal(D, D)}, "b": {"w": normal(D, D)}})
+    batch = {"x": normal(3, ROWS, D, seed=1), "y": normal(3, ROWS, D, seed=2)}
+    verify(pipeline, params, batch, key=jax.random.key(3))
+
+
 def test_a_concurrent_stage_gets_one_key_on_all_ipus():
     def fn(p, x, mb, *, key):
         data = jax.random.key_data(key)
