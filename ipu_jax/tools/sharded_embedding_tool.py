@@ -19,15 +19,12 @@ gradient would pass. Therefore no gradient may differ by more than 5% of its nor
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
 
 from ipu_jax import cli
 from ipu_jax.tools.agreement import HINTS, add_dtypes_and_checks, check_memory, dtype_of, report
-
-if TYPE_CHECKING:
-    from ipu_jax import Pipeline
 
 PROG = "sharded-embedding-tool"
 NORM_TOLERANCE: Final = 0.05
@@ -66,11 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from ipu_jax import configure  # imports jax
 
         configure(args.ipus)
-        pipeline = make_pipeline(args.ipus, args.vocab_size)
         inputs = random_inputs(args.vocab_size, args.feature_size, args.sequence_length, args.seed, dtype_of(args))
     except (ValueError, MemoryError) as error:
         parser.refuse(error)
-    return report(args, run_pipeline(pipeline, inputs), lambda: run_dense(inputs), of_norm=NORM_TOLERANCE)
+    return report(args, run_pipeline(args.ipus, inputs), lambda: run_dense(inputs), of_norm=NORM_TOLERANCE)
 
 
 def _parser() -> cli.Parser:
@@ -100,13 +96,15 @@ def random_inputs(vocabulary: int, features: int, length: int, seed: int, dtype:
     return Inputs(table, tokens, targets)
 
 
-def make_pipeline(ipus: int, vocabulary: int) -> "Pipeline":
-    """Return a pipeline of three stages on all IPUs; its batch is `{"tokens", "targets"}`, (1, sequence) each."""
+def run_pipeline(ipus: int, inputs: Inputs) -> Results:
+    """Return the loss and the gradient of the whole table from a pipeline of three stages on all IPUs, as arrays."""
     from jax.sharding import PartitionSpec
 
     from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
     from ipu_jax.pipelines import IPU_AXIS
     from sharded_ops import embedding, log_softmax_cross_entropy, tied_projection
+
+    vocabulary = len(inputs.table)
 
     def embed(table, x, batch):
         return embedding(table, batch["tokens"], size=vocabulary)
@@ -122,11 +120,7 @@ def make_pipeline(ipus: int, vocabulary: int) -> "Pipeline":
         Stage(project, params="table", ipu=ALL_IPUS, name="projection"),
         Stage(cross_entropy, ipu=ALL_IPUS, name="cross-entropy"),
     ]
-    return Pipeline(stages, mesh=make_mesh(1, ipus), specs={"table": PartitionSpec(IPU_AXIS, None)})
-
-
-def run_pipeline(pipeline: "Pipeline", inputs: Inputs) -> Results:
-    """Return the loss and the gradient of the whole table, as numpy arrays."""
+    pipeline = Pipeline(stages, mesh=make_mesh(1, ipus), specs={"table": PartitionSpec(IPU_AXIS, None)})
     params = pipeline.shard({"table": inputs.table})
     batch = {"tokens": inputs.tokens[None], "targets": inputs.targets[None]}
     loss, gradients = pipeline.value_and_grad(params, batch)

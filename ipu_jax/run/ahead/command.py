@@ -51,7 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         topology_of(args.topology)
         file = _file_of(args.script, args.is_module)
-        devices = _described(args.topology, args.slices)
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")  # no other is there, and none is looked for
+        from ipu_jax.run.ahead.compilers import describe
+
+        devices = describe(args.topology, slices=args.slices)
     except ValueError as error:
         parser.refuse(error)
     report = _handed_over(parser, args, file, devices)
@@ -73,15 +78,6 @@ def _file_of(script: str, is_module: bool) -> str:
     if spec is None or not spec.has_location or spec.origin is None:
         raise ValueError(f"-m {script} is no module here: give its name, such as examples.gpt")
     return spec.origin
-
-
-def _described(topology: str, slices: int) -> list[Any]:
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")  # no other is there, and none is looked for
-    from ipu_jax.run.ahead.compilers import describe
-
-    return describe(topology, slices=slices)
 
 
 def _handed_over(parser: Parser, args: argparse.Namespace, file: str, devices: list[Any]) -> Any:

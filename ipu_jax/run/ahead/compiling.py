@@ -122,6 +122,7 @@ def compile_ahead(model: Any, params: Any, batch: Any, *, state: Any = None, key
         program, thunks, memory = None, None, _too_large(error, bytes_per_device(held) + of_batch, available)
         if memory is None:
             raise
+    room = (memory.available or 0) - memory.arguments
     rows = [] if program is None else rows_of(program, mesh, kind)
     paper = None
     if plan is not None and kind is not None and program is not None:
@@ -139,7 +140,7 @@ def compile_ahead(model: Any, params: Any, batch: Any, *, state: Any = None, key
         rows=tuple(rows),
         host_loops=None if thunks is None else host_loops(thunks, outer),
         paper=paper,
-        mends=() if plan is None or not memory.missing else mends_of(pipeline, plan, given, _room(memory)),
+        mends=() if plan is None or not memory.missing else mends_of(pipeline, plan, given, room),
         program=program,
     )
 
@@ -156,10 +157,6 @@ def _memory(analysis: Any, available: int | None) -> Memory:
     program = analysis.generated_code_size_in_bytes
     needed = arguments + results - reused + temporary + program
     return Memory(arguments, results, reused, temporary, program, needed, available)
-
-
-def _room(memory: Memory) -> int:
-    return (memory.available or 0) - memory.arguments
 
 
 def _check_part(mesh: Mesh) -> None:

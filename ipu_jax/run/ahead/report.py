@@ -114,10 +114,6 @@ class ChipReport(Shown):
         first = [self.model, f"compiled for {self.chips} x {self.chip} by {by}: nothing ran", ""]
         return [*first, Table(rows, left=2, has_head=False)]
 
-    @property
-    def _of_one(self) -> str:
-        return "of one" if self.host_loops is None else "that jax takes of one (XLA_PYTHON_CLIENT_MEM_FRACTION)"
-
     def _memory_lines(self) -> list[str]:
         memory = self.memory
         first = f"{_bytes(memory.needed)}"
@@ -131,14 +127,12 @@ class ChipReport(Shown):
         lines = [first]
         if memory.available is not None:
             verdict = f"{_bytes(memory.missing)} too much for" if memory.missing else "fits into"
-            lines.append(f"{verdict} the {_bytes(memory.available)} {self._of_one}")
+            is_gpu = self.host_loops is not None
+            of_one = "that jax takes of one (XLA_PYTHON_CLIENT_MEM_FRACTION)" if is_gpu else "of one"
+            lines.append(f"{verdict} the {_bytes(memory.available)} {of_one}")
         if memory.temporary is not None:
-            reuses = (
-                f"reuse the buffers of {_bytes(memory.reused)} of the arguments"
-                if memory.reused
-                else "reuse no buffer of the arguments"
-            )
-            lines.append(f"results {reuses}")
+            reused = f"the buffers of {_bytes(memory.reused)}" if memory.reused else "no buffer"
+            lines.append(f"results reuse {reused} of the arguments")
         return lines
 
     def _work_lines(self) -> list[str]:

@@ -174,7 +174,6 @@ def make_room(folder: Path, step: int, size: int) -> None:
             raise CheckpointError(
                 f"{name} is there, and a save needs the name for a folder: move it elsewhere", errno.EEXIST
             )
-    settle(folder)
     remove_left_over(folder)
     for name in (path, unsealed(path)):
         if (there := found_at(name)).is_unreadable:

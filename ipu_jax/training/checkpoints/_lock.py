@@ -44,7 +44,6 @@ class Lock:
     def __init__(self, folder: Path):
         self._folder, self._path = folder, folder / NAME
         self._text = b""
-        self._handle: int | None = None
         self._freeing: weakref.finalize[Any, Any] | None = None
         _all.add(self)
 
@@ -86,13 +85,6 @@ class Lock:
             self._freeing()
             self._freeing = None
 
-    def leave_to_parent(self) -> None:
-        """Close the file in a forked process. Otherwise the lock would stay until the forked process ends, too."""
-        if self._freeing is not None:
-            self._freeing.detach()
-            self._freeing = None
-            _close(self._handle)
-
     def _try(self) -> str:
         """Return who has the lock, or "" if this training has it from now on."""
         if any(lock.is_held for lock in list(_all) if lock is not self and lock._path == self._path):
@@ -117,7 +109,7 @@ class Lock:
         except OSError:
             _close(handle)
             raise
-        self._text, self._handle = text, handle
+        self._text = text
         self._freeing = weakref.finalize(self, _free, self._path, handle, text, os.getpid())
         return ""
 
@@ -209,8 +201,9 @@ def _is_at(path: Path, handle: int) -> bool:
 
 
 def _after_fork() -> None:
+    """Close the files in a forked process. Otherwise a lock would stay until the forked process ends, too."""
     for lock in list(_all):
-        lock.leave_to_parent()
+        lock.release()  # the text stays: it is the parent's
 
 
 os.register_at_fork(after_in_child=_after_fork)

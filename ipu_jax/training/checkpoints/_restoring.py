@@ -208,7 +208,7 @@ def _read_by_leaves(
     for kind in KINDS:
         for place in places(saved, kind):
             in_array[place.array].append((kind, place))
-    for name, array in store.whole(path, dict(saved["arrays"]), list(in_array)):
+    for name, array in store.whole(path, saved["arrays"]):
         if not in_array[name]:
             single[name] = array
         for kind, place in in_array[name]:

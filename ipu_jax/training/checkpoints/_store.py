@@ -26,7 +26,7 @@ import math
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -86,7 +86,7 @@ class Store:
         the copy: it does not reuse a buffer that is being read, and the next step takes new buffers.
         """
         held = {name: stored(array) for name, array in arrays.items() if array.size}
-        _on_a_daemon(lambda: self._checkpointer.save(folder, self._ocp.args.PyTreeSave(held))).result()
+        on_a_daemon(lambda: self._checkpointer.save(folder, self._ocp.args.PyTreeSave(held))).result()
 
     def wait(self, check: Callable[[], None]) -> None:
         """Wait until everything is written, and raise the error if writing failed.
@@ -95,7 +95,7 @@ class Store:
             check: called several times a second. If it raises an error and the writing does not end soon, the writing
                 is abandoned, and the error is raised.
         """
-        written = _on_a_daemon(self._checkpointer.wait_until_finished)
+        written = on_a_daemon(self._checkpointer.wait_until_finished)
         try:
             while not concurrent.futures.wait([written], _LOOK_EVERY).done:
                 check()
@@ -114,14 +114,12 @@ class Store:
             shardings: by name, the sharding of the array.
         """
         wanted: dict[str, Any] = {}
+        how: dict[str, Any] = {}
         for name, array in like.items():
-            data = jax.eval_shape(stored, array)
+            data, sharding = jax.eval_shape(stored, array), shardings[name]
             if data.size:
-                wanted[name] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=shardings[name])
-        how = {
-            name: self._ocp.ArrayRestoreArgs(sharding=each.sharding, global_shape=each.shape, dtype=each.dtype)
-            for name, each in wanted.items()
-        }
+                wanted[name] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
+                how[name] = self._ocp.ArrayRestoreArgs(sharding=sharding, global_shape=data.shape, dtype=data.dtype)
         found = self._checkpointer.restore(folder, self._ocp.args.PyTreeRestore(item=wanted, restore_args=how))
         for name, array in like.items():
             if not array.size:
@@ -131,37 +129,33 @@ class Store:
                 )
         return {name: _as_key(found[name], str(array.dtype)) for name, array in like.items()}
 
-    def whole(self, folder: Path, saved: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    def whole(self, folder: Path, saved: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) of whole arrays on the host, reading a few at a time; keys come back as typed keys.
 
         Args:
             folder: where they were written.
             saved: by name, the saved shape and dtype.
-            names: the names of the arrays to read.
         """
         together: list[str] = []
-        for i, name in enumerate(names):
+        for i, name in enumerate(saved):
             if math.prod(saved[name]["shape"]):
                 together.append(name)
             else:
                 yield name, np.zeros(saved[name]["shape"], jax.numpy.dtype(saved[name]["dtype"]))
-            if together and (i + 1 == len(names) or sum(_bytes(saved[each]) for each in together) >= _READ_AT_ONCE):
-                yield from self._read_whole(folder, saved, together).items()
+            if together and (i + 1 == len(saved) or sum(_bytes(saved[each]) for each in together) >= _READ_AT_ONCE):
+                how = {each: self._ocp.RestoreArgs(restore_type=np.ndarray) for each in together}
+                item = dict.fromkeys(together, 0)
+                args = self._ocp.args.PyTreeRestore(item=item, restore_args=how, partial_restore=True)
+                found = self._checkpointer.restore(folder, args)
+                yield from ((each, _as_key(found[each], saved[each]["dtype"])) for each in together)
                 together = []
 
     def close(self) -> None:
         """Free orbax's resources, when it has nothing left to write."""
         self._checkpointer.close()
 
-    def _read_whole(self, folder: Path, saved: dict[str, Any], names: list[str]) -> dict[str, Any]:
-        item = dict.fromkeys(names, 0)
-        how = {name: self._ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
-        args = self._ocp.args.PyTreeRestore(item=item, restore_args=how, partial_restore=True)
-        found = self._checkpointer.restore(folder, args)
-        return {name: _as_key(found[name], saved[name]["dtype"]) for name in names}
 
-
-def _on_a_daemon(work: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+def on_a_daemon(work: Callable[[], Any], name: str = "orbax") -> concurrent.futures.Future[Any]:
     """Start work on a new thread that does not keep the process alive, and return a future of its result."""
     result: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
@@ -171,7 +165,7 @@ def _on_a_daemon(work: Callable[[], Any]) -> concurrent.futures.Future[Any]:
         except BaseException as error:
             result.set_exception(error)
 
-    threading.Thread(target=run, name="orbax", daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
     return result
 
 

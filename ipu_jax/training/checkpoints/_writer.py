@@ -6,8 +6,8 @@ background              arrays -> checksums -> seal -> rename -> old checkpoints
 No sealed checkpoint is touched before its successor is sealed.
 """
 
+import concurrent.futures
 import dataclasses
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import jax
 
 from ipu_jax.distributed.meetings import Meetings
 from ipu_jax.training.checkpoints import _folder, _seal
-from ipu_jax.training.checkpoints._store import Store
+from ipu_jax.training.checkpoints._store import Store, on_a_daemon
 from ipu_jax.training.checkpoints.errors import errno_of
 
 
@@ -53,8 +53,7 @@ class Writer:
 
     def __init__(self, store: Store, meetings: Meetings, *, keep: int, seconds: float):
         self._store, self._meetings, self._keep, self._seconds = store, meetings, keep, seconds
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._written: concurrent.futures.Future[None] | None = None
         self.job: Job | None = None
         self.last: Job | None = None
         self.not_removed: list[tuple[Path, Exception]] = []
@@ -64,7 +63,7 @@ class Writer:
     @property
     def is_busy(self) -> bool:
         """Return whether a checkpoint is being written."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._written is not None and not self._written.done()
 
     @property
     def waits_for_others(self) -> bool:
@@ -73,8 +72,8 @@ class Writer:
 
     def wait(self, seconds: float) -> None:
         """Wait until nothing is being written, for at most `seconds`."""
-        if self._thread is not None:
-            self._thread.join(seconds)
+        if self._written is not None:
+            concurrent.futures.wait([self._written], seconds)
 
     def begin(self, job: Job, arrays: dict[str, Any]) -> None:
         """Begin to write. Since the previous checkpoint, `take_error` must have returned None."""
@@ -86,16 +85,12 @@ class Writer:
         except BaseException as error:
             self._meetings.fail(error, errno_of(error))
             raise
-        self._thread = threading.Thread(target=self._finish, args=(job,), name="checkpoint", daemon=True)
-        self._thread.start()
+        self._written = on_a_daemon(lambda: self._finish(job), "checkpoint")
 
     def take_error(self) -> BaseException | None:
         """Wait until nothing is being written; return the error since the last call, or None."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        return error
+        written, self._written = self._written, None
+        return None if written is None else written.exception()
 
     def _finish(self, job: Job) -> None:
         try:
@@ -118,4 +113,4 @@ class Writer:
             self._meetings.fail(error, errno_of(error))
             if jax.process_count() == 1:  # otherwise others may still be writing there
                 _folder.remove_left_over(job.path.parent)
-            self._error = error
+            raise

@@ -20,7 +20,7 @@ import errno
 import math
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -203,14 +203,7 @@ class Checkpoints:
         self._check_open()
         if self._is_locked:
             return
-        error: BaseException | None = None
-        if jax.process_index() == 0:
-            with facts.during("locking the folder of checkpoints"):
-                try:
-                    self._take_lock()
-                    _folder.settle(self.folder)
-                except (OSError, CheckpointError) as failed:
-                    error = failed
+        error = _error_on_first("locking the folder of checkpoints", self._take_lock)
         self._has_tried_to_lock = True
         if found := _agreement.first_error(error, self._timeout):
             if isinstance(found, CheckpointError):
@@ -226,6 +219,7 @@ class Checkpoints:
         if self._writer.last is None and not self._has_failed:
             self.folder.mkdir(parents=True, exist_ok=True)  # later, a missing folder is an error
         self._lock.take()
+        _folder.settle(self.folder)
 
     def due(self, state: TrainState, updates: int | None = None) -> bool:
         """Count updates, and return whether a save is due, for a loop that has something to do before it saves.
@@ -342,15 +336,12 @@ class Checkpoints:
 
     def _begin(self, job: Job, arrays: dict[str, Any]) -> BaseException | None:
         """Begin to write; return the error of this instance or of another one, or None."""
-        error: BaseException | None = None
-        if jax.process_index() == 0:
-            with facts.during("making room for a save"):
-                try:
-                    self._take_lock()
-                    _folder.make_room(self.folder, job.step, job.size)
-                except (OSError, CheckpointError) as failed:
-                    error = failed
-        if error := self._first_of_all(error):
+
+        def make_room() -> None:
+            self._take_lock()
+            _folder.make_room(self.folder, job.step, job.size)
+
+        if error := self._first_of_all(_error_on_first("making room for a save", make_room)):
             return error
         with facts.during("beginning a save", self._long):
             try:
@@ -470,3 +461,14 @@ class Checkpoints:
 def _check_state(state: Any) -> None:
     if not isinstance(state, TrainState):
         raise ValueError(f"state is a {type(state).__name__}: give the step's state, from step.init(params) or a step")
+
+
+def _error_on_first(doing: str, work: Callable[[], None]) -> BaseException | None:
+    """Call a function on instance 0 only, and return the error of the system or of the folder, or None."""
+    if jax.process_index() == 0:
+        with facts.during(doing):
+            try:
+                work()
+            except (OSError, CheckpointError) as error:
+                return error
+    return None

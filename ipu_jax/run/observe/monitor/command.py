@@ -17,7 +17,7 @@ import pwd
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn
 
 from rich.console import Console, RenderableType
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     repeats = args.watch is not None or (sys.stdout.isatty() and not args.once and not args.json)
     seconds = _EVERY if args.watch is None else args.watch
     if args.json:
-        return _as_json(watch, seconds if repeats else None)
+        return _repeat(watch, _print_json, seconds if repeats else None)
     return _as_table(watch, args, seconds if repeats else None)
 
 
@@ -111,15 +111,20 @@ def _sampled(watch: Watch) -> Look:
     return watch.look()
 
 
-def _as_json(watch: Watch, seconds: float | None) -> int:
+def _repeat(watch: Watch, show: Callable[[Look], None], seconds: float | None) -> int:
+    """Show a look, and then another one every few seconds, if a number of seconds is given; return the exit status."""
     look = _sampled(watch)
     while True:
-        # json escapes every character that is not printable except DEL
-        print(json.dumps(json_of(look)).replace("\x7f", r"\u007f"))
+        show(look)
         if seconds is None:
             return 0
         time.sleep(seconds)
         look = watch.look()
+
+
+def _print_json(look: Look) -> None:
+    # json escapes every character that is not printable except DEL
+    print(json.dumps(json_of(look)).replace("\x7f", r"\u007f"))
 
 
 def json_of(look: Look) -> dict[str, Any]:
@@ -141,15 +146,10 @@ def _as_table(watch: Watch, args: argparse.Namespace, seconds: float | None) -> 
         notes = () if look.rows else (_why_empty(args),)
         return table.picture_of(look, console.width, table.about_host(socket.gethostname()), notes)
 
-    look = _sampled(watch)
     if seconds is not None and is_terminal and not console.is_dumb_terminal:
+        _sampled(watch)
         return screen.show(lambda: picture(watch.look()), console, seconds)
-    while True:
-        console.print(picture(look))
-        if seconds is None:
-            return 0
-        time.sleep(seconds)
-        look = watch.look()
+    return _repeat(watch, lambda look: console.print(picture(look)), seconds)
 
 
 def _why_empty(args: argparse.Namespace) -> str:

@@ -13,7 +13,7 @@ import os
 import pwd
 import time
 from collections.abc import Collection
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import psutil
 
@@ -154,20 +154,15 @@ def _row(record: Record, stuck: Stuck | None, now: float, at: float, *, known: b
         step = reading.updates or reading.finished
         rates = _rates(reading) if state == "running" else (0.0, 0.0)
         last_step_seconds = max(0.0, now - reading.finished_at)
+    own: dict[str, Any] = {**vars(said), "command": printable(" ".join(_short_names(said.command)))}
     return Row(
+        **own,
         pid=record.identity.pid,
         user=user_name(record.uid),
-        command=printable(" ".join(_short_names(said.command))),
         state=state,
         reason=reason,
         doing=None if reading is None else _doing(reading),
         running_seconds=max(0.0, at - seen["create_time"]),
-        run=said.run,
-        instance=said.instance,
-        instances=said.instances,
-        replicas=said.replicas,
-        ipus_per_replica=said.ipus_per_replica,
-        ipus=said.ipus,
         step=step,
         steps_per_second=rates and rates[0],
         samples_per_second=rates[1] if rates and reading is not None and reading.samples else None,

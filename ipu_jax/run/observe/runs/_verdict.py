@@ -9,8 +9,7 @@ from typing import Final, Literal, NamedTuple
 from ipu_jax.core.schedules import SCHEDULES, make_schedule
 from ipu_jax.run.observe.runs._facts import ENDS, LOSS, Events, curves, duration, phases
 from ipu_jax.run.observe.runs.log import figure_in_words
-from ipu_jax.run.observe.tracing.costs import median_costs, simulated
-from ipu_jax.run.observe.tracing.report import TraceReport
+from ipu_jax.run.observe.tracing.report import TraceReport, median_costs, simulated
 from ipu_jax.run.observe.tracing.timeline import Timeline
 
 _WORTH: Final = 0.05
@@ -49,10 +48,8 @@ def _ending(events: Events) -> tuple[Level, str]:
         case "end":
             return "good", "Finished."
         case "stopped":
-            return (
-                "fair",
-                f"{str(final.get('reason', 'stopped'))[:1].upper()}{str(final.get('reason', 'stopped'))[1:]}.",
-            )
+            reason = str(final.get("reason", "stopped"))
+            return "fair", f"{reason[:1].upper()}{reason[1:]}."
         case "failed":
             return "bad", f"Failed: {final.get('error', 'without a reason')}"
         case _:
@@ -77,11 +74,9 @@ def _learning(events: Events) -> Iterator[tuple[Level, str]]:
         if values and name.endswith("accuracy"):
             best = max(values, key=lambda point: point[1])
             text = f"{name.replace('_', ' ').capitalize()} {figure_in_words(name, values[-1][1])}"
-            is_best = best[1] <= values[-1][1]
-            yield (
-                "good",
-                text + ("." if is_best else f", at best {figure_in_words(name, best[1])} after {best[0]:,} updates."),
-            )
+            if best[1] > values[-1][1]:
+                text += f", at best {figure_in_words(name, best[1])} after {best[0]:,} updates"
+            yield "good", f"{text}."
 
 
 def _mishaps(events: Events) -> Iterator[tuple[Level, str]]:

@@ -23,8 +23,7 @@ from ipu_jax.core.schedules import Schedule
 from ipu_jax.core.schedules.colours import BYTES, CONCURRENT, LOCAL, UPDATE, name_of
 from ipu_jax.run.observe.runs import _facts
 from ipu_jax.run.observe.runs._verdict import advice_on, bubbles, verdict_of
-from ipu_jax.run.observe.tracing.costs import median_costs, net_seconds, simulated
-from ipu_jax.run.observe.tracing.report import TraceReport, make_report
+from ipu_jax.run.observe.tracing.report import TraceReport, make_report, median_costs, net_seconds, simulated
 from ipu_jax.run.observe.tracing.timeline import TASKS, Slice, Timeline, group_in_words
 from ipu_jax.training.update.state import TrainState
 
@@ -78,7 +77,32 @@ def write_report(
     ):
         if not is_right:
             raise ValueError(f"{name}={type(given).__name__} is of the wrong type: give {mend}")
-    text = page(events, title=title, schedules=schedules, timeline=timeline, memory=memory)
+    report = None if timeline is None else make_report(timeline)
+    data = {
+        "curves": _facts.curves(events, _MOST_POINTS),
+        "timeline": None if timeline is None else _shown(timeline),
+        "memory": memory and {**memory, "colours": BYTES | {"temporary": BYTES["other temporary"]}},
+    }
+    parts = {
+        "TITLE": html.escape(title),
+        "CSS": _file("page.css"),
+        "JS": _file("page.js"),
+        # no text of the data can end the script
+        "DATA": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+        "VERDICT": _verdict(events),
+        "FIGURES": _figures(events, report),
+        "HEAD": _head(events),
+        "PHASES": _phases(events),
+        "TIME": "" if timeline is None or report is None else _time(timeline, report),
+        "ADVICE": _listed(advice_on(events, timeline, report)),
+        "SCHEDULES": _pictures(pictures, timeline),
+        "HISTORY": _history(_facts.history(events)),
+        "FLAGS": _flags(*_facts.flags(events)),
+        "VERSIONS": _table(_facts.versions(events)),
+    }
+    text = _file("page.html")
+    for name, part in parts.items():
+        text = text.replace(f"<!--{name}-->", part)
     with replacing(path) as file:
         file.write(text.encode())
     return Path(path)
@@ -103,44 +127,6 @@ def memory_of(report: PipelineReport, state: TrainState) -> dict[str, Any]:
     optimizer = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.optimizer))
     ipus = [report.bytes_by_kind(part.ipu) | {"optimizer": optimizer} for part in report.ipus]
     return {"ipus": ipus, "limit": report.limit}
-
-
-def page(
-    events: Sequence[Mapping[str, Any]],
-    *,
-    title: str = "Run",
-    schedules: Mapping[str, str | Schedule] | None = None,
-    timeline: Timeline | None = None,
-    memory: Mapping[str, Any] | None = None,
-) -> str:
-    """Return the page that `write_report` writes, with the same arguments."""
-    report = None if timeline is None else make_report(timeline)
-    data = {
-        "curves": _facts.curves(events, _MOST_POINTS),
-        "timeline": None if timeline is None else _shown(timeline),
-        "memory": memory and {**memory, "colours": BYTES | {"temporary": BYTES["other temporary"]}},
-    }
-    parts = {
-        "TITLE": html.escape(title),
-        "CSS": _file("page.css"),
-        "JS": _file("page.js"),
-        # no text of the data can end the script
-        "DATA": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
-        "VERDICT": _verdict(events),
-        "FIGURES": _figures(events, report),
-        "HEAD": _head(events),
-        "PHASES": _phases(events),
-        "TIME": "" if timeline is None or report is None else _time(timeline, report),
-        "ADVICE": _listed(advice_on(events, timeline, report)),
-        "SCHEDULES": _pictures(schedules or {}, timeline),
-        "HISTORY": _history(_facts.history(events)),
-        "FLAGS": _flags(*_facts.flags(events)),
-        "VERSIONS": _table(_facts.versions(events)),
-    }
-    text = _file("page.html")
-    for name, part in parts.items():
-        text = text.replace(f"<!--{name}-->", part)
-    return text
 
 
 def _verdict(events: Sequence[Mapping[str, Any]]) -> str:

@@ -34,7 +34,7 @@ from ipu_jax.core.schedules import Schedule, Task
 from ipu_jax.distributed import popdist
 from ipu_jax.run.observe.tracing._matching import Place, measured, task_name
 from ipu_jax.run.observe.tracing._profile import Run
-from ipu_jax.run.observe.tracing.costs import Costs, median_costs, simulated
+from ipu_jax.run.observe.tracing.report import Costs, median_costs, simulated
 from ipu_jax.run.observe.tracing.timeline import TASKS, Slice, Step, Timeline, TraceError
 
 _ROUNDS: Final = 9

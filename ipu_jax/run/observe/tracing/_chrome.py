@@ -30,7 +30,7 @@ from typing import Any
 
 from ipu_jax.core.schedules import Schedule
 from ipu_jax.run.observe.tracing._matching import task_name
-from ipu_jax.run.observe.tracing.costs import net_seconds
+from ipu_jax.run.observe.tracing.report import net_seconds
 from ipu_jax.run.observe.tracing.timeline import TASKS, WAITING, Slice, Timeline
 
 

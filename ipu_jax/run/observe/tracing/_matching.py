@@ -64,7 +64,8 @@ def measured(run: Run, place: Place, plan: PlanNames) -> Measured:
         loops = _ended([e for e in events if e.operation.role == "guard"], events)
         scanned = loops[-1].end if loops else begin
         of_step = _tasks(plan, at, loops, events)
-        of_step += _update(at, [event for event in events if _in_update(event) and event.start >= scanned])
+        updating = [e for e in events if e.operation.role == "update" or e.operation.in_update]
+        of_step += _update(at, [event for event in updating if event.start >= scanned])
         collectives = [event for event in events if event.operation.role == "collective"]
         of_step += _collectives(at, collectives, [one for one in of_step if one.kind == "exchange"])
         is_last = scan is scans[-1] and not around
@@ -87,10 +88,6 @@ def _ended(loops: list[Event], events: list[Event]) -> list[Event]:
     following.append(min(outside, default=loops[-1].end))
     ends = [min(loop.end, limit) for loop, limit in zip(loops, following, strict=True)]
     return [dataclasses.replace(loop, end=end) for loop, end in zip(loops, ends, strict=True)]
-
-
-def _in_update(event: Event) -> bool:
-    return event.operation.role == "update" or event.operation.in_update
 
 
 def _tasks(plan: PlanNames, place: Place, loops: list[Event], events: list[Event]) -> list[Slice]:

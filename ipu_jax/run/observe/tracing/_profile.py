@@ -16,7 +16,7 @@ from typing import Any, Final
 import jax
 from jax.profiler import ProfileData, ProfileOptions, TraceAnnotation
 
-from ipu_jax.run.observe.tracing._programs import Operation, Programs, programs_in
+from ipu_jax.run.observe.tracing._programs import Operation, Program, program_of, programs_in
 
 _CLOCK: Final = "ipu_jax clock"
 
@@ -36,13 +36,11 @@ class Run:
 
     Attributes:
         device: its number among the devices of this process.
-        program: the number of its program in the profile.
         start, end: the start of the first operation and the end of the last.
         events: the relevant operations, in the order of their starts.
     """
 
     device: int
-    program: int
     start: float = float("inf")
     end: float = 0.0
     events: list[Event] = dataclasses.field(default_factory=list)
@@ -97,9 +95,9 @@ def _mark_clock() -> None:
             pass
 
 
-def _runs(profile: Any, programs: Programs) -> list[Run]:
+def _runs(profile: Any, programs: dict[tuple[str, int], Program]) -> list[Run]:
     ends: dict[int, float] = {}
-    begun: list[tuple[int, int, int, Operation | None, float, float, int]] = []
+    begun: list[tuple[int, int, Operation | None, float, float, int]] = []
     offsets: list[float] = []
     for plane in profile.planes:
         for line in plane.lines:
@@ -113,18 +111,18 @@ def _runs(profile: Any, programs: Programs) -> list[Run]:
                 elif not name.startswith("ThreadpoolListener"):
                     stats = dict(event.stats)
                     named = stats.get("hlo_module", ""), stats.get("program_id", -1)
-                    program = programs.find(*named) if "hlo_op" in stats else None
+                    program = program_of(*named, programs) if "hlo_op" in stats else None
                     if program is not None:
-                        where = stats["run_id"], stats["device_ordinal"], stats["program_id"]
+                        where = stats["run_id"], stats["device_ordinal"]
                         end = start + event.duration_ns
                         begun.append((*where, program.get(stats["hlo_op"]), start, end, stats.get("_p", -1)))
     to_clock = min(offsets, default=0.0)
     runs: dict[tuple[int, int], Run] = {}
-    for run_id, device, program, operation, start, end, producer in begun:
+    for run_id, device, operation, start, end, producer in begun:
         if operation is None or operation.role != "collective":
             end = max(end, ends.get(producer, 0.0))
         start, end = start - to_clock, end - to_clock
-        run = runs.setdefault((run_id, device), Run(device, program))
+        run = runs.setdefault((run_id, device), Run(device))
         run.start, run.end = min(run.start, start), max(run.end, end)
         if operation is not None:
             run.events.append(Event(operation, start, end))

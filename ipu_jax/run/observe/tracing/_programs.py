@@ -47,23 +47,8 @@ class Operation:
 Program = dict[str, Operation]
 
 
-class Programs:
-    """Hold the operations of each program that has a scan over ticks, by its name and its number in the profile."""
-
-    def __init__(self, programs: dict[tuple[str, int], Program]):
-        self._programs = programs
-
-    def find(self, name: str, number: int) -> Program | None:
-        """Return the program of an event; None if there is none, or if several programs match."""
-        if (name, number) in self._programs:
-            return self._programs[name, number]
-        # if a program comes from a cache of executables, its events have another number than the program
-        alike = [program for (own, _), program in self._programs.items() if own == name]
-        return alike[0] if len(alike) == 1 else None
-
-
-def programs_in(profile: bytes) -> Programs:
-    """Return the programs of a profile."""
+def programs_in(profile: bytes) -> dict[tuple[str, int], Program]:
+    """Return the programs of a profile that have a scan over ticks, by their names and numbers in it."""
     programs: dict[tuple[str, int], Program] = {}
     for field, plane in _fields(profile):
         if field != 1 or _first(plane, 2) != b"/host:metadata":
@@ -77,7 +62,16 @@ def programs_in(profile: bytes) -> Programs:
                 proto = _first(stat, 6) if field_of_metadata == 5 else None
                 if named and proto and b"ipu_jax.plan." in proto:
                     programs[named[1], int(named[2])] = _operations(proto)
-    return Programs(programs)
+    return programs
+
+
+def program_of(name: str, number: int, programs: dict[tuple[str, int], Program]) -> Program | None:
+    """Return the program of an event; None if there is none, or if several programs match."""
+    if (name, number) in programs:
+        return programs[name, number]
+    # if a program comes from a cache of executables, its events have another number than the program
+    alike = [program for (own, _), program in programs.items() if own == name]
+    return alike[0] if len(alike) == 1 else None
 
 
 def _operations(proto: bytes) -> Program:

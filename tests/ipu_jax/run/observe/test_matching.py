@@ -11,7 +11,7 @@ from ipu_jax.observe import Timeline, TraceError
 from ipu_jax.run.observe.tracing._assembling import Part, merged
 from ipu_jax.run.observe.tracing._matching import Place, measured
 from ipu_jax.run.observe.tracing._profile import Event, Run, in_turn
-from ipu_jax.run.observe.tracing._programs import Operation, Programs
+from ipu_jax.run.observe.tracing._programs import Operation, program_of
 from ipu_jax.run.observe.tracing.report import make_report, split_of
 from ipu_jax.run.observe.tracing.timeline import Slice, Step
 
@@ -55,22 +55,20 @@ def run_on_ipu_0(*, task_in_tick=0, late=0.0, without=None):
             at += length
     events.append(Event(Operation("update", in_update=True), at + 5, at + 15))
     events.append(Event(Operation("collective", "all-reduce", in_update=True), at + 15, at + 25))
-    return Run(0, 7, 90, at + 40, sorted(events, key=lambda event: event.start))
+    return Run(0, 90, at + 40, sorted(events, key=lambda event: event.start))
 
 
 def test_an_end_that_came_late_is_no_later_than_the_next_run_of_the_device():
     update = Operation("update", in_update=True)
     first = Run(
-        0, 7, 100.0, 260.0, [Event(update, 100.0, 150.0), Event(update, 160.0, 260.0), Event(update, 210.0, 220.0)]
+        0, 100.0, 260.0, [Event(update, 100.0, 150.0), Event(update, 160.0, 260.0), Event(update, 210.0, 220.0)]
     )
-    other = Run(1, 7, 110.0, 250.0, [Event(update, 110.0, 250.0)])
-    second = Run(0, 7, 200.0, 300.0, [Event(update, 200.0, 300.0)])
+    other = Run(1, 110.0, 250.0, [Event(update, 110.0, 250.0)])
+    second = Run(0, 200.0, 300.0, [Event(update, 200.0, 300.0)])
     assert in_turn([first, other, second]) == [
-        Run(
-            0, 7, 100.0, 200.0, [Event(update, 100.0, 150.0), Event(update, 160.0, 200.0), Event(update, 210.0, 210.0)]
-        ),
-        Run(1, 7, 110.0, 250.0, [Event(update, 110.0, 250.0)]),
-        Run(0, 7, 200.0, 300.0, [Event(update, 200.0, 300.0)]),
+        Run(0, 100.0, 200.0, [Event(update, 100.0, 150.0), Event(update, 160.0, 200.0), Event(update, 210.0, 210.0)]),
+        Run(1, 110.0, 250.0, [Event(update, 110.0, 250.0)]),
+        Run(0, 200.0, 300.0, [Event(update, 200.0, 300.0)]),
     ]
 
 
@@ -177,6 +175,6 @@ def test_what_to_move(placement, seconds, answer):
 
 def test_a_program_of_a_cache_is_found_by_its_name_unless_another_has_it():
     one, other = {"a": Operation("scan")}, {"b": Operation("scan")}
-    assert Programs({("step", 56): one, ("loss", 54): other}).find("step", 54) is one
-    assert Programs({("step", 56): one, ("step", 54): other}).find("step", 54) is other
-    assert Programs({("step", 56): one, ("step", 54): other}).find("step", 52) is None
+    assert program_of("step", 54, {("step", 56): one, ("loss", 54): other}) is one
+    assert program_of("step", 54, {("step", 56): one, ("step", 54): other}) is other
+    assert program_of("step", 52, {("step", 56): one, ("step", 54): other}) is None

@@ -4,7 +4,9 @@ import collections
 import dataclasses
 import json
 import re
+import tempfile
 import types
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,10 +14,9 @@ import pytest
 
 from ipu_jax.core.schedules import make_schedule
 from ipu_jax.run.observe.runs.log import RunLog
-from ipu_jax.run.observe.runs.report import memory_of, page, write_report
+from ipu_jax.run.observe.runs.report import memory_of, write_report
 from ipu_jax.run.observe.tracing._assembling import planned
-from ipu_jax.run.observe.tracing.costs import Costs
-from ipu_jax.run.observe.tracing.report import make_report
+from ipu_jax.run.observe.tracing.report import Costs, make_report
 from ipu_jax.run.observe.tracing.timeline import Slice, Step, Timeline
 from support.refusals import refusals, refused
 
@@ -25,6 +26,11 @@ EVENTS = [
     {"event": "losses", "updates": 2, "losses": [2.0, 1.0]},
     {"event": "end", "time": "2026-05-04T10:00:01.000+00:00", "reason": EVIL},
 ]
+
+
+def page(events, **given):
+    with tempfile.TemporaryDirectory() as folder:
+        return write_report(Path(folder) / "run.html", events, **given).read_text("utf-8")
 
 
 def timeline(steps=2, micro_batches=3):

@@ -5,8 +5,7 @@ import pytest
 from ipu_jax.core.schedules import make_schedule
 from ipu_jax.run.observe.runs._verdict import advice_on, bubbles, verdict_of
 from ipu_jax.run.observe.tracing._assembling import planned
-from ipu_jax.run.observe.tracing.costs import median_costs
-from ipu_jax.run.observe.tracing.report import make_report
+from ipu_jax.run.observe.tracing.report import make_report, median_costs
 from ipu_jax.run.observe.tracing.timeline import Kind, Slice, Step, Timeline
 
 
