@@ -290,16 +290,14 @@ class LocalHost:
     def _stacks(self, instance: _Instance) -> list[Event]:
         if not instance.stacks_until:
             return []
+        text = ""
         with contextlib.suppress(OSError):
             text = self._path("stacks", instance.number).read_bytes()[instance.stacks_from :].decode(errors="replace")
             # a dump is written in pieces, and nothing marks its end
-            until = instance.stacks_until - (0.7 * STACKS_WITHIN if text else 0)
-            if time.monotonic() < until:
+            if time.monotonic() < instance.stacks_until - (0.7 * STACKS_WITHIN if text else 0):
                 return []
-            instance.stacks_until = 0.0
-            return [Stacks(instance.number, text)]
         instance.stacks_until = 0.0
-        return [Stacks(instance.number, "")]
+        return [Stacks(instance.number, text)]
 
     def _tell(self, *words: str | int) -> None:
         if self._watcher is None:

@@ -164,9 +164,7 @@ class RemoteHost:
         said = " ".join((self._said + _read(self._err.fileno())[0]).decode(errors="replace").split())
         if silent:
             what = (
-                f"did not answer within {CONNECTED_WITHIN:g} s"
-                if not self._heard
-                else f"said nothing for {SILENT_FOR:g} s"
+                f"said nothing for {SILENT_FOR:g} s" if self._heard else f"did not answer within {CONNECTED_WITHIN:g} s"
             )
         else:
             what = "the connection was closed" if self._heard else "cannot be reached"

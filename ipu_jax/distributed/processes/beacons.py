@@ -309,11 +309,6 @@ def parsed(found: bytes | None) -> Reading | None:
     )
 
 
-def path_of(run_dir: Path, instance: int) -> Path:
-    """Return the file of an instance's beacon in the folder of a run's attempt."""
-    return run_dir / f"beacon.{instance}"
-
-
 _current: Beacon | None = None
 _looked = False
 
@@ -330,7 +325,7 @@ def current() -> Beacon | None:
         if run_dir and instance is not None:
             # the folder may be gone when a process outlives its launcher
             with contextlib.suppress(OSError, ValueError):
-                _current = Beacon(path_of(Path(run_dir), int(instance)))
+                _current = Beacon(Path(run_dir) / f"beacon.{int(instance)}")
     return _current
 
 
