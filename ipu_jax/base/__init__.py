@@ -1,1 +1,1 @@
-"""What every folder may import, and what imports none of them: checks, jaxprs, keys, files, the command line."""
+"""What every folder may import, and what imports none of them: types, checks, jaxprs, keys, files, the command line."""
