@@ -3,9 +3,10 @@
 import difflib
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
+
+from ipu_jax.base.annotations import Value
 
 
 def as_int(value: object) -> int | None:
@@ -93,7 +94,7 @@ def check_positive(name: str, value: object) -> float:
     >>> check_positive("loss_scale", np.float32(128))
     128.0
     """
-    number: Any = value.item() if isinstance(value, (np.integer, np.floating)) else value
+    number: Value = value.item() if isinstance(value, (np.integer, np.floating)) else value
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not (number > 0 and math.isfinite(number)):
         raise ValueError(f"{name}={value!r} is not a positive number: give a finite one above 0")
     return number

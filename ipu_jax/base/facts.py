@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
+from ipu_jax.base.annotations import Device, Tree, Value
+
 LONG: Final = 600.0
 """Seconds that a piece of the library's own work on the host may take, such as placing weights."""
 
@@ -27,7 +29,7 @@ class Listener:
         """Hear that the host does other work than steps, or waits for other instances, until the context ends."""
         return contextlib.nullcontext()
 
-    def devices(self, devices: Sequence[Any]) -> None:
+    def devices(self, devices: Sequence[Device]) -> None:
         """Hear which devices of this process serve as IPUs."""
 
     def mesh(self, mesh: Any, stages: Sequence[tuple[str, int | None]]) -> None:
@@ -36,10 +38,10 @@ class Listener:
     def stepping(self) -> None:
         """Hear that this process is about to run steps."""
 
-    def dispatching(self, window: Any, arguments: Any) -> None:
+    def dispatching(self, window: Any, arguments: Tree) -> None:
         """Hear that a window's next step is about to be dispatched with these arguments, if it says so at all."""
 
-    def dispatched(self, window: Any, outputs: list[Any], updates: int, samples: int) -> None:
+    def dispatched(self, window: Any, outputs: list[Value], updates: int, samples: int) -> None:
         """Hear of a step that was dispatched: arrays among its outputs, its weight updates, the examples in them."""
 
     def waited(self) -> None:

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from ipu_jax.base.annotations import Eqn, Jaxpr, Params, Value, Var
+
 JITS = ("jit", "pjit")
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
 CALLS = dict.fromkeys((*JITS, *CHECKPOINTS), "jaxpr") | dict.fromkeys(
@@ -20,16 +22,16 @@ CALLS = dict.fromkeys((*JITS, *CHECKPOINTS), "jaxpr") | dict.fromkeys(
 _ClosedJaxpr: Any = getattr(core, "ClosedJaxpr", core.Jaxpr)
 
 _T = TypeVar("_T")
-Rule = Callable[[Any, list[Any]], list[Any] | None]
+Rule = Callable[[Eqn, list[Value]], list[Value] | None]
 
 
-def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
+def shape_of(aval: Value) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of a traced value, and its sharding over mesh axes that are `Explicit`."""
     sharding = aval.sharding if any(aval.sharding.spec) else None
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 
 
-def evaluated(closed: Any, args: Sequence[Any], rule: Rule) -> list[Any]:
+def evaluated(closed: Jaxpr, args: Sequence[Value], rule: Rule) -> list[Value]:
     """Return the outputs of a closed jaxpr. If `rule(eqn, inputs)` returns a list, it is the equation's outputs."""
     jaxpr = closed.jaxpr
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
@@ -40,12 +42,12 @@ def evaluated(closed: Any, args: Sequence[Any], rule: Rule) -> list[Any]:
     return [value_of(v, env) for v in jaxpr.outvars]
 
 
-def value_of(var: Any, env: dict[Any, Any]) -> Any:
+def value_of(var: Var, env: dict[Var, Value]) -> Value:
     """Return the value of a variable: a literal's own value, or the variable's entry in `env`."""
     return var.val if isinstance(var, core.Literal) else env[var]
 
 
-def bound(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+def bound(eqn: Eqn, inputs: Sequence[Value]) -> list[Value]:
     """Return the outputs of one equation for these inputs, under the names of the modules that it was traced in."""
     names = str(eqn.source_info.name_stack)
     with eqn.ctx.manager, jax.named_scope(names) if names else contextlib.nullcontext():
@@ -53,15 +55,15 @@ def bound(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
 
-def closed_of(jaxpr: Any) -> Any:
+def closed_of(jaxpr: Jaxpr) -> Jaxpr:
     """Return a jaxpr from an equation's parameters as a closed jaxpr."""
     return jaxpr if hasattr(jaxpr, "consts") else _ClosedJaxpr(jaxpr, ())
 
 
-def laid_open(closed: Any, calls: tuple[str, ...] = JITS) -> Any:
+def laid_open(closed: Jaxpr, calls: tuple[str, ...] = JITS) -> Jaxpr:
     """Return the same program with these calls inlined."""
 
-    def rule(eqn: Any, inputs: list[Any]) -> list[Any] | None:
+    def rule(eqn: Eqn, inputs: list[Value]) -> list[Value] | None:
         if eqn.primitive.name not in calls:
             return None
         return evaluated(closed_of(eqn.params[CALLS[eqn.primitive.name]]), inputs, rule)
@@ -71,24 +73,24 @@ def laid_open(closed: Any, calls: tuple[str, ...] = JITS) -> Any:
     return jax.make_jaxpr(lambda *args: evaluated(closed, args, rule))(*closed.in_avals)
 
 
-def part_of(closed: Any, invars: Sequence[Any], eqns: Sequence[Any], outvars: Sequence[Any]) -> Any:
+def part_of(closed: Jaxpr, invars: Sequence[Var], eqns: Sequence[Eqn], outvars: Sequence[Var]) -> Jaxpr:
     """Return some equations of a closed jaxpr as a closed jaxpr from `invars` to `outvars`."""
     changed = {"invars": list(invars), "eqns": list(eqns), "outvars": list(outvars)}
     jaxpr = closed.jaxpr.replace(**changed, debug_info=closed.jaxpr.debug_info.with_unknown_names())
     return _ClosedJaxpr(jaxpr, closed.consts)
 
 
-def variables(atoms: Sequence[Any]) -> list[Any]:
+def variables(atoms: Sequence[Var]) -> list[Var]:
     """Return the atoms that are variables, not literals."""
     return [v for v in atoms if not isinstance(v, core.Literal)]
 
 
-def read_by(eqns: Sequence[Any], outvars: Sequence[Any] = ()) -> list[Any]:
+def read_by(eqns: Sequence[Eqn], outvars: Sequence[Var] = ()) -> list[Any]:
     """Return the variables that equations read, and those that are among `outvars`, as often as they are read."""
     return variables([*(v for eqn in eqns for v in eqn.invars), *outvars])
 
 
-def depending(eqns: list[Any], on: Sequence[Any]) -> set[Any]:
+def depending(eqns: list[Eqn], on: Sequence[Var]) -> set[Var]:
     """Return the variables that depend on the variables `on`, including these."""
     dependent = set(on)
     for eqn in eqns:
@@ -97,7 +99,7 @@ def depending(eqns: list[Any], on: Sequence[Any]) -> set[Any]:
     return dependent
 
 
-def needed(eqns: list[Any], outvars: list[Any], *, effects: bool = False) -> list[Any]:
+def needed(eqns: list[Eqn], outvars: list[Var], *, effects: bool = False) -> list[Eqn]:
     """Return the equations that `outvars` depend on, in order; with `effects`, also those that have effects."""
     wanted = set(variables(outvars))
     equations = []
@@ -108,7 +110,7 @@ def needed(eqns: list[Any], outvars: list[Any], *, effects: bool = False) -> lis
     return equations[::-1]
 
 
-def postponed(closed: Any, on: Sequence[Any]) -> Any:
+def postponed(closed: Jaxpr, on: Sequence[Var]) -> Jaxpr:
     """Return the same program, in which equations that do not depend on `on` run only when others need them."""
     jaxpr = closed.jaxpr
     dependent = depending(jaxpr.eqns, on)
@@ -118,10 +120,10 @@ def postponed(closed: Any, on: Sequence[Any]) -> Any:
     return part_of(closed, jaxpr.invars, in_order([*first, *others], jaxpr.eqns), jaxpr.outvars)
 
 
-def in_order(wanted: Sequence[Any], eqns: Sequence[Any]) -> list[Any]:
+def in_order(wanted: Sequence[Any], eqns: Sequence[Eqn]) -> list[Any]:
     """Return the wanted equations in their order, each after those of `eqns` whose results it reads."""
     made_by = {var: eqn for eqn in eqns for var in eqn.outvars}
-    ordered: dict[int, Any] = {}
+    ordered: dict[int, Eqn] = {}
     for eqn in wanted:
         waiting = [eqn]
         while waiting:
@@ -134,7 +136,7 @@ def in_order(wanted: Sequence[Any], eqns: Sequence[Any]) -> list[Any]:
     return list(ordered.values())
 
 
-def all_equations(jaxpr: Any) -> Iterator[Any]:
+def all_equations(jaxpr: Jaxpr) -> Iterator[Eqn]:
     """Yield the equations of a jaxpr and of every jaxpr inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
@@ -150,7 +152,7 @@ def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def in_scan_parts(params: dict[str, Any], values: Sequence[_T]) -> tuple[Sequence[_T], Sequence[_T], Sequence[_T]]:
+def in_scan_parts(params: dict[str, Params], values: Sequence[_T]) -> tuple[Sequence[_T], Sequence[_T], Sequence[_T]]:
     """Return values that a scan's inputs have, apart: of its constants, of its carry, and of what it goes over."""
     consts, carry = scan_parts(params)
     return values[:consts], values[consts:][:carry], values[consts + carry :]
@@ -165,7 +167,7 @@ def traced_on(mesh: Mesh | AbstractMesh, fn: Callable[[], _T]) -> _T:
     """
     results: list[_T] = []
 
-    def program() -> Any:
+    def program() -> Value:
         results.append(fn())
         return jnp.zeros(())
 

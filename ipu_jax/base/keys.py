@@ -5,8 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ipu_jax.base.annotations import Tree, Value
 
-def is_key(value: Any) -> bool:
+
+def is_key(value: Value) -> bool:
     """Return whether `value` has the dtype of typed keys, whatever its shape.
 
     >>> is_key(jax.random.key(0)), is_key(jnp.zeros(2, jnp.uint32)), is_key(None)
@@ -15,7 +17,7 @@ def is_key(value: Any) -> bool:
     return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
-def is_one_key(value: Any) -> bool:
+def is_one_key(value: Value) -> bool:
     """Return whether `value` is a single typed key.
 
     >>> is_one_key(jax.random.key(0)), is_one_key(jax.random.split(jax.random.key(0)))
@@ -29,7 +31,7 @@ def without_keys(value: Any) -> Any:
     return jax.random.key_data(value) if is_key(value) else value
 
 
-def with_keys(value: Any, like: Any) -> Any:
+def with_keys(value: Any, like: Tree) -> Any:
     """Return typed keys with this data if `like`, perhaps only a shape, has their dtype; else the value as it is.
 
     >>> key = jax.random.key(7)

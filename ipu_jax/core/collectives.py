@@ -4,14 +4,12 @@ XLA pairs the devices of a collective by its replica groups. A collective withou
 every device of the mesh, whatever its axis: if only some devices run it, XLA pairs it with a permute of the others.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from ipu_jax.base.annotations import Dtype, Eqn, Function, Tree, Value
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from sharded_ops import to_all
 
@@ -21,7 +19,7 @@ _GROUPED = """
 _SILENT = ("axis_index", "pcast", "pvary", "preduced")  # these communicate nothing
 
 
-def axes_of(eqn: Any) -> tuple[str, ...]:
+def axes_of(eqn: Eqn) -> tuple[str, ...]:
     """Return the mesh axes that an equation names, with or without communicating over them.
 
     Jaxprs inside the equation are not searched.
@@ -33,13 +31,13 @@ def axes_of(eqn: Any) -> tuple[str, ...]:
     return tuple(axis for axis in (REPLICA_AXIS, IPU_AXIS) if axis in named)
 
 
-def waits(eqn: Any, axis: str) -> bool:
+def waits(eqn: Eqn, axis: str) -> bool:
     """Return whether an equation waits for other devices of an axis. Without replica groups it waits on every axis."""
     axes, name = axes_of(eqn), eqn.primitive.name
     return bool(axes) and name not in _SILENT and (axis in axes or name not in _GROUPED)
 
 
-def broadcast(source: int, tree: Any, axis: str = IPU_AXIS) -> Any:
+def broadcast(source: int, tree: Tree, axis: str = IPU_AXIS) -> Tree:
     """Return the tree that `source` holds on every device of the axis; the other devices' trees are not read.
 
     Communicates one psum per leaf.
@@ -47,7 +45,7 @@ def broadcast(source: int, tree: Any, axis: str = IPU_AXIS) -> Any:
     return jax.tree.map(lambda leaf: to_all(leaf, source, axis), tree)
 
 
-def rounded(total: jax.Array, dtype: Any) -> jax.Array:
+def rounded(total: jax.Array, dtype: Dtype) -> jax.Array:
     """Return a sum over devices in a dtype, added up in its own one.
 
     XLA for TPU moves a conversion to bfloat16 from after a sum to before it, also past an `optimization_barrier`, but
@@ -59,7 +57,7 @@ def rounded(total: jax.Array, dtype: Any) -> jax.Array:
     return lax.reduce_precision(total, own.nexp, own.nmant).astype(dtype)
 
 
-def reduced(reduce: Callable[..., Any], tree: Any, *axes: str) -> Any:
+def reduced(reduce: Function, tree: Tree, *axes: str) -> Value:
     """Return `reduce(tree, axes)` of a function such as `lax.psum`, over those axes that have several devices.
 
     XLA keeps an all-reduce over an axis of one device, and copies for it.
@@ -68,7 +66,7 @@ def reduced(reduce: Callable[..., Any], tree: Any, *axes: str) -> Any:
     return reduce(tree, several) if several else tree
 
 
-def state_over_replicas(tree: Any) -> Any:
+def state_over_replicas(tree: Tree) -> Tree:
     """Return the state that all replicas continue with: the mean of floating leaves, and replica 0's other leaves.
 
     Communicates one all-reduce per leaf over the axis "replica" if there are several replicas.

@@ -16,17 +16,18 @@ devices, keep their order.
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
+
+from ipu_jax.base.annotations import Device
 
 _Place = tuple[int, ...]
 _MOST_TRIED: Final = 64
 """The most devices for which paths through a grid with holes are tried."""
 
 
-def rows_of(devices: Sequence[Any], replicas: int, ipus: int, group: int = 1) -> npt.NDArray[Any]:
+def rows_of(devices: Sequence[Device], replicas: int, ipus: int, group: int = 1) -> np.ndarray:
     """Return the devices of each replica: the first ones of all, along a path through each slice.
 
     A replica is in one slice if a slice has enough devices. Then the rest of a slice, if too small, is left out unless
@@ -41,20 +42,20 @@ def rows_of(devices: Sequence[Any], replicas: int, ipus: int, group: int = 1) ->
         An array (replicas, ipus * group) of devices, an IPU's beside each other.
     """
     ipus *= group
-    slices: dict[int, list[Any]] = {}
+    slices: dict[int, list[Device]] = {}
     for device in devices:
         slices.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
-    rows: list[list[Any]] = []
+    rows: list[list[Device]] = []
     for number in sorted(slices):
         count = min(len(slices[number]) // ipus, replicas - len(rows))
         path = _first_through(slices[number], count * ipus, group)
         rows += [path[at : at + ipus] for at in range(0, len(path), ipus)]
     if len(rows) < replicas:
-        path, needed = list[Any](), replicas * ipus
+        path, needed = list[Device](), replicas * ipus
         for number in sorted(slices):
             path += _first_through(slices[number], min(len(slices[number]), needed - len(path)), group)
         rows = [path[at : at + ipus] for at in range(0, needed, ipus)]
-    turned: list[list[Any]] = []
+    turned: list[list[Device]] = []
     for row in rows:
         beside = turned[-1] if turned else row
         row = _turned(row, group) if group > 1 else row
@@ -64,29 +65,29 @@ def rows_of(devices: Sequence[Any], replicas: int, ipus: int, group: int = 1) ->
     return found
 
 
-def _turned(row: list[Any], group: int) -> list[Any]:
+def _turned(row: list[Device], group: int) -> list[Device]:
     """Return a replica's devices, each IPU's turned round if it is nearer to the IPU before it so."""
-    found: list[Any] = []
+    found: list[Device] = []
     for at in range(0, len(row), group):
         here = row[at : at + group]
         found += min(here, here[::-1], key=lambda way: sum(map(hops, found[-group:], way)))
     return found
 
 
-def _links(path: Sequence[Any], group: int) -> int:
+def _links(path: Sequence[Device], group: int) -> int:
     """Return how many links there are between neighbours of an IPU's devices, and to the same ones of the next IPU."""
     path = _turned([*path], group)
     inside = sum(hops(one, other) for k, (one, other) in enumerate(itertools.pairwise(path)) if (k + 1) % group)
     return inside + sum(map(hops, path, path[group:]))
 
 
-def _first_through(devices: Sequence[Any], count: int, group: int) -> list[Any]:
+def _first_through(devices: Sequence[Device], count: int, group: int) -> list[Device]:
     """Return a path through the first devices of a slice, or through others if the first ones are scattered."""
     path = path_through(devices[:count], group)
     return path if _length(path) < count or group > 1 else path_through(devices, group)[:count]
 
 
-def path_through(devices: Sequence[Any], group: int = 1) -> list[Any]:
+def path_through(devices: Sequence[Device], group: int = 1) -> list[Device]:
     """Return the devices of a slice along a path, from each to a neighbour of it if they are a full grid.
 
     For groups of devices it is the path on which these are near each other, and each group near the next one.
@@ -115,7 +116,7 @@ def _snake(sides: Sequence[Sequence[int]], order: Sequence[int]) -> Iterator[_Pl
     return (tuple(place[k] for k in by_dim) for place in path)
 
 
-def _nearest_first(start: Any, devices: Sequence[Any]) -> list[Any]:
+def _nearest_first(start: Device, devices: Sequence[Device]) -> list[Device]:
     """Return a path that goes from a device to the nearest one that is left, again and again."""
     path, left = [start], [device for device in devices if device is not start]
     while left:
@@ -124,17 +125,17 @@ def _nearest_first(start: Any, devices: Sequence[Any]) -> list[Any]:
     return path
 
 
-def _length(path: Sequence[Any]) -> int:
+def _length(path: Sequence[Device]) -> int:
     return sum(itertools.starmap(hops, itertools.pairwise(path)))
 
 
-def place_of(device: Any) -> _Place | None:
+def place_of(device: Device) -> _Place | None:
     """Return where a device is in the grid of its slice: its chip's coordinates and its core's number, or None."""
     coordinates, core = (getattr(device, name, None) for name in ("coords", "core_on_chip"))
     return None if coordinates is None or core is None else (*coordinates, core)  # GPUs have no cores
 
 
-def hops(one: Any, other: Any) -> int:
+def hops(one: Device, other: Device) -> int:
     """Return how many links a message takes from one device to another of its slice; 1 where places are not known."""
     here, there = place_of(one), place_of(other)
     if here is None or there is None:

@@ -32,6 +32,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
 
 from ipu_jax.base import facts
+from ipu_jax.base.annotations import Device, Tree
 from ipu_jax.base.checks import check_bool, check_choice, check_count
 from ipu_jax.base.doors import public
 from ipu_jax.core.cuda_graphs import use_cuda_graphs
@@ -112,7 +113,7 @@ def configure(num_ipus: int, *, cores: Cores = "shared", cuda_graphs: bool | Non
 
 
 @public
-def make_mesh(replicas: int, ipus_per_replica: int, *, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
+def make_mesh(replicas: int, ipus_per_replica: int, *, devices: Sequence[Device] | None = None, **axes: int) -> Mesh:
     """Return the mesh of a program: `replicas` rows of `ipus_per_replica` IPUs, over the first devices of jax.
 
     After `jax.distributed.initialize` these are the devices of all instances, beginning with instance 0. Every instance
@@ -179,11 +180,11 @@ def make_mesh(replicas: int, ipus_per_replica: int, *, devices: Sequence[Any] | 
     return mesh
 
 
-_pool_of: dict[Mesh, list[Any] | None] = {}
-_described: list[Any] | None = None
+_pool_of: dict[Mesh, list[Device] | None] = {}
+_described: list[Device] | None = None
 
 
-def devices_of(mesh: Mesh) -> list[Any] | None:
+def devices_of(mesh: Mesh) -> list[Device] | None:
     """Return the devices from which a wider mesh is made, as `make_mesh` takes them; None for all of jax.
 
     jax makes equal meshes one object, so these belong to the last `make_mesh` that made an equal one: ask at once.
@@ -194,7 +195,7 @@ def devices_of(mesh: Mesh) -> list[Any] | None:
 
 
 @contextlib.contextmanager
-def describing(devices: Sequence[Any]) -> Iterator[None]:
+def describing(devices: Sequence[Device]) -> Iterator[None]:
     """Let `make_mesh` and `configure` take these devices in place of jax's own, for a script that is only compiled."""
     global _described
     before, _described = _described, _pool(devices)
@@ -204,7 +205,7 @@ def describing(devices: Sequence[Any]) -> Iterator[None]:
         _described = before
 
 
-def is_described(device: Any) -> bool:
+def is_described(device: Device) -> bool:
     """Return whether a device is not there and only described, so that programs can be compiled for it, but not run."""
     return not device.client.local_devices()
 
@@ -219,7 +220,7 @@ def check_there(mesh: Mesh, what: str, instead: str) -> None:
         )
 
 
-def _pool(devices: Sequence[Any] | None) -> list[Any]:
+def _pool(devices: Sequence[Device] | None) -> list[Device]:
     if devices is None:
         return jax.devices() if _described is None else _described
     pool = list(devices) if isinstance(devices, Sequence | np.ndarray) else []
@@ -280,7 +281,7 @@ class InFlight:
         """Return the number of steps that were admitted here and not yet waited for."""
         return sum(window is self for window, _ in _outstanding)
 
-    def begin(self, arguments: Any = None) -> None:
+    def begin(self, arguments: Tree = None) -> None:
         """Tell poprun, if it runs this process, that a step is about to be dispatched; `admit` takes its outputs.
 
         A dispatch may wait for other instances. If instances are stuck, they wait for the instance that has begun the
@@ -293,7 +294,7 @@ class InFlight:
         for listener in facts.listeners():
             listener.dispatching(self, arguments)
 
-    def admit(self, outputs: Any, *, updates: int = 1, samples: int = 0) -> None:
+    def admit(self, outputs: Tree, *, updates: int = 1, samples: int = 0) -> None:
         """Remember a step that was just dispatched; wait for the oldest steps until `limit` are outstanding.
 
         Inside a `jax.jit` nothing is dispatched yet, so this does nothing.
@@ -339,7 +340,7 @@ class InFlight:
                 return
 
 
-def local_devices() -> list[Any]:
+def local_devices() -> list[Device]:
     """Return the devices of this process, and start the jax backend.
 
     Raises:
@@ -387,7 +388,7 @@ def cpu_devices_asked_for() -> int:
     return max(jax.config.values["jax_num_cpu_devices"], int(flag[1]) if flag else 0)
 
 
-def _too_few_in(pool: list[Any], needed: int, *, given: bool = False) -> str:
+def _too_few_in(pool: list[Device], needed: int, *, given: bool = False) -> str:
     if given or is_described(pool[0]):
         kind = "described" if is_described(pool[0]) else "given"
         return f"{len(pool)} {pool[0].device_kind} devices were {kind}: use fewer IPUs, or more devices"
@@ -408,7 +409,7 @@ def _too_few(needed: int, there: int, platform: str) -> str:
     )
 
 
-def _too_few_of_all(needed: int, devices: list[Any]) -> str:
+def _too_few_of_all(needed: int, devices: list[Device]) -> str:
     """Return the end of an error message about the devices of all instances."""
     of_each = collections.Counter(device.process_index for device in devices)
     counts = [of_each[instance] for instance in range(jax.process_count())]

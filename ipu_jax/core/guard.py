@@ -10,10 +10,12 @@ of IPU 0, the exchange of its y, F of IPU 1. Each IPU would then wait for the ot
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import jax.numpy as jnp
 from jax import lax
+
+from ipu_jax.base.annotations import Tree, Value
 
 SLOT: Final = "ipu_jax.slot"
 """The name, in the compiled program, of the guards in which IPUs update their own leaves."""
@@ -30,14 +32,14 @@ class Fence:
         zero: always 0, which XLA does not know.
     """
 
-    i: Any
-    zero: Any
+    i: Value
+    zero: Value
 
-    def __call__(self, tree: Any) -> Any:
+    def __call__(self, tree: Tree) -> Tree:
         return lax.optimization_barrier((tree, self.i))[0]
 
 
-def guard(guards_run: Any, active: Any, body: Callable[[Fence, Any], Any], carry: Any) -> tuple[Any, Any]:
+def guard(guards_run: Value, active: Value, body: Callable[[Fence, Tree], Tree], carry: Tree) -> tuple[Value, Tree]:
     """Return `(guards_run + 1, body(fence, carry))` if `active`, else `(guards_run, carry)`.
 
     `body` must pass the values that it reads from outside through its `Fence`.
@@ -52,7 +54,7 @@ def guard(guards_run: Any, active: Any, body: Callable[[Fence, Any], Any], carry
         return guards_run, body(Fence(guards_run, jnp.int32(0)), carry) if active else carry
     end = guards_run + active.astype(jnp.int32)
 
-    def once(state: tuple[Any, Any]) -> tuple[Any, Any]:
+    def once(state: tuple[Value, Tree]) -> tuple[Value, Tree]:
         i, carry = state
         return i + 1, body(Fence(i, i - guards_run), carry)
 

@@ -16,23 +16,24 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from ipu_jax.base.annotations import Device, Tree, Value
 from ipu_jax.base.keys import is_key
 
 Index = tuple[slice, ...]
 
 
-def spans_instances(devices: npt.NDArray[Any]) -> bool:
+def spans_instances(devices: np.ndarray) -> bool:
     """Return whether some of a mesh's devices belong to another process."""
     return any(device.process_index != jax.process_index() for device in devices.flat)
 
 
-def own_device(mesh: Mesh) -> Any:
+def own_device(mesh: Mesh) -> Device:
     """Return the first device of a mesh that belongs to this process."""
     return next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
 
 
 @jax.transfer_guard("allow")  # the caller asks for this transfer
-def put(tree: Any, sharding: Sharding) -> Any:
+def put(tree: Tree, sharding: Sharding) -> Tree:
     """Return the tree on the devices of a sharding. Every instance passes the same whole values.
 
     Communicates from host to device only, unless a leaf is already on several instances: then `on_host` reads it.
@@ -43,7 +44,7 @@ def put(tree: Any, sharding: Sharding) -> Any:
     return jax.tree.map(lambda leaf: put_copy(leaf, sharding), tree)
 
 
-def put_copy(array: Any, sharding: Sharding) -> jax.Array:
+def put_copy(array: Value, sharding: Sharding) -> jax.Array:
     """Return a copy of an array in new memory on the devices of a sharding, so that a program can donate it.
 
     Every instance passes the same whole values. Communicates like `put`.
@@ -56,7 +57,7 @@ def put_copy(array: Any, sharding: Sharding) -> jax.Array:
 
 
 @jax.transfer_guard("allow")  # the caller asks for this transfer
-def on_host(array: Any) -> npt.NDArray[Any]:
+def on_host(array: Value) -> np.ndarray:
     """Return a whole array in the memory of each instance, whichever IPUs hold its parts.
 
     Communicates nothing if every instance holds all parts. Otherwise it communicates one all-gather, and every device
@@ -95,21 +96,21 @@ def gathered(mesh: Mesh, numbers: Sequence[float]) -> npt.NDArray[np.float64]:
     return on_host(rows).view(np.float64)
 
 
-def device_blocks(shape: tuple[int, ...], index_of: Mapping[Any, Index | None]) -> list[tuple[Index, list[Any]]]:
+def device_blocks(shape: tuple[int, ...], index_of: Mapping[Device, Index | None]) -> list[tuple[Index, list[Device]]]:
     """Return the blocks into which devices divide an array, in order, and the devices that hold each block.
 
     Args:
         shape: the shape of the array.
         index_of: per device the index of its block, as a `Sharding` returns it.
     """
-    devices_of: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    devices_of: dict[tuple[tuple[int, int], ...], list[Device]] = {}
     for device, index in index_of.items():
         bounds = [part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True)]
         devices_of.setdefault(tuple(bounds), []).append(device)
     return [(tuple(slice(*b) for b in bounds), devices_of[bounds]) for bounds in sorted(devices_of)]
 
 
-def _is_elsewhere(value: Any) -> bool:
+def _is_elsewhere(value: Value) -> bool:
     return isinstance(value, jax.Array) and not value.is_fully_addressable
 
 
@@ -121,5 +122,5 @@ def _is_whole_everywhere(array: jax.Array) -> bool:
 
 
 @functools.cache
-def _gathering(mesh: Any) -> Any:
+def _gathering(mesh: Mesh) -> Any:
     return jax.jit(lambda array: array, out_shardings=NamedSharding(mesh, PartitionSpec()))

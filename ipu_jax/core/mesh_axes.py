@@ -9,13 +9,14 @@ functions (`jax.lax.with_sharding_constraint`), say how arrays are split, and XL
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import jax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from ipu_jax.base.annotations import Function, Tree, Value
 from ipu_jax.base.jaxprs import check_context_mesh
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 
@@ -65,12 +66,12 @@ def further_part(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*(None if entry in OWN_AXES else entry for entry in spec))
 
 
-def kept_split(array: Any, spec: PartitionSpec) -> Any:
+def kept_split(array: Value, spec: PartitionSpec) -> Value:
     """Return one IPU's array, split over the further axes of a spec."""
     return lax.with_sharding_constraint(array, further_part(spec)) if names_further(spec) else array
 
 
-def over_ipus(program: Callable[..., Any], mesh: Mesh, *, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def over_ipus(program: Function, mesh: Mesh, *, in_specs: Tree, out_specs: Tree) -> Function:
     """Map a program over the IPUs of all replicas, as `jax.shard_map` does, with further axes left to XLA.
 
     Args:
@@ -90,10 +91,10 @@ def over_ipus(program: Callable[..., Any], mesh: Mesh, *, in_specs: Any, out_spe
         check_vma=False,
     )
 
-    def placed(spec: PartitionSpec, leaf: Any) -> Any:
+    def placed(spec: PartitionSpec, leaf: Value) -> Value:
         return lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
 
-    def run(*args: Any) -> Any:
+    def run(*args: Tree) -> Tree:
         check_context_mesh(mesh)
         results = mapped(*args)
         if parts(further_axes(mesh)) == 1:

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from ipu_jax.base.annotations import Batch, Device, Key, Params, Tree, Value
 from ipu_jax.base.doors import public_on_mesh
 from ipu_jax.base.jaxprs import check_context_mesh
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
@@ -38,8 +39,8 @@ backend fuses a product with its neighbours, and rounds otherwise than XLA does.
 
 @public_on_mesh
 def reference_value_and_grad(
-    pipeline: Pipeline, params: dict[str, Any], batch: Any, state: dict[str, Any] | None = None, key: Any = None
-) -> Any:
+    pipeline: Pipeline, params: dict[str, Params], batch: Batch, state: dict[str, Tree] | None = None, key: Key = None
+) -> Tree:
     """Return the result of `Pipeline.value_and_grad`, computed by the unsharded program.
 
     Args:
@@ -68,13 +69,13 @@ def reference_value_and_grad(
 @public_on_mesh
 def reference_predict(
     pipeline: Pipeline,
-    params: dict[str, Any],
-    batch: Any,
-    state: dict[str, Any] | None = None,
-    key: Any = None,
+    params: dict[str, Params],
+    batch: Batch,
+    state: dict[str, Tree] | None = None,
+    key: Key = None,
     *,
     return_state: bool = False,
-) -> Any:
+) -> Tree:
     """Return the result of `Pipeline.predict`, computed by the unsharded program.
 
     Args:
@@ -99,8 +100,8 @@ def reference_predict(
     _check_state(pipeline, state)
     model = whole(stages, "prediction")
 
-    def run_replica(args: StepArgs) -> Any:
-        def run_microbatch(state: Any, index_and_microbatch: tuple[Any, Any]) -> tuple[Any, Any]:
+    def run_replica(args: StepArgs) -> Tree:
+        def run_microbatch(state: Tree, index_and_microbatch: tuple[Value, Batch]) -> tuple[Tree, Tree]:
             inputs = _inputs(stages, args.key, *index_and_microbatch)
             message, new_state, _ = model(args.params, NO_MESSAGE, inputs, state)
             return new_state, jax.tree.map(jnp.asarray, message.y)
@@ -112,7 +113,7 @@ def reference_predict(
     return (outputs, jax.tree.map(lambda leaf: leaf[0], states)) if return_state else outputs
 
 
-def unsharded_update(pipeline: Pipeline, given: StepArgs, *, fused: bool = True) -> Any:
+def unsharded_update(pipeline: Pipeline, given: StepArgs, *, fused: bool = True) -> Tree:
     """Compute `reference_value_and_grad`; without `fused`, every operation rounds its result to its own dtype."""
     stages, replicas, m = pipeline.stages, pipeline.replicas, pipeline.options.gradient_accumulation
     check_key(given.key, stages, "training")
@@ -124,15 +125,15 @@ def unsharded_update(pipeline: Pipeline, given: StepArgs, *, fused: bool = True)
     frozen = pipeline.placement.groups.layout(given.params).frozen_whole_leaves()
     treedef = jax.tree.structure(given.params)
 
-    def run_replica(args: StepArgs) -> Any:
+    def run_replica(args: StepArgs) -> Tree:
         leaves = jax.tree.leaves(args.params)
         learning = [leaf for leaf, is_frozen in zip(leaves, frozen, strict=True) if not is_frozen]
 
-        def run_microbatch(carry: Any, index_and_microbatch: tuple[Any, Any]) -> tuple[Any, Any]:
+        def run_microbatch(carry: Tree, index_and_microbatch: tuple[Value, Batch]) -> tuple[Tree, Tree]:
             sums, state = carry
             inputs = _inputs(stages, args.key, *index_and_microbatch)
 
-            def loss_of(learning: list[Any]) -> tuple[Any, Any]:
+            def loss_of(learning: list[Value]) -> tuple[Value, Tree]:
                 next_learning = iter(learning)
                 weights = [w if is_frozen else next(next_learning) for w, is_frozen in zip(leaves, frozen, strict=True)]
                 message, new_state, aux = model(jax.tree.unflatten(treedef, weights), NO_MESSAGE, inputs, state)
@@ -167,7 +168,7 @@ def check_pipeline(pipeline: Any) -> None:
         raise ValueError(f"pipeline is a {type(pipeline).__name__}: give a Pipeline, such as step.model")
 
 
-def _check_state(pipeline: Pipeline, state: Any) -> None:
+def _check_state(pipeline: Pipeline, state: Tree) -> None:
     if pipeline.function is not None:
         return
     named, given = {stage.state for stage in pipeline.stages if stage.state is not None}, set(state or {})
@@ -177,7 +178,7 @@ def _check_state(pipeline: Pipeline, state: Any) -> None:
         )
 
 
-def _check_searchable(**inputs: Any) -> None:
+def _check_searchable(**inputs: Tree) -> None:
     """Raise `ValueError` if jax searches for the operation that makes a NaN, but an input holds one already.
 
     Arrays of which other instances hold a part are not looked at.
@@ -195,18 +196,18 @@ def _check_searchable(**inputs: Any) -> None:
                 )
 
 
-def _numbered(batch: Any) -> tuple[Any, Any]:
+def _numbered(batch: Batch) -> tuple[Value, Batch]:
     return jnp.arange(len(jax.tree.leaves(batch)[0])), batch
 
 
-def _inputs(stages: tuple[Stage, ...], key: Any, index: Any, microbatch: Any) -> MicrobatchInputs:
+def _inputs(stages: tuple[Stage, ...], key: Key, index: Value, microbatch: Batch) -> MicrobatchInputs:
     keys = keys_of(key, lax.axis_index(REPLICA_AXIS), index, range(len(stages)), stages)
     return MicrobatchInputs(microbatch, keys)
 
 
 def _on_first_ipus(
     pipeline: Pipeline, run_replica: Callable[[StepArgs], Any], given: StepArgs, *, fused: bool = True
-) -> Any:
+) -> Tree:
     """Return the results of all replicas, stacked, on this instance's first device."""
     check_context_mesh()
     copies, first_ipu = _copies(pipeline.mesh), SingleDeviceSharding(own_device(pipeline.mesh))
@@ -215,7 +216,7 @@ def _on_first_ipus(
     params, state, key = put((params, {} if state is None else state, key), NamedSharding(copies, replicated))
     args = StepArgs(params, put(batch, NamedSharding(copies, per_replica)), state, key)
 
-    def stacked(args: StepArgs) -> Any:
+    def stacked(args: StepArgs) -> Tree:
         return jax.tree.map(lambda leaf: leaf[None], run_replica(args.of_replica()))
 
     mapped = jax.shard_map(
@@ -236,7 +237,7 @@ def _copies(mesh: Mesh) -> Mesh:
     If a replica is on several instances, each of them has a copy of it: the program runs on all instances, and each
     gets the results. The copies do not differ otherwise.
     """
-    rows: list[list[Any]] = []
+    rows: list[list[Device]] = []
     of_replicas = mesh.devices.reshape(len(mesh.devices), -1)
     for row in of_replicas:
         first_of: dict[int, Any] = {}

@@ -3,13 +3,14 @@
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from ipu_jax.base.annotations import Function, Json, Tree, Value
 from ipu_jax.base.checks import as_int, check_choice
 from ipu_jax.base.doors import public
 from ipu_jax.base.jaxprs import closed_of
@@ -32,11 +33,11 @@ class Outputs:
         aux: other results for a micro-batch, such as metrics; no gradient flows through it.
     """
 
-    y: Any
-    state: Any = None
-    skips: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    aux: Any = None
-    loss: Any = None
+    y: Tree
+    state: Tree = None
+    skips: Mapping[str, Tree] = dataclasses.field(default_factory=dict)
+    aux: Tree = None
+    loss: Value = None
 
 
 class Origin(NamedTuple):
@@ -137,19 +138,19 @@ class Stage:
             `predict_specs` are not PartitionSpecs, or name "ipu" for a stage that is local or has no `predict`.
     """
 
-    fn: Callable[..., Any]
+    fn: Function
     params: str | None = None
     ipu: int | AllIpus = 0
-    reference: Callable[..., Any] | None = None
+    reference: Function | None = None
     name: str = ""
-    recompute: Literal["auto", "none", "all"] | Callable[..., Any] = "auto"
+    recompute: Literal["auto", "none", "all"] | Function = "auto"
     state: str | None = None
     random: bool | Literal["same"] = False
     takes: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
-    evaluate: Callable[..., Any] | None = None
-    predict: Callable[..., Any] | None = None
-    predict_specs: Any = _WHOLE
+    evaluate: Function | None = None
+    predict: Function | None = None
+    predict_specs: Tree = _WHOLE
     origins: tuple["Origin", ...] = dataclasses.field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -208,7 +209,7 @@ class Stage:
         """Return the names of all parameter groups that the stage reads, its own first."""
         return self.shared if self.params is None else (self.params, *self.shared)
 
-    def function(self, role: "Role") -> Callable[..., Any]:
+    def function(self, role: "Role") -> Function:
         """Return the function that runs in that role."""
         if role == "prediction":
             return self.predict or self.evaluate or self.fn
@@ -221,7 +222,7 @@ class Stage:
         without = {"evaluation": self.evaluate, "prediction": self.predict or self.evaluate}
         return bool(self.random) and without.get(role) is None
 
-    def checkpointed(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def checkpointed(self, fn: Function) -> Function:
         """Return one of the stage's functions under its `recompute` policy, if that is neither "auto" nor "none"."""
         if self.recompute in ("auto", "none"):
             return fn
@@ -237,9 +238,9 @@ class _RealsBy:
     jax rounds what it keeps by `lax.reduce_precision`, which raises `TypeError` for complex values (0.10 to 0.12).
     """
 
-    policy: Callable[..., Any]
+    policy: Function
 
-    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+    def __call__(self, primitive: Any, *avals: Value, **params: Json) -> Any:
         # a function with a derivative of its own has a body, but no rule for shapes
         body = params.get("call_jaxpr")
         made = primitive.abstract_eval(*avals, **params)[0] if body is None else closed_of(body).out_avals

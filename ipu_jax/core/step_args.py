@@ -10,9 +10,11 @@ add and remove such dims. A door is the first and the last line of a program tha
 so that no array is copied for it. Behind a door no dim is missing, and nothing asks for a size of 1.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+
+from ipu_jax.base.annotations import Batch, Key, Params, Tree, Value
 
 
 class StepArgs(NamedTuple):
@@ -25,10 +27,10 @@ class StepArgs(NamedTuple):
         key: a typed key, or None.
     """
 
-    params: Any
-    batch: Any
-    state: Any = None
-    key: Any = None
+    params: Params
+    batch: Batch
+    state: Tree = None
+    key: Key = None
 
     def entered(self, replicas: int) -> "StepArgs":
         """Return the record with all dims, from arguments as a user gives them."""
@@ -48,20 +50,20 @@ def given_dims(*sizes: int) -> int:
     return sum(size > 1 for size in sizes)
 
 
-def with_dims(tree: Any, *sizes: int) -> Any:
+def with_dims(tree: Tree, *sizes: int) -> Tree:
     """Return arrays, or their shapes, with leading dims of these sizes. In the tree, those of size 1 are left out."""
     for at, size in enumerate(sizes):
         tree = tree if size > 1 else jax.tree.map(lambda leaf, at=at: _expanded(leaf, at), tree)
     return tree
 
 
-def without_dims(tree: Any, *sizes: int) -> Any:
+def without_dims(tree: Tree, *sizes: int) -> Tree:
     """Return arrays without those of their leading dims of these sizes that are 1: the inverse of `with_dims`."""
     ones = tuple(at for at, size in enumerate(sizes) if size == 1)
     return jax.tree.map(lambda leaf: leaf.squeeze(ones), tree) if ones else tree
 
 
-def _expanded(leaf: Any, at: int) -> Any:
+def _expanded(leaf: Value, at: int) -> Tree:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((*leaf.shape[:at], 1, *leaf.shape[at:]), leaf.dtype)
     return leaf[(slice(None),) * at + (None,)]

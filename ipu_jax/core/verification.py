@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from ipu_jax.base import facts
+from ipu_jax.base.annotations import Batch, Dtype, Jaxpr, Key, Tree, Value
 from ipu_jax.base.checks import check_cost
 from ipu_jax.base.doors import public_on_mesh
 from ipu_jax.base.jaxprs import all_equations
@@ -85,9 +85,9 @@ def _worst(errors: Mapping[str, float]) -> tuple[str, float]:
 def verify(
     pipeline: Pipeline,
     params: Sharded,
-    batch: Any,
+    batch: Batch,
     state: Sharded | None = None,
-    key: Any = None,
+    key: Key = None,
     *,
     rtol: float | None = None,
 ) -> VerificationReport:
@@ -149,12 +149,12 @@ def verify(
     check_cost("rtol", 0.0 if rtol is None else rtol, "tolerance")
     weights, whole_state = pipeline.unshard(params), None if state is None else pipeline.unshard(state)
 
-    def sharded(*, fused: bool = True) -> dict[str, Any]:
+    def sharded(*, fused: bool = True) -> dict[str, Tree]:
         run = pipeline.value_and_grad if fused else jax.jit(pipeline.value_and_grad, compiler_options=UNFUSED)
         value, *others = run(*given)
         return _results((value, *map(pipeline.unshard, others)))
 
-    def unsharded(weights: Any, *, fused: bool = True) -> dict[str, Any]:
+    def unsharded(weights: Tree, *, fused: bool = True) -> dict[str, Tree]:
         whole = StepArgs(weights, batch, whole_state, key)
         return _results(unsharded_update(pipeline, whole, fused=fused))
 
@@ -188,7 +188,7 @@ def verify(
     return comparison.report
 
 
-def _dtypes_of(program: Any) -> tuple[set[Any], set[Any]]:
+def _dtypes_of(program: Jaxpr) -> tuple[set[Dtype], set[Dtype]]:
     """Return the float dtypes of less than 32 bits that a program computes, and those that it adds over IPUs."""
     computed, added = set(), set()
     for eqn in all_equations(program.jaxpr):
@@ -213,7 +213,7 @@ class _Compared:
         own_error: this instance's error.
     """
 
-    def __init__(self, name: str, actual: Any, expected: Any, slack: float, *, may_be_infinite: bool):
+    def __init__(self, name: str, actual: Value, expected: Value, slack: float, *, may_be_infinite: bool):
         self.name, self.actual, self.expected = name, on_host(actual), on_host(expected)
         self.is_float = jnp.issubdtype(self.expected.dtype, jnp.inexact)
         wide_actual, wide_expected = _wide(self.actual), _wide(self.expected)
@@ -259,9 +259,9 @@ class _Comparison:
     def __init__(
         self,
         mesh: Mesh,
-        actual: dict[str, Any],
-        expected: dict[str, Any],
-        others: Sequence[Any] = (),
+        actual: dict[str, Tree],
+        expected: dict[str, Tree],
+        others: Sequence[Tree] = (),
         *,
         least_slack: float = 0.0,
     ):
@@ -333,18 +333,18 @@ class _Allowed:
         return leaf.error <= self.of(leaf)  # False if it is NaN
 
 
-def _roundings(dtype: Any) -> float:
+def _roundings(dtype: Dtype) -> float:
     return 8 * float(jnp.finfo(dtype).eps)
 
 
-def _results(result: tuple[Any, ...]) -> dict[str, Any]:
+def _results(result: tuple[Tree, ...]) -> dict[str, Tree]:
     """Return the results of `value_and_grad` by name."""
     value, gradients, *state = result
     loss, aux = value if isinstance(value, tuple) else (value, None)
     return {"loss": loss, "params": gradients, "state": state[0] if state else None, "aux": aux}  # the report's order
 
 
-def _slack(expected: Any, *others: Any, least: float) -> float:
+def _slack(expected: Value, *others: Value, least: float) -> float:
     """Return 4 times the largest change of a leaf in the other runs; 0 for integers. Infinities are ignored."""
     if not jnp.issubdtype(jnp.result_type(expected), jnp.inexact):
         return 0.0
@@ -356,16 +356,16 @@ def _slack(expected: Any, *others: Any, least: float) -> float:
     return 4 * largest if 4 * largest >= least * scale else 0.0
 
 
-def _wide(leaf: Any) -> np.ndarray:
+def _wide(leaf: Value) -> np.ndarray:
     leaf = np.asarray(leaf)
     return leaf.astype(np.complex128 if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else np.float64)
 
 
-def _moved(weights: Any, seed: int) -> Any:
+def _moved(weights: Tree, seed: int) -> Tree:
     """Return the weights with each float32 number moved at random, by at most one unit in its last place."""
     rng = np.random.default_rng(seed)
 
-    def move(leaf: Any) -> Any:
+    def move(leaf: Value) -> Value:
         # weights in half are not moved: a change by one unit is not a rounding error, but another weight
         if leaf.dtype not in (np.float32, np.float64):
             return leaf
@@ -374,7 +374,7 @@ def _moved(weights: Any, seed: int) -> Any:
     return jax.tree.map(move, jax.device_get(weights))
 
 
-def _check_same_shapes(aux: Any, expected: Any) -> None:
+def _check_same_shapes(aux: Tree, expected: Tree) -> None:
     shapes = [jax.tree.map(lambda leaf: list(jnp.shape(leaf)), tree) for tree in (aux, expected)]
     if shapes[0] != shapes[1]:
         raise VerificationError(

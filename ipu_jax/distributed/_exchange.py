@@ -16,10 +16,10 @@ from typing import Any, Final, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from jax._src import distributed  # the coordination service's client, which jax does not export
 from jax.experimental import multihost_utils
 
+from ipu_jax.base.annotations import Dtype, Tree, Value
 from ipu_jax.base.keys import is_key
 from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError, named
 from ipu_jax.distributed.processes import beacons
@@ -40,7 +40,7 @@ def process() -> tuple[int, int]:
     return (state.process_id, state.num_processes) if jax.distributed.is_initialized() else (0, 1)
 
 
-def all_reduce(tree: Any, op: Literal["mean", "sum"], *, seconds: float) -> Any:
+def all_reduce(tree: Tree, op: Literal["mean", "sum"], *, seconds: float) -> Tree:
     """Return the reduced tree: see `popdist.all_reduce`."""
     leaves, treedef = jax.tree.flatten(tree)
     if any(is_key(leaf) for leaf in leaves):
@@ -54,7 +54,7 @@ def all_reduce(tree: Any, op: Literal["mean", "sum"], *, seconds: float) -> Any:
     return jax.tree.unflatten(treedef, reduced)
 
 
-def broadcast(tree: Any, root: int, *, seconds: float) -> Any:
+def broadcast(tree: Tree, root: int, *, seconds: float) -> Tree:
     """Return the tree of instance `root`: see `popdist.broadcast`."""
     leaves, treedef = jax.tree.flatten(tree)
     impls = [jax.random.key_impl(leaf) if is_key(leaf) else None for leaf in leaves]
@@ -145,34 +145,34 @@ def _is_there(client: Any, key: str) -> bool:
     return True
 
 
-def _on_host(leaf: Any) -> npt.NDArray[Any]:
+def _on_host(leaf: Value) -> np.ndarray:
     array = np.asarray(leaf)
     if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == np.bool_):
         raise ValueError(f"a leaf is {leaf!r}: give numbers and arrays of numbers")
     return array
 
 
-def _form(treedef: Any, arrays: list[npt.NDArray[Any]]) -> str:
+def _form(treedef: Any, arrays: list[np.ndarray]) -> str:
     return f"{treedef} of {', '.join(f'{array.dtype}{list(array.shape)}' for array in arrays)}"
 
 
-def _joined(arrays: list[npt.NDArray[Any]]) -> bytes:
+def _joined(arrays: list[np.ndarray]) -> bytes:
     return b"".join(array.tobytes() for array in arrays)
 
 
-def _split(joined: bytes, like: list[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
-    found, at = list[npt.NDArray[Any]](), 0
+def _split(joined: bytes, like: list[np.ndarray]) -> list[np.ndarray]:
+    found, at = list[np.ndarray](), 0
     for array in like:
         found.append(np.frombuffer(joined[at : at + array.nbytes], array.dtype).reshape(array.shape).copy())
         at += array.nbytes
     return found
 
 
-def _reduced(parts: list[npt.NDArray[Any]], op: str) -> npt.NDArray[Any]:
+def _reduced(parts: list[np.ndarray], op: str) -> np.ndarray:
     """Return the sum or mean, added in the order of the instances."""
     dtype = parts[0].dtype
     is_whole = dtype.kind == "b" or jnp.issubdtype(dtype, jnp.integer)  # int4 has another kind
-    wide: Any = np.complex128 if dtype.kind == "c" else np.float64
+    wide: Dtype = np.complex128 if dtype.kind == "c" else np.float64
     if is_whole and op == "sum":
         wide = np.uint64 if dtype.kind == "u" else np.int64
     total = parts[0].astype(wide)
@@ -184,6 +184,6 @@ def _reduced(parts: list[npt.NDArray[Any]], op: str) -> npt.NDArray[Any]:
     return total if dtype.kind == "b" else total.astype(dtype)
 
 
-def _like(leaf: Any, value: npt.NDArray[Any]) -> Any:
+def _like(leaf: Value, value: np.ndarray) -> Value:
     """Return the value as a Python number if the leaf is one."""
     return value.item() if isinstance(leaf, bool | int | float | complex) else value

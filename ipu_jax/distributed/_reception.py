@@ -22,7 +22,9 @@ import secrets
 import selectors
 import socket
 import time
-from typing import Any, Final
+from typing import Final
+
+from ipu_jax.base.annotations import Json
 
 _NONCE: Final = 32
 _PROOF: Final = 64
@@ -65,7 +67,7 @@ class Reception:
         self._listener, self._token = listener, token
         self._selector = selectors.DefaultSelector()
         self._here: dict[socket.socket, Guest] = {}
-        self._ready: collections.deque[tuple[Guest, Any]] = collections.deque()
+        self._ready: collections.deque[tuple[Guest, Json]] = collections.deque()
         self._welcome: list[Guest] = []
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
@@ -78,7 +80,7 @@ class Reception:
         for guest in self._welcome:
             guest.socket.close()
 
-    def next(self, deadline: float) -> Any:
+    def next(self, deadline: float) -> Json:
         """Return the value sent by the next guest that knows the token.
 
         Raises:
@@ -100,7 +102,7 @@ class Reception:
         self._welcome.append(guest)
         return value
 
-    def answer(self, value: Any) -> None:
+    def answer(self, value: Json) -> None:
         """Send a value to all guests whose values `next` has returned."""
         for guest in self._welcome:
             with contextlib.suppress(OSError):
@@ -185,7 +187,7 @@ class Reception:
         self._ready.append((guest, value))
 
 
-def ask(host: socket.socket, token: str, value: Any, deadline: float) -> Any:
+def ask(host: socket.socket, token: str, value: Json, deadline: float) -> Json:
     """Send a value to a host that knows the token, and return its answer.
 
     Args:
@@ -217,12 +219,12 @@ def _proof(token: str, *said: bytes) -> bytes:
     return hmac.new(token.encode(errors="surrogateescape"), b"".join(said), "sha256").hexdigest().encode()
 
 
-def _sealed(token: str, who: bytes, nonces: bytes, value: Any) -> bytes:
+def _sealed(token: str, who: bytes, nonces: bytes, value: Json) -> bytes:
     text = json.dumps(value).encode()
     return _proof(token, who, nonces, text) + text + b"\n"
 
 
-def _opened(token: str, who: bytes, nonces: bytes, line: bytes) -> Any:
+def _opened(token: str, who: bytes, nonces: bytes, line: bytes) -> Json:
     theirs, text = line[:_PROOF], line[_PROOF:-1]
     if not hmac.compare_digest(theirs, _proof(token, who, nonces, text)):
         raise NotOursError("what it says has another token than this run")

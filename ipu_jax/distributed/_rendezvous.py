@@ -24,8 +24,9 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
+from ipu_jax.base.annotations import Json
 from ipu_jax.distributed._reception import Reception, ask
 from ipu_jax.distributed.environment import COORDINATOR, Place, text_of
 from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError, PortTakenError, named
@@ -155,7 +156,7 @@ def _receive(place: Place, own: Mapping[str, str], deadline: float, seconds: flo
         reception.wait_for_leave(_LEAVE_SECONDS)
 
 
-def _read(hello: Any) -> tuple[int | None, dict[str, str]]:
+def _read(hello: Json) -> tuple[int | None, dict[str, str]]:
     """Return the number and the fingerprint in a hello; no number if it is not a hello."""
     match hello:
         case {"instance": int(number), "fingerprint": dict(theirs)} if not isinstance(number, bool):

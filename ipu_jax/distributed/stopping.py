@@ -160,7 +160,7 @@ class StopRequest:
             self._agreed.ask()
         self.asked = True
 
-    def _raise_at_the_second(self, *_: Any) -> None:
+    def _raise_at_the_second(self, *_: object) -> None:
         self._interruptions += 1
         if self._interruptions == 2 and self._holds:
             self._is_held = True

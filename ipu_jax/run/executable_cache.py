@@ -17,11 +17,12 @@ import os
 import re
 import warnings
 from types import TracebackType
-from typing import Any, Final
+from typing import Final
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from ipu_jax.base.annotations import Json
 from ipu_jax.base.cli.places import writable_folder
 from ipu_jax.distributed import popdist
 
@@ -58,7 +59,7 @@ class ExecutableCache:
     def __init__(self, folder: str | os.PathLike[str]):
         whole = writable_folder("the executable cache", folder)
         self._folder = writable_folder("the executable cache", popdist.own_cache(whole))
-        self._settings: dict[str, Any] = {
+        self._settings: dict[str, Json] = {
             "jax_compilation_cache_dir": str(self._folder),
             "jax_enable_compilation_cache": True,
             "jax_persistent_cache_min_compile_time_secs": 0.0,

@@ -246,7 +246,7 @@ class _HelpAll(argparse.Action):
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
 
-    def __call__(self, parser: Any, *_: Any) -> None:
+    def __call__(self, parser: Any, *_: object) -> None:
         also = ", ".join(f"{name} for {action.option_strings[0]}" for name, action in parser._other_names().items())
         parser.formatter_class, parser.epilog = _Formatter, f"{parser.epilog or ''}\n\nAlso understood: {also}."
         parser.print_help()
@@ -257,7 +257,7 @@ class _Version(argparse.Action):
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         print(versions(parser.prog))
         parser.exit()
 

@@ -56,7 +56,7 @@ class Bar:
             self._bar.start()
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._cell is not None:
             self._cell.update(self._picture(), raw=True)
         elif self._bar is not None:

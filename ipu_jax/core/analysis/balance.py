@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from ipu_jax.base.annotations import Batch, Params, Tree
 from ipu_jax.base.checks import check_cost, check_count
 from ipu_jax.base.jaxprs import traced_on
 from ipu_jax.base.showing import Shown, Table
@@ -221,9 +222,9 @@ def _best(
 
 def measure_costs(
     stages: Iterable[Stage],
-    params: Mapping[str, Any],
-    microbatch: Any,
-    state: Mapping[str, Any] | None = None,
+    params: Mapping[str, Params],
+    microbatch: Batch,
+    state: Mapping[str, Tree] | None = None,
     *,
     mesh: Mesh | None = None,
 ) -> list[int]:
@@ -262,7 +263,7 @@ def measure_costs(
 
     def costs() -> list[int]:
         flops: list[int] = []
-        x: Any = NO_MESSAGE
+        x: Tree = NO_MESSAGE
         for i, segment in enumerate(one_by_one(chain)):
             weights = {name: shapes[name] for name in segment.groups}
             states = {name: state_shapes[name] for name in segment.state_groups}

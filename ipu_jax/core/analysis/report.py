@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from ipu_jax.base.annotations import Batch, Device
 from ipu_jax.base.checks import as_int
 from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.analysis.bytes_picture import bytes_figure
@@ -237,7 +238,7 @@ class PipelineReport(Shown):
 
 
 def make_report(
-    plan: Plan, batch: Any, *, mesh: Mesh, lowered: Any = None, ipu_memory: float | None = None
+    plan: Plan, batch: Batch, *, mesh: Mesh, lowered: Any = None, ipu_memory: float | None = None
 ) -> PipelineReport:
     """Return the report of a step; `Pipeline.report` documents it.
 
@@ -264,7 +265,7 @@ def make_report(
     return dataclasses.replace(report, limit=_limit_of(mesh.devices.flat[0]) if ipu_memory is None else ipu_memory)
 
 
-def _limit_of(device: Any) -> float | None:
+def _limit_of(device: Device) -> float | None:
     try:
         return (device.memory_stats() or {}).get("bytes_limit")
     except jax.errors.JaxRuntimeError:  # it belongs to another process, or is not there and only compiled for

@@ -3,11 +3,11 @@
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 
+from ipu_jax.base.annotations import Function, Json
 from ipu_jax.core.analysis.report import PipelineReport, count_report
 from ipu_jax.core.analysis.stage_costs import TracedStages, transfer_time
 from ipu_jax.core.engine.plan import Plan, make_plan, trace_programs
@@ -189,9 +189,7 @@ class ScheduleChoice:
         self._found, self._schedule = found, found.schedule
         return found
 
-    def _search_within(
-        self, search: Callable[[Any], FoundSchedule], costs: StageCosts, shapes: StepShapes
-    ) -> FoundSchedule:
+    def _search_within(self, search: Function, costs: StageCosts, shapes: StepShapes) -> FoundSchedule:
         """Find a schedule whose report fits in `ipu_memory`.
 
         The limit of a search bounds the stash of each IPU. The engine's buffers may be larger: per dtype, they are as
@@ -254,7 +252,7 @@ def warn_of_messages(schedule: Schedule, platform: str, *, stacklevel: int) -> N
     """Warn if "grouped" leaves chips less idle than a schedule of the one-phase clock, at F = 1 and B = 2."""
     if platform == "cpu" or schedule.clock == "two-phase":
         return
-    where: Any = {"ipus": schedule.ipus, "placement": schedule.placement, "micro_batches": schedule.micro_batches}
+    where: Json = {"ipus": schedule.ipus, "placement": schedule.placement, "micro_batches": schedule.micro_batches}
     one, two = (other.simulate(lockstep=True) for other in (schedule, make_schedule("grouped", **where)))
     if two.bubble < one.bubble - 1e-9:
         ipu = max(range(schedule.ipus), key=two.peak_stash.__getitem__)

@@ -22,6 +22,7 @@ from jax.core import Tracer
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ipu_jax.base.annotations import Jaxpr, Value
 from ipu_jax.base.checks import check_count
 from ipu_jax.base.keys import is_key, with_keys, without_keys
 from ipu_jax.core.devices import IPU_AXIS
@@ -146,13 +147,13 @@ def _costs_the_same(one: Segment, of_one: SegmentProgram, other: Segment, of_oth
     return alike and (one.place is None) == (other.place is None) and one.stashes == other.stashes
 
 
-def _tasks_of(program: SegmentProgram) -> tuple[Any, ...]:
+def _tasks_of(program: SegmentProgram) -> tuple[Jaxpr, ...]:
     """Return the closed jaxprs of F, B, W and the whole backward pass; W is None where B is not split."""
     jaxprs = program.jaxprs
     return jaxprs["F"], jaxprs["B"], jaxprs.get("W"), program.whole_backward
 
 
-def _seconds(jaxpr: Any, place: int | None, mesh: Mesh, repeats: int) -> float:
+def _seconds(jaxpr: Jaxpr, place: int | None, mesh: Mesh, repeats: int) -> float:
     """Return the median seconds of a task on one IPU of each replica, or on all IPUs (None)."""
     if jaxpr is None or not jaxpr.jaxpr.eqns:
         return 0.0
@@ -160,7 +161,7 @@ def _seconds(jaxpr: Any, place: int | None, mesh: Mesh, repeats: int) -> float:
     args = [put(_argument(aval, random), NamedSharding(mesh, _WHOLE)) for aval in jaxpr.in_avals]
     task = core.jaxpr_as_fun(jaxpr)
 
-    def on_ipu(*args: Any) -> list[Any]:
+    def on_ipu(*args: Value) -> list[Value]:
         if place is None:
             return task(*args)
         idle = lambda *_: [jnp.zeros(aval.shape, aval.dtype) for aval in jaxpr.out_avals]  # noqa: E731
@@ -178,7 +179,7 @@ def _seconds(jaxpr: Any, place: int | None, mesh: Mesh, repeats: int) -> float:
     return statistics.median(seconds)
 
 
-def _argument(aval: Any, random: np.random.Generator) -> Any:
+def _argument(aval: Value, random: np.random.Generator) -> Value:
     if is_key(aval):
         data = jax.eval_shape(without_keys, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
         return with_keys(jnp.zeros(data.shape, data.dtype), aval)

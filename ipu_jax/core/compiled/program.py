@@ -17,6 +17,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 
+from ipu_jax.base.annotations import Device, Json
 from ipu_jax.core.devices import is_described
 from ipu_jax.core.engine.labels import guard_named, plan_named
 
@@ -318,7 +319,7 @@ class Program:
         return int(ends[0]) if len(ends) == 1 and any("direction=LT" in line for line in condition) else 1
 
 
-def compiled_for(device: Any, lowered: Any, options: dict[str, Any] | None = None) -> Any:
+def compiled_for(device: Device, lowered: Any, options: dict[str, Json] | None = None) -> Any:
     """Return the compiled program of a lowered one.
 
     For a device that is only described it stays out of jax's cache of compiled programs: without the device it cannot

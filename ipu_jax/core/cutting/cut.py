@@ -22,6 +22,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
+from ipu_jax.base.annotations import Dtype, Eqn, Jaxpr, Tree, Var
 from ipu_jax.base.jaxprs import CALLS, CHECKPOINTS, closed_of, scan_parts, variables
 from ipu_jax.core.cutting.program import Layer, Program, Stack
 from ipu_jax.core.programs.cost import bytes_of, equation_flops
@@ -43,7 +44,7 @@ _PRODUCTS: Final = ("dot_general", "conv_general_dilated")
 STAGE_END: Final = "stage_end"
 
 
-def stage_end(x: Any) -> Any:
+def stage_end(x: Tree) -> Tree:
     """Mark a value as the end of a stage, for `Pipeline.from_function`; elsewhere it does nothing.
 
     Where a function has such marks, it is cut at some of them, and nowhere else: at all of them if they are as many as
@@ -105,8 +106,8 @@ class Places:
         self.sent = np.zeros(count, np.int64)
         self.is_waist, self.allowed = np.zeros(count, bool), np.zeros(count, bool)
         last = self._last_uses()
-        live: dict[Any, int] = {}  # and the bytes of each
-        fixed: set[Any] = set()  # live values that cannot be sent
+        live: dict[Var, int] = {}  # and the bytes of each
+        fixed: set[Var] = set()  # live values that cannot be sent
         for t, op in enumerate(self.operations):
             for v in op.outvars:
                 if last.get(v, -1) > t:
@@ -126,13 +127,13 @@ class Places:
 
     def _shared_bytes(self) -> np.ndarray:
         """Return, per place, the bytes of the leaves that operations on both sides read, other than by rows."""
-        leaves: dict[Any, frozenset[Any]] = {v: frozenset([v]) for v in self.program.params}
-        first: dict[Any, int] = {}
-        last: dict[Any, int] = {}
+        leaves: dict[Var, frozenset[Var]] = {v: frozenset([v]) for v in self.program.params}
+        first: dict[Var, int] = {}
+        last: dict[Var, int] = {}
         positions = {id(op): t for t, op in enumerate(self.operations)}
         for op in self.program.operations:
             read = op.invars[: scan_parts(op.scan.params)[0]] if isinstance(op, Layer) else op.invars
-            found = frozenset[Any]().union(*(leaves.get(v, ()) for v in variables(read)))
+            found = frozenset[Var]().union(*(leaves.get(v, ()) for v in variables(read)))
             t = positions.get(id(op))
             if t is not None:
                 first |= {leaf: t for leaf in found if leaf not in first}
@@ -147,7 +148,7 @@ class Places:
             change[last[leaf]] -= bytes_of(leaf.aval)
         return np.cumsum(change)[:-1]
 
-    def _last_uses(self) -> dict[Any, int]:
+    def _last_uses(self) -> dict[Var, int]:
         read = [(t, v) for t, op in enumerate(self.operations) for v in variables(op.invars)]
         last = {v: t for t, v in read if self.program.kinds[v] == "a"}
         if self.program.is_activation(self.program.loss):
@@ -161,12 +162,12 @@ class Places:
         """
         if not self.program.state:
             return []
-        follows: dict[Any, set[Any]] = {var: {var} for var in self.program.state}  # per value, from which leaves
+        follows: dict[Var, set[Var]] = {var: {var} for var in self.program.state}  # per value, from which leaves
         for op in self.program.operations:
-            leaves = set[Any]().union(*(follows.get(v, ()) for v in variables(op.invars)))
+            leaves = set[Var]().union(*(follows.get(v, ()) for v in variables(op.invars)))
             if leaves:
                 follows |= {v: leaves for v in op.outvars if not self.program.is_activation(v)}
-        uses: dict[Any, list[int]] = {}
+        uses: dict[Var, list[int]] = {}
         for t, op in enumerate(self.operations):
             for leaf in {leaf for v in variables(op.invars) for leaf in follows.get(v, ())}:
                 uses.setdefault(leaf, []).append(t)
@@ -243,11 +244,11 @@ class Places:
         return np.array(kept, int)
 
 
-def _is_value(var: Any) -> bool:
+def _is_value(var: Var) -> bool:
     return type(var.aval).__name__ in ("ShapedArray", "ShapeDtypeStruct") and hasattr(var.aval, "dtype")
 
 
-def _work(program: Program, operations: Sequence[Any], frozen: Sequence[bool]) -> list[float]:
+def _work(program: Program, operations: Sequence[Eqn], frozen: Sequence[bool]) -> list[float]:
     wanted = {v for v, is_frozen in zip(program.params, frozen, strict=True) if not is_frozen and _is_float(v)}
     work: dict[int, float] = {}
     layers: dict[Any, float] = {}  # layers of one scan take the same
@@ -265,7 +266,7 @@ def _work(program: Program, operations: Sequence[Any], frozen: Sequence[bool]) -
     return [work.get(id(op), 0.0) for op in operations]
 
 
-def _forward_and_backward(eqn: Any, differentiable: Sequence[bool]) -> tuple[float, float]:
+def _forward_and_backward(eqn: Eqn, differentiable: Sequence[bool]) -> tuple[float, float]:
     """Return the FLOPs of F and of B of an equation.
 
     B computes the gradient of each differentiable operand. For a product or a convolution each of them takes as much
@@ -295,7 +296,7 @@ def _forward_and_backward(eqn: Any, differentiable: Sequence[bool]) -> tuple[flo
     return forward, forward * (wanted if name in _PRODUCTS else min(wanted, 1))
 
 
-def _of_body(closed: Any, differentiable: Sequence[bool]) -> tuple[float, float]:
+def _of_body(closed: Jaxpr, differentiable: Sequence[bool]) -> tuple[float, float]:
     jaxpr = closed.jaxpr
     wanted = {v for v, f in zip(jaxpr.invars, differentiable, strict=True) if f}
     forward = backward = 0.0
@@ -308,13 +309,13 @@ def _of_body(closed: Any, differentiable: Sequence[bool]) -> tuple[float, float]
     return forward, backward
 
 
-def _is_float(var: Any) -> bool:
+def _is_float(var: Var) -> bool:
     """Return whether a variable has a float dtype, so that it can have a gradient."""
     return hasattr(var.aval, "dtype") and _is_inexact(var.aval.dtype)
 
 
 @functools.cache
-def _is_inexact(dtype: Any) -> bool:
+def _is_inexact(dtype: Dtype) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 

@@ -16,6 +16,7 @@ import jax
 from jax import lax
 from jax.extend import core
 
+from ipu_jax.base.annotations import Eqn, Jaxpr, Var
 from ipu_jax.base.jaxprs import in_order, part_of, read_by, scan_parts, variables
 from ipu_jax.core.cutting.program import Layer, Program, Stack
 from ipu_jax.core.programs.cost import bytes_of
@@ -42,10 +43,10 @@ class Piece:
         inputs: the variables of leaves of micro-batch, key and state that it reads, and of constants.
     """
 
-    equations: list[Any] = dataclasses.field(default_factory=list)
-    weights: list[Any] = dataclasses.field(default_factory=list)
-    incoming: list[Any] = dataclasses.field(default_factory=list)
-    inputs: set[Any] = dataclasses.field(default_factory=set)
+    equations: list[Eqn] = dataclasses.field(default_factory=list)
+    weights: list[Var] = dataclasses.field(default_factory=list)
+    incoming: list[Var] = dataclasses.field(default_factory=list)
+    inputs: set[Var] = dataclasses.field(default_factory=set)
 
 
 class Division:
@@ -62,9 +63,9 @@ class Division:
 
     def __init__(self, program: Program, ends: Sequence[int]):
         self.program, self.stages = program, len(ends)
-        self.parts: dict[Any, Part] = {v: Part(k) for k, v in enumerate(program.params)}
+        self.parts: dict[Var, Part] = {v: Part(k) for k, v in enumerate(program.params)}
         self.pool = {v: op for op in program.operations for v in op.outvars if not program.is_activation(v)}
-        self._rows: dict[Any, Any] = {}
+        self._rows: dict[Var, Var] = {}
         self._find_rows()
         self.own = self._own_equations(ends)
         if program.opened:
@@ -78,7 +79,7 @@ class Division:
 
     # the equations of each stage
 
-    def _own_equations(self, ends: Sequence[int]) -> list[list[Any]]:
+    def _own_equations(self, ends: Sequence[int]) -> list[list[Eqn]]:
         of_stages = [self.program.activations[start:end] for start, end in itertools.pairwise([0, *ends])]
         runs: dict[int, dict[int, list[Layer]]] = {}  # per scan and stage, the layers
         for s, of_stage in enumerate(of_stages):
@@ -86,9 +87,9 @@ class Division:
                 if isinstance(op, Layer):
                     runs.setdefault(id(op.scan), {}).setdefault(s, []).append(op)
         own: list[list[Any]] = []
-        stacked: dict[tuple[int, int], list[Any]] = {}
+        stacked: dict[tuple[int, int], list[Eqn]] = {}
         for s, of_stage in enumerate(of_stages):
-            eqns: list[Any] = []
+            eqns: list[Eqn] = []
             for op in of_stage:
                 if isinstance(op, Layer):
                     run = runs[id(op.scan)][s]
@@ -104,7 +105,7 @@ class Division:
             own.append(eqns)
         return own
 
-    def _under_checkpoints(self, equations: list[Any]) -> list[Any]:
+    def _under_checkpoints(self, equations: list[Eqn]) -> list[Eqn]:
         """Return a stage's equations with each run of them that was under one `jax.checkpoint` under one again."""
         program, found = self.program, []
         checkpoint_of = lambda eqn: id(program.opened.get(eqn.outvars[0]) if eqn.outvars else None)  # noqa: E731
@@ -114,7 +115,7 @@ class Division:
             found += eqns if opened is None else [self._checkpointed(opened, eqns)]
         return found
 
-    def _checkpointed(self, opened: Any, equations: list[Any]) -> Any:
+    def _checkpointed(self, opened: Eqn, equations: list[Eqn]) -> Eqn:
         program, made = self.program, {v for eqn in equations for v in eqn.outvars}
         inside = set(map(id, equations))
         read = {*read_by([eqn for eqns in self.own for eqn in eqns if id(eqn) not in inside])}
@@ -125,7 +126,7 @@ class Division:
         how = {name: opened.params[name] for name in ("policy", "prevent_cse")}
         how["prevent_cse"] = how["prevent_cse"] if isinstance(how["prevent_cse"], bool) else any(how["prevent_cse"])
         run = jax.checkpoint(core.jaxpr_as_fun(part_of(program.closed, invars, equations, outvars)), **how)
-        closed: Any = jax.make_jaxpr(run)(*(_shape(v) for v in invars))
+        closed: Jaxpr = jax.make_jaxpr(run)(*(_shape(v) for v in invars))
         program.constants.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         (eqn,) = closed.jaxpr.eqns
         renamed = dict(zip(closed.jaxpr.invars, invars, strict=True))
@@ -133,13 +134,13 @@ class Division:
             invars=[renamed.get(v, v) for v in eqn.invars], outvars=outvars, source_info=opened.source_info
         )
 
-    def _shorter(self, first: Layer, last: Layer, stacked: dict[tuple[int, int], list[Any]]) -> list[Any]:
+    def _shorter(self, first: Layer, last: Layer, stacked: dict[tuple[int, int], list[Eqn]]) -> list[Eqn]:
         """Return the equations of a scan over the layers from `first` to `last`."""
         scan, (consts, carry) = first.scan, scan_parts(first.scan.params)
         length = scan.params["length"]
         start, stop = first.number, last.number + 1
         rows = (length - stop, length - start) if scan.params["reverse"] else (start, stop)
-        before: list[Any] = []
+        before: list[Eqn] = []
         xs = [self._rows_of(v, *rows, before) for v in first.invars[consts + carry :]]
         outputs = list(last.outvars[:carry])
         for k, whole in enumerate(scan.outvars[carry:]):
@@ -152,7 +153,7 @@ class Division:
             params["unroll"] = min(params["unroll"], stop - start)
         return [*before, scan.replace(invars=[*first.invars[: consts + carry], *xs], outvars=outputs, params=params)]
 
-    def _rows_of(self, var: Any, start: int, stop: int, before: list[Any]) -> Any:
+    def _rows_of(self, var: Var, start: int, stop: int, before: list[Eqn]) -> Var:
         """Return the variable of some rows of a scan's input; equations of activations are appended to `before`."""
         if isinstance(var, core.Literal):
             return var
@@ -174,7 +175,7 @@ class Division:
         self._rows[key] = rows
         return rows
 
-    def _inputs_by_row(self, eqn: Any, var: Any, start: int, stop: int) -> list[Any] | None:
+    def _inputs_by_row(self, eqn: Eqn, var: Var, start: int, stop: int) -> list[Var] | None:
         """Return the inputs of which an equation computes only these rows, or None if rows depend on other rows."""
         if eqn.primitive.name not in _BY_ROW or any(v.aval.shape not in ((), var.aval.shape) for v in eqn.invars):
             return None
@@ -182,7 +183,7 @@ class Division:
 
     # what is computed again, and what is sent instead
 
-    def _walk(self, wanted: Iterable[Any], seen: dict[int, Any], found: Piece, stage: int) -> None:
+    def _walk(self, wanted: Iterable[Var], seen: dict[int, Var], found: Piece, stage: int) -> None:
         """Add what the variables depend on to `found`: leaves, activations of other stages, equations to run again."""
         waiting = list(wanted)
         while waiting:
@@ -202,7 +203,7 @@ class Division:
             else:
                 found.inputs.add(var)
 
-    def _needs(self, wanted: Iterable[Any], stage: int) -> Piece:
+    def _needs(self, wanted: Iterable[Var], stage: int) -> Piece:
         found = Piece()
         self._walk(wanted, {}, found, stage)
         return found
@@ -221,7 +222,7 @@ class Division:
             found = self._needs([v for v in read_by(self.own[s]) if v not in results], s)
             for v in found.weights:
                 held.setdefault(self.parts[v].leaf, s)
-        placed: dict[Any, int] = {}
+        placed: dict[Var, int] = {}
         for op, leaves in small:
             before = [placed.get(v) for v in variables(op.invars) if v in results]
             if leaves <= held.keys() and None not in before:
@@ -236,10 +237,10 @@ class Division:
         self.stage_of |= placed
         self.own = [in_order(eqns, eqns) for eqns in self.own]
 
-    def _small_operations(self) -> list[tuple[Any, set[int]]]:
+    def _small_operations(self) -> list[tuple[Eqn, set[int]]]:
         """Return the operations that compute small results from larger weights, and the leaves that each reads."""
-        found: list[tuple[Any, set[int]]] = []
-        results: set[Any] = set()
+        found: list[tuple[Eqn, set[int]]] = []
+        results: set[Var] = set()
         for op in self.program.operations:
             if op.effects or self.program.kinds[op.outvars[0]] != "w":
                 continue
@@ -274,7 +275,7 @@ class Division:
         """
         if len(self.parts) == len(self.program.params):
             return
-        read: dict[int, dict[int, list[Any]]] = {}  # per leaf and stage, the variables
+        read: dict[int, dict[int, list[Var]]] = {}  # per leaf and stage, the variables
         for s in range(self.stages):
             for v in dict.fromkeys(self._needs(read_by(self.own[s]), s).weights):
                 read.setdefault(self.parts[v].leaf, {}).setdefault(s, []).append(v)
@@ -299,7 +300,7 @@ class Division:
                             continue
                         self.pool[v] = _slice(part, start - first, stop - first, v)
 
-    def _home(self, result: Any) -> int:
+    def _home(self, result: Var) -> int:
         """Return the stage that returns a result that is not the loss."""
         if isinstance(result, core.Literal):
             return self.stages - 1
@@ -349,7 +350,7 @@ class Division:
         return piece
 
     @functools.cached_property
-    def messages(self) -> list[list[Any]]:
+    def messages(self) -> list[list[Var]]:
         """Return, per boundary, the activations that a later stage reads, in the order in which they are computed."""
         order = {v: n for n, v in enumerate(v for eqns in self.own for eqn in eqns for v in eqn.outvars)}
         sent = []
@@ -372,15 +373,15 @@ def _tiles(rows: dict[int, list[Any]]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def _slice(var: Any, start: int, stop: int, rows: Any) -> Any:
+def _slice(var: Var, start: int, stop: int, rows: Var) -> Var:
     return _equation(lambda x: lax.slice_in_dim(x, start, stop), [var], rows)
 
 
-def _equation(fn: Any, inputs: list[Any], output: Any) -> Any:
+def _equation(fn: Any, inputs: list[Var], output: Var) -> Eqn:
     """Return the equation of a function that is one operation, between these variables."""
     (eqn,) = jax.make_jaxpr(fn)(*map(_shape, inputs)).jaxpr.eqns
     return eqn.replace(invars=inputs, outvars=[output])
 
 
-def _shape(var: Any) -> jax.ShapeDtypeStruct:
+def _shape(var: Var) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)

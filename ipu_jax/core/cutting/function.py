@@ -6,7 +6,7 @@ loss(params, micro_batch)  --traced-->  program  --cut-->  Stage 0, Stage 1, ...
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import Mesh
 
+from ipu_jax.base.annotations import Batch, Dtype, Function, Jaxpr, Key, Params, Tree, Value
 from ipu_jax.base.checks import check_choice
 from ipu_jax.base.jaxprs import traced_on
 from ipu_jax.base.showing import Table
@@ -51,11 +52,11 @@ class FunctionModel:
     stages: tuple[Stage, ...]
     weights: WholeTree
     state: WholeTree | None
-    call: Callable[..., Any]
-    aux: Any
+    call: Function
+    aux: Tree
     aux_home: tuple[int, ...]
-    microbatch: Any
-    key: Any
+    microbatch: Batch
+    key: Key
     cut: Cut
     source: dict[str, Any]
     described: list[str | Table]
@@ -68,7 +69,7 @@ class FunctionModel:
         """Return the stages on a mesh, which are traced anew if their trace is for another one."""
         return self if self.source["mesh"] in (None, mesh) else self.again(mesh=mesh)
 
-    def check(self, batch: Any, leading: int, key: Any) -> None:
+    def check(self, batch: Batch, leading: int, key: Key) -> None:
         """Raise `ValueError` unless batch (after `leading` dims) and key are like what the function was cut for."""
         if key is not None and self.key is not None and key.dtype != self.key.dtype:
             raise ValueError(
@@ -90,19 +91,21 @@ class FunctionModel:
                     f"was cut for {one.dtype}{list(one.shape)}: give these, or cut the function for the others"
                 )
 
-    def of_stages(self, aux: Any) -> dict[str, Any]:
+    def of_stages(self, aux: Tree) -> dict[str, Tree]:
         """Return the function's aux as the stages return it: `{stage: {number: leaf}}`."""
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, dict[str, Tree]] = {}
         for k, (leaf, home) in enumerate(zip(jax.tree.leaves(aux), self.aux_home, strict=True)):
             found.setdefault(self.stages[home].name, {})[str(k)] = leaf
         return found
 
-    def whole_aux(self, aux: dict[str, Any]) -> Any:
+    def whole_aux(self, aux: dict[str, Tree]) -> Tree:
         """Return the function's aux from what the stages returned."""
         leaves = {int(k): leaf for of_stage in aux.values() for k, leaf in of_stage.items()}
         return jax.tree.unflatten(self.aux, [leaves[k] for k in range(len(self.aux_home))])
 
-    def unsharded(self, params: Any, _: Message, inputs: MicrobatchInputs, state: Any) -> tuple[Message, Any, Any]:
+    def unsharded(
+        self, params: Params, _: Message, inputs: MicrobatchInputs, state: Tree
+    ) -> tuple[Message, Tree, Tree]:
         """Run the function itself, called as a `Segment` of all its stages is."""
         key = next((key for key in inputs.keys if key is not None), None)
         loss, aux, new_state = self.call(params, state, inputs.microbatch, key)
@@ -110,13 +113,13 @@ class FunctionModel:
 
 
 def model_of(
-    loss: Callable[..., Any],
-    params: Any,
-    microbatch: Any,
+    loss: Function,
+    params: Params,
+    microbatch: Batch,
     places: Sequence[int | None],
     *,
-    state: Any,
-    frozen: Any,
+    state: Tree,
+    frozen: Tree,
     names: Sequence[str] | None,
     costs: str,
     recompute: Any,
@@ -167,7 +170,7 @@ def model_of(
 
 
 def _stages_of(
-    division: Division, placement: Sequence[int], params: Any, state: Any, recompute: Any
+    division: Division, placement: Sequence[int], params: Params, state: Tree, recompute: Any
 ) -> tuple[tuple[Stage, ...], WholeTree, WholeTree | None, Held]:
     """Return the stages, and who holds which part of the user's trees."""
     held, names = who_holds(division, placement), names_of(division)
@@ -179,7 +182,7 @@ def _stages_of(
 
 
 def _traced_work(
-    places: Places, params: Any, state: Any, microbatch: Any, recompute: Any, mesh: Mesh | None
+    places: Places, params: Params, state: Tree, microbatch: Batch, recompute: Any, mesh: Mesh | None
 ) -> np.ndarray:
     """Return the FLOPs of F and B of what lies between any two places, at the operation before the second one."""
     ends = [*(np.flatnonzero(places.allowed & places.is_waist) + 1), len(places.operations)]
@@ -224,11 +227,11 @@ def _check_effects(program: Program) -> None:
             )
 
 
-def _shapes(tree: Any) -> Any:
+def _shapes(tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), _dtype_of(leaf)), tree)
 
 
-def _dtype_of(leaf: Any) -> Any:
+def _dtype_of(leaf: Value) -> Dtype:
     """Return the dtype in which jax holds an array: NumPy's int64 and float64 become 32 bits wide, by default."""
     if hasattr(leaf, "dtype"):
         check_array("a leaf of params, micro_batch or state", leaf)
@@ -236,7 +239,7 @@ def _dtype_of(leaf: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 
 
-def _takes_key(loss: Callable[..., Any], state: Any) -> bool:
+def _takes_key(loss: Function, state: Tree) -> bool:
     """Return whether a function takes a random key: one required argument more than params, state and micro-batch."""
     others = 2 if state is None else 3
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -250,10 +253,10 @@ def _takes_key(loss: Callable[..., Any], state: Any) -> bool:
     return len(taken) > others
 
 
-def _call(loss: Callable[..., Any], state: Any, *, takes_key: bool) -> Callable[..., Any]:
+def _call(loss: Function, state: Tree, *, takes_key: bool) -> Function:
     """Return the function as one of `(params, state, micro_batch, key)` that returns `(loss, aux, new state)`."""
 
-    def call(params: Any, state_in: Any, microbatch: Any, key: Any) -> tuple[Any, Any, Any]:
+    def call(params: Params, state_in: Tree, microbatch: Batch, key: Key) -> tuple[Value, Tree, Tree]:
         args = [params, *([] if state is None else [state_in]), microbatch, *([key] if takes_key else [])]
         result = loss(*args)
         results = list(result) if isinstance(result, tuple) else [result]
@@ -271,12 +274,12 @@ def _call(loss: Callable[..., Any], state: Any, *, takes_key: bool) -> Callable[
     return call
 
 
-def _described(tree: Any) -> Any:
+def _described(tree: Tree) -> Tree:
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
 
 
-def _check_loss(program: Program, loss: Any) -> None:
+def _check_loss(program: Program, loss: Value) -> None:
     """Raise `ValueError` unless the function returns a float scalar."""
     found = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else f"a {type(loss).__name__}"
     if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
@@ -285,11 +288,11 @@ def _check_loss(program: Program, loss: Any) -> None:
         raise ValueError(f"loss returns {found}{where}: return the micro-batch's mean loss, a float scalar")
 
 
-def _as_traced(closed: Any, results: Any) -> Callable[..., Any]:
+def _as_traced(closed: Jaxpr, results: Tree) -> Function:
     """Return a traced function; it is not traced again, since a function may compare the types of its arguments."""
     run = core.jaxpr_as_fun(closed)
 
-    def call(*args: Any) -> Any:
+    def call(*args: Value) -> Tree:
         return jax.tree.unflatten(results, run(*jax.tree.leaves(args)))
 
     return call

@@ -13,13 +13,13 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import jax
 from jax.extend import core
 
+from ipu_jax.base.annotations import Batch, Eqn, Function, Jaxpr, Key, Params, Tree, Value, Var
 from ipu_jax.base.jaxprs import CALLS, CHECKPOINTS, JITS, closed_of, in_scan_parts, needed, scan_parts, variables
 from ipu_jax.core.programs.cost import bytes_of, equation_flops
 
@@ -41,10 +41,10 @@ _NOT_THE_USERS: Final = (
 class Layer:
     """An iteration of a scan over stacked weights: the iteration `number` in the order in which they run."""
 
-    scan: Any
+    scan: Eqn
     number: int
-    invars: list[Any]
-    outvars: list[Any]
+    invars: list[Var]
+    outvars: list[Var]
 
     @property
     def effects(self) -> Any:
@@ -55,10 +55,10 @@ class Layer:
 class Stack:
     """The result number `position` of a scan, stacked from the layers' parts: the operation after the last layer."""
 
-    scan: Any
+    scan: Eqn
     position: int
-    invars: list[Any]
-    outvars: list[Any]
+    invars: list[Var]
+    outvars: list[Var]
     effects: Any = frozenset()
 
 
@@ -77,19 +77,19 @@ class Program:
         opened: the `jax.checkpoint` that was around the operation that computes a variable.
     """
 
-    closed: Any
-    params: list[Any]
-    state: list[Any]
-    batch: list[Any]
-    key: list[Any]
-    constants: dict[Any, Any]
-    loss: Any
-    aux: list[Any]
-    new_state: list[Any]
-    operations: list[Any]
-    kinds: dict[Any, Kind] = dataclasses.field(default_factory=dict)
-    made_by: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    opened: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    closed: Jaxpr
+    params: list[Var]
+    state: list[Var]
+    batch: list[Var]
+    key: list[Var]
+    constants: dict[Var, Value]
+    loss: Var
+    aux: list[Var]
+    new_state: list[Var]
+    operations: list[Eqn]
+    kinds: dict[Var, Kind] = dataclasses.field(default_factory=dict)
+    made_by: dict[Var, Eqn] = dataclasses.field(default_factory=dict)
+    opened: dict[Var, Eqn] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._open_checkpoints()
@@ -106,11 +106,11 @@ class Program:
         self.made_by = {v: op for op in self.operations for v in op.outvars}
 
     @functools.cached_property
-    def activations(self) -> list[Any]:
+    def activations(self) -> list[Eqn]:
         """Return the operations that run once, in one stage: they compute activations, or have effects."""
         return [op for op in self.operations if op.effects or self.kinds[op.outvars[0]] == "a"]
 
-    def is_activation(self, atom: Any) -> bool:
+    def is_activation(self, atom: Var) -> bool:
         return not isinstance(atom, core.Literal) and self.kinds[atom] == "a"
 
     def _open_checkpoints(self) -> None:
@@ -118,10 +118,10 @@ class Program:
         if not any(op.primitive.name in CHECKPOINTS for op in self.operations):
             return
         flops = [equation_flops(op) for op in self.operations]
-        found: list[Any] = []
-        renamed: dict[Any, Any] = {}
+        found: list[Eqn] = []
+        renamed: dict[Var, Var] = {}
 
-        def atom(v: Any) -> Any:
+        def atom(v: Var) -> Var:
             return v if isinstance(v, core.Literal) else renamed.get(v, v)
 
         for op, own in zip(self.operations, flops, strict=True):
@@ -129,7 +129,7 @@ class Program:
             if op.primitive.name not in CHECKPOINTS or own < _MUCH * sum(flops):
                 found.append(op.replace(invars=inputs))
                 continue
-            body, inner = closed_of(op.params["jaxpr"]), list[Any]()
+            body, inner = closed_of(op.params["jaxpr"]), list[Eqn]()
             env = dict(zip(body.jaxpr.invars, inputs, strict=True))
             outputs = _inlined(body.jaxpr, env, op.source_info.name_stack, inner, self.constants)
             renamed |= zip(op.outvars, outputs, strict=True)
@@ -139,8 +139,8 @@ class Program:
         self.aux, self.new_state = list(map(atom, self.aux)), list(map(atom, self.new_state))
 
     def _find_kinds(self) -> None:
-        kinds: dict[Any, Kind | None] = dict.fromkeys([*self.closed.jaxpr.constvars, *self.constants])
-        flops: dict[Any, float] = {}  # of everything that a stage would have to compute again
+        kinds: dict[Var, Kind | None] = dict.fromkeys([*self.closed.jaxpr.constvars, *self.constants])
+        flops: dict[Var, float] = {}  # of everything that a stage would have to compute again
         kinds |= dict.fromkeys(self.params, "w") | dict.fromkeys(self.state, "s")
         kinds |= dict.fromkeys([*self.batch, *self.key], "b")
         for op in self.operations:
@@ -156,7 +156,7 @@ class Program:
         self.kinds = {v: kind or "b" for v, kind in kinds.items()}
 
 
-def _contracts(eqn: Any) -> bool:
+def _contracts(eqn: Eqn) -> bool:
     """Return whether an equation can take many FLOPs per element of its result."""
     name = eqn.primitive.name
     return name in ("dot_general", "conv_general_dilated", "scan", "while", "cond") or any(
@@ -164,7 +164,7 @@ def _contracts(eqn: Any) -> bool:
     )
 
 
-def traced(fn: Callable[..., Any], params: Any, state: Any, microbatch: Any, key: Any) -> tuple[Program, Any]:
+def traced(fn: Function, params: Params, state: Tree, microbatch: Batch, key: Key) -> tuple[Program, Tree]:
     """Trace `fn(params, state, microbatch, key)` on shapes; return its program and the shapes of its results.
 
     Args:
@@ -176,8 +176,8 @@ def traced(fn: Callable[..., Any], params: Any, state: Any, microbatch: Any, key
     of_params, of_state, of_batch, of_key = (
         [next(invars) for _ in jax.tree.leaves(tree)] for tree in (params, state, microbatch, key)
     )
-    constants: dict[Any, Any] = {}
-    operations: list[Any] = []
+    constants: dict[Var, Value] = {}
+    operations: list[Eqn] = []
     results = _inlined(closed.jaxpr, {}, None, operations, constants)
     ends = 1 + len(jax.tree.leaves(shapes[1]))
     program = Program(
@@ -196,11 +196,11 @@ def traced(fn: Callable[..., Any], params: Any, state: Any, microbatch: Any, key
 
 
 def _inlined(
-    jaxpr: Any, env: dict[Any, Any], scope: Any, operations: list[Any], constants: dict[Any, Any]
-) -> list[Any]:
+    jaxpr: Jaxpr, env: dict[Var, Var], scope: Any, operations: list[Eqn], constants: dict[Var, Value]
+) -> list[Var]:
     """Append a jaxpr's equations to `operations`, with variables of their own, and return its results."""
 
-    def atom(v: Any) -> Any:
+    def atom(v: Var) -> Var:
         return v if isinstance(v, core.Literal) else env.get(v, v)
 
     for eqn in jaxpr.eqns:
@@ -224,7 +224,7 @@ def _inlined(
     return [atom(v) for v in jaxpr.outvars]
 
 
-def _is_over_weights(eqn: Any, kinds: dict[Any, Kind]) -> bool:
+def _is_over_weights(eqn: Eqn, kinds: dict[Var, Kind]) -> bool:
     if eqn.primitive.name != "scan" or eqn.params["length"] < 2 or eqn.effects:
         return False
     consts, carry = scan_parts(eqn.params)
@@ -232,11 +232,11 @@ def _is_over_weights(eqn: Any, kinds: dict[Any, Kind]) -> bool:
     return any(kinds[v] == "w" for v in rows) and any(kinds[v] == "a" for v in eqn.outvars[:carry])
 
 
-def _layers_of(eqn: Any) -> list[Any]:
+def _layers_of(eqn: Eqn) -> list[Eqn]:
     fixed, values, rows = in_scan_parts(eqn.params, eqn.invars)
     carry, length = len(values), eqn.params["length"]
-    parts: list[list[Any]] = [[] for _ in eqn.outvars[carry:]]
-    layers: list[Any] = []
+    parts: list[list[Eqn]] = [[] for _ in eqn.outvars[carry:]]
+    layers: list[Eqn] = []
     for number in range(length):
         last = number == length - 1
         new = list(eqn.outvars[:carry]) if last else [core.Var(v.aval) for v in eqn.outvars[:carry]]
@@ -248,7 +248,7 @@ def _layers_of(eqn: Any) -> list[Any]:
     return layers + [Stack(eqn, k, part, [eqn.outvars[carry + k]]) for k, part in enumerate(parts)]
 
 
-def line_of(operation: Any) -> str:
+def line_of(operation: Eqn) -> str:
     """Return "file.py:12", the innermost line of the user's that computes an operation; "" if there is none."""
     traceback = _equation(operation).source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
@@ -257,23 +257,23 @@ def line_of(operation: Any) -> str:
     return ""
 
 
-def at_line(operation: Any) -> str:
+def at_line(operation: Eqn) -> str:
     """Return " (file.py:12)", or ""."""
     line = line_of(operation)
     return f" ({line})" if line else ""
 
 
-def name_of(operation: Any) -> str:
+def name_of(operation: Eqn) -> str:
     """Return the name of an operation's primitive, such as "dot_general"."""
     return _equation(operation).primitive.name
 
 
-def scopes_of(operation: Any) -> list[str]:
+def scopes_of(operation: Eqn) -> list[str]:
     """Return the names of the modules, or `jax.named_scope`s, around an operation, the outermost first."""
     stack = _equation(operation).source_info.name_stack
     scopes = str(stack).split("/") if stack.stack else []
     return [scope for scope in scopes if scope and "(" not in scope]  # vmap() is no module
 
 
-def _equation(operation: Any) -> Any:
+def _equation(operation: Eqn) -> Eqn:
     return operation.scan if isinstance(operation, Layer | Stack) else operation

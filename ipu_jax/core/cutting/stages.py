@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from ipu_jax.base.annotations import Batch, Key, Params, Tree
 from ipu_jax.base.jaxprs import part_of
 from ipu_jax.base.keys import with_keys, without_keys
 from ipu_jax.core.cutting.division import Division
@@ -92,7 +93,9 @@ def make_stage(division: Division, s: int, name: str, ipu: int, held: Held, *, r
     values = [program.constants[v] for v in constants]
     is_last = s == len(messages)
 
-    def fn(weights: Any, x: Any, microbatch: Any, *, shared: Any = None, state: Any = None, key: Any = None) -> Outputs:
+    def fn(
+        weights: Params, x: Tree, microbatch: Batch, *, shared: Tree = None, state: Tree = None, key: Key = None
+    ) -> Outputs:
         leaves = jax.tree.leaves(microbatch)
         outs = run(
             *(weights[k] for k, _ in of_own),

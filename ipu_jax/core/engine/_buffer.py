@@ -4,13 +4,14 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
+
+from ipu_jax.base.annotations import Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Buffer:
     number: int = 0
 
     @classmethod
-    def of(cls, kind: str, value: Any, platform: str) -> "Buffer":
+    def of(cls, kind: str, value: Value, platform: str) -> "Buffer":
         """Return the buffer for rings of a value, which has a shape and a dtype."""
         sharding = getattr(value, "sharding", None)
         if sharding is not None:
@@ -81,20 +82,20 @@ class Buffer:
         shape = self.shape(rows)
         return np.dtype(self.dtype).itemsize * _padded([shape[dim] for dim in self._order(shape)])
 
-    def write(self, array: Any, at: Any, value: Any) -> Any:
+    def write(self, array: Value, at: Value, value: Value) -> Value:
         """Return the array with a value written at row `at`."""
         if self.row is None:
             return lax.dynamic_update_slice(array, value.reshape(-1), (at,))
         return lax.dynamic_update_index_in_dim(array, jnp.squeeze(value), at, 0)
 
-    def read(self, array: Any, at: Any, shape: tuple[int, ...]) -> Any:
+    def read(self, array: Value, at: Value, shape: tuple[int, ...]) -> Value:
         """Return the value of this shape at row `at`."""
         if self.row is None:
             return lax.dynamic_slice(array, (at,), (math.prod(shape),)).reshape(shape)
         row = lax.dynamic_index_in_dim(array, at, keepdims=False)
         return lax.expand_dims(row, [dim for dim, size in enumerate(shape) if size == 1])
 
-    def pinned(self, array: Any) -> Any:
+    def pinned(self, array: Value) -> Value:
         """Return the array in its layout, so that a task which wants another one rearranges a row and not the array.
 
         Otherwise XLA gives each guard's loop a layout of its own, and copies the whole array between them in each tick.

@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from ipu_jax.base.annotations import Tree, Value
 from ipu_jax.core.engine import _hooks
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.engine.stash import Stash
@@ -38,22 +38,22 @@ class Carry:
         concurrent_sums: the same, per leaf of each concurrent group.
     """
 
-    guards_run: Any = None
-    y: Any = None
-    y_received: Any = None
-    dx: Any = None
-    dx_received: Any = None
-    loss: Any = None
-    outputs: Any = None
-    aux: dict[int, Any] = dataclasses.field(default_factory=dict)
-    model_state: Any = None
-    stash: Any = None
-    sums: Any = None
-    concurrent_sums: Any = None
+    guards_run: Value = None
+    y: Tree = None
+    y_received: Tree = None
+    dx: Tree = None
+    dx_received: Tree = None
+    loss: Value = None
+    outputs: Tree = None
+    aux: dict[int, Tree] = dataclasses.field(default_factory=dict)
+    model_state: Tree = None
+    stash: Tree = None
+    sums: Tree = None
+    concurrent_sums: Tree = None
 
     def part(self, names: Iterable[str], *, aux_of: int | None = None) -> "Carry":
         """Return only these fields, and the aux of one segment."""
-        fields: dict[str, Any] = {name: getattr(self, name) for name in names}
+        fields: dict[str, Tree] = {name: getattr(self, name) for name in names}
         return Carry(**fields, aux={} if aux_of is None else {aux_of: self.aux[aux_of]})
 
     def with_part(self, part: "Carry") -> "Carry":
@@ -103,7 +103,7 @@ def first_carry(plan: Plan, args: StepArgs, stash: Stash) -> Carry:
     )
 
 
-def _zeros_per_microbatch(count: int, shapes: Any) -> Any:
+def _zeros_per_microbatch(count: int, shapes: Tree) -> Tree:
     def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.zeros((count, *leaf.shape), leaf.dtype, out_sharding=leaf.sharding and P(None, *leaf.sharding.spec))
 
@@ -115,5 +115,5 @@ def _idle(shape: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.full(shape.shape, fill, shape.dtype, out_sharding=shape.sharding and shape.sharding.spec)
 
 
-def _zero_sum(leaf: Any, spec: P) -> jax.Array:
+def _zero_sum(leaf: Value, spec: P) -> jax.Array:
     return kept_split(jnp.zeros_like(leaf, jnp.promote_types(leaf.dtype, jnp.float32)), spec)

@@ -6,10 +6,11 @@ of all IPUs is a constant of each IPU's program. As runs, the tables of 256 IPUs
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+
+from ipu_jax.base.annotations import Value
 
 
 def runs_of(tables: Sequence[np.ndarray]) -> np.ndarray:
@@ -40,13 +41,13 @@ def _runs(row: np.ndarray) -> list[tuple[int, int, int, int]]:
     return runs
 
 
-def runs_of_ipu(runs: np.ndarray, ipu: Any) -> Any:
+def runs_of_ipu(runs: np.ndarray, ipu: Value) -> Value:
     """Return the runs of one IPU, (rows, runs, 4); its number may be traced."""
     # a constant of two dims: a TPU pads the last two
     return jnp.asarray(runs.reshape(len(runs), -1))[ipu].reshape(runs.shape[1:])
 
 
-def microbatches_at(own: Any, tick: Any) -> Any:
+def microbatches_at(own: Value, tick: Value) -> Value:
     """Return the micro-batch of each row in a tick, (rows,) int32, or -1 where idle; `own` is an IPU's runs."""
     first, every, count, start = (own[..., k] for k in range(4))
     number = (tick - first) // every

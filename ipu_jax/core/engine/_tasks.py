@@ -7,12 +7,13 @@ this IPU's micro-batches or -1, and the carry, and returns the carry with the ta
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ipu_jax.base.annotations import Tree, Value
 from ipu_jax.core.collectives import broadcast
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.engine import _hooks
@@ -20,7 +21,7 @@ from ipu_jax.core.engine._carry import Carry
 from ipu_jax.core.engine._stretches import TaskKind, instead, is_due
 from ipu_jax.core.engine.labels import label
 from ipu_jax.core.engine.plan import Exchange, Plan, Table
-from ipu_jax.core.engine.stash import Key, Stash
+from ipu_jax.core.engine.stash import RingKey, Stash
 from ipu_jax.core.guard import Fence, guard
 from ipu_jax.core.programs.gradient_sums import Sum
 from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, keys_of
@@ -28,7 +29,7 @@ from ipu_jax.core.step_args import StepArgs
 from ipu_jax.core.weights import packing
 from ipu_jax.core.weights.packed_layout import Group
 
-Rows = dict[str, Any]
+Rows = dict[str, Value]
 
 
 class _Turn(NamedTuple):
@@ -40,15 +41,15 @@ class _Turn(NamedTuple):
         runs: whether it runs, also where it is not due; a Python bool if that is known beforehand.
     """
 
-    microbatch: Any
-    due: Any
-    runs: Any
+    microbatch: Value
+    due: Value
+    runs: Value
 
 
 class Tasks:
     """Run the tasks of a plan's segment classes on one IPU of one replica, in some ticks."""
 
-    def __init__(self, plan: Plan, args: StepArgs, loss_cotangent: Any, ticks: range):
+    def __init__(self, plan: Plan, args: StepArgs, loss_cotangent: Value, ticks: range):
         self.plan, self.args, self.loss_cotangent, self.ticks = plan, args, loss_cotangent, ticks
         self.ipu, self.replica = lax.axis_index(IPU_AXIS), lax.axis_index(REPLICA_AXIS)
         self.slots = [slot[0] for slot in args.params.slots]
@@ -68,7 +69,7 @@ class Tasks:
         other = instead(self.plan, kind, c, self.ticks) if runs else None
         return _Turn(microbatch if other is None else jnp.where(microbatch < 0, other, microbatch), runs, runs)
 
-    def guarded_turn(self, table: Table, c: int, rows: Rows, microbatch: Any) -> "_Turn":
+    def guarded_turn(self, table: Table, c: int, rows: Rows, microbatch: Value) -> "_Turn":
         """Return the turn at a task, or at a queue, that a guard decides. A micro-batch of -1 is none."""
         due, of_all = microbatch >= 0, self.plan.segments[self.representative(c)].place is None
         if not self.plan.uniform or (of_all and table in ("F", "B", "W")):
@@ -83,16 +84,16 @@ class Tasks:
     def groups(self, c: int) -> list[Group]:
         return [self.plan.params.group(name) for name in self.plan.segments[self.representative(c)].groups]
 
-    def packed_weights(self, c: int) -> Any:
+    def packed_weights(self, c: int) -> Tree:
         """Return the slots and the concurrent groups that a class uses; a slot that it does not use is None."""
         used = {leaf.slot for g in self.groups(c) if g.ipu is not None for leaf in g.leaves}
         slots = [slot if k in used else None for k, slot in enumerate(self.slots)]
         return slots, {g.name: self.args.params.concurrent[g.name] for g in self.groups(c) if g.ipu is None}
 
-    def weights(self, c: int, slots: Sequence[Any], concurrent: dict[str, Any]) -> dict[str, Any]:
+    def weights(self, c: int, slots: Sequence[Value], concurrent: dict[str, Tree]) -> dict[str, Tree]:
         return collections.OrderedDict((g.name, _unpacked(slots, concurrent, g)) for g in self.groups(c))
 
-    def inputs(self, c: int, microbatch: Any) -> MicrobatchInputs:
+    def inputs(self, c: int, microbatch: Value) -> MicrobatchInputs:
         examples = jax.tree.map(
             lambda leaf: lax.dynamic_index_in_dim(leaf, microbatch, keepdims=False), self.args.batch
         )
@@ -100,7 +101,7 @@ class Tasks:
         numbers = [self.stage_number(c) + k for k in range(len(stages))]
         return MicrobatchInputs(examples, keys_of(self.args.key, self.replica, microbatch, numbers, stages))
 
-    def stage_number(self, c: int) -> Any:
+    def stage_number(self, c: int) -> Value:
         """Return the number of the first stage of this IPU's segment."""
         firsts = {self.plan.segments[i].place: self.plan.segments[i].first for i in self.plan.classes[c]}
         if len(firsts) == 1:
@@ -110,7 +111,7 @@ class Tasks:
     def state_groups(self, c: int) -> list[Group]:
         return [self.plan.state.group(name) for name in self.plan.segments[self.representative(c)].state_groups]
 
-    def read_state(self, c: int, carry: Carry) -> dict[str, Any]:
+    def read_state(self, c: int, carry: Carry) -> dict[str, Tree]:
         if not self.state_groups(c):
             return {}
         slots, concurrent = carry.model_state
@@ -125,11 +126,11 @@ class Tasks:
                 found.setdefault(self.plan.inbox(i, kind), []).append(self.plan.segments[i].place)
         return found
 
-    def messages(self, c: int, kind: Literal["x", "dy"], carry: Carry) -> list[Any]:
+    def messages(self, c: int, kind: Literal["x", "dy"], carry: Carry) -> list[Tree]:
         """Return the messages, one of which this IPU's segment reads: `own` chooses it. A model's ends have none."""
         return [getattr(carry, field)[k] for field, k in self.inboxes(c, kind)]
 
-    def own(self, c: int, kind: Literal["x", "dy"], messages: list[Any]) -> Any:
+    def own(self, c: int, kind: Literal["x", "dy"], messages: list[Tree]) -> Tree:
         """Return the message that this IPU's segment reads."""
         message, *others = messages
         for other, places in zip(others, list(self.inboxes(c, kind).values())[1:], strict=True):
@@ -137,19 +138,19 @@ class Tasks:
             message = jax.tree.map(lambda one, two, here=is_here: jnp.where(here, two, one), message, other)
         return message
 
-    def is_any_of(self, places: Sequence[int | None]) -> Any:
+    def is_any_of(self, places: Sequence[int | None]) -> Value:
         return jnp.any(self.ipu == jnp.asarray(places))
 
-    def read(self, key: Key, carry: Carry, microbatch: Any, fence: Fence) -> list[Any]:
+    def read(self, key: RingKey, carry: Carry, microbatch: Value, fence: Fence) -> list[Value]:
         return self.stash.read(carry.stash, key, self.ipu, microbatch, fence.zero)
 
-    def write(self, key: Key, carry: Carry, microbatch: Any, values: list[Any], fence: Fence) -> Carry:
+    def write(self, key: RingKey, carry: Carry, microbatch: Value, values: list[Value], fence: Fence) -> Carry:
         stash = self.stash.write(carry.stash, key, self.ipu, microbatch, values, fence.zero)
         return dataclasses.replace(carry, stash=stash)
 
     def arrived(
-        self, c: int, kind: Literal["x", "dy"], messages: list[Any], microbatch: Any, carry: Carry, fence: Fence
-    ) -> Any:
+        self, c: int, kind: Literal["x", "dy"], messages: list[Tree], microbatch: Value, carry: Carry, fence: Fence
+    ) -> Tree:
         """Return a message: read from its ring where messages queue, and broadcast where all IPUs need it."""
         if (kind, c) in self.stash:
             message = jax.tree.unflatten(
@@ -166,10 +167,12 @@ class Tasks:
 
     # results of a task
 
-    def with_results(self, c: int, y: Any, new_state: Any, aux: Any, microbatch: Any, carry: Carry, zero: Any) -> Carry:
+    def with_results(
+        self, c: int, y: Tree, new_state: Tree, aux: Tree, microbatch: Value, carry: Carry, zero: Value
+    ) -> Carry:
         """Return the carry with the results of F."""
         i = self.representative(c)
-        changed: dict[str, Any] = {}
+        changed: dict[str, Tree] = {}
         put = lambda every, one: lax.dynamic_update_index_in_dim(every, one, microbatch, 0)  # noqa: E731
         if i < self.plan.last:
             changed["y"] = _replaced(carry.y, self.plan.outbox(i, "y"), y)
@@ -203,7 +206,7 @@ class Tasks:
             found.append(Sum(total, total.shape if concurrent else leaf.shape))
         return found
 
-    def with_sums(self, c: int, totals: list[Any], carry: Carry) -> Carry:
+    def with_sums(self, c: int, totals: list[Value], carry: Carry) -> Carry:
         sums = list(carry.sums)
         concurrent = {name: list(leaves) for name, leaves in carry.concurrent_sums.items()}
         for (group, k), total in zip(self.trained(c), totals, strict=True):
@@ -213,7 +216,7 @@ class Tasks:
                 sums[group.leaves[k].slot] = total
         return dataclasses.replace(carry, sums=sums, concurrent_sums=concurrent)
 
-    def with_dx(self, c: int, dx: list[Any], carry: Carry) -> Carry:
+    def with_dx(self, c: int, dx: list[Value], carry: Carry) -> Carry:
         i = self.representative(c)
         if i == 0:
             return carry
@@ -314,7 +317,7 @@ class Tasks:
         names = ["stash", *self.results(c), "sums", "concurrent_sums", "dx"]
         return self.guarded(turn, body, carry, names, label=label("FB", c), aux_of=self.plan.last)
 
-    def watch(self, kind: str, c: int, microbatch: Any, rows: Rows) -> None:
+    def watch(self, kind: str, c: int, microbatch: Value, rows: Rows) -> None:
         if _hooks.WATCH is not None:
             jax.debug.callback(
                 _hooks.WATCH,
@@ -344,7 +347,7 @@ class Tasks:
 
         return self.guarded(turn, body, carry, ["stash"], label=label("queue", c))
 
-    def exchange(self, kind: Exchange, k: int, sends: Any, carry: Carry) -> Carry:
+    def exchange(self, kind: Exchange, k: int, sends: Tree, carry: Carry) -> Carry:
         """Send a channel's messages ("y"), or their gradients back ("dx").
 
         Args:
@@ -360,7 +363,7 @@ class Tasks:
         if kind == "dx":
             pairs, sent, received = [(b, a) for a, b in pairs], carry.dx[k], carry.dx_received
 
-        def permuted(tree: Any) -> Any:
+        def permuted(tree: Tree) -> Tree:
             return jax.tree.map(lambda leaf: lax.ppermute(leaf, IPU_AXIS, pairs), tree)
 
         with jax.named_scope(label(kind, k)):
@@ -413,11 +416,11 @@ class Tasks:
         return dataclasses.replace(carry.with_part(part), guards_run=guards_run)
 
 
-def _unpacked(slots: Sequence[Any], concurrent: dict[str, Any], group: Group) -> Any:
+def _unpacked(slots: Sequence[Value], concurrent: dict[str, Tree], group: Group) -> Tree:
     if group.ipu is not None:
         return packing.read(slots, group)
     return jax.tree.unflatten(group.treedef, concurrent[group.name])
 
 
-def _replaced(values: Sequence[Any], at: int, value: Any) -> list[Any]:
+def _replaced(values: Sequence[Value], at: int, value: Value) -> list[Value]:
     return [value if i == at else old for i, old in enumerate(values)]

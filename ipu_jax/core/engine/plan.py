@@ -20,6 +20,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from ipu_jax.base.annotations import Batch, Key, Tree, Value
 from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.mesh_axes import further_axes
 from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, Segment
@@ -44,7 +45,7 @@ class Channel:
             them is concurrent.
     """
 
-    message: Any
+    message: Tree
     pairs: tuple[tuple[int, int], ...] = ()
 
 
@@ -141,9 +142,9 @@ def make_plan(
     schedule: Schedule,
     params: PackedLayout,
     state: PackedLayout,
-    microbatch: Any,
+    microbatch: Batch,
     *,
-    key: Any = None,
+    key: Key = None,
     platform: str,
     uniform: bool = False,
 ) -> Plan:
@@ -176,13 +177,13 @@ def trace_programs(
     split: Sequence[bool],
     params: PackedLayout,
     state: PackedLayout,
-    microbatch: Any,
-    key: Any,
+    microbatch: Batch,
+    key: Key,
 ) -> tuple[SegmentProgram, ...]:
     """Trace every segment; `split` says whose backward to split. The other arguments are as for `make_plan`."""
     weights, states = local_shapes(params), local_shapes(state)
     programs: list[SegmentProgram] = []
-    x: Any = NO_MESSAGE
+    x: Tree = NO_MESSAGE
     for i, segment in enumerate(segments):
         # jax would sort the names of a dict, and the names of like segments may sort otherwise
         own = collections.OrderedDict((name, weights[name]) for name in segment.groups)
@@ -200,7 +201,7 @@ def trace_programs(
     return tuple(programs)
 
 
-def _shards(layout: PackedLayout, names: Sequence[str]) -> dict[str, Any]:
+def _shards(layout: PackedLayout, names: Sequence[str]) -> dict[str, Tree]:
     """Return, per group, a tree of bool: whether a leaf is sharded over the IPUs."""
     groups = {name: layout.group(name) for name in names}
     return collections.OrderedDict(
@@ -209,7 +210,7 @@ def _shards(layout: PackedLayout, names: Sequence[str]) -> dict[str, Any]:
     )
 
 
-def _channels(segments: Sequence[Segment], messages: Sequence[Any]) -> tuple[tuple[Channel, ...], tuple[int, ...]]:
+def _channels(segments: Sequence[Segment], messages: Sequence[Tree]) -> tuple[tuple[Channel, ...], tuple[int, ...]]:
     """Return the channels, and per boundary the number of its channel."""
     channels: list[Channel] = []
     channel_of: list[int] = []
@@ -225,7 +226,7 @@ def _channels(segments: Sequence[Segment], messages: Sequence[Any]) -> tuple[tup
     return tuple(channels), tuple(channel_of)
 
 
-def _fits(channel: Channel, pair: tuple[int, int], message: Any) -> bool:
+def _fits(channel: Channel, pair: tuple[int, int], message: Tree) -> bool:
     """Return whether a channel can carry a message for this pair, too: each IPU sends and receives at most once."""
     free = all(pair[0] != source and pair[1] != target for source, target in channel.pairs)
     return bool(channel.pairs) and channel.message == message and free
@@ -287,7 +288,7 @@ def _likeness(plan: Plan, i: int) -> _Likeness | None:
     if segment.place is None or not 0 < i < plan.last or program.signature is None or jax.tree.leaves(program.aux):
         return None
 
-    def leaves(layout: PackedLayout, groups: Sequence[str]) -> list[Any]:
+    def leaves(layout: PackedLayout, groups: Sequence[str]) -> list[Value]:
         # a shared group has no slots: every IPU reads the one of that name
         where = lambda group, leaf: group.name if group.ipu is None else leaf.slot  # noqa: E731
         return [(where(g, leaf), leaf.shape, leaf.frozen) for g in map(layout.group, groups) for leaf in g.leaves]
@@ -304,7 +305,7 @@ def _likeness(plan: Plan, i: int) -> _Likeness | None:
 def _table(plan: Plan, kind: Table) -> np.ndarray:
     schedule, segments = plan.schedule, plan.segments
     table = np.full((schedule.ticks, len(plan.classes), plan.ipus), -1, np.int32)
-    rows: Any = {"F": schedule.forward, "B": schedule.backward, "W": schedule.weight}.get(kind)
+    rows: Value = {"F": schedule.forward, "B": schedule.backward, "W": schedule.weight}.get(kind)
     for c, members in enumerate(plan.classes):
         for i in members:
             place, sender = segments[i].place, i

@@ -28,12 +28,12 @@ cotangents of a replicated input are summed.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ipu_jax.base.annotations import Tree, Value
 from ipu_jax.core.collectives import broadcast, reduced, state_over_replicas
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.engine import labels
@@ -69,15 +69,15 @@ class Result:
         adds_loss: whether stages add losses to the last stage's loss.
     """
 
-    loss: Any
-    aux: dict[str, Any]
+    loss: Value
+    aux: dict[str, Tree]
     state: Sharded
     gradients: Sharded | None
-    outputs: Any = None
+    outputs: Tree = None
     adds_loss: bool = False
 
 
-def run(plan: Plan, args: StepArgs, *, loss_cotangent: Any = None, reduce_over_replicas: bool = False) -> Result:
+def run(plan: Plan, args: StepArgs, *, loss_cotangent: Value = None, reduce_over_replicas: bool = False) -> Result:
     """Run one IPU's program. Call it inside `shard_map` over ("replica", "ipu") with `check_vma=False`.
 
     Args:
@@ -94,7 +94,7 @@ def run(plan: Plan, args: StepArgs, *, loss_cotangent: Any = None, reduce_over_r
 class _Program:
     """Trace the staged scan once."""
 
-    def __init__(self, plan: Plan, args: StepArgs, loss_cotangent: Any):
+    def __init__(self, plan: Plan, args: StepArgs, loss_cotangent: Value):
         self.plan, self.args = plan, args
         self.ticks = plan.schedule.ticks if plan.backward else plan.schedule.forward_ticks
         self.tasks = Tasks(plan, args, loss_cotangent, range(self.ticks))
@@ -164,7 +164,7 @@ class _Program:
 
     # the tick
 
-    def tick(self, carry: Carry, rows: Rows, runs: Any) -> tuple[Carry, None]:
+    def tick(self, carry: Carry, rows: Rows, runs: Value) -> tuple[Carry, None]:
         microbatches = microbatches_at(runs, rows["tick"])
         rows = rows | dict(zip(TABLES, jnp.split(microbatches, len(TABLES)), strict=True))
         for phase in self.order:

@@ -20,19 +20,20 @@ them by `SPARE`. CPUs have no tiles, and always flat buffers, unless there are f
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ipu_jax.base.annotations import Value
 from ipu_jax.core.engine._buffer import Buffer
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.mesh_axes import parts
 from ipu_jax.core.programs.segment_program import split_floats
 from ipu_jax.core.schedules.moments import Moments, Spans
 
-Key = tuple[Literal["stash", "weight", "x", "dy"], int]
+RingKey = tuple[Literal["stash", "weight", "x", "dy"], int]
 SPARE = 0.03  # of the bytes of flat buffers
 
 
@@ -55,7 +56,7 @@ class Stash:
         self._spans = {key: spans for key, spans, _ in found}
         depths = {key: {ipu: max(1, of.depth()) for ipu, of in spans.items()} for key, spans, _ in found}
         depth_of = lambda depths: [depths.get(ipu, depths.get(None, 0)) for ipu in range(plan.ipus)]  # noqa: E731
-        self._depths: dict[Key, np.ndarray] = {key: np.array(depth_of(depths[key])) for key in depths}
+        self._depths: dict[RingKey, np.ndarray] = {key: np.array(depth_of(depths[key])) for key in depths}
         buffers = {key: _buffers_of(key[0], values, plan) for key, _, values in found}
         rings = [(buffer, self._depths[key]) for key in buffers for buffer in buffers[key]]
         self._is_split = parts(plan.axes) > 1
@@ -65,7 +66,7 @@ class Stash:
             flat = {buffer for buffer, _ in rings}
         else:
             flat = _flat(rings, SPARE if plan.platform == "tpu" else 0)
-        self._rings: dict[Key, list[_Ring]] = {key: [] for key in self._depths}
+        self._rings: dict[RingKey, list[_Ring]] = {key: [] for key in self._depths}
         self._rows: dict[Buffer, np.ndarray] = {}
         self._spare: dict[Buffer, int] = {}
         for key, _, values in found:
@@ -107,7 +108,7 @@ class Stash:
         held = [(spans, size_of(key)) for key, spans in spans_of_ipu.items() if spans is not None]
         return Moments(self._plan.schedule).most_in_ticks(self._plan.schedule.ticks, held).tolist()
 
-    def pinned(self, buffers: Mapping[str, Any]) -> dict[str, Any]:
+    def pinned(self, buffers: Mapping[str, Value]) -> dict[str, Value]:
         """Return the buffers, each in its layout, unless XLA splits them over further axes.
 
         XLA's partitioner does not know how to split a layout constraint, and would gather the buffer in each task.
@@ -120,8 +121,14 @@ class Stash:
         return key in self._rings
 
     def write(
-        self, buffers: Mapping[str, Any], key: Key, ipu: Any, microbatch: Any, values: list[Any], zero: Any
-    ) -> dict[str, Any]:
+        self,
+        buffers: Mapping[str, Value],
+        key: RingKey,
+        ipu: Value,
+        microbatch: Value,
+        values: list[Value],
+        zero: Value,
+    ) -> dict[str, Value]:
         """Return the buffers with a micro-batch's values written to this IPU's ring, or to no ring if it is -1.
 
         `zero` is the guard's traced 0.
@@ -134,7 +141,9 @@ class Stash:
             written[name] = ring.buffer.write(written[name], at, value)
         return written
 
-    def read(self, buffers: Mapping[str, Any], key: Key, ipu: Any, microbatch: Any, zero: Any) -> list[Any]:
+    def read(
+        self, buffers: Mapping[str, Value], key: RingKey, ipu: Value, microbatch: Value, zero: Value
+    ) -> list[Value]:
         """Return the values that `write` wrote for a micro-batch."""
         return [
             ring.buffer.read(buffers[ring.buffer.name], self._at(key, ring, ipu, microbatch, zero), ring.shape)
@@ -144,14 +153,14 @@ class Stash:
     def _length(self, buffer: Buffer) -> int:
         return int(self._rows[buffer].max()) + self._spare[buffer]
 
-    def _at(self, key: Key, ring: _Ring, ipu: Any, microbatch: Any, zero: Any) -> Any:
+    def _at(self, key: RingKey, ring: _Ring, ipu: Value, microbatch: Value, zero: Value) -> Value:
         depths = self._depths[key]
         base, depth = (_of_ipu(numbers, depths > 0, ipu) for numbers in (ring.bases, depths))
         # in a ring of one micro-batch the index would be a constant, and XLA might read it before the guard
         return base + microbatch % depth * ring.step + zero
 
 
-def _buffers_of(kind: str, values: Sequence[Any], plan: Plan) -> list[Buffer]:
+def _buffers_of(kind: str, values: Sequence[Value], plan: Plan) -> list[Buffer]:
     """Return the buffer of each value that a ring keeps, as if none were flat."""
     buffers = [Buffer.of(kind, value, plan.platform) for value in values]
     if parts(plan.axes) == 1:
@@ -160,7 +169,7 @@ def _buffers_of(kind: str, values: Sequence[Any], plan: Plan) -> list[Buffer]:
     return [dataclasses.replace(buffer, number=buffers[:k].count(buffer)) for k, buffer in enumerate(buffers)]
 
 
-def _of_ipu(numbers: np.ndarray, holders: np.ndarray, ipu: Any) -> Any:
+def _of_ipu(numbers: np.ndarray, holders: np.ndarray, ipu: Value) -> Value:
     """Return this IPU's number: a plain int where all holders have the same number."""
     distinct = set(numbers[holders].tolist())
     return distinct.pop() if len(distinct) == 1 else jnp.asarray(np.maximum(numbers, 1 - holders), jnp.int32)[ipu]
@@ -168,7 +177,7 @@ def _of_ipu(numbers: np.ndarray, holders: np.ndarray, ipu: Any) -> Any:
 
 def _flat(rings: Iterable[tuple[Buffer, np.ndarray]], spare: float) -> set[Buffer]:
     """Return the buffers whose rings, with these depths per IPU, go into flat ones; `spare` is as in `SPARE`."""
-    rows: dict[Buffer, Any] = {}
+    rows: dict[Buffer, Value] = {}
     for buffer, depths in rings:
         rows[buffer] = rows.get(buffer, 0) + depths
     own = {buffer: buffer.padded_nbytes(of.max()) for buffer, of in rows.items()}
@@ -192,7 +201,7 @@ def _flat(rings: Iterable[tuple[Buffer, np.ndarray]], spare: float) -> set[Buffe
     return flat
 
 
-def _rings_of(plan: Plan) -> Iterator[tuple[Key, dict[int | None, Spans], list[Any]]]:
+def _rings_of(plan: Plan) -> Iterator[tuple[RingKey, dict[int | None, Spans], list[Value]]]:
     """Yield the key of each ring, what it holds when per IPU that has it (None: all), and a micro-batch's shapes."""
     segments, moments = plan.segments, Moments(plan.schedule)
     for c, members in enumerate(plan.classes):

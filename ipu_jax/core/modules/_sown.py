@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ipu_jax.base.annotations import Value
+
 Losses = Mapping[Any, float] | None
 """The weight of each collection (linen) or variable type (NNX) of sown values in the loss."""
 
@@ -35,7 +37,7 @@ def check_losses(name: str, losses: Losses, example: str) -> dict[Any, float]:
     return {what: float(weight) for what, weight in losses.items()}
 
 
-def add_up(name: str, losses: Mapping[Any, float], sown: Mapping[Any, Any]) -> Any:
+def add_up(name: str, losses: Mapping[Any, float], sown: Mapping[Any, Value]) -> Value:
     """Return the weighted sum of all sown elements; None if all weights are 0.
 
     Args:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh
 
+from ipu_jax.base.annotations import Batch, Function, Key, Params, Tree, Value
 from ipu_jax.core.devices import AllIpus
 from ipu_jax.core.modules.parts import Inputs, ModuleStage, Recompute, check_instance, import_library, make_module_stage
 
@@ -21,10 +22,10 @@ def equinox_stage(
     module: Any,
     name: str,
     *,
-    state: Any = None,
+    state: Tree = None,
     ipu: int | AllIpus = 0,
     inputs: Inputs = None,
-    loss: Callable[[Any, Any], Any] | None = None,
+    loss: Callable[[Tree, Batch], Value] | None = None,
     random: bool = False,
     vmap: str | None = "batch",
     recompute: Recompute = "auto",
@@ -89,11 +90,11 @@ def equinox_stage(
     in_evaluation = eqx.partition(eqx.nn.inference_mode(module), eqx.is_inexact_array)[1]
     own_state = None if state is None else state.substate(module)
 
-    def call(params: Any, state: Any, args: tuple[Any, ...], key: Any, *, training: bool) -> Any:
-        def run(params: Any, state: Any, args: tuple[Any, ...], key: Any) -> Any:
+    def call(params: Params, state: Tree, args: tuple[Tree, ...], key: Key, *, training: bool) -> Tree:
+        def run(params: Params, state: Tree, args: tuple[Tree, ...], key: Key) -> Tree:
             running = eqx.combine(params, in_training if training else in_evaluation)
 
-            def one(args: tuple[Any, ...], key: Any) -> Any:
+            def one(args: tuple[Tree, ...], key: Key) -> Tree:
                 result = running(*args, *([] if state is None else [state]), **({"key": key} if random else {}))
                 return (result, None) if state is None else result
 
@@ -110,7 +111,7 @@ def equinox_stage(
     return make_module_stage(call, name, params, own_state, ipu, inputs, loss, random, recompute, takes, sends)
 
 
-def _traced_alone(run: Callable[..., Any], *args: Any) -> Any:
+def _traced_alone(run: Function, *args: Tree) -> Tree:
     """Run a function, but trace it as if there were no mesh.
 
     Equinox compares the old and the new value of a state, including their shardings. Inside a `shard_map`, computed

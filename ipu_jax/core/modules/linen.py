@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import jax
 
+from ipu_jax.base.annotations import Batch, Key, Params, Tree, Value
 from ipu_jax.core.devices import AllIpus
 from ipu_jax.core.modules._sown import Losses, add_up, check_losses, warn_dropped
 from ipu_jax.core.modules.parts import Inputs, ModuleStage, Recompute, check_instance, import_library, make_module_stage
@@ -29,12 +30,12 @@ MODES: Final = {
 
 def linen_stage(
     module: Any,
-    variables: Mapping[str, Any],
+    variables: Mapping[str, Tree],
     name: str,
     *,
     ipu: int | AllIpus = 0,
     inputs: Inputs = None,
-    loss: Callable[[Any, Any], Any] | None = None,
+    loss: Callable[[Tree, Batch], Value] | None = None,
     random: bool = False,
     training: Mapping[str, Any] | None = None,
     evaluation: Mapping[str, Any] | None = None,
@@ -111,7 +112,7 @@ def linen_stage(
     state = {collection: tree for collection, tree in variables.items() if collection not in {"params", *weights}}
     sown: list[frozenset[str]] = []  # the dropped collections, known once the module has been traced
 
-    def call(params: Any, state: Any, args: tuple[Any, ...], key: Any, *, training: bool) -> Any:
+    def call(params: Params, state: Tree, args: tuple[Tree, ...], key: Key, *, training: bool) -> Tree:
         given = {} if params is None else {"params": params}
         given |= state or {}
         apply = functools.partial(module.apply, rngs=key, **modes[0 if training else 1])
@@ -130,7 +131,7 @@ def linen_stage(
 
 
 def _dropped(
-    apply: Callable[[Mapping[str, Any], Any], Any], variables: Mapping[str, Any], losses: Iterable[str]
+    apply: Callable[[Mapping[str, Tree], Tree], Tree], variables: Mapping[str, Tree], losses: Iterable[str]
 ) -> frozenset[str]:
     """Return the collections that a module sows into, but that are in neither its state nor the loss.
 
@@ -160,7 +161,7 @@ def _dropped(
     return frozenset(dropped)
 
 
-def _mode(module: Any, given: Mapping[str, Any] | None, *, in_training: bool) -> dict[str, Any]:
+def _mode(module: Any, given: Mapping[str, Tree] | None, *, in_training: bool) -> dict[str, Any]:
     if given is not None:
         return dict(given)
     parameters = inspect.signature(type(module).__call__).parameters

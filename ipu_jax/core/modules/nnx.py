@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from ipu_jax.base.annotations import Batch, Key, Params, Tree, Value
 from ipu_jax.core.devices import AllIpus
 from ipu_jax.core.modules._sown import Losses, add_up, check_losses, warn_dropped
 from ipu_jax.core.modules.parts import Inputs, ModuleStage, Recompute, check_instance, import_library, make_module_stage
@@ -23,7 +24,7 @@ def nnx_stage(
     *,
     ipu: int | AllIpus = 0,
     inputs: Inputs = None,
-    loss: Callable[[Any, Any], Any] | None = None,
+    loss: Callable[[Tree, Batch], Value] | None = None,
     recompute: Recompute = "auto",
     takes: tuple[str, ...] = (),
     sends: tuple[str, ...] = (),
@@ -100,7 +101,7 @@ def nnx_stage(
     warned: list[bool] = []
     tags = sorted({node.key.tag for _, node in nnx.iter_graph(module) if isinstance(node, nnx.RngStream)})
 
-    def call(params: Any, state: Any, args: tuple[Any, ...], key: Any, *, training: bool) -> Any:
+    def call(params: Params, state: Tree, args: tuple[Tree, ...], key: Key, *, training: bool) -> Tree:
         graph = graphs["train" if training else "eval"]
         variables = [tree for tree in (params, streams, state) if tree is not None]
         running = nnx.merge(graph, *variables, copy=True)  # the call must not change the stage's variables
@@ -143,12 +144,12 @@ def _popped(module: Any, kinds: tuple[Any, ...]) -> dict[Any, Any]:
     return {kind: nnx.pop(module, lambda _, leaf, kind=kind: type(leaf) is kind) for kind in kinds}
 
 
-def _fits(old: Any, new: Any) -> bool:
+def _fits(old: Tree, new: Tree) -> bool:
     """Return whether a variable has the same tree as before the call: sown variables are new, or grow."""
     return old is not None and jax.tree.structure(old.get_value()) == jax.tree.structure(new.get_value())
 
 
-def _seeds(tags: list[str], key: Any) -> dict[str, Any]:
+def _seeds(tags: list[str], key: Key) -> dict[str, Key]:
     """Return a key per stream name."""
     if len(tags) == 1:
         return {tags[0]: key}

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 import jax
 import numpy as np
 
+from ipu_jax.base.annotations import Batch, Function, Key, Params, Tree, Value
 from ipu_jax.core.devices import AllIpus
 from ipu_jax.core.stage import Origin, Outputs, Stage, check_untied
 
@@ -23,7 +24,7 @@ Inputs = str | Callable[..., tuple[Any, ...]] | None
 """A module's arguments: None for the result of the previous stage, the name of a leaf of the micro-batch, or a
 function of `(x, microbatch)`, or of `(x, microbatch, skips)`, that returns the tuple of arguments."""
 
-Recompute = Literal["auto", "none", "all"] | Callable[..., Any]
+Recompute = Literal["auto", "none", "all"] | Function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +40,8 @@ class ModuleStage:
     """
 
     stage: Stage
-    params: dict[str, Any] = dataclasses.field(default_factory=dict)
-    state: dict[str, Any] = dataclasses.field(default_factory=dict)
+    params: dict[str, Params] = dataclasses.field(default_factory=dict)
+    state: dict[str, Tree] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         added = (*_origins("params", self.params), *_origins("state", self.state))
@@ -56,7 +57,7 @@ def _origins(kind: Literal["params", "state"], groups: dict[str, Any]) -> Iterat
             yield Origin(kind, f"{kind}{jax.tree_util.keystr(path)}", weakref.ref(leaf))
 
 
-def gather_stages(parts: Iterable[ModuleStage]) -> tuple[list[Stage], dict[str, Any], Any]:
+def gather_stages(parts: Iterable[ModuleStage]) -> tuple[list[Stage], dict[str, Params], Tree]:
     """Return the stages of several modules, their weights and their state.
 
     An array, or an `nnx.Variable`, that two modules share would become one array per stage, each trained on its own. So
@@ -81,8 +82,8 @@ def gather_stages(parts: Iterable[ModuleStage]) -> tuple[list[Stage], dict[str, 
     ('half', {'half': 0.5}, None)
     """
     stages: list[Stage] = []
-    params: dict[str, Any] = {}
-    state: dict[str, Any] = {}
+    params: dict[str, Params] = {}
+    state: dict[str, Tree] = {}
     for part in parts:
         if not isinstance(part, ModuleStage):
             raise ValueError(
@@ -121,17 +122,17 @@ def import_library(module: str) -> Any:
 class Call(Protocol):
     """Calls a module: `(params, state, args, key)` to `(result, new state, loss to add)`; the last two can be None."""
 
-    def __call__(self, params: Any, state: Any, args: tuple[Any, ...], key: Any, *, training: bool) -> Any: ...
+    def __call__(self, params: Params, state: Tree, args: tuple[Tree, ...], key: Key, *, training: bool) -> Tree: ...
 
 
 def make_module_stage(
     call: Call,
     name: str,
-    params: Any,
-    state: Any,
+    params: Params,
+    state: Tree,
     ipu: int | AllIpus,
     inputs: Inputs,
-    loss: Callable[[Any, Any], Any] | None,
+    loss: Callable[[Tree, Batch], Value] | None,
     random: bool,
     recompute: Recompute,
     takes: tuple[str, ...],
@@ -166,9 +167,9 @@ def make_module_stage(
 
     params, state = (tree if jax.tree.leaves(tree) else None for tree in (params, state))
 
-    def in_mode(*, training: bool, finish: Callable[[Any, Any], Any] | None) -> Callable[..., Any]:
+    def in_mode(*, training: bool, finish: Callable[[Tree, Batch], Value] | None) -> Function:
         def run(
-            params: Any, x: Any, microbatch: Any, *, state: Any = None, key: Any = None, skips: Any = None
+            params: Params, x: Tree, microbatch: Batch, *, state: Tree = None, key: Key = None, skips: Tree = None
         ) -> Outputs:
             args = _arguments(name, inputs, x, microbatch, takes, skips)
             result, new_state, added = call(params, state, args, key, training=training)
@@ -193,7 +194,7 @@ def make_module_stage(
     return ModuleStage(stage, {} if params is None else {name: params}, {} if state is None else {name: state})
 
 
-def _sent(name: str, sends: tuple[str, ...], result: Any) -> tuple[Any, dict[str, Any]]:
+def _sent(name: str, sends: tuple[str, ...], result: Tree) -> tuple[Tree, dict[str, Tree]]:
     """Return a module's y, and the skips that follow it."""
     if not sends:
         return result, {}
@@ -207,8 +208,8 @@ def _sent(name: str, sends: tuple[str, ...], result: Any) -> tuple[Any, dict[str
 
 
 def _arguments(
-    name: str, inputs: Inputs, x: Any, microbatch: Any, takes: tuple[str, ...], skips: Any
-) -> tuple[Any, ...]:
+    name: str, inputs: Inputs, x: Tree, microbatch: Batch, takes: tuple[str, ...], skips: Tree
+) -> tuple[Tree, ...]:
     taken = tuple(skips[skip] for skip in takes)
     if inputs is None:
         if x is None:

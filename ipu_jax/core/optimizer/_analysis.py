@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from ipu_jax.base.annotations import Eqn, Jaxpr, Params, Tree, Value, Var
 from ipu_jax.base.jaxprs import closed_of, evaluated, laid_open, variables
 from ipu_jax.core.optimizer.blocks import Blocks
 from ipu_jax.core.optimizer.extra_arguments import updated
@@ -64,9 +65,9 @@ class LeafReduction:
         outputs: the variables that every IPU knows afterwards.
     """
 
-    eqn: Any
+    eqn: Eqn
     leaf: int
-    outputs: tuple[Any, ...]
+    outputs: tuple[Var, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,16 +87,16 @@ class UpdateAnalysis:
         made_by: the equation that computes each variable.
     """
 
-    jaxpr: Any
-    consts: tuple[Any, ...]
+    jaxpr: Jaxpr
+    consts: tuple[Value, ...]
     state_treedef: Any
-    leaf_of: dict[Any, int]
-    owned: frozenset[Any]
+    leaf_of: dict[Var, int]
+    owned: frozenset[Var]
     leaf_of_state: dict[int, int]
-    replicated: tuple[tuple[Any, ...], ...]
+    replicated: tuple[tuple[Var, ...], ...]
     reductions: tuple[tuple[LeafReduction, ...], ...]
-    constant_fills: dict[Any, Any]
-    made_by: dict[Any, Any]
+    constant_fills: dict[Var, Value]
+    made_by: dict[Var, Eqn]
 
 
 def analyze_update(optimizer: Any, blocks: Blocks) -> UpdateAnalysis:
@@ -114,7 +115,7 @@ def analyze_update(optimizer: Any, blocks: Blocks) -> UpdateAnalysis:
     state = jax.eval_shape(optimizer.init, weights)
     treedef = jax.tree.structure(state)
 
-    def update(gradients: Any, state: Any, params: Any, value: Any) -> Any:
+    def update(gradients: Params, state: Tree, params: Params, value: Value) -> Tree:
         updates, new = updated(optimizer, gradients, state, params, value)
         if jax.tree.structure(new) != treedef or jax.tree.structure(updates) != blocks.treedef:
             raise ValueError(
@@ -138,13 +139,13 @@ def analyze_update(optimizer: Any, blocks: Blocks) -> UpdateAnalysis:
 class _Analyzer:
     """Classify the values of a trace repeatedly, until each part of the new state is kept where the old one is."""
 
-    def __init__(self, traced: Any, leaves: int, treedef: Any, blocks: Blocks):
+    def __init__(self, traced: Jaxpr, leaves: int, treedef: Any, blocks: Blocks):
         self.traced, self.blocks, self.treedef = traced, blocks, treedef
         jaxpr = traced.jaxpr
         self.gradients, self.params = jaxpr.invars[:leaves], jaxpr.invars[-1 - leaves : -1]
         self.state, self.new_state = jaxpr.invars[leaves : -1 - leaves], jaxpr.outvars[leaves:]
         self.leaf_of_state: dict[int, int] = {}
-        self.divided_cond: Any = None
+        self.divided_cond: Eqn = None
         paths = [leaf.path for leaf in blocks.leaves]
         self.parts = {  # per leaf that is some rows of the user's leaf, all leaves that have its rows
             n: frozenset(k for k, path in enumerate(paths) if path == leaf.path)
@@ -160,17 +161,17 @@ class _Analyzer:
         leaves = self.blocks.leaves
         # every IPU can compute anything from a leaf that is whole on every IPU
         divided = [n for n in range(len(leaves)) if not self.is_everywhere(n)]
-        self.leaf_of: dict[Any, int] = {self.gradients[n]: n for n in divided} | {self.params[n]: n for n in divided}
+        self.leaf_of: dict[Var, int] = {self.gradients[n]: n for n in divided} | {self.params[n]: n for n in divided}
         self.leaf_of.update({self.state[i]: leaf for i, leaf in self.leaf_of_state.items()})
         self.owned = {
             self.state[i] for i, leaf in self.leaf_of_state.items() if self.state[i].aval.shape != leaves[leaf].shape
         }
-        self.levels: dict[Any, int] = {}
+        self.levels: dict[Var, int] = {}
         self.replicated = collections.defaultdict[int, list[Any]](list)  # per level
         self.reductions = collections.defaultdict[int, list[LeafReduction]](list)
-        self.gathered: dict[Any, int] = {}
-        self.constant_fills: dict[Any, Any] = {}
-        self.reduced_parts: dict[Any, frozenset[int]] = {}
+        self.gathered: dict[Var, int] = {}
+        self.constant_fills: dict[Var, Value] = {}
+        self.reduced_parts: dict[Var, frozenset[int]] = {}
         for eqn in self.traced.jaxpr.eqns:
             if self.is_divided_cond(eqn):
                 self.divided_cond = eqn
@@ -191,14 +192,14 @@ class _Analyzer:
         """Return whether every IPU of every replica updates all of the leaf."""
         return not self.blocks.is_divided and self.blocks[self.blocks.block_of(leaf)].is_whole
 
-    def is_divided_cond(self, eqn: Any) -> bool:
+    def is_divided_cond(self, eqn: Eqn) -> bool:
         """Return whether the equation is a cond that reads leaves which are not all on one IPU."""
         if eqn.primitive.name != "cond" or eqn.effects:
             return False
         leaves = {self.leaf_of[v] for v in variables(eqn.invars) if v in self.leaf_of}
         return len(leaves) > 1 or any(not self.blocks.is_local(leaf) for leaf in leaves)
 
-    def check_parts(self, eqn: Any, inputs: list[Any]) -> None:
+    def check_parts(self, eqn: Eqn, inputs: list[Var]) -> None:
         """Raise `ValueError` if an equation uses a number of some rows of a leaf, whose other rows are another part.
 
         Parts may meet in sums and maxima, as in a norm of all weights. Then the number is of whole leaves.
@@ -217,7 +218,7 @@ class _Analyzer:
         if any(not parts[n] <= reduced for n in reduced):
             self.reduced_parts.update(dict.fromkeys(eqn.outvars, reduced))
 
-    def classify(self, eqn: Any) -> None:
+    def classify(self, eqn: Eqn) -> None:
         inputs = variables(eqn.invars)
         if self.parts:
             self.check_parts(eqn, inputs)
@@ -243,7 +244,7 @@ class _Analyzer:
         if eqn.primitive.name == "broadcast_in_dim" and not eqn.invars[0].aval.shape:
             self.constant_fills[eqn.outvars[0]] = eqn.invars[0]
 
-    def adds_up(self, inputs: list[Any]) -> bool:
+    def adds_up(self, inputs: list[Var]) -> bool:
         """Return whether owned numbers of one leaf meet values computed from other leaves, as in a sum of norms.
 
         Such a sum must be replicated. If its owner computed it, each additional term would need another all_gather.
@@ -253,7 +254,7 @@ class _Analyzer:
             self.levels.get(v, 0) > 0 for v in inputs if v not in self.leaf_of
         )
 
-    def gather_value(self, eqn: Any, v: Any) -> int:
+    def gather_value(self, eqn: Eqn, v: Var) -> int:
         """Add a value of one leaf to the gathered values, and return the level on which every IPU knows it."""
         if v not in self.gathered:
             leaf, name = self.blocks.leaves[self.leaf_of[v]], eqn.primitive.name
@@ -275,7 +276,7 @@ class _Analyzer:
             return f"are cut over {self.blocks.replicas} replicas (shard_optimizer)"
         return f"lie apart, on {self.blocks.ipus} IPUs"
 
-    def is_elementwise(self, eqn: Any, leaf: int) -> bool:
+    def is_elementwise(self, eqn: Eqn, leaf: int) -> bool:
         shape = self.blocks.leaves[leaf].shape
         if eqn.primitive.name not in _ELEMENTWISE or [v.aval.shape for v in eqn.outvars] != [shape]:
             return False
@@ -284,7 +285,7 @@ class _Analyzer:
         shapes = [v.aval.shape for v in eqn.invars]
         return all(s == shape if is_own else _fits(s, shape) for is_own, s in zip(own, shapes, strict=True))
 
-    def check_reduction(self, eqn: Any, leaf: int) -> None:
+    def check_reduction(self, eqn: Eqn, leaf: int) -> None:
         """Raise `ValueError` unless partial results of the equation can be combined, and are smaller than the leaf."""
         name, of_leaf = eqn.primitive.name, self.blocks.leaves[leaf]
         split = self.blocks[self.blocks.block_of(leaf)].split
@@ -339,12 +340,12 @@ def _in_parts(what: str, leaf: Leaf) -> str:
     )
 
 
-def _is_small(v: Any, leaf: Leaf) -> bool:
+def _is_small(v: Var, leaf: Leaf) -> bool:
     """Return whether a value has fewer elements than the leaf, or only one element."""
     return math.prod(v.aval.shape) <= max(1, leaf.size - 1) or not leaf.shape
 
 
-def _check_dtype(name: str, v: Any, leaf: Leaf) -> None:
+def _check_dtype(name: str, v: Var, leaf: Leaf) -> None:
     """Raise `ValueError` unless the value can be gathered."""
     if not any(jnp.issubdtype(v.aval.dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
         raise ValueError(
@@ -357,7 +358,7 @@ def _fits(small: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     return small == () or (len(small) == len(shape) and all(a in (1, b) for a, b in zip(small, shape, strict=True)))
 
 
-def with_selects(traced: Any, cond: Any) -> Any:
+def with_selects(traced: Jaxpr, cond: Eqn) -> Jaxpr:
     """Return the closed jaxpr with the branches of the equation `cond` inlined, and a select between their results.
 
     cond(p, update, keep, tree)    ->    leaf by leaf: select(p, updated leaf, kept leaf)
@@ -366,7 +367,7 @@ def with_selects(traced: Any, cond: Any) -> Any:
     `cond` between whole trees. Both branches are computed, and the selected result is the same bit by bit.
     """
 
-    def rule(eqn: Any, inputs: list[Any]) -> list[Any] | None:
+    def rule(eqn: Eqn, inputs: list[Value]) -> list[Value] | None:
         if eqn is not cond:
             return None
         index, *operands = inputs

@@ -7,12 +7,12 @@ Of a reduction, each IPU computes the partial result of its own part, and every 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from ipu_jax.base.annotations import Dtype, Value, Var
 from ipu_jax.base.jaxprs import bound
 from ipu_jax.core.optimizer._analysis import LeafReduction, UpdateAnalysis
 from ipu_jax.core.optimizer.blocks import Blocks
@@ -38,19 +38,19 @@ class LeafEvaluator:
         leaf: int,
         shape: tuple[int, ...],
         *,
-        in_block: dict[Any, Any],
-        owned: dict[Any, Any],
-        replicated: Callable[[Any], Any],
+        in_block: dict[Var, Value],
+        owned: dict[Var, Value],
+        replicated: Callable[[Var], Value],
     ):
         self._analysis, self._blocks, self._leaf, self._shape = analysis, blocks, leaf, shape
         self._in_block, self._owned, self._replicated = in_block, owned, replicated
 
-    def replace(self, v: Any, value: Any) -> None:
+    def replace(self, v: Var, value: Value) -> None:
         """Replace a value in the block's update shape for later readers."""
         if not isinstance(v, core.Literal):
             self._in_block[v] = value
 
-    def in_block(self, v: Any) -> Any:
+    def in_block(self, v: Var) -> Value:
         """Return a value of the leaf's shape, or a number, in the block's update shape."""
         analysis, values = self._analysis, self._in_block
         if isinstance(v, core.Literal):
@@ -71,7 +71,7 @@ class LeafEvaluator:
             values[v] = self._blocks.local_part(self._leaf, leaf_shaped)
         return values[v]
 
-    def logical(self, v: Any) -> Any:
+    def logical(self, v: Var) -> Value:
         """Return a value in its own shape. For a value of a leaf, only the owner of a local leaf can do this."""
         analysis = self._analysis
         if isinstance(v, core.Literal):
@@ -88,11 +88,11 @@ class LeafEvaluator:
         return self._replicated(v)
 
 
-def _literal(v: Any) -> Any:
+def _literal(v: Var) -> Value:
     return jnp.asarray(v.val, v.aval.dtype)
 
 
-def sent_together(reductions: Sequence[LeafReduction]) -> list[tuple[Any, list[LeafReduction]]]:
+def sent_together(reductions: Sequence[LeafReduction]) -> list[tuple[Dtype, list[LeafReduction]]]:
     """Return the dtype and the reductions of each gathered vector: one of floats and bools, one per integer dtype.
 
     >>> sent_together([])
@@ -109,7 +109,7 @@ def sent_together(reductions: Sequence[LeafReduction]) -> list[tuple[Any, list[L
     ]
 
 
-def partial_shape(blocks: Blocks, reduction: LeafReduction, v: Any) -> tuple[int, ...]:
+def partial_shape(blocks: Blocks, reduction: LeafReduction, v: Var) -> tuple[int, ...]:
     """Return the shape of one IPU's partial result for the output `v` of a reduction."""
     if reduction.eqn is None:
         return v.aval.shape
@@ -117,7 +117,7 @@ def partial_shape(blocks: Blocks, reduction: LeafReduction, v: Any) -> tuple[int
     return tuple(shape[d] for d in _kept_dims(blocks, reduction))
 
 
-def partial_result(blocks: Blocks, reduction: LeafReduction, evaluator: LeafEvaluator, mask: Any) -> Any:
+def partial_result(blocks: Blocks, reduction: LeafReduction, evaluator: LeafEvaluator, mask: Value) -> Value:
     """Return one IPU's partial result, from its leaf, shard or chunk. Communicates nothing.
 
     Args:
@@ -138,7 +138,7 @@ def partial_result(blocks: Blocks, reduction: LeafReduction, evaluator: LeafEval
     return _reduce(name, x, tuple(d for d in range(x.ndim) if d not in kept_dims))
 
 
-def combined(blocks: Blocks, reduction: LeafReduction, v: Any, partials: Any) -> Any:
+def combined(blocks: Blocks, reduction: LeafReduction, v: Var, partials: Value) -> Value:
     """Return the output `v` of a reduction from all IPUs' partial results, (replicas, ipus, *partial_shape)."""
     block, dtype = blocks[blocks.block_of(reduction.leaf)], v.aval.dtype
     ipu = blocks.ipu_of(reduction.leaf)
@@ -160,7 +160,7 @@ def _kept_dims(blocks: Blocks, reduction: LeafReduction) -> list[int]:
     return [d for d in dims if d not in reduction.eqn.params["axes"]]
 
 
-def _reduce(name: str, x: Any, axes: tuple[int, ...]) -> Any:
+def _reduce(name: str, x: Value, axes: tuple[int, ...]) -> Value:
     if name == "reduce_sum":
         # a partial sum is not rounded to half
         is_float = jnp.issubdtype(x.dtype, jnp.floating)
@@ -168,7 +168,7 @@ def _reduce(name: str, x: Any, axes: tuple[int, ...]) -> Any:
     return jnp.max(x, axes) if name in ("reduce_max", "reduce_or") else jnp.min(x, axes)
 
 
-def _identity(name: str, dtype: Any) -> Any:
+def _identity(name: str, dtype: Dtype) -> Value:
     if name == "reduce_sum":
         return jnp.zeros((), dtype)
     if dtype == jnp.bool_:

@@ -26,6 +26,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from ipu_jax.base.annotations import Params, Tree, Value
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.mesh_axes import further_part, names_further, names_in
 from ipu_jax.core.weights.packed_layout import WHOLE, Leaf, PackedLayout, local_shape
@@ -154,7 +155,7 @@ class Blocks:
             axes += tuple(self.blocks[k].further)
         return PartitionSpec(*axes) if any(axes) else WHOLE
 
-    def logical_tree(self, values: Sequence[Any]) -> Any:
+    def logical_tree(self, values: Sequence[Value]) -> Tree:
         """Return the logical tree with one value per leaf, and frozen leaves masked."""
         return jax.tree.unflatten(self.treedef, values)
 
@@ -168,7 +169,7 @@ class Blocks:
         for ipu, part in enumerate(parts, start=self.ipu_of(leaf)):
             array[:, ipu] = self.to_chunks(k, part, np)
 
-    def place(self, leaf: int, array: str, at_least: Any = None) -> Place:
+    def place(self, leaf: int, array: str, at_least: Value = None) -> Place:
         """Return where a leaf is in the named array of `global_shape`, with the leaf's dtype promoted by `at_least`."""
         k, own = self.block_of(leaf), self.leaves[leaf]
         block, chunks = self.blocks[k], self.chunk_dim(k)
@@ -177,7 +178,7 @@ class Blocks:
             return Place(own.path, own.shape, dtype, array, ipus=1, shard=block.shape, split=block.split, chunks=chunks)
         return Place(own.path, own.shape, dtype, array, ipus=1, ipu=self.ipu_of(leaf), rows=own.rows, chunks=chunks)
 
-    def _padded(self, k: int, value: Any, numpy: Any) -> Any:
+    def _padded(self, k: int, value: Value, numpy: Any) -> Any:
         """Return a leaf with the shape of its slot, or padded so that all IPUs get shards of the same size."""
         block, split = self.blocks[k], self.blocks[k].split
         if block.is_slot and value.shape != block.shape:
@@ -189,20 +190,20 @@ class Blocks:
 
     # inside the program
 
-    def chunks_of(self, params: Any) -> list[Any]:
+    def chunks_of(self, params: Params) -> list[Value]:
         """Return this replica's chunk of each block of the weights. Communicates nothing."""
         return [self.replica_chunk(k, array) for k, array in enumerate(to_blocks(params))]
 
-    def replica_chunk(self, k: int, array: Any) -> Any:
+    def replica_chunk(self, k: int, array: Value) -> Value:
         """Return this replica's chunk of an IPU's block. Communicates nothing."""
         if not self.is_divided:
             return array
         return lax.dynamic_index_in_dim(self.to_chunks(k, array), self._chunk_number(), keepdims=False)
 
-    def _chunk_number(self) -> Any:
+    def _chunk_number(self) -> Value:
         return lax.axis_index(REPLICA_AXIS) if self.is_divided else 0
 
-    def to_chunks(self, k: int, array: Any, numpy: Any = jnp) -> Any:
+    def to_chunks(self, k: int, array: Value, numpy: Any = jnp) -> Value:
         """Return a block as (replicas, *update_shape), padded with zeros."""
         if not self.is_divided:
             return array[None]
@@ -215,11 +216,11 @@ class Blocks:
         divided = numpy.pad(array, widths).reshape(*array.shape[:dim], self.replicas, rows, *array.shape[dim + 1 :])
         return numpy.moveaxis(divided, dim, 0)
 
-    def from_chunks(self, k: int, chunks: Any) -> Any:
+    def from_chunks(self, k: int, chunks: Value) -> Value:
         """Return a block from its chunks; the inverse of `to_chunks`."""
         return joined_chunks(chunks, self.blocks[k].shape, self.blocks[k].chunk_dim, jnp)
 
-    def local_part(self, leaf: int, value: Any) -> Any:
+    def local_part(self, leaf: int, value: Value) -> Value:
         """Return this IPU's part of a leaf-shaped array, in the block's update shape. Communicates nothing."""
         k = self.block_of(leaf)
         block = self.blocks[k]
@@ -229,7 +230,7 @@ class Blocks:
             value = lax.dynamic_slice_in_dim(value, lax.axis_index(IPU_AXIS) * local, local, block.split)
         return self.replica_chunk(k, value)
 
-    def logical_leaf(self, leaf: int, array: Any) -> Any:
+    def logical_leaf(self, leaf: int, array: Value) -> Value:
         """Return a local leaf in its own shape, from its owner's block."""
         shape = self.leaves[leaf].shape
         return array if array.shape == shape else array.reshape(-1)[: math.prod(shape)].reshape(shape)
@@ -246,7 +247,7 @@ class Blocks:
         starts = np.arange(self.replicas)[:, None] * self.chunk_size(k)
         return np.clip(sizes - starts, 0, self.chunk_size(k))
 
-    def own_count(self, k: int) -> Any:
+    def own_count(self, k: int) -> Value:
         """Return this IPU's entry of `counts`. XLA does not know its value, even if all entries are equal."""
         counts = jnp.asarray(self.counts(k), jnp.int32)
         is_ipu = (jnp.arange(self.ipus) == lax.axis_index(IPU_AXIS))[None]
@@ -265,7 +266,7 @@ class Blocks:
                 lengths.append(int(count))
         return lengths[::-1]
 
-    def leaf_mask(self, k: int, zero: Any = 0) -> Any:
+    def leaf_mask(self, k: int, zero: Value = 0) -> Value:
         """Return which elements of a block, in its update shape, belong to a leaf; None if all do on every IPU.
 
         A `Fence.zero` keeps XLA from computing the mask before the guard.
@@ -292,7 +293,7 @@ class Blocks:
             mask &= lax.axis_index(IPU_AXIS) * local + position // stride % local < size
         return mask
 
-    def _row_mask(self, k: int, dim: int, zero: Any) -> Any:
+    def _row_mask(self, k: int, dim: int, zero: Value) -> Value:
         """Return `leaf_mask` of a block whose chunks are rows along a dim."""
         block, shape = self.blocks[k], self.update_shape(k)
         mask = None
@@ -344,7 +345,7 @@ def blocks_of_layout(layout: PackedLayout, *, replicas: int) -> Blocks:
     return Blocks(layout.ipus, replicas, tuple(blocks), leaves, treedef)
 
 
-def blocks_of_tree(params: Any, *, replicas: int) -> Blocks:
+def blocks_of_tree(params: Params, *, replicas: int) -> Blocks:
     """Return the blocks of a plain tree, which every replica of one IPU holds whole."""
     paths, treedef = jax.tree.flatten_with_path(params)
     leaves = tuple(
@@ -355,7 +356,7 @@ def blocks_of_tree(params: Any, *, replicas: int) -> Blocks:
     return Blocks(1, replicas, blocks, leaves, treedef)
 
 
-def to_blocks(params: Any) -> list[Any]:
+def to_blocks(params: Params) -> list[Value]:
     """Return this IPU's weights, or their gradients, as one array per block. Call it inside the program."""
     if not isinstance(params, Sharded):
         return jax.tree.leaves(params)
@@ -370,7 +371,7 @@ def to_blocks(params: Any) -> list[Any]:
     ]
 
 
-def from_blocks(params: Any, arrays: Sequence[Any]) -> Any:
+def from_blocks(params: Params, arrays: Sequence[Value]) -> Params:
     """Return the weights with these arrays in place of the arrays of `to_blocks`. Call it inside the program."""
     if not isinstance(params, Sharded):
         return jax.tree.unflatten(jax.tree.structure(params), arrays)

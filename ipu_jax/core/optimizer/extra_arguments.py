@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import optax
 
+from ipu_jax.base.annotations import Params, Tree, Value
 from ipu_jax.base.checks import in_line
 
 _OF_LOSS_FUNCTIONS = ("value_fn", "grad_fn", "obj_fn")
@@ -18,7 +19,7 @@ class MissingArgumentError(ValueError):
     """An optimizer's update needs an argument, or gradients, that a training step cannot give."""
 
 
-def updated(optimizer: Any, gradients: Any, state: Any, params: Any, value: Any) -> Any:
+def updated(optimizer: Any, gradients: Params, state: Tree, params: Params, value: Value) -> Tree:
     """Return `(updates, new state)`. Passes the loss as `value=` only to an update that takes it (sam's does not).
 
     Raises:
@@ -62,7 +63,7 @@ def checked_optimizer(optimizer: Any) -> optax.GradientTransformation:
     if not isinstance(optimizer, optax.GradientTransformation):
         raise ValueError(f"optimizer={in_line(optimizer)} is no optax.GradientTransformation: give optax.sgd(...)")
 
-    def update(params: Any, value: Any) -> Any:
+    def update(params: Params, value: Value) -> Tree:
         return updated(optimizer, params, optimizer.init(params), params, value)
 
     try:

@@ -6,7 +6,6 @@ optax's own functions  see {group: pytree}, leaf by leaf, whatever the arrays ar
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ipu_jax.base.annotations import Function, Params, Tree, Value
 from ipu_jax.core.instances import put
 from ipu_jax.core.mesh_axes import over_ipus
 from ipu_jax.core.optimizer.blocks import blocks_of_layout, to_blocks
@@ -39,7 +39,7 @@ class PipelineOptimizer:
     def __init__(self, pipeline: Any, groups: Groups, transformation: optax.GradientTransformation):
         self._pipeline, self._groups, self._transformation = pipeline, groups, checked_optimizer(transformation)
         self._updates: dict[PackedLayout, ShardedUpdate] = {}
-        self._programs: dict[PackedLayout, Callable[..., Any]] = {}
+        self._programs: dict[PackedLayout, Function] = {}
 
     def init(self, params: Sharded) -> OptimizerState:
         """Return the optimizer's first state.
@@ -59,7 +59,7 @@ class PipelineOptimizer:
         return self._placed(update, update.init(update.blocks.logical_tree(trained)))
 
     def apply(
-        self, gradients: Sharded, state: OptimizerState, params: Sharded, value: Any = None
+        self, gradients: Sharded, state: OptimizerState, params: Sharded, value: Value = None
     ) -> tuple[Sharded, OptimizerState]:
         """Return the new weights, which are the weights plus optax's updates, and the new state.
 
@@ -96,10 +96,10 @@ class PipelineOptimizer:
         new, state = self._programs[layout](gradients, state, trained, value)
         return dataclasses.replace(new, layout=params.layout), state
 
-    def _program(self, update: ShardedUpdate, layout: PackedLayout, states: OptimizerState) -> Callable[..., Any]:
+    def _program(self, update: ShardedUpdate, layout: PackedLayout, states: OptimizerState) -> Function:
         """Return the program of `apply`, for states with these specs."""
 
-        def on_ipu(gradients: Sharded, state: OptimizerState, params: Sharded, value: Any) -> Any:
+        def on_ipu(gradients: Sharded, state: OptimizerState, params: Sharded, value: Value) -> Tree:
             new, _, state = update.apply(to_blocks(gradients), state, params, value)
             return new, state
 
@@ -107,7 +107,7 @@ class PipelineOptimizer:
         in_specs = (weights, states, weights, PartitionSpec())
         return jax.jit(over_ipus(on_ipu, self._pipeline.mesh, in_specs=in_specs, out_specs=(weights, states)))
 
-    def whole(self, state: OptimizerState, params: Sharded) -> Any:
+    def whole(self, state: OptimizerState, params: Sharded) -> Tree:
         """Return the whole state as optax's tree, to save it. Communicates like `Pipeline.unshard`.
 
         Raises:
@@ -118,7 +118,7 @@ class PipelineOptimizer:
         self._check_state(update, state)
         return update.state_layout.whole(state)
 
-    def restore(self, whole: Any, params: Sharded) -> OptimizerState:
+    def restore(self, whole: Tree, params: Sharded) -> OptimizerState:
         """Place a state that `whole` returned on the IPUs, for these weights.
 
         Raises:
@@ -128,14 +128,14 @@ class PipelineOptimizer:
         update = self._update_for(params)
         return self._placed(update, update.state_layout.restore(whole))
 
-    def _update_for(self, params: Any) -> ShardedUpdate:
+    def _update_for(self, params: Params) -> ShardedUpdate:
         self._groups.check_params(params)
         layout = self._groups.as_trained(params.layout)
         if layout not in self._updates:
             self._updates[layout] = ShardedUpdate(self._transformation, blocks_of_layout(layout, replicas=1))
         return self._updates[layout]
 
-    def _check_state(self, update: ShardedUpdate, state: Any) -> None:
+    def _check_state(self, update: ShardedUpdate, state: Tree) -> None:
         check_alive("state", state)
         if not update.state_layout.fits(state):
             is_other = isinstance(state, OptimizerState)
@@ -149,12 +149,12 @@ class PipelineOptimizer:
         return jax.tree.map(lambda array, spec: put(array, on_mesh(spec)), state, update.state_layout.specs(state))
 
 
-def _check_concrete(method: str, tree: Any) -> None:
+def _check_concrete(method: str, tree: Tree) -> None:
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
         raise ValueError(
             f"{method} was called inside jax.jit: call it outside, and pass the state to the jitted function"
         )
 
 
-def _shapes(tree: Any) -> list[tuple[int, ...]]:
+def _shapes(tree: Tree) -> list[tuple[int, ...]]:
     return [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]

@@ -9,7 +9,6 @@ replicated    [count]
 import contextlib
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from ipu_jax.base.annotations import Params, Tree, Value, Var
 from ipu_jax.base.keys import with_keys, without_keys
 from ipu_jax.core.instances import on_host
 from ipu_jax.core.optimizer._analysis import UpdateAnalysis
@@ -39,8 +39,8 @@ class OptimizerState:
             of another optimizer or of weights on other IPUs.
     """
 
-    per_block: list[list[Any]]
-    replicated: list[Any]
+    per_block: list[list[Value]]
+    replicated: list[Value]
     kind: str = dataclasses.field(default="", metadata={"static": True})
 
 
@@ -63,7 +63,7 @@ class StateLayout:
     def __init__(self, analysis: UpdateAnalysis, blocks: Blocks):
         n = len(blocks.leaves)
         self._analysis, self._blocks = analysis, blocks
-        self.variables: list[Any] = analysis.jaxpr.invars[n : -1 - n]
+        self.variables: list[Var] = analysis.jaxpr.invars[n : -1 - n]
         self.replicated = [i for i in range(len(self.variables)) if i not in analysis.leaf_of_state]
         self._kind = f"{analysis.state_treedef} {blocks.blocks} {blocks.leaves}"
         self._arrays: list[list[tuple[str, int | None]]] = [[] for _ in blocks]  # dtype, and the size of a flat one
@@ -87,7 +87,7 @@ class StateLayout:
         """Return whether a leaf's owner keeps part `i` of the state in its own shape, in a flat array."""
         return self.variables[i] in self._analysis.owned
 
-    def init(self, optimizer: optax.GradientTransformation, params: Any) -> OptimizerState:
+    def init(self, optimizer: optax.GradientTransformation, params: Params) -> OptimizerState:
         """Return an optimizer's first state, in host arrays of the global shapes (replicas, ipus, *update_shape).
 
         Args:
@@ -113,7 +113,7 @@ class StateLayout:
         per_block = [[spec(k, size) for _, size in arrays] for k, arrays in enumerate(self._arrays)]
         return dataclasses.replace(state, per_block=per_block, replicated=[WHOLE] * len(self.replicated))
 
-    def restore(self, state: Any) -> OptimizerState:
+    def restore(self, state: Tree) -> OptimizerState:
         """Lay out optax's state tree, such as `whole` returned, in the same way as `init` does with the first state.
 
         Raises:
@@ -132,7 +132,7 @@ class StateLayout:
             )
         return self._divided(leaves)
 
-    def _divided(self, leaves: Sequence[Any]) -> OptimizerState:
+    def _divided(self, leaves: Sequence[Value]) -> OptimizerState:
         per_block = [
             [np.zeros(shape, dtype) for shape, dtype in self._global_shapes(k)] for k in range(len(self._blocks))
         ]
@@ -150,7 +150,7 @@ class StateLayout:
         shape = self._blocks.global_shape(k)
         return [(shape if size is None else (*shape[:2], size), dtype) for dtype, size in self._arrays[k]]
 
-    def fits(self, state: Any) -> bool:
+    def fits(self, state: Tree) -> bool:
         """Return whether a state is from this optimizer, for weights laid out like these."""
         if not isinstance(state, OptimizerState):
             return False
@@ -159,12 +159,12 @@ class StateLayout:
         found = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (state.per_block, state.replicated))
         return (state.kind, *found) == (self._kind, per_block, replicated)
 
-    def whole(self, state: OptimizerState) -> Any:
+    def whole(self, state: OptimizerState) -> Tree:
         """Return a copy of the whole state as optax's tree: the inverse of `restore`.
 
         Communicates one all-gather per array that is split over several instances.
         """
-        leaves: list[Any] = [None] * len(self.variables)
+        leaves: list[Value] = [None] * len(self.variables)
         for i, value in zip(self.replicated, state.replicated, strict=True):
             leaves[i] = copied(value)
         in_array: dict[tuple[int, int], list[int]] = {}  # a split array is read once, for all parts that are in it
@@ -194,7 +194,7 @@ class StateLayout:
                 start += count
         return places
 
-    def _place(self, i: int, prefix: str, **own: Any) -> Place:
+    def _place(self, i: int, prefix: str, **own: Value) -> Place:
         aval, leaf = self.variables[i].aval, self._analysis.leaf_of_state.get(i)
         own |= {"shape": tuple(aval.shape), "dtype": str(aval.dtype)}
         if leaf is None:
@@ -205,12 +205,12 @@ class StateLayout:
             return Place(**own, array=array, ipus=1, ipu=self._blocks.ipu_of(leaf))
         return dataclasses.replace(self._blocks.place(leaf, array), **own)
 
-    def assembled(self, leaves: Sequence[Any]) -> Any:
+    def assembled(self, leaves: Sequence[Value]) -> Tree:
         """Return optax's tree, as `whole` returns it, from its leaves in the order of `places`."""
         numbered = jax.tree.unflatten(self._analysis.state_treedef, list(range(len(self.variables))))
         return jax.tree.unflatten(jax.tree.structure(numbered, is_leaf=is_rows), leaves)
 
 
-def copied(value: Any) -> Any:
+def copied(value: Value) -> Value:
     """Copy numbers or keys that all devices hold to a new array on the default device."""
     return with_keys(jnp.array(np.asarray(without_keys(value))), value)

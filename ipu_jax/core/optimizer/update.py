@@ -18,6 +18,7 @@ import optax
 from jax import lax
 from jax.extend import core
 
+from ipu_jax.base.annotations import Dtype, Params, Value, Var
 from ipu_jax.base.jaxprs import bound, read_by
 from ipu_jax.core.collectives import rounded
 from ipu_jax.core.devices import IPU_AXIS
@@ -29,7 +30,7 @@ from ipu_jax.core.optimizer.blocks import Blocks, from_blocks
 from ipu_jax.core.optimizer.state import OptimizerState, StateLayout
 
 # (leaf, the block's arrays, evaluator) -> arrays, with the same shapes for each leaf of a block
-_LeafProgram = Callable[[int, Sequence[Any], LeafEvaluator], list[Any]]
+_LeafProgram = Callable[[int, Sequence[Value], LeafEvaluator], list[Value]]
 
 
 class ShardedUpdate:
@@ -64,19 +65,19 @@ class ShardedUpdate:
         jaxpr = self.analysis.jaxpr
         return self._loss in read_by(jaxpr.eqns, jaxpr.outvars)
 
-    def init(self, params: Any) -> OptimizerState:
+    def init(self, params: Params) -> OptimizerState:
         """Return the optimizer's first state for the logical tree of whole weights, laid out by `state_layout`."""
         return self.state_layout.init(self.optimizer, params)
 
     def apply(
         self,
-        gradients: Sequence[Any],
+        gradients: Sequence[Value],
         state: OptimizerState,
-        params: Any,
-        loss: Any,
+        params: Value,
+        loss: Value,
         *,
-        round_block: Callable[[int, Any], Any] = lambda k, chunk: chunk,
-    ) -> tuple[Any, list[Any], OptimizerState]:
+        round_block: Callable[[int, Value], Value] = lambda k, chunk: chunk,
+    ) -> tuple[Value, list[Value], OptimizerState]:
         """Return the weights after an update, their chunks of this replica, and the optimizer's new state.
 
         Communicates one all_gather of a few numbers for each level of norms over leaves of several IPUs, or over the
@@ -102,11 +103,11 @@ class ShardedUpdate:
         return from_blocks(params, zero.gather(blocks, chunks)), chunks, state
 
     def _unrounded(
-        self, gradients: Sequence[Any], state: OptimizerState, params: Sequence[Any], loss: Any
-    ) -> tuple[list[Any], OptimizerState]:
+        self, gradients: Sequence[Value], state: OptimizerState, params: Sequence[Params], loss: Value
+    ) -> tuple[list[Value], OptimizerState]:
         """Return the chunks of the weights plus their updates, in float32 at least, and the optimizer's new state."""
         analysis, jaxpr = self.analysis, self.analysis.jaxpr
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, analysis.consts, strict=True))
+        env: dict[Var, Value] = dict(zip(jaxpr.constvars, analysis.consts, strict=True))
         env[self._loss] = jnp.asarray(loss, self._loss.aval.dtype)
         variables, replicated = self.state_layout.variables, self.state_layout.replicated
         env.update({variables[i]: value for i, value in zip(replicated, state.replicated, strict=True)})
@@ -126,7 +127,7 @@ class ShardedUpdate:
         per_block = [[array[None, None] for array in of_block[1:]] for of_block in results]
         return [of_block[0] for of_block in results], dataclasses.replace(state, per_block=per_block, replicated=values)
 
-    def _new_arrays(self, k: int, arrays: list[Any], env: dict[Any, Any]) -> list[Any]:
+    def _new_arrays(self, k: int, arrays: list[Value], env: dict[Var, Value]) -> list[Value]:
         """Return a block's weights plus their update, and its new state arrays.
 
         The update of a slot is inside guards, so that XLA makes it in place. An IPU without a leaf in the slot runs
@@ -142,7 +143,7 @@ class ShardedUpdate:
         new = [weights.astype(jnp.promote_types(weights.dtype, jnp.float32)), *state]
         for shorter, length in itertools.pairwise([0, *(blocks.lengths(k) if is_elementwise else [weights.size])]):
 
-            def body(fence: Fence, old: list[Any], shorter: int = shorter, length: int = length) -> list[Any]:
+            def body(fence: Fence, old: list[Value], shorter: int = shorter, length: int = length) -> list[Value]:
                 first = [fence(gradient), *old]
                 if length < weights.size:
                     first = [lax.dynamic_slice_in_dim(array, fence.zero, length) for array in first]
@@ -158,7 +159,7 @@ class ShardedUpdate:
 
     def _is_elementwise(self, leaf: int) -> bool:
         """Return whether each element of a leaf's update needs only numbers and the same element of other arrays."""
-        analysis, seen = self.analysis, set[Any]()
+        analysis, seen = self.analysis, set[Var]()
         waiting = [self._updates[leaf], *(self._new_state[i] for i in self.state_layout.array_of[leaf])]
         while waiting:
             v = waiting.pop()
@@ -172,8 +173,15 @@ class ShardedUpdate:
         return True
 
     def _updated_leaf(
-        self, leaf: int, arrays: Sequence[Any], evaluator: LeafEvaluator, *, old: list[Any], mask: Any, zero: Any = 0
-    ) -> list[Any]:
+        self,
+        leaf: int,
+        arrays: Sequence[Value],
+        evaluator: LeafEvaluator,
+        *,
+        old: list[Value],
+        mask: Value,
+        zero: Value = 0,
+    ) -> list[Value]:
         """Return a leaf's weights plus their update, and the new state arrays of its block.
 
         Elements that belong to no leaf keep their values: zeros, or a frozen leaf. The update is computed from the new
@@ -201,7 +209,7 @@ class ShardedUpdate:
         new = wide + evaluator.in_block(self._updates[leaf]).astype(wide.dtype)
         return [_with_first(old[0], new if mask is None else jnp.where(mask, new, wide), zero), *state]
 
-    def _on_block(self, k: int, arrays: list[Any], env: dict[Any, Any], of_leaf: _LeafProgram) -> list[Any]:
+    def _on_block(self, k: int, arrays: list[Value], env: dict[Var, Value], of_leaf: _LeafProgram) -> list[Value]:
         """Run `of_leaf` for the leaf that this IPU has in a block.
 
         Args:
@@ -227,7 +235,9 @@ class ShardedUpdate:
         branch_of_ipu = jnp.asarray([0 if leaf is None else leaves.index(leaf) for leaf in by_ipu], jnp.int32)
         return lax.switch(branch_of_ipu[lax.axis_index(IPU_AXIS)], branches, arrays)
 
-    def _have_one_program(self, programs: list[Any], reads: list[list[Any]], arrays: list[Any], env: Any) -> bool:
+    def _have_one_program(
+        self, programs: list[Any], reads: list[list[Var]], arrays: list[Value], env: dict[Var, Value]
+    ) -> bool:
         """Return whether the leaves' programs are the same, apart from the replicated numbers that each reads."""
         if len(programs) == 1:
             return True
@@ -236,29 +246,31 @@ class ShardedUpdate:
             len(set(variables)) == 1 or env[variables[0]].size == 1 for variables in zip(*reads, strict=True)
         )
 
-    def _replicated_reads(self, leaf: int, of_leaf: _LeafProgram, arrays: list[Any], env: dict[Any, Any]) -> list[Any]:
+    def _replicated_reads(
+        self, leaf: int, of_leaf: _LeafProgram, arrays: list[Value], env: dict[Var, Value]
+    ) -> list[Var]:
         """Return the replicated variables that a leaf's program reads, in the order in which it reads them."""
-        reads: dict[Any, None] = {}
+        reads: dict[Var, None] = {}
 
-        def replicated(v: Any) -> Any:
+        def replicated(v: Var) -> Value:
             reads.setdefault(v)
             return env[v]
 
         jax.eval_shape(lambda arrays: of_leaf(leaf, arrays, self._evaluator(leaf, arrays, replicated)), arrays)
         return list(reads)
 
-    def _program(self, leaf: int, of_leaf: _LeafProgram, reads: list[Any]) -> Any:
+    def _program(self, leaf: int, of_leaf: _LeafProgram, reads: list[Var]) -> Any:
         """Return `of_leaf` for one leaf, as a function of the block's arrays and of the replicated values it reads."""
 
-        def run(arrays: list[Any], values: list[Any]) -> list[Any]:
+        def run(arrays: list[Value], values: list[Value]) -> list[Value]:
             replicated = dict(zip(reads, values, strict=True))
             return of_leaf(leaf, arrays, self._evaluator(leaf, arrays, replicated.__getitem__))
 
         return run
 
-    def _evaluator(self, leaf: int, arrays: Sequence[Any], replicated: Callable[[Any], Any]) -> LeafEvaluator:
+    def _evaluator(self, leaf: int, arrays: Sequence[Value], replicated: Callable[[Var], Value]) -> LeafEvaluator:
         in_block = {self._gradients[leaf]: arrays[0], self._params[leaf]: arrays[1]}
-        owned: dict[Any, Any] = {}
+        owned: dict[Var, Value] = {}
         for i, place in self.state_layout.array_of[leaf].items():
             v, array = self.state_layout.variables[i], arrays[2 + place]
             if self.state_layout.is_flat(i):
@@ -270,10 +282,12 @@ class ShardedUpdate:
             self.analysis, self.blocks, leaf, shape, in_block=in_block, owned=owned, replicated=replicated
         )
 
-    def _gather(self, dtype: Any, reductions: Sequence[LeafReduction], arrays: list[Any], env: Any) -> dict[Any, Any]:
+    def _gather(
+        self, dtype: Dtype, reductions: Sequence[LeafReduction], arrays: list[Value], env: dict[Var, Value]
+    ) -> dict[Var, Value]:
         """Return the results of these reductions on every IPU, with one all_gather of `dtype` per mapped axis."""
         blocks, vectors, offset = self.blocks, [], 0
-        parts: list[tuple[LeafReduction, Any, int, tuple[int, ...]]] = []  # with the offset in the vector, and shape
+        parts: list[tuple[LeafReduction, Value, int, tuple[int, ...]]] = []  # with the offset in the vector, and shape
         for k in range(len(blocks)):
             of_block = {n: [r for r in reductions if r.leaf == n] for n in blocks[k].leaves if n is not None}
             ends = [offset]
@@ -298,10 +312,10 @@ class ShardedUpdate:
             for r, v, at, shape in parts
         }
 
-    def _partial_results(self, of_block: dict[int, list[LeafReduction]], length: int, dtype: Any, mask: Any) -> Any:
+    def _partial_results(self, of_block: dict[int, list[LeafReduction]], length: int, dtype: Dtype, mask: Value) -> Any:
         """Return the program that packs a leaf's partial results into a vector of this length."""
 
-        def run(leaf: int, arrays: Sequence[Any], evaluator: LeafEvaluator) -> list[Any]:
+        def run(leaf: int, arrays: Sequence[Value], evaluator: LeafEvaluator) -> list[Value]:
             results = [partial_result(self.blocks, r, evaluator, mask) for r in of_block[leaf]]
             vector = jnp.concatenate([*(jnp.ravel(x).astype(dtype) for x in results), jnp.zeros(0, dtype)])
             return [jnp.pad(vector, (0, length - vector.size))]
@@ -309,24 +323,24 @@ class ShardedUpdate:
         return run
 
 
-def _value_of(v: Any, env: dict[Any, Any]) -> Any:
-    aval: Any = v.aval
+def _value_of(v: Var, env: dict[Var, Value]) -> Value:
+    aval: Value = v.aval
     return jnp.asarray(v.val, aval.dtype) if isinstance(v, core.Literal) else env[v]
 
 
-def _select_own(leaves: Sequence[int | None], values: list[Any]) -> Any:
+def _select_own(leaves: Sequence[int | None], values: list[Value]) -> Value:
     """Return this IPU's number, from one number per IPU with a leaf in the block."""
     following = iter(values)
     by_ipu = [values[0] if leaf is None else next(following) for leaf in leaves]
     return jnp.stack(by_ipu)[lax.axis_index(IPU_AXIS)]
 
 
-def _first(array: Any, length: int) -> Any:
+def _first(array: Value, length: int) -> Value:
     """Return the first `length` elements of a flat array, or all of an array with at most `length` elements."""
     return array if array.size <= length else array[:length]
 
 
-def _with_first(array: Any, value: Any, zero: Any) -> Any:
+def _with_first(array: Value, value: Value, zero: Value) -> Value:
     """Return a flat array with its first elements replaced by `value`, or `value` if it has the array's shape.
 
     XLA writes in place if the value is computed from a slice of the array at the same index, unknown to XLA.

@@ -13,11 +13,12 @@ Source: Rajbhandari et al. 2019, "ZeRO", arXiv:1910.02054: optimizer state parti
 """
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import jax.numpy as jnp
 from jax import lax
 
+from ipu_jax.base.annotations import Dtype, Value
 from ipu_jax.core.collectives import reduced
 from ipu_jax.core.devices import REPLICA_AXIS
 from ipu_jax.core.optimizer.blocks import Blocks
@@ -27,10 +28,10 @@ BUCKET_BYTES: Final = 2**22
 needs an extra copy, which for a large array costs more than a separate collective."""
 
 
-def buckets(blocks: Blocks, dtypes: Sequence[Any]) -> list[list[int]]:
+def buckets(blocks: Blocks, dtypes: Sequence[Dtype]) -> list[list[int]]:
     """Return which blocks are sent together: small blocks of the same dtype."""
     filled_buckets: list[list[int]] = []
-    open_: dict[Any, tuple[list[int], int]] = {}  # per dtype its last bucket, and the bytes in it
+    open_: dict[Dtype, tuple[list[int], int]] = {}  # per dtype its last bucket, and the bytes in it
     for k, dtype in enumerate(map(jnp.dtype, dtypes)):
         size = blocks.chunk_size(k) * blocks.replicas * dtype.itemsize
         if size >= BUCKET_BYTES or blocks[k].chunk_dim is not None:
@@ -45,7 +46,7 @@ def buckets(blocks: Blocks, dtypes: Sequence[Any]) -> list[list[int]]:
     return filled_buckets
 
 
-def summed(blocks: Blocks, gradients: Sequence[Any]) -> Any:
+def summed(blocks: Blocks, gradients: Sequence[Value]) -> Value:
     """Return the sums over the replicas: of this replica's chunk of each block, or of whole blocks if none is divided.
 
     Communicates as `scatter`, or one psum of all gradients.
@@ -53,12 +54,12 @@ def summed(blocks: Blocks, gradients: Sequence[Any]) -> Any:
     return scatter(blocks, gradients) if blocks.is_divided else reduced(lax.psum, gradients, REPLICA_AXIS)
 
 
-def scatter(blocks: Blocks, gradients: Sequence[Any]) -> list[Any]:
+def scatter(blocks: Blocks, gradients: Sequence[Value]) -> list[Value]:
     """Return this replica's chunk of each block's sum over the replicas, in `Blocks.update_shape`.
 
     Communicates one psum_scatter over "replica" per bucket; each replica sends and receives (R-1)/R of its bytes.
     """
-    chunks: list[Any] = [None] * len(blocks)
+    chunks: list[Value] = [None] * len(blocks)
     for bucket in buckets(blocks, [g.dtype for g in gradients]):
         if blocks[bucket[0]].chunk_dim is not None:
             (k,) = bucket
@@ -73,14 +74,14 @@ def scatter(blocks: Blocks, gradients: Sequence[Any]) -> list[Any]:
     return chunks
 
 
-def gather(blocks: Blocks, chunks: Sequence[Any]) -> list[Any]:
+def gather(blocks: Blocks, chunks: Sequence[Value]) -> list[Value]:
     """Return each block whole from the chunks of all replicas, which `scatter` has made.
 
     Communicates one all_gather over "replica" per bucket, or nothing if each replica has whole blocks.
     """
     if not blocks.is_divided:
         return list(chunks)
-    arrays: list[Any] = [None] * len(blocks)
+    arrays: list[Value] = [None] * len(blocks)
     for bucket in buckets(blocks, [chunk.dtype for chunk in chunks]):
         if blocks[bucket[0]].chunk_dim is not None:
             (k,) = bucket

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from ipu_jax.base.annotations import Tree, Value
 from ipu_jax.base.checks import check_choice
 from ipu_jax.core.compiled.in_stages import check_update, why_not_own
 from ipu_jax.core.compiled.program import Program, compiled_for
@@ -47,12 +48,12 @@ class GuardChoice:
         self._may_exchange = mesh.shape[IPU_AXIS] > 1 and parts(further_axes(mesh)) > 1
         self._seen: set[Any] = set()
 
-    def check_shapes(self, program: Any, args: Any, lower: Callable[[], Any]) -> None:
+    def check_shapes(self, program: Any, args: Tree, lower: Callable[[], Any]) -> None:
         """Check a program that is not run, as `check` does; one that is too large for the devices has own guards."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self.check(program, jax.tree.map(_shape_of, args), lower)
 
-    def check(self, program: Any, args: Any, lower: Callable[[], Any]) -> None:
+    def check(self, program: Any, args: Tree, lower: Callable[[], Any]) -> None:
         """Make sure that a jitted program of the pipeline can run with these arguments, before it does.
 
         It compiles the program if that was not done, and takes uniform guards if it needs them under "auto".
@@ -86,5 +87,5 @@ class GuardChoice:
         self._seen.add(shapes)
 
 
-def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+def _shape_of(leaf: Value) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from ipu_jax.base.annotations import Batch, Device, Function, Params, Tree
 from ipu_jax.base.checks import as_int, check_count
 from ipu_jax.base.doors import public_on_mesh
 from ipu_jax.core.analysis.balance import balance_layers, measure_costs
@@ -16,7 +17,7 @@ from ipu_jax.core.schedules import Schedule, canonical_name, make_schedule
 from ipu_jax.core.stage import Stage
 from ipu_jax.core.weights.packing import Sharded
 
-Layer = tuple[Callable[..., Any], Any]
+Layer = tuple[Function, Params]
 
 
 @public_on_mesh
@@ -27,18 +28,18 @@ class Made:
     def from_layers(
         cls,
         layers: Iterable[Any],
-        params: Iterable[Any] | None = None,
+        params: Iterable[Params] | None = None,
         *,
-        loss: Callable[..., Any],
+        loss: Function,
         ipus: int,
-        inputs: Callable[[Any], Any] | None = None,
+        inputs: Callable[[Batch], Tree] | None = None,
         replicas: int = 1,
-        devices: Sequence[Any] | None = None,
+        devices: Sequence[Device] | None = None,
         axes: Mapping[str, int] | None = None,
-        specs: Any = None,
+        specs: Tree = None,
         rounds: int = 1,
         costs: Iterable[float] | None = None,
-        microbatch: Any = None,
+        microbatch: Batch = None,
         layers_per_ipu: Iterable[int] | None = None,
         recompute: Any = "auto",
         **options: Any,
@@ -117,22 +118,22 @@ class Made:
     @classmethod
     def from_function(
         cls,
-        loss: Callable[..., Any],
-        params: Any,
-        micro_batch: Any,
+        loss: Function,
+        params: Params,
+        micro_batch: Batch,
         *,
         ipus: int,
-        state: Any = None,
+        state: Tree = None,
         replicas: int = 1,
-        devices: Sequence[Any] | None = None,
+        devices: Sequence[Device] | None = None,
         axes: Mapping[str, int] | None = None,
-        specs: Any = None,
+        specs: Tree = None,
         rounds: int = 2,
         schedule: str | Schedule = "grouped",
         cuts: Iterable[str] | None = None,
         costs: Literal["counted", "traced"] = "counted",
         recompute: Any = "auto",
-        frozen: Any = None,
+        frozen: Tree = None,
         **options: Any,
     ) -> Self:
         """Return a pipeline cut out of any JAX function, unchanged. Nothing is run: shapes suffice.
@@ -215,18 +216,18 @@ class Made:
 
 def _stages_of_layers(
     layers: Iterable[Any],
-    params: Iterable[Any] | None,
-    loss: Callable[..., Any],
-    inputs: Callable[[Any], Any] | None,
+    params: Iterable[Params] | None,
+    loss: Function,
+    inputs: Callable[[Batch], Tree] | None,
     *,
     ipus: int,
     rounds: int,
     costs: Iterable[float] | None,
-    microbatch: Any,
+    microbatch: Batch,
     layers_per_ipu: Iterable[int] | None,
     recompute: Any,
     mesh: Mesh,
-) -> tuple[list[Stage], dict[str, Any]]:
+) -> tuple[list[Stage], dict[str, Params]]:
     """Return the stages and `{group: weights}`. The arguments are as for `Pipeline.from_layers`.
 
     Raises:
@@ -264,7 +265,7 @@ def _stages_of_layers(
     return [*placed, dataclasses.replace(end, ipu=placed[-1].ipu)], weights
 
 
-def _specs_of_layers(specs: Any, weights: Mapping[str, Any], layers: int) -> dict[str, Any]:
+def _specs_of_layers(specs: Tree, weights: Mapping[str, Params], layers: int) -> dict[str, Tree]:
     """Return the specs per group, from one tree of PartitionSpecs for all layers or a list with one for each.
 
     Raises:
@@ -300,7 +301,7 @@ def _places(layers_per_ipu: Iterable[int], layers: int, ipus: int, rounds: int) 
     return [ipu for ipu, count in enumerate(counts) for _ in range(count)]
 
 
-def _pairs(layers: Iterable[Any], params: Iterable[Any] | None) -> list[Layer]:
+def _pairs(layers: Iterable[Any], params: Iterable[Params] | None) -> list[Layer]:
     if not isinstance(layers, Iterable):
         raise ValueError(f"layers={layers!r} are no layers: give a list of functions layer(params, x)")
     listed = list(layers)
@@ -317,14 +318,14 @@ def _pairs(layers: Iterable[Any], params: Iterable[Any] | None) -> list[Layer]:
     return listed
 
 
-def _whole(microbatch: Any) -> Any:
+def _whole(microbatch: Batch) -> Tree:
     return microbatch
 
 
-def _stage_function(layer: Callable[..., Any], empty: Any, inputs: Callable[[Any], Any] | None) -> Callable[..., Any]:
+def _stage_function(layer: Function, empty: Tree, inputs: Callable[[Batch], Tree] | None) -> Function:
     """Return a layer as a stage's function; a layer without weights gets its own `empty` tree."""
 
-    def fn(p: Any, x: Any, mb: Any) -> Any:
+    def fn(p: Params, x: Tree, mb: Batch) -> Tree:
         return layer(empty if p is None else p, x if inputs is None else inputs(mb))
 
     return fn

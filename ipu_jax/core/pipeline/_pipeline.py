@@ -19,6 +19,7 @@ import optax
 from jax.sharding import Mesh
 
 from ipu_jax.base import facts
+from ipu_jax.base.annotations import Batch, Params, Tree
 from ipu_jax.base.doors import public_on_mesh
 from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.analysis.report import MemoryGuard, PipelineReport, check_ipu_memory, make_report
@@ -103,9 +104,9 @@ class Pipeline(Made, Shown):
         schedule: str | Schedule = "grouped",
         gradient_accumulation: int | None = None,
         reduction: Reduction | None = None,
-        specs: Mapping[str, Any] | None = None,
-        state_specs: Mapping[str, Any] | None = None,
-        frozen: Mapping[str, Any] | None = None,
+        specs: Mapping[str, Tree] | None = None,
+        state_specs: Mapping[str, Tree] | None = None,
+        frozen: Mapping[str, Tree] | None = None,
         ipu_memory: float | None = None,
         guards: Guards = "auto",
         function: FunctionModel | None = None,
@@ -145,7 +146,7 @@ class Pipeline(Made, Shown):
         return self.placement.choice.schedule
 
     @facts.during("placing weights")
-    def shard(self, params: Any) -> Sharded:
+    def shard(self, params: Params) -> Sharded:
         """Place whole weights on the IPUs.
 
         Each IPU gets the weights of its own stages and its own shard of the concurrent groups. Communicates from host
@@ -166,7 +167,7 @@ class Pipeline(Made, Shown):
         check_there(self.mesh, "shard", "shard_shapes(params)")
         return packing.shard_tree(params, self.placement.groups.layout(params), self.mesh)
 
-    def shard_shapes(self, params: Any) -> Sharded:
+    def shard_shapes(self, params: Params) -> Sharded:
         """Return the result of `shard` with `jax.ShapeDtypeStruct`s in place of arrays, for `import_weights(like=)`.
 
         Args:
@@ -177,11 +178,11 @@ class Pipeline(Made, Shown):
         """
         return packing.shapes_on(self.placement.groups.layout(params), self.mesh)
 
-    def shard_state_shapes(self, state: Any) -> Sharded:
+    def shard_state_shapes(self, state: Tree) -> Sharded:
         """Return the result of `shard_state` with `jax.ShapeDtypeStruct`s in place of arrays."""
         return packing.shapes_on(self.placement.groups.state_layout(state), self.mesh)
 
-    def shard_state(self, state: Any) -> Sharded:
+    def shard_state(self, state: Tree) -> Sharded:
         """Place `{group: pytree of state}` on the IPUs, as `shard` places weights. Leaves can have any dtype.
 
         Raises:
@@ -192,7 +193,7 @@ class Pipeline(Made, Shown):
         return packing.shard_tree(state, self.placement.groups.state_layout(state), self.mesh)
 
     @facts.during("gathering weights")
-    def unshard(self, sharded: Sharded) -> Any:
+    def unshard(self, sharded: Sharded) -> Tree:
         """Return the tree of parameters, gradients or state, whole and unpadded: the inverse of `shard`.
 
         Each instance gets the whole tree, on its default device. If a replica is on several instances, all of them must
@@ -229,8 +230,8 @@ class Pipeline(Made, Shown):
         return PipelineOptimizer(self, self.placement.groups, transformation)
 
     def value_and_grad(
-        self, params: Sharded, batch: Any, state: Sharded | None = None, key: jax.Array | None = None
-    ) -> Any:
+        self, params: Sharded, batch: Batch, state: Sharded | None = None, key: jax.Array | None = None
+    ) -> Tree:
         """Return the loss and the gradients of one weight update.
 
         Communicates, in each tick: one ppermute of an activation and one of its gradient between neighbours, and for
@@ -264,12 +265,12 @@ class Pipeline(Made, Shown):
     def loss(
         self,
         params: Sharded,
-        batch: Any,
+        batch: Batch,
         state: Sharded | None = None,
         key: jax.Array | None = None,
         *,
         training: bool = False,
-    ) -> Any:
+    ) -> Tree:
         """Return the loss, or `(loss, aux)`, of the stages' `evaluate` functions, or with `training` of their `fn`.
 
         It computes no gradients and keeps no stash. `jax.grad`, `jax.value_and_grad` and `jax.jvp` differentiate it
@@ -314,12 +315,12 @@ class Pipeline(Made, Shown):
     def predict(
         self,
         params: Sharded,
-        batch: Any,
+        batch: Batch,
         state: Sharded | None = None,
         key: jax.Array | None = None,
         *,
         return_state: bool = False,
-    ) -> Any:
+    ) -> Tree:
         """Return the outputs of the last stage for any number of micro-batches, without labels or a loss.
 
         Each stage runs `predict`, or else `evaluate`, or else `fn`; the last stage must have `predict`. Aux is not
@@ -369,7 +370,7 @@ class Pipeline(Made, Shown):
     def report(
         self,
         params: Sharded,
-        batch: Any,
+        batch: Batch,
         state: Sharded | None = None,
         key: jax.Array | None = None,
         *,
@@ -405,7 +406,7 @@ class Pipeline(Made, Shown):
             lowered = placed.lowered(self._programs.jitted, given)
         return make_report(placed.plan(*given), batch, mesh=self.mesh, lowered=lowered, ipu_memory=limit)
 
-    def lower(self, params: Sharded, batch: Any, state: Sharded | None = None, key: jax.Array | None = None) -> Any:
+    def lower(self, params: Sharded, batch: Batch, state: Sharded | None = None, key: jax.Array | None = None) -> Any:
         """Return the program of `value_and_grad`, lowered but not run. Compile it to see its memory and its HLO.
 
         On a mesh with further axes it is compiled here, too, to choose `guards`.
@@ -426,7 +427,7 @@ class Pipeline(Made, Shown):
     def choose_schedule(
         self,
         params: Sharded,
-        batch: Any,
+        batch: Batch,
         state: Sharded | None = None,
         key: jax.Array | None = None,
         *,
@@ -454,7 +455,7 @@ class Pipeline(Made, Shown):
     def stage_costs(
         self,
         params: Sharded,
-        batch: Any,
+        batch: Batch,
         state: Sharded | None = None,
         key: jax.Array | None = None,
         *,

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero, linear_call, zero_from_primal
 
+from ipu_jax.base.annotations import Function, Tree, Value
 from ipu_jax.core.devices import InFlight
 from ipu_jax.core.pipeline.placed_stages import PlacedStages
 from ipu_jax.core.stage import Role
@@ -35,23 +36,21 @@ class Programs:
         self._placed, self._window = placed, InFlight()
         self.jitted = jax.jit(self._update)
 
-    def value_and_grad(self, given: StepArgs) -> Any:
+    def value_and_grad(self, given: StepArgs) -> Tree:
         """Return `(loss with aux, gradients, new state)`."""
         samples = count_samples(given.batch, 2 + given_dims(self._placed.replicas))
         return self._bounded(self._undifferentiated, given, jitted=self.jitted, updates=1, samples=samples)
 
-    def loss(self, given: StepArgs, role: Role) -> tuple[Any, Any, Any]:
+    def loss(self, given: StepArgs, role: Role) -> tuple[Tree, Tree, Tree]:
         """Return `(loss, aux, new state)`; the loss is differentiable."""
         return self._losses[role](*given)
 
-    def predict(self, given: StepArgs) -> tuple[Any, Any]:
+    def predict(self, given: StepArgs) -> tuple[Tree, Tree]:
         """Return `(outputs, new state)`."""
         program, jitted = self._prediction
         return self._bounded(program, given, jitted=jitted)
 
-    def _bounded(
-        self, program: Callable[..., Any], given: StepArgs, *, jitted: Any, updates: int = 0, samples: int = 0
-    ) -> Any:
+    def _bounded(self, program: Function, given: StepArgs, *, jitted: Any, updates: int = 0, samples: int = 0) -> Any:
         self._placed.check_guards(jitted, given)
         self._window.begin(given)
         result = program(*given)
@@ -59,13 +58,13 @@ class Programs:
         self._window.admit(result, updates=updates, samples=samples)
         return result
 
-    def _update(self, *given: Any) -> Any:
+    def _update(self, *given: Tree) -> Tree:
         placed = self._placed
         results = placed.run(StepArgs(*given), role="training", backward=True, reduction=placed.options.reduction)
         return placed.loss_with_aux(results.loss, results.aux), results.gradients, results.state
 
     @functools.cached_property
-    def _undifferentiated(self) -> Callable[..., Any]:
+    def _undifferentiated(self) -> Function:
         return _refusing_derivatives(
             self.jitted,
             "pipeline.value_and_grad cannot be differentiated again: it returns gradients already; use "
@@ -73,15 +72,15 @@ class Programs:
         )
 
     @functools.cached_property
-    def _losses(self) -> dict[Role, Callable[..., Any]]:
-        def of(role: Role) -> Callable[..., Any]:
+    def _losses(self) -> dict[Role, Function]:
+        def of(role: Role) -> Function:
             @jax.jit
-            def alone(*given: Any) -> Any:
+            def alone(*given: Tree) -> Tree:
                 results = self._placed.run(StepArgs(*given), role=role, backward=False)
                 return results.loss, results.aux, results.state
 
             @jax.jit
-            def with_gradients(*given: Any) -> Any:
+            def with_gradients(*given: Tree) -> Tree:
                 results = self._placed.run(StepArgs(*given), role=role, backward=True)
                 return results.loss, results.aux, results.gradients, results.state
 
@@ -93,9 +92,9 @@ class Programs:
         return {"training": of("training"), "evaluation": of("evaluation")}
 
     @functools.cached_property
-    def _prediction(self) -> tuple[Callable[..., Any], Any]:
+    def _prediction(self) -> tuple[Function, Tree]:
         @jax.jit
-        def predict(*given: Any) -> Any:
+        def predict(*given: Tree) -> Tree:
             results = self._placed.run(StepArgs(*given), role="prediction", backward=False)
             return results.outputs, results.state
 
@@ -103,15 +102,15 @@ class Programs:
         return _refusing_derivatives(predict, why), predict
 
 
-def _refusing_derivatives(program: Callable[..., Any], why: str) -> Callable[..., Any]:
+def _refusing_derivatives(program: Function, why: str) -> Function:
     """Return a program that raises `ValueError(why)` if anything differentiates through it."""
     guarded = jax.custom_jvp(program)
 
     @guarded.defjvp
-    def refuse(primals: Any, tangents: Any) -> NoReturn:
+    def refuse(primals: Tree, tangents: Tree) -> NoReturn:
         raise ValueError(why)
 
-    def call(*args: Any) -> Any:
+    def call(*args: Tree) -> Tree:
         # arguments without tracers are not differentiated, and calls are faster without the rule
         is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args))
         return (guarded if is_traced else program)(*args)
@@ -120,8 +119,8 @@ def _refusing_derivatives(program: Callable[..., Any], why: str) -> Callable[...
 
 
 def _differentiable_loss(
-    run: Callable[..., tuple[Any, Any, Any]], run_with_gradients: Callable[..., tuple[Any, Any, Any, Any]]
-) -> Callable[..., tuple[Any, Any, Any]]:
+    run: Callable[..., tuple[Value, Tree, Tree]], run_with_gradients: Callable[..., tuple[Value, Tree, Tree, Tree]]
+) -> Callable[..., tuple[Value, Tree, Tree]]:
     """Return a function like `run` that is differentiable with respect to the weights.
 
     Args:
@@ -137,7 +136,7 @@ def _differentiable_loss(
     )
     loss = jax.custom_jvp(lambda *given: run(*given))
 
-    def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    def rule(primals: Tree, tangents: Tree) -> tuple[Tree, Tree]:
         along_params, *others = tangents
         for name, tangent in zip(StepArgs._fields[1:], others, strict=True):
             if any(type(leaf) is not SymbolicZero for leaf in jax.tree.leaves(tangent)):
@@ -159,10 +158,10 @@ def _differentiable_loss(
     return loss
 
 
-def _without_gradient(aux: Any, along: Any) -> Any:
+def _without_gradient(aux: Tree, along: Tree) -> Tree:
     """Return zero tangents of aux that raise a `ValueError` if a gradient flows back through them."""
 
-    def refuse(_: Any, cotangents: Any) -> NoReturn:
+    def refuse(_: object, cotangents: Tree) -> NoReturn:
         raise ValueError(
             "no gradient flows through aux, but the function that is differentiated uses it: add such terms to the "
             "loss inside the last stage, or use jax.lax.stop_gradient(aux)"

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ipu_jax.base.annotations import Params, Tree, Value
 from ipu_jax.base.jaxprs import traced_on
 from ipu_jax.base.showing import Table, counted
 from ipu_jax.core.analysis.schedule_choice import ScheduleChoice, StepShapes
@@ -38,10 +39,10 @@ class Results(NamedTuple):
     """
 
     loss: Any
-    aux: Any
+    aux: Tree
     outputs: Any
-    gradients: Any
-    state: Any
+    gradients: Params
+    state: Tree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,7 +95,7 @@ class PlacedStages:
     def lowered(self, program: Any, given: StepArgs) -> Any:
         """Return a jitted program of these four arguments, lowered for arrays or shapes, wherever these are."""
 
-        def placed(tree: Any) -> Any:
+        def placed(tree: Tree) -> Value:
             specs = None if tree is None else packing.specs_of(tree.layout)
             return jax.tree.map(
                 lambda leaf, spec: jax.ShapeDtypeStruct(
@@ -113,14 +114,14 @@ class PlacedStages:
         """Choose the guards of a jitted program before it runs; see `GuardChoice.check`."""
         self.guards.check(program, given, lambda: self.lowered(program, given))
 
-    def plan(self, *given: Any) -> Plan:
+    def plan(self, *given: Tree) -> Plan:
         """Return the plan of a step of `value_and_grad` with these arguments. Stages are traced, and nothing is run."""
         return self.traced(lambda shapes: self.choice.plan(shapes, role="training", backward=True), StepArgs(*given))
 
     def traced(self, fn: Callable[[StepShapes], Any], given: StepArgs) -> Any:
         """Return `fn` of the shapes of a step on one replica, called as inside the `shard_map`."""
 
-        def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+        def shape_of(leaf: Value) -> jax.ShapeDtypeStruct:
             dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
             return jax.ShapeDtypeStruct(leaf.shape[given_dims(self.replicas) :], dtype)
 
@@ -155,7 +156,7 @@ class PlacedStages:
         self,
         args: StepArgs,
         *,
-        loss_cotangent: Any = None,
+        loss_cotangent: Value = None,
         reduce_over_replicas: bool = False,
         backward: bool = True,
         role: Role = "training",
@@ -183,7 +184,7 @@ class PlacedStages:
         layout = self.groups.as_trained(args.params.layout)
         return StepShapes(args, layout, self.platform, uniform=self.guards.uniform)
 
-    def loss_with_aux(self, loss: Any, aux: dict[str, Any]) -> Any:
+    def loss_with_aux(self, loss: Value, aux: dict[str, Tree]) -> Tree:
         """Return the loss, or the loss and the aux of the stages, as `value_and_grad` returns them."""
         if not jax.tree.leaves(aux):
             return loss

@@ -9,12 +9,13 @@ the same on all IPUs. Nothing at run time would notice a difference, so it is ch
 """
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from ipu_jax.base.annotations import Eqn, Jaxpr, Tree, Value
 from ipu_jax.base.jaxprs import all_equations
 from ipu_jax.base.keys import is_key
 from ipu_jax.core.collectives import axes_of, waits
@@ -26,7 +27,7 @@ from ipu_jax.core.programs.segment import Segment
 _WHO = {IPU_AXIS: "IPUs", REPLICA_AXIS: "replicas"}
 
 
-def differing_outputs(segment: Segment, jaxpr: Any, inputs: Sequence[bool], weights: int) -> list[bool]:
+def differing_outputs(segment: Segment, jaxpr: Jaxpr, inputs: Sequence[bool], weights: int) -> list[bool]:
     """Return, per output of a segment's F or B, whether it may differ between IPUs (never for a local segment).
 
     Args:
@@ -52,7 +53,7 @@ def differing_outputs(segment: Segment, jaxpr: Any, inputs: Sequence[bool], weig
     return [False] * len(jaxpr.outvars)
 
 
-def _refuse_in_local(segment: Segment, eqn: Any) -> NoReturn:
+def _refuse_in_local(segment: Segment, eqn: Eqn) -> NoReturn:
     axes, name = axes_of(eqn), eqn.primitive.name
     if IPU_AXIS in axes:
         raise ValueError(
@@ -68,7 +69,7 @@ def _refuse_in_local(segment: Segment, eqn: Any) -> NoReturn:
     )
 
 
-def _refuse_branch(segment: Segment, eqn: Any, inside: str, axis: str) -> NoReturn:
+def _refuse_branch(segment: Segment, eqn: Eqn, inside: str, axis: str) -> NoReturn:
     over = axis if axis in axes_of(eqn) else axes_of(eqn)[0]
     raise ValueError(
         f"stage {segment.name!r} uses {eqn.primitive.name} over axis {over!r} inside a {inside} "
@@ -77,7 +78,7 @@ def _refuse_branch(segment: Segment, eqn: Any, inside: str, axis: str) -> NoRetu
     )
 
 
-def check_results(segment: Segment, differs: Any, y_and_aux: Any, last: bool, split_state: Any) -> None:
+def check_results(segment: Segment, differs: Tree, y_and_aux: Value, last: bool, split_state: Tree) -> None:
     """Refuse results that are random keys, or that may differ between IPUs and are not split over them.
 
     Args:
@@ -119,7 +120,7 @@ def _refuse_differing(segment: Segment, what: str, differs: bool) -> None:
         )
 
 
-def _check_outputs(segment: Segment, differs: Any, outputs: Any) -> None:
+def _check_outputs(segment: Segment, differs: Tree, outputs: Tree) -> None:
     stage = segment.stages[-1]
     is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
     try:

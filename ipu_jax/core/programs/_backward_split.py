@@ -19,6 +19,7 @@ import jax
 from jax import lax
 from jax.extend import core
 
+from ipu_jax.base.annotations import Eqn, Jaxpr, Value, Var
 from ipu_jax.base.jaxprs import (
     CHECKPOINTS,
     JITS,
@@ -38,7 +39,9 @@ from ipu_jax.core.programs._keeping import MOVES, bytes_of, cheapest_to_keep
 _INLINED = (*CHECKPOINTS, *JITS)
 
 
-def split_backward(traced: Any, num_dx: int, reusable: int, num_dy: int) -> tuple[Any, Any, list[jax.ShapeDtypeStruct]]:
+def split_backward(
+    traced: Jaxpr, num_dx: int, reusable: int, num_dy: int
+) -> tuple[Jaxpr, Jaxpr, list[jax.ShapeDtypeStruct]]:
     """Return B, W and the shapes of the weight residuals.
 
     Args:
@@ -66,8 +69,8 @@ def split_backward(traced: Any, num_dx: int, reusable: int, num_dy: int) -> tupl
 
 
 def _cheapest(
-    eqns: Sequence[Any], of_b: set[int], outvars: Sequence[Any], inputs_of_b: Sequence[Any]
-) -> tuple[list[Any], list[Any]]:
+    eqns: Sequence[Eqn], of_b: set[int], outvars: Sequence[Var], inputs_of_b: Sequence[Var]
+) -> tuple[list[Var], list[Eqn]]:
     """Return the weight residuals, and W's equations, some of which B runs, too.
 
     Args:
@@ -85,13 +88,13 @@ def _cheapest(
     return in_order, needed([eqn for eqn in eqns if not kept.intersection(eqn.outvars)], list(outvars))
 
 
-def _results_of_b(jaxpr: Any, num_dx: int, num_dy: int) -> list[Any]:
+def _results_of_b(jaxpr: Jaxpr, num_dx: int, num_dy: int) -> list[Var]:
     """Return dx, or for a first stage the values that depend on dy and from which W computes the gradients."""
     if num_dx:
         return list(jaxpr.outvars[:num_dx])
     of_dy = depending(jaxpr.eqns, jaxpr.invars[len(jaxpr.invars) - num_dy :])
     made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-    found: dict[Any, None] = {}
+    found: dict[Var, None] = {}
     waiting, seen = variables(jaxpr.outvars), set()
     while waiting:
         eqn = made_by.get(waiting.pop())
@@ -106,7 +109,7 @@ def _results_of_b(jaxpr: Any, num_dx: int, num_dy: int) -> list[Any]:
     return list(found)
 
 
-def _with_split_scans(closed: Any, num_dx: int, num_dy: int) -> Any:
+def _with_split_scans(closed: Jaxpr, num_dx: int, num_dy: int) -> Jaxpr:
     """Return the program with two scans in place of each scan that computes values for B's results and other values.
 
     In a first stage, where B leads from dy to the weights' gradients, a scan over layers is split even if nothing reads
@@ -116,7 +119,7 @@ def _with_split_scans(closed: Any, num_dx: int, num_dy: int) -> Any:
     results = _results_of_b(closed.jaxpr, num_dx, num_dy)
     read = set(read_by(needed(closed.jaxpr.eqns, results), results))
 
-    def rule(eqn: Any, inputs: list[Any]) -> list[Any] | None:
+    def rule(eqn: Eqn, inputs: list[Value]) -> list[Value] | None:
         if eqn.primitive.name != "scan":
             return None
         first = [v in read for v in eqn.outvars]
@@ -141,14 +144,14 @@ def _handed_on(params: dict[str, Any]) -> set[int]:
     return found
 
 
-def _two_scans(params: dict[str, Any], inputs: list[Any], first: list[bool]) -> list[Any]:
+def _two_scans(params: dict[str, Any], inputs: list[Value], first: list[bool]) -> list[Value]:
     """Return a scan's outputs, computed by two scans: the first computes the marked outputs, the second the others."""
     body = laid_open(params["jaxpr"], _INLINED)
     jaxpr = body.jaxpr
     consts, init, xs = in_scan_parts(params, inputs)
     const_vars, carry_vars, x_vars = in_scan_parts(params, jaxpr.invars)
 
-    def pick(values: Sequence[Any], which: bool) -> list[Any]:
+    def pick(values: Sequence[Value], which: bool) -> list[Value]:
         return [value for value, is_first in zip(values, first, strict=False) if is_first is which]
 
     while True:  # a carry that feeds the first scan's outputs belongs to the first scan
@@ -166,8 +169,8 @@ def _two_scans(params: dict[str, Any], inputs: list[Any], first: list[bool]) -> 
     )
     two = part_of(body, [*const_vars, *pick(carry_vars, False), *x_vars, *weight_residuals], of_rest, rest)
 
-    def scan(part: Any, carry: list[Any], xs: list[Any]) -> list[Any]:
-        def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+    def scan(part: Jaxpr, carry: list[Value], xs: Sequence[Value]) -> list[Value]:
+        def step(carry: list[Value], x: list[Value]) -> tuple[list[Value], list[Value]]:
             outputs = core.jaxpr_as_fun(part)(*consts, *carry, *x)
             return outputs[: len(carry)], outputs[len(carry) :]
 

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ipu_jax.base.annotations import Value
+
 _LARGEST_INDEX = np.iinfo(np.int32).max
 _ELEMENTS_PER_PIECE = 16  # elements of a whole block that are read and written in the time of one piece's update
 
@@ -38,13 +40,13 @@ class Block:
 
     leaf: tuple[int, ...]
     flat: bool
-    zero: Any
-    start: tuple[Any, ...]
+    zero: Value
+    start: tuple[Value, ...]
     size: tuple[int, ...]
     dims: tuple[int, ...]
 
     @classmethod
-    def whole(cls, leaf: tuple[int, ...], flat: bool, zero: Any) -> "Block":
+    def whole(cls, leaf: tuple[int, ...], flat: bool, zero: Value) -> "Block":
         return cls(leaf, flat, zero, (0,) * len(leaf), leaf, tuple(range(len(leaf))))
 
     @property
@@ -60,7 +62,7 @@ class Block:
         """Return whether the block is contiguous in the accumulator, or the accumulator is not flat."""
         return not self.flat or math.prod(self.size[: self._inner(self.size)]) == 1
 
-    def part(self, at: Sequence[Any], shape: Sequence[int]) -> "Block":
+    def part(self, at: Sequence[Value], shape: Sequence[int]) -> "Block":
         """Return the part of this block that has this shape and begins at these indices."""
         start, size = list(self.start), list(self.size)
         for d, i, n in zip(self.dims, at, shape, strict=True):
@@ -71,11 +73,11 @@ class Block:
         """Return the same block with these dims only; along the others it has one element."""
         return dataclasses.replace(self, dims=tuple(self.dims[d] for d in kept))
 
-    def row(self, i: Any) -> "Block":
+    def row(self, i: Value) -> "Block":
         one = self.part((i, *[0] * (len(self.dims) - 1)), (1, *self.shape[1:]))
         return one.with_dims(range(1, len(self.dims)))
 
-    def add(self, total: Any, part: Any) -> Any:
+    def add(self, total: Value, part: Value) -> Value:
         """Return the accumulator after adding a part of the block's shape. The block must be in one piece."""
         if part.shape == total.shape == self.leaf:
             return total + part.astype(total.dtype)
@@ -85,7 +87,7 @@ class Block:
         old = lax.dynamic_slice(total, start, block.shape)
         return lax.dynamic_update_slice(total, old + block.astype(total.dtype), start)
 
-    def scatter_add(self, total: Any, indices: Any, updates: Any, params: dict[str, Any]) -> Any | None:
+    def scatter_add(self, total: Value, indices: Value, updates: Value, params: dict[str, Any]) -> Value | None:
         """Return the accumulator after adding the updates of a scatter-add into zeros of the block's shape.
 
         Args:
@@ -135,11 +137,11 @@ class Block:
         """Return the first dim from which an array of this shape is contiguous in the flat leaf."""
         return max((d for d, size in enumerate(self.leaf) if shape[d] < size), default=0)
 
-    def _position(self, index: Sequence[Any]) -> Any:
+    def _position(self, index: Sequence[Value]) -> Value:
         """Return the position of an index in the flat leaf."""
         return sum(i * math.prod(self.leaf[d + 1 :]) for d, i in enumerate(index))
 
-    def _starts(self, indices: Any, dims: Any, update: Sequence[int]) -> tuple[list[Any], Any]:
+    def _starts(self, indices: Value, dims: Value, update: Sequence[int]) -> tuple[list[Value], Value]:
         """Return the first element of each update, per dim of the leaf, and whether the update is inside the block.
 
         An update outside the block is moved inside.

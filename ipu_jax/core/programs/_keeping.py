@@ -7,13 +7,13 @@ and the values that the later program needs. Source: "min-cut rematerialization"
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from jax.extend import core
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
+from ipu_jax.base.annotations import Eqn, Var
 from ipu_jax.base.jaxprs import variables
 
 # Operations that take as long as moving one byte out and back. The number is higher for batched products: their result
@@ -39,7 +39,7 @@ _MOST = 2**30  # scipy's capacities are int32
 _ONCE, _LATER = "once", "later"
 
 
-def cheapest_to_keep(eqns: Sequence[Any], inputs: Mapping[Any, float], wanted: Iterable[Any]) -> tuple[float, set[Any]]:
+def cheapest_to_keep(eqns: Sequence[Eqn], inputs: Mapping[Var, float], wanted: Iterable[Var]) -> tuple[float, set[Var]]:
     """Return the least cost of the values that a later program wants, and the variables to keep for it.
 
     Args:
@@ -47,7 +47,7 @@ def cheapest_to_keep(eqns: Sequence[Any], inputs: Mapping[Any, float], wanted: I
         inputs: per input of the program, the cost of keeping it; other inputs and constants cost nothing.
         wanted: the variables that the later program wants.
     """
-    edges: list[tuple[Any, Any, float]] = [(_ONCE, var, cost) for var, cost in inputs.items()]
+    edges: list[tuple[Var, Var, float]] = [(_ONCE, var, cost) for var, cost in inputs.items()]
     edges += [(var, _LATER, math.inf) for var in wanted]
     for number, eqn in enumerate(eqns):
         edges.append((_ONCE, number, work(eqn)))
@@ -60,7 +60,7 @@ def cheapest_to_keep(eqns: Sequence[Any], inputs: Mapping[Any, float], wanted: I
     return cost, kept | {var for var, price in inputs.items() if price and var not in once}
 
 
-def least_cut(edges: Sequence[tuple[Any, Any, float]], source: Any, sink: Any) -> tuple[float, set[Any]] | None:
+def least_cut(edges: Sequence[tuple[Var, Var, float]], source: Var, sink: Var) -> tuple[float, set[Var]] | None:
     """Return the weight of the minimum cut with the fewest nodes on the source's side, and these nodes.
 
     Args:
@@ -95,12 +95,12 @@ def least_cut(edges: Sequence[tuple[Any, Any, float]], source: Any, sink: Any) -
     return weight, {node for node, number in numbers.items() if number in reached}
 
 
-def bytes_of(var: Any) -> int:
+def bytes_of(var: Var) -> int:
     """Return the bytes of a variable, at least 1, since a value that costs 0 is never kept; a literal has none."""
     return 0 if isinstance(var, core.Literal) else max(1, math.prod(var.aval.shape) * var.aval.dtype.itemsize)
 
 
-def work(eqn: Any) -> float:
+def work(eqn: Eqn) -> float:
     """Return the cost of computing an equation again, in bytes kept.
 
     The cost is infinite for products with weights, which are not batched, and for operations that are not listed above.

@@ -10,7 +10,6 @@ import dataclasses
 import enum
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core
 
+from ipu_jax.base.annotations import Jaxpr, Tree, Value
 from ipu_jax.base.jaxprs import CHECKPOINTS
 
 _SMALL = 4096  # elements; larger constants are not compared
@@ -34,8 +34,8 @@ _RULES = {
 class Signature:
     """Hold the text and the constants of programs. Programs with equal signatures compute the same function."""
 
-    texts: tuple[Any, ...]
-    constants: tuple[Any, ...]
+    texts: tuple[object, ...]
+    constants: tuple[object, ...]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Signature) or self.texts != other.texts or len(self.constants) != len(other.constants):
@@ -46,7 +46,7 @@ class Signature:
         return hash(self.texts[0])
 
 
-def signature_of(programs: Sequence[Any], *more: Any) -> Signature | None:
+def signature_of(programs: Sequence[Jaxpr], *more: Tree) -> Signature | None:
     """Return the signature of closed jaxprs and of `more`, or None if they contain large constants."""
     constants = [thing for closed in programs for thing in _constants_of(closed)]
     if any(isinstance(thing, _Array) and thing.is_large for thing in constants):
@@ -54,21 +54,21 @@ def signature_of(programs: Sequence[Any], *more: Any) -> Signature | None:
     return Signature((tuple(_text(closed.jaxpr) for closed in programs), *more), tuple(constants))
 
 
-def _text(jaxpr: Any) -> str:
+def _text(jaxpr: Jaxpr) -> str:
     # an address in the text names an object; the object itself is compared among the constants
     return re.sub(r" at 0x[0-9a-f]+", "", str(jaxpr))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Array:
-    value: Any
+    value: Value
 
     @property
     def is_large(self) -> bool:
         return np.size(self.value) > _SMALL
 
 
-def _constants_of(closed: Any) -> Iterator[Any]:
+def _constants_of(closed: Jaxpr) -> Iterator[Value]:
     """Yield the constants, literals and parameters of a jaxpr and of the jaxprs inside it."""
     jaxpr = closed.jaxpr if hasattr(closed, "jaxpr") else closed
     yield from map(_Array, getattr(closed, "consts", ()))
@@ -80,7 +80,7 @@ def _constants_of(closed: Any) -> Iterator[Any]:
     yield from (_Array(v.val) for v in jaxpr.outvars if isinstance(v, core.Literal))
 
 
-def _parameter(value: Any, *, in_text: bool = True) -> Iterator[Any]:
+def _parameter(value: Value, *, in_text: bool = True) -> Iterator[object]:
     """Yield the parts of a parameter to compare; `in_text` says that the program's text shows the others."""
     if hasattr(value, "eqns"):
         if not in_text:
@@ -101,7 +101,7 @@ def _parameter(value: Any, *, in_text: bool = True) -> Iterator[Any]:
         yield value
 
 
-def _equal(one: Any, two: Any) -> bool:
+def _equal(one: Value, two: Value) -> bool:
     if one is two:
         return True
     if type(one) is not type(two):
@@ -114,7 +114,7 @@ def _equal(one: Any, two: Any) -> bool:
         return False
 
 
-def _same_bits(one: Any, two: Any) -> bool:
+def _same_bits(one: Value, two: Value) -> bool:
     if one is two:
         return True
     unknown = isinstance(one, Tracer) or isinstance(two, Tracer)

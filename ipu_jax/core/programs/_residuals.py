@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from jax.extend import core
 
+from ipu_jax.base.annotations import Jaxpr, Value, Var
 from ipu_jax.base.jaxprs import depending, needed, part_of, read_by, variables
 from ipu_jax.core.programs._keeping import bytes_of, cheapest_to_keep
 
@@ -28,17 +29,17 @@ class Residuals:
     """
 
     sources: tuple[Source, ...]
-    stashed: list[Any]
-    derive: Any
+    stashed: list[Value]
+    derive: Jaxpr
 
-    def restored(self, readable: Sequence[Any], stash: Sequence[Any]) -> list[Any]:
+    def restored(self, readable: Sequence[Value], stash: Sequence[Value]) -> list[Value]:
         """Return the residuals, given the inputs that B reads and the stashed values."""
         values = {"input": readable, "derived": core.jaxpr_as_fun(self.derive)(*readable, *stash), "stash": stash}
         return [values[kind][i] for kind, i in self.sources]
 
 
 def choose_residuals(
-    traced: Any, outvars: Sequence[Any], readable: Sequence[Any], weights: int, *, recompute: bool
+    traced: Jaxpr, outvars: Sequence[Var], readable: Sequence[Var], weights: int, *, recompute: bool
 ) -> Residuals:
     """Choose the values to stash for these residuals.
 
@@ -57,7 +58,7 @@ def choose_residuals(
     stashed = _cheapest(jaxpr, wanted, varying, places) if recompute else wanted
     slots = {var: k for k, var in enumerate(stashed)}
     sources: list[Source] = []
-    derived: list[Any] = []
+    derived: list[Var] = []
     for var in outvars:
         if isinstance(var, core.Literal) or (var not in slots and var not in places):
             sources.append(("derived", len(derived)))
@@ -68,7 +69,7 @@ def choose_residuals(
     return Residuals(tuple(sources), stashed, part_of(traced, [*readable, *stashed], again, derived))
 
 
-def _cheapest(jaxpr: Any, wanted: list[Any], varying: set[Any], readable: Any) -> list[Any]:
+def _cheapest(jaxpr: Jaxpr, wanted: list[Var], varying: set[Var], readable: Any) -> list[Var]:
     eqns = [eqn for eqn in jaxpr.eqns if varying.intersection(eqn.outvars)]
     costs = {var: float(bytes_of(var)) for var in jaxpr.invars if var in varying and var not in readable}
     cost, kept = cheapest_to_keep(eqns, costs, wanted)
@@ -77,14 +78,14 @@ def _cheapest(jaxpr: Any, wanted: list[Any], varying: set[Any], readable: Any) -
     return [v for v in [*jaxpr.invars, *(v for eqn in eqns for v in eqn.outvars)] if v in kept]
 
 
-def with_outputs(traced: Any, outvars: Sequence[Any]) -> Any:
+def with_outputs(traced: Jaxpr, outvars: Sequence[Var]) -> Jaxpr:
     """Return F with other outputs, without the equations that they do not need."""
     jaxpr = traced.jaxpr
     eqns = jaxpr.eqns if jaxpr.effects else needed(jaxpr.eqns, list(outvars))
     return part_of(traced, jaxpr.invars, eqns, outvars)
 
 
-def without_unread(traced: Any, first: int, count: int) -> tuple[Any, list[int]]:
+def without_unread(traced: Jaxpr, first: int, count: int) -> tuple[Jaxpr, list[int]]:
     """Return a program without the unread inputs among the `count` inputs from `first` on, and the numbers of the rest.
 
     F of a stage keeps values for the derivative of its aux as well, which B does not compute.

@@ -11,10 +11,10 @@ may take n times its own part for the whole, as the cross-entropies' rules do.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from jax.extend import core
 
+from ipu_jax.base.annotations import Eqn, Jaxpr, Var
 from ipu_jax.base.jaxprs import CALLS, all_equations, closed_of, in_scan_parts
 from ipu_jax.core.collectives import axes_of, waits
 from ipu_jax.core.devices import IPU_AXIS
@@ -26,10 +26,10 @@ _SAME, _DIFFERS, _ZERO, _PART = range(4)  # _PART: the sum over the IPUs is line
 _KEEP = ("broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "neg", "reduce_sum", "reshape", "squeeze")
 _ADD = ("add", "add_any", "concatenate", "sub", "transpose", *_KEEP)
 
-Refuse = Callable[[Any, str], None]
+Refuse = Callable[[Eqn, str], None]
 
 
-def differing(jaxpr: Any, inputs: Sequence[bool], axis: str, refuse: Refuse) -> list[bool]:
+def differing(jaxpr: Jaxpr, inputs: Sequence[bool], axis: str, refuse: Refuse) -> list[bool]:
     """Return, per output of a jaxpr, whether it may differ along an axis.
 
     Args:
@@ -48,10 +48,10 @@ class _Axis:
     def __init__(self, axis: str, refuse: Refuse):
         self.axis, self.refuse = axis, refuse
 
-    def differing(self, jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+    def differing(self, jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
         differs = {var for var, may in zip(jaxpr.invars, inputs, strict=True) if may}
 
-        def of(atoms: Sequence[Any]) -> list[bool]:
+        def of(atoms: Sequence[Var]) -> list[bool]:
             return [not isinstance(v, core.Literal) and v in differs for v in atoms]
 
         for eqn in jaxpr.eqns:
@@ -61,7 +61,7 @@ class _Axis:
                 differs.update(v for v in eqn.invars if not isinstance(v, core.Literal) and _is_ref(v))
         return of(jaxpr.outvars)
 
-    def results(self, eqn: Any, of_inputs: list[bool]) -> list[bool]:
+    def results(self, eqn: Eqn, of_inputs: list[bool]) -> list[bool]:
         name, count = eqn.primitive.name, len(eqn.outvars)
         if name in CALLS:
             return self.differing(closed_of(eqn.params[CALLS[name]]).jaxpr, of_inputs)
@@ -80,13 +80,13 @@ class _Axis:
         )
         return [any(of_inputs) or brings_its_own] * count
 
-    def _refuse_inside(self, jaxprs: Sequence[Any], name: str) -> None:
+    def _refuse_inside(self, jaxprs: Sequence[Jaxpr], name: str) -> None:
         for jaxpr in jaxprs:
             for eqn in all_equations(jaxpr):
                 if waits(eqn, self.axis):
                     self.refuse(eqn, name)
 
-    def _cond(self, eqn: Any, of_inputs: list[bool]) -> list[bool]:
+    def _cond(self, eqn: Eqn, of_inputs: list[bool]) -> list[bool]:
         branches = [branch.jaxpr for branch in eqn.params["branches"]]
         if of_inputs[0]:
             self._refuse_inside(branches, "cond")
@@ -94,7 +94,7 @@ class _Axis:
         of_branches = [self.differing(branch, of_inputs[1:]) for branch in branches]
         return [any(of_output) for of_output in zip(*of_branches, strict=True)]
 
-    def _while(self, eqn: Any, of_inputs: list[bool]) -> list[bool]:
+    def _while(self, eqn: Eqn, of_inputs: list[bool]) -> list[bool]:
         params = eqn.params
         predicate, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
         of_predicate, rest = of_inputs[: params["cond_nconsts"]], of_inputs[params["cond_nconsts"] :]
@@ -109,7 +109,7 @@ class _Axis:
                 return carry
             carry = after
 
-    def _scan(self, eqn: Any, of_inputs: list[bool]) -> list[bool]:
+    def _scan(self, eqn: Eqn, of_inputs: list[bool]) -> list[bool]:
         consts, carry, xs = in_scan_parts(eqn.params, of_inputs)
         while True:
             found = self.differing(eqn.params["jaxpr"].jaxpr, [*consts, *carry, *xs])
@@ -119,15 +119,15 @@ class _Axis:
             carry = after
 
 
-def _makes_equal(eqn: Any) -> bool:
+def _makes_equal(eqn: Eqn) -> bool:
     return eqn.primitive.name in _MAKES_EQUAL and eqn.params.get("axis_index_groups") is None
 
 
-def _is_ref(var: Any) -> bool:
+def _is_ref(var: Var) -> bool:
     return hasattr(var.aval, "inner_aval")
 
 
-def needs_sums_only(jaxpr: Any, may_differ: Sequence[bool], num_dy: int, summed: Sequence[bool]) -> bool:
+def needs_sums_only(jaxpr: Jaxpr, may_differ: Sequence[bool], num_dy: int, summed: Sequence[bool]) -> bool:
     """Return whether the results of B depend only on the sum of the IPUs' cotangents.
 
     What is not known to be so counts as not so.
@@ -143,10 +143,10 @@ def needs_sums_only(jaxpr: Any, may_differ: Sequence[bool], num_dy: int, summed:
     return found is not None and all(of != _PART or adds for of, adds in zip(found, summed, strict=True))
 
 
-def _walk(jaxpr: Any, inputs: Sequence[int]) -> list[int] | None:
+def _walk(jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int] | None:
     known = dict(zip(jaxpr.invars, inputs, strict=True))
 
-    def of(atom: Any) -> int:
+    def of(atom: Var) -> int:
         if isinstance(atom, core.Literal):
             return _ZERO if atom.val == 0 else _SAME
         return known.get(atom, _SAME)
@@ -159,7 +159,7 @@ def _walk(jaxpr: Any, inputs: Sequence[int]) -> list[int] | None:
     return list(map(of, jaxpr.outvars))
 
 
-def _results(eqn: Any, given: list[int]) -> list[int] | None:
+def _results(eqn: Eqn, given: list[int]) -> list[int] | None:
     """Return what the results of an equation are, or None if it uses a part of a cotangent by itself."""
     name, count = eqn.primitive.name, len(eqn.outvars)
     if _PART not in given:

@@ -16,13 +16,13 @@ every platform. The rules for primitives:
 """
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import jax
 import numpy as np
 from jax.extend import core
 
+from ipu_jax.base.annotations import Eqn, Function, Jaxpr, Tree, Value, Var
 from ipu_jax.base.jaxprs import CALLS
 
 _BODIES = {**CALLS, "shard_map": "jaxpr"}
@@ -38,7 +38,7 @@ _COLLECTIVES = """
 _FREE = frozenset((_MOVES + _COLLECTIVES).split())
 
 
-def flops_of(fn: Callable[..., Any], *args: Any) -> int:
+def flops_of(fn: Function, *args: Value) -> int:
     """Return the floating-point operations of one call `fn(*args)`.
 
     Args:
@@ -55,7 +55,7 @@ def flops_of(fn: Callable[..., Any], *args: Any) -> int:
     return jaxpr_flops(jax.make_jaxpr(fn)(*args))
 
 
-def jaxpr_flops(jaxpr: Any) -> int:
+def jaxpr_flops(jaxpr: Jaxpr) -> int:
     """Return the floating-point operations of a jaxpr, closed or open.
 
     >>> jaxpr_flops(jax.make_jaxpr(lambda x: x * 2 + 1)(jax.numpy.ones(4)))
@@ -64,11 +64,11 @@ def jaxpr_flops(jaxpr: Any) -> int:
     return sum(map(equation_flops, _open(jaxpr).eqns))
 
 
-def _open(jaxpr: Any) -> Any:
+def _open(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
 
 
-def equation_flops(eqn: Any) -> int:
+def equation_flops(eqn: Eqn) -> int:
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
@@ -92,11 +92,11 @@ def equation_flops(eqn: Any) -> int:
     return _elements(v.aval for v in eqn.outvars)
 
 
-def _elements(avals: Iterable[Any]) -> int:
+def _elements(avals: Iterable[Value]) -> int:
     return sum(getattr(aval, "size", 0) for aval in avals)
 
 
-def _convolution_flops(eqn: Any) -> int:
+def _convolution_flops(eqn: Eqn) -> int:
     """Return twice the multiply-adds. Kernel elements over padding or over holes of a dilated input need none."""
     params, (lhs, rhs), out = eqn.params, (v.aval for v in eqn.invars), eqn.outvars[0].aval
     numbers = params["dimension_numbers"]
@@ -111,7 +111,7 @@ def _convolution_flops(eqn: Any) -> int:
     return 2 * batch * features * rhs.shape[numbers.rhs_spec[1]] * pairs
 
 
-def jaxpr_peak_bytes(jaxpr: Any, *, copied: range = range(0), keep_outputs: bool = True) -> int:
+def jaxpr_peak_bytes(jaxpr: Jaxpr, *, copied: range = range(0), keep_outputs: bool = True) -> int:
     """Return the most bytes of intermediate values alive at once, if each is freed after its last use.
 
     Inputs and constants are not counted, since they are stored elsewhere. An elementwise operation overwrites an
@@ -134,10 +134,10 @@ def jaxpr_peak_bytes(jaxpr: Any, *, copied: range = range(0), keep_outputs: bool
     return _peak(jaxpr, inputs, outputs)
 
 
-def _peak(jaxpr: Any, copied: list[Any], live_outputs: set[Any]) -> int:
-    last: dict[Any, int] = {}
-    readers: dict[Any, int] = {}
-    needs_copy: set[Any] = set()
+def _peak(jaxpr: Jaxpr, copied: list[Var], live_outputs: set[Var]) -> int:
+    last: dict[Var, int] = {}
+    readers: dict[Var, int] = {}
+    needs_copy: set[Var] = set()
     for at, eqn in enumerate(jaxpr.eqns):
         for var in eqn.invars:
             if not isinstance(var, core.Literal):
@@ -168,7 +168,7 @@ def _peak(jaxpr: Any, copied: list[Any], live_outputs: set[Any]) -> int:
     return most
 
 
-def _is_elementwise(eqn: Any) -> bool:
+def _is_elementwise(eqn: Eqn) -> bool:
     name = eqn.primitive.name
     if name in ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "iota", "transpose"):
         return True
@@ -177,7 +177,7 @@ def _is_elementwise(eqn: Any) -> bool:
     return not special and shapes <= {eqn.outvars[0].aval.shape}
 
 
-def bytes_of(tree: Any) -> int:
+def bytes_of(tree: Tree) -> int:
     """Return the bytes of all arrays, `jax.ShapeDtypeStruct` or avals in a tree. A typed key counts as its data.
 
     >>> bytes_of([jax.ShapeDtypeStruct((2, 3), "bfloat16"), jax.numpy.ones(4), jax.random.key(0)])

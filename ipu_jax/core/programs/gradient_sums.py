@@ -13,13 +13,13 @@ jax 0.10 where some leaves have a `Ref` and others have none (docs/design/engine
 import collections
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
 
+from ipu_jax.base.annotations import Eqn, Jaxpr, Value, Var
 from ipu_jax.base.jaxprs import CHECKPOINTS, bound, closed_of, in_scan_parts, laid_open, read_by, value_of
 from ipu_jax.core.programs._blocks import Block
 
@@ -34,13 +34,13 @@ class Sum:
         shape: the leaf's shape.
     """
 
-    total: Any
+    total: Value
     shape: tuple[int, ...]
 
 
 def add_gradients(
-    backward: Any, args: Sequence[Any], num_dx: int, sums: Sequence[Sum], zero: Any
-) -> tuple[list[Any], list[Any]]:
+    backward: Jaxpr, args: Sequence[Value], num_dx: int, sums: Sequence[Sum], zero: Value
+) -> tuple[list[Value], list[Value]]:
     """Run a backward and add its gradients to their accumulators.
 
     Args:
@@ -66,7 +66,7 @@ def add_gradients(
 class _Wanted:
     """A variable whose value is to be added to a block of accumulator `k`."""
 
-    var: Any
+    var: Var
     k: int
     block: Block
 
@@ -81,12 +81,12 @@ class _Walk:
             added again.
     """
 
-    def __init__(self, closed: Any, wanted: Sequence[_Wanted], carried: Sequence[Any] = ()):
+    def __init__(self, closed: Jaxpr, wanted: Sequence[_Wanted], carried: Sequence[Var] = ()):
         self.closed, jaxpr = closed, closed.jaxpr
         self.uses = collections.Counter(read_by(jaxpr.eqns, jaxpr.outvars))
         self.made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         self.sums_alone: set[int] = set()  # equations that only add parts
-        self.parts: dict[Any, list[_Wanted]] = {}
+        self.parts: dict[Var, list[_Wanted]] = {}
         self.literals: list[_Wanted] = []
         for want in wanted:
             for part in self.parts_of(want):
@@ -105,7 +105,7 @@ class _Walk:
         inputs = eqn.invars if eqn.primitive.name == "add_any" else eqn.invars[:1]
         return [part for var in inputs for part in self.parts_of(_Wanted(var, want.k, block))]
 
-    def block_of_input(self, eqn: Any, block: Block) -> Block | None:
+    def block_of_input(self, eqn: Eqn, block: Block) -> Block | None:
         """Return the block to which an equation's inputs, or its first input, can be added instead of its output.
 
         Return None where no block qualifies.
@@ -124,17 +124,17 @@ class _Walk:
             return block.with_dims(eqn.params["broadcast_dimensions"])
         return None
 
-    def has_part(self, var: Any, want: _Wanted) -> bool:
+    def has_part(self, var: Var, want: _Wanted) -> bool:
         """Return whether a variable is a part of a wanted variable, and nothing else reads it."""
         return self.uses[var] == 1 and any(part.var is var for part in self.parts_of(want))
 
-    def is_zero(self, var: Any) -> bool:
+    def is_zero(self, var: Var) -> bool:
         if isinstance(var, core.Literal):
             return not np.any(var.val)
         eqn = self.made_by.get(var)
         return eqn is not None and eqn.primitive.name == "broadcast_in_dim" and self.is_zero(eqn.invars[0])
 
-    def run(self, args: Sequence[Any], totals: list[Any]) -> dict[Any, Any]:
+    def run(self, args: Sequence[Value], totals: list[Value]) -> dict[Var, Value]:
         """Return the values of all variables except the sums of parts, and change `totals` in place."""
         jaxpr = self.closed.jaxpr
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*self.closed.consts, *args], strict=True))
@@ -164,7 +164,7 @@ class _Walk:
         return env
 
     @staticmethod
-    def add(want: _Wanted, part: Any, totals: list[Any]) -> None:
+    def add(want: _Wanted, part: Value, totals: list[Value]) -> None:
         totals[want.k] = want.block.add(totals[want.k], part)
 
 
@@ -173,8 +173,8 @@ class _Walk:
 
 
 def _scan(
-    walk: _Walk, eqn: Any, inputs: list[Any], own: dict[int, _Wanted], totals: list[Any]
-) -> dict[int, Any] | None:
+    walk: _Walk, eqn: Eqn, inputs: list[Value], own: dict[int, _Wanted], totals: list[Value]
+) -> dict[int, Value] | None:
     """Add a row of a stacked output, or the next term of a carried sum, in each iteration."""
     params, body = eqn.params, laid_open(eqn.params["jaxpr"])
     consts, init, xs = in_scan_parts(params, inputs)
@@ -194,14 +194,14 @@ def _scan(
     kept_carry = [p for p in kept if p < num_carry]
     ks = sorted({want.k for want in added.values()})
 
-    def step(carry: Any, x: Any) -> Any:
+    def step(carry: Value, x: Value) -> Value:
         (values, held), (i, x) = carry, x
         wanted = [
             _Wanted(body.jaxpr.outvars[p], want.k, want.block if p < num_carry else want.block.row(i))
             for p, want in added.items()
         ]
         here = [held[ks.index(k)] if k in ks else None for k in range(len(totals))]
-        of_carry: list[Any] = [None] * num_carry
+        of_carry: list[Value] = [None] * num_carry
         for p, value in zip(kept_carry, values, strict=True):
             of_carry[p] = value
         sums_in = [carry_vars[p] for p in added if p < num_carry]
@@ -218,7 +218,9 @@ def _scan(
     return dict(zip(kept, [*carry, *ys], strict=True))
 
 
-def _checkpoint(walk: _Walk, eqn: Any, inputs: list[Any], own: dict[int, _Wanted], totals: list[Any]) -> dict[int, Any]:
+def _checkpoint(
+    walk: _Walk, eqn: Eqn, inputs: list[Value], own: dict[int, _Wanted], totals: list[Value]
+) -> dict[int, Value]:
     """Run the body, behind the optimization barrier that JAX's own lowering sets."""
     body, barred = laid_open(closed_of(eqn.params["jaxpr"])), eqn.params["prevent_cse"]
     barred = (barred,) * len(inputs) if isinstance(barred, bool) else barred
@@ -231,8 +233,8 @@ def _checkpoint(walk: _Walk, eqn: Any, inputs: list[Any], own: dict[int, _Wanted
 
 
 def _update_slice(
-    walk: _Walk, eqn: Any, inputs: list[Any], own: dict[int, _Wanted], totals: list[Any]
-) -> dict[int, Any] | None:
+    walk: _Walk, eqn: Eqn, inputs: list[Value], own: dict[int, _Wanted], totals: list[Value]
+) -> dict[int, Value] | None:
     """Add the gradient of a slice at a computed index."""
     part, k, block = inputs[1], own[0].k, own[0].block
     if not walk.is_zero(eqn.invars[0]):
@@ -247,8 +249,8 @@ def _update_slice(
 
 
 def _scatter_add(
-    walk: _Walk, eqn: Any, inputs: list[Any], own: dict[int, _Wanted], totals: list[Any]
-) -> dict[int, Any] | None:
+    walk: _Walk, eqn: Eqn, inputs: list[Value], own: dict[int, _Wanted], totals: list[Value]
+) -> dict[int, Value] | None:
     """Add the gradient of a gather: rows of a table."""
     k, (_, indices, updates) = own[0].k, inputs
     is_alone = walk.is_zero(eqn.invars[0])

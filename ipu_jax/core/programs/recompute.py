@@ -14,7 +14,7 @@ same way, so that a scan over layers keeps the values chosen per layer.
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
+from ipu_jax.base.annotations import Eqn, Function, Jaxpr, Tree, Value, Var
 from ipu_jax.base.jaxprs import (
     JITS,
     bound,
@@ -49,7 +50,7 @@ class Origin(enum.Enum):
     COMPUTED = enum.auto()
 
 
-def recomputing(fn: Callable[..., Any], origins: Sequence[Origin]) -> Callable[..., Any]:
+def recomputing(fn: Function, origins: Sequence[Origin]) -> Function:
     """Return `fn` with a derivative that reads few values of F and computes the others again.
 
     Args:
@@ -60,14 +61,14 @@ def recomputing(fn: Callable[..., Any], origins: Sequence[Origin]) -> Callable[.
 
     of_keywords = {"key": Origin.GIVEN, "shared": Origin.WEIGHTS}
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Tree, **kwargs: Tree) -> Tree:
         flat, treedef = jax.tree.flatten((args, kwargs))
         each = [*origins, *(of_keywords.get(name, Origin.COMPUTED) for name in sorted(kwargs))]
         subtrees = [*args, *(kwargs[name] for name in sorted(kwargs))]
         leaf_origins = [o for o, tree in zip(each, subtrees, strict=True) for _ in jax.tree.leaves(tree)]
-        results: list[Any] = []
+        results: list[Value] = []
 
-        def flat_fn(*leaves: Any) -> list[Any]:
+        def flat_fn(*leaves: Value) -> list[Value]:
             args, kwargs = jax.tree.unflatten(treedef, leaves)
             results.append(fn(*args, **kwargs))
             return [leaf for leaf in jax.tree.leaves(results[0]) if isinstance(leaf, jax.Array)]
@@ -79,17 +80,17 @@ def recomputing(fn: Callable[..., Any], origins: Sequence[Origin]) -> Callable[.
     return run
 
 
-def _run(closed: Any, args: Sequence[Any], origins: Sequence[Origin]) -> list[Any]:
+def _run(closed: Jaxpr, args: Sequence[Value], origins: Sequence[Origin]) -> list[Value]:
     """Evaluate a closed jaxpr, part by part."""
     closed = laid_open(closed)
     jaxpr = closed.jaxpr
     eqns = needed(jaxpr.eqns, jaxpr.outvars) if not jaxpr.effects else jaxpr.eqns
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
-    known: dict[Any, Origin] = dict.fromkeys(jaxpr.constvars, Origin.GIVEN) | dict(
+    known: dict[Var, Origin] = dict.fromkeys(jaxpr.constvars, Origin.GIVEN) | dict(
         zip(jaxpr.invars, origins, strict=True)
     )
     parts = _parts(eqns)
-    stacked: set[Any] = set()
+    stacked: set[Var] = set()
     for k, part in enumerate(parts):
         inputs = list(dict.fromkeys(v for v in read_by(part) if v in env))
         from_weights = all(known[v] == Origin.WEIGHTS for v in inputs)
@@ -110,9 +111,9 @@ def _run(closed: Any, args: Sequence[Any], origins: Sequence[Origin]) -> list[An
     return [value_of(v, env) for v in jaxpr.outvars]
 
 
-def _parts(eqns: Sequence[Any]) -> list[list[Any]]:
+def _parts(eqns: Sequence[Eqn]) -> list[list[Eqn]]:
     """Divide equations into runs without a divider, and the dividers between them."""
-    parts: list[list[Any]] = []
+    parts: list[list[Eqn]] = []
     is_open = False
     for eqn in eqns:
         is_divider = _is_divider(eqn)
@@ -124,12 +125,12 @@ def _parts(eqns: Sequence[Any]) -> list[list[Any]]:
     return parts
 
 
-def _is_divider(eqn: Any) -> bool:
+def _is_divider(eqn: Eqn) -> bool:
     has_body = eqn.primitive.name != "custom_jvp_call" and any(True for _ in core.jaxprs_in_params(eqn.params))
     return has_body or bool(eqn.effects) or bool(axes_of(eqn))
 
 
-def _scan(eqn: Any, inputs: list[Any], known: dict[Any, Origin]) -> list[Any]:
+def _scan(eqn: Eqn, inputs: list[Value], known: dict[Var, Origin]) -> list[Value]:
     """Run a scan, with a derivative of its body that computes cheap values again."""
     params, body = eqn.params, eqn.params["jaxpr"]
     of_inputs = [Origin.WEIGHTS if isinstance(v, core.Literal) else known[v] for v in eqn.invars]
@@ -137,7 +138,7 @@ def _scan(eqn: Any, inputs: list[Any], known: dict[Any, Origin]) -> list[Any]:
     of_body = [*of_consts, *[Origin.COMPUTED] * len(of_carry), *of_xs]
     consts, init, xs = in_scan_parts(params, inputs)
 
-    def step(carry: Any, x: Any) -> Any:
+    def step(carry: Value, x: Value) -> Value:
         outputs = _run(body, [*consts, *carry, *x], of_body)
         return outputs[: len(init)], outputs[len(init) :]
 
@@ -158,19 +159,19 @@ class _Part:
             hands a missing one on to the scan's body, with the shape of all iterations.
     """
 
-    eqns: list[Any]
-    inputs: list[Any]
-    outputs: list[Any]
+    eqns: list[Eqn]
+    inputs: list[Var]
+    outputs: list[Var]
     origins: list[Origin]
     stacked: list[bool]
 
-    def __call__(self, *args: Any) -> list[Any]:
+    def __call__(self, *args: Value) -> list[Value]:
         env = dict(zip(self.inputs, args, strict=True))
         for eqn in needed(self.eqns, self.outputs):
             env.update(zip(eqn.outvars, bound(eqn, [value_of(v, env) for v in eqn.invars]), strict=True))
         return [env[v] for v in self.outputs]
 
-    def run(self, env: dict[Any, Any]) -> list[Any]:
+    def run(self, env: dict[Var, Value]) -> list[Value]:
         """Return the outputs, with a derivative that keeps the cheapest values."""
         # a value without a gradient stays outside of custom_vjp, which would give it one
         varying = _differentiable(self.eqns, self.inputs)
@@ -187,7 +188,7 @@ class _Part:
             values |= zip(inside.outputs, run(*args), strict=True)
         return [values[v] for v in self.outputs]
 
-    def _forward(self, *primals: Any) -> tuple[list[Any], "_Saved"]:
+    def _forward(self, *primals: Value) -> tuple[list[Value], "_Saved"]:
         derivative = self.derivative(tuple(primal.perturbed for primal in primals))
         args = [primal.value for primal in primals]
         values = core.jaxpr_as_fun(derivative.forward)(*args)
@@ -199,8 +200,8 @@ class _Part:
         """Trace the part and its derivative with respect to some inputs, and choose the values to keep."""
         captured: dict[str, Any] = {}
 
-        def forward(*args: Any) -> list[Any]:
-            def of_differentiated(*chosen: Any) -> list[Any]:
+        def forward(*args: Value) -> list[Value]:
+            def of_differentiated(*chosen: Value) -> list[Value]:
                 following = iter(chosen)
                 return self(*(next(following) if d else arg for arg, d in zip(args, differentiated, strict=True)))
 
@@ -235,7 +236,7 @@ class _Part:
         )
 
 
-def _differentiable(eqns: Sequence[Any], inputs: Sequence[Any]) -> set[Any]:
+def _differentiable(eqns: Sequence[Eqn], inputs: Sequence[Var]) -> set[Var]:
     """Return the variables that have a gradient if all floating inputs have one."""
     found = set(filter(_is_float, inputs))
     for eqn in eqns:
@@ -244,7 +245,7 @@ def _differentiable(eqns: Sequence[Any], inputs: Sequence[Any]) -> set[Any]:
     return found
 
 
-def _reached(eqns: Sequence[Any], outputs: Sequence[Any]) -> set[Any]:
+def _reached(eqns: Sequence[Eqn], outputs: Sequence[Var]) -> set[Var]:
     """Return the variables that get a gradient if all of these outputs have one."""
     found = set(outputs)
     for eqn in reversed(eqns):
@@ -253,7 +254,7 @@ def _reached(eqns: Sequence[Any], outputs: Sequence[Any]) -> set[Any]:
     return found
 
 
-def _is_float(var: Any) -> bool:
+def _is_float(var: Var) -> bool:
     return jnp.issubdtype(var.aval.dtype, jnp.inexact)
 
 
@@ -270,8 +271,8 @@ class _Derivative:
         vjp: the tree of the part's vjp function, whose leaves are the residuals.
     """
 
-    forward: Any
-    again: Any
+    forward: Jaxpr
+    again: Jaxpr
     read: tuple[int, ...]
     differentiated: tuple[bool, ...]
     zeros: tuple[Any, ...]
@@ -283,12 +284,12 @@ class _Derivative:
 class _Saved:
     """Hold the values that the derivative of a part reads: kept values and inputs."""
 
-    kept: list[Any]
-    inputs: list[Any]
+    kept: list[Value]
+    inputs: list[Value]
     derivative: _Derivative
 
 
-def _backward(saved: _Saved, cotangents: list[Any]) -> tuple[Any, ...]:
+def _backward(saved: _Saved, cotangents: list[Value]) -> tuple[Value, ...]:
     derivative = saved.derivative
     residuals = core.jaxpr_as_fun(derivative.again)(*saved.kept, *saved.inputs)
     gradients = iter(_pulled_back(jax.tree.unflatten(derivative.vjp, residuals), cotangents))
@@ -299,15 +300,15 @@ def _backward(saved: _Saved, cotangents: list[Any]) -> tuple[Any, ...]:
     )
 
 
-def _pulled_back(vjp: Callable[..., Any], cotangents: list[Any]) -> list[Any]:
+def _pulled_back(vjp: Function, cotangents: list[Value]) -> list[Value]:
     """Return `vjp(cotangents)`, computed without operations on zero cotangents; None for a gradient that is zero."""
     is_zero = [isinstance(ct, SymbolicZero) for ct in cotangents]
     if not any(is_zero):
         return list(vjp(cotangents))
-    closed: Any = jax.make_jaxpr(vjp)([jax.ShapeDtypeStruct(ct.shape, ct.dtype) for ct in cotangents])
+    closed: Jaxpr = jax.make_jaxpr(vjp)([jax.ShapeDtypeStruct(ct.shape, ct.dtype) for ct in cotangents])
     jaxpr = closed.jaxpr
     env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    zeros: set[Any] = set()
+    zeros: set[Var] = set()
     linear = depending(jaxpr.eqns, jaxpr.invars)  # every equation is linear in its inputs of this set
     for var, ct, zero in zip(jaxpr.invars, cotangents, is_zero, strict=True):
         zeros.update([var] if zero else [])

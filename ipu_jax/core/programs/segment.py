@@ -8,12 +8,12 @@ stage adds travels to the end, where the last stage's loss is added to it.
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
+from ipu_jax.base.annotations import Batch, Function, Key, Params, Tree, Value
 from ipu_jax.core.programs.recompute import Origin, recomputing
 from ipu_jax.core.schedules import Schedule
 from ipu_jax.core.stage import Outputs, Role, Stage, naming
@@ -24,9 +24,9 @@ from ipu_jax.core.stage import Outputs, Role, Stage, naming
 class Message:
     """The message between stages: the sender's `y`, skips that later stages take, and the loss added so far."""
 
-    y: Any
-    skips: dict[str, Any] = dataclasses.field(default_factory=dict)
-    loss: Any = None
+    y: Tree
+    skips: dict[str, Tree] = dataclasses.field(default_factory=dict)
+    loss: Value = None
 
 
 NO_MESSAGE = Message(None)
@@ -38,8 +38,8 @@ NO_MESSAGE = Message(None)
 class MicrobatchInputs:
     """The inputs that F and B share: the micro-batch, and each stage's random key or None."""
 
-    microbatch: Any
-    keys: tuple[Any, ...]
+    microbatch: Batch
+    keys: tuple[Key, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Segment:
         """Return whether B may compute any residual again: no stage has a `recompute` of its own."""
         return self.stashes and all(stage.recompute == "auto" for stage in self.stages)
 
-    def _function(self, stage: Stage) -> Callable[..., Any]:
+    def _function(self, stage: Stage) -> Function:
         fn = stage.function(self.role)
         if not self.backward:
             return fn
@@ -97,8 +97,8 @@ class Segment:
         return self.role != "evaluation"
 
     def __call__(
-        self, params: Mapping[str, Any], x: Message, inputs: MicrobatchInputs, state: Mapping[str, Any]
-    ) -> tuple[Message, dict[str, Any], dict[str, Any]]:
+        self, params: Mapping[str, Params], x: Message, inputs: MicrobatchInputs, state: Mapping[str, Tree]
+    ) -> tuple[Message, dict[str, Tree], dict[str, Tree]]:
         """Return `(message, new state per group, aux per stage)`."""
         new_state, aux = dict(state), {}
         for number, (stage, onward, key) in enumerate(
@@ -106,7 +106,7 @@ class Segment:
         ):
             with naming(stage.name, number):
                 weights = None if stage.params is None else params[stage.params]
-                extra: dict[str, Any] = {"key": key} if stage.random else {}
+                extra: dict[str, Tree] = {"key": key} if stage.random else {}
                 if stage.state is not None:
                     extra["state"] = new_state[stage.state]
                 if stage.takes:
@@ -137,7 +137,7 @@ class Segment:
         return x, new_state, aux
 
 
-def merged_aux(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+def merged_aux(one: Mapping[str, Tree], other: Mapping[str, Tree]) -> dict[str, Tree]:
     """Return the aux of both, by stage name.
 
     Raises:
@@ -149,7 +149,7 @@ def merged_aux(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, An
     return {**one, **other}
 
 
-def _taken(name: str, stage: Stage, x: Message) -> Any:
+def _taken(name: str, stage: Stage, x: Message) -> Tree:
     if name not in x.skips:
         raise ValueError(
             f"stage {stage.name!r} takes skip {name!r}, which no earlier stage sends: "
@@ -158,7 +158,7 @@ def _taken(name: str, stage: Stage, x: Message) -> Any:
     return x.skips[name]
 
 
-def _sent(stage: Stage, new: Mapping[str, Any], old: dict[str, Any], onward: frozenset[str]) -> dict[str, Any]:
+def _sent(stage: Stage, new: Mapping[str, Tree], old: dict[str, Tree], onward: frozenset[str]) -> dict[str, Tree]:
     for name in new:
         if name not in onward:
             raise ValueError(f"stage {stage.name!r} sends skip {name!r}, which no later stage takes: leave it out")
@@ -170,7 +170,7 @@ def _sent(stage: Stage, new: Mapping[str, Any], old: dict[str, Any], onward: fro
     return {name: value for name, value in {**old, **new}.items() if name in onward}
 
 
-def _added(stage: Stage, old: Any, new: Any) -> Any:
+def _added(stage: Stage, old: Tree, new: Tree) -> Tree:
     if new is None:
         return old
     if jnp.shape(new) != () or not jnp.issubdtype(jnp.result_type(new), jnp.floating):
@@ -181,8 +181,8 @@ def _added(stage: Stage, old: Any, new: Any) -> Any:
     return jnp.asarray(new) if old is None else old + new
 
 
-def _checked_state(stage: Stage, new: Any, old: Any) -> Any:
-    def of(tree: Any) -> list[Any]:  # not a tree: its nodes may be compared by identity
+def _checked_state(stage: Stage, new: Tree, old: Tree) -> Tree:
+    def of(tree: Tree) -> list[Value]:  # not a tree: its nodes may be compared by identity
         return [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(tree)]
 
     if jax.tree.structure(new) != jax.tree.structure(old) or of(new) != of(old):
@@ -193,7 +193,7 @@ def _checked_state(stage: Stage, new: Any, old: Any) -> Any:
     return new
 
 
-def _described(tree: Any) -> str:
+def _described(tree: Tree) -> str:
     return str(jax.tree.map(lambda leaf: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}", tree))
 
 
@@ -228,7 +228,7 @@ def _onward(stages: tuple[Stage, ...]) -> tuple[frozenset[str], ...]:
     return tuple(frozenset(name for later in stages[i + 1 :] for name in later.takes) for i in range(len(stages)))
 
 
-def loss_and_aux(message: Message, aux: Mapping[str, Any], last: Stage) -> tuple[Any, dict[str, Any]]:
+def loss_and_aux(message: Message, aux: Mapping[str, Tree], last: Stage) -> tuple[Value, dict[str, Tree]]:
     """Return the loss and the aux by stage, given the last stage's message, whose y is a loss or `(loss, aux)`."""
     y = loss = message.y
     if isinstance(y, tuple) and len(y) == 2:
@@ -243,8 +243,8 @@ def loss_and_aux(message: Message, aux: Mapping[str, Any], last: Stage) -> tuple
 
 
 def call_segment(
-    segment: Segment, params: Any, x: Message, inputs: MicrobatchInputs, state: Mapping[str, Any], last: bool
-) -> tuple[Any, dict[str, Any], dict[str, Any], bool]:
+    segment: Segment, params: Params, x: Message, inputs: MicrobatchInputs, state: Mapping[str, Tree], last: bool
+) -> tuple[Tree, dict[str, Tree], dict[str, Tree], bool]:
     """Return a segment's message, its new state, its aux, and whether it or an earlier one adds a loss.
 
     The last segment returns the loss in place of the message, or in prediction the outputs. Prediction has no aux.
@@ -259,7 +259,7 @@ def call_segment(
     return loss, new_state, aux, adds_loss
 
 
-def keys_of(key: Any, replica: Any, microbatch: Any, numbers: Any, stages: tuple[Stage, ...]) -> tuple[Any, ...]:
+def keys_of(key: Key, replica: Value, microbatch: Value, numbers: Value, stages: tuple[Stage, ...]) -> tuple[Key, ...]:
     """Return each stage's random key, `key` with replica, micro-batch and stage folded in; None where none is taken.
 
     The stage is not folded in for stages with `random="same"`.

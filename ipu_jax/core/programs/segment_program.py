@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from ipu_jax.base.annotations import Jaxpr, Params, Tree, Value
 from ipu_jax.base.jaxprs import laid_open, postponed, shape_of
 from ipu_jax.base.keys import with_keys, without_keys
 from ipu_jax.core.programs._agreement import check_results, differing_outputs
@@ -33,7 +34,7 @@ from ipu_jax.core.programs.segment import Message, MicrobatchInputs, Segment, ca
 from ipu_jax.core.stage import naming
 
 
-def split_floats(tree: Any) -> tuple[list[Any], list[Any], Callable[[list[Any], list[Any]], Any]]:
+def split_floats(tree: Tree) -> tuple[list[Value], list[Value], Callable[[list[Value], list[Value]], Tree]]:
     """Return the tree's floating leaves, its other leaves, and a function that joins both into the tree again.
 
     Only the floating leaves have gradients.
@@ -41,7 +42,7 @@ def split_floats(tree: Any) -> tuple[list[Any], list[Any], Callable[[list[Any], 
     leaves, treedef = jax.tree.flatten(tree)
     is_float = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in map(_as_array, leaves)]
 
-    def join(floats: list[Any], others: list[Any]) -> Any:
+    def join(floats: list[Value], others: list[Value]) -> Tree:
         of_floats, of_others = iter(floats), iter(others)
         return jax.tree.unflatten(treedef, [next(of_floats if is_f else of_others) for is_f in is_float])
 
@@ -49,7 +50,7 @@ def split_floats(tree: Any) -> tuple[list[Any], list[Any], Callable[[list[Any], 
     return pick(True), pick(False), join
 
 
-def _as_array(leaf: Any) -> Any:
+def _as_array(leaf: Value) -> Value:
     return leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
 
 
@@ -70,30 +71,36 @@ class SegmentProgram:
         needs_sums_only: whether B of a concurrent segment needs the cotangents of y only as sums over the IPUs.
     """
 
-    y: Any
-    aux: dict[str, Any]
+    y: Tree
+    aux: dict[str, Tree]
     stash: list[jax.ShapeDtypeStruct]
     weight_residuals: list[jax.ShapeDtypeStruct]
     signature: Signature | None
     adds_loss: bool
-    jaxprs: dict[str, Any]
-    _result: Any  # the tree of (y, new state, aux)
-    _stash_types: tuple[Any, ...] = ()  # the stash's own dtypes: a random key is stashed as its data
+    jaxprs: dict[str, Jaxpr]
+    _result: Tree  # the tree of (y, new state, aux)
+    _stash_types: tuple[Value, ...] = ()  # the stash's own dtypes: a random key is stashed as its data
     whole_backward: Any = None
     _num_dx: int = 0
     needs_sums_only: bool = False
 
     def forward(
-        self, params: Any, x: Message, inputs: MicrobatchInputs, state: Mapping[str, Any]
-    ) -> tuple[Any, dict[str, Any], dict[str, Any], list[Any]]:
+        self, params: Params, x: Message, inputs: MicrobatchInputs, state: Mapping[str, Tree]
+    ) -> tuple[Tree, dict[str, Tree], dict[str, Tree], list[Value]]:
         """Return `(y, new state, aux, stash)`."""
         outputs = core.jaxpr_as_fun(self.jaxprs["F"])(*jax.tree.leaves((params, x, inputs, state)))
         count = self._result.num_leaves
         return *jax.tree.unflatten(self._result, outputs[:count]), list(map(without_keys, outputs[count:]))
 
     def backward(
-        self, params: Any, inputs: MicrobatchInputs, stash: list[Any], dy: list[Any], sums: Sequence[Sum], zero: Any
-    ) -> tuple[list[Any], list[Any]]:
+        self,
+        params: Params,
+        inputs: MicrobatchInputs,
+        stash: list[Value],
+        dy: list[Value],
+        sums: Sequence[Sum],
+        zero: Value,
+    ) -> tuple[list[Value], list[Value]]:
         """Return `(totals, dx)`: each trained leaf's accumulator with its gradient added, and the gradient of x.
 
         `dy` and `dx` list the floating leaves of y and x; for `sums` and `zero` see `add_gradients`.
@@ -102,8 +109,8 @@ class SegmentProgram:
         return add_gradients(self.whole_backward, args, self._num_dx, sums, zero)
 
     def backward_input(
-        self, params: Any, inputs: MicrobatchInputs, stash: list[Any], dy: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
+        self, params: Params, inputs: MicrobatchInputs, stash: list[Value], dy: list[Value]
+    ) -> tuple[list[Value], list[Value]]:
         """Run B of a split backward: return `(dx, weight residuals)`."""
         args = [*jax.tree.leaves((params, inputs)), *self._with_types(stash), *dy]
         outputs = core.jaxpr_as_fun(self.jaxprs["B"])(*args)
@@ -111,32 +118,32 @@ class SegmentProgram:
 
     def backward_weight(
         self,
-        params: Any,
+        params: Params,
         inputs: MicrobatchInputs,
-        stash: list[Any],
-        weight_residuals: list[Any],
+        stash: list[Value],
+        weight_residuals: list[Value],
         sums: Sequence[Sum],
-        zero: Any,
-    ) -> list[Any]:
+        zero: Value,
+    ) -> list[Value]:
         """Run W of a split backward: return each trained leaf's accumulator with its gradient added."""
         args = [*jax.tree.leaves((params, inputs)), *self._with_types(stash), *weight_residuals]
         return add_gradients(self.jaxprs["W"], args, 0, sums, zero)[0]
 
-    def _with_types(self, stash: list[Any]) -> list[Any]:
+    def _with_types(self, stash: list[Value]) -> list[Value]:
         return [with_keys(value, own) for value, own in zip(stash, self._stash_types, strict=True)]
 
 
 def trace_segment(
     segment: Segment,
-    params: Any,
+    params: Params,
     x: Message,
     inputs: MicrobatchInputs,
-    state: Mapping[str, Any],
+    state: Mapping[str, Tree],
     *,
     last: bool,
     split: bool = False,
     trained: Sequence[bool] | None = None,
-    shards: Any = None,
+    shards: Tree = None,
 ) -> SegmentProgram:
     """Trace a segment for arguments of these shapes (arrays or `jax.ShapeDtypeStruct`).
 
@@ -170,7 +177,7 @@ def trace_segment(
         check_results(segment, of_results, (y, aux), last, shards[1])
         return y, aux, differs
 
-    def forward_alone(params: Any, x: Any, inputs: Any, state: Any) -> list[Any]:
+    def forward_alone(params: Params, x: Value, inputs: Tree, state: Tree) -> list[Any]:
         *results, captured["adds_loss"] = call_segment(segment, params, x, inputs, state, last)
         leaves, captured["result"] = jax.tree.flatten(tuple(results))
         return leaves
@@ -181,11 +188,11 @@ def trace_segment(
         result, adds_loss = captured["result"], captured["adds_loss"]
         return SegmentProgram(y, aux, [], [], signature_of((forward,), result), adds_loss, {"F": forward}, result)
 
-    def program(params: Any, x: Any, inputs: Any, state: Any) -> list[Any]:
+    def program(params: Params, x: Tree, inputs: Tree, state: Tree) -> list[Value]:
         x_floats, x_others, join_x = split_floats(x)
         weights, treedef = jax.tree.flatten(params)
 
-        def differentiable(trained_weights: list[Any], x_floats: list[Any]) -> tuple[list[Any], Any]:
+        def differentiable(trained_weights: list[Value], x_floats: list[Value]) -> tuple[list[Value], Value]:
             following = iter(trained_weights)
             leaves = [next(following) if t else w for w, t in zip(weights, is_trained, strict=True)]
             y, new_state, aux, captured["adds_loss"] = call_segment(
@@ -210,7 +217,7 @@ def trace_segment(
     y, aux, differs = checked(with_outputs(traced, [*outvars[:count], *stashed]))
     stash_types, dy = [shape_of(var.aval) for var in stashed], split_floats(y)[0]
 
-    def backward(params: Any, inputs: Any, stash: list[Any], dy: list[Any]) -> list[Any]:
+    def backward(params: Params, inputs: Tree, stash: list[Value], dy: list[Value]) -> list[Value]:
         vjp = jax.tree.unflatten(captured["vjp"], residuals.restored(jax.tree.leaves((params, inputs)), stash))
         dparams, dx = vjp(dy)
         return [*dx, *dparams]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from ipu_jax.base.annotations import Json
 from ipu_jax.base.replacing import replacing
 from ipu_jax.core.schedules.colours import FAINT, IDLE, IDLE_LINE, INK, LINE
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Per file type, the metadata about matplotlib and the date that is left out.
-_METADATA: dict[str, dict[str, Any]] = {
+_METADATA: dict[str, dict[str, Json]] = {
     ".svg": dict.fromkeys(("Creator", "Date", "Format", "Type")),
     ".png": {"Software": None},
     ".pdf": dict.fromkeys(("CreationDate", "Creator", "Producer")),
@@ -41,7 +42,7 @@ WIDTH: Final = 720.0
 MARGIN: Final = 12.0
 TEXT: Final = 8.0
 DIGIT: Final = 0.64  # the width of a digit over its size
-_HATCHED: Final[dict[str, Any]] = {"fc": IDLE, "ec": IDLE_LINE, "hatch": "//////"}
+_HATCHED: Final[dict[str, Json]] = {"fc": IDLE, "ec": IDLE_LINE, "hatch": "//////"}
 
 
 def drawn(draw: Callable[["Figure"], None]) -> "Figure":
@@ -119,11 +120,11 @@ def headed(figure: "Figure", below: float, title: str, caption: str, legend: Map
     height = top + below
     figure.set_size_inches(WIDTH / 72, height / 72)
     size = min(12.0, (WIDTH - 2 * MARGIN) / (0.72 * len(title)))  # no letter is wider on average
-    style: dict[str, Any] = {"x": MARGIN / WIDTH, "ha": "left", "va": "top"}
+    style: dict[str, Json] = {"x": MARGIN / WIDTH, "ha": "left", "va": "top"}
     figure.suptitle(title, y=1 - MARGIN / height, weight="bold", size=size, color=INK, **style)
     style |= {"size": TEXT, "color": FAINT, "linespacing": 1.3}
     figure.text(y=1 - (MARGIN + 20.0) / height, s="\n".join(lines), **style)
-    look_of: Callable[[str], dict[str, Any]] = lambda of: _HATCHED if of == IDLE else {"fc": of, "ec": LINE}  # noqa: E731
+    look_of: Callable[[str], dict[str, Json]] = lambda of: _HATCHED if of == IDLE else {"fc": of, "ec": LINE}  # noqa: E731
     patches = [Patch(lw=0.5, label=name, **look_of(colour)) for name, colour in legend.items()]
     anchor = MARGIN / WIDTH, 1 - (top - 16.0) / height
     figure.legend(handles=patches, loc="upper left", bbox_to_anchor=anchor, ncols=len(patches), labelcolor=FAINT)
@@ -141,6 +142,6 @@ def outlined(axes: "Axes", outlines: Iterable[Iterable[tuple[float, float]]], co
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Outline
 
-    look: dict[str, Any] = _HATCHED if colour == IDLE else {"fc": colour, "ec": "white"}
+    look: dict[str, Json] = _HATCHED if colour == IDLE else {"fc": colour, "ec": "white"}
     path = Outline.make_compound_path_from_polys(np.array([list(outline) for outline in outlines]))
     axes.add_artist(PathPatch(path, lw=edge, clip_on=False, zorder=2.0 if edge else 1.0, **look))

@@ -9,6 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
 
+from ipu_jax.base.annotations import Batch, Key, Tree, Value
 from ipu_jax.base.keys import is_one_key
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.mesh_axes import further_axes, names_in
@@ -81,7 +82,7 @@ def check_mesh(mesh: Any) -> None:
         )
 
 
-def check_key(key: Any, stages: tuple[Stage, ...], role: Role) -> None:
+def check_key(key: Key, stages: tuple[Stage, ...], role: Role) -> None:
     """Raise `ValueError` if a stage needs a key in this role and has none, or if `key` is not typed or not taken."""
     needing = [stage.name for stage in stages if stage.needs_key(role)]
     if key is None and needing:
@@ -92,14 +93,14 @@ def check_key(key: Any, stages: tuple[Stage, ...], role: Role) -> None:
         raise ValueError("a key was given, but no stage takes one: Stage(..., random=True)")
 
 
-def check_alive(what: str, tree: Any, mend: str = "pass what that call returned in their place") -> None:
+def check_alive(what: str, tree: Tree, mend: str = "pass what that call returned in their place") -> None:
     """Raise `ValueError` if an array of `tree` was deleted: using it on devices would end the process."""
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
             raise ValueError(f"{what}: an earlier call reused the buffers of its arrays (it donates them): {mend}")
 
 
-def arrays_in(batch: Any) -> list[tuple[str, Any]]:
+def arrays_in(batch: Batch) -> list[tuple[str, Value]]:
     """Return the paths and arrays of a batch; raise `ValueError` if it has none, or if a leaf is no array."""
     named = [(f"batch{jax.tree_util.keystr(path)}", leaf) for path, leaf in jax.tree.leaves_with_path(batch)]
     if not named:
@@ -109,7 +110,7 @@ def arrays_in(batch: Any) -> list[tuple[str, Any]]:
     return named
 
 
-def check_batch(batch: Any, replicas: int, m: int) -> None:
+def check_batch(batch: Batch, replicas: int, m: int) -> None:
     """Raise `ValueError` unless the leaves of `batch` are (m, ...), or (replicas, m, ...) with several replicas."""
     leading = (m,) if replicas == 1 else (replicas, m)
     for where, leaf in arrays_in(batch):
@@ -138,7 +139,7 @@ def check_predictable(stages: tuple[Stage, ...], replicas: int, return_state: bo
         )
 
 
-def check_prediction_batch(batch: Any, replicas: int) -> None:
+def check_prediction_batch(batch: Batch, replicas: int) -> None:
     """Raise `ValueError` unless all leaves of `batch` are (m, ...) for one m of at least 1, or (replicas, m, ...)."""
     leading = 1 if replicas == 1 else 2
     rule = "(micro-batches, ...)" if replicas == 1 else f"(replicas, micro-batches, ...) = ({replicas}, ...)"
@@ -158,7 +159,7 @@ def check_prediction_batch(batch: Any, replicas: int) -> None:
             )
 
 
-def count_samples(batch: Any, dims: int) -> int:
+def count_samples(batch: Batch, dims: int) -> int:
     """Return the number of examples in a batch: the product of the first `dims` dims of a leaf with enough dims.
 
     >>> count_samples({"x": np.zeros((2, 4, 8, 28, 28)), "scale": np.zeros(2)}, dims=3)

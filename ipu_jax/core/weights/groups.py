@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from ipu_jax.base.annotations import Params, Tree, Value
 from ipu_jax.base.checks import nearest
 from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.stage import Stage
@@ -43,9 +44,9 @@ class Groups:
         ipus: int,
         axes: Mapping[str, int],
         *,
-        specs: Any,
-        state_specs: Any,
-        frozen: Any,
+        specs: Tree,
+        state_specs: Tree,
+        frozen: Tree,
         whole: WholeTree | None = None,
         whole_state: WholeTree | None = None,
     ):
@@ -63,13 +64,13 @@ class Groups:
             frozen = whole.spread("frozen", False if frozen is None else frozen)
         self.frozen = _by_group("frozen", frozen, self.owners)
 
-    def layout(self, params: Any) -> PackedLayout:
+    def layout(self, params: Params) -> PackedLayout:
         """Return where each leaf of whole weights goes."""
         whole = self._whole
         params = params if whole is None else whole.split(params)
         return plan_layout(params, self.owners, self.specs, self.ipus, frozen=self.frozen, whole=whole, axes=self.axes)
 
-    def state_layout(self, state: Any) -> PackedLayout:
+    def state_layout(self, state: Tree) -> PackedLayout:
         """Return where each leaf of whole state goes."""
         whole = self._whole_state
         state = state if whole is None else whole.split(state)
@@ -77,7 +78,7 @@ class Groups:
             state, self.state_owners, self.state_specs, self.ipus, what="state", whole=whole, axes=self.axes
         )
 
-    def check(self, params: Any, state: Any) -> None:
+    def check(self, params: Params, state: Tree) -> None:
         """Raise `ValueError` unless `params` and `state` were sharded for these groups, and are alive.
 
         The state is None if no stage has state.
@@ -94,13 +95,13 @@ class Groups:
             raise ValueError(f"state is missing: pass state=pipeline.shard_state({{...}}) with the groups {names}")
         self._check_sharded("state", "shard_state", state, self.state_owners, self.state_specs)
 
-    def check_params(self, params: Any) -> None:
+    def check_params(self, params: Params) -> None:
         """Raise `ValueError` unless `params` were sharded for these groups, and are alive."""
         self._check_sharded("params", "shard", params, self.owners, self.specs)
         self.as_trained(params.layout)  # raises if `frozen` does not fit
 
     def _check_sharded(
-        self, what: str, call: str, sharded: Any, owners: dict[str, int | None], specs: dict[str, Any]
+        self, what: str, call: str, sharded: Tree, owners: dict[str, int | None], specs: dict[str, Tree]
     ) -> None:
         if not isinstance(sharded, Sharded):
             raise ValueError(f"{what} is a {type(sharded).__name__}: pass what pipeline.{call}(...) returns")
@@ -122,7 +123,7 @@ class Groups:
         return with_frozen(layout, self.frozen)
 
 
-def _by_group(what: str, value: Any, owners: Mapping[str, Any]) -> dict[str, Any]:
+def _by_group(what: str, value: Value, owners: Mapping[str, Tree]) -> dict[str, Any]:
     """Return an argument with an entry per group as a dict.
 
     Raises:
@@ -138,7 +139,7 @@ def _by_group(what: str, value: Any, owners: Mapping[str, Any]) -> dict[str, Any
     return given
 
 
-def _specs_for(owners: dict[str, int | None], what: str, value: Any, axes: Mapping[str, int]) -> dict[str, Any]:
+def _specs_for(owners: dict[str, int | None], what: str, value: Value, axes: Mapping[str, int]) -> dict[str, Any]:
     """Return specs as a dict; raise `ValueError` if `axes` is empty and they split groups of local stages."""
     specs = _by_group(what, value, owners)
     local = sorted(name for name in specs if owners[name] is not None)
@@ -150,7 +151,7 @@ def _specs_for(owners: dict[str, int | None], what: str, value: Any, axes: Mappi
     return specs
 
 
-def _check_shared(stages: tuple[Stage, ...], specs: Mapping[str, Any]) -> None:
+def _check_shared(stages: tuple[Stage, ...], specs: Mapping[str, Tree]) -> None:
     """Raise `ValueError` if `specs` split a group that a local stage shares: it would see one IPU's part."""
     is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
     for stage in stages:

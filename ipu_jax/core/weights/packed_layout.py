@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from ipu_jax.base.annotations import Dtype, Params, Tree, Value
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.mesh_axes import names_further, names_in
 from ipu_jax.core.weights.whole_tree import WholeTree, is_rows, spread
@@ -96,13 +97,13 @@ class PackedLayout:
     def group(self, name: str) -> Group:
         return next(group for group in self.groups if group.name == name)
 
-    def groups_of(self, tree: Any) -> dict[str, list[Any]]:
+    def groups_of(self, tree: Tree) -> dict[str, list[Value]]:
         """Return each group's leaves from a tree of whole arrays, the user's or `{group: pytree}`."""
         if self.whole is not None:
             return self.whole.split(tree)
         return {group.name: jax.tree.leaves(tree[group.name]) for group in self.groups}
 
-    def arranged(self, leaves: Mapping[str, Sequence[Any]]) -> Any:
+    def arranged(self, leaves: Mapping[str, Sequence[Value]]) -> Tree:
         """Return the *logical* tree of values that the leaves of the groups have, in order.
 
         It is `{group: pytree}`, or the user's tree with `Rows` where a leaf is in several groups.
@@ -111,7 +112,7 @@ class PackedLayout:
             return self.whole.join(leaves)
         return {group.name: jax.tree.unflatten(group.treedef, leaves[group.name]) for group in self.groups}
 
-    def assembled(self, leaves: Sequence[Any]) -> Any:
+    def assembled(self, leaves: Sequence[Value]) -> Tree:
         """Return the user's tree from its whole leaves, in the order in which the groups name them first."""
         paths = dict.fromkeys(leaf.path for group in self.groups for leaf in group.leaves)
         at = dict(zip(paths, leaves, strict=True))
@@ -128,7 +129,7 @@ class PackedLayout:
         tree = self.arranged({g.name: [leaf.frozen for leaf in g.leaves] for g in self.groups})
         return [all(leaf.parts) if is_rows(leaf) else leaf for leaf in jax.tree.leaves(tree, is_leaf=is_rows)]
 
-    def trained_leaves(self, tree: Any) -> list[Any]:
+    def trained_leaves(self, tree: Tree) -> list[Value]:
         """Return the leaves of the logical tree that get a gradient, from a tree of whole arrays."""
         leaves = jax.tree.leaves(self.arranged(self.groups_of(tree)))
         return [leaf for leaf, is_frozen in zip(leaves, self.frozen_leaves(), strict=True) if not is_frozen]
@@ -140,12 +141,12 @@ class PackedLayout:
 
 
 def plan_layout(
-    params: Mapping[str, Any],
+    params: Mapping[str, Params],
     owners: Mapping[str, int | None],
-    specs: Mapping[str, Any],
+    specs: Mapping[str, Tree],
     ipus: int,
     *,
-    frozen: Mapping[str, Any] | None = None,
+    frozen: Mapping[str, Tree] | None = None,
     what: str = "params",
     whole: WholeTree | None = None,
     axes: Mapping[str, int] | None = None,
@@ -197,7 +198,7 @@ def plan_layout(
     return PackedLayout(ipus, groups, slots, whole)
 
 
-def _frozen_mask(name: str, treedef: Any, frozen: Any) -> list[bool]:
+def _frozen_mask(name: str, treedef: Any, frozen: Tree) -> list[bool]:
     mask = spread(f"frozen[{name!r}]", frozen, treedef)
     for value in mask:
         if not isinstance(value, (bool, np.bool_)):
@@ -205,7 +206,7 @@ def _frozen_mask(name: str, treedef: Any, frozen: Any) -> list[bool]:
     return [bool(value) for value in mask]
 
 
-def with_frozen(layout: PackedLayout, frozen: Mapping[str, Any]) -> PackedLayout:
+def with_frozen(layout: PackedLayout, frozen: Mapping[str, Tree]) -> PackedLayout:
     """Return the layout with these leaves frozen and no others; `frozen` is as in `plan_layout`.
 
     Raises:
@@ -222,7 +223,7 @@ def with_frozen(layout: PackedLayout, frozen: Mapping[str, Any]) -> PackedLayout
     return dataclasses.replace(layout, groups=tuple(groups))
 
 
-def check_array(where: str, value: Any) -> None:
+def check_array(where: str, value: Value) -> None:
     """Raise `ValueError` unless `value` is an array that IPUs can hold, or has the shape and dtype of one."""
     dtype = getattr(value, "dtype", None)
     is_number = isinstance(dtype, np.dtype) and dtype.isnative and jnp.issubdtype(dtype, jnp.number)
@@ -239,7 +240,7 @@ def check_array(where: str, value: Any) -> None:
     raise ValueError(f"{where} is a {kind}, and must be a NumPy or jax array: give {mend}")
 
 
-def _leaf(where: str, value: Any, frozen: bool, rows: tuple[int, int] | None) -> Leaf:
+def _leaf(where: str, value: Value, frozen: bool, rows: tuple[int, int] | None) -> Leaf:
     check_array(where, value)
     if jnp.issubdtype(value.dtype, jax.dtypes.extended):
         raise ValueError(f"{where} is {value.dtype}: keep jax.random.key_data(...) of a key")
@@ -248,7 +249,7 @@ def _leaf(where: str, value: Any, frozen: bool, rows: tuple[int, int] | None) ->
     return Leaf(where, tuple(value.shape), np.dtype(dtype).name, frozen=frozen, rows=rows)
 
 
-def _check_floating(where: str, dtype: Any, frozen: bool) -> None:
+def _check_floating(where: str, dtype: Dtype, frozen: bool) -> None:
     if not frozen and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"{where} is {dtype}: weights must be floating; freeze it, or carry other data in the batch")
     if not frozen and jnp.finfo(dtype).bits < 16:
@@ -258,7 +259,7 @@ def _check_floating(where: str, dtype: Any, frozen: bool) -> None:
         )
 
 
-def with_specs(group: Group, specs: Mapping[str, Any], axes: Mapping[str, int]) -> Group:
+def with_specs(group: Group, specs: Mapping[str, Tree], axes: Mapping[str, int]) -> Group:
     """Return a group whose leaves have the PartitionSpecs of the group. A local group needs none.
 
     Raises:
@@ -392,7 +393,7 @@ def local_shape(leaf: Leaf, ipus: int) -> tuple[int, ...]:
     return tuple(-(-size // ipus) if axis == IPU_AXIS else size for size, axis in dims_with_axes(leaf.shape, leaf.spec))
 
 
-def local_shapes(layout: PackedLayout) -> dict[str, Any]:
+def local_shapes(layout: PackedLayout) -> dict[str, Tree]:
     """Return `{group: tree of the shapes and dtypes that one IPU sees}`."""
     return {
         group.name: jax.tree.unflatten(

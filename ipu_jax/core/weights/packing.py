@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ipu_jax.base.annotations import Batch, Params, Tree, Value
 from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.instances import on_host
@@ -37,8 +38,8 @@ class Sharded(Shown):
         layout: says which leaf is where; static.
     """
 
-    slots: list[Any]
-    concurrent: dict[str, list[Any]]
+    slots: list[Value]
+    concurrent: dict[str, list[Value]]
     layout: PackedLayout = dataclasses.field(metadata={"static": True})
 
     def _shown(self) -> list[str | Table]:
@@ -63,7 +64,7 @@ class Sharded(Shown):
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
 
-    def __getitem__(self, group: str) -> Any:
+    def __getitem__(self, group: str) -> Tree:
         """Return a group's tree of whole arrays, without padding, for reading: changes do not reach the IPUs.
 
         Outside `jax.jit` this communicates like `Pipeline.unshard`, for the arrays that contain the group.
@@ -92,10 +93,10 @@ def empty_sharded(ipus: int) -> Sharded:
 
 
 @jax.transfer_guard("allow")  # the caller asks for this transfer
-def shard_tree(params: Any, layout: PackedLayout, mesh: Mesh) -> Sharded:
+def shard_tree(params: Params, layout: PackedLayout, mesh: Mesh) -> Sharded:
     """Place `{group: pytree}` on the IPUs. Communicates from host to device only; each IPU gets its own part."""
     in_slots: list[list[tuple[int, Leaf, Any]]] = [[] for _ in layout.slots]  # with their IPUs
-    concurrent: dict[str, list[Any]] = {group.name: [] for group in layout.groups if group.ipu is None}
+    concurrent: dict[str, list[Value]] = {group.name: [] for group in layout.groups if group.ipu is None}
     of_groups = layout.groups_of(params)
     for group in layout.groups:
         for leaf, value in zip(group.leaves, of_groups[group.name], strict=True):
@@ -132,16 +133,16 @@ def shapes_on(layout: PackedLayout, mesh: Mesh) -> Sharded:
     return Sharded(slots, concurrent, layout)
 
 
-def whole_shapes(layout: PackedLayout) -> Any:
+def whole_shapes(layout: PackedLayout) -> Tree:
     """Return the user's tree with the shape of each leaf, whole and without padding."""
     leaves = {leaf.path: leaf for group in layout.groups for leaf in group.leaves}
     return layout.assembled([jax.ShapeDtypeStruct(leaf.whole_shape, leaf.dtype) for leaf in leaves.values()])
 
 
-def batch_shapes(batch: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+def batch_shapes(batch: Batch, mesh: Mesh, spec: PartitionSpec) -> Tree:
     """Return the shapes of a batch's leaves, each placed where it says itself or else as `spec` says."""
 
-    def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    def shape_of(leaf: Value) -> jax.ShapeDtypeStruct:
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
         own = getattr(leaf, "sharding", None)
         kept = isinstance(own, NamedSharding) and own.mesh == mesh
@@ -162,7 +163,7 @@ def padded(value: np.ndarray, leaf: Leaf, ipus: int) -> np.ndarray:
 
 
 @jax.transfer_guard("allow")  # the caller asks for this transfer
-def unshard_tree(sharded: Sharded) -> Any:
+def unshard_tree(sharded: Sharded) -> Tree:
     """Return the tree that was given to `shard_tree`, with its original shapes and without padding.
 
     Communicates one all-gather per array that is split over several instances.
@@ -176,7 +177,7 @@ def unshard_tree(sharded: Sharded) -> Any:
 def whole_leaves(sharded: Sharded, group: Group) -> list[jax.Array]:
     """Return a group's whole arrays, without padding. Communicates like `unshard_tree`, for this group."""
 
-    def whole(array: Any) -> Any:
+    def whole(array: Value) -> Value:
         return array if isinstance(array, Tracer) else on_host(array)
 
     values = []
@@ -189,7 +190,7 @@ def whole_leaves(sharded: Sharded, group: Group) -> list[jax.Array]:
     return values
 
 
-def read(slots: Sequence[jax.Array], group: Group) -> Any:
+def read(slots: Sequence[jax.Array], group: Group) -> Tree:
     """Return the group's tree from this IPU's row of each slot. Runs on the owner, inside the program."""
     values = []
     for leaf in group.leaves:
@@ -198,7 +199,7 @@ def read(slots: Sequence[jax.Array], group: Group) -> Any:
     return jax.tree.unflatten(group.treedef, values)
 
 
-def write(slots: Sequence[jax.Array], group: Group, values: Any, zero: Any) -> list[jax.Array]:
+def write(slots: Sequence[jax.Array], group: Group, values: Tree, zero: Value) -> list[jax.Array]:
     """Return the slots with the group's leaves replaced. Runs on the owner, inside the program.
 
     `zero` is a traced 0, since XLA rewrites the whole slot if the index is a constant.

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ipu_jax.base.annotations import Json, Value
 from ipu_jax.core.weights.packed_layout import PackedLayout
 from ipu_jax.core.weights.packing import Sharded
 
@@ -101,21 +102,21 @@ class Place:
             part = leaf[of_row] if len(of_row) == leaf.ndim else leaf  # a slot of another rank is flat, and not split
             block[row : row + 1].reshape(-1)[: part.size].reshape(part.shape)[...] = part
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, Json]:
         """Return the place as data for JSON."""
         as_list = lambda value: list(value) if isinstance(value, tuple) else value  # noqa: E731
         return {name: as_list(value) for name, value in dataclasses.asdict(self).items() if value is not None}
 
     @classmethod
-    def of_plain(cls, plain: Mapping[str, Any]) -> "Place":
+    def of_plain(cls, plain: Mapping[str, Json]) -> "Place":
         """Return the place from the result of `plain`, after a round trip through JSON."""
-        fields: dict[str, Any] = {
+        fields: dict[str, Json] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()
         }
         return cls(**fields)
 
 
-def joined_chunks(chunks: Any, shape: tuple[int, ...], dim: int | None, numpy: Any = np) -> Any:
+def joined_chunks(chunks: Value, shape: tuple[int, ...], dim: int | None, numpy: Any = np) -> Value:
     """Return the array of this shape whose chunks, (replicas, ...), are parts of it flat, or along a dim.
 
     >>> joined_chunks(np.arange(4).reshape(2, 2, 1), (2, 2), 1).tolist()
@@ -150,6 +151,6 @@ def array_names(layout: PackedLayout, prefix: str) -> Sharded:
     return Sharded([f"{prefix}.slots.{k}" for k in range(len(layout.slots))], concurrent, layout)
 
 
-def arrays_by_name(sharded: Sharded, prefix: str) -> dict[str, Any]:
+def arrays_by_name(sharded: Sharded, prefix: str) -> dict[str, Value]:
     """Return the arrays of a `Sharded` by their names."""
     return dict(zip(jax.tree.leaves(array_names(sharded.layout, prefix)), jax.tree.leaves(sharded), strict=True))

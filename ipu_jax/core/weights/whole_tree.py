@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ipu_jax.base.annotations import Tree, Value
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:
@@ -31,22 +33,22 @@ class Part:
 class Rows:
     """The parts of one leaf, first rows first, where a tree of the user has the leaf. A pytree."""
 
-    parts: list[Any]
+    parts: list[Value]
 
 
-def joined(tree: Any) -> Any:
+def joined(tree: Tree) -> Tree:
     """Return the tree with one array in place of each `Rows`."""
 
-    def whole(node: Any) -> Any:
+    def whole(node: Tree) -> Value:
         return jnp.concatenate([jnp.asarray(part) for part in node.parts]) if isinstance(node, Rows) else node
 
     return jax.tree.map(whole, tree, is_leaf=is_rows)
 
 
-def divided(tree: Any, like: Any) -> Any:
+def divided(tree: Tree, like: Tree) -> Tree:
     """Return the tree with `Rows` wherever `like` has them: the inverse of `joined`."""
 
-    def parts(node: Any, leaf: Any) -> Any:
+    def parts(node: Tree, leaf: Value) -> Tree:
         if not isinstance(node, Rows):
             return leaf
         ends = np.cumsum([0, *(np.shape(part)[0] for part in node.parts)])
@@ -55,7 +57,7 @@ def divided(tree: Any, like: Any) -> Any:
     return jax.tree.map(parts, like, tree, is_leaf=is_rows)
 
 
-def is_rows(node: Any) -> bool:
+def is_rows(node: Tree) -> bool:
     """Return whether a node is `Rows`; for `jax.tree.map(..., is_leaf=is_rows)`."""
     return isinstance(node, Rows)
 
@@ -79,14 +81,14 @@ class WholeTree:
     groups: tuple[tuple[str, tuple[Part, ...]], ...]
 
     @classmethod
-    def of(cls, what: str, tree: Any, groups: Mapping[str, Sequence[Part]]) -> "WholeTree":
+    def of(cls, what: str, tree: Tree, groups: Mapping[str, Sequence[Part]]) -> "WholeTree":
         """Return the description of a tree of arrays or of their shapes."""
         named, treedef = jax.tree.flatten_with_path(tree)
         paths = tuple(f"{what}{jax.tree_util.keystr(path)}" for path, _ in named)
         shapes = tuple(tuple(np.shape(leaf)) for _, leaf in named)
         return cls(what, treedef, paths, shapes, tuple((name, tuple(parts)) for name, parts in groups.items()))
 
-    def split(self, tree: Any) -> dict[str, list[Any]]:
+    def split(self, tree: Tree) -> dict[str, list[Value]]:
         """Return each group's list of leaves.
 
         Raises:
@@ -108,9 +110,9 @@ class WholeTree:
                 )
         return {name: [_part(leaves[part.leaf], part.rows) for part in parts] for name, parts in self.groups}
 
-    def join(self, groups: Mapping[str, Sequence[Any]]) -> Any:
+    def join(self, groups: Mapping[str, Sequence[Value]]) -> Tree:
         """Return the tree whose parts the groups hold, with `Rows` where a leaf has several."""
-        found: list[dict[int, Any]] = [{} for _ in self.paths]  # by the first row; copies of a leaf are alike
+        found: list[dict[int, Value]] = [{} for _ in self.paths]  # by the first row; copies of a leaf are alike
         for name, parts in self.groups:
             for part, value in zip(parts, groups[name], strict=True):
                 found[part.leaf][(part.rows or (0, 0))[0]] = value
@@ -123,13 +125,13 @@ class WholeTree:
         rows = [None if part.rows is None else (part.rows[0], self.shapes[part.leaf][0]) for part in parts]
         return [self.paths[part.leaf] for part in parts], rows
 
-    def spread(self, what: str, prefix: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, list[Any]]:
+    def spread(self, what: str, prefix: Tree, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, list[Tree]]:
         """Return, per group and part, the leaf of `prefix` above it."""
         values = spread(what, prefix, self.treedef, is_leaf)
         return {name: [values[part.leaf] for part in parts] for name, parts in self.groups}
 
 
-def _part(leaf: Any, rows: tuple[int, int] | None) -> Any:
+def _part(leaf: Value, rows: tuple[int, int] | None) -> Value:
     if rows is None:
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -137,7 +139,7 @@ def _part(leaf: Any, rows: tuple[int, int] | None) -> Any:
     return leaf[slice(*rows)]
 
 
-def spread(what: str, prefix: Any, treedef: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+def spread(what: str, prefix: Tree, treedef: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Tree]:
     """Return, per leaf of a group's tree, the leaf of `prefix` above it.
 
     Args:

@@ -12,8 +12,9 @@ import json
 import os
 import sys
 import time
-from typing import Any, Final
+from typing import Final
 
+from ipu_jax.base.annotations import Json
 from ipu_jax.distributed.launcher.events import Event, Note, line_of
 from ipu_jax.distributed.launcher.launch import Launch
 from ipu_jax.distributed.launcher.local import LocalHost
@@ -67,7 +68,7 @@ class Agent:
         for line in lines:
             self._do(json.loads(line))
 
-    def _do(self, command: dict[str, Any]) -> None:
+    def _do(self, command: dict[str, Json]) -> None:
         match command:
             case {"do": "prepare", "bind": bind, "port": port}:
                 self._host.prepare(bind, port)
@@ -99,7 +100,7 @@ class Agent:
             self._gone = True
 
 
-def _with_own_environment(values: dict[str, Any]) -> Launch:
+def _with_own_environment(values: dict[str, Json]) -> Launch:
     return Launch.from_json({**values, "environment": {**os.environ, **values["environment"]}})
 
 

@@ -11,8 +11,9 @@ Nothing here imports jax.
 import base64
 import dataclasses
 import json
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
+from ipu_jax.base.annotations import Json
 from ipu_jax.distributed.processes.beacons import Mark, Phase, Reading
 
 Stream = Literal["stdout", "stderr"]
@@ -163,7 +164,7 @@ def event_of(line: bytes, now: float) -> Event:
         raise ValueError(f"{line[:80]!r} is no event: {error}") from error
 
 
-def _ages(values: dict[str, Any], now: float) -> dict[str, Any]:
+def _ages(values: dict[str, Json], now: float) -> dict[str, Json]:
     return {
         name: _ages(value, now) if isinstance(value, dict) else now - value if name in _TIMES else value
         for name, value in values.items()

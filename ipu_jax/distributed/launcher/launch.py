@@ -8,8 +8,9 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from ipu_jax.base.annotations import Json
 from ipu_jax.distributed.environment import CACHE, THREADS, Place, cache_of
 
 BOOTSTRAP: Final = Path(__file__).parents[1] / "bootstrap"
@@ -34,13 +35,13 @@ class Launch:
     numa_aware: bool = False
     executables: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Json]:
         """Return this as plain data."""
         places = [{**dataclasses.asdict(place), "run_dir": None} for place in self.places]
         return {**dataclasses.asdict(self), "environment": dict(self.environment), "places": places}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Launch":
+    def from_json(cls, values: Mapping[str, Json]) -> "Launch":
         """Return the launch that `to_json` turned into `values`."""
         places = tuple(Place(**place) for place in values["places"])
         return cls(tuple(values["command"]), places, values["environment"], values["numa_aware"], values["executables"])

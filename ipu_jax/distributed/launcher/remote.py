@@ -15,8 +15,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Final
 
+from ipu_jax.base.annotations import Json
 from ipu_jax.distributed.launcher.events import Ended, Event, Lost, Note, event_of
 from ipu_jax.distributed.launcher.launch import Launch
 from ipu_jax.distributed.launcher.local import LocalHost
@@ -144,7 +145,7 @@ class RemoteHost:
             self._process.wait()
         self.lost = True
 
-    def _ask(self, what: str, **values: Any) -> None:
+    def _ask(self, what: str, **values: Json) -> None:
         if not self.lost:
             self._to_send += json.dumps({"do": what, **values}).encode() + b"\n"
             self._flush()

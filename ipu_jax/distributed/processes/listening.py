@@ -21,6 +21,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from ipu_jax.base import facts
+from ipu_jax.base.annotations import Device, Json, Tree, Value
 from ipu_jax.distributed.processes import beacons, own_record
 from ipu_jax.distributed.processes.beacons import Beacon, Phase
 
@@ -37,7 +38,7 @@ class OwnProcess(facts.Listener):
 
     def forget(self) -> None:
         """Forget all steps, such as in a forked process."""
-        self._unfinished: collections.deque[tuple[list[Any], int, int]] = collections.deque()
+        self._unfinished: collections.deque[tuple[list[Value], int, int]] = collections.deque()
         self._begun: weakref.WeakSet[Any] = weakref.WeakSet()  # windows between `dispatching` and `dispatched`
         self._joint: weakref.WeakSet[Any] = weakref.WeakSet()  # windows whose steps need all instances
         self._ask_memory_at, self._devices_tell = 0.0, True
@@ -52,7 +53,7 @@ class OwnProcess(facts.Listener):
             self._heard_by = beacon
             jax.monitoring.register_event_duration_secs_listener(_Compilations(beacon))
 
-    def devices(self, devices: Sequence[Any]) -> None:
+    def devices(self, devices: Sequence[Device]) -> None:
         self.stepping()
         own_record.note(**_place(), ipus=[_described(device) for device in devices])
 
@@ -61,7 +62,7 @@ class OwnProcess(facts.Listener):
         if not own_record.is_begun():
             return
         own = jax.process_index()
-        ipus: list[dict[str, Any]] = []
+        ipus: list[dict[str, Json]] = []
         for (replica, ipu, *further), device in np.ndenumerate(mesh.devices):
             if device.process_index == own:
                 there = [name for name, place in stages if place is None or place == ipu]
@@ -70,7 +71,7 @@ class OwnProcess(facts.Listener):
         replicas, ipus_per_replica = mesh.devices.shape[:2]
         own_record.note(**_place(), replicas=replicas, ipus_per_replica=ipus_per_replica, ipus=ipus)
 
-    def dispatching(self, window: Any, arguments: Any) -> None:
+    def dispatching(self, window: Any, arguments: Tree) -> None:
         beacon = beacons.current()
         # without poprun nobody asks who has begun, and looking at hundreds of arguments takes time
         if beacon is None or not beacon.launched or window in self._begun:
@@ -83,7 +84,7 @@ class OwnProcess(facts.Listener):
             self._joint.add(window)
         beacon.begun(joint=window in self._joint)
 
-    def dispatched(self, window: Any, outputs: list[Any], updates: int, samples: int) -> None:
+    def dispatched(self, window: Any, outputs: list[Value], updates: int, samples: int) -> None:
         beacon = beacons.current()
         if beacon is None:
             return
@@ -120,7 +121,7 @@ class OwnProcess(facts.Listener):
             beacon.finished(steps, updates, samples)
 
 
-def _is_on_all_instances(leaf: Any) -> bool:
+def _is_on_all_instances(leaf: Value) -> bool:
     """Return whether there are several instances, and a leaf is on devices of each."""
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return False
@@ -135,11 +136,11 @@ def _device_bytes() -> int:
         return 0
 
 
-def _place() -> dict[str, Any]:
+def _place() -> dict[str, Json]:
     return {"instance": jax.process_index(), "instances": jax.process_count()}
 
 
-def _described(device: Any) -> dict[str, Any]:
+def _described(device: Device) -> dict[str, Json]:
     return {"id": device.id, "platform": device.platform, "kind": device.device_kind}
 
 
@@ -149,7 +150,7 @@ class _Compilations:
     def __init__(self, beacon: Beacon):
         self._beacon, self._stepping = beacon, Phase.STARTING
 
-    def __call__(self, event: str, duration_secs: float, **_: Any) -> None:
+    def __call__(self, event: str, duration_secs: float, **_: object) -> None:
         if not event.startswith(_COMPILE) or self._beacon.pid != os.getpid():
             return
         phase = self._beacon.phase

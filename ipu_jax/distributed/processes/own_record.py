@@ -25,8 +25,9 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from ipu_jax.base.annotations import Json
 from ipu_jax.base.version import __version__
 from ipu_jax.distributed.processes import beacons
 from ipu_jax.distributed.processes.beacons import Beacon
@@ -114,7 +115,7 @@ class _Record:
     def __init__(self, identity: Identity):
         self._pid, self._name = identity.pid, f"{identity}{ENDING}"
         self._folder = own_folder()
-        self._content: dict[str, Any] = {
+        self._content: dict[str, Json] = {
             "format": FORMAT,
             "command": _shortened(sys.orig_argv),
             "run": os.path.basename(os.environ.get(beacons.RUN_DIR, "")) or None,
@@ -141,7 +142,7 @@ class _Record:
             raise
         beacons.write_to(memory)
 
-    def note(self, **values: Any) -> None:
+    def note(self, **values: Json) -> None:
         """Write values to the JSON, if they are new."""
         if not values.items() <= self._content.items():
             self._content |= values
@@ -193,7 +194,7 @@ def is_begun() -> bool:
     return _record is not None
 
 
-def note(**values: Any) -> None:
+def note(**values: Json) -> None:
     """Add known values to the record of this process, if it has one.
 
     Args:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from ipu_jax.base.annotations import Device
 from ipu_jax.base.cli.parser import Parser, count
 from ipu_jax.base.cli.process import run
 from ipu_jax.run.ahead.kinds import topology_of
@@ -80,7 +81,7 @@ def _file_of(script: str, is_module: bool) -> str:
     return spec.origin
 
 
-def _handed_over(parser: Parser, args: argparse.Namespace, file: str, devices: list[Any]) -> Any:
+def _handed_over(parser: Parser, args: argparse.Namespace, file: str, devices: list[Device]) -> Any:
     """Run the script up to `hand_over`, and return the report."""
     from ipu_jax.core.devices import describing
     from ipu_jax.run.ahead.compiling import HandedOver, awaiting

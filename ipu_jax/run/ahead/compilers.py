@@ -20,6 +20,7 @@ from typing import Any, Final
 import jax
 from jax.experimental import topologies
 
+from ipu_jax.base.annotations import Device, Json
 from ipu_jax.base.checks import check_count
 from ipu_jax.core.compiled.program import compiled_for
 from ipu_jax.core.cuda_graphs import CUDA_GRAPH_FLAGS
@@ -79,7 +80,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 
-def describe(topology: str, *, slices: int = 1) -> list[Any]:
+def describe(topology: str, *, slices: int = 1) -> list[Device]:
     """Return the devices of a machine that is not there, for `make_mesh(devices=)`. Programs compile for them.
 
     Args:
@@ -104,7 +105,7 @@ def describe(topology: str, *, slices: int = 1) -> list[Any]:
         os.environ.setdefault(name, value)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    options: dict[str, Any] = {} if slices == 1 else {"num_slices": slices}
+    options: dict[str, Json] = {} if slices == 1 else {"num_slices": slices}
     if set(sides) == {1}:
         options["chips_per_host_bounds"] = _SMALLEST
     try:
@@ -115,7 +116,7 @@ def describe(topology: str, *, slices: int = 1) -> list[Any]:
         raise ValueError(f"topology={topology!r} is no TPU slice ({reason}): give one such as {TOPOLOGIES}") from None
 
 
-def compile_lowered(lowered: Any, device: Any) -> tuple[Any, str | None]:
+def compile_lowered(lowered: Any, device: Device) -> tuple[Any, str | None]:
     """Compile a lowered program for the platform of a described device.
 
     Returns:
@@ -129,7 +130,7 @@ def compile_lowered(lowered: Any, device: Any) -> tuple[Any, str | None]:
     nvcc = _needed_folder("gpu") / "nvidia" / "cuda_nvcc"
     path = f"{nvcc / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
     flags = [flag.removeprefix("--").partition("=") for flag in CUDA_GRAPH_FLAGS]
-    options: dict[str, Any] = {name: int(value) if value.isdigit() else value for name, _, value in flags}
+    options: dict[str, Json] = {name: int(value) if value.isdigit() else value for name, _, value in flags}
     # there is no GPU to try kernels on
     options |= {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False, "xla_gpu_cuda_data_dir": str(nvcc)}
     with tempfile.TemporaryDirectory() as dump, _environment("PATH", path):
@@ -173,11 +174,11 @@ def _needed_folder(platform: str) -> Path:
     return folder
 
 
-def _h100s(shape: str) -> list[Any]:
+def _h100s(shape: str) -> list[Device]:
     """Describe H100s by jax's plugin, and hide its message that this machine has no driver."""
     folder = str(_needed_folder("gpu"))
     is_found = folder in sys.path
-    wanted: dict[str, Any] = {"platform": "cuda", "target_config": _H100, "topology": shape}
+    wanted: dict[str, Json] = {"platform": "cuda", "target_config": _H100, "topology": shape}
     # there is no driver whose version could be checked
     with _environment("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1"), _no_stderr():
         try:

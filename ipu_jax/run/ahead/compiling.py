@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from ipu_jax.base.annotations import Batch, Json, Key, Params, Tree, Value
 from ipu_jax.core.analysis.report import make_report
 from ipu_jax.core.compiled.program import Program, host_loops
 from ipu_jax.core.devices import REPLICA_AXIS, is_described
@@ -60,7 +61,7 @@ def awaiting() -> Iterator[None]:
         _awaited = False
 
 
-def hand_over(model: Any, params: Any, batch: Any, *, state: Any = None, key: Any = None) -> None:
+def hand_over(model: Any, params: Params, batch: Batch, *, state: Tree = None, key: Key = None) -> None:
     """Give `ipu-compile` the model of a script, which ends here. Without `ipu-compile` this does nothing.
 
     Call it before weights are placed. Under `ipu-compile`, `make_mesh` takes the chips of `--topology`.
@@ -72,7 +73,7 @@ def hand_over(model: Any, params: Any, batch: Any, *, state: Any = None, key: An
         raise HandedOver(compile_ahead(model, params, batch, state=state, key=key))
 
 
-def compile_ahead(model: Any, params: Any, batch: Any, *, state: Any = None, key: Any = None) -> ChipReport:
+def compile_ahead(model: Any, params: Params, batch: Batch, *, state: Tree = None, key: Key = None) -> ChipReport:
     """Compile one step of a model for the devices of its mesh, and say what it needs and costs. Nothing is run.
 
     Args:
@@ -96,7 +97,7 @@ def compile_ahead(model: Any, params: Any, batch: Any, *, state: Any = None, key
     if isinstance(model, TrainStep):
         placed = params if isinstance(params, TrainState) else model.shapes(params, stages=state, key=key)
         lowered, pipeline, outer = model.lower(placed, batch), model.model, given_dims(model.options.device_iterations)
-        held: Any = placed
+        held: Tree = placed
         given = model.placement.of_one_update(placed, getattr(batch, "arrays", batch))  # of a FeedBatch
         plan = model.placement.model.plan(given)
     elif isinstance(model, Pipeline):
@@ -145,7 +146,7 @@ def compile_ahead(model: Any, params: Any, batch: Any, *, state: Any = None, key
     )
 
 
-def bytes_per_device(tree: Any) -> int:
+def bytes_per_device(tree: Tree) -> int:
     """Return the bytes of arrays, or of their shapes, on one device of their shardings."""
     share = lambda leaf: leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))  # noqa: E731
     return sum(share(leaf) for leaf in jax.tree.leaves(tree) if getattr(leaf, "sharding", None) is not None)
@@ -224,7 +225,7 @@ def mends_of(pipeline: Pipeline, plan: Plan, given: StepArgs, room: int) -> tupl
     return (*found, "more IPUs for the same layers, or a smaller micro-batch")
 
 
-def _changes(pipeline: Pipeline, schedule: str, given: StepArgs) -> Iterator[tuple[str, dict[str, Any], StepArgs]]:
+def _changes(pipeline: Pipeline, schedule: str, given: StepArgs) -> Iterator[tuple[str, dict[str, Json], StepArgs]]:
     if pipeline.function is None:
         stages = [dataclasses.replace(stage, recompute="all") for stage in pipeline.stages]
         yield "recompute='all' on every stage", {"stages": stages}, given
@@ -239,6 +240,6 @@ def _changes(pipeline: Pipeline, schedule: str, given: StepArgs) -> Iterator[tup
                 yield f"schedule={other!r}", {"schedule": other}, given
 
 
-def _halved(leaf: Any, at: int) -> jax.ShapeDtypeStruct:
+def _halved(leaf: Value, at: int) -> jax.ShapeDtypeStruct:
     shape = (*leaf.shape[:at], 2 * leaf.shape[at], leaf.shape[at + 1] // 2, *leaf.shape[at + 2 :])
     return jax.ShapeDtypeStruct(shape, leaf.dtype)

@@ -8,7 +8,9 @@ import dataclasses
 import operator
 import os
 import re
-from typing import Any, Final
+from typing import Final
+
+from ipu_jax.base.annotations import Device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +82,7 @@ def topology_of(text: str) -> tuple[Kind, tuple[int, ...]]:
     return kind, sides
 
 
-def kind_of(device: Any) -> Kind | None:
+def kind_of(device: Device) -> Kind | None:
     """Return the kind of a device, or None if it is of another kind."""
     return next((kind for kind in KINDS.values() if kind.device_kind == device.device_kind), None)
 

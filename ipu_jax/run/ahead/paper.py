@@ -22,10 +22,10 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jax.sharding import Mesh
 
+from ipu_jax.base.annotations import Device, Jaxpr
 from ipu_jax.core.compiled.in_stages import axis_of, groups_of
 from ipu_jax.core.compiled.program import Collective, Program
 from ipu_jax.core.device_order import hops
@@ -132,7 +132,7 @@ def _seconds(plan: Plan, i: int, kind: Kind, cycles: Mapping[str, int]) -> tuple
     return forward, backward, weight
 
 
-def _bound(jaxpr: Any, kind: Kind) -> float:
+def _bound(jaxpr: Jaxpr, kind: Kind) -> float:
     """Return the least time of a task by the roofline."""
     if jaxpr is None:
         return 0.0
@@ -142,7 +142,7 @@ def _bound(jaxpr: Any, kind: Kind) -> float:
 
 def rows_of(program: Program, mesh: Mesh, kind: Kind | None) -> list[Row]:
     """Return what a program sends, like collectives together, those that take the most time first."""
-    found: dict[Any, list[tuple[Collective, int | None]]] = {}
+    found: dict[Device, list[tuple[Collective, int | None]]] = {}
     for collective in program.collectives:
         groups = [group for group in groups_of(collective.instruction, mesh) if len(set(group)) > 1]
         if not groups or not collective.nbytes:
@@ -186,6 +186,6 @@ def _hops_of(groups: Sequence[Sequence[int]], mesh: Mesh) -> int | None:
     return most
 
 
-def _domain_of(device: Any) -> Any:
+def _domain_of(device: Device) -> Device:
     """Return the slice of a TPU or the host of a GPU, in which fast links connect all devices."""
     return device.process_index if device.platform == "gpu" else getattr(device, "slice_index", None)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from ipu_jax.base.annotations import Json, Tree
 from ipu_jax.base.checks import as_int, check_count, check_positive, in_line
 from ipu_jax.base.cli.places import check_file, writable_folder
 from ipu_jax.base.doors import public
@@ -91,7 +92,7 @@ def fit(
     checkpoints: Checkpoints | Path_ | None = None,
     resume: Path_ = "auto",
     log: RunLog | Path_ | None = None,
-    notes: Mapping[str, Any] | None = None,
+    notes: Mapping[str, Json] | None = None,
     tensorboard: Path_ | None = None,
     trace: Recording | Path_ | None = None,
     report: Path_ | None = None,
@@ -162,7 +163,7 @@ def fit(
     return loop.fit(**arguments)
 
 
-def _check(step: Any, state: Any, feed: Any, epochs: Any, updates: Any, **others: Any) -> None:
+def _check(step: Any, state: Tree, feed: Any, epochs: Any, updates: Any, **others: Any) -> None:
     """Check that state and feed belong to the step and are enough for the training; and all other arguments.
 
     Raises:
@@ -263,7 +264,7 @@ def _not_of_one_argument(function: Any) -> str | None:
     return None
 
 
-def _figures_of(found: Any) -> dict[str, float]:
+def _figures_of(found: Json) -> dict[str, float]:
     """Return the figures that a user's `evaluate` returned, as numbers by name.
 
     Raises:

@@ -27,6 +27,7 @@ import jax
 import numpy as np
 
 import ipu_jax
+from ipu_jax.base.annotations import Json, Value
 
 _Path = str | os.PathLike[str]
 _LAST: Final = "The last state is ipu_jax.steps.FitResult.last.state"
@@ -73,7 +74,7 @@ def fit(
     checkpoints: "ipu_jax.Checkpoints | _Path | None" = None,
     resume: _Path = "auto",
     log: "ipu_jax.observe.RunLog | _Path | None" = None,
-    notes: Mapping[str, Any] | None = None,
+    notes: Mapping[str, Json] | None = None,
     tensorboard: _Path | None = None,
     trace: "ipu_jax.observe.Recording | _Path | None" = None,
     report: _Path | None = None,
@@ -152,7 +153,7 @@ def goal_of(
     return made + updates, order.later(feed.position, updates)
 
 
-def begin(run: Run, resume: _Path, notes: Mapping[str, Any]) -> None:
+def begin(run: Run, resume: _Path, notes: Mapping[str, Json]) -> None:
     """Log what is trained, and continue from a checkpoint, if there is one."""
     feed, first = run.feed, run.result.updates
     if run.log is not None:
@@ -232,7 +233,7 @@ def call(run: Run, batch: "ipu_jax.io.FeedBatch") -> None:
     """Make the updates of a batch, at most as many as remain, and save or stop if it is time."""
     result = run.result
     left = batch.updates if run.goal is None else min(batch.updates, run.goal - result.updates)
-    outputs: list[tuple[Any, int]] = []
+    outputs: list[tuple[Value, int]] = []
     for made in pieces(run, left):
         begun, is_new = time.perf_counter(), result.updates == run.begun and run.step not in _compiled
         if is_new:

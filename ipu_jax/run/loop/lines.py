@@ -7,11 +7,12 @@ Epoch 0.2, Mean loss: 1.544
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from ipu_jax.base.annotations import Json
 from ipu_jax.run.observe.runs.log import figure_in_words
 
 _MOST: Final = 20
@@ -113,13 +114,13 @@ class LossLines:
         digits = next(filter(fits, itertools.count(1))) if self._updates else 1
         return f"Epoch {epoch:.{digits}f}"
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Json]:
         """Return, as plain data, everything that the next line depends on, apart from the number of updates."""
         # JSON has no NaN: None is read as NaN
         losses = [loss if np.isfinite(loss) else None for loss in self._losses]
         return {"losses": losses, "made": self._made, "skipped": self._skipped}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Json]) -> None:
         """Continue from what `state` returned: the next line is the same as without a restart."""
         self._made, self._skipped = state["made"], state["skipped"]
         self._losses = [np.nan if loss is None else loss for loss in state["losses"]]

@@ -16,8 +16,9 @@ import json
 import os
 import platform
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
+from ipu_jax.base.annotations import Json
 from ipu_jax.base.cli.parser import Parser
 from ipu_jax.base.cli.process import run
 from ipu_jax.base.version import __version__
@@ -55,7 +56,7 @@ class Info:
 
     versions: dict[str, str]
     platform: str
-    devices: tuple[dict[str, Any], ...]
+    devices: tuple[dict[str, Json], ...]
     virtual: bool
     asked_for: int | None
     cores: int

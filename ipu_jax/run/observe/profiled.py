@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from ipu_jax.base import facts
+from ipu_jax.base.annotations import Value
 from ipu_jax.base.cli.places import check_file, reason_of
 from ipu_jax.distributed import popdist
 from ipu_jax.run.observe.runs.log import RunLog
@@ -67,7 +68,7 @@ class Profiled(facts.Listener):
         self._timeline: Timeline | None = None
         self._updates = self._samples = 0
         self._since = time.monotonic()
-        self._pending: list[tuple[Any, int]] = []
+        self._pending: list[tuple[Value, int]] = []
 
     def leave(self) -> None:
         """Hear nothing more, and write nothing: `fit` does."""
@@ -76,7 +77,7 @@ class Profiled(facts.Listener):
         if self._recording is not None:
             self._recording.__exit__(KeyboardInterrupt)
 
-    def dispatched(self, window: Any, outputs: list[Any], updates: int, samples: int) -> None:
+    def dispatched(self, window: Any, outputs: list[Value], updates: int, samples: int) -> None:
         if not updates:
             return
         if not self._log.events:

@@ -13,10 +13,11 @@ The names are the same as in `Placement.places`. Random keys are stored as their
 import dataclasses
 from collections.abc import Mapping
 from importlib import metadata
-from typing import Any, Final
+from typing import Final
 
 import jax
 
+from ipu_jax.base.annotations import Json, Tree, Value
 from ipu_jax.base.keys import is_key
 from ipu_jax.base.version import __version__
 from ipu_jax.core.weights.packing import Sharded
@@ -32,7 +33,7 @@ _SINGLE: Final = {
 }
 
 
-def description_of(step: TrainStep, state: TrainState) -> dict[str, Any]:
+def description_of(step: TrainStep, state: TrainState) -> dict[str, Json]:
     """Return the description of a training. Any state of the step will do; its values don't matter."""
     places, arrays = step.placement.places(state), named(state)
     return {
@@ -48,12 +49,12 @@ def versions() -> dict[str, str]:
     return {"ipu_jax": __version__} | {name: metadata.version(name) for name in ("jax", "orbax-checkpoint", "optax")}
 
 
-def same_places(saved: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+def same_places(saved: Mapping[str, Json], here: Mapping[str, Json]) -> bool:
     """Return whether two trainings hold the same leaves in the same arrays."""
     return saved["arrays"] == here["arrays"] and saved["leaves"] == here["leaves"]
 
 
-def check_words(where: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+def check_words(where: str, saved: Mapping[str, Json], here: Mapping[str, Json]) -> None:
     """Raise `ValueError` unless the user's descriptions of two trainings are equal; the message names a difference."""
     for name in sorted({*saved, *here}):
         if name not in saved or name not in here or saved[name] != here[name]:
@@ -64,7 +65,7 @@ def check_words(where: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -
             )
 
 
-def check_model(where: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+def check_model(where: str, saved: Mapping[str, Json], here: Mapping[str, Json]) -> None:
     """Raise `ValueError` unless two trainings hold the same leaves; the message names the first difference."""
     for kind, what in KINDS.items():
         of_saved, of_here = ({place["path"]: _text(place) for place in each["leaves"][kind]} for each in (saved, here))
@@ -95,7 +96,7 @@ def check_model(where: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -
             )
 
 
-def wrong_with(saved: Mapping[str, Any]) -> str:
+def wrong_with(saved: Mapping[str, Json]) -> str:
     """Return what is missing from a seal's description, or differs from the form of `description_of`, or ""."""
     try:
         leaves = [place for kind in KINDS for place in places(saved, kind)]
@@ -110,19 +111,19 @@ def wrong_with(saved: Mapping[str, Any]) -> str:
         return "its model is not described"
 
 
-def places(described: Mapping[str, Any], kind: str) -> list[Place]:
+def places(described: Mapping[str, Json], kind: str) -> list[Place]:
     """Return the places of the leaves of one kind."""
     return [Place.of_plain(plain) for plain in described["leaves"][kind]]
 
 
-def _text(place: Mapping[str, Any]) -> str:
+def _text(place: Mapping[str, Json]) -> str:
     return f"{place['dtype']}[{', '.join(map(str, Place.of_plain(place).whole_shape))}]"
 
 
 # arrays by name
 
 
-def named(state: TrainState) -> dict[str, Any]:
+def named(state: TrainState) -> dict[str, Value]:
     """Return the arrays of a state by name, or the values in their places, such as PartitionSpecs."""
     arrays = {**_tree("params", state.params), **_tree("stages", state.stages), "step": state.step}
     optimizer = state.optimizer
@@ -137,7 +138,7 @@ def named(state: TrainState) -> dict[str, Any]:
     return arrays
 
 
-def with_arrays(like: TrainState, arrays: dict[str, Any]) -> TrainState:
+def with_arrays(like: TrainState, arrays: dict[str, Value]) -> TrainState:
     """Return a state with the structure of `like` and these arrays: the inverse of `named`."""
     optimizer, scale = like.optimizer, like.scale
     per_block = [
@@ -166,24 +167,24 @@ def key_impl(dtype: str) -> str | None:
     return dtype.removeprefix("key<").removesuffix(">") if dtype.startswith("key<") else None
 
 
-def stored(array: Any) -> Any:
+def stored(array: Value) -> Value:
     """Return an array as it is stored: a key's data, or the array itself."""
     return jax.random.key_data(array) if is_key(array) else array
 
 
-def _tree(name: str, tree: Any) -> dict[str, Any]:
+def _tree(name: str, tree: Tree) -> dict[str, Value]:
     if isinstance(tree, Sharded):
         return arrays_by_name(tree, name)
     return {f"{name}.{i}": leaf for i, leaf in enumerate(jax.tree.leaves(tree))}
 
 
-def _with_tree(name: str, like: Any, arrays: dict[str, Any]) -> Any:
+def _with_tree(name: str, like: Tree, arrays: dict[str, Value]) -> Tree:
     if isinstance(like, Sharded):
         return jax.tree.map(arrays.__getitem__, array_names(like.layout, name))
     treedef = jax.tree.structure(like)
     return jax.tree.unflatten(treedef, [arrays[f"{name}.{i}"] for i in range(treedef.num_leaves)])
 
 
-def size_of(arrays: dict[str, Any]) -> int:
+def size_of(arrays: dict[str, Value]) -> int:
     """Return the number of bytes of all arrays, each counted once."""
     return sum(data.size * data.dtype.itemsize for data in map(stored, arrays.values()))

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
+from ipu_jax.base.annotations import Json
 from ipu_jax.base.replacing import sync_folder
 from ipu_jax.training.checkpoints import _seal
 from ipu_jax.training.checkpoints.errors import CheckpointError, UnreadableError
@@ -46,7 +47,7 @@ class Found:
     """
 
     path: Path
-    seal: dict[str, Any] | None
+    seal: dict[str, Json] | None
     wrong: str = ""
     is_unreadable: bool = False
     errno: int | None = None

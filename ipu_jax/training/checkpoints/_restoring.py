@@ -7,13 +7,14 @@ import dataclasses
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from ipu_jax.base.annotations import Json
 from ipu_jax.base.keys import is_key
 from ipu_jax.core.weights.place import Place
 from ipu_jax.training.checkpoints import _agreement, _description, _folder, _seal
@@ -41,8 +42,8 @@ class Restored:
 
     state: TrainState
     step: int
-    feed: dict[str, Any] | None
-    extra: Any
+    feed: dict[str, Json] | None
+    extra: Json
     path: Path
     topology: Literal["same", "other"]
 
@@ -61,8 +62,8 @@ class Search:
     """
 
     folder: Path
-    model: Mapping[str, Any]
-    words: Mapping[str, Any]
+    model: Mapping[str, Json]
+    words: Mapping[str, Json]
     timeout: float
 
     def last_whole(self, *, must: bool, is_in_use: bool) -> _folder.Found | None:
@@ -167,7 +168,7 @@ def candidates_in(folder: Path, timeout: float) -> list[_folder.Found]:
     return found
 
 
-def read(store: Store, found: _folder.Found, step: TrainStep, like: TrainState, here: Mapping[str, Any]) -> Restored:
+def read(store: Store, found: _folder.Found, step: TrainStep, like: TrainState, here: Mapping[str, Json]) -> Restored:
     """Return what a checkpoint contains.
 
     Args:
@@ -177,7 +178,7 @@ def read(store: Store, found: _folder.Found, step: TrainStep, like: TrainState, 
         like: a state of this step.
         here: the description of the step.
     """
-    seal: Any = found.seal
+    seal: Json = found.seal
     is_same = _description.same_places(seal["model"], here)
     if is_same:
         state = _read_as_saved(store, found.path, step, like)
@@ -196,14 +197,14 @@ def _read_as_saved(store: Store, path: Path, step: TrainStep, like: TrainState) 
 
 
 def _read_by_leaves(
-    store: Store, path: Path, step: TrainStep, like: TrainState, *, saved: Mapping[str, Any], here: Mapping[str, Any]
+    store: Store, path: Path, step: TrainStep, like: TrainState, *, saved: Mapping[str, Json], here: Mapping[str, Json]
 ) -> TrainState:
     """Return the state of a checkpoint of another topology.
 
     Each host reads all arrays, a few at a time, and holds the whole state until it is placed, like `TrainStep.restore`.
     """
-    leaves: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
-    single: dict[str, Any] = {}
+    leaves: dict[str, dict[str, Json]] = {kind: {} for kind in KINDS}
+    single: dict[str, Json] = {}
     in_array: dict[str, list[tuple[str, Place]]] = {name: [] for name in saved["arrays"]}
     for kind in KINDS:
         for place in places(saved, kind):

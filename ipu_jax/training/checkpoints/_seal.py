@@ -17,8 +17,9 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from ipu_jax.base.annotations import Json
 from ipu_jax.base.replacing import sync_folder
 from ipu_jax.training.checkpoints.errors import CheckpointError, UnreadableError
 
@@ -31,7 +32,7 @@ FINE, MISSING, SHORT, CHANGED = range(4)
 """The states of a file, compared with its seal."""
 
 
-def as_plain(name: str, value: Any) -> Any:
+def as_plain(name: str, value: Json) -> Json:
     """Return a value as it comes back from JSON.
 
     Raises:
@@ -52,7 +53,7 @@ def as_plain(name: str, value: Any) -> Any:
     return back
 
 
-def is_same(one: Any, other: Any) -> bool:
+def is_same(one: Json, other: Json) -> bool:
     """Return whether two values of plain data are stored the same, up to the order of names.
 
     >>> is_same({"a": 1, "b": None}, {"b": None, "a": 1}), is_same(1, True)
@@ -75,7 +76,7 @@ def write_checksums(folder: Path, instance: int, instances: int) -> None:
     _write(folder / f"checksums.{instance}.json", own)
 
 
-def write_seal(folder: Path, content: dict[str, Any], instances: int, *, seconds: float) -> None:
+def write_seal(folder: Path, content: dict[str, Json], instances: int, *, seconds: float) -> None:
     """Write the seal when the checksums of all instances are there.
 
     Raises:
@@ -88,7 +89,7 @@ def write_seal(folder: Path, content: dict[str, Any], instances: int, *, seconds
         if time.monotonic() > deadline:
             raise CheckpointError(f"{folder} has no {', '.join(missing)} after {seconds:g} s: an instance is gone")
         time.sleep(0.01)
-    files: dict[str, Any] = {}
+    files: dict[str, Json] = {}
     for part in parts:
         files |= _read(part)
         files[part.name] = list(_checksum(part))
@@ -96,7 +97,7 @@ def write_seal(folder: Path, content: dict[str, Any], instances: int, *, seconds
     sync_folder(folder)
 
 
-def read_seal(folder: Path) -> dict[str, Any]:
+def read_seal(folder: Path) -> dict[str, Json]:
     """Return the content of a seal.
 
     Raises:
@@ -153,7 +154,7 @@ def check_files(folder: Path, files: dict[str, Sequence[int]], own: Iterable[str
     return wrong
 
 
-def _wrong_field(content: dict[str, Any]) -> str:
+def _wrong_field(content: dict[str, Json]) -> str:
     """Return what is missing from a seal, or differs from the form of `write_seal`, or ""."""
     for name, right in _FIELDS.items():
         if name not in content:
@@ -163,18 +164,18 @@ def _wrong_field(content: dict[str, Any]) -> str:
     return ""
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Json) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _is_list_of_files(value: Any) -> bool:
+def _is_list_of_files(value: Json) -> bool:
     return isinstance(value, dict) and all(
         "\0" not in name and isinstance(entry, list) and len(entry) == 2 and all(map(_is_count, entry))
         for name, entry in value.items()
     )
 
 
-_FIELDS: Final[dict[str, Callable[[Any], bool]]] = {
+_FIELDS: Final[dict[str, Callable[[Json], bool]]] = {
     "step": _is_count,
     "number": _is_count,
     "files": _is_list_of_files,
@@ -205,7 +206,7 @@ def _checksum(path: Path) -> tuple[int, int]:
     return size, checksum
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
+def _write(path: Path, content: dict[str, Json]) -> None:
     """Write a file atomically: a line with its checksum, then the content."""
     text = json.dumps(content).encode()
     temporary = path.with_suffix(".tmp")
@@ -216,7 +217,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     temporary.rename(path)
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path) -> Json:
     checksum, _, text = path.read_bytes().partition(b"\n")
     if not checksum.isdigit() or int(checksum) != zlib.crc32(text):
         raise ValueError("its checksum differs")

@@ -33,6 +33,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 
+from ipu_jax.base.annotations import Json, Tree, Value
 from ipu_jax.distributed.meetings import Meetings
 from ipu_jax.training.checkpoints._description import key_impl, stored
 
@@ -79,7 +80,7 @@ class Store:
         )
         self._checkpointer = self._make()
 
-    def begin(self, folder: Path, arrays: dict[str, Any]) -> None:
+    def begin(self, folder: Path, arrays: dict[str, Value]) -> None:
         """Copy the arrays to the host, and write them in the background. Arrays without elements are left out.
 
         When this returns, the next step can reuse their buffers. If host and device share memory, as on CPUs, jax makes
@@ -105,7 +106,7 @@ class Store:
                 raise
         written.result()
 
-    def read(self, folder: Path, like: dict[str, Any], shardings: dict[str, Any]) -> dict[str, Any]:
+    def read(self, folder: Path, like: dict[str, Value], shardings: dict[str, Tree]) -> dict[str, Value]:
         """Return arrays on the devices; each process reads the parts that its devices need.
 
         Args:
@@ -113,7 +114,7 @@ class Store:
             like: by name, an object with the shape and dtype of the array.
             shardings: by name, the sharding of the array.
         """
-        wanted: dict[str, Any] = {}
+        wanted: dict[str, Value] = {}
         how: dict[str, Any] = {}
         for name, array in like.items():
             data, sharding = jax.eval_shape(stored, array), shardings[name]
@@ -129,7 +130,7 @@ class Store:
                 )
         return {name: _as_key(found[name], str(array.dtype)) for name, array in like.items()}
 
-    def whole(self, folder: Path, saved: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    def whole(self, folder: Path, saved: Mapping[str, Json]) -> Iterator[tuple[str, Value]]:
         """Yield (name, array) of whole arrays on the host, reading a few at a time; keys come back as typed keys.
 
         Args:
@@ -169,7 +170,7 @@ def on_a_daemon(work: Callable[[], Any], name: str = "orbax") -> concurrent.futu
     return result
 
 
-def _as_key(array: Any, dtype: str) -> Any:
+def _as_key(array: Value, dtype: str) -> Value:
     impl = key_impl(dtype)
     return array if impl is None else jax.random.wrap_key_data(array, impl=_IMPLS.get(impl, impl))
 
@@ -178,7 +179,7 @@ def _as_key(array: Any, dtype: str) -> Any:
 _IMPLS: Final = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
 
 
-def _bytes(described: dict[str, Any]) -> int:
+def _bytes(described: dict[str, Json]) -> int:
     is_key = key_impl(described["dtype"]) is not None
     return math.prod(described["shape"]) * (16 if is_key else jax.numpy.dtype(described["dtype"]).itemsize)
 

@@ -9,10 +9,10 @@ No sealed checkpoint is touched before its successor is sealed.
 import concurrent.futures
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import jax
 
+from ipu_jax.base.annotations import Json, Value
 from ipu_jax.distributed.meetings import Meetings
 from ipu_jax.training.checkpoints import _folder, _seal
 from ipu_jax.training.checkpoints._store import Store, on_a_daemon
@@ -33,7 +33,7 @@ class Job:
     path: Path
     step: int
     size: int
-    content: dict[str, Any]
+    content: dict[str, Json]
 
 
 class Writer:
@@ -75,7 +75,7 @@ class Writer:
         if self._written is not None:
             concurrent.futures.wait([self._written], seconds)
 
-    def begin(self, job: Job, arrays: dict[str, Any]) -> None:
+    def begin(self, job: Job, arrays: dict[str, Value]) -> None:
         """Begin to write. Since the previous checkpoint, `take_error` must have returned None."""
         assert not self.is_busy, "one checkpoint at a time: orbax's own thread is waited for by ours"
         self.job = job

@@ -27,6 +27,7 @@ from typing import Any, Final
 import jax
 
 from ipu_jax.base import facts
+from ipu_jax.base.annotations import Json, Value
 from ipu_jax.base.checks import check_choice, check_count, in_line
 from ipu_jax.base.doors import public
 from ipu_jax.distributed import popdist
@@ -89,7 +90,7 @@ class Checkpoints:
         keep: int = 3,
         every: int | None = None,
         minutes: float | None = None,
-        describes: Mapping[str, Any] | None = None,
+        describes: Mapping[str, Json] | None = None,
         on_save_error: str = "stop",
         timeout: float = 300.0,
     ):
@@ -262,7 +263,7 @@ class Checkpoints:
                 raise
 
     def save(
-        self, state: TrainState, feed: Feed | Mapping[str, Any] | None = None, *, extra: Any = None, now: bool = False
+        self, state: TrainState, feed: Feed | Mapping[str, Json] | None = None, *, extra: Json = None, now: bool = False
     ) -> bool:
         """Save the state if a save is due, and return whether it was saved. Call it after each step.
 
@@ -334,7 +335,7 @@ class Checkpoints:
         is_there = jax.process_index() != 0 or _folder.found_at(last.path).seal is not None
         return not _agreement.anywhere(not (is_same and is_there), self._timeout)
 
-    def _begin(self, job: Job, arrays: dict[str, Any]) -> BaseException | None:
+    def _begin(self, job: Job, arrays: dict[str, Value]) -> BaseException | None:
         """Begin to write; return the error of this instance or of another one, or None."""
 
         def make_room() -> None:

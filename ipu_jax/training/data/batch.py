@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ipu_jax.base.annotations import Batch, Json, Tree
 from ipu_jax.base.showing import Shown, Table, counted
 from ipu_jax.core.devices import REPLICA_AXIS, check_there
 from ipu_jax.core.step_args import given_dims
@@ -34,7 +34,7 @@ class FeedBatch(Shown):
         is_cut: whether `data` leaves out the filled up device iterations, as under `remainder="updates"`.
     """
 
-    arrays: Any
+    arrays: Batch
     epoch: int
     examples: int
     updates: int
@@ -49,7 +49,7 @@ class FeedBatch(Shown):
         return [f"FeedBatch of epoch {self.epoch}: {size}", Table([("leaf", "dtype", "shape"), *rows], left=3)]
 
     @property
-    def data(self) -> Any:
+    def data(self) -> Batch:
         """Return the arrays, under `remainder="updates"` of the first `updates` device iterations only.
 
         With one device iteration, `Pipeline.value_and_grad` accepts this pytree.
@@ -70,12 +70,12 @@ class FeedBatch(Shown):
 
 # an array across several instances can be sliced only in a program
 @functools.partial(jax.jit, static_argnums=1)
-def _first_updates(arrays: Any, updates: int) -> Any:
+def _first_updates(arrays: Batch, updates: int) -> Batch:
     return jax.tree.map(lambda leaf: leaf[:updates], arrays)
 
 
 @jax.jit
-def _rolled(arrays: Any, updates: int) -> Any:
+def _rolled(arrays: Batch, updates: int) -> Batch:
     return jax.tree.map(lambda leaf: jnp.roll(leaf, -updates, axis=0), arrays)
 
 
@@ -92,7 +92,7 @@ class Sender:
         like: the pytree of a batch's `data`, with leaves `jax.ShapeDtypeStruct` with sharding.
     """
 
-    def __init__(self, mesh: Mesh, dims: BatchDims, like: Any, remainder: str):
+    def __init__(self, mesh: Mesh, dims: BatchDims, like: Tree, remainder: str):
         iterations, own_replicas, *update = dims.shape
         # per leading dim: its size in the whole batch, its size on this instance, and its mesh axis
         of_iterations = (iterations, iterations, None)
@@ -105,7 +105,7 @@ class Sender:
             lambda leaf: jax.ShapeDtypeStruct((*shape, *leaf.shape), leaf.dtype, sharding=sharding), like
         )
 
-    def __call__(self, rows: Any, *, epoch: int, examples: int, is_real: npt.NDArray[np.bool_]) -> FeedBatch:
+    def __call__(self, rows: Tree, *, epoch: int, examples: int, is_real: npt.NDArray[np.bool_]) -> FeedBatch:
         """Return the batch that contains these rows.
 
         Args:
@@ -120,12 +120,12 @@ class Sender:
         arrays = jax.tree.map(self._send, self.like, rows)
         return FeedBatch(arrays, epoch, examples, updates, is_real[:updates] if is_cut else is_real, nbytes, is_cut)
 
-    def _send(self, like: jax.ShapeDtypeStruct, rows: npt.NDArray[Any]) -> jax.Array:
+    def _send(self, like: jax.ShapeDtypeStruct, rows: np.ndarray) -> jax.Array:
         of_instance = rows.reshape(*self._shape, *rows.shape[1:])
         return jax.make_array_from_process_local_data(like.sharding, of_instance, like.shape)
 
 
-def share_of(mesh: Mesh, instances: int | None, instance: int | None) -> dict[str, Any]:
+def share_of(mesh: Mesh, instances: int | None, instance: int | None) -> dict[str, Json]:
     """Return the replicas in all and on this instance, as arguments of `BatchDims`.
 
     Args:

@@ -21,6 +21,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from jax.sharding import Mesh
 
 from ipu_jax.base import facts
+from ipu_jax.base.annotations import Json, Tree
 from ipu_jax.base.checks import as_int, check_bool, check_choice, check_count, in_line
 from ipu_jax.base.doors import public
 from ipu_jax.core.options import TrainOptions
@@ -149,13 +150,13 @@ class Feed:
         seed: int = 0,
         epochs: int | None = None,
         remainder: str | None = None,
-        fill: Any = 0,
+        fill: Tree = 0,
         prefetch: int | None = None,
         workers: int = 1,
         instances: int | None = None,
         instance: int | None = None,
         timeout: float = 120.0,
-        state: Mapping[str, Any] | None = None,
+        state: Mapping[str, Json] | None = None,
     ):
         mesh, gradient_accumulation, device_iterations = _dims_of(step, mesh, gradient_accumulation, device_iterations)
         if epochs is not None:
@@ -180,7 +181,7 @@ class Feed:
             "iterations": device_iterations,
             **share_of(mesh, instances, instance),
         }
-        rest: dict[str, Any] = {"fill": fill, "epochs": epochs, "state": state}
+        rest: dict[str, Json] = {"fill": fill, "epochs": epochs, "state": state}
         if shuffle is not None:
             check_bool("shuffle", shuffle)
         is_chosen = remainder is not None or step is not None
@@ -235,7 +236,7 @@ class Feed:
     def __bool__(self) -> bool:
         return True
 
-    def state(self, *, updates: int | None = None) -> dict[str, Any]:
+    def state(self, *, updates: int | None = None) -> dict[str, Json]:
         """Return the feed's position as plain data: after the last returned batch, however many batches are ready.
 
         These are plain ints, and the same on every instance. For a stream with a `state_dict` of its own, the entry
@@ -249,7 +250,7 @@ class Feed:
             position = self._reader.within(self._last, updates * self.examples_per_update)
         return self._reader.state(position)
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from a result of `state`, like a feed made with `state=`.
 
         Raises:

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
+
+from ipu_jax.base.annotations import Tree, Value
 
 _NUMBERS = (bool, int, float, complex, np.generic)
 
@@ -39,7 +40,7 @@ class Form:
     ((2,), [[6], [[4, 5]]])
     """
 
-    def __init__(self, item: Any, *, batched: bool, what: str):
+    def __init__(self, item: Tree, *, batched: bool, what: str):
         self._batched = batched
         with_paths, self._structure = jax.tree.flatten_with_path(_plain(item), is_leaf=_is_array)
         if not with_paths:
@@ -58,7 +59,7 @@ class Form:
         self._likes = likes
         self.like = jax.tree.unflatten(self._structure, likes)
 
-    def rows(self, item: Any, what: Callable[[], str]) -> list[npt.NDArray[Any]]:
+    def rows(self, item: Tree, what: Callable[[], str]) -> list[np.ndarray]:
         """Return the leaves of an item, each with one example per row: (n, ...), with n = 1 if not batched.
 
         They may share memory with the item, and have its dtypes.
@@ -73,7 +74,7 @@ class Form:
         leaves, structure = jax.tree.flatten(_plain(item), is_leaf=_is_array)
         if structure != self._structure:
             raise ValueError(f"{what()} {self._structure_error(item)}: give all alike")
-        rows: list[npt.NDArray[Any]] = []
+        rows: list[np.ndarray] = []
         for name, like, leaf in zip(self._names, self._likes, leaves, strict=True):
             array = _array_of(leaf, name, what)
             array = array if self._batched and array.ndim else array[None]
@@ -86,15 +87,15 @@ class Form:
             )
         return rows
 
-    def empty(self, count: int) -> list[npt.NDArray[Any]]:
+    def empty(self, count: int) -> list[np.ndarray]:
         """Return new memory for the leaves of `count` examples, (count, ...) each."""
         return [np.empty((count, *like.shape), like.dtype) for like in self._likes]
 
-    def tree(self, leaves: list[npt.NDArray[Any]]) -> Any:
+    def tree(self, leaves: list[np.ndarray]) -> Tree:
         """Return leaves, in the order of `rows`, as a pytree with the structure of the examples."""
         return jax.tree.unflatten(self._structure, leaves)
 
-    def _structure_error(self, item: Any) -> str:
+    def _structure_error(self, item: Tree) -> str:
         found = [_name(path) for path, _ in jax.tree.leaves_with_path(_plain(item), is_leaf=_is_array)]
         missing = [name for name in self._names if name not in found]
         added = [name for name in found if name not in self._names]
@@ -106,7 +107,7 @@ class Form:
         return f"has the structure {structure}, and the first example {self._structure}"
 
 
-def on_host(leaf: Any) -> Any:
+def on_host(leaf: Value) -> Value:
     """Return a NumPy array for a leaf that is an array of another library, and any other leaf as it is.
 
     Raises:
@@ -127,17 +128,17 @@ def on_host(leaf: Any) -> Any:
         ) from error
 
 
-def jax_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def jax_dtype(dtype: np.dtype) -> np.dtype:
     """Return the dtype to which jax converts numbers of this dtype."""
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype if dtype.isnative else dtype.newbyteorder("=")))
 
 
-def is_numeric(dtype: np.dtype[Any]) -> bool:
+def is_numeric(dtype: np.dtype) -> bool:
     """Return whether IPUs can hold this dtype: numbers and bools."""
     return jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_
 
 
-def check_alike(like: jax.ShapeDtypeStruct, rows: npt.NDArray[Any], name: str, what: Callable[[], str]) -> None:
+def check_alike(like: jax.ShapeDtypeStruct, rows: np.ndarray, name: str, what: Callable[[], str]) -> None:
     """Raise if rows are not like the first example, or contain integers that 32 bits cannot hold.
 
     Args:
@@ -163,7 +164,7 @@ def check_alike(like: jax.ShapeDtypeStruct, rows: npt.NDArray[Any], name: str, w
             )
 
 
-def filling(fill: Any, like: Any) -> Any:
+def filling(fill: Tree, like: Tree) -> Tree:
     """Return `fill`, a number or a pytree of numbers, as a pytree with the structure of `like`.
 
     Raises:
@@ -176,7 +177,7 @@ def filling(fill: Any, like: Any) -> Any:
     return jax.tree.map_with_path(_check_fill, like, fill)
 
 
-def _check_fill(path: Any, like: jax.ShapeDtypeStruct, value: Any) -> Any:
+def _check_fill(path: Any, like: jax.ShapeDtypeStruct, value: Value) -> Value:
     try:
         converted = np.asarray(value, like.dtype)
     except (OverflowError, TypeError, ValueError):
@@ -187,7 +188,7 @@ def _check_fill(path: Any, like: jax.ShapeDtypeStruct, value: Any) -> Any:
     return value
 
 
-def _array_of(leaf: Any, name: str, what: Callable[[], str] | str) -> npt.NDArray[Any]:
+def _array_of(leaf: Value, name: str, what: Callable[[], str] | str) -> np.ndarray:
     """Return the leaf as an array of numbers or bools."""
 
     def error(problem: str) -> ValueError:
@@ -205,7 +206,7 @@ def _array_of(leaf: Any, name: str, what: Callable[[], str] | str) -> npt.NDArra
     return array
 
 
-def _is_array(item: Any) -> bool:
+def _is_array(item: Tree) -> bool:
     """Return whether this is a list of numbers, possibly nested, which counts as an array and not as a structure."""
     return isinstance(item, list) and all(isinstance(value, _NUMBERS) or _is_array(value) for value in item)
 

@@ -83,7 +83,7 @@ class Prefetcher(Generic[_Item, _Result]):
     def __enter__(self) -> "Prefetcher[_Item, _Result]":
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

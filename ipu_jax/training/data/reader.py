@@ -13,13 +13,14 @@ all instances have the same number of batches, and a position means the same on 
 import dataclasses
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
+from ipu_jax.base.annotations import Json, Tree, Value
 from ipu_jax.training.data.batch import FeedBatch, Sender
 from ipu_jax.training.data.leaves import filling
 from ipu_jax.training.data.order import BatchDims, EpochOrder, Position
@@ -66,9 +67,9 @@ class IndexedReader:
         order: EpochOrder,
         sender: Sender,
         *,
-        fill: Any,
+        fill: Tree,
         epochs: int | None,
-        state: Mapping[str, Any] | None,
+        state: Mapping[str, Json] | None,
     ):
         self.like = sender.like
         self._source, self._order, self._sender, self._epochs = source, order, sender, epochs
@@ -83,13 +84,13 @@ class IndexedReader:
         """Return the start of an epoch."""
         return Position(epoch, 0)
 
-    def state(self, position: Position) -> dict[str, Any]:
+    def state(self, position: Position) -> dict[str, Json]:
         """Return the position as plain ints, the same on every instance."""
         order = self._order
         values = (position.epoch, position.position, order.examples, order.seed, int(order.shuffle))
         return dict(zip(_STATE, values, strict=True))
 
-    def position_of(self, state: Mapping[str, Any]) -> Position:
+    def position_of(self, state: Mapping[str, Json]) -> Position:
         """Return the position that `state` returned, or the start of the next epoch if no batch begins after it.
 
         Raises:
@@ -118,7 +119,7 @@ class IndexedReader:
         batch = self._sender(read, epoch=position.epoch, examples=rows.examples, is_real=is_real)
         return batch, self._order.after(position)
 
-    def _filled_up(self, indices: npt.NDArray[np.intp], is_real: npt.NDArray[np.bool_]) -> Any:
+    def _filled_up(self, indices: npt.NDArray[np.intp], is_real: npt.NDArray[np.bool_]) -> Tree:
         whole = jax.tree.map(
             lambda like, fill: np.full((len(indices), *like.shape), fill, like.dtype), self._source.like, self._fill
         )
@@ -158,9 +159,9 @@ class StreamReader:
         *,
         remainder: str,
         warns: bool,
-        fill: Any,
+        fill: Tree,
         epochs: int | None,
-        state: Mapping[str, Any] | None,
+        state: Mapping[str, Json] | None,
     ):
         start = StreamPosition(0, 0) if state is None else _position_in_stream(state)
         # After the last epoch, an example of that epoch shows the form of all examples.
@@ -196,16 +197,16 @@ class StreamReader:
         self.stream.check_seek(epoch)
         return StreamPosition(epoch, 0)
 
-    def state(self, position: Position) -> dict[str, Any]:
+    def state(self, position: Position) -> dict[str, Json]:
         """Return the position as plain data, the same on every instance if the source's own state is."""
         assert isinstance(position, StreamPosition)
         checksum = -1 if position.checksum is None else position.checksum
-        state: dict[str, Any] = {"epoch": position.epoch, "position": position.position, "checksum": checksum}
+        state: dict[str, Json] = {"epoch": position.epoch, "position": position.position, "checksum": checksum}
         if position.beyond:
             state["beyond"] = position.beyond
         return state if position.source is None else state | {"source": position.source, "offset": position.offset}
 
-    def position_of(self, state: Mapping[str, Any]) -> Position:
+    def position_of(self, state: Mapping[str, Json]) -> Position:
         """Return the position that `state` returned.
 
         Raises:
@@ -269,7 +270,7 @@ class _Reading:
         tree = reader.form.tree(leaves)
         return reader.sender(tree, epoch=position.epoch, examples=kept, is_real=is_real), self._at
 
-    def _copy(self, rows: list[Any], leaves: list[Any], first: int) -> None:
+    def _copy(self, rows: list[Value], leaves: list[Value], first: int) -> None:
         """Copy examples of the batch, from number `first` on, into this instance's rows."""
         to = self._row_of[first : first + len(rows[0])]
         is_own = to >= 0
@@ -278,7 +279,7 @@ class _Reading:
                 leaf[to[is_own]] = read[is_own]
 
 
-def _position_in_order(state: Mapping[str, Any], order: EpochOrder) -> Position:
+def _position_in_order(state: Mapping[str, Json], order: EpochOrder) -> Position:
     try:
         saved = {name: operator.index(value) for name, value in state.items()}
     except (AttributeError, TypeError) as error:
@@ -295,7 +296,7 @@ def _position_in_order(state: Mapping[str, Any], order: EpochOrder) -> Position:
     return Position(saved["epoch"], saved["position"])
 
 
-def _position_in_stream(state: Mapping[str, Any]) -> StreamPosition:
+def _position_in_stream(state: Mapping[str, Json]) -> StreamPosition:
     own = ("source", "offset", "beyond")
     try:
         saved = {name: operator.index(value) for name, value in state.items() if name != "source"}

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from ipu_jax.base.annotations import Dtype, Tree, Value
 from ipu_jax.training.data.leaves import Form, check_alike, is_numeric, jax_dtype, on_host
 
 _Indices = npt.NDArray[np.intp]
@@ -52,7 +53,7 @@ class ArraySource:
         if not jax.tree.leaves(self.like):
             raise ValueError(f"the source has examples without any array: {_MEND}")
 
-    def read(self, indices: _Indices) -> Any:
+    def read(self, indices: _Indices) -> Tree:
         """Return the examples with these numbers: leaves (n, ...) in new memory, with the dtypes of `like`.
 
         Args:
@@ -69,7 +70,7 @@ class ArraySource:
             )
         return jax.tree.map_with_path(self._converted, self.like, examples)
 
-    def _examples(self, indices: _Indices) -> Any:
+    def _examples(self, indices: _Indices) -> Tree:
         """Return the examples with these numbers as arrays (n, ...), which are checked."""
         count = len(indices)
         if self._copies:
@@ -87,7 +88,7 @@ class ArraySource:
                 raise ValueError(f"the source holds {leaf.dtype} at {_name(path)}: IPUs hold numbers and bools only")
         return examples
 
-    def _converted(self, path: Any, like: jax.ShapeDtypeStruct, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def _converted(self, path: Any, like: jax.ShapeDtypeStruct, rows: np.ndarray) -> np.ndarray:
         check_alike(like, rows, _name(path), lambda: "the source")
         # rows taken from arrays are in new memory already; rows that an indexable returns may not be
         return np.array(rows, like.dtype, order="C", copy=self._copies or None)
@@ -115,7 +116,7 @@ class ExampleSource:
         self._form = Form(source[0], batched=False, what="example 0")
         self.like = self._form.like
 
-    def read(self, indices: _Indices) -> Any:
+    def read(self, indices: _Indices) -> Tree:
         """Return the examples with these numbers: leaves (n, ...) in new memory, with the dtypes of `like`.
 
         Args:
@@ -132,7 +133,7 @@ class ExampleSource:
         return self._form.tree(leaves)
 
 
-def normalise(values: Any, *, mean: Any = 0.0, std: Any = 1.0, dtype: Any = np.float32) -> Any:
+def normalise(values: Value, *, mean: Value = 0.0, std: Value = 1.0, dtype: Dtype = np.float32) -> Value:
     """Scale bytes for a network: map 0...255 to 0...1, subtract `mean` and divide by `std`.
 
     A `jax.Array` is scaled on the IPU, inside a step, so that only bytes are sent from the host; a NumPy array is
@@ -177,7 +178,7 @@ def _length(source: Any) -> int:
     return next(iter(lengths.values()), 0)
 
 
-def _no_arrays(leaf: Any, path: Any = ()) -> ValueError:
+def _no_arrays(leaf: Value, path: Any = ()) -> ValueError:
     is_stream = not path and (callable(leaf) or hasattr(leaf, "__iter__")) and not isinstance(leaf, str | bytes)
     mend = f"say {_ITEMS}, or {_MEND}" if is_stream else _MEND
     return ValueError(f"the source has {type(leaf).__name__} at {_name(path)}: {mend}")

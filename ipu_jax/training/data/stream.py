@@ -17,8 +17,8 @@ import zlib
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from ipu_jax.base.annotations import Json
 from ipu_jax.training.data.leaves import Form
 from ipu_jax.training.data.order import Position
 
@@ -39,7 +39,7 @@ class StreamPosition(Position):
     """
 
     checksum: int | None = None
-    source: Any = dataclasses.field(default=None, compare=False)
+    source: Json = dataclasses.field(default=None, compare=False)
     offset: int = 0
     beyond: int = 0
 
@@ -134,11 +134,11 @@ class Items:
         self._opened, self._iterator = opened, iter(opened)
         self._epoch, self._next = position.epoch, position.position
         # the last drawn item: its rows, the number of its next row, and the source's state before it
-        self._rows: list[npt.NDArray[Any]] = []
+        self._rows: list[np.ndarray] = []
         self._count, self._at = 0, 0
         self._before, self._is_drawn = position.source, False
         self._first = position.offset
-        self._taken: list[npt.NDArray[Any]] = []
+        self._taken: list[np.ndarray] = []
 
     def skip(self, to: StreamPosition) -> None:
         """Read the examples before a position again.
@@ -186,7 +186,7 @@ class Items:
             self._first -= self._at
         return True
 
-    def take(self, most: int) -> list[npt.NDArray[Any]] | None:
+    def take(self, most: int) -> list[np.ndarray] | None:
         """Return the next examples, (n, ...) per leaf with n from 1 to `most`; None if there are no more.
 
         They may share memory with the source: copy them before the next call.
@@ -216,7 +216,7 @@ class Items:
 _END = object()
 
 
-def _checksum(rows: list[npt.NDArray[Any]]) -> int:
+def _checksum(rows: list[np.ndarray]) -> int:
     """Return a checksum of the last example."""
     checksum = 0
     for leaf in rows:
@@ -224,7 +224,7 @@ def _checksum(rows: list[npt.NDArray[Any]]) -> int:
     return checksum
 
 
-def _state_of(source: Any) -> Any:
+def _state_of(source: Any) -> Json:
     if hasattr(source, "state_dict") and hasattr(source, "load_state_dict"):
         return copy.deepcopy(source.state_dict())
     return None

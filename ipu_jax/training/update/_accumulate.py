@@ -1,19 +1,19 @@
 """Run a loss function over the micro-batches of one replica, one after the other, and sum in float32 at least."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ipu_jax.base.annotations import Batch, Function, Key, Params, Tree, Value
 from ipu_jax.core.devices import REPLICA_AXIS
 from ipu_jax.core.stage import Outputs
 from ipu_jax.core.step_args import StepArgs
 from ipu_jax.training.update._precision import widened
 
 
-def loss_and_aux(result: Any) -> tuple[Any, Any]:
+def loss_and_aux(result: Tree) -> tuple[Value, Tree]:
     """Return the result of a loss function as `(loss, aux)`; aux is None if there is none.
 
     Raises:
@@ -32,7 +32,7 @@ def loss_and_aux(result: Any) -> tuple[Any, Any]:
     return loss, aux
 
 
-def counts_of(aux: Any, *, dims: int) -> Any:
+def counts_of(aux: Tree, *, dims: int) -> Value:
     """Return the counts of a model whose losses are sums: an array with `dims` dims, one count per micro-batch.
 
     Args:
@@ -42,7 +42,7 @@ def counts_of(aux: Any, *, dims: int) -> Any:
     Raises:
         ValueError: the model returns no count.
     """
-    counts: Any = aux["count"] if isinstance(aux, dict) and "count" in aux else aux
+    counts: Value = aux["count"] if isinstance(aux, dict) and "count" in aux else aux
     if not hasattr(counts, "shape") or counts.ndim != dims:
         raise ValueError(
             "weighted=True, but the model gives no count: return (sum, count), or (sum, aux) with aux['count'], "
@@ -52,8 +52,8 @@ def counts_of(aux: Any, *, dims: int) -> Any:
 
 
 def accumulate(
-    loss_fn: Callable[..., Any], args: StepArgs, *, random: bool, loss_cotangent: Any = None
-) -> tuple[Any, Any, Any]:
+    loss_fn: Function, args: StepArgs, *, random: bool, loss_cotangent: Value = None
+) -> tuple[Value, Tree, Params]:
     """Return the mean loss over the micro-batches of one replica, aux with a leading M, and sums of gradients.
 
     Args:
@@ -65,7 +65,7 @@ def accumulate(
     """
     call, batch = _caller(loss_fn, args.key, random), args.batch
 
-    def of_microbatch(index: Any, microbatch: Any) -> Any:
+    def of_microbatch(index: Value, microbatch: Batch) -> Any:
         fn = lambda p: loss_and_aux(call(p, index, microbatch))  # noqa: E731
         if loss_cotangent is None:
             (loss, aux), gradients = fn(args.params), None
@@ -74,7 +74,7 @@ def accumulate(
             (gradients,) = vjp(jnp.full((), loss_cotangent, loss.dtype))
         return jax.tree.map(widened, (loss, gradients)), aux
 
-    def add(sums: Any, index_and_microbatch: Any) -> tuple[Any, Any]:
+    def add(sums: Tree, index_and_microbatch: Tree) -> tuple[Tree, Tree]:
         loss_and_gradients, aux = of_microbatch(*index_and_microbatch)
         return jax.tree.map(jnp.add, sums, loss_and_gradients), aux
 
@@ -88,8 +88,8 @@ def accumulate(
     return loss / m, aux, sums
 
 
-def _caller(loss_fn: Callable[..., Any], key: Any, random: bool) -> Callable[..., Any]:
-    def call(params: Any, index: Any, microbatch: Any) -> Any:
+def _caller(loss_fn: Function, key: Key, random: bool) -> Function:
+    def call(params: Params, index: Value, microbatch: Batch) -> Tree:
         if not random:
             return loss_fn(params, microbatch)
         own = jax.random.fold_in(jax.random.fold_in(key, lax.axis_index(REPLICA_AXIS)), index)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ipu_jax.base.annotations import Batch, Key
 from ipu_jax.base.checks import check_count
 from ipu_jax.base.keys import is_one_key
 from ipu_jax.core.options import DynamicScale, TrainOptions
@@ -70,7 +71,7 @@ class Arguments:
     def _draws(self) -> bool:
         return self._model.random or self._options.stochastic_rounding
 
-    def key_for_state(self, key: Any, *, stacklevel: int = 5) -> Any:
+    def key_for_state(self, key: Key, *, stacklevel: int = 5) -> Key:
         """Return the key that a new state holds: the given key, or None with a warning if nothing draws numbers.
 
         The warning names a caller that many levels up: by default the caller of `init` or `restore`, which have three
@@ -86,7 +87,7 @@ class Arguments:
         )
         return None
 
-    def check_key(self, key: Any) -> None:
+    def check_key(self, key: Key) -> None:
         """Check that there is a key if, and only if, something draws numbers."""
         needs = "the model is random" if self._model.random else "stochastic_rounding=True draws numbers"
         if key is None and self._draws:
@@ -98,14 +99,14 @@ class Arguments:
         if key is not None and not is_one_key(key):
             raise ValueError(f"key={key!r} is not one typed key: make it with jax.random.key(seed)")
 
-    def batch_of_call(self, state: TrainState, batch: Any, updates: Any = None) -> tuple[Any, range]:
+    def batch_of_call(self, state: TrainState, batch: Batch, updates: Any = None) -> tuple[Batch, range]:
         """Check a state, a call's batch and its updates; return the batch's arrays, and which updates to make."""
         self.check_state(state)
         arrays, made = self._arrays_of(batch), self._updates_of(batch, updates)
         self._model.check(self._placement.of_one_update(state, arrays))
         return arrays, made
 
-    def _updates_of(self, batch: Any, updates: Any) -> range:
+    def _updates_of(self, batch: Batch, updates: Any) -> range:
         """Return which updates of a batch a call makes."""
         most = batch.updates if isinstance(batch, FeedBatch) else self._options.device_iterations
         if updates is None:
@@ -118,7 +119,7 @@ class Arguments:
             )
         return made
 
-    def batch_of_loss(self, state: TrainState, batch: Any) -> Any:
+    def batch_of_loss(self, state: TrainState, batch: Batch) -> Batch:
         """Check a state and a batch to evaluate; return the arrays of the batch's updates with real examples."""
         self.check_state(state)
         arrays, count = self._arrays_of(batch), len(self._updates_of(batch, None))
@@ -126,17 +127,17 @@ class Arguments:
         check_batch(self._placement.of_one_update(state, batch).batch, self._model.replicas, self._model.m)
         return batch
 
-    def batch_of_update(self, state: TrainState, batch: Any) -> Any:
+    def batch_of_update(self, state: TrainState, batch: Batch) -> Batch:
         """Check a state and the batch of one update, without the dim of updates; return the batch's arrays."""
         self.check_state(state)
-        arrays: Any = batch.arrays if isinstance(batch, FeedBatch) else batch
+        arrays: Batch = batch.arrays if isinstance(batch, FeedBatch) else batch
         check_alive("batch", arrays)
         check_batch(arrays, self._model.replicas, self._model.m)
         return arrays
 
-    def _arrays_of(self, batch: Any) -> Any:
+    def _arrays_of(self, batch: Batch) -> Batch:
         """Return the arrays of a batch."""
-        arrays: Any = batch.arrays if isinstance(batch, FeedBatch) else batch
+        arrays: Batch = batch.arrays if isinstance(batch, FeedBatch) else batch
         check_alive("batch", arrays)
         count = self._options.device_iterations
         for where, leaf in arrays_in(arrays) if given_dims(count) else ():

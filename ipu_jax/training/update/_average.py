@@ -5,18 +5,18 @@ keeps its part of it. Source: Polyak and Juditsky 1992, "Acceleration of Stochas
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ipu_jax.base.annotations import Params, Value
 from ipu_jax.core.instances import on_host
 from ipu_jax.core.optimizer import zero
 from ipu_jax.core.optimizer.blocks import Blocks, from_blocks
 
 
-def next_average(decay: float, averages: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
+def next_average(decay: float, averages: Sequence[Value], weights: Sequence[Value]) -> list[Value]:
     """Return the averages after an update. Communicates nothing.
 
     Args:
@@ -30,7 +30,7 @@ def next_average(decay: float, averages: Sequence[Any], weights: Sequence[Any]) 
     return [e + (1 - decay) * (w.astype(e.dtype)[None, None] - e) for e, w in zip(averages, weights, strict=True)]
 
 
-def with_average(blocks: Blocks, params: Any, averages: Sequence[Any]) -> Any:
+def with_average(blocks: Blocks, params: Params, averages: Sequence[Value]) -> Params:
     """Return the weights with the trained ones replaced by their averages, in the weights' dtypes.
 
     Call it inside the program. Under `shard_optimizer` it communicates one all_gather over "replica" per bucket.
@@ -43,7 +43,7 @@ def with_average(blocks: Blocks, params: Any, averages: Sequence[Any]) -> Any:
     return from_blocks(params, zero.gather(blocks, arrays))
 
 
-def divided_average(blocks: Blocks, leaves: Sequence[Any]) -> list[np.ndarray]:
+def divided_average(blocks: Blocks, leaves: Sequence[Value]) -> list[np.ndarray]:
     """Split the averages of whole leaves into blocks: host arrays of `Blocks.global_shape`."""
     averages = []
     for k, block in enumerate(blocks):
@@ -53,7 +53,7 @@ def divided_average(blocks: Blocks, leaves: Sequence[Any]) -> list[np.ndarray]:
     return averages
 
 
-def whole_average(blocks: Blocks, averages: Sequence[Any]) -> list[jax.Array]:
+def whole_average(blocks: Blocks, averages: Sequence[Value]) -> list[jax.Array]:
     """Return copies of the averages as whole leaves: the inverse of `divided_average`.
 
     Communicates one all-gather per array that is split over several instances.

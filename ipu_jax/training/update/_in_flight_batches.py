@@ -11,11 +11,11 @@ import collections
 import dataclasses
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
 
+from ipu_jax.base.annotations import Batch, Value
 from ipu_jax.core.options import TrainOptions
 from ipu_jax.core.step_args import given_dims
 from ipu_jax.training.update._nonfinite import limit_of
@@ -34,10 +34,10 @@ class _Call:
         numbers: its `StepOutputs.nonfinite`.
     """
 
-    first: Any
-    batch: Any
+    first: Value
+    batch: Batch
     made: range
-    numbers: Any
+    numbers: Value
 
 
 class BatchesInFlight:
@@ -48,11 +48,11 @@ class BatchesInFlight:
         find: `find(state, batch of one update, number)`, which names what is not finite.
     """
 
-    def __init__(self, options: TrainOptions, find: Callable[[TrainState, Any, int], NonFinite | None]):
+    def __init__(self, options: TrainOptions, find: Callable[[TrainState, Batch, int], NonFinite | None]):
         self._options, self._find = options, find
         self._calls: collections.deque[_Call] = collections.deque()
 
-    def add(self, first: Any, batch: Any, made: range, numbers: Any) -> None:
+    def add(self, first: Value, batch: Batch, made: range, numbers: Value) -> None:
         """Remember a call that was just dispatched."""
         self._calls.append(_Call(first, batch, made, numbers))
 
@@ -108,5 +108,5 @@ def _described(found: NonFinite | None, number: int, now: int | None) -> str:
 
 
 @jax.jit  # an array across several instances can be indexed only in a program
-def _update_of(batch: Any, at: int) -> Any:
+def _update_of(batch: Batch, at: int) -> Batch:
     return jax.tree.map(lambda leaf: leaf[at], batch)

@@ -6,11 +6,11 @@ Source: Micikevicius et al. 2017, "Mixed Precision Training", arXiv:1710.03740, 
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ipu_jax.base.annotations import Value
 from ipu_jax.core.options import DynamicScale, TrainOptions
 
 
@@ -24,8 +24,8 @@ class Scale:
         good_steps: int32, the number of updates made since the scale last changed.
     """
 
-    scale: Any
-    good_steps: Any
+    scale: Value
+    good_steps: Value
 
 
 def initial_scale(options: TrainOptions) -> Scale | None:
@@ -36,14 +36,14 @@ def initial_scale(options: TrainOptions) -> Scale | None:
     return Scale(jnp.float32(chosen.initial), jnp.int32(0))
 
 
-def current_scale(options: TrainOptions, scale: Scale | None) -> Any:
+def current_scale(options: TrainOptions, scale: Scale | None) -> Value:
     """Return the factor by which the loss is multiplied."""
     if scale is not None:
         return scale.scale.astype(float)  # under x64 its quotients are as exact as float64 gradients
     return 1.0 if isinstance(options.loss_scale, DynamicScale) else options.loss_scale
 
 
-def next_scale(chosen: DynamicScale, scale: Scale, finite: Any) -> Scale:
+def next_scale(chosen: DynamicScale, scale: Scale, finite: Value) -> Scale:
     """Return the scale after an update that was made (if `finite`) or skipped.
 
     >>> chosen = DynamicScale(initial=8.0, growth_interval=1)

@@ -11,10 +11,10 @@ communication; whether the gradients are finite is agreed on by `Iteration`.
 """
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 
+from ipu_jax.base.annotations import Value
 from ipu_jax.core.options import DynamicScale, TrainOptions
 from ipu_jax.training.update.state import TrainState
 
@@ -31,11 +31,11 @@ class Verdict:
         number: int32, `StepOutputs.nonfinite`.
     """
 
-    made: Any
-    finite: Any
-    streak: Any = None
-    counts: Any = None
-    number: Any = None
+    made: Value
+    finite: Value
+    streak: Value = None
+    counts: Value = None
+    number: Value = None
 
 
 def limit_of(options: TrainOptions) -> int:
@@ -43,7 +43,7 @@ def limit_of(options: TrainOptions) -> int:
     return options.max_skips if options.on_nonfinite == "skip" else 1
 
 
-def judged(options: TrainOptions, state: TrainState, loss: Any, finite: Any) -> Verdict:
+def judged(options: TrainOptions, state: TrainState, loss: Value, finite: Value) -> Verdict:
     """Return the verdict on an update under `on_nonfinite`. Communicates nothing.
 
     Args:
@@ -63,6 +63,6 @@ def judged(options: TrainOptions, state: TrainState, loss: Any, finite: Any) -> 
     return Verdict(made, finite, streak.astype(jnp.int32), counts, jnp.where(bad | stopped, state.step + 1, 0))
 
 
-def first_of(before: Any, number: Any) -> Any:
+def first_of(before: Value, number: Value) -> Value:
     """Combine the `StepOutputs.nonfinite` of two successive updates into one; None if both are None."""
     return None if number is None else jnp.where(before > 0, before, number)

@@ -1,7 +1,6 @@
 """Compute norms over the weights of all IPUs where they are, clip by them, and find the learning rate to report."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ import optax
 from jax import lax
 from jax.tree_util import DictKey, GetAttrKey
 
+from ipu_jax.base.annotations import Params, Tree, Value
 from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.optimizer.blocks import Blocks
 from ipu_jax.core.optimizer.update import ShardedUpdate
@@ -18,7 +18,7 @@ from ipu_jax.training.update._precision import widened
 def clip(largest: float) -> optax.GradientTransformation:
     """Scale gradients down to a global norm of `largest`. Unlike optax's own, this squares half types in float32."""
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Tree, state: Tree, params: Params = None) -> tuple[Tree, Tree]:
         squares = [_sum_of_squares(g) for g in jax.tree.leaves(updates)]
         norm = jnp.sqrt(sum(squares, jnp.float32(0)))
         factor = jnp.where(norm > largest, largest / norm, 1)
@@ -27,7 +27,7 @@ def clip(largest: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def norms(blocks: Blocks, *trees: Sequence[Any]) -> list[Any]:
+def norms(blocks: Blocks, *trees: Sequence[Value]) -> list[Value]:
     """Return the norms of trees that are laid out like the blocks, the same on all IPUs, in float32 at least.
 
     Communicates one psum of one float per tree. A leaf that is on every IPU counts once, and padding does not count.
@@ -50,7 +50,7 @@ def learning_rate_in(update: ShardedUpdate) -> int | None:
     return replicated.index(found[0]) if len(found) == 1 and found[0] in replicated else None
 
 
-def _own_squares(blocks: Blocks, arrays: Sequence[Any]) -> Any:
+def _own_squares(blocks: Blocks, arrays: Sequence[Value]) -> Value:
     """Return this IPU's part of the sum of squares."""
     total = jnp.float32(0)
     for k, array in enumerate(arrays):
@@ -62,5 +62,5 @@ def _own_squares(blocks: Blocks, arrays: Sequence[Any]) -> Any:
     return total
 
 
-def _sum_of_squares(array: Any) -> Any:
+def _sum_of_squares(array: Value) -> Value:
     return jnp.sum(jnp.square(widened(array)))

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ipu_jax.base.annotations import Batch, Key, Params, Tree, Value
 from ipu_jax.core.instances import put_copy
 from ipu_jax.core.optimizer.blocks import Blocks
 from ipu_jax.core.optimizer.state import OptimizerState, copied
@@ -48,7 +49,7 @@ class Placement:
         self.held = jnp.dtype(options.half if options.precision == "16.16" else jnp.float32)
         self._updates: dict[Any, ShardedUpdate] = {}  # by the layout of the weights
 
-    def update_for(self, params: Any) -> ShardedUpdate:
+    def update_for(self, params: Params) -> ShardedUpdate:
         """Return the optimizer's update for weights laid out like these; it is traced once per layout.
 
         Raises:
@@ -60,7 +61,7 @@ class Placement:
             self._updates[where] = ShardedUpdate(self._optimizer, self.model.blocks(params, replicas))
         return self._updates[where]
 
-    def first(self, params: Any, stages: Any, key: Any) -> TrainState:
+    def first(self, params: Params, stages: Tree, key: Key) -> TrainState:
         """Place whole weights, the first state of the optimizer, and the weights as their own average."""
         of_stages = self._placed_stages(stages)
         _, placed, trained = self._placed_params(params)
@@ -70,7 +71,7 @@ class Placement:
         scale = initial_scale(self._options)
         return self._state(placed, optimizer, of_stages, scale=scale, step=0, key=key, ema=ema)
 
-    def shapes(self, params: Any, stages: Any, key: Any) -> TrainState:
+    def shapes(self, params: Params, stages: Tree, key: Key) -> TrainState:
         """Return what `first` returns, with the shape, dtype and sharding of each array in place of the array."""
         model: Any = self.model
         of_stages = model.runs.shard_state_shapes(stages) if self._check_stages(stages) else None
@@ -100,7 +101,7 @@ class Placement:
         )
         return jax.tree.map(on_mesh, state, self.specs(state))
 
-    def placed(self, whole: dict[str, Any]) -> TrainState:
+    def placed(self, whole: dict[str, Tree]) -> TrainState:
         """Place a state that `whole` returned, perhaps from a step for other IPUs or replicas.
 
         Raises:
@@ -123,7 +124,7 @@ class Placement:
         optimizer, scale = update.state_layout.restore(whole["optimizer"]), whole["scale"]
         return self._state(placed, optimizer, of_stages, scale=scale, step=whole["step"], key=whole["key"], ema=ema)
 
-    def whole(self, state: TrainState) -> dict[str, Any]:
+    def whole(self, state: TrainState) -> dict[str, Tree]:
         """Return whole copies of everything in a state, each in its owner's form; None for what is not in it."""
         update, model = self.update_for(state.params), self.model
         params = model.runs.unshard(state.params)
@@ -152,7 +153,7 @@ class Placement:
             "ema": [blocks.place(leaf, f"ema.{blocks.block_of(leaf)}", jnp.float32) for leaf in averages],
         }
 
-    def assembled(self, state: TrainState, leaves: dict[str, list[Any]]) -> dict[str, Any]:
+    def assembled(self, state: TrainState, leaves: dict[str, list[Value]]) -> dict[str, Tree]:
         """Return the trees that `whole` returns, from whole leaves in the order of the paths in `places(state)`."""
         update = self.update_for(state.params)
         params, stages = self.model.assembled(state.params, leaves["params"]), state.stages
@@ -163,7 +164,7 @@ class Placement:
             "ema": None if state.ema is None else self._with_trained(state, params, leaves["ema"]),
         }
 
-    def of_one_update(self, state: TrainState, batch: Any) -> StepArgs:
+    def of_one_update(self, state: TrainState, batch: Batch) -> StepArgs:
         """Return the arguments of one update of a call as a user gives them, with the shapes of its batch if K > 1."""
         dims, key = given_dims(self._options.device_iterations), state.key if self.model.random else None
         shape_of = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[dims:], leaf.dtype)  # noqa: E731
@@ -184,19 +185,19 @@ class Placement:
             nonfinite=everywhere(state.nonfinite),
         )
 
-    def _placed_params(self, params: Any) -> tuple[Any, Any, list[Any]]:
+    def _placed_params(self, params: Params) -> tuple[Params, Params, list[Value]]:
         """Return the whole weights in their held dtypes, the same weights on the IPUs, and the whole trained leaves."""
         if self._options.precision != "32.32":
             params = cast_floats(params, self.held)
         placed = self.model.place(params)
         return params, placed, self.model.trained(placed, params)
 
-    def _whole_average(self, blocks: Blocks, state: TrainState, params: Any) -> Any:
+    def _whole_average(self, blocks: Blocks, state: TrainState, params: Params) -> Params:
         """Return the weights with the trained ones replaced by their average."""
         averages = joined(blocks.logical_tree(whole_average(blocks, state.ema or [])))
         return self._with_trained(state, params, jax.tree.leaves(averages))
 
-    def _with_trained(self, state: TrainState, params: Any, trained: Sequence[Any]) -> Any:
+    def _with_trained(self, state: TrainState, params: Params, trained: Sequence[Value]) -> Params:
         """Return whole weights with the trained ones replaced by `trained`."""
         following = iter(trained)
         leaves, treedef = jax.tree.flatten(params)
@@ -204,7 +205,7 @@ class Placement:
         return jax.tree.unflatten(treedef, [w if is_frozen else next(following) for w, is_frozen in both])
 
     def _state(
-        self, params: Any, optimizer: OptimizerState, stages: Any, *, scale: Any, step: int, key: Any, ema: Any
+        self, params: Params, optimizer: OptimizerState, stages: Tree, *, scale: Value, step: int, key: Key, ema: Value
     ) -> TrainState:
         """Return the state made of placed weights and stages' state, and of everything else, still on the host."""
         update = self.update_for(params)
@@ -224,10 +225,10 @@ class Placement:
         """Return a new `TrainState.nonfinite`: 0 on the IPUs, or None without `on_nonfinite`."""
         return None if self._options.on_nonfinite is None else self._place(np.int32(0))
 
-    def _placed_stages(self, stages: Any) -> Sharded | None:
+    def _placed_stages(self, stages: Tree) -> Sharded | None:
         return self.model.runs.shard_state(stages) if self._check_stages(stages) else None
 
-    def _check_stages(self, stages: Any) -> bool:
+    def _check_stages(self, stages: Tree) -> bool:
         """Return whether the model's stages hold state; raise `ValueError` unless it is given if, and only if, so."""
         groups = self.model.state_groups
         if stages is None and groups:
@@ -236,5 +237,5 @@ class Placement:
             raise ValueError("stages were given, but the model holds no state: leave them out")
         return bool(groups)
 
-    def _place(self, value: Any, spec: PartitionSpec = WHOLE) -> jax.Array:
+    def _place(self, value: Tree, spec: PartitionSpec = WHOLE) -> jax.Array:
         return put_copy(value, NamedSharding(self.model.mesh, spec))

@@ -10,25 +10,24 @@ Sums of gradients over micro-batches and over replicas are in float32 at least.
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ipu_jax.base.annotations import Batch, Dtype, Function, Key, Params, Tree, Value
 from ipu_jax.core.cutting.function import FunctionModel
 from ipu_jax.core.stage import Stage
 
 
-def cast_floats(tree: Any, dtype: Any) -> Any:
+def cast_floats(tree: Tree, dtype: Dtype) -> Tree:
     """Return the tree with its float32 and half leaves cast to `dtype`; keys, integers and float64 stay as they are.
 
     NumPy's float64 is float32 to jax, unless x64 is enabled. A `jax.ShapeDtypeStruct` stays one.
     """
     narrow = (jnp.float32, jnp.bfloat16, jnp.float16)
 
-    def one(leaf: Any) -> Any:
+    def one(leaf: Value) -> Tree:
         own = getattr(leaf, "dtype", None)
         if not isinstance(own, np.dtype) or jax.dtypes.canonicalize_dtype(own, allow_extended_dtype=True) not in narrow:
             return leaf
@@ -37,23 +36,23 @@ def cast_floats(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
-def widened(x: Any) -> Any:
+def widened(x: Value) -> Value:
     """Return an array in float32 at least: float64 stays float64, and integers become float32."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def computing_in(stage: Stage, dtype: Any) -> Stage:
+def computing_in(stage: Stage, dtype: Dtype) -> Stage:
     """Return a stage that casts its weights, shared ones as well, and micro-batch to `dtype` before it uses them.
 
     The cast is inside the stage. So the gradients of micro-batches have the weights' own dtype, and are summed in
     float32.
     """
 
-    def within(fn: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    def within(fn: Function | None) -> Function | None:
         if fn is None:
             return None
 
-        def cast(p: Any, x: Any, mb: Any, **asked: Any) -> Any:
+        def cast(p: Params, x: Tree, mb: Batch, **asked: Tree) -> Tree:
             asked |= {"shared": cast_floats(asked["shared"], dtype)} if "shared" in asked else {}
             return fn(cast_floats(p, dtype), x, cast_floats(mb, dtype), **asked)
 
@@ -68,12 +67,12 @@ def computing_in(stage: Stage, dtype: Any) -> Stage:
     )
 
 
-def function_in(function: FunctionModel, dtype: Any, held: Any) -> FunctionModel:
+def function_in(function: FunctionModel, dtype: Dtype, held: Tree) -> FunctionModel:
     """Return a cut function that casts its weights, held in `held`, and its micro-batch to `dtype`, cut anew."""
     loss, state = function.source["loss"], function.source["state"]
 
     @functools.wraps(loss)
-    def cast(p: Any, *others: Any) -> Any:
+    def cast(p: Params, *others: Tree) -> Tree:
         at = 0 if state is None else 1
         return loss(cast_floats(p, dtype), *others[:at], cast_floats(others[at], dtype), *others[at + 1 :])
 
@@ -81,7 +80,7 @@ def function_in(function: FunctionModel, dtype: Any, held: Any) -> FunctionModel
     return function.again(loss=cast, params=params)
 
 
-def stochastic_round(x: Any, dtype: Any, key: Any) -> Any:
+def stochastic_round(x: Value, dtype: Dtype, key: Key) -> Value:
     """Round each element up or down at random, with probabilities that make the result right on average.
 
     Args:

@@ -13,7 +13,7 @@ place of the micro-batch and the value.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ipu_jax.base import facts
+from ipu_jax.base.annotations import Batch, Function, Params, Tree, Value
 from ipu_jax.core.collectives import reduced
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.instances import on_host
@@ -55,7 +56,7 @@ class Diagnosis:
         self._program = jax.jit(self._run)
 
     @facts.during("finding what was not finite")
-    def find(self, state: TrainState, batch: Any, step: int) -> NonFinite | None:
+    def find(self, state: TrainState, batch: Batch, step: int) -> NonFinite | None:
         """Return the first value that is not finite in an update, or None if there is none.
 
         Args:
@@ -70,7 +71,7 @@ class Diagnosis:
         results = jax.tree.map(on_host, self._program(*args))
         return first_nonfinite(step, self._model.flags(state, batch, results))
 
-    def _run(self, given: StepArgs, scale: Any) -> Any:
+    def _run(self, given: StepArgs, scale: Value) -> Tree:
         cotangent = self._model.loss_cotangent(scale, weighted=self._options.weighted)
         return self._model.probed(given.entered(self._model.replicas), cotangent, weighted=self._options.weighted)
 
@@ -133,7 +134,7 @@ class ProbedPipeline:
         is_trained = [not leaf.frozen for group in stage.groups for leaf in groups[group].leaves]
         is_last = number == len(self.users) - 1
 
-        def fn(params: Any, x: Any, numbered: Any, **extra: Any) -> Outputs:
+        def fn(params: Params, x: Tree, numbered: Tree, **extra: Tree) -> Outputs:
             (own, probe), microbatch = params, numbered["microbatch"]
             weights = (own, [extra["shared"][name][0] for name in stage.shared])
             watch = lambda row, value: _watched((use, row, self._shape), value, probe, numbered["number"])  # noqa: E731
@@ -168,7 +169,7 @@ class ProbedPipeline:
         own = {"fn": fn, "params": name, "name": f"{number} {stage.name}", "predict_specs": WHOLE}
         return dataclasses.replace(stage, **own, reference=None, evaluate=None, predict=None)
 
-    def run(self, args: StepArgs, loss_cotangent: Any) -> Any:
+    def run(self, args: StepArgs, loss_cotangent: Value) -> Tree:
         """Return the aux of each stage, the gradients of the probes, and whether all sums of gradients are finite.
 
         Communicates what a training step communicates, and one pmin of a number.
@@ -190,7 +191,7 @@ class ProbedPipeline:
             extended,
         )
 
-        def program(args: StepArgs, loss_cotangent: Any) -> Any:
+        def program(args: StepArgs, loss_cotangent: Value) -> Tree:
             args = args.of_replica()
             numbered = {"microbatch": args.batch, "number": jnp.arange(self._m)}
             result = model.placement.run_on_ipu(args._replace(batch=numbered), loss_cotangent=loss_cotangent)
@@ -219,7 +220,7 @@ class ProbedPipeline:
         return [aux[stage.name] for stage in model.stages], gradients, is_finite
 
 
-def flags_of_stages(model_stages: Sequence[Stage], state: TrainState, batch: Any, results: Any) -> Flags:
+def flags_of_stages(model_stages: Sequence[Stage], state: TrainState, batch: Batch, results: Tree) -> Flags:
     """Return the flags of an update by name, from what `ProbedPipeline.run` returned, on the host."""
     flags, gradients, is_finite = results
     layout = state.params.layout
@@ -248,13 +249,13 @@ def flags_of_stages(model_stages: Sequence[Stage], state: TrainState, batch: Any
     return Flags(losses, stages, names, bool(is_finite))
 
 
-def run_probed_function(model: Any, args: StepArgs, loss_cotangent: Any) -> Any:
+def run_probed_function(model: Any, args: StepArgs, loss_cotangent: Value) -> Tree:
     """Return the flags of a plain loss function, (replicas, M, values) each, and whether the gradient sums are finite.
 
     Communicates one psum of all gradients over the replicas.
     """
 
-    def program(args: StepArgs, loss_cotangent: Any) -> Any:
+    def program(args: StepArgs, loss_cotangent: Value) -> Tree:
         loss_fn = functools.partial(_probed_loss, model.loss_fn, loss_cotangent)
         own = args.of_replica()
         _, aux, sums = accumulate(loss_fn, own, loss_cotangent=loss_cotangent, random=model.random)
@@ -265,7 +266,7 @@ def run_probed_function(model: Any, args: StepArgs, loss_cotangent: Any) -> Any:
     return model.on_ipus(program, in_specs=in_specs, out_specs=out_specs)(args, loss_cotangent)
 
 
-def flags_of_function(state: TrainState, batch: Any, results: Any) -> Flags:
+def flags_of_function(state: TrainState, batch: Batch, results: Tree) -> Flags:
     """Return the flags of an update by name, from what `run_probed_function` returned, on the host."""
     flags, is_finite = results
     weights = float_names(state.params, "params")
@@ -278,7 +279,7 @@ def flags_of_function(state: TrainState, batch: Any, results: Any) -> Flags:
     return Flags(_wide(flags["loss"]), [no_flags(**named)], None, bool(is_finite))
 
 
-def _probed_loss(loss_fn: Callable[..., Any], loss_cotangent: Any, params: Any, microbatch: Any, **extra: Any) -> Any:
+def _probed_loss(loss_fn: Function, loss_cotangent: Value, params: Params, microbatch: Batch, **extra: Tree) -> Tree:
     """Return the loss of one micro-batch, and as its aux the flags of the loss and its gradients."""
     of_loss = lambda p: loss_and_aux(loss_fn(p, microbatch, **extra))[0]  # noqa: E731
     loss, vjp = jax.vjp(of_loss, lax.stop_gradient(params))
@@ -288,30 +289,30 @@ def _probed_loss(loss_fn: Callable[..., Any], loss_cotangent: Any, params: Any, 
     return of_loss(params), lax.stop_gradient(aux)
 
 
-def float_names(tree: Any, prefix: str) -> list[str]:
+def float_names(tree: Tree, prefix: str) -> list[str]:
     """Return the names of a tree's floating leaves, in the order of the flags that `_flags` returns."""
     return [
         f"{prefix}{jax.tree_util.keystr(path)}" for path, leaf in jax.tree.leaves_with_path(tree) if _is_float(leaf)
     ]
 
 
-def _sums_are_finite(sums: Any, *axes: str) -> Any:
+def _sums_are_finite(sums: Tree, *axes: str) -> Value:
     """Return whether the sums over the replicas are finite, on all IPUs of the axes."""
     found = 1 - jnp.max(jnp.append(_flags(reduced(lax.psum, sums, REPLICA_AXIS)), 0))
     return reduced(lax.pmin, found, *axes)
 
 
-def _is_float(leaf: Any) -> bool:
+def _is_float(leaf: Value) -> bool:
     return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
-def _flags(tree: Any) -> Any:
+def _flags(tree: Tree) -> Value:
     """Return int32, (floating leaves,): 1 where a leaf contains a value that is not finite."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if _is_float(leaf)]
     return jnp.asarray([jnp.any(~jnp.isfinite(leaf)) for leaf in leaves], jnp.int32).reshape(len(leaves))
 
 
-def _of_floats(fn: Any, tree: Any) -> Any:
+def _of_floats(fn: Any, tree: Tree) -> Tree:
     """Return the tree with its floating leaves replaced by `fn(list of them)`."""
     leaves, treedef = jax.tree.flatten(tree)
     where = [i for i, leaf in enumerate(leaves) if _is_float(leaf)]
@@ -325,7 +326,7 @@ def _float_paths(leaves: Sequence[Leaf]) -> list[str]:
     return [leaf.path for leaf in leaves if jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.inexact)]
 
 
-def _by_name(names: list[str], flags: Any) -> dict[str, Any]:
+def _by_name(names: list[str], flags: Tree) -> dict[str, Value]:
     """Return (replicas, M) bools by name from (replicas, M, names); None stands for no names."""
     if flags is None:
         assert not names, f"the probes saw nothing of {names}"
@@ -334,22 +335,24 @@ def _by_name(names: list[str], flags: Any) -> dict[str, Any]:
     return {name: flags[..., i] > 0 for i, name in enumerate(names)}
 
 
-def _wide(losses: Any) -> Any:
+def _wide(losses: Value) -> Value:
     losses = np.asarray(losses)
     return losses.astype(jnp.promote_types(losses.dtype, jnp.float32))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _watched(where: tuple[int, int, tuple[int, ...]], value: Any, probe: Any, number: Any) -> Any:
+def _watched(where: tuple[int, int, tuple[int, ...]], value: Value, probe: Value, number: Value) -> Value:
     """Return the value. Backward, the probe's gradient is 1 at (use, row, number) if the value's is not finite."""
     return value
 
 
-def _watch_forward(where: Any, value: Any, probe: Any, number: Any) -> tuple[Any, Any]:
+def _watch_forward(where: Any, value: Value, probe: Value, number: Value) -> tuple[Value, Value]:
     return value, number
 
 
-def _watch_backward(where: tuple[int, int, tuple[int, ...]], number: Any, cotangent: Any) -> tuple[Any, Any, Any]:
+def _watch_backward(
+    where: tuple[int, int, tuple[int, ...]], number: Value, cotangent: Value
+) -> tuple[Value, Value, Value]:
     use, row, shape = where
     bad = jnp.max(_flags(cotangent)).astype(jnp.float32)
     return cotangent, jnp.zeros(shape, jnp.float32).at[use, row, number].set(bad), np.zeros((), jax.dtypes.float0)

@@ -6,13 +6,13 @@ gradients of M micro-batches -> sum over replicas -> unscale, clip -> optax -> r
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ipu_jax.base.annotations import Batch, Key, Value
 from ipu_jax.core.collectives import reduced
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.engine.labels import UPDATE
@@ -43,7 +43,7 @@ class Iteration:
         self.model, self.options, self.update = model, options, update
         self._learning_rate = learning_rate_in(update)
 
-    def run(self, state: TrainState, batch: Any, updates: tuple[Any, Any]) -> tuple[TrainState, StepOutputs]:
+    def run(self, state: TrainState, batch: Batch, updates: tuple[Value, Value]) -> tuple[TrainState, StepOutputs]:
         """Run the updates of a call.
 
         Args:
@@ -63,7 +63,7 @@ class Iteration:
             state, outputs = self.one(state, first)
             return state, jax.tree.map(lambda leaf: leaf[None], outputs)
 
-        def update(i: Any, carry: tuple[TrainState, StepOutputs]) -> tuple[TrainState, StepOutputs]:
+        def update(i: Value, carry: tuple[TrainState, StepOutputs]) -> tuple[TrainState, StepOutputs]:
             state, rows = carry
             state, outputs = self.one(state, jax.tree.map(lambda leaf: leaf[i], batch))
             row = i // options.every
@@ -82,7 +82,7 @@ class Iteration:
         rows = jax.tree.map(lambda leaf: jnp.zeros((count_of_rows, *leaf.shape), leaf.dtype), like)
         return lax.fori_loop(*updates, update, (state, rows))
 
-    def one(self, state: TrainState, batch: Any) -> tuple[TrainState, StepOutputs]:
+    def one(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepOutputs]:
         """Run one update; batch leaves are (M, ...)."""
         model, weighted, scale = self.model, self.options.weighted, current_scale(self.options, state.scale)
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
@@ -91,7 +91,7 @@ class Iteration:
         with jax.named_scope(UPDATE):
             return self._updated(state, found, scale, key)
 
-    def _updated(self, state: TrainState, found: Gradients, scale: Any, key: Any) -> tuple[TrainState, StepOutputs]:
+    def _updated(self, state: TrainState, found: Gradients, scale: Value, key: Key) -> tuple[TrainState, StepOutputs]:
         """Return the new state and the outputs."""
         options, update = self.options, self.update
         blocks = update.blocks
@@ -153,7 +153,7 @@ class Iteration:
                 scale = jax.tree.map(lambda n, o: jnp.where(verdict.number > 0, o, n), scale, old.scale)
         return dataclasses.replace(chosen, key=old.key, scale=scale, nonfinite=verdict.streak)
 
-    def _global_loss(self, found: Gradients, scale: Any) -> tuple[Any, Any]:
+    def _global_loss(self, found: Gradients, scale: Value) -> tuple[Value, Value]:
         """Return the loss over all replicas, and the divisor of the gradients, or None for 1."""
         options, loss = self.options, found.loss
         static = None if isinstance(scale, float | int) and scale == 1 else scale
@@ -168,7 +168,7 @@ class Iteration:
         count = jnp.where(count > 0, count, jnp.inf)
         return total / count, count * scale
 
-    def _all_finite(self, gradients: list[Any]) -> Any:
+    def _all_finite(self, gradients: list[Value]) -> Value:
         """Return whether all gradients of all IPUs are finite, from the sums over replicas.
 
         Communicates one pmin of a number over the IPUs of a replica, and over the replicas if each has chunks.
@@ -177,7 +177,7 @@ class Iteration:
         found = jnp.stack([jnp.bool_(True), *(jnp.all(jnp.isfinite(g)) for g in gradients)]).all().astype(jnp.int32)
         return lax.pmin(found, self.update.blocks.axes) > 0
 
-    def _rounded(self, k: int, value: Any, key: Any) -> Any:
+    def _rounded(self, k: int, value: Value, key: Key) -> Value:
         """Return a block's new weights in its own dtype."""
         blocks, block = self.update.blocks, self.update.blocks[k]
         if not self.options.stochastic_rounding or block.dtype not in ("bfloat16", "float16"):

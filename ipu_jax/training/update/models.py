@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from ipu_jax.base.annotations import Batch, Function, Params, Tree, Value
 from ipu_jax.base.showing import counted
 from ipu_jax.core.collectives import state_over_replicas
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
@@ -45,10 +46,10 @@ class Gradients(NamedTuple):
         stages: the stages' new state, over all replicas, or None.
     """
 
-    loss: Any
-    aux: Any
-    sums: list[Any]
-    stages: Any
+    loss: Value
+    aux: Tree
+    sums: list[Tree]
+    stages: Tree
 
 
 class _Model:
@@ -68,15 +69,15 @@ class _Model:
         self.mesh, self.replicas, self.ipus = runs.mesh, runs.replicas, runs.ipus
         self.m, self.reduction = runs.options.gradient_accumulation, runs.options.reduction
 
-    def loss(self, given: StepArgs) -> tuple[Any, Any]:
+    def loss(self, given: StepArgs) -> tuple[Tree, Tree]:
         """Return the loss and the aux, or None, of `StepArgs` as a user gives them, without gradients."""
         value = self._loss(given)
         return value if isinstance(value, tuple) else (value, None)
 
-    def _loss(self, given: StepArgs) -> Any:
+    def _loss(self, given: StepArgs) -> Tree:
         raise NotImplementedError
 
-    def loss_cotangent(self, scale: Any, *, weighted: bool) -> Any:
+    def loss_cotangent(self, scale: Value, *, weighted: bool) -> Value:
         """Return the cotangent of one micro-batch's loss; a `weighted` loss is divided by its count later."""
         return scale if weighted or self.reduction == "sum" else scale / (self.m * self.replicas)
 
@@ -106,7 +107,7 @@ class PipelineModel(_Model):
         """Raise the `ValueError` that `value_and_grad` would raise for these arguments."""
         self.placement.check(given)
 
-    def has(self, params: Any) -> bool:
+    def has(self, params: Params) -> bool:
         """Return whether weights of a state are of such a model."""
         return isinstance(params, Sharded)
 
@@ -114,15 +115,15 @@ class PipelineModel(_Model):
         """Return whether the weights of a state were placed by a model that freezes the same leaves."""
         return self.placement.groups.as_trained(params.layout) == params.layout
 
-    def check_guards(self, program: Any, args: Any, lower: Callable[[], Any], *, runs: bool = True) -> None:
+    def check_guards(self, program: Any, args: Tree, lower: Callable[[], Any], *, runs: bool = True) -> None:
         """Choose the guards of a jitted program before it runs, or is only lowered; see `GuardChoice.check`."""
         guards = self.placement.guards
         (guards.check if runs else guards.check_shapes)(program, args, lower)
 
-    def _loss(self, given: StepArgs) -> Any:
+    def _loss(self, given: StepArgs) -> Tree:
         return self.pipeline.loss(*given)
 
-    def aux_of_loss(self, aux: Any) -> Any:
+    def aux_of_loss(self, aux: Tree) -> Tree:
         """Return the aux that came with the loss itself: the last stage's aux, if the aux is a dict by stage name."""
         last, names = self.pipeline.stages[-1].name, {stage.name for stage in self.pipeline.stages}
         return aux[last] if isinstance(aux, dict) and last in aux and aux.keys() <= names else aux
@@ -133,7 +134,7 @@ class PipelineModel(_Model):
 
     # weights and state
 
-    def place(self, params: Any) -> Sharded:
+    def place(self, params: Params) -> Sharded:
         """Place whole weights on the IPUs."""
         return self.pipeline.shard(params)
 
@@ -145,7 +146,7 @@ class PipelineModel(_Model):
         """Return the blocks of the weights, each divided among this many replicas."""
         return blocks_of_layout(placed.layout, replicas=replicas)
 
-    def trained(self, placed: Sharded, whole: Any) -> list[Any]:
+    def trained(self, placed: Sharded, whole: Tree) -> list[Value]:
         """Return the trained leaves of a whole tree with the structure of the weights."""
         return placed.layout.trained_leaves(whole)
 
@@ -157,17 +158,17 @@ class PipelineModel(_Model):
         """Return where each leaf of the whole weights is in the arrays of a checkpoint."""
         return places_of_layout(placed.layout, "params")
 
-    def assembled(self, placed: Sharded, leaves: Sequence[Any]) -> Any:
+    def assembled(self, placed: Sharded, leaves: Sequence[Value]) -> Tree:
         """Return the whole weights from their leaves, in the order of `places`."""
         return placed.layout.assembled(leaves)
 
     # inside the program
 
-    def on_ipus(self, program: Callable[..., Any], *, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def on_ipus(self, program: Function, *, in_specs: Tree, out_specs: Tree) -> Function:
         """Map a program over the IPUs of all replicas. The result takes and returns global arrays."""
         return over_ipus(program, self.mesh, in_specs=in_specs, out_specs=out_specs)
 
-    def gradients(self, args: StepArgs, loss_cotangent: Any, *, weighted: bool) -> Gradients:
+    def gradients(self, args: StepArgs, loss_cotangent: Value, *, weighted: bool) -> Gradients:
         """Return this replica's loss and gradients; its batch has leaves (M, micro-batch, ...).
 
         Raises:
@@ -186,11 +187,11 @@ class PipelineModel(_Model):
 
     # what was not finite
 
-    def probed(self, args: StepArgs, loss_cotangent: Any, *, weighted: bool) -> Any:
+    def probed(self, args: StepArgs, loss_cotangent: Value, *, weighted: bool) -> Any:
         """Run an update with probes inside `jax.jit`, and return their flags; `args` has all dims."""
         return ProbedPipeline(self.pipeline, args.params.layout, weighted=weighted).run(args, loss_cotangent)
 
-    def flags(self, state: TrainState, batch: Any, results: Any) -> Flags:
+    def flags(self, state: TrainState, batch: Batch, results: Tree) -> Flags:
         """Return the flags by name, from what `probed` returned, on the host."""
         return flags_of_stages(self.pipeline.stages, state, batch, results)
 
@@ -210,59 +211,59 @@ class ReplicasModel(_Model):
     def check(self, given: StepArgs) -> None:
         self.replicated.check(given)
 
-    def has(self, params: Any) -> bool:
+    def has(self, params: Params) -> bool:
         return not isinstance(params, Sharded)
 
-    def freezes_as(self, params: Any) -> bool:
+    def freezes_as(self, params: Params) -> bool:
         return True
 
-    def check_guards(self, program: Any, args: Any, lower: Callable[[], Any], *, runs: bool = True) -> None:
+    def check_guards(self, program: Any, args: Tree, lower: Callable[[], Any], *, runs: bool = True) -> None:
         pass
 
-    def _loss(self, given: StepArgs) -> Any:
+    def _loss(self, given: StepArgs) -> Tree:
         return self.replicated.loss(given.params, given.batch, given.key)
 
-    def aux_of_loss(self, aux: Any) -> Any:
+    def aux_of_loss(self, aux: Tree) -> Tree:
         return aux
 
     def plan(self, given: StepArgs) -> Plan | None:
         return None
 
-    def place(self, params: Any) -> Any:
+    def place(self, params: Params) -> Params:
         self.replicated.check_params(params)
         return jax.tree.map(lambda leaf: put_copy(leaf, NamedSharding(self.mesh, WHOLE)), params)
 
-    def layout(self, placed: Any) -> Any:
+    def layout(self, placed: Tree) -> Any:
         leaves, treedef = jax.tree.flatten(placed)
         return treedef, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
 
-    def blocks(self, placed: Any, replicas: int) -> Blocks:
+    def blocks(self, placed: Tree, replicas: int) -> Blocks:
         return blocks_of_tree(placed, replicas=replicas)
 
-    def trained(self, placed: Any, whole: Any) -> list[Any]:
+    def trained(self, placed: Tree, whole: Tree) -> list[Value]:
         return jax.tree.leaves(whole)
 
-    def frozen(self, placed: Any) -> list[bool]:
+    def frozen(self, placed: Tree) -> list[bool]:
         return [False] * len(jax.tree.leaves(placed))
 
-    def places(self, placed: Any) -> list[Place]:
+    def places(self, placed: Tree) -> list[Place]:
         leaves = self.blocks(placed, 1).leaves
         return [Place(leaf.path, leaf.shape, leaf.dtype, f"params.{i}") for i, leaf in enumerate(leaves)]
 
-    def assembled(self, placed: Any, leaves: Sequence[Any]) -> Any:
+    def assembled(self, placed: Tree, leaves: Sequence[Value]) -> Tree:
         return jax.tree.unflatten(jax.tree.structure(placed), leaves)
 
-    def on_ipus(self, program: Callable[..., Any], *, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def on_ipus(self, program: Function, *, in_specs: Tree, out_specs: Tree) -> Function:
         return over_replicas(program, self.replicated.devices, in_specs=in_specs, out_specs=out_specs)
 
-    def gradients(self, args: StepArgs, loss_cotangent: Any, *, weighted: bool) -> Gradients:
+    def gradients(self, args: StepArgs, loss_cotangent: Value, *, weighted: bool) -> Gradients:
         loss, aux, sums = accumulate(self.loss_fn, args, loss_cotangent=loss_cotangent, random=self.random)
         return Gradients(loss, aux, jax.tree.leaves(sums), None)
 
-    def probed(self, args: StepArgs, loss_cotangent: Any, *, weighted: bool) -> Any:
+    def probed(self, args: StepArgs, loss_cotangent: Value, *, weighted: bool) -> Any:
         return run_probed_function(self, args, loss_cotangent)
 
-    def flags(self, state: TrainState, batch: Any, results: Any) -> Flags:
+    def flags(self, state: TrainState, batch: Batch, results: Tree) -> Flags:
         return flags_of_function(state, batch, results)
 
 
@@ -316,6 +317,6 @@ def model_for(model: Any, options: TrainOptions) -> Model:
     return ReplicasModel(Replicas(fn, replication_factor=count or 1, random=random, devices=devices, **asked_for))
 
 
-def specs_of(tree: Any) -> Any:
+def specs_of(tree: Tree) -> Tree:
     """Return the PartitionSpec of each array of placed weights or state. A plain tree is whole on every IPU."""
     return packing.specs_of(tree.layout) if isinstance(tree, Sharded) else jax.tree.map(lambda _: WHOLE, tree)

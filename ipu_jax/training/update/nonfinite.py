@@ -10,10 +10,11 @@ Nothing here runs on an IPU: `_probes.py` collects the flags.
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from ipu_jax.base.annotations import Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +180,6 @@ def _named(step: int, flags: Flags, replica: int, microbatch: int, stage: int, w
     return NonFinite(step, replica, microbatch, stage, flags.names[stage], what, loss)
 
 
-def no_flags(**given: Mapping[str, Any]) -> StageFlags:
+def no_flags(**given: Mapping[str, Value]) -> StageFlags:
     """Return the flags of a stage; flags that are not given are empty."""
     return StageFlags(**{field.name: given.get(field.name, {}) for field in dataclasses.fields(StageFlags)})

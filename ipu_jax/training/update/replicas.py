@@ -10,7 +10,7 @@ calls `replicate(model, replication_factor=R)`, or gives the total number of IPU
 `shard`, `value_and_grad` and `unshard`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, overload
 
 import jax
@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ipu_jax.base.annotations import Batch, Device, Function, Key, Params, Tree, Value
 from ipu_jax.base.checks import check_count
 from ipu_jax.base.doors import public_on_mesh
 from ipu_jax.base.jaxprs import check_context_mesh
@@ -75,14 +76,14 @@ def replicate(model: Pipeline, *, replication_factor: int | None = None, num_ipu
 
 @overload
 def replicate(
-    model: Callable[..., Any],
+    model: Function,
     *,
     replication_factor: int | None = None,
     num_ipus: int | None = None,
     gradient_accumulation: int | None = None,
     reduction: Reduction | None = None,
     random: bool = False,
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[Device] | None = None,
 ) -> "Replicas": ...
 
 
@@ -94,7 +95,7 @@ def replicate(
     gradient_accumulation: int | None = None,
     reduction: Reduction | None = None,
     random: bool | None = None,
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[Device] | None = None,
 ) -> Any:
     """Make R replicas of a model, on R times its IPUs.
 
@@ -159,13 +160,13 @@ class Replicas:
 
     def __init__(
         self,
-        loss_fn: Callable[..., Any],
+        loss_fn: Function,
         *,
         replication_factor: int = 1,
         gradient_accumulation: int | None = None,
         reduction: Reduction | None = None,
         random: bool = False,
-        devices: Sequence[Any] | None = None,
+        devices: Sequence[Device] | None = None,
     ):
         if not callable(loss_fn):
             raise ValueError(f"model={loss_fn!r} is neither a Pipeline nor callable: give a loss function")
@@ -186,12 +187,12 @@ class Replicas:
         return f"Replicas({name}, replication_factor={self.replicas}, gradient_accumulation={m}, {reduction=})"
 
     @jax.transfer_guard("allow")  # the caller asks for this transfer
-    def shard(self, params: Any) -> Any:
+    def shard(self, params: Params) -> Params:
         """Place a pytree of whole weights on every replica. Communicates from host to device only."""
         check_there(self.mesh, "shard", "shard_shapes(params)")
         return put(jax.tree.map(jnp.asarray, params), NamedSharding(self.mesh, PartitionSpec()))
 
-    def shard_shapes(self, params: Any) -> Any:
+    def shard_shapes(self, params: Params) -> Params:
         """Return what `shard` returns, with `jax.ShapeDtypeStruct`s in place of arrays: for `import_weights(like=)`."""
         self.check_params(params)
         sharding = NamedSharding(self.mesh, PartitionSpec())
@@ -201,12 +202,12 @@ class Replicas:
         return jax.tree.map(shape_of, params)
 
     @jax.transfer_guard("allow")  # the caller asks for this transfer
-    def unshard(self, sharded: Any) -> Any:
+    def unshard(self, sharded: Params) -> Params:
         """Return the whole tree, on this instance's default device: the inverse of `shard`. Communicates nothing."""
         check_alive("sharded", sharded)
         return jax.tree.map(lambda leaf: jnp.asarray(on_host(leaf)), sharded)
 
-    def value_and_grad(self, params: Any, batch: Any, key: Any = None) -> tuple[Any, Any]:
+    def value_and_grad(self, params: Params, batch: Batch, key: Key = None) -> tuple[Value, Params]:
         """Return the loss and the gradients of one weight update, the same on all replicas.
 
         Communicates one pmean of the loss and one psum of all gradients over the replicas.
@@ -232,7 +233,7 @@ class Replicas:
         self._window.admit(loss, samples=count_samples(batch, 2 + given_dims(self.replicas)))
         return (loss if aux is None else (loss, aux)), gradients
 
-    def loss(self, params: Any, batch: Any, key: Any = None) -> Any:
+    def loss(self, params: Params, batch: Batch, key: Key = None) -> Tree:
         """Return the loss, or `(loss, aux)`, without gradients."""
         given = StepArgs(params, batch, None, key)
         self.check(given)
@@ -253,7 +254,7 @@ class Replicas:
         check_alive("params", given.params)
         check_alive("batch", given.batch)
 
-    def check_params(self, params: Any) -> None:
+    def check_params(self, params: Params) -> None:
         """Raise `ValueError` unless the leaves of `params` are floating arrays of at least 16 bits."""
         for path, leaf in jax.tree.leaves_with_path(params):
             where = f"params{jax.tree_util.keystr(path)}"
@@ -272,7 +273,7 @@ class Replicas:
         count = self.replicas * self.options.gradient_accumulation
         loss_cotangent = 1.0 if self.options.reduction == "sum" else 1.0 / count
 
-        def program(args: StepArgs) -> Any:
+        def program(args: StepArgs) -> Tree:
             cotangent = loss_cotangent if backward else None
             own = args.of_replica()
             loss, aux, sums = accumulate(self.loss_fn, own, random=self.random, loss_cotangent=cotangent)
@@ -285,7 +286,7 @@ class Replicas:
         out_specs = (replicated, per_replica, replicated)
         mapped = over_replicas(program, self.devices, in_specs=in_specs, out_specs=out_specs)
 
-        def run(given: StepArgs) -> Any:
+        def run(given: StepArgs) -> Tree:
             loss, aux, gradients = mapped(given.entered(self.replicas))
             return loss, without_dims(aux, self.replicas), gradients
 
@@ -293,8 +294,8 @@ class Replicas:
 
 
 def over_replicas(
-    program: Callable[..., Any], devices: Sequence[Any], *, in_specs: tuple[Any, ...], out_specs: Any
-) -> Callable[..., Any]:
+    program: Function, devices: Sequence[Device], *, in_specs: tuple[Tree, ...], out_specs: Tree
+) -> Function:
     """Map a program over the axis "replica" by `jax.pmap`, with the interface of `jax.shard_map`.
 
     `pmap` takes only arrays of one process. So devices of several processes, and devices that are only described, are
@@ -315,7 +316,7 @@ def over_replicas(
     is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
     dim_of = lambda spec: next((d for d, axis in enumerate(spec) if axis is not None), None)  # noqa: E731
 
-    def run(*args: Any) -> Any:
+    def run(*args: Tree) -> Tree:
         dims = [
             dim_of(s) for s in jax.tree.leaves(jax.tree.broadcast(in_specs, args, is_leaf=is_spec), is_leaf=is_spec)
         ]
@@ -324,7 +325,7 @@ def over_replicas(
         if not any(dim is not None for dim in (*dims, *map(dim_of, jax.tree.leaves(out_specs, is_leaf=is_spec)))):
             return program(*args)  # every replica has everything: there is nothing to map
 
-        def with_dims(*leaves: Any) -> Any:
+        def with_dims(*leaves: Tree) -> Tree:
             # pmap removes the mapped dim, shard_map keeps it: give `program` the dim that it has under shard_map
             blocks = [x if dim is None else jnp.expand_dims(x, dim) for x, dim in zip(leaves, dims, strict=True)]
             result = program(*jax.tree.unflatten(treedef, blocks))
@@ -344,5 +345,5 @@ def over_replicas(
     return run
 
 
-def _mesh_of(devices: Sequence[Any]) -> Mesh:
+def _mesh_of(devices: Sequence[Device]) -> Mesh:
     return Mesh(np.array(devices), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))

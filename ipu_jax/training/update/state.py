@@ -7,13 +7,13 @@ StepOutputs(loss=0.25, aux={'tokens': float32[4, 16]}, updated=1)
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from ipu_jax.base.annotations import Key, Params, Tree, Value
 from ipu_jax.base.keys import is_key
 from ipu_jax.core.optimizer.state import OptimizerState
 from ipu_jax.core.programs.cost import in_units
@@ -44,14 +44,14 @@ class TrainState:
             the one that stopped it. It is not saved: `TrainStep.restore` returns a state that is not stopped.
     """
 
-    params: Any
+    params: Params
     optimizer: OptimizerState
     stages: Sharded | None
     scale: Scale | None
-    step: Any
-    key: Any
-    ema: list[Any] | None = None
-    nonfinite: Any = None
+    step: Value
+    key: Key
+    ema: list[Value] | None = None
+    nonfinite: Value = None
 
     def __repr__(self) -> str:
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self) if _is_concrete(leaf)):
@@ -89,14 +89,14 @@ class StepOutputs:
             were not made, whatever `TrainOptions(outputs=)` returns; else None.
     """
 
-    loss: Any
-    aux: Any
-    updated: Any
-    gradient_norm: Any = None
-    parameter_norm: Any = None
-    learning_rate: Any = None
-    nonfinite: Any = None
-    skipped: Any = None
+    loss: Value
+    aux: Tree
+    updated: Value
+    gradient_norm: Value = None
+    parameter_norm: Value = None
+    learning_rate: Value = None
+    nonfinite: Value = None
+    skipped: Value = None
 
     def __repr__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -104,24 +104,24 @@ class StepOutputs:
         return f"StepOutputs({', '.join(shown)})"
 
 
-def _weights(params: Any) -> int:
+def _weights(params: Params) -> int:
     """Return the number of logical weights, frozen ones included."""
     if isinstance(params, Sharded):
         return sum(leaf.size for group in params.layout.groups for leaf in group.leaves)
     return sum(getattr(leaf, "size", 0) for leaf in jax.tree.leaves(params))
 
 
-def _bytes(tree: Any) -> str:
+def _bytes(tree: Tree) -> str:
     # jax sometimes replaces leaves by objects that are not arrays
     arrays = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype") and not is_key(leaf)]
     return in_units(sum(leaf.size * leaf.dtype.itemsize for leaf in arrays), "B")
 
 
-def _is_concrete(leaf: Any) -> bool:
+def _is_concrete(leaf: Value) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
 
 
-def _tree(tree: Any) -> str:
+def _tree(tree: Tree) -> str:
     """Return the text of a tree, with small arrays as numbers and other arrays as their dtype and shape."""
     return repr(jax.tree.map(lambda leaf: _Text(_value(leaf)), tree))
 
@@ -135,7 +135,7 @@ class _Text(str):
         return str(self)
 
 
-def _value(leaf: Any) -> str:
+def _value(leaf: Value) -> str:
     if not hasattr(leaf, "dtype"):
         return repr(leaf)
     is_here = isinstance(leaf, np.ndarray | np.generic) or (

@@ -12,7 +12,6 @@ gradients of M micro-batches -> sum over replicas -> unscale, clip -> optax -> r
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.base import facts
+from ipu_jax.base.annotations import Batch, Function, Key, Params, Tree, Value
 from ipu_jax.base.doors import public_on_mesh
 from ipu_jax.core.devices import REPLICA_AXIS, InFlight, check_there
 from ipu_jax.core.instances import put
@@ -49,7 +49,7 @@ from ipu_jax.training.update.state import StepOutputs, TrainState
 
 @public_on_mesh
 def make_train_step(
-    model: Pipeline | Replicas | Callable[..., Any],
+    model: Pipeline | Replicas | Function,
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     options: TrainOptions | None = None,
 ) -> "TrainStep":
@@ -132,7 +132,7 @@ class TrainStep:
 
     @facts.during("placing the state")
     @jax.transfer_guard("allow")  # the caller asks for this transfer
-    def init(self, params: Any, *, stages: Any = None, key: Any = None) -> TrainState:
+    def init(self, params: Params, *, stages: Tree = None, key: Key = None) -> TrainState:
         """Place whole weights, and the optimizer's first state for them, on the IPUs.
 
         Args:
@@ -153,7 +153,7 @@ class TrainStep:
             params = unshard_tree(params)
         return self._placement.first(params, stages, self._arguments.key_for_state(key))
 
-    def shapes(self, params: Any, *, stages: Any = None, key: Any = None) -> TrainState:
+    def shapes(self, params: Params, *, stages: Tree = None, key: Key = None) -> TrainState:
         """Return what `init` returns, with the shape, dtype and sharding of each array in place of the array.
 
         `lower` takes it. Nothing is placed or computed, so the IPUs may be only described.
@@ -175,7 +175,7 @@ class TrainStep:
 
     @facts.during("placing the state")
     @jax.transfer_guard("allow")  # the caller asks for this transfer
-    def restore(self, whole: dict[str, Any]) -> TrainState:
+    def restore(self, whole: dict[str, Tree]) -> TrainState:
         """Return the state to continue with from what `whole` returned.
 
         It may be from this step, or from a step for other IPUs, replicas or stage placements.
@@ -197,7 +197,7 @@ class TrainStep:
 
     @facts.during("gathering the state")
     @jax.transfer_guard("allow")  # the caller asks for this transfer
-    def whole(self, state: TrainState) -> dict[str, Any]:
+    def whole(self, state: TrainState) -> dict[str, Tree]:
         """Return the state to save or compare: `{"params", "optimizer", "stages", "scale", "step", "key", "ema"}`.
 
         Every value is whole, in its owner's form: weights and the stages' state by group, the optimizer's state as
@@ -216,7 +216,7 @@ class TrainStep:
     # the call
 
     def __call__(
-        self, state: TrainState, batch: Any, *, updates: int | range | None = None
+        self, state: TrainState, batch: Batch, *, updates: int | range | None = None
     ) -> tuple[TrainState, StepOutputs]:
         """Make `device_iterations` weight updates, or some of them with the same program.
 
@@ -287,7 +287,7 @@ class TrainStep:
         self._arguments.check_state(state)
 
     @jax.transfer_guard("allow")  # the caller asks for this transfer
-    def find_nonfinite(self, state: TrainState, batch: Any, *, step: int | None = None) -> NonFinite | None:
+    def find_nonfinite(self, state: TrainState, batch: Batch, *, step: int | None = None) -> NonFinite | None:
         """Name the first value that is not finite in an update, by replica, micro-batch and stage. Nothing is updated.
 
         Runs forward and backward again, with the update's keys, state and loss scale, on the same IPUs. The first call
@@ -317,7 +317,7 @@ class TrainStep:
         return self._diagnosis.find(state, arrays, int(state.step) + 1 if step is None else step)
 
     @jax.transfer_guard("allow")  # the caller asks for this transfer
-    def loss(self, state: TrainState, batch: Any, *, key: Any = None, ema: bool = False) -> Any:
+    def loss(self, state: TrainState, batch: Batch, *, key: Key = None, ema: bool = False) -> Tree:
         """Return the loss of a batch, or `(loss, aux)`, by the stages' `evaluate` functions, without an update.
 
         It is the loss that training computes: in the step's precision, with the stages' state, and under `weighted`
@@ -353,7 +353,7 @@ class TrainStep:
             params = self._averaged(params, state.ema)
         return loss_of_batch(self._model, self.options, StepArgs(params, batch, state.stages, key))
 
-    def lower(self, state: TrainState, batch: Any) -> Any:
+    def lower(self, state: TrainState, batch: Batch) -> Any:
         """Return the program of a call, lowered but not run. Compile it to see its memory and its HLO.
 
         Args:
@@ -369,7 +369,7 @@ class TrainStep:
         self._model.check_guards(self._program, (state, batch), lower, runs=False)
         return lower()
 
-    def _lowered(self, state: TrainState, batch: Any, made: range) -> Any:
+    def _lowered(self, state: TrainState, batch: Batch, made: range) -> Any:
         of_updates = [None] * given_dims(self.options.device_iterations)
         of_replicas = [REPLICA_AXIS] * given_dims(self.model.replicas)
         spec = PartitionSpec(*of_updates, *of_replicas)
@@ -384,7 +384,7 @@ class TrainStep:
         """Return of how many updates of a call, or sums over updates, there are outputs."""
         return self.options.device_iterations // self.options.every
 
-    def _run(self, state: TrainState, batch: Any, updates: Any) -> Any:
+    def _run(self, state: TrainState, batch: Batch, updates: Any) -> Tree:
         """Return the new state, the outputs and, under `on_nonfinite`, the number of updates before the call."""
         before, replicas = state.step, self.model.replicas
         batch = with_dims(batch, self.options.device_iterations, replicas)
@@ -400,7 +400,7 @@ class TrainStep:
         outputs = dataclasses.replace(others, aux=aux)
         return (state, outputs) if self.options.on_nonfinite is None else (state, outputs, before)
 
-    def _run_average(self, params: Any, averages: list[Any]) -> Any:
+    def _run_average(self, params: Params, averages: list[Value]) -> Params:
         """Return the weights with the trained ones replaced by their averages."""
         blocks, of_params = self._placement.update_for(params).blocks, specs_of(params)
         program = lambda params, averages: with_average(blocks, params, averages)  # noqa: E731
@@ -417,7 +417,7 @@ def _rows(outputs: StepOutputs, first: int, stop: int) -> StepOutputs:
     return jax.tree.map(lambda leaf: leaf[first:stop], outputs)
 
 
-def loss_of_batch(model: Model, options: TrainOptions, given: StepArgs) -> Any:
+def loss_of_batch(model: Model, options: TrainOptions, given: StepArgs) -> Tree:
     """Return the loss, or `(loss, aux)`, of a batch as `TrainStep.loss` documents it: as training reports it.
 
     weighted      (sum over all micro-batches, replicas and updates of the batch) / (sum of their counts)
@@ -447,11 +447,11 @@ def loss_of_batch(model: Model, options: TrainOptions, given: StepArgs) -> Any:
     return value if aux is None else (value, aux)
 
 
-def _length(batch: Any) -> int:
+def _length(batch: Batch) -> int:
     return jax.tree.leaves(batch)[0].shape[0]
 
 
-def _weighted(model: Model, sums: Any, counts: Any) -> Any:
+def _weighted(model: Model, sums: Value, counts: Value) -> Value:
     if model.reduction == "sum":
         return jnp.mean(sums)
     total = jnp.sum(counts, dtype=jnp.promote_types(counts.dtype, sums.dtype))

@@ -60,7 +60,7 @@ def _write_array(archive: zipfile.ZipFile, name: str, info: TensorInfo, array: n
             file.write(piece)
 
 
-def _is_of_numpy(dtype: np.dtype[Any]) -> bool:
+def _is_of_numpy(dtype: np.dtype) -> bool:
     return dtype.isbuiltin != 2  # 2: registered by another package, here ml_dtypes
 
 

@@ -21,9 +21,10 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
+from ipu_jax.base.annotations import Json
 from ipu_jax.training.weight_files._tensors import BadFileError, TensorInfo, byte_pieces, naming
 
-_DTYPES: dict[str, np.dtype[Any]] = {
+_DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(bool),
     **{f"{kind}{8 * size}": np.dtype(f"{kind.lower()}{size}") for kind in "UI" for size in (1, 2, 4, 8)},
     **{f"F{8 * size}": np.dtype(f"f{size}") for size in (2, 4, 8)},
@@ -79,7 +80,7 @@ def _write_array(file: BinaryIO, info: TensorInfo, array: np.ndarray) -> int:
 def _header(infos: Sequence[tuple[str, TensorInfo]], checksums: dict[str, int]) -> bytes:
     # each checksum has 8 digits, so that the header has the same length at the end as at the beginning
     texts = {name: f"{checksum:08x}" for name, checksum in checksums.items()}
-    header: dict[str, Any] = {_METADATA: {_CHECKSUMS: json.dumps(texts)}}
+    header: dict[str, Json] = {_METADATA: {_CHECKSUMS: json.dumps(texts)}}
     start = 0
     for name, info in infos:
         dtype = np.dtype(info.dtype)
@@ -165,7 +166,7 @@ class SafetensorsFile:
             )
 
 
-def _read_header(file: BinaryIO, label: str) -> tuple[dict[str, Any], int]:
+def _read_header(file: BinaryIO, label: str) -> tuple[dict[str, Json], int]:
     """Return the header, and where the arrays begin."""
     first, size = file.read(8), os.fstat(file.fileno()).st_size
     length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
@@ -181,7 +182,7 @@ def _read_header(file: BinaryIO, label: str) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a name stands in it twice")
@@ -197,7 +198,7 @@ def _shape(sizes: list[Any]) -> tuple[int, ...]:
     return shape
 
 
-def _natural(value: Any) -> int:
+def _natural(value: Json) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"{value!r} is no size")
     return value

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -13,7 +13,7 @@ class TensorInfo(NamedTuple):
     """The shape and dtype of an array. The dtype is a text if NumPy has no such dtype, or it is unknown."""
 
     shape: tuple[int, ...]
-    dtype: np.dtype[Any] | str
+    dtype: np.dtype | str
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"

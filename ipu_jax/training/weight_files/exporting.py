@@ -29,6 +29,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ipu_jax.base.annotations import Device, Params, Value
 from ipu_jax.base.keys import is_key
 from ipu_jax.base.replacing import replacing
 from ipu_jax.core.instances import Index, device_blocks, gathered
@@ -44,7 +45,7 @@ from ipu_jax.training.weight_files.names import named_leaves, named_places
 _FORMATS: dict[str, ModuleType] = {".safetensors": _safetensors, ".npz": _npz}
 
 
-def export_weights(path: str | os.PathLike[str], weights: Any, *, average: bool = False) -> None:
+def export_weights(path: str | os.PathLike[str], weights: Params, *, average: bool = False) -> None:
     """Write whole, unsharded weights to a safetensors or npz file, leaf by leaf.
 
     A leaf's name is made of the keys that lead to it, "group/path/to/leaf"; "/" in a key becomes "~1", and "~" "~0". It
@@ -125,7 +126,7 @@ class Part:
 
     name: str
     place: Place
-    array: Any
+    array: Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +149,7 @@ class WholeLeaf:
         return np.concatenate(read) if len(read) > 1 else next(iter(read), None)
 
 
-def whole_leaves(weights: Any, *, average: bool = False) -> tuple[list[WholeLeaf], Mesh | None, int]:
+def whole_leaves(weights: Params, *, average: bool = False) -> tuple[list[WholeLeaf], Mesh | None, int]:
     """Return the leaves of placed weights or of a plain tree; of a `TrainState`, its weights or their average.
 
     Communicates nothing yet.
@@ -184,7 +185,7 @@ def whole_leaves(weights: Any, *, average: bool = False) -> tuple[list[WholeLeaf
     return [WholeLeaf(name, of_leaf) for name, of_leaf in of_name.items()], mesh, reader
 
 
-def _check_concrete(weights: Any) -> None:
+def _check_concrete(weights: Params) -> None:
     """Raise `ValueError` for leaves that have no values, or no longer have them."""
     for leaf in jax.tree.leaves(weights):
         if isinstance(leaf, jax.ShapeDtypeStruct | Tracer):
@@ -192,7 +193,7 @@ def _check_concrete(weights: Any) -> None:
     check_alive("weights", weights)
 
 
-def _mesh_and_reader(weights: Any) -> tuple[Mesh | None, int]:
+def _mesh_and_reader(weights: Params) -> tuple[Mesh | None, int]:
     """Return the mesh of arrays that are on several instances, and the instance that reads: the first of the mesh."""
     meshes: list[Mesh] = []
     for leaf in jax.tree.leaves(weights):
@@ -210,7 +211,7 @@ def _mesh_and_reader(weights: Any) -> tuple[Mesh | None, int]:
     return meshes[0], min(instances[0])
 
 
-def _parts_of(params: Any) -> list[Part]:
+def _parts_of(params: Params) -> list[Part]:
     """Return the parts of weights: of placed ones group by group, of a plain tree in its own order."""
     if isinstance(params, Sharded):
         arrays = arrays_by_name(params, "params")
@@ -227,7 +228,7 @@ def _parts_of(params: Any) -> list[Part]:
     return parts
 
 
-def _with_averages(parts: list[Part], params: Any, averages: list[Any]) -> list[Part]:
+def _with_averages(parts: list[Part], params: Params, averages: list[Value]) -> list[Part]:
     """Return the parts with the average in place of each trained leaf."""
     # an array is (replicas, ...) if each replica has a part of the average, and (1, ...) if each has all of it
     replicas, numbers, trained = averages[0].shape[0], itertools.count(), range(len(parts))
@@ -244,7 +245,7 @@ def _with_averages(parts: list[Part], params: Any, averages: list[Any]) -> list[
     return averaged
 
 
-def _read_region(array: Any, region: Index, reader: int) -> np.ndarray | None:
+def _read_region(array: Value, region: Index, reader: int) -> np.ndarray | None:
     """Return a region of an array on the instance `reader`, and None on others.
 
     All instances must call it. Communicates one psum for each part that the reader does not have.
@@ -281,13 +282,13 @@ def _relative(inner: Index, outer: Index) -> Index:
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(inner, outer, strict=True))
 
 
-def _own_shard(array: jax.Array, device: Any) -> np.ndarray:
+def _own_shard(array: jax.Array, device: Device) -> np.ndarray:
     data = next(shard.data for shard in array.addressable_shards if shard.device == device)
     # jax keeps the host's copy of an array as long as the array lives; a temporary array frees it soon
     return np.asarray(jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data]))
 
 
-def _sent_shard(array: jax.Array, device: Any, is_here: bool) -> np.ndarray | None:
+def _sent_shard(array: jax.Array, device: Device, is_here: bool) -> np.ndarray | None:
     """Return the shard of one device if `is_here`, else None. All instances of the array's mesh must call it."""
     assert isinstance(array.sharding, NamedSharding)
     mesh = array.sharding.mesh
@@ -297,7 +298,7 @@ def _sent_shard(array: jax.Array, device: Any, is_here: bool) -> np.ndarray | No
 
 
 @functools.cache
-def _sending(mesh: Any, spec: PartitionSpec) -> Any:
+def _sending(mesh: Mesh, spec: PartitionSpec) -> Any:
     axes = tuple(mesh.axis_names)
 
     def send(block: jax.Array, place: jax.Array) -> jax.Array:

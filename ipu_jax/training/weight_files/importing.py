@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from ipu_jax.base.annotations import Device, Params, Tree, Value
 from ipu_jax.base.keys import is_key
 from ipu_jax.core.instances import Index, device_blocks
 from ipu_jax.core.weights.packing import Sharded
@@ -43,12 +44,12 @@ Read = Callable[[str], np.ndarray]
 
 def import_weights(
     source: Any,
-    like: Any,
+    like: Params,
     *,
     mapping: Mapping[str, Saved | str] | None = None,
     ignore: Iterable[str] = (),
     cast: bool = False,
-) -> Any:
+) -> Params:
     """Read whole weights and place them like other weights: the inverse of `export_weights`, for any number of IPUs.
 
     Leaves are read and placed one after the other. From a safetensors file an instance takes only the rows that its own
@@ -105,7 +106,7 @@ def import_weights(
         return _placed(like, read)
 
 
-def _wanted_leaves(like: Any) -> dict[str, TensorInfo]:
+def _wanted_leaves(like: Params) -> dict[str, TensorInfo]:
     """Return the shape and dtype of each leaf of weights, by its name."""
     if isinstance(like, Sharded):
         places = named_places(like.layout, "like")
@@ -158,7 +159,7 @@ def _opened_index(path: str, files: contextlib.ExitStack) -> WeightSource:
 class _Tree:
     """The arrays of a pytree on the host."""
 
-    def __init__(self, tree: Any):
+    def __init__(self, tree: Tree):
         self.label = "the tree"
         self._leaves = dict(named_leaves(tree))
         for name, leaf in self._leaves.items():
@@ -237,7 +238,7 @@ def fit(
     return {name: plans[name] for name in wanted}
 
 
-def holds(stored: np.dtype[Any] | str, wanted: np.dtype[Any] | str) -> bool:
+def holds(stored: np.dtype | str, wanted: np.dtype | str) -> bool:
     """Return whether the dtype `wanted` can hold every value of the dtype `stored`.
 
     >>> holds(np.dtype("float16"), np.dtype("float32")), holds(np.dtype("float32"), np.dtype("float16"))
@@ -304,14 +305,14 @@ def _hint(wanted: Sequence[int], made: Sequence[int]) -> str:
     return ""
 
 
-def _placed(like: Any, read: Read) -> Any:
+def _placed(like: Params, read: Read) -> Params:
     """Return weights like these, with the values that `read` returns by name. Communicates only from host to device."""
     if isinstance(like, Sharded):
         held: dict[str, list[tuple[str, Place]]] = {}
         for name, place in named_places(like.layout, "like"):
             held.setdefault(place.array, []).append((name, place))
 
-        def array(name: str, like: Any) -> jax.Array:
+        def array(name: str, like: Params) -> jax.Array:
             return _placed_array(tuple(like.shape), _sharding_of(like), held[name], read)
 
         return jax.tree.map(array, array_names(like.layout, "like"), like)
@@ -319,7 +320,7 @@ def _placed(like: Any, read: Read) -> Any:
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _placed_leaf(leaf: Any, name: str, read: Read) -> Any:
+def _placed_leaf(leaf: Value, name: str, read: Read) -> Value:
     shape, dtype, sharding = tuple(leaf.shape), np.dtype(leaf.dtype), getattr(leaf, "sharding", None)
     if sharding is not None:
         return _placed_array(shape, sharding, [(name, Place(name, shape, str(dtype), name))], read)
@@ -328,7 +329,7 @@ def _placed_leaf(leaf: Any, name: str, read: Read) -> Any:
     return whole
 
 
-def _sharding_of(array: Any) -> Sharding:
+def _sharding_of(array: Value) -> Sharding:
     sharding = getattr(array, "sharding", None)
     if sharding is None:
         raise ValueError(
@@ -357,7 +358,7 @@ def _placed_array(
 
 def _on_devices(shape: tuple[int, ...], sharding: Sharding, block: Callable[[Index], np.ndarray]) -> jax.Array:
     """Return an array of which each device gets its block. A block is read after the previous block has arrived."""
-    arrays: dict[Any, jax.Array] = {}
+    arrays: dict[Device, jax.Array] = {}
     for index, devices in device_blocks(shape, sharding.addressable_devices_indices_map(shape)):
         rows = block(index)
         for number, device in enumerate(devices):

@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 
+from ipu_jax.base.annotations import Tree, Value
 from ipu_jax.core.weights.packed_layout import PackedLayout
 from ipu_jax.core.weights.place import Place, places_of_layout
 
 
-def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+def named_leaves(tree: Tree) -> list[tuple[str, Value]]:
     """Return the (name, leaf) pairs of a pytree, in the order of `jax.tree.leaves`.
 
     Keys are escaped as in a JSON pointer: "~1" stands for "/", and "~0" for "~". None is not a leaf.

@@ -9,11 +9,11 @@ Saved("q.weight", "k.weight", "v.weight").join(0).transpose()   a joint projecti
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from ipu_jax.base.annotations import Dtype, Value
 from ipu_jax.base.checks import as_int
 from ipu_jax.training.weight_files._tensors import TensorInfo
 
@@ -127,7 +127,7 @@ class Saved:
 
         return self._all(f"stack({along})", stacked, lambda arrays: np.stack(arrays, along))
 
-    def astype(self, dtype: Any) -> "Saved":
+    def astype(self, dtype: Dtype) -> "Saved":
         """Convert to a dtype, also to a dtype that holds fewer values. Numbers are rounded with `rounded`."""
         try:
             target = jnp.dtype(dtype)
@@ -194,7 +194,7 @@ class Saved:
         return self._with(Step(text, known, lambda arrays: [join(arrays)]))
 
 
-def rounded(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+def rounded(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return an array in another dtype, with each number rounded to the nearest.
 
     Raises:
@@ -214,7 +214,7 @@ def rounded(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
     return found
 
 
-def _ints(method: str, values: Sequence[Any]) -> tuple[int, ...]:
+def _ints(method: str, values: Sequence[Value]) -> tuple[int, ...]:
     found = tuple(map(as_int, values))
     if None in found:
         raise ValueError(f"{method}{tuple(values)!r} has what is no int: give ints")

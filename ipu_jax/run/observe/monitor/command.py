@@ -18,10 +18,11 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 from rich.console import Console, RenderableType
 
+from ipu_jax.base.annotations import Json
 from ipu_jax.base.cli import process
 from ipu_jax.base.cli.parser import Parser, number_that, shown, whole_number
 from ipu_jax.distributed.processes.identity import own_identity
@@ -127,7 +128,7 @@ def _print_json(look: Look) -> None:
     print(json.dumps(json_of(look)).replace("\x7f", r"\u007f"))
 
 
-def json_of(look: Look) -> dict[str, Any]:
+def json_of(look: Look) -> dict[str, Json]:
     """Return a look as the object that --json prints."""
     return {
         "format": FORMAT,

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import psutil
 
+from ipu_jax.base.annotations import Json
 from ipu_jax.distributed.processes import beacons, own_record
 from ipu_jax.distributed.processes.beacons import Reading
 from ipu_jax.distributed.processes.identity import Identity, is_living
@@ -84,7 +85,7 @@ class Record:
 
     identity: Identity
     process: psutil.Process
-    seen: dict[str, Any]
+    seen: dict[str, Json]
     said: Said
     reading: Reading | None
 
@@ -198,7 +199,7 @@ def _content(name: str, folder: int, uid: int) -> bytes:
         return file.read(_LARGEST)
 
 
-def _checked(kind: Any, value: Any) -> Any:
+def _checked(kind: Any, value: Json) -> Json:
     """Return a JSON value as a type used in `Said`: a dataclass, a tuple of one type, a count or a text.
 
     Raises:

@@ -18,6 +18,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from ipu_jax.base.annotations import Json
 from ipu_jax.base.showing import counted
 from ipu_jax.base.terminal import printable
 from ipu_jax.distributed.launcher.topology import ranges
@@ -99,7 +100,7 @@ def _speed(number: float | None) -> str:
     return UNKNOWN if number is None else f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f}"
 
 
-def _or_unknown(value: Any, shown: Callable[[Any], str]) -> str:
+def _or_unknown(value: Json, shown: Callable[[Any], str]) -> str:
     return UNKNOWN if value is None else shown(value)
 
 

@@ -7,12 +7,13 @@ attempt counts, since the run continued with its weights.
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
+from ipu_jax.base.annotations import Json
 from ipu_jax.base.showing import counted
 from ipu_jax.run.observe.runs.log import figure_in_words
 
-Events = Sequence[Mapping[str, Any]]
+Events = Sequence[Mapping[str, Json]]
 
 LOSS: Final = "loss"
 SPEED: Final = "samples per second"
@@ -61,9 +62,9 @@ def curves(events: Events, most: int) -> dict[str, list[list[float]]]:
     return {name: _thinned(sorted(values.items()), most) for name, values in (found | {SPEED: speeds}).items()}
 
 
-def attempts(events: Events) -> list[list[Mapping[str, Any]]]:
+def attempts(events: Events) -> list[list[Mapping[str, Json]]]:
     """Return the events of each start; events before the first start are an attempt, too."""
-    found: list[list[Mapping[str, Any]]] = []
+    found: list[list[Mapping[str, Json]]] = []
     for event in events:
         if event["event"] == "start" or not found:
             found.append([])
@@ -157,12 +158,12 @@ def history(events: Events) -> list[tuple[str, str, str]]:
     return rows
 
 
-def last(events: Events, name: str) -> Mapping[str, Any]:
+def last(events: Events, name: str) -> Mapping[str, Json]:
     """Return the last event with a name; {} if there is none."""
     return next((event for event in reversed(events) if event["event"] == name), {})
 
 
-def words(event: Mapping[str, Any]) -> str:
+def words(event: Mapping[str, Json]) -> str:
     """Return what an event says besides its name and time.
 
     >>> words({"event": "saved", "updates": 1200, "folder": "runs/x"})
@@ -203,15 +204,15 @@ def duration(seconds: float) -> str:
     return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
 
 
-def _time(event: Mapping[str, Any]) -> str:
+def _time(event: Mapping[str, Json]) -> str:
     return str(event.get("time", ""))[:19].replace("T", " ")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Json) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _text(value: Any) -> str:
+def _text(value: Json) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value))
     if isinstance(value, float):

@@ -22,10 +22,11 @@ import time
 import warnings
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Final
 
 import jax
 
+from ipu_jax.base.annotations import Json
 from ipu_jax.base.cli.places import writable_folder
 from ipu_jax.base.doors import public
 from ipu_jax.base.showing import counted
@@ -79,7 +80,7 @@ class RunLog:
         self, path: str | os.PathLike[str] | None = None, *, tensorboard: str | os.PathLike[str] | None = None
     ):
         self._began = time.monotonic()
-        self.events: list[dict[str, Any]] = []
+        self.events: list[dict[str, Json]] = []
         self._file = self._board = None
         if tensorboard is not None:
             if importlib.util.find_spec("tensorboardX") is None:
@@ -96,7 +97,7 @@ class RunLog:
             self.events = _events_in(file)
             self._file = file.open("a", encoding="utf-8", buffering=1)
 
-    def start(self, **values: Any) -> None:
+    def start(self, **values: Json) -> None:
         """Log that a run begins: its command, attempt, instances, devices and versions, and these values.
 
         Raises:
@@ -118,7 +119,7 @@ class RunLog:
             **values,
         )
 
-    def event(self, name: str, /, **values: Any) -> None:
+    def event(self, name: str, /, **values: Json) -> None:
         """Log an event.
 
         Args:
@@ -171,7 +172,7 @@ class RunLog:
                 file.close()
         warnings.warn(f"{why}: the run goes on without it", RunLogWarning, stacklevel=3)
 
-    def _draw(self, event: dict[str, Any]) -> None:
+    def _draw(self, event: dict[str, Json]) -> None:
         assert self._board is not None, "the caller looks"
         updates = event.get("updates")
         if not isinstance(updates, int):
@@ -212,7 +213,7 @@ def check_log(path: str | os.PathLike[str]) -> Path:
     return file
 
 
-def _events_in(path: Path) -> list[dict[str, Any]]:
+def _events_in(path: Path) -> list[dict[str, Json]]:
     """Return the events of a file. Remove a last line that was cut off, for example by a kill."""
     if not path.is_file():
         return []
@@ -222,7 +223,7 @@ def _events_in(path: Path) -> list[dict[str, Any]]:
         cut = lines.pop()
         with path.open("r+b") as file:
             file.truncate(path.stat().st_size - len(cut.encode("utf-8")))
-    events: list[dict[str, Any]] = []
+    events: list[dict[str, Json]] = []
     for number, line in enumerate(lines, 1):
         try:
             event = json.loads(line)
@@ -235,7 +236,7 @@ def _events_in(path: Path) -> list[dict[str, Any]]:
     return events
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Json) -> Json:
     """Return plain data; a number that JSON lacks becomes a text."""
     if isinstance(value, dict):
         return {str(key): _plain(each) for key, each in value.items()}

@@ -12,10 +12,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import jax
 
+from ipu_jax.base.annotations import Json
 from ipu_jax.base.doors import public
 from ipu_jax.base.replacing import replacing
 from ipu_jax.core.analysis.report import PipelineReport
@@ -35,12 +36,12 @@ _MARKS: Final = {"good": "✓", "fair": "!", "bad": "✗"}
 @public
 def write_report(
     path: str | os.PathLike[str],
-    events: Sequence[Mapping[str, Any]],
+    events: Sequence[Mapping[str, Json]],
     *,
     title: str = "Run",
     schedules: Mapping[str, str | Schedule] | None = None,
     timeline: Timeline | None = None,
-    memory: Mapping[str, Any] | None = None,
+    memory: Mapping[str, Json] | None = None,
 ) -> Path:
     """Write a page about a run: one HTML file that loads nothing else.
 
@@ -108,7 +109,7 @@ def write_report(
     return Path(path)
 
 
-def memory_of(report: PipelineReport, state: TrainState) -> dict[str, Any]:
+def memory_of(report: PipelineReport, state: TrainState) -> dict[str, Json]:
     """Return the predicted bytes of each IPU by kind, with the optimizer's state, for `write_report`.
 
     Args:
@@ -129,13 +130,13 @@ def memory_of(report: PipelineReport, state: TrainState) -> dict[str, Any]:
     return {"ipus": ipus, "limit": report.limit}
 
 
-def _verdict(events: Sequence[Mapping[str, Any]]) -> str:
+def _verdict(events: Sequence[Mapping[str, Json]]) -> str:
     level, sentences = verdict_of(events)
     first, *others = map(html.escape, sentences)
     return f"<p class='verdict {level}'><b>{_MARKS[level]} {first}</b> {' '.join(others)}</p>"
 
 
-def _figures(events: Sequence[Mapping[str, Any]], report: TraceReport | None) -> str:
+def _figures(events: Sequence[Mapping[str, Json]], report: TraceReport | None) -> str:
     found = _facts.figures(events)
     if report is not None:
         planned, measured = bubbles(report)
@@ -146,14 +147,14 @@ def _figures(events: Sequence[Mapping[str, Any]], report: TraceReport | None) ->
     return f"<dl class='figures'>{cells}</dl>"
 
 
-def _head(events: Sequence[Mapping[str, Any]]) -> str:
+def _head(events: Sequence[Mapping[str, Json]]) -> str:
     spans = (
         f"<span>{html.escape(name)} <b>{html.escape(text)}</b></span>" for name, text in _facts.head(events).items()
     )
     return f"<p class='head'>{' '.join(spans)}</p>"
 
 
-def _phases(events: Sequence[Mapping[str, Any]]) -> str:
+def _phases(events: Sequence[Mapping[str, Json]]) -> str:
     spent = _facts.phases(events)
     if not spent:
         return ""
@@ -193,9 +194,9 @@ def _time(timeline: Timeline, report: TraceReport) -> str:
     return f"<div class='scroll'><table class='time'><tr>{head}</tr>{''.join(rows)}</table></div>"
 
 
-def _kinds() -> dict[str, dict[str, Any]]:
+def _kinds() -> dict[str, dict[str, Json]]:
     """Return the name and the colours of each kind of slice; the page has its own for waiting and other."""
-    kinds: dict[str, dict[str, Any]] = {}
+    kinds: dict[str, dict[str, Json]] = {}
     for prefix, palette in (("", LOCAL), ("all ", CONCURRENT)):
         kinds |= {
             prefix + kind: {"name": name_of(kind, is_concurrent=bool(prefix)), "colours": [palette[kind]]}
@@ -228,7 +229,7 @@ def _name(timeline: Timeline, replica: int, ipu: int) -> str:
     return f"replica {replica}, IPU {ipu}" if timeline.ipus[-1][0] else f"IPU {ipu}"
 
 
-def _shown(timeline: Timeline) -> dict[str, Any]:
+def _shown(timeline: Timeline) -> dict[str, Json]:
     """Return the rows of slices that the page draws, times in microseconds; the plan is above each measured row.
 
     A row begins with what lies under its slices: waiting in a plan, other time in a measured step.
@@ -248,7 +249,7 @@ def _shown(timeline: Timeline) -> dict[str, Any]:
         for step in kept
         if (of_step := [one for one in plan if one.step == step])
     ]
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, Json]] = []
     for replica, ipu in timeline.ipus:
         if spans:
             slices = spans + [_slice(timeline.schedule, one) for one in plan if one.ipu == ipu]
@@ -266,7 +267,7 @@ def _shown(timeline: Timeline) -> dict[str, Any]:
     return {"rows": rows, "kinds": _kinds(), "steps": len(kept), "of": len(steps), "clocks": clocks}
 
 
-def _slice(schedule: Schedule, one: Slice) -> list[Any]:
+def _slice(schedule: Schedule, one: Slice) -> list[Json]:
     kind = _kind(schedule, one)
     name = f"waiting, {one.name}" if kind == "waiting" else one.name
     return [kind, name, *_span(one.start, one.end)]

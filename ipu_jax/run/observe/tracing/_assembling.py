@@ -20,7 +20,7 @@ import math
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from ipu_jax.base.annotations import Device, Function, Json
 from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.engine.labels import PlanNames
 from ipu_jax.core.schedules import Schedule, Task
@@ -96,7 +97,7 @@ def recorded_here(plan: PlanNames, runs: list[Run], meshes: list[Mesh], count: i
     }
 
 
-def _place_of(device: Any, meshes: list[Mesh]) -> Place | None:
+def _place_of(device: Device, meshes: list[Mesh]) -> Place | None:
     """Return the place of a device; None if it is not the first one of an IPU."""
     for mesh in meshes:
         for (replica, ipu, *further), one in np.ndenumerate(mesh.devices):
@@ -119,10 +120,10 @@ class Part:
 
     ahead: float
     uncertainty: float
-    recorded: Any
+    recorded: Json
 
 
-def gathered(recorded: Any) -> list[Part]:
+def gathered(recorded: Json) -> list[Part]:
     """Return what every instance recorded. All instances must call this. Communicates a few bytes per slice."""
     instance, count = popdist.get_instance_index(), popdist.get_num_instances()
     if count == 1:
@@ -141,7 +142,7 @@ def gathered(recorded: Any) -> list[Part]:
     return [Part(ahead[i], apart[i], all_recorded[i]) for i in range(count)]
 
 
-def clock_differences(readings: Any) -> tuple[list[float], list[float]]:
+def clock_differences(readings: Json) -> tuple[list[float], list[float]]:
     """Return by how much each clock is ahead of the first one, and how far its readings were apart.
 
     >>> clock_differences(np.array([[10, 20, 30], [1010, 1021, 1029]]))
@@ -157,8 +158,8 @@ def merged(plan: PlanNames, parts: list[Part]) -> Timeline:
     """Return the timeline of all instances, in seconds from the start of the first step."""
     begin = min(step["start"] - part.ahead for part in parts for step in part.recorded["steps"])
 
-    def read(kind: Callable[..., Any], name: str) -> tuple[Any, ...]:
-        found: list[Any] = []
+    def read(kind: Function, name: str) -> tuple[Json, ...]:
+        found: list[Json] = []
         for part in parts:
             for fields in part.recorded[name]:
                 times = {key: (fields[key] - part.ahead - begin) / 1e9 for key in ("start", "end")}
@@ -217,10 +218,10 @@ def _host() -> str:
         return socket.gethostname()
 
 
-def _from_each(value: Any) -> list[Any]:
+def _from_each(value: Json) -> list[Json]:
     """Return the JSON value of each instance."""
     payload = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    found: list[Any] = []
+    found: list[Json] = []
     for root in range(popdist.get_num_instances()):
         size = popdist.broadcast(len(payload), root)
         own = payload if root == popdist.get_instance_index() else np.zeros(size, np.uint8)

@@ -28,17 +28,18 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ipu_jax.base.annotations import Json
 from ipu_jax.core.schedules import Schedule
 from ipu_jax.run.observe.tracing._matching import task_name
 from ipu_jax.run.observe.tracing.report import net_seconds
 from ipu_jax.run.observe.tracing.timeline import TASKS, WAITING, Slice, Timeline
 
 
-def events_of(timeline: Timeline) -> list[dict[str, Any]]:
+def events_of(timeline: Timeline) -> list[dict[str, Json]]:
     """Return the events."""
     placed = {(step.replica, step.ipu): step.instance for step in timeline.steps}
     process = {instance: k + 1 for k, instance in enumerate(timeline.instances)}
-    events, senders = list[dict[str, Any]](), _senders(timeline.schedule)
+    events, senders = list[dict[str, Json]](), _senders(timeline.schedule)
     for instance, number in process.items():
         events += _named("process", number, 0, f"instance {instance}")
     first = max(process.values(), default=0) + 1
@@ -93,8 +94,8 @@ def _senders(schedule: Schedule) -> _Senders:
 
 def _slices(
     process: int, thread: int, slices: list[Slice], timeline: Timeline, senders: _Senders
-) -> list[dict[str, Any]]:
-    events: list[dict[str, Any]] = []
+) -> list[dict[str, Json]]:
+    events: list[dict[str, Json]] = []
     tasks, collectives = ([one for one in slices if one.kind in kinds] for kinds in (TASKS, ("collective",)))
     busy = {id(task): seconds for task, seconds in net_seconds(tasks, collectives)}
     around: list[tuple[int, Slice]] = []  # the slices in which the next one can lie, with their ends

@@ -12,7 +12,6 @@ each device ran each operation. The names of the tasks (`engine/labels.py`) say 
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -20,6 +19,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from ipu_jax.base import facts
+from ipu_jax.base.annotations import Function, Json, Tree, Value
 from ipu_jax.base.checks import check_count
 from ipu_jax.base.showing import Shown, Table, counted
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
@@ -81,7 +81,7 @@ class Recording(Shown, facts.Listener):
         self._known: set[int] = set()
         self._meshes: list[Mesh] = []
         self._counted = 0
-        self._last: list[Any] = []
+        self._last: list[Value] = []
         self._runs: list[Run] = []
         self._error: Exception | None = None
         self._timeline: Timeline | None = None
@@ -128,14 +128,14 @@ class Recording(Shown, facts.Listener):
         facts.listen(self)
         return self
 
-    def __exit__(self, kind: Any, *_: Any) -> None:
+    def __exit__(self, kind: Any, *_: object) -> None:
         if kind is None:
             self.finish()
         else:
             self._stop()
             self._state = "finished"
 
-    def run(self, program: Callable[..., Any], *args: Any, steps: int = 1) -> Any:
+    def run(self, program: Function, *args: Value, steps: int = 1) -> Tree:
         """Run a program of your own that makes `steps` weight updates, and return its result.
 
         Its first run is the warm-up if nothing has run before.
@@ -149,7 +149,7 @@ class Recording(Shown, facts.Listener):
         self.dispatched(program, jax.tree.leaves(outputs), steps)
         return outputs
 
-    def dispatched(self, window: Any, outputs: list[Any], updates: int, samples: int = 0) -> None:
+    def dispatched(self, window: Any, outputs: list[Value], updates: int, samples: int = 0) -> None:
         """Take note of a program that was dispatched; start or stop the profiler."""
         if self._state not in ("waiting", "recording"):
             return
@@ -217,7 +217,7 @@ class Recording(Shown, facts.Listener):
             finally:
                 self._profiler.discard()
 
-    def _recorded(self) -> dict[str, Any]:
+    def _recorded(self) -> dict[str, Json]:
         """Return what this instance recorded, as `recorded_here` does, or its error."""
         try:
             if self._error is not None:
@@ -254,6 +254,6 @@ def _writable(folder: Any) -> Path:
     return path
 
 
-def _wait(outputs: list[Any]) -> None:
+def _wait(outputs: list[Value]) -> None:
     with contextlib.suppress(ValueError):  # nothing that can be waited for
         jax.block_until_ready([o for o in outputs if isinstance(o, jax.Array) and not o.is_deleted()])

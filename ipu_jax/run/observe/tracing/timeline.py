@@ -7,8 +7,9 @@ IPU 1   exchange y ... | 1F0 | 1B0 | exchange dx | ...            a collective i
 import dataclasses
 import json
 from collections.abc import Iterable
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
+from ipu_jax.base.annotations import Json
 from ipu_jax.base.showing import counted
 from ipu_jax.core.schedules import Schedule
 
@@ -166,6 +167,6 @@ def group_in_words(devices: int) -> str:
     return f"; each IPU is {devices} devices, shown by the first" if devices > 1 else ""
 
 
-def _slices(rows: Iterable[list[Any]]) -> tuple[Slice, ...]:
+def _slices(rows: Iterable[list[Json]]) -> tuple[Slice, ...]:
     # texts of earlier versions have shorter rows
     return tuple(Slice(*row[:9], tuple(row[9]), *row[10:]) for row in rows)  # pyright: ignore
