@@ -169,7 +169,7 @@ def _two_scans(params: dict[str, Any], inputs: list[Value], first: list[bool]) -
     )
     two = part_of(body, [*const_vars, *pick(carry_vars, False), *x_vars, *weight_residuals], of_rest, rest)
 
-    def scan(part: Jaxpr, carry: list[Value], xs: Sequence[Value]) -> list[Value]:
+    def scan(part: Jaxpr, carry: list[Value], xs: list[Value]) -> list[Value]:
         def step(carry: list[Value], x: list[Value]) -> tuple[list[Value], list[Value]]:
             outputs = core.jaxpr_as_fun(part)(*consts, *carry, *x)
             return outputs[: len(carry)], outputs[len(carry) :]
