@@ -1,6 +1,7 @@
 """Walk over jaxprs: evaluate one under rules, inline calls, and find which equations and variables depend on others."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -81,6 +82,16 @@ def part_of(closed: Any, invars: Sequence[Any], eqns: Sequence[Any], outvars: Se
 def variables(atoms: Sequence[Any]) -> list[Any]:
     """Return the atoms that are variables, not literals."""
     return [v for v in atoms if not isinstance(v, core.Literal)]
+
+
+def is_float(var: Any) -> bool:
+    """Return whether a variable has a float dtype, so that it can have a gradient."""
+    return hasattr(var.aval, "dtype") and _is_inexact(var.aval.dtype)
+
+
+@functools.cache
+def _is_inexact(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def read_by(eqns: Sequence[Any], outvars: Sequence[Any] = ()) -> list[Any]:
