@@ -161,7 +161,7 @@ def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def in_scan_parts(params: dict[str, Any], values: Sequence[_T]) -> tuple[Sequence[_T], Sequence[_T], Sequence[_T]]:
+def in_scan_parts(params: dict[str, Any], values: list[_T]) -> tuple[list[_T], list[_T], list[_T]]:
     """Return values that a scan's inputs have, apart: of its constants, of its carry, and of what it goes over."""
     consts, carry = scan_parts(params)
     return values[:consts], values[consts:][:carry], values[consts + carry :]

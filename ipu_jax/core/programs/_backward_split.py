@@ -166,7 +166,7 @@ def _two_scans(params: dict[str, Any], inputs: list[Any], first: list[bool]) -> 
     )
     two = part_of(body, [*const_vars, *pick(carry_vars, False), *x_vars, *weight_residuals], of_rest, rest)
 
-    def scan(part: Any, carry: list[Any], xs: Sequence[Any]) -> list[Any]:
+    def scan(part: Any, carry: list[Any], xs: list[Any]) -> list[Any]:
         def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
             outputs = core.jaxpr_as_fun(part)(*consts, *carry, *x)
             return outputs[: len(carry)], outputs[len(carry) :]
