@@ -1,6 +1,7 @@
 """Walk over jaxprs: evaluate one under rules, inline calls, and find which equations and variables depend on others."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from ipu_jax.base.annotations import Eqn, Jaxpr, Params, Value, Var
+from ipu_jax.base.annotations import Dtype, Eqn, Jaxpr, Params, Value, Var
 
 JITS = ("jit", "pjit")
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
@@ -85,6 +86,16 @@ def variables(atoms: Sequence[Var]) -> list[Var]:
     return [v for v in atoms if not isinstance(v, core.Literal)]
 
 
+def is_float(var: Var) -> bool:
+    """Return whether a variable has a float dtype, so that it can have a gradient."""
+    return hasattr(var.aval, "dtype") and _is_inexact(var.aval.dtype)
+
+
+@functools.cache
+def _is_inexact(dtype: Dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
 def read_by(eqns: Sequence[Eqn], outvars: Sequence[Var] = ()) -> list[Any]:
     """Return the variables that equations read, and those that are among `outvars`, as often as they are read."""
     return variables([*(v for eqn in eqns for v in eqn.invars), *outvars])
@@ -152,7 +163,7 @@ def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def in_scan_parts(params: dict[str, Params], values: Sequence[_T]) -> tuple[Sequence[_T], Sequence[_T], Sequence[_T]]:
+def in_scan_parts(params: dict[str, Params], values: list[_T]) -> tuple[list[_T], list[_T], list[_T]]:
     """Return values that a scan's inputs have, apart: of its constants, of its carry, and of what it goes over."""
     consts, carry = scan_parts(params)
     return values[:consts], values[consts:][:carry], values[consts + carry :]

@@ -11,19 +11,17 @@ wherever stages become even, and among such cuts with the fewest bytes. All of i
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from ipu_jax.base.annotations import Dtype, Eqn, Jaxpr, Tree, Var
-from ipu_jax.base.jaxprs import CALLS, CHECKPOINTS, closed_of, scan_parts, variables
+from ipu_jax.base.annotations import Eqn, Jaxpr, Tree, Var
+from ipu_jax.base.jaxprs import CALLS, CHECKPOINTS, closed_of, is_float, scan_parts, variables
 from ipu_jax.core.cutting.program import Layer, Program, Stack
 from ipu_jax.core.programs.cost import bytes_of, equation_flops
 
@@ -249,13 +247,13 @@ def _is_value(var: Var) -> bool:
 
 
 def _work(program: Program, operations: Sequence[Eqn], frozen: Sequence[bool]) -> list[float]:
-    wanted = {v for v, is_frozen in zip(program.params, frozen, strict=True) if not is_frozen and _is_float(v)}
+    wanted = {v for v, is_frozen in zip(program.params, frozen, strict=True) if not is_frozen and is_float(v)}
     work: dict[int, float] = {}
     layers: dict[Any, float] = {}  # layers of one scan take the same
     for op in program.operations:
         flags = [not isinstance(v, core.Literal) and v in wanted for v in op.invars]
         if any(flags):
-            wanted.update(v for v in op.outvars if _is_float(v))
+            wanted.update(v for v in op.outvars if is_float(v))
         if isinstance(op, Layer):
             of_scan = id(op.scan), *flags
             if of_scan not in layers:
@@ -305,18 +303,8 @@ def _of_body(closed: Jaxpr, differentiable: Sequence[bool]) -> tuple[float, floa
         one, other = _forward_and_backward(eqn, flags)
         forward, backward = forward + one, backward + other
         if any(flags):
-            wanted.update(v for v in eqn.outvars if _is_float(v))
+            wanted.update(v for v in eqn.outvars if is_float(v))
     return forward, backward
-
-
-def _is_float(var: Var) -> bool:
-    """Return whether a variable has a float dtype, so that it can have a gradient."""
-    return hasattr(var.aval, "dtype") and _is_inexact(var.aval.dtype)
-
-
-@functools.cache
-def _is_inexact(dtype: Dtype) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _heaviest(total: np.ndarray, places: np.ndarray, stages: int) -> float:

@@ -16,6 +16,7 @@ from ipu_jax.base.annotations import Dtype, Value, Var
 from ipu_jax.base.jaxprs import bound
 from ipu_jax.core.optimizer._analysis import LeafReduction, UpdateAnalysis
 from ipu_jax.core.optimizer.blocks import Blocks
+from ipu_jax.core.weights.packing import leaf_in
 
 
 class LeafEvaluator:
@@ -82,7 +83,7 @@ class LeafEvaluator:
                 self._owned.update(zip(eqn.outvars, bound(eqn, [self.logical(x) for x in eqn.invars]), strict=True))
             return self._owned[v]
         if v in analysis.leaf_of:
-            return self._blocks.logical_leaf(self._leaf, self.in_block(v))
+            return leaf_in(self.in_block(v), self._blocks.leaves[self._leaf])
         if v in analysis.constant_fills:
             return jnp.broadcast_to(self.logical(analysis.constant_fills[v]), v.aval.shape)
         return self._replicated(v)

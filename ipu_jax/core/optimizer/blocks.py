@@ -230,11 +230,6 @@ class Blocks:
             value = lax.dynamic_slice_in_dim(value, lax.axis_index(IPU_AXIS) * local, local, block.split)
         return self.replica_chunk(k, value)
 
-    def logical_leaf(self, leaf: int, array: Value) -> Value:
-        """Return a local leaf in its own shape, from its owner's block."""
-        shape = self.leaves[leaf].shape
-        return array if array.shape == shape else array.reshape(-1)[: math.prod(shape)].reshape(shape)
-
     def counts(self, k: int) -> np.ndarray:
         """Return the number of elements of a slot, in its update shape, that belong to a leaf: (replicas, ipus).
 

@@ -23,7 +23,7 @@ import numpy as np
 from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Function, Jaxpr, Tree, Value, Var
-from ipu_jax.base.jaxprs import CALLS
+from ipu_jax.base.jaxprs import CALLS, variables
 
 _BODIES = {**CALLS, "shard_map": "jaxpr"}
 _MOVES = """
@@ -130,8 +130,7 @@ def jaxpr_peak_bytes(jaxpr: Jaxpr, *, copied: range = range(0), keep_outputs: bo
     """
     jaxpr = _open(jaxpr)
     inputs = [jaxpr.invars[i] for i in copied]
-    outputs = {var for var in jaxpr.outvars if not isinstance(var, core.Literal)} if keep_outputs else set()
-    return _peak(jaxpr, inputs, outputs)
+    return _peak(jaxpr, inputs, set(variables(jaxpr.outvars)) if keep_outputs else set())
 
 
 def _peak(jaxpr: Jaxpr, copied: list[Var], live_outputs: set[Var]) -> int:
@@ -139,13 +138,12 @@ def _peak(jaxpr: Jaxpr, copied: list[Var], live_outputs: set[Var]) -> int:
     readers: dict[Var, int] = {}
     needs_copy: set[Var] = set()
     for at, eqn in enumerate(jaxpr.eqns):
-        for var in eqn.invars:
-            if not isinstance(var, core.Literal):
-                last[var] = at
-                readers[var] = readers.get(var, 0) + 1
-                if not _is_elementwise(eqn):
-                    needs_copy.add(var)
-    outputs = set(v for v in jaxpr.outvars if not isinstance(v, core.Literal))
+        for var in variables(eqn.invars):
+            last[var] = at
+            readers[var] = readers.get(var, 0) + 1
+            if not _is_elementwise(eqn):
+                needs_copy.add(var)
+    outputs = set(variables(jaxpr.outvars))
     last.update(dict.fromkeys(live_outputs, len(jaxpr.eqns)))
     alive = {var: bytes_of(var.aval) for var in copied if var in needs_copy}
     most = sum(alive.values())
@@ -155,9 +153,8 @@ def _peak(jaxpr: Jaxpr, copied: list[Var], live_outputs: set[Var]) -> int:
         body = _open(eqn.params[_BODIES[eqn.primitive.name]]) if eqn.primitive.name in _BODIES else None
         if body is not None:
             # as if the body were inlined: a result that is not read later is freed when it is made
-            later = {v for v, outer in zip(body.outvars, eqn.outvars, strict=True) if last.get(outer, -1) > at}
-            later = {v for v in later if not isinstance(v, core.Literal)}
-            most = max(most, sum(alive.values()) + _peak(body, [], later))
+            later = [v for v, outer in zip(body.outvars, eqn.outvars, strict=True) if last.get(outer, -1) > at]
+            most = max(most, sum(alive.values()) + _peak(body, [], set(variables(later))))
         inner = max((_peak(j, [], set()) for j in core.jaxprs_in_params(eqn.params)), default=0) if body is None else 0
         for var in eqn.outvars:
             fused = _is_elementwise(eqn) and readers.get(var, 0) <= 1 and var not in outputs

@@ -29,6 +29,7 @@ from ipu_jax.base.jaxprs import (
     bound,
     depending,
     in_scan_parts,
+    is_float,
     laid_open,
     needed,
     part_of,
@@ -238,10 +239,10 @@ class _Part:
 
 def _differentiable(eqns: Sequence[Eqn], inputs: Sequence[Var]) -> set[Var]:
     """Return the variables that have a gradient if all floating inputs have one."""
-    found = set(filter(_is_float, inputs))
+    found = set(filter(is_float, inputs))
     for eqn in eqns:
         if eqn.primitive.name != "stop_gradient" and found.intersection(variables(eqn.invars)):
-            found.update(filter(_is_float, eqn.outvars))
+            found.update(filter(is_float, eqn.outvars))
     return found
 
 
@@ -250,12 +251,8 @@ def _reached(eqns: Sequence[Eqn], outputs: Sequence[Var]) -> set[Var]:
     found = set(outputs)
     for eqn in reversed(eqns):
         if eqn.primitive.name != "stop_gradient" and found.intersection(eqn.outvars):
-            found.update(filter(_is_float, variables(eqn.invars)))
+            found.update(filter(is_float, variables(eqn.invars)))
     return found
-
-
-def _is_float(var: Var) -> bool:
-    return jnp.issubdtype(var.aval.dtype, jnp.inexact)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

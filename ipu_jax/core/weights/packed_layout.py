@@ -344,7 +344,11 @@ def _assign_slots(groups: list[Group], ipus: int) -> tuple[tuple[Slot, ...], tup
         for slot, matched in match(unassigned):
             slot_of.update(dict.fromkeys((m.position for m in matched), len(slots)))
             slots.append(slot)
-    return tuple(slots), tuple(_with_slots(g, group, slot_of) for g, group in enumerate(groups))
+    placed = []
+    for g, group in enumerate(groups):
+        leaves = (dataclasses.replace(leaf, slot=slot_of.get((g, i), -1)) for i, leaf in enumerate(group.leaves))
+        placed.append(dataclasses.replace(group, leaves=tuple(leaves)))
+    return tuple(slots), tuple(placed)
 
 
 def _match_by_shape(owners: list[list[_Member]]) -> Iterator[tuple[Slot, Sequence[_Member]]]:
@@ -376,34 +380,17 @@ def _match_by_size(owners: list[list[_Member]]) -> Iterator[tuple[Slot, Sequence
             yield Slot(shapes.pop() if len(shapes) == 1 else flat, one[0], matched[0].leaf.spec), matched
 
 
-def _with_slots(g: int, group: Group, slot_of: Mapping[tuple[int, int], int]) -> Group:
-    if group.ipu is None:
-        return group
-    leaves = (dataclasses.replace(leaf, slot=slot_of[g, i]) for i, leaf in enumerate(group.leaves))
-    return dataclasses.replace(group, leaves=tuple(leaves))
-
-
 def dims_with_axes(shape: Sequence[int], spec: PartitionSpec) -> list[tuple[int, Any]]:
     """Return, per dim, its size and the mesh axis over which it is split, or None."""
     return [(size, spec[i] if i < len(spec) else None) for i, size in enumerate(shape)]
 
 
 def local_shape(leaf: Leaf, ipus: int) -> tuple[int, ...]:
-    """Return the shape of one IPU's shard of a concurrent leaf."""
+    """Return the shape of one IPU's shard of a concurrent leaf; a leaf on one IPU has its own shape."""
     return tuple(-(-size // ipus) if axis == IPU_AXIS else size for size, axis in dims_with_axes(leaf.shape, leaf.spec))
 
 
 def local_shapes(layout: PackedLayout) -> dict[str, Tree]:
     """Return `{group: tree of the shapes and dtypes that one IPU sees}`."""
-    return {
-        group.name: jax.tree.unflatten(
-            group.treedef,
-            [
-                jax.ShapeDtypeStruct(
-                    local_shape(leaf, layout.ipus) if group.ipu is None else leaf.shape, jnp.dtype(leaf.dtype)
-                )
-                for leaf in group.leaves
-            ],
-        )
-        for group in layout.groups
-    }
+    shape = lambda leaf: jax.ShapeDtypeStruct(local_shape(leaf, layout.ipus), jnp.dtype(leaf.dtype))  # noqa: E731
+    return {group.name: jax.tree.unflatten(group.treedef, map(shape, group.leaves)) for group in layout.groups}

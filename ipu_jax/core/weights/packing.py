@@ -185,18 +185,19 @@ def whole_leaves(sharded: Sharded, group: Group) -> list[jax.Array]:
         if group.ipu is None:
             value = whole(sharded.concurrent[group.name][i])[tuple(map(slice, leaf.shape))]
         else:
-            value = whole(sharded.slots[leaf.slot])[group.ipu].reshape(-1)[: leaf.size].reshape(leaf.shape)
+            value = leaf_in(whole(sharded.slots[leaf.slot])[group.ipu], leaf)
         values.append(jnp.asarray(value))
     return values
 
 
 def read(slots: Sequence[jax.Array], group: Group) -> Tree:
     """Return the group's tree from this IPU's row of each slot. Runs on the owner, inside the program."""
-    values = []
-    for leaf in group.leaves:
-        slot = slots[leaf.slot]
-        values.append(slot if slot.shape == leaf.shape else slot.reshape(-1)[: leaf.size].reshape(leaf.shape))
-    return jax.tree.unflatten(group.treedef, values)
+    return jax.tree.unflatten(group.treedef, [leaf_in(slots[leaf.slot], leaf) for leaf in group.leaves])
+
+
+def leaf_in(slot: Any, leaf: Leaf) -> Any:
+    """Return a leaf from its IPU's row of a slot: all of it, or the first elements of a flat one."""
+    return slot if slot.shape == leaf.shape else slot.reshape(-1)[: leaf.size].reshape(leaf.shape)
 
 
 def write(slots: Sequence[jax.Array], group: Group, values: Tree, zero: Value) -> list[jax.Array]:
