@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import sharded_ops
-from ipu_jax.tools import sharded_embedding_tool as tied_embedding
-from ipu_jax.tools import sharded_matmul_tool as split_matmul
+from ipu_jax.tools import sharded_embedding_tool as embedding_tool
+from ipu_jax.tools import sharded_matmul_tool as matmul_tool
 from ipu_jax.tools.agreement import HALF_TOLERANCE, differences
 from ipu_jax.tools.sharded_embedding_tool import NORM_TOLERANCE, Inputs, run_dense
 
 SMALL = {
-    tied_embedding: ["--vocab-size", "10", "--feature-size", "8", "--sequence-length", "6"],
-    split_matmul: ["--rows", "6", "--cols", "8", "--outsize", "10"],
+    embedding_tool: ["--vocab-size", "10", "--feature-size", "8", "--sequence-length", "6"],
+    matmul_tool: ["--rows", "6", "--cols", "8", "--outsize", "10"],
 }
 both_tools = pytest.mark.parametrize("tool", SMALL, ids=lambda tool: tool.__name__.split(".")[-1])
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -25,19 +25,19 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("tool", "argv"),
     [
-        (tied_embedding, ["--ipus", "3"]),
+        (embedding_tool, ["--ipus", "3"]),
         *(
-            slow(tied_embedding, argv.split())
+            slow(embedding_tool, argv.split())
             for argv in ("--ipus 1", "--ipus 2", "--ipus 8", "--ipus 4 --fp16", "--bf16")
         ),
-        *((split_matmul, argv.split()) for argv in ("--ipus 1", "--ipus 3", "--ipus 8 --fp16", "--bf16")),
+        *((matmul_tool, argv.split()) for argv in ("--ipus 1", "--ipus 3", "--ipus 8 --fp16", "--bf16")),
     ],
 )
 def test_the_sharded_program_matches_the_unsharded(tool, argv, capsys):
     assert tool.main([*SMALL[tool], *argv]) == 0
     printed = capsys.readouterr().out.splitlines()
     sharded, dense = (float(line.split()[-1]) for line in printed[:2])
-    assert sharded == pytest.approx(dense, abs=1e-2 if tool is tied_embedding else 1e-3)
+    assert sharded == pytest.approx(dense, abs=1e-2 if tool is embedding_tool else 1e-3)
     assert printed[2:] == ["Results match."]
 
 
@@ -46,12 +46,12 @@ def test_the_sharded_program_matches_the_unsharded(tool, argv, capsys):
     ("tool", "sizes"),
     [
         *(
-            (tied_embedding, f"--vocab-size {vocabulary} --ipus {ipus} --feature-size 768 {half}")
+            (embedding_tool, f"--vocab-size {vocabulary} --ipus {ipus} --feature-size 768 {half}")
             for half in ("", "--fp16", "--bf16")
             for vocabulary, ipus in ((1, 2), (3, 8), (8001, 4))
         ),
         *(
-            (split_matmul, f"--rows {rows} --cols {cols} --outsize {outsize} --ipus 4")
+            (matmul_tool, f"--rows {rows} --cols {cols} --outsize {outsize} --ipus 4")
             for rows, cols, outsize in ((1, 1, 1), (3, 1, 2), (2, 64, 1000))
         ),
     ],
@@ -64,7 +64,7 @@ def test_other_sizes_match_too(tool, sizes, capsys):
 @pytest.mark.slow
 def test_the_sizes_of_the_original_match(capsys):
     argv = ["--ipus", "4", "--vocab-size", "8000", "--feature-size", "768", "--sequence-length", "256"]
-    assert tied_embedding.main(argv) == 0
+    assert embedding_tool.main(argv) == 0
     assert re.fullmatch(r"Loss on 4 IPUs: 8\.9\d+\nLoss unsharded: 8\.9\d+\nResults match\.\n", capsys.readouterr().out)
 
 
@@ -99,7 +99,7 @@ def test_the_seed_makes_every_input(tool):
     for a, b, c in zip(one, same, other, strict=True):
         np.testing.assert_array_equal(a, b)
         assert not np.array_equal(a, c)
-    shapes, below = (((10, 8), (6,), (6,)), 10) if tool is tied_embedding else (((10, 8), (8, 6), (10,)), 6)
+    shapes, below = (((10, 8), (6,), (6,)), 10) if tool is embedding_tool else (((10, 8), (8, 6), (10,)), 6)
     assert tuple(leaf.shape for leaf in one) == shapes
     numbers = [leaf for leaf in one if leaf.dtype == np.int32]
     assert all(0 <= leaf.min() <= leaf.max() < below for leaf in numbers)
@@ -107,7 +107,7 @@ def test_the_seed_makes_every_input(tool):
 
 @pytest.mark.parametrize(("rows", "cols", "outsize"), [(8, 16, 500), (64, 256, 2000)])
 def test_random_logits_are_as_large_whatever_the_sizes(rows, cols, outsize):
-    lhs, rhs, _ = split_matmul.random_inputs(rows, cols, outsize, seed=0, dtype="float32")
+    lhs, rhs, _ = matmul_tool.random_inputs(rows, cols, outsize, seed=0, dtype="float32")
     assert np.std(lhs @ rhs) == pytest.approx(1 / 3, rel=0.1)
 
 
@@ -147,12 +147,12 @@ def _only_this_shards_tokens(op, table, ids, size):
 
 
 OF_EMBEDDING = [
-    (tied_embedding, "tied_projection", _without_gradient_of_the_second, ["gradient"]),
-    (tied_embedding, "tied_projection", _without_gradient_of_the_first, ["gradient"]),
-    (tied_embedding, "embedding", _without_gradient, ["gradient"]),
-    (tied_embedding, "embedding", _only_this_shards_tokens, ["loss", "gradient"]),
-    (tied_embedding, "log_softmax_cross_entropy", _twice_the_gradient_of_the_first, ["gradient"]),
-    (tied_embedding, "log_softmax_cross_entropy", _not_a_number, ["loss", "gradient"]),
+    (embedding_tool, "tied_projection", _without_gradient_of_the_second, ["gradient"]),
+    (embedding_tool, "tied_projection", _without_gradient_of_the_first, ["gradient"]),
+    (embedding_tool, "embedding", _without_gradient, ["gradient"]),
+    (embedding_tool, "embedding", _only_this_shards_tokens, ["loss", "gradient"]),
+    (embedding_tool, "log_softmax_cross_entropy", _twice_the_gradient_of_the_first, ["gradient"]),
+    (embedding_tool, "log_softmax_cross_entropy", _not_a_number, ["loss", "gradient"]),
 ]
 
 
@@ -167,11 +167,11 @@ def named_as_wrong(tool, op, broken, argv, capsys, monkeypatch):
     ("tool", "op", "broken", "wrong"),
     [
         *OF_EMBEDDING,
-        (tied_embedding, "tied_projection", _one_percent_off, ["loss", "gradient"]),
-        (split_matmul, "matmul", _one_percent_off, ["logits", "loss", "dLhs", "dRhs"]),
-        (split_matmul, "matmul", _without_gradient_of_the_first, ["dLhs"]),
-        (split_matmul, "matmul", _twice_the_gradient_of_the_second, ["dRhs"]),
-        (split_matmul, "matmul", _not_a_number, ["logits", "loss", "dLhs", "dRhs"]),
+        (embedding_tool, "tied_projection", _one_percent_off, ["loss", "gradient"]),
+        (matmul_tool, "matmul", _one_percent_off, ["logits", "loss", "dLhs", "dRhs"]),
+        (matmul_tool, "matmul", _without_gradient_of_the_first, ["dLhs"]),
+        (matmul_tool, "matmul", _twice_the_gradient_of_the_second, ["dRhs"]),
+        (matmul_tool, "matmul", _not_a_number, ["logits", "loss", "dLhs", "dRhs"]),
     ],
 )
 def test_a_broken_op_is_noticed(tool, op, broken, wrong, capsys, monkeypatch):
@@ -185,7 +185,7 @@ def test_a_broken_gradient_is_noticed_in_half_types_however_small_it_is(tool, op
     assert "gradient" in named_as_wrong(tool, op, broken, argv, capsys, monkeypatch)
 
 
-@pytest.mark.parametrize(("tool", "judged"), [(tied_embedding, "gradient"), (split_matmul, "logits")])
+@pytest.mark.parametrize(("tool", "judged"), [(embedding_tool, "gradient"), (matmul_tool, "logits")])
 def test_differences_are_judged_as_numpy_does(tool, judged):
     want = tool.Results(**(dict.fromkeys(tool.Results._fields, 1.0) | {judged: np.array([2.0, -2.0])}))
     limit = HALF_TOLERANCE.atol + HALF_TOLERANCE.rtol * 2
@@ -196,7 +196,7 @@ def test_differences_are_judged_as_numpy_does(tool, judged):
 
 
 def test_a_small_gradient_is_judged_by_its_norm_too():
-    want = tied_embedding.Results(loss=1.0, gradient=np.array([3e-4, -4e-4]))
+    want = embedding_tool.Results(loss=1.0, gradient=np.array([3e-4, -4e-4]))
     near, far = (want._replace(gradient=want.gradient * factor) for factor in (1.04, 1.06))
     assert differences(near, want, HALF_TOLERANCE, NORM_TOLERANCE) == {}
     assert differences(far, want, HALF_TOLERANCE, NORM_TOLERANCE) == {"gradient": pytest.approx(0.06 * 4e-4)}
@@ -205,10 +205,10 @@ def test_a_small_gradient_is_judged_by_its_norm_too():
 @pytest.mark.parametrize(
     ("tool", "runs", "argv", "line"),
     [
-        (tied_embedding, "run_pipeline", "--ipus 9", r"--ipus 9, but jax already started its CPU backend with 8: .*"),
-        (split_matmul, "random_inputs", "--ipus 9", r"--ipus 9, but jax .*"),
+        (embedding_tool, "run_pipeline", "--ipus 9", r"--ipus 9, but jax already started its CPU backend with 8: .*"),
+        (matmul_tool, "random_inputs", "--ipus 9", r"--ipus 9, but jax .*"),
         (
-            tied_embedding,
+            embedding_tool,
             "run_pipeline",
             "--vocab-size 2147483647 --feature-size 100000",
             r"--vocab-size 2147483647, --feature-size 100000 and --sequence-length 256 need 3,440,372 GB or more, and "
