@@ -203,6 +203,7 @@ class Attempt:
         instance, status = event.instance, event.status
         self._judge.exited(instance)
         self._ends.exited(instance, status, now)
+        self._records.pop(instance, None)
         if status and self._passed_on == 0 and self._outcome is None:
             self._failures[instance] = verdicts.failure_of(instance, status, event.at, event.error)
             self._failing_since = min(self._failing_since, now)
@@ -237,7 +238,7 @@ class Attempt:
     def _look_for_failure(self, now: float) -> None:
         if self._failures:
             if now >= self._failing_since + verdicts.MOMENT or len(self._ends.statuses) == self._topology.instances:
-                self._failed(verdicts.first([*self._failures.values(), *self._earlier_records()]))
+                self._failed(verdicts.first([*self._failures.values(), *self._records.values()]))
         elif self._stuck is not None:
             if self._stacks is not None or now >= self._stacks_until:
                 self._say_stuck(self._stuck)
@@ -247,10 +248,6 @@ class Attempt:
             self._stuck, self._stacks_until = stuck, now + STACKS_WITHIN + 1
             self._verbose(f"instance {stuck.instance} is stuck, seen at {now:.3f} s of the monotonic clock")
             self._host_of(stuck.instance).ask_stacks(stuck.instance)
-
-    def _earlier_records(self) -> list[Failure]:
-        """Return the exceptions of instances that have not exited yet."""
-        return [failure for i, failure in self._records.items() if i not in self._ends.statuses]
 
     def _failed(self, failure: Failure) -> None:
         instance, error = failure.instance, failure.error

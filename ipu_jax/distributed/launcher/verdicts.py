@@ -165,11 +165,8 @@ class Ends:
 
     def early(self, now: float) -> EarlyEnd | None:
         """Return the ended instance that a running one needs in vain; None if there is none."""
-        for other in sorted(self.progress.keys() - self.statuses.keys()):
-            found = self.needed_by(other, now)
-            if found is not None:
-                return found
-        return None
+        running = sorted(self.progress.keys() - self.statuses.keys())
+        return next(filter(None, (self.needed_by(other, now) for other in running)), None)
 
     def needed_by(self, other: int, now: float) -> EarlyEnd | None:
         """Return the ended instance that `other` waits for, or waited for when it failed; None if there is none."""
