@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from ipu_jax.base.annotations import Dtype, Eqn, Jaxpr, Params, Value, Var
+from ipu_jax.base.annotations import Dtype, Eqn, Jaxpr, Value, Var
 
 JITS = ("jit", "pjit")
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
@@ -163,7 +163,7 @@ def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def in_scan_parts(params: dict[str, Params], values: list[_T]) -> tuple[list[_T], list[_T], list[_T]]:
+def in_scan_parts(params: dict[str, Any], values: list[_T]) -> tuple[list[_T], list[_T], list[_T]]:
     """Return values that a scan's inputs have, apart: of its constants, of its carry, and of what it goes over."""
     consts, carry = scan_parts(params)
     return values[:consts], values[consts:][:carry], values[consts + carry :]
