@@ -51,14 +51,14 @@ def given_dims(*sizes: int) -> int:
 
 
 def with_dims(tree: Tree, *sizes: int) -> Tree:
-    """Return arrays, or their shapes, with leading dims of these sizes. In the tree, those of size 1 are left out."""
+    """Add the leading dims of size 1 to arrays, or to their shapes, whose other leading dims have these sizes."""
     for at, size in enumerate(sizes):
         tree = tree if size > 1 else jax.tree.map(lambda leaf, at=at: _expanded(leaf, at), tree)
     return tree
 
 
 def without_dims(tree: Tree, *sizes: int) -> Tree:
-    """Return arrays without those of their leading dims of these sizes that are 1: the inverse of `with_dims`."""
+    """Remove the dims of size 1 from arrays with leading dims of these sizes: the inverse of `with_dims`."""
     ones = tuple(at for at, size in enumerate(sizes) if size == 1)
     return jax.tree.map(lambda leaf: leaf.squeeze(ones), tree) if ones else tree
 

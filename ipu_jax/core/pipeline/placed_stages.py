@@ -27,7 +27,7 @@ from ipu_jax.core.weights.groups import Groups
 from ipu_jax.core.weights.packed_layout import WHOLE
 
 
-class Results(NamedTuple):
+class StepResults(NamedTuple):
     """The results of a run on all IPUs; those that the run does not have are None.
 
     Attributes:
@@ -128,18 +128,18 @@ class PlacedStages:
         args = given._replace(batch=jax.tree.map(shape_of, given.batch), state=self._state(given))
         return traced_on(self.mesh, lambda: fn(self._shapes(args)))
 
-    def run(self, given: StepArgs, *, role: Role, backward: bool, reduction: Reduction = "mean") -> Results:
+    def run(self, given: StepArgs, *, role: Role, backward: bool, reduction: Reduction = "mean") -> StepResults:
         """Run a step on all IPUs, and return its results as a user gets them. Call it inside `jax.jit`."""
         cotangent = 1.0 if reduction == "sum" else 1.0 / (self.options.gradient_accumulation * self.replicas)
 
-        def on_ipu(args: StepArgs) -> Results:
+        def on_ipu(args: StepArgs) -> StepResults:
             result = self.run_on_ipu(
                 args.of_replica(), loss_cotangent=cotangent, reduce_over_replicas=True, role=role, backward=backward
             )
             aux, outputs = jax.tree.map(lambda leaf: leaf[None], (result.aux, result.outputs))
             rounding = lambda g, p: rounded(g, p.dtype)  # noqa: E731
             gradients = result.gradients and jax.tree.map(rounding, result.gradients, args.params)
-            return Results(result.loss, aux, outputs, gradients, result.state)
+            return StepResults(result.loss, aux, outputs, gradients, result.state)
 
         args = given.entered(self.replicas)._replace(state=self._state(given))
         of_replicas, is_spec = PartitionSpec(REPLICA_AXIS), lambda leaf: isinstance(leaf, PartitionSpec)
@@ -147,7 +147,7 @@ class PlacedStages:
         of_output = lambda spec: PartitionSpec(REPLICA_AXIS, None, *spec)  # noqa: E731
         outputs = jax.tree.map(of_output, self.stages[-1].predict_specs, is_leaf=is_spec)
         in_specs = (StepArgs(weights, of_replicas, state, WHOLE),)
-        out_specs = Results(WHOLE, of_replicas, outputs, weights if backward else WHOLE, state)
+        out_specs = StepResults(WHOLE, of_replicas, outputs, weights if backward else WHOLE, state)
         results = over_ipus(on_ipu, self.mesh, in_specs=in_specs, out_specs=out_specs)(args)
         aux, outputs = without_dims((results.aux, results.outputs), self.replicas)
         return results._replace(aux=aux, outputs=outputs)

@@ -27,7 +27,6 @@ import jax
 import numpy as np
 
 import ipu_jax
-from ipu_jax.base.annotations import Json, Value
 
 _Path = str | os.PathLike[str]
 _LAST: Final = "The last state is ipu_jax.steps.FitResult.last.state"
@@ -36,7 +35,7 @@ _compiled: "weakref.WeakSet[ipu_jax.steps.TrainStep]" = weakref.WeakSet()
 
 
 @dataclasses.dataclass
-class Run:
+class Training:
     """Hold what a training works with, and how far it has come."""
 
     step: "ipu_jax.steps.TrainStep"
@@ -74,7 +73,7 @@ def fit(
     checkpoints: "ipu_jax.Checkpoints | _Path | None" = None,
     resume: _Path = "auto",
     log: "ipu_jax.observe.RunLog | _Path | None" = None,
-    notes: Mapping[str, Json] | None = None,
+    notes: Mapping[str, Any] | None = None,
     tensorboard: _Path | None = None,
     trace: "ipu_jax.observe.Recording | _Path | None" = None,
     report: _Path | None = None,
@@ -92,7 +91,7 @@ def fit(
     result = results.last = results(state, int(state.step))
     goal, end = goal_of(feed, result.updates, epochs, updates)
     lines = ipu_jax.observe.LossLines(feed.updates_per_epoch, say, call=feed.device_iterations, every=print_every)
-    run = Run(step, feed, result, goal, end, evaluate, say, lines, recording=recording)
+    run = Training(step, feed, result, goal, end, evaluate, say, lines, recording=recording)
     with contextlib.ExitStack() as context:
         if isinstance(log, str | os.PathLike) or (log is None and (tensorboard is not None or report is not None)):
             log = context.enter_context(ipu_jax.observe.RunLog(log, tensorboard=tensorboard))
@@ -153,7 +152,7 @@ def goal_of(
     return made + updates, order.later(feed.position, updates)
 
 
-def begin(run: Run, resume: _Path, notes: Mapping[str, Json]) -> None:
+def begin(run: Training, resume: _Path, notes: Mapping[str, Any]) -> None:
     """Log what is trained, and continue from a checkpoint, if there is one."""
     feed, first = run.feed, run.result.updates
     if run.log is not None:
@@ -169,7 +168,7 @@ def begin(run: Run, resume: _Path, notes: Mapping[str, Json]) -> None:
     run.clock = time.perf_counter()
 
 
-def restore(run: Run, checkpoints: "ipu_jax.Checkpoints", resume: _Path) -> None:
+def restore(run: Training, checkpoints: "ipu_jax.Checkpoints", resume: _Path) -> None:
     """Continue from a checkpoint, if there is one."""
     checkpoints.lock()
     try:
@@ -191,7 +190,7 @@ def restore(run: Run, checkpoints: "ipu_jax.Checkpoints", resume: _Path) -> None
     run.event("resumed", updates=found.step, path=str(found.path), total_updates=run.goal)
 
 
-def train(run: Run) -> None:
+def train(run: Training) -> None:
     """Make the remaining updates, until the goal is reached or the training must stop."""
     feed, result = run.feed, run.result
     if is_over(run):
@@ -222,18 +221,18 @@ def train(run: Run) -> None:
         finish_trace(run, run.recording)
 
 
-def is_over(run: Run) -> bool:
+def is_over(run: Training) -> bool:
     """Return whether the goal is reached, or the training must stop."""
     is_reached = run.goal is not None and run.result.updates >= run.goal
     is_read = run.goal is None and run.end is not None and run.feed.position.epoch >= run.end.epoch
     return is_reached or is_read or run.result.stopped is not None
 
 
-def call(run: Run, batch: "ipu_jax.io.FeedBatch") -> None:
+def call(run: Training, batch: "ipu_jax.io.FeedBatch") -> None:
     """Make the updates of a batch, at most as many as remain, and save or stop if it is time."""
     result = run.result
     left = batch.updates if run.goal is None else min(batch.updates, run.goal - result.updates)
-    outputs: list[tuple[Value, int]] = []
+    outputs: list[tuple[Any, int]] = []
     for made in pieces(run, left):
         begun, is_new = time.perf_counter(), result.updates == run.begun and run.step not in _compiled
         if is_new:
@@ -259,14 +258,14 @@ def call(run: Run, batch: "ipu_jax.io.FeedBatch") -> None:
         save(run)
 
 
-def heed(run: Run) -> None:
+def heed(run: Training) -> None:
     """Save, and remember to stop, if a signal has come. All instances ask equally often."""
     if run.stop is not None and run.stop.due():
         run.result.stopped = run.stop.by
         save(run)
 
 
-def pieces(run: Run, count: int) -> Iterator[range]:
+def pieces(run: Training, count: int) -> Iterator[range]:
     """Yield the updates of a call in one piece. Before a trace is recorded: one update, then the traced updates."""
     first = 0
     while first < count:
@@ -279,7 +278,7 @@ def pieces(run: Run, count: int) -> Iterator[range]:
             finish_trace(run, run.recording)
 
 
-def report_all_but(run: Run, waiting: int) -> None:
+def report_all_but(run: Training, waiting: int) -> None:
     """Wait for all calls but the last `waiting`, and report their losses."""
     while len(run.pending) > waiting:
         outputs = run.pending.popleft()
@@ -300,7 +299,7 @@ def report_all_but(run: Run, waiting: int) -> None:
             run.event("skipped", updates=run.reported, count=skipped, reason="overflows, or not finite")
 
 
-def losses_of(run: Run, outputs: "ipu_jax.steps.StepOutputs", count: int) -> np.ndarray[Any, Any]:
+def losses_of(run: Training, outputs: "ipu_jax.steps.StepOutputs", count: int) -> np.ndarray[Any, Any]:
     """Wait for updates of a call, and return their losses, (losses,)."""
     while not outputs.loss.is_ready():
         time.sleep(0.002)  # inside XLA, no signal handler would run until the call ends
@@ -310,7 +309,7 @@ def losses_of(run: Run, outputs: "ipu_jax.steps.StepOutputs", count: int) -> np.
     return losses / count if options.outputs == "sum" else losses
 
 
-def save(run: Run) -> None:
+def save(run: Training) -> None:
     """Save now, unless this state is already saved."""
     updates = run.result.updates
     if run.checkpoints is None or updates in (run.begun, run.saved):
@@ -322,7 +321,7 @@ def save(run: Run) -> None:
         run.event("saved", updates=updates, folder=str(run.checkpoints.folder))
 
 
-def evaluate_now(run: Run) -> None:
+def evaluate_now(run: Training) -> None:
     """Evaluate the state and report the figures."""
     if run.evaluate is None:
         return
@@ -336,7 +335,7 @@ def evaluate_now(run: Run) -> None:
     run.clock = time.perf_counter()
 
 
-def finish_trace(run: Run, recording: "ipu_jax.observe.Recording") -> None:
+def finish_trace(run: Training, recording: "ipu_jax.observe.Recording") -> None:
     """Write the trace, and say what it shows."""
     run.recording = None
     run.untimed = len(run.pending) + 1  # to finish takes a while: calls around it have no speed of their own
@@ -348,7 +347,7 @@ def finish_trace(run: Run, recording: "ipu_jax.observe.Recording") -> None:
         run.say(f"{recording.report}\nTrace: {recording.path}, for https://ui.perfetto.dev")
 
 
-def say_the_end(run: Run) -> None:
+def say_the_end(run: Training) -> None:
     """Say how many updates were made, and how fast; if the training ended early, why, and what is saved."""
     result, (updates, seconds) = run.result, run.first
     if result.stopped is not None:
@@ -375,7 +374,7 @@ def in_words(updates: int) -> str:
     return f"{updates:,} update{'s' * (updates != 1)}"
 
 
-def write_page(run: Run, path: Path, title: str, recording: "ipu_jax.observe.Recording | None") -> None:
+def write_page(run: Training, path: Path, title: str, recording: "ipu_jax.observe.Recording | None") -> None:
     """Write the page about a run that has begun. If it cannot be written, there is a warning; nothing is raised."""
     feed, model, state = run.feed, run.step.model, run.result.state
     if run.log is None or not run.log.events:

@@ -37,7 +37,7 @@ from ipu_jax.training.update.state import TrainState
 
 
 class Gradients(NamedTuple):
-    """What one replica computes for an update, in its mapped program.
+    """The gradients of one replica for an update, and what comes with them, in its mapped program.
 
     Attributes:
         loss: the replica's mean loss.
@@ -197,7 +197,7 @@ class PipelineModel(_Model):
 
 
 class ReplicasModel(_Model):
-    """A loss function as a training step sees it; its methods are as those of `PipelineModel`."""
+    """A loss function as a training step sees it. It has the methods of `PipelineModel`."""
 
     axes = (REPLICA_AXIS,)
 
