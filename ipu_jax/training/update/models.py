@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding
 from ipu_jax.base.annotations import Batch, Function, Params, Tree, Value
 from ipu_jax.base.showing import counted
 from ipu_jax.core.collectives import state_over_replicas
-from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.instances import put_copy
 from ipu_jax.core.mesh_axes import over_ipus
@@ -58,11 +57,8 @@ class _Model:
     Attributes:
         runs: the `Pipeline` or `Replicas`, with all its replicas and in the step's precision.
         random: whether it takes a key.
-        axes: the axes over which its program is mapped.
         state_groups: the names of the stages' state.
     """
-
-    axes: tuple[str, ...]
 
     def __init__(self, runs: Any, *, random: bool, state_groups: Sequence[str] = ()):
         self.runs, self.random, self.state_groups = runs, random, state_groups
@@ -88,8 +84,6 @@ class _Model:
 
 class PipelineModel(_Model):
     """A pipeline as a training step sees it."""
-
-    axes = (REPLICA_AXIS, IPU_AXIS)
 
     def __init__(self, pipeline: Pipeline):
         stages = pipeline.stages
@@ -198,8 +192,6 @@ class PipelineModel(_Model):
 
 class ReplicasModel(_Model):
     """A loss function as a training step sees it. It has the methods of `PipelineModel`."""
-
-    axes = (REPLICA_AXIS,)
 
     def __init__(self, runs: Replicas):
         super().__init__(runs, random=runs.random)
