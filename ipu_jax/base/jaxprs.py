@@ -132,7 +132,7 @@ def postponed(closed: Jaxpr, on: Sequence[Var]) -> Jaxpr:
 
 
 def in_order(wanted: Sequence[Any], eqns: Sequence[Eqn]) -> list[Any]:
-    """Return the wanted equations in their order, each after those of `eqns` whose results it reads."""
+    """Return the wanted equations in an order in which each follows those of `eqns` whose results it reads."""
     made_by = {var: eqn for eqn in eqns for var in eqn.outvars}
     ordered: dict[int, Eqn] = {}
     for eqn in wanted:

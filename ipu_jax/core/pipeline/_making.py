@@ -81,6 +81,7 @@ class Made:
                 `layers_per_ipu` does not fit the layers, `ipus` or `rounds`; or as in `Pipeline`.
 
         >>> import jax.numpy as jnp
+        >>> from ipu_jax import Pipeline
         >>> block = lambda w, x: x + jnp.tanh(x @ w)
         >>> loss = lambda x, microbatch: jnp.mean((x - microbatch["y"]) ** 2)
         >>> pipeline, params = Pipeline.from_layers(
@@ -178,6 +179,7 @@ class Made:
                 cut; the message names the line. Or as in `Pipeline`.
 
         >>> import jax, jax.numpy as jnp
+        >>> from ipu_jax import Pipeline
         >>> def loss(params, micro_batch):
         ...     x = micro_batch["x"]
         ...     for w in params["layers"]:

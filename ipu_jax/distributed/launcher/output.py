@@ -67,7 +67,7 @@ class Writer:
 
     @property
     def full(self) -> bool:
-        """Return whether so many bytes wait that no more should be read."""
+        """Return whether enough bytes wait, and reading should pause."""
         return self._bytes >= MOST
 
     @property

@@ -102,7 +102,7 @@ class PipelineModel(_Model):
         self.placement.check(given)
 
     def has(self, params: Params) -> bool:
-        """Return whether weights of a state are of such a model."""
+        """Return whether a state's weights belong to this kind of model."""
         return isinstance(params, Sharded)
 
     def freezes_as(self, params: Sharded) -> bool:
