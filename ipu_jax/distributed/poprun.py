@@ -2,10 +2,10 @@
 
     poprun --num-replicas 8 --num-instances 4 --ipus-per-replica 2 python train.py
 
-    options     the command line            topology    which host has which instances and replicas
-    attempts    restarts                    local       this host;  remote, agent: another host
-    supervisor  one attempt                 output      what is shown
-    stall       who is stuck                verdicts    who failed first, or ended early; what is said about it
+    options     the command line            topology    which host has which instances, replicas and cores
+    attempts    restarts                    hosts       this host;  ssh: another host;  watcher: nothing is left behind
+    supervisor  one attempt                 terminal    what is shown;  lines: how it is cut and drawn
+    verdicts    who is stuck, or failed     report      what is said about it
 
 Nothing here imports jax.
 """
@@ -24,13 +24,11 @@ from typing import Final, NoReturn
 from ipu_jax.base.cli import process
 from ipu_jax.distributed.environment import AXES, START_TIMEOUT, TERMINAL_WIDTH
 from ipu_jax.distributed.launcher.attempts import CannotStartError, Run
-from ipu_jax.distributed.launcher.launch import available_cores, nodes_of_cores
-from ipu_jax.distributed.launcher.local import LocalHost, free_port
+from ipu_jax.distributed.launcher.hosts import LocalHost, free_port
 from ipu_jax.distributed.launcher.options import Options, PoprunParser, options_of
-from ipu_jax.distributed.launcher.output import Display, Writer
-from ipu_jax.distributed.launcher.remote import Host, RemoteHost, Shell
-from ipu_jax.distributed.launcher.signals import STOPPING, Signals
-from ipu_jax.distributed.launcher.topology import Topology, is_this_host, ranges
+from ipu_jax.distributed.launcher.ssh import Host, RemoteHost, Shell
+from ipu_jax.distributed.launcher.terminal import STOPPING, Display, Signals, Writer
+from ipu_jax.distributed.launcher.topology import Topology, available_cores, is_this_host, nodes_of_cores, ranges
 
 NOT_FOUND: Final = 127
 """The exit status if the program does not exist, as in a shell."""
@@ -72,7 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     signals = Signals()
     display = Display(
-        Writer(), only=options.only_output_from_instance, timestamps=options.timestamps, folder=options.output_dir
+        Writer(),
+        only=options.only_output_from_instance,
+        tags=options.tag_output,
+        timestamps=options.timestamps,
+        folder=options.output_dir,
     )
     if display.columns and "COLUMNS" not in os.environ:  # progress bars in a pipe take their width from it
         width = {"COLUMNS": str(display.columns), TERMINAL_WIDTH: str(display.columns)}

@@ -58,7 +58,7 @@ PROGRAMS = ("tools", "__main__")
 COMMANDS = (
     *("ipu_jax.tools.sharded_embedding_tool", "ipu_jax.tools.sharded_matmul_tool", "ipu_jax.tools.self_test"),
     *("mnist_example.run_sharded_mnist", "mnist_example.benchmark_dataset", "mnist_example.data"),
-    *("ipu_jax.distributed.poprun", "ipu_jax.distributed.launcher.agent"),
+    *("ipu_jax.distributed.poprun", "ipu_jax.distributed.launcher.ssh"),
     *("ipu_jax.run.observe.info", "ipu_jax.run.observe.monitor.command", "ipu_jax.run.ahead.command"),
 )
 

@@ -12,14 +12,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from ipu_jax.distributed.launcher.events import Lost, Ready, Refused
-from ipu_jax.distributed.launcher.launch import Launch
+from ipu_jax.distributed.launcher.hosts import Lost, Prepared
 from ipu_jax.distributed.launcher.options import Options
-from ipu_jax.distributed.launcher.output import Display
-from ipu_jax.distributed.launcher.remote import Host
-from ipu_jax.distributed.launcher.signals import STOPPING, Signals
+from ipu_jax.distributed.launcher.ssh import Host
 from ipu_jax.distributed.launcher.supervisor import LOST_HOST, Attempt, Outcome
-from ipu_jax.distributed.launcher.topology import Topology
+from ipu_jax.distributed.launcher.terminal import STOPPING, Display, Signals
+from ipu_jax.distributed.launcher.topology import Launch, Topology
 
 FRUITLESS: Final = 3
 """Successive restarts without progress after which poprun gives up."""
@@ -99,30 +97,27 @@ class Run:
 
         The previous attempt may still use a given port for a moment.
         """
-        port, until = 0, time.monotonic() + _PREPARED_WITHIN
-        free_until = time.monotonic() + (_PORT_WITHIN if number else 0)
-        waiting = {host.name: host for host in hosts}
-        for host in hosts:
-            first = host is hosts[0]
-            host.prepare(self.bind if first else "", self.options.coordinator_port if first else 0)
-        while waiting:
-            if time.monotonic() > until:
-                raise CannotStartError(f"host {next(iter(waiting))} does not answer", LOST_HOST)
-            for host in list(waiting.values()):
-                for event in host.events():
-                    if isinstance(event, Ready):
-                        del waiting[host.name]
-                        port = event.port if host is hosts[0] else port
-                    elif isinstance(event, Refused) and time.monotonic() < free_until:
-                        host.prepare(self.bind, self.options.coordinator_port)
-                    elif isinstance(event, Refused):
+        ports, until = dict[str, int](), time.monotonic() + _PREPARED_WITHIN
+        asked = (self.bind, self.options.coordinator_port, _PORT_WITHIN if number else 0)
+        answers = [(host, [host.prepare(*(asked if host is hosts[0] else ("", 0, 0)))]) for host in hosts]
+        while True:
+            for host, answer in answers:
+                for event in answer:
+                    if isinstance(event, Prepared) and event.reason:
                         raise CannotStartError(f"{event.reason}: give another --coordinator-port or -bind", 2)
+                    if isinstance(event, Prepared):
+                        ports[host.name] = event.port
                     elif isinstance(event, Lost):
                         raise CannotStartError(f"host {host.name}: {event.reason}", LOST_HOST)
-            taken = self.signals.wait([file for host in hosts for file in host.files()], 0.05)
+            waiting = [host for host in hosts if host.name not in ports]
+            if not waiting:
+                return ports[hosts[0].name]
+            if time.monotonic() > until:
+                raise CannotStartError(f"host {waiting[0].name} does not answer", LOST_HOST)
+            taken = self.signals.wait([file for host in waiting for file in host.files()], 0.05)
             if stopping := [number for number in taken if number in STOPPING]:
                 raise CannotStartError("stopped before anything was started", 128 + stopping[0])
-        return port
+            answers = [(host, host.events()) for host in waiting]
 
 
 class History:

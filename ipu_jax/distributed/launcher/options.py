@@ -19,6 +19,7 @@ from typing import Final
 
 from ipu_jax.base.cli.parser import MOST_IPUS, Parser, number_that, shown, whole_number
 from ipu_jax.distributed.environment import Place, axes_of
+from ipu_jax.distributed.launcher.terminal import Tags
 from ipu_jax.distributed.launcher.topology import LOCALHOST, host_names, hosts_in_file
 
 GRACE: Final = 1.5
@@ -29,6 +30,15 @@ _DESCRIPTION: Final = (
 _EPILOG: Final = "The options end at the first word that is none, or at --. docs/instances.md tells more."
 _TRUE: Final = ("yes", "true", "on", "1")
 _FALSE: Final = ("no", "false", "off", "0")
+_TAGS: Final[Mapping[str, Tags]] = {
+    **dict.fromkeys(_TRUE, "full"),
+    **dict.fromkeys(_FALSE, "off"),
+    **{"short": "short", "full": "full"},
+}
+_HINTS: Final[Mapping[str, str]] = {
+    "np nproc nproc-per-node num-processes processes": "--num-instances N starts N processes, on all hosts together",
+    "nnodes num-nodes nodes": "name the hosts with --host a,b; --num-instances counts the processes of all of them",
+}
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LONGEST: Final = 1e7
 _ITS_OWN: Final = frozenset(Place(0, 1, 0, 1, 1, "", "", run_dir=Path(), token="its own", axes={"own": 1}).variables())
@@ -77,6 +87,7 @@ class Options:
     print_topology: bool
     only_output_from_instance: int | None
     output_dir: Path | None
+    tag_output: Tags
     timestamps: bool
     max_restarts: int
     stall_timeout: float | None
@@ -95,7 +106,7 @@ class PoprunParser(Parser):
     """The parser of poprun's own options."""
 
     def __init__(self) -> None:
-        super().__init__("poprun", _DESCRIPTION, _EPILOG, called={"hosts": "--host"})
+        super().__init__("poprun", _DESCRIPTION, _EPILOG, called={"hosts": "--host"}, hints=_HINTS)
         self.usage = "poprun [options] PROGRAM [arguments]"
         self._add_division()
         self._add_output()
@@ -120,16 +131,16 @@ class PoprunParser(Parser):
             i += 1
             own.append(word)
             if action is None:
-                joined = re.match(r"-[xH].", word)
-                if joined is None and not re.fullmatch(r"-v+", word):
-                    break  # an unknown option: it is refused
+                if not re.match(r"-[xH].|-n\d+$|-v+$", word):
+                    self.error(f"unrecognized arguments: {shown(word)}: {self._nearest([word])}")
             elif equals or action.nargs == 0 or i == len(argv):
                 continue
             elif action.nargs != "?":
                 # mpirun's options are values here, although they look like options of ours
                 own[-1:] = [f"{name}={argv[i]}"] if name in WITHOUT_EFFECT else [word, argv[i]]
                 i += 1
-            elif argv[i] in (*_TRUE, *_FALSE) and i + 1 < len(argv):  # the last word is a program: `true`
+            elif argv[i] in (_TAGS if name == "--tag-output" else (*_TRUE, *_FALSE)) and i + 1 < len(argv):
+                # the last word is a program: `true`
                 own.append(argv[i])
                 i += 1
         return own, list(argv[i:])
@@ -139,12 +150,13 @@ class PoprunParser(Parser):
         self.add_argument(name, nargs="?", type=_truth, const=True, default=False, metavar="yes|no", help=meaning)
 
     def _add_division(self) -> None:
-        for name, meaning in (
-            ("--num-replicas", "copies of the model, shared equally by the instances"),
-            ("--num-instances", "host processes, shared equally by the hosts"),
-            ("--ipus-per-replica", "virtual IPUs of each replica"),
+        for *names, default, meaning in (
+            ("--num-instances", "-n", 1, "host processes, shared equally by the hosts (default: 1)"),
+            ("--num-replicas", None, "copies of the model, shared equally by the instances (default: one for each)"),
+            ("--ipus-per-replica", 1, "virtual IPUs of each replica (default: 1)"),
         ):
-            self.add_size(name, 1, meaning, most=MOST_IPUS * MOST_IPUS)
+            most = MOST_IPUS * MOST_IPUS
+            self.add_argument(*names, type=whole_number(1, most), default=default, metavar="N", help=meaning)
         self.add_argument(
             "--axes",
             type=_axes,
@@ -176,7 +188,15 @@ class PoprunParser(Parser):
         )
         self.add_argument("--output-dir", metavar="DIR", help="write a file for each attempt, instance and stream")
         self._add_truth("--timestamps", "put the time at which a line was read into its tag")
-        self._add_truth("--tag-output", "accepted for the original's sake: each line has a tag")
+        self.add_argument(
+            "--tag-output",
+            nargs="?",
+            type=_tags,
+            const="full",
+            default="full",
+            metavar="off|short|full",
+            help="what is put before each line: nothing, [0], or [1,0]<stdout>: (default: full)",
+        )
         self.add_argument("-v", "--verbose", action="count", default=0, help="say what is started, seen and stopped")
         self.add_argument("--vv", action="store_const", const=2, default=0, help="say more")
 
@@ -254,6 +274,7 @@ def options_of(parser: PoprunParser, parsed: argparse.Namespace, program: Sequen
         parser.error(f"argument {'--host' if parsed.host is not None else '--hostfile'}: {error}")
     checked = {
         "program": tuple(program),
+        "num_replicas": parsed.num_replicas or parsed.num_instances,
         "hosts": hosts,
         "executable_cache_path": _folder(parser, "--executable-cache-path", parsed.executable_cache_path),
         "output_dir": _folder(parser, "--output-dir", parsed.output_dir),
@@ -271,6 +292,12 @@ def _truth(text: str) -> bool:
     if text.lower() not in (*_TRUE, *_FALSE):
         raise argparse.ArgumentTypeError(f"{shown(text)!r} is neither yes nor no")
     return text.lower() in _TRUE
+
+
+def _tags(text: str) -> Tags:
+    if text.lower() not in _TAGS:
+        raise argparse.ArgumentTypeError(f"{shown(text)!r} is none of off, short and full")
+    return _TAGS[text.lower()]
 
 
 def _axes(text: str) -> dict[str, int]:

@@ -16,31 +16,25 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from ipu_jax.distributed.launcher import verdicts
-from ipu_jax.distributed.launcher.events import (
+from ipu_jax.distributed.launcher import report, verdicts
+from ipu_jax.distributed.launcher.hosts import (
     FULL,
+    STACKS_WITHIN,
     Beat,
     Ended,
     Event,
     Exited,
     Lost,
-    Note,
     NotStarted,
     Output,
-    Ready,
-    Refused,
     Stacks,
     Started,
 )
-from ipu_jax.distributed.launcher.launch import Launch
-from ipu_jax.distributed.launcher.local import STACKS_WITHIN
 from ipu_jax.distributed.launcher.options import GRACE, Options
-from ipu_jax.distributed.launcher.output import Display
-from ipu_jax.distributed.launcher.remote import Host
-from ipu_jax.distributed.launcher.signals import STOPPING, Signals
-from ipu_jax.distributed.launcher.stall import Judge, Stuck
-from ipu_jax.distributed.launcher.topology import Topology, ranges
-from ipu_jax.distributed.launcher.verdicts import EarlyEnd, Ends, Failure
+from ipu_jax.distributed.launcher.ssh import Host
+from ipu_jax.distributed.launcher.terminal import STOPPING, Display, Signals
+from ipu_jax.distributed.launcher.topology import Launch, Topology, ranges
+from ipu_jax.distributed.launcher.verdicts import EarlyEnd, Ends, Failure, Judge, Stuck
 
 STUCK: Final = 124
 """The exit status after an instance was stuck, as with the command `timeout`."""
@@ -173,9 +167,7 @@ class Attempt:
                     self._report.append(f"host {host.name}: cannot be killed, and left behind: processes {pids}")
             case Lost(reason):
                 self._lost(host, reason)
-            case Note(text):
-                self._display.say(f"host {host.name}: {text}")
-            case Ready() | Refused():
+            case _:
                 pass
 
     def _started(self, event: Started, now: float) -> None:
@@ -207,7 +199,7 @@ class Attempt:
         if status and self._passed_on == 0 and self._outcome is None:
             self._failures[instance] = verdicts.failure_of(instance, status, event.at, event.error)
             self._failing_since = min(self._failing_since, now)
-        how = f"was ended by {verdicts.signal_name(-status)}" if status < 0 else f"exited with status {status}"
+        how = f"was ended by {report.signal_name(-status)}" if status < 0 else f"exited with status {status}"
         beacon = "" if instance in self._ends.progress else "; it had no beacon, so that only its exit was supervised"
         self._verbose(f"instance {instance} {how}, seen at {event.at:.3f} s of the monotonic clock{beacon}")
 
@@ -223,7 +215,7 @@ class Attempt:
             self._look_for_failure(now)
         if now >= self._speak_at and not self._ending:
             self._speak_at = float("inf")
-            name = verdicts.signal_name(self._passed_on)
+            name = report.signal_name(self._passed_on)
             self._display.say(
                 f"{name} was passed on to all instances: they may take {self._leaving:g} s, and another kills them"
             )
@@ -255,7 +247,7 @@ class Attempt:
         finished = None if progress is None else progress.finished
         lines = [] if error else self._display.tail(instance)
         lines = lines or self._display.tail(instance, "stdout") if error is None else []
-        said = verdicts.about_failure(failure, self._host_of(instance).name, self._pids[instance], finished, lines)
+        said = report.about_failure(failure, self._host_of(instance).name, self._pids[instance], finished, lines)
         status = failure.exit_status
         if failure.looks_like_a_lost_peer:
             early = self._ends.needed_by(instance, time.monotonic()) or self._ends.left(instance)
@@ -266,26 +258,26 @@ class Attempt:
 
     def _told_of(self, early: EarlyEnd) -> list[str]:
         lines = self._display.tail(early.instance) or self._display.tail(early.instance, "stdout")
-        said = verdicts.about_early_end(early, self._host_of(early.instance).name, self._pids[early.instance])
-        return [*said, *verdicts.quoted("its last lines", lines)]
+        said = report.about_early_end(early, self._host_of(early.instance).name, self._pids[early.instance])
+        return [*said, *report.quoted("its last lines", lines)]
 
     def _say_stuck(self, stuck: Stuck) -> None:
         instance = stuck.instance
         lines = self._display.tail(instance, seen=True)[-5:] or self._display.tail(instance, "stdout", seen=True)[-5:]
-        said = verdicts.about_stall(stuck, self._host_of(instance).name, self._stacks or "", lines)
+        said = report.about_stall(stuck, self._host_of(instance).name, self._stacks or "", lines)
         if self._ends.statuses:
             gone = ranges(sorted(self._ends.statuses))
             said.append(f"  of the other instances, {gone} had exited with status 0: it may have waited for them")
         self._decide(Outcome(STUCK, again=True), said)
 
-    def _decide(self, outcome: Outcome, report: list[str], *, at_once: bool = False) -> None:
+    def _decide(self, outcome: Outcome, said: list[str], *, at_once: bool = False) -> None:
         """End the attempt with an outcome, unless it already has one."""
         if self._outcome is not None:
             return
-        self._outcome, self._report = outcome, report
+        self._outcome, self._report = outcome, said
         now = time.monotonic()
         left = self._topology.instances - len(self._ends.statuses)
-        if left and report:
+        if left and said:
             self._verbose(f"stopping {left} instances, at {now:.3f} s of the monotonic clock")
         if not at_once:
             self._send(signal.SIGCONT, signal.SIGTERM)

@@ -1,4 +1,20 @@
-"""Judge what has ended an attempt, and say it: who failed first, or who ended its program while others need it.
+"""Judge what was seen of the instances: who is stuck, who failed first, who ended its program while others need it.
+
+**Stuck.** What is an instance doing, and for how long may it?
+
+    STARTING, COMPILING   the compile limit
+    no beacon yet         the start limit, from when another one waits for it in popdist.init
+    STEPPING              max(5 s, 5 x the median step), from the second step on
+                          for ever, once all others have ended their programs after these steps: nobody waits for it
+    BUSY                  the limit that it gave itself
+    WAITING               the limit that it gave itself; it waits for the others
+    ENDING                for ever: it waits for the others
+    SILENT                for ever: its program may never report a step
+    FAILED                5 s: its exception should have ended it
+    stopped (state T)     5 s in any phase
+
+Steps wait for each other. While one instance compiles, starts or is busy within its limit, the others are not stuck.
+When one is stuck, soon all are. The *culprit* is the instance that the others wait for.
 
 **Failures.** When an instance dies, its peers lose their connections to it and fail as well, some before the launcher
 has seen the first failure. So all failures within a moment are ordered by the time at which they happened:
@@ -20,20 +36,25 @@ ended has begun no more than they have. A wait that is not counted, such as for 
 others' parts of a save, must have lasted a moment since the other instance ended. So must the wait for an instance that
 has exited without waiting for the others, as by `os._exit`: nobody can leave the barrier at the end without it.
 
-The rules are pure: time is an argument. `stall.py` judges who is stuck. Nothing here imports jax.
+The rules are pure: time is an argument. Nothing here imports jax.
 """
 
+import collections
 import dataclasses
 import math
 import re
 import signal
-from collections.abc import Iterable, Sequence
+import statistics
+from collections.abc import Iterable
 from typing import Final
 
-from ipu_jax.distributed.launcher.events import Beat, ErrorRecord
-from ipu_jax.distributed.launcher.stall import Stuck
+from ipu_jax.distributed.launcher.hosts import Beat, ErrorRecord
 from ipu_jax.distributed.processes.beacons import Phase, Reading
 
+LEAST: Final = 5.0
+"""Seconds without a finished step that are always allowed."""
+TIMES: Final = 5
+"""How many median step times may pass without a finished step."""
 MOMENT: Final = 0.3
 """Seconds after the first failure in which others are considered."""
 PORT_TAKEN: Final = "PortTakenError"
@@ -41,23 +62,256 @@ PORT_TAKEN: Final = "PortTakenError"
 PATIENCE: Final = 1.2
 """Seconds of a wait that is not counted, after which an ended instance is taken for the reason."""
 
+_KEPT: Final = 1001
+_FOR_OTHERS: Final = (Phase.WAITING, Phase.ENDING)
+_PREPARING: Final = (Phase.STARTING, Phase.COMPILING)
 _SEEN_LATE: Final = 0.1
-_MOST_FRAMES: Final = 40
 _LOST_PEER: Final = re.compile(
     r"connection (closed|reset|refused|aborted)|closed by peer|broken pipe|gloo|socket closed|heartbeat|coordination"
     r"|unavailable|barrier|deadline.exceeded|peer.* (gone|lost|died|unhealthy)",
     re.IGNORECASE,
 )
-_STATES: Final = {
-    "R": "running",
-    "S": "sleeping",
-    "D": "waiting for a disk or a driver, and cannot be interrupted",
-    "T": "stopped",
-    "t": "stopped by a debugger",
-    "Z": "ended, but not collected by its parent",
-    "X": "dead",
-    "I": "idle",
-}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stuck:
+    """An instance that is stuck.
+
+    Attributes:
+        instance: its number.
+        doing: what it did, as in "finished no step".
+        pid, letter, finished: its process, the state of the process, and the finished steps, if known.
+        seconds: how long it did so.
+        limit: how long it may do so.
+        rule: where the limit comes from.
+    """
+
+    instance: int
+    pid: int
+    letter: str
+    finished: int | None
+    doing: str
+    seconds: float
+    limit: float
+    rule: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Late:
+    doing: str
+    seconds: float
+    limit: float
+    rule: str
+    waits: bool = True  # whether it may be waiting for another instance
+    of_steps: bool = False
+
+
+@dataclasses.dataclass
+class _Watched:
+    started_at: float
+    pid: int = 0
+    letter: str = "?"
+    stopped_since: float = math.inf
+    progress: Reading | None = None
+
+
+class Judge:
+    """Tracks the state of the instances of an attempt.
+
+    Args:
+        stall: seconds in which a step must finish; None for the rule above; infinite for no limit.
+        compiling: seconds that starting and compiling may take.
+        starting: seconds that others may wait in popdist.init for an instance without a beacon.
+    """
+
+    def __init__(self, stall: float | None, compiling: float, starting: float = math.inf):
+        self._stall, self._compiling, self._starting = stall, compiling, starting
+        self._watched: dict[int, _Watched] = {}
+        self._gone: list[Reading | None] = []
+        self._durations: collections.deque[float] = collections.deque(maxlen=_KEPT)
+        self._resumed_at = -math.inf
+        self._since = -math.inf  # until then, steps had to wait for something else
+        self._first_step = 0.0
+        self._median: float | None = None  # of the durations; None if there are newer ones
+
+    def started(self, instance: int, now: float) -> None:
+        """Begin to watch an instance."""
+        self._watched[instance] = _Watched(now)
+
+    def exited(self, instance: int) -> None:
+        """Stop watching an instance."""
+        watched = self._watched.pop(instance, None)
+        if watched is not None:
+            self._gone.append(watched.progress)
+
+    def waited_for_us(self, now: float) -> None:
+        """Restart the clocks of steps and phases, since an instance may have waited until we read its output."""
+        self._resumed_at = self._since = now
+
+    def resumed(self, now: float) -> None:
+        """Restart all clocks, since nobody looked for a while, or the instances had to wait for us."""
+        self.waited_for_us(now)
+        for watched in self._watched.values():
+            if watched.letter == "T":
+                watched.stopped_since = now
+
+    def beat(self, beat: Beat, now: float) -> None:
+        """Record the state of an instance."""
+        watched = self._watched.get(beat.instance)
+        if watched is None:
+            return
+        watched.pid, watched.letter = beat.pid, beat.letter
+        watched.stopped_since = min(watched.stopped_since, now) if beat.letter == "T" else math.inf
+        if beat.progress is not None:
+            self._measure(watched, watched.progress, beat.progress)
+            watched.progress = beat.progress
+        if self._excused(watched, now):
+            self._since = max(self._since, now)
+
+    def median_step(self) -> float | None:
+        """Return the median step time so far, in seconds."""
+        if self._median is None and self._durations:
+            self._median = statistics.median(self._durations)
+        return self._median
+
+    def verdict(self, now: float) -> Stuck | None:
+        """Return the stuck instance, or None if all may go on."""
+        missing = self._missing(now)
+        if missing is not None:
+            return missing
+        for instance, watched in self._watched.items():
+            late = self._late(watched, now)
+            if late is not None:
+                if late.waits:
+                    instance = self._culprit(of_steps=late.of_steps)
+                    watched = self._watched[instance]
+                    late = dataclasses.replace(late, seconds=self._silence(watched, now))
+                finished = watched.progress.finished if watched.progress else None
+                return Stuck(
+                    instance, watched.pid, watched.letter, finished, late.doing, late.seconds, late.limit, late.rule
+                )
+        return None
+
+    def _missing(self, now: float) -> Stuck | None:
+        """Return an instance that has not arrived in time where the others first meet."""
+        arrived = [
+            each.progress.phase_at
+            for each in self._watched.values()
+            if each.progress is not None and each.progress.joint_begun and not each.progress.joint_made
+        ]
+        absent = {i: each for i, each in self._watched.items() if each.progress is None}
+        if not arrived or not absent:
+            return None
+        waiting = now - max(min(arrived), self._resumed_at)
+        if waiting <= self._starting:
+            return None
+        instance, watched = min(absent.items(), key=lambda item: (item[1].letter != "T", item[0]))
+        doing = "has not come to popdist.init, where others have waited"
+        return Stuck(instance, watched.pid, watched.letter, None, doing, waiting, self._starting, "--start-timeout")
+
+    def _measure(self, watched: _Watched, before: Reading | None, after: Reading) -> None:
+        steps = after.finished - (before.finished if before else 0)
+        if steps <= 0:
+            return
+        if before is None or before.finished == 0:
+            self._first_step = max(self._first_step, after.finished_at - watched.started_at)
+            if steps > 1:  # several since the last look: all but the first, which may include compilation, are alike
+                self._durations.append((after.finished_at - after.first_at) / (steps - 1))
+                self._median = None
+        # time spent mostly on something else, such as a save, does not measure steps; each may read a batch, though
+        elif after.aside - before.aside <= (after.finished_at - before.finished_at) / 2:
+            self._durations.append((after.finished_at - before.finished_at) / steps)
+            self._median = None
+
+    def _excused(self, watched: _Watched, now: float) -> bool:
+        """Return whether others may have to wait for an instance that does something other than a step."""
+        progress = watched.progress
+        if progress is None or progress.phase in (
+            Phase.STEPPING,
+            Phase.WAITING,
+            Phase.ENDING,
+            Phase.SILENT,
+            Phase.FAILED,
+        ):
+            return False
+        limit = self._compiling if progress.phase in _PREPARING else progress.limit
+        return now - max(progress.phase_at, self._resumed_at) <= limit
+
+    def _is_any_silent(self) -> bool:
+        """Return whether an instance has reported nothing so far, although it has a beacon."""
+        return any(each.progress is not None and each.progress.phase is Phase.SILENT for each in self._watched.values())
+
+    def _step_limit(self) -> tuple[float, str]:
+        if self._stall is not None:
+            return self._stall, "--stall-timeout"
+        median = self.median_step()
+        if median is None:
+            return max(LEAST, TIMES * self._first_step), f"the larger of {LEAST:g} s and {TIMES} x the first step"
+        return max(LEAST, TIMES * median), f"the larger of {LEAST:g} s and {TIMES} x the median step of {median:.3g} s"
+
+    def _late(self, watched: _Watched, now: float) -> _Late | None:
+        progress = watched.progress
+        stopped = now - watched.stopped_since
+        if stopped > LEAST and self._stall != math.inf:
+            return _Late("was stopped", stopped, LEAST, "a process that is stopped does nothing", waits=False)
+        if progress is None:
+            return None
+        in_phase = now - max(progress.phase_at, self._resumed_at)
+        if progress.phase in _PREPARING and in_phase > self._compiling:
+            doing = "has not started" if progress.phase is Phase.STARTING else "has not compiled"
+            return _Late(doing, in_phase, self._compiling, "--compile-timeout")
+        if progress.phase in (Phase.BUSY, Phase.WAITING) and in_phase > progress.limit:
+            what = f" {progress.label}" if progress.label else ""
+            if progress.phase is Phase.WAITING and not progress.begun and self._is_any_silent():
+                doing = f"has not come to its first step; another one waited{what}"
+                return _Late(doing, in_phase, progress.limit, "of who waits")
+            doing = f"was busy{what and ' with'}{what}" if progress.phase is Phase.BUSY else f"waited{what}"
+            return _Late(doing, in_phase, progress.limit, "its own limit", waits=False)
+        if progress.phase is Phase.FAILED and in_phase > LEAST:
+            return _Late("has not exited", in_phase, LEAST, "an exception ends a program", waits=False)
+        if progress.phase is Phase.STEPPING and not self._is_last(watched):
+            limit, rule = self._step_limit()
+            silence = self._silence(watched, now)
+            if silence > limit:
+                return _Late("finished no step", silence, limit, rule, of_steps=True)
+        return None
+
+    def _is_last(self, watched: _Watched) -> bool:
+        """Return whether all others have ended their programs, and finished all steps that this one has begun."""
+        begun = watched.progress.begun if watched.progress is not None else 0
+        alive = [each.progress for each in self._watched.values() if each is not watched]
+        if any(other is None or other.phase is not Phase.ENDING for other in alive):
+            return False
+        others = [*self._gone, *alive]
+        return bool(others) and all(other is not None and other.finished >= begun for other in others)
+
+    def _silence(self, watched: _Watched, now: float) -> float:
+        progress = watched.progress
+        if progress is None:
+            return now - max(watched.started_at, self._since)
+        return now - max(progress.finished_at, progress.phase_at, self._since)
+
+    def _culprit(self, of_steps: bool) -> int:
+        """Return the instance that the others wait for: stopped, else with fewest steps begun, else longest silent.
+
+        Instances that wait for the others, also at the end of their programs, are excluded. The others may wait for an
+        instance without a beacon while they prepare, but not in a step: steps have finished without it.
+        """
+
+        def rank(instance: int) -> tuple[bool, int, float]:
+            watched = self._watched[instance]
+            progress = watched.progress
+            if progress is None:
+                return (watched.letter != "T", 0, watched.started_at)
+            return (watched.letter != "T", progress.begun, max(progress.finished_at, progress.phase_at))
+
+        candidates = [
+            i
+            for i, watched in self._watched.items()
+            if watched.letter == "T"
+            or (not of_steps if watched.progress is None else watched.progress.phase not in _FOR_OTHERS)
+        ]
+        return min(candidates, key=rank)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,108 +468,3 @@ def _doing(progress: Reading) -> str:
     if progress.phase is Phase.ENDING:
         return "waits for it at the end of the program"
     return f"trains, in step {progress.begun}"
-
-
-def about_early_end(early: EarlyEnd, host: str, pid: int) -> list[str]:
-    """Return the lines that describe an early end.
-
-    >>> end = EarlyEnd(0, 1, None, 5, "trains, in step 6")
-    >>> print(*about_early_end(end, "here", 77), sep="\\n")  # doctest: +ELLIPSIS
-    instance 0 (host here, pid 77) ended its program after step 5, while instance 1 still trains, in step 6
-      all instances must make the same steps and calls: look for what ends one of them early, such as ...
-    """
-    how = f"after step {early.finished}" if early.finished else "before its first step had finished"
-    if early.status is not None:
-        how = f"with status {early.status} {how}"
-    return [
-        f"instance {early.instance} (host {host}, pid {pid}) ended its program {how}, "
-        f"while instance {early.other} still {early.doing}",
-        "  all instances must make the same steps and calls: look for what ends one of them early, such as fewer "
-        "examples on its host, or os._exit",
-    ]
-
-
-def state_of(letter: str) -> str:
-    """Return a process's state letter and its meaning.
-
-    >>> state_of("T"), state_of("?")
-    ('T (stopped)', 'unknown')
-    """
-    return f"{letter} ({_STATES[letter]})" if letter in _STATES else "unknown"
-
-
-def signal_name(number: int) -> str:
-    """Return the name of a signal.
-
-    >>> signal_name(9), signal_name(99)
-    ('SIGKILL', 'signal 99')
-    """
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def step_of(finished: int | None) -> str:
-    """Return the progress of an instance in words.
-
-    >>> step_of(None), step_of(0), step_of(12)
-    ('no step is known', 'no step finished', 'last finished step 12')
-    """
-    if finished is None:
-        return "no step is known"
-    return f"last finished step {finished}" if finished else "no step finished"
-
-
-def about_failure(failed: Failure, host: str, pid: int, finished: int | None, lines: Sequence[str]) -> list[str]:
-    """Return the lines that describe a failure.
-
-    Args:
-        failed: the failure.
-        host, pid: the host and the process of the instance.
-        finished: the steps that the instance had finished, if known.
-        lines: the last lines of its output that the user may not have seen.
-    """
-    where = f"instance {failed.instance} (host {host}, pid {pid}, {step_of(finished)})"
-    status = failed.status
-    if failed.error is not None:
-        message = failed.error.message.strip().split("\n")[0]
-        what = f"failed with {failed.error.type}{': ' if message else ''}{message}"
-        if status:
-            what += f" (exit status {status})"
-    elif status is not None and status < 0:
-        what = f"was ended by {signal_name(-status)}"
-    elif status is not None and status > 128 and signal_name(status - 128).startswith("SIG"):
-        what = f"exited with status {status}, as a shell does whose command {signal_name(status - 128)} has ended"
-    else:
-        what = f"exited with status {status}"
-    return [f"{where} {what}", *quoted("its last lines", lines)]
-
-
-def about_stall(stuck: Stuck, host: str, stacks: str, lines: Sequence[str]) -> list[str]:
-    """Return the lines that describe a stuck instance.
-
-    Args:
-        stuck: the stuck instance, and the rule that it broke.
-        host: its host.
-        stacks: its Python stacks; empty if they are unknown.
-        lines: the last lines of its output.
-    """
-    letter = stuck.letter
-    where = f"instance {stuck.instance} (host {host}, pid {stuck.pid}, {step_of(stuck.finished)})"
-    how_long = f"for {stuck.seconds:.1f} s; the limit is {stuck.limit:.3g} s ({stuck.rule})"
-    said = [f"{where} is stuck: it {stuck.doing} {how_long}", f"  the process is in state {state_of(letter)}"]
-    if letter == "T":
-        said[-1] += ": something has sent it SIGSTOP or SIGTSTP; SIGCONT would continue it"
-    frames = stacks.strip().splitlines()
-    if frames:
-        said += quoted("its Python stacks", frames[:_MOST_FRAMES])
-    else:
-        why = "a stopped process cannot write them" if letter == "T" else "its program does not write them"
-        said.append(f"  its Python stacks are not known: {why}")
-    return [*said, *quoted("its last lines", lines)]
-
-
-def quoted(title: str, lines: Sequence[str]) -> list[str]:
-    """Return quoted lines under a title; nothing if there are none."""
-    return [f"  {title}:", *(f"    {line}" for line in lines)] if lines else []

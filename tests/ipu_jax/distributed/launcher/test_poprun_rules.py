@@ -8,22 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ipu_jax.distributed.launcher import local
+from ipu_jax.distributed.launcher import hosts
 from ipu_jax.distributed.launcher.attempts import FRUITLESS, LONG, History
-from ipu_jax.distributed.launcher.events import (
-    Beat,
-    Ended,
-    ErrorRecord,
-    Exited,
-    Output,
-    Ready,
-    Started,
-    event_of,
-    line_of,
-)
-from ipu_jax.distributed.launcher.stall import Judge
+from ipu_jax.distributed.launcher.hosts import Beat, Ended, ErrorRecord, Exited, Output, Prepared, Started
+from ipu_jax.distributed.launcher.ssh import event_of, line_of
 from ipu_jax.distributed.launcher.supervisor import Outcome
-from ipu_jax.distributed.launcher.verdicts import EarlyEnd, Ends, failure_of, first
+from ipu_jax.distributed.launcher.verdicts import EarlyEnd, Ends, Judge, failure_of, first
 from ipu_jax.distributed.processes.beacons import Mark, Phase, Reading
 
 
@@ -430,11 +420,8 @@ def test_a_taken_port_is_no_restart():
 
 def test_a_later_attempt_gets_another_port_even_if_the_first_one_is_free_again(monkeypatch):
     found = iter([41001, 41001, 41002])
-    monkeypatch.setattr(local, "free_port", lambda _, port=0: port or next(found))
-    host = local.LocalHost("")
-    for port in (41001, 41002):
-        host.prepare("127.0.0.1", 0)
-        assert host.events() == [Ready(port)]
-    host.prepare("127.0.0.1", 41001)  # the user's choice
-    assert host.events() == [Ready(41001)]
+    monkeypatch.setattr(hosts, "free_port", lambda _, port=0: port or next(found))
+    host = hosts.LocalHost("")
+    assert [host.prepare("127.0.0.1", 0, 0) for _ in range(2)] == [Prepared(41001), Prepared(41002)]
+    assert host.prepare("127.0.0.1", 41001, 0) == Prepared(41001)  # the user's choice
     host.close()

@@ -243,7 +243,7 @@ def test_a_poprun_that_reads_slowly_is_nobodys_fault(tmp_path, size):
     slow = """
         import time
         from ipu_jax.distributed import poprun
-        from ipu_jax.distributed.launcher.output import Display
+        from ipu_jax.distributed.launcher.terminal import Display
         show = Display.show
         Display.show = lambda *words: time.sleep(len(words[-1]) / 1.5e6) or show(*words)
         poprun.command()

@@ -9,9 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ipu_jax.distributed.environment import Place
-from ipu_jax.distributed.launcher.launch import Launch, nodes_of_cores, shares_of_cores
 from ipu_jax.distributed.launcher.options import PoprunParser
-from ipu_jax.distributed.launcher.topology import Topology, host_names, hosts_in_file, ranges
+from ipu_jax.distributed.launcher.topology import (
+    Launch,
+    Topology,
+    host_names,
+    hosts_in_file,
+    nodes_of_cores,
+    ranges,
+    shares_of_cores,
+)
 from support.refusals import refusals, refused
 
 

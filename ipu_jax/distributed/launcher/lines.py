@@ -172,16 +172,8 @@ class Splitter:
         return piece
 
 
-@dataclasses.dataclass
-class _Bar:
-    tag: bytes
-    text: bytes = b""
-    printed_at: float = float("-inf")
-    printed: bool = True
-
-
 class Screen:
-    """Draw the content of one terminal, or the end of one file or pipe.
+    """Draws the content of one terminal, or the end of one file or pipe. Only one passing text is drawn: the newest.
 
     Args:
         columns: the width of the terminal; None if there is no terminal.
@@ -190,51 +182,43 @@ class Screen:
     def __init__(self, columns: int | None):
         self.columns = columns
         self._open: str | None = None  # the stream of the unfinished last line
-        self._bars: dict[str, _Bar] = {}
-        self._drawn = False
+        self._of, self._tag, self._text = "", b"", b""  # the passing text, and its stream; none if that is ""
+        self._printed_at, self._printed, self._drawn = float("-inf"), True, False
 
     def line(self, key: str, tag: bytes, text: bytes, *, goes_on: bool = False) -> bytes:
         """Return the bytes that draw a line of stream `key`, the rest of a line, or several lines."""
-        self._bars.pop(key, None)
-        return self._above_bar(self._begin(key, tag, goes_on) + text.replace(b"\n", b"\n" + tag) + b"\n", None)
+        return self._above_bar(key, self._begin(key, tag, goes_on) + text.replace(b"\n", b"\n" + tag) + b"\n", None)
 
     def part(self, key: str, tag: bytes, text: bytes, *, goes_on: bool = False) -> bytes:
         """Return the bytes that draw the beginning of an unfinished line, or more of it."""
-        self._bars.pop(key, None)
-        return self._above_bar(self._begin(key, tag, goes_on) + text, key)
+        return self._above_bar(key, self._begin(key, tag, goes_on) + text, key)
 
     def state(self, key: str, tag: bytes, text: bytes, now: float) -> bytes:
         """Return the bytes that draw a passing text; nothing if it is too early to draw it."""
         if not text.strip():  # it wipes the bar
-            bar = self._bars.pop(key, None)
-            return self._above_bar(b"", self._open) if bar and self.columns else b""
-        bar = self._bars.pop(key, None) or _Bar(tag)
-        self._bars[key] = bar  # now the last one, so that it is drawn
-        bar.tag, bar.text, bar.printed = tag, text, False
-        return self._above_bar(b"", self._open) if self.columns else self.tick(now)
+            return self._above_bar(key, b"", self._open) if self._of == key and self.columns else b""
+        if self._of != key:
+            self._printed_at = float("-inf")
+        self._of, self._tag, self._text, self._printed = key, tag, text, False
+        return self._above_bar("", b"", self._open) if self.columns else self.tick(now)
 
     def tick(self, now: float) -> bytes:
-        """Return the bytes that draw the passing texts that have waited long enough."""
-        if self.columns:
+        """Return the bytes that draw the passing text where it cannot be overwritten, if it has waited long enough."""
+        if self.columns or self._printed or now - self._printed_at < EVERY:
             return b""
-        out = b""
-        for key, bar in self._bars.items():
-            if not bar.printed and now - bar.printed_at >= EVERY:
-                out += self._begin(key, bar.tag, goes_on=False) + bar.text + b"\n"
-                self._open, bar.printed, bar.printed_at = None, True, now
+        self._printed, self._printed_at = True, now
+        out, self._open = self._begin(self._of, self._tag, goes_on=False) + self._text + b"\n", None
         return out
 
     def finish(self, key: str) -> bytes:
         """Return the bytes that turn the last state of an ended stream into a line."""
-        bar = self._bars.get(key)
-        if bar is None or (bar.printed and not self.columns):
-            self._bars.pop(key, None)
+        if self._of != key or self._printed:
             return b""
-        return self.line(key, bar.tag, bar.text)
+        return self.line(key, self._tag, self._text)
 
     def close(self) -> bytes:
         """Return the bytes that end the last line."""
-        out = b"".join(self.finish(key) for key in list(self._bars))
+        out = self.finish(self._of)
         if self._open is not None:
             out, self._open = out + b"\n", None
         return out
@@ -244,15 +228,13 @@ class Screen:
             return tag
         return b"" if goes_on and self._open == key else b"\n" + tag
 
-    def _above_bar(self, text: bytes, now_open: str | None) -> bytes:
-        """Return a text with the bar below it; there is no bar below an unfinished line."""
-        out = (_CLEAR if self._drawn else b"") + text
-        self._open = now_open
-        bar = next(reversed(self._bars.values()), None)
-        self._drawn = bool(self.columns and bar and now_open is None)
-        if self._drawn and bar and self.columns:
-            out += b"\r" + fitting(bar.tag + bar.text, self.columns - 1)
-        return out
+    def _above_bar(self, key: str, text: bytes, now_open: str | None) -> bytes:
+        """Return a text of stream `key`, whose bar is over, with another bar below; none below an unfinished line."""
+        if key and self._of == key:
+            self._of, self._printed = "", True
+        out, self._open = (_CLEAR if self._drawn else b"") + text, now_open
+        self._drawn = bool(self.columns and self._of and now_open is None)
+        return out + b"\r" + fitting(self._tag + self._text, self.columns - 1) if self._drawn and self.columns else out
 
 
 def fitting(text: bytes, columns: int) -> bytes:

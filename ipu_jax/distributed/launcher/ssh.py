@@ -1,11 +1,19 @@
-"""Talk to the agent on another host, over the pipe of a remote shell such as ssh.
+"""Run the instances of another host: poprun talks to an agent there, over the pipe of a remote shell such as ssh.
 
-    poprun  -- {"do": "begin", ...} -->  agent
+    poprun  -- {"do": "begin", ...} -->  agent      RemoteHost | python -m ipu_jax.distributed.launcher.ssh
             <-- {"event": "Exited", ...} --
+
+Both write one line of JSON for each command or event. The clocks of two hosts have nothing in common, so a time travels
+as an age, and becomes a time on the reader's clock again:
+
+    Exited(instance=1, status=-9, at=812.25)  -- at 812.5 -->  {"event": "Exited", ..., "at": 0.25}
+
+When the pipe from poprun ends, for whatever reason, the agent kills all its instances.
 
 Nothing here imports jax.
 """
 
+import base64
 import contextlib
 import dataclasses
 import json
@@ -15,13 +23,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, get_args
 
 from ipu_jax.base.annotations import Json
-from ipu_jax.distributed.launcher.events import Ended, Event, Lost, Note, event_of
-from ipu_jax.distributed.launcher.launch import Launch
-from ipu_jax.distributed.launcher.local import LocalHost
+from ipu_jax.distributed.launcher.hosts import Ended, ErrorRecord, Event, LocalHost, Lost, Output
+from ipu_jax.distributed.launcher.terminal import STOPPING, Signals
+from ipu_jax.distributed.launcher.topology import Launch
+from ipu_jax.distributed.processes.beacons import Mark, Phase, Reading
 
+_KINDS: Final = {kind.__name__: kind for kind in get_args(Event)}
+_TIMES: Final = ("at", "beat_at", "first_at", "finished_at", "phase_at")
 CONNECTED_WITHIN: Final = 20.0
 """Seconds in which a host must answer."""
 SILENT_FOR: Final = 20.0
@@ -29,7 +40,9 @@ SILENT_FOR: Final = 20.0
 # BatchMode: do not ask for a password, since nobody would see the question
 _SSH_OPTIONS: Final = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
 _AT_ONCE: Final = 1 << 16
-_ALIVE: Final = Note("")
+_LOOK_EVERY: Final = 0.05
+_ALIVE_EVERY: Final = 2.0
+_MOST_WAITING: Final = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +57,7 @@ class Shell:
         options = [word for option in _SSH_OPTIONS for word in ("-o", option)] if self.command[0] == "ssh" else []
         path = os.environ.get("PYTHONPATH")
         environment = [f"PYTHONPATH={path}"] if path else []
-        agent = shlex.join(["env", *environment, sys.executable, "-m", "ipu_jax.distributed.launcher.agent"])
+        agent = shlex.join(["env", *environment, sys.executable, "-m", "ipu_jax.distributed.launcher.ssh"])
         return [*self.command, *options, host, f"cd {shlex.quote(self.folder)} && exec {agent}"]
 
 
@@ -105,11 +118,11 @@ class RemoteHost:
             self.lost = True
             if not any(isinstance(event, Ended) for event in events):
                 events.append(Lost(self._reason(silent and not ended)))
-        return [event for event in events if event != _ALIVE]
+        return events
 
-    def prepare(self, bind: str, port: int) -> None:
-        """Find a free port at an address, or check that the given one is free: `Ready` or `Refused` follows."""
-        self._ask("prepare", bind=bind, port=port)
+    def prepare(self, bind: str, port: int, patience: float) -> None:
+        """As for this host, but `Prepared` follows as an event."""
+        self._ask("prepare", bind=bind, port=port, patience=patience)
 
     def begin(self, launch: Launch) -> None:
         """Start the instances: a `Started` or `NotStarted` follows for each."""
@@ -188,3 +201,129 @@ def _read(handle: int) -> tuple[bytes, bool]:
     except BlockingIOError:
         pass
     return data, False
+
+
+class Agent:
+    """Does what `poprun` asks for on a host."""
+
+    def __init__(self) -> None:
+        self._host = LocalHost("")
+        self._rest = self._to_send = b""
+        self._held = False
+        self._say_alive_at = 0.0
+        self._gone = False
+
+    def run(self) -> None:
+        """Serve until the pipe from poprun ends, or a signal arrives."""
+        for handle in (0, 1):
+            os.set_blocking(handle, False)
+        signals = Signals()
+        while not self._gone:
+            if set(STOPPING) & set(signals.wait([0, *self._host.files()], _LOOK_EVERY)):
+                break
+            self._read()
+            for event in self._host.events():
+                self._say(event)
+            if time.monotonic() >= self._say_alive_at:
+                self._say()
+            self._flush()
+            # if poprun does not read, the instances have to wait, so that nothing here grows without bound
+            self._host.hold(self._held or len(self._to_send) > _MOST_WAITING)
+        self._host.close()
+
+    def _read(self) -> None:
+        try:
+            data = os.read(0, _AT_ONCE)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._gone = True
+            return
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._do(json.loads(line))
+
+    def _do(self, command: dict[str, Json]) -> None:
+        match command:
+            case {"do": "prepare", "bind": bind, "port": port, "patience": patience}:
+                self._say(self._host.prepare(bind, port, patience))
+            case {"do": "begin", "launch": values}:
+                self._host.begin(_with_own_environment(values))
+            case {"do": "send", "number": number, "instances": instances}:
+                self._host.send(number, instances)
+            case {"do": "ask_stacks", "instance": instance}:
+                self._host.ask_stacks(instance)
+            case {"do": "hold", "on": on}:
+                self._held = on
+            case {"do": "end", "patience": patience}:
+                self._host.end(patience)
+            case _:
+                raise ValueError(f"{command!r} is nothing that an agent does: is poprun of the same version there?")
+
+    def _say(self, event: Event | None = None) -> None:
+        """Send an event; without one, an empty line, which says that this agent is alive."""
+        now = time.monotonic()
+        self._say_alive_at = now + _ALIVE_EVERY
+        self._to_send += b"\n" if event is None else line_of(event, now)
+
+    def _flush(self) -> None:
+        try:
+            while self._to_send:
+                self._to_send = self._to_send[os.write(1, self._to_send) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._gone = True
+
+
+def _with_own_environment(values: dict[str, Json]) -> Launch:
+    return Launch.from_json({**values, "environment": {**os.environ, **values["environment"]}})
+
+
+def line_of(event: Event, now: float) -> bytes:
+    """Return the line that carries an event to another host."""
+    values = _ages(dataclasses.asdict(event), now)
+    if isinstance(event, Output):
+        values["data"] = base64.b64encode(event.data).decode()
+    return json.dumps({"event": type(event).__name__, **values}).encode() + b"\n"
+
+
+def event_of(line: bytes, now: float) -> Event:
+    """Return the event in a line, with times on the clock that now reads `now`.
+
+    Raises:
+        ValueError: the line is not an event.
+
+    >>> event_of(line_of(Exited(1, -9, at=812.25), now=812.5), now=100.0)
+    Exited(instance=1, status=-9, at=99.75, error=None)
+    """
+    try:
+        values = json.loads(line)
+        kind = _KINDS[values.pop("event")]
+        values = _ages(values, now)  # the age of an age is the time again
+        if kind is Output:
+            values["data"] = base64.b64decode(values["data"])
+        for name in ("cores", "left"):
+            if name in values:
+                values[name] = tuple(values[name])
+        if read := values.get("progress"):
+            values["progress"] = Reading(**{**read, "phase": Phase(read["phase"]), "mark": Mark(**read["mark"])})
+        if values.get("error"):
+            values["error"] = ErrorRecord(**values["error"])
+        return kind(**values)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{line[:80]!r} is no event: {error}") from error
+
+
+def _ages(values: dict[str, Json], now: float) -> dict[str, Json]:
+    return {
+        name: _ages(value, now) if isinstance(value, dict) else now - value if name in _TIMES else value
+        for name, value in values.items()
+    }
+
+
+if __name__ == "__main__":
+    Agent().run()
+    sys.exit(0)

@@ -1,4 +1,4 @@
-"""Show the output of the instances: a tag before each line, a bar on a terminal, and files on request.
+"""Show the output of the instances on the user's terminal, and take the signals that the user sends from it.
 
     Output(1, "stdout", b"a\\nb")  -->  files  -->  Splitter  -->  Screen  -->  Writer  -->  [1,1]<stdout>:a
 
@@ -10,27 +10,31 @@ Nothing here imports jax.
 """
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import os
 import re
 import select
+import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from io import FileIO
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from ipu_jax.base.terminal import without_commands
-from ipu_jax.distributed.launcher.events import Stream
-from ipu_jax.distributed.launcher.screen import Piece, Screen, Splitter
+from ipu_jax.distributed.launcher.hosts import Stream
+from ipu_jax.distributed.launcher.lines import Piece, Screen, Splitter
 
 MOST: Final = 4 << 20
 """Bytes in the queue at which the instances have to wait."""
-JOB: Final = 1
-"""The job number in the tags, as mpirun writes it: there is one job."""
+STOPPING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+Tags = Literal["off", "short", "full"]
+"""What is put before each line: nothing, the number of its instance, or what mpirun writes, such as [1,0]<stdout>:."""
 
+_CAUGHT: Final = (*STOPPING, signal.SIGTSTP, signal.SIGCONT, signal.SIGCHLD, signal.SIGWINCH)
 _HANDLES: Final[dict[Stream, int]] = {"stdout": 1, "stderr": 2}
 # gloo's C++ writes "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1" to
 # stdout of each instance, whatever its logging is set to. It writes each piece of that separately, and its threads
@@ -50,6 +54,34 @@ _PIECES_OF_NOISE: Final = re.compile(b"|".join(map(re.escape, _SAID_BY_GLOO)))
 _LONG_AGO: Final = 40
 _KEPT: Final = 20
 _LONGEST_KEPT: Final = 2000
+
+
+class Signals:
+    """Collects signals from its creation until the process ends, and wakes up whoever waits for them.
+
+    A signal that was already ignored, as under nohup, stays ignored.
+    """
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+        for number in _CAUGHT:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda *_: None)  # without a Python handler, nothing is written to the pipe
+        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+
+    def wait(self, files: Iterable[int], seconds: float) -> list[int]:
+        """Wait until a file can be read, a signal arrives, or the time has passed. Return the signals."""
+        poll = select.poll()
+        for file in (self._read, *files):
+            poll.register(file, select.POLLIN)
+        poll.poll(seconds * 1000)
+        taken: list[int] = []
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._read, 512):
+                taken += data
+        return [number for number in taken if number != signal.SIGCHLD]
 
 
 class Writer:
@@ -124,12 +156,13 @@ class Display:
     Args:
         writer: writes to stdout and stderr.
         only: the instance whose stdout is shown, or None for all.
+        tags: what is put before each line.
         timestamps: whether a tag contains the time at which the line was read.
         folder: where each stream is also written to a file; None for no files.
     """
 
-    def __init__(self, writer: Writer, *, only: int | None, timestamps: bool, folder: Path | None):
-        self.writer, self._only, self._timestamps, self._folder = writer, only, timestamps, folder
+    def __init__(self, writer: Writer, *, only: int | None, tags: Tags, timestamps: bool, folder: Path | None):
+        self.writer, self._only, self._tags, self._timestamps, self._folder = writer, only, tags, timestamps, folder
         self._sources: dict[tuple[int, Stream], _Source] = {}
         self._screens = _screens()
         self._attempt = 0
@@ -140,7 +173,7 @@ class Display:
     def columns(self) -> int | None:
         """Return the columns of the terminal for a line of an instance, beside its tag; None without a terminal."""
         columns = self._screens["stderr"].columns
-        return None if columns is None else max(20, columns - len("[1,0]<stderr>:") - 1)
+        return None if columns is None else max(20, columns - len(self._tag(0, "stderr")) - 1)
 
     def resize(self) -> None:
         """Look up the width of the terminal again."""
@@ -263,7 +296,8 @@ class Display:
         if self._timestamps:
             seconds = time.time()
             at = time.strftime("[%H:%M:%S", time.localtime(seconds)) + f".{int(seconds % 1 * 1000):03}]"
-        return f"[{JOB},{instance}]<{stream}>{at}:".encode()
+        before = {"off": "", "short": f"[{instance}]", "full": f"[1,{instance}]<{stream}>"}[self._tags] + at
+        return f"{before}{':' if self._tags == 'full' else ' ' if before else ''}".encode()
 
     def _put(self, stream: Stream, data: bytes) -> None:
         self.writer.put(_HANDLES[stream], data)

@@ -27,27 +27,110 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from ipu_jax.distributed.environment import THREADS
 from ipu_jax.distributed.launcher import watcher
-from ipu_jax.distributed.launcher.events import (
-    Beat,
-    Ended,
-    ErrorRecord,
-    Event,
-    Exited,
-    NotStarted,
-    Output,
-    Ready,
-    Refused,
-    Stacks,
-    Started,
-    Stream,
-)
-from ipu_jax.distributed.launcher.launch import Launch
+from ipu_jax.distributed.launcher.topology import Launch
 from ipu_jax.distributed.processes import beacons
-from ipu_jax.distributed.processes.beacons import Phase
+from ipu_jax.distributed.processes.beacons import Phase, Reading
+
+Stream = Literal["stdout", "stderr"]
+
+FULL: Final = 1 << 15
+"""Bytes of an `Output` at which its pipe may have been full: pipes hold 65,536, or half of that if writes are small."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorRecord:
+    """The exception that ended an instance's program, as the instance recorded it."""
+
+    at: float
+    type: str
+    message: str
+    finished: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """An instance was started. `cores` are the cores that it is bound to, if any."""
+
+    instance: int
+    pid: int
+    threads: str
+    cores: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class NotStarted:
+    """An instance could not be started. `status` is the exit status that a shell would have."""
+
+    instance: int
+    status: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """An instance has written something; empty data is the end of its stream."""
+
+    instance: int
+    stream: Stream
+    data: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Beat:
+    """Describe the state of an instance: the letter of its process's state in /proc, and its beacon, if it has one."""
+
+    instance: int
+    pid: int
+    letter: str
+    progress: Reading | None
+    error: ErrorRecord | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Exited:
+    """An instance has exited with `status`, or by signal `-status`."""
+
+    instance: int
+    status: int
+    at: float
+    error: ErrorRecord | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacks:
+    """The Python stacks of an instance, as requested; empty if it could not give them."""
+
+    instance: int
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A host can start instances, and jax's coordinator can use this port there; not if there is a reason."""
+
+    port: int
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """No process of the attempt is left on a host, except `left`, which cannot be killed. Its run folder is gone."""
+
+    left: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Lost:
+    """The connection to a host is gone, and with it whatever ran there."""
+
+    reason: str
+
+
+Event = Started | NotStarted | Output | Beat | Exited | Stacks | Prepared | Ended | Lost
 
 STACKS_WITHIN: Final = 1.0
 """Seconds that an instance has to write its stacks."""
@@ -103,13 +186,18 @@ class LocalHost:
                 events += self._stacks(instance)
         return events
 
-    def prepare(self, bind: str, port: int) -> None:
-        """Find a free port at an address, or check that the given one is free: `Ready` or `Refused` follows.
+    def prepare(self, bind: str, port: int, patience: float) -> Prepared:
+        """Find a free port at an address, or wait for at most `patience` seconds until the given one is free.
 
         A port is found only once: what an instance of an earlier attempt still sends must not reach a later one.
         """
+        until = time.monotonic() + patience
+        while (found := self._prepared(bind, port)).reason and time.monotonic() < until:
+            time.sleep(0.05)
+        return found
+
+    def _prepared(self, bind: str, port: int) -> Prepared:
         self._let_go_of_the_port()
-        found = port
         try:
             for _ in range(1 if port else _TRIES):
                 found = port or free_port(bind)
@@ -118,13 +206,12 @@ class LocalHost:
                 self._found.add(found)
                 self._reserved = reservation(found) if bind else None
                 if not bind or self._reserved is not None:
-                    self._waiting.append(Ready(free_port(bind, found)))
-                    return
-            self._waiting.append(Refused(f"port {found} on {self.name} belongs to another run of poprun"))
+                    return Prepared(free_port(bind, found))
+            return Prepared(0, f"port {port or 0} on {self.name} belongs to another run of poprun")
         except OSError as error:
             self._let_go_of_the_port()
             what = f"port {port}" if port else "a port"
-            self._waiting.append(Refused(f"{what} of {bind} on {self.name} cannot be used: {error.strerror}"))
+            return Prepared(0, f"{what} of {bind} on {self.name} cannot be used: {error.strerror}")
 
     def begin(self, launch: Launch) -> None:
         """Start the instances: a `Started` or `NotStarted` follows for each."""

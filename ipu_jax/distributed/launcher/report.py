@@ -1,0 +1,127 @@
+"""Say what has ended an attempt, in lines for the user: which instance, what it did, and its last words.
+
+Nothing here imports jax.
+"""
+
+import signal
+from collections.abc import Sequence
+from typing import Final
+
+from ipu_jax.distributed.launcher.verdicts import EarlyEnd, Failure, Stuck
+
+_MOST_FRAMES: Final = 40
+_STATES: Final = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "waiting for a disk or a driver, and cannot be interrupted",
+    "T": "stopped",
+    "t": "stopped by a debugger",
+    "Z": "ended, but not collected by its parent",
+    "X": "dead",
+    "I": "idle",
+}
+
+
+def about_early_end(early: EarlyEnd, host: str, pid: int) -> list[str]:
+    """Return the lines that describe an early end.
+
+    >>> end = EarlyEnd(0, 1, None, 5, "trains, in step 6")
+    >>> print(*about_early_end(end, "here", 77), sep="\\n")  # doctest: +ELLIPSIS
+    instance 0 (host here, pid 77) ended its program after step 5, while instance 1 still trains, in step 6
+      all instances must make the same steps and calls: look for what ends one of them early, such as ...
+    """
+    how = f"after step {early.finished}" if early.finished else "before its first step had finished"
+    if early.status is not None:
+        how = f"with status {early.status} {how}"
+    return [
+        f"instance {early.instance} (host {host}, pid {pid}) ended its program {how}, "
+        f"while instance {early.other} still {early.doing}",
+        "  all instances must make the same steps and calls: look for what ends one of them early, such as fewer "
+        "examples on its host, or os._exit",
+    ]
+
+
+def state_of(letter: str) -> str:
+    """Return a process's state letter and its meaning.
+
+    >>> state_of("T"), state_of("?")
+    ('T (stopped)', 'unknown')
+    """
+    return f"{letter} ({_STATES[letter]})" if letter in _STATES else "unknown"
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal.
+
+    >>> signal_name(9), signal_name(99)
+    ('SIGKILL', 'signal 99')
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def step_of(finished: int | None) -> str:
+    """Return the progress of an instance in words.
+
+    >>> step_of(None), step_of(0), step_of(12)
+    ('no step is known', 'no step finished', 'last finished step 12')
+    """
+    if finished is None:
+        return "no step is known"
+    return f"last finished step {finished}" if finished else "no step finished"
+
+
+def about_failure(failed: Failure, host: str, pid: int, finished: int | None, lines: Sequence[str]) -> list[str]:
+    """Return the lines that describe a failure.
+
+    Args:
+        failed: the failure.
+        host, pid: the host and the process of the instance.
+        finished: the steps that the instance had finished, if known.
+        lines: the last lines of its output that the user may not have seen.
+    """
+    where = f"instance {failed.instance} (host {host}, pid {pid}, {step_of(finished)})"
+    status = failed.status
+    if failed.error is not None:
+        message = failed.error.message.strip().split("\n")[0]
+        what = f"failed with {failed.error.type}{': ' if message else ''}{message}"
+        if status:
+            what += f" (exit status {status})"
+    elif status is not None and status < 0:
+        what = f"was ended by {signal_name(-status)}"
+    elif status is not None and status > 128 and signal_name(status - 128).startswith("SIG"):
+        what = f"exited with status {status}, as a shell does whose command {signal_name(status - 128)} has ended"
+    else:
+        what = f"exited with status {status}"
+    return [f"{where} {what}", *quoted("its last lines", lines)]
+
+
+def about_stall(stuck: Stuck, host: str, stacks: str, lines: Sequence[str]) -> list[str]:
+    """Return the lines that describe a stuck instance.
+
+    Args:
+        stuck: the stuck instance, and the rule that it broke.
+        host: its host.
+        stacks: its Python stacks; empty if they are unknown.
+        lines: the last lines of its output.
+    """
+    letter = stuck.letter
+    where = f"instance {stuck.instance} (host {host}, pid {stuck.pid}, {step_of(stuck.finished)})"
+    how_long = f"for {stuck.seconds:.1f} s; the limit is {stuck.limit:.3g} s ({stuck.rule})"
+    said = [f"{where} is stuck: it {stuck.doing} {how_long}", f"  the process is in state {state_of(letter)}"]
+    if letter == "T":
+        said[-1] += ": something has sent it SIGSTOP or SIGTSTP; SIGCONT would continue it"
+    frames = stacks.strip().splitlines()
+    if frames:
+        said += quoted("its Python stacks", frames[:_MOST_FRAMES])
+    else:
+        why = "a stopped process cannot write them" if letter == "T" else "its program does not write them"
+        said.append(f"  its Python stacks are not known: {why}")
+    return [*said, *quoted("its last lines", lines)]
+
+
+def quoted(title: str, lines: Sequence[str]) -> list[str]:
+    """Return quoted lines under a title; nothing if there are none."""
+    return [f"  {title}:", *(f"    {line}" for line in lines)] if lines else []
