@@ -50,11 +50,13 @@ class Piece:
             the beginning of a line, or more of it. "state" is a passing text, or several with newlines between them.
         text: its content.
         goes_on: whether a part of the same line came before.
+        was_state: whether a line was a passing text until its newline came.
     """
 
     kind: Literal["line", "part", "state"]
     text: bytes
     goes_on: bool = False
+    was_state: bool = False
 
 
 class Splitter:
@@ -72,6 +74,7 @@ class Splitter:
         self._returned = False  # whether a carriage return follows it, which may belong to a newline
         self._since = 0.0  # when it began, or was last passed on
         self._passing = False  # whether it follows a bare carriage return
+        self._bars = False  # whether the stream has had one: what follows a newline may be a bar, as rich draws it
         self._shown = True  # whether it was passed on as a state
         self._open = False  # whether parts of its line were passed on
         self._state = b""  # the last state
@@ -117,7 +120,7 @@ class Splitter:
             return self._ended(self._with_rest(), passing=True)
         if not self._rest:
             return []
-        if self._passing:
+        if self._passing or self._bars:
             if self._shown or waited < STATE_AFTER:
                 return []
             self._shown, self._state, self._since = True, bytes(self._rest), now
@@ -146,14 +149,16 @@ class Splitter:
         followed, self._passing = self._passing, passing
         self._shown = True
         if passing:
+            self._bars = True
             if text == self._state and not goes_on:
                 return []  # it is already shown, or a bar begins with its carriage return
             self._state = text
             return [Piece("line", text, goes_on) if goes_on else Piece("state", text)]
         if not text and followed and not goes_on:
             text = self._state  # a newline leaves the last state in place
+        was_state = followed or (self._state != b"" and text.startswith(self._state))
         self._state = b""
-        return [Piece("line", text, goes_on)]
+        return [Piece("line", text, goes_on, was_state)]
 
     def _more(self, text: bytes, *, passing: bool) -> list[Piece]:
         """Return the piece of the lines, or passing texts, that follow one with the same end."""

@@ -325,7 +325,9 @@ def _clean(piece: Piece, source: _Source, stream: Stream) -> Iterator[Piece]:
     for i, line in enumerate(piece.text.split(b"\n")):
         text, source.ends_of_noise = without_noise(line, source.ends_of_noise)
         if text is not None:
-            yield dataclasses.replace(piece, text=text, goes_on=piece.goes_on and i == 0)
+            # the newline after a bar may be gloo's: the bar goes on
+            kind = "state" if piece.was_state and text != line and not piece.goes_on else piece.kind
+            yield dataclasses.replace(piece, kind=kind, text=text, goes_on=piece.goes_on and i == 0)
 
 
 def _screens() -> dict[Stream, Screen]:

@@ -102,6 +102,24 @@ def test_a_state_is_handed_on_once_and_soon():
     assert [piece.text for piece in splitter.feed(b"\n", 101)] == [b" 20%"]
 
 
+def test_what_follows_a_newline_is_a_state_where_a_bar_is_drawn():
+    splitter = Splitter()
+    splitter.feed(b" 10%\r\x1b[2Ka message\n 20%", 0)  # as rich prints above its bar
+    assert [(piece.kind, piece.text) for piece in splitter.tick(PART_AFTER)] == [("state", b" 20%")]
+    assert [(piece.kind, piece.text) for piece in splitter.feed(b"\n", 5)] == [("line", b" 20%")]
+
+
+def test_a_newline_of_gloo_leaves_no_state_behind():
+    noise = b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n"
+    writer = Written()
+    shown = display(writer)
+    shown._screens["stdout"].columns = shown._screens["stderr"].columns = 40
+    shown.show(0, "stdout", b"\r 10%\r 20%" + noise + b"\r 30%\r")
+    shown.show(0, "stdout", b"done\n")
+    rows = re.sub(rb"\r[^\n\r]*\r\x1b\[K", b"", writer.data)
+    assert rows == b"[1,0]<stdout>:done\n"
+
+
 def test_a_line_without_an_end_is_handed_on_in_parts():
     splitter = Splitter()
     splitter.feed(b"loading...", 0)
