@@ -28,7 +28,14 @@ from ipu_jax.distributed.launcher.hosts import LocalHost, free_port
 from ipu_jax.distributed.launcher.options import Options, PoprunParser, options_of
 from ipu_jax.distributed.launcher.ssh import Host, RemoteHost, Shell
 from ipu_jax.distributed.launcher.terminal import STOPPING, Display, Signals, Writer
-from ipu_jax.distributed.launcher.topology import Topology, available_cores, is_this_host, nodes_of_cores, ranges
+from ipu_jax.distributed.launcher.topology import (
+    Topology,
+    available_cores,
+    can_bind,
+    is_this_host,
+    nodes_of_cores,
+    ranges,
+)
 
 NOT_FOUND: Final = 127
 """The exit status if the program does not exist, as in a shell."""
@@ -194,6 +201,8 @@ def _check_output(parser: PoprunParser, options: Options) -> None:
 
 def _about_nodes(topology: Topology) -> str:
     nodes, cores = len(nodes_of_cores()), len(available_cores())
+    if not can_bind():
+        return "--numa-aware: this system cannot bind a process to cores: none is bound"
     if cores < topology.instances_per_host:
         return (
             f"--numa-aware: {topology.instances_per_host} instances have {cores} cores: they share all of them, "

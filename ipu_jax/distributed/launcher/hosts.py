@@ -341,11 +341,10 @@ class LocalHost:
         return Output(instance.number, stream, b"")
 
     def _exit(self, instance: _Instance) -> list[Event]:
-        found = os.waitid(os.P_PID, instance.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is None:
+        status = _status(instance.process)
+        if status is None:
             return []
         instance.exited = True
-        status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
         error = None if status == 0 else self._error(instance)
         return [
             *self._beat(instance),
@@ -425,8 +424,16 @@ def _started(command: Sequence[str], environment: dict[str, str], cores: tuple[i
             os.sched_setaffinity(0, before)
 
 
+def _status(process: subprocess.Popen[bytes]) -> int | None:
+    """Return how an instance has exited, without collecting it where the system can; None if it has not exited."""
+    if not hasattr(os, "waitid"):  # macOS before Python 3.13
+        return process.poll()
+    found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    return found and (found.si_status if found.si_code == os.CLD_EXITED else -found.si_status)
+
+
 def letter_of(pid: int) -> str:
-    """Return the letter of a process's state as Linux shows it, such as "T"; "?" if it is unknown."""
+    """Return the letter of a process's state as Linux shows it, such as "T"; "?" if it is unknown, as on macOS."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:

@@ -49,7 +49,6 @@ _LOOK_EVERY: Final = 0.05
 _JUMP: Final = 2.0
 _ENDED_WITHIN: Final = 15.0
 _STRAYS: Final = 0.5
-_SPEAK_AFTER: Final = 1.0
 
 
 @dataclasses.dataclass
@@ -105,7 +104,7 @@ class Attempt:
         self._gone: set[str] = set()
         self._outcome: Outcome | None = None
         self._report: list[str] = []
-        self._kill_at = self._give_up_at = self._stacks_until = self._speak_at = float("inf")
+        self._kill_at = self._give_up_at = self._stacks_until = float("inf")
         self._failing_since = float("inf")  # when the first failed exit was seen
         self._ending = self._held = False
         self._passed_on = 0
@@ -213,12 +212,6 @@ class Attempt:
             self._decide(Outcome(0), [], at_once=True)  # the command reports the output error
         if self._outcome is None and not self._passed_on:
             self._look_for_failure(now)
-        if now >= self._speak_at and not self._ending:
-            self._speak_at = float("inf")
-            name = report.signal_name(self._passed_on)
-            self._display.say(
-                f"{name} was passed on to all instances: they may take {self._leaving:g} s, and another kills them"
-            )
         everyone = len(self._ends.statuses) == self._topology.instances
         done = everyone and (self._outcome is not None or self._passed_on != 0 or not self._failures)
         if not self._ending and (done or now >= self._kill_at):
@@ -304,8 +297,9 @@ class Attempt:
             self._display.resize()
         elif number in STOPPING and not self._passed_on and self._outcome is None:
             self._passed_on, self._kill_at = number, now + self._leaving
-            self._speak_at = now + _SPEAK_AFTER
             self._send(signal.SIGCONT, number)
+            name, may = report.signal_name(number), f"they may take {self._leaving:g} s, and another kills them"
+            self._display.say(f"{name} was passed on to all instances: {may}")
         elif number in STOPPING:
             if self._outcome is not None:
                 self._outcome.again = False

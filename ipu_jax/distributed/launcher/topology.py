@@ -149,8 +149,8 @@ class Launch:
         return shares_of_cores(len(self.places), sorted(available_cores()), nodes_of_cores())
 
     def binds(self) -> bool:
-        """Return whether the instances are bound to their cores: not if some would have to share a core."""
-        return self.numa_aware and len(available_cores()) >= len(self.places)
+        """Return whether the instances are bound to their cores: not if the system can't, or some would share one."""
+        return self.numa_aware and can_bind() and len(available_cores()) >= len(self.places)
 
     def variables(self, place: Place, cores: int) -> dict[str, str]:
         """Return the whole environment of an instance with this number of cores."""
@@ -198,6 +198,11 @@ def shares_of_cores(instances: int, cores: Sequence[int], nodes: Sequence[Sequen
             begin, end = j * len(node) // of_node, (j + 1) * len(node) // of_node
             shares.append(list(node[begin : max(end, begin + 1)]))
     return shares
+
+
+def can_bind() -> bool:
+    """Return whether this system can bind a process to cores; macOS cannot."""
+    return hasattr(os, "sched_setaffinity")
 
 
 def available_cores() -> set[int]:

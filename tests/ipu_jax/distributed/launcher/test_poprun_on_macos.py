@@ -1,0 +1,61 @@
+"""Test poprun without what only Linux has: os.waitid, binding to cores, /proc. Its instances have all of it."""
+
+import subprocess
+import sys
+import time
+import uuid
+
+import pytest
+
+from support.launched import ROOT, environment, gone_within, program
+
+POPRUN = "from support import like_macos; like_macos.hide(); from ipu_jax.distributed import poprun; poprun.command()"
+
+
+def poprun(*words, **variables):
+    found = f"{ROOT}:{ROOT / 'tests'}"
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", POPRUN, *words],
+        env=environment(PYTHONPATH=found, **variables),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.fixture
+def mark():
+    return uuid.uuid4().hex
+
+
+def test_two_instances_run_to_their_end(tmp_path):
+    words = ("--num-instances", "2", "--numa-aware", "--print-topology")
+    ran = poprun(*words, *program(tmp_path, "[step(n) for n in range(3)]; print('done', me)"))
+    assert ran.returncode == 0
+    assert sorted(ran.stdout.splitlines()[2:]) == ["[1,0]<stdout>:done 0", "[1,1]<stdout>:done 1"]
+    assert ran.stderr == "poprun: --numa-aware: this system cannot bind a process to cores: none is bound\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "said"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "last finished step 2) was ended by SIGKILL"),
+        ("write_error(ValueError('no')), sys.exit(3)", 3, "failed with ValueError: no (exit status 3)"),
+        ("time.sleep(60)", 124, "is stuck: it finished no step for 1."),
+    ],
+)
+def test_an_instance_that_fails_is_named_and_all_are_ended(tmp_path, mark, end, status, said):
+    body = f"""
+    subprocess.Popen(["sleep", "60"])  # of the same process group
+    for n in range(1000):
+        if me == 1 and n == 2:
+            {end}
+        step(n)
+    """
+    begun = time.monotonic()
+    ran = poprun("-n", "2", "--stall-timeout", "1", *program(tmp_path, body), POPRUN_TEST=mark)
+    assert ran.returncode == status
+    assert "poprun: instance 1 (host localhost, pid " in ran.stderr
+    assert said in ran.stderr
+    assert time.monotonic() - begun < 15
+    gone_within(mark, 1)
