@@ -1,22 +1,18 @@
 """Connect the instances of a run through `jax.distributed`, however they were started."""
 
 import functools
-import json
 import warnings
 from typing import Final
 
 import jax
 
-from ipu_jax.distributed import _instance
-from ipu_jax.distributed._exchange import gather
-from ipu_jax.distributed._rendezvous import difference, fingerprint, meet
+from ipu_jax.distributed import _instance, board
+from ipu_jax.distributed._rendezvous import difference, fingerprint, meet, refusal
 from ipu_jax.distributed.environment import Place
-from ipu_jax.distributed.errors import InstancesDifferError
 from ipu_jax.distributed.processes import beacons
 
 # A launcher notices a dead instance long before. Without one, the others give up then; jax's default is 100 s.
 _HEARTBEAT_SECONDS: Final = 30
-_MARGIN: Final = 10.0  # poprun waits a little longer, so that our error, which names the missing instances, comes first
 
 _joined: Place | None = None
 _is_compared = False
@@ -69,7 +65,7 @@ def join(place: Place, *, seconds: float, flags: bool = True) -> None:
     global _joined
     if _joined != place:
         _instance.prepare()
-        with beacons.meeting("in popdist.init", seconds + _MARGIN):
+        with beacons.meeting("in popdist.init", seconds + board.MARGIN):
             meet(place, fingerprint(place, flags=flags), seconds=seconds)
         _joined = place
 
@@ -80,8 +76,6 @@ def _compare(seconds: float, flags: bool) -> None:
     if _is_compared:
         return
     _is_compared = True
-    own = json.dumps(fingerprint(None, flags=flags)).encode()
-    all_of_them = gather("popdist.init", "", own, seconds=seconds)
-    problem = difference({i: json.loads(text) for i, text in enumerate(all_of_them)})
-    if problem is not None:
-        raise InstancesDifferError(f"{problem}. Start all with the same program, flags and packages")
+    fingerprints = board.agree("popdist.init", fingerprint(None, flags=flags), seconds=seconds)
+    if problem := difference(dict(enumerate(fingerprints))):
+        raise refusal(problem)

@@ -1,36 +1,58 @@
 """Let the instances of a run meet before jax connects them, so that a run that cannot work is refused at once.
 
-They compare their *fingerprints*: what all must have in common.
+They compare their *fingerprints*: what all must have in common. jax itself waits five minutes for an instance that
+never arrives, and does not notice that one has different flags, packages or numbers of instances. It crashes if the
+port is taken.
 
     instance 1 --- hello: its number, what it must share ---> instance 0, on the coordinator's port
     instance 2 --- hello ----------------------------------->
                <-- welcome, or who differs and in what ------
     then instance 0 frees the port, jax's coordination service takes it, and the others go on once it answers
 
-A caller without the run's token is dropped without an answer, and none of its data is parsed (`_reception.py`).
+Anyone can reach the port, so a hello takes three steps, and only callers that know the run's token are heard:
 
-jax itself waits five minutes for an instance that never arrives, and does not notice that one has different flags,
-packages or numbers of instances. It crashes if the port is taken.
+    guest                                            host
+      | -- nonce, proof of it ------------------------> |   wrong, late or too long: dropped without an answer
+      | <- another nonce, proof of both --------------- |   so that a guest, too, knows to whom it speaks
+      | -- proof of both and of the value, value -----> |   now it is read
+      | <- the same, for the answer ------------------- |
+
+A proof is an HMAC under the token, which itself is never sent. Nothing that a stranger sends is parsed. Connections are
+served side by side. Their number, time and bytes are bounded, so silent ones block nobody. Without a token, anyone who
+speaks this protocol is accepted.
 
 Nothing here imports jax.
 """
 
+import concurrent.futures
 import contextlib
+import dataclasses
 import errno
+import hmac
 import importlib.metadata
+import json
 import os
 import platform
+import queue
+import secrets
 import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ipu_jax.base.annotations import Json
-from ipu_jax.distributed._reception import Reception, ask
 from ipu_jax.distributed.environment import COORDINATOR, Place, text_of
 from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError, PortTakenError, named
 
+_NONCE: Final = 32
+_PROOF: Final = 64
+_GREETING: Final = _NONCE + _PROOF + 1
+_GREETING_SECONDS: Final = 2.0
+_MOST_STRANGERS: Final = 64
+_MOST_BYTES: Final = 1 << 20
+_ACCEPT_SECONDS: Final = 0.01
 _RETRY_SECONDS: Final = 0.05
 _LEAVE_SECONDS: Final = 2.0
 _SERVICE_SECONDS: Final = 5.0
@@ -97,10 +119,8 @@ def difference(fingerprints: Mapping[int, Mapping[str, str]]) -> str | None:
             having.setdefault(one.get(name, _ABSENT), []).append(instance)
         if len(having) > 1:
             usual = max(having, key=lambda text: (len(having[text]), -having[text][0]))
-            others = [
-                f"{named(having[text])} {_has(having[text])} {name} {_quoted(text)}" for text in having if text != usual
-            ]
-            told.append(f"{', '.join(others)}, {named(having[usual])} {_has(having[usual])} {_quoted(usual)}")
+            others = [f"{_having(having[text])} {name} {_quoted(text)}" for text in having if text != usual]
+            told.append(f"{', '.join(others)}, {_having(having[usual])} {_quoted(usual)}")
     return "; ".join(told) or None
 
 
@@ -127,42 +147,35 @@ def meet(place: Place, own: Mapping[str, str], *, seconds: float) -> None:
         _greet(place, own, deadline, seconds)
 
 
+def refusal(problem: str) -> InstancesDifferError:
+    """Return the error of instances that differ."""
+    return InstancesDifferError(f"{problem}. Start all with the same program, flags and packages")
+
+
 def _receive(place: Place, own: Mapping[str, str], deadline: float, seconds: float) -> None:
-    come: dict[int, Mapping[str, str]] = {0: own}
-    with Reception(_listening(place), place.token) as reception:
+    come, answer = {0: own}, dict[str, Json]()
+    reception = _Reception(_listening(place), place.token)
+    try:
         while len(come) < place.instances:
-            try:
-                hello = reception.next(deadline)
-            except TimeoutError:
+            hello = reception.next(deadline)
+            if hello is None:
                 missing = sorted(set(range(place.instances)) - come.keys())
                 problem = f"{named(missing)} of {place.instances} did not come within {seconds:g} s: see their output"
-                reception.answer({"missing": problem})
-                raise InstancesMissingError(problem) from None
-            number, theirs = _read(hello)
-            if number is None:
-                continue
+                answer = {"missing": problem}
+                raise InstancesMissingError(problem)
+            number, theirs = hello
             problem = difference({**come, number: theirs}) if number not in come else None
             if problem is None and not 0 < number < place.instances:
                 problem = f"an instance says that it is number {number} of {place.instances}: give each its own number"
             elif problem is None and number in come:
                 problem = f"two instances say that they are number {number}: give each its own number"
             if problem is not None:
-                reception.answer({"differ": problem})
-                raise InstancesDifferError(f"{problem}. Start all with the same program, flags and packages")
+                answer = {"differ": problem}
+                raise refusal(problem)
             come[number] = theirs
-        reception.close_the_door()
-        reception.answer({"welcome": True})
-        # The side that closes first keeps the port busy for a while: let the guests do so.
-        reception.wait_for_leave(_LEAVE_SECONDS)
-
-
-def _read(hello: Json) -> tuple[int | None, dict[str, str]]:
-    """Return the number and the fingerprint in a hello; no number if it is not a hello."""
-    match hello:
-        case {"instance": int(number), "fingerprint": dict(theirs)} if not isinstance(number, bool):
-            if all(isinstance(value, str) for value in theirs.values()):
-                return number, theirs
-    return None, {}
+        answer = {"welcome": True}
+    finally:
+        reception.close(answer)
 
 
 def _greet(place: Place, own: Mapping[str, str], deadline: float, seconds: float) -> None:
@@ -185,7 +198,7 @@ def _greet(place: Place, own: Mapping[str, str], deadline: float, seconds: float
     if "welcome" in answer:
         _await_service(address)
     if "differ" in answer:
-        raise InstancesDifferError(f"{answer['differ']}. Start all with the same program, flags and packages")
+        raise refusal(answer["differ"])
     if "missing" in answer:
         raise InstancesMissingError(answer["missing"])
 
@@ -224,9 +237,158 @@ def _address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _has(numbers: Sequence[int]) -> str:
-    return "have" if len(numbers) > 1 else "has"
+def _having(numbers: Sequence[int]) -> str:
+    return f"{named(numbers)} {'have' if len(numbers) > 1 else 'has'}"
 
 
 def _quoted(text: str) -> str:
     return repr(text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "...")
+
+
+# only callers that know the token
+
+
+class NotOursError(OSError):
+    """Raised if the other side does not know the token, or sends something unreadable."""
+
+
+def ask(host: socket.socket, token: str, value: Json, deadline: float) -> Json:
+    """Send a value to a host that knows the token, and return its answer.
+
+    Args:
+        host: a connection to the host.
+        token: the token of the run.
+        value: a JSON value. It is sent only to a host that knows the token.
+        deadline: the deadline of the answer, on the monotonic clock.
+
+    Raises:
+        NotOursError: the other side does not know the token.
+        OSError: the connection was lost, or there was no answer in time.
+    """
+    nonce = _nonce()
+    host.settimeout(_GREETING_SECONDS)
+    host.sendall(nonce + _proof(token, b"guest", nonce) + b"\n")
+    text = _line(host, _GREETING, min(deadline, time.monotonic() + _GREETING_SECONDS))
+    nonces = nonce + text[:_NONCE]
+    _check(text[_NONCE:-1], token, b"host", nonces)
+    host.sendall(_sealed(token, b"guest", nonces, value))
+    return _opened(token, b"host", nonces, _line(host, _MOST_BYTES, deadline))
+
+
+@dataclasses.dataclass(eq=False)
+class _Guest:
+    """A connection to this host, with a thread that serves it.
+
+    Attributes:
+        is_known: whether it has proved that it knows the token.
+        answer: what to send it; an error if nothing.
+    """
+
+    socket: socket.socket
+    thread: threading.Thread | None = None
+    is_known: bool = False
+    answer: concurrent.futures.Future[Json] = dataclasses.field(default_factory=concurrent.futures.Future)
+
+    def dismiss(self) -> None:
+        """End the conversation. The thread closes the connection."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+
+class _Reception:
+    """Hears all who call a listener, side by side."""
+
+    def __init__(self, listener: socket.socket, token: str):
+        self._listener, self._token = listener, token
+        self._here, self._heard = list[_Guest](), list[_Guest]()
+        self._said: queue.SimpleQueue[tuple[_Guest, Json]] = queue.SimpleQueue()
+        listener.settimeout(_ACCEPT_SECONDS)
+
+    def next(self, deadline: float) -> tuple[int, dict[str, str]] | None:
+        """Return the number and fingerprint in the next hello of a guest that knows the token; None after the deadline."""
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):  # nobody has come, or has gone already
+                self._accept(_Guest(self._listener.accept()[0]))
+            with contextlib.suppress(queue.Empty):
+                guest, hello = self._said.get_nowait()
+                self._heard.append(guest)
+                match hello:
+                    case {"instance": int(number), "fingerprint": dict(theirs)} if not isinstance(number, bool):
+                        if all(isinstance(value, str) for value in theirs.values()):
+                            return number, theirs
+        return None
+
+    def close(self, answer: Json) -> None:
+        """Stop listening, answer the guests that were heard, and wait until they have left. Dismiss all others."""
+        self._listener.close()
+        for guest in self._here:
+            if guest in self._heard:
+                guest.answer.set_result(answer)
+            else:
+                guest.answer.set_exception(NotOursError())
+                guest.dismiss()
+        for guest in self._here:
+            guest.thread.join()
+
+    def _accept(self, guest: _Guest) -> None:
+        self._here = [other for other in self._here if other.thread.is_alive()]
+        strangers = [other for other in self._here if not other.is_known]
+        if len(strangers) >= _MOST_STRANGERS:
+            strangers[0].dismiss()  # the oldest: an instance of ours would have spoken by now
+        guest.thread = threading.Thread(target=self._serve, args=(guest,), daemon=True)
+        guest.thread.start()
+        self._here.append(guest)
+
+    def _serve(self, guest: _Guest) -> None:
+        with contextlib.suppress(OSError), guest.socket as other:
+            text = _line(other, _GREETING, time.monotonic() + _GREETING_SECONDS)
+            _check(text[_NONCE:-1], self._token, b"guest", text[:_NONCE])
+            guest.is_known, own = True, _nonce()
+            nonces = text[:_NONCE] + own
+            other.sendall(own + _proof(self._token, b"host", nonces) + b"\n")
+            text = _line(other, _MOST_BYTES, time.monotonic() + _GREETING_SECONDS)
+            self._said.put((guest, _opened(self._token, b"guest", nonces, text)))
+            answer = guest.answer.result()
+            other.settimeout(_LEAVE_SECONDS)
+            other.sendall(_sealed(self._token, b"host", nonces, answer))
+            other.recv(1)  # the side that closes first keeps the port busy for a while: let the guest do so
+
+
+def _nonce() -> bytes:
+    return secrets.token_hex(_NONCE // 2).encode()
+
+
+def _proof(token: str, *said: bytes) -> bytes:
+    return hmac.new(token.encode(errors="surrogateescape"), b"".join(said), "sha256").hexdigest().encode()
+
+
+def _check(theirs: bytes, token: str, *said: bytes) -> None:
+    if not hmac.compare_digest(theirs, _proof(token, *said)):
+        raise NotOursError("it does not know the token of this run")
+
+
+def _sealed(token: str, who: bytes, nonces: bytes, value: Json) -> bytes:
+    text = json.dumps(value).encode()
+    return _proof(token, who, nonces, text) + text + b"\n"
+
+
+def _opened(token: str, who: bytes, nonces: bytes, line: bytes) -> Json:
+    text = line[_PROOF:-1]
+    _check(line[:_PROOF], token, who, nonces, text)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise NotOursError(f"what it says cannot be read: {error}") from None
+
+
+def _line(other: socket.socket, most: int, deadline: float) -> bytes:
+    """Return the next bytes up to the end of a line; fewer if the connection ends or the line is too long."""
+    text = b""
+    while not text.endswith(b"\n") and len(text) < most:
+        if (left := deadline - time.monotonic()) <= 0:
+            raise TimeoutError
+        other.settimeout(left)
+        if not (piece := other.recv(most - len(text))):
+            break
+        text += piece
+    return text

@@ -18,28 +18,19 @@ writes down where it is, or that it has failed, and reads what the others have w
 """
 
 import contextlib
-import itertools
 import json
 import threading
-import time
-from typing import Any, Final
+from typing import Final
 
-import jax
-from jax._src import distributed  # the coordination service's client, which jax does not export
-
-from ipu_jax.distributed._exchange import collected, process
-from ipu_jax.distributed.errors import InstancesMissingError, named
+from ipu_jax.distributed.board import MARGIN, Board
 from ipu_jax.distributed.processes import beacons
 from ipu_jax.distributed.processes.beacons import Phase
 
-_MEETINGS: Final = "ipu_jax/meetings"
-_STOP: Final = "ipu_jax/stop"
+_ASKED: Final = "asked"
+_AT: Final = "at"
 _FAILED: Final = "failed"
-_POLL_SECONDS: Final = 0.2
-_LOOK_EVERY: Final = 0.01
+_LISTEN_SECONDS: Final = 0.2
 _LONGEST: Final = 2000
-
-_numbers_of_meetings, _numbers_of_stops = itertools.count(), itertools.count()
 
 
 class AgreedStop:
@@ -50,23 +41,19 @@ class AgreedStop:
     """
 
     def __init__(self, seconds: float):
-        self._own, self._count = process()
-        self._client: Any = distributed.global_state.client if self._count > 1 else None
-        self._room, self._seconds = f"{_STOP}/{next(_numbers_of_stops)}", seconds
+        self._board, self._seconds = Board("stop"), seconds
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._calls = 0
         self._is_asked = self._is_written = False
         self._last: int | None = None
-        if self._client is not None:
+        if self._board.count > 1:
             threading.Thread(target=self._listen, name="stop of instances", daemon=True).start()
 
     def ask(self) -> None:
         """Ask all instances to stop. Any thread can call this."""
-        with self._lock:
-            self._is_asked = True
-        if self._client is not None:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # instance 0 has gone: poprun ends the others
-                self._client.key_value_set(f"{self._room}/asked/{self._own}", "")
+        self._is_asked = True
+        with contextlib.suppress(RuntimeError, TimeoutError):  # it has asked already, or instance 0 has gone
+            self._board.post(_ASKED, seconds=self._seconds)
 
     def due(self) -> bool:
         """Return whether to stop here. All instances call it in the same places, equally often.
@@ -77,11 +64,12 @@ class AgreedStop:
         with self._lock:
             self._calls += 1
             is_waiting = self._is_written and self._last is None
-            if self._client is None:
-                return self._is_asked
+        if self._board.count == 1:
+            return self._is_asked
         if is_waiting:
-            with beacons.during(Phase.WAITING, "for the step after which all instances stop", self._seconds + 10):
-                self._last = 1 + max(self._written())
+            with beacons.during(Phase.WAITING, "for the step after which all instances stop", self._seconds + MARGIN):
+                calls = self._board.look(_AT, seconds=self._seconds, missing=self._missing)
+                self._last = 1 + max(map(int, calls))
         return self._last is not None and self._calls >= self._last
 
     def close(self) -> None:
@@ -89,25 +77,17 @@ class AgreedStop:
         self._closed.set()
 
     def _listen(self) -> None:
-        try:
-            while not self._client.key_value_dir_get(f"{self._room}/asked/"):
-                if self._closed.wait(_POLL_SECONDS):
+        with contextlib.suppress(RuntimeError, TimeoutError):  # instance 0, which keeps the board, has gone
+            while not self._board.seen(_ASKED, seconds=threading.TIMEOUT_MAX):
+                if self._closed.wait(_LISTEN_SECONDS):
                     return
             with self._lock:  # from here on, the next step waits until all have written
-                self._client.key_value_set(f"{self._room}/at/{self._own}", str(self._calls))
+                self._board.post(_AT, b"%d" % self._calls, seconds=self._seconds)
                 self._is_written = True
-        except jax.errors.JaxRuntimeError:
-            return  # instance 0, which keeps the values, has gone
 
-    def _written(self) -> list[int]:
-        key = lambda instance: f"{self._room}/at/{instance}"  # noqa: E731
-        found, missing = collected(self._client, key, self._seconds)
-        if missing:
-            raise InstancesMissingError(
-                f"SIGTERM: {named(missing)} of {self._count} did not say within {self._seconds:g} s after which step "
-                "to stop: look at what it does"
-            )
-        return [int(steps) for steps in found]
+    def _missing(self, who: str) -> str:
+        when = f"within {self._seconds:g} s"
+        return f"SIGTERM: {who} did not say {when} after which step to stop: look at what it does"
 
 
 class OtherFailedError(RuntimeError):
@@ -133,63 +113,51 @@ class Meetings:
     """
 
     def __init__(self, seconds: float) -> None:
-        self._own, self._count = process()
-        self._client: Any = distributed.global_state.client if self._count > 1 else None
-        self._hall, self._round = f"{_MEETINGS}/{next(_numbers_of_meetings)}", 0
+        self._board, self._round = Board("meetings"), 0
         self._seconds, self.is_waiting = seconds, False
         self._telling = AgreedStop(seconds)
 
     def begin(self) -> None:
         """Begin a round. All instances have ended the previous one, and call this equally often."""
-        before, self._round = self._round, self._round + 1
-        if self._client is not None and before and self._own == 0:
-            self._client.key_value_delete(f"{self._hall}/{before}/")
+        if self._board.own == 0:
+            self._board.clear(f"{self._round}", seconds=self._seconds)
+        self._round += 1
 
     def meet(self, place: str, seconds: float) -> None:
         """Wait until all instances have arrived at a place of this round.
 
-        Communicates a few bytes with the coordination service, about a hundred times per second while it waits.
+        Communicates a few bytes with instance 0, tens of times per second while it waits.
 
         Raises:
             OtherFailedError: another instance has failed in this round.
             InstancesMissingError: some instances did not arrive in time.
         """
-        if self._client is None:
-            return
-        deadline, wanted = time.monotonic() + seconds, set(range(self._count))
-        self._client.key_value_set(f"{self._hall}/{self._round}/{place}/{self._own}", "")
-        self.is_waiting = True
+        at, missing = f"{self._round}/{place}", lambda who: f"{place}: {who} did not come within {seconds:g} s"
+        self.is_waiting = self._board.count > 1
         try:
-            while missing := wanted - self._entries(place).keys():
-                self.check()
-                if time.monotonic() > deadline:
-                    raise InstancesMissingError(
-                        f"{place}: {named(sorted(missing))} of {self._count} did not come within {seconds:g} s"
-                    )
-                time.sleep(_LOOK_EVERY)
+            self._board.post(at, seconds=seconds, missing=missing)
+            self._board.look(at, seconds=seconds, missing=missing, unless=self.check)
         finally:
             self.is_waiting = False
 
     def check(self) -> None:
         """Raise `OtherFailedError` if another instance has failed in this round."""
-        for instance, told in sorted(self._entries(_FAILED).items()):
-            if instance != self._own:
+        for instance, told in sorted(self._board.seen(f"{self._round}/{_FAILED}", seconds=self._seconds).items()):
+            if instance != self._board.own:
                 text, errno = json.loads(told)
                 raise OtherFailedError(f"on instance {instance}: {text}", errno)
 
     def fail(self, error: BaseException, errno: int | None) -> None:
         """Report a failure of this instance in this round to the others, unless one of them caused it."""
-        if self._client is not None and not isinstance(error, OtherFailedError):
+        if not isinstance(error, OtherFailedError):
             self._telling.ask()
             text = json.dumps([" ".join(str(error).split())[:_LONGEST], errno])
-            try:
-                self._client.key_value_set(f"{self._hall}/{self._round}/{_FAILED}/{self._own}", text)
-            except jax.errors.JaxRuntimeError:
-                return  # it has said so already, or instance 0 has gone
+            with contextlib.suppress(RuntimeError, TimeoutError):  # it has said so already, or instance 0 has gone
+                self._board.post(f"{self._round}/{_FAILED}", text.encode(), seconds=self._seconds)
 
     def is_time_to_tell(self) -> bool:
         """Return whether an instance has failed, in the same call on all instances. They call this equally often."""
-        return self._client is not None and self._telling.due()
+        return self._board.count > 1 and self._telling.due()
 
     def forget(self) -> None:
         """Forget the failures so far. All instances have reported them, and call this in the same place."""
@@ -199,10 +167,3 @@ class Meetings:
     def close(self) -> None:
         """End the thread that listens for failures."""
         self._telling.close()
-
-    def _entries(self, place: str) -> dict[int, str]:
-        """Return what instances have written at a place, by instance number."""
-        if self._client is None:
-            return {}
-        found = self._client.key_value_dir_get(f"{self._hall}/{self._round}/{place}/")
-        return {int(key.rpartition("/")[2]): value for key, value in found}

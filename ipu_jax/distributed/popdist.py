@@ -259,9 +259,9 @@ def barrier(name: str = "barrier", *, timeout: float = _TIMEOUT) -> None:
         InstancesMissingError: an instance did not arrive in time; the message names it.
         InstancesDifferError: an instance waits somewhere else.
     """
-    from ipu_jax.distributed import _exchange  # imports jax
+    from ipu_jax.distributed import board  # imports jax
 
-    _exchange.gather(f"barrier {name!r}", "", b"", seconds=timeout)
+    board.gather(f"barrier {name!r}", b"", seconds=timeout)
 
 
 @contextlib.contextmanager
@@ -319,9 +319,9 @@ def _place() -> Place:
         return place
     instance, instances = 0, 1
     if "jax" in sys.modules:
-        from ipu_jax.distributed import _exchange
+        from ipu_jax.distributed import board
 
-        instance, instances = _exchange.process()
+        instance, instances = board.process()
     return Place(instance, instances, 0, replicas=instances, ipus_per_replica=1, coordinator="", bind="")
 
 

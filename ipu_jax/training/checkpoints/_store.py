@@ -24,7 +24,6 @@ import importlib
 import logging
 import math
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -34,6 +33,7 @@ import jax
 import numpy as np
 
 from ipu_jax.base.annotations import Json, Tree, Value
+from ipu_jax.base.daemons import on_a_daemon
 from ipu_jax.distributed.meetings import Meetings
 from ipu_jax.training.checkpoints._description import key_impl, stored
 
@@ -87,7 +87,7 @@ class Store:
         the copy: it does not reuse a buffer that is being read, and the next step takes new buffers.
         """
         held = {name: stored(array) for name, array in arrays.items() if array.size}
-        on_a_daemon(lambda: self._checkpointer.save(folder, self._ocp.args.PyTreeSave(held))).result()
+        on_a_daemon(lambda: self._checkpointer.save(folder, self._ocp.args.PyTreeSave(held)), "orbax").result()
 
     def wait(self, check: Callable[[], None]) -> None:
         """Wait until everything is written, and raise the error if writing failed.
@@ -96,7 +96,7 @@ class Store:
             check: called several times a second. If it raises an error and the writing does not end soon, the writing
                 is abandoned, and the error is raised.
         """
-        written = on_a_daemon(self._checkpointer.wait_until_finished)
+        written = on_a_daemon(self._checkpointer.wait_until_finished, "orbax")
         try:
             while not concurrent.futures.wait([written], _LOOK_EVERY).done:
                 check()
@@ -154,20 +154,6 @@ class Store:
     def close(self) -> None:
         """Free orbax's resources, when it has nothing left to write."""
         self._checkpointer.close()
-
-
-def on_a_daemon(work: Callable[[], Any], name: str = "orbax") -> concurrent.futures.Future[Any]:
-    """Start work on a new thread that does not keep the process alive, and return a future of its result."""
-    result: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return result
 
 
 def _as_key(array: Value, dtype: str) -> Value:

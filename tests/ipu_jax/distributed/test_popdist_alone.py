@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ipu_jax import popdist
-from ipu_jax.distributed import _exchange
+from ipu_jax.distributed import _exchange, board
 from ipu_jax.distributed.environment import Place
 from support.refusals import refusals, refused
 
@@ -101,19 +101,22 @@ def test_init_refuses_an_environment_that_no_launcher_made(monkeypatch):
 def exchanged(monkeypatch):
     """Return a function that makes a call for each of several trees, as if each were another instance's."""
 
+    class SentError(Exception):
+        pass
+
     def of(call, trees):
-        sent: list[bytes] = []
+        parts = list[bytes]()
 
-        def collect(what, form, payload, **options):
-            sent.append(payload)
-            return [payload]
+        def collect(what, payload, **options):
+            parts.append(payload)
+            raise SentError
 
-        monkeypatch.setattr(_exchange, "gather", collect)
-        for tree in trees:
-            call(tree)
-        parts = list(sent)
-        hand_out = lambda *_, root=None, **options: parts if root is None else [parts[root]]  # noqa: E731
-        monkeypatch.setattr(_exchange, "gather", hand_out)
+        monkeypatch.setattr(board, "gather", collect)
+        for own, tree in enumerate(trees):
+            monkeypatch.setattr(board, "process", lambda own=own: (own, len(trees)))
+            with pytest.raises(SentError):
+                call(tree)
+        monkeypatch.setattr(board, "gather", lambda *_, **options: parts)
         return [call(tree) for tree in trees]
 
     return of

@@ -10,8 +10,7 @@ import time
 
 import pytest
 
-from ipu_jax.distributed._reception import NotOursError, ask
-from ipu_jax.distributed._rendezvous import difference, fingerprint, meet
+from ipu_jax.distributed._rendezvous import NotOursError, ask, difference, fingerprint, meet
 from ipu_jax.distributed.environment import Place
 from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError, PortTakenError
 from support.programs import free_port

@@ -1,0 +1,178 @@
+"""The board on which instances agree: each posts entries, and looks at those of the others.
+
+    instance 0   post("sealed") -- look("sealed") ................. [b"", b""]
+    instance 1   ............................... post("sealed") --- look("sealed") --- [b"", b""]
+
+The entries lie in jax's coordination service, which instance 0 keeps: it needs no device and compiles nothing. Every
+call has a time limit, and its error names who is missing; this is instance 0 if the service does not answer. An
+instance that is alone posts nothing and waits for nobody.
+
+`gather` and `agree` are exchanges of the whole program: the instances make the same ones in the same order.
+"""
+
+import collections
+import functools
+import itertools
+import json
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import jax
+from jax._src import distributed  # the coordination service's client, which jax does not export
+
+from ipu_jax.base.annotations import Json
+from ipu_jax.base.daemons import on_a_daemon
+from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError, named
+from ipu_jax.distributed.processes import beacons
+
+MARGIN: Final = 10.0  # poprun waits a little longer, so that our error, which names the missing instances, comes first
+_ANSWER_SECONDS: Final = 5.0
+_POLL_SECONDS: Final = 0.02
+
+_Text = Callable[[str], str]
+_numbers = collections.defaultdict[str, "itertools.count[int]"](itertools.count)
+_exchanges = itertools.count()
+
+
+def process() -> tuple[int, int]:
+    """Return the number of this process and the number of processes, without starting jax's backend.
+
+    Starting the backend waits two minutes for all processes, and its error does not name the missing ones.
+    """
+    state = distributed.global_state
+    return (state.process_id, state.num_processes) if jax.distributed.is_initialized() else (0, 1)
+
+
+class Board:
+    """Entries by place and instance. Every instance creates the boards of a name in the same order.
+
+    The methods raise InstancesMissingError if time is up, and RuntimeError if instance 0 has gone. `missing` returns
+    the text of the first error for words such as "instance 1 of 2".
+
+    Args:
+        name: the name of this board; boards of the same name are numbered.
+
+    Attributes:
+        own: the number of this instance.
+        count: the number of instances. If it is 1, all methods return at once.
+    """
+
+    def __init__(self, name: str):
+        self.own, self.count = process()
+        self._client: Any = distributed.global_state.client if self.count > 1 else None
+        self._room = f"ipu_jax/{name}/{next(_numbers[name])}"
+
+    def post(self, place: str, entry: bytes = b"", *, seconds: float, missing: _Text | None = None) -> None:
+        """Send this instance's entry at a place to instance 0. A second one raises RuntimeError."""
+        self._within(seconds, lambda: self._client.key_value_set_bytes(self._key(place, self.own), entry), missing)
+
+    def seen(self, place: str, *, seconds: float) -> dict[int, bytes]:
+        """Return the entries that are at a place now, by instance. Communicates them from instance 0."""
+        found = self._within(seconds, lambda: self._client.key_value_dir_get_bytes(self._key(place, "")))
+        return {int(key.rpartition("/")[2]): entry for key, entry in found or ()}
+
+    def look(
+        self, place: str, *, seconds: float, missing: _Text, unless: Callable[[], None] | None = None
+    ) -> list[bytes]:
+        """Wait until all instances have posted at a place, and return their entries; alone, none.
+
+        Communicates the entries from instance 0.
+
+        Args:
+            place: the place.
+            seconds: how long to wait.
+            missing: the text of the error.
+            unless: called many times a second while instances are missing; its error ends the wait.
+        """
+        deadline, entries = time.monotonic() + seconds, list[bytes]()
+        if self._client is None:
+            return entries
+        while unless and len(self.seen(place, seconds=seconds)) < self.count and time.monotonic() < deadline:
+            unless()
+            time.sleep(_POLL_SECONDS)
+        try:
+            for instance in range(self.count):
+                left = max(1, int(1000 * (deadline - time.monotonic())))
+                entries.append(self._client.blocking_key_value_get_bytes(self._key(place, instance), left))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            absent = self._within(_ANSWER_SECONDS, lambda: self._absent(place), missing) or [len(entries)]
+            raise InstancesMissingError(missing(f"{named(absent)} of {self.count}")) from None
+        return entries
+
+    def clear(self, place: str, *, seconds: float) -> None:
+        """Remove the entries of all instances at a place and below it."""
+        self._within(seconds, lambda: self._client.key_value_delete(self._key(place, "")))
+
+    def _key(self, place: str, instance: int | str) -> str:
+        return f"{self._room}/{place}/{instance}"
+
+    def _absent(self, place: str) -> list[int]:
+        absent: list[int] = []
+        for instance in range(self.count):  # one by one: all entries together may be too large for a message
+            try:
+                self._client.key_value_try_get_bytes(self._key(place, instance))
+            except jax.errors.JaxRuntimeError:
+                absent.append(instance)
+        return absent
+
+    def _within(self, seconds: float, call: Callable[[], Any], missing: _Text | None = None) -> Any:
+        """Return what a call of the client returns, which itself waits for ever if instance 0 is stopped."""
+        if self._client is None:
+            return None
+        try:
+            return on_a_daemon(call, "board").result(seconds)
+        except TimeoutError:
+            missing = missing or (lambda who: f"{who} did not answer within {seconds:g} s: look at what it does")
+            raise InstancesMissingError(missing(f"instance 0 of {self.count}")) from None
+
+
+@functools.cache
+def _board() -> Board:
+    return Board("exchange")
+
+
+def gather(what: str, payload: bytes, *, seconds: float, form: str = "") -> list[bytes]:
+    """Return the bytes of all instances, in order. Every instance calls it.
+
+    Communicates the bytes, which should be fewer than a megabyte, once from each instance to all others.
+
+    Args:
+        what: the name of the exchange in errors, such as "all_reduce".
+        payload: the bytes of this instance.
+        seconds: how long to wait for the others.
+        form: a text that must be equal on all instances, such as shapes and dtypes.
+
+    Raises:
+        InstancesMissingError: some instances did not arrive in time.
+        InstancesDifferError: the instances make different exchanges, or give different forms.
+    """
+    if process()[1] == 1:
+        return [payload]
+    board, number, own = _board(), next(_exchanges), " ".join(f"{what} {form}".split()).encode()
+
+    def missing(who: str) -> str:
+        came = f"{who} did not come within {seconds:g} s"
+        return f"{what}: {came}. All instances must call it, in the same order; allow more with timeout="
+
+    with beacons.meeting(f"in {what}", seconds + MARGIN):
+        board.post(f"{number}", own + b"\n" + payload, seconds=seconds, missing=missing)
+        entries = [entry.split(b"\n", 1) for entry in board.look(f"{number}", seconds=seconds, missing=missing)]
+        if board.own == 0 and number:  # an instance that makes this exchange has read all of the previous one
+            board.clear(f"{number - 1}", seconds=seconds)
+        for instance, (header, _) in enumerate(entries):
+            if header != entries[0][0]:
+                raise InstancesDifferError(
+                    f"instance 0 calls {entries[0][0].decode()}, instance {instance} calls {header.decode()}: "
+                    "all instances must make the same calls, with arrays of the same shapes and dtypes"
+                )
+    return [body for _, body in entries]
+
+
+def agree(what: str, value: Json, *, seconds: float) -> list[Json]:
+    """Return the JSON values of all instances, in order: see `gather`. Alone, return the value itself."""
+    if process()[1] == 1:
+        return [value]
+    return [json.loads(text) for text in gather(what, json.dumps(value).encode(), seconds=seconds)]
