@@ -12,7 +12,7 @@ Nothing here imports jax.
 
 import contextlib
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
@@ -34,6 +34,22 @@ class Listener:
 
     def mesh(self, mesh: Any, stages: Sequence[tuple[str, int | None]]) -> None:
         """Hear of a mesh, and of the name and IPU of each stage on it (None for all IPUs), if known."""
+
+    def ticks(
+        self, program: str, role: str, replicas: int, tasks: Callable[[], list[list[str]]]
+    ) -> Callable[[int, int, int], None] | None:
+        """Hear that a program of the staged scan is traced, and return who hears of its ticks while it runs, if anyone.
+
+        Args:
+            program: its name. Programs of one name have the same tasks.
+            role: what it is for, such as "training".
+            replicas: their number.
+            tasks: returns, per IPU and tick, the tasks in words; "" where the IPU is idle.
+
+        Returns:
+            `(replica, ipu, tick)`, called by each IPU of this process before the tick begins, and after the last tick
+            with the number of ticks. Threads of the devices call it, at once: it may wait for nothing.
+        """
 
     def stepping(self) -> None:
         """Hear that this process is about to run steps."""

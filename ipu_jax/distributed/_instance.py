@@ -79,14 +79,8 @@ def _keep_executables() -> None:
     compiler._cache_write = write_to_own  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def file_of(kind: str) -> Path | None:
-    """Return a file of this instance in the folder that its launcher reads; None without a launcher."""
-    run_dir, instance = os.environ.get(beacons.RUN_DIR), os.environ.get(beacons.INSTANCE)
-    return Path(run_dir) / kind.format(instance) if run_dir and instance else None
-
-
 def _stacks_on_request() -> None:
-    path = file_of("stacks.{}")
+    path = beacons.file_of("stacks.{}")
     if path is not None and hasattr(faulthandler, "register"):
         with contextlib.suppress(OSError):
             # stays open until the process ends, since the signal handler writes to it
@@ -165,7 +159,7 @@ class _End:
 
     def _record(self, kind: str, message: str, trace: str) -> None:
         now = time.monotonic_ns()
-        path, beacon = file_of("error.{}.json"), self._beacon
+        path, beacon = beacons.file_of("error.{}.json"), self._beacon
         if path is None or beacon is None:
             return
         begun, finished = beacon.steps

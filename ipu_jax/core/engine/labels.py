@@ -88,7 +88,7 @@ def label(kind: Label, number: int) -> str:
 
 def of_plan(plan: Plan) -> str:
     """Return the name of a plan's scan, by which `plan_named` finds the plan in this process."""
-    names = _names(plan)
+    names = names_of(plan)
     about = (names.schedule.name, names.schedule.placement, plan.role, plan.backward, plan.classes, *names.microbatches)
     about += ("uniform",) if plan.uniform else ()
     # a program from an executable cache has the names of its first compilation, whose stages may have had other names
@@ -116,7 +116,8 @@ def guard_named(name: str) -> tuple[Label, int] | None:
     return (kind, int(found[2])) if found else None
 
 
-def _names(plan: Plan) -> PlanNames:
+def names_of(plan: Plan) -> PlanNames:
+    """Return the description of a plan."""
     ticks = plan.schedule.ticks if plan.backward else plan.schedule.forward_ticks
     segments = tuple(SegmentNames(s.first, tuple(stage.name for stage in s.stages), s.place) for s in plan.segments)
     is_joint = plan.backward and plan.segments[-1].place is None  # then F and B of the head are one guard

@@ -38,6 +38,7 @@ from ipu_jax.core.collectives import broadcast, reduced, state_over_replicas
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.engine import labels
 from ipu_jax.core.engine._carry import Carry, first_carry
+from ipu_jax.core.engine._flight import report_of
 from ipu_jax.core.engine._runs import microbatches_at, runs_of, runs_of_ipu
 from ipu_jax.core.engine._stretches import stretches_of
 from ipu_jax.core.engine._tasks import Rows, Tasks
@@ -98,6 +99,8 @@ class _Program:
         self.plan, self.args = plan, args
         self.ticks = plan.schedule.ticks if plan.backward else plan.schedule.forward_ticks
         self.tasks = Tasks(plan, args, loss_cotangent, range(self.ticks))
+        self.name = labels.of_plan(plan)
+        self.report = report_of(plan, self.name)
         firsts = [plan.segments[members[0]] for members in plan.classes]
         self.local = [c for c, segment in enumerate(firsts) if segment.place is not None]
         self.entry = [c for c, segment in enumerate(firsts) if plan.schedule.phase(segment.first, "F") == "entry"]
@@ -118,8 +121,8 @@ class _Program:
 
     def run(self, reduce_over_replicas: bool) -> Result:
         runs = runs_of_ipu(runs_of([self.plan.tables[kind] for kind in TABLES]), self.tasks.ipu)
-        with jax.named_scope(labels.of_plan(self.plan)):
-            carry = first_carry(self.plan, self.args, self.tasks.stash)
+        with jax.named_scope(self.name):
+            carry = self.reported(first_carry(self.plan, self.args, self.tasks.stash), 0)
             for ticks in stretches_of(self.plan, self.ticks):
                 self.tasks = self.tasks.within(ticks)
                 rows: Rows = {kind: jnp.asarray(self.plan.exchanges[kind][ticks]) for kind in EXCHANGES}
@@ -169,7 +172,11 @@ class _Program:
         rows = rows | dict(zip(TABLES, jnp.split(microbatches, len(TABLES)), strict=True))
         for phase in self.order:
             carry = self.phases[phase](carry, rows)
-        return carry, None
+        return self.reported(carry, rows["tick"] + 1), None
+
+    def reported(self, carry: Carry, tick: Value) -> Carry:
+        """Say to whoever listens that this IPU begins a tick, before it does."""
+        return dataclasses.replace(carry, guards_run=self.report(carry.guards_run, tick))
 
     def entry_phase(self, carry: Carry, rows: Rows) -> Carry:
         for c in self.entry:

@@ -248,17 +248,17 @@ class Beacon:
             memory[: len(content)] = content
 
 
-def mapped(handle: int) -> mmap.mmap:
-    """Map an open, empty file into memory, at the size of a beacon, and return the memory.
+def mapped(handle: int, size: int = SIZE) -> mmap.mmap:
+    """Map an open file into memory, by default an empty one at the size of a beacon, and return the memory.
 
     Raises:
         OSError: there is no room for it. Without this check, the first write to the memory would end the process.
     """
     if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(handle, 0, SIZE)
+        os.posix_fallocate(handle, 0, size)
     else:
-        os.write(handle, bytes(SIZE))
-    return mmap.mmap(handle, SIZE)
+        os.truncate(handle, size)
+    return mmap.mmap(handle, size)
 
 
 def read(path: Path) -> Reading | None:
@@ -321,12 +321,18 @@ def current() -> Beacon | None:
     global _current, _looked
     if not _looked:
         _looked = True
-        run_dir, instance = os.environ.get(RUN_DIR), os.environ.get(INSTANCE)
-        if run_dir and instance is not None:
+        path = file_of("beacon.{}")
+        if path is not None:
             # the folder may be gone when a process outlives its launcher
-            with contextlib.suppress(OSError, ValueError):
-                _current = Beacon(Path(run_dir) / f"beacon.{int(instance)}")
+            with contextlib.suppress(OSError):
+                _current = Beacon(path)
     return _current
+
+
+def file_of(kind: str) -> Path | None:
+    """Return a file of this instance in the folder that its launcher reads; None without a launcher."""
+    run_dir, instance = os.environ.get(RUN_DIR), os.environ.get(INSTANCE)
+    return Path(run_dir) / kind.format(instance) if run_dir and instance else None
 
 
 def _forget() -> None:

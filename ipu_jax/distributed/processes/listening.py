@@ -2,6 +2,7 @@
 
 devices, mesh                        -> the record: IPUs, and the stages on them
 dispatching, dispatched, waited      -> the beacon: steps begun, made and finished, with their updates and examples
+ticks                                -> the flight recorder, if it is on: which IPU is in which tick
 during                               -> the beacon's phase: BUSY, or WAITING for other instances
 jax compiles                         -> COMPILING, so that it is not taken for a stuck step
 """
@@ -11,7 +12,7 @@ import contextlib
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
@@ -22,7 +23,7 @@ from jax.sharding import Mesh
 
 from ipu_jax.base import facts
 from ipu_jax.base.annotations import Device, Json, Tree, Value
-from ipu_jax.distributed.processes import beacons, own_record
+from ipu_jax.distributed.processes import beacons, flight, own_record
 from ipu_jax.distributed.processes.beacons import Beacon, Phase
 
 _BACKEND_COMPILE: Final = "/jax/core/compile/backend_compile_duration"
@@ -70,6 +71,11 @@ class OwnProcess(facts.Listener):
                 ipus.append({**_described(device), **place, "stages": there})
         replicas, ipus_per_replica = mesh.devices.shape[:2]
         own_record.note(**_place(), replicas=replicas, ipus_per_replica=ipus_per_replica, ipus=ipus)
+
+    def ticks(
+        self, program: str, role: str, replicas: int, tasks: Callable[[], list[list[str]]]
+    ) -> flight.Report | None:
+        return flight.report_of(program, role, replicas, tasks)
 
     def dispatching(self, window: Any, arguments: Tree) -> None:
         beacon = beacons.current()

@@ -1,0 +1,125 @@
+"""Record the tick in which each IPU of this process is, so that the launcher can say where a run hangs.
+
+    IPU_JAX_FLIGHT_RECORDER=1     <run folder>/flight.3          per replica and IPU: program, tick, and since when
+                                  <run folder>/flight.3.1.json   the tasks of program 1 per IPU and tick, in words
+
+The first file is mapped into memory, like a beacon: a write is no system call. Without a launcher, nothing is recorded.
+
+Nothing here imports jax.
+"""
+
+import json
+import mmap
+import os
+import struct
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from ipu_jax.distributed.processes import beacons
+
+RECORD: Final = "IPU_JAX_FLIGHT_RECORDER"
+
+_SLOT: Final = struct.Struct("<IIIiQ")  # program (0: no tick so far), replica, IPU, tick, ns
+_PAGE: Final = 4096
+
+Report = Callable[[int, int, int], None]
+
+
+class Recorder:
+    """Writes the ticks of the programs of this process.
+
+    Args:
+        path: a file that does not exist yet.
+
+    Raises:
+        FileExistsError: another process has it.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        self._slots: dict[tuple[int, int], int] = {}
+        self._memory: mmap.mmap | None = None
+        self._reports: dict[tuple[str, int], Report] = {}
+
+    def report(self, program: str, role: str, replicas: int, tasks: Callable[[], list[list[str]]]) -> Report:
+        """Return what is to be called at each tick of a program; the arguments are those of `Listener.ticks`."""
+        if (program, replicas) not in self._reports:
+            self._reports[program, replicas] = self._added(role, replicas, tasks())
+        return self._reports[program, replicas]
+
+    def _added(self, role: str, replicas: int, tasks: list[list[str]]) -> Report:
+        number = len(self._reports) + 1
+        path = self._path.with_name(f"{self._path.name}.{number}.json")
+        path.write_text(json.dumps({"role": role, "tasks": tasks}))
+        for replica in range(replicas):
+            for ipu in range(len(tasks)):
+                self._slots.setdefault((replica, ipu), len(self._slots) * _SLOT.size)
+        size = -(-len(self._slots) * _SLOT.size // _PAGE) * _PAGE
+        if self._memory is None or len(self._memory) < size:
+            self._memory = beacons.mapped(self._file, size)
+        memory, slots = self._memory, self._slots
+
+        def report(replica: int, ipu: int, tick: int) -> None:
+            _SLOT.pack_into(memory, slots[replica, ipu], number, replica, ipu, tick, time.monotonic_ns())
+
+        return report
+
+
+_current: dict[int, Recorder | None] = {}  # by process, since a fork gets a copy
+
+
+def report_of(program: str, role: str, replicas: int, tasks: Callable[[], list[list[str]]]) -> Report | None:
+    """Return what records the ticks of a program, as `Listener.ticks` does.
+
+    It is None unless a recorder is asked for, or if another process of the instance has it, or for lack of room.
+    """
+    pid, path = os.getpid(), beacons.file_of("flight.{}")
+    try:
+        if pid not in _current:
+            _current[pid] = None
+            if os.environ.get(RECORD) == "1" and path is not None:
+                _current[pid] = Recorder(path)
+        own = _current[pid]
+        return None if own is None else own.report(program, role, replicas, tasks)
+    except FileExistsError:
+        return None
+    except OSError as error:
+        warnings.warn(f"the flight recorder does not record: {error}", stacklevel=2)
+        return None
+
+
+def lines_of(folder: Path, instance: int) -> list[str]:
+    """Return what the IPUs of an instance do, a line for each, in the order of replicas and IPUs; [] if none recorded.
+
+    A tick is named by its number, as in `Schedule.tasks`: the first of 40 is "tick 0 of 40".
+
+    Args:
+        folder: the run folder.
+        instance: its number.
+    """
+    path = folder / f"flight.{instance}"
+
+    def content() -> bytes | None:
+        return path.read_bytes() if path.exists() else None
+
+    found = beacons.whole(content) or b""
+    slots = [_SLOT.unpack_from(found, at) for at in range(0, len(found) - _SLOT.size + 1, _SLOT.size)]
+    now, programs = time.monotonic_ns(), {}
+    lines = []
+    for number, replica, ipu, tick, since in sorted(slots, key=lambda slot: slot[1:3]):
+        if number:
+            if number not in programs:
+                programs[number] = json.loads(path.with_name(f"{path.name}.{number}.json").read_text())
+            doing = _doing(programs[number]["role"], programs[number]["tasks"][ipu], tick)
+            lines.append(f"IPU {ipu} of replica {replica}: {doing}, for {max(now - since, 0) / 1e9:.1f} s")
+    return lines
+
+
+def _doing(role: str, tasks: list[str], tick: int) -> str:
+    if tick >= len(tasks):
+        return f"after all {len(tasks)} ticks of {role}: collectives, the update, or nothing"
+    return f"{tasks[tick]}, tick {tick} of {len(tasks)}" if tasks[tick] else f"idle in tick {tick} of {len(tasks)}"
