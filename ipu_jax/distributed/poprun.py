@@ -36,6 +36,7 @@ from ipu_jax.distributed.launcher.topology import (
     nodes_of_cores,
     ranges,
 )
+from ipu_jax.distributed.processes.flight import RECORD
 
 NOT_FOUND: Final = 127
 """The exit status if the program does not exist, as in a shell."""
@@ -217,6 +218,8 @@ def _environment(options: Options, base: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that all instances of a host share, without the variables of their places."""
     base = {name: value for name, value in base.items() if name != AXES}  # of a run that has started this one
     environment = {**base, START_TIMEOUT: f"{min(options.start_timeout, _NEVER):g}", **dict(options.env)}
+    if options.flight_recorder:
+        environment[RECORD] = "1"
     if options.executable_cache_path is not None:
         environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         environment["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"

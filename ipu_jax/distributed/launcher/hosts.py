@@ -32,7 +32,7 @@ from typing import Final, Literal
 from ipu_jax.distributed.environment import THREADS
 from ipu_jax.distributed.launcher import watcher
 from ipu_jax.distributed.launcher.topology import Launch
-from ipu_jax.distributed.processes import beacons
+from ipu_jax.distributed.processes import beacons, flight
 from ipu_jax.distributed.processes.beacons import Phase, Reading
 
 Stream = Literal["stdout", "stderr"]
@@ -102,10 +102,14 @@ class Exited:
 
 @dataclasses.dataclass(frozen=True)
 class Stacks:
-    """The Python stacks of an instance, as requested; empty if it could not give them."""
+    """What an instance was doing, as requested: its Python stacks, and what its flight recorder says of its IPUs.
+
+    Both are empty if it could not give them.
+    """
 
     instance: int
     text: str
+    flight: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,7 +257,7 @@ class LocalHost:
         found, path = self._instances[instance], self._path("stacks", instance)
         pid = self._pid_of(found)
         if found.exited or not path.exists() or letter_of(pid) in "TtZ":
-            self._waiting.append(Stacks(instance, ""))
+            self._waiting.append(Stacks(instance, "", self._flight(instance)))
             return
         found.stacks_from = path.stat().st_size
         found.stacks_until = time.monotonic() + STACKS_WITHIN
@@ -383,7 +387,14 @@ class LocalHost:
             if time.monotonic() < instance.stacks_until - (0.7 * STACKS_WITHIN if text else 0):
                 return []
         instance.stacks_until = 0.0
-        return [Stacks(instance.number, text)]
+        return [Stacks(instance.number, text, self._flight(instance.number))]
+
+    def _flight(self, instance: int) -> tuple[str, ...]:
+        assert self._run_dir is not None
+        try:
+            return tuple(flight.lines_of(self._run_dir, instance))
+        except (OSError, ValueError, LookupError) as error:  # the program may have written anything there
+            return (f"not known: {error}",)
 
     def _tell(self, *words: str | int) -> None:
         if self._watcher is None:

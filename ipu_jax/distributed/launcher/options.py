@@ -86,6 +86,7 @@ class Options:
     numa_aware: bool
     print_topology: bool
     only_output_from_instance: int | None
+    flight_recorder: bool
     output_dir: Path | None
     tag_output: Tags
     timestamps: bool
@@ -223,6 +224,7 @@ class PoprunParser(Parser):
             metavar="SECONDS|off",
             help="how long the others may wait in popdist.init for an instance (default: 60)",
         )
+        self._add_truth("--flight-recorder", "let IPUs report each tick, so that a stuck run says what each IPU does")
         self.add_argument(
             "--grace",
             type=seconds,

@@ -9,7 +9,7 @@ from typing import Final
 
 from ipu_jax.distributed.launcher.verdicts import EarlyEnd, Failure, Stuck
 
-_MOST_FRAMES: Final = 40
+_MOST_LINES: Final = 40
 _STATES: Final = {
     "R": "running",
     "S": "sleeping",
@@ -115,7 +115,7 @@ def about_stall(stuck: Stuck, host: str, stacks: str, lines: Sequence[str]) -> l
         said[-1] += ": something has sent it SIGSTOP or SIGTSTP; SIGCONT would continue it"
     frames = stacks.strip().splitlines()
     if frames:
-        said += quoted("its Python stacks", frames[:_MOST_FRAMES])
+        said += quoted("its Python stacks", frames)
     else:
         why = "a stopped process cannot write them" if letter == "T" else "its program does not write them"
         said.append(f"  its Python stacks are not known: {why}")
@@ -124,4 +124,6 @@ def about_stall(stuck: Stuck, host: str, stacks: str, lines: Sequence[str]) -> l
 
 def quoted(title: str, lines: Sequence[str]) -> list[str]:
     """Return quoted lines under a title; nothing if there are none."""
-    return [f"  {title}:", *(f"    {line}" for line in lines)] if lines else []
+    left = len(lines) - _MOST_LINES
+    more = [f"    and {left} more lines"] if left > 0 else []
+    return [f"  {title}:", *(f"    {line}" for line in lines[:_MOST_LINES]), *more] if lines else []

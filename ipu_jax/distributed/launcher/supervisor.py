@@ -100,7 +100,8 @@ class Attempt:
         self._failures: dict[int, Failure] = {}
         self._records: dict[int, Failure] = {}  # of instances that have raised an exception, and are still alive
         self._stuck: Stuck | None = None
-        self._stacks: str | None = None
+        self._flights, self._asked = options.flight_recorder, set[int]()
+        self._stacks: dict[int, Stacks] = {}
         self._gone: set[str] = set()
         self._outcome: Outcome | None = None
         self._report: list[str] = []
@@ -157,8 +158,8 @@ class Attempt:
                 self._exited(event, now)
             case NotStarted(instance, status, reason):
                 self._decide(Outcome(status), [f"instance {instance} cannot be started: {reason}"], at_once=True)
-            case Stacks(_, text):
-                self._stacks = text
+            case Stacks():
+                self._stacks[event.instance] = event
             case Ended(left):
                 self._gone.add(host.name)
                 if left:
@@ -225,14 +226,17 @@ class Attempt:
             if now >= self._failing_since + verdicts.MOMENT or len(self._ends.statuses) == self._topology.instances:
                 self._failed(verdicts.first([*self._failures.values(), *self._records.values()]))
         elif self._stuck is not None:
-            if self._stacks is not None or now >= self._stacks_until:
+            if self._stacks.keys() >= self._asked - self._ends.statuses.keys() or now >= self._stacks_until:
                 self._say_stuck(self._stuck)
         elif (early := self._ends.early(now)) is not None:
             self._decide(Outcome(1, again=True), self._told_of(early))
         elif (stuck := self._judge.verdict(now)) is not None:
             self._stuck, self._stacks_until = stuck, now + STACKS_WITHIN + 1
             self._verbose(f"instance {stuck.instance} is stuck, seen at {now:.3f} s of the monotonic clock")
-            self._host_of(stuck.instance).ask_stacks(stuck.instance)
+            everyone = range(self._topology.instances) if self._flights else ()
+            self._asked = {stuck.instance, *everyone} - self._ends.statuses.keys()
+            for instance in self._asked:
+                self._host_of(instance).ask_stacks(instance)
 
     def _failed(self, failure: Failure) -> None:
         instance, error = failure.instance, failure.error
@@ -257,7 +261,10 @@ class Attempt:
     def _say_stuck(self, stuck: Stuck) -> None:
         instance = stuck.instance
         lines = self._display.tail(instance, seen=True)[-5:] or self._display.tail(instance, "stdout", seen=True)[-5:]
-        said = report.about_stall(stuck, self._host_of(instance).name, self._stacks or "", lines)
+        stacks = self._stacks[instance].text if instance in self._stacks else ""
+        said = report.about_stall(stuck, self._host_of(instance).name, stacks, lines)
+        for other, seen in sorted(self._stacks.items()):
+            said += report.quoted(f"what the IPUs of instance {other} do", seen.flight)
         if self._ends.statuses:
             gone = ranges(sorted(self._ends.statuses))
             said.append(f"  of the other instances, {gone} had exited with status 0: it may have waited for them")

@@ -72,6 +72,26 @@ def test_what_an_instance_does_is_bounded_by_its_own_limit_or_by_an_option(tmp_p
     assert [text for text in said if text not in ran.err] == [], ran.err
 
 
+@pytest.mark.parametrize("words", [("--flight-recorder",), ()])
+def test_what_each_ipu_does_is_said_of_a_stuck_run_with_a_flight_recorder(tmp_path, words):
+    body = """
+    from ipu_jax.distributed.processes import flight
+    report = flight.report_of("p", "training", 1, lambda: [["F of micro-batch 0"], ["B of micro-batch 1"]])
+    step(0); step(1)
+    if report:
+        report(0, me, me)
+    beacon.begun(); time.sleep(60)
+    """
+    ran = poprun(*words, *TWO, "--stall-timeout", "1", *program(tmp_path, body))
+    assert ran.status == 124
+    said = re.findall(r"what the IPUs of instance (\d) do:\npoprun:     (.*), for [\d.]+ s\n", ran.err)
+    expected = [
+        ("0", "IPU 0 of replica 0: F of micro-batch 0, tick 0 of 1"),
+        ("1", "IPU 1 of replica 0: after all 1 ticks of training: collectives, the update, or nothing"),
+    ]
+    assert said == (expected if words else [])
+
+
 # Instance 0 ends its program with status 0; instance 1 goes on. `joint` steps need both.
 EARLY = """
 def joint(n):
