@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = options_of(parser, parser.parse(own), program)
     try:
         topology = Topology(
-            options.hosts, options.num_instances, options.num_replicas, options.ipus_per_replica, options.axes
+            options.host, options.num_instances, options.num_replicas, options.ipus_per_replica, options.axes
         )
     except ValueError as error:
         parser.refuse(error)

@@ -13,9 +13,9 @@ import argparse
 import dataclasses
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ipu_jax.base.cli.parser import MOST_IPUS, Parser, number_that, shown, whole_number
 from ipu_jax.distributed.environment import Place, axes_of
@@ -70,37 +70,152 @@ TRUTHS_WITHOUT_EFFECT: Final[Mapping[str, str]] = {
 """The same for options that are yes or no."""
 
 
+def _truth(text: str) -> bool:
+    if text.lower() not in (*_TRUE, *_FALSE):
+        raise argparse.ArgumentTypeError(f"{shown(text)!r} is neither yes nor no")
+    return text.lower() in _TRUE
+
+
+def _tags(text: str) -> Tags:
+    if text.lower() not in _TAGS:
+        raise argparse.ArgumentTypeError(f"{shown(text)!r} is none of off, short and full")
+    return _TAGS[text.lower()]
+
+
+def _limit(text: str) -> float:
+    """Return a limit in seconds; infinite for "off"."""
+    if text == "off":
+        return float("inf")
+    return number_that(float, lambda value: 0 < value <= _LONGEST, "a positive number of seconds, or off")(text)
+
+
+def _folder(text: str) -> Path:
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is no path: give one that is not empty")
+    path = Path(text).absolute()
+    if path.exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no folder: give another")
+    return path
+
+
+def _address(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_.:%*\[\]-]+", text):
+        raise argparse.ArgumentTypeError(f"{shown(text)!r} is no address: give one such as 127.0.0.1")
+    return text
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not _VARIABLE.fullmatch(name) or "\0" in value:
+        what = f"{shown(text)!r} is no variable: give NAME=VALUE, or the NAME of one that is set"
+        raise argparse.ArgumentTypeError(what)
+    if name in _ITS_OWN:
+        raise argparse.ArgumentTypeError(f"poprun sets {name} itself, by instance: leave it out")
+    if not equals and name not in os.environ:
+        raise argparse.ArgumentTypeError(f"{name} is not set in this environment: give {name}=VALUE, or set it")
+    return name, value if equals else os.environ[name]
+
+
+def _read_by(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return an argparse type whose error is the ValueError of `read`."""
+
+    def of_text(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return of_text
+
+
+def _option(default: Any, kind: Callable[[str], Any] | None, metavar: str, help: str, *names: str, **how: Any) -> Any:
+    """Return a field of `Options` that is an option, named like the field, and how argparse reads it."""
+    how = {"default": default, "type": kind, "metavar": metavar, "help": help, **how}
+    return dataclasses.field(default=default, metadata={"names": names, "how": how})
+
+
+def _yes(help: str) -> Any:
+    """Return an option that means yes when given, and can also be given as =yes or =no, as in the original."""
+    return _option(False, _truth, "yes|no", help, nargs="?", const=True)
+
+
+_COUNT: Final = whole_number(1, MOST_IPUS * MOST_IPUS)
+_SECONDS: Final = number_that(float, lambda value: 0 < value <= _LONGEST, "a positive number of seconds")
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Hold the values of a command line, by the names of the options. `program` is the program with its arguments."""
 
-    program: tuple[str, ...]
-    num_replicas: int
-    num_instances: int
-    ipus_per_replica: int
-    axes: Mapping[str, int]
-    hosts: tuple[str, ...]
-    offline_mode: bool
-    dry_run: bool
-    executable_cache_path: Path | None
-    numa_aware: bool
-    print_topology: bool
-    only_output_from_instance: int | None
-    flight_recorder: bool
-    output_dir: Path | None
-    tag_output: Tags
-    timestamps: bool
-    max_restarts: int
-    stall_timeout: float | None
-    compile_timeout: float
-    start_timeout: float
-    grace: float | None
-    coordinator_port: int
-    coordinator_bind: str | None
-    env: tuple[tuple[str, str], ...]
-    remote_shell: str
-    verbose: int
-    without_effect: tuple[str, ...]
+    num_instances: int = _option(1, _COUNT, "N", "host processes, shared equally by the hosts (default: 1)", "-n")
+    num_replicas: int = _option(
+        None, _COUNT, "N", "copies of the model, shared equally by the instances (default: one for each)"
+    )
+    ipus_per_replica: int = _option(1, _COUNT, "N", "virtual IPUs of each replica (default: 1)")
+    axes: Mapping[str, int] = _option(
+        None,
+        _read_by(axes_of),
+        "NAME=SIZE,...",
+        "further axes of the mesh: an IPU is a group of devices, such as tensor=2 (default: none)",
+    )
+    host: tuple[str, ...] = _option(
+        None, _read_by(host_names), "HOSTS", "hosts, such as a,b or pod[0-2,4] (default: this one)", "-H"
+    )
+    hostfile: None = _option(
+        None, _read_by(lambda text: hosts_in_file(Path(text))), "FILE", "a file with a host in each line"
+    )
+    remote_shell: str = _option(None, None, "COMMAND", "what starts a command on another host (default: ssh)")
+    offline_mode: bool = _yes("print what to run on each host, and start nothing")
+    dry_run: bool = _yes("the same")
+    numa_aware: bool = _yes("bind each instance to cores of one NUMA node")
+    executable_cache_path: Path | None = _option(None, _folder, "DIR", "keep compiled programs in this folder")
+    env: Sequence[tuple[str, str]] = _option(
+        None, _variable, "NAME[=VALUE]", "a variable for the instances", "-x", action="append"
+    )
+    allow_run_as_root: bool = _yes("accepted for the original's sake: it is allowed")
+
+    print_topology: bool = _yes("print which host has which instances and replicas")
+    only_output_from_instance: int | None = _option(
+        None, whole_number(0, MOST_IPUS * MOST_IPUS), "N", "hide the stdout of the others, never their stderr"
+    )
+    output_dir: Path | None = _option(None, _folder, "DIR", "write a file for each attempt, instance and stream")
+    timestamps: bool = _yes("put the time at which a line was read into its tag")
+    tag_output: Tags = _option(
+        *("full", _tags, "off|short|full"),
+        "what is put before each line: nothing, [0], or [1,0]<stdout>: (default: full)",
+        nargs="?",
+        const="full",
+    )
+
+    max_restarts: int = _option(
+        0, whole_number(0, 2**31 - 1), "N", "how often all instances are started again after a failure (default: 0)"
+    )
+    stall_timeout: float | None = _option(
+        *(None, _limit, "SECONDS|off"),
+        "how long an instance may finish no step (default: the larger of 5 s and 5 x the median step)",
+    )
+    compile_timeout: float = _option(
+        1800.0, _limit, "SECONDS|off", "how long an instance may start, or compile (default: 1800)"
+    )
+    start_timeout: float = _option(
+        60.0, _limit, "SECONDS|off", "how long the others may wait in popdist.init for an instance (default: 60)"
+    )
+    grace: float | None = _option(
+        None, _SECONDS, "SECONDS", f"from SIGTERM to SIGKILL (default: {GRACE:g} after a failure)"
+    )
+    flight_recorder: bool = _yes("let IPUs report each tick, so that a stuck run says what each IPU does")
+
+    coordinator_port: int = _option(
+        *(0, whole_number(1, 65535), "N"),
+        "the port of jax's coordinator (default: a free one, another for each attempt)",
+    )
+    coordinator_bind: str | None = _option(
+        *(None, _address, "ADDRESS"),
+        "what it listens on (default: loopback if all instances are on this host, else every address)",
+    )
+    verbose: int = 0
+    program: tuple[str, ...] = ()
+    without_effect: tuple[str, ...] = ()
 
 
 class PoprunParser(Parser):
@@ -109,14 +224,16 @@ class PoprunParser(Parser):
     def __init__(self) -> None:
         super().__init__("poprun", _DESCRIPTION, _EPILOG, called={"hosts": "--host"}, hints=_HINTS)
         self.usage = "poprun [options] PROGRAM [arguments]"
-        self._add_division()
-        self._add_output()
-        self._add_supervision()
-        self._add_coordinator()
-        for name in WITHOUT_EFFECT:
-            self.add_argument(name, help=argparse.SUPPRESS)
-        for name in TRUTHS_WITHOUT_EFFECT:
-            self._add_truth(name, argparse.SUPPRESS)
+        for field in dataclasses.fields(Options):
+            if field.metadata:
+                name = "--" + field.name.replace("_", "-")
+                how = {key: value for key, value in field.metadata["how"].items() if value is not None}
+                self.add_argument(*field.metadata["names"], name, **how)
+        self.add_argument("-v", "--verbose", action="count", default=0, help="say what is started, seen and stopped")
+        self.add_argument("--vv", action="store_const", const=2, default=0, help="say more")
+        for name in (*WITHOUT_EFFECT, *TRUTHS_WITHOUT_EFFECT):
+            how = {"nargs": "?", "type": _truth, "const": True} if name in TRUTHS_WITHOUT_EFFECT else {}
+            self.add_argument(name, help=argparse.SUPPRESS, **how)
 
     def split(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
         """Return poprun's own words, and the program with its arguments."""
@@ -146,114 +263,10 @@ class PoprunParser(Parser):
                 i += 1
         return own, list(argv[i:])
 
-    def _add_truth(self, name: str, meaning: str) -> None:
-        """Add an option that means yes when given, and can also be given as =yes or =no, as in the original."""
-        self.add_argument(name, nargs="?", type=_truth, const=True, default=False, metavar="yes|no", help=meaning)
-
-    def _add_division(self) -> None:
-        for *names, default, meaning in (
-            ("--num-instances", "-n", 1, "host processes, shared equally by the hosts (default: 1)"),
-            ("--num-replicas", None, "copies of the model, shared equally by the instances (default: one for each)"),
-            ("--ipus-per-replica", 1, "virtual IPUs of each replica (default: 1)"),
-        ):
-            most = MOST_IPUS * MOST_IPUS
-            self.add_argument(*names, type=whole_number(1, most), default=default, metavar="N", help=meaning)
-        self.add_argument(
-            "--axes",
-            type=_axes,
-            default={},
-            metavar="NAME=SIZE,...",
-            help="further axes of the mesh: an IPU is a group of devices, such as tensor=2 (default: none)",
-        )
-        self.add_argument("--host", "-H", metavar="HOSTS", help="hosts, such as a,b or pod[0-2,4] (default: this one)")
-        self.add_argument("--hostfile", metavar="FILE", help="a file with a host in each line")
-        self.add_argument(
-            "--remote-shell", metavar="COMMAND", help="what starts a command on another host (default: ssh)"
-        )
-        self._add_truth("--offline-mode", "print what to run on each host, and start nothing")
-        self._add_truth("--dry-run", "the same")
-        self._add_truth("--numa-aware", "bind each instance to cores of one NUMA node")
-        self.add_argument("--executable-cache-path", metavar="DIR", help="keep compiled programs in this folder")
-        self.add_argument(
-            *("-x", "--env"), action="append", default=[], metavar="NAME[=VALUE]", help="a variable for the instances"
-        )
-        self._add_truth("--allow-run-as-root", "accepted for the original's sake: it is allowed")
-
-    def _add_output(self) -> None:
-        self._add_truth("--print-topology", "print which host has which instances and replicas")
-        self.add_argument(
-            "--only-output-from-instance",
-            type=whole_number(0, MOST_IPUS * MOST_IPUS),
-            metavar="N",
-            help="hide the stdout of the others, never their stderr",
-        )
-        self.add_argument("--output-dir", metavar="DIR", help="write a file for each attempt, instance and stream")
-        self._add_truth("--timestamps", "put the time at which a line was read into its tag")
-        self.add_argument(
-            "--tag-output",
-            nargs="?",
-            type=_tags,
-            const="full",
-            default="full",
-            metavar="off|short|full",
-            help="what is put before each line: nothing, [0], or [1,0]<stdout>: (default: full)",
-        )
-        self.add_argument("-v", "--verbose", action="count", default=0, help="say what is started, seen and stopped")
-        self.add_argument("--vv", action="store_const", const=2, default=0, help="say more")
-
-    def _add_supervision(self) -> None:
-        seconds = number_that(float, lambda value: 0 < value <= _LONGEST, "a positive number of seconds")
-        self.add_size("--max-restarts", 0, "how often all instances are started again after a failure", least=0)
-        self.add_argument(
-            "--stall-timeout",
-            type=_limit,
-            metavar="SECONDS|off",
-            help="how long an instance may finish no step (default: the larger of 5 s and 5 x the median step)",
-        )
-        self.add_argument(
-            "--compile-timeout",
-            type=_limit,
-            default=1800.0,
-            metavar="SECONDS|off",
-            help="how long an instance may start, or compile (default: 1800)",
-        )
-        self.add_argument(
-            "--start-timeout",
-            type=_limit,
-            default=60.0,
-            metavar="SECONDS|off",
-            help="how long the others may wait in popdist.init for an instance (default: 60)",
-        )
-        self._add_truth("--flight-recorder", "let IPUs report each tick, so that a stuck run says what each IPU does")
-        self.add_argument(
-            "--grace",
-            type=seconds,
-            metavar="SECONDS",
-            help=f"from SIGTERM to SIGKILL (default: {GRACE:g} after a failure)",
-        )
-
-    def _add_coordinator(self) -> None:
-        self.add_argument(
-            "--coordinator-port",
-            type=whole_number(1, 65535),
-            default=0,
-            metavar="N",
-            help="the port of jax's coordinator (default: a free one, another for each attempt)",
-        )
-        self.add_argument(
-            "--coordinator-bind",
-            metavar="ADDRESS",
-            help="what it listens on (default: loopback if all instances are on this host, else every address)",
-        )
-
 
 def options_of(parser: PoprunParser, parsed: argparse.Namespace, program: Sequence[str]) -> Options:
     """Return the options of a parsed command line; wrong options exit with status 2."""
-    without_effect = [
-        f"{name} has no effect: {why}"
-        for name, why in {**WITHOUT_EFFECT, **TRUTHS_WITHOUT_EFFECT}.items()
-        if getattr(parsed, name.lstrip("-").replace("-", "_")) not in (None, False)
-    ]
+    given = {name: value for name, value in vars(parsed).items() if value is not None}
     if not program:
         parser.error(
             "no program is given: name one after the options, such as: poprun --num-instances 2 python train.py"
@@ -266,81 +279,19 @@ def options_of(parser: PoprunParser, parsed: argparse.Namespace, program: Sequen
         )
     if parsed.hostfile is not None and parsed.host is not None:
         parser.error("--host and --hostfile both name the hosts: give one of them")
-    try:
-        hosts = (LOCALHOST,)
-        if parsed.host is not None:
-            hosts = host_names(parsed.host)
-        elif parsed.hostfile is not None:
-            hosts = hosts_in_file(Path(parsed.hostfile))
-    except ValueError as error:
-        parser.error(f"argument {'--host' if parsed.host is not None else '--hostfile'}: {error}")
-    checked = {
-        "program": tuple(program),
-        "num_replicas": parsed.num_replicas or parsed.num_instances,
-        "hosts": hosts,
-        "executable_cache_path": _folder(parser, "--executable-cache-path", parsed.executable_cache_path),
-        "output_dir": _folder(parser, "--output-dir", parsed.output_dir),
-        "coordinator_bind": _address(parser, parsed.coordinator_bind),
-        "env": tuple(_variable(parser, text) for text in parsed.env),
-        "remote_shell": parsed.remote_shell or os.environ.get("POPRUN_REMOTE_SHELL") or "ssh",
+    values = {
+        "num_replicas": parsed.num_instances,
+        "axes": {},
+        "env": (),
+        "remote_shell": os.environ.get("POPRUN_REMOTE_SHELL") or "ssh",
+        "host": parsed.hostfile or (LOCALHOST,),
+        **{field.name: given[field.name] for field in dataclasses.fields(Options) if field.name in given},
         "verbose": max(parsed.verbose, parsed.vv),
-        "without_effect": tuple(without_effect),
+        "program": tuple(program),
+        "without_effect": tuple(
+            f"{name} has no effect: {why}"
+            for name, why in {**WITHOUT_EFFECT, **TRUTHS_WITHOUT_EFFECT}.items()
+            if given.get(name.lstrip("-").replace("-", "_"), False) is not False
+        ),
     }
-    names = {field.name for field in dataclasses.fields(Options)}
-    return Options(**{name: getattr(parsed, name) for name in names - checked.keys()}, **checked)
-
-
-def _truth(text: str) -> bool:
-    if text.lower() not in (*_TRUE, *_FALSE):
-        raise argparse.ArgumentTypeError(f"{shown(text)!r} is neither yes nor no")
-    return text.lower() in _TRUE
-
-
-def _tags(text: str) -> Tags:
-    if text.lower() not in _TAGS:
-        raise argparse.ArgumentTypeError(f"{shown(text)!r} is none of off, short and full")
-    return _TAGS[text.lower()]
-
-
-def _axes(text: str) -> dict[str, int]:
-    try:
-        return axes_of(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _limit(text: str) -> float:
-    """Return a limit in seconds; infinite for "off"."""
-    if text == "off":
-        return float("inf")
-    return number_that(float, lambda value: 0 < value <= _LONGEST, "a positive number of seconds, or off")(text)
-
-
-def _folder(parser: Parser, flag: str, text: str | None) -> Path | None:
-    if text is None:
-        return None
-    if not text or "\0" in text:
-        parser.error(f"argument {flag}: {text!r} is no path: give one that is not empty")
-    path = Path(text).absolute()
-    if path.exists() and not path.is_dir():
-        parser.error(f"argument {flag}: {shown(text)} is no folder: give another")
-    return path
-
-
-def _address(parser: Parser, text: str | None) -> str | None:
-    if text is not None and not re.fullmatch(r"[A-Za-z0-9_.:%*\[\]-]+", text):
-        parser.error(f"argument --coordinator-bind: {shown(text)!r} is no address: give one such as 127.0.0.1")
-    return text
-
-
-def _variable(parser: Parser, text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not _VARIABLE.fullmatch(name) or "\0" in value:
-        parser.error(f"argument -x: {shown(text)!r} is no variable: give NAME=VALUE, or the NAME of one that is set")
-    if name in _ITS_OWN:
-        parser.error(f"argument -x: poprun sets {name} itself, by instance: leave it out")
-    if not equals:
-        if name not in os.environ:
-            parser.error(f"argument -x: {name} is not set in this environment: give {name}=VALUE, or set it")
-        value = os.environ[name]
-    return name, value
+    return Options(**values)

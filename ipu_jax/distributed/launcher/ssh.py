@@ -39,7 +39,7 @@ SILENT_FOR: Final = 20.0
 """Seconds of silence after which a host is lost."""
 # BatchMode: do not ask for a password, since nobody would see the question
 _SSH_OPTIONS: Final = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
-_AT_ONCE: Final = 1 << 16
+_AT_ONCE: Final = 1 << 22
 _LOOK_EVERY: Final = 0.05
 _ALIVE_EVERY: Final = 2.0
 _MOST_WAITING: Final = 1 << 20
@@ -61,15 +61,53 @@ class Shell:
         return [*self.command, *options, host, f"cd {shlex.quote(self.folder)} && exec {agent}"]
 
 
+class _Connection:
+    """One end of the pipes between poprun and an agent: it sends and receives lines, and never waits.
+
+    Attributes:
+        waiting: what the other side has not taken yet.
+        heard_at: when it last said something; None before.
+        ended, broken: whether it has ended what it says, and whether it takes nothing more.
+    """
+
+    def __init__(self, read: int, write: int):
+        self._read, self._write, self._rest, self.waiting = read, write, b"", b""
+        self.heard_at: float | None = None
+        self.ended = self.broken = False
+        for handle in (read, write):
+            os.set_blocking(handle, False)
+
+    def say(self, line: bytes) -> None:
+        self.waiting += line + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        try:
+            while self.waiting:
+                self.waiting = self.waiting[os.write(self._write, self.waiting) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.waiting, self.broken = b"", True
+
+    def heard(self) -> list[bytes]:
+        """Return the whole lines that have come, but for empty ones, which only say that the other side is alive."""
+        data, self.ended = _read(self._read)
+        if data:
+            self.heard_at = time.monotonic()
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [line for line in lines if line]
+
+
 class RemoteHost:
-    """A host that is reached through a remote shell.
+    """A host that is reached through a remote shell. Its methods are those of `LocalHost`.
 
     Attributes:
         lost: whether the host is lost, and takes no more requests.
     """
 
     def __init__(self, name: str, shell: Shell):
-        self.name = name
+        self.name, self.lost = name, False
         self._process = subprocess.Popen(
             shell.agent_on(name),
             stdin=subprocess.PIPE,
@@ -77,20 +115,15 @@ class RemoteHost:
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C on the terminal must not end it before it has done its work
         )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        self._in, self._out, self._err = self._process.stdin, self._process.stdout, self._process.stderr
-        for file in (self._in, self._out, self._err):
-            os.set_blocking(file.fileno(), False)
-        self._to_send = self._rest = self._said = b""
-        self._heard_at, self._heard = time.monotonic(), False
-        self._asked_at = time.monotonic()
-        self.lost = False
+        self._files = [file for file in (self._process.stdin, self._process.stdout, self._process.stderr) if file]
+        write, self._out, self._err = (file.fileno() for file in self._files)
+        os.set_blocking(self._err, False)
+        self._agent, self._said = _Connection(self._out, write), b""
+        self._begun = self._asked_at = time.monotonic()
 
     def files(self) -> list[int]:
         """Return the file descriptors to wait on for events."""
-        return [] if self.lost else [self._out.fileno()]
+        return [] if self.lost else [self._out]
 
     def events(self) -> list[Event]:
         """Return what has happened since the last call, without waiting."""
@@ -98,26 +131,21 @@ class RemoteHost:
             return []
         asked, self._asked_at = self._asked_at, time.monotonic()
         if self._asked_at - asked > 2:  # we were suspended: what the host has said meanwhile is about to be read
-            self._heard_at = self._asked_at
-        self._flush()
-        data, ended = _read(self._out.fileno())
-        said, _ = _read(self._err.fileno())
-        self._said = (self._said + said)[-4096:]
-        now = time.monotonic()
-        if data:
-            self._heard_at, self._heard = now, True
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        events: list[Event] = []
-        for line in filter(None, lines):
+            self._begun = self._asked_at
+        self._agent.flush()
+        lines, events, now = self._agent.heard(), list[Event](), time.monotonic()
+        self._said = (self._said + _read(self._err)[0])[-4096:]
+        for line in lines:
             try:
                 events.append(event_of(line, now))
             except ValueError:
                 self._said += line + b"\n"  # from the login scripts
-        silent = now - self._heard_at > (SILENT_FOR if self._heard else CONNECTED_WITHIN)
-        if ended or silent:
+        heard_at = self._agent.heard_at
+        silent = now - max(self._begun, heard_at or 0) > (CONNECTED_WITHIN if heard_at is None else SILENT_FOR)
+        if self._agent.ended or silent:
             self.lost = True
             if not any(isinstance(event, Ended) for event in events):
-                events.append(Lost(self._reason(silent and not ended)))
+                events.append(Lost(self._reason(silent and not self._agent.ended)))
         return events
 
     def prepare(self, bind: str, port: int, patience: float) -> None:
@@ -125,30 +153,29 @@ class RemoteHost:
         self._ask("prepare", bind=bind, port=port, patience=patience)
 
     def begin(self, launch: Launch) -> None:
-        """Start the instances: a `Started` or `NotStarted` follows for each."""
+        """Start the instances."""
         self._ask("begin", launch=launch.to_json())
 
     def send(self, number: int, instances: Iterable[int] | None = None) -> None:
-        """Send a signal to the process groups of some instances, or of all."""
+        """Send a signal."""
         self._ask("send", number=int(number), instances=None if instances is None else list(instances))
 
     def ask_stacks(self, instance: int) -> None:
-        """Ask an instance for its Python stacks: `Stacks` follows."""
+        """Ask an instance what it does."""
         self._ask("ask_stacks", instance=instance)
 
     def hold(self, on: bool) -> None:
-        """Stop reading what the instances write to their pipes, or resume."""
+        """Stop reading, or resume."""
         self._ask("hold", on=on)
 
     def end(self, patience: float) -> None:
-        """Kill what is left of the attempt, after `patience` seconds to end on its own: `Ended` follows."""
+        """Kill what is left of the attempt."""
         self._ask("end", patience=patience)
 
     def close(self) -> None:
         """Disconnect from the host: at the end of its pipe, the agent kills what is left and exits."""
-        with contextlib.suppress(OSError):
-            self._flush()
-        for file in (self._in, self._out, self._err):
+        self._agent.flush()
+        for file in self._files:
             with contextlib.suppress(OSError):
                 file.close()
         try:
@@ -160,28 +187,17 @@ class RemoteHost:
 
     def _ask(self, what: str, **values: Json) -> None:
         if not self.lost:
-            self._to_send += json.dumps({"do": what, **values}).encode() + b"\n"
-            self._flush()
-
-    def _flush(self) -> None:
-        try:
-            while self._to_send:
-                self._to_send = self._to_send[os.write(self._in.fileno(), self._to_send) :]
-        except BlockingIOError:
-            pass
-        except OSError:  # it is gone, and its output says so
-            self._to_send = b""
+            self._agent.say(json.dumps({"do": what, **values}).encode())
 
     def _reason(self, silent: bool) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1)
-        said = " ".join((self._said + _read(self._err.fileno())[0]).decode(errors="replace").split())
+        said = " ".join((self._said + _read(self._err)[0]).decode(errors="replace").split())
+        knows = self._agent.heard_at is not None
         if silent:
-            what = (
-                f"said nothing for {SILENT_FOR:g} s" if self._heard else f"did not answer within {CONNECTED_WITHIN:g} s"
-            )
+            what = f"said nothing for {SILENT_FOR:g} s" if knows else f"did not answer within {CONNECTED_WITHIN:g} s"
         else:
-            what = "the connection was closed" if self._heard else "cannot be reached"
+            what = "the connection was closed" if knows else "cannot be reached"
         return f"{what}: {said[-500:]}" if said else what
 
 
@@ -193,13 +209,15 @@ def _read(handle: int) -> tuple[bytes, bool]:
     """Return the bytes that can be read without waiting, and whether the stream has ended."""
     data = b""
     try:
-        while len(data) < 1 << 22:
-            piece = os.read(handle, _AT_ONCE)
+        while len(data) < _AT_ONCE:
+            piece = os.read(handle, 1 << 16)
             if not piece:
                 return data, True
             data += piece
     except BlockingIOError:
         pass
+    except OSError:
+        return data, True
     return data, False
 
 
@@ -207,79 +225,43 @@ class Agent:
     """Does what `poprun` asks for on a host."""
 
     def __init__(self) -> None:
-        self._host = LocalHost("")
-        self._rest = self._to_send = b""
-        self._held = False
-        self._say_alive_at = 0.0
-        self._gone = False
+        self._host, self._poprun = LocalHost(""), _Connection(0, 1)
+        self._held, self._alive_at = False, 0.0
 
     def run(self) -> None:
         """Serve until the pipe from poprun ends, or a signal arrives."""
-        for handle in (0, 1):
-            os.set_blocking(handle, False)
         signals = Signals()
-        while not self._gone:
+        while not (self._poprun.ended or self._poprun.broken):
             if set(STOPPING) & set(signals.wait([0, *self._host.files()], _LOOK_EVERY)):
                 break
-            self._read()
+            for line in self._poprun.heard():
+                self._do(json.loads(line))
             for event in self._host.events():
-                self._say(event)
-            if time.monotonic() >= self._say_alive_at:
-                self._say()
-            self._flush()
+                self._say(line_of(event, time.monotonic()))
+            if time.monotonic() >= self._alive_at:
+                self._say(b"")
+            self._poprun.flush()
             # if poprun does not read, the instances have to wait, so that nothing here grows without bound
-            self._host.hold(self._held or len(self._to_send) > _MOST_WAITING)
+            self._host.hold(self._held or len(self._poprun.waiting) > _MOST_WAITING)
         self._host.close()
-
-    def _read(self) -> None:
-        try:
-            data = os.read(0, _AT_ONCE)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._gone = True
-            return
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            self._do(json.loads(line))
 
     def _do(self, command: dict[str, Json]) -> None:
         match command:
             case {"do": "prepare", "bind": bind, "port": port, "patience": patience}:
-                self._say(self._host.prepare(bind, port, patience))
+                self._say(line_of(self._host.prepare(bind, port, patience), time.monotonic()))
             case {"do": "begin", "launch": values}:
-                self._host.begin(_with_own_environment(values))
-            case {"do": "send", "number": number, "instances": instances}:
-                self._host.send(number, instances)
-            case {"do": "ask_stacks", "instance": instance}:
-                self._host.ask_stacks(instance)
+                own = {**os.environ, **values["environment"]}
+                self._host.begin(Launch.from_json({**values, "environment": own}))
             case {"do": "hold", "on": on}:
                 self._held = on
-            case {"do": "end", "patience": patience}:
-                self._host.end(patience)
+            case {"do": "send" | "ask_stacks" | "end" as what, **values}:
+                getattr(self._host, what)(**values)
             case _:
                 raise ValueError(f"{command!r} is nothing that an agent does: is poprun of the same version there?")
 
-    def _say(self, event: Event | None = None) -> None:
-        """Send an event; without one, an empty line, which says that this agent is alive."""
-        now = time.monotonic()
-        self._say_alive_at = now + _ALIVE_EVERY
-        self._to_send += b"\n" if event is None else line_of(event, now)
-
-    def _flush(self) -> None:
-        try:
-            while self._to_send:
-                self._to_send = self._to_send[os.write(1, self._to_send) :]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._gone = True
-
-
-def _with_own_environment(values: dict[str, Json]) -> Launch:
-    return Launch.from_json({**values, "environment": {**os.environ, **values["environment"]}})
+    def _say(self, line: bytes) -> None:
+        self._alive_at = time.monotonic() + _ALIVE_EVERY
+        self._poprun.say(line)
 
 
 def line_of(event: Event, now: float) -> bytes:
@@ -287,7 +269,7 @@ def line_of(event: Event, now: float) -> bytes:
     values = _ages(dataclasses.asdict(event), now)
     if isinstance(event, Output):
         values["data"] = base64.b64encode(event.data).decode()
-    return json.dumps({"event": type(event).__name__, **values}).encode() + b"\n"
+    return json.dumps({"event": type(event).__name__, **values}).encode()
 
 
 def event_of(line: bytes, now: float) -> Event:

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import queue
 import re
 import select
 import signal
@@ -85,13 +86,11 @@ class Signals:
 
 
 class Writer:
-    """Writes to file descriptors in the order of the requests."""
+    """Writes to file descriptors in the order of the requests, in a thread of its own."""
 
     def __init__(self) -> None:
-        self._queue: collections.deque[tuple[int, bytes]] = collections.deque()
-        self._changed = threading.Condition()
-        self._bytes = 0
-        self._closing = False
+        self._queue: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
+        self._asked = self._done = 0  # bytes
         self.error: OSError | None = None
         """The error of the first write that failed; None if none has."""
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
@@ -100,46 +99,32 @@ class Writer:
     @property
     def full(self) -> bool:
         """Return whether enough bytes wait, and reading should pause."""
-        return self._bytes >= MOST
+        return self._asked - self._done >= MOST
 
     @property
     def low(self) -> bool:
         """Return whether so few bytes wait that more can be read again."""
-        return self._bytes < MOST // 2
+        return self._asked - self._done < MOST // 2
 
     def put(self, handle: int, data: bytes) -> None:
         """Write all of `data`, after everything put before."""
         if data:
-            with self._changed:
-                self._queue.append((handle, data))
-                self._bytes += len(data)
-                self._changed.notify()
+            self._asked += len(data)
+            self._queue.put((handle, data))
 
     def close(self, seconds: float) -> bool:
         """Return whether everything is written within `seconds`. The method can be called again."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        self._queue.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._queue:
-                    if self._closing:
-                        return
-                    self._changed.wait()
-                handle, data = self._queue.popleft()
-                while self._queue and self._queue[0][0] == handle and len(data) < 1 << 16:
-                    data += self._queue.popleft()[1]
+        while (item := self._queue.get()) is not None:
             try:
-                _write(handle, data)
+                _write(*item)
             except OSError as error:
-                if self.error is None:
-                    self.error = error
-            with self._changed:
-                self._bytes -= len(data)
+                self.error = self.error or error
+            self._done += len(item[1])
 
 
 @dataclasses.dataclass

@@ -226,13 +226,7 @@ class Judge:
     def _excused(self, watched: _Watched, now: float) -> bool:
         """Return whether others may have to wait for an instance that does something other than a step."""
         progress = watched.progress
-        if progress is None or progress.phase in (
-            Phase.STEPPING,
-            Phase.WAITING,
-            Phase.ENDING,
-            Phase.SILENT,
-            Phase.FAILED,
-        ):
+        if progress is None or progress.phase not in (*_PREPARING, Phase.BUSY):
             return False
         limit = self._compiling if progress.phase in _PREPARING else progress.limit
         return now - max(progress.phase_at, self._resumed_at) <= limit

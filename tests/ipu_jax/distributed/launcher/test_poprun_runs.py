@@ -316,7 +316,7 @@ def test_the_coordinator_listens_on_the_address_that_the_other_hosts_reach(monke
     words += ["--coordinator-bind", bind] if bind else []
     parser = PoprunParser()
     options = options_of(parser, parser.parse(words), ["true"])
-    topology = Topology(options.hosts, 3, 3, 1)
+    topology = Topology(options.host, 3, 3, 1)
     assert launcher._coordinator(options, topology, [True, False, False], ("here",)) == expected
 
 
