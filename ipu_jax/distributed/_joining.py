@@ -26,6 +26,7 @@ def connect(place: Place | None, *, seconds: float, flags: bool) -> None:
         seconds: how long to wait for the others.
         flags: whether all must have the same command line.
     """
+    global _is_compared
     initialize = functools.partial(
         jax.distributed.initialize,
         initialization_timeout=max(1, round(seconds)),
@@ -46,21 +47,17 @@ def connect(place: Place | None, *, seconds: float, flags: bool) -> None:
                 return  # nothing was detected: one instance
             raise
     _instance.prepare()
-    _compare(seconds, flags)
+    if not _is_compared:
+        _is_compared = True
+        fingerprints = board.agree("popdist.init", fingerprint(None, flags=flags), seconds=seconds)
+        if problem := difference(dict(enumerate(fingerprints))):
+            raise refusal(problem)
 
 
 def join(place: Place, *, seconds: float, flags: bool = True) -> None:
     """Prepare this process for supervision, and wait until all instances have arrived. A second call does nothing.
 
-    Communicates over TCP with instance 0.
-
-    Args:
-        place: the place of this instance.
-        seconds: how long to wait for the others.
-        flags: whether all must have the same command line.
-
-    Raises:
-        InstancesDifferError, InstancesMissingError, PortTakenError: see `meet`.
+    Communicates, and raises errors, as `meet` does; `flags` as in `connect`.
     """
     global _joined
     if _joined != place:
@@ -68,14 +65,3 @@ def join(place: Place, *, seconds: float, flags: bool = True) -> None:
         with beacons.meeting("in popdist.init", seconds + board.MARGIN):
             meet(place, fingerprint(place, flags=flags), seconds=seconds)
         _joined = place
-
-
-def _compare(seconds: float, flags: bool) -> None:
-    """Raise `InstancesDifferError` on every instance if one has different flags, packages or settings."""
-    global _is_compared
-    if _is_compared:
-        return
-    _is_compared = True
-    fingerprints = board.agree("popdist.init", fingerprint(None, flags=flags), seconds=seconds)
-    if problem := difference(dict(enumerate(fingerprints))):
-        raise refusal(problem)

@@ -59,14 +59,8 @@ _SERVICE_SECONDS: Final = 5.0
 _BACKLOG: Final = 128
 # what decides the compiled program: it must be equal on all instances, or the order of its collectives differs
 _PACKAGES: Final = ("ipu-jax", "jax", "jaxlib", "numpy", "optax", "flax", "equinox")
-_VARIABLES: Final = (
-    "JAX_DEFAULT_MATMUL_PRECISION",
-    "JAX_DEFAULT_PRNG_IMPL",
-    "JAX_ENABLE_X64",
-    "JAX_PLATFORMS",
-    "JAX_THREEFRY_PARTITIONABLE",
-    "XLA_FLAGS",
-)
+_OPTIONS: Final = ("DEFAULT_MATMUL_PRECISION", "DEFAULT_PRNG_IMPL", "ENABLE_X64", "PLATFORMS", "THREEFRY_PARTITIONABLE")
+_VARIABLES: Final = (*(f"JAX_{option}" for option in _OPTIONS), "XLA_FLAGS")
 _ABSENT: Final = "none"
 _LONGEST: Final = 200
 
@@ -181,12 +175,13 @@ def _receive(place: Place, own: Mapping[str, str], deadline: float, seconds: flo
 def _greet(place: Place, own: Mapping[str, str], deadline: float, seconds: float) -> None:
     address = _address(place.coordinator)
     hello = {"instance": place.instance, "fingerprint": dict(own)}
+    answer: Json = None
     while True:
-        try:
-            with socket.create_connection(address, timeout=max(0.001, deadline - time.monotonic())) as host:
-                answer = ask(host, place.token, hello, deadline + _LEAVE_SECONDS)
-        except OSError:
-            answer = None
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(address, timeout=max(0.001, deadline - time.monotonic())) as host,
+        ):
+            answer = ask(host, place.token, hello, deadline + _LEAVE_SECONDS)
         if isinstance(answer, dict):
             break
         if time.monotonic() > deadline:
@@ -214,20 +209,16 @@ def _await_service(address: tuple[str, int]) -> None:
 
 def _listening(place: Place) -> socket.socket:
     host, port = _address(place.bind)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    family, backlog = socket.AF_INET6 if ":" in host else socket.AF_INET, max(_BACKLOG, place.instances)
+    is_both = family is socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(max(_BACKLOG, place.instances))
+        return socket.create_server((host, port), family=family, backlog=backlog, dualstack_ipv6=is_both)
     except OSError as error:
-        listener.close()
         if error.errno != errno.EADDRINUSE:
             raise
         raise PortTakenError(
             error.errno, f"port {port} on {host} is taken by another program: start anew, or give another {COORDINATOR}"
         ) from None
-    return listener
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -253,17 +244,11 @@ class NotOursError(OSError):
 
 
 def ask(host: socket.socket, token: str, value: Json, deadline: float) -> Json:
-    """Send a value to a host that knows the token, and return its answer.
-
-    Args:
-        host: a connection to the host.
-        token: the token of the run.
-        value: a JSON value. It is sent only to a host that knows the token.
-        deadline: the deadline of the answer, on the monotonic clock.
+    """Send a JSON value to a host if it knows the token, and return its answer.
 
     Raises:
         NotOursError: the other side does not know the token.
-        OSError: the connection was lost, or there was no answer in time.
+        OSError: the connection was lost, or there was no answer by the deadline.
     """
     nonce = _nonce()
     host.settimeout(_GREETING_SECONDS)
@@ -285,7 +270,7 @@ class _Guest:
     """
 
     socket: socket.socket
-    thread: threading.Thread | None = None
+    thread: threading.Thread = dataclasses.field(init=False)
     is_known: bool = False
     answer: concurrent.futures.Future[Json] = dataclasses.field(default_factory=concurrent.futures.Future)
 
@@ -305,7 +290,7 @@ class _Reception:
         listener.settimeout(_ACCEPT_SECONDS)
 
     def next(self, deadline: float) -> tuple[int, dict[str, str]] | None:
-        """Return the number and fingerprint in the next hello of a guest that knows the token; None after the deadline."""
+        """Return the number and fingerprint of the next guest that knows the token; None after the deadline."""
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError):  # nobody has come, or has gone already
                 self._accept(_Guest(self._listener.accept()[0]))

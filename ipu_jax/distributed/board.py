@@ -47,7 +47,7 @@ def process() -> tuple[int, int]:
 class Board:
     """Entries by place and instance. Every instance creates the boards of a name in the same order.
 
-    The methods raise InstancesMissingError if time is up, and RuntimeError if instance 0 has gone. `missing` returns
+    The methods raise InstancesMissingError when time is up, and RuntimeError if instance 0 has gone. `missing` returns
     the text of the first error for words such as "instance 1 of 2".
 
     Args:
@@ -67,9 +67,9 @@ class Board:
         """Send this instance's entry at a place to instance 0. A second one raises RuntimeError."""
         self._within(seconds, lambda: self._client.key_value_set_bytes(self._key(place, self.own), entry), missing)
 
-    def seen(self, place: str, *, seconds: float) -> dict[int, bytes]:
+    def seen(self, place: str, *, seconds: float, missing: _Text | None = None) -> dict[int, bytes]:
         """Return the entries that are at a place now, by instance. Communicates them from instance 0."""
-        found = self._within(seconds, lambda: self._client.key_value_dir_get_bytes(self._key(place, "")))
+        found = self._within(seconds, lambda: self._client.key_value_dir_get_bytes(self._key(place)), missing)
         return {int(key.rpartition("/")[2]): entry for key, entry in found or ()}
 
     def look(
@@ -77,46 +77,34 @@ class Board:
     ) -> list[bytes]:
         """Wait until all instances have posted at a place, and return their entries; alone, none.
 
-        Communicates the entries from instance 0.
-
-        Args:
-            place: the place.
-            seconds: how long to wait.
-            missing: the text of the error.
-            unless: called many times a second while instances are missing; its error ends the wait.
+        Communicates the entries from instance 0. While instances are missing, `unless` is called many times a second,
+        and its error ends the wait.
         """
         deadline, entries = time.monotonic() + seconds, list[bytes]()
+        left = lambda: max(0.001, deadline - time.monotonic())  # noqa: E731
         if self._client is None:
             return entries
-        while unless and len(self.seen(place, seconds=seconds)) < self.count and time.monotonic() < deadline:
+        while unless and len(self.seen(place, seconds=left(), missing=missing)) < self.count and left() > 0.001:
             unless()
             time.sleep(_POLL_SECONDS)
         try:
             for instance in range(self.count):
-                left = max(1, int(1000 * (deadline - time.monotonic())))
-                entries.append(self._client.blocking_key_value_get_bytes(self._key(place, instance), left))
+                key = self._key(place, instance)
+                entries.append(self._client.blocking_key_value_get_bytes(key, int(1000 * left())))
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
-            absent = self._within(_ANSWER_SECONDS, lambda: self._absent(place), missing) or [len(entries)]
+            here = self.seen(place, seconds=_ANSWER_SECONDS, missing=missing)
+            absent = sorted({*range(self.count)} - here.keys()) or [len(entries)]
             raise InstancesMissingError(missing(f"{named(absent)} of {self.count}")) from None
         return entries
 
     def clear(self, place: str, *, seconds: float) -> None:
-        """Remove the entries of all instances at a place and below it."""
-        self._within(seconds, lambda: self._client.key_value_delete(self._key(place, "")))
+        """Remove the entries of all instances at a place."""
+        self._within(seconds, lambda: self._client.key_value_delete(self._key(place)))
 
-    def _key(self, place: str, instance: int | str) -> str:
+    def _key(self, place: str, instance: int | str = "") -> str:
         return f"{self._room}/{place}/{instance}"
-
-    def _absent(self, place: str) -> list[int]:
-        absent: list[int] = []
-        for instance in range(self.count):  # one by one: all entries together may be too large for a message
-            try:
-                self._client.key_value_try_get_bytes(self._key(place, instance))
-            except jax.errors.JaxRuntimeError:
-                absent.append(instance)
-        return absent
 
     def _within(self, seconds: float, call: Callable[[], Any], missing: _Text | None = None) -> Any:
         """Return what a call of the client returns, which itself waits for ever if instance 0 is stopped."""
@@ -140,10 +128,10 @@ def gather(what: str, payload: bytes, *, seconds: float, form: str = "") -> list
     Communicates the bytes, which should be fewer than a megabyte, once from each instance to all others.
 
     Args:
-        what: the name of the exchange in errors, such as "all_reduce".
+        what, form: the name of the exchange, such as "all_reduce", and a text such as shapes. Both must be equal on all
+            instances, and the errors give them.
         payload: the bytes of this instance.
         seconds: how long to wait for the others.
-        form: a text that must be equal on all instances, such as shapes and dtypes.
 
     Raises:
         InstancesMissingError: some instances did not arrive in time.

@@ -44,7 +44,7 @@ class AgreedStop:
         self._board, self._seconds = Board("stop"), seconds
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._calls = 0
-        self._is_asked = self._is_written = False
+        self._is_asked = self._must_wait = False
         self._last: int | None = None
         if self._board.count > 1:
             threading.Thread(target=self._listen, name="stop of instances", daemon=True).start()
@@ -63,7 +63,7 @@ class AgreedStop:
         """
         with self._lock:
             self._calls += 1
-            is_waiting = self._is_written and self._last is None
+            is_waiting = self._must_wait and self._last is None
         if self._board.count == 1:
             return self._is_asked
         if is_waiting:
@@ -81,9 +81,9 @@ class AgreedStop:
             while not self._board.seen(_ASKED, seconds=threading.TIMEOUT_MAX):
                 if self._closed.wait(_LISTEN_SECONDS):
                     return
-            with self._lock:  # from here on, the next step waits until all have written
+            with self._lock:
+                self._must_wait = True  # from here on, the next step waits until all have written
                 self._board.post(_AT, b"%d" % self._calls, seconds=self._seconds)
-                self._is_written = True
 
     def _missing(self, who: str) -> str:
         when = f"within {self._seconds:g} s"
