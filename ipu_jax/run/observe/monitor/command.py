@@ -1,9 +1,10 @@
 """Show the IPUs of this host and what runs on them: the command `ipu-monitor`.
 
-    ipu-monitor                   a table that is redrawn every second; q ends it
+    ipu-monitor                   a table that is redrawn every second; q ends it, other keys sort it
     ipu-monitor --once            one table
     ipu-monitor --json            one line of JSON
     ipu-monitor --pid 3207 --user me
+    ipu-monitor --sort memory
 
 Nothing here imports jax.
 """
@@ -17,18 +18,19 @@ import pwd
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, NoReturn
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group
+from rich.text import Text
 
 from ipu_jax.base.annotations import Json
 from ipu_jax.base.cli import process
-from ipu_jax.base.cli.parser import Parser, number_that, shown, whole_number
+from ipu_jax.base.cli.parser import Parser, number_that, one_of, shown, whole_number
 from ipu_jax.distributed.processes.identity import own_identity
 from ipu_jax.distributed.processes.own_record import SWITCH, is_off
-from ipu_jax.run.observe.monitor import screen, table
-from ipu_jax.run.observe.monitor.rows import Look, Watch, user_name
+from ipu_jax.run.observe.monitor import table
+from ipu_jax.run.observe.monitor.rows import SORTS, Look, Watch, user_name
 
 PROG: Final = "ipu-monitor"
 FORMAT: Final = 1
@@ -39,6 +41,8 @@ _SAMPLE: Final = 0.3
 _LARGEST_PID: Final = 2**31 - 1
 _NO_LIMIT: Final = 10_000
 """The width of a file or a pipe, in characters."""
+_KEYS: Final = {dict(state="a", step="t").get(name, name[0]): name for name in SORTS}
+"""The keys of the screen, and the orders that they choose."""
 
 
 def command() -> NoReturn:
@@ -58,9 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     watch = Watch(own, users=args.user, pids=args.pid)
     repeats = args.watch is not None or (sys.stdout.isatty() and not args.once and not args.json)
     seconds = _EVERY if args.watch is None else args.watch
-    if args.json:
-        return _repeat(watch, _print_json, seconds if repeats else None)
-    return _as_table(watch, args, seconds if repeats else None)
+    view = _View(watch, args)
+    if repeats and not args.json and view.is_screen:
+        from ipu_jax.run.observe.monitor import screen  # a single table starts faster without
+
+        _sampled(watch)
+        status = screen.show(view, view.console, seconds)
+        return view.say_missing() or status
+    return _repeat(watch, view, seconds if repeats else None)
 
 
 def _parser() -> Parser:
@@ -79,6 +88,12 @@ def _parser() -> Parser:
         const=_EVERY,
         metavar="SECONDS",
         help=f"show it again every so many seconds (default: {_EVERY:g})",
+    )
+    parser.add_argument(
+        "--sort",
+        type=one_of("sort", tuple(SORTS)),
+        metavar=f"{{{','.join(SORTS)}}}",
+        help="order the rows by this, the largest or the most urgent first (default: by run and start)",
     )
     parser.add_argument("--json", action="store_true", help="print each look as one line of JSON")
     parser.add_argument(
@@ -112,20 +127,14 @@ def _sampled(watch: Watch) -> Look:
     return watch.look()
 
 
-def _repeat(watch: Watch, show: Callable[[Look], None], seconds: float | None) -> int:
+def _repeat(watch: Watch, view: "_View", seconds: float | None) -> int:
     """Show a look, and then another one every few seconds, if a number of seconds is given; return the exit status."""
-    look = _sampled(watch)
-    while True:
-        show(look)
-        if seconds is None:
-            return 0
+    view.show(_sampled(watch))
+    status = view.say_missing()
+    while seconds is not None:
         time.sleep(seconds)
-        look = watch.look()
-
-
-def _print_json(look: Look) -> None:
-    # json escapes every character that is not printable except DEL
-    print(json.dumps(json_of(look)).replace("\x7f", r"\u007f"))
+        view.show(watch.look())
+    return status
 
 
 def json_of(look: Look) -> dict[str, Json]:
@@ -139,18 +148,63 @@ def json_of(look: Look) -> dict[str, Json]:
     }
 
 
-def _as_table(watch: Watch, args: argparse.Namespace, seconds: float | None) -> int:
-    is_terminal = sys.stdout.isatty()
-    console = Console(width=None if is_terminal or os.environ.get("COLUMNS") else _NO_LIMIT)
+class _View:
+    """Shows looks as tables or as JSON, in the order that the user has chosen."""
 
-    def picture(look: Look) -> RenderableType:
-        notes = () if look.rows else (_why_empty(args),)
-        return table.picture_of(look, console.width, table.about_host(socket.gethostname()), notes)
+    def __init__(self, watch: Watch, args: argparse.Namespace):
+        self._watch, self._args, self._sort = watch, args, args.sort
+        self._last: Look | None = None
+        self._missing: set[int] = set(args.pid)
+        is_terminal = sys.stdout.isatty()
+        self.console = Console(width=None if is_terminal or os.environ.get("COLUMNS") else _NO_LIMIT)
+        self.is_screen = is_terminal and not self.console.is_dumb_terminal
+        self._bars = self.is_screen and self.console.encoding.startswith("utf")  # rich's is in lower case
 
-    if seconds is not None and is_terminal and not console.is_dumb_terminal:
-        _sampled(watch)
-        return screen.show(lambda: picture(watch.look()), console, seconds)
-    return _repeat(watch, lambda look: console.print(picture(look)), seconds)
+    def show(self, look: Look) -> None:
+        """Print a look."""
+        self._missing -= {row.pid for row in look.rows}
+        if self._args.json:
+            # json escapes every character that is not printable except DEL
+            print(json.dumps(json_of(look.sorted(self._sort))).replace("\x7f", r"\u007f"))
+        else:
+            self.console.print(self._picture(look))
+
+    def picture(self, *, anew: bool) -> Group:
+        """Return a table of a new look, or again of the last one."""
+        if anew or self._last is None:
+            self._last = self._watch.look()
+            self._missing -= {row.pid for row in self._last.rows}
+        return self._picture(self._last)
+
+    def footer(self) -> Text:
+        """Return the keys; the chosen order is bold."""
+        line = Text("Sort by ", no_wrap=True, overflow="ellipsis")
+        for key, name in _KEYS.items():
+            before, _, after = name.partition(key)
+            line.append(f"{before}[{key}]{after} ", "bold" if name == self._sort else "dim")
+        return line.append("[q]uit")
+
+    def press(self, key: str) -> bool:
+        """Choose the order of a key; the same key again chooses the usual order."""
+        name = _KEYS.get(key.lower())
+        if name is None:
+            return False
+        self._sort = None if name == self._sort else name
+        return True
+
+    def say_missing(self) -> int:
+        """Return 1, and say which, if a process that the user has named has not been seen; else return 0."""
+        if not self._missing:
+            return 0
+        pids = ", ".join(map(str, sorted(self._missing)))
+        line = f"{PROG}: --pid {pids}: no such process of yours uses ipu_jax; without --pid, all are shown"
+        print(line, file=sys.stderr)
+        return 1
+
+    def _picture(self, look: Look) -> Group:
+        notes = () if look.rows else (_why_empty(self._args),)
+        about = table.about_host(socket.gethostname())
+        return table.picture_of(look.sorted(self._sort), self.console.width, about, notes, bars=self._bars)
 
 
 def _why_empty(args: argparse.Namespace) -> str:

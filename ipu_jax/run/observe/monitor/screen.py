@@ -1,6 +1,7 @@
 """Fill a terminal with a picture that is redrawn repeatedly, and restore the terminal afterwards.
 
     q, Ctrl-C, SIGTERM, SIGHUP   end it
+    other keys                   the caller's
     Ctrl-Z                       the terminal is the shell's until `fg`
     another size                 the picture is redrawn at once
 
@@ -15,39 +16,62 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterator
-from typing import Final
+from collections.abc import Iterator
+from typing import Final, Protocol
 
 from rich.console import Console, RenderableType
+from rich.layout import Layout
 from rich.live import Live
 
-_HEARD: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
+_HEARD: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP)
 _QUIT: Final = b"qQ"
 _LISTEN: Final = 0.1
 """Seconds between checks for signals and for a new terminal size."""
 
 
-def show(picture: Callable[[], RenderableType], console: Console, seconds: float) -> int:
-    """Draw a picture every few seconds until the user ends it; return the exit status.
+class View(Protocol):
+    """Is what `show` draws."""
+
+    def picture(self, *, anew: bool) -> RenderableType:
+        """Return the picture: of a new look, or again of the last one."""
+        ...
+
+    def footer(self) -> RenderableType:
+        """Return the last line of the screen."""
+        ...
+
+    def press(self, key: str) -> bool:
+        """Take a key; return whether the picture or the footer is different now."""
+        ...
+
+
+def show(view: View, console: Console, seconds: float) -> int:
+    """Draw a view every few seconds until the user ends it; return the exit status.
 
     Returns:
         0 after q, or 128 + the number of the signal that ended the display.
     """
     with _signals() as heard:
-        while (signal_number := _draw(picture, console, seconds, heard)) == signal.SIGTSTP:
+        while (signal_number := _draw(view, console, seconds, heard)) == signal.SIGTSTP:
             os.kill(os.getpid(), signal.SIGSTOP)
     return 128 + signal_number if signal_number else 0
 
 
-def _draw(picture: Callable[[], RenderableType], console: Console, seconds: float, heard: list[int]) -> int:
+def _draw(view: View, console: Console, seconds: float, heard: list[int]) -> int:
     """Draw until a signal comes, and return its number; 0 after q."""
     live = Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+
+    def draw(*, anew: bool) -> None:
+        layout = Layout()
+        layout.split_column(Layout(view.picture(anew=anew)), Layout(view.footer(), size=1))
+        live.update(layout, refresh=True)
+
     with _keys() as keys, live:
         due, size = 0.0, console.size
         while not heard:
             if time.monotonic() >= due or console.size != size:
                 due, size = time.monotonic() + seconds, console.size
-                live.update(picture(), refresh=True)
+                draw(anew=True)
             if select.select(keys, [], [], _LISTEN)[0]:
                 typed = b""
                 with contextlib.suppress(OSError):
@@ -56,6 +80,8 @@ def _draw(picture: Callable[[], RenderableType], console: Console, seconds: floa
                     return signal.SIGHUP
                 if any(key in _QUIT for key in typed):
                     return 0
+                if any([view.press(key) for key in typed.decode(errors="replace")]):
+                    draw(anew=False)
         return heard.pop(0)
 
 
