@@ -41,7 +41,7 @@ _SAMPLE: Final = 0.3
 _LARGEST_PID: Final = 2**31 - 1
 _NO_LIMIT: Final = 10_000
 """The width of a file or a pipe, in characters."""
-_KEYS: Final = {dict(state="a", step="t").get(name, name[0]): name for name in SORTS}
+_KEYS: Final = {{"state": "a", "step": "t"}.get(name, name[0]): name for name in SORTS}
 """The keys of the screen, and the orders that they choose."""
 
 
@@ -59,17 +59,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     own = own_identity()
     if own is None:
         parser.error("/proc cannot be read, so that nothing is known of processes: mount it")
-    watch = Watch(own, users=args.user, pids=args.pid)
+    view = _View(Watch(own, users=args.user, pids=args.pid), args)
     repeats = args.watch is not None or (sys.stdout.isatty() and not args.once and not args.json)
     seconds = _EVERY if args.watch is None else args.watch
-    view = _View(watch, args)
+    if view.look().rows:
+        time.sleep(_SAMPLE)  # the next look measures shares of CPU time since this one
     if repeats and not args.json and view.is_screen:
         from ipu_jax.run.observe.monitor import screen  # a single table starts faster without
 
-        _sampled(watch)
-        status = screen.show(view, view.console, seconds)
-        return view.say_missing() or status
-    return _repeat(watch, view, seconds if repeats else None)
+        return max(screen.show(view.draw, view.press, view.console, seconds), view.say_missing())
+    view.show()
+    status = view.say_missing()
+    while repeats:
+        time.sleep(seconds)
+        view.show()
+    return status
 
 
 def _parser() -> Parser:
@@ -118,25 +122,6 @@ def _user(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{shown(text)!r} is no user of this host: give a user's name or number")
 
 
-def _sampled(watch: Watch) -> Look:
-    """Return the second of two looks; shares of CPU time are measured over the short time between them."""
-    look = watch.look()
-    if not look.rows:
-        return look
-    time.sleep(_SAMPLE)
-    return watch.look()
-
-
-def _repeat(watch: Watch, view: "_View", seconds: float | None) -> int:
-    """Show a look, and then another one every few seconds, if a number of seconds is given; return the exit status."""
-    view.show(_sampled(watch))
-    status = view.say_missing()
-    while seconds is not None:
-        time.sleep(seconds)
-        view.show(watch.look())
-    return status
-
-
 def json_of(look: Look) -> dict[str, Json]:
     """Return a look as the object that --json prints."""
     return {
@@ -152,59 +137,54 @@ class _View:
     """Shows looks as tables or as JSON, in the order that the user has chosen."""
 
     def __init__(self, watch: Watch, args: argparse.Namespace):
-        self._watch, self._args, self._sort = watch, args, args.sort
-        self._last: Look | None = None
-        self._missing: set[int] = set(args.pid)
+        self._watch, self._args, self._sort, self._missing = watch, args, args.sort, set(args.pid)
         is_terminal = sys.stdout.isatty()
         self.console = Console(width=None if is_terminal or os.environ.get("COLUMNS") else _NO_LIMIT)
         self.is_screen = is_terminal and not self.console.is_dumb_terminal
-        self._bars = self.is_screen and self.console.encoding.startswith("utf")  # rich's is in lower case
 
-    def show(self, look: Look) -> None:
-        """Print a look."""
-        self._missing -= {row.pid for row in look.rows}
+    def look(self) -> Look:
+        """Look at the processes."""
+        self._last = self._watch.look()
+        self._missing -= {row.pid for row in self._last.rows}
+        return self._last
+
+    def show(self) -> None:
+        """Look, and print what is seen."""
+        look = self.look().sorted(self._sort)
         if self._args.json:
             # json escapes every character that is not printable except DEL
-            print(json.dumps(json_of(look.sorted(self._sort))).replace("\x7f", r"\u007f"))
+            print(json.dumps(json_of(look)).replace("\x7f", r"\u007f"))
         else:
-            self.console.print(self._picture(look))
+            self.console.print(self._table())
 
-    def picture(self, *, anew: bool) -> Group:
-        """Return a table of a new look, or again of the last one."""
-        if anew or self._last is None:
-            self._last = self._watch.look()
-            self._missing -= {row.pid for row in self._last.rows}
-        return self._picture(self._last)
-
-    def footer(self) -> Text:
-        """Return the keys; the chosen order is bold."""
-        line = Text("Sort by ", no_wrap=True, overflow="ellipsis")
+    def draw(self, *, anew: bool) -> tuple[Group, Text]:
+        """Return a table, of a new look or of the last one, and a line with the keys."""
+        if anew:
+            self.look()
+        keys = Text("Sort by ", no_wrap=True, overflow="ellipsis")
         for key, name in _KEYS.items():
-            before, _, after = name.partition(key)
-            line.append(f"{before}[{key}]{after} ", "bold" if name == self._sort else "dim")
-        return line.append("[q]uit")
+            keys.append(name.replace(key, f"[{key}]", 1) + " ", "bold" if name == self._sort else "dim")
+        return self._table(), keys.append("[q]uit")
 
     def press(self, key: str) -> bool:
-        """Choose the order of a key; the same key again chooses the usual order."""
+        """Choose the order of a key, or the usual one by the same key again; return whether it is a key of an order."""
         name = _KEYS.get(key.lower())
-        if name is None:
-            return False
-        self._sort = None if name == self._sort else name
-        return True
+        self._sort = self._sort if name is None else None if name == self._sort else name
+        return name is not None
 
     def say_missing(self) -> int:
         """Return 1, and say which, if a process that the user has named has not been seen; else return 0."""
-        if not self._missing:
-            return 0
-        pids = ", ".join(map(str, sorted(self._missing)))
-        line = f"{PROG}: --pid {pids}: no such process of yours uses ipu_jax; without --pid, all are shown"
-        print(line, file=sys.stderr)
-        return 1
+        if self._missing:
+            pids = ", ".join(map(str, sorted(self._missing)))
+            line = f"{PROG}: --pid {pids}: no such process of yours uses ipu_jax; without --pid, all are shown"
+            print(line, file=sys.stderr)
+        return int(bool(self._missing))
 
-    def _picture(self, look: Look) -> Group:
+    def _table(self) -> Group:
+        look, about = self._last.sorted(self._sort), table.about_host(socket.gethostname())
         notes = () if look.rows else (_why_empty(self._args),)
-        about = table.about_host(socket.gethostname())
-        return table.picture_of(look.sorted(self._sort), self.console.width, about, notes, bars=self._bars)
+        bars = self.is_screen and self.console.encoding.startswith("utf")  # rich's is in lower case
+        return table.picture_of(look, self.console.width, about, notes, bars=bars)
 
 
 def _why_empty(args: argparse.Namespace) -> str:

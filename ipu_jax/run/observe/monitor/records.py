@@ -31,10 +31,8 @@ _LARGEST: Final = 1 << 20
 _MOST: Final = 1 << 53
 _OF_USERS: Final = Path("/run/user")
 _ROOT: Final = 0
-_ASKED: Final = (
-    *("status", "uids", "create_time", "memory_info", "cpu_percent"),
-    *(["cpu_affinity"] if hasattr(psutil.Process, "cpu_affinity") else []),  # macOS has none
-)
+_OF_LINUX: Final = ["cpu_affinity"] * hasattr(psutil.Process, "cpu_affinity")
+_ASKED: Final = ("status", "uids", "create_time", "memory_info", "cpu_percent", *_OF_LINUX)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,8 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator
-from typing import Final, Protocol
+from collections.abc import Callable, Iterator
+from typing import Final
 
 from rich.console import Console, RenderableType
 from rich.layout import Layout
@@ -29,60 +29,55 @@ _LISTEN: Final = 0.1
 """Seconds between checks for signals and for a new terminal size."""
 
 
-class View(Protocol):
-    """Is what `show` draws."""
+def show(
+    draw: Callable[..., tuple[RenderableType, RenderableType]],
+    press: Callable[[str], bool],
+    console: Console,
+    seconds: float,
+) -> int:
+    """Draw a picture every few seconds until the user ends it; return the exit status.
 
-    def picture(self, *, anew: bool) -> RenderableType:
-        """Return the picture: of a new look, or again of the last one."""
-        ...
-
-    def footer(self) -> RenderableType:
-        """Return the last line of the screen."""
-        ...
-
-    def press(self, key: str) -> bool:
-        """Take a key; return whether the picture or the footer is different now."""
-        ...
-
-
-def show(view: View, console: Console, seconds: float) -> int:
-    """Draw a view every few seconds until the user ends it; return the exit status.
+    Args:
+        draw: returns the picture and the last line of the screen; `anew=False` asks for the last picture again.
+        press: takes a key that was pressed; returns whether to draw again.
+        console: where to draw.
+        seconds: between two pictures.
 
     Returns:
         0 after q, or 128 + the number of the signal that ended the display.
     """
-    with _signals() as heard:
-        while (signal_number := _draw(view, console, seconds, heard)) == signal.SIGTSTP:
-            os.kill(os.getpid(), signal.SIGSTOP)
-    return 128 + signal_number if signal_number else 0
-
-
-def _draw(view: View, console: Console, seconds: float, heard: list[int]) -> int:
-    """Draw until a signal comes, and return its number; 0 after q."""
     live = Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
 
-    def draw(*, anew: bool) -> None:
+    def redraw(*, anew: bool) -> None:
+        picture, last_line = draw(anew=anew)
         layout = Layout()
-        layout.split_column(Layout(view.picture(anew=anew)), Layout(view.footer(), size=1))
+        layout.split_column(Layout(picture), Layout(last_line, size=1))
         live.update(layout, refresh=True)
 
-    with _keys() as keys, live:
-        due, size = 0.0, console.size
-        while not heard:
-            if time.monotonic() >= due or console.size != size:
-                due, size = time.monotonic() + seconds, console.size
-                draw(anew=True)
-            if select.select(keys, [], [], _LISTEN)[0]:
-                typed = b""
-                with contextlib.suppress(OSError):
-                    typed = os.read(keys[0], 64)
-                if not typed:  # the terminal has gone
-                    return signal.SIGHUP
-                if any(key in _QUIT for key in typed):
-                    return 0
-                if any([view.press(key) for key in typed.decode(errors="replace")]):
-                    draw(anew=False)
-        return heard.pop(0)
+    def until_a_signal(heard: list[int]) -> int:
+        """Draw until a signal comes, and return its number; 0 after q."""
+        with _keys() as keys, live:
+            due, size = 0.0, console.size
+            while not heard:
+                if time.monotonic() >= due or console.size != size:
+                    due, size = time.monotonic() + seconds, console.size
+                    redraw(anew=True)
+                if select.select(keys, [], [], _LISTEN)[0]:
+                    typed = b""
+                    with contextlib.suppress(OSError):
+                        typed = os.read(keys[0], 64)
+                    if not typed:  # the terminal has gone
+                        return signal.SIGHUP
+                    if any(key in _QUIT for key in typed):
+                        return 0
+                    if any([press(key) for key in typed.decode(errors="replace")]):
+                        redraw(anew=False)
+            return heard.pop(0)
+
+    with _signals() as heard:
+        while (signal_number := until_a_signal(heard)) == signal.SIGTSTP:
+            os.kill(os.getpid(), signal.SIGSTOP)
+    return 128 + signal_number if signal_number else 0
 
 
 @contextlib.contextmanager

@@ -29,9 +29,8 @@ UNKNOWN: Final = "-"
 _GAP: Final = 2
 _BAR: Final = 8
 """Characters of a bar."""
-_STYLES: Final = {"stuck": "bold red", "stopped": "yellow", "waiting": "yellow", "running": ""}
-_STYLES_OF_WORK: Final = {"stepping": "green", "busy": "cyan", "waiting": "cyan", "ending": "dim", "failed": "bold red"}
-"""The styles of what a running process does, by the first word of `Row.doing`; else yellow."""
+_STYLES: Final = {"running": "green", "busy": "cyan", "ending": "dim", "failed": "bold red", "stuck": "bold red"}
+"""The styles of states, by their first word; else yellow, such as "compiling" and "stopped"."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +77,10 @@ def shown_seconds(seconds: float) -> str:
     >>> [shown_seconds(s) for s in (0.012, 75, 7384, 200_000)]
     ['0.01 s', '0:01:15', '2:03:04', '2 days, 7:33:20']
     """
-    if seconds < 60:
-        return f"{seconds:.{2 if seconds < 10 else 0}f} s"
+    return f"{seconds:.{2 if seconds < 10 else 0}f} s" if seconds < 60 else _clock(seconds)
+
+
+def _clock(seconds: float) -> str:
     return str(datetime.timedelta(seconds=int(seconds)))
 
 
@@ -131,10 +132,16 @@ def _state(row: Row) -> str:
     return row.doing or row.state if row.state == "running" and row.doing != "stepping" else row.state
 
 
-def _style_of_state(row: Row) -> str:
-    if row.state != "running":
-        return _STYLES[row.state]
-    return _STYLES_OF_WORK.get((row.doing or "").partition(":")[0], "yellow")
+def _style(row: Row) -> str:
+    return _STYLES.get(_state(row).partition(":")[0], "yellow")
+
+
+def _percent(share: float | None) -> str:
+    return _or_unknown(share, lambda share: f"{max(0.0, share):.0%}")
+
+
+def _left(row: Row) -> str:
+    return _or_unknown(row.seconds_left, _clock)
 
 
 def _step(row: Row) -> str:
@@ -164,25 +171,14 @@ COLUMNS: Final = (
     Column("replica", _replicas, 14, needed=lambda row: (row.replicas or 1) > 1),
     Column("stage", lambda row: stages_of(row.ipus), 16, least=12, most=40),
     Column("step", _step, 2),
-    Column(
-        "done",
-        lambda row: _or_unknown(_done(row), lambda share: f"{max(0.0, share):.0%}"),
-        7,
-        needed=lambda row: _done(row) is not None,
-        share=_done,
-    ),
-    Column(
-        "left",
-        lambda row: _or_unknown(row.seconds_left, lambda seconds: str(datetime.timedelta(seconds=int(seconds)))),
-        5,
-        needed=lambda row: row.seconds_left is not None,
-    ),
+    Column("done", lambda row: _percent(_done(row)), 7, needed=lambda row: _done(row) is not None, share=_done),
+    Column("left", _left, 5, needed=lambda row: row.seconds_left is not None),
     Column("steps/s", lambda row: _speed(row.steps_per_second), 3),
     Column("samples/s", lambda row: _speed(row.samples_per_second), 15),
     Column("memory", lambda row: decimal(row.device_bytes or row.rss_bytes), 9, share=_held),
-    Column("busy", lambda row: _or_unknown(row.busy_share, lambda share: f"{share:.0%}"), 10),
+    Column("busy", lambda row: _percent(row.busy_share), 10),
     Column("last step", lambda row: _or_unknown(row.last_step_seconds, shown_seconds), 8),
-    Column("state", _state, 1, least=12, most=30, style=_style_of_state),
+    Column("state", _state, 1, least=12, most=30, style=_style),
 )
 
 
@@ -228,7 +224,8 @@ def _table(rows: Sequence[Row], width: int, *, bars: bool) -> Table:
         justify = "right" if fixed else "left"
         table.add_column(_line(column.head), justify=justify, no_wrap=fixed, max_width=column.most)
     for row in rows:
-        table.add_row(*(column.cell(row, bars=bars) for column in columns), style=_STYLES[row.state])
+        style = "" if row.state == "running" else _style(row)
+        table.add_row(*(column.cell(row, bars=bars) for column in columns), style=style)
     return table
 
 

@@ -50,7 +50,8 @@ def test_a_training_is_shown(tmp_path, hidden):
         assert training.stdout.readline() == "evaluating\n"
         (found,) = json.loads(look("--json"))["processes"]
         assert (found["pid"], found["state"], found["doing"]) == (training.pid, "running", "busy: evaluating")
-        assert (found["step"], found["planned_updates"], len(found["ipus"])) == (16, 20, 2)
+        assert (found["planned_updates"], len(found["ipus"])) == (20, 2)
+        assert found["step"] in (15, 16)  # the last may not have been noticed
         assert 0 <= found["busy_share"] <= 1
         assert found["rss_bytes"] > 10**7
         assert f"\n{training.pid}  " in look()
