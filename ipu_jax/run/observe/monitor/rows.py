@@ -32,6 +32,8 @@ _Run = tuple[int, str | Identity]
 COMPILING_LIMIT: Final = 1800.0
 """Seconds that a compilation may take, as by default under poprun."""
 
+_LONGEST: Final = 1e10
+"""A longer time in seconds is not shown as the time left."""
 _STOPPED: Final = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _DOING: Final = {
     Phase.SILENT: "no step yet",
@@ -181,7 +183,7 @@ def _row(record: Record, stuck: Stuck | None, now: float, at: float, *, known: b
         rates = _rates(reading) if state == "running" else (0.0, 0.0)
         last_step_seconds = max(0.0, now - reading.finished_at)
         left = -1 if said.planned_updates is None else said.planned_updates - reading.updates
-        if left >= 0 and rates is not None and rates[0] > 0:
+        if left >= 0 and rates is not None and rates[0] > left / _LONGEST:
             seconds_left = left / rates[0]
     cores = len(seen["cpu_affinity"]) if "cpu_affinity" in seen else os.cpu_count() or 1
     own: dict[str, Any] = {**vars(said), "command": printable(" ".join(_short_names(said.command)))}

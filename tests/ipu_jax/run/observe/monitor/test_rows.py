@@ -71,6 +71,8 @@ def test_the_time_left_is_that_of_the_planned_updates_at_the_speed_of_late(folde
         assert row.seconds_left == pytest.approx(5, rel=0.05)
     with recorded(folder, STEPS.format(last=1) + note.format(19)):
         assert row_of().seconds_left is None  # more than planned
+    with recorded(folder, STEPS.format(last=1) + note.format(2**52)):
+        assert row_of().seconds_left is None  # it would be millions of years, more than Python can show as a time
     with recorded(folder, note.format(120)):
         assert row_of().seconds_left is None
 
