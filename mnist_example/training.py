@@ -360,7 +360,7 @@ def read(flags: DataFlags, data: MNIST) -> None:
                 megabytes += of_all_instances / 1e6 * made / k
                 done += made
                 bar.move(done)
-                popdist.count_steps()
+                popdist.count_steps(updates=made, samples=made * flags.images_per_update)
                 if done == end:
                     break
             cli.wait_for_all("the end of an epoch")  # an epoch takes as long as the slowest instance

@@ -54,6 +54,9 @@ class Listener:
     def stepping(self) -> None:
         """Hear that this process is about to run steps."""
 
+    def planned(self, updates: int | None) -> None:
+        """Hear how many weight updates a loop will make from now on; None if that is unknown, or at its end."""
+
     def dispatching(self, window: Any, arguments: Tree) -> None:
         """Hear that a window's next step is about to be dispatched with these arguments, if it says so at all."""
 

@@ -49,7 +49,7 @@ def hide() -> None:
     for module, names in _LINUX_ONLY.items():
         for name in names.split():
             vars(importlib.import_module(module)).pop(name, None)
-    vars(os).update(process_cpu_count=os.cpu_count)  # it would ask the affinity
+    os.process_cpu_count = os.cpu_count  # pyright: ignore[reportAttributeAccessIssue]  # it would ask the affinity
     for name in _OF_FILES:
         before = getattr(os, name)
         setattr(os, name, without_proc := _without_proc(before))

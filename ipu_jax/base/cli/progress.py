@@ -12,12 +12,16 @@ import sys
 import time
 from typing import Any, Final
 
+from ipu_jax.base import facts
+
 _SECONDS: Final = 0.2
 """Between two drawings in a notebook."""
 
 
 class Bar:
     """Shows a bar of updates, samples per second and time left below the printed lines, during a `with` block.
+
+    The process says for `ipu-monitor` how many updates it plans, whether or not the bar is shown.
 
     Args:
         title: the text left of the bar.
@@ -31,6 +35,7 @@ class Bar:
         self._bar: Any = None
         self._cell: Any = None
         self._samples, self._text, self._drawn, self._is_wide = samples, "", 0.0, False
+        self._planned = None if total is None else max(0, total - done)
         if shown:
             from rich import progress  # only a bar needs it
 
@@ -50,6 +55,8 @@ class Bar:
             self._task = self._bar.add_task(title, total=total, completed=done, text="")
 
     def __enter__(self) -> "Bar":
+        for listener in facts.listeners():
+            listener.planned(self._planned)
         if self._bar is not None and _is_notebook():
             self._cell = importlib.import_module("IPython.display").display(self._picture(), raw=True, display_id=True)
         elif self._bar is not None:
@@ -57,6 +64,8 @@ class Bar:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for listener in facts.listeners():
+            listener.planned(None)
         if self._cell is not None:
             self._cell.update(self._picture(), raw=True)
         elif self._bar is not None:

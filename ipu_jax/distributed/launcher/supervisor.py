@@ -34,7 +34,7 @@ from ipu_jax.distributed.launcher.options import GRACE, Options
 from ipu_jax.distributed.launcher.ssh import Host
 from ipu_jax.distributed.launcher.terminal import STOPPING, Display, Signals
 from ipu_jax.distributed.launcher.topology import Launch, Topology, ranges
-from ipu_jax.distributed.launcher.verdicts import EarlyEnd, Ends, Failure, Judge, Stuck
+from ipu_jax.distributed.launcher.verdicts import EarlyEnd, Failure, Judge, Stuck
 
 STUCK: Final = 124
 """The exit status after an instance was stuck, as with the command `timeout`."""
@@ -95,7 +95,6 @@ class Attempt:
         self._grace = GRACE if options.grace is None else options.grace  # after a failure
         self._leaving = LEAVING if options.grace is None else options.grace  # after a signal from the user
         self._judge = Judge(options.stall_timeout, options.compile_timeout, options.start_timeout)
-        self._ends = Ends()
         self._pids: dict[int, int] = {}
         self._failures: dict[int, Failure] = {}
         self._records: dict[int, Failure] = {}  # of instances that have raised an exception, and are still alive
@@ -122,7 +121,7 @@ class Attempt:
         self._display.say(*self._report)
         outcome = self._outcome or self._natural()
         outcome.seconds = time.monotonic() - self._began
-        if beacons := self._ends.progress.values():
+        if beacons := self._judge.progress.values():
             outcome.stepped = len(beacons) == self._topology.instances and all(each.finished for each in beacons)
         return outcome
 
@@ -184,23 +183,21 @@ class Attempt:
 
     def _beat(self, event: Beat, now: float) -> None:
         self._pids[event.instance] = event.pid
-        if event.progress is not None and event.instance not in self._ends.progress:
+        if event.progress is not None and event.instance not in self._judge.progress:
             self._verbose(f"instance {event.instance} writes a beacon: its steps are supervised", level=2)
         if event.error is not None:
             self._records[event.instance] = verdicts.failure_of(event.instance, None, now, event.error)
         self._judge.beat(event, now)
-        self._ends.beat(event, now)
 
     def _exited(self, event: Exited, now: float) -> None:
         instance, status = event.instance, event.status
-        self._judge.exited(instance)
-        self._ends.exited(instance, status, now)
+        self._judge.exited(instance, status, now)
         self._records.pop(instance, None)
         if status and self._passed_on == 0 and self._outcome is None:
             self._failures[instance] = verdicts.failure_of(instance, status, event.at, event.error)
             self._failing_since = min(self._failing_since, now)
         how = f"was ended by {report.signal_name(-status)}" if status < 0 else f"exited with status {status}"
-        beacon = "" if instance in self._ends.progress else "; it had no beacon, so that only its exit was supervised"
+        beacon = "" if instance in self._judge.progress else "; it had no beacon, so that only its exit was supervised"
         self._verbose(f"instance {instance} {how}, seen at {event.at:.3f} s of the monotonic clock{beacon}")
 
     def _lost(self, host: Host, reason: str) -> None:
@@ -213,7 +210,7 @@ class Attempt:
             self._decide(Outcome(0), [], at_once=True)  # the command reports the output error
         if self._outcome is None and not self._passed_on:
             self._look_for_failure(now)
-        everyone = len(self._ends.statuses) == self._topology.instances
+        everyone = len(self._judge.statuses) == self._topology.instances
         done = everyone and (self._outcome is not None or self._passed_on != 0 or not self._failures)
         if not self._ending and (done or now >= self._kill_at):
             self._ending, self._give_up_at = True, now + _ENDED_WITHIN
@@ -223,31 +220,31 @@ class Attempt:
 
     def _look_for_failure(self, now: float) -> None:
         if self._failures:
-            if now >= self._failing_since + verdicts.MOMENT or len(self._ends.statuses) == self._topology.instances:
+            if now >= self._failing_since + verdicts.MOMENT or len(self._judge.statuses) == self._topology.instances:
                 self._failed(verdicts.first([*self._failures.values(), *self._records.values()]))
         elif self._stuck is not None:
-            if self._stacks.keys() >= self._asked - self._ends.statuses.keys() or now >= self._stacks_until:
+            if self._stacks.keys() >= self._asked - self._judge.statuses.keys() or now >= self._stacks_until:
                 self._say_stuck(self._stuck)
-        elif (early := self._ends.early(now)) is not None:
+        elif (early := self._judge.early(now)) is not None:
             self._decide(Outcome(1, again=True), self._told_of(early))
         elif (stuck := self._judge.verdict(now)) is not None:
             self._stuck, self._stacks_until = stuck, now + STACKS_WITHIN + 1
             self._verbose(f"instance {stuck.instance} is stuck, seen at {now:.3f} s of the monotonic clock")
             everyone = range(self._topology.instances) if self._flights else ()
-            self._asked = {stuck.instance, *everyone} - self._ends.statuses.keys()
+            self._asked = {stuck.instance, *everyone} - self._judge.statuses.keys()
             for instance in self._asked:
                 self._host_of(instance).ask_stacks(instance)
 
     def _failed(self, failure: Failure) -> None:
         instance, error = failure.instance, failure.error
-        progress = self._ends.progress.get(instance)
+        progress = self._judge.progress.get(instance)
         finished = None if progress is None else progress.finished
         lines = [] if error else self._display.tail(instance)
         lines = lines or self._display.tail(instance, "stdout") if error is None else []
         said = report.about_failure(failure, self._host_of(instance).name, self._pids[instance], finished, lines)
         status = failure.exit_status
         if failure.looks_like_a_lost_peer:
-            early = self._ends.needed_by(instance, time.monotonic()) or self._ends.left(instance)
+            early = self._judge.needed_by(instance, time.monotonic()) or self._judge.left(instance)
             if early is not None:
                 said, status = [*self._told_of(early), *said], 1
         taken = error is not None and error.type == verdicts.PORT_TAKEN
@@ -265,8 +262,8 @@ class Attempt:
         said = report.about_stall(stuck, self._host_of(instance).name, stacks, lines)
         for other, seen in sorted(self._stacks.items()):
             said += report.quoted(f"what the IPUs of instance {other} do", seen.flight)
-        if self._ends.statuses:
-            gone = ranges(sorted(self._ends.statuses))
+        if self._judge.statuses:
+            gone = ranges(sorted(self._judge.statuses))
             said.append(f"  of the other instances, {gone} had exited with status 0: it may have waited for them")
         self._decide(Outcome(STUCK, again=True), said)
 
@@ -276,7 +273,7 @@ class Attempt:
             return
         self._outcome, self._report = outcome, said
         now = time.monotonic()
-        left = self._topology.instances - len(self._ends.statuses)
+        left = self._topology.instances - len(self._judge.statuses)
         if left and said:
             self._verbose(f"stopping {left} instances, at {now:.3f} s of the monotonic clock")
         if not at_once:
@@ -285,7 +282,7 @@ class Attempt:
 
     def _natural(self) -> Outcome:
         """Return the outcome of an attempt whose instances have all exited, with 0 or after a signal from the user."""
-        ended_well = all(status == 0 for status in self._ends.statuses.values()) and bool(self._ends.statuses)
+        ended_well = all(status == 0 for status in self._judge.statuses.values()) and bool(self._judge.statuses)
         if self._passed_on == 0 or (ended_well and self._passed_on != signal.SIGINT):
             return Outcome(0)
         return Outcome(128 + self._passed_on)

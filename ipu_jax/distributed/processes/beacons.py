@@ -16,6 +16,7 @@ Nothing here imports jax.
 import contextlib
 import dataclasses
 import enum
+import errno
 import mmap
 import os
 import struct
@@ -218,6 +219,11 @@ class Beacon:
         """Return the numbers of steps begun and finished."""
         return self._begun, self._finished
 
+    @property
+    def updates(self) -> int:
+        """Return the number of weight updates in all finished steps."""
+        return self._updates
+
     def _aside_until(self, now: int) -> int:
         """Return the time spent in phases other than stepping."""
         return self._aside_ns + (0 if self._phase is Phase.STEPPING else now - self._phase_ns)
@@ -254,11 +260,23 @@ def mapped(handle: int, size: int = SIZE) -> mmap.mmap:
     Raises:
         OSError: there is no room for it. Without this check, the first write to the memory would end the process.
     """
+    reserve(handle, size)
+    return mmap.mmap(handle, size)
+
+
+def reserve(handle: int, size: int) -> None:
+    """Let an open file have at least this many bytes, with room on the disk; new bytes are 0.
+
+    Raises:
+        OSError: there is no room for it.
+    """
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(handle, 0, size)
-    else:
-        os.truncate(handle, size)
-    return mmap.mmap(handle, size)
+    else:  # macOS
+        end = os.fstat(handle).st_size
+        missing = max(0, size - end)
+        if os.pwrite(handle, bytes(missing), end) < missing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def read(path: Path) -> Reading | None:

@@ -5,13 +5,17 @@
 
 A number alone is not enough: later processes reuse it, other containers have their own numbers, and other hosts may
 have the same. The start is in clock ticks since boot, which no change of the clock affects. These few fields are read
-without psutil, which training does not import.
+from /proc without psutil, which training does not import.
+
+macOS has no /proc. There the start is psutil's, in microseconds since 1970, the boot is a checksum of the host's name,
+and the namespace is 0. Who changes the clock by a second or more while `ipu-monitor` watches makes it lose processes.
 
 Nothing here imports jax.
 """
 
 import os
 import re
+import zlib
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
@@ -51,8 +55,10 @@ def is_living(identity: Identity) -> bool:
 
 
 def own_identity() -> Identity | None:
-    """Return the identity of this process, or None if /proc cannot be read."""
+    """Return the identity of this process, or None if /proc cannot be read, or if psutil is needed and fails."""
     start = _start(os.getpid())
+    if start is not None and not _has_proc():
+        return Identity(os.getpid(), start, f"{zlib.crc32(os.uname().nodename.encode()):08x}", 0)
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text()[:8]
         namespace = (_PROC / "self/ns/pid").stat().st_ino
@@ -61,11 +67,27 @@ def own_identity() -> Identity | None:
     return None if start is None else Identity(os.getpid(), start, boot, namespace)
 
 
+def _has_proc() -> bool:
+    return (_PROC / "self").exists()
+
+
 def _start(pid: int) -> int | None:
-    """Return when a process began, in clock ticks since boot; None if it has ended or is hidden from this user."""
+    """Return when a process began, in the unit of its `Identity`; None if it has ended or is hidden from this user."""
+    if not _has_proc():
+        return _start_by_psutil(pid)
     try:
         # the name, in parentheses, may contain spaces and parentheses
         fields = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
         return None if fields[0] in (b"Z", b"X", b"x") else int(fields[19])
     except (OSError, ValueError, IndexError):
+        return None
+
+
+def _start_by_psutil(pid: int) -> int | None:
+    import psutil  # takes a while, and is needed only without /proc
+
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else round(process.create_time() * 1e6)
+    except (psutil.Error, OSError):
         return None

@@ -1,6 +1,7 @@
 """Listen to what this process says of itself (`base/facts.py`), and write it into its beacon and its record.
 
 devices, mesh                        -> the record: IPUs, and the stages on them
+planned                              -> the record: how many updates there will be
 dispatching, dispatched, waited      -> the beacon: steps begun, made and finished, with their updates and examples
 ticks                                -> the flight recorder, if it is on: which IPU is in which tick
 during                               -> the beacon's phase: BUSY, or WAITING for other instances
@@ -77,6 +78,14 @@ class OwnProcess(facts.Listener):
     ) -> flight.Report | None:
         return flight.report_of(program, role, replicas, tasks)
 
+    def planned(self, updates: int | None) -> None:
+        beacon = beacons.current()
+        if updates is None or beacon is None:
+            own_record.note(planned_after=None, planned_updates=None)
+        else:
+            after = beacon.updates + sum(of_updates for _, of_updates, _ in self._unfinished)
+            own_record.note(planned_after=after, planned_updates=after + updates)
+
     def dispatching(self, window: Any, arguments: Tree) -> None:
         beacon = beacons.current()
         # without poprun nobody asks who has begun, and looking at hundreds of arguments takes time
@@ -121,8 +130,10 @@ class OwnProcess(facts.Listener):
         if steps:
             now = time.monotonic()
             if self._devices_tell and now >= self._ask_memory_at:
-                held = _device_bytes()
+                held, limit = _device_bytes()
                 beacon.hold(held)
+                if limit:
+                    own_record.note(device_limit_bytes=limit)
                 self._ask_memory_at, self._devices_tell = now + _ASK_MEMORY_EVERY, held > 0
             beacon.finished(steps, updates, samples)
 
@@ -134,12 +145,17 @@ def _is_on_all_instances(leaf: Value) -> bool:
     return len({device.process_index for device in leaf.sharding.device_set}) == jax.process_count()
 
 
-def _device_bytes() -> int:
-    """Return how many bytes are in use on this process's devices; 0 if they do not report it, as on a CPU."""
+def _device_bytes() -> tuple[int, int]:
+    """Return how many bytes are in use on this process's devices, and how many there can be.
+
+    Both are 0 if the devices do not report them, as on a CPU. The second is 0 if only some report it.
+    """
     try:
-        return sum((device.memory_stats() or {}).get("bytes_in_use", 0) for device in jax.local_devices())
+        stats = [device.memory_stats() or {} for device in jax.local_devices()]
     except (jax.errors.JaxRuntimeError, NotImplementedError):
-        return 0
+        return 0, 0
+    limits = [found.get("bytes_limit", 0) for found in stats]
+    return sum(found.get("bytes_in_use", 0) for found in stats), sum(limits) if all(limits) else 0
 
 
 def _place() -> dict[str, Json]:

@@ -123,6 +123,9 @@ class _Record:
             "instances": 1,
             "replicas": None,
             "ipus_per_replica": None,
+            "planned_after": None,
+            "planned_updates": None,
+            "device_limit_bytes": None,
             "ipus": [],
             "ipu_jax": __version__,
         }
@@ -157,7 +160,7 @@ class _Record:
     def _write(self) -> None:
         # spaces cover the end of a longer old text
         text = json.dumps(self._content).encode().ljust(self._length)
-        os.posix_fallocate(self._file, beacons.SIZE, len(text))  # a full disk must not leave half of it
+        beacons.reserve(self._file, beacons.SIZE + len(text))  # a full disk must not leave half of it
         os.pwrite(self._file, text, beacons.SIZE)
         self._length = len(text)
 

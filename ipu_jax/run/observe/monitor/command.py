@@ -1,9 +1,10 @@
 """Show the IPUs of this host and what runs on them: the command `ipu-monitor`.
 
-    ipu-monitor                   a table that is redrawn every second; q ends it
+    ipu-monitor                   a table that is redrawn every second; q ends it, other keys sort it
     ipu-monitor --once            one table
     ipu-monitor --json            one line of JSON
     ipu-monitor --pid 3207 --user me
+    ipu-monitor --sort memory
 
 Nothing here imports jax.
 """
@@ -17,18 +18,19 @@ import pwd
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, NoReturn
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group
+from rich.text import Text
 
 from ipu_jax.base.annotations import Json
 from ipu_jax.base.cli import process
-from ipu_jax.base.cli.parser import Parser, number_that, shown, whole_number
+from ipu_jax.base.cli.parser import Parser, number_that, one_of, shown, whole_number
 from ipu_jax.distributed.processes.identity import own_identity
 from ipu_jax.distributed.processes.own_record import SWITCH, is_off
-from ipu_jax.run.observe.monitor import screen, table
-from ipu_jax.run.observe.monitor.rows import Look, Watch, user_name
+from ipu_jax.run.observe.monitor import table
+from ipu_jax.run.observe.monitor.rows import SORTS, Look, Watch, user_name
 
 PROG: Final = "ipu-monitor"
 FORMAT: Final = 1
@@ -39,6 +41,8 @@ _SAMPLE: Final = 0.3
 _LARGEST_PID: Final = 2**31 - 1
 _NO_LIMIT: Final = 10_000
 """The width of a file or a pipe, in characters."""
+_KEYS: Final = {{"state": "a", "step": "t"}.get(name, name[0]): name for name in SORTS}
+"""The keys of the screen, and the orders that they choose."""
 
 
 def command() -> NoReturn:
@@ -55,12 +59,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     own = own_identity()
     if own is None:
         parser.error("/proc cannot be read, so that nothing is known of processes: mount it")
-    watch = Watch(own, users=args.user, pids=args.pid)
+    view = _View(Watch(own, users=args.user, pids=args.pid), args)
     repeats = args.watch is not None or (sys.stdout.isatty() and not args.once and not args.json)
     seconds = _EVERY if args.watch is None else args.watch
-    if args.json:
-        return _repeat(watch, _print_json, seconds if repeats else None)
-    return _as_table(watch, args, seconds if repeats else None)
+    if view.look().rows:
+        time.sleep(_SAMPLE)  # the next look measures shares of CPU time since this one
+    if repeats and not args.json and view.is_screen:
+        from ipu_jax.run.observe.monitor import screen  # a single table starts faster without
+
+        return max(screen.show(view.draw, view.press, view.console, seconds), view.say_missing())
+    view.show()
+    status = view.say_missing()
+    while repeats:
+        time.sleep(seconds)
+        view.show()
+    return status
 
 
 def _parser() -> Parser:
@@ -79,6 +92,12 @@ def _parser() -> Parser:
         const=_EVERY,
         metavar="SECONDS",
         help=f"show it again every so many seconds (default: {_EVERY:g})",
+    )
+    parser.add_argument(
+        "--sort",
+        type=one_of("sort", tuple(SORTS)),
+        metavar=f"{{{','.join(SORTS)}}}",
+        help="order the rows by this, the largest or the most urgent first (default: by run and start)",
     )
     parser.add_argument("--json", action="store_true", help="print each look as one line of JSON")
     parser.add_argument(
@@ -103,31 +122,6 @@ def _user(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{shown(text)!r} is no user of this host: give a user's name or number")
 
 
-def _sampled(watch: Watch) -> Look:
-    """Return the second of two looks; shares of CPU time are measured over the short time between them."""
-    look = watch.look()
-    if not look.rows:
-        return look
-    time.sleep(_SAMPLE)
-    return watch.look()
-
-
-def _repeat(watch: Watch, show: Callable[[Look], None], seconds: float | None) -> int:
-    """Show a look, and then another one every few seconds, if a number of seconds is given; return the exit status."""
-    look = _sampled(watch)
-    while True:
-        show(look)
-        if seconds is None:
-            return 0
-        time.sleep(seconds)
-        look = watch.look()
-
-
-def _print_json(look: Look) -> None:
-    # json escapes every character that is not printable except DEL
-    print(json.dumps(json_of(look)).replace("\x7f", r"\u007f"))
-
-
 def json_of(look: Look) -> dict[str, Json]:
     """Return a look as the object that --json prints."""
     return {
@@ -139,18 +133,58 @@ def json_of(look: Look) -> dict[str, Json]:
     }
 
 
-def _as_table(watch: Watch, args: argparse.Namespace, seconds: float | None) -> int:
-    is_terminal = sys.stdout.isatty()
-    console = Console(width=None if is_terminal or os.environ.get("COLUMNS") else _NO_LIMIT)
+class _View:
+    """Shows looks as tables or as JSON, in the order that the user has chosen."""
 
-    def picture(look: Look) -> RenderableType:
-        notes = () if look.rows else (_why_empty(args),)
-        return table.picture_of(look, console.width, table.about_host(socket.gethostname()), notes)
+    def __init__(self, watch: Watch, args: argparse.Namespace):
+        self._watch, self._args, self._sort, self._missing = watch, args, args.sort, set(args.pid)
+        is_terminal = sys.stdout.isatty()
+        self.console = Console(width=None if is_terminal or os.environ.get("COLUMNS") else _NO_LIMIT)
+        self.is_screen = is_terminal and not self.console.is_dumb_terminal
 
-    if seconds is not None and is_terminal and not console.is_dumb_terminal:
-        _sampled(watch)
-        return screen.show(lambda: picture(watch.look()), console, seconds)
-    return _repeat(watch, lambda look: console.print(picture(look)), seconds)
+    def look(self) -> Look:
+        """Look at the processes."""
+        self._last = self._watch.look()
+        self._missing -= {row.pid for row in self._last.rows}
+        return self._last
+
+    def show(self) -> None:
+        """Look, and print what is seen."""
+        look = self.look().sorted(self._sort)
+        if self._args.json:
+            # json escapes every character that is not printable except DEL
+            print(json.dumps(json_of(look)).replace("\x7f", r"\u007f"))
+        else:
+            self.console.print(self._table())
+
+    def draw(self, *, anew: bool) -> tuple[Group, Text]:
+        """Return a table, of a new look or of the last one, and a line with the keys."""
+        if anew:
+            self.look()
+        keys = Text("Sort by ", no_wrap=True, overflow="ellipsis")
+        for key, name in _KEYS.items():
+            keys.append(name.replace(key, f"[{key}]", 1) + " ", "bold" if name == self._sort else "dim")
+        return self._table(), keys.append("[q]uit")
+
+    def press(self, key: str) -> bool:
+        """Choose the order of a key, or the usual one by the same key again; return whether it is a key of an order."""
+        name = _KEYS.get(key.lower())
+        self._sort = self._sort if name is None else None if name == self._sort else name
+        return name is not None
+
+    def say_missing(self) -> int:
+        """Return 1, and say which, if a process that the user has named has not been seen; else return 0."""
+        if self._missing:
+            pids = ", ".join(map(str, sorted(self._missing)))
+            line = f"{PROG}: --pid {pids}: no such process of yours uses ipu_jax; without --pid, all are shown"
+            print(line, file=sys.stderr)
+        return int(bool(self._missing))
+
+    def _table(self) -> Group:
+        look, about = self._last.sorted(self._sort), table.about_host(socket.gethostname())
+        notes = () if look.rows else (_why_empty(self._args),)
+        bars = self.is_screen and self.console.encoding.startswith("utf")  # rich's is in lower case
+        return table.picture_of(look, self.console.width, about, notes, bars=bars)
 
 
 def _why_empty(args: argparse.Namespace) -> str:

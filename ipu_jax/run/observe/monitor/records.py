@@ -28,10 +28,11 @@ from ipu_jax.distributed.processes.beacons import Reading
 from ipu_jax.distributed.processes.identity import Identity, is_living
 
 _LARGEST: Final = 1 << 20
-_MOST: Final = 1 << 31
+_MOST: Final = 1 << 53
 _OF_USERS: Final = Path("/run/user")
 _ROOT: Final = 0
-_ASKED: Final = ("status", "uids", "create_time", "memory_info", "cpu_affinity", "cpu_percent")
+_OF_LINUX: Final = ["cpu_affinity"] * hasattr(psutil.Process, "cpu_affinity")
+_ASKED: Final = ("status", "uids", "create_time", "memory_info", "cpu_percent", *_OF_LINUX)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,9 @@ class Said:
         instance, instances: its number, and the number of instances.
         replicas, ipus_per_replica: of all instances; None before a mesh was made.
         ipus: the devices of this process's IPUs.
+        planned_after, planned_updates: the process's number of updates at the start and at the end of its training;
+            None outside of a training with a known end.
+        device_limit_bytes: how much memory the devices can hold; None if they do not report it.
     """
 
     command: tuple[str, ...]
@@ -69,6 +73,9 @@ class Said:
     replicas: int | None
     ipus_per_replica: int | None
     ipus: tuple[Ipu, ...]
+    planned_after: int | None = None
+    planned_updates: int | None = None
+    device_limit_bytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,8 @@ import dataclasses
 import os
 import pwd
 import time
-from collections.abc import Collection
-from typing import Any, Final, Literal
+from collections.abc import Callable, Collection
+from typing import Any, Final, Literal, Self, get_args
 
 import psutil
 
@@ -25,13 +25,15 @@ from ipu_jax.distributed.processes.identity import Identity
 from ipu_jax.run.observe.monitor import records
 from ipu_jax.run.observe.monitor.records import Ignored, Ipu, Record
 
-State = Literal["running", "waiting", "stopped", "stuck"]
+State = Literal["stuck", "stopped", "waiting", "running"]
 
 _Run = tuple[int, str | Identity]
 
 COMPILING_LIMIT: Final = 1800.0
 """Seconds that a compilation may take, as by default under poprun."""
 
+_LONGEST: Final = 1e10
+"""A longer time in seconds is not shown as the time left."""
 _STOPPED: Final = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _DOING: Final = {
     Phase.SILENT: "no step yet",
@@ -62,13 +64,31 @@ class Row:
     replicas: int | None
     ipus_per_replica: int | None
     ipus: tuple[Ipu, ...]
+    planned_after: int | None
+    planned_updates: int | None
     step: int | None
     steps_per_second: float | None
     samples_per_second: float | None
     last_step_seconds: float | None
+    seconds_left: float | None
     busy_share: float | None
     rss_bytes: int
     device_bytes: int | None
+    device_limit_bytes: int | None
+
+
+# from the smallest; what is unknown comes last
+SORTS: Final[dict[str, Callable[[Row], Any]]] = {
+    "pid": lambda row: row.pid,
+    "user": lambda row: row.user,
+    "step": lambda row: None if row.step is None else -row.step,
+    "speed": lambda row: None if row.steps_per_second is None else -row.steps_per_second,
+    "memory": lambda row: -(row.device_bytes or row.rss_bytes),
+    "busy": lambda row: None if row.busy_share is None else -row.busy_share,
+    "left": lambda row: row.seconds_left,
+    "state": lambda row: get_args(State).index(row.state),
+}
+"""The names of orders, and for each the value of a row by which it sorts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +98,14 @@ class Look:
     at: float
     rows: tuple[Row, ...]
     ignored: tuple[Ignored, ...]
+
+    def sorted(self, name: str | None) -> Self:
+        """Return the look with its rows in the order of this name; None for the order by run and start."""
+        if name is None:
+            return self
+        value = SORTS[name]
+        rows = sorted(self.rows, key=lambda row: (value(row) is None, value(row) or 0))
+        return dataclasses.replace(self, rows=tuple(rows))
 
 
 class Watch:
@@ -128,7 +156,7 @@ class _RunJudge:
     def verdict(self, members: list[Record], now: float, at: float) -> Stuck | None:
         """Return which process is stuck, and why; None if no process is."""
         for identity in self._numbers.keys() - {record.identity for record in members}:
-            self._judge.exited(self._numbers.pop(identity))
+            self._judge.exited(self._numbers.pop(identity), None, now)
         for record in members:
             if record.identity not in self._numbers:
                 self._numbers[record.identity] = number = max(self._numbers.values(), default=-1) + 1
@@ -149,11 +177,15 @@ def _row(record: Record, stuck: Stuck | None, now: float, at: float, *, known: b
         reason = f"{stuck.doing} for {stuck.seconds:.0f} s, and may for {stuck.limit:.3g} s: {stuck.rule}"
     elif stuck is not None and reading is not None and reading.phase is Phase.STEPPING:
         state, reason = "waiting", f"for process {stuck.pid}"
-    step = rates = last_step_seconds = None
+    step = rates = last_step_seconds = seconds_left = None
     if reading is not None and reading.finished:
         step = reading.updates or reading.finished
         rates = _rates(reading) if state == "running" else (0.0, 0.0)
         last_step_seconds = max(0.0, now - reading.finished_at)
+        left = -1 if said.planned_updates is None else said.planned_updates - reading.updates
+        if left >= 0 and rates is not None and rates[0] > left / _LONGEST:
+            seconds_left = left / rates[0]
+    cores = len(seen["cpu_affinity"]) if "cpu_affinity" in seen else os.cpu_count() or 1
     own: dict[str, Any] = {**vars(said), "command": printable(" ".join(_short_names(said.command)))}
     return Row(
         **own,
@@ -167,7 +199,8 @@ def _row(record: Record, stuck: Stuck | None, now: float, at: float, *, known: b
         steps_per_second=rates and rates[0],
         samples_per_second=rates[1] if rates and reading is not None and reading.samples else None,
         last_step_seconds=last_step_seconds,
-        busy_share=seen["cpu_percent"] / (100 * len(seen["cpu_affinity"])) if known else None,
+        seconds_left=seconds_left,
+        busy_share=seen["cpu_percent"] / (100 * cores) if known else None,
         rss_bytes=seen["memory_info"].rss,
         device_bytes=reading.device_bytes or None if reading is not None else None,
     )

@@ -1,6 +1,7 @@
 """Fill a terminal with a picture that is redrawn repeatedly, and restore the terminal afterwards.
 
     q, Ctrl-C, SIGTERM, SIGHUP   end it
+    other keys                   the caller's
     Ctrl-Z                       the terminal is the shell's until `fg`
     another size                 the picture is redrawn at once
 
@@ -19,44 +20,64 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from rich.console import Console, RenderableType
+from rich.layout import Layout
 from rich.live import Live
 
-_HEARD: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
+_HEARD: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP)
 _QUIT: Final = b"qQ"
 _LISTEN: Final = 0.1
 """Seconds between checks for signals and for a new terminal size."""
 
 
-def show(picture: Callable[[], RenderableType], console: Console, seconds: float) -> int:
+def show(
+    draw: Callable[..., tuple[RenderableType, RenderableType]],
+    press: Callable[[str], bool],
+    console: Console,
+    seconds: float,
+) -> int:
     """Draw a picture every few seconds until the user ends it; return the exit status.
+
+    Args:
+        draw: returns the picture and the last line of the screen; `anew=False` asks for the last picture again.
+        press: takes a key that was pressed; returns whether to draw again.
+        console: where to draw.
+        seconds: between two pictures.
 
     Returns:
         0 after q, or 128 + the number of the signal that ended the display.
     """
+    live = Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+
+    def redraw(*, anew: bool) -> None:
+        picture, last_line = draw(anew=anew)
+        layout = Layout()
+        layout.split_column(Layout(picture), Layout(last_line, size=1))
+        live.update(layout, refresh=True)
+
+    def until_a_signal(heard: list[int]) -> int:
+        """Draw until a signal comes, and return its number; 0 after q."""
+        with _keys() as keys, live:
+            due, size = 0.0, console.size
+            while not heard:
+                if time.monotonic() >= due or console.size != size:
+                    due, size = time.monotonic() + seconds, console.size
+                    redraw(anew=True)
+                if select.select(keys, [], [], _LISTEN)[0]:
+                    typed = b""
+                    with contextlib.suppress(OSError):
+                        typed = os.read(keys[0], 64)
+                    if not typed:  # the terminal has gone
+                        return signal.SIGHUP
+                    if any(key in _QUIT for key in typed):
+                        return 0
+                    if any([press(key) for key in typed.decode(errors="replace")]):
+                        redraw(anew=False)
+            return heard.pop(0)
+
     with _signals() as heard:
-        while (signal_number := _draw(picture, console, seconds, heard)) == signal.SIGTSTP:
+        while (signal_number := until_a_signal(heard)) == signal.SIGTSTP:
             os.kill(os.getpid(), signal.SIGSTOP)
     return 128 + signal_number if signal_number else 0
-
-
-def _draw(picture: Callable[[], RenderableType], console: Console, seconds: float, heard: list[int]) -> int:
-    """Draw until a signal comes, and return its number; 0 after q."""
-    live = Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
-    with _keys() as keys, live:
-        due, size = 0.0, console.size
-        while not heard:
-            if time.monotonic() >= due or console.size != size:
-                due, size = time.monotonic() + seconds, console.size
-                live.update(picture(), refresh=True)
-            if select.select(keys, [], [], _LISTEN)[0]:
-                typed = b""
-                with contextlib.suppress(OSError):
-                    typed = os.read(keys[0], 64)
-                if not typed:  # the terminal has gone
-                    return signal.SIGHUP
-                if any(key in _QUIT for key in typed):
-                    return 0
-        return heard.pop(0)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,10 @@ from ipu_jax.run.observe.monitor.rows import Look, Row
 
 UNKNOWN: Final = "-"
 _GAP: Final = 2
-_STYLES: Final = {"stuck": "bold red", "stopped": "yellow", "waiting": "yellow", "running": ""}
+_BAR: Final = 8
+"""Characters of a bar."""
+_STYLES: Final = {"running": "green", "busy": "cyan", "ending": "dim", "failed": "bold red", "stuck": "bold red"}
+"""The styles of states, by their first word; else yellow, such as "compiling" and "stopped"."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,9 @@ class Column:
         head: its name.
         entry: makes the text of a row.
         rank: columns of a lower rank are kept longer when the terminal is narrow.
+        needed: whether a row needs the column; without such a row, it is left out.
+        share: the filled part of a bar beside a row's entry; None for no bar.
+        style: the style of a row's entry.
         least, most: the width to which its entries can be cut before the column is left out, and its largest width;
             None for entries that are shown whole and right-aligned, such as numbers.
     """
@@ -47,10 +53,21 @@ class Column:
     rank: int
     least: int | None = None
     most: int | None = None
+    needed: Callable[[Row], bool] = lambda row: True
+    share: Callable[[Row], float | None] = lambda row: None
+    style: Callable[[Row], str] = lambda row: ""
 
-    def needed(self, rows: Sequence[Row]) -> int:
+    def cell(self, row: Row, *, bars: bool) -> Text:
+        """Return a row's entry, with its bar if bars are drawn."""
+        text, share = _line(self.entry(row), self.style(row)), self.share(row) if bars else None
+        if share is None:
+            return text
+        full = min(_BAR, max(0, int(_BAR * share + 0.5)))
+        return Text.assemble(("━" * full, "green"), ("╌" * (_BAR - full), "dim"), " ", text, no_wrap=True)
+
+    def width(self, rows: Sequence[Row], *, bars: bool) -> int:
         """Return the width in cells that the column needs; with less, it is left out."""
-        longest = max(cell_len(text) for text in (self.head, *(printable(self.entry(row)) for row in rows)))
+        longest = max(cell_len(self.head), *(self.cell(row, bars=bars).cell_len for row in rows))
         return longest if self.least is None else min(longest, self.least)
 
 
@@ -60,8 +77,10 @@ def shown_seconds(seconds: float) -> str:
     >>> [shown_seconds(s) for s in (0.012, 75, 7384, 200_000)]
     ['0.01 s', '0:01:15', '2:03:04', '2 days, 7:33:20']
     """
-    if seconds < 60:
-        return f"{seconds:.{2 if seconds < 10 else 0}f} s"
+    return f"{seconds:.{2 if seconds < 10 else 0}f} s" if seconds < 60 else _clock(seconds)
+
+
+def _clock(seconds: float) -> str:
     return str(datetime.timedelta(seconds=int(seconds)))
 
 
@@ -113,36 +132,68 @@ def _state(row: Row) -> str:
     return row.doing or row.state if row.state == "running" and row.doing != "stepping" else row.state
 
 
+def _style(row: Row) -> str:
+    return _STYLES.get(_state(row).partition(":")[0], "yellow")
+
+
+def _percent(share: float | None) -> str:
+    return _or_unknown(share, lambda share: f"{max(0.0, share):.0%}")
+
+
+def _left(row: Row) -> str:
+    return _or_unknown(row.seconds_left, _clock)
+
+
+def _step(row: Row) -> str:
+    return f"{row.step or 0}/{row.planned_updates}" if _done(row) is not None else _or_unknown(row.step, str)
+
+
+def _done(row: Row) -> float | None:
+    """Return the share of the planned updates that have been made; None if it is unknown."""
+    if row.planned_after is None or row.planned_updates is None or row.planned_updates <= row.planned_after:
+        return None
+    share = ((row.step or 0) - row.planned_after) / (row.planned_updates - row.planned_after)
+    return share if share <= 1 else None  # it goes on in a loop of its own
+
+
+def _held(row: Row) -> float | None:
+    """Return the share of the devices' memory that is in use; None if it is unknown."""
+    return row.device_bytes / row.device_limit_bytes if row.device_bytes and row.device_limit_bytes else None
+
+
 COLUMNS: Final = (
     Column("pid", lambda row: str(row.pid), 0),
-    Column("user", lambda row: row.user, 11, least=4, most=12),
+    Column("user", lambda row: row.user, 13, least=4, most=12),
     Column("command", lambda row: row.command, 6, least=14, most=60),
-    Column("time", lambda row: shown_seconds(row.running_seconds), 9),
+    Column("time", lambda row: shown_seconds(row.running_seconds), 11),
     Column("IPUs", _ipus, 4),
-    Column("instance", lambda row: f"{row.instance} of {row.instances}", 10),
-    Column("replica", _replicas, 12),
-    Column("stage", lambda row: stages_of(row.ipus), 14, least=12, most=40),
-    Column("step", lambda row: _or_unknown(row.step, str), 2),
+    Column("instance", lambda row: f"{row.instance} of {row.instances}", 12, needed=lambda row: row.instances > 1),
+    Column("replica", _replicas, 14, needed=lambda row: (row.replicas or 1) > 1),
+    Column("stage", lambda row: stages_of(row.ipus), 16, least=12, most=40),
+    Column("step", _step, 2),
+    Column("done", lambda row: _percent(_done(row)), 7, needed=lambda row: _done(row) is not None, share=_done),
+    Column("left", _left, 5, needed=lambda row: row.seconds_left is not None),
     Column("steps/s", lambda row: _speed(row.steps_per_second), 3),
-    Column("samples/s", lambda row: _speed(row.samples_per_second), 13),
-    Column("memory", lambda row: decimal(row.device_bytes or row.rss_bytes), 7),
-    Column("busy", lambda row: _or_unknown(row.busy_share, lambda share: f"{share:.0%}"), 8),
-    Column("last step", lambda row: _or_unknown(row.last_step_seconds, shown_seconds), 5),
-    Column("state", _state, 1, least=12, most=30),
+    Column("samples/s", lambda row: _speed(row.samples_per_second), 15),
+    Column("memory", lambda row: decimal(row.device_bytes or row.rss_bytes), 9, share=_held),
+    Column("busy", lambda row: _percent(row.busy_share), 10),
+    Column("last step", lambda row: _or_unknown(row.last_step_seconds, shown_seconds), 8),
+    Column("state", _state, 1, least=12, most=30, style=_style),
 )
 
 
-def fitting(rows: Sequence[Row], width: int) -> tuple[Column, ...]:
+def fitting(rows: Sequence[Row], width: int, *, bars: bool = False) -> tuple[Column, ...]:
     """Return the columns that fit into a width. A column is kept only if all columns of a lower rank are kept."""
-    ranked = sorted(COLUMNS, key=lambda column: column.rank)
+    needed = [column for column in COLUMNS if any(map(column.needed, rows))]
+    ranked = sorted(needed, key=lambda column: column.rank)
     left, kept = width + _GAP, 0
     for column in ranked:
-        left -= column.needed(rows) + _GAP
+        left -= column.width(rows, bars=bars) + _GAP
         kept += left >= 0
-    return tuple(column for column in COLUMNS if column in ranked[:kept])
+    return tuple(column for column in needed if column in ranked[:kept])
 
 
-def picture_of(look: Look, width: int, about: str, notes: Sequence[str] = ()) -> Group:
+def picture_of(look: Look, width: int, about: str, notes: Sequence[str] = (), *, bars: bool = False) -> Group:
     """Return a look as lines, none of which is wider than `width`.
 
     The lines contain no escape sequences: other processes write the records, and rich lets escapes pass.
@@ -152,6 +203,7 @@ def picture_of(look: Look, width: int, about: str, notes: Sequence[str] = ()) ->
         width: columns of the terminal.
         about: what the first line says about the host.
         notes: more lines.
+        bars: whether to draw bars beside shares.
     """
     ipus = sum(count_of(row.ipus) for row in look.rows)
     about = f"{about}: {counted(len(look.rows), 'process')} on {counted(ipus, 'IPU')}"
@@ -159,20 +211,21 @@ def picture_of(look: Look, width: int, about: str, notes: Sequence[str] = ()) ->
     if look.ignored:
         are = "files or folders are" if len(look.ignored) > 1 else "file or folder is"
         below.append(_line(f"{len(look.ignored)} {are} no record: --json names them", "dim"))
-    table = [_table(look.rows, width)] if look.rows else []
+    table = [_table(look.rows, width, bars=bars)] if look.rows else []
     return Group(_line(about, "bold"), *table, *below, *map(_line, notes))
 
 
-def _table(rows: Sequence[Row], width: int) -> Table:
+def _table(rows: Sequence[Row], width: int, *, bars: bool) -> Table:
     table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="dim")
-    columns = fitting(rows, width)
+    columns = fitting(rows, width, bars=bars)
     for column in columns:
         # rich narrows only the columns that it may wrap; `_line` cuts their texts instead of wrapping them
         fixed = column.least is None
         justify = "right" if fixed else "left"
         table.add_column(_line(column.head), justify=justify, no_wrap=fixed, max_width=column.most)
     for row in rows:
-        table.add_row(*(_line(column.entry(row)) for column in columns), style=_STYLES[row.state])
+        style = "" if row.state == "running" else _style(row)
+        table.add_row(*(column.cell(row, bars=bars) for column in columns), style=style)
     return table
 
 

@@ -13,7 +13,7 @@ from ipu_jax.distributed.launcher.attempts import FRUITLESS, LONG, History
 from ipu_jax.distributed.launcher.hosts import Beat, Ended, ErrorRecord, Exited, Output, Prepared, Started
 from ipu_jax.distributed.launcher.ssh import event_of, line_of
 from ipu_jax.distributed.launcher.supervisor import Outcome
-from ipu_jax.distributed.launcher.verdicts import EarlyEnd, Ends, Judge, failure_of, first
+from ipu_jax.distributed.launcher.verdicts import EarlyEnd, Judge, failure_of, first
 from ipu_jax.distributed.processes.beacons import Mark, Phase, Reading
 
 
@@ -197,7 +197,7 @@ def test_who_works_on_when_all_others_have_ended_is_not_stuck(how):
     end = stepped(judge, 2, 10, 0.1)
     beat(judge, 0, end + 0.1, begun=10, finished=10, finished_at=end, phase=Phase.ENDING, phase_at=end + 0.1)
     if how == "has exited":
-        judge.exited(0)
+        judge.exited(0, 1, 0.0)
     beat(judge, 1, end + 3000, begun=10, finished=9, finished_at=end, phase_at=0.1)
     assert judge.verdict(end + 3000) is None
     beat(judge, 1, end + 3000, begun=11, finished=10, finished_at=end, phase_at=0.1)  # a step that the other lacks
@@ -251,7 +251,7 @@ ENDED = {"begun": 5, "finished": 5, "finished_at": 9.0, "phase": Phase.ENDING, "
     ],
 )
 def test_who_has_ended_while_another_one_needs_it_is_found(ended, status, other, now, doing):
-    ends = Ends()
+    ends = judge_of(2)
     if ended is not None:
         phase = Phase.ENDING if status is None else Phase.STEPPING
         counts = {"joint_begun": ended[0], "joint_made": ended[1]}
@@ -270,7 +270,7 @@ def test_who_has_ended_while_another_one_needs_it_is_found(ended, status, other,
 
 
 def test_of_several_that_have_ended_the_one_that_came_the_least_far_is_named():
-    ends = Ends()
+    ends = judge_of(4)
     for i, made in enumerate((7, 5, 6)):
         ends.beat(Beat(i, 100 + i, "S", progress(**ENDED, joint_begun=made, joint_made=made)), 10.0 + i)
     ends.beat(Beat(3, 103, "S", progress(9, 8, 9.0, joint_begun=9, joint_made=8)), 13.0)

@@ -6,15 +6,17 @@ import mmap
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import optax
+import psutil
 import pytest
 from jax.sharding import PartitionSpec
 
-from ipu_jax import ALL_IPUS, Pipeline, Stage, TrainOptions, make_mesh, make_train_step, popdist
-from ipu_jax.distributed.processes import beacons, own_record
-from ipu_jax.distributed.processes.identity import own_identity
+from ipu_jax import ALL_IPUS, Feed, Pipeline, Stage, TrainOptions, cli, fit, make_mesh, make_train_step, popdist
+from ipu_jax.distributed.processes import beacons, listening, own_record
+from ipu_jax.distributed.processes.identity import is_living, own_identity
 from ipu_jax.distributed.processes.listening import OWN
 from ipu_jax.run.observe.monitor import records
 from ipu_jax.steps import InFlight
@@ -112,6 +114,47 @@ def test_devices_that_tell_are_asked_for_their_memory_now_and_then(folder, monke
         window.admit(output)
         held.append(written(folder)[1].device_bytes)
     assert held == [1000, 1000, 1000, 2000, 2000, 3000]
+
+
+def test_devices_with_a_limit_say_it_once_all_do(folder, monkeypatch):
+    stats = [{"bytes_in_use": 5, "bytes_limit": 70}, {"bytes_in_use": 6, "bytes_limit": 80}]
+    devices = [SimpleNamespace(memory_stats=lambda each=each: each) for each in stats]
+    monkeypatch.setattr("jax.local_devices", lambda: devices)
+    InFlight().admit(jnp.ones(()).block_until_ready())
+    static, reading = written(folder)
+    assert (reading.device_bytes, static["device_limit_bytes"]) == (11, 150)
+    del stats[0]["bytes_limit"]
+    assert listening._device_bytes() == (11, 0)
+
+
+def test_a_plan_counts_from_the_updates_that_were_made(folder):
+    """By hand: 2 updates have been made, 5 are planned, and 3 of them are made."""
+    plans = lambda: [written(folder)[0][name] for name in ("planned_after", "planned_updates")]  # noqa: E731
+    OWN.planned(5)  # without a record, nothing is said
+    popdist.count_steps(updates=2)
+    with cli.Bar("one", 9, 4, 1, shown=False):
+        assert plans() == [2, 7]
+        popdist.count_steps(updates=3)
+        assert plans() == [2, 7]
+    assert plans() == [None, None]
+    with cli.Bar("two", None, 0, 1, shown=False):
+        assert plans() == [None, None]
+
+
+def test_fit_plans_its_updates(folder):
+    step = make_train_step(pipeline_of_two(), optax.sgd(0.1))
+    feed, plans = Feed(jnp.ones((8, 3)), micro_batch=2, step=step), list[tuple[int, int]]()
+
+    def evaluate(state):
+        static = written(folder)[0]
+        plans.append((static["planned_after"], static["planned_updates"]))
+        return {}
+
+    state = step.init(WEIGHTS)
+    for _ in range(2):
+        state = fit(step, state, feed, epochs=3, evaluate=evaluate, progress=False, say=len).state
+    assert plans == [(0, 6)] * 3 + [(6, 12)] * 3
+    assert written(folder)[0]["planned_updates"] is None
 
 
 def test_gradients_are_updates_and_losses_are_none(folder):
@@ -230,28 +273,54 @@ def full(*_, **__):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("what", ["mkdir", "pwrite", "posix_fallocate", "mmap"])
+@pytest.mark.parametrize("what", ["mkdir", "pwrite", "posix_fallocate", "mmap", "pwrite without posix_fallocate"])
 def test_a_full_disk_gives_no_record_and_no_error(folder, monkeypatch, what):
+    if " without " in what:  # on macOS
+        what, _, missing = what.split()
+        monkeypatch.delattr(os, missing)
     monkeypatch.setattr(mmap if what == "mmap" else os, what, full)
     assert own_record.begin() is None
     assert not folder.exists() or list(folder.iterdir()) == []
 
 
-def test_without_proc_there_is_no_record(folder, monkeypatch, tmp_path):
+def test_without_proc_psutil_tells_who_lives(folder, monkeypatch, tmp_path):
+    monkeypatch.setattr("ipu_jax.distributed.processes.identity._PROC", tmp_path / "none")
+    assert own_record.begin() is not None
+    (own,) = map(own_record.identity_of, os.listdir(folder))
+    assert own is not None
+    assert own == own_identity()
+    assert own.pid == os.getpid()
+    assert is_living(own)
+    assert not is_living(own._replace(start=own.start - 1))
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        zombie = own._replace(pid=ended.pid, start=round(psutil.Process(ended.pid).create_time() * 1e6))
+        assert not is_living(zombie)
+    assert not is_living(zombie)
+
+
+def test_where_proc_tells_nothing_there_is_no_record(folder, monkeypatch, tmp_path):
+    (tmp_path / "none" / "self").mkdir(parents=True)
     monkeypatch.setattr("ipu_jax.distributed.processes.identity._PROC", tmp_path / "none")
     assert own_identity() is None
     assert own_record.begin() is None
     assert not folder.exists()
 
 
-def test_what_is_noted_on_a_full_disk_leaves_what_was_said(folder, monkeypatch):
+@pytest.mark.parametrize("has_fallocate", [True, False])
+def test_what_is_noted_on_a_full_disk_leaves_what_was_said(folder, monkeypatch, has_fallocate):
     own_record.begin()
     own_record.note(run="x" * 1000)
     own_record.note(run="short")
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    own_record.note(replicas=7)
+    if has_fallocate:
+        monkeypatch.setattr(os, "posix_fallocate", full)
+    else:  # only some of it can be written
+        monkeypatch.delattr(os, "posix_fallocate")
+        own_record.note(run="y" * 10)
+        monkeypatch.setattr(os, "pwrite", lambda file, text, place: len(text) // 2)
+    own_record.note(replicas=7, run="x" * 5000)
     static, _ = written(folder)
-    assert (static["run"], static["replicas"]) == ("short", None)
+    assert (static["run"], static["replicas"]) == ("short" if has_fallocate else "y" * 10, None)
 
 
 def test_what_killed_processes_have_left_is_removed_by_the_next(folder):

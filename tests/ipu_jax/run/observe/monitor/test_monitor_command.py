@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import resource
 import select
 import signal
@@ -26,8 +27,9 @@ ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"
 PICTURE = b"uses ipu_jax"
 KEYS = {
     "pid", "user", "command", "state", "reason", "doing", "running_seconds", "run", "instance", "instances",
-    "replicas", "ipus_per_replica", "ipus", "step", "steps_per_second", "samples_per_second", "last_step_seconds",
-    "busy_share", "rss_bytes", "device_bytes",
+    "replicas", "ipus_per_replica", "ipus", "planned_after", "planned_updates", "step", "steps_per_second",
+    "samples_per_second", "last_step_seconds", "seconds_left", "busy_share", "rss_bytes", "device_bytes",
+    "device_limit_bytes",
 }  # fmt: skip
 
 
@@ -76,15 +78,15 @@ beacon.enter(Phase.FAILED, {evil!r})
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "said", "status"),
     [
-        ("", "No process uses ipu_jax."),
-        ("--pid 1", "No process of those that were asked for uses ipu_jax."),
-        (f"--user {os.getuid()}", "No process of those that were asked for uses ipu_jax."),
+        ("", "No process uses ipu_jax.", 0),
+        ("--pid 1", "No process of those that were asked for uses ipu_jax.", 1),
+        (f"--user {os.getuid()}", "No process of those that were asked for uses ipu_jax.", 0),
     ],
 )
-def test_nothing_to_show_is_said_and_no_error(folder, capsys, flags, said):
-    assert command.main(["--once", *flags.split()]) == 0
+def test_nothing_to_show_is_said(folder, capsys, flags, said, status):
+    assert command.main(["--once", *flags.split()]) == status
     first, second = capsys.readouterr().out.splitlines()
     assert first.endswith(": 0 processes on 0 IPUs")
     assert second == said
@@ -103,7 +105,31 @@ def test_records_that_are_turned_off_are_named(monkeypatch, capsys):
     assert capsys.readouterr().out.endswith("uses ipu_jax, and IPU_JAX_MONITOR=off asks for no records.\n")
 
 
+@pytest.mark.parametrize("flags", ["--once", "--json"])
+def test_a_process_with_a_number_that_is_not_there_gives_a_line_and_status_1(folder, capsys, flags):
+    with recorded(folder, STEPS) as running:
+        named = ["--pid", str(running.pid)]
+        assert command.main([flags, *named]) == 0
+        assert capsys.readouterr().err == ""
+        assert command.main([flags, *named, "--pid", "999999", "--pid", "1"]) == 1
+    out, err = capsys.readouterr()
+    assert err.startswith("ipu-monitor: --pid 1, 999999: ")
+    assert err.count("\n") == 1
+    assert str(running.pid) in out  # the other one is shown
+
+
+def test_rows_are_sorted_as_asked_in_the_table_and_in_json(folder, capsys):
+    with recorded(folder, STEPS) as first, recorded(folder, f"{STEPS}\nbeacon.finished(9)") as second:
+        for flags, rows in (("", [first, second]), ("--sort step", [second, first]), ("--sort STEP", [second, first])):
+            pids = [process.pid for process in rows]
+            assert command.main(["--json", *flags.split()]) == 0
+            assert [found["pid"] for found in json.loads(capsys.readouterr().out)["processes"]] == pids
+            assert command.main(["--once", *flags.split()]) == 0
+            assert [int(line.split()[0]) for line in capsys.readouterr().out.splitlines()[2:]] == pids
+
+
 def test_without_proc_there_is_one_line(folder, capsys, monkeypatch, tmp_path):
+    (tmp_path / "self").mkdir()
     monkeypatch.setattr("ipu_jax.distributed.processes.identity._PROC", tmp_path)
     with pytest.raises(SystemExit) as stopped:
         command.main([])
@@ -146,14 +172,14 @@ def test_it_can_be_repeated_into_a_pipe(folder):
 class Terminal:
     """A terminal in which the monitor runs."""
 
-    def __init__(self, folder, columns=100):
+    def __init__(self, folder, columns=100, words=("--watch", "60"), **settings):
         self.handle, other = pty.openpty()
         self.resize(columns)
         self.before = termios.tcgetattr(self.handle)
         # A test worker's readline may have set these, which hold whatever size the terminal has.
-        own = {k: v for k, v in environment(TERM="xterm").items() if k != "LINES"}
+        own = {k: v for k, v in environment(**{"TERM": "xterm", **settings}).items() if k != "LINES"}
         self.process = subprocess.Popen(
-            [*HEEDING_MONITOR, "--watch", "60"],
+            [*HEEDING_MONITOR, *words],
             env=own,
             stdin=other,
             stdout=other,
@@ -190,7 +216,8 @@ def terminal(folder):
 
 
 @pytest.mark.parametrize(
-    ("end", "status"), [("q", 0), (signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+    ("end", "status"),
+    [("q", 0), (signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGQUIT, 131)],
 )
 def test_the_terminal_is_as_before_when_it_ends(terminal, end, status):
     first = terminal.read_until(PICTURE)
@@ -203,6 +230,47 @@ def test_the_terminal_is_as_before_when_it_ends(terminal, end, status):
     assert terminal.read_until(LEAVE).endswith(b"\x1b[?25h" + LEAVE)
     assert terminal.process.wait(timeout=20) == status
     assert termios.tcgetattr(terminal.handle) == terminal.before
+
+
+def test_its_keys_sort_the_rows(folder):
+    with recorded(folder, STEPS) as first, recorded(folder, f"{STEPS}\nbeacon.finished(9)") as second:
+        terminal = Terminal(folder)
+        try:
+            assert shown_pids(terminal) == [first.pid, second.pid]
+            for key, rows in ((b"t", [second, first]), (b"t", [first, second]), (b"T", [second, first])):
+                os.write(terminal.handle, key)
+                assert shown_pids(terminal) == [process.pid for process in rows], key
+        finally:
+            terminal.close()
+
+
+def shown_pids(terminal):
+    """Return the numbers of the processes in the next picture, from the top."""
+    picture = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", terminal.read_until(b"[q]uit")).decode()
+    return [int(line.split()[0]) for line in picture.splitlines() if re.match(r" *\d+  ", line)]
+
+
+@pytest.mark.parametrize(("settings", "is_green"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
+def test_colours_are_for_terminals_that_want_them(folder, settings, is_green):
+    with recorded(folder, STEPS):
+        terminal = Terminal(folder, words=["--once"], **settings)
+        try:
+            shown = terminal.read_until(b"running").decode()
+        finally:
+            terminal.close()
+    codes = {code for text in re.findall(r"\x1b\[([0-9;]*)m", shown) for code in text.split(";")}
+    assert ("32" in codes) == is_green
+    assert is_green or codes <= {"", "0", "1", "2"}  # bold and dim are no colours
+
+
+def test_a_pipe_has_neither_colours_nor_bars(folder):
+    with recorded(folder, f"{STEPS}\nown_record.note(planned_after=0, planned_updates=12)"):
+        for flags in ("--once", "--json"):
+            done = subprocess.run([*MONITOR, flags], env=environment(TERM="xterm"), capture_output=True, timeout=60)
+            assert (done.returncode, done.stderr) == (0, b"")
+            assert "━".encode() not in done.stdout
+            assert b"\x1b" not in done.stdout
+            assert b" 3/12   25%  " in done.stdout or flags == "--json"
 
 
 def test_it_is_drawn_anew_for_another_size_and_after_a_suspension(folder, terminal):

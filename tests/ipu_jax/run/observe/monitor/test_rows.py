@@ -62,6 +62,21 @@ def test_a_process_that_steps_runs_at_its_speed_of_late(folder):
         assert 0 < row.running_seconds < 60
 
 
+def test_the_time_left_is_that_of_the_planned_updates_at_the_speed_of_late(folder):
+    """By hand: 20 of 120 updates are made at 20 updates per second."""
+    note = "own_record.note(planned_after=0, planned_updates={})"
+    with recorded(folder, STEPS.format(last=1) + note.format(120)):
+        row = row_of()
+        assert (row.planned_after, row.planned_updates) == (0, 120)
+        assert row.seconds_left == pytest.approx(5, rel=0.05)
+    with recorded(folder, STEPS.format(last=1) + note.format(19)):
+        assert row_of().seconds_left is None  # more than planned
+    with recorded(folder, STEPS.format(last=1) + note.format(2**52)):
+        assert row_of().seconds_left is None  # it would be millions of years, more than Python can show as a time
+    with recorded(folder, note.format(120)):
+        assert row_of().seconds_left is None
+
+
 def test_one_that_was_stopped_is_and_goes_on(folder):
     with recorded(folder, STEPS.format(last=1)) as running:
         running.send_signal(signal.SIGSTOP)

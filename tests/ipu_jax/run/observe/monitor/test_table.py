@@ -29,21 +29,25 @@ def row(**values):
         "replicas": 4,
         "ipus_per_replica": 2,
         "ipus": IPUS,
+        "planned_after": None,
+        "planned_updates": None,
         "step": 1204,
         "steps_per_second": 19.83,
         "samples_per_second": 2538.4,
         "last_step_seconds": 0.052,
+        "seconds_left": None,
         "busy_share": 0.834,
         "rss_bytes": 286986240,
         "device_bytes": None,
+        "device_limit_bytes": None,
     }
     return Row(**{**usual, **values})
 
 
-def drawn(*rows, width, ignored=(), colours=None):
+def drawn(*rows, width, ignored=(), colours=None, bars=False):
     console = Console(width=width, force_terminal=colours is not None, color_system=colours)
     with console.capture() as written:
-        console.print(picture_of(Look(0.0, rows, ignored), width, "host, 2 cores, load 0.50"))
+        console.print(picture_of(Look(0.0, rows, ignored), width, "host, 2 cores, load 0.50", bars=bars))
     return [line.rstrip() for line in written.get().splitlines()]
 
 
@@ -78,16 +82,17 @@ def test_a_narrow_terminal_shows_what_is_wanted_most():
 @pytest.mark.parametrize("other", [row(command="訓練 " * 30), row(state="stuck", reason="x" * 300), row(step=10**12)])
 def test_no_line_is_wider_than_the_terminal_and_wider_ones_show_no_less(other):
     before: set[str] = set()
+    planned = row(planned_after=0, planned_updates=1500, seconds_left=14.9)
     for width in range(20, 260, 7):
-        lines = drawn(row(), other, width=width)
+        lines = drawn(planned, other, width=width, bars=True)
         assert len(lines) == 4 + (other.reason is not None)
         assert max(map(cell_len, lines)) <= width
-        found = set(heads(row(), other, width=width))
+        found = {column.head for column in fitting((planned, other), width, bars=True)}
         assert before <= found, width
         before = found
         if "step" in found:  # what is shown of a number is all of it
-            assert "1204" in lines[2].split()
-    assert len(before) == 15
+            assert "1204/1500" in lines[2].split()
+    assert len(before) == 17
 
 
 def test_what_is_unknown_is_a_dash():
@@ -122,8 +127,74 @@ def test_reasons_and_ignored_files_stand_below():
 
 def test_a_terminal_has_colours():
     plain, coloured = (drawn(row(), row(state="stuck"), width=80, colours=colours) for colours in (None, "standard"))
-    assert plain[2] in coloured[2]
+    assert coloured[2] == plain[2].replace("running", "\x1b[32mrunning\x1b[0m")
     assert coloured[3].startswith("\x1b[1;31m")
+
+
+@pytest.mark.parametrize(
+    ("values", "style"),
+    [
+        ({"doing": "stepping"}, "32"),
+        ({"doing": "compiling"}, "33"),
+        ({"doing": "first step"}, "33"),
+        ({"doing": "no step yet"}, "33"),
+        ({"doing": "busy: saving"}, "36"),
+        ({"doing": "failed: ValueError"}, "1;31"),
+        ({"doing": "stepping", "state": "stuck"}, "1;31"),
+        ({"doing": "busy: saving", "state": "stopped"}, "33"),
+    ],
+)
+def test_a_state_has_its_colour(values, style):
+    (line,) = drawn(row(**values), width=200, colours="standard")[2:]
+    assert re.findall(r"\x1b\[([\d;]+)m *[a-z]", line)[-1] == style
+
+
+def test_bars_show_the_share_of_the_updates_and_of_the_memory():
+    """By hand: 6 of 8 characters are 75%, and 3 of 8 are 40%, rounded."""
+    seen = row(planned_after=200, planned_updates=1200, step=950, seconds_left=750.9, device_bytes=4 * 10**9)
+    (line,) = drawn(dataclasses.replace(seen, device_limit_bytes=10**10), width=300, bars=True)[2:]
+    assert "  950/1200  ━━━━━━╌╌ 75%  0:12:30  " in line
+    assert "  ━━━╌╌╌╌╌ 4.0 GB  " in line
+    (line,) = drawn(seen, width=300)[2:]
+    assert "  950/1200   75%  0:12:30  " in line
+    assert "  4.0 GB  " in line
+    past = dataclasses.replace(seen, step=1201)
+    assert {"done", "left"} & set(heads(past, dataclasses.replace(past, planned_updates=None), width=300)) == {"left"}
+
+
+def test_columns_that_say_the_same_of_each_alone_are_left_out():
+    alone = row(instances=1, replicas=1)
+    assert set(heads(row(replicas=1), width=400)) - set(heads(alone, width=400)) == {"instance"}
+    assert set(heads(alone, row(instances=1), width=400)) - set(heads(alone, width=400)) == {"replica"}
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        (None, "abc"),
+        ("pid", "cba"),
+        ("user", "bca"),
+        ("step", "acb"),
+        ("speed", "acb"),
+        ("memory", "bac"),
+        ("busy", "cab"),
+        ("left", "acb"),
+        ("state", "cba"),
+    ],
+)
+def test_rows_are_sorted_with_the_unknown_last(name, order):
+    rows = {
+        "a": row(pid=9, user="z", step=7, steps_per_second=2.0, rss_bytes=50, busy_share=0.2, seconds_left=3.0),
+        "b": row(
+            pid=8, user="x", step=None, steps_per_second=None, rss_bytes=1, device_bytes=60, busy_share=None,
+            seconds_left=None, state="waiting",
+        ),
+        "c": row(
+            pid=7, user="y", step=3, steps_per_second=0.0, rss_bytes=40, busy_share=0.9, seconds_left=9.0, state="stuck"
+        ),
+    }  # fmt: skip
+    found = Look(0.0, tuple(rows.values()), ()).sorted(name).rows
+    assert "".join(letter for shown in found for letter in rows if rows[letter] is shown) == order
 
 
 def test_nothing_that_a_record_says_commands_the_terminal():
