@@ -127,7 +127,7 @@ def hanging(folder: Path, about: Sequence[Any], instances: int = 1) -> Iterator[
 CASES = [
     pytest.param(["B", 1, 3, 1, 2, 5, "grouped", 1, "local"], 1, id="grouped"),
     pytest.param(["F", 2, 4, 1, 4, 7, "1f1b", 1, "local"], 1, id="1f1b"),
-    pytest.param(["B", 0, 102, 2, 2, 3, "zb-h1", 1, "local"], 1, id="replicas", marks=pytest.mark.slow),
+    pytest.param(["B", 1, 102, 2, 2, 3, "zb-h1", 1, "local"], 1, id="replicas", marks=pytest.mark.slow),
     pytest.param(["F", 0, 5, 1, 2, 6, "grouped", 2, "concurrent"], 1, id="device iterations", marks=pytest.mark.slow),
     pytest.param(["B", 3, 6, 1, 4, 7, "grouped", 1, "concurrent"], 1, id="concurrent", marks=pytest.mark.slow),
     pytest.param(["B", 2, 2, 1, 4, 5, "1f1b", 1, "local"], 2, id="instances", marks=pytest.mark.slow),
