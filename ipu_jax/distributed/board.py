@@ -29,6 +29,7 @@ from ipu_jax.distributed.processes import beacons
 MARGIN: Final = 10.0  # poprun waits a little longer, so that our error, which names the missing instances, comes first
 _ANSWER_SECONDS: Final = 5.0
 _POLL_SECONDS: Final = 0.02
+_ERA: Final = 8  # exchanges whose entries are removed together
 
 _Text = Callable[[str], str]
 _numbers = collections.defaultdict[str, "itertools.count[int]"](itertools.count)
@@ -100,7 +101,7 @@ class Board:
         return entries
 
     def clear(self, place: str, *, seconds: float) -> None:
-        """Remove the entries of all instances at a place."""
+        """Remove the entries of all instances at a place and below it."""
         self._within(seconds, lambda: self._client.key_value_delete(self._key(place)))
 
     def _key(self, place: str, instance: int | str = "") -> str:
@@ -146,10 +147,11 @@ def gather(what: str, payload: bytes, *, seconds: float, form: str = "") -> list
         return f"{what}: {came}. All instances must call it, in the same order; allow more with timeout="
 
     with beacons.meeting(f"in {what}", seconds + MARGIN):
-        board.post(f"{number}", own + b"\n" + payload, seconds=seconds, missing=missing)
-        entries = [entry.split(b"\n", 1) for entry in board.look(f"{number}", seconds=seconds, missing=missing)]
-        if board.own == 0 and number:  # an instance that makes this exchange has read all of the previous one
-            board.clear(f"{number - 1}", seconds=seconds)
+        era, turn = divmod(number, _ERA)
+        board.post(f"{era}/{turn}", own + b"\n" + payload, seconds=seconds, missing=missing)
+        entries = [entry.split(b"\n", 1) for entry in board.look(f"{era}/{turn}", seconds=seconds, missing=missing)]
+        if board.own == 0 and era and not turn:  # who makes this exchange has read all of the previous ones
+            board.clear(f"{era - 1}", seconds=seconds)
         for instance, (header, _) in enumerate(entries):
             if header != entries[0][0]:
                 raise InstancesDifferError(

@@ -244,6 +244,18 @@ def test_its_keys_sort_the_rows(folder):
             terminal.close()
 
 
+def test_the_screen_says_at_its_end_that_a_process_was_not_there(folder):
+    terminal = Terminal(folder, words=("--pid", "999999"))
+    try:
+        terminal.read_until(PICTURE)
+        os.write(terminal.handle, b"q")
+        assert b"ipu-monitor: --pid 999999: " in terminal.read_until(b"all are shown").rpartition(LEAVE)[2]
+        assert terminal.process.wait(timeout=20) == 1
+        assert termios.tcgetattr(terminal.handle) == terminal.before
+    finally:
+        terminal.close()
+
+
 def shown_pids(terminal):
     """Return the numbers of the processes in the next picture, from the top."""
     picture = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", terminal.read_until(b"[q]uit")).decode()
