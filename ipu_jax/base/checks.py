@@ -1,10 +1,12 @@
-"""Check single arguments: errors give the value, the rule and a fix. No jax here, since `schedules` imports this."""
+"""Check single arguments: errors give the value, the rule and a fix.
+
+Neither jax nor NumPy is imported here, since every command line is checked by this.
+"""
 
 import difflib
 import math
+import numbers
 from collections.abc import Iterable
-
-import numpy as np
 
 from ipu_jax.base.annotations import Value
 
@@ -12,15 +14,17 @@ from ipu_jax.base.annotations import Value
 def as_int(value: object) -> int | None:
     """Return `value` as a Python int if it is a Python or NumPy integer, else None. A bool is not an integer.
 
+    >>> import numpy as np
     >>> as_int(np.int64(3)), as_int(True), as_int(3.0)
     (3, None, None)
     """
-    return int(value) if isinstance(value, (int, np.integer)) and not isinstance(value, bool) else None
+    return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else None
 
 
 def in_line(value: object) -> str:
     """Return the repr of a value, of several lines the first.
 
+    >>> import numpy as np
     >>> in_line(np.eye(2))
     'array([[1., 0.],'
     """
@@ -33,6 +37,7 @@ def check_count(name: str, value: object) -> int:
     Raises:
         ValueError: it is not (a bool is not a count).
 
+    >>> import numpy as np
     >>> check_count("micro_batches", np.int64(4))
     4
     """
@@ -48,10 +53,11 @@ def check_bool(name: str, value: object) -> bool:
     Raises:
         ValueError: it is not.
 
+    >>> import numpy as np
     >>> check_bool("weighted", np.True_)
     True
     """
-    if not isinstance(value, (bool, np.bool_)):
+    if not _is_bool(value):
         raise ValueError(f"{name}={value!r} is no bool: give True or False")
     return bool(value)
 
@@ -91,10 +97,11 @@ def check_positive(name: str, value: object) -> float:
     Raises:
         ValueError: it is not.
 
+    >>> import numpy as np
     >>> check_positive("loss_scale", np.float32(128))
     128.0
     """
-    number: Value = value.item() if isinstance(value, (np.integer, np.floating)) else value
+    number: Value = value.item() if isinstance(value, numbers.Real) and hasattr(value, "item") else value  # pyright: ignore
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not (number > 0 and math.isfinite(number)):
         raise ValueError(f"{name}={value!r} is not a positive number: give a finite one above 0")
     return number
@@ -111,13 +118,19 @@ def check_cost(name: str, value: object, kind: str = "cost") -> float:
     Raises:
         ValueError: it is not.
 
+    >>> import numpy as np
     >>> check_cost("transfer", np.int64(3))
     3.0
     """
     try:
-        number = math.nan if isinstance(value, (str, bytes, bool, np.bool_)) else float(value)  # pyright: ignore[reportArgumentType]
+        number = math.nan if isinstance(value, (str, bytes)) or _is_bool(value) else float(value)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError):
         number = math.nan
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(f"{name}={value!r} is not a {kind}: give a finite number of at least 0")
     return number
+
+
+def _is_bool(value: object) -> bool:
+    kind = type(value)  # NumPy's has had two names
+    return kind is bool or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"))
