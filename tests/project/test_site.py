@@ -135,7 +135,7 @@ def public_members(cls: type) -> set[str]:
 
 # Members that other parts of the library call, and users do not.
 INTERNAL = {
-    "Recording": {"devices", "dispatched", "dispatching", "during", "mesh", "stepping", "waited"},
+    "Recording": {"devices", "dispatched", "dispatching", "during", "mesh", "planned", "stepping", "ticks", "waited"},
     "Replicas": {"check", "check_params"},
     "Sharded": {"keys"},
     "Stage": {"checkpointed", "function", "groups", "needs_key", "place"},
