@@ -33,6 +33,8 @@ from ipu_jax.distributed.processes.beacons import Beacon, Phase
 _LONGEST_MESSAGE: Final = 4000
 _END_SECONDS: Final = 3600.0
 _LEAVE_SECONDS: Final = 5.0
+_LEAVE_STOPPED_SECONDS: Final = 1.0  # a launcher kills the others of a failed instance half a second later
+_STOPPED: Final = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 _prepared_pid: int | None = None
 
@@ -97,16 +99,16 @@ def _wait_for_the_others() -> None:
             print(f"ipu_jax: the other instances have not ended: {error}", file=sys.stderr)
 
 
-def _leave_with_the_others() -> None:
-    """Leave jax's service together with the other instances, if all of them fail now.
+def _leave_with_the_others(seconds: float) -> None:
+    """Leave jax's service together with the other instances, if all of them fail, or are stopped, now.
 
-    An error in a program or its arguments occurs on all instances. If instance 0 exits first, the service ends with it,
-    and jax ends the others by SIGABRT before they have said why.
+    An error in a program or its arguments occurs on all instances, and Ctrl-C is passed on to all. If instance 0 exits
+    first, the service ends with it, and jax ends the others by SIGABRT before they have said why.
     """
     client = distributed.global_state.client
     if client is not None:
         with contextlib.suppress(Exception):  # the others go on, or have gone
-            client.wait_at_barrier("ipu_jax: a failure", int(_LEAVE_SECONDS * 1000))
+            client.wait_at_barrier("ipu_jax: a failure", int(seconds * 1000))
             jax.distributed.shutdown()
 
 
@@ -144,7 +146,9 @@ class _End:
                 with contextlib.suppress(Exception):
                     stream.flush()
             if self._beacon is None or not self._beacon.launched:
-                _leave_with_the_others()
+                _leave_with_the_others(_LEAVE_SECONDS)
+            elif self._code in _STOPPED:
+                _leave_with_the_others(_LEAVE_STOPPED_SECONDS)
             os._exit(self._code & 0xFF)
         if self._beacon is not None:
             if self._beacon.launched:

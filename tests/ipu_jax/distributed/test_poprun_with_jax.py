@@ -8,11 +8,12 @@ import gzip
 import itertools
 import json
 import re
+import signal
 import sys
 
 import pytest
 
-from support.launched import gone_within, poprun
+from support.launched import gone_within, poprun, start
 
 # Instance sys.argv[2] has a fault sys.argv[1] at the moment sys.argv[3].
 TRAINING = """
@@ -160,6 +161,31 @@ def test_an_instance_that_is_stuck_is_named_after_5_s(tmp_path, kind, culprit, l
     assert kind == "stop" or "the limit is 5 s (the larger of 5 s and 5 x the median step of 0." in ran.err
     assert "    fault=" in ran.err  # its last line
     gone_within(str(tmp_path), 0.5)
+
+
+def test_after_ctrl_c_jax_aborts_no_instance_that_ends_after_the_first(tmp_path):
+    (tmp_path / "program.py").write_text("""
+import sys, time
+from ipu_jax import popdist
+
+popdist.init()
+popdist.barrier()
+try:
+    print("ready", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(0.5 * popdist.get_instance_index())
+    print("stopped", popdist.get_instance_index(), flush=True)
+    sys.exit(130)
+""")
+    process = start("-n", "2", "--tag-output", "off", sys.executable, str(tmp_path / "program.py"))
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert sorted(out.splitlines()) == ["stopped 0", "stopped 1"]
+    assert err == "poprun: SIGINT was passed on to all instances: they may take 30 s, and another kills them\n"
 
 
 @pytest.mark.slow
