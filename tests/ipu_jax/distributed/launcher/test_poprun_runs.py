@@ -94,6 +94,33 @@ def test_lines_have_tags_and_go_where_they_were_written():
     assert sorted(ran.err.split("\n")) == ["", *lines]
 
 
+@pytest.mark.parametrize(
+    ("flags", "tag"),
+    [
+        (("--tag-output",), "[1,{}]<stdout>:"),
+        (("--tag-output=yes",), "[1,{}]<stdout>:"),
+        (("--tag-output", "short"), "[{}] "),
+        (("--tag-output", "off"), ""),
+        (("--tag-output=no", "--timestamps"), "[{time}] "),
+        (("--tag-output=SHORT", "--timestamps"), "[{}][{time}] "),
+    ],
+)
+def test_a_tag_can_be_short_or_left_out(flags, tag):
+    ran = poprun("-n", "2", *flags, "bash", "-c", "echo of $IPU_JAX_INSTANCE; printf rest")
+    found = re.sub(r"\d\d:\d\d:\d\d\.\d{3}", "TIME", ran.out)
+    lines = [tag.format(i, time="TIME") + text for i in (0, 1) for text in (f"of {i}", "rest")]
+    assert (ran.status, sorted(found.splitlines())) == (0, sorted(lines))
+
+
+@pytest.mark.parametrize(
+    ("words", "replicas"),
+    [((), 1), (("-n", "3"), 3), (("-n3",), 3), (("--num-instances", "2"), 2), (("-n", "2", "--num-replicas", "4"), 4)],
+)
+def test_each_instance_has_a_replica_unless_there_are_more(words, replicas):
+    found = environments_of(poprun(*words, sys.executable, "-c", ENVIRONMENTS))
+    assert {variables["POPDIST_NUM_TOTAL_REPLICAS"] for variables in found} == {str(replicas)}
+
+
 def test_bars_are_those_of_instance_0_and_noise_is_dropped():
     script = (
         "for n in 1 2 3; do printf '\\r %s/3 of %s' $n $IPU_JAX_INSTANCE >&2; sleep 0.2; done; "
