@@ -74,14 +74,7 @@ def step_of(finished: int | None) -> str:
 
 
 def about_failure(failed: Failure, host: str, pid: int, finished: int | None, lines: Sequence[str]) -> list[str]:
-    """Return the lines that describe a failure.
-
-    Args:
-        failed: the failure.
-        host, pid: the host and the process of the instance.
-        finished: the steps that the instance had finished, if known.
-        lines: the last lines of its output that the user may not have seen.
-    """
+    """Return the lines that describe a failure, with lines of output that the user may not have seen."""
     where = f"instance {failed.instance} (host {host}, pid {pid}, {step_of(finished)})"
     status = failed.status
     if failed.error is not None:
@@ -99,14 +92,7 @@ def about_failure(failed: Failure, host: str, pid: int, finished: int | None, li
 
 
 def about_stall(stuck: Stuck, host: str, stacks: str, lines: Sequence[str]) -> list[str]:
-    """Return the lines that describe a stuck instance.
-
-    Args:
-        stuck: the stuck instance, and the rule that it broke.
-        host: its host.
-        stacks: its Python stacks; empty if they are unknown.
-        lines: the last lines of its output.
-    """
+    """Return the lines that describe a stuck instance, with its Python stacks and its last lines of output."""
     letter = stuck.letter
     where = f"instance {stuck.instance} (host {host}, pid {stuck.pid}, {step_of(stuck.finished)})"
     how_long = f"for {stuck.seconds:.1f} s; the limit is {stuck.limit:.3g} s ({stuck.rule})"

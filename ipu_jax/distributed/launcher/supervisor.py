@@ -71,15 +71,7 @@ class Outcome:
 
 
 class Attempt:
-    """One start of all instances.
-
-    Args:
-        topology: which host has which instances.
-        hosts: the hosts, in the order of the topology.
-        options: the limits by which it is supervised.
-        display, signals: what shows the output, and the signals that stop the attempt.
-        number: the number of earlier attempts.
-    """
+    """One start of all instances, on hosts in the order of the topology, after `number` others."""
 
     def __init__(
         self,
