@@ -304,10 +304,10 @@ class _Reception:
         return None
 
     def close(self, answer: Json) -> None:
-        """Stop listening, answer the guests that were heard, and wait until they have left. Dismiss all others."""
+        """Stop listening, answer the guests that were heard, if there is an answer, and dismiss all others."""
         self._listener.close()
         for guest in self._here:
-            if guest in self._heard:
+            if answer and guest in self._heard:
                 guest.answer.set_result(answer)
             else:
                 guest.answer.set_exception(NotOursError())
@@ -318,8 +318,8 @@ class _Reception:
     def _accept(self, guest: _Guest) -> None:
         self._here = [other for other in self._here if other.thread.is_alive()]
         strangers = [other for other in self._here if not other.is_known]
-        if len(strangers) >= _MOST_STRANGERS:
-            strangers[0].dismiss()  # the oldest: an instance of ours would have spoken by now
+        for oldest in strangers[: max(0, len(strangers) + 1 - _MOST_STRANGERS)]:
+            oldest.dismiss()  # an instance of ours would have spoken by now
         guest.thread = threading.Thread(target=self._serve, args=(guest,), daemon=True)
         guest.thread.start()
         self._here.append(guest)
