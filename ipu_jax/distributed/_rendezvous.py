@@ -262,17 +262,11 @@ def ask(host: socket.socket, token: str, value: Json, deadline: float) -> Json:
 
 @dataclasses.dataclass(eq=False)
 class _Guest:
-    """A connection to this host, with a thread that serves it.
-
-    Attributes:
-        is_known: whether it has proved that it knows the token.
-        answer: what to send it; an error if nothing.
-    """
+    """A connection to this host, a thread that serves it, and whether it has proved that it knows the token."""
 
     socket: socket.socket
     thread: threading.Thread = dataclasses.field(init=False)
     is_known: bool = False
-    answer: concurrent.futures.Future[Json] = dataclasses.field(default_factory=concurrent.futures.Future)
 
     def dismiss(self) -> None:
         """End the conversation. The thread closes the connection."""
@@ -287,6 +281,7 @@ class _Reception:
         self._listener, self._token = listener, token
         self._here, self._heard = list[_Guest](), list[_Guest]()
         self._said: queue.SimpleQueue[tuple[_Guest, Json]] = queue.SimpleQueue()
+        self._answer: concurrent.futures.Future[Json] = concurrent.futures.Future()
         listener.settimeout(_ACCEPT_SECONDS)
 
     def next(self, deadline: float) -> tuple[int, dict[str, str]] | None:
@@ -304,22 +299,20 @@ class _Reception:
         return None
 
     def close(self, answer: Json) -> None:
-        """Stop listening, answer the guests that were heard, and wait until they have left. Dismiss all others."""
+        """Stop listening, answer the guests that were heard, if there is an answer, and dismiss all others."""
         self._listener.close()
         for guest in self._here:
-            if guest in self._heard:
-                guest.answer.set_result(answer)
-            else:
-                guest.answer.set_exception(NotOursError())
+            if not answer or guest not in self._heard:
                 guest.dismiss()
+        self._answer.set_result(answer)
         for guest in self._here:
             guest.thread.join()
 
     def _accept(self, guest: _Guest) -> None:
         self._here = [other for other in self._here if other.thread.is_alive()]
         strangers = [other for other in self._here if not other.is_known]
-        if len(strangers) >= _MOST_STRANGERS:
-            strangers[0].dismiss()  # the oldest: an instance of ours would have spoken by now
+        for oldest in strangers[: max(0, len(strangers) + 1 - _MOST_STRANGERS)]:
+            oldest.dismiss()  # an instance of ours would have spoken by now
         guest.thread = threading.Thread(target=self._serve, args=(guest,), daemon=True)
         guest.thread.start()
         self._here.append(guest)
@@ -333,9 +326,9 @@ class _Reception:
             other.sendall(own + _proof(self._token, b"host", nonces) + b"\n")
             text = _line(other, _MOST_BYTES, time.monotonic() + _GREETING_SECONDS)
             self._said.put((guest, _opened(self._token, b"guest", nonces, text)))
-            answer = guest.answer.result()
+            answer = self._answer.result()
             other.settimeout(_LEAVE_SECONDS)
-            other.sendall(_sealed(self._token, b"host", nonces, answer))
+            other.sendall(_sealed(self._token, b"host", nonces, answer))  # an error if this guest was dismissed
             other.recv(1)  # the side that closes first keeps the port busy for a while: let the guest do so
 
 

@@ -11,9 +11,11 @@ instance that is alone posts nothing and waits for nobody.
 """
 
 import collections
+import concurrent.futures
 import functools
 import itertools
 import json
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -22,7 +24,6 @@ import jax
 from jax._src import distributed  # the coordination service's client, which jax does not export
 
 from ipu_jax.base.annotations import Json
-from ipu_jax.base.daemons import on_a_daemon
 from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError, named
 from ipu_jax.distributed.processes import beacons
 
@@ -43,6 +44,20 @@ def process() -> tuple[int, int]:
     """
     state = distributed.global_state
     return (state.process_id, state.num_processes) if jax.distributed.is_initialized() else (0, 1)
+
+
+def on_a_daemon(work: Callable[[], Any], name: str) -> concurrent.futures.Future[Any]:
+    """Start work on a new thread that does not keep the process alive, and return a future of its result."""
+    result: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return result
 
 
 class Board:

@@ -15,7 +15,7 @@ _WORDS: Final = {_seal.MISSING: "is missing", _seal.SHORT: "has another size", _
 
 def anywhere(here: bool, seconds: float) -> bool:
     """Return whether `here` is true on any instance. Communicates a word per instance."""
-    return any(agree("checkpoints", bool(here), seconds=seconds))
+    return any(agree("a check of checkpoints", bool(here), seconds=seconds))
 
 
 def first_error(error: BaseException | None, seconds: float) -> BaseException | None:
@@ -26,7 +26,7 @@ def first_error(error: BaseException | None, seconds: float) -> BaseException | 
     if process()[1] == 1:
         return error
     own = error and [" ".join(str(error).split())[:_LONGEST], errno_of(error)]
-    for instance, told in enumerate(agree("checkpoints", own, seconds=seconds)):
+    for instance, told in enumerate(agree("errors of checkpoints", own, seconds=seconds)):
         if told is not None:
             return error or CheckpointError(f"on instance {instance}: {told[0]}", told[1])
     return None
@@ -51,6 +51,6 @@ def damage_of(path: Path, files: dict[str, Sequence[int]], seconds: float) -> st
         raise UnreadableError(
             f"a file cannot be read ({unreadable}): see that this user can read it", errno_of(unreadable)
         )
-    found = agree("checkpoints", [wrong[:1], len(wrong)], seconds=seconds)
+    found = agree("damage of checkpoints", [wrong[:1], len(wrong)], seconds=seconds)
     number, first = sum(number for _, number in found), sorted(name for names, _ in found for name in names)
     return first[0] + (f", and so on for {number} files" if number > 1 else "") if first else ""

@@ -21,6 +21,7 @@ def second_of_four(monkeypatch):
     place = Place(1, 4, 0, replicas=8, ipus_per_replica=2, coordinator=ADDRESS, bind=ADDRESS)  # on four hosts
     for name, value in place.variables().items():
         monkeypatch.setenv(name, value)
+    jax.random.key(0)  # compiles
 
 
 def test_without_poprun_there_is_one_instance():

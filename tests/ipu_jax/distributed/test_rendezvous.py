@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from ipu_jax.distributed import _rendezvous
 from ipu_jax.distributed._rendezvous import NotOursError, ask, difference, fingerprint, meet
 from ipu_jax.distributed.environment import Place
 from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError, PortTakenError
@@ -250,6 +251,16 @@ def test_an_instance_of_another_run_does_not_join_this_one():
     of_another, _ = met([(place(1, 2, port, "other"), SECRET), *pairs], seconds=2)
     assert isinstance(of_another[0], InstancesMissingError)
     assert of_another[1:] == [None, None]
+
+
+def test_instances_do_not_go_on_if_the_first_one_is_interrupted(monkeypatch):
+    def interrupt(fingerprints):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_rendezvous, "difference", interrupt)
+    port = free_port()
+    errors, _ = met([(place(number, 2, port, TOKEN), ALIKE) for number in range(2)], seconds=1)
+    assert [type(error) for error in errors] == [KeyboardInterrupt, InstancesMissingError]
 
 
 def test_an_address_without_a_port_is_refused():
