@@ -18,19 +18,21 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ipu_jax.base import facts
-from ipu_jax.base.annotations import Value
+from ipu_jax.base.annotations import Tree, Value
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.engine import labels
 from ipu_jax.core.engine.labels import PlanNames
 from ipu_jax.core.engine.plan import Plan
 
-Report = Callable[[Value, Value], Value]
+Report = Callable[[Value, Value, Tree], Value]
 
 _KINDS: Final = {"F": "F", "FB": "F and B", "B": "B", "W": "W"}  # in the order of a tick
 
 
 def report_of(plan: Plan, name: str) -> Report:
-    """Return `(guards_run, tick) -> guards_run`, which reports a tick. Call it inside `shard_map`.
+    """Return `(guards_run, tick, after) -> guards_run`, which reports a tick. Call it inside `shard_map`.
+
+    XLA keeps the report in the loop in which the values `after` are computed.
 
     Args:
         plan: of the program.
@@ -40,7 +42,7 @@ def report_of(plan: Plan, name: str) -> Report:
     heard = [listener.ticks(name, plan.role, replicas, tasks) for listener in facts.listeners()]
     listening = [one for one in heard if one is not None]
     if not listening:
-        return lambda guards_run, tick: guards_run
+        return lambda guards_run, tick, after: guards_run
 
     def on_host(values: Any) -> Any:
         replica, ipu, tick, guards_run = np.asarray(values).tolist()
@@ -48,7 +50,8 @@ def report_of(plan: Plan, name: str) -> Report:
             listener(replica, ipu, tick)
         return np.int32(guards_run)
 
-    def report(guards_run: Value, tick: Value) -> Value:
+    def report(guards_run: Value, tick: Value, after: Tree) -> Value:
+        guards_run, _ = lax.optimization_barrier((guards_run, after))
         values = jnp.stack([lax.axis_index(REPLICA_AXIS), lax.axis_index(IPU_AXIS), jnp.int32(tick), guards_run])
         call = lambda values: jax.pure_callback(on_host, jax.ShapeDtypeStruct((), jnp.int32), values)  # noqa: E731
         if plan.axes:  # a callback needs a program that XLA splits over no axis

@@ -122,7 +122,9 @@ class _Program:
     def run(self, reduce_over_replicas: bool) -> Result:
         runs = runs_of_ipu(runs_of([self.plan.tables[kind] for kind in TABLES]), self.tasks.ipu)
         with jax.named_scope(self.name):
-            carry = self.reported(first_carry(self.plan, self.args, self.tasks.stash), 0)
+            # one program may make several updates, or have several scans
+            after = self.args.params, self.args.batch
+            carry = self.reported(first_carry(self.plan, self.args, self.tasks.stash), 0, after)
             for ticks in stretches_of(self.plan, self.ticks):
                 self.tasks = self.tasks.within(ticks)
                 rows: Rows = {kind: jnp.asarray(self.plan.exchanges[kind][ticks]) for kind in EXCHANGES}
@@ -174,9 +176,9 @@ class _Program:
             carry = self.phases[phase](carry, rows)
         return self.reported(carry, rows["tick"] + 1), None
 
-    def reported(self, carry: Carry, tick: Value) -> Carry:
+    def reported(self, carry: Carry, tick: Value, after: Tree = None) -> Carry:
         """Say to whoever listens that this IPU begins a tick, before it does."""
-        return dataclasses.replace(carry, guards_run=self.report(carry.guards_run, tick))
+        return dataclasses.replace(carry, guards_run=self.report(carry.guards_run, tick, after))
 
     def entry_phase(self, carry: Carry, rows: Rows) -> Carry:
         for c in self.entry:

@@ -125,7 +125,7 @@ def test_a_report_comes_after_the_tasks_of_the_tick_before_and_before_those_of_i
             x = x + jax.pure_callback(say, jax.ShapeDtypeStruct((), jnp.float32), mb["number"])
             return jnp.tanh(x @ w) if ipu < ipus - 1 else jnp.mean((x @ w) ** 2)
 
-        return Stage(run, params=f"w{ipu}", ipu=ipu)
+        return Stage(run, params=f"w{ipu}", ipu=ipu, predict=None if ipu < ipus - 1 else lambda w, x, mb: x @ w)
 
     stages = [stage_on(ipu) for ipu in range(ipus)]
     pipeline = Pipeline(stages, mesh=make_mesh(1, ipus), schedule=name, gradient_accumulation=m)
@@ -144,3 +144,13 @@ def test_a_report_comes_after_the_tasks_of_the_tick_before_and_before_those_of_i
         ]
         last = f"tick {pipeline.schedule.ticks}"
         assert [what for of, what in reports.log if of == ipu] == [*expected, last]
+
+    reports.log.clear()
+    jax.block_until_ready(pipeline.predict(params, {"x": jnp.ones((5, 2, 6)), "number": jnp.arange(5)}))
+    for ipu in range(ipus):
+        # under "grouped", a tick per micro-batch and stage
+        expected = [f"tick {tick}" for tick in range(9)]
+        for number in reversed(range(5 * (ipu < 3))):
+            expected.insert(number + ipu + 1, f"F {number}")
+        assert [what for of, what in reports.log if of == ipu] == expected
+    assert sorted(reports.roles.values()) == ["prediction", "training"]
