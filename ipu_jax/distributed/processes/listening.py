@@ -12,7 +12,7 @@ import contextlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
@@ -72,10 +72,8 @@ class OwnProcess(facts.Listener):
         replicas, ipus_per_replica = mesh.devices.shape[:2]
         own_record.note(**_place(), replicas=replicas, ipus_per_replica=ipus_per_replica, ipus=ipus)
 
-    def ticks(
-        self, program: str, role: str, replicas: int, tasks: Callable[[], list[list[str]]]
-    ) -> flight.Report | None:
-        return flight.report_of(program, role, replicas, tasks)
+    def ticks(self, *about: Any) -> flight.Report | None:
+        return flight.report_of(*about)
 
     def dispatching(self, window: Any, arguments: Tree) -> None:
         beacon = beacons.current()
