@@ -122,7 +122,8 @@ class _Program:
     def run(self, reduce_over_replicas: bool) -> Result:
         runs = runs_of_ipu(runs_of([self.plan.tables[kind] for kind in TABLES]), self.tasks.ipu)
         with jax.named_scope(self.name):
-            carry = self.reported(first_carry(self.plan, self.args, self.tasks.stash), 0)
+            # one program may make several updates
+            carry = self.report(first_carry(self.plan, self.args, self.tasks.stash), 0, self.args[:2])
             for ticks in stretches_of(self.plan, self.ticks):
                 self.tasks = self.tasks.within(ticks)
                 rows: Rows = {kind: jnp.asarray(self.plan.exchanges[kind][ticks]) for kind in EXCHANGES}
@@ -172,11 +173,7 @@ class _Program:
         rows = rows | dict(zip(TABLES, jnp.split(microbatches, len(TABLES)), strict=True))
         for phase in self.order:
             carry = self.phases[phase](carry, rows)
-        return self.reported(carry, rows["tick"] + 1), None
-
-    def reported(self, carry: Carry, tick: Value) -> Carry:
-        """Say to whoever listens that this IPU begins a tick, before it does."""
-        return dataclasses.replace(carry, guards_run=self.report(carry.guards_run, tick))
+        return self.report(carry, rows["tick"] + 1, None), None
 
     def entry_phase(self, carry: Carry, rows: Rows) -> Carry:
         for c in self.entry:

@@ -8,6 +8,8 @@ The first file is mapped into memory, like a beacon: a write is no system call. 
 Nothing here imports jax.
 """
 
+import contextlib
+import itertools
 import json
 import mmap
 import os
@@ -16,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ipu_jax.distributed.processes import beacons
 
@@ -47,17 +49,12 @@ class Recorder:
 
     def report(self, program: str, role: str, replicas: int, tasks: Callable[[], list[list[str]]]) -> Report:
         """Return what is to be called at each tick of a program; the arguments are those of `Listener.ticks`."""
-        if (program, replicas) not in self._reports:
-            self._reports[program, replicas] = self._added(role, replicas, tasks())
-        return self._reports[program, replicas]
-
-    def _added(self, role: str, replicas: int, tasks: list[list[str]]) -> Report:
-        number = len(self._reports) + 1
-        path = self._path.with_name(f"{self._path.name}.{number}.json")
-        path.write_text(json.dumps({"role": role, "tasks": tasks}))
-        for replica in range(replicas):
-            for ipu in range(len(tasks)):
-                self._slots.setdefault((replica, ipu), len(self._slots) * _SLOT.size)
+        if (program, replicas) in self._reports:
+            return self._reports[program, replicas]
+        number, of_ipus = len(self._reports) + 1, tasks()
+        _program(self._path, number).write_text(json.dumps({"role": role, "tasks": of_ipus}))
+        for place in itertools.product(range(replicas), range(len(of_ipus))):
+            self._slots.setdefault(place, len(self._slots) * _SLOT.size)
         size = -(-len(self._slots) * _SLOT.size // _PAGE) * _PAGE
         if self._memory is None or len(self._memory) < size:
             self._memory = beacons.mapped(self._file, size)
@@ -66,7 +63,7 @@ class Recorder:
         def report(replica: int, ipu: int, tick: int) -> None:
             _SLOT.pack_into(memory, slots[replica, ipu], number, replica, ipu, tick, time.monotonic_ns())
 
-        return report
+        return self._reports.setdefault((program, replicas), report)
 
 
 _current: dict[int, Recorder | None] = {}  # by process, since a fork gets a copy
@@ -85,10 +82,9 @@ def report_of(program: str, role: str, replicas: int, tasks: Callable[[], list[l
                 _current[pid] = Recorder(path)
         own = _current[pid]
         return None if own is None else own.report(program, role, replicas, tasks)
-    except FileExistsError:
-        return None
     except OSError as error:
-        warnings.warn(f"the flight recorder does not record: {error}", stacklevel=2)
+        if not isinstance(error, FileExistsError):
+            warnings.warn(f"the flight recorder does not record: {error}", stacklevel=2)
         return None
 
 
@@ -101,22 +97,23 @@ def lines_of(folder: Path, instance: int) -> list[str]:
         folder: the run folder.
         instance: its number.
     """
-    path = folder / f"flight.{instance}"
-
-    def content() -> bytes | None:
-        return path.read_bytes() if path.exists() else None
-
-    found = beacons.whole(content) or b""
-    slots = [_SLOT.unpack_from(found, at) for at in range(0, len(found) - _SLOT.size + 1, _SLOT.size)]
-    now, programs = time.monotonic_ns(), {}
-    lines = []
+    path, now = folder / f"flight.{instance}", time.monotonic_ns()
+    found = beacons.whole(lambda: path.read_bytes() if path.exists() else None) or b""
+    slots = _SLOT.iter_unpack(found[: len(found) // _SLOT.size * _SLOT.size])
+    lines, programs = list[str](), dict[int, Any]()
     for number, replica, ipu, tick, since in sorted(slots, key=lambda slot: slot[1:3]):
         if number:
-            if number not in programs:
-                programs[number] = json.loads(path.with_name(f"{path.name}.{number}.json").read_text())
-            doing = _doing(programs[number]["role"], programs[number]["tasks"][ipu], tick)
-            lines.append(f"IPU {ipu} of replica {replica}: {doing}, for {max(now - since, 0) / 1e9:.1f} s")
+            # on a full disk the file of a program may be missing
+            with contextlib.suppress(OSError, ValueError):
+                program = programs.get(number) or json.loads(_program(path, number).read_text())
+                programs[number] = program
+                doing = _doing(program["role"], program["tasks"][ipu], tick)
+                lines.append(f"IPU {ipu} of replica {replica}: {doing}, for {max(now - since, 0) / 1e9:.1f} s")
     return lines
+
+
+def _program(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.{number}.json")
 
 
 def _doing(role: str, tasks: list[str], tick: int) -> str:

@@ -13,7 +13,7 @@ import contextlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
@@ -73,10 +73,8 @@ class OwnProcess(facts.Listener):
         replicas, ipus_per_replica = mesh.devices.shape[:2]
         own_record.note(**_place(), replicas=replicas, ipus_per_replica=ipus_per_replica, ipus=ipus)
 
-    def ticks(
-        self, program: str, role: str, replicas: int, tasks: Callable[[], list[list[str]]]
-    ) -> flight.Report | None:
-        return flight.report_of(program, role, replicas, tasks)
+    def ticks(self, *about: Any) -> flight.Report | None:
+        return flight.report_of(*about)
 
     def planned(self, updates: int | None) -> None:
         beacon = beacons.current()

@@ -49,8 +49,8 @@ def reports():
 
 
 def in_words(tasks: list[Task], names: list[str]) -> set[str]:
-    """Return the texts that say some tasks, worked out of the schedule; W of a concurrent stage belongs to its B."""
-    return {f"{kind} of micro-batch {m} of stage {stage} ({names[stage]})" for stage, kind, m in tasks}
+    """Return the texts that say some tasks, worked out of the schedule."""
+    return {f"{one.kind} of micro-batch {one.microbatch} of stage {one.stage} ({names[one.stage]})" for one in tasks}
 
 
 def told(text: str) -> set[str]:
@@ -104,9 +104,9 @@ def test_each_ipu_reports_each_tick_in_order_and_all_results_stay(
             for ipu, of_ipu in enumerate(tasks):
                 for tick, words in enumerate(of_ipu):
                     own = [one for one in schedule.tasks(tick) if schedule.placement[one.stage] in (None, ipu)]
-                    own = [(one.stage, one.kind, one.microbatch) for one in own]
-                    joint = {stage for stage, place in enumerate(places) if place is None}
-                    assert told(words) == in_words([t for t in own if t[1] != "W" or t[0] not in joint], names)
+                    # W of a concurrent stage belongs to its B
+                    own = [one for one in own if one.kind != "W" or places[one.stage] is not None]
+                    assert told(words) == in_words(own, names)
 
 
 @pytest.mark.parametrize("name", ["grouped", "1f1b"])
@@ -125,7 +125,7 @@ def test_a_report_comes_after_the_tasks_of_the_tick_before_and_before_those_of_i
             x = x + jax.pure_callback(say, jax.ShapeDtypeStruct((), jnp.float32), mb["number"])
             return jnp.tanh(x @ w) if ipu < ipus - 1 else jnp.mean((x @ w) ** 2)
 
-        return Stage(run, params=f"w{ipu}", ipu=ipu)
+        return Stage(run, params=f"w{ipu}", ipu=ipu, predict=None if ipu < ipus - 1 else lambda w, x, mb: x @ w)
 
     stages = [stage_on(ipu) for ipu in range(ipus)]
     pipeline = Pipeline(stages, mesh=make_mesh(1, ipus), schedule=name, gradient_accumulation=m)
@@ -144,3 +144,13 @@ def test_a_report_comes_after_the_tasks_of_the_tick_before_and_before_those_of_i
         ]
         last = f"tick {pipeline.schedule.ticks}"
         assert [what for of, what in reports.log if of == ipu] == [*expected, last]
+
+    reports.log.clear()
+    jax.block_until_ready(pipeline.predict(params, {"x": jnp.ones((5, 2, 6)), "number": jnp.arange(5)}))
+    for ipu in range(ipus):
+        # under "grouped", a tick per micro-batch and stage
+        expected = [f"tick {tick}" for tick in range(9)]
+        for number in reversed(range(5 * (ipu < 3))):
+            expected.insert(number + ipu + 1, f"F {number}")
+        assert [what for of, what in reports.log if of == ipu] == expected
+    assert sorted(reports.roles.values()) == ["prediction", "training"]
