@@ -34,6 +34,11 @@ PROGRAM = """
             assert time.monotonic() - begun < 5
             return str(error)
 
+    def both(at, place):
+        at.post(place, b"y", seconds=60)
+        while len(at.seen(place, seconds=60)) < 2:
+            time.sleep(0.05)
+
     def fail():
         raise ValueError("another instance has failed")
 
@@ -49,12 +54,13 @@ PROGRAM = """
     popdist.barrier("one has cleared")
     found["cleared"] = [sorted(each.seen("x", seconds=60)) for each in (first, again, other)]
     if own != 1:
-        first.post("y", b"y", seconds=60)
+        both(first, "y")
         found["look"] = refused(first.look, "y", seconds=1, missing=missing)
         found["polled"] = refused(first.look, "y", seconds=1, missing=missing, unless=lambda: None)
         found["unless"] = refused(first.look, "y", seconds=60, missing=missing, unless=fail)
         found["seen"] = sorted(first.seen("y", seconds=60))
-        found["gather"] = refused(gather, "a call", b"", seconds=1)
+        both(again, "ready")
+        found["gather"] = refused(gather, "a call", b"", seconds=3)
         again.post("tried", seconds=60)
     else:
         while len(again.seen("tried", seconds=60)) < 2:
@@ -96,7 +102,7 @@ def test_an_instance_that_has_posted_nothing_is_named(found):
     for each in (found[0], found[2]):
         assert each["look"] == each["polled"] == "instance 1 of 3 did not come"
         assert each["gather"] == (
-            "a call: instance 1 of 3 did not come within 1 s. All instances must call it, in the same order; allow "
+            "a call: instance 1 of 3 did not come within 3 s. All instances must call it, in the same order; allow "
             "more with timeout="
         )
         assert each["seen"] == [0, 2]

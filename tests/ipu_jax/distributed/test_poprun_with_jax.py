@@ -75,7 +75,18 @@ if kind == "trace" and popdist.get_instance_index() == 1:
 def trained(tmp_path, kind="", culprit=0, when="step", *options):
     path = tmp_path / "train.py"
     path.write_text(TRAINING)
-    words = ("-v", "--num-instances", "2", "--ipus-per-replica", "2", *options, sys.executable, str(path))
+    words = (
+        "-v",
+        "--num-instances",
+        "2",
+        "--num-replicas",
+        "1",
+        "--ipus-per-replica",
+        "2",
+        *options,
+        sys.executable,
+        str(path),
+    )
     own = (kind, str(culprit), when, str(tmp_path / "saved"))
     return poprun(*words, *own, POPRUN_TEST=str(tmp_path), timeout=120)
 
@@ -247,7 +258,7 @@ print([sorted({device.process_index for device in group}) for group in mesh.devi
 def test_an_instance_has_all_devices_of_its_ipus(tmp_path):
     path = tmp_path / "groups.py"
     path.write_text(GROUPS)
-    words = ("--num-instances", "2", "--ipus-per-replica", "2", "--axes", "tensor=2")
+    words = ("--num-instances", "2", "--num-replicas", "1", "--ipus-per-replica", "2", "--axes", "tensor=2")
     ran = poprun(*words, sys.executable, str(path), timeout=120)
     assert ran.status == 0, ran.err
     assert ran.out.count("[[0], [1]]") == 2
