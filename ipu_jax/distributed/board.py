@@ -100,7 +100,9 @@ class Board:
         left = lambda: max(0.001, deadline - time.monotonic())  # noqa: E731
         if self._client is None:
             return entries
-        while unless and len(self.seen(place, seconds=left(), missing=missing)) < self.count and left() > 0.001:
+        while unless and left() > 0.001:
+            if len(self.seen(place, seconds=max(left(), _ANSWER_SECONDS), missing=missing)) == self.count:
+                break
             unless()
             time.sleep(_POLL_SECONDS)
         try:
