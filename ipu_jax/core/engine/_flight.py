@@ -66,9 +66,7 @@ def tasks_of(names: PlanNames) -> list[list[str]]:
     Under uniform guards an IPU that is idle takes part in the tasks of other IPUs.
     """
     found = [[""] * names.ticks for _ in range(names.ipus)]
-    rows = [
-        (word, c, row) for kind, word in _KINDS.items() for (of, c), row in names.microbatches.items() if of == kind
-    ]
+    rows = [(word, c, at) for kind, word in _KINDS.items() for (of, c), at in names.microbatches.items() if of == kind]
     for word, c, microbatches in rows:
         for tick, ipu in np.argwhere(microbatches >= 0).tolist():
             segment, microbatch = names.segment(c, ipu), microbatches[tick, ipu]

@@ -73,8 +73,8 @@ class OwnProcess(facts.Listener):
         replicas, ipus_per_replica = mesh.devices.shape[:2]
         own_record.note(**_place(), replicas=replicas, ipus_per_replica=ipus_per_replica, ipus=ipus)
 
-    def ticks(self, *about: Any) -> flight.Report | None:
-        return flight.report_of(*about)
+    def ticks(self, *args: Any, **kwargs: Any) -> flight.Report | None:
+        return flight.report_of(*args, **kwargs)
 
     def planned(self, updates: int | None) -> None:
         beacon = beacons.current()
