@@ -192,20 +192,21 @@ class Screen:
 
     def line(self, key: str, tag: bytes, text: bytes, *, goes_on: bool = False) -> bytes:
         """Return the bytes that draw a line of stream `key`, the rest of a line, or several lines."""
-        return self._above_bar(key, self._begin(key, tag, goes_on) + text.replace(b"\n", b"\n" + tag) + b"\n", None)
+        tagged = text.replace(b"\n", b"\n" + tag) if b"\n" in text else text
+        return self._above_bar(key, None, self._begin(key, tag, goes_on), tagged, b"\n")
 
     def part(self, key: str, tag: bytes, text: bytes, *, goes_on: bool = False) -> bytes:
         """Return the bytes that draw the beginning of an unfinished line, or more of it."""
-        return self._above_bar(key, self._begin(key, tag, goes_on) + text, key)
+        return self._above_bar(key, key, self._begin(key, tag, goes_on), text)
 
     def state(self, key: str, tag: bytes, text: bytes, now: float) -> bytes:
         """Return the bytes that draw a passing text; nothing if it is too early to draw it."""
         if not text.strip():  # it wipes the bar
-            return self._above_bar(key, b"", self._open) if self._of == key and self.columns else b""
+            return self._above_bar(key, self._open) if self._of == key and self.columns else b""
         if self._of != key:
             self._printed_at = float("-inf")
         self._of, self._tag, self._text, self._printed = key, tag, text, False
-        return self._above_bar("", b"", self._open) if self.columns else self.tick(now)
+        return self._above_bar("", self._open) if self.columns else self.tick(now)
 
     def tick(self, now: float) -> bytes:
         """Return the bytes that draw the passing text where it cannot be overwritten, if it has waited long enough."""
@@ -233,13 +234,14 @@ class Screen:
             return tag
         return b"" if goes_on and self._open == key else b"\n" + tag
 
-    def _above_bar(self, key: str, text: bytes, now_open: str | None) -> bytes:
+    def _above_bar(self, key: str, now_open: str | None, *text: bytes) -> bytes:
         """Return a text of stream `key`, whose bar is over, with another bar below; none below an unfinished line."""
         if key and self._of == key:
             self._of, self._printed = "", True
-        out, self._open = (_CLEAR if self._drawn else b"") + text, now_open
+        cleared, self._open = _CLEAR if self._drawn else b"", now_open
         self._drawn = bool(self.columns and self._of and now_open is None)
-        return out + b"\r" + fitting(self._tag + self._text, self.columns - 1) if self._drawn and self.columns else out
+        bar = b"\r" + fitting(self._tag + self._text, self.columns - 1) if self._drawn and self.columns else b""
+        return b"".join((cleared, *text, bar))  # a flood is copied once
 
 
 def fitting(text: bytes, columns: int) -> bytes:
