@@ -6,10 +6,11 @@
     host.end(0.5)          nothing is left: no process, no folder
 
 Nothing here makes decisions. A host does what the supervisor asks for, and reports what happens (`events`). An agent
-does the same for a supervisor on another host (`remote`), so there is only one way to supervise.
+does the same for a supervisor on another host (`ssh`), so there is only one way to supervise.
 
 Each instance has its own session and process group. After its exit it stays a zombie until the end of the attempt, so
-that its number is not reused: signals to that number reach what is left of its group.
+that its number is not reused: signals to that number reach what is left of its group. (macOS before Python 3.13 cannot
+see an exit without collecting the process.)
 
 Nothing here imports jax.
 """
