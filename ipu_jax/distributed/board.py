@@ -1,4 +1,4 @@
-"""The board on which instances agree: each posts entries, and looks at those of the others.
+"""The board on which instances agree: each posts entries, and reads the entries of the others.
 
     instance 0   post("sealed") -- look("sealed") ................. [b"", b""]
     instance 1   ............................... post("sealed") --- look("sealed") --- [b"", b""]

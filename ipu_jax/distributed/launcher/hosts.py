@@ -103,7 +103,7 @@ class Exited:
 
 @dataclasses.dataclass(frozen=True)
 class Stacks:
-    """What an instance was doing, as requested: its Python stacks, and what its flight recorder says of its IPUs.
+    """Describe what an instance was doing, as requested: its Python stacks, and its flight recorder's lines.
 
     Both are empty if it could not give them.
     """

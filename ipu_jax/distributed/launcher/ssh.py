@@ -100,7 +100,7 @@ class _Connection:
 
 
 class RemoteHost:
-    """A host that is reached through a remote shell. Its methods are those of `LocalHost`.
+    """A host that is reached through a remote shell. It has the methods of `LocalHost`.
 
     Attributes:
         lost: whether the host is lost, and takes no more requests.
@@ -149,7 +149,7 @@ class RemoteHost:
         return events
 
     def prepare(self, bind: str, port: int, patience: float) -> None:
-        """As for this host, but `Prepared` follows as an event."""
+        """Ask for a port, as on this host: `Prepared` follows as an event."""
         self._ask("prepare", bind=bind, port=port, patience=patience)
 
     def begin(self, launch: Launch) -> None:

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--once and --watch contradict each other: give one of the two")
     own = own_identity()
     if own is None:
-        parser.error("neither /proc nor psutil tells anything of processes: mount /proc, or run it elsewhere")
+        parser.error("neither /proc nor psutil can list processes: mount /proc, or run it elsewhere")
     view = _View(Watch(own, users=args.user, pids=args.pid), args)
     repeats = args.watch is not None or (sys.stdout.isatty() and not args.once and not args.json)
     seconds = _EVERY if args.watch is None else args.watch

@@ -135,7 +135,7 @@ def test_without_proc_there_is_one_line(folder, capsys, monkeypatch, tmp_path):
         command.main([])
     assert stopped.value.code == 2
     assert capsys.readouterr().err == (
-        "ipu-monitor: neither /proc nor psutil tells anything of processes: mount /proc, or run it elsewhere\n"
+        "ipu-monitor: neither /proc nor psutil can list processes: mount /proc, or run it elsewhere\n"
     )
 
 
