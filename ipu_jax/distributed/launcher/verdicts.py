@@ -201,6 +201,7 @@ class Judge:
         starting: seconds that others may wait in popdist.init for an instance without a beacon.
 
     Attributes:
+        progress: the last reading of each instance that writes a beacon, or did so until it exited.
         statuses: the exit status of each instance that has exited; None if it is not known.
     """
 
@@ -208,6 +209,7 @@ class Judge:
         self._stall, self._compiling, self._starting = stall, compiling, starting
         self._watched: dict[int, _Watched] = {}
         self._ended_at: dict[int, float] = {}
+        self.progress: dict[int, Reading] = {}
         self.statuses: dict[int, int | None] = {}
         self._durations: collections.deque[float] = collections.deque(maxlen=_KEPT)
         self._resumed_at = -math.inf
@@ -219,17 +221,13 @@ class Judge:
         """Begin to watch an instance."""
         self._watched[instance] = _Watched(now)
         self.statuses.pop(instance, None)
+        self.progress.pop(instance, None)
 
     def exited(self, instance: int, status: int | None, now: float) -> None:
         """Record that an instance has exited."""
         self.statuses[instance] = status
         if status == 0:
             self._ended_at.setdefault(instance, now)
-
-    @property
-    def progress(self) -> dict[int, Reading]:
-        """Return the last reading of each instance that writes a beacon, or did so until it exited."""
-        return {i: watched.progress for i, watched in self._watched.items() if watched.progress is not None}
 
     @property
     def _alive(self) -> dict[int, _Watched]:
@@ -255,7 +253,7 @@ class Judge:
         watched.stopped_since = min(watched.stopped_since, now) if beat.letter == "T" else math.inf
         if beat.progress is not None:
             self._measure(watched, watched.progress, beat.progress)
-            watched.progress = beat.progress
+            watched.progress = self.progress[beat.instance] = beat.progress
             if beat.progress.phase is Phase.ENDING:
                 self._ended_at.setdefault(beat.instance, now)
         if self._excused(watched, now):
