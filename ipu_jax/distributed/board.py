@@ -160,8 +160,10 @@ def gather(what: str, payload: bytes, *, seconds: float, form: str = "") -> list
     board, number, own = _board(), next(_exchanges), " ".join(f"{what} {form}".split()).encode()
 
     def missing(who: str) -> str:
-        came = f"{who} did not come within {seconds:g} s"
-        return f"{what}: {came}. All instances must call it, in the same order; allow more with timeout="
+        return (
+            f"{what}: {who} did not come within {seconds:g} s. All instances must call it, in the same order; allow "
+            "more with timeout="
+        )
 
     with beacons.meeting(f"in {what}", seconds + MARGIN):
         era, turn = divmod(number, _ERA)

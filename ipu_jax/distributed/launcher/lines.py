@@ -5,7 +5,8 @@ meant to be overwritten, like the states of a progress bar.
 
     "\\r 10%\\r 20%"  "\\r100%\\n"  "loading..."          ->  State(10%)  State(20%)  Line(100%)  Part(loading...)
 
-Text without an end is passed on after a while, so that a program's last words before it waits are seen.
+Text without an end is passed on after a while, so that a program's last words before it waits are seen: as a part of a
+line, or as a state if the stream has drawn a bar.
 
 **Screen.** On a terminal, the passing state of a bar stays on the last row, and lines are put above it. Elsewhere a
 state is an ordinary line: one is printed every few seconds, and always the last.
@@ -66,7 +67,7 @@ class Splitter:
     >>> [(piece.kind, piece.text) for piece in splitter.feed(b"one\\r\\ntwo\\r 10%\\r 20%\\r100%\\nthree", now=0.0)]
     [('line', b'one'), ('state', b'two'), ('state', b' 10%\\n 20%'), ('line', b'100%')]
     >>> [(piece.kind, piece.text) for piece in splitter.tick(now=2.0)]
-    [('part', b'three')]
+    [('state', b'three')]
     """
 
     def __init__(self) -> None:

@@ -161,9 +161,7 @@ class Options:
     host: tuple[str, ...] = _option(
         None, _read_by(host_names), "HOSTS", "hosts, such as a,b or pod[0-2,4] (default: this one)", "-H"
     )
-    hostfile: None = _option(
-        None, _read_by(lambda text: hosts_in_file(Path(text))), "FILE", "a file with a host in each line"
-    )
+    hostfile: None = _option(None, None, "FILE", "a file with a host in each line")
     remote_shell: str = _option(None, None, "COMMAND", "what starts a command on another host (default: ssh)")
     offline_mode: bool = _yes("print what to run on each host, and start nothing")
     dry_run: bool = _yes("the same")
@@ -279,12 +277,16 @@ def options_of(parser: PoprunParser, parsed: argparse.Namespace, program: Sequen
         )
     if parsed.hostfile is not None and parsed.host is not None:
         parser.error("--host and --hostfile both name the hosts: give one of them")
+    try:
+        hosts = hosts_in_file(Path(parsed.hostfile)) if parsed.hostfile is not None else (LOCALHOST,)
+    except ValueError as error:
+        parser.error(f"argument --hostfile: {error}")
     values = {
         "num_replicas": parsed.num_instances,
         "axes": {},
         "env": (),
         "remote_shell": os.environ.get("POPRUN_REMOTE_SHELL") or "ssh",
-        "host": parsed.hostfile or (LOCALHOST,),
+        "host": hosts,
         **{field.name: given[field.name] for field in dataclasses.fields(Options) if field.name in given},
         "verbose": max(parsed.verbose, parsed.vv),
         "program": tuple(program),

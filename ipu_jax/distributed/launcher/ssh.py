@@ -278,6 +278,7 @@ def event_of(line: bytes, now: float) -> Event:
     Raises:
         ValueError: the line is not an event.
 
+    >>> from ipu_jax.distributed.launcher.hosts import Exited
     >>> event_of(line_of(Exited(1, -9, at=812.25), now=812.5), now=100.0)
     Exited(instance=1, status=-9, at=99.75, error=None)
     """
