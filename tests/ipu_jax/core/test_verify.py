@@ -230,7 +230,7 @@ def without_a_new_state(run, plan, args, **options):
 
 
 def with_other_keys(run, plan, args, **options):
-    return run(plan, dataclasses.replace(args, key=jax.random.fold_in(args.key, 1)), **options)
+    return run(plan, args._replace(key=jax.random.fold_in(args.key, 1)), **options)
 
 
 @pytest.mark.parametrize(
