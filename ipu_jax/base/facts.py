@@ -42,7 +42,7 @@ class Listener:
 
         Args:
             program: its name. Programs of one name have the same tasks.
-            role: what it is for, such as "training".
+            role: its purpose, such as "training".
             replicas: their number.
             tasks: returns, per IPU and tick, the tasks in words; "" where the IPU is idle.
 

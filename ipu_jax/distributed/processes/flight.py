@@ -48,7 +48,7 @@ class Recorder:
         self._reports: dict[tuple[str, int], Report] = {}
 
     def report(self, program: str, role: str, replicas: int, tasks: Callable[[], list[list[str]]]) -> Report:
-        """Return what is to be called at each tick of a program; the arguments are those of `Listener.ticks`."""
+        """Return the function that a program calls at each tick; the arguments are as in `Listener.ticks`."""
         if (program, replicas) in self._reports:
             return self._reports[program, replicas]
         number, of_ipus = len(self._reports) + 1, tasks()
