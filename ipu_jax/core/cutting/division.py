@@ -162,7 +162,7 @@ class Division:
             return self._rows[key]
         rows = core.Var(var.aval.update(shape=(stop - start, *var.aval.shape[1:])))
         if var in self.parts:
-            self.parts[rows] = Part(self.parts[var].leaf, (start, stop))
+            self.parts[rows] = self.parts[var].part(start, stop)
         elif self.program.is_activation(var):
             before.append(_slice(var, start, stop, rows))
         else:
@@ -265,7 +265,7 @@ class Division:
             is_whole = starts[1:] == (0,) * len(starts[1:]) and stops[1:] == leaf.aval.shape[1:]
             if is_whole and set(params["strides"] or ()) <= {1}:
                 del self.pool[var]
-                self.parts[var] = Part(self.parts[leaf].leaf, (starts[0], stops[0]))
+                self.parts[var] = self.parts[leaf].part(starts[0], stops[0])
 
     def _gather_rows(self) -> None:
         """Give each stage its rows of a leaf in one part, which together are the leaf.

@@ -27,6 +27,15 @@ class Part:
     leaf: int
     rows: tuple[int, int] | None = None
 
+    def part(self, start: int, stop: int) -> "Part":
+        """Return rows of this part, which are counted from its own first row.
+
+        >>> Part(0, (4, 8)).part(1, 3)
+        Part(leaf=0, rows=(5, 7))
+        """
+        first = 0 if self.rows is None else self.rows[0]
+        return Part(self.leaf, (first + start, first + stop))
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

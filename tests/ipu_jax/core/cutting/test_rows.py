@@ -1,0 +1,87 @@
+"""Test rows of a stacked leaf in all the ways in which a function can take them: the right rows, wherever it is cut."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from ipu_jax.core.cutting.function import model_of
+from support.inputs import normal
+
+LAYERS, D = 6, 4
+PARAMS = {"w": 0.5 * normal((LAYERS, D, D)), "head": normal((D, 3), seed=1)}
+X = normal((5, D), seed=2)
+
+
+def layers(x, rows):
+    return lax.scan(lambda x, w: (x + jnp.sin(x @ w), None), x, rows)[0]
+
+
+def each(x, rows):
+    for k in range(len(rows)):
+        x = x + jnp.sin(x @ rows[k])
+    return x
+
+
+def taken(w, k):
+    return lax.dynamic_index_in_dim(w, k, keepdims=False)
+
+
+WAYS = {
+    "rows of rows": lambda w, x: each(each(x, w[:4]), w[4:]),
+    "rows of rows of rows": lambda w, x: each(x, w[1:][1:][1:3]),
+    "scans of rows": lambda w, x: layers(layers(x, w[:2]), w[2:]),
+    "a scan of rows of rows": lambda w, x: layers(x, w[1:][2:]),
+    "two halves, the last first": lambda w, x: layers(layers(x, w[3:]), w[:3]),
+    "a loop, then a scan": lambda w, x: layers(each(x, w[:2]), w[2:]),
+    "negative": lambda w, x: each(each(x, w[-4:-1]), w[-1:]),
+    "strided": lambda w, x: each(each(x, w[1::2]), w[::2]),
+    "strided rows of rows": lambda w, x: layers(x, w[2:][::2]),
+    "reversed": lambda w, x: each(x, w[::-1]),
+    "reversed rows": lambda w, x: layers(x, w[3:][::-1]),
+    "a reversed scan": lambda w, x: lax.scan(lambda x, w: (x + jnp.sin(x @ w), None), x, w[2:], reverse=True)[0],
+    "dynamic_slice": lambda w, x: each(x, lax.dynamic_slice_in_dim(w[1:], 2, 3)),
+    "dynamic_index": lambda w, x: x @ taken(w[2:], 1) + jnp.sin(x @ taken(w, 1)),
+    "the same row by two slices": lambda w, x: each(x, w[2:]) @ w[:4][2] + jnp.sin(each(x, w[1:4])),
+    "cast rows": lambda w, x: layers(layers(x, (2 * w[:3]).astype(jnp.bfloat16).astype(jnp.float32)), 2 * w[3:]),
+    "rows of columns": lambda w, x: each(x, w[2:, :, 1:][:, :, :1]) @ w[1],
+    "no rows": lambda w, x: layers(each(x, w[4:4]), w),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_function_reads_its_own_rows_wherever_it_is_cut(way):
+    def loss(params, x):
+        return jnp.mean((WAYS[way](params["w"], x) @ params["head"]) ** 2)
+
+    expected, gradients = jax.jit(jax.value_and_grad(loss))(PARAMS, X)
+    for stages in (1, 2, 3):
+        model = model_of(
+            *(loss, PARAMS, X, range(stages)),
+            **{"state": None, "frozen": None, "names": None, "costs": "counted", "recompute": "auto"},
+        )
+
+        def composed(params, x, model=model):
+            groups, sent = model.weights.split(params), None
+            for stage in model.stages:
+                shared = {"shared": {name: groups[name] for name in stage.shared}} if stage.shared else {}
+                sent = stage.fn(groups.get(stage.params), sent, x, **shared).y
+            return sent
+
+        value, found = jax.jit(jax.value_and_grad(composed))(PARAMS, X)
+        np.testing.assert_allclose(value, expected, rtol=1e-5)
+        for name, leaf in gradients.items():
+            np.testing.assert_allclose(found[name], leaf, rtol=1e-5, atol=1e-5 * np.abs(leaf).max(), err_msg=name)
+
+
+def test_two_groups_of_layers_out_of_one_stack_are_divided():
+    def loss(params, x):
+        return jnp.mean(layers(layers(x, params["w"][:2]), params["w"][2:]) ** 2)
+
+    model = model_of(
+        *(loss, PARAMS, X, range(3)),
+        **{"state": None, "frozen": None, "names": None, "costs": "counted", "recompute": "auto"},
+    )
+    rows = [part.rows for _, parts in model.weights.groups for part in parts if part.rows is not None]
+    assert rows == [(0, 2), (2, 4), (4, 6)]
