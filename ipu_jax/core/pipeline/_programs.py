@@ -17,6 +17,7 @@ from jax.custom_derivatives import SymbolicZero, linear_call, zero_from_primal
 
 from ipu_jax.base.annotations import Function, Tree, Value
 from ipu_jax.core.devices import InFlight
+from ipu_jax.core.instances import taken
 from ipu_jax.core.pipeline.placed_stages import PlacedStages
 from ipu_jax.core.stage import Role
 from ipu_jax.core.step_args import StepArgs, given_dims
@@ -52,6 +53,7 @@ class Programs:
 
     def _bounded(self, program: Function, given: StepArgs, *, jitted: Any, updates: int = 0, samples: int = 0) -> Any:
         self._placed.check_guards(jitted, given)
+        given = given._replace(batch=taken(given.batch))
         self._window.begin(given)
         result = program(*given)
         # otherwise a loop that never waits would exhaust the threads of the CPU backend

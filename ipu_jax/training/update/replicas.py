@@ -26,7 +26,7 @@ from ipu_jax.base.jaxprs import check_context_mesh
 from ipu_jax.base.keys import is_one_key
 from ipu_jax.core.collectives import reduced, rounded
 from ipu_jax.core.devices import REPLICA_AXIS, InFlight, check_there, devices_of, is_described, make_mesh
-from ipu_jax.core.instances import on_host, put, spans_instances
+from ipu_jax.core.instances import on_host, put_copy, spans_instances, taken
 from ipu_jax.core.mesh_axes import further_axes
 from ipu_jax.core.options import PipelineOptions, Reduction
 from ipu_jax.core.pipeline import Pipeline
@@ -190,7 +190,8 @@ class Replicas:
     def shard(self, params: Params) -> Params:
         """Place a pytree of whole weights on every replica. Communicates from host to device only."""
         check_there(self.mesh, "shard", "shard_shapes(params)")
-        return put(jax.tree.map(jnp.asarray, params), NamedSharding(self.mesh, PartitionSpec()))
+        sharding = NamedSharding(self.mesh, PartitionSpec())
+        return jax.tree.map(lambda leaf: put_copy(jnp.asarray(leaf), sharding), params)
 
     def shard_shapes(self, params: Params) -> Params:
         """Return what `shard` returns, with `jax.ShapeDtypeStruct`s in place of arrays: for `import_weights(like=)`."""
@@ -226,7 +227,7 @@ class Replicas:
             ValueError: the batch does not fit, or the key is missing or superfluous. Raised before anything is
                 compiled.
         """
-        given = StepArgs(params, batch, None, key)
+        given = taken(StepArgs(params, batch, None, key))
         self.check(given)
         self._window.begin(given)
         loss, aux, gradients = self._value_and_grad(given)
@@ -235,7 +236,7 @@ class Replicas:
 
     def loss(self, params: Params, batch: Batch, key: Key = None) -> Tree:
         """Return the loss, or `(loss, aux)`, without gradients."""
-        given = StepArgs(params, batch, None, key)
+        given = taken(StepArgs(params, batch, None, key))
         self.check(given)
         self._window.begin(given)
         loss, aux, _ = self._loss(given)

@@ -25,7 +25,7 @@ from ipu_jax.base import facts
 from ipu_jax.base.annotations import Batch, Function, Key, Params, Tree, Value
 from ipu_jax.base.doors import public_on_mesh
 from ipu_jax.core.devices import REPLICA_AXIS, InFlight, check_there
-from ipu_jax.core.instances import put
+from ipu_jax.core.instances import put, taken
 from ipu_jax.core.optimizer.extra_arguments import checked_optimizer
 from ipu_jax.core.options import DynamicScale, TrainOptions
 from ipu_jax.core.pipeline import Pipeline
@@ -250,6 +250,7 @@ class TrainStep:
         if batches is not None:
             batches.settle(state, keep=self._window.limit)
         ends = _ends(made) if is_traced else self._placed_ends(made)
+        batch = taken(batch)
         args = (state, batch, ends)
         self._model.check_guards(self._program, args, lambda: self._lowered(state, batch, made))
         self._window.begin((state, batch))
