@@ -59,8 +59,8 @@ def put_copy(array: Value, sharding: Sharding) -> jax.Array:
 def taken(arguments: Tree) -> Tree:
     """Return the arguments of a step with NumPy arrays in new memory, so that the caller can refill its own.
 
-    A dispatch returns before the devices have read its arguments, and jax shares NumPy's memory on CPUs. Every call that
-    dispatches a user's batch passes it through here. Communicates nothing.
+    A dispatch returns before the devices have read its arguments, and jax shares NumPy's memory on CPUs. Every call
+    that dispatches a user's batch passes it through here. Communicates nothing.
 
     >>> buffer = np.zeros(2)
     >>> batch = taken({"x": buffer})

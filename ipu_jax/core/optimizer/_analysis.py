@@ -1,6 +1,7 @@
 """Analyse an optimizer: find where each value of its update can be computed, and which values every IPU needs.
 
-The update is traced once, on the logical tree. Each value of the trace is of one of four kinds:
+The update is traced once, on the user's tree. Where rows of a leaf are on several IPUs, `_rows` divides the trace.
+Each value of the trace is of one of four kinds:
 
     elementwise    has a leaf's shape, computed from it element by element: cut and padded like the leaf
     owned          any other value of one leaf that is whole on one IPU: computed by this IPU alone, in any shape
@@ -32,26 +33,13 @@ from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Jaxpr, Params, Tree, Value, Var
 from ipu_jax.base.jaxprs import closed_of, evaluated, laid_open, variables
+from ipu_jax.core.optimizer._rows import ELEMENTWISE, in_rows
 from ipu_jax.core.optimizer.blocks import Blocks
 from ipu_jax.core.optimizer.extra_arguments import updated
 from ipu_jax.core.weights.packing import Leaf
+from ipu_jax.core.weights.whole_tree import joined
 
-# fmt: off
-_ELEMENTWISE = frozenset((
-    "_", "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt",
-    "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf",
-    "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite",
-    "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not",
-    "or", "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
-    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
-    "stop_gradient", "sub", "tan", "tanh", "xor",
-))
-# fmt: on
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or")
-_JOINING = (
-    *("add", "add_any", "max", "min", "and", "or", "convert_element_type"),
-    *("broadcast_in_dim", "concatenate", "reshape", "squeeze", *REDUCTIONS),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,24 +98,27 @@ def analyze_update(optimizer: Any, blocks: Blocks) -> UpdateAnalysis:
         ValueError: the update needs a divided leaf in one piece, leaves of several IPUs at once, or an
             argument that a training step does not have.
     """
-    leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in blocks.leaves]
-    weights = blocks.logical_tree(leaves)
+    shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in blocks.leaves]
+    in_parts = blocks.logical_tree(shapes)
+    weights = jax.eval_shape(joined, in_parts)
     state = jax.eval_shape(optimizer.init, weights)
-    treedef = jax.tree.structure(state)
 
     def update(gradients: Params, state: Tree, params: Params, value: Value) -> Tree:
         updates, new = updated(optimizer, gradients, state, params, value)
-        if jax.tree.structure(new) != treedef or jax.tree.structure(updates) != blocks.treedef:
+        if jax.tree.structure((updates, new)) != jax.tree.structure((params, state)):
             raise ValueError(
                 "optimizer: its update gives a tree of another structure than it was given: "
                 "an optax.GradientTransformation must keep both"
             )
         return updates, new
 
-    loss = jax.ShapeDtypeStruct((), jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves)))
+    loss = jax.ShapeDtypeStruct((), jnp.result_type(jnp.float32, *(leaf.dtype for leaf in shapes)))
     traced = laid_open(jax.make_jaxpr(update)(weights, state, weights, loss))
+    if jax.tree.structure(weights) != blocks.treedef:
+        traced, state = in_rows(traced, in_parts, state, blocks.leaves)
+    treedef = jax.tree.structure(state)
     while True:
-        analyzer = _Analyzer(traced, len(leaves), treedef, blocks)
+        analyzer = _Analyzer(traced, len(shapes), treedef, blocks)
         # a part of the state that is computed from a leaf is kept with it, and then more values belong to this leaf
         while not analyzer.is_settled():
             pass
@@ -146,12 +137,6 @@ class _Analyzer:
         self.state, self.new_state = jaxpr.invars[leaves : -1 - leaves], jaxpr.outvars[leaves:]
         self.leaf_of_state: dict[int, int] = {}
         self.divided_cond: Eqn = None
-        paths = [leaf.path for leaf in blocks.leaves]
-        self.parts = {  # per leaf that is some rows of the user's leaf, all leaves that have its rows
-            n: frozenset(k for k, path in enumerate(paths) if path == leaf.path)
-            for n, leaf in enumerate(blocks.leaves)
-            if leaf.rows is not None
-        }
 
     def is_settled(self) -> bool:
         """Classify all values, and return whether this added no part of the state to those that are kept with a leaf.
@@ -171,7 +156,6 @@ class _Analyzer:
         self.reductions = collections.defaultdict[int, list[LeafReduction]](list)
         self.gathered: dict[Var, int] = {}
         self.constant_fills: dict[Var, Value] = {}
-        self.reduced_parts: dict[Var, frozenset[int]] = {}
         for eqn in self.traced.jaxpr.eqns:
             if self.is_divided_cond(eqn):
                 self.divided_cond = eqn
@@ -199,29 +183,8 @@ class _Analyzer:
         leaves = {self.leaf_of[v] for v in variables(eqn.invars) if v in self.leaf_of}
         return len(leaves) > 1 or any(not self.blocks.is_local(leaf) for leaf in leaves)
 
-    def check_parts(self, eqn: Eqn, inputs: list[Var]) -> None:
-        """Raise `ValueError` if an equation uses a number of some rows of a leaf, whose other rows are another part.
-
-        Parts may meet in sums and maxima, as in a norm of all weights. Then the number is of whole leaves.
-        """
-        parts, leaves = self.parts, self.blocks.leaves
-        of_part = {self.leaf_of[v] for v in inputs if self.leaf_of.get(v) in parts and v not in self.reduced_parts}
-        reduced = frozenset[int]().union(*(self.reduced_parts.get(v, ()) for v in inputs))
-        name = eqn.primitive.name
-        if of_part and not self.is_elementwise(eqn, min(of_part)):
-            is_number = all(v.aval.size == 1 for v in eqn.outvars) and name in (*REDUCTIONS, "dot_general")
-            used, reduced = of_part if not is_number else set(), reduced | of_part
-        else:
-            used = {n for n in reduced if not parts[n] <= reduced} if name not in _JOINING else set()
-        if used:
-            raise ValueError(_in_parts(f"its {name}", leaves[min(used)]))
-        if any(not parts[n] <= reduced for n in reduced):
-            self.reduced_parts.update(dict.fromkeys(eqn.outvars, reduced))
-
     def classify(self, eqn: Eqn) -> None:
         inputs = variables(eqn.invars)
-        if self.parts:
-            self.check_parts(eqn, inputs)
         of_leaves = {self.leaf_of[v] for v in inputs if v in self.leaf_of}
         level = max((self.levels.get(v, 0) for v in inputs), default=0)
         if len(of_leaves) == 1 and not self.adds_up(inputs):
@@ -278,7 +241,7 @@ class _Analyzer:
 
     def is_elementwise(self, eqn: Eqn, leaf: int) -> bool:
         shape = self.blocks.leaves[leaf].shape
-        if eqn.primitive.name not in _ELEMENTWISE or [v.aval.shape for v in eqn.outvars] != [shape]:
+        if eqn.primitive.name not in ELEMENTWISE or [v.aval.shape for v in eqn.outvars] != [shape]:
             return False
         # an input dim of size 1 may be broadcast to the leaf's dim, but a value of the leaf must have its whole shape
         own = [not isinstance(v, core.Literal) and v in self.leaf_of for v in eqn.invars]
@@ -314,9 +277,6 @@ class _Analyzer:
             _check_dtype(name, v, of_leaf)
 
     def result(self) -> UpdateAnalysis:
-        for v in self.new_state:
-            if not isinstance(v, core.Literal) and v in self.reduced_parts:
-                raise ValueError(_in_parts("its state", self.blocks.leaves[min(self.reduced_parts[v])]))
         levels = range(max([1, *(n + 1 for n in self.replicated), *(n + 2 for n in self.reductions)]))
         return UpdateAnalysis(
             self.traced.jaxpr,
@@ -330,14 +290,6 @@ class _Analyzer:
             self.constant_fills,
             {v: eqn for eqn in self.traced.jaxpr.eqns for v in eqn.outvars},
         )
-
-
-def _in_parts(what: str, leaf: Leaf) -> str:
-    return (
-        f"optimizer: {what} needs {leaf.path} of shape {leaf.whole_shape} in one piece, but its rows are on several "
-        "IPUs: use an optimizer that is elementwise or takes norms of all weights (sgd, adam, clip_by_global_norm), or "
-        "one array per layer in place of a stacked one"
-    )
 
 
 def _is_small(v: Var, leaf: Leaf) -> bool:

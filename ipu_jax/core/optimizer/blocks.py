@@ -32,6 +32,7 @@ from ipu_jax.core.mesh_axes import further_part, names_further, names_in
 from ipu_jax.core.weights.packed_layout import WHOLE, Leaf, PackedLayout, local_shape
 from ipu_jax.core.weights.packing import Sharded
 from ipu_jax.core.weights.place import Place, joined_chunks
+from ipu_jax.core.weights.whole_tree import is_rows
 
 _WORTH_A_PROGRAM = 2**16  # elements; their update takes about 100 us on a CPU core
 
@@ -317,6 +318,9 @@ def blocks_of_layout(layout: PackedLayout, *, replicas: int) -> Blocks:
             for group in layout.groups
         }
     )
+    # a frozen leaf is masked once, also if its rows are on several IPUs
+    masked = lambda node: optax.MaskedNode() if is_rows(node) and not jax.tree.leaves(node) else node  # noqa: E731
+    tree = jax.tree.map(masked, tree, is_leaf=is_rows)
     is_pair = lambda node: isinstance(node, tuple) and len(node) == 2 and isinstance(node[0], str)  # noqa: E731
     named, treedef = jax.tree.flatten(tree, is_leaf=is_pair)
     leaves = tuple(layout.group(name).leaves[i] for name, i in named)

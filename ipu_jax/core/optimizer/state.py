@@ -94,7 +94,12 @@ class StateLayout:
             optimizer: the optimizer of the analysed update.
             params: the logical tree, whole.
         """
-        return self._divided(jax.tree.leaves(jax.jit(optimizer.init)(params)))
+        return self._divided(jax.tree.leaves(divided(jax.jit(optimizer.init)(joined(params)), like=self._parts)))
+
+    @property
+    def _parts(self) -> Tree:
+        """Return optax's state tree of shapes, with `Rows` where a leaf is divided."""
+        return jax.tree.unflatten(self._analysis.state_treedef, [v.aval for v in self.variables])
 
     def shapes(self) -> OptimizerState:
         """Return what `init` returns, with `jax.ShapeDtypeStruct`s in place of arrays."""
@@ -120,9 +125,8 @@ class StateLayout:
             ValueError: the state is from another optimizer, or of other weights.
         """
         expected = [(v.aval.shape, v.aval.dtype.name) for v in self.variables]
-        parts = jax.tree.unflatten(self._analysis.state_treedef, [v.aval for v in self.variables])
         with contextlib.suppress(ValueError):  # another tree: the comparison says so
-            state = divided(state, like=parts)
+            state = divided(state, like=self._parts)
         leaves, treedef = jax.tree.flatten(state)
         found = [(np.shape(leaf), jnp.asarray(leaf).dtype.name) for leaf in leaves]
         if treedef != self._analysis.state_treedef or found != expected:

@@ -147,8 +147,8 @@ class Made:
 
         `shard` takes and `unshard` returns the function's own tree of weights; `frozen`, optimizers, checkpoints and
         weight files speak of it, too. A stage holds the leaves that it reads. A leaf that stages on several IPUs read,
-        such as a tied embedding, is on all IPUs, and its gradients are added up once per update. In the optimizer, a
-        stacked leaf that is on several IPUs is a `Rows` of its parts.
+        such as a tied embedding, is on all IPUs, and its gradients are added up once per update. Of a stacked leaf an IPU
+        holds its rows, and optax sees the whole leaf.
 
         Args:
             loss: `loss(params, micro_batch)`, or `loss(params, micro_batch, key)`, returns the micro-batch's mean loss,
