@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import traceback
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -250,11 +251,26 @@ def _layers_of(eqn: Eqn) -> list[Eqn]:
 
 def line_of(operation: Eqn) -> str:
     """Return "file.py:12", the innermost line of the user's that computes an operation; "" if there is none."""
-    traceback = _equation(operation).source_info.traceback
-    for frame in traceback.frames if traceback is not None else ():
-        if not frame.file_name.startswith("<") and not any(part in frame.file_name for part in _NOT_THE_USERS):
-            return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
-    return ""
+    found = _equation(operation).source_info.traceback
+    frames = found.frames if found is not None else ()
+    return next((f"{os.path.basename(f.file_name)}:{f.line_num}" for f in frames if _is_users(f.file_name)), "")
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith("<") and not any(part in file for part in _NOT_THE_USERS)
+
+
+def is_ours(error: BaseException) -> bool:
+    """Return whether this package raised an error itself."""
+    frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return frames[-1].startswith(_NOT_THE_USERS[2])
+
+
+def users_line(error: BaseException) -> str:
+    """Return " (file.py:12)", the innermost line of the user's in an error's traceback, or ""."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    users = [f" ({os.path.basename(file)}:{line})" for file, line in frames if _is_users(file)]
+    return users[-1] if users else ""
 
 
 def at_line(operation: Eqn) -> str:
@@ -272,7 +288,8 @@ def scopes_of(operation: Eqn) -> list[str]:
     """Return the names of the modules, or `jax.named_scope`s, around an operation, the outermost first."""
     stack = _equation(operation).source_info.name_stack
     scopes = str(stack).split("/") if stack.stack else []
-    return [scope for scope in scopes if scope and "(" not in scope]  # vmap() is no module
+    # vmap() is no module, and neither are the subscripts of einsum
+    return [scope for scope in scopes if scope and not any(part in scope for part in ("(", "->", ","))]
 
 
 def _equation(operation: Eqn) -> Eqn:

@@ -17,7 +17,7 @@ from ipu_jax.base.jaxprs import part_of
 from ipu_jax.base.keys import with_keys, without_keys
 from ipu_jax.core.cutting.division import Division
 from ipu_jax.core.stage import Outputs, Stage
-from ipu_jax.core.weights.whole_tree import Part
+from ipu_jax.core.weights.whole_tree import Part, leaves_at
 
 
 @dataclasses.dataclass
@@ -67,7 +67,10 @@ def _shared_name(part: Part) -> str:
     return f"shared {part.leaf}" if part.rows is None else f"shared {part.leaf} {part.rows[0]}"
 
 
-def make_stage(division: Division, s: int, name: str, ipu: int, held: Held, *, recompute: Any) -> Stage:
+def make_stage(
+    division: Division, s: int, name: str, ipu: int, held: Held, microbatch: Batch, *, recompute: Any
+) -> Stage:
+    """Return stage `s` of a divided program, on this IPU; it takes micro-batches with the paths of `microbatch`."""
     program, piece, messages = division.program, division.pieces[s], division.messages
     received, sent = messages[s - 1] if s else [], messages[s] if s < len(messages) else []
     at = {part: k for k, part in enumerate(held.groups.get(held.own[s] or "", []))}
@@ -75,6 +78,8 @@ def make_stage(division: Division, s: int, name: str, ipu: int, held: Held, *, r
     of_own = [(at[p], v) for p, v in parts if p in at]
     of_shared = [(name, held.groups[name].index(p), v) for p, v in parts if p not in at for name in [_shared_name(p)]]
     batch = [k for k, v in enumerate(program.batch) if v in piece.inputs]
+    named = jax.tree.leaves_with_path(microbatch)
+    paths = [named[k][0] for k in batch]
     aux, new_state = division.returned(s)
     constants = [v for v in program.constants if v in piece.inputs]
     is_random = any(v in piece.inputs for v in program.key)
@@ -96,12 +101,12 @@ def make_stage(division: Division, s: int, name: str, ipu: int, held: Held, *, r
     def fn(
         weights: Params, x: Tree, microbatch: Batch, *, shared: Tree = None, state: Tree = None, key: Key = None
     ) -> Outputs:
-        leaves = jax.tree.leaves(microbatch)
+        leaves = leaves_at(microbatch, paths)
         outs = run(
             *(weights[k] for k, _ in of_own),
             *(shared[name][k] for name, k, _ in of_shared),
             *(with_keys(value, v.aval) for v, value in zip(received, x or (), strict=True)),
-            *(leaves[k] for k in batch),
+            *leaves,
             *([key] if is_random else []),
             *(state or []),
             *values,

@@ -12,7 +12,8 @@ from ipu_jax.base.checks import as_int, check_count
 from ipu_jax.base.doors import public_on_mesh
 from ipu_jax.core.analysis.balance import balance_layers, measure_costs
 from ipu_jax.core.cutting.function import model_of
-from ipu_jax.core.devices import is_described, make_mesh
+from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS, is_described, make_mesh
+from ipu_jax.core.mesh_axes import further_axes
 from ipu_jax.core.schedules import Schedule, canonical_name, make_schedule
 from ipu_jax.core.stage import Stage
 from ipu_jax.core.weights.packing import Sharded
@@ -122,7 +123,7 @@ class Made:
         loss: Function,
         params: Params,
         micro_batch: Batch,
-        *,
+        *others: Batch,
         ipus: int,
         state: Tree = None,
         replicas: int = 1,
@@ -147,8 +148,8 @@ class Made:
 
         `shard` takes and `unshard` returns the function's own tree of weights; `frozen`, optimizers, checkpoints and
         weight files speak of it, too. A stage holds the leaves that it reads. A leaf that stages on several IPUs read,
-        such as a tied embedding, is on all IPUs, and its gradients are added up once per update. Of a stacked leaf an IPU
-        holds its rows, and optax sees the whole leaf.
+        such as a tied embedding, is on all IPUs, and its gradients are added up once per update. Of a stacked leaf an
+        IPU holds its rows, and optax sees the whole leaf.
 
         Args:
             loss: `loss(params, micro_batch)`, or `loss(params, micro_batch, key)`, returns the micro-batch's mean loss,
@@ -157,6 +158,7 @@ class Made:
                 of micro-batch m of replica r is `fold_in(fold_in(key, r), m)`.
             params: the weights or their shapes, any pytree of arrays.
             micro_batch: one micro-batch or its shapes, any pytree of arrays, without the leading M.
+            others: nothing: several arrays are one micro-batch, such as a tuple.
             ipus: the number of IPUs of a replica.
             state: the state or its shapes, such as batch norm's statistics. `shard_state` places it.
             replicas: copies of the model.
@@ -199,6 +201,14 @@ class Made:
         >>> pipeline.unshard(gradients)["layers"][0].shape
         (3, 3)
         """
+        if others:
+            parts = ", ".join(f"micro_batch[{k}]" for k in range(1 + len(others)))
+            raise ValueError(
+                f"{1 + len(others)} arguments are given as micro_batch: join them, from_function(lambda params, "
+                f"micro_batch: loss(params, {parts}), params, (x, y), ipus={ipus}, ...)"
+            )
+        if "mesh" in options:
+            raise ValueError(f"mesh is given, and from_function makes it: give {_sizes_of(options['mesh'])}")
         if isinstance(schedule, Schedule):
             placement = schedule.placement
         else:
@@ -214,6 +224,15 @@ class Made:
         options |= {"schedule": schedule, "frozen": frozen, "specs": specs, "function": function}
         made: Any = cls
         return made(function.stages, mesh=mesh, **options)
+
+
+def _sizes_of(mesh: Any) -> str:
+    """Return the arguments of `from_function` that make a mesh like this one."""
+    if not isinstance(mesh, Mesh) or not {REPLICA_AXIS, IPU_AXIS} <= mesh.shape.keys():
+        return "ipus=, replicas=, axes= and devices="
+    axes = further_axes(mesh)
+    given = f"ipus={mesh.shape[IPU_AXIS]}, replicas={mesh.shape[REPLICA_AXIS]}" + f", axes={axes}" * bool(axes)
+    return f"{given} (and devices=list(mesh.devices.flat), unless they are the first ones)"
 
 
 def _stages_of_layers(

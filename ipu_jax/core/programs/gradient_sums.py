@@ -177,6 +177,8 @@ def _scan(
 ) -> dict[int, Value] | None:
     """Add a row of a stacked output, or the next term of a carried sum, in each iteration."""
     params, body = eqn.params, laid_open(eqn.params["jaxpr"])
+    if params["length"] == 0:
+        return None  # the accumulator has no row that the body could add to
     consts, init, xs = in_scan_parts(params, inputs)
     num_carry, (_, carry_vars, _) = len(init), in_scan_parts(params, body.jaxpr.invars)
     inner = _Walk(body, ())

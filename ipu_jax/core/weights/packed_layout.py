@@ -21,7 +21,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from ipu_jax.core.mesh_axes import names_further, names_in
 from ipu_jax.core.weights.whole_tree import WholeTree, is_rows, spread
 
 WHOLE = PartitionSpec()
+_REPLACED: Final = "_overwrite_with_gradient"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +218,7 @@ def with_frozen(layout: PackedLayout, frozen: Mapping[str, Tree]) -> PackedLayou
         mask = _frozen_mask(group.name, group.treedef, frozen.get(group.name, False))
         leaves = []
         for leaf, is_frozen in zip(group.leaves, mask, strict=True):
-            _check_floating(leaf.path, jnp.dtype(leaf.dtype), is_frozen)
+            check_weight(leaf.path, jnp.dtype(leaf.dtype), is_frozen)
             leaves.append(dataclasses.replace(leaf, frozen=is_frozen))
         groups.append(dataclasses.replace(group, leaves=tuple(leaves)))
     return dataclasses.replace(layout, groups=tuple(groups))
@@ -229,7 +230,14 @@ def check_array(where: str, value: Value) -> None:
     is_number = isinstance(dtype, np.dtype) and dtype.isnative and jnp.issubdtype(dtype, jnp.number)
     if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)) or is_number or dtype == np.bool_:
         return
-    if isinstance(value, (bool, int, float, complex, str, bytes)):
+    if isinstance(value, (str, bytes)):
+        raise ValueError(
+            f"{where} is {value!r:.60}, a text, and must be an array of numbers: give the numbers of its tokens, or "
+            "leave it out"
+        )
+    if dtype is None and callable(value):
+        raise ValueError(f"{where} is a function, {value!r:.60}: leave it out, and let the function name it itself")
+    if isinstance(value, (bool, int, float, complex)):
         # a list is a tree of its numbers
         array = f"np.asarray({where.partition('[0]')[0]})"
         raise ValueError(f"{where} is {value!r:.60}, and must be an array of numbers: give {array}")
@@ -242,20 +250,37 @@ def check_array(where: str, value: Value) -> None:
 
 def _leaf(where: str, value: Value, frozen: bool, rows: tuple[int, int] | None) -> Leaf:
     check_array(where, value)
-    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
-        raise ValueError(f"{where} is {value.dtype}: keep jax.random.key_data(...) of a key")
-    _check_floating(where, value.dtype, frozen)
+    check_weight(where, value.dtype, frozen)
     dtype = jax.dtypes.canonicalize_dtype(value.dtype)  # jax stores numpy's float64 as float32
     return Leaf(where, tuple(value.shape), np.dtype(dtype).name, frozen=frozen, rows=rows)
 
 
-def _check_floating(where: str, dtype: Dtype, frozen: bool) -> None:
-    if not frozen and not jnp.issubdtype(dtype, jnp.floating):
+def check_weight(where: str, dtype: Dtype, frozen: bool = False) -> None:
+    """Raise `ValueError` unless a leaf of this dtype can be trained, or is frozen and can be held."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        raise ValueError(
+            f"{where} is {dtype}: a key is not held among numbers; hold jax.random.key_data(...) of it, or let the "
+            "function take a key"
+        )
+    if frozen:
+        return
+    if _REPLACED in where:
+        raise ValueError(
+            f"{where} is in Flax's collection {_REPLACED!r}: its gradient is its new value, which an optimizer would "
+            "take for a gradient. Freeze it, and the scales stay as they are (of a cut function, frozen={'params': "
+            f"False, {_REPLACED!r}: True}}), or compute in bfloat16"
+        )
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        raise ValueError(
+            f"{where} is {dtype}: weights must be real; hold two real leaves, and join them in the function, "
+            "jax.lax.complex(re, im)"
+        )
+    if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"{where} is {dtype}: weights must be floating; freeze it, or carry other data in the batch")
-    if not frozen and jnp.finfo(dtype).bits < 16:
+    if jnp.finfo(dtype).bits < 16:
         raise ValueError(
             f"{where} is {dtype}: weights that are trained must have at least 16 bits; hold it in bfloat16 and cast "
-            "it in the stage, or freeze it"
+            "it in the function, or freeze it"
         )
 
 

@@ -8,13 +8,16 @@ The user passes and gets the tree; the IPUs hold the groups.
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ipu_jax.base.annotations import Tree, Value
+
+_NUMBERS: Final = (bool, int, float)
+"""Python's numbers, which a cut function takes as `jax.grad` does."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +69,18 @@ def divided(tree: Tree, like: Tree) -> Tree:
     return jax.tree.map(parts, like, tree, is_leaf=is_rows)
 
 
+def leaves_at(tree: Tree, paths: Sequence[Any]) -> list[Value]:
+    """Return the leaves at these paths, whatever order the tree's own nodes have.
+
+    >>> import collections
+    >>> ordered = collections.OrderedDict(y=1, x=2)
+    >>> leaves_at(ordered, [path for path, _ in jax.tree.leaves_with_path({"x": 0, "y": 0})])
+    [2, 1]
+    """
+    found = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+    return [found[jax.tree_util.keystr(path)] for path in paths]
+
+
 def is_rows(node: Tree) -> bool:
     """Return whether a node is `Rows`; for `jax.tree.map(..., is_leaf=is_rows)`."""
     return isinstance(node, Rows)
@@ -79,7 +94,7 @@ class WholeTree:
         what: the name of the tree in error messages, "params" or "state".
         treedef: its structure.
         paths: per leaf its path, such as "params['embed']".
-        shapes: per leaf its shape.
+        shapes, dtypes: per leaf its shape and dtype.
         groups: per group, the parts that it holds, in order.
     """
 
@@ -87,6 +102,7 @@ class WholeTree:
     treedef: Any
     paths: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[Any, ...]
     groups: tuple[tuple[str, tuple[Part, ...]], ...]
 
     @classmethod
@@ -95,7 +111,8 @@ class WholeTree:
         named, treedef = jax.tree.flatten_with_path(tree)
         paths = tuple(f"{what}{jax.tree_util.keystr(path)}" for path, _ in named)
         shapes = tuple(tuple(np.shape(leaf)) for _, leaf in named)
-        return cls(what, treedef, paths, shapes, tuple((name, tuple(parts)) for name, parts in groups.items()))
+        dtypes = tuple(leaf.dtype for _, leaf in named)
+        return cls(what, treedef, paths, shapes, dtypes, tuple((name, tuple(parts)) for name, parts in groups.items()))
 
     def split(self, tree: Tree) -> dict[str, list[Value]]:
         """Return each group's list of leaves.
@@ -107,7 +124,8 @@ class WholeTree:
         if treedef != self.treedef:
             found = {f"{self.what}{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(tree)}
             missing, unknown = sorted(set(self.paths) - found), sorted(found - set(self.paths))
-            other = f"it has no {missing[0]}" if missing else f"it has {unknown[0]}" if unknown else "its nodes differ"
+            nodes = f"its nodes are {treedef}, and were {self.treedef}"
+            other = f"it has no {missing[0]}" if missing else f"it has {unknown[0]}" if unknown else f"{nodes:.400}"
             raise ValueError(
                 f"{self.what} is not the tree for which the function was cut: {other}; give a tree like that one"
             )
@@ -117,6 +135,8 @@ class WholeTree:
                     f"{path} has shape {tuple(np.shape(leaf))}, and the function was cut for {shape}: give that shape, "
                     "or cut the function for this one"
                 )
+        both = zip(leaves, self.dtypes, strict=True)
+        leaves = [np.asarray(leaf, dtype) if isinstance(leaf, _NUMBERS) else leaf for leaf, dtype in both]
         return {name: [_part(leaves[part.leaf], part.rows) for part in parts] for name, parts in self.groups}
 
     def join(self, groups: Mapping[str, Sequence[Value]]) -> Tree:

@@ -117,7 +117,7 @@ class Placement:
             )
         ema = None
         if average is not None:
-            shapes_of = lambda tree: jax.tree.map(jnp.shape, tree)  # noqa: E731
+            shapes_of = lambda tree: (jax.tree.structure(tree), [*map(jnp.shape, jax.tree.leaves(tree))])  # noqa: E731
             if shapes_of(average) != shapes_of(params):
                 raise ValueError("the saved 'ema' is not a tree like the saved 'params': give what whole returned")
             ema = divided_average(update.blocks, self.model.trained(placed, average))

@@ -32,7 +32,7 @@ from ipu_jax.core.options import PipelineOptions, Reduction
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.step_args import StepArgs, given_dims, without_dims
 from ipu_jax.core.weights.arguments import check_alive, check_batch, count_samples
-from ipu_jax.core.weights.packed_layout import check_array
+from ipu_jax.core.weights.packed_layout import check_array, check_weight
 from ipu_jax.training.update._accumulate import accumulate
 
 
@@ -260,15 +260,7 @@ class Replicas:
         for path, leaf in jax.tree.leaves_with_path(params):
             where = f"params{jax.tree_util.keystr(path)}"
             check_array(where, leaf)
-            if not jnp.issubdtype(leaf.dtype, jnp.floating):
-                raise ValueError(
-                    f"{where} is {leaf.dtype}: weights must be floating arrays; carry other data in the batch"
-                )
-            if jnp.finfo(leaf.dtype).bits < 16:
-                raise ValueError(
-                    f"{where} is {leaf.dtype}: weights must have at least 16 bits; hold it in bfloat16 and cast it in "
-                    "loss_fn"
-                )
+            check_weight(where, leaf.dtype)
 
     def _mapped(self, *, backward: bool) -> Any:
         count = self.replicas * self.options.gradient_accumulation

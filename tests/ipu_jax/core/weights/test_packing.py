@@ -319,7 +319,7 @@ NEEDS = "give a PartitionSpec of at most {} dims", "with 'ipu' at most once and 
     (lambda: plan({"w": np.ones((2, 2), np.int32)}), "params['mlp']['w'] is int32", FLOATING, ELSE),
     (lambda: plan(head=HEAD | {"w": np.ones((2, 4), np.int8)}), "params['head']['w'] is int8", FLOATING, ELSE),
     (lambda: plan([np.ones(2, bool)]), "params['mlp'][0] is bool", FLOATING, ELSE),
-    (lambda: plan([np.ones(2, np.complex64)]), "params['mlp'][0] is complex64", FLOATING, ELSE),
+    (lambda: plan([np.ones(2, np.complex64)]), "[0] is complex64", "must be real", "jax.lax.complex(re, im)"),
     (lambda: plan([F8]), "params['mlp'][0] is float8_e4m3fn", NARROW, "bfloat16", FREEZE),
     (lambda: plan(head=HEAD | {"w": F4}), "params['head']['w'] is float4_e2m1fn", NARROW, "bfloat16", FREEZE),
     (lambda: plan({"w": 2.5}), "params['mlp']['w'] is 2.5", "must be an array of numbers"),

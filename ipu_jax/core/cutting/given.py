@@ -1,0 +1,234 @@
+"""Take what a user gives to `Pipeline.from_function`: the shapes of its trees, and how the function is called.
+
+    loss(params, micro_batch)           loss(params, micro_batch, key)
+    loss(params, state, micro_batch)    loss(params, state, micro_batch, key)
+
+What is refused here is refused with the lines to write instead, before anything is cut.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ipu_jax.base.annotations import Batch, Dtype, Function, Key, Params, Tree, Value
+from ipu_jax.base.checks import in_line
+from ipu_jax.base.doors import other_mesh
+from ipu_jax.core.cutting.module_trees import check_unchanged, name_of_function
+from ipu_jax.core.cutting.program import Program, at_line, is_ours, name_of, users_line
+from ipu_jax.core.weights.packed_layout import check_array, check_weight
+from ipu_jax.core.weights.whole_tree import spread
+
+_NUMBERS: Final = (bool, int, float, complex)
+_KEY: Final = re.compile(r"(^|_)(rngs?|prng|keys?|seed|k|r)($|_)")
+"""Names that people give to a random key."""
+_UNBOUND: Final = re.compile(r"unbound axis name: (\w+)")
+
+
+def shapes(what: str, tree: Tree, *, weak: bool = False) -> Tree:
+    """Return the shapes of a tree of arrays, of their shapes, and of Python numbers, as jax would hold them.
+
+    Args:
+        what: the name of the tree in error messages.
+        tree: the tree.
+        weak: whether Python numbers are of weak types, as `jax.grad` takes them.
+    """
+
+    def shape_of(path: Any, leaf: Value) -> jax.ShapeDtypeStruct:
+        if isinstance(leaf, _NUMBERS):
+            return jax.ShapeDtypeStruct((), jnp.result_type(leaf), weak_type=weak)
+        check_array(f"{what}{jax.tree_util.keystr(path)}", leaf)
+        return jax.ShapeDtypeStruct(jnp.shape(leaf), held_dtype(leaf))
+
+    return jax.tree.map_with_path(shape_of, tree)
+
+
+def held_dtype(leaf: Value) -> Dtype:
+    """Return the dtype in which jax holds an array: NumPy's int64 and float64 become 32 bits wide, by default."""
+    return jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+
+
+def frozen_leaves(frozen: Tree, params: Params) -> list[bool]:
+    """Return, per leaf of the weights, whether it is frozen.
+
+    Raises:
+        ValueError: `frozen` is not a prefix of `params`, or not of bools.
+    """
+    if callable(frozen) and jax.tree_util.all_leaves([frozen]):
+        raise ValueError(
+            f"frozen={in_line(frozen):.60} is a function: give the bools that it returns, frozen=fn(params)"
+        )
+    found = spread("frozen", False if frozen is None else frozen, jax.tree.structure(params))
+    for path, leaf in jax.tree.leaves_with_path(frozen):
+        if not isinstance(leaf, (bool, np.bool_)):
+            raise ValueError(f"frozen{jax.tree_util.keystr(path)} is {leaf!r:.60}: give True or False")
+    return [bool(leaf) for leaf in found]
+
+
+def check_weights(params: Params, frozen: Sequence[bool]) -> None:
+    """Raise `ValueError` unless each leaf of the shapes of the weights can be trained, or is frozen."""
+    for (path, leaf), is_frozen in zip(jax.tree.leaves_with_path(params), frozen, strict=True):
+        check_weight(f"params{jax.tree_util.keystr(path)}", leaf.dtype, is_frozen)
+
+
+class Call:
+    """The user's function as one of `(params, state, micro_batch, key)` that returns `(loss, aux, new state)`.
+
+    Args:
+        loss: the function.
+        state: the shapes of its state, or None.
+        frozen: per leaf of the weights, whether it is frozen.
+
+    Attributes:
+        takes_key: whether it takes a random key: one required argument more than params, state and micro-batch.
+
+    Raises:
+        ValueError: it takes other arguments.
+    """
+
+    def __init__(self, loss: Function, state: Tree, frozen: Sequence[bool]):
+        self._loss, self._state, self._frozen = loss, state, frozen
+        self.__wrapped__ = loss  # jax names it in its messages
+        self._names = _required(loss, state)
+        self.takes_key = len(self._names) > (2 if state is None else 3)
+
+    def __call__(self, params: Params, state_in: Tree, microbatch: Batch, key: Key) -> tuple[Value, Tree, Tree]:
+        state, before = self._state, jax.tree.leaves_with_path(params)
+        args = [params, *([] if state is None else [state_in]), microbatch, *([key] if self.takes_key else [])]
+        result = self._loss(*args)
+        has_aux = isinstance(result, tuple) and state is None
+        check_unchanged(self._loss, params, before, self._frozen, has_aux=has_aux, takes_key=self.takes_key)
+        results = list(result) if isinstance(result, tuple) else [result]
+        required = 1 if state is None else 2
+        if not required <= len(results) <= required + 1:
+            forms = "loss, or (loss, aux)" if state is None else "(loss, new_state), or (loss, aux, new_state)"
+            found = f"a tuple of {len(results)}" if isinstance(result, tuple) else "one value"
+            raise ValueError(f"loss returns {found}: return {forms}")
+        value, new_state = results[0], None if state is None else results[-1]
+        aux = results[1] if len(results) > required else None
+        if state is not None and _described(new_state) != _described(state):
+            raise ValueError("loss returns a new state that is not like state: return the same tree, shapes and dtypes")
+        return value, aux, new_state
+
+    def traced(self, trace: Callable[..., Any], params: Params, microbatch: Batch, key: Key) -> tuple[Program, Tree]:
+        """Return `trace(self, params, state, microbatch, key)`; say what is wrong if it fails as calls often do.
+
+        Raises:
+            ValueError: the function names an axis that nothing maps, its third argument is no key, or its first two are
+                swapped.
+        """
+        try:
+            return trace(self, params, self._state, microbatch, key)
+        except Exception as error:
+            why = self._explained(error, params, microbatch, key)
+            if why is None:
+                raise
+            raise ValueError(why) from error
+
+    def _explained(self, error: Exception, params: Params, microbatch: Batch, key: Key) -> str | None:
+        axis = _UNBOUND.search(str(error))
+        if axis is not None:
+            return (
+                f"loss names the axis {axis[1]!r}{users_line(error)}, which nothing maps here: "
+                "from_function takes the mean over micro-batches and replicas: leave pmean and axis_name out, or map "
+                f"the axis in the function, jax.vmap(..., axis_name={axis[1]!r})"
+            )
+        if is_ours(error):
+            return None
+        if self.takes_key and not _KEY.search(self._names[-1]):
+            *others, first, last = self._names
+            call = ", ".join([*others, "micro_batch[0]", "micro_batch[1]"])
+            return (
+                f"loss failed with a random key as {last!r}, its last argument ({type(error).__name__}: "
+                f"{str(error).splitlines()[0]:.90}): a batch is one argument, so give lambda "
+                f"{', '.join([*others, 'micro_batch'])}: {name_of_function(self._loss)}({call}), with "
+                f"({first}, {last}) as micro_batch"
+            )
+        if self._state is None and self._works(microbatch, params, key):
+            return "params and micro_batch are swapped: give from_function(loss, params, micro_batch, ...)"
+        return None
+
+    def _works(self, params: Params, microbatch: Batch, key: Key) -> bool:
+        try:
+            value = jax.eval_shape(self, params, None, microbatch, key)[0]
+        except Exception:
+            return False
+        return getattr(value, "shape", None) == ()
+
+
+def _required(loss: Function, state: Tree) -> list[str]:
+    """Return the names of the arguments that a function is called with: its required ones, or those of its *args.
+
+    Raises:
+        ValueError: they are not params, perhaps state, a micro-batch and perhaps a key.
+    """
+    forms = ["params", *(["state"] if state is not None else []), "micro_batch"]
+    name, call = name_of_function(loss), ", ".join(forms)
+    try:
+        taken = list(inspect.signature(loss).parameters.values())
+    except (TypeError, ValueError):
+        raise ValueError(f"{in_line(loss)} does not say what it takes: give lambda {call}: {name}({call})") from None
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    needed = [p for p in taken if p.default is p.empty]
+    names = [p.name for p in needed if p.kind in kinds]
+    by_name = [p.name for p in needed if p.kind == p.KEYWORD_ONLY]
+    takes_more = any(p.kind == p.VAR_POSITIONAL for p in taken)
+    at = next((k for k, each in enumerate(names) if k > 0 and _KEY.search(each)), None)
+    if at is not None and at < len(forms) and (takes_more or len(names) > len(forms)):  # as haiku's apply
+        own = [*forms[:at], "key", *forms[at:]]
+        raise ValueError(
+            f"loss takes {names[at]!r} as argument {at + 1}, and from_function gives it the key last: give "
+            f"lambda {call}, key: {name}({', '.join(own)})"
+        )
+    if by_name:
+        keys = ", ".join(f"{each}={'key' if _KEY.search(each) else '...'}" for each in by_name)
+        raise ValueError(
+            f"loss takes {', '.join(by_name)} by name only: give lambda {call}, key: {name}({call}, {keys})"
+        )
+    if len(names) < len(forms) and takes_more:
+        return forms
+    if len(names) not in (len(forms), len(forms) + 1):
+        takes = f"{len(names)} arguments" + f", {', '.join(names)}" * bool(names)
+        raise ValueError(
+            f"loss takes {takes}: give a function of ({call}), or of ({call}, key)"
+            + ("" if state is not None else "; a function with a state needs state=")
+        )
+    return names
+
+
+def _described(tree: Tree) -> Tree:
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
+
+
+def check_loss(program: Program, loss: Value) -> None:
+    """Raise `ValueError` unless the function returns a float scalar."""
+    found = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else f"a {type(loss).__name__}"
+    if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        made = program.made_by.get(program.loss)
+        where = "" if made is None else at_line(made)
+        raise ValueError(f"loss returns {found}{where}: return the micro-batch's mean loss, a float scalar")
+
+
+def check_constants(program: Program) -> None:
+    """Raise `ValueError` if the function closes over an array that is on a mesh of its own."""
+    for value in (*program.closed.consts, *program.constants.values()):
+        mesh = getattr(getattr(value, "sharding", None), "mesh", None)
+        if mesh is not None and mesh.size > 1:
+            found = f"{value.dtype}{list(value.shape)} on the mesh {dict(mesh.shape)}"
+            raise ValueError(other_mesh(found))
+
+
+def check_effects(program: Program) -> None:
+    """Raise `ValueError` for effects that have an order, which the stages of several IPUs do not keep."""
+    for operation in program.operations:
+        names = [type(effect).__name__ for effect in operation.effects]
+        if any("Ordered" in name and "Unordered" not in name for name in names):
+            raise ValueError(
+                f"the function has an ordered effect, {name_of(operation)}{at_line(operation)}: micro-batches run on "
+                "several IPUs at once, in no order; give the callback ordered=False, or leave it out"
+            )

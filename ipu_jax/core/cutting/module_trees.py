@@ -1,0 +1,161 @@
+"""Refuse modules given as weights that are more than weights, with the lines that split them.
+
+    Flax NNX     a module: Param, and BatchStat, RngState, Cache, ..., which it changes in place when it is called
+    Equinox      a module: arrays, and numbers and functions among its leaves
+    Flax linen   variables: "params", and "batch_stats", ..., which `apply(mutable=...)` returns
+
+A function that is cut returns what it changes: what is changed in place would be lost, and what is no weight would be
+trained and decayed as one. None of these libraries is imported here.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+
+from ipu_jax.base.annotations import Function, Params, Value
+
+_CHANGED_BY_NNX: Final = ("BatchStat", "Cache", "Intermediate", "RngState")
+_CHANGED_BY_LINEN: Final = ("batch_stats", "cache", "intermediates")
+
+
+def name_of_function(loss: Function) -> str:
+    """Return the name of a function, or "loss" for one without a name that code can use."""
+    name = getattr(loss, "__name__", "")
+    return name if name.isidentifier() and name != "lambda" else "loss"
+
+
+def check_equinox(loss: Function, params: Params, takes_key: bool) -> None:
+    """Raise `ValueError` if an Equinox module among the weights has leaves that are not float arrays."""
+    equinox = sys.modules.get("equinox")
+    if equinox is None:
+        return
+    modules = jax.tree.leaves_with_path(params, is_leaf=lambda node: isinstance(node, equinox.Module))
+    for at, module in modules:
+        if not isinstance(module, equinox.Module):
+            continue
+        for path, leaf in jax.tree.leaves_with_path(module):
+            dtype = getattr(leaf, "dtype", None)
+            if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+                key = ", key" * takes_key
+                raise ValueError(
+                    f"params{jax.tree_util.keystr((*at, *path))} is {leaf!r:.60}, in an Equinox module, whose leaves "
+                    "are not all weights. Give the float arrays:\n\n"
+                    "    import equinox as eqx\n"
+                    "    params, static = eqx.partition(model, eqx.is_inexact_array)\n\n"
+                    f"    def pure_loss(params, micro_batch{key}):\n"
+                    f"        return {name_of_function(loss)}(eqx.combine(params, static), micro_batch{key})\n\n"
+                    "    # and Pipeline.from_function(pure_loss, params, micro_batch, ...)\n"
+                )
+
+
+def check_linen(params: Params, frozen: Sequence[bool]) -> None:
+    """Raise `ValueError` if collections of Flax's variables that are no weights are among the weights, not frozen."""
+    if not (isinstance(params, Mapping) and "params" in params):
+        return
+    flags = dict(zip((path for path, _ in jax.tree.leaves_with_path(params)), frozen, strict=True))
+    trained = {getattr(path[0], "key", None) for path, is_frozen in flags.items() if not is_frozen}
+    found = [name for name in _CHANGED_BY_LINEN if name in trained]
+    if found:
+        names = ", ".join(map(repr, found))
+        raise ValueError(
+            f"params[{found[0]!r}] is a collection of Flax's variables, which apply(mutable=[{names}]) replaces. It is "
+            f"no weight: freeze it, frozen={{'params': False, {found[0]!r}: True}}, or give it as state. Where "
+            "loss(variables, micro_batch) returns the loss and what apply returned for it:\n\n"
+            f"    state = {{name: variables[name] for name in [{names}]}}\n\n"
+            "    def pure_loss(params, state, micro_batch):\n"
+            "        return loss({'params': params, **state}, micro_batch)\n\n"
+            "    # and Pipeline.from_function(pure_loss, variables['params'], micro_batch, state=state, ...)\n"
+        )
+
+
+def check_unchanged(
+    loss: Function,
+    params: Params,
+    before: Sequence[tuple[Any, Value]],
+    frozen: Sequence[bool],
+    *,
+    has_aux: bool,
+    takes_key: bool,
+) -> None:
+    """Raise `ValueError` if a function has changed leaves of its weights in place, or they are by type no weights.
+
+    A dict or a list that the function changes is its own copy, as under `jax.grad`.
+
+    Args:
+        loss: the function.
+        params: the tree that it was called with, after the call.
+        before: the paths and leaves of the tree before the call.
+        frozen: per leaf, whether it is frozen.
+        has_aux: whether the function returns more than the loss.
+        takes_key: whether it takes a key.
+    """
+    after = {path: leaf for path, leaf in jax.tree.leaves_with_path(params)}
+    types = _nnx_types(params)
+    no_weights: dict[str, Any] = {}
+    for (path, leaf), is_frozen in zip(before, frozen, strict=True):
+        is_own = isinstance(path[-1], jax.tree_util.GetAttrKey | jax.tree_util.FlattenedIndexKey) if path else False
+        is_changed = is_own and after.get(path) is not leaf
+        kind = types.get(path)
+        names = [base.__name__ for base in kind.__mro__] if kind is not None else []
+        if is_changed or (not is_frozen and set(names).intersection(_CHANGED_BY_NNX)):
+            no_weights[jax.tree_util.keystr(path)] = kind
+    if no_weights:
+        raise ValueError(_refusal(loss, no_weights, has_aux=has_aux, takes_key=takes_key))
+
+
+def _nnx_types(params: Params) -> dict[Any, Any]:
+    """Return the type of the NNX variable that each leaf is in, by the leaf's path."""
+    nnx: Any = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return {}
+    is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
+    return {
+        (*at, *path): type(variable)
+        for at, variable in jax.tree.leaves_with_path(params, is_leaf=is_variable)
+        if is_variable(variable)
+        for path, _ in jax.tree.leaves_with_path(variable)
+    }
+
+
+def _refusal(loss: Function, no_weights: Mapping[str, Any], *, has_aux: bool, takes_key: bool) -> str:
+    path, kind = next(iter(no_weights.items()))
+    if kind is None:
+        return (
+            f"loss changes params{path} in place, and the new value would be lost: give it as state=, and return it "
+            "after the loss"
+        )
+    kinds = [k for k in dict.fromkeys(no_weights.values()) if k is not None]
+    of_keys = [k for k in kinds if any(base.__name__ == "RngState" for base in k.__mro__)]
+    of_state = [k for k in kinds if k not in of_keys]
+    name_of = lambda k: f"nnx.{k.__name__}" if k.__module__.startswith("flax.") else k.__name__  # noqa: E731
+    names = ", ".join(map(name_of, of_state))
+    filters = f"({names})" if len(of_state) > 1 else names
+    random = bool(of_keys) or takes_key
+    split = ["graphdef", "params", *["state"] * bool(of_state), *["keys"] * bool(of_keys), "rest"]
+    by = ["model", "nnx.Param", *[filters] * bool(of_state), *["nnx.RngKey"] * bool(of_keys), "..."]
+    merged = ["graphdef", "params", *["state"] * bool(of_state), *["own_keys"] * bool(of_keys), "rest"]
+    arguments = ["params", *["state"] * bool(of_state), "micro_batch", *["key"] * random]
+    results = ["value", *["aux"] * has_aux]
+    returned = [*results, *[f"nnx.state(net, {filters})"] * bool(of_state)]
+    state = ", state=state" * bool(of_state)
+    lines = [
+        "from flax import nnx",
+        f"{', '.join(split)} = nnx.split({', '.join(by)})",
+        "",
+        f"def pure_loss({', '.join(arguments)}):",
+        *["    own_keys = jax.tree.map(lambda own: jax.random.fold_in(key, jax.random.bits(own)), keys)"]
+        * bool(of_keys),
+        f"    net = nnx.merge({', '.join(merged)}, copy=True)",
+        f"    {', '.join(results)} = {name_of_function(loss)}(net, micro_batch{', key' * takes_key})",
+        f"    return {', '.join(returned)}",
+        "",
+        f"# and Pipeline.from_function(pure_loss, params, micro_batch{state}, ...)",
+    ]
+    indented = "\n".join(f"    {line}".rstrip() for line in lines)
+    return (
+        f"params{path} is a {name_of(kind)}, which the function changes in place: it is no weight, and its new value "
+        f"would be lost. Split the module:\n\n{indented}\n"
+    )

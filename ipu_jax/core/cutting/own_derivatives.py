@@ -1,0 +1,122 @@
+"""Find derivatives of a user's own, `jax.custom_vjp`, whose gradients ignore the cotangent.
+
+    f.defvjp(forward, lambda residuals, g: (g * residuals.scale, new_scale))      new_scale travels as a gradient
+
+Such a "gradient" is a state, as the scales of float8 layers are, or a term that is added to the gradient whatever the
+loss is. A pipeline scales cotangents by 1/M, by the replicas and by a loss scale, and adds gradients up: then it is
+another number, and an optimizer takes the state for a gradient.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import jax
+from jax.extend import core
+
+from ipu_jax.base.annotations import Eqn, Jaxpr, Value, Var
+from ipu_jax.base.jaxprs import (
+    CALLS,
+    all_equations,
+    bound,
+    closed_of,
+    depending,
+    is_float,
+    laid_open,
+    scan_parts,
+    variables,
+)
+from ipu_jax.core.cutting.program import Program
+
+_OWN: Final = "custom_vjp_call"
+_KEEPS_ZEROS: Final = ("broadcast_in_dim", "convert_element_type", "reshape", "neg", "copy", "squeeze")
+
+
+def check_cotangents(program: Program, frozen: Sequence[bool]) -> None:
+    """Raise `ValueError` if a derivative of the user's own ignores its cotangent on the way to a trained weight."""
+    if not any(eqn.primitive.name == _OWN for eqn in all_equations(program.closed.jaxpr)):
+        return
+    wanted = [v for v, is_frozen in zip(program.params, frozen, strict=True) if not is_frozen and is_float(v)]
+    seen: set[Any] = set()
+    for eqn, flags in _differentiated(program.closed.jaxpr, wanted):
+        about = eqn.params["call_jaxpr"].jaxpr.debug_info
+        signature = (about.func_src_info, *(str(v.aval) for v in eqn.invars), *flags)
+        if signature in seen:
+            continue
+        seen.add(signature)
+        ignoring = _ignoring(eqn, flags)
+        if ignoring is not None:
+            raise ValueError(
+                f"the custom_vjp of {_defined(about.func_src_info)} gives its input {ignoring + 1} a gradient that "
+                "does not depend on the cotangent, so that micro-batches, replicas and a loss scale would change it: "
+                "freeze the leaf, return what it carries as state (state=), or multiply the gradient by the cotangent"
+            )
+
+
+def _defined(source: str) -> str:
+    """Return "name (file.py:12)" of jax's "name at /folder/file.py:12"."""
+    name, _, place = source.partition(" at ")
+    return f"{name} ({os.path.basename(place)})"
+
+
+def _differentiated(jaxpr: Jaxpr, inputs: Sequence[Var]) -> Iterator[tuple[Eqn, list[bool]]]:
+    """Yield each `custom_vjp` that is differentiated, with flags of the inputs that need a gradient."""
+    wanted = set(inputs)
+    for eqn in jaxpr.eqns:
+        flags = [not isinstance(v, core.Literal) and v in wanted for v in eqn.invars]
+        if not any(flags):
+            continue
+        wanted.update(v for v in eqn.outvars if is_float(v))
+        name, params = eqn.primitive.name, eqn.params
+        if name == _OWN:
+            yield eqn, flags
+        elif name == "scan":
+            consts, carry = scan_parts(params)
+            flags[consts : consts + carry] = [f or any(flags) for f in flags[consts : consts + carry]]
+            yield from _in_body(params["jaxpr"], flags)
+        elif name == "cond":
+            for branch in params["branches"]:
+                yield from _in_body(branch, flags[1:])
+        elif name in CALLS:
+            yield from _in_body(params[CALLS[name]], flags)
+
+
+def _in_body(body: Jaxpr, flags: Sequence[bool]) -> Iterator[tuple[Eqn, list[bool]]]:
+    jaxpr = closed_of(body).jaxpr
+    yield from _differentiated(jaxpr, [v for v, f in zip(jaxpr.invars, flags, strict=True) if f and is_float(v)])
+
+
+def _ignoring(eqn: Eqn, flags: Sequence[bool]) -> int | None:
+    """Return the number of the first input whose gradient is not zero, and does not depend on the cotangents."""
+    at = [k for k, flag in enumerate(flags) if flag]
+    results = [k for k, v in enumerate(eqn.outvars) if is_float(v)]
+    given = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    cotangents = [jax.ShapeDtypeStruct(eqn.outvars[k].aval.shape, eqn.outvars[k].aval.dtype) for k in results]
+
+    def gradients(values: list[Value], cotangents: list[Value]) -> Any:
+        def fn(*own: Value) -> list[Value]:
+            args = list(values)
+            for k, value in zip(at, own, strict=True):
+                args[k] = value
+            outputs = bound(eqn, args)
+            return [outputs[k] for k in results]
+
+        return jax.vjp(fn, *(values[k] for k in at))[1](cotangents)
+
+    opened = laid_open(jax.make_jaxpr(gradients)(given, cotangents), tuple(CALLS))
+    jaxpr = opened.jaxpr
+    dependent = depending(jaxpr.eqns, jaxpr.invars[len(given) :])
+    made_by = {v: e for e in jaxpr.eqns for v in e.outvars}
+    for k, v in zip(at, jaxpr.outvars, strict=True):
+        if (isinstance(v, core.Literal) or v not in dependent) and not _is_zero(v, made_by):
+            return k
+    return None
+
+
+def _is_zero(v: Var, made_by: dict[Var, Eqn]) -> bool:
+    while not isinstance(v, core.Literal):
+        made = made_by.get(v)
+        if made is None or made.primitive.name not in _KEEPS_ZEROS or len(variables(made.invars)) > 1:
+            return False
+        v = made.invars[0]
+    return not bool(v.val)
