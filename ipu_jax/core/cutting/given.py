@@ -178,7 +178,8 @@ def _required(loss: Function, state: Tree) -> list[str]:
     by_name = [p.name for p in needed if p.kind == p.KEYWORD_ONLY]
     takes_more = any(p.kind == p.VAR_POSITIONAL for p in taken)
     at = next((k for k, each in enumerate(names) if k > 0 and _KEY.search(each)), None)
-    if at is not None and at < len(forms) and (takes_more or len(names) > len(forms)):  # as haiku's apply
+    has_key = len(names) == len(forms) + 1 and _KEY.search(names[-1]) is not None
+    if at is not None and at < len(forms) and not has_key and (takes_more or len(names) > len(forms)):  # haiku's apply
         own = [*forms[:at], "key", *forms[at:]]
         raise ValueError(
             f"loss takes {names[at]!r} as argument {at + 1}, and from_function gives it the key last: give "

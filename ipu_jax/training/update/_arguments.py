@@ -10,7 +10,7 @@ from ipu_jax.base.annotations import Batch, Key
 from ipu_jax.base.checks import check_count
 from ipu_jax.base.keys import is_one_key
 from ipu_jax.core.options import DynamicScale, TrainOptions
-from ipu_jax.core.step_args import given_dims
+from ipu_jax.core.step_args import StepArgs, given_dims
 from ipu_jax.core.weights.arguments import arrays_in, check_alive, check_batch
 from ipu_jax.training.data.feed import FeedBatch
 from ipu_jax.training.update._placement import Placement
@@ -132,7 +132,8 @@ class Arguments:
         self.check_state(state)
         arrays: Batch = batch.arrays if isinstance(batch, FeedBatch) else batch
         check_alive("batch", arrays)
-        check_batch(arrays, self._model.replicas, self._model.m)
+        key = state.key if self._model.random else None
+        self._model.check(StepArgs(state.params, arrays, state.stages, key))
         return arrays
 
     def _arrays_of(self, batch: Batch) -> Batch:

@@ -77,6 +77,9 @@ TAKES_A_BATCH = {
     "verify": lambda batch: verify(PIPELINE, PIPELINE.shard(PARAMS), batch).reference_loss,
     "step": lambda batch: STEP(STEP.init(PARAMS), batch)[1].loss,
     "step.loss": lambda batch: STEP.loss(STEP.init(PARAMS), batch),
+    "find_nonfinite": lambda batch: (
+        float(STEP.find_nonfinite(STEP.init(PARAMS), batch) is None) * plain(loss, PARAMS)[0]
+    ),
     "feed": lambda batch: of_feed(),
     "cut for it": lambda batch: cut(batch=ordered(ONE)).value_and_grad(PIPELINE.shard(PARAMS), BATCH)[0],
 }
