@@ -6,9 +6,10 @@
 What is refused here is refused with the lines to write instead, before anything is cut.
 """
 
+import contextlib
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import jax
@@ -38,13 +39,25 @@ def shapes(what: str, tree: Tree, *, weak: bool = False) -> Tree:
         weak: whether Python numbers are of weak types, as `jax.grad` takes them.
     """
 
-    def shape_of(path: Any, leaf: Value) -> jax.ShapeDtypeStruct:
+    def shape_of(leaf: Value) -> jax.ShapeDtypeStruct:
         if isinstance(leaf, _NUMBERS):
             return jax.ShapeDtypeStruct((), jnp.result_type(leaf), weak_type=weak)
-        check_array(f"{what}{jax.tree_util.keystr(path)}", leaf)
+        check_array(what, leaf)
         return jax.ShapeDtypeStruct(jnp.shape(leaf), held_dtype(leaf))
 
-    return jax.tree.map_with_path(shape_of, tree)
+    with _naming(what, tree, lambda where, leaf: isinstance(leaf, _NUMBERS) or check_array(where, leaf)):
+        return jax.tree.map(shape_of, tree)
+
+
+@contextlib.contextmanager
+def _naming(what: str, tree: Tree, check: Callable[[str, Value], Any]) -> Iterator[None]:
+    """Raise the error of a check of all leaves with the path of the leaf, which takes as long as a trace to write."""
+    try:
+        yield
+    except ValueError:
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            check(f"{what}{jax.tree_util.keystr(path)}", leaf)
+        raise
 
 
 def held_dtype(leaf: Value) -> Dtype:
