@@ -227,7 +227,7 @@ ENTRY %main (p: f32[4]) -> f32[4] {{
 )
 def test_what_one_ipu_runs_alone_sends_only_within_the_ipu(monkeypatch, sent, axis, waits_for_all):
     """Four devices, two of each of two IPUs: only one IPU comes to a collective in a guard of its own."""
-    mesh = SimpleNamespace(devices=np.arange(4).reshape(1, 2, 2), axis_names=("replica", "ipu", "tensor"))
+    mesh = make_mesh(1, 2, tensor=2)
     segment = SimpleNamespace(place=0, stages=("block 0",))
     plan = SimpleNamespace(ipus=2, segments=(segment,), classes=((0,),))
     monkeypatch.setattr("ipu_jax.core.compiled.in_stages.plan_named", lambda name: plan)
