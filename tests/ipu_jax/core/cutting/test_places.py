@@ -166,7 +166,7 @@ def test_a_loss_that_early_layers_make_is_sent_to_the_last_stage():
     function = cut_of(loss, params, 3)
     weights, sent, nbytes = function.weights.split(params), None, []
     for stage in function.stages:
-        sent = jax.eval_shape(stage.fn, weights[stage.params], sent, X).y
+        sent = jax.eval_shape(stage.fn, weights[str(stage.params)], sent, X).y
         nbytes.append(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(sent)))
     assert function.cut.sent == (X.nbytes + 4, X.nbytes + 4) == (*nbytes[:2],)
 

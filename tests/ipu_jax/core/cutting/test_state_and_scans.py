@@ -1,5 +1,7 @@
 """Test cut functions with a state and with scans: the stages compute the loss, gradients and new state of plain jax."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,12 +13,18 @@ from support.inputs import normal
 
 LAYERS, ROWS, D = 6, 5, 4
 PARAMS = {"w": 0.5 * normal((LAYERS, D, D)), "head": normal((D, 3), seed=1), "unread": jnp.ones(2)}
-STATE = {"mean": normal((D,), seed=2), "count": jnp.zeros((), jnp.int32), "unread": normal((3,), seed=3)}
+STATE = {
+    "mean": normal((D,), seed=2),
+    "before": normal((D,), seed=6),  # the mean
+    "count": jnp.zeros((), jnp.int32),
+    "rate": jnp.float32(0.9),
+    "unread": normal((3,), seed=3),
+}
 BATCH = {"unread": jnp.ones(7), "x": normal((ROWS, D), seed=4), "scale": 1 + 0.1 * normal((LAYERS, D), seed=5)}
 
 
 def cut(loss, stages):
-    options = {"frozen": None, "names": None, "costs": "counted", "recompute": "auto"}
+    options: dict[str, Any] = {"frozen": None, "names": None, "costs": "counted", "recompute": "auto"}
     return model_of(loss, PARAMS, BATCH, range(stages), state=STATE, **options)
 
 
@@ -89,7 +97,28 @@ def scan_before_the_state(p, s, b):
     return y, {"last": means[-1]}, counted(s, mean=s["mean"] + jnp.sum(means, 0))
 
 
-FUNCTIONS = (mean_of_batches, mean_of_activations, state_unchanged, state_unread, reversed_scan, scan_before_the_state)
+def leaves_that_follow_from_others(p, s, b):
+    """The first stage reads the count, the last one the rate; both need the count for the new rate."""
+    x = b["x"] + s["count"]
+    y = each(x, p["w"]) * s["rate"]
+    return y, {"sum": s["rate"] + s["count"]}, counted(s, rate=s["rate"] * 0.5 ** s["count"])
+
+
+def leaves_that_change_places(p, s, b):
+    return each(b["x"] - s["mean"], p["w"]) * s["before"], {}, {**s, "mean": s["before"], "before": s["mean"]}
+
+
+def leaf_that_follows_from_a_mean(p, s, b):
+    """The first layer reads what a later layer's mean replaces: one stage has both leaves."""
+    x = each(b["x"] - s["before"], p["w"][:3])
+    new = {"mean": jnp.mean(x, 0), "before": s["mean"], "rate": 0.5 * s["rate"] + jnp.mean(s["before"])}
+    return each(x, p["w"][3:]) * s["rate"], {"old": s["mean"] - s["rate"]}, counted(s, **new)
+
+
+FUNCTIONS = (
+    *(leaves_that_follow_from_others, leaves_that_change_places, leaf_that_follows_from_a_mean),
+    *(mean_of_batches, mean_of_activations, state_unchanged, state_unread, reversed_scan, scan_before_the_state),
+)
 
 
 def loss_of(function):
@@ -121,6 +150,7 @@ def test_stages_compute_the_loss_the_gradients_and_the_new_state(function):
 def test_values_of_batch_and_state_are_computed_once_and_sent():
     """The last stage reads `shifted`, and neither the batch nor the state, of which it would need a copy."""
     model = cut(loss_of(mean_of_batches), 3)
+    assert model.state is not None
     mean = model.state.paths.index("state['mean']")
     assert [name for name, parts in model.state.groups for part in parts if part.leaf == mean] == ["stage 0"]
     assert model.cut.sent[-1] == 2 * BATCH["x"].nbytes
