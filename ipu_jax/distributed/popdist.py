@@ -72,9 +72,10 @@ def is_popdist_env_set() -> bool:
 def init(*, timeout: float | None = None, check_flags: bool = True) -> None:
     """Connect this instance with the others. Call it before any other use of jax. A second call does nothing.
 
-    Under poprun, the instances first meet and compare their numbers, command lines and package versions. Then
-    `jax.distributed.initialize()` connects them. Under SLURM, Open MPI and Kubernetes, jax finds the instances on its
-    own, and they compare once connected. Otherwise there is one instance, and nothing is done.
+    The instances first meet and compare their numbers, command lines and package versions. Then
+    `jax.distributed.initialize()` connects them. Their numbers come from poprun, or from SLURM, Open MPI or Kubernetes,
+    as jax reads them. Otherwise there is one instance, and nothing is done. Instances that the program has connected
+    already only compare.
 
     From then on, the process ends at once with its own exit code if it raises, and otherwise together with the others.
 

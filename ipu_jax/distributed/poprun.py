@@ -64,12 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.refuse(error)
     for line in options.without_effect:
         print(f"poprun: {line}", file=sys.stderr)
-    here = _own_names()
+    here = (socket.gethostname(), socket.gethostname().split(".")[0])
     local = [is_this_host(name, here) for name in topology.hosts]
     coordinator, bind = _coordinator(options, topology, local, here)
     if not (options.offline_mode or options.dry_run) and any(local):
         _check_program(parser, options.program[0], dict(options.env).get("PATH", os.environ.get("PATH")))
         _check_output(parser, options)
+    if not (options.offline_mode or options.dry_run or all(local)) and shutil.which(options.remote_shell[0]) is None:
+        parser.error(f"argument --remote-shell: {options.remote_shell[0]!r} is not in PATH: give one that is")
     if options.numa_aware:
         print(f"poprun: {_about_nodes(topology)}", file=sys.stderr)
     environments = {
@@ -93,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.offline_mode or options.dry_run:
         display.draw(_commands(run))
         return _written(run, 0)
-    shell = Shell(tuple(shlex.split(options.remote_shell)), os.getcwd())
+    shell = Shell(options.remote_shell, os.getcwd())
     hosts: list[Host] = []
 
     def connect(name: str) -> Host:
@@ -129,11 +131,6 @@ def _written(run: Run, status: int) -> int:
         return process.READER_HAS_GONE
     print(f"poprun: the output cannot be written ({writer.error.strerror}): write it elsewhere", file=sys.stderr)
     return process.CANNOT_WRITE
-
-
-def _own_names() -> tuple[str, ...]:
-    name = socket.gethostname()
-    return (name, name.split(".")[0])
 
 
 def _coordinator(options: Options, topology: Topology, local: Sequence[bool], here: Sequence[str]) -> tuple[str, str]:
@@ -185,10 +182,8 @@ def _check_program(parser: PoprunParser, program: str, path: str | None) -> None
 
 def _check_output(parser: PoprunParser, options: Options) -> None:
     """Make the folders that the run writes to. Refuse an output folder that contains files of an earlier run."""
-    for flag, folder in (
-        ("--output-dir", options.output_dir),
-        ("--executable-cache-path", options.executable_cache_path),
-    ):
+    folders = {"--output-dir": options.output_dir, "--executable-cache-path": options.executable_cache_path}
+    for flag, folder in folders.items():
         if folder is not None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)

@@ -154,25 +154,14 @@ class Places:
         return last
 
     def _held_together(self) -> list[tuple[int, int]]:
-        """Return, per leaf of the state, the first and the last operation that read or compute it: one stage's.
-
-        A new value that follows from the state alone can be computed by several stages.
-        """
-        if not self.program.state:
-            return []
-        follows: dict[Var, set[Var]] = {var: {var} for var in self.program.state}  # per value, from which leaves
-        for op in self.program.operations:
-            leaves = set[Var]().union(*(follows.get(v, ()) for v in variables(op.invars)))
-            if leaves:
-                follows |= {v: leaves for v in op.outvars if not self.program.is_activation(v)}
-        uses: dict[Var, list[int]] = {}
-        for t, op in enumerate(self.operations):
-            for leaf in {leaf for v in variables(op.invars) for leaf in follows.get(v, ())}:
-                uses.setdefault(leaf, []).append(t)
-        at = {v: t for t, op in enumerate(self.operations) for v in op.outvars}
-        states = zip(self.program.state, self.program.new_state, strict=True)
-        found = [[*uses.get(var, ()), at[new]] for var, new in states if self.program.is_activation(new)]
-        return [(min(times), max(times)) for times in found]
+        """Return the first and the last operation that read or compute leaves of the state that one stage holds."""
+        program, at = self.program, {v: t for t, op in enumerate(self.operations) for v in op.outvars}
+        times: list[list[int]] = [[at[v]] if program.is_activation(v) else [] for v in program.new_state]
+        for t, op in enumerate(self.operations if program.state else ()):
+            for k in set[int]().union(*map(program.leaves_of, op.invars)):
+                times[k].append(t)
+        found = [[t for k in leaves for t in times[k]] for leaves in program.kept_together]
+        return [(min(of_stage), max(of_stage)) for of_stage in found]
 
     @property
     def heaviest(self) -> tuple[int, float]:

@@ -58,7 +58,8 @@ class Division:
         stage_of: the stage that computes each activation.
         aux_home: per result of `aux`, the stage that returns it.
         state_homes: per leaf of the state, the stages that hold it. It is one, unless the new value follows from the
-            state alone, as a counter's: then all stages that read it hold a copy, and update it alike.
+            state alone, as a counter's: then all stages that read it, or compute from it the new value of another leaf
+            that they hold, hold a copy, and update it alike.
     """
 
     def __init__(self, program: Program, ends: Sequence[int]):
@@ -310,9 +311,8 @@ class Division:
         stages = [self.stage_of[v] for v in found.incoming]
         if stages:
             return max(stages)
-        for var, homes in zip(self.program.state, self.state_homes, strict=True):
-            if var in found.inputs:
-                return homes[0]
+        if needed := self.program.leaves_of(result):
+            return min(set[int].intersection(*(set(self.state_homes[k]) for k in needed)))
         leaves = {self.parts[v].leaf for v in found.weights}
         for s in range(self.stages):
             if leaves & {self.parts[v].leaf for v in self._needs(read_by(self.own[s]), s).weights}:
@@ -323,12 +323,22 @@ class Division:
         if not self.program.state:
             return []
         reads = [self._needs(read_by(eqns), s).inputs for s, eqns in enumerate(self.own)]
-        homes = []
-        for var, new in zip(self.program.state, self.program.new_state, strict=True):
-            readers = [s for s, read in enumerate(reads) if var in read]
-            computed = [self.stage_of[new]] if self.program.is_activation(new) else []
-            homes.append(computed or readers or [0])
-        return homes
+        program = self.program
+        homes = [{s for s, read in enumerate(reads) if var in read} for var in program.state]
+        kept = set[int]().union(*program.kept_together)
+        for leaves in program.kept_together:
+            home = {self.stage_of[v] for v in (program.new_state[k] for k in leaves) if program.is_activation(v)}
+            assert len(home) == 1, "a cut does not separate the operations on these leaves"
+            for k in leaves:
+                homes[k] = home
+        homes = [of_leaf or {0} for of_leaf in homes]
+        results = [(of_leaf, program.leaves_of(v)) for of_leaf, v in zip(homes, program.new_state, strict=True)]
+        for leaves in filter(None, map(program.leaves_of, program.aux)):
+            results.append(({min(homes[min(leaves, key=lambda k: k not in kept)])}, leaves))
+        for own, leaves in results * len(homes):  # a leaf may follow from one that comes later
+            for k in leaves:
+                homes[k] |= own
+        return [sorted(of_leaf) for of_leaf in homes]
 
     def returned(self, stage: int) -> tuple[list[int], list[int]]:
         """Return the numbers of the results of `aux` and of `new_state` that a stage returns."""

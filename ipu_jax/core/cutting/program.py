@@ -12,6 +12,7 @@ again. A scan over stacked weights becomes an operation per layer, so that it ca
 import dataclasses
 import functools
 import itertools
+import operator
 import os
 import traceback
 from pathlib import Path
@@ -110,6 +111,33 @@ class Program:
     def activations(self) -> list[Eqn]:
         """Return the operations that run once, in one stage: they compute activations, or have effects."""
         return [op for op in self.operations if op.effects or self.kinds[op.outvars[0]] == "a"]
+
+    @functools.cached_property
+    def follows(self) -> dict[Var, set[int]]:
+        """Return, per value that is no activation, the leaves of the state from which it follows, if any."""
+        found = {v: {k} for k, v in enumerate(self.state)}
+        for op in self.operations:
+            leaves = set[int]().union(*(found.get(v, ()) for v in variables(op.invars)))
+            found |= {v: leaves for v in op.outvars if leaves and not self.is_activation(v)}
+        return found
+
+    @functools.cached_property
+    def kept_together(self) -> list[set[int]]:
+        """Return the leaves of the state of which there can be no copies, in sets: one stage holds those of a set.
+
+        An activation replaces such a leaf, or it follows from such a leaf. Other leaves can be updated by any stage.
+        """
+        kept = [{k} for k, new in enumerate(self.new_state) if self.is_activation(new)]
+        results = [({k}, self.leaves_of(v) - {k}) for k, v in enumerate(self.new_state)]
+        results += [(set[int](), self.leaves_of(v)) for v in self.aux]
+        for own, leaves in [*filter(operator.itemgetter(1), results)] * len(self.state):  # one can need a later one
+            if found := [of_stage for of_stage in kept if of_stage & (own | leaves)]:
+                kept = [of_stage for of_stage in kept if of_stage not in found] + [own.union(*found)]
+        return kept
+
+    def leaves_of(self, result: Var) -> set[int]:
+        """Return the leaves of the state that a stage needs to compute a result that is no activation."""
+        return set() if isinstance(result, core.Literal) else self.follows.get(result, set())
 
     def is_activation(self, atom: Var) -> bool:
         return not isinstance(atom, core.Literal) and self.kinds[atom] == "a"

@@ -10,9 +10,11 @@ Nothing here imports jax.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -116,6 +118,14 @@ def _variable(text: str) -> tuple[str, str]:
     return name, value if equals else os.environ[name]
 
 
+def _command(text: str) -> tuple[str, ...]:
+    """Return the words of a command, divided as in a shell."""
+    with contextlib.suppress(ValueError):  # a quote is not closed, or nothing follows a backslash
+        if (words := tuple(shlex.split(text))) and words[0]:
+            return words
+    raise ValueError(f"{shown(text)!r} is no command: close its quotes, and give one such as ssh or 'ssh -p 2222'")
+
+
 def _read_by(read: Callable[[str], Any]) -> Callable[[str], Any]:
     """Return an argparse type whose error is the ValueError of `read`."""
 
@@ -162,7 +172,7 @@ class Options:
         None, _read_by(host_names), "HOSTS", "hosts, such as a,b or pod[0-2,4] (default: this one)", "-H"
     )
     hostfile: None = _option(None, None, "FILE", "a file with a host in each line")
-    remote_shell: str = _option(None, None, "COMMAND", "what starts a command on another host (default: ssh)")
+    remote_shell: tuple[str, ...] = _option(None, _read_by(_command), "COMMAND", "reaches another host (default: ssh)")
     offline_mode: bool = _yes("print what to run on each host, and start nothing")
     dry_run: bool = _yes("the same")
     numa_aware: bool = _yes("bind each instance to cores of one NUMA node")
@@ -277,15 +287,18 @@ def options_of(parser: PoprunParser, parsed: argparse.Namespace, program: Sequen
         )
     if parsed.hostfile is not None and parsed.host is not None:
         parser.error("--host and --hostfile both name the hosts: give one of them")
+    source = "argument --hostfile"
     try:
         hosts = hosts_in_file(Path(parsed.hostfile)) if parsed.hostfile is not None else (LOCALHOST,)
+        source = "POPRUN_REMOTE_SHELL"
+        shell = parsed.remote_shell or _command(os.environ.get(source) or "ssh")
     except ValueError as error:
-        parser.error(f"argument --hostfile: {error}")
+        parser.error(f"{source}: {error}")
     values = {
         "num_replicas": parsed.num_instances,
         "axes": {},
         "env": (),
-        "remote_shell": os.environ.get("POPRUN_REMOTE_SHELL") or "ssh",
+        "remote_shell": shell,
         "host": hosts,
         **{field.name: given[field.name] for field in dataclasses.fields(Options) if field.name in given},
         "verbose": max(parsed.verbose, parsed.vv),

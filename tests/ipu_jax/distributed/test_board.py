@@ -67,6 +67,23 @@ PROGRAM = """
             time.sleep(0.05)
         gather("a call", b"", seconds=60)
     popdist.barrier("all have tried")
+    exchange, through, turn = board._board(), Board("through"), 0
+
+    def look_late(place, **options):  # after all others have gone on
+        while len(through.seen(str(turn), seconds=60)) < 2:
+            time.sleep(0.01)
+        return Board.look(exchange, place, **options)
+
+    if own == 1:
+        exchange.look = look_late
+    found["slow"] = []
+    for turn in range(2 * board._ERA + 1):
+        found["slow"].append(agree("a number", [turn, own], seconds=60))
+        if own != 1:
+            through.post(str(turn), seconds=60)
+    vars(exchange).pop("look", None)
+    found["of the first era"] = len(exchange.seen("0/0", seconds=60))
+    popdist.barrier("all have read")
     if own == 1:
         os.kill(pids[0], signal.SIGSTOP)
         found["stopped"] = [
@@ -106,6 +123,12 @@ def test_an_instance_that_has_posted_nothing_is_named(found):
             "more with timeout="
         )
         assert each["seen"] == [0, 2]
+
+
+def test_entries_stay_until_the_slowest_instance_has_read_them_and_no_longer(found):
+    for each in found:
+        assert each["slow"] == [[[turn, instance] for instance in range(3)] for turn in range(2 * board._ERA + 1)]
+        assert each["of the first era"] == 0
 
 
 def test_an_error_of_the_caller_ends_a_wait(found):

@@ -202,27 +202,47 @@ JOINS = """
 """
 
 
+CONNECTED = """
+    import jax
+
+    jax.distributed.initialize()
+"""
+
+
+@pytest.mark.parametrize("own", range(2))
+def test_an_instance_of_another_launcher_that_is_alone_says_which_one_is_missing(tmp_path, own):
+    (one,) = run_programs(tmp_path, JOINS.replace("init()", "init(timeout=2)"), [SLURM[own]])
+    assert one.code == 1
+    missing = ("instance 1 of 2 did not come within 2 s", "instance 0 did not answer on 127.0.0.1:61517 within 2 s")
+    assert f"InstancesMissingError: {missing[own]}: see" in one.stderr
+
+
 @pytest.mark.parametrize(
     "cluster",
-    ["SLURM", pytest.param("Open MPI", marks=pytest.mark.slow), pytest.param("Kubernetes", marks=pytest.mark.slow)],
+    [
+        *("SLURM", "SLURM, connected by the program"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("Open MPI", "Kubernetes")),
+    ],
 )
 def test_under_other_launchers_the_same_program_needs_none_of_ours(tmp_path, cluster):
     environments = {
         "SLURM": SLURM,
+        "SLURM, connected by the program": SLURM,
         "Open MPI": OPEN_MPI,
         "Kubernetes": [
             {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": str(i), "HOSTNAME": "pod"} for i in range(2)
         ],
     }[cluster]
-    program = (KUBERNETES if cluster == "Kubernetes" else "") + JOINS
-    ended = run_programs(tmp_path, program, environments)
+    before = {"SLURM, connected by the program": CONNECTED, "Kubernetes": KUBERNETES}.get(cluster, "")
+    ended = run_programs(tmp_path, before + JOINS, environments)
     assert [one.code for one in ended] == [0, 0], ended[0].stderr + ended[1].stderr
     assert [one.lines for one in ended] == [["0 2 3"], ["1 2 3"]]
 
 
 @pytest.mark.slow
-def test_other_flags_are_refused_under_other_launchers_too(tmp_path):
-    ended = run_programs(tmp_path, JOINS, SLURM, arguments=[["--epochs", "2"], ["--epochs", "3"]])
+@pytest.mark.parametrize("before", ["", CONNECTED], ids=["not connected", "connected"])
+def test_other_flags_are_refused_under_other_launchers_too(tmp_path, before):
+    ended = run_programs(tmp_path, before + JOINS, SLURM, arguments=[["--epochs", "2"], ["--epochs", "3"]])
     assert [one.code for one in ended] == [1, 1]
     said = "InstancesDifferError: instance 1 has flags '--epochs 3', instance 0 has '--epochs 2'"
     for one in ended:

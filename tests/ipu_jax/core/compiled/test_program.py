@@ -1,5 +1,6 @@
 """Test how the text of a compiled program is read: short programs in XLA's notation, and one compiled for CPU."""
 
+import contextlib
 from types import SimpleNamespace
 
 import jax
@@ -10,7 +11,9 @@ from jax.sharding import PartitionSpec
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
 from ipu_jax.chips import Array, Instruction, Program
+from ipu_jax.core.compiled.in_stages import check_update, why_not_own
 from ipu_jax.core.compiled.program import host_loops
+from support.refusals import refused
 
 TICKS = """HloModule jit_f, is_scheduled=true
 
@@ -193,6 +196,46 @@ def test_loops_inside_of_graphs_are_the_chips_and_the_loop_over_ticks_is_no_guar
     after = "    004: kWhile [x]\n      body:\n        005: kWhile [x]"
     assert host_loops(f"000: kWhile [x]\n  body:\n{graph.format('001')}\n{graph.format('003')}\n{after}") == 2
     assert host_loops("000: kFusion [x]") == 0
+
+
+IN_GUARDS = """HloModule jit_f, is_scheduled=true
+
+%work (p: f32[4]) -> f32[4] {{
+  ROOT %sent = f32[4] {sent}
+}}
+
+%tick (p: f32[4]) -> f32[4] {{
+  ROOT %task = f32[4] while(%p), condition=%c, body=%work, metadata={{op_name="f/ipu_jax.plan.6a.1/ipu_jax.F.0/while"}}
+}}
+
+ENTRY %main (p: f32[4]) -> f32[4] {{
+  %ticks = f32[4] while(%p), condition=%c, body=%tick, metadata={{op_name="f/ipu_jax.plan.6a.1/while"}}
+  ROOT %own = f32[4] while(%ticks), condition=%c, body=%{in_update}, metadata={{op_name="f/ipu_jax.slot/while"}}
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "axis", "waits_for_all"),
+    [
+        ("all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%add", "tensor", False),
+        ("all-reduce(%p), replica_groups={{0,2},{1,3}}, to_apply=%add", "ipu", True),
+        ("all-gather(%p), replica_groups={{0,1,2,3}}, dimensions={0}", "ipu x tensor", True),
+        ("collective-permute(%p), source_target_pairs={{0,1},{2,3}}", "tensor", True),
+    ],
+    ids=["within an IPU", "between IPUs", "between all", "a permute"],
+)
+def test_what_one_ipu_runs_alone_sends_only_within_the_ipu(monkeypatch, sent, axis, waits_for_all):
+    """Four devices, two of each of two IPUs: only one IPU comes to a collective in a guard of its own."""
+    mesh = make_mesh(1, 2, tensor=2)
+    segment = SimpleNamespace(place=0, stages=("block 0",))
+    plan = SimpleNamespace(ipus=2, segments=(segment,), classes=((0,),))
+    monkeypatch.setattr("ipu_jax.core.compiled.in_stages.plan_named", lambda name: plan)
+    reason = why_not_own(program_of(IN_GUARDS.format(sent=sent, in_update="none")), mesh)
+    assert (reason is not None) == waits_for_all
+    assert reason is None or ("'block 0'" in reason and f"axis '{axis}'" in reason)
+    with refused(f"axis '{axis}'", "other IPUs would not come") if waits_for_all else contextlib.nullcontext():
+        check_update(program_of(IN_GUARDS.format(sent=sent, in_update="work")), mesh)
 
 
 N, D, M = 4, 8, 6

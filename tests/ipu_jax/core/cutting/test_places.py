@@ -80,6 +80,19 @@ def test_a_block_under_a_checkpoint_counts_its_f_once_more():
     assert sum(again) - sum(plain) == 6 * (2 * 4 * 8 * 8 + 4 * 8)
 
 
+SCANS = {
+    "over stacked weights": lambda p, x: jax.lax.scan(lambda x, w: (x @ w, None), x, p),
+    "with one weight": lambda p, x: jax.lax.scan(lambda x, _: (x @ p[0], None), x, length=len(p)),
+}
+
+
+@pytest.mark.parametrize("scan", SCANS.values(), ids=SCANS)
+def test_each_iteration_of_a_scan_counts_its_f_and_its_b(scan):
+    """B takes two products, for the gradients of x and w."""
+    work = places_of(lambda p, x: jnp.mean(scan(p, x)[0]), jnp.ones((6, 8, 8))).work
+    assert sum(work) == pytest.approx(6 * 3 * 2 * 4 * 8 * 8, rel=0.02)
+
+
 def test_traced_work_is_the_work_of_the_stages():
     loss, params = chain([16, 24, 8, 8])
     function = cut_of(loss, params, 3, costs="traced")
@@ -137,6 +150,25 @@ def test_a_large_head_is_not_cut_apart_to_send_its_result():
         return jnp.mean(jax.nn.logsumexp(x @ p["head"], 1))
 
     assert max(cut_of(loss, params, 4).cut.sent) == 4 * 64 * 4  # not 4 * 400 * 4
+
+
+def test_a_loss_that_early_layers_make_is_sent_to_the_last_stage():
+    """`sent` counts all that a stage returns to the next one: here also the loss, while aux is still computed."""
+    _, params = chain([8] * 6)
+
+    def loss(p, x):
+        means = []
+        for w in p:
+            x = jnp.tanh(x @ w)
+            means.append(jnp.mean(x**2))
+        return means[1], means[-1]
+
+    function = cut_of(loss, params, 3)
+    weights, sent, nbytes = function.weights.split(params), None, []
+    for stage in function.stages:
+        sent = jax.eval_shape(stage.fn, weights[str(stage.params)], sent, X).y
+        nbytes.append(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(sent)))
+    assert function.cut.sent == (X.nbytes + 4, X.nbytes + 4) == (*nbytes[:2],)
 
 
 MARKED = [normal((8, 8), seed=k) for k in range(6)]
@@ -199,13 +231,16 @@ def test_each_stage_holds_its_own_rows_of_stacked_weights(loss):
     assert max(function.cut.work) < 1.1 * sum(function.cut.work) / 3
 
 
-def test_a_checkpoint_around_all_layers_becomes_one_in_each_stage():
-    function = cut_of(lambda p, x: checkpointed(p, x) * 1.0, STACKED, 3)
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable])
+def test_a_checkpoint_around_all_layers_becomes_one_like_it_in_each_stage(policy):
+    run = jax.checkpoint(scan_over_layers, policy=policy, prevent_cse=False)
+    function = cut_of(lambda p, x: run(p, x) * 1.0, STACKED, 3)
     for stage, (_, parts) in zip(function.stages, function.weights.groups, strict=True):
         weights = [jax.tree.leaves(STACKED)[part.leaf][slice(*part.rows or ())] for part in parts]
         x = (X,) if stage.ipu else None
         program = jax.make_jaxpr(lambda w, x, stage=stage: stage.fn(w, x, X).y)(weights, x)
-        assert [eqn.primitive.name for eqn in program.eqns].count("remat2") == 1
+        (found,) = [eqn.params for eqn in program.eqns if eqn.primitive.name == "remat2"]
+        assert (found["policy"], found["prevent_cse"]) == (policy, False)
 
 
 def test_a_penalty_of_all_weights_stays_with_the_weights():
@@ -273,6 +308,23 @@ def test_a_state_that_the_end_replaces_keeps_its_readers_in_one_stage():
     np.testing.assert_allclose(pipeline.unshard(new)["scale"], s["scale"], rtol=1e-6)
     for actual, one, other in zip(pipeline.unshard(gradients), g1, g2, strict=True):
         np.testing.assert_allclose(actual, (one + other) / 2, rtol=1e-5, atol=1e-7)
+
+
+def test_no_cut_is_between_the_operations_that_read_or_replace_a_leaf_of_the_state():
+    def loss(p, state, x):
+        means = []
+        for k, w in enumerate(p):
+            x = jnp.tanh(x @ w) * (state["scale"] if k == 2 else 1.0)
+            means.append(jnp.mean(x))
+        return jnp.mean(x**2), None, {"scale": means[4]}
+
+    _, params = chain([8] * 6)
+    program, _ = traced(lambda p, s, x, _: loss(p, s, x), params, {"scale": jnp.ones(())}, X, None)
+    places = Places(program, [False] * 6)
+    (first,) = [t for t, op in enumerate(places.operations) if program.state[0] in op.invars]
+    (last,) = [t for t, op in enumerate(places.operations) if program.new_state[0] in op.outvars]
+    expected = [not first <= t < last for t in range(len(places.operations) - 1)]
+    assert places.allowed.tolist() == [*expected, False]
 
 
 def test_a_leaf_that_two_stages_of_one_ipu_read_is_there_once():

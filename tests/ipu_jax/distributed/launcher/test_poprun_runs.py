@@ -347,6 +347,20 @@ def test_the_coordinator_listens_on_the_address_that_the_other_hosts_reach(monke
     assert launcher._coordinator(options, topology, [True, False, False], ("here",)) == expected
 
 
+@pytest.mark.parametrize("shell", ["ssh '", "''"])
+def test_a_remote_shell_of_the_environment_is_refused_like_one_of_the_command_line(shell, monkeypatch, capsys):
+    for words, variable, source in (
+        (["--remote-shell", shell], "ssh", "argument --remote-shell"),
+        ([], shell, "POPRUN_REMOTE_SHELL"),
+    ):
+        monkeypatch.setenv("POPRUN_REMOTE_SHELL", variable)
+        with pytest.raises(SystemExit) as stopped:
+            launcher.main([*words, "--host", "far", "true"])
+        assert stopped.value.code == 2
+        rule = f"{shell!r} is no command: close its quotes, and give one such as ssh or 'ssh -p 2222'"
+        assert capsys.readouterr() == ("", f"poprun: {source}: {rule}\n")
+
+
 TO_START_IT = "is not executable: make it so with chmod +x, or start it with: python"
 
 

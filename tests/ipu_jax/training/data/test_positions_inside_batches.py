@@ -59,6 +59,7 @@ def test_a_batch_that_is_put_back_comes_again_without_its_first_updates(kind, re
                 batch = next(feed, None)
                 if batch is None:
                     break
+                assert batch.is_real.sum() == batch.examples  # also of a batch that was put back
                 made = min(most, batch.updates)
                 found += taken(batch, made)
                 if made < batch.updates:

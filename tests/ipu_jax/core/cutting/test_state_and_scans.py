@@ -1,0 +1,156 @@
+"""Test cut functions with a state and with scans: the stages compute the loss, gradients and new state of plain jax."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from ipu_jax.core.cutting.function import model_of
+from support.inputs import normal
+
+LAYERS, ROWS, D = 6, 5, 4
+PARAMS = {"w": 0.5 * normal((LAYERS, D, D)), "head": normal((D, 3), seed=1), "unread": jnp.ones(2)}
+STATE = {
+    "mean": normal((D,), seed=2),
+    "before": normal((D,), seed=6),  # the mean
+    "count": jnp.zeros((), jnp.int32),
+    "rate": jnp.float32(0.9),
+    "unread": normal((3,), seed=3),
+}
+BATCH = {"unread": jnp.ones(7), "x": normal((ROWS, D), seed=4), "scale": 1 + 0.1 * normal((LAYERS, D), seed=5)}
+
+
+def cut(loss, stages):
+    options: dict[str, Any] = {"frozen": None, "names": None, "costs": "counted", "recompute": "auto"}
+    return model_of(loss, PARAMS, BATCH, range(stages), state=STATE, **options)
+
+
+def composed(model):
+    """Return the function whose result the stages compute one after another: `(loss, (aux, new state))`."""
+
+    def call(params, state, batch):
+        groups, states = model.weights.split(params), model.state.split(state)
+        new, of_aux, sent = {}, {}, None
+        for stage in model.stages:
+            given = {"shared": {name: groups[name] for name in stage.shared}} if stage.shared else {}
+            given |= {"state": states[stage.state]} if stage.state else {}
+            outputs = stage.fn(groups.get(stage.params), sent, batch, **given)
+            sent = outputs.y
+            new |= {stage.state: outputs.state} if stage.state else {}
+            of_aux |= {stage.name: outputs.aux} if outputs.aux else {}
+        return sent, (model.whole_aux(of_aux), model.state.join(new))
+
+    return call
+
+
+def each(x, rows):
+    for row in rows:
+        x = x + jnp.sin(x @ row)
+    return x
+
+
+def counted(state, **changed):
+    return {**state, "count": state["count"] + 1, **changed}
+
+
+def mean_of_batches(p, s, b):
+    """The first and the last layer read what the state and the batch decide."""
+    shifted, mean = b["x"] - s["mean"], 0.9 * s["mean"] + 0.1 * jnp.mean(b["x"], 0)
+    return each(shifted, p["w"]) + shifted, {}, counted(s, mean=mean)
+
+
+def mean_of_activations(p, s, b):
+    x = each(b["x"], p["w"][:2])
+    shifted, mean = x - s["mean"], jnp.mean(x, 0)
+    return each(shifted, p["w"][2:]), {"shift": s["mean"] - mean}, counted(s, mean=mean)
+
+
+def state_unchanged(p, s, b):
+    return each(b["x"] - s["mean"], p["w"]) * s["mean"], {}, s
+
+
+def state_unread(p, s, b):
+    return each(b["x"], p["w"]), {}, s
+
+
+def reversed_scan(p, s, b):
+    """Rows of the batch and a result of each layer, too."""
+
+    def layer(x, row):
+        w, scale = row
+        return x + jnp.sin(x @ w) * scale, jnp.mean(x, 0)
+
+    y, means = lax.scan(layer, b["x"] - s["mean"], (p["w"], b["scale"]), reverse=True)
+    return y, {"means": means}, counted(s)
+
+
+def scan_before_the_state(p, s, b):
+    """The new state follows from results of all layers."""
+
+    def layer(x, w):
+        return x + jnp.sin(x @ w), jnp.mean(x, 0)
+
+    y, means = lax.scan(layer, b["x"], p["w"])
+    return y, {"last": means[-1]}, counted(s, mean=s["mean"] + jnp.sum(means, 0))
+
+
+def leaves_that_follow_from_others(p, s, b):
+    """The first stage reads the count, the last one the rate; both need the count for the new rate."""
+    x = b["x"] + s["count"]
+    y = each(x, p["w"]) * s["rate"]
+    return y, {"sum": s["rate"] + s["count"]}, counted(s, rate=s["rate"] * 0.5 ** s["count"])
+
+
+def leaves_that_change_places(p, s, b):
+    return each(b["x"] - s["mean"], p["w"]) * s["before"], {}, {**s, "mean": s["before"], "before": s["mean"]}
+
+
+def leaf_that_follows_from_a_mean(p, s, b):
+    """The first layer reads what a later layer's mean replaces: one stage has both leaves."""
+    x = each(b["x"] - s["before"], p["w"][:3])
+    new = {"mean": jnp.mean(x, 0), "before": s["mean"], "rate": 0.5 * s["rate"] + jnp.mean(s["before"])}
+    return each(x, p["w"][3:]) * s["rate"], {"old": s["mean"] - s["rate"]}, counted(s, **new)
+
+
+FUNCTIONS = (
+    *(leaves_that_follow_from_others, leaves_that_change_places, leaf_that_follows_from_a_mean),
+    *(mean_of_batches, mean_of_activations, state_unchanged, state_unread, reversed_scan, scan_before_the_state),
+)
+
+
+def loss_of(function):
+    def loss(params, state, batch):
+        y, aux, new = function(params, state, batch)
+        return jnp.mean((y @ params["head"]) ** 2), aux, new
+
+    return loss
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_stages_compute_the_loss_the_gradients_and_the_new_state(function):
+    """Params, state and batch have leaves that the function does not read."""
+    loss = loss_of(function)
+
+    def plain(*args):
+        value, *others = loss(*args)
+        return value, tuple(others)
+
+    expected = jax.jit(jax.value_and_grad(plain, has_aux=True))(PARAMS, STATE, BATCH)
+    for stages in (1, 2, 3):
+        found = jax.jit(jax.value_and_grad(composed(cut(loss, stages)), has_aux=True))(PARAMS, STATE, BATCH)
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        for (path, leaf), actual in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(found), strict=True):
+            limit = 1e-5 * np.abs(leaf).max()
+            np.testing.assert_allclose(actual, leaf, rtol=1e-5, atol=limit, err_msg=jax.tree_util.keystr(path))
+
+
+def test_values_of_batch_and_state_are_computed_once_and_sent():
+    """The last stage reads `shifted`, and neither the batch nor the state, of which it would need a copy."""
+    model = cut(loss_of(mean_of_batches), 3)
+    assert model.state is not None
+    mean = model.state.paths.index("state['mean']")
+    assert [name for name, parts in model.state.groups for part in parts if part.leaf == mean] == ["stage 0"]
+    assert model.cut.sent[-1] == 2 * BATCH["x"].nbytes
