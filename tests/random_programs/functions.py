@@ -19,7 +19,11 @@ from random_programs.pipelines import bubbles_of_nan
 from random_programs.sources import SCOPE, Source
 
 MICRO_BATCHES = 3
-FAST: Any = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+FAST: Any = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
 if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
     FAST["xla_cpu_use_fusion_emitters"] = False  # jaxlib 0.12 does not know it any more
 EXACT, COARSE = 1e-5, 2e-2
@@ -103,17 +107,21 @@ class Case:
             **how,
         )
         of_stages = pipeline.shard_state(source.state) if how["state"] is not None else None
+        key = self.key if any(stage.random for stage in pipeline.stages) else None  # nothing may use the key
         batch = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
+        run = jax.jit(pipeline.value_and_grad, compiler_options=FAST)
         with bubbles_of_nan():
-            value, gradients, *new = pipeline.value_and_grad(pipeline.shard(source.params), batch, of_stages, self.key)
+            value, gradients, *new = run(pipeline.shard(source.params), batch, of_stages, key)
         loss, aux = value if source.has_aux else (value, None)
         found = ((loss, (aux, pipeline.unshard(new[0]) if new else {})), pipeline.unshard(gradients))
         self._compare(f"schedule {self.schedule}: ", found, expected)
 
     def _compare(self, where: str, found: Any, expected: Any) -> None:
-        names = ("loss", "aux", "state", "gradients")
-        for name, f, e in zip(names, _flat(found), _flat(expected), strict=True):
-            assert_near(where + name, f, e, self.source.coarse if name == "gradients" else set())
+        results = []
+        for (loss, (aux, state)), gradients in (found, expected):
+            results.append({"loss": loss, "aux": aux, "state": state, "gradients": gradients})
+        for name, e in results[1].items():
+            assert_near(where + name, results[0][name], e, self.source.coarse if name == "gradients" else set())
 
 
 def composed(model: FunctionModel, params: Any, state: Any, batch: Any, key: Any) -> Any:
@@ -135,20 +143,18 @@ def composed(model: FunctionModel, params: Any, state: Any, batch: Any, key: Any
 def assert_near(what: str, found: Any, expected: Any, coarse: set[str]) -> None:
     """Raise `AssertionError` with every leaf of `found` that differs from `expected`; `coarse` names rounded leaves."""
     assert jax.tree.structure(found) == jax.tree.structure(expected), f"{what}: {found} is not like {expected}"
-    leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(expected)]
-    largest = max((np.abs(leaf).max(initial=0) for leaf in leaves), default=0.0)
+    largest = max((np.abs(np.float64(leaf)).max(initial=0) for leaf in jax.tree.leaves(expected)), default=0.0)
     wrong = []
-    for (path, f), e in zip(jax.tree.leaves_with_path(found), leaves, strict=True):
-        off = np.abs(np.asarray(f, np.float64) - e).max(initial=0) if np.shape(f) == e.shape else np.inf
-        scale = max(np.abs(e).max(initial=0), FLOOR * largest)
+    for (path, f), e in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        name = f"{what}{jax.tree_util.keystr(path)}"
+        if (f.shape, f.dtype) != (e.shape, e.dtype):
+            wrong.append(f"{name} is {f.dtype}{f.shape}, and should be {e.dtype}{e.shape}")
+            continue
+        off, most = (np.abs(leaf).max(initial=0) for leaf in (np.float64(f) - np.float64(e), np.float64(e)))
+        scale = max(most, FLOOR * largest)
         if not off <= (COARSE if jax.tree_util.keystr(path[:1], simple=True) in coarse else EXACT) * scale:
-            wrong.append(f"{what}{jax.tree_util.keystr(path)} of shape {e.shape} is off by {off:.3g} of {scale:.3g}")
+            wrong.append(f"{name} of shape {e.shape} is off by {off:.3g} of {scale:.3g}")
     assert not wrong, "\n".join(wrong)
-
-
-def _flat(result: Any) -> tuple[Any, Any, Any, Any]:
-    (loss, (aux, state)), gradients = result
-    return loss, aux, state, gradients
 
 
 def _moved(leaf: Any, m: int) -> Any:

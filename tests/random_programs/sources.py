@@ -24,7 +24,7 @@ ROWS, VOCABULARY = 3, 7
 
 
 def norm(x: Any) -> Any:
-    return x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 0.1)
+    return x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 0.5)
 
 
 def mix(x: Any, w: Any) -> Any:
@@ -98,9 +98,13 @@ class Source:
             error = f'-jnp.mean(scores[jnp.arange({ROWS}), batch["labels"]])'
         else:
             error = f"jnp.mean((x @ {self._matrix()} - {self._fresh()}) ** 2)"
-        returned = [f"{error} + penalty", *dice.some_of(["aux"], 0.6), *(["new"] if "state" in self.args else [])]
+        self.has_aux = any("aux[" in line for line in self.lines)
+        returned = [
+            f"{error} + penalty",
+            *(["aux"] if self.has_aux else []),
+            *(["new"] if "state" in self.args else []),
+        ]
         self._write(f"return {', '.join(returned)}")
-        self.has_aux = "aux" in returned
 
     def _write(self, *lines: str) -> None:
         self.lines += [self._indent + line for line in lines]
@@ -128,7 +132,7 @@ class Source:
         """Return an expression for rows of a stack, often rows of rows, and their number."""
         dice = self.dice
         if not self._stacks or dice.chance(0.4):
-            count = dice.between(3, 6)
+            count = dice.between(3, 5)
             self._stacks[self._leaf("params", count, self.width, self.width)] = count
         stack = text = dice.one_of(list(self._stacks))
         count = self._stacks[stack]
@@ -176,7 +180,7 @@ class Source:
         elif way in ("for", "unstack"):
             self._write(f"for w in {rows if way == 'for' else f'jnp.unstack({rows})'}:", "    x = mix(x, w)")
         else:
-            order = [k - count if dice.chance(0.2) else k for k in dice.some_of(range(count), 0.8)]
+            order = [k - count if dice.chance(0.2) else k for k in dice.some_of(range(count), 0.7)]
             order = dice.shuffled(order) if dice.chance(0.3) else order
             row = {"k": f"{rows}[k]", "take": f"jnp.take({rows}, k, axis=0)"}
             dynamic = f"lax.dynamic_index_in_dim({rows}, k, keepdims=False)"
@@ -184,7 +188,7 @@ class Source:
 
     def _halves(self) -> None:
         """Write two groups of layers out of one stack, each a loop or a scan."""
-        count = self.dice.between(3, 6)
+        count = self.dice.between(3, 5)
         stack, first = self._leaf("params", count, self.width, self.width), self.dice.between(1, count - 1)
         for rows in self.dice.shuffled([f"{stack}[:{first}]", f"{stack}[{first}:]"]):
             if self.dice.chance(0.6):
@@ -211,7 +215,7 @@ class Source:
             xs["k"] = f"jax.random.split({self._key()}, {count})"
         if dice.chance(0.4):
             name = self._name()
-            ys[name] = dice.one_of(("x.mean(0)", "jnp.tanh(x[0] @ w)", "x.max(0)"))
+            ys[name] = dice.one_of(("x.mean(0)", "jnp.tanh(x[0] @ w)", "x[-1]"))
             self._stacked.append((name, count))
         fixed = f" @ {self._matrix()}" if dice.chance(0.2) else ""
         x = f"mix({' + '.join(terms)}, w){fixed}"
