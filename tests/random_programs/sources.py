@@ -341,7 +341,7 @@ PARTS: tuple[tuple[Callable[[Source], None], float, str], ...] = (
     (Source._penalty, 1, ""),
     (Source._aux, 2, ""),
     (Source._running_mean, 2, "state"),
-    (Source._counter, 1, "state"),
+    (Source._counter, 2, "state"),
     (Source._random, 2, "key"),
 )
 """The parts, how often each is drawn, and the argument that it needs."""
