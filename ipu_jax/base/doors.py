@@ -26,6 +26,10 @@ _OURS: Final = "ipu_jax"
 _HIDDEN: Final = (_OURS, "jax", "jaxlib", "contextlib", "functools")  # our frames call each other through these
 _UNEXPECTED: Final = re.compile(r"got an unexpected keyword argument '(\w+)'")
 _OTHER_MESH: Final = re.compile("Context mesh .* should match the mesh of sharding|Mesh for all inputs should be equal")
+OTHER_MESH: Final = (
+    "a function closes over {}, and runs on the mesh of the IPUs: let it close over np.asarray(array), or give it "
+    "as a frozen weight"
+)
 # what other libraries call an argument
 _CALLED_HERE: Final = {"batch_size": "micro_batch", "drop_last": "remainder", "microbatches": "gradient_accumulation"}
 
@@ -64,19 +68,11 @@ def _decorated(called: Any, context: Callable[[], Any]) -> Any:
             if isinstance(error, TypeError):
                 _name_argument(error, called, args, kwargs)
             if isinstance(error, ValueError) and _OTHER_MESH.search(str(error)):
-                error.args = (other_mesh("an array on another mesh"),)
+                error.args = (OTHER_MESH.format("an array on another mesh"),)
             _shorten(error)
             raise  # without a frame of this function
 
     return call
-
-
-def other_mesh(what: str) -> str:
-    """Return the message about an array on another mesh that a function closes over."""
-    return (
-        f"a function closes over {what}, and runs on the mesh of the IPUs: let it close over np.asarray(array), or "
-        "give the array as a frozen weight"
-    )
 
 
 def _without_context_mesh() -> Any:

@@ -83,7 +83,7 @@ class PlacedStages:
     def check(self, given: StepArgs, role: Role = "training") -> None:
         """Raise the `ValueError` that `value_and_grad`, `loss` or `predict` raises for these arguments."""
         self.groups.check(given.params, given.state)
-        check_key(given.key, self.stages, role)
+        check_key(given.key, self.stages, role, taken=self.function is not None and self.function.key is not None)
         if role == "prediction":
             check_prediction_batch(given.batch, self.replicas)
         else:
@@ -186,10 +186,11 @@ class PlacedStages:
 
     def loss_with_aux(self, loss: Value, aux: dict[str, Tree]) -> Tree:
         """Return the loss, or the loss and the aux of the stages, as `value_and_grad` returns them."""
+        if self.function is not None:
+            has_aux = self.function.aux != jax.tree.structure(None)
+            return (loss, self.function.whole_aux(aux)) if has_aux else loss
         if not jax.tree.leaves(aux):
             return loss
-        if self.function is not None:
-            return loss, self.function.whole_aux(aux)
         last = self.stages[-1].name
         return loss, aux[last] if aux.keys() == {last} else aux
 

@@ -82,14 +82,17 @@ def check_mesh(mesh: Any) -> None:
         )
 
 
-def check_key(key: Key, stages: tuple[Stage, ...], role: Role) -> None:
-    """Raise `ValueError` if a stage needs a key in this role and has none, or if `key` is not typed or not taken."""
+def check_key(key: Key, stages: tuple[Stage, ...], role: Role, *, taken: bool = False) -> None:
+    """Raise `ValueError` if a stage needs a key in this role and has none, or if `key` is not typed or not taken.
+
+    A function can take a key that it does not use, for example with a dropout rate of 0: then it is `taken`.
+    """
     needing = [stage.name for stage in stages if stage.needs_key(role)]
     if key is None and needing:
         raise ValueError(f"stage {needing[0]!r} takes a random key: pass key=jax.random.key(...)")
     if key is not None and not is_one_key(key):
         raise ValueError(f"key={key!r} is not one typed key: make it with jax.random.key(seed)")
-    if key is not None and not any(stage.random for stage in stages):
+    if key is not None and not taken and not any(stage.random for stage in stages):
         raise ValueError("a key was given, but no stage takes one: Stage(..., random=True)")
 
 

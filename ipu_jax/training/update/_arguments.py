@@ -80,6 +80,8 @@ class Arguments:
         if key is None or self._draws:
             self.check_key(key)
             return key
+        if self._model.takes_unused_key:
+            return None
         warnings.warn(
             "key is not used, for neither the model nor the rounding is random: leave it out, or if the model should "
             "draw numbers, say so: Stage(..., random=True), or replicate(..., random=True) for a loss function",

@@ -58,7 +58,10 @@ class _Model:
         runs: the `Pipeline` or `Replicas`, with all its replicas and in the step's precision.
         random: whether it takes a key.
         state_groups: the names of the stages' state.
+        takes_unused_key: whether it takes a key that nothing reads.
     """
+
+    takes_unused_key = False
 
     def __init__(self, runs: Any, *, random: bool, state_groups: Sequence[str] = ()):
         self.runs, self.random, self.state_groups = runs, random, state_groups
@@ -90,6 +93,7 @@ class PipelineModel(_Model):
         groups = sorted(stage.state for stage in stages if stage.state is not None)
         super().__init__(pipeline, random=any(stage.random for stage in stages), state_groups=groups)
         self.pipeline, self.placement = pipeline, pipeline.placement
+        self.takes_unused_key = not self.random and pipeline.function is not None and pipeline.function.key is not None
 
     # on the host
 

@@ -201,6 +201,24 @@ def test_leaves_without_elements_and_leaves_that_nothing_reads():
     assert_close(pipeline.unshard(new), {**state, "count": np.int32(M)})
 
 
+def test_a_key_that_the_function_does_not_use_may_be_given():
+    pipeline, key = cut(lambda p, mb, key: loss(p, mb)), jax.random.key(0)
+    params = pipeline.shard(PARAMS)
+    assert pipeline.value_and_grad(params, BATCH, key=key)[0] == pipeline.value_and_grad(params, BATCH)[0]
+    step = make_train_step(pipeline, optax.sgd(0.1))
+    step(step.init(PARAMS, key=key), BATCH)
+
+
+def test_an_aux_without_leaves_is_an_aux():
+    pipeline = cut(lambda p, mb: (loss(p, mb), {"metrics": {}}))
+    (value, aux), _ = pipeline.value_and_grad(pipeline.shard(PARAMS), BATCH)
+    assert aux == {"metrics": {}}
+    np.testing.assert_allclose(value, plain(loss, PARAMS)[0], rtol=1e-6)
+    step = make_train_step(pipeline, optax.sgd(0.1))
+    assert step(step.init(PARAMS), BATCH)[1].aux == {"metrics": {}}
+    verify(pipeline, pipeline.shard(PARAMS), BATCH)
+
+
 # derivatives of the user's own
 
 
