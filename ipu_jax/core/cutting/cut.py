@@ -12,6 +12,7 @@ wherever stages become even, and among such cuts with the fewest bytes. All of i
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -73,6 +74,7 @@ class Cut:
         at_waists: whether each cut is at a waist.
         marked: whether the places were marked in the function.
         heaviest: the number of the operation with the most work, and its part of all work.
+        kept: the leaf of the state that keeps the most work in one stage, and its part of all work.
     """
 
     ends: tuple[int, ...]
@@ -83,6 +85,7 @@ class Cut:
     at_waists: bool
     marked: bool
     heaviest: tuple[int, float]
+    kept: tuple[int, float]
 
 
 class Places:
@@ -93,6 +96,7 @@ class Places:
         sent: per place, the bytes that are live.
         is_waist: per place, whether one value is live there, besides scalars.
         allowed: per place, whether a cut is possible.
+        kept: the leaf of the state that keeps the most work in one stage, and its part of all work.
         price: per place, the bytes that are sent for a micro-batch: also its part of the gradients of leaves that are
             read on both sides, which are sent once per update.
     """
@@ -119,8 +123,11 @@ class Places:
             small = max(_SMALL, _SMALL_SHARE * total)
             self.is_waist[t] = len([size for size in live.values() if size > small]) <= 1
             self.allowed[t] = t + 1 < count and not fixed
-        for first, end in self._held_together():
+        self.kept = (0, 0.0)
+        for leaf, first, end in self._held_together():
             self.allowed[first:end] = False
+            share = float(self.work[first : end + 1].sum() / (self.work.sum() or 1.0))
+            self.kept = max(self.kept, (leaf, share), key=operator.itemgetter(1))
         self.price = self.sent + _ONCE_PER_UPDATE * self._shared_bytes()
 
     def _shared_bytes(self) -> np.ndarray:
@@ -153,15 +160,15 @@ class Places:
             last[self.program.loss] = len(self.operations)
         return last
 
-    def _held_together(self) -> list[tuple[int, int]]:
-        """Return the first and the last operation that read or compute leaves of the state that one stage holds."""
+    def _held_together(self) -> list[tuple[int, int, int]]:
+        """Return, per set of leaves of the state that one stage holds, a leaf, and the first and the last operation."""
         program, at = self.program, {v: t for t, op in enumerate(self.operations) for v in op.outvars}
         times: list[list[int]] = [[at[v]] if program.is_activation(v) else [] for v in program.new_state]
         for t, op in enumerate(self.operations if program.state else ()):
             for k in set[int]().union(*map(program.leaves_of, op.invars)):
                 times[k].append(t)
-        found = [[t for k in leaves for t in times[k]] for leaves in program.kept_together]
-        return [(min(of_stage), max(of_stage)) for of_stage in found]
+        found = [(min(leaves), [t for k in leaves for t in times[k]]) for leaves in program.kept_together]
+        return [(leaf, min(of_stage), max(of_stage)) for leaf, of_stage in found]
 
     @property
     def heaviest(self) -> tuple[int, float]:
@@ -215,6 +222,7 @@ class Places:
             at_waists=at_waists or all(self.is_waist[t] for t in best),
             marked=names is not None,
             heaviest=self.heaviest,
+            kept=self.kept,
         )
 
     def _distinct(self, places: np.ndarray) -> np.ndarray:

@@ -38,14 +38,16 @@ def described(
     places: Sequence[int],
     paths: Sequence[str],
     shared: Mapping[Part, list[int]],
+    of_state: Sequence[str],
 ) -> list[str | Table]:
-    """Return a row per stage, a line about the cut, and one per leaf that all IPUs hold.
+    """Return a row per stage, a line about the cut, and lines about what makes it uneven or is on all IPUs.
 
     Args:
         division, cut: the divided program.
         names, places: per stage its name and its IPU.
         paths: per leaf of the weights its path.
         shared: the parts that all IPUs hold, and the stages that read them.
+        of_state: per leaf of the state its path.
     """
     program, messages, total = division.program, division.messages, sum(cut.work) or 1.0
     rows = [("stage", "IPU", "work", "weights", "ends after", "sends per micro-batch")]
@@ -79,8 +81,8 @@ def described(
     )
     of_ipu = [sum(w for w, place in zip(cut.work, places, strict=True) if place == ipu) for ipu in {*places}]
     uneven = f"the busiest IPU has {max(of_ipu) * len(of_ipu) / total - 1:.1%} more work than the mean"
-    lines = [f"cut at {where}; {uneven}", *_of_one_operation(division, cut), *_of_shared(division, paths, shared)]
-    return [table, *lines]
+    reasons = [*_of_one_operation(division, cut), *_of_state(cut, of_state)]
+    return [table, f"cut at {where}; {uneven}", *reasons, *_of_shared(division, paths, shared)]
 
 
 def _of_one_operation(division: Division, cut: Cut) -> list[str]:
@@ -91,6 +93,17 @@ def _of_one_operation(division: Division, cut: Cut) -> list[str]:
     return [
         f"{cut.heaviest[1]:.0%} of the work is one operation, {name_of(operation)}{at_line(operation)}, which cannot "
         "be cut: write it as several for more even stages"
+    ]
+
+
+def _of_state(cut: Cut, paths: Sequence[str]) -> list[str]:
+    """Return a line about a leaf of the state that keeps more than a stage's part of the work in one stage."""
+    leaf, share = cut.kept
+    if share * len(cut.work) < 1.25:
+        return []
+    return [
+        f"{paths[leaf]} keeps {share:.0%} of the work in one stage: all from where it is first read to where its new "
+        "value is computed. Compute new values where they are read, and hold one leaf per layer, not a stacked one"
     ]
 
 

@@ -179,7 +179,10 @@ def model_of(
         key=key,
         cut=cut,
         source=source,
-        described=described(division, cut, [stage.name for stage in stages], placement, weights.paths, held.everywhere),
+        described=described(
+            *(division, cut, [stage.name for stage in stages], placement, weights.paths, held.everywhere),
+            () if of_state is None else of_state.paths,
+        ),
     )
 
 

@@ -263,6 +263,17 @@ def test_what_only_weights_and_batch_decide_is_computed_again_and_not_sent():
     assert cut_of(loss, [normal((8, 8), seed=k) for k in range(3)], 3).cut.sent == (X.nbytes, X.nbytes)
 
 
+def test_print_says_which_state_keeps_the_work_in_one_stage():
+    def stacked(p, state, x):
+        x, means = jax.lax.scan(lambda x, ws: (jnp.tanh((x - ws[1]) @ ws[0]), x.mean(0)), x, (p["w"], state["mean"]))
+        return jnp.mean(x**2), {"mean": means, "count": state["count"] + 1}
+
+    state = {"count": jnp.zeros(()), "mean": jnp.zeros((6, 8))}
+    text = str(Pipeline.from_function(stacked, {"w": normal((6, 8, 8))}, X, ipus=3, state=state))
+    assert "state['mean'] keeps 9" in text
+    assert "hold one leaf per layer" in text
+
+
 def test_print_says_where_and_why():
     def loss(p, x):
         with jax.named_scope("encoder"):
