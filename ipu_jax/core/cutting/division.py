@@ -73,9 +73,9 @@ class Division:
             self.own = [self._under_checkpoints(eqns) for eqns in self.own]
         self.stage_of = {v: s for s, eqns in enumerate(self.own) for eqn in eqns for v in eqn.outvars}
         self._place_small_values()
-        self._gather_rows()
         self.state_homes = self._homes_of_state()
         self.aux_home = [self._home(v) for v in program.aux]
+        self._gather_rows()
         self.pieces = [self._piece(s) for s in range(self.stages)]
 
     # the equations of each stage
@@ -278,7 +278,7 @@ class Division:
             return
         read: dict[int, dict[int, list[Var]]] = {}  # per leaf and stage, the variables
         for s in range(self.stages):
-            for v in dict.fromkeys(self._needs(read_by(self.own[s]), s).weights):
+            for v in dict.fromkeys(self._needs(read_by(self.own[s], self._results(s)), s).weights):
                 read.setdefault(self.parts[v].leaf, {}).setdefault(s, []).append(v)
         for leaf, by_stage in read.items():
             rows = {s: [self.parts[v].rows for v in of_stage] for s, of_stage in by_stage.items()}
@@ -345,15 +345,17 @@ class Division:
         of_state = [k for k, homes in enumerate(self.state_homes) if stage in homes]
         return [k for k, home in enumerate(self.aux_home) if home == stage], of_state
 
-    def _piece(self, stage: int) -> Piece:
-        program = self.program
+    def _results(self, stage: int) -> list[Var]:
+        """Return the variables of the results that a stage returns, without those that it sends."""
         aux, state = self.returned(stage)
-        results = [program.aux[k] for k in aux] + [program.new_state[k] for k in state]
-        results += [program.loss] if stage == self.stages - 1 else []
+        results = [*(self.program.aux[k] for k in aux), *(self.program.new_state[k] for k in state)]
+        return [*results, self.program.loss] if stage == self.stages - 1 else results
+
+    def _piece(self, stage: int) -> Piece:
         piece, seen = Piece(), {}
         for eqn in self.own[stage]:
             self._walk(eqn.invars, seen, piece, stage)
-        self._walk(results, seen, piece, stage)
+        self._walk(self._results(stage), seen, piece, stage)
         equations = [*seen.values(), *self.own[stage]]
         piece.equations = in_order(equations, equations)
         piece.weights, piece.incoming = list(dict.fromkeys(piece.weights)), list(dict.fromkeys(piece.incoming))

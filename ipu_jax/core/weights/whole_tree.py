@@ -112,6 +112,12 @@ class WholeTree:
         paths = tuple(f"{what}{jax.tree_util.keystr(path)}" for path, _ in named)
         shapes = tuple(tuple(np.shape(leaf)) for _, leaf in named)
         dtypes = tuple(leaf.dtype for _, leaf in named)
+        held: dict[int, set[tuple[int, int]]] = {}
+        for part in (part for parts in groups.values() for part in parts if part.rows is not None or part.leaf in held):
+            held.setdefault(part.leaf, set()).add(part.rows or (0, 0))
+        for leaf, rows in held.items():  # `join` relies on it
+            starts, stops = zip(*sorted(rows), strict=True)
+            assert (*starts, shapes[leaf][0]) == (0, *stops), f"the parts of {paths[leaf]} are {sorted(rows)}"
         return cls(what, treedef, paths, shapes, dtypes, tuple((name, tuple(parts)) for name, parts in groups.items()))
 
     def split(self, tree: Tree) -> dict[str, list[Value]]:

@@ -75,6 +75,40 @@ def test_a_function_reads_its_own_rows_wherever_it_is_cut(way):
             np.testing.assert_allclose(found[name], leaf, rtol=1e-5, atol=1e-5 * np.abs(leaf).max(), err_msg=name)
 
 
+@pytest.mark.parametrize("rows", [slice(0, 3), slice(3, 6), slice(1, 2), slice(2, None, -1), slice(None)])
+def test_rows_that_only_a_result_reads_are_of_the_same_leaf(rows):
+    def loss(params, state, x):
+        x = layers(layers(x, params["w"][:3]), params["w"][3:])
+        return jnp.mean(x**2), {"sum": params["w"][rows].sum(0)}, {"first": params["head"][0]}
+
+    for stages in (1, 2, 3):
+        model = model_of(
+            *(loss, PARAMS, X, range(stages)),
+            **{
+                "state": {"first": jnp.zeros(3)},
+                "frozen": None,
+                "names": None,
+                "costs": "counted",
+                "recompute": "auto",
+            },
+        )
+        held: dict[int, list] = {}
+        for _, parts in model.weights.groups:
+            for part in parts:
+                held.setdefault(part.leaf, []).append(part.rows or (0, jax.tree.leaves(PARAMS)[part.leaf].shape[0]))
+        for leaf, ranges in held.items():  # each row of each leaf is held once
+            ends = [0, *(stop for _, stop in sorted(ranges))]
+            assert [start for start, _ in sorted(ranges)] == ends[:-1], (leaf, ranges)
+        found = {}
+        groups, sent = model.weights.split(PARAMS), None
+        for stage in model.stages:
+            shared = {"shared": {name: groups[name] for name in stage.shared}} if stage.shared else {}
+            state = {"state": model.state.split({"first": jnp.zeros(3)})[stage.state]} if stage.state else {}
+            out = stage.fn(groups.get(stage.params), sent, X, **shared, **state)
+            sent, found = out.y, {**found, **(out.aux or {})}
+        np.testing.assert_allclose(found["0"], PARAMS["w"][rows].sum(0), rtol=1e-6)
+
+
 def test_two_groups_of_layers_out_of_one_stack_are_divided():
     def loss(params, x):
         return jnp.mean(layers(layers(x, params["w"][:2]), params["w"][2:]) ** 2)
