@@ -51,7 +51,7 @@ def shapes(what: str, tree: Tree, *, weak: bool = False) -> Tree:
 
 @contextlib.contextmanager
 def _naming(what: str, tree: Tree, check: Callable[[str, Value], Any]) -> Iterator[None]:
-    """Raise the error of a check of all leaves with the path of the leaf, which takes as long as a trace to write."""
+    """Raise an error about a leaf with its path. Paths are written only then, since there may be thousands."""
     try:
         yield
     except ValueError:
@@ -157,7 +157,7 @@ class Call:
             call = ", ".join([*others, "micro_batch[0]", "micro_batch[1]"])
             return (
                 f"loss failed with a random key as {last!r}, its last argument ({type(error).__name__}: "
-                f"{str(error).splitlines()[0]:.90}): a batch is one argument, so give lambda "
+                f"{str(error).partition(chr(10))[0]:.90}): a batch is one argument, so give lambda "
                 f"{', '.join([*others, 'micro_batch'])}: {name_of_function(self._loss)}({call}), with "
                 f"({first}, {last}) as micro_batch"
             )

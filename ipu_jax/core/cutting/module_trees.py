@@ -122,12 +122,12 @@ def _nnx_types(params: Params) -> dict[Any, Any]:
 
 def _refusal(loss: Function, no_weights: Mapping[str, Any], *, has_aux: bool, takes_key: bool) -> str:
     path, kind = next(iter(no_weights.items()))
-    if kind is None:
+    if any(k is None or "Param" in [base.__name__ for base in k.__mro__] for k in no_weights.values()):
         return (
-            f"loss changes params{path} in place, and the new value would be lost: give it as state=, and return it "
-            "after the loss"
+            f"the function changes params{path} in place, and the new value would be lost: give it as state=, and "
+            "return it after the loss"
         )
-    kinds = [k for k in dict.fromkeys(no_weights.values()) if k is not None]
+    kinds = list(dict.fromkeys(no_weights.values()))
     of_keys = [k for k in kinds if any(base.__name__ == "RngState" for base in k.__mro__)]
     of_state = [k for k in kinds if k not in of_keys]
     name_of = lambda k: f"nnx.{k.__name__}" if k.__module__.startswith("flax.") else k.__name__  # noqa: E731

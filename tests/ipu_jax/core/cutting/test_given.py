@@ -386,6 +386,13 @@ def test_what_any_module_changes_in_place_is_refused_and_a_dict_may_change():
     with refused("params.calls", "in place", "state="):
         cut(counting, Counted(PARAMS["a"], jnp.zeros(())))
 
+    def shrinking(model, mb):
+        model.first.kernel[...] = model.first.kernel[...] / 2
+        return loss_fn(model, mb)
+
+    with refused("params.first.kernel", "in place", "state="):
+        cut(shrinking, Net(nnx.Rngs(0), norm=False, dropout=False))
+
     def in_dicts(params, mb):
         params["a"], mb["x"] = 2 * params["a"], mb["x"] / 2
         return loss(params, mb)
