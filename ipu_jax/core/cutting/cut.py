@@ -138,7 +138,10 @@ class Places:
         positions = {id(op): t for t, op in enumerate(self.operations)}
         for op in self.program.operations:
             read = op.invars[: scan_parts(op.scan.params)[0]] if isinstance(op, Layer) else op.invars
-            found = frozenset[Var]().union(*(leaves.get(v, ()) for v in variables(read)))
+            of_inputs = [leaves[v] for v in variables(read) if v in leaves]
+            if not of_inputs:
+                continue
+            found = of_inputs[0] if len(of_inputs) == 1 else frozenset[Var]().union(*of_inputs)
             t = positions.get(id(op))
             if t is not None:
                 first |= {leaf: t for leaf in found if leaf not in first}

@@ -84,8 +84,13 @@ def frozen_leaves(frozen: Tree, params: Params) -> list[bool]:
 
 def check_weights(params: Params, frozen: Sequence[bool]) -> None:
     """Raise `ValueError` unless each leaf of the shapes of the weights can be trained, or is frozen."""
-    for (path, leaf), is_frozen in zip(jax.tree.leaves_with_path(params), frozen, strict=True):
-        check_weight(f"params{jax.tree_util.keystr(path)}", leaf.dtype, is_frozen)
+    all_names = str(jax.tree.structure(params))  # paths are written only where something is wrong
+    try:
+        for leaf, is_frozen in zip(jax.tree.leaves(params), frozen, strict=True):
+            check_weight(all_names, leaf.dtype, is_frozen)
+    except ValueError:
+        for (path, leaf), is_frozen in zip(jax.tree.leaves_with_path(params), frozen, strict=True):
+            check_weight(f"params{jax.tree_util.keystr(path)}", leaf.dtype, is_frozen)
 
 
 class Call:
@@ -110,7 +115,7 @@ class Call:
         self.takes_key = len(self._names) > (2 if state is None else 3)
 
     def __call__(self, params: Params, state_in: Tree, microbatch: Batch, key: Key) -> tuple[Value, Tree, Tree]:
-        state, before = self._state, jax.tree.leaves_with_path(params)
+        state, before = self._state, jax.tree.flatten(params)
         args = [params, *([] if state is None else [state_in]), microbatch, *([key] if self.takes_key else [])]
         result = self._loss(*args)
         has_aux = isinstance(result, tuple) and state is None

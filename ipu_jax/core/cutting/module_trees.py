@@ -8,6 +8,7 @@ A function that is cut returns what it changes: what is changed in place would b
 trained and decayed as one. None of these libraries is imported here.
 """
 
+import operator
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -74,7 +75,7 @@ def check_linen(params: Params, frozen: Sequence[bool]) -> None:
 def check_unchanged(
     loss: Function,
     params: Params,
-    before: Sequence[tuple[Any, Value]],
+    before: tuple[list[Value], Any],
     frozen: Sequence[bool],
     *,
     has_aux: bool,
@@ -87,15 +88,17 @@ def check_unchanged(
     Args:
         loss: the function.
         params: the tree that it was called with, after the call.
-        before: the paths and leaves of the tree before the call.
+        before: the leaves and the structure of the tree before the call.
         frozen: per leaf, whether it is frozen.
         has_aux: whether the function returns more than the loss.
         takes_key: whether it takes a key.
     """
-    after = {path: leaf for path, leaf in jax.tree.leaves_with_path(params)}
-    types = _nnx_types(params)
-    no_weights: dict[str, Any] = {}
-    for (path, leaf), is_frozen in zip(before, frozen, strict=True):
+    leaves, types = jax.tree.leaves(params), _nnx_types(params)
+    if not types and len(leaves) == len(before[0]) and all(map(operator.is_, leaves, before[0])):
+        return
+    after, no_weights = dict(jax.tree.leaves_with_path(params)), dict[str, Any]()
+    old = jax.tree.leaves_with_path(jax.tree.unflatten(before[1], before[0]))
+    for (path, leaf), is_frozen in zip(old, frozen, strict=True):
         is_own = isinstance(path[-1], jax.tree_util.GetAttrKey | jax.tree_util.FlattenedIndexKey) if path else False
         is_changed = is_own and after.get(path) is not leaf
         kind = types.get(path)

@@ -17,7 +17,6 @@ from jax.extend import core
 from ipu_jax.base.annotations import Eqn, Jaxpr, Value, Var
 from ipu_jax.base.jaxprs import (
     CALLS,
-    all_equations,
     bound,
     closed_of,
     depending,
@@ -29,12 +28,13 @@ from ipu_jax.base.jaxprs import (
 from ipu_jax.core.cutting.program import Program
 
 _OWN: Final = "custom_vjp_call"
+_BODIES: Final = {*CALLS, "scan", "cond"}
 _KEEPS_ZEROS: Final = ("broadcast_in_dim", "convert_element_type", "reshape", "neg", "copy", "squeeze")
 
 
 def check_cotangents(program: Program, frozen: Sequence[bool]) -> None:
     """Raise `ValueError` if a derivative of the user's own ignores its cotangent on the way to a trained weight."""
-    if not any(eqn.primitive.name == _OWN for eqn in all_equations(program.closed.jaxpr)):
+    if not _has_own(program.closed.jaxpr):
         return
     wanted = [v for v, is_frozen in zip(program.params, frozen, strict=True) if not is_frozen and is_float(v)]
     seen: set[Any] = set()
@@ -51,6 +51,14 @@ def check_cotangents(program: Program, frozen: Sequence[bool]) -> None:
                 "does not depend on the cotangent, so that micro-batches, replicas and a loss scale would change it: "
                 "freeze the leaf, return what it carries as state (state=), or multiply the gradient by the cotangent"
             )
+
+
+def _has_own(jaxpr: Jaxpr) -> bool:
+    return any(
+        eqn.primitive.name in _BODIES
+        and (eqn.primitive.name == _OWN or any(map(_has_own, core.jaxprs_in_params(eqn.params))))
+        for eqn in jaxpr.eqns
+    )
 
 
 def _defined(source: str) -> str:

@@ -317,7 +317,7 @@ def scopes_of(operation: Eqn) -> list[str]:
     stack = _equation(operation).source_info.name_stack
     scopes = str(stack).split("/") if stack.stack else []
     # vmap() is no module, and neither are the subscripts of einsum
-    return [scope for scope in scopes if scope and not any(part in scope for part in ("(", "->", ","))]
+    return [scope for scope in scopes if scope and "(" not in scope and "->" not in scope and "," not in scope]
 
 
 def _equation(operation: Eqn) -> Eqn:
