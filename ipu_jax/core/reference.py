@@ -116,7 +116,7 @@ def reference_predict(
 def unsharded_update(pipeline: Pipeline, given: StepArgs, *, fused: bool = True) -> Tree:
     """Compute `reference_value_and_grad`; without `fused`, every operation rounds its result to its own dtype."""
     stages, replicas, m = pipeline.stages, pipeline.replicas, pipeline.options.gradient_accumulation
-    check_key(given.key, stages, "training")
+    check_key(given.key, stages, "training", taken=pipeline.placement.takes_key)
     check_batch(given.batch, replicas, m)
     _check_state(pipeline, given.state)
     function, count = pipeline.function, m * replicas

@@ -116,6 +116,8 @@ class FunctionModel:
     ) -> tuple[Message, Tree, Tree]:
         """Run the function itself, called as a `Segment` of all its stages is."""
         key = next((key for key in inputs.keys if key is not None), None)
+        if key is None and self.key is not None:
+            key = jax.random.key(0)  # no stage takes one: the results do not depend on it
         loss, aux, new_state = self.call(params, state, inputs.microbatch, key)
         return Message(loss), state if self.state is None else new_state, self.of_stages(aux)
 

@@ -76,6 +76,11 @@ class PlacedStages:
         return self.mesh.shape[IPU_AXIS]
 
     @property
+    def takes_key(self) -> bool:
+        """Return whether the stages were cut out of a function that takes a key, whether or not it is used."""
+        return self.function is not None and self.function.key is not None
+
+    @property
     def platform(self) -> str:
         """Return the platform of the IPUs, such as "cpu" or "tpu"."""
         return self.mesh.devices.flat[0].platform
@@ -83,7 +88,7 @@ class PlacedStages:
     def check(self, given: StepArgs, role: Role = "training") -> None:
         """Raise the `ValueError` that `value_and_grad`, `loss` or `predict` raises for these arguments."""
         self.groups.check(given.params, given.state)
-        check_key(given.key, self.stages, role, taken=self.function is not None and self.function.key is not None)
+        check_key(given.key, self.stages, role, taken=self.takes_key)
         if role == "prediction":
             check_prediction_batch(given.batch, self.replicas)
         else:

@@ -93,7 +93,7 @@ class PipelineModel(_Model):
         groups = sorted(stage.state for stage in stages if stage.state is not None)
         super().__init__(pipeline, random=any(stage.random for stage in stages), state_groups=groups)
         self.pipeline, self.placement = pipeline, pipeline.placement
-        self.takes_unused_key = not self.random and pipeline.function is not None and pipeline.function.key is not None
+        self.takes_unused_key = not self.random and self.placement.takes_key
 
     # on the host
 

@@ -202,11 +202,17 @@ def test_leaves_without_elements_and_leaves_that_nothing_reads():
 
 
 def test_a_key_that_the_function_does_not_use_may_be_given():
-    pipeline, key = cut(lambda p, mb, key: loss(p, mb)), jax.random.key(0)
+    def without_dropout(params, mb, key):
+        dropped = jax.random.bernoulli(jax.random.split(key)[0], 0.0, mb["x"].shape)
+        return loss(params, mb) + 0.0 * jnp.zeros(()) if dropped.ndim else dropped
+
+    pipeline, key = cut(without_dropout), jax.random.key(0)
     params = pipeline.shard(PARAMS)
     assert pipeline.value_and_grad(params, BATCH, key=key)[0] == pipeline.value_and_grad(params, BATCH)[0]
+    verify(pipeline, params, BATCH, key=key)
     step = make_train_step(pipeline, optax.sgd(0.1))
-    step(step.init(PARAMS, key=key), BATCH)
+    state, _ = step(step.init(PARAMS, key=key), BATCH)
+    np.testing.assert_allclose(step.loss(state, BATCH, key=key), step.loss(state, BATCH))
 
 
 def test_an_aux_without_leaves_is_an_aux():
