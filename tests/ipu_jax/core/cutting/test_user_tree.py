@@ -186,7 +186,7 @@ SEES_THE_TREE = {
     ),
     "rates by path": rates_by_path,
     "rates by layer": lambda: optax.chain(optax.stateless(of_rows), optax.sgd(0.1)),
-    "fill": lambda: optax.stateless(lambda u, _: jax.tree.map(lambda g: jnp.full(g.shape, 0.3) - 0.1 * g, u)),
+    "fill": lambda: optax.stateless(lambda u, _: jax.tree.map(lambda g: jnp.ones_like(g) - 0.1 * g, u)),
     "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, 7), optax.sgd(0.1)),
     "lamb": lambda: optax.lamb(0.1),
     "adafactor": lambda: optax.adafactor(0.1),
