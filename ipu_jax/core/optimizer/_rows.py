@@ -93,8 +93,15 @@ def in_rows(closed: Jaxpr, weights: Tree, state: Tree, leaves: Sequence[Leaf]) -
         for i, result in enumerate(results[len(owners) :]):
             if isinstance(result, _InParts):
                 state_owners.setdefault(i, result.leaf)
-        shapes = [*gradients, *of_state]
-        return [_like(result, shape) for result, shape in zip(results, shapes, strict=True)]
+        before = [*gradients, *of_state]
+        for k, (result, own) in enumerate(zip(results, before, strict=True)):
+            is_new = k >= len(owners) and not is_rows(own)  # of the state: the next trace has it in parts
+            if isinstance(result, _InParts) and not is_new and not (is_rows(own) and result.rows == _rows_of(own)):
+                raise ValueError(
+                    f"optimizer: what it computes for another leaf reads the rows of {result.leaf.path}, which are on "
+                    "several IPUs: use transforms that work leaf by leaf, or that meet in sums and norms"
+                )
+        return [_like(result, own) for result, own in zip(results, before, strict=True)]
 
     loss = jax.ShapeDtypeStruct(closed.in_avals[-1].shape, closed.in_avals[-1].dtype)
     while True:
@@ -175,8 +182,12 @@ def _parts(x: Value, rows: Sequence[int]) -> list[Value]:
     return [lax.slice_in_dim(x, start, start + count) for start, count in zip(starts, rows, strict=True)]
 
 
+def _rows_of(node: Rows) -> list[int]:
+    return [part.shape[0] for part in node.parts]
+
+
 def _like(x: Value, shape: Tree) -> Tree:
     """Return a result as `Rows` if it is in parts, or its old value is."""
     if isinstance(x, _InParts):
         return Rows(x.parts)
-    return Rows(_parts(x, [part.shape[0] for part in shape.parts])) if is_rows(shape) else x
+    return Rows(_parts(x, _rows_of(shape))) if is_rows(shape) else x
