@@ -3,6 +3,7 @@
 import collections
 import re
 import textwrap
+from typing import Any
 
 import equinox as eqx
 import flax.linen as nn
@@ -30,7 +31,7 @@ def loss(params, mb):
     return jnp.mean((jnp.tanh(mb["x"] @ params["a"]) @ params["b"] - mb["y"]) ** 2)
 
 
-def cut(fn=loss, params=PARAMS, batch=ONE, ipus=2, **options):
+def cut(fn: Any = loss, params: Any = PARAMS, batch: Any = ONE, ipus=2, **options: Any):
     options = {"gradient_accumulation": M} | options
     return Pipeline.from_function(fn, params, batch, ipus=ipus, **options)
 
@@ -139,6 +140,7 @@ def test_a_checkpoint_is_read_by_name(tmp_path):
     step = make_train_step(other, optax.sgd(0.1))
     with Checkpoints(tmp_path, step) as checkpoints:
         found = checkpoints.restore(step.init(jax.tree.map(jnp.zeros_like, ordered(PARAMS))))
+    assert found is not None
     assert_close(dict(step.whole(found.state)["params"]), PARAMS, rtol=0)
 
 

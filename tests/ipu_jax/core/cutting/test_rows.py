@@ -66,7 +66,7 @@ def test_a_function_reads_its_own_rows_wherever_it_is_cut(way):
             groups, sent = model.weights.split(params), None
             for stage in model.stages:
                 shared = {"shared": {name: groups[name] for name in stage.shared}} if stage.shared else {}
-                sent = stage.fn(groups.get(stage.params), sent, x, **shared).y
+                sent = stage.fn(groups.get(stage.params or ""), sent, x, **shared).y
             return sent
 
         value, found = jax.jit(jax.value_and_grad(composed))(PARAMS, X)
@@ -99,12 +99,13 @@ def test_rows_that_only_a_result_reads_are_of_the_same_leaf(rows):
         for leaf, ranges in held.items():  # each row of each leaf is held once
             ends = [0, *(stop for _, stop in sorted(ranges))]
             assert [start for start, _ in sorted(ranges)] == ends[:-1], (leaf, ranges)
-        found = {}
+        found, of_state = {}, model.state
+        assert of_state is not None
         groups, sent = model.weights.split(PARAMS), None
         for stage in model.stages:
             shared = {"shared": {name: groups[name] for name in stage.shared}} if stage.shared else {}
-            state = {"state": model.state.split({"first": jnp.zeros(3)})[stage.state]} if stage.state else {}
-            out = stage.fn(groups.get(stage.params), sent, X, **shared, **state)
+            state = {"state": of_state.split({"first": jnp.zeros(3)})[stage.state]} if stage.state else {}
+            out = stage.fn(groups.get(stage.params or ""), sent, X, **shared, **state)
             sent, found = out.y, {**found, **(out.aux or {})}
         np.testing.assert_allclose(found["0"], PARAMS["w"][rows].sum(0), rtol=1e-6)
 
