@@ -7,6 +7,7 @@ from ipu_jax.core.cutting.cut import Cut
 from ipu_jax.core.cutting.division import Division
 from ipu_jax.core.cutting.program import at_line, line_of, name_of, scopes_of
 from ipu_jax.core.programs.cost import bytes_of, in_units
+from ipu_jax.core.stage import Stage
 from ipu_jax.core.weights.whole_tree import Part
 
 
@@ -34,8 +35,7 @@ def _common(scopes: Sequence[list[str]]) -> list[str]:
 def described(
     division: Division,
     cut: Cut,
-    names: Sequence[str],
-    places: Sequence[int],
+    stages: Sequence[Stage],
     paths: Sequence[str],
     shared: Mapping[Part, list[int]],
     of_state: Sequence[str],
@@ -44,11 +44,12 @@ def described(
 
     Args:
         division, cut: the divided program.
-        names, places: per stage its name and its IPU.
+        stages: the stages.
         paths: per leaf of the weights its path.
         shared: the parts that all IPUs hold, and the stages that read them.
         of_state: per leaf of the state its path.
     """
+    names, places = [stage.name for stage in stages], [stage.place for stage in stages]
     program, messages, total = division.program, division.messages, sum(cut.work) or 1.0
     rows = [("stage", "IPU", "work", "weights", "ends after", "sends per micro-batch")]
     for s, piece in enumerate(division.pieces):

@@ -181,10 +181,7 @@ def model_of(
         key=key,
         cut=cut,
         source=source,
-        described=described(
-            *(division, cut, [stage.name for stage in stages], placement, weights.paths, held.everywhere),
-            () if of_state is None else of_state.paths,
-        ),
+        described=described(division, cut, stages, weights.paths, held.everywhere, of_state.paths if of_state else ()),
     )
 
 

@@ -72,9 +72,7 @@ def frozen_leaves(frozen: Tree, params: Params) -> list[bool]:
         ValueError: `frozen` is not a prefix of `params`, or not of bools.
     """
     if callable(frozen) and jax.tree_util.all_leaves([frozen]):
-        raise ValueError(
-            f"frozen={in_line(frozen):.60} is a function: give the bools that it returns, frozen=fn(params)"
-        )
+        raise ValueError(f"frozen={in_line(frozen):.60} is a function: give its bools, frozen=fn(params)")
     found = spread("frozen", False if frozen is None else frozen, jax.tree.structure(params))
     for path, leaf in jax.tree.leaves_with_path(frozen):
         if not isinstance(leaf, (bool, np.bool_)):
@@ -171,11 +169,9 @@ class Call:
         return None
 
     def _works(self, params: Params, microbatch: Batch, key: Key) -> bool:
-        try:
-            value = jax.eval_shape(self, params, None, microbatch, key)[0]
-        except Exception:
-            return False
-        return getattr(value, "shape", None) == ()
+        with contextlib.suppress(Exception):
+            return jax.eval_shape(self, params, None, microbatch, key)[0].shape == ()
+        return False
 
 
 def _required(loss: Function, state: Tree) -> list[str]:

@@ -131,31 +131,27 @@ def _refusal(loss: Function, no_weights: Mapping[str, Any], *, has_aux: bool, ta
             "return it after the loss"
         )
     kinds = list(dict.fromkeys(no_weights.values()))
-    of_keys = [k for k in kinds if any(base.__name__ == "RngState" for base in k.__mro__)]
-    of_state = [k for k in kinds if k not in of_keys]
+    of_state = [k for k in kinds if all(base.__name__ != "RngState" for base in k.__mro__)]
     name_of = lambda k: f"nnx.{k.__name__}" if k.__module__.startswith("flax.") else k.__name__  # noqa: E731
     names = ", ".join(map(name_of, of_state))
     filters = f"({names})" if len(of_state) > 1 else names
-    random = bool(of_keys) or takes_key
-    split = ["graphdef", "params", *["state"] * bool(of_state), *["keys"] * bool(of_keys), "rest"]
-    by = ["model", "nnx.Param", *[filters] * bool(of_state), *["nnx.RngKey"] * bool(of_keys), "..."]
-    merged = ["graphdef", "params", *["state"] * bool(of_state), *["own_keys"] * bool(of_keys), "rest"]
-    arguments = ["params", *["state"] * bool(of_state), "micro_batch", *["key"] * random]
-    results = ["value", *["aux"] * has_aux]
-    returned = [*results, *[f"nnx.state(net, {filters})"] * bool(of_state)]
-    state = ", state=state" * bool(of_state)
+    has_state, has_keys = bool(of_state), len(of_state) < len(kinds)
+    own, results = ["params", *["state"] * has_state], ["value", *["aux"] * has_aux]
+    split, merged = (["graphdef", *own, *[keys] * has_keys, "rest"] for keys in ("keys", "own_keys"))
+    by = ["model", "nnx.Param", *[filters] * has_state, *["nnx.RngKey"] * has_keys, "..."]
+    arguments = [*own, "micro_batch", *["key"] * (has_keys or takes_key)]
+    fold = "    own_keys = jax.tree.map(lambda own: jax.random.fold_in(key, jax.random.bits(own)), keys)"
     lines = [
         "from flax import nnx",
         f"{', '.join(split)} = nnx.split({', '.join(by)})",
         "",
         f"def pure_loss({', '.join(arguments)}):",
-        *["    own_keys = jax.tree.map(lambda own: jax.random.fold_in(key, jax.random.bits(own)), keys)"]
-        * bool(of_keys),
+        *[fold] * has_keys,
         f"    net = nnx.merge({', '.join(merged)}, copy=True)",
         f"    {', '.join(results)} = {name_of_function(loss)}(net, micro_batch{', key' * takes_key})",
-        f"    return {', '.join(returned)}",
+        f"    return {', '.join([*results, *[f'nnx.state(net, {filters})'] * has_state])}",
         "",
-        f"# and Pipeline.from_function(pure_loss, params, micro_batch{state}, ...)",
+        f"# and Pipeline.from_function(pure_loss, params, micro_batch{', state=state' * has_state}, ...)",
     ]
     indented = "\n".join(f"    {line}".rstrip() for line in lines)
     return (
