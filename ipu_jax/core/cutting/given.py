@@ -175,7 +175,7 @@ class Call:
 
 
 def _required(loss: Function, state: Tree) -> list[str]:
-    """Return the names of the arguments that a function is called with: its required ones, or those of its *args.
+    """Return the names of the arguments with which a function is called; for *args, the usual names.
 
     Raises:
         ValueError: they are not params, perhaps state, a micro-batch and perhaps a key.

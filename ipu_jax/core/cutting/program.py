@@ -114,7 +114,7 @@ class Program:
 
     @functools.cached_property
     def follows(self) -> dict[Var, set[int]]:
-        """Return, per value that is no activation, the leaves of the state from which it follows, if any."""
+        """Return the leaves of the state from which each value follows, other than activations."""
         found = {v: {k} for k, v in enumerate(self.state)}
         for op in self.operations:
             leaves = set[int]().union(*(found.get(v, ()) for v in variables(op.invars)))
@@ -123,7 +123,7 @@ class Program:
 
     @functools.cached_property
     def kept_together(self) -> list[set[int]]:
-        """Return the leaves of the state of which there can be no copies, in sets: one stage holds those of a set.
+        """Return sets of leaves of the state that cannot be copied. One stage holds all leaves of a set.
 
         An activation replaces such a leaf, or it follows from such a leaf. Other leaves can be updated by any stage.
         """
