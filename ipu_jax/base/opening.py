@@ -1,0 +1,97 @@
+"""Open files in folders where others may have put anything: a link, a pipe, a device, a file without an end.
+
+    regular(folder / ".lock", os.O_RDWR | os.O_CREAT)    a handle, or an error at once; never waits, follows no link
+    created(folder / ".probe")                           a handle of a file that was not there
+    content(folder / "error.3.json", most=1 << 16)       its bytes
+
+Nothing here imports jax.
+"""
+
+import contextlib
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+
+def regular(
+    path: str | os.PathLike[str],
+    flags: int = os.O_RDONLY,
+    mode: int = 0o600,
+    *,
+    folder: int | None = None,
+    follow: bool = False,
+) -> int:
+    """Open a regular file, and return its handle.
+
+    Args:
+        path: its path; within `folder`, its name there.
+        flags: as in `os.open`.
+        mode: the permissions of a file that is created.
+        folder: the handle of an open folder.
+        follow: whether the path may be a symbolic link. Folders in the path may be links in any case.
+
+    Raises:
+        OSError: it cannot be opened, or is a link, a pipe, a device or a folder.
+    """
+    # without O_NONBLOCK, opening a pipe would wait for its other end
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    try:
+        handle = os.open(path, flags, mode, dir_fd=folder)
+    except OSError as error:
+        if error.errno == errno.ELOOP and not follow:
+            raise OSError(errno.ELOOP, "Is a symbolic link, not a regular file", os.fspath(path)) from None
+        if error.errno == errno.ENXIO:  # the other end of a pipe, or a socket
+            raise OSError(errno.ENXIO, "Is a pipe or a socket, not a regular file", os.fspath(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "Is not a regular file", os.fspath(path))
+    return handle
+
+
+def created(path: str | os.PathLike[str], *, folder: int | None = None) -> int:
+    """Create a file that only this user can open, and return its handle, for reading and writing.
+
+    Raises:
+        FileExistsError: something has this name, perhaps a link.
+        OSError: it cannot be created.
+    """
+    return regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, folder=folder)
+
+
+def reading(path: str | os.PathLike[str], *, folder: int | None = None, follow: bool = False) -> BinaryIO:
+    """Open a regular file for reading. The arguments and errors are the same as for `regular`."""
+    return open(regular(path, folder=folder, follow=follow), "rb")
+
+
+def content(path: str | os.PathLike[str], most: int, *, folder: int | None = None) -> bytes:
+    """Return the bytes of a regular file.
+
+    Raises:
+        OSError: it cannot be read, is not a regular file, or has more than `most` bytes.
+    """
+    with reading(path, folder=folder) as file:
+        found = file.read(most + 1)
+    if len(found) > most:
+        raise OSError(errno.EFBIG, f"Is larger than {most:,} bytes", os.fspath(path))
+    return found
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write a file that was not there. If that fails, no part of it stays.
+
+    Raises:
+        FileExistsError: something has this name, perhaps a link.
+        OSError: it cannot be written.
+    """
+    with open(created(path), "wb") as file:
+        try:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise
