@@ -66,13 +66,13 @@ def reading(path: str | os.PathLike[str], *, folder: int | None = None, follow: 
     return open(regular(path, folder=folder, follow=follow), "rb")
 
 
-def content(path: str | os.PathLike[str], most: int, *, folder: int | None = None) -> bytes:
-    """Return the bytes of a regular file.
+def content(path: str | os.PathLike[str], most: int, *, folder: int | None = None, follow: bool = False) -> bytes:
+    """Return the bytes of a regular file. The arguments are the same as for `regular`.
 
     Raises:
         OSError: it cannot be read, is not a regular file, or has more than `most` bytes.
     """
-    with reading(path, folder=folder) as file:
+    with reading(path, folder=folder, follow=follow) as file:
         found = file.read(most + 1)
     if len(found) > most:
         raise OSError(errno.EFBIG, f"Is larger than {most:,} bytes", os.fspath(path))

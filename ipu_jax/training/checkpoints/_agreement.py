@@ -32,6 +32,11 @@ def first_error(error: BaseException | None, seconds: float) -> BaseException | 
     return None
 
 
+def of_first(value: Json, seconds: float) -> Json:
+    """Return the value that instance 0 gives. Communicates it from there to all others."""
+    return agree("a choice of instance 0", value if process()[0] == 0 else None, seconds=seconds)[0]
+
+
 def damage_of(path: Path, files: dict[str, Sequence[int]], seconds: float) -> str:
     """Return what is wrong with the files of a checkpoint, or ""; each instance reads its share of the files.
 

@@ -1,11 +1,12 @@
-"""Find the checkpoints in a folder, make room for a new one, and remove those that are no longer kept.
+"""Find the checkpoints in a folder, name a new one, and remove those that are no longer kept.
 
-    runs/mnist/step-200                 a checkpoint: it gets this name when it is sealed
+    runs/mnist/step-200                 a checkpoint: a folder with a seal
+    runs/mnist/step-200.7               the same step, saved again as save 7: a name that nothing had before
     runs/mnist/step-300.unsealed        being saved, or left over from a save that was killed
-    runs/mnist/step-300.replaced        the previous checkpoint of this step, until the new one has its name
-    runs/mnist/step-100.removed         being removed: its seal goes first
+    runs/mnist/step-100.removed         being removed
 
-A folder with a seal and all its files is a checkpoint, whatever its name. So a kill between two renames loses none.
+The seal decides, and the number in it says which checkpoint was saved last. No name is given twice, so a save never
+moves a checkpoint out of its way, and a kill between any two changes loses none.
 
 Nothing here imports jax.
 """
@@ -16,6 +17,7 @@ import errno
 import os
 import re
 import shutil
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -25,18 +27,22 @@ from ipu_jax.base.replacing import sync_folder
 from ipu_jax.training.checkpoints import _seal
 from ipu_jax.training.checkpoints.errors import CheckpointError, UnreadableError
 
-_NAME: Final = re.compile(r"step-(\d+)")
-# orbax writes to a folder with a longer name; every other name is the user's
-_LEFT_OVER: Final = re.compile(r"step-\d+\.(unsealed(\.orbax-checkpoint-tmp(-\d+)?)?|replaced|removed)")
-_TRIES: Final = 20
+_NAME: Final = re.compile(r"step-(\d+)(\.\d+)?")
+# Every other name is the user's. orbax writes to a folder with a longer name. "replaced": versions before 2026-12 gave
+# this name to a checkpoint whose successor was sealed; to be forgotten in 2027-12
+_LEFT_OVER: Final = re.compile(rf"({_NAME.pattern})\.(unsealed(\.orbax-checkpoint-tmp(-\d+)?)?|replaced|removed)")
+_LOOK_EVERY: Final = 0.05
 _METADATA: Final = 1 << 20  # bytes that orbax and the seal write besides the arrays, at most
 
 _PROBE: Final = 1 << 12
 
+Failures = list[tuple[Path, Exception]]
+"""Folders that could not be removed, and why."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A folder that is named like a checkpoint, or is left over from a checkpoint.
+    """A folder that is named like a checkpoint, or is left over from a save and has a seal.
 
     Attributes:
         path: the folder.
@@ -60,12 +66,24 @@ class Found:
     @property
     def step(self) -> int:
         """Return the step in its name."""
-        return int(_named(self.path).name.removeprefix("step-"))
+        return int(self.path.name.removeprefix("step-").partition(".")[0])
 
 
 def path_for(folder: Path, step: int) -> Path:
-    """Return the path of the checkpoint of a step."""
+    """Return the path of the first checkpoint of a step."""
     return folder / f"step-{step}"
+
+
+def _free_path(folder: Path, step: int) -> Path:
+    """Return a path for a checkpoint whose name nothing has, nor had: saved again, it gets the save's number."""
+    first, names = path_for(folder, step), set(os.listdir(folder))
+    ours = {name for name in names if _NAME.fullmatch(name) or _LEFT_OVER.fullmatch(name)}
+    if all(name.partition(".")[0] != first.name for name in ours):
+        return first
+    number = next_number(folder)
+    while not names.isdisjoint((f"{first.name}.{number}", f"{first.name}.{number}.unsealed")):  # files of the user
+        number += 1
+    return folder / f"{first.name}.{number}"
 
 
 def unsealed(path: Path) -> Path:
@@ -73,27 +91,13 @@ def unsealed(path: Path) -> Path:
     return path.with_name(f"{path.name}.unsealed")
 
 
-def _replaced(path: Path) -> Path:
-    return path.with_name(f"{path.name}.replaced")
-
-
 def publish(path: Path) -> None:
-    """Give a sealed checkpoint its name. An older checkpoint with this name is moved away first.
+    """Give a sealed checkpoint its name.
 
     Raises:
-        OSError: it cannot be renamed; an older checkpoint has its name again.
+        OSError: it cannot be renamed.
     """
-    replaced = _replaced(path)
-    if is_replacing := os.path.lexists(path):
-        if replaced.is_dir():
-            remove(replaced)  # both of its successors are sealed
-        path.rename(replaced)
-    try:
-        unsealed(path).rename(path)
-    except OSError:
-        if is_replacing:
-            replaced.rename(path)
-        raise
+    unsealed(path).rename(path)
     sync_folder(path.parent)
 
 
@@ -114,11 +118,11 @@ def checkpoints_in(folder: Path) -> list[Found]:
         OSError: the folder exists but cannot be listed.
     """
     try:
-        names = [entry.name for entry in os.scandir(folder) if entry.is_dir()]
+        paths = [folder / name for name in os.listdir(folder) if _NAME.fullmatch(name)]
     except FileNotFoundError:
         return []
-    found = [found_at(folder / name) for name in names if _NAME.fullmatch(name)]
-    found += [each for path in left_over_in(folder) if _may_be_whole(each := found_at(path))]
+    found = [found_at(path) for path in paths if path.is_dir()]
+    found += [found_at(path) for path in left_over_in(folder) if _is_sealed(path)]
     sealed = sorted((each for each in found if each.seal), key=lambda each: -each.number)
     for each in sorted((each for each in found if not each.seal), key=lambda each: each.step):
         before = [i for i, other in enumerate(sealed) if other.step < each.step]
@@ -127,13 +131,9 @@ def checkpoints_in(folder: Path) -> list[Found]:
 
 
 def next_number(folder: Path) -> int:
-    """Return the number for the next checkpoint to save, after all that exist."""
-    return 1 + max((found.number for found in checkpoints_in(folder)), default=0)
-
-
-def _named(path: Path) -> Path:
-    """Return the name that a checkpoint has when it is sealed, from any of its names."""
-    return path.with_name(path.name.partition(".")[0])
+    """Return the number for the next checkpoint to save, after all that exist. Unreadable ones have numbers, too."""
+    found = checkpoints_in(folder)
+    return 1 + max((each.number for each in found), default=0) + sum(each.is_unreadable for each in found)
 
 
 def left_over_in(folder: Path) -> list[Path]:
@@ -143,21 +143,31 @@ def left_over_in(folder: Path) -> list[Path]:
         OSError: the folder exists but cannot be listed.
     """
     try:
-        entries = [entry for entry in os.scandir(folder) if _LEFT_OVER.fullmatch(entry.name)]
+        paths = [folder / name for name in os.listdir(folder) if _LEFT_OVER.fullmatch(name)]
     except FileNotFoundError:
         return []
-    return sorted(folder / entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+    return sorted(path for path in paths if path.is_dir() and not path.is_symlink())
 
 
-def _may_be_whole(found: Found) -> bool:
-    try:
-        return found.is_unreadable or (found.seal is not None and _seal.has_all_files(found.path, found.seal["files"]))
-    except OSError:
-        return True
+def unfinished_in(folder: Path) -> list[Path]:
+    """Return the leftovers of saves that did not end, without a seal.
+
+    Raises:
+        OSError: the folder exists but cannot be listed.
+    """
+    return [path for path in left_over_in(folder) if _is_of_a_save(path) and not _is_sealed(path)]
 
 
-def make_room(folder: Path, step: int, size: int) -> None:
-    """Remove leftovers, and check that the folder has room for a checkpoint of this step.
+def _is_of_a_save(left_over: Path) -> bool:
+    return left_over.suffix != ".removed"
+
+
+def _is_sealed(left_over: Path) -> bool:
+    return _is_of_a_save(left_over) and os.path.lexists(left_over / _seal.SEAL)
+
+
+def make_room(folder: Path, step: int, size: int) -> Path:
+    """Check that the folder has room for a checkpoint of this step, and return its path.
 
     Args:
         folder: the folder of all checkpoints.
@@ -166,108 +176,97 @@ def make_room(folder: Path, step: int, size: int) -> None:
 
     Raises:
         OSError: the folder is gone, cannot be written to, or has too little room.
-        CheckpointError: a file has a name that the save needs.
-        UnreadableError: a checkpoint of this step exists, and cannot be read.
     """
-    path = path_for(folder, step)
-    for name in (path, unsealed(path), _replaced(path)):
-        if os.path.lexists(name) and not name.is_dir():
-            raise CheckpointError(
-                f"{name} is there, and a save needs the name for a folder: move it elsewhere", errno.EEXIST
-            )
-    remove_left_over(folder)
-    for name in (path, unsealed(path)):
-        if (there := found_at(name)).is_unreadable:
-            raise UnreadableError(f"{name} is there, and {there.wrong}, or move it elsewhere", there.errno)
+    path = _free_path(folder, step)
     free = shutil.disk_usage(folder).free
     if free < size + _METADATA:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {free:,} bytes are free", str(path))
-    probe = folder / f".probe-{os.getpid()}"
+    # a quota or a limit may allow creating a file, but not writing to it; a file without a name leaves nothing behind
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
+        probe.write(bytes(_PROBE))
+    return path
+
+
+def _remove(path: Path) -> Failures:
+    """Remove a checkpoint, or finish a removal; return what is still there. Readers lose it at once: it is renamed."""
+    doomed = path
     try:
-        probe.write_bytes(bytes(_PROBE))  # a quota or a limit may allow creating a file, but not writing to it
-    finally:
-        probe.unlink(missing_ok=True)
+        if path.is_symlink():
+            raise OSError(errno.ELOOP, "it is a symbolic link")
+        if _is_of_a_save(path):
+            doomed = path.with_name(f"{path.name}.removed")
+            path.rename(doomed)
+        shutil.rmtree(doomed)
+    except OSError as error:
+        return [(doomed if doomed.is_dir() else path, error)]
+    return []
 
 
-def remove(path: Path) -> None:
-    """Remove a checkpoint. Readers lose it at once, since it is renamed and loses its seal first.
+def settle(folder: Path, patience: float = 0.0) -> tuple[list[Path], Failures]:
+    """Give sealed leftovers of killed saves their names, and remove all other leftovers of saves and removals.
 
-    Raises:
-        OSError: it cannot be removed. While it is whole, it keeps its name.
-    """
-    if path.is_symlink():
-        raise OSError(errno.ELOOP, "it is a symbolic link")
-    doomed = path if _LEFT_OVER.fullmatch(path.name) else path.with_name(f"{path.name}.removed")
-    if doomed != path:
-        shutil.rmtree(doomed, ignore_errors=True)
-        path.rename(doomed)
-    try:
-        (doomed / _seal.SEAL).unlink(missing_ok=True)
-    except OSError:
-        if doomed != path:
-            doomed.rename(path)
-        raise
-    shutil.rmtree(doomed)
-
-
-def settle(folder: Path) -> None:
-    """Rename whole leftover checkpoints to their names, and finish removals, as far as possible.
-
-    Call it only in a process that holds the folder's lock and is not saving.
-    """
-    with contextlib.suppress(OSError):  # perhaps the folder itself cannot be read
-        for path in left_over_in(folder):
-            found, name = found_at(path), _named(path)
-            if not _may_be_whole(found):
-                if not path.name.startswith(unsealed(name).name):
-                    shutil.rmtree(path, ignore_errors=True)
-            elif found.seal is None:
-                continue  # unreadable: perhaps whole
-            elif not os.path.lexists(name):
-                path.rename(name)
-            elif path == unsealed(name) and not found_at(name).is_unreadable:
-                publish(name)
-
-
-def remove_left_over(folder: Path) -> None:
-    """Remove incomplete leftovers of saves and removals, as far as possible."""
-    with contextlib.suppress(OSError):  # perhaps the folder itself cannot be read
-        for _ in range(_TRIES):  # some of orbax's threads may still be writing after another thread has failed
-            left = [path for path in left_over_in(folder) if not _may_be_whole(found_at(path))]
-            for each in left:
-                shutil.rmtree(each, ignore_errors=True)
-            if not left:
-                return
-            time.sleep(0.05)
-
-
-def remove_all_but(folder: Path, keep: int, is_whole: dict[Path, bool]) -> list[tuple[Path, Exception]]:
-    """Remove all sealed checkpoints except the last `keep`; return which were not removed, and why.
-
-    A checkpoint whose files don't match its seal stays: perhaps the user can still rescue it. Checkpoints that a newer
-    one of the same step has replaced are removed as well.
+    Call it only in a process that holds the folder's lock and is not saving: then nobody else writes there.
 
     Args:
         folder: the folder of all checkpoints.
+        patience: seconds to try again, while some of orbax's threads may still write after another thread has failed.
+
+    Returns:
+        The removed leftovers of saves, and what could not be removed.
+    """
+    removed, deadline = list[Path](), time.monotonic() + patience
+    while True:
+        failed: Failures = []
+        with contextlib.suppress(OSError):  # perhaps the folder itself cannot be read
+            for path in left_over_in(folder):
+                if _is_sealed(path):
+                    path.rename(_free_path_of(path))
+                elif stays := _remove(path):
+                    failed += stays
+                elif _is_of_a_save(path):
+                    removed.append(path)
+        if not failed or time.monotonic() >= deadline:
+            return removed, failed
+        time.sleep(_LOOK_EVERY)
+
+
+def _free_path_of(left_over: Path) -> Path:
+    """Return the name that a sealed leftover was to have, or another one if that is not free."""
+    path = left_over.with_name(_LEFT_OVER.sub(r"\1", left_over.name))
+    return _free_path(path.parent, Found(path, None).step) if os.path.lexists(path) else path
+
+
+def remove_all_but(newest: Path, keep: int, is_whole: dict[Path, bool]) -> Failures:
+    """Remove all sealed checkpoints except the last `keep`; return which were not removed, and why.
+
+    A checkpoint whose files don't match its seal stays: perhaps the user can still rescue it. Whatever a newer
+    checkpoint of the same step has replaced is removed as well, unless it cannot be read.
+
+    Args:
+        newest: the path of the last checkpoint.
         keep: how many checkpoints to keep.
         is_whole: which checkpoints are known to be whole or damaged. Others are read and added before they are removed.
     """
-    remove_left_over(folder)
     try:
-        sealed = [found for found in checkpoints_in(folder) if found.seal is not None]
+        found = [each for each in checkpoints_in(newest.parent) if not each.is_unreadable]
     except OSError as error:
-        return [(folder, error)]
-    names = {found.path for found in sealed}
-    replaced = [found for found in sealed if _named(found.path) != found.path and _named(found.path) in names]
-    failed: list[tuple[Path, Exception]] = []
-    for found in [*replaced, *[found for found in sealed if found not in replaced][keep:]]:
+        return [(newest.parent, error)]
+    kept, replaced, last = list[Found](), list[Found](), Found(newest, None).step
+    for each in found:
+        if each.path != newest and (each.step == last or (each.seal and each.step in {other.step for other in kept})):
+            replaced.append(each)
+        elif each.seal is not None:
+            kept.append(each)
+    failed: Failures = []
+    for each in [*replaced, *kept[keep:]]:
         try:
-            if found not in replaced and not _is_whole(found, is_whole):
-                raise CheckpointError("it is damaged, and only whole checkpoints are removed")
-            remove(found.path)
-            is_whole.pop(found.path, None)
-        except (OSError, CheckpointError) as error:
-            failed.append((found.path, error))
+            if each in replaced or _is_whole(each, is_whole):
+                failed += _remove(each.path)
+                is_whole.pop(each.path, None)
+            else:
+                failed.append((each.path, CheckpointError("it is damaged, and only whole checkpoints are removed")))
+        except OSError as error:  # it cannot be read
+            failed.append((each.path, error))
     return failed
 
 

@@ -3,8 +3,9 @@
     runs/mnist/.lock    {"host": "node-7", "process": "3207-918273-3437d34c-4026531836", "since": "2026-11-23 10:15:02"}
 
 The lock is the operating system's lock of the open file; the text is for the error message of a process that is
-refused. If files cannot be locked, as on some network disks, the text is the lock. Then a process of this host that has
-ended no longer holds it, and for a process of another host it is unknown.
+refused. Only its owner can open it, since whoever can open a file can lock it. If files cannot be locked, as on some
+network disks, the text is the lock. Then a process of this host that has ended no longer holds it, and for a process of
+another host it is unknown.
 
 Nothing here imports jax.
 """
@@ -22,13 +23,15 @@ import weakref
 from pathlib import Path
 from typing import Any, Final
 
+from ipu_jax.base.opening import content, regular
 from ipu_jax.distributed.processes.identity import Identity, is_living, own_identity
 from ipu_jax.training.checkpoints.errors import CheckpointError
 
 NAME: Final = ".lock"
 
-_PATIENCE: Final = 2.0  # seconds for a killed process to disappear, and for a mere reader to finish
+_PATIENCE: Final = 2.0  # seconds for a killed process to disappear
 _LOOK_EVERY: Final = 0.05
+_MOST: Final = 1 << 12  # bytes of its text
 _CANNOT_LOCK: Final = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 _all: "weakref.WeakSet[Lock]" = weakref.WeakSet()
@@ -85,110 +88,118 @@ class Lock:
             self._freeing()
             self._freeing = None
 
+    def may_be_held(self) -> bool:
+        """Return whether a training may be saving to the folder, as far as its text says. Nothing is locked or written.
+
+        It may be if the file cannot be read: only its owner can.
+        """
+        try:
+            text = _read(self._path)
+        except OSError:
+            return True
+        return bool(text) and not _has_ended(text)
+
     def _try(self) -> str:
         """Return who has the lock, or "" if this training has it from now on."""
         if any(lock.is_held for lock in list(_all) if lock is not self and lock._path == self._path):
             return _holder(_read(self._path))  # network disks don't keep two files of one process apart
-        handle: int | None = None
+        for mode in (os.O_RDONLY, os.O_RDWR):  # network disks lock only files that are open for writing
+            handle = regular(self._path, mode | os.O_CREAT)
+            try:
+                holder = self._lock(handle)
+            except OSError as error:
+                os.close(handle)
+                if error.errno != errno.EBADF or mode == os.O_RDWR:
+                    raise
+                continue
+            if holder != "":
+                os.close(handle)
+            return self._try() if holder is None else holder
+        raise AssertionError("the second one has returned or raised")
+
+    def _lock(self, handle: int) -> str | None:
+        """Lock an open file; return who has the lock, "" if this training has it now, or None to try another time."""
         try:
-            handle = _locked(self._path)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return _holder(_read(self._path))
+            text = _read(self._path)
+            if not _is_open_to_others(handle) or (text and not _has_ended(text)):
+                return _holder(text)
+            self._path.unlink(missing_ok=True)  # of an old version that has ended: who locked it was a reader
+            return None
         except OSError as error:
             if error.errno not in _CANNOT_LOCK:
                 raise
             text = _read(self._path)
             if text and not _has_ended(text):
                 return f"{_holder(text)} (if it has ended, remove {self._path}: this disk cannot tell)"
-        if handle is not None and not _is_at(self._path, handle):
-            os.close(handle)
-            return self._try()  # its owner removed the file after it was opened here
+        else:
+            if not _is_at(self._path, handle):
+                return None  # its owner removed the file after it was opened here
         text = _own_text()
-        try:
-            self._path.write_bytes(text)
-        except OSError:
-            _close(handle)
-            raise
+        with contextlib.suppress(PermissionError):  # it was another user's, who lets us write
+            os.fchmod(handle, 0o600)
+        with open(regular(self._path, os.O_WRONLY | os.O_TRUNC), "wb") as file:
+            file.write(text)
         self._text = text
         self._freeing = weakref.finalize(self, _free, self._path, handle, text, os.getpid())
         return ""
 
 
-def _locked(path: Path) -> int:
-    """Open a file, create it if it is missing, and lock it; return its handle.
-
-    Raises:
-        BlockingIOError: another process has locked it.
-        OSError: it cannot be opened or locked.
-    """
-    for mode in (os.O_RDONLY, os.O_RDWR):  # network disks lock only files that are open for writing
-        handle = os.open(path, mode | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(handle)
-            if error.errno != errno.EBADF or mode == os.O_RDWR:
-                raise
-        else:
-            return handle
-    raise AssertionError("the second one has returned or raised")
+def _is_open_to_others(handle: int) -> bool:
+    return bool(os.fstat(handle).st_mode & 0o077)
 
 
-def _close(handle: int | None) -> None:
-    if handle is not None:
-        with contextlib.suppress(OSError):
-            os.close(handle)
-
-
-def _free(path: Path, handle: int | None, text: bytes, owner: int) -> None:
+def _free(path: Path, handle: int, text: bytes, owner: int) -> None:
     with contextlib.suppress(OSError):
         if os.getpid() == owner and _read(path) == text:
             path.unlink()  # before another process can lock it
-    _close(handle)
+    with contextlib.suppress(OSError):
+        os.close(handle)
 
 
 def _own_text() -> bytes:
-    content = {
+    fields = {
         "host": socket.gethostname(),
         "process": str(own_identity() or os.getpid()),
         "since": datetime.datetime.now().astimezone().isoformat(" ", "seconds"),
         "token": secrets.token_hex(8),
     }
-    return json.dumps(content).encode()
+    return json.dumps(fields).encode()
 
 
-def _content(text: bytes) -> dict[str, str]:
+def _owner(text: bytes) -> dict[str, str]:
     """Return the owner that a lock names; an empty dict if the file is not our lock or is still being written."""
     try:
-        content = json.loads(text)
-        fields = {name: content[name] for name in ("host", "process", "since")}
+        found = json.loads(text)
+        fields = {name: found[name] for name in ("host", "process", "since")}
     except (ValueError, TypeError, KeyError):
         return {}
     return fields if all(isinstance(value, str) and value.isprintable() for value in fields.values()) else {}
 
 
 def _holder(text: bytes) -> str:
-    content = _content(text)
-    if not content:
+    owner = _owner(text)
+    if not owner:
         return "another process saves there"
-    if content["process"] == str(own_identity()):
-        return f"this process saves there since {content['since']}, by other Checkpoints, which close() would end"
-    pid = content["process"].partition("-")[0]
-    return f"process {pid} on {content['host']} saves there since {content['since']}"
+    if owner["process"] == str(own_identity()):
+        return f"this process saves there since {owner['since']}, by other Checkpoints, which close() would end"
+    pid = owner["process"].partition("-")[0]
+    return f"process {pid} on {owner['host']} saves there since {owner['since']}"
 
 
 def _has_ended(text: bytes) -> bool:
     """Return whether the owner of a lock is known to have ended: a process of this host, in this container."""
-    content, own = _content(text), own_identity()
-    identity = Identity.parse(content.get("process", ""))
-    if identity is None or own is None or content["host"] != socket.gethostname():
+    owner, own = _owner(text), own_identity()
+    identity = Identity.parse(owner.get("process", ""))
+    if identity is None or own is None or owner["host"] != socket.gethostname():
         return False
     return identity.boot != own.boot or (identity.counts_as(own) and not is_living(identity))
 
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return content(path, _MOST)
     except FileNotFoundError:
         return b""
 

@@ -66,12 +66,11 @@ class Search:
     words: Mapping[str, Json]
     timeout: float
 
-    def last_whole(self, *, must: bool, is_in_use: bool) -> _folder.Found | None:
+    def last_whole(self, *, must: bool) -> _folder.Found | None:
         """Return the last whole checkpoint, or None in a folder without checkpoints.
 
         Args:
             must: whether a folder without checkpoints is an error.
-            is_in_use: whether a training saves to the folder, so that an unsealed checkpoint can be of a running save.
 
         Raises:
             ValueError: it is of another training.
@@ -79,10 +78,6 @@ class Search:
                 all checkpoints are damaged, or there is none and there must be one.
         """
         candidates = candidates_in(self.folder, self.timeout)
-        names = {found.path for found in candidates}
-        for left_over in _folder.left_over_in(self.folder):
-            if left_over not in names and not (is_in_use and ".unsealed" in left_over.name):
-                warn(f"{left_over} is left over from a save that did not end: it is skipped")
         damaged: list[tuple[Path, str]] = []
         for found in candidates:
             try:

@@ -11,6 +11,7 @@ Tensorstore has checksums for its own indices, but none for the arrays: a wrong 
 Nothing here imports jax.
 """
 
+import errno
 import json
 import os
 import time
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from ipu_jax.base.annotations import Json
+from ipu_jax.base.opening import content, reading, write_new
 from ipu_jax.base.replacing import sync_folder
 from ipu_jax.training.checkpoints.errors import CheckpointError, UnreadableError
 
@@ -27,6 +29,7 @@ SEAL: Final = "ipu_jax.json"
 FORMAT: Final = 1
 
 _CHUNK: Final = 1 << 20
+_MOST: Final = 1 << 28  # bytes of a seal
 
 FINE, MISSING, SHORT, CHANGED = range(4)
 """The states of a file, compared with its seal."""
@@ -76,7 +79,7 @@ def write_checksums(folder: Path, instance: int, instances: int) -> None:
     _write(folder / f"checksums.{instance}.json", own)
 
 
-def write_seal(folder: Path, content: dict[str, Json], instances: int, *, seconds: float) -> None:
+def write_seal(folder: Path, facts: dict[str, Json], instances: int, *, seconds: float) -> None:
     """Write the seal when the checksums of all instances are there.
 
     Raises:
@@ -93,7 +96,7 @@ def write_seal(folder: Path, content: dict[str, Json], instances: int, *, second
     for part in parts:
         files |= _read(part)
         files[part.name] = list(_checksum(part))
-    _write(folder / SEAL, {"format": FORMAT, **content, "files": files})
+    _write(folder / SEAL, {"format": FORMAT, **facts, "files": files})
     sync_folder(folder)
 
 
@@ -105,7 +108,7 @@ def read_seal(folder: Path) -> dict[str, Json]:
         UnreadableError: the operating system cannot read it, or it is of a newer version.
     """
     try:
-        content = _read(folder / SEAL)
+        found = _read(folder / SEAL)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"it has no seal, {SEAL}" if folder.is_dir() else "there is no such folder") from None
     except OSError as error:
@@ -114,34 +117,26 @@ def read_seal(folder: Path) -> dict[str, Json]:
         ) from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{SEAL} is damaged ({error})") from None
-    number = content.get("format") if isinstance(content, dict) else None
+    number = found.get("format") if isinstance(found, dict) else None
     if isinstance(number, int) and number > FORMAT:
         raise UnreadableError(f"it has format {number}, and this version reads format {FORMAT}: use a newer ipu_jax")
-    wrong = f"its format is {number!r}" if number != FORMAT or isinstance(number, bool) else _wrong_field(content)
+    wrong = f"its format is {number!r}" if number != FORMAT or isinstance(number, bool) else _wrong_field(found)
     if wrong:
         raise CheckpointError(f"{SEAL} is damaged ({wrong})")
-    return content
-
-
-def has_all_files(folder: Path, files: dict[str, Sequence[int]]) -> bool:
-    """Return whether all these files are there with the right sizes. Their contents are not read.
-
-    Raises:
-        OSError: the operating system cannot tell.
-    """
-    try:
-        return all((folder / name).stat().st_size == size for name, (size, _) in files.items())
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+    return found
 
 
 def check_files(folder: Path, files: dict[str, Sequence[int]], own: Iterable[str]) -> dict[str, int]:
     """Return which of the `own` files don't match their seal, and what is wrong: MISSING, SHORT or CHANGED.
 
     Raises:
-        OSError: a file exists but cannot be read.
+        OSError: a file exists but cannot be read; or a file, also one that the seal does not list, is a pipe or a
+            device, which orbax would wait for.
     """
     wrong: dict[str, int] = {}
+    for path in folder.rglob("*"):
+        if not path.is_dir() and path.exists() and not path.is_file():
+            raise OSError(errno.EINVAL, "Is not a regular file", str(path))
     for name in own:
         size, checksum = files[name]
         try:
@@ -154,14 +149,15 @@ def check_files(folder: Path, files: dict[str, Sequence[int]], own: Iterable[str
     return wrong
 
 
-def _wrong_field(content: dict[str, Json]) -> str:
+def _wrong_field(found: dict[str, Json]) -> str:
     """Return what is missing from a seal, or differs from the form of `write_seal`, or ""."""
     for name, right in _FIELDS.items():
-        if name not in content:
+        if name not in found:
             return f"it has no {name}"
-        if not right(content[name]):
-            return f"its {name} is {str(content[name])[:80]!r}"
-    return ""
+        if not right(found[name]):
+            return f"its {name} is {str(found[name])[:80]!r}"
+    outside = [name for name in found["files"] if os.path.isabs(name) or ".." in Path(name).parts]
+    return f"it names {outside[0][:80]!r}, which is outside its folder" if outside else ""
 
 
 def _is_count(value: Json) -> bool:
@@ -200,25 +196,22 @@ def _writer(name: str, instances: int) -> int:
 def _checksum(path: Path) -> tuple[int, int]:
     """Return the size and the CRC-32 of a file."""
     size = checksum = 0
-    with path.open("rb") as file:
+    with reading(path) as file:
         while chunk := file.read(_CHUNK):
             size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
     return size, checksum
 
 
-def _write(path: Path, content: dict[str, Json]) -> None:
+def _write(path: Path, facts: dict[str, Json]) -> None:
     """Write a file atomically: a line with its checksum, then the content."""
-    text = json.dumps(content).encode()
+    text = json.dumps(facts).encode()
     temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        file.write(b"%d\n" % zlib.crc32(text) + text)
-        file.flush()
-        os.fsync(file.fileno())
+    write_new(temporary, b"%d\n" % zlib.crc32(text) + text)
     temporary.rename(path)
 
 
 def _read(path: Path) -> Json:
-    checksum, _, text = path.read_bytes().partition(b"\n")
+    checksum, _, text = content(path, _MOST).partition(b"\n")
     if not checksum.isdigit() or int(checksum) != zlib.crc32(text):
         raise ValueError("its checksum differs")
     return json.loads(text)

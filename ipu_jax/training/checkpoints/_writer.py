@@ -9,6 +9,7 @@ No sealed checkpoint is touched before its successor is sealed.
 import concurrent.futures
 import dataclasses
 from pathlib import Path
+from typing import Final
 
 import jax
 
@@ -18,6 +19,9 @@ from ipu_jax.distributed.meetings import Meetings
 from ipu_jax.training.checkpoints import _folder, _seal
 from ipu_jax.training.checkpoints._store import Store
 from ipu_jax.training.checkpoints.errors import errno_of
+
+PATIENCE: Final = 1.0
+"""Seconds that threads of orbax may still write after another thread has failed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,9 +113,9 @@ class Writer:
             self.last = job
             if own == 0:
                 self._is_whole[job.path] = True
-                self.not_removed = _folder.remove_all_but(job.path.parent, self._keep, self._is_whole)
+                self.not_removed = _folder.remove_all_but(job.path, self._keep, self._is_whole)
         except BaseException as error:
             self._meetings.fail(error, errno_of(error))
             if jax.process_count() == 1:  # otherwise others may still be writing there
-                _folder.remove_left_over(job.path.parent)
+                _folder.settle(job.path.parent, PATIENCE)
             raise

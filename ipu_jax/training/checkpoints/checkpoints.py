@@ -11,11 +11,12 @@ with Checkpoints("runs/mnist", step, keep=3, every=100, minutes=10) as checkpoin
             checkpoints.save(state, feed)                     # does nothing unless a save is due
 
 save     [main thread: a copy on the host] -> [background: arrays, checksums, the seal] -> a checkpoint
-restore  the last whole checkpoint; a damaged one is named and skipped
+restore  the last whole checkpoint; a damaged one is named and skipped. Nothing is written or locked
 lock     only one training saves to a folder; any number can read it
 """
 
 import contextlib
+import dataclasses
 import errno
 import math
 import os
@@ -38,7 +39,7 @@ from ipu_jax.training.checkpoints._due import Due
 from ipu_jax.training.checkpoints._lock import Lock
 from ipu_jax.training.checkpoints._restoring import Restored, Search, candidates_in, read, warn
 from ipu_jax.training.checkpoints._store import Store
-from ipu_jax.training.checkpoints._writer import Job, Writer
+from ipu_jax.training.checkpoints._writer import PATIENCE, Job, Writer
 from ipu_jax.training.checkpoints.errors import CheckpointError, CheckpointWarning, SaveError, errno_of
 from ipu_jax.training.data.feed import Feed
 from ipu_jax.training.update.state import TrainState
@@ -115,7 +116,7 @@ class Checkpoints:
         self._writer = Writer(self._store, meetings, keep=keep, seconds=timeout)
         self._versions = _description.versions()
         self._saved: weakref.ref[TrainState] | None = None
-        self._not_removed: set[Path] = set()
+        self._news, self._told = dict[Path | str, str](), set[Path | str]()
         self._has_failed = self._is_locked = self._has_tried_to_lock = False
         self._is_open = True
 
@@ -164,7 +165,8 @@ class Checkpoints:
             here = _description.description_of(self._step, like)
             search = Search(self.folder, here, self._words, self._timeout)
             if resume in ("auto", "must"):
-                found = search.last_whole(must=resume == "must", is_in_use=self._settle())
+                found = search.last_whole(must=resume == "must")
+                self._note_what_is_left_over()
             else:
                 found = search.at(Path(resume))
             if found is None:
@@ -173,19 +175,13 @@ class Checkpoints:
             self._due.restart(restored.step)
             return restored
 
-    def _settle(self) -> bool:
-        """Clean up after a killed process, if no training saves here; return whether a training does."""
-        is_in_use = False
-        if jax.process_index() == 0 and self.folder.is_dir():
-            try:
-                is_in_use = self._lock.is_held  # then it was done when the lock was taken, and a save may be running
-                if not is_in_use:
-                    self._lock.take(0)
-                    _folder.settle(self.folder)
-                    self._lock.release()
-            except (OSError, CheckpointError) as error:
-                is_in_use = isinstance(error, CheckpointError)  # another training has the lock
-        return _agreement.anywhere(is_in_use, self._timeout)  # no instance looks before
+    def _note_what_is_left_over(self) -> None:
+        """Warn of each leftover of a save, unless a training may be saving. Nothing is removed without the lock."""
+        if jax.process_index() == 0 and not self._lock.may_be_held():
+            with contextlib.suppress(OSError):
+                for path in _folder.unfinished_in(self.folder):
+                    self._news[path] = f"{path} is left over from a save that did not end: it is skipped"
+        self._tell()
 
     # save
 
@@ -194,7 +190,9 @@ class Checkpoints:
 
         `close` frees the lock, and so does the end of the process. Instance 0 takes it for all.
 
-        Communicates a number per instance.
+        It also cleans up after a killed save: a `CheckpointWarning` names what is removed.
+
+        Communicates two numbers per instance.
 
         Raises:
             CheckpointError: another training saves to the folder, and the message names it; or the folder cannot be
@@ -204,6 +202,8 @@ class Checkpoints:
         self._check_open()
         if self._is_locked:
             return
+        # an instance may still be reading a checkpoint that gets its name now
+        popdist.barrier("all have read their checkpoint", timeout=self._timeout)
         error = _error_on_first("locking the folder of checkpoints", self._take_lock)
         self._has_tried_to_lock = True
         if found := _agreement.first_error(error, self._timeout):
@@ -211,6 +211,7 @@ class Checkpoints:
                 raise found
             raise CheckpointError(f"{self.folder} cannot be locked: {found}", errno_of(found)) from found
         self._is_locked = True
+        self._tell()
 
     def _check_open(self) -> None:
         if not self._is_open:
@@ -220,7 +221,9 @@ class Checkpoints:
         if self._writer.last is None and not self._has_failed:
             self.folder.mkdir(parents=True, exist_ok=True)  # later, a missing folder is an error
         self._lock.take()
-        _folder.settle(self.folder)
+        removed, stays = _folder.settle(self.folder)
+        self._news |= {path: f"{path} was left over from a save that did not end: it is removed" for path in removed}
+        self._note_what_stays(stays)
 
     def due(self, state: TrainState, updates: int | None = None) -> bool:
         """Count updates, and return whether a save is due, for a loop that has something to do before it saves.
@@ -251,7 +254,8 @@ class Checkpoints:
             self.wait()
         elif jax.process_count() == 1 and not self._writer.is_busy:
             self._report(self._writer.take_error())
-            self._tell_what_stays()
+            self._note_what_stays(self._writer.not_removed)
+            self._tell()
         return is_due
 
     def _lock_or_leave_it_to_the_save(self) -> None:
@@ -270,7 +274,8 @@ class Checkpoints:
         If no save is due, it counts the step and returns. A save waits for the steps so far, copies the state to the
         host, and returns. Then the next step can reuse the state's buffers. The rest happens in the background.
 
-        A checkpoint of the same step is replaced when the new one is sealed. If the last checkpoint was made of this
+        If there is a checkpoint of this step, the new one is called `step-50.7`, by the number of the save, and the
+        old one is removed when the new one is sealed. If the last checkpoint was made of this
         very state, with the same feed position and extra, it stays, and nothing is written.
 
         A step counts as `device_iterations` updates; each save reads the real number.
@@ -318,7 +323,7 @@ class Checkpoints:
         self._due.restart(number)
         if self._is_saved(state, job):
             return True
-        error = self._begin(job, arrays)
+        job, error = self._begin(job, arrays)
         self._saved = None if error else weakref.ref(state)
         self._report(error, job)
         return error is None
@@ -335,21 +340,24 @@ class Checkpoints:
         is_there = jax.process_index() != 0 or _folder.found_at(last.path).seal is not None
         return not _agreement.anywhere(not (is_same and is_there), self._timeout)
 
-    def _begin(self, job: Job, arrays: dict[str, Value]) -> BaseException | None:
-        """Begin to write; return the error of this instance or of another one, or None."""
+    def _begin(self, job: Job, arrays: dict[str, Value]) -> tuple[Job, BaseException | None]:
+        """Begin to write; return the job with its path, and the error of this instance or of another one, or None."""
+        name = job.path.name
 
         def make_room() -> None:
+            nonlocal name
             self._take_lock()
-            _folder.make_room(self.folder, job.step, job.size)
+            name = _folder.make_room(self.folder, job.step, job.size).name
 
         if error := self._first_of_all(_error_on_first("making room for a save", make_room)):
-            return error
+            return job, error
+        job = dataclasses.replace(job, path=self.folder / _agreement.of_first(name, self._timeout))
         with facts.during("beginning a save", self._long):
             try:
                 self._writer.begin(job, arrays)
             except (OSError, ValueError, RuntimeError) as failed:
-                return failed
-        return None
+                return job, failed
+        return job, None
 
     def wait(self) -> None:
         """Wait until the current save is sealed.
@@ -366,15 +374,22 @@ class Checkpoints:
                 while self._writer.is_busy and self._writer.waits_for_others == waits:
                     self._writer.wait(_LOOK_EVERY)
         self._report(self._first_of_all(self._writer.take_error()))
-        self._tell_what_stays()
+        self._note_what_stays(self._writer.not_removed)
+        self._tell()
 
-    def _tell_what_stays(self) -> None:
-        """Warn once of each checkpoint that was not removed."""
-        failed, self._writer.not_removed = self._writer.not_removed, []
-        for path, error in failed:
-            if path not in self._not_removed:
-                self._not_removed.add(path)
-                warn(f"{path} is no longer kept, but cannot be removed ({error}): remove it yourself")
+    def _note_what_stays(self, stays: _folder.Failures) -> None:
+        for path, error in stays:
+            self._news[f"{path} stays"] = (
+                f"{path} is no longer kept, but cannot be removed ({error}): remove it yourself"
+            )
+
+    def _tell(self) -> None:
+        """Warn of each leftover, and of each checkpoint that was not removed, once."""
+        news, self._news = self._news, {}
+        for about, text in news.items():
+            if about not in self._told:
+                self._told.add(about)
+                warn(text)
 
     def close(self) -> None:
         """Wait for the last save, and read it back to verify it. A second call does nothing.
@@ -436,14 +451,23 @@ class Checkpoints:
             raise error
         self._has_failed, number = True, errno_of(error)
         reason = f"[Errno {number}] {os.strerror(number)}" if number is not None else type(error).__name__
-        last = "there is none before it" if self.last is None else f"the last good one is of step {self.last}"
-        if self._writer.last is job:  # sealed, and damaged since
-            last = "restore() finds the one before it"
         first = " ".join(str(error).split())
-        text = f"saving {job.path} failed, {reason}, of {job.size:,} bytes: {first[:400]}; {last}"
+        before = self._before(job)
+        text = f"saving {job.path} failed, {reason}, of {job.size:,} bytes: {first[:400]}{before and '; '}{before}"
         if self._stops:
             raise SaveError(text, number) from error
         warn(text)
+
+    def _before(self, job: Job) -> str:
+        """Return which checkpoint there is before one that failed, in words; "" if that is not known."""
+        if self._writer.last is job:  # sealed, and damaged since
+            return "restore() finds the one before it"
+        if self.last is not None:
+            return f"the last good one is of step {self.last}"
+        with contextlib.suppress(OSError):
+            found = [each for each in _folder.checkpoints_in(self.folder) if each.path != job.path]
+            return f"the last one there is {found[0].path.name}" if found else "there is none before it"
+        return ""
 
     def _first_of_all(self, error: BaseException | None) -> BaseException | None:
         """Return this instance's error, or else the error of the first failed instance, and forget all failures.
@@ -455,7 +479,7 @@ class Checkpoints:
         if found is not None:
             self._meetings.forget()
             if jax.process_index() == 0:
-                _folder.remove_left_over(self.folder)
+                _folder.settle(self.folder, PATIENCE)
         return found
 
 

@@ -24,6 +24,7 @@ from jax.sharding import Sharding
 
 from ipu_jax.base.annotations import Device, Params, Tree, Value
 from ipu_jax.base.keys import is_key
+from ipu_jax.base.opening import content, reading
 from ipu_jax.core.instances import Index, device_blocks
 from ipu_jax.core.weights.packing import Sharded
 from ipu_jax.core.weights.place import Place, array_names
@@ -35,6 +36,7 @@ from ipu_jax.training.weight_files.names import named_leaves, named_places
 from ipu_jax.training.weight_files.saved import Saved, rounded
 
 _INDEX = ".index.json"  # Hugging Face's suffix
+_MOST_INDEX = 1 << 30  # bytes
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")  # an archive with entries, and an empty one
 _COMPARISONS = 10_000  # of names, to find the nearest one: with thousands of wrong names it would take minutes
 _NAMED = 100  # problems that an error names
@@ -132,7 +134,7 @@ def _opened_file(path: str | os.PathLike[str], files: contextlib.ExitStack) -> W
     label = os.fspath(path)
     if str(label).endswith(_INDEX):
         return _opened_index(str(label), files)
-    file = files.enter_context(open(path, "rb"))  # noqa: SIM115 (the stack closes it)
+    file = files.enter_context(reading(path, follow=True))
     kind = NpzFile if file.read(4) in _ZIP else SafetensorsFile
     file.seek(0)
     return kind(file, str(label))
@@ -140,14 +142,16 @@ def _opened_file(path: str | os.PathLike[str], files: contextlib.ExitStack) -> W
 
 def _opened_index(path: str, files: contextlib.ExitStack) -> WeightSource:
     """Return the arrays of the files that an index names, {"weight_map": {array: file}}. All are in its folder."""
-    with open(path, encoding="utf-8") as file, naming(path, ValueError, RecursionError):
-        index = json.load(file)
+    with naming(path, ValueError, RecursionError):
+        index = json.loads(content(path, _MOST_INDEX, follow=True))
         homes = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(homes, dict) or not homes or not all(isinstance(home, str) for home in homes.values()):
             raise ValueError('it has no "weight_map" from names of arrays to names of files')
         outside = sorted(home for home in homes.values() if os.path.basename(home) != home)
         if outside:
             raise ValueError(f"it names {outside[0]!r}, which is not a file beside it")
+        if indices := sorted(home for home in homes.values() if home.endswith(_INDEX)):
+            raise ValueError(f"it names {indices[0]!r}, which is an index, too")
     names = sorted(set(homes.values()))
     of_file = {home: _opened_file(os.path.join(os.path.dirname(path), home), files) for home in names}
     for name, home in homes.items():

@@ -1,6 +1,8 @@
 """Test that a checkpoint that is damaged in any way is found, named and skipped for the one before it."""
 
+import errno
 import functools
+import os
 import re
 import shutil
 import threading
@@ -15,7 +17,7 @@ import pytest
 
 from ipu_jax import Checkpoints, TrainOptions, make_train_step
 from ipu_jax.io import CheckpointError, CheckpointWarning
-from ipu_jax.training.checkpoints import _seal, _writer
+from ipu_jax.training.checkpoints import _folder, _seal, _writer
 from ipu_jax.training.checkpoints._seal import SEAL
 
 
@@ -167,17 +169,54 @@ def test_what_a_killed_save_leaves_is_named_and_removed_by_the_next_save(folder)
     found, (warned,) = restored(folder)
     assert found.step == 2
     assert warned == f"{left_over} is left over from a save that did not end: it is skipped"
-    save(folder, 3)
+    assert left_over.exists(), "without the lock nothing is removed"
+    with pytest.warns(CheckpointWarning, match=rf"^{left_over} was left over from a save that .* end: it is removed$"):
+        save(folder, 3)
     assert restored(folder)[0].step == 3
     assert not left_over.exists()
 
 
-def test_a_removal_that_was_cut_off_is_finished_when_the_training_is_resumed(folder):
+def test_a_training_that_has_nothing_left_to_save_removes_and_names_it_once(folder):
+    """As `fit` resumes: it locks the folder before it looks for a checkpoint."""
+    left_over = folder / "step-2.7.unsealed.orbax-checkpoint-tmp"
+    left_over.mkdir()
+    step = step_of()
+    for expected in ([left_over], []):
+        with warnings.catch_warnings(record=True) as seen, Checkpoints(folder, step) as checkpoints:
+            warnings.simplefilter("always")
+            checkpoints.lock()
+            assert checkpoints.restore(state_with(step, 0)) is not None
+        assert [str(each.message).split(" was left over")[0] for each in seen] == [str(path) for path in expected]
+        assert listed(folder) == ["step-1", "step-2"]
+
+
+def test_a_leftover_that_cannot_be_removed_is_named_and_costs_no_time(folder, monkeypatch):
+    left_over, usual = folder / "step-2.7.unsealed", shutil.rmtree
+    left_over.mkdir()
+
+    def rmtree(path: Any, *args: Any, **options: Any) -> None:
+        if "step-2.7" in str(path):
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        usual(path, *args, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    monkeypatch.setattr(_folder.time, "sleep", lambda seconds: pytest.fail("it waits for what does not change"))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        save(folder, 3, 4, 5)
+    assert [str(each.message) for each in seen] == [
+        f"{left_over}.removed is no longer kept, but cannot be removed ([Errno 1] Operation not permitted): remove it "
+        "yourself"
+    ]
+
+
+def test_a_removal_that_was_cut_off_is_finished_when_the_training_goes_on(folder):
     half_gone = folder / "step-1.removed"
     (folder / "step-1").rename(half_gone)
-    largest(half_gone).unlink()
     found, warned = restored(folder)
-    assert (found.step, warned, listed(folder)) == (2, [], ["step-2"])
+    assert (found.step, warned, listed(folder)) == (2, [], ["step-1.removed", "step-2"])
+    save(folder, 3)
+    assert listed(folder) == ["step-2", "step-3"]
 
 
 def test_a_checkpoint_has_its_name_only_when_it_is_sealed(folder, monkeypatch):
@@ -243,21 +282,20 @@ def test_a_folder_of_the_user_stays_whatever_its_name_begins_with(folder):
     for name in ("step-7.unsealed-notes", "step-7.unsealed.txt", "step-7.removed-plots", "step-7.unsealed"):
         (folder / name).mkdir()
         (folder / name / "mine").write_text("mine")
-    save(folder, 7, keep=1)
+    with pytest.warns(CheckpointWarning, match=r"step-7\.unsealed was left over .*: it is removed"):
+        save(folder, 7, keep=1)
     assert listed(folder) == ["step-7", "step-7.removed-plots", "step-7.unsealed-notes", "step-7.unsealed.txt"]
 
 
-@pytest.mark.parametrize("name", ["step-8", "step-8.unsealed", "step-8.replaced"])
-def test_a_file_with_a_name_that_a_save_needs_is_named_and_stays(folder, name):
-    (folder / name).write_text("mine")
-    step = step_of()
-    wrong = rf"saving {folder}/step-8 failed, .*: {folder}/{name} is there, and a save needs the name for a folder: "
-    with Checkpoints(folder, step) as checkpoints:
-        with pytest.raises(CheckpointError, match=wrong):
-            checkpoints.save(state_with(step, 8), {"epoch": 8}, now=True)
-        (folder / name).rename(folder / "notes")
-        checkpoints.save(state_with(step, 8), {"epoch": 8}, now=True)
-    assert listed(folder) == ["notes", "step-1", "step-2", "step-8"]
+@pytest.mark.parametrize(
+    "names", [["step-8"], ["step-8.unsealed"], ["step-8.replaced", "step-8.3", "step-8.4.unsealed"]]
+)
+def test_files_with_names_that_a_save_would_give_stay(folder, names):
+    for name in names:
+        (folder / name).write_text("mine")
+    save(folder, 8)
+    assert listed(folder) == sorted([*names, "step-1", "step-2", f"step-8.{5 if len(names) > 1 else 3}"])
+    assert restored(folder)[0].step == 8
 
 
 @pytest.mark.parametrize("is_own", [True, False])

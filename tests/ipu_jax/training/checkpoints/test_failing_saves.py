@@ -77,7 +77,9 @@ def test_a_full_disk_leaves_the_checkpoint_of_the_step_that_is_saved_again(tmp_p
     with _mounted(tmp_path / "disk", "3M") as disk, with_one(disk / "runs", keep=1) as checkpoints:
         runs = disk / "runs"
         monkeypatch.setattr(_folder, "_METADATA", metadata)
-        with pytest.raises(CheckpointError, match=r"step-1 failed, \[Errno 28\] .*; the last good one is of step 1$"):
+        with pytest.raises(
+            CheckpointError, match=r"step-1(\.2)? failed, \[Errno 28\] .*; the last good one is of step 1$"
+        ):
             save(checkpoints, 1, waits=True)
         assert sorted(os.listdir(runs)) == [".lock", "step-1"]
         assert_last_is(runs, 1)
@@ -129,6 +131,20 @@ def test_a_disk_that_cannot_be_written_to_is_named(small_disk):
     assert checkpoints.last == 1
 
 
+def test_a_first_save_that_fails_says_what_is_there(tmp_path, monkeypatch):
+    """A resumed training has checkpoints, although it has sealed none itself."""
+    monkeypatch.setattr(_folder, "_METADATA", 1 << 60)
+    with Checkpoints(tmp_path, step_of()) as checkpoints:
+        with pytest.raises(CheckpointError, match=r"step-2 failed, \[Errno 28\] .*; there is none before it$"):
+            save(checkpoints, 2)
+        monkeypatch.undo()
+        save(checkpoints, 1)
+    monkeypatch.setattr(_folder, "_METADATA", 1 << 60)
+    with Checkpoints(tmp_path, step_of()) as checkpoints:
+        with pytest.raises(CheckpointError, match=r"step-2 failed, \[Errno 28\] .*; the last one there is step-1$"):
+            save(checkpoints, 2)
+
+
 @pytest.mark.parametrize("on_save_error", ["stop", "continue"])
 def test_a_folder_that_has_vanished_is_named_once(tmp_path, on_save_error):
     """A warning is given once, and not again at the end."""
@@ -149,7 +165,7 @@ def test_a_folder_that_has_vanished_is_named_once(tmp_path, on_save_error):
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "a file").write_text("")
-    wrong = r"failed, \[Errno 20\] Not a directory.*; there is none before it$"
+    wrong = r"step-1 failed, \[Errno 20\] Not a directory, of [^;]*runs'$"
     with pytest.raises(CheckpointError, match=wrong), with_one(tmp_path / "a file" / "runs"):
         pass
 

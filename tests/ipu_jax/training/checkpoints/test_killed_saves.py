@@ -28,7 +28,7 @@ def sealed(folder: Path, number: int, value: float) -> Path:
 
 
 # what a killed save leaves is named when the training is resumed
-left_overs_are_named = pytest.mark.filterwarnings(r"ignore:.*is left over from a save that did not end")
+left_overs_are_named = pytest.mark.filterwarnings(r"ignore:.*(is|was) left over from a save that did not end")
 
 
 @left_overs_are_named
@@ -57,7 +57,7 @@ def test_a_kill_before_any_change_loses_nothing_that_was_sealed(tmp_path, monkey
             checkpoints.save(state_of(step, 7, 3), now=True)
         assert [path.name for path in folder.iterdir()] == ["step-7"], (at, left)
     assert at > 20, "the changes of a save were not counted"
-    assert [path.name for path in folder.iterdir()] == [f"step-{number}"]
+    assert [path.name for path in folder.iterdir()] == [f"step-{number}{'.2' if number == 5 else ''}"]
 
 
 def run(folder: Path, number: int) -> subprocess.Popen[bytes]:
@@ -70,7 +70,7 @@ def run(folder: Path, number: int) -> subprocess.Popen[bytes]:
 @pytest.mark.slow
 @pytest.mark.parametrize("rename", [1, 2, 3, 4, 5])
 def test_kill_9_before_any_rename_loses_nothing(tmp_path, rename):
-    """The renames: checksums and seal get their names, the old checkpoint frees its place, and the new one takes it."""
+    """The renames: checksums, the seal and the new checkpoint get their names, and the old one is removed."""
     status = run(tmp_path, rename).wait(120)
     assert status == (-signal.SIGKILL if rename <= 4 else 0)
     assert restored(tmp_path) == ((5, 1) if rename <= 2 else (5, 2))
@@ -97,49 +97,50 @@ def moved(folder: Path, source: str, target: str) -> Path:
     return folder / target
 
 
-@pytest.mark.parametrize("name", ["step-5.unsealed", "step-5.replaced", "step-5.removed"])
+@pytest.mark.parametrize("name", ["step-5.unsealed", "step-5.replaced", "step-5.9.unsealed"])
 def test_a_whole_checkpoint_is_found_under_any_name_that_a_kill_leaves(tmp_path, name):
+    """ "replaced" is of an earlier version. Only a process that holds the lock gives it its name."""
     moved(tmp_path, sealed(tmp_path, 5, 1).name, name)
     assert restored(tmp_path) == (5, 1)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    with Checkpoints(tmp_path, step_of()) as checkpoints:
+        checkpoints.lock()
+    assert [path.name for path in tmp_path.iterdir()] == [name.rpartition(".")[0]]
+    assert restored(tmp_path) == (5, 1)
 
 
 def test_a_reader_finds_it_while_another_process_saves(tmp_path):
     """Without the lock nothing is renamed or removed."""
     moved(tmp_path, sealed(tmp_path, 5, 1).name, "step-5.unsealed")
-    half = Path(shutil.copytree(tmp_path / "step-5.unsealed", tmp_path / "step-4.removed"))
+    half = Path(shutil.copytree(tmp_path / "step-5.unsealed", tmp_path / "step-6.unsealed"))
     (half / _seal.SEAL).unlink()
     step = step_of()
     other = Checkpoints(tmp_path, step)
     other._lock.take()
-    with pytest.warns(UserWarning, match=r"step-4.removed is left over"):
-        assert restored(tmp_path) == (5, 1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-4.removed", "step-5.unsealed"]
+    assert restored(tmp_path) == (5, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-5.unsealed", "step-6.unsealed"]
     other.close()
 
 
 def test_of_two_whole_ones_of_a_step_the_later_is_found_and_stays(tmp_path):
-    sealed(tmp_path, 5, 1)
-    newer = sealed(tmp_path / "other", 6, 2)
-    shutil.move(newer, tmp_path / "other" / "step-5")
-    content = _seal.read_seal(tmp_path / "other" / "step-5")
-    content.pop("format")
-    _seal._write(tmp_path / "other" / "step-5" / _seal.SEAL, {"format": _seal.FORMAT, **content, "number": 2})
-    shutil.move(tmp_path / "other" / "step-5", tmp_path / "step-5.unsealed")
-    assert restored(tmp_path) == (6, 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "step-5", "step-5.replaced"]
-    assert _seal.read_seal(tmp_path / "step-5.replaced")["step"] == 5
+    """As an earlier version leaves them that is killed before the last rename of a save of the same step."""
+    old = moved(tmp_path, sealed(tmp_path, 5, 1).name, "kept")
+    sealed(tmp_path, 4, 0)
+    moved(tmp_path, sealed(tmp_path, 5, 2).name, "step-5.unsealed")
+    moved(tmp_path, old.name, "step-5.replaced")
+    assert restored(tmp_path) == (5, 2)
     sealed(tmp_path, 7, 3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "step-5", "step-7"]
+    left = {path.name: _seal.read_seal(path)["number"] for path in tmp_path.iterdir()}
+    assert left == {"step-4": 1, "step-5.3": 2, "step-7": 3}
 
 
 def test_a_save_whose_last_rename_fails_leaves_both(tmp_path, monkeypatch):
-    """The new one is sealed by then: the next save, or restore, gives it its name."""
+    """The new one is sealed by then: it gets its name as soon as that is possible."""
     sealed(tmp_path, 5, 1)
     step, usual = step_of(), Path.rename
 
     def rename(self: Path, target: Any) -> Path:
-        if self.name == "step-5.unsealed" and Path(target).name == "step-5":
+        if self.name == "step-5.2.unsealed" and Path(target).name == "step-5.2":
             raise OSError(5, "Input/output error")
         return usual(self, target)
 
@@ -147,8 +148,10 @@ def test_a_save_whose_last_rename_fails_leaves_both(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(Path, "rename", rename)
             checkpoints.save(state_of(step, 5, 2), now=True)
-            with pytest.warns(UserWarning, match=r"step-5 failed, \[Errno 5\]"):
+            with pytest.warns(UserWarning, match=r"step-5.2 failed, \[Errno 5\]"):
                 checkpoints.wait()
         assert _seal.read_seal(tmp_path / "step-5")["number"] == 1
-        assert [path.name for path in _folder.left_over_in(tmp_path)] == ["step-5.unsealed"]
-    assert restored(tmp_path) == (5, 2)
+        assert [path.name for path in _folder.left_over_in(tmp_path)] == ["step-5.2.unsealed"]
+        assert restored(tmp_path) == (5, 2)
+        checkpoints.save(state_of(step, 6, 3), now=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-6"]

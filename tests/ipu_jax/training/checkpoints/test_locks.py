@@ -149,7 +149,7 @@ def test_a_lock_that_somebody_removed_is_taken_again_before_a_save(tmp_path, imp
         (tmp_path / ".lock").unlink()
         other = Lock(tmp_path)
         other._path.write_bytes(_lock._own_text())
-        taken = _lock._locked(tmp_path / ".lock")
+        taken = locked(tmp_path / ".lock")
         with pytest.raises(CheckpointError, match=r"step-3 failed, \[Errno 16\] .* is in use: this process"):
             checkpoints.save(state_of(step, 3, 3), now=True)
         os.close(taken)
@@ -219,7 +219,38 @@ def test_without_locks_nobody_knows_of_another_host_or_container(tmp_path, lockl
 @pytest.mark.parametrize("text", [b"", b"[]", b"\xff", b'{"host": "\\u001b[2J", "process": "1", "since": "now"}'])
 def test_a_text_that_is_not_a_locks_is_not_shown(tmp_path, impatient, text):
     (tmp_path / ".lock").write_bytes(text)
-    taken = _lock._locked(tmp_path / ".lock")
+    (tmp_path / ".lock").chmod(0o600)
+    taken = locked(tmp_path / ".lock")
     with pytest.raises(CheckpointError, match=r"is in use: another process saves there\. "):
+        Lock(tmp_path).take()
+    os.close(taken)
+
+
+def locked(path: Path) -> int:
+    """Lock a file, and return its handle."""
+    handle = os.open(path, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return handle
+
+
+def test_who_can_only_read_the_folder_cannot_lock_it(tmp_path, impatient):
+    lock = Lock(tmp_path)
+    lock.take()
+    assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o600
+    lock.release()
+    (tmp_path / ".lock").touch(0o644)  # of an earlier version that was killed, and locked by a reader
+    taken = locked(tmp_path / ".lock")
+    lock.take()
+    assert lock.is_held
+    assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o600
+    lock.release()
+    os.close(taken)
+
+
+def test_a_training_of_an_earlier_version_is_still_refused_to(tmp_path, impatient):
+    (tmp_path / ".lock").write_bytes(_lock._own_text())
+    (tmp_path / ".lock").chmod(0o644)
+    taken = locked(tmp_path / ".lock")
+    with pytest.raises(CheckpointError, match="is in use: this process"):
         Lock(tmp_path).take()
     os.close(taken)
