@@ -143,6 +143,8 @@ def main(argv: list[str] | None = None) -> int:
     for name, of_case in results.items():
         add_case(figures, name, of_case)
     print("\n" + "\n".join(table(results)))
+    cleaned = sum(result.left_over for of_case in results.values() for result in of_case)
+    print(f"\n{cleaned} leftovers of killed saves were named and removed by who resumed")
     print(f"\n{sum(map(len, results.values()))} runs in {time.monotonic() - began:.0f} s")
     if any(result.judge() for of_case in results.values() for result in of_case):
         print(f"what falls short is kept in {folder}")

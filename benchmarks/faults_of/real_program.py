@@ -18,7 +18,7 @@ import numpy as np
 from faults_of.cases import pid_was_hit
 from faults_of.runs import Started
 from faults_of.trial import FOUND, GONE, TRIES, Result
-from faults_of.twin import damaged_in
+from faults_of.twin import damaged_in, order_of
 
 NAME: Final = "kill -9 under run-sharded-mnist"
 EVERY: Final = 8
@@ -85,7 +85,7 @@ def _start(folder: Path, cache: Path, *options: str) -> Started:
 
 def _kill(run: Started, pid: int, result: Result, victim: int) -> bool:
     """Kill an instance and judge what follows; return False if the instance had ended before."""
-    saved = [int(path.name.removeprefix("step-")) for path in (run.folder / "checkpoints").glob("step-*[0-9]")]
+    saved = [order[0] for path in (run.folder / "checkpoints").glob("step-*") if (order := order_of(path))]
     at = time.monotonic()
     try:
         os.kill(pid, signal.SIGKILL)
@@ -135,7 +135,7 @@ def _arrays(folder: Path) -> dict[str, Any]:
     """Return the arrays of the last checkpoint in a folder, as orbax alone reads them."""
     import orbax.checkpoint as ocp
 
-    last = max(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    last = max(filter(order_of, folder.glob("step-*")), key=lambda path: order_of(path) or (0, 0))
     checkpointer = ocp.PyTreeCheckpointer()
     metadata: Any = checkpointer.metadata(last)
     names = metadata.item_metadata.tree

@@ -17,7 +17,7 @@ from typing import Final
 from faults_of.cases import resumed, says
 from faults_of.moments import moment_of
 from faults_of.trial import FOUND, GONE, PROGRAM, Result, Trial
-from faults_of.twin import SEAL
+from faults_of.twin import SEAL, order_of
 
 DISK_BYTES: Final = 8 << 20
 """The bytes of the small disk: three checkpoints of 1.6 MB, and a bit more."""
@@ -71,7 +71,7 @@ def torn_checkpoint(trial: Trial, phase: str) -> Result | None:
     run.process.send_signal(signal.SIGTERM)
     gone_at = run.gone_at(None, 60)
     status = run.end()
-    found = sorted(trial.checkpoints.glob("step-*[0-9]"), key=lambda path: int(path.name.removeprefix("step-")))
+    found = sorted(filter(order_of, trial.checkpoints.glob("step-*")), key=lambda path: order_of(path) or (0, 0))
     if not found:
         return None  # there was nothing to damage
     how = tear(found[-1], trial)

@@ -137,6 +137,7 @@ def train(args: argparse.Namespace) -> None:
     state = step.init({name: {"w": normal(args.width, args.width) / args.width} for name in ("body", "head")})
     keep = {"keep": 2, "every": args.every, "describes": {"seed": args.seed}}
     with StopRequest() as stop, Checkpoints(args.folder, step, **keep) as checkpoints:
+        checkpoints.lock()  # as `fit` does
         found = checkpoints.restore(state)
         state = state if found is None else found.state
         done = 0 if found is None else found.step

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from faults_of.runs import Mark, Started
-from faults_of.twin import Twin, damaged_in, differences
+from faults_of.twin import LEFT_OVER, SEAL, Twin, damaged_in, differences
 
 PROGRAM: Final = Path(__file__).with_name("training.py")
 EVERY, UPDATES = 12, 48
@@ -36,6 +36,7 @@ class Result:
         found, gone, resumed: until poprun saw the fault, until no process was left, and until the first step after the
             fault, without the time in which nothing ran.
         lost: the number of steps that were made again.
+        left_over: the leftovers of saves that the fault left, and that were named and removed later.
         bounds: the bounds of these four, by name.
         problems: what went wrong, in words.
     """
@@ -45,6 +46,7 @@ class Result:
     gone: float | None = None
     resumed: float | None = None
     lost: int | None = None
+    left_over: int = 0
     bounds: dict[str, float] = dataclasses.field(default_factory=dict)
     problems: list[str] = dataclasses.field(default_factory=list)
 
@@ -81,6 +83,7 @@ class Trial:
     cache: Path
     dice: random.Random
     started: list[Started] = dataclasses.field(default_factory=list)
+    left_over: set[str] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.checkpoints = self.folder / "checkpoints"
@@ -116,21 +119,41 @@ class Trial:
         return run
 
     def after(self, run: Started, result: Result, torn: Path | None = None) -> None:
-        """Check that an ended run has left no process, no run folder, and no corrupt file except one that we tore."""
+        """Check that an ended run has left no process, no run folder, and no corrupt file except one that we tore.
+
+        Leftovers of a save are noted: who resumes must name and remove them.
+        """
         if run.gone_at(None, 3) is None:
             result.problems.append(f"processes {sorted(run.processes())} are left")
             run.kill_all()
         if left := run.left_over():
             result.problems.append(f"run folders {left} are left")
-        found = [wrong for wrong in damaged_in(self.checkpoints) if torn is None or torn.name not in wrong]
-        result.problems += [wrong for wrong in found if not wrong.endswith("is left over")]
+        found = self._damages(torn)
+        names = {wrong.removesuffix(LEFT_OVER) for wrong in found if wrong.endswith(LEFT_OVER)}
+        self.left_over |= {
+            name for name in names if not (self.checkpoints / name / SEAL).exists()
+        }  # sealed: it is kept
+        result.problems += [wrong for wrong in found if not wrong.endswith(LEFT_OVER)]
+
+    def _damages(self, torn: Path | None) -> list[str]:
+        of_torn = () if torn is None else (f"{torn.name} ", f"{torn.name}/")
+        return [wrong for wrong in damaged_in(self.checkpoints) if not wrong.startswith(of_torn)]
 
     def at_the_end(self, result: Result, torn: Path | None = None) -> None:
-        """Check the results of all runs together, and that no checkpoint is damaged except one that we tore."""
+        """Check the results of all runs together, and the folder of checkpoints.
+
+        No checkpoint is damaged except one that we tore, nothing is left over, and each leftover of a save was named
+        once.
+        """
         result.problems += differences(self.twin, self.marks())
-        result.problems += [wrong for wrong in damaged_in(self.checkpoints) if torn is None or torn.name not in wrong]
+        result.problems += self._damages(torn)
         may_skip = "left over" if torn is None else f"{torn} "
         said = [line for run in self.started for line in run.errors]
+        result.left_over = len(self.left_over)
+        for name in sorted(self.left_over):
+            lines = [line for line in said if f"{name} was left over" in line]
+            if len(lines) != 1 and not name.endswith(".removed"):
+                result.problems.append(f"{len(lines)} lines name {name}, which was left over")
         for line in said:
             if "is skipped" in line and not re.search(may_skip, line):
                 result.problems.append(f"a checkpoint was skipped: {line}")

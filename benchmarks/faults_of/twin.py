@@ -8,6 +8,7 @@ resumed                              S 13 ........ 24 S ... 48 S  weights       
 import dataclasses
 import itertools
 import json
+import re
 import statistics
 import zlib
 from collections.abc import Iterable, Sequence
@@ -124,15 +125,21 @@ def weights_of(marks: Iterable[Mark]) -> set[str]:
     return {mark.value for mark in marks if mark.name == "weights"}
 
 
+LEFT_OVER = " is left over"
+
+
 def damaged_in(folder: Path) -> list[str]:
     """Return what does not fit its seal in a folder of checkpoints, read here without the library's own code."""
     wrong: list[str] = []
     for path in sorted(folder.glob("step-*")):
-        if path.name.removeprefix("step-").isdigit():
-            wrong += _damages(path)
-        else:
-            wrong.append(f"{path.name} is left over")
+        wrong += _damages(path) if order_of(path) else [f"{path.name}{LEFT_OVER}"]
     return wrong
+
+
+def order_of(checkpoint: Path) -> tuple[int, int] | None:
+    """Return the step and the number of the save in a checkpoint's name; None for any other name."""
+    found = re.fullmatch(r"step-(\d+)(?:\.(\d+))?", checkpoint.name)
+    return None if found is None else (int(found[1]), int(found[2] or 0))
 
 
 def _damages(path: Path) -> list[str]:

@@ -140,9 +140,9 @@ def test_a_first_save_that_fails_says_what_is_there(tmp_path, monkeypatch):
         monkeypatch.undo()
         save(checkpoints, 1)
     monkeypatch.setattr(_folder, "_METADATA", 1 << 60)
-    with Checkpoints(tmp_path, step_of()) as checkpoints:
-        with pytest.raises(CheckpointError, match=r"step-2 failed, \[Errno 28\] .*; the last one there is step-1$"):
-            save(checkpoints, 2)
+    wrong = r"step-2 failed, \[Errno 28\] .*; the last one there is step-1$"
+    with Checkpoints(tmp_path, step_of()) as checkpoints, pytest.raises(CheckpointError, match=wrong):
+        save(checkpoints, 2)
 
 
 @pytest.mark.parametrize("on_save_error", ["stop", "continue"])
