@@ -233,7 +233,10 @@ class Attempt:
         finished = None if progress is None else progress.finished
         lines = [] if error else self._display.tail(instance)
         lines = lines or self._display.tail(instance, "stdout") if error is None else []
-        said = report.about_failure(failure, self._host_of(instance).name, self._pids[instance], finished, lines)
+        where, cause = (self._host_of(instance).name, self._pids[instance]), ""
+        if failure.looks_like_a_lost_peer:  # another one may have said why
+            cause = report.cause_of(line for each in self._failures for line in self._display.tail(each, seen=True))
+        said = report.about_failure(failure, *where, finished, lines, cause)
         status = failure.exit_status
         if failure.looks_like_a_lost_peer:
             early = self._judge.needed_by(instance, time.monotonic()) or self._judge.left(instance)
@@ -248,6 +251,8 @@ class Attempt:
         return [*said, *report.quoted("its last lines", lines)]
 
     def _say_stuck(self, stuck: Stuck) -> None:
+        ticks = {other: seen.tick for other, seen in self._stacks.items() if seen.tick is not None}
+        stuck = self._judge.by_ticks(stuck, ticks)
         instance = stuck.instance
         lines = self._display.tail(instance, seen=True)[-5:] or self._display.tail(instance, "stdout", seen=True)[-5:]
         stacks = self._stacks[instance].text if instance in self._stacks else ""
