@@ -26,11 +26,13 @@ from typing import Any, Final, NoReturn
 import jax
 from jax._src import compiler, distributed  # the cache's writer and the coordination service's client: not exported
 
+from ipu_jax.base import opening
 from ipu_jax.distributed.environment import cache_of
 from ipu_jax.distributed.processes import beacons, listening
 from ipu_jax.distributed.processes.beacons import Beacon, Phase
 
 _LONGEST_MESSAGE: Final = 4000
+_LONGEST_TRACE: Final = 50_000  # poprun reads no more than a megabyte
 _END_SECONDS: Final = 3600.0
 _LEAVE_SECONDS: Final = 5.0
 _LEAVE_STOPPED_SECONDS: Final = 1.0  # a launcher kills the others of a failed instance half a second later
@@ -86,7 +88,7 @@ def _stacks_on_request() -> None:
     if path is not None and hasattr(faulthandler, "register"):
         with contextlib.suppress(OSError):
             # stays open until the process ends, since the signal handler writes to it
-            faulthandler.register(signal.SIGUSR1, file=path.open("w"), all_threads=True)
+            faulthandler.register(signal.SIGUSR1, file=opening.created(path), all_threads=True)
 
 
 def _wait_for_the_others() -> None:
@@ -172,12 +174,12 @@ class _End:
             "pid": self._pid,
             "type": kind,
             "message": message[:_LONGEST_MESSAGE],
-            "traceback": trace,
+            "traceback": trace[-_LONGEST_TRACE:],
             "begun": begun,
             "finished": finished,
         }
         with contextlib.suppress(OSError):
             scratch = path.with_suffix(f".{self._pid}")
-            scratch.write_text(json.dumps(found))
+            opening.write_new(scratch, json.dumps(found).encode())
             scratch.replace(path)
         beacon.enter(Phase.FAILED, f"{kind}: {message}"[:100])

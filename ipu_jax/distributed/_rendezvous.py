@@ -39,6 +39,7 @@ import socket
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -63,6 +64,7 @@ _OPTIONS: Final = ("DEFAULT_MATMUL_PRECISION", "DEFAULT_PRNG_IMPL", "ENABLE_X64"
 _VARIABLES: Final = (*(f"JAX_{option}" for option in _OPTIONS), "XLA_FLAGS")
 _ABSENT: Final = "none"
 _LONGEST: Final = 200
+_MOST_FLAGS: Final = 100_000
 
 
 def fingerprint(place: Place | None, *, flags: bool = True) -> dict[str, str]:
@@ -88,7 +90,9 @@ def fingerprint(place: Place | None, *, flags: bool = True) -> dict[str, str]:
             found[package] = _ABSENT
     found |= {name: os.environ.get(name, _ABSENT) for name in _VARIABLES}
     if flags:
-        found["flags"] = " ".join(sys.argv[1:]) or _ABSENT
+        text = " ".join(sys.argv[1:]) or _ABSENT
+        checksum = zlib.crc32(text.encode(errors="surrogateescape"))  # a line to the host holds a megabyte
+        found["flags"] = text if len(text) < _MOST_FLAGS else f"of {len(text):,} letters, checksum {checksum:08x}"
     return found
 
 

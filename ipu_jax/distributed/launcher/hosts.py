@@ -30,6 +30,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
+from ipu_jax.base import opening
 from ipu_jax.distributed.environment import THREADS
 from ipu_jax.distributed.launcher import watcher
 from ipu_jax.distributed.launcher.topology import Launch
@@ -105,12 +106,13 @@ class Exited:
 class Stacks:
     """Describe what an instance was doing, as requested: its Python stacks, and its flight recorder's lines.
 
-    Both are empty if it could not give them.
+    Both are empty if it could not give them. `tick` is the lowest one in which one of its IPUs has a task.
     """
 
     instance: int
     text: str
     flight: tuple[str, ...]
+    tick: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +144,7 @@ STACKS_WITHIN: Final = 1.0
 BEAT_EVERY: Final = 0.2
 """Seconds between two reads of a beacon."""
 _AT_ONCE: Final = 1 << 16
+_MOST_BYTES: Final = 1 << 20  # of a file that an instance writes
 _CANNOT_DIE: Final = 3.0
 _TRIES: Final = 20
 
@@ -255,15 +258,18 @@ class LocalHost:
 
     def ask_stacks(self, instance: int) -> None:
         """Ask an instance for its Python stacks: `Stacks` follows."""
-        found, path = self._instances[instance], self._path("stacks", instance)
-        pid = self._pid_of(found)
-        if found.exited or not path.exists() or letter_of(pid) in "TtZ":
-            self._waiting.append(Stacks(instance, "", self._flight(instance)))
-            return
-        found.stacks_from = path.stat().st_size
-        found.stacks_until = time.monotonic() + STACKS_WITHIN
-        with contextlib.suppress(OSError):
+        found = self._instances[instance]
+        reading, pid = self._look(found)
+        try:
+            # the signal would end a process that does not write its stacks
+            if found.exited or reading is None or reading.pid != pid or letter_of(pid) in "TtZ":
+                raise OSError("it cannot write them")
+            with opening.reading(self._path("stacks", instance)) as file:
+                found.stacks_from = file.seek(0, os.SEEK_END)
             os.kill(pid, signal.SIGUSR1)
+            found.stacks_until = time.monotonic() + STACKS_WITHIN
+        except OSError:
+            self._waiting.append(self._described(instance, ""))
 
     def hold(self, on: bool) -> None:
         """Stop reading what the instances write to their pipes, or resume."""
@@ -319,10 +325,14 @@ class LocalHost:
         assert self._run_dir is not None
         return self._run_dir / f"{name}.{instance}"
 
-    def _pid_of(self, instance: _Instance) -> int:
-        """Return the number of the process that runs steps, which may be a child of the started process."""
-        reading = beacons.read(self._path("beacon", instance.number))
-        return instance.process.pid if reading is None else reading.pid
+    def _look(self, instance: _Instance) -> tuple[Reading | None, int]:
+        """Return the beacon, and the process that runs steps, which may be a child of the started process.
+
+        The program may have written any number into its beacon: other processes do not count.
+        """
+        reading, pid = beacons.read(self._path("beacon", instance.number)), instance.process.pid
+        its = (f"{beacons.RUN_DIR}={self._run_dir}", f"{beacons.INSTANCE}={instance.number}")
+        return reading, reading.pid if reading is not None and watcher.belongs(reading.pid, {pid}, *its) else pid
 
     def _outputs(self, instance: _Instance, most: int = _AT_ONCE) -> list[Event]:
         events: list[Event] = []
@@ -358,8 +368,7 @@ class LocalHost:
         ]
 
     def _beat(self, instance: _Instance) -> list[Event]:
-        reading = beacons.read(self._path("beacon", instance.number))
-        pid = instance.process.pid if reading is None else reading.pid
+        reading, pid = self._look(instance)
         letter = letter_of(pid)
         if pid != instance.process.pid and letter_of(instance.process.pid) == "T":
             pid, letter = instance.process.pid, "T"
@@ -368,34 +377,33 @@ class LocalHost:
 
     def _error(self, instance: _Instance) -> ErrorRecord | None:
         try:
-            record = json.loads(self._path("error", f"{instance.number}.json").read_bytes())
+            record = json.loads(opening.content(self._path("error", f"{instance.number}.json"), _MOST_BYTES))
             return ErrorRecord(
-                at=record["monotonic_ns"] / 1e9,
+                at=int(record["monotonic_ns"]) / 1e9,
                 type=str(record["type"]),
                 message=str(record["message"]),
                 finished=int(record.get("finished") or 0),
             )
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
+            return None  # there is none, or the program has written it
 
     def _stacks(self, instance: _Instance) -> list[Event]:
         if not instance.stacks_until:
             return []
         text = ""
-        with contextlib.suppress(OSError):
-            text = self._path("stacks", instance.number).read_bytes()[instance.stacks_from :].decode(errors="replace")
+        with contextlib.suppress(OSError), opening.reading(self._path("stacks", instance.number)) as file:
+            file.seek(instance.stacks_from)
+            text = file.read(_MOST_BYTES).decode(errors="replace")
             # a dump is written in pieces, and nothing marks its end
             if time.monotonic() < instance.stacks_until - (0.7 * STACKS_WITHIN if text else 0):
                 return []
         instance.stacks_until = 0.0
-        return [Stacks(instance.number, text, self._flight(instance.number))]
+        return [self._described(instance.number, text)]
 
-    def _flight(self, instance: int) -> tuple[str, ...]:
+    def _described(self, instance: int, stacks: str) -> Stacks:
         assert self._run_dir is not None
-        try:
-            return tuple(flight.lines_of(self._run_dir, instance))
-        except (OSError, ValueError, LookupError) as error:  # the program may have written anything there
-            return (f"not known: {error}",)
+        seen = flight.read(self._run_dir, instance)
+        return Stacks(instance, stacks, seen.lines, seen.tick)
 
     def _tell(self, *words: str | int) -> None:
         if self._watcher is None:

@@ -3,13 +3,22 @@
 Nothing here imports jax.
 """
 
+import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from ipu_jax.distributed.launcher.verdicts import EarlyEnd, Failure, Stuck
 
 _MOST_LINES: Final = 40
+_CAUSES: Final = {
+    r"received data size doesn't match": "it received arrays of another size than it sends: do all instances have the "
+    "same model, batches and options?",
+    r"gloo context initialization failed.*(deadline|timed out)": "another instance did not come to their exchange: do "
+    "all make the same calls, with the same options, such as checkpoints=?",
+    r"heartbeat": "jax's service has missed the heartbeats of an instance, which was suspended or starved, or a clock "
+    "has jumped: a restart helps (--max-restarts)",
+}
 _STATES: Final = {
     "R": "running",
     "S": "sleeping",
@@ -73,8 +82,20 @@ def step_of(finished: int | None) -> str:
     return f"last finished step {finished}" if finished else "no step finished"
 
 
-def about_failure(failed: Failure, host: str, pid: int, finished: int | None, lines: Sequence[str]) -> list[str]:
-    """Return the lines that describe a failure, with lines of output that the user may not have seen."""
+def cause_of(said: Iterable[str]) -> str:
+    """Return what has ended an instance, in words, if gloo or jax's service has said one of the known messages.
+
+    >>> cause_of(["...", "[enforce fail at pair.cc:459] ... Received data size doesn't match expected size."])
+    'it received arrays of another size than it sends: do all instances have the same model, batches and options?'
+    """
+    text = "\n".join(said)
+    return next((words for known, words in _CAUSES.items() if re.search(known, text, re.IGNORECASE)), "")
+
+
+def about_failure(
+    failed: Failure, host: str, pid: int, finished: int | None, lines: Sequence[str], cause: str = ""
+) -> list[str]:
+    """Return the lines that describe a failure, with its known cause, and output that the user may not have seen."""
     where = f"instance {failed.instance} (host {host}, pid {pid}, {step_of(finished)})"
     status = failed.status
     if failed.error is not None:
@@ -88,7 +109,7 @@ def about_failure(failed: Failure, host: str, pid: int, finished: int | None, li
         what = f"exited with status {status}, as a shell does whose command {signal_name(status - 128)} has ended"
     else:
         what = f"exited with status {status}"
-    return [f"{where} {what}", *quoted("its last lines", lines)]
+    return [f"{where} {what}{cause and ': '}{cause}", *quoted("its last lines", lines)]
 
 
 def about_stall(stuck: Stuck, host: str, stacks: str, lines: Sequence[str]) -> list[str]:

@@ -231,9 +231,11 @@ class Attempt:
         instance, error = failure.instance, failure.error
         progress = self._judge.progress.get(instance)
         finished = None if progress is None else progress.finished
-        lines = [] if error else self._display.tail(instance)
-        lines = lines or self._display.tail(instance, "stdout") if error is None else []
-        said = report.about_failure(failure, self._host_of(instance).name, self._pids[instance], finished, lines)
+        lines = [] if error else self._display.tail(instance) or self._display.tail(instance, "stdout")
+        # another one may have said what has ended it
+        words = (line for each in self._failures for line in self._display.tail(each, seen=True))
+        cause = report.cause_of(words) if failure.looks_like_a_lost_peer else ""
+        said = report.about_failure(failure, self._host_of(instance).name, self._pids[instance], finished, lines, cause)
         status = failure.exit_status
         if failure.looks_like_a_lost_peer:
             early = self._judge.needed_by(instance, time.monotonic()) or self._judge.left(instance)
@@ -248,6 +250,7 @@ class Attempt:
         return [*said, *report.quoted("its last lines", lines)]
 
     def _say_stuck(self, stuck: Stuck) -> None:
+        stuck = self._judge.by_ticks(stuck, {i: seen.tick for i, seen in self._stacks.items() if seen.tick is not None})
         instance = stuck.instance
         lines = self._display.tail(instance, seen=True)[-5:] or self._display.tail(instance, "stdout", seen=True)[-5:]
         stacks = self._stacks[instance].text if instance in self._stacks else ""

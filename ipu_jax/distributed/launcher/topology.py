@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from ipu_jax.base.annotations import Json
+from ipu_jax.base.cli.parser import shown
 from ipu_jax.distributed.environment import CACHE, THREADS, Place, cache_of, text_of, uneven
 from ipu_jax.distributed.errors import runs_of
 
@@ -27,7 +28,8 @@ BOOTSTRAP: Final = Path(__file__).parents[1] / "bootstrap"
 LOCALHOST: Final = "localhost"
 MOST_HOSTS: Final = 4096
 _LOOPBACK: Final = (LOCALHOST, "127.0.0.1", "::1")
-_NAME: Final = re.compile(r"[A-Za-z0-9_.:@%-]+")
+# a name in the DNS has at most 253 letters, and 1 to 63 between two dots
+_NAME: Final = re.compile(r"(?!.*[^.@]{64})(?!\.|.*\.\.)[A-Za-z0-9_.:@%-]{1,253}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,9 +259,9 @@ def host_names(text: str) -> tuple[str, ...]:
     """
     names: list[str] = []
     for part in re.split(r",(?![^\[]*\])", text):
-        names += _expanded(part.strip(), text)
+        names += _expanded(part.strip(), shown(text))
         if len(names) > MOST_HOSTS:
-            raise ValueError(f"{text!r} are more than {MOST_HOSTS} hosts: give fewer")
+            raise ValueError(f"{shown(text)!r} are more than {MOST_HOSTS} hosts: give fewer")
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"host {twice!r} is named twice: name it once, and raise --num-instances to start more there")

@@ -14,7 +14,11 @@
     stopped (state T)     5 s in any phase
 
 Steps wait for each other. While one instance compiles, starts or is busy within its limit, the others are not stuck.
-When one is stuck, soon all are. The *culprit* is the instance that the others wait for.
+When one is stuck, soon all are. The *culprit* is the instance that the others wait for. It may wait itself, if its
+program makes other calls (the counts are explained below):
+
+    instance 0   step 21, its common thing 22       -> it owes nobody anything
+    instance 1   waits in its 22nd, an all_reduce   -> it cannot come to step 21: it is the culprit
 
 **Failures.** When an instance dies, its peers lose their connections to it and fail as well, some before the launcher
 has seen the first failure. So all failures within a moment are ordered by the time at which they happened:
@@ -45,7 +49,7 @@ import math
 import re
 import signal
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from ipu_jax.distributed.launcher.hosts import Beat, ErrorRecord
@@ -63,6 +67,8 @@ PATIENCE: Final = 1.2
 """Seconds of a wait that is not counted, after which an ended instance is taken for the reason."""
 
 _KEPT: Final = 1001
+_NO_STEP: Final = "finished no step"
+_SAME: Final = " (do all instances make the same number of updates, saves and exchanges?)"
 _FOR_OTHERS: Final = (Phase.WAITING, Phase.ENDING)
 _PREPARING: Final = (Phase.STARTING, Phase.COMPILING)
 _SEEN_LATE: Final = 0.1
@@ -103,7 +109,6 @@ class _Late:
     limit: float
     rule: str
     waits: bool = True  # whether it may be waiting for another instance
-    of_steps: bool = False
 
 
 @dataclasses.dataclass
@@ -273,15 +278,30 @@ class Judge:
         for instance, watched in self._alive.items():
             late = self._late(watched, now)
             if late is not None:
+                doing, seconds = late.doing, late.seconds
                 if late.waits:
-                    instance = self._culprit(of_steps=late.of_steps)
-                    watched = self._watched[instance]
-                    late = dataclasses.replace(late, seconds=self._silence(watched, now))
-                finished = watched.progress.finished if watched.progress else None
-                return Stuck(
-                    instance, watched.pid, watched.letter, finished, late.doing, late.seconds, late.limit, late.rule
-                )
+                    instance, doing = self._apart() or (self._culprit(of_steps=doing == _NO_STEP), doing)
+                    seconds = self._silence(self._watched[instance], now)
+                return self._named(Stuck(instance, 0, "", None, doing, seconds, late.limit, late.rule), instance)
         return None
+
+    def _named(self, stuck: Stuck, instance: int) -> Stuck:
+        watched = self._watched[instance]
+        finished = watched.progress.finished if watched.progress else None
+        return dataclasses.replace(stuck, instance=instance, pid=watched.pid, letter=watched.letter, finished=finished)
+
+    def by_ticks(self, stuck: Stuck, ticks: Mapping[int, int]) -> Stuck:
+        """Return who is stuck in a step that all have begun: the instance with a task in the lowest tick.
+
+        Args:
+            stuck: the verdict without the flight recorder.
+            ticks: the lowest tick in which each instance has a task, if it has one.
+        """
+        alive = [each.progress for each in self._alive.values() if each.progress is not None]
+        finished = max((each.finished for each in alive), default=0)
+        if not ticks or stuck.doing != _NO_STEP or stuck.letter == "T" or any(each.begun <= finished for each in alive):
+            return stuck
+        return self._named(stuck, min(ticks, key=lambda instance: (ticks[instance], instance != stuck.instance)))
 
     def _missing(self, now: float) -> Stuck | None:
         """Return an instance that has not arrived in time where the others first meet."""
@@ -358,7 +378,7 @@ class Judge:
             limit, rule = self._step_limit()
             silence = self._silence(watched, now)
             if silence > limit:
-                return _Late("finished no step", silence, limit, rule, of_steps=True)
+                return _Late(_NO_STEP, silence, limit, rule)
         return None
 
     def _is_last(self, watched: _Watched) -> bool:
@@ -375,6 +395,30 @@ class Judge:
         if progress is None:
             return now - max(watched.started_at, self._since)
         return now - max(progress.finished_at, progress.phase_at, self._since)
+
+    def _apart(self) -> tuple[int, str] | None:
+        """Return the instance whose program makes another call than the others, and what it does; None if none does.
+
+        Some instances wait for all. The others are in a step that these have not begun, and owe them nothing: they have
+        made or begun whatever is common before that step. If fewer instances are in the step than wait, they are named.
+        """
+        alive = {i: each.progress for i, each in self._alive.items() if each.progress is not None}
+        waiting = {i: each for i, each in alive.items() if each.phase is Phase.WAITING}
+        others = {i: each for i, each in alive.items() if each.phase not in _FOR_OTHERS}
+        if not waiting or not others or any(each.letter == "T" for each in self._alive.values()):
+            return None
+        step = 1 + max(each.begun for each in waiting.values())
+        made = max(each.joint_made for each in waiting.values())
+        if any(each.begun < step or each.joint_begun <= made for each in others.values()):
+            return None
+        wait = _doing(waiting[min(waiting)])
+        if len(others) < len(waiting):
+            return min(others), f"is in step {step}, which no other instance has begun, while another one {wait}{_SAME}"
+        # whoever has made more exchanges has begun this one
+        exchanges = [each.joint_begun - each.begun for each in (*waiting.values(), *others.values())]
+        if len(waiting) == 1 and exchanges[0] > max(exchanges[1:]):
+            wait += ", which no other instance has begun,"
+        return min(waiting), f"{wait} while the others wait for it in step {step}{_SAME}"
 
     def _culprit(self, of_steps: bool) -> int:
         """Return the instance that the others wait for: stopped, else with fewest steps begun, else longest silent.

@@ -28,16 +28,22 @@ def members(folder: str, groups: Iterable[int]) -> set[int]:
 
     Without /proc, which only Linux has, there is no way to know, and none is returned.
     """
-    wanted, mark, found = set(groups), os.fsencode(f"{VARIABLE}={folder}"), set[int]()
+    wanted, found = set(groups), set[int]()
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc"):
-            if name.isdigit() and int(name) != os.getpid() and _belongs(name, wanted, mark):
+            if name.isdigit() and int(name) != os.getpid() and belongs(int(name), wanted, f"{VARIABLE}={folder}"):
                 found.add(int(name))
     return found
 
 
-def _belongs(pid: str, groups: set[int], mark: bytes) -> bool:
+def belongs(pid: int, groups: set[int], *variables: str) -> bool:
+    """Return whether a living process is in one of the process groups, or has all the variables in its environment.
+
+    Without /proc, only the group of a process is known.
+    """
     try:
+        if not os.path.exists("/proc/self"):
+            return os.getpgid(pid) in groups
         with open(f"/proc/{pid}/stat", "rb") as file:
             # the command's name, in parentheses, may contain anything
             letter, _, group = file.read().rpartition(b")")[2].split()[:3]
@@ -46,8 +52,8 @@ def _belongs(pid: str, groups: set[int], mark: bytes) -> bool:
         if int(group) in groups:
             return True
         with open(f"/proc/{pid}/environ", "rb") as file:
-            return mark in file.read().split(b"\0")
-    except (OSError, ValueError):  # it has ended, or is another user's
+            return {*map(os.fsencode, variables)} <= {*file.read().split(b"\0")}
+    except (OSError, ValueError, OverflowError):  # it has ended, or is another user's
         return False
 
 

@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import enum
 import errno
+import math
 import mmap
 import os
 import struct
@@ -24,6 +25,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
+
+from ipu_jax.base import opening
 
 RUN_DIR: Final = "IPU_JAX_RUN_DIR"
 INSTANCE: Final = "IPU_JAX_INSTANCE"
@@ -123,7 +126,7 @@ class Beacon:
     def __init__(self, path: Path | None = None):
         self._memories: list[mmap.mmap] = []
         if path is not None:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            handle = opening.created(path)
             try:
                 self._memories.append(mapped(handle))
             finally:
@@ -280,11 +283,18 @@ def reserve(handle: int, size: int) -> None:
 
 
 def read(path: Path) -> Reading | None:
-    """Return the content of a beacon, or None if there is none yet, or if a write made it unreadable."""
-    return parsed(whole(lambda: _bytes_of(path)))
+    """Return the content of a beacon, or None if there is none yet, or if it cannot be read."""
+
+    def content() -> bytes:
+        with opening.reading(path) as file:
+            return file.read(_LAYOUT.size)
+
+    with contextlib.suppress(OSError):
+        return parsed(whole(content))
+    return None
 
 
-def whole(content: Callable[[], bytes | None]) -> bytes | None:
+def whole(content: Callable[[], bytes]) -> bytes:
     """Return content that was not being written: `content`, which reads it again, has returned it twice in a row.
 
     The writer is not locked out. After four different readings, the last one is returned.
@@ -297,14 +307,17 @@ def whole(content: Callable[[], bytes | None]) -> bytes | None:
     return found
 
 
-def parsed(found: bytes | None) -> Reading | None:
-    """Return the reading of the bytes of a beacon, or None if they are not a beacon."""
-    if found is None or len(found) < _LAYOUT.size:
+def parsed(found: bytes) -> Reading | None:
+    """Return the reading of the bytes of a beacon, or None if no beacon has these bytes."""
+    if len(found) < _LAYOUT.size:
         return None
     magic, version, *numbers, limit, label = _LAYOUT.unpack_from(found)
     pid, beat, begun, finished, first, last, aside, updates, samples = numbers[:9]
     mark_ns, mark_updates, mark_samples, joint_begun, joint_made, held, phase, phase_ns = numbers[9:]
     if magic != _MAGIC or version != _VERSION or phase not in set(Phase):
+        return None
+    # numbers that no process writes would also enter the judgement of the other instances
+    if min(numbers) < 0 or math.isnan(limit) or max(beat, first, last, mark_ns, phase_ns) > time.monotonic_ns():
         return None
     return Reading(
         begun=begun,
@@ -393,11 +406,3 @@ def meeting(label: str, limit: float) -> Iterator[None]:
 
 
 _INTERRUPTED: Final = (Phase.STARTING, Phase.COMPILING, Phase.STEPPING, Phase.SILENT)
-
-
-def _bytes_of(path: Path) -> bytes | None:
-    try:
-        with path.open("rb") as file:
-            return file.read(_LAYOUT.size)
-    except OSError:
-        return None

@@ -9,6 +9,7 @@ Nothing here imports jax.
 """
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import mmap
@@ -20,12 +21,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from ipu_jax.base import opening
 from ipu_jax.distributed.processes import beacons
 
 RECORD: Final = "IPU_JAX_FLIGHT_RECORDER"
 
 _SLOT: Final = struct.Struct("<IIIiQ")  # program (0: no tick so far), replica, IPU, tick, ns
 _PAGE: Final = 4096
+_MOST: Final = 1 << 24
+_MOST_PROGRAMS: Final = 16  # at the same time, in one instance
 
 Report = Callable[[int, int, int], None]
 
@@ -42,7 +46,7 @@ class Recorder:
 
     def __init__(self, path: Path):
         self._path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        self._file = opening.created(path)
         self._slots: dict[tuple[int, int], int] = {}
         self._memory: mmap.mmap | None = None
         self._reports: dict[tuple[str, int], Report] = {}
@@ -52,7 +56,7 @@ class Recorder:
         if (program, replicas) in self._reports:
             return self._reports[program, replicas]
         number, of_ipus = len(self._reports) + 1, tasks()
-        _program(self._path, number).write_text(json.dumps({"role": role, "tasks": of_ipus}))
+        opening.write_new(_program(self._path, number), json.dumps({"role": role, "tasks": of_ipus}).encode())
         for place in itertools.product(range(replicas), range(len(of_ipus))):
             self._slots.setdefault(place, len(self._slots) * _SLOT.size)
         size = -(-len(self._slots) * _SLOT.size // _PAGE) * _PAGE
@@ -88,8 +92,21 @@ def report_of(program: str, role: str, replicas: int, tasks: Callable[[], list[l
         return None
 
 
-def lines_of(folder: Path, instance: int) -> list[str]:
-    """Return what the IPUs of an instance do, a line for each, in the order of replicas and IPUs; [] if none recorded.
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """Say what the IPUs of an instance do.
+
+    Attributes:
+        lines: a line for each IPU that has reported a tick, in the order of replicas and IPUs.
+        tick: the lowest tick in which one of them has a task; None if all of them idle, or are after all ticks.
+    """
+
+    lines: tuple[str, ...] = ()
+    tick: int | None = None
+
+
+def read(folder: Path, instance: int) -> Seen:
+    """Return what the IPUs of an instance do; of files that no recorder has written, nothing.
 
     A tick is named by its number, as in `Schedule.tasks`: the first of 40 is "tick 0 of 40".
 
@@ -98,18 +115,24 @@ def lines_of(folder: Path, instance: int) -> list[str]:
         instance: its number.
     """
     path, now = folder / f"flight.{instance}", time.monotonic_ns()
-    found = beacons.whole(lambda: path.read_bytes() if path.exists() else None) or b""
+    lines, ticks, programs = list[str](), list[int](), dict[int, dict[str, Any]]()
+    found = b""
+    with contextlib.suppress(OSError):
+        found = beacons.whole(lambda: opening.content(path, _MOST))
     slots = _SLOT.iter_unpack(found[: len(found) // _SLOT.size * _SLOT.size])
-    lines, programs = list[str](), dict[int, Any]()
     for number, replica, ipu, tick, since in sorted(slots, key=lambda slot: slot[1:3]):
-        if number:
-            # on a full disk the file of a program may be missing
-            with contextlib.suppress(OSError, ValueError):
-                program = programs.get(number) or json.loads(_program(path, number).read_text())
-                programs[number] = program
-                doing = _doing(program["role"], program["tasks"][ipu], tick)
+        # on a full disk the file of a program is missing, and the instance's program may have written anything
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+            if number:
+                if number not in programs and len(programs) < _MOST_PROGRAMS:
+                    programs[number] = {}  # is read once, also if it cannot be
+                    programs[number] = json.loads(opening.content(_program(path, number), _MOST))
+                tasks = programs[number]["tasks"][ipu]
+                doing = _doing(programs[number]["role"], tasks, tick)
                 lines.append(f"IPU {ipu} of replica {replica}: {doing}, for {max(now - since, 0) / 1e9:.1f} s")
-    return lines
+                if 0 <= tick < len(tasks) and tasks[tick]:
+                    ticks.append(tick)
+    return Seen(tuple(lines), min(ticks, default=None))
 
 
 def _program(path: Path, number: int) -> Path:

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from ipu_jax.base import opening
 from ipu_jax.base.annotations import Json
 from ipu_jax.base.version import __version__
 from ipu_jax.distributed.processes import beacons
@@ -135,8 +136,7 @@ class _Record:
         with opened(self._folder, os.geteuid()) as folder:
             _remove_left_over(folder, identity)
             # the file already exists if this process has replaced its program by `exec`
-            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._file = os.open(self._name, flags, 0o600, dir_fd=folder)
+            self._file = opening.regular(self._name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, folder=folder)
         try:
             memory = beacons.mapped(self._file)
             self._write()

@@ -64,6 +64,17 @@ def test_instances_that_are_alike_meet_and_free_the_port(instances):
         next_one.listen()
 
 
+@pytest.mark.parametrize("letters", [7, 99_000, 2_000_000])
+def test_a_command_line_of_any_length_is_compared(monkeypatch, letters):
+    def flags(last):
+        monkeypatch.setattr("sys.argv", ["train.py", "\udcff", "x" * letters, last])
+        return fingerprint(None)
+
+    alike, other = flags("a"), flags("b")
+    assert len(json.dumps(alike)) < 1 << 18
+    assert (difference({0: alike, 1: flags("a")}), difference({0: alike, 1: other}) is None) == (None, False)
+
+
 def of_count(instances):
     return fingerprint(place(0, instances, 1), flags=False)
 

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import stat
 import tempfile
 import typing
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from typing import Any, Final
 
 import psutil
 
+from ipu_jax.base import opening
 from ipu_jax.base.annotations import Json
 from ipu_jax.distributed.processes import beacons, own_record
 from ipu_jax.distributed.processes.beacons import Reading
@@ -178,7 +178,7 @@ def _found(
             return "names a process that cannot be looked into"
         if seen["uids"].effective != uid:
             return f"names a process of user {seen['uids'].effective}"
-        content = beacons.whole(lambda: _content(name, folder, uid)) or b""
+        content = beacons.whole(lambda: _content(name, folder, uid))
         text = content[beacons.SIZE :].rstrip(b"\0")
         if not text:
             return None  # its process is just starting to write it
@@ -196,14 +196,13 @@ def _found(
 
 def _content(name: str, folder: int, uid: int) -> bytes:
     """Return the content of a user's file. Refuse a file that could block or mislead the reader."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with open(os.open(name, flags, dir_fd=folder), "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST:
-            raise OSError("is no file, or too large for a record")
-        if found.st_uid != uid:
-            raise OSError(f"belongs to user {found.st_uid}, not {uid}")
-        return file.read(_LARGEST)
+    with opening.reading(name, folder=folder) as file:
+        found, owner = file.read(_LARGEST + 1), os.fstat(file.fileno()).st_uid
+    if owner != uid:
+        raise OSError(f"belongs to user {owner}, not {uid}")
+    if len(found) > _LARGEST:
+        raise OSError("is too large for a record")
+    return found
 
 
 def _checked(kind: Any, value: Json) -> Json:

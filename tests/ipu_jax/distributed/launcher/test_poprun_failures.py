@@ -76,20 +76,61 @@ def test_what_an_instance_does_is_bounded_by_its_own_limit_or_by_an_option(tmp_p
 def test_what_each_ipu_does_is_said_of_a_stuck_run_with_a_flight_recorder(tmp_path, words):
     body = """
     from ipu_jax.distributed.processes import flight
-    report = flight.report_of("p", "training", 1, lambda: [["F of micro-batch 0"], ["B of micro-batch 1"]])
+    report = flight.report_of("p", "training", 1, lambda: [["F of 0", "F of 1", ""], ["F of 0", "F of 1", "F of 2"]])
     step(0); step(1)
     if report:
-        report(0, me, me)
+        report(0, me, 2 - me)  # instance 1 holds the others up
+    meet(2); time.sleep(0.1 * me); beacon.finished(0)
     beacon.begun(); time.sleep(60)
     """
     ran = poprun(*words, *TWO, "--stall-timeout", "1", *program(tmp_path, body))
     assert ran.status == 124
     said = re.findall(r"what the IPUs of instance (\d) do:\npoprun:     (.*), for [\d.]+ s\n", ran.err)
     expected = [
-        ("0", "IPU 0 of replica 0: F of micro-batch 0, tick 0 of 1"),
-        ("1", "IPU 1 of replica 0: after all 1 ticks of training: collectives, the update, or nothing"),
+        ("0", "IPU 0 of replica 0: idle in tick 2 of 3"),
+        ("1", "IPU 1 of replica 0: F of 1, tick 1 of 3"),
     ]
     assert said == (expected if words else [])
+    # the record knows better than the times of the last steps
+    assert f"poprun: instance {1 if words else 0} (host localhost" in ran.err
+
+
+# as gloo and jax 0.10.2 print them
+CAUSES = {
+    "  what():  [enforce fail at external/gloo/gloo/transport/tcp/pair.cc:459] op.preamble.length <= op.nbytes. 192 vs "
+    "128. Received data size doesn't match expected size. Is there a distributed collective mismatch in your code?": (
+        "it received arrays of another size than it sends"
+    ),
+    "jax.errors.JaxRuntimeError: UNKNOWN: Gloo context initialization failed: DEADLINE_EXCEEDED: GetKeyValue() timed "
+    "out with key: cpu:gloo/0,2048/0 and duration: 29.99999991s": "another instance did not come to their exchange",
+    "UNAVAILABLE: /job:jax_worker/replica:0/task:1 heartbeat timeout. This indicates that the remote task has failed, "
+    "got preempted, or crashed unexpectedly.": "jax's service has missed the heartbeats",
+}
+
+
+@pytest.mark.parametrize("line", CAUSES)
+@pytest.mark.parametrize("teller", [0, 1])
+def test_what_gloo_or_jax_has_said_is_told_in_words_of_an_instance_that_it_has_ended(tmp_path, teller, line):
+    body = f"""
+    step(0)
+    if me == {teller}:
+        print({line!r}, file=sys.stderr)
+    if me == 0:
+        os.kill(os.getpid(), signal.SIGABRT)
+    time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGABRT)
+    """
+    ran = poprun(*TWO, *program(tmp_path, body))
+    assert ran.status == 128 + signal.SIGABRT
+    assert f" was ended by SIGABRT: {CAUSES[line]}" in ran.err
+
+
+def test_no_cause_is_told_of_a_failure_of_its_own(tmp_path):
+    ran = poprun(
+        *TWO, *program(tmp_path, f"print({next(iter(CAUSES))!r}, file=sys.stderr); me or sys.exit(3); meet(2)")
+    )
+    assert ran.status == 3
+    assert ran.err.splitlines()[-1].endswith("exited with status 3")
 
 
 # Instance 0 ends its program with status 0; instance 1 goes on. `joint` steps need both.

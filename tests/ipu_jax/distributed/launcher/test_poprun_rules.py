@@ -183,6 +183,87 @@ def test_steps_of_others_do_not_wait_for_one_without_a_beacon():
     assert stuck.instance == 1
 
 
+ALONE = "waits in a place, which no other instance has begun, while the others wait for it in step 21"
+TOGETHER = "waits in a place while the others wait for it in step 21"
+ODD = "is in step 21, which no other instance has begun, while another one waits in a place"
+# by hand: popdist.init and 20 steps are 21 common things; the next one is the 22nd
+WAITS, STEPS = (Phase.WAITING, 20, 22, 21), (Phase.STEPPING, 21, 22, 22)
+
+
+@pytest.mark.parametrize(
+    ("instances", "named", "doing"),
+    [
+        ([STEPS, WAITS], 1, ALONE),
+        ([WAITS, STEPS], 0, ALONE),
+        ([STEPS, STEPS, WAITS, STEPS], 2, ALONE),
+        ([STEPS, WAITS, STEPS, WAITS], 1, TOGETHER),
+        ([WAITS, WAITS, STEPS, WAITS], 2, ODD),
+        ([(Phase.STEPPING, 22, 23, 23), WAITS], 1, ALONE),  # it is a step ahead, and has not waited for it yet
+        ([STEPS, (Phase.WAITING, 20, 21, 21)], 1, TOGETHER),  # such as for the others' parts of a save
+        ([(Phase.STEPPING, 21, 23, 23), WAITS], 1, TOGETHER),  # it is late to leave an exchange
+        # these owe the one that waits something: they have not come to its exchange, or are in a step of their own
+        ([(Phase.STEPPING, 20, 21, 21), WAITS], 0, "finished no step"),
+        ([(Phase.STEPPING, 21, 1, 1), (Phase.WAITING, 20, 2, 1)], 0, "finished no step"),
+        ([STEPS, (Phase.STEPPING, 20, 21, 21), WAITS], 1, "finished no step"),
+        ([STEPS, (Phase.ENDING, 20, 22, 22)], 0, "finished no step"),
+    ],
+)
+def test_who_waits_where_no_other_one_comes_is_named(instances, named, doing):
+    judge = judge_of(len(instances))
+    end = stepped(judge, len(instances), 20, 0.1)
+    for i, (phase, begun, joint_begun, joint_made) in enumerate(instances):
+        at: Any = {"finished": 20, "finished_at": end, "phase": phase, "phase_at": end, "limit": 300.0}
+        reading = progress(begun=begun, joint_begun=joint_begun, joint_made=joint_made, **at)
+        judge.beat(Beat(i, 100 + i, "S", dataclasses.replace(reading, label="in a place")), end + 0.1)
+    assert judge.verdict(end + 4.9) is None
+    stuck = stuck_at(judge, end + 5.1)
+    assert (stuck.instance, stuck.pid) == (named, 100 + named)
+    question = " (do all instances make the same number of updates, saves and exchanges?)"
+    assert stuck.doing == (doing if doing == "finished no step" else doing + question)
+    assert stuck.seconds == pytest.approx(5.1)
+
+
+def test_a_stopped_one_is_named_before_one_that_waits():
+    judge = judge_of(2)
+    end = stepped(judge, 2, 20, 0.1)
+    waits: Any = {"finished": 20, "finished_at": end, "phase": Phase.WAITING, "phase_at": end, "limit": 300.0}
+    beat(judge, 1, end, begun=20, joint_begun=22, joint_made=21, **waits)
+    at: Any = {"begun": 21, "finished": 20, "finished_at": end, "phase_at": end, "joint_begun": 22, "joint_made": 22}
+    beat(judge, 0, end + 1, "T", **at)
+    assert stuck_at(judge, end + 5.1).instance == 0
+
+
+@pytest.mark.parametrize(
+    ("begun", "letters", "ticks", "named"),
+    [
+        ((11, 11, 11), "SSS", {0: 7, 1: 3, 2: 4}, 1),
+        ((11, 12, 11), "SSS", {0: 7, 1: 3}, 1),  # one is a step ahead
+        ((11, 11, 11), "SSS", {0: 3, 1: 3}, 0),
+        ((11, 11, 11), "SSS", {}, 0),
+        ((11, 11, 10), "SSS", {0: 7, 1: 3}, 2),  # it has not begun the step, in which the others wait
+        ((11, 11, 11), "STS", {0: 3, 1: 7}, 1),
+    ],
+)
+def test_the_task_in_the_lowest_tick_is_what_the_others_wait_for(begun, letters, ticks, named):
+    judge = judge_of(3)
+    end = stepped(judge, 3, 10, 0.1)
+    for i in range(3):
+        later = end + 0.01 * i  # without ticks, the first one is named: it is silent for longer
+        beat(judge, i, end + 0.1, letters[i], begun=begun[i], finished=10, finished_at=later, phase_at=0.1)
+    stuck = judge.by_ticks(stuck_at(judge, end + 5.1), ticks)
+    assert (stuck.instance, stuck.pid) == (named, 100 + named)
+
+
+def test_a_wait_that_is_not_in_a_step_is_not_judged_by_ticks():
+    judge = judge_of(2)
+    end = stepped(judge, 2, 10, 0.1)
+    beat(judge, 0, end, begun=11, finished=10, finished_at=end, phase=Phase.BUSY, phase_at=end, limit=9.0)
+    beat(judge, 1, end, begun=11, finished=10, finished_at=end, phase_at=0.1)
+    stuck = stuck_at(judge, end + 9.1)
+    assert judge.by_ticks(stuck, {0: 2, 1: 1}) == stuck
+    assert stuck.instance == 0
+
+
 def test_who_ends_or_tells_of_no_steps_or_has_no_beacon_may_run_for_ever():
     judge = judge_of(3)
     beat(judge, 0, 10, begun=9, finished=9, finished_at=1, phase=Phase.ENDING, phase_at=1)

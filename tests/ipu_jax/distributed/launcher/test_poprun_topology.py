@@ -64,7 +64,7 @@ def test_instances_share_replicas_and_hosts_equally(topology):
         assert {topology.host_of(place.instance) for place in of_host} == {name}
 
 
-NO_HOSTS = ("", "a,,b", "a b", "pod[2-0]", "pod[x]", "pod[0", "-oX", "a;b")
+NO_HOSTS = ("a..b", ".a", "", "a,,b", "a b", "pod[2-0]", "pod[x]", "pod[0", "-oX", "a;b")
 
 
 @refusals(
@@ -84,6 +84,13 @@ NO_HOSTS = ("", "a,,b", "a b", "pod[2-0]", "pod[x]", "pod[0", "-oX", "a;b")
 def test_what_cannot_be_divided_or_read_is_refused(call, holds):
     with refused(*holds):
         call()
+
+
+def test_a_name_is_as_long_as_names_may_be_in_the_dns():
+    for name in ("a" * 63, ".".join(["a" * 63] * 3 + ["b" * 61]), f"{'user' * 9}@{'a' * 63}.lab", "fe80::1%eth0"):
+        assert host_names(name) == (name,)
+        with refused("is no list of hosts"):
+            host_names(name.replace("::1", "::1" * 99) + "c" * 64)
 
 
 def test_what_a_refusal_of_counts_proposes_works():

@@ -109,7 +109,7 @@ def hanging(folder: Path, about: Sequence[Any], instances: int = 1) -> Iterator[
             return all((folder / f"{name}.{number}").exists() for number in range(instances))
 
         def lines() -> list[str]:
-            return [line for number in range(instances) for line in flight.lines_of(folder, number)]
+            return [line for number in range(instances) for line in flight.read(folder, number).lines]
 
         wait_for(lambda: all_have("warm"), 90)
         assert len(lines()) == replicas * ipus
@@ -179,13 +179,13 @@ def test_lines_follow_replicas_and_ipus_and_say_what_is_done_in_a_tick(tmp_path)
     recorder = flight.Recorder(path)
     tasks = [["F of micro-batch 0 of stage 0 (a)", ""], ["", "B of micro-batch 0 of stage 1 (b)"]]
     report = recorder.report("one", "training", 2, lambda: tasks)
-    assert flight.lines_of(tmp_path, 7) == []
+    assert flight.read(tmp_path, 7) == flight.Seen()
     since = time.monotonic()
     report(1, 1, 1)
     report(1, 0, 1)
     report(0, 1, 2)
     report(0, 0, 0)
-    assert [re.sub(r", for \d+\.\d s$", "", line) for line in flight.lines_of(tmp_path, 7)] == [
+    assert [re.sub(r", for \d+\.\d s$", "", line) for line in flight.read(tmp_path, 7).lines] == [
         "IPU 0 of replica 0: F of micro-batch 0 of stage 0 (a), tick 0 of 2",
         "IPU 1 of replica 0: after all 2 ticks of training: collectives, the update, or nothing",
         "IPU 0 of replica 1: idle in tick 1 of 2",
@@ -195,12 +195,12 @@ def test_lines_follow_replicas_and_ipus_and_say_what_is_done_in_a_tick(tmp_path)
     assert recorder.report("one", "training", 2, list) is report
     other(2, 2, 0)
     report(0, 0, 1)
-    lines = flight.lines_of(tmp_path, 7)
+    lines = flight.read(tmp_path, 7).lines
     assert len(lines) == 5
     assert lines[0].startswith("IPU 0 of replica 0: idle in tick 1 of 2, for ")
     assert lines[4].startswith("IPU 2 of replica 2: F, tick 0 of 1, for ")
     assert float(lines[4].split()[-2]) <= time.monotonic() - since + 0.1
-    assert flight.lines_of(tmp_path, 8) == []
+    assert flight.read(tmp_path, 8) == flight.Seen()
     with pytest.raises(FileExistsError):
         flight.Recorder(path)
 
@@ -214,7 +214,7 @@ def test_many_ipus_have_slots_of_their_own(tmp_path):
         for ipu in range(40):
             many(replica, ipu, replica % 2)
     few(0, 1, 0)
-    lines = flight.lines_of(tmp_path, 0)
+    lines = flight.read(tmp_path, 0).lines
     assert len(lines) == 2000
     assert lines[1].startswith("IPU 1 of replica 0: F, tick 0 of 1")
     assert lines[2].startswith("IPU 2 of replica 0: B, tick 0 of 1")

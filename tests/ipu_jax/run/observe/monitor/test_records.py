@@ -146,10 +146,10 @@ def test_a_pipe_or_a_link_in_place_of_a_record_stops_nobody(folder, own):
     path = write(folder, own)
     path.unlink()
     os.mkfifo(path)
-    assert "is no file" in find(own)[1][0].reason
+    assert "not a regular file" in find(own)[1][0].reason
     path.unlink()
     path.symlink_to("/etc/passwd")
-    assert "symbolic links" in find(own)[1][0].reason
+    assert "Is a symbolic link" in find(own)[1][0].reason
 
 
 def test_other_files_in_the_folder_are_named_and_left(folder, own):
