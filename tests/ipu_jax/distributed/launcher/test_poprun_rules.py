@@ -203,6 +203,7 @@ WAITS, STEPS = (Phase.WAITING, 20, 22, 21), (Phase.STEPPING, 21, 22, 22)
         ([(Phase.STEPPING, 21, 23, 23), WAITS], 1, TOGETHER),  # it is late to leave an exchange
         # these owe the one that waits something: they have not come to its exchange, or are in a step of their own
         ([(Phase.STEPPING, 20, 21, 21), WAITS], 0, "finished no step"),
+        ([(Phase.STEPPING, 20, 22, 22), WAITS], 0, "finished no step"),  # it has left the exchange, and does nothing
         ([(Phase.STEPPING, 21, 1, 1), (Phase.WAITING, 20, 2, 1)], 0, "finished no step"),
         ([STEPS, (Phase.STEPPING, 20, 21, 21), WAITS], 1, "finished no step"),
         ([STEPS, (Phase.ENDING, 20, 22, 22)], 0, "finished no step"),
