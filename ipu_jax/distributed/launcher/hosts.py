@@ -106,13 +106,13 @@ class Exited:
 class Stacks:
     """Describe what an instance was doing, as requested: its Python stacks, and its flight recorder's lines.
 
-    Both are empty if it could not give them. `tick` is the lowest one in which one of its IPUs has a task.
+    Both are empty if it could not give them. `ticks` are as in `flight.Seen`.
     """
 
     instance: int
     text: str
     flight: tuple[str, ...]
-    tick: int | None = None
+    ticks: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -403,7 +403,7 @@ class LocalHost:
     def _described(self, instance: int, stacks: str) -> Stacks:
         assert self._run_dir is not None
         seen = flight.read(self._run_dir, instance)
-        return Stacks(instance, stacks, seen.lines, seen.tick)
+        return Stacks(instance, stacks, seen.lines, seen.ticks)
 
     def _tell(self, *words: str | int) -> None:
         if self._watcher is None:

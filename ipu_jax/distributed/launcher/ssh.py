@@ -288,7 +288,7 @@ def event_of(line: bytes, now: float) -> Event:
         values = _ages(values, now)  # the age of an age is the time again
         if kind is Output:
             values["data"] = base64.b64decode(values["data"])
-        for name in ("cores", "left", "flight"):
+        for name in ("cores", "left", "flight", "ticks"):
             if name in values:
                 values[name] = tuple(values[name])
         if read := values.get("progress"):

@@ -250,7 +250,7 @@ class Attempt:
         return [*said, *report.quoted("its last lines", lines)]
 
     def _say_stuck(self, stuck: Stuck) -> None:
-        stuck = self._judge.by_ticks(stuck, {i: seen.tick for i, seen in self._stacks.items() if seen.tick is not None})
+        stuck = self._judge.by_ticks(stuck, {i: seen.ticks for i, seen in self._stacks.items() if seen.ticks})
         instance = stuck.instance
         lines = self._display.tail(instance, seen=True)[-5:] or self._display.tail(instance, "stdout", seen=True)[-5:]
         stacks = self._stacks[instance].text if instance in self._stacks else ""

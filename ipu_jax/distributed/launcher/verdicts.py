@@ -290,12 +290,14 @@ class Judge:
         finished = watched.progress.finished if watched.progress else None
         return dataclasses.replace(stuck, instance=instance, pid=watched.pid, letter=watched.letter, finished=finished)
 
-    def by_ticks(self, stuck: Stuck, ticks: Mapping[int, int]) -> Stuck:
+    def by_ticks(self, stuck: Stuck, ticks: Mapping[int, tuple[int, ...]]) -> Stuck:
         """Return who is stuck in a step that all have begun: the instance with a task in the lowest tick.
+
+        Of several, it is the one of which no IPU has gone on: an IPU that does has heard from its neighbours.
 
         Args:
             stuck: the verdict without the flight recorder.
-            ticks: the lowest tick in which each instance has a task, if it has one.
+            ticks: for each instance with a task, the lowest tick in which it has one, and the highest of its IPUs.
         """
         alive = [each.progress for each in self._alive.values() if each.progress is not None]
         finished = max((each.finished for each in alive), default=0)

@@ -98,11 +98,11 @@ class Seen:
 
     Attributes:
         lines: a line for each IPU that has reported a tick, in the order of replicas and IPUs.
-        tick: the lowest tick in which one of them has a task; None if all of them idle, or are after all ticks.
+        ticks: the lowest tick in which one of them has a task, and the highest of all; empty if none has a task.
     """
 
     lines: tuple[str, ...] = ()
-    tick: int | None = None
+    ticks: tuple[int, ...] = ()
 
 
 def read(folder: Path, instance: int) -> Seen:
@@ -115,7 +115,7 @@ def read(folder: Path, instance: int) -> Seen:
         instance: its number.
     """
     path, now = folder / f"flight.{instance}", time.monotonic_ns()
-    lines, ticks, programs = list[str](), list[int](), dict[int, dict[str, Any]]()
+    lines, working, ticks, programs = list[str](), list[int](), list[int](), dict[int, dict[str, Any]]()
     found = b""
     with contextlib.suppress(OSError):
         found = beacons.whole(lambda: opening.content(path, _MOST))
@@ -130,9 +130,9 @@ def read(folder: Path, instance: int) -> Seen:
                 tasks = programs[number]["tasks"][ipu]
                 doing = _doing(programs[number]["role"], tasks, tick)
                 lines.append(f"IPU {ipu} of replica {replica}: {doing}, for {max(now - since, 0) / 1e9:.1f} s")
-                if 0 <= tick < len(tasks) and tasks[tick]:
-                    ticks.append(tick)
-    return Seen(tuple(lines), min(ticks, default=None))
+                ticks.append(tick)
+                working += [tick] * bool(0 <= tick < len(tasks) and tasks[tick])
+    return Seen(tuple(lines), (min(working), max(ticks)) if working else ())
 
 
 def _program(path: Path, number: int) -> Path:

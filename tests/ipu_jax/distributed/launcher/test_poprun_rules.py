@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ipu_jax.distributed.launcher import hosts
 from ipu_jax.distributed.launcher.attempts import FRUITLESS, LONG, History
-from ipu_jax.distributed.launcher.hosts import Beat, Ended, ErrorRecord, Exited, Output, Prepared, Started
+from ipu_jax.distributed.launcher.hosts import Beat, Ended, ErrorRecord, Exited, Output, Prepared, Stacks, Started
 from ipu_jax.distributed.launcher.ssh import event_of, line_of
 from ipu_jax.distributed.launcher.supervisor import Outcome
 from ipu_jax.distributed.launcher.verdicts import EarlyEnd, Judge, failure_of, first
@@ -203,6 +203,7 @@ WAITS, STEPS = (Phase.WAITING, 20, 22, 21), (Phase.STEPPING, 21, 22, 22)
         ([(Phase.STEPPING, 21, 23, 23), WAITS], 1, TOGETHER),  # it is late to leave an exchange
         # these owe the one that waits something: they have not come to its exchange, or are in a step of their own
         ([(Phase.STEPPING, 20, 21, 21), WAITS], 0, "finished no step"),
+        ([(Phase.STEPPING, 20, 22, 22), WAITS], 0, "finished no step"),  # it has left the exchange, and does nothing
         ([(Phase.STEPPING, 21, 1, 1), (Phase.WAITING, 20, 2, 1)], 0, "finished no step"),
         ([STEPS, (Phase.STEPPING, 20, 21, 21), WAITS], 1, "finished no step"),
         ([STEPS, (Phase.ENDING, 20, 22, 22)], 0, "finished no step"),
@@ -236,12 +237,13 @@ def test_a_stopped_one_is_named_before_one_that_waits():
 @pytest.mark.parametrize(
     ("begun", "letters", "ticks", "named"),
     [
-        ((11, 11, 11), "SSS", {0: 7, 1: 3, 2: 4}, 1),
-        ((11, 12, 11), "SSS", {0: 7, 1: 3}, 1),  # one is a step ahead
-        ((11, 11, 11), "SSS", {0: 3, 1: 3}, 0),
+        ((11, 11, 11), "SSS", {0: (7, 7), 1: (3, 9), 2: (4, 4)}, 1),
+        ((11, 12, 11), "SSS", {0: (7, 7), 1: (3, 3)}, 1),  # one is a step ahead
+        ((11, 11, 11), "SSS", {0: (3, 4), 1: (3, 3)}, 1),  # an IPU of the other one has gone on
+        ((11, 11, 11), "SSS", {0: (3, 3), 1: (3, 3)}, 0),
         ((11, 11, 11), "SSS", {}, 0),
-        ((11, 11, 10), "SSS", {0: 7, 1: 3}, 2),  # it has not begun the step, in which the others wait
-        ((11, 11, 11), "STS", {0: 3, 1: 7}, 1),
+        ((11, 11, 10), "SSS", {0: (7, 7), 1: (3, 3)}, 2),  # it has not begun the step, in which the others wait
+        ((11, 11, 11), "STS", {0: (3, 3), 1: (7, 7)}, 1),
     ],
 )
 def test_the_task_in_the_lowest_tick_is_what_the_others_wait_for(begun, letters, ticks, named):
@@ -260,7 +262,7 @@ def test_a_wait_that_is_not_in_a_step_is_not_judged_by_ticks():
     beat(judge, 0, end, begun=11, finished=10, finished_at=end, phase=Phase.BUSY, phase_at=end, limit=9.0)
     beat(judge, 1, end, begun=11, finished=10, finished_at=end, phase_at=0.1)
     stuck = stuck_at(judge, end + 9.1)
-    assert judge.by_ticks(stuck, {0: 2, 1: 1}) == stuck
+    assert judge.by_ticks(stuck, {0: (2, 2), 1: (1, 1)}) == stuck
     assert stuck.instance == 0
 
 
@@ -414,6 +416,7 @@ def test_a_limit_that_is_off_is_none():
         Exited(0, -9, 70.0, ErrorRecord(60.0, "ValueError", "no", 3)),
         Output(0, "stderr", bytes(range(256))),
         Started(0, 9, "3", (1, 2)),
+        Stacks(0, "in f", ("IPU 0",), (3, 4)),
         Ended((4, 5)),
     ],
 )

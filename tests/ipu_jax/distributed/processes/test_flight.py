@@ -191,6 +191,7 @@ def test_lines_follow_replicas_and_ipus_and_say_what_is_done_in_a_tick(tmp_path)
         "IPU 0 of replica 1: idle in tick 1 of 2",
         "IPU 1 of replica 1: B of micro-batch 0 of stage 1 (b), tick 1 of 2",
     ]
+    assert flight.read(tmp_path, 7).ticks == (0, 2)
     other = recorder.report("other", "evaluation", 3, lambda: [["F"], ["F"], ["F"]])  # needs further slots
     assert recorder.report("one", "training", 2, list) is report
     other(2, 2, 0)
