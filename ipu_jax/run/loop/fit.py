@@ -389,7 +389,7 @@ def in_words(updates: int) -> str:
 def write_page(run: Training, path: Path, title: str, recording: "ipu_jax.observe.Recording | None") -> None:
     """Write the page about a run that has begun. If it cannot be written, there is a warning; nothing is raised."""
     feed, model, state = run.feed, run.step.model, run.result.state
-    if run.log is None or not run.log.events:
+    if run.log is None or not run.log.digest.events:
         return
     shown: dict[str, Any] = {"title": title, "schedules": {}}
     try:
@@ -405,7 +405,7 @@ def write_page(run: Training, path: Path, title: str, recording: "ipu_jax.observ
                 shown["memory"] = ipu_jax.observe.memory_of(needs, state)
                 shown["schedules"]["Bytes of each IPU over the ticks"] = needs.to_svg()
         with ipu_jax.popdist.busy("writing a report"):
-            run.result.report = ipu_jax.observe.write_report(path, run.log.events, **shown)
+            run.result.report = ipu_jax.observe.write_report(path, run.log, **shown)
         run.say(f"Report: {path}")
     except Exception as error:  # a fault in the page must not discard the training
         reason = ipu_jax.cli.reason_of(error)

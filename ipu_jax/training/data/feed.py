@@ -331,7 +331,7 @@ class Feed:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._closed = True
+        self._closed, self.last = True, None
         if error is None:
             self._drop()
         else:
@@ -343,7 +343,7 @@ class Feed:
         Raises:
             FeedTimeoutError: a worker is stuck in the source.
         """
-        self._closed = True
+        self._closed, self.last = True, None
         self._drop()
 
     @property
