@@ -26,7 +26,8 @@ from ipu_jax.base.showing import counted
 from ipu_jax.distributed import popdist
 from ipu_jax.run.loop import fit as loop
 from ipu_jax.run.observe.profiled import asked
-from ipu_jax.run.observe.runs.log import FACTS_OF_START, NAMES_OF_EVENTS, RunLog, check_log, figure_in_words
+from ipu_jax.run.observe.runs.digest import figure_in_words
+from ipu_jax.run.observe.runs.log import FACTS_OF_START, NAMES_OF_EVENTS, RunLog, check_log
 from ipu_jax.run.observe.tracing.recording import Recording
 from ipu_jax.training.checkpoints.checkpoints import Checkpoints
 from ipu_jax.training.data.feed import Feed

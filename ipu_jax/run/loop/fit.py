@@ -56,6 +56,7 @@ class Training:
     begun: int = 0  # the updates before this run
     reported: int = 0  # the updates whose losses are known
     saved: int | None = None  # the updates of the last checkpoint, if there is one
+    seen: tuple[Any, int] = None, 0  # the feed's position and the number of updates after the last whole call
     pending: deque[list[tuple[Any, int]]] = dataclasses.field(default_factory=deque)  # outputs and updates per call
     first: tuple[int, float] = 0, 0.0  # updates and seconds of the call that compiled
     untimed: int = 1  # how many of the next calls have no speed of their own
@@ -118,6 +119,7 @@ def fit(
         except BaseException as error:
             if isinstance(error, ipu_jax.steps.NonFiniteLossError):  # the calls in flight changed nothing
                 result.updates = int(result.state.step)
+            put_back_unseen(run)
             error.add_note(_LAST)
             if isinstance(error, KeyboardInterrupt):
                 result.stopped = "Ctrl-C"
@@ -165,7 +167,7 @@ def begin(run: Training, resume: _Path, notes: Mapping[str, Any]) -> None:
     if (order := feed.order) is not None:
         read = (feed.position.epoch + 1) * order.updates_per_epoch - order.updates_from(feed.position.position)
     run.lines.begin(read, None if run.goal is None else run.goal - first)
-    run.clock = time.perf_counter()
+    run.seen, run.clock = (feed.position, run.begun), time.perf_counter()
 
 
 def restore(run: Training, checkpoints: "ipu_jax.Checkpoints", resume: _Path) -> None:
@@ -201,6 +203,7 @@ def train(run: Training) -> None:
         begun = time.perf_counter()
         for batch in feed.epoch():
             call(run, batch)
+            run.seen = feed.position, result.updates
             if is_over(run):
                 break
         report_all_but(run, 0)
@@ -235,12 +238,13 @@ def call(run: Training, batch: "ipu_jax.io.FeedBatch") -> None:
     outputs: list[tuple[Any, int]] = []
     for made in pieces(run, left):
         begun, is_new = time.perf_counter(), result.updates == run.begun and run.step not in _compiled
+        after = result.updates + len(made)
         if is_new:
             run.bar.show("Compiling")
         # the call reuses the buffers of the last state
         with contextlib.nullcontext() if run.stop is None else run.stop.uninterrupted():
-            result.state, of_call = run.step(result.state, batch, updates=made)
-            result.updates += len(made)
+            # in one statement, so that no Ctrl-C leaves the state of an update that is not counted
+            (result.state, of_call), result.updates = run.step(result.state, batch, updates=made), after
         seconds = time.perf_counter() - begun
         if is_new and seconds >= 0.05:  # else it was compiled outside of `fit`
             _compiled.add(run.step)
@@ -256,6 +260,14 @@ def call(run: Training, batch: "ipu_jax.io.FeedBatch") -> None:
     heed(run)
     if is_due:
         save(run)
+
+
+def put_back_unseen(run: Training) -> None:
+    """Put back the updates of a batch that the feed has returned and the state has not seen, after an interruption."""
+    batch, (position, updates) = run.feed.last, run.seen
+    made = run.result.updates - updates
+    if batch is not None and position not in (None, run.feed.position) and 0 <= made < batch.updates:
+        run.feed.put_back(batch, made)
 
 
 def heed(run: Training) -> None:
@@ -377,7 +389,7 @@ def in_words(updates: int) -> str:
 def write_page(run: Training, path: Path, title: str, recording: "ipu_jax.observe.Recording | None") -> None:
     """Write the page about a run that has begun. If it cannot be written, there is a warning; nothing is raised."""
     feed, model, state = run.feed, run.step.model, run.result.state
-    if run.log is None or not run.log.events:
+    if run.log is None or not run.log.digest.events:
         return
     shown: dict[str, Any] = {"title": title, "schedules": {}}
     try:
@@ -393,7 +405,7 @@ def write_page(run: Training, path: Path, title: str, recording: "ipu_jax.observ
                 shown["memory"] = ipu_jax.observe.memory_of(needs, state)
                 shown["schedules"]["Bytes of each IPU over the ticks"] = needs.to_svg()
         with ipu_jax.popdist.busy("writing a report"):
-            run.result.report = ipu_jax.observe.write_report(path, run.log.events, **shown)
+            run.result.report = ipu_jax.observe.write_report(path, run.log, **shown)
         run.say(f"Report: {path}")
     except Exception as error:  # a fault in the page must not discard the training
         reason = ipu_jax.cli.reason_of(error)

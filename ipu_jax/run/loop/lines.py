@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ipu_jax.base.annotations import Json
-from ipu_jax.run.observe.runs.log import figure_in_words
+from ipu_jax.run.observe.runs.digest import figure_in_words
 
 _MOST: Final = 20
 _SECONDS: Final = 180.0

@@ -80,7 +80,7 @@ class Profiled(facts.Listener):
     def dispatched(self, window: Any, outputs: list[Value], updates: int, samples: int) -> None:
         if not updates:
             return
-        if not self._log.events:
+        if not self._log.digest.events:
             self._log.start()
             atexit.register(self._end)
             if not any(isinstance(listener, Recording) for listener in facts.listeners()):
@@ -132,7 +132,7 @@ class Profiled(facts.Listener):
         self._note()
         self._log.event("end", reason="the process ended")
         try:
-            write_report(self._report, self._log.events, title=Path(sys.argv[0]).name, timeline=self._timeline)
+            write_report(self._report, self._log, title=Path(sys.argv[0]).name, timeline=self._timeline)
         except Exception as error:
             print(f"{REPORT}={self._report} was not written ({reason_of(error)})", file=sys.stderr)
 

@@ -114,6 +114,8 @@ class Feed:
         like: a pytree like a batch's `arrays`, with leaves `jax.ShapeDtypeStruct` with sharding. A step can be compiled
             for it.
         prefetch, workers: the arguments of these names, or their defaults.
+        last: the batch that was returned last; None before the first one, while the next one is read, and once it was
+            put back. A loop that was interrupted puts back with it the updates that its state has not seen.
 
     Raises:
         ValueError: a value is outside its rule, the source cannot be read, there are too few examples, or the state
@@ -210,7 +212,8 @@ class Feed:
             self.order, self.updates_per_epoch, self.examples_per_update = None, None, of_batch.per_update
         self.mesh, self.epochs = mesh, epochs
         self.like, self._position = self._reader.like, self._reader.start
-        self._last = self._position  # where the last batch begins
+        self.last: FeedBatch | None = None
+        self._last_began = self._position
         self._rest: tuple[FeedBatch, Position] | None = None  # of a batch that was put back, and where the next begins
         self.prefetch, self.workers, self._timeout = num_ahead, workers, timeout
         self.device_iterations = device_iterations
@@ -247,7 +250,7 @@ class Feed:
         """
         position = self._position
         if updates is not None:
-            position = self._reader.within(self._last, updates * self.examples_per_update)
+            position = self._reader.within(self._last_began, updates * self.examples_per_update)
         return self._reader.state(position)
 
     def restore(self, state: Mapping[str, Json]) -> None:
@@ -258,7 +261,7 @@ class Feed:
         """
         position = self._reader.position_of(state)
         self._drop()
-        self._position = position
+        self._position, self.last = position, None
 
     def put_back(self, batch: FeedBatch, updates: int) -> None:
         """Continue inside the last returned batch, after this many of its updates. The others come again.
@@ -274,12 +277,12 @@ class Feed:
                 f"{batch.updates - 1}"
             )
         examples = updates * self.examples_per_update
-        position = self._reader.within(self._last, examples)
-        if self.order is None:
-            self._rest = batch.after(updates, examples), self._position
+        position = self._reader.within(self._last_began, examples)
+        if self.order is None or not updates:
+            self._rest = batch.after(updates, examples) if updates else batch, self._position
         else:
             self._drop()
-        self._position = position
+        self._position, self.last = position, None
 
     def check_epoch(self, epoch: int) -> None:
         """Raise `ValueError` if the source cannot return to the start of an epoch, as an iterator never can."""
@@ -297,7 +300,7 @@ class Feed:
         if (self._position.epoch, self._position.position) != (to, 0):
             position = self._reader.at_epoch(to)
             self._drop()
-            self._position = position
+            self._position, self.last = position, None
 
     def epoch(self) -> Iterator[FeedBatch]:
         """Yield the batches that are left in the current epoch."""
@@ -328,11 +331,11 @@ class Feed:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._closed = True
+        self._closed, self.last = True, None
         if error is None:
             self._drop()
         else:
-            self._drop_after(error)
+            self._leave()
 
     def close(self) -> None:
         """End the workers and drop the batches that are ready. A second call does nothing; `state` still works.
@@ -340,7 +343,7 @@ class Feed:
         Raises:
             FeedTimeoutError: a worker is stuck in the source.
         """
-        self._closed = True
+        self._closed, self.last = True, None
         self._drop()
 
     @property
@@ -356,15 +359,18 @@ class Feed:
         """Return the next batch; None if the epoch ended instead."""
         if self._closed:
             raise ValueError("the feed is closed: read inside its `with` block")
+        began, self.last = self._position, None
         try:
             # a slow source is not a stuck step; the margin lets our own error, which says what the workers do, go first
             with facts.during("reading a batch", self._timeout + _MARGIN):
                 batch, following = self._read()
-                self._last, self._position = self._position, following
+                # one statement: wherever Ctrl-C interrupts, the batch is either counted and kept, or neither
+                self._last_began, self._position, self.last = began, following, batch
         except FeedTimeoutError:
             raise  # the batch may still arrive: the next call waits for it again
         except BaseException as error:  # Ctrl-C can also arrive after a batch is taken and before it is counted
-            self._drop_after(error)
+            if self.last is None:
+                self._leave()
             if isinstance(error, StopIteration):  # it would end the caller's loop, as if there were no more batches
                 raise RuntimeError("the source raised StopIteration") from error
             raise
@@ -375,6 +381,7 @@ class Feed:
             batch_and_following, self._rest = self._rest, None
             return batch_and_following
         if self._run is None:
+            self._drop()  # workers that were left may still read the source
             self._run = self._reader.run(self._position)
         if not self.prefetch:
             return self._run.make(self._position)
@@ -388,11 +395,11 @@ class Feed:
         if ahead is not None:
             ahead.close()
 
-    def _drop_after(self, error: BaseException) -> None:
-        try:
-            self._drop()
-        except FeedTimeoutError as stuck:
-            error.add_note(f"and a worker is stuck: {stuck}")
+    def _leave(self) -> None:
+        """Drop the batches that are ready, after an error, which must not wait for a worker that is stuck."""
+        self._run = self._rest = None
+        if self._ahead is not None:
+            self._ahead.stop()
 
 
 def _check_stream(source: Any, shuffle: bool | None, seed: int, remainder: str, workers: int) -> None:

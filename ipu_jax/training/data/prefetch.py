@@ -114,6 +114,10 @@ class Prefetcher(Generic[_Item, _Result]):
                 del error  # its traceback refers to this frame: keeping it would make a reference cycle
         return result  # pyright: ignore[reportReturnType] (without an error there is a result)
 
+    def stop(self) -> None:
+        """Drop the results, and let each worker end after what it makes now. `close` waits for them."""
+        _stop(self._shared, [])
+
     def close(self) -> None:
         """End the workers, and drop their results. A second call does nothing.
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from ipu_jax.training.weight_files._tensors import BadFileError, TensorInfo, byte_pieces, naming
+from ipu_jax.training.weight_files._tensors import BadFileError, TensorInfo, byte_pieces, naming, quoted
 
 _SUFFIX = ".npy"
 _NUMBERS = "biufc"
@@ -87,9 +87,9 @@ class NpzFile:
                     is_torch = entry.filename.endswith("/data.pkl")
                     mend = "save torch's with safetensors.torch.save_file" if is_torch else "give one by numpy.savez"
                     what = "no array" if name == entry.filename else "there twice"
-                    raise BadFileError(f"{label} is no npz file: its entry {entry.filename!r} is {what}; {mend}")
+                    raise BadFileError(f"{label} is no npz file: its entry {quoted(entry.filename)} is {what}; {mend}")
                 if entry.header_offset < 0:  # zipfile would pass the operating system's error on
-                    raise zipfile.BadZipFile(f"{entry.filename!r} lies before the file's beginning")
+                    raise zipfile.BadZipFile(f"{quoted(entry.filename)} lies before the file's beginning")
                 with self._archive.open(entry) as member:
                     self.tensors[name] = _info(member, entry)
                 self._entries[name] = entry
@@ -114,9 +114,9 @@ def _info(member: Any, entry: zipfile.ZipInfo) -> TensorInfo:
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, _, stored = read(member)
     if stored.hasobject:
-        raise ValueError(f"{entry.filename!r} has Python objects, not numbers")
+        raise ValueError(f"{quoted(entry.filename)} has Python objects, not numbers")
     if math.prod(shape) * stored.itemsize > entry.file_size:
-        raise ValueError(f"{entry.filename!r} has {entry.file_size:,} bytes, too few for its {stored}{list(shape)}")
+        raise ValueError(f"{quoted(entry.filename)} has {entry.file_size:,} bytes, too few for {stored}{list(shape)}")
     if stored.kind in _NUMBERS:
         return TensorInfo(shape, stored)
     if stored.kind != "V" or stored.names is not None:

@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from ipu_jax.base.annotations import Json
-from ipu_jax.training.weight_files._tensors import BadFileError, TensorInfo, byte_pieces, naming
+from ipu_jax.training.weight_files._tensors import BadFileError, TensorInfo, byte_pieces, naming, quoted
 
 _DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(bool),
@@ -112,7 +112,7 @@ class SafetensorsFile:
         self.tensors: dict[str, TensorInfo] = {}
         ranges = []
         for name, entry in header.items():
-            with naming(f"{label}: the header's entry of {name!r}", KeyError, TypeError, ValueError):
+            with naming(f"{label}: the header's entry of {quoted(name)}", KeyError, TypeError, ValueError):
                 shape, (start, stop) = _shape(entry["shape"]), map(_natural, entry["data_offsets"])
                 dtype = _DTYPES.get(entry["dtype"], str(entry["dtype"]))
                 if not isinstance(dtype, str) and stop - start != math.prod(shape) * dtype.itemsize:
@@ -160,7 +160,7 @@ class SafetensorsFile:
             checksum, size = zlib.crc32(memoryview(buffer)[:count], checksum), size - count
         if checksum != expected:
             raise BadFileError(
-                f"{self.label} is damaged: the bytes of {name!r} are not those written (CRC-32 {checksum:08x} and "
+                f"{self.label} is damaged: the bytes of {quoted(name)} are not those written (CRC-32 {checksum:08x}, "
                 f"not {expected:08x}). Export or download it again; if a program changed it on purpose, have it "
                 f"leave out the metadata entry {_CHECKSUMS!r}"
             )
@@ -200,5 +200,5 @@ def _shape(sizes: list[Any]) -> tuple[int, ...]:
 
 def _natural(value: Json) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{value!r} is no size")
+        raise ValueError(f"{value!r:.60} is no size")
     return value

@@ -16,7 +16,7 @@ class TensorInfo(NamedTuple):
     dtype: np.dtype | str
 
     def __str__(self) -> str:
-        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+        return f"{self.dtype!s:.60}[{', '.join(map(str, self.shape))}]"
 
 
 class WeightSource(Protocol):
@@ -39,6 +39,15 @@ class WeightSource(Protocol):
 
 class BadFileError(ValueError):
     """A file violates its format, or differs from what was written; the message names it."""
+
+
+def quoted(name: str) -> str:
+    """Return a name for a message; of a long one, which a damaged file may have, the beginning and the end.
+
+    >>> quoted("fc.weight"), len(quoted("x" * 100_000))
+    ("'fc.weight'", 125)
+    """
+    return repr(name if len(name) <= 120 else f"{name[:80]} ... {name[-38:]}")
 
 
 def byte_pieces(array: np.ndarray) -> Iterator[memoryview]:

@@ -31,7 +31,7 @@ from ipu_jax.core.weights.place import Place, array_names
 from ipu_jax.training.update.state import TrainState
 from ipu_jax.training.weight_files._npz import NpzFile
 from ipu_jax.training.weight_files._safetensors import SafetensorsFile
-from ipu_jax.training.weight_files._tensors import BadFileError, TensorInfo, WeightSource, naming
+from ipu_jax.training.weight_files._tensors import BadFileError, TensorInfo, WeightSource, naming, quoted
 from ipu_jax.training.weight_files.names import named_leaves, named_places
 from ipu_jax.training.weight_files.saved import Saved, rounded
 
@@ -149,14 +149,14 @@ def _opened_index(path: str, files: contextlib.ExitStack) -> WeightSource:
             raise ValueError('it has no "weight_map" from names of arrays to names of files')
         outside = sorted(home for home in homes.values() if os.path.basename(home) != home)
         if outside:
-            raise ValueError(f"it names {outside[0]!r}, which is not a file beside it")
+            raise ValueError(f"it names {quoted(outside[0])}, which is not a file beside it")
         if indices := sorted(home for home in homes.values() if home.endswith(_INDEX)):
-            raise ValueError(f"it names {indices[0]!r}, which is an index, too")
+            raise ValueError(f"it names {quoted(indices[0])}, which is an index, too")
     names = sorted(set(homes.values()))
     of_file = {home: _opened_file(os.path.join(os.path.dirname(path), home), files) for home in names}
     for name, home in homes.items():
         if name not in of_file[home].tensors:
-            raise BadFileError(f"{path} says that {name!r} is in {home}, which does not have it. Download both again")
+            raise BadFileError(f"{path} says that {quoted(name)} is in {home}, which does not have it. Get both again")
     return _Several(list(of_file.values()))
 
 
@@ -184,7 +184,9 @@ class _Several:
         for source in sources:
             for name in source.tensors:
                 if name in self._home:
-                    raise ValueError(f"{name!r} is in {self._home[name].label} and in {source.label}: give one of them")
+                    raise ValueError(
+                        f"{quoted(name)} is in {self._home[name].label} and in {source.label}: give one of them"
+                    )
                 self._home[name] = source
         self.tensors = {name: source.tensors[name] for name, source in self._home.items()}
 
@@ -228,7 +230,7 @@ def fit(
         problems += _problems(name, info, plans[name], source, unused, guess, cast)
     missing = [leaf for leaf in wanted if not source.tensors.keys() >= set(plans[leaf].names)]
     problems += [
-        f"unexpected: {name!r} {source.tensors[name]}, which no leaf takes{guess.nearest(name, missing)}"
+        f"unexpected: {quoted(name)} {source.tensors[name]}, which no leaf takes{guess.nearest(name, missing)}"
         for name in unused
     ]
     if problems:
@@ -263,7 +265,7 @@ class _Guesses:
         """Return ": did you mean ...?", or nothing."""
         self._left -= len(names)
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.75) if self._left >= 0 else []
-        return f": did you mean {near[0]!r}?" if near else ""
+        return f": did you mean {quoted(near[0])}?" if near else ""
 
 
 def _problems(
@@ -272,7 +274,7 @@ def _problems(
     absent = [part for part in saved.names if part not in source.tensors]
     if absent:
         whose = {part: f", for leaf {name!r}" for part in absent} | {name: ""}
-        return [f"missing: {part!r}{whose[part]}{guess.nearest(part, unused)}" for part in absent]
+        return [f"missing: {quoted(part)}{whose[part]}{guess.nearest(part, unused)}" for part in absent]
     unknown = [source.tensors[part] for part in saved.names if isinstance(source.tensors[part].dtype, str)]
     if unknown:
         origin = _origin(name, saved)

@@ -1,4 +1,4 @@
-"""Judge a run: was it good, and what to change. Pure functions of the events and of the traced steps."""
+"""Judge a run: was it good, and what to change. Pure functions of the digest and of the traced steps."""
 
 import math
 import os
@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
+from ipu_jax.base.showing import counted
 from ipu_jax.core.schedules import SCHEDULES, make_schedule
-from ipu_jax.run.observe.runs._facts import ENDS, LOSS, Events, curves, duration, phases
-from ipu_jax.run.observe.runs.log import figure_in_words
+from ipu_jax.run.observe.runs.digest import LOSS, Digest, duration, figure_in_words
 from ipu_jax.run.observe.tracing.report import TraceReport, median_costs, simulated
 from ipu_jax.run.observe.tracing.timeline import Timeline
 
@@ -30,35 +30,33 @@ class Verdict(NamedTuple):
     sentences: tuple[str, ...]
 
 
-def verdict_of(events: Events) -> Verdict:
+def verdict_of(digest: Digest) -> Verdict:
     """Return whether the run finished and learnt, and what went wrong on the way.
 
-    >>> verdict_of([{"event": "losses", "updates": 2, "losses": [3.0, 1.0]}, {"event": "end"}])
+    >>> verdict_of(Digest([{"event": "losses", "updates": 2, "losses": [3.0, 1.0]}, {"event": "end"}]))
     Verdict(level='good', sentences=('Finished.', 'The loss fell from 3 to 1.'))
     """
-    said = [_ending(events), *_learning(events), *_mishaps(events)]
+    said = [_ending(digest), *_learning(digest), *_mishaps(digest)]
     levels = {level for level, _ in said}
     worst: Level = "bad" if "bad" in levels else "fair" if "fair" in levels else "good"
     return Verdict(worst, tuple(sentence for _, sentence in said))
 
 
-def _ending(events: Events) -> tuple[Level, str]:
-    final = next((event for event in reversed(events) if event["event"] in (*ENDS, "start")), {"event": ""})
-    match final["event"]:
-        case "end":
+def _ending(digest: Digest) -> tuple[Level, str]:
+    match digest.ending:
+        case "end", _:
             return "good", "Finished."
-        case "stopped":
-            reason = str(final.get("reason", "stopped"))
+        case "stopped", reason:
+            reason = reason or "stopped"
             return "fair", f"{reason[:1].upper()}{reason[1:]}."
-        case "failed":
-            return "bad", f"Failed: {final.get('error', 'without a reason')}"
+        case "failed", error:
+            return "bad", f"Failed: {error or 'without a reason'}"
         case _:
             return "fair", "The log has no end: the run goes on, or was killed."
 
 
-def _learning(events: Events) -> Iterator[tuple[Level, str]]:
-    points = curves(events, 10**9)
-    losses = [value for _, value in points[LOSS]]
+def _learning(digest: Digest) -> Iterator[tuple[Level, str]]:
+    losses = [value for _, value in digest.curves[LOSS].points()]
     if len(losses) > 1:
         size = max(1, len(losses) // 10)
         first, now = losses[:size], losses[-size:]
@@ -70,44 +68,44 @@ def _learning(events: Events) -> Iterator[tuple[Level, str]]:
             yield "bad", f"The loss rose from {before:.3g} to {after:.3g}."
         else:
             yield "fair", f"The loss did not fall: {before:.3g} at first, {after:.3g} at last."
-    for name, values in points.items():
+    for name, curve in digest.curves.items():
+        values, last = curve.points(), curve.last[1]
         if values and name.endswith("accuracy"):
             best = max(values, key=lambda point: point[1])
-            text = f"{name.replace('_', ' ').capitalize()} {figure_in_words(name, values[-1][1])}"
-            if best[1] > values[-1][1]:
+            text = f"{name.replace('_', ' ').capitalize()} {figure_in_words(name, last)}"
+            if best[1] > last:
                 text += f", at best {figure_in_words(name, best[1])} after {best[0]:,} updates"
             yield "good", f"{text}."
 
 
-def _mishaps(events: Events) -> Iterator[tuple[Level, str]]:
-    if any(not math.isfinite(_as_float(loss)) for event in events for loss in event.get("losses", [])):
+def _mishaps(digest: Digest) -> Iterator[tuple[Level, str]]:
+    if not digest.is_finite:
         yield "bad", "Some losses are not finite."
-    if skipped := skipped_updates(events):
-        made = max((event.get("updates", 0) for event in events), default=0)
-        share = f" of {made:,}" if made else ""
-        yield ("fair" if skipped > _MANY_SKIPPED * made else "good"), f"{skipped:,}{share} updates were skipped."
-    starts = sum(event["event"] == "start" for event in events)
-    if starts > 1:
-        yield "good", f"It was restarted {'once' if starts == 2 else f'{starts - 1} times'}."
+    if skipped := digest.skipped:
+        share = f" of {digest.updates:,}" if digest.updates else ""
+        yield (
+            ("fair" if skipped > _MANY_SKIPPED * digest.updates else "good"),
+            f"{skipped:,}{share} updates were skipped.",
+        )
+    if digest.starts > 1:
+        yield "good", f"It was restarted {'once' if digest.starts == 2 else f'{digest.starts - 1} times'}."
+    number, why = digest.left_out
+    if number:
+        yield "fair", f"{counted(number, 'event')} of the log could not be read; the first: {why}."
 
 
-def skipped_updates(events: Events) -> int:
-    """Return the number of updates that were skipped."""
-    return sum(event.get("count", 1) for event in events if event["event"] == "skipped")
-
-
-def advice_on(events: Events, timeline: Timeline | None, report: TraceReport | None) -> list[str]:
+def advice_on(digest: Digest, timeline: Timeline | None, report: TraceReport | None) -> list[str]:
     """Return what to change, the most useful first."""
     found: list[str] = []
-    levels = {level for level, sentence in _learning(events) if sentence.startswith("The loss")}
-    if "bad" in levels or any(sentence.startswith("Some losses") for _, sentence in _mishaps(events)):
+    levels = {level for level, sentence in _learning(digest) if sentence.startswith("The loss")}
+    if "bad" in levels or any(sentence.startswith("Some losses") for _, sentence in _mishaps(digest)):
         found.append("The loss does not behave: lower the learning rate, or clip gradients (max_gradient_norm).")
     if timeline is None or report is None:
-        if _ending(events)[0] != "bad":
+        if _ending(digest)[0] != "bad":
             found.append("Where the time of a step goes is not known: record a trace (trace=, or --trace).")
     else:
         found += [*_of_schedule(timeline), *_of_times(report)]
-    spent = phases(events)
+    spent = digest.phases()
     whole = sum(spent.values())
     if spent.get("compiling", 0.0) > _MUCH * whole > 0:
         found.append(
@@ -172,7 +170,3 @@ def _of_times(report: TraceReport) -> Iterator[str]:
             f"The bubble is {measured:.0%}, and {planned:.0%} is in the plan: the rest is exchanges, collectives and "
             f"the work between tasks.{shared}"
         )
-
-
-def _as_float(value: object) -> float:
-    return float(value) if isinstance(value, int | float | str) else math.nan

@@ -14,12 +14,13 @@ import datetime
 import importlib.metadata
 import importlib.util
 import json
-import math
 import os
 import platform
 import sys
 import time
 import warnings
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -31,6 +32,7 @@ from ipu_jax.base.cli.places import writable_folder
 from ipu_jax.base.doors import public
 from ipu_jax.base.showing import counted
 from ipu_jax.base.version import __version__
+from ipu_jax.run.observe.runs.digest import Digest, is_event, plain
 
 __all__ = ["RunLog", "RunLogWarning"]
 
@@ -39,8 +41,7 @@ NAMES_OF_EVENTS: Final = ("event", "time", "seconds")
 """What every event has."""
 FACTS_OF_START: Final = ("command", "attempt", "instances", "devices", "versions")
 """What `RunLog.start` adds."""
-_CURVES: Final = ("accuracy", "samples_per_second")
-_NO_CURVES: Final = {*NAMES_OF_EVENTS, "updates", "epoch"}
+_MOST_KEPT: Final = 1 << 22  # characters
 
 
 class RunLogWarning(UserWarning):
@@ -49,7 +50,9 @@ class RunLogWarning(UserWarning):
 
 @public
 class RunLog:
-    """Keeps the events of a run, and writes each one to a file at once, as a line of JSON.
+    """Writes each event of a run to a file at once, as a line of JSON, and keeps what the page about the run shows.
+
+    In memory it keeps that, and the last events, up to 4 MB of lines: a log is small however long the run is.
 
     An existing file is continued: its events, from the run before it was stopped, are kept. If the log can no longer
     be written, for example on a full disk, the log gives one `RunLogWarning`, and the run continues.
@@ -59,11 +62,11 @@ class RunLog:
     skipped, failed, stopped and end; see docs/watching.md.
 
     Args:
-        path: the file, or None to keep events only in memory.
+        path: the file, or None to write none.
         tensorboard: a folder for TensorBoard's files with losses, evaluated figures and samples per second, or None.
 
     Attributes:
-        events: all events, including the events in the file; plain data.
+        digest: what the events amount to, for `write_report`.
 
     Raises:
         ValueError: the file exists but is not such a log, or its folder does not exist; or tensorboardX is not
@@ -80,7 +83,9 @@ class RunLog:
         self, path: str | os.PathLike[str] | None = None, *, tensorboard: str | os.PathLike[str] | None = None
     ):
         self._began = time.monotonic()
-        self.events: list[dict[str, Json]] = []
+        self.digest = Digest()
+        self._lines, self._size = deque[str](), 0  # the last ones, and their characters
+        self._path: Path | None = None
         self._file = self._board = None
         if tensorboard is not None:
             if importlib.util.find_spec("tensorboardX") is None:
@@ -93,11 +98,16 @@ class RunLog:
             folder = str(writable_folder("tensorboard", tensorboard))
             self._board = SummaryWriter(folder, filename_suffix=f".{time.time_ns()}")
         if path is not None:
-            file = check_log(path)
-            self.events = _events_in(file)
+            self._path = file = check_log(path)
+            for number, line in enumerate(_lines_of(file) if file.is_file() else (), 1):
+                try:
+                    self._keep(_event_in(line), line)
+                except ValueError:
+                    reason = f"{path} holds no log of a run, see line {number}: give another file, or remove it"
+                    raise ValueError(reason) from None
             self._file = file.open("a", encoding="utf-8", buffering=1)
 
-    def start(self, **values: Json) -> None:
+    def start(self, /, **values: Json) -> None:
         """Log that a run begins: its command, attempt, instances, devices and versions, and these values.
 
         Raises:
@@ -132,19 +142,27 @@ class RunLog:
         if taken := sorted(values.keys() & {*NAMES_OF_EVENTS}):
             raise ValueError(f"the event {name!r} has a value called {taken[0]!r}, as every event: choose another name")
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        event = {"event": name, "time": now, "seconds": round(time.monotonic() - self._began, 3), **_plain(values)}
-        self.events.append(event)
+        event = {"event": name, "time": now, "seconds": round(time.monotonic() - self._began, 3), **plain(values)}
+        points = self._keep(event, line := json.dumps(event, allow_nan=False))
         if self._file is not None:
             try:
-                self._file.write(json.dumps(event, allow_nan=False) + "\n")
+                self._file.write(line + "\n")
             except OSError as error:
                 self._give_up(f"{self._file.name} cannot be written any more ({error.strerror})")
         if self._board is not None:
             try:
-                self._draw(event)
+                for name, updates, value in points:
+                    self._board.add_scalar(name.replace(" ", "_"), float(value), updates)
             except OSError as error:
                 self._board = None
                 warnings.warn(f"TensorBoard's files cannot be written any more ({error})", RunLogWarning, stacklevel=2)
+
+    @property
+    def events(self) -> list[dict[str, Json]]:
+        """Return all events, with those in the file, as plain data; without a file, the last ones that are kept."""
+        if self._path is not None and len(self._lines) < self.digest.events:
+            return [_event_in(line) for line in _lines_of(self._path)]
+        return [_event_in(line) for line in self._lines]
 
     def close(self) -> None:
         """Close the files. A second call does nothing."""
@@ -157,7 +175,7 @@ class RunLog:
                 board.close()
 
     def __repr__(self) -> str:
-        return f"RunLog({counted(len(self.events), 'event')}{f', {self._file.name}' if self._file else ''})"
+        return f"RunLog({counted(self.digest.events, 'event')}{f', {self._file.name}' if self._file else ''})"
 
     def __enter__(self) -> "RunLog":
         return self
@@ -165,36 +183,19 @@ class RunLog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         self.close()
 
+    def _keep(self, event: dict[str, Json], line: str) -> list[tuple[str, int, float]]:
+        self._lines.append(line)
+        self._size += len(line)
+        while self._size > _MOST_KEPT and len(self._lines) > 1:
+            self._size -= len(self._lines.popleft())
+        return self.digest.add(event)
+
     def _give_up(self, why: str) -> None:
-        file, self._file = self._file, None
+        file, self._file, self._path = self._file, None, None
         with contextlib.suppress(OSError):
             if file is not None:
                 file.close()
         warnings.warn(f"{why}: the run goes on without it", RunLogWarning, stacklevel=3)
-
-    def _draw(self, event: dict[str, Json]) -> None:
-        assert self._board is not None, "the caller looks"
-        updates = event.get("updates")
-        if not isinstance(updates, int):
-            return
-        losses = event.get("losses", [])
-        for i, loss in enumerate(losses):
-            self._board.add_scalar("loss", float(loss), updates - len(losses) + 1 + i)
-        names = event.keys() - _NO_CURVES if event["event"] == "evaluated" else _CURVES
-        for name in sorted(names):
-            if isinstance(event.get(name), int | float):
-                self._board.add_scalar("test_loss" if name == "loss" else name, event[name], updates)
-
-
-def figure_in_words(name: str, value: float) -> str:
-    """Return a figure of an evaluation as its line shows it.
-
-    >>> figure_in_words("accuracy", 0.97), figure_in_words("loss", 0.25), figure_in_words("errors", 12345.0)
-    ('97.00%', '0.25', '12,345')
-    """
-    if name.endswith("accuracy") and math.isfinite(value):
-        return f"{value:.2%}"
-    return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e12 else f"{value:.4g}"
 
 
 def check_log(path: str | os.PathLike[str]) -> Path:
@@ -213,38 +214,26 @@ def check_log(path: str | os.PathLike[str]) -> Path:
     return file
 
 
-def _events_in(path: Path) -> list[dict[str, Json]]:
-    """Return the events of a file. Remove a last line that was cut off, for example by a kill."""
-    if not path.is_file():
-        return []
-    content = path.read_text(encoding="utf-8", errors="replace")
-    lines = content.splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
-        cut = lines.pop()
-        with path.open("r+b") as file:
-            file.truncate(path.stat().st_size - len(cut.encode("utf-8")))
-    events: list[dict[str, Json]] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            event = json.loads(line)
-            is_event = isinstance(event, dict) and "event" in event
-        except ValueError:
-            event, is_event = {}, False
-        if not is_event:
-            raise ValueError(f"{path} holds no log of a run, see line {number}: give another file, or remove it")
-        events.append(event)
-    return events
+def _lines_of(path: Path) -> Iterator[str]:
+    """Yield the lines of a file. Remove a last line that was cut off, for example by a kill."""
+    with path.open("r+b") as file:
+        for line in file:
+            if line.startswith(b"{") and not line.endswith(b"\n"):
+                file.truncate(file.tell() - len(line))
+                return
+            yield line.decode(errors="replace")
 
 
-def _plain(value: Json) -> Json:
-    """Return plain data; a number that JSON lacks becomes a text."""
-    if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    item = getattr(value, "tolist", None)
-    return _plain(item()) if item is not None else str(value)
+def _event_in(line: str) -> dict[str, Json]:
+    """Return the event of a line.
+
+    Raises:
+        ValueError: it has none.
+    """
+    try:
+        event = plain(json.loads(line))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not is_event(event):
+        raise ValueError("no event")
+    return event

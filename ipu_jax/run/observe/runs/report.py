@@ -1,6 +1,6 @@
 """Make one page about a run that opens anywhere, without a network: was it good, where the time went, what to change.
 
-RunLog.events --> verdict, curves, rows --\\
+RunLog --> Digest --> verdict, curves, rows --\\
 Timeline --> where the time went, slices --+--> page.html + page.css + page.js + data --> out.html, one file
 Schedule --> its picture, by its times ---/
 """
@@ -22,8 +22,9 @@ from ipu_jax.base.replacing import replacing
 from ipu_jax.core.analysis.report import PipelineReport
 from ipu_jax.core.schedules import Schedule
 from ipu_jax.core.schedules.colours import BYTES, CONCURRENT, LOCAL, UPDATE, name_of
-from ipu_jax.run.observe.runs import _facts
 from ipu_jax.run.observe.runs._verdict import advice_on, bubbles, verdict_of
+from ipu_jax.run.observe.runs.digest import Digest, duration, is_event
+from ipu_jax.run.observe.runs.log import RunLog
 from ipu_jax.run.observe.tracing.report import TraceReport, make_report, median_costs, net_seconds, simulated
 from ipu_jax.run.observe.tracing.timeline import TASKS, Slice, Timeline, group_in_words
 from ipu_jax.training.update.state import TrainState
@@ -36,7 +37,7 @@ _MARKS: Final = {"good": "✓", "fair": "!", "bad": "✗"}
 @public
 def write_report(
     path: str | os.PathLike[str],
-    events: Sequence[Mapping[str, Json]],
+    events: RunLog | Sequence[Mapping[str, Json]],
     *,
     title: str = "Run",
     schedules: Mapping[str, str | Schedule] | None = None,
@@ -47,7 +48,8 @@ def write_report(
 
     Args:
         path: the file, whose name ends in .html. An existing file is replaced once the new one is complete.
-        events: the contents of `RunLog.events`.
+        events: a `RunLog`, or the contents of `RunLog.events`. An event with a value of a wrong type is left out, and
+            the page says so.
         title: of the page.
         schedules: pictures as SVG, or schedules to draw, by their titles. The schedule of the timeline is drawn with
             the measured time of each task; drawing needs matplotlib, and without it the page says so.
@@ -65,12 +67,12 @@ def write_report(
     name = os.fspath(path) if isinstance(path, str | os.PathLike) else type(path).__name__
     if not name.lower().endswith(".html"):
         raise ValueError(f"path={name!r} is no HTML file: give a name that ends in .html")
-    is_log = isinstance(events, Sequence) and all(isinstance(one, Mapping) and "event" in one for one in events)
+    is_log = isinstance(events, RunLog) or (isinstance(events, Sequence) and all(map(is_event, events)))
     pictures = {} if schedules is None else schedules
     are_pictures = isinstance(pictures, Mapping) and all(isinstance(one, str | Schedule) for one in pictures.values())
     has_bytes = memory is None or (isinstance(memory, Mapping) and "ipus" in memory)
     for name, given, is_right, mend in (
-        ("events", events, is_log, "log.events of a RunLog, or RunLog(path).events of a file"),
+        ("events", events, is_log, "a RunLog, or RunLog(path) of a file"),
         ("title", title, isinstance(title, str), "a text"),
         ("schedules", schedules, are_pictures, "them by title, such as {'planned': schedule}"),
         ("timeline", timeline, isinstance(timeline, Timeline | None), "recording.timeline"),
@@ -78,9 +80,10 @@ def write_report(
     ):
         if not is_right:
             raise ValueError(f"{name}={type(given).__name__} is of the wrong type: give {mend}")
+    digest = events.digest if isinstance(events, RunLog) else Digest(events)
     report = None if timeline is None else make_report(timeline)
     data = {
-        "curves": _facts.curves(events, _MOST_POINTS),
+        "curves": digest.drawn(_MOST_POINTS),
         "timeline": None if timeline is None else _shown(timeline),
         "memory": memory and {**memory, "colours": BYTES | {"temporary": BYTES["other temporary"]}},
     }
@@ -90,22 +93,22 @@ def write_report(
         "JS": _file("page.js"),
         # no text of the data can end the script
         "DATA": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
-        "VERDICT": _verdict(events),
-        "FIGURES": _figures(events, report),
-        "HEAD": _head(events),
-        "PHASES": _phases(events),
+        "VERDICT": _verdict(digest),
+        "FIGURES": _figures(digest, report),
+        "HEAD": _head(digest),
+        "PHASES": _phases(digest),
         "TIME": "" if timeline is None or report is None else _time(timeline, report),
-        "ADVICE": _listed(advice_on(events, timeline, report)),
+        "ADVICE": _listed(advice_on(digest, timeline, report)),
         "SCHEDULES": _pictures(pictures, timeline),
-        "HISTORY": _history(_facts.history(events)),
-        "FLAGS": _flags(*_facts.flags(events)),
-        "VERSIONS": _table(_facts.versions(events)),
+        "HISTORY": _history(digest.rows),
+        "FLAGS": _flags(*digest.flags),
+        "VERSIONS": _table(digest.versions),
     }
     text = _file("page.html")
     for name, part in parts.items():
         text = text.replace(f"<!--{name}-->", part)
     with replacing(path) as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="replace"))  # such as half a surrogate pair in a command line
     return Path(path)
 
 
@@ -130,14 +133,14 @@ def memory_of(report: PipelineReport, state: TrainState) -> dict[str, Json]:
     return {"ipus": ipus, "limit": report.limit}
 
 
-def _verdict(events: Sequence[Mapping[str, Json]]) -> str:
-    level, sentences = verdict_of(events)
+def _verdict(digest: Digest) -> str:
+    level, sentences = verdict_of(digest)
     first, *others = map(html.escape, sentences)
     return f"<p class='verdict {level}'><b>{_MARKS[level]} {first}</b> {' '.join(others)}</p>"
 
 
-def _figures(events: Sequence[Mapping[str, Json]], report: TraceReport | None) -> str:
-    found = _facts.figures(events)
+def _figures(digest: Digest, report: TraceReport | None) -> str:
+    found = digest.figures()
     if report is not None:
         planned, measured = bubbles(report)
         found["bubble"] = f"{measured:.0%} (planned {planned:.0%})"
@@ -147,19 +150,17 @@ def _figures(events: Sequence[Mapping[str, Json]], report: TraceReport | None) -
     return f"<dl class='figures'>{cells}</dl>"
 
 
-def _head(events: Sequence[Mapping[str, Json]]) -> str:
-    spans = (
-        f"<span>{html.escape(name)} <b>{html.escape(text)}</b></span>" for name, text in _facts.head(events).items()
-    )
+def _head(digest: Digest) -> str:
+    spans = (f"<span>{html.escape(name)} <b>{html.escape(text)}</b></span>" for name, text in digest.head.items())
     return f"<p class='head'>{' '.join(spans)}</p>"
 
 
-def _phases(events: Sequence[Mapping[str, Json]]) -> str:
-    spent = _facts.phases(events)
+def _phases(digest: Digest) -> str:
+    spent = digest.phases()
     if not spent:
         return ""
-    parts = ", ".join(f"{name} {_facts.duration(seconds)}" for name, seconds in spent.items())
-    return f"<p>Of {_facts.duration(sum(spent.values()))}: {parts}.</p>"
+    parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in spent.items())
+    return f"<p>Of {duration(sum(spent.values()))}: {parts}.</p>"
 
 
 def _time(timeline: Timeline, report: TraceReport) -> str:

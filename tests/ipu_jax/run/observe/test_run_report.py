@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import pytest
 
 from ipu_jax.core.schedules import make_schedule
-from ipu_jax.run.observe.runs.log import RunLog
 from ipu_jax.run.observe.runs.report import memory_of, write_report
 from ipu_jax.run.observe.tracing._assembling import planned
 from ipu_jax.run.observe.tracing.report import Costs, make_report
@@ -165,16 +164,15 @@ def test_a_long_run_is_still_less_than_a_megabyte():
     text = page([*EVENTS[:1], *many], timeline=timeline(steps=4, micro_batches=2500))
     assert len(text.encode()) < 1_000_000
     found = data_in(text)
-    assert len(found["curves"]["loss"]) == 1000
+    assert 900 < len(found["curves"]["loss"]) <= 1000
     assert (found["timeline"]["steps"], found["timeline"]["of"]) == (1, 4)
 
 
 @refusals(
     (lambda at: page_of(at, path=EVENTS), "path='list'", "is no HTML file", "a name that ends in .html"),
     (lambda at: write_report(at / "run", EVENTS), "run' is no HTML file", "a name that ends in .html"),
-    (lambda at: page_of(at, RunLog()), "events=RunLog", "log.events of a RunLog"),
-    (lambda at: page_of(at, at / "run.jsonl"), "events=PosixPath", "RunLog(path).events of a file"),
-    (lambda at: page_of(at, [1]), "events=list", "log.events of a RunLog"),
+    (lambda at: page_of(at, at / "run.jsonl"), "events=PosixPath", "RunLog(path) of a file"),
+    (lambda at: page_of(at, [1]), "events=list", "give a RunLog"),
     (lambda at: page_of(at, title=3), "title=int", "give a text"),
     (lambda at: page_of(at, timeline=make_report(timeline())), "timeline=TraceReport", "give recording.timeline"),
     (lambda at: page_of(at, memory={"weights": 3}), "memory=dict", "give memory_of(report, state)"),

@@ -4,6 +4,7 @@ import pytest
 
 from ipu_jax.core.schedules import make_schedule
 from ipu_jax.run.observe.runs._verdict import advice_on, bubbles, verdict_of
+from ipu_jax.run.observe.runs.digest import Digest
 from ipu_jax.run.observe.tracing._assembling import planned
 from ipu_jax.run.observe.tracing.report import make_report, median_costs
 from ipu_jax.run.observe.tracing.timeline import Kind, Slice, Step, Timeline
@@ -44,7 +45,7 @@ NOISE = [2.0 + 0.1 * (-1) ** k for k in range(40)]
     ],
 )
 def test_a_run_is_judged(events, level, sentences):
-    found = verdict_of(events)
+    found = verdict_of(Digest(events))
     assert found.level == level
     assert set(sentences) <= set(found.sentences)
 
@@ -70,7 +71,7 @@ def traced(name, micro_batches, forward, wait=0.0, **placed):
 
 
 def advice(timeline, events=()):
-    return advice_on(events, timeline, make_report(timeline))
+    return advice_on(Digest(events), timeline, make_report(timeline))
 
 
 def test_few_micro_batches_are_named_with_the_bubbles_before_and_after():
@@ -120,10 +121,10 @@ def test_without_a_trace_the_advice_is_to_record_one_and_long_compilation_is_nam
         {"event": "compiled", "seconds": 60.0},
         {"event": "end", "seconds": 80.0},
     ]
-    found = advice_on(events, None, None)
+    found = advice_on(Digest(events), None, None)
     assert "trace" in found[0]
     assert "Compiling took 1 min 0 s of 1 min 20 s" in found[1]
     failed = log(FALLING, {"event": "failed", "error": "disk full"})
-    assert not any("trace" in each for each in advice_on(failed, None, None))
-    rising = advice_on(log(FALLING[::-1], END), None, None)
+    assert not any("trace" in each for each in advice_on(Digest(failed), None, None))
+    rising = advice_on(Digest(log(FALLING[::-1], END)), None, None)
     assert "lower the learning rate" in rising[0]

@@ -364,3 +364,44 @@ def test_two_processes_fill_one_mesh():
             for replica in (2 * me, 2 * me + 1)
         }
         assert [results[f"0 batch {at} counts"].tolist() for at in range(2)] == [[16, 1], [4, 1]]
+
+
+def test_the_error_of_a_stuck_worker_comes_at_the_time_limit_and_the_source_is_not_read_twice_at_once():
+    answers, reading, most = threading.Event(), list[int](), list[int]()
+
+    class Slow:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: np.ndarray) -> np.ndarray:
+            reading.append(1)
+            most.append(len(reading))
+            answers.wait(20)
+            reading.pop()
+            return np.asarray(index, np.int32)
+
+    answers.set()  # a feed reads an example when it is made
+    feeds = [Feed(Slow(), mesh=make_mesh(1, 1), micro_batch=2, timeout=t, shuffle=False) for t in (0.2, 60)]
+    answers.clear()
+    feed, begun = feeds[0], time.monotonic()
+    with pytest.raises(FeedTimeoutError, match=r"nothing arrived within 0\.2 s"):
+        next(feed)
+    with pytest.raises(RuntimeError, match="of the caller"), feed:
+        raise RuntimeError("an error of the caller")
+    assert time.monotonic() - begun < 5  # without waiting for the worker
+    answers.set()
+    feed.close()
+
+    answers.clear()
+    with feeds[1] as feed:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Prefetcher, "take", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                next(feed)
+        threading.Timer(0.3, answers.set).start()
+        assert next(feed).data.tolist() == [[0, 1]]
+    assert max(most) == 1
+
+
+def interrupted(prefetcher: Prefetcher) -> None:
+    raise KeyboardInterrupt

@@ -337,3 +337,14 @@ def test_numbers_that_the_dtype_has_no_place_for_are_refused(stored, wanted, val
 def test_a_wrong_shape_of_many_dims_is_refused_at_once(dims):
     with refused("1 problem:", "shape: leaf 'w' is "):
         import_weights({"w": np.zeros((1,) * dims)}, {"w": np.zeros((1,) * (dims - 1))})
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
+def test_a_long_name_is_quoted_by_its_ends(suffix, tmp_path):
+    long = 30_000 if suffix == ".npz" else 100_000
+    path = tmp_path / f"file{suffix}"
+    export_weights(path, {"begin" + "x" * long + "end": ONE, "y" * long: ONE})
+    for like in ({"a": ONE}, {"y" * long: TWO}):
+        with pytest.raises(ValueError, match=r"unexpected: 'beginxxx.* xxx*end' ") as raised:
+            import_weights(path, like)
+        assert len(str(raised.value).replace(next(iter(like)), "")) < 1000

@@ -1,6 +1,6 @@
 """Test what a page shows of a run's events, against events and figures written by hand."""
 
-from ipu_jax.run.observe.runs import _facts
+from ipu_jax.run.observe.runs.digest import Digest
 
 # Killed after 6 updates, of which 4 were saved; resumed, and ended after 7.
 EVENTS = [
@@ -31,7 +31,7 @@ EVENTS = [
 
 
 def test_what_was_computed_again_after_a_resume_counts_once_and_every_evaluated_figure_is_a_curve():
-    assert _facts.curves(EVENTS, 100) == {
+    assert Digest(EVENTS).drawn(100) == {
         "loss": [[1, 8.0], [2, 7.0], [3, 6.0], [4, 5.0], [5, 4.0], [7, 2.0]],  # update 6 has none that can be drawn
         "accuracy": [[7, 0.5]],
         "test loss": [[7, 2.5]],
@@ -42,11 +42,11 @@ def test_what_was_computed_again_after_a_resume_counts_once_and_every_evaluated_
 
 def test_long_curves_are_means_of_neighbours():
     events = [{"event": "losses", "updates": 10, "losses": [float(k) for k in range(10)]}]
-    assert _facts.curves(events, 4)["loss"] == [[3, 1.0], [6, 4.0], [9, 7.0], [10, 9.0]]
+    assert Digest(events).drawn(4)["loss"] == [[3, 1.0], [6, 4.0], [9, 7.0], [10, 9.0]]
 
 
 def test_the_figures_and_the_facts_at_the_top():
-    assert _facts.figures(EVENTS) == {
+    assert Digest(EVENTS).figures() == {
         "updates": "7 (1 epoch)",
         "accuracy": "50.00%",
         "test loss": "2.5",
@@ -54,22 +54,22 @@ def test_the_figures_and_the_facts_at_the_top():
         "last loss": "2",
         "samples per second": "20 (median)",
     }
-    assert _facts.figures([]) == {}
-    assert _facts.head(EVENTS) == {
+    assert Digest([]).figures() == {}
+    assert Digest(EVENTS).head == {
         "started": "2026-05-04 10:00:00 UTC",
         "data": "digits",
         "IPUs of a replica": "4",
         "seed": "3",
         "command": "train --lr",
     }
-    assert _facts.head([]) == {}
+    assert Digest([]).head == {}
     half = [{"event": "start", "total_updates": 1200}, {"event": "losses", "updates": 1000, "losses": [1.0]}]
-    assert _facts.figures(half)["updates"] == "1,000 of 1,200"
+    assert Digest(half).figures()["updates"] == "1,000 of 1,200"
 
 
 def test_only_flags_that_differ_from_their_defaults_are_given():
-    assert _facts.flags(EVENTS) == ({"lr": "0.25"}, {"seed": "3", "quick": "no"})
-    assert _facts.flags(EVENTS[:1]) == ({"lr": "0.5"}, {})  # without defaults nobody knows
+    assert Digest(EVENTS).flags == ({"lr": "0.25"}, {"seed": "3", "quick": "no"})
+    assert Digest(EVENTS[:1]).flags == ({"lr": "0.5"}, {})  # without defaults nobody knows
 
 
 def test_an_event_ends_the_phase_that_it_is_about():
@@ -84,12 +84,12 @@ def test_an_event_ends_the_phase_that_it_is_about():
         {"event": "evaluated", "seconds": 16.0},
         {"event": "end", "seconds": 16.0},
     ]
-    assert _facts.phases(events) == {"compiling": 3.0, "training": 8.0, "evaluating": 10.0, "saving": 0.5}
-    assert _facts.figures(events)["duration"] == "21.5 s"
+    assert Digest(events).phases() == {"compiling": 3.0, "training": 8.0, "evaluating": 10.0, "saving": 0.5}
+    assert Digest(events).figures()["duration"] == "21.5 s"
 
 
 def test_the_history_names_an_attempt_that_was_killed():
-    assert _facts.history(EVENTS) == [
+    assert Digest(EVENTS).rows == [
         ("2026-05-04 10:00:00", "start", "attempt 1; train"),
         ("2026-05-04 10:01:00", "saved", "2 times, the last one after 4 updates; runs/step-4"),
         ("", "lost", "the attempt before this one ended without a word, as a killed one does"),
