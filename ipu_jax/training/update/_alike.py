@@ -178,14 +178,14 @@ def around_difference(lines: Sequence[str]) -> list[str]:
     of_places = enumerate(zip(*lines, strict=False))
     differs = next((at for at, letters in of_places if len({*letters}) > 1), min(map(len, lines)))
     start = max(0, differs - _BEFORE)
-    return [line[start : start + _SHOWN].strip() for line in lines]
+    return ["..." * (start > 0) + line[start : start + _SHOWN].strip() for line in lines]
 
 
 def checksums(tree: Mapping[str, Tree]) -> Facts:
     """Return a checksum per leaf of the trees, by name and path, of leaves that this process can read.
 
     >>> checksums({"params": {"w": np.ones(2, np.float32)}})
-    {"params['w']": 'checksum 2e98b855'}
+    {"params['w']": 'checksum d5065190'}
     """
     return {
         f"{name}{jax.tree_util.keystr(path)}": _checksum(leaf)
