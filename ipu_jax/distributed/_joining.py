@@ -9,8 +9,9 @@ import jax
 from jax._src.clusters import ClusterEnv  # jax exports it from nowhere else
 
 from ipu_jax.distributed import _instance, board
-from ipu_jax.distributed._rendezvous import difference, fingerprint, meet, refusal
+from ipu_jax.distributed._rendezvous import fingerprint, meet, refusal
 from ipu_jax.distributed.environment import COORDINATOR, COORDINATOR_BIND, TOKEN, Place
+from ipu_jax.distributed.errors import difference
 from ipu_jax.distributed.processes import beacons
 
 # A launcher notices a dead instance long before. Without one, the others give up then; jax's default is 100 s.

@@ -40,12 +40,19 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 from ipu_jax.base.annotations import Json
 from ipu_jax.distributed.environment import COORDINATOR, Place, text_of
-from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError, PortTakenError, named
+from ipu_jax.distributed.errors import (
+    ABSENT,
+    InstancesDifferError,
+    InstancesMissingError,
+    PortTakenError,
+    difference,
+    named,
+)
 
 _NONCE: Final = 32
 _PROOF: Final = 64
@@ -62,8 +69,6 @@ _BACKLOG: Final = 128
 _PACKAGES: Final = ("ipu-jax", "jax", "jaxlib", "numpy", "optax", "flax", "equinox")
 _OPTIONS: Final = ("DEFAULT_MATMUL_PRECISION", "DEFAULT_PRNG_IMPL", "ENABLE_X64", "PLATFORMS", "THREEFRY_PARTITIONABLE")
 _VARIABLES: Final = (*(f"JAX_{option}" for option in _OPTIONS), "XLA_FLAGS")
-_ABSENT: Final = "none"
-_LONGEST: Final = 200
 _MOST_FLAGS: Final = 100_000
 
 
@@ -80,46 +85,20 @@ def fingerprint(place: Place | None, *, flags: bool = True) -> dict[str, str]:
             "number of instances": str(place.instances),
             "number of replicas": str(place.replicas),
             "IPUs per replica": str(place.ipus_per_replica),
-            "further axes": text_of(place.axes) or _ABSENT,
+            "further axes": text_of(place.axes) or ABSENT,
             "attempt": str(place.attempt),
         }
     for package in _PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = _ABSENT
-    found |= {name: os.environ.get(name, _ABSENT) for name in _VARIABLES}
+            found[package] = ABSENT
+    found |= {name: os.environ.get(name, ABSENT) for name in _VARIABLES}
     if flags:
-        text = " ".join(sys.argv[1:]) or _ABSENT
+        text = " ".join(sys.argv[1:]) or ABSENT
         checksum = zlib.crc32(text.encode(errors="surrogateescape"))  # a line to the host holds a megabyte
         found["flags"] = text if len(text) < _MOST_FLAGS else f"of {len(text):,} letters, checksum {checksum:08x}"
     return found
-
-
-def difference(fingerprints: Mapping[int, Mapping[str, str]]) -> str | None:
-    """Return which instances differ from the others, and in what; None if all are equal.
-
-    The most frequent value counts as right; in a tie, the value of the first instance.
-
-    Args:
-        fingerprints: the fingerprints by instance number.
-
-    >>> alike, other = {"jax": "0.10.2", "flags": "--epochs 2"}, {"jax": "0.10.2", "flags": "--epochs 3"}
-    >>> print(difference({0: alike, 1: alike, 2: other}))
-    instance 2 has flags '--epochs 3', instances 0 and 1 have '--epochs 2'
-    >>> difference({0: alike, 1: alike}) is None
-    True
-    """
-    told: list[str] = []
-    for name in sorted({name for one in fingerprints.values() for name in one}):
-        having: dict[str, list[int]] = {}
-        for instance, one in sorted(fingerprints.items()):
-            having.setdefault(one.get(name, _ABSENT), []).append(instance)
-        if len(having) > 1:
-            usual = max(having, key=lambda text: (len(having[text]), -having[text][0]))
-            others = [f"{_having(having[text])} {name} {_quoted(text)}" for text in having if text != usual]
-            told.append(f"{', '.join(others)}, {_having(having[usual])} {_quoted(usual)}")
-    return "; ".join(told) or None
 
 
 def meet(place: Place, own: Mapping[str, str], *, seconds: float) -> None:
@@ -230,14 +209,6 @@ def _address(text: str) -> tuple[str, int]:
     if not separator or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"{COORDINATOR}={text!r} is not an address: give HOST:PORT, such as 127.0.0.1:40001")
     return host.strip("[]"), int(port)
-
-
-def _having(numbers: Sequence[int]) -> str:
-    return f"{named(numbers)} {'have' if len(numbers) > 1 else 'has'}"
-
-
-def _quoted(text: str) -> str:
-    return repr(text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "...")
 
 
 # only callers that know the token

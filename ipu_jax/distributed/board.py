@@ -140,7 +140,9 @@ def _board() -> Board:
     return Board("exchange")
 
 
-def gather(what: str, payload: bytes, *, seconds: float, form: str = "") -> list[bytes]:
+def gather(
+    what: str, payload: bytes, *, seconds: float, form: str = "", mend: str = "allow more with timeout="
+) -> list[bytes]:
     """Return the bytes of all instances, in order. Every instance calls it.
 
     Communicates the bytes, which should be fewer than a megabyte, once from each instance to all others.
@@ -150,6 +152,7 @@ def gather(what: str, payload: bytes, *, seconds: float, form: str = "") -> list
             instances, and the errors give them.
         payload: the bytes of this instance.
         seconds: how long to wait for the others.
+        mend: what else the caller can do if an instance is missing.
 
     Raises:
         InstancesMissingError: some instances did not arrive in time.
@@ -160,10 +163,7 @@ def gather(what: str, payload: bytes, *, seconds: float, form: str = "") -> list
     board, number, own = _board(), next(_exchanges), " ".join(f"{what} {form}".split()).encode()
 
     def missing(who: str) -> str:
-        return (
-            f"{what}: {who} did not come within {seconds:g} s. All instances must call it, in the same order; allow "
-            "more with timeout="
-        )
+        return f"{what}: {who} did not come within {seconds:g} s. All instances must call it, in the same order; {mend}"
 
     with beacons.meeting(f"in {what}", seconds + MARGIN):
         era, turn = divmod(number, _ERA)

@@ -1,9 +1,15 @@
-"""Define the errors between instances of a run, and how they name instances.
+"""Define the errors between instances of a run, and how they name instances and what differs between them.
 
 Nothing here imports jax.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+ABSENT: Final = "none"
+"""Stands for a value that an instance does not have."""
+
+_LONGEST: Final = 200
 
 
 class InstancesDifferError(RuntimeError):
@@ -48,3 +54,37 @@ def runs_of(numbers: Iterable[int]) -> list[list[int]]:
         else:
             runs.append([number])
     return runs
+
+
+def difference(fingerprints: Mapping[int, Mapping[str, str]]) -> str | None:
+    """Return which instances differ from the others, and in what; None if all are equal.
+
+    The most frequent value counts as right; in a tie, the value of the first instance.
+
+    Args:
+        fingerprints: values as texts, by name, of each instance.
+
+    >>> alike, other = {"jax": "0.10.2", "flags": "--epochs 2"}, {"jax": "0.10.2", "flags": "--epochs 3"}
+    >>> print(difference({0: alike, 1: alike, 2: other}))
+    instance 2 has flags '--epochs 3', instances 0 and 1 have '--epochs 2'
+    >>> difference({0: alike, 1: alike}) is None
+    True
+    """
+    told: list[str] = []
+    for name in sorted({name for one in fingerprints.values() for name in one}):
+        having: dict[str, list[int]] = {}
+        for instance, one in sorted(fingerprints.items()):
+            having.setdefault(one.get(name, ABSENT), []).append(instance)
+        if len(having) > 1:
+            usual = max(having, key=lambda text: (len(having[text]), -having[text][0]))
+            others = [f"{_having(having[text])} {name} {_quoted(text)}" for text in having if text != usual]
+            told.append(f"{', '.join(others)}, {_having(having[usual])} {_quoted(usual)}")
+    return "; ".join(told) or None
+
+
+def _having(numbers: Sequence[int]) -> str:
+    return f"{named(numbers)} {'have' if len(numbers) > 1 else 'has'}"
+
+
+def _quoted(text: str) -> str:
+    return repr(text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "...")

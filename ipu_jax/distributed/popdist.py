@@ -59,6 +59,9 @@ _Result = TypeVar("_Result")
 
 _TIMEOUT: Final = 300.0
 
+compares_programs = True
+"""Whether training steps compare what the instances are about to run; `init` sets it."""
+
 
 def is_popdist_env_set() -> bool:
     """Return whether poprun started this process.
@@ -69,7 +72,7 @@ def is_popdist_env_set() -> bool:
     return TOTAL_REPLICAS in os.environ
 
 
-def init(*, timeout: float | None = None, check_flags: bool = True) -> None:
+def init(*, timeout: float | None = None, check_flags: bool = True, check_programs: bool = True) -> None:
     """Connect this instance with the others. Call it before any other use of jax. A second call does nothing.
 
     The instances first meet and compare their numbers, command lines and package versions. Then
@@ -84,6 +87,8 @@ def init(*, timeout: float | None = None, check_flags: bool = True) -> None:
     Args:
         timeout: seconds to wait for the others. Default: 60; under poprun, 10 more than its --start-timeout.
         check_flags: whether all instances must have the same command line.
+        check_programs: whether the first call of each training step compares the instances' batches, feeds, programs
+            and first weights, and raises InstancesDifferError if they differ. The same on all instances.
 
     Raises:
         InstancesDifferError: an instance has different flags, packages or numbers; the message names it.
@@ -92,7 +97,8 @@ def init(*, timeout: float | None = None, check_flags: bool = True) -> None:
         RuntimeError: jax's backend is already running.
         ValueError: the environment variables are not as poprun sets them.
     """
-    place = place_of(os.environ)
+    global compares_programs
+    compares_programs, place = check_programs, place_of(os.environ)
     if place is None and not any(name in os.environ for name in _SIGNS_OF_A_CLUSTER):
         return
     from ipu_jax.distributed import _joining  # imports jax

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,8 @@ class FeedBatch(Shown):
             instance's part of `data`, with only the replicas of which the instance has IPUs.
         nbytes: the bytes of this instance's rows, as sent to each IPU of a replica.
         is_cut: whether `data` leaves out the filled up device iterations, as under `remainder="updates"`.
+        feed: the facts of the feed that all instances must share: the order of its examples, the dims of its batches,
+            and where this batch begins.
     """
 
     arrays: Batch
@@ -41,6 +44,7 @@ class FeedBatch(Shown):
     is_real: npt.NDArray[np.bool_]
     nbytes: int
     is_cut: bool = False
+    feed: Mapping[str, Json] = dataclasses.field(default_factory=dict)
 
     def _shown(self) -> list[str | Table]:
         leaves = jax.tree.leaves_with_path(self.arrays)

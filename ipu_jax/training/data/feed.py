@@ -14,6 +14,7 @@
 Bytes are sent as bytes: give uint8 images, and `normalise` them inside the step. See docs/design/data.md.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -204,6 +205,7 @@ class Feed:
             sender = Sender(mesh, order.dims, examples.like, remainder)
             self._reader: IndexedReader | StreamReader = IndexedReader(examples, order, sender, **rest)
             self.order: EpochOrder | None = order
+            of_batch = order.dims
             self.updates_per_epoch, self.examples_per_update = order.updates_per_epoch, order.per_update
         else:
             _check_stream(source, shuffle, seed, remainder, workers)
@@ -211,6 +213,7 @@ class Feed:
             self._reader = StreamReader(stream, of_batch, mesh, remainder=remainder, warns=not is_chosen, **rest)
             self.order, self.updates_per_epoch, self.examples_per_update = None, None, of_batch.per_update
         self.mesh, self.epochs = mesh, epochs
+        self._shared: dict[str, Json] = {**of_batch.counts, "remainder": remainder, "epochs": epochs}
         self.like, self._position = self._reader.like, self._reader.start
         self.last: FeedBatch | None = None
         self._last_began = self._position
@@ -364,6 +367,8 @@ class Feed:
             # a slow source is not a stuck step; the margin lets our own error, which says what the workers do, go first
             with facts.during("reading a batch", self._timeout + _MARGIN):
                 batch, following = self._read()
+                if batch is not None:
+                    batch = dataclasses.replace(batch, feed=self._shared | self._reader.shared(began))
                 # one statement: wherever Ctrl-C interrupts, the batch is either counted and kept, or neither
                 self._last_began, self._position, self.last = began, following, batch
         except FeedTimeoutError:

@@ -44,6 +44,7 @@ class BatchDims:
             share. Several instances may have the same replica, each with a part of its IPUs.
 
     Attributes:
+        counts: the sizes of the dims of a batch, over all instances, by the names of the arguments.
         per_update, per_batch: the examples of an update and of a batch, over all instances.
         shape: (iterations, own replicas, M, micro-batch), the dims of this instance's rows.
 
@@ -66,14 +67,14 @@ class BatchDims:
         instance: int = 0,
         own_replicas: Sequence[int] | None = None,
     ):
-        self._counts = {
+        self.counts = {
             "micro_batch": micro_batch,
             "gradient_accumulation": gradient_accumulation,
             "replicas": replicas,
             "device_iterations": iterations,
         }
         micro_batch, gradient_accumulation, replicas, iterations = (
-            check_count(*count) for count in self._counts.items()
+            check_count(*count) for count in self.counts.items()
         )
         self._own = list(_equal_share(replicas, instances, instance) if own_replicas is None else own_replicas)
         self._whole = (iterations, replicas, gradient_accumulation, micro_batch)
@@ -130,7 +131,7 @@ class BatchDims:
             fillers: the ways to fill up a batch instead, in words.
         """
         whole, needed = ("an update", self.per_update) if remainder == "updates" else ("a batch", self.per_batch)
-        product = " x ".join(f"{name}={value}" for name, value in self._counts.items() if value > 1) or "micro_batch=1"
+        product = " x ".join(f"{name}={value}" for name, value in self.counts.items() if value > 1) or "micro_batch=1"
         return ValueError(
             f"{product} takes {needed} examples for {whole}, but there are {examples}: lower one of them, or fill "
             f"up with {fillers}"

@@ -90,6 +90,10 @@ class IndexedReader:
         values = (position.epoch, position.position, order.examples, order.seed, int(order.shuffle))
         return dict(zip(_STATE, values, strict=True))
 
+    def shared(self, position: Position) -> dict[str, Json]:
+        """Return what all instances have in common at a position."""
+        return self.state(position)
+
     def position_of(self, state: Mapping[str, Json]) -> Position:
         """Return the position that `state` returned, or the start of the next epoch if no batch begins after it.
 
@@ -205,6 +209,10 @@ class StreamReader:
         if position.beyond:
             state["beyond"] = position.beyond
         return state if position.source is None else state | {"source": position.source, "offset": position.offset}
+
+    def shared(self, position: Position) -> dict[str, Json]:
+        """Return what all instances have in common at a position: the source's own state may be another on each."""
+        return {"epoch": position.epoch, "position": position.position}
 
     def position_of(self, state: Mapping[str, Json]) -> Position:
         """Return the position that `state` returned.

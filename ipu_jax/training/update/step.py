@@ -34,6 +34,7 @@ from ipu_jax.core.weights.arguments import check_alive, count_samples
 from ipu_jax.core.weights.packed_layout import WHOLE
 from ipu_jax.core.weights.packing import Sharded, batch_shapes, unshard_tree, whole_shapes
 from ipu_jax.training.update._accumulate import counts_of
+from ipu_jax.training.update._alike import Alike
 from ipu_jax.training.update._arguments import Arguments
 from ipu_jax.training.update._average import with_average
 from ipu_jax.training.update._in_flight_batches import BatchesInFlight
@@ -99,6 +100,7 @@ class TrainStep:
             optimizer = optax.chain(clip(options.max_gradient_norm), optimizer)
         self._placement = Placement(self._model, optimizer, options)
         self._arguments = Arguments(self._model, options, self._placement)
+        self._alike = Alike(self.mesh, self._placement, self._settings)
         self._window = InFlight()
         self._program = jax.jit(self._run, donate_argnums=(0,) if options.donate else ())
         self._averaged = jax.jit(self._run_average)
@@ -151,7 +153,8 @@ class TrainStep:
         if isinstance(params, Sharded):
             check_alive("params", params)
             params = unshard_tree(params)
-        return self._placement.first(params, stages, self._arguments.key_for_state(key))
+        key = self._arguments.key_for_state(key)
+        return self._alike.noted(self._placement.first(params, stages, key), params, stages, key)
 
     def shapes(self, params: Params, *, stages: Tree = None, key: Key = None) -> TrainState:
         """Return what `init` returns, with the shape, dtype and sharding of each array in place of the array.
@@ -193,7 +196,7 @@ class TrainStep:
         whole = {**whole, "key": self._arguments.key_for_state(whole["key"])}
         if (whole["scale"] is None) == isinstance(self.options.loss_scale, DynamicScale):
             raise ValueError("the saved state and this step differ in whether they scale the loss by a DynamicScale")
-        return self._placement.placed(whole)
+        return self._alike.noted(self._placement.placed(whole), *(whole[name] for name in ("params", "stages", "key")))
 
     @facts.during("gathering the state")
     @jax.transfer_guard("allow")  # the caller asks for this transfer
@@ -237,14 +240,21 @@ class TrainStep:
         Returns:
             The new state, and the outputs that `options.outputs` selects. Only a few calls are ever in flight.
 
+        Across several instances, the first call compares what they are about to run, unless
+        `popdist.init(check_programs=False)`: one message each, before anything is compiled.
+
         Raises:
             ValueError: the batch does not fit, the state does not belong to this step, or an earlier call used it up.
                 Nothing has been compiled by then.
+            InstancesDifferError: in the first call, an instance has another batch, feed, program or first weights than
+                the others; the message names it, and both values.
+            InstancesMissingError: an instance did not make the first call.
             NonFiniteLossError: under `on_nonfinite`, an update of an earlier call stopped the state. Nothing was
                 dispatched, so the state stays usable. Under "skip", a skipped update of an earlier call gives a
                 `NonFiniteLossWarning`.
         """
-        batch, made = self._arguments.batch_of_call(state, batch, updates)
+        given = batch
+        batch, made = self._arguments.batch_of_call(state, given, updates)
         is_traced = isinstance(state.step, Tracer)
         batches = None if is_traced else self._batches
         if batches is not None:
@@ -252,6 +262,8 @@ class TrainStep:
         ends = _ends(made) if is_traced else self._placed_ends(made)
         batch = taken(batch)
         args = (state, batch, ends)
+        if not is_traced:
+            self._alike.check(state, given, batch, made, lambda: self._program.lower(*args))
         self._model.check_guards(self._program, args, lambda: self._lowered(state, batch, made))
         self._window.begin((state, batch))
         state, outputs, *before = self._program(*args)
@@ -379,6 +391,12 @@ class TrainStep:
         )
         shapes = jax.tree.map(placed, state, self._placement.specs(state))
         return self._program.lower(shapes, batch_shapes(batch, self.mesh, spec), _ends(made))
+
+    def _settings(self) -> dict[str, str]:
+        """Return the options of the step, and the schedule of a pipeline, as texts."""
+        options = {f"options.{name}": str(value) for name, value in dataclasses.asdict(self.options).items()}
+        schedule = str(getattr(self.model, "schedule", None)).splitlines()[0]  # without its table
+        return {"model": self._model.describe(), "schedule": schedule, **options}
 
     @property
     def _rows(self) -> int:

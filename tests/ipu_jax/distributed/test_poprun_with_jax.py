@@ -130,7 +130,7 @@ def test_an_instance_that_is_lost_is_named_and_all_are_gone_within_3_s(tmp_path,
     ("when", "said"),
     [
         ("import", "with status 0 before its first step had finished, while instance 1 still waits in popdist.init"),
-        ("compile", r"before its first step had finished, while instance 1 still (trains, in|compiles) step 1"),
+        ("compile", "before its first step had finished, while instance 1 still waits in the first update of a "),
         ("step", r"after step 5, while instance 1 still (trains, in step [6-8]|waits in )"),  # in the save of step 8
         ("save", "after step 8, while instance 1 still "),
         ("end of the block", "after step 30, while instance 1 still "),

@@ -11,9 +11,9 @@ import time
 import pytest
 
 from ipu_jax.distributed import _rendezvous
-from ipu_jax.distributed._rendezvous import NotOursError, ask, difference, fingerprint, meet
+from ipu_jax.distributed._rendezvous import NotOursError, ask, fingerprint, meet
 from ipu_jax.distributed.environment import Place
-from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError, PortTakenError
+from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError, PortTakenError, difference
 from support.programs import free_port
 from support.refusals import refused
 

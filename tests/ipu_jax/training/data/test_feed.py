@@ -405,3 +405,18 @@ def test_the_error_of_a_stuck_worker_comes_at_the_time_limit_and_the_source_is_n
 
 def interrupted(prefetcher: Prefetcher) -> None:
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_a_batch_has_the_facts_that_the_feeds_of_all_instances_share(prefetch):
+    with Feed({"x": np.arange(12)}, mesh=make_mesh(2, 1), micro_batch=2, seed=7, epochs=2, prefetch=prefetch) as feed:
+        batches = list(feed)
+    places = [(batch.feed["epoch"], batch.feed["position"]) for batch in batches]
+    assert places == [(0, 0), (0, 4), (0, 8), (1, 0), (1, 4), (1, 8)]
+    expected = {"examples": 12, "seed": 7, "shuffle": 1, "epochs": 2, "remainder": "drop", "micro_batch": 2}
+    expected |= {"gradient_accumulation": 1, "replicas": 2, "device_iterations": 1, "epoch": 0, "position": 0}
+    assert batches[0].feed == expected
+    with Feed([{"x": 1}] * 8, items="examples", mesh=make_mesh(2, 1), micro_batch=2) as feed:
+        assert next(feed).feed["examples"] == 8
+    with Feed(iter([{"x": 1}] * 8), items="examples", mesh=make_mesh(2, 1), micro_batch=2) as feed:
+        assert [batch.feed["position"] for batch in (next(feed), next(feed))] == [0, 4]

@@ -1,0 +1,157 @@
+"""Test that instances which are about to train unlike are named before the first update, and equal ones never."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ipu_jax.training.update._alike import around_difference, checksums, first_difference, first_unlike
+from support import unlike
+from support.instances import run_instances
+
+HOLDS: dict[str, tuple[str, str, str]] = {  # the name of what differs, the usual value, and the odd one
+    "learning rate": ("of its program", "dense<-0.00999999977>", "dense<-2.000000e-02>"),
+    "optimizer": ("optimizer[0].count", "int32[]", "none"),
+    "first weights": ("params['body']", "checksum", "checksum"),
+    "key": ("key", "checksum", "checksum"),
+    "weights put together": ("state.params", "checksum", "checksum"),
+    "micro-batch": ("batch['x']", ", 4, 8]", ", 8, 8]"),
+    "dtype": ("batch['x']", "float32[", "float16["),
+    "examples": ("feed.examples", "'320'", "'160'"),
+    "seed": ("feed.seed", "'5'", "'6'"),
+    "epochs": ("feed.epochs", "'2'", "'3'"),
+    "position": ("feed.position", "'0'", "'32'"),
+    "updates": ("updates to make", "'0 to 1'", "'0 to 0'"),
+    "code": ("of its program", "stablehlo.tanh", "stablehlo.sine"),
+    "constant": ("of its program", "1.000000e+00", "1.250000e+00"),
+    "loss scale": ("options.loss_scale", "'1.0'", "'2.0'"),
+    "precision": ("of its program", "[DEFAULT, DEFAULT]", "[HIGHEST, HIGHEST]"),
+    "schedule": ("schedule", "'grouped: ", "'gpipe: "),
+    "width": ("params['body']", "float32[8, 16]", "float32[8, 24]"),
+}
+
+
+FEW = ["learning rate", "first weights", "micro-batch", "seed"]
+
+
+def check_refusals(devices: list[int], replicas: int, ipus: int, odd: int, names: list[str]) -> None:
+    found = run_instances(unlike.refusals, devices, replicas=replicas, ipus=ipus, odd=odd, names=names)
+    for results in found:
+        assert results.pop("compiled by calls") == 0
+        assert list(results) == names
+        for name, said in results.items():
+            (what, usual, other), text = HOLDS[name], str(said)
+            assert text == str(found[0][name])
+            assert text.endswith(". popdist.init(check_programs=False) allows it")
+            is_other_first = odd > 0  # of two, instance 0 counts as right
+            others = " 0 has" if len(devices) == 2 else "s 0 and 2 have"
+            head, tail = text.split(f", instance{others} ")
+            assert head.startswith("before the first update, instance 1 has ")
+            first, second = (other, usual) if is_other_first else (usual, other)
+            assert what in head
+            assert first in head
+            assert second in tail
+
+
+def test_unlike_instances_are_named_before_anything_is_compiled():
+    check_refusals([1, 1], 2, 1, odd=1, names=FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("devices", "replicas", "ipus", "odd", "but"),
+    [
+        ((1, 1), 2, 1, 1, ("schedule",)),  # of one IPU
+        ((2, 2), 1, 4, 0, ("weights put together",)),  # the instances hold no part in common
+        ((1, 1, 1), 3, 1, 1, ("schedule",)),
+    ],
+)
+def test_each_difference_is_named(devices, replicas, ipus, odd, but):
+    check_refusals(list(devices), replicas, ipus, odd, [name for name in HOLDS if name not in but])
+
+
+def test_each_difference_has_its_words():
+    assert HOLDS.keys() == unlike.UNLIKE.keys()
+
+
+@pytest.mark.parametrize(
+    ("devices", "replicas", "ipus"),
+    [
+        ((1, 1), 2, 1),
+        pytest.param((3, 1), 2, 2, marks=pytest.mark.slow),  # the second replica spans both
+    ],
+)
+def test_equal_instances_exchange_one_message_per_step(devices, replicas, ipus):
+    first, second = run_instances(unlike.equals, devices, replicas=replicas, ipus=ipus)
+    missing = str(first.pop("missing"))
+    assert missing.startswith("the first update of a training step: instance 1 of 2 did not come within 1 s.")
+    assert missing.endswith("popdist.init(check_programs=False) waits for none")
+    for found in (first, second):
+        assert {name: int(count) for name, count in found.items()} == {
+            "an epoch of a feed": 1,
+            "whole": 0,
+            "a state that was restored": 1,
+            "a state that was put together, and an own batch": 1,
+            "a step of one instance": 0,
+            "unlike programs that are allowed": 0,
+        }
+
+
+@pytest.mark.slow
+def test_replicas_of_unlike_functions_are_named():
+    for found in run_instances(unlike.functions, [1, 1], replicas=2):
+        assert "instance 1 has in line" in str(found["unlike"])
+        assert "dense<2.000000e+00>" in str(found["unlike"])
+        assert found["alike"] == 9.0
+
+
+def test_the_first_difference_is_named_with_the_number_of_others():
+    usual = {"batch['x']": "float32[4]", "batch['y']": "float32[4]", "batch['z']": "int8[4]"}
+    odd = {"batch['x']": "float32[4]", "batch['y']": "float32[8]", "batch['z']": "int8[8]"}
+    assert first_difference({0: usual, 1: usual}) is None
+    said = "instance 3 has batch['y'] 'float32[8]', instances 0 to 2 have 'float32[4]' (1 more)"
+    assert first_difference({0: usual, 1: usual, 2: usual, 3: odd}) == said
+    assert (
+        first_difference({0: usual, 1: {}}) == "instance 1 has batch['x'] 'none', instance 0 has 'float32[4]' (2 more)"
+    )
+
+
+def test_parts_are_compared_where_instances_have_the_same():
+    assert first_difference({0: {"a": "1", "b": "1"}, 1: {"b": "1", "c": "2"}}, common=True) is None
+    said = first_difference({0: {"a": "1", "b": "1"}, 1: {"b": "2", "c": "2"}}, common=True)
+    assert said == "instance 1 has b '2', instance 0 has '1'"
+
+
+@pytest.mark.parametrize(
+    ("texts", "number"),
+    [(["ab", "ab"], 2), (["ab", "abc"], 2), (["abc", "axc", "abc"], 1), (["abc", "abc", "xbc"], 0), (["", "a"], 0)],
+)
+def test_the_first_unlike_line_is_found(texts, number):
+    assert first_unlike([np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]) == number
+
+
+def test_a_long_line_is_cut_around_its_difference():
+    first, second = around_difference(["a" * 5000 + "x" + "b" * 500, "a" * 5000 + "y" + "b" * 500])
+    assert first.startswith("...a")
+    assert "ax" in first
+    assert "ay" in second
+    assert len(first) == len(second) < 200
+
+
+def test_checksums_are_of_bits_whatever_holds_them():
+    """The reference is another way to read the bytes."""
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    trees = {"numpy": array, "jax": jnp.asarray(array), "transposed": np.ascontiguousarray(array.T).T}
+    assert len(set(checksums(trees).values())) == 1
+    half = jnp.ones((3,), jnp.bfloat16)
+    others: dict[str, Any] = {
+        "half": half,
+        "one bit": jnp.asarray(np.asarray(half).view(np.uint16) ^ np.uint16(1)).view(jnp.bfloat16),
+        "key": jax.random.key(0),
+        "other key": jax.random.key(1),
+        "scalar": 1.0,
+        "empty": np.zeros((0, 2)),
+    }
+    assert len(set(checksums(others).values())) == len(others)
