@@ -69,7 +69,6 @@ _BACKLOG: Final = 128
 _PACKAGES: Final = ("ipu-jax", "jax", "jaxlib", "numpy", "optax", "flax", "equinox")
 _OPTIONS: Final = ("DEFAULT_MATMUL_PRECISION", "DEFAULT_PRNG_IMPL", "ENABLE_X64", "PLATFORMS", "THREEFRY_PARTITIONABLE")
 _VARIABLES: Final = (*(f"JAX_{option}" for option in _OPTIONS), "XLA_FLAGS")
-_MOST_FLAGS: Final = 100_000
 
 
 def fingerprint(place: Place | None, *, flags: bool = True) -> dict[str, str]:
@@ -97,7 +96,7 @@ def fingerprint(place: Place | None, *, flags: bool = True) -> dict[str, str]:
     if flags:
         text = " ".join(sys.argv[1:]) or ABSENT
         checksum = zlib.crc32(text.encode(errors="surrogateescape"))  # a line to the host holds a megabyte
-        found["flags"] = text if len(text) < _MOST_FLAGS else f"of {len(text):,} letters, checksum {checksum:08x}"
+        found["flags"] = text if len(text) < 100_000 else f"of {len(text):,} letters, checksum {checksum:08x}"
     return found
 
 

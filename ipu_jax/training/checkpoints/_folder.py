@@ -149,15 +149,6 @@ def left_over_in(folder: Path) -> list[Path]:
     return sorted(path for path in paths if path.is_dir() and not path.is_symlink())
 
 
-def unfinished_in(folder: Path) -> list[Path]:
-    """Return the leftovers of saves that did not end, without a seal.
-
-    Raises:
-        OSError: the folder exists but cannot be listed.
-    """
-    return [path for path in left_over_in(folder) if _is_of_a_save(path) and not _is_sealed(path)]
-
-
 def _is_of_a_save(left_over: Path) -> bool:
     return left_over.suffix != ".removed"
 

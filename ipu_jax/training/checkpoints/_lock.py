@@ -88,17 +88,6 @@ class Lock:
             self._freeing()
             self._freeing = None
 
-    def may_be_held(self) -> bool:
-        """Return whether a training may be saving to the folder, as far as its text says. Nothing is locked or written.
-
-        It may be if the file cannot be read: only its owner can.
-        """
-        try:
-            text = _read(self._path)
-        except OSError:
-            return True
-        return bool(text) and not _has_ended(text)
-
     def _try(self) -> str:
         """Return who has the lock, or "" if this training has it from now on."""
         if any(lock.is_held for lock in list(_all) if lock is not self and lock._path == self._path):

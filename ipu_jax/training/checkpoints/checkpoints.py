@@ -116,7 +116,7 @@ class Checkpoints:
         self._writer = Writer(self._store, meetings, keep=keep, seconds=timeout)
         self._versions = _description.versions()
         self._saved: weakref.ref[TrainState] | None = None
-        self._news, self._told = dict[Path | str, str](), set[Path | str]()
+        self._news, self._told = list[str](), set[str]()
         self._has_failed = self._is_locked = self._has_tried_to_lock = False
         self._is_open = True
 
@@ -164,24 +164,13 @@ class Checkpoints:
         with facts.during("restoring a checkpoint", self._long):
             here = _description.description_of(self._step, like)
             search = Search(self.folder, here, self._words, self._timeout)
-            if resume in ("auto", "must"):
-                found = search.last_whole(must=resume == "must")
-                self._note_what_is_left_over()
-            else:
-                found = search.at(Path(resume))
+            is_named = resume not in ("auto", "must")
+            found = search.at(Path(resume)) if is_named else search.last_whole(must=resume == "must")
             if found is None:
                 return None
             restored = read(self._store, found, self._step, like, here)
             self._due.restart(restored.step)
             return restored
-
-    def _note_what_is_left_over(self) -> None:
-        """Warn of each leftover of a save, unless a training may be saving. Nothing is removed without the lock."""
-        if jax.process_index() == 0 and not self._lock.may_be_held():
-            with contextlib.suppress(OSError):
-                for path in _folder.unfinished_in(self.folder):
-                    self._news[path] = f"{path} is left over from a save that did not end: it is skipped"
-        self._tell()
 
     # save
 
@@ -222,7 +211,7 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)  # later, a missing folder is an error
         self._lock.take()
         removed, stays = _folder.settle(self.folder)
-        self._news |= {path: f"{path} was left over from a save that did not end: it is removed" for path in removed}
+        self._news += [f"{path} was left over from a save that did not end: it is removed" for path in removed]
         self._note_what_stays(stays)
 
     def due(self, state: TrainState, updates: int | None = None) -> bool:
@@ -378,18 +367,16 @@ class Checkpoints:
         self._tell()
 
     def _note_what_stays(self, stays: _folder.Failures) -> None:
-        for path, error in stays:
-            self._news[f"{path} stays"] = (
-                f"{path} is no longer kept, but cannot be removed ({error}): remove it yourself"
-            )
+        self._news += [
+            f"{path} is no longer kept, but cannot be removed ({error}): remove it yourself" for path, error in stays
+        ]
 
     def _tell(self) -> None:
         """Warn of each leftover, and of each checkpoint that was not removed, once."""
-        news, self._news = self._news, {}
-        for about, text in news.items():
-            if about not in self._told:
-                self._told.add(about)
-                warn(text)
+        news, self._news = dict.fromkeys(self._news), []
+        for text in [text for text in news if text not in self._told]:
+            self._told.add(text)
+            warn(text)
 
     def close(self) -> None:
         """Wait for the last save, and read it back to verify it. A second call does nothing.
