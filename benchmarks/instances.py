@@ -8,7 +8,8 @@ processes relative to one program of the same framework. CPU work is the sum ove
 turn.
 
 Start-up is the time from starting the command to the first step's loss, with a warm executable cache. The figure is for
-poprun with two instances relative to one process with two replicas.
+poprun with two instances relative to one process with two replicas. The first call of a step compares what the
+instances are about to run: it is timed with the comparison and without (`popdist.init(check_programs=False)`), in turn.
 
     python benchmarks/instances.py [--check]
 """
@@ -36,7 +37,7 @@ from replicas import REPLICAS, collectives_of
 from rivals_of.torch_pipeline import TorchPipeline
 from rivals_of.workers import NEEDS_TORCH, Workers, torch_is_installed
 
-ROUNDS, STEPS, STARTS = 12, 5, 7
+ROUNDS, STEPS, STARTS, COMPARISONS = 12, 5, 7, 10
 OURS = Path(__file__).with_name("rivals_of") / "jax_instance.py"
 TORCH = Path(__file__).with_name("rivals_of") / "torch_replica.py"
 FIRST_STEP = Path(__file__).with_name("rivals_of") / "first_step.py"
@@ -179,21 +180,40 @@ def start_figures(figures: Figures, rounds: int) -> None:
     figures.add(f"CPU work {what}", ratio(costs["poprun"], costs["alone"], "cpu"))
 
 
+def comparison_figures(figures: Figures, rounds: int) -> None:
+    """Make the first call on two instances with the comparison of programs and without, in turn."""
+    with tempfile.TemporaryDirectory(prefix="instances-") as folder:
+        command = [*POPRUN, "--executable-cache-path", str(Path(folder, "poprun")), sys.executable, str(FIRST_STEP)]
+        seconds: dict[str, list[float]] = {"checked": [], "unchecked": []}
+        for number in range(rounds + 1):
+            for name, of_name in seconds.items():
+                done = ended([*command, name], Path(folder))
+                of_name += [float(done.partition("call=")[2].split()[0])] * bool(number)  # the first fills the cache
+    more = statistics.median(seconds["checked"]) - statistics.median(seconds["unchecked"])
+    figures.add("first call of 2 instances, more for comparing programs, ms, warm cache", 1000 * more, 50)
+
+
 def start_of(command: list[str], cache: Path) -> Cost:
     """Return the time from a command's start to the loss that it prints, and the CPU time of all its processes."""
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
+    printed = ended(command, cache)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    at = float(printed.partition("time=")[2].split()[0])
+    return Cost(at - started, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+
+
+def ended(command: list[str], cache: Path) -> str:
+    """Return what a command has printed. It must end with status 0."""
     environment = {
         **os.environ,
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    ended = float(done.stdout.partition("time=")[2].split()[0])
-    return Cost(ended - started, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return done.stdout
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
@@ -203,7 +223,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     figures = Figures("instances: two replicas on two host processes over both on one, beside torch's", flags=flags)
-    figures.shrink(__name__, SIZES=((8, None, None),), KINDS=("sharded",), STEPS=1, STARTS=1)
+    figures.shrink(__name__, SIZES=((8, None, None),), KINDS=("sharded",), STEPS=1, STARTS=1, COMPARISONS=1)
     figures.shrink("mnist_example.model", HIDDEN=6, FEATURES=5)
     rounds = 1 if figures.args.smallest else figures.args.rounds
     jax.config.update("jax_platforms", "cpu")  # this process only makes the weights
@@ -211,6 +231,7 @@ def main() -> int:
         step_figures(figures, rounds)
     if figures.args.only != "steps":
         start_figures(figures, min(rounds, STARTS))
+        comparison_figures(figures, min(rounds, COMPARISONS))
     return figures.status()
 
 

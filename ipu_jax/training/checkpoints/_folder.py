@@ -5,7 +5,7 @@
     runs/mnist/step-300.unsealed        being saved, or left over from a save that was killed
     runs/mnist/step-100.removed         being removed
 
-The seal decides, and the number in it says which checkpoint was saved last. No name is given twice, so a save never
+The seal decides, and the number in it says which checkpoint was saved last. No save takes a name that is there, so none
 moves a checkpoint out of its way, and a kill between any two changes loses none.
 
 Nothing here imports jax.
