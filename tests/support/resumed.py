@@ -21,6 +21,7 @@ from ipu_jax import ALL_IPUS, Checkpoints, Feed, Outputs, Pipeline, Stage, Train
 from ipu_jax.distributed.errors import InstancesMissingError
 from ipu_jax.io import CheckpointError
 from ipu_jax.options import DynamicScale
+from ipu_jax.training.checkpoints._store import Store
 from support import across
 from support.instances import Results
 
@@ -205,6 +206,17 @@ def restored_by_processes(folder: str, topology: str, calls: int) -> Results:
         **{f"restored{name}": value for name, value in before.items()},
         **plain(step, state),
     }
+
+
+def locked_while_another_reads(folder: str) -> Results:
+    """Restore a checkpoint that has its name only from the lock on, slowly on instance 1; return the restored state."""
+    step, read = step_for(TOPOLOGIES["basic"]), Store.read
+    Store.read = lambda *args: (time.sleep(2.0 * jax.process_index()), read(*args))[1]
+    with Checkpoints(folder, step, timeout=60) as checkpoints:
+        found = checkpoints.restore(first_state(step), resume="must")
+        checkpoints.lock()
+    assert found is not None
+    return {"files": np.array(sorted(os.listdir(folder))), **plain(step, found.state)}
 
 
 def two_trainings(folder: str) -> Results:

@@ -181,7 +181,7 @@ class Checkpoints:
 
         It also cleans up after a killed save: a `CheckpointWarning` names what is removed.
 
-        Communicates two numbers per instance.
+        Communicates a number per instance.
 
         Raises:
             CheckpointError: another training saves to the folder, and the message names it; or the folder cannot be
@@ -191,8 +191,7 @@ class Checkpoints:
         self._check_open()
         if self._is_locked:
             return
-        # an instance may still be reading a checkpoint that gets its name now
-        popdist.barrier("all have read their checkpoint", timeout=self._timeout)
+        # no instance still reads a checkpoint that gets its name now: orbax lets none go on before all have read
         error = _error_on_first("locking the folder of checkpoints", self._take_lock)
         self._has_tried_to_lock = True
         if found := _agreement.first_error(error, self._timeout):

@@ -74,6 +74,15 @@ def test_what_one_process_finds_wrong_is_known_to_all(tmp_path):
 
 
 @pytest.mark.slow
+def test_what_a_killed_save_left_gets_its_name_when_all_have_read_it(tmp_path):
+    both = saved(tmp_path, [1, 1], "basic", calls=0)
+    (tmp_path / "step-4").rename(tmp_path / "step-4.unsealed")
+    for found in run_instances(resumed.locked_while_another_reads, [1, 1], folder=str(tmp_path)):
+        assert "step-4" in found["files"]
+        assert not resumed.differing(found, both[0])
+
+
+@pytest.mark.slow
 def test_a_run_has_one_lock_and_a_second_training_is_refused_on_all_instances(tmp_path):
     for number, found in enumerate(run_instances(resumed.two_trainings, [1, 1], folder=str(tmp_path))):
         where = f"on instance 0: {tmp_path}" if number else str(tmp_path)

@@ -343,8 +343,9 @@ def test_must_is_for_folders_with_checkpoints_and_never_for_those_without(folder
     assert restored(tmp_path / "new", "auto") == (None, [])
 
 
-def test_a_damaged_one_is_replaced_when_the_training_passes_it_again(folder):
-    flip(largest(folder / "step-2"), 3)
+@pytest.mark.parametrize("damage", [lambda at: flip(largest(at), 3), lambda at: (at / SEAL).unlink()])
+def test_a_damaged_one_is_replaced_when_the_training_passes_it_again(folder, damage):
+    damage(folder / "step-2")
     step = step_of()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)
@@ -354,3 +355,4 @@ def test_a_damaged_one_is_replaced_when_the_training_passes_it_again(folder):
             assert found.step == 1
             checkpoints.save(state_with(step, 2), {"epoch": 2}, now=True)
     assert restored(folder)[0].step == 2
+    assert len(listed(folder)) == 2
