@@ -85,7 +85,7 @@ def _start(folder: Path, cache: Path, *options: str) -> Started:
 
 def _kill(run: Started, pid: int, result: Result, victim: int) -> bool:
     """Kill an instance and judge what follows; return False if the instance had ended before."""
-    saved = [order[0] for path in (run.folder / "checkpoints").glob("step-*") if (order := order_of(path))]
+    saved = _saved_in(run)
     at = time.monotonic()
     try:
         os.kill(pid, signal.SIGKILL)
@@ -112,10 +112,15 @@ def _kill(run: Started, pid: int, result: Result, victim: int) -> bool:
         int(found[1].replace(",", "")) for line in run.lines if (found := re.search(r"after ([\d,]+) updates", line))
     ]
     if said is not None and said[1]:
-        result.lost = int(said[1]) - (resumed[0] if resumed else 0)
+        last = max(_saved_in(run))  # the calls of the evaluation after it are steps, too
+        result.lost = min(int(said[1]), last) - (resumed[0] if resumed else 0)
     if saved and not resumed:
         result.problems.append(f"it was not resumed, although steps {saved} had been saved")
     return True
+
+
+def _saved_in(run: Started) -> list[int]:
+    return [order[0] for path in (run.folder / "checkpoints").glob("step-*") if (order := order_of(path))]
 
 
 def _differences(expected: Path, own: Path) -> list[str]:
