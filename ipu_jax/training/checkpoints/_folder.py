@@ -207,15 +207,17 @@ def settle(folder: Path, patience: float = 0.0) -> tuple[list[Path], Failures]:
     """
     removed, deadline = list[Path](), time.monotonic() + patience
     while True:
-        failed: Failures = []
+        failed, left_over = Failures(), list[Path]()
         with contextlib.suppress(OSError):  # perhaps the folder itself cannot be read
-            for path in left_over_in(folder):
-                if _is_sealed(path):
+            left_over = left_over_in(folder)
+        for path in left_over:
+            if _is_sealed(path):
+                with contextlib.suppress(OSError):  # it is found under its name all the same
                     path.rename(_free_path_of(path))
-                elif stays := _remove(path):
-                    failed += stays
-                elif _is_of_a_save(path):
-                    removed.append(path)
+            elif stays := _remove(path):
+                failed += stays
+            elif _is_of_a_save(path):
+                removed.append(path)
         if not failed or time.monotonic() >= deadline:
             return removed, failed
         time.sleep(_LOOK_EVERY)

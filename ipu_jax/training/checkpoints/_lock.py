@@ -114,7 +114,8 @@ class Lock:
             text = _read(self._path)
             if not _is_open_to_others(handle) or (text and not _has_ended(text)):
                 return _holder(text)
-            self._path.unlink(missing_ok=True)  # of an old version that has ended: who locked it was a reader
+            if _is_at(self._path, handle):  # of an old version that has ended: who locked it was a reader
+                self._path.unlink(missing_ok=True)
             return None
         except OSError as error:
             if error.errno not in _CANNOT_LOCK:

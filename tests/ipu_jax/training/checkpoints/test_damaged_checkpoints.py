@@ -209,6 +209,24 @@ def test_a_leftover_that_cannot_be_removed_is_named_and_costs_no_time(folder, mo
     ]
 
 
+def test_a_checkpoint_that_does_not_get_its_name_is_found_and_stops_nothing(folder, monkeypatch):
+    unnamed, usual = (folder / "step-2").rename(folder / "step-2.unsealed"), Path.rename
+    (folder / "step-7.unsealed").mkdir()
+
+    def rename(self: Path, target: Any) -> Path:
+        if self == unnamed:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return usual(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with Checkpoints(folder, step_of()) as checkpoints:
+        with pytest.warns(CheckpointWarning, match=r"step-7\.unsealed was left over"):
+            checkpoints.lock()
+        found = checkpoints.restore(state_with(step_of(), 0))
+    assert found is not None
+    assert (found.step, listed(folder)) == (2, ["step-1", "step-2.unsealed"])
+
+
 def test_a_removal_that_was_cut_off_is_finished_when_the_training_goes_on(folder):
     half_gone = folder / "step-1.removed"
     (folder / "step-1").rename(half_gone)
