@@ -8,7 +8,7 @@ import dataclasses
 import os
 import time
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -210,8 +210,9 @@ def restored_by_processes(folder: str, topology: str, calls: int) -> Results:
 
 def locked_while_another_reads(folder: str) -> Results:
     """Restore a checkpoint that has its name only from the lock on, slowly on instance 1; return the restored state."""
-    step, read = step_for(TOPOLOGIES["basic"]), Store.read
-    Store.read = lambda *args: (time.sleep(2.0 * jax.process_index()), read(*args))[1]
+    step, store = step_for(TOPOLOGIES["basic"]), cast(Any, Store)
+    read = store.read
+    store.read = lambda *args: (time.sleep(2.0 * jax.process_index()), read(*args))[1]
     with Checkpoints(folder, step, timeout=60) as checkpoints:
         found = checkpoints.restore(first_state(step), resume="must")
         checkpoints.lock()

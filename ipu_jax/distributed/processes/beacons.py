@@ -283,15 +283,23 @@ def reserve(handle: int, size: int) -> None:
 
 
 def read(path: Path) -> Reading | None:
-    """Return the content of a beacon, or None if there is none yet, or if it cannot be read."""
+    """Return the content of a beacon; None if there is none yet, or if no process writes what is there."""
 
     def content() -> bytes:
         with opening.reading(path) as file:
             return file.read(_LAYOUT.size)
 
     with contextlib.suppress(OSError):
-        return parsed(whole(content))
+        found = parsed(whole(content))
+        return found if found is not None and _is_plausible(found) else None
     return None
+
+
+def _is_plausible(found: Reading) -> bool:
+    """Return whether a process can have written this; anything else would enter the judgement of other instances."""
+    counts = found.pid, found.begun, found.finished, found.joint_begun, found.joint_made, found.updates, found.samples
+    times = found.beat_at, found.first_at, found.finished_at, found.mark.at, found.phase_at
+    return min(*counts, *times) >= 0 and max(times) <= time.monotonic_ns() / 1e9 and not math.isnan(found.limit)
 
 
 def whole(content: Callable[[], bytes]) -> bytes:
@@ -315,9 +323,6 @@ def parsed(found: bytes) -> Reading | None:
     pid, beat, begun, finished, first, last, aside, updates, samples = numbers[:9]
     mark_ns, mark_updates, mark_samples, joint_begun, joint_made, held, phase, phase_ns = numbers[9:]
     if magic != _MAGIC or version != _VERSION or phase not in set(Phase):
-        return None
-    # numbers that no process writes would also enter the judgement of the other instances
-    if min(numbers) < 0 or math.isnan(limit) or max(beat, first, last, mark_ns, phase_ns) > time.monotonic_ns():
         return None
     return Reading(
         begun=begun,
