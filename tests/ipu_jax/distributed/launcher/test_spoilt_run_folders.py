@@ -91,7 +91,8 @@ def test_a_good_record_is_read(instance: Instance):
     instance.plant("error.0.json", json.dumps(GOOD))
     seen = instance.seen()
     assert seen.progress is not None
-    assert (seen.pid, seen.letter, seen.progress.begun) == (instance.pid, "S", 2)
+    assert (seen.pid, seen.progress.begun) == (instance.pid, 2)
+    assert seen.letter in "RS"
     assert seen.error == ErrorRecord(7.0, "E", "no", 3)
 
 
@@ -137,7 +138,8 @@ def test_a_bad_record_of_an_error_is_none(instance: Instance, content: Any):
 def test_a_bad_beacon_is_none(instance: Instance, content: Any):
     instance.plant("beacon.0", content)
     seen = instance.seen()
-    assert (seen.progress, seen.pid, seen.letter) == (None, instance.pid, "S")
+    assert (seen.progress, seen.pid) == (None, instance.pid)
+    assert seen.letter in "RS"
     assert instance.stacks() == Stacks(0, "", ())
 
 
