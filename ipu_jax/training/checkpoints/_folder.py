@@ -200,7 +200,8 @@ def settle(folder: Path, patience: float = 0.0) -> tuple[list[Path], Failures]:
 
     Args:
         folder: the folder of all checkpoints.
-        patience: seconds to try again, while some of orbax's threads may still write after another thread has failed.
+        patience: seconds to look again until nothing is left. Some of orbax's threads may still write, and make their
+            folders anew, after another thread has failed.
 
     Returns:
         The removed leftovers of saves, and what could not be removed.
@@ -218,7 +219,7 @@ def settle(folder: Path, patience: float = 0.0) -> tuple[list[Path], Failures]:
                 failed += stays
             elif _is_of_a_save(path):
                 removed.append(path)
-        if not failed or time.monotonic() >= deadline:
+        if not left_over or time.monotonic() >= deadline:
             return removed, failed
         time.sleep(_LOOK_EVERY)
 
