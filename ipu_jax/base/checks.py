@@ -31,6 +31,16 @@ def in_line(value: object) -> str:
     return repr(value).partition("\n")[0]
 
 
+def shown(text: str, most: int = 60) -> str:
+    """Return a text as it is shown in an error: of a long one, the beginning and the end.
+
+    >>> shown("12"), shown(100 * "1")
+    ('12', '1111111111111111111111111...1111111111111111111111111')
+    """
+    half = (most - 10) // 2
+    return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
+
+
 def check_count(name: str, value: object) -> int:
     """Return `value` as a Python int, if it is a Python or NumPy integer of at least 1.
 

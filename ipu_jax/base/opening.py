@@ -18,17 +18,15 @@ from typing import BinaryIO
 def regular(
     path: str | os.PathLike[str],
     flags: int = os.O_RDONLY,
-    mode: int = 0o600,
     *,
     folder: int | None = None,
     follow: bool = False,
 ) -> int:
-    """Open a regular file, and return its handle.
+    """Open a regular file, and return its handle. A file that is created is for this user only (mode 600).
 
     Args:
         path: its path; within `folder`, its name there.
         flags: as in `os.open`.
-        mode: the permissions of a file that is created.
         folder: the handle of an open folder.
         follow: whether the path may be a symbolic link. Folders in the path may be links in any case.
 
@@ -38,7 +36,7 @@ def regular(
     # without O_NONBLOCK, opening a pipe would wait for its other end
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
-        handle = os.open(path, flags, mode, dir_fd=folder)
+        handle = os.open(path, flags, 0o600, dir_fd=folder)
     except OSError as error:
         if error.errno == errno.ELOOP and not follow:
             raise OSError(errno.ELOOP, "Is a symbolic link, not a regular file", os.fspath(path)) from None
@@ -51,14 +49,14 @@ def regular(
     return handle
 
 
-def created(path: str | os.PathLike[str], *, folder: int | None = None) -> int:
+def created(path: str | os.PathLike[str]) -> int:
     """Create a file that only this user can open, and return its handle, for reading and writing.
 
     Raises:
         FileExistsError: something has this name, perhaps a link.
         OSError: it cannot be created.
     """
-    return regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, folder=folder)
+    return regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
 
 def reading(path: str | os.PathLike[str], *, folder: int | None = None, follow: bool = False) -> BinaryIO:
@@ -66,13 +64,13 @@ def reading(path: str | os.PathLike[str], *, folder: int | None = None, follow: 
     return open(regular(path, folder=folder, follow=follow), "rb")
 
 
-def content(path: str | os.PathLike[str], most: int, *, folder: int | None = None, follow: bool = False) -> bytes:
+def content(path: str | os.PathLike[str], most: int, *, follow: bool = False) -> bytes:
     """Return the bytes of a regular file. The arguments are the same as for `regular`.
 
     Raises:
         OSError: it cannot be read, is not a regular file, or has more than `most` bytes.
     """
-    with reading(path, folder=folder, follow=follow) as file:
+    with reading(path, follow=follow) as file:
         found = file.read(most + 1)
     if len(found) > most:
         raise OSError(errno.EFBIG, f"Is larger than {most:,} bytes", os.fspath(path))

@@ -6,6 +6,8 @@ Nothing here imports jax.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+from ipu_jax.base.checks import shown
+
 ABSENT: Final = "none"
 """Stands for a value that an instance does not have."""
 
@@ -77,14 +79,10 @@ def difference(fingerprints: Mapping[int, Mapping[str, str]]) -> str | None:
             having.setdefault(one.get(name, ABSENT), []).append(instance)
         if len(having) > 1:
             usual = max(having, key=lambda text: (len(having[text]), -having[text][0]))
-            others = [f"{_having(having[text])} {name} {_quoted(text)}" for text in having if text != usual]
-            told.append(f"{', '.join(others)}, {_having(having[usual])} {_quoted(usual)}")
+            others = [f"{_having(having[text])} {name} {shown(text, _LONGEST)!r}" for text in having if text != usual]
+            told.append(f"{', '.join(others)}, {_having(having[usual])} {shown(usual, _LONGEST)!r}")
     return "; ".join(told) or None
 
 
 def _having(numbers: Sequence[int]) -> str:
     return f"{named(numbers)} {'have' if len(numbers) > 1 else 'has'}"
-
-
-def _quoted(text: str) -> str:
-    return repr(text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "...")

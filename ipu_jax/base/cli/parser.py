@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
-from ipu_jax.base.checks import check_choice
+from ipu_jax.base.checks import check_choice, shown
 from ipu_jax.base.cli.process import is_of_a_removed_directory
 from ipu_jax.base.version import __version__
 
@@ -35,7 +35,6 @@ MOST_IPUS = 1024
 """The largest number of virtual IPUs in a command's process. Each has its own threads and compiled programs."""
 
 _LARGEST = 2**31 - 1
-_LONGEST_SHOWN = 60
 _MOST_NEAR = 3
 _NAMED_VALUE = re.compile(r"\b([a-z]+(?:_[a-z]+)*)=(?=\S)")
 
@@ -268,16 +267,6 @@ def versions(prog: str) -> str:
 
     packages = (f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "numpy", "optax"))
     return f"{prog} {__version__} ({', '.join(packages)}, Python {platform.python_version()})"
-
-
-def shown(text: str) -> str:
-    """Return a user's text as it is shown in an error: a long text is cut.
-
-    >>> shown("12"), shown(100 * "1")
-    ('12', '1111111111111111111111111...1111111111111111111111111')
-    """
-    half = (_LONGEST_SHOWN - 10) // 2
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:half]}...{text[-half:]}"
 
 
 @dataclasses.dataclass(frozen=True)

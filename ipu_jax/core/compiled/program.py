@@ -189,7 +189,7 @@ class Program:
         return dict(found)
 
     def cycles_of(self, task: str) -> int:
-        """Return the cycles of a task such as "F" on its slowest IPU, 0 if there is no such task."""
+        """Return the cycles of a task such as "F" on its slowest IPU; 0 without such a task."""
         return max((cycles for label, cycles in self.bodies.items() if label.split(".")[0] == task), default=0)
 
     def cycles_under(self, label: str) -> int:

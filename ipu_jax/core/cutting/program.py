@@ -136,7 +136,7 @@ class Program:
         return kept
 
     def leaves_of(self, result: Var) -> set[int]:
-        """Return the leaves of the state that a stage needs to compute a result that is no activation."""
+        """Return the leaves of the state that a stage needs to compute a result other than an activation."""
         return set() if isinstance(result, core.Literal) else self.follows.get(result, set())
 
     def is_activation(self, atom: Var) -> bool:

@@ -104,7 +104,7 @@ def check_alive(what: str, tree: Tree, mend: str = "pass what that call returned
 
 
 def arrays_in(batch: Batch) -> list[tuple[str, Value]]:
-    """Return the paths and arrays of a batch; raise `ValueError` if it has none, or if a leaf is no array."""
+    """Return the paths and arrays of a batch; raise `ValueError` if a leaf is not an array, or if there are none."""
     named = [(f"batch{jax.tree_util.keystr(path)}", leaf) for path, leaf in jax.tree.leaves_with_path(batch)]
     if not named:
         raise ValueError("batch has no arrays: the first stage has nothing to read and M cannot be told")

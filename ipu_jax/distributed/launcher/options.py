@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ipu_jax.base.cli.parser import MOST_IPUS, Parser, number_that, shown, whole_number
+from ipu_jax.base.checks import shown
+from ipu_jax.base.cli.parser import MOST_IPUS, Parser, number_that, whole_number
 from ipu_jax.distributed.environment import Place, axes_of
 from ipu_jax.distributed.launcher.terminal import Tags
 from ipu_jax.distributed.launcher.topology import LOCALHOST, host_names, hosts_in_file

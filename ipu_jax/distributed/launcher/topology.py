@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from ipu_jax.base.annotations import Json
-from ipu_jax.base.cli.parser import shown
+from ipu_jax.base.checks import shown
 from ipu_jax.distributed.environment import CACHE, THREADS, Place, cache_of, text_of, uneven
 from ipu_jax.distributed.errors import runs_of
 

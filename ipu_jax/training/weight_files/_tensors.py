@@ -6,6 +6,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from ipu_jax.base.checks import shown
+
 _PIECE = 1 << 22  # bytes: enough for a disk's full speed, and little compared to a leaf
 
 
@@ -45,9 +47,9 @@ def quoted(name: str) -> str:
     """Return a name for a message; of a long one, which a damaged file may have, the beginning and the end.
 
     >>> quoted("fc.weight"), len(quoted("x" * 100_000))
-    ("'fc.weight'", 125)
+    ("'fc.weight'", 115)
     """
-    return repr(name if len(name) <= 120 else f"{name[:80]} ... {name[-38:]}")
+    return repr(shown(name, 120))
 
 
 def byte_pieces(array: np.ndarray) -> Iterator[memoryview]:

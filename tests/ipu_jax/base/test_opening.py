@@ -73,6 +73,7 @@ def test_content_is_bounded_and_new_files_are_private(tmp_path: Path) -> None:
         opening.content(tmp_path / "a", most=4)
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600
     folder = os.open(tmp_path, os.O_RDONLY)
-    os.close(opening.created("b", folder=folder))
-    assert opening.content("b", most=0, folder=folder) == b""
+    os.close(opening.regular("b", os.O_WRONLY | os.O_CREAT, folder=folder))
+    with opening.reading("b", folder=folder) as file:
+        assert file.read() == b""
     os.close(folder)

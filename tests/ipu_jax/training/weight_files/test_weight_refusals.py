@@ -345,6 +345,6 @@ def test_a_long_name_is_quoted_by_its_ends(suffix, tmp_path):
     path = tmp_path / f"file{suffix}"
     export_weights(path, {"begin" + "x" * long + "end": ONE, "y" * long: ONE})
     for like in ({"a": ONE}, {"y" * long: TWO}):
-        with pytest.raises(ValueError, match=r"unexpected: 'beginxxx.* xxx*end' ") as raised:
+        with pytest.raises(ValueError, match=r"unexpected: 'beginx+\.\.\.x+end' ") as raised:
             import_weights(path, like)
         assert len(str(raised.value).replace(next(iter(like)), "")) < 1000
