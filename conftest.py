@@ -6,6 +6,9 @@ starts a jax backend, since these settings have no effect afterwards. Processes 
 The tests marked slow are divided into N equal parts, for any N: the cases of each function take turns, from a part that
 its name decides. A plain `pytest` runs all other tests and one small part of the slow ones, the same on every machine.
 `pytest --slow=2/5` runs part 2 (of 0 to 4) of the slow tests and no others, and `pytest --slow=all` runs every test.
+
+A test is slow by `@pytest.mark.slow`. Of a function with many cases, `@pytest.mark.fast("1f1b-2", "looped-4")` names
+the cases that are not. The last lines of a run say which other tests took more than 3 s of CPU time.
 """
 
 import argparse
@@ -23,6 +26,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from support.cpu_budget import CpuBudget
 from support.kept_programs import KeptPrograms, kind_of_cpu
 
 # If not all IPUs take part in a collective, XLA waits for a minute or for ever. Here it warns after 20 s and aborts
@@ -83,6 +87,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SECONDS",
         help="start no test after this time, in seconds since 1970, and say how many did not run",
     )
+    parser.addoption(
+        "--budget",
+        action="store_true",
+        help="compile all programs anew, and exit with status 1 if a test or the run takes more CPU time than it may",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -94,8 +103,9 @@ def pytest_configure(config: pytest.Config) -> None:
     cache: pytest.Cache | None = getattr(config, "cache", None)
     if runs_tests and cache is not None and not config.option.collectonly:
         kept = KeptPrograms(cache.mkdir(f"programs-jax{version('jax')}-{kind_of_cpu()}"))
-        kept.take()
+        kept.take(anew=config.option.budget)
         config.add_cleanup(kept.give)
+    config.pluginmanager.register(CpuBudget(strict=config.option.budget))
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -103,7 +113,25 @@ def pytest_report_header(config: pytest.Config) -> str:
     return "slow tests: " + {"all": "all", "sample": "a sample"}.get(slow, f"part {slow}, and no others")
 
 
+def _mark_slow_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the cases that their function's `fast` does not name as slow, and refuse a name that no case has."""
+    unknown: dict[str, set[str]] = {}
+    for item in items:
+        found = item.get_closest_marker("fast")
+        if found is not None:
+            function, _, case = item.nodeid.partition("[")
+            case = case.removesuffix("]")
+            unknown.setdefault(function, set(found.args)).discard(case)
+            if case not in found.args:
+                item.add_marker("slow")
+    wrong = {function: names for function, names in unknown.items() if names}
+    if wrong and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"no case has the name that the mark fast gives: {wrong}")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_slow_cases(config, items)
     slow = config.option.slow
     if slow == "all":
         return

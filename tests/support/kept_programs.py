@@ -43,11 +43,11 @@ class KeptPrograms:
         self.shared, self._largest = shared, largest
         self.own = shared / f"{_RUN}{os.getpid()}"
 
-    def take(self) -> None:
-        """Link all entries into this process's folder, and have jax read and write there."""
+    def take(self, *, anew: bool = False) -> None:
+        """Have jax read and write in this process's folder, with links to all entries, or with none."""
         shutil.rmtree(self.own, ignore_errors=True)  # of an earlier process with this number
         self.own.mkdir(parents=True)
-        for entry in self.shared.glob(_ENTRY):
+        for entry in () if anew else self.shared.glob(_ENTRY):
             with contextlib.suppress(FileNotFoundError):  # another run may remove it
                 os.link(entry, self.own / entry.name)
         use(self.own)
