@@ -13,10 +13,11 @@ import jax
 import numpy as np
 
 from ipu_jax import Pipeline
-from ipu_jax.core.cutting.function import FunctionModel, model_of
+from ipu_jax.core.cutting.function import FunctionModel
 from random_programs.dice import Dice
 from random_programs.pipelines import bubbles_of_nan
 from random_programs.sources import SCOPE, Source
+from support.composed import composed, cut_into
 
 MICRO_BATCHES = 3
 FAST: Any = {
@@ -59,7 +60,7 @@ class Case:
         exact = self.exact(*given)
         for stages in self.stages:
             model = self._cut(stages)
-            run = jax.value_and_grad(lambda *args, model=model: composed(model, *args), has_aux=True)
+            run = jax.value_and_grad(composed(model), has_aux=True)
             (loss, (aux, state)), gradients = jax.jit(run, compiler_options=FAST)(*given)
             of_groups = {} if model.state is None else model.state.split(exact[0][1][1])  # each copy of a leaf
             expected = ((exact[0][0], (exact[0][1][0], of_groups)), exact[1])
@@ -77,10 +78,9 @@ class Case:
     def _cut(self, stages: int) -> FunctionModel:
         """Return the function as this number of stages, or as fewer if it has too few places."""
         source = self.source
-        how: dict[str, Any] = {"frozen": None, "names": None, "costs": "counted", "recompute": "auto"}
-        how["state"] = source.state if "state" in source.args else None
+        state = source.state if "state" in source.args else None
         try:
-            return model_of(self.loss, source.params, source.batch, range(stages), **how)
+            return cut_into(stages, self.loss, source.params, source.batch, state=state)
         except ValueError as error:
             if stages == 1 or "more than the function can be cut into" not in str(error):
                 raise
@@ -122,22 +122,6 @@ class Case:
             results.append({"loss": loss, "aux": aux, "state": state, "gradients": gradients})
         for name, e in results[1].items():
             assert_near(where + name, results[0][name], e, self.source.coarse if name == "gradients" else set())
-
-
-def composed(model: FunctionModel, params: Any, state: Any, batch: Any, key: Any) -> Any:
-    """Return `(loss, (aux, {group: new state}))` of the stages, run one after the other."""
-    groups = model.weights.split(params)
-    states = {} if model.state is None else model.state.split(state)
-    x, aux, new = None, {}, dict(states)
-    for stage in model.stages:
-        given: dict[str, Any] = {"shared": {name: groups[name] for name in stage.shared}} if stage.shared else {}
-        given |= {"state": states[stage.state]} if stage.state is not None else {}
-        given |= {"key": key} if stage.random else {}
-        outputs: Any = stage.fn(groups.get(stage.params or ""), x, batch, **given)
-        x = outputs.y
-        aux |= {stage.name: outputs.aux} if outputs.aux else {}
-        new |= {stage.state: outputs.state} if stage.state is not None else {}
-    return x, (model.whole_aux(aux), new)
 
 
 def assert_near(what: str, found: Any, expected: Any, coarse: set[str]) -> None:

@@ -68,7 +68,7 @@ def mixed_precision_gpt() -> Example:
     rng = np.random.default_rng(1)
     params = {
         "embed": normal(rng, VOCAB, D),
-        "blocks": [block_weights(rng) for _ in range(2)],
+        "blocks": [block_weights(rng)],
         "norm": np.ones(D, np.float32),
         "head": normal(rng, D, VOCAB),
     }

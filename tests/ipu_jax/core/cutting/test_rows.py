@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from ipu_jax.core.cutting.function import model_of
+from support.composed import composed, cut_into
 from support.inputs import normal
 
 LAYERS, D = 6, 4
@@ -56,20 +56,9 @@ def test_a_function_reads_its_own_rows_wherever_it_is_cut(way):
         return jnp.mean((WAYS[way](params["w"], x) @ params["head"]) ** 2)
 
     expected, gradients = jax.jit(jax.value_and_grad(loss))(PARAMS, X)
-    for stages in (1, 2, 3):
-        model = model_of(
-            *(loss, PARAMS, X, range(stages)),
-            **{"state": None, "frozen": None, "names": None, "costs": "counted", "recompute": "auto"},
-        )
-
-        def composed(params, x, model=model):
-            groups, sent = model.weights.split(params), None
-            for stage in model.stages:
-                shared = {"shared": {name: groups[name] for name in stage.shared}} if stage.shared else {}
-                sent = stage.fn(groups.get(stage.params or ""), sent, x, **shared).y
-            return sent
-
-        value, found = jax.jit(jax.value_and_grad(composed))(PARAMS, X)
+    for stages in (2, 3):
+        run = jax.value_and_grad(composed(cut_into(stages, loss, PARAMS, X)), has_aux=True)
+        (value, _), found = jax.jit(run)(PARAMS, None, X)
         np.testing.assert_allclose(value, expected, rtol=1e-5)
         for name, leaf in gradients.items():
             np.testing.assert_allclose(found[name], leaf, rtol=1e-5, atol=1e-5 * np.abs(leaf).max(), err_msg=name)
@@ -82,16 +71,7 @@ def test_rows_that_only_a_result_reads_are_of_the_same_leaf(rows):
         return jnp.mean(x**2), {"sum": params["w"][rows].sum(0)}, {"first": params["head"][0]}
 
     for stages in (1, 2, 3):
-        model = model_of(
-            *(loss, PARAMS, X, range(stages)),
-            **{
-                "state": {"first": jnp.zeros(3)},
-                "frozen": None,
-                "names": None,
-                "costs": "counted",
-                "recompute": "auto",
-            },
-        )
+        model = cut_into(stages, loss, PARAMS, X, state={"first": jnp.zeros(3)})
         held: dict[int, list] = {}
         for _, parts in model.weights.groups:
             for part in parts:
@@ -99,24 +79,15 @@ def test_rows_that_only_a_result_reads_are_of_the_same_leaf(rows):
         for leaf, ranges in held.items():  # each row of each leaf is held once
             ends = [0, *(stop for _, stop in sorted(ranges))]
             assert [start for start, _ in sorted(ranges)] == ends[:-1], (leaf, ranges)
-        found, of_state = {}, model.state
-        assert of_state is not None
-        groups, sent = model.weights.split(PARAMS), None
-        for stage in model.stages:
-            shared = {"shared": {name: groups[name] for name in stage.shared}} if stage.shared else {}
-            state = {"state": of_state.split({"first": jnp.zeros(3)})[stage.state]} if stage.state else {}
-            out = stage.fn(groups.get(stage.params or ""), sent, X, **shared, **state)
-            sent, found = out.y, {**found, **(out.aux or {})}
-        np.testing.assert_allclose(found["0"], PARAMS["w"][rows].sum(0), rtol=1e-6)
+        _, (aux, _) = jax.jit(composed(model))(PARAMS, {"first": jnp.zeros(3)}, X)
+        np.testing.assert_allclose(aux["sum"], PARAMS["w"][rows].sum(0), rtol=1e-6)
 
 
 def test_two_groups_of_layers_out_of_one_stack_are_divided():
     def loss(params, x):
         return jnp.mean(layers(layers(x, params["w"][:2]), params["w"][2:]) ** 2)
 
-    model = model_of(
-        *(loss, PARAMS, X, range(3)),
-        **{"state": None, "frozen": None, "names": None, "costs": "counted", "recompute": "auto"},
-    )
-    rows = [part.rows for _, parts in model.weights.groups for part in parts if part.rows is not None]
+    rows = [
+        part.rows for _, parts in cut_into(3, loss, PARAMS, X).weights.groups for part in parts if part.rows is not None
+    ]
     assert rows == [(0, 2), (2, 4), (4, 6)]
