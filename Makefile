@@ -25,8 +25,12 @@ LIBTPU := 'from importlib.metadata import requires; \
     print(next(line.split(";")[0].strip() for line in requires("jax") if line.startswith("libtpu")))'
 JAXLIB := 'from importlib.metadata import version; print(version("jaxlib"))'
 
+# The shell's `times` has a second line, such as 11m3.25s 0m20.1s, for its children.
+MINUTES_OF_CPU := 'NR == 2 { gsub("s", ""); split($$1, user, "m"); split($$2, system, "m"); \
+    printf "CPU time with the type checker: %.1f minutes\n", user[1] + system[1] + (user[2] + system[2]) / 60 }'
+
 .DEFAULT_GOAL := help
-.PHONY: help venv aot test test-all coverage random api mnist bench faults docs docs-serve format clean
+.PHONY: help venv aot test test-all test-budget coverage random api mnist bench faults docs docs-serve format clean
 
 # A .venv that was left half-made, was moved, lost its Python, or has another one than PYTHON asks for is made anew.
 ifneq ($(shell cat $(STAMP) 2>/dev/null),$(FINGERPRINT))
@@ -88,8 +92,12 @@ test: $(STAMP) ## run ruff, basedpyright, and pytest with doctests and a few slo
 	said="$$(mktemp)"; $(BIN)/basedpyright --pythonpath $(BIN)/python --threads >"$$said" 2>&1 & types=$$!; \
 	trap 'kill $$types 2>/dev/null; rm -f "$$said"' EXIT; \
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) $(TESTS); tests=$$?; \
-	wait $$types || { echo 'basedpyright:'; cat "$$said"; exit 1; }; \
+	wait $$types || { echo 'basedpyright:'; cat "$$said"; tests=1; }; \
+	times >"$$said"; awk $(MINUTES_OF_CPU) "$$said"; \
 	exit $$tests
+
+test-budget: PYTEST_FLAGS += --budget
+test-budget: test ## the same as `make test`, and fail if a test or all of them take more CPU time than they may
 
 test-all: PYTEST_FLAGS += --slow=all
 test-all: test ## the same with every slow test, an hour or two

@@ -1,5 +1,6 @@
 """Test which of the slow tests run: a fixed few of them, all, or one of the parts that together are all."""
 
+import itertools
 import os
 import re
 import shutil
@@ -24,11 +25,16 @@ def test_some(i): pass
 @pytest.mark.slow
 def test_alone(): pass
 
+@pytest.mark.fast("c", "e")
+@pytest.mark.parametrize("name", "abcdef")
+def test_named(name): pass
+
 def test_quick(): assert "optimization_level=0" in os.environ["XLA_FLAGS"] or "all" in os.environ["ASKED"]
 """
 # One process for several runs: it takes a second to start, and a run takes none.
 RUNS = """
 import os, sys, pytest
+sys.stderr = sys.stdout
 flags_before = os.environ.get("XLA_FLAGS", "")
 for flags in sys.argv[1:]:
     print("run of", flags)
@@ -42,6 +48,7 @@ def printed_by(tmp_path_factory):
     folder = tmp_path_factory.mktemp("suite")
     shutil.copy(ROOT / "conftest.py", folder)
     (folder / "test_a.py").write_text(TESTS)
+    (folder / "wrong.py").write_text(TESTS.replace('fast("c"', 'fast("g"'))
     (folder / "pytest.ini").write_text(f"[pytest]\nmarkers = slow: takes long\npythonpath = {ROOT / 'tests'}\n")
 
     def of(*flags: str) -> list[str]:
@@ -61,8 +68,15 @@ def names_of(printed: str) -> list[str]:
     return sorted(re.findall(r"test_a.py::(\S+)[^\n]* PASSED", printed))
 
 
-QUICK = ["test_quick", "test_some[0]"]
-SLOW = sorted([*(f"test_many[{i}]" for i in range(43)), *(f"test_some[{i}]" for i in range(1, 9)), "test_alone"])
+QUICK = ["test_named[c]", "test_named[e]", "test_quick", "test_some[0]"]
+SLOW = sorted(
+    [
+        *(f"test_many[{i}]" for i in range(43)),
+        *(f"test_some[{i}]" for i in range(1, 9)),
+        *(f"test_named[{name}]" for name in "abdf"),
+        "test_alone",
+    ]
+)
 
 
 def test_the_sample_is_fixed_and_the_parts_are_all(printed_by):
@@ -81,15 +95,30 @@ def test_workers_run_the_part_of_their_run(printed_by):
     assert sorted(set(re.findall(r"PASSED (?:\[.*\] )?test_a.py::(\S+)", by_workers))) == names_of(alone)
 
 
+def test_a_name_that_no_case_has_is_refused_unless_one_case_is_asked_for(printed_by):
+    refused, alone = printed_by("wrong.py", "wrong.py::test_named[e]")
+    assert "status 4" in refused
+    assert "status 0" in alone
+    assert "no case has the name that the mark fast gives: " in refused
+    assert "{'g'}" in refused
+
+
+def test_the_last_lines_say_the_cpu_time_and_fail_only_if_asked_to(printed_by):
+    plain, strict = printed_by("-k quick", "-k quick --budget")
+    for printed in (plain, strict):
+        assert re.search(r"^CPU time: 0\.\d+ minutes \(bound [\d.]+\); 0 fast tests above [\d.]+ s$", printed, re.M)
+        assert "status 0" in printed
+
+
 @pytest.mark.parametrize("workers", ["", pytest.param("-n 2", marks=pytest.mark.slow)])
 def test_no_test_starts_after_the_deadline_and_their_number_is_said(printed_by, workers):
     past, future = printed_by(
         *(f"{workers} --slow=0/2 --slow-deadline {time.time() + seconds}" for seconds in (-1, 3600))
     )
-    assert "\n27 tests did not run: later than --slow-deadline\n" in past
-    assert re.search(r"= 27 skipped[, ]", past)
+    assert "\n29 tests did not run: later than --slow-deadline\n" in past
+    assert re.search(r"= 29 skipped[, ]", past)
     assert "\n0 tests did not run: later than --slow-deadline\n" in future
-    assert re.search(r"= 27 passed[, ]", future)
+    assert re.search(r"= 29 passed[, ]", future)
 
 
 def test_other_values_are_refused(printed_by):
@@ -142,15 +171,15 @@ def ci(tmp_path):
 
 def asked_of(printed: str) -> tuple[str, str]:
     """Return the Python and the part of the slow tests that ran."""
-    ((python, part),) = re.findall(r"^asked: \.venv-3\.(\d+)/bin/python -m pytest .*--slow=(\d/5) ", printed, re.M)
+    ((python, part),) = re.findall(r"^asked: \.venv-3\.(\d+)/bin/python -m pytest .*--slow=(\d/10) ", printed, re.M)
     return python, part
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
-def test_ten_commits_run_each_fifth_under_the_oldest_and_the_newest_python(ci):
+def test_ten_commits_run_each_tenth_and_the_next_ten_under_the_other_python(ci):
     git, run = ci
     asked, whole = [], []
-    for _ in range(10):
+    for _ in range(11):
         git("commit", "--allow-empty", "-m", "next")
         status, printed = run()
         assert status == 0
@@ -158,10 +187,10 @@ def test_ten_commits_run_each_fifth_under_the_oldest_and_the_newest_python(ci):
         (part,) = re.findall(r"^== make test with .*python3\.(\d+) of what can differ between Pythons$", printed, re.M)
         whole += re.findall(r"^== make test with .*python3\.(\d+)$", printed, re.M)
         assert {part, whole[-1]} == {"11", "19"}
-    assert whole in (["11", "19"] * 5, ["19", "11"] * 5)
-    assert len(set(asked)) == 10
-    assert {python for python, _ in asked} == {"11", "19"}
-    assert sorted(part for _, part in asked[:5]) == [f"{k}/5" for k in range(5)]
+    assert all(one != other for one, other in itertools.pairwise(whole))
+    assert sorted(part for _, part in asked[:10]) == [f"{k}/10" for k in range(10)]
+    assert asked[0][1] == asked[10][1]
+    assert {asked[0][0], asked[10][0]} == {"11", "19"}
 
 
 def test_what_can_differ_between_pythons_is_there():
@@ -173,17 +202,17 @@ def test_what_can_differ_between_pythons_is_there():
 @pytest.mark.parametrize(
     ("variables", "status", "last"),
     [
-        ({"LATE": "0"}, 0, "0 failed, 0 tests of part 1/5 did not run in time"),
-        ({"LATE": "17"}, 0, "0 failed, 17 tests of part 1/5 did not run in time"),
-        ({"LATE": "17", "STATUS": "1"}, 1, "1 failed, 17 tests of part 1/5 did not run in time"),
-        ({"STATUS": "3"}, 1, "1 failed, ? tests of part 1/5 did not run in time"),
+        ({"LATE": "0"}, 0, "0 failed, 0 tests of part 1/10 did not run in time"),
+        ({"LATE": "17"}, 0, "0 failed, 17 tests of part 1/10 did not run in time"),
+        ({"LATE": "17", "STATUS": "1"}, 1, "1 failed, 17 tests of part 1/10 did not run in time"),
+        ({"STATUS": "3"}, 1, "1 failed, ? tests of part 1/10 did not run in time"),
     ],
 )
 def test_the_last_line_of_ci_says_how_many_tests_did_not_run(ci, variables, status, last):
     _, run = ci
     found, printed = run(**variables)
     assert found == status
-    assert re.fullmatch(rf"== \d+ minutes, {re.escape(last)}", printed.splitlines()[-1])
+    assert re.fullmatch(rf"== \d+ minutes, \d+ CPU minutes, {re.escape(last)}", printed.splitlines()[-1])
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")

@@ -82,5 +82,5 @@ class CpuBudget:
             terminalreporter.write_line(f"{seconds:6.1f} s  {name}")
         if len(over) > _LISTED:
             terminalreporter.write_line(f"          and {len(over) - _LISTED} more")
-        line = f"CPU time: {self._minutes():.1f} minutes (bound {self._bounds.run:g})"
+        line = f"CPU time: {self._minutes():.3g} minutes (bound {self._bounds.run:g})"
         terminalreporter.write_line(f"{line}; {len(over)} fast tests above {self._bounds.test:g} s")
