@@ -94,7 +94,14 @@ def leaf_that_follows_from_a_mean(p, s, b):
     return each(x, p["w"][3:]) * s["rate"], {"old": s["mean"] - s["rate"]}, counted(s, **new)
 
 
+def leaf_that_follows_through_another(p, s, b):
+    """`before` follows from `mean`, which follows from `rate`, which the last layers replace."""
+    x = each(b["x"], p["w"])
+    return x * s["rate"], {}, counted(s, before=2 * s["mean"], mean=s["mean"] * s["rate"], rate=jnp.mean(x))
+
+
 FUNCTIONS = (
+    leaf_that_follows_through_another,
     *(leaves_that_follow_from_others, leaves_that_change_places, leaf_that_follows_from_a_mean),
     *(mean_of_batches, mean_of_activations, state_unchanged, state_unread, reversed_scan, scan_before_the_state),
 )
