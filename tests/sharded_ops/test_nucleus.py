@@ -44,7 +44,7 @@ def _kept(logits, temperatures, top_ps, min_ps, *, size):
 @pytest.mark.parametrize(
     ("n", "size", "typed", "dtype"),
     [
-        (1, 29, True, jnp.float32),
+        pytest.param(1, 29, True, jnp.float32, marks=pytest.mark.slow),
         (2, 30, False, jnp.float32),
         (4, 29, True, jnp.bfloat16),
         pytest.param(8, 11, False, jnp.float32, marks=pytest.mark.slow),
@@ -81,7 +81,7 @@ def test_columns_that_add_up_to_top_p_exactly_are_the_nucleus():
 
 LOGITS = np.array([0.3, -1.0, 2.0, -INF, 1.5, 0.0, 1.0, -3.0, 1.9, 1.5], np.float32)
 WAYS = {"nucleus": (0.7, 0.0), "probable": (1.0, 0.25), "both": (0.8, 0.5), "all": (1.0, 0.0)}
-DRAWS = 8_000
+DRAWS = 2_000
 
 
 def test_columns_are_drawn_with_their_probabilities_among_the_kept_ones():
@@ -107,7 +107,7 @@ def test_columns_are_drawn_with_their_probabilities_among_the_kept_ones():
     np.testing.assert_array_equal(alone[-DRAWS:], plain[-DRAWS:])
 
 
-@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_nan_infinite_and_cold_rows_are_drawn_as_without_a_nucleus(n):
     logits = normal(0, (4, 7))
     logits[0, [2, 5]] = NAN

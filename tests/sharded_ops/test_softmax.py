@@ -9,11 +9,12 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from sharded_ops import Split, log_softmax, softmax
+from sharded_ops import Split, log_softmax, log_softmax_cross_entropy, softmax
 from support.harness import MODES, normal, on_ipus, padded, split_vjp, unpadded
 from support.losses import EXTREMES, in_float64
 
 
+@pytest.mark.fast("typed-outside")
 @pytest.mark.parametrize("mode", MODES)
 def test_extreme_logits(mode):
     logits = np.array([row for row, _ in EXTREMES], np.float32)
@@ -25,11 +26,16 @@ def test_extreme_logits(mode):
     np.testing.assert_allclose(dlogits, want_dlogits, atol=4e-6)
 
 
-@pytest.mark.parametrize("op", [log_softmax, softmax])
-def test_what_is_not_a_number_is_not_hidden(op):
+def test_what_is_not_a_number_is_hidden_by_neither_of_them_nor_by_the_loss():
     logits = np.zeros((1, 6), np.float32)
     logits[0, 4] = np.nan
-    assert np.isnan(on_ipus(functools.partial(op, size=6), 3, P(None, "ipu"), P(None, "ipu"))(logits)).all()
+
+    def each_ipu(logits):
+        loss = log_softmax_cross_entropy(logits, np.zeros(1, np.int32), size=6)
+        return log_softmax(logits, size=6), softmax(logits, size=6), loss
+
+    columns = P(None, "ipu")
+    assert all(np.isnan(found).all() for found in on_ipus(each_ipu, 3, columns, (columns, columns, P()))(logits))
 
 
 def test_probabilities_of_half_logits_are_rounded_once():

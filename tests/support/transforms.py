@@ -15,4 +15,6 @@ def _scanned(op):
 
 
 # One transform in each kind of shard_map.
-in_transforms = pytest.mark.parametrize(("transform", "typed"), [(jax.vmap, False), (_scanned, True)])
+in_transforms = pytest.mark.parametrize(
+    ("transform", "typed"), [(jax.vmap, False), pytest.param(_scanned, True, marks=pytest.mark.slow)]
+)
