@@ -136,7 +136,8 @@ def test_each_replica_prints_its_own_lines(typed, printed):
     assert found in ([*one, *two], [*two, *one])
 
 
-@pytest.mark.parametrize("typed", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("typed", [True, False])
 def test_it_prints_in_scan_remat_and_vmap(typed, printed):
     def loss(x):
         def layer(x, _):

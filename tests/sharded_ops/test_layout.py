@@ -146,7 +146,7 @@ def test_inside_a_shard_map_each_ipu_knows_its_rows(n, size, typed):
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
 @pytest.mark.parametrize(
     ("size", "on_device"),  # sizes are more than fits into 8 bits, and into 16
-    [(3, False), (1000, False), (70_000, False), (70_000, True)],
+    [(3, False), (1000, False), (70_000, False), pytest.param(70_000, True, marks=pytest.mark.slow)],
 )
 def test_any_integer_dtype_is_taken_and_none_wraps(dtype, size, on_device):
     limits = np.iinfo(dtype)

@@ -123,7 +123,8 @@ def test_nan_infinite_and_cold_rows_are_drawn_as_without_a_nucleus(n):
         assert found.tolist() == [2, 0, 4, logits[3].argmax()]
 
 
-@pytest.mark.parametrize("typed", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("typed", [True, False])
 def test_a_nucleus_of_everything_is_no_nucleus(typed):
     """top_p=1 draws the same columns as no top_p; test_sampling looks at their probabilities."""
     x = np.tile(np.array([1, 0, -1, 2, -INF], np.float32), (400, 1))

@@ -198,7 +198,7 @@ MAY_BE_NONE = {
 }
 # For these it is valid too, unless something is added to what is left out.
 MAY_BE_NONE_WITHOUT_OFFSET = {("rms_norm", "scale_shard"), ("layer_norm", "scale_shard")}
-NOT_ARRAYS = (None, [[1.0, 2.0], [3.0, 4.0]], "x", np.array(["x"]), {"x": 1})
+NOT_ARRAYS = (None, [[1.0, 2.0], [3.0, 4.0]])
 
 
 def _shown(value):
@@ -287,7 +287,7 @@ def _typed(op, swapped=None, *, typed=True, others=()):
 
 
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in _kinds(op)])
-@pytest.mark.parametrize("others", [(), ("data",)], ids=["", "tokens-over-data"])
+@pytest.mark.parametrize("others", [pytest.param((), marks=pytest.mark.slow), ("data",)], ids=["", "tokens-over-data"])
 def test_each_operand_that_is_whole_where_it_must_be_split_or_the_reverse_is_told(op, name, others):
     value, kind = _kinds(op)[name]
     holds = {
@@ -331,7 +331,10 @@ def _linear(logits, table, **options):
 
 @pytest.mark.parametrize(
     ("op", "chunks"),
-    [(_of_logits, {}), (_linear, {"token_chunk": np.uint16(2), "column_chunk": np.int32(1), "gradients": "backward"})],
+    [
+        pytest.param(_of_logits, {}, marks=pytest.mark.slow),
+        (_linear, {"token_chunk": np.uint16(2), "column_chunk": np.int32(1), "gradients": "backward"}),
+    ],
 )
 def test_losses_of_numpys_numbers_are_those_of_pythons(op, chunks):
     of_numpy = {
@@ -396,6 +399,9 @@ def test_the_checks_refuse_every_other_kind_of_value():
     for value in (("ipu",), ["ipu"], None, 0):
         with refused(f"axis={value!r} ", "the name of one mesh axis"):
             one_axis(value)
+    for value in ("x", np.array(["x"]), {"x": 1}):
+        with refused(f"x={_shown(value)} {NO_ARRAY}", MAKE_ONE):
+            array("x", value)
     for value in (None, 3, ("x",), ["x"], True):
         with refused(f"way={value!r} ", UNKNOWN):
             one_of("way", value, ("x", "y"))

@@ -192,10 +192,12 @@ def test_columns_are_drawn_with_their_probabilities(name):
     assert _chance(_counts(name), _probabilities(name)) > 1e-3
 
 
+@pytest.mark.slow
 def test_the_chi_square_tells_distributions_apart():
     assert _chance(_counts("plain"), _restricted(10, temperature=1.1)) < 1e-6
 
 
+@pytest.mark.fast("plain")
 @pytest.mark.parametrize("name", ["plain", "top_k"])
 def test_tokens_are_drawn_independently(name):
     drawn, p = _drawn(WAYS[name][0])[name], _probabilities(name)
@@ -273,6 +275,7 @@ def test_rows_that_leave_no_choice():
         assert columns.tolist() == best, name
 
 
+@pytest.mark.fast("6")
 @pytest.mark.parametrize("k", [4, 6])
 def test_a_nucleus_that_is_full_just_so_takes_no_further_column(k):
     """Of 4 equal columns, 2 have half of the probability. With k=6 the other two candidates have a probability of 0."""

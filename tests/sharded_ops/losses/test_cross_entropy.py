@@ -15,6 +15,7 @@ from support.harness import assert_close, collectives, dense_vjp, normal, on_ipu
 from support.losses import COLUMNS, ROUNDINGS, TOKENS, sharded_cross_entropy
 
 
+@pytest.mark.slow
 def test_the_cross_entropy_is_optaxs():
     logits, labels = normal(0, (TOKENS, 10)), np.arange(TOKENS, dtype=np.int32)
     ct = np.ones(TOKENS, np.float32)
@@ -27,6 +28,7 @@ def test_the_cross_entropy_is_optaxs():
 # What must not leak
 
 
+@pytest.mark.fast("options1")
 @pytest.mark.parametrize("options", [{}, {"soft_cap": 2.0, "label_smoothing": 0.1, "z_loss": 0.1}])
 def test_no_padding_leaks_whatever_it_holds(options):
     logits, labels, ct = normal(0, (TOKENS, 5)), np.arange(TOKENS, dtype=np.int32) - 1, np.ones(TOKENS, np.float32)

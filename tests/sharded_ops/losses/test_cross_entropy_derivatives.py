@@ -84,6 +84,7 @@ def _dense_soft(logits, soft, weights):
     return dense_loss(logits, soft, weights, weighted=True, soft=True, **DERIVED)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_finite_differences():
     """Finite differences use no derivative rule, while the twin's derivatives come from jax's rules too."""
     with jax.enable_x64(True):

@@ -30,7 +30,8 @@ def _dense_sum(hidden, table, labels):
     return dense_loss(hidden @ table.T, labels, None, reduction="sum")
 
 
-@pytest.mark.parametrize("scale", [pytest.param(1e-2, marks=pytest.mark.slow), 1, 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [1e-2, 1, 3])
 def test_it_rounds_no_more_than_twice_what_the_dense_program_does(scale):
     """The dense program is `hidden @ table.T` and the plain loss in float32, with logits up to 60 and losses up to 100.
 
@@ -94,6 +95,7 @@ def test_it_sends_one_gather_and_one_reduction_of_dx(typed, smoothing):
     assert collectives(with_gradients, hidden, table, labels) == [of_chunk, reduced]
 
 
+@pytest.mark.fast("backward-True")
 @pytest.mark.parametrize(("gradients", "typed"), [("backward", True), ("forward", False)])
 def test_scattered_tokens_send_a_reduce_scatter_and_no_all_reduce(gradients, typed):
     n, tokens, features = 2, 8, 3
@@ -140,7 +142,7 @@ def test_it_needs_a_twentieth_of_the_unsharded_programs_temporaries(tokens, size
 @pytest.mark.parametrize(
     ("tokens", "size", "chunk"),
     [
-        (1024, 32000, 128),  # 2**21 logits of 16000 columns are of 131 tokens
+        pytest.param(1024, 32000, 128, marks=pytest.mark.slow),  # 2**21 logits of 16000 columns are of 131 tokens
         (2048, 65536, 128),  # of 32768 columns of 64, but a 16th of the tokens are 128
         pytest.param(4096, 65536, 256, marks=pytest.mark.slow),
         pytest.param(8192, 65536, 256, marks=pytest.mark.slow),

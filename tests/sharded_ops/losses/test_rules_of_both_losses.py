@@ -83,7 +83,7 @@ def _of_nobody(tokens, *rest, of, reduction, size):
     ("kind", "reduction"),
     [
         pytest.param("logits", "sum", marks=pytest.mark.slow),
-        ("logits", "mean"),
+        pytest.param("logits", "mean", marks=pytest.mark.slow),
         pytest.param("backward", "none", marks=pytest.mark.slow),
         ("forward", "mean"),
         pytest.param("logits", "none", marks=pytest.mark.slow),
