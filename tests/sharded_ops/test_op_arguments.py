@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -39,7 +38,7 @@ from sharded_ops import (
     top_k,
 )
 from sharded_ops._arguments import array, array_like, one_axis, one_of, real_number, whole_number
-from support.harness import normal, on_ipus
+from support.harness import on_ipus
 from support.refusals import refusals, refused
 
 KEY = jax.random.key(0)
@@ -319,41 +318,6 @@ def test_numpys_numbers_are_as_good_as_pythons(op):
     for dtype in (np.int64, np.uint8, np.int32):
         ints = {name: dtype(value) for name, value in options.items() if isinstance(value, int)}
         assert str(_traced(op, floats | ints)) == plain
-
-
-def _of_logits(logits, _, **options):
-    return log_softmax_cross_entropy(logits, jnp.arange(3), **options)
-
-
-def _linear(logits, table, **options):
-    return linear_cross_entropy(jnp.ones((3, 3)), table, jnp.arange(3), **options)
-
-
-@pytest.mark.parametrize(
-    ("op", "chunks"),
-    [
-        pytest.param(_of_logits, {}, marks=pytest.mark.slow),
-        (_linear, {"token_chunk": np.uint16(2), "column_chunk": np.int32(1), "gradients": "backward"}),
-    ],
-)
-def test_losses_of_numpys_numbers_are_those_of_pythons(op, chunks):
-    of_numpy = {
-        "label_smoothing": ml_dtypes.bfloat16(0.25),
-        "z_loss": np.float16(0.5),
-        "soft_cap": np.float64(4),
-        "temperature": np.uint8(2),
-        "ignore_index": np.int16(1),
-        "size": np.int64(4),
-        "weights": np.array([True, True, True]),
-    }
-    plain = LOSS | {"size": 4} | {k: v if isinstance(v, str) else int(v) for k, v in chunks.items()}
-    logits, table = normal(0, (3, 4)), normal(1, (4, 3))
-    got, want = (
-        on_ipus(functools.partial(op, **options), 2, (OF_COLUMNS, OF_ROWS), ALL)(logits, table)
-        for options in (of_numpy | chunks, plain)
-    )
-    assert got.dtype == want.dtype == jnp.float32
-    np.testing.assert_array_equal(got, want)
 
 
 def test_the_host_takes_numpys_ints():
