@@ -20,7 +20,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import (
-    Split,
     argmax,
     debug_sharding,
     embedding,
@@ -57,7 +56,6 @@ from support.harness import (
     dense_vjp,
     examples,
     on_ipus,
-    padded,
     placed_vjp,
     seeds,
     side_by_side,
@@ -372,10 +370,3 @@ def test_ids_of_any_shape(shape):
     ids = np.arange(int(np.prod(shape))).reshape(shape).astype(np.int32) - 1
     out = on_ipus(partial(embedding, size=4), 2, (P("ipu"), P()), P())(table, ids)
     np.testing.assert_array_equal(out, dense_embedding(table, ids))
-
-
-def test_no_gradient_is_scattered_twice_for_a_row_on_the_border():
-    ids = np.array([2, 3, 2, 5, -1], np.int32)  # rows 0 1 2 | 3 4 and padding
-    sharded = on_ipus(partial(embedding, size=5), 2, (P("ipu"), P()), P())
-    dtable = jax.grad(lambda table: sharded(table, ids).sum())(padded(Split(5, 2), np.ones((5, 1), np.float32), 0))
-    assert dtable.ravel().tolist() == [0, 0, 2, 1, 0, 0]

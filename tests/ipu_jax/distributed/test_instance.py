@@ -211,7 +211,7 @@ CONNECTED = """
 """
 
 
-@pytest.mark.fast("1")
+@pytest.mark.slow
 @pytest.mark.parametrize("own", range(2))
 def test_an_instance_of_another_launcher_that_is_alone_says_which_one_is_missing(tmp_path, own):
     (one,) = run_programs(tmp_path, JOINS.replace("init()", "init(timeout=2)"), [SLURM[own]])

@@ -201,6 +201,7 @@ def test_an_instance_that_is_stuck_is_named_after_5_s(tmp_path, kind, culprit, l
     gone_within(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_after_ctrl_c_jax_aborts_no_instance_that_ends_after_the_first(tmp_path):
     (tmp_path / "program.py").write_text("""
 import sys, time

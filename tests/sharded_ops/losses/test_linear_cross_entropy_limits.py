@@ -86,6 +86,7 @@ def test_a_sum_that_float16_cannot_hold_may_be_divided_afterwards():
     assert np.isfinite(got[1]).all()
 
 
+@pytest.mark.slow
 def test_slopes_that_float16_cannot_hold_are_scaled_down():
     """With a weight of 1e7 the dlogits overflow, but the gradients don't, because the operands are small."""
     hidden, table = (normal(0, (6, 3)) * 1e-3).astype(np.float16), (normal(1, (5, 3)) * 1e-3).astype(np.float16)

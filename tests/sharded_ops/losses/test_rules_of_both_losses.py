@@ -98,7 +98,7 @@ def test_where_no_token_counts_the_loss_and_its_gradient_are_zero(kind, reductio
         np.testing.assert_array_equal(found, 0)
 
 
-@pytest.mark.fast("logits", "forward")
+@pytest.mark.fast("forward")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_label_that_must_not_be_is_nan_in_the_loss_and_in_its_own_row_only(kind):
     op, reduction = KINDS[kind]

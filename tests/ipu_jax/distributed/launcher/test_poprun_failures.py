@@ -72,7 +72,8 @@ def test_what_an_instance_does_is_bounded_by_its_own_limit_or_by_an_option(tmp_p
     assert [text for text in said if text not in ran.err] == [], ran.err
 
 
-@pytest.mark.parametrize("words", [("--flight-recorder",), slow(())])
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("--flight-recorder",), ()])
 def test_what_each_ipu_does_is_said_of_a_stuck_run_with_a_flight_recorder(tmp_path, words):
     body = """
     from ipu_jax.distributed.processes import flight
@@ -303,3 +304,50 @@ def test_a_foreign_program_is_supervised_by_its_exit_alone(mark):
     assert "it had no beacon, so that only its exit was supervised" in ran.err
     assert "instance 1 (host localhost, pid" in ran.err
     assert marked(mark) == set()
+
+
+# what is tried again
+
+
+FAILS_TWICE = """
+    print(f"port={os.environ['JAX_COORDINATOR_ADDRESS']}", flush=True)
+    for n in range(3):
+        step(n)
+    sys.exit(5 if attempt < 2 and me == 0 else 0)
+    """
+
+
+@pytest.mark.parametrize(
+    ("most", "body", "status", "restarts", "last"),
+    [
+        (4, FAILS_TWICE, 0, 2, "attempt 2: restart 2 of 4"),
+        slow(1, FAILS_TWICE, 5, 1, "no restart is left: --max-restarts 1"),
+        slow(9, "sys.exit(6)", 6, 3, "3 restarts in a row have finished no step: there is no other"),
+    ],
+)
+def test_restarts_have_new_ports_and_end_when_it_works_or_none_is_left(tmp_path, most, body, status, restarts, last):
+    ran = poprun("--max-restarts", str(most), *TWO, *program(tmp_path, body))
+    assert ran.status == status
+    numbers = re.findall(rf"poprun: attempt (\d): restart (\d) of {most}\n", ran.err)
+    assert numbers == [(str(n), str(n)) for n in range(1, restarts + 1)]
+    assert ran.err.endswith(f"poprun: {last}\n")
+    assert body != FAILS_TWICE or len(set(re.findall(r"port=(\S+)", ran.out))) == 1 + restarts
+
+
+@pytest.mark.parametrize("status", [2, slow(127)])
+def test_a_wrong_command_line_of_the_program_is_not_tried_again(status):
+    ran = poprun("--max-restarts", "9", *TWO, "bash", "-c", f"exit {status}")
+    assert ran.status == status
+    assert "restart" not in ran.err
+
+
+def test_a_port_that_was_taken_meanwhile_is_no_failure_once(tmp_path):
+    body = """
+    if me == 0:
+        class PortTakenError(OSError): pass
+        write_error(PortTakenError("127.0.0.1:1 is taken"))
+        os._exit(1)
+    """
+    ran = poprun(*TWO, *program(tmp_path, body))
+    assert (ran.status, ran.err.count("another port")) == (1, 1)
+    assert "attempt 1: another port, since the coordinator's was taken in the meantime" in ran.err

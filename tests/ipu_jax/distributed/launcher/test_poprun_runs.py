@@ -1,4 +1,4 @@
-"""Test what poprun starts and shows: environments, tags, bars, files, restarts, other hosts, wrong command lines."""
+"""Test what poprun starts and shows: environments, tags, bars, files, other hosts, wrong command lines."""
 
 import functools
 import json
@@ -185,7 +185,7 @@ def test_files_and_times(tmp_path):
     }
 
 
-@pytest.mark.fast("file")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", "removed", "file of an attempt"])
 def test_files_that_cannot_be_opened_are_said_once_and_the_run_goes_on(tmp_path, kind):
     logs = tmp_path / "logs"
@@ -245,50 +245,6 @@ def test_the_topology_is_drawn_first_and_options_of_the_original_without_effect_
     said = err.splitlines()
     assert sorted(line.split()[1] for line in said) == ["--mpi-global-args", "--reset-partition", "--vipu-partition"]
     assert all(" has no effect: " in line for line in said)
-
-
-FAILS_TWICE = """
-    print(f"port={os.environ['JAX_COORDINATOR_ADDRESS']}", flush=True)
-    for n in range(3):
-        step(n)
-    sys.exit(5 if attempt < 2 and me == 0 else 0)
-    """
-
-
-@pytest.mark.parametrize(
-    ("most", "body", "status", "restarts", "last"),
-    [
-        (4, FAILS_TWICE, 0, 2, "attempt 2: restart 2 of 4"),
-        slow(1, FAILS_TWICE, 5, 1, "no restart is left: --max-restarts 1"),
-        slow(9, "sys.exit(6)", 6, 3, "3 restarts in a row have finished no step: there is no other"),
-    ],
-)
-def test_restarts_have_new_ports_and_end_when_it_works_or_none_is_left(tmp_path, most, body, status, restarts, last):
-    ran = poprun("--max-restarts", str(most), *TWO, *program(tmp_path, body))
-    assert ran.status == status
-    numbers = re.findall(rf"poprun: attempt (\d): restart (\d) of {most}\n", ran.err)
-    assert numbers == [(str(n), str(n)) for n in range(1, restarts + 1)]
-    assert ran.err.endswith(f"poprun: {last}\n")
-    assert body != FAILS_TWICE or len(set(re.findall(r"port=(\S+)", ran.out))) == 1 + restarts
-
-
-@pytest.mark.parametrize("status", [2, slow(127)])
-def test_a_wrong_command_line_of_the_program_is_not_tried_again(status):
-    ran = poprun("--max-restarts", "9", *TWO, "bash", "-c", f"exit {status}")
-    assert ran.status == status
-    assert "restart" not in ran.err
-
-
-def test_a_port_that_was_taken_meanwhile_is_no_failure_once(tmp_path):
-    body = """
-    if me == 0:
-        class PortTakenError(OSError): pass
-        write_error(PortTakenError("127.0.0.1:1 is taken"))
-        os._exit(1)
-    """
-    ran = poprun(*TWO, *program(tmp_path, body))
-    assert (ran.status, ran.err.count("another port")) == (1, 1)
-    assert "attempt 1: another port, since the coordinator's was taken in the meantime" in ran.err
 
 
 def test_a_given_port_that_is_taken_is_refused_at_once():
@@ -438,12 +394,13 @@ def test_other_hosts_run_their_instances(tmp_path, shell):
     assert re.search(r"coordinator pod0:\d+", ran.err)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "status", "said"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was ended by SIGKILL"),
-        slow("os.kill(os.getpid(), signal.SIGSTOP)", 124, "the process is in state T (stopped)"),
-        slow("write_error(ValueError('far')); os._exit(4)", 4, "failed with ValueError: far (exit status 4)"),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", 124, "the process is in state T (stopped)"),
+        ("write_error(ValueError('far')); os._exit(4)", 4, "failed with ValueError: far (exit status 4)"),
     ],
 )
 def test_what_happens_on_another_host_is_seen_as_well(tmp_path, shell, how, status, said):

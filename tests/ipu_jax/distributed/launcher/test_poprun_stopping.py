@@ -259,6 +259,7 @@ def test_a_poprun_that_reads_slowly_is_nobodys_fault(tmp_path, size):
     assert done.stdout.count("x") == (3 << 20) // size * size
 
 
+@pytest.mark.slow
 def test_supervision_goes_on_while_nobody_reads(tmp_path, mark):
     body = """
     if me == 1:

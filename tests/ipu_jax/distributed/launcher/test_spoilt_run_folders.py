@@ -209,6 +209,7 @@ def test_a_bad_flight_record_has_no_lines(instance: Instance, slots: Any, tasks:
     assert instance.stacks() == Stacks(0, "", ())
 
 
+@pytest.mark.fast("no beacon")
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -216,6 +217,7 @@ def test_a_bad_flight_record_has_no_lines(instance: Instance, slots: Any, tasks:
         ("write_error(ValueError('\\x1b[2J\\ud800')); sys.exit(3)", "failed with ValueError: ? (exit status 3)"),
         ("os.remove(run_dir / 'beacon.0'); os.mkfifo(run_dir / 'beacon.0'); os.kill(os.getpid(), 9)", "by SIGKILL"),
     ],
+    ids=["deep JSON", "commands", "no beacon"],
 )
 def test_a_run_ends_as_usual(tmp_path: Path, spoil: str, said: str):
     body = f"""

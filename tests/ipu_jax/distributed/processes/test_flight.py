@@ -134,7 +134,7 @@ CASES = [
 ]
 
 
-@pytest.mark.fast("grouped")
+@pytest.mark.slow
 @pytest.mark.parametrize(("about", "instances"), CASES)
 def test_the_record_of_a_hang_names_the_task_that_hangs(about, instances, tmp_path):
     kind, stage, number, _, ipus, m, name, _, head = about
