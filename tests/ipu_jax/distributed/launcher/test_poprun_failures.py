@@ -34,6 +34,7 @@ def test_a_killed_instance_is_named_and_all_are_gone(tmp_path, mark, victim):
     ran = poprun(*TWO, *program(tmp_path, body), POPRUN_TEST=mark)
     assert ran.status == 128 + signal.SIGKILL
     assert ran.seen(f"instance {victim} was ended by SIGKILL") >= ran.stamp("killed")
+    assert ran.ended - ran.stamp("killed") < 25, "30 s are left only after a signal of the user's"
     assert marked(mark) == set()
     last = ran.err.splitlines()[-1]
     assert last.startswith(f"poprun: instance {victim} (host localhost, pid ")
