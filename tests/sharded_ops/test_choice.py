@@ -83,12 +83,13 @@ def _assert_equal(got, want):
 DTYPES = ("bool", "int8", "uint8", "int16", "uint16", "uint32", "bfloat16", "float16")
 
 
-def test_choices_in_every_real_dtype():
+@pytest.mark.parametrize("dtypes", [pytest.param(DTYPES[::2], marks=pytest.mark.slow), DTYPES[1::2]], ids=" ".join)
+def test_choices_in_every_real_dtype(dtypes):
     split = Split(7, 3)
     values = np.array([[0, 1, 1, 250, 3, 250, 7], [1, 0, 100, 5, 120, 100, 0]])
     extremes = {"int8": -128, "int16": -32768, "uint16": 65535, "uint32": 2**32 - 1, "float16": -6e4, "bfloat16": 3e38}
     rows = []
-    for name in DTYPES:
+    for name in dtypes:
         array = np.minimum(values, 127).astype(name) if name == "int8" else values.astype(name)
         array[:, 4] = extremes.get(name, array[0, 4])
         rows.append(array)
@@ -105,9 +106,11 @@ def test_choices_in_every_real_dtype():
 
 def test_choices_among_64_bit_values():
     with jax.enable_x64(True):
-        for x in (np.array([[2**53, 2**53 + 1, -(2**62)]]), np.array([[1.0, 1 + 2.0**-50, NAN]])[:, [0, 1, 0]]):
-            got = on_ipus(functools.partial(_choices, size=3), 2, COLUMNS, P())(padded(Split(3, 2), x, 1, fill=2**60))
-            jax.tree.map(_assert_equal, got, _dense_choices(jnp.asarray(x)))
+        rows = np.array([[2**53, 2**53 + 1, -(2**62)]]), np.array([[1.0, 1 + 2.0**-50, 1.0]])
+        each_ipu = lambda *rows: [_choices(row, size=3) for row in rows]  # noqa: E731
+        shards = (padded(Split(3, 2), row, 1, fill=2**60) for row in rows)
+        got = on_ipus(each_ipu, 2, (COLUMNS, COLUMNS), P())(*shards)
+        jax.tree.map(_assert_equal, got, [_dense_choices(jnp.asarray(row)) for row in rows])
 
 
 def test_nan_is_largest_whatever_its_sign():
@@ -163,6 +166,7 @@ def test_shards_that_are_alike_on_all_ipus():
     assert (columns.tolist(), best, int(drawn) in (1, 4)) == ([1, 4, 2], 1, True)
 
 
+@pytest.mark.fast("True-bfloat16")
 @pytest.mark.parametrize(("typed", "dtype"), [(True, jnp.bfloat16), (False, jnp.float32)])
 def test_each_sends_what_it_says(typed, dtype):
     n, tokens = 4, 5

@@ -12,6 +12,7 @@ from sharded_ops import from_all, reduce_to_all, scatter_tokens, to_all
 from support.harness import on_ipus
 
 
+@pytest.mark.fast("1-bool", "2-float16")
 @pytest.mark.parametrize(
     ("owner", "dtype"), [(0, jnp.int32), (1, jnp.uint8), (1, jnp.bool_), (2, jnp.bool_), (2, jnp.float16)]
 )
@@ -23,6 +24,7 @@ def test_to_all_keeps_the_dtype_and_takes_a_plain_int(owner, dtype):
     np.testing.assert_array_equal(out, x[owner : owner + 1])
 
 
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("typed", [True, False])
 def test_ids_are_scattered_inside_a_gradient_and_what_is_scattered_comes_back(typed):
     ids = jnp.arange(5)
@@ -37,6 +39,7 @@ def test_ids_are_scattered_inside_a_gradient_and_what_is_scattered_comes_back(ty
     np.testing.assert_array_equal(dtable, [1, 2, 3, 4, 5, 0, 0, 0, 0, 0])
 
 
+@pytest.mark.fast("False")
 @pytest.mark.parametrize("typed", [True, False])
 def test_scattering_has_second_derivatives(typed):
     def to_the_fourth(x):

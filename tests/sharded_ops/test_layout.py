@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split
-from sharded_ops._split import as_int32, check_one_per_row, local_rows, mask_padding, real_rows, split_over
+from sharded_ops._split import as_int32, check_one_per_row, split_over
 from support.harness import SPLITS, mesh_of, on_ipus
 from support.refusals import refusals, refused
 
@@ -27,21 +27,6 @@ def test_the_ipus_share_the_rows_out_in_order(size, parts):
     assert split.padding == sum(split.local - len(of_ipu) for of_ipu in rows)
     assert split.padded == size + split.padding
     assert split.padding < parts
-
-
-@pytest.mark.parametrize(
-    ("size", "parts", "counts"),
-    [
-        (10, 4, [3, 3, 3, 1]),
-        (2, 8, [1, 1, 0, 0, 0, 0, 0, 0]),
-        (5, 8, [1, 1, 1, 1, 1, 0, 0, 0]),
-        (5, 4, [2, 2, 1, 0]),
-        (8, 4, [2, 2, 2, 2]),
-        (3, 1, [3]),
-    ],
-)
-def test_counts(size, parts, counts):
-    assert [Split(size, parts).count(index) for index in range(parts)] == counts
 
 
 @pytest.mark.parametrize(("n", "size", "dim"), [(*split, k % 3 - 1) for k, split in enumerate(SPLITS)])
@@ -117,36 +102,10 @@ def test_a_mistake_in_a_split_is_told_with_its_mend(call, holds):
         call()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("n", "size"), SPLITS)
-@pytest.mark.parametrize("typed", [True, False])
-def test_inside_a_shard_map_each_ipu_knows_its_rows(n, size, typed):
-    split = Split(size, n)
-    ids = jnp.array([-1, *range(size)], jnp.int32)
-
-    def each_ipu(shard):
-        assert split_over(size, "ipu") == split
-        masked = mask_padding(shard, 1, split, "ipu", fill=-5)
-        return real_rows(split, "ipu"), masked, local_rows(ids, split, "ipu")[None]
-
-    specs = P("ipu"), P(None, "ipu"), P("ipu")
-    run = on_ipus(each_ipu, n, specs[1], specs, typed)
-    real, masked, rows = run(jnp.arange(2.0 * split.padded).reshape(2, split.padded))
-
-    np.testing.assert_array_equal(real, np.arange(split.padded) < size)
-    np.testing.assert_array_equal(
-        masked, np.where(np.arange(split.padded) < size, np.arange(2 * split.padded).reshape(2, -1), -5)
-    )
-    for index in range(n):
-        held = range(split.offset(index), split.offset(index) + split.count(index))
-        want = [held.index(i) if i in held else split.local for i in ids.tolist()]
-        assert rows[index].tolist() == want
-
-
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
 @pytest.mark.parametrize(
     ("size", "on_device"),  # sizes are more than fits into 8 bits, and into 16
-    [(3, False), (1000, False), (70_000, False), (70_000, True)],
+    [(3, False), (1000, False), (70_000, False), pytest.param(70_000, True, marks=pytest.mark.slow)],
 )
 def test_any_integer_dtype_is_taken_and_none_wraps(dtype, size, on_device):
     limits = np.iinfo(dtype)

@@ -1,4 +1,4 @@
-"""Test the split norms with large means and wide scales, second derivatives and transforms; see also test_ops."""
+"""Test the split norms with large means and wide scales, and what they send; see also test_ops."""
 
 import functools
 
@@ -84,33 +84,6 @@ def test_layer_norm_of_a_mean_of_ten_thousand_deviations(typed, n, size):
     assert np.abs(naive_variance - 1).max() > 0.5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("typed", [True, False])
-@pytest.mark.parametrize(("op", "dense"), [(rms_norm, _dense_rms), (layer_norm, _dense_layer)], ids=["rms", "layer"])
-def test_second_derivatives_in_either_mode(typed, op, dense):
-    """Return second derivatives along one direction: reverse over reverse, and forward over reverse."""
-    split = Split(5, 4)
-    x, direction, ct = normal(0, (2, 5)), normal(1, (2, 5)), normal(2, (2, 5))
-    vectors = [normal(3, (5,))] if op is rms_norm else [normal(3, (5,)), normal(4, (5,))]
-    specs = (P(None, "ipu"), *(P("ipu") for _ in vectors))
-    sharded = on_ipus(functools.partial(op, size=5, epsilon=EPSILON), 4, specs, P(None, "ipu"), typed)
-
-    def split_norm(x, *vectors):
-        return split.unpad(sharded(split.pad(x, 1), *(split.pad(vector, 0) for vector in vectors)), 1)
-
-    def seconds(norm):
-        def gradient(x):
-            return jax.grad(lambda x: jnp.sum(ct * norm(x, *vectors) ** 2))(x)
-
-        reverse = jax.grad(lambda x: jnp.vdot(gradient(x), direction))(x)
-        return reverse, jax.jvp(gradient, (x,), (direction,))[1]
-
-    got, want = jax.jit(lambda: seconds(split_norm))(), jax.jit(lambda: seconds(dense))()
-    for one_got in got:
-        for one_want in want:
-            assert_close(one_got, one_want, np.abs(want[0]).max(), roundings=40)
-
-
 @pytest.mark.parametrize("typed", [True, False])
 def test_each_sends_what_it_says(typed):
     # 3 tokens in float32: 12 bytes for each float per token
@@ -129,31 +102,6 @@ def test_each_sends_what_it_says(typed):
     assert sent(rms_norm) == ([("all-reduce", 12)], [("all-reduce", 12)] * 2)
     backward = ("all-reduce", 24) if typed else ("reduce-scatter", 24)
     assert sent(layer_norm) == ([("all-gather", 48)], [("all-gather", 48), backward])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("typed", [True, False])
-def test_norms_stand_in_vmap_scan_and_remat(typed):
-    x, scale, bias = normal(0, (2, 3, 6)), normal(1, (6,)), normal(2, (6,))
-
-    def each_ipu(x, scale, bias):
-        def layer(x, _):
-            x = layer_norm(x, scale, bias, size=6, epsilon=EPSILON)
-            return rms_norm(x, scale, size=6, epsilon=EPSILON), None
-
-        return jax.vmap(lambda x: lax.scan(jax.checkpoint(layer), x, length=2)[0])(x)
-
-    def dense(x, scale, bias):
-        for _ in range(2):
-            x = _dense_rms(_dense_layer(x, scale, bias), scale)
-        return x
-
-    sharded = on_ipus(each_ipu, 2, (P(None, None, "ipu"), P("ipu"), P("ipu")), P(None, None, "ipu"), typed)
-    ct = normal(3, (2, 3, 6))
-    got_out, got_vjp = jax.vjp(sharded, x, scale, bias)
-    want_out, want_vjp = jax.vjp(jax.jit(dense), x, scale, bias)
-    for got, want in zip((got_out, *got_vjp(ct)), (want_out, *want_vjp(ct)), strict=True):
-        assert_close(got, want, np.maximum(np.abs(want).max(), 10), roundings=40)
 
 
 def test_mixed_dtypes_keep_the_inputs_and_shards_may_be_alike_on_all_ipus():

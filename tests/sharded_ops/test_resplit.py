@@ -43,6 +43,7 @@ def _assert_same_bits(got, want):
     jax.tree.map(same, got, want)
 
 
+@pytest.mark.fast("1", "3", "8")
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
 def test_each_ipu_holds_its_rows_and_then_zeros(n):
     params = _params()

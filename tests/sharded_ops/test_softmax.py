@@ -1,19 +1,18 @@
-"""Test the split softmax and its logarithm with extreme logits, and their second derivatives; see also test_ops."""
+"""Test the split softmax and its logarithm with extreme logits and half types; see also test_ops."""
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from sharded_ops import Split, log_softmax, softmax
+from sharded_ops import Split, log_softmax, log_softmax_cross_entropy, softmax
 from support.harness import MODES, normal, on_ipus, padded, split_vjp, unpadded
 from support.losses import EXTREMES, in_float64
 
 
+@pytest.mark.fast("typed-outside")
 @pytest.mark.parametrize("mode", MODES)
 def test_extreme_logits(mode):
     logits = np.array([row for row, _ in EXTREMES], np.float32)
@@ -25,11 +24,16 @@ def test_extreme_logits(mode):
     np.testing.assert_allclose(dlogits, want_dlogits, atol=4e-6)
 
 
-@pytest.mark.parametrize("op", [log_softmax, softmax])
-def test_what_is_not_a_number_is_not_hidden(op):
+def test_what_is_not_a_number_is_hidden_by_neither_of_them_nor_by_the_loss():
     logits = np.zeros((1, 6), np.float32)
     logits[0, 4] = np.nan
-    assert np.isnan(on_ipus(functools.partial(op, size=6), 3, P(None, "ipu"), P(None, "ipu"))(logits)).all()
+
+    def each_ipu(logits):
+        loss = log_softmax_cross_entropy(logits, np.zeros(1, np.int32), size=6)
+        return log_softmax(logits, size=6), softmax(logits, size=6), loss
+
+    columns = P(None, "ipu")
+    assert all(np.isnan(found).all() for found in on_ipus(each_ipu, 3, columns, (columns, columns, P()))(logits))
 
 
 def test_probabilities_of_half_logits_are_rounded_once():
@@ -40,27 +44,3 @@ def test_probabilities_of_half_logits_are_rounded_once():
     want /= want.sum(-1, keepdims=True)
     # One rounding to bfloat16, and that of float32 in addition; rounding the logarithm would give many times as much.
     assert (np.abs(p - want) <= 1.02 * 2.0**-8 * want).all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("typed", [True, False])
-def test_second_derivatives_of_softmax(typed):
-    """Test the entropy, which depends on all probabilities: reverse over reverse, and forward over reverse."""
-    with jax.enable_x64(True):
-        split = Split(5, 3)
-        x, u = (np.random.default_rng(seed).standard_normal((2, 5)) for seed in (0, 1))
-
-        def each_ipu(logits):
-            p, log_p = softmax(logits, size=5), log_softmax(logits, size=5)
-            return lax.psum(-jnp.where(p > 0, p * log_p, 0).sum(-1), "ipu")
-
-        sharded = on_ipus(each_ipu, 3, P(None, "ipu"), P(), typed)
-
-        def second(entropy):
-            gradient = jax.grad(lambda x: (entropy(x) * jnp.array([1.0, 2.0])).sum())
-            return jax.grad(lambda x: jnp.vdot(gradient(x), u))(x), jax.jvp(gradient, (x,), (u,))[1]
-
-        got = jax.jit(lambda: second(lambda x: sharded(split.pad(x, 1))))()
-        want = second(lambda x: -(jax.nn.softmax(x) * jax.nn.log_softmax(x)).sum(-1))
-        for found, wanted in zip(got, want, strict=True):
-            np.testing.assert_allclose(found, wanted, rtol=1e-10, atol=1e-12)

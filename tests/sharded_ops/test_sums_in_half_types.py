@@ -72,6 +72,7 @@ def test_the_sum_over_replicas_is_in_float32_too(dtype, tokens, want):
     assert np.asarray(gradient, np.float32).ravel().tolist() == [0, want, 0, 0]
 
 
+@pytest.mark.fast("bfloat16")
 @every_half
 def test_forward_mode_and_second_derivatives_of_a_half_table(dtype):
     table, direction = (jnp.asarray(np.arange(8.0).reshape(4, 2) + shift, dtype) for shift in (0, 1))

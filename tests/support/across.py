@@ -64,14 +64,16 @@ def refusal(call: Any) -> np.ndarray:
 # pipelines
 
 
-def whole_pipeline(replicas: int, ipus: int, dtype: str = "float32", *, costs: bool = True) -> Results:
-    """Return the results of each method of a pipeline, of `verify` and, with `costs`, of what measures and counts."""
+def whole_pipeline(replicas: int, ipus: int, dtype: str = "float32") -> Results:
+    """Return the results of each method of a pipeline, of `verify` and of what measures and counts."""
     model = model_of(replicas, ipus, dtype)
     pipeline = model.pipeline(ipus)
     params, batch = pipeline.shard(model.params), jax.device_get(model.batch)
     loss, gradients = pipeline.value_and_grad(params, batch)
     report = verify(pipeline, params, batch)
-    found = {
+    measured = pipeline.stage_costs(params, batch, measured=True, repeats=2)
+    counted = pipeline.report(params, batch)
+    return {
         "loss": np.asarray(loss),
         "loss alone": np.asarray(pipeline.loss(params, batch)),
         "verified": np.array([report.loss, report.reference_loss, *report.gradient_errors.values()]),
@@ -80,12 +82,6 @@ def whole_pipeline(replicas: int, ipus: int, dtype: str = "float32", *, costs: b
         **named("jax.grad", pipeline.unshard(jax.grad(lambda p: pipeline.loss(p, batch))(params))),
         **named("reference", reference_value_and_grad(pipeline, model.params, batch)),
         "repr": np.array(repr(report) + repr(params)[:9] + repr(pipeline)),
-    }
-    if not costs:
-        return found
-    measured = pipeline.stage_costs(params, batch, measured=True, repeats=2)
-    counted = pipeline.report(params, batch)
-    return found | {
         "seconds": np.array([measured.forward, measured.whole_backward]),
         "report": np.array([[ipu.weights, ipu.stash] for ipu in counted.ipus]),
     }
@@ -149,11 +145,6 @@ def trained(replicas: int, ipus: int, each: list[dict[str, Any]], dtype: str = "
         if options.ema_decay is not None:
             found[f"{number} loss of the average"] = np.asarray(step.loss(state, batches[0], ema=True))
     return found
-
-
-def whole_and_trained(replicas: int, ipus: int, each: list[dict[str, Any]]) -> Results:
-    """Return the results of both in one call, since starting processes costs more than they do."""
-    return whole_pipeline(replicas, ipus, costs=False) | trained(replicas, ipus, each)
 
 
 def _batch(model: Model, step: int, iterations: int) -> Any:

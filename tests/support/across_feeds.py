@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from ipu_jax import Feed, TrainOptions, configure, make_mesh, make_train_step
-from support.across import MICRO_BATCHES, model_of, named, refusal
+from support.across import MICRO_BATCHES, model_of, named, refusal, trained
 from support.instances import Results
 
 
@@ -82,20 +82,21 @@ def feed_trains(replicas: int, ipus: int) -> Results:
     return named("whole", step.whole(state))
 
 
-def refusals() -> Results:
-    """Return the errors of wrong meshes and feeds, with two processes of 2 and 1 devices."""
-    mesh = make_mesh(1, 3)
+def trained_and_refused(replicas: int, ipus: int, each: list[dict[str, Any]]) -> Results:
+    """Return the results of training, and errors by names that begin with "refused", of two processes of one device."""
+    mesh = make_mesh(1, 2)
     numbers = {"n": np.arange(6)}
     of_first = jax.sharding.Mesh(
         np.array([[device for device in jax.devices() if device.process_index == 0]]), mesh.axis_names
     )
     feed = lambda mesh, **options: refusal(lambda: Feed(numbers, mesh=mesh, micro_batch=1, **options))  # noqa: E731
-    return {
+    refused = {
         "too few": refusal(lambda: make_mesh(2, 2)),
-        "too few here": refusal(lambda: configure(3)),
-        "an idle instance": refusal(lambda: make_mesh(1, 2)),
+        "too few here": refusal(lambda: configure(2)),
+        "an idle instance": refusal(lambda: make_mesh(1, 1)),
         "another count": feed(mesh, instances=3),
         "another instance": feed(mesh, instance=1 - jax.process_index()),
         "a mesh of others": feed(of_first),
         "right": feed(mesh, instances=2, instance=jax.process_index()),
     }
+    return trained(replicas, ipus, each) | {f"refused {name}": text for name, text in refused.items()}

@@ -89,7 +89,7 @@ def program(folder: Path, body: str) -> list[str]:
     return [sys.executable, str(path)]
 
 
-def poprun(*words: str, timeout: float = 60, cwd: Path | None = None, **variables: str) -> Ran:
+def poprun(*words: str, timeout: float = 120, cwd: Path | None = None, **variables: str) -> Ran:
     """Run poprun to its end."""
     before = time.monotonic()
     done = subprocess.run(
@@ -116,8 +116,16 @@ def start(*words: str, **variables: str) -> subprocess.Popen[str]:
     )
 
 
-def on_a_terminal(*words: str, interrupted_after: bytes = b"nothing of that kind", **variables: str) -> tuple[int, str]:
-    """Run poprun on a terminal of its own, press Ctrl-C after a text, and return its status and what was shown."""
+def on_a_terminal(
+    *words: str,
+    interrupted_after: bytes = b"nothing of that kind",
+    look: Callable[[bytes], object] = bytes,
+    **variables: str,
+) -> tuple[int, str]:
+    """Run poprun on a terminal of its own, press Ctrl-C after a text, and return its status and what was shown.
+
+    Whenever more is shown, `look` gets all of it.
+    """
     controller, terminal = pty.openpty()
     own = f"{HEED_SIGNALS}import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
     process = subprocess.Popen(
@@ -133,10 +141,11 @@ def on_a_terminal(*words: str, interrupted_after: bytes = b"nothing of that kind
     with contextlib.suppress(OSError):  # the terminal has no process left
         while data := os.read(controller, 4096):
             shown += data
+            look(shown)
             if interrupted_after in shown and not is_interrupted:
                 is_interrupted = os.write(controller, b"\x03") == 1
     os.close(controller)
-    return process.wait(timeout=10), shown.decode().replace("\r\n", "\n")
+    return process.wait(timeout=60), shown.decode().replace("\r\n", "\n")
 
 
 def marked(mark: str) -> set[int]:
@@ -159,7 +168,7 @@ def marked(mark: str) -> set[int]:
     return found
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 20) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
     """Wait until a condition holds."""
     until = time.monotonic() + seconds
     while not condition():
@@ -167,7 +176,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 20) -> None:
         time.sleep(0.02)
 
 
-def gone_within(mark: str, seconds: float) -> None:
+def gone_within(mark: str, seconds: float = 60) -> None:
     """Wait until no process with a mark is left."""
     wait_for(lambda: not marked(mark), seconds)
 

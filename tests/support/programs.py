@@ -38,7 +38,7 @@ def run_programs(
     program: str,
     environments: Sequence[Mapping[str, str]],
     *,
-    seconds: float = 60.0,
+    seconds: float = 120.0,
     arguments: Sequence[Sequence[str]] | None = None,
     until_one_fails: bool = False,
 ) -> list[Ended]:

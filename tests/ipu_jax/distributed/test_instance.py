@@ -22,7 +22,7 @@ ENDS = """
     own, how = popdist.get_instance_index(), sys.argv[1]
     jax.devices()
     popdist.count_steps(3)
-    popdist.barrier()
+    other = popdist.broadcast(os.getpid(), root=1)
     if own == 1 and how == "raise":
         raise ValueError("a loss of 7")
     if own == 1 and how == "exit":
@@ -32,7 +32,9 @@ ENDS = """
     if own == 1 and how == "another hook":
         sys.excepthook = sys.__excepthook__
         raise KeyError("other")
-    import time; time.sleep(0 if how == "well" else 2)
+    import time
+    while how != "well" and os.path.exists(f"/proc/{other}"):
+        time.sleep(0.02)  # it does not end before the other
     print("done", flush=True)
     if how != "well":
         os._exit(0)  # it does not wait for jax to miss the other
@@ -51,11 +53,10 @@ ENDS = """
 )
 def test_an_instance_that_fails_ends_at_once_with_its_exit_code(tmp_path, how, code, kind, said):
     own = places(2, run_dir=tmp_path)
-    first, second = run_programs(tmp_path, ENDS, own, arguments=[[how]] * 2, seconds=12)
+    first, second = run_programs(tmp_path, ENDS, own, arguments=[[how]] * 2)  # jax alone takes 5 minutes
     assert second.code == code
     assert said in second.stderr
     assert first.lines == ["done"]  # nothing ended it before
-    assert second.seconds < first.seconds
     record = json.loads((tmp_path / "error.1.json").read_text())
     assert (record["type"], record["begun"], record["finished"]) == (kind, 3, 3)
     assert not (tmp_path / "error.0.json").exists()
@@ -86,7 +87,7 @@ UNCHANGED = """
     mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.make_array_from_callback((6,), NamedSharding(mesh, P("x")), lambda i: jnp.arange(6.0)[i])
     total = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))(rows)
-    if jax.process_index() == 1:
+    if jax.process_index() == 1 and sys.argv[1:]:
         child = subprocess.run([sys.executable, "-c", "import jax; print(len(jax.devices()))"], capture_output=True)
         print(child.stdout.decode().strip())
     counts = jax.process_index(), jax.process_count(), jax.local_device_count()
@@ -96,12 +97,13 @@ UNCHANGED = """
 """
 
 
-def test_an_unchanged_program_finds_its_place(tmp_path):
+@pytest.mark.parametrize("starts", [[], pytest.param(["a child"], marks=pytest.mark.slow)], ids=["alone", "a child"])
+def test_an_unchanged_program_finds_its_place(tmp_path, starts):
     own = places(2, replicas=1, ipus_per_replica=6, run_dir=tmp_path)
-    ended = run_programs(tmp_path, UNCHANGED, own)
+    ended = run_programs(tmp_path, UNCHANGED, own, arguments=[starts] * 2)
     assert [one.code for one in ended] == [0, 0], ended[0].stderr + ended[1].stderr
     # a process that the program starts, and that does not join, is a program of its own
-    assert [one.lines for one in ended] == [["0 2 3 15.0"], ["3", "1 2 3 15.0"]]
+    assert [one.lines for one in ended] == [["0 2 3 15.0"], ["3"] * len(starts) + ["1 2 3 15.0"]]
     found = beacons.read(tmp_path / "beacon.1")
     assert found is not None
     assert (found.phase, found.begun) == (Phase.ENDING, 0)
@@ -133,9 +135,10 @@ WATCHED = """
         os._exit(0)
     os.waitpid(pid, 0)
     os.kill(os.getpid(), signal.SIGUSR1)
-    time.sleep(0.2)
-    stacks = pathlib.Path(os.environ["IPU_JAX_RUN_DIR"], "stacks.0").read_text()
-    print(json.dumps([seen, steps, after, resting, beacon.steps, "program.py" in stacks]))
+    stacks = pathlib.Path(os.environ["IPU_JAX_RUN_DIR"], "stacks.0")
+    while not (stacks.exists() and "program.py" in stacks.read_text()):
+        time.sleep(0.02)
+    print(json.dumps([seen, steps, after, resting, beacon.steps]))
 """
 
 
@@ -143,14 +146,13 @@ WATCHED = """
 def test_steps_compilations_and_stacks_can_be_watched(tmp_path):
     (one,) = run_programs(tmp_path, WATCHED, [places(1, run_dir=tmp_path)[0] | {"PYTHONWARNINGS": "default"}])
     assert one.code == 0, one.stderr
-    seen, steps, after, resting, after_fork, has_stacks = json.loads(one.lines[-1])
+    seen, steps, after, resting, after_fork = json.loads(one.lines[-1])
     # a program is traced before its first report; what is traced inside it reports first
     assert seen[0] in ("SILENT", "STARTING", "COMPILING")
     assert steps == [2, 2]
     assert after == "STEPPING"
     assert resting == "BUSY"
     assert after_fork == [3, 3]
-    assert has_stacks
 
 
 SLURM = [
@@ -209,6 +211,7 @@ CONNECTED = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", range(2))
 def test_an_instance_of_another_launcher_that_is_alone_says_which_one_is_missing(tmp_path, own):
     (one,) = run_programs(tmp_path, JOINS.replace("init()", "init(timeout=2)"), [SLURM[own]])
@@ -217,13 +220,8 @@ def test_an_instance_of_another_launcher_that_is_alone_says_which_one_is_missing
     assert f"InstancesMissingError: {missing[own]}: see" in one.stderr
 
 
-@pytest.mark.parametrize(
-    "cluster",
-    [
-        *("SLURM", "SLURM, connected by the program"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("Open MPI", "Kubernetes")),
-    ],
-)
+@pytest.mark.fast("SLURM, connected by the program")
+@pytest.mark.parametrize("cluster", ["SLURM", "SLURM, connected by the program", "Open MPI", "Kubernetes"])
 def test_under_other_launchers_the_same_program_needs_none_of_ours(tmp_path, cluster):
     environments = {
         "SLURM": SLURM,
@@ -245,9 +243,7 @@ def test_other_flags_are_refused_under_other_launchers_too(tmp_path, before):
     ended = run_programs(tmp_path, before + JOINS, SLURM, arguments=[["--epochs", "2"], ["--epochs", "3"]])
     assert [one.code for one in ended] == [1, 1]
     said = "InstancesDifferError: instance 1 has flags '--epochs 3', instance 0 has '--epochs 2'"
-    for one in ended:
-        assert said in one.stderr
-        assert one.seconds < 20
+    assert all(said in one.stderr for one in ended)
 
 
 ALIKE = """

@@ -1,6 +1,8 @@
 """Test popdist with one instance, what it reads from poprun's environment, and the arithmetic of exchanges."""
 
+import json
 import re
+import tracemalloc
 from fractions import Fraction
 from typing import Any
 
@@ -11,6 +13,8 @@ import pytest
 from ipu_jax import popdist
 from ipu_jax.distributed import _exchange, board
 from ipu_jax.distributed.environment import Place
+from ipu_jax.distributed.meetings import Meetings
+from ipu_jax.training.checkpoints import _agreement
 from support.refusals import refusals, refused
 
 ADDRESS = "127.0.0.1:40001"
@@ -191,3 +195,45 @@ def test_floats_of_several_instances(exchanged, dtype, numbers, total):
     for root in range(3):
         for (found,) in exchanged(lambda tree, root=root: _exchange.broadcast(tree, root, seconds=1), trees):
             check(found, numbers[root])
+
+
+# what one instance needs no board for
+
+
+def test_one_instance_agrees_with_itself_without_a_board(monkeypatch):
+    def fail(*_, **options):
+        raise AssertionError("it was serialized")
+
+    monkeypatch.setattr(board, "Board", fail)
+    monkeypatch.setattr(json, "dumps", fail)
+    value, error = object(), OSError(28, "No space left on device")
+    assert board.agree("a value", value, seconds=1) == [value]
+    assert _agreement.first_error(error, 1) is error
+    assert _agreement.first_error(None, 1) is None
+    assert [_agreement.anywhere(here, 1) for here in (True, False)] == [True, False]
+    popdist.barrier()
+
+
+def test_meetings_of_one_instance_end_at_once():
+    meetings = Meetings(1)
+    meetings.begin()
+    meetings.fail(ValueError("here"), None)
+    meetings.meet("a place", 1)
+    meetings.check()
+    assert not meetings.is_time_to_tell()
+
+
+@pytest.mark.parametrize(("call", "copies"), [(popdist.broadcast, 1), (lambda x: popdist.all_reduce(x, "sum"), 2)])
+def test_one_instance_copies_arrays_for_the_result_only(call, copies):
+    """`copies` counts the result, and the sum in 64 bits."""
+    for array in (np.ones(1 << 20), np.asarray(jax.numpy.ones(1 << 20))):
+        call(array)
+        tracemalloc.start()
+        try:
+            result = call(array)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < (copies + 0.1) * 8 * array.size
+        assert isinstance(result, np.ndarray)
+        assert (result.dtype, result.flags.writeable, np.shares_memory(result, array)) == (array.dtype, True, False)

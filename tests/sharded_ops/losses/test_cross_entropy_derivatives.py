@@ -84,6 +84,7 @@ def _dense_soft(logits, soft, weights):
     return dense_loss(logits, soft, weights, weighted=True, soft=True, **DERIVED)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_finite_differences():
     """Finite differences use no derivative rule, while the twin's derivatives come from jax's rules too."""
     with jax.enable_x64(True):
@@ -138,6 +139,7 @@ def test_the_cross_entropy_may_stand_in_other_transforms(wrapped, mode):
         assert_close(got, wanted, 1 + np.abs(wanted).max(), ROUNDINGS)
 
 
+@pytest.mark.fast("2-6")
 @pytest.mark.parametrize(("n", "size"), SPLITS[1::2])
 def test_columns_made_of_what_all_ipus_hold_have_right_gradients(n, size):
     """A value that is the same on all IPUs gets the sum of the gradients from the columns of each IPU."""

@@ -18,7 +18,6 @@ KINDS: dict[str, tuple[Any, str]] = {
     "backward": (functools.partial(_fused, gradients="backward"), "none"),
     "forward": (functools.partial(_fused, gradients="forward"), "mean"),
 }
-each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def _tokens(kind, count):
@@ -48,7 +47,7 @@ ALL = {"soft_cap": 2.0, "label_smoothing": 0.1, "z_loss": 0.1}
         pytest.param("logits", {}, marks=pytest.mark.slow),
         ("logits", ALL),
         ("backward", ALL),
-        ("forward", {}),
+        pytest.param("forward", {}, marks=pytest.mark.slow),
         pytest.param("backward", {}, marks=pytest.mark.slow),
         pytest.param("forward", ALL, marks=pytest.mark.slow),
     ],
@@ -84,8 +83,8 @@ def _of_nobody(tokens, *rest, of, reduction, size):
     ("kind", "reduction"),
     [
         pytest.param("logits", "sum", marks=pytest.mark.slow),
-        ("logits", "mean"),
-        ("backward", "none"),
+        pytest.param("logits", "mean", marks=pytest.mark.slow),
+        pytest.param("backward", "none", marks=pytest.mark.slow),
         ("forward", "mean"),
         pytest.param("logits", "none", marks=pytest.mark.slow),
         pytest.param("forward", "sum", marks=pytest.mark.slow),
@@ -99,7 +98,8 @@ def test_where_no_token_counts_the_loss_and_its_gradient_are_zero(kind, reductio
         np.testing.assert_array_equal(found, 0)
 
 
-@each_kind
+@pytest.mark.fast("forward")
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_label_that_must_not_be_is_nan_in_the_loss_and_in_its_own_row_only(kind):
     op, reduction = KINDS[kind]
     options = {"of": op, "ignore_index": -1, "out_of_range": "nan", "soft_cap": 3.0, "reduction": reduction}

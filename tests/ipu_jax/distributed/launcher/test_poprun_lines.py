@@ -233,9 +233,9 @@ def display(writer):
 def seconds(function, *arguments):
     """Return the least CPU time of some calls."""
     times = []
-    for _ in range(7):
+    for _ in range(5):
         begun = time.process_time()
-        for _ in range(32):
+        for _ in range(8):
             function(*arguments)
         times.append(time.process_time() - begun)
     return min(times)
@@ -262,7 +262,7 @@ def test_a_flood_is_shown_in_a_few_times_the_time_of_a_copy(kind):
     # 3 to 19 times; to handle each line or bar on its own took 64 to 193, to search again what has no end 285
     assert seconds(shown.show, 0, "stdout", data) < 40 * seconds(data.translate, table)
     shown.show(0, "stdout", b"")
-    assert writer.bytes >= (1 if "bars" in kind else 7 * 32 * len(data))
+    assert writer.bytes >= (1 if "bars" in kind else 5 * 8 * len(data))
 
 
 TOKENS = [

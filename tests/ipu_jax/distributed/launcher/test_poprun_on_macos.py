@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 import uuid
 
 import pytest
@@ -19,7 +18,7 @@ def poprun(*words, **variables):
         env=environment(PYTHONPATH=found, **variables),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
 
 
@@ -36,26 +35,26 @@ def test_two_instances_run_to_their_end(tmp_path):
     assert ran.stderr == "poprun: --numa-aware: this system cannot bind a process to cores: none is bound\n"
 
 
+@pytest.mark.fast("killed")
 @pytest.mark.parametrize(
     ("end", "status", "said"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "last finished step 2) was ended by SIGKILL"),
         ("write_error(ValueError('no')), sys.exit(3)", 3, "failed with ValueError: no (exit status 3)"),
-        ("time.sleep(60)", 124, "is stuck: it finished no step for 1."),
+        ("time.sleep(600)", 124, "is stuck: it finished no step for 10"),
     ],
+    ids=["killed", "raises", "stuck"],
 )
 def test_an_instance_that_fails_is_named_and_all_are_ended(tmp_path, mark, end, status, said):
     body = f"""
-    subprocess.Popen(["sleep", "60"])  # of the same process group
+    subprocess.Popen(["sleep", "600"])  # of the same process group
     for n in range(1000):
         if me == 1 and n == 2:
             {end}
         step(n)
     """
-    begun = time.monotonic()
-    ran = poprun("-n", "2", "--stall-timeout", "1", *program(tmp_path, body), POPRUN_TEST=mark)
+    ran = poprun("-n", "2", "--stall-timeout", "10", *program(tmp_path, body), POPRUN_TEST=mark)
     assert ran.returncode == status
     assert "poprun: instance 1 (host localhost, pid " in ran.stderr
     assert said in ran.stderr
-    assert time.monotonic() - begun < 15
-    gone_within(mark, 1)
+    gone_within(mark)

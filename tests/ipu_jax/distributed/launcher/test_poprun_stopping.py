@@ -60,7 +60,7 @@ def started(tmp_path, mark):
         os.kill(pid, signal.SIGKILL)
 
 
-SLEEP = "\nready()\ntime.sleep(70)\n"
+SLEEP = "\nready()\ntime.sleep(600)\n"
 IGNORE = "\nfor number in (1, 2, 15):\n    signal.signal(number, signal.SIG_IGN)" + SLEEP
 
 
@@ -74,15 +74,21 @@ IGNORE = "\nfor number in (1, 2, 15):\n    signal.signal(number, signal.SIG_IGN)
 def test_a_signal_is_passed_on_and_ends_all_within_the_grace_period(started, mark, number, body, words):
     process = started(body, *words)
     process.send_signal(number)
-    assert process.wait(timeout=15) == 128 + number
+    assert process.wait(timeout=60) == 128 + number
     assert marked(mark) == set()
 
 
-def test_after_a_failure_the_others_have_the_grace_period(started, mark):
-    process = started(IGNORE.replace("ready()", "ready()\nif me == 0:\n    sys.exit(3)"), "--grace", "3")
-    began = time.monotonic()
-    assert process.wait(timeout=15) == 3
-    assert time.monotonic() - began > 2.5, "it is 1.5 s if nothing is said"
+def test_after_a_failure_the_others_have_the_grace_period(started, mark, tmp_path):
+    asked = tmp_path / "asked"
+    body = f"""
+signal.signal(signal.SIGTERM, lambda *_: Path({str(asked)!r}).write_text(str(time.monotonic())))
+ready()
+me or sys.exit(3)
+while True:
+    time.sleep(600)
+"""
+    assert started(body, "--grace", "3").wait(timeout=60) == 3
+    assert time.monotonic() - float(asked.read_text()) > 2.5, "it is 1.5 s if nothing is said"
     assert marked(mark) == set()
 
 
@@ -94,33 +100,32 @@ def save(*_):
     sys.exit(0)
 signal.signal(signal.SIGTERM, save)
 ready()
-time.sleep(70)
+time.sleep(600)
 """
     process = started(body)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=10) == 0
+    assert process.wait(timeout=60) == 0
     assert {path.name for path in tmp_path.glob("saved.*")} == {"saved.0", "saved.1"}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=str)
 def test_a_second_signal_kills_at_once(started, mark, number):
-    process = started(IGNORE)
+    process = started(IGNORE, "--grace", "300")
     process.send_signal(number)
-    time.sleep(1.5)
-    assert process.poll() is None
-    process.send_signal(number)
-    assert process.wait(timeout=15) == 128 + number, "the instances have 30 s after the first"
-    assert marked(mark) == set()
     assert process.stderr is not None
-    assert f"{number.name} was passed on to all instances: they may take 30 s" in process.stderr.read()
+    said = process.stderr.readline()
+    process.send_signal(number)
+    assert process.wait(timeout=60) == 128 + number, "the instances have 300 s after the first"
+    assert marked(mark) == set()
+    assert f"{number.name} was passed on to all instances: they may take 300 s" in said
 
 
 @pytest.mark.parametrize(
     ("body", "name"),
     [
-        (SLEEP, "{}/victim\nnl"),
+        pytest.param(SLEEP, "{}/victim\nnl", marks=pytest.mark.slow),
         pytest.param(SLEEP, "{}/victim\nfolder {}/other", marks=pytest.mark.slow),
-        ("\nsubprocess.Popen(['sleep', '70'], start_new_session=True)" + IGNORE, "{}/\udcff"),
+        ("\nsubprocess.Popen(['sleep', '600'], start_new_session=True)" + IGNORE, "{}/\udcff"),
     ],
 )
 def test_nothing_outlives_a_poprun_that_is_killed_and_no_other_folder_is_removed(started, mark, tmp_path, body, name):
@@ -131,8 +136,8 @@ def test_nothing_outlives_a_poprun_that_is_killed_and_no_other_folder_is_removed
     (folder,) = run_folders(mark)
     assert folder.parent == scratch
     process.kill()
-    gone_within(mark, 3)
-    wait_for(lambda: not folder.exists(), 3)
+    gone_within(mark)
+    wait_for(lambda: not folder.exists())
     assert scratch.is_dir()
     assert all(folder.is_dir() for folder in others)
 
@@ -168,7 +173,7 @@ while not (run_dir / "end").exists():
     time.sleep(1)  # for a while nothing happens: that is none of the instances' fault
     for pid in instances:
         os.kill(pid, signal.SIGCONT)
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=60) == 0
 
 
 def letters(pids):
@@ -204,7 +209,7 @@ def test_an_output_that_cannot_be_written_ends_everything(tmp_path, mark, script
         env=environment(POPRUN_TEST=mark),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
     )
     assert (done.returncode, done.stdout.count("\n"), done.stderr) == (status, out, err)
     assert marked(mark) == set()
@@ -217,19 +222,18 @@ def test_a_slow_reader_loses_nothing_and_is_nobodys_fault(tmp_path, mark):
         step(n, 0.001)
         print("x" * 100_000)
     """
-    process = start(*TWO, "-v", *program(tmp_path, body), POPRUN_TEST=mark)
-    assert process.stdout is not None
-    assert process.stderr is not None
+    process = start(*TWO, "-v", "--stall-timeout", "10", *program(tmp_path, body), POPRUN_TEST=mark)
     # 20 MB are more than the pipes and the queue hold: the instances wait, for longer than a step may take
-    time.sleep(8)
+    time.sleep(15)
     assert marked(mark)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 0
     assert len(re.findall(r"^\[1,[01]\]<stdout>:x{100000}$", out, re.MULTILINE)) == 200
     assert "stuck" not in err
 
 
-@pytest.mark.parametrize("size", [2049, pytest.param(1 << 20, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2049, 1 << 20])
 def test_a_poprun_that_reads_slowly_is_nobodys_fault(tmp_path, size):
     body = f"""
     for n in range(3):
@@ -239,22 +243,23 @@ def test_a_poprun_that_reads_slowly_is_nobodys_fault(tmp_path, size):
             os.write(1, b"x" * {size})
     step(3)
     """
-    # it takes 40 ms for each 64 KiB, so that instance 1 waits for longer than a step may take
+    # it takes 20 s for all, so that instance 1 waits for longer than a step may take
     slow = """
         import time
         from ipu_jax.distributed import poprun
         from ipu_jax.distributed.launcher.terminal import Display
         show = Display.show
-        Display.show = lambda *words: time.sleep(len(words[-1]) / 1.5e6) or show(*words)
+        Display.show = lambda *words: time.sleep(len(words[-1]) / 1.5e5) or show(*words)
         poprun.command()
         """
     (tmp_path / "slow.py").write_text(textwrap.dedent(slow))
-    words = [sys.executable, str(tmp_path / "slow.py"), *TWO, "--stall-timeout", "1", *program(tmp_path, body)]
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60)
+    words = [sys.executable, str(tmp_path / "slow.py"), *TWO, "--stall-timeout", "10", *program(tmp_path, body)]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=180)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("x") == (3 << 20) // size * size
 
 
+@pytest.mark.slow
 def test_supervision_goes_on_while_nobody_reads(tmp_path, mark):
     body = """
     if me == 1:
@@ -265,14 +270,13 @@ def test_supervision_goes_on_while_nobody_reads(tmp_path, mark):
     """
     process = start(*TWO, "-v", *program(tmp_path, body), POPRUN_TEST=mark)
     wait_for(lambda: marked(mark))
-    time.sleep(2)
-    gone_within(mark, 6)  # although not one line was read
-    process.communicate(timeout=30)
+    gone_within(mark)  # although not one line was read
+    process.communicate(timeout=60)
     assert process.returncode == 137
 
 
 def test_ctrl_c_on_a_terminal_reaches_the_instances_once(tmp_path, mark):
-    body = READY + "\ntry:\n    ready(), time.sleep(70)\nexcept KeyboardInterrupt:\n    print('interrupted')\n"
+    body = READY + "\ntry:\n    ready(), time.sleep(600)\nexcept KeyboardInterrupt:\n    print('interrupted')\n"
     words = (*TWO, *program(tmp_path, body))
     status, shown = on_a_terminal(*words, interrupted_after=b"ready", POPRUN_TEST=mark)
     assert (status, shown.count("interrupted\n")) == (130, 2)
@@ -280,7 +284,9 @@ def test_ctrl_c_on_a_terminal_reaches_the_instances_once(tmp_path, mark):
 
 
 def test_nohup_is_respected(tmp_path, mark):
-    command = [*PLAIN_POPRUN, *TWO, *program(tmp_path, "print('up', flush=True); time.sleep(1.5)")]
+    sent = tmp_path / "sent"
+    body = f"print('up', flush=True)\nwhile not Path({str(sent)!r}).exists(): time.sleep(0.05)"
+    command = [*PLAIN_POPRUN, *TWO, *program(tmp_path, body)]
     process = subprocess.Popen(
         ["bash", "-c", 'trap "" HUP; exec "$@"', "bash", *command],
         env=environment(POPRUN_TEST=mark),
@@ -290,5 +296,6 @@ def test_nohup_is_respected(tmp_path, mark):
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGHUP)
-    process.communicate(timeout=20)
+    sent.touch()
+    process.communicate(timeout=60)
     assert process.returncode == 0

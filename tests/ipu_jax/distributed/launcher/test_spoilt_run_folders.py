@@ -6,7 +6,6 @@ import os
 import re
 import struct
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from ipu_jax.distributed.environment import Place
-from ipu_jax.distributed.launcher.hosts import STACKS_WITHIN, Beat, ErrorRecord, LocalHost, Stacks
+from ipu_jax.distributed.launcher.hosts import Beat, ErrorRecord, LocalHost, Stacks
 from ipu_jax.distributed.launcher.topology import Launch
 from ipu_jax.distributed.processes.beacons import Phase
 from support.launched import poprun, program, wait_for
@@ -28,7 +27,7 @@ NUMBERS = re.findall(
 )
 DEEP = "[" * 200_000
 GOOD = {"monotonic_ns": 7_000_000_000, "type": "E", "message": "no", "finished": 3}
-PATIENT = "import signal, time; signal.signal(signal.SIGUSR1, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+PATIENT = "trap '' USR1; echo; exec sleep 600"
 
 
 def beacon(pid: int, limit: float = float("inf"), **values: int) -> bytes:
@@ -60,7 +59,10 @@ class Instance:
 
     def stacks(self) -> Stacks:
         self.host.ask_stacks(0)
-        until = time.monotonic() + STACKS_WITHIN + 1
+        return self.answer()
+
+    def answer(self) -> Stacks:
+        until = time.monotonic() + 60
         while time.monotonic() < until:
             for event in self.host.events():
                 if isinstance(event, Stacks):
@@ -74,7 +76,7 @@ def instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Instan
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     place = Place(0, 1, 0, 1, 1, coordinator="127.0.0.1:1", bind="127.0.0.1:1")
     with contextlib.closing(LocalHost("localhost")) as host:
-        host.begin(Launch((sys.executable, "-S", "-c", PATIENT), (place,), {}))
+        host.begin(Launch(("bash", "-c", PATIENT), (place,), {}))
         (folder,) = tmp_path.glob("poprun-*")
         while not host._instances[0].process.stdout.read(1):  # pyright: ignore[reportOptionalMemberAccess]
             time.sleep(0.01)  # until it ignores the signal
@@ -116,9 +118,7 @@ def test_a_good_record_is_read(instance: Instance):
 def test_a_bad_record_of_an_error_is_none(instance: Instance, content: Any):
     instance.plant("beacon.0", beacon(instance.pid))
     instance.plant("error.0.json", content)
-    began = time.monotonic()
     assert instance.seen().error is None
-    assert time.monotonic() - began < 1
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_bad_beacon_is_none(instance: Instance, content: Any):
 def test_a_beacon_cannot_name_a_process_that_its_instance_has_not_started(instance: Instance, whose: str):
     # the end of this process is seen as the end of the test: a signal to group 0 would reach it
     usual = {"IPU_JAX_RUN_DIR": str(instance.folder), "IPU_JAX_INSTANCE": "1"} if whose == "another instance" else {}
-    with subprocess.Popen(["sleep", "60"], env={**os.environ, **usual}) as victim:
+    with subprocess.Popen(["sleep", "600"], env={**os.environ, **usual}) as victim:
         try:
             named = {"our group": 0, "everybody": -1, "too large": 2**40}.get(whose, victim.pid)
             instance.plant("beacon.0", beacon(named))
@@ -161,12 +161,12 @@ def test_a_beacon_cannot_name_a_process_that_its_instance_has_not_started(instan
 
 def test_a_child_of_the_instance_in_another_group_is_named(instance: Instance):
     mine = {"IPU_JAX_RUN_DIR": str(instance.folder), "IPU_JAX_INSTANCE": "0"}
-    child = subprocess.Popen(["sleep", "60"], env={**os.environ, **mine}, start_new_session=True)
+    child = subprocess.Popen(["sleep", "600"], env={**os.environ, **mine}, start_new_session=True)
     instance.plant("beacon.0", beacon(child.pid))
-    wait_for(lambda: instance.seen().pid == child.pid, 5)  # its environment appears a moment after its start
+    wait_for(lambda: instance.seen().pid == child.pid)  # its environment appears a moment after its start
     instance.plant("stacks.0", "")
     instance.host.ask_stacks(0)
-    assert child.wait(5) == -10  # SIGUSR1 has reached it
+    assert child.wait(60) == -10  # SIGUSR1 has reached it
 
 
 @pytest.mark.parametrize("content", [os.mkfifo, zeros])
@@ -181,8 +181,7 @@ def test_endless_stacks_are_cut(instance: Instance):
     instance.plant("stacks.0", "old")
     instance.host.ask_stacks(0)
     instance.plant("stacks.0", "old" + "x\n" * (1 << 21))
-    time.sleep(0.4 * STACKS_WITHIN)
-    (found,) = [event for event in instance.host.events() if isinstance(event, Stacks)]
+    found = instance.answer()
     assert found.text[:4] == "x\nx\n"
     assert len(found.text) == 1 << 20
 
@@ -210,6 +209,7 @@ def test_a_bad_flight_record_has_no_lines(instance: Instance, slots: Any, tasks:
     assert instance.stacks() == Stacks(0, "", ())
 
 
+@pytest.mark.fast("no beacon")
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -217,12 +217,13 @@ def test_a_bad_flight_record_has_no_lines(instance: Instance, slots: Any, tasks:
         ("write_error(ValueError('\\x1b[2J\\ud800')); sys.exit(3)", "failed with ValueError: ? (exit status 3)"),
         ("os.remove(run_dir / 'beacon.0'); os.mkfifo(run_dir / 'beacon.0'); os.kill(os.getpid(), 9)", "by SIGKILL"),
     ],
+    ids=["deep JSON", "commands", "no beacon"],
 )
 def test_a_run_ends_as_usual(tmp_path: Path, spoil: str, said: str):
     body = f"""
     if me == 0:
         {spoil}
-    time.sleep(60)
+    time.sleep(600)
     """
     ran = poprun("--num-instances", "2", "--num-replicas", "2", *program(tmp_path, body))
     assert ran.status == (3 if "3" in said else 137)
