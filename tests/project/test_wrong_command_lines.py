@@ -120,6 +120,7 @@ def assert_refused_by_a_process(line: Line, folder: Path) -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2, line
 
 
+@pytest.mark.fast("run-sharded-mnist", "sharded-matmul-tool", "ipu-info")
 @pytest.mark.parametrize("program", MODULES)
 def test_a_process_refuses_the_first_line_of_each_command_within_two_seconds(program, tmp_path):
     assert_refused_by_a_process(next(line for line in LINES if line.program == program), tmp_path)

@@ -19,22 +19,22 @@ SMALL = {
     matmul_tool: ["--rows", "6", "--cols", "8", "--outsize", "10"],
 }
 both_tools = pytest.mark.parametrize("tool", SMALL, ids=lambda tool: tool.__name__.split(".")[-1])
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
+@pytest.mark.fast("embedding --ipus 3", "matmul --ipus 3", "matmul --ipus 8 --fp16")
 @pytest.mark.parametrize(
-    ("tool", "argv"),
+    ("tool", "flags"),
     [
-        (embedding_tool, ["--ipus", "3"]),
-        *(
-            slow(embedding_tool, argv.split())
-            for argv in ("--ipus 1", "--ipus 2", "--ipus 8", "--ipus 4 --fp16", "--bf16")
-        ),
-        *((matmul_tool, argv.split()) for argv in ("--ipus 1", "--ipus 3", "--ipus 8 --fp16", "--bf16")),
+        pytest.param(tool, flags, id=f"{name} {flags}")
+        for name, tool, cases in (
+            ("embedding", embedding_tool, ("--ipus 3", "--ipus 1", "--ipus 8", "--ipus 4 --fp16", "--bf16")),
+            ("matmul", matmul_tool, ("--ipus 1", "--ipus 3", "--ipus 8 --fp16", "--bf16")),
+        )
+        for flags in cases
     ],
 )
-def test_the_sharded_program_matches_the_unsharded(tool, argv, capsys):
-    assert tool.main([*SMALL[tool], *argv]) == 0
+def test_the_sharded_program_matches_the_unsharded(tool, flags, capsys):
+    assert tool.main([*SMALL[tool], *flags.split()]) == 0
     printed = capsys.readouterr().out.splitlines()
     sharded, dense = (float(line.split()[-1]) for line in printed[:2])
     assert sharded == pytest.approx(dense, abs=1e-2 if tool is embedding_tool else 1e-3)
@@ -80,6 +80,7 @@ def test_the_unsharded_embedding_is_right():
     assert (ahead - behind) / 0.04 == pytest.approx(np.linalg.norm(gradient), rel=1e-3)
 
 
+@pytest.mark.fast("sharded_matmul_tool")
 @both_tools
 def test_without_checks_only_the_sharded_program_runs_on_inputs_of_the_seed(tool, capsys, monkeypatch):
     monkeypatch.setattr(tool, "run_dense", None)
@@ -163,6 +164,11 @@ def named_as_wrong(tool, op, broken, argv, capsys, monkeypatch):
     return re.findall(r"^Max ABS error: (?:nan|[\d.e-]+) \((\w+)\)$", text, re.MULTILINE)
 
 
+@pytest.mark.fast(
+    *("-tied_projection-_without_gradient_of_the_first-", "-embedding-_only_this_shards_tokens-"),
+    *("-log_softmax_cross_entropy-_twice_the_gradient_of_the_first-", "-matmul-_without_gradient_of_the_first-"),
+    "-matmul-_one_percent_off-",
+)
 @pytest.mark.parametrize(
     ("tool", "op", "broken", "wrong"),
     [
@@ -173,6 +179,7 @@ def named_as_wrong(tool, op, broken, argv, capsys, monkeypatch):
         (matmul_tool, "matmul", _twice_the_gradient_of_the_second, ["dRhs"]),
         (matmul_tool, "matmul", _not_a_number, ["logits", "loss", "dLhs", "dRhs"]),
     ],
+    ids=lambda value: value.__name__ if callable(value) else value if isinstance(value, str) else "",
 )
 def test_a_broken_op_is_noticed(tool, op, broken, wrong, capsys, monkeypatch):
     assert named_as_wrong(tool, op, broken, SMALL[tool], capsys, monkeypatch) == wrong
