@@ -68,7 +68,10 @@ PRINTING = [
 @pytest.mark.fast("ipu_jax.run.observe.info---version")
 @pytest.mark.parametrize(("module", "flag"), PRINTING)
 def test_an_output_that_nobody_reads_or_that_cannot_be_written_gives_no_traceback(module, flag):
-    assert run('"$@" | true; exit ${PIPESTATUS[0]}', module, flag)[::2] in ((141, ""), (0, ""))
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as pipe:
+        assert run('"$@"; exit $?', module, flag, stdout=pipe) == (141, None, "")
     status, out, err = run('"$@" > /dev/full', module, flag)
     assert (status, out) == (74, "")
     assert err.endswith(": the output cannot be written (No space left on device): write it elsewhere\n")
@@ -95,7 +98,7 @@ NO_FOLDER = "put the four MNIST files there, or leave --data-dir out to download
         (POPRUN, "--output-dir logs true", f"poprun: {REMOVED}\n"),
         (
             MNIST,
-            "--compare --synthetic-data --plot /tmp/a.png --plot-schedule b.svg",
+            "--compare --synthetic-data --plot-schedule b.svg",
             f"run-sharded-mnist: {REMOVED}\n",
         ),
         (

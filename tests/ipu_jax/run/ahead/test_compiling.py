@@ -160,6 +160,7 @@ def test_a_program_that_is_too_large_needs_what_the_compiler_says(message, neede
     memory = compiling._too_large(error, 7, int(15.75 * GIB))
     assert memory is not None
     assert (memory.needed, memory.arguments) == (pytest.approx(needed * GIB), 7)
+    assert memory.missing > 0
 
 
 @pytest.mark.usefixtures("v5e")
