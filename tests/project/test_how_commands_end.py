@@ -70,8 +70,8 @@ PRINTING = [
 def test_an_output_that_nobody_reads_or_that_cannot_be_written_gives_no_traceback(module, flag):
     reader, writer = os.pipe()
     os.close(reader)
-    with open(writer, "wb") as pipe:
-        assert run('"$@"; exit $?', module, flag, stdout=pipe) == (141, None, "")
+    with open(writer, "wb"):
+        assert run('"$@"; exit $?', module, flag, stdout=writer) == (141, None, "")
     status, out, err = run('"$@" > /dev/full', module, flag)
     assert (status, out) == (74, "")
     assert err.endswith(": the output cannot be written (No space left on device): write it elsewhere\n")

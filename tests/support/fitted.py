@@ -81,8 +81,8 @@ def hearing_ctrl_c() -> Iterator[None]:
     """Let this process hear Ctrl-C, which one that was started in the background ignores, and `press` know of it."""
     before, ask = signal.signal(signal.SIGINT, signal.default_int_handler), StopRequest._ask
 
-    def heard(stop: StopRequest, by: str) -> None:
-        ask(stop, by)
+    def heard(self: StopRequest, by: str) -> None:
+        ask(self, by)
         _heard.set()
 
     StopRequest._ask = heard

@@ -65,8 +65,8 @@ def test_chips_that_cannot_be_described_are_refused_in_a_line(tmp_path):
         "--topology v5e:2x2": ("for TPU is not installed", "ipu-jax[aot-tpu]", "make aot"),
         "--topology h100x4": ("GPUs is not installed", "ipu-jax[aot-cuda]", "make aot"),
     }
-    empty = {"AOT_TPU": str(tmp_path), "AOT_CUDA": str(tmp_path)}
-    status, out, err = run(SEVERAL, json.dumps([[*row.split(), str(GPT)] for row in rows]), **empty)
+    lines, empty = json.dumps([[*row.split(), str(GPT)] for row in rows]), str(tmp_path)
+    status, out, err = run(SEVERAL, lines, AOT_TPU=empty, AOT_CUDA=empty)
     assert (status, out) == (0, ""), err
     lines = err.splitlines()
     assert lines[1::2] == ["2"] * len(rows)
