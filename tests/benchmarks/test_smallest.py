@@ -84,7 +84,7 @@ def constants_come_back():
 
 
 # the programs of chips do not run; ipu_jax/run/ahead/test_compiled.py compiles smaller ones
-@pytest.mark.fast("auto_schedule", "cross_entropy", "scale")
+@pytest.mark.fast("auto_schedule", "scale")
 @pytest.mark.parametrize("name", [name for name in run_all.scripts(results.FOLDER) if name != "chips"])
 def test_a_benchmark_runs_and_its_programs_agree(name, tmp_path, monkeypatch):
     record = tmp_path / "figures"

@@ -31,6 +31,7 @@ program(np.arange(4.0)).block_until_ready()
 """
 
 
+@pytest.mark.slow
 def test_an_ipu_reduces_over_its_own_devices_inside_guards():
     """Devices 0 and 1 are IPU 0. B of the first stage needs no cotangent of the batch, and so has no reduction."""
     pipeline, weights, batch = pipeline_of_groups()

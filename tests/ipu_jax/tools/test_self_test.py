@@ -10,6 +10,7 @@ import pytest
 
 import ipu_jax
 import sharded_ops
+from ipu_jax.pipelines import VerificationError
 from ipu_jax.tools import guards_trial, self_test
 from ipu_jax.tools.self_test import main
 
@@ -38,6 +39,7 @@ def assert_four_lines(printed: str, ipus: int) -> None:
     assert found[1] == found[2] != "0"
 
 
+@pytest.mark.slow
 def test_it_fails_with_1_where_an_op_is_wrong(monkeypatch, capsys):
     monkeypatch.setattr(guards_trial, "outcome", lambda: guards_trial.WORK)
     right = sharded_ops.matmul
@@ -46,10 +48,21 @@ def test_it_fails_with_1_where_an_op_is_wrong(monkeypatch, capsys):
     assert "\nSelf-test failed: " in capsys.readouterr().out
 
 
-def test_a_trial_with_wrong_numbers_is_a_failure_and_one_that_hangs_is_none(monkeypatch, capsys):
+def test_it_prints_four_lines(monkeypatch, capsys):
     monkeypatch.setattr(guards_trial, "outcome", lambda: guards_trial.WORK)
     assert main([]) == 0
     assert_four_lines(capsys.readouterr().out, ipus=8)
+
+
+def test_what_is_found_wrong_is_a_failure_and_a_trial_that_hangs_is_none(monkeypatch, capsys):
+    monkeypatch.setattr(guards_trial, "outcome", lambda: guards_trial.WORK)
+
+    def wrong() -> None:
+        raise VerificationError("a gradient is 1% off")
+
+    monkeypatch.setattr(self_test, "_verified", wrong)
+    assert main([]) == 1
+    assert capsys.readouterr().out.endswith("\nSelf-test failed: a gradient is 1% off\n")
     monkeypatch.setattr(self_test, "_verified", str)
     for line, status in ((guards_trial.WRONG, 1), (guards_trial.HANG, 0), (guards_trial.UNTRIED, 0)):
         monkeypatch.setattr(guards_trial, "outcome", lambda line=line: line)
