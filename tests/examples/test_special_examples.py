@@ -82,7 +82,7 @@ def name_of(value):
     return value if isinstance(value, str) else value.__name__.split(".")[-1]
 
 
-@pytest.mark.fast("attention_residuals-1f1b")
+@pytest.mark.slow
 @pytest.mark.parametrize(("example", "schedule"), CASES, ids=name_of)
 def test_loss_and_gradients_equal_a_dense_twin(example, schedule):
     weights, batch = example.make_data()
