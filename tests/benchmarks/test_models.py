@@ -118,6 +118,7 @@ def test_a_model_is_the_independent_program(name):
     assert largest_relative_error(found if model.state else (*found, {}), exact) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ipus", [2, 4])
 def test_the_recommender_that_adds_rows_in_place_is_the_unsharded_one(ipus, monkeypatch):
     monkeypatch.setattr(models, "ROWS", 11)  # so that rows are read many times

@@ -25,10 +25,6 @@ from support.kept_programs import nothing_kept
 EXACT = ("difference", "bubble of", "names change", "that cross", "collectives in", "s in a step", "gain over")
 # starting a training is a figure of time alone; test_models.py compares the other models with independent ones
 PARTS = {"instances": ["--only", "steps"], "models": ["--only", "recommender"]}
-# scripts that compare nothing, that start several processes, that are like quicker ones, or whose programs other tests
-# compare: a part of the slow tests runs them
-SLOW = {"checkpoints", "distributed_lesson", "floods", "gpt", "growth", "instances", "models", "monitor"}
-SLOW |= {"compile_time", "from_function", "memory", "replicas", "shared_cores", "thread_pool"}
 # scripts whose programs compute nothing that could be compared
 UNCOMPARED = {"checkpoints", "compile_time", "distributed_lesson", "floods", "memory", "monitor"}
 UNCOMPARED |= {"shared_cores", "thread_pool"}
@@ -87,14 +83,9 @@ def constants_come_back():
     memory.report_of.cache_clear()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
-        for name in run_all.scripts(results.FOLDER)
-        if name != "chips"  # its programs do not run; ipu_jax/run/ahead/test_compiled.py compiles smaller ones
-    ],
-)
+# the programs of chips do not run; ipu_jax/run/ahead/test_compiled.py compiles smaller ones
+@pytest.mark.fast("auto_schedule", "scale")
+@pytest.mark.parametrize("name", [name for name in run_all.scripts(results.FOLDER) if name != "chips"])
 def test_a_benchmark_runs_and_its_programs_agree(name, tmp_path, monkeypatch):
     record = tmp_path / "figures"
     monkeypatch.setattr(sys, "argv", [name, "--smallest", "--record", str(record), *PARTS.get(name, [])])
@@ -111,3 +102,12 @@ def test_a_benchmark_runs_and_its_programs_agree(name, tmp_path, monkeypatch):
     assert figures
     assert bool(exact) == (name not in UNCOMPARED)
     assert [figure.name for figure in exact if figure.holds is False] == []
+
+
+@pytest.mark.parametrize("name", run_all.scripts(results.FOLDER))
+def test_a_benchmark_refuses_an_unknown_flag_before_it_measures(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, "--smallest", "--no-such-flag"])
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module(name).main()
+    assert stopped.value.code == 2
+    assert "unrecognized arguments: --no-such-flag" in capsys.readouterr().err

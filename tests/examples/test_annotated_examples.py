@@ -87,6 +87,7 @@ def moved(weights, scale):
     return jax.tree.map(lambda w: np.asarray(w + random.normal(scale=scale, size=w.shape), np.float32), weights)
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_of_annotated_flax_modules_equal_a_dense_twin():
     pipeline, weights = annotated_flax.make_pipeline()
     random, weights = np.random.default_rng(2), moved(weights, 0.2)
@@ -95,6 +96,15 @@ def test_loss_and_gradients_of_annotated_flax_modules_equal_a_dense_twin():
     assert_equals_plain(pipeline, weights, batch, lambda weights: flax_twin(weights, batch))
 
 
+def test_the_llama_has_a_step_on_each_mesh():
+    for replicas, ipus, devices in ((2, 2, 2), (1, 2, 4)):
+        sizes = dataclasses.replace(SIZES, groups=devices)
+        step = llama.make_step(sizes, make_mesh(replicas, ipus, tensor=devices))
+        weights = jax.tree.leaves(step.shapes(llama.make_weights(sizes)).params)
+        assert any(ipus * devices == leaf.sharding.num_devices // replicas for leaf in weights)
+
+
+@pytest.mark.slow
 def test_a_device_holds_half_of_each_annotated_kernel():
     pipeline, weights = annotated_flax.make_pipeline()
     sizes = [leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(pipeline.shard(weights))]
@@ -102,9 +112,8 @@ def test_a_device_holds_half_of_each_annotated_kernel():
     assert sum(sizes) == 4 * d + (4 * d**2 + 8 * d**2) // 2
 
 
-@pytest.mark.parametrize(
-    "mesh", [(2, 2, 2), *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ((1, 4, 2), (1, 2, 4), (4, 1, 2)))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 4, 2), (1, 2, 4), (4, 1, 2)])
 def test_loss_and_gradients_of_the_llama_equal_a_dense_twin(mesh):
     *counts, devices = mesh
     sizes = dataclasses.replace(SIZES, groups=devices)
@@ -136,6 +145,7 @@ def test_the_llama_trains_as_optax_on_one_device_and_resumes_on_another_mesh(tmp
     assert llama.next_loss(other, weights, data, str(tmp_path)) == pytest.approx(losses[2], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_llama_predicts_the_tokens_of_a_dense_twin():
     step = llama.make_step(SIZES, make_mesh(2, 2, tensor=2))
     weights = moved(llama.make_weights(SIZES), 0.5)

@@ -91,19 +91,21 @@ def function_model(whole, examples):
     return any_function.GPT().apply({"params": whole["params"]}, examples["tokens"])
 
 
+@pytest.mark.fast("plain_layers---")
 @pytest.mark.parametrize(
     ("example", "model", "loss_of", "labels"),
     [
-        pytest.param(linen_convnet, linen_model, cross_entropy, "labels", marks=pytest.mark.slow),
-        pytest.param(nnx_transformer, nnx_model, cross_entropy, "targets", marks=pytest.mark.slow),
-        pytest.param(equinox_attention, equinox_model, squared_error, "radius", marks=pytest.mark.slow),
-        pytest.param(plain_layers, plain_model, squared_error, "y", marks=pytest.mark.slow),
+        (linen_convnet, linen_model, cross_entropy, "labels"),
+        (nnx_transformer, nnx_model, cross_entropy, "targets"),
+        (equinox_attention, equinox_model, squared_error, "radius"),
+        (plain_layers, plain_model, squared_error, "y"),
         (tied_gpt, gpt_model, cross_entropy, "targets"),
-        pytest.param(any_function, function_model, cross_entropy, "targets", marks=pytest.mark.slow),
+        (any_function, function_model, cross_entropy, "targets"),
     ],
     ids=lambda value: value.__name__.split(".")[-1] if isinstance(value, ModuleType) else "",
 )
-def test_an_example_trains_evaluates_predicts_and_resumes(example, model, loss_of, labels, tmp_path):
+def test_an_example_trains_evaluates_predicts_and_resumes(example, model, loss_of, labels, tmp_path, monkeypatch):
+    monkeypatch.setattr(plain_layers, "LAYERS", 2)
     step, start = example.make_step()
     source, others = SOURCES[example](0), SOURCES[example](1)
     untrained, at_start = step.whole(start), training.evaluate(step, start, others)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from examples import gpt
+from ipu_jax import Pipeline
 from support import documents
 from support.against_plain import assert_equals_plain, bubbles_hold_nan  # noqa: F401 (a fixture)
 
@@ -38,21 +39,33 @@ def twin(weights, batch):
     return jax.vmap(of_micro_batch)(batch["tokens"], batch["targets"]).mean()
 
 
+def pipeline_of(ipus: int, schedule: str) -> Pipeline:
+    given = {"ipus": ipus, "replicas": 1, "blocks": BLOCKS, "vocabulary": VOCABULARY, "schedule": schedule}
+    return gpt.make_step(argparse.Namespace(**given, recompute="auto", gradient_accumulation=5)).model
+
+
+def test_a_step_gives_a_loss_and_a_gradient_of_each_weight():
+    pipeline, tokens = pipeline_of(4, "zb-h1"), jax.ShapeDtypeStruct((5, 2, TOKENS), "int32")
+    params = pipeline.shard_shapes(gpt.shapes(WIDTH, BLOCKS, VOCABULARY))
+    batch = {"tokens": tokens, "targets": tokens}
+    loss, gradients = jax.eval_shape(pipeline.value_and_grad, params, batch)[:2]
+    assert loss.shape == ()
+    assert jax.tree.map(jnp.shape, gradients) == jax.tree.map(jnp.shape, params)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("ipus", "schedule"), [(1, "grouped"), (2, "1f1b"), (3, "grouped"), (4, "zb-h1")])
 def test_loss_and_gradients_equal_a_dense_twin(ipus, schedule):
-    given = argparse.Namespace(
-        ipus=ipus, replicas=1, blocks=BLOCKS, vocabulary=VOCABULARY, schedule=schedule, recompute="auto"
-    )
-    given.gradient_accumulation = 5
     random = np.random.default_rng(ipus)
     draw = lambda shape: random.normal(scale=0.1, size=shape.shape).astype(np.float32)  # noqa: E731
     weights = jax.tree.map(draw, gpt.shapes(WIDTH, BLOCKS, VOCABULARY))
     batch = {name: random.integers(VOCABULARY, size=(5, 2, TOKENS), dtype=np.int32) for name in ("tokens", "targets")}
-    pipeline = gpt.make_step(given).model
+    pipeline = pipeline_of(ipus, schedule)
     assert (pipeline.ipus, pipeline.schedule.name) == (ipus, schedule)
     assert_equals_plain(pipeline, weights, batch, lambda weights: twin(weights, batch))
 
 
+@pytest.mark.slow
 def test_it_trains_on_the_devices_of_a_machine():
     flags = "--ipus 2 --width 64 --blocks 2 --sequence 16 --vocabulary 64 --gradient-accumulation 2 --updates 4"
     command = [sys.executable, "-W", "error", "-m", "examples.gpt", *flags.split()]

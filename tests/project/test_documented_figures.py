@@ -133,6 +133,7 @@ def test_the_gains_of_a_schedule_made_for_costs_are_those_of_the_benchmark():
         assert shown.split(" | ") == expected, of
 
 
+@pytest.mark.slow
 def test_the_collectives_of_the_cross_entropies_are_as_many_as_shown(monkeypatch):
     monkeypatch.setattr(cross_entropy, "FEATURES", 4)
     compiled, _ = cross_entropy.programs(tokens=8, vocabulary=6)

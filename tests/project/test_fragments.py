@@ -18,11 +18,13 @@ def ran(program: Path, pages: list[Path], *, compares: bool) -> int:
     return int(documents.run(program, then=then, compile_fast=True).split()[-3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", COMING_FROM, ids=lambda page: page.stem)
 def test_our_cells_run_as_printed(page: Path):
     assert ran(page, [page], compares=True) > 10
 
 
+@pytest.mark.slow
 def test_calls_in_the_text_of_other_pages_are_shorthand_for_calls_that_run(tmp_path: Path):
     (tmp_path / "none.md").touch()
     assert ran(tmp_path / "none.md", OTHERS, compares=False) > 100

@@ -70,6 +70,7 @@ def test_the_wheel_has_the_three_packages_whole_and_nothing_else(wheel):
         assert f"ipu_jax/{name}" in of_checkout
 
 
+@pytest.mark.slow
 def test_the_sdist_builds_the_same_wheel_byte_by_byte(wheel, tmp_path):
     sdist = build(ROOT, tmp_path / "sdist", "sdist")
     with tarfile.open(sdist) as archive:
@@ -96,6 +97,7 @@ def test_the_metadata_are_those_of_the_project(wheel):
     assert "Typing :: Typed" in told.get_all("Classifier", [])
 
 
+@pytest.mark.slow
 def test_the_packages_are_found_where_the_wheel_was_installed(installed, tmp_path):
     code = f"import {', '.join(sorted(PACKAGES))}; print({', '.join(f'{name}.__file__' for name in sorted(PACKAGES))})"
     done = run(sys.executable, "-P", "-W", "error", "-c", code, cwd=tmp_path, PYTHONPATH=str(installed))
@@ -103,10 +105,12 @@ def test_the_packages_are_found_where_the_wheel_was_installed(installed, tmp_pat
     assert done.stdout.split() == [str(installed / name / "__init__.py") for name in sorted(PACKAGES)]
 
 
+@pytest.mark.slow
 def test_the_wheel_installs_all_commands(installed):
     assert sorted(path.name for path in (installed / "bin").iterdir()) == COMMANDS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_the_wheel_starts(command, installed, tmp_path):
     script = installed / "bin" / command

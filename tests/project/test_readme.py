@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 import results
 from support import documents
 
@@ -13,6 +15,7 @@ for path, gradient in jax.tree.leaves_with_path(pipeline.unshard(gradients)):
 """
 
 
+@pytest.mark.slow
 def test_the_examples_run_and_print_what_is_shown():
     printed = documents.run(README, then=LARGEST, compile_fast=True)
     rest = re.sub(" at params.*", "", printed)  # which leaf has the largest rounding error is not promised

@@ -71,6 +71,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Links]:
     return {name: Links(path.read_text() if path.suffix == ".html" else "") for name, path in files.items()}
 
 
+@pytest.mark.slow
 def test_all_links_of_the_site_lead_to_a_page_and_an_anchor(site: dict[str, Links]):
     wrong: list[str] = []
     for name, page in site.items():
@@ -87,22 +88,34 @@ def test_all_links_of_the_site_lead_to_a_page_and_an_anchor(site: dict[str, Link
     assert not wrong
 
 
+@pytest.mark.slow
 def test_the_site_loads_nothing_from_elsewhere(site: dict[str, Links]):
     assert {link for page in site.values() for link in page.loaded if re.match(r"([a-z]+:)?//", link)} == set()
 
 
-def test_the_reference_has_every_public_name(site: dict[str, Links]):
-    anchors = set().union(*(page.anchors for name, page in site.items() if name.startswith("reference/")))
+def public_names() -> set[str]:
     names = {f"ipu_jax.{name}" for name in ipu_jax.__all__ if not isinstance(getattr(ipu_jax, name), ModuleType)}
     for module in public_api.SUBJECTS:
         own = {*getattr(ipu_jax, module).__all__} - {*ipu_jax.__all__}
         names |= {f"ipu_jax.{module}.{name}" for name in own}
     names |= {f"sharded_ops.{name}" for name in sharded_ops.__all__}
     names |= {f"ipu_jax.popdist.{name}" for name in ipu_jax.popdist.__all__}
-    names |= {f"ipu_jax.cli.{name}" for name in ipu_jax.cli.__all__}
-    assert names - anchors == set()
+    return names | {f"ipu_jax.cli.{name}" for name in ipu_jax.cli.__all__}
 
 
+@pytest.mark.slow
+def test_the_reference_shows_every_public_name(site: dict[str, Links]):
+    anchors = set().union(*(page.anchors for name, page in site.items() if name.startswith("reference/")))
+    assert public_names() - anchors == set()
+
+
+def test_the_reference_has_a_block_for_every_public_name():
+    blocks = documented()
+    assert {name for name in public_names() - blocks.keys() if not name.startswith("ipu_jax.popdist.")} == set()
+    assert "ipu_jax.popdist" in blocks  # whose names are all shown
+
+
+@pytest.mark.slow
 def test_every_page_can_search_without_a_server(site: dict[str, Links]):
     assert "search/search_index.js" in site
     for name, page in site.items():
@@ -144,6 +157,7 @@ INTERNAL = {
 }
 
 
+@pytest.mark.slow
 def test_the_reference_shows_the_members_that_it_lists_in_their_order_and_every_public_one(site: dict[str, Links]):
     excused = dict(INTERNAL)
     for name, (page, listed) in documented().items():
@@ -167,6 +181,7 @@ def test_pages_and_programs_call_no_member_that_the_reference_leaves_out():
         assert re.findall(rf"\b{variable}\.(?:{'|'.join(hidden)})\b", text) == []
 
 
+@pytest.mark.slow
 def test_signatures_show_values_that_a_reader_can_write(site: dict[str, Links]):
     shown = [text for name, page in site.items() if name.startswith("reference/") for text in page.signatures]
     assert len(shown) > 200

@@ -18,18 +18,16 @@ TUTORIALS = [*sorted((documents.ROOT / "docs/tutorials").glob("*.md")), NOTEBOOK
 GUIDES = [
     documents.ROOT / f"docs/{name}.md" for name in ("sharded-ops", "instances", "weights", "checkpoints", "watching")
 ]
-OTHERS = [documents.ROOT / f"docs/{name}.md" for name in ("training", "how-to")]
+OTHERS = [documents.ROOT / f"docs/{name}.md" for name in ("index", "concepts", "design/engine", "training", "how-to")]
 CHIPS = documents.ROOT / "docs/chips.md"
-# They take seconds, and are read first.
-QUICK = [documents.ROOT / f"docs/{name}.md" for name in ("index", "concepts", "design/engine")]
 COMING_FROM = sorted((documents.ROOT / "docs/coming-from").glob("*.md"))  # run by test_fragments.py, with their cells
 
 
+@pytest.mark.fast("engine")
 @pytest.mark.parametrize(
     "path",
     [
-        *(pytest.param(path, marks=pytest.mark.slow) for path in (*TUTORIALS, *OTHERS, *GUIDES)),
-        *QUICK,
+        *(*TUTORIALS, *OTHERS, *GUIDES),
         pytest.param(CHIPS, marks=pytest.mark.skipif(not has_compiler("tpu"), reason="XLA's compiler: make aot")),
     ],
     ids=lambda path: path.stem,
@@ -46,7 +44,7 @@ def test_every_page_with_code_is_run():
     """`python` marks what is run; `py` is code of another library, whose name is in its first line and in the title."""
     pages = [path for kind in ("md", "ipynb") for path in (documents.ROOT / "docs").rglob(f"*.{kind}")]
     with_code = {path for path in pages if documents.blocks(path, "python")}
-    assert with_code == {*TUTORIALS, *GUIDES, *OTHERS, *QUICK, *COMING_FROM, CHIPS}
+    assert with_code == {*TUTORIALS, *GUIDES, *OTHERS, *COMING_FROM, CHIPS}
     for path in documents.ROOT.rglob("*.md"):
         is_installed = path.relative_to(documents.ROOT).parts[0].startswith(".venv")
         for code in () if is_installed else documents.blocks(path, "py"):

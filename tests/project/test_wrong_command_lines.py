@@ -1,7 +1,7 @@
 """Test the command lines of `wrong_command_lines.txt`: status 2 and one line that names the flag and the mend.
 
-All are tried in this process, with the function removed by which each command first uses jax. Some, and all of
-them in a slow test, are also tried as processes, which must need less than two seconds.
+All are tried in this process, with the function removed by which each command first uses jax. One of each command is
+also tried as a process, which must need less than two seconds.
 """
 
 import os
@@ -120,16 +120,10 @@ def assert_refused_by_a_process(line: Line, folder: Path) -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2, line
 
 
+@pytest.mark.fast("run-sharded-mnist", "sharded-matmul-tool", "ipu-info")
 @pytest.mark.parametrize("program", MODULES)
 def test_a_process_refuses_the_first_line_of_each_command_within_two_seconds(program, tmp_path):
     assert_refused_by_a_process(next(line for line in LINES if line.program == program), tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, len(LINES), 10))
-def test_a_process_refuses_each_line_within_two_seconds(first, tmp_path):
-    for line in LINES[first : first + 10]:
-        assert_refused_by_a_process(line, tmp_path)
 
 
 # pictures

@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import jax
@@ -11,6 +13,7 @@ import numpy as np
 import optax
 
 from ipu_jax import Pipeline, Stage, TrainOptions, make_mesh, make_train_step
+from ipu_jax.steps import StopRequest
 
 B, M, D, RATE = 3, 2, 4, 0.05
 
@@ -70,14 +73,31 @@ def assert_same_weights(step, state, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, dict(expected))
 
 
+_heard = threading.Event()
+
+
 @contextlib.contextmanager
 def hearing_ctrl_c() -> Iterator[None]:
-    """Let this process hear Ctrl-C, which one that was started in the background ignores."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Let this process hear Ctrl-C, which one that was started in the background ignores, and `press` know of it."""
+    before, ask = signal.signal(signal.SIGINT, signal.default_int_handler), StopRequest._ask
+
+    def heard(self: StopRequest, by: str) -> None:
+        ask(self, by)
+        _heard.set()
+
+    StopRequest._ask = heard
     try:
         yield
     finally:
+        StopRequest._ask = ask
         signal.signal(signal.SIGINT, before)
+
+
+def press(number: int = signal.SIGINT) -> None:
+    """Send this process a signal, and wait until the thread that waits for signals has seen it."""
+    _heard.clear()
+    os.kill(os.getpid(), number)
+    assert _heard.wait(60)
 
 
 class Lines(list):

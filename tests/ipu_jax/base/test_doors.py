@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 import operator
 import pickle
 import traceback
@@ -100,6 +101,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.fast(*map("{}-{}".format, itertools.cycle(MISTAKES), CALLS))  # each call once, and each mistake
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize(("last", "says"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_in_a_stage_takes_twenty_lines_and_names_the_stage(call, last, says):
@@ -212,6 +214,9 @@ def step_of_function(x):
     step(step.init(np.ones(3, np.float32)), x)
 
 
+@pytest.mark.fast(
+    *("AxisType.Auto-step", "AxisType.Auto-reference", "AxisType.Explicit-predict", "AxisType.Explicit-loss function")
+)
 @pytest.mark.parametrize("call", USES.values(), ids=USES)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_the_mesh_of_set_mesh_is_left_outside(call, kind):

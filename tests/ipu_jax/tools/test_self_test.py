@@ -10,13 +10,15 @@ import pytest
 
 import ipu_jax
 import sharded_ops
-from ipu_jax.tools import guards_trial
+from ipu_jax.pipelines import VerificationError
+from ipu_jax.tools import guards_trial, self_test
 from ipu_jax.tools.self_test import main
 
 ROOT = Path(__file__).parents[3]
 VERSIONS = rf"ipu_jax {re.escape(ipu_jax.__version__)} \(jax \S+, jaxlib \S+, numpy \S+, optax \S+, Python \S+\)"
 
 
+@pytest.mark.slow
 def test_it_prints_versions_devices_cores_and_a_verified_pipeline():
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("JAX_NUM_CPU_DEVICES")
@@ -24,15 +26,20 @@ def test_it_prints_versions_devices_cores_and_a_verified_pipeline():
         [sys.executable, "-m", "ipu_jax"], env=environment, capture_output=True, text=True, timeout=240
     )
     assert (done.returncode, done.stderr) == (0, "")
-    versions, devices, verified, tried = done.stdout.splitlines()
+    assert_four_lines(done.stdout, ipus=2)
+
+
+def assert_four_lines(printed: str, ipus: int) -> None:
+    versions, devices, verified, tried = printed.splitlines()
     assert tried == "Collectives of one IPU's devices inside guards: work"
     assert re.fullmatch(VERSIONS, versions)
-    assert devices == f"cpu: 2 virtual IPUs on {len(os.sched_getaffinity(0))} cores"
+    assert devices == f"cpu: {ipus} virtual IPUs on {len(os.sched_getaffinity(0))} cores"
     found = re.match(r"Self-test passed: loss (\S+), unsharded (\S+), .*; 2 gradients, .*", verified)
     assert found
     assert found[1] == found[2] != "0"
 
 
+@pytest.mark.slow
 def test_it_fails_with_1_where_an_op_is_wrong(monkeypatch, capsys):
     monkeypatch.setattr(guards_trial, "outcome", lambda: guards_trial.WORK)
     right = sharded_ops.matmul
@@ -41,7 +48,22 @@ def test_it_fails_with_1_where_an_op_is_wrong(monkeypatch, capsys):
     assert "\nSelf-test failed: " in capsys.readouterr().out
 
 
-def test_a_trial_with_wrong_numbers_is_a_failure_and_one_that_hangs_is_none(monkeypatch, capsys):
+def test_it_prints_four_lines(monkeypatch, capsys):
+    monkeypatch.setattr(guards_trial, "outcome", lambda: guards_trial.WORK)
+    assert main([]) == 0
+    assert_four_lines(capsys.readouterr().out, ipus=8)
+
+
+def test_what_is_found_wrong_is_a_failure_and_a_trial_that_hangs_is_none(monkeypatch, capsys):
+    monkeypatch.setattr(guards_trial, "outcome", lambda: guards_trial.WORK)
+
+    def wrong() -> None:
+        raise VerificationError("a gradient is 1% off")
+
+    monkeypatch.setattr(self_test, "_verified", wrong)
+    assert main([]) == 1
+    assert capsys.readouterr().out.endswith("\nSelf-test failed: a gradient is 1% off\n")
+    monkeypatch.setattr(self_test, "_verified", str)
     for line, status in ((guards_trial.WRONG, 1), (guards_trial.HANG, 0), (guards_trial.UNTRIED, 0)):
         monkeypatch.setattr(guards_trial, "outcome", lambda line=line: line)
         assert main([]) == status
@@ -62,13 +84,12 @@ def test_without_two_ipus_it_says_so_and_exits_with_2(monkeypatch, capsys):
     assert err == "python -m ipu_jax: num_ipus=2, but this machine's GPU platform has 1: use fewer IPUs\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tool", "sizes"),
     [
         ("sharded_matmul_tool", "--rows 6 --cols 8 --outsize 10"),
-        pytest.param(
-            "sharded_embedding_tool", "--vocab-size 10 --feature-size 8 --sequence-length 6", marks=pytest.mark.slow
-        ),
+        ("sharded_embedding_tool", "--vocab-size 10 --feature-size 8 --sequence-length 6"),
     ],
 )
 def test_a_tool_runs_as_a_program_and_makes_its_own_ipus(tool, sizes):

@@ -18,54 +18,25 @@ SMALL = {
     embedding_tool: ["--vocab-size", "10", "--feature-size", "8", "--sequence-length", "6"],
     matmul_tool: ["--rows", "6", "--cols", "8", "--outsize", "10"],
 }
+SIZES = [f"--vocab-size {size} --feature-size 768" for size in ("1 --ipus 2", "3 --ipus 8", "8001 --ipus 4")]
+EMBEDDINGS = ["--ipus 3", "--ipus 1", "--ipus 8", "--ipus 4 --fp16", "--bf16"]
+EMBEDDINGS += [f"{size}{half}" for size in SIZES for half in ("", " --fp16", " --bf16")]
+EMBEDDINGS += ["--ipus 4 --vocab-size 8000 --feature-size 768 --sequence-length 256"]  # those of the original
+MATMULS = ["--ipus 1", "--ipus 3", "--ipus 8 --fp16", "--bf16"]
+MATMULS += [f"--rows {r} --cols {c} --outsize {n} --ipus 4" for r, c, n in ((1, 1, 1), (3, 1, 2), (2, 64, 1000))]
+CASES = [pytest.param(embedding_tool, flags, id=f"embedding {flags}") for flags in EMBEDDINGS]
+CASES += [pytest.param(matmul_tool, flags, id=f"matmul {flags}") for flags in MATMULS]
 both_tools = pytest.mark.parametrize("tool", SMALL, ids=lambda tool: tool.__name__.split(".")[-1])
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(
-    ("tool", "argv"),
-    [
-        (embedding_tool, ["--ipus", "3"]),
-        *(
-            slow(embedding_tool, argv.split())
-            for argv in ("--ipus 1", "--ipus 2", "--ipus 8", "--ipus 4 --fp16", "--bf16")
-        ),
-        *((matmul_tool, argv.split()) for argv in ("--ipus 1", "--ipus 3", "--ipus 8 --fp16", "--bf16")),
-    ],
-)
-def test_the_sharded_program_matches_the_unsharded(tool, argv, capsys):
-    assert tool.main([*SMALL[tool], *argv]) == 0
+@pytest.mark.fast("embedding --ipus 3", "matmul --ipus 3", "matmul --ipus 8 --fp16")
+@pytest.mark.parametrize(("tool", "flags"), CASES)
+def test_the_sharded_program_matches_the_unsharded(tool, flags, capsys):
+    assert tool.main([*SMALL[tool], *flags.split()]) == 0
     printed = capsys.readouterr().out.splitlines()
     sharded, dense = (float(line.split()[-1]) for line in printed[:2])
     assert sharded == pytest.approx(dense, abs=1e-2 if tool is embedding_tool else 1e-3)
     assert printed[2:] == ["Results match."]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tool", "sizes"),
-    [
-        *(
-            (embedding_tool, f"--vocab-size {vocabulary} --ipus {ipus} --feature-size 768 {half}")
-            for half in ("", "--fp16", "--bf16")
-            for vocabulary, ipus in ((1, 2), (3, 8), (8001, 4))
-        ),
-        *(
-            (matmul_tool, f"--rows {rows} --cols {cols} --outsize {outsize} --ipus 4")
-            for rows, cols, outsize in ((1, 1, 1), (3, 1, 2), (2, 64, 1000))
-        ),
-    ],
-)
-def test_other_sizes_match_too(tool, sizes, capsys):
-    assert tool.main(sizes.split()) == 0
-    assert capsys.readouterr().out.endswith("\nResults match.\n")
-
-
-@pytest.mark.slow
-def test_the_sizes_of_the_original_match(capsys):
-    argv = ["--ipus", "4", "--vocab-size", "8000", "--feature-size", "768", "--sequence-length", "256"]
-    assert embedding_tool.main(argv) == 0
-    assert re.fullmatch(r"Loss on 4 IPUs: 8\.9\d+\nLoss unsharded: 8\.9\d+\nResults match\.\n", capsys.readouterr().out)
 
 
 def test_the_unsharded_embedding_is_right():
@@ -80,6 +51,7 @@ def test_the_unsharded_embedding_is_right():
     assert (ahead - behind) / 0.04 == pytest.approx(np.linalg.norm(gradient), rel=1e-3)
 
 
+@pytest.mark.fast("sharded_matmul_tool")
 @both_tools
 def test_without_checks_only_the_sharded_program_runs_on_inputs_of_the_seed(tool, capsys, monkeypatch):
     monkeypatch.setattr(tool, "run_dense", None)
@@ -163,6 +135,11 @@ def named_as_wrong(tool, op, broken, argv, capsys, monkeypatch):
     return re.findall(r"^Max ABS error: (?:nan|[\d.e-]+) \((\w+)\)$", text, re.MULTILINE)
 
 
+@pytest.mark.fast(
+    *("-tied_projection-_without_gradient_of_the_first-", "-embedding-_only_this_shards_tokens-"),
+    *("-log_softmax_cross_entropy-_twice_the_gradient_of_the_first-", "-matmul-_without_gradient_of_the_first-"),
+    "-matmul-_one_percent_off-",
+)
 @pytest.mark.parametrize(
     ("tool", "op", "broken", "wrong"),
     [
@@ -173,6 +150,7 @@ def named_as_wrong(tool, op, broken, argv, capsys, monkeypatch):
         (matmul_tool, "matmul", _twice_the_gradient_of_the_second, ["dRhs"]),
         (matmul_tool, "matmul", _not_a_number, ["logits", "loss", "dLhs", "dRhs"]),
     ],
+    ids=lambda value: value.__name__ if callable(value) else value if isinstance(value, str) else "",
 )
 def test_a_broken_op_is_noticed(tool, op, broken, wrong, capsys, monkeypatch):
     assert named_as_wrong(tool, op, broken, SMALL[tool], capsys, monkeypatch) == wrong

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import signal
 import threading
@@ -24,6 +23,7 @@ from support.fitted import (
     hearing_ctrl_c,
     make_step,
     normal,
+    press,
     shared_step,
     twin,
     weights,
@@ -34,6 +34,7 @@ from support.trained import compiled_quickly
 _compiled_quickly = compiled_quickly()
 
 
+@pytest.mark.fast("1-1-1", "4-2-1.6")
 @pytest.mark.parametrize(("k", "ipus", "epochs"), [(1, 1, 1), (3, 2, 2), (4, 2, 1.6)])
 def test_a_training_is_the_one_of_a_plain_loop(k, ipus, epochs):
     """7 updates per epoch: neither 3 nor 4 divides them, and 1.6 epochs end inside a call."""
@@ -81,6 +82,7 @@ def test_lines_evaluations_and_the_log(tmp_path):
     np.testing.assert_allclose(logged, losses, rtol=1e-4)
 
 
+@pytest.mark.fast("2-Ctrl-C-2-10")
 @pytest.mark.parametrize(
     ("number", "name", "k", "per_epoch"),
     # a line is of one call or, of 20 updates per epoch, of two, and the training is stopped between them
@@ -94,8 +96,7 @@ def test_a_signal_saves_and_the_same_call_goes_on(tmp_path, number, name, k, per
     def signalled(line):
         said(line)
         if line.startswith("Epoch 0.4"):
-            os.kill(os.getpid(), number)
-            time.sleep(0.5)  # until the thread that waits for signals has seen it
+            press(number)
 
     def run(say, **recorded: Any):
         with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed:
@@ -210,19 +211,18 @@ def test_checkpoints_of_ones_own_stay_open_and_it_trains_in_any_thread(tmp_path)
 @pytest.mark.parametrize("moment", ["restore", "feed", "evaluate"])
 def test_ctrl_c_before_the_first_step_leaves_the_state(moment, tmp_path, monkeypatch):
     """While a checkpoint is read, no step follows; while the first step is prepared, or an epoch is evaluated, none."""
-    rows, step, lines = normal(9, 4 * M * B, D), make_step(2), Lines()
+    rows, step, lines = normal(9, 4 * M * B, D), shared_step(2), Lines()
 
-    def press(name):
+    def press_at(name):
         if name == moment:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.3)  # until the thread that waits for signals has seen it
+            press()
 
     usual = Checkpoints.restore
-    monkeypatch.setattr(Checkpoints, "restore", lambda *args, **given: press("restore") or usual(*args, **given))
-    evaluate = lambda state: press("evaluate") or {}  # noqa: E731
+    monkeypatch.setattr(Checkpoints, "restore", lambda *args, **given: press_at("restore") or usual(*args, **given))
+    evaluate = lambda state: press_at("evaluate") or {}  # noqa: E731
     with hearing_ctrl_c(), Feed(rows, step=step, micro_batch=B, shuffle=False) as feed:
         batches = feed.epoch
-        monkeypatch.setattr(feed, "epoch", lambda: press("feed") or batches())
+        monkeypatch.setattr(feed, "epoch", lambda: press_at("feed") or batches())
         with pytest.raises(KeyboardInterrupt) as raised:
             fit(step, step.init(weights()), feed, epochs=3, evaluate=evaluate, checkpoints=tmp_path, say=lines)
     last, updates = FitResult.last, {"restore": 0, "feed": 2, "evaluate": 4}[moment]
@@ -283,6 +283,10 @@ def test_a_page_is_written_however_it_ends(ends, tmp_path):
     expected["with a folder in place of the page"] = failing
     with expected.get(ends, contextlib.nullcontext()), Feed(rows, step=step, micro_batch=B) as feed:
         fit(step, step.init(weights()), feed, evaluate=evaluate, report=page, title="Mine", say=Lines())
+    if ends.startswith("by"):
+        last = FitResult.last
+        assert last is not None
+        assert last.updates == int(last.state.step) == 4
     if page.is_file():
         text = page.read_text()
         holds = {"well": "all updates were made", "by an error": "the disk is full", "by Ctrl-C": "stopped after 4"}

@@ -1,10 +1,7 @@
 """Test `fit` with several updates per call, across changes of the batch, over streams, and at its end."""
 
-import functools
 import json
-import os
 import signal
-import time
 import warnings
 from typing import Any
 
@@ -27,6 +24,7 @@ from support.fitted import (
     hearing_ctrl_c,
     make_step,
     normal,
+    press,
     shared_step,
     trained_on,
     twin,
@@ -47,10 +45,10 @@ def events_of(log, name):
 
 # skipped updates
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-OUTPUTS = ["final", slow("all"), slow("sum"), 2]
+OUTPUTS = ["final", "all", "sum", 2]
 
 
+@pytest.mark.fast("final")
 @pytest.mark.parametrize("outputs", OUTPUTS)
 def test_a_training_in_which_every_update_overflows_says_so(outputs):
     """At a scale of 2^24 every gradient is infinite in float16, and the scale cannot get smaller."""
@@ -69,6 +67,7 @@ def test_a_training_in_which_every_update_overflows_says_so(outputs):
     assert lines[-1].endswith("; skipped 16 updates")
 
 
+@pytest.mark.fast("2")
 @pytest.mark.parametrize("outputs", OUTPUTS)
 def test_the_updates_that_are_not_finite_are_counted(outputs):
     """NaN in updates 1, 5, 6 and 9 of 10, counted from 0; the last call makes 2 of 4."""
@@ -105,15 +104,16 @@ def test_skipped_updates_of_before_are_remembered_at_a_resume(tmp_path):
 # another number of examples per update after a resume: 100 examples, after 20 updates of 6
 
 
+@pytest.mark.fast("20-2-2-1-left0", "20-1-3-4-left3")
 @pytest.mark.parametrize(
     ("first", "replicas", "m", "k", "left"),
     # of an epoch of 100 examples, 16 updates of 6 fit; then from example 24 of epoch 1 on, and all of epoch 2
     [
         (20, 2, 2, 1, [(24, 12, 6), (0, 12, 8)]),
-        slow(20, 1, 4, 3, [(24, 12, 6), (0, 12, 8)]),
-        slow(20, 1, 1, 1, [(24, 3, 25), (0, 3, 33)]),
+        (20, 1, 4, 3, [(24, 12, 6), (0, 12, 8)]),
+        (20, 1, 1, 1, [(24, 3, 25), (0, 3, 33)]),
         (20, 1, 3, 4, [(24, 9, 8), (0, 9, 11)]),
-        slow(16, 1, 4, 1, [(0, 12, 8), (0, 12, 8)]),
+        (16, 1, 4, 1, [(0, 12, 8), (0, 12, 8)]),
         (16, 2, 1, 2, [(0, 6, 16), (0, 6, 16)]),
     ],
 )
@@ -188,7 +188,8 @@ def feed_of(kind, rows, step):
     return Feed(SOURCES[kind](batches), step=step, micro_batch=B, **more)
 
 
-@pytest.mark.parametrize("kind", [slow("function"), slow("list"), "iterator with a state", "iterator", "array"])
+@pytest.mark.fast("iterator with a state", "array")
+@pytest.mark.parametrize("kind", SOURCES)
 def test_calls_of_a_few_updates_read_every_example_once(kind):
     """Epochs of 14 updates, calls of 5 updates, and trainings of 3, 1, 6 and 3 updates."""
     rows, step = normal(3, 14 * SIZE + 2, D), shared_step(5)
@@ -204,7 +205,8 @@ def test_calls_of_a_few_updates_read_every_example_once(kind):
     assert_same_weights(step, state, end)
 
 
-@pytest.mark.parametrize("kind", [slow("function"), slow("list"), "iterator with a state", "array"])
+@pytest.mark.fast("iterator with a state")
+@pytest.mark.parametrize("kind", [kind for kind in SOURCES if kind != "iterator"])
 def test_a_training_that_stopped_inside_a_call_is_resumed_to_the_bit(kind, tmp_path):
     rows, step = normal(3, 10 * SIZE + 2, D), shared_step(5)
 
@@ -234,15 +236,15 @@ def test_a_feed_that_ends_before_the_training_is_no_end_of_the_training(tmp_path
     assert [event["event"] for event in log.events][-2:] == ["evaluated", "stopped"]
 
 
+@pytest.mark.fast("12 updates in-15", "the evaluation-2")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("moment", ["12 updates in", slow("Epoch 2.0, Mean loss"), slow("the evaluation")])
+@pytest.mark.parametrize("moment", ["12 updates in", "Epoch 2.0, Mean loss", "the evaluation"])
 def test_a_signal_after_the_last_update_is_not_lost(moment, number, tmp_path):
     rows, step = normal(5, 6 * SIZE, D), shared_step(2)
 
     def send(now):
         if now == moment:
-            os.kill(os.getpid(), number)
-            time.sleep(0.5)  # until the thread that waits for signals has seen it
+            press(number)
 
     def evaluate(state):
         send("the evaluation" if int(state.step) == 12 else "")
@@ -263,50 +265,6 @@ def test_a_signal_after_the_last_update_is_not_lost(moment, number, tmp_path):
     assert result is not None
     assert (result.updates, result.stopped) == (12, {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}[number])
     assert_same_weights(step, result.state, twin(rows, 12)[1])
-
-
-def test_after_an_error_the_number_of_updates_is_the_number_of_the_state():
-    rows, step = normal(6, 20 * SIZE, D), shared_step()
-
-    def say(line):
-        if line.startswith("Epoch 0.4"):
-            raise OSError("the disk is full")
-
-    with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed, pytest.raises(OSError, match="is full"):
-        fit(step, step.init(weights()), feed, say=say)
-    last = FitResult.last
-    assert last is not None
-    assert last.updates == int(last.state.step) > 8
-    assert_same_weights(step, last.state, twin(rows, last.updates)[1])
-
-
-def test_two_ctrl_c_during_a_call_leave_a_state_that_can_be_used():
-    """The old state is used up by the call, so the second Ctrl-C must not come between the call and its result."""
-    rows = normal(7, 6 * SIZE, D)
-    step = make_step()
-    call, calls = type(step).__call__, []
-
-    class Interrupted(type(step)):
-        def __call__(self, *args, **options):
-            results = call(self, *args, **options)
-            calls.append(results)
-            if len(calls) == 3:
-                for _ in range(2):
-                    os.kill(os.getpid(), signal.SIGINT)
-                    time.sleep(0.3)
-            return results
-
-    step.__class__ = Interrupted
-    with (
-        hearing_ctrl_c(),
-        Feed(rows, step=step, micro_batch=B, shuffle=False) as feed,
-        pytest.raises(KeyboardInterrupt),
-    ):
-        fit(step, step.init(weights()), feed, say=Lines())
-    last = FitResult.last
-    assert last is not None
-    assert (last.updates, len(calls)) == (3, 3)
-    assert_same_weights(step, last.state, twin(rows, 3)[1])
 
 
 # figures

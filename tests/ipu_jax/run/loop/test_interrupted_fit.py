@@ -19,7 +19,7 @@ from ipu_jax.run.loop import fit as loop
 from ipu_jax.steps import FitResult
 from ipu_jax.training.data import feed as feeds
 from ipu_jax.training.data import prefetch
-from support.fitted import hearing_ctrl_c, normal
+from support.fitted import hearing_ctrl_c, normal, press
 from support.trained import compiled_quickly
 
 _compiled_quickly = compiled_quickly()
@@ -84,7 +84,8 @@ def lines_of(k: int, kind: str) -> Iterator[Line]:
     return (line for line in seen if line[0].co_name in names)
 
 
-@pytest.mark.parametrize("kind", ["array", pytest.param("iterator", marks=pytest.mark.slow)])
+@pytest.mark.fast("4-array")
+@pytest.mark.parametrize("kind", ["array", "iterator"])
 @pytest.mark.parametrize("k", [1, 4])
 def test_an_interruption_before_any_line_skips_no_batch(k, kind):
     want, lines = weights_after(k, feed_of(k, kind)), [*lines_of(k, kind)]
@@ -117,8 +118,7 @@ def test_an_interruption_before_any_line_skips_no_batch(k, kind):
 
 def press_twice() -> None:
     """Press Ctrl-C twice, as seen by the main thread, which the second one interrupts here unless it is held."""
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(0.2)  # until the thread that waits for signals has seen it
+    press()
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(0.01)
 
@@ -147,10 +147,11 @@ def test_two_presses_of_ctrl_c_skip_no_batch(k, moment, monkeypatch):
 
     def pressing(usual: Callable[..., Any]) -> Callable[..., Any]:
         def function(*args: Any, **options: Any) -> Any:
+            results = usual(*args, **options) if moment == "step" else None  # which has used up the state before
             if FitResult.last is not None and FitResult.last.updates == 4 and not pressed:
                 pressed.append(moment)
                 press_twice()
-            return usual(*args, **options)
+            return usual(*args, **options) if results is None else results
 
         return function
 
@@ -172,21 +173,20 @@ def test_two_presses_of_ctrl_c_skip_no_batch(k, moment, monkeypatch):
 
 
 def test_a_feed_that_never_answers_can_be_interrupted():
-    answers = threading.Event()
+    answers, answered = threading.Event(), list[bool]()
 
     class Stuck(PressingRows):
         def __getitem__(self, index: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
             self.reads += 1
             if self.reads > 6:
-                answers.wait(30)
+                answered.append(answers.wait(60))
             return ROWS[index]
 
     want = weights_after(1, feed_of(1))
     with hearing_ctrl_c(), Feed(Stuck(), step=STEPS[1], micro_batch=SIZE) as feed:
-        begun = time.monotonic()
-        threading.Timer(1.0, press_twice).start()
+        threading.Timer(1.0, press_twice).start()  # when the read is waited for
         with pytest.raises(KeyboardInterrupt):
             weights_after(1, feed)
-        assert time.monotonic() - begun < 5
+        assert not answered
         answers.set()
         np.testing.assert_array_equal(go_on(1, feed), want)

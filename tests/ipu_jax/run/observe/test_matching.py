@@ -36,9 +36,9 @@ PLAN = PlanNames(
 )
 
 
-def run_on_ipu_0(*, task_in_tick=0, late=0.0, without=None):
+def run_on_ipu_0(*, task_in_tick=0, late=0.0, without=None, plan=PLAN):
     """Return a run of IPU 0: F takes 30 ns, the exchange 10, B 50; empty loops take 1; the update 20."""
-    events = [Event(Operation("scan", plan=PLAN), 100, 1000 + late)]
+    events = [Event(Operation("scan", plan=plan), 100, 1000 + late)]
     at = 100.0
     for tick in range(4):
         for guard, rows in PLAN.microbatches.items():
@@ -95,6 +95,16 @@ def test_a_task_in_another_tick_than_planned_is_an_error():
     message = "step 0, tick 0, IPU 0 of replica 3: F of class 0 did not run, but the plan has micro-batch 0"
     with pytest.raises(TraceError, match=message):
         measured(run_on_ipu_0(task_in_tick=1), Place(0, 3, 0), PLAN)
+
+
+def test_what_an_ipu_runs_of_others_tasks_under_uniform_guards_is_no_task_of_its_own():
+    uniform = dataclasses.replace(PLAN, uniform=True)
+    run = run_on_ipu_0(plan=uniform)
+    (loop,) = (event for event in run.events if event.operation.guard == ("F", 1) and event.start == 130)
+    without_effect = Event(Operation("inner", guard=("F", 1)), loop.start + 0.5, loop.end)
+    events = sorted([*run.events, without_effect], key=lambda event: event.start)
+    found = measured(dataclasses.replace(run, events=events), Place(0, 0, 0), uniform)
+    assert found == measured(run_on_ipu_0(), Place(0, 0, 0), PLAN)
 
 
 def test_a_lost_event_is_an_error():

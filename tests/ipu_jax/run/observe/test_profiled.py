@@ -1,13 +1,19 @@
 """Test that the environment profiles a program that does not ask for it: a loop over a step, a pipeline, and `fit`."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 
 import jax
 import pytest
 
+from ipu_jax import Feed
+from ipu_jax.base import facts
 from ipu_jax.run.observe import profiled
+from support.fitted import B, D, M, make_step, normal, weights
+from support.kept_programs import nothing_kept
 from support.refusals import refused
 
 BEGIN = """
@@ -40,6 +46,7 @@ def run(program, **environment):
     return subprocess.run(command, env={**os.environ, **given}, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [FIT, LOOP, PIPELINE], ids=["fit", "loop", "pipeline"])
 def test_the_environment_asks_for_a_trace_and_a_page(program, tmp_path):
     page = tmp_path / "run.html"
@@ -53,6 +60,7 @@ def test_the_environment_asks_for_a_trace_and_a_page(program, tmp_path):
         assert "Again" in (tmp_path / "run-2.html").read_text()
 
 
+@pytest.mark.slow
 def test_too_few_steps_give_a_line_and_no_trace(tmp_path):
     done = run("step(step.init(weights()), rows[: M * B].reshape(M, B, D))", IPU_JAX_TRACE=str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -60,17 +68,37 @@ def test_too_few_steps_give_a_line_and_no_trace(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("environment", "holds"),
-    [
-        ({"IPU_JAX_REPORT": "run.txt"}, "IPU_JAX_REPORT run.txt is no HTML file: give a name that ends in .html"),
-        ({"IPU_JAX_TRACE": __file__}, f"IPU_JAX_TRACE: folder='{__file__}' cannot be written to"),
-    ],
-)
-def test_a_wrong_environment_is_refused_in_a_line(environment, holds):
-    done = run(LOOP, **environment)
+@pytest.mark.slow
+def test_a_wrong_environment_is_refused_in_a_line():
+    done = run(LOOP, IPU_JAX_TRACE=__file__)
     assert done.returncode == 1
-    assert holds in done.stderr.splitlines()[-1]
+    assert f"IPU_JAX_TRACE: folder='{__file__}' cannot be written to" in done.stderr.splitlines()[-1]
+
+
+def test_a_page_of_a_wrong_name_is_refused(monkeypatch):
+    monkeypatch.setenv(profiled.REPORT, "run.txt")
+    with refused("IPU_JAX_REPORT run.txt is no HTML file", "give a name that ends in .html"):
+        profiled.Profiled()
+
+
+def test_a_loop_leaves_a_trace_and_a_page(tmp_path, monkeypatch, capsys):
+    step, rows, page = make_step(), normal(0, 8 * M * B, D), tmp_path / "run.html"
+    monkeypatch.setattr(profiled, "_recorded", [])
+    monkeypatch.setenv(profiled.TRACE, str(tmp_path / "trace"))
+    monkeypatch.setenv(profiled.REPORT, str(page))
+    facts.listen(listener := profiled.Profiled())
+    with Feed(rows, step=step, micro_batch=B) as feed, nothing_kept():
+        state = step.init(weights())
+        for batch in feed.epoch():
+            state, _ = step(state, batch)
+    listener._end()  # as at the end of the process
+    listener.leave()
+    assert (tmp_path / "trace/trace.json.gz").is_file()
+    assert f"Trace: {tmp_path}/trace/trace.json.gz, for" in capsys.readouterr().err
+    text = page.read_text()
+    assert not [one for one in ('"timeline":{"rows"', '"samples per second":[[') if one not in text]
+    (losses,) = re.findall(r'"loss":(\[\[.*?\]\])', text)
+    assert [update for update, _ in json.loads(losses)] == [*range(1, 9)]
 
 
 def test_what_fit_is_given_counts_more_than_the_environment(tmp_path, monkeypatch):

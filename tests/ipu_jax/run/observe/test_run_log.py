@@ -47,15 +47,6 @@ def test_a_log_goes_on_after_a_kill_that_cut_its_last_line(tmp_path):
     assert [each["event"] for each in lines(path)] == ["start", "start"]
 
 
-@pytest.mark.parametrize("content", ["hello\n", "[1]\n", '{"event": "start"}\n{"other": 1}\n'])
-def test_another_file_is_refused_and_left_alone(tmp_path, content):
-    path = tmp_path / "notes.txt"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=rf"{path} holds no log of a run, see line \d: give another file, or remove"):
-        RunLog(path)
-    assert path.read_text() == content
-
-
 NO_PATH: Any = 3
 
 

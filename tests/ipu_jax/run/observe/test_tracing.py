@@ -88,7 +88,7 @@ def two_stages():
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     """Return a recording of 3 steps, in calls of 2, of a pipeline whose last stage is slow, and its step."""
-    step = make_train_step(three_stages(), optax.adam(1e-3), TrainOptions(device_iterations=2))
+    step = make_train_step(three_stages(), optax.sgd(1e-3), TrainOptions(device_iterations=2))
     state, batch = step.init(weights("a", "b", "c")), np.ones((2, M, 256, D), np.float32)
     with trace(tmp_path_factory.mktemp("trace"), steps=3) as recording:
         state, _ = step(state, batch)
@@ -297,14 +297,15 @@ def recording_of(tmp_path, schedule, places, *, replicas=1, ipus=2):
     return recording
 
 
+@pytest.mark.fast("zbv-places0-1", "grouped-places2-2")
 @pytest.mark.parametrize(
     ("schedule", "places", "replicas"),
     [
         ("zbv", (0, 1, 1, 0), 1),
-        pytest.param("grouped-zb", (0, 1, 0, 1), 1, marks=pytest.mark.slow),
+        ("grouped-zb", (0, 1, 0, 1), 1),
         ("grouped", (0, 1, ALL_IPUS), 2),
-        pytest.param("interleaved", (ALL_IPUS, 0, 1, ALL_IPUS), 1, marks=pytest.mark.slow),
-        pytest.param("zb-wave", (0, 1, 0, 1), 1, marks=pytest.mark.slow),
+        ("interleaved", (ALL_IPUS, 0, 1, ALL_IPUS), 1),
+        ("zb-wave", (0, 1, 0, 1), 1),
     ],
 )
 def test_the_order_is_that_of_the_schedule(schedule, places, replicas, tmp_path):
@@ -350,20 +351,19 @@ def split_light(w, x, mb):
 
 
 def split_heavy(w, x, mb):
-    """Thirty of them, and a loss."""
-    return jnp.mean(jax.lax.scan(lambda x, _: (split_light(w, x, None), None), x, None, length=30)[0] ** 2)
+    """Four of them, and a loss."""
+    return jnp.mean(jax.lax.scan(lambda x, _: (split_light(w, x, None), None), x, None, length=4)[0] ** 2)
 
 
-@pytest.mark.parametrize(
-    ("replicas", "guards"), [(1, "own"), (1, "uniform"), pytest.param(2, "own", marks=pytest.mark.slow)]
-)
+@pytest.mark.fast("1-own")
+@pytest.mark.parametrize(("replicas", "guards"), [(1, "own"), (1, "uniform"), (2, "own")])
 def test_the_first_device_of_each_group_is_shown(replicas, guards, tmp_path):
     """Under uniform guards an IPU's own tasks are shown, and not what it runs of others' tasks without effect."""
     stages = [Stage(fn, params="ab"[k], ipu=k, name=fn.__name__) for k, fn in enumerate((split_light, split_heavy))]
     options = {"schedule": "1f1b", "gradient_accumulation": M, "guards": guards}
     pipeline = Pipeline(stages, mesh=make_mesh(replicas, 2, tensor=2), specs={"a": SPLIT, "b": SPLIT}, **options)
     params = pipeline.shard({name: {"up": np.eye(D, 2 * D), "down": np.eye(2 * D, D)} for name in "ab"})
-    batch = np.ones((M, 64, D) if replicas == 1 else (replicas, M, 64, D), np.float32)
+    batch = np.ones((M, 8, D) if replicas == 1 else (replicas, M, 8, D), np.float32)
     other = two_stages()  # on other devices: the first one of its IPU 1 is the second one of this IPU 0
     params_of_other, batch_of_other = other.shard(weights("a", "b")), np.ones((M, 8, D), np.float32)
     with trace(tmp_path, steps=3) as recording:
@@ -386,9 +386,9 @@ def test_the_first_device_of_each_group_is_shown(replicas, guards, tmp_path):
         forwards = [one for one in mine if one.kind == "F"]
         reductions = [one for one in mine if one.kind == "collective" and one.name == "all-reduce"]
         inside = [sum(f.start <= one.start < f.end for one in reductions) for f in forwards]
-        assert inside == [30 if ipu else 1] * (3 * M)
+        assert inside == [4 if ipu else 1] * (3 * M)
         waits = [e["args"]["for"] for e in events_by_name(recording, ipu)["waiting: all-reduce"]]
-        assert waits.count("the other devices of this IPU") >= M * (30 if ipu else 1)
+        assert waits.count("the other devices of this IPU") >= M * (4 if ipu else 1)
 
 
 def test_a_program_of_ones_own_counts_the_steps_that_it_is_said_to_make(tmp_path):
@@ -409,6 +409,7 @@ def test_a_program_of_ones_own_counts_the_steps_that_it_is_said_to_make(tmp_path
 # what goes wrong
 
 
+@pytest.mark.slow
 def test_names_of_tasks_change_nothing_in_the_compiled_program(monkeypatch):
     def compiled():
         pipeline = Pipeline([Stage(light, params="a", ipu=0), Stage(loss, params="b", ipu=1)], gradient_accumulation=2)

@@ -40,10 +40,15 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_json_has_a_line_with_stable_keys(folder, capsys):
-    with recorded(folder, f"{STEPS}\nown_record.note(ipus=[dict(id=3, platform='cpu', kind='cpu')])") as running:
+    """All of the line can be printed, whatever the record says."""
+    with recorded(
+        folder, f"{STEPS}\nown_record.note(ipus=[dict(id=3, platform='cpu', kind='\\x1b]0;t\\x9b')])"
+    ) as running:
         (folder / "other").write_text("")
         assert command.main(["--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
+    assert line.isascii()
+    assert line.isprintable()
     found = json.loads(line)
     assert found.keys() == {"format", "time", "host", "processes", "ignored"}
     assert found["format"] == 1
@@ -53,28 +58,8 @@ def test_json_has_a_line_with_stable_keys(folder, capsys):
     assert process.keys() == KEYS
     assert (process["pid"], process["state"], process["step"]) == (running.pid, "running", 3)
     placeless = {"replica": None, "ipu": None, "stages": [], "further": []}
-    assert process["ipus"] == [{"id": 3, "platform": "cpu", "kind": "cpu", **placeless}]
+    assert process["ipus"] == [{"id": 3, "platform": "cpu", "kind": "\x1b]0;t\x9b", **placeless}]
     assert 0 <= process["busy_share"] <= 1
-
-
-def test_json_and_the_table_hold_no_command_to_the_terminal(folder, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    evil = "\x1b]0;t\x07\x9b\x7f"
-    said = f"""{STEPS}
-ipu = dict(id=0, platform="cpu", kind={evil!r}, replica=0, ipu=0, stages=[{evil!r}])
-own_record.note(run={evil!r}, ipus=[ipu])
-beacon.enter(Phase.FAILED, {evil!r})
-"""
-    with recorded(folder, said):
-        (folder / evil.replace("/", "")).write_text("")
-        assert command.main(["--json"]) == 0
-        assert command.main(["--once"]) == 0
-    as_json, *table = capsys.readouterr().out.splitlines()
-    assert as_json.isascii()
-    assert as_json.isprintable()
-    assert json.loads(as_json)["processes"][0]["ipus"][0]["stages"] == [evil]
-    assert "?]0;t???" in " ".join(table)
-    assert all(line.isprintable() for line in table)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +176,7 @@ class Terminal:
     def resize(self, columns):
         fcntl.ioctl(self.handle, termios.TIOCSWINSZ, struct.pack("HHHH", 20, columns, 0, 0))
 
-    def read_until(self, end, seconds=20.0):
+    def read_until(self, end, seconds=60.0):
         """Read until something has been written since the last call, and return all of that."""
         read, until = b"", time.monotonic() + seconds
         while end not in read:
@@ -215,6 +200,7 @@ def terminal(folder):
     terminal.close()
 
 
+@pytest.mark.fast("q-0", "2-130")
 @pytest.mark.parametrize(
     ("end", "status"),
     [("q", 0), (signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGQUIT, 131)],
@@ -262,6 +248,7 @@ def shown_pids(terminal):
     return [int(line.split()[0]) for line in picture.splitlines() if re.match(r" *\d+  ", line)]
 
 
+@pytest.mark.fast("settings0-True", "settings1-False")
 @pytest.mark.parametrize(("settings", "is_green"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
 def test_colours_are_for_terminals_that_want_them(folder, settings, is_green):
     with recorded(folder, STEPS):
@@ -299,10 +286,7 @@ def test_it_is_drawn_anew_for_another_size_and_after_a_suspension(folder, termin
     assert "…".encode() in narrow
     os.kill(terminal.process.pid, signal.SIGTSTP)
     assert terminal.read_until(LEAVE)
-    until = time.monotonic() + 20
-    while os.waitpid(terminal.process.pid, os.WNOHANG | os.WUNTRACED) == (0, 0):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    os.waitpid(terminal.process.pid, os.WUNTRACED)
     assert termios.tcgetattr(terminal.handle) == terminal.before
     os.kill(terminal.process.pid, signal.SIGCONT)
     assert terminal.read_until(PICTURE).startswith(ENTER)

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import time
 
 import psutil
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from ipu_jax.distributed.processes.identity import own_identity
 from ipu_jax.run.observe.monitor import records
 from ipu_jax.run.observe.monitor.rows import Watch
-from support.launched import recorded
+from support.launched import recorded, wait_for
 
 # Ten steps of 0.1 s, of which the last was 3 s ago; each has 2 updates of 4 examples.
 STEPS = """
@@ -41,10 +40,7 @@ def row_of(**chosen):
 
 
 def becomes(pid, *states):
-    until = time.monotonic() + 10
-    while psutil.Process(pid).status() not in states:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_for(lambda: psutil.Process(pid).status() in states)
 
 
 def test_a_process_that_steps_runs_at_its_speed_of_late(folder):
@@ -178,7 +174,4 @@ threading.Thread(target=spin, daemon=True).start()
     with recorded(folder, computing):
         looks = watch()
         looks.look()
-        until = time.monotonic() + 30
-        while not (looks.look().rows[0].busy_share or 0) > 0:
-            assert time.monotonic() < until
-            time.sleep(0.1)
+        wait_for(lambda: (looks.look().rows[0].busy_share or 0) > 0)
