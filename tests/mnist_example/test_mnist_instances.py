@@ -99,15 +99,11 @@ def assert_ended_well(ran, instances):
 
 HALF = ["--precision", "16.32", "--half", "float16"]
 EVERY_FLAG = [
-    [*BASIC, "--optimizer", "momentum"],
-    [*BASIC, "--optimizer", "adam", "--shard-optimizer"],
     [*CONCURRENT, "--optimizer", "adamw", "--shard-optimizer"],
     [*CONCURRENT, "--optimizer", "lamb", "--shard-optimizer"],
     [*BASIC, "--precision", "16.16"],
-    [*CONCURRENT, *HALF],
     [*CONCURRENT, *HALF, "--optimizer", "adam", "--shard-optimizer"],
-    [*BASIC, "--async-dataloader", "--num-workers", "3"],
-    [*BASIC, "--no-eight-bit-io", "--no-shuffle"],
+    [*BASIC, "--optimizer", "momentum", "--async-dataloader", "--num-workers", "3", "--no-eight-bit-io"],
     [*BASIC, "--pipeline-schedule", "auto", "--run-single-step"],
     [*BASIC, "--explain", "--run-single-step", "--reduction", "mean"],
     [*BASIC, "--model", "resnet18", "--batch-size", "4", "--run-single-step"],

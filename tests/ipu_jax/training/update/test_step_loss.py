@@ -51,14 +51,16 @@ def rows_of(batch, dims):
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[dims:]), batch)
 
 
+@pytest.mark.fast("function-mean-1", "pipeline-mean-3")
 @pytest.mark.parametrize(
     ("kind", "reduction", "updates", "options"),
     [
         ("function", "mean", 1, {"loss_scale": DynamicScale(initial=64.0)}),
-        pytest.param("function", "sum", 3, {}, marks=pytest.mark.slow),
+        ("function", "sum", 3, {}),
         ("pipeline", "sum", 1, {"loss_scale": 64.0, "shard_optimizer": True}),
         ("pipeline", "mean", 3, {}),
     ],
+    ids=["function-mean-1", "function-sum-3", "pipeline-sum-1", "pipeline-mean-3"],
 )
 def test_counts_weigh_as_in_training(kind, reduction, updates, options):
     step, state = step_of(kind, masked_sum, REPLICAS, reduction, weighted=True, device_iterations=updates, **options)
@@ -91,7 +93,8 @@ def test_counts_weigh_as_in_training(kind, reduction, updates, options):
     assert bits(whole_of(step, state)) == bits(found)
 
 
-@pytest.mark.parametrize("kind", ["pipeline", pytest.param("function", marks=pytest.mark.slow)])
+@pytest.mark.fast("function")
+@pytest.mark.parametrize("kind", ["pipeline", "function"])
 def test_an_average_of_half_weights_is_in_float32_and_evaluated_in_half(kind):
     step, state = step_of(kind, mean, REPLICAS, precision="16.16", shard_optimizer=True, ema_decay=0.75)
     batch, wide = tokens(REPLICAS, M), lambda leaf: np.asarray(leaf, np.float32)

@@ -52,6 +52,7 @@ def step_of(kind: str, optimizer: Any = None, **options: Any) -> Any:
 # donated buffers
 
 
+@pytest.mark.fast("pipeline")
 @KINDS
 def test_a_state_that_a_call_has_used_is_refused(kind):
     step, given = step_of(kind, shard_optimizer=True), jax.tree.map(jnp.asarray, WEIGHTS)
@@ -85,7 +86,8 @@ def test_a_state_of_stages_that_was_deleted_is_refused():
         pipeline.loss(params, np.ones((1, 2, 3)), state)
 
 
-@pytest.mark.parametrize("kind", ["function", pytest.param("pipeline", marks=pytest.mark.slow)])
+@pytest.mark.fast("function")
+@KINDS
 def test_a_state_that_is_not_donated_may_be_used_again(kind):
     kept, donated = step_of(kind, donate=False), step_of(kind)
     first = kept.init(WEIGHTS)
