@@ -178,8 +178,17 @@ def trained_plainly(
 
 def updated_plainly(model: SplitModel, optimizer: Any, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
     """Return the loss of a batch, and weights and optax's state after its update."""
-    loss, gradients = jax.jit(model.plain_gradients)(params, batch)
-    return loss, *_updated(optimizer, params, state, gradients)
+    return _whole_update(model, optimizer)(params, state, batch)
+
+
+@functools.cache
+def _whole_update(model: SplitModel, optimizer: Any) -> Any:
+    @jax.jit
+    def update(params: Any, state: Any, batch: Any) -> Any:
+        loss, gradients = model.plain_gradients(params, batch)
+        return loss, *_updated(optimizer, params, state, gradients)
+
+    return update
 
 
 def _updated(optimizer: Any, params: Any, state: Any, gradients: Any) -> tuple[Any, Any]:

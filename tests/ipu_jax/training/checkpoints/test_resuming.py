@@ -1,6 +1,7 @@
 """Test that a training that is stopped and resumed is the one that was not, also on other IPUs."""
 
 import dataclasses
+import functools
 import pickle
 from typing import Any
 
@@ -21,12 +22,17 @@ def _compiled_quickly():
         yield
 
 
+@functools.cache
+def basic_step() -> Any:
+    return resumed.step_for(TOPOLOGIES["basic"])
+
+
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
     """Return a folder with checkpoints of steps 4 and 8, the losses up to step 12, and the states at 8 and 12."""
     folder = tmp_path_factory.mktemp("stopped")
     with quick_compiles():
-        step = resumed.step_for(TOPOLOGIES["basic"])
+        step = basic_step()
         with Checkpoints(folder, step, every=4) as checkpoints:
             state = resumed.first_state(step)
             assert checkpoints.restore(state) is None
@@ -44,7 +50,7 @@ def restored(folder: Any, step: Any) -> Any:
 def test_a_training_that_was_stopped_is_the_one_that_was_not(stopped):
     """With state of stages, dropout, a dynamic loss scale, an average, two updates per call and shuffled data."""
     folder, losses, at_8, at_12 = stopped
-    step = resumed.step_for(TOPOLOGIES["basic"])
+    step = basic_step()
     found = restored(folder, step)
     assert (found.step, found.topology, found.extra) == (8, "same", {"rate": 0.02})
     assert found.path == folder / "step-8"

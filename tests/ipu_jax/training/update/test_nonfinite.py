@@ -270,11 +270,11 @@ def test_a_loop_is_told_a_few_calls_later_and_its_state_stays_usable(tmp_path):
 SKIP, SCALE = {"on_nonfinite": "skip"}, {"loss_scale": DynamicScale(initial=16.0)}
 
 
-@pytest.mark.fast("skip")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "ipus", "places", "options"),
     [
-        pytest.param(2, 2, (0, 1), SKIP, id="skip"),
+        (2, 2, (0, 1), SKIP),
         (2, 2, (1, 0), SCALE),
         (1, 1, (0, 0), SKIP),
         (1, 4, (0, 1), SKIP | {"precision": "16.32"}),
@@ -448,6 +448,7 @@ def counted(step, state, batch):
     return {name: text.count(f"stablehlo.{name}") for name in names}, "is_finite" in text
 
 
+@pytest.mark.fast("2-2-True-1")
 @pytest.mark.parametrize(("replicas", "ipus", "shard_optimizer", "more"), [(2, 1, False, 0), (2, 2, True, 1)])
 def test_it_costs_one_number_sent_among_the_ipus_of_a_replica_and_nothing_if_it_is_off(
     replicas, ipus, shard_optimizer, more

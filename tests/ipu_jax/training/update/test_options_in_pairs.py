@@ -300,7 +300,7 @@ def close(found, expected, tolerance, scale=0.0):
     np.testing.assert_allclose(found[finite], expected[finite], rtol=tolerance, atol=tolerance * scale)
 
 
-def check(case, dtype=np.float32):
+def check(case, dtype: Any = np.float32):
     model = model_of(case, dtype)
     weights, memory, average, updates, stops, of_updates = expected_of(case, model)
     step, state, outputs, stopped = trained(case, model)

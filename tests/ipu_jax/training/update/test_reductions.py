@@ -294,7 +294,7 @@ def squares(w, x, mb):
     return jnp.mean((mb @ w) ** 2)
 
 
-@pytest.mark.fast("1f1b", "Replicas", "loss function")
+@pytest.mark.fast("Replicas", "loss function")
 @pytest.mark.parametrize("name", ["1f1b", "auto", "function", "Replicas", "loss function"])
 def test_m_and_the_reduction_may_be_given_in_either_place(name):
     def made(**given):

@@ -102,6 +102,9 @@ CASES = {
 }
 
 
+@pytest.mark.fast(
+    "all", "shard_optimizer", "float64 in 16.16", "adafactor", "all of a function", "a cut function in 16.16"
+)
 @pytest.mark.parametrize("name", CASES)
 def test_shapes_are_those_of_the_state_that_init_returns(name):
     step, params, given = CASES[name]()
@@ -149,7 +152,7 @@ def test_a_key_that_nothing_draws_from_is_left_out_and_the_warning_names_the_cal
     assert (state.key, caught[0].filename) == (None, __file__)
 
 
-@pytest.mark.fast("all", "a cut function")
+@pytest.mark.fast("all")
 @pytest.mark.parametrize(
     ("name", "updates", "shape", "spec"),
     [

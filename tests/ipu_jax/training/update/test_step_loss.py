@@ -51,7 +51,7 @@ def rows_of(batch, dims):
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[dims:]), batch)
 
 
-@pytest.mark.fast("function-mean-1", "pipeline-mean-3")
+@pytest.mark.fast("function-mean-1")
 @pytest.mark.parametrize(
     ("kind", "reduction", "updates", "options"),
     [
