@@ -152,7 +152,7 @@ def test_a_key_that_nothing_draws_from_is_left_out_and_the_warning_names_the_cal
     assert (state.key, caught[0].filename) == (None, __file__)
 
 
-@pytest.mark.fast("all")
+@pytest.mark.fast("shard_optimizer")
 @pytest.mark.parametrize(
     ("name", "updates", "shape", "spec"),
     [
@@ -174,7 +174,7 @@ def test_the_program_of_shapes_is_that_of_arrays(name, updates, shape, spec):
         assert step.lower(state, same).as_text() == expected
 
 
-@pytest.mark.fast("all")
+@pytest.mark.fast("plain")
 @pytest.mark.parametrize(("fn", "replicas"), [(first, 1), (random_first, 2)], ids=["plain", "all"])
 def test_a_pipeline_that_is_compiled_for_shapes_computes_what_it_computes(fn, replicas):
     pipeline = pipeline_of(fn, replicas, gradient_accumulation=2, frozen={"b": True})

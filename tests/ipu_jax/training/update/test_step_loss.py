@@ -68,7 +68,7 @@ def test_counts_weigh_as_in_training(kind, reduction, updates, options):
     if updates > 1:
         batch["mask"][1] = 0  # an update without anything that counts
     loss, counts = step.loss(state, batch)
-    total, count = masked_sum(PARAMS, rows_of(batch, batch["x"].ndim - 2))
+    total, count = jax.jit(masked_sum)(PARAMS, rows_of(batch, batch["x"].ndim - 2))
     # the sum of one update, averaged over the updates
     np.testing.assert_allclose(loss, total / count if reduction == "mean" else total / updates, rtol=1e-6)
     np.testing.assert_array_equal(counts, batch["mask"].sum(-1))
@@ -83,7 +83,7 @@ def test_counts_weigh_as_in_training(kind, reduction, updates, options):
         total, count = masked_sum(params, rows)
         return total / count if reduction == "mean" else total
 
-    gradients = jax.grad(of_all)(PARAMS, rows_of(batch, 3))
+    gradients = jax.jit(jax.grad(of_all))(PARAMS, rows_of(batch, 3))
     moved = jax.tree.map(lambda w, g: w - 0.1 * g, PARAMS, gradients)
     found = whole_of(step, state)
     assert largest_relative_error(found, moved) <= 1e-6

@@ -33,6 +33,7 @@ def seen_dtypes(found):
     return loss_fn
 
 
+@pytest.mark.fast("function-32.32-float16", "pipeline-16.32-bfloat16", "pipeline-16.16-float16")
 @pytest.mark.parametrize(("precision", "half"), [("32.32", "float16"), *itertools.product(["16.32", "16.16"], HALVES)])
 @KINDS
 def test_what_is_computed_and_held_in_which_dtype(kind, precision, half):

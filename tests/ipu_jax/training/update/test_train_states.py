@@ -154,6 +154,7 @@ def test_another_optimizers_state_is_refused(kind, mine, others):
             call(state)
 
 
+@pytest.mark.slow
 def test_a_state_that_lies_otherwise_is_refused():
     """Test state that is sharded over the replicas or not, on the same step or on one made in the same way."""
     sharded, whole = step_of("pipeline", shard_optimizer=True), step_of("pipeline")
