@@ -13,6 +13,7 @@ from mnist_example import benchmark_dataset, run_sharded_mnist
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.fast("run-sharded-mnist-requests")
 @pytest.mark.parametrize(
     ("program", "package"),
     [("run-sharded-mnist", "requests"), ("run-sharded-mnist", "flax"), ("benchmark-dataset", "pooch")],
@@ -56,6 +57,7 @@ def test_help_fits_two_screens_with_examples_first_and_help_all_explains_more(ma
     assert "--bs for --batch-size" in " ".join(texts[1].split())
 
 
+@pytest.mark.fast("tests/sharded_matmul_tool.py")
 @pytest.mark.parametrize(
     "script",
     [

@@ -97,18 +97,13 @@ def assert_ended_well(ran, instances):
     assert all(ran.said_by(k) == [] for k in range(1, instances))
 
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 HALF = ["--precision", "16.32", "--half", "float16"]
 EVERY_FLAG = [
-    [*BASIC, "--optimizer", "momentum"],
-    [*BASIC, "--optimizer", "adam", "--shard-optimizer"],
     [*CONCURRENT, "--optimizer", "adamw", "--shard-optimizer"],
     [*CONCURRENT, "--optimizer", "lamb", "--shard-optimizer"],
     [*BASIC, "--precision", "16.16"],
-    [*CONCURRENT, *HALF],
     [*CONCURRENT, *HALF, "--optimizer", "adam", "--shard-optimizer"],
-    [*BASIC, "--async-dataloader", "--num-workers", "3"],
-    [*BASIC, "--no-eight-bit-io", "--no-shuffle"],
+    [*BASIC, "--optimizer", "momentum", "--async-dataloader", "--num-workers", "3", "--no-eight-bit-io"],
     [*BASIC, "--pipeline-schedule", "auto", "--run-single-step"],
     [*BASIC, "--explain", "--run-single-step", "--reduction", "mean"],
     [*BASIC, "--model", "resnet18", "--batch-size", "4", "--run-single-step"],
@@ -116,17 +111,18 @@ EVERY_FLAG = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "replicas", "instances", "ipus", "images", "exactly"),
     [
         (BASIC, 2, [2], 2, 20, True),  # a sum of two replicas has one order only
-        slow(BASIC, 8, [1, 2, 4], 2, 170, False),
-        slow(CONCURRENT, 8, [1, 2, 4], 2, 170, False),
+        (BASIC, 8, [1, 2, 4], 2, 170, False),
+        (CONCURRENT, 8, [1, 2, 4], 2, 170, False),
         # a replica spans instances
-        slow(BASIC, 1, [2], 2, 50, True),
-        slow(CONCURRENT, 1, [2], 2, 50, True),
-        slow(CONCURRENT, 2, [4], 4, 50, False),
-        *(slow(of, 2, [2], 2, 50, "--precision" not in of and "resnet18" not in of) for of in EVERY_FLAG),
+        (BASIC, 1, [2], 2, 50, True),
+        (CONCURRENT, 1, [2], 2, 50, True),
+        (CONCURRENT, 2, [4], 4, 50, False),
+        *((of, 2, [2], 2, 50, "--precision" not in of and "resnet18" not in of) for of in EVERY_FLAG),
     ],
 )
 def test_instances_train_as_one_process_does(flags, replicas, instances, ipus, images, exactly, tmp_path, alone):

@@ -57,6 +57,7 @@ def bits(leaves):
     return {jax.tree_util.keystr(path): (np.asarray(leaf).dtype, np.asarray(leaf).tobytes()) for path, leaf in leaves}
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed_it_is_one_training_and_one_log(tmp_path, capsys, monkeypatch):
     flags = [*CONCURRENT, *TINY, "--checkpoint-every", "2"]
     assert main([*flags, "--checkpoint-dir", str(tmp_path / "whole")]) == 0
@@ -138,6 +139,7 @@ def test_another_training_is_refused_by_name(saved, flags, holds, capsys, monkey
     assert [text for text in holds if text not in err] == []
 
 
+@pytest.mark.slow
 def test_a_path_is_resumed_from_in_the_other_mode_at_another_learning_rate_and_each_epoch_is_saved(
     saved, tmp_path, capsys
 ):
@@ -171,26 +173,3 @@ def test_a_second_training_in_a_folder_is_refused_before_it_compiles(tmp_path, c
         other.lock()
         assert main(flags) == 2
     assert f"run-sharded-mnist: --checkpoint-dir: {tmp_path} is in use: " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("flags", "status"), [([], 74), (["--on-save-error", "continue"], 0)])
-def test_a_folder_that_vanishes_ends_the_training_or_is_told(tmp_path, flags, status, capsys, monkeypatch):
-    folder = tmp_path / "runs"
-    usual = Checkpoints.save
-
-    def save(self, state, *args, **how):
-        if int(state.step) == 4:
-            self.wait()
-            folder.rename(tmp_path / "gone")
-        return usual(self, state, *args, **how)
-
-    monkeypatch.setattr(Checkpoints, "save", save)
-    command = [*CONCURRENT, *TINY, "--epochs", "1", "--checkpoint-dir", str(folder), "--checkpoint-every", "2", *flags]
-    assert main(command) == status
-    out, err = capsys.readouterr()
-    lines = err.splitlines()
-    for told in (f"run-sharded-mnist: saving {folder}/step-4 failed, [Errno 2] ", "the last good one is of step 2"):
-        assert told in lines[0]
-    assert len(lines) == (1 if status else 3)  # the save at the end fails, too, and so does verifying the last one
-    assert ("Test accuracy" in out) == (not status)
-    assert (tmp_path / "gone" / "step-2").is_dir()

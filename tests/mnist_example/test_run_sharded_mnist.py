@@ -1,6 +1,5 @@
 """Test the command: what it prints, what it refuses before anything is compiled, and how it ends."""
 
-import functools
 import importlib.util
 import os
 import re
@@ -18,10 +17,12 @@ import numpy as np
 import pytest
 
 import ipu_jax
+from ipu_jax.io import CheckpointError, SaveError
 from ipu_jax.observe import Recording, TraceError
 from ipu_jax.options import DynamicScale
 from ipu_jax.run.ahead.compilers import has_compiler
 from ipu_jax.schedules import Schedule
+from ipu_jax.steps import NonFiniteLossError
 from mnist_example import data, model, training
 from mnist_example.data import load_mnist, synthetic_mnist
 from mnist_example.flags import Flags, parsed
@@ -47,20 +48,15 @@ def few_digits(monkeypatch):
     monkeypatch.setattr(data, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 103, 25))
 
 
+def interrupted(*args, **how):
+    """Take the place of `fit`."""
+    raise KeyboardInterrupt
+
+
 @pytest.fixture
 def nothing_runs(monkeypatch):
     """Remove the function that trains and compiles the first program, so that a test fails if it is called."""
     monkeypatch.setattr(training.Training, "run", None)
-
-
-def on_terminal(monkeypatch, flags):
-    """Return what the command prints on a terminal."""
-    terminal = Terminal()
-    with monkeypatch.context() as patch:
-        patch.setenv("TERM", "xterm")
-        patch.setattr(sys, "stdout", terminal)
-        assert main(flags) == 0
-    return terminal.getvalue()
 
 
 def final(epoch, updates, judged="is chance: these images cannot be learnt"):
@@ -93,17 +89,23 @@ def test_a_line_follows_every_device_call_and_the_accuracy_every_epoch(few_digit
         *(rf"Epoch {epoch}, Mean loss: \d\.\d{{3}}" for epoch in (1.4, 1.6)),
         *final(1.6, 8),
     ]
-    assert_lines(on_terminal(monkeypatch, [*flags, "--no-progress"]), *patterns)
-    with_bar = on_terminal(monkeypatch, flags)
-    assert "Compiling" in with_bar
-    assert "8/8" in with_bar
-    # printed in place of the progress bar, which moves down
-    assert re.search(r"\x1b\[2KEpoch 1\.0, Mean loss: \d\.\d{3}\n", with_bar)
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert main([*flags, "--no-progress"]) == 0
+    assert_lines(terminal.getvalue(), *patterns)
 
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+def test_there_is_a_bar_unless_a_flag_says_otherwise(few_digits, monkeypatch):
+    given = []
+    monkeypatch.setattr(ipu_jax, "fit", lambda *args, progress, **how: (given.append(progress), interrupted()))
+    for flags in ([], ["--no-progress"]):
+        with pytest.raises(KeyboardInterrupt):
+            main([*CONCURRENT, *TINY, *flags])
+    assert given == [None, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "header", "images"),
     [
@@ -115,13 +117,11 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
             40,
         ),
         ("--pipeline-mode basic --pipeline-schedule Auto", "basic pipeline on 2 IPUs, auto", 20),
-        slow("--pipeline-mode basic", "basic pipeline on 2 IPUs, grouped", 20),
-        slow("--pipeline-mode basic --pipeline-schedule Sequential", "basic pipeline on 2 IPUs, sequential", 20),
-        slow("--pipeline-mode basic --pipeline-schedule Schedule1F1B", "basic pipeline on 2 IPUs, 1f1b", 20),
-        slow("--pipeline-mode concurrent --ipus 4", "concurrent pipeline on 4 IPUs, grouped", 20),
-        slow(
-            "--pipeline-mode concurrent --precision 16.32 --reduction mean --no-shuffle", "concurrent pipeline on 2", 20
-        ),
+        ("--pipeline-mode basic", "basic pipeline on 2 IPUs, grouped", 20),
+        ("--pipeline-mode basic --pipeline-schedule Sequential", "basic pipeline on 2 IPUs, sequential", 20),
+        ("--pipeline-mode basic --pipeline-schedule Schedule1F1B", "basic pipeline on 2 IPUs, 1f1b", 20),
+        ("--pipeline-mode concurrent --ipus 4", "concurrent pipeline on 4 IPUs, grouped", 20),
+        ("--pipeline-mode concurrent --precision 16.32 --reduction mean --no-shuffle", "concurrent pipeline on 2", 20),
     ],
 )
 def test_a_single_step_works_in_every_layout(flags, header, images, few_digits, capsys):
@@ -189,11 +189,15 @@ def test_every_flag_reaches_the_training(reached, tmp_path):
         assert batch.data["labels"].shape == (4, 3, 2)
 
 
-def test_the_flags_of_the_training_step_reach_it(reached):
+def test_the_flags_of_the_training_step_and_of_checkpoints_reach_them(reached, monkeypatch):
     flags = "--replicas 2 --optimizer lamb --shard-optimizer --precision 16.32 --half float16 --batch-size 2"
     flags += " --gradient-accumulation 3 --device-iterations 4 --on-nonfinite skip --async-dataloader --num-workers 3"
-    flags += " --no-eight-bit-io"
+    flags += " --no-eight-bit-io --checkpoint-dir x --keep 5 --checkpoint-every 7 --on-save-error continue"
     found = reached(*flags.split())
+    monkeypatch.setattr(ipu_jax, "Checkpoints", lambda folder, step, **how: (folder, how))
+    folder, how = found.checkpoints()
+    assert str(folder) == "x"
+    assert [how[name] for name in ("keep", "every", "minutes", "on_save_error")] == [5, 7, None, "continue"]
     assert (found.step.model.replicas, found.step.model.ipus, found.step.options.device_iterations) == (2, 2, 4)
     assert (found.flags.learning_rate, found.step.options.shard_optimizer) == (0.01, True)
     assert (found.step.options.loss_scale, found.step.options.on_nonfinite) == (DynamicScale(), "skip")
@@ -235,32 +239,24 @@ def test_help_says_every_default(capsys):
 # comparing
 
 
-def test_compare_draws_both_curves_and_says_how_far_they_are_apart(few_digits, capsys, tmp_path, monkeypatch):
+def test_compare_draws_both_curves_and_a_picture_that_fails_leaves_the_figures(
+    few_digits, capsys, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    assert main(["--compare", *CONCURRENT, *TINY, "--ipus", "4"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    # the mode that was asked for is the first
-    assert [line.split(",")[0] for line in lines if "pipeline" in line] == [
-        "concurrent pipeline on 4 IPUs",
-        "basic pipeline on 3 IPUs",
-    ]
-    found = re.fullmatch(
-        r"Largest relative difference of the losses: (\S+) over the first 5 updates, (\S+) over all 5", lines[-2]
-    )
-    assert found
-    assert float(found[1]) == float(found[2]) < 1e-4
-    assert lines[-1] == "Picture: mnist-losses.png"
-    content = (tmp_path / "mnist-losses.png").read_bytes()
+    losses, modes = {"basic": np.ones(3), "concurrent": np.full(3, 1.5)}, []
+    run = lambda self, cache: (modes.append(self.mode), types.SimpleNamespace(losses=losses[self.mode]))[1]  # noqa: E731
+    monkeypatch.setattr(training.Training, "run", run)
+    apart = "Largest relative difference of the losses: 5.0e-01 over the first 3 updates, 5.0e-01 over all 3\n"
+    assert main(["--compare", *CONCURRENT, *TINY]) == 0
+    assert modes == ["concurrent", "basic"]  # the mode that was asked for is the first
+    assert capsys.readouterr().out == f"{apart}Picture: mnist-losses.png\n"
+    drawn = Path("mnist-losses.png")
+    content = drawn.read_bytes()
     assert content.startswith(b"\x89PNG")
     width, height = struct.unpack(">II", content[16:24])
     assert width > height > 500
-
-
-def test_a_picture_that_fails_leaves_the_figures(few_digits, capsys, tmp_path, monkeypatch):
+    drawn.unlink()
     picture = tmp_path / "losses.png"
-    losses = {"basic": np.ones(3), "concurrent": np.full(3, 1.5)}
-    run = lambda self, cache: types.SimpleNamespace(losses=losses[self.mode])  # noqa: E731
-    monkeypatch.setattr(training.Training, "run", run)
     # a file may have as many bytes as the picture needs when it is tried, and fewer afterwards
     draw = training.draw
 
@@ -275,7 +271,7 @@ def test_a_picture_that_fails_leaves_the_figures(few_digits, capsys, tmp_path, m
     monkeypatch.setattr(training, "draw", on_a_full_disk)
     assert main(["--compare", "--plot", str(picture), *TINY]) == 74
     out, err = capsys.readouterr()
-    assert out == "Largest relative difference of the losses: 5.0e-01 over the first 3 updates, 5.0e-01 over all 3\n"
+    assert out == apart
     assert err == f"run-sharded-mnist: --plot {picture} was not written (File too large)\n"
     assert not list(tmp_path.iterdir())
     picture.write_text("of an earlier run")
@@ -285,10 +281,11 @@ def test_a_picture_that_fails_leaves_the_figures(few_digits, capsys, tmp_path, m
     assert [path.name for path in tmp_path.iterdir()] == ["losses.png"]
 
 
-def test_explain_and_plot_schedule_show_the_schedule_before_training(few_digits, capsys, tmp_path):
+def test_explain_and_plot_schedule_show_the_schedule_before_training(few_digits, capsys, tmp_path, monkeypatch):
     picture = tmp_path / "schedule.svg"
-    shown = ["--explain", "--plot-schedule", str(picture)]
-    assert main([*CONCURRENT, *TINY, "--run-single-step", *shown, "--replicas", "2"]) == 0
+    monkeypatch.setattr(ipu_jax, "fit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        main([*CONCURRENT, *TINY, "--explain", "--plot-schedule", str(picture), "--replicas", "2"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("grouped: 4 stages on 2 IPUs, 5 micro-batches")
     assert "IPU 0  " in lines[5]
@@ -296,9 +293,7 @@ def test_explain_and_plot_schedule_show_the_schedule_before_training(few_digits,
     assert [line.split()[0] for line in lines[columns + 1 : columns + 3]] == ["0", "1"]
     (sent,) = (number for number, line in enumerate(lines) if re.match("stage +task +collective +axis ", line))
     assert re.fullmatch(r"classifier, cross-entropy +F and B +all-\w+ +ipu +\d x .*", lines[sent + 1])
-    (compiled,) = (number for number, line in enumerate(lines) if re.fullmatch(COMPILED, line))
-    (drawn,) = (number for number, line in enumerate(lines) if line == f"Schedule: {picture}")
-    assert columns < drawn < compiled < next(number for number, line in enumerate(lines) if line.startswith("Epoch"))
+    assert lines[-1] == f"Schedule: {picture}"
     explained = "\n".join(lines[1 : columns - 1])  # the report begins with a line above its columns
     assert picture.read_text() == Schedule.from_text(explained).to_svg()
 
@@ -426,20 +421,24 @@ def test_a_flag_that_draws_says_that_matplotlib_is_missing(given, capsys, nothin
 # how it ends
 
 
-def test_a_training_that_diverges_exits_with_1_and_leaves_its_page(few_digits, tmp_path, capsys):
-    page = tmp_path / "run.html"
-    assert main([*CONCURRENT, *TINY, "--learning-rate", "1e9", "--report", str(page)]) == 1
-    text = page.read_text()
-    assert "grouped, by ticks" in text
-    assert "failed" in text
-    assert "is not finite" in text
-    out, err = capsys.readouterr()
-    assert re.fullmatch(
-        r"run-sharded-mnist: update \d, replica 0, micro-batch \d, stage \d, '\w+': .* is .*(nan|inf): "
-        r"training diverged; use a learning rate below 1e\+09\n",
-        err,
-    )
-    assert "Mean loss" not in out
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [
+        (
+            NonFiniteLossError("update 3 was not finite", 3, None),
+            *(1, "update 3 was not finite: training diverged; use a learning rate below 0.5"),
+        ),
+        (SaveError("saving step-4 failed"), 74, "saving step-4 failed"),
+        (CheckpointError("no step-4"), 2, "--checkpoint-dir: no step-4"),
+    ],
+)
+def test_an_error_of_the_training_is_one_line_and_a_status(error, status, told, few_digits, monkeypatch, capsys):
+    def fail(*args, **how):
+        raise error
+
+    monkeypatch.setattr(ipu_jax, "fit", fail)
+    assert main([*CONCURRENT, *TINY, "--learning-rate", "0.5"]) == status
+    assert capsys.readouterr().err == f"run-sharded-mnist: {told}\n"
 
 
 def start(*flags):
@@ -452,6 +451,7 @@ def start(*flags):
     )
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_script_and_makes_its_own_ipus(tmp_path):
     write_digits(tmp_path / "digits", synthetic_mnist(0, 7, 3))
     flags = ("--data-dir", str(tmp_path / "digits"), "--batch-size", "3", "--gradient-accumulation-count", "2")
@@ -473,11 +473,8 @@ def test_it_runs_as_a_script_and_makes_its_own_ipus(tmp_path):
      (["--checkpoint-dir", "saved"], None)],
 )  # fmt: skip
 def test_after_ctrl_c_it_says_how_to_save(flags, mend, few_digits, tmp_path, capsys, monkeypatch):
-    def fit(*args, **how):
-        raise KeyboardInterrupt
-
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ipu_jax, "fit", fit)
+    monkeypatch.setattr(ipu_jax, "fit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         main([*TINY, *flags])
     line = f"run-sharded-mnist: nothing was saved: give {mend}, and the same command goes on from there\n"
@@ -512,9 +509,7 @@ def test_a_trace_that_fails_leaves_the_training_and_is_told(few_digits, tmp_path
             raise TraceError("the disk is full")
 
     monkeypatch.setattr(Recording, "finish", fail)
-    flags = [*CONCURRENT, *TINY, "--trace", str(tmp_path / "trace"), "--report", str(tmp_path / "run.html")]
-    assert main(flags) == 74
+    assert main([*CONCURRENT, *TINY, "--trace", str(tmp_path / "trace")]) == 74
     out = capsys.readouterr().out
     assert "There is no trace: the disk is full\n" in out
     assert "Test accuracy: " in out
-    assert (tmp_path / "run.html").is_file()

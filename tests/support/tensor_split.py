@@ -164,13 +164,14 @@ def trained_plainly(
     gradients_of = jax.jit(lambda params, batch: model.plain_gradients(params, batch, reduction))
     update = jax.jit(functools.partial(_updated, optimizer))
     for number in range(len(batches["x"])):
-        loss, gradients = gradients_of(params, jax.tree.map(lambda leaf, i=number: leaf[i], batches))
+        batch = jax.tree.map(lambda leaf, i=number: leaf[i], batches)
+        loss, gradients = jax.device_get(gradients_of(params, batch))  # NumPy compiles nothing
         losses.append(float(loss))
         norms.append((norm(gradients), norm(params)))
         if "on_nonfinite" in options and not np.isfinite(norms[-1][0]):
             continue
         factor = min(1, options.get("max_gradient_norm", np.inf) / norms[-1][0])
-        params, state = update(params, state, _times(factor, gradients))
+        params, state = jax.device_get(update(params, state, _times(factor, gradients)))
         if decay is not None:
             average = jax.tree.map(np.add, _times(decay, average), _times(1 - decay, params))
     return {"params": params, "optimizer": state, "ema": average, "losses": losses, "norms": norms}
@@ -178,8 +179,17 @@ def trained_plainly(
 
 def updated_plainly(model: SplitModel, optimizer: Any, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
     """Return the loss of a batch, and weights and optax's state after its update."""
-    loss, gradients = jax.jit(model.plain_gradients)(params, batch)
-    return loss, *_updated(optimizer, params, state, gradients)
+    return _whole_update(model, optimizer)(params, state, batch)
+
+
+@functools.cache
+def _whole_update(model: SplitModel, optimizer: Any) -> Any:
+    @jax.jit
+    def update(params: Any, state: Any, batch: Any) -> Any:
+        loss, gradients = model.plain_gradients(params, batch)
+        return loss, *_updated(optimizer, params, state, gradients)
+
+    return update
 
 
 def _updated(optimizer: Any, params: Any, state: Any, gradients: Any) -> tuple[Any, Any]:

@@ -21,8 +21,8 @@ def batches_of(model: Model, steps: int) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rolled)
 
 
-def dense_history(model: Model, optimizer: Any, steps: int) -> tuple[list[Any], Any, list[float]]:
-    """Return whole weights before and after each of `steps` updates, optax's last state, and the losses."""
+def train_dense(model: Model, optimizer: Any, steps: int) -> tuple[Any, Any, list[float]]:
+    """Return whole weights, optax's state and the losses after `steps` updates."""
 
     @jax.jit
     def update(params: Any, state: Any, batch: Any) -> Any:
@@ -30,19 +30,12 @@ def dense_history(model: Model, optimizer: Any, steps: int) -> tuple[list[Any], 
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    history, state, losses = [model.params], jax.jit(optimizer.init)(model.params), []
+    params, state, losses = model.params, jax.jit(optimizer.init)(model.params), []
     batches = batches_of(model, steps)
     for i in range(steps):
-        params, state, loss = update(history[-1], state, jax.tree.map(lambda leaf, i=i: leaf[i], batches))
-        history.append(params)
+        params, state, loss = update(params, state, jax.tree.map(lambda leaf, i=i: leaf[i], batches))
         losses.append(float(loss))
-    return history, state, losses
-
-
-def train_dense(model: Model, optimizer: Any, steps: int) -> tuple[Any, Any, list[float]]:
-    """Return whole weights, optax's state and the losses after `steps` updates."""
-    history, state, losses = dense_history(model, optimizer, steps)
-    return history[-1], state, losses
+    return params, state, losses
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 
 from ipu_jax import Feed, Pipeline, Stage, TrainOptions, make_mesh, make_train_step, popdist
 from ipu_jax.distributed import board
-from ipu_jax.steps import replicate
 from ipu_jax.training.update import _alike
 from support.instances import Results
 
@@ -168,18 +167,4 @@ def equals(replicas: int, ipus: int) -> Results:
             last(first, batch)
         except popdist.InstancesMissingError as error:
             found["missing"] = np.array(str(error))
-    return found
-
-
-def functions(replicas: int) -> Results:
-    """Return what replicas of a loss function say if instance 1 has another one, and the losses of equal ones."""
-    found: Results = {}
-    for name, factor in {"unlike": 1.0 + board.process()[0], "alike": 1.0}.items():
-        model = replicate(lambda w, rows, f=factor: f * jnp.mean((rows @ w) ** 2), replication_factor=replicas)
-        step = make_train_step(model, optax.sgd(0.1))
-        try:
-            _, outputs = step(step.init(jnp.ones(3)), np.ones((replicas, 1, 4, 3), np.float32))
-            found[name] = np.asarray(outputs.loss)
-        except popdist.InstancesDifferError as error:
-            found[name] = np.array(str(error))
     return found

@@ -187,6 +187,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning_once(tmp_path):
     assert_last_is(runs, 5)
 
 
+@pytest.mark.slow
 def test_of_echoes_only_those_of_orbax_are_dropped():
     """A callback to a closed loop that no Python code made, and a write of orbax that has not begun."""
     code = """

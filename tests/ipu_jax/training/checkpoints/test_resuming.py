@@ -1,6 +1,7 @@
 """Test that a training that is stopped and resumed is the one that was not, also on other IPUs."""
 
 import dataclasses
+import functools
 import pickle
 from typing import Any
 
@@ -21,12 +22,17 @@ def _compiled_quickly():
         yield
 
 
+@functools.cache
+def basic_step() -> Any:
+    return resumed.step_for(TOPOLOGIES["basic"])
+
+
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
     """Return a folder with checkpoints of steps 4 and 8, the losses up to step 12, and the states at 8 and 12."""
     folder = tmp_path_factory.mktemp("stopped")
     with quick_compiles():
-        step = resumed.step_for(TOPOLOGIES["basic"])
+        step = basic_step()
         with Checkpoints(folder, step, every=4) as checkpoints:
             state = resumed.first_state(step)
             assert checkpoints.restore(state) is None
@@ -44,7 +50,7 @@ def restored(folder: Any, step: Any) -> Any:
 def test_a_training_that_was_stopped_is_the_one_that_was_not(stopped):
     """With state of stages, dropout, a dynamic loss scale, an average, two updates per call and shuffled data."""
     folder, losses, at_8, at_12 = stopped
-    step = resumed.step_for(TOPOLOGIES["basic"])
+    step = basic_step()
     found = restored(folder, step)
     assert (found.step, found.topology, found.extra) == (8, "same", {"rate": 0.02})
     assert found.path == folder / "step-8"
@@ -77,13 +83,14 @@ def with_other_values(state: Any) -> Any:
     return dataclasses.replace(drawn, nonfinite=jax.device_put(jnp.int32(1), state.nonfinite.sharding))
 
 
+@pytest.mark.fast("concurrent-concurrent", "two replicas-concurrent, four IPUs")
 @pytest.mark.parametrize(
     ("before", "after"),
     [
         ("concurrent", "concurrent"),
         ("concurrent", "other schedule"),
-        pytest.param("two replicas", "two replicas", marks=pytest.mark.slow),
-        pytest.param("basic", "two replicas", marks=pytest.mark.slow),
+        ("two replicas", "two replicas"),
+        ("basic", "two replicas"),
         ("two replicas", "concurrent, four IPUs"),
     ],
 )
@@ -120,21 +127,6 @@ def test_losses_go_on_on_other_ipus(stopped, name):
     found = restored(folder, step)
     _, more, _ = resumed.train(step, found.state, 2, position=found.feed)
     np.testing.assert_allclose(more, losses[4:], rtol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("there_and_back", [("two replicas", "basic"), ("concurrent, four IPUs", "two replicas")])
-def test_a_topology_that_divides_arrays_is_read_by_another(tmp_path, there_and_back):
-    """Dropout and running means depend on the rows of a replica, so that losses are those of `step.restore`."""
-    one, other = (resumed.step_for(TOPOLOGIES[name]) for name in there_and_back)
-    with Checkpoints(tmp_path, one) as checkpoints:
-        state, _, position = resumed.train(one, resumed.first_state(one), 2)
-        checkpoints.save(state, position, now=True)
-    found = restored(tmp_path, other)
-    assert found.topology == "other"
-    assert not differing(resumed.plain(other, found.state), resumed.plain(one, state))
-    _, losses, _ = resumed.train(other, other.restore(one.whole(state)), 2, position=position)
-    assert resumed.train(other, found.state, 2, position=found.feed)[1] == losses
 
 
 @pytest.mark.slow

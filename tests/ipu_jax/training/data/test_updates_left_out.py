@@ -70,33 +70,6 @@ def test_a_stream_says_so_at_the_end_of_an_epoch(prefetch):
         assert sum(batch.updates for batch in feed) == 2
 
 
-@pytest.mark.parametrize(("replicas", "m", "iterations"), [(1, 1, 5), (1, 2, 3), (2, 2, 3), (2, 1, 4)])
-def test_a_training_makes_each_update_of_an_epoch_under_updates(replicas, m, iterations):
-    count, micro_batch, rate = 45, 2, 0.1
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(count, 3)).astype(np.float32), rng.normal(size=count).astype(np.float32)
-    per_update = micro_batch * m * replicas
-    expected, updates = np.zeros(3), 0
-    for epoch in range(2):
-        order = np.arange(count)
-        np.random.default_rng([7, epoch]).shuffle(order)
-        for first in range(0, count - per_update + 1, per_update):
-            rows = order[first : first + per_update]
-            expected = expected - rate * 2 * (x[rows] @ expected - y[rows]) @ x[rows] / per_update
-            updates += 1
-    assert (updates // 2) % iterations, "else nothing is left over"
-
-    options = TrainOptions(replication_factor=replicas, gradient_accumulation=m, device_iterations=iterations)
-    step = make_train_step(lambda w, mb: jnp.mean((mb["x"] @ w - mb["y"]) ** 2), optax.sgd(rate), options)
-    state = step.init(jnp.zeros(3))
-    sizes = {"micro_batch": micro_batch, "gradient_accumulation": m, "device_iterations": iterations, "epochs": 2}
-    with Feed({"x": x, "y": y}, mesh=step.model.mesh, seed=7, remainder="updates", **sizes) as feed:
-        for batch in feed:
-            state, _ = step(state, batch)
-    assert int(state.step) == updates
-    np.testing.assert_allclose(step.whole(state)["params"], expected, rtol=1e-4, atol=1e-6)
-
-
 def test_filled_up_updates_are_not_in_the_data_and_a_step_does_not_train_on_them():
     """6 updates in calls of 4: the second batch has 2 of them. Weights would be drawn to 0 by rows of zeros."""
     loss_fn = lambda w, rows: jnp.mean((rows - w) ** 2)  # noqa: E731

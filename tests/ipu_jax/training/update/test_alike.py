@@ -1,5 +1,9 @@
 """Test that instances which are about to train unlike are named before the first update, and equal ones never."""
 
+import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -7,9 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ipu_jax.training.update._alike import around_difference, checksums, first_difference, first_unlike
+from ipu_jax.distributed import board
+from ipu_jax.distributed.errors import InstancesDifferError
+from ipu_jax.training.update._alike import Alike, around_difference, checksums, first_difference, first_unlike
 from support import unlike
 from support.instances import run_instances
+from support.refusals import compilations
 
 HOLDS: dict[str, tuple[str, str, str]] = {  # the name of what differs, the usual value, and the odd one
     "learning rate": ("of its program", "dense<-0.00999999977>", "dense<-2.000000e-02>"),
@@ -33,30 +40,82 @@ HOLDS: dict[str, tuple[str, str, str]] = {  # the name of what differs, the usua
 }
 
 
-FEW = ["learning rate", "first weights", "micro-batch", "seed"]
+def check_said(name: str, text: str, others: str = " 0 has", odd: int = 1) -> None:
+    what, usual, other = HOLDS[name]
+    assert text.endswith(". popdist.init(check_programs=False) allows it")
+    head, tail = text.split(f", instance{others} ")
+    assert head.startswith("before the first update, instance 1 has ")
+    first, second = (other, usual) if odd > 0 else (usual, other)  # of two, instance 0 counts as right
+    assert what in head
+    assert first in head
+    assert second in tail
 
 
-def check_refusals(devices: list[int], replicas: int, ipus: int, odd: int, names: list[str]) -> None:
-    found = run_instances(unlike.refusals, devices, replicas=replicas, ipus=ipus, odd=odd, names=names)
-    for results in found:
-        assert results.pop("compiled by calls") == 0
-        assert list(results) == names
-        for name, said in results.items():
-            (what, usual, other), text = HOLDS[name], str(said)
-            assert text == str(found[0][name])
-            assert text.endswith(". popdist.init(check_programs=False) allows it")
-            is_other_first = odd > 0  # of two, instance 0 counts as right
-            others = " 0 has" if len(devices) == 2 else "s 0 and 2 have"
-            head, tail = text.split(f", instance{others} ")
-            assert head.startswith("before the first update, instance 1 has ")
-            first, second = (other, usual) if is_other_first else (usual, other)
-            assert what in head
-            assert first in head
-            assert second in tail
+@pytest.fixture
+def two_instances(monkeypatch):
+    """Let each step compare itself with another one, and return a function that calls two functions in threads.
+
+    It returns what they returned or raised, and the number of messages of each.
+    """
+    own, sent, of_class = threading.local(), dict[int, bytes](), Alike.__init__
+    met, messages = threading.Barrier(2), [0, 0]
+
+    def gather(what: str, payload: bytes, **options: Any) -> list[bytes]:
+        messages[own.number] += 1
+        sent[own.number] = payload
+        met.wait(60)
+        found = [sent[0], sent[1]]
+        met.wait(60)
+        return found
+
+    def due(self: Alike, *args: Any) -> None:
+        of_class(self, *args)
+        self._is_due = True
+
+    def called(number: int, call: Callable[[], Any]) -> Any:
+        own.number = number
+        try:
+            return call()
+        except InstancesDifferError as error:
+            return str(error)
+        except BaseException:
+            met.abort()
+            raise
+
+    def both(*calls: Callable[[], Any]) -> Any:
+        with ThreadPoolExecutor(2) as pool:
+            return [*pool.map(called, (0, 1), calls)], messages
+
+    monkeypatch.setattr(board, "gather", gather)
+    monkeypatch.setattr(Alike, "__init__", due)
+    return both
 
 
-def test_unlike_instances_are_named_before_anything_is_compiled():
-    check_refusals([1, 1], 2, 1, odd=1, names=FEW)
+@pytest.mark.parametrize("name", ["learning rate", "first weights"])
+def test_unlike_instances_are_named_before_anything_is_compiled(name, two_instances):
+    """Two steps in one process, each of one IPU."""
+    steps = [unlike.made(1, 1, unlike.ALIKE | {name: value}) for value in unlike.UNLIKE[name]]
+    batches = [next(feed) for *_, feed in steps]
+    before = len(compilations)
+    told, _ = two_instances(
+        *(lambda made=made, batch=batch: made[0](made[1], batch) for made, batch in zip(steps, batches, strict=True))
+    )
+    assert len(compilations) == before
+    assert told[0] == told[1]
+    check_said(name, told[0])
+    for *_, feed in steps:
+        feed.close()
+
+
+def test_equal_steps_exchange_one_message(two_instances):
+    def train(step: Any, state: Any, feed: Any) -> int:
+        with feed:
+            for batch in itertools.islice(feed, 2):
+                state, _ = step(state, batch)
+        return int(state.step)
+
+    steps = [unlike.made(1, 1, unlike.ALIKE) for _ in range(2)]
+    assert two_instances(*(lambda made=made: train(*made) for made in steps)) == ([4, 4], [1, 1])
 
 
 @pytest.mark.slow
@@ -69,20 +128,22 @@ def test_unlike_instances_are_named_before_anything_is_compiled():
     ],
 )
 def test_each_difference_is_named(devices, replicas, ipus, odd, but):
-    check_refusals(list(devices), replicas, ipus, odd, [name for name in HOLDS if name not in but])
+    names = [name for name in HOLDS if name not in but]
+    found = run_instances(unlike.refusals, list(devices), replicas=replicas, ipus=ipus, odd=odd, names=names)
+    for results in found:
+        assert results.pop("compiled by calls") == 0
+        assert list(results) == names
+        for name, said in results.items():
+            assert str(said) == str(found[0][name])
+            check_said(name, str(said), " 0 has" if len(devices) == 2 else "s 0 and 2 have", odd)
 
 
 def test_each_difference_has_its_words():
     assert HOLDS.keys() == unlike.UNLIKE.keys()
 
 
-@pytest.mark.parametrize(
-    ("devices", "replicas", "ipus"),
-    [
-        ((1, 1), 2, 1),
-        pytest.param((3, 1), 2, 2, marks=pytest.mark.slow),  # the second replica spans both
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "replicas", "ipus"), [((1, 1), 2, 1), ((3, 1), 2, 2)])  # or it spans both
 def test_equal_instances_exchange_one_message_per_step(devices, replicas, ipus):
     first, second = run_instances(unlike.equals, devices, replicas=replicas, ipus=ipus)
     missing = str(first.pop("missing"))
@@ -97,14 +158,6 @@ def test_equal_instances_exchange_one_message_per_step(devices, replicas, ipus):
             "a step of one instance": 0,
             "unlike programs that are allowed": 0,
         }
-
-
-@pytest.mark.slow
-def test_replicas_of_unlike_functions_are_named():
-    for found in run_instances(unlike.functions, [1, 1], replicas=2):
-        assert "instance 1 has in line" in str(found["unlike"])
-        assert "dense<2.000000e+00>" in str(found["unlike"])
-        assert found["alike"] == 9.0
 
 
 def test_the_first_difference_is_named_with_the_number_of_others():

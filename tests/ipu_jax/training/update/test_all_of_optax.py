@@ -160,10 +160,8 @@ def plain(optimizer, takes_value):
     return params
 
 
-QUICK = "adafactor", "lamb", "sm3", "contrib.sam, clipped"  # of which sam takes no value
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MADE])
+@pytest.mark.fast("adafactor")
+@pytest.mark.parametrize("name", MADE)
 def test_a_transformation_is_plain_optaxs(name):
     optimizer = MADE[name]()
     takes_value = isinstance(optimizer, optax.GradientTransformationExtraArgs) and "sam" not in name
@@ -210,7 +208,8 @@ def test_an_optimizer_that_needs_more_than_gradients_is_refused_when_the_step_is
         make_train_step(model, optimizer)
 
 
-@pytest.mark.parametrize("loss_scale", [64.0, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_scale", [64.0, 1.0])
 def test_the_documented_clipping_per_example_is_dp_sgd(loss_scale):
     (code,) = (code for code in blocks(ROOT / "docs/training.md", "python") if "clipped_per_example" in code)
     names: dict[str, Any] = {"jax": jax, "jnp": jnp, "optax": optax}

@@ -75,7 +75,8 @@ def trained(kind, key):
     return jax.device_get({name: leaf for name, leaf in step.whole(state).items() if name != "key"}), losses, params
 
 
-@pytest.mark.parametrize("kind", ["function", pytest.param("pipeline", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["function", "pipeline"])
 def test_settings_that_find_mistakes_find_none(kind):
     with quick_compiles():
         key = jax.random.key(3)

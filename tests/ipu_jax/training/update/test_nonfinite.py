@@ -270,22 +270,18 @@ def test_a_loop_is_told_a_few_calls_later_and_its_state_stays_usable(tmp_path):
 SKIP, SCALE = {"on_nonfinite": "skip"}, {"loss_scale": DynamicScale(initial=16.0)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "ipus", "places", "options"),
     [
         (2, 2, (0, 1), SKIP),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                (2, 2, (1, 0), SCALE),
-                (1, 1, (0, 0), SKIP),
-                (1, 4, (0, 1), SKIP | {"precision": "16.32"}),
-                (2, 4, (0, 1), SKIP | {"shard_optimizer": True, "ema_decay": 0.9}),
-                (2, 2, (0, 1), SKIP | {"precision": "16.16", "norms": True}),
-                (2, 2, (0, 1), SCALE | {"shard_optimizer": True}),
-                (2, 2, (1, 0), SKIP | SCALE),
-            ]
-        ),
+        (2, 2, (1, 0), SCALE),
+        (1, 1, (0, 0), SKIP),
+        (1, 4, (0, 1), SKIP | {"precision": "16.32"}),
+        (2, 4, (0, 1), SKIP | {"shard_optimizer": True, "ema_decay": 0.9}),
+        (2, 2, (0, 1), SKIP | {"precision": "16.16", "norms": True}),
+        (2, 2, (0, 1), SCALE | {"shard_optimizer": True}),
+        (2, 2, (1, 0), SKIP | SCALE),
     ],
 )
 def test_after_a_skip_the_bits_are_those_of_a_run_without_the_batch(replicas, ipus, places, options):
@@ -328,7 +324,8 @@ def test_after_a_skip_the_bits_are_those_of_a_run_without_the_batch(replicas, ip
         assert warning.filename == __file__
 
 
-@pytest.mark.parametrize(("outputs", "named"), [("final", [1, 5]), ("all", [1, 2, 4, 5])])
+@pytest.mark.fast("final")
+@pytest.mark.parametrize(("outputs", "named"), [("final", [1, 5]), ("all", [1, 2, 4, 5])], ids=["final", "all"])
 def test_so_many_skips_in_a_row_stop(outputs, named):
     """By outputs="final" the first skipped update of each call is heard of."""
     step = log_step(on_nonfinite="skip", max_skips=3, device_iterations=4, outputs=outputs)
@@ -354,6 +351,7 @@ def test_so_many_skips_in_a_row_stop(outputs, named):
     assert [int(str(warning.message).split()[1].rstrip(",:")) for warning in told] == named
 
 
+@pytest.mark.fast("sum", "2")
 @pytest.mark.parametrize("outputs", ["all", "sum", 2, "final"])
 def test_outputs_have_the_number_of_the_first_update_that_was_not_finite_and_the_count_of_all(outputs):
     step = log_step(on_nonfinite="skip", device_iterations=4, outputs=outputs)
@@ -450,9 +448,8 @@ def counted(step, state, batch):
     return {name: text.count(f"stablehlo.{name}") for name in names}, "is_finite" in text
 
 
-@pytest.mark.parametrize(
-    ("replicas", "ipus", "shard_optimizer", "more"), [(1, 1, False, 0), (2, 1, False, 0), (2, 2, True, 1)]
-)
+@pytest.mark.fast("2-2-True-1")
+@pytest.mark.parametrize(("replicas", "ipus", "shard_optimizer", "more"), [(2, 1, False, 0), (2, 2, True, 1)])
 def test_it_costs_one_number_sent_among_the_ipus_of_a_replica_and_nothing_if_it_is_off(
     replicas, ipus, shard_optimizer, more
 ):

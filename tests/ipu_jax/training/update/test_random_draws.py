@@ -62,15 +62,10 @@ def function(replicas: int) -> Any:
     return replicate(lambda p, mb: total(p) + mb.sum(), replication_factor=replicas)
 
 
+@pytest.mark.fast("pipeline-2-True")
 @pytest.mark.parametrize(
     ("model", "replicas", "shard_optimizer"),
-    [
-        (pipeline, 2, True),
-        (function, 2, True),
-        pytest.param(pipeline, 1, False, marks=pytest.mark.slow),
-        pytest.param(pipeline, 2, False, marks=pytest.mark.slow),
-        pytest.param(function, 2, False, marks=pytest.mark.slow),
-    ],
+    [(pipeline, 2, True), (function, 2, True), (pipeline, 1, False), (pipeline, 2, False), (function, 2, False)],
 )
 def test_rounding_tosses_a_coin_of_its_own_for_each_weight_of_each_update(model, replicas, shard_optimizer):
     """Leaves, IPUs, shards, the replicas' chunks and updates have coins of their own; copies of a weight have one."""

@@ -210,7 +210,7 @@ _compiled_quickly = compiled_quickly()
 @pytest.mark.parametrize(
     ("replicas", "ipus", "reduction", "schedule"),
     [
-        pytest.param(2, 2, "mean", "grouped", marks=()),
+        (2, 2, "mean", "grouped"),
         *[
             (r, n, "mean" if schedule == "1f1b" else "sum", schedule)
             for r, n in MESHES
@@ -234,14 +234,10 @@ def test_a_pipeline_reduces_loss_gradients_aux_and_state(replicas, ipus, reducti
     same(aux, given(expected[3], replicas), "evaluated aux")
 
 
-CASES = [(r, n, weighted, shards) for r, n in MESHES for weighted in (False, True) for shards in (False, True)]
-ALWAYS = {(2, 2, True, True)}
-
-
-@pytest.mark.parametrize(
-    ("replicas", "ipus", "weighted", "shard_optimizer"),
-    [pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.fast("True-True-2-2")
+@pytest.mark.parametrize(("replicas", "ipus"), MESHES)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("shard_optimizer", [False, True])
 def test_a_step_reduces_losses_norms_aux_and_state_over_updates(replicas, ipus, weighted, shard_optimizer):
     reduction = "sum" if weighted == shard_optimizer and replicas * ipus < 4 else "mean"
     options = TrainOptions(
@@ -275,6 +271,7 @@ def test_a_step_reduces_losses_norms_aux_and_state_over_updates(replicas, ipus, 
     same(loss, np.average(parts, weights=counts), "loss of a batch")
 
 
+@pytest.mark.fast("2-mean")
 @pytest.mark.parametrize(("replicas", "reduction"), [(1, "sum"), (2, "mean")])
 def test_replicas_of_a_function_reduce_loss_gradients_and_aux(replicas, reduction):
     def loss_fn(params, mb):
@@ -297,6 +294,7 @@ def squares(w, x, mb):
     return jnp.mean((mb @ w) ** 2)
 
 
+@pytest.mark.fast("Replicas", "loss function")
 @pytest.mark.parametrize("name", ["1f1b", "auto", "function", "Replicas", "loss function"])
 def test_m_and_the_reduction_may_be_given_in_either_place(name):
     def made(**given):

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from ipu_jax import Outputs, Pipeline, make_mesh
-from ipu_jax.core.step_args import StepArgs
 from ipu_jax.steps import replicate
 from ipu_jax.training.update.replicas import replicas_of
 from support.dense import chain, largest_relative_error
 from support.small_problems import tanh_loss, tanh_problem
 
 
+@pytest.mark.slow
 def test_replicas_of_several_ipus_equal_one_with_the_whole_batch():
     model = chain((0, 1, None), 3, replicas=2, like=False)
     alone = Pipeline(model.stages, mesh=make_mesh(1, 2), specs=model.specs, gradient_accumulation=3)
@@ -37,15 +37,6 @@ def test_losses_and_gradients_in_half_are_added_up_in_float32(m):
     assert float(gradient[0]) == (520 if m > 1 else 2)  # 518, rounded once
 
 
-def test_it_is_pmap_that_runs_and_that_sums_once():
-    params, batch = tanh_problem(2, 3)
-    model = replicate(tanh_loss, replication_factor=2, gradient_accumulation=3)
-    hlo = model._value_and_grad.lower(StepArgs(model.shard(params), batch)).compile().as_text()
-    # the loss, and the gradients together; none in the loop over micro-batches
-    assert hlo.count(" all-reduce(") <= 2
-    assert not [line for line in hlo.splitlines() if " all-reduce(" in line and "while/body" in line]
-
-
 def test_aux_keys_and_evaluation():
     def noisy(params, microbatch, *, key):
         noise = jax.random.normal(key)
@@ -55,13 +46,14 @@ def test_aux_keys_and_evaluation():
     model = replicate(noisy, replication_factor=2, gradient_accumulation=3, random=True)
     key = jax.random.key(0)
     (loss, aux), gradients = model.value_and_grad(model.shard(params), batch, key)
-    expected = [
-        [jax.random.normal(jax.random.fold_in(jax.random.fold_in(key, r), i)) for i in range(3)] for r in (0, 1)
-    ]
+    noise_of = lambda r, i: jax.random.normal(jax.random.fold_in(jax.random.fold_in(key, r), i))  # noqa: E731
+    expected = jax.jit(lambda: jnp.stack([jnp.stack([noise_of(r, i) for i in range(3)]) for r in (0, 1)]))()
     np.testing.assert_allclose(aux["noise"], expected, rtol=1e-6)
     rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), batch)
-    dense_loss, dense = jax.value_and_grad(tanh_loss)(params, rows)  # of the whole batch at once, on one device
-    assert abs(float(loss) - float(dense_loss) - float(jnp.mean(jnp.asarray(expected)))) < 1e-5
+    dense_loss, dense = jax.jit(jax.value_and_grad(tanh_loss))(
+        params, rows
+    )  # of the whole batch at once, on one device
+    assert abs(float(loss) - float(dense_loss) - float(np.mean(expected))) < 1e-5
     assert largest_relative_error(gradients, dense) <= 1e-6
     evaluated, again = model.loss(model.shard(params), batch, key)
     assert abs(float(evaluated) - float(loss)) < 1e-6

@@ -102,6 +102,9 @@ CASES = {
 }
 
 
+@pytest.mark.fast(
+    "all", "shard_optimizer", "float64 in 16.16", "adafactor", "all of a function", "a cut function in 16.16"
+)
 @pytest.mark.parametrize("name", CASES)
 def test_shapes_are_those_of_the_state_that_init_returns(name):
     step, params, given = CASES[name]()
@@ -149,6 +152,7 @@ def test_a_key_that_nothing_draws_from_is_left_out_and_the_warning_names_the_cal
     assert (state.key, caught[0].filename) == (None, __file__)
 
 
+@pytest.mark.fast("shard_optimizer")
 @pytest.mark.parametrize(
     ("name", "updates", "shape", "spec"),
     [
@@ -158,6 +162,7 @@ def test_a_key_that_nothing_draws_from_is_left_out_and_the_warning_names_the_cal
         ("all of a function", 3, (3, 2, 2, 6, 3), PartitionSpec(None, "replica")),
         ("a cut function in 16.16", 1, (2, 2, 6), PartitionSpec("replica")),
     ],
+    ids=["a pipeline", "all", "shard_optimizer", "all of a function", "a cut function"],
 )
 def test_the_program_of_shapes_is_that_of_arrays(name, updates, shape, spec):
     step, params, given = CASES[name](gradient_accumulation=2, device_iterations=updates)
@@ -169,6 +174,7 @@ def test_the_program_of_shapes_is_that_of_arrays(name, updates, shape, spec):
         assert step.lower(state, same).as_text() == expected
 
 
+@pytest.mark.fast("plain")
 @pytest.mark.parametrize(("fn", "replicas"), [(first, 1), (random_first, 2)], ids=["plain", "all"])
 def test_a_pipeline_that_is_compiled_for_shapes_computes_what_it_computes(fn, replicas):
     pipeline = pipeline_of(fn, replicas, gradient_accumulation=2, frozen={"b": True})

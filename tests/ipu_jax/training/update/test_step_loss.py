@@ -51,14 +51,16 @@ def rows_of(batch, dims):
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[dims:]), batch)
 
 
+@pytest.mark.fast("function-mean-1")
 @pytest.mark.parametrize(
     ("kind", "reduction", "updates", "options"),
     [
         ("function", "mean", 1, {"loss_scale": DynamicScale(initial=64.0)}),
-        pytest.param("function", "sum", 3, {}, marks=pytest.mark.slow),
+        ("function", "sum", 3, {}),
         ("pipeline", "sum", 1, {"loss_scale": 64.0, "shard_optimizer": True}),
         ("pipeline", "mean", 3, {}),
     ],
+    ids=["function-mean-1", "function-sum-3", "pipeline-sum-1", "pipeline-mean-3"],
 )
 def test_counts_weigh_as_in_training(kind, reduction, updates, options):
     step, state = step_of(kind, masked_sum, REPLICAS, reduction, weighted=True, device_iterations=updates, **options)
@@ -66,7 +68,7 @@ def test_counts_weigh_as_in_training(kind, reduction, updates, options):
     if updates > 1:
         batch["mask"][1] = 0  # an update without anything that counts
     loss, counts = step.loss(state, batch)
-    total, count = masked_sum(PARAMS, rows_of(batch, batch["x"].ndim - 2))
+    total, count = jax.jit(masked_sum)(PARAMS, rows_of(batch, batch["x"].ndim - 2))
     # the sum of one update, averaged over the updates
     np.testing.assert_allclose(loss, total / count if reduction == "mean" else total / updates, rtol=1e-6)
     np.testing.assert_array_equal(counts, batch["mask"].sum(-1))
@@ -81,7 +83,7 @@ def test_counts_weigh_as_in_training(kind, reduction, updates, options):
         total, count = masked_sum(params, rows)
         return total / count if reduction == "mean" else total
 
-    gradients = jax.grad(of_all)(PARAMS, rows_of(batch, 3))
+    gradients = jax.jit(jax.grad(of_all))(PARAMS, rows_of(batch, 3))
     moved = jax.tree.map(lambda w, g: w - 0.1 * g, PARAMS, gradients)
     found = whole_of(step, state)
     assert largest_relative_error(found, moved) <= 1e-6
@@ -91,7 +93,8 @@ def test_counts_weigh_as_in_training(kind, reduction, updates, options):
     assert bits(whole_of(step, state)) == bits(found)
 
 
-@pytest.mark.parametrize("kind", ["pipeline", pytest.param("function", marks=pytest.mark.slow)])
+@pytest.mark.fast("function")
+@pytest.mark.parametrize("kind", ["pipeline", "function"])
 def test_an_average_of_half_weights_is_in_float32_and_evaluated_in_half(kind):
     step, state = step_of(kind, mean, REPLICAS, precision="16.16", shard_optimizer=True, ema_decay=0.75)
     batch, wide = tokens(REPLICAS, M), lambda leaf: np.asarray(leaf, np.float32)

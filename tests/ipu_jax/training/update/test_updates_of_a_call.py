@@ -52,13 +52,12 @@ def weights():
     return {"a": normal(0, D, 7), "b": normal(1, 7, 3)}
 
 
-@pytest.mark.parametrize("pieces", [[5], [3, 2], [1, 3, 1]])
-def test_pieces_of_a_batch_make_the_updates_of_the_whole_with_one_program(pieces):
+def test_pieces_of_a_batch_make_the_updates_of_the_whole_with_one_program():
     batch = normal(2, K, M, B, D)
     expected, end = dense_losses(weights(), batch)
     step = step_of(outputs="all")
     state, losses, first = step.init(weights()), [], 0
-    for count in pieces:
+    for count in (1, 3, 1):
         state, outputs = step(state, batch, updates=range(first, first + count))
         assert outputs.loss.shape == (count,)
         losses += outputs.loss.tolist()
@@ -69,6 +68,7 @@ def test_pieces_of_a_batch_make_the_updates_of_the_whole_with_one_program(pieces
     assert step._program._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue] (jax hides it)
 
 
+@pytest.mark.fast("sum", "2")
 @pytest.mark.parametrize(
     ("outputs", "of"),
     [
@@ -78,6 +78,7 @@ def test_pieces_of_a_batch_make_the_updates_of_the_whole_with_one_program(pieces
         (2, lambda every: every[[1, 3, 4]]),  # the last group is cut short
         (6, lambda every: every[4]),
     ],
+    ids=["final", "sum", "all", "2", "6"],
 )
 def test_outputs_are_those_of_the_updates_that_were_made(outputs, of):
     loss_fn = lambda w, rows: (jnp.mean((rows * w) ** 2), rows.sum())  # noqa: E731
