@@ -193,26 +193,7 @@ def last(p, x, mb):
     return jnp.mean((x @ p) ** 2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["grouped", pytest.param("zb-h1", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("pair", UNLIKE.values(), ids=UNLIKE)
-def test_a_pipeline_of_unlike_stages_runs_each_ones_own(pair, schedule):
-    fns = (first, *pair, last)
-    stages = [Stage(fn, params=f"w{i}", ipu=i) for i, fn in enumerate(fns)]
-    pipeline = Pipeline(stages, mesh=make_mesh(1, 4), gradient_accumulation=M, schedule=schedule)
-
-    def dense(params):
-        losses = []
-        for mb in BATCH:
-            x = None
-            for i, fn in enumerate(fns):
-                x = fn(params[f"w{i}"], x, mb)
-            losses.append(x)
-        return sum(losses) / M
-
-    assert_equals_plain(pipeline, WEIGHTS, BATCH, dense)
-
-
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("crowded", [False, True])
 def test_like_stages_share_a_program_only_where_their_weights_lie_in_like_slots(crowded):
     """An earlier stage of IPU 1 may have a leaf with the shape of its later stage's, which is then in another slot."""
