@@ -177,6 +177,7 @@ def test_like_stages_are_measured_once():
     assert costs.forward[0] != costs.forward[1] == costs.forward[2] != costs.forward[3]
 
 
+@pytest.mark.slow
 def test_keys_and_state_are_arguments_of_measured_programs():
     pipeline, params, batch, state, key = random_and_counting()
     costs = pipeline.stage_costs(params, batch, state, key, measured=True, repeats=1)
@@ -229,6 +230,7 @@ def test_the_first_step_chooses_and_other_shapes_keep_it():
     assert pipeline.choose_schedule(params, narrow) is first
 
 
+@pytest.mark.slow
 def test_verify_and_a_copy_of_the_pipeline_choose_too_with_state_and_keys():
     pipeline, params, batch, state, key = random_and_counting()
     with refused(*NOT_CHOSEN):

@@ -89,7 +89,7 @@ def dense(weights: Any, head: Callable[..., Any]) -> Any:
     return jax.vmap(lambda mb: head(weights["head"], jnp.tanh(mb["x"] @ weights["body"]), mb, whole))(micro_batches)
 
 
-@pytest.mark.fast("smoothed", "balanced")
+@pytest.mark.fast("smoothed")
 @pytest.mark.parametrize("head", [smoothed, gathered, next_two, balanced, with_heads], ids=lambda head: head.__name__)
 def test_a_loss_and_its_gradients_are_those_of_whole_arrays(head: Callable[..., Any]):
     pipeline = pipeline_of(head)
@@ -105,6 +105,7 @@ def test_an_update_is_divided_by_all_tokens():
     check_update(counted, TrainOptions(weighted=True), gradients)
 
 
+@pytest.mark.slow
 def test_an_update_is_clipped_by_the_norm_of_whole_arrays():
     gradients = jax.jit(jax.grad(lambda w: dense(w, smoothed).mean()))(WEIGHTS)
     norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(gradients)))

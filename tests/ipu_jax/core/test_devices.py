@@ -349,6 +349,7 @@ def test_the_window_waits_for_a_step_that_has_large_outputs_only():
         assert before.is_ready()
 
 
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_thousand_steps_with_collectives_are_dispatched_without_waiting(donate):
     mesh = make_mesh(1, 8)

@@ -71,7 +71,7 @@ CROSSINGS = [
 ]
 
 
-@pytest.mark.fast("1-2-2-1f1b-mlp", "2-2-2-zb-h1-heads")
+@pytest.mark.fast("1-2-2-1f1b-mlp")
 @pytest.mark.parametrize(("shape", "schedule", "kind"), CROSSINGS)
 def test_a_step_equals_its_dense_twin(shape, schedule, kind):
     model = annotated(kind, shape[1], replicas=shape[0])
@@ -107,7 +107,7 @@ FURTHER = {
 }
 
 
-@pytest.mark.fast("tuple", "fsdp")
+@pytest.mark.fast("tuple")
 @pytest.mark.parametrize(("kind", "shape", "axes", "schedule", "recompute"), FURTHER.values(), ids=FURTHER)
 def test_other_ways_to_split_equal_their_dense_twins(kind, shape, axes, schedule, recompute):
     """Test two axes at once, a dim over two axes, weights that are whole only where they are used, and no spec."""
@@ -131,7 +131,7 @@ def test_a_concurrent_head_is_split_by_hand_over_ipus_and_by_xla_over_tensor(sha
     assert {shard.data.shape for shard in head.addressable_shards} == {(D // 2, columns)}
 
 
-@pytest.mark.fast("mlp")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_bfloat16_a_step_is_as_exact_as_on_one_device(kind):
     model = annotated(kind, 2, dtype=jnp.bfloat16)
@@ -177,6 +177,7 @@ def test_stages_may_have_other_leaves_on_each_ipu():
     assert_lie_like(placed, assert_equals_its_twin(model, pipeline))
 
 
+@pytest.mark.slow
 def test_a_state_can_be_split():
     model, mesh = annotated("mlp", 2), mesh_of((1, 2, 2))
     decay = 0.75
@@ -217,7 +218,7 @@ def test_a_state_can_be_split():
     assert found["count"] == 3 + model.micro_batches
 
 
-@pytest.mark.fast("rows")
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [P("tensor"), P(None, "tensor")], ids=["rows", "columns"])
 def test_a_shared_group_can_be_split(spec):
     """The table is the embedding, which IPU 0 reads, and the head, which IPU 1 reads."""
@@ -241,6 +242,7 @@ def test_a_shared_group_can_be_split(spec):
     assert_lie_like(pipeline.shard(params), assert_equals_its_twin(model, pipeline))
 
 
+@pytest.mark.slow
 def test_frozen_leaves_can_be_split():
     model = annotated("mlp", 2)
     frozen = {"block0": {"scale": False, "up": True, "down": False}, "block1": True}
@@ -260,6 +262,7 @@ def test_frozen_leaves_can_be_split():
 # where weights lie
 
 
+@pytest.mark.fast("heads-float32", "tuple-bfloat16")
 @pytest.mark.parametrize(("kind", "dtype"), [("heads", "float32"), ("flax", "float32"), ("tuple", "bfloat16")])
 def test_shard_splits_as_the_specs_say_and_unshard_returns_the_same_bits(kind, dtype):
     model = annotated(kind, 2, dtype=jnp.dtype(dtype))
@@ -473,7 +476,7 @@ def layers_alone(weights: Any, batch: Any) -> Any:
     return jnp.mean((x - batch["y"]) ** 2)
 
 
-@pytest.mark.fast("1f1b")
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["auto", "1f1b"])
 def test_layers_keep_the_axes(schedule):
     layer, weights, specs, batch = layered()

@@ -44,7 +44,7 @@ def gradients_of(pipeline, model):
 
 
 @pytest.mark.parametrize(("kind", "schedule", "shape"), CROSSINGS)
-@pytest.mark.fast("shift-zb-h1-shape3", "convolution-1f1b-shape13")
+@pytest.mark.fast("convolution-1f1b-shape12")
 def test_a_stage_that_exchanges_data_gets_uniform_guards(bubbles_hold_nan, kind, schedule, shape):
     model = model_of(kind, shape)
     pipeline = model.pipeline(mesh_of(shape), schedule=schedule)
@@ -67,6 +67,8 @@ def test_own_guards_refuse_it_by_stage_and_axis(kind, stages, task):
         pipeline.value_and_grad(params, model.batch)
     assert f"stage {stages} makes XLA exchange data over axis 'tensor'" in str(refusal.value)
     assert f"(collective-permute in {task})" in str(refusal.value)
+    if kind == "shift":
+        return
     step = make_train_step(model.pipeline(mesh_of((1, 2, 2)), schedule="1f1b", guards="own"), optax.sgd(0.1))
     with pytest.raises(ValueError, match="use guards='uniform'"):
         step(step.init(model.params), model.batch)
@@ -88,7 +90,7 @@ OF_A_USER = {
 }
 
 
-@pytest.mark.fast("predict", "jit")
+@pytest.mark.fast("predict")
 @pytest.mark.parametrize("kind", OF_A_USER)
 def test_programs_of_every_kind_are_looked_at_before_they_run(kind):
     model = model_of("convolution")
@@ -105,6 +107,7 @@ def test_programs_of_every_kind_are_looked_at_before_they_run(kind):
         assert largest_relative_error(pipeline.unshard(found), model.twin()[1]) < 1e-5
 
 
+@pytest.mark.slow
 def test_training_takes_uniform_guards_and_compiles_once_more():
     model = model_of("shift")
     pipeline = model.pipeline(mesh_of((1, 2, 2)), schedule="1f1b")
@@ -149,6 +152,7 @@ def stateful(guards: Any) -> tuple[Pipeline, Any, Any, Any, Any]:
     return pipeline, pipeline.shard(weights), batch, pipeline.shard_state(state), jax.random.key(3)
 
 
+@pytest.mark.slow
 def test_uniform_guards_change_no_result_of_training(bubbles_hold_nan):
     results = []
     for guards in ("own", "uniform"):
@@ -190,6 +194,7 @@ def test_other_guards_are_refused(call, holds):
 # what the report lists
 
 
+@pytest.mark.slow
 def test_the_report_lists_what_each_stage_sends():
     model = model_of("mlp")
     pipeline = model.pipeline(mesh_of((1, 2, 2)), schedule="1f1b")

@@ -455,6 +455,7 @@ def attention(fault: float = 0.0) -> tuple[Pipeline, Any, Any]:
     return pipeline, pipeline.shard({"a": weights, "b": normal(D, D, seed=6)}), batch_of(1)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_cancels_is_judged_by_what_it_was_made_of():
     pipeline, params, batch = attention()
     gradients = pipeline.unshard(pipeline.value_and_grad(params, batch)[1])["a"]

@@ -31,6 +31,8 @@ def small(stages: int) -> Any:
     return weights, batch, jax.jit(jax.value_and_grad(plain))(weights)
 
 
+# many other tests have the rest
+@pytest.mark.fast("sequential", "interleaved", "looped", "looped-bfs", "looped-zb", "zbv", "zb-wave", "dualpipev")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_loss_and_every_gradient_of_each_family_equal_plain_jax(name):
     places = make_schedule(name, ipus=2, micro_batches=1).placement

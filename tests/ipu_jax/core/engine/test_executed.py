@@ -60,9 +60,11 @@ def test_each_task_runs_once_in_its_tick_on_its_ipu(name, concurrent_ends, seen)
     assert Counter(seen) == planned(schedule)
 
 
-def test_like_stages_of_one_team_each_run_their_own_on_each_replica(seen):
-    schedule = run(chain((0, 1, 2, 3), 3, replicas=2), 4, "zb-h1")
-    assert Counter(seen) == planned(schedule, replicas=2)
+@pytest.mark.fast("0-1-2-3, 1")
+@pytest.mark.parametrize(("places", "replicas"), [((0, 1, 2, 3), 1), ((0, 1), 2)], ids=["0-1-2-3, 1", "0-1, 2"])
+def test_like_stages_of_one_team_each_run_their_own_on_each_replica(places, replicas, seen):
+    schedule = run(chain(places, 3, replicas=replicas), len(places), "zb-h1")
+    assert Counter(seen) == planned(schedule, replicas=replicas)
 
 
 def test_nothing_is_watched_unless_asked():

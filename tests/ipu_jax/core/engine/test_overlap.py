@@ -87,7 +87,7 @@ def split_loss(table: Any, x: Any, mb: Any) -> Any:
         (3, "1f1b", 1),
     ],
 )
-@pytest.mark.fast("tpu-2-grouped-zb-1-concurrent ends", "gpu-2-grouped-2-basic")
+@pytest.mark.fast("tpu-2-grouped-zb-1-concurrent ends")
 def test_loss_and_every_gradient_equal_plain_jax(ipus, schedule, rounds, ends, platform):
     pipeline, params, batch, plain = pipeline_of(ipus, ends, schedule, rounds)
     expected = assert_equals_plain(pipeline, params, batch, plain)

@@ -164,6 +164,7 @@ def test_in_bfloat16():
     check_step(tied((0, 1), mesh=make_mesh(1, 3)), rtol=3e-2, dtype=jnp.bfloat16)
 
 
+@pytest.mark.slow
 def test_a_concurrent_stage_may_train_what_local_ones_share():
     """The first stage, on all IPUs, has the table as its params; the last, on IPU 1, shares it."""
     stages = [

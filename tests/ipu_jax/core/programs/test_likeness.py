@@ -226,23 +226,3 @@ def test_like_stages_share_a_program_only_where_their_weights_lie_in_like_slots(
         return sum(map(one, BATCH)) / M
 
     assert_equals_plain(pipeline, weights, BATCH, dense)
-
-
-def test_like_stages_of_a_zero_bubble_schedule_keep_cuts_as_deep_as_each_needs():
-    """Under zb-h1 the later of them has more micro-batches between B and W than the first."""
-    micro_batches, ipus = 6, 5
-    layer = lambda p, x, mb: jnp.tanh((mb if x is None else x) @ p)  # noqa: E731
-    stages = [Stage(layer, params=f"p{i}", ipu=i) for i in range(ipus - 1)]
-    stages.append(Stage(lambda p, x, mb: jnp.mean((x @ p) ** 2), params=f"p{ipus - 1}", ipu=ipus - 1))
-    pipeline = Pipeline(stages, gradient_accumulation=micro_batches, schedule="zb-h1", mesh=make_mesh(1, ipus))
-    of = np.random.default_rng(0)
-    params = {f"p{i}": (of.normal(size=(D, D)) / 2).astype(np.float32) for i in range(ipus)}
-    batch = of.normal(size=(micro_batches, ROWS, D)).astype(np.float32)
-
-    def twin(params):
-        h = batch
-        for i in range(ipus - 1):
-            h = jnp.tanh(h @ params[f"p{i}"])
-        return jnp.mean((h @ params[f"p{ipus - 1}"]) ** 2)
-
-    assert_equals_plain(pipeline, params, batch, twin)

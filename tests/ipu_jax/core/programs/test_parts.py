@@ -131,6 +131,7 @@ def test_every_gradient_is_right_and_only_sums_stay_where_they_are(name, ipus):
 
 
 @pytest.mark.parametrize(("fn", "shape", "spec"), [(assuming, (D, 4), COLUMNS), (clipping, (V, D), ROWS)])
+@pytest.mark.slow
 def test_a_rule_of_the_users_own_gets_equal_parts(fn, shape, spec):
     pipeline = pipeline_of(fn, spec)
     params, batch = arguments(pipeline, shape)
