@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh, make_schedule, verify
 from ipu_jax.core.schedules import _auto
 from ipu_jax.schedules import StageCosts, find_schedule
-from support.against_plain import assert_equals_its_twin
 from support.dense import chain, largest_relative_error
 from support.platforms import programs_for
 from support.refusals import refusals, refused
@@ -253,14 +252,6 @@ def test_costs_without_bytes_get_the_counted_ones():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("places", "ipus"),
-    [((0, 1), 2), ((0, 1, None), 2), ((0, 1, 2, 3), 4), ((0, 1, 2, 3, None), 4), ((None, 0, 1, 1, None), 2)],
-)
-def test_loss_and_gradients_are_the_dense_twins(places, ipus):
-    assert_equals_its_twin(chain(places, M, like=False), ipus, {"schedule": "auto"})
-
-
 def test_a_table_of_its_own_runs():
     model = chain((0, 1, 0, 1, None), 4, like=False)
     pipeline = model.pipeline(2, schedule="auto")
