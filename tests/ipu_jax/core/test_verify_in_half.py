@@ -147,6 +147,7 @@ def test_a_right_model_in_float8_passes():
     verified(1.0)
 
 
+@pytest.mark.slow
 def test_a_tolerance_that_is_given_holds_in_both_comparisons():
     verified, leaf = model(perceptron, jnp.bfloat16, SMALL)
     assert verified(1.05, rtol=0.1).gradient_errors[leaf] == pytest.approx(0.05, abs=0.03)
