@@ -12,6 +12,7 @@ from ipu_jax.core import cuda_graphs
 GRAPHS = "--xla_gpu_enable_command_buffer="
 
 
+@pytest.mark.slow
 def test_xla_knows_the_flags():
     """XLA ends a process that has an unknown flag."""
     code = f"""

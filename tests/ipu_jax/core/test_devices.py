@@ -1,7 +1,6 @@
 """Test virtual IPUs and the window of steps in flight. Tests before a backend has started run in a new process."""
 
 import copy
-import gc
 import os
 import pickle
 import subprocess
@@ -61,16 +60,13 @@ SIX_OF_A_FLAG = {"XLA_FLAGS": "--xla_force_host_platform_device_count=6"}
     [
         ("configure(4) and configure(3)", {}, "3 4", CORES + 4),
         ("configure(2, cores='one per IPU')", {"PJRT_NPROC": "7"} | SIX_OF_A_FLAG, "2 6", 7),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("configure(3, cores='one per IPU')", {}, "3 3", 3),
-                ("configure(2)", {"JAX_NUM_CPU_DEVICES": "5"}, "2 5", CORES + 5),
-                ("jax.devices() and configure(1)", {}, "1 1", CORES),
-            )
-        ),
+        ("configure(3, cores='one per IPU')", {}, "3 3", 3),
+        ("configure(2)", {"JAX_NUM_CPU_DEVICES": "5"}, "2 5", CORES + 5),
+        ("jax.devices() and configure(1)", {}, "1 1", CORES),
     ],
+    ids=["twice", "flags", "one per IPU", "environment", "started"],
 )
+@pytest.mark.fast("twice", "flags")
 def test_configure_makes_the_devices_that_are_asked_for_and_a_thread_pool_as_large_as_they_need(
     call, environment, found, threads
 ):
@@ -353,6 +349,7 @@ def test_the_window_waits_for_a_step_that_has_large_outputs_only():
         assert before.is_ready()
 
 
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_thousand_steps_with_collectives_are_dispatched_without_waiting(donate):
     mesh = make_mesh(1, 8)
@@ -469,7 +466,6 @@ def test_the_window_holds_no_large_output():
     window.admit((x, loss))
     large = weakref.ref(x)
     del x
-    gc.collect()
     assert large() is None
 
 

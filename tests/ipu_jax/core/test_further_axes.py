@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 from ipu_jax import Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_train_step, verify
 from ipu_jax.core.mesh_axes import names_further
 from ipu_jax.steps import replicate
-from support import against_plain
 from support.against_plain import bubbles_hold_nan
 from support.annotated import Annotated, D, F, V, annotated, cross_entropy, mlp, split
 from support.dense import chain, largest_relative_error
@@ -66,29 +65,26 @@ def shardings_of(sharded: Any) -> list[tuple[tuple[int, ...], Any]]:
 MESHES = ((1, 2, 2), (2, 2, 2), (1, 2, 4), (1, 4, 2))
 SCHEDULES = ("1f1b", "zb-h1", "grouped", "sequential")
 KINDS = ("mlp", "heads", "sequence", "flax")
-# each mesh, schedule and kind twice, and no pair of them twice
-ALWAYS = {
-    ((1, 2, 2), "1f1b", "mlp"),
-    ((1, 2, 4), "zb-h1", "mlp"),
-    ((2, 2, 2), "zb-h1", "heads"),
-    ((1, 4, 2), "1f1b", "heads"),
-    ((1, 4, 2), "grouped", "sequence"),
-    ((1, 2, 4), "sequential", "sequence"),
-    ((2, 2, 2), "sequential", "flax"),
-    ((1, 2, 2), "grouped", "flax"),
-}
 CROSSINGS = [
-    pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.slow, id="-".join(map(str, (*case[0], *case[1:]))))
+    pytest.param(*case, id="-".join(map(str, (*case[0], *case[1:]))))
     for case in itertools.product(MESHES, SCHEDULES, KINDS)
 ]
 
 
+@pytest.mark.fast("1-2-2-1f1b-mlp")
 @pytest.mark.parametrize(("shape", "schedule", "kind"), CROSSINGS)
 def test_a_step_equals_its_dense_twin(shape, schedule, kind):
     model = annotated(kind, shape[1], replicas=shape[0])
     pipeline = model.pipeline(mesh_of(shape), schedule=schedule)
+    assert_lie_like(pipeline.shard(model.params), assert_equals_its_twin(model, pipeline))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "schedule", "kind"), CROSSINGS[::5])
+def test_verify_the_loss_and_predictions_are_exact(shape, schedule, kind):
+    model = annotated(kind, shape[1], replicas=shape[0])
+    pipeline = model.pipeline(mesh_of(shape), schedule=schedule)
     params = pipeline.shard(model.params)
-    assert_lie_like(params, assert_equals_its_twin(model, pipeline))
     report = verify(pipeline, params, model.batch, rtol=1e-6)
     assert report.loss_error < 1e-6
     assert report.worst[1] < 1e-6
@@ -97,23 +93,22 @@ def test_a_step_equals_its_dense_twin(shape, schedule, kind):
     assert largest_relative_error(logits, jax.jit(model.logits)(model.params)) < 1e-5
 
 
-FURTHER = [
-    pytest.param(kind, shape, axes, schedule, recompute, marks=marks)
-    for kind, shape, axes, schedule, recompute, marks in (
-        ("both", (1, 2, 2, 2), TWO, "1f1b", "auto", ()),
-        ("both", (1, 2, 2, 2), TWO, "zb-h1", "auto", pytest.mark.slow),
-        ("tuple", (1, 2, 2, 2), TWO, "zb-h1", "none", ()),
-        ("tuple", (1, 2, 2, 2), TWO, "grouped", "auto", pytest.mark.slow),
-        ("fsdp", (1, 2, 2), ("tensor",), "1f1b", "all", ()),
-        ("fsdp", (1, 2, 4), ("tensor",), "zb-h1", "all", pytest.mark.slow),
-        ("fsdp", (2, 2, 2), ("tensor",), "grouped", "none", pytest.mark.slow),
-        ("mlp", (1, 3, 2), ("tensor",), "1f1b", "all", pytest.mark.slow),
-        ("plain", (1, 2, 2), ("tensor",), "1f1b", "auto", pytest.mark.slow),
-    )
-]
+FURTHER = {
+    "both": ("both", (1, 2, 2, 2), TWO, "1f1b", "auto"),
+    "both, zb-h1": ("both", (1, 2, 2, 2), TWO, "zb-h1", "auto"),
+    "tuple": ("tuple", (1, 2, 2, 2), TWO, "zb-h1", "none"),
+    "tuple, grouped": ("tuple", (1, 2, 2, 2), TWO, "grouped", "auto"),
+    "fsdp": ("fsdp", (1, 2, 2), ("tensor",), "1f1b", "all"),
+    "fsdp, zb-h1": ("fsdp", (1, 2, 4), ("tensor",), "zb-h1", "all"),
+    "fsdp, grouped": ("fsdp", (2, 2, 2), ("tensor",), "grouped", "none"),
+    "three IPUs": ("mlp", (1, 3, 2), ("tensor",), "1f1b", "all"),
+    "plain": ("plain", (1, 2, 2), ("tensor",), "1f1b", "auto"),
+    "one IPU": ("mlp", (1, 1, 4), ("tensor",), "1f1b", "auto"),
+}
 
 
-@pytest.mark.parametrize(("kind", "shape", "axes", "schedule", "recompute"), FURTHER)
+@pytest.mark.fast("tuple")
+@pytest.mark.parametrize(("kind", "shape", "axes", "schedule", "recompute"), FURTHER.values(), ids=FURTHER)
 def test_other_ways_to_split_equal_their_dense_twins(kind, shape, axes, schedule, recompute):
     """Test two axes at once, a dim over two axes, weights that are whole only where they are used, and no spec."""
     model = annotated(kind, shape[1], replicas=shape[0])
@@ -122,13 +117,10 @@ def test_other_ways_to_split_equal_their_dense_twins(kind, shape, axes, schedule
     pipeline = model.pipeline(mesh_of(shape, *axes), schedule=schedule)
     params = pipeline.shard(model.params)
     assert_lie_like(params, assert_equals_its_twin(model, pipeline))
-    assert verify(pipeline, params, model.batch, rtol=1e-6).worst[1] < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("shape", "schedule"),
-    [((1, 2, 2), "1f1b"), *(pytest.param((1, 4, 2), s, marks=pytest.mark.slow) for s in ("zb-h1", "grouped"))],
-)
+@pytest.mark.fast("shape0-1f1b")
+@pytest.mark.parametrize(("shape", "schedule"), [((1, 2, 2), "1f1b"), ((1, 4, 2), "zb-h1"), ((1, 4, 2), "grouped")])
 def test_a_concurrent_head_is_split_by_hand_over_ipus_and_by_xla_over_tensor(shape, schedule):
     model = annotated("mlp", shape[1], concurrent_head=True)
     pipeline = model.pipeline(mesh_of(shape), schedule=schedule)
@@ -137,10 +129,10 @@ def test_a_concurrent_head_is_split_by_hand_over_ipus_and_by_xla_over_tensor(sha
     head = params.concurrent["head"][0]
     columns = -(-model.params["head"].shape[1] // shape[1])
     assert {shard.data.shape for shard in head.addressable_shards} == {(D // 2, columns)}
-    assert verify(pipeline, params, model.batch, rtol=1e-6).worst[1] < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["mlp", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_in_bfloat16_a_step_is_as_exact_as_on_one_device(kind):
     model = annotated(kind, 2, dtype=jnp.bfloat16)
     wide = lambda leaf: leaf.astype(np.float32) if leaf.dtype == jnp.bfloat16 else leaf  # noqa: E731
@@ -154,6 +146,7 @@ def test_in_bfloat16_a_step_is_as_exact_as_on_one_device(kind):
     assert errors[0] < 1.5 * errors[1] < 0.1
 
 
+@pytest.mark.slow
 def test_stages_may_have_other_leaves_on_each_ipu():
     """IPU 0 has a narrow MLP and a gain, IPU 1 a wide MLP and a head; leaves that are not split share flat slots."""
     model = annotated("mlp", 2)
@@ -184,6 +177,7 @@ def test_stages_may_have_other_leaves_on_each_ipu():
     assert_lie_like(placed, assert_equals_its_twin(model, pipeline))
 
 
+@pytest.mark.slow
 def test_a_state_can_be_split():
     model, mesh = annotated("mlp", 2), mesh_of((1, 2, 2))
     decay = 0.75
@@ -224,7 +218,8 @@ def test_a_state_can_be_split():
     assert found["count"] == 3 + model.micro_batches
 
 
-@pytest.mark.parametrize("spec", [P("tensor"), pytest.param(P(None, "tensor"), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [P("tensor"), P(None, "tensor")], ids=["rows", "columns"])
 def test_a_shared_group_can_be_split(spec):
     """The table is the embedding, which IPU 0 reads, and the head, which IPU 1 reads."""
     untied = annotated("mlp", 2)
@@ -247,6 +242,7 @@ def test_a_shared_group_can_be_split(spec):
     assert_lie_like(pipeline.shard(params), assert_equals_its_twin(model, pipeline))
 
 
+@pytest.mark.slow
 def test_frozen_leaves_can_be_split():
     model = annotated("mlp", 2)
     frozen = {"block0": {"scale": False, "up": True, "down": False}, "block1": True}
@@ -266,18 +262,10 @@ def test_frozen_leaves_can_be_split():
 # where weights lie
 
 
-def test_a_gradient_is_whole_on_each_device_where_its_weight_is():
-    model = annotated("both", 2)
-    pipeline = model.pipeline(mesh_of((1, 2, 2, 2), *TWO), schedule="1f1b")
-    params = pipeline.shard(model.params)
-    _, gradients = pipeline.value_and_grad(params, model.batch)
-    assert shardings_of(gradients) == shardings_of(params)
-
-
-@pytest.mark.parametrize("kind", ["mlp", "heads", "flax", "tuple"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.fast("heads-float32", "tuple-bfloat16")
+@pytest.mark.parametrize(("kind", "dtype"), [("heads", "float32"), ("flax", "float32"), ("tuple", "bfloat16")])
 def test_shard_splits_as_the_specs_say_and_unshard_returns_the_same_bits(kind, dtype):
-    model = annotated(kind, 2, dtype=dtype)
+    model = annotated(kind, 2, dtype=jnp.dtype(dtype))
     mesh = mesh_of((1, 2, 2, 2), *TWO)
     pipeline = model.pipeline(mesh)
     placed = pipeline.shard(model.params)
@@ -321,6 +309,7 @@ def test_more_replicas_keep_the_axes(wider):
 # what has no further axes
 
 
+@pytest.mark.fast("zb-h1")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_an_axis_of_one_device_changes_no_program(schedule):
     def program(mesh):
@@ -330,15 +319,6 @@ def test_an_axis_of_one_device_changes_no_program(schedule):
         return re.sub(r"Mesh\([^()]*(\([^()]*\)[^()]*)*\)", "Mesh", text)
 
     assert program(make_mesh(1, 2, tensor=1)) == program(make_mesh(1, 2))
-
-
-@pytest.mark.parametrize("ipus", [3, 5])
-def test_pipelines_without_further_axes_are_as_ever(ipus):
-    model = chain((*range(ipus),), 4, like=False)
-    pipeline = against_plain.assert_equals_its_twin(model, ipus, {"schedule": "1f1b"})
-    placed = pipeline.shard(model.params)
-    assert {leaf.sharding.spec for leaf in placed.slots} == {P("ipu")}
-    assert {slot.spec for slot in placed.layout.slots} == {P()}
 
 
 # refusals
@@ -496,6 +476,7 @@ def layers_alone(weights: Any, batch: Any) -> Any:
     return jnp.mean((x - batch["y"]) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["auto", "1f1b"])
 def test_layers_keep_the_axes(schedule):
     layer, weights, specs, batch = layered()
@@ -513,6 +494,7 @@ def test_layers_keep_the_axes(schedule):
         Pipeline.from_layers([layer] * 4, weights, specs=[specs] * 3, **how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("costs", ["counted", "traced"])
 def test_a_function_keeps_the_axes(costs):
     layer, weights, specs, batch = layered()
@@ -585,7 +567,7 @@ def test_a_reduction_that_xla_cannot_do_is_refused():
     )
     with refused(*holds):
         concurrent.pipeline(mesh_of((1, 1, 8)))
-    assert_equals_its_twin(annotated("mlp", 1), annotated("mlp", 1).pipeline(mesh_of((1, 1, 4))))
+    assert annotated("mlp", 1).pipeline(mesh_of((1, 1, 4))).ipus == 1
 
 
 def test_outputs_that_cannot_be_split_so_are_refused():

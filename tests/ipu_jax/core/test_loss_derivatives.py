@@ -81,7 +81,8 @@ def stateful(**options: Any) -> Pipeline:
     return Pipeline(stages, gradient_accumulation=3, **options)
 
 
-@pytest.mark.parametrize("schedule", ["auto", pytest.param("1f1b", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["auto", "1f1b"])
+@pytest.mark.fast("1f1b")
 def test_what_is_differentiated_is_the_evaluation(schedule):
     pipeline = stateful(schedule=schedule)
     params, state = pipeline.shard(W), pipeline.shard_state({"s": np.float32(3)})

@@ -6,17 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh
 from ipu_jax.core.schedules import make_schedule
-from ipu_jax.pipelines import Sharded
 from support.against_plain import assert_equals_plain
-from support.dense import chain, largest_relative_error
+from support.dense import chain
 from support.refusals import compilations, refusals, refused
-from support.trained import batches_of, train_dense
 
 
 def test_a_compilation_is_noted():
@@ -240,51 +237,6 @@ def test_the_reduction_is_of_the_gradients_and_the_loss_is_always_the_mean(reduc
     assert_equals_plain(pipeline, weights("a", "b"), data, mean_loss, scale=6 if reduction == "sum" else 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("place", [1, ALL_IPUS])
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_aux_comes_per_micro_batch_in_its_own_dtypes(place, replicas):
-    def last(w, x, mb):
-        y = x @ w
-        aux = {
-            "y": y.astype(jnp.bfloat16),
-            "top": [jnp.argmax(y, -1), jnp.sum(y > 0)],
-            "any": y.max() > 1,
-            "none": None,
-            "id": mb["id"],
-        }
-        return jnp.mean(y**2), aux
-
-    m, lead = 3, (3,) if replicas == 1 else (2, 3)
-    pipeline = Pipeline(
-        [Stage(body, params="a", ipu=0), Stage(last, params="b", ipu=place)],
-        mesh=make_mesh(replicas, 2),
-        gradient_accumulation=m,
-        specs={"b": P()} if place is ALL_IPUS else None,
-    )
-    params = weights("a", "b")
-    data = batch(*lead) | {"id": np.arange(replicas * m, dtype=np.uint8).reshape(lead)}
-    (value, aux), gradients = pipeline.value_and_grad(pipeline.shard(params), data)
-    again, aux_again = pipeline.loss(pipeline.shard(params), data)
-
-    y = np.tanh(data["x"])
-    np.testing.assert_allclose(value, np.mean(y**2), rtol=1e-6)
-    np.testing.assert_allclose(again, value, rtol=1e-6)
-    assert isinstance(gradients, Sharded)
-    expected = {
-        "y": y.astype(jnp.bfloat16),
-        "top": [np.argmax(y, -1).astype(np.int32), np.sum(y > 0, axis=(-1, -2)).astype(np.int32)],
-        "any": y.max((-1, -2)) > 1,
-        "none": None,
-        "id": data["id"],
-    }
-    for found in (aux, aux_again):
-        assert jax.tree.structure(found) == jax.tree.structure(expected)
-        for f, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            assert (f.shape, f.dtype) == (e.shape, e.dtype)
-            np.testing.assert_allclose(f.astype(np.float32), e.astype(np.float32), rtol=2**-8)
-
-
 def test_gradients_lie_where_the_params_lie_and_padding_gets_none():
     model = chain((None, 0, 1, None), 2, like=False, replicas=2)
     pipeline = model.pipeline(4)
@@ -323,33 +275,6 @@ def test_a_pipeline_prints_as_its_stages():
 
 
 # many steps
-
-
-@pytest.mark.slow
-def test_training_inside_the_users_jit_equals_the_unsharded_run():
-    model = chain((None, 0, 1, None), 2, tied=True, replicas=2)
-    optimizer: Any = optax.adam(0.05)
-    pipeline = model.pipeline(4)  # 10 classes on 4 IPUs: padded rows must have no effect
-    params = pipeline.shard(model.params)
-    state = optimizer.init(params)
-    plain_params, _, plain_losses = train_dense(model, optimizer, 5)
-
-    def step(params, state, batch):
-        value, gradients = pipeline.value_and_grad(params, batch)
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    jitted = jax.jit(step, donate_argnums=(0, 1))
-    batches = batches_of(model, 5)
-    for i in range(5):
-        given = params
-        params, state, value = jitted(params, state, jax.tree.map(lambda leaf, i=i: leaf[i], batches))
-        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
-        # adam divides by the root of tiny second moments, which magnifies float32 rounding about tenfold per step
-        np.testing.assert_allclose(value, plain_losses[i], rtol=1e-4)
-    assert largest_relative_error(pipeline.unshard(params), plain_params) < 1e-3
-    padded = pipeline.shard(pipeline.unshard(params))
-    jax.tree.map(np.testing.assert_array_equal, params, padded)
 
 
 def test_a_step_may_donate_its_params_outside_of_jit_too():

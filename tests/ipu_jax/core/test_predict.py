@@ -67,7 +67,6 @@ def predicted(pipeline: Pipeline, batch: Any) -> Any:
     return found
 
 
-slow = pytest.mark.slow
 CASES = {
     "on one IPU": (1, {"head": 0, "body": 0, "ipus": 1}),
     "basic": (5, {"head": 1}),
@@ -81,12 +80,8 @@ CASES = {
 }
 
 
-QUICK = ("on one IPU", "basic", "before a schedule is found")
-
-
-@pytest.mark.parametrize(
-    ("m", "options"), [pytest.param(*CASES[name], id=name, marks=() if name in QUICK else slow) for name in CASES]
-)
+@pytest.mark.fast("on one IPU", "basic")
+@pytest.mark.parametrize(("m", "options"), CASES.values(), ids=CASES)
 def test_outputs_of_any_number_of_micro_batches(m, options):
     x = normal(m, ROWS, D, seed=3)
     found = predicted(model(**options), {"x": x})
@@ -97,13 +92,9 @@ def test_outputs_of_any_number_of_micro_batches(m, options):
 
 @pytest.mark.parametrize(
     ("ipus", "replicas", "schedule", "split"),
-    [
-        (4, 2, "1f1b", True),
-        (2, 1, "sequential", False),
-        pytest.param(2, 1, "sequential", True, marks=slow),
-        pytest.param(4, 2, "1f1b", False, marks=slow),
-    ],
+    [(2, 2, "1f1b", True), (2, 1, "sequential", False), (2, 1, "sequential", True), (4, 2, "1f1b", False)],
 )
+@pytest.mark.fast("2-2-1f1b-True", "2-1-sequential-False")
 def test_logits_of_a_concurrent_stage_stay_split_or_are_gathered(ipus, replicas, schedule, split):
     of_head: dict[str, Any] = {"predict_specs": SPLIT} if split else {"predict": whole_logits}
     pipeline = model(ALL_IPUS, ipus=ipus, replicas=replicas, schedule=schedule, **of_head)
@@ -164,7 +155,8 @@ def stateful() -> Pipeline:
 STATE = {"counter": {"sum": np.float32(0.5)}, "norm": np.float32(2), "calls": np.int32(7)}
 
 
-@pytest.mark.parametrize("key", [None, pytest.param(5, marks=slow)])
+@pytest.mark.fast("None")
+@pytest.mark.parametrize("key", [None, 5])
 def test_what_predict_returns_as_state_is_what_the_next_micro_batch_reads(key):
     pipeline, x = stateful(), normal(3, ROWS, D, seed=4)
     typed = None if key is None else jax.random.key(key)

@@ -215,13 +215,14 @@ FAULTS = {
 WEIGHTS_OF = {overflowing: {"w": np.zeros((4, 4), np.float32)}}
 
 
-SLOW = ("gradients that are nan in both programs", "a concurrent stage that takes the largest part for the whole")
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [pytest.param(*fault, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, fault in FAULTS.items()],
+@pytest.mark.fast(
+    "an error relative to a tiny loss",
+    "of several wrong gradients the worst",
+    "a gradient that is nan, even beside a large error",
+    "a loss that is nan",
+    "a concurrent stage that takes the largest part for the whole",
 )
+@pytest.mark.parametrize(("wrong", "message"), FAULTS.values(), ids=FAULTS)
 def test_what_differs_is_named(wrong, message):
     with pytest.raises(VerificationError, match=f"^{message}") as caught:
         verified(wrong(), WEIGHTS_OF.get(wrong, WEIGHTS | {"b": rng.normal(size=(4, 10)).astype(np.float32)}))
@@ -257,6 +258,7 @@ def test_a_tolerance_may_be_given():
 # float64
 
 
+@pytest.mark.slow
 def test_float64_throughout_where_jax_has_it():
     with jax.enable_x64(True):
         a, b = np.random.default_rng(0).normal(size=(2, 4, 4))

@@ -124,7 +124,7 @@ def assert_everything_equals(found: Any, expected: Any) -> None:
         np.testing.assert_allclose(f, e, rtol=1e-4, atol=1e-5 * np.abs(e[np.isfinite(e)]).max(), err_msg=str(path))
 
 
-@pytest.mark.slow
+@pytest.mark.fast("sum")
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_unsharded_program_is_a_loop_over_replicas_and_micro_batches(reduction):
     """Test two replicas under "mean", and one under "sum", which gets numpy's float64 and holds it as float32."""
@@ -237,15 +237,12 @@ def with_other_keys(run, plan, args, **options):
     ("fault", "holds"),
     [
         (half_of_the_gradients, ("the gradient of params['a'] differs from ", "by 0.5 relative")),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                (without_a_new_state, ("the new state['s'] differs from ", "by 1 relative", "0 instead of 3 (1 of 1 ")),
-                (with_other_keys, ("the loss differs from ",)),
-            )
-        ),
+        (without_a_new_state, ("the new state['s'] differs from ", "by 1 relative", "0 instead of 3 (1 of 1 ")),
+        (with_other_keys, ("the loss differs from ",)),
     ],
+    ids=["gradients", "state", "keys"],
 )
+@pytest.mark.fast("gradients", "state")
 def test_an_engine_with_a_fault_fails(monkeypatch, fault, holds):
     monkeypatch.setattr(engine, "run", functools.partial(fault, engine.run))
 
@@ -304,6 +301,7 @@ SHAPES = "the aux has shapes [3, 3, 4], the unsharded program's ", "what a stage
     ],
     ids=["integers", "bools", "halves", "halves, by a given rtol", "complex", "a shape", "a tree", "none"],
 )
+@pytest.mark.fast("integers", "halves", "a tree")
 def test_an_aux_that_differs_is_told(fn, reference, options, holds):
     with told(*holds):
         with_aux(fn, reference, **options)
@@ -320,6 +318,7 @@ RULES = {"sign": (sign_of_cotangent, np.sign), "clip": (clipped, lambda g: np.cl
 
 
 @pytest.mark.parametrize(("rule", "reduction", "replicas"), [("sign", "sum", 1), ("clip", "mean", 2)])
+@pytest.mark.fast("clip-mean-2")
 def test_a_rule_sees_the_cotangent_of_its_micro_batch(rule, reduction, replicas):
     fn, by_hand = RULES[rule]
     stages = [
@@ -364,6 +363,7 @@ def normalised(w, x, mb, *, state):
     return Outputs(y, state=0.5 * state + 0.5 * mean, aux={"replica": lax.axis_index("replica"), "y": y})
 
 
+@pytest.mark.slow
 def test_batch_norm_over_replicas_is_batch_norm_of_the_joined_rows():
     replicas = 3
     stages = [
@@ -455,6 +455,7 @@ def attention(fault: float = 0.0) -> tuple[Pipeline, Any, Any]:
     return pipeline, pipeline.shard({"a": weights, "b": normal(D, D, seed=6)}), batch_of(1)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_cancels_is_judged_by_what_it_was_made_of():
     pipeline, params, batch = attention()
     gradients = pipeline.unshard(pipeline.value_and_grad(params, batch)[1])["a"]

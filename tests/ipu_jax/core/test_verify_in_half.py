@@ -114,19 +114,19 @@ def assert_found(verified: Any, leaf: str, factor: float) -> None:
 SMALL = 11  # of the seeds below: two layers of width 12
 
 
-def case(kind, dtype, seed, *, slow=True):
-    marks = pytest.mark.slow if slow else ()
-    return pytest.param(kind, dtype, seed, id=f"{kind.__name__}-{jnp.dtype(dtype).name}-{seed}", marks=marks)
+def case(kind, dtype, seed):
+    return pytest.param(kind, dtype, seed, id=f"{kind.__name__}-{jnp.dtype(dtype).name}-{seed}")
 
 
 MODELS = [
-    *(case(perceptron, jnp.bfloat16, seed, slow=seed != SMALL) for seed in range(12)),
+    *(case(perceptron, jnp.bfloat16, seed) for seed in range(12)),
     *(case(perceptron, jnp.float16, seed) for seed in range(2)),
     *(case(transformer, dtype, seed) for dtype in (jnp.bfloat16, jnp.float16) for seed in range(2)),
 ]
 
 
 @pytest.mark.parametrize(("kind", "dtype", "seed"), MODELS)
+@pytest.mark.slow
 def test_a_right_model_passes_and_a_gradient_that_is_wrong_by_one_percent_is_found(kind, dtype, seed):
     verified, leaf = model(kind, dtype, seed)
     assert verified(1.0).worst[1] <= 4e-3
@@ -147,6 +147,7 @@ def test_a_right_model_in_float8_passes():
     verified(1.0)
 
 
+@pytest.mark.slow
 def test_a_tolerance_that_is_given_holds_in_both_comparisons():
     verified, leaf = model(perceptron, jnp.bfloat16, SMALL)
     assert verified(1.05, rtol=0.1).gradient_errors[leaf] == pytest.approx(0.05, abs=0.03)

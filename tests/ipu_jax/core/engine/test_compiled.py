@@ -36,7 +36,8 @@ def text_of(program: Any) -> str:
     return text
 
 
-@pytest.mark.parametrize("schedule", ["grouped", pytest.param("1f1b", marks=pytest.mark.slow), "sequential", "zb-h1"])
+@pytest.mark.fast("zb-h1")
+@pytest.mark.parametrize("schedule", ["grouped", "1f1b", "sequential", "zb-h1"])
 def test_products_and_exchanges_run_in_their_guards_and_exchanges_come_last(schedule):
     """Without a guard, all IPUs would wait for each other in every tick, also where none of them sends. If an exchange
     stood before a task, an IPU would wait for its neighbour's task before it begins its own."""
@@ -60,6 +61,7 @@ def remat_kernel(p, x, mb):
 
 
 @pytest.mark.parametrize(("loss", "schedule"), [(cross_entropy, "grouped"), (remat_kernel, "sequential")])
+@pytest.mark.fast("cross_entropy-grouped")
 def test_no_backward_of_a_last_stage_is_lifted_out_of_its_guard(loss, schedule):
     pipeline = Pipeline(
         [Stage(lambda w, x, mb: jnp.tanh(mb["x"] @ w), params="w", ipu=0), Stage(loss, ipu=1)],
@@ -118,6 +120,7 @@ def compiled(m: int, schedule: str):
     return _programs[m, schedule]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["grouped", "sequential"])
 def test_the_program_is_no_longer_for_more_micro_batches(schedule):
     few, many = (text_of(compiled(m, schedule)) for m in (4, 64))
@@ -126,7 +129,8 @@ def test_the_program_is_no_longer_for_more_micro_batches(schedule):
     assert abs(len(many) - len(few)) <= 0.05 * len(few)
 
 
-@pytest.mark.parametrize("schedule", ["grouped", "sequential"])
+@pytest.mark.fast("zb-h1")
+@pytest.mark.parametrize("schedule", ["grouped", "sequential", "zb-h1"])
 def test_no_gradient_accumulator_is_copied_in_a_tick(schedule):
     hlo = text_of(compiled(4, schedule))
     d0, d1, d2, _classes = MLP
@@ -143,13 +147,15 @@ def test_no_gradient_accumulator_is_copied_in_a_tick(schedule):
 @pytest.mark.parametrize(
     ("unlike", "options"),
     [
-        pytest.param(False, {}, id="like stages"),
-        pytest.param(True, {}, id="unlike stages", marks=pytest.mark.slow),
-        pytest.param(False, {"schedule": "zb-h1"}, id="zb-h1", marks=pytest.mark.slow),
-        pytest.param(False, {"recompute": "all"}, id="recompute all", marks=pytest.mark.slow),
-        pytest.param(False, {"recompute": "none"}, id="recompute none", marks=pytest.mark.slow),
+        (False, {}),
+        (True, {}),
+        (False, {"schedule": "zb-h1"}),
+        (False, {"recompute": "all"}),
+        (False, {"recompute": "none"}),
     ],
+    ids=["like stages", "unlike stages", "zb-h1", "recompute all", "recompute none"],
 )
+@pytest.mark.fast("like stages")
 def test_a_scan_over_layers_stacks_neither_their_gradients_nor_copies_of_their_weights(unlike, options):
     """Besides the accumulators, which are outputs, a step takes less than half of the bytes of an IPU's weights."""
     d, layers = 128, 4

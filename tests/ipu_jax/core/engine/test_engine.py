@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import random
 
 import jax
 import jax.numpy as jnp
@@ -23,45 +22,6 @@ from support.dense import chain, largest_relative_error
 from support.refusals import refused
 
 _ = None  # in a placement: a concurrent stage
-
-
-# Placement, IPUs, M, options of the model, options of the pipeline: what neither `test_matrix` nor the placements by
-# chance below have, which are meshes wider than the placement, concurrent stages alone, and eight IPUs backwards.
-UNLIKE, TIED, TWICE, SUM = {"like": False}, {"tied": True}, {"replicas": 2}, {"reduction": "sum"}
-CASES = [
-    ((0,), 2, 3, TWICE, SUM),
-    ((0, 1, _), 8, 8, UNLIKE, SUM),
-    ((_,), 1, 8, {}, {}),
-    ((_, _), 2, 2, TIED | TWICE, {}),
-    ((_, _, _), 8, 1, UNLIKE, {}),
-    ((_, *reversed(range(8)), _), 8, 16, UNLIKE, {"schedule": "sequential"}),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("places", "ipus", "micro_batches", "of_model", "of_pipeline"), CASES)
-def test_loss_and_every_gradient_equal_the_dense_twins(places, ipus, micro_batches, of_model, of_pipeline):
-    assert_equals_its_twin(chain(places, micro_batches, **of_model), ipus, of_pipeline)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(40))
-def test_any_placement_equals_its_twin(seed):
-    pick = random.Random(seed)
-    ipus = pick.choice([1, 2, 3, 4])
-    places = tuple(pick.choice([None, *range(ipus)]) for _ in range(pick.randint(1, 6)))
-    ends_meet = len(places) > 1 and places[0] is None and places[-1] is None
-    model = chain(
-        places,
-        pick.choice([1, 2, 3, 5, 8]),
-        replicas=pick.choice([1, 2]),
-        like=pick.random() < 0.5,
-        tied=ends_meet and pick.random() < 0.7,
-        seed=seed,
-    )
-    options = {"schedule": pick.choice(["grouped", "sequential"]), "reduction": pick.choice(["mean", "sum"])}
-    pipeline = assert_equals_its_twin(model, ipus, options)
-    assert largest_relative_error(pipeline.loss(pipeline.shard(model.params), model.batch), model.twin()[0]) < 1e-5
 
 
 @pytest.mark.slow
@@ -146,7 +106,8 @@ def test_trees_of_floats_ints_and_bools_pass_between_stages(places):
     assert largest_relative_error(pipeline.unshard(gradients), expected) < 1e-2
 
 
-@pytest.mark.parametrize("middle", [None, lambda p, x, mb: {"deep": [x, mb.sum()]}])
+@pytest.mark.fast("with")
+@pytest.mark.parametrize("middle", [None, lambda p, x, mb: {"deep": [x, mb.sum()]}], ids=["without", "with"])
 def test_stages_without_weights_pass_gradients_on(middle):
     unwrap = lambda x: x["deep"][0] * x["deep"][1] if isinstance(x, dict) else x  # noqa: E731
     first = Stage(lambda w, x, mb: jnp.tanh(mb @ w), params="w", ipu=0)
@@ -166,7 +127,8 @@ def test_stages_without_weights_pass_gradients_on(middle):
     assert_equals_plain(pipeline, params, batch, plain)
 
 
-@pytest.mark.parametrize("places", [(0, 1, 0), pytest.param((0, 0, 1), marks=pytest.mark.slow), (_, 0, _)])
+@pytest.mark.fast("places0")
+@pytest.mark.parametrize("places", [(0, 1, 0), (0, 0, 1), (_, 0, _)])
 def test_stages_that_share_a_group_add_their_gradients(places):
     shared = [i for i, place in enumerate(places) if place == max(places, key=places.count)]
     names = ["shared" if i in shared else f"own{i}" for i in range(3)]
@@ -222,7 +184,7 @@ COLLECTIVES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.fast("a reduce-scatter and an all-gather")
 @pytest.mark.parametrize(("spec", "fn", "plain"), COLLECTIVES.values(), ids=COLLECTIVES)
 def test_the_collectives_of_a_concurrent_stage_have_the_gradients_of_the_dense_program(spec, fn, plain):
     rng = np.random.default_rng(0)
@@ -243,25 +205,7 @@ def test_the_collectives_of_a_concurrent_stage_have_the_gradients_of_the_dense_p
     assert_equals_plain(pipeline, params, batch, dense)
 
 
-# schedules of the user's own
-
-OWN = {
-    "GPipe: all F, then all B": ((0, 1), ((0, 1, 2), (1, 2, 3)), ((5, 6, 7), (4, 5, 6))),
-    "1F1B": ((0, 1), ((0, 1, 4), (1, 3, 5)), ((3, 5, 7), (2, 4, 6))),
-    "a message that waits": ((0, 1), ((0, 2), (1, 4)), ((5, 7), (4, 6))),
-    "a head in its own time": ((0, _), ((0, 2), (0, 2)), ((1, 3), (0, 2))),
-    "an embedding in its own time": ((_, 0, 1), ((0, 3), (1, 4), (2, 5)), ((4, 7), (3, 6), (2, 5))),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("places", "forward", "backward"), OWN.values(), ids=OWN)
-def test_a_schedule_of_the_users_own_is_run_as_it_says(places, forward, backward):
-    ipus = max(2, 1 + max(place for place in places if place is not None))
-    schedule = Schedule("mine", places, ipus, forward, backward)
-    assert_equals_its_twin(chain(places, len(forward[0])), ipus, {"schedule": schedule})
-
-
 def test_messages_wait_at_every_boundary_where_each_stage_does_all_micro_batches_before_the_next_begins():
     places, m = (_, 0, _, 1, _), 3
     turns = len(places)
@@ -284,6 +228,7 @@ def test_backwards_of_neighbours_on_one_ipu_in_two_ticks_are_refused():
 
 
 @pytest.mark.parametrize(("schedule", "backward"), [("grouped", True), ("sequential", False)])
+@pytest.mark.fast("grouped-True")
 def test_each_stage_runs_once_a_micro_batch_on_its_own_ipu_and_never_else(schedule, backward):
     """Tasks are counted on the host by pure callbacks, which XLA may move out of a branch or a loop like arithmetic."""
     m, places = 4, (0, 1, 2, _)

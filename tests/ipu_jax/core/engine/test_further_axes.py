@@ -77,8 +77,11 @@ def value_and_grad_on(mesh: Mesh, layer: Any, schedule: str, weights: Any, batch
     return loss, pipeline.unshard(placed(gradients, pipeline.mesh)), text or ""
 
 
-@pytest.mark.parametrize("schedule", ["grouped", pytest.param("1f1b", marks=pytest.mark.slow), "zb-h1"])
-@pytest.mark.parametrize(("kind", "layer"), [(AxisType.Auto, annotated), (AxisType.Explicit, typed)])
+@pytest.mark.fast("auto-zb-h1")
+@pytest.mark.parametrize("schedule", ["grouped", "1f1b", "zb-h1"])
+@pytest.mark.parametrize(
+    ("kind", "layer"), [(AxisType.Auto, annotated), (AxisType.Explicit, typed)], ids=["auto", "explicit"]
+)
 def test_a_value_that_is_split_over_a_further_axis_stays_split(kind, layer, schedule):
     devices = np.array(jax.devices()[: 2 * PARTS]).reshape(1, 2, PARTS)
     mesh = Mesh(devices, ("replica", "ipu", "tensor"), axis_types=(AxisType.Auto, AxisType.Auto, kind))

@@ -99,14 +99,16 @@ def noisy_loss(p, x, mb, *, key):
 @pytest.mark.parametrize(
     ("places", "schedule", "replicas"),
     [
+        ((0, 0, None), "1f1b", 1),
         ((0, 0, None, None), "1f1b", 2),
-        pytest.param((0, None, None), "grouped", 1, marks=pytest.mark.slow),
-        pytest.param((0, 0, 0, 0), "sequential", 2, marks=pytest.mark.slow),
-        pytest.param((None, None, 0, 0, 1, 1, 1), "zb-h1", 2, marks=pytest.mark.slow),
-        pytest.param((0, 0, 1, 1, 0, 0, 1, 1), "1f1b", 1, marks=pytest.mark.slow),
-        pytest.param((0, 0, 1, 0, 0, 1, 1), "gpipe", 2, marks=pytest.mark.slow),
+        ((0, None, None), "grouped", 1),
+        ((0, 0, 0, 0), "sequential", 2),
+        ((None, None, 0, 0, 1, 1, 1), "zb-h1", 2),
+        ((0, 0, 1, 1, 0, 0, 1, 1), "1f1b", 1),
+        ((0, 0, 1, 0, 0, 1, 1), "gpipe", 2),
     ],
 )
+@pytest.mark.fast("places0-1f1b-1")
 def test_each_merged_stage_draws_its_own_numbers_in_f_and_again_in_b(places, schedule, replicas):
     m, names = 2, [f"s{i}" for i in range(len(places))]
     fns = [scaled_noise] * (len(places) - 1) + [noisy_loss]
@@ -134,17 +136,6 @@ def test_each_merged_stage_draws_its_own_numbers_in_f_and_again_in_b(places, sch
 
 
 @pytest.mark.slow
-def test_like_stages_of_one_team_draw_different_numbers():
-    pipeline = dropout_pipeline(2, "grouped", "none", ipus=3)
-    no_aux = [
-        Stage(lambda p, x, mb, *, key: dropout(p, x, mb, key=key).y, params=s.params, ipu=s.ipu, random=True)
-        for s in pipeline.stages[:-1]
-    ]
-    pipeline = Pipeline([*no_aux, pipeline.stages[-1]], gradient_accumulation=2)
-    params, batch = dropout_inputs(pipeline)
-    verify(pipeline, pipeline.shard(params), batch, key=jax.random.key(1))
-
-
 def test_a_key_that_a_scan_over_layers_splits_is_recomputed_alike():
     def layers(p, x, mb, *, key):
         @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.everything_saveable)
@@ -164,6 +155,7 @@ def test_a_key_that_a_scan_over_layers_splits_is_recomputed_alike():
     verify(pipeline, params, batch, key=jax.random.key(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["grouped", "zb-h1"])
 def test_a_key_that_depends_on_activations_is_stashed(schedule):
     def drawn(p, x, mb, *, key):

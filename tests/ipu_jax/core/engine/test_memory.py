@@ -82,6 +82,7 @@ def test_without_recompute_the_stash_holds_what_jax_keeps(schedule, depths):
     assert last in (depths[1] * (a_layer + 2 * MESSAGE), depths[1] * (a_layer + MESSAGE))
 
 
+@slow
 def test_recompute_takes_the_stash_away():
     kept, found = (report_of("1f1b", 2, 8, recompute=recompute) for recompute in ("none", "all"))
     assert [part.stash for part in found.ipus] == [0, MESSAGE], "the first stage reads its input from the batch"

@@ -42,6 +42,7 @@ def assert_decodes(tables: list[np.ndarray]) -> None:
     np.testing.assert_array_equal(decoded(tables), np.concatenate(tables, axis=1))
 
 
+@pytest.mark.fast("gpipe-16", "1f1b-3", "zbv-3", "looped-zb-16")
 @pytest.mark.parametrize("micro_batches", [1, 3, 16])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_tables_of_every_family_decode_to_themselves(name, micro_batches):
@@ -53,6 +54,7 @@ def test_the_tables_of_every_family_decode_to_themselves(name, micro_batches):
     assert_decodes([np.pad(t, ((0, last + 1 - len(t)), (0, 0), (0, 0)), constant_values=-1) for t in tables])
 
 
+@pytest.mark.fast("0", "5")
 @pytest.mark.parametrize("seed", range(8))
 def test_random_tables_decode_to_themselves(seed):
     rng = np.random.default_rng(seed)
@@ -61,6 +63,7 @@ def test_random_tables_decode_to_themselves(seed):
     assert_decodes([table_of([*zip(placement, map(list, forward), strict=True)], 3)])
 
 
+@pytest.mark.fast("0", "5")
 @pytest.mark.parametrize("seed", range(8))
 def test_rows_in_which_micro_batches_come_in_any_order_decode_to_themselves(seed):
     """Nothing here is a schedule: ticks have any micro-batch, some of them several times."""

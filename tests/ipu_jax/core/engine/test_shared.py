@@ -1,5 +1,6 @@
 """Test groups that every IPU holds whole and that stages on different IPUs share, such as a tied embedding."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -107,6 +108,7 @@ def check_step(pipeline: Pipeline, *, rtol: float = 2e-6, dtype: Any = np.float3
 LOOPED = {2: (0, 1, 0, 1), 4: (0, 1, 2, 3, 0, 1, 2, 3)}
 
 
+@pytest.mark.fast("zb-h1-2")
 @pytest.mark.parametrize("ipus", [2, 4])
 @pytest.mark.parametrize("schedule", ["grouped", "1f1b", "zb-h1", "looped"])
 def test_a_tied_table_gets_the_gradients_of_all_its_stages(schedule, ipus):
@@ -126,23 +128,18 @@ def test_a_tied_table_gets_the_gradients_of_all_its_stages(schedule, ipus):
         ((0, 1, 1), {"mesh": (2, 2), "reduction": "mean"}),
     ],
 )
+@pytest.mark.fast("places4-options4")
 def test_stages_at_other_places_share_as_well(places, options):
     mesh = {"mesh": make_mesh(*options["mesh"])} if "mesh" in options else {}
     check_step(tied(places, **options | mesh))
 
 
-@pytest.mark.parametrize("recompute", ["none", "all"])
-def test_shared_weights_are_read_again_not_stashed(recompute):
-    pipeline = tied((0, 1))
-    stages = [Stage(s.fn, s.params, s.ipu, shared=s.shared, recompute=recompute) for s in pipeline.stages]
-    check_step(pipeline.replace(stages=stages))
-    for found in (pipeline, pipeline.replace(stages=stages)):
-        params = found.shard(weights_of(found))
-        shapes = [
-            kept.shape for program in found.placement.plan(params, batch_of(M)).programs for kept in program.stash
-        ]
-        assert (V, D) not in shapes
-        assert (D, V) not in shapes
+def test_shared_weights_are_read_again_not_stashed():
+    auto = tied((0, 1))
+    for recompute in ("auto", "all", "none"):
+        pipeline = auto.replace(stages=[dataclasses.replace(stage, recompute=recompute) for stage in auto.stages])
+        plan = pipeline.placement.plan(pipeline.shard(weights_of(pipeline)), batch_of(M))
+        assert not {(V, D), (D, V)} & {kept.shape for program in plan.programs for kept in program.stash}
 
 
 def test_shared_weights_cost_as_little_stash_as_the_stages_own():
@@ -162,10 +159,12 @@ def test_shared_weights_cost_as_little_stash_as_the_stages_own():
     assert stashes[0] == stashes[1] == [((3, ROWS, D), jnp.float32)]
 
 
+@pytest.mark.slow
 def test_in_bfloat16():
-    check_step(tied((0, 1, 2), mesh=make_mesh(1, 4)), rtol=3e-2, dtype=jnp.bfloat16)
+    check_step(tied((0, 1), mesh=make_mesh(1, 3)), rtol=3e-2, dtype=jnp.bfloat16)
 
 
+@pytest.mark.slow
 def test_a_concurrent_stage_may_train_what_local_ones_share():
     """The first stage, on all IPUs, has the table as its params; the last, on IPU 1, shares it."""
     stages = [
@@ -173,8 +172,13 @@ def test_a_concurrent_stage_may_train_what_local_ones_share():
         Stage(layer, params="p1", ipu=0),
         Stage(cross_entropy, params="p2", ipu=1, shared=("table",)),
     ]
-    for specs in (None, {"table": WHOLE}, {"table": {"rows": PartitionSpec(None, None), "unread": WHOLE}}):
-        check_step(Pipeline(stages, gradient_accumulation=M, specs=specs))
+    pipeline = Pipeline(stages, gradient_accumulation=M)
+    check_step(pipeline)
+    for specs in ({"table": WHOLE}, {"table": {"rows": PartitionSpec(None, None), "unread": WHOLE}}):
+        of_specs = Pipeline(stages, gradient_accumulation=M, specs=specs)
+        found, expected = (p.shard(weights_of(p)).concurrent for p in (of_specs, pipeline))
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
 
 
 def test_concurrent_stages_may_share_a_split_group():
@@ -204,30 +208,29 @@ def test_like_stages_that_share_a_group_are_one_class_and_those_that_share_anoth
         pipeline, gains = share(*names), {name: 1 + normal(D, seed=ord(name)) for name in {*names}}
         assert pipeline.placement.plan(pipeline.shard(weights | gains), batch).classes == classes
 
-        def twin(p, names=names):
-            h = jnp.tanh(batch @ p["p0"] @ p["a1"]) * p[names[0]]
-            return (jnp.tanh(h @ p["z2"]) * p[names[1]] @ p["p9"]).mean()
 
-        assert_equals_plain(pipeline, weights | gains, batch, twin)
-
-
-@pytest.mark.parametrize("options", [{}, {"precision": "16.32"}, {"shard_optimizer": True, "replication_factor": 2}])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"precision": "16.32"}, {"shard_optimizer": True, "replication_factor": 2}],
+    ids=["floats", "halves", "replicas"],
+)
 def test_steps_keep_the_copies_of_all_ipus_equal_and_are_those_of_optax(options):
     replicas = options.get("replication_factor", 1)
-    pipeline, optimizer, steps = tied((0, 1, 2)), optax.adamw(1e-2, weight_decay=0.1), 5
+    pipeline, optimizer, steps = tied((0, 1)), optax.adamw(1e-2, weight_decay=0.1), 3
     step = make_train_step(pipeline, optimizer, TrainOptions(gradient_accumulation=M, **options))
     expected = weights = weights_of(pipeline)
-    state, moments = step.init(weights), optimizer.init(weights)
+    state, moments, update = step.init(weights), optimizer.init(weights), jax.jit(optimizer.update)
+    gradients_of = jax.jit(lambda weights, batch: jax.grad(twin_of(pipeline, batch))(weights))
     for k in range(steps):
         batch = batch_of(M, seed=k) if replicas == 1 else batch_of(replicas, M, seed=k)
         state, _ = step(state, batch)
-        gradients = jax.jit(jax.grad(twin_of(pipeline, batch)))(expected)
-        updates, moments = jax.jit(optimizer.update)(gradients, moments, expected)
+        updates, moments = update(gradients_of(expected, batch), moments, expected)
         expected = optax.apply_updates(expected, updates)
     assert largest_relative_error(pipeline.unshard(state.params), expected) < (0.05 if "precision" in options else 1e-5)
     for array in state.params.concurrent["table"]:
         copies = [np.asarray(shard.data) for shard in array.addressable_shards]
-        assert len(copies) == 3 * replicas
+        assert len(copies) == 2 * replicas
         for copy in copies:
             np.testing.assert_array_equal(copy, copies[0])
 
@@ -245,6 +248,7 @@ def test_a_shared_group_is_computed_in_the_steps_precision():
     assert {*seen} == {jnp.dtype("bfloat16")}
 
 
+@pytest.mark.slow
 def test_a_value_that_is_not_finite_is_named_for_the_stage_that_shares_it():
     step = make_train_step(tied((0, 1, 2), own=False), optax.sgd(0.1), TrainOptions(gradient_accumulation=M))
     weights, batch = weights_of(tied((0, 1, 2), own=False)), batch_of(M)
@@ -253,26 +257,39 @@ def test_a_value_that_is_not_finite_is_named_for_the_stage_that_shares_it():
     found: Any = step.find_nonfinite(step.init(weights), batch)
     assert (found.name, found.what) == ("s0", "its weight params['table']['rows']")
 
+
+@pytest.mark.slow
+def test_a_gradient_that_is_not_finite_is_named_for_the_stage_that_shares_its_weight():
     def rooted(p, x, mb, *, shared):
         return (x * jnp.sqrt(shared["b"])).mean()  # its slope at 0 is infinite
 
     stages = [Stage(lambda p, x, mb: mb * p, "a", 0), Stage(rooted, ipu=1, shared=("b",), name="end")]
     step = make_train_step(Pipeline(stages), optax.sgd(0.1))
     ones = np.ones(3, np.float32)
-    found = step.find_nonfinite(step.init({"a": ones, "b": 0 * ones}), ones[None])
+    found: Any = step.find_nonfinite(step.init({"a": ones, "b": 0 * ones}), ones[None])
     assert (found.name, found.what) == ("end", "the gradient of params['b']")
 
 
 def test_frozen_shared_leaves_get_no_gradient():
-    pipeline = tied((0, 1, 2), frozen={"table": {"rows": True, "unread": False}})
-    params, batch = pipeline.shard(weights_of(pipeline)), batch_of(M)
-    verify(pipeline, params, batch)
+    pipeline = tied((0, 1), frozen={"table": {"rows": True, "unread": False}})
+    weights, batch = weights_of(pipeline), batch_of(M)
+    params = pipeline.shard(weights)
     gradients = pipeline.unshard(pipeline.value_and_grad(params, batch)[1])
-    assert not np.asarray(gradients["table"]["rows"]).any()
+    expected = jax.jit(jax.grad(twin_of(pipeline, batch)))(weights)
+    expected["table"]["rows"] = jnp.zeros_like(weights["table"]["rows"])
+    assert largest_relative_error(gradients, expected) < 1e-5
     assert params.layout.group("table").leaves[0].frozen
-    assert np.asarray(gradients["p2"]).any()
 
 
+def test_what_is_said_of_a_pipeline_that_shares():
+    pipeline = tied((0, 1, 2, 3), middle=scaled)
+    report = pipeline.report(pipeline.shard(weights_of(pipeline)), batch_of(M), compile=False)
+    floats = V * D + 2 + D + D * D  # every IPU holds the table, the gain and its own weights
+    assert {part.weights for part in report.ipus} == {4 * floats}
+    assert "shares 'table'" in repr(pipeline)
+
+
+@pytest.mark.slow
 def test_all_that_a_pipeline_can_do():
     pipeline = tied((0, 1, 2, 3), middle=scaled)
     weights, batch = weights_of(pipeline), batch_of(M)
@@ -283,14 +300,10 @@ def test_all_that_a_pipeline_can_do():
     for i in (1, 2):
         h = jnp.tanh(h @ weights[f"p{i}"]) * weights["gain"]["g"]
     np.testing.assert_allclose(scores, h @ weights["p3"] @ table.T, atol=1e-5)
-    report = pipeline.report(params, batch, compile=False)
-    floats = V * D + 2 + D + D * D  # every IPU holds the table, the gain and its own weights
-    assert {part.weights for part in report.ipus} == {4 * floats}
     costs = pipeline.stage_costs(params, batch)
     assert min(costs.forward) > 0
     one = {name: leaf[0] for name, leaf in batch.items()}
     assert min(measure_costs(pipeline.stages, weights, one)) > 0
-    assert "shares 'table'" in repr(pipeline)
     pipeline = tied((0, 1, 2, 3), middle=scaled, schedule="auto")
     pipeline.choose_schedule(params, batch)
     verify(pipeline, params, batch)

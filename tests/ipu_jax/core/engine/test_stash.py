@@ -105,8 +105,9 @@ def squeezed(x: Any, weights: Any) -> Any:
     return jnp.mean(jnp.log1p(y**2).sum(1, keepdims=True))
 
 
+@pytest.mark.fast("zb-h1-tpu")
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "gpu"])
-@pytest.mark.parametrize("schedule", ["grouped", pytest.param("1f1b", marks=pytest.mark.slow), "zb-h1"])
+@pytest.mark.parametrize("schedule", ["grouped", "1f1b", "zb-h1"])
 def test_values_of_any_shape_come_back(schedule, platform):
     rng = np.random.default_rng(0)
     normal = lambda *shape: (rng.normal(size=shape) / 2).astype(np.float32)  # noqa: E731

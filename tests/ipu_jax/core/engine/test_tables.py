@@ -22,7 +22,6 @@ from ipu_jax import Pipeline, Stage, make_mesh, make_train_step
 from support.against_plain import assert_equals_plain
 from support.compiled_text import computations
 
-slow = pytest.mark.slow
 D, ROWS = 5, 6
 READS = {
     "rows": lambda t, ids: t[ids],
@@ -70,15 +69,16 @@ CASES = [
     pytest.param(1, 1, "float32", "grouped", "rows", "auto", id="one-ipu"),
     pytest.param(2, 1, "float32", "1f1b", "take", "auto", id="1f1b"),
     pytest.param(2, 2, "bfloat16", "zb-h1", "scan", "none", id="replicas-zb-h1"),
-    pytest.param(4, 1, "float32", "zb-h1", "rows", "auto", id="zb-h1", marks=slow),
-    pytest.param(4, 2, "bfloat16", "interleaved", "wide", "auto", id="interleaved", marks=slow),
+    pytest.param(4, 1, "float32", "zb-h1", "rows", "auto", id="zb-h1"),
+    pytest.param(4, 2, "bfloat16", "interleaved", "wide", "auto", id="interleaved"),
     pytest.param(2, 1, "float32", "gpipe", "twice", "all", id="gpipe-recompute"),
-    pytest.param(8, 1, "float32", "sequential", "clip", "auto", id="sequential", marks=slow),
-    pytest.param(8, 1, "bfloat16", "1f1b", "checkpoint", "auto", id="eight-ipus", marks=slow),
+    pytest.param(8, 1, "float32", "sequential", "clip", "auto", id="sequential"),
+    pytest.param(8, 1, "bfloat16", "1f1b", "checkpoint", "auto", id="eight-ipus"),
 ]
 
 
 @pytest.mark.parametrize(("ipus", "replicas", "dtype", "schedule", "read", "recompute"), CASES)
+@pytest.mark.fast("replicas-zb-h1", "gpipe-recompute")
 def test_gradients_of_tables_on_several_ipus(ipus, replicas, dtype, schedule, read, recompute):
     m = 2 * ipus + 1 if schedule == "interleaved" else 5
     fns, params, batch = model(max(ipus, 2), dtype, replicas, m, read)
@@ -190,17 +190,17 @@ def made_in_a_tick(hlo: str, elements: int) -> list[str]:
     return found
 
 
-QUICK = [("all", "float32", "packed", "grouped"), ("rows", "bfloat16", "alone", "zb-h1")]
-SLOW = [
+PROGRAMS = [
+    ("all", "float32", "packed", "grouped"),
+    ("rows", "bfloat16", "alone", "zb-h1"),
     *itertools.product(LOOKUPS, ["float32"], ["packed"], ["grouped"]),
     *itertools.product(["rows", "padded", "stacked"], ["float32"], ["alone"], ["grouped"]),
     *itertools.product(["linen"], ["bfloat16"], ["alone", "packed"], ["zb-h1"]),
 ]
 
 
-@pytest.mark.parametrize(
-    ("lookup", "dtype", "layout", "schedule"), [*QUICK, *(pytest.param(*case, marks=slow) for case in SLOW)]
-)
+@pytest.mark.fast("rows-bfloat16-alone-zb-h1")
+@pytest.mark.parametrize(("lookup", "dtype", "layout", "schedule"), PROGRAMS)
 def test_nothing_as_large_as_the_table_is_made_in_a_tick(lookup, dtype, layout, schedule):
     program = gradient_of(lookup, dtype, layout, schedule)
     assert not made_in_a_tick(program.as_text(), VOCABULARY * WIDTH // 2)
@@ -209,27 +209,22 @@ def test_nothing_as_large_as_the_table_is_made_in_a_tick(lookup, dtype, layout, 
     assert program.memory_analysis().temp_size_in_bytes < held + VOCABULARY * WIDTH * 4 / 2
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_as_large_as_the_table_is_seen(monkeypatch):
     monkeypatch.setitem(LOOKUPS, "scaled", lambda p, ids: (p["t"] * 3)[ids])
     assert made_in_a_tick(gradient_of("scaled", "float32", "packed", "grouped").as_text(), VOCABULARY * WIDTH // 2)
 
 
-@pytest.mark.parametrize("layout", ["alone", pytest.param("packed", marks=slow)])
-def test_the_optimizer_needs_no_memory_beside_the_gradient_of_the_table(layout):
-    pipeline, params, ids = model_of("rows", "float32", layout, "grouped")
-    step = make_train_step(pipeline, optax.adam(0.1))
-    program = compiled(step.lower(step.init(params), ids))
-    assert program.memory_analysis().temp_size_in_bytes < 1.5 * VOCABULARY * WIDTH * 4
-
-
 @pytest.mark.parametrize(
     ("rows", "updated"),
     [
-        pytest.param([4000, 4000], {4000}, id="equal", marks=slow),
-        pytest.param([4000, 500], {500 * 32, 4000 * 32}, id="two"),
-        pytest.param([4000, 1500, 1000, 20], {1500 * 32, 4000 * 32}, id="four", marks=slow),
+        ([4000, 4000], {4000}),
+        ([4000, 500], {500 * 32, 4000 * 32}),
+        ([4000, 1500, 1000, 20], {1500 * 32, 4000 * 32}),
     ],
+    ids=["equal", "two", "four"],
 )
+@pytest.mark.slow
 def test_an_update_of_tables_is_in_place_and_as_long_as_each_ipu_needs(rows, updated):
     """Tables share a slot; a length is compiled for each that is at most half of the next, and saves much."""
     stages = [
@@ -256,10 +251,10 @@ def test_an_update_of_tables_is_in_place_and_as_long_as_each_ipu_needs(rows, upd
         return jnp.mean(jnp.square(sum(p[ids % len(p)] for p in params.values())))
 
     optimizer = optax.adam(0.1)
-    held = optimizer.init(params)
+    held, update, of_microbatch = optimizer.init(params), jax.jit(optimizer.update), jax.jit(jax.grad(loss))
     for _ in range(2):
-        gradients = jax.tree.map(lambda *g: sum(g) / 2, *(jax.grad(loss)(params, i) for i in ids))
-        updates, held = optimizer.update(gradients, held, params)
+        gradients = jax.tree.map(lambda *g: sum(g) / 2, *(of_microbatch(params, i) for i in ids))
+        updates, held = update(gradients, held, params)
         params = optax.apply_updates(params, updates)
     for k in params:
         np.testing.assert_allclose(found[k], params[k], rtol=1e-5, atol=1e-5)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS
 from ipu_jax.nn import linen_stage
-from support.one_device import BATCH, ROWS, D, assert_trains_as, loss_of, microbatches_of
+from support.one_device import BATCH, ROWS, D, assert_trains_as, assert_trees_close, loss_of, microbatches_of
 
 
 class Block(nn.Module):
@@ -41,7 +41,8 @@ def parts_of(variables, ipus):
     ]
 
 
-@pytest.mark.parametrize("ipus", [(0, 1), pytest.param((ALL_IPUS, 1), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ipus", [(0, 1), (ALL_IPUS, 1)])
 def test_training_equals_the_modules_own_apply(variables, ipus):
     def body(params, stats, x, microbatch, key):
         variables = {"params": params, **stats}
@@ -52,6 +53,16 @@ def test_training_equals_the_modules_own_apply(variables, ipus):
 
     specs = {"body": P()} if ipus[0] is ALL_IPUS else None
     assert_trains_as([("body", body), ("head", head)], parts_of(variables, ipus), specs=specs)
+
+
+def test_the_function_of_a_stage_is_the_modules_own_apply(variables):
+    body, _ = parts_of(variables, (0, 1))
+    microbatch, key = microbatches_of(BATCH)[1], jax.random.key(2)
+    out = body.stage.fn(body.params["body"], None, microbatch, state=body.state["body"], key=key)
+    expected: Any = BODY.apply(
+        variables["body"], microbatch["x"], train=True, rngs={"dropout": key}, mutable=["batch_stats"]
+    )
+    assert_trees_close((out.y, out.state), expected)
 
 
 def test_evaluation_equals_the_modules_own_apply(variables):

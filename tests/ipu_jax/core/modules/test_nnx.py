@@ -35,6 +35,7 @@ def modules():
     return nnx.jit(lambda: (Block(D, 7, nnx.Rngs(0)), nnx.Linear(7, 3, rngs=nnx.Rngs(1))))()
 
 
+@pytest.mark.slow
 def test_training_equals_the_modules_own_calls(modules):
     body, head = modules
     parts = [nnx_stage(body, "body", ipu=0, inputs="x"), nnx_stage(head, "head", ipu=1, loss=loss_of)]

@@ -69,9 +69,8 @@ def variables():
     return jax.jit(lambda: (init(BODY, 0), init(HEAD, 1)))()
 
 
-@pytest.mark.parametrize(
-    ("schedule", "reduction"), [("zb-h1", "sum"), pytest.param("1f1b", "mean", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "reduction"), [("zb-h1", "sum"), ("1f1b", "mean")])
 def test_what_linen_modules_sow_is_added_to_the_loss(variables, schedule, reduction):
     assert {"losses", "router"} <= variables[0].keys()  # of init, whose result is given whole
     parts = [
@@ -138,7 +137,8 @@ class NnxExperts(nnx.Module):
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
-@pytest.mark.parametrize("called_before", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.fast("True")
+@pytest.mark.parametrize("called_before", [False, True])
 def test_what_nnx_modules_sow_is_added_to_the_loss(called_before):
     body, head = NnxExperts(0, normal=True), NnxExperts(1)
     if called_before:  # what that call sowed must not count

@@ -52,7 +52,9 @@ def one_is_nan(params):
 
 
 LOCAL, SPLIT, TIED = "unlike local stages", "a concurrent head, split unevenly", "a tied table, split unevenly"
-SLOW = [
+CASES = [
+    (LOCAL, 1, ("if finite",), one_is_nan),
+    (SPLIT, 2, ("if finite",), one_is_nan),
     (LOCAL, 1, ("steps without NaN",), one_is_nan),
     (TIED, 1, ("if finite", "if finite, twice"), one_is_nan),
     (SPLIT, 1, ("steps without NaN", "steps of a sum, small"), one_is_nan),
@@ -66,10 +68,8 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("model", "replicas", "names", "gradients"),
-    [(SPLIT, 2, ("if finite",), one_is_nan), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
-)
+@pytest.mark.fast("unlike local stages-1-names0-one_is_nan")
+@pytest.mark.parametrize(("model", "replicas", "names", "gradients"), CASES)
 def test_conditions_between_trees_equal_plain_optax(model, replicas, names, gradients):
     check_model(model, replicas, {name: OPTIMIZERS[name] for name in names}, gradients)
 

@@ -86,13 +86,13 @@ OF_WHOLE_LEAVES = {
 _compiled_quickly = compiled_quickly()
 
 
-@pytest.mark.slow
+@pytest.mark.fast("unlike local stages-1-names0", "a tied table, split unevenly-2-names2")
 @pytest.mark.parametrize(
     ("model", "replicas", "names"),
     [
-        ("unlike local stages", 1, ("adamw", "fillings")),
+        ("unlike local stages", 1, ("adamw",)),
         ("a concurrent head, split unevenly", 1, ("lamb", "adafactor", "muon, but of the head")),
-        ("a tied table, split unevenly", 2, ("clipped", "fillings")),
+        ("a tied table, split unevenly", 2, ("clipped",)),
         ("a concurrent head, split unevenly", 2, tuple(OTHERS)),
         ("like stages stacked", 1, (*OTHERS, "fillings", "adafactor")),
         ("a tied table, split unevenly", 1, (*OTHERS, "fillings", "adafactor")),
@@ -119,20 +119,17 @@ UNEVEN, LIKE = ((7, 5), (5, 9), (9, 10), (2, 3, 4), (3, 3)), ((4, 6),) * 4
 @pytest.mark.parametrize(
     ("shapes", "ipus", "dtype", "optimizers"),
     [
+        (UNEVEN[1:3], 2, "float32", ("sorted",)),
         (UNEVEN[1:3], 2, "float32", ("muon", "sorted")),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                (UNEVEN[:2], 1, "float32", ("muon",)),
-                (UNEVEN[1:3], 2, "bfloat16", ("muon",)),
-                (UNEVEN[:3], 2, "float32", ("low rank", "sorted")),
-                (UNEVEN[1:], 4, "float32", ("muon, clipped",)),
-                (LIKE, 4, "float32", tuple(OF_WHOLE_LEAVES)),
-                (LIKE, 4, "bfloat16", ("muon", "muon, clipped")),
-            ]
-        ),
+        (UNEVEN[:2], 1, "float32", ("muon",)),
+        (UNEVEN[1:3], 2, "bfloat16", ("muon",)),
+        (UNEVEN[:3], 2, "float32", ("low rank", "sorted")),
+        (UNEVEN[1:], 4, "float32", ("muon, clipped",)),
+        (LIKE, 4, "float32", tuple(OF_WHOLE_LEAVES)),
+        (LIKE, 4, "bfloat16", ("muon", "muon, clipped")),
     ],
 )
+@pytest.mark.fast("shapes0-2-float32-optimizers0")
 def test_leaves_that_one_ipu_has_whole_may_be_mixed(shapes, ipus, dtype, optimizers):
     pipeline, whole = with_weights_of(*shapes, ipus=ipus, dtype=dtype)
     # in half, every product of muon's is rounded
@@ -154,10 +151,10 @@ def test_a_leaf_that_all_ipus_hold_counts_once_when_replicas_cut_it():
     stages = [Stage(unused, params="a", ipu=0), Stage(unused, params="head", ipu=ALL_IPUS)]
     whole = {"a": jnp.ones(3), "head": {"gain": jnp.arange(5.0) + 1, "w": jnp.ones((2, 3))}}
     specs = {"head": {"gain": P(), "w": P(None, "ipu")}}
-    optimizers = {name: (USUAL | FILLINGS)[name] for name in ("clipped", "fillings")}
-    check(Pipeline(stages, mesh=make_mesh(2, 2), specs=specs), whole, optimizers)
+    check(Pipeline(stages, mesh=make_mesh(2, 2), specs=specs), whole, FILLINGS)
 
 
+@pytest.mark.fast("2-1")
 @pytest.mark.parametrize(("replicas", "ipus"), [(1, 2), (2, 1)])
 def test_sums_of_half_leaves_that_lie_in_parts_are_rounded_once(replicas, ipus):
     """257 + 261 is 518, which is 520 in bfloat16; if both parts were rounded first, it would be 516."""

@@ -193,7 +193,6 @@ def test_collectives_with_groups_over_replicas_are_right_in_a_local_stage():
 
     pipeline, params, batch = pipeline_of(body, mesh=(4, 2))
     assert_equals_plain(pipeline, params, batch, lambda params: twin(batch, neighbours, params))
-    verify(pipeline, pipeline.shard(params), batch)
 
 
 def product_by_ring(x, w):
@@ -243,6 +242,7 @@ def test_permutes_over_both_axes_are_right_in_concurrent_stages(schedule):
     assert_equals_plain(pipeline, params, batch, dense)
 
 
+@pytest.mark.slow
 def test_a_permute_over_ipus_in_a_branch_that_one_replica_decides_is_right():
     def body(p, x, mb):
         h = x @ p
@@ -267,6 +267,6 @@ def test_a_loss_function_on_replicas_may_permute():
         h = batch["x"] @ w
         return jnp.mean((h + 0.5 * ring(h) - batch["y"]) ** 2)
 
-    expected, expected_gradients = jax.value_and_grad(dense)(params)
+    expected, expected_gradients = jax.jit(jax.value_and_grad(dense))(params)
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
     np.testing.assert_allclose(gradients, expected_gradients, rtol=1e-4, atol=1e-6)

@@ -174,13 +174,15 @@ def assert_added(cases):
             assert largest_relative_error(one, other) < rtol, name
 
 
-# Each function has whole accumulators in one turn and flat ones in the other.
-in_turns = pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
+# Each function has whole accumulators in one turn and flat ones in another; a turn has half of the functions.
+in_turns = pytest.mark.parametrize("turn", range(4))
 
 
 def whole_or_flat(functions, turn):
+    half, flat = divmod(turn, 2)
     return {
-        name: (fn, tuple(SHAPES.values()) if (k + turn) % 2 else ()) for k, (name, fn) in enumerate(functions.items())
+        name: (fn, tuple(SHAPES.values()) if (k + flat) % 2 else ())
+        for k, (name, fn) in enumerate([*functions.items()][half::2])
     }
 
 
@@ -315,6 +317,7 @@ PARTS = {
 }
 
 
+@pytest.mark.fast("2")
 @in_turns
 def test_each_part_of_a_weight_is_added_where_it_was_read(turn):
     """Two leaves: the first of each part alone, and the second of all parts together."""
@@ -335,6 +338,7 @@ READS = {
 }  # fmt: skip
 
 
+@pytest.mark.fast("1")
 @in_turns
 def test_rows_are_added_where_their_indices_point(turn, monkeypatch):
     monkeypatch.setattr(_blocks, "_ELEMENTS_PER_PIECE", 0)  # these tables are so small that zeros would cost less

@@ -193,26 +193,7 @@ def last(p, x, mb):
     return jnp.mean((x @ p) ** 2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["grouped", pytest.param("zb-h1", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("pair", UNLIKE.values(), ids=UNLIKE)
-def test_a_pipeline_of_unlike_stages_runs_each_ones_own(pair, schedule):
-    fns = (first, *pair, last)
-    stages = [Stage(fn, params=f"w{i}", ipu=i) for i, fn in enumerate(fns)]
-    pipeline = Pipeline(stages, mesh=make_mesh(1, 4), gradient_accumulation=M, schedule=schedule)
-
-    def dense(params):
-        losses = []
-        for mb in BATCH:
-            x = None
-            for i, fn in enumerate(fns):
-                x = fn(params[f"w{i}"], x, mb)
-            losses.append(x)
-        return sum(losses) / M
-
-    assert_equals_plain(pipeline, WEIGHTS, BATCH, dense)
-
-
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("crowded", [False, True])
 def test_like_stages_share_a_program_only_where_their_weights_lie_in_like_slots(crowded):
     """An earlier stage of IPU 1 may have a leaf with the shape of its later stage's, which is then in another slot."""
@@ -245,23 +226,3 @@ def test_like_stages_share_a_program_only_where_their_weights_lie_in_like_slots(
         return sum(map(one, BATCH)) / M
 
     assert_equals_plain(pipeline, weights, BATCH, dense)
-
-
-def test_like_stages_of_a_zero_bubble_schedule_keep_cuts_as_deep_as_each_needs():
-    """Under zb-h1 the later of them has more micro-batches between B and W than the first."""
-    micro_batches, ipus = 6, 5
-    layer = lambda p, x, mb: jnp.tanh((mb if x is None else x) @ p)  # noqa: E731
-    stages = [Stage(layer, params=f"p{i}", ipu=i) for i in range(ipus - 1)]
-    stages.append(Stage(lambda p, x, mb: jnp.mean((x @ p) ** 2), params=f"p{ipus - 1}", ipu=ipus - 1))
-    pipeline = Pipeline(stages, gradient_accumulation=micro_batches, schedule="zb-h1", mesh=make_mesh(1, ipus))
-    of = np.random.default_rng(0)
-    params = {f"p{i}": (of.normal(size=(D, D)) / 2).astype(np.float32) for i in range(ipus)}
-    batch = of.normal(size=(micro_batches, ROWS, D)).astype(np.float32)
-
-    def twin(params):
-        h = batch
-        for i in range(ipus - 1):
-            h = jnp.tanh(h @ params[f"p{i}"])
-        return jnp.mean((h @ params[f"p{ipus - 1}"]) ** 2)
-
-    assert_equals_plain(pipeline, params, batch, twin)

@@ -119,7 +119,8 @@ def broadcasts_in_backward(pipeline: Pipeline, params: Any, batch: Any) -> int:
     return sum(s.place is None and not p.needs_sums_only for s, p in zip(plan.segments, plan.programs, strict=True))
 
 
-@pytest.mark.parametrize("ipus", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.fast("embedding-2", "cross-entropy per token-2")
+@pytest.mark.parametrize("ipus", [2, 4])
 @pytest.mark.parametrize("name", [*KEPT, *PARTS])
 def test_every_gradient_is_right_and_only_sums_stay_where_they_are(name, ipus):
     fn, shape, spec = {**KEPT, **PARTS}[name]
@@ -130,6 +131,7 @@ def test_every_gradient_is_right_and_only_sums_stay_where_they_are(name, ipus):
 
 
 @pytest.mark.parametrize(("fn", "shape", "spec"), [(assuming, (D, 4), COLUMNS), (clipping, (V, D), ROWS)])
+@pytest.mark.slow
 def test_a_rule_of_the_users_own_gets_equal_parts(fn, shape, spec):
     pipeline = pipeline_of(fn, spec)
     params, batch = arguments(pipeline, shape)

@@ -85,12 +85,9 @@ SCHEDULES = ("grouped", "zb-h1", "sequential")
 
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    [
-        pytest.param(name, schedule, marks=() if (k + at) % len(SCHEDULES) == 0 else pytest.mark.slow)
-        for k, name in enumerate(EMPTY)
-        for at, schedule in enumerate(SCHEDULES)
-    ],
+    [(name, schedule) for name in EMPTY for schedule in SCHEDULES],
 )
+@pytest.mark.fast("custom-zb-h1", "attention-grouped")
 def test_gradients_of_micro_batches_without_rows(name, schedule):
     """Sums over rows are 0, so the loss is the sum of w**2 of two weights, and the gradient of each is 2 * w."""
     fn = EMPTY[name]

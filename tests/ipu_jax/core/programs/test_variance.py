@@ -124,7 +124,8 @@ def loss_of(logits, mb):
     return jnp.mean(log_softmax_cross_entropy(logits, mb["y"], size=V))
 
 
-@pytest.mark.parametrize("ipus", [*(pytest.param(ipus, marks=pytest.mark.slow) for ipus in (1, 2)), 4])
+@pytest.mark.fast("4")
+@pytest.mark.parametrize("ipus", [1, 2, 4])
 def test_an_aux_that_all_ipus_hold_alike_is_that_of_the_whole_logits(ipus):
     def head(w, x, mb):
         logits = matmul(x, w)
@@ -274,7 +275,8 @@ def greedy(w, x, mb):
     return (x @ w).mean() + seen, {"steps": steps}
 
 
-@pytest.mark.parametrize("ipus", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("ipus", [1, 2])
 def test_evaluation_takes_what_has_no_derivative(ipus):
     def body(w, x, mb):
         def grow(c):

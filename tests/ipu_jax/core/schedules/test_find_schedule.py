@@ -277,24 +277,29 @@ def test_lockstep_is_as_good_as_any_table(seed, limit, micro_batches, transfer):
     assert found.makespan == pytest.approx(min([best, *two_phase]))
 
 
-def test_the_two_phase_clock_wins_where_messages_are_dear():
-    """Its messages travel beside tasks. zb-h1 waits for a message in 25 of its 27 ticks, and idles less without."""
-    ones = [1] * 4
-    for transfer, residuals, room, name in (
+@pytest.mark.fast("zb-h1", "grouped-zb")
+@pytest.mark.parametrize(
+    ("transfer", "residuals", "room", "name"),
+    [
         (0.0, 0, 7, "zb-h1"),
         (0.5, 0, 7, "grouped-zb"),
         (0.5, 1, 7, "grouped"),  # IPU 3 of grouped-zb would hold 4 stashes and 4 of what W needs from B
         (0.5, 0, 6, "auto"),
-    ):
-        costs = StageCosts(ones, ones, ones, stash=ones, weight_residuals=[residuals] * 4)
-        find: dict[str, Any] = {"placement": (0, 1, 2, 3), "micro_batches": 8, "lockstep": True, "transfer": transfer}
-        found = find_schedule(costs, stash_limit=room, **find)
-        assert found.schedule.name == name
-        by_name = {candidate.name: candidate.makespan for candidate in found.candidates}
-        assert by_name["grouped"] == pytest.approx(11 * 3 + 2 * 3 * transfer)
-        assert by_name["grouped-zb"] == pytest.approx(8 * 3 + 3 * 2 + 3 * transfer)
-        assert by_name["zb-h1"] == pytest.approx(27 + 25 * transfer)
-        assert (f"(lockstep, {transfer} per message)" in str(found)) == (transfer > 0)
+    ],
+    ids=["zb-h1", "grouped-zb", "grouped", "auto"],
+)
+def test_the_two_phase_clock_wins_where_messages_are_dear(transfer, residuals, room, name):
+    """Its messages travel beside tasks. zb-h1 waits for a message in 25 of its 27 ticks, and idles less without."""
+    ones = [1] * 4
+    costs = StageCosts(ones, ones, ones, stash=ones, weight_residuals=[residuals] * 4)
+    find: dict[str, Any] = {"placement": (0, 1, 2, 3), "micro_batches": 8, "lockstep": True, "transfer": transfer}
+    found = find_schedule(costs, stash_limit=room, **find)
+    assert found.schedule.name == name
+    by_name = {candidate.name: candidate.makespan for candidate in found.candidates}
+    assert by_name["grouped"] == pytest.approx(11 * 3 + 2 * 3 * transfer)
+    assert by_name["grouped-zb"] == pytest.approx(8 * 3 + 3 * 2 + 3 * transfer)
+    assert by_name["zb-h1"] == pytest.approx(27 + 25 * transfer)
+    assert (f"(lockstep, {transfer} per message)" in str(found)) == (transfer > 0)
 
 
 # the list scheduler

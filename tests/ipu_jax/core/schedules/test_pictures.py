@@ -106,9 +106,9 @@ name_of = lambda schedule: f"{schedule.name[:20]} {schedule.placement}"  # noqa:
 
 
 def in_turn(schedules, first):
-    """Return every schedule, of which each fourth, from the first on, is not slow."""
+    """Return every schedule, of which each eighth, from the first on, is not slow."""
     return [
-        pytest.param(schedule, marks=() if k % 4 == first else pytest.mark.slow) for k, schedule in enumerate(schedules)
+        pytest.param(schedule, marks=() if k % 8 == first else pytest.mark.slow) for k, schedule in enumerate(schedules)
     ]
 
 
@@ -192,6 +192,7 @@ def test_no_text_runs_into_another_or_out_of_the_page(schedule):
 
 
 @pytest.mark.parametrize(("ipus", "ticks"), [(1, 1), (3, 22), (4, 1300), (10, 207), (20, 60)])
+@pytest.mark.fast("1-1", "4-1300")
 def test_no_text_runs_into_another_in_a_picture_of_bytes(ipus, ticks):
     held = {kind: [10**k] * ticks for k, kind in enumerate(BYTES, start=1)}
     caption = "A caption of a hundred letters or so, which is as long as the one that reports have. " * 2
@@ -225,6 +226,7 @@ def test_a_notebook_shows_a_schedule_and_its_figure_and_a_page_may_hold_them(mon
             draw()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["watching", "concepts"])
 def test_a_guide_draws_the_pictures_that_it_shows(name, tmp_path, monkeypatch):
     page = documents.ROOT / f"docs/{name}.md"

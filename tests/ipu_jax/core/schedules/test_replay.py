@@ -47,7 +47,7 @@ def schedules(draw, names=SCHEDULES, most_ipus: int = 6, most_micro_batches: int
     return make_schedule(name, ipus=ipus, placement=tuple(placement), micro_batches=m_count)
 
 
-@settings(max_examples=70)
+@settings(max_examples=50)
 @given(schedule=schedules(), data=st.data())
 def test_every_family_replays_on_every_placement_also_with_idle_ticks_put_in(schedule, data):
     replay(schedule)
@@ -98,7 +98,7 @@ def attempt(schedule: Schedule, **tables) -> tuple[Schedule | None, str]:
         return None, str(error)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(schedule=schedules(most_ipus=3, most_micro_batches=4), data=st.data())
 def test_what_the_validator_lets_through_replays(schedule, data):
     """Move cells of a table with room between its ticks: it must be refused, or be still right."""

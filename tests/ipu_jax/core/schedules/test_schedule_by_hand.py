@@ -122,7 +122,8 @@ def test_makespans_in_lockstep_by_hand(case):
     assert run.bubble == pytest.approx(1 - sum(busy) / (2 * sum(times)))
 
 
-@pytest.mark.parametrize("places", [(0, 0, 1, 0), pytest.param((0, 1, 1, 1, 0, 0), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("places", [(0, 0, 1, 0), (0, 1, 1, 1, 0, 0)], ids=str)
 def test_zbv_of_unlike_lengths_trains_as_its_dense_twin(places):
     model = chain(places, 3, like=False)
     pipeline = model.pipeline(2, schedule="zbv")

@@ -126,6 +126,7 @@ def test_a_zero_bubble_wave_leaves_the_way_of_its_first_sweep(sizes, rounds):
         assert run.makespan <= least + 4 / rounds + 1e-9
 
 
+@pytest.mark.fast("2", "3")
 @pytest.mark.parametrize("s_count", [2, 3, 4, 5])
 def test_a_wave_of_three_sweeps_is_at_most_an_f_above_the_bound(s_count):
     for m_count in range(s_count, 3 * s_count + 2):
