@@ -300,6 +300,7 @@ def test_the_program_names_the_users_modules_within_each_task():
         assert re.search(rf"ipu_jax\.{task}\.\d+/while/body/[\w()]*\(encoder\)+/dot_general", text)
 
 
+@pytest.mark.slow
 def test_a_state_that_the_end_replaces_keeps_its_readers_in_one_stage():
     def loss(p, state, x):  # written by the fourth of six layers, read by the second
         kept = state

@@ -130,6 +130,7 @@ def test_frozen_is_a_prefix_of_the_users_tree():
     pipeline.replace()  # keeps it
 
 
+@pytest.mark.fast("16.32")
 @pytest.mark.parametrize("precision", ["16.32", "16.16"])
 def test_half_precision_equals_a_loss_that_casts(precision):
     def half(tree):
@@ -145,6 +146,7 @@ def test_half_precision_equals_a_loss_that_casts(precision):
     assert_close(step.model.unshard(state.params), expected, rtol=0.02)
 
 
+@pytest.mark.slow
 def test_replicas_share_the_cut():
     pipeline = replicate(cut(2), replication_factor=2)
     batch = jax.tree.map(lambda leaf: np.stack([leaf, leaf[::-1]]), BATCH)
@@ -226,6 +228,9 @@ SEES_THE_TREE = {
 }
 
 
+@pytest.mark.fast(
+    "mask by keystr", "labels", "rates by path", "rates by layer", "every 2", "clip_by_block_rms", "masked", "fill"
+)
 @pytest.mark.parametrize("name", SEES_THE_TREE)
 def test_optax_sees_the_users_tree(name):
     tx, pipeline = SEES_THE_TREE[name](), cut(3)
@@ -240,6 +245,7 @@ def test_optax_sees_the_users_tree(name):
     assert_close(optimizer.whole(of_ipus, sharded), state, rtol=1e-4)
 
 
+@pytest.mark.fast("2")
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_frozen_rows_are_no_leaves_for_optax(replicas):
     frozen = {"table": False, "layers": {"w": True, "b": False}, "unused": False}

@@ -27,6 +27,11 @@ from .plain_models import PLAIN_MODELS
 from .unusual_models import UNUSUAL_MODELS
 
 MODELS = {make.__name__: functools.cache(make) for make in (*PLAIN_MODELS, *LIBRARY_MODELS, *UNUSUAL_MODELS)}
+LARGE = (
+    *("encoder_decoder", "equinox_gpt", "linen_gpt", "linen_gpt_scanned", "linen_mixture_of_experts"),
+    *("linen_scan_with_state", "lstm", "mixed_precision_gpt", "nnx_scanned", "scanned_gpt", "state_space"),
+)
+"""Models that take long to compile; for each kind of operation in them there is a smaller model."""
 RUNS: tuple[dict[str, Any], ...] = (
     {"schedule": "1f1b", "ipus": 4, "gradient_accumulation": 4},
     {"schedule": "zb-h1", "ipus": 2, "gradient_accumulation": 3},
@@ -118,9 +123,7 @@ def arguments(pipeline: Pipeline, example: Example) -> tuple[Any, Any, Any]:
     return pipeline.shard(example.params), state, jax.random.key(7) if example.takes_key else None
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "linen_gpt_scanned")) for n in MODELS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name in MODELS])
 def test_the_stages_compute_what_the_function_computes(name):
     example = MODELS[name]()
     micro_batch, key = example.micro_batch(np.random.default_rng(1)), jax.random.key(7) if example.takes_key else None
@@ -136,7 +139,7 @@ def test_the_stages_compute_what_the_function_computes(name):
 
 
 @pytest.mark.fast(
-    "siamese", "scan_that_carries_a_key", "state_read_everywhere", "unusual_aux", "bfloat16_weights", "control_flow"
+    "siamese", "state_read_everywhere", "unusual_aux", "bfloat16_weights", "control_flow", "scan_that_carries_a_key"
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_computes_what_plain_jax_computes(name):
@@ -151,7 +154,7 @@ def test_a_step_computes_what_plain_jax_computes(name):
     verify(pipeline, params, batch, state, key)
 
 
-@pytest.mark.fast("equinox_mlp", "nnx_batch_norm")
+@pytest.mark.fast("nnx_batch_norm")
 @pytest.mark.parametrize("name", ["linen_gpt_scanned", "linen_gpt", "equinox_mlp", "nnx_batch_norm"])
 def test_five_updates_equal_those_of_plain_optax(name):
     example, optimizer = MODELS[name](), optax.adamw(0.02)

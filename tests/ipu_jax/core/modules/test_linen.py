@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
-from ipu_jax import ALL_IPUS
 from ipu_jax.nn import linen_stage
-from support.one_device import BATCH, ROWS, D, assert_trains_as, assert_trees_close, loss_of, microbatches_of
+from support.one_device import BATCH, ROWS, D, assert_trees_close, loss_of, microbatches_of
 
 
 class Block(nn.Module):
@@ -39,20 +37,6 @@ def parts_of(variables, ipus):
         linen_stage(BODY, variables["body"], "body", ipu=ipus[0], inputs="x", random=True),
         linen_stage(HEAD, variables["head"], "head", ipu=ipus[1], loss=loss_of),
     ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ipus", [(0, 1), (ALL_IPUS, 1)])
-def test_training_equals_the_modules_own_apply(variables, ipus):
-    def body(params, stats, x, microbatch, key):
-        variables = {"params": params, **stats}
-        return BODY.apply(variables, microbatch["x"], train=True, rngs={"dropout": key}, mutable=["batch_stats"])
-
-    def head(params, stats, x, microbatch, key):
-        return HEAD.apply({"params": params}, x), None
-
-    specs = {"body": P()} if ipus[0] is ALL_IPUS else None
-    assert_trains_as([("body", body), ("head", head)], parts_of(variables, ipus), specs=specs)
 
 
 def test_the_function_of_a_stage_is_the_modules_own_apply(variables):

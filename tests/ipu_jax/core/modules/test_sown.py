@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ipu_jax import Pipeline, make_mesh, verify
+from ipu_jax import Pipeline
 from ipu_jax.nn import gather_stages, linen_stage, nnx_stage
 from support.one_device import assert_trees_close, microbatches_of
 from support.refusals import refusals, refused
@@ -67,46 +67,6 @@ BODY, HEAD = LinenTwice(), LinenExperts()
 def variables():
     init = lambda module, seed: module.init(jax.random.key(seed), jnp.ones((ROWS, D)))  # noqa: E731
     return jax.jit(lambda: (init(BODY, 0), init(HEAD, 1)))()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "reduction"), [("zb-h1", "sum"), ("1f1b", "mean")])
-def test_what_linen_modules_sow_is_added_to_the_loss(variables, schedule, reduction):
-    assert {"losses", "router"} <= variables[0].keys()  # of init, whose result is given whole
-    parts = [
-        linen_stage(BODY, variables[0], "body", ipu=0, inputs="x", losses={"losses": 0.5, "router": 0.2}),
-        linen_stage(HEAD, variables[1], "head", ipu=1, loss=loss_of, losses={"losses": 0.3}),
-    ]
-    stages, params, state = gather_stages(parts)
-    assert state["body"].keys() == {"batch_stats"}
-    mesh = make_mesh(REPLICAS, 2)
-    pipeline = Pipeline(stages, mesh=mesh, schedule=schedule, reduction=reduction, gradient_accumulation=M)
-    placed = pipeline.shard(params), BATCH, pipeline.shard_state(state)
-
-    def twin(params):
-        losses, all_stats = [], []
-        for of_replica in microbatches_of(BATCH):
-            stats = state["body"]
-            for microbatch in microbatches_of(of_replica):
-                mutable = ["batch_stats", "losses", "router"]
-                new: Any
-                of_head: Any
-                x, new = BODY.apply({"params": params["body"], **stats}, microbatch["x"], mutable=mutable)
-                y, of_head = HEAD.apply({"params": params["head"]}, x, mutable=["losses"])
-                stats = {"batch_stats": jax.lax.stop_gradient(new["batch_stats"])}
-                own = new["losses"]["LinenExperts_0"]["balance"][0] + new["losses"]["LinenExperts_1"]["balance"]
-                added = 0.5 * own + 0.2 * new["router"]["z"][0].sum() + 0.3 * of_head["losses"]["balance"][0]
-                losses.append(loss_of(y, microbatch) + added)
-            all_stats.append(stats)
-        mean = jnp.mean(jnp.stack(losses))
-        stats = jax.tree.map(lambda *leaves: sum(leaves) / REPLICAS, *all_stats)
-        return (len(losses) * mean if reduction == "sum" else mean), (mean, {"body": stats})
-
-    (_, (loss, stats)), gradients = jax.jit(jax.value_and_grad(twin, has_aux=True))(params)
-    actual, sharded, new_state = pipeline.value_and_grad(*placed)
-    assert_trees_close((actual, pipeline.unshard(sharded), pipeline.unshard(new_state)), (loss, gradients, stats))
-    if schedule == "1f1b":
-        verify(pipeline, *placed)
 
 
 def test_evaluation_leaves_out_what_is_sown(variables):
