@@ -84,7 +84,7 @@ aot: $(STAMP) ## install XLA's compilers for TPU and NVIDIA GPUs beside .venv's 
 	    "jax-cuda12-pjrt==$$jaxlib" 'nvidia-cuda-nvcc-cu12==12.9.*'; } || short="$$short GPU"; \
 	if [ -n "$$short" ]; then echo "Not installed, XLA's compilers for:$$short" >&2; exit 1; fi
 
-test: $(STAMP) ## run ruff, basedpyright, and pytest with doctests and a few slow tests
+test: $(STAMP) ## run ruff, basedpyright, and pytest with the fast tests and doctests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@# Tests wait now and then, and leave a core to the type checker. Both are told, its errors last, and either fails.

@@ -3,9 +3,9 @@
 This file is at the top, not in tests/, because the doctests of the packages need it as well. It runs before anything
 starts a jax backend, since these settings have no effect afterwards. Processes that a test starts inherit them.
 
-The tests marked slow are divided into N equal parts, for any N: the cases of each function take turns, from a part that
-its name decides. A plain `pytest` runs all other tests and one small part of the slow ones, the same on every machine.
-`pytest --slow=2/5` runs part 2 (of 0 to 4) of the slow tests and no others, and `pytest --slow=all` runs every test.
+A plain `pytest` runs the fast tests. The tests marked slow are divided into N equal parts, for any N: the cases of each
+function take turns, from a part that its name decides. `pytest --slow=2/10` runs part 2 (of 0 to 9) of the slow tests and
+no others, and `pytest --slow=all` runs every test.
 
 A test is slow by `@pytest.mark.slow`. Of a function with many cases, `@pytest.mark.fast("1f1b-2", "looped-4")` names
 the cases that are not. The last lines of a run say which other tests took more than 3 s of CPU time.
@@ -59,7 +59,6 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Tests and the processes that they start find no programs but those of `support.kept_programs`.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
-_SAMPLE = "11/40"  # of the slow tests, what always runs: any part would do, and in this one no test takes a minute
 _TOO_LATE = "later than --slow-deadline"
 
 # Every run is the same run: `make random` is the place for new cases. On a busy machine an example may take long.
@@ -69,17 +68,17 @@ settings.load_profile("suite")
 
 def _slow(text: str) -> str:
     found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if text in ("sample", "all") or (found and int(found[1]) < int(found[2])):
+    if text in ("none", "all") or (found and int(found[1]) < int(found[2])):
         return text
-    raise argparse.ArgumentTypeError(f"{text!r} is neither sample, all nor a part such as 0/5 to 4/5")
+    raise argparse.ArgumentTypeError(f"{text!r} is neither none, all nor a part such as 0/10 to 9/10")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--slow",
         type=_slow,
-        default="sample",
-        help="sample: the fast tests and a few slow ones (default); all: every test; K/N: part K of N of the slow ones",
+        default="none",
+        help="none: the fast tests (default); all: every test; K/N: part K of N of the slow tests alone",
     )
     parser.addoption(
         "--slow-deadline",
@@ -110,7 +109,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     slow = config.option.slow
-    return "slow tests: " + {"all": "all", "sample": "a sample"}.get(slow, f"part {slow}, and no others")
+    return "slow tests: " + (slow if slow in ("none", "all") else f"part {slow}, and no others")
 
 
 def _mark_slow_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -135,13 +134,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     slow = config.option.slow
     if slow == "all":
         return
-    part, parts = map(int, (_SAMPLE if slow == "sample" else slow).split("/"))
+    part, parts = map(int, ("-1/1" if slow == "none" else slow).split("/"))
     kept: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
     cases: Counter[str] = Counter()  # those seen of each slow function
     for item in items:
         if item.get_closest_marker("slow") is None:
-            runs = slow == "sample"
+            runs = slow == "none"
         else:
             function = item.nodeid.split("[")[0]
             runs = (zlib.crc32(function.encode()) + cases[function]) % parts == part

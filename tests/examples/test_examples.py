@@ -91,7 +91,7 @@ def function_model(whole, examples):
     return any_function.GPT().apply({"params": whole["params"]}, examples["tokens"])
 
 
-@pytest.mark.fast("plain_layers---")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "model", "loss_of", "labels"),
     [

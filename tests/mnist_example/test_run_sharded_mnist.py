@@ -239,6 +239,7 @@ def test_help_says_every_default(capsys):
 # comparing
 
 
+@pytest.mark.slow
 def test_compare_draws_both_curves_and_a_picture_that_fails_leaves_the_figures(
     few_digits, capsys, tmp_path, monkeypatch
 ):
@@ -501,6 +502,7 @@ def test_ctrl_c_ends_the_call_and_a_second_one_does_not_wait_for_it():
         assert presses == 1 or time.monotonic() - pressed < 10  # the call takes a minute
 
 
+@pytest.mark.slow
 def test_a_trace_that_fails_leaves_the_training_and_is_told(few_digits, tmp_path, capsys, monkeypatch):
     def fail(self):
         if self._state != "finished":

@@ -85,6 +85,7 @@ def test_the_search_gets_the_costs_by_hand_and_lockstep():
     assert pipeline.schedule is found.schedule
 
 
+@pytest.mark.fast("gpu-2000-450000000000.0")
 @pytest.mark.parametrize(
     ("platform", "flops", "bytes_per_second"), [("tpu", 4000, 4.5e10), ("gpu", 2000, 4.5e11), ("cpu", 0, np.inf)]
 )
@@ -156,6 +157,7 @@ def test_a_stage_without_flops_and_without_bytes_costs_one():
     assert (costs.forward[0], costs.backward[0], costs.weight[0], costs.whole_backward) == (1, 1, 0, (1, 2 * N * K))
 
 
+@pytest.mark.slow
 def test_measured_costs_are_seconds_of_every_task_and_the_same_bytes():
     pipeline, params, batch = unlike_stages()
     costs = pipeline.stage_costs(params, batch, measured=True, repeats=2)
@@ -200,6 +202,7 @@ def random_and_counting():
 # the choice
 
 
+@pytest.mark.slow
 def test_the_same_shapes_give_the_same_schedule_with_memory_for_all_too_and_a_pipeline_takes_it():
     found = []
     for options in ({}, {}, {"ipu_memory": 1e9}):

@@ -89,7 +89,7 @@ def dense(weights: Any, head: Callable[..., Any]) -> Any:
     return jax.vmap(lambda mb: head(weights["head"], jnp.tanh(mb["x"] @ weights["body"]), mb, whole))(micro_batches)
 
 
-@pytest.mark.fast("smoothed")
+@pytest.mark.slow
 @pytest.mark.parametrize("head", [smoothed, gathered, next_two, balanced, with_heads], ids=lambda head: head.__name__)
 def test_a_loss_and_its_gradients_are_those_of_whole_arrays(head: Callable[..., Any]):
     pipeline = pipeline_of(head)

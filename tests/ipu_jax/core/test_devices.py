@@ -55,6 +55,7 @@ CORES = len(os.sched_getaffinity(0))
 SIX_OF_A_FLAG = {"XLA_FLAGS": "--xla_force_host_platform_device_count=6"}
 
 
+@pytest.mark.fast("flags")
 @pytest.mark.parametrize(
     ("call", "environment", "found", "threads"),
     [
@@ -66,7 +67,6 @@ SIX_OF_A_FLAG = {"XLA_FLAGS": "--xla_force_host_platform_device_count=6"}
     ],
     ids=["twice", "flags", "one per IPU", "environment", "started"],
 )
-@pytest.mark.fast("twice", "flags")
 def test_configure_makes_the_devices_that_are_asked_for_and_a_thread_pool_as_large_as_they_need(
     call, environment, found, threads
 ):

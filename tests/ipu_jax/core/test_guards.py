@@ -175,6 +175,7 @@ def test_uniform_guards_change_no_result_of_evaluation_and_prediction(bubbles_ho
     assert largest_relative_error(*results) < 1e-6
 
 
+@pytest.mark.slow
 def test_uniform_guards_on_two_axes_change_no_result_either():
     model = annotated("plain", 2)
     found = [

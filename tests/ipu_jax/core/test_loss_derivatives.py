@@ -98,6 +98,7 @@ def test_what_is_differentiated_is_the_evaluation(schedule):
     assert largest_relative_error(pipeline.unshard(gradients), by_hand) < 1e-5
 
 
+@pytest.mark.slow
 def test_or_with_training_what_trains_with_its_new_state():
     pipeline = stateful()
     params, state, key = pipeline.shard(W), pipeline.shard_state({"s": np.float32(3)}), jax.random.key(8)
@@ -198,6 +199,7 @@ def test_what_has_no_derivative_is_refused(call, holds):
         jax.eval_shape(call)
 
 
+@pytest.mark.slow
 def test_aux_that_is_stopped_changes_no_derivative():
     pipeline, params = simple()
     _, gradients = pipeline.value_and_grad(params, X)

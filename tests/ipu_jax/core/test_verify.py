@@ -124,7 +124,7 @@ def assert_everything_equals(found: Any, expected: Any) -> None:
         np.testing.assert_allclose(f, e, rtol=1e-4, atol=1e-5 * np.abs(e[np.isfinite(e)]).max(), err_msg=str(path))
 
 
-@pytest.mark.fast("sum")
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_unsharded_program_is_a_loop_over_replicas_and_micro_batches(reduction):
     """Test two replicas under "mean", and one under "sum", which gets numpy's float64 and holds it as float32."""
@@ -233,6 +233,7 @@ def with_other_keys(run, plan, args, **options):
     return run(plan, args._replace(key=jax.random.fold_in(args.key, 1)), **options)
 
 
+@pytest.mark.fast("gradients")
 @pytest.mark.parametrize(
     ("fault", "holds"),
     [
@@ -242,7 +243,6 @@ def with_other_keys(run, plan, args, **options):
     ],
     ids=["gradients", "state", "keys"],
 )
-@pytest.mark.fast("gradients", "state")
 def test_an_engine_with_a_fault_fails(monkeypatch, fault, holds):
     monkeypatch.setattr(engine, "run", functools.partial(fault, engine.run))
 
@@ -277,6 +277,7 @@ def halves(by: float) -> Any:
     return lambda w, x: (x[0] @ w * by).astype(jnp.bfloat16)
 
 
+@pytest.mark.slow
 def test_an_aux_within_its_tolerance_is_right():
     assert with_aux(large(0)).aux_errors == {"aux": 0.0}
     assert with_aux(lambda w, x: x[:0]).aux_errors == {"aux": 0.0}
@@ -287,6 +288,7 @@ BILLION = "by 1e-09 relative, and int32 must be equal: 1000000001 instead of 100
 SHAPES = "the aux has shapes [3, 3, 4], the unsharded program's ", "what a stage's reference returns"
 
 
+@pytest.mark.fast("integers")
 @pytest.mark.parametrize(
     ("fn", "reference", "options", "holds"),
     [
@@ -301,7 +303,6 @@ SHAPES = "the aux has shapes [3, 3, 4], the unsharded program's ", "what a stage
     ],
     ids=["integers", "bools", "halves", "halves, by a given rtol", "complex", "a shape", "a tree", "none"],
 )
-@pytest.mark.fast("integers", "halves", "a tree")
 def test_an_aux_that_differs_is_told(fn, reference, options, holds):
     with told(*holds):
         with_aux(fn, reference, **options)

@@ -125,8 +125,8 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "dtype", "seed"), MODELS)
 @pytest.mark.slow
+@pytest.mark.parametrize(("kind", "dtype", "seed"), MODELS)
 def test_a_right_model_passes_and_a_gradient_that_is_wrong_by_one_percent_is_found(kind, dtype, seed):
     verified, leaf = model(kind, dtype, seed)
     assert verified(1.0).worst[1] <= 4e-3

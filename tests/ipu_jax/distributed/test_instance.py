@@ -220,7 +220,7 @@ def test_an_instance_of_another_launcher_that_is_alone_says_which_one_is_missing
     assert f"InstancesMissingError: {missing[own]}: see" in one.stderr
 
 
-@pytest.mark.fast("SLURM, connected by the program")
+@pytest.mark.slow
 @pytest.mark.parametrize("cluster", ["SLURM", "SLURM, connected by the program", "Open MPI", "Kubernetes"])
 def test_under_other_launchers_the_same_program_needs_none_of_ours(tmp_path, cluster):
     environments = {

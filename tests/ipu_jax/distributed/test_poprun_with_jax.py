@@ -118,6 +118,7 @@ popdist.all_reduce(np.zeros(200_000, np.float32))  # in gloo
 """
 
 
+@pytest.mark.slow
 def test_each_instance_has_all_devices_of_its_ipus_and_one_that_is_lost_is_named_and_all_are_gone(tmp_path):
     path = tmp_path / "together.py"
     path.write_text(TOGETHER)

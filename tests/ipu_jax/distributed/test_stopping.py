@@ -75,6 +75,7 @@ def test_nothing_is_due_without_a_signal():
     assert not stop.asked
 
 
+@pytest.mark.slow
 def test_each_process_ends_as_its_signals_ask_even_in_c_code():
     with subprocess.Popen(
         [sys.executable, "-c", CASES],

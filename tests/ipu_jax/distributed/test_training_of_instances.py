@@ -76,6 +76,7 @@ def of_two() -> list[Results]:
     return run_instances(across_feeds.trained_and_refused, [1, 1], **ONE_REPLICA)
 
 
+@pytest.mark.slow
 def test_a_replica_on_two_instances_trains_as_on_one(of_two):
     """The cheap sample, which always runs. No sum has more than two terms, so that all bits are equal."""
     trained = [{name: value for name, value in of_one.items() if "refused" not in name} for of_one in of_two]

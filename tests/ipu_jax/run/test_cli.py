@@ -61,6 +61,7 @@ def mine(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_it_runs_with_its_defaults_and_writes_its_file(mine, tmp_path):
     assert mine("--replicas", "2", "--kind", "FANCY", "--table", "t.csv") == (0, "fancy 0.5 6\n", "")
     assert (tmp_path / "t.csv").read_text() == "1,2"

@@ -50,6 +50,7 @@ def _assert_rows_close(got, want, roundings, dtype):
     assert error <= roundings * float(jnp.finfo(dtype).eps), error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "gradients", "typed"),
     [
@@ -144,6 +145,7 @@ def _along(loss, directions, split_dot=jnp.vdot):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("over", "gradients", "reduction", "typed", "inside"),
     [

@@ -188,6 +188,7 @@ def _configurations():
         yield pytest.param(tuple(LOSSES), mode, n, size, dtype, replicas, id=f"{name}-all", marks=pytest.mark.slow)
 
 
+@pytest.mark.fast("untyped-inside-4x10-bfloat16", "typed-inside-8x5-float32")
 @pytest.mark.parametrize(("names", "mode", "n", "size", "dtype", "replicas"), list(_configurations()))
 @examples
 @given(seed=seeds)
@@ -225,6 +226,7 @@ def test_values_and_every_gradient(names, mode, n, size, dtype, replicas, seed):
             raise AssertionError(f"{name}: {error}") from error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [pytest.param((), marks=pytest.mark.slow), (2, 1, 3)])
 def test_tokens_of_any_shape(shape):
     count = int(np.prod(shape))

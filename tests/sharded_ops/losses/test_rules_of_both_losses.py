@@ -41,6 +41,7 @@ def _run(kind, op, tokens, weights, ct, *labels, **options):
 ALL = {"soft_cap": 2.0, "label_smoothing": 0.1, "z_loss": 0.1}
 
 
+@pytest.mark.fast("logits-options1")
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

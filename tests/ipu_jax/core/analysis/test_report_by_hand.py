@@ -208,6 +208,7 @@ def test_keys_that_are_kept_are_counted_by_their_data():
     assert stash["rbg"] == [M * LAYERS * (FLOAT * N * D + 16)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["all", pytest.param("none", marks=pytest.mark.slow)])
 def test_a_pipeline_with_keys_is_checked_trained_and_reported(recompute):
     pipeline, params, batch = noisy_pipeline(recompute, ipu_memory=900e6)

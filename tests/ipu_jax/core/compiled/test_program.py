@@ -241,6 +241,7 @@ def test_what_one_ipu_runs_alone_sends_only_within_the_ipu(monkeypatch, sent, ax
 N, D, M = 4, 8, 6
 
 
+@pytest.mark.fast("1f1b-10")
 @pytest.mark.parametrize(("schedule", "y"), [("grouped", M + 1), ("1f1b", 10), ("zb-h1", 10)])
 def test_runs_of_a_pipeline_by_its_schedule(schedule, y):
     """By hand: IPU 0 and 1 send in ticks 0 to 6 of "grouped", and in ticks 0 to 2 and 4 to 10 of "1f1b"."""

@@ -60,7 +60,7 @@ def test_each_task_runs_once_in_its_tick_on_its_ipu(name, concurrent_ends, seen)
     assert Counter(seen) == planned(schedule)
 
 
-@pytest.mark.fast("0-1-2-3, 1")
+@pytest.mark.slow
 @pytest.mark.parametrize(("places", "replicas"), [((0, 1, 2, 3), 1), ((0, 1), 2)], ids=["0-1-2-3, 1", "0-1, 2"])
 def test_like_stages_of_one_team_each_run_their_own_on_each_replica(places, replicas, seen):
     schedule = run(chain(places, 3, replicas=replicas), len(places), "zb-h1")

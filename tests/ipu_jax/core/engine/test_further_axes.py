@@ -77,7 +77,7 @@ def value_and_grad_on(mesh: Mesh, layer: Any, schedule: str, weights: Any, batch
     return loss, pipeline.unshard(placed(gradients, pipeline.mesh)), text or ""
 
 
-@pytest.mark.fast("auto-zb-h1")
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["grouped", "1f1b", "zb-h1"])
 @pytest.mark.parametrize(
     ("kind", "layer"), [(AxisType.Auto, annotated), (AxisType.Explicit, typed)], ids=["auto", "explicit"]

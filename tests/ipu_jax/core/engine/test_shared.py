@@ -116,6 +116,7 @@ def test_a_tied_table_gets_the_gradients_of_all_its_stages(schedule, ipus):
     check_step(tied(places, schedule=schedule))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("places", "options"),
     [
@@ -128,7 +129,6 @@ def test_a_tied_table_gets_the_gradients_of_all_its_stages(schedule, ipus):
         ((0, 1, 1), {"mesh": (2, 2), "reduction": "mean"}),
     ],
 )
-@pytest.mark.fast("places4-options4")
 def test_stages_at_other_places_share_as_well(places, options):
     mesh = {"mesh": make_mesh(*options["mesh"])} if "mesh" in options else {}
     check_step(tied(places, **options | mesh))
@@ -270,6 +270,7 @@ def test_a_gradient_that_is_not_finite_is_named_for_the_stage_that_shares_its_we
     assert (found.name, found.what) == ("end", "the gradient of params['b']")
 
 
+@pytest.mark.slow
 def test_frozen_shared_leaves_get_no_gradient():
     pipeline = tied((0, 1), frozen={"table": {"rows": True, "unread": False}})
     weights, batch = weights_of(pipeline), batch_of(M)

@@ -76,6 +76,7 @@ def test_on_a_cpu_all_are_flat():
     assert shapes_of([[D, D], [D, D]], "grouped", 4, platform="cpu") == {"stash:float32:flat": (N * 6 * D + 1,)}
 
 
+@pytest.mark.fast("20-False")
 @pytest.mark.parametrize(("width", "spare"), [(40, True), (20, False)])
 def test_on_a_tpu_buffers_may_take_3_percent_more(width, spare):
     # IPU 0 keeps 3 micro-batches of `width` tiles, IPU 1 one of them and one or two of one tile (as jax decides), for

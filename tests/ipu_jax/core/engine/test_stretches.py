@@ -59,6 +59,7 @@ def test_the_ticks_and_the_guards_of_each_scan(platform, schedule, places, scans
     assert scans_of(jaxpr) == scans
 
 
+@pytest.mark.fast("grouped-places0-3-True")
 @pytest.mark.parametrize(
     ("schedule", "places", "micro_batches", "tied"),
     [
@@ -74,7 +75,6 @@ def test_the_ticks_and_the_guards_of_each_scan(platform, schedule, places, scans
         ("1f1b", BOTH_ENDS, 3, True),
     ],
 )
-@pytest.mark.fast("grouped-places0-3-True")
 def test_loss_and_every_gradient_equal_the_dense_twin(schedule, places, micro_batches, tied):
     model, ipus = chain(places, micro_batches, tied=tied), 1 + max(place or 0 for place in places)
     with programs_for("gpu"):
@@ -86,6 +86,7 @@ def counting(w, x, mb, *, state):
     return Outputs((mb["x"] if x is None else x) @ w, state=state + 1, aux=mb["x"].sum())
 
 
+@pytest.mark.slow
 def test_a_stage_in_front_with_state_sees_each_micro_batch_once():
     rng, m = np.random.default_rng(0), 4
     normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731

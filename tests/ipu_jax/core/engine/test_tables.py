@@ -77,8 +77,8 @@ CASES = [
 ]
 
 
+@pytest.mark.fast("replicas-zb-h1")
 @pytest.mark.parametrize(("ipus", "replicas", "dtype", "schedule", "read", "recompute"), CASES)
-@pytest.mark.fast("replicas-zb-h1", "gpipe-recompute")
 def test_gradients_of_tables_on_several_ipus(ipus, replicas, dtype, schedule, read, recompute):
     m = 2 * ipus + 1 if schedule == "interleaved" else 5
     fns, params, batch = model(max(ipus, 2), dtype, replicas, m, read)

@@ -100,6 +100,17 @@ def test_a_leaf_goes_to_the_host_arrays_and_back(case, replicas):
     np.testing.assert_array_equal(place.of_plain(place.plain()).leaf(expected), value)
 
 
+@pytest.mark.fast(
+    "rows-2",
+    "inner dim-2",
+    "heads-2",
+    "two axes on a dim-2",
+    "columns over IPUs-2",
+    "fewer rows than replicas-2",
+    "over IPUs alone-2",
+    "columns-3",
+    "rows over IPUs, wider inside-3",
+)
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_chunks_of_a_block_follow_one_another(case, replicas):

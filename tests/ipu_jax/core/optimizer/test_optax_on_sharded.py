@@ -183,6 +183,7 @@ def test_a_decay_of_all_weights_changes_frozen_ones_on_packed_weights():
     assert not jnp.allclose(found["first"]["w"], WEIGHTS["first"]["w"], rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "names"),
     [
@@ -192,7 +193,6 @@ def test_a_decay_of_all_weights_changes_frozen_ones_on_packed_weights():
     ],
     ids=["one", "a few", "others"],
 )
-@pytest.mark.fast("one")
 def test_an_optimizer_of_the_pipeline_is_right_with_every_transformation(replicas, names):
     parts = [jax.tree.map(lambda g: jnp.stack([0.25 * g, 0.75 * g]), batch) for batch in BATCHES]
     made = pipeline(replicas=replicas, reduction="sum")
@@ -321,6 +321,7 @@ def test_an_optimizer_of_the_pipeline_refuses(call, holds, two):
         call(two)
 
 
+@pytest.mark.slow
 def test_weights_that_another_pipeline_froze_are_updated_with_their_gradients():
     """Unfreezing gradually: gradients are laid out as the weights that they are of, whichever pipeline froze them."""
     frozen, made = pipeline(frozen={"first": True}), pipeline()

@@ -189,6 +189,7 @@ def test_only_norms_are_told_to_other_ipus(optimizer, local, split):
         assert any(analysis.reductions) == (levels > 1)
 
 
+@pytest.mark.fast("optimizer0-0", "optimizer1-1")
 @pytest.mark.parametrize(
     ("optimizer", "switches"),
     # the mask is by group, and in a slot are leaves of all groups; a norm is over the leaf's own elements

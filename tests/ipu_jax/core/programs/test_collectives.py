@@ -181,6 +181,7 @@ RIGHT = [  # on 4 replicas
 ]
 
 
+@pytest.mark.slow
 def test_collectives_with_groups_over_replicas_are_right_in_a_local_stage():
     """Each has its own share in the result, so that none stands in for another."""
 

@@ -92,7 +92,7 @@ def cut(
 WAYS = list(itertools.product(("none", "auto", "all"), (False, True)))
 
 
-@pytest.mark.fast("0-1")
+@pytest.mark.fast("2-0")
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("turn", range(len(WAYS)))
 def test_b_and_w_give_what_the_vjp_gives(turn, half):

@@ -317,7 +317,7 @@ PARTS = {
 }
 
 
-@pytest.mark.fast("2")
+@pytest.mark.slow
 @in_turns
 def test_each_part_of_a_weight_is_added_where_it_was_read(turn):
     """Two leaves: the first of each part alone, and the second of all parts together."""

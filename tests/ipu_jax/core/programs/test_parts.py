@@ -119,7 +119,7 @@ def broadcasts_in_backward(pipeline: Pipeline, params: Any, batch: Any) -> int:
     return sum(s.place is None and not p.needs_sums_only for s, p in zip(plan.segments, plan.programs, strict=True))
 
 
-@pytest.mark.fast("embedding-2", "cross-entropy per token-2")
+@pytest.mark.fast("embedding-2")
 @pytest.mark.parametrize("ipus", [2, 4])
 @pytest.mark.parametrize("name", [*KEPT, *PARTS])
 def test_every_gradient_is_right_and_only_sums_stay_where_they_are(name, ipus):

@@ -112,6 +112,7 @@ def test_gradients_in_a_half_type(dtype):
         assert error[0] <= max(2 * error[1], 2e-6), "as near as with all values kept"
 
 
+@pytest.mark.fast("none")
 @pytest.mark.parametrize("recompute", ["auto", "none", "all"])
 def test_a_loop_without_a_reverse_mode_behind_stop_gradient(recompute):
     def doubled(p, x, mb):
@@ -129,6 +130,7 @@ def test_a_block_keeps_its_products_with_weights_and_the_inputs_of_its_norms():
     assert sum(int(np.prod(shape)) for shape in stash) == rows * (3 * FEATURES + HIDDEN + 2 * FEATURES)
 
 
+@pytest.mark.fast("nested")
 @pytest.mark.parametrize("fn", [scanned, nested])
 def test_a_scan_keeps_per_layer_what_an_unrolled_stage_keeps(fn):
     floats = lambda program: sum(int(np.prod(s.shape)) for s in program.stash)  # noqa: E731
@@ -254,6 +256,7 @@ def test_a_concurrent_head_computes_nothing_again():
     assert [s.shape for s in body.stash] == [X.shape], "the tanh, from which the first stage's B computes its square"
 
 
+@pytest.mark.slow
 def test_results_of_a_scans_iterations_that_only_an_aux_reads_get_no_gradient():
     def layers(w, x):
         return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), c.mean()), x, w)

@@ -83,11 +83,11 @@ EMPTY = {
 SCHEDULES = ("grouped", "zb-h1", "sequential")
 
 
+@pytest.mark.fast("custom-zb-h1")
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [(name, schedule) for name in EMPTY for schedule in SCHEDULES],
 )
-@pytest.mark.fast("custom-zb-h1", "attention-grouped")
 def test_gradients_of_micro_batches_without_rows(name, schedule):
     """Sums over rows are 0, so the loss is the sum of w**2 of two weights, and the gradient of each is 2 * w."""
     fn = EMPTY[name]

@@ -93,6 +93,7 @@ def problems(draw):
     return costs, arguments, limit
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(problems())
 def test_no_family_that_fits_is_better(problem):
@@ -120,6 +121,7 @@ def test_no_family_that_fits_is_better(problem):
 # tables worked out by hand
 
 
+@pytest.mark.fast("costs0-placement0-3-63", "costs3-placement3-1-8", "costs2-placement2-3-13.5")
 @pytest.mark.parametrize(
     ("costs", "placement", "micro_batches", "makespan"),
     [
@@ -137,6 +139,7 @@ def test_makespans_by_hand_reach_the_bound(costs, placement, micro_batches, make
         assert (found.makespan, found.bound) == (makespan, makespan)
 
 
+@pytest.mark.fast("False")
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_a_stash_of_one_micro_batch_allows_one_round_trip_at_a_time(lockstep):
     # a round trip of IPU 0 is 0F 1F 1B 0B 0W, and 1W runs beside 0B; without W it would be 6
@@ -277,7 +280,7 @@ def test_lockstep_is_as_good_as_any_table(seed, limit, micro_batches, transfer):
     assert found.makespan == pytest.approx(min([best, *two_phase]))
 
 
-@pytest.mark.fast("zb-h1", "grouped-zb")
+@pytest.mark.fast("grouped-zb")
 @pytest.mark.parametrize(
     ("transfer", "residuals", "room", "name"),
     [

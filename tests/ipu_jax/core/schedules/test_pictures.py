@@ -128,6 +128,7 @@ def test_the_picture_is_the_one_drawn_by_hand():
     assert {title, "ramp-up", "main", "ramp-down", "update", "IPU 0", "IPU 1", "tick"} <= set(page.words)
 
 
+@pytest.mark.fast("sequential (0, 1, 2, 3)", "gpipe (None, None)")
 @pytest.mark.parametrize("schedule", in_turn(FAMILIES, 0), ids=name_of)
 def test_every_task_is_drawn_once_on_its_ipu_and_in_its_tick_or_time(schedule):
     page = Page(schedule.to_svg())
@@ -185,6 +186,7 @@ def check_texts(figure):
         assert max(apart) > -1, (text, other)
 
 
+@pytest.mark.fast("zb-h1 (0, 1, 2, 3)")
 @pytest.mark.parametrize("schedule", in_turn(EVERY, 1), ids=name_of)
 def test_no_text_runs_into_another_or_out_of_the_page(schedule):
     check_texts(schedule.plot())
@@ -199,6 +201,7 @@ def test_no_text_runs_into_another_in_a_picture_of_bytes(ipus, ticks):
     check_texts(bytes_figure("bytes", caption, [held] * ipus, [1_200_000] * ipus, 1_250_000.0))
 
 
+@pytest.mark.fast("a.svg", "a.png")
 @pytest.mark.parametrize("name", ["a.svg", "a.SVG", "a.png", "a.pdf"])
 def test_equal_schedules_give_equal_files_whatever_the_user_has_set(name, tmp_path):
     import matplotlib as mpl

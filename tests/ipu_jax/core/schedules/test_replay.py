@@ -98,6 +98,7 @@ def attempt(schedule: Schedule, **tables) -> tuple[Schedule | None, str]:
         return None, str(error)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(schedule=schedules(most_ipus=3, most_micro_batches=4), data=st.data())
 def test_what_the_validator_lets_through_replays(schedule, data):
@@ -176,6 +177,7 @@ def test_a_stretched_schedule_replays_and_is_accepted_where_micro_batches_dont_m
     assert stretched(2, alone.ticks + shift) is not None
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     schedule=schedules(tuple(n for n in SCHEDULES if n not in ("sequential", "grouped", "grouped-zb"))),

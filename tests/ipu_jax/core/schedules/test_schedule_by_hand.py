@@ -167,6 +167,12 @@ FORWARD = {"in order": ((0, 1), (1, 2)), "second first": ((1, 0), (2, 1))}
 BACKWARD = {"in order": ((4, 5), (3, 4)), "second first": ((5, 4), (4, 3))}
 
 
+@pytest.mark.fast(
+    "in order-in order-both",
+    "second first-second first-last",
+    "second first-second first-both",
+    "second first-in order-first",
+)
 @pytest.mark.parametrize(
     ("forward", "backward", "holds"),
     [

@@ -111,6 +111,7 @@ def bound(s_count: int, m_count: int, rounds: int) -> float:
     return 3 * m_count + (s_count - 1) / rounds
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(sizes=SIZES, rounds=st.integers(1, 6))
 def test_a_zero_bubble_wave_leaves_the_way_of_its_first_sweep(sizes, rounds):

@@ -54,6 +54,7 @@ def sizes(analysis: Any) -> tuple[int, ...]:
     return tuple(getattr(analysis, f"{name}_size_in_bytes") for name in names)
 
 
+@pytest.mark.slow
 def test_a_pipeline_with_state_and_keys():
     pipeline = pipeline_of()
     report = report_of(pipeline)
@@ -74,6 +75,7 @@ def test_a_pipeline_with_state_and_keys():
     assert placed.memory == memory
 
 
+@pytest.mark.slow
 def test_a_training_step_of_several_updates_and_replicas():
     step = step_of(device_iterations=2)
     state = step.shapes(WEIGHTS, stages={"a": STATE}, key=jax.random.key(0))
@@ -190,6 +192,7 @@ def test_another_error_of_the_compiler_is_raised(monkeypatch):
         report_of(pipeline_of())
 
 
+@pytest.mark.slow
 def test_the_chips_of_an_ipu_share_its_work():
     """Each stage is a product whose columns, or rows, two chips share: half of its FLOPs, of its weights and of dw."""
 

@@ -57,6 +57,7 @@ def line(change, now, then):
     return f"{change}: temporary {in_units(now, 'B')} -> {in_units(then, 'B')}, by prediction"
 
 
+@pytest.mark.slow
 def test_a_line_says_whether_the_change_is_enough():
     pipeline = pipeline_of()
     room = temporary(pipeline_of(schedule="1f1b")) + 4 * D * D  # and the gradients

@@ -63,6 +63,7 @@ def my_fit(tmp_path):
     del sys.modules["my_fit"]
 
 
+@pytest.mark.slow
 def test_a_copy_trains_evaluates_saves_logs_draws_and_resumes(my_fit, tmp_path):
     rows, step = normal(2, 6 * M * B, D), make_step(2)
 

@@ -168,6 +168,7 @@ def test_a_stream_is_trained_on_epoch_by_epoch():
     assert lines.count("Update 5, Test x: 1") == 1
 
 
+@pytest.mark.slow
 def test_a_trace_is_of_three_updates_whatever_a_call_makes(tmp_path):
     rows = normal(8, 12 * M * B, D)
     step, lines = make_step(6), Lines()

@@ -104,7 +104,7 @@ def test_skipped_updates_of_before_are_remembered_at_a_resume(tmp_path):
 # another number of examples per update after a resume: 100 examples, after 20 updates of 6
 
 
-@pytest.mark.fast("20-2-2-1-left0", "20-1-3-4-left3")
+@pytest.mark.fast("20-2-2-1-left0")
 @pytest.mark.parametrize(
     ("first", "replicas", "m", "k", "left"),
     # of an epoch of 100 examples, 16 updates of 6 fit; then from example 24 of epoch 1 on, and all of epoch 2
@@ -145,6 +145,7 @@ def test_epochs_count_in_the_data_whatever_an_update_takes(tmp_path, first, repl
     assert (again.updates, again.losses.size) == (len(parts), 0)
 
 
+@pytest.mark.slow
 def test_each_epoch_is_saved_whatever_an_update_takes(tmp_path):
     """After 20 updates of 6, the epochs of 100 examples end after 26 and 34 updates, no multiples of 8."""
     rows, saved = normal(2, 100, D), []
@@ -188,7 +189,7 @@ def feed_of(kind, rows, step):
     return Feed(SOURCES[kind](batches), step=step, micro_batch=B, **more)
 
 
-@pytest.mark.fast("iterator with a state", "array")
+@pytest.mark.fast("array")
 @pytest.mark.parametrize("kind", SOURCES)
 def test_calls_of_a_few_updates_read_every_example_once(kind):
     """Epochs of 14 updates, calls of 5 updates, and trainings of 3, 1, 6 and 3 updates."""

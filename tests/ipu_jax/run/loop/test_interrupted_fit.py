@@ -84,7 +84,7 @@ def lines_of(k: int, kind: str) -> Iterator[Line]:
     return (line for line in seen if line[0].co_name in names)
 
 
-@pytest.mark.fast("4-array")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["array", "iterator"])
 @pytest.mark.parametrize("k", [1, 4])
 def test_an_interruption_before_any_line_skips_no_batch(k, kind):

@@ -100,6 +100,7 @@ def recorded(tmp_path_factory):
     return recording
 
 
+@pytest.mark.slow
 def test_each_ipu_ran_the_tasks_of_the_schedule_in_its_order(recorded):
     timeline = recorded.timeline
     assert {step.step for step in timeline.steps} == {0, 1, 2}
@@ -297,7 +298,7 @@ def recording_of(tmp_path, schedule, places, *, replicas=1, ipus=2):
     return recording
 
 
-@pytest.mark.fast("zbv-places0-1", "grouped-places2-2")
+@pytest.mark.fast("grouped-places2-2")
 @pytest.mark.parametrize(
     ("schedule", "places", "replicas"),
     [
@@ -355,7 +356,7 @@ def split_heavy(w, x, mb):
     return jnp.mean(jax.lax.scan(lambda x, _: (split_light(w, x, None), None), x, None, length=4)[0] ** 2)
 
 
-@pytest.mark.fast("1-own")
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "guards"), [(1, "own"), (1, "uniform"), (2, "own")])
 def test_the_first_device_of_each_group_is_shown(replicas, guards, tmp_path):
     """Under uniform guards an IPU's own tasks are shown, and not what it runs of others' tasks without effect."""
@@ -391,6 +392,7 @@ def test_the_first_device_of_each_group_is_shown(replicas, guards, tmp_path):
         assert waits.count("the other devices of this IPU") >= M * (4 if ipu else 1)
 
 
+@pytest.mark.slow
 def test_a_program_of_ones_own_counts_the_steps_that_it_is_said_to_make(tmp_path):
     pipeline = two_stages()
     params, batches = pipeline.shard(weights("a", "b")), np.ones((3, M, 8, D), np.float32)

@@ -84,7 +84,7 @@ def shapes_for(model: str) -> list[tuple[int, ...]]:
     return [shape for shape in shapes if (model, shape) != ("concurrent", ONE_GROUP)]
 
 
-@pytest.mark.fast("small-2x2x2")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "source"),
     [pytest.param(model, shape, id=f"{model}-{named(shape)}") for model in MODELS for shape in shapes_for(model)],

@@ -83,7 +83,7 @@ def with_other_values(state: Any) -> Any:
     return dataclasses.replace(drawn, nonfinite=jax.device_put(jnp.int32(1), state.nonfinite.sharding))
 
 
-@pytest.mark.fast("concurrent-concurrent", "two replicas-concurrent, four IPUs")
+@pytest.mark.fast("concurrent-concurrent")
 @pytest.mark.parametrize(
     ("before", "after"),
     [

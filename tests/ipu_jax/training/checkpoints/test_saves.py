@@ -132,6 +132,7 @@ def test_a_call_that_saves_nothing_waits_for_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_saves_leave_no_objects_in_memory(tmp_path):
     """Else thousands would grow: jax keeps each `eval_shape`, and tensorstore each answer about its counters."""
     step, saves = step_of(SGD, donate=False), 5

@@ -107,6 +107,7 @@ def test_unlike_instances_are_named_before_anything_is_compiled(name, two_instan
         feed.close()
 
 
+@pytest.mark.slow
 def test_equal_steps_exchange_one_message(two_instances):
     def train(step: Any, state: Any, feed: Any) -> int:
         with feed:

@@ -160,7 +160,7 @@ def plain(optimizer, takes_value):
     return params
 
 
-@pytest.mark.fast("adafactor")
+@pytest.mark.fast("polyak_sgd")
 @pytest.mark.parametrize("name", MADE)
 def test_a_transformation_is_plain_optaxs(name):
     optimizer = MADE[name]()

@@ -123,7 +123,7 @@ def train(step, state, batches, k=1) -> tuple[Any, list[Any]]:
     return state, outputs
 
 
-@pytest.mark.fast("small-adamw-two per call-2x1x2")
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "optimizer", "options", "shape"), list(cases()))
 def test_training_is_that_of_plain_optax_on_the_whole_tree(model, optimizer, options, shape):
     model, optimizer, options, mesh = (

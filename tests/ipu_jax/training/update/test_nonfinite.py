@@ -143,6 +143,7 @@ def test_weights_and_state_that_are_not_finite_are_named(random_step):
     )
 
 
+@pytest.mark.slow
 def test_a_stage_draws_what_it_drew_in_the_update():
     """A stage that fails for some keys only: jax.random alone says for which replica and micro-batch it does."""
 

@@ -341,7 +341,7 @@ def check(case, dtype: Any = np.float32):
 EXACT = {str(i): case for i, case in enumerate(CASES) if case["precision"][0] == "32.32"}
 
 
-@pytest.mark.fast("10", "29")
+@pytest.mark.fast("29")
 @pytest.mark.parametrize("case", EXACT.values(), ids=EXACT)
 def test_options_together_are_as_exact_as_float64(case):
     odd = {0.75: 0.9, 0.5: 0.3, 64.0: 1000.0}  # which float32 does not hold, or would round

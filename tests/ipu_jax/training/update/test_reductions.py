@@ -234,7 +234,7 @@ def test_a_pipeline_reduces_loss_gradients_aux_and_state(replicas, ipus, reducti
     same(aux, given(expected[3], replicas), "evaluated aux")
 
 
-@pytest.mark.fast("True-True-2-2")
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "ipus"), MESHES)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("shard_optimizer", [False, True])

@@ -81,7 +81,7 @@ def aligned(array):
     return copy
 
 
-@pytest.mark.fast("step of a pipeline", "step.loss of replicas", "jax.grad of loss", "predict")
+@pytest.mark.fast("step of a pipeline", "step.loss of replicas")
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_keeps_a_batch_that_is_refilled_after_it(call):
     batch = {"x": np.asarray(normal((M, 2, D), seed=2)), "y": np.asarray(normal((M, 2, D), seed=3))}

@@ -37,6 +37,7 @@ def test_losses_and_gradients_in_half_are_added_up_in_float32(m):
     assert float(gradient[0]) == (520 if m > 1 else 2)  # 518, rounded once
 
 
+@pytest.mark.slow
 def test_aux_keys_and_evaluation():
     def noisy(params, microbatch, *, key):
         noise = jax.random.normal(key)

@@ -93,7 +93,7 @@ def test_counts_weigh_as_in_training(kind, reduction, updates, options):
     assert bits(whole_of(step, state)) == bits(found)
 
 
-@pytest.mark.fast("function")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pipeline", "function"])
 def test_an_average_of_half_weights_is_in_float32_and_evaluated_in_half(kind):
     step, state = step_of(kind, mean, REPLICAS, precision="16.16", shard_optimizer=True, ema_decay=0.75)

@@ -104,6 +104,7 @@ def test_frozen_weights_stay_and_are_not_decayed():
     )
 
 
+@pytest.mark.slow
 def test_a_pipeline_on_other_replicas_and_in_half_is_otherwise_the_same():
     """It keeps what is frozen, how state is split, the schedule, the reduction and the memory of an IPU."""
 

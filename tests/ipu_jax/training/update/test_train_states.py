@@ -197,6 +197,7 @@ def test_an_average_begins_anew_from_a_state_without_one():
     np.testing.assert_array_equal(averaging.whole(begun)["ema"]["u"], product_weights()["u"])
 
 
+@pytest.mark.slow
 def test_unfreezing_begins_the_optimizer_anew():
     """Weights can be reused, but moments of weights that were frozen don't exist, so the state is refused."""
     first = make_train_step(pipeline_of(frozen={"a": True}), optax.adam(0.1))

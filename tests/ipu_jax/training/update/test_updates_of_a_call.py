@@ -68,7 +68,7 @@ def test_pieces_of_a_batch_make_the_updates_of_the_whole_with_one_program():
     assert step._program._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue] (jax hides it)
 
 
-@pytest.mark.fast("sum", "2")
+@pytest.mark.fast("sum")
 @pytest.mark.parametrize(
     ("outputs", "of"),
     [
