@@ -44,6 +44,7 @@ def pipeline_of(ipus: int, schedule: str) -> Pipeline:
     return gpt.make_step(argparse.Namespace(**given, recompute="auto", gradient_accumulation=5)).model
 
 
+@pytest.mark.slow
 def test_a_step_gives_a_loss_and_a_gradient_of_each_weight():
     pipeline, tokens = pipeline_of(4, "zb-h1"), jax.ShapeDtypeStruct((5, 2, TOKENS), "int32")
     params = pipeline.shard_shapes(gpt.shapes(WIDTH, BLOCKS, VOCABULARY))

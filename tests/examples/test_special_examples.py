@@ -91,6 +91,7 @@ def test_loss_and_gradients_equal_a_dense_twin(example, schedule):
     assert_equals_plain(pipeline, weights, batch, lambda weights: TWINS[example](weights, batch))
 
 
+@pytest.mark.fast("balance_loss")
 @pytest.mark.parametrize("example", EXAMPLES, ids=name_of)
 def test_a_step_gives_a_loss_and_a_gradient_of_each_weight(example):
     (weights, batch), pipeline = example.make_data(), example.make_pipeline(EXAMPLES[example][-1])

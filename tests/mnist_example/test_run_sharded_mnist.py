@@ -282,6 +282,7 @@ def test_compare_draws_both_curves_and_a_picture_that_fails_leaves_the_figures(
     assert [path.name for path in tmp_path.iterdir()] == ["losses.png"]
 
 
+@pytest.mark.slow
 def test_explain_and_plot_schedule_show_the_schedule_before_training(few_digits, capsys, tmp_path, monkeypatch):
     picture = tmp_path / "schedule.svg"
     monkeypatch.setattr(ipu_jax, "fit", interrupted)

@@ -49,6 +49,7 @@ def run(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_tests_above_the_bound_are_named_and_all_processes_count(run):
     status, printed = run("-n", "2")
     named = re.findall(r"^ +([\d.]+) s  test_a\.py::(\w+)$", printed, re.M)

@@ -120,6 +120,7 @@ def test_no_test_starts_after_the_deadline_and_their_number_is_said(printed_by, 
     assert re.search(r"= 29 passed[, ]", future)
 
 
+@pytest.mark.slow
 def test_other_values_are_refused(printed_by):
     for printed in printed_by(*(f"--slow={wrong}" for wrong in ("some", "5/5", "1/0", "-1/5", "1"))):
         assert "status 4" in printed

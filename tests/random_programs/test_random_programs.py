@@ -102,6 +102,7 @@ FAILED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kinds", "timeout"), [(("wrong", "fine", "dies"), 200), (("hangs",), 1)], ids=["", "hangs"])
 def test_the_run_outlives_its_cases_and_names_those_that_failed(tmp_path, monkeypatch, capsys, kinds, timeout):
     (tmp_path / "made").mkdir()

@@ -83,6 +83,7 @@ def _assert_equal(got, want):
 DTYPES = ("bool", "int8", "uint8", "int16", "uint16", "uint32", "bfloat16", "float16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtypes", [pytest.param(DTYPES[::2], marks=pytest.mark.slow), DTYPES[1::2]], ids=" ".join)
 def test_choices_in_every_real_dtype(dtypes):
     split = Split(7, 3)
@@ -104,6 +105,7 @@ def test_choices_in_every_real_dtype(dtypes):
         jax.tree.map(_assert_equal, choices, want)
 
 
+@pytest.mark.slow
 def test_choices_among_64_bit_values():
     with jax.enable_x64(True):
         rows = np.array([[2**53, 2**53 + 1, -(2**62)]]), np.array([[1.0, 1 + 2.0**-50, 1.0]])
@@ -166,7 +168,7 @@ def test_shards_that_are_alike_on_all_ipus():
     assert (columns.tolist(), best, int(drawn) in (1, 4)) == ([1, 4, 2], 1, True)
 
 
-@pytest.mark.fast("True-bfloat16")
+@pytest.mark.slow
 @pytest.mark.parametrize(("typed", "dtype"), [(True, jnp.bfloat16), (False, jnp.float32)])
 def test_each_sends_what_it_says(typed, dtype):
     n, tokens = 4, 5

@@ -84,6 +84,7 @@ def test_layer_norm_of_a_mean_of_ten_thousand_deviations(typed, n, size):
     assert np.abs(naive_variance - 1).max() > 0.5
 
 
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("typed", [True, False])
 def test_each_sends_what_it_says(typed):
     # 3 tokens in float32: 12 bytes for each float per token

@@ -289,6 +289,7 @@ def _parts():
             yield from (pytest.param(*values, part, id=f"{name}-{part}") for part in (0, 1))
 
 
+@pytest.mark.fast("typed-outside-3x7-0", "typed-outside-3x7-1")
 @pytest.mark.parametrize(("mode", "n", "size", "dtype", "replicas", "part"), list(_parts()))
 @examples
 @given(seed=seeds)

@@ -94,6 +94,7 @@ def test_only_the_tokens_of_a_known_temperature_of_zero_are_greedy():
     np.testing.assert_array_equal(none, logits.argmax(-1))
 
 
+@pytest.mark.slow
 def test_the_noise_is_gumbels_to_its_end():
     noise = choice._gumbel(jax.random.key(5), (1 << 20,), jnp.float32)
     uniform = np.sort(np.exp(-np.exp(-np.asarray(noise, np.float64))))
@@ -142,6 +143,7 @@ ODD_ROWS = np.array(
 )
 
 
+@pytest.mark.slow
 def test_rows_that_leave_no_choice():
     def each_ipu(key, logits, zero):
         draw = functools.partial(sample, key, logits, size=7)

@@ -100,6 +100,7 @@ def test_a_loss_and_its_gradients_are_those_of_whole_arrays(head: Callable[..., 
     jax.tree.map(assert_close, (loss, pipeline.unshard(gradients)), expected)
 
 
+@pytest.mark.slow
 def test_an_update_is_divided_by_all_tokens():
     gradients = jax.jit(jax.grad(lambda w: dense(w, counted)[0].sum() / BATCH["mask"].sum()))(WEIGHTS)
     check_update(counted, TrainOptions(weighted=True), gradients)

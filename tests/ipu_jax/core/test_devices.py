@@ -317,6 +317,7 @@ def test_described_devices_hold_no_arrays(call, holds, all_are_described):
         call()
 
 
+@pytest.mark.slow
 def test_programs_are_lowered_for_described_devices(all_are_described):
     given = jax.devices()[2:6]
     layers = [lambda w, x: x @ w] * 2
@@ -349,7 +350,7 @@ def test_the_window_waits_for_a_step_that_has_large_outputs_only():
         assert before.is_ready()
 
 
-@pytest.mark.fast("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_thousand_steps_with_collectives_are_dispatched_without_waiting(donate):
     mesh = make_mesh(1, 8)

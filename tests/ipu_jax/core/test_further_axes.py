@@ -107,7 +107,7 @@ FURTHER = {
 }
 
 
-@pytest.mark.fast("tuple")
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "shape", "axes", "schedule", "recompute"), FURTHER.values(), ids=FURTHER)
 def test_other_ways_to_split_equal_their_dense_twins(kind, shape, axes, schedule, recompute):
     """Test two axes at once, a dim over two axes, weights that are whole only where they are used, and no spec."""
@@ -119,7 +119,7 @@ def test_other_ways_to_split_equal_their_dense_twins(kind, shape, axes, schedule
     assert_lie_like(params, assert_equals_its_twin(model, pipeline))
 
 
-@pytest.mark.fast("shape0-1f1b")
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "schedule"), [((1, 2, 2), "1f1b"), ((1, 4, 2), "zb-h1"), ((1, 4, 2), "grouped")])
 def test_a_concurrent_head_is_split_by_hand_over_ipus_and_by_xla_over_tensor(shape, schedule):
     model = annotated("mlp", shape[1], concurrent_head=True)

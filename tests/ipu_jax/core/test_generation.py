@@ -131,6 +131,7 @@ WEIGHTS = weights()
 PROMPTS = np.random.default_rng(5).integers(V, size=(GROUPS, B, PROMPT)).astype(np.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ipus", "places", "concurrent"),
     [

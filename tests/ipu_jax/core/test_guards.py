@@ -43,8 +43,8 @@ def gradients_of(pipeline, model):
     return float(loss), pipeline.unshard(gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "schedule", "shape"), CROSSINGS)
-@pytest.mark.fast("convolution-1f1b-shape12")
 def test_a_stage_that_exchanges_data_gets_uniform_guards(bubbles_hold_nan, kind, schedule, shape):
     model = model_of(kind, shape)
     pipeline = model.pipeline(mesh_of(shape), schedule=schedule)
@@ -226,7 +226,7 @@ def test_the_report_counts_a_devices_bytes():
     assert single.collectives is pairs.collectives is None
 
 
-@pytest.mark.fast("uniform")
+@pytest.mark.slow
 @pytest.mark.parametrize("guards", ["auto", "uniform"])
 def test_an_update_that_exchanges_data_is_refused(guards):
     """An IPU updates its own leaf in a guard, which no option makes uniform."""

@@ -45,6 +45,7 @@ def test_the_gradient_of_the_loss_and_a_penalty(places, ipus, options):
     assert largest_relative_error(pipeline.unshard(gradients), sums) < 1e-5
 
 
+@pytest.mark.slow
 def test_the_derivative_along_a_change_of_the_weights():
     model = chain((0, None), 2)
     pipeline = model.pipeline(2)
@@ -81,8 +82,8 @@ def stateful(**options: Any) -> Pipeline:
     return Pipeline(stages, gradient_accumulation=3, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["auto", "1f1b"])
-@pytest.mark.fast("1f1b")
 def test_what_is_differentiated_is_the_evaluation(schedule):
     pipeline = stateful(schedule=schedule)
     params, state = pipeline.shard(W), pipeline.shard_state({"s": np.float32(3)})

@@ -226,6 +226,7 @@ def test_without_a_mesh_there_is_one_replica_on_the_ipus_that_the_stages_name():
     assert dict(Pipeline([Stage(loss, params="b", ipu=3)]).mesh.shape) == {"replica": 1, "ipu": 4}
 
 
+@pytest.mark.fast("sum")
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_reduction_is_of_the_gradients_and_the_loss_is_always_the_mean(reduction):
     pipeline = two_stages(mesh=make_mesh(2, 2), gradient_accumulation=3, reduction=reduction)

@@ -216,9 +216,7 @@ FAULTS = {
 WEIGHTS_OF = {overflowing: {"w": np.zeros((4, 4), np.float32)}}
 
 
-@pytest.mark.fast(
-    "of several wrong gradients the worst", "a loss that is nan", "a concurrent stage that counts its padding"
-)
+@pytest.mark.fast("of several wrong gradients the worst", "a loss that is nan")
 @pytest.mark.parametrize(("wrong", "message"), FAULTS.values(), ids=FAULTS)
 def test_what_differs_is_named(wrong, message):
     with pytest.raises(VerificationError, match=f"^{message}") as caught:

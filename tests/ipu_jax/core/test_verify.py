@@ -288,7 +288,7 @@ BILLION = "by 1e-09 relative, and int32 must be equal: 1000000001 instead of 100
 SHAPES = "the aux has shapes [3, 3, 4], the unsharded program's ", "what a stage's reference returns"
 
 
-@pytest.mark.fast("integers")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fn", "reference", "options", "holds"),
     [

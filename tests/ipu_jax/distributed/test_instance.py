@@ -142,6 +142,7 @@ WATCHED = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_steps_compilations_and_stacks_can_be_watched(tmp_path):
     (one,) = run_programs(tmp_path, WATCHED, [places(1, run_dir=tmp_path)[0] | {"PYTHONWARNINGS": "default"}])

@@ -177,6 +177,7 @@ def seen(ended):
     return [json.loads(one.lines[2]) for one in ended]
 
 
+@pytest.mark.slow
 def test_all_instances_get_the_same_bits(found):
     assert found[0] == found[1] == found[2]
 

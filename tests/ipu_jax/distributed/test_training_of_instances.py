@@ -85,6 +85,7 @@ def test_a_replica_on_two_instances_trains_as_on_one(of_two):
     assert not bitwise(found, across.trained(**ONE_REPLICA))
 
 
+@pytest.mark.slow
 def test_wrong_meshes_and_feeds_say_what_is_right(of_two):
     for number, results in enumerate(of_two):
         said = {name.removeprefix("refused "): str(text) for name, text in results.items() if "refused" in name}

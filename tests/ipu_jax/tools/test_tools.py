@@ -29,7 +29,7 @@ CASES += [pytest.param(matmul_tool, flags, id=f"matmul {flags}") for flags in MA
 both_tools = pytest.mark.parametrize("tool", SMALL, ids=lambda tool: tool.__name__.split(".")[-1])
 
 
-@pytest.mark.fast("embedding --ipus 3", "matmul --ipus 3")
+@pytest.mark.fast("matmul --ipus 3")
 @pytest.mark.parametrize(("tool", "flags"), CASES)
 def test_the_sharded_program_matches_the_unsharded(tool, flags, capsys):
     assert tool.main([*SMALL[tool], *flags.split()]) == 0

@@ -42,6 +42,7 @@ def test_no_padding_leaks_whatever_it_holds(options):
 # Labels
 
 
+@pytest.mark.slow
 def test_labels_of_every_dtype_and_what_stands_outside():
     """Labels are constants of one program, since numpy's int64 holds labels that jax's int32 would truncate."""
     cases: Any = (

@@ -45,6 +45,7 @@ def test_extreme_logits(mode):
     np.testing.assert_allclose(dlogits, want_dlogits, rtol=0, atol=4e-7)
 
 
+@pytest.mark.slow
 def test_the_loss_is_float32_or_float64_whatever_the_options_are():
     """Options may not widen the result, though numpy's numbers have a dtype, and Python's are float64 under x64."""
     options = {"label_smoothing": np.float64(0.1), "z_loss": 0.1, "soft_cap": np.float64(3), "temperature": 2.0}

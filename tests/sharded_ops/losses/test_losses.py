@@ -188,7 +188,7 @@ def _configurations():
         yield pytest.param(tuple(LOSSES), mode, n, size, dtype, replicas, id=f"{name}-all", marks=pytest.mark.slow)
 
 
-@pytest.mark.fast("untyped-inside-4x10-bfloat16", "typed-inside-8x5-float32")
+@pytest.mark.fast("typed-inside-8x5-float32")
 @pytest.mark.parametrize(("names", "mode", "n", "size", "dtype", "replicas"), list(_configurations()))
 @examples
 @given(seed=seeds)

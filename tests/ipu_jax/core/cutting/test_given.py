@@ -87,6 +87,7 @@ TAKES_A_BATCH = {
 }
 
 
+@pytest.mark.fast("value_and_grad", "feed", "step", "cut for it", "loss", "verify", "step.loss")
 @pytest.mark.parametrize("call", TAKES_A_BATCH)
 def test_a_batch_is_read_by_path_whatever_the_order_of_its_tree(call):
     np.testing.assert_allclose(TAKES_A_BATCH[call](ordered(BATCH)), plain(loss, PARAMS)[0], rtol=1e-6)
@@ -148,7 +149,7 @@ def test_a_checkpoint_is_read_by_name(tmp_path):
 # odd leaves
 
 
-@pytest.mark.fast("32.32", "16.16")
+@pytest.mark.fast("32.32")
 @pytest.mark.parametrize("precision", ["32.32", "16.32", "16.16"])
 def test_python_floats_are_weights_as_under_jax_grad(precision):
     def scaled(params, mb):
@@ -178,7 +179,7 @@ def test_a_python_float_is_of_a_weak_type_as_under_jax_grad():
     assert set(types) == {jnp.dtype(jnp.bfloat16)}
 
 
-@pytest.mark.fast("scan-0", "reverse-3", "rows-0")
+@pytest.mark.fast("scan-0", "rows-0")
 @pytest.mark.parametrize("layers", [0, 1, 3])
 @pytest.mark.parametrize("way", ["scan", "reverse", "rows"])
 def test_a_scan_over_any_number_of_layers(layers, way):
@@ -266,6 +267,7 @@ def in_a_scan(fn):
 SCALED = {**PARAMS, "scale": jnp.ones(())}
 
 
+@pytest.mark.fast("<lambda>", "in_a_scan")
 @pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit, jax.checkpoint, in_a_scan])
 def test_a_gradient_that_ignores_its_cotangent_is_refused(wrap):
     def with_state(params, mb):
@@ -342,7 +344,7 @@ def one_by_one(fn, model):
     ("norm", "dropout", "fn"),
     [
         (True, False, with_outputs),
-        (True, True, loss_fn),
+        pytest.param(True, True, loss_fn, marks=pytest.mark.slow),
         pytest.param(False, True, loss_fn, marks=pytest.mark.slow),
     ],
 )
@@ -419,6 +421,7 @@ def test_what_any_module_changes_in_place_is_refused_and_a_dict_may_change():
     assert_right(in_dicts, PARAMS)
 
 
+@pytest.mark.slow
 def test_an_equinox_module_is_refused_with_lines_that_work():
     model = eqx.nn.MLP(D, D, 8, 3, key=jax.random.key(0))
 
@@ -468,6 +471,7 @@ def test_flax_variables_with_statistics_are_refused_with_lines_that_work():
     assert_close(pipeline.unshard(new), {"batch_stats": now["batch_stats"]})
 
 
+@pytest.mark.slow
 def test_haikus_order_of_arguments_is_refused_with_a_lambda_that_works():
     def apply(params, rng, *args):
         if not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):

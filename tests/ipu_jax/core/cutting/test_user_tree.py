@@ -130,7 +130,7 @@ def test_frozen_is_a_prefix_of_the_users_tree():
     pipeline.replace()  # keeps it
 
 
-@pytest.mark.fast("16.32")
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["16.32", "16.16"])
 def test_half_precision_equals_a_loss_that_casts(precision):
     def half(tree):
@@ -245,7 +245,7 @@ def test_optax_sees_the_users_tree(name):
     assert_close(optimizer.whole(of_ipus, sharded), state, rtol=1e-4)
 
 
-@pytest.mark.fast("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_frozen_rows_are_no_leaves_for_optax(replicas):
     frozen = {"table": False, "layers": {"w": True, "b": False}, "unused": False}

@@ -30,8 +30,9 @@ MODELS = {make.__name__: functools.cache(make) for make in (*PLAIN_MODELS, *LIBR
 LARGE = (
     *("encoder_decoder", "equinox_gpt", "linen_gpt", "linen_gpt_scanned", "linen_mixture_of_experts"),
     *("linen_scan_with_state", "lstm", "mixed_precision_gpt", "nnx_scanned", "scanned_gpt", "state_space"),
+    *("equinox_batch_norm", "linen_batch_norm", "physics", "scan_that_carries_a_key"),
 )
-"""Models that take long to compile; for each kind of operation in them there is a smaller model."""
+"""Models that take longest to compile: all of them are slow tests."""
 RUNS: tuple[dict[str, Any], ...] = (
     {"schedule": "1f1b", "ipus": 4, "gradient_accumulation": 4},
     {"schedule": "zb-h1", "ipus": 2, "gradient_accumulation": 3},
@@ -154,7 +155,7 @@ def test_a_step_computes_what_plain_jax_computes(name):
     verify(pipeline, params, batch, state, key)
 
 
-@pytest.mark.fast("nnx_batch_norm")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["linen_gpt_scanned", "linen_gpt", "equinox_mlp", "nnx_batch_norm"])
 def test_five_updates_equal_those_of_plain_optax(name):
     example, optimizer = MODELS[name](), optax.adamw(0.02)
@@ -201,6 +202,7 @@ def test_a_cut_function_runs_under_every_schedule(schedule):
     assert_equal(found, plain_step(name, example.params, batch, state=example.state, key=key), example.tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param("vae", id="with keys and an aux"), pytest.param("weight_decay", marks=pytest.mark.slow)]
 )
@@ -228,7 +230,7 @@ def test_the_loss_of_a_cut_function_can_be_differentiated(name):
 
 
 def test_weights_and_state_come_back_as_they_were_given():
-    for name in ("nnx_batch_norm", "linen_batch_norm", "equinox_gpt", "linen_gpt_scanned", "metrics"):
+    for name in ("nnx_batch_norm", "scan_with_results_of_layers", "equinox_mlp"):
         example = MODELS[name]()
         pipeline = cut(example, ipus=2, gradient_accumulation=2)
         params, state, _ = arguments(pipeline, example)

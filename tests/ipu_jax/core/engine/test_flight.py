@@ -68,8 +68,8 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("places", "ipus", "name", "m", "replicas"), CASES)
-@pytest.mark.fast("1f1b over replicas")
 def test_each_ipu_reports_each_tick_in_order_and_all_results_stay(
     places, ipus, name, m, replicas, reports, monkeypatch
 ):

@@ -119,6 +119,7 @@ def test_frozen_weights_may_be_of_any_dtype(dtype):
     np.testing.assert_array_equal(pipeline.unshard(pipeline.shard(params))["a"]["scale"], params["a"]["scale"])
 
 
+@pytest.mark.slow
 def test_a_frozen_group_costs_neither_an_accumulator_nor_its_part_of_the_backward():
     def compiled(frozen):
         stages = [

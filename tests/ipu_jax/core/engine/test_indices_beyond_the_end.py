@@ -66,6 +66,7 @@ READS = {
 SOME = ("indexed", "take", "slices", "drop negative ones")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slot", "ipus", "schedule", "reads"),
     [
@@ -77,7 +78,6 @@ SOME = ("indexed", "take", "slices", "drop negative ones")
         ("flat", 1, "1f1b", READS),
     ],
 )
-@pytest.mark.fast("flat-2-grouped-reads0")
 def test_a_table_on_one_ipu_is_read_as_plain_jax_reads_it(slot, ipus, schedule, reads):
     """Each table is in a slot with a leaf of the other IPU: the slot is flat, and longer, if that has another shape."""
     layers = (2,) if slot == "a row of a scanned leaf" else ()

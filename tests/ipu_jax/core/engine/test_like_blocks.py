@@ -9,7 +9,7 @@ from support.dense import chain
 from support.platforms import programs_for
 
 
-@pytest.mark.fast("zb-h1-ends-cpu")
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 @pytest.mark.parametrize(
     ("schedule", "places", "classes"),

@@ -115,6 +115,7 @@ def test_no_weights_are_stashed(heavy_weights):
     assert found.ipus[0].gradients == found.ipus[0].accumulators == LAYERS * leaf
 
 
+@pytest.mark.slow
 def test_no_buffer_holds_gradients_of_several_stages(heavy_weights):
     """An IPU sums its own stages' gradients only: no array as large as two leaves."""
     *_, step = heavy_weights

@@ -122,7 +122,7 @@ def test_chunks_of_a_block_follow_one_another(case, replicas):
     np.testing.assert_array_equal(blocks.from_chunks(0, chunks), block)
 
 
-@pytest.mark.fast("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_each_ipu_masks_what_is_no_leafs_and_takes_its_part(replicas):
     """All cases are in one program."""

@@ -68,7 +68,7 @@ CASES = [
 ]
 
 
-@pytest.mark.fast("unlike local stages-1-names2-one_is_nan")
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "replicas", "names", "gradients"), CASES)
 def test_conditions_between_trees_equal_plain_optax(model, replicas, names, gradients):
     check_model(model, replicas, {name: OPTIMIZERS[name] for name in names}, gradients)

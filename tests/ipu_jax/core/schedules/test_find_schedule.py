@@ -365,6 +365,7 @@ def test_every_process_finds_the_same_table():
     assert run(2) == first
 
 
+@pytest.mark.slow
 def test_the_last_searches_are_remembered_if_they_are_not_large(monkeypatch):
     costs = StageCosts([1, 2.5], [1, 2], [1, 2])
     ask = lambda **other: find_schedule(costs, **{"placement": (0, 1), "micro_batches": 3, **other})  # noqa: E731
@@ -399,6 +400,7 @@ def test_equal_costs_are_those_of_an_ipus_share():
 # what it prints
 
 
+@pytest.mark.slow
 def test_the_table_says_what_was_chosen_and_what_the_others_need():
     costs = StageCosts([1, 2], [1, 2], [1, 2], stash=[1, 3])
     found = find_schedule(costs, placement=(0, 1), micro_batches=4, stash_limit=[2, 5])

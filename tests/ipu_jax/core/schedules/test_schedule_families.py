@@ -166,6 +166,7 @@ def test_breadth_first_is_as_long_as_looped_and_keeps_everything(sizes, rounds):
         assert forward == sorted(forward) or s_count == 1
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(sizes=SIZES)
 def test_the_families_from_the_smallest_bubble_to_the_greatest(sizes):

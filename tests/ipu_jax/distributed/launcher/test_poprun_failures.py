@@ -318,6 +318,7 @@ FAILS_TWICE = """
     """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("most", "body", "status", "restarts", "last"),
     [

@@ -176,7 +176,7 @@ def test_a_program_that_is_too_large_to_be_compiled_has_a_report(monkeypatch):
     assert report.mends
 
 
-@pytest.mark.fast("<lambda>0")
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [lambda: pipeline_of(2), step_of, lambda: step_of(device_iterations=2)])
 def test_the_arguments_of_a_program_that_is_too_large_are_those_of_one_chip(monkeypatch, model):
     dims = (2, 2) if "device_iterations" in str(model()) else (2,)

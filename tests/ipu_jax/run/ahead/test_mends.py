@@ -66,7 +66,7 @@ def test_a_line_says_whether_the_change_is_enough():
     assert not any(line.endswith(": fits") for line in mends(pipeline, room=room - 1) if "1f1b" in line)
 
 
-@pytest.mark.fast("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_each_line_holds_the_bytes_of_the_changed_pipeline(replicas):
     now = temporary(pipeline_of(replicas=replicas))

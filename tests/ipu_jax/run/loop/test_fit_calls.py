@@ -88,6 +88,7 @@ def test_the_updates_that_are_not_finite_are_counted(outputs):
     assert_same_weights(step, result.state, trained_on(good)[1])
 
 
+@pytest.mark.slow
 def test_skipped_updates_of_before_are_remembered_at_a_resume(tmp_path):
     rows = normal(1, 8 * SIZE, D)
     rows[[0, 5 * SIZE]] = np.nan

@@ -91,6 +91,7 @@ def two_instances(monkeypatch):
     return both
 
 
+@pytest.mark.fast("learning rate")
 @pytest.mark.parametrize("name", ["learning rate", "first weights"])
 def test_unlike_instances_are_named_before_anything_is_compiled(name, two_instances):
     """Two steps in one process, each of one IPU."""

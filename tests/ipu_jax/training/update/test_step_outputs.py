@@ -90,6 +90,7 @@ def test_the_learning_rate_is_the_one_that_the_optimizer_keeps(optimizer, expect
 # batches of a feed
 
 
+@pytest.mark.slow
 def test_a_feeds_last_batch_makes_only_the_updates_that_have_examples():
     """Of 4 updates a batch, the second has one whole update and one with a row that fills it up."""
     rng = np.random.default_rng(0)
