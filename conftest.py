@@ -4,8 +4,8 @@ This file is at the top, not in tests/, because the doctests of the packages nee
 starts a jax backend, since these settings have no effect afterwards. Processes that a test starts inherit them.
 
 A plain `pytest` runs the fast tests. The tests marked slow are divided into N equal parts, for any N: the cases of each
-function take turns, from a part that its name decides. `pytest --slow=2/10` runs part 2 (of 0 to 9) of the slow tests and
-no others, and `pytest --slow=all` runs every test.
+function take turns, from a part that its name decides. `pytest --slow=2/10` runs part 2 (of 0 to 9) of the slow tests
+alone, and `pytest --slow=all` runs every test.
 
 A test is slow by `@pytest.mark.slow`. Of a function with many cases, `@pytest.mark.fast("1f1b-2", "looped-4")` names
 the cases that are not. The last lines of a run say which other tests took more than 3 s of CPU time.
