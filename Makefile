@@ -26,8 +26,8 @@ LIBTPU := 'from importlib.metadata import requires; \
 JAXLIB := 'from importlib.metadata import version; print(version("jaxlib"))'
 
 # The shell's `times` has a second line, such as 11m3.25s 0m20.1s, for its children.
-MINUTES_OF_CPU := 'NR == 2 { gsub("s", ""); split($$1, user, "m"); split($$2, system, "m"); \
-    printf "CPU time with the type checker: %.1f minutes\n", user[1] + system[1] + (user[2] + system[2]) / 60 }'
+MINUTES_OF_CPU := 'NR == 2 { gsub("s", ""); split($$1, a, "m"); split($$2, b, "m"); \
+    printf "CPU time with the type checker: %.1f minutes\n", a[1] + b[1] + (a[2] + b[2]) / 60 }'
 
 .DEFAULT_GOAL := help
 .PHONY: help venv aot test test-all test-budget coverage random api mnist bench faults docs docs-serve format clean
