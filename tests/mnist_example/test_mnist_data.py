@@ -206,6 +206,7 @@ def test_a_download_is_kept_and_then_served_without_a_mirror_unless_it_is_broken
     assert_is_the_folder(load_mnist(mirrors=[serve(folder)], cache_dir=cache))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("our_checksums")
 def test_a_download_with_a_wrong_checksum_is_dropped_and_the_next_mirror_serves(folder, tmp_path, serve):
     tampered = tmp_path / "tampered"

@@ -193,6 +193,7 @@ def test_an_update_is_the_unsharded_programs(mode, ipus, m, params, state):
     assert_close(found_state, expected_state, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_block_adds_its_input_to_two_convolutions():
     """The first one that halves the sides, in training: output, averages, and gradients by weights and input."""
     (block,) = (layer for layer in layers_of("resnet18", width=WIDTH) if layer.name == "block3")

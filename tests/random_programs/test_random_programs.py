@@ -44,7 +44,7 @@ def _cases():
             yield pytest.param(kind, case, id=f"{kind}-{case}")
 
 
-@pytest.mark.fast("ops-17", "schedules-0", "functions-39")
+@pytest.mark.fast("ops-17", "schedules-0")
 @pytest.mark.parametrize(("kind", "case"), list(_cases()))
 def test_random_programs_equal_dense_ones(worker, kind, case):
     print(f"python tests/random_programs/run.py --kind {kind} --seed {SEED} --case {case}")

@@ -79,6 +79,7 @@ def test_columns_that_add_up_to_top_p_exactly_are_the_nucleus():
     np.testing.assert_array_equal(kept, np.arange(8) < 8 * halves[:, None])
 
 
+@pytest.mark.slow
 def test_the_draws_are_those_of_the_noise_among_the_kept_columns():
     tokens, size, key = 300, 10, jax.random.key(3)
     rng = np.random.default_rng(0)
@@ -101,6 +102,7 @@ def test_the_draws_are_those_of_the_noise_among_the_kept_columns():
     assert not kept[np.arange(tokens), of_top_k].all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_nan_infinite_and_cold_rows_are_drawn_as_without_a_nucleus(n):
     logits = normal(0, (4, 7))

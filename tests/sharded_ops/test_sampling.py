@@ -118,6 +118,7 @@ def test_no_ipu_draws_the_noise_of_others():
     assert flops(8) < flops(1) / 7.5
 
 
+@pytest.mark.slow
 def test_float64_logits_take_float64_noise():
     with jax.enable_x64(True):
         # Steps of 1e-12 on logits of 1, which float32 could not represent.

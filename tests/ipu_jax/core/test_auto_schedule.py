@@ -85,7 +85,7 @@ def test_the_search_gets_the_costs_by_hand_and_lockstep():
     assert pipeline.schedule is found.schedule
 
 
-@pytest.mark.fast("gpu-2000-450000000000.0")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("platform", "flops", "bytes_per_second"), [("tpu", 4000, 4.5e10), ("gpu", 2000, 4.5e11), ("cpu", 0, np.inf)]
 )

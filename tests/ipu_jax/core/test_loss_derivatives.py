@@ -18,6 +18,7 @@ def penalty(params: Any) -> Any:
     return sum(jnp.sum(leaf**3) for leaf in jax.tree.leaves(params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("places", "ipus", "options"),
     [
@@ -117,6 +118,7 @@ def test_or_with_training_what_trains_with_its_new_state():
         pipeline.loss(params, X, state, training=True)
 
 
+@pytest.mark.slow
 def test_frozen_leaves_have_zeros_and_half_ones_their_own_dtype():
     stage = Stage(lambda w, x, mb: jnp.mean((mb * w["scale"]) @ w["half"].astype(jnp.float32)), params="w")
     pipeline = Pipeline([stage], gradient_accumulation=3, frozen={"w": {"scale": True, "half": False}})

@@ -90,11 +90,11 @@ def test_outputs_of_any_number_of_micro_batches(m, options):
     np.testing.assert_allclose(found, expected_logits(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.fast("2-1-sequential-False")
 @pytest.mark.parametrize(
     ("ipus", "replicas", "schedule", "split"),
     [(2, 2, "1f1b", True), (2, 1, "sequential", False), (2, 1, "sequential", True), (4, 2, "1f1b", False)],
 )
-@pytest.mark.fast("2-2-1f1b-True", "2-1-sequential-False")
 def test_logits_of_a_concurrent_stage_stay_split_or_are_gathered(ipus, replicas, schedule, split):
     of_head: dict[str, Any] = {"predict_specs": SPLIT} if split else {"predict": whole_logits}
     pipeline = model(ALL_IPUS, ipus=ipus, replicas=replicas, schedule=schedule, **of_head)

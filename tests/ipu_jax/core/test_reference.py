@@ -121,7 +121,7 @@ def test_a_reference_reads_the_whole_weights_of_a_concurrent_stage():
     assert verified(head_stage(head, dense), weights).worst[1] < 1e-5
 
 
-@pytest.mark.fast("weights1-batch1-batch[2, 3, 1]")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "batch", "named"),
     [

@@ -318,8 +318,8 @@ clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -CLIP, CLIP),))
 RULES = {"sign": (sign_of_cotangent, np.sign), "clip": (clipped, lambda g: np.clip(g, -CLIP, CLIP))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rule", "reduction", "replicas"), [("sign", "sum", 1), ("clip", "mean", 2)])
-@pytest.mark.fast("clip-mean-2")
 def test_a_rule_sees_the_cotangent_of_its_micro_batch(rule, reduction, replicas):
     fn, by_hand = RULES[rule]
     stages = [

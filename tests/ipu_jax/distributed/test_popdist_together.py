@@ -157,6 +157,9 @@ PROGRAM = """
 """
 
 
+pytestmark = pytest.mark.slow  # three processes start jax
+
+
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
     ended = run_programs(
@@ -177,7 +180,6 @@ def seen(ended):
     return [json.loads(one.lines[2]) for one in ended]
 
 
-@pytest.mark.slow
 def test_all_instances_get_the_same_bits(found):
     assert found[0] == found[1] == found[2]
 

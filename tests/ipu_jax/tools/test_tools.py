@@ -51,7 +51,7 @@ def test_the_unsharded_embedding_is_right():
     assert (ahead - behind) / 0.04 == pytest.approx(np.linalg.norm(gradient), rel=1e-3)
 
 
-@pytest.mark.fast("sharded_matmul_tool")
+@pytest.mark.slow
 @both_tools
 def test_without_checks_only_the_sharded_program_runs_on_inputs_of_the_seed(tool, capsys, monkeypatch):
     monkeypatch.setattr(tool, "run_dense", None)

@@ -251,7 +251,7 @@ def test_tokens_of_any_shape(shape):
 # Operands that vary over fewer axes than the others
 
 
-@pytest.mark.fast("P()")
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [P(), P(None, "ipu"), P("data")], ids=str)
 def test_soft_targets_may_vary_over_fewer_axes_than_the_logits(spec):
     """Devices that have the same target by its spec all use it, and it gets the sum of their gradients."""

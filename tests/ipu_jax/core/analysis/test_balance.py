@@ -37,6 +37,7 @@ def problems(draw):
     return costs, draw(st.integers(1, len(costs))), draw(st.just({}) | limited)
 
 
+@pytest.mark.slow
 @settings(max_examples=250)
 @given(problems())
 def test_no_partition_is_better(problem):

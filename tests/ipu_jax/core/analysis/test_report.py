@@ -331,6 +331,7 @@ def test_a_pipeline_warns_once_for_given_shapes_and_before_it_runs(monkeypatch):
         pipeline.value_and_grad(params, batch)
 
 
+@pytest.mark.slow
 def test_a_pipeline_warns_once_for_each_of_what_it_is_given():
     def first(w, x, mb, *, state):
         return Outputs(jax.tree.leaves(mb)[0] @ w, state=state)

@@ -93,6 +93,7 @@ def test_a_batch_is_read_by_path_whatever_the_order_of_its_tree(call):
     np.testing.assert_allclose(TAKES_A_BATCH[call](ordered(BATCH)), plain(loss, PARAMS)[0], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_reference_gets_the_users_own_tree():
     """A function that reads the values of a dict in order reads others in an OrderedDict, which `verify` finds."""
 
@@ -191,6 +192,7 @@ def test_a_scan_over_any_number_of_layers(layers, way):
     assert_right(with_extra, {**PARAMS, "extra": 0.3 * normal((layers, D, D), seed=5)})
 
 
+@pytest.mark.slow
 def test_leaves_without_elements_and_leaves_that_nothing_reads():
     def adapted(params, state, mb):
         value = loss(params, mb) + jnp.mean(mb["x"] @ params["down"] @ params["up"])
@@ -222,6 +224,7 @@ def test_a_key_that_the_function_does_not_use_may_be_given():
     np.testing.assert_allclose(step.loss(state, BATCH, key=key), step.loss(state, BATCH))
 
 
+@pytest.mark.slow
 def test_an_aux_without_leaves_is_an_aux():
     pipeline = cut(lambda p, mb: (loss(p, mb), {"metrics": {}}))
     (value, aux), _ = pipeline.value_and_grad(pipeline.shard(PARAMS), BATCH)
@@ -374,6 +377,7 @@ def test_an_nnx_module_of_weights_alone_is_cut():
     assert_close((value, pipeline.unshard(gradients)), (expected, of_plain))
 
 
+@pytest.mark.slow
 def test_statistics_that_are_frozen_are_no_weights():
     model = Net(nnx.Rngs(0), dropout=False)
     model.eval()
@@ -556,6 +560,7 @@ def test_errors_of_the_function_itself_stay_its_own():
         cut(wrong)
 
 
+@pytest.mark.slow
 def test_a_function_of_args_and_a_function_with_defaults_are_called_with_params_and_micro_batch():
     assert_right(lambda *args: loss(*args), PARAMS)
     assert_right(lambda params, mb, scale=2.0: scale * loss(params, mb), PARAMS)

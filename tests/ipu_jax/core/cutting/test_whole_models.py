@@ -216,6 +216,7 @@ def test_two_replicas_compute_the_mean_over_both(name):
     verify(pipeline, params, batch, key=key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["jitted_layers", pytest.param("scanned_gpt", marks=pytest.mark.slow)])
 def test_the_loss_of_a_cut_function_can_be_differentiated(name):
     example = MODELS[name]()
@@ -229,6 +230,7 @@ def test_the_loss_of_a_cut_function_can_be_differentiated(name):
     assert largest_relative_error(pipeline.loss(params, batch), expected.loss) < 1e-5
 
 
+@pytest.mark.slow
 def test_weights_and_state_come_back_as_they_were_given():
     for name in ("nnx_batch_norm", "scan_with_results_of_layers", "equinox_mlp"):
         example = MODELS[name]()

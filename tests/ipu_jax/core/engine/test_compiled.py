@@ -144,6 +144,7 @@ def test_no_gradient_accumulator_is_copied_in_a_tick(schedule):
             assert not [line for line in copies if any(shape in line.split(" copy")[0] for shape in large)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("unlike", "options"),
     [
@@ -155,7 +156,6 @@ def test_no_gradient_accumulator_is_copied_in_a_tick(schedule):
     ],
     ids=["like stages", "unlike stages", "zb-h1", "recompute all", "recompute none"],
 )
-@pytest.mark.fast("like stages")
 def test_a_scan_over_layers_stacks_neither_their_gradients_nor_copies_of_their_weights(unlike, options):
     """Besides the accumulators, which are outputs, a step takes less than half of the bytes of an IPU's weights."""
     d, layers = 128, 4

@@ -75,8 +75,8 @@ def test_frozen_leaves_get_no_gradient_and_the_others_theirs(frozen, learning, p
                 assert not np.asarray(gradient).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("frozen", "schedule"), [("z", "grouped"), ("a", "zb-h1")])
-@pytest.mark.fast("a-zb-h1")
 def test_of_two_groups_that_run_as_one_the_other_learns_in_whatever_order_they_are_named(frozen, schedule):
     stages = [
         Stage(lambda p, x, mb: jnp.tanh(mb["x"] @ p["w"]), params="z", ipu=0),

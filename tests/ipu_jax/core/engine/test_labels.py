@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from ipu_jax import Pipeline, Stage, make_schedule
 from ipu_jax.schedules import Schedule
@@ -22,6 +23,7 @@ def scans_of(schedule: Schedule | str = "grouped", m=3, names=("a", "b"), ways=(
     return set(re.findall(r"ipu_jax\.plan\.([0-9a-f]+)\.([0-9a-f]+)", text))
 
 
+@pytest.mark.slow
 def test_a_scan_is_named_by_its_plan():
     (plan,) = scans_of()
     ((same, called),) = scans_of(names=("a", "other"))

@@ -108,6 +108,7 @@ def test_what_stages_say_of_each_other_must_fit(call, holds):
 # aux
 
 
+@pytest.mark.slow
 def test_every_stage_may_return_an_aux():
     stages = [
         Stage(lambda p, x, mb: Outputs(mb + 1, aux={"top": mb.max(), "rows": jnp.arange(2), "no": None}), name="a"),

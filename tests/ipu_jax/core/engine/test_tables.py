@@ -199,7 +199,7 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.fast("rows-bfloat16-alone-zb-h1")
+@pytest.mark.slow
 @pytest.mark.parametrize(("lookup", "dtype", "layout", "schedule"), PROGRAMS)
 def test_nothing_as_large_as_the_table_is_made_in_a_tick(lookup, dtype, layout, schedule):
     program = gradient_of(lookup, dtype, layout, schedule)

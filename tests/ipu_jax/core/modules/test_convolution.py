@@ -13,8 +13,8 @@ from ipu_jax.core.modules.convolution import conv_general_dilated, matrix_produc
 KINDS = [(1, 1), (1, 2), (3, 1), (3, 2), (5, 1), (7, 2)]
 
 
-@pytest.mark.parametrize(("kernel", "strides", "size"), [(*kind, size) for kind in KINDS for size in (1, 2, 3, 5)])
 @pytest.mark.fast("3-2-3")
+@pytest.mark.parametrize(("kernel", "strides", "size"), [(*kind, size) for kind in KINDS for size in (1, 2, 3, 5)])
 def test_matrix_products_are_the_convolution(kernel, strides, size):
     keys = jax.random.split(jax.random.key(0))
     x, w = jax.random.normal(keys[0], (2, size, size + 1, 3)), jax.random.normal(keys[1], (kernel, kernel, 3, 4))

@@ -69,6 +69,7 @@ def variables():
     return jax.jit(lambda: (init(BODY, 0), init(HEAD, 1)))()
 
 
+@pytest.mark.slow
 def test_evaluation_leaves_out_what_is_sown(variables):
     part = linen_stage(HEAD, variables[1], "x", inputs="x", losses={"losses": 0.3})
     out = part.stage.function("evaluation")(part.params["x"], None, {"x": BATCH["x"][0, 0]})

@@ -227,6 +227,7 @@ def test_w_computes_again_what_is_cheap():
     assert primitives_of(program.jaxprs["B"].jaxpr)["dot_general"] == 2
 
 
+@pytest.mark.slow
 def test_what_a_stage_asks_for_is_what_it_gets():
     policy = jax.checkpoint_policies.everything_saveable
     least, none, auto, saved = (len(of_layers(unrolled, asked).stash) for asked in ("all", "none", "auto", policy))

@@ -124,7 +124,7 @@ def loss_of(logits, mb):
     return jnp.mean(log_softmax_cross_entropy(logits, mb["y"], size=V))
 
 
-@pytest.mark.fast("4")
+@pytest.mark.slow
 @pytest.mark.parametrize("ipus", [1, 2, 4])
 def test_an_aux_that_all_ipus_hold_alike_is_that_of_the_whole_logits(ipus):
     def head(w, x, mb):

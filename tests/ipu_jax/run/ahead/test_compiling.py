@@ -111,6 +111,7 @@ def test_other_models_and_arguments_are_refused(call, holds):
         call()
 
 
+@pytest.mark.slow
 def test_a_script_ends_where_it_hands_over_under_the_command_only():
     hand_over("anything", None, None)
     with pytest.raises(HandedOver) as ended, awaiting():
@@ -133,6 +134,7 @@ def v5e(monkeypatch):
     monkeypatch.setattr(compiling, "kind_of", lambda device: KINDS["v5e"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("v5e")
 def test_a_chip_that_is_known_has_a_time_on_paper_and_mends_where_it_is_too_small(monkeypatch):
     report = report_of(pipeline_of())

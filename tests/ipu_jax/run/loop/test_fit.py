@@ -136,6 +136,7 @@ def test_a_signal_saves_and_the_same_call_goes_on(tmp_path, number, name, k, per
     assert third[-1] == f"{2 * per_epoch} updates had been made"
 
 
+@pytest.mark.slow
 def test_an_error_leaves_the_last_state(tmp_path):
     rows = normal(5, 6 * M * B, D)
     rows[4 * M * B + 1, 0] = np.nan

@@ -67,7 +67,7 @@ def test_a_training_in_which_every_update_overflows_says_so(outputs):
     assert lines[-1].endswith("; skipped 16 updates")
 
 
-@pytest.mark.fast("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("outputs", OUTPUTS)
 def test_the_updates_that_are_not_finite_are_counted(outputs):
     """NaN in updates 1, 5, 6 and 9 of 10, counted from 0; the last call makes 2 of 4."""
@@ -105,7 +105,7 @@ def test_skipped_updates_of_before_are_remembered_at_a_resume(tmp_path):
 # another number of examples per update after a resume: 100 examples, after 20 updates of 6
 
 
-@pytest.mark.fast("20-2-2-1-left0")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "replicas", "m", "k", "left"),
     # of an epoch of 100 examples, 16 updates of 6 fit; then from example 24 of epoch 1 on, and all of epoch 2
@@ -190,7 +190,7 @@ def feed_of(kind, rows, step):
     return Feed(SOURCES[kind](batches), step=step, micro_batch=B, **more)
 
 
-@pytest.mark.fast("array")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SOURCES)
 def test_calls_of_a_few_updates_read_every_example_once(kind):
     """Epochs of 14 updates, calls of 5 updates, and trainings of 3, 1, 6 and 3 updates."""

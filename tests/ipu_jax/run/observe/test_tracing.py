@@ -269,6 +269,7 @@ def test_a_timeline_is_read_back_from_its_json(recorded):
         Timeline.from_json("nothing")
 
 
+@pytest.mark.slow
 def test_a_with_that_ends_before_its_steps_waits_for_those_in_flight(tmp_path):
     pipeline = two_stages()
     params, batch = pipeline.shard(weights("a", "b")), np.ones((M, 512, D), np.float32)
@@ -298,7 +299,7 @@ def recording_of(tmp_path, schedule, places, *, replicas=1, ipus=2):
     return recording
 
 
-@pytest.mark.fast("grouped-places2-2")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "places", "replicas"),
     [

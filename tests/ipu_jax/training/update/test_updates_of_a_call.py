@@ -52,6 +52,7 @@ def weights():
     return {"a": normal(0, D, 7), "b": normal(1, 7, 3)}
 
 
+@pytest.mark.slow
 def test_pieces_of_a_batch_make_the_updates_of_the_whole_with_one_program():
     batch = normal(2, K, M, B, D)
     expected, end = dense_losses(weights(), batch)

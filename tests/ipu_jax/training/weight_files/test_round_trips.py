@@ -148,7 +148,7 @@ def test_large_arrays_in_pieces_come_back(path):
     assert_same_bits(import_weights(path, whole), whole)
 
 
-@pytest.mark.fast("in parts")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "options"),
     [
