@@ -6,6 +6,7 @@ for ever, so a program that has one never runs.
 
 import functools
 import itertools
+import math
 import re
 from typing import Any
 
@@ -17,9 +18,10 @@ import pytest
 
 from ipu_jax import Outputs, Pipeline, Stage, make_mesh, make_train_step, verify
 from ipu_jax.core.compiled.in_stages import StageCollectives
+from ipu_jax.core.engine.stash import Stash
 from support.against_plain import bubbles_hold_nan
 from support.annotated import Annotated, annotated
-from support.dense import largest_relative_error
+from support.dense import chain, largest_relative_error
 from support.layers import normal
 from support.refusals import compilations, refusals, refused
 
@@ -55,10 +57,25 @@ def test_a_stage_that_exchanges_data_gets_uniform_guards(bubbles_hold_nan, kind,
     assert largest_relative_error(gradients, expected) < 1e-5
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_uniform_guards_have_a_spare_place_in_each_buffer(schedule):
+    """An IPU writes there what it computes for another IPU's task."""
+    model = chain((0, 1, None), 3)
+    lengths = []
+    for guards in ("own", "uniform"):
+        pipeline = model.pipeline(2, guards=guards, schedule=schedule)
+        stash = Stash(pipeline.placement.plan(pipeline.shard(model.params), model.batch))
+        lengths.append({name: math.prod(buffer.shape) for name, buffer in stash.shapes.items()})
+    own, uniform = lengths
+    assert own.keys() == uniform.keys()
+    assert own
+    assert all(uniform[name] > own[name] for name in own)
+
+
+@pytest.mark.fast("shift-'block1', 'head'-B")
 @pytest.mark.parametrize(
     ("kind", "stages", "task"), [("shift", "'block1', 'head'", "B"), ("convolution", "'block0'", "F")]
 )
-@pytest.mark.fast("shift-'block1', 'head'-B")
 def test_own_guards_refuse_it_by_stage_and_axis(kind, stages, task):
     model = model_of(kind)
     pipeline = model.pipeline(mesh_of((1, 2, 2)), schedule="1f1b", guards="own")
