@@ -170,3 +170,17 @@ def test_nothing_pads_elsewhere():
     found = pipeline.report(params, jax.ShapeDtypeStruct((2, 6, 8), np.float32), compile=False)
     assert found.stash_padding == 0
     assert "tiles" not in str(found)
+
+
+@pytest.mark.parametrize(("axes", "is_pinned"), [({}, True), ({"tensor": 2}, False)], ids=["whole", "split"])
+def test_on_chips_buffers_have_a_layout_unless_xla_splits_them(axes, is_pinned):
+    """XLA's partitioner cannot split a layout constraint, and would gather the buffer in each task."""
+    stages = [
+        Stage(lambda w, x, mb: jnp.tanh(mb @ w), params="a", ipu=0),
+        Stage(lambda w, x, mb: jnp.mean((x @ w) ** 2), params="b", ipu=1),
+    ]
+    with programs_for("tpu"):
+        pipeline = Pipeline(stages, mesh=make_mesh(1, 2, **axes), gradient_accumulation=3)
+        params = pipeline.shard({"a": np.ones((128, 128), np.float32), "b": np.ones((128, 128), np.float32)})
+        program = jax.make_jaxpr(pipeline.value_and_grad)(params, np.ones((3, 8, 128), np.float32))
+    assert ("layout_constraint" in str(program)) == is_pinned
