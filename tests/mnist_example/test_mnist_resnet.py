@@ -317,9 +317,9 @@ def test_the_command_trains_a_resnet_and_evaluation_changes_nothing(training_of,
     flags = ["--pipeline-mode", "concurrent", "--ipus", "3", "--batch-size", "4"]
     looked = training_of(flags)
     with_looks = looked.run(None)
-    first, *_, last, _ = capsys.readouterr().out.splitlines()
+    first, *others = capsys.readouterr().out.splitlines()
     assert first.startswith("concurrent ResNet-18 pipeline on 3 IPUs, grouped; synthetic data, seed 0")
-    assert "Test accuracy: " in last
+    assert any("Test accuracy: " in line for line in others[-3:])  # a line on the speed may follow
     found, fresh = looked.step.whole(with_looks.state), init_state("resnet18", width=WIDTH)
     mean_of = lambda state: state["stem"]["batch_stats"]["first"]["norm"]["mean"]  # noqa: E731
     assert not np.array_equal(mean_of(fresh), mean_of(found["stages"]))

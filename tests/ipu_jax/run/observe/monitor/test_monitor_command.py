@@ -149,7 +149,7 @@ def test_it_can_be_repeated_into_a_pipe(folder):
         assert monitor.stdout is not None
         looks = [json.loads(monitor.stdout.readline()) for _ in range(3)]
         monitor.send_signal(signal.SIGINT)
-        assert monitor.wait(timeout=20) == 130
+        assert monitor.wait(timeout=60) == 130
     assert [look["processes"] for look in looks] == [[], [], []]
     assert looks[0]["time"] < looks[1]["time"] < looks[2]["time"]
 
@@ -214,7 +214,7 @@ def test_the_terminal_is_as_before_when_it_ends(terminal, end, status):
     else:
         terminal.process.send_signal(end)
     assert terminal.read_until(LEAVE).endswith(b"\x1b[?25h" + LEAVE)
-    assert terminal.process.wait(timeout=20) == status
+    assert terminal.process.wait(timeout=60) == status
     assert termios.tcgetattr(terminal.handle) == terminal.before
 
 
@@ -236,7 +236,7 @@ def test_the_screen_says_at_its_end_that_a_process_was_not_there(folder):
         terminal.read_until(PICTURE)
         os.write(terminal.handle, b"q")
         assert b"ipu-monitor: --pid 999999: " in terminal.read_until(b"all are shown").rpartition(LEAVE)[2]
-        assert terminal.process.wait(timeout=20) == 1
+        assert terminal.process.wait(timeout=60) == 1
         assert termios.tcgetattr(terminal.handle) == terminal.before
     finally:
         terminal.close()
