@@ -130,8 +130,8 @@ def _words(rule: str, first: str, second: str) -> list[tuple[str, str, tuple[Any
 
 _REDUCTION_OF_A_LOSS = [_rule(UNKNOWN, "use 'none', 'mean' or 'sum'", "max")]
 _CHUNK = [_rule(OUT, CHUNK, 0), _rule(INT, CHUNK, 1.5)]
-# The rule and the mend of each option, or of that of one op, with values that break it: one for each kind of check.
-# What else the checks refuse is in NO_NUMBERS.
+# Per option, or option of one op: the rule, the mend, and a value that breaks each kind of check. NO_NUMBERS has more
+# values that the checks refuse.
 RULES = {
     "size": [
         _rule(OUT, ONE, 0),

@@ -1,8 +1,8 @@
-"""What CPU time each test takes, and all of them, beside what they may take.
+"""Report the CPU time of slow tests and of the whole run, beside their bounds.
 
-Machines differ, so a run does not fail by these figures, unless it is asked to (`--budget`). A test's time is that of
-its process, with all threads of XLA, and of the processes that it started and that have ended. It includes fixtures and
-imports that this test is the first to need.
+Machines differ, so a run fails above a bound only with `--budget`. A test is charged for its process, with all threads
+of XLA, and for the processes that it started, once they have ended. The first test that needs a fixture or an import is
+charged for it.
 """
 
 import os

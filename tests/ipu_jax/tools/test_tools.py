@@ -21,7 +21,7 @@ SMALL = {
 SIZES = [f"--vocab-size {size} --feature-size 768" for size in ("1 --ipus 2", "3 --ipus 8", "8001 --ipus 4")]
 EMBEDDINGS = ["--ipus 3", "--ipus 1", "--ipus 8", "--ipus 4 --fp16", "--bf16"]
 EMBEDDINGS += [f"{size}{half}" for size in SIZES for half in ("", " --fp16", " --bf16")]
-EMBEDDINGS += ["--ipus 4 --vocab-size 8000 --feature-size 768 --sequence-length 256"]  # those of the original
+EMBEDDINGS += ["--ipus 4 --vocab-size 8000 --feature-size 768 --sequence-length 256"]  # the original program's sizes
 MATMULS = ["--ipus 1", "--ipus 3", "--ipus 8 --fp16", "--bf16"]
 MATMULS += [f"--rows {r} --cols {c} --outsize {n} --ipus 4" for r, c, n in ((1, 1, 1), (3, 1, 2), (2, 64, 1000))]
 CASES = [pytest.param(embedding_tool, flags, id=f"embedding {flags}") for flags in EMBEDDINGS]
