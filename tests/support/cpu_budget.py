@@ -1,4 +1,4 @@
-"""Report the CPU time of slow tests and of the whole run, beside their bounds.
+"""Report the CPU time of a run, and the fast tests that take more than their bound.
 
 Machines differ, so a run fails above a bound only with `--budget`. A test is charged for its process, with all threads
 of XLA, and for the processes that it started, once they have ended. The first test that needs a fixture or an import is
