@@ -27,7 +27,6 @@ import pytest
 from hypothesis import settings
 
 from support.cpu_budget import CpuBudget
-from support.kept_programs import KeptPrograms, kind_of_cpu
 
 # If not all IPUs take part in a collective, XLA waits for a minute or for ever. Here it warns after 20 s and aborts
 # after 40 s. A tenth of that would do on a quiet machine. But with 8 virtual IPUs and several test workers on 2 cores,
@@ -56,8 +55,9 @@ os.environ["IPU_JAX_MONITOR"] = "off"
 # Each worker and each process that a test starts would compile all modules to bytecode again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# Tests and the processes that they start find no programs but those of `support.kept_programs`.
+# Tests and the processes that they start find no programs of earlier runs. Lines of files are in none.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 _TOO_LATE = "later than --slow-deadline"
 
@@ -89,7 +89,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--budget",
         action="store_true",
-        help="compile all programs anew, and exit with status 1 if a test or the run takes more CPU time than it may",
+        help="exit with status 1 if a test or the run takes more CPU time than it may",
     )
 
 
@@ -98,12 +98,6 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(100_000, 20, 20)
     if config.option.slow != "all" and _COMPILE_FAST not in os.environ["XLA_FLAGS"]:
         os.environ["XLA_FLAGS"] += f" {_COMPILE_FAST}"
-    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
-    cache: pytest.Cache | None = getattr(config, "cache", None)
-    if runs_tests and cache is not None and not config.option.collectonly:
-        kept = KeptPrograms(cache.mkdir(f"programs-jax{version('jax')}-{kind_of_cpu()}"))
-        kept.take(anew=config.option.budget)
-        config.add_cleanup(kept.give)
     config.pluginmanager.register(CpuBudget(strict=config.option.budget))
 
 

@@ -1,6 +1,5 @@
 """Run every benchmark at its smallest size: what the programs that it measures compute must agree."""
 
-import contextlib
 import importlib
 import json
 import sys
@@ -19,7 +18,6 @@ import run_all
 from figures import Cost
 from mnist_example import model
 from rivals_of.workers import torch_is_installed
-from support.kept_programs import nothing_kept
 
 # what a figure's name says if it does not come from a clock, from XLA's memory or from the size of a program
 EXACT = ("difference", "bubble of", "names change", "that cross", "collectives in", "s in a step", "gain over")
@@ -95,8 +93,7 @@ def test_a_benchmark_runs_and_its_programs_agree(name, tmp_path, monkeypatch):
     if name in ("rivals", "replicas") and not torch_is_installed():
         monkeypatch.setattr(script, "TorchPipeline", DenseTwin)
         monkeypatch.setattr(script, "torch_is_installed", lambda: True)
-    with nothing_kept() if name == "trace" else contextlib.nullcontext():
-        assert script.main() == 0
+    assert script.main() == 0
     figures = [results.Figure(**line) for line in map(json.loads, record.read_text().splitlines()) if "name" in line]
     exact = [figure for figure in figures if any(part in figure.name for part in EXACT)]
     assert figures

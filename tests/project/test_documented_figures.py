@@ -95,6 +95,7 @@ CELL = r"(\d+\.\d\d / \d+\.\d\d / \d+\.\d\d)"  # the figures of one number of mi
 ROWS = re.findall(rf"^\| (\d) \| (\S+) \| {CELL} \| {CELL} \| {CELL} \| {CELL} \|$", MEASURED_PAGE, re.MULTILINE)
 
 
+@pytest.mark.fast("4 1f1b")
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(row[:2]))
 def test_the_bytes_of_the_measured_page_are_those_of_the_report(row):
     ipus, schedule, *shown = row

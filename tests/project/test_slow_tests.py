@@ -175,6 +175,7 @@ def asked_of(printed: str) -> tuple[str, str]:
     return python, part
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
 def test_ten_commits_run_each_tenth_and_the_next_ten_under_the_other_python(ci):
     git, run = ci

@@ -89,6 +89,7 @@ def test_memory_does_not_grow_with_the_micro_batches():
     assert many > 4 * few, "the docstring says that it grows"
 
 
+@pytest.mark.slow
 def test_gradients_of_a_few_micro_batches_and_of_bfloat16_weights_which_are_summed_in_float32():
     params, batch, mesh = tiny.example(2, 3)
     step = jax.jit(partial(tiny.value_and_grad, mesh=mesh))

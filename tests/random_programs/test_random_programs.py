@@ -74,6 +74,7 @@ def test_tables_are_judged_as_the_schedule_judges_them():
     assert min(accepted, refused) > 50
 
 
+@pytest.mark.slow
 def test_a_leaf_that_is_another_ones_is_far_from_right():
     exact = {"a": np.ones((3, 3)), "b": 2 * np.ones((3, 3))}
     rounded = {name: leaf.astype(np.float32) for name, leaf in exact.items()}

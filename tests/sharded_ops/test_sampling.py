@@ -78,6 +78,7 @@ def test_the_same_key_draws_the_same_columns_on_any_number_of_ipus(n, typed, imp
         np.testing.assert_array_equal(found[cold], logits.argmax(-1)[cold])
 
 
+@pytest.mark.slow
 def test_only_the_tokens_of_a_known_temperature_of_zero_are_greedy():
     """A temperature that is known when traced takes a shorter way if it is 0 for all tokens."""
     temperatures = np.tile(np.array([0, 2], np.float32), 20)

@@ -16,7 +16,7 @@ _LISTED = 40  # tests above the bound, at most
 
 
 class Bounds(NamedTuple):
-    """CPU time on a machine such as CI's, if no program is kept from an earlier run."""
+    """CPU time on a machine such as CI's."""
 
     test: float  # seconds of a test that is not marked slow
     run: float  # minutes of pytest, with all its processes

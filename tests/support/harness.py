@@ -29,7 +29,6 @@ from jax.typing import ArrayLike
 from sharded_ops import (
     Split,
 )
-from support.kept_programs import nothing_kept
 
 ON_ALL = P()
 
@@ -266,24 +265,19 @@ def placed_vjp(
     int_spec: Any,
     replicas: int | None,
 ) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-    """Return what `sharded_vjp` does, of a program of whole `floats` with many results; padding is still there.
-
-    The program is always compiled: XLA's CPU backend runs collectives that do not depend on each other in any order if
-    it has read the program from a file, and then stops the process.
-    """
-    with nothing_kept():
-        return sharded_vjp(
-            op,
-            mode,
-            n,
-            [operand.padded(array, n, replicas) for operand, array in zip(operands, floats, strict=True)],
-            ints,
-            in_specs=tuple(operand.spec(replicas) for operand in operands),
-            int_spec=int_spec,
-            out_spec=tuple(out.spec(replicas) for out in outs),
-            ct=tuple(out.padded(ct, n, replicas, fill) for out, ct, fill in zip(outs, cts, ct_fills, strict=True)),
-            replicas=replicas,
-        )
+    """Return what `sharded_vjp` does, of a program of whole `floats` with many results; padding is still there."""
+    return sharded_vjp(
+        op,
+        mode,
+        n,
+        [operand.padded(array, n, replicas) for operand, array in zip(operands, floats, strict=True)],
+        ints,
+        in_specs=tuple(operand.spec(replicas) for operand in operands),
+        int_spec=int_spec,
+        out_spec=tuple(out.spec(replicas) for out in outs),
+        ct=tuple(out.padded(ct, n, replicas, fill) for out, ct, fill in zip(outs, cts, ct_fills, strict=True)),
+        replicas=replicas,
+    )
 
 
 def assert_close(got: ArrayLike, want: ArrayLike, bound: ArrayLike, roundings: float, name: str = "") -> None:

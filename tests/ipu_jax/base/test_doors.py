@@ -214,9 +214,7 @@ def step_of_function(x):
     step(step.init(np.ones(3, np.float32)), x)
 
 
-@pytest.mark.fast(
-    *("AxisType.Auto-step", "AxisType.Auto-reference", "AxisType.Explicit-predict", "AxisType.Explicit-loss function")
-)
+@pytest.mark.fast("AxisType.Auto-step")
 @pytest.mark.parametrize("call", USES.values(), ids=USES)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_the_mesh_of_set_mesh_is_left_outside(call, kind):

@@ -135,6 +135,7 @@ def test_on_chips_the_choice_depends_on_how_much_is_computed_per_byte(layers, wi
     assert found.schedule.clock == clock
 
 
+@pytest.mark.slow
 def test_a_report_says_the_name_and_how_idle_the_schedule_found_leaves_the_ipus():
     pipeline, params, batch = unlike_stages()
     report = pipeline.report(params, batch, compile=False)

@@ -55,7 +55,7 @@ CORES = len(os.sched_getaffinity(0))
 SIX_OF_A_FLAG = {"XLA_FLAGS": "--xla_force_host_platform_device_count=6"}
 
 
-@pytest.mark.fast("flags")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "environment", "found", "threads"),
     [

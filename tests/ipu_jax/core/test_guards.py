@@ -107,7 +107,7 @@ OF_A_USER = {
 }
 
 
-@pytest.mark.fast("predict")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OF_A_USER)
 def test_programs_of_every_kind_are_looked_at_before_they_run(kind):
     model = model_of("convolution")

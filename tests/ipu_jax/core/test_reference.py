@@ -107,6 +107,7 @@ def head_stage(fn, reference=None) -> Pipeline:
     return Pipeline(stages, mesh=make_mesh(1, 4), specs={"b": P(None, "ipu")}, gradient_accumulation=3)
 
 
+@pytest.mark.slow
 def test_a_reference_reads_the_whole_weights_of_a_concurrent_stage():
     weights = WEIGHTS | {"b": rng.normal(size=(4, 10)).astype(np.float32)}  # 10 columns on 4 IPUs: 3 each
 
@@ -216,7 +217,7 @@ FAULTS = {
 WEIGHTS_OF = {overflowing: {"w": np.zeros((4, 4), np.float32)}}
 
 
-@pytest.mark.fast("of several wrong gradients the worst", "a loss that is nan")
+@pytest.mark.fast("of several wrong gradients the worst")
 @pytest.mark.parametrize(("wrong", "message"), FAULTS.values(), ids=FAULTS)
 def test_what_differs_is_named(wrong, message):
     with pytest.raises(VerificationError, match=f"^{message}") as caught:
@@ -243,6 +244,7 @@ def test_the_default_tolerance_is_of_the_coarsest_weights(dtype, other, rtol):
         verified(pipeline_of(last_reference=lambda w, x, mb: 2 * loss(w, x, mb)), weights)
 
 
+@pytest.mark.slow
 def test_a_tolerance_may_be_given():
     pipeline = pipeline_of(last_reference=lambda w, x, mb: 1.01 * loss(w, x, mb))
     assert verified(pipeline, rtol=0.02).loss_error == pytest.approx(0.01 / 1.01, rel=1e-3)

@@ -341,6 +341,7 @@ def test_a_rule_sees_the_cotangent_of_its_micro_batch(rule, reduction, replicas)
     verify(pipeline, pipeline.shard({"a": w}), batch)
 
 
+@pytest.mark.slow
 def test_a_concurrent_stages_rule_sees_a_part_of_the_cotangent_and_verify_says_so():
     """A value that is the same on all IPUs gets its cotangent in equal parts: such a rule belongs in a local stage."""
     stages = [

@@ -97,6 +97,7 @@ UNCHANGED = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("starts", [[], pytest.param(["a child"], marks=pytest.mark.slow)], ids=["alone", "a child"])
 def test_an_unchanged_program_finds_its_place(tmp_path, starts):
     own = places(2, replicas=1, ipus_per_replica=6, run_dir=tmp_path)

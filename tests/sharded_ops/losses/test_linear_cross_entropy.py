@@ -139,6 +139,7 @@ def test_it_needs_a_twentieth_of_the_unsharded_programs_temporaries(tokens, size
         assert needed <= most, f"gradients={gradients!r} needs {needed} bytes, {most} are allowed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "size", "chunk"),
     [

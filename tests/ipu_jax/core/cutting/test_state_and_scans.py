@@ -115,6 +115,14 @@ def loss_of(function):
     return loss
 
 
+@pytest.mark.fast(
+    "leaves_that_change_places",
+    "leaf_that_follows_from_a_mean",
+    "mean_of_batches",
+    "state_unread",
+    "reversed_scan",
+    "scan_before_the_state",
+)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_stages_compute_the_loss_the_gradients_and_the_new_state(function):
     """Params, state and batch have leaves that the function does not read."""

@@ -124,6 +124,30 @@ def arguments(pipeline: Pipeline, example: Example) -> tuple[Any, Any, Any]:
     return pipeline.shard(example.params), state, jax.random.key(7) if example.takes_key else None
 
 
+@pytest.mark.fast(
+    "weight_decay",
+    "reads_of_all_earlier_layers",
+    "custom_derivatives",
+    "control_flow",
+    "jitted_layers",
+    "unused_weights",
+    "recommender",
+    "contrastive",
+    "nnx_gpt_tied",
+    "equinox_mlp",
+    "siamese",
+    "one_block_again_and_again",
+    "scan_with_a_key_per_layer",
+    "diffusion",
+    "adversaries",
+    "moving_target",
+    "state_read_everywhere",
+    "learning_to_learn",
+    "graph_network",
+    "bfloat16_weights",
+    "unusual_aux",
+    "linen_spectral_norm",
+)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name in MODELS])
 def test_the_stages_compute_what_the_function_computes(name):
     example = MODELS[name]()
@@ -177,6 +201,7 @@ def test_five_updates_equal_those_of_plain_optax(name):
     assert largest_relative_error(found["stages"], stages) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_frozen_leaves_get_no_gradient(replicas):
     name, lead = "metrics", (2,) if replicas == 1 else (2, 2)

@@ -60,8 +60,8 @@ def remat_kernel(p, x, mb):
     return jnp.mean(jax.checkpoint(lambda x: jnp.tanh(x @ x.T) @ jnp.sin(x @ x.T))(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "schedule"), [(cross_entropy, "grouped"), (remat_kernel, "sequential")])
-@pytest.mark.fast("cross_entropy-grouped")
 def test_no_backward_of_a_last_stage_is_lifted_out_of_its_guard(loss, schedule):
     pipeline = Pipeline(
         [Stage(lambda w, x, mb: jnp.tanh(mb["x"] @ w), params="w", ipu=0), Stage(loss, ipu=1)],

@@ -32,7 +32,7 @@ def small(stages: int) -> Any:
 
 
 # many other tests have the rest
-@pytest.mark.fast("looped-zb", "dualpipev", "sequential", "interleaved")
+@pytest.mark.fast("looped-zb", "sequential")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_loss_and_every_gradient_of_each_family_equal_plain_jax(name):
     places = make_schedule(name, ipus=2, micro_batches=1).placement

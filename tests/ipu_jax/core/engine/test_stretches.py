@@ -116,6 +116,7 @@ def test_a_stage_in_front_with_state_sees_each_micro_batch_once():
     )
 
 
+@pytest.mark.slow
 def test_a_backward_in_reverse_reads_no_stash_before_it_is_written():
     """B without effect would read the values of the last micro-batch, whose F has not run in the first ticks."""
     rng, m = np.random.default_rng(2), 3

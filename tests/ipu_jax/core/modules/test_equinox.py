@@ -39,12 +39,12 @@ def called(module, x, state, keys):
     over_rows = jax.vmap(
         lambda x, state, key: module(x, state, key=key), axis_name="batch", in_axes=(0, None, 0), out_axes=(0, None)
     )
-    return over_rows(x, state, keys)
+    return jax.jit(over_rows)(x, state, keys)
 
 
 @pytest.fixture(scope="module", params=["batch", "ema"])
 def model_and_state(request):
-    return eqx.nn.make_with_state(Model)(request.param)
+    return eqx.filter_jit(eqx.nn.make_with_state(Model))(request.param)
 
 
 def test_the_function_of_a_stage_is_the_modules_own_call(model_and_state):

@@ -84,9 +84,9 @@ class BalanceLoss(nnx.Variable):
 
 class NnxExperts(nnx.Module):
     def __init__(self, seed, normal=False):
-        gate, experts = jax.random.split(jax.random.key(seed))
-        self.gate = nnx.Param(jax.random.normal(gate, (D, EXPERTS)))
-        self.experts = nnx.Param(jax.random.normal(experts, (EXPERTS, D, D)))
+        rng = np.random.default_rng(seed)
+        self.gate = nnx.Param(jnp.asarray(rng.normal(size=(D, EXPERTS)), jnp.float32))
+        self.experts = nnx.Param(jnp.asarray(rng.normal(size=(EXPERTS, D, D)), jnp.float32))
         self.norm = nnx.BatchNorm(D, momentum=0.5, rngs=nnx.Rngs(seed)) if normal else None
 
     def __call__(self, x):
@@ -187,7 +187,8 @@ def test_a_weight_of_0_drops_without_a_word(variables, losses):
 
 EXPERTS_OF_NNX = NnxExperts(0)
 LINEAR = nnx_stage(nnx.Linear(D, D, rngs=nnx.Rngs(0)), "x", inputs="x", losses={BalanceLoss: 1.0})
-EXPERTS_PART = linen_stage(HEAD, HEAD.init(jax.random.key(0), jnp.ones((1, D))), "x", inputs="x", losses={"loss": 1.0})
+OF_EXPERTS = {"params": {"gate": np.ones((D, EXPERTS)), "experts": np.ones((EXPERTS, D, D))}}
+EXPERTS_PART = linen_stage(HEAD, OF_EXPERTS, "x", inputs="x", losses={"loss": 1.0})
 WEIGHT, NOTHING = "of stage 'x' does not give each of them a finite weight", "into which its module sows nothing"
 
 

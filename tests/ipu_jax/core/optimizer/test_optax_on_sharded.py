@@ -162,7 +162,7 @@ def difference(found, expected):
     return largest(found, expected) / largest(expected, WEIGHTS)
 
 
-@pytest.mark.fast("a few")
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("clip_by_global_norm", "mask by path"), (*RIGHT, *WRONG)], ids=["a few", "all"])
 def test_optimizers_are_right_on_packed_weights_if_they_look_at_no_leaf_and_wrong_otherwise(names):
     """If a wrong one is not, optax on packed weights has become right: say so where the pages warn."""
@@ -215,6 +215,7 @@ def test_an_optimizer_of_the_pipeline_leaves_frozen_weights_and_their_dtypes_as_
     assert not jnp.allclose(made.unshard(new)["first"]["b"], WEIGHTS["first"]["b"], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_state_is_saved_whole_and_goes_on_elsewhere():
     transformation = optax.adamw(optax.cosine_decay_schedule(1e-2, 10), weight_decay=0.1, mask=MATRICES)
     one, two = pipeline(), pipeline(ipus=4)

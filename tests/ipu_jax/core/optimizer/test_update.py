@@ -86,7 +86,7 @@ OF_WHOLE_LEAVES = {
 _compiled_quickly = compiled_quickly()
 
 
-@pytest.mark.fast("unlike local stages-1-names0", "a tied table, split unevenly-2-names2")
+@pytest.mark.fast("unlike local stages-1-names0")
 @pytest.mark.parametrize(
     ("model", "replicas", "names"),
     [

@@ -130,7 +130,7 @@ def test_a_block_keeps_its_products_with_weights_and_the_inputs_of_its_norms():
     assert sum(int(np.prod(shape)) for shape in stash) == rows * (3 * FEATURES + HIDDEN + 2 * FEATURES)
 
 
-@pytest.mark.fast("nested")
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [scanned, nested])
 def test_a_scan_keeps_per_layer_what_an_unrolled_stage_keeps(fn):
     floats = lambda program: sum(int(np.prod(s.shape)) for s in program.stash)  # noqa: E731

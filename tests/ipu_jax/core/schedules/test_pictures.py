@@ -186,7 +186,7 @@ def check_texts(figure):
         assert max(apart) > -1, (text, other)
 
 
-@pytest.mark.fast("zb-h1 (0, 1, 2, 3)")
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", in_turn(EVERY, 1), ids=name_of)
 def test_no_text_runs_into_another_or_out_of_the_page(schedule):
     check_texts(schedule.plot())

@@ -137,6 +137,7 @@ def test_a_wave_of_three_sweeps_is_at_most_an_f_above_the_bound(s_count):
             assert run.makespan == pytest.approx(bound(s_count, m_count, 3))
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(sizes=SIZES, rounds=st.integers(1, 4))
 def test_looped_zero_bubble_is_the_bound_with_the_memory_of_looped(sizes, rounds):
@@ -150,6 +151,7 @@ def test_looped_zero_bubble_is_the_bound_with_the_memory_of_looped(sizes, rounds
         assert runs["looped-zb"].makespan == pytest.approx(bound(s_count, m_count, rounds))
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(sizes=SIZES, rounds=st.integers(1, 4))
 def test_breadth_first_is_as_long_as_looped_and_keeps_everything(sizes, rounds):

@@ -59,6 +59,7 @@ def test_wrong_command_lines_are_refused_in_a_line_each_before_jax_is_loaded():
     assert all(line.startswith("ipu-compile: ") for line in lines[::2])
 
 
+@pytest.mark.slow
 def test_chips_that_cannot_be_described_are_refused_in_a_line(tmp_path):
     rows = {
         "--topology h100x8 --slices 2": ("--slices 2 is for TPUs", "h100x16"),

@@ -16,7 +16,6 @@ from ipu_jax.run.loop import door
 from ipu_jax.steps import FitResult
 from support import public_api
 from support.fitted import B, D, Lines, M, assert_same_weights, make_step, normal, twin, weights
-from support.kept_programs import nothing_kept
 from support.trained import compiled_quickly
 
 FILE = public_api.ROOT / "ipu_jax/run/loop/fit.py"
@@ -76,8 +75,7 @@ def test_a_copy_trains_evaluates_saves_logs_draws_and_resumes(my_fit, tmp_path):
         return result, lines
 
     assert Path(my_fit.__file__).parent == tmp_path
-    with nothing_kept():
-        first, _ = run(epochs=1, trace=tmp_path / "trace", notes={"seed": 3})
+    first, _ = run(epochs=1, trace=tmp_path / "trace", notes={"seed": 3})
     second, lines = run(epochs=2)
     losses, end = twin(rows, 12)
     np.testing.assert_allclose([*first.losses, *second.losses], losses, rtol=1e-4)

@@ -28,7 +28,6 @@ from support.fitted import (
     twin,
     weights,
 )
-from support.kept_programs import nothing_kept
 from support.trained import compiled_quickly
 
 _compiled_quickly = compiled_quickly()
@@ -174,13 +173,14 @@ def test_a_trace_is_of_three_updates_whatever_a_call_makes(tmp_path):
     rows = normal(8, 12 * M * B, D)
     step, lines = make_step(6), Lines()
     recording = trace(tmp_path)
-    with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed, nothing_kept():
+    with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed:
         result = fit(step, step.init(weights()), feed, trace=recording, say=lines)
     np.testing.assert_allclose(result.losses, twin(rows, 12)[0], rtol=1e-4)
     assert {each.step for each in recording.timeline.steps} == {0, 1, 2}
     assert any(f"Trace: {recording.path}" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_calls_that_compile_or_are_traced_have_no_speed(tmp_path):
     step, lines, log = make_step(1), Lines(), RunLog()
     with Feed(normal(8, 8 * M * B, D), step=step, micro_batch=B) as feed:

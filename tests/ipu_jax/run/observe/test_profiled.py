@@ -13,7 +13,6 @@ from ipu_jax import Feed
 from ipu_jax.base import facts
 from ipu_jax.run.observe import profiled
 from support.fitted import B, D, M, make_step, normal, weights
-from support.kept_programs import nothing_kept
 from support.refusals import refused
 
 BEGIN = """
@@ -87,7 +86,7 @@ def test_a_loop_leaves_a_trace_and_a_page(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(profiled.TRACE, str(tmp_path / "trace"))
     monkeypatch.setenv(profiled.REPORT, str(page))
     facts.listen(listener := profiled.Profiled())
-    with Feed(rows, step=step, micro_batch=B) as feed, nothing_kept():
+    with Feed(rows, step=step, micro_batch=B) as feed:
         state = step.init(weights())
         for batch in feed.epoch():
             state, _ = step(state, batch)

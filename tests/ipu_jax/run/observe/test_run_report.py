@@ -159,6 +159,7 @@ def test_the_page_says_which_device_of_a_group_it_shows():
     assert shown == "one instance; each IPU is 2 devices, shown by the first"
 
 
+@pytest.mark.slow
 def test_a_long_run_is_still_less_than_a_megabyte():
     many = [{"event": "losses", "updates": 100 * k, "losses": [1 / 3] * 100} for k in range(1, 1001)]
     text = page([*EVENTS[:1], *many], timeline=timeline(steps=4, micro_batches=2500))

@@ -176,7 +176,7 @@ def logged(log: RunLog, first: int, last: int) -> None:
             log.event("evaluated", updates=updates, accuracy=0.5, loss=0.25)
 
 
-@pytest.mark.fast("False")
+@pytest.mark.slow
 @pytest.mark.parametrize("has_file", [True, False])
 def test_a_log_stays_as_small_as_it_is(has_file, tmp_path, monkeypatch):
     monkeypatch.setattr(digest, "_MOST_POINTS", 100)

@@ -23,7 +23,6 @@ from ipu_jax.observe import Timeline, TraceError, trace
 from ipu_jax.run.observe.tracing.recording import Recording
 from ipu_jax.run.observe.tracing.timeline import TASKS, WAITING
 from ipu_jax.schedules import Task
-from support.kept_programs import nothing_kept
 from support.refusals import compilations, refused
 
 D, M = 64, 4
@@ -31,12 +30,6 @@ D, M = 64, 4
 
 def _recordings():
     return [listener for listener in facts.listeners() if isinstance(listener, Recording)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_kept():
-    with nothing_kept():
-        yield
 
 
 def light(w, x, mb):
@@ -110,6 +103,7 @@ def test_each_ipu_ran_the_tasks_of_the_schedule_in_its_order(recorded):
         assert names_by_ipu(timeline, timeline.plan, step) == orders
 
 
+@pytest.mark.slow
 def test_the_slow_stage_is_slow_on_its_ipu_and_the_others_wait(recorded):
     seconds = defaultdict(list)
     for one in recorded.timeline.slices:

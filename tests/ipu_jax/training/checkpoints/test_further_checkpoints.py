@@ -149,6 +149,7 @@ def test_weight_files_are_the_same_for_every_mesh(tmp_path, model, suffix):
                 assert array.sharding.is_equivalent_to(own.sharding, array.ndim)
 
 
+@pytest.mark.fast("local-(2, 2, 2)")
 @pytest.mark.parametrize(
     ("model", "shape"), [("local", (2, 2, 2)), ("local", ONE_GROUP), ("concurrent", (2, 2, 2))], ids=str
 )

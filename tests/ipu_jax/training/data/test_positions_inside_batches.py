@@ -67,6 +67,7 @@ def test_a_batch_that_is_put_back_comes_again_without_its_first_updates(kind, re
         assert found == expected(kind, remainder)
 
 
+@pytest.mark.fast("array", "stateful, of examples")
 @pytest.mark.parametrize("kind", [kind for kind in SOURCES if not kind.startswith("iterator")])
 def test_another_feed_continues_after_any_update(kind):
     """Even with other batches, which cross the items and the epochs elsewhere."""

@@ -216,6 +216,7 @@ def test_of_many_flags_the_first_counts():
 # what becomes of the state
 
 
+@pytest.mark.slow
 def test_stop_leaves_every_bit_whatever_was_dispatched_after_it(random_step):
     step, state = random_step, first_state(random_step)
     for i in range(2):

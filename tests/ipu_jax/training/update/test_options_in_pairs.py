@@ -350,7 +350,7 @@ def test_options_together_are_as_exact_as_float64(case):
         check(case | {name: odd.get(case[name], case[name]) for name in names}, np.float64)
 
 
-@pytest.mark.fast("26")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=map(str, range(len(CASES))))
 def test_options_together_equal_plain_optax(case):
     with quick_compiles():

@@ -70,6 +70,7 @@ def test_compute_in_half_with_sums_in_float32(precision, half):
 # rounding
 
 
+@pytest.mark.fast("bfloat16")
 @pytest.mark.parametrize("half", HALVES)
 def test_rounding_is_right_on_average(half):
     rng = np.random.default_rng(0)

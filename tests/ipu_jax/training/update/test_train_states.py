@@ -98,6 +98,7 @@ def test_a_state_that_is_not_donated_may_be_used_again(kind):
     assert bits(kept.whole(once)) == bits(donated.whole(donated(donated.init(WEIGHTS), ROWS)[0]))
 
 
+@pytest.mark.slow
 def test_placed_weights_begin_a_training_as_whole_ones_do():
     step, whole = step_of("pipeline"), step_of("pipeline").init(WEIGHTS)
     placed = pipeline_of().shard(WEIGHTS)

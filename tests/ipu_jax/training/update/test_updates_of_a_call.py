@@ -98,6 +98,7 @@ def test_outputs_are_those_of_the_updates_that_were_made(outputs, of):
     np.testing.assert_allclose(step.loss(state, batch)[0], np.mean((batch * w) ** 2), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_update_that_is_not_finite_is_found_in_its_piece_of_the_batch():
     batch = normal(5, K, M, B, D)
     batch[3, 1, 2, 0] = np.nan
