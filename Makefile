@@ -89,7 +89,7 @@ test: $(STAMP) ## run ruff, basedpyright, and pytest with the fast tests and doc
 	$(BIN)/ruff format --check .
 	@# Tests wait now and then, and leave a core to the type checker. Both are told, its errors last, and either fails.
 	@echo $(call quoted,$(BIN)/basedpyright beside $(BIN)/python -m pytest $(PYTEST_FLAGS) $(TESTS)); \
-	said="$$(mktemp)"; $(BIN)/basedpyright --pythonpath $(BIN)/python --threads >"$$said" 2>&1 & types=$$!; \
+	said="$$(mktemp)"; $(BIN)/basedpyright --pythonpath $(BIN)/python >"$$said" 2>&1 & types=$$!; \
 	trap 'kill $$types 2>/dev/null; rm -f "$$said"' EXIT; \
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) $(TESTS); tests=$$?; \
 	wait $$types || { echo 'basedpyright:'; cat "$$said"; tests=1; }; \

@@ -109,6 +109,7 @@ def test_the_last_lines_say_the_cpu_time_and_fail_only_if_asked_to(printed_by):
         assert "status 0" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["", pytest.param("-n 2", marks=pytest.mark.slow)])
 def test_no_test_starts_after_the_deadline_and_their_number_is_said(printed_by, workers):
     past, future = printed_by(

@@ -44,7 +44,7 @@ def _cases():
             yield pytest.param(kind, case, id=f"{kind}-{case}")
 
 
-@pytest.mark.fast("ops-17", "schedules-0")
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "case"), list(_cases()))
 def test_random_programs_equal_dense_ones(worker, kind, case):
     print(f"python tests/random_programs/run.py --kind {kind} --seed {SEED} --case {case}")
@@ -74,7 +74,6 @@ def test_tables_are_judged_as_the_schedule_judges_them():
     assert min(accepted, refused) > 50
 
 
-@pytest.mark.slow
 def test_a_leaf_that_is_another_ones_is_far_from_right():
     exact = {"a": np.ones((3, 3)), "b": 2 * np.ones((3, 3))}
     rounded = {name: leaf.astype(np.float32) for name, leaf in exact.items()}

@@ -57,6 +57,7 @@ def test_a_stage_that_exchanges_data_gets_uniform_guards(bubbles_hold_nan, kind,
     assert largest_relative_error(gradients, expected) < 1e-5
 
 
+@pytest.mark.fast("zb-h1")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_uniform_guards_have_a_spare_place_in_each_buffer(schedule):
     """An IPU writes there what it computes for another IPU's task."""

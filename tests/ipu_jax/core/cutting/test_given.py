@@ -451,6 +451,7 @@ class Linen(nn.Module):
         return nn.Dense(D)(jnp.tanh(x))
 
 
+@pytest.mark.slow
 def test_flax_variables_with_statistics_are_refused_with_lines_that_work():
     net = Linen()
     variables = net.init(jax.random.key(0), ONE["x"])

@@ -106,7 +106,7 @@ def squeezed(x: Any, weights: Any) -> Any:
     return jnp.mean(jnp.log1p(y**2).sum(1, keepdims=True))
 
 
-@pytest.mark.fast("1f1b-tpu")
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "gpu"])
 @pytest.mark.parametrize("schedule", ["grouped", "1f1b", "zb-h1"])
 def test_values_of_any_shape_come_back(schedule, platform):

@@ -97,8 +97,8 @@ class NnxExperts(nnx.Module):
         return jnp.tanh(y if self.norm is None else self.norm(y))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
-@pytest.mark.fast("True")
 @pytest.mark.parametrize("called_before", [False, True])
 def test_what_nnx_modules_sow_is_added_to_the_loss(called_before):
     body, head = NnxExperts(0, normal=True), NnxExperts(1)

@@ -267,6 +267,7 @@ def test_a_second_training_compiles_nothing_and_does_not_say_so():
     assert not [line for line, start in zip(lines, starts, strict=True) if not line.startswith(start)]
 
 
+@pytest.mark.fast("well", "by Ctrl-C")
 @pytest.mark.parametrize("ends", ["well", "by an error", "by Ctrl-C", "with a folder in place of the page"])
 def test_a_page_is_written_however_it_ends(ends, tmp_path):
     rows, step, page = normal(9, 4 * M * B, D), shared_step(2), tmp_path / "run.html"

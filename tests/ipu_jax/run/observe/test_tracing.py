@@ -103,7 +103,6 @@ def test_each_ipu_ran_the_tasks_of_the_schedule_in_its_order(recorded):
         assert names_by_ipu(timeline, timeline.plan, step) == orders
 
 
-@pytest.mark.slow
 def test_the_slow_stage_is_slow_on_its_ipu_and_the_others_wait(recorded):
     seconds = defaultdict(list)
     for one in recorded.timeline.slices:

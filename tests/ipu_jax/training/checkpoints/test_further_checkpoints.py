@@ -109,7 +109,7 @@ def goings_on():
             yield pytest.param(model, source, target, id=f"{model}-{named(source)}-{named(target)}")
 
 
-@pytest.mark.fast("small-1x2x2-2x1")
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "source", "target"), list(goings_on()))
 def test_a_training_goes_on_as_by_plain_optax(saved, model, source, target):
     step, state = check_restored(saved, model, source, target)

@@ -177,6 +177,7 @@ def test_the_next_steps_may_reuse_the_buffers_of_a_state_that_is_being_saved(tmp
 POSITION, EXTRA = {"epoch": 1, "position": 3}, {"rate": 0.1, "flags": ["a", {"b": None}], "on": 1}
 
 
+@pytest.mark.fast("None-extra3-True", "position1-extra1-True", "position4-extra4-True", "position6-extra6-True")
 @pytest.mark.parametrize(
     ("position", "extra", "is_written"),
     [
