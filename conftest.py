@@ -4,7 +4,7 @@ This file is at the top, not in tests/, because the doctests of the packages nee
 starts a jax backend, since these settings have no effect afterwards. Processes that a test starts inherit them.
 
 A plain `pytest` runs the fast tests. The tests marked slow are divided into N equal parts, for any N: the cases of each
-function take turns, from a part that its name decides. `pytest --slow=2/10` runs part 2 (of 0 to 9) of the slow tests
+function take turns, from a part that its name decides. `pytest --slow=2/15` runs part 2 (of 0 to 14) of the slow tests
 alone, and `pytest --slow=all` runs every test.
 
 A test is slow by `@pytest.mark.slow`. Of a function with many cases, `@pytest.mark.fast("1f1b-2", "looped-4")` names
@@ -70,7 +70,7 @@ def _slow(text: str) -> str:
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if text in ("none", "all") or (found and int(found[1]) < int(found[2])):
         return text
-    raise argparse.ArgumentTypeError(f"{text!r} is neither none, all nor a part such as 0/10 to 9/10")
+    raise argparse.ArgumentTypeError(f"{text!r} is neither none, all nor a part such as 0/15 to 14/15")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -172,16 +172,16 @@ def ci(tmp_path):
 
 def asked_of(printed: str) -> tuple[str, str]:
     """Return the Python and the part of the slow tests that ran."""
-    ((python, part),) = re.findall(r"^asked: \.venv-3\.(\d+)/bin/python -m pytest .*--slow=(\d/10) ", printed, re.M)
+    ((python, part),) = re.findall(r"^asked: \.venv-3\.(\d+)/bin/python -m pytest .*--slow=(\d+/15) ", printed, re.M)
     return python, part
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
-def test_ten_commits_run_each_tenth_and_the_next_ten_under_the_other_python(ci):
+def test_fifteen_commits_run_each_part_and_the_next_fifteen_under_the_other_python(ci):
     git, run = ci
     asked, whole = [], []
-    for _ in range(11):
+    for _ in range(16):
         git("commit", "--allow-empty", "-m", "next")
         status, printed = run()
         assert status == 0
@@ -190,9 +190,9 @@ def test_ten_commits_run_each_tenth_and_the_next_ten_under_the_other_python(ci):
         whole += re.findall(r"^== make test with .*python3\.(\d+)$", printed, re.M)
         assert {part, whole[-1]} == {"11", "19"}
     assert all(one != other for one, other in itertools.pairwise(whole))
-    assert sorted(part for _, part in asked[:10]) == [f"{k}/10" for k in range(10)]
-    assert asked[0][1] == asked[10][1]
-    assert {asked[0][0], asked[10][0]} == {"11", "19"}
+    assert sorted(part for _, part in asked[:15]) == sorted(f"{k}/15" for k in range(15))
+    assert asked[0][1] == asked[15][1]
+    assert {asked[0][0], asked[15][0]} == {"11", "19"}
 
 
 def test_what_can_differ_between_pythons_is_there():
@@ -204,10 +204,10 @@ def test_what_can_differ_between_pythons_is_there():
 @pytest.mark.parametrize(
     ("variables", "status", "last"),
     [
-        ({"LATE": "0"}, 0, "0 failed, 0 tests of part 1/10 did not run in time"),
-        ({"LATE": "17"}, 0, "0 failed, 17 tests of part 1/10 did not run in time"),
-        ({"LATE": "17", "STATUS": "1"}, 1, "1 failed, 17 tests of part 1/10 did not run in time"),
-        ({"STATUS": "3"}, 1, "1 failed, ? tests of part 1/10 did not run in time"),
+        ({"LATE": "0"}, 0, "0 failed, 0 tests of part 1/15 did not run in time"),
+        ({"LATE": "17"}, 0, "0 failed, 17 tests of part 1/15 did not run in time"),
+        ({"LATE": "17", "STATUS": "1"}, 1, "1 failed, 17 tests of part 1/15 did not run in time"),
+        ({"STATUS": "3"}, 1, "1 failed, ? tests of part 1/15 did not run in time"),
     ],
 )
 def test_the_last_line_of_ci_says_how_many_tests_did_not_run(ci, variables, status, last):

@@ -20,7 +20,7 @@ from random_programs.tables import random_table
 SEED = 5
 
 # how many cases of each kind
-CASES = {"ops": 72, "pipelines": 44, "schedules": 23, "training": 23, "modules": 22, "functions": 42}
+CASES = {"ops": 36, "pipelines": 22, "schedules": 12, "training": 12, "modules": 11, "functions": 21}
 assert CASES.keys() == {*run.KINDS}
 
 
