@@ -87,7 +87,7 @@ TAKES_A_BATCH = {
 }
 
 
-@pytest.mark.fast("value_and_grad", "step.loss", "feed", "cut for it")
+@pytest.mark.fast("value_and_grad", "verify", "feed", "cut for it")
 @pytest.mark.parametrize("call", TAKES_A_BATCH)
 def test_a_batch_is_read_by_path_whatever_the_order_of_its_tree(call):
     np.testing.assert_allclose(TAKES_A_BATCH[call](ordered(BATCH)), plain(loss, PARAMS)[0], rtol=1e-6)

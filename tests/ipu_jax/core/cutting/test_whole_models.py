@@ -176,11 +176,10 @@ def test_a_step_computes_what_plain_jax_computes(name):
     found = step_of(pipeline, pipeline.value_and_grad(params, batch, state, key))
     assert_equal(found, plain_step(name, example.params, batch, state=example.state, key=key), example.tolerance)
     assert dtypes(found.gradients) == dtypes(example.params)
-    verify(pipeline, params, batch, state, key)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["linen_gpt_scanned", "linen_gpt", "equinox_mlp", "nnx_batch_norm"])
+@pytest.mark.parametrize("name", ["linen_gpt_scanned", "equinox_mlp", "nnx_batch_norm"])
 def test_five_updates_equal_those_of_plain_optax(name):
     example, optimizer = MODELS[name](), optax.adamw(0.02)
     step = make_train_step(cut(example, ipus=2, schedule="1f1b", gradient_accumulation=3), optimizer)
@@ -199,6 +198,7 @@ def test_five_updates_equal_those_of_plain_optax(name):
     # Adam divides rounding errors by themselves where a gradient is almost zero
     assert largest_relative_error(found["params"], params) < 1e-3
     assert largest_relative_error(found["stages"], stages) < 1e-4
+    verify(step.model, state.params, batch, state.stages)
 
 
 @pytest.mark.slow
