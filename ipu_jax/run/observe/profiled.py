@@ -96,9 +96,9 @@ class Profiled(facts.Listener):
         if self._recording is not None and self._recording.is_recorded:
             self._finish()
 
-    def _note(self) -> None:
-        """Log the losses that are there, and the speed since the last time."""
-        while self._pending and (self._pending[0][0].is_deleted() or self._pending[0][0].is_ready()):
+    def _note(self, *, wait: bool = False) -> None:
+        """Log the losses that are there, or all of them if it may wait, and the speed since the last time."""
+        while self._pending and (wait or self._pending[0][0].is_deleted() or self._pending[0][0].is_ready()):
             loss, updates = self._pending.pop(0)
             if (
                 not loss.is_deleted()
@@ -129,7 +129,7 @@ class Profiled(facts.Listener):
             self._finish()
         if not self._report or popdist.get_instance_index():
             return
-        self._note()
+        self._note(wait=jax.process_count() == 1)
         self._log.event("end", reason="the process ended")
         try:
             write_report(self._report, self._log, title=Path(sys.argv[0]).name, timeline=self._timeline)

@@ -194,11 +194,12 @@ def test_five_updates_equal_those_of_plain_optax(name):
         updates, slots = update(gradients, slots, params)
         params, stages = optax.apply_updates(params, updates), expected.state
         assert largest_relative_error(outputs.loss, expected.loss) < 1e-4
+        if not seed:
+            verify(step.model, state.params, batch, state.stages)
     found = step.whole(state)
     # Adam divides rounding errors by themselves where a gradient is almost zero
     assert largest_relative_error(found["params"], params) < 1e-3
     assert largest_relative_error(found["stages"], stages) < 1e-4
-    verify(step.model, state.params, batch, state.stages)
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ def step_of(**options: Any) -> Any:
 
 
 def report_of(model: Any, *dims: int, **given: Any) -> ChipReport:
-    given = {"state": {"a": STATE}, "key": jax.random.key(0)} | given
+    given = {"state": {"a": STATE}, "key": jax.eval_shape(jax.random.key, 0)} | given
     return compile_ahead(model, WEIGHTS, shape(*dims, M, N, D), **given)
 
 

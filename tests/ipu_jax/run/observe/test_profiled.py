@@ -5,8 +5,10 @@ import os
 import re
 import subprocess
 import sys
+from typing import Any, cast
 
 import jax
+import numpy as np
 import pytest
 
 from ipu_jax import Feed
@@ -98,6 +100,31 @@ def test_a_loop_leaves_a_trace_and_a_page(tmp_path, monkeypatch, capsys):
     assert not [one for one in ('"timeline":{"rows"', '"samples per second":[[') if one not in text]
     (losses,) = re.findall(r'"loss":(\[\[.*?\]\])', text)
     assert [update for update, _ in json.loads(losses)] == [*range(1, 9)]
+
+
+class Late:
+    """A loss that is there once it is read."""
+
+    is_fully_addressable, size = True, 1
+
+    def is_deleted(self):
+        return False
+
+    def is_ready(self):
+        return False
+
+    def __array__(self, *_args, **_options):
+        return np.array(0.5)
+
+
+def test_the_page_has_the_loss_of_an_update_that_the_process_did_not_wait_for(tmp_path, monkeypatch):
+    monkeypatch.delenv(profiled.TRACE, raising=False)
+    monkeypatch.setenv(profiled.REPORT, str(tmp_path / "run.html"))
+    listener = profiled.Profiled()
+    listener.dispatched(None, [cast(Any, Late())], 1, 4)
+    listener._end()
+    listener.leave()
+    assert '"loss":[[1,0.5]]' in (tmp_path / "run.html").read_text()
 
 
 def test_what_fit_is_given_counts_more_than_the_environment(tmp_path, monkeypatch):
