@@ -193,7 +193,8 @@ def test_calls_that_compile_or_are_traced_have_no_speed(tmp_path):
     (last,) = [line for line in lines if line.endswith(" once compiled")]
     found = re.fullmatch(r"8 updates in [\d.]+ s, ([\d,]+) samples/s once compiled", last)
     assert found
-    assert float(found[1].replace(",", "")) == pytest.approx(7 * M * B / (result.seconds - compiled), rel=0.05)
+    speed = 7 * M * B / (result.seconds - compiled)
+    assert float(found[1].replace(",", "")) == pytest.approx(speed, rel=0.05, abs=0.5)  # it is rounded
     assert one.updates == 1
     assert re.fullmatch(r"1 update in [\d.]+ s, [\d,]+ samples/s", lines[-1])
 

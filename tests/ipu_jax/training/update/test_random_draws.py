@@ -62,7 +62,7 @@ def function(replicas: int) -> Any:
     return replicate(lambda p, mb: total(p) + mb.sum(), replication_factor=replicas)
 
 
-@pytest.mark.slow
+@pytest.mark.fast("pipeline-2-True")
 @pytest.mark.parametrize(
     ("model", "replicas", "shard_optimizer"),
     [(pipeline, 2, True), (function, 2, True), (pipeline, 1, False), (pipeline, 2, False), (function, 2, False)],

@@ -78,7 +78,6 @@ def test_leaves_without_elements_are_updated_like_any(kind, shapes):
     np.testing.assert_allclose(outputs.loss, 1.5 * 4 * sum(w.size for w in jax.tree.leaves(params)), rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_frozen_weights_stay_and_are_not_decayed():
     """`fixed` shares a slot with a trained weight of another IPU, and `table` is not floating."""
     first = lambda p, x, mb: p["table"][mb] * p["w"] + p["fixed"]  # noqa: E731
