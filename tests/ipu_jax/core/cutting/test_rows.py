@@ -56,6 +56,7 @@ WAYS = {
     "negative",
     "strided rows of rows",
     "reversed rows",
+    "rows of columns",
     "a reversed scan",
 )
 @pytest.mark.parametrize("way", WAYS)

@@ -116,9 +116,13 @@ def loss_of(function):
 
 
 @pytest.mark.fast(
+    "leaf_that_follows_through_another",
+    "leaves_that_follow_from_others",
     "leaves_that_change_places",
     "leaf_that_follows_from_a_mean",
     "mean_of_batches",
+    "mean_of_activations",
+    "state_unchanged",
     "state_unread",
     "reversed_scan",
     "scan_before_the_state",
