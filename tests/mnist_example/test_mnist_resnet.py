@@ -159,7 +159,6 @@ def test_the_networks_have_the_published_number_of_weights(depth, count):
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) + classifier == count
 
 
-@pytest.mark.slow
 def test_weights_start_as_he_and_lecun_say(monkeypatch):
     layers = layers_of("resnet18", width=16)
     monkeypatch.setattr(resnet, "layers_of", lambda name, width: (layers[0], layers[-1]))
@@ -270,7 +269,6 @@ def test_averages_are_float32_in_lower_precision(params, state):
 # placing
 
 
-@pytest.mark.slow
 def test_layers_are_placed_by_what_they_cost(monkeypatch):
     layers = layers_of("resnet18", width=WIDTH)
     costs = [resnet._cost(layer) for layer in layers]
@@ -302,7 +300,6 @@ def training_of(monkeypatch):
     return prepare
 
 
-@pytest.mark.slow
 def test_a_training_begins_with_fresh_averages(training_of, monkeypatch):
     prepared = training_of(["--pipeline-mode", "basic", "--batch-size", "4"])
     monkeypatch.setattr(resnet, "init_params", lambda name, seed: (name, seed))

@@ -111,7 +111,7 @@ def saved(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.fast("flags0-holds0")
 @pytest.mark.parametrize(
     ("flags", "holds"),
     [
@@ -153,7 +153,6 @@ def test_a_path_is_resumed_from_in_the_other_mode_at_another_learning_rate_and_e
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-5", "step-7"]
 
 
-@pytest.mark.slow
 def test_a_damaged_checkpoint_is_skipped_in_one_line(saved, tmp_path, capsys):
     damaged = shutil.copytree(saved / "step-1", tmp_path / "step-1")
     next(file for file in damaged.rglob("*") if file.is_file()).write_bytes(b"")
