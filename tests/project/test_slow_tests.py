@@ -110,7 +110,7 @@ def test_the_last_lines_say_the_cpu_time_and_fail_only_if_asked_to(printed_by):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", ["", pytest.param("-n 2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", ["", "-n 2"])
 def test_no_test_starts_after_the_deadline_and_their_number_is_said(printed_by, workers):
     past, future = printed_by(
         *(f"{workers} --slow=0/2 --slow-deadline {time.time() + seconds}" for seconds in (-1, 3600))

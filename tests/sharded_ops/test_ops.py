@@ -325,8 +325,8 @@ def test_values_and_every_gradient(mode, n, size, dtype, replicas, part, seed):
         for k, (found, wanted, bound) in enumerate(got):
             roundings = case.rounded[k > 0]
             if replicas:
-                # Half types are computed in float32 and rounded once, and once more where parts are added, which may
-                # cancel: those of replicas or IPUs. 1e-3 of a rounding is 65 roundings of float32.
+                # Ops on half types compute in float32 and round their result. A sum over replicas or IPUs rounds again,
+                # and its parts can be larger than the sum. 1e-3 of a bfloat16 rounding is 65 float32 roundings.
                 parts = np.maximum(bound if k else 0, np.abs(wanted).max()) + 1e-3
                 bound, roundings = np.abs(wanted) + (parts if half else 5), 1 if half else 10
             elif case.bounds:
