@@ -58,8 +58,7 @@ for _listener in ("distributed.processes.listening", *["run.observe.profiled"] *
 
 # the first two do not import jax
 _SUBJECTS = ("schedules", "options", "pipelines", "steps", "io", "nn", "observe", "costs", "chips")
-_MODULES = {name: f"{__name__}.{name}" for name in _SUBJECTS}
-_MODULES |= {"popdist": f"{__name__}.distributed.popdist", "cli": f"{__name__}.run.cli"}
+_MODULES = {name: f"{__name__}.{name}" for name in (*_SUBJECTS, "popdist", "cli")}
 
 
 def __getattr__(name: str) -> Any:
@@ -83,6 +82,19 @@ def _home_of(name: str) -> str:
         if name in importlib.import_module(_MODULES[module]).__all__:
             return f": it is {__name__}.{module}.{name}"
     return ""
+
+
+class _Hints:
+    """The last finder of modules, which is asked for `from ipu_jax import DynamicScale`, too: it says where that is."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        package, _, last = name.rpartition(".")
+        if package == __name__ and (where := _home_of(last)):
+            raise ImportError(f"cannot import name {last!r} from {package!r}{where}", name=last)
+
+
+sys.meta_path.append(_Hints)
 
 
 def __dir__() -> list[str]:

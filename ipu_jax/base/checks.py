@@ -9,6 +9,7 @@ import numbers
 from collections.abc import Iterable
 
 from ipu_jax.base.annotations import Value
+from ipu_jax.base.other_words import value_here
 
 
 def as_int(value: object) -> int | None:
@@ -85,7 +86,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     """
     if isinstance(value, str) and value in choices:
         return value
-    hint = nearest(value, choices)
+    hint = value_here(name, value) or nearest(value, choices)
     mend = f"{hint} Choose" if hint else "choose"
     raise ValueError(f"{name}={in_line(value)} is unknown: {mend} one of {', '.join(map(repr, choices))}")
 

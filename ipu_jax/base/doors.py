@@ -20,6 +20,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from ipu_jax.base.checks import nearest
+from ipu_jax.base.other_words import names_here
 
 _T = TypeVar("_T")
 _OURS: Final = "ipu_jax"
@@ -30,8 +31,6 @@ OTHER_MESH: Final = (
     "a function closes over {}, and runs on the mesh of the IPUs: let it close over np.asarray(array), or give it "
     "as a frozen weight"
 )
-# what other libraries call an argument
-_CALLED_HERE: Final = {"batch_size": "micro_batch", "drop_last": "remainder", "microbatches": "gradient_accumulation"}
 
 
 def public(called: _T) -> _T:
@@ -66,7 +65,7 @@ def _decorated(called: Any, context: Callable[[], Any]) -> Any:
                 return called(*args, **kwargs)
         except Exception as error:
             if isinstance(error, TypeError):
-                _name_argument(error, called, args, kwargs)
+                _name_argument(error, called, args)
             if isinstance(error, ValueError) and _OTHER_MESH.search(str(error)):
                 error.args = (OTHER_MESH.format("an array on another mesh"),)
             _shorten(error)
@@ -83,10 +82,9 @@ def _without_context_mesh() -> Any:
     return contextlib.nullcontext()
 
 
-def _name_argument(error: Any, called: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _name_argument(error: TypeError, called: Any, args: tuple[Any, ...]) -> None:
     """Say in an error about arguments which public name was called, and which argument was meant."""
-    own = all(_package(entry) in ("contextlib", "functools") for entry in _entries(error))
-    if not own and getattr(error, "unexpected", None) not in kwargs:
+    if any(_package(entry) not in ("contextlib", "functools") for entry in _entries(error)):
         return  # not about the arguments of this call
     name = called.__qualname__
     if "." in name and args and called.__name__ in dir(args[0]):  # a method, perhaps of a private base
@@ -96,15 +94,24 @@ def _name_argument(error: Any, called: Any, args: tuple[Any, ...], kwargs: dict[
     unexpected = _UNEXPECTED.search(str(error))
     if unexpected is None:
         return
-    word = unexpected[1]
-    taken = {p.name: p.annotation for p in inspect.signature(called).parameters.values() if p.kind != p.VAR_KEYWORD}
-    known = getattr(error, "known", {}) | {name: kind for name, kind in taken.items() if name not in ("self", "cls")}
-    error.unexpected, error.known = word, known
-    options: Any = ((at, k) for at, kind in known.items() for k in typing.get_args(kind) if dataclasses.is_dataclass(k))
-    hints = [f"give {at}={k.__name__}({word}=...)" for at, k in options if _is_optional(k, word)]
-    hints += [f"it is called {_CALLED_HERE[word]!r} here"] if _CALLED_HERE.get(word) in known else []
-    hint = next(iter(hints), nearest(word, known) or f"it takes {', '.join(known)}")
-    error.args = (f"{name}() got an unexpected keyword argument {word!r}: {hint}",)
+    word, parameters = unexpected[1], inspect.signature(called).parameters.values()
+    named = (p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
+    known = {p.name: p.annotation for p in named if p.name not in ("self", "cls")}
+    error.args = (f"{name}() got an unexpected keyword argument {word!r}: {_meant(word, known)}",)
+
+
+def _meant(word: str, known: dict[str, Any]) -> str:
+    """Return which argument of those that a call takes, or which option among them, was meant by a word."""
+    named = names_here(word)
+    called_here = next((text or f"it is called {name!r} here" for name, text in named if name in known), "")
+    classes: Any = [(at, k) for at, kind in known.items() for k in typing.get_args(kind) if dataclasses.is_dataclass(k)]
+    of_options = (
+        f"give {at}={kind.__name__}({name}=...)"
+        for name, text in [(word, ""), *named]
+        for at, kind in classes
+        if not text and _is_optional(kind, name)
+    )
+    return called_here or next(of_options, "") or nearest(word, known) or f"it takes {', '.join(known)}"
 
 
 def _is_optional(options: type, word: str) -> bool:

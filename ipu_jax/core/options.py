@@ -157,6 +157,8 @@ class TrainOptions:
                 raise ValueError(
                     f"ema_decay={self.ema_decay} keeps the first weights for ever: give one below 1, such as 0.999"
                 )
+        if isinstance(self.loss_scale, str):
+            raise ValueError(f"loss_scale={self.loss_scale!r} is not a number: give one above 0, or DynamicScale()")
         if not isinstance(self.loss_scale, DynamicScale):
             _keep(self, loss_scale=check_positive("loss_scale", self.loss_scale))
         check_choice("precision", self.precision, get_args(Precision))

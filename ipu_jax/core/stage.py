@@ -259,7 +259,9 @@ def naming(name: str, number: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(f"raised in stage {number}, {name!r}")
+        is_of_none = number == 0 and isinstance(error, TypeError | AttributeError) and "NoneType" in str(error)
+        hint = "; x of the first stage is None: it reads the micro-batch" if is_of_none else ""
+        error.add_note(f"raised in stage {number}, {name!r}{hint}")
         raise
 
 

@@ -79,15 +79,19 @@ def test_a_name_that_is_not_there_is_answered_by_the_one_that_was_meant(name, sa
         getattr(ipu_jax, name)
 
 
-def test_jax_is_loaded_by_the_first_name_that_needs_it_and_a_mistyped_name_is_guessed():
-    code = """
-import sys, ipu_jax
-for name in ("__version__", "__all__", "make_schedule", "schedules", "TrainOptions", "popdist", "cli", "Pipeline"):
-    getattr(ipu_jax, name)
-    print(name, "jax" in sys.modules)
-ipu_jax.Pipline
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stderr.endswith("module 'ipu_jax' has no attribute 'Pipline'. Did you mean: 'Pipeline'?\n")
-    loaded = dict(line.split() for line in done.stdout.splitlines())
-    assert [name for name, is_loaded in loaded.items() if is_loaded == "True"] == ["Pipeline"]
+@pytest.mark.parametrize("line", ["from ipu_jax import DynamicScale", "import ipu_jax.DynamicScale"])
+def test_an_import_of_a_name_that_is_elsewhere_is_answered_by_its_module(line):
+    with pytest.raises(ImportError, match=re.escape("'DynamicScale' from 'ipu_jax': it is ipu_jax.options.Dynamic")):
+        exec(line)
+    with pytest.raises(ImportError, match=r"^cannot import name 'Trainer' from 'ipu_jax' \("):
+        exec("from ipu_jax import Trainer")
+
+
+def test_modules_with_a_home_elsewhere_are_the_same_module_under_both_names():
+    lines = "import ipu_jax.popdist, ipu_jax.cli, sys\nfrom ipu_jax.popdist import getInstanceIndex"
+    names = {}
+    exec(lines, names)
+    for name, home in (("popdist", "distributed"), ("cli", "run")):
+        module = getattr(names["ipu_jax"], name)
+        assert module is sys.modules[f"ipu_jax.{name}"] is importlib.import_module(f"ipu_jax.{home}.{name}")
+    assert names["getInstanceIndex"] is ipu_jax.popdist.getInstanceIndex

@@ -30,11 +30,11 @@ def _note_compilation(event: str, *_args: object, **_kwargs: object) -> None:
 
 
 @contextlib.contextmanager
-def refused(*holds: str, error: type[BaseException] = ValueError) -> Iterator[None]:
+def refused(*holds: str, error: type[BaseException] = ValueError) -> Iterator[pytest.ExceptionInfo[BaseException]]:
     """Expect an error whose message holds each of these texts, before anything is compiled."""
     before = len(compilations)
     with pytest.raises(error) as raised:
-        yield
+        yield raised
     missing = [text for text in holds if text not in str(raised.value)]
     assert not missing, f"{missing} is not in: {raised.value}"
     assert len(compilations) == before

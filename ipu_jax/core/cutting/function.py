@@ -4,7 +4,7 @@ loss(params, micro_batch)  --traced-->  program  --cut-->  Stage 0, Stage 1, ...
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -41,7 +41,7 @@ from ipu_jax.core.weights.whole_tree import Part, WholeTree
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FunctionModel:
-    """A loss function as stages.
+    """A loss function as stages, which `Pipeline` takes in place of a list of them.
 
     Attributes:
         stages: the stages.
@@ -68,6 +68,9 @@ class FunctionModel:
     cut: Cut
     source: dict[str, Any]
     described: list[str | Table]
+
+    def __iter__(self) -> Iterator[Stage]:
+        return iter(self.stages)
 
     def again(self, **changed: Any) -> "FunctionModel":
         """Return the stages of a changed function, or for other weights, cut anew."""

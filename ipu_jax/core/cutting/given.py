@@ -8,6 +8,7 @@ What is refused here is refused with the lines to write instead, before anything
 
 import contextlib
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -125,7 +126,14 @@ class Call:
             found = f"a tuple of {len(results)}" if isinstance(result, tuple) else "one value"
             raise ValueError(f"loss returns {found}: return {forms}")
         value, new_state = results[0], None if state is None else results[-1]
+        if value is None or isinstance(value, (bool, int, str)):
+            raise ValueError(f"loss returns {value!r}: return the micro-batch's mean loss, a float scalar")
         aux = results[1] if len(results) > required else None
+        if state is None and aux is not None and _described(aux) == _described(params) and _is_large(params):
+            raise ValueError(
+                f"loss returns a value and a tree like params, as jax.value_and_grad({name_of_function(self._loss)}) "
+                "does: give the function itself, whose gradients the pipeline computes"
+            )
         if state is not None and _described(new_state) != _described(state):
             raise ValueError("loss returns a new state that is not like state: return the same tree, shapes and dtypes")
         return value, aux, new_state
@@ -138,12 +146,17 @@ class Call:
                 swapped.
         """
         try:
-            return trace(self, params, self._state, microbatch, key)
+            program, results = trace(self, params, self._state, microbatch, key)
         except Exception as error:
             why = self._explained(error, params, microbatch, key)
             if why is None:
                 raise
             raise ValueError(why) from error
+        read = {id(v) for eqn in program.closed.jaxpr.eqns for v in eqn.invars}
+        if self._may_be_no_key and not any(id(v) in read for v in program.key):
+            name = self._names[-1]
+            raise ValueError(f"loss takes {name!r}, gets a random key there, and ignores it{self._one_batch()}")
+        return program, results
 
     def _explained(self, error: Exception, params: Params, microbatch: Batch, key: Key) -> str | None:
         axis = _UNBOUND.search(str(error))
@@ -155,18 +168,27 @@ class Call:
             )
         if is_ours(error):
             return None
-        if self.takes_key and not _KEY.search(self._names[-1]):
-            *others, first, last = self._names
-            call = ", ".join([*others, "micro_batch[0]", "micro_batch[1]"])
+        if self._may_be_no_key:
             return (
-                f"loss failed with a random key as {last!r}, its last argument ({type(error).__name__}: "
-                f"{str(error).partition(chr(10))[0]:.90}): a batch is one argument, so give lambda "
-                f"{', '.join([*others, 'micro_batch'])}: {name_of_function(self._loss)}({call}), with "
-                f"({first}, {last}) as micro_batch"
+                f"loss failed with a random key as {self._names[-1]!r}, its last argument ({type(error).__name__}: "
+                f"{str(error).partition(chr(10))[0]:.90}){self._one_batch()}"
             )
         if self._state is None and self._works(microbatch, params, key):
             return "params and micro_batch are swapped: give from_function(loss, params, micro_batch, ...)"
         return None
+
+    @property
+    def _may_be_no_key(self) -> bool:
+        return self.takes_key and _KEY.search(self._names[-1]) is None
+
+    def _one_batch(self) -> str:
+        *others, first, last = self._names
+        call = ", ".join([*others, "micro_batch[0]", "micro_batch[1]"])
+        with_state = "" if self._state is not None else f"; if {first} is a state, give state="
+        return (
+            f": a batch is one argument, so give lambda {', '.join([*others, 'micro_batch'])}: "
+            f"{name_of_function(self._loss)}({call}), with ({first}, {last}) as micro_batch{with_state}"
+        )
 
     def _works(self, params: Params, microbatch: Batch, key: Key) -> bool:
         with contextlib.suppress(Exception):
@@ -213,6 +235,10 @@ def _required(loss: Function, state: Tree) -> list[str]:
             + ("" if state is not None else "; a function with a state needs state=")
         )
     return names
+
+
+def _is_large(tree: Tree) -> bool:
+    return sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(tree)) > 1
 
 
 def _described(tree: Tree) -> Tree:

@@ -12,8 +12,9 @@ from ipu_jax.base.checks import as_int, check_count
 from ipu_jax.base.doors import public_on_mesh
 from ipu_jax.core.analysis.balance import balance_layers, measure_costs
 from ipu_jax.core.cutting.function import model_of
-from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS, is_described, make_mesh
-from ipu_jax.core.mesh_axes import further_axes
+from ipu_jax.core.devices import is_described, make_mesh
+from ipu_jax.core.options import Reduction
+from ipu_jax.core.pipeline._guards import Guards
 from ipu_jax.core.schedules import Schedule, canonical_name, make_schedule
 from ipu_jax.core.stage import Stage
 from ipu_jax.core.weights.packing import Sharded
@@ -43,7 +44,12 @@ class Made:
         microbatch: Batch = None,
         layers_per_ipu: Iterable[int] | None = None,
         recompute: Any = "auto",
-        **options: Any,
+        schedule: str | Schedule = "grouped",
+        gradient_accumulation: int | None = None,
+        reduction: Reduction | None = None,
+        frozen: Mapping[str, Tree] | None = None,
+        ipu_memory: float | None = None,
+        guards: Guards = "auto",
     ) -> tuple[Self, Sharded]:
         """Return a pipeline made from a list of layers, and their weights on the IPUs.
 
@@ -71,7 +77,7 @@ class Made:
             layers_per_ipu: per IPU, how many of the layers it gets, in their order. IPUs with -1 share the other layers
                 evenly, and the last of them gets the remainder: 9 layers and [2, -1, -1] are [2, 3, 4].
             recompute: as for `Stage`, for all layers.
-            options: all other arguments of `Pipeline`, except `mesh`.
+            schedule, gradient_accumulation, reduction, frozen, ipu_memory, guards: as for `Pipeline`.
 
         Returns:
             `(pipeline, params)`. `pipeline.unshard(params)` returns `{"layer 0": weights, ...}`.
@@ -110,10 +116,18 @@ class Made:
             recompute=recompute,
             mesh=mesh,
         )
-        if specs is not None:
-            options["specs"] = _specs_of_layers(specs, weights, len(stages) - 1)
         made: Any = cls
-        pipeline = made(stages, mesh=mesh, **options)
+        pipeline = made(
+            stages,
+            mesh=mesh,
+            schedule=schedule,
+            gradient_accumulation=gradient_accumulation,
+            reduction=reduction,
+            specs=None if specs is None else _specs_of_layers(specs, weights, len(stages) - 1),
+            frozen=frozen,
+            ipu_memory=ipu_memory,
+            guards=guards,
+        )
         place = pipeline.shard_shapes if is_described(pipeline.mesh.devices.flat[0]) else pipeline.shard
         return pipeline, place(weights)
 
@@ -132,11 +146,14 @@ class Made:
         specs: Tree = None,
         rounds: int = 2,
         schedule: str | Schedule = "grouped",
+        gradient_accumulation: int | None = None,
+        reduction: Reduction | None = None,
         cuts: Iterable[str] | None = None,
         costs: Literal["counted", "traced"] = "counted",
         recompute: Any = "auto",
         frozen: Tree = None,
-        **options: Any,
+        ipu_memory: float | None = None,
+        guards: Guards = "auto",
     ) -> Self:
         """Return a pipeline cut out of any JAX function, unchanged. Nothing is run: shapes suffice.
 
@@ -167,14 +184,14 @@ class Made:
             specs: a `PartitionSpec`, or a pytree of them that is a prefix of `params`: how weights are split over
                 these.
             rounds: the stages on each IPU under "zb-wave" and the looped schedules.
-            schedule: as for `Pipeline`.
+            schedule, gradient_accumulation, reduction: as for `Pipeline`.
             cuts: names that `jax.ad_checkpoint.checkpoint_name` gives to values in the function: it is cut after these
                 only. Default: after values marked by `stage_end`, if there are any.
             costs: how work is found: "counted" for each operation, or "traced" as `measure_costs` does, with F and B of
                 all that lies between two waists. This is exact, also for what B computes again, and takes longer.
             recompute: as for `Stage`, for all stages.
             frozen: True, or a pytree of bools that is a prefix of `params`: leaves that get no gradient.
-            options: `gradient_accumulation`, `reduction` and `ipu_memory`, as for `Pipeline`.
+            ipu_memory, guards: as for `Pipeline`.
 
         Raises:
             ValueError: the function takes or returns something else, has an ordered effect, or has too few places to be
@@ -207,8 +224,6 @@ class Made:
                 f"{1 + len(others)} arguments are given as micro_batch: join them, from_function(lambda params, "
                 f"micro_batch: loss(params, {parts}), params, (x, y), ipus={ipus}, ...)"
             )
-        if "mesh" in options:
-            raise ValueError(f"mesh is given, and from_function makes it: give {_sizes_of(options['mesh'])}")
         if isinstance(schedule, Schedule):
             placement = schedule.placement
         else:
@@ -221,18 +236,18 @@ class Made:
         mesh = make_mesh(replicas, ipus, devices=devices, **(axes or {}))
         how["mesh"] = mesh if axes else None
         function = model_of(loss, params, micro_batch, placement, names=names, **how)
-        options |= {"schedule": schedule, "frozen": frozen, "specs": specs, "function": function}
         made: Any = cls
-        return made(function.stages, mesh=mesh, **options)
-
-
-def _sizes_of(mesh: Any) -> str:
-    """Return the arguments of `from_function` that make a mesh like this one."""
-    if not isinstance(mesh, Mesh) or not {REPLICA_AXIS, IPU_AXIS} <= mesh.shape.keys():
-        return "ipus=, replicas=, axes= and devices="
-    axes = further_axes(mesh)
-    given = f"ipus={mesh.shape[IPU_AXIS]}, replicas={mesh.shape[REPLICA_AXIS]}" + f", axes={axes}" * bool(axes)
-    return f"{given} (and devices=list(mesh.devices.flat), unless they are the first ones)"
+        return made(
+            function,
+            mesh=mesh,
+            schedule=schedule,
+            gradient_accumulation=gradient_accumulation,
+            reduction=reduction,
+            specs=specs,
+            frozen=frozen,
+            ipu_memory=ipu_memory,
+            guards=guards,
+        )
 
 
 def _stages_of_layers(

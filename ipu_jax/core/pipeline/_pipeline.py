@@ -40,6 +40,7 @@ from ipu_jax.core.step_args import StepArgs
 from ipu_jax.core.weights import packing
 from ipu_jax.core.weights.arguments import (
     check_alive,
+    check_counts_from_zero,
     check_mesh,
     check_places,
     check_predict_axes,
@@ -109,8 +110,8 @@ class Pipeline(Made, Shown):
         frozen: Mapping[str, Tree] | None = None,
         ipu_memory: float | None = None,
         guards: Guards = "auto",
-        function: FunctionModel | None = None,
     ):
+        function = stages if isinstance(stages, FunctionModel) else None
         self.stages, self.function = checked_stages(stages), function
         check_untied(self.stages)
         if gradient_accumulation is None and isinstance(schedule, Schedule):
@@ -118,6 +119,8 @@ class Pipeline(Made, Shown):
         self.given = {"gradient_accumulation": gradient_accumulation, "reduction": reduction}
         self.options = PipelineOptions(**{name: value for name, value in self.given.items() if value is not None})
         places = [stage.place for stage in self.stages if stage.place is not None]
+        if mesh is None:
+            check_counts_from_zero(self.stages)
         self.mesh = make_mesh(1, 1 + max(places, default=0)) if mesh is None else mesh
         check_mesh(self.mesh)
         self.given_devices = devices_of(self.mesh)
@@ -164,6 +167,8 @@ class Pipeline(Made, Shown):
             ValueError: a group is missing or unknown, a leaf is not a floating array, a spec does not fit, or the
                 devices are only described.
         """
+        if isinstance(params, Sharded):
+            raise ValueError("params are placed already: leave shard out, or give whole weights, unshard(params)")
         check_there(self.mesh, "shard", "shard_shapes(params)")
         return packing.shard_tree(params, self.placement.groups.layout(params), self.mesh)
 
@@ -490,19 +495,17 @@ class Pipeline(Made, Shown):
         *,
         stages: Iterable[Stage] | None = None,
         mesh: Mesh | None = None,
-        function: FunctionModel | None = None,
         schedule: str | Schedule | None = None,
         gradient_accumulation: int | None = None,
         reduction: Reduction | None = None,
     ) -> "Pipeline":
         """Return the same pipeline with other stages (same places and groups), mesh, schedule or options."""
-        function, on_mesh = function or self.function, self.mesh if mesh is None else mesh
-        function = None if function is None else function.on(on_mesh)
+        on_mesh, own = self.mesh if mesh is None else mesh, stages or self.function or self.stages
         m, keeps_m = gradient_accumulation, gradient_accumulation in (None, self.options.gradient_accumulation)
-        own, groups = self if function is None else function, self.placement.groups
+        groups = self.placement.groups
         with silent_about_messages():  # this pipeline has warned, or it has chosen the schedule
             replaced = Pipeline(
-                own.stages if stages is None else stages,
+                own.on(on_mesh) if isinstance(own, FunctionModel) else own,
                 mesh=on_mesh,
                 schedule=schedule or (self.placement.choice.schedule_or_name if keeps_m else self._asked_for),
                 gradient_accumulation=self.given["gradient_accumulation"] if m is None else m,
@@ -512,7 +515,6 @@ class Pipeline(Made, Shown):
                 frozen=groups.given_frozen,
                 ipu_memory=self._memory.ipu_memory,
                 guards=self.placement.guards.given,
-                function=function,
             )
         if mesh is None:
             replaced.given_devices = self.given_devices

@@ -28,7 +28,8 @@ def checked_stages(stages: Any) -> tuple[Stage, ...]:
         raise ValueError("stages=() is empty: give at least one Stage")
     for number, stage in enumerate(checked):
         if not isinstance(stage, Stage):
-            raise ValueError(f"stage {number} is {stage!r}: give a list of Stage(fn, params='group', ipu=0)")
+            whole = "; Pipeline.from_function cuts a whole loss function" if callable(stage) else ""
+            raise ValueError(f"stage {number} is {stage!r}: give a list of Stage(fn, params='group', ipu=0){whole}")
     return checked
 
 
@@ -51,6 +52,16 @@ def check_reducible(stages: tuple[Stage, ...], mesh: Mesh) -> None:
         raise ValueError(
             f"stage {everywhere[0]!r} reduces over axis 'ipu', but the mesh is one IPU of {mesh.size} devices, on "
             "which XLA cannot do that: make it local (ipu=0, without shared), or give the mesh more IPUs or replicas"
+        )
+
+
+def check_counts_from_zero(stages: tuple[Stage, ...]) -> None:
+    """Raise `ValueError` if no stage is on IPU 0, as if IPUs counted from 1."""
+    places = sorted({0 if stage.place is None else stage.place for stage in stages})
+    if places[0] > 0:
+        raise ValueError(
+            f"stages are on IPU {', '.join(map(str, places))}, and none is on IPU 0: IPUs count from 0; move the "
+            f"stages, or give mesh=make_mesh(1, {places[-1] + 1}), in which IPU 0 is idle"
         )
 
 
@@ -93,7 +104,10 @@ def check_key(key: Key, stages: tuple[Stage, ...], role: Role, *, taken: bool = 
     if key is not None and not is_one_key(key):
         raise ValueError(f"key={key!r} is not one typed key: make it with jax.random.key(seed)")
     if key is not None and not taken and not any(stage.random for stage in stages):
-        raise ValueError("a key was given, but no stage takes one: Stage(..., random=True)")
+        raise ValueError(
+            "a key was given, but no stage takes one: give Stage(..., random=True), or cut a function of (params, "
+            "micro_batch, key)"
+        )
 
 
 def check_alive(what: str, tree: Tree, mend: str = "pass what that call returned in their place") -> None:

@@ -86,7 +86,10 @@ class Groups:
         self.check_params(params)
         if not self.state_owners:
             if state is not None:
-                raise ValueError("state was given, but no stage holds any: name its group, Stage(..., state='name')")
+                raise ValueError(
+                    "state was given, but no stage holds any: name its group, Stage(..., state='name'), or cut a "
+                    "function with state="
+                )
             return
         if state is None:
             if self._whole_state is not None:

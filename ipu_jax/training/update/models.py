@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from ipu_jax.base.annotations import Batch, Function, Params, Tree, Value
+from ipu_jax.base.checks import in_line
 from ipu_jax.base.showing import counted
 from ipu_jax.core.collectives import state_over_replicas
 from ipu_jax.core.engine.plan import Plan
@@ -292,7 +293,7 @@ def model_for(model: Any, options: TrainOptions) -> Model:
             model = replicate(model, replication_factor=count)
         if half is not None and model.function is not None:
             held = half if options.precision == "16.16" else jnp.float32
-            model = model.replace(function=function_in(model.function, half, held))
+            model = model.replace(stages=function_in(model.function, half, held))
         elif half is not None:
             model = model.replace(stages=[computing_in(stage, half) for stage in model.stages])
         return PipelineModel(model)
@@ -306,7 +307,10 @@ def model_for(model: Any, options: TrainOptions) -> Model:
         random, count, devices = model.random, model.replicas, model.given_devices
         model, asked_for = model.loss_fn, {**model.given, **asked_for}
     elif not callable(model):
-        raise ValueError(f"model={model!r} is neither a Pipeline, nor Replicas, nor callable: give a loss function")
+        raise ValueError(
+            f"model={in_line(model):.60} is neither a Pipeline, nor Replicas, nor callable: give a loss function, or "
+            "Pipeline(stages)"
+        )
     fn = loss_fn = model
     if half is not None:
         fn = lambda p, mb, **asked_for: loss_fn(cast_floats(p, half), cast_floats(mb, half), **asked_for)  # noqa: E731

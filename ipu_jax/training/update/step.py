@@ -12,7 +12,7 @@ gradients of M micro-batches -> sum over replicas -> unscale, clip -> optax -> r
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -123,6 +123,9 @@ class TrainStep:
     def placement(self) -> Placement:
         """Return the object that places this step's states, for checkpoints."""
         return self._placement
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a TrainStep, which holds programs, is neither copied nor pickled: make another one")
 
     def __repr__(self) -> str:
         default = TrainOptions()

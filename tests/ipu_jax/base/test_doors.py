@@ -3,7 +3,6 @@
 import functools
 import inspect
 import itertools
-import operator
 import pickle
 import traceback
 from pathlib import Path
@@ -125,59 +124,6 @@ def test_a_fault_of_ours_keeps_all_frames():
     with pytest.raises(KeyError) as caught:
         broken_door()
     assert [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][-2:] == ["outer", "inner"]
-
-
-anything: Any = ipu_jax  # without types, for calls that are wrong
-STEP: Any = functools.partial(make_train_step, lambda w, rows: jnp.mean(rows @ w), optax.sgd(0.1))
-LAYERS = ([lambda w, x: x @ w] * 2, [np.eye(3)] * 2)
-
-
-@refusals(
-    (
-        lambda: anything.Pipeline([], gradient_accum=4),
-        "Pipeline() got",
-        "'gradient_accum'",
-        "mean 'gradient_accumulation'?",
-    ),
-    (lambda: anything.Pipeline([], places=4), "Pipeline() got", "'places'", "it takes stages, mesh, schedule"),
-    (lambda: anything.Pipeline(), "Pipeline() missing 1 required", "'stages'"),
-    (lambda: operator.methodcaller("report", X)(pipeline_of()), "Pipeline.report() missing 1 required", "'batch'"),
-    (lambda: operator.methodcaller("__call__", X)(STEP()), "TrainStep() missing 1 required", "'batch'"),
-    (lambda: anything.Feed(X, batch_size=16), "Feed() got", "'batch_size'", "it is called 'micro_batch' here"),
-    (lambda: anything.TrainOptions(gradient_acc=4), "TrainOptions() got", "did you mean 'gradient_accumulation'?"),
-    (lambda: STEP(max_gradient_norm=1.0), "make_train_step() got", "give options=TrainOptions(max_gradient_norm=...)"),
-    (lambda: STEP(shard_optimizer=True), "make_train_step() got", "give options=TrainOptions(shard_optimizer=...)"),
-    (lambda: anything.Stage(broken, param="w"), "Stage() got", "did you mean 'params'?"),
-    (lambda: anything.Outputs(1, auxs=3), "Outputs() got", "did you mean 'aux'?"),
-    (
-        lambda: anything.Pipeline.from_layers(*LAYERS, loss=broken, ipus=2, replcas=1),
-        "Pipeline.from_layers() got",
-        "did you mean 'replicas'?",
-    ),
-    (
-        lambda: anything.Pipeline.from_layers(*LAYERS, loss=broken, ipus=2, gradient_accum=1),
-        "Pipeline.from_layers() got",
-        "did you mean 'gradient_accumulation'?",
-    ),
-    (
-        lambda: anything.Pipeline.from_function(
-            lambda w, b: jnp.mean((b @ w) @ w), np.eye(3), X[0], ipus=2, reducton="sum"
-        ),
-        "Pipeline.from_function() got",
-        "did you mean 'reduction'?",
-    ),
-    (lambda: anything.fit(STEP(), X, epoch=2), "fit() got", "did you mean 'epochs'?"),
-    (lambda: anything.verify(pipeline_of(), X, X, tol=1), "verify() got", "did you mean 'rtol'?"),
-    (lambda: STEP().init(X, keys=1), "TrainStep.init() got", "did you mean 'key'?"),
-    (lambda: anything.steps.Replicas(broken, replication=2), "Replicas() got", "did you mean 'replication_factor'?"),
-    (lambda: anything.make_schedule("1f1b", ipu=2, micro_batches=4), "make_schedule() got", "did you mean 'ipus'?"),
-    (lambda: anything.observe.RunLog(tensorbord="x"), "RunLog() got", "did you mean 'tensorboard'?"),
-    (lambda: anything.observe.write_report("x", [], schedule=3), "write_report() got", "did you mean 'schedules'?"),
-    (lambda: anything.Checkpoints("folder", keeps=3), "Checkpoints() got", "did you mean 'keep'?"),
-)
-def test_an_argument_that_is_not_there_is_answered_by_the_one_that_was_meant(call, holds):
-    with refused(*holds, error=TypeError):
-        call()
 
 
 def test_a_type_error_of_the_users_function_is_left_alone():

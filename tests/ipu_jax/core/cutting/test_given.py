@@ -17,7 +17,7 @@ from flax.linen import fp8_ops
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ipu_jax import Checkpoints, Feed, Pipeline, TrainOptions, make_mesh, make_train_step, verify
+from ipu_jax import Checkpoints, Feed, Pipeline, TrainOptions, make_train_step, verify
 from support.inputs import normal
 from support.refusals import refusals, refused
 
@@ -536,7 +536,6 @@ COMPLEX = PARAMS["a"] + 1j
     (lambda: cut(max), "max", "does not say what it takes", "lambda params, micro_batch"),
     (lambda: cut(PARAMS, loss), "loss={'a'", "loss and params are swapped"),
     (lambda: cut(loss, ONE, PARAMS), "params and micro_batch are swapped", "from_function(loss, params, micro_batch"),
-    (lambda: cut(mesh=make_mesh(2, 2)), "mesh", "ipus=2, replicas=2", "devices="),
     (lambda: cut(lambda p, mb: lax.pmean(loss(p, mb), "batch")), "axis 'batch' (test_given.py:", "leave pmean"),
     (lambda: cut(lambda p, mb: loss(p, mb) + jnp.sum(ELSEWHERE @ p["a"])), "float32[6, 6]", "'other': 2", "np.asarray"),
     (lambda: cut(frozen=lambda tree: tree), "frozen=<function", "frozen=fn(params)"),
