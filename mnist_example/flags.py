@@ -68,7 +68,7 @@ _HINTS: Final = {
     "dp data-parallel": "--replicas trains copies side by side",
     "fp16 bf16 amp dtype mixed-precision": "--precision 16.32 computes in bfloat16, with --half float16 in float16",
     "output out o output-dir save save-dir": "--checkpoint-dir saves the training, --report a page about it",
-    "load restore checkpoint ckpt resume-from": "--checkpoint-dir saves a training, and goes on from there",
+    "load restore checkpoint ckpt resume-from": "--checkpoint-dir saves a training run, and goes on from there",
     "profile profiler": "--trace records what each IPU runs",
     "log logs log-dir logdir wandb": "--log-file or --tensorboard writes the figures",
     "n np num-instances nnodes nodes nproc-per-node": "poprun starts several processes: poprun --help says how",
@@ -152,7 +152,7 @@ class DataFlags:
 
 @dataclasses.dataclass(frozen=True)
 class Flags(DataFlags):
-    """The command line of a training."""
+    """The command line of a training run."""
 
     # fmt: off
     pipeline_mode: Mode = cli.flag(
@@ -334,10 +334,10 @@ def check_flags(flags: Flags) -> None:
            f"{_typed(name)} is about the checkpoints of --checkpoint-dir: {both}")
           for name in ("checkpoint_every", "checkpoint_minutes", "resume", "keep", "on_save_error")),
         *((getattr(flags, name) is not None and flags.compare,
-           f"{_typed(name)} is about one training, and --compare makes two: give --pipeline-mode instead")
+           f"{_typed(name)} is about one run, and --compare makes two: give --pipeline-mode instead")
           for name in ("report", "log_file", "tensorboard", "checkpoint_dir")),
         *((getattr(flags, name) is not None and flags.compile_for is not None,
-           f"{_typed(name)} is about a training, and --compile-for makes none: give one of the two")
+           f"{_typed(name)} is about a training run, and --compile-for starts none: give one of the two")
           for name in ("plot", "plot_schedule", "trace", "report", "log_file", "tensorboard", "checkpoint_dir")),
         *((getattr(flags, name) not in (None, False) and importlib.util.find_spec(package) is None,
            f"{_typed(name)} needs {package}, which is not installed: pip install 'ipu-jax[{extra}]', or leave it out")

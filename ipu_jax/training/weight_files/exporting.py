@@ -165,7 +165,7 @@ def whole_leaves(weights: Params, *, average: bool = False) -> tuple[list[WholeL
     """
     if average and (not isinstance(weights, TrainState) or weights.ema is None):
         raise ValueError(
-            f"average=True needs the average of a training: give the state of a step with TrainOptions(ema_decay=...), "
+            f"average=True needs the average of a run: give the state of a step with TrainOptions(ema_decay=...), "
             f"not {'a state without one' if isinstance(weights, TrainState) else type(weights).__name__}"
         )
     params = weights.params if isinstance(weights, TrainState) else weights

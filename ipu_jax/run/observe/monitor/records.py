@@ -62,7 +62,7 @@ class Said:
         replicas, ipus_per_replica: of all instances; None before a mesh was made.
         ipus: the devices of this process's IPUs.
         planned_after, planned_updates: the process's number of updates at the start and at the end of its training;
-            None outside of a training with a known end.
+            None outside of a training run with a known end.
         device_limit_bytes: how much memory the devices can hold; None if they do not report it.
     """
 

@@ -1,4 +1,4 @@
-"""Record a few steps of a training: `with trace(folder) as recording`.
+"""Record a few steps of a training run: `with trace(folder) as recording`.
 
     call         1         2    3    4        5 ...
                  warm-up   recorded, steps=3  at full speed again

@@ -63,7 +63,7 @@ def shapes() -> Any:
     (lambda at: export_weights(at / "w.safetensors", {"w": np.ones(1, complex)}), "leaf 'w' is complex128", NO_TYPE),
     (lambda at: export_weights(at / "w.safetensors", {"__metadata__": ONE}), "'__metadata__'", "for itself: rename it"),
     (lambda at: export_weights(at / "w.npz", {"k": key()}), "leaf 'k' is key<fry>", "export jax.random.key_data"),
-    (lambda at: export_weights(at / "w.npz", {"w": ONE}, average=True), "average=True", "average of a training: give"),
+    (lambda at: export_weights(at / "w.npz", {"w": ONE}, average=True), "average=True", "average of a run: give"),
     (lambda at: export_weights(at / "w.npz", {"w": gone()}), "an earlier call reused", "what that call returned"),
     (lambda at: jax.jit(lambda w: export_weights(at / "w.npz", w))(ONE), NO_VALUES, "export outside of jax.jit"),
     (lambda at: export_weights(at / "w.npz", shapes()), "weights has ShapeDtypeStruct", NO_VALUES, "give arrays"),
