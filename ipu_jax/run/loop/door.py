@@ -290,6 +290,6 @@ def _check_names(what: str, by_name: Mapping[Any, Any], taken: tuple[str, ...]) 
     for name in by_name:
         if not isinstance(name, str) or name in taken:
             raise ValueError(
-                f"{what} have the name {name!r}, which is no text or has another meaning in the log: "
+                f"{what} have the name {name!r}, which is not a string, or has another meaning in the log: "
                 "choose another name"
             )

@@ -99,7 +99,7 @@ class Checkpoints:
             raise ValueError(f"step={in_line(step)} is not a training step: make it with make_train_step(...)")
         check_count("keep", keep)
         if not isinstance(describes, Mapping | None):
-            raise ValueError(f"describes={describes!r} is no dict: give plain data by name, such as {{'width': 128}}")
+            raise ValueError(f"describes={describes!r} is not a dict: give plain data by name, as in {{'width': 128}}")
         if every is not None:
             check_count("every", every)
         for name, value, such_as in (("minutes", minutes, 10), ("timeout", timeout, 300)):
@@ -146,7 +146,7 @@ class Checkpoints:
 
         Raises:
             ValueError: the checkpoint is of another model, optimizer or description; `resume="never"` in a folder
-                with checkpoints; or `like` is no state.
+                with checkpoints; or `like` is not a state.
             CheckpointError: all checkpoints are damaged, or one is required and there is none; or this user or this
                 version cannot read the folder, or what may be the last checkpoint. Nothing is removed.
         """

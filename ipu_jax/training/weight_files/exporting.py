@@ -219,7 +219,7 @@ def _parts_of(params: Params) -> list[Part]:
     parts = []
     for name, leaf in named_leaves(params):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise ValueError(f"leaf {name!r} is {leaf!r}, which is no array: make it one, with a dtype of its own")
+            raise ValueError(f"leaf {name!r} is {leaf!r}, which is not an array: make it one, with a dtype of its own")
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             raise ValueError(
                 f"leaf {name!r} is {leaf.dtype}, which no file holds: export jax.random.key_data(...) of it"

@@ -175,7 +175,7 @@ def _found(
         process = before.get(identity) or psutil.Process(identity.pid)
         seen = process.as_dict(_ASKED)
         if None in seen.values():
-            return "names a process that cannot be looked into"
+            return "names a process that cannot be inspected"
         if seen["uids"].effective != uid:
             return f"names a process of user {seen['uids'].effective}"
         content = beacons.whole(lambda: _content(name, folder, uid))
@@ -191,7 +191,7 @@ def _found(
     except OSError as error:
         return error.strerror or str(error)
     except (ValueError, TypeError, RecursionError):
-        return "is no record: it is damaged"
+        return "is not a record: it is damaged"
 
 
 def _content(name: str, folder: int, uid: int) -> bytes:
@@ -221,5 +221,5 @@ def _checked(kind: Any, value: Json) -> Json:
     if typing.get_origin(kind) is tuple:
         value, kinds = tuple(_checked(kinds[0], one) for one in _checked(list, value)), (tuple,)
     if type(value) not in kinds or (type(value) is int and not 0 <= value <= _MOST):
-        raise TypeError(f"{value!r} is no {kind}")
+        raise TypeError(f"{value!r} is not a {kind}")
     return value
