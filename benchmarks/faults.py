@@ -1,6 +1,6 @@
-"""Break a training in fifteen ways at random moments, for real, and judge how poprun and `Checkpoints` take it.
+"""Break a training run in fifteen ways at random moments, for real, and judge how poprun and `Checkpoints` take it.
 
-Each run starts a small training (`faults_of/training.py`) on two instances under poprun, makes one fault, and lets the
+Each run starts a small run (`faults_of/training.py`) on two instances under poprun, makes one fault, and lets the
 training go on: by `--max-restarts` or by the same command again, chosen at random. A run is fine if poprun ends with
 the right status and names the instance and the reason in time, no process, run folder or damaged checkpoint is left,
 and all losses and the last weights equal those of an undisturbed run in every bit. The folder of a run that falls short
@@ -110,7 +110,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    figures = Figures("faults: what becomes of a training that is broken at random moments", argv, arguments)
+    figures = Figures("faults: what happens to a training run that breaks at random moments", argv, arguments)
     args = figures.args
     if args.keep is not None:
         args.keep.mkdir(parents=True, exist_ok=True)

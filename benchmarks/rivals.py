@@ -230,7 +230,7 @@ def _drawable(path: str) -> str:
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("it needs matplotlib: pip install 'ipu-jax[plots]'")
     if not Path(path).absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{str(Path(path).parent)!r} is no folder: make it first")
+        raise argparse.ArgumentTypeError(f"{str(Path(path).parent)!r} is not a folder: make it first")
     return path
 
 

@@ -176,7 +176,7 @@ def _arguments(known: Mapping[str, Path], argv: Sequence[str] | None) -> argpars
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no time limit: give a positive number of seconds")
+        raise argparse.ArgumentTypeError(f"{text} is not a time limit: give a positive number of seconds")
     return seconds
 
 

@@ -1,4 +1,4 @@
-"""What a training reads and writes: batches of data, checkpoints, files of weights."""
+"""What a training run reads and writes: batches of data, checkpoints, files of weights."""
 
 from ipu_jax.training.checkpoints.checkpoints import (
     CheckpointError,

@@ -68,7 +68,7 @@ _HINTS: Final = {
     "dp data-parallel": "--replicas trains copies side by side",
     "fp16 bf16 amp dtype mixed-precision": "--precision 16.32 computes in bfloat16, with --half float16 in float16",
     "output out o output-dir save save-dir": "--checkpoint-dir saves the training, --report a page about it",
-    "load restore checkpoint ckpt resume-from": "--checkpoint-dir saves a training, and goes on from there",
+    "load restore checkpoint ckpt resume-from": "--checkpoint-dir saves a training run, and goes on from there",
     "profile profiler": "--trace records what each IPU runs",
     "log logs log-dir logdir wandb": "--log-file or --tensorboard writes the figures",
     "n np num-instances nnodes nodes nproc-per-node": "poprun starts several processes: poprun --help says how",
@@ -78,7 +78,7 @@ _HINTS: Final = {
 
 def _checkpoint(text: str) -> str:
     if text not in ("auto", "never") and not cli.path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is no checkpoint: give its folder, or auto, or never")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a checkpoint: give its folder, or auto, or never")
     return text
 
 
@@ -98,9 +98,9 @@ class DataFlags:
         None, cli.count, "pipelines side by side; each has micro-batches of its own, on N times --ipus; under "
         "poprun its --num-replicas (default: 1)")
     epochs: float | None = cli.flag(
-        None, cli.positive, "epochs, also part of one; 20 on fewer than 10,000 images (default: 3)", group="training")
+        None, cli.positive, "epochs, or part of one; 20 on fewer than 10,000 images (default: 3)", group="training")
     batch_size: int = cli.flag(
-        None, cli.count, "images of a micro-batch; 32 for a resnet, whose batch norm takes its statistics of them "
+        None, cli.count, "images of a micro-batch; 32 for a resnet, whose batch norm takes its statistics from them "
         "(default: 16)", group="training")
     gradient_accumulation_count: int = cli.flag(
         None, cli.count, "micro-batches of an update; on each replica; 2 for a resnet (default: 4)",
@@ -152,7 +152,7 @@ class DataFlags:
 
 @dataclasses.dataclass(frozen=True)
 class Flags(DataFlags):
-    """The command line of a training."""
+    """The command line of a training run."""
 
     # fmt: off
     pipeline_mode: Mode = cli.flag(
@@ -164,8 +164,8 @@ class Flags(DataFlags):
     optimizer: str = cli.flag(
         "sgd", cli.one_of("optimizer", OPTIMIZERS), "one of optax; momentum is sgd with one of 0.9", group="training")
     learning_rate: float = cli.flag(
-        None, cli.rate, "learning rate; 0.02 for a resnet, with momentum a tenth; of adam and adamw 0.001, of lamb "
-        "0.01 (default: 0.015)", group="training")
+        None, cli.rate, "learning rate; 0.02 for a resnet, with momentum a tenth; 0.001 for adam and adamw, 0.01 "
+        "for lamb (default: 0.015)", group="training")
     shard_optimizer: bool = cli.flag(
         False, None, "split the optimizer's state over --replicas; each keeps and updates its part",
         group="training")
@@ -208,8 +208,8 @@ class Flags(DataFlags):
         None, cli.path, "write a page about the training; at its end: losses, accuracy, speed, the schedule, memory, "
         "flags, and with --trace the timeline, in one file that opens anywhere", "FILE.html", group="watching")
     log_file: Path | None = cli.flag(
-        None, cli.path, "write all figures as JSON; a line for each device call; a file that is there is gone on "
-        "with", "FILE.jsonl", group="watching")
+        None, cli.path, "write all figures as JSON; a line for each device call; an existing file is continued",
+        "FILE.jsonl", group="watching")
     tensorboard: Path | None = cli.flag(
         None, cli.path, "write TensorBoard's files there; needs the extra tensorboard", "FOLDER", group="watching")
     checkpoint_dir: Path | None = cli.flag(
@@ -226,8 +226,8 @@ class Flags(DataFlags):
         "must have none. PATH: this one (default: auto)", "{auto,never,PATH}", group="saving")
     keep: int | None = cli.flag(None, cli.count, "how many checkpoints are kept (default: 3)", group="saving")
     on_save_error: str | None = cli.flag(
-        None, cli.one_of("on_save_error", ("stop", "continue")), "at a save that fails. stop: end the "
-        "training. continue: it goes on, and tries again at the next (default: stop)", group="saving")
+        None, cli.one_of("on_save_error", ("stop", "continue")), "when a save fails. stop: end the "
+        "training. continue: go on, and try again at the next (default: stop)", group="saving")
     # fmt: on
 
     @property
@@ -298,7 +298,7 @@ def check_data_flags(flags: DataFlags) -> None:
         ((epochs := flags.epochs or 0) > _MOST_EPOCHS,
          f"--epochs {epochs:g} would never end: give {_MOST_EPOCHS} at most"),
         ((flags.num_workers or 0) > _MOST_WORKERS,
-         f"--num-workers {flags.num_workers} are more threads than help: give {_MOST_WORKERS} at most"),
+         f"--num-workers {flags.num_workers} is more threads than can help: give {_MOST_WORKERS} at most"),
         (flags.num_workers is not None and not flags.async_dataloader,
          "--num-workers are threads of --async-dataloader: give both, or neither"),
     )  # fmt: skip
@@ -318,7 +318,7 @@ def check_flags(flags: Flags) -> None:
            f"--ipus {flags.ipus}, but {flags.model} has {most} parts in {mode} mode: use {most} IPUs at most")
           for mode in flags.modes),
         (flags.model != "mlp" and flags.batch_size < 2,
-         "--batch-size 1, but batch norm subtracts a micro-batch's mean, which of one image leaves nothing: use at "
+         "--batch-size 1, but batch norm subtracts a micro-batch's mean, which leaves nothing of one image: use at "
          "least 2"),
         (flags.shard_optimizer and flags.replicas == 1,
          "--shard-optimizer gives each replica its part, and there is one: give --replicas 2 or more"),
@@ -334,10 +334,10 @@ def check_flags(flags: Flags) -> None:
            f"{_typed(name)} is about the checkpoints of --checkpoint-dir: {both}")
           for name in ("checkpoint_every", "checkpoint_minutes", "resume", "keep", "on_save_error")),
         *((getattr(flags, name) is not None and flags.compare,
-           f"{_typed(name)} is about one training, and --compare makes two: give --pipeline-mode instead")
+           f"{_typed(name)} is about one run, and --compare makes two: give --pipeline-mode instead")
           for name in ("report", "log_file", "tensorboard", "checkpoint_dir")),
         *((getattr(flags, name) is not None and flags.compile_for is not None,
-           f"{_typed(name)} is about a training, and --compile-for makes none: give one of the two")
+           f"{_typed(name)} is about a training run, and --compile-for starts none: give one of the two")
           for name in ("plot", "plot_schedule", "trace", "report", "log_file", "tensorboard", "checkpoint_dir")),
         *((getattr(flags, name) not in (None, False) and importlib.util.find_spec(package) is None,
            f"{_typed(name)} needs {package}, which is not installed: pip install 'ipu-jax[{extra}]', or leave it out")

@@ -81,7 +81,7 @@ def make_optimizer(name: str, learning_rate: float) -> optax.GradientTransformat
 
 
 class Training:
-    """A training in one mode. Making one compiles nothing and draws no weights.
+    """A training run in one mode. Making one compiles nothing and draws no weights.
 
     Raises:
         ValueError: flags that can't be combined.
@@ -274,7 +274,7 @@ class Training:
 
 
 def judged(accuracy: float, expected: float | None) -> str:
-    """Return the last line of a training: whether its accuracy is good.
+    """Return the last line of a training run: whether its accuracy is good.
 
     >>> print(judged(0.976, 0.96))
     97.60% is good: 96% or more is expected

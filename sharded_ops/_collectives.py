@@ -311,7 +311,7 @@ def check_part_of_sum(x: jax.Array, axis: str) -> None:
     parts = axis_size(axis)
     if parts > 1 and is_typed(axis) and axis not in varying_axes(x):
         raise ValueError(
-            f"x of shape {x.shape} is the same on all {parts} IPUs of axis {axis!r}, so it is no part of a sum over "
+            f"x of shape {x.shape} is the same on all {parts} IPUs of axis {axis!r}, so it is not part of a sum over "
             f"them: use it as it is, or lax.pcast(x, {axis!r}, to='varying') if each IPU does add the same"
         )
 

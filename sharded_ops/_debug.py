@@ -65,7 +65,7 @@ def debug_sharding(x: jax.Array, name: str, axis: str = "ipu") -> jax.Array:
     """
     axis_size(axis)  # raises for an unknown axis
     if not isinstance(name, str):
-        raise ValueError(f"name={shown(name)} is not a text: give one to stand at the head of each line")
+        raise ValueError(f"name={shown(name)} is not a string: give one for the head of each line")
     x = array("x", x)
     dtype = x.dtype
     if not (dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)):

@@ -85,8 +85,8 @@ def embedding(
         >>> print(jax.jit(lookup)(table_VD, jnp.array([3, 1, -1])).ravel())
         [30. 10.  0.]
     """
-    one_of("split", split, ("rows", "features"), "is no way to split a table")
-    one_of("reduction", reduction, ("sum", "scatter"), "is no way to leave the result")
+    one_of("split", split, ("rows", "features"), "is not a way to split a table")
+    one_of("reduction", reduction, ("sum", "scatter"), "is not a way to leave the result")
     if reduction == "scatter" and split == "features":
         raise ValueError(
             "reduction='scatter' leaves a sum over the IPUs scattered over tokens, but split='features' sums nothing: "

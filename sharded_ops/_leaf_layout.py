@@ -36,13 +36,13 @@ class LeafLayout:
         try:
             jnp.dtype(self.dtype)
         except TypeError:
-            raise ValueError(f"dtype={self.dtype!r} names no dtype: give one such as 'float32'") from None
+            raise ValueError(f"dtype={self.dtype!r} is not a dtype: give one such as 'float32'") from None
         if self.dim is None:
             return
         object.__setattr__(self, "dim", whole_number("dim", self.dim, instead="None for a leaf that is not split"))
         if not 0 <= self.dim < len(self.shape):
             mend = f"give 0 to {len(self.shape) - 1}, or None" if self.shape else "give None"
-            raise ValueError(f"dim={self.dim!r} is no dim of shape {self.shape}: {mend}")
+            raise ValueError(f"dim={self.dim!r} is not a dim of shape {self.shape}: {mend}")
         if not self.shape[self.dim]:
             raise ValueError(f"dim={self.dim} of shape {self.shape} has no rows to split: give dim=None")
 
@@ -66,7 +66,7 @@ def leaf_layout_of(path: str, leaf: Any, dim: Any) -> LeafLayout:
         ValueError: the leaf is not an array, or is a random key, or has no such dim. The message names the leaf.
     """
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        raise ValueError(f"leaf {path!r} is {leaf!r}, which is no array: make it one, with a dtype of its own")
+        raise ValueError(f"leaf {path!r} is {leaf!r}, which is not an array: make it one, with a dtype of its own")
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         raise ValueError(f"leaf {path!r} has dtype {leaf.dtype}, which cannot be saved: give jax.random.key_data of it")
     try:
@@ -94,13 +94,13 @@ def check_leaf(method: str, path: str, leaf: Any, leaf_layout: LeafLayout, *, pa
     if not fits:
         takes = f"{leaf_layout.shape}" + (f" with any padding in dim {dim}" if padded and dim is not None else "")
         raise ValueError(
-            f"{method}: leaf {path!r} has shape {shape}, but the layout takes {takes}: give the leaf that it is of"
+            f"{method}: leaf {path!r} has shape {shape}, but the layout takes {takes}: give the leaf that it describes"
         )
     name = getattr(getattr(leaf, "dtype", None), "name", type(leaf).__name__)
     if name != leaf_layout.dtype:
         raise ValueError(
             f"{method}: leaf {path!r} has dtype {name}, but the layout says {leaf_layout.dtype}: convert it, or make "
-            f"the layout of what it has become"
+            f"a layout of the converted leaf"
         )
 
 

@@ -112,7 +112,7 @@ def matmul(
         >>> print(jax.jit(project)(x_ND, w_DV))
         [[12. 15. 18. 21.]]
     """
-    one_of("split", split, ("columns", "rows"), "is no way to split a weight")
+    one_of("split", split, ("columns", "rows"), "is not a way to split a weight")
     axis_size(axis)  # raises for an unknown axis, even though split="columns" may not use it
     x, w = array("x", x), array("w", w)
     bias = None if bias is None else array("bias", bias)
@@ -169,16 +169,16 @@ def _check_operands(x: jax.Array, w: jax.Array) -> None:
 
 
 def _check_scattering(x: jax.Array, split: str, reduction: str, tokens: int | None) -> None:
-    one_of("reduction", reduction, ("sum", "scatter"), "is no way to leave the result")
+    one_of("reduction", reduction, ("sum", "scatter"), "is not a way to leave the result")
     if split == "columns" and reduction == "scatter":
         raise ValueError(
             "reduction='scatter' leaves a sum over the IPUs scattered over tokens, but split='columns' sums nothing: "
-            "use split='rows', or tokens=N if it is x that is scattered"
+            "use split='rows', or tokens=N if x is scattered"
         )
     if split == "rows" and tokens is not None:
         raise ValueError(
             f"tokens={tokens} gathers an x that is scattered over tokens, but split='rows' takes all tokens on each "
-            f"IPU: use split='columns', or reduction='scatter' if it is the result that shall be scattered"
+            f"IPU: use split='columns', or reduction='scatter' if the result is to be scattered"
         )
     if x.ndim < 2 and (reduction == "scatter" or tokens is not None):
         raise ValueError(f"x has shape {x.shape}, without a dim of tokens to scatter: give (N, .., D)")

@@ -183,7 +183,7 @@ def axis_size(axis: str) -> int:
         return lax.axis_size(one_axis(axis))
     except NameError:
         raise ValueError(
-            f"axis={axis!r} is no axis of an enclosing shard_map: call the op inside jax.shard_map on a mesh that has "
+            f"axis={axis!r} is not an axis of an enclosing shard_map: call the op inside jax.shard_map on a mesh with "
             f"this axis, or give the axis that its mesh has"
         ) from None
 
@@ -306,5 +306,5 @@ def check_one_per_row(name: str, indices: ArrayLike, shard: jax.Array) -> None:
 def _normalised_dim(method: str, dim: int, ndim: int) -> int:
     dim = whole_number("dim", dim)
     if not -ndim <= dim < ndim:
-        raise ValueError(f"{method}: dim={dim} is no dim of an array of {ndim} dims: give {-ndim} to {ndim - 1}")
+        raise ValueError(f"{method}: dim={dim} is not a dim of an array of {ndim} dims: give {-ndim} to {ndim - 1}")
     return dim % ndim

@@ -107,13 +107,13 @@ class Layout:
                 dim = self.leaves[parameter].dim
             else:
                 raise ValueError(
-                    f"leaf {path!r} has shape {shape}, but {parameter!r}, with whose path its own ends, has "
+                    f"leaf {path!r} has shape {shape}, but {parameter!r}, whose path ends its own path, has "
                     f"{self.leaves[parameter].shape}: take the state of whole parameters, or say which dim of this one "
                     f"is split with dims={{{path!r}: ...}}"
                 )
             leaves[path] = leaf_layout_of(path, leaf, dim)
         if given:
-            raise ValueError(f"dims names {min(given)!r}, which is no leaf of the state: give one of {sorted(leaves)}")
+            raise ValueError(f"dims names {min(given)!r}, which is not a leaf of the state: use {sorted(leaves)}")
         return Layout(leaves)
 
     def specs(self, tree: Any, axis: str) -> Any:
@@ -260,7 +260,7 @@ class Layout:
             raise ValueError(f"the JSON text of a Layout is an object, not {type(read).__name__}: give to_json's")
         for path, leaf in read.items():
             if not isinstance(leaf, dict) or set(leaf) != set(_FIELDS) or not _are_sizes(leaf["shape"]):
-                raise ValueError(f"{path!r}: {json.dumps(leaf)} describes no leaf: give its {', '.join(_FIELDS)}")
+                raise ValueError(f"{path!r}: {json.dumps(leaf)} is not a leaf's description: give {', '.join(_FIELDS)}")
         return cls({path: LeafLayout(tuple(leaf["shape"]), leaf["dtype"], leaf["dim"]) for path, leaf in read.items()})
 
     def _parameter_of(self, path: str) -> str | None:
@@ -279,9 +279,9 @@ class Layout:
 
     def _check_paths(self, paths: set[str], holder: str) -> None:
         for missing in sorted(self.leaves.keys() - paths):
-            raise ValueError(f"{holder} has no leaf {missing!r}, but the layout has: give the tree that it is of")
+            raise ValueError(f"{holder} has no leaf {missing!r}, but the layout has one: give the tree of this layout")
         for unknown in sorted(paths - self.leaves.keys()):
-            raise ValueError(f"{holder} has a leaf {unknown!r}, but the layout has not: give the tree that it is of")
+            raise ValueError(f"{holder} has a leaf {unknown!r}, but the layout does not: give the tree of this layout")
 
 
 def _name(path: tuple[Any, ...]) -> str:
@@ -303,12 +303,12 @@ def _with_dims(tree: Any, dims: Any) -> list[tuple[str, Any, Any]]:
             is_leaf=lambda x: x is None,
         )
     except ValueError as error:
-        raise ValueError(f"dims is no prefix of the tree, give a dim or None for all its leaves: {error}") from None
+        raise ValueError(f"dims is not a prefix of the tree: give a dim or None for all its leaves: {error}") from None
     named = jax.tree.leaves_with_path(tree)
     return [(_name(path), leaf, dim) for (path, leaf), dim in zip(named, leaf_dims, strict=True)]
 
 
 def _parts(mesh: Mesh, axis: str) -> int:
     if one_axis(axis) not in mesh.shape:
-        raise ValueError(f"axis={axis!r} is no axis of the mesh, which has {tuple(mesh.shape)}: give one of them")
+        raise ValueError(f"axis={axis!r} is not an axis of the mesh, which has {tuple(mesh.shape)}: give one of them")
     return mesh.shape[axis]

@@ -133,7 +133,7 @@ def bounds_of(blow: Blow, where: str, twin: Twin) -> dict[str, float]:
 
 
 def killed_in_a_second_save(trial: Trial, phase: str) -> Result | None:
-    """Kill all while a sealed step is saved again, as happens at the end of a training whose last save was just due."""
+    """Kill all while a sealed step is saved again, as at the end of a training run whose last save was just due."""
     return poprun_killed(trial, phase, "--twice")
 
 

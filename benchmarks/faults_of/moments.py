@@ -1,4 +1,4 @@
-"""Draw random moments of a training, and wait for them in a running training.
+"""Draw random moments of a training run, and wait for them in a run that is under way.
 
 start      compile        step ... step     save          end
 |----------|--------------|--------|--------|-------------|
@@ -18,7 +18,7 @@ PHASES: Final = ("start", "compile", "step", "save", "end")
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """A moment of a training.
+    """A moment of a training run.
 
     Attributes:
         phase: one of `PHASES`.

@@ -62,7 +62,7 @@ def disk_full(trial: Trial, phase: str) -> Result | None:
 
 
 def torn_checkpoint(trial: Trial, phase: str) -> Result | None:
-    """Stop a training by SIGTERM, damage its last checkpoint; the same command names it and restores the one before."""
+    """Stop a run by SIGTERM, damage its last checkpoint; the same command names it and restores the one before."""
     moment = moment_of(phase, trial.twin, trial.dice)
     run = trial.start()
     if not moment.wait_in(run, 0):

@@ -69,7 +69,7 @@ def check_bool(name: str, value: object) -> bool:
     True
     """
     if not _is_bool(value):
-        raise ValueError(f"{name}={value!r} is no bool: give True or False")
+        raise ValueError(f"{name}={value!r} is not a bool: give True or False")
     return bool(value)
 
 

@@ -45,7 +45,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def _permissions(target: Path) -> int | None:
-    """Return the permissions of a file, or None if there is none; raise `OSError` if it is not a plain file."""
+    """Return the permissions of a file, or None if there is none; raise `OSError` if it is not a regular file."""
     try:
         mode = target.stat().st_mode
     except FileNotFoundError:
@@ -53,7 +53,7 @@ def _permissions(target: Path) -> int | None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "Is a directory")
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "Is no plain file, which alone can be replaced")
+        raise OSError(errno.EINVAL, "Is not a regular file, and nothing else can be replaced")
     return stat.S_IMODE(mode)
 
 

@@ -136,7 +136,7 @@ def make_mesh(replicas: int, ipus_per_replica: int, *, devices: Sequence[Device]
         default are refused by plain Flax training).
 
     Raises:
-        ValueError: a size is not a positive int, there are too few devices, `devices` are no devices of one platform,
+        ValueError: a size is not a positive int, there are too few devices, `devices` are not devices of one platform,
             or an instance would have none of them.
 
     >>> mesh = make_mesh(2, 2)
@@ -225,7 +225,7 @@ def _pool(devices: Sequence[Device] | None) -> list[Device]:
         return jax.devices() if _described is None else _described
     pool = list(devices) if isinstance(devices, Sequence | np.ndarray) else []
     if not pool or not all(isinstance(device, jax.Device) for device in pool):  # pyright: ignore[reportArgumentType] (jaxlib has no stubs)
-        raise ValueError(f"devices={devices!r} are no devices: give a list such as jax.devices()[:4]")
+        raise ValueError(f"devices={devices!r} is not a list of devices: give one such as jax.devices()[:4]")
     if len({device.client for device in pool}) > 1 or len(set(pool)) < len(pool):
         raise ValueError(f"devices={devices!r} are not different devices of one platform: give each of them once")
     return pool

@@ -172,7 +172,7 @@ class Stage:
         for what, given in (("takes", self.takes), ("shared", self.shared)):
             names = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
             if isinstance(given, str) or not all(isinstance(name, str) for name in names):
-                raise ValueError(f"{what}={given!r} is no tuple of names: give {what}=('name',)")
+                raise ValueError(f"{what}={given!r} is not a tuple of names: give {what}=('name',)")
             object.__setattr__(self, what, tuple(dict.fromkeys(names)))
         if self.params in self.shared:
             raise ValueError(f"shared={self.shared!r} holds the stage's own params, {self.params!r}: leave it out")

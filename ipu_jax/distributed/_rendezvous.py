@@ -136,7 +136,7 @@ def _receive(place: Place, own: Mapping[str, str], deadline: float, seconds: flo
             hello = reception.next(deadline)
             if hello is None:
                 missing = sorted(set(range(place.instances)) - come.keys())
-                problem = f"{named(missing)} of {place.instances} did not come within {seconds:g} s: see their output"
+                problem = f"{named(missing)} of {place.instances} did not join within {seconds:g} s: see their output"
                 answer = {"missing": problem}
                 raise InstancesMissingError(problem)
             number, theirs = hello
@@ -199,7 +199,7 @@ def _listening(place: Place) -> socket.socket:
         if error.errno != errno.EADDRINUSE:
             raise
         raise PortTakenError(
-            error.errno, f"port {port} on {host} is taken by another program: start anew, or give another {COORDINATOR}"
+            error.errno, f"port {port} on {host} is in use by another program: restart, or give another {COORDINATOR}"
         ) from None
 
 

@@ -163,7 +163,7 @@ def gather(
     board, number, own = _board(), next(_exchanges), " ".join(f"{what} {form}".split()).encode()
 
     def missing(who: str) -> str:
-        return f"{what}: {who} did not come within {seconds:g} s. All instances must call it, in the same order; {mend}"
+        return f"{what}: {who} did not join within {seconds:g} s. All instances must call it, in the same order; {mend}"
 
     with beacons.meeting(f"in {what}", seconds + MARGIN):
         era, turn = divmod(number, _ERA)

@@ -178,7 +178,7 @@ def axes_of(text: str) -> dict[str, int]:
         is_count = size.isascii() and size.isdecimal() and len(size) <= len(str(MOST_DEVICES))
         if not (name.isidentifier() and is_count and 1 <= int(size) <= MOST_DEVICES):
             raise ValueError(
-                f"{part[:_LONGEST_SHOWN]!r} is no axis with a size from 1 to {MOST_DEVICES}: give a list such as "
+                f"{part[:_LONGEST_SHOWN]!r} is not an axis with a size from 1 to {MOST_DEVICES}: give a list such as "
                 "tensor=2,context=4"
             )
         if name in _TAKEN or name in axes:
@@ -246,7 +246,7 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
         number[name] = int(text)
     if number[INSTANCE] >= number[INSTANCES]:
         raise ValueError(
-            f"{INSTANCE}={number[INSTANCE]} is none of {INSTANCES}={number[INSTANCES]}: start instances with poprun"
+            f"{INSTANCE}={number[INSTANCE]} is not one of {INSTANCES}={number[INSTANCES]}: start instances with poprun"
         )
     try:
         axes = axes_of(environ[AXES]) if AXES in environ else {}

@@ -132,7 +132,7 @@ class Meetings:
             OtherFailedError: another instance has failed in this round.
             InstancesMissingError: some instances did not arrive in time.
         """
-        at, missing = f"{self._round}/{place}", lambda who: f"{place}: {who} did not come within {seconds:g} s"
+        at, missing = f"{self._round}/{place}", lambda who: f"{place}: {who} did not join within {seconds:g} s"
         self.is_waiting = self._board.count > 1
         try:
             self._board.post(at, seconds=seconds, missing=missing)

@@ -1,4 +1,4 @@
-"""Let SIGTERM, or Ctrl-C, end a training after its current step, so that it can be saved: `StopRequest`.
+"""Let SIGTERM, or Ctrl-C, end a training run after its current step, so that it can be saved: `StopRequest`.
 
 with StopRequest() as stop, Checkpoints(folder, step) as checkpoints:
     for batch in feed:

@@ -116,7 +116,7 @@ def counts_of(ipus: int | None, replicas: int | None, default_ipus: int = 2) -> 
     if not popdist.is_popdist_env_set():
         return {"ipus": ipus or default_ipus, "replicas": replicas or 1}
     if popdist.get_further_axes():
-        raise ValueError("poprun's --axes gives the mesh further axes, which this program has not: leave --axes out")
+        raise ValueError("poprun's --axes gives the mesh further axes, which this program lacks: leave --axes out")
     counts = {"ipus": popdist.get_num_ipus_per_replica(), "replicas": popdist.get_num_total_replicas()}
     for name, given, own in (("ipus", ipus, "ipus-per-replica"), ("replicas", replicas, "num-replicas")):
         if given not in (None, counts[name]):

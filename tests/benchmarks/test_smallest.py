@@ -21,7 +21,7 @@ from rivals_of.workers import torch_is_installed
 
 # what a figure's name says if it does not come from a clock, from XLA's memory or from the size of a program
 EXACT = ("difference", "bubble of", "names change", "that cross", "collectives in", "s in a step", "gain over")
-# starting a training is a figure of time alone; test_models.py compares the other models with independent ones
+# starting a training run is a figure of time alone; test_models.py compares the other models with independent ones
 PARTS = {"instances": ["--only", "steps"], "models": ["--only", "recommender"]}
 # scripts whose programs compute nothing that could be compared
 UNCOMPARED = {"checkpoints", "compile_time", "distributed_lesson", "floods", "memory", "monitor"}

@@ -1,4 +1,4 @@
-"""Test what the command saves and records: a training that is stopped and resumed ends as one that is not."""
+"""Test what the command saves and records: a training run that is stopped and resumed ends as one that is not."""
 
 import json
 import os

@@ -135,7 +135,7 @@ def test_every_file_lies_in_a_storey_and_every_folder_is_a_room():
     assert top == {*STOREYS, *handed_on, "tools", "__init__.py", "__main__.py", "py.typed"}
     for storey in STOREYS:
         folders = {path.parent.name for path in (ROOT / "ipu_jax" / storey).glob("*/__init__.py")}
-        assert folders <= {*ROOMS[storey]} | PARTS.get(storey, set()), f"{storey} has a folder that is no room"
+        assert folders <= {*ROOMS[storey]} | PARTS.get(storey, set()), f"{storey} has a folder that is not a room"
 
 
 def test_a_storey_imports_those_below_it_and_a_room_what_its_row_says():

@@ -163,7 +163,7 @@ def test_the_reference_shows_the_members_that_it_lists_in_their_order_and_every_
     for name, (page, listed) in documented().items():
         cls = pkgutil.resolve_name(name)
         if not inspect.isclass(cls):
-            assert not listed, f"{name} is no class: give each of its members a block"
+            assert not listed, f"{name} is not a class: give each of its members a block"
             continue
         own = [anchor.removeprefix(f"{name}.") for anchor in site[page].anchors if anchor.startswith(f"{name}.")]
         if listed is not None:

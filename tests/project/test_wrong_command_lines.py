@@ -139,7 +139,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_training(no_jax, capsy
     status, _, line = refusal_of("run-sharded-mnist", [*COMPARE.split(), "--plot", "a\0b"], capsys)
     assert (status, line) == (
         2,
-        "run-sharded-mnist: argument --plot: 'a\\x00b' is no path: give one that is not empty\n",
+        "run-sharded-mnist: argument --plot: 'a\\x00b' is not a path: give one that is not empty\n",
     )
     assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
 

@@ -11,7 +11,7 @@ programs uses our library. The error of a result may then be
 
 where eps belongs to the coarsest dtype in which the case computes. For float32 this allows 1e-6 of a leaf. The error of
 a gradient that misses one micro-batch of eight, or is in the wrong leaf, is 10,000 times larger. Numbers that are not
-finite in float64, such as weights of a training that diverges, must not be finite in the result either.
+finite in float64, such as weights of a training run that diverges, must not be finite in the result either.
 """
 
 from collections.abc import Sequence

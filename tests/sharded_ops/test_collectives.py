@@ -52,7 +52,7 @@ def test_scattering_has_second_derivatives(typed):
 
 
 def test_outside_any_shard_map_the_axis_is_missed():
-    with pytest.raises(ValueError, match=r"^axis='ipu' is no axis of an enclosing shard_map: "):
+    with pytest.raises(ValueError, match=r"^axis='ipu' is not an axis of an enclosing shard_map: "):
         reduce_to_all(jnp.ones(3))
 
 

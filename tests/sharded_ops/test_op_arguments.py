@@ -140,7 +140,7 @@ RULES = {
     ],
     "axis": [
         _rule("is not the name of one mesh axis", "such as 'ipu'", ("data", "ipu")),
-        _rule("is no axis of an enclosing shard_map", "give the axis that its mesh has", "model"),
+        _rule("is not an axis of an enclosing shard_map", "give the axis that its mesh has", "model"),
     ],
     "epsilon": [_rule(PLAIN, ZERO, None), _rule(OUT, ZERO, -1, INF)],
     "scale_offset": [_rule(PLAIN, "a finite number", None), _rule(OUT, "a finite number", NAN)],
@@ -161,12 +161,12 @@ RULES = {
         _rule("does not fit the int32 indices", "at most 2**31 - 2", 2**31),
         _rule("rows in dim 0", "Split(size=9, parts=2).pad(array, 0)", 9),
     ],
-    "embedding split": _words("is no way to split a table", "rows", "features"),
-    "matmul split": _words("is no way to split a weight", "columns", "rows"),
-    "reduction": _words("is no way to leave the result", "sum", "scatter"),
+    "embedding split": _words("is not a way to split a table", "rows", "features"),
+    "matmul split": _words("is not a way to split a weight", "columns", "rows"),
+    "reduction": _words("is not a way to leave the result", "sum", "scatter"),
     "log_softmax_cross_entropy reduction": _REDUCTION_OF_A_LOSS,
     "linear_cross_entropy reduction": _REDUCTION_OF_A_LOSS,
-    "name": [_rule("is not a text", "at the head of each line", None)],
+    "name": [_rule("is not a string", "for the head of each line", None)],
     "label_smoothing": [_rule(PLAIN, SHARE, None), _rule(OUT, SHARE, 1.5, -0.5)],
     "z_loss": [_rule(PLAIN, ZERO, None), _rule(OUT, ZERO, -1, INF)],
     "soft_cap": [_rule(PLAIN, CAP, False), _rule(OUT, CAP, 0, INF)],
@@ -292,7 +292,7 @@ def test_each_operand_that_is_whole_where_it_must_be_split_or_the_reverse_is_tol
     holds = {
         WHOLE: (f"{name} varies over axis 'ipu'", "must be the same on all its IPUs", "in_specs that don't name 'ipu'"),
         SPLIT: (f"{name} of shape {value.shape}", "same on all 2 IPUs", "must be split", "in_specs that name 'ipu'"),
-        PART: (f"{name} of shape {value.shape}", "same on all 2 IPUs", "no part of a sum", "lax.pcast(x, 'ipu', to="),
+        PART: (f"{name} of shape {value.shape}", "same on all 2 IPUs", "not part of a sum", "lax.pcast(x, 'ipu', to="),
     }
     with refused(*holds[kind]):
         _typed(op, name, others=others)

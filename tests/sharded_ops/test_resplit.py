@@ -222,8 +222,8 @@ def a_leaf(**fields):
 
 @refusals(
     # trees of other leaves than the layout's
-    (lambda: ONE.pad({"tabel": TABLE}, 2), "no leaf 'table'", "the layout has", "the tree that it is of"),
-    (lambda: ONE.each_whole({"table": TABLE, "more": TABLE}), "a leaf 'more'", "has not", "the tree that it is of"),
+    (lambda: ONE.pad({"tabel": TABLE}, 2), "no leaf 'table'", "the layout has", "the tree of this layout"),
+    (lambda: ONE.each_whole({"table": TABLE, "more": TABLE}), "a leaf 'more'", "does not", "the tree of this layout"),
     (lambda: ONE.place({}, mesh_of(2), "ipu", like={"table": TABLE}), "the mapping has no leaf 'table'", "the tree"),
     # leaves of another shape or dtype
     (lambda: ONE.place({"table": np.zeros((12, 3), np.float32)}, mesh_of(2), "ipu"), "(12, 3)", "(10, 3)", "the leaf"),
@@ -234,9 +234,9 @@ def a_leaf(**fields):
     # numbers of parts, and axes
     (lambda: ONE.pad({"table": TABLE}, 0), "parts=0 is out of range", "an int of at least 1"),
     (lambda: ONE.pad({"table": TABLE}, None), "parts=None is not an int", "an int of at least 1"),
-    (lambda: Layout.of({"n": 1.0}, None).pad({"n": 1.0}, 0), "leaf 'n' is 1.0", "no array", "a dtype of its own"),
+    (lambda: Layout.of({"n": 1.0}, None).pad({"n": 1.0}, 0), "leaf 'n' is 1.0", "not an array", "a dtype of its own"),
     (lambda: Layout.of({"n": TABLE}, None).pad({"n": TABLE}, 0), "parts=0 is out of range", "an int of at least 1"),
-    (lambda: ONE.shardings({"table": TABLE}, mesh_of(2), "model"), "axis='model'", "no axis of the mesh", "('ipu',)"),
+    (lambda: ONE.shardings({"table": TABLE}, mesh_of(2), "model"), "axis='model'", "not an axis of the", "('ipu',)"),
     *(
         (call, "axis=('data', 'ipu') ", "the name of one mesh axis", "such as 'ipu'")
         for call in (
@@ -251,18 +251,18 @@ def a_leaf(**fields):
     (lambda: Layout.of({"table": TABLE}, {"table": 0.0}), "leaf 'table': dim=0.0 ", "not an int", "or None for a leaf"),
     (lambda: Layout.of({"n": np.float32(1)}, 0), "leaf 'n': dim=0 ", "shape ()", "give None"),
     (lambda: Layout.of({"table": TABLE[:0]}, 0), "leaf 'table': dim=0 ", "no rows to split", "dim=None"),
-    (lambda: Layout.of({"table": TABLE}, {"tabel": 0}), "dims is no prefix of the tree", "or None for all its leaves"),
-    (lambda: Layout.of({"table": TABLE}, {"table": [0, 1]}), "dims is no prefix of the tree", "or None for all its"),
-    (lambda: Layout.of({"lr": 0.1}, None), "leaf 'lr' is 0.1", "no array", "a dtype of its own"),
+    (lambda: Layout.of({"table": TABLE}, {"tabel": 0}), "dims is not a prefix of the tree", "or None for all its"),
+    (lambda: Layout.of({"table": TABLE}, {"table": [0, 1]}), "dims is not a prefix of the tree", "or None for all its"),
+    (lambda: Layout.of({"lr": 0.1}, None), "leaf 'lr' is 0.1", "not an array", "a dtype of its own"),
     (lambda: Layout.of({"key": KEY}, None), "leaf 'key'", "key<fry>", "jax.random.key_data"),
     (lambda: Layout.of({"a/b": TABLE, "a": {"b": TABLE}}, None), "the path 'a/b'", "rename one"),
     # an optimizer's state
     (lambda: ONE.of_state({"row": {"table": TABLE[:, 0]}}), "'row/table'", "(10,)", "'table'", "dims={'row/table'"),
-    (lambda: ONE.of_state({"mu": {"table": TABLE}}, {"nu/table": 0}), "'nu/table'", "no leaf", "one of ['mu/table']"),
+    (lambda: ONE.of_state({"mu": {"table": TABLE}}, {"nu/table": 0}), "'nu/table'", "not a leaf", "use ['mu/table']"),
     # JSON
     (lambda: Layout.from_json("[]"), "not list", "an object", "give to_json's"),
-    (lambda: Layout.from_json(a_leaf(shape=[10, -3])), "'table': {\"shape\": [10, -3]", "no leaf", "shape, dtype, dim"),
-    (lambda: Layout.from_json(a_leaf(dtype="float33")), "dtype='float33'", "no dtype", "such as 'float32'"),
+    (lambda: Layout.from_json(a_leaf(shape=[10, -3])), "'table': {\"shape\": [10, -3]", "not a leaf", "shape, dtype"),
+    (lambda: Layout.from_json(a_leaf(dtype="float33")), "dtype='float33'", "not a dtype", "such as 'float32'"),
 )
 def test_a_mistake_in_a_layout_is_told_with_its_mend(call, holds):
     with refused(*holds):

@@ -2,7 +2,7 @@
 
 A document is a file of Markdown, or a notebook, which is read as Markdown. The blocks run in order, as one program in a
 fresh process and an empty folder. The last digits of figures differ between machines and versions, so figures are
-compared with a tolerance. A loss at the end of a training differs the most.
+compared with a tolerance. A loss at the end of a training run differs the most.
 """
 
 import os

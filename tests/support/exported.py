@@ -81,7 +81,7 @@ def written(folder: str, replicas: int, ipus: int) -> Results:
 
 
 def trained_and_written(folder: str, replicas: int, shard_optimizer: bool) -> Results:
-    """Write the weights of a training on two IPUs and their average, and the weights of replicas of a function."""
+    """Write the weights of a training run on two IPUs and their average, and the weights of replicas of a function."""
     step = resumed.step_for(resumed.Topology(replicas=replicas, shard_optimizer=shard_optimizer))
     state, _, _ = resumed.train(step, resumed.first_state(step), 1)
     whole = step.whole(state)

@@ -30,7 +30,7 @@ COLUMNS, EXAMPLES, PER_UPDATE = 7, 64, 8
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Where a training runs: the places of its stages (None: all IPUs), IPUs, replicas and schedule."""
+    """Where a training run takes place: the places of its stages (None: all IPUs), IPUs, replicas and schedule."""
 
     places: tuple[int | None, int | None, int | None] = (0, 1, 1)
     ipus: int = 2
@@ -221,7 +221,7 @@ def locked_while_another_reads(folder: str) -> Results:
 
 
 def two_trainings(folder: str) -> Results:
-    """Return the errors of a second training in a folder, and the files in the folder afterwards."""
+    """Return the errors of a second run in a folder, and the files in the folder afterwards."""
     step = step_for(TOPOLOGIES["basic"])
     state, errors = first_state(step), []
     with Checkpoints(folder, step, timeout=60) as first, Checkpoints(folder, step, timeout=60) as second:

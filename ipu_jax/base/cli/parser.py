@@ -117,7 +117,7 @@ class Parser(argparse.ArgumentParser):
         return f"argument {flag}: {message}"
 
     def _other_names(self) -> dict[str, argparse.Action]:
-        """Return the names in `called` that are no flags of their own, and the flags that they mean here."""
+        """Return the names in `called` that are not flags of their own, and the flags that they mean here."""
         flags = {name: action for action in self._actions for name in action.option_strings}
         names = {"--" + name.replace("_", "-"): flag for name, flag in self._called.items() if flag in flags}
         return {name: flags[flag] for name, flag in names.items() if name not in flags}
@@ -326,7 +326,7 @@ seed = number_that(int, lambda n: 0 <= n < 2**32, "a seed: give a whole number f
 def path(text: str) -> Path:
     """Return a text as a path. An empty path is refused: it would be the current folder."""
     if not text or "\0" in text:
-        raise argparse.ArgumentTypeError(f"{shown(text)!r} is no path: give one that is not empty")
+        raise argparse.ArgumentTypeError(f"{shown(text)!r} is not a path: give one that is not empty")
     return Path(os.path.expanduser(text))  # the shell leaves the ~ of --name=~/folder
 
 

@@ -46,8 +46,7 @@ def check_file(flag: str, file: Path, suffixes: tuple[str, ...]) -> None:
         ValueError: its name ends in something else, its folder is missing, or it cannot be written.
     """
     if file.suffix.lower() not in suffixes:
-        formats = " or ".join(suffix[1:].upper() for suffix in suffixes)
-        raise ValueError(f"{flag} {file} is no {formats} file: give a name that ends in {' or '.join(suffixes)}")
+        raise ValueError(f"{flag} {file} has the wrong suffix: give a name that ends in {' or '.join(suffixes)}")
     try:
         if not file.parent.is_dir():
             raise ValueError(f"{flag} {file}: there is no folder {file.parent}: make it, or give another file")

@@ -99,10 +99,10 @@ def shows_progress(wanted: bool | None) -> bool:
     """Return whether to draw a bar: by default on a terminal, also poprun's, and in a notebook, if rich is installed.
 
     Raises:
-        ValueError: `wanted` is no bool; or a bar is wanted, and rich is not installed.
+        ValueError: `wanted` is not a bool; or a bar is wanted, and rich is not installed.
     """
     if wanted is not None and not isinstance(wanted, bool):
-        raise ValueError(f"progress={wanted!r} is no bool: give True or False, or leave it out")
+        raise ValueError(f"progress={wanted!r} is not a bool: give True or False, or leave it out")
     has_rich = importlib.util.find_spec("rich") is not None
     if wanted and not has_rich:
         raise ValueError("progress=True draws with rich, which is not installed: pip install rich, or leave it out")

@@ -109,7 +109,7 @@ def balance_layers(
     (0, 0, 1, 1)
     """
     if not isinstance(model_layers, Iterable):
-        raise ValueError(f"model_layers={model_layers!r} are no layers: give them in their order, as in a list")
+        raise ValueError(f"model_layers={model_layers!r} is not a list of layers: give them in their order")
     layers = list(model_layers)
     ipus, rounds = check_count("ipus", ipus), check_count("rounds", rounds)
     cost_list = _one_per_layer("costs", costs, len(layers))
@@ -155,7 +155,7 @@ def _name_of(layer: Any, number: int) -> str:
 
 def _one_per_layer(name: str, numbers: Any, layers: int) -> list[Any]:
     if isinstance(numbers, (str, Mapping)) or not isinstance(numbers, Iterable):
-        raise ValueError(f"{name}={numbers!r} are no numbers: give one for each layer")
+        raise ValueError(f"{name}={numbers!r} is not a list of numbers: give one for each layer")
     listed = list(numbers)
     if len(listed) != layers:
         raise ValueError(f"{name} has {len(listed)} numbers for {layers} layers: give one for each layer")

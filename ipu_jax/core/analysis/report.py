@@ -193,7 +193,7 @@ class PipelineReport(Shown):
         kind = "predicted" if self.temporary is None else "compiled"
         caption = f"Temporary bytes, such as the stash, are as {kind}. The optimizer's state is not included."
         if self.devices > 1:
-            caption += f" Of an IPU's {self.devices} devices, weights, gradients and compiled bytes are one's."
+            caption += f" An IPU has {self.devices} devices: weights, gradients and compiled bytes are per device."
         ipus, ticks = range(len(self.ipus)), len(self.ipus[0].stash_by_tick)
         title = f"{self.schedule}: bytes of an IPU over the {ticks} ticks of a step, {self.micro_batches} micro-batches"
         return bytes_figure(title, caption, [*map(self.bytes_by_tick, ipus)], [*map(self.total, ipus)], self.limit)
@@ -210,7 +210,7 @@ class PipelineReport(Shown):
         padding = f" ({in_units(self.stash_padding, 'B')} of it pads to tiles)" if self.stash_padding else ""
         parts = f"stash {in_units(self.stash, 'B')}{padding}, channels {in_units(self.channels, 'B')}, working set "
         parts += f"{in_units(self.working_set, 'B')}" + (f", sums {in_units(self.sums, 'B')}" if self.sums else "")
-        yield f"{self.schedule}: {self.micro_batches} micro-batches on {len(self.ipus)} IPUs, a step"
+        yield f"{self.schedule}: {self.micro_batches} micro-batches on {len(self.ipus)} IPUs, per step"
         yield Table(rows)
         yield (
             f"temporary ({kind}): the same on every IPU; predicted {in_units(self.predicted_temporary, 'B')} = {parts}"
@@ -224,8 +224,7 @@ class PipelineReport(Shown):
             )
         if self.devices > 1:
             yield (
-                f"devices: {self.devices} per IPU, among which XLA splits; weights, gradients and temporary bytes are "
-                "one device's"
+                f"devices: {self.devices} per IPU, split by XLA; weights, gradients and temporary bytes are per device"
             )
         if not self.collectives:
             return

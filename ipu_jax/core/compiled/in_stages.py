@@ -70,7 +70,7 @@ def check_update(program: Program, mesh: Mesh) -> None:
                 if _needs_all(op, axis):
                     raise ValueError(
                         f"the optimizer makes XLA exchange data over axis {axis!r} ({op}) in the update of an IPU's "
-                        "own leaf, for which XLA waits for all devices of the mesh, and other IPUs would not come: "
+                        "own leaf, for which XLA waits for all devices of the mesh, but others would not take part: "
                         "split the leaf along another dim, or leave it whole"
                     )
 
@@ -90,7 +90,7 @@ def why_not_own(program: Program, mesh: Mesh) -> str | None:
                 return (
                     f"stage {', '.join(map(repr, _stages(plan, number)))} makes XLA exchange data over axis {axis!r} "
                     f"({op} in {_TASKS.get(kind, kind)}), for which XLA waits for all devices of the mesh, and IPUs "
-                    "that run other stages would not come: use guards='uniform', or keep a dim that is shifted or "
+                    "that run other stages would not take part: use guards='uniform', or keep a dim that is shifted or "
                     "convolved whole (jax.lax.with_sharding_constraint)"
                 )
     return None

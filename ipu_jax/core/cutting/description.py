@@ -77,7 +77,7 @@ def described(
         else (
             f"waists, where one activation is live: {cut.waists} of {cut.places} places"
             if cut.at_waists
-            else f"the {cut.places} places: the {cut.waists} waists, where one activation is live, give no even stages"
+            else f"the {cut.places} places: the {cut.waists} waists, where one activation is live, give uneven stages"
         )
     )
     of_ipu = [sum(w for w, place in zip(cut.work, places, strict=True) if place == ipu) for ipu in {*places}]

@@ -142,7 +142,7 @@ class Call:
         """Return `trace(self, params, state, microbatch, key)`; say what is wrong if it fails as calls often do.
 
         Raises:
-            ValueError: the function names an axis that nothing maps, its third argument is no key, or its first two are
+            ValueError: the function names an unmapped axis, its third argument is not a key, or the first two are
                 swapped.
         """
         try:

@@ -4,7 +4,7 @@
     Equinox      a module: arrays, and numbers and functions among its leaves
     Flax linen   variables: "params", and "batch_stats", ..., which `apply(mutable=...)` returns
 
-A function that is cut returns what it changes: what is changed in place would be lost, and what is no weight would be
+A function that is cut returns what it changes: a change in place would be lost, and what is not a weight would be
 trained and decayed as one. None of these libraries is imported here.
 """
 
@@ -53,7 +53,7 @@ def check_equinox(loss: Function, params: Params, takes_key: bool) -> None:
 
 
 def check_linen(params: Params, frozen: Sequence[bool]) -> None:
-    """Raise `ValueError` if collections of Flax's variables that are no weights are among the weights, not frozen."""
+    """Raise `ValueError` if collections of Flax's variables that are not weights are among the weights, not frozen."""
     if not (isinstance(params, Mapping) and "params" in params):
         return
     flags = dict(zip((path for path, _ in jax.tree.leaves_with_path(params)), frozen, strict=True))
@@ -63,7 +63,7 @@ def check_linen(params: Params, frozen: Sequence[bool]) -> None:
         names = ", ".join(map(repr, found))
         raise ValueError(
             f"params[{found[0]!r}] is a collection of Flax's variables, which apply(mutable=[{names}]) replaces. It is "
-            f"no weight: freeze it, frozen={{'params': False, {found[0]!r}: True}}, or give it as state. Where "
+            f"not a weight: freeze it, frozen={{'params': False, {found[0]!r}: True}}, or give it as state. Where "
             "loss(variables, micro_batch) returns the loss and what apply returned for it:\n\n"
             f"    state = {{name: variables[name] for name in [{names}]}}\n\n"
             "    def pure_loss(params, state, micro_batch):\n"
@@ -81,7 +81,7 @@ def check_unchanged(
     has_aux: bool,
     takes_key: bool,
 ) -> None:
-    """Raise `ValueError` if a function has changed leaves of its weights in place, or they are by type no weights.
+    """Raise `ValueError` if a function has changed leaves of its weights in place, or their types are not of weights.
 
     A dict or a list that the function changes is its own copy, as under `jax.grad`.
 
@@ -155,6 +155,6 @@ def _refusal(loss: Function, no_weights: Mapping[str, Any], *, has_aux: bool, ta
     ]
     indented = "\n".join(f"    {line}".rstrip() for line in lines)
     return (
-        f"params{path} is a {name_of(kind)}, which the function changes in place: it is no weight, and its new value "
-        f"would be lost. Split the module:\n\n{indented}\n"
+        f"params{path} is a {name_of(kind)}, which the function changes in place: it is not a weight, and its new "
+        f"value would be lost. Split the module:\n\n{indented}\n"
     )

@@ -316,7 +316,7 @@ def scopes_of(operation: Eqn) -> list[str]:
     """Return the names of the modules, or `jax.named_scope`s, around an operation, the outermost first."""
     stack = _equation(operation).source_info.name_stack
     scopes = str(stack).split("/") if stack.stack else []
-    # vmap() is no module, and neither are the subscripts of einsum
+    # vmap() is not a module, and neither are the subscripts of einsum
     return [scope for scope in scopes if scope and "(" not in scope and "->" not in scope and "," not in scope]
 
 

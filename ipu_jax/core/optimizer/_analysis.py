@@ -107,7 +107,7 @@ def analyze_update(optimizer: Any, blocks: Blocks) -> UpdateAnalysis:
         updates, new = updated(optimizer, gradients, state, params, value)
         if jax.tree.structure((updates, new)) != jax.tree.structure((params, state)):
             raise ValueError(
-                "optimizer: its update gives a tree of another structure than it was given: "
+                "optimizer: its update returns a tree with a different structure than the one it got: "
                 "an optax.GradientTransformation must keep both"
             )
         return updates, new
@@ -302,7 +302,7 @@ def _check_dtype(name: str, v: Var, leaf: Leaf) -> None:
     if not any(jnp.issubdtype(v.aval.dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
         raise ValueError(
             f"optimizer: its {name} makes {v.aval.dtype} of {leaf.path}: only floats, integers and bools of a leaf "
-            "can be told to all IPUs"
+            "can be sent to all IPUs"
         )
 
 

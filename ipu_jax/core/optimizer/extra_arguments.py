@@ -61,7 +61,7 @@ def checked_optimizer(optimizer: Any) -> optax.GradientTransformation:
         several: Any = optimizer.update
         optimizer = optax.GradientTransformationExtraArgs(optimizer.init, several)
     if not isinstance(optimizer, optax.GradientTransformation):
-        raise ValueError(f"optimizer={in_line(optimizer)} is no optax.GradientTransformation: give optax.sgd(...)")
+        raise ValueError(f"optimizer={in_line(optimizer)} is not an optax.GradientTransformation: give optax.sgd(...)")
 
     def update(params: Params, value: Value) -> Tree:
         return updated(optimizer, params, optimizer.init(params), params, value)

@@ -231,7 +231,7 @@ class Made:
             placement = make_schedule(family, ipus=ipus, micro_batches=1, rounds=rounds).placement
         how: dict[str, Any] = {"state": state, "frozen": frozen, "costs": costs, "recompute": recompute}
         if isinstance(cuts, str) or not isinstance(cuts, Iterable | None):
-            raise ValueError(f"cuts={cuts!r} are no names: give a list, such as ['block 1'], or leave it out")
+            raise ValueError(f"cuts={cuts!r} is not a list of names: give one, such as ['block 1'], or leave it out")
         names = None if cuts is None else list(cuts)
         mesh = make_mesh(replicas, ipus, devices=devices, **(axes or {}))
         how["mesh"] = mesh if axes else None
@@ -323,7 +323,7 @@ def _places(layers_per_ipu: Iterable[int], layers: int, ipus: int, rounds: int) 
         raise ValueError(f"{value} with rounds={rounds}: the numbers are for one round; leave one of them out")
     if len(counts) != check_count("ipus", ipus) or any(count < 1 and count != -1 for count in counts):
         raise ValueError(
-            f"{value} are no numbers of layers for {ipus} IPUs: give each IPU a number of at least 1, or -1 for an "
+            f"{value} does not give numbers of layers for {ipus} IPUs: give each a number of at least 1, or -1 for an "
             "even share of the other layers"
         )
     sharing = [ipu for ipu, count in enumerate(counts) if count == -1]
@@ -339,7 +339,7 @@ def _places(layers_per_ipu: Iterable[int], layers: int, ipus: int, rounds: int) 
 
 def _pairs(layers: Iterable[Any], params: Iterable[Params] | None) -> list[Layer]:
     if not isinstance(layers, Iterable):
-        raise ValueError(f"layers={layers!r} are no layers: give a list of functions layer(params, x)")
+        raise ValueError(f"layers={layers!r} is not a list of layers: give functions layer(params, x)")
     listed = list(layers)
     if params is not None:
         weights = list(params)

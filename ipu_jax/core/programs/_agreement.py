@@ -74,7 +74,7 @@ def _refuse_branch(segment: Segment, eqn: Eqn, inside: str, axis: str) -> NoRetu
     raise ValueError(
         f"stage {segment.name!r} uses {eqn.primitive.name} over axis {over!r} inside a {inside} "
         f"whose predicate may differ between {_WHO[axis]}: those that take it would wait for ever for the "
-        f"others; communicate outside of it, or decide by what all {_WHO[axis]} hold alike"
+        f"others; communicate outside of it, or decide by a value that is the same on all {_WHO[axis]}"
     )
 
 
@@ -115,7 +115,7 @@ def _refuse_differing(segment: Segment, what: str, differs: bool) -> None:
     """
     if differs:
         raise ValueError(
-            f"concurrent stage {segment.name!r} returns {what} that may differ between IPUs, where all are to hold the "
+            f"concurrent stage {segment.name!r} returns {what} that may differ between IPUs, where all must hold the "
             f"same: gather the parts (jax.lax.all_gather) or add them up (jax.lax.psum) over axis {IPU_AXIS!r} first"
         )
 

@@ -161,10 +161,10 @@ def find_schedule(
     ...
     """
     if not isinstance(costs, StageCosts):
-        raise ValueError(f"costs={costs!r} are no costs: give StageCosts(forward=, backward=, weight=)")
+        raise ValueError(f"costs={costs!r} is not a StageCosts: give StageCosts(forward=, backward=, weight=)")
     placement, micro_batches = placement_of(placement), check_count("micro_batches", micro_batches)
     if len(costs) != len(placement):
-        raise ValueError(f"costs are of {len(costs)} stages, and placement has {len(placement)}: give costs per stage")
+        raise ValueError(f"costs has {len(costs)} stages, but placement has {len(placement)}: give costs per stage")
     ipus = 1 + max((k for k in placement if k is not None), default=0) if ipus is None else check_count("ipus", ipus)
     transfer, lockstep = check_cost("transfer", transfer), check_bool("lockstep", lockstep)
     if as_int(seed) is None:

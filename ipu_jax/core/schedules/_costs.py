@@ -128,7 +128,7 @@ class StageCosts(Shown):
 def _numbers(name: str, given: Any) -> tuple[float, ...]:
     is_scalar = not isinstance(given, Iterable) or getattr(given, "shape", None) == ()
     if is_scalar or isinstance(given, (str, bytes, Mapping)):
-        raise ValueError(f"{name}={given!r} are no numbers: give one per stage")
+        raise ValueError(f"{name}={given!r} is not a list of numbers: give one per stage")
     kind = "size" if name in _SIZES else "cost"
     return tuple(check_cost(f"{name}[{stage}]", value, kind) for stage, value in enumerate(given))
 

@@ -98,7 +98,7 @@ def _cells(table: Timetable, simulation: Simulation | None) -> tuple[list[_Cell]
 
 def _check(table: Timetable, simulation: object) -> None:
     if not isinstance(simulation, Simulation):
-        raise ValueError(f"simulation={simulation!r} is no simulation: give what schedule.simulate(...) returns")
+        raise ValueError(f"simulation={simulation!r} is not a simulation: give what schedule.simulate(...) returns")
     times, tasks = simulation.start_times, tasks_of(table)
     if len(times) != len(tasks) or any(task not in times for task in tasks):
         raise ValueError(

@@ -219,7 +219,7 @@ IPUs takes until the next tick: move it to tick 3 or later
         True
         """
         if not isinstance(text, str):
-            raise ValueError(f"text={text!r} is no text: give what str(schedule) gives, or a grid of your own")
+            raise ValueError(f"text={text!r} is not a string: give what str(schedule) gives, or a grid of your own")
         return cls(**vars(parse(text)))
 
     @classmethod
@@ -238,7 +238,7 @@ IPUs takes until the next tick: move it to tick 3 or later
         ((0, 1), ((3, 5), (2, 4)))
         """
         if not isinstance(text, str):
-            raise ValueError(f"text={text!r} is not a text: give the contents of a CSV file")
+            raise ValueError(f"text={text!r} is not a string: give the contents of a CSV file")
         return cls(**vars(from_torch_csv(text, name)))
 
     def to_torch_csv(self) -> str:
@@ -288,7 +288,7 @@ IPUs takes until the next tick: move it to tick 3 or later
         >>> schedule.plot("1f1b.gif")
         Traceback (most recent call last):
         ...
-        ValueError: path='1f1b.gif' ends in none of .svg, .png and .pdf: give such a name, or save the figure that \
+        ValueError: path='1f1b.gif' does not end in .svg, .png or .pdf: give such a name, or save the figure that \
 plot() returns
         """
         return written(path, lambda: figure_of(self, simulation, self.bubble))
@@ -322,7 +322,7 @@ plot() returns
 def placement_of(placement: Any) -> Placement:
     if isinstance(placement, str) or not isinstance(placement, Iterable):
         raise ValueError(
-            f"placement={placement!r} is no placement: give per stage its IPU, or None, as in (0, 1, None)"
+            f"placement={placement!r} is not a placement: give the IPU of each stage, or None, as in (0, 1, None)"
         )
     ipus = []
     for stage, ipu in enumerate(placement):
@@ -342,7 +342,7 @@ def _rows_of(schedule: str, name: str, rows: Any) -> Rows:
 def _row_of(schedule: str, name: str, rows: Any, stage: int, row: Any) -> tuple[int, ...]:
     if not isinstance(row, Iterable):
         raise ValueError(
-            f"schedule {schedule!r}: the {name} table is {rows!r}: give per stage a row of ticks, one a micro-batch"
+            f"schedule {schedule!r}: the {name} table is {rows!r}: give a row of ticks per stage, one per micro-batch"
         )
     cells = tuple(row)
     if set(map(type, cells)) <= {int}:

@@ -81,7 +81,7 @@ def parse(text: str) -> Timetable:
                 raise ValueError(f"IPU {ipu} has two rows: give each IPU one")
             rows[ipu] = [_cell(ipu, tick, cell) for tick, cell in enumerate(_cells(line, row.end(), starts))]
         elif not re.fullmatch(r"stash: .*|(ramp-up|main|ramp-down|\s)+", line):
-            raise ValueError(f"{line!r} is no line of a schedule: rows begin with 'IPU' and a number")
+            raise ValueError(f"{line!r} is not a line of a schedule: rows begin with 'IPU' and a number")
     if sorted(rows) != list(range(len(rows))) or not rows:
         raise ValueError(f"the rows are of IPUs {sorted(rows)}: give a row for each IPU, 'IPU 0', 'IPU 1' and so on")
     return _timetable(name, clock, placement, [rows[ipu] for ipu in range(len(rows))])

@@ -66,7 +66,7 @@ def _refuse(table: Timetable, task: Task, why: str) -> NoReturn:
 def _check_shape(table: Timetable) -> None:
     name, stages = table.name, len(table.placement)
     if not isinstance(name, str) or not name or name != " ".join(name.split()):
-        raise ValueError(f"name={name!r} cannot stand in a header: give one line, words apart by one blank")
+        raise ValueError(f"name={name!r} cannot be in a header: give one line, with single spaces between words")
     check_choice("clock", table.clock, CLOCKS)
     check_count("ipus", table.ipus)
     count = len(table.forward[0]) if table.forward else 0

@@ -74,17 +74,17 @@ def written(path: object, make: Callable[[], "Figure"]) -> "Figure":
     """Return the figure that `make` returns, and write it to `path`, unless that is None.
 
     Raises:
-        ValueError: `path` is no path, or has another suffix.
+        ValueError: `path` is not a path, or has another suffix.
         OSError: the file cannot be written. An existing file is unchanged.
     """
     if path is None:
         return make()
     if not isinstance(path, (str, os.PathLike)):
-        raise ValueError(f"path={path!r} is no path: give the name of an SVG, PNG or PDF file")
+        raise ValueError(f"path={path!r} is not a path: give the name of an SVG, PNG or PDF file")
     suffix = Path(path).suffix.lower()
     if suffix not in _METADATA:
         raise ValueError(
-            f"path={os.fspath(path)!r} ends in none of .svg, .png and .pdf: give such a name, or save the figure that "
+            f"path={os.fspath(path)!r} does not end in .svg, .png or .pdf: give such a name, or save the figure that "
             "plot() returns"
         )
     figure = make()

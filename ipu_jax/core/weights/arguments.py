@@ -121,7 +121,7 @@ def arrays_in(batch: Batch) -> list[tuple[str, Value]]:
     """Return the paths and arrays of a batch; raise `ValueError` if a leaf is not an array, or if there are none."""
     named = [(f"batch{jax.tree_util.keystr(path)}", leaf) for path, leaf in jax.tree.leaves_with_path(batch)]
     if not named:
-        raise ValueError("batch has no arrays: the first stage has nothing to read and M cannot be told")
+        raise ValueError("batch has no arrays: the first stage has nothing to read, and M is unknown")
     for where, leaf in named:
         check_array(where, leaf)
     return named

@@ -209,7 +209,7 @@ def _state_owners_of(stages: tuple[Stage, ...]) -> dict[str, int | None]:
             continue
         if stage.state in owners:
             raise ValueError(
-                f"state {stage.state!r} is named by two stages: the order of their updates would be the schedule's; "
+                f"state {stage.state!r} is named by two stages: the schedule would decide the order of their updates; "
                 "give each stage its own"
             )
         owners[stage.state] = stage.place

@@ -312,7 +312,7 @@ def _check_spec(leaf: Leaf, spec: Any, ipu: int | None, axes: Mapping[str, int])
     twice = [axis for k, axis in enumerate(named) if axis in named[:k]]
     unknown = [axis for axis in named if axis not in (IPU_AXIS, *axes)]
     if not isinstance(spec, PartitionSpec):
-        why = "it is no PartitionSpec"
+        why = "it is not a PartitionSpec"
     elif REPLICA_AXIS in unknown:
         why = "every replica holds its weights whole"
     elif unknown:

@@ -30,7 +30,7 @@ _DESCRIPTION: Final = (
     "Start a program as several host processes (instances) that share replicas and IPUs, show what they print, and end "
     "them all, with the reason, when one fails or is stuck."
 )
-_EPILOG: Final = "The options end at the first word that is none, or at --. docs/instances.md tells more."
+_EPILOG: Final = "The options end at the first word that is not one, or at --. See docs/instances.md."
 _TRUE: Final = ("yes", "true", "on", "1")
 _FALSE: Final = ("no", "false", "off", "0")
 _TAGS: Final[Mapping[str, Tags]] = {
@@ -81,7 +81,7 @@ def _truth(text: str) -> bool:
 
 def _tags(text: str) -> Tags:
     if text.lower() not in _TAGS:
-        raise argparse.ArgumentTypeError(f"{shown(text)!r} is none of off, short and full")
+        raise argparse.ArgumentTypeError(f"{shown(text)!r} is not one of off, short and full")
     return _TAGS[text.lower()]
 
 
@@ -94,23 +94,23 @@ def _limit(text: str) -> float:
 
 def _folder(text: str) -> Path:
     if not text or "\0" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is no path: give one that is not empty")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a path: give one that is not empty")
     path = Path(text).absolute()
     if path.exists() and not path.is_dir():
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no folder: give another")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a folder: give another")
     return path
 
 
 def _address(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_.:%*\[\]-]+", text):
-        raise argparse.ArgumentTypeError(f"{shown(text)!r} is no address: give one such as 127.0.0.1")
+        raise argparse.ArgumentTypeError(f"{shown(text)!r} is not an address: give one such as 127.0.0.1")
     return text
 
 
 def _variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not _VARIABLE.fullmatch(name) or "\0" in value:
-        what = f"{shown(text)!r} is no variable: give NAME=VALUE, or the NAME of one that is set"
+        what = f"{shown(text)!r} is not a variable: give NAME=VALUE, or the NAME of one that is set"
         raise argparse.ArgumentTypeError(what)
     if name in _ITS_OWN:
         raise argparse.ArgumentTypeError(f"poprun sets {name} itself, by instance: leave it out")
@@ -124,7 +124,7 @@ def _command(text: str) -> tuple[str, ...]:
     with contextlib.suppress(ValueError):  # a quote is not closed, or nothing follows a backslash
         if (words := tuple(shlex.split(text))) and words[0]:
             return words
-    raise ValueError(f"{shown(text)!r} is no command: close its quotes, and give one such as ssh or 'ssh -p 2222'")
+    raise ValueError(f"{shown(text)!r} is not a command: close its quotes, and give one such as ssh or 'ssh -p 2222'")
 
 
 def _read_by(read: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -283,7 +283,7 @@ def options_of(parser: PoprunParser, parsed: argparse.Namespace, program: Sequen
     only = parsed.only_output_from_instance
     if only is not None and only >= parsed.num_instances:
         parser.error(
-            f"--only-output-from-instance {only} is none of the {parsed.num_instances} instances: "
+            f"--only-output-from-instance {only} is not one of the {parsed.num_instances} instances: "
             f"give one from 0 to {parsed.num_instances - 1}"
         )
     if parsed.hostfile is not None and parsed.host is not None:

@@ -12,9 +12,9 @@ from ipu_jax.distributed.launcher.verdicts import EarlyEnd, Failure, Stuck
 
 _MOST_LINES: Final = 40
 _CAUSES: Final = {
-    r"received data size doesn't match": "it received arrays of another size than it sends: do all instances have the "
+    r"received data size doesn't match": "it received arrays of another size than it sent: do all instances have the "
     "same model, batches and options?",
-    r"gloo context initialization failed.*(deadline|timed out)": "another instance did not come to their exchange: do "
+    r"gloo context initialization failed.*(deadline|timed out)": "another instance did not reach their exchange: do "
     "all make the same calls, with the same options, such as checkpoints=?",
     r"heartbeat": "jax's service has missed the heartbeats of an instance, which was suspended or starved, or a clock "
     "has jumped: a restart helps (--max-restarts)",
@@ -86,7 +86,7 @@ def cause_of(said: Iterable[str]) -> str:
     """Return what has ended an instance, in words, if gloo or jax's service has said one of the known messages.
 
     >>> cause_of(["...", "[enforce fail at pair.cc:459] ... Received data size doesn't match expected size."])
-    'it received arrays of another size than it sends: do all instances have the same model, batches and options?'
+    'it received arrays of another size than it sent: do all instances have the same model, batches and options?'
     """
     text = "\n".join(said)
     return next((words for known, words in _CAUSES.items() if re.search(known, text, re.IGNORECASE)), "")

@@ -257,7 +257,7 @@ class Agent:
             case {"do": "send" | "ask_stacks" | "end" as what, **values}:
                 getattr(self._host, what)(**values)
             case _:
-                raise ValueError(f"{command!r} is nothing that an agent does: is poprun of the same version there?")
+                raise ValueError(f"{command!r} is not a command of an agent: is poprun of the same version there?")
 
     def _say(self, line: bytes) -> None:
         self._alive_at = time.monotonic() + _ALIVE_EVERY
@@ -297,7 +297,7 @@ def event_of(line: bytes, now: float) -> Event:
             values["error"] = ErrorRecord(**values["error"])
         return kind(**values)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{line[:80]!r} is no event: {error}") from error
+        raise ValueError(f"{line[:80]!r} is not an event: {error}") from error
 
 
 def _ages(values: dict[str, Json], now: float) -> dict[str, Json]:

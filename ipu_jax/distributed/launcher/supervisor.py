@@ -297,7 +297,7 @@ class Attempt:
         elif number in STOPPING and not self._passed_on and self._outcome is None:
             self._passed_on, self._kill_at = number, now + self._leaving
             self._send(signal.SIGCONT, number)
-            name, may = report.signal_name(number), f"they may take {self._leaving:g} s, and another kills them"
+            name, may = report.signal_name(number), f"they may take {self._leaving:g} s, and a second one kills them"
             self._display.say(f"{name} was passed on to all instances: {may}")
         elif number in STOPPING:
             if self._outcome is not None:

@@ -280,7 +280,7 @@ def hosts_in_file(path: Path) -> tuple[str, ...]:
         raise ValueError(f"{path} cannot be read ({getattr(error, 'strerror', None) or 'not text'})") from error
     names = [words[0] for line in lines if (words := line.split("#")[0].split())]
     if not names:
-        raise ValueError(f"{path} names no host: give one in each line")
+        raise ValueError(f"{path} names no hosts: give one in each line")
     return host_names(",".join(names))
 
 
@@ -297,7 +297,7 @@ def _expanded(part: str, text: str) -> list[str]:
     found = re.fullmatch(r"([^\[\]]*)\[([^\[\]]*)\]([^\[\]]*)", part)
     if found is None:
         if not _NAME.fullmatch(part) or part.startswith("-"):
-            raise ValueError(f"{text!r} is no list of hosts: give names such as a,b or host[0-2,4]")
+            raise ValueError(f"{text!r} is not a list of hosts: give names such as a,b or host[0-2,4]")
         if re.fullmatch(r"[^:]+:\d+", part):
             raise ValueError(f"{part!r} has slots: name the host alone; --num-instances counts the processes of all")
         return [part]
@@ -306,7 +306,7 @@ def _expanded(part: str, text: str) -> list[str]:
     for item in inside.split(","):
         bounds = re.fullmatch(r"(\d+)(?:-(\d+))?", item.strip())
         if bounds is None or int(bounds[2] or bounds[1]) < int(bounds[1]):
-            raise ValueError(f"{text!r} is no list of hosts: {item!r} is not a number or a range such as 0-2")
+            raise ValueError(f"{text!r} is not a list of hosts: {item!r} is not a number or a range such as 0-2")
         first, last = int(bounds[1]), int(bounds[2] or bounds[1])
         if last - first > MOST_HOSTS:
             raise ValueError(f"{text!r} are more than {MOST_HOSTS} hosts: give fewer")

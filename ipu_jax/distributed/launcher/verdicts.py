@@ -319,7 +319,7 @@ class Judge:
         if waiting <= self._starting:
             return None
         instance, watched = min(absent.items(), key=lambda item: (item[1].letter != "T", item[0]))
-        doing = "has not come to popdist.init, where others have waited"
+        doing = "has not reached popdist.init, where others have waited"
         return Stuck(instance, watched.pid, watched.letter, None, doing, waiting, self._starting, "--start-timeout")
 
     def _measure(self, watched: _Watched, before: Reading | None, after: Reading) -> None:
@@ -370,7 +370,7 @@ class Judge:
         if progress.phase in (Phase.BUSY, Phase.WAITING) and in_phase > progress.limit:
             what = f" {progress.label}" if progress.label else ""
             if progress.phase is Phase.WAITING and not progress.begun and self._is_any_silent():
-                doing = f"has not come to its first step; another one waited{what}"
+                doing = f"has not reached its first step; another one waited{what}"
                 return _Late(doing, in_phase, progress.limit, "of who waits")
             doing = f"was busy{what and ' with'}{what}" if progress.phase is Phase.BUSY else f"waited{what}"
             return _Late(doing, in_phase, progress.limit, "its own limit", waits=False)

@@ -3,7 +3,7 @@
     IPU_JAX_FLIGHT_RECORDER=1     <run folder>/flight.3          per replica and IPU: program, tick, and since when
                                   <run folder>/flight.3.1.json   the tasks of program 1 per IPU and tick, in words
 
-The first file is mapped into memory, like a beacon: a write is no system call. Without a launcher, nothing is recorded.
+The first file is mapped into memory, like a beacon: no write is a system call. Without a launcher, nothing is recorded.
 
 Nothing here imports jax.
 """

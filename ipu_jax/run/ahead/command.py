@@ -70,14 +70,14 @@ def _file_of(script: str, is_module: bool) -> str:
     sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.abspath(script)))
     if not is_module:
         if not os.path.isfile(script):
-            raise ValueError(f"{script} is no file: give the path of a Python script, or -m and the name of a module")
+            raise ValueError(f"{script} is not a file: give the path of a Python script, or -m and a module's name")
         return script
     try:
         spec = importlib.util.find_spec(script)
     except (ImportError, ValueError):
         spec = None
     if spec is None or not spec.has_location or spec.origin is None:
-        raise ValueError(f"-m {script} is no module here: give its name, such as examples.gpt")
+        raise ValueError(f"-m {script} is not a module here: give its name, such as examples.gpt")
     return spec.origin
 
 

@@ -113,7 +113,7 @@ def describe(topology: str, *, slices: int = 1) -> list[Device]:
         return sorted(devices, key=lambda device: device.id)  # XLA compiles for a part of them if it has the first ids
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0].partition(": ")[2]
-        raise ValueError(f"topology={topology!r} is no TPU slice ({reason}): give one such as {TOPOLOGIES}") from None
+        raise ValueError(f"topology={topology!r} is not a TPU slice ({reason}): give one, as in {TOPOLOGIES}") from None
 
 
 def compile_lowered(lowered: Any, device: Device) -> tuple[Any, str | None]:

@@ -108,7 +108,7 @@ def compile_ahead(model: Any, params: Params, batch: Batch, *, state: Tree = Non
         given, held = StepArgs(placed, batch, state, key), (placed, state)
         plan = model.placement.plan(*given)
     else:
-        raise ValueError(f"model={model!r} is neither a TrainStep nor a Pipeline: make one of a loss function first")
+        raise ValueError(f"model={model!r} is neither a TrainStep nor a Pipeline: make one from a loss function first")
     mesh = pipeline.mesh
     device, kind = mesh.devices.flat[0], kind_of(mesh.devices.flat[0])
     available = None if kind is None else int(memory_for_jax(kind, device.platform))

@@ -70,7 +70,7 @@ def topology_of(text: str) -> tuple[Kind, tuple[int, ...]]:
     if found := re.fullmatch(r"h100x([1-9]\d*)", text):
         hosts, rest = divmod(int(found[1]), _GPUS_OF_A_HOST)
         if hosts and rest:
-            raise ValueError(f"topology={text!r} has no whole number of hosts of 8: give h100x{hosts * 8}")
+            raise ValueError(f"topology={text!r} is not a whole number of hosts with 8 GPUs: give h100x{hosts * 8}")
         return KINDS["h100"], (hosts, _GPUS_OF_A_HOST) if hosts else (1, rest)
     found = re.fullmatch(r"(v\w+):([1-9]\d*(?:x[1-9]\d*)*)", text)
     if not found or found[1] not in KINDS:
@@ -78,7 +78,7 @@ def topology_of(text: str) -> tuple[Kind, tuple[int, ...]]:
     kind, sides = KINDS[found[1]], tuple(int(side) for side in found[2].split("x"))
     if len(sides) != len(kind.most) or any(map(operator.gt, sorted(sides), kind.most)):
         most = "x".join(map(str, kind.most))
-        raise ValueError(f"topology={text!r} is no slice of {kind.name}, of which the largest is {most}: give less")
+        raise ValueError(f"topology={text!r} is not a slice of {kind.name}, at most {most}: give a smaller one")
     return kind, sides
 
 

@@ -1,1 +1,1 @@
-"""Run a whole training: the loop around `TrainStep`, its progress, and its results."""
+"""Run a whole training run: the loop around `TrainStep`, its progress, and its results."""

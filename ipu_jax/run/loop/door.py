@@ -45,7 +45,7 @@ _FIGURES: Final = (*NAMES_OF_EVENTS, "updates", "epoch")
 
 @dataclasses.dataclass
 class FitResult:
-    """Hold the results of a training.
+    """Hold the results of a training run.
 
     Attributes:
         state: the state after the last update.
@@ -104,7 +104,7 @@ def fit(
 ) -> FitResult:
     """Train with the batches of a feed until all updates are made, SIGTERM or Ctrl-C comes, or an update is not finite.
 
-    While it runs, it prints the mean loss about 20 times, in a long training 20 times per hour, and draws a bar on a
+    While it runs, it prints the mean loss about 20 times, in a long run 20 times per hour, and draws a bar on a
     terminal and in a notebook. At SIGTERM or the first Ctrl-C it waits for the calls in flight, saves, and says how far
     it came and what is saved. Then it returns after SIGTERM, and raises KeyboardInterrupt after Ctrl-C. This holds for
     signals in the last evaluation and the last save, too. After Ctrl-C, or any other error, the last state is in
@@ -120,7 +120,7 @@ def fit(
         state: from `step.init`, or from a result. Its buffers are reused.
         feed: from `Feed(..., step=step)`. It is read from its current position.
         epochs: train this many epochs, or a fraction; 1 by default. An integer for a stream. They count in the data,
-            from the feed's current position: a training that is resumed with another number of examples per update
+            from the feed's current position: a training run that is resumed with another number of examples per update
             ends at the same example.
         updates: train this many updates, instead of epochs.
         evaluate: called with the state at the end of each epoch and of the training; returns figures by name, such as
@@ -290,6 +290,6 @@ def _check_names(what: str, by_name: Mapping[Any, Any], taken: tuple[str, ...]) 
     for name in by_name:
         if not isinstance(name, str) or name in taken:
             raise ValueError(
-                f"{what} have the name {name!r}, which is no text or has another meaning in the log: "
+                f"{what} have the name {name!r}, which is not a string, or has another meaning in the log: "
                 "choose another name"
             )

@@ -36,7 +36,7 @@ _compiled: "weakref.WeakSet[ipu_jax.steps.TrainStep]" = weakref.WeakSet()
 
 @dataclasses.dataclass
 class Training:
-    """Hold what a training works with, and how far it has come."""
+    """Hold what a training run works with, and how far it has come."""
 
     step: "ipu_jax.steps.TrainStep"
     feed: "ipu_jax.Feed"
@@ -141,9 +141,9 @@ def fit(
 def goal_of(
     feed: "ipu_jax.Feed", made: int, epochs: float | None, updates: int | None
 ) -> "tuple[int | None, ipu_jax.io.Position | None]":
-    """Return the number of updates at the end of a training that begins after `made`, and the feed's position there.
+    """Return the number of updates at the end of a run that begins after `made`, and the feed's position there.
 
-    Epochs count in the data: a resumed training ends at the same example, however many examples an update then has.
+    Epochs count in the data: a resumed run ends at the same example, however many examples an update then has.
     """
     if updates is not None:
         return made + updates, None
@@ -175,7 +175,7 @@ def restore(run: Training, checkpoints: "ipu_jax.Checkpoints", resume: _Path) ->
     checkpoints.lock()
     try:
         found = checkpoints.restore(run.result.state, resume=resume)
-    except ValueError as error:  # the checkpoint is of another training
+    except ValueError as error:  # the checkpoint is of another run
         raise ipu_jax.io.CheckpointError(str(error)) from error
     if found is None:
         return
@@ -214,7 +214,7 @@ def train(run: Training) -> None:
         if not is_over(run) and feed.epochs is not None and feed.position.epoch >= feed.epochs:
             result.stopped = "the end of the feed"
         if run.saves_epochs or is_over(run):
-            save(run)  # before the last line is printed: a longer training would not print it
+            save(run)  # before the last line is printed: a longer run would not print it
         if is_over(run):
             run.lines.end()
         evaluate_now(run)

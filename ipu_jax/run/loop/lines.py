@@ -1,4 +1,4 @@
-"""Show the progress of a training as lines that stay when the bar disappears.
+"""Show the progress of a training run as lines that stay when the bar disappears.
 
 Epoch 0.1, Mean loss: 2.103
 Epoch 0.2, Mean loss: 1.544
@@ -21,10 +21,10 @@ _SECONDS: Final = 180.0
 
 
 class LossLines:
-    """Prints mean losses, by default about 20 times in a training, or in each hour of a longer one.
+    """Prints mean losses, by default about 20 times in a training run, or in each hour of a longer one.
 
-    A line follows every tenth of an epoch, or of a shorter training; but every twentieth of the training if this is
-    more. So lines depend on updates alone, and a resumed training prints the same lines. Only if the last line is three
+    A line follows every tenth of an epoch, or of a shorter run; but every twentieth of the run if this is
+    more. So lines depend on updates alone, and a resumed run prints the same lines. Only if the last line is three
     minutes old, there is a line in between. A stream that does not say how long it is has a line for every 100 updates,
     from 1,000 on for every 1,000, and so on.
 

@@ -1,4 +1,4 @@
-"""Describe a training as plain data, and refuse to continue it with another model or optimizer, naming the difference.
+"""Describe a training run as plain data, and refuse to resume it with another model or optimizer, naming what differs.
 
 A checkpoint contains the description of the arrays that it stores. For every leaf of weights, optimizer, state and
 average it contains the path, shape, dtype and place. Two descriptions with the same leaves are of the same training. If
@@ -34,7 +34,7 @@ _SINGLE: Final = {
 
 
 def description_of(step: TrainStep, state: TrainState) -> dict[str, Json]:
-    """Return the description of a training. Any state of the step will do; its values don't matter."""
+    """Return the description of a training run. Any state of the step will do; its values don't matter."""
     places, arrays = step.placement.places(state), named(state)
     return {
         "arrays": {name: {"shape": list(array.shape), "dtype": str(array.dtype)} for name, array in arrays.items()},
@@ -50,23 +50,23 @@ def versions() -> dict[str, str]:
 
 
 def same_places(saved: Mapping[str, Json], here: Mapping[str, Json]) -> bool:
-    """Return whether two trainings hold the same leaves in the same arrays."""
+    """Return whether two runs hold the same leaves in the same arrays."""
     return saved["arrays"] == here["arrays"] and saved["leaves"] == here["leaves"]
 
 
 def check_words(where: str, saved: Mapping[str, Json], here: Mapping[str, Json]) -> None:
-    """Raise `ValueError` unless the user's descriptions of two trainings are equal; the message names a difference."""
+    """Raise `ValueError` unless the user's descriptions of two runs are equal; the message names a difference."""
     for name in sorted({*saved, *here}):
         if name not in saved or name not in here or saved[name] != here[name]:
             one, other = (repr(each[name]) if name in each else "not given" for each in (saved, here))
             raise ValueError(
-                f"{where} is of {name} {one}, but this training's {name} is {other}: resume with the same {name}, or "
+                f"{where} is of {name} {one}, but this run's {name} is {other}: resume with the same {name}, or "
                 "save to another folder"
             )
 
 
 def check_model(where: str, saved: Mapping[str, Json], here: Mapping[str, Json]) -> None:
-    """Raise `ValueError` unless two trainings hold the same leaves; the message names the first difference."""
+    """Raise `ValueError` unless two runs hold the same leaves; the message names the first difference."""
     for kind, what in KINDS.items():
         of_saved, of_here = ({place["path"]: _text(place) for place in each["leaves"][kind]} for each in (saved, here))
         if bool(of_saved) != bool(of_here) and kind == "ema":
@@ -74,8 +74,8 @@ def check_model(where: str, saved: Mapping[str, Json], here: Mapping[str, Json])
             raise ValueError(f"{where} has {'an' if of_saved else 'no'} average of the weights: {mend}")
         missing, unknown = sorted(of_here.keys() - of_saved.keys()), sorted(of_saved.keys() - of_here.keys())
         if missing or unknown:
-            parts = [f"has no {missing[0]}, which this training has"] if missing else []
-            parts += [f"has {unknown[0]}, which this training does not have"] if unknown else []
+            parts = [f"has no {missing[0]}, which this run has"] if missing else []
+            parts += [f"has {unknown[0]}, which this run does not have"] if unknown else []
             raise ValueError(
                 f"{where} has other {what}: it {', and '.join(parts)}; resume with the model and the "
                 "optimizer that it was saved with, or save to another folder"
@@ -83,7 +83,7 @@ def check_model(where: str, saved: Mapping[str, Json], here: Mapping[str, Json])
         for path, text in of_here.items():
             if of_saved[path] != text:
                 raise ValueError(
-                    f"{where} has other {what}: {path} is {of_saved[path]} in it, and {text} in this training; resume "
+                    f"{where} has other {what}: {path} is {of_saved[path]} in it, and {text} in this run; resume "
                     "with the sizes and the precision that it was saved with, or save to another folder"
                 )
     for name, mend in _SINGLE.items():
@@ -91,7 +91,7 @@ def check_model(where: str, saved: Mapping[str, Json], here: Mapping[str, Json])
         if one != other:
             has = ["no" if each is None else each["dtype"] for each in (one, other)]
             raise ValueError(
-                f"{where} has {has[0]} {name.split('.')[0]}, and this training has {has[1]}. It is {mend}, "
+                f"{where} has {has[0]} {name.split('.')[0]}, and this run has {has[1]}. It is {mend}, "
                 "as when it was saved"
             )
 

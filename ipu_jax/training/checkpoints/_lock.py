@@ -1,4 +1,4 @@
-"""Let only one training save to a folder: a lock that names its holder, and is freed when the process dies.
+"""Let only one run save to a folder: a lock that names its holder, and is freed when the process dies.
 
     runs/mnist/.lock    {"host": "node-7", "process": "3207-918273-3437d34c-4026531836", "since": "2026-11-23 10:15:02"}
 
@@ -38,7 +38,7 @@ _all: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 
 
 class Lock:
-    """The lock of a folder of checkpoints, for one training of this process.
+    """The lock of a folder of checkpoints, for one run of this process.
 
     Args:
         folder: the folder of the checkpoints.
@@ -52,7 +52,7 @@ class Lock:
 
     @property
     def is_held(self) -> bool:
-        """Return whether this training has the lock, and nobody has removed it.
+        """Return whether this run has the lock, and nobody has removed it.
 
         Raises:
             OSError: its file cannot be read.
@@ -60,13 +60,13 @@ class Lock:
         return self._freeing is not None and _read(self._path) == self._text
 
     def take(self, seconds: float = _PATIENCE) -> None:
-        """Take the lock, unless this training has it. The folder must exist.
+        """Take the lock, unless this run has it. The folder must exist.
 
         Args:
             seconds: how long to wait for another process that has it.
 
         Raises:
-            CheckpointError: another training has it; the `errno` is EBUSY.
+            CheckpointError: another run has it; the `errno` is EBUSY.
             OSError: its file cannot be written.
         """
         if self.is_held:
@@ -76,20 +76,20 @@ class Lock:
         while holder := self._try():
             if time.monotonic() >= deadline:
                 raise CheckpointError(
-                    f"{self._folder} is in use: {holder}. Two trainings in one folder would remove each other's "
+                    f"{self._folder} is in use: {holder}. Two training runs in one folder would remove each other's "
                     "checkpoints: wait until that one has ended, stop it, or save to another folder",
                     errno.EBUSY,
                 )
             time.sleep(_LOOK_EVERY)
 
     def release(self) -> None:
-        """Free the lock, if this training has it."""
+        """Free the lock, if this run has it."""
         if self._freeing is not None:
             self._freeing()
             self._freeing = None
 
     def _try(self) -> str:
-        """Return who has the lock, or "" if this training has it from now on."""
+        """Return who has the lock, or "" if this run has it from now on."""
         if any(lock.is_held for lock in list(_all) if lock is not self and lock._path == self._path):
             return _holder(_read(self._path))  # network disks don't keep two files of one process apart
         for mode in (os.O_RDONLY, os.O_RDWR):  # network disks lock only files that are open for writing
@@ -107,7 +107,7 @@ class Lock:
         raise AssertionError("the second one has returned or raised")
 
     def _lock(self, handle: int) -> str | None:
-        """Lock an open file; return who has the lock, "" if this training has it now, or None to try another time."""
+        """Lock an open file; return who has the lock, "" if this run has it now, or None to try another time."""
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

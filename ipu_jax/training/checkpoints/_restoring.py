@@ -1,4 +1,4 @@
-"""Find the checkpoint that a training resumes from, the last whole one of this training, and read its state.
+"""Find the checkpoint that a training run resumes from, the last whole one of this run, and read its state.
 
 Arrays are read onto the IPUs, or leaf by leaf on the host for another topology.
 """
@@ -56,7 +56,7 @@ class Search:
 
     Args:
         folder: the folder of the checkpoints.
-        model: the description of this training's step.
+        model: the description of this run's step.
         words: the user's description, which a checkpoint must also have.
         timeout: the time limit for waiting for other instances, in seconds.
     """
@@ -73,7 +73,7 @@ class Search:
             must: whether a folder without checkpoints is an error.
 
         Raises:
-            ValueError: it is of another training.
+            ValueError: it is of another run.
             CheckpointError: this user or this version cannot read the folder, or what may be the last checkpoint; or
                 all checkpoints are damaged, or there is none and there must be one.
         """
@@ -111,7 +111,7 @@ class Search:
 
         Raises:
             CheckpointError: it is not whole, or cannot be read.
-            ValueError: it is of another training.
+            ValueError: it is of another run.
         """
         found = _folder.found_at(path)
         try:
@@ -126,7 +126,7 @@ class Search:
         """Return what is wrong with the files of a checkpoint, the same on all instances, or "".
 
         Raises:
-            ValueError: it is of another training.
+            ValueError: it is of another run.
             UnreadableError: an instance cannot read it, but it may be whole.
         """
         unreadable = UnreadableError(found.wrong, found.errno) if found.is_unreadable else None
@@ -168,7 +168,7 @@ def read(store: Store, found: _folder.Found, step: TrainStep, like: TrainState, 
 
     Args:
         store: reads its arrays.
-        found: the checkpoint, which is of this training.
+        found: the checkpoint, which is of this run.
         step: the training step.
         like: a state of this step.
         here: the description of the step.

@@ -56,7 +56,7 @@ def import_orbax() -> Any:
 
 
 class Store:
-    """Writes and reads the arrays of one training.
+    """Writes and reads the arrays of one run.
 
     Args:
         seconds: the time limit of one save, and of waiting for other instances.

@@ -1,4 +1,4 @@
-"""Save a training while it runs, and resume it: `Checkpoints`.
+"""Save a training run while it runs, and resume it: `Checkpoints`.
 
 state = step.init(params)
 with Checkpoints("runs/mnist", step, keep=3, every=100, minutes=10) as checkpoints:
@@ -12,7 +12,7 @@ with Checkpoints("runs/mnist", step, keep=3, every=100, minutes=10) as checkpoin
 
 save     [main thread: a copy on the host] -> [background: arrays, checksums, the seal] -> a checkpoint
 restore  the last whole checkpoint; a damaged one is named and skipped. Nothing is written or locked
-lock     only one training saves to a folder; any number can read it
+lock     only one run saves to a folder; any number can read it
 """
 
 import contextlib
@@ -64,7 +64,7 @@ class Checkpoints:
     the same folder is refused. `restore` needs no lock.
 
     Args:
-        folder: the folder of all checkpoints of one training. It is created if it is missing.
+        folder: the folder of all checkpoints of one run. It is created if it is missing.
         step: the training step, from `make_train_step`.
         keep: how many checkpoints to keep. An older one is removed when a newer one is sealed, unless it is damaged.
         every: save every this many updates.
@@ -99,7 +99,7 @@ class Checkpoints:
             raise ValueError(f"step={in_line(step)} is not a training step: make it with make_train_step(...)")
         check_count("keep", keep)
         if not isinstance(describes, Mapping | None):
-            raise ValueError(f"describes={describes!r} is no dict: give plain data by name, such as {{'width': 128}}")
+            raise ValueError(f"describes={describes!r} is not a dict: give plain data by name, as in {{'width': 128}}")
         if every is not None:
             check_count("every", every)
         for name, value, such_as in (("minutes", minutes, 10), ("timeout", timeout, 300)):
@@ -146,7 +146,7 @@ class Checkpoints:
 
         Raises:
             ValueError: the checkpoint is of another model, optimizer or description; `resume="never"` in a folder
-                with checkpoints; or `like` is no state.
+                with checkpoints; or `like` is not a state.
             CheckpointError: all checkpoints are damaged, or one is required and there is none; or this user or this
                 version cannot read the folder, or what may be the last checkpoint. Nothing is removed.
         """
@@ -175,7 +175,7 @@ class Checkpoints:
     # save
 
     def lock(self) -> None:
-        """Lock the folder for this training before it compiles anything. Otherwise the first `due` or `save` locks it.
+        """Lock the folder for this run before it compiles anything. Otherwise the first `due` or `save` locks it.
 
         `close` frees the lock, and so does the end of the process. Instance 0 takes it for all.
 
@@ -184,7 +184,7 @@ class Checkpoints:
         Communicates a number per instance.
 
         Raises:
-            CheckpointError: another training saves to the folder, and the message names it; or the folder cannot be
+            CheckpointError: another run saves to the folder, and the message names it; or the folder cannot be
                 created or written to.
             ValueError: the checkpoints are closed.
         """
@@ -226,7 +226,7 @@ class Checkpoints:
             updates: the updates since the previous call; by default the step's `device_iterations`.
 
         Raises:
-            CheckpointError: the last save failed, under `on_save_error="stop"`; or another training has the lock.
+            CheckpointError: the last save failed, under `on_save_error="stop"`; or another run has the lock.
             ValueError: the checkpoints are closed.
         """
         _check_state(state)
@@ -247,7 +247,7 @@ class Checkpoints:
         return is_due
 
     def _lock_or_leave_it_to_the_save(self) -> None:
-        """Refuse a second training; a folder that cannot be written to is reported by the first save."""
+        """Refuse a second run; a folder that cannot be written to is reported by the first save."""
         try:
             self.lock()
         except CheckpointError as error:
@@ -278,7 +278,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: the previous save failed, or this one does, under `on_save_error="stop"`. The message
-                contains the path, the operating system's error and the bytes. Or another training saves to the
+                contains the path, the operating system's error and the bytes. Or another run saves to the
                 folder.
             ValueError: `extra` or the feed's state is not plain data, or the checkpoints are closed.
             InstancesMissingError: an instance did not come in time.

@@ -142,7 +142,7 @@ def share_of(mesh: Mesh, instances: int | None, instance: int | None) -> dict[st
     check_there(mesh, "a feed", "jax.ShapeDtypeStruct for batches")
     if REPLICA_AXIS not in mesh.axis_names:
         raise ValueError(
-            f"mesh has axes {mesh.axis_names}, none is 'replica': make it with make_mesh(replicas, ipus_per_replica)"
+            f"mesh has axes {mesh.axis_names}, but not 'replica': make it with make_mesh(replicas, ipus_per_replica)"
         )
     axis = mesh.axis_names.index(REPLICA_AXIS)
     rows = np.moveaxis(mesh.devices, axis, 0).reshape(mesh.devices.shape[axis], -1)  # the axis may be the only one

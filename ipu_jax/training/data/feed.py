@@ -170,7 +170,7 @@ class Feed:
             raise ValueError(f"prefetch={prefetch!r} is not a number of batches: give an int of at least 0")
         if workers > max(num_ahead, 1):
             raise ValueError(
-                f"workers={workers}, but prefetch={prefetch} batches are made at once at most: use fewer workers, or "
+                f"workers={workers}, but at most prefetch={prefetch} batches are made at once: use fewer workers, or "
                 f"prefetch={workers}"
             )
         if not (timeout > 0 and math.isfinite(timeout)):

@@ -172,7 +172,7 @@ def filling(fill: Tree, like: Tree) -> Tree:
     """
     if jax.tree.structure(fill) != jax.tree.structure(like):
         if jax.tree.structure(fill) != jax.tree.structure(0):
-            raise ValueError(f"fill={fill!r} is neither a number nor a pytree of numbers as the source's")
+            raise ValueError(f"fill={fill!r} is neither a number nor a pytree of numbers like the source's")
         fill = jax.tree.map(lambda _: fill, like)
     return jax.tree.map_with_path(_check_fill, like, fill)
 
@@ -184,7 +184,7 @@ def _check_fill(path: Any, like: jax.ShapeDtypeStruct, value: Value) -> Value:
         converted = None
     if converted is None or converted.ndim or (like.dtype.kind in "iub" and converted != value):
         keys = jax.tree_util.keystr(path)
-        raise ValueError(f"fill={value!r} at source{keys} is no {like.dtype}: give a number that it holds")
+        raise ValueError(f"fill={value!r} at source{keys} is not of dtype {like.dtype}: give a number that it holds")
     return value
 
 

@@ -142,7 +142,7 @@ def _equal_share(replicas: int, instances: int, instance: int) -> range:
     """Return the numbers of an instance's replicas if all instances have the same number of replicas."""
     instances, number = check_count("instances", instances), as_int(instance)
     if number is None or not 0 <= number < instances:
-        raise ValueError(f"instance={instance!r} is none of instances={instances}: give an int from 0 on")
+        raise ValueError(f"instance={instance!r} is not one of instances={instances}: give an int from 0 on")
     if replicas % instances:
         raise ValueError(
             f"replicas={replicas} cannot be shared by instances={instances}: use a multiple of {instances}"

@@ -291,9 +291,9 @@ def _position_in_order(state: Mapping[str, Json], order: EpochOrder) -> Position
     try:
         saved = {name: operator.index(value) for name, value in state.items()}
     except (AttributeError, TypeError) as error:
-        raise ValueError(f"state={state!r} is not one: give what state() returned") from error
+        raise ValueError(f"state={state!r} is not a state of a feed: give what state() returned") from error
     if saved.keys() != set(_STATE) or saved["epoch"] < 0 or not 0 <= saved["position"] <= saved["examples"]:
-        raise ValueError(f"state={saved} is not one: give what state() returned")
+        raise ValueError(f"state={saved} is not a state of a feed: give what state() returned")
     own = {"examples": order.examples, "seed": order.seed, "shuffle": int(order.shuffle)}
     for name, value in own.items():
         if saved[name] != value:
@@ -309,10 +309,10 @@ def _position_in_stream(state: Mapping[str, Json]) -> StreamPosition:
     try:
         saved = {name: operator.index(value) for name, value in state.items() if name != "source"}
     except (AttributeError, TypeError) as error:
-        raise ValueError(f"state={state!r} is not one of a stream: give what state() returned") from error
+        raise ValueError(f"state={state!r} is not a state of a stream: give what state() returned") from error
     names, offset, beyond = set(state) - set(own), saved.pop("offset", 0), saved.pop("beyond", 0)
     is_position = names == {"epoch", "position", "checksum"} and min(saved["epoch"], offset, beyond) >= 0
     if not is_position or saved["position"] < beyond:
-        raise ValueError(f"state={dict(state)} is not one of a stream: give what state() returned")
+        raise ValueError(f"state={dict(state)} is not a state of a stream: give what state() returned")
     checksum = None if saved["checksum"] == -1 else saved["checksum"]
     return StreamPosition(saved["epoch"], saved["position"], checksum, state.get("source"), offset, beyond)

@@ -246,4 +246,4 @@ def _unlike_lines(text: str) -> str | None:
     own = lines[at][:_LONGEST] if at < len(lines) else ABSENT
     shown = around_difference([one.decode() for one in _exchanged(f"{_WHAT}, line", own.encode())])
     found = {i: {f"in line {at + 1} of its program": line} for i, line in enumerate(shown)}
-    return difference(found) or "the instances have programs that use values in other places"
+    return difference(found) or "the instances have programs that use values in different places"

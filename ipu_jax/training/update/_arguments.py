@@ -33,7 +33,7 @@ class Arguments:
     def check_state(self, state: Any) -> None:
         """Check that a state belongs to this step, and that no earlier call has used it up."""
         if not isinstance(state, TrainState) or not self._model.has(state.params):
-            raise ValueError("state is not of this step: make it with step.init(params)")
+            raise ValueError("state does not belong to this step: make it with step.init(params)")
         check_alive(
             "state", state, "go on with the state that it returned, or keep states with TrainOptions(donate=False)"
         )

@@ -104,7 +104,7 @@ def _described(found: NonFinite | None, number: int, now: int | None) -> str:
     text = f"update {number}: its loss or a gradient is not finite" if found is None else str(found)
     if now is not None:
         return f"{text} ({'but not ' if found is None else ''}with the state after update {now})"
-    return text if found else f"{text}, but all is when it is computed again"
+    return text if found else f"{text}, but everything is finite when it is computed again"
 
 
 @jax.jit  # an array across several instances can be indexed only in a program

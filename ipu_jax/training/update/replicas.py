@@ -64,7 +64,7 @@ def replicas_of(
         below = num_ipus // ipus_per_replica * ipus_per_replica
         nearest = f"{below} or {below + ipus_per_replica}" if below else f"{ipus_per_replica}"
         raise ValueError(
-            f"num_ipus={num_ipus} makes no whole number of replicas of ipus_per_replica={ipus_per_replica}: "
+            f"num_ipus={num_ipus} does not make a whole number of replicas of ipus_per_replica={ipus_per_replica}: "
             f"give a multiple of it, such as {nearest}"
         )
     return num_ipus // ipus_per_replica

@@ -92,7 +92,7 @@ class TrainStep:
     def __init__(self, model: Any, optimizer: Any, options: TrainOptions):
         optimizer = checked_optimizer(optimizer)
         if not isinstance(options, TrainOptions):
-            raise ValueError(f"options={options!r} are no TrainOptions: give TrainOptions(...), or leave them out")
+            raise ValueError(f"options={options!r} is not a TrainOptions: give TrainOptions(...), or leave it out")
         self.options, self._model = options, model_for(model, options)
         self.model: Any = self._model.runs
         self.random = self._model.random

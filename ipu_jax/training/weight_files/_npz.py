@@ -86,8 +86,8 @@ class NpzFile:
                 if name == entry.filename or name in self.tensors:
                     is_torch = entry.filename.endswith("/data.pkl")
                     mend = "save torch's with safetensors.torch.save_file" if is_torch else "give one by numpy.savez"
-                    what = "no array" if name == entry.filename else "there twice"
-                    raise BadFileError(f"{label} is no npz file: its entry {quoted(entry.filename)} is {what}; {mend}")
+                    what = "not an array" if name == entry.filename else "there twice"
+                    raise BadFileError(f"{label} is not an npz file: entry {quoted(entry.filename)} is {what}; {mend}")
                 if entry.header_offset < 0:  # zipfile would pass the operating system's error on
                     raise zipfile.BadZipFile(f"{quoted(entry.filename)} lies before the file's beginning")
                 with self._archive.open(entry) as member:
@@ -104,7 +104,7 @@ class NpzFile:
         with naming(f"{self.label}: {name!r}", *_DAMAGE), self._archive.open(entry) as member:
             array = np.lib.format.read_array(member, allow_pickle=False)
             if member.read(1):
-                raise BadFileError(f"{self.label} is damaged: {name!r} has bytes behind its array. Get it again")
+                raise BadFileError(f"{self.label} is damaged: {name!r} has bytes after its array. Get it again")
         assert not isinstance(info.dtype, str), "a leaf that takes it is refused"
         return array if array.dtype == info.dtype else array.view(info.dtype)
 

@@ -116,7 +116,7 @@ class SafetensorsFile:
                 shape, (start, stop) = _shape(entry["shape"]), map(_natural, entry["data_offsets"])
                 dtype = _DTYPES.get(entry["dtype"], str(entry["dtype"]))
                 if not isinstance(dtype, str) and stop - start != math.prod(shape) * dtype.itemsize:
-                    raise ValueError(f"{stop - start} bytes are no {TensorInfo(shape, dtype)}")
+                    raise ValueError(f"{stop - start} bytes are not a {TensorInfo(shape, dtype)}")
             self.tensors[name], self._offsets[name] = TensorInfo(shape, dtype), start
             ranges.append((start, stop))
         end = 0
@@ -125,7 +125,7 @@ class SafetensorsFile:
                 raise BadFileError(f"{label} is damaged: its arrays overlap or leave gaps. Export or download it again")
             end = stop
         if end != size:
-            how = "is cut short" if size < end else "has bytes behind its arrays"
+            how = "is cut short" if size < end else "has bytes after its arrays"
             raise BadFileError(f"{label} {how}: {size:,} bytes of arrays, where its header says {end:,}. Get it again")
         with naming(f"{label}: its metadata", TypeError, ValueError, AttributeError, RecursionError):
             texts = json.loads((metadata or {}).get(_CHECKSUMS, "{}"))
@@ -172,7 +172,7 @@ def _read_header(file: BinaryIO, label: str) -> tuple[dict[str, Json], int]:
     length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
     if not 2 <= length <= min(size - 8, _LARGEST_HEADER):
         raise BadFileError(
-            f"{label} is no safetensors or npz file, or is cut short: it has {size:,} bytes, and its first 8 say that "
+            f"{label} is not a safetensors or npz file, or is cut short: it has {size:,} bytes, whose first 8 say that "
             f"a header of {length:,} follows. Get it again, or save it with safetensors or numpy.savez"
         )
     with naming(f"{label}: its header", ValueError, RecursionError):
@@ -200,5 +200,5 @@ def _shape(sizes: list[Any]) -> tuple[int, ...]:
 
 def _natural(value: Json) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{value!r:.60} is no size")
+        raise ValueError(f"{value!r:.60} is not a size")
     return value

@@ -165,7 +165,7 @@ def whole_leaves(weights: Params, *, average: bool = False) -> tuple[list[WholeL
     """
     if average and (not isinstance(weights, TrainState) or weights.ema is None):
         raise ValueError(
-            f"average=True needs the average of a training: give the state of a step with TrainOptions(ema_decay=...), "
+            f"average=True needs the average of a run: give the state of a step with TrainOptions(ema_decay=...), "
             f"not {'a state without one' if isinstance(weights, TrainState) else type(weights).__name__}"
         )
     params = weights.params if isinstance(weights, TrainState) else weights
@@ -219,7 +219,7 @@ def _parts_of(params: Params) -> list[Part]:
     parts = []
     for name, leaf in named_leaves(params):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise ValueError(f"leaf {name!r} is {leaf!r}, which is no array: make it one, with a dtype of its own")
+            raise ValueError(f"leaf {name!r} is {leaf!r}, which is not an array: make it one, with a dtype of its own")
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             raise ValueError(
                 f"leaf {name!r} is {leaf.dtype}, which no file holds: export jax.random.key_data(...) of it"

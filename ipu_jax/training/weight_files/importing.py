@@ -116,7 +116,7 @@ def _wanted_leaves(like: Params) -> dict[str, TensorInfo]:
     wanted = {}
     for name, leaf in named_leaves(like):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype") or is_key(leaf):
-            raise ValueError(f"like has the leaf {name!r}, {leaf!r}, which is no array: give arrays or their shapes")
+            raise ValueError(f"like has a leaf {name!r}, {leaf!r}, which is not an array: give arrays or shapes")
         wanted[name] = TensorInfo(tuple(leaf.shape), np.dtype(leaf.dtype))
     return wanted
 
@@ -168,7 +168,7 @@ class _Tree:
         self._leaves = dict(named_leaves(tree))
         for name, leaf in self._leaves.items():
             if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-                raise ValueError(f"the source's leaf {name!r} is {leaf!r}, which is no array: give arrays, or a path")
+                raise ValueError(f"the source's leaf {name!r} is {leaf!r}, not an array: give arrays, or a path")
         self.tensors = {n: TensorInfo(tuple(leaf.shape), np.dtype(leaf.dtype)) for n, leaf in self._leaves.items()}
 
     def read(self, name: str) -> np.ndarray:
@@ -224,7 +224,7 @@ def fit(
     )
     guess = _Guesses()
     problems = [
-        f"mapping has {name!r}, which is no leaf{guess.nearest(name, wanted)}" for name in plans.keys() - wanted.keys()
+        f"mapping has {name!r}, not a leaf{guess.nearest(name, wanted)}" for name in plans.keys() - wanted.keys()
     ]
     for name, info in wanted.items():
         problems += _problems(name, info, plans[name], source, unused, guess, cast)
@@ -339,7 +339,7 @@ def _sharding_of(array: Value) -> Sharding:
     sharding = getattr(array, "sharding", None)
     if sharding is None:
         raise ValueError(
-            f"like has {array!r}, which says not where it is: give what pipeline.shard_shapes(...) returns"
+            f"like has {array!r}, which does not say where it is: give what pipeline.shard_shapes(...) returns"
         )
     return sharding
 

@@ -132,7 +132,7 @@ class Saved:
         try:
             target = jnp.dtype(dtype)
         except TypeError:
-            raise ValueError(f"dtype={dtype!r} names no dtype: give one such as 'float32'") from None
+            raise ValueError(f"dtype={dtype!r} is not a dtype: give one such as 'float32'") from None
         return self._each(
             f"astype({target.name!r})",
             lambda info: TensorInfo(info.shape, target),
@@ -217,7 +217,7 @@ def rounded(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def _ints(method: str, values: Sequence[Value]) -> tuple[int, ...]:
     found = tuple(map(as_int, values))
     if None in found:
-        raise ValueError(f"{method}{tuple(values)!r} has what is no int: give ints")
+        raise ValueError(f"{method}{tuple(values)!r} has an entry that is not an int: give ints")
     return tuple(value for value in found if value is not None)
 
 

@@ -344,7 +344,7 @@ FIVE = f"batch has shape (5, {N}, {K})", f"(gradient_accumulation, ...) = ({M}, 
 @refusals(
     (chosen(schedule="1F1B"), "the schedule is '1f1b'", "was given", "schedule='auto'"),
     (too_late, "the schedule was chosen already", "before the first step", "another Pipeline"),
-    (chosen(costs=StageCosts([1], [1], [1])), "costs are of 1 stages", "placement has 4", "costs per stage"),
+    (chosen(costs=StageCosts([1], [1], [1])), "costs has 1 stages", "placement has 4", "costs per stage"),
     (chosen(costs=3), "costs=3", "give StageCosts(forward=, backward=, weight=)"),
     (under_jit, "measured=True", "tracers", "outside of jax.jit"),
     (chosen("stage_costs", measured=True, repeats=0), "repeats=0", "count", "at least 1"),

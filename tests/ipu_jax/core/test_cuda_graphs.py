@@ -64,7 +64,7 @@ def test_an_old_driver_gives_a_warning_or_is_refused(monkeypatch):
     cuda_graphs.use_cuda_graphs(False, None)
     with pytest.raises(ValueError, match=r"cuda_graphs=True.*12\.2.*newer driver.*cuda_graphs=False"):
         cuda_graphs.use_cuda_graphs(True, None)
-    with pytest.raises(ValueError, match="cuda_graphs='on' is no bool"):
+    with pytest.raises(ValueError, match="cuda_graphs='on' is not a bool"):
         configure(2, cuda_graphs="on")  # pyright: ignore[reportArgumentType]
     assert os.environ["XLA_FLAGS"] == ""
 

@@ -227,16 +227,16 @@ def mesh_of(given: Any) -> Any:
 
 @refusals(
     (mesh_of(lambda: jax.devices()[:1]), "needs 2 IPUs", "1 cpu devices were given", "use fewer IPUs, or more devices"),
-    (mesh_of([]), "devices=[]", "no devices", "jax.devices()[:4]"),
-    (mesh_of([0, 1]), "devices=[0, 1]", "no devices", "jax.devices()[:4]"),
-    (mesh_of("cpu"), "devices='cpu'", "no devices", "jax.devices()[:4]"),
-    (mesh_of(2), "devices=2", "no devices", "jax.devices()[:4]"),
-    (mesh_of(lambda: jax.devices()[0]), "devices=CpuDevice(id=0)", "no devices", "jax.devices()[:4]"),
-    (mesh_of(lambda: [*jax.devices()[:2], None]), "None]", "no devices", "jax.devices()[:4]"),
-    (mesh_of(lambda: make_mesh(2, 2).devices), "devices=array(", "no devices", "jax.devices()[:4]"),
+    (mesh_of([]), "devices=[]", "not a list of devices", "jax.devices()[:4]"),
+    (mesh_of([0, 1]), "devices=[0, 1]", "not a list of devices", "jax.devices()[:4]"),
+    (mesh_of("cpu"), "devices='cpu'", "not a list of devices", "jax.devices()[:4]"),
+    (mesh_of(2), "devices=2", "not a list of devices", "jax.devices()[:4]"),
+    (mesh_of(lambda: jax.devices()[0]), "devices=CpuDevice(id=0)", "not a list of devices", "jax.devices()[:4]"),
+    (mesh_of(lambda: [*jax.devices()[:2], None]), "None]", "not a list of devices", "jax.devices()[:4]"),
+    (mesh_of(lambda: make_mesh(2, 2).devices), "devices=array(", "not a list of devices", "jax.devices()[:4]"),
     (mesh_of(lambda: [jax.devices()[3]] * 2), "CpuDevice(id=3)]", "different devices", "each of them once"),
     (lambda: made_of("layers", jax.devices()[:1]), "needs 2 IPUs", "1 cpu devices were given"),
-    (lambda: made_of("function", []), "devices=[]", "no devices"),
+    (lambda: made_of("function", []), "devices=[]", "not a list of devices"),
     (
         lambda: replicate(sum_of_squares, num_ipus=2, devices=jax.devices()[:1]),
         "replicas=2",
@@ -275,7 +275,7 @@ def test_meshes_are_of_described_devices_as_long_as_these_are_described():
         raise KeyError
     assert configure(1) == jax.devices()[:1]
     for wrong in ([], [0]):
-        with refused(f"devices={wrong}", "no devices"), devices.describing(wrong):
+        with refused(f"devices={wrong}", "not a list of devices"), devices.describing(wrong):
             pass
 
 

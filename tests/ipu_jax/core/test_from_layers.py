@@ -110,7 +110,7 @@ def made(**given: Any) -> Any:
 
 
 @refusals(
-    (made(layers=block, params=PARAMS), "layers=<function block", "no layers", "a list of functions layer(p"),
+    (made(layers=block, params=PARAMS), "layers=<function block", "not a list of layers", "give functions layer(p"),
     (made(layers=[block] * 4, params=PARAMS), "4 layers and 5 params", "the weights of each layer"),
     (made(layers=[3] * 5, params=PARAMS), "layer 0 is 3", "a function of (params, x)"),
     (made(layers=[block]), "layer 0 is <function block", "give (function, params), or params="),
@@ -122,7 +122,7 @@ def made(**given: Any) -> Any:
     *(
         (
             made(layers_per_ipu=wrong),
-            f"layers_per_ipu={wrong!r} are no numbers of layers for 2 IPUs",
+            f"layers_per_ipu={wrong!r} does not give numbers of layers for 2 IPUs",
             "at least 1, or -1",
         )
         for wrong in ([5], [1, 2, 2], [0, 5], [-2, 5], [2.0, 3], [True, 4], "23", 5)

@@ -402,7 +402,7 @@ AT_MOST = "give a PartitionSpec of at most 2 dims, with 'tensor' at most once an
         for spec in (P("tensor", "tensor"), P(("tensor", "tensor")))
     ),
     (placed(P(None, None, "tensor")), f"{UP} P(None, None, 'tensor')", "it has no dim 2", AT_MOST),
-    *((placed(spec), f"{UP} {spec}", "it is no PartitionSpec", AT_MOST) for spec in ("tensor", 2)),
+    *((placed(spec), f"{UP} {spec}", "it is not a PartitionSpec", AT_MOST) for spec in ("tensor", 2)),
     (placed(P("tensor"), 1, 2, 3), f"{UP} P('tensor',)", "dim 0 is not divisible by tensor=3", "leave the dim whole"),
     # specs of concurrent groups
     *(

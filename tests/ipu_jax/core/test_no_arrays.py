@@ -1,4 +1,4 @@
-"""Test that batches and weights that are no arrays are refused by path, rule and mend, wherever they are given."""
+"""Test that batches and weights that are not arrays are refused by path, rule and mend, wherever they are given."""
 
 from typing import Any
 

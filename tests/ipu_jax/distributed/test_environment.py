@@ -105,7 +105,7 @@ def place_with(**changes: str | None) -> None:
     (lambda: place_with(IPU_JAX_INSTANCES="3"), "num_replicas=8", "shared by num_instances=3", "divides 8"),
     (lambda: place_with(IPU_JAX_INSTANCES=None), "IPU_JAX_INSTANCE, but not IPU_JAX_INSTANCES", "start"),
     (lambda: place_with(IPU_JAX_INSTANCE="one"), "IPU_JAX_INSTANCE='one'", "whole number of at least 0", "start"),
-    (lambda: place_with(IPU_JAX_INSTANCE="2"), "IPU_JAX_INSTANCE=2", "none of IPU_JAX_INSTANCES=2", "start"),
+    (lambda: place_with(IPU_JAX_INSTANCE="2"), "IPU_JAX_INSTANCE=2", "not one of IPU_JAX_INSTANCES=2", "start"),
     (
         lambda: place_with(POPDIST_NUM_TOTAL_REPLICAS="0"),
         "POPDIST_NUM_TOTAL_REPLICAS='0'",
@@ -122,7 +122,7 @@ NO_AXES = ("tensor", "tensor=", "tensor=0", "tensor=-1", "tensor=1025", "tensor=
 
 
 @refusals(
-    *((lambda text=text: axes_of(text), "is no axis", "size from 1 to 1024", "such as tensor=2") for text in NO_AXES),
+    *((lambda text=text: axes_of(text), "not an axis", "size from 1 to 1024", "such as tensor=2") for text in NO_AXES),
     (lambda: axes_of("tensor=" + 5000 * "9"), "'tensor=9", "size from 1 to 1024", "such as tensor=2"),
     *(
         (lambda name=name: axes_of(f"tensor=2,{name}=2"), f"'{name}=2'", "taken already", "give each")

@@ -218,7 +218,7 @@ CONNECTED = """
 def test_an_instance_of_another_launcher_that_is_alone_says_which_one_is_missing(tmp_path, own):
     (one,) = run_programs(tmp_path, JOINS.replace("init()", "init(timeout=2)"), [SLURM[own]])
     assert one.code == 1
-    missing = ("instance 1 of 2 did not come within 2 s", "instance 0 did not answer on 127.0.0.1:61517 within 2 s")
+    missing = ("instance 1 of 2 did not join within 2 s", "instance 0 did not answer on 127.0.0.1:61517 within 2 s")
     assert f"InstancesMissingError: {missing[own]}: see" in one.stderr
 
 

@@ -240,7 +240,7 @@ def test_an_instance_that_has_posted_nothing_is_named(seen):
     for each in (seen[0], seen[2]):
         assert each["look"] == each["polled"] == "instance 1 of 3 did not come"
         assert each["barrier"] == (
-            "barrier 'the middle': instance 1 of 3 did not come within 3 s. All instances must call it, in the same "
+            "barrier 'the middle': instance 1 of 3 did not join within 3 s. All instances must call it, in the same "
             "order; allow more with timeout="
         )
         assert each["seen"] == [0, 2]
@@ -260,7 +260,7 @@ def test_the_first_instance_is_named_if_it_keeps_the_board_and_is_stopped(seen):
     assert seen[1]["stopped"] == [
         *["instance 0 of 3 did not answer within 0.5 s: look at what it does"] * 3,
         *["instance 0 of 3 did not come"] * 2,
-        "a call: instance 0 of 3 did not come within 0.5 s. All instances must call it, in the same order; allow more "
+        "a call: instance 0 of 3 did not join within 0.5 s. All instances must call it, in the same order; allow more "
         "with timeout=",
     ]
 

@@ -225,7 +225,7 @@ except KeyboardInterrupt:
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert sorted(out.splitlines()) == ["stopped 0", "stopped 1"]
-    assert err == "poprun: SIGINT was passed on to all instances: they may take 30 s, and another kills them\n"
+    assert err == "poprun: SIGINT was passed on to all instances: they may take 30 s, and a second one kills them\n"
 
 
 @pytest.mark.slow

@@ -101,7 +101,7 @@ def test_an_instance_that_differs_is_named(numbers, counts, prints, told):
 def test_instances_that_do_not_come_are_named_when_time_is_up():
     port = free_port()
     errors = met([(place(0, 4, port), ALIKE), (place(2, 4, port), ALIKE)], seconds=10)
-    message = "instances 1 and 3 of 4 did not come within 10 s: see their output"
+    message = "instances 1 and 3 of 4 did not join within 10 s: see their output"
     assert [(type(error), str(error)) for error in errors] == [(InstancesMissingError, message)] * 2
 
 
@@ -119,7 +119,7 @@ def test_a_port_that_another_program_has_is_named():
         port = other.getsockname()[1]
         errors = met([(place(0, 2, port), ALIKE)])
     assert isinstance(errors[0], PortTakenError)
-    assert f"port {port} on 127.0.0.1 is taken by another program" in str(errors[0])
+    assert f"port {port} on 127.0.0.1 is in use by another program" in str(errors[0])
 
 
 def connected(port: int) -> socket.socket:

@@ -82,7 +82,7 @@ def test_its_help_shows_headings_values_and_defaults(mine):
         ("--ipus 0", "argument --ipus: '0' is not a count: give a whole number of at least 1"),
         ("--ratio -1", "argument --ratio: '-1' is not a positive number: give one such as 0.01"),
         ("--kin plain", "unrecognized arguments: --kin plain: did you mean --kind? --help lists all flags"),
-        ("--table t.txt", "--table t.txt is no CSV file: give a name that ends in .csv"),
+        ("--table t.txt", "--table t.txt has the wrong suffix: give a name that ends in .csv"),
     ],
 )
 def test_what_it_refuses_is_one_line_and_status_2(mine, flags, said):
@@ -92,7 +92,7 @@ def test_what_it_refuses_is_one_line_and_status_2(mine, flags, said):
 def test_further_axes_of_poprun_are_refused(mine):
     status, out, err = mine(under=("-m", "ipu_jax.distributed.poprun", "--axes", "tensor=2", sys.executable))
     assert (status, out) == (2, "")
-    assert "mine: poprun's --axes gives the mesh further axes, which this program has not: leave --axes out\n" in err
+    assert "mine: poprun's --axes gives the mesh further axes, which this program lacks: leave --axes out\n" in err
 
 
 @pytest.mark.slow

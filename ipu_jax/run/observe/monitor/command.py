@@ -92,7 +92,7 @@ def _parser() -> Parser:
         nargs="?",
         const=_EVERY,
         metavar="SECONDS",
-        help=f"show it again every so many seconds (default: {_EVERY:g})",
+        help=f"refresh it at this interval, in seconds (default: {_EVERY:g})",
     )
     parser.add_argument(
         "--sort",
@@ -120,7 +120,7 @@ def _user(text: str) -> int:
         return int(text)
     with contextlib.suppress(KeyError, ValueError):
         return pwd.getpwnam(text).pw_uid
-    raise argparse.ArgumentTypeError(f"{shown(text)!r} is no user of this host: give a user's name or number")
+    raise argparse.ArgumentTypeError(f"{shown(text)!r} is not a user of this host: give a user's name or number")
 
 
 def json_of(look: Look) -> dict[str, Json]:
@@ -192,10 +192,10 @@ def _why_empty(args: argparse.Namespace) -> str:
     """Return the note for a table without rows."""
     others = [user_name(uid) for uid in args.user if uid != os.geteuid()]
     if others and os.geteuid() != 0:
-        return f"What {' and '.join(others)} runs, only that user and root can see."
-    chosen = " of those that were asked for" if args.user or args.pid else ""
+        return f"Only root and that user can see what {' and '.join(others)} runs."
+    which = "None of the processes asked for" if args.user or args.pid else "No process"
     switched_off = f", and {SWITCH}=off asks for no records" if is_off() else ""
-    return f"No process{chosen} uses ipu_jax{switched_off}."
+    return f"{which} uses ipu_jax{switched_off}."
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ class Said:
         replicas, ipus_per_replica: of all instances; None before a mesh was made.
         ipus: the devices of this process's IPUs.
         planned_after, planned_updates: the process's number of updates at the start and at the end of its training;
-            None outside of a training with a known end.
+            None outside of a training run with a known end.
         device_limit_bytes: how much memory the devices can hold; None if they do not report it.
     """
 
@@ -175,7 +175,7 @@ def _found(
         process = before.get(identity) or psutil.Process(identity.pid)
         seen = process.as_dict(_ASKED)
         if None in seen.values():
-            return "names a process that cannot be looked into"
+            return "names a process that cannot be inspected"
         if seen["uids"].effective != uid:
             return f"names a process of user {seen['uids'].effective}"
         content = beacons.whole(lambda: _content(name, folder, uid))
@@ -191,7 +191,7 @@ def _found(
     except OSError as error:
         return error.strerror or str(error)
     except (ValueError, TypeError, RecursionError):
-        return "is no record: it is damaged"
+        return "is not a record: it is damaged"
 
 
 def _content(name: str, folder: int, uid: int) -> bytes:
@@ -221,5 +221,5 @@ def _checked(kind: Any, value: Json) -> Json:
     if typing.get_origin(kind) is tuple:
         value, kinds = tuple(_checked(kinds[0], one) for one in _checked(list, value)), (tuple,)
     if type(value) not in kinds or (type(value) is int and not 0 <= value <= _MOST):
-        raise TypeError(f"{value!r} is no {kind}")
+        raise TypeError(f"{value!r} is not a {kind}")
     return value

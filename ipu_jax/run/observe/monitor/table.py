@@ -209,8 +209,8 @@ def picture_of(look: Look, width: int, about: str, notes: Sequence[str] = (), *,
     about = f"{about}: {counted(len(look.rows), 'process')} on {counted(ipus, 'IPU')}"
     below = [_line(f"{row.pid} is {row.state}: {row.reason}") for row in look.rows if row.reason]
     if look.ignored:
-        are = "files or folders are" if len(look.ignored) > 1 else "file or folder is"
-        below.append(_line(f"{len(look.ignored)} {are} no record: --json names them", "dim"))
+        are = "files or folders are not records" if len(look.ignored) > 1 else "file or folder is not a record"
+        below.append(_line(f"{len(look.ignored)} {are}: --json names them", "dim"))
     table = [_table(look.rows, width, bars=bars)] if look.rows else []
     return Group(_line(about, "bold"), *table, *below, *map(_line, notes))
 

@@ -52,7 +52,7 @@ def _ending(digest: Digest) -> tuple[Level, str]:
         case "failed", error:
             return "bad", f"Failed: {error or 'without a reason'}"
         case _:
-            return "fair", "The log has no end: the run goes on, or was killed."
+            return "fair", "The log has no end: the run is still going, or it was killed."
 
 
 def _learning(digest: Digest) -> Iterator[tuple[Level, str]]:
@@ -99,7 +99,7 @@ def advice_on(digest: Digest, timeline: Timeline | None, report: TraceReport | N
     found: list[str] = []
     levels = {level for level, sentence in _learning(digest) if sentence.startswith("The loss")}
     if "bad" in levels or any(sentence.startswith("Some losses") for _, sentence in _mishaps(digest)):
-        found.append("The loss does not behave: lower the learning rate, or clip gradients (max_gradient_norm).")
+        found.append("The loss does not settle: lower the learning rate, or clip gradients (max_gradient_norm).")
     if timeline is None or report is None:
         if _ending(digest)[0] != "bad":
             found.append("Where the time of a step goes is not known: record a trace (trace=, or --trace).")

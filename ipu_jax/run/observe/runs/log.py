@@ -103,7 +103,7 @@ class RunLog:
                 try:
                     self._keep(_event_in(line), line)
                 except ValueError:
-                    reason = f"{path} holds no log of a run, see line {number}: give another file, or remove it"
+                    reason = f"{path} is not the log of a run, see line {number}: give another file, or remove it"
                     raise ValueError(reason) from None
             self._file = file.open("a", encoding="utf-8", buffering=1)
 
@@ -116,7 +116,7 @@ class RunLog:
         kinds = sorted({device.device_kind for device in jax.devices()})
         versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
         if taken := sorted(values.keys() & {*FACTS_OF_START}):
-            raise ValueError(f"{taken[0]!r} is what start logs itself: choose another name")
+            raise ValueError(f"start logs {taken[0]!r} itself: choose another name")
         program = Path(sys.argv[0])
         self.event(
             "start",
@@ -140,7 +140,7 @@ class RunLog:
             ValueError: a value is called "event", "time" or "seconds".
         """
         if taken := sorted(values.keys() & {*NAMES_OF_EVENTS}):
-            raise ValueError(f"the event {name!r} has a value called {taken[0]!r}, as every event: choose another name")
+            raise ValueError(f"event {name!r} has a value named {taken[0]!r}, as all events do: choose another name")
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         event = {"event": name, "time": now, "seconds": round(time.monotonic() - self._began, 3), **plain(values)}
         points = self._keep(event, line := json.dumps(event, allow_nan=False))
@@ -202,10 +202,10 @@ def check_log(path: str | os.PathLike[str]) -> Path:
     """Return the path of a log's file.
 
     Raises:
-        ValueError: it is no path, or a folder, or lies in a folder that does not exist.
+        ValueError: it is not a path, or a folder, or lies in a folder that does not exist.
     """
     if not isinstance(path, str | os.PathLike):
-        raise ValueError(f"log={path!r} is no path: give a file, such as run.jsonl")
+        raise ValueError(f"log={path!r} is not a path: give a file, such as run.jsonl")
     file = Path(path)
     if file.is_dir():
         raise ValueError(f"log {path} is a folder: give a file, such as {file / 'run.jsonl'}")

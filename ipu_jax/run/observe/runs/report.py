@@ -66,7 +66,7 @@ def write_report(
     """
     name = os.fspath(path) if isinstance(path, str | os.PathLike) else type(path).__name__
     if not name.lower().endswith(".html"):
-        raise ValueError(f"path={name!r} is no HTML file: give a name that ends in .html")
+        raise ValueError(f"path={name!r} is not an HTML file: give a name that ends in .html")
     is_log = isinstance(events, RunLog) or (isinstance(events, Sequence) and all(map(is_event, events)))
     pictures = {} if schedules is None else schedules
     are_pictures = isinstance(pictures, Mapping) and all(isinstance(one, str | Schedule) for one in pictures.values())
@@ -309,7 +309,7 @@ def _listed(sentences: Sequence[str]) -> str:
 
 def _flags(given: Mapping[str, str], others: Mapping[str, str]) -> str:
     folded = (
-        f"<details><summary>{len(others)} flags as by default</summary>{_table(others)}</details>" if others else ""
+        f"<details><summary>{len(others)} flags at their defaults</summary>{_table(others)}</details>" if others else ""
     )
     return (_table(given) if given or not others else "") + folded
 

@@ -1,4 +1,4 @@
-"""Record a few steps of a training: `with trace(folder) as recording`.
+"""Record a few steps of a training run: `with trace(folder) as recording`.
 
     call         1         2    3    4        5 ...
                  warm-up   recorded, steps=3  at full speed again
@@ -241,7 +241,7 @@ def _writable(folder: Any) -> Path:
         ValueError: it is not a folder, or nothing can be written there.
     """
     if not isinstance(folder, (str, os.PathLike)):
-        raise ValueError(f"folder={folder!r} is no folder: give a path")
+        raise ValueError(f"folder={folder!r} is not a folder: give a path")
     path = Path(os.fspath(folder))
     try:
         path.mkdir(parents=True, exist_ok=True)

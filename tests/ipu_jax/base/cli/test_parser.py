@@ -80,13 +80,13 @@ def test_an_error_names_the_flag_that_was_typed_and_the_mend(argv, line, parser,
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        ([], "--batch-size 8 x --count 3 is no choice='x': A_B=1, unknown_name=2"),
-        (["--number-of-things", "3"], "--batch-size 8 x --number-of-things 3 is no choice='x': A_B=1, unknown_name=2"),
+        ([], "--batch-size 8 x --count 3 has a choice='x': A_B=1, unknown_name=2"),
+        (["--number-of-things", "3"], "--batch-size 8 x --number-of-things 3 has a choice='x': A_B=1, unknown_name=2"),
     ],
 )
 def test_an_error_of_the_library_names_the_flags(argv, line, parser, capsys):
     parser.parse(argv)
-    error = ValueError("batch_size=8 x micro_batches=3\nis no choice='x': A_B=1, unknown_name=2")
+    error = ValueError("batch_size=8 x micro_batches=3\nhas a choice='x': A_B=1, unknown_name=2")
     assert line_of(lambda: parser.refuse(error), capsys) == line
 
 

@@ -33,7 +33,7 @@ def test_a_picture_that_is_there_and_a_link_to_one_stay_as_they_are(tmp_path):
 
 def test_a_picture_may_have_several_formats(tmp_path):
     check_file("--plot-schedule", tmp_path / "x.SVG", (".svg", ".png"))
-    line = "--plot-schedule x.gif is no SVG or PNG file: give a name that ends in .svg or .png"
+    line = "--plot-schedule x.gif has the wrong suffix: give a name that ends in .svg or .png"
     with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
         check_file("--plot-schedule", Path("x.gif"), (".svg", ".png"))
 

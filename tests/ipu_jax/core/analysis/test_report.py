@@ -272,7 +272,7 @@ def test_a_folded_schedule_has_a_report():
 def test_it_prints_a_row_an_ipu():
     pipeline = two_stages()
     lines = str(pipeline.report(*arguments(pipeline), compile=False)).splitlines()
-    assert lines[0] == "grouped: 6 micro-batches on 2 IPUs, a step"
+    assert lines[0] == "grouped: 6 micro-batches on 2 IPUs, per step"
     assert lines[1].split()[:4] == ["IPU", "weights", "padding", "batch"]
     assert [line.split()[0] for line in lines[2:4]] == ["0", "1"]
     assert lines[4].startswith("temporary (predicted): the same on every IPU; predicted")

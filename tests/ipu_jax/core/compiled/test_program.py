@@ -234,7 +234,7 @@ def test_what_one_ipu_runs_alone_sends_only_within_the_ipu(monkeypatch, sent, ax
     reason = why_not_own(program_of(IN_GUARDS.format(sent=sent, in_update="none")), mesh)
     assert (reason is not None) == waits_for_all
     assert reason is None or ("'block 0'" in reason and f"axis '{axis}'" in reason)
-    with refused(f"axis '{axis}'", "other IPUs would not come") if waits_for_all else contextlib.nullcontext():
+    with refused(f"axis '{axis}'", "others would not take part") if waits_for_all else contextlib.nullcontext():
         check_update(program_of(IN_GUARDS.format(sent=sent, in_update="work")), mesh)
 
 

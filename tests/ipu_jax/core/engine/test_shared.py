@@ -318,10 +318,10 @@ def test_names_may_come_from_any_iterable_and_count_once():
 
 
 @refusals(
-    (lambda: STAGE(layer, shared="table"), "shared='table' is no tuple of names", "give shared=('name',)"),
-    (lambda: STAGE(layer, shared=(1,)), "shared=(1,) is no tuple of names", "give shared=('name',)"),
-    (lambda: STAGE(layer, shared=3), "shared=3 is no tuple of names", "give shared=('name',)"),
-    (lambda: STAGE(layer, takes=3), "takes=3 is no tuple of names", "give takes=('name',)"),
+    (lambda: STAGE(layer, shared="table"), "shared='table' is not a tuple of names", "give shared=('name',)"),
+    (lambda: STAGE(layer, shared=(1,)), "shared=(1,) is not a tuple of names", "give shared=('name',)"),
+    (lambda: STAGE(layer, shared=3), "shared=3 is not a tuple of names", "give shared=('name',)"),
+    (lambda: STAGE(layer, takes=3), "takes=3 is not a tuple of names", "give takes=('name',)"),
     (lambda: STAGE(layer, "w", shared=("w",)), "shared=('w',)", "the stage's own params", "leave it out"),
     (
         lambda: Pipeline([Stage(layer, "w", ipu=1, name="own"), Stage(layer, ipu=0, shared=("w",), name="other")]),

@@ -310,7 +310,7 @@ NOT_LAID_OUT = "gradients are not laid out as params", "what value_and_grad retu
     (
         lambda t: t.one.optimizer(optax.adam),
         "optimizer=<function adam",
-        "no optax.GradientTransformation",
+        "not an optax.GradientTransformation",
         "optax.sgd(",
     ),
     (lambda t: t.optimizer.apply(t.params, t.state, t.params, value=t.losses), "value has shape (3,)", "a scalar"),

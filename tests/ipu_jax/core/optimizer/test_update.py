@@ -266,9 +266,9 @@ def _less_the_largest(tree):
     ),
     (
         lambda: update_of(_of_leaves(_phases), LOCAL),
-        *("complex64 of params['stage0']['b']", "only floats, integers and bools", "told to all IPUs"),
+        *("complex64 of params['stage0']['b']", "only floats, integers and bools", "sent to all IPUs"),
     ),
-    (lambda: update_of(_of_leaves(jax.tree.leaves)), "a tree of another structure", "must keep both"),
+    (lambda: update_of(_of_leaves(jax.tree.leaves)), "a tree with a different structure", "must keep both"),
 )
 def test_an_optimizer_that_cannot_be_split_is_refused(call, holds):
     # optax compiles what it computes itself when an optimizer is first traced: a refusal compiles nothing more

@@ -108,7 +108,7 @@ def of_ipu(mb):
 
 in_backward = lambda p, x, mb: only_backward(permuted)(x @ p)  # noqa: E731
 MEND = "no replica groups", "all_to_all (a shift by k is ", "make the stage concurrent (ipu=ALL_IPUS)"
-WAITS = "inside a cond whose predicate may differ between ", "communicate outside of it", "hold alike"
+WAITS = "inside a cond whose predicate may differ between ", "communicate outside of it", "a value that is the same"
 
 
 @refusals(
@@ -126,10 +126,10 @@ WAITS = "inside a cond whose predicate may differ between ", "communicate outsid
     (traced(product, "predict", predict=swapped), "'body' on IPU 0 uses ppermute over axis 'replica'", *MEND),
     (traced(in_backward, "grad of loss"), "'body' on IPU 0 uses ppermute over axis 'replica'", *MEND),
     # over "ipu", too, a permute waits for the IPUs of all replicas
-    (in_branch("ipu", of_replica), "ppermute over axis 'ipu'", "by what all replicas", *WAITS),
-    (in_branch("replica", of_replica), "ppermute over axis 'replica'", "by what all replicas", *WAITS),
-    (in_branch("replica", of_ipu), "ppermute over axis 'replica'", "by what all IPUs", *WAITS),
-    (in_branch("ipu", of_ipu), "ppermute over axis 'ipu'", "by what all IPUs", *WAITS),
+    (in_branch("ipu", of_replica), "ppermute over axis 'ipu'", "same on all replicas", *WAITS),
+    (in_branch("replica", of_replica), "ppermute over axis 'replica'", "same on all replicas", *WAITS),
+    (in_branch("replica", of_ipu), "ppermute over axis 'replica'", "same on all IPUs", *WAITS),
+    (in_branch("ipu", of_ipu), "ppermute over axis 'ipu'", "same on all IPUs", *WAITS),
 )
 def test_a_collective_that_would_wait_for_others_or_take_their_data_is_refused(call, holds):
     with refused(*holds):

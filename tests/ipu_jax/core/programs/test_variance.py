@@ -197,7 +197,7 @@ def waiting_for_replicas(ipu, replicas=2):
 
 
 ZEROS = np.zeros(2, "float32")
-ALIKE = "may differ between IPUs, where all are to hold the same", "jax.lax.all_gather", "jax.lax.psum"
+ALIKE = "may differ between IPUs, where all must hold the same", "jax.lax.all_gather", "jax.lax.psum"
 INSIDE = "inside a cond whose predicate may differ between ", "communicate outside of it"
 
 
@@ -208,10 +208,10 @@ INSIDE = "inside a cond whose predicate may differ between ", "communicate outsi
     (headed(lambda w, x, mb: matmul(x, w).mean()), "'the head' returns a loss", *ALIKE),
     (with_whole_state(), "'the head' returns state that is not split", *ALIKE),
     (with_a_split_y(), "'the head' returns a y or a skip", *ALIKE),
-    (headed(waiting_in_scan), "'the head' uses psum over axis 'ipu'", "by what all IPUs hold", *INSIDE),
-    (headed(waiting_for_state, state="seen"), "'the head' uses psum over axis 'ipu'", "by what all IPUs hold", *INSIDE),
-    (waiting_for_replicas(1), "'the head' uses psum over axis 'replica'", "by what all replicas hold", *INSIDE),
-    (waiting_for_replicas(ALL_IPUS), "'the head' uses psum over axis 'replica'", "all replicas hold", *INSIDE),
+    (headed(waiting_in_scan), "'the head' uses psum over axis 'ipu'", "same on all IPUs", *INSIDE),
+    (headed(waiting_for_state, state="seen"), "'the head' uses psum over axis 'ipu'", "same on all IPUs", *INSIDE),
+    (waiting_for_replicas(1), "'the head' uses psum over axis 'replica'", "same on all replicas", *INSIDE),
+    (waiting_for_replicas(ALL_IPUS), "'the head' uses psum over axis 'replica'", "on all replicas", *INSIDE),
 )
 def test_what_ipus_or_replicas_have_another_of_is_refused(call, holds, method):
     with refused(*holds):

@@ -247,9 +247,9 @@ _OTHER = make_schedule("grouped", ipus=2, micro_batches=2)
 
 
 @refusals(
-    (lambda: GROUPED.plot("x.gif"), "path='x.gif'", ".svg, .png and .pdf", "give such a name"),
-    (lambda: GROUPED.plot(3), "path=3 ", "no path", "SVG, PNG or PDF"),
-    (lambda: GROUPED.plot(simulation=0.5), "simulation=0.5 ", "is no simulation", "schedule.simulate(...)"),
+    (lambda: GROUPED.plot("x.gif"), "path='x.gif'", ".svg, .png or .pdf", "give such a name"),
+    (lambda: GROUPED.plot(3), "path=3 ", "not a path", "SVG, PNG or PDF"),
+    (lambda: GROUPED.plot(simulation=0.5), "simulation=0.5 ", "is not a simulation", "schedule.simulate(...)"),
     (lambda: GROUPED.plot(simulation=_OTHER.simulate()), "other tasks (8)", "'grouped' (12)", "simulate the schedule"),
     (lambda: GROUPED.plot(simulation=GROUPED.simulate(0, 0)), "takes no time", "nothing to draw", "with costs"),
     (lambda: make_schedule("1f1b", ipus=256, micro_batches=512).to_svg(), "262,144 tasks", "200,000 at most"),

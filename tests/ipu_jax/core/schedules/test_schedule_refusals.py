@@ -155,8 +155,8 @@ def drawing(text: Any) -> Callable[[], Schedule]:
     (drawing("IPU 0  0F0 2F0  0B0"), "stage 1 is missing", "without a gap"),
     (drawing("IPU 0  0F0  .\nIPU 1  .  0B0"), "0F0", "IPUs [0]", "stage 0 in those of [0, 1]", "or on all of them"),
     (drawing("IPU 0  0F0\nIPU 1  0F0\nIPU 2  ."), "0F0", "IPUs [0, 1]", "stage 0 in those of [0, 1]", "or on all"),
-    (drawing("IPU 0  0F0  0B0\nhello"), "'hello'", "no line of a schedule", "'IPU' and a number"),
-    (drawing(3), "text=3 ", "no text", "str(schedule)"),
+    (drawing("IPU 0  0F0  0B0\nhello"), "'hello'", "not a line of a schedule", "'IPU' and a number"),
+    (drawing(3), "text=3 ", "not a string", "str(schedule)"),
     (  # one cell of a long drawing
         drawing(str(make_schedule("1f1b", ipus=3, micro_batches=4)).replace("1F2", "1F1")),
         *("IPU 1, tick 5", "1F1 is there already in tick 2", "each task once"),
@@ -198,7 +198,7 @@ def _named(name: Any) -> tuple[Callable[[], Any], ...]:
     (make(ipus=None), "give ipus=", "placement="),
     (make("zbv", ipus=None), "give ipus=", "placement="),
     (make(placement=()), "placement=()", "no stages", "at least one"),
-    *((make(placement=bad), f"placement={bad!r} ", "no placement", "as in (0, 1, None)") for bad in (3, "01", 1.5)),
+    *((make(placement=bad), f"placement={bad!r} ", "not a placement", "as in (0, 1, None)") for bad in (3, "01", 1.5)),
     *((make(name, placement=(0, 2)), "stage 1 is on IPU 2", "IPUs 0 to 1") for name in ("grouped", "1f1b")),
     *(
         (make(placement=(0, bad)), f"stage 1 is on IPU {bad!r}:", "an int, or None for a concurrent stage")
@@ -254,7 +254,7 @@ def test_what_make_schedule_and_balance_layers_do_not_take_is_refused(call, hold
 # costs: of the simulator, of `balance_layers`, of `StageCosts` and of the search
 
 BAD_COSTS = (-1, math.nan, math.inf, "1", True, 1j, {"a": 1})
-NO_NUMBERS = "are no numbers"
+NO_NUMBERS = "is not a list of numbers"
 
 
 def simulate(*costs: Any, **named: Any) -> Callable[[], Any]:
@@ -303,7 +303,7 @@ def search(**arguments: Any) -> Callable[[], Any]:
         (balance([1, 1], memory=bad, limit=3), f"memory={bad!r} {NO_NUMBERS}", "one for each layer")
         for bad in (3, "12", {0: 1, 1: 1})
     ),
-    (row(balance_layers, 3, [1], 1), "model_layers=3 ", "no layers", "as in a list"),
+    (row(balance_layers, 3, [1], 1), "model_layers=3 ", "not a list of layers", "in their order"),
     (stage_costs(forward=1), f"forward=1 {NO_NUMBERS}", "one per stage"),
     (stage_costs(forward="12"), f"forward='12' {NO_NUMBERS}", "one per stage"),
     (stage_costs(stash={0: 1, 1: 2}), f"stash={{0: 1, 1: 2}} {NO_NUMBERS}", "one per stage"),
@@ -321,14 +321,14 @@ def search(**arguments: Any) -> Callable[[], Any]:
         "a finite number of at least",
     ),
     (stage_costs(unit="flops"), "unit='flops' is unknown", "'FLOPs'", "'FLOPs', 'seconds'"),
-    (search(costs=3), "costs=3 ", "no costs", "StageCosts(forward=, backward=, weight=)"),
-    (search(placement=(0,)), "costs are of 2 stages", "placement has 1", "costs per stage"),
-    (search(placement="01"), "placement='01' ", "no placement", "as in (0, 1, None)"),
+    (search(costs=3), "costs=3 ", "not a StageCosts", "StageCosts(forward=, backward=, weight=)"),
+    (search(placement=(0,)), "costs has 2 stages", "placement has 1", "costs per stage"),
+    (search(placement="01"), "placement='01' ", "not a placement", "as in (0, 1, None)"),
     (search(placement=(0, 2), ipus=2), "stage 1 is on IPU 2", "outside the replica", "IPUs 0 to 1"),
     (search(micro_batches=0), "micro_batches=0 ", "is not a count", "an int of at least 1"),
     (search(ipus=1.5), "ipus=1.5 ", "is not a count", "an int of at least 1"),
     (search(transfer=-1), "transfer=-1 ", "is not a cost", "a finite number of at least 0"),
-    (search(lockstep=1), "lockstep=1 ", "no bool", "True or False"),
+    (search(lockstep=1), "lockstep=1 ", "not a bool", "True or False"),
     (search(seed=None), "seed=None ", "not a seed", "an int"),
     (search(stash_limit=-1), "stash_limit=-1 ", "is not a size", "a finite number of at least 0"),
     (search(stash_limit="9"), "stash_limit='9' ", "is not a size", "a finite number of at least 0"),

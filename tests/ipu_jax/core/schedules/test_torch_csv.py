@@ -165,7 +165,7 @@ ONCE = "each of its tasks once per micro-batch"
     (lambda: READ("0F0,0F0,0B0"), "0F0 is there 2 times", ONCE),
     (lambda: READ("0F0,0I0"), "0W0 is missing", ONCE),
     (lambda: READ("0B0,0F0\n1F0,1B0"), "schedule 'custom'", "can never run to their end", "behind those that it needs"),
-    (lambda: READ(None), "text=None", "is not a text"),
+    (lambda: READ(None), "text=None", "is not a string"),
     (
         lambda: make_schedule("1f1b", placement=(0, 1, None), micro_batches=2).to_torch_csv(),
         *("concurrent stages [2]", "torch's CSV cannot hold", "use to_text()"),

@@ -101,10 +101,10 @@ def test_what_each_ipu_does_is_said_of_a_stuck_run_with_a_flight_recorder(tmp_pa
 CAUSES = {
     "  what():  [enforce fail at external/gloo/gloo/transport/tcp/pair.cc:459] op.preamble.length <= op.nbytes. 192 vs "
     "128. Received data size doesn't match expected size. Is there a distributed collective mismatch in your code?": (
-        "it received arrays of another size than it sends"
+        "it received arrays of another size than it sent"
     ),
     "jax.errors.JaxRuntimeError: UNKNOWN: Gloo context initialization failed: DEADLINE_EXCEEDED: GetKeyValue() timed "
-    "out with key: cpu:gloo/0,2048/0 and duration: 29.99999991s": "another instance did not come to their exchange",
+    "out with key: cpu:gloo/0,2048/0 and duration: 29.99999991s": "another instance did not reach their exchange",
     "UNAVAILABLE: /job:jax_worker/replica:0/task:1 heartbeat timeout. This indicates that the remote task has failed, "
     "got preempted, or crashed unexpectedly.": "jax's service has missed the heartbeats",
 }
@@ -221,7 +221,7 @@ def test_an_instance_that_hangs_before_it_has_a_beacon_is_named_after_the_start_
     ran = poprun("--start-timeout", "1", *TWO, "bash", "-c", hangs, POPRUN_TEST=mark)
     assert ran.status == 124
     assert re.search(
-        r"poprun: instance 1 \(host localhost, pid \d+, no step is known\) is stuck: it has not come to popdist.init, "
+        r"poprun: instance 1 \(host localhost, pid \d+, no step is known\) is stuck: it has not reached popdist.init, "
         r"where others have waited for [\d.]+ s; the limit is 1 s \(--start-timeout\)\n",
         ran.err,
     ), ran.err

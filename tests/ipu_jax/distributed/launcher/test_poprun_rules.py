@@ -88,7 +88,7 @@ def test_who_is_waited_for_before_the_first_step_is_named():
         assert judge.verdict(now) is None
     stuck = stuck_at(judge, 112)
     assert (stuck.instance, stuck.limit) == (1, 110)
-    assert stuck.doing.startswith("has not come to its first step; another one waited")
+    assert stuck.doing.startswith("has not reached its first step; another one waited")
 
 
 def test_one_long_step_does_not_move_the_median():

@@ -342,7 +342,7 @@ def test_a_remote_shell_of_the_environment_is_refused_like_one_of_the_command_li
         with pytest.raises(SystemExit) as stopped:
             launcher.main([*words, "--host", "far", "true"])
         assert stopped.value.code == 2
-        rule = f"{shell!r} is no command: close its quotes, and give one such as ssh or 'ssh -p 2222'"
+        rule = f"{shell!r} is not a command: close its quotes, and give one such as ssh or 'ssh -p 2222'"
         assert capsys.readouterr() == ("", f"poprun: {source}: {rule}\n")
 
 

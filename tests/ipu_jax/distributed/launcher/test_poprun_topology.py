@@ -77,7 +77,7 @@ NO_HOSTS = ("a..b", ".a", "", "a,,b", "a b", "pod[2-0]", "pod[x]", "pod[0", "-oX
     (lambda: Topology(("a", "b", "c"), 4, 4, 1), "num_instances=4", "shared by 3 hosts", "give 3 or 6 instances"),
     (lambda: hosts_in_file(Path("/dev/null")), "/dev/null", "names no host"),
     (lambda: hosts_in_file(Path("/nowhere")), "/nowhere", "No such file"),
-    *((lambda text=text: host_names(text), f"{text!r} is no list of hosts: ", " such as ") for text in NO_HOSTS),
+    *((lambda text=text: host_names(text), f"{text!r} is not a list of hosts: ", " such as ") for text in NO_HOSTS),
     (lambda: host_names("a,a"), "'a' is named twice", "name it once"),
     (lambda: host_names("pod[0-1],pod1"), "'pod1' is named twice", "name it once"),
 )
@@ -89,7 +89,7 @@ def test_what_cannot_be_divided_or_read_is_refused(call, holds):
 def test_a_name_is_as_long_as_names_may_be_in_the_dns():
     for name in ("a" * 63, ".".join(["a" * 63] * 3 + ["b" * 61]), f"{'user' * 9}@{'a' * 63}.lab", "fe80::1%eth0"):
         assert host_names(name) == (name,)
-        with refused("is no list of hosts"):
+        with refused("is not a list of hosts"):
             host_names(name.replace("::1", "::1" * 99) + "c" * 64)
 
 

@@ -87,7 +87,7 @@ TRAINS = """
 
 @contextlib.contextmanager
 def hanging(folder: Path, about: Sequence[Any], instances: int = 1) -> Iterator[Any]:
-    """Start a training that hangs in a task, and give a function that returns the record's lines once it does."""
+    """Start a training run that hangs in a task, and give a function that returns the record's lines once it does."""
     script = folder / "program.py"
     script.write_text(textwrap.dedent(TRAINS))
     _, _, _, replicas, ipus, *_ = about

@@ -44,12 +44,12 @@ def test_wrong_command_lines_are_refused_in_a_line_each_before_jax_is_loaded():
         ("--topology", "nonsense", GPT): "--topology 'nonsense' is not known: give one such as v5e:4x4",
         ("--topology", "v9:2x2", GPT): "--topology 'v9:2x2' is not known",
         ("--topology", "v5e:0x2", GPT): "--topology 'v5e:0x2' is not known",
-        ("--topology", "h100x12", GPT): "--topology 'h100x12' has no whole number of hosts of 8: give h100x8",
+        ("--topology", "h100x12", GPT): "--topology 'h100x12' is not a whole number of hosts with 8 GPUs: give h100x8",
         ("--topology", "v5e:2x2", "--slices", "0", GPT): "--slices: '0' is not a count: give",
         ("--topology", "v5e:2x2", "--jsn", GPT): "--jsn: did you mean --json",
-        ("--topology", "v5e:2x2", "none.py"): "none.py is no file: give the path of a Python script, or -m",
-        ("--topology", "v5e:2x2", "-m", "none.such"): "-m none.such is no module here: give its name",
-        ("--topology", "v5e:2x2", "-m", "sys"): "-m sys is no module here: give its name",
+        ("--topology", "v5e:2x2", "none.py"): "none.py is not a file: give the path of a Python script, or -m",
+        ("--topology", "v5e:2x2", "-m", "none.such"): "-m none.such is not a module here: give its name",
+        ("--topology", "v5e:2x2", "-m", "sys"): "-m sys is not a module here: give its name",
     }
     status, out, err = run(SEVERAL, json.dumps([[*map(str, row)] for row in rows]))
     assert (status, out) == (0, ""), err
@@ -79,7 +79,7 @@ def test_chips_that_cannot_be_described_are_refused_in_a_line(tmp_path):
 def test_what_is_no_slice_is_refused_in_a_line():
     status, out, err = run(COMMAND, "--topology", "v5e:3x5", GPT)
     assert (status, out, err.count("\n")) == (2, "", 1), err
-    assert "'v5e:3x5' is no TPU slice" in err
+    assert "'v5e:3x5' is not a TPU slice" in err
     assert "v5e:4x4" in err
 
 

@@ -40,7 +40,7 @@ def even(plan: Plan, **cycles: int) -> dict[str, int]:
 @pytest.mark.parametrize("schedule", ["grouped", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("ipus", [2, 3])
 def test_flops_are_those_of_the_ipu_with_the_most(schedule, ipus):
-    """The first stage has no gradient of its input, and the last one a sum: the gradient of a sum is no FLOP."""
+    """The first stage has no gradient of its input, and the last one a sum: the gradient of a sum is not a FLOP."""
     plan, split = plan_of(schedule, ipus), schedule == "zb-h1"
     backward, weight = (PRODUCT, PRODUCT) if split else (2 * PRODUCT, 0)
     assert flops_by_task(plan) == {"F": M * (PRODUCT + SUM), "B": M * backward, "W": M * weight}

@@ -1,4 +1,4 @@
-"""Test the lines and the bar of a training: no line twice, no update left out, and a speed in samples."""
+"""Test the lines and the bar of a training run: no line twice, no update left out, and a speed in samples."""
 
 import io
 import re
@@ -14,7 +14,7 @@ from ipu_jax.observe import LossLines
 
 
 def lines_of(updates_per_epoch, updates, updates_per_call, skipped=0):
-    """Return the printed lines for a training whose update number n, counted from 1, has a loss of n."""
+    """Return the printed lines for a training run whose update number n, counted from 1, has a loss of n."""
     printed = []
     lines = LossLines(updates_per_epoch, printed.append, call=updates_per_call)
     lines.begin(0, updates)
@@ -44,10 +44,10 @@ def lines_of(updates_per_epoch, updates, updates_per_call, skipped=0):
         (40, 1, 10, ["0.03: 1"]),
         (40, 41, 40, ["1.0: 20.5", "1.02: 41"]),
         (1000, 1, 1, ["0.001: 1"]),
-        # ten lines of a training that is shorter than an epoch
+        # ten lines of a training run that is shorter than an epoch
         (1000, 50, 1, [f"{n / 200:g}: {5 * n - 2}" for n in range(1, 11)]),
         (40, 5, 1, ["0.03: 1", "0.05: 2", "0.07: 3", "0.1: 4", "0.12: 5"]),
-        # twenty lines of a training that is longer than two
+        # twenty lines of a training run that is longer than two
         (40, 240, 1, [f"{0.3 * n:.1f}: {12 * n - 5.5}" for n in range(1, 21)]),
         (10, 1000, 1, [f"{5 * n}.0: {50 * n - 24.5}" for n in range(1, 21)]),
     ],

@@ -78,7 +78,7 @@ def test_a_wrong_environment_is_refused_in_a_line():
 
 def test_a_page_of_a_wrong_name_is_refused(monkeypatch):
     monkeypatch.setenv(profiled.REPORT, "run.txt")
-    with refused("IPU_JAX_REPORT run.txt is no HTML file", "give a name that ends in .html"):
+    with refused("IPU_JAX_REPORT run.txt has the wrong suffix", "give a name that ends in .html"):
         profiled.Profiled()
 
 

@@ -53,7 +53,7 @@ NO_PATH: Any = 3
 @refusals(
     (lambda at: RunLog(at), "is a folder", "give a file, such as /"),
     (lambda at: RunLog(at / "none" / "run.jsonl"), "there is no folder", "make it, or give another file"),
-    (lambda _: RunLog(NO_PATH), "log=3", "is no path", "such as run.jsonl"),
+    (lambda _: RunLog(NO_PATH), "log=3", "is not a path", "such as run.jsonl"),
     (lambda _: RunLog().start(command="x"), "'command'", "choose another name"),
     (lambda _: RunLog(tensorboard=__file__), "test_run_log.py is not a folder", "a name that is free"),
 )

@@ -170,8 +170,8 @@ def test_a_long_run_is_still_less_than_a_megabyte():
 
 
 @refusals(
-    (lambda at: page_of(at, path=EVENTS), "path='list'", "is no HTML file", "a name that ends in .html"),
-    (lambda at: write_report(at / "run", EVENTS), "run' is no HTML file", "a name that ends in .html"),
+    (lambda at: page_of(at, path=EVENTS), "path='list'", "is not an HTML file", "a name that ends in .html"),
+    (lambda at: write_report(at / "run", EVENTS), "run' is not an HTML file", "a name that ends in .html"),
     (lambda at: page_of(at, at / "run.jsonl"), "events=PosixPath", "RunLog(path) of a file"),
     (lambda at: page_of(at, [1]), "events=list", "give a RunLog"),
     (lambda at: page_of(at, title=3), "title=int", "give a text"),

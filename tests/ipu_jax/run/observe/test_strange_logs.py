@@ -92,7 +92,7 @@ def test_a_strange_log_gives_a_page_or_a_value_error(part, tmp_path, monkeypatch
     logs = itertools.islice(strange_logs(), part, None, PARTS)
     found = [is_answered(tmp_path / "run.html", events) for events in logs]
     assert len(found) > 2000 / PARTS
-    # refused is only what is no sequence of events
+    # refused is only what is not a sequence of events
     assert 20 / PARTS < found.count(False) < 500 / PARTS
 
 
@@ -137,7 +137,7 @@ def test_a_line_that_others_wrote_gives_a_page_that_says_what_was_left_out(line,
 def test_a_file_that_is_no_log_is_refused_and_left_alone(content, tmp_path):
     path = tmp_path / "run.jsonl"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{path} holds no log of a run, see line \d: give another file, or remove"):
+    with pytest.raises(ValueError, match=rf"{path} is not the log of a run, see line \d: give another file, or remove"):
         RunLog(path)
     assert path.read_bytes() == content
 

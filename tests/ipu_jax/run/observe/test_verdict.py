@@ -25,7 +25,7 @@ NOISE = [2.0 + 0.1 * (-1) ** k for k in range(40)]
         (log(FALLING, END), "good", ["Finished.", "The loss fell from 2.08 to 0.104."]),
         (log(FALLING[::-1], END), "bad", ["Finished.", "The loss rose from 0.104 to 2.08."]),
         (log(NOISE, END), "fair", ["Finished.", "The loss did not fall: 2 at first, 2 at last."]),
-        (log(FALLING), "fair", ["The log has no end: the run goes on, or was killed."]),
+        (log(FALLING), "fair", ["The log has no end: the run is still going, or it was killed."]),
         (log(FALLING, {"event": "failed", "error": "disk full"}), "bad", ["Failed: disk full"]),
         (log(FALLING, {"event": "stopped", "reason": "SIGTERM: after 9"}), "fair", ["SIGTERM: after 9."]),
         (log([*FALLING, "nan"], END), "bad", ["Some losses are not finite."]),
@@ -41,7 +41,7 @@ NOISE = [2.0 + 0.1 * (-1) ** k for k in range(40)]
             "good",
             ["Accuracy 80.00%, at best 90.00% after 20 updates."],
         ),
-        ([], "fair", ["The log has no end: the run goes on, or was killed."]),
+        ([], "fair", ["The log has no end: the run is still going, or it was killed."]),
     ],
 )
 def test_a_run_is_judged(events, level, sentences):

@@ -113,7 +113,7 @@ AVERAGE = "no average of the weights: leave ema_decay out"
 @pytest.mark.parametrize(
     ("other", "describes", "holds"),
     [
-        (trained, {"data": "spirals"}, ["data 'rows'", "this training's data is 'spirals'", "resume with the same"]),
+        (trained, {"data": "spirals"}, ["data 'rows'", "this run's data is 'spirals'", "resume with the same"]),
         (trained, {"data": "rows", "model": "mlp"}, ["model not given", "model is 'mlp'", "resume with the same"]),
         (
             lambda: trained(optax.sgd(0.1, momentum=0.9)),
@@ -124,7 +124,7 @@ AVERAGE = "no average of the weights: leave ema_decay out"
         (
             lambda: trained(loss_scale=DynamicScale()),
             {"data": "rows"},
-            ["no scale, and this training has float32", "TrainOptions(loss_scale=DynamicScale())"],
+            ["no scale, and this run has float32", "TrainOptions(loss_scale=DynamicScale())"],
         ),
         (
             lambda: trained(precision="16.16"),
@@ -148,7 +148,7 @@ def test_a_model_of_other_groups_is_refused_by_name(tmp_path):
     with Checkpoints(tmp_path, one) as checkpoints:
         checkpoints.save(resumed.first_state(one), now=True)
     cases = [
-        (other, resumed.first_state(other), ["step-0 has no key, and this training has key<fry>", "must be random"]),
+        (other, resumed.first_state(other), ["step-0 has no key, and this run has key<fry>", "must be random"]),
         (trained(), trained().init(WEIGHTS), ["has other weights: it has no", "that it was saved with"]),
     ]
     for step, like, holds in cases:

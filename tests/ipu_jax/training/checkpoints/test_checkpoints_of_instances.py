@@ -82,7 +82,7 @@ def test_a_run_has_one_lock_and_a_second_training_is_refused_on_all_instances(tm
 @pytest.mark.slow
 def test_an_instance_that_does_not_save_is_named_in_time(tmp_path):
     first, _ = run_instances(resumed.one_does_not_save, [1, 1], folder=str(tmp_path))
-    assert "instance 1 of 2 did not come within 3 s" in str(first["error"])
+    assert "instance 1 of 2 did not join within 3 s" in str(first["error"])
     assert float(first["seconds"]) < 30
 
 

@@ -36,7 +36,7 @@ print(f"held{child}", flush=True)
 time.sleep(60)
 """
 REST = (
-    "Two trainings in one folder would remove each other's checkpoints: wait until that one has ended, stop it, or "
+    "Two training runs in one folder would remove each other's checkpoints: wait until that one has ended, stop it, or "
     "save to another folder"
 )
 

@@ -1,4 +1,4 @@
-"""Test that a training that is stopped and resumed is the one that was not, also on other IPUs."""
+"""Test that a training run that is stopped and resumed is the one that was not, also on other IPUs."""
 
 import dataclasses
 import functools

@@ -34,7 +34,7 @@ def order(**options):
         for bad in (-1, True, 1.0, None, np.float32(1))
     ),
     (lambda: order(replicas=6, instances=4), "replicas=6", "instances=4", "a multiple of 4"),
-    (lambda: order(instances=2, instance=2), "instance=2", "none of instances=2", "an int from 0 on"),
+    (lambda: order(instances=2, instance=2), "instance=2", "not one of instances=2", "an int from 0 on"),
     (lambda: order(remainder="wraps"), "remainder='wraps'", "did you mean 'wrap'?", "'drop', 'updates', 'pad', 'wrap'"),
     (lambda: order(replicas=3, iterations=9), "=4 x replicas=3 x device_iterations=9", "108 examples", FILL_UP),
     (
@@ -60,13 +60,13 @@ def feed_of(**options):
     (lambda: feed_of(workers=2, prefetch=0), "workers=2", "prefetch=0", "fewer workers, or prefetch=2"),
     (lambda: feed_of(timeout=0.0), "timeout=0.0", "a number of seconds", "such as 120"),
     (lambda: feed_of(epochs=0), "epochs=0", "not a count", "an int of at least 1"),
-    (lambda: feed_of(instances=2, instance=-1), "instance=-1", "none of instances=2", "an int from 0 on"),
+    (lambda: feed_of(instances=2, instance=-1), "instance=-1", "not one of instances=2", "an int from 0 on"),
     (lambda: feed_of(micro_batch=64, gradient_accumulation=2), "=64 x gradient_accumulation=2", "128 ex", FILL_UP),
-    (lambda: feed_of(fill="x"), "fill='x' at source['number']", "is no int32", "a number that it holds"),
+    (lambda: feed_of(fill="x"), "fill='x' at source['number']", "is not of dtype int32", "a number that it holds"),
     (lambda: feed_of(state=7), "state=7", RETURNED),
     (lambda: feed_of(state={"epoch": 1}), "state={'epoch': 1}", RETURNED),
     (lambda: feed_of(state=STATE | {"position": 102}), "'position': 102", RETURNED),
-    (lambda: feed_of(mesh=Mesh(jax.devices()[:1], ("data",))), "axes ('data',)", "none is 'replica'", "make_mesh("),
+    (lambda: feed_of(mesh=Mesh(jax.devices()[:1], ("data",))), "axes ('data',)", "not 'replica'", "make_mesh("),
     (lambda: feed_of().seek(-1), "epoch=-1", "not an epoch", "an int of at least 0"),
     (lambda: feed_of(step=3, mesh=None), "step=3", "not a training step", "make it with"),
     (lambda: feed_of(mesh=None), "neither step= nor mesh= is given", "step=step"),
@@ -181,9 +181,9 @@ def fill(value, dtype):
     ),
     (lambda: second(1, object()), "example 1 has object at example", NUMBERS_ONLY, "leave it out"),
     # values that fill up a batch
-    (lambda: fill(-1, np.uint8), "fill=-1 at source[0]", "no uint8", "a number that it holds"),
-    (lambda: fill(0.5, np.int32), "fill=0.5 at source[0]", "no int32", "a number that it holds"),
-    (lambda: fill("a", np.float32), "fill='a' at source[0]", "no float32", "a number that it holds"),
+    (lambda: fill(-1, np.uint8), "fill=-1 at source[0]", "not of dtype uint8", "a number that it holds"),
+    (lambda: fill(0.5, np.int32), "fill=0.5 at source[0]", "not of dtype int32", "a number that it holds"),
+    (lambda: fill("a", np.float32), "fill='a' at source[0]", "not of dtype float32", "a number that it holds"),
     (lambda: fill({"x": 1}, np.float32), "fill={'x': 1}", "neither a number nor a pytree of numbers"),
 )
 def test_a_source_is_refused(call, holds):
@@ -213,7 +213,7 @@ ONCE = "a fresh iterator, such as lambda epoch: read(files)"
 
 @refusals(
     (lambda: from_stream(shuffle=True), "shuffle=True", AFTER, "let the source shuffle"),
-    (lambda: from_stream(shuffle="no"), "shuffle='no'", "no bool", "give True or False"),
+    (lambda: from_stream(shuffle="no"), "shuffle='no'", "not a bool", "give True or False"),
     (lambda: from_stream(seed=3), "seed=3", AFTER, "let the source shuffle"),
     (lambda: from_stream(workers=2, prefetch=2), "workers=2", AFTER, "use workers=1"),
     (lambda: from_stream(remainder="wrap"), "remainder='wrap'", AFTER, "use 'drop', 'updates' or 'pad'"),
@@ -231,10 +231,10 @@ ONCE = "a fresh iterator, such as lambda epoch: read(files)"
         "without a dim of examples",
         "items='examples'",
     ),
-    (lambda: from_stream(state=7), "state=7", "not one of a stream", RETURNED),
-    (lambda: from_stream(state={"epoch": 0}), "state={'epoch': 0}", "not one of a stream", RETURNED),
-    (lambda: from_stream(state=from_stream() | {"beyond": -1}), "'beyond': -1", "not one of a stream", RETURNED),
-    (lambda: from_stream(state=from_stream() | {"beyond": 5}), "'beyond': 5", "not one of a stream", RETURNED),
+    (lambda: from_stream(state=7), "state=7", "not a state of a stream", RETURNED),
+    (lambda: from_stream(state={"epoch": 0}), "state={'epoch': 0}", "not a state of a stream", RETURNED),
+    (lambda: from_stream(state=from_stream() | {"beyond": -1}), "'beyond': -1", "not a state of a stream", RETURNED),
+    (lambda: from_stream(state=from_stream() | {"beyond": 5}), "'beyond': 5", "not a state of a stream", RETURNED),
     # what cannot be read again
     (lambda: from_stream(examples(count=4), read=2), "a generator", "batch from example 0 of epoch 1 on", ONCE),
     (lambda: from_stream(examples(), state=from_stream()), "a generator", "example 4 of epoch 0", ONCE),

@@ -149,7 +149,7 @@ def test_each_difference_has_its_words():
 def test_equal_instances_exchange_one_message_per_step(devices, replicas, ipus):
     first, second = run_instances(unlike.equals, devices, replicas=replicas, ipus=ipus)
     missing = str(first.pop("missing"))
-    assert missing.startswith("the first update of a training step: instance 1 of 2 did not come within 1 s.")
+    assert missing.startswith("the first update of a training step: instance 1 of 2 did not join within 1 s.")
     assert missing.endswith("popdist.init(check_programs=False) waits for none")
     for found in (first, second):
         assert {name: int(count) for name, count in found.items()} == {

@@ -49,7 +49,7 @@ COUNT, POSITIVE = "an int of at least 1", "a finite one above 0"
     (lambda: OPTIONS(max_gradient_norm=0), "max_gradient_norm=0 ", "not a positive number", POSITIVE),
     (lambda: OPTIONS(loss_scale=float("inf")), "loss_scale=inf ", "not a positive number", POSITIVE),
     (lambda: OPTIONS(precision="8.8"), "precision='8.8'", "is unknown", "'32.32', '16.32', '16.16'"),
-    (lambda: OPTIONS(weighted=1), "weighted=1 ", "no bool", "True or False"),
+    (lambda: OPTIONS(weighted=1), "weighted=1 ", "not a bool", "True or False"),
     (
         lambda: OPTIONS(stochastic_rounding=True, precision="16.32"),
         *("stochastic_rounding=True", "precision='16.32'", "nothing is rounded", "use precision='16.16'"),
@@ -77,9 +77,9 @@ def test_options_that_cannot_be_are_refused(call, holds):
         lambda: MAKE(Replicas(loss_of, replication_factor=2), SGD, TrainOptions(replication_factor=4)),
         *("replication_factor=4", "the Replicas are 2", "or the same in both"),
     ),
-    (lambda: MAKE(OF_FOUR, 0.1), "optimizer=0.1 ", "no optax.GradientTransformation", "optax.sgd(...)"),
+    (lambda: MAKE(OF_FOUR, 0.1), "optimizer=0.1 ", "not an optax.GradientTransformation", "optax.sgd(...)"),
     (lambda: MAKE(3, SGD), "model=3 ", "neither a Pipeline, nor Replicas, nor callable", "a loss function"),
-    (lambda: MAKE(loss_of, SGD, {"donate": True}), "options={'donate': True}", "no TrainOptions", "TrainOptions(...)"),
+    (lambda: MAKE(loss_of, SGD, {"donate": True}), "options={'donate': True}", "not a TrainOptions", "TrainOptions("),
     (lambda: REPLICATE(OF_FOUR, replication_factor=2, reduction="sum"), "reduction='sum'", "its own", "the Pipeline"),
     (lambda: REPLICATE(3, replication_factor=2), "model=3 ", "neither a Pipeline nor callable", "a loss function"),
     (
@@ -167,8 +167,8 @@ DIFFER, SCALING = "the state and this step differ in whether they", "scale the l
         *("'ema' is not a tree like the saved 'params'", "what whole returned"),
     ),
     # states of other steps
-    (lambda m: m.plain(None, ROWS), "state is not of this step", "step.init(params)"),
-    (lambda m: m.plain(m.of.pipeline, ROWS), "state is not of this step", "step.init(params)"),
+    (lambda m: m.plain(None, ROWS), "state does not belong to this step", "step.init(params)"),
+    (lambda m: m.plain(m.of.pipeline, ROWS), "state does not belong to this step", "step.init(params)"),
     (lambda m: m.plain(m.of.scaled, ROWS), DIFFER, SCALING),
     (lambda m: m.scaled(m.of.plain, ROWS), DIFFER, SCALING),
     (lambda m: m.plain(m.of.averaging, ROWS), DIFFER, "average the weights by ema_decay"),
@@ -193,7 +193,7 @@ DIFFER, SCALING = "the state and this step differ in whether they", "scale the l
         lambda m: m.several.loss(m.of.several, np.ones((2, 2, 2, 4, 3), np.float32)),
         *("batch has shape (2, 2, 4, 3)", "leading dims", "(replicas, gradient_accumulation, ...) = (2, 1, ...)"),
     ),
-    (lambda m: m.plain.loss(m.of.plain.params, ROWS), "state is not of this step", "step.init(params)"),
+    (lambda m: m.plain.loss(m.of.plain.params, ROWS), "state does not belong to this step", "step.init(params)"),
     (lambda m: m.plain.loss(m.of.plain, ROWS, ema=True), "ema=True", "no average", "ema_decay=0.999"),
     # replicas of a loss function
     (lambda m: m.replicas.value_and_grad(m.held, ROWS, 0), "a key was given", "takes none", "random=True"),

@@ -150,7 +150,7 @@ def test_a_folder_that_takes_no_files_is_named(tmp_path):
         export_weights(folder, OLD)
     device = tmp_path / "device.npz"
     device.symlink_to("/dev/full")
-    with pytest.raises(OSError, match="Is no plain file"):
+    with pytest.raises(OSError, match="Is not a regular file"):
         export_weights(device, OLD)
 
 

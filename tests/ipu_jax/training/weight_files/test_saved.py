@@ -77,7 +77,7 @@ def test_everything_that_does_not_fit_is_one_error():
     first, *problems, last = str(caught.value).splitlines()
     assert first == "the tree does not fit `like`, 9 problems:"
     assert [problem.strip() for problem in problems] == [
-        "mapping has 'layer/bais', which is no leaf: did you mean 'layer/bias'?",
+        "mapping has 'layer/bais', not a leaf: did you mean 'layer/bias'?",
         "shape: leaf 'both' is float32[3], and the array float64[2]",
         "dtype: leaf 'both' is float32[3], and the array float64[2], which may lose digits: cast=True rounds",
         "missing: 'x', for leaf 'gone'",

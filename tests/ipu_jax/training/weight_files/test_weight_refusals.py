@@ -53,8 +53,8 @@ def shapes() -> Any:
         (lambda at, name=name: export_weights(at / name, {"w": ONE}), f"/{name}' has the suffix", SUFFIXES)
         for name in ("w", "w.pt", "w.npy", ".npz", "w.safetensors.gz")
     ),
-    (lambda at: export_weights(at / "w.npz", {"w": 3.0}), "leaf 'w' is 3.0", "no array: make it one"),
-    (lambda at: export_weights(at / "w.npz", {"w": "text"}), "leaf 'w' is 'text'", "no array: make it one"),
+    (lambda at: export_weights(at / "w.npz", {"w": 3.0}), "leaf 'w' is 3.0", "not an array: make it one"),
+    (lambda at: export_weights(at / "w.npz", {"w": "text"}), "leaf 'w' is 'text'", "not an array: make it one"),
     (lambda at: export_weights(at / "w.npz", {"w": np.array(["text"])}), "leaf 'w' is <U4", NO_NUMBERS),
     (lambda at: export_weights(at / "w.npz", {"w": np.array([None])}), "leaf 'w' is object", NO_NUMBERS),
     (lambda at: export_weights(at / "w.npz", {"w\0": ONE}), "'w\\x00'", NO_NAME),
@@ -63,13 +63,13 @@ def shapes() -> Any:
     (lambda at: export_weights(at / "w.safetensors", {"w": np.ones(1, complex)}), "leaf 'w' is complex128", NO_TYPE),
     (lambda at: export_weights(at / "w.safetensors", {"__metadata__": ONE}), "'__metadata__'", "for itself: rename it"),
     (lambda at: export_weights(at / "w.npz", {"k": key()}), "leaf 'k' is key<fry>", "export jax.random.key_data"),
-    (lambda at: export_weights(at / "w.npz", {"w": ONE}, average=True), "average=True", "average of a training: give"),
+    (lambda at: export_weights(at / "w.npz", {"w": ONE}, average=True), "average=True", "average of a run: give"),
     (lambda at: export_weights(at / "w.npz", {"w": gone()}), "an earlier call reused", "what that call returned"),
     (lambda at: jax.jit(lambda w: export_weights(at / "w.npz", w))(ONE), NO_VALUES, "export outside of jax.jit"),
     (lambda at: export_weights(at / "w.npz", shapes()), "weights has ShapeDtypeStruct", NO_VALUES, "give arrays"),
     (
         lambda at: import_weights({"a": ONE}, jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), shapes())),
-        "says not where it is",
+        "does not say where it is",
         "pipeline.shard_shapes",
     ),
 )
@@ -90,7 +90,7 @@ def read(path: Path, content: bytes) -> None:
 @pytest.mark.parametrize("content", [b"", b"\0" * 7, b"text, not weights", b"\xff" * 64, os.urandom(300)])
 @pytest.mark.parametrize("suffix", ["safetensors", "npz"])
 def test_a_file_of_something_else_is_refused(tmp_path, content, suffix):
-    with refused(str(tmp_path), "is no safetensors or npz file", "Get it again"):
+    with refused(str(tmp_path), "is not a safetensors or npz file", "Get it again"):
         read(tmp_path / f"w.{suffix}", content)
 
 
@@ -124,18 +124,18 @@ AGAIN = "Export or download it again"
     (lambda at: header(at, b'{"w":1,"w":2}'), HEADER, "a name stands in it twice"),
     (lambda at: header(at, b'{"\xff":1}'), HEADER, AGAIN),
     (lambda at: header(at, {"w": 3}), ENTRY, AGAIN),
-    (lambda at: entry(at, shape=[3]), ENTRY, "8 bytes are no float32[3]"),
-    (lambda at: entry(at, shape=[-2]), ENTRY, "-2 is no size"),
-    (lambda at: entry(at, shape=[True, 2]), ENTRY, "True is no size"),
+    (lambda at: entry(at, shape=[3]), ENTRY, "8 bytes are not a float32[3]"),
+    (lambda at: entry(at, shape=[-2]), ENTRY, "-2 is not a size"),
+    (lambda at: entry(at, shape=[True, 2]), ENTRY, "True is not a size"),
     (lambda at: entry(at, shape=[1 << 62, 4]), ENTRY, AGAIN),
     (lambda at: entry(at, shape=[1 << 40] * 60_000), ENTRY, "60,000 dims are more than 64"),
     (lambda at: entry(at, shape=[0, 1 << 40, 1 << 40]), ENTRY, "its shape is too large"),
-    (lambda at: entry(at, shape="11"), ENTRY, "'1' is no size"),
+    (lambda at: entry(at, shape="11"), ENTRY, "'1' is not a size"),
     (lambda at: entry(at, data_offsets=[0]), ENTRY, AGAIN),
     (lambda at: entry(at, data_offsets=[8, 16]), GAPS, AGAIN),
     (lambda at: header(at, {"w": W, "v": W}), GAPS, AGAIN),
     (lambda at: entry(at, shape=[4], data_offsets=[0, 16]), "cut short", "8 bytes of arrays", "says 16"),
-    (lambda at: entry(at, shape=[1], data_offsets=[0, 4]), "has bytes behind its arrays", "Get it again"),
+    (lambda at: entry(at, shape=[1], data_offsets=[0, 4]), "has bytes after its arrays", "Get it again"),
     (lambda at: metadata(at, 3), METADATA, AGAIN),
     (lambda at: metadata(at, {"ipu_jax.crc32": "nonsense"}), METADATA, AGAIN),
     (lambda at: metadata(at, {"ipu_jax.crc32": '{"w": "zz"}'}), METADATA, AGAIN),
@@ -207,11 +207,11 @@ NPY = b"\x93NUMPY\x01\x00"
 
 @refusals(
     (lambda at: archive(at, {"archive/data.pkl": b"", "archive/data/0": b""}), "'archive/data.pkl'", "save torch's"),
-    (lambda at: archive(at, {"readme.txt": b"words"}), "'readme.txt' is no array", "numpy.savez"),
+    (lambda at: archive(at, {"readme.txt": b"words"}), "'readme.txt' is not an array", "numpy.savez"),
     (lambda at: archive(at, {"w.npy": b"words"}), "is damaged", AGAIN),
     (lambda at: archive(at, {"w.npy": NPY}), "is damaged", AGAIN),
     (lambda at: archive(at, {"w.npy": NPY + b"\x61\x23" + MANY_BRACKETS}), "is damaged: ", AGAIN),
-    (lambda at: archive(at, {"w.npy": npy(TWO) + b"more"}), "'w' has bytes behind its array", "Get it again"),
+    (lambda at: archive(at, {"w.npy": npy(TWO) + b"more"}), "'w' has bytes after its array", "Get it again"),
     (lambda at: archive(at, {"w.npy": npy(np.array([{}], object))}), "'w.npy' has Python objects", AGAIN),
 )
 def test_an_archive_of_something_else_is_refused(call, holds, tmp_path):
@@ -222,7 +222,7 @@ def test_an_archive_of_something_else_is_refused(call, holds, tmp_path):
 def test_a_huge_header_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(_safetensors, "_LARGEST_HEADER", 100)
     save_file({f"w{k}": ONE for k in range(9)}, tmp_path / "w.safetensors")
-    with refused(str(tmp_path), "is no safetensors or npz file, or is cut short", "Get it again"):
+    with refused(str(tmp_path), "is not a safetensors or npz file, or is cut short", "Get it again"):
         import_weights(tmp_path / "w.safetensors", {"w": ONE})
 
 
@@ -287,9 +287,9 @@ def test_a_step_that_cannot_be_done_is_named(call, holds):
 @refusals(
     (lambda: Saved(), "Saved()", "does not name arrays: give their names"),
     (lambda: Saved("a", NUMBER), "Saved('a', 3)", "does not name arrays: give their names"),
-    (lambda: Saved("a").transpose(WRONG, 0), "transpose('3', 0)", "no int: give ints"),
-    (lambda: Saved("a").part(0, of=WRONG), "part('3',)", "no int: give ints"),
-    (lambda: Saved("a").astype("float17"), "dtype='float17'", "names no dtype: give one such as"),
+    (lambda: Saved("a").transpose(WRONG, 0), "transpose('3', 0)", "not an int: give ints"),
+    (lambda: Saved("a").part(0, of=WRONG), "part('3',)", "not an int: give ints"),
+    (lambda: Saved("a").astype("float17"), "dtype='float17'", "is not a dtype: give one such as"),
     # a function's result is known when it has run
     (lambda: made(Saved("a").apply(lambda a: a[0])), "'w' is float32[6, 4]", "the array float32[4], by Saved('a')"),
     (
@@ -299,9 +299,9 @@ def test_a_step_that_cannot_be_done_is_named(call, holds):
         "cast=True rounds",
     ),
     # sources and likes
-    (lambda: import_weights({"w": 3}, {"w": A}), "the source's leaf 'w' is 3", "no array: give arrays, or a path"),
-    (lambda: import_weights({"w": A}, {"w": 3}), "like has the leaf 'w', 3", "no array: give arrays or their shapes"),
-    (lambda: import_weights({"k": A}, {"k": key()}), "like has the leaf 'k'", "give arrays or their shapes"),
+    (lambda: import_weights({"w": 3}, {"w": A}), "the source's leaf 'w' is 3", "not an array: give arrays, or a path"),
+    (lambda: import_weights({"w": A}, {"w": 3}), "like has a leaf 'w', 3", "not an array: give arrays or shapes"),
+    (lambda: import_weights({"k": A}, {"k": key()}), "like has a leaf 'k'", "give arrays or shapes"),
 )
 def test_a_mapping_or_a_tree_is_refused(call, holds):
     with refused(*holds):

@@ -1,4 +1,4 @@
-"""Test that a training and ipu-monitor find each other where neither /proc nor Linux's own calls exist."""
+"""Test that a training run and ipu-monitor find each other where neither /proc nor Linux's own calls exist."""
 
 import json
 import subprocess

@@ -66,8 +66,8 @@ def test_json_has_a_line_with_stable_keys(folder, capsys):
     ("flags", "said", "status"),
     [
         ("", "No process uses ipu_jax.", 0),
-        ("--pid 1", "No process of those that were asked for uses ipu_jax.", 1),
-        (f"--user {os.getuid()}", "No process of those that were asked for uses ipu_jax.", 0),
+        ("--pid 1", "None of the processes asked for uses ipu_jax.", 1),
+        (f"--user {os.getuid()}", "None of the processes asked for uses ipu_jax.", 0),
     ],
 )
 def test_nothing_to_show_is_said(folder, capsys, flags, said, status):
@@ -80,7 +80,7 @@ def test_nothing_to_show_is_said(folder, capsys, flags, said, status):
 def test_another_users_processes_are_said_to_be_hidden(folder, capsys, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 4321)
     assert command.main(["--once", "--user", "root"]) == 0
-    assert capsys.readouterr().out.splitlines()[1] == "What root runs, only that user and root can see."
+    assert capsys.readouterr().out.splitlines()[1] == "Only root and that user can see what root runs."
 
 
 def test_records_that_are_turned_off_are_named(monkeypatch, capsys):
@@ -259,7 +259,7 @@ def test_colours_are_for_terminals_that_want_them(folder, settings, is_green):
             terminal.close()
     codes = {code for text in re.findall(r"\x1b\[([0-9;]*)m", shown) for code in text.split(";")}
     assert ("32" in codes) == is_green
-    assert is_green or codes <= {"", "0", "1", "2"}  # bold and dim are no colours
+    assert is_green or codes <= {"", "0", "1", "2"}  # bold and dim are not colours
 
 
 def test_a_pipe_has_neither_colours_nor_bars(folder):

@@ -122,7 +122,7 @@ def test_reasons_and_ignored_files_stand_below():
     stuck = row(state="stuck", reason="finished no step for 7 s, and may for 5 s")
     lines = drawn(stuck, width=400, ignored=(Ignored("/tmp/x", "why"),))
     assert lines[3] == "31939 is stuck: finished no step for 7 s, and may for 5 s"
-    assert lines[4].startswith("1 file or folder is no record")
+    assert lines[4].startswith("1 file or folder is not a record")
 
 
 def test_a_terminal_has_colours():
