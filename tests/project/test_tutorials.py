@@ -111,11 +111,6 @@ def test_the_script_for_a_laptop_and_a_cluster_runs_by_the_commands_below_it(tmp
     assert printed == [("2", "1"), ("8", "2"), ("4", "2")]
 
 
-def test_the_flax_model_becomes_a_pipeline_in_40_lines():
-    _, *blocks = documents.blocks(documents.ROOT / "docs/tutorials/flax.md", "python")
-    assert len([line for block in blocks for line in block.splitlines() if line.strip()]) < 40
-
-
 def test_shown_output_is_what_stands_right_behind_code(tmp_path: Path):
     path = tmp_path / "some.md"
     path.write_text("```text\na drawing\n```\n```python\nprint(1)\n```\n\n```text\n1\n```\nwords\n```text\n2\n```\n")

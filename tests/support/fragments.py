@@ -29,8 +29,13 @@ MODULES = (sharded_ops, ipu_jax, *(getattr(ipu_jax, name) for name in public_api
 PUBLIC = {name: getattr(module, name) for module in MODULES for name in module.__all__}
 
 _CODE = re.compile(r'(?<!`)`([^`]+)`(?!`)|"([\w.-]+)"')
+_MODULES = {module.__name__: module for module in (dataclasses, ipu_jax, jax, optax, sharded_ops)}
+_MODULES |= {"jnp": jnp, "np": np, "PartitionSpec": jax.P}
 _OTHERS = ("jax", "jnp", "np", "optax", "module", "array")  # what is called there is not ours
 _OPS = re.compile("|".join(rf"\b{op}\(" for op in sharded_ops.__all__ if op.islower()))
+_NAME = re.compile(
+    r"(?<![\w.-])[A-Za-z_]\w*(?![\w-])(?!\s*=(?!=))"
+)  # no attribute, keyword or part of a command's name
 _FILE = re.compile(r"[\w/.-]+\.(?:py|svg|json|gz|html|csv|txt)")
 
 
@@ -62,13 +67,18 @@ def check(program: dict[str, Any], paths: Iterable[str], *, compares: bool) -> N
     Raises:
         AssertionError: fragments failed; the message has a line for each.
     """
-    program = program if compares else _shorthand()
-    names = PUBLIC | _examples(program) | program
+    if compares:
+        names = _examples(program) | program
+    else:
+        program = _shorthand()
+        names = PUBLIC | _MODULES | _examples(program) | program
     failed, ran = [], set[str]()
     warnings.filterwarnings("ignore", "key is not used")  # the program draws nothing
     for path in paths:
         for code in found(documents.ROOT / path, compares):
             try:
+                named = set(_NAME.findall(code)) & (PUBLIC.keys() | _MODULES.keys()) if compares else set[str]()
+                assert named <= names.keys(), f"the page's program imports no {', '.join(named - names.keys())}"
                 runs = code not in ran and _runs(code, names, compares)
             except Exception as error:
                 failed.append(f"{path}: {code}\n    {type(error).__name__}: {str(error)[:300]}")
@@ -229,8 +239,11 @@ def _examples(program: dict[str, Any]) -> dict[str, Any]:
     f, module = fn, nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     schedule = ipu_jax.make_schedule("1f1b", ipus=2, micro_batches=4)
 
-    modules = {module.__name__: module for module in (dataclasses, ipu_jax, jax, optax, sharded_ops)}
-    return modules | {"jnp": jnp, "np": np, "print": str, "PartitionSpec": jax.P} | locals()
+    # what a reader has
+    layers, mse = [(lambda w, x: jnp.tanh(x @ w), jnp.eye(3))] * 8, lambda x, mb: jnp.mean((x - mb["y"]) ** 2)
+    loss = lambda w, mb: g(w["head"], f(w["body"], None, mb), mb)  # noqa: E731
+    micro_batch = {name: rows[:16] for name, rows in dataset.items()}
+    return {"print": str, **locals()}
 
 
 def _shorthand() -> dict[str, Any]:
