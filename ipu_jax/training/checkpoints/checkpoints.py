@@ -281,7 +281,7 @@ class Checkpoints:
                 contains the path, the operating system's error and the bytes. Or another run saves to the
                 folder.
             ValueError: `extra` or the feed's state is not plain data, or the checkpoints are closed.
-            InstancesMissingError: an instance did not come in time.
+            InstancesMissingError: an instance did not join in time.
             NonFiniteLossError: the state is stopped, under `TrainOptions(on_nonfinite=)`.
         """
         _check_state(state)
@@ -352,7 +352,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: the save failed, under `on_save_error="stop"`.
-            InstancesMissingError: an instance did not come in time.
+            InstancesMissingError: an instance did not join in time.
         """
         while self._writer.is_busy:
             waits = self._writer.waits_for_others

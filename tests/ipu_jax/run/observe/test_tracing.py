@@ -435,7 +435,7 @@ def test_what_a_trace_is_given_is_refused_at_once(tmp_path):
     no_folder: Any = 3
     with refused(f"folder='{tmp_path}/file'", "cannot be written to (File exists)", "give a folder in"):
         trace(tmp_path / "file")
-    with refused("folder=3", "no folder: give a path"):
+    with refused("folder=3", "not a folder: give a path"):
         trace(no_folder)
     with refused("steps=0", "at least 1"):
         trace(tmp_path, steps=0)
