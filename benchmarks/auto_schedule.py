@@ -57,7 +57,7 @@ def problems() -> Iterator[tuple[StageCosts, tuple[int, ...], int]]:
 
 
 def limit_of(costs: StageCosts, placement: tuple[int, ...], micro_batches: int) -> float:
-    return max(costs.stash_bytes(make_schedule("1f1b", placement=placement, micro_batches=micro_batches)))
+    return max(costs.stash_bytes(make_schedule("1f1b", placement=placement, gradient_accumulation=micro_batches)))
 
 
 def best_family(found: FoundSchedule) -> float:
@@ -73,7 +73,9 @@ def gain_figures(figures: Figures) -> None:
             chosen: list[float] = []
             for costs, placement, m in sets:
                 room = None if limit == "no limit" else limit_of(costs, placement, m)
-                found = find_schedule(costs, placement=placement, micro_batches=m, lockstep=lockstep, stash_limit=room)
+                found = find_schedule(
+                    costs, placement=placement, gradient_accumulation=m, lockstep=lockstep, stash_limit=room
+                )
                 family = best_family(found)
                 gains.append(1 - found.makespan / family)
                 families.append(family / found.bound)
@@ -107,7 +109,7 @@ def time_figures(figures: Figures) -> None:
                 found = find_schedule(
                     costs,
                     placement=placement,
-                    micro_batches=micro_batches,
+                    gradient_accumulation=micro_batches,
                     lockstep=lockstep,
                     stash_limit=limit,
                 )

@@ -95,7 +95,7 @@ def check_figures(figures: Figures) -> None:
             if name == "sequential" and (s, m) == LARGEST:
                 continue  # four million ticks, one after the other
             before = time.process_time()
-            schedule = make_schedule(name, ipus=s, micro_batches=m)
+            schedule = make_schedule(name, ipus=s, gradient_accumulation=m)
             seconds = time.process_time() - before
             run = schedule.simulate(forward=1, backward=2, weight=1)
             share = len(schedule.placement) / s  # stages per IPU

@@ -129,7 +129,7 @@ def equal_stages(
     batch = {"x": x, "y": y}
     steps: dict[str, tuple[Schedule, Callable[[], Any]]] = {}
     for name in names:
-        placement = make_schedule(name, ipus=IPUS, micro_batches=1).placement
+        placement = make_schedule(name, ipus=IPUS, gradient_accumulation=1).placement
         stages = [Stage(layers, params=f"layers{i}", ipu=ipu) for i, ipu in enumerate(placement) if ipu is not None]
         # the loss is on the IPU of the last layers, so that it needs no message
         stages.append(Stage(squared_error, ipu=stages[-1].ipu))
@@ -200,11 +200,11 @@ def head_figures(figures: Figures, vocabulary: int) -> None:
 
 def bubble_figures(figures: Figures) -> None:
     for name, bound in BUBBLES.items():
-        schedule = make_schedule(name, ipus=4, micro_batches=8)
+        schedule = make_schedule(name, ipus=4, gradient_accumulation=8)
         # published to a tenth of a percent
         figures.add(f"bubble of {name}, 4 IPUs, M=8", round(schedule.simulate(forward=1, backward=2).bubble, 3), bound)
     for rounds, bound in WAVES.items():
-        schedule = make_schedule("zb-wave", ipus=4, micro_batches=8, rounds=rounds)
+        schedule = make_schedule("zb-wave", ipus=4, gradient_accumulation=8, rounds=rounds)
         bubble = round(schedule.simulate(forward=1, backward=2).bubble, 3)
         figures.add(f"bubble of zb-wave, {rounds} stages per IPU, 4 IPUs, M=8", bubble, bound)
 

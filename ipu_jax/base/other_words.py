@@ -18,7 +18,6 @@ _THE_SIZE: Final = "give one micro-batch itself, as micro_batch: its arrays have
 # a word counts whose argument the call takes.
 _ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("gradient_accumulation", _M, ""),
-    ("micro_batches", f"{_M} gradient_accumulation", ""),
     (
         "ipus",
         "stages num_stages n_stages stage_count pp pp_size pp_degree pipeline_parallel pipeline_parallelism "
@@ -144,7 +143,7 @@ def names_here(word: str) -> list[tuple[str, str]]:
     """Return what an argument is called here: names, each with a text to say in its place, if there is one.
 
     >>> names_here("numMicrobatches")
-    [('gradient_accumulation', ''), ('micro_batches', '')]
+    [('gradient_accumulation', '')]
     """
     return _MEANT.get(_plain(word), [])
 

@@ -11,7 +11,7 @@ from support import documents
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_closed_forms_are_those_of_the_tables(name):
     s, m = 8, 24  # neither of the multiples that the script checks
-    schedule = make_schedule(name, ipus=s, micro_batches=m)
+    schedule = make_schedule(name, ipus=s, gradient_accumulation=m)
     run = schedule.simulate(forward=1, backward=2, weight=1)
     assert messages_of(schedule) == messages(name, m)
     assert max(run.peak_stash) * s / len(schedule.placement) == stash(name, s, m)

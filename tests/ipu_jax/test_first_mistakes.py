@@ -93,7 +93,7 @@ WORDS = [
     ("Pipeline", "replicas devices", "give mesh=make_mesh(replicas, ipus"),
     ("Pipeline", "function loss_fn", "Pipeline.from_function takes a function"),
     ("Pipeline", "places", "it takes stages, mesh, schedule"),
-    ("make_schedule", f"{M_ELSEWHERE} gradient_accumulation", "called 'micro_batches' here"),
+    ("make_schedule", f"{M_ELSEWHERE} micro_batches", "called 'gradient_accumulation' here"),
     ("make_schedule", "num_stages pp", "called 'ipus' here"),
     ("make_schedule", "ipu", "did you mean 'ipus'?"),
     ("make_train_step", M_ELSEWHERE, "give options=TrainOptions(gradient_accumulation=...)"),
@@ -230,7 +230,7 @@ def test_a_word_of_another_library_is_answered_by_the_one_that_the_call_takes(do
     (lambda: ours.fit(CUT, STATE, BATCH, epochs=1), "is not a training step", "make_train_step("),
     (lambda: ours.configure(64), "num_ipus=64", "configure(64)"),
     (lambda: ours.make_mesh(8, 8), "needs 64 IPUs", "configure(64)"),
-    (lambda: ours.make_schedule("1f1b", micro_batches=4), "give ipus=", "placement="),
+    (lambda: ours.make_schedule("1f1b", gradient_accumulation=4), "give ipus=", "placement="),
 )
 def test_a_first_mistake_is_answered_by_its_mend(call, holds):
     with refused(*holds, error=Exception):

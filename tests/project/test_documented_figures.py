@@ -40,14 +40,14 @@ def test_the_bubbles_of_the_benchmark_are_those_of_the_papers():
     for figure, name, options, bubble in cases:
         shown = BENCHMARKS[f"bubble of {figure}, 4 IPUs, M=8"]
         assert shown == pytest.approx(bubble, abs=5e-4)
-        found = make_schedule(name, ipus=s, micro_batches=m, **options).simulate(forward=1, backward=2).bubble
+        found = make_schedule(name, ipus=s, gradient_accumulation=m, **options).simulate(forward=1, backward=2).bubble
         assert found == pytest.approx(shown, abs=5e-4)
 
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_the_predicted_step_times_are_those_of_the_tables(name):
-    placement = make_schedule(name, ipus=2, micro_batches=1).placement
-    schedule = make_schedule(name, placement=(*placement, placement[-1]), micro_batches=MICRO_BATCHES)
+    placement = make_schedule(name, ipus=2, gradient_accumulation=1).placement
+    schedule = make_schedule(name, placement=(*placement, placement[-1]), gradient_accumulation=MICRO_BATCHES)
     assert predicted(schedule) == pytest.approx(BENCHMARKS[f"the same as FLOPs predict, {name}"], rel=1e-5)
 
 
@@ -63,7 +63,9 @@ def test_two_of_them_by_hand():
 @pytest.mark.parametrize("vocabulary", [8192, 16384])
 def test_what_a_concurrent_head_is_worth_is_what_flops_say(vocabulary):
     basic, concurrent = (
-        predicted(make_schedule("grouped", ipus=2, placement=(0, 1, ipu), micro_batches=MICRO_BATCHES), vocabulary / D)
+        predicted(
+            make_schedule("grouped", ipus=2, placement=(0, 1, ipu), gradient_accumulation=MICRO_BATCHES), vocabulary / D
+        )
         for ipu in (1, None)
     )
     shown = BENCHMARKS[f"basic / concurrent step time as FLOPs predict, V={vocabulary}"]
@@ -77,7 +79,11 @@ def test_the_two_clocks_cost_what_their_page_says():
     in_lockstep, alone, zb_h1 = (float(figure) / 100 for figure in found.groups())
 
     def bubble(name, *, lockstep):
-        return make_schedule(name, ipus=4, micro_batches=8).simulate(forward=1, backward=2, lockstep=lockstep).bubble
+        return (
+            make_schedule(name, ipus=4, gradient_accumulation=8)
+            .simulate(forward=1, backward=2, lockstep=lockstep)
+            .bubble
+        )
 
     assert bubble("1f1b", lockstep=True) == pytest.approx(in_lockstep, abs=5e-4)
     assert bubble("1f1b", lockstep=False) == pytest.approx(alone, abs=5e-4)
@@ -86,7 +92,7 @@ def test_the_two_clocks_cost_what_their_page_says():
     found = re.search(r"If one takes 0.1 F \(S=8, M=64, F=B=W=1\), IPUs idle (.*?)\. ", text)
     assert found
     for idle, name in re.findall(r"([\d.]+)% under ([\w-]+)", found[1]):
-        run = make_schedule(name, ipus=8, micro_batches=64).simulate(1, 2, transfer=0.1, lockstep=True)
+        run = make_schedule(name, ipus=8, gradient_accumulation=64).simulate(1, 2, transfer=0.1, lockstep=True)
         assert run.bubble == pytest.approx(float(idle) / 100, abs=5e-4)
 
 

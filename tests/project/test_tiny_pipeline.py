@@ -70,13 +70,13 @@ def _assert_near(found, expected):
 
 @sizes
 def test_each_device_does_its_tasks_in_the_order_of_1f1b(stages, micro_batches):
-    schedule = make_schedule("1f1b", ipus=stages, micro_batches=micro_batches)
+    schedule = make_schedule("1f1b", ipus=stages, gradient_accumulation=micro_batches)
     for s in range(stages):
         tasks = [tiny.task(tick, s, stages, micro_batches) for tick in range(schedule.ticks)]
         order = [f"{s}{' FB'[kind]}{m}" for kind, m in tasks if kind != tiny.IDLE]
         assert order == [str(task) for task in schedule.order(s)]
         ticks = {(kind, m): tick for tick, (kind, m) in enumerate(tasks)}
-        lazy = make_schedule("interleaved", ipus=stages, micro_batches=micro_batches)
+        lazy = make_schedule("interleaved", ipus=stages, gradient_accumulation=micro_batches)
         for m in range(micro_batches):
             assert (ticks[tiny.FORWARD, m], ticks[tiny.BACKWARD, m]) == (lazy.forward[s][m], lazy.backward[s][m])
 

@@ -237,7 +237,7 @@ def _examples(program: dict[str, Any]) -> dict[str, Any]:
     params, optimizer = program["state"].params, optax.sgd(0.1)
     fn, g = program["stages"][0].fn, program["stages"][-1].fn
     f, module = fn, nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-    schedule = ipu_jax.make_schedule("1f1b", ipus=2, micro_batches=4)
+    schedule = ipu_jax.make_schedule("1f1b", ipus=2, gradient_accumulation=4)
 
     # what a reader has
     layers, mse = [(lambda w, x: jnp.tanh(x @ w), jnp.eye(3))] * 8, lambda x, mb: jnp.mean((x - mb["y"]) ** 2)

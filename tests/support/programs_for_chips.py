@@ -73,7 +73,7 @@ def for_gpu() -> dict[str, Found]:
 
 def of_schedule(mesh: Mesh, schedule: str, *, concurrent: bool) -> Found:
     """Compile a layer for each stage of a schedule, which has one or two on each IPU."""
-    placement = make_schedule(schedule, ipus=IPUS, micro_batches=SMALL.micro_batches).placement
+    placement = make_schedule(schedule, ipus=IPUS, gradient_accumulation=SMALL.micro_batches).placement
     places = [ipu for ipu in placement if ipu is not None]
     return _found(compile_ahead(*make_pipeline(SMALL, mesh, schedule, concurrent=concurrent, places=places)))
 

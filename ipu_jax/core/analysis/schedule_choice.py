@@ -66,7 +66,7 @@ class StepShapes:
         placement = tuple(stage.place for stage in stages)
         # all schedules divide the same stages into the same segments
         any_schedule = make_schedule(
-            "sequential", micro_batches=self.micro_batches, ipus=self.params.ipus, placement=placement
+            "sequential", gradient_accumulation=self.micro_batches, ipus=self.params.ipus, placement=placement
         )
         segments = segments_of(stages, any_schedule)
         split = [segment.place is not None for segment in segments]
@@ -177,7 +177,7 @@ class ScheduleChoice:
             return find_schedule(
                 costs,
                 placement=self._placement,
-                micro_batches=self._micro_batches,
+                gradient_accumulation=self._micro_batches,
                 ipus=self._ipus,
                 transfer=transfer,
                 lockstep=True,  # the engine's IPUs wait for each other at each exchange
@@ -227,7 +227,7 @@ class ScheduleChoice:
 
     def _named(self, name: str, micro_batches: int | None = None) -> Schedule:
         m = self._micro_batches if micro_batches is None else micro_batches
-        return make_schedule(name, micro_batches=m, ipus=self._ipus, placement=self._placement)
+        return make_schedule(name, gradient_accumulation=m, ipus=self._ipus, placement=self._placement)
 
     def _fitting(self, schedule: Schedule) -> Schedule:
         m = self._micro_batches
@@ -252,7 +252,11 @@ def warn_of_messages(schedule: Schedule, platform: str, *, stacklevel: int) -> N
     """Warn if "grouped" leaves chips less idle than a schedule of the one-phase clock, at F = 1 and B = 2."""
     if platform == "cpu" or schedule.clock == "two-phase":
         return
-    where: Json = {"ipus": schedule.ipus, "placement": schedule.placement, "micro_batches": schedule.micro_batches}
+    where: Json = {
+        "ipus": schedule.ipus,
+        "placement": schedule.placement,
+        "gradient_accumulation": schedule.micro_batches,
+    }
     one, two = (other.simulate(lockstep=True) for other in (schedule, make_schedule("grouped", **where)))
     if two.bubble < one.bubble - 1e-9:
         ipu = max(range(schedule.ipus), key=two.peak_stash.__getitem__)

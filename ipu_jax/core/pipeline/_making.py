@@ -228,7 +228,7 @@ class Made:
             placement = schedule.placement
         else:
             family = "sequential" if canonical_name(schedule) == "auto" else schedule
-            placement = make_schedule(family, ipus=ipus, micro_batches=1, rounds=rounds).placement
+            placement = make_schedule(family, ipus=ipus, gradient_accumulation=1, rounds=rounds).placement
         how: dict[str, Any] = {"state": state, "frozen": frozen, "costs": costs, "recompute": recompute}
         if isinstance(cuts, str) or not isinstance(cuts, Iterable | None):
             raise ValueError(f"cuts={cuts!r} is not a list of names: give one, such as ['block 1'], or leave it out")

@@ -113,7 +113,7 @@ def find_schedule(
     costs: StageCosts,
     *,
     placement: Placement,
-    micro_batches: int,
+    gradient_accumulation: int,
     ipus: int | None = None,
     transfer: float = 0.0,
     lockstep: bool = False,
@@ -130,7 +130,7 @@ def find_schedule(
     Args:
         costs: the costs of the stages, and their bytes if `stash_limit` is given.
         placement: per stage its IPU, or None for a concurrent stage.
-        micro_batches: M, at least 1.
+        gradient_accumulation: M, at least 1.
         ipus: IPUs of a replica. Default: 1 + the largest IPU in the placement.
         transfer: the time that a message takes, as in `Schedule.simulate`: in lockstep each exchange of the one-phase
             clock takes it, and under the two-phase clock messages travel while tasks run.
@@ -147,7 +147,7 @@ def find_schedule(
         ValueError: an argument is outside its rule, there are not as many costs as stages, or no schedule fits.
 
     >>> costs = StageCosts([1, 1, 1, 2], [1, 1, 1, 2], [1, 1, 1, 2], stash=[1, 1, 1, 2])
-    >>> found = find_schedule(costs, placement=(0, 1, 2, 3), micro_batches=8, stash_limit=4)
+    >>> found = find_schedule(costs, placement=(0, 1, 2, 3), gradient_accumulation=8, stash_limit=4)
     >>> found.schedule.name, found.makespan, found.bound
     ('auto', 51.0, 51.0)
     >>> print(found)
@@ -162,7 +162,7 @@ def find_schedule(
     """
     if not isinstance(costs, StageCosts):
         raise ValueError(f"costs={costs!r} is not a StageCosts: give StageCosts(forward=, backward=, weight=)")
-    placement, micro_batches = placement_of(placement), check_count("micro_batches", micro_batches)
+    placement, m = placement_of(placement), check_count("gradient_accumulation", gradient_accumulation)
     if len(costs) != len(placement):
         raise ValueError(f"costs has {len(costs)} stages, but placement has {len(placement)}: give costs per stage")
     ipus = 1 + max((k for k in placement if k is not None), default=0) if ipus is None else check_count("ipus", ipus)
@@ -170,9 +170,9 @@ def find_schedule(
     if as_int(seed) is None:
         raise ValueError(f"seed={seed!r} is not a seed: give an int")
     limits = _limits(stash_limit, ipus)
-    is_remembered = micro_batches * len(placement) <= _MEDIUM
+    is_remembered = m * len(placement) <= _MEDIUM
     searched = _searched if is_remembered else _searched.__wrapped__
-    candidates, bound = searched(costs, placement, micro_batches, ipus, transfer, lockstep, limits, int(seed))
+    candidates, bound = searched(costs, placement, m, ipus, transfer, lockstep, limits, int(seed))
     if not candidates[0].fits:
         _refuse(stash_limit, candidates)
     return FoundSchedule(

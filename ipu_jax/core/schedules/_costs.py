@@ -111,7 +111,7 @@ class StageCosts(Shown):
 
         >>> from ipu_jax.core.schedules import make_schedule
         >>> costs = StageCosts([1, 1], [1, 1], [1, 1], stash=[10, 20])
-        >>> costs.stash_bytes(make_schedule("1f1b", ipus=2, micro_batches=4))
+        >>> costs.stash_bytes(make_schedule("1f1b", ipus=2, gradient_accumulation=4))
         (20.0, 20.0)
         """
         assert self.stash is not None, "it was filled in"

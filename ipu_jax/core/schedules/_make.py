@@ -15,7 +15,7 @@ from ipu_jax.core.schedules._timetable import Placement
 def make_schedule(
     name: str,
     *,
-    micro_batches: int,
+    gradient_accumulation: int,
     ipus: int | None = None,
     placement: Placement | None = None,
     rounds: int = 2,
@@ -52,7 +52,7 @@ def make_schedule(
 
     Args:
         name: one of the above.
-        micro_batches: M, at least 1.
+        gradient_accumulation: M, the micro-batches of one weight update, at least 1.
         ipus: IPUs of a replica. Without `placement` each IPU has one local stage, or as many as the schedule needs: two
             under "zbv" and "dualpipev", `rounds` under "zb-wave" and the looped schedules.
         placement: per stage its IPU, or None for a concurrent stage; concurrent stages may be anywhere.
@@ -68,21 +68,21 @@ def make_schedule(
             there are no stages, a stage is on an IPU that does not exist, the schedule cannot serve the placement, or
             `costs` or `stash_limit` is given for a name other than "auto".
 
-    >>> make_schedule("sequential", ipus=4, micro_batches=8).bubble()
+    >>> make_schedule("sequential", ipus=4, gradient_accumulation=8).bubble()
     0.75
     >>> names = "1f1b", "looped", "zb-h1", "zbv"
-    >>> {name: round(make_schedule(name, ipus=4, micro_batches=8).bubble(), 3) for name in names}
+    >>> {name: round(make_schedule(name, ipus=4, gradient_accumulation=8).bubble(), 3) for name in names}
     {'1f1b': 0.273, 'looped': 0.158, 'zb-h1': 0.111, 'zbv': 0.059}
-    >>> [round(make_schedule("zb-wave", ipus=4, micro_batches=8, rounds=r).bubble(), 3) for r in (2, 4, 8)]
+    >>> [round(make_schedule("zb-wave", ipus=4, gradient_accumulation=8, rounds=r).bubble(), 3) for r in (2, 4, 8)]
     [0.059, 0.03, 0.015]
-    >>> schedule = make_schedule("Interleaved1F1B", ipus=2, micro_batches=3)
+    >>> schedule = make_schedule("Interleaved1F1B", ipus=2, gradient_accumulation=3)
     >>> schedule.name, schedule.placement
     ('looped', (0, 1, 0, 1))
-    >>> make_schedule("auto", ipus=4, micro_batches=8).name
+    >>> make_schedule("auto", ipus=4, gradient_accumulation=8).name
     'zb-h1'
     """
     name = canonical_name(name)
-    micro_batches, rounds = check_count("micro_batches", micro_batches), check_count("rounds", rounds)
+    m, rounds = check_count("gradient_accumulation", gradient_accumulation), check_count("rounds", rounds)
     ipus = None if ipus is None else check_count("ipus", ipus)
     if placement is None:
         if ipus is None:
@@ -96,9 +96,9 @@ def make_schedule(
     if name == "auto":
         costs = StageCosts.equal(placement) if costs is None else costs
         return find_schedule(
-            costs, placement=placement, micro_batches=micro_batches, ipus=ipus, stash_limit=stash_limit
+            costs, placement=placement, gradient_accumulation=m, ipus=ipus, stash_limit=stash_limit
         ).schedule
     for argument, value in (("costs", costs), ("stash_limit", stash_limit)):
         if value is not None:
             raise ValueError(f"{argument}={value!r} is for schedule 'auto', and {name!r} knows no costs: leave it out")
-    return Schedule(**vars(timetable(name, placement, ipus, micro_batches)))
+    return Schedule(**vars(timetable(name, placement, ipus, m)))

@@ -59,7 +59,7 @@ class Schedule(Timetable):
         ValueError: the table is not valid; the message names the first wrong task, and says how to mend it.
 
     >>> from ipu_jax.core.schedules import make_schedule
-    >>> schedule = make_schedule("grouped", ipus=2, micro_batches=3)
+    >>> schedule = make_schedule("grouped", ipus=2, gradient_accumulation=3)
     >>> print(schedule)
     grouped: 2 stages on 2 IPUs, 3 micro-batches, 5 ticks, bubble 25.0%
     stash: stage 0 holds 3, stage 1 holds 1
@@ -173,7 +173,7 @@ class Schedule(Timetable):
                 `weight` is above `backward`.
 
         >>> from ipu_jax.core.schedules import make_schedule
-        >>> zbv = make_schedule("zbv", ipus=4, micro_batches=8).simulate(forward=1, backward=2)
+        >>> zbv = make_schedule("zbv", ipus=4, gradient_accumulation=8).simulate(forward=1, backward=2)
         >>> zbv.makespan, round(zbv.bubble, 4), zbv.peak_stash
         (25.5, 0.0588, (8, 8, 8, 8))
         """
@@ -248,7 +248,7 @@ IPUs takes until the next tick: move it to tick 3 or later
             ValueError: the schedule has a concurrent stage, which torch does not know.
 
         >>> from ipu_jax.core.schedules import make_schedule
-        >>> print(make_schedule("zb-h1", ipus=2, micro_batches=1).to_torch_csv(), end="")
+        >>> print(make_schedule("zb-h1", ipus=2, gradient_accumulation=1).to_torch_csv(), end="")
         0F0,0I0,0W0
         1F0,1I0,1W0
         """
@@ -284,7 +284,7 @@ IPUs takes until the next tick: move it to tick 3 or later
             OSError: the file cannot be written. An existing file is unchanged.
 
         >>> from ipu_jax.core.schedules import make_schedule
-        >>> schedule = make_schedule("1f1b", ipus=4, micro_batches=8)
+        >>> schedule = make_schedule("1f1b", ipus=4, gradient_accumulation=8)
         >>> schedule.plot("1f1b.gif")
         Traceback (most recent call last):
         ...
@@ -306,7 +306,7 @@ plot() returns
             ImportError: matplotlib, the extra `plots`, is missing.
 
         >>> from ipu_jax.core.schedules import make_schedule
-        >>> schedule = make_schedule("1f1b", ipus=4, micro_batches=8)
+        >>> schedule = make_schedule("1f1b", ipus=4, gradient_accumulation=8)
         >>> svg = schedule.to_svg(simulation=schedule.simulate(forward=1, backward=2, transfer=0.1))
         """
         return svg_of(figure_of(self, simulation, self.bubble))

@@ -46,7 +46,7 @@ def results(folder):
     batch = {"x": np.ones((4, 2, 8), np.float32)}
     step = make_train_step(pipeline, optax.sgd(0.1))
     feed = Feed({"x": np.ones((64, 8), np.float32)}, step=step, micro_batch=2)
-    schedule = make_schedule("1f1b", ipus=2, micro_batches=4)
+    schedule = make_schedule("1f1b", ipus=2, gradient_accumulation=4)
     costs = StageCosts((1.0, 1.0), (2.0, 2.0), (1.0, 1.0))
     log = RunLog()
     log.event("start")
@@ -61,7 +61,7 @@ def results(folder):
             "a feed": (feed, "Feed(8 examples per update, 8 updates per epoch; at example 8 of epoch 0, closed)"),
             "a simulation": (schedule.simulate(), "makespan"),
             "layers": (balance_layers(["a", "b"], [1.0, 2.0], 2), "imbalance"),
-            "a choice": (find_schedule(costs, placement=(0, 1), micro_batches=4), "lower bound"),
+            "a choice": (find_schedule(costs, placement=(0, 1), gradient_accumulation=4), "lower bound"),
             "a state": (step.init(weights), "TrainState("),
             "costs": (pipeline.stage_costs(params, batch), "StageCosts of a micro-batch, in FLOPs\nstage  forward"),
             "a log": (log, "RunLog(1 event)"),

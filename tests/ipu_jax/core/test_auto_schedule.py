@@ -81,7 +81,7 @@ def test_counted_costs_are_those_by_hand(schedule):
 def test_the_search_gets_the_costs_by_hand_and_lockstep():
     pipeline, params, batch = unlike_stages()
     found = pipeline.choose_schedule(params, batch)
-    assert found == find_schedule(BY_HAND, placement=(0, 0, 1, None), micro_batches=M, ipus=2, lockstep=True)
+    assert found == find_schedule(BY_HAND, placement=(0, 0, 1, None), gradient_accumulation=M, ipus=2, lockstep=True)
     assert pipeline.schedule is found.schedule
 
 
@@ -168,7 +168,7 @@ def test_measured_costs_are_seconds_of_every_task_and_the_same_bytes():
         assert [seconds > 0 for seconds in measured] == [flops > 0 for flops in counted]
         assert all(seconds < 10 for seconds in measured)
     found = pipeline.choose_schedule(params, batch, costs=costs)
-    assert found == find_schedule(costs, placement=(0, 0, 1, None), micro_batches=M, ipus=2, lockstep=True)
+    assert found == find_schedule(costs, placement=(0, 0, 1, None), gradient_accumulation=M, ipus=2, lockstep=True)
 
 
 @pytest.mark.slow
@@ -215,7 +215,7 @@ def test_the_same_shapes_give_the_same_schedule_with_memory_for_all_too_and_a_pi
     assert str(once) == str(again)
     assert once.schedule == within.schedule
     assert unlike_stages(schedule=once.schedule)[0].schedule is once.schedule
-    assert make_schedule("grouped", placement=(0, 0, 1, None), micro_batches=M, ipus=2) != once.schedule
+    assert make_schedule("grouped", placement=(0, 0, 1, None), gradient_accumulation=M, ipus=2) != once.schedule
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ CASES = {
     "on four IPUs, two of them idle": (2, {"head": 3, "ipus": 4, "schedule": "zb-h1"}),
     "with a schedule of one's own": (
         3,
-        {"schedule": make_schedule("gpipe", micro_batches=M, ipus=2, placement=(0, 1, 1))},
+        {"schedule": make_schedule("gpipe", gradient_accumulation=M, ipus=2, placement=(0, 1, 1))},
     ),
     "before a schedule is found": (2, {"schedule": "auto"}),
     "there and back": (3, {"head": 0, "schedule": "1f1b"}),

@@ -129,7 +129,7 @@ def _of_schedule(timeline: Timeline) -> Iterator[str]:
 
     def bubble_of(name: str, micro_batches: int) -> float:
         try:
-            other = make_schedule(name, ipus=now.ipus, placement=now.placement, micro_batches=micro_batches)
+            other = make_schedule(name, ipus=now.ipus, placement=now.placement, gradient_accumulation=micro_batches)
             return simulated(other, costs).bubble
         except ValueError:  # this schedule is for other placements or numbers of micro-batches
             return 1.0

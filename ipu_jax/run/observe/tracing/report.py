@@ -201,7 +201,7 @@ def split_of(schedule: Schedule, seconds: Sequence[float], names: Sequence[str])
     """Return which stages `balance_layers` would move, in words, given the seconds of each stage.
 
     >>> from ipu_jax.core.schedules import make_schedule
-    >>> schedule = make_schedule("grouped", ipus=2, micro_batches=4, placement=[0, 0, 0, 1])
+    >>> schedule = make_schedule("grouped", ipus=2, gradient_accumulation=4, placement=[0, 0, 0, 1])
     >>> print(split_of(schedule, [2e-3, 2e-3, 2e-3, 1e-3], ["a", "b", "c", "d"]))
     move 'c' from IPU 0 to IPU 1: the largest load falls from 6.00 ms to 4.00 ms per micro-batch
     """

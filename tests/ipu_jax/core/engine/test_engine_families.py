@@ -35,7 +35,7 @@ def small(stages: int) -> Any:
 @pytest.mark.fast("looped-zb", "sequential")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_loss_and_every_gradient_of_each_family_equal_plain_jax(name):
-    places = make_schedule(name, ipus=2, micro_batches=1).placement
+    places = make_schedule(name, ipus=2, gradient_accumulation=1).placement
     weights, batch, expected = small(len(places))
 
     def fn(w, x, mb):
@@ -52,10 +52,10 @@ def test_loss_and_every_gradient_of_each_family_equal_plain_jax(name):
     ("name", "ipus", "micro_batches", "rounds"), [("looped-zb", 2, 3, 3), ("zb-wave", 2, 3, 3), ("zb-wave", 3, 4, 4)]
 )
 def test_more_stages_per_ipu_than_two(name, ipus, micro_batches, rounds):
-    schedule = make_schedule(name, micro_batches=micro_batches, ipus=ipus, rounds=rounds)
+    schedule = make_schedule(name, gradient_accumulation=micro_batches, ipus=ipus, rounds=rounds)
     if ipus == 3:
         places = (*schedule.placement, None)
-        schedule = make_schedule(name, micro_batches=micro_batches, ipus=ipus, placement=places)
+        schedule = make_schedule(name, gradient_accumulation=micro_batches, ipus=ipus, placement=places)
     assert_equals_its_twin(chain(schedule.placement, micro_batches, like=False), ipus, {"schedule": schedule})
 
 

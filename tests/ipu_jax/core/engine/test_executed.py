@@ -54,7 +54,7 @@ def run(model: Any, ipus: int, schedule: Any) -> Schedule:
 @pytest.mark.parametrize("concurrent_ends", [False, True], ids=["local", "concurrent ends"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_each_task_runs_once_in_its_tick_on_its_ipu(name, concurrent_ends, seen):
-    places = make_schedule(name, ipus=2, micro_batches=1).placement
+    places = make_schedule(name, ipus=2, gradient_accumulation=1).placement
     model = chain((None, *places, None) if concurrent_ends else places, 3)
     schedule = run(model, 2, name)
     assert Counter(seen) == planned(schedule)

@@ -32,7 +32,7 @@ CASES = covering(CHOICES, possible)
 
 
 def model_of(schedule: str, ipus: int, micro_batches: str, like: bool, concurrent: str, recompute: Any, replicas: int):
-    places: list[int | None] = list(make_schedule(schedule, ipus=ipus, micro_batches=1).placement)
+    places: list[int | None] = list(make_schedule(schedule, ipus=ipus, gradient_accumulation=1).placement)
     stages = len(places)
     if concurrent in ("start", "both", "tied"):
         places.insert(0, None)

@@ -47,7 +47,7 @@ def assert_decodes(tables: list[np.ndarray]) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_tables_of_every_family_decode_to_themselves(name, micro_batches):
     placement = placement_of(name, 4)
-    schedule = make_schedule(name, ipus=4, micro_batches=micro_batches, placement=placement)
+    schedule = make_schedule(name, ipus=4, gradient_accumulation=micro_batches, placement=placement)
     rows = [rows for rows in (schedule.forward, schedule.backward, schedule.weight) if rows is not None]
     last = max(tick for of_kind in rows for of_stage in of_kind for tick in of_stage)
     tables = [table_of([*zip(placement, map(list, of_kind), strict=True)], 4) for of_kind in rows]
@@ -92,6 +92,6 @@ def test_runs_by_hand(ticks, expected):
 def test_the_number_of_runs_does_not_grow_with_the_micro_batches():
     for name, most in (("grouped", 1), ("gpipe", 1), ("1f1b", 2), ("zb-h1", 3)):
         for micro_batches in (32, 128):
-            schedule = make_schedule(name, ipus=8, micro_batches=micro_batches)
+            schedule = make_schedule(name, ipus=8, gradient_accumulation=micro_batches)
             forward = table_of([(ipu, list(rows)) for ipu, rows in enumerate(schedule.forward)], 8)
             assert runs_of([forward]).shape == (8, 8, most, 4), name

@@ -131,7 +131,7 @@ def test_a_backward_in_reverse_reads_no_stash_before_it_is_written():
         Stage(lambda w, x, mb: x @ w, params="block", ipu=0),
         Stage(lambda w, x, mb: (x**3).mean(), ipu=1),
     ]
-    gpipe = make_schedule("gpipe", placement=(None, 0, 1), micro_batches=m)
+    gpipe = make_schedule("gpipe", placement=(None, 0, 1), gradient_accumulation=m)
     schedule = dataclasses.replace(gpipe, name="own", backward=tuple(row[::-1] for row in gpipe.backward))
     with programs_for("gpu"):
         pipeline = Pipeline(stages, schedule=schedule, mesh=make_mesh(1, 2), specs={"front": jax.P()})

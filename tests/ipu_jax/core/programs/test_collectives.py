@@ -223,7 +223,7 @@ def concurrent_loss(p, x, mb):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_permutes_over_both_axes_are_right_in_concurrent_stages(schedule):
     """All devices run a concurrent stage in the same tick, so they all meet in its permutes, in the same order."""
-    places: list[Any] = list(make_schedule(schedule, ipus=2, micro_batches=1).placement)
+    places: list[Any] = list(make_schedule(schedule, ipus=2, gradient_accumulation=1).placement)
     places = [*places[:1], None, *places[1:], None]
     names = [f"p{i}" for i in range(len(places))]
     fns = [*(concurrent_layer if place is None else layer for place in places[:-1]), concurrent_loss]

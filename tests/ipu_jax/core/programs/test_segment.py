@@ -17,7 +17,9 @@ from support.sums import empty_sums
 def test_neighbours_that_stand_in_one_place_are_one_segment():
     places = (0, 0, 1, ALL_IPUS, ALL_IPUS, 1, 0)
     stages = tuple(Stage(mlp, params=f"g{i % 3}", ipu=ipu) for i, ipu in enumerate(places))
-    schedule = make_schedule("grouped", micro_batches=2, ipus=2, placement=tuple(stage.place for stage in stages))
+    schedule = make_schedule(
+        "grouped", gradient_accumulation=2, ipus=2, placement=tuple(stage.place for stage in stages)
+    )
     segments = segments_of(stages, schedule)
     assert [(s.first, len(s.stages), s.place) for s in segments] == [
         (0, 2, 0),

@@ -38,7 +38,7 @@ def families(placement, micro_batches: int, ipus: int) -> dict[str, Schedule]:
     found = {}
     for name in SCHEDULES:
         try:
-            found[name] = make_schedule(name, placement=placement, micro_batches=micro_batches, ipus=ipus)
+            found[name] = make_schedule(name, placement=placement, gradient_accumulation=micro_batches, ipus=ipus)
         except ValueError as error:
             assert "cannot serve" in str(error)  # noqa: PT017
     return found
@@ -84,7 +84,7 @@ def problems(draw):
     whole = [b + w * rng.uniform(0.5, 1) for b, w in zip(backward, weight, strict=True)]
     costs = StageCosts(forward, backward, weight, whole, stash, residuals)
     micro_batches = draw(st.integers(1, 6))
-    arguments = {"placement": placement, "ipus": ipus, "micro_batches": micro_batches}
+    arguments = {"placement": placement, "ipus": ipus, "gradient_accumulation": micro_batches}
     arguments |= {"transfer": draw(st.sampled_from([0.0, 0.25])), "lockstep": draw(st.booleans())}
     named = families(placement, micro_batches, ipus)
     floor = bytes_of(named["sequential"], costs)
@@ -111,7 +111,9 @@ def test_no_family_that_fits_is_better(problem):
         assert fits(held)
         assert found.candidates[0].stash_bytes == pytest.approx(held)
     candidates = {candidate.name: candidate for candidate in found.candidates}
-    for name, schedule in families(arguments["placement"], arguments["micro_batches"], arguments["ipus"]).items():
+    for name, schedule in families(
+        arguments["placement"], arguments["gradient_accumulation"], arguments["ipus"]
+    ).items():
         makespan = makespan_of(schedule, costs, arguments["transfer"], lockstep=arguments["lockstep"])
         assert candidates[name].makespan == pytest.approx(makespan)
         if candidates[name].fits:
@@ -135,7 +137,9 @@ def test_no_family_that_fits_is_better(problem):
 def test_makespans_by_hand_reach_the_bound(costs, placement, micro_batches, makespan):
     ipus = 1 if placement == (0, 0) else 2
     for lockstep in (False, True) if placement == (0, 1) else (False,):
-        found = find_schedule(costs, placement=placement, micro_batches=micro_batches, ipus=ipus, lockstep=lockstep)
+        found = find_schedule(
+            costs, placement=placement, gradient_accumulation=micro_batches, ipus=ipus, lockstep=lockstep
+        )
         assert (found.makespan, found.bound) == (makespan, makespan)
 
 
@@ -144,21 +148,21 @@ def test_makespans_by_hand_reach_the_bound(costs, placement, micro_batches, make
 def test_a_stash_of_one_micro_batch_allows_one_round_trip_at_a_time(lockstep):
     # a round trip of IPU 0 is 0F 1F 1B 0B 0W, and 1W runs beside 0B; without W it would be 6
     costs = StageCosts([1, 1], [1, 1], [1, 1], stash=[7, 7])
-    found = find_schedule(costs, placement=(0, 1), micro_batches=4, stash_limit=7, lockstep=lockstep)
+    found = find_schedule(costs, placement=(0, 1), gradient_accumulation=4, stash_limit=7, lockstep=lockstep)
     assert found.makespan == 4 * 5
     assert found.candidates[0].stash_bytes == (7, 7)
 
 
 def test_a_whole_backward_that_is_cheaper_than_its_parts_is_not_split():
     costs = StageCosts([1, 1], [2, 2], [2, 2], whole_backward=[2, 2])
-    found = find_schedule(costs, placement=(0, 1), micro_batches=4)
+    found = find_schedule(costs, placement=(0, 1), gradient_accumulation=4)
     assert found.schedule.weight is None
     assert found.makespan == (4 + 1) * 3
 
 
 def test_of_equal_schedules_the_one_with_less_stash_is_chosen():
     # one IPU is never idle, whatever the order
-    found = find_schedule(StageCosts([1], [1], [1], stash=[1]), placement=(0,), micro_batches=4)
+    found = find_schedule(StageCosts([1], [1], [1], stash=[1]), placement=(0,), gradient_accumulation=4)
     assert found.schedule.name == "sequential"
     assert {candidate.makespan for candidate in found.candidates} == {12}
     assert [c.stash_bytes[0] for c in found.candidates] == sorted(c.stash_bytes[0] for c in found.candidates)
@@ -214,7 +218,7 @@ def test_free_running_is_as_good_as_any_order(seed, limit, micro_batches, in_ord
     costs = StageCosts(*([rng.uniform(0.2, 3) for _ in range(2)] for _ in range(3)), stash=[1, 1])
     some = [order for order in orders(micro_batches, in_order=in_order) if depth_of(order) <= limit]
     best = min(free_makespan(both, costs) for both in itertools.product(some, repeat=2))
-    found = find_schedule(costs, placement=(0, 1), micro_batches=micro_batches, stash_limit=limit)
+    found = find_schedule(costs, placement=(0, 1), gradient_accumulation=micro_batches, stash_limit=limit)
     assert found.makespan == pytest.approx(best)
 
 
@@ -274,7 +278,7 @@ def test_lockstep_is_as_good_as_any_table(seed, limit, micro_batches, transfer):
     rng = random.Random(seed)
     costs = StageCosts(*([rng.uniform(0.2, 3) for _ in range(2)] for _ in range(3)), stash=[1, 1])
     best = min(lockstep_optimum(costs, micro_batches, limit, transfer, split=split) for split in (True, False))
-    arguments: dict[str, Any] = {"micro_batches": micro_batches, "stash_limit": limit, "transfer": transfer}
+    arguments: dict[str, Any] = {"gradient_accumulation": micro_batches, "stash_limit": limit, "transfer": transfer}
     found = find_schedule(costs, placement=(0, 1), lockstep=True, **arguments)
     two_phase = [c.makespan for c in found.candidates if c.fits and c.schedule.clock == "two-phase"]
     assert found.makespan == pytest.approx(min([best, *two_phase]))
@@ -295,7 +299,12 @@ def test_the_two_phase_clock_wins_where_messages_are_dear(transfer, residuals, r
     """Its messages travel beside tasks. zb-h1 waits for a message in 25 of its 27 ticks, and idles less without."""
     ones = [1] * 4
     costs = StageCosts(ones, ones, ones, stash=ones, weight_residuals=[residuals] * 4)
-    find: dict[str, Any] = {"placement": (0, 1, 2, 3), "micro_batches": 8, "lockstep": True, "transfer": transfer}
+    find: dict[str, Any] = {
+        "placement": (0, 1, 2, 3),
+        "gradient_accumulation": 8,
+        "lockstep": True,
+        "transfer": transfer,
+    }
     found = find_schedule(costs, stash_limit=room, **find)
     assert found.schedule.name == name
     by_name = {candidate.name: candidate.makespan for candidate in found.candidates}
@@ -344,7 +353,8 @@ PROGRAM = """
 from ipu_jax.core.schedules import StageCosts, find_schedule
 costs = StageCosts([1, .7, .3, 1.1, .5], [1.3, .8, .3, 1.2, .4], [.9, .7, .1, 1, .3], stash=[3, 2, 1, 4, 1])
 for lockstep in (False, True):
-    found = find_schedule(costs, placement=(None, 0, 1, 2, 0), micro_batches=6, stash_limit=14, lockstep=lockstep)
+    where = {"placement": (None, 0, 1, 2, 0), "gradient_accumulation": 6, "stash_limit": 14}
+    found = find_schedule(costs, lockstep=lockstep, **where)
     print(found, found.schedule, sep="\\n")
 """
 
@@ -368,7 +378,7 @@ def test_every_process_finds_the_same_table():
 @pytest.mark.slow
 def test_the_last_searches_are_remembered_if_they_are_not_large(monkeypatch):
     costs = StageCosts([1, 2.5], [1, 2], [1, 2])
-    ask = lambda **other: find_schedule(costs, **{"placement": (0, 1), "micro_batches": 3, **other})  # noqa: E731
+    ask = lambda **other: find_schedule(costs, **{"placement": (0, 1), "gradient_accumulation": 3, **other})  # noqa: E731
     assert ask().schedule is ask(stash_limit=None).schedule
     for other in ({"seed": 1}, {"transfer": 0.5}, {"lockstep": True}, {"ipus": 3}, {"stash_limit": 100.0}):
         assert ask(**other).schedule is not ask().schedule, other
@@ -381,10 +391,12 @@ def test_the_last_searches_are_remembered_if_they_are_not_large(monkeypatch):
 
 def test_make_schedule_searches_under_the_name_auto():
     assert canonical_name("AUTO") == canonical_name("ScheduleAuto") == "auto"
-    assert make_schedule("auto", ipus=4, micro_batches=8) == make_schedule("zb-h1", ipus=4, micro_batches=8)
+    assert make_schedule("auto", ipus=4, gradient_accumulation=8) == make_schedule(
+        "zb-h1", ipus=4, gradient_accumulation=8
+    )
     costs = StageCosts([1, 2, 1], [1, 2, 1], [1, 2, 1], stash=[1, 1, 1])
-    found = find_schedule(costs, placement=(0, 1, 2), micro_batches=8, stash_limit=3)
-    made = make_schedule("auto", placement=(0, 1, 2), micro_batches=8, costs=costs, stash_limit=3)
+    found = find_schedule(costs, placement=(0, 1, 2), gradient_accumulation=8, stash_limit=3)
+    made = make_schedule("auto", placement=(0, 1, 2), gradient_accumulation=8, costs=costs, stash_limit=3)
     assert made == found.schedule
     assert made.name == "auto"
     assert Schedule.from_text(str(made)) == made
@@ -393,7 +405,7 @@ def test_make_schedule_searches_under_the_name_auto():
 def test_equal_costs_are_those_of_an_ipus_share():
     costs = StageCosts.equal((None, 0, 1, 1, None))
     assert costs == StageCosts(*[(1, 1, 0.5, 0.5, 1)] * 3, stash=(0, 1, 1, 1, 0))
-    schedule = make_schedule("zb-h1", placement=(None, 0, 1, 1, None), micro_batches=3)
+    schedule = make_schedule("zb-h1", placement=(None, 0, 1, 1, None), gradient_accumulation=3)
     assert costs.simulate(schedule).makespan == schedule.simulate(1, 2, 1).makespan
 
 
@@ -403,9 +415,9 @@ def test_equal_costs_are_those_of_an_ipus_share():
 @pytest.mark.slow
 def test_the_table_says_what_was_chosen_and_what_the_others_need():
     costs = StageCosts([1, 2], [1, 2], [1, 2], stash=[1, 3])
-    found = find_schedule(costs, placement=(0, 1), micro_batches=4, stash_limit=[2, 5])
+    found = find_schedule(costs, placement=(0, 1), gradient_accumulation=4, stash_limit=[2, 5])
     assert str(found) == EXPECTED
-    free = find_schedule(costs, placement=(0, 1), micro_batches=4, lockstep=True)
+    free = find_schedule(costs, placement=(0, 1), gradient_accumulation=4, lockstep=True)
     assert str(free).splitlines()[0] == "auto: makespan 25 (lockstep), 1.000 x the lower bound 25"
     assert "does not fit" not in str(free)
 
@@ -429,5 +441,5 @@ looped-bfs   27        1.080     33.3%   12             does not fit: IPU 1 need
 
 def test_no_costs_at_all_print_as_well():
     zeros = StageCosts([0], [0], [0])
-    first_line = str(find_schedule(zeros, placement=(0,), micro_batches=1)).splitlines()[0]
+    first_line = str(find_schedule(zeros, placement=(0,), gradient_accumulation=1)).splitlines()[0]
     assert first_line == "sequential: makespan 0 (free running), no work"

@@ -84,9 +84,9 @@ def drawn_tasks(schedule, page):
     return pairs
 
 
-FAMILIES = [make_schedule(name, ipus=4, micro_batches=8) for name in SCHEDULES]
+FAMILIES = [make_schedule(name, ipus=4, gradient_accumulation=8) for name in SCHEDULES]
 FAMILIES += [
-    make_schedule(name, placement=placement, ipus=ipus, micro_batches=3)
+    make_schedule(name, placement=placement, ipus=ipus, gradient_accumulation=3)
     for name, placement, ipus in [
         ("grouped", (None, 0, 0, 1, None, 1, None), 2),
         ("zb-h1", (None, 0, None, 1, None), 2),
@@ -96,9 +96,9 @@ FAMILIES += [
     ]
 ]
 EXTREMES = [
-    make_schedule("looped", ipus=4, micro_batches=8, rounds=4),
-    make_schedule("grouped", ipus=40, micro_batches=3),
-    make_schedule("sequential", ipus=4, micro_batches=100),  # in several bands
+    make_schedule("looped", ipus=4, gradient_accumulation=8, rounds=4),
+    make_schedule("grouped", ipus=40, gradient_accumulation=3),
+    make_schedule("sequential", ipus=4, gradient_accumulation=100),  # in several bands
     Schedule("<&$x^$_" + "-longer-than-fits" * 9, (0,), 1, ((0,),), ((1,),), None, "one-phase"),
 ]
 EVERY = [*FAMILIES, *EXTREMES]
@@ -112,7 +112,7 @@ def in_turn(schedules, first):
     ]
 
 
-GROUPED: Any = make_schedule("grouped", ipus=2, micro_batches=3)
+GROUPED: Any = make_schedule("grouped", ipus=2, gradient_accumulation=3)
 
 
 def test_the_picture_is_the_one_drawn_by_hand():
@@ -150,7 +150,7 @@ def test_every_task_is_drawn_once_on_its_ipu_and_in_its_tick_or_time(schedule):
 
 
 def test_the_legend_names_each_kind_and_no_two_colours_are_alike():
-    legend = Page(make_schedule("zb-h1", placement=(0, 1, None), micro_batches=3).to_svg()).legend
+    legend = Page(make_schedule("zb-h1", placement=(0, 1, None), gradient_accumulation=3).to_svg()).legend
     kinds = ["F: forward", "B: backward by input", "W: backward by weight"]
     assert list(legend) == [*kinds, *(f"{kind} of a concurrent stage, on all IPUs" for kind in "FB"), "idle"]
     for one, other in combinations(legend.values(), 2):
@@ -160,12 +160,12 @@ def test_the_legend_names_each_kind_and_no_two_colours_are_alike():
 
 def test_a_bubble_and_nothing_else_is_hatched():
     for micro_batches in (4, 64):  # with numbers, and with dark cells
-        page = Page(make_schedule("interleaved", placement=(0, 1) * 2, micro_batches=micro_batches).to_svg())
+        page = Page(make_schedule("interleaved", placement=(0, 1) * 2, gradient_accumulation=micro_batches).to_svg())
         assert page.hatched == {page.legend["idle"]}
 
 
 def test_where_numbers_do_not_fit_a_few_micro_batches_are_dark():
-    schedule = make_schedule("1f1b", ipus=8, micro_batches=64)
+    schedule = make_schedule("1f1b", ipus=8, gradient_accumulation=64)
     page = Page(schedule.to_svg())
     assert all(cell[4] == () for cell in drawn_tasks(schedule, page))
     assert any(word.startswith("Dark: micro-batches 0, 8, 16, 24, 32, 40, 48, 56.") for word in page.words)
@@ -243,7 +243,7 @@ def test_a_guide_draws_the_pictures_that_it_shows(name, tmp_path, monkeypatch):
         assert (new.words, new.cells, new.legend) == (old.words, old.cells, old.legend), name
 
 
-_OTHER = make_schedule("grouped", ipus=2, micro_batches=2)
+_OTHER = make_schedule("grouped", ipus=2, gradient_accumulation=2)
 
 
 @refusals(
@@ -252,7 +252,7 @@ _OTHER = make_schedule("grouped", ipus=2, micro_batches=2)
     (lambda: GROUPED.plot(simulation=0.5), "simulation=0.5 ", "is not a simulation", "schedule.simulate(...)"),
     (lambda: GROUPED.plot(simulation=_OTHER.simulate()), "other tasks (8)", "'grouped' (12)", "simulate the schedule"),
     (lambda: GROUPED.plot(simulation=GROUPED.simulate(0, 0)), "takes no time", "nothing to draw", "with costs"),
-    (lambda: make_schedule("1f1b", ipus=256, micro_batches=512).to_svg(), "262,144 tasks", "200,000 at most"),
+    (lambda: make_schedule("1f1b", ipus=256, gradient_accumulation=512).to_svg(), "262,144 tasks", "200,000 at most"),
 )
 def test_what_cannot_be_drawn_is_refused(call, holds, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -37,14 +37,14 @@ def schedules(draw, names=SCHEDULES, most_ipus: int = 6, most_micro_batches: int
     """Draw a schedule of some family, with concurrent stages anywhere."""
     name = draw(st.sampled_from(names))
     ipus, m_count = draw(st.integers(1, most_ipus)), draw(st.integers(1, most_micro_batches))
-    line = list(make_schedule(name, ipus=ipus, micro_batches=1, rounds=draw(st.integers(1, 3))).placement)
+    line = list(make_schedule(name, ipus=ipus, gradient_accumulation=1, rounds=draw(st.integers(1, 3))).placement)
     if name not in ("looped", "looped-bfs", "looped-zb", "zbv", "zb-wave", "dualpipev"):
         line = draw(st.lists(st.integers(0, ipus - 1), max_size=8))
     placement = []
     for ipu in line:
         placement += [None] * draw(st.sampled_from([0, 0, 0, 0, 1, 2])) + [ipu]
     placement += [None] * draw(st.sampled_from([0, 1, 2] if placement else [1, 2]))
-    return make_schedule(name, ipus=ipus, placement=tuple(placement), micro_batches=m_count)
+    return make_schedule(name, ipus=ipus, placement=tuple(placement), gradient_accumulation=m_count)
 
 
 @settings(max_examples=50)
@@ -78,7 +78,7 @@ def test_every_family_replays_on_every_placement_also_with_idle_ticks_put_in(sch
 def test_zbv_with_more_stages_on_one_ipu_than_on_another_replays(placement):
     ipus, stages = set(placement) - {None}, range(len(placement))
     for m_count in (1, 2, 3, 4, 5, 8, 13):
-        schedule = make_schedule("zbv", placement=placement, micro_batches=m_count)
+        schedule = make_schedule("zbv", placement=placement, gradient_accumulation=m_count)
         replay(schedule)
         assert schedule.weight is not None
         for table in (schedule.forward, schedule.backward, schedule.weight):
@@ -154,7 +154,7 @@ def test_a_stretched_schedule_replays_and_is_accepted_where_micro_batches_dont_m
     placement, m_count, apart, shift, data
 ):
     """Let tasks come later, and micro-batches further apart."""
-    one = make_schedule("grouped", placement=placement, ipus=2, micro_batches=1)
+    one = make_schedule("grouped", placement=placement, ipus=2, gradient_accumulation=1)
     late = itertools.accumulate(data.draw(st.sampled_from([0, 0, 0, 1, 2])) for _ in range(2 * len(placement)))
     forward = [row[0] + next(late) for row in one.forward]
     backward = [row[0] + next(late) for row in reversed(one.backward)][::-1]
@@ -243,6 +243,6 @@ def test_w_of_a_drawing_is_read_and_concurrent_stages_have_none():
 
 
 def test_one_ipu_needs_its_placement_said():
-    concurrent = make_schedule("zb-h1", ipus=1, placement=(None, 0, None), micro_batches=2)
+    concurrent = make_schedule("zb-h1", ipus=1, placement=(None, 0, None), gradient_accumulation=2)
     assert str(concurrent).splitlines()[2] == "placement: all IPUs, IPU 0, all IPUs"
     assert Schedule.from_text(str(concurrent)) == concurrent

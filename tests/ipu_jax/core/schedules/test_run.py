@@ -74,7 +74,7 @@ def test_all_ipus_at_once_choose_what_each_one_would(name, data):
         [*line, *line[::-1]] if name == "zbv" else data.draw(st.lists(st.sampled_from(line), min_size=1, max_size=7))
     )
     places = [ipu for s, ipu in enumerate(places) if s == 0 or ipu != places[s - 1]]  # neighbours would be one segment
-    schedule = make_schedule(name, placement=tuple(places), micro_batches=count)
+    schedule = make_schedule(name, placement=tuple(places), gradient_accumulation=count)
     assert {
         (stage, kind, m): tick
         for kind, rows in (("F", schedule.forward), ("B", schedule.backward), ("W", schedule.weight or ()))
@@ -84,13 +84,13 @@ def test_all_ipus_at_once_choose_what_each_one_would(name, data):
 
 
 def test_times_are_those_of_the_tasks_that_there_are():
-    run = make_schedule("zb-h1", placement=(0, 1, None), micro_batches=2).simulate()
+    run = make_schedule("zb-h1", placement=(0, 1, None), gradient_accumulation=2).simulate()
     assert len(run.start_times) == len(list(run.start_times)) == 2 * (3 + 3 + 2)
     assert next(iter(run.start_times)) == Task(0, "F", 0)
     assert Task(2, "B", 1) in run.start_times
     for missing in (Task(2, "W", 0), Task(3, "F", 0), Task(0, "F", 2), Task(0, "F", -1), Task(-1, "F", 0), "0F0"):
         assert missing not in run.end_times
-    assert run == make_schedule("zb-h1", placement=(0, 1, None), micro_batches=2).simulate()
+    assert run == make_schedule("zb-h1", placement=(0, 1, None), gradient_accumulation=2).simulate()
 
 
 def test_the_last_tick_that_an_engine_reaches_is_accepted():

@@ -35,9 +35,9 @@ JAXPP = {"GPipe": "gpipe", "Std1F1B": "1f1b", "Eager1F1B": "grouped", "Interleav
     ],
 )
 def test_a_schedules_name_elsewhere_means_ours(name, ours):
-    expected = make_schedule(ours, ipus=2, micro_batches=3)
+    expected = make_schedule(ours, ipus=2, gradient_accumulation=3)
     for spelled in (name, name.lower(), name.upper()):
-        assert make_schedule(spelled, ipus=2, micro_batches=3) == expected
+        assert make_schedule(spelled, ipus=2, gradient_accumulation=3) == expected
     stages = [Stage(lambda p, x, mb: mb.mean(), ipu=0)]
     assert Pipeline(stages, gradient_accumulation=3, schedule=name).schedule.name == ours
 
@@ -46,11 +46,11 @@ def test_a_schedules_name_elsewhere_means_ours(name, ours):
 def test_numpys_integers_are_integers(integer):
     two, three = integer(2), integer(3)
     places = np.array([0, 1, 0, 1], integer)
-    expected = make_schedule("looped", ipus=2, micro_batches=3, placement=(0, 1, 0, 1), rounds=2)
+    expected = make_schedule("looped", ipus=2, gradient_accumulation=3, placement=(0, 1, 0, 1), rounds=2)
     for found in (
-        make_schedule("looped", ipus=two, micro_batches=three, rounds=two),
-        make_schedule("looped", micro_batches=three, placement=tuple(places)),
-        make_schedule("looped", ipus=two, micro_batches=three, placement=places),  # pyright: ignore[reportArgumentType]
+        make_schedule("looped", ipus=two, gradient_accumulation=three, rounds=two),
+        make_schedule("looped", gradient_accumulation=three, placement=tuple(places)),
+        make_schedule("looped", ipus=two, gradient_accumulation=three, placement=places),  # pyright: ignore[reportArgumentType]
         Schedule("looped", (*places,), two, expected.forward, np.array(expected.backward), None, "one-phase"),  # pyright: ignore[reportArgumentType]
     ):
         assert found == expected
@@ -64,7 +64,7 @@ def test_numpys_integers_are_integers(integer):
 
 
 def test_costs_may_be_numpys_and_any_sequence():
-    schedule: Any = make_schedule("zb-h1", ipus=2, micro_batches=3)
+    schedule: Any = make_schedule("zb-h1", ipus=2, gradient_accumulation=3)
     expected = schedule.simulate([1, 2], [3, 4], [1, 2], 0.5)
     for of in (np.array, jnp.array, tuple, iter):
         found = schedule.simulate(of([1, 2]), of([3, 4]), of([1, 2]), np.float64(0.5))

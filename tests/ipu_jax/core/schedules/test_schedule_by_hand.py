@@ -102,7 +102,7 @@ BY_HAND = {
 def test_makespans_in_lockstep_by_hand(case):
     costs, first, second, times = BY_HAND[case]
     name = case.split(",")[0]
-    schedule = make_schedule(name, placement=costs["placement"], micro_batches=2)
+    schedule = make_schedule(name, placement=costs["placement"], gradient_accumulation=2)
     of = ", one-phase clock" if name not in ("sequential", "grouped", "grouped-zb") else ""
     drawn = Schedule.from_text(f"{name}: 2 stages on 2 IPUs, as drawn{of}\nIPU 0 | {first}\nIPU 1 | {second}")
     assert drawn == schedule

@@ -36,7 +36,7 @@ AT_4_IPUS_AND_8_MICRO_BATCHES = {
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_figures_of_every_family(name):
     makespan, bubble, peak_stash = AT_4_IPUS_AND_8_MICRO_BATCHES[name]
-    run = make_schedule(name, ipus=4, micro_batches=8).simulate(forward=1, backward=2)
+    run = make_schedule(name, ipus=4, gradient_accumulation=8).simulate(forward=1, backward=2)
     assert run.makespan == pytest.approx(makespan)
     assert run.bubble == pytest.approx(bubble)
     assert run.peak_stash == peak_stash
@@ -44,7 +44,7 @@ def test_the_figures_of_every_family(name):
 
 
 def test_the_zero_bubble_grid_with_concurrent_ends():
-    assert str(make_schedule("zb-h1", placement=(None, 0, 1, None), micro_batches=3)).splitlines() == [
+    assert str(make_schedule("zb-h1", placement=(None, 0, 1, None), gradient_accumulation=3)).splitlines() == [
         "zb-h1: 4 stages on 2 IPUs, 3 micro-batches, 10 ticks, bubble 5.3%, one-phase clock",
         "stash: stage 0 holds 2, stage 1 holds 2, stage 2 holds 2, stage 3 holds 1",
         "       ramp-up  main" + " " * 66 + "ramp-down",
@@ -62,9 +62,9 @@ def test_the_zero_bubble_grid_with_concurrent_ends():
 def test_one_stage_an_ipu_has_the_bubble_of_1f1b_whatever_f_and_b_cost(sizes, costs):
     s_count, m_count = sizes
     for name in ("grouped", "interleaved", "gpipe", "1f1b"):
-        run = make_schedule(name, ipus=s_count, micro_batches=m_count).simulate(**costs)
+        run = make_schedule(name, ipus=s_count, gradient_accumulation=m_count).simulate(**costs)
         assert run.bubble == pytest.approx((s_count - 1) / (m_count + s_count - 1)), name
-    sequential = make_schedule("sequential", ipus=s_count, micro_batches=m_count)
+    sequential = make_schedule("sequential", ipus=s_count, gradient_accumulation=m_count)
     assert sequential.bubble(**costs) == pytest.approx(1 - 1 / s_count)
 
 
@@ -72,7 +72,7 @@ def test_one_stage_an_ipu_has_the_bubble_of_1f1b_whatever_f_and_b_cost(sizes, co
 @given(sizes=SIZES)
 def test_grouped_with_w_hides_messages_and_leaves_the_way_there_and_back_of_one_micro_batch(sizes):
     s_count, m_count = sizes
-    schedule = make_schedule("grouped-zb", ipus=s_count, micro_batches=m_count)
+    schedule = make_schedule("grouped-zb", ipus=s_count, gradient_accumulation=m_count)
     assert schedule.clock == "two-phase"
     assert schedule.weight is not None
     for s in range(s_count):
@@ -98,7 +98,7 @@ def test_grouped_with_w_hides_messages_and_leaves_the_way_there_and_back_of_one_
 @given(sizes=SIZES, rounds=st.integers(1, 4))
 def test_looped_divides_the_bubble_by_its_rounds_whatever_the_micro_batches(sizes, rounds):
     s_count, m_count = sizes
-    run = make_schedule("looped", ipus=s_count, micro_batches=m_count, rounds=rounds).simulate()
+    run = make_schedule("looped", ipus=s_count, gradient_accumulation=m_count, rounds=rounds).simulate()
     # with fewer micro-batches than IPUs, an IPU is idle until a round comes back
     waits = max(0, s_count - m_count) * (1 - 1 / rounds) * 3 if s_count > 1 else 0
     assert run.makespan == pytest.approx(3 * m_count + 3 * (s_count - 1) / rounds + waits)
@@ -116,7 +116,9 @@ def bound(s_count: int, m_count: int, rounds: int) -> float:
 @given(sizes=SIZES, rounds=st.integers(1, 6))
 def test_a_zero_bubble_wave_leaves_the_way_of_its_first_sweep(sizes, rounds):
     s_count, m_count = sizes
-    run = make_schedule("zb-wave", ipus=s_count, micro_batches=m_count, rounds=rounds).simulate(forward=1, backward=2)
+    run = make_schedule("zb-wave", ipus=s_count, gradient_accumulation=m_count, rounds=rounds).simulate(
+        forward=1, backward=2
+    )
     least = bound(s_count, m_count, rounds)
     assert run.makespan >= least - 1e-9
     # 1F1B's fullest IPU keeps min(M, S) micro-batches, here of each of its stages
@@ -131,7 +133,9 @@ def test_a_zero_bubble_wave_leaves_the_way_of_its_first_sweep(sizes, rounds):
 @pytest.mark.parametrize("s_count", [2, 3, 4, 5])
 def test_a_wave_of_three_sweeps_is_at_most_an_f_above_the_bound(s_count):
     for m_count in range(s_count, 3 * s_count + 2):
-        run = make_schedule("zb-wave", ipus=s_count, micro_batches=m_count, rounds=3).simulate(forward=1, backward=2)
+        run = make_schedule("zb-wave", ipus=s_count, gradient_accumulation=m_count, rounds=3).simulate(
+            forward=1, backward=2
+        )
         assert run.makespan <= bound(s_count, m_count, 3) + 1 / 3 + 1e-9
         if m_count % s_count == 0 and s_count > 2:
             assert run.makespan == pytest.approx(bound(s_count, m_count, 3))
@@ -143,7 +147,9 @@ def test_a_wave_of_three_sweeps_is_at_most_an_f_above_the_bound(s_count):
 def test_looped_zero_bubble_is_the_bound_with_the_memory_of_looped(sizes, rounds):
     s_count, m_count = sizes
     runs = {
-        name: make_schedule(name, ipus=s_count, micro_batches=m_count, rounds=rounds).simulate(forward=1, backward=2)
+        name: make_schedule(name, ipus=s_count, gradient_accumulation=m_count, rounds=rounds).simulate(
+            forward=1, backward=2
+        )
         for name in ("looped", "looped-zb")
     }
     assert max(runs["looped-zb"].peak_stash) <= max(runs["looped"].peak_stash)
@@ -156,8 +162,8 @@ def test_looped_zero_bubble_is_the_bound_with_the_memory_of_looped(sizes, rounds
 @given(sizes=SIZES, rounds=st.integers(1, 4))
 def test_breadth_first_is_as_long_as_looped_and_keeps_everything(sizes, rounds):
     s_count, m_count = sizes
-    schedule = make_schedule("looped-bfs", ipus=s_count, micro_batches=m_count, rounds=rounds)
-    looped = make_schedule("looped", ipus=s_count, micro_batches=m_count, rounds=rounds)
+    schedule = make_schedule("looped-bfs", ipus=s_count, gradient_accumulation=m_count, rounds=rounds)
+    looped = make_schedule("looped", ipus=s_count, gradient_accumulation=m_count, rounds=rounds)
     assert schedule.simulate().makespan == pytest.approx(looped.simulate().makespan)
     assert [schedule.stash_depth(s) for s in range(len(schedule.placement))] == [m_count] * len(schedule.placement)
     for ipu in range(s_count):
@@ -174,7 +180,7 @@ def test_breadth_first_is_as_long_as_looped_and_keeps_everything(sizes, rounds):
 def test_the_families_from_the_smallest_bubble_to_the_greatest(sizes):
     s_count, m_count = sizes
     names = ("zb-wave", "zbv", "zb-h1", "1f1b", "sequential", "looped", "dualpipev")
-    schedules = {name: make_schedule(name, ipus=s_count, micro_batches=m_count) for name in names}
+    schedules = {name: make_schedule(name, ipus=s_count, gradient_accumulation=m_count) for name in names}
     runs = {name: schedule.simulate(forward=1, backward=2) for name, schedule in schedules.items()}
     assert runs["zb-h1"].makespan == pytest.approx(3 * m_count + s_count - 1 + max(0, s_count - m_count))
     least = bound(s_count, m_count, 2)
@@ -195,10 +201,10 @@ def test_the_families_from_the_smallest_bubble_to_the_greatest(sizes):
 @given(sizes=SIZES)
 def test_grouped_and_interleaved_are_closed_tables(sizes):
     s_count, m_count = sizes
-    grouped = make_schedule("grouped", ipus=s_count, micro_batches=m_count)
+    grouped = make_schedule("grouped", ipus=s_count, gradient_accumulation=m_count)
     assert grouped.ticks == m_count + 2 * (s_count - 1)
     assert grouped.forward_ticks == m_count + s_count - 1
-    schedule = make_schedule("interleaved", ipus=s_count, micro_batches=m_count)
+    schedule = make_schedule("interleaved", ipus=s_count, gradient_accumulation=m_count)
     for s in range(s_count):
         assert schedule.forward[s] == tuple(s + 2 * m for m in range(m_count))
         assert schedule.backward[s] == tuple(2 * s_count - 1 - s + 2 * m for m in range(m_count))
@@ -214,7 +220,7 @@ def test_what_each_family_stashes(sizes):
     every = range(s_count)
 
     def depths(name: str, placement: tuple[int | None, ...] | None = None) -> list[int]:
-        schedule = make_schedule(name, ipus=s_count, micro_batches=m_count, placement=placement)
+        schedule = make_schedule(name, ipus=s_count, gradient_accumulation=m_count, placement=placement)
         return [schedule.stash_depth(s) for s in range(len(schedule.placement))]
 
     assert depths("1f1b") == depths("interleaved") == [min(m_count, s_count - s) for s in every]
@@ -228,7 +234,7 @@ def test_what_each_family_stashes(sizes):
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in ("gpipe", "looped-bfs")])
 def test_what_is_kept_does_not_grow_with_the_micro_batches(name):
     def kept(m_count: int) -> tuple:
-        schedule = make_schedule(name, ipus=3, micro_batches=m_count)
+        schedule = make_schedule(name, ipus=3, gradient_accumulation=m_count)
         stages = range(len(schedule.placement))
         boundaries: list[tuple[int, Kind]] = [(b, kind) for b in stages[:-1] for kind in KINDS]
         return (
@@ -243,7 +249,7 @@ def test_what_is_kept_does_not_grow_with_the_micro_batches(name):
 @settings(max_examples=25)
 @given(sizes=SIZES, name=st.sampled_from(["interleaved", "gpipe", "grouped", "grouped-zb", "sequential"]))
 def test_no_message_waits_where_a_register_must_do(sizes, name):
-    schedule = make_schedule(name, ipus=sizes[0], micro_batches=sizes[1])
+    schedule = make_schedule(name, ipus=sizes[0], gradient_accumulation=sizes[1])
     assert all(schedule.inbox_depth(b, kind) == 1 for b in range(sizes[0] - 1) for kind in KINDS)
 
 
@@ -261,15 +267,15 @@ def test_a_depth_counts_a_message_until_the_tick_of_its_use():
 def test_what_lies_between_b_and_w():
     schedule = Schedule.from_text("IPU 0  0F0  0B0  0F1  0B1  0W0  0W1  0F2  0B2  0W2")
     assert (schedule.stash_depth(0), schedule.weight_residual_depth(0)) == (2, 2)
-    assert make_schedule("1f1b", ipus=2, micro_batches=4).weight_residual_depth(0) == 0
-    assert make_schedule("zb-h1", placement=(0, 1, None), micro_batches=4).weight_residual_depth(2) == 0
+    assert make_schedule("1f1b", ipus=2, gradient_accumulation=4).weight_residual_depth(0) == 0
+    assert make_schedule("zb-h1", placement=(0, 1, None), gradient_accumulation=4).weight_residual_depth(2) == 0
 
 
 # queries
 
 
 def test_phases_order_and_ticks_under_the_one_phase_clock():
-    schedule = make_schedule("1f1b", placement=(None, 0, None, 1, None), micro_batches=2)
+    schedule = make_schedule("1f1b", placement=(None, 0, None, 1, None), gradient_accumulation=2)
     assert [schedule.phase(s, "F") for s in range(5)] == ["entry", "work", "entry", "work", "head"]
     assert [schedule.phase(s, "B") for s in range(5)] == ["exit", "work", "exit", "work", "head"]
     assert [[str(task) for task in schedule.tasks(tick)] for tick in range(schedule.ticks)] == [
@@ -287,7 +293,7 @@ def test_phases_order_and_ticks_under_the_one_phase_clock():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_model_of_concurrent_stages_alone(name):
-    schedule = make_schedule(name, placement=(None, None), ipus=2, micro_batches=3)
+    schedule = make_schedule(name, placement=(None, None), ipus=2, gradient_accumulation=3)
     assert schedule.forward == schedule.backward == ((0, 1, 2), (0, 1, 2))
     assert schedule.weight is None
     assert schedule.simulate().bubble == pytest.approx(0)
@@ -297,16 +303,16 @@ def test_a_model_of_concurrent_stages_alone(name):
 
 
 def test_a_number_is_the_cost_of_an_ipu_and_a_sequence_that_of_stages():
-    schedule = make_schedule("zbv", ipus=2, micro_batches=4)
+    schedule = make_schedule("zbv", ipus=2, gradient_accumulation=4)
     assert schedule.simulate(2, 4).makespan == schedule.simulate([1] * 4, [2] * 4).makespan
     assert schedule.simulate(2, 4).busy == (24, 24)
-    uneven = make_schedule("1f1b", ipus=2, micro_batches=4).simulate([1, 3], [2, 6])
+    uneven = make_schedule("1f1b", ipus=2, gradient_accumulation=4).simulate([1, 3], [2, 6])
     assert uneven.busy == (12, 36)
     assert uneven.makespan == 1 + 36 + 2
 
 
 def test_a_concurrent_stage_keeps_all_ipus_busy_for_its_share():
-    run = make_schedule("1f1b", placement=(0, 1, None), micro_batches=1).simulate(1, 2)
+    run = make_schedule("1f1b", placement=(0, 1, None), gradient_accumulation=1).simulate(1, 2)
     assert [run.start_times[Task.parse(t)] for t in ("0F0", "1F0", "2F0", "2B0", "1B0", "0B0")] == [
         0,
         1,
@@ -320,45 +326,52 @@ def test_a_concurrent_stage_keeps_all_ipus_busy_for_its_share():
 
 
 def test_transfer_delays_what_crosses():
-    schedule = make_schedule("1f1b", ipus=3, micro_batches=1)
+    schedule = make_schedule("1f1b", ipus=3, gradient_accumulation=1)
     assert schedule.simulate(transfer=0.5).makespan == 9 + 4 * 0.5
-    assert make_schedule("1f1b", placement=(None, 0, 1, None), micro_batches=1).simulate(transfer=0.5).makespan == (
-        make_schedule("1f1b", placement=(None, 0, 1, None), micro_batches=1).simulate().makespan + 4 * 0.5
+    assert make_schedule("1f1b", placement=(None, 0, 1, None), gradient_accumulation=1).simulate(
+        transfer=0.5
+    ).makespan == (
+        make_schedule("1f1b", placement=(None, 0, 1, None), gradient_accumulation=1).simulate().makespan + 4 * 0.5
     )
     # on one IPU a concurrent stage has no other IPU to wait for
-    alone = make_schedule("1f1b", placement=(None, 0, None), ipus=1, micro_batches=1)
+    alone = make_schedule("1f1b", placement=(None, 0, None), ipus=1, gradient_accumulation=1)
     assert alone.simulate(transfer=0.5).makespan == 9
 
 
 def test_only_the_two_phase_clock_hides_messages_in_lockstep():
     # IPU 0  0F0 > | 0F1 > |       | 0B0       | 0B1       each > is a message that the next tick needs
     # IPU 1        | 1F0   | 1B0 > | 1F1 1B1 > |
-    assert make_schedule("1f1b", ipus=2, micro_batches=2).simulate(transfer=0.5, lockstep=True).makespan == 9 + 4 * 0.5
+    assert (
+        make_schedule("1f1b", ipus=2, gradient_accumulation=2).simulate(transfer=0.5, lockstep=True).makespan
+        == 9 + 4 * 0.5
+    )
     for s_count, m_count in ((2, 2), (4, 8)):
-        run = make_schedule("grouped", ipus=s_count, micro_batches=m_count).simulate(transfer=0.5, lockstep=True)
+        run = make_schedule("grouped", ipus=s_count, gradient_accumulation=m_count).simulate(
+            transfer=0.5, lockstep=True
+        )
         # on the way there and back of one micro-batch alone there is no task to hide a message
         assert run.makespan == (m_count + s_count - 1) * 3 + 2 * (s_count - 1) * 0.5
 
 
 def test_in_lockstep_nothing_hides_the_broadcast_with_which_a_concurrent_stage_begins():
     # embedding 0.5, F 1, B 1, W 1, then the embedding's B 1: its broadcast of 0.5 runs beside W, or after it
-    schedule = make_schedule("grouped-zb", placement=(None, 0), ipus=2, micro_batches=1)
+    schedule = make_schedule("grouped-zb", placement=(None, 0), ipus=2, gradient_accumulation=1)
     assert schedule.simulate(1, 2, weight=1, transfer=0.5).makespan == 4.5
     assert schedule.simulate(1, 2, weight=1, transfer=0.5, lockstep=True).makespan == 5
 
 
 def test_w_takes_its_part_of_the_backward():
-    schedule = make_schedule("zb-h1", ipus=4, micro_batches=8)
+    schedule = make_schedule("zb-h1", ipus=4, gradient_accumulation=8)
     assert schedule.simulate(weight=0).makespan == pytest.approx(33)
     assert schedule.simulate(1, 2, weight=1).makespan == 27
     # W is not part of a schedule without it
-    assert make_schedule("1f1b", ipus=4, micro_batches=8).simulate(weight=0.3).makespan == 33
+    assert make_schedule("1f1b", ipus=4, gradient_accumulation=8).simulate(weight=0.3).makespan == 33
 
 
 @settings(max_examples=25)
 @given(sizes=SIZES, name=st.sampled_from(SCHEDULES))
 def test_waiting_at_every_exchange_never_makes_a_run_shorter(sizes, name):
-    schedule = make_schedule(name, ipus=sizes[0], micro_batches=sizes[1])
+    schedule = make_schedule(name, ipus=sizes[0], gradient_accumulation=sizes[1])
     free, held = schedule.simulate(), schedule.simulate(lockstep=True)
     assert held.makespan >= free.makespan - 1e-9
     assert held.busy == pytest.approx(free.busy)
@@ -368,7 +381,7 @@ def test_waiting_at_every_exchange_never_makes_a_run_shorter(sizes, name):
 @settings(max_examples=40)
 @given(sizes=SIZES.filter(lambda sizes: sizes[0] > 1), name=st.sampled_from([n for n in ONE_PHASE if n not in FOLDED]))
 def test_tasks_of_equal_cost_take_the_ticks_of_the_table(sizes, name):
-    schedule = make_schedule(name, ipus=sizes[0], micro_batches=sizes[1])
+    schedule = make_schedule(name, ipus=sizes[0], gradient_accumulation=sizes[1])
     assert len(schedule.segments) == len(schedule.placement)
     run = schedule.simulate([1] * len(schedule.placement), [2 if schedule.weight else 1] * len(schedule.placement))
     assert run.makespan == pytest.approx(schedule.ticks)
@@ -379,10 +392,10 @@ def test_tasks_of_equal_cost_take_the_ticks_of_the_table(sizes, name):
 
 
 def test_placements_that_families_make():
-    assert make_schedule("zbv", ipus=4, micro_batches=8).placement == (0, 1, 2, 3, 3, 2, 1, 0)
-    assert make_schedule("looped", ipus=2, micro_batches=8).placement == (0, 1, 0, 1)
-    assert make_schedule("looped", ipus=2, micro_batches=8, rounds=3).placement == (0, 1, 0, 1, 0, 1)
-    assert make_schedule("1f1b", ipus=3, micro_batches=8).placement == (0, 1, 2)
+    assert make_schedule("zbv", ipus=4, gradient_accumulation=8).placement == (0, 1, 2, 3, 3, 2, 1, 0)
+    assert make_schedule("looped", ipus=2, gradient_accumulation=8).placement == (0, 1, 0, 1)
+    assert make_schedule("looped", ipus=2, gradient_accumulation=8, rounds=3).placement == (0, 1, 0, 1, 0, 1)
+    assert make_schedule("1f1b", ipus=3, gradient_accumulation=8).placement == (0, 1, 2)
 
 
 SERVED = {
@@ -398,6 +411,6 @@ SERVED = {
 @pytest.mark.parametrize("name", SERVED)
 def test_placements_that_a_family_serves(name):
     for placement in SERVED[name]:
-        schedule = make_schedule(name, placement=placement, micro_batches=5)
+        schedule = make_schedule(name, placement=placement, gradient_accumulation=5)
         assert schedule.micro_batches == 5
         assert (schedule.weight is not None) == (name not in ("looped", "looped-bfs")), placement

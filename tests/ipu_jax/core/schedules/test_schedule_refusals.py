@@ -158,7 +158,7 @@ def drawing(text: Any) -> Callable[[], Schedule]:
     (drawing("IPU 0  0F0  0B0\nhello"), "'hello'", "not a line of a schedule", "'IPU' and a number"),
     (drawing(3), "text=3 ", "not a string", "str(schedule)"),
     (  # one cell of a long drawing
-        drawing(str(make_schedule("1f1b", ipus=3, micro_batches=4)).replace("1F2", "1F1")),
+        drawing(str(make_schedule("1f1b", ipus=3, gradient_accumulation=4)).replace("1F2", "1F1")),
         *("IPU 1, tick 5", "1F1 is there already in tick 2", "each task once"),
     ),
 )
@@ -171,7 +171,7 @@ def test_a_task_or_drawing_that_is_wrong_is_refused(call, holds):
 
 
 def make(name: Any = "grouped", **arguments: Any) -> Callable[[], Schedule]:
-    return row(make_schedule, name, **{"ipus": 2, "micro_batches": 1} | arguments)
+    return row(make_schedule, name, **{"ipus": 2, "gradient_accumulation": 1} | arguments)
 
 
 def _named(name: Any) -> tuple[Callable[[], Any], ...]:
@@ -213,7 +213,7 @@ def _named(name: Any) -> tuple[Callable[[], Any], ...]:
         (call, f"{of}={bad!r} ", "is not a count", "an int of at least 1")
         for bad in (*BAD_COUNTS, None)
         for of, call in (
-            ("micro_batches", make("gpipe", micro_batches=bad)),
+            ("gradient_accumulation", make("gpipe", gradient_accumulation=bad)),
             ("rounds", make("looped", rounds=bad)),
             ("ipus", row(balance_layers, "ab", [1, 1], bad)),
             ("rounds", row(balance_layers, "ab", [1, 1], 1, rounds=bad)),
@@ -258,7 +258,7 @@ NO_NUMBERS = "is not a list of numbers"
 
 
 def simulate(*costs: Any, **named: Any) -> Callable[[], Any]:
-    return row(make_schedule("zb-h1", ipus=2, micro_batches=2).simulate, *costs, **named)
+    return row(make_schedule("zb-h1", ipus=2, gradient_accumulation=2).simulate, *costs, **named)
 
 
 def balance(costs: Any, **named: Any) -> Callable[[], Any]:
@@ -270,7 +270,7 @@ def stage_costs(**costs: Any) -> Callable[[], Any]:
 
 
 def search(**arguments: Any) -> Callable[[], Any]:
-    given = {"costs": StageCosts([1, 1], [1, 1], [1, 1], stash=[3, 5]), "placement": (0, 1), "micro_batches": 2}
+    given = {"costs": StageCosts([1, 1], [1, 1], [1, 1], stash=[3, 5]), "placement": (0, 1), "gradient_accumulation": 2}
     return row(find_schedule, **given | arguments)
 
 
@@ -325,7 +325,7 @@ def search(**arguments: Any) -> Callable[[], Any]:
     (search(placement=(0,)), "costs has 2 stages", "placement has 1", "costs per stage"),
     (search(placement="01"), "placement='01' ", "not a placement", "as in (0, 1, None)"),
     (search(placement=(0, 2), ipus=2), "stage 1 is on IPU 2", "outside the replica", "IPUs 0 to 1"),
-    (search(micro_batches=0), "micro_batches=0 ", "is not a count", "an int of at least 1"),
+    (search(gradient_accumulation=0), "gradient_accumulation=0 ", "is not a count", "an int of at least 1"),
     (search(ipus=1.5), "ipus=1.5 ", "is not a count", "an int of at least 1"),
     (search(transfer=-1), "transfer=-1 ", "is not a cost", "a finite number of at least 0"),
     (search(lockstep=1), "lockstep=1 ", "not a bool", "True or False"),

@@ -64,7 +64,7 @@ def loader(ranks: int, stages: int, micro_batches: int):
 @pytest.mark.parametrize("micro_batches", [3, 8])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_torch_loads_every_schedule(name, micro_batches, tmp_path):
-    schedule = make_schedule(name, ipus=4, micro_batches=micro_batches)
+    schedule = make_schedule(name, ipus=4, gradient_accumulation=micro_batches)
     runtime = loader(4, len(schedule.placement), micro_batches)
     (tmp_path / "ours.csv").write_text(schedule.to_torch_csv())
     runtime._load_csv(str(tmp_path / "ours.csv"), format="compute_only")  # torch validates it
@@ -101,7 +101,7 @@ def test_the_schedules_that_torch_makes_are_read(name, placement, micro_batches,
     made._dump_csv(str(tmp_path / "theirs.csv"), format="compute_only")
     schedule = Schedule.from_torch_csv((tmp_path / "theirs.csv").read_text())
     assert schedule.placement == placement
-    least = make_schedule(name, ipus=4, micro_batches=micro_batches).simulate().makespan
+    least = make_schedule(name, ipus=4, gradient_accumulation=micro_batches).simulate().makespan
     assert least <= schedule.simulate().makespan <= least + 0.5
     for rank in (0, 1, 2):  # the last one has neighbouring stages under the folded schedules, which run as one
         theirs: list[str] = []
@@ -118,14 +118,14 @@ def test_the_schedules_that_torch_makes_are_read(name, placement, micro_batches,
 
 def test_a_csv_of_1f1b_is_1f1b():
     schedule = Schedule.from_torch_csv("0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n", "1f1b")
-    assert schedule == make_schedule("1f1b", ipus=2, micro_batches=2)
+    assert schedule == make_schedule("1f1b", ipus=2, gradient_accumulation=2)
     assert schedule.to_torch_csv() == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3, 8])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_written_and_read_has_the_same_order_and_length(name, micro_batches):
-    schedule = make_schedule(name, ipus=3, micro_batches=micro_batches)
+    schedule = make_schedule(name, ipus=3, gradient_accumulation=micro_batches)
     again = Schedule.from_torch_csv(schedule.to_torch_csv(), name)
     assert (again.placement, again.ipus, again.micro_batches) == (schedule.placement, 3, micro_batches)
     assert again.simulate(1, 2).makespan == pytest.approx(schedule.simulate(1, 2).makespan)
@@ -167,7 +167,7 @@ ONCE = "each of its tasks once per micro-batch"
     (lambda: READ("0B0,0F0\n1F0,1B0"), "schedule 'custom'", "can never run to their end", "behind those that it needs"),
     (lambda: READ(None), "text=None", "is not a string"),
     (
-        lambda: make_schedule("1f1b", placement=(0, 1, None), micro_batches=2).to_torch_csv(),
+        lambda: make_schedule("1f1b", placement=(0, 1, None), gradient_accumulation=2).to_torch_csv(),
         *("concurrent stages [2]", "torch's CSV cannot hold", "use to_text()"),
     ),
 )

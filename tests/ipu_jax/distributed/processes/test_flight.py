@@ -140,7 +140,7 @@ def test_the_record_of_a_hang_names_the_task_that_hangs(about, instances, tmp_pa
     kind, stage, number, _, ipus, m, name, _, head = about
     replica, microbatch = divmod(number, 100)
     placement = (*range(ipus - 1), ipus - 1 if head == "local" else None)
-    schedule = make_schedule(name, ipus=ipus, micro_batches=m, placement=placement)
+    schedule = make_schedule(name, ipus=ipus, gradient_accumulation=m, placement=placement)
     (tick,) = (
         tick
         for tick in range(schedule.ticks)

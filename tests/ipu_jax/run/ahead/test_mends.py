@@ -96,7 +96,7 @@ def test_a_schedule_that_does_not_fit_the_places_is_left_out():
 
 
 def test_a_schedule_of_ones_own_keeps_its_micro_batches():
-    own = make_schedule("grouped", ipus=3, micro_batches=M, placement=(0, 1, 2))
+    own = make_schedule("grouped", ipus=3, gradient_accumulation=M, placement=(0, 1, 2))
     assert names(mends(pipeline_of(schedule=own))) == ["recompute", "schedule", LAST]
 
 

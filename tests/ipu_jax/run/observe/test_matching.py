@@ -15,7 +15,7 @@ from ipu_jax.run.observe.tracing._programs import Operation, program_of
 from ipu_jax.run.observe.tracing.report import make_report, split_of
 from ipu_jax.run.observe.tracing.timeline import Slice, Step
 
-SCHEDULE = make_schedule("gpipe", ipus=2, micro_batches=1)  # 0F0 | 1F0 | 1B0 | 0B0
+SCHEDULE = make_schedule("gpipe", ipus=2, gradient_accumulation=1)  # 0F0 | 1F0 | 1B0 | 0B0
 F: tuple[Label, int] = ("F", 0)
 B: tuple[Label, int] = ("B", 0)
 Y: tuple[Label, int] = ("y", 0)
@@ -179,7 +179,7 @@ def test_a_loop_that_is_one_kernel_is_a_task_where_the_plan_says_so():
     ],
 )
 def test_what_to_move(placement, seconds, answer):
-    schedule = make_schedule("sequential", ipus=2, micro_batches=2, placement=placement)
+    schedule = make_schedule("sequential", ipus=2, gradient_accumulation=2, placement=placement)
     assert split_of(schedule, seconds, "abcdef") == answer
 
 

@@ -40,7 +40,7 @@ def timeline(steps=2, micro_batches=3):
         for m in range(micro_batches)
     ]
     made = tuple(Step(0, 0, ipu, step, 0.1 * step, 0.1 * step + 0.1) for ipu in range(2) for step in range(steps))
-    schedule = make_schedule("grouped", ipus=2, micro_batches=4)
+    schedule = make_schedule("grouped", ipus=2, gradient_accumulation=4)
     return Timeline(schedule, ("a", EVIL), True, made, tuple(slices), plan=tuple(slices[:3]), clocks=EVIL)
 
 
@@ -59,7 +59,7 @@ def waiting_timeline():
         of(1, "update", "update", 9, 10),
     ]
     steps = tuple(Step(0, 0, ipu, 0, 0.0, 0.01) for ipu in range(2))
-    schedule = make_schedule("1f1b", placement=(0, None), ipus=2, micro_batches=1)
+    schedule = make_schedule("1f1b", placement=(0, None), ipus=2, gradient_accumulation=1)
     return Timeline(schedule, ("body", "head"), True, steps, tuple(slices), planned(schedule, COSTS, steps, slices))
 
 
@@ -126,7 +126,7 @@ def data_in(text):
 
 
 def test_the_page_loads_nothing_and_no_text_of_a_run_becomes_code():
-    svg = make_schedule("grouped", ipus=2, micro_batches=4).to_svg()
+    svg = make_schedule("grouped", ipus=2, gradient_accumulation=4).to_svg()
     text = page(EVENTS, title=EVIL, schedules={EVIL: svg}, timeline=timeline(), memory={"ipus": [{EVIL: 3}]})
     assert text.count("<script") == 2
     assert "alert(1)</script>" not in text

@@ -52,7 +52,7 @@ def test_a_run_is_judged(events, level, sentences):
 
 def traced(name, micro_batches, forward, wait=0.0, **placed):
     """Return a timeline in which stage s ran F in forward[s] seconds and B in twice as many, and then waited."""
-    schedule = make_schedule(name, micro_batches=micro_batches, **placed)
+    schedule = make_schedule(name, gradient_accumulation=micro_batches, **placed)
     slices, end = list[Slice](), 0.0
     for stage, ipu in enumerate(schedule.placement):
         assert ipu is not None, "these stages are local"

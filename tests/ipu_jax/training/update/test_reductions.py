@@ -324,5 +324,5 @@ def test_m_and_the_reduction_may_be_given_in_either_place(name):
 
 
 def test_a_schedule_brings_its_own_m():
-    pipeline = Pipeline([Stage(squares, "a")], schedule=make_schedule("gpipe", ipus=1, micro_batches=3))
+    pipeline = Pipeline([Stage(squares, "a")], schedule=make_schedule("gpipe", ipus=1, gradient_accumulation=3))
     assert pipeline.options.gradient_accumulation == 3
