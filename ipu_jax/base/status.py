@@ -51,7 +51,7 @@ class during(contextlib.ContextDecorator):
     """Say in a `with` block, or in a function that this decorates, what the host does.
 
     Args:
-        text: a few words. Without it the block is silent until `say` or `tracing`, and costs less than a microsecond.
+        text: a few words. Without it the block is silent until `say` or `tracing`, and costs a microsecond.
     """
 
     def __init__(self, text: str = ""):
@@ -178,9 +178,10 @@ class _Line:
             self.erase()
             return
         texts = [text for block in blocks for text in (block.text, block.now) if text]
-        with contextlib.suppress(OSError, ValueError):  # the terminal has gone
-            self._terminal = sys.stderr.fileno()
-            width = os.get_terminal_size(self._terminal).columns or 80
+        with contextlib.suppress(OSError, ValueError):  # it only says that it is a terminal
+            terminal = sys.stderr.fileno()
+            width = os.get_terminal_size(terminal).columns or 80
+            self._terminal = terminal
             self._write(_AT_CURSOR.format(f"{', '.join(texts)}: {int(now - blocks[-1].since)} s"[: width - 1]))
 
     def _write(self, text: str) -> None:

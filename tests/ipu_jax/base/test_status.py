@@ -93,6 +93,18 @@ def test_long_work_is_said_on_a_line_that_goes_away():
     assert terminal.lines == ["wait: done"]
 
 
+def test_the_line_is_shorter_than_the_terminal_is_wide():
+    terminal = Terminal(
+        written("""
+import termios
+termios.tcsetwinsize(2, (24, 20))
+with status.during(40 * "x"):
+    shown()
+""")
+    )
+    assert max(terminal.seen, key=len) == 19 * "x"
+
+
 def test_blocks_inside_are_named_after_the_block_around_them():
     text = written("""
 @status.during("verifying")
@@ -215,6 +227,7 @@ with status.during("comparing"):
     thread.join()
     shown(False)
     shown()
+    warnings.simplefilter("ignore")  # Python 3.12 warns of threads
     child = os.fork()
     if not child:
         with status.during("reading"):
