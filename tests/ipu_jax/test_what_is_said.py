@@ -40,16 +40,16 @@ def pipeline():
 
 
 def test_a_pipeline_says_what_it_does_in_the_first_step_alone(said):
-    pipeline = Pipeline.from_function(loss, WEIGHTS, BATCH[0], ipus=2, gradient_accumulation=4)
+    pipeline = Pipeline.from_function(loss, WEIGHTS, BATCH[0], ipus=2, gradient_accumulation=4, schedule="auto")
     assert said() == ["tracing the function", "cutting the function"]
     params = pipeline.shard(WEIGHTS)
     assert said() == ["placing weights"]
     pipeline.value_and_grad(params, BATCH)
-    assert said() == [*PIPELINE]
+    assert said() == [PIPELINE[0], f"{PIPELINE[0]}, choosing a schedule", PIPELINE[1]]
     pipeline.value_and_grad(params, BATCH)
     assert said() == []
-    pipeline.report(params, BATCH, compile=False)
-    assert said() == ["tracing the stages"]
+    pipeline.report(params, BATCH)
+    assert said() == [*PIPELINE, "compiling the pipeline, tracing the stages"]
 
     verify(pipeline, params, BATCH)
     first, second = (f"verifying, program {k} of 2" for k in (1, 2))

@@ -131,9 +131,9 @@ class PlacedStages:
             dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
             return jax.ShapeDtypeStruct(leaf.shape[given_dims(self.replicas) :], dtype)
 
-        status.say("tracing the stages")
         args = given._replace(batch=jax.tree.map(shape_of, given.batch), state=self._state(given))
-        return traced_on(self.mesh, lambda: fn(self._shapes(args)))
+        with status.during("tracing the stages"):
+            return traced_on(self.mesh, lambda: fn(self._shapes(args)))
 
     def run(self, given: StepArgs, *, role: Role, backward: bool, reduction: Reduction = "mean") -> StepResults:
         """Run a step on all IPUs, and return its results as a user gets them. Call it inside `jax.jit`."""
