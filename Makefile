@@ -2,6 +2,9 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
+# Minutes of work: a terminal shows pip's own progress, and a log nothing but our line.
+PIP_INSTALL := quiet=--quiet; if [ -t 1 ]; then quiet=; fi; \
+    $(BIN)/python -m pip install $$quiet --disable-pip-version-check --no-input
 STAMP := $(VENV)/.installed
 # A text as one word of the shell: folders may have spaces and apostrophes in their names.
 quoted = '$(subst ','\'',$(1))'
@@ -65,7 +68,8 @@ ifdef REMAKE
 	echo 'No working Python >= 3.11 with venv among:' $(PYTHONS)'. Name one: make venv PYTHON=/path/to/python' >&2; exit 1
 endif
 	@rm -f $@
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --editable '.[dev]'
+	@echo 'Installing ipu_jax and the packages that it needs: 1.3 GB'
+	@$(PIP_INSTALL) --editable '.[dev]'
 	@printf '%s\n' $(call quoted,$(FINGERPRINT)) > $@
 
 aot: $(STAMP) ## install XLA's compilers for TPU and NVIDIA GPUs beside .venv's packages (1.3 GB)
@@ -74,8 +78,8 @@ aot: $(STAMP) ## install XLA's compilers for TPU and NVIDIA GPUs beside .venv's 
 	@install() { \
 	    folder=$(VENV)/$$1; shift; \
 	    if [ "$$(cat $$folder/.installed 2>/dev/null)" = "$$*" ]; then return 0; fi; \
-	    rm -rf $$folder && \
-	    $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps --target $$folder "$$@" && \
+	    echo "Installing $$*"; rm -rf $$folder && \
+	    { $(PIP_INSTALL) --no-deps --target $$folder "$$@"; } && \
 	    printf '%s\n' "$$*" > $$folder/.installed; \
 	}; \
 	short=''; \

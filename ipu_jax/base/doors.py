@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from ipu_jax.base import status
 from ipu_jax.base.checks import nearest
 from ipu_jax.base.other_words import names_here
 
@@ -61,7 +62,7 @@ def _decorated(called: Any, context: Callable[[], Any]) -> Any:
     @functools.wraps(called)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            with context():
+            with context(), status.SILENT:
                 return called(*args, **kwargs)
         except Exception as error:
             if isinstance(error, TypeError):

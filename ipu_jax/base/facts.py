@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
+from ipu_jax.base import status
 from ipu_jax.base.annotations import Device, Tree, Value
 
 LONG: Final = 600.0
@@ -106,6 +107,7 @@ def during(doing: str, seconds: float = LONG, *, waiting: bool = False) -> Itera
         waiting: whether it waits for other instances, which may be stuck.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(status.during(f"waiting {doing}" if waiting else doing))
         for listener in listeners():
             stack.enter_context(listener.during(doing, seconds, waiting))
         yield

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from ipu_jax.base import status
 from ipu_jax.base.annotations import Batch, Device, Key, Params, Tree, Value
 from ipu_jax.base.doors import public_on_mesh
 from ipu_jax.base.jaxprs import check_context_mesh
@@ -217,7 +218,8 @@ def _on_first_ipus(
     args = StepArgs(params, put(batch, NamedSharding(copies, per_replica)), state, key)
 
     def stacked(args: StepArgs) -> Tree:
-        return jax.tree.map(lambda leaf: leaf[None], run_replica(args.of_replica()))
+        with status.tracing("the unsharded program"):
+            return jax.tree.map(lambda leaf: leaf[None], run_replica(args.of_replica()))
 
     mapped = jax.shard_map(
         stacked,
@@ -227,7 +229,8 @@ def _on_first_ipus(
         axis_names={REPLICA_AXIS, IPU_AXIS, _COPY_AXIS},
         check_vma=False,
     )
-    results = jax.jit(mapped, compiler_options=None if fused else UNFUSED)(args)
+    with status.SILENT:  # until the program runs
+        results = jax.jit(mapped, compiler_options=None if fused else UNFUSED)(args)
     return put(results, first_ipu)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from ipu_jax.base import facts
+from ipu_jax.base import facts, status
 from ipu_jax.base.annotations import Batch, Dtype, Jaxpr, Key, Tree, Value
 from ipu_jax.base.checks import check_cost
 from ipu_jax.base.doors import public_on_mesh
@@ -148,17 +148,22 @@ def verify(
     pipeline.placement.check(given)
     check_cost("rtol", 0.0 if rtol is None else rtol, "tolerance")
     weights, whole_state = pipeline.unshard(params), None if state is None else pipeline.unshard(state)
+    numbers = itertools.count(1)
+    next_program = lambda: status.during(f"program {(k := next(numbers))} of {max(2, k)}")  # noqa: E731
 
     def sharded(*, fused: bool = True) -> dict[str, Tree]:
         run = pipeline.value_and_grad if fused else jax.jit(pipeline.value_and_grad, compiler_options=UNFUSED)
-        value, *others = run(*given)
-        return _results((value, *map(pipeline.unshard, others)))
+        with next_program():
+            value, *others = jax.block_until_ready(run(*given))
+            return _results((value, *map(pipeline.unshard, others)))
 
     def unsharded(weights: Tree, *, fused: bool = True) -> dict[str, Tree]:
         whole = StepArgs(weights, batch, whole_state, key)
-        return _results(unsharded_update(pipeline, whole, fused=fused))
+        with next_program():
+            return _results(jax.block_until_ready(unsharded_update(pipeline, whole, fused=fused)))
 
     actual, expected = sharded(), unsharded(weights)
+    status.say("comparing")
     _check_same_shapes(actual["aux"], expected["aux"])
     groups = pipeline.placement.groups.as_trained(params.layout).groups
     dtypes = [jnp.dtype(leaf.dtype) for group in groups for leaf in group.leaves if not leaf.frozen]

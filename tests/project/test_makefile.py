@@ -1,6 +1,7 @@
 """Test that `make venv` works in any folder, with a Python that only pretends to install."""
 
 import os
+import pty
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,11 +14,15 @@ ROOT = Path(__file__).parents[2]
 PYTHON = """#!/bin/sh
 case "$*" in
     *"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
-    *"pip install"*) echo "installed" >> installed ;;
+    *"pip install"*) echo "$*" >> installed ;;
     *works*) echo works ;;
     *--version*) echo Python 3.99 ;;
 esac
 """
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
@@ -30,13 +35,12 @@ def test_make_venv_works_in_a_folder_of_any_name_and_only_once(folder, tmp_path)
     python = checkout / "my python's"
     python.write_text(PYTHON)
     python.chmod(0o755)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     said = []
     for _ in range(2):
         done = subprocess.run(
             ["make", "venv", f"PYTHON={python}"],
             cwd=checkout,
-            env=environment,
+            env=environment(),
             capture_output=True,
             text=True,
             timeout=60,
@@ -45,5 +49,25 @@ def test_make_venv_works_in_a_folder_of_any_name_and_only_once(folder, tmp_path)
         said.append(done.stdout)
     assert said[0].startswith("Setting up .venv with Python 3.99")
     assert "Setting up" not in said[1]
-    assert (checkout / "installed").read_text() == "installed\n"
+    (line,) = (checkout / "installed").read_text().splitlines()
+    assert "--quiet" in line, "a log has one line per phase"
     assert (checkout / ".venv/.installed").read_text() == f"{checkout}\n"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_venv_shows_the_progress_of_pip_on_a_terminal(tmp_path):
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    python = tmp_path / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    terminal, of_make = pty.openpty()
+    subprocess.run(
+        ["make", "venv", f"PYTHON={python}"], cwd=tmp_path, env=environment(), stdout=of_make, timeout=60, check=True
+    )
+    os.close(of_make)
+    shown = os.read(terminal, 4096).decode()
+    os.close(terminal)
+    assert "Setting up" in shown
+    assert "Installing" in shown
+    assert "--quiet" not in (tmp_path / "installed").read_text()

@@ -28,7 +28,7 @@ CANNOT_WRITE: Final = 74
 _NO_WORKING_DIRECTORY: Final = 2
 _INTERRUPTED: Final = 130
 READER_HAS_GONE: Final = 141
-_SHOW_CURSOR: Final = b"\x1b[?25h\n"
+_CLEAN_UP: Final = b"\x1b[?25h\x1b[K\n"  # show the cursor, and erase the line of `status` right of it
 
 
 class _CannotWriteError(OSError):
@@ -177,7 +177,6 @@ def _end_at_ctrl_c() -> None:
 
 
 def _end() -> NoReturn:
-    with contextlib.suppress(OSError):
-        if os.isatty(1):
-            os.write(1, _SHOW_CURSOR)  # a progress bar may have hidden it
+    with contextlib.suppress(OSError, StopIteration):  # there is no terminal
+        os.write(next(filter(os.isatty, (1, 2))), _CLEAN_UP)
     os._exit(_INTERRUPTED)

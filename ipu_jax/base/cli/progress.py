@@ -13,6 +13,7 @@ import time
 from typing import Any, Final
 
 from ipu_jax.base import facts
+from ipu_jax.base.status import is_notebook
 
 _SECONDS: Final = 0.2
 """Between two drawings in a notebook."""
@@ -57,7 +58,7 @@ class Bar:
     def __enter__(self) -> "Bar":
         for listener in facts.listeners():
             listener.planned(self._planned)
-        if self._bar is not None and _is_notebook():
+        if self._bar is not None and is_notebook():
             self._cell = importlib.import_module("IPython.display").display(self._picture(), raw=True, display_id=True)
         elif self._bar is not None:
             self._bar.start()
@@ -106,7 +107,7 @@ def shows_progress(wanted: bool | None) -> bool:
     has_rich = importlib.util.find_spec("rich") is not None
     if wanted and not has_rich:
         raise ValueError("progress=True draws with rich, which is not installed: pip install rich, or leave it out")
-    return has_rich and (sys.stdout.isatty() or _is_of_poprun() or _is_notebook() if wanted is None else wanted)
+    return has_rich and (sys.stdout.isatty() or _is_of_poprun() or is_notebook() if wanted is None else wanted)
 
 
 def _is_of_poprun() -> bool:
@@ -114,16 +115,10 @@ def _is_of_poprun() -> bool:
     return "POPRUN_TERMINAL_WIDTH" in os.environ
 
 
-def _is_notebook() -> bool:
-    """Return whether this program is the kernel of a notebook."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return type(shell).__name__ == "ZMQInteractiveShell"
-
-
 def _console() -> Any:
     from rich.console import Console  # only a bar needs it
 
-    if _is_notebook():
+    if is_notebook():
         return Console(width=110, force_jupyter=False, color_system=None, force_terminal=False)
     if not _is_of_poprun():
         return Console()

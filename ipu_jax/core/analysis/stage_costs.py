@@ -22,6 +22,7 @@ from jax.core import Tracer
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ipu_jax.base import status
 from ipu_jax.base.annotations import Jaxpr, Value
 from ipu_jax.base.checks import check_count
 from ipu_jax.base.keys import is_key, with_keys, without_keys
@@ -109,6 +110,7 @@ class TracedStages:
             if same:
                 measured.append(measured[same[0]])
                 continue
+            status.say(f"measuring stages, part {i + 1} of {len(self.segments)}")
             tasks = _tasks_of(program)
             measured.append(TaskCosts(*(_seconds(jaxpr, segment.place, mesh, repeats) for jaxpr in tasks)))
         return self._per_stage(measured, "seconds")

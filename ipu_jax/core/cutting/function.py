@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import Mesh
 
+from ipu_jax.base import status
 from ipu_jax.base.annotations import Batch, Function, Jaxpr, Key, Params, Tree, Value
 from ipu_jax.base.checks import check_choice, in_line
 from ipu_jax.base.jaxprs import traced_on
@@ -160,7 +161,9 @@ def model_of(
     params, microbatch = shapes("params", params, weak=True), shapes("micro_batch", microbatch)
     key = jax.eval_shape(lambda: jax.random.key(0)) if call.takes_key else None
     trace = traced if mesh is None else lambda *args: traced_on(mesh, lambda: traced(*args))
+    status.say("tracing the function")
     program, results = call.traced(trace, params, microbatch, key)
+    status.say("cutting the function")
     arguments, (value, aux, _) = jax.tree.structure((params, state, microbatch, key)), results
     check_weights(params, is_frozen)
     check_loss(program, value)

@@ -14,6 +14,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ipu_jax.base import status
 from ipu_jax.base.annotations import Function, Params, Tree, Value
 from ipu_jax.core.instances import put
 from ipu_jax.core.mesh_axes import over_ipus
@@ -93,14 +94,16 @@ class PipelineOptimizer:
             self._programs[layout] = self._program(update, layout, update.state_layout.specs(state))
         value = jnp.zeros(()) if value is None else jnp.asarray(value)
         gradients, trained = (dataclasses.replace(tree, layout=layout) for tree in (gradients, params))
-        new, state = self._programs[layout](gradients, state, trained, value)
+        with status.SILENT:
+            new, state = self._programs[layout](gradients, state, trained, value)
         return dataclasses.replace(new, layout=params.layout), state
 
     def _program(self, update: ShardedUpdate, layout: PackedLayout, states: OptimizerState) -> Function:
         """Return the program of `apply`, for states with these specs."""
 
         def on_ipu(gradients: Sharded, state: OptimizerState, params: Sharded, value: Value) -> Tree:
-            new, _, state = update.apply(to_blocks(gradients), state, params, value)
+            with status.tracing("the optimizer"):
+                new, _, state = update.apply(to_blocks(gradients), state, params, value)
             return new, state
 
         weights = packing.specs_of(layout)

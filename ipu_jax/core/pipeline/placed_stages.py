@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ipu_jax.base import status
 from ipu_jax.base.annotations import Params, Tree, Value
 from ipu_jax.base.jaxprs import traced_on
 from ipu_jax.base.showing import Table, counted
@@ -131,7 +132,8 @@ class PlacedStages:
             return jax.ShapeDtypeStruct(leaf.shape[given_dims(self.replicas) :], dtype)
 
         args = given._replace(batch=jax.tree.map(shape_of, given.batch), state=self._state(given))
-        return traced_on(self.mesh, lambda: fn(self._shapes(args)))
+        with status.during("tracing the stages"):
+            return traced_on(self.mesh, lambda: fn(self._shapes(args)))
 
     def run(self, given: StepArgs, *, role: Role, backward: bool, reduction: Reduction = "mean") -> StepResults:
         """Run a step on all IPUs, and return its results as a user gets them. Call it inside `jax.jit`."""
@@ -153,7 +155,8 @@ class PlacedStages:
         outputs = jax.tree.map(of_output, self.stages[-1].predict_specs, is_leaf=is_spec)
         in_specs = (StepArgs(weights, of_replicas, state, WHOLE),)
         out_specs = StepResults(WHOLE, of_replicas, outputs, weights if backward else WHOLE, state)
-        results = over_ipus(on_ipu, self.mesh, in_specs=in_specs, out_specs=out_specs)(args)
+        with status.tracing("the pipeline"):
+            results = over_ipus(on_ipu, self.mesh, in_specs=in_specs, out_specs=out_specs)(args)
         aux, outputs = without_dims((results.aux, results.outputs), self.replicas)
         return results._replace(aux=aux, outputs=outputs)
 

@@ -19,6 +19,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
+from ipu_jax.base import status
 from ipu_jax.base.checks import as_int, check_bool, check_cost, check_count
 from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.schedules._annealing import Ticks, anneal, depths_of, lockstep_cost, spread
@@ -172,7 +173,8 @@ def find_schedule(
     limits = _limits(stash_limit, ipus)
     is_remembered = m * len(placement) <= _MEDIUM
     searched = _searched if is_remembered else _searched.__wrapped__
-    candidates, bound = searched(costs, placement, m, ipus, transfer, lockstep, limits, int(seed))
+    with status.during("choosing a schedule"):
+        candidates, bound = searched(costs, placement, m, ipus, transfer, lockstep, limits, int(seed))
     if not candidates[0].fits:
         _refuse(stash_limit, candidates)
     return FoundSchedule(

@@ -20,6 +20,7 @@ from typing import Any, Final
 import jax
 from jax.experimental import topologies
 
+from ipu_jax.base import status
 from ipu_jax.base.annotations import Device, Json
 from ipu_jax.base.checks import check_count
 from ipu_jax.core.compiled.program import compiled_for
@@ -116,6 +117,7 @@ def describe(topology: str, *, slices: int = 1) -> list[Device]:
         raise ValueError(f"topology={topology!r} is not a TPU slice ({reason}): give one, as in {TOPOLOGIES}") from None
 
 
+@status.during("compiling")
 def compile_lowered(lowered: Any, device: Device) -> tuple[Any, str | None]:
     """Compile a lowered program for the platform of a described device.
 

@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ipu_jax.base import status
 from ipu_jax.base.annotations import Batch, Device, Function, Key, Params, Tree, Value
 from ipu_jax.base.checks import check_count
 from ipu_jax.base.doors import public_on_mesh
@@ -280,7 +281,8 @@ class Replicas:
         mapped = over_replicas(program, self.devices, in_specs=in_specs, out_specs=out_specs)
 
         def run(given: StepArgs) -> Tree:
-            loss, aux, gradients = mapped(given.entered(self.replicas))
+            with status.tracing("the function"):
+                loss, aux, gradients = mapped(given.entered(self.replicas))
             return loss, without_dims(aux, self.replicas), gradients
 
         return jax.jit(run)

@@ -21,7 +21,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ipu_jax.base import facts
+from ipu_jax.base import facts, status
 from ipu_jax.base.annotations import Batch, Function, Key, Params, Tree, Value
 from ipu_jax.base.doors import public_on_mesh
 from ipu_jax.core.devices import REPLICA_AXIS, InFlight, check_there
@@ -416,7 +416,8 @@ class TrainStep:
         in_specs, out_specs = (of_state, of_replicas, WHOLE), (of_state, of_outputs)
         program = Iteration(self._model, self.options, update).run
         mapped = self._model.on_ipus(program, in_specs=in_specs, out_specs=out_specs)
-        state, outputs = mapped(state, batch, updates)
+        with status.tracing("the training step"):
+            state, outputs = mapped(state, batch, updates)
         aux = without_dims(outputs.aux, self._rows, replicas)
         others = without_dims(dataclasses.replace(outputs, aux=None), self._rows)
         outputs = dataclasses.replace(others, aux=aux)

@@ -154,4 +154,5 @@ def test_after_ctrl_c_a_terminal_has_its_cursor_again():
         except OSError:  # nobody writes to it any more
             break
     assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")
+    assert b"\x1b[K" in shown[shown.index(b"started") :], "a line about long work stays"
     assert b"Traceback" not in shown
