@@ -71,7 +71,7 @@ def test_a_training_step_says_it_too(kind, said, pipeline):
 
 
 def test_a_search_for_a_schedule_says_it(said):
-    find_schedule(StageCosts([1, 2], [1, 2], [1, 2]), placement=(0, 1), micro_batches=3)
+    find_schedule(StageCosts([1, 2], [1, 2], [1, 2]), placement=(0, 1), gradient_accumulation=3)
     assert said() == ["choosing a schedule"]
 
 
