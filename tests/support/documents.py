@@ -28,11 +28,11 @@ def blocks(path: Path, language: str) -> list[str]:
     return [code for found, code in _BLOCK.findall(_text_of(path)) if found == language]
 
 
-def run(path: Path, then: str = "", *, compile_fast: bool = False) -> str:
+def run(path: Path, then: str = "", *, compile_fast: bool = False, saved_as: str = "") -> str:
     """Return the output of the document's Python, followed by the output of the code `then`. Warnings are errors.
 
     The process sets up its own devices. It compiles as users' programs do, unless `compile_fast` gives it the flags of
-    the tests, which change no result.
+    the tests, which change no result. The program is pasted into Python, or is a file, if `saved_as` names one.
 
     Raises:
         AssertionError: the program fails; the message is its stderr.
@@ -40,8 +40,11 @@ def run(path: Path, then: str = "", *, compile_fast: bool = False) -> str:
     of_tests = ("JAX_NUM_CPU_DEVICES",) if compile_fast else ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")
     alone = {name: value for name, value in os.environ.items() if name not in of_tests}
     alone["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    words = [sys.executable, "-W", "error", "-c", "".join([*blocks(path, "python"), then])]
+    program = "".join([*blocks(path, "python"), then])
     with tempfile.TemporaryDirectory() as folder:
+        if saved_as:
+            (Path(folder) / saved_as).write_text(program)
+        words = [sys.executable, "-W", "error", *([saved_as] if saved_as else ["-c", program])]
         done = subprocess.run(words, cwd=folder, env=alone, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
