@@ -25,13 +25,8 @@ for path, gradient in jax.tree.leaves_with_path(pipeline.unshard(gradients)):
 @pytest.mark.slow
 def test_the_examples_run_and_print_what_is_shown():
     printed = documents.run(README, then=LARGEST, compile_fast=True, saved_as="first.py")
-    rest = re.sub(" at params.*", "", printed)  # which leaf has the largest rounding error is not promised
-    shown = documents.shown_output(README)
-    assert [len(text.splitlines()) for text in shown] == [8, 1]
-    for text in shown:
-        end = documents.where_shown(re.sub(" at params.*", "", text), rest)
-        assert end is not None, f"the README shows\n{text}\nbut this was printed\n{printed}"
-        rest = rest[end:]
+    assert [len(text.splitlines()) for text in documents.shown_output(README)] == [8, 1]
+    documents.assert_shown(README, printed)
     largest = [float(found) for found in re.findall(r"largest magnitude in .*: (.*)", printed)]
     assert len(largest) == 51
     assert min(largest) > 0, "a gradient of zeros would prove little"
@@ -48,6 +43,7 @@ def test_the_readme_has_four_commands_and_two_short_examples():
     commands = [shlex.split(line, comments=True) for line in documents.blocks(README, "bash")[0].splitlines()]
     assert commands[0] == ["pip", "install", ".[mnist]"]
     assert commands[1:] == [line.split() for line in COMMANDS_OF_GRAPHCORE]
+    assert documents.blocks(documents.ROOT / "docs/index.md", "bash") == documents.blocks(README, "bash")
 
 
 def test_the_memory_that_the_readme_quotes_is_that_of_the_benchmark():
