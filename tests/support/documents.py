@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _NUMBER = re.compile(r"\d+\.\d+(?:e[-+]\d+)?|\d+%")
-_LEAF = re.compile(r" at params\S*")
+_LEAF = re.compile(r" at params(\[[^\]]*\]|\.\w+)*")
 _RELATIVE = 0.02  # of the larger figure: a page may show the figures of either version
 _RELATIVE_BYTES = 0.15  # for figures that depend on XLA's version
 _ROUNDING = 1e-5  # relative errors below this are rounding errors, of any size
