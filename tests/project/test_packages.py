@@ -154,7 +154,7 @@ FIRST_PAGES = {"README.md": "first.py", "docs/index.md": "", "docs/concepts.md":
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(2400)
 def test_after_the_printed_install_line_the_first_pages_do_what_they_say(wheel, tmp_path):
     pages = {ROOT / name: saved_as for name, saved_as in FIRST_PAGES.items()}
     shell = "".join(block for page in pages for block in documents.blocks(page, "bash"))

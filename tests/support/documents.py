@@ -53,7 +53,7 @@ def run(
             (Path(folder) / saved_as).write_text(program)
         words = [python] if python else [sys.executable, "-W", "error"]
         words += [saved_as] if saved_as else ["-c", program]
-        done = subprocess.run(words, cwd=folder, env=alone, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(words, cwd=folder, env=alone, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
