@@ -61,6 +61,9 @@ os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 _TOO_LATE = "later than --slow-deadline"
 
+_TOP = Path(__file__).parent
+_THERE_BEFORE = {*os.listdir(_TOP), "__pycache__", "build", "dist", "site"}
+
 # Every run is the same run: `make random` is the place for new cases. On a busy machine an example may take long.
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
@@ -162,6 +165,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     deadline = item.config.option.slow_deadline
     if deadline is not None and time.time() > deadline:
         pytest.skip(_TOO_LATE)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None, None, None]:
+    yield
+    # A test runs at the top of the checkout. A relative path that it writes to would stay there, and get into git.
+    left = {name for name in os.listdir(_TOP) if not name.startswith(".")} - _THERE_BEFORE
+    _THERE_BEFORE.update(left)  # later tests are not guilty
+    assert not left, f"left at the top of the checkout: {', '.join(sorted(left))}; write below tmp_path"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -1,4 +1,4 @@
-"""Multi-IPU programming on any JAX device: pipelines, concurrent stages, and proof that they match one device.
+"""Multi-IPU programming on any JAX device: pipelines, concurrent stages, and how they compare with one device.
 
 What most programs need is here; all the rest is in the modules, such as `ipu_jax.schedules`.
 """

@@ -1,4 +1,4 @@
-"""Stages on IPUs, the pipeline that runs them, and the proof that it computes what one device computes."""
+"""Stages on IPUs, the pipeline that runs them, and the comparison with what one device computes."""
 
 from ipu_jax.core.cutting.cut import stage_end
 from ipu_jax.core.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, configure, make_mesh

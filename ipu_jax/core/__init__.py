@@ -1,1 +1,1 @@
-"""What the IPUs run: stages, their placement and schedule, the staged scan, the weights, and the proof."""
+"""What the IPUs run: stages, their places and schedule, the staged scan, the weights, the comparison by `verify`."""

@@ -26,6 +26,7 @@ FLOAT32_TOLERANCE = Tolerance(rtol=1e-6, atol=1e-5)
 HALF_TOLERANCE = Tolerance(rtol=1e-3, atol=1e-2)
 HINTS = {
     "dtype precision half float16 bfloat16": "--fp16 and --bf16 are the dtypes, and float32 without them",
+    "cpu gpu gpus tpu cuda device devices use-ipu-model": "--ipus gives their number, $JAX_PLATFORMS their kind",
     "fp32 float32": "float32 is what is used without --fp16 and --bf16",
     "check checks verbose v": "results are compared and differences printed, unless --no-checks is given",
 }

@@ -57,12 +57,13 @@ def test_help_fits_two_screens_with_examples_first_and_help_all_explains_more(ma
     assert "--bs for --batch-size" in " ".join(texts[1].split())
 
 
-@pytest.mark.fast("tests/sharded_matmul_tool.py")
+@pytest.mark.fast("tests/sharded_matmul_tool.py", "run_sharded_mnist.py")
 @pytest.mark.parametrize(
     "script",
     [
         "tests/sharded_embedding_tool.py",
         "tests/sharded_matmul_tool.py",
+        "run_sharded_mnist.py",
         "mnist_example/run_sharded_mnist.py",
         "mnist_example/benchmark_dataset.py",
     ],

@@ -189,14 +189,14 @@ def test_every_flag_reaches_the_training(reached, tmp_path):
         assert batch.data["labels"].shape == (4, 3, 2)
 
 
-def test_the_flags_of_the_training_step_and_of_checkpoints_reach_them(reached, monkeypatch):
+def test_the_flags_of_the_training_step_and_of_checkpoints_reach_them(reached, monkeypatch, tmp_path):
     flags = "--replicas 2 --optimizer lamb --shard-optimizer --precision 16.32 --half float16 --batch-size 2"
     flags += " --gradient-accumulation 3 --device-iterations 4 --on-nonfinite skip --async-dataloader --num-workers 3"
-    flags += " --no-eight-bit-io --checkpoint-dir x --keep 5 --checkpoint-every 7 --on-save-error continue"
+    flags += f" --no-eight-bit-io --checkpoint-dir {tmp_path} --keep 5 --checkpoint-every 7 --on-save-error continue"
     found = reached(*flags.split())
     monkeypatch.setattr(ipu_jax, "Checkpoints", lambda folder, step, **how: (folder, how))
     folder, how = found.checkpoints()
-    assert str(folder) == "x"
+    assert folder == tmp_path
     assert [how[name] for name in ("keep", "every", "minutes", "on_save_error")] == [5, 7, None, "continue"]
     assert (found.step.model.replicas, found.step.model.ipus, found.step.options.device_iterations) == (2, 2, 4)
     assert (found.flags.learning_rate, found.step.options.shard_optimizer) == (0.01, True)

@@ -2,6 +2,8 @@
 
 import email
 import os
+import re
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -12,17 +14,21 @@ from pathlib import Path
 import pytest
 
 import ipu_jax
+from mnist_example.data import synthetic_mnist
+from support import documents
+from support.mnist_instance import write_digits
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = {"ipu_jax", "sharded_ops", "mnist_example"}
 INFO = f"ipu_jax-{ipu_jax.__version__}.dist-info"
 COMMANDS = sorted(PROJECT["scripts"])
+OTHER_NAMES = {"gc-info": "ipu-info", "gc-monitor": "ipu-monitor"}
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        list(map(str, command)), cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=240
+        list(map(str, command)), cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=600
     )
 
 
@@ -80,7 +86,7 @@ def test_the_sdist_builds_the_same_wheel_byte_by_byte(wheel, tmp_path):
     assert again.name == wheel.name
     assert contents(again) == contents(wheel)
     # the tests, too, can be run from it
-    for name in ("Makefile", "conftest.py", "mkdocs.yml", "tests/project/test_packages.py", "benchmarks/figures.py"):
+    for name in ("Makefile", "run_sharded_mnist.py", "tests/project/test_packages.py", "benchmarks/figures.py"):
         assert (checkout / name).read_bytes() == (ROOT / name).read_bytes()
 
 
@@ -116,7 +122,7 @@ def test_a_command_of_the_wheel_starts(command, installed, tmp_path):
     script = installed / "bin" / command
     done = run(sys.executable, "-P", script, "--version", cwd=tmp_path, PYTHONPATH=str(installed))
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"{command} {ipu_jax.__version__} (")
+    assert done.stdout.startswith(f"{OTHER_NAMES.get(command, command)} {ipu_jax.__version__} (")
 
 
 TRAIN = "run-sharded-mnist --pipeline-mode concurrent --synthetic-data --run-single-step"
@@ -141,3 +147,33 @@ def test_a_command_of_the_wheel_runs_away_from_the_checkout(line, expected, inst
     done = run(*line.split(), cwd=tmp_path, **environment)
     assert done.returncode == 0, done.stderr
     assert expected in done.stdout
+
+
+# What a newcomer opens first, one after the other, and the name under which a page says to save its program
+FIRST_PAGES = {"README.md": "first.py", "docs/index.md": "", "docs/concepts.md": "", "docs/tutorials/function.md": ""}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_after_the_printed_install_line_the_first_pages_do_what_they_say(wheel, tmp_path):
+    pages = {ROOT / name: saved_as for name, saved_as in FIRST_PAGES.items()}
+    shell = "".join(block for page in pages for block in documents.blocks(page, "bash"))
+    install, *commands = dict.fromkeys(line.split("#")[0].strip() for line in shell.splitlines())
+    extras = re.fullmatch(r"pip install '\.(\[.*\])'", install)
+    assert extras
+    assert not any(line.startswith("pip ") for line in commands), "one page's line is not another's"
+    bin = tmp_path / "environment/bin"
+    assert run(sys.executable, "-m", "venv", bin.parent, cwd=tmp_path).returncode == 0
+    pip = (bin / "python", "-m", "pip", "install", "--no-input", "--retries", "1", f"{wheel}{extras[1]}")
+    done = run(*pip, cwd=tmp_path, PYTHONPATH="")
+    if done.returncode and "connection" in done.stderr.lower():
+        pytest.skip("pip cannot reach an index of packages")
+    assert done.returncode == 0, done.stderr
+    digits = write_digits(tmp_path / "digits", synthetic_mnist(0, 320, 64))  # 60,000 images take minutes
+    environment = {"PYTHONPATH": "", "PATH": f"{bin}{os.pathsep}{os.environ['PATH']}", "MNIST_DIR": str(digits)}
+    (empty := tmp_path / "empty").mkdir()
+    for line in commands:
+        done = run(*shlex.split(line), cwd=empty, **environment)
+        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+    for page, saved_as in pages.items():
+        documents.assert_shown(page, documents.run(page, saved_as=saved_as, python=bin / "python"))

@@ -33,11 +33,7 @@ COMING_FROM = sorted((documents.ROOT / "docs/coming-from").glob("*.md"))  # run 
     ids=lambda path: path.stem,
 )
 def test_a_page_runs_and_prints_what_it_shows(path: Path):
-    rest = printed = documents.run(path)
-    for shown in documents.shown_output(path):
-        end = documents.where_shown(shown, rest)
-        assert end is not None, f"{path.name} shows\n{shown}\nbut prints\n{printed}"
-        rest = rest[end:]
+    documents.assert_shown(path, documents.run(path))
 
 
 def test_every_page_with_code_is_run():
@@ -72,6 +68,7 @@ def test_the_notebook_shows_the_schedule_that_its_code_makes():
     drawn = documents.run(NOTEBOOK, "print(pipeline.schedule.to_svg())\n")
     assert len(texts(stored)) > 50
     assert texts(stored) == texts(drawn)
+    assert ("<pattern" in stored) == ("<pattern" in drawn), "one of them hatches what is idle"
 
 
 def test_the_notebook_is_small_and_shows_no_path():

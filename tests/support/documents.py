@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _NUMBER = re.compile(r"\d+\.\d+(?:e[-+]\d+)?|\d+%")
+_LEAF = re.compile(r" at params(\[[^\]]*\]|\.\w+)*")
 _RELATIVE = 0.02  # of the larger figure: a page may show the figures of either version
 _RELATIVE_BYTES = 0.15  # for figures that depend on XLA's version
 _ROUNDING = 1e-5  # relative errors below this are rounding errors, of any size
@@ -28,21 +29,31 @@ def blocks(path: Path, language: str) -> list[str]:
     return [code for found, code in _BLOCK.findall(_text_of(path)) if found == language]
 
 
-def run(path: Path, then: str = "", *, compile_fast: bool = False) -> str:
+def run(
+    path: Path, then: str = "", *, compile_fast: bool = False, saved_as: str = "", python: Path | None = None
+) -> str:
     """Return the output of the document's Python, followed by the output of the code `then`. Warnings are errors.
 
     The process sets up its own devices. It compiles as users' programs do, unless `compile_fast` gives it the flags of
-    the tests, which change no result.
+    the tests, which change no result. The program is pasted into Python, or is a file, if `saved_as` names one. With
+    `python`, that one runs it, with the packages of its environment and not with this checkout's; it may warn.
 
     Raises:
         AssertionError: the program fails; the message is its stderr.
     """
     of_tests = ("JAX_NUM_CPU_DEVICES",) if compile_fast else ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")
     alone = {name: value for name, value in os.environ.items() if name not in of_tests}
-    alone["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    words = [sys.executable, "-W", "error", "-c", "".join([*blocks(path, "python"), then])]
+    if python is None:
+        alone["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    else:
+        alone.pop("PYTHONPATH", None)
+    program = "".join([*blocks(path, "python"), then])
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(words, cwd=folder, env=alone, capture_output=True, text=True, timeout=240)
+        if saved_as:
+            (Path(folder) / saved_as).write_text(program)
+        words = [python] if python else [sys.executable, "-W", "error"]
+        words += [saved_as] if saved_as else ["-c", program]
+        done = subprocess.run(words, cwd=folder, env=alone, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -56,6 +67,19 @@ def shown_output(path: Path) -> list[str]:
             shown.append(block[2])
         code_ends = block.end() if block[1] == "python" else None
     return shown
+
+
+def assert_shown(path: Path, printed: str) -> None:
+    """Check that a text has what the document shows, in this order; which leaf has the largest error is not promised.
+
+    Raises:
+        AssertionError: it has not.
+    """
+    rest = _LEAF.sub("", printed)
+    for shown in shown_output(path):
+        end = where_shown(_LEAF.sub("", shown), rest)
+        assert end is not None, f"{path.name} shows\n{shown}\nbut prints\n{printed}"
+        rest = rest[end:]
 
 
 def _text_of(path: Path) -> str:

@@ -136,6 +136,7 @@ class Parser(argparse.ArgumentParser):
     def _nearest(self, unknown: Sequence[str]) -> str:
         first = unknown[0].split("=")[0]
         word = first.lstrip("-\u2013\u2014").replace("_", "-").lower()  # word processors make dashes of two hyphens
+        word = "version" if first == "-V" else word
         if first in self._option_string_actions:
             return "it is after --, which ends the flags: leave -- out"
         if f"--{word}" in self._option_string_actions:

@@ -84,6 +84,7 @@ def _parser() -> Parser:
         "this user, or all for root.",
         "On a terminal it watches until q is pressed; otherwise it shows one table. docs/watching.md describes the "
         "columns and the JSON.",
+        hints={"n interval": "--watch=2 looks every 2 s", "no-color no-colour color": "NO_COLOR=1 leaves colours out"},
     )
     parser.add_argument("--once", action="store_true", help="show one table, and end")
     parser.add_argument(
