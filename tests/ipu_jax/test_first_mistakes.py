@@ -156,7 +156,7 @@ def test_a_word_of_another_library_is_answered_by_the_one_that_the_call_takes(do
     (lambda: from_function(lambda params, x, y, z: 0.0), "4 arguments, params, x, y, z", "(params, micro_batch, key)"),
     (lambda: from_function(PARAMS, loss), "loss={'a'", "loss and params are swapped"),
     (lambda: from_function(params=ONE, one=PARAMS), "params and micro_batch are swapped", "(loss, params, micro_batch"),
-    (lambda: from_function(jax.value_and_grad(loss)), "a tree like params", "give the function itself"),
+    (lambda: from_function(jax.value_and_grad(loss)), "is a jax.value_and_grad(loss)", "give loss, whose"),
     (lambda: from_function(jax.grad(loss)), "loss returns a dict", "a float scalar"),
     (lambda: from_function(lambda p, mb: (mb["x"] @ p["a"]).mean(0)), "loss returns float32[6]", "a float scalar"),
     (lambda: from_function(lambda p, mb: 3), "loss returns 3", "a float scalar"),

@@ -8,7 +8,6 @@ What is refused here is refused with the lines to write instead, before anything
 
 import contextlib
 import inspect
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -129,11 +128,6 @@ class Call:
         if value is None or isinstance(value, (bool, int, str)):
             raise ValueError(f"loss returns {value!r}: return the micro-batch's mean loss, a float scalar")
         aux = results[1] if len(results) > required else None
-        if state is None and aux is not None and _described(aux) == _described(params) and _is_large(params):
-            raise ValueError(
-                f"loss returns a value and a tree like params, as jax.value_and_grad({name_of_function(self._loss)}) "
-                "does: give the function itself, whose gradients the pipeline computes"
-            )
         if state is not None and _described(new_state) != _described(state):
             raise ValueError("loss returns a new state that is not like state: return the same tree, shapes and dtypes")
         return value, aux, new_state
@@ -204,6 +198,8 @@ def _required(loss: Function, state: Tree) -> list[str]:
     """
     forms = ["params", *(["state"] if state is not None else []), "micro_batch"]
     name, call = name_of_function(loss), ", ".join(forms)
+    if (loss.__doc__ or "").startswith("Value and gradient of "):  # as jax writes it
+        raise ValueError(f"loss is a jax.value_and_grad({name}): give {name}, whose gradients the pipeline computes")
     try:
         taken = list(inspect.signature(loss).parameters.values())
     except (TypeError, ValueError):
@@ -235,10 +231,6 @@ def _required(loss: Function, state: Tree) -> list[str]:
             + ("" if state is not None else "; a function with a state needs state=")
         )
     return names
-
-
-def _is_large(tree: Tree) -> bool:
-    return sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(tree)) > 1
 
 
 def _described(tree: Tree) -> Tree:
