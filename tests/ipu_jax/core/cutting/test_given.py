@@ -409,15 +409,16 @@ def test_what_any_module_changes_in_place_is_refused_and_a_dict_may_change():
         model.calls = model.calls + 1.0
         return jnp.mean((mb["x"] @ model.w) ** 2)
 
+    counted, net = Counted(PARAMS["a"], jnp.zeros(())), Net(nnx.Rngs(0), norm=False, dropout=False)
     with refused("params.calls", "in place", "state="):
-        cut(counting, Counted(PARAMS["a"], jnp.zeros(())))
+        cut(counting, counted)
 
     def shrinking(model, mb):
         model.first.kernel[...] = model.first.kernel[...] / 2
         return loss_fn(model, mb)
 
     with refused("params.first.kernel", "in place", "state="):
-        cut(shrinking, Net(nnx.Rngs(0), norm=False, dropout=False))
+        cut(shrinking, net)
 
     def in_dicts(params, mb):
         params["a"], mb["x"] = 2 * params["a"], mb["x"] / 2
