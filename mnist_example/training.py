@@ -24,6 +24,11 @@ from mnist_example.flags import DataFlags, Flags, Mode, parsed
 
 PROG: Final = "run-sharded-mnist"
 _WARNINGS: Final = (ipu_jax.io.CheckpointWarning, ipu_jax.steps.NonFiniteLossWarning, ipu_jax.observe.RunLogWarning)
+_LEARNING: Final = (
+    *("batch_size", "epochs", "gradient_accumulation_count", "half", "learning_rate", "optimizer", "precision"),
+    *("reduction", "run_single_step", "shuffle"),
+)
+"""The flags that change what is learnt, besides `--replicas`."""
 _FIRST_UPDATES: Final = 50
 """The number of updates for which the modes' losses agree closely; rounding differences grow with every update."""
 
@@ -89,6 +94,9 @@ class Training:
 
     def __init__(self, flags: Flags, mode: Mode, data: MNIST, devices: Sequence[Any] | None = None):
         self.flags, self.data = _with_epochs(flags, data), data
+        self.defaults = _with_epochs(parsed(PROG, "", ["--model", flags.model], Flags)[1], data)
+        learns_as_usual = all(getattr(self.flags, name) == getattr(self.defaults, name) for name in _LEARNING)
+        self.expected = data.expected if learns_as_usual and flags.replicas == 1 else None
         self.mode: Mode = mode
         make = model.make_pipeline if flags.model == "mlp" else functools.partial(resnet.make_pipeline, flags.model)
         pipeline = make(
@@ -236,7 +244,8 @@ class Training:
                     "data": data.source,
                     "seed": flags.seed,
                     "flags": _plain(flags),
-                    "defaults": _plain(_with_epochs(parsed(PROG, "", ["--model", flags.model], Flags)[1], data)),
+                    "defaults": _plain(self.defaults),
+                    **({} if self.expected is None else {"expected": {"accuracy": self.expected}}),
                 },
                 trace=self.recording,
                 report=flags.report,
@@ -248,7 +257,8 @@ class Training:
         if has_no_page or (result.stopped is None and not self.has_traced()):
             self.status = cli.CANNOT_WRITE  # fit has said why
         if result.stopped is None:
-            say(judged(result.evaluations[-1][1]["accuracy"], data.expected))
+            accuracy = result.evaluations[-1][1]["accuracy"]
+            say(judged(accuracy, self.expected, can_learn=data.expected is not None))
         if cache is not None:
             say(str(cache))
         return result
@@ -273,16 +283,20 @@ class Training:
             say(f"{what}: {file}")
 
 
-def judged(accuracy: float, expected: float | None) -> str:
-    """Return the last line of a training: whether its accuracy is good.
+def judged(accuracy: float, expected: float | None, *, can_learn: bool = True) -> str:
+    """Return the last line of a training: its accuracy, and whether this is good, where it is known what is.
 
     >>> print(judged(0.976, 0.96))
     97.60% is good: 96% or more is expected
     >>> print(judged(0.8, 0.96))
     80.00% is less than the 96% or more that the default flags reach
+    >>> print(judged(0.8, None))
+    80.00% of the test images are classified correctly
     """
-    if expected is None:
+    if not can_learn:
         return f"{accuracy:.2%} is chance: these images cannot be learnt"
+    if expected is None:
+        return f"{accuracy:.2%} of the test images are classified correctly"
     if accuracy >= expected:
         return f"{accuracy:.2%} is good: {expected:.0%} or more is expected"
     return f"{accuracy:.2%} is less than the {expected:.0%} or more that the default flags reach"
