@@ -126,7 +126,7 @@ class Training:
             )
         folder = flags.trace / mode if flags.trace and flags.compare else flags.trace
         self.recording = None if folder is None else ipu_jax.observe.trace(folder, steps=steps)
-        self.status = 0
+        self.status, self.mend = 0, f"use a learning rate below {flags.learning_rate:g}"
         self.log = ipu_jax.observe.RunLog(flags.log_file, tensorboard=flags.tensorboard) if popdist.is_first() else None
 
     def compiled(self) -> ipu_jax.chips.ChipReport:
@@ -256,7 +256,10 @@ class Training:
         has_no_page = flags.report is not None and popdist.is_first() and result.report is None
         if has_no_page or (result.stopped is None and not self.has_traced()):
             self.status = cli.CANNOT_WRITE  # fit has said why
-        if result.stopped is None:
+        if not np.isfinite(result.losses[-1:]).all():  # of updates that --on-nonfinite skip left out
+            say(f"the last loss is {result.losses[-1]}: training diverged; {self.mend}", is_error=True)
+            self.status = self.status or 1
+        elif result.stopped is None:
             accuracy = result.evaluations[-1][1]["accuracy"]
             say(judged(accuracy, self.expected, can_learn=data.expected is not None))
         if cache is not None:
@@ -328,8 +331,7 @@ def train_all(flags: Flags, trainings: list[Training]) -> int:
         ):
             results = {each.mode: each.run(cache) for each in trainings}
     except ipu_jax.steps.NonFiniteLossError as error:
-        rate = f"use a learning rate below {flags.learning_rate:g}"
-        say(f"{error.found or error}: training diverged; {rate}", is_error=True)
+        say(f"{error.found or error}: training diverged; {trainings[0].mend}", is_error=True)
         cli.end_together()
         return 1
     except KeyboardInterrupt:  # fit has said how far it came, and whether it saved

@@ -465,6 +465,17 @@ def test_an_error_of_the_training_is_one_line_and_a_status(error, status, told, 
     assert capsys.readouterr().err == f"run-sharded-mnist: {told}\n"
 
 
+def test_a_training_whose_last_loss_is_not_finite_does_not_look_like_a_success(few_digits, monkeypatch, capsys):
+    def fit(step, state, feed, **how):
+        losses = np.array([2.3, np.nan], np.float32)
+        return ipu_jax.steps.FitResult(state, 2, losses, [(2, {"accuracy": 0.1})], skipped=1)
+
+    monkeypatch.setattr(ipu_jax, "fit", fit)
+    assert main([*CONCURRENT, *TINY, "--learning-rate", "0.5", "--on-nonfinite", "skip"]) == 1
+    told = "the last loss is nan: training diverged; use a learning rate below 0.5"
+    assert capsys.readouterr().err == f"run-sharded-mnist: {told}\n"
+
+
 def start(*flags):
     """Start the script as a new user does, from the root of the repository."""
     command = [*HEEDING, sys.executable, "mnist_example/run_sharded_mnist.py", *CONCURRENT, *flags]

@@ -294,10 +294,15 @@ def report_all_but(run: Training, waiting: int) -> None:
     """Wait for all calls but the last `waiting`, and report their losses."""
     while len(run.pending) > waiting:
         outputs = run.pending.popleft()
-        losses = np.concatenate([losses_of(run, *piece) for piece in outputs], dtype=np.float32)
-        count = sum(count for _, count in outputs)
-        skipped = sum(int(np.sum(made.skipped)) for made, _ in outputs if made.skipped is not None)
+        each = [losses_and_skips(run, *piece) for piece in outputs]
+        losses = np.concatenate([losses for losses, _ in each], dtype=np.float32)
+        count, skipped = sum(count for _, count in outputs), sum(int(skips.sum()) for _, skips in each)
+        nonfinite = sum(int(np.sum(~np.isfinite(losses) & (skips == 0))) for losses, skips in each)
         run.reported += count
+        if nonfinite and not run.result.nonfinite:
+            mend = 'TrainOptions(on_nonfinite="stop") stops there, and names what made it so'
+            run.say(f"A loss among the first {in_words(run.reported)} is not finite: {mend}")
+        run.result.nonfinite += nonfinite
         run.result.losses = np.concatenate([run.result.losses, losses], dtype=np.float32)
         run.result.skipped += skipped
         run.lines.add(losses, count, skipped)
@@ -311,14 +316,15 @@ def report_all_but(run: Training, waiting: int) -> None:
             run.event("skipped", updates=run.reported, count=skipped, reason="overflows, or not finite")
 
 
-def losses_of(run: Training, outputs: "ipu_jax.steps.StepOutputs", count: int) -> np.ndarray[Any, Any]:
-    """Wait for updates of a call, and return their losses, (losses,)."""
+def losses_and_skips(run: Training, outputs: "ipu_jax.steps.StepOutputs", count: int) -> tuple[Any, Any]:
+    """Wait for updates of a call; return their losses, (losses,), and how many updates of each loss were skipped."""
     while not outputs.loss.is_ready():
         time.sleep(0.002)  # inside XLA, no signal handler would run until the call ends
     if outputs.nonfinite is not None and np.any(np.asarray(outputs.nonfinite)):
         run.step.check(run.result.state)  # raises if it stops the training, before its line is printed
     losses, options = np.atleast_1d(np.asarray(outputs.loss, np.float32)), run.step.options
-    return losses / count if options.outputs == "sum" else losses
+    losses = losses / count if options.outputs == "sum" else losses
+    return losses, np.zeros(1, int) if outputs.skipped is None else np.asarray(outputs.skipped)
 
 
 def save(run: Training) -> None:
@@ -377,6 +383,7 @@ def say_the_end(run: Training) -> None:
             speed = (made - updates) * run.feed.examples_per_update / max(result.seconds - seconds, 1e-9)
             line += f", {speed:,.0f} samples/s{' once compiled' * (updates > 0)}" * (made > updates)
         line += f"; skipped {in_words(result.skipped)}" * (result.skipped > 0)
+        line += f"; losses that are not finite: {result.nonfinite:,}" * (result.nonfinite > 0)
         run.event("end", reason="all updates were made")
     run.say(line)
 
