@@ -64,7 +64,7 @@ def final(epoch, updates, judged="is chance: these images cannot be learnt"):
     """Return the patterns of the last lines."""
     return (
         rf"Epoch {epoch:.1f}, Test accuracy: {ACCURACY}",
-        rf"{updates} update{'s' * (updates > 1)} in \d+\.\d s(, [\d,]+ samples/s( once compiled)?)?",
+        rf"{updates} update{'s' * (updates > 1)} in \d+\.\d s(, [\d,]+ samples/s \(median\))?",
         rf"{ACCURACY} {judged}",
     )
 

@@ -14,6 +14,7 @@ public, so it also runs elsewhere: whoever needs another loop copies it, and cha
 import contextlib
 import dataclasses
 import os
+import statistics
 import threading
 import time
 import warnings
@@ -58,7 +59,7 @@ class Training:
     saved: int | None = None  # the updates of the last checkpoint, if there is one
     seen: tuple[Any, int] = None, 0  # the feed's position and the number of updates after the last whole call
     pending: deque[list[tuple[Any, int]]] = dataclasses.field(default_factory=deque)  # outputs and updates per call
-    first: tuple[int, float] = 0, 0.0  # updates and seconds of the call that compiled
+    speeds: list[float] = dataclasses.field(default_factory=list)  # samples per second of each call
     untimed: int = 1  # how many of the next calls have no speed of their own
     clock: float = 0.0
 
@@ -250,7 +251,6 @@ def call(run: Training, batch: "ipu_jax.io.FeedBatch") -> None:
             _compiled.add(run.step)
             run.say(f"Compiled in {seconds:.1f} s")
             run.event("compiled", compile_seconds=round(seconds, 3))
-            run.first = len(made), seconds
         outputs.append((of_call, len(made)))
     run.pending.append(outputs)
     report_all_but(run, 1)
@@ -310,6 +310,7 @@ def report_all_but(run: Training, waiting: int) -> None:
         now = time.perf_counter()
         speed, run.clock = count * run.feed.examples_per_update / max(now - run.clock, 1e-9), now
         speeds = {} if run.untimed else {"samples_per_second": round(speed, 1)}
+        run.speeds += speeds.values()
         run.untimed = max(0, run.untimed - 1)
         run.event("losses", updates=run.reported, epoch=run.lines.epoch, losses=losses.tolist(), **speeds)
         if skipped:
@@ -367,7 +368,7 @@ def finish_trace(run: Training, recording: "ipu_jax.observe.Recording") -> None:
 
 def say_the_end(run: Training) -> None:
     """Say how many updates were made, and how fast; if the training ended early, why, and what is saved."""
-    result, (updates, seconds) = run.result, run.first
+    result = run.result
     if result.stopped is not None:
         of_goal = in_words(result.updates) if run.goal is None else f"{result.updates:,} of {in_words(run.goal)}"
         saved = "nothing was saved"
@@ -380,8 +381,7 @@ def say_the_end(run: Training) -> None:
         if made := result.updates - run.begun:
             of_which = f", {made:,} of them" * (run.begun > 0)
             line = f"{in_words(result.updates)}{of_which} in {result.seconds:.1f} s"
-            speed = (made - updates) * run.feed.examples_per_update / max(result.seconds - seconds, 1e-9)
-            line += f", {speed:,.0f} samples/s{' once compiled' * (updates > 0)}" * (made > updates)
+            line += f", {statistics.median(run.speeds):,.0f} samples/s (median)" if run.speeds else ""
         line += f"; skipped {in_words(result.skipped)}" * (result.skipped > 0)
         line += f"; losses that are not finite: {result.nonfinite:,}" * (result.nonfinite > 0)
         run.event("end", reason="all updates were made")
