@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import statistics
 import sys
 import time
 import zlib
@@ -364,6 +365,7 @@ def read(flags: DataFlags, data: MNIST) -> None:
     mesh, k = ipu_jax.make_mesh(flags.replicas, flags.ipus), flags.repeats_of(images)
     shown = popdist.is_first() and cli.shows_progress(False if flags.no_progress else None)
     feed = feed_of(flags, data, mesh=mesh, gradient_accumulation=flags.gradient_accumulation_count, device_iterations=k)
+    whole, speeds = 0.0, list[float]()
     with feed, cli.Bar("reading", total, 0, flags.images_per_update, shown=shown) as bar:
         for epoch in range(-(-total // per_epoch)):
             end, before, megabytes = min(total, (epoch + 1) * per_epoch), done, 0.0
@@ -381,10 +383,15 @@ def read(flags: DataFlags, data: MNIST) -> None:
                     break
             cli.wait_for_all("the end of an epoch")  # an epoch takes as long as the slowest instance
             seconds, examples = time.perf_counter() - start, (done - before) * flags.images_per_update
+            whole += seconds
+            speeds.append(examples / seconds)
             say(
                 f"Epoch {epoch + 1}: {examples:,.0f} samples in {seconds:.2f} s, {examples / seconds:,.0f} samples/s, "
                 f"{megabytes / seconds:,.2f} MB/s"
             )
+    if len(speeds) > 1:
+        examples, speed = total * flags.images_per_update, statistics.median(speeds)
+        say(f"In all: {examples:,} samples in {whole:.2f} s, {speed:,.0f} samples/s (median of epochs)")
 
 
 def compared(basic: _Losses, concurrent: _Losses) -> str:
