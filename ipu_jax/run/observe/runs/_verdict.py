@@ -65,12 +65,15 @@ def _learning(digest: Digest) -> Iterator[tuple[Level, str]]:
         first, now = losses[:size], losses[-size:]
         before, after = statistics.fmean(first), statistics.fmean(now)
         noise = math.hypot(*(statistics.stdev(each) / math.sqrt(size) if size > 1 else 0.0 for each in (first, now)))
+        begun, ended = f"{before:.3g}", f"{after:.3g}"
+        if size > 1:  # the curve beside it begins and ends elsewhere
+            begun, ended = f"{begun} (mean of the first {size:,})", f"{ended} (of the last {size:,})"
         if after < before - 2 * noise:
-            yield "good", f"The loss fell from {before:.3g} to {after:.3g}."
+            yield "good", f"The loss fell from {begun} to {ended}."
         elif after > before + 2 * noise:
-            yield "bad", f"The loss rose from {before:.3g} to {after:.3g}."
+            yield "bad", f"The loss rose from {begun} to {ended}."
         else:
-            yield "fair", f"The loss did not fall: {before:.3g} at first, {after:.3g} at last."
+            yield "fair", f"The loss did not fall: from {begun} to {ended}."
     for name, curve in digest.curves.items():
         values, last = curve.points(), curve.last[1]
         if values and name.endswith("accuracy"):

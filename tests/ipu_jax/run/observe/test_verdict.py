@@ -15,6 +15,7 @@ def log(losses, *others):
 
 
 END = {"event": "end", "reason": "all updates were made"}
+FIRST, LAST = "(mean of the first 4)", "(of the last 4)"
 FALLING = [4.0 / k for k in range(1, 41)]
 NOISE = [2.0 + 0.1 * (-1) ** k for k in range(40)]
 
@@ -28,9 +29,21 @@ def measured(accuracy, **notes):
 @pytest.mark.parametrize(
     ("events", "level", "sentences"),
     [
-        (log(FALLING, END), "good", ["Finished.", "The loss fell from 2.08 to 0.104."]),
-        (log(FALLING[::-1], END), "bad", ["Finished.", "The loss rose from 0.104 to 2.08."]),
-        (log(NOISE, END), "fair", ["Finished.", "The loss did not fall: 2 at first, 2 at last."]),
+        (
+            log(FALLING, END),
+            "good",
+            ["Finished.", f"The loss fell from 2.08 {FIRST} to 0.104 {LAST}."],
+        ),
+        (
+            log(FALLING[::-1], END),
+            "bad",
+            ["Finished.", f"The loss rose from 0.104 {FIRST} to 2.08 {LAST}."],
+        ),
+        (
+            log(NOISE, END),
+            "fair",
+            ["Finished.", f"The loss did not fall: from 2 {FIRST} to 2 {LAST}."],
+        ),
         (log(FALLING), "fair", ["The log has no end: the run goes on, or was killed."]),
         (log(FALLING, {"event": "failed", "error": "disk full"}), "bad", ["Failed: disk full"]),
         (log(FALLING, {"event": "stopped", "reason": "SIGTERM: after 9"}), "fair", ["SIGTERM: after 9."]),
