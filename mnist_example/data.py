@@ -67,7 +67,7 @@ class MNIST:
     source: str
     """The origin of the digits, as text for the user."""
     expected: float | None = None
-    """The accuracy that a training run with the default flags passes; None if there is nothing to learn."""
+    """The accuracy that a training run with the default flags reaches; None if there is nothing to learn."""
 
 
 def described() -> MNIST:

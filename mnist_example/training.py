@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import statistics
 import sys
 import time
 import zlib
@@ -24,6 +25,11 @@ from mnist_example.flags import DataFlags, Flags, Mode, parsed
 
 PROG: Final = "run-sharded-mnist"
 _WARNINGS: Final = (ipu_jax.io.CheckpointWarning, ipu_jax.steps.NonFiniteLossWarning, ipu_jax.observe.RunLogWarning)
+_LEARNING: Final = (
+    *("batch_size", "epochs", "gradient_accumulation_count", "half", "learning_rate", "optimizer", "precision"),
+    *("reduction", "run_single_step", "shuffle"),
+)
+"""The flags that change what is learnt, besides `--replicas`."""
 _FIRST_UPDATES: Final = 50
 """The number of updates for which the modes' losses agree closely; rounding differences grow with every update."""
 
@@ -89,6 +95,9 @@ class Training:
 
     def __init__(self, flags: Flags, mode: Mode, data: MNIST, devices: Sequence[Any] | None = None):
         self.flags, self.data = _with_epochs(flags, data), data
+        self.defaults = _with_epochs(parsed(PROG, "", ["--model", flags.model], Flags)[1], data)
+        learns_as_usual = all(getattr(self.flags, name) == getattr(self.defaults, name) for name in _LEARNING)
+        self.expected = data.expected if learns_as_usual and flags.replicas == 1 else None
         self.mode: Mode = mode
         make = model.make_pipeline if flags.model == "mlp" else functools.partial(resnet.make_pipeline, flags.model)
         pipeline = make(
@@ -118,7 +127,7 @@ class Training:
             )
         folder = flags.trace / mode if flags.trace and flags.compare else flags.trace
         self.recording = None if folder is None else ipu_jax.observe.trace(folder, steps=steps)
-        self.status = 0
+        self.status, self.mend = 0, f"use a learning rate below {flags.learning_rate:g}"
         self.log = ipu_jax.observe.RunLog(flags.log_file, tensorboard=flags.tensorboard) if popdist.is_first() else None
 
     def compiled(self) -> ipu_jax.chips.ChipReport:
@@ -236,7 +245,8 @@ class Training:
                     "data": data.source,
                     "seed": flags.seed,
                     "flags": _plain(flags),
-                    "defaults": _plain(_with_epochs(parsed(PROG, "", ["--model", flags.model], Flags)[1], data)),
+                    "defaults": _plain(self.defaults),
+                    **({} if self.expected is None else {"expected": {"accuracy": self.expected}}),
                 },
                 trace=self.recording,
                 report=flags.report,
@@ -247,8 +257,12 @@ class Training:
         has_no_page = flags.report is not None and popdist.is_first() and result.report is None
         if has_no_page or (result.stopped is None and not self.has_traced()):
             self.status = cli.CANNOT_WRITE  # fit has said why
-        if result.stopped is None:
-            say(judged(result.evaluations[-1][1]["accuracy"], data.expected))
+        if not np.isfinite(result.losses[-1:]).all():  # of updates that --on-nonfinite skip left out
+            say(f"the last loss is {result.losses[-1]}: training diverged; {self.mend}", is_error=True)
+            self.status = self.status or 1
+        elif result.stopped is None:
+            accuracy = result.evaluations[-1][1]["accuracy"]
+            say(judged(accuracy, self.expected, can_learn=data.expected is not None))
         if cache is not None:
             say(str(cache))
         return result
@@ -273,16 +287,20 @@ class Training:
             say(f"{what}: {file}")
 
 
-def judged(accuracy: float, expected: float | None) -> str:
-    """Return the last line of a training run: whether its accuracy is good.
+def judged(accuracy: float, expected: float | None, *, can_learn: bool = True) -> str:
+    """Return the last line of a training run: its accuracy, and whether this is good, where it is known what is.
 
     >>> print(judged(0.976, 0.96))
     97.60% is good: 96% or more is expected
     >>> print(judged(0.8, 0.96))
     80.00% is less than the 96% or more that the default flags reach
+    >>> print(judged(0.8, None))
+    80.00% of the test images are classified correctly
     """
-    if expected is None:
+    if not can_learn:
         return f"{accuracy:.2%} is chance: these images cannot be learnt"
+    if expected is None:
+        return f"{accuracy:.2%} of the test images are classified correctly"
     if accuracy >= expected:
         return f"{accuracy:.2%} is good: {expected:.0%} or more is expected"
     return f"{accuracy:.2%} is less than the {expected:.0%} or more that the default flags reach"
@@ -314,8 +332,7 @@ def train_all(flags: Flags, trainings: list[Training]) -> int:
         ):
             results = {each.mode: each.run(cache) for each in trainings}
     except ipu_jax.steps.NonFiniteLossError as error:
-        rate = f"use a learning rate below {flags.learning_rate:g}"
-        say(f"{error.found or error}: training diverged; {rate}", is_error=True)
+        say(f"{error.found or error}: training diverged; {trainings[0].mend}", is_error=True)
         cli.end_together()
         return 1
     except KeyboardInterrupt:  # fit has said how far it came, and whether it saved
@@ -348,6 +365,7 @@ def read(flags: DataFlags, data: MNIST) -> None:
     mesh, k = ipu_jax.make_mesh(flags.replicas, flags.ipus), flags.repeats_of(images)
     shown = popdist.is_first() and cli.shows_progress(False if flags.no_progress else None)
     feed = feed_of(flags, data, mesh=mesh, gradient_accumulation=flags.gradient_accumulation_count, device_iterations=k)
+    whole, speeds = 0.0, list[float]()
     with feed, cli.Bar("reading", total, 0, flags.images_per_update, shown=shown) as bar:
         for epoch in range(-(-total // per_epoch)):
             end, before, megabytes = min(total, (epoch + 1) * per_epoch), done, 0.0
@@ -365,10 +383,15 @@ def read(flags: DataFlags, data: MNIST) -> None:
                     break
             cli.wait_for_all("the end of an epoch")  # an epoch takes as long as the slowest instance
             seconds, examples = time.perf_counter() - start, (done - before) * flags.images_per_update
+            whole += seconds
+            speeds.append(examples / seconds)
             say(
                 f"Epoch {epoch + 1}: {examples:,.0f} samples in {seconds:.2f} s, {examples / seconds:,.0f} samples/s, "
                 f"{megabytes / seconds:,.2f} MB/s"
             )
+    if len(speeds) > 1:
+        examples, speed = total * flags.images_per_update, statistics.median(speeds)
+        say(f"In all: {examples:,} samples in {whole:.2f} s, {speed:,.0f} samples/s (median of epochs)")
 
 
 def compared(basic: _Losses, concurrent: _Losses) -> str:

@@ -9,7 +9,7 @@ batch norm). `reference_predict` runs the functions of `Pipeline.predict` in the
 of them must call these functions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import jax
@@ -180,21 +180,27 @@ def _check_state(pipeline: Pipeline, state: Tree) -> None:
 
 
 def _check_searchable(**inputs: Tree) -> None:
-    """Raise `ValueError` if jax searches for the operation that makes a NaN, but an input holds one already.
-
-    Arrays of which other instances hold a part are not looked at.
-    """
+    """Raise `ValueError` if jax searches for the operation that makes a NaN, but an input holds one already."""
     if not jax.config.values["jax_debug_nans"]:
         return
+    for what, where in numbers_that(np.isnan, inputs):
+        raise ValueError(f"{where}, but jax.debug_nans finds a NaN that an operation makes: give {what} without a NaN")
+
+
+def numbers_that(are_bad: Callable[[Value], Value], inputs: Mapping[str, Tree]) -> Iterator[tuple[str, str]]:
+    """Yield per float leaf with a bad number the input's name, and the first such number.
+
+    Arrays of which other instances hold a part are not looked at.
+
+    >>> list(numbers_that(np.isnan, {"batch": {"x": jnp.array([[1, 2], [3, np.nan]])}}))
+    [('batch', "batch['x'][1, 1] is nan")]
+    """
     for what, tree in inputs.items():
         for path, leaf in jax.tree.leaves_with_path(tree):
             is_float = jnp.issubdtype(getattr(leaf, "dtype", object), jnp.floating)
-            if is_float and getattr(leaf, "is_fully_addressable", True) and np.isnan(leaf).any():
-                at = np.argwhere(np.isnan(leaf))[0].tolist() or ""
-                raise ValueError(
-                    f"{what}{jax.tree_util.keystr(path)}{at} is nan, but jax.debug_nans finds a NaN that an operation "
-                    f"makes: give {what} without a NaN"
-                )
+            if is_float and getattr(leaf, "is_fully_addressable", True) and are_bad(leaf := np.asarray(leaf)).any():
+                at = np.argwhere(are_bad(leaf))[0].tolist()
+                yield what, f"{what}{jax.tree_util.keystr(path)}{at or ''} is {leaf[tuple(at)].item()}"
 
 
 def _numbered(batch: Batch) -> tuple[Value, Batch]:

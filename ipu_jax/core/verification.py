@@ -21,7 +21,7 @@ from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.instances import gathered, on_host
 from ipu_jax.core.mesh_axes import further_axes, parts
 from ipu_jax.core.pipeline import Pipeline
-from ipu_jax.core.reference import UNFUSED, check_pipeline, unsharded_update
+from ipu_jax.core.reference import UNFUSED, check_pipeline, numbers_that, unsharded_update
 from ipu_jax.core.step_args import StepArgs
 from ipu_jax.core.weights.packing import Sharded
 
@@ -34,7 +34,7 @@ _REDUCTIONS = ("psum", "psum2", "psum_invariant", "reduce_scatter")
 
 
 class VerificationError(AssertionError):
-    """A pipeline's loss, a gradient, its new state or its aux differs from the unsharded program's."""
+    """A pipeline's loss, gradient, new state or aux differs from the unsharded program's, or is not finite in both."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -131,7 +131,8 @@ def verify(
 
     Raises:
         VerificationError: an error is above `rtol` or is NaN, or the trees or shapes of the aux differ. The message
-            names the worst leaf, the two values that are furthest apart, and the tolerance.
+            names the worst leaf, the two values that are furthest apart, and the tolerance. If neither program's
+            result is finite, it names the number in batch, weights or state that is not.
 
     >>> from ipu_jax.core.stage import Stage
     >>> halve = Stage(lambda w, x, mb: mb * w, params="first", ipu=0)
@@ -175,11 +176,12 @@ def verify(
     if parts(further_axes(pipeline.mesh)) > 1:
         added = computed  # XLA may add over further axes, and the traced program does not say where
     as_run = _Allowed(rtol, max([allowed.default, *map(_roundings, computed)]))
-    if not comparison.passes(as_run):
+    inputs = {"batch": batch, "params": weights, "state": whole_state}
+    if not comparison.passes(as_run) and not comparison.has_nan:
         others = [unsharded(_moved(weights, seed)) for seed in range(3)]
         others += [unsharded(weights, fused=False)] if computed else []
         comparison = _Comparison(pipeline.mesh, actual, expected, others)
-    comparison.check(as_run)
+    comparison.check(as_run, inputs)
     # one number of 8 bits that is rounded otherwise changes a leaf by more than a fault of 1%
     if computed and not added and all(jnp.finfo(dtype).bits == 16 for dtype in computed):
         actual, expected = sharded(fused=False), unsharded(weights, fused=False)
@@ -189,7 +191,7 @@ def verify(
         if not comparison.passes(alike):
             others = [unsharded(_moved(weights, seed), fused=False) for seed in range(3)]
             comparison = _Comparison(pipeline.mesh, actual, expected, others, least_slack=_CANCELS)
-        comparison.check(alike)
+        comparison.check(alike, inputs)
     return comparison.report
 
 
@@ -232,16 +234,36 @@ class _Compared:
         scale = np.abs(wide_expected[np.isfinite(wide_expected)]).max(initial=0)
         self.error = float(np.maximum(difference - slack, 0).max() / (scale or 1.0)) if difference.size else 0.0
         self.own_error = self.error
+        self._is_finite_alike = np.array_equal(np.isfinite(wide_actual), np.isfinite(wide_expected))
+
+    def check_finite(self, what: str, inputs: Mapping[str, Tree]) -> None:
+        """Raise `VerificationError` if both programs have numbers that are not finite, in the same places.
+
+        Then the pipeline is as right as the unsharded program; the message names what makes them so.
+        """
+        if not np.isnan(self.own_error) or not self._is_finite_alike:
+            return
+        result = f"{what}{self._at or ''} is {self.expected[*self._at].item()}"
+        for are_bad in (np.isnan, _not_finite):  # an infinity may be a mask
+            for _, where in numbers_that(are_bad, inputs):
+                raise VerificationError(f"{where}, and so {result}, in the unsharded program too: give finite numbers")
+        raise VerificationError(
+            f"{result}, in the unsharded program too, and all numbers given are finite: the function itself makes it, "
+            "and TrainStep.find_nonfinite(state, batch) names the micro-batch and the stage"
+        )
 
     @property
     def furthest(self) -> str:
         """Return the text of an error message for the two elements that are furthest apart, with their position."""
         if self.error > self.own_error:
             return "the values that are furthest apart are on another instance"
-        at = np.unravel_index(np.argmax(self._difference), self._difference.shape)
-        actual, expected = self.actual[at].item(), self.expected[at].item()
+        actual, expected = self.actual[*self._at].item(), self.expected[*self._at].item()
         values = f"{actual:.6g} instead of {expected:.6g}" if self.is_float else f"{actual} instead of {expected}"
-        return values + (f" at {list(map(int, at))}" if at else "")
+        return values + (f" at {self._at}" if self._at else "")
+
+    @property
+    def _at(self) -> list[int]:
+        return [int(k) for k in np.unravel_index(np.argmax(self._difference), self._difference.shape)]
 
 
 class _Comparison:
@@ -295,10 +317,16 @@ class _Comparison:
     def passes(self, allowed: "_Allowed") -> bool:
         return all(allowed.passes(leaf) for leaves in self.leaves.values() for leaf in leaves)
 
-    def check(self, allowed: "_Allowed") -> None:
+    @property
+    def has_nan(self) -> bool:
+        """Return whether an error is NaN. Then no slack makes it pass."""
+        return any(np.isnan(leaf.error) for leaves in self.leaves.values() for leaf in leaves)
+
+    def check(self, allowed: "_Allowed", inputs: Mapping[str, Tree]) -> None:
         """Raise `VerificationError` unless all leaves pass."""
         (loss,) = self.leaves["loss"]
         if not allowed.passes(loss):
+            loss.check_finite("the loss", inputs)
             bound = allowed.of(loss)
             raise VerificationError(
                 f"the loss differs from the unsharded program's by more than rtol={bound:g}: {self.report}"
@@ -311,6 +339,7 @@ class _Comparison:
             wrong = {leaf.name: leaf for leaf in self.leaves[name] if not allowed.passes(leaf)}
             if wrong:
                 leaf = wrong[_worst({name: leaf.error for name, leaf in wrong.items()})[0]]
+                leaf.check_finite(f"{what} {leaf.name}", inputs)
                 bound = (
                     f"more than rtol={allowed.of(leaf):g}"
                     if leaf.is_float
@@ -336,6 +365,10 @@ class _Allowed:
 
     def passes(self, leaf: _Compared) -> bool:
         return leaf.error <= self.of(leaf)  # False if it is NaN
+
+
+def _not_finite(leaf: Value) -> Value:
+    return ~np.isfinite(leaf)
 
 
 def _roundings(dtype: Dtype) -> float:

@@ -37,6 +37,13 @@ def test_a_line_follows_every_epoch(flags, whom, lines, capsys):
     header, *found = capsys.readouterr().out.splitlines()
     of_each = " on each" if "replicas" in whom else ""
     assert header == f"synthetic data, seed 0, to {whom} per epoch, each of 5 micro-batches of 4{of_each}"
+    if len(lines) > 1:
+        last = found.pop()
+        assert re.fullmatch(
+            rf"In all: {sum(lines)} samples in \d+\.\d\d s, [\d,]+ samples/s \(median of epochs\)", last
+        )
+        speeds = sorted(int(line.split(", ")[1].split()[0].replace(",", "")) for line in found)
+        assert int(last.split(", ")[1].split()[0].replace(",", "")) == speeds[len(speeds) // 2]
     for k, (line, samples) in enumerate(zip(found, lines, strict=True)):
         assert re.fullmatch(rf"Epoch {k + 1}: {samples} samples {SPEED}", line), line
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("feed worker")]
@@ -58,7 +65,7 @@ def test_a_part_of_an_epoch_counts_its_own_samples(epochs, repeat_count, samples
     monkeypatch.setattr(data, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 2060, 25))
     flags = [*flags, "--batch-size", "16", "--gradient-accumulation-count", "2", "--repeat-count", repeat_count]
     assert main(["--synthetic-data", *flags, "--epochs", epochs]) == 0
-    lines = capsys.readouterr().out.splitlines()[1:]
+    lines = [line for line in capsys.readouterr().out.splitlines()[1:] if not line.startswith("In all")]
     assert [line.split(" in ")[0] for line in lines] == [f"Epoch {k + 1}: {n:,} samples" for k, n in enumerate(samples)]
 
 

@@ -159,7 +159,7 @@ def test_reading_counts_the_samples_and_bytes_of_all_instances(tmp_path):
     flags = [*OF_DATA, "--epochs", "1.5", "--async-dataloader", "--num-workers", "2"]
     ran = poprun(tmp_path, 2, 2, 2, READ, *flags, images=50)
     assert_ended_well(ran, 2)
-    head, whole, half = ran.said_by(0)
+    head, whole, half, _ = ran.said_by(0)
     assert head == (
         "synthetic data, seed 0, to 2 replicas of 2 IPUs: 6 updates per epoch, each of 2 micro-batches of 2 on each"
     )

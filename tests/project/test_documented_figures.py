@@ -60,6 +60,20 @@ def test_two_of_them_by_hand():
     assert BENCHMARKS["the same as FLOPs predict, grouped"] == pytest.approx(grouped, rel=1e-5)
 
 
+def test_the_ratios_of_the_lesson_are_those_of_its_picture():
+    def rate(kind, step):
+        return BENCHMARKS[f"examples/s / one replica's, {kind}, 8 replicas{step}"]
+
+    text = " ".join((documents.ROOT / "docs/tutorials/distributed.md").read_text().split())
+    for before, ratio in (
+        ("on our machine the ratio is ", f"{rate('decoding', ''):.2f}."),
+        ("On our machine the ratio is ", f"{rate('decoding', ', only reading') / rate('decoding', ''):.2f}."),
+        ("this gains nothing, ", f"{rate('decoding', ', 4 workers') / rate('decoding', ''):.2f} times"),
+        ("eight replicas train ", f"{rate('waiting', ', 4 workers') / rate('waiting', ''):.1f} times"),
+    ):
+        assert before + ratio in text
+
+
 @pytest.mark.parametrize("vocabulary", [8192, 16384])
 def test_what_a_concurrent_head_is_worth_is_what_flops_say(vocabulary):
     basic, concurrent = (

@@ -55,6 +55,7 @@ class FitResult:
         evaluations: for each call of `evaluate`, the number of updates and the returned figures.
         skipped: the number of updates that were not made, because they overflowed or were not finite. They count in
             `updates`.
+        nonfinite: how many of `losses` are not finite although their updates were made: above 0, the training failed.
         seconds: the time that the updates took, with the compilation, without evaluations.
         stopped: "SIGTERM" or "Ctrl-C" if one of them came before `fit` returned; "the end of the feed" if the feed
             ended before the training; else None.
@@ -69,6 +70,7 @@ class FitResult:
     losses: npt.NDArray[np.float32] = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
     evaluations: list[tuple[int, dict[str, float]]] = dataclasses.field(default_factory=list)
     skipped: int = 0
+    nonfinite: int = 0
     seconds: float = 0.0
     stopped: str | None = None
     report: Path | None = None
@@ -78,7 +80,8 @@ class FitResult:
         figures = self.evaluations[-1][1] if self.evaluations else {}
         found = "".join(f", test {name} {figure_in_words(name, value)}" for name, value in figures.items())
         stopped = f", stopped by {self.stopped}" if self.stopped else ""
-        return f"FitResult({counted(self.updates, 'update')}{last}{found}{stopped})"
+        nonfinite = f", {self.nonfinite} not finite" if self.nonfinite else ""
+        return f"FitResult({counted(self.updates, 'update')}{last}{nonfinite}{found}{stopped})"
 
 
 @public

@@ -14,6 +14,7 @@ public, so it also runs elsewhere: whoever needs another loop copies it, and cha
 import contextlib
 import dataclasses
 import os
+import statistics
 import threading
 import time
 import warnings
@@ -58,7 +59,7 @@ class Training:
     saved: int | None = None  # the updates of the last checkpoint, if there is one
     seen: tuple[Any, int] = None, 0  # the feed's position and the number of updates after the last whole call
     pending: deque[list[tuple[Any, int]]] = dataclasses.field(default_factory=deque)  # outputs and updates per call
-    first: tuple[int, float] = 0, 0.0  # updates and seconds of the call that compiled
+    speeds: list[float] = dataclasses.field(default_factory=list)  # samples per second of each call
     untimed: int = 1  # how many of the next calls have no speed of their own
     clock: float = 0.0
 
@@ -250,7 +251,6 @@ def call(run: Training, batch: "ipu_jax.io.FeedBatch") -> None:
             _compiled.add(run.step)
             run.say(f"Compiled in {seconds:.1f} s")
             run.event("compiled", compile_seconds=round(seconds, 3))
-            run.first = len(made), seconds
         outputs.append((of_call, len(made)))
     run.pending.append(outputs)
     report_all_but(run, 1)
@@ -294,10 +294,15 @@ def report_all_but(run: Training, waiting: int) -> None:
     """Wait for all calls but the last `waiting`, and report their losses."""
     while len(run.pending) > waiting:
         outputs = run.pending.popleft()
-        losses = np.concatenate([losses_of(run, *piece) for piece in outputs], dtype=np.float32)
-        count = sum(count for _, count in outputs)
-        skipped = sum(int(np.sum(made.skipped)) for made, _ in outputs if made.skipped is not None)
+        each = [losses_and_skips(run, *piece) for piece in outputs]
+        losses = np.concatenate([losses for losses, _ in each], dtype=np.float32)
+        count, skipped = sum(count for _, count in outputs), sum(int(skips.sum()) for _, skips in each)
+        nonfinite = sum(int(np.sum(~np.isfinite(losses) & (skips == 0))) for losses, skips in each)
         run.reported += count
+        if nonfinite and not run.result.nonfinite:
+            mend = 'TrainOptions(on_nonfinite="stop") stops there, and names what made it so'
+            run.say(f"A loss among the first {in_words(run.reported)} is not finite: {mend}")
+        run.result.nonfinite += nonfinite
         run.result.losses = np.concatenate([run.result.losses, losses], dtype=np.float32)
         run.result.skipped += skipped
         run.lines.add(losses, count, skipped)
@@ -305,20 +310,22 @@ def report_all_but(run: Training, waiting: int) -> None:
         now = time.perf_counter()
         speed, run.clock = count * run.feed.examples_per_update / max(now - run.clock, 1e-9), now
         speeds = {} if run.untimed else {"samples_per_second": round(speed, 1)}
+        run.speeds += speeds.values()
         run.untimed = max(0, run.untimed - 1)
         run.event("losses", updates=run.reported, epoch=run.lines.epoch, losses=losses.tolist(), **speeds)
         if skipped:
             run.event("skipped", updates=run.reported, count=skipped, reason="overflows, or not finite")
 
 
-def losses_of(run: Training, outputs: "ipu_jax.steps.StepOutputs", count: int) -> np.ndarray[Any, Any]:
-    """Wait for updates of a call, and return their losses, (losses,)."""
+def losses_and_skips(run: Training, outputs: "ipu_jax.steps.StepOutputs", count: int) -> tuple[Any, Any]:
+    """Wait for updates of a call; return their losses, (losses,), and how many updates of each loss were skipped."""
     while not outputs.loss.is_ready():
         time.sleep(0.002)  # inside XLA, no signal handler would run until the call ends
     if outputs.nonfinite is not None and np.any(np.asarray(outputs.nonfinite)):
         run.step.check(run.result.state)  # raises if it stops the training, before its line is printed
     losses, options = np.atleast_1d(np.asarray(outputs.loss, np.float32)), run.step.options
-    return losses / count if options.outputs == "sum" else losses
+    losses = losses / count if options.outputs == "sum" else losses
+    return losses, np.zeros(1, int) if outputs.skipped is None else np.asarray(outputs.skipped)
 
 
 def save(run: Training) -> None:
@@ -361,7 +368,7 @@ def finish_trace(run: Training, recording: "ipu_jax.observe.Recording") -> None:
 
 def say_the_end(run: Training) -> None:
     """Say how many updates were made, and how fast; if the training ended early, why, and what is saved."""
-    result, (updates, seconds) = run.result, run.first
+    result = run.result
     if result.stopped is not None:
         of_goal = in_words(result.updates) if run.goal is None else f"{result.updates:,} of {in_words(run.goal)}"
         saved = "nothing was saved"
@@ -374,9 +381,9 @@ def say_the_end(run: Training) -> None:
         if made := result.updates - run.begun:
             of_which = f", {made:,} of them" * (run.begun > 0)
             line = f"{in_words(result.updates)}{of_which} in {result.seconds:.1f} s"
-            speed = (made - updates) * run.feed.examples_per_update / max(result.seconds - seconds, 1e-9)
-            line += f", {speed:,.0f} samples/s{' once compiled' * (updates > 0)}" * (made > updates)
+            line += f", {statistics.median(run.speeds):,.0f} samples/s (median)" if run.speeds else ""
         line += f"; skipped {in_words(result.skipped)}" * (result.skipped > 0)
+        line += f"; losses that are not finite: {result.nonfinite:,}" * (result.nonfinite > 0)
         run.event("end", reason="all updates were made")
     run.say(line)
 

@@ -5,6 +5,7 @@ Epoch 0.2, Mean loss: 1.544
 """
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -59,6 +60,7 @@ class LossLines:
     def begin(self, updates: int, length: int | None) -> None:
         """Begin, or go on, after this many updates of the data; the training has `length` updates, if known."""
         self._interval = None if length is None else max(min(self._per_epoch or length, length) / 10, length / _MOST)
+        self._decimals = 1 if self._per_epoch is None else self._decimals_of(self._per_epoch, length)
         self._updates = updates
         self._printed, self._time = self._mark(), self._clock()
 
@@ -75,7 +77,10 @@ class LossLines:
         self._made += updates
         self._skipped += skipped
         mark = self._mark()
-        if mark > self._printed or (self._every is None and self._clock() - self._time >= _SECONDS):
+        is_due = self._every is None and self._clock() - self._time >= _SECONDS
+        if mark > self._printed or is_due:
+            if mark == self._printed and self._per_epoch is not None:
+                self._decimals = max(self._decimals, self._needed(self._updates, self._per_epoch))
             self._printed = mark
             self._print()
 
@@ -98,21 +103,33 @@ class LossLines:
         return None if self._per_epoch is None else self._updates / self._per_epoch
 
     def where(self) -> str:
-        """Return how far the data have been read, with as many decimals as it needs.
+        """Return how far the data have been read, with as many decimals as the lines of the training need.
 
         >>> lines = LossLines(200, print)
-        >>> lines.begin(20, None)
+        >>> lines.begin(30, 150)
         >>> lines.where()
-        'Epoch 0.1'
+        'Epoch 0.150'
         """
-        if self.epoch is None or self._per_epoch is None:
+        if self.epoch is None:
             return f"Update {self._updates:,}"
+        return f"Epoch {self.epoch:.{self._decimals}f}"
+
+    def _decimals_of(self, per_epoch: int, length: int | None) -> int:
+        """Return how many decimals the first lines of a training need, and its end."""
+        size = self._every or self._interval or 1
+        marks = [mark for k in range(1, _MOST + 1) if (mark := k * size) <= (length or mark)]
+        # a line follows the call that reaches its mark, and a call ends with its epoch
+        before = [divmod(max(1, math.ceil(mark - 0.5)) - 1, per_epoch) for mark in marks]
+        ends = [epoch * per_epoch + min((part // self._call + 1) * self._call, per_epoch) for epoch, part in before]
+        return max(self._needed(end, per_epoch) for end in [*ends, length or per_epoch])
+
+    def _needed(self, updates: int, per_epoch: int) -> int:
+        """Return how many decimals the number of epochs needs after this many updates."""
         # two updates have different texts; the end of a long call is near its mark
-        epoch, near = self.epoch, min(self._call, (self._interval or 0) / 10)
-        error = max(0.49, near if self._call > 1 else 0) / self._per_epoch
+        epoch, near = updates / per_epoch, min(self._call, (self._interval or 0) / 10)
+        error = max(0.49, near if self._call > 1 else 0) / per_epoch
         fits = lambda digits: abs(round(epoch, digits) - epoch) <= error and round(epoch, digits) > 0  # noqa: E731
-        digits = next(filter(fits, itertools.count(1))) if self._updates else 1
-        return f"Epoch {epoch:.{digits}f}"
+        return next(filter(fits, itertools.count(1)))
 
     def state(self) -> dict[str, Json]:
         """Return, as plain data, everything that the next line depends on, apart from the number of updates."""
@@ -138,6 +155,15 @@ class LossLines:
         losses = np.array(self._losses, np.float32)
         skipped = f", {self._skipped} of {self._made} updates skipped" if self._skipped else ""
         finite = losses[np.isfinite(losses)]
-        mean = f"{finite.mean():.3f}" if len(finite) else "not finite"
+        mean = loss_in_words(finite.mean()) if len(finite) else "not finite"
         self._say(f"{self.where()}, Mean loss: {mean}{skipped}")
         self._losses, self._made, self._skipped, self._time = [], 0, 0, self._clock()
+
+
+def loss_in_words(loss: float) -> str:
+    """Return a loss with three decimals, or with three significant digits if these would show too few or too many.
+
+    >>> loss_in_words(2.3456), loss_in_words(0.0123), loss_in_words(1.234e-5), loss_in_words(3e8)
+    ('2.346', '0.0123', '1.23e-05', '3.00e+08')
+    """
+    return f"{loss:.3f}" if 0.1 <= abs(loss) < 1e6 else f"{loss:#.3g}"

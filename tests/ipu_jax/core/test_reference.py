@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import ALL_IPUS, Feed, Pipeline, Stage, make_mesh, verify
+from ipu_jax import ALL_IPUS, Feed, Outputs, Pipeline, Stage, make_mesh, verify
 from ipu_jax.pipelines import VerificationError, VerificationReport, reference_value_and_grad
 
 NUMBER = r"-?\d[\d.]*(?:e-?\d+)?"
@@ -157,6 +157,8 @@ def with_several_faults(w, x, mb):
 
 A, INSTEAD = r"the gradient of params\['a'\]\['w'\] differs from .*", rf"{NUMBER} instead of {NUMBER} at \[\d, \d\]"
 
+AT_FINITE = r"in the unsharded program too, .* finite: .*find_nonfinite\(state, batch\)"
+
 
 def overflowing() -> Pipeline:
     return Pipeline([Stage(lambda w, x, mb: jnp.sum(jnp.sqrt(mb**2 @ w)), params="w")], gradient_accumulation=3)
@@ -202,12 +204,26 @@ FAULTS = {
         lambda: pipeline_of(with_nan_gradient, reference=body, last_reference=with_gradient_times(1e6, loss)),
         rf"{A} by nan relative",
     ),
-    "gradients that are nan in both programs": (lambda: pipeline_of(with_nan_gradient), rf"{A} by nan relative"),
-    "a loss that is nan": (
-        lambda: pipeline_of(last=lambda w, x, mb: loss(w, x, mb) * jnp.nan),
-        r"the loss differs from .*: loss nan, unsharded nan, relative error nan",
+    "a loss that is nan in the pipeline alone": (
+        lambda: pipeline_of(last=lambda w, x, mb: loss(w, x, mb) * jnp.nan, last_reference=loss),
+        r"the loss differs from .*: loss nan, unsharded [\d.]+, relative error nan",
     ),
-    "gradients that overflow in both programs": (overflowing, r"the gradient of params\['w'\] differs from .* by nan"),
+    "a gradient that is nan in both programs": (
+        lambda: pipeline_of(with_nan_gradient, reference=with_nan_gradient),
+        rf"the gradient of params\['a'\]\['w'\]\[0, 0\] is nan, {AT_FINITE}",
+    ),
+    "a loss that is nan in both programs": (
+        lambda: pipeline_of(last=lambda w, x, mb: loss(w, x, mb) * jnp.nan),
+        f"the loss is nan, {AT_FINITE}",
+    ),
+    "a loss that overflows in both programs": (
+        lambda: pipeline_of(last=lambda w, x, mb: loss(w, x, mb) * 1e38 * 1e3),
+        f"the loss is inf, {AT_FINITE}",
+    ),
+    "a gradient that is infinite in both programs": (
+        overflowing,
+        rf"the gradient of params\['w'\]\[0, 0\] is inf, {AT_FINITE}",
+    ),
     "a concurrent stage that takes the largest part for the whole": (
         lambda: head_stage(largest_part),
         "the loss differs",
@@ -223,6 +239,33 @@ def test_what_differs_is_named(wrong, message):
     with pytest.raises(VerificationError, match=f"^{message}") as caught:
         verified(wrong(), WEIGHTS_OF.get(wrong, WEIGHTS | {"b": rng.normal(size=(4, 10)).astype(np.float32)}))
     assert isinstance(caught.value, AssertionError)
+
+
+@pytest.mark.fast("batch")
+@pytest.mark.parametrize(
+    ("spoiled", "value", "named"),
+    [
+        ("batch", np.nan, r"batch\['x'\]\[2, 4, 1\] is nan"),
+        ("batch", -np.inf, r"batch\['x'\]\[2, 4, 1\] is -inf"),
+        ("params", np.nan, r"params\['b'\]\[1, 2\] is nan"),
+        ("state", np.nan, r"state\['s'\] is nan"),
+    ],
+    ids=["batch", "an infinity", "weights", "state"],
+)
+def test_a_number_that_is_not_finite_is_named_with_its_place(spoiled, value, named):
+    def first(w, x, mb, *, state):
+        return Outputs(mb["x"] @ w["w"] + state, state)
+
+    mask = np.full((3, 5, 4), -np.inf, np.float32)  # which does no harm
+    inputs = {"batch": X.copy(), "params": WEIGHTS["b"].copy(), "state": np.zeros(())}
+    inputs[spoiled][{"batch": (2, 4, 1), "params": (1, 2), "state": ()}[spoiled]] = value
+    stages = [Stage(first, params="a", state="s", ipu=0), Stage(loss, params="b", ipu=1)]
+    pipeline = Pipeline(stages, gradient_accumulation=3)
+    params = pipeline.shard(WEIGHTS | {"b": inputs["params"]})
+    state = pipeline.shard_state({"s": np.float32(inputs["state"])})
+    batch = {"x": inputs["batch"]} | ({} if value == -np.inf else {"mask": mask})
+    with pytest.raises(VerificationError, match=f"^{named}, and so .* is nan, .*: give finite numbers$"):
+        verify(pipeline, params, batch, state)
 
 
 # tolerances

@@ -16,6 +16,7 @@ _WORTH: Final = 0.05
 """A smaller change of the bubble, as a share of the IPUs' time, is not worth a word."""
 _MANY_SKIPPED: Final = 0.02
 _MUCH: Final = 0.25
+_MOSTLY_IDLE: Final = 0.5
 _IDLE: Final = 0.1
 """An IPU with a smaller share of the busiest one's work is not worth having."""
 _MORE_MICRO_BATCHES: Final = 4
@@ -30,13 +31,15 @@ class Verdict(NamedTuple):
     sentences: tuple[str, ...]
 
 
-def verdict_of(digest: Digest) -> Verdict:
-    """Return whether the run finished and learnt, and what went wrong on the way.
+def verdict_of(digest: Digest, report: TraceReport | None = None) -> Verdict:
+    """Return whether the run finished, learnt and kept its IPUs busy, and what went wrong on the way.
 
     >>> verdict_of(Digest([{"event": "losses", "updates": 2, "losses": [3.0, 1.0]}, {"event": "end"}]))
     Verdict(level='good', sentences=('Finished.', 'The loss fell from 3 to 1.'))
     """
     said = [_ending(digest), *_learning(digest), *_mishaps(digest)]
+    if report is not None and (idle := bubbles(report)[1]) > _MOSTLY_IDLE:
+        said.append(("fair", f"The IPUs ran no task for {idle:.0%} of the time."))
     levels = {level for level, _ in said}
     worst: Level = "bad" if "bad" in levels else "fair" if "fair" in levels else "good"
     return Verdict(worst, tuple(sentence for _, sentence in said))
@@ -62,12 +65,15 @@ def _learning(digest: Digest) -> Iterator[tuple[Level, str]]:
         first, now = losses[:size], losses[-size:]
         before, after = statistics.fmean(first), statistics.fmean(now)
         noise = math.hypot(*(statistics.stdev(each) / math.sqrt(size) if size > 1 else 0.0 for each in (first, now)))
+        begun, ended = f"{before:.3g}", f"{after:.3g}"
+        if size > 1:  # the curve beside it begins and ends elsewhere
+            begun, ended = f"{begun} (mean of the first {size:,})", f"{ended} (of the last {size:,})"
         if after < before - 2 * noise:
-            yield "good", f"The loss fell from {before:.3g} to {after:.3g}."
+            yield "good", f"The loss fell from {begun} to {ended}."
         elif after > before + 2 * noise:
-            yield "bad", f"The loss rose from {before:.3g} to {after:.3g}."
+            yield "bad", f"The loss rose from {begun} to {ended}."
         else:
-            yield "fair", f"The loss did not fall: {before:.3g} at first, {after:.3g} at last."
+            yield "fair", f"The loss did not fall: from {begun} to {ended}."
     for name, curve in digest.curves.items():
         values, last = curve.points(), curve.last[1]
         if values and name.endswith("accuracy"):
@@ -75,12 +81,17 @@ def _learning(digest: Digest) -> Iterator[tuple[Level, str]]:
             text = f"{name.replace('_', ' ').capitalize()} {figure_in_words(name, last)}"
             if best[1] > last:
                 text += f", at best {figure_in_words(name, best[1])} after {best[0]:,} updates"
-            yield "good", f"{text}."
+            is_less = name in digest.expected and last < digest.expected[name]
+            if is_less:
+                text += f": less than the {figure_in_words(name, digest.expected[name])} that is expected"
+            yield "fair" if is_less else "good", f"{text}."
 
 
 def _mishaps(digest: Digest) -> Iterator[tuple[Level, str]]:
-    if not digest.is_finite:
+    if not digest.ends_finite or digest.nonfinite > digest.skipped:
         yield "bad", "Some losses are not finite."
+    elif digest.nonfinite:
+        yield "fair", "Some losses are not finite, of updates that were skipped."
     if skipped := digest.skipped:
         share = f" of {digest.updates:,}" if digest.updates else ""
         yield (

@@ -88,9 +88,11 @@ class Digest:
         starts: the number of starts.
         updates: the number of updates.
         skipped: how many of them were skipped.
-        is_finite: whether all losses are finite.
+        nonfinite: how many losses are not finite.
+        ends_finite: whether the last loss is finite.
         ending: the last start or end, and what it says; ("", "") before the first one.
         head: what was run, where and when, as texts by name.
+        expected: what the last start says that figures reach at least, by name.
         flags: the last start's flags that differ from their defaults, and the others that have a value.
         versions: of the last start.
         left_out: the number of events that could not be read, and why the first could not.
@@ -99,9 +101,10 @@ class Digest:
     def __init__(self, events: Iterable[Mapping[str, Json]] = ()) -> None:
         self.rows: list[tuple[str, str, str]] = []
         self.curves: dict[str, Curve] = {LOSS: Curve(), SPEED: Curve()}
-        self.events = self.starts = self.updates = self.skipped = 0
-        self.is_finite, self.ending, self.left_out = True, ("", ""), (0, "")
+        self.events = self.starts = self.updates = self.skipped = self.nonfinite = 0
+        self.ends_finite, self.ending, self.left_out = True, ("", ""), (0, "")
         self.head: dict[str, str] = {}
+        self.expected: dict[str, float] = {}
         self.flags: tuple[dict[str, str], dict[str, str]] = {}, {}
         self.versions: dict[str, str] = {}
         self._lengths: dict[str, int] = {}
@@ -123,7 +126,8 @@ class Digest:
         updates, losses = found.get("updates", 0), found.get("losses", [])
         self.updates = max(self.updates, updates)
         self.skipped += found.get("count", 1) if name == "skipped" else 0
-        self.is_finite &= all(map(_is_number, losses))
+        self.nonfinite += len(losses) - sum(map(_is_number, losses))
+        self.ends_finite = _is_number(losses[-1]) if losses else self.ends_finite
         if name == "start":
             self._start(event, found)
         elif name == "resumed":  # the updates after this point are made again
@@ -197,6 +201,8 @@ class Digest:
         values = {_NAMES.get(key, key.replace("_", " ")): event.get(key, by_flag.get(key)) for key in _OF_HEAD}
         found = {"started": began, **values, "command": event.get("command") or None}
         self.head = {name: _text(value) for name, value in found.items() if value is not None}
+        expected = event.get("expected")
+        self.expected = {k: v for k, v in expected.items() if _is_number(v)} if isinstance(expected, dict) else {}
         self.flags = {}, {}
         for name, value in flags.items():
             if value is not None:

@@ -47,8 +47,9 @@ function curve(name, points) {
   const figure = add(document.getElementById("curves"), "figure");
   const isShare = name.endsWith("accuracy") && points.every(p => p[1] >= 0 && p[1] <= 1);
   const said = v => isShare ? Number((100 * v).toFixed(2)) + "%" : short(v);
-  const title = points.length ? name : name + ": nothing was measured", caption = add(figure, "figcaption", {}, title);
-  if (!points.length) return;
+  const alone = points.map(p => `${said(p[1])} after ${p[0].toLocaleString("en")} updates`)[0] || "nothing was measured";
+  const title = points.length > 1 ? name : `${name}: ${alone}`, caption = add(figure, "figcaption", {}, title);
+  if (points.length < 2) return;  // one point makes no curve
   const width = 480, height = 220, left = 58, right = 14, top = 14, bottom = 36;
   const svg = add(figure, "svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": name + " by updates" });
   const [x0, x1] = updates;

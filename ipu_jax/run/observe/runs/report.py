@@ -93,7 +93,7 @@ def write_report(
         "JS": _file("page.js"),
         # no text of the data can end the script
         "DATA": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
-        "VERDICT": _verdict(digest),
+        "VERDICT": _verdict(digest, report),
         "FIGURES": _figures(digest, report),
         "HEAD": _head(digest),
         "PHASES": _phases(digest),
@@ -133,8 +133,8 @@ def memory_of(report: PipelineReport, state: TrainState) -> dict[str, Json]:
     return {"ipus": ipus, "limit": report.limit}
 
 
-def _verdict(digest: Digest) -> str:
-    level, sentences = verdict_of(digest)
+def _verdict(digest: Digest, report: TraceReport | None) -> str:
+    level, sentences = verdict_of(digest, report)
     first, *others = map(html.escape, sentences)
     return f"<p class='verdict {level}'><b>{_MARKS[level]} {first}</b> {' '.join(others)}</p>"
 

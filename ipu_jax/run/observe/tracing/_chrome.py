@@ -109,7 +109,8 @@ def _slices(
             "for": _waits_for(one, timeline, around[-1][1] if around else None, senders),
             "FLOP": one.flops,
             "GFLOP/s": round(one.flops / busy[id(one)] / 1e9, 3) if one.flops and busy[id(one)] > 0 else None,
-            "received bytes": one.received,
+            # an exchange moves as many bytes in each tick, but a message only where there is a sender
+            "received bytes": one.received if (one.name, one.ipu, one.tick) in senders else None,
             "step": one.step,
             "tick": one.tick,
             "microbatch": one.microbatch,

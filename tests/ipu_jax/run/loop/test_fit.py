@@ -189,14 +189,11 @@ def test_calls_that_compile_or_are_traced_have_no_speed(tmp_path):
     speeds = {event["updates"]: "samples_per_second" in event for event in log.events if event["event"] == "losses"}
     # the first compiles; the third runs while the fourth, the last that is traced, is waited for
     assert speeds == {1: False, 2: True, 3: False, 4: False, 5: True, 6: True, 7: True, 8: True}
-    compiled = next(event["compile_seconds"] for event in log.events if event["event"] == "compiled")
-    (last,) = [line for line in lines if line.endswith(" once compiled")]
-    found = re.fullmatch(r"8 updates in [\d.]+ s, ([\d,]+) samples/s once compiled", last)
-    assert found
-    speed = 7 * M * B / (result.seconds - compiled)
-    assert float(found[1].replace(",", "")) == pytest.approx(speed, rel=0.05, abs=0.5)  # it is rounded
+    (last,) = [line for line in lines if line.startswith("8 updates in ")]
+    assert result.seconds > 0
+    assert last.partition(" s, ")[2] == log.digest.figures()["samples per second"].replace(" (", " samples/s (")
     assert one.updates == 1
-    assert re.fullmatch(r"1 update in [\d.]+ s, [\d,]+ samples/s", lines[-1])
+    assert re.fullmatch(r"1 update in [\d.]+ s", lines[-1])
 
 
 def test_checkpoints_of_ones_own_stay_open_and_it_trains_in_any_thread(tmp_path):

@@ -60,11 +60,30 @@ def test_a_training_in_which_every_update_overflows_says_so(outputs):
     lines, first = Lines(), np.ones(3, np.float32)
     with Feed(np.full((32, 3), 9, np.float32), step=step, micro_batch=2) as feed, RunLog() as log:
         result = fit(step, step.init(first), feed, say=lines, log=log)
-    assert (result.updates, result.skipped) == (16, 16)
+    assert (result.updates, result.skipped, result.nonfinite) == (16, 16, 0)
     np.testing.assert_array_equal(step.whole(result.state)["params"], first)
     assert sum(event["count"] for event in events_of(log, "skipped")) == 16
     assert [line.rpartition(", ")[2] for line in lines if "Mean" in line] == ["4 of 4 updates skipped"] * 4
     assert lines[-1].endswith("; skipped 16 updates")
+
+
+@pytest.mark.fast("all")
+@pytest.mark.parametrize(
+    ("outputs", "number"), [("all", 5), (2, 3), ("final", 2), ("sum", 2)], ids=["all", "2", "final", "sum"]
+)
+def test_a_loss_that_is_not_finite_is_said_once_and_counted(outputs, number):
+    """NaN in update 3 of 8, counted from 0, spoils the weights: the losses of updates 3 to 7 are NaN."""
+    rows = normal(1, 8 * SIZE, D)
+    rows[3 * SIZE] = np.nan
+    step, lines = make_step(4 if outputs in ("final", "sum") else 2, 1, outputs=outputs), Lines()
+    with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed, RunLog() as log:
+        result = fit(step, step.init(weights()), feed, say=lines, log=log)
+    assert (result.updates, result.nonfinite, log.digest.nonfinite) == (8, number, number)
+    (said,) = [line for line in lines if "on_nonfinite" in line]
+    assert 'TrainOptions(on_nonfinite="stop")' in said
+    assert "first 4 updates" in said
+    assert lines[-1].endswith(f"losses that are not finite: {number}")
+    assert f"{number} not finite" in repr(result)
 
 
 @pytest.mark.slow
@@ -77,7 +96,7 @@ def test_the_updates_that_are_not_finite_are_counted(outputs):
     with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result = fit(step, step.init(weights()), feed, say=lines)
-    assert (result.updates, result.skipped) == (10, len(bad))
+    assert (result.updates, result.skipped, result.nonfinite) == (10, len(bad), 0)
     assert [line.rpartition(", ")[2] for line in lines if "skipped" in line and "Mean" in line] == [
         "1 of 4 updates skipped",
         "2 of 4 updates skipped",

@@ -38,15 +38,15 @@ def lines_of(updates_per_epoch, updates, updates_per_call, skipped=0):
         (20, 20, 10, ["0.5: 5.5", "1.0: 15.5"]),
         # ten lines per epoch, each the mean of the calls since the line before
         (40, 40, 1, [f"{n / 10}: {4 * n - 1.5}" for n in range(1, 11)]),
-        (20, 20, 3, ["0.15: 2", "0.3: 5", "0.45: 8", "0.6: 11", "0.75: 14", "0.9: 17", "1.0: 19.5"]),
-        (40, 20, 3, ["0.07: 2", "0.15: 5", "0.23: 8", "0.3: 11", "0.38: 14", "0.45: 17", "0.5: 19.5"]),
+        (20, 20, 3, ["0.15: 2", "0.30: 5", "0.45: 8", "0.60: 11", "0.75: 14", "0.90: 17", "1.00: 19.5"]),
+        (40, 20, 3, ["0.07: 2", "0.15: 5", "0.23: 8", "0.30: 11", "0.38: 14", "0.45: 17", "0.50: 19.5"]),
         # what is left at the end
         (40, 1, 10, ["0.03: 1"]),
-        (40, 41, 40, ["1.0: 20.5", "1.02: 41"]),
+        (40, 41, 40, ["1.00: 20.5", "1.02: 41"]),
         (1000, 1, 1, ["0.001: 1"]),
         # ten lines of a training run that is shorter than an epoch
-        (1000, 50, 1, [f"{n / 200:g}: {5 * n - 2}" for n in range(1, 11)]),
-        (40, 5, 1, ["0.03: 1", "0.05: 2", "0.07: 3", "0.1: 4", "0.12: 5"]),
+        (1000, 50, 1, [f"{n / 200:.3f}: {5 * n - 2}" for n in range(1, 11)]),
+        (40, 5, 1, ["0.03: 1", "0.05: 2", "0.07: 3", "0.10: 4", "0.12: 5"]),
         # twenty lines of a training run that is longer than two
         (40, 240, 1, [f"{0.3 * n:.1f}: {12 * n - 5.5}" for n in range(1, 21)]),
         (10, 1000, 1, [f"{5 * n}.0: {50 * n - 24.5}" for n in range(1, 21)]),
@@ -58,6 +58,23 @@ def test_every_update_is_in_one_line_and_no_line_comes_twice(updates_per_epoch, 
         f"Epoch {epoch}, Mean loss: {float(loss):.3f}" for epoch, loss in (line.split(": ") for line in expected)
     ]
     assert printed == expected_lines
+
+
+def test_all_lines_of_a_training_have_the_same_number_of_decimals():
+    """An epoch of 937 updates, of which 94 are made in calls of 5; a slow one has finer lines in between."""
+    found = [line.split(",")[0].partition(".")[2] for line in lines_of(937, 94, 5)]
+    assert len(found) > 5
+    assert {len(decimals) for decimals in found} == {3}
+    now, printed = [0.0], []
+    lines = LossLines(1000, printed.append, clock=lambda: now[0])
+    lines.begin(0, 1000)
+    for _ in range(200):
+        lines.add(np.full(1, 2e-5, np.float32), 1)
+    assert printed == [f"Epoch {epoch}, Mean loss: 2.00e-05" for epoch in (0.1, 0.2)]
+    now[0] += 200
+    lines.add(np.full(1, 2e-5, np.float32), 1)
+    lines.add(np.full(99, 2e-5, np.float32), 99)
+    assert printed[2:] == [f"Epoch {epoch}, Mean loss: 2.00e-05" for epoch in ("0.201", "0.300")]
 
 
 def test_skipped_updates_are_counted_over_the_calls_of_a_line():
@@ -149,7 +166,7 @@ def test_lines_of_calls_say_tenths_and_the_number_of_an_update_is_one():
         lines.begin(updates, length)
         return lines.where()
 
-    assert [where(updates, 937, call=8) for updates in (96, 192, 8)] == ["Epoch 0.1", "Epoch 0.2", "Epoch 0.01"]
+    assert [where(updates, 937, call=8) for updates in (96, 192, 8)] == ["Epoch 0.1", "Epoch 0.2", "Epoch 0.0"]
     assert len({where(updates, None) for updates in range(1, 2000)}) == 1999
 
 

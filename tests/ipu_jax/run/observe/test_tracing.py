@@ -245,10 +245,20 @@ def test_events_say_the_stage_its_work_and_what_an_ipu_waits_for(recorded):
         (1, "0F1 of IPU 0", 4 * rows),
     ]
     assert {(e["for"], e.get("received bytes")) for e in first} == {("all IPUs, of which none sends to this one", None)}
+    exchanges = [events[ipu][f"waiting: exchange {name}"] for ipu in (0, 1) for name in ("y", "dx")]
+    without = [e["args"] for of in exchanges for e in of if "none sends" in e["args"]["for"]]
+    assert without
+    assert not [e for e in without if "received bytes" in e]
     assert {e["args"]["tick"]: e["args"]["for"] for e in events[0]["waiting: exchange dx"]}[4] == "1B0 of IPU 1"
     waiting = sum(e["dur"] for name, of in events[1].items() if name.startswith("waiting: ") for e in of)
     slices = [one for one in recorded.timeline.of_ipu(0, 1) if one.kind in WAITING and one.step == 0]
     assert waiting == pytest.approx(1e6 * sum(one.seconds for one in slices), rel=1e-3)
+
+
+def test_the_line_above_the_table_has_the_longest_step_of_its_column(recorded):
+    first, *table = str(recorded.report).splitlines()
+    column = [float(row.split(" ms")[4].split()[-1]) for row in table[1:4]]
+    assert f"{max(column):.2f} ms" in first
 
 
 def test_a_timeline_is_read_back_from_its_json(recorded):

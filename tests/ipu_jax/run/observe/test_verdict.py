@@ -15,20 +15,50 @@ def log(losses, *others):
 
 
 END = {"event": "end", "reason": "all updates were made"}
+FIRST, LAST = "(mean of the first 4)", "(of the last 4)"
 FALLING = [4.0 / k for k in range(1, 41)]
 NOISE = [2.0 + 0.1 * (-1) ** k for k in range(40)]
+
+
+def measured(accuracy, **notes):
+    """Return the log of a run that should reach 96%."""
+    start, *others = log(FALLING, {"event": "evaluated", "updates": 40, "accuracy": accuracy}, END)
+    return [start | {"expected": {"accuracy": 0.96, "F1": "high"}} | notes, *others]
 
 
 @pytest.mark.parametrize(
     ("events", "level", "sentences"),
     [
-        (log(FALLING, END), "good", ["Finished.", "The loss fell from 2.08 to 0.104."]),
-        (log(FALLING[::-1], END), "bad", ["Finished.", "The loss rose from 0.104 to 2.08."]),
-        (log(NOISE, END), "fair", ["Finished.", "The loss did not fall: 2 at first, 2 at last."]),
+        (
+            log(FALLING, END),
+            "good",
+            ["Finished.", f"The loss fell from 2.08 {FIRST} to 0.104 {LAST}."],
+        ),
+        (
+            log(FALLING[::-1], END),
+            "bad",
+            ["Finished.", f"The loss rose from 0.104 {FIRST} to 2.08 {LAST}."],
+        ),
+        (
+            log(NOISE, END),
+            "fair",
+            ["Finished.", f"The loss did not fall: from 2 {FIRST} to 2 {LAST}."],
+        ),
         (log(FALLING), "fair", ["The log has no end: the run is still going, or it was killed."]),
         (log(FALLING, {"event": "failed", "error": "disk full"}), "bad", ["Failed: disk full"]),
         (log(FALLING, {"event": "stopped", "reason": "SIGTERM: after 9"}), "fair", ["SIGTERM: after 9."]),
         (log([*FALLING, "nan"], END), "bad", ["Some losses are not finite."]),
+        (log([*FALLING, "inf", *FALLING[-9:]], END), "bad", ["Some losses are not finite."]),
+        (
+            log([*FALLING, "nan", 0.1], {"event": "skipped", "count": 1}, END),
+            "fair",
+            ["Some losses are not finite, of updates that were skipped.", "1 of 42 updates were skipped."],
+        ),
+        (
+            log([*FALLING, "nan"], {"event": "skipped", "count": 1}, END),
+            "bad",
+            ["Some losses are not finite.", "1 of 41 updates were skipped."],
+        ),
         (log(FALLING, {"event": "skipped", "count": 8}, END), "fair", ["8 of 40 updates were skipped."]),
         (log(FALLING, *log(FALLING, END)), "good", ["It was restarted once."]),
         (
@@ -41,6 +71,9 @@ NOISE = [2.0 + 0.1 * (-1) ** k for k in range(40)]
             "good",
             ["Accuracy 80.00%, at best 90.00% after 20 updates."],
         ),
+        (measured(0.97), "good", ["Accuracy 97.00%."]),
+        (measured(0.91), "fair", ["Accuracy 91.00%: less than the 96.00% that is expected."]),
+        (measured(0.91, expected="all of them"), "good", ["Accuracy 91.00%."]),
         ([], "fair", ["The log has no end: the run is still going, or it was killed."]),
     ],
 )
@@ -101,6 +134,15 @@ def test_a_well_filled_pipeline_gets_no_advice_on_its_schedule():
 def test_an_ipu_with_nothing_to_do_is_named(seconds, is_idle):
     found = advice(traced("1f1b", 8, [1e-3, seconds], ipus=2))
     assert any("on IPU 1: take fewer IPUs" in each for each in found) == is_idle
+
+
+@pytest.mark.parametrize(("share", "level"), [(1.0, "good"), (0.3, "good"), (0.1, "fair")])
+def test_a_run_whose_ipus_are_mostly_idle_is_not_called_good(share, level):
+    # two of three IPUs are busy in this share of the step: the mean bubble is 0%, 47% and 60%
+    report = make_report(traced("1f1b", 64, [1e-3, share * 1e-3, share * 1e-3], ipus=3))
+    found = verdict_of(Digest(log(FALLING, END)), report)
+    assert found.level == level
+    assert any("ran no task for 60%" in each for each in found.sentences) == (level == "fair")
 
 
 def test_waiting_beyond_the_plan_is_named():
