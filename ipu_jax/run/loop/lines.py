@@ -115,7 +115,7 @@ class LossLines:
         return f"Epoch {self.epoch:.{self._decimals}f}"
 
     def _decimals_of(self, per_epoch: int, length: int | None) -> int:
-        """Return how many decimals the first lines of a training need, and its end."""
+        """Return how many decimals the first lines of a run need, and its end."""
         size = self._every or self._interval or 1
         marks = [mark for k in range(1, _MOST + 1) if (mark := k * size) <= (length or mark)]
         # a line follows the call that reaches its mark, and a call ends with its epoch
