@@ -76,7 +76,8 @@ def command() -> NoReturn:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the information, and return the exit status."""
-    parser = Parser(PROG, "Prints the devices, versions, cores and collectives that a program of ipu_jax would find.")
+    about = "Prints the devices, versions, cores and collectives that a program of ipu_jax would find."
+    parser = Parser(PROG, about, hints={"l list list-devices d device-id": "it lists all devices: leave it out"})
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     args = parser.parse(argv)
     try:

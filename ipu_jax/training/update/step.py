@@ -125,7 +125,7 @@ class TrainStep:
         return self._placement
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a TrainStep, which holds programs, is neither copied nor pickled: make another one")
+        raise TypeError("a TrainStep holds programs, and can be neither copied nor pickled: make another one")
 
     def __repr__(self) -> str:
         default = TrainOptions()
