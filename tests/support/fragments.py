@@ -249,7 +249,7 @@ def _examples(program: dict[str, Any]) -> dict[str, Any]:
 def _shorthand() -> dict[str, Any]:
     """Return the program of the pages that do not compare libraries: a small training, and names of its kind."""
     ipu_jax.configure(8)
-    size, dim, epoch, seed, replicas, ipus, micro_batches, placement = 6, 0, 0, 0, 2, 2, 4, (0, 1)
+    size, dim, epoch, seed, replicas, ipus, gradient_accumulation, placement = 6, 0, 0, 0, 2, 2, 4, (0, 1)
     x = y = np.ones((256, 4), np.float32)
     hidden, targets, array, labels, value, balance = x, x[:, :3], x[:6], x[:, 0].astype(np.int32), x, 0.5
     dataset, weights = {"x": x, "y": y}, {"body": np.eye(4, dtype=np.float32), "head": np.eye(4, dtype=np.float32)}
