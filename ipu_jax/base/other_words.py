@@ -12,7 +12,7 @@ _M: Final = (
     "gradient_accumulation_factor accumulation_steps accumulation_count accum_steps accumulate_grad_batches "
     "accumulate_steps grad_accum_steps grad_acc"
 )
-_THE_SIZE: Final = "give one micro-batch itself, as micro_batch: its arrays have the size"
+_SIZE: Final = "micro_batch_size batch_size mbs per_device_batch_size per_device_train_batch_size"
 
 # Per argument: its name here, words for it elsewhere, and what to say where the name is not enough. The first row with
 # a word counts whose argument the call takes.
@@ -25,7 +25,7 @@ _ROWS: Final[tuple[tuple[str, str, str], ...]] = (
         "dcn_pipeline_parallelism num_ipus n_ipus ipus_per_replica num_devices n_devices world_size",
         "",
     ),
-    ("ipus", "mesh", "from_function and from_layers make it: give ipus=, replicas=, axes= and devices="),
+    ("replicas", "mesh", "from_function and from_layers make it: give ipus=, replicas=, axes= and devices="),
     (
         "axes",
         "tp tp_size tensor_parallel tensor_parallelism tensor_parallel_size tensor_model_parallel_size mesh_shape "
@@ -60,18 +60,14 @@ _ROWS: Final[tuple[tuple[str, str, str], ...]] = (
         "",
     ),
     ("cuts", "split_points split_spec split_at boundaries stage_boundaries cut_points", ""),
-    (
-        "loss",
-        "micro_batch_size batch_size mbs per_device_batch_size per_device_train_batch_size",
-        _THE_SIZE,
-    ),
+    ("loss", _SIZE, "give one micro-batch itself: its arrays have the size"),
     ("loss", "loss_fn loss_function fn fun function model train_fn forward_step_func", ""),
     ("loss", "optimizer lr learning_rate", "give it to make_train_step"),
     ("loss", "dtype precision amp bf16 mixed_precision", "give TrainOptions(precision=...) to make_train_step"),
     ("optimizer", "lr learning_rate", "the optimizer has it, such as optax.sgd(0.1)"),
     ("shard_optimizer", "optimizer", "give it to make_train_step"),
     ("shard_optimizer", "lr learning_rate", "the optimizer of make_train_step has it, such as optax.sgd(0.1)"),
-    ("micro_batch", "micro_batch_size mbs batch_size per_device_batch_size per_device_train_batch_size", ""),
+    ("micro_batch", _SIZE, ""),
     ("micro_batch", "batch example example_args example_inputs mb_args sample inputs", ""),
     ("params", "weights variables parameters model_params", ""),
     ("state", "batch_stats mutable model_state", ""),
@@ -95,11 +91,7 @@ _ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("keep", "max_to_keep save_total_limit keep_last max_keep", ""),
     ("every", "save_every save_steps save_interval save_interval_steps checkpoint_period", ""),
     ("max_gradient_norm", "max_grad_norm clip clip_grad_norm grad_clip gradient_clip gradient_clipping clip_norm", ""),
-    (
-        "precision",
-        "dtype compute_dtype mixed_precision amp autocast bf16 half_precision",
-        "give precision='16.32'",
-    ),
+    ("precision", "dtype compute_dtype mixed_precision amp autocast bf16", "give precision='16.32'"),
     ("precision", "fp16 float16", "give precision='16.32' and half='float16'"),
     ("loss_scale", "loss_scaling grad_scaler initial_loss_scaling scaler", ""),
     ("shard_optimizer", "zero zero1 zero_stage use_distributed_optimizer shard_optimizer_state optimizer_sharding", ""),
@@ -109,7 +101,6 @@ _ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("donate", "donate_argnums donate_argnames donate_state", ""),
     ("rtol", "tolerance tol atol", ""),
 )
-
 
 # Per argument: values elsewhere, and what to give here.
 _VALUES: Final[dict[str, tuple[tuple[str, str], ...]]] = {

@@ -500,7 +500,8 @@ class Pipeline(Made, Shown):
         reduction: Reduction | None = None,
     ) -> "Pipeline":
         """Return the same pipeline with other stages (same places and groups), mesh, schedule or options."""
-        on_mesh, own = self.mesh if mesh is None else mesh, stages or self.function or self.stages
+        on_mesh = self.mesh if mesh is None else mesh
+        own = (self.function or self.stages) if stages is None else stages
         m, keeps_m = gradient_accumulation, gradient_accumulation in (None, self.options.gradient_accumulation)
         groups = self.placement.groups
         with silent_about_messages():  # this pipeline has warned, or it has chosen the schedule

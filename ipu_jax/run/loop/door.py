@@ -217,17 +217,17 @@ def _check(step: Any, state: Tree, feed: Any, epochs: Any, updates: Any, **other
     every = others["print_every"]
     if every is not None and (as_int(every) is None or every < 0):
         raise ValueError(f"print_every={every!r} is not a number of updates: give an int, or 0 to print no losses")
-    if popdist.get_instance_index() == 0:
+    if tensorboard is not None and isinstance(log, RunLog):
+        raise ValueError("tensorboard= is given, and a RunLog: give the folder to the RunLog")
+    _check_names("notes", others["notes"] or {}, (*NAMES_OF_EVENTS, *FACTS_OF_START, *FACTS))
+    _check_end(feed, epochs, updates)
+    if popdist.get_instance_index() == 0:  # last, since it may make a folder
         if report is not None:
             check_file("report", Path(report), (".html",))
         if isinstance(log, paths):
             check_log(log)
         if tensorboard is not None:
             writable_folder("tensorboard", tensorboard)
-    if tensorboard is not None and isinstance(log, RunLog):
-        raise ValueError("tensorboard= is given, and a RunLog: give the folder to the RunLog")
-    _check_names("notes", others["notes"] or {}, (*NAMES_OF_EVENTS, *FACTS_OF_START, *FACTS))
-    _check_end(feed, epochs, updates)
 
 
 def _check_end(feed: Feed, epochs: Any, updates: Any) -> None:

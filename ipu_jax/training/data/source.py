@@ -181,7 +181,7 @@ def _length(source: Any) -> int:
 def _no_arrays(leaf: Value, path: Any = ()) -> ValueError:
     is_stream = not path and (callable(leaf) or hasattr(leaf, "__iter__")) and not isinstance(leaf, str | bytes)
     mend = f"say {_ITEMS}, or {_MEND}" if is_stream else _MEND
-    return ValueError(f"{_name(path)} is a {type(leaf).__name__}: {mend}")
+    return ValueError(f"{_name(path)} is of type {type(leaf).__name__}: {mend}")
 
 
 def _name(path: Any) -> str:
