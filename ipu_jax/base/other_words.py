@@ -116,7 +116,6 @@ _VALUES: Final[dict[str, tuple[tuple[str, str], ...]]] = {
     "recompute": (("true full everything yes", "give 'all'."), ("false no never", "give 'none'.")),
     "reduction": (("avg average", "give 'mean'."),),
     "on_nonfinite": (("raise error true", "give 'stop'."), ("ignore continue", "give 'skip'.")),
-    "schedule": (("interleaved_1f1b interleaved-1f1b vpp virtual_pipeline circular", "give 'looped'."),),
 }
 
 

@@ -31,7 +31,14 @@ _ERASE: Final = "\x1b[K"
 
 @dataclasses.dataclass(slots=True)
 class _Block:
-    """A block of work: what it is, what it does now and since when, and when it first said so."""
+    """A block of work.
+
+    Attributes:
+        text: the name of the work.
+        now: the current part of it.
+        since: the time when that part began.
+        began: the time when the block first said anything, or 0.
+    """
 
     text: str = ""
     now: str = ""
@@ -125,19 +132,19 @@ class _Erasing:
 
 
 class _Line:
-    """The line on the terminal. A thread draws it, which lives while there are blocks that say something."""
+    """The line on the terminal, drawn by a thread that ends when no block has anything to say."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, such as in a forked process, which lacks the thread."""
+        """Begin anew, such as in a forked process, which does not have the thread."""
         self._lock = threading.RLock()  # a signal handler may print while its thread draws
         self._working: dict[int, list[_Block]] = {}  # the blocks of each thread that says something, longest first
         self._has_thread, self._terminal = False, -1  # where a line is now, as a file descriptor; -1 if nowhere
 
     def begin(self, blocks: list[_Block]) -> None:
-        """Show the blocks of this thread from now on, of which one says something new."""
+        """Show the blocks of this thread from now on, after one of them has changed its text."""
         with self._lock:
             self.erase()
             if id(blocks) not in self._working:

@@ -117,17 +117,11 @@ class Made:
             mesh=mesh,
         )
         made: Any = cls
-        pipeline = made(
-            stages,
-            mesh=mesh,
-            schedule=schedule,
-            gradient_accumulation=gradient_accumulation,
-            reduction=reduction,
-            specs=None if specs is None else _specs_of_layers(specs, weights, len(stages) - 1),
-            frozen=frozen,
-            ipu_memory=ipu_memory,
-            guards=guards,
-        )
+        options = {"schedule": schedule, "gradient_accumulation": gradient_accumulation, "reduction": reduction}
+        options |= {"frozen": frozen, "ipu_memory": ipu_memory, "guards": guards}
+        if specs is not None:
+            options["specs"] = _specs_of_layers(specs, weights, len(stages) - 1)
+        pipeline = made(stages, mesh=mesh, **options)
         place = pipeline.shard_shapes if is_described(pipeline.mesh.devices.flat[0]) else pipeline.shard
         return pipeline, place(weights)
 
@@ -237,17 +231,9 @@ class Made:
         how["mesh"] = mesh if axes else None
         function = model_of(loss, params, micro_batch, placement, names=names, **how)
         made: Any = cls
-        return made(
-            function,
-            mesh=mesh,
-            schedule=schedule,
-            gradient_accumulation=gradient_accumulation,
-            reduction=reduction,
-            specs=specs,
-            frozen=frozen,
-            ipu_memory=ipu_memory,
-            guards=guards,
-        )
+        options = {"schedule": schedule, "gradient_accumulation": gradient_accumulation, "reduction": reduction}
+        options |= {"specs": specs, "frozen": frozen, "ipu_memory": ipu_memory, "guards": guards}
+        return made(function, mesh=mesh, **options)
 
 
 def _stages_of_layers(

@@ -12,7 +12,6 @@
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import jax
 import optax
@@ -22,38 +21,37 @@ from ipu_jax.base import facts
 from ipu_jax.base.annotations import Batch, Params, Tree
 from ipu_jax.base.doors import public_on_mesh
 from ipu_jax.base.showing import Shown, Table
-from ipu_jax.core.analysis.report import MemoryGuard, PipelineReport, check_ipu_memory, make_report
+from ipu_jax.core.analysis.report import MemoryGuard, make_report
 from ipu_jax.core.analysis.schedule_choice import ScheduleChoice, silent_about_messages, warn_of_messages
-from ipu_jax.core.analysis.stage_costs import check_measurable
 from ipu_jax.core.cutting.function import FunctionModel
-from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS, check_there, devices_of, make_mesh
+from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS, check_there, devices_of
 from ipu_jax.core.mesh_axes import further_axes
 from ipu_jax.core.optimizer.pipeline_optimizer import PipelineOptimizer
 from ipu_jax.core.options import PipelineOptions, Reduction
+from ipu_jax.core.pipeline._foreseen import Foreseen
 from ipu_jax.core.pipeline._guards import GuardChoice, Guards
 from ipu_jax.core.pipeline._making import Made
 from ipu_jax.core.pipeline._programs import Programs
 from ipu_jax.core.pipeline.placed_stages import PlacedStages
-from ipu_jax.core.schedules import FoundSchedule, Schedule, StageCosts
+from ipu_jax.core.schedules import Schedule
 from ipu_jax.core.stage import Stage, check_untied
 from ipu_jax.core.step_args import StepArgs
 from ipu_jax.core.weights import packing
 from ipu_jax.core.weights.arguments import (
     check_alive,
-    check_counts_from_zero,
-    check_mesh,
     check_places,
     check_predict_axes,
     check_predictable,
     check_reducible,
     checked_stages,
+    mesh_for,
 )
 from ipu_jax.core.weights.groups import Groups
 from ipu_jax.core.weights.packing import Sharded
 
 
 @public_on_mesh
-class Pipeline(Made, Shown):
+class Pipeline(Made, Foreseen, Shown):
     """Runs stages on the IPUs of each replica, under a schedule.
 
     Args:
@@ -118,11 +116,7 @@ class Pipeline(Made, Shown):
             gradient_accumulation = schedule.micro_batches
         self.given = {"gradient_accumulation": gradient_accumulation, "reduction": reduction}
         self.options = PipelineOptions(**{name: value for name, value in self.given.items() if value is not None})
-        places = [stage.place for stage in self.stages if stage.place is not None]
-        if mesh is None:
-            check_counts_from_zero(self.stages)
-        self.mesh = make_mesh(1, 1 + max(places, default=0)) if mesh is None else mesh
-        check_mesh(self.mesh)
+        self.mesh = mesh_for(mesh, self.stages)
         self.given_devices = devices_of(self.mesh)
         self.replicas, self.ipus = self.mesh.shape[REPLICA_AXIS], self.mesh.shape[IPU_AXIS]
         axes = further_axes(self.mesh)
@@ -167,8 +161,6 @@ class Pipeline(Made, Shown):
             ValueError: a group is missing or unknown, a leaf is not a floating array, a spec does not fit, or the
                 devices are only described.
         """
-        if isinstance(params, Sharded):
-            raise ValueError("params are placed already: leave shard out, or give whole weights, unshard(params)")
         check_there(self.mesh, "shard", "shard_shapes(params)")
         return packing.shard_tree(params, self.placement.groups.layout(params), self.mesh)
 
@@ -371,124 +363,6 @@ class Pipeline(Made, Shown):
         self.placement.check(given, "prediction")
         outputs, new_state = self._programs.predict(given)
         return (outputs, new_state) if return_state else outputs
-
-    def report(
-        self,
-        params: Sharded,
-        batch: Batch,
-        state: Sharded | None = None,
-        key: jax.Array | None = None,
-        *,
-        compile: bool = True,
-        ipu_memory: float | None = None,
-    ) -> PipelineReport:
-        """Report what a step needs on each IPU: bytes by kind, FLOPs, bytes sent, and its idle share. Nothing is run.
-
-        Args:
-            params: from `shard`, or `jax.eval_shape(lambda p: p, params)`.
-            batch, state, key: as for `value_and_grad`, or with `jax.ShapeDtypeStruct` in place of arrays.
-            compile: whether to compile the step for the temporary bytes that XLA reports. Otherwise they are predicted.
-            ipu_memory: the memory of an IPU in bytes; a `UserWarning` says what does not fit. Default: the pipeline's
-                own value.
-
-        Raises:
-            ValueError: `value_and_grad` would refuse the arguments, or `ipu_memory` is not above 0.
-
-        >>> import jax.numpy as jnp
-        >>> from ipu_jax import Pipeline
-        >>> stage = lambda w, x, mb: jnp.mean((mb @ w) ** 2)
-        >>> pipeline = Pipeline([Stage(stage, params="w", ipu=0)], gradient_accumulation=2)
-        >>> params = pipeline.shard({"w": jnp.ones((3, 1))})
-        >>> pipeline.report(params, jax.ShapeDtypeStruct((2, 4, 3), "float32"), compile=False).ipus[0].weights
-        12
-        """
-        given, placed, lowered = StepArgs(params, batch, state, key), self.placement, None
-        placed.check(given)
-        limit = self._memory.ipu_memory if ipu_memory is None else ipu_memory
-        check_ipu_memory(limit)
-        if compile:
-            placed.check_guards(self._programs.jitted, given)
-            lowered = placed.lowered(self._programs.jitted, given)
-        return make_report(placed.plan(*given), batch, mesh=self.mesh, lowered=lowered, ipu_memory=limit)
-
-    def lower(self, params: Sharded, batch: Batch, state: Sharded | None = None, key: jax.Array | None = None) -> Any:
-        """Return the program of `value_and_grad`, lowered but not run. Compile it to see its memory and its HLO.
-
-        On a mesh with further axes it is compiled here, too, to choose `guards`.
-
-        Args:
-            params: from `shard` or `shard_shapes`.
-            batch, state, key: as for `value_and_grad`, or with `jax.ShapeDtypeStruct` in place of arrays. A batch whose
-                leaves don't say where they are is split over the replicas.
-
-        Raises:
-            ValueError: `value_and_grad` would refuse the arguments.
-        """
-        given, placed, program = StepArgs(params, batch, state, key), self.placement, self._programs.jitted
-        placed.check(given)
-        placed.guards.check_shapes(program, given, lambda: placed.lowered(program, given))
-        return placed.lowered(program, given)
-
-    def choose_schedule(
-        self,
-        params: Sharded,
-        batch: Batch,
-        state: Sharded | None = None,
-        key: jax.Array | None = None,
-        *,
-        costs: StageCosts | None = None,
-    ) -> FoundSchedule:
-        """Find the schedule of a pipeline with schedule="auto" now, not in its first step. The result can be printed.
-
-        Args:
-            params, batch, state, key: as for `report`.
-            costs: for example from `stage_costs`, the same on every instance. Default: FLOPs. If they contain no bytes,
-                the bytes of the stash are counted. On chips messages take time, too, if the costs say their unit.
-
-        Returns:
-            The result of `find_schedule`; if a schedule was found before, that result again.
-
-        Raises:
-            ValueError: the schedule was given, or it was found before `costs` were given; `value_and_grad` would refuse
-                the arguments; or no schedule fits in `ipu_memory`.
-        """
-        given, choice = StepArgs(params, batch, state, key), self.placement.choice
-        choice.check_choosable(costs)
-        self.placement.check(given)
-        return self.placement.traced(lambda shapes: choice.choose(shapes, costs), given)
-
-    def stage_costs(
-        self,
-        params: Sharded,
-        batch: Batch,
-        state: Sharded | None = None,
-        key: jax.Array | None = None,
-        *,
-        measured: bool = False,
-        repeats: int = 5,
-    ) -> StageCosts:
-        """Return the costs of F, B and W of each stage for one micro-batch, and the bytes that they stash.
-
-        Costs are FLOPs, or if `measured` the median seconds of F, B, W and the whole backward pass, each run alone on
-        the IPUs of its stage. Measured programs do not accumulate gradients, and times include their start. Stages that
-        run as one segment share its cost evenly. Across several instances, all of them must measure at the same time,
-        and get the same costs.
-
-        Args:
-            params, batch, state, key: as for `report`. Only their shapes are used.
-            measured: whether to measure. Then no argument may be traced by `jax.jit`.
-            repeats: runs of each program, after one run that compiles it; fewer if they take more than 10 seconds.
-
-        Raises:
-            ValueError: as in `value_and_grad`, or an argument is a tracer when costs are to be measured.
-        """
-        given = StepArgs(params, batch, state, key)
-        self.placement.check(given)
-        check_measurable(given, measured, repeats)
-        if measured:
-            check_there(self.mesh, "measured=True", "measured=False, which counts FLOPs")
-        traced = self.placement.traced(lambda shapes: shapes.trace(self.stages), given)
-        return traced.measured(self.mesh, repeats) if measured else traced.counted()
 
     def replace(
         self,

@@ -60,16 +60,16 @@ _FOLDED = ("zbv", "dualpipev")
 
 
 def canonical_name(name: str) -> str:
-    """Return the name in `SCHEDULES`, or "auto", for a name or an alias (`ALIASES`) in any case.
+    """Return the name in `SCHEDULES`, or "auto", for a name or an alias (`ALIASES`), in any case, with "-" or "_".
 
     Raises:
         ValueError: the name is unknown; the message suggests the nearest.
 
-    >>> canonical_name("ScheduleZBVZeroBubble"), canonical_name("1F1B")
-    ('zbv', '1f1b')
+    >>> canonical_name("ScheduleZBVZeroBubble"), canonical_name("interleaved_1f1b"), canonical_name("ZB_H1")
+    ('zbv', 'looped', 'zb-h1')
     """
-    lower = name.lower().removeprefix("schedule") if isinstance(name, str) else name
-    known = ALIASES.get(lower, lower) if isinstance(lower, str) else lower
+    lower = name.lower().removeprefix("schedule").replace("_", "-") if isinstance(name, str) else name
+    known = ALIASES.get(lower.replace("-", ""), lower) if isinstance(lower, str) else lower
     names = (*SCHEDULES, AUTO)
     check_choice("schedule", known if known in names else name, names)
     return known

@@ -46,9 +46,9 @@ def make_schedule(
     `_simulate` lists the bubbles and `_families` the sources. Schedules with several stages per IPU ("looped" to
     "looped-zb", "zbv" to "dualpipev") are worthwhile if an IPU's share of the model can be divided into equal stages.
 
-    Names are not case-sensitive. The names of other libraries are accepted too: torch.distributed.pipelining ("GPipe",
-    "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", also as
-    "ScheduleGPipe" and so on) and JaxPP ("Std1F1B", "Eager1F1B").
+    Names are not case-sensitive, and "_" is "-". The names of other libraries are accepted too:
+    torch.distributed.pipelining ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble",
+    "ZBVZeroBubble", "DualPipeV", also as "ScheduleGPipe" and so on) and JaxPP ("Std1F1B", "Eager1F1B").
 
     Args:
         name: one of the above.

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 
 from ipu_jax.base.annotations import Batch, Key, Tree, Value
 from ipu_jax.base.keys import is_one_key
-from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS, make_mesh
 from ipu_jax.core.mesh_axes import further_axes, names_in
 from ipu_jax.core.stage import Role, Stage
 from ipu_jax.core.weights.packed_layout import check_array
@@ -55,16 +55,6 @@ def check_reducible(stages: tuple[Stage, ...], mesh: Mesh) -> None:
         )
 
 
-def check_counts_from_zero(stages: tuple[Stage, ...]) -> None:
-    """Raise `ValueError` if no stage is on IPU 0, as if IPUs counted from 1."""
-    places = sorted({0 if stage.place is None else stage.place for stage in stages})
-    if places[0] > 0:
-        raise ValueError(
-            f"stages are on IPU {', '.join(map(str, places))}, and none is on IPU 0: IPUs count from 0; move the "
-            f"stages, or give mesh=make_mesh(1, {places[-1] + 1}), in which IPU 0 is idle"
-        )
-
-
 def check_places(stages: tuple[Stage, ...], ipus: int) -> None:
     """Raise `ValueError` if a stage is on an IPU that a replica of `ipus` IPUs does not have."""
     for number, stage in enumerate(stages):
@@ -73,6 +63,24 @@ def check_places(stages: tuple[Stage, ...], ipus: int) -> None:
                 f"stage {number}, {stage.name!r}, is on IPU {stage.place}, outside the replica: "
                 f"it has IPUs 0 to {ipus - 1}; make the mesh wider or move the stage"
             )
+
+
+def mesh_for(mesh: Mesh | None, stages: tuple[Stage, ...]) -> Mesh:
+    """Return the mesh of a pipeline; by default it has one replica, on as many IPUs as the stages name.
+
+    Raises:
+        ValueError: no mesh is given, and no stage is on IPU 0, as if IPUs counted from 1; or as in `check_mesh`.
+    """
+    if mesh is not None:
+        check_mesh(mesh)
+        return mesh
+    places = sorted({0 if stage.place is None else stage.place for stage in stages})
+    if places[0] > 0:
+        raise ValueError(
+            f"stages are on IPU {', '.join(map(str, places))}, and none is on IPU 0: IPUs count from 0; move the "
+            f"stages, or give mesh=make_mesh(1, {places[-1] + 1}), in which IPU 0 is idle"
+        )
+    return make_mesh(1, 1 + places[-1])
 
 
 def check_mesh(mesh: Any) -> None:

@@ -67,12 +67,14 @@ class Groups:
     def layout(self, params: Params) -> PackedLayout:
         """Return where each leaf of whole weights goes."""
         whole = self._whole
+        _check_not_placed("params", params)
         params = params if whole is None else whole.split(params)
         return plan_layout(params, self.owners, self.specs, self.ipus, frozen=self.frozen, whole=whole, axes=self.axes)
 
     def state_layout(self, state: Tree) -> PackedLayout:
         """Return where each leaf of whole state goes."""
         whole = self._whole_state
+        _check_not_placed("state", state)
         state = state if whole is None else whole.split(state)
         return plan_layout(
             state, self.state_owners, self.state_specs, self.ipus, what="state", whole=whole, axes=self.axes
@@ -124,6 +126,11 @@ class Groups:
             ValueError: `frozen` does not fit the weights, or a leaf that is trained is not floating.
         """
         return with_frozen(layout, self.frozen)
+
+
+def _check_not_placed(what: str, tree: Tree) -> None:
+    if isinstance(tree, Sharded):
+        raise ValueError(f"{what} is placed already: use it as it is, or give the whole tree, pipeline.unshard({what})")
 
 
 def _by_group(what: str, value: Value, owners: Mapping[str, Tree]) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Run a whole training run: the loop around `TrainStep`, its progress, and its results."""
+"""Train to the end: the loop around `TrainStep`, its progress, and its results."""

@@ -113,7 +113,7 @@ FUNCTION = lambda w, rows: jnp.mean(jnp.tanh(rows @ w["body"]) @ w["head"])  # n
     ),
     (lambda: PIPELINE.shard(None), "params is a NoneType", "a dict of whole arrays", "['body', 'head']"),
     (lambda: PIPELINE.shard(WEIGHTS["body"]), "params is a ndarray", "a dict of whole arrays", "['body', 'head']"),
-    (lambda: PIPELINE.shard(SHARDED), "params are placed already", "unshard(params)"),
+    (lambda: PIPELINE.shard(SHARDED), "params is placed already", "unshard(params)"),
     (
         lambda: Pipeline.from_function(FUNCTION, TORCH, BATCH["x"][0], ipus=2, schedule="1f1b"),
         "is a torch.Tensor",

@@ -121,6 +121,7 @@ def with_ordered(name):
     (lambda: PIPELINE.shard(ordered(PARAMS)), "params is not the tree", "OrderedDict", "give a tree like that one"),
     (lambda: STEP.init(ordered(PARAMS)), "params is not the tree", "OrderedDict"),
     (lambda: STATEFUL.shard_state(ordered(STATE)), "state is not the tree", "OrderedDict"),
+    (lambda: STATEFUL.shard_state(STATEFUL.shard_state(STATE)), "state is placed already", "pipeline.unshard(state)"),
     (lambda: AVERAGED.restore(with_ordered("params")), "params is not the tree", "OrderedDict"),
     (lambda: AVERAGED.restore(with_ordered("ema")), "'ema' is not a tree", "the saved 'params'"),
 )
