@@ -155,7 +155,7 @@ class LossLines:
         losses = np.array(self._losses, np.float32)
         skipped = f", {self._skipped} of {self._made} updates skipped" if self._skipped else ""
         finite = losses[np.isfinite(losses)]
-        mean = loss_in_words(finite.mean()) if len(finite) else "not finite"
+        mean = loss_in_words(float(finite.mean())) if len(finite) else "not finite"
         self._say(f"{self.where()}, Mean loss: {mean}{skipped}")
         self._losses, self._made, self._skipped, self._time = [], 0, 0, self._clock()
 

@@ -16,7 +16,7 @@ import pytest
 
 from ipu_jax import Feed, TrainOptions, fit, make_train_step
 from ipu_jax.run.loop import fit as loop
-from ipu_jax.steps import FitResult
+from ipu_jax.steps import FitResult, StopRequest
 from ipu_jax.training.data import feed as feeds
 from ipu_jax.training.data import prefetch
 from support.fitted import hearing_ctrl_c, normal, press
@@ -172,7 +172,7 @@ def test_two_presses_of_ctrl_c_skip_no_batch(k, moment, monkeypatch):
         np.testing.assert_array_equal(go_on(k, feed), want)
 
 
-def test_a_feed_that_never_answers_can_be_interrupted():
+def test_a_feed_that_never_answers_can_be_interrupted(monkeypatch):
     answers, answered = threading.Event(), list[bool]()
 
     class Stuck(PressingRows):
@@ -182,9 +182,20 @@ def test_a_feed_that_never_answers_can_be_interrupted():
                 answered.append(answers.wait(60))
             return ROWS[index]
 
-    want = weights_after(1, feed_of(1))
+    want, handle, handled = weights_after(1, feed_of(1)), StopRequest._raise_at_the_second, threading.Event()
+
+    def handle_and_say(*args: Any) -> None:
+        handle(*args)
+        handled.set()
+
+    def press_from_another_thread() -> None:
+        press()
+        assert handled.wait(60)  # by the main thread: two presses before that are one
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(StopRequest, "_raise_at_the_second", handle_and_say)
     with hearing_ctrl_c(), Feed(Stuck(), step=STEPS[1], micro_batch=SIZE) as feed:
-        threading.Timer(1.0, press_twice).start()  # when the read is waited for
+        threading.Timer(1.0, press_from_another_thread).start()  # when the read is waited for
         with pytest.raises(KeyboardInterrupt):
             weights_after(1, feed)
         assert not answered
