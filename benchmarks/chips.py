@@ -222,7 +222,7 @@ def _around(blocks: list[Stage], vocabulary: int) -> list[Stage]:
 
 def _batch_of(model: Model, replicas: int, *, concurrent: bool) -> dict[str, jax.ShapeDtypeStruct]:
     leading = (replicas, model.micro_batches) if replicas > 1 else (model.micro_batches,)
-    leaf = lambda shape, dtype: jax.ShapeDtypeStruct((*leading, *shape), dtype)  # noqa: E731
+    leaf = lambda shape, dtype: jax.ShapeDtypeStruct((*leading, *shape), dtype)
     if concurrent:
         return {key: leaf(model.x[:-1], jnp.int32) for key in ("tokens", "labels")}
     return {"x": leaf(model.x, WEIGHT)}

@@ -225,8 +225,8 @@ def pieces_of(sizes: Sizes, params: Any) -> tuple[list[Piece], list[Any]]:
         lambda p, x_BTD, _: x_BTD + attention(p["attention"], layer_norm(p["norm1"], x_BTD)),
         lambda p, x_BTD, _: x_BTD + mlp(p["mlp"], layer_norm(p["norm2"], x_BTD)),
     ]
-    embed: Piece = lambda p, _, mb: add_positions(p["positions"], embed_whole(p["table"], None, mb), mb)  # noqa: E731
-    head: Piece = lambda p, x_BTD, mb: loss_whole(p["projection"], layer_norm(p["norm"], x_BTD), mb)  # noqa: E731
+    embed: Piece = lambda p, _, mb: add_positions(p["positions"], embed_whole(p["table"], None, mb), mb)
+    head: Piece = lambda p, x_BTD, mb: loss_whole(p["projection"], layer_norm(p["norm"], x_BTD), mb)
     weights_of_halves = [
         {name: p[name] for name in names}
         for p in params["blocks"]

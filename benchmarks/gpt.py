@@ -243,7 +243,7 @@ def in_the_usual_idiom(
 
     `for_the_usual_idiom` returns its first two arguments.
     """
-    stage = lambda p, x_BTD: layers(p, x_BTD, None)  # noqa: E731
+    stage = lambda p, x_BTD: layers(p, x_BTD, None)
     return usual_idiom.value_and_grad(stage, _projected_loss, mesh, micro_batches, first=_embedded, **variation)
 
 

@@ -34,7 +34,7 @@ def measure(steps: int) -> None:
     configure(2)
     admitted, output = InFlight(), jnp.ones(())
     output.block_until_ready()
-    step = lambda: admitted.admit(output, samples=64)  # noqa: E731
+    step = lambda: admitted.admit(output, samples=64)
     for _ in range(1000):
         step()
     begun = time.process_time()
@@ -60,7 +60,7 @@ def system_calls(steps: int, record: str, folder: Path) -> int:
 
 
 def main() -> int:
-    flag = lambda parser: parser.add_argument("--measure", type=int, help=argparse.SUPPRESS)  # noqa: E731
+    flag = lambda parser: parser.add_argument("--measure", type=int, help=argparse.SUPPRESS)
     figures = Figures("monitor: what a record for ipu-monitor costs a step", flags=flag)
     if figures.args.measure is not None:
         measure(figures.args.measure)

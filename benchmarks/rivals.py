@@ -135,7 +135,7 @@ def programs(run_layers: Callable[[Any, Any, Any], Any], weights: dict[str, Any]
     batch = jax.device_put(batch_of(m), NamedSharding(pipeline.mesh, PartitionSpec()))
     arguments = (pipeline.shard(weights), batch)
     step = jax.jit(pipeline.value_and_grad)
-    whole = lambda result: (result[0], pipeline.unshard(result[1]))  # noqa: E731
+    whole = lambda result: (result[0], pipeline.unshard(result[1]))
     found = {OURS: Program(step.lower(*arguments).compile(), arguments, whole)}
 
     mesh = make_mesh(1, STAGES)

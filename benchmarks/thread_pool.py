@@ -71,7 +71,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     figures = Figures("the size of XLA's thread pool: which one makes a pipeline fastest on a CPU", flags=flags)
-    one_pool = lambda ipus, cores: {"cores + IPUs": cores + ipus}  # noqa: E731
+    one_pool = lambda ipus, cores: {"cores + IPUs": cores + ipus}
     figures.shrink(
         __name__,
         IPUS=(2,),

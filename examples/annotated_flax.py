@@ -15,7 +15,7 @@ from ipu_jax import Pipeline, configure, make_mesh, verify
 from ipu_jax.nn import gather_stages, linen_stage
 
 FEATURES, HEADS, TOKENS, B, M = 16, 4, 6, 2, 4
-whole = lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec())  # noqa: E731
+whole = lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec())
 
 
 def dense(features: int, *axes: str | None) -> nn.Dense:

@@ -45,7 +45,7 @@ def make_pipeline(schedule: str) -> Pipeline:
 def make_data() -> tuple[dict, dict]:
     """Return weights, and a batch of M micro-batches of B rows."""
     random = np.random.default_rng(0)
-    draw = lambda *shape: random.normal(scale=0.5, size=shape).astype(np.float32)  # noqa: E731
+    draw = lambda *shape: random.normal(scale=0.5, size=shape).astype(np.float32)
     shapes = {"query": (FEATURES,), "up": (FEATURES, 16), "down": (16, FEATURES)}
     weights = {f"block {k}": {name: draw(*shape) for name, shape in shapes.items()} for k in range(STAGES)}
     del weights["block 0"]["query"]  # it reads the inputs alone

@@ -40,7 +40,7 @@ def make_pipeline(schedule: str) -> Pipeline:
 def make_data() -> tuple[dict, dict]:
     """Return weights, and a batch of M micro-batches of B rows."""
     random = np.random.default_rng(0)
-    draw = lambda *shape: random.normal(scale=0.5, size=shape).astype(np.float32)  # noqa: E731
+    draw = lambda *shape: random.normal(scale=0.5, size=shape).astype(np.float32)
     shapes = {"router": (FEATURES, EXPERTS), "up": (EXPERTS, FEATURES, 16), "down": (EXPERTS, 16, FEATURES)}
     weights = {f"experts {k}": {name: draw(*shape) for name, shape in shapes.items()} for k in range(STAGES)}
     return weights, {"x": draw(M, B, FEATURES), "y": draw(M, B, FEATURES)}

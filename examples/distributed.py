@@ -73,7 +73,7 @@ def head(p, x, microbatch):
 
 def weights(seed: int = 0) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
-    layer = lambda rows, columns: {  # noqa: E731
+    layer = lambda rows, columns: {
         "w": rng.normal(scale=rows**-0.5, size=(rows, columns)).astype(np.float32),
         "b": np.zeros(columns, np.float32),
     }

@@ -55,7 +55,7 @@ def shapes(width: int, blocks: int, vocabulary: int) -> dict[str, dict[str, jax.
         "up": (width, 4 * width),
         "down": (4 * width, width),
     }
-    weight = lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
+    weight = lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     of_blocks = {f"block {i}": {name: weight(shape) for name, shape in of_block.items()} for i in range(blocks)}
     return {"table": {"rows": weight((vocabulary, width))}, **of_blocks}
 
@@ -68,7 +68,7 @@ def make_step(given: argparse.Namespace) -> TrainStep:
         logits = tied_projection(norm(x), weights["rows"], size=given.vocabulary)
         return log_softmax_cross_entropy(logits, microbatch["targets"], size=given.vocabulary).mean()
 
-    place = lambda i: i * given.ipus // given.blocks  # noqa: E731
+    place = lambda i: i * given.ipus // given.blocks
     blocks = [Stage(block, f"block {i}", place(i), recompute=given.recompute) for i in range(given.blocks)]
     stages = [Stage(embed, "table", ALL_IPUS, name="embedding"), *blocks, Stage(project, "table", ALL_IPUS)]
     pipeline = Pipeline(
@@ -91,7 +91,7 @@ def main() -> None:
     chips.hand_over(step, weights, batch)  # under ipu-compile the script ends here
 
     random = np.random.default_rng(0)
-    draw = lambda shape: jnp.asarray(random.normal(scale=0.02, size=shape.shape), shape.dtype)  # noqa: E731
+    draw = lambda shape: jnp.asarray(random.normal(scale=0.02, size=shape.shape), shape.dtype)
     state = step.init(jax.tree.map(draw, weights))
     tokens = random.integers(given.vocabulary, size=of_batch, dtype=np.int32)
     for _ in range(given.updates):

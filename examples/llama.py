@@ -96,7 +96,7 @@ def loss_of(p, x, microbatch):
 
 def make_weights(sizes: Sizes) -> dict[str, dict[str, np.ndarray]]:
     random, groups = np.random.default_rng(0), sizes.of_weights().items()
-    draw = lambda shape: random.normal(scale=0.1, size=shape) if len(shape) > 1 else np.ones(shape)  # noqa: E731
+    draw = lambda shape: random.normal(scale=0.1, size=shape) if len(shape) > 1 else np.ones(shape)
     return {g: {w: draw(shape).astype(np.float32) for w, (shape, _) in group.items()} for g, group in groups}
 
 

@@ -59,7 +59,7 @@ def make_pipeline(schedule: str) -> Pipeline:
 def make_data() -> tuple[dict, dict]:
     """Return weights, and a batch of M micro-batches of B sequences."""
     random, d = np.random.default_rng(0), FEATURES
-    draw = lambda *shape: random.normal(scale=0.5, size=shape).astype(np.float32)  # noqa: E731
+    draw = lambda *shape: random.normal(scale=0.5, size=shape).astype(np.float32)
     blocks = {f"block {k}": {"up": draw(d, 16), "down": draw(16, d)} for k in range(3)}
     weights = {"shared": {"table": draw(VOCABULARY, d)}, **blocks}
     weights["block 2"]["join"] = draw(2 * d, d)

@@ -46,7 +46,7 @@ def project(weights, x, microbatch):
 
 def make_weights() -> dict[str, dict[str, np.ndarray]]:
     random, d = np.random.default_rng(0), FEATURES
-    draw = lambda *shape: random.normal(scale=0.1, size=shape).astype(np.float32)  # noqa: E731
+    draw = lambda *shape: random.normal(scale=0.1, size=shape).astype(np.float32)
     shapes = {"qkv": (d, 3 * d), "out": (d, d), "up": (d, 4 * d), "down": (4 * d, d)}
     blocks = {f"block {i}": {name: draw(*shape) for name, shape in shapes.items()} for i in range(2)}
     return {"shared": {"table": draw(VOCABULARY, d), "positions": draw(LENGTH, d)}, **blocks}

@@ -25,7 +25,7 @@ def train(
         updates: the number of updates at the end, including those before a resume.
     """
     with Feed(source, step=step, micro_batch=B) as feed:
-        loss = lambda state: {"loss": evaluate(step, state, others)}  # noqa: E731
+        loss = lambda state: {"loss": evaluate(step, state, others)}
         return fit(step, start, feed, updates=updates, evaluate=loss, checkpoints=folder)
 
 

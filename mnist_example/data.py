@@ -72,7 +72,7 @@ class MNIST:
 
 def described() -> MNIST:
     """Return a data set like MNIST that takes no memory: 60,000 and 10,000 black zeros."""
-    zeros = lambda *shape: np.broadcast_to(np.uint8(0), shape)  # noqa: E731
+    zeros = lambda *shape: np.broadcast_to(np.uint8(0), shape)
     return MNIST(zeros(60_000, 28, 28), zeros(60_000), zeros(10_000, 28, 28), zeros(10_000), "no images")
 
 
@@ -86,7 +86,7 @@ def prepared(flags: DataFlags, ipus: int) -> MNIST:
         ValueError, OSError: a folder that the user named does not hold the digits, there are too few images for one
             update, or the IPUs cannot be made.
     """
-    load = lambda: synthetic_mnist(flags.seed) if flags.synthetic_data else load_mnist(flags.data_dir)  # noqa: E731
+    load = lambda: synthetic_mnist(flags.seed) if flags.synthetic_data else load_mnist(flags.data_dir)
     may_download = not (flags.synthetic_data or flags.data_dir or os.environ.get("MNIST_DIR"))
     data = None if may_download else load()
     if data is None:

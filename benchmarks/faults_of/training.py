@@ -132,7 +132,7 @@ def main() -> int:
 
 def train(args: argparse.Namespace) -> None:
     step, draw = step_of(args.width), np.random.default_rng(args.seed)
-    normal = lambda *shape: draw.normal(size=shape).astype(np.float32)  # noqa: E731
+    normal = lambda *shape: draw.normal(size=shape).astype(np.float32)
     examples = {"x": normal(512, args.width), "y": normal(512, args.width)}
     state = step.init({name: {"w": normal(args.width, args.width) / args.width} for name in ("body", "head")})
     keep = {"keep": 2, "every": args.every, "describes": {"seed": args.seed}}

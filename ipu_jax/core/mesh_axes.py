@@ -80,8 +80,8 @@ def over_ipus(program: Function, mesh: Mesh, *, in_specs: Tree, out_specs: Tree)
         in_specs, out_specs: trees of `PartitionSpec`, prefixes of arguments and result. Results are split over the
             further axes that their specs name, and over no others.
     """
-    is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
-    own = lambda specs: jax.tree.map(own_part, specs, is_leaf=is_spec)  # noqa: E731
+    is_spec = lambda leaf: isinstance(leaf, PartitionSpec)
+    own = lambda specs: jax.tree.map(own_part, specs, is_leaf=is_spec)
     mapped = jax.shard_map(
         program,
         mesh=mesh,

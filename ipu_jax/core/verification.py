@@ -150,7 +150,7 @@ def verify(
     check_cost("rtol", 0.0 if rtol is None else rtol, "tolerance")
     weights, whole_state = pipeline.unshard(params), None if state is None else pipeline.unshard(state)
     numbers = itertools.count(1)
-    next_program = lambda: status.during(f"program {(k := next(numbers))} of {max(2, k)}")  # noqa: E731
+    next_program = lambda: status.during(f"program {(k := next(numbers))} of {max(2, k)}")
 
     def sharded(*, fused: bool = True) -> dict[str, Tree]:
         run = pipeline.value_and_grad if fused else jax.jit(pipeline.value_and_grad, compiler_options=UNFUSED)

@@ -97,7 +97,7 @@ class Board:
         and its error ends the wait.
         """
         deadline, entries = time.monotonic() + seconds, list[bytes]()
-        left = lambda: max(0.001, deadline - time.monotonic())  # noqa: E731
+        left = lambda: max(0.001, deadline - time.monotonic())
         if self._client is None:
             return entries
         while unless and left() > 0.001:

@@ -47,7 +47,7 @@ def dense_value_and_grad(params: Any, tokens: jax.Array, targets: jax.Array) -> 
         logits = (transformer.normalised(params["norm"], x) @ params["table"].T).astype(jnp.float32)
         return transformer.cross_entropy(logits, targets)
 
-    mean_loss = lambda params: jax.vmap(of_one, (None, 0, 0))(params, tokens, targets).mean()  # noqa: E731
+    mean_loss = lambda params: jax.vmap(of_one, (None, 0, 0))(params, tokens, targets).mean()
     return jax.value_and_grad(mean_loss)(params)
 
 

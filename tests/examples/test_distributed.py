@@ -69,7 +69,7 @@ def test_the_page_has_the_code_of_the_example():
 
 
 def test_the_page_shows_how_the_code_changes():
-    lines = lambda text: {line.strip() for line in text.splitlines()}  # noqa: E731
+    lines = lambda text: {line.strip() for line in text.splitlines()}
     before = lines("".join(documents.blocks(PAGE, "python")))
     changes = "".join(documents.blocks(PAGE, "diff")).splitlines()
     removed, added = ({line[1:].strip() for line in changes if line[0] == sign} for sign in "-+")

@@ -58,7 +58,7 @@ def test_a_step_gives_a_loss_and_a_gradient_of_each_weight():
 @pytest.mark.parametrize(("ipus", "schedule"), [(1, "grouped"), (2, "1f1b"), (3, "grouped"), (4, "zb-h1")])
 def test_loss_and_gradients_equal_a_dense_twin(ipus, schedule):
     random = np.random.default_rng(ipus)
-    draw = lambda shape: random.normal(scale=0.1, size=shape.shape).astype(np.float32)  # noqa: E731
+    draw = lambda shape: random.normal(scale=0.1, size=shape.shape).astype(np.float32)
     weights = jax.tree.map(draw, gpt.shapes(WIDTH, BLOCKS, VOCABULARY))
     batch = {name: random.integers(VOCABULARY, size=(5, 2, TOKENS), dtype=np.int32) for name in ("tokens", "targets")}
     pipeline = pipeline_of(ipus, schedule)

@@ -57,7 +57,7 @@ def loss_of_residuals(weights, batch):
 def loss_of_tokens(weights, batch):
     table, tokens = weights["shared"]["table"], batch["tokens"]
     length = tokens.shape[-1] - 2
-    normed = lambda x: x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)  # noqa: E731
+    normed = lambda x: x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
 
     def block(name, x):
         before = jnp.stack([normed(x)[:, :, : t + 1].sum(2) for t in range(length)], 2)

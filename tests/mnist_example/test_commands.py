@@ -50,7 +50,7 @@ def test_help_fits_two_screens_with_examples_first_and_help_all_explains_more(ma
     assert len(lines) <= most
     assert max(map(len, lines)) <= 80
     assert sum(line.startswith("    ") for line in lines[: lines.index("options:")]) >= 2
-    flags_of = lambda text: re.findall(r"^  (--\S+)", text, re.MULTILINE)  # noqa: E731
+    flags_of = lambda text: re.findall(r"^  (--\S+)", text, re.MULTILINE)
     assert flags_of(texts[0]) == flags_of(texts[1])
     assert "32 for a resnet" in texts[1]
     assert "32 for a resnet" not in texts[0]

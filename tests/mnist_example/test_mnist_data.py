@@ -69,7 +69,7 @@ def test_the_environment_names_a_folder_and_the_argument_wins(folder, tmp_path, 
 
 
 IMAGES, LABELS, TEST_IMAGES, TEST_LABELS = (f"{name}.gz" for name in NAMES)
-of_shape = lambda *shape, dims=3: struct.pack(f">4B{len(shape)}I", 0, 0, 8, dims, *shape)  # noqa: E731
+of_shape = lambda *shape, dims=3: struct.pack(f">4B{len(shape)}I", 0, 0, 8, dims, *shape)
 LARGE = np.random.default_rng(0).bytes(1 << 20)
 CLAIMS = of_shape(900_000, 28, 28)
 MANY_LABELS = gzip.compress(idx(np.zeros(900_000, np.uint8)))

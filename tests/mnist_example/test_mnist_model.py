@@ -202,5 +202,5 @@ def test_stages_compute_in_the_dtype_of_their_weights(dtype, images, params, bat
 
 
 def test_in_basic_mode_the_layers_are_spread_over_three_ipus():
-    places = lambda ipus: [stage.place for stage in make_pipeline("basic", ipus=ipus).stages]  # noqa: E731
+    places = lambda ipus: [stage.place for stage in make_pipeline("basic", ipus=ipus).stages]
     assert [places(1), places(2), places(3)] == [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 2, 2]]

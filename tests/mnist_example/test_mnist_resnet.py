@@ -98,7 +98,7 @@ def in_its_own_names(params, state):
             convs.append(params[layer.name][name]["conv"])
             norms.append(params[layer.name][name]["norm"])
             averages.append(state[layer.name]["batch_stats"][name]["norm"])
-    numbered = lambda kind, values: {f"{kind}_{i}": value for i, value in enumerate(values)}  # noqa: E731
+    numbered = lambda kind, values: {f"{kind}_{i}": value for i, value in enumerate(values)}
     head = {"Dense_0": {"kernel": params["classifier"]["w"], "bias": params["classifier"]["b"]}}
     return {**numbered("Conv", convs), **numbered("BatchNorm", norms), **head}, numbered("BatchNorm", averages)
 
@@ -197,7 +197,7 @@ def test_a_block_adds_its_input_to_two_convolutions():
     """The first one that halves the sides, in training: output, averages, and gradients by weights and input."""
     (block,) = (layer for layer in layers_of("resnet18", width=WIDTH) if layer.name == "block3")
     rng = np.random.default_rng(1)
-    drawn = lambda leaf: (0.5 + rng.random(leaf.shape)).astype(np.float32)  # noqa: E731
+    drawn = lambda leaf: (0.5 + rng.random(leaf.shape)).astype(np.float32)
     own = jax.tree.map(drawn, jax.eval_shape(block.init, jax.random.key(0)))
     params, averages = own["params"], own["batch_stats"]
     params["conv0"]["conv"]["kernel"] -= 1
@@ -214,7 +214,7 @@ def test_a_block_adds_its_input_to_two_convolutions():
         return y, {"norm": moved}
 
     def by_hand(own, x):
-        of = lambda name, x, strides: normal(own[name], averages[name], x, strides)  # noqa: E731
+        of = lambda name, x, strides: normal(own[name], averages[name], x, strides)
         y, first = of("conv0", x, 2)
         y, second = of("conv1", nn.relu(y), 1)
         x, third = of("shortcut", x, 2)
@@ -318,7 +318,7 @@ def test_the_command_trains_a_resnet_and_evaluation_changes_nothing(training_of,
     assert first.startswith("concurrent ResNet-18 pipeline on 3 IPUs, grouped; synthetic data, seed 0")
     assert any("Test accuracy: " in line for line in others[-3:])  # a line on the speed may follow
     found, fresh = looked.step.whole(with_looks.state), init_state("resnet18", width=WIDTH)
-    mean_of = lambda state: state["stem"]["batch_stats"]["first"]["norm"]["mean"]  # noqa: E731
+    mean_of = lambda state: state["stem"]["batch_stats"]["first"]["norm"]["mean"]
     assert not np.array_equal(mean_of(fresh), mean_of(found["stages"]))
     # the accuracy is of all 10 images, whatever fills the last batch
     digits = synthetic_mnist(0, 24, 10)

@@ -61,7 +61,7 @@ def bits(leaves):
 def test_stopped_and_resumed_it_is_one_training_and_one_log(tmp_path, capsys, monkeypatch):
     flags = [*CONCURRENT, *TINY, "--checkpoint-every", "2"]
     assert main([*flags, "--checkpoint-dir", str(tmp_path / "whole")]) == 0
-    of_losses = lambda out: re.findall(r"Epoch \d\.\d, Mean loss: .*", out)  # noqa: E731
+    of_losses = lambda out: re.findall(r"Epoch \d\.\d, Mean loss: .*", out)
     expected = of_losses(capsys.readouterr().out)
 
     folder, log, board = tmp_path / "stopped", tmp_path / "run.jsonl", tmp_path / "board"

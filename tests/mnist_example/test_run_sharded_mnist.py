@@ -267,7 +267,7 @@ def test_compare_draws_both_curves_and_a_picture_that_fails_leaves_the_figures(
 ):
     monkeypatch.chdir(tmp_path)
     losses, modes = {"basic": np.ones(3), "concurrent": np.full(3, 1.5)}, []
-    run = lambda self, cache: (modes.append(self.mode), types.SimpleNamespace(losses=losses[self.mode]))[1]  # noqa: E731
+    run = lambda self, cache: (modes.append(self.mode), types.SimpleNamespace(losses=losses[self.mode]))[1]
     monkeypatch.setattr(training.Training, "run", run)
     apart = "Largest relative difference of the losses: 5.0e-01 over the first 3 updates, 5.0e-01 over all 3\n"
     assert main(["--compare", *CONCURRENT, *TINY]) == 0

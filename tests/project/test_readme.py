@@ -36,7 +36,7 @@ def test_the_readme_has_four_commands_and_two_short_examples():
     text, (first, second) = README.read_text(), documents.blocks(README, "python")
     assert len(text.splitlines()) <= 130
     assert "**Not for you if**" in "".join(text.splitlines()[:10])
-    count = lambda block: len([line for line in block.splitlines() if line.strip()])  # noqa: E731
+    count = lambda block: len([line for line in block.splitlines() if line.strip()])
     assert count(first) <= 28
     assert count(second) <= 11
     assert text.index("pipelined-step.svg") < text.index("```python")

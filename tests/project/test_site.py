@@ -138,7 +138,7 @@ def public_members(cls: type) -> set[str]:
     packages = ("ipu_jax", "sharded_ops")
     own = [vars(base) for base in cls.__mro__ if base.__module__.split(".")[0] in packages]
     found = {name: value for members in reversed(own) for name, value in members.items()}
-    is_public = lambda name: not name.startswith("_") or name == "__call__"  # noqa: E731
+    is_public = lambda name: not name.startswith("_") or name == "__call__"
     return {
         name
         for name, value in found.items()

@@ -58,7 +58,7 @@ def test_pages_hide_no_code():
 @pytest.mark.slow
 def test_the_notebook_shows_the_schedule_that_its_code_makes():
     labels = re.compile(r"<title>.*?</title>|<text [^>]*>.*?</text>")
-    texts = lambda svg: [re.sub("<[^>]*>", "", label) for label in labels.findall(svg)]  # noqa: E731
+    texts = lambda svg: [re.sub("<[^>]*>", "", label) for label in labels.findall(svg)]
     [stored] = [
         "".join(output["data"]["image/svg+xml"])
         for cell in json.loads(NOTEBOOK.read_text())["cells"]

@@ -123,7 +123,7 @@ def _dtype(dice: Dice, mix: str) -> str:
 
 def _block(dice: Dice, kinds: tuple[dict[str, float], dict[str, float]], place: int | None, d: int, mix: str) -> Block:
     kind = dice.weighted(kinds[0] if place is not None else kinds[1])
-    of = lambda *shape, split=None: Leaf(shape, _dtype(dice, mix), split)  # noqa: E731
+    of = lambda *shape, split=None: Leaf(shape, _dtype(dice, mix), split)
     block = Block(kind, d, d, _dtype(dice, mix), constant=dice.number(), residual=dice.chance(0.5))
     leaves: dict[str, Leaf] = {}
     layers = 1

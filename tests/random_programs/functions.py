@@ -95,7 +95,7 @@ class Case:
             key = None if self.key is None else jax.random.fold_in(jax.random.fold_in(self.key, 0), m)
             results.append(self.exact(source.params, state, batch, key))
             state = results[-1][0][1][1]
-        mean = lambda *leaves: sum(leaves) / MICRO_BATCHES  # noqa: E731
+        mean = lambda *leaves: sum(leaves) / MICRO_BATCHES
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *((loss, aux) for (loss, (aux, _)), _ in results))
         expected = ((stacked[0].mean(), (stacked[1], state)), jax.tree.map(mean, *(g for _, g in results)))
         how: dict[str, Any] = {"state": source.state if "state" in source.args else None}

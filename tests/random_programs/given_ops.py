@@ -301,10 +301,10 @@ def _moving(name: str) -> Callable[[Draw], Given]:
             x = draw.floats(draw.tokens[0], draw.ipus, draw.d)
             kwargs = {"owner": owner} if name in ("to_all", "reduce_to") else {}
             out_spec = {"reduce_scatter_tokens": P(("data", "ipu")), "reduce_to": P("data", "ipu")}.get(name, P("data"))
-            local = lambda x: op(x[:, 0], **kwargs)  # noqa: E731
+            local = lambda x: op(x[:, 0], **kwargs)
             if name == "reduce_to":
-                local = lambda x: op(x[:, 0], **kwargs)[:, None]  # noqa: E731
-            dense = lambda x, *, exact: dense_ops.moved(name, x, owner)  # noqa: E731
+                local = lambda x: op(x[:, 0], **kwargs)[:, None]
+            dense = lambda x, *, exact: dense_ops.moved(name, x, owner)
             return _of_x(local, dense, x, P("data", "ipu"), None, out_spec, options=kwargs)
         x, same = draw.floats(draw.tokens[0], draw.v), lambda x, *, exact: x
         if name == "from_all":
@@ -317,8 +317,8 @@ def _moving(name: str) -> Callable[[Draw], Given]:
 def _top_k(draw: Draw) -> Given:
     k = draw.dice.between(1, draw.v)
     x = draw.floats(*draw.tokens, draw.v)
-    local = lambda x: sharded_ops.top_k(x, k, size=draw.v)[0]  # noqa: E731
-    dense = lambda x, *, exact: dense_ops.top_k(x, k)[0]  # noqa: E731
+    local = lambda x: sharded_ops.top_k(x, k, size=draw.v)[0]
+    dense = lambda x, *, exact: dense_ops.top_k(x, k)[0]
     return _of_x(local, dense, x, draw.last(x.ndim), x.ndim - 1, P("data"), options={"k": k})
 
 
@@ -333,7 +333,7 @@ def _chosen(draw: Draw) -> Given:
             return sharded_ops.argmax(x, size=draw.v).astype(jnp.float32)
         return sharded_ops.top_k(x, k, size=draw.v)[1].astype(jnp.float32)
 
-    dense = lambda x, *, exact: dense_ops.chosen(x, k)  # noqa: E731
+    dense = lambda x, *, exact: dense_ops.chosen(x, k)
     more: dict[str, Any] = {"out_dtype": "float32", "options": {"k": k}}
     return _of_x(chosen, dense, x, draw.last(x.ndim), x.ndim - 1, P("data"), **more)
 

@@ -99,7 +99,7 @@ class EquinoxModule(eqx.Module):
         self.skips = [
             eqx.nn.Linear(d, spec.d_out, use_bias=False, key=k) for d, k in zip(spec.skip_sizes, keys[1:], strict=True)
         ]
-        norm = lambda: eqx.nn.BatchNorm(spec.d_out, "batch", momentum=MOMENTUM, mode="batch")  # noqa: E731
+        norm = lambda: eqx.nn.BatchNorm(spec.d_out, "batch", momentum=MOMENTUM, mode="batch")
         self.norm = norm() if spec.norm else None
         self.dropout = eqx.nn.Dropout(spec.rate)
 
@@ -287,7 +287,7 @@ class Alone:
                 gradients.append(gradient)
             states.append(state)
         count = len(losses) if case.reduction == "mean" else 1
-        mean = lambda *s: s[0] if jnp.issubdtype(s[0].dtype, jnp.integer) else sum(s) / len(s)  # noqa: E731
+        mean = lambda *s: s[0] if jnp.issubdtype(s[0].dtype, jnp.integer) else sum(s) / len(s)
         new = jax.tree.map(mean, *states) if first_state else None
         return np.mean(losses), jax.tree.map(lambda *g: sum(g) / count, *gradients), new
 

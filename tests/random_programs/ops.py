@@ -79,7 +79,7 @@ class Case:
                 gradient = real
             found.append(gradient)
         names = [given.names[i] for i in self._floats]
-        as_dict = lambda leaves: dict(zip(names, leaves, strict=True))  # noqa: E731
+        as_dict = lambda leaves: dict(zip(names, leaves, strict=True))
         # dlogits are (probability - target) * cotangent, where in confident rows almost everything cancels
         terms = float(np.abs(ct).max(initial=0)) if self.op.endswith("cross_entropy") else 0.0
         rounded = [as_dict(leaves) for leaves in of_rounded]

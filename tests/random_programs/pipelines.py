@@ -83,7 +83,7 @@ def assert_right(model: Model, pipeline: Pipeline, *, evaluates: bool = False) -
     if model.dtypes != {"float32"}:
         runs.append(Dense(model, exact=False, fused=False).run(*dense))
     rounded = list(zip(*runs, strict=True))
-    of_aux = lambda whole: whole if model.replicas > 1 else jax.tree.map(lambda leaf: leaf[0], whole)  # noqa: E731
+    of_aux = lambda whole: whole if model.replicas > 1 else jax.tree.map(lambda leaf: leaf[0], whole)
     eps = coarsest(model.dtypes)
     gradients = pipeline.unshard(gradients)
     for leaf, weight in zip(jax.tree.leaves(gradients), jax.tree.leaves(model.weights()), strict=True):

@@ -103,7 +103,7 @@ class Dense:
         loss = np.sum(losses) if model.weighted and model.reduction == "sum" else np.sum(losses) / count
         lead = (model.replicas, model.micro_batches)
         stacked = jax.tree.map(lambda *parts: np.stack(parts).reshape(*lead, *np.shape(parts[0])), *auxes)
-        mean = lambda *s: s[0] if s[0].dtype == np.int32 else np.mean(s, axis=0)  # noqa: E731
+        mean = lambda *s: s[0] if s[0].dtype == np.int32 else np.mean(s, axis=0)
         return loss, jax.tree.unflatten(treedef, gradients), stacked, jax.tree.map(mean, *states)
 
     def _forward(self, weights: Any, mb: Any, state: Any, keys: Any, *, predicts: bool = False) -> Any:

@@ -95,7 +95,7 @@ def spoil(dice: Dice, placement: Placement, table: Table) -> Table:
     else:
         other_clock: Clock = "one-phase" if clock == "two-phase" else "two-phase"
         clock = other_clock
-    as_rows = lambda of: tuple(tuple(row) for row in of)  # noqa: E731
+    as_rows = lambda of: tuple(tuple(row) for row in of)
     return as_rows(rows["F"]), as_rows(rows["B"]), as_rows(rows["W"]) if "W" in rows else None, clock
 
 

@@ -184,7 +184,7 @@ class Case:
             "optimizer": _floats(whole["optimizer"]),
             "stages": whole["stages"] or {},
         }
-        flat = lambda of: np.concatenate([np.atleast_1d(of(outputs)) for outputs in told])  # noqa: E731
+        flat = lambda of: np.concatenate([np.atleast_1d(of(outputs)) for outputs in told])
         losses = flat(lambda o: o.loss)
         norms = flat(lambda o: o.parameter_norm) if options.norms else None
         return found, losses, None if told[0].updated is None else flat(lambda o: o.updated), norms
@@ -235,17 +235,17 @@ class Case:
     def _trained_in(self, exact: bool, nudge: int, fused: bool) -> dict[str, Any]:
         model, options, recipe = self.model, self.options, self.recipe.build()
         dense = self._dense.setdefault((exact, fused), Dense(model, exact=exact, fused=fused))
-        to_half = lambda tree: _cast(tree, options.half)  # noqa: E731
+        to_half = lambda tree: _cast(tree, options.half)
         weights = nudged(model.weights(), nudge) if nudge else model.weights()
         weights = to_half(weights) if options.precision == "16.16" else weights
         weights = as_float64(weights) if exact else weights
         # optax does not get frozen leaves
-        masked = lambda tree: jax.tree.unflatten(  # noqa: E731
+        masked = lambda tree: jax.tree.unflatten(
             jax.tree.structure(tree),
             [optax.MaskedNode() if f else leaf for f, leaf in zip(dense.frozen, jax.tree.leaves(tree), strict=True)],
         )
         optimizer, stages = recipe.init(masked(weights)), model.state()
-        wide = lambda tree: jax.tree.map(lambda w: np.asarray(w, np.float64 if exact else np.float32), masked(tree))  # noqa: E731
+        wide = lambda tree: jax.tree.map(lambda w: np.asarray(w, np.float64 if exact else np.float32), masked(tree))
         average, norms = wide(weights), []
         key = jax.random.key(model.seed) if model.random else None
         update = jax.jit(recipe.update)
@@ -337,17 +337,17 @@ def draw_options(dice: Dice, model: Model, is_function: bool) -> TrainOptions:
 
 
 def _thawed(model: Model) -> Any:
-    thaw = lambda leaf: dataclasses.replace(leaf, frozen=leaf.dtype == "int32")  # noqa: E731
+    thaw = lambda leaf: dataclasses.replace(leaf, frozen=leaf.dtype == "int32")
     return tuple((name, tuple((path, thaw(leaf)) for path, leaf in leaves)) for name, leaves in model.groups)
 
 
 def _computing_in(model: Model, dtype: str) -> Model:
     """Return a model whose blocks compute in `dtype`; weights are float32, or float64 if it is."""
-    block = lambda b: dataclasses.replace(b, dtype=dtype)  # noqa: E731
+    block = lambda b: dataclasses.replace(b, dtype=dtype)
     pieces = tuple(dataclasses.replace(piece, blocks=tuple(map(block, piece.blocks))) for piece in model.pieces)
     if dtype != "float64":
         return dataclasses.replace(model, pieces=pieces)
-    widened = lambda leaf: dataclasses.replace(leaf, dtype=dtype)  # noqa: E731
+    widened = lambda leaf: dataclasses.replace(leaf, dtype=dtype)
     groups = tuple((name, tuple((path, widened(leaf)) for path, leaf in leaves)) for name, leaves in model.groups)
     return dataclasses.replace(model, pieces=pieces, groups=groups)
 
@@ -362,7 +362,7 @@ def _told(values: list[Any], options: TrainOptions) -> np.ndarray:
 
 def _cast(tree: Any, dtype: str) -> Any:
     """Return the tree with floats rounded to `dtype`."""
-    floating = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)  # noqa: E731
+    floating = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)
     return jax.tree.map(lambda leaf: np.asarray(leaf).astype(dtype) if floating(leaf) else leaf, tree)
 
 

@@ -109,7 +109,7 @@ def test_choices_in_every_real_dtype(dtypes):
 def test_choices_among_64_bit_values():
     with jax.enable_x64(True):
         rows = np.array([[2**53, 2**53 + 1, -(2**62)]]), np.array([[1.0, 1 + 2.0**-50, 1.0]])
-        each_ipu = lambda *rows: [_choices(row, size=3) for row in rows]  # noqa: E731
+        each_ipu = lambda *rows: [_choices(row, size=3) for row in rows]
         shards = (padded(Split(3, 2), row, 1, fill=2**60) for row in rows)
         got = on_ipus(each_ipu, 2, (COLUMNS, COLUMNS), P())(*shards)
         jax.tree.map(_assert_equal, got, [_dense_choices(jnp.asarray(row)) for row in rows])

@@ -370,7 +370,7 @@ def test_without_tokens_results_are_empty_and_gradients_zero(typed, dtype):
 
     fns, outs = ({name: row[k] for name, row in CHOICES.items()} for k in (0, 1))
     out_specs = {name: out.spec(2) for name, out in outs.items()}
-    each_ipu = lambda x: {name: fn(x) for name, fn in fns.items()}  # noqa: E731
+    each_ipu = lambda x: {name: fn(x) for name, fn in fns.items()}
     chosen = on_ipus(each_ipu, 2, P("data", "ipu"), out_specs, typed, replicas=2)(np.ones((0, 10), dtype))
     for name, (*_, shape) in CHOICES.items():
         assert chosen[name].shape == shape, name

@@ -32,7 +32,7 @@ def model_of(replicas: int, ipus: int, dtype: str = "float32") -> Model:
 
 def local(tree: Any) -> Any:
     """Return global arrays whole, by jax's own means."""
-    read = lambda leaf: (  # noqa: E731
+    read = lambda leaf: (
         np.asarray(leaf)
         if leaf.is_fully_addressable or leaf.is_fully_replicated
         else np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
@@ -42,9 +42,9 @@ def local(tree: Any) -> Any:
 
 def named(name: str, tree: Any) -> Results:
     """Return the leaves of a tree by their paths; bfloat16 leaves are float32, since npz cannot hold them."""
-    as_array = lambda leaf: np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)  # noqa: E731
+    as_array = lambda leaf: np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
     arrays = {f"{name}{jax.tree_util.keystr(path)}": as_array(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
-    wide = lambda array: array.astype(np.float32) if array.dtype == jnp.bfloat16 else array  # noqa: E731
+    wide = lambda array: array.astype(np.float32) if array.dtype == jnp.bfloat16 else array
     return {path: wide(array) for path, array in arrays.items()}
 
 

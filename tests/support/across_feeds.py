@@ -89,7 +89,7 @@ def trained_and_refused(replicas: int, ipus: int, each: list[dict[str, Any]]) ->
     of_first = jax.sharding.Mesh(
         np.array([[device for device in jax.devices() if device.process_index == 0]]), mesh.axis_names
     )
-    feed = lambda mesh, **options: refusal(lambda: Feed(numbers, mesh=mesh, micro_batch=1, **options))  # noqa: E731
+    feed = lambda mesh, **options: refusal(lambda: Feed(numbers, mesh=mesh, micro_batch=1, **options))
     refused = {
         "too few": refusal(lambda: make_mesh(2, 2)),
         "too few here": refusal(lambda: configure(2)),

@@ -39,7 +39,7 @@ def random_bits(seed: int, dtype: str, *shape: int) -> np.ndarray:
 
 def unlike_weights(dtype: str) -> dict:
     """Return groups with every kind of node, names to be escaped, scalars, empty arrays and unlike sizes."""
-    draw = lambda seed, *shape: random_bits(seed, dtype, *shape)  # noqa: E731
+    draw = lambda seed, *shape: random_bits(seed, dtype, *shape)
     return {
         "first/half": {"a/b~c": [draw(0, 3, 4), None, (draw(1, 5),)], "scalar": draw(2), "1": {"": draw(3, 7)}},
         "second": Node(draw(4, 9, 2), {"empty": draw(5, 0, 3), "counts": np.arange(4), "on": np.array([True, False])}),
@@ -183,7 +183,7 @@ def _host(tree: Any) -> Any:
 
 def _same_shards(found: jax.Array, expected: jax.Array) -> bool:
     """Return whether this process's devices hold the same bytes of two arrays."""
-    shards = lambda array: {  # noqa: E731
+    shards = lambda array: {
         shard.device.id: (str(shard.index), np.asarray(shard.data).tobytes()) for shard in array.addressable_shards
     }
     return found.dtype == expected.dtype and found.shape == expected.shape and shards(found) == shards(expected)

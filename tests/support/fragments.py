@@ -241,7 +241,7 @@ def _examples(program: dict[str, Any]) -> dict[str, Any]:
 
     # what a reader has
     layers, mse = [(lambda w, x: jnp.tanh(x @ w), jnp.eye(3))] * 8, lambda x, mb: jnp.mean((x - mb["y"]) ** 2)
-    loss = lambda w, mb: g(w["head"], f(w["body"], None, mb), mb)  # noqa: E731
+    loss = lambda w, mb: g(w["head"], f(w["body"], None, mb), mb)
     micro_batch = {name: rows[:16] for name, rows in dataset.items()}
     return {"print": str, **locals()}
 

@@ -88,7 +88,7 @@ def _program(
         if typed:
             return out, vjp(ct)
         # Untyped, the IPUs' results are summed: n equal parts of a replicated result are the whole ...
-        part = lambda ct, spec: ct / np.prod([axes[axis] for axis in alike_over(spec)], dtype=ct.dtype)  # noqa: E731
+        part = lambda ct, spec: ct / np.prod([axes[axis] for axis in alike_over(spec)], dtype=ct.dtype)
         grads = vjp(jax.tree.map(part, ct, out_spec))
         # ... and each IPU's result for a replicated input is its part of the gradient.
         parts = zip(grads, in_specs, strict=True)

@@ -9,7 +9,7 @@ ROWS, D, E = 5, 6, 7
 
 def normal(shapes, seed=0):
     rng = np.random.default_rng(seed)
-    is_shape = lambda s: isinstance(s, tuple)  # noqa: E731
+    is_shape = lambda s: isinstance(s, tuple)
     return jax.tree.map(lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32), shapes, is_leaf=is_shape)
 
 

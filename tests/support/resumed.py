@@ -54,13 +54,13 @@ EVERYTHING: dict[str, Any] = {"loss_scale": DynamicScale(initial=16.0, growth_in
 
 def data() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
-    draw = lambda n: rng.normal(size=(EXAMPLES, n)).astype(np.float32)  # noqa: E731
+    draw = lambda n: rng.normal(size=(EXAMPLES, n)).astype(np.float32)
     return {"x": draw(5), "y": draw(COLUMNS)}
 
 
 def weights() -> tuple[dict[str, Any], dict[str, Any]]:
     rng = np.random.default_rng(1)
-    draw = lambda *shape: rng.normal(scale=0.5, size=shape).astype(np.float32)  # noqa: E731
+    draw = lambda *shape: rng.normal(scale=0.5, size=shape).astype(np.float32)
     params = {"first": {"w": draw(5, 6)}, "middle": {"w": draw(6, 4), "b": draw(4)}, "head": {"w": draw(4, COLUMNS)}}
     return params, {"mean": np.zeros(6, np.float32), "sums": np.zeros(COLUMNS, np.float32)}
 
@@ -151,11 +151,11 @@ def plain(step: Any, state: Any) -> Results:
 
 def differing(found: Results, expected: Results, begin: str = "") -> list[str]:
     """Return the names of the leaves of a state that differ in any bit, where other results may stand beside both."""
-    leaves = lambda results, begin: {name for name in results if name.startswith((f"{begin}[", f"{begin}."))}  # noqa: E731
+    leaves = lambda results, begin: {name for name in results if name.startswith((f"{begin}[", f"{begin}."))}
     names = leaves(expected, "")
     assert names
     assert leaves(found, begin) == {f"{begin}{name}" for name in names}
-    same = lambda a, b: a.dtype == b.dtype and np.array_equal(a, b)  # noqa: E731
+    same = lambda a, b: a.dtype == b.dtype and np.array_equal(a, b)
     return sorted(name for name in names if not same(found[f"{begin}{name}"], expected[name]))
 
 

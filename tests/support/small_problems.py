@@ -16,7 +16,7 @@ def tanh_loss(params: Any, microbatch: Any) -> Any:
 def tanh_problem(*lead: int, dtype: str = "float32") -> tuple[Any, Any]:
     """Return weights and a batch of these leading dims, for `tanh_loss`."""
     rng = np.random.default_rng(3)
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
     return {"w": normal(5, 7), "b": normal(7)}, {"x": normal(*lead, 3, 5), "y": normal(*lead, 3)}
 
 

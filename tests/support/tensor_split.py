@@ -65,7 +65,7 @@ class SplitModel:
 
     def params(self, dtype: Any = np.float64) -> dict[str, Any]:
         rng, d, f = np.random.default_rng(5), self.features, self.hidden
-        normal = lambda *shape: rng.normal(scale=0.4, size=shape).astype(dtype)  # noqa: E731
+        normal = lambda *shape: rng.normal(scale=0.4, size=shape).astype(dtype)
         blocks = {
             f"block{i}": {"scale": 1 + normal(d), "up": normal(d, f), "bias": normal(f), "down": normal(f, d)}
             for i in range(self.blocks)
@@ -75,7 +75,7 @@ class SplitModel:
     def batches(self, updates: int, dtype: Any = np.float64) -> dict[str, Any]:
         """Return the micro-batches of some updates: leaves (updates, micro_batches, B, ...)."""
         rng, lead = np.random.default_rng(6), (updates, self.micro_batches, B)
-        normal = lambda width: rng.normal(size=(*lead, width)).astype(dtype)  # noqa: E731
+        normal = lambda width: rng.normal(size=(*lead, width)).astype(dtype)
         counted = (rng.random(lead) < 0.6).astype(dtype)
         return {"x": normal(self.features), "y": normal(self.outputs), "counted": counted}
 

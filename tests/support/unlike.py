@@ -42,7 +42,7 @@ ALIKE = {name: values[0] for name, values in UNLIKE.items()} | {"weights put tog
 
 def weights_of(given: dict[str, Any]) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(given["first weights"])
-    draw = lambda *shape: rng.standard_normal(shape, dtype=np.float32)  # noqa: E731
+    draw = lambda *shape: rng.standard_normal(shape, dtype=np.float32)
     return {"body": draw(8, given["width"]), "head": draw(given["width"], 1)}
 
 

@@ -97,7 +97,7 @@ def spread(pipeline, optimizers, params, gradients, replicas):
 
 def padding_is_zero(sharded):
     """Return whether only leaves have been written, so that unused parts of slots and padding of shards are still 0."""
-    magnitude = lambda tree: sum(float(jnp.abs(a.astype(jnp.float32)).sum()) for a in jax.tree.leaves(tree))  # noqa: E731
+    magnitude = lambda tree: sum(float(jnp.abs(a.astype(jnp.float32)).sum()) for a in jax.tree.leaves(tree))
     total, whole = magnitude(sharded), magnitude(packing.unshard_tree(sharded))
     return abs(total - whole) <= 1e-5 * total
 

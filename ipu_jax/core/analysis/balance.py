@@ -258,7 +258,7 @@ def measure_costs(
         raise ValueError("stages=() is empty: give at least one Stage")
     _check_groups("params", params, [name for stage in chain for name in stage.groups])
     _check_groups("state", state or {}, [stage.state for stage in chain if stage.state is not None])
-    to_shape = lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))  # noqa: E731
+    to_shape = lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
     shapes, microbatch_shapes, state_shapes = jax.tree.map(to_shape, (params, microbatch, state or {}))
 
     def costs() -> list[int]:
@@ -270,7 +270,7 @@ def measure_costs(
             inputs = MicrobatchInputs(
                 microbatch_shapes, (jax.eval_shape(lambda: jax.random.key(0)),) if chain[i].random else (None,)
             )
-            is_floating = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)  # noqa: E731
+            is_floating = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)
             trained = [is_floating(leaf) for leaf in jax.tree.leaves(weights)]
             program = trace_segment(segment, weights, x, inputs, states, last=i + 1 == len(chain), trained=trained)
             flops.append(sum(map(jaxpr_flops, program.jaxprs.values())))

@@ -166,7 +166,7 @@ def _seconds(jaxpr: Jaxpr, place: int | None, mesh: Mesh, repeats: int) -> float
     def on_ipu(*args: Value) -> list[Value]:
         if place is None:
             return task(*args)
-        idle = lambda *_: [jnp.zeros(aval.shape, aval.dtype) for aval in jaxpr.out_avals]  # noqa: E731
+        idle = lambda *_: [jnp.zeros(aval.shape, aval.dtype) for aval in jaxpr.out_avals]
         # the whole mesh takes part, because the traced program names it
         return lax.cond(lax.axis_index(IPU_AXIS) == place, task, idle, *args)
 

@@ -298,7 +298,7 @@ class Program:
                     left += new
 
     def _cycles_in(self, name: str) -> float:
-        loops = lambda i: self._trips(i) * self._cycles_in(i.body) if i.op == "while" else i.cycles  # noqa: E731
+        loops = lambda i: self._trips(i) * self._cycles_in(i.body) if i.op == "while" else i.cycles
         return sum(map(loops, self._computations[name]))
 
     def _trips(self, loop: Instruction) -> float:

@@ -109,7 +109,7 @@ class Division:
     def _under_checkpoints(self, equations: list[Eqn]) -> list[Eqn]:
         """Return a stage's equations with each run of them that was under one `jax.checkpoint` under one again."""
         program, found = self.program, []
-        checkpoint_of = lambda eqn: id(program.opened.get(eqn.outvars[0]) if eqn.outvars else None)  # noqa: E731
+        checkpoint_of = lambda eqn: id(program.opened.get(eqn.outvars[0]) if eqn.outvars else None)
         for _, run in itertools.groupby(equations, checkpoint_of):
             eqns = list(run)
             opened = program.opened.get(eqns[0].outvars[0]) if eqns[0].outvars else None

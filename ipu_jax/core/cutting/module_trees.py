@@ -114,7 +114,7 @@ def _nnx_types(params: Params) -> dict[Any, Any]:
     nnx: Any = sys.modules.get("flax.nnx")
     if nnx is None:
         return {}
-    is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
+    is_variable = lambda node: isinstance(node, nnx.Variable)
     return {
         (*at, *path): type(variable)
         for at, variable in jax.tree.leaves_with_path(params, is_leaf=is_variable)
@@ -132,7 +132,7 @@ def _refusal(loss: Function, no_weights: Mapping[str, Any], *, has_aux: bool, ta
         )
     kinds = list(dict.fromkeys(no_weights.values()))
     of_state = [k for k in kinds if all(base.__name__ != "RngState" for base in k.__mro__)]
-    name_of = lambda k: f"nnx.{k.__name__}" if k.__module__.startswith("flax.") else k.__name__  # noqa: E731
+    name_of = lambda k: f"nnx.{k.__name__}" if k.__module__.startswith("flax.") else k.__name__
     names = ", ".join(map(name_of, of_state))
     filters = f"({names})" if len(of_state) > 1 else names
     has_state, has_keys = bool(of_state), len(of_state) < len(kinds)

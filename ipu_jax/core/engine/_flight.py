@@ -52,7 +52,7 @@ def report_of(plan: Plan, name: str) -> Callable[[Carry, Value, Tree], Carry]:
     def report(carry: Carry, tick: Value, after: Tree) -> Carry:
         guards_run, _ = lax.optimization_barrier((carry.guards_run, after))
         values = jnp.stack([lax.axis_index(REPLICA_AXIS), lax.axis_index(IPU_AXIS), jnp.int32(tick), guards_run])
-        call = lambda values: jax.pure_callback(on_host, jax.ShapeDtypeStruct((), jnp.int32), values)  # noqa: E731
+        call = lambda values: jax.pure_callback(on_host, jax.ShapeDtypeStruct((), jnp.int32), values)
         if plan.axes:  # a callback needs a program that XLA splits over no axis
             call = jax.shard_map(call, in_specs=P(), out_specs=P(), axis_names={*plan.axes}, check_vma=False)
         return dataclasses.replace(carry, guards_run=call(values))

@@ -173,7 +173,7 @@ class Tasks:
         """Return the carry with the results of F."""
         i = self.representative(c)
         changed: dict[str, Tree] = {}
-        put = lambda every, one: lax.dynamic_update_index_in_dim(every, one, microbatch, 0)  # noqa: E731
+        put = lambda every, one: lax.dynamic_update_index_in_dim(every, one, microbatch, 0)
         if i < self.plan.last:
             changed["y"] = _replaced(carry.y, self.plan.outbox(i, "y"), y)
         elif self.plan.role == "prediction":
@@ -370,7 +370,7 @@ class Tasks:
             if sends is None:
                 guards_run, arrived = carry.guards_run, permuted(sent)
             else:
-                body = lambda fence, _: permuted(fence(sent))  # noqa: E731
+                body = lambda fence, _: permuted(fence(sent))
                 guards_run, arrived = guard(carry.guards_run, sends, body, received[k])
         changed = {f"{kind}_received": _replaced(received, k, arrived)}
         return dataclasses.replace(carry, **changed, guards_run=guards_run)

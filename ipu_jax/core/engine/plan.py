@@ -290,7 +290,7 @@ def _likeness(plan: Plan, i: int) -> _Likeness | None:
 
     def leaves(layout: PackedLayout, groups: Sequence[str]) -> list[Value]:
         # a shared group has no slots: every IPU reads the one of that name
-        where = lambda group, leaf: group.name if group.ipu is None else leaf.slot  # noqa: E731
+        where = lambda group, leaf: group.name if group.ipu is None else leaf.slot
         return [(where(g, leaf), leaf.shape, leaf.frozen) for g in map(layout.group, groups) for leaf in g.leaves]
 
     keys = [stage.random for stage in segment.stages]

@@ -163,7 +163,7 @@ class _Program:
         sums = Sharded(slots, concurrent, params.layout)
         if reduce_over_replicas:
             sums = jax.tree.map(lambda g: reduced(lax.psum, g, REPLICA_AXIS), sums)
-        is_none = lambda leaf: leaf is None  # noqa: E731
+        is_none = lambda leaf: leaf is None
         return jax.tree.map(lambda g, p: jnp.zeros_like(p) if g is None else g, sums, params, is_leaf=is_none)
 
     # the tick

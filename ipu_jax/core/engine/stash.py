@@ -55,7 +55,7 @@ class Stash:
         self._plan = plan
         self._spans = {key: spans for key, spans, _ in found}
         depths = {key: {ipu: max(1, of.depth()) for ipu, of in spans.items()} for key, spans, _ in found}
-        depth_of = lambda depths: [depths.get(ipu, depths.get(None, 0)) for ipu in range(plan.ipus)]  # noqa: E731
+        depth_of = lambda depths: [depths.get(ipu, depths.get(None, 0)) for ipu in range(plan.ipus)]
         self._depths: dict[RingKey, np.ndarray] = {key: np.array(depth_of(depths[key])) for key in depths}
         buffers = {key: _buffers_of(key[0], values, plan) for key, _, values in found}
         rings = [(buffer, self._depths[key]) for key in buffers for buffer in buffers[key]]
@@ -104,7 +104,7 @@ class Stash:
     def held(self, ipu: int) -> list[int]:
         """Return the bytes of the values that an IPU keeps in each tick, at most."""
         spans_of_ipu = {key: spans.get(ipu, spans.get(None)) for key, spans in self._spans.items()}
-        size_of = lambda key: sum(ring.step * ring.buffer.nbytes_of_row for ring in self._rings[key])  # noqa: E731
+        size_of = lambda key: sum(ring.step * ring.buffer.nbytes_of_row for ring in self._rings[key])
         held = [(spans, size_of(key)) for key, spans in spans_of_ipu.items() if spans is not None]
         return Moments(self._plan.schedule).most_in_ticks(self._plan.schedule.ticks, held).tolist()
 

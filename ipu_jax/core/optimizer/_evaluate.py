@@ -103,7 +103,7 @@ def sent_together(reductions: Sequence[LeafReduction]) -> list[tuple[Dtype, list
     for reduction in reductions:
         dtype = reduction.outputs[0].aval.dtype
         kinds.setdefault(str(dtype) if jnp.issubdtype(dtype, jnp.integer) else "float", []).append(reduction)
-    dtypes_of = lambda together: [v.aval.dtype for r in together for v in r.outputs]  # noqa: E731
+    dtypes_of = lambda together: [v.aval.dtype for r in together for v in r.outputs]
     return [
         (jnp.result_type(*dtypes_of(together), *([jnp.float32] if kind == "float" else [])), together)
         for kind, together in kinds.items()

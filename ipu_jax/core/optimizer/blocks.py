@@ -319,9 +319,9 @@ def blocks_of_layout(layout: PackedLayout, *, replicas: int) -> Blocks:
         }
     )
     # a frozen leaf is masked once, also if its rows are on several IPUs
-    masked = lambda node: optax.MaskedNode() if is_rows(node) and not jax.tree.leaves(node) else node  # noqa: E731
+    masked = lambda node: optax.MaskedNode() if is_rows(node) and not jax.tree.leaves(node) else node
     tree = jax.tree.map(masked, tree, is_leaf=is_rows)
-    is_pair = lambda node: isinstance(node, tuple) and len(node) == 2 and isinstance(node[0], str)  # noqa: E731
+    is_pair = lambda node: isinstance(node, tuple) and len(node) == 2 and isinstance(node[0], str)
     named, treedef = jax.tree.flatten(tree, is_leaf=is_pair)
     leaves = tuple(layout.group(name).leaves[i] for name, i in named)
     at = {pair: number for number, pair in enumerate(named)}

@@ -70,8 +70,8 @@ class GuardChoice:
             return
         leaves, treedef = jax.tree.flatten(args)
         is_there = not any(isinstance(leaf, Tracer | jax.ShapeDtypeStruct) for leaf in leaves)
-        where = lambda leaf: getattr(leaf, "sharding", None) if is_there else None  # noqa: E731
-        kind = lambda leaf: (jnp.shape(leaf), getattr(leaf, "dtype", type(leaf)), where(leaf))  # noqa: E731
+        where = lambda leaf: getattr(leaf, "sharding", None) if is_there else None
+        kind = lambda leaf: (jnp.shape(leaf), getattr(leaf, "dtype", type(leaf)), where(leaf))
         shapes = (program, treedef, tuple(map(kind, leaves)))
         if shapes in self._seen:
             return

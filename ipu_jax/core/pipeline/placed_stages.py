@@ -144,14 +144,14 @@ class PlacedStages:
                 args.of_replica(), loss_cotangent=cotangent, reduce_over_replicas=True, role=role, backward=backward
             )
             aux, outputs = jax.tree.map(lambda leaf: leaf[None], (result.aux, result.outputs))
-            rounding = lambda g, p: rounded(g, p.dtype)  # noqa: E731
+            rounding = lambda g, p: rounded(g, p.dtype)
             gradients = result.gradients and jax.tree.map(rounding, result.gradients, args.params)
             return StepResults(result.loss, aux, outputs, gradients, result.state)
 
         args = given.entered(self.replicas)._replace(state=self._state(given))
         of_replicas, is_spec = PartitionSpec(REPLICA_AXIS), lambda leaf: isinstance(leaf, PartitionSpec)
         weights, state = packing.specs_of(args.params.layout), packing.specs_of(args.state.layout)
-        of_output = lambda spec: PartitionSpec(REPLICA_AXIS, None, *spec)  # noqa: E731
+        of_output = lambda spec: PartitionSpec(REPLICA_AXIS, None, *spec)
         outputs = jax.tree.map(of_output, self.stages[-1].predict_specs, is_leaf=is_spec)
         in_specs = (StepArgs(weights, of_replicas, state, WHOLE),)
         out_specs = StepResults(WHOLE, of_replicas, outputs, weights if backward else WHOLE, state)

@@ -122,7 +122,7 @@ def _refuse_differing(segment: Segment, what: str, differs: bool) -> None:
 
 def _check_outputs(segment: Segment, differs: Tree, outputs: Tree) -> None:
     stage = segment.stages[-1]
-    is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
+    is_spec = lambda leaf: isinstance(leaf, PartitionSpec)
     try:
         specs = jax.tree.leaves(jax.tree.broadcast(stage.predict_specs, outputs, is_leaf=is_spec), is_leaf=is_spec)
     except ValueError as error:

@@ -46,7 +46,7 @@ def split_floats(tree: Tree) -> tuple[list[Value], list[Value], Callable[[list[V
         of_floats, of_others = iter(floats), iter(others)
         return jax.tree.unflatten(treedef, [next(of_floats if is_f else of_others) for is_f in is_float])
 
-    pick = lambda want: [leaf for leaf, is_f in zip(leaves, is_float, strict=True) if is_f is want]  # noqa: E731
+    pick = lambda want: [leaf for leaf, is_f in zip(leaves, is_float, strict=True) if is_f is want]
     return pick(True), pick(False), join
 
 

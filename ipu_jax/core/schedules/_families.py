@@ -99,7 +99,7 @@ def timetable(name: str, placement: Placement, ipus: int, micro_batches: int) ->
     if name in ("sequential", "grouped", "grouped-zb"):
         forward, backward = _first_micro_batch(placement)
         period = 1 + backward[0] if name == "sequential" else 1
-        repeat = lambda row: tuple(tuple(tick + period * m for m in range(micro_batches)) for tick in row)  # noqa: E731
+        repeat = lambda row: tuple(tuple(tick + period * m for m in range(micro_batches)) for tick in row)
         table = Timetable(name, placement, ipus, repeat(forward), repeat(backward))
         local = [tick for tick, ipu in zip(backward, placement, strict=True) if ipu is not None]
         if name != "grouped-zb" or not local:

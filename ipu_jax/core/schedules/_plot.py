@@ -159,7 +159,7 @@ class _Picture:
     def _band(self, axes: "Axes", start: float, end: float) -> None:
         """Draw the rows of all IPUs from `start` to `end`, with the labels above, before and below them."""
         row, bottom = self._row, self._table.ipus * self._row
-        x = lambda at: (min(max(at, start), end) - start) * self._unit  # noqa: E731
+        x = lambda at: (min(max(at, start), end) - start) * self._unit
         gap = min(1.0, 0.05 * row)
         by_colour: defaultdict[str, list[tuple[float, float, float, float]]] = defaultdict(list)
         for cell in self._cells:

@@ -124,7 +124,7 @@ def headed(figure: "Figure", below: float, title: str, caption: str, legend: Map
     figure.suptitle(title, y=1 - MARGIN / height, weight="bold", size=size, color=INK, **style)
     style |= {"size": TEXT, "color": FAINT, "linespacing": 1.3}
     figure.text(y=1 - (MARGIN + 20.0) / height, s="\n".join(lines), **style)
-    look_of: Callable[[str], dict[str, Json]] = lambda of: _HATCHED if of == IDLE else {"fc": of, "ec": LINE}  # noqa: E731
+    look_of: Callable[[str], dict[str, Json]] = lambda of: _HATCHED if of == IDLE else {"fc": of, "ec": LINE}
     patches = [Patch(lw=0.5, label=name, **look_of(colour)) for name, colour in legend.items()]
     anchor = MARGIN / WIDTH, 1 - (top - 16.0) / height
     figure.legend(handles=patches, loc="upper left", bbox_to_anchor=anchor, ncols=len(patches), labelcolor=FAINT)

@@ -163,7 +163,7 @@ def _specs_for(owners: dict[str, int | None], what: str, value: Value, axes: Map
 
 def _check_shared(stages: tuple[Stage, ...], specs: Mapping[str, Tree]) -> None:
     """Raise `ValueError` if `specs` split a group that a local stage shares: it would see one IPU's part."""
-    is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
+    is_spec = lambda leaf: isinstance(leaf, PartitionSpec)
     for stage in stages:
         for name in stage.shared if stage.place is not None else ():
             for spec in jax.tree.leaves(specs[name], is_leaf=is_spec):

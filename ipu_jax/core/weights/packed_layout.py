@@ -298,7 +298,7 @@ def with_specs(group: Group, specs: Mapping[str, Tree], axes: Mapping[str, int])
             f"group {name!r} is concurrent and has no PartitionSpecs: give specs={{{name!r}: PartitionSpec(...)}}, "
             f"with 'ipu' for the dim that is split and PartitionSpec() for what every IPU holds whole"
         )
-    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    is_spec = lambda x: isinstance(x, PartitionSpec)
     leaves = []
     for leaf, spec in zip(group.leaves, spread(f"specs[{name!r}]", specs[name], group.treedef, is_spec), strict=True):
         _check_spec(leaf, spec, group.ipu, axes)
@@ -380,7 +380,7 @@ def _match_by_shape(owners: list[list[_Member]]) -> Iterator[tuple[Slot, Sequenc
     """Yield a slot for each set of leaves of one shape, dtype and spec to which every owner contributes one leaf."""
     if not owners:
         return
-    kind = lambda m: (m.leaf.shape, m.leaf.dtype, m.leaf.spec)  # noqa: E731
+    kind = lambda m: (m.leaf.shape, m.leaf.dtype, m.leaf.spec)
     kinds = [{kind(m) for m in members} for members in owners]
     for one in sorted(set.intersection(*kinds), key=lambda kind: (*kind[:2], str(kind[2]))):
         equal = [[m for m in members if kind(m) == one] for members in owners]
@@ -393,7 +393,7 @@ def _match_by_size(owners: list[list[_Member]]) -> Iterator[tuple[Slot, Sequence
 
     Leaves that are split over further axes are matched with their like only.
     """
-    kind = lambda leaf: (leaf.dtype, str(leaf.spec), leaf.shape if names_further(leaf.spec) else ())  # noqa: E731
+    kind = lambda leaf: (leaf.dtype, str(leaf.spec), leaf.shape if names_further(leaf.spec) else ())
     for one in sorted({kind(m.leaf) for members in owners for m in members}):
         by_size = [
             sorted((m for m in members if kind(m.leaf) == one), key=lambda m: -m.leaf.size) for members in owners
@@ -417,5 +417,5 @@ def local_shape(leaf: Leaf, ipus: int) -> tuple[int, ...]:
 
 def local_shapes(layout: PackedLayout) -> dict[str, Tree]:
     """Return `{group: tree of the shapes and dtypes that one IPU sees}`."""
-    shape = lambda leaf: jax.ShapeDtypeStruct(local_shape(leaf, layout.ipus), jnp.dtype(leaf.dtype))  # noqa: E731
+    shape = lambda leaf: jax.ShapeDtypeStruct(local_shape(leaf, layout.ipus), jnp.dtype(leaf.dtype))
     return {group.name: jax.tree.unflatten(group.treedef, map(shape, group.leaves)) for group in layout.groups}

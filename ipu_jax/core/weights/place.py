@@ -104,7 +104,7 @@ class Place:
 
     def plain(self) -> dict[str, Json]:
         """Return the place as data for JSON."""
-        as_list = lambda value: list(value) if isinstance(value, tuple) else value  # noqa: E731
+        as_list = lambda value: list(value) if isinstance(value, tuple) else value
         return {name: as_list(value) for name, value in dataclasses.asdict(self).items() if value is not None}
 
     @classmethod

@@ -148,7 +148,7 @@ def compile_ahead(model: Any, params: Params, batch: Batch, *, state: Tree = Non
 
 def bytes_per_device(tree: Tree) -> int:
     """Return the bytes of arrays, or of their shapes, on one device of their shardings."""
-    share = lambda leaf: leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))  # noqa: E731
+    share = lambda leaf: leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
     return sum(share(leaf) for leaf in jax.tree.leaves(tree) if getattr(leaf, "sharding", None) is not None)
 
 

@@ -128,7 +128,7 @@ class LossLines:
         # two updates have different texts; the end of a long call is near its mark
         epoch, near = updates / per_epoch, min(self._call, (self._interval or 0) / 10)
         error = max(0.49, near if self._call > 1 else 0) / per_epoch
-        fits = lambda digits: abs(round(epoch, digits) - epoch) <= error and round(epoch, digits) > 0  # noqa: E731
+        fits = lambda digits: abs(round(epoch, digits) - epoch) <= error and round(epoch, digits) > 0
         return next(filter(fits, itertools.count(1)))
 
     def state(self) -> dict[str, Json]:

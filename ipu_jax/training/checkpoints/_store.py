@@ -68,7 +68,7 @@ class Store:
         drop_echoes()
         stop_counting_bytes()
         processes = set(range(jax.process_count()))
-        meet = lambda *, key, timeout_ms: meetings.meet(key, timeout_ms / 1000)  # noqa: E731
+        meet = lambda *, key, timeout_ms: meetings.meet(key, timeout_ms / 1000)
         together = ocp.options.MultiprocessingOptions(primary_host=0, active_processes=processes)
         # weights hardly compress, and compression would slow the steps down; replicas are written once
         handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=together)

@@ -66,7 +66,7 @@ def accumulate(
     call, batch = _caller(loss_fn, args.key, random), args.batch
 
     def of_microbatch(index: Value, microbatch: Batch) -> Any:
-        fn = lambda p: loss_and_aux(call(p, index, microbatch))  # noqa: E731
+        fn = lambda p: loss_and_aux(call(p, index, microbatch))
         if loss_cotangent is None:
             (loss, aux), gradients = fn(args.params), None
         else:

@@ -76,7 +76,7 @@ class Placement:
         model: Any = self.model
         of_stages = model.runs.shard_state_shapes(stages) if self._check_stages(stages) else None
         if self._options.precision != "32.32":
-            shape_of = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf  # noqa: E731
+            shape_of = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
             params = cast_floats(jax.tree.map(shape_of, params), self.held)
         placed = model.runs.shard_shapes(params)
         update = self.update_for(placed)
@@ -96,7 +96,7 @@ class Placement:
             ema=None if self._options.ema_decay is None else averages,
             nonfinite=None if self._options.on_nonfinite is None else count,
         )
-        on_mesh = lambda leaf, spec: jax.ShapeDtypeStruct(  # noqa: E731
+        on_mesh = lambda leaf, spec: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=NamedSharding(model.mesh, spec)
         )
         return jax.tree.map(on_mesh, state, self.specs(state))
@@ -117,7 +117,7 @@ class Placement:
             )
         ema = None
         if average is not None:
-            shapes_of = lambda tree: (jax.tree.structure(tree), [*map(jnp.shape, jax.tree.leaves(tree))])  # noqa: E731
+            shapes_of = lambda tree: (jax.tree.structure(tree), [*map(jnp.shape, jax.tree.leaves(tree))])
             if shapes_of(average) != shapes_of(params):
                 raise ValueError("the saved 'ema' is not a tree like the saved 'params': give what whole returned")
             ema = divided_average(update.blocks, self.model.trained(placed, average))
@@ -167,12 +167,12 @@ class Placement:
     def of_one_update(self, state: TrainState, batch: Batch) -> StepArgs:
         """Return the arguments of one update of a call as a user gives them, with the shapes of its batch if K > 1."""
         dims, key = given_dims(self._options.device_iterations), state.key if self.model.random else None
-        shape_of = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[dims:], leaf.dtype)  # noqa: E731
+        shape_of = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[dims:], leaf.dtype)
         return StepArgs(state.params, jax.tree.map(shape_of, batch) if dims else batch, state.stages, key)
 
     def specs(self, state: TrainState) -> TrainState:
         """Return the PartitionSpec of every array of a state."""
-        everywhere = lambda tree: jax.tree.map(lambda _: WHOLE, tree)  # noqa: E731
+        everywhere = lambda tree: jax.tree.map(lambda _: WHOLE, tree)
         update = self.update_for(state.params)
         return TrainState(
             params=specs_of(state.params),

@@ -137,7 +137,7 @@ class ProbedPipeline:
         def fn(params: Params, x: Tree, numbered: Tree, **extra: Tree) -> Outputs:
             (own, probe), microbatch = params, numbered["microbatch"]
             weights = (own, [extra["shared"][name][0] for name in stage.shared])
-            watch = lambda row, value: _watched((use, row, self._shape), value, probe, numbered["number"])  # noqa: E731
+            watch = lambda row, value: _watched((use, row, self._shape), value, probe, numbered["number"])
             given = extra.get("state")
             leaves, treedef = jax.tree.flatten(weights)
             leaves = [watch(1 + i, w) if is_trained[i] else w for i, w in enumerate(leaves)]
@@ -200,7 +200,7 @@ class ProbedPipeline:
             of_ipus, of_groups = sums.slots[len(layout.slots) :], {k: v[-1] for k, v in sums.concurrent.items()}
             others = (sums.slots[: len(layout.slots)], {k: v[:-1] for k, v in sums.concurrent.items()})
             is_finite = _sums_are_finite(others, IPU_AXIS)
-            expand = lambda tree: jax.tree.map(lambda leaf: leaf[None], tree)  # noqa: E731
+            expand = lambda tree: jax.tree.map(lambda leaf: leaf[None], tree)
             return expand(result.aux), expand(of_ipus), expand(of_groups), is_finite
 
         replicas = PartitionSpec(REPLICA_AXIS)
@@ -281,7 +281,7 @@ def flags_of_function(state: TrainState, batch: Batch, results: Tree) -> Flags:
 
 def _probed_loss(loss_fn: Function, loss_cotangent: Value, params: Params, microbatch: Batch, **extra: Tree) -> Tree:
     """Return the loss of one micro-batch, and as its aux the flags of the loss and its gradients."""
-    of_loss = lambda p: loss_and_aux(loss_fn(p, microbatch, **extra))[0]  # noqa: E731
+    of_loss = lambda p: loss_and_aux(loss_fn(p, microbatch, **extra))[0]
     loss, vjp = jax.vjp(of_loss, lax.stop_gradient(params))
     (gradients,) = vjp(jnp.full((), loss_cotangent, loss.dtype))
     flags = {"weights": params, "batch": microbatch, "weight_gradients": gradients, "outputs": loss}

@@ -313,7 +313,7 @@ def model_for(model: Any, options: TrainOptions) -> Model:
         )
     fn = loss_fn = model
     if half is not None:
-        fn = lambda p, mb, **asked_for: loss_fn(cast_floats(p, half), cast_floats(mb, half), **asked_for)  # noqa: E731
+        fn = lambda p, mb, **asked_for: loss_fn(cast_floats(p, half), cast_floats(mb, half), **asked_for)
     return ReplicasModel(Replicas(fn, replication_factor=count or 1, random=random, devices=devices, **asked_for))
 
 

@@ -140,7 +140,7 @@ def _forward(flags: Flags, is_bad: npt.NDArray[np.bool_]) -> Iterator[tuple[int,
     # a replica goes wrong in its first bad micro-batch, or earlier if a stage's state goes wrong
     first_bad = np.where(is_bad.any(1), is_bad.argmax(1), -1)
     for number, stage in enumerate(flags.stages):
-        harmful = lambda flag: flag & ~(flag & ~is_bad).any()  # noqa: E731
+        harmful = lambda flag: flag & ~(flag & ~is_bad).any()
         causes = [
             *((f"its weight {name}", harmful(flag)) for name, flag in stage.weights.items()),
             *((name, harmful(flag)) for name, flag in stage.batch.items()),

@@ -198,7 +198,7 @@ class Replicas:
         """Return what `shard` returns, with `jax.ShapeDtypeStruct`s in place of arrays: for `import_weights(like=)`."""
         self.check_params(params)
         sharding = NamedSharding(self.mesh, PartitionSpec())
-        shape_of = lambda leaf: jax.ShapeDtypeStruct(  # noqa: E731
+        shape_of = lambda leaf: jax.ShapeDtypeStruct(
             leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype), sharding=sharding
         )
         return jax.tree.map(shape_of, params)
@@ -308,8 +308,8 @@ def over_replicas(
     if spans_instances(np.array(devices)) or is_described(devices[0]):
         mesh = _mesh_of(devices)
         return jax.shard_map(program, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
-    dim_of = lambda spec: next((d for d, axis in enumerate(spec) if axis is not None), None)  # noqa: E731
+    is_spec = lambda leaf: isinstance(leaf, PartitionSpec)
+    dim_of = lambda spec: next((d for d, axis in enumerate(spec) if axis is not None), None)
 
     def run(*args: Tree) -> Tree:
         dims = [

@@ -381,7 +381,7 @@ class TrainStep:
             ValueError: as in a call.
         """
         batch, made = self._arguments.batch_of_call(state, batch)
-        lower = lambda: self._lowered(state, batch, made)  # noqa: E731
+        lower = lambda: self._lowered(state, batch, made)
         self._model.check_guards(self._program, (state, batch), lower, runs=False)
         return lower()
 
@@ -389,7 +389,7 @@ class TrainStep:
         of_updates = [None] * given_dims(self.options.device_iterations)
         of_replicas = [REPLICA_AXIS] * given_dims(self.model.replicas)
         spec = PartitionSpec(*of_updates, *of_replicas)
-        placed = lambda leaf, spec: jax.ShapeDtypeStruct(  # noqa: E731
+        placed = lambda leaf, spec: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec)
         )
         shapes = jax.tree.map(placed, state, self._placement.specs(state))
@@ -426,7 +426,7 @@ class TrainStep:
     def _run_average(self, params: Params, averages: list[Value]) -> Params:
         """Return the weights with the trained ones replaced by their averages."""
         blocks, of_params = self._placement.update_for(params).blocks, specs_of(params)
-        program = lambda params, averages: with_average(blocks, params, averages)  # noqa: E731
+        program = lambda params, averages: with_average(blocks, params, averages)
         in_specs = (of_params, [blocks.spec(k) for k in range(len(blocks))])
         return self._model.on_ipus(program, in_specs=in_specs, out_specs=of_params)(params, averages)
 

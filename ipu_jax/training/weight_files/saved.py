@@ -181,7 +181,7 @@ class Saved:
     def _each(
         self, text: str, shape: Callable[[TensorInfo], TensorInfo], cut: Callable[[np.ndarray], np.ndarray]
     ) -> "Saved":
-        known = lambda infos: [None if info is None else shape(info) for info in infos]  # noqa: E731
+        known = lambda infos: [None if info is None else shape(info) for info in infos]
         return self._with(Step(text, known, lambda arrays: [cut(array) for array in arrays]))
 
     def _all(

@@ -307,7 +307,7 @@ def test_memory_for_no_schedule(call):
     needed = [report.total(0), report.total(1)]
     pipeline, _, _ = unlike_stages(ipu_memory=max(needed) - 1)
     ipu = needed.index(max(needed))
-    in_words = lambda size: f"{size / 1000:.1f} kB" if size >= 1000 else f"{size} B"  # noqa: E731
+    in_words = lambda size: f"{size / 1000:.1f} kB" if size >= 1000 else f"{size} B"
     parts = ", ".join(f"{kind} {in_words(size)}" for kind, size in report.bytes_by_kind(ipu).items())
     too_low = f"ipu_memory={max(needed) - 1:g}", "too low for any schedule"
     with refused(

@@ -20,13 +20,13 @@ from ipu_jax import Pipeline, Stage, TrainOptions, make_mesh, make_train_step
 
 REPLICAS, M, B, T, D, V, HEADS = 2, 3, 2, 8, 4, 6, 2
 rng = np.random.default_rng(0)
-draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
 BATCH = {"x": draw(REPLICAS, M, B, T, D), "labels": rng.integers(0, V, (REPLICAS, M, B, T)).astype(np.int32)}
 BATCH["mask"] = rng.random((REPLICAS, M, B, T)) < np.linspace(0.9, 0.2, T)  # the second device has fewer tokens
 BATCH["mask"][0, 0] = np.arange(T) == 0  # and here none
 WEIGHTS = {"body": draw(D, D), "head": {"out": draw(D, V), "norm": 1 + draw(D // HEADS), "sink": draw(HEADS)}}
 TOKENS, VOCABULARY = P(None, "tensor"), P(None, None, "tensor")
-whole = lambda value, spec: value  # noqa: E731
+whole = lambda value, spec: value
 assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-6)
 
 
@@ -49,7 +49,7 @@ def next_two(w, x, mb, split):  # findings 3 and 9: each loss has a mask and a c
     x, mask = split(x, TOKENS), mb["mask"]
     later = {"labels": jnp.flip(mb["labels"], 1)}
     both = mask & jnp.flip(mask, 1)
-    mean = lambda losses, counts: jnp.sum(losses * counts) / jnp.maximum(counts.sum(), 1)  # noqa: E731
+    mean = lambda losses, counts: jnp.sum(losses * counts) / jnp.maximum(counts.sum(), 1)
     return mean(entropy(w, x, mb, whole), mask) + 0.3 * mean(entropy(w, x, later, whole), both)
 
 

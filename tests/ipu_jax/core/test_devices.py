@@ -281,7 +281,7 @@ def test_meshes_are_of_described_devices_as_long_as_these_are_described():
 
 @pytest.fixture
 def all_are_described(monkeypatch):
-    described = lambda device: True  # noqa: E731
+    described = lambda device: True
     for module in (devices, _making, replicas):
         monkeypatch.setattr(module, "is_described", described)
 

@@ -77,7 +77,7 @@ def wide(p, x):
 
 def test_layers_are_placed_by_number_by_cost_or_by_flops():
     layers = [wide, block, block, block, block]
-    make = lambda **given: Pipeline.from_layers(layers, PARAMS, loss=loss, inputs=inputs, ipus=2, **given)[0]  # noqa: E731
+    make = lambda **given: Pipeline.from_layers(layers, PARAMS, loss=loss, inputs=inputs, ipus=2, **given)[0]
     shapes = {name: jax.ShapeDtypeStruct((ROWS, D), jnp.float32) for name in ("x", "y")}
     assert places(make()) == [0, 0, 0, 1, 1, 1]
     assert places(make(costs=[1, 1, 1, 1, 9])) == [0, 0, 0, 0, 1, 1]

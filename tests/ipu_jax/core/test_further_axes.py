@@ -135,7 +135,7 @@ def test_a_concurrent_head_is_split_by_hand_over_ipus_and_by_xla_over_tensor(sha
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_bfloat16_a_step_is_as_exact_as_on_one_device(kind):
     model = annotated(kind, 2, dtype=jnp.bfloat16)
-    wide = lambda leaf: leaf.astype(np.float32) if leaf.dtype == jnp.bfloat16 else leaf  # noqa: E731
+    wide = lambda leaf: leaf.astype(np.float32) if leaf.dtype == jnp.bfloat16 else leaf
     params, batch = jax.tree.map(wide, (model.params, model.batch))
     exact = dataclasses.replace(model, params=params, batch=batch).twin()
     pipeline = model.pipeline(mesh_of((1, 2, 2)), schedule="1f1b")
@@ -540,7 +540,7 @@ def test_a_function_keeps_the_axes(costs):
 
 def predicting(spec: P, *, columns: int = 8) -> Any:
     """Return a pipeline whose outputs, (3, 4, columns), have this spec, with its weights and batch."""
-    logits = lambda w, x, mb: x @ w  # noqa: E731
+    logits = lambda w, x, mb: x @ w
     stages = [
         Stage(lambda w, x, mb: mb["x"] @ w, params="first", ipu=0),
         Stage(lambda w, x, mb: jnp.mean(x @ w), params="head", ipu=1, predict=logits, predict_specs=spec),

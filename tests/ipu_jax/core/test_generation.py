@@ -21,8 +21,8 @@ CHOOSE = 5  # the number of the stage that chooses tokens
 
 def weights() -> dict[str, Any]:
     rng = np.random.default_rng(3)
-    normal = lambda *shape: rng.normal(scale=0.5, size=shape).astype(np.float32)  # noqa: E731
-    norm = lambda: {"scale": 1 + normal(D) / 9, "bias": normal(D) / 9}  # noqa: E731
+    normal = lambda *shape: rng.normal(scale=0.5, size=shape).astype(np.float32)
+    norm = lambda: {"scale": 1 + normal(D) / 9, "bias": normal(D) / 9}
 
     def block() -> dict[str, Any]:
         attention = {"qkv": normal(D, 3, N, D // N), "out": normal(N, D // N, D)}
@@ -110,7 +110,7 @@ def dense_logits(tokens: jax.Array) -> jax.Array:
 
 def dense_generated(prompts: np.ndarray, key: Any) -> np.ndarray:
     alone = Mesh(jax.devices()[:1], ("ipu",), axis_types=(AxisType.Auto,))
-    draw = lambda key, logits: sample(key, logits, size=V, temperature=0.8)  # noqa: E731
+    draw = lambda key, logits: sample(key, logits, size=V, temperature=0.8)
     drawn = jax.jit(jax.shard_map(draw, mesh=alone, in_specs=P(), out_specs=P(), check_vma=False))
     tokens = np.zeros((GROUPS, B, T), np.int32)
     tokens[..., :PROMPT] = prompts

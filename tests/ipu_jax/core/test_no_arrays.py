@@ -95,7 +95,7 @@ def test_a_feed_reads_tensors_of_torch_by_their_rows():
 untyped: Any = Stage
 TORCH = {name: Tensor(leaf) for name, leaf in WEIGHTS.items()}
 A_TENSOR = "params['body'] is a torch.Tensor", "give tensor.numpy()"
-FUNCTION = lambda w, rows: jnp.mean(jnp.tanh(rows @ w["body"]) @ w["head"])  # noqa: E731
+FUNCTION = lambda w, rows: jnp.mean(jnp.tanh(rows @ w["body"]) @ w["head"])
 
 
 @refusals(

@@ -85,7 +85,7 @@ def test_a_pipeline_without_weights_is_verified_by_its_loss():
 
 
 def test_the_unsharded_program_takes_the_reference_and_not_the_function():
-    marked = lambda p, x, mb: 7 + 0 * jnp.mean(x)  # noqa: E731
+    marked = lambda p, x, mb: 7 + 0 * jnp.mean(x)
     pipeline = pipeline_of(last_reference=lambda w, x, mb: marked(w, x, mb) + jnp.mean(w))
     value, gradients = reference_value_and_grad(pipeline, WEIGHTS, X)
     assert value == pytest.approx(7 + float(WEIGHTS["b"].mean()), rel=1e-6)
@@ -303,7 +303,7 @@ def test_float64_throughout_where_jax_has_it():
     with jax.enable_x64(True):
         a, b = np.random.default_rng(0).normal(size=(2, 4, 4))
         x = np.random.default_rng(1).normal(size=(2, 3, 5, 4))
-        last = lambda w, x, mb: (jnp.mean((x @ w) ** 2), x)  # noqa: E731
+        last = lambda w, x, mb: (jnp.mean((x @ w) ** 2), x)
         stages = [Stage(lambda w, x, mb: jnp.tanh(mb @ w), params="a"), Stage(last, params="b", ipu=1)]
         pipeline = Pipeline(stages, mesh=make_mesh(2, 2), gradient_accumulation=3)
         (loss, aux), gradients = reference_value_and_grad(pipeline, {"a": a, "b": b}, x)

@@ -92,8 +92,8 @@ def local(name: str, way: str = "plainly") -> Any:
 
 def by_some(name: str) -> Any:
     """Return a call of a concurrent stage with a psum in a branch or a loop that only some IPUs take."""
-    branch = lambda y: lax.cond(lax.axis_index("ipu") == 0, lambda y: lax.psum(y, "ipu"), lambda y: y, y)  # noqa: E731
-    loop = lambda y: lax.fori_loop(0, lax.axis_index("ipu"), lambda _, y: lax.psum(y, "ipu"), y)  # noqa: E731
+    branch = lambda y: lax.cond(lax.axis_index("ipu") == 0, lambda y: lax.psum(y, "ipu"), lambda y: y, y)
+    loop = lambda y: lax.fori_loop(0, lax.axis_index("ipu"), lambda _, y: lax.psum(y, "ipu"), y)
     op = branch if name == "cond" else loop
     return lambda: traced(lambda p, x, mb: lax.stop_gradient(op(mb @ p)), ipu=ALL_IPUS)
 

@@ -97,7 +97,7 @@ def model(kind: Any, dtype: Any, seed: int, *, concurrent: bool = False) -> Any:
     specs = {"rows": P("ipu")} if concurrent else None
     pipeline = Pipeline(stages, mesh=make_mesh(1, 2), gradient_accumulation=m, specs=specs)
     batch = {"x": rng.normal(size=(m, rows, d)), "y": rng.normal(size=(m, rows, 3))}
-    as_float32 = lambda tree: jax.tree.map(np.float32, tree)  # noqa: E731
+    as_float32 = lambda tree: jax.tree.map(np.float32, tree)
     params = pipeline.shard(as_float32(weights))
 
     def verified(factor: float, **options: Any) -> VerificationReport:
@@ -173,8 +173,8 @@ def test_a_gradient_in_bfloat16_that_cancels_is_judged_by_how_much_its_terms_are
         return jnp.mean((h.astype(jnp.bfloat16) @ w - mb["y"]) ** 2)
 
     rng = np.random.default_rng(3)
-    half = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)  # noqa: E731
-    reference = lambda w, x, mb: jnp.tanh(mb["x"].astype(jnp.bfloat16) @ w["a"]) @ w["b"] + w["bias"]  # noqa: E731
+    half = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+    reference = lambda w, x, mb: jnp.tanh(mb["x"].astype(jnp.bfloat16) @ w["a"]) @ w["b"] + w["bias"]
     stages = [Stage(body, params="a", ipu=0, reference=reference), Stage(norm_and_loss, params="b", ipu=1)]
     pipeline = Pipeline(stages, gradient_accumulation=3)
     params = pipeline.shard({"a": {"a": half(4, 8), "b": half(8, 6), "bias": half(6)}, "b": half(6, 2)})

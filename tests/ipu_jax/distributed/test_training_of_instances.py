@@ -149,7 +149,7 @@ def test_what_is_wrong_on_one_instance_fails_on_all():
     for said in (first, last):
         assert said.startswith("the gradient of params['stage1']['b'] differs from the unsharded program's by ")
         assert "(5 of 5 gradients differ)" in said
-    report = lambda said: said[said.index("(5 of 5") :]  # noqa: E731
+    report = lambda said: said[said.index("(5 of 5") :]
     assert report(first) == report(last)
 
 

@@ -167,7 +167,7 @@ def test_a_broken_gradient_is_noticed_in_half_types_however_small_it_is(tool, op
 def test_differences_are_judged_as_numpy_does(tool, judged):
     want = tool.Results(**(dict.fromkeys(tool.Results._fields, 1.0) | {judged: np.array([2.0, -2.0])}))
     limit = HALF_TOLERANCE.atol + HALF_TOLERANCE.rtol * 2
-    less = lambda by: want._replace(**{judged: getattr(want, judged) - by})  # noqa: E731
+    less = lambda by: want._replace(**{judged: getattr(want, judged) - by})
     assert differences(less(0.99 * limit), want, HALF_TOLERANCE) == {}
     beyond = differences(less([0, 1.01 * limit]), want, HALF_TOLERANCE)
     assert beyond == {judged: pytest.approx(1.01 * limit)}

@@ -23,10 +23,10 @@ def _derivatives(loss, args, directions, total=lambda x: x):
     def inner(grads):
         return sum(total(jnp.vdot(g, d)) for g, d in zip(grads, directions, strict=True))
 
-    scalar = lambda *args: (loss(*args) * (1 + jnp.arange(3))).sum()  # noqa: E731
+    scalar = lambda *args: (loss(*args) * (1 + jnp.arange(3))).sum()
     everything = tuple(range(len(args)))
     reverse = jax.grad(scalar, everything)
-    along = lambda *args: jax.jvp(scalar, args, directions)[1]  # noqa: E731
+    along = lambda *args: jax.jvp(scalar, args, directions)[1]
     return (
         reverse(*args),
         (along(*args), jax.jvp(along, args, directions)[1]),
@@ -60,7 +60,7 @@ def test_derivatives_of_every_order_and_mode(mode):
         if mode == "typed-inside":
 
             def each_ipu(args, directions):
-                first_is_split = lambda x: lax.psum(x, "ipu") if jax.typeof(x).manual_axis_type.varying else x  # noqa: E731
+                first_is_split = lambda x: lax.psum(x, "ipu") if jax.typeof(x).manual_axis_type.varying else x
                 return _derivatives(sharded, args, directions, first_is_split)
 
             derived = on_ipus(each_ipu, 3, (specs, specs), (specs, (P(), P()), specs, specs, specs))

@@ -49,14 +49,14 @@ def test_no_partition_is_better(problem):
         return
     found = balance_layers(range(len(costs)), costs, ipus, **options)
     assert [k for k, _ in itertools.groupby(found.ipus)] == list(range(ipus)), "neighbours together, no IPU without"
-    held = lambda sizes: tuple(sum(s for s, at in zip(sizes, found.ipus, strict=True) if at == k) for k in range(ipus))  # noqa: E731
+    held = lambda sizes: tuple(sum(s for s, at in zip(sizes, found.ipus, strict=True) if at == k) for k in range(ipus))
     assert found.loads == held(costs)
     assert (max(found.loads), sum(load**2 for load in found.loads)) == expected
     assert not options or max(held(options["memory"])) <= options["limit"]
 
 
 def test_stages_get_their_ipus_and_concurrent_ones_stay():
-    fn = lambda w, x, mb: x  # noqa: E731
+    fn = lambda w, x, mb: x
     embed = Stage(fn, params="table", ipu=ALL_IPUS)
     layers = [Stage(fn, params=f"w{i}", recompute="all") for i in range(4)]
     found = balance_layers([embed, *layers, embed], [1000, 1, 1, 1, 3, 1000], ipus=2)
@@ -124,8 +124,8 @@ def test_measured_costs_are_the_products_of_each_stage():
 
 
 def test_measured_costs_of_a_concurrent_stage_are_the_whole_ones():
-    both = lambda w, x, mb: lax.psum((mb @ w).sum(), "ipu")  # noqa: E731
-    alone = lambda w, x, mb: (mb @ w).sum()  # noqa: E731
+    both = lambda w, x, mb: lax.psum((mb @ w).sum(), "ipu")
+    alone = lambda w, x, mb: (mb @ w).sum()
     args = ({"w": jnp.ones((8, 16))}, jnp.ones((4, 8)))
     (found,) = measure_costs([Stage(both, params="w", ipu=ALL_IPUS)], *args)
     (expected,) = measure_costs([Stage(alone, params="w")], *args)

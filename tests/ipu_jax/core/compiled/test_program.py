@@ -117,8 +117,8 @@ def test_groups_along_the_axes_of_a_mesh(axes):
 
 
 def test_groups_in_both_notations():
-    said = lambda text: Instruction("all-reduce", (), f"%sum = f32[] all-reduce(%x), {text}").groups  # noqa: E731
-    numbered = lambda shape, axes: np.arange(8).reshape(shape).transpose(axes)  # noqa: E731
+    said = lambda text: Instruction("all-reduce", (), f"%sum = f32[] all-reduce(%x), {text}").groups
+    numbered = lambda shape, axes: np.arange(8).reshape(shape).transpose(axes)
     assert said("replica_groups={{0,1},{2,3}}, to_apply=%add") == [[0, 1], [2, 3]]
     assert said("source_target_pairs={{0,1},{3,2}}") == [[0, 1], [3, 2]]
     assert said("replica_groups=[2,4]<=[8]") == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -246,14 +246,14 @@ N, D, M = 4, 8, 6
 def test_runs_of_a_pipeline_by_its_schedule(schedule, y):
     """By hand: IPU 0 and 1 send in ticks 0 to 6 of "grouped", and in ticks 0 to 2 and 4 to 10 of "1f1b"."""
     first, body = lambda w, x, mb: jnp.tanh(mb @ w), lambda w, x, mb: jnp.tanh(x @ w)
-    head = lambda w, x, mb: jax.lax.psum(jnp.mean((x @ w) ** 2), "ipu")  # noqa: E731
+    head = lambda w, x, mb: jax.lax.psum(jnp.mean((x @ w) ** 2), "ipu")
     stages = [Stage(first, "a", 0), Stage(body, "b", 1), Stage(body, "c", 2), Stage(head, "d", ALL_IPUS)]
     given = {"schedule": schedule, "gradient_accumulation": M, "specs": {"d": PartitionSpec()}}
     pipeline = Pipeline(stages, mesh=make_mesh(2, 3), **given)
     weights = pipeline.shard_shapes({name: jax.ShapeDtypeStruct((D, D), "float32") for name in "abcd"})
     batch = jax.ShapeDtypeStruct((2, M, N, D), "float32")
     program = Program(pipeline.lower(weights, batch).compile())
-    sent = lambda label: {  # noqa: E731
+    sent = lambda label: {
         (c.op, c.runs, c.nbytes) for c in program.collectives if f"ipu_jax.{label}." in c.instruction.place
     }
     assert sent("y") == {("collective-permute", y, N * D * 4)}

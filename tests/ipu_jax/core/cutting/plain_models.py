@@ -16,7 +16,7 @@ def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def attention(p: Any, x: jax.Array, context: jax.Array, mask: jax.Array | None = None, heads: int = 2) -> jax.Array:
-    split = lambda y: y.reshape(*y.shape[:-1], heads, -1)  # noqa: E731
+    split = lambda y: y.reshape(*y.shape[:-1], heads, -1)
     y = jax.nn.dot_product_attention(split(x @ p["q"]), split(context @ p["k"]), split(context @ p["v"]), mask=mask)
     return y.reshape(x.shape) @ p["o"]
 

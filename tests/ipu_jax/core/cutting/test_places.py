@@ -110,7 +110,7 @@ BLOCK = {name: normal((8, 8), seed=n) for n, name in enumerate("qkv")}
 
 
 def test_cuts_are_at_waists_where_these_give_even_stages():
-    loss = lambda p, x: jnp.mean(attention(p[2], attention(p[1], attention(p[0], x))) ** 2)  # noqa: E731
+    loss = lambda p, x: jnp.mean(attention(p[2], attention(p[1], attention(p[0], x))) ** 2)
     cut = cut_of(loss, [BLOCK] * 3, 3).cut
     assert cut.at_waists
     assert cut.sent == (X.nbytes, X.nbytes)
@@ -245,7 +245,7 @@ def test_a_checkpoint_around_all_layers_becomes_one_like_it_in_each_stage(policy
 
 def test_a_penalty_of_all_weights_stays_with_the_weights():
     loss, params = chain([8, 8, 8, 8])
-    penalised = lambda p, x: loss(p, x) + 0.1 * sum(jnp.sum(w**2) for w in p)  # noqa: E731
+    penalised = lambda p, x: loss(p, x) + 0.1 * sum(jnp.sum(w**2) for w in p)
     function = cut_of(penalised, params, 4)
     assert [len(parts) for _, parts in function.weights.groups] == [1] * 4
     assert not any(stage.shared for stage in function.stages)

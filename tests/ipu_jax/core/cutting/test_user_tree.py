@@ -27,7 +27,7 @@ ONE = jax.tree.map(lambda leaf: leaf[0], BATCH)
 
 def loss(params, micro_batch):
     """A tied table, and seven layers in one scan."""
-    layer = lambda x, w: (x + jnp.tanh(x @ w["w"] + w["b"]), None)  # noqa: E731
+    layer = lambda x, w: (x + jnp.tanh(x @ w["w"] + w["b"]), None)
     x, _ = jax.lax.scan(layer, params["table"][micro_batch["ids"]], params["layers"])
     return jnp.mean((x @ params["table"].T - micro_batch["y"]) ** 2)
 
@@ -139,7 +139,7 @@ def test_half_precision_equals_a_loss_that_casts(precision):
     first = PARAMS if precision == "16.32" else half(PARAMS)
     step = make_train_step(cut(2), optax.sgd(0.1), TrainOptions(precision=precision))
     state, out = step(step.init(PARAMS), BATCH)
-    in_half = lambda params: jnp.mean(jax.vmap(lambda mb: loss(half(params), half(mb)))(BATCH))  # noqa: E731
+    in_half = lambda params: jnp.mean(jax.vmap(lambda mb: loss(half(params), half(mb)))(BATCH))
     value, gradients = jax.jit(jax.value_and_grad(in_half))(first)
     expected = jax.tree.map(lambda w, g: (w - 0.1 * g).astype(w.dtype), first, gradients)
     np.testing.assert_allclose(out.loss, value, rtol=0.02)

@@ -84,9 +84,9 @@ def plain_step(name: str, params: Any, batch: Any, *, state: Any = None, key: An
             losses.append(loss)
             gradients.append(gradient)
             auxs.append(aux)
-    mean = lambda *leaves: np.mean(np.stack(leaves).astype(np.float64), 0)  # noqa: E731
+    mean = lambda *leaves: np.mean(np.stack(leaves).astype(np.float64), 0)
     lead = jax.tree.leaves(batch)[0].shape[: 1 + (replicas > 1)]
-    stack = lambda *leaves: np.stack(leaves).reshape(*lead, *np.shape(leaves[0]))  # noqa: E731
+    stack = lambda *leaves: np.stack(leaves).reshape(*lead, *np.shape(leaves[0]))
     return Step(mean(*losses), jax.tree.map(mean, *gradients), jax.tree.map(stack, *auxs), state)
 
 

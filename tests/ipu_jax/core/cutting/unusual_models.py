@@ -108,7 +108,7 @@ def adversaries() -> Example:
     params = {"generator": layers_of(rng, 3), "critic": layers_of(rng, 3)}
 
     def loss(params, batch):
-        criticise = lambda weights, x: tower(weights, x).mean(-1)  # noqa: E731
+        criticise = lambda weights, x: tower(weights, x).mean(-1)
         made = tower(params["generator"], batch["x"])
         frozen = lax.stop_gradient(params["critic"])
         real, fake = criticise(params["critic"], batch["y"]), criticise(params["critic"], lax.stop_gradient(made))
@@ -128,7 +128,7 @@ def moving_target() -> Example:
     def loss(params, state, batch):
         online = tower(params["online"], batch["x"]) @ params["predictor"]
         target = lax.stop_gradient(tower(state["target"], batch["y"]))
-        average = lambda old, new: 0.9 * old + 0.1 * lax.stop_gradient(new)  # noqa: E731
+        average = lambda old, new: 0.9 * old + 0.1 * lax.stop_gradient(new)
         new = {"target": jax.tree.map(average, state["target"], params["online"]), "steps": state["steps"] + 1}
         return squared_error(online, target), new
 
@@ -190,7 +190,7 @@ def learning_to_learn() -> Example:
 def state_space() -> Example:
     """Linear recurrences with complex values, by an associative scan over time; a Fourier transform at the end."""
     rng = np.random.default_rng(30)
-    layer = lambda: {  # noqa: E731
+    layer = lambda: {
         "decay": normal(rng, D),
         "angle": normal(rng, D),
         "in": normal(rng, D, D),
@@ -203,7 +203,7 @@ def state_space() -> Example:
         for p in params:
             a = jnp.exp(-jnp.exp(p["decay"]) + 1j * p["angle"])
             elements = jnp.broadcast_to(a, x.shape), (x @ p["in"]).astype(jnp.complex64)
-            join = lambda one, two: (one[0] * two[0], two[0] * one[1] + two[1])  # noqa: E731
+            join = lambda one, two: (one[0] * two[0], two[0] * one[1] + two[1])
             _, h = lax.associative_scan(join, elements, axis=1)
             x = x + jnp.concatenate([h.real, h.imag], -1) @ p["out"]
         return jnp.mean(jnp.abs(jnp.fft.rfft(x[0] - batch["y"], axis=-1)) ** 2) / D

@@ -93,7 +93,7 @@ def test_prediction_ignores_added_losses():
 
 
 def two_stages(loss, ipus=(0, 1)):
-    first = lambda p, x, mb: Outputs(mb * p, loss=loss(p))  # noqa: E731
+    first = lambda p, x, mb: Outputs(mb * p, loss=loss(p))
     return [Stage(first, params="a", ipu=ipus[0]), Stage(lambda p, x, mb: jnp.mean(x * p), params="b", ipu=ipus[1])]
 
 
@@ -137,7 +137,7 @@ def test_an_added_loss_that_there_cannot_be_is_refused(call, holds):
 @pytest.mark.slow
 def test_an_added_loss_that_is_not_finite_is_named():
     """The last stage's own loss is finite: the micro-batch's is not."""
-    first = lambda p, x, mb: Outputs(mb["x"] * p, loss=jnp.mean(mb["bad"]))  # noqa: E731
+    first = lambda p, x, mb: Outputs(mb["x"] * p, loss=jnp.mean(mb["bad"]))
     stages = [
         Stage(first, params="a", ipu=0),
         Stage(lambda p, x, mb: jnp.mean(x * p), params="b", ipu=1),

@@ -94,7 +94,7 @@ def unlike_pipeline(m: int, schedule: str):
 
     d0, d1, d2, classes = MLP
     rng = np.random.default_rng(0)
-    normal = lambda *shape: rng.normal(scale=0.1, size=shape).astype(np.float32)  # noqa: E731
+    normal = lambda *shape: rng.normal(scale=0.1, size=shape).astype(np.float32)
     pipeline = Pipeline(
         [Stage(mlp, params="mlp", ipu=0), Stage(classifier, params="classifier", ipu=1)],
         schedule=schedule,
@@ -124,7 +124,7 @@ def compiled(m: int, schedule: str):
 @pytest.mark.parametrize("schedule", ["grouped", "sequential"])
 def test_the_program_is_no_longer_for_more_micro_batches(schedule):
     few, many = (text_of(compiled(m, schedule)) for m in (4, 64))
-    count = lambda hlo: len(re.findall(r" collective-permute(?:-start)?\(", hlo))  # noqa: E731
+    count = lambda hlo: len(re.findall(r" collective-permute(?:-start)?\(", hlo))
     assert count(few) == count(many) == 2  # an activation, and a gradient
     assert abs(len(many) - len(few)) <= 0.05 * len(few)
 
@@ -161,7 +161,7 @@ def test_a_scan_over_layers_stacks_neither_their_gradients_nor_copies_of_their_w
     d, layers = 128, 4
 
     def blocks(w, x, mb):
-        step = lambda h, w: (h + jnp.tanh(h @ w["a"]) @ w["b"], None)  # noqa: E731
+        step = lambda h, w: (h + jnp.tanh(h @ w["a"]) @ w["b"], None)
         return jax.lax.scan(step, mb["x"] if x is None else x, w)[0]
 
     def last(w, x, mb):

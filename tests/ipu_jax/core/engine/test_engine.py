@@ -97,7 +97,7 @@ def test_trees_of_floats_ints_and_bools_pass_between_stages(places):
     found_loss, gradients = pipeline.value_and_grad(pipeline.shard(weights), batch)
 
     def plain(weights):
-        one = lambda mb: loss(weights["w2"], fns[1](weights["w1"], fns[0](weights["w0"], None, mb), mb), mb)  # noqa: E731
+        one = lambda mb: loss(weights["w2"], fns[1](weights["w1"], fns[0](weights["w0"], None, mb), mb), mb)
         return jnp.mean(jax.vmap(one)(batch))
 
     expected_loss, expected = jax.jit(jax.value_and_grad(plain))(weights)
@@ -109,7 +109,7 @@ def test_trees_of_floats_ints_and_bools_pass_between_stages(places):
 @pytest.mark.fast("with")
 @pytest.mark.parametrize("middle", [None, lambda p, x, mb: {"deep": [x, mb.sum()]}], ids=["without", "with"])
 def test_stages_without_weights_pass_gradients_on(middle):
-    unwrap = lambda x: x["deep"][0] * x["deep"][1] if isinstance(x, dict) else x  # noqa: E731
+    unwrap = lambda x: x["deep"][0] * x["deep"][1] if isinstance(x, dict) else x
     first = Stage(lambda w, x, mb: jnp.tanh(mb @ w), params="w", ipu=0)
     last = Stage(lambda p, x, mb: jnp.mean(unwrap(x) ** 2), ipu=1)
     stages = [first, *([] if middle is None else [Stage(middle, ipu=1), Stage(lambda p, x, mb: x, ipu=0)]), last]

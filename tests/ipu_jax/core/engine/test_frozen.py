@@ -132,10 +132,10 @@ def test_a_frozen_group_costs_neither_an_accumulator_nor_its_part_of_the_backwar
         return jax.jit(pipeline.value_and_grad).lower(params, batch)
 
     learning, frozen = compiled({}), compiled({"a": True})
-    count = lambda lowered: lowered.as_text().count("stablehlo.dot_general")  # noqa: E731
+    count = lambda lowered: lowered.as_text().count("stablehlo.dot_general")
     assert count(learning) == 5  # 2 forward, dW of both, dx of the second
     assert count(frozen) <= 4  # jax 0.12 also finds that dx is not needed
-    of = lambda lowered: lowered.compile().memory_analysis().temp_size_in_bytes  # noqa: E731
+    of = lambda lowered: lowered.compile().memory_analysis().temp_size_in_bytes
     assert of(learning) - of(frozen) > 0.9 * 4 * 1024 * 64
 
 

@@ -67,7 +67,7 @@ def value_and_grad_on(mesh: Mesh, layer: Any, schedule: str, weights: Any, batch
             check_vma=False,
         )
     )
-    placed = lambda tree, mesh: jax.device_put(  # noqa: E731
+    placed = lambda tree, mesh: jax.device_put(
         jax.tree.map(np.asarray, tree), jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     )
     with jax.set_mesh(mesh):
@@ -86,7 +86,7 @@ def test_a_value_that_is_split_over_a_further_axis_stays_split(kind, layer, sche
     devices = np.array(jax.devices()[: 2 * PARTS]).reshape(1, 2, PARTS)
     mesh = Mesh(devices, ("replica", "ipu", "tensor"), axis_types=(AxisType.Auto, AxisType.Auto, kind))
     rng = np.random.default_rng(0)
-    normal = lambda *shape: (rng.normal(size=shape) / 4).astype(np.float32)  # noqa: E731
+    normal = lambda *shape: (rng.normal(size=shape) / 4).astype(np.float32)
     weights = {name: (normal(D, F), normal(F, D)) for name in "ab"}
     batch = {"x": normal(M, N, D), "y": normal(M, N, D)}
     loss, gradients, text = value_and_grad_on(mesh, layer, schedule, weights, batch)

@@ -88,7 +88,7 @@ def test_a_table_on_one_ipu_is_read_as_plain_jax_reads_it(slot, ipus, schedule, 
     def first(p, x, mb):
         if not layers:
             return rows_of(p, mb["ids"])
-        layer = lambda h, tables: (jnp.tanh(h) + rows_of(tables, mb["ids"]), None)  # noqa: E731
+        layer = lambda h, tables: (jnp.tanh(h) + rows_of(tables, mb["ids"]), None)
         return lax.scan(layer, jnp.zeros((TOKENS, D)), p)[0]
 
     def last(p, x, mb):
@@ -167,7 +167,7 @@ def plain_loss(params, mb, out_of_range):
 def test_ids_and_labels_beyond_a_split_vocabulary(out_of_range, dtype, ipus):
     pipeline, batch = split_model(ipus, out_of_range), batch_of(M)
     batch["labels"] = batch["labels"].astype(dtype)  # what is negative is far beyond the end of an unsigned type
-    plain = lambda p: jnp.mean(jnp.stack([plain_loss(p, mb, out_of_range) for mb in microbatches(batch)]))  # noqa: E731
+    plain = lambda p: jnp.mean(jnp.stack([plain_loss(p, mb, out_of_range) for mb in microbatches(batch)]))
     assert_equals_plain(pipeline, SPLIT, batch, plain, rtol=2e-5)
 
 

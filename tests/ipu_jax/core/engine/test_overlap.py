@@ -37,7 +37,7 @@ def layer(w: Any, x: Any) -> Any:
 def pipeline_of(ipus: int, ends: bool, schedule: str, rounds: int = 1) -> tuple[Pipeline, dict[str, Any], Any, Any]:
     """Return a pipeline, its weights, a batch, and its mean loss in plain jax."""
     rng = np.random.default_rng(ipus)
-    normal = lambda *shape: (rng.normal(size=shape) / 2).astype(np.float32)  # noqa: E731
+    normal = lambda *shape: (rng.normal(size=shape) / 2).astype(np.float32)
     names = [f"layer{i}" for i in range(ipus * rounds)]
     params: dict[str, Any] = {name: normal(D, D) for name in names}
     batch = {"x": normal(M, N, D), "ids": rng.integers(0, V, (M, N))}

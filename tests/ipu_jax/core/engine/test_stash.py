@@ -111,7 +111,7 @@ def squeezed(x: Any, weights: Any) -> Any:
 @pytest.mark.parametrize("schedule", ["grouped", "1f1b", "zb-h1"])
 def test_values_of_any_shape_come_back(schedule, platform):
     rng = np.random.default_rng(0)
-    normal = lambda *shape: (rng.normal(size=shape) / 2).astype(np.float32)  # noqa: E731
+    normal = lambda *shape: (rng.normal(size=shape) / 2).astype(np.float32)
     params = {"a": {"up": normal(D, 2 * D), "down": normal(2 * D, D)}, "b": normal(D, 5)}
     m = 5
     pipeline = Pipeline(
@@ -124,7 +124,7 @@ def test_values_of_any_shape_come_back(schedule, platform):
         gradient_accumulation=m,
     )
     batch = normal(m, N, D)
-    plain = lambda p: jnp.mean(jnp.stack([squeezed(unlike(x, p["a"]), p["b"]) for x in batch]))  # noqa: E731
+    plain = lambda p: jnp.mean(jnp.stack([squeezed(unlike(x, p["a"]), p["b"]) for x in batch]))
     with programs_for(platform):
         assert_equals_plain(pipeline, params, batch, plain)
 

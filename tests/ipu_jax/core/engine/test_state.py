@@ -106,7 +106,7 @@ class NormModel:
                 losses.append(loss)
                 gradients.append(gradient)
             states.append(state)
-        mean = lambda *leaves: sum(leaves) / len(leaves)  # noqa: E731
+        mean = lambda *leaves: sum(leaves) / len(leaves)
         state = jax.tree.map(lambda *s: s[0] if s[0].dtype == np.int32 else mean(*s), *states)
         return mean(*losses), jax.tree.map(mean, *gradients), state
 

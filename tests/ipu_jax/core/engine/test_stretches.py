@@ -89,7 +89,7 @@ def counting(w, x, mb, *, state):
 @pytest.mark.slow
 def test_a_stage_in_front_with_state_sees_each_micro_batch_once():
     rng, m = np.random.default_rng(0), 4
-    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
     params = {"front": normal(5, 5), "block": normal(5, 5)}
     batch = {"x": normal(m, 3, 5)}
     stages = [

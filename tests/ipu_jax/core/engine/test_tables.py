@@ -44,7 +44,7 @@ def stage(p, x, mb, *, k, last, read):
 def model(stages: int, dtype: str, replicas: int, m: int, read: str):
     """Return the stages, their whole weights and a batch; stage k has a table if k is even."""
     rng = np.random.default_rng(0)
-    normal = lambda *shape: (rng.normal(size=shape) / 2).astype(dtype)  # noqa: E731
+    normal = lambda *shape: (rng.normal(size=shape) / 2).astype(dtype)
     params = {
         str(k): ({"w": normal(D, D)} if k else {}) | ({"t": normal(11 + 4 * k, D)} if k % 2 == 0 else {})
         for k in range(stages)

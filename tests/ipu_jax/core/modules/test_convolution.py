@@ -40,7 +40,7 @@ def test_matrix_products_are_the_convolution(kernel, strides, size):
 
 def test_off_the_cpu_the_convolution_is_xlas(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    names = lambda: str(  # noqa: E731
+    names = lambda: str(
         jax.make_jaxpr(
             lambda x, w: conv_general_dilated(
                 x, w, (1, 1), ((1, 1), (1, 1)), dimension_numbers=("NHWC", "HWIO", "NHWC")

@@ -27,8 +27,8 @@ BODY, HEAD = Block(7), nn.Dense(3)
 
 @pytest.fixture(scope="module")
 def variables():
-    init_body = lambda key: BODY.init(key, jnp.zeros((1, D)), train=False)  # noqa: E731
-    init_head = lambda key: HEAD.init(key, jnp.zeros((1, 7)))  # noqa: E731
+    init_body = lambda key: BODY.init(key, jnp.zeros((1, D)), train=False)
+    init_head = lambda key: HEAD.init(key, jnp.zeros((1, 7)))
     return jax.jit(lambda key: {"body": init_body(key), "head": init_head(key)})(jax.random.key(0))
 
 

@@ -61,7 +61,7 @@ def test_weights_and_statistics_are_split_by_the_kind_of_variable(modules):
 
 def numbers_of(module):
     """Return copies of all variables, keys as integers."""
-    is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # noqa: E731
+    is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return jax.tree.map(lambda leaf: np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf), nnx.state(module))
 
 

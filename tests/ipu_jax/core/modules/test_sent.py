@@ -159,7 +159,7 @@ def linen_parts():
 
 def plain_parts():
     table = np.ones((WORDS, D), np.float32)
-    stage = lambda name: Stage(lambda w, x, mb: x, params=name)  # noqa: E731
+    stage = lambda name: Stage(lambda w, x, mb: x, params=name)
     return ModuleStage(stage("words"), {"words": {"w": table}}), ModuleStage(stage("head"), {"head": [table]})
 
 
@@ -197,7 +197,7 @@ def mapped(part: ModuleStage, fn: Any) -> Any:
 
 
 def test_two_weights_that_start_alike_are_two_if_one_is_copied_before_its_stage_is_made():
-    copied = lambda tree: jax.tree.map(jnp.copy, tree)  # noqa: E731
+    copied = lambda tree: jax.tree.map(jnp.copy, tree)
     of_nnx, of_eqx = nnx.Embed(WORDS, D, rngs=nnx.Rngs(0)), eqx.nn.Embedding(WORDS, D, key=jax.random.key(0))
     of_linen = nn.Embed(WORDS, D)
     variables = of_linen.init(jax.random.key(0), jnp.zeros(1, int))

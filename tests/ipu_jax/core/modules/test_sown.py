@@ -65,7 +65,7 @@ BODY, HEAD = LinenTwice(), LinenExperts()
 
 @pytest.fixture(scope="module")
 def variables():
-    init = lambda module, seed: module.init(jax.random.key(seed), jnp.ones((ROWS, D)))  # noqa: E731
+    init = lambda module, seed: module.init(jax.random.key(seed), jnp.ones((ROWS, D)))
     return jax.jit(lambda: (init(BODY, 0), init(HEAD, 1)))()
 
 

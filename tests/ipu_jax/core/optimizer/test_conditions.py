@@ -14,7 +14,7 @@ from ipu_jax.core.optimizer.update import ShardedUpdate
 from support.trained import MODELS, compiled_quickly
 from support.updates import check_model, gradients_for
 
-EVERY_OTHER: Any = lambda step: step % 2 == 0  # noqa: E731
+EVERY_OTHER: Any = lambda step: step % 2 == 0
 TOO_LARGE = functools.partial(optax.transforms.skip_large_updates, max_squared_norm=1e6)
 
 
@@ -83,7 +83,7 @@ def test_a_condition_of_one_leaf_stays_one():
     dense, ipus = MODELS[LOCAL]()
     layout = Pipeline(dense.stages, mesh=make_mesh(1, ipus)).shard(dense.params).layout
     blocks = blocks_of_layout(layout, replicas=1)
-    conds_of = lambda optimizer: [  # noqa: E731
+    conds_of = lambda optimizer: [
         eqn for eqn in ShardedUpdate(optimizer, blocks).analysis.jaxpr.eqns if eqn.primitive.name == "cond"
     ]
     assert len(conds_of(optax.stateless(each_leaf))) == len(blocks.leaves)

@@ -20,7 +20,7 @@ from support.refusals import refusals, refused
 from support.trained import compiled_quickly
 
 UPDATES = 3
-MATRICES = lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)  # noqa: E731
+MATRICES = lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
 
 
 def weights_of_layers(tree):
@@ -70,7 +70,7 @@ _compiled_quickly = compiled_quickly()
 
 def normal(seed, shapes):
     rng = np.random.default_rng(seed)
-    is_shape = lambda s: isinstance(s, tuple)  # noqa: E731
+    is_shape = lambda s: isinstance(s, tuple)
     return jax.tree.map(lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32), shapes, is_leaf=is_shape)
 
 
@@ -158,7 +158,7 @@ def by_own_loop(names, made, batches):
 
 def difference(found, expected):
     """Return the largest difference of weights, relative to the largest change of any weight."""
-    largest = lambda a, b: max(jax.tree.leaves(jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), a, b)))  # noqa: E731
+    largest = lambda a, b: max(jax.tree.leaves(jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), a, b)))
     return largest(found, expected) / largest(expected, WEIGHTS)
 
 

@@ -20,7 +20,7 @@ from support.refusals import refusals, refused
 from support.trained import MODELS, compiled_quickly
 from support.updates import STEPS, check, check_model, spread
 
-MATRICES = lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)  # noqa: E731
+MATRICES = lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
 
 
 def only_first_stage(tree):
@@ -108,7 +108,7 @@ def with_weights_of(*shapes, ipus, dtype):
     """A pipeline with one matrix and one bias per shape, dealt out over the IPUs, and its weights."""
     rng = np.random.default_rng(2)
     stages = [Stage(lambda p, x, mb: mb, params=f"s{i}", ipu=i % ipus) for i in range(len(shapes))]
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
     whole = {f"s{i}": {"w": draw(*shape), "b": draw(shape[-1])} for i, shape in enumerate(shapes)}
     return Pipeline(stages, mesh=make_mesh(1, ipus), schedule="sequential"), whole
 
@@ -140,14 +140,14 @@ def test_leaves_that_one_ipu_has_whole_may_be_mixed(shapes, ipus, dtype, optimiz
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_scalars_and_single_elements(replicas):
-    unused = lambda p, x, mb: mb  # noqa: E731
+    unused = lambda p, x, mb: mb
     stages = [Stage(unused, params="a", ipu=0), Stage(unused, params="b", ipu=1)]
     whole = {"a": {"gain": jnp.float32(2), "w": jnp.arange(3.0) + 1}, "b": {"one": jnp.ones(1), "w": jnp.ones((2, 2))}}
     check(Pipeline(stages, mesh=make_mesh(replicas, 2)), whole, {"lamb": USUAL["lamb"]} | FILLINGS)
 
 
 def test_a_leaf_that_all_ipus_hold_counts_once_when_replicas_cut_it():
-    unused = lambda p, x, mb: mb  # noqa: E731
+    unused = lambda p, x, mb: mb
     stages = [Stage(unused, params="a", ipu=0), Stage(unused, params="head", ipu=ALL_IPUS)]
     whole = {"a": jnp.ones(3), "head": {"gain": jnp.arange(5.0) + 1, "w": jnp.ones((2, 3))}}
     specs = {"head": {"gain": P(), "w": P(None, "ipu")}}
@@ -162,7 +162,7 @@ def test_sums_of_half_leaves_that_lie_in_parts_are_rounded_once(replicas, ipus):
     pipeline = Pipeline(stages, mesh=make_mesh(replicas, ipus), specs={"head": P("ipu")})
     whole = {"head": jnp.zeros(522)}
     gradients = {"head": jnp.ones((STEPS, 522)).at[:, 257:261].set(0)}
-    total = lambda g: jnp.sum(g.astype(jnp.bfloat16), dtype=jnp.bfloat16)  # noqa: E731
+    total = lambda g: jnp.sum(g.astype(jnp.bfloat16), dtype=jnp.bfloat16)
     of_sum = optax.stateless(lambda tree, _: jax.tree.map(lambda g: jnp.full_like(g, total(g)), tree))
     found, _, _ = spread(pipeline, {"sum": of_sum}, whole, gradients, replicas)["sum"]
     assert set(found["head"].tolist()) == {STEPS * 520.0}
@@ -279,7 +279,7 @@ def test_an_optimizer_that_cannot_be_split_is_refused(call, holds):
 
 
 def test_frozen_leaves_are_masked_and_stay():
-    stage = lambda p, x, mb: jnp.sum(p["w"] * p["table"]) + mb  # noqa: E731
+    stage = lambda p, x, mb: jnp.sum(p["w"] * p["table"]) + mb
     params = {"a": {"w": jnp.ones(3), "table": jnp.arange(3)}}
     pipeline = Pipeline(
         [Stage(stage, params="a", ipu=1)], mesh=make_mesh(1, 2), frozen={"a": {"w": False, "table": True}}

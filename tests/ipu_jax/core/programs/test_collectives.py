@@ -86,7 +86,7 @@ def local(name, way="plainly"):
 
 def in_branch(axis, decides):
     """Return a call of a concurrent stage with a permute in a branch that only some devices of the mesh take."""
-    op = lambda x, mb: lax.cond(decides(mb), lambda x: permuted(x, axis), lambda x: x, x)  # noqa: E731
+    op = lambda x, mb: lax.cond(decides(mb), lambda x: permuted(x, axis), lambda x: x, x)
     return traced(lambda p, x, mb: lax.pmean(op(x @ p, mb), "ipu"), ipu=ALL_IPUS)
 
 
@@ -106,7 +106,7 @@ def of_ipu(mb):
     return lax.axis_index("ipu") == 0
 
 
-in_backward = lambda p, x, mb: only_backward(permuted)(x @ p)  # noqa: E731
+in_backward = lambda p, x, mb: only_backward(permuted)(x @ p)
 MEND = "no replica groups", "all_to_all (a shift by k is ", "make the stage concurrent (ipu=ALL_IPUS)"
 WAITS = "inside a cond whose predicate may differ between ", "communicate outside of it", "a value that is the same"
 

@@ -67,7 +67,7 @@ def test_custom_derivatives_are_entered():
     double.defvjp(lambda x, w: (x @ w, (x, w)), lambda res, g: (g @ res[1].T, res[0].T @ g))
 
     assert flops_of(double, f32(4, 8), f32(8, 16)) == PRODUCT
-    both = lambda x, w, g: jax.vjp(double, x, w)[1](g)  # noqa: E731
+    both = lambda x, w, g: jax.vjp(double, x, w)[1](g)
     assert flops_of(both, f32(4, 8), f32(8, 16), f32(4, 16)) == 3 * PRODUCT
 
 
@@ -130,7 +130,7 @@ def test_open_and_closed_jaxprs_count_alike():
 
 def test_peak_bytes_by_hand():
     x, w = f32(4, 4), f32(4, 4)
-    peak = lambda fn, *args, **options: jaxpr_peak_bytes(jax.make_jaxpr(fn)(*args), **options)  # noqa: E731
+    peak = lambda fn, *args, **options: jaxpr_peak_bytes(jax.make_jaxpr(fn)(*args), **options)
     assert peak(lambda x, w: (x @ w, w @ x), x, w) == 128
     assert peak(lambda x, w: (x @ w, w @ x), x, w, keep_outputs=False) == 64
     assert peak(lambda x, w: jnp.tanh(x @ w) * 2 + 1, x, w) == 64, "elementwise writes over its operand"

@@ -40,7 +40,7 @@ def half(p, x):
 
 
 def half_inside(p, x):
-    step = lambda h, w: (h + (h.astype("bfloat16") @ w["a"].astype("bfloat16")).astype("float32") @ w["b"], None)  # noqa: E731
+    step = lambda h, w: (h + (h.astype("bfloat16") @ w["a"].astype("bfloat16")).astype("float32") @ w["b"], None)
     return lax.scan(step, x, layers(p))[0]
 
 

@@ -231,7 +231,7 @@ def test_integer_and_bool_leaves_of_x_pass_through_untouched():
 
 def test_the_last_stage_gives_its_loss_and_its_aux():
     params = normal(W)
-    fn = lambda p, x, mb: (jnp.mean(mlp(p, x, mb)), {"top": jnp.argmax(x, -1)})  # noqa: E731
+    fn = lambda p, x, mb: (jnp.mean(mlp(p, x, mb)), {"top": jnp.argmax(x, -1)})
     both = halves(fn, params, last=True)
 
     @jax.jit

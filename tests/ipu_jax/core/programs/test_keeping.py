@@ -74,7 +74,7 @@ def test_a_small_result_is_kept_rather_than_a_large_input():
 @pytest.mark.parametrize(("features", "kept"), [(32, []), (256, ["dot_general"])])
 def test_a_batched_product_is_computed_again_if_that_is_cheap(features, kept):
     """By hand: 64 operations take as long as a byte, so a float32 is worth up to 128 products and sums."""
-    scores = lambda q, k: jnp.einsum("btk,bsk->bts", q, k)  # noqa: E731
+    scores = lambda q, k: jnp.einsum("btk,bsk->bts", q, k)
     assert kept_of(scores, (1, 64, features), (1, 64, features), costs=[False, False])[1] == kept
 
 

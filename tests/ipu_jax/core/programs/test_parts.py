@@ -103,7 +103,7 @@ def pipeline_of(fn: Any, spec: Any, *, ipus: int = 2) -> Pipeline:
 
 def arguments(pipeline: Pipeline, shape: Any) -> tuple[Any, Any]:
     rng = np.random.default_rng(0)
-    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
     first = {name: normal(*s) for name, s in shape.items()} if isinstance(shape, dict) else normal(*shape)
     batch = {
         "ids": rng.integers(0, V, (M, N)).astype(np.int32),

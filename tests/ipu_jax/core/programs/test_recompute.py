@@ -133,7 +133,7 @@ def test_a_block_keeps_its_products_with_weights_and_the_inputs_of_its_norms():
 @pytest.mark.slow
 @pytest.mark.parametrize("fn", [scanned, nested])
 def test_a_scan_keeps_per_layer_what_an_unrolled_stage_keeps(fn):
-    floats = lambda program: sum(int(np.prod(s.shape)) for s in program.stash)  # noqa: E731
+    floats = lambda program: sum(int(np.prod(s.shape)) for s in program.stash)
     per_layer, all_layers = (floats(of_layers(f, "auto")) for f in (fn, unrolled))
     assert per_layer <= 1.1 * all_layers
     assert floats(of_layers(fn, "none")) > 2.5 * per_layer
@@ -192,7 +192,7 @@ def test_functions_with_their_own_derivative_keep_it_and_run_once():
         return jnp.sin(x)
 
     scaled.defvjp(lambda x: (jnp.sin(x), jnp.cos(x)), lambda cosine, g: (10 * g * cosine,))
-    fn = lambda p, x, mb: scaled(norm(x) @ p)  # noqa: E731
+    fn = lambda p, x, mb: scaled(norm(x) @ p)
     params = normal((FEATURES, FEATURES))
     assert_gradients(fn, params)
     assert primitives_of(traced(fn, params).jaxprs["B"].jaxpr)["cos"] == 0

@@ -79,7 +79,7 @@ def problems(draw):
     if draw(st.booleans()):  # a placement that more families can serve
         placement = (*range(ipus), *reversed(range(ipus)))
     rng = random.Random(draw(st.integers(0, 10**6)))
-    number = lambda: rng.choice([0.0, 1.0, 1.0, rng.uniform(0.2, 3)])  # noqa: E731
+    number = lambda: rng.choice([0.0, 1.0, 1.0, rng.uniform(0.2, 3)])
     forward, backward, weight, stash, residuals = ([number() for _ in placement] for _ in range(5))
     whole = [b + w * rng.uniform(0.5, 1) for b, w in zip(backward, weight, strict=True)]
     costs = StageCosts(forward, backward, weight, whole, stash, residuals)
@@ -104,7 +104,7 @@ def test_no_family_that_fits_is_better(problem):
         makespan_of(found.schedule, costs, arguments["transfer"], lockstep=arguments["lockstep"])
     )
     room = [math.inf] * arguments["ipus"] if limit is None else limit
-    fits = lambda held: all(h <= r * (1 + 1e-6) + 1e-9 for h, r in zip(held, room, strict=True))  # noqa: E731
+    fits = lambda held: all(h <= r * (1 + 1e-6) + 1e-9 for h, r in zip(held, room, strict=True))
     assert fits(found.candidates[0].stash_bytes)
     if found.schedule.clock == "one-phase":  # where a tick is enough to tell who holds what
         held = bytes_of(found.schedule, costs)
@@ -378,7 +378,7 @@ def test_every_process_finds_the_same_table():
 @pytest.mark.slow
 def test_the_last_searches_are_remembered_if_they_are_not_large(monkeypatch):
     costs = StageCosts([1, 2.5], [1, 2], [1, 2])
-    ask = lambda **other: find_schedule(costs, **{"placement": (0, 1), "gradient_accumulation": 3, **other})  # noqa: E731
+    ask = lambda **other: find_schedule(costs, **{"placement": (0, 1), "gradient_accumulation": 3, **other})
     assert ask().schedule is ask(stash_limit=None).schedule
     for other in ({"seed": 1}, {"transfer": 0.5}, {"lockstep": True}, {"ipus": 3}, {"stash_limit": 100.0}):
         assert ask(**other).schedule is not ask().schedule, other

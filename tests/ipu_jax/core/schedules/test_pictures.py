@@ -102,7 +102,7 @@ EXTREMES = [
     Schedule("<&$x^$_" + "-longer-than-fits" * 9, (0,), 1, ((0,),), ((1,),), None, "one-phase"),
 ]
 EVERY = [*FAMILIES, *EXTREMES]
-name_of = lambda schedule: f"{schedule.name[:20]} {schedule.placement}"  # noqa: E731
+name_of = lambda schedule: f"{schedule.name[:20]} {schedule.placement}"
 
 
 def in_turn(schedules, first):
@@ -142,7 +142,7 @@ def test_every_task_is_drawn_once_on_its_ipu_and_in_its_tick_or_time(schedule):
     run = schedule.simulate([1.0 + stage % 2 for stage in range(len(schedule.placement))], 4.0, transfer=0.25)
     page = Page(schedule.to_svg(simulation=run))
     (first, left), *_, (last, right) = page.axis.items()
-    x = lambda at: pytest.approx(left + (at - first) * (right - left) / (last - first), abs=0.01)  # noqa: E731
+    x = lambda at: pytest.approx(left + (at - first) * (right - left) / (last - first), abs=0.01)
     for cell, tasks in drawn_tasks(schedule, page).items():
         assert cell[0] == x(min(run.start_times[task] for task in tasks))
         assert cell[1] == x(max(run.end_times[task] for task in tasks))

@@ -37,7 +37,7 @@ def one_at_a_time(name: str, places: list[int], count: int) -> dict[tuple[int, s
         mine = [i for i in range(n) if places[i] == ipu]
         can = [(i, k, begun[i, k]) for i in mine for k in ("FBW" if split else "FB")]
         can = [t for t in can if t[2] < count and all(source in ended for source in waits_for(*t))]
-        old = lambda kind: min((t for t in can if t[1] == kind), key=lambda t: (t[2], -t[0]), default=None)  # noqa: E731
+        old = lambda kind: min((t for t in can if t[1] == kind), key=lambda t: (t[2], -t[0]), default=None)
         forward = [t for t in can if t[1] == "F"]
         if name == "zbv":
             room = len(mine) * len(ipus) - sum(held(i, "W") for i in mine)

@@ -44,8 +44,8 @@ def written(folder):
 
 
 def pipeline_of_two():
-    body = lambda w, x, mb: jnp.tanh(mb @ w)  # noqa: E731
-    head = lambda w, x, mb: jnp.mean((x @ w) ** 2)  # noqa: E731
+    body = lambda w, x, mb: jnp.tanh(mb @ w)
+    head = lambda w, x, mb: jnp.mean((x @ w) ** 2)
     stages = [Stage(body, params="body", ipu=1), Stage(head, params="head", ipu=ALL_IPUS)]
     return Pipeline(stages, specs={"head": PartitionSpec()}, gradient_accumulation=2)
 
@@ -129,7 +129,7 @@ def test_devices_with_a_limit_say_it_once_all_do(folder, monkeypatch):
 
 def test_a_plan_counts_from_the_updates_that_were_made(folder):
     """By hand: 2 updates have been made, 5 are planned, and 3 of them are made."""
-    plans = lambda: [written(folder)[0][name] for name in ("planned_after", "planned_updates")]  # noqa: E731
+    plans = lambda: [written(folder)[0][name] for name in ("planned_after", "planned_updates")]
     OWN.planned(5)  # without a record, nothing is said
     popdist.count_steps(updates=2)
     with cli.Bar("one", 9, 4, 1, shown=False):

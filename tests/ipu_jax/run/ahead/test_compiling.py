@@ -34,8 +34,8 @@ STATE = {"seen": jax.ShapeDtypeStruct((), "int32")}
 
 def pipeline_of(replicas: int = 1, **options: Any) -> Pipeline:
     """Return two stages: the first one counts its micro-batches in its state, and the second one draws numbers."""
-    first = lambda w, x, mb, *, state: Outputs(mb @ w["w"], state={"seen": state["seen"] + 1})  # noqa: E731
-    last = lambda w, x, mb, *, key: jnp.mean(jnp.square(x @ w["w"] * jax.random.normal(key, (2,))))  # noqa: E731
+    first = lambda w, x, mb, *, state: Outputs(mb @ w["w"], state={"seen": state["seen"] + 1})
+    last = lambda w, x, mb, *, key: jnp.mean(jnp.square(x @ w["w"] * jax.random.normal(key, (2,))))
     stages = [Stage(first, "a", 0, state="a"), Stage(last, "b", 1, random=True)]
     return Pipeline(stages, mesh=make_mesh(replicas, 2), gradient_accumulation=M, **options)
 
@@ -92,7 +92,7 @@ def test_a_training_step_of_several_updates_and_replicas():
 
 
 def test_a_training_step_of_a_loss_function_has_no_tasks():
-    loss = lambda w, rows: jnp.mean((rows @ w) ** 2)  # noqa: E731
+    loss = lambda w, rows: jnp.mean((rows @ w) ** 2)
     step = make_train_step(replicate(loss, replication_factor=2), optax.sgd(0.1))
     report = compile_ahead(step, shape(3), shape(2, 1, N, 3))
     assert report.memory.arguments == 4 * (3 + N * 3 + 1)  # weights, a replica's rows, and the count of updates
@@ -199,8 +199,8 @@ def test_the_chips_of_an_ipu_share_its_work():
     """Each stage is a product whose columns, or rows, two chips share: half of its FLOPs, of its weights and of dw."""
 
     def stages() -> list[Stage]:
-        first = lambda w, x, mb: jax.lax.with_sharding_constraint(mb @ w, PartitionSpec())  # noqa: E731
-        last = lambda w, x, mb: jnp.mean(jnp.square(x @ w))  # noqa: E731
+        first = lambda w, x, mb: jax.lax.with_sharding_constraint(mb @ w, PartitionSpec())
+        last = lambda w, x, mb: jnp.mean(jnp.square(x @ w))
         return [Stage(first, "a", 0), Stage(last, "b", 1)]
 
     specs = {"a": PartitionSpec(None, "tensor"), "b": PartitionSpec(None, "tensor")}

@@ -104,7 +104,7 @@ def test_a_function_that_was_cut_keeps_its_cuts():
     weights = {"a": shape(D, D), "b": shape(D, D)}
 
     def cut(m, n):
-        loss = lambda params, mb: jnp.mean(mlp(params["b"], mlp(params["a"], mb)) ** 2)  # noqa: E731
+        loss = lambda params, mb: jnp.mean(mlp(params["b"], mlp(params["a"], mb)) ** 2)
         return Pipeline.from_function(loss, weights, shape(n, D), ipus=2, gradient_accumulation=m)
 
     def predicted(m, n):

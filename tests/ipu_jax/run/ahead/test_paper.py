@@ -19,7 +19,7 @@ KIND = Kind("toy", "toy", memory=0, flops=FLOPS, memory_speed=1e9, clock=CLOCK, 
 
 def plan_of(schedule: str, ipus: int, *, concurrent_head: bool = False) -> Plan:
     """Return the plan of a stage per IPU, the last one a sum, and perhaps a head on all IPUs that sums as well."""
-    head = lambda w, x, mb: jax.lax.psum(jnp.sum(x @ w), "ipu")  # noqa: E731
+    head = lambda w, x, mb: jax.lax.psum(jnp.sum(x @ w), "ipu")
     stages = [Stage(lambda w, x, mb: mb @ w, "w0", 0)]
     stages += [Stage(lambda w, x, mb: x @ w, f"w{i}", i) for i in range(1, ipus - 1 + concurrent_head)]
     if concurrent_head:
@@ -83,7 +83,7 @@ def test_a_task_takes_what_bounds_it_the_most():
 
 
 def test_only_what_no_work_hides_takes_time_and_the_update_reads_and_writes():
-    row = lambda axis, seconds, hidden=False: Row("any", axis, 1, 1, 1, hidden, seconds)  # noqa: E731
+    row = lambda axis, seconds, hidden=False: Row("any", axis, 1, 1, 1, hidden, seconds)
     rows = [row("ipu", 1.0), row("ipu", 2.0), row("ipu", 4.0, True), row("replica", 8.0), row("replica x ipu", 16.0)]
     rows += [row("replica", 32.0, True), row("ipu", None)]
     plan = plan_of("grouped", 2)

@@ -70,7 +70,7 @@ def test_a_copy_trains_evaluates_saves_logs_draws_and_resumes(my_fit, tmp_path):
         lines = Lines()
         files = {"checkpoints": tmp_path / "saved", "log": tmp_path / "log", "report": tmp_path / "run.html"}
         with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed:
-            evaluate = lambda state: {"accuracy": int(state.step) / 100}  # noqa: E731
+            evaluate = lambda state: {"accuracy": int(state.step) / 100}
             result = my_fit.fit(step, step.init(weights()), feed, evaluate=evaluate, say=lines, **files, **more)
         return result, lines
 

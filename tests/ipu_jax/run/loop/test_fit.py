@@ -128,7 +128,7 @@ def test_a_signal_saves_and_the_same_call_goes_on(tmp_path, number, name, k, per
     assert sum(len(event["losses"]) for event in events if event["event"] == "losses") == 2 * per_epoch
     whole = Lines()
     run(whole)
-    of_losses = lambda lines: [line for line in lines if "Mean loss" in line]  # noqa: E731
+    of_losses = lambda lines: [line for line in lines if "Mean loss" in line]
     assert of_losses(said) + of_losses(second) == of_losses(whole)
     third = Lines()
     assert run(third, **recorded).losses.size == 0
@@ -200,7 +200,7 @@ def test_checkpoints_of_ones_own_stay_open_and_it_trains_in_any_thread(tmp_path)
     rows, results = normal(9, 4 * M * B, D), []
     step = shared_step()
     with Feed(rows, step=step, micro_batch=B, shuffle=False) as feed, Checkpoints(tmp_path, step, every=1) as mine:
-        train = lambda: results.append(fit(step, step.init(weights()), feed, checkpoints=mine, say=Lines()))  # noqa: E731
+        train = lambda: results.append(fit(step, step.init(weights()), feed, checkpoints=mine, say=Lines()))
         thread = threading.Thread(target=train)
         thread.start()
         thread.join()
@@ -219,7 +219,7 @@ def test_ctrl_c_before_the_first_step_leaves_the_state(moment, tmp_path, monkeyp
 
     usual = Checkpoints.restore
     monkeypatch.setattr(Checkpoints, "restore", lambda *args, **given: press_at("restore") or usual(*args, **given))
-    evaluate = lambda state: press_at("evaluate") or {}  # noqa: E731
+    evaluate = lambda state: press_at("evaluate") or {}
     with hearing_ctrl_c(), Feed(rows, step=step, micro_batch=B, shuffle=False) as feed:
         batches = feed.epoch
         monkeypatch.setattr(feed, "epoch", lambda: press_at("feed") or batches())

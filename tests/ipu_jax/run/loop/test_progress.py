@@ -222,7 +222,7 @@ def test_a_notebook_has_one_line_that_is_drawn_anew(monkeypatch):
             shown.append(data["text/plain"])
 
     shell = ZMQInteractiveShell()
-    display = lambda data, raw, display_id: shell.update(data, raw) or (shell if display_id else None)  # noqa: E731
+    display = lambda data, raw, display_id: shell.update(data, raw) or (shell if display_id else None)
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
     monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=display))
     monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(drawn)))

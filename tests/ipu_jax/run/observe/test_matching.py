@@ -158,7 +158,7 @@ def test_a_report_counts_what_the_timeline_has():
 
 def test_a_loop_that_is_one_kernel_is_a_task_where_the_plan_says_so():
     run = run_on_ipu_0()
-    opaque = lambda op: dataclasses.replace(op, is_opaque=op.role == "guard")  # noqa: E731
+    opaque = lambda op: dataclasses.replace(op, is_opaque=op.role == "guard")
     events = [dataclasses.replace(e, operation=opaque(e.operation)) for e in run.events if e.operation.role != "inner"]
     found = measured(dataclasses.replace(run, events=events), Place(0, 0, 0), PLAN)
     assert found == measured(run, Place(0, 0, 0), PLAN)

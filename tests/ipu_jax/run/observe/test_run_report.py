@@ -46,7 +46,7 @@ def timeline(steps=2, micro_batches=3):
 
 def waiting_timeline():
     """Return a step in which IPU 0 works for 8 of 10 ms; IPU 1's head waits for 7 of its 8 ms."""
-    of = lambda ipu, kind, name, start, end, stages=(): Slice(  # noqa: E731
+    of = lambda ipu, kind, name, start, end, stages=(): Slice(
         0, 0, ipu, 0, kind, name, start / 1e3, end / 1e3, 0, stages, 0 if stages else None
     )
     slices = [
@@ -108,7 +108,7 @@ def test_a_page_has_one_bubble():
 
 
 def test_the_bytes_of_an_ipu_have_the_optimizers_state_and_the_limit():
-    by_kind = lambda ipu: {"weights": 100, "padding": 800 * ipu}  # noqa: E731
+    by_kind = lambda ipu: {"weights": 100, "padding": 800 * ipu}
     report: Any = types.SimpleNamespace(ipus=[IpuNeeds(0), IpuNeeds(1)], bytes_by_kind=by_kind, limit=None)
     state: Any = types.SimpleNamespace(optimizer=[jnp.zeros(3, jnp.float32)])
     assert memory_of(report, state) == {

@@ -156,7 +156,7 @@ def test_no_notes_cost_the_page(tmp_path, recwarn):
     for number, notes in enumerate(NOTES):
         feed = Feed(np.ones((8, 3), np.float32), step=step, micro_batch=4, prefetch=0)
         files: dict[str, Any] = {"report": tmp_path / f"{number}.html", "tensorboard": tmp_path / "board"}
-        say = lambda line: None  # noqa: E731
+        say = lambda line: None
         result = fit(step, step.init(jnp.zeros(3)), feed, notes=notes, progress=False, say=say, **files)
         assert result.report is not None, notes
         text = result.report.read_text("utf-8")

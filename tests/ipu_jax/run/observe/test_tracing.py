@@ -422,7 +422,7 @@ def test_names_of_tasks_change_nothing_in_the_compiled_program(monkeypatch):
         step = make_train_step(pipeline, optax.sgd(0.1))
         return step.lower(step.init(weights("a", "b")), np.ones((2, 8, D), np.float32)).compile().as_text()
 
-    without_metadata = lambda text: re.sub(r", metadata=\{[^}]*\}", "", text.partition("\nFileNames")[0])  # noqa: E731
+    without_metadata = lambda text: re.sub(r", metadata=\{[^}]*\}", "", text.partition("\nFileNames")[0])
     named = compiled()
     monkeypatch.setattr(jax, "named_scope", lambda name: contextlib.nullcontext())
     unnamed = compiled()

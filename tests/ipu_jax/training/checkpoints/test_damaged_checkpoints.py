@@ -23,7 +23,7 @@ from ipu_jax.training.checkpoints._seal import SEAL
 
 @functools.cache
 def step_of() -> Any:
-    loss_fn = lambda params, rows: jnp.mean((rows @ params["w"]) ** 2)  # noqa: E731
+    loss_fn = lambda params, rows: jnp.mean((rows @ params["w"]) ** 2)
     return make_train_step(loss_fn, optax.adam(0.1), TrainOptions(replication_factor=2, donate=False))
 
 
@@ -240,7 +240,7 @@ def test_a_checkpoint_has_its_name_only_when_it_is_sealed(folder, monkeypatch):
     """A save may be killed between any two of its steps: what it leaves is always known for what it is."""
     names = []
     write_checksums, write_seal, publish = _seal.write_checksums, _seal.write_seal, _writer._folder.publish
-    look = lambda then: lambda *args, **options: (names.append(listed(folder)), then(*args, **options))  # noqa: E731
+    look = lambda then: lambda *args, **options: (names.append(listed(folder)), then(*args, **options))
     monkeypatch.setattr(_seal, "write_checksums", look(write_checksums))
     monkeypatch.setattr(_seal, "write_seal", look(write_seal))
     monkeypatch.setattr(_writer._folder, "publish", look(publish))

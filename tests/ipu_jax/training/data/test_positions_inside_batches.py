@@ -101,7 +101,7 @@ def test_a_stream_with_other_examples_is_refused_inside_a_batch_too():
             next(feed)
         state = feed.state(updates=1)
     assert (state["position"], state["beyond"]) == (10, 2)
-    other = lambda epoch: (n + np.int32(1) for n in SINGLE)  # noqa: E731
+    other = lambda epoch: (n + np.int32(1) for n in SINGLE)
     with refused("gave other examples before", "repeats the order"):
         Feed(other, items="examples", mesh=make_mesh(1, 1), micro_batch=B, device_iterations=K, state=state)
 

@@ -40,7 +40,7 @@ def test_results_come_in_the_order_of_the_items(workers, ahead):
 
 def test_several_workers_work_at_once():
     meet = threading.Barrier(3, timeout=SECONDS)
-    make = lambda number: meet.wait() and number  # noqa: E731 (who works alone never gets past it)
+    make = lambda number: meet.wait() and number  # who works alone never gets past it
     with Prefetcher(make, iter(range(3)), ahead=3, workers=3, seconds=SECONDS) as made:
         for _ in range(3):
             made.take()

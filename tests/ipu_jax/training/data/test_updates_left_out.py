@@ -34,7 +34,7 @@ def message(left_out: Any, examples: int, iterations: int) -> str:
 def test_a_feed_says_once_which_updates_its_default_leaves_out(sizes, left_out):
     count, micro_batch, m, replicas, iterations = sizes
     options = {"micro_batch": micro_batch, "gradient_accumulation": m, "device_iterations": iterations, "prefetch": 0}
-    make = lambda **more: Feed({"n": np.arange(count)}, mesh=make_mesh(replicas, 1), epochs=1, **options, **more)  # noqa: E731
+    make = lambda **more: Feed({"n": np.arange(count)}, mesh=make_mesh(replicas, 1), epochs=1, **options, **more)
     if left_out is None:
         feed = make()
     else:
@@ -72,7 +72,7 @@ def test_a_stream_says_so_at_the_end_of_an_epoch(prefetch):
 
 def test_filled_up_updates_are_not_in_the_data_and_a_step_does_not_train_on_them():
     """6 updates in calls of 4: the second batch has 2 of them. Weights would be drawn to 0 by rows of zeros."""
-    loss_fn = lambda w, rows: jnp.mean((rows - w) ** 2)  # noqa: E731
+    loss_fn = lambda w, rows: jnp.mean((rows - w) ** 2)
     step = make_train_step(loss_fn, optax.sgd(0.25), TrainOptions(device_iterations=4, donate=False))
     source = np.ones((12, 3), np.float32)
     with Feed(source, step=step, micro_batch=2) as feed:

@@ -39,7 +39,7 @@ def pipeline():
 
 
 def loss_of(params, batch):
-    one = lambda mb: head(params["head"], body(params["body"], None, mb), mb)  # noqa: E731
+    one = lambda mb: head(params["head"], body(params["body"], None, mb), mb)
     return jnp.mean(jax.vmap(one)(batch))
 
 
@@ -62,7 +62,7 @@ def decayed(g: Any, p: Any) -> Any:
     return -0.1 * g + 0.01 * p
 
 
-SKIPS: Any = lambda updates, number, params: optax.skip_large_updates(updates, number, params, 1e-1)  # noqa: E731
+SKIPS: Any = lambda updates, number, params: optax.skip_large_updates(updates, number, params, 1e-1)
 
 
 def downhill(transform):
@@ -102,7 +102,7 @@ def with_defaults(name: str) -> Any:
     raise AssertionError(name)
 
 
-NORMALIZED = lambda: optax.chain(contrib.normalize(), optax.sgd(0.05))  # noqa: E731
+NORMALIZED = lambda: optax.chain(contrib.normalize(), optax.sgd(0.05))
 MADE: dict[str, Callable[[], Any]] = {
     **{name: lambda name=name: with_defaults(name) for name in _OPTIMIZERS if exported(name)},
     **{name: lambda name=name: downhill(exported(name)()) for name in _TRANSFORMS if exported(name)},
@@ -219,7 +219,7 @@ def test_the_documented_clipping_per_example_is_dp_sgd(loss_scale):
     weights = {"w": rng.normal(size=(4096, 2)).astype(np.float32), "b": np.ones(2, np.float32)}
     scales = rng.uniform(0, 0.02, (2, 4, 8, 1))
     batch = {"x": (scales * rng.normal(size=(2, 4, 8, 4096))).astype(np.float32), "y": np.ones((2, 4, 8), np.float32)}
-    loss = lambda p, example: (jnp.sum(jnp.tanh(example["x"] @ p["w"] + p["b"])) - example["y"]) ** 2  # noqa: E731
+    loss = lambda p, example: (jnp.sum(jnp.tanh(example["x"] @ p["w"] + p["b"])) - example["y"]) ** 2
     examples = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), batch)
     gradients = jax.vmap(jax.grad(loss), in_axes=(None, 0))(weights, examples)
     norms = np.sqrt(np.sum(np.square(gradients["w"]), (1, 2)) + np.sum(np.square(gradients["b"]), 1))

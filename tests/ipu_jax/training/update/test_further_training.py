@@ -29,7 +29,7 @@ def _in_float64():
 
 def kinds(params):
     """Label matrices that are split by rows, by path."""
-    label = lambda path, leaf: "decayed" if "down" in jax.tree_util.keystr(path) else "plain"  # noqa: E731
+    label = lambda path, leaf: "decayed" if "down" in jax.tree_util.keystr(path) else "plain"
     return jax.tree.map_with_path(label, params)
 
 
@@ -152,7 +152,7 @@ def test_training_is_that_of_plain_optax_on_the_whole_tree(model, optimizer, opt
     whole = step.whole(state)
     close(whole["params"], expected["params"])
     close(jax.tree.leaves(whole["optimizer"]), jax.tree.leaves(expected["optimizer"]))
-    flat = lambda name: np.concatenate([np.atleast_1d(getattr(told, name)) for told in outputs])  # noqa: E731
+    flat = lambda name: np.concatenate([np.atleast_1d(getattr(told, name)) for told in outputs])
     close(flat("loss"), np.array(expected["losses"]))
     if "norms" in options:
         close(np.stack([flat("gradient_norm"), flat("parameter_norm")], axis=1), np.array(expected["norms"]))

@@ -48,7 +48,7 @@ def loss_fn(p, x, mb):
 
 def step_of(kind):
     if kind == "function":
-        fn = lambda p, mb, key: loss_fn(p["last"], hidden(p["first"], mb), mb)  # noqa: E731
+        fn = lambda p, mb, key: loss_fn(p["last"], hidden(p["first"], mb), mb)
         model = replicate(fn, replication_factor=REPLICAS, gradient_accumulation=M, random=True)
     else:
 

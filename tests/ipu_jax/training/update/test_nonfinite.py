@@ -57,7 +57,7 @@ def model_of(replicas, ipus, *, places=(0, 1), random=True, schedule: Any = "gro
 
 def weights():
     rng = np.random.default_rng(0)
-    draw = lambda *shape: rng.normal(size=shape).astype(np.float32) / 3  # noqa: E731
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32) / 3
     return {
         "body": {"w": draw(4, 6)},
         "middle": {"w": draw(6, 6), "b": np.ones(6, np.float32)},

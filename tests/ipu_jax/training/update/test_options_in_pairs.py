@@ -109,7 +109,7 @@ def model_of(case, dtype):
 
     def drawn(most, *lead):  # eighths, which every half type holds, or what float32 does not hold
         parts = 24 if dtype == np.float64 else 8
-        draw = lambda shape: rng.integers(1, most, (*lead, *shape)) * rng.choice([-1, 1], (*lead, *shape)) / parts  # noqa: E731
+        draw = lambda shape: rng.integers(1, most, (*lead, *shape)) * rng.choice([-1, 1], (*lead, *shape)) / parts
         return jax.tree.map(lambda shape: draw(shape).astype(dtype), of_stages, is_leaf=lambda s: isinstance(s, tuple))
 
     lead = (case["replicas"], case["micro_batches"])
@@ -316,7 +316,7 @@ def check(case, dtype: Any = np.float32):
     of_loss = exact if precision == "32.32" else 8 * eps
     of_weights = exact if precision != "16.16" else (24 if case["stochastic_rounding"] else 12) * eps
     told = {name: returned(case, [of_update[name] for of_update in of_updates]) for name in of_updates[0]}
-    found = lambda name: np.concatenate([np.atleast_1d(getattr(of_call, name)) for of_call in outputs])  # noqa: E731
+    found = lambda name: np.concatenate([np.atleast_1d(getattr(of_call, name)) for of_call in outputs])
     close(found("loss"), told["loss"], of_loss, scale=30)
     if case["norms"]:
         close(found("gradient_norm"), told["gradient_norm"], max(exact, of_weights))

@@ -169,7 +169,7 @@ def plain(params, batch, state, reduction, *, weighted=False, evaluates=False):
     count = batch["n"].sum() if weighted else replicas * M
     total = jax.tree.map(lambda *leaves: np.sum(np.stack(leaves), 0, dtype=np.float64), *gradients)
     gradients = total if reduction == "sum" else jax.tree.map(lambda leaf: leaf / count, total)
-    floating = lambda leaf: np.issubdtype(np.asarray(leaf).dtype, np.floating)  # noqa: E731
+    floating = lambda leaf: np.issubdtype(np.asarray(leaf).dtype, np.floating)
     new = jax.tree.map(lambda *s: np.mean(np.stack(s), 0) if floating(s[0]) else np.asarray(s[0]), *states)
     stacked = jax.tree.map(lambda *a: np.stack(a).reshape(replicas, M, *np.shape(a[0])), *auxes)
     loss = np.sum(losses) if weighted and reduction == "sum" else np.sum(losses) / count
@@ -253,7 +253,7 @@ def test_a_step_reduces_losses_norms_aux_and_state_over_updates(replicas, ipus, 
     params, stages = PARAMS, STATE
     for number, batch in enumerate(batches):
         loss, gradients, stages, aux = plain(params, batch, stages, reduction, weighted=weighted)
-        norm = lambda tree: np.sqrt(sum(np.sum(np.float64(leaf) ** 2) for leaf in jax.tree.leaves(tree)))  # noqa: E731
+        norm = lambda tree: np.sqrt(sum(np.sum(np.float64(leaf) ** 2) for leaf in jax.tree.leaves(tree)))
         same(outputs.loss[number], loss, "loss")
         same(outputs.gradient_norm[number], norm(gradients), "gradient norm")
         same(outputs.parameter_norm[number], norm(params), "parameter norm")
@@ -301,7 +301,7 @@ def test_m_and_the_reduction_may_be_given_in_either_place(name):
         match name:
             case "function":
                 one = jnp.zeros((ROWS, D))
-                whole = lambda w, mb: squares(w["a"], None, mb)  # noqa: E731
+                whole = lambda w, mb: squares(w["a"], None, mb)
                 return Pipeline.from_function(whole, {"a": jnp.zeros(D)}, one, ipus=1, **given)
             case "Replicas":
                 return replicate(lambda w, mb: squares(w["a"], None, mb), replication_factor=1, **given)

@@ -40,7 +40,7 @@ CUT = Pipeline.from_function(
     loss, WEIGHTS, {"x": np.ones((2, D), np.float32), "y": np.ones((2, D), np.float32)}, ipus=2, gradient_accumulation=M
 )
 REPLICAS = replicate(loss, replication_factor=2, gradient_accumulation=M)
-TWICE = lambda batch: jax.tree.map(lambda leaf: np.broadcast_to(leaf, (2, *leaf.shape)), batch)  # noqa: E731
+TWICE = lambda batch: jax.tree.map(lambda leaf: np.broadcast_to(leaf, (2, *leaf.shape)), batch)
 
 
 def step_of(model):

@@ -47,7 +47,7 @@ def test_aux_keys_and_evaluation():
     model = replicate(noisy, replication_factor=2, gradient_accumulation=3, random=True)
     key = jax.random.key(0)
     (loss, aux), gradients = model.value_and_grad(model.shard(params), batch, key)
-    noise_of = lambda r, i: jax.random.normal(jax.random.fold_in(jax.random.fold_in(key, r), i))  # noqa: E731
+    noise_of = lambda r, i: jax.random.normal(jax.random.fold_in(jax.random.fold_in(key, r), i))
     expected = jax.jit(lambda: jnp.stack([jnp.stack([noise_of(r, i) for i in range(3)]) for r in (0, 1)]))()
     np.testing.assert_allclose(aux["noise"], expected, rtol=1e-6)
     rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), batch)

@@ -18,7 +18,7 @@ from support.trained import bits, compiled_quickly
 
 _compiled_quickly = compiled_quickly()
 
-drawn = lambda *shape: np.random.default_rng(len(shape)).normal(size=shape).astype(np.float32)  # noqa: E731
+drawn = lambda *shape: np.random.default_rng(len(shape)).normal(size=shape).astype(np.float32)
 WEIGHTS = {"a": {"w": drawn(3, 4), "b": drawn(4)}, "b": {"w": drawn(4, 3)}, "head": drawn(3, 5)}  # 5 columns on 2 IPUs
 STATE = {"seen": {"mean": np.zeros(3, np.float32), "count": np.int32(0)}}
 TABLE = {"table": drawn(7, 4), "w": drawn(4, 4, 4), "gain": drawn(4)}

@@ -33,7 +33,7 @@ def test_frozen_weights_count_in_no_norm_and_whole_ones_once():
     ]
     frozen = {"first": {"fixed": True, "w": False}}
     pipeline = Pipeline(stages, mesh=make_mesh(2, 2), specs={"last": {"gain": P()}}, frozen=frozen)
-    floats = lambda *values: np.array(values, np.float32)  # noqa: E731
+    floats = lambda *values: np.array(values, np.float32)
     params = {
         "first": {"w": floats(3), "fixed": floats(50, 60)},
         "second": {"u": floats(1, 2), "v": floats(4, 5)},
@@ -95,7 +95,7 @@ def test_a_feeds_last_batch_makes_only_the_updates_that_have_examples():
     """Of 4 updates a batch, the second has one whole update and one with a row that fills it up."""
     rng = np.random.default_rng(0)
     source = {"x": rng.normal(size=(11, 5)).astype(np.float32), "real": np.ones(11, np.float32)}
-    fn = lambda w, mb: (jnp.sum((mb["x"] @ w["u"] @ w["v"]) ** 2 * mb["real"]), mb["real"].sum())  # noqa: E731
+    fn = lambda w, mb: (jnp.sum((mb["x"] @ w["u"] @ w["v"]) ** 2 * mb["real"]), mb["real"].sum())
     optimizer = optax.adamw(0.1, weight_decay=0.5)  # it would move weights without any gradient
     step = make_train_step(fn, optimizer, TrainOptions(weighted=True, device_iterations=4, outputs="all"))
     state, found, losses = step.init(product_weights()), [], []

@@ -42,7 +42,7 @@ def test_the_optimizer_state_falls_by_the_replicas():
         .optimizer
         for shard_optimizer in (True, False)
     )
-    held = lambda tree: sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(tree))  # noqa: E731
+    held = lambda tree: sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(tree))
     assert held(cut.per_block) == 2 * 4 * (-(-61 * 7 // 4) + -(-5 // 4))
     # without, every IPU holds two moments of every weight, among what is everywhere
     assert held(cut.per_block) <= held(whole) / 4 + 2 * 4 * 2
@@ -55,8 +55,8 @@ def test_leaves_without_elements_are_updated_like_any(kind, shapes):
     """The first leaf of all, one in between, or all of them; each in the bucket of its dtype, split or whole."""
     names = ("a", "b", "c", "d")
     params = {name: np.full(shape, 2, np.float32) for name, shape in zip(names, shapes, strict=True)}
-    scaled = lambda leaf, mb: jnp.sum(leaf**2) * jnp.mean(mb)  # noqa: E731
-    model = lambda p, mb: sum(scaled(p[name], mb) for name in names)  # noqa: E731
+    scaled = lambda leaf, mb: jnp.sum(leaf**2) * jnp.mean(mb)
+    model = lambda p, mb: sum(scaled(p[name], mb) for name in names)
     if kind == "pipeline":
         stages = [
             Stage(lambda p, x, mb: scaled(p["a"], mb) + scaled(p["b"], mb), params="first", ipu=0),
@@ -80,8 +80,8 @@ def test_leaves_without_elements_are_updated_like_any(kind, shapes):
 
 def test_frozen_weights_stay_and_are_not_decayed():
     """`fixed` shares a slot with a trained weight of another IPU, and `table` is not floating."""
-    first = lambda p, x, mb: p["table"][mb] * p["w"] + p["fixed"]  # noqa: E731
-    last = lambda p, x, mb: jnp.mean((x * p["u"] + p["v"]) ** 2)  # noqa: E731
+    first = lambda p, x, mb: p["table"][mb] * p["w"] + p["fixed"]
+    last = lambda p, x, mb: jnp.mean((x * p["u"] + p["v"]) ** 2)
     frozen = {"first": {"fixed": True, "table": True, "w": False}}
     pipeline = Pipeline([Stage(first, params="first", ipu=0), Stage(last, params="last", ipu=1)], frozen=frozen)
     step = make_train_step(pipeline, optax.adamw(0.1, weight_decay=0.5), TrainOptions(ema_decay=0.5))

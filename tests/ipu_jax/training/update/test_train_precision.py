@@ -184,7 +184,7 @@ def test_evaluation_reads_weights_and_rows_in_the_precision_of_training(kind, pr
 
     model = Replicas(loss_fn, replication_factor=2, gradient_accumulation=2)
     if kind == "pipeline":
-        never = lambda p, x, mb: jnp.mean(x @ p) * jnp.nan  # noqa: E731
+        never = lambda p, x, mb: jnp.mean(x @ p) * jnp.nan
         last = Stage(never, params="b", ipu=1, evaluate=lambda p, x, mb: jnp.mean((x @ wide(p)[0]) ** 2))
         stages = [Stage(first, params="a", ipu=0), last]
         model = Pipeline(stages, mesh=make_mesh(2, 2), gradient_accumulation=2)
@@ -193,7 +193,7 @@ def test_evaluation_reads_weights_and_rows_in_the_precision_of_training(kind, pr
     of_step, found = float(step.loss(state, rows)), float(step.model.loss(state.params, rows))
     assert set(seen) == {jnp.dtype("bfloat16")}
     assert of_step == pytest.approx(found, rel=1e-6)
-    rounded = lambda x: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)  # noqa: E731
+    rounded = lambda x: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)
     expected = np.mean((rounded(rows) @ rounded(params["a"]) @ rounded(params["b"])) ** 2)
     assert found == pytest.approx(expected, rel=1e-6)
     assert abs(np.mean((rows @ params["a"] @ params["b"]) ** 2) - expected) > 1e-4 * expected
@@ -206,7 +206,7 @@ def test_evaluation_reads_weights_and_rows_in_the_precision_of_training(kind, pr
 @KINDS
 def test_a_static_scale_saves_gradients_that_float16_would_lose(kind):
     tiny = 2.0**-20  # a gradient whose square root is no trouble, but which the mean over rows pushes below float16
-    loss_fn = lambda w, mb: jnp.mean((mb * w) * jnp.asarray(tiny, mb.dtype)) * jnp.asarray(2.0**-8, mb.dtype)  # noqa: E731
+    loss_fn = lambda w, mb: jnp.mean((mb * w) * jnp.asarray(tiny, mb.dtype)) * jnp.asarray(2.0**-8, mb.dtype)
     found = {}
     for scale in (1.0, 2.0**14):
         options = TrainOptions(precision="16.32", half="float16", loss_scale=scale)

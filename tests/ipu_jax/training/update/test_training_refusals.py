@@ -110,7 +110,7 @@ def _made() -> Any:
         Stage(lambda p, x, mb: mb @ p, params="a", ipu=0),
         Stage(lambda p, x, mb: jnp.mean((x @ p) ** 2), params="b", ipu=1),
     ]
-    of = lambda model=loss_of, optimizer=SGD, **options: make_train_step(model, optimizer, TrainOptions(**options))  # noqa: E731
+    of = lambda model=loss_of, optimizer=SGD, **options: make_train_step(model, optimizer, TrainOptions(**options))
     momentum = optax.sgd(0.1, momentum=0.9)
     steps: Any = types.SimpleNamespace(
         plain=of(replication_factor=2),

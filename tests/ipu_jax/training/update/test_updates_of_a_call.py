@@ -82,7 +82,7 @@ def test_pieces_of_a_batch_make_the_updates_of_the_whole_with_one_program():
     ids=["final", "sum", "all", "2", "6"],
 )
 def test_outputs_are_those_of_the_updates_that_were_made(outputs, of):
-    loss_fn = lambda w, rows: (jnp.mean((rows * w) ** 2), rows.sum())  # noqa: E731
+    loss_fn = lambda w, rows: (jnp.mean((rows * w) ** 2), rows.sum())
     options = TrainOptions(device_iterations=6, outputs=outputs, gradient_accumulation=M)
     step = make_train_step(loss_fn, optax.sgd(RATE), options)
     batch, w, losses = normal(4, 6, M, B), 2.0, []

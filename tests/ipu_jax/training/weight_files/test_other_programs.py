@@ -159,7 +159,7 @@ def test_a_torch_mlp_predicts_as_by_hand(tmp_path, ipus):
         mesh=make_mesh(1, ipus),
         specs={"head": {"w": P(None, "ipu"), "b": P("ipu")}},
     )
-    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, "float32")  # noqa: E731
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, "float32")
     like = pipeline.shard_shapes(
         {
             "first": {"w": shape(6, 9), "b": shape(9)},

@@ -94,7 +94,7 @@ def test_everything_that_does_not_fit_is_one_error():
 @pytest.mark.parametrize(("saved", "leaves"), [(3000, 3000), (3000, 2), (2, 3000)])
 def test_thousands_of_wrong_names_are_counted_and_compared_a_bounded_number_of_times(monkeypatch, saved, leaves):
     compared = []
-    near = lambda name, names, **options: compared.append(len(names)) or []  # noqa: E731
+    near = lambda name, names, **options: compared.append(len(names)) or []
     monkeypatch.setattr(importing.difflib, "get_close_matches", near)
     tree = {f"model.layers.{k:04}.weight": draw(1) for k in range(saved)}
     like = {f"blocks {k:04}": draw(1) for k in range(leaves)}

@@ -207,7 +207,7 @@ def test_nobody_can_claim_another_users_process(folder, own, monkeypatch, uid):
     """A record may name any process, such as number 1, whose start everybody may read."""
     path, owner, uids = write(folder, own, valid(own)), 4321, psutil.Process().uids()
     as_dict = psutil.Process.as_dict
-    seen = lambda self, names: as_dict(self, names) | {"uids": uids._replace(effective=owner)}  # noqa: E731
+    seen = lambda self, names: as_dict(self, names) | {"uids": uids._replace(effective=owner)}
     monkeypatch.setattr(psutil.Process, "as_dict", seen)
     assert len(find(own)[0]) == 1
     owner = uid
