@@ -26,7 +26,7 @@ from typing import Any, Final, Literal, TypeVar
 from ipu_jax.base.checks import check_choice, check_count
 from ipu_jax.distributed.environment import TOTAL_REPLICAS, Place, cache_of, meet_seconds, place_of
 from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError, PortTakenError
-from ipu_jax.distributed.processes import beacons, own_record
+from ipu_jax.distributed.processes import beacons, record
 from ipu_jax.distributed.processes.beacons import Phase
 
 __all__ = [
@@ -314,7 +314,7 @@ def count_steps(steps: int = 1, *, updates: int | None = None, samples: int = 0)
     >>> count_steps(updates=10, samples=640)
     """
     check_count("steps", steps)
-    beacon = own_record.begin()
+    beacon = record.begin()
     if beacon is not None:
         beacon.begun(steps)
         beacon.finished(steps, updates, samples)

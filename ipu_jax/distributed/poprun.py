@@ -5,7 +5,7 @@
     options     the command line            topology    which host has which instances, replicas and cores
     attempts    restarts                    hosts       this host;  ssh: another host;  watcher: nothing is left behind
     supervisor  one attempt                 terminal    what is shown;  lines: how it is cut and drawn
-    verdicts    who is stuck, or failed     report      what is said about it
+    culprits    who is stuck, or failed     causes      what is said about it
 
 Nothing here imports jax.
 """

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable
 from typing import Final, NoReturn, TypeVar
 
+from ipu_jax.base.cli.output_paths import check_file, reason_of, writable_folder
 from ipu_jax.base.cli.parser import Parser as OneParser
 from ipu_jax.base.cli.parser import (
     add_flags,
@@ -41,7 +42,6 @@ from ipu_jax.base.cli.parser import (
     versions,
     whole_number,
 )
-from ipu_jax.base.cli.places import check_file, reason_of, writable_folder
 from ipu_jax.base.cli.process import CANNOT_WRITE, run, warnings_as_lines
 from ipu_jax.base.cli.progress import Bar, shows_progress
 from ipu_jax.base.replacing import replacing

@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 import numpy as np
 
 from ipu_jax import cli
-from ipu_jax.tools.agreement import HINTS, add_dtypes_and_checks, check_memory, dtype_of, report
+from ipu_jax.tools.comparison import HINTS, add_dtypes_and_checks, check_memory, dtype_of, report
 
 PROG = "sharded-embedding-tool"
 NORM_TOLERANCE: Final = 0.05

@@ -67,7 +67,7 @@ COMMANDS = (
 PLAIN = (
     *("schedules", "options"),
     *("core.schedules", "training.data.order", "training.data.prefetch", "training.checkpoints.errors"),
-    *("distributed.processes.beacons", "distributed.processes.identity", "distributed.processes.own_record"),
+    *("distributed.processes.beacons", "distributed.processes.identity", "distributed.processes.record"),
     *("distributed.poprun", "distributed.launcher", "distributed.environment", "base.terminal", "run.observe.monitor"),
 )
 PLAIN_AT_FIRST = "distributed.popdist"  # it imports jax only in functions that need it

@@ -22,7 +22,7 @@ from ipu_jax.base.annotations import Json
 from ipu_jax.base.cli.parser import Parser
 from ipu_jax.base.cli.process import run
 from ipu_jax.base.version import __version__
-from ipu_jax.distributed.processes.own_record import SWITCH, is_off, own_folder
+from ipu_jax.distributed.processes.record import SWITCH, is_off, own_folder
 
 PROG: Final = "ipu-info"
 FORMAT: Final = 1

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from ipu_jax.base import facts
 from ipu_jax.base.annotations import Json, Tree
 from ipu_jax.base.checks import as_int, check_bool, check_choice, check_count, in_line
-from ipu_jax.base.doors import public
+from ipu_jax.base.decorators import public
 from ipu_jax.core.options import TrainOptions
 from ipu_jax.training.data.batch import FeedBatch, Sender, share_of
 from ipu_jax.training.data.order import REMAINDERS, BatchDims, EpochOrder, Position

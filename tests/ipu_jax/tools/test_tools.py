@@ -11,7 +11,7 @@ import pytest
 import sharded_ops
 from ipu_jax.tools import sharded_embedding_tool as embedding_tool
 from ipu_jax.tools import sharded_matmul_tool as matmul_tool
-from ipu_jax.tools.agreement import HALF_TOLERANCE, differences
+from ipu_jax.tools.comparison import HALF_TOLERANCE, differences
 from ipu_jax.tools.sharded_embedding_tool import NORM_TOLERANCE, Inputs, run_dense
 
 SMALL = {

@@ -29,7 +29,7 @@ from ipu_jax.base.checks import shown
 from ipu_jax.base.cli import process
 from ipu_jax.base.cli.parser import Parser, number_that, one_of, whole_number
 from ipu_jax.distributed.processes.identity import own_identity
-from ipu_jax.distributed.processes.own_record import SWITCH, is_off
+from ipu_jax.distributed.processes.record import SWITCH, is_off
 from ipu_jax.run.observe.monitor import table
 from ipu_jax.run.observe.monitor.rows import SORTS, Look, Watch, user_name
 

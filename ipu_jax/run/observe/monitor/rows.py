@@ -1,7 +1,7 @@
 """Describe what each process does: join its record with its CPU time, and judge whether it is stuck.
 
     state      stopped   the process is stopped (SIGSTOP, Ctrl-Z, a debugger)
-               stuck     by poprun's rule (`distributed/launcher/verdicts.py`): no step for much longer than steps take
+               stuck     by poprun's rule (`distributed/launcher/culprits.py`): no step for much longer than steps take
                waiting   another instance of its run is stuck or stopped, and it makes no step
                running   otherwise; `doing` says what it does
 
@@ -18,8 +18,8 @@ from typing import Any, Final, Literal, Self, get_args
 import psutil
 
 from ipu_jax.base.terminal import printable
+from ipu_jax.distributed.launcher.culprits import Judge, Stuck
 from ipu_jax.distributed.launcher.hosts import Beat
-from ipu_jax.distributed.launcher.verdicts import Judge, Stuck
 from ipu_jax.distributed.processes.beacons import Phase, Reading
 from ipu_jax.distributed.processes.identity import Identity
 from ipu_jax.run.observe.monitor import records

@@ -35,8 +35,8 @@ from ipu_jax.core.schedules import Schedule, Task
 from ipu_jax.distributed import popdist
 from ipu_jax.run.observe.tracing._matching import Place, measured, task_name
 from ipu_jax.run.observe.tracing._profile import Run
-from ipu_jax.run.observe.tracing.report import Costs, median_costs, simulated
 from ipu_jax.run.observe.tracing.timeline import TASKS, Slice, Step, Timeline, TraceError
+from ipu_jax.run.observe.tracing.trace_report import Costs, median_costs, simulated
 
 _ROUNDS: Final = 9
 

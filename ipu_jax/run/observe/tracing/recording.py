@@ -27,8 +27,8 @@ from ipu_jax.distributed import popdist
 from ipu_jax.run.observe.tracing import _chrome
 from ipu_jax.run.observe.tracing._assembling import gathered, main_plan, merged, recorded_here
 from ipu_jax.run.observe.tracing._profile import Profiler, Run
-from ipu_jax.run.observe.tracing.report import TraceReport, make_report
 from ipu_jax.run.observe.tracing.timeline import Timeline, TraceError
+from ipu_jax.run.observe.tracing.trace_report import TraceReport, make_report
 
 FILE: Final = "trace.json.gz"
 

@@ -9,8 +9,8 @@ import pytest
 
 import ipu_jax
 from ipu_jax.base.cli.parser import Parser, path, whole_number
-from ipu_jax.tools import agreement
-from ipu_jax.tools.agreement import check_memory
+from ipu_jax.tools import comparison
+from ipu_jax.tools.comparison import check_memory
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_the_memory_of_the_machine_or_its_container_is_the_limit(tmp_path, monke
     check_memory(1, "--rows 1")
     for text, there in (("1000000000\n", "1 GB"), ("max\n", None)):
         (tmp_path / "memory.max").write_text(text)
-        monkeypatch.setattr(agreement, "_OF_CONTAINER", tmp_path / "memory.max")
+        monkeypatch.setattr(comparison, "_OF_CONTAINER", tmp_path / "memory.max")
         with pytest.raises(ValueError, match=r"^--rows 7 need 1,000,000,000 GB or more, and this machine has") as error:
             check_memory(1e18, "--rows 7")
         assert there is None or f"this machine has {there} of memory" in str(error.value)

@@ -12,8 +12,8 @@ from ipu_jax.run.observe.tracing._assembling import Part, merged
 from ipu_jax.run.observe.tracing._matching import Place, measured
 from ipu_jax.run.observe.tracing._profile import Event, Run, in_turn
 from ipu_jax.run.observe.tracing._programs import Operation, program_of
-from ipu_jax.run.observe.tracing.report import make_report, split_of
 from ipu_jax.run.observe.tracing.timeline import Slice, Step
+from ipu_jax.run.observe.tracing.trace_report import make_report, split_of
 
 SCHEDULE = make_schedule("gpipe", ipus=2, gradient_accumulation=1)  # 0F0 | 1F0 | 1B0 | 0B0
 F: tuple[Label, int] = ("F", 0)
