@@ -36,7 +36,7 @@ class CannotStartError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class SupervisedRun:
     """Describe a run: its program, its hosts, and how it is supervised."""
 
     options: Options

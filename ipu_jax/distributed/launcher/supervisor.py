@@ -219,7 +219,7 @@ class Attempt:
                 self._say_stuck(self._stuck)
         elif (early := self._judge.early(now)) is not None:
             self._decide(Outcome(1, again=True), self._told_of(early))
-        elif (stuck := self._judge.verdict(now)) is not None:
+        elif (stuck := self._judge.stuck(now)) is not None:
             self._stuck, self._stacks_until = stuck, now + STACKS_WITHIN + 1
             self._verbose(f"instance {stuck.instance} is stuck, seen at {now:.3f} s of the monotonic clock")
             everyone = range(self._topology.instances) if self._flights else ()

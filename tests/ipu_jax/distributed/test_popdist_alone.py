@@ -13,7 +13,7 @@ import pytest
 from ipu_jax import popdist
 from ipu_jax.distributed import _exchange, board
 from ipu_jax.distributed.agreeing import Meetings
-from ipu_jax.distributed.environment import Place
+from ipu_jax.distributed.environment import InstancePlace
 from ipu_jax.training.checkpoints import _all_instances
 from support.refusals import refusals, refused
 
@@ -22,7 +22,7 @@ ADDRESS = "127.0.0.1:40001"
 
 @pytest.fixture
 def second_of_four(monkeypatch):
-    place = Place(1, 4, 0, replicas=8, ipus_per_replica=2, coordinator=ADDRESS, bind=ADDRESS)  # on four hosts
+    place = InstancePlace(1, 4, 0, replicas=8, ipus_per_replica=2, coordinator=ADDRESS, bind=ADDRESS)  # on four hosts
     for name, value in place.variables().items():
         monkeypatch.setenv(name, value)
     jax.random.key(0)  # compiles
