@@ -4,7 +4,7 @@
 
     options     the command line            topology    which host has which instances, replicas and cores
     attempts    restarts                    hosts       this host;  ssh: another host;  watcher: nothing is left behind
-    supervisor  one attempt                 terminal    what is shown;  lines: how it is cut and drawn
+    supervisor  one attempt                 display     what is shown;  lines: how it is cut and drawn
     culprits    who is stuck, or failed     causes      what is said about it
 
 Nothing here imports jax.
@@ -24,10 +24,10 @@ from typing import Final, NoReturn
 from ipu_jax.base.cli import process
 from ipu_jax.distributed.environment import AXES, START_TIMEOUT, TERMINAL_WIDTH
 from ipu_jax.distributed.launcher.attempts import CannotStartError, SupervisedRun
+from ipu_jax.distributed.launcher.display import STOPPING, Display, OutputWriter, Signals
 from ipu_jax.distributed.launcher.hosts import LocalHost, free_port
 from ipu_jax.distributed.launcher.options import Options, PoprunParser, options_of
 from ipu_jax.distributed.launcher.ssh import Host, RemoteHost, Shell
-from ipu_jax.distributed.launcher.terminal import STOPPING, Display, OutputWriter, Signals
 from ipu_jax.distributed.launcher.topology import (
     Topology,
     available_cores,

@@ -22,7 +22,7 @@ from typing import Any, Final
 from ipu_jax.base.checks import shown
 from ipu_jax.base.cli.parser import MOST_IPUS, CommandParser, number_that, whole_number
 from ipu_jax.distributed.environment import InstancePlace, axes_of
-from ipu_jax.distributed.launcher.terminal import Tags
+from ipu_jax.distributed.launcher.display import Tags
 from ipu_jax.distributed.launcher.topology import LOCALHOST, host_names, hosts_in_file
 
 GRACE: Final = 1.5

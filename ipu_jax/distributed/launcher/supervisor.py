@@ -18,6 +18,7 @@ from typing import Final
 
 from ipu_jax.distributed.launcher import causes, culprits
 from ipu_jax.distributed.launcher.culprits import EarlyEnd, Failure, Judge, Stuck
+from ipu_jax.distributed.launcher.display import STOPPING, Display, Signals
 from ipu_jax.distributed.launcher.hosts import (
     FULL,
     STACKS_WITHIN,
@@ -33,7 +34,6 @@ from ipu_jax.distributed.launcher.hosts import (
 )
 from ipu_jax.distributed.launcher.options import GRACE, Options
 from ipu_jax.distributed.launcher.ssh import Host
-from ipu_jax.distributed.launcher.terminal import STOPPING, Display, Signals
 from ipu_jax.distributed.launcher.topology import Launch, Topology, ranges
 
 STUCK: Final = 124

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ipu_jax.distributed.launcher.display import Display
 from ipu_jax.distributed.launcher.lines import EVERY, LONGEST, PART_AFTER, STATE_AFTER, Screen, Splitter, fitting
-from ipu_jax.distributed.launcher.terminal import Display
 
 TEXT = st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n", b"\xff", b" 10%", b""]), max_size=30).map(b"".join)
 

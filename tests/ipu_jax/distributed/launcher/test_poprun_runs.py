@@ -15,8 +15,8 @@ import pytest
 
 from ipu_jax.distributed import poprun as launcher
 from ipu_jax.distributed.environment import place_of
+from ipu_jax.distributed.launcher.display import Display, OutputWriter
 from ipu_jax.distributed.launcher.options import PoprunParser, options_of
-from ipu_jax.distributed.launcher.terminal import Display, OutputWriter
 from ipu_jax.distributed.launcher.topology import Topology
 from support.launched import environment, gone_within, marked, on_a_terminal, poprun, program, start, wait_for
 
