@@ -31,7 +31,7 @@ from ipu_jax.core.weights.place import Place, places_of_layout
 from ipu_jax.training.update._accumulate import accumulate
 from ipu_jax.training.update._precision import cast_floats, computing_in, function_in
 from ipu_jax.training.update._probes import ProbedPipeline, flags_of_function, flags_of_stages, run_probed_function
-from ipu_jax.training.update.nonfinite import Flags
+from ipu_jax.training.update.nonfinite import UpdateFlags
 from ipu_jax.training.update.replicas import Replicas, over_replicas, replicate
 from ipu_jax.training.update.state import TrainState
 
@@ -190,7 +190,7 @@ class PipelineModel(_Model):
         """Run an update with probes inside `jax.jit`, and return their flags; `args` has all dims."""
         return ProbedPipeline(self.pipeline, args.params.layout, weighted=weighted).run(args, loss_cotangent)
 
-    def flags(self, state: TrainState, batch: Batch, results: Tree) -> Flags:
+    def flags(self, state: TrainState, batch: Batch, results: Tree) -> UpdateFlags:
         """Return the flags by name, from what `probed` returned, on the host."""
         return flags_of_stages(self.pipeline.stages, state, batch, results)
 
@@ -260,7 +260,7 @@ class ReplicasModel(_Model):
     def probed(self, args: StepArgs, loss_cotangent: Value, *, weighted: bool) -> Any:
         return run_probed_function(self, args, loss_cotangent)
 
-    def flags(self, state: TrainState, batch: Batch, results: Tree) -> Flags:
+    def flags(self, state: TrainState, batch: Batch, results: Tree) -> UpdateFlags:
         return flags_of_function(state, batch, results)
 
 

@@ -25,7 +25,7 @@ _WORTH_MOVING = 0.02  # a smaller gain is within the run-to-run variation of mea
 
 
 @dataclasses.dataclass(frozen=True)
-class IpuReport:
+class IpuTimes:
     """Hold where the time of one IPU went, in seconds of a mean step.
 
     Attributes:
@@ -68,7 +68,7 @@ class TraceReport(Shown):
 
     steps: int
     step_seconds: float
-    ipus: tuple[IpuReport, ...]
+    ipus: tuple[IpuTimes, ...]
     stage_seconds: tuple[float, ...]
     slowest: tuple[int, ...]
     split: str
@@ -104,7 +104,7 @@ def make_report(timeline: Timeline) -> TraceReport:
         if one.kind in TASKS:
             start, end = spans.get((one.replica, one.step), (one.start, one.end))
             spans[one.replica, one.step] = min(start, one.start), max(end, one.end)
-    ipus: list[IpuReport] = []
+    ipus: list[IpuTimes] = []
     for replica, ipu in timeline.ipus:
         mine = timeline.of_ipu(replica, ipu)
         steps = [step for step in timeline.steps if (step.replica, step.ipu) == (replica, ipu)]
@@ -117,7 +117,7 @@ def make_report(timeline: Timeline) -> TraceReport:
         whole, count = sum(step.end - step.start for step in steps), len(steps)
         span = sum(end - start for (of, _), (start, end) in spans.items() if of == replica)
         ipus.append(
-            IpuReport(
+            IpuTimes(
                 replica,
                 ipu,
                 steps[0].instance,
