@@ -219,15 +219,15 @@ class TrainingRun:
             f"{flags.pipeline_schedule}; {data.source}: {updates_in_words(flags, data)}"
         )
         state = self.init()
-        if flags.explain or flags.pipeline_schedule == "auto":
-            needs = self.needs(state)
-            if flags.explain:
-                say(f"{pipeline.schedule}\n{needs}")
-            if flags.pipeline_schedule == "auto":
-                found = pipeline.schedule.name
-                say(f"Schedule auto chose {'a table of its own' if found == 'auto' else found}")
-        if (file := flags.picture_of(self.mode)) is not None:
-            self.write("--plot-schedule", file, lambda: pipeline.schedule.plot(file), "Schedule")
+        is_auto, file = flags.pipeline_schedule == "auto", flags.picture_of(self.mode)
+        needs = self.needs(state) if flags.explain or is_auto else None
+        schedule = pipeline.schedule if needs is None else needs.timetable
+        if flags.explain:
+            say(f"{schedule}\n{needs}")
+        if is_auto:
+            say(f"Schedule auto chose {'a table of its own' if schedule.name == 'auto' else schedule.name}")
+        if file is not None:
+            self.write("--plot-schedule", file, lambda: schedule.plot(file), "Schedule")
         saving = self.checkpoints() or contextlib.nullcontext()
         with saving as checkpoints, feed_of(flags, data, step=self.step) as feed:
             result = ipu_jax.fit(

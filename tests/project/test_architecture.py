@@ -44,7 +44,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "compiled": {"", "engine"},
         "analysis": {"", "compiled", "engine", "programs", "schedules", "weights"},
         "cutting": {"", "analysis", "programs", "weights"},
-        "pipeline": {"", "analysis", "compiled", "cutting", "engine", "optimizer", "schedules", "weights"},
+        "pipeline": {"", "analysis", "compiled", "cutting", "engine", "optimizer", "programs", "schedules", "weights"},
         "reference": {"", "pipeline", "programs", "weights"},
         "verification": {"", "pipeline", "reference", "weights"},
     },
@@ -67,7 +67,13 @@ COMMANDS = (
 # They must run without jax: a picture of a schedule needs no device, and the launcher must start quickly.
 PLAIN = (
     *("schedules", "options"),
-    *("core.schedules", "training.data.order", "training.data.prefetch", "training.checkpoints.errors"),
+    *(
+        "core.schedules",
+        "core.engine.order",
+        "training.data.order",
+        "training.data.prefetch",
+        "training.checkpoints.errors",
+    ),
     *("distributed.processes.beacons", "distributed.processes.identity", "distributed.processes.record"),
     *("distributed.poprun", "distributed.launcher", "distributed.environment", "base.terminal", "run.observe.monitor"),
 )

@@ -11,10 +11,10 @@ from ipu_jax.base.annotations import Batch, Device, Function, Params, Tree
 from ipu_jax.base.checks import as_int, check_count
 from ipu_jax.base.decorators import public_on_mesh
 from ipu_jax.core.analysis.balance import balance_layers, measure_costs
+from ipu_jax.core.compiled.guards import Guards
 from ipu_jax.core.cutting.function import model_of
 from ipu_jax.core.devices import is_described, make_mesh
 from ipu_jax.core.options import Reduction
-from ipu_jax.core.pipeline._guards import Guards
 from ipu_jax.core.schedules import Schedule, canonical_name, make_schedule
 from ipu_jax.core.stage import Stage
 from ipu_jax.core.weights.packing import Sharded

@@ -22,16 +22,16 @@ from ipu_jax.base.annotations import Batch, Params, Tree
 from ipu_jax.base.decorators import public_on_mesh
 from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.analysis.report import MemoryGuard, make_report
-from ipu_jax.core.analysis.schedule_choice import ScheduleChoice, silent_about_messages, warn_of_messages
+from ipu_jax.core.compiled.guards import GuardCheck, Guards
 from ipu_jax.core.cutting.function import FunctionModel
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS, check_there, devices_of
 from ipu_jax.core.mesh_axes import further_axes
 from ipu_jax.core.optimizer.pipeline_optimizer import PipelineOptimizer
 from ipu_jax.core.options import PipelineOptions, Reduction
 from ipu_jax.core.pipeline._foreseen import Foreseen
-from ipu_jax.core.pipeline._guards import GuardChoice, Guards
 from ipu_jax.core.pipeline._making import Made
 from ipu_jax.core.pipeline._programs import Programs
+from ipu_jax.core.pipeline._schedule_choice import ScheduleChoice, silent_about_messages, warn_of_messages
 from ipu_jax.core.pipeline.placed_stages import PlacedStages
 from ipu_jax.core.schedules import Schedule
 from ipu_jax.core.stage import Stage, check_untied
@@ -58,9 +58,9 @@ class Pipeline(Made, Foreseen, Shown):
         stages: the model, first stage first. An IPU may have several stages, whether they are neighbours or not.
         mesh: a mesh with axes ("replica", "ipu"), from `make_mesh`, and perhaps further axes. Default: one replica on
             as many IPUs as the stages name.
-        schedule: a name in `ipu_jax.schedules.SCHEDULES`, a `Schedule` for this placement and M, or "auto": the first
-            step, report or `choose_schedule` finds the schedule that takes the least time for the stages' FLOPs, within
-            `ipu_memory`. Later steps keep it. On chips a `UserWarning` says so if "grouped" leaves IPUs less idle.
+        schedule: a name in `ipu_jax.schedules.SCHEDULES`, a `Schedule` for this placement and M, or "auto": each step
+            takes the schedule that is the fastest for the FLOPs of its shapes, within `ipu_memory`, as
+            `choose_schedule` returns it. On chips a `UserWarning` says so if "grouped" leaves IPUs less idle.
         gradient_accumulation: M, the micro-batches of one weight update. It can be smaller than the number of stages.
             Default: the M of a `Schedule`, or 1. `make_train_step` can give M and `reduction` later, in `TrainOptions`.
         reduction: gradients are the "mean" (the default) or the "sum" over the M micro-batches and the replicas. The
@@ -126,21 +126,25 @@ class Pipeline(Made, Foreseen, Shown):
         trees = {} if function is None else {"whole": function.weights, "whole_state": function.state}
         split = {"specs": specs, "state_specs": state_specs, "frozen": frozen, **trees}
         groups = Groups(self.stages, self.ipus, axes, **split)
-        m = self.options.gradient_accumulation
-        choice = ScheduleChoice(schedule, self.stages, ipus=self.ipus, micro_batches=m, ipu_memory=ipu_memory)
-        self._asked_for = schedule
-        chosen = GuardChoice(guards, self.mesh)
-        self.placement = PlacedStages(self.stages, self.mesh, self.options, function, groups, choice, chosen)
-        if choice.schedule_or_name != "auto":
-            warn_of_messages(self.schedule, self.placement.platform, stacklevel=4)
+        choice = ScheduleChoice(self.stages, self.ipus, self.options.gradient_accumulation, ipu_memory)
+        self._asked_for, chosen, check = schedule, choice.of(schedule), GuardCheck(guards, self.mesh)
+        placed = self.stages, self.mesh, self.options, function, groups, choice, check, chosen, guards == "uniform"
+        self.placement = PlacedStages(*placed)
+        if chosen is not None:
+            warn_of_messages(chosen, self.placement.platform, stacklevel=4)
         self._memory, self._programs = MemoryGuard(ipu_memory), Programs(self.placement)
         for listener in facts.listeners():
             listener.mesh(self.mesh, [(stage.name, stage.place) for stage in self.stages])
 
     @property
     def schedule(self) -> Schedule:
-        """Return the schedule. Under "auto", raise a `ValueError` if none has been found yet."""
-        return self.placement.choice.schedule
+        """Return the schedule. Under "auto", which takes one for the shapes of a step, raise a `ValueError`."""
+        if self.placement.schedule is None:
+            raise ValueError(
+                "schedule='auto' chooses a schedule for the shapes of a step: it is "
+                "pipeline.choose_schedule(params, batch).schedule"
+            )
+        return self.placement.schedule
 
     @facts.during("placing weights")
     def shard(self, params: Params) -> Sharded:
@@ -382,7 +386,7 @@ class Pipeline(Made, Foreseen, Shown):
             replaced = Pipeline(
                 own.on(on_mesh) if isinstance(own, FunctionModel) else own,
                 mesh=on_mesh,
-                schedule=schedule or (self.placement.choice.schedule_or_name if keeps_m else self._asked_for),
+                schedule=schedule or (keeps_m and self.placement.schedule) or self._asked_for,
                 gradient_accumulation=self.given["gradient_accumulation"] if m is None else m,
                 reduction=self.given["reduction"] if reduction is None else reduction,
                 specs=groups.given_specs,
@@ -400,6 +404,6 @@ class Pipeline(Made, Foreseen, Shown):
         return self.placement.described()
 
     def _repr_html_(self) -> str:
-        schedule = self.placement.choice.schedule_or_name
-        picture = "" if isinstance(schedule, str) else schedule._repr_svg_() or ""
+        schedule = self.placement.schedule
+        picture = "" if schedule is None else schedule._repr_svg_() or ""
         return super()._repr_html_() + picture

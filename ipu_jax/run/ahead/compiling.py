@@ -96,17 +96,19 @@ def compile_ahead(model: Any, params: Params, batch: Batch, *, state: Tree = Non
     """
     if isinstance(model, TrainStep):
         placed = params if isinstance(params, TrainState) else model.shapes(params, stages=state, key=key)
-        lowered, pipeline, outer = model.lower(placed, batch), model.model, given_dims(model.options.device_iterations)
+        (chosen, lowered), pipeline = model.lowered(placed, batch), model.model
+        outer = given_dims(model.options.device_iterations)
         held: Tree = placed
         given = model.placement.of_one_update(placed, getattr(batch, "arrays", batch))  # of a FeedBatch
-        plan = pipeline.placement.plan(*given) if isinstance(pipeline, Pipeline) else None
+        plan = chosen and chosen.plan(*given)
     elif isinstance(model, Pipeline):
         placed = params if isinstance(params, Sharded) else model.shard_shapes(params)
         if state is not None and not isinstance(state, Sharded):
             state = model.shard_state_shapes(state)
-        lowered, pipeline, outer = model.lower(placed, batch, state, key), model, 0
         given, held = StepArgs(placed, batch, state, key), (placed, state)
-        plan = model.placement.plan(*given)
+        model.placement.check(given)
+        (chosen, lowered), pipeline, outer = model.lowered(given), model, 0
+        plan = chosen.plan(*given)
     else:
         raise ValueError(f"model={model!r} is neither a TrainStep nor a Pipeline: make one from a loss function first")
     mesh = pipeline.mesh

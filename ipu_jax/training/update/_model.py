@@ -68,8 +68,16 @@ class Model(Protocol):
     def check(self, given: StepArgs) -> None:
         """Raise the `ValueError` that `value_and_grad` would raise for these arguments."""
 
-    def check_guards(self, program: Any, args: Tree, lower: Callable[[], Any], *, runs: bool = True) -> None:
-        """Choose the guards of a jitted program before it runs, or is only lowered; see `GuardChoice.check`."""
+    def scheduled(self, given: Callable[[], StepArgs]) -> Any:
+        """Return what is chosen for these arguments before a program is traced; see `PlacedStages.scheduled`."""
+
+    def guarded(self, chosen: Any, program: Any, args: Tree, lower: Callable[[Any], Any], *, runs: bool = True) -> Any:
+        """Return what is chosen, with the guards that a program needs; see `PlacedStages.guarded`."""
+        return chosen
+
+    def on(self, chosen: Any) -> "Model":
+        """Return the model with what was chosen."""
+        return self
 
     def has(self, params: Params) -> bool:
         """Return whether a state's weights belong to this kind of model."""

@@ -103,7 +103,7 @@ class TrainStep:
         self._arguments = Arguments(self._model, options, self._placement)
         self._alike = Alike(self.mesh, self._placement, self._settings)
         self._window = InFlight()
-        self._program = jax.jit(self._run, donate_argnums=(0,) if options.donate else ())
+        self._program = jax.jit(self._run, static_argnums=0, donate_argnums=(1,) if options.donate else ())
         self._averaged = jax.jit(self._run_average)
         on_all = NamedSharding(self.mesh, PartitionSpec())
         self._placed_ends = functools.lru_cache(64)(lambda made: put(_ends(made), on_all))
@@ -266,11 +266,12 @@ class TrainStep:
         ends = _ends(made) if is_traced else self._placed_ends(made)
         batch = taken(batch)
         args = (state, batch, ends)
+        chosen = self._model.scheduled(lambda: self._placement.of_one_update(state, batch))
         if not is_traced:
-            self._alike.check(state, given, batch, made, lambda: self._program.lower(*args))
-        self._model.check_guards(self._program, args, lambda: self._lowered(state, batch, made))
+            self._alike.check(state, given, batch, made, lambda: self._program.lower(chosen, *args))
+        chosen = self._model.guarded(chosen, self._program, args, lambda of: self._lowered(of, state, batch, made))
         self._window.begin((state, batch))
-        state, outputs, *before = self._program(*args)
+        state, outputs, *before = self._program(chosen, *args)
         k = self.options.device_iterations
         samples = count_samples(batch, 2 + given_dims(k, self.model.replicas)) * len(made) // k
         self._window.admit(outputs.loss, updates=len(made), samples=samples)
@@ -381,12 +382,17 @@ class TrainStep:
         Raises:
             ValueError: as in a call.
         """
-        batch, made = self._arguments.batch_of_call(state, batch)
-        lower = lambda: self._lowered(state, batch, made)
-        self._model.check_guards(self._program, (state, batch), lower, runs=False)
-        return lower()
+        return self.lowered(state, batch)[1]
 
-    def _lowered(self, state: TrainState, batch: Batch, made: range) -> Any:
+    def lowered(self, state: TrainState, batch: Batch) -> tuple[Any, Any]:
+        """Return the stages as they run in this call, or None without a pipeline, and the program of `lower`."""
+        arrays, made = self._arguments.batch_of_call(state, batch)
+        lower = lambda chosen: self._lowered(chosen, state, arrays, made)
+        chosen = self._model.scheduled(lambda: self._placement.of_one_update(state, arrays))
+        chosen = self._model.guarded(chosen, self._program, (state, arrays), lower, runs=False)
+        return chosen, lower(chosen)
+
+    def _lowered(self, chosen: Any, state: TrainState, batch: Batch, made: range) -> Any:
         of_updates = [None] * given_dims(self.options.device_iterations)
         of_replicas = [REPLICA_AXIS] * given_dims(self.model.replicas)
         spec = PartitionSpec(*of_updates, *of_replicas)
@@ -394,12 +400,13 @@ class TrainStep:
             leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec)
         )
         shapes = jax.tree.map(placed, state, self._placement.specs(state))
-        return self._program.lower(shapes, batch_shapes(batch, self.mesh, spec), _ends(made))
+        return self._program.lower(chosen, shapes, batch_shapes(batch, self.mesh, spec), _ends(made))
 
     def _settings(self) -> dict[str, str]:
         """Return the options of the step, and the schedule of a pipeline, as texts."""
         options = {f"options.{name}": str(value) for name, value in dataclasses.asdict(self.options).items()}
-        schedule = str(getattr(self.model, "schedule", None)).splitlines()[0]  # without its table
+        placed = getattr(self.model, "placement", None)  # of a pipeline
+        schedule = str(placed and placed.schedule).splitlines()[0]  # without its table
         return {"model": self._model.describe(), "schedule": schedule, **options}
 
     @property
@@ -407,16 +414,17 @@ class TrainStep:
         """Return of how many updates of a call, or sums over updates, there are outputs."""
         return self.options.device_iterations // self.options.every
 
-    def _run(self, state: TrainState, batch: Batch, updates: Any) -> Tree:
+    def _run(self, chosen: Any, state: TrainState, batch: Batch, updates: Any) -> Tree:
         """Return the new state, the outputs and, under `on_nonfinite`, the number of updates before the call."""
+        model = self._model.on(chosen)
         before, replicas = state.step, self.model.replicas
         batch = with_dims(batch, self.options.device_iterations, replicas)
         of_replicas = PartitionSpec(None, REPLICA_AXIS)
         of_outputs = dataclasses.replace(StepOutputs(*[WHOLE] * len(dataclasses.fields(StepOutputs))), aux=of_replicas)
         of_state, update = self._placement.specs(state), self._placement.update_for(state.params)
         in_specs, out_specs = (of_state, of_replicas, WHOLE), (of_state, of_outputs)
-        program = Iteration(self._model, self.options, update).run
-        mapped = self._model.on_ipus(program, in_specs=in_specs, out_specs=out_specs)
+        program = Iteration(model, self.options, update).run
+        mapped = model.on_ipus(program, in_specs=in_specs, out_specs=out_specs)
         with status.tracing("the training step"):
             state, outputs = mapped(state, batch, updates)
         aux = without_dims(outputs.aux, self._rows, replicas)
