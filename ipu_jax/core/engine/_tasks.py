@@ -7,7 +7,7 @@ this IPU's micro-batches or -1, and the carry, and returns the carry with the ta
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,8 @@ from ipu_jax.core.engine import _hooks
 from ipu_jax.core.engine._carry import Carry
 from ipu_jax.core.engine._stretches import TaskKind, instead, is_due
 from ipu_jax.core.engine.labels import label
-from ipu_jax.core.engine.plan import Exchange, Plan, Table
+from ipu_jax.core.engine.order import Exchange, Queue
+from ipu_jax.core.engine.plan import Plan, Table
 from ipu_jax.core.engine.stash import RingKey, Stash
 from ipu_jax.core.guard import Fence, guard
 from ipu_jax.core.programs.gradient_sums import Sum
@@ -117,7 +118,7 @@ class Tasks:
         slots, concurrent = carry.model_state
         return {g.name: _unpacked(slots, concurrent, g) for g in self.state_groups(c)}
 
-    def inboxes(self, c: int, kind: Literal["x", "dy"]) -> dict[tuple[str, int], list[int | None]]:
+    def inboxes(self, c: int, kind: Queue) -> dict[tuple[str, int], list[int | None]]:
         """Return where the segments of a class find x or dy, with the IPUs that find it there."""
         found: dict[tuple[str, int], list[int | None]] = {}
         at_end = 0 if kind == "x" else self.plan.last
@@ -126,11 +127,11 @@ class Tasks:
                 found.setdefault(self.plan.inbox(i, kind), []).append(self.plan.segments[i].place)
         return found
 
-    def messages(self, c: int, kind: Literal["x", "dy"], carry: Carry) -> list[Tree]:
+    def messages(self, c: int, kind: Queue, carry: Carry) -> list[Tree]:
         """Return the messages, one of which this IPU's segment reads: `own` chooses it. A model's ends have none."""
         return [getattr(carry, field)[k] for field, k in self.inboxes(c, kind)]
 
-    def own(self, c: int, kind: Literal["x", "dy"], messages: list[Tree]) -> Tree:
+    def own(self, c: int, kind: Queue, messages: list[Tree]) -> Tree:
         """Return the message that this IPU's segment reads."""
         message, *others = messages
         for other, places in zip(others, list(self.inboxes(c, kind).values())[1:], strict=True):
@@ -148,9 +149,7 @@ class Tasks:
         stash = self.stash.write(carry.stash, key, self.ipu, microbatch, values, fence.zero)
         return dataclasses.replace(carry, stash=stash)
 
-    def arrived(
-        self, c: int, kind: Literal["x", "dy"], messages: list[Tree], microbatch: Value, carry: Carry, fence: Fence
-    ) -> Tree:
+    def arrived(self, c: int, kind: Queue, messages: list[Tree], microbatch: Value, carry: Carry, fence: Fence) -> Tree:
         """Return a message: read from its ring where messages queue, and broadcast where all IPUs need it."""
         if (kind, c) in self.stash:
             message = jax.tree.unflatten(
@@ -329,10 +328,8 @@ class Tasks:
                 replica=self.replica,
             )
 
-    def enqueue(self, kind: Literal["x", "dy"], c: int, rows: Rows, carry: Carry, senders: Sequence[int]) -> Carry:
-        """Put the messages that have just arrived from some classes into the ring of class c, if its messages queue."""
-        if (kind, c) not in self.stash:
-            return carry
+    def enqueue(self, kind: Queue, c: int, rows: Rows, carry: Carry, senders: Sequence[int]) -> Carry:
+        """Put the messages that have just arrived from some classes into the ring of class c."""
         members, step, active = self.plan.classes[c], -1 if kind == "x" else 1, rows[kind][c]
         fed = [self.plan.waits_at(i, kind) for i in members if self.plan.class_of(i + step) in senders]
         if len(fed) < len(members):
@@ -345,16 +342,12 @@ class Tasks:
             leaves = jax.tree.leaves(self.own(c, kind, received))
             return self.write((kind, c), part, microbatch, leaves, fence)
 
-        return self.guarded(turn, body, carry, ["stash"], label=label("queue", c))
+        return self.guarded(turn, body, carry, ["stash"], label=label(kind, c))
 
-    def exchange(self, kind: Exchange, k: int, sends: Tree, carry: Carry) -> Carry:
-        """Send a channel's messages ("y"), or their gradients back ("dx").
+    def exchange(self, kind: Exchange, k: int, rows: Rows, carry: Carry) -> Carry:
+        """Send a channel's messages ("y"), or their gradients back ("dx"), if any IPU has a new one in this tick.
 
-        Args:
-            kind, k: what is sent, and the channel.
-            sends: whether any IPU has a new one in this tick; None: send in every tick, in no guard, so that XLA can
-                run tasks meanwhile.
-            carry: the carry of the tick.
+        If messages travel beside tasks, send in every tick, in no guard, so that XLA can run tasks meanwhile.
         """
         # beside tasks, dx leaves in the tick after its B
         if not self.plan.exchanges[kind][max(self.ticks.start - 1, 0) : self.ticks.stop, k].any():
@@ -367,11 +360,11 @@ class Tasks:
             return jax.tree.map(lambda leaf: lax.ppermute(leaf, IPU_AXIS, pairs), tree)
 
         with jax.named_scope(label(kind, k)):
-            if sends is None:
+            if self.plan.tick.overlaps:
                 guards_run, arrived = carry.guards_run, permuted(sent)
             else:
                 body = lambda fence, _: permuted(fence(sent))
-                guards_run, arrived = guard(carry.guards_run, sends, body, received[k])
+                guards_run, arrived = guard(carry.guards_run, rows[kind][k], body, received[k])
         changed = {f"{kind}_received": _replaced(received, k, arrived)}
         return dataclasses.replace(carry, **changed, guards_run=guards_run)
 

@@ -15,7 +15,8 @@ import dataclasses
 from collections import defaultdict
 from typing import NamedTuple
 
-from ipu_jax.core.engine.labels import EXCHANGED, Label, PlanNames
+from ipu_jax.core.engine.labels import Guard, PlanNames
+from ipu_jax.core.engine.order import EXCHANGES
 from ipu_jax.run.observe.tracing._profile import DeviceRun, Event
 from ipu_jax.run.observe.tracing.timeline import Kind, Slice, Step, TraceError
 
@@ -92,8 +93,8 @@ def _ended(loops: list[Event], events: list[Event]) -> list[Event]:
 
 def _tasks(plan: PlanNames, at: Coordinates, loops: list[Event], events: list[Event]) -> list[Slice]:
     """Return the tasks and exchanges of a step."""
-    of_guard: dict[tuple[Label, int] | None, list[Event]] = defaultdict(list)
-    inner: dict[tuple[Label, int] | None, list[float]] = defaultdict(list)
+    of_guard: dict[Guard | None, list[Event]] = defaultdict(list)
+    inner: dict[Guard | None, list[float]] = defaultdict(list)
     for loop in loops:
         of_guard[loop.operation.guard].append(loop)
     for event in events:
@@ -127,10 +128,8 @@ def _tasks(plan: PlanNames, at: Coordinates, loops: list[Event], events: list[Ev
     return found
 
 
-def _slice(
-    plan: PlanNames, at: Coordinates, guard: tuple[Label, int], tick: int, microbatch: int, loop: Event
-) -> Slice:
-    if guard[0] in EXCHANGED:
+def _slice(plan: PlanNames, at: Coordinates, guard: Guard, tick: int, microbatch: int, loop: Event) -> Slice:
+    if guard[0] in EXCHANGES:
         received = plan.received.get(guard, {}).get(at.ipu)
         return Slice(*at, "exchange", f"exchange {guard[0]}", loop.start, loop.end, tick, received=received)
     segment = plan.segment(guard[1], at.ipu)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, Final, Literal
 
 from ipu_jax.core.engine import labels
-from ipu_jax.core.engine.labels import UPDATE, Label, PlanNames
+from ipu_jax.core.engine.labels import UPDATE, Guard, PlanNames
 
 Role = Literal["scan", "guard", "inner", "collective", "update", "outside"]
 
@@ -39,7 +39,7 @@ class Operation:
     role: Role
     name: str = ""
     plan: PlanNames | None = None
-    guard: tuple[Label, int] | None = None
+    guard: Guard | None = None
     in_update: bool = False
     is_opaque: bool = False
 
@@ -77,9 +77,9 @@ def program_of(name: str, number: int, programs: dict[tuple[str, int], Operation
 def _operations(proto: bytes) -> Operations:
     computations = [part for field, part in _fields(_first(proto, 1) or b"") if field == 3]
     found: Operations = {}
-    bodies: dict[int, tuple[Label, int]] = {}  # by the number of the computation
+    bodies: dict[int, Guard] = {}  # by the number of the computation
     instructions: list[tuple[int, str, str, str, list[int]]] = []
-    loops_in: dict[int, tuple[Label, int]] = {}  # by the number of the computation that contains the loop
+    loops_in: dict[int, Guard] = {}  # by the number of the computation that contains the loop
     calls: dict[int, set[int]] = {}
     inside: set[int] = set()  # computations of scans
     for computation in computations:

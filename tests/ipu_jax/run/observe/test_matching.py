@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from ipu_jax.core.engine.labels import Label, PlanNames, SegmentNames
+from ipu_jax.core.engine.labels import Guard, PlanNames, SegmentNames
 from ipu_jax.core.schedules import make_schedule
 from ipu_jax.observe import Timeline, TraceError
 from ipu_jax.run.observe.tracing._assembling import InstanceTrace, merged
@@ -16,9 +16,9 @@ from ipu_jax.run.observe.tracing.timeline import Slice, Step
 from ipu_jax.run.observe.tracing.trace_report import make_report, split_of
 
 SCHEDULE = make_schedule("gpipe", ipus=2, gradient_accumulation=1)  # 0F0 | 1F0 | 1B0 | 0B0
-F: tuple[Label, int] = ("F", 0)
-B: tuple[Label, int] = ("B", 0)
-Y: tuple[Label, int] = ("y", 0)
+F: Guard = ("F", 0)
+B: Guard = ("B", 0)
+Y: Guard = ("y", 0)
 PLAN = PlanNames(
     SCHEDULE,
     ipus=2,
