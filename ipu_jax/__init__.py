@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from ipu_jax.schedules import make_schedule
     from ipu_jax.steps import fit, make_train_step
 
-__all__ = [
+__all__ = ["schedules", "options", "pipelines", "steps", "io", "nn", "observe", "costs", "chips", "popdist", "cli"]  # noqa: RUF022
+_MODULES = (*__all__,)  # the first two do not import jax
+__all__ += [
     "ALL_IPUS",
     "Checkpoints",
     "Feed",
@@ -31,23 +33,12 @@ __all__ = [
     "Pipeline",
     "Stage",
     "TrainOptions",
-    "chips",
-    "cli",
     "configure",
-    "costs",
     "fit",
-    "io",
     "make_mesh",
     "make_schedule",
     "make_train_step",
-    "nn",
-    "observe",
-    "options",
-    "pipelines",
-    "popdist",
-    "schedules",
     "stage_end",
-    "steps",
     "verify",
 ]
 
@@ -56,32 +47,25 @@ _is_profiled = os.environ.get("IPU_JAX_TRACE") or os.environ.get("IPU_JAX_REPORT
 for _listener in ("distributed.processes.listener", *["run.observe.profiled"] * bool(_is_profiled)):
     facts.listen_from(f"{__name__}.{_listener}")
 
-# the first two do not import jax
-_SUBJECTS = ("schedules", "options", "pipelines", "steps", "io", "nn", "observe", "costs", "chips")
-_MODULES = {name: f"{__name__}.{name}" for name in (*_SUBJECTS, "popdist", "cli")}
-
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        found = importlib.import_module(_MODULES[name])
-    elif name in __all__:
-        homes = (importlib.import_module(_MODULES[module]) for module in _SUBJECTS)
-        found = next(getattr(home, name) for home in homes if name in home.__all__)
+        found = importlib.import_module(f"{__name__}.{name}")
     else:
-        where = _home_of(name)
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}{where}", name=name, obj=sys.modules[__name__]
-        )
+        home = _home_of(name)
+        if home is None or name not in __all__:
+            where = f": it is {home}.{name}" if home else ""
+            text = f"module {__name__!r} has no attribute {name!r}{where}"
+            raise AttributeError(text, name=name, obj=sys.modules[__name__])
+        found = getattr(sys.modules[home], name)
     globals()[name] = found  # so that this is called only once per name
     return found
 
 
-def _home_of(name: str) -> str:
-    """Say which module has a public name."""
-    for module in () if name.startswith("_") else _SUBJECTS:
-        if name in importlib.import_module(_MODULES[module]).__all__:
-            return f": it is {__name__}.{module}.{name}"
-    return ""
+def _home_of(name: str) -> str | None:
+    """Return the module that has a public name, imported."""
+    homes = (f"{__name__}.{module}" for module in _MODULES if not name.startswith("_"))
+    return next((home for home in homes if name in importlib.import_module(home).__all__), None)
 
 
 class _Hints:
@@ -90,8 +74,8 @@ class _Hints:
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
         package, _, last = name.rpartition(".")
-        if package == __name__ and (where := _home_of(last)):
-            raise ImportError(f"cannot import name {last!r} from {package!r}{where}", name=last)
+        if package == __name__ and (home := _home_of(last)):
+            raise ImportError(f"cannot import name {last!r} from {package!r}: it is {home}.{last}", name=last)
 
 
 sys.meta_path.append(_Hints)

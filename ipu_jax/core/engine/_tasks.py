@@ -25,7 +25,7 @@ from ipu_jax.core.engine.plan import Plan, Table
 from ipu_jax.core.engine.stash import RingKey, Stash
 from ipu_jax.core.guard import Fence, guard
 from ipu_jax.core.programs.gradient_sums import Sum
-from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, keys_of
+from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, SegmentResults, keys_of
 from ipu_jax.core.step_args import StepArgs
 from ipu_jax.core.weights import packing
 from ipu_jax.core.weights.packed_layout import Group
@@ -166,28 +166,26 @@ class Tasks:
 
     # results of a task
 
-    def with_results(
-        self, c: int, y: Tree, new_state: Tree, aux: Tree, microbatch: Value, carry: Carry, zero: Value
-    ) -> Carry:
+    def with_results(self, c: int, results: SegmentResults, microbatch: Value, carry: Carry, zero: Value) -> Carry:
         """Return the carry with the results of F."""
         i = self.representative(c)
         changed: dict[str, Tree] = {}
         put = lambda every, one: lax.dynamic_update_index_in_dim(every, one, microbatch, 0)
         if i < self.plan.last:
-            changed["y"] = _replaced(carry.y, self.plan.outbox(i, "y"), y)
+            changed["y"] = _replaced(carry.y, self.plan.outbox(i, "y"), results.y)
         elif self.plan.role == "prediction":
-            changed["outputs"] = jax.tree.map(put, carry.outputs, y)
+            changed["outputs"] = jax.tree.map(put, carry.outputs, results.y)
         else:
-            changed["loss"] = carry.loss + y.astype(carry.loss.dtype)
-        if jax.tree.leaves(aux):
-            changed["aux"] = {**carry.aux, i: jax.tree.map(put, carry.aux[i], aux)}
+            changed["loss"] = carry.loss + results.y.astype(carry.loss.dtype)
+        if jax.tree.leaves(results.aux):
+            changed["aux"] = {**carry.aux, i: jax.tree.map(put, carry.aux[i], results.aux)}
         if self.plan.role != "evaluation" and self.state_groups(c):
             slots, concurrent = carry.model_state
             for group in self.state_groups(c):
                 if group.ipu is not None:
-                    slots = packing.write(slots, group, new_state[group.name], zero)
+                    slots = packing.write(slots, group, results.state[group.name], zero)
                 else:
-                    concurrent = {**concurrent, group.name: jax.tree.leaves(new_state[group.name])}
+                    concurrent = {**concurrent, group.name: jax.tree.leaves(results.state[group.name])}
             changed["model_state"] = (slots, concurrent)
         return dataclasses.replace(carry, **changed)
 
@@ -233,8 +231,8 @@ class Tasks:
             self.watch("F", c, microbatch, rows)
             x = self.arrived(c, "x", received, microbatch, part, fence) if i else NO_MESSAGE
             weights, inputs = self.weights(c, *packed), self.inputs(c, microbatch)
-            y, new_state, aux, stash = self.plan.programs[i].forward(weights, x, inputs, self.read_state(c, part))
-            part = self.with_results(c, y, new_state, aux, microbatch, part, fence.zero)
+            results, stash = self.plan.programs[i].forward(weights, x, inputs, self.read_state(c, part))
+            part = self.with_results(c, results, microbatch, part, fence.zero)
             if self.plan.backward and ("stash", c) in self.stash:
                 part = self.write(("stash", c), part, microbatch, stash, fence)
             return part
@@ -306,11 +304,11 @@ class Tasks:
             self.watch("F", c, microbatch, rows)
             x = self.arrived(c, "x", received, microbatch, part, fence) if self.plan.last else NO_MESSAGE
             weights, inputs = self.weights(c, *packed), self.inputs(c, microbatch)
-            y, new_state, aux, stash = program.forward(weights, x, inputs, self.read_state(c, part))
+            results, stash = program.forward(weights, x, inputs, self.read_state(c, part))
             self.watch("B", c, microbatch, rows)
-            dy = fence([jnp.full((), self.loss_cotangent / self.plan.ipus, y.dtype)])
+            dy = fence([jnp.full((), self.loss_cotangent / self.plan.ipus, results.y.dtype)])
             totals, dx = program.backward(weights, inputs, stash, dy, self.sums(c, part), fence.zero)
-            part = self.with_results(c, y, new_state, aux, microbatch, part, fence.zero)
+            part = self.with_results(c, results, microbatch, part, fence.zero)
             return self.with_dx(c, dx, self.with_sums(c, totals, part))
 
         names = ["stash", *self.results(c), "sums", "concurrent_sums", "dx"]

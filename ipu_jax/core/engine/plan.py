@@ -290,7 +290,8 @@ def _classes(plan: Plan) -> tuple[tuple[int, ...], ...]:
 def _likeness(plan: Plan, i: int) -> _Likeness | None:
     """Return a segment's likeness, or None for a segment that is a class of its own."""
     segment, program = plan.segments[i], plan.programs[i]
-    if segment.place is None or not 0 < i < plan.last or program.signature is None or jax.tree.leaves(program.aux):
+    has_aux = bool(jax.tree.leaves(program.results.aux))
+    if segment.place is None or not 0 < i < plan.last or program.signature is None or has_aux:
         return None
 
     def leaves(layout: PackedLayout, groups: Sequence[str]) -> list[Value]:

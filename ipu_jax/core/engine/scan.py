@@ -105,7 +105,7 @@ class _Program:
             loss = reduced(lax.pmean, loss, REPLICA_AXIS)
         state = self.new_state(carry, reduce_over_replicas)
         gradients = self.gradients(carry, reduce_over_replicas) if self.plan.backward else None
-        return Result(loss, aux, state, gradients, adds_loss=self.plan.programs[-1].adds_loss)
+        return Result(loss, aux, state, gradients, adds_loss=self.plan.programs[-1].results.adds_loss)
 
     def new_state(self, carry: Carry, reduce_over_replicas: bool) -> Sharded:
         slots, concurrent = carry.model_state

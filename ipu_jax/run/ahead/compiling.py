@@ -99,7 +99,7 @@ def compile_ahead(model: Any, params: Params, batch: Batch, *, state: Tree = Non
         lowered, pipeline, outer = model.lower(placed, batch), model.model, given_dims(model.options.device_iterations)
         held: Tree = placed
         given = model.placement.of_one_update(placed, getattr(batch, "arrays", batch))  # of a FeedBatch
-        plan = model.placement.model.plan(given)
+        plan = pipeline.placement.plan(*given) if isinstance(pipeline, Pipeline) else None
     elif isinstance(model, Pipeline):
         placed = params if isinstance(params, Sharded) else model.shard_shapes(params)
         if state is not None and not isinstance(state, Sharded):

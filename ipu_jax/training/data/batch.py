@@ -12,6 +12,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.base.annotations import Batch, Json, Tree
+from ipu_jax.base.checks import check_count
 from ipu_jax.base.showing import Shown, Table, counted
 from ipu_jax.core.devices import REPLICA_AXIS, check_there
 from ipu_jax.core.step_args import given_dims
@@ -139,6 +140,8 @@ def share_of(mesh: Mesh, instances: int | None, instance: int | None) -> dict[st
     Raises:
         ValueError: the mesh has no axis of replicas or no device of this process, or contradicts these two.
     """
+    if instances is not None:
+        check_count("instances", instances)
     check_there(mesh, "a feed", "jax.ShapeDtypeStruct for batches")
     if REPLICA_AXIS not in mesh.axis_names:
         raise ValueError(

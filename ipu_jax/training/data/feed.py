@@ -26,7 +26,7 @@ from ipu_jax.base.annotations import Json, Tree
 from ipu_jax.base.checks import as_int, check_bool, check_choice, check_count, in_line
 from ipu_jax.base.decorators import public
 from ipu_jax.core.options import TrainOptions
-from ipu_jax.training.data.batch import FeedBatch, Sender, share_of
+from ipu_jax.training.data.batch import FeedBatch, share_of
 from ipu_jax.training.data.order import REMAINDERS, BatchDims, EpochOrder, Position
 from ipu_jax.training.data.prefetch import FeedTimeoutError, Prefetcher
 from ipu_jax.training.data.reader import Batches, IndexedReader, StreamReader
@@ -161,65 +161,37 @@ class Feed:
         timeout: float = 120.0,
         state: Mapping[str, Json] | None = None,
     ):
-        mesh, gradient_accumulation, device_iterations = _dims_of(step, mesh, gradient_accumulation, device_iterations)
+        mesh, counts = _mesh_and_counts(step, mesh, gradient_accumulation, device_iterations)
         if epochs is not None:
             check_count("epochs", epochs)
         workers = check_count("workers", workers)
-        num_ahead = max(2, workers) if prefetch is None else as_int(prefetch)
-        if num_ahead is None or num_ahead < 0:
-            raise ValueError(f"prefetch={prefetch!r} is not a number of batches: give an int of at least 0")
-        if workers > max(num_ahead, 1):
-            raise ValueError(
-                f"workers={workers}, but at most prefetch={prefetch} batches are made at once: use fewer workers, or "
-                f"prefetch={workers}"
-            )
+        self.prefetch = _batches_ahead(prefetch, workers)
         if not (timeout > 0 and math.isfinite(timeout)):
             raise ValueError(f"timeout={timeout} is not a number of seconds: give one such as 120")
-        if instances is not None:
-            check_count("instances", instances)
-        if items is not None:
-            check_choice("items", items, ("examples", "batches"))
-        dims = {
-            "gradient_accumulation": gradient_accumulation,
-            "iterations": device_iterations,
-            **share_of(mesh, instances, instance),
-        }
-        rest: dict[str, Json] = {"fill": fill, "epochs": epochs, "state": state}
-        if shuffle is not None:
-            check_bool("shuffle", shuffle)
+        dims = BatchDims(micro_batch, **counts, **share_of(mesh, instances, instance))
         is_chosen = remainder is not None or step is not None
         remainder = remainder or ("drop" if step is None else "updates")
-        if items is None or (items == "examples" and has_numbers(source) and not isinstance(source, dict)):
-            examples = ArraySource(source) if items is None else ExampleSource(source)
-            order = EpochOrder(
-                examples.examples,
-                micro_batch,
-                shuffle=shuffle is None or shuffle,
-                seed=seed,
-                remainder=remainder,
-                **dims,
-            )
-            if not is_chosen:
-                left_out = order.examples % order.per_batch
-                order.dims.warn_of_updates_left_out(left_out, order.examples, stacklevel=3)
-            sender = Sender(mesh, order.dims, examples.like, remainder)
-            self._reader: IndexedReader | StreamReader = IndexedReader(examples, order, sender, **rest)
-            self.order: EpochOrder | None = order
-            of_batch = order.dims
-            self.updates_per_epoch, self.examples_per_update = order.updates_per_epoch, order.per_update
-        else:
+        rest: dict[str, Json] = {"fill": fill, "epochs": epochs, "state": state}
+        self._reader: IndexedReader | StreamReader
+        if _is_stream(source, items):
             _check_stream(source, shuffle, seed, remainder, workers)
-            stream, of_batch = Stream(source, batched=items == "batches"), BatchDims(micro_batch, **dims)
-            self._reader = StreamReader(stream, of_batch, mesh, remainder=remainder, warns=not is_chosen, **rest)
-            self.order, self.updates_per_epoch, self.examples_per_update = None, None, of_batch.per_update
-        self.mesh, self.epochs = mesh, epochs
-        self._shared: dict[str, Json] = {**of_batch.counts, "remainder": remainder, "epochs": epochs}
+            stream = Stream(source, batched=items == "batches")
+            self._reader = StreamReader(stream, dims, mesh, remainder=remainder, warns=not is_chosen, **rest)
+        else:
+            examples = ArraySource(source) if items is None else ExampleSource(source)
+            shuffle = shuffle is None or check_bool("shuffle", shuffle)
+            order = EpochOrder(examples.examples, dims, shuffle=shuffle, seed=seed, remainder=remainder)
+            if not is_chosen:
+                dims.warn_of_updates_left_out(order.examples % dims.per_batch, order.examples, stacklevel=3)
+            self._reader = IndexedReader(examples, order, mesh, **rest)
+        self.mesh, self.epochs, self.workers, self._timeout = mesh, epochs, workers, timeout
+        self.device_iterations, self.examples_per_update = counts["iterations"], dims.per_update
+        self.order, self.updates_per_epoch = self._reader.order, self._reader.updates_per_epoch
         self.like, self._position = self._reader.like, self._reader.start
+        self._shared: dict[str, Json] = {**dims.counts, "remainder": remainder, "epochs": epochs}
         self.last: FeedBatch | None = None
         self._last_began = self._position
         self._rest: tuple[FeedBatch, Position] | None = None  # of a batch that was put back, and where the next begins
-        self.prefetch, self.workers, self._timeout = num_ahead, workers, timeout
-        self.device_iterations = device_iterations
         self._batches: Batches | None = None
         self._ahead: Prefetcher[Position, tuple[FeedBatch | None, Position]] | None = None
         self._closed = False
@@ -407,8 +379,35 @@ class Feed:
             self._ahead.stop()
 
 
+def _batches_ahead(prefetch: int | None, workers: int) -> int:
+    """Return how many batches may be ready or being made, from the arguments of `Feed`.
+
+    Raises:
+        ValueError: `prefetch` is not a number of batches, or there are more workers than batches.
+    """
+    num_ahead = max(2, workers) if prefetch is None else as_int(prefetch)
+    if num_ahead is None or num_ahead < 0:
+        raise ValueError(f"prefetch={prefetch!r} is not a number of batches: give an int of at least 0")
+    if workers > max(num_ahead, 1):
+        raise ValueError(
+            f"workers={workers}, but at most prefetch={prefetch} batches are made at once: use fewer workers, or "
+            f"prefetch={workers}"
+        )
+    return num_ahead
+
+
+def _is_stream(source: Any, items: str | None) -> bool:
+    """Return whether a feed reads the source in its own order, rather than by the numbers of examples."""
+    if items is None:
+        return False
+    are_batches = check_choice("items", items, ("examples", "batches")) == "batches"
+    return are_batches or not has_numbers(source) or isinstance(source, dict)
+
+
 def _check_stream(source: Any, shuffle: bool | None, seed: int, remainder: str, workers: int) -> None:
     """Raise for options that are only for examples with numbers."""
+    if shuffle is not None:
+        check_bool("shuffle", shuffle)
     check_choice("remainder", remainder, REMAINDERS)
     named = f"the source, a {type(source).__name__}, gives one item after the other"
     if shuffle or seed:
@@ -420,8 +419,10 @@ def _check_stream(source: Any, shuffle: bool | None, seed: int, remainder: str, 
         raise ValueError(f"remainder='wrap', but {named}, so the first ones are gone: use 'drop', 'updates' or 'pad'")
 
 
-def _dims_of(step: ForStep | None, mesh: Mesh | None, m: int | None, k: int | None) -> tuple[Mesh, int, int]:
-    """Return mesh, gradient accumulation and device iterations, from the step if there is one.
+def _mesh_and_counts(
+    step: ForStep | None, mesh: Mesh | None, m: int | None, k: int | None
+) -> tuple[Mesh, dict[str, int]]:
+    """Return the mesh, and M and K as arguments of `BatchDims`, from the step if there is one.
 
     Raises:
         ValueError: a value is given in addition to the step, or neither a step nor a mesh is given.
@@ -429,11 +430,12 @@ def _dims_of(step: ForStep | None, mesh: Mesh | None, m: int | None, k: int | No
     if step is None:
         if mesh is None:
             raise ValueError("neither step= nor mesh= is given: say whom the batches are for, such as step=step")
-        return mesh, 1 if m is None else m, 1 if k is None else k
+        return mesh, {"gradient_accumulation": 1 if m is None else m, "iterations": 1 if k is None else k}
     if not isinstance(step, ForStep):
         raise ValueError(f"step={in_line(step)} is not a training step: make it with make_train_step(...)")
     given = {"mesh": mesh, "gradient_accumulation": m, "device_iterations": k}
     for name, value in given.items():
         if value is not None:
             raise ValueError(f"{name}= is given, and the step has one: leave it out, or leave step= out")
-    return step.mesh, step.gradient_accumulation, step.options.device_iterations
+    counts = {"gradient_accumulation": step.gradient_accumulation, "iterations": step.options.device_iterations}
+    return step.mesh, counts

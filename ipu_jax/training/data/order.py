@@ -183,9 +183,8 @@ class BatchRows:
 class EpochOrder:
     """Divides the examples of every epoch into batches.
 
-    A batch is `iterations` updates of `replicas` x `gradient_accumulation` x `micro_batch` examples, in this order. Its
-    shape never changes. `remainder` says how the examples at the end of an epoch that do not fill a whole batch are
-    treated:
+    The shape of a batch never changes. `remainder` says how the examples at the end of an epoch that do not fill a
+    whole batch are treated:
 
         "drop"      they are left out
         "updates"   examples that do not fill a whole update are left out; missing updates of the batch are filled up
@@ -196,22 +195,16 @@ class EpochOrder:
 
     Args:
         examples: the number of examples.
-        micro_batch: B, the examples of a micro-batch.
-        gradient_accumulation: M, the micro-batches of an update on each replica.
-        replicas: the number of replicas of all instances.
-        iterations: the updates of a batch.
+        dims: the dims of a batch.
         shuffle: whether each epoch has a new order. Otherwise it is the source's own order.
         seed: the seed of the shuffling, at least 0.
         remainder: one of the above.
-        instances: the number of processes that share the replicas equally.
-        instance: the number of this process among them, from 0.
-        own_replicas: the replicas whose rows this instance has, as in `BatchDims`.
 
     Raises:
-        ValueError: a count is below 1, `remainder` is unknown, the instances cannot share the replicas equally, or
-            there are too few examples.
+        ValueError: a count is below 1, `remainder` is unknown, or there are too few examples.
 
-    >>> order = EpochOrder(10, 2, replicas=3, shuffle=False, remainder="pad", instances=3, instance=1)
+    >>> dims = BatchDims(2, replicas=3, instances=3, instance=1)
+    >>> order = EpochOrder(10, dims, shuffle=False, remainder="pad")
     >>> order.rows(Position(0, 0)).indices.tolist(), order.rows(Position(0, 6)).indices.tolist()
     ([[[[2, 3]]]], [[[[8, 9]]]])
     >>> order.after(Position(0, 0)), order.after(Position(0, 6))
@@ -221,35 +214,20 @@ class EpochOrder:
     def __init__(
         self,
         examples: int,
-        micro_batch: int,
+        dims: BatchDims,
         *,
-        gradient_accumulation: int = 1,
-        replicas: int = 1,
-        iterations: int = 1,
         shuffle: bool = True,
         seed: int = 0,
         remainder: str = "drop",
-        instances: int = 1,
-        instance: int = 0,
-        own_replicas: Sequence[int] | None = None,
     ):
-        self.examples = check_count("examples", examples)
-        self.dims = BatchDims(
-            micro_batch,
-            gradient_accumulation=gradient_accumulation,
-            replicas=replicas,
-            iterations=iterations,
-            instances=instances,
-            instance=instance,
-            own_replicas=own_replicas,
-        )
-        self.per_update, self.per_batch = self.dims.per_update, self.dims.per_batch
+        self.examples, self.dims = check_count("examples", examples), dims
+        self.per_update, self.per_batch = dims.per_update, dims.per_batch
         own_seed = as_int(seed)
         if own_seed is None or own_seed < 0:
             raise ValueError(f"seed={seed!r} is not a seed: give an int of at least 0")
         self.seed, self.shuffle, self.remainder = own_seed, shuffle, check_choice("remainder", remainder, REMAINDERS)
         if not self.batches_from(0):
-            raise self.dims.too_few(examples, remainder, "remainder='pad' or 'wrap'")
+            raise dims.too_few(examples, remainder, "remainder='pad' or 'wrap'")
         self._lock = threading.Lock()
         self._orders: dict[int, npt.NDArray[np.intp]] = {}
 
@@ -280,7 +258,7 @@ class EpochOrder:
     def updates_between(self, start: Position, end: Position) -> int:
         """Return the number of updates from `start` on until every example before `end` is read; 0 if all are.
 
-        >>> order = EpochOrder(10, 2)
+        >>> order = EpochOrder(10, BatchDims(2))
         >>> order.updates_between(Position(0, 6), Position(2, 3))
         9
         """

@@ -48,14 +48,16 @@ class IndexedReader:
     Args:
         source: the source of the examples.
         order: the order of the examples.
-        sender: the sender of the batches.
+        mesh: the mesh to which batches are sent.
         fill: the values that fill up batches.
         epochs: the number of epochs after which positions end; None for never.
         state: a result of `state`, or None for the very first batch.
 
     Attributes:
         like: the pytree of a batch's `data`, with leaves `jax.ShapeDtypeStruct` with sharding.
+        order: the argument of this name.
         start: where the feed begins.
+        updates_per_epoch: the number of updates in a whole epoch.
 
     Raises:
         ValueError: the state belongs to another order, or `fill` does not fit the source.
@@ -65,14 +67,15 @@ class IndexedReader:
         self,
         source: ArraySource | ExampleSource,
         order: EpochOrder,
-        sender: Sender,
+        mesh: Mesh,
         *,
         fill: Tree,
         epochs: int | None,
         state: Mapping[str, Json] | None,
     ):
-        self.like = sender.like
-        self._source, self._order, self._sender, self._epochs = source, order, sender, epochs
+        self._sender = Sender(mesh, order.dims, source.like, order.remainder)
+        self.like, self.order, self.updates_per_epoch = self._sender.like, order, order.updates_per_epoch
+        self._source, self._epochs = source, epochs
         self._fill = filling(fill, source.like)
         self.start = Position(0, 0) if state is None else self.position_of(state)
 
@@ -86,7 +89,7 @@ class IndexedReader:
 
     def state(self, position: Position) -> dict[str, Json]:
         """Return the position as plain ints, the same on every instance."""
-        order = self._order
+        order = self.order
         values = (position.epoch, position.position, order.examples, order.seed, int(order.shuffle))
         return dict(zip(_STATE, values, strict=True))
 
@@ -100,28 +103,28 @@ class IndexedReader:
         Raises:
             ValueError: the state is not a state of this order.
         """
-        return self._order.first(_position_in_order(state, self._order))
+        return self.order.first(_position_in_order(state, self.order))
 
     def within(self, start: Position, examples: int) -> Position:
         """Return the position after this many examples of the batch at `start`."""
-        return self._order.first(Position(start.epoch, start.position + examples))
+        return self.order.first(Position(start.epoch, start.position + examples))
 
     def batches_per_epoch(self) -> int:
         """Return the number of batches in a whole epoch."""
-        return self._order.batches_from(0)
+        return self.order.batches_from(0)
 
     def _positions(self, position: Position) -> Iterator[Position]:
         while self._epochs is None or position.epoch < self._epochs:
             yield position
-            position = self._order.after(position)
+            position = self.order.after(position)
 
     def _batch(self, position: Position) -> tuple[FeedBatch, Position]:
-        rows = self._order.rows(position)
+        rows = self.order.rows(position)
         indices, is_real = rows.indices.reshape(-1), rows.is_real.reshape(-1)
-        is_whole = self._order.remainder == "wrap" or is_real.all()
+        is_whole = self.order.remainder == "wrap" or is_real.all()
         read = self._source.read(indices) if is_whole else self._filled_up(indices, is_real)
         batch = self._sender(read, epoch=position.epoch, examples=rows.examples, is_real=is_real)
-        return batch, self._order.after(position)
+        return batch, self.order.after(position)
 
     def _filled_up(self, indices: npt.NDArray[np.intp], is_real: npt.NDArray[np.bool_]) -> Tree:
         whole = jax.tree.map(
@@ -149,11 +152,14 @@ class StreamReader:
 
     Attributes:
         like, start: as of `IndexedReader`.
+        order, updates_per_epoch: None, since a stream has neither.
         form: the form of the examples.
 
     Raises:
         ValueError: there are no examples, `fill` does not fit them, or the stream cannot return to the state.
     """
+
+    order = updates_per_epoch = None
 
     def __init__(
         self,

@@ -13,8 +13,8 @@ from ipu_jax.core.options import DynamicScale, TrainOptions
 from ipu_jax.core.step_args import StepArgs, given_dims
 from ipu_jax.core.weights.arguments import arrays_in, check_alive, check_batch
 from ipu_jax.training.data.feed import FeedBatch
+from ipu_jax.training.update._model import Model
 from ipu_jax.training.update._placement import Placement
-from ipu_jax.training.update.models import Model
 from ipu_jax.training.update.state import TrainState
 
 

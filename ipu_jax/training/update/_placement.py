@@ -26,8 +26,9 @@ from ipu_jax.core.weights.place import Place, places_of_layout
 from ipu_jax.core.weights.whole_tree import joined
 from ipu_jax.training.update._average import divided_average, whole_average
 from ipu_jax.training.update._loss_scale import initial_scale
+from ipu_jax.training.update._model import Model
 from ipu_jax.training.update._precision import cast_floats
-from ipu_jax.training.update.models import Model, specs_of
+from ipu_jax.training.update.models import specs_of
 from ipu_jax.training.update.state import TrainState
 
 
@@ -73,7 +74,7 @@ class Placement:
 
     def shapes(self, params: Params, stages: Tree, key: Key) -> TrainState:
         """Return what `first` returns, with the shape, dtype and sharding of each array in place of the array."""
-        model: Any = self.model
+        model = self.model
         of_stages = model.runs.shard_state_shapes(stages) if self._check_stages(stages) else None
         if self._options.precision != "32.32":
             shape_of = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf

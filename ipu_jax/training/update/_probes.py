@@ -37,6 +37,7 @@ from ipu_jax.core.weights.packed_layout import WHOLE, Group, Leaf, PackedLayout,
 from ipu_jax.core.weights.packing import Sharded
 from ipu_jax.training.update._accumulate import accumulate, counts_of, loss_and_aux
 from ipu_jax.training.update._loss_scale import current_scale
+from ipu_jax.training.update._model import Model
 from ipu_jax.training.update.nonfinite import NonFinite, StageFlags, UpdateFlags, first_nonfinite, no_flags
 from ipu_jax.training.update.state import TrainState
 
@@ -51,7 +52,7 @@ class Diagnosis:
         options: the step's options.
     """
 
-    def __init__(self, model: Any, options: TrainOptions):
+    def __init__(self, model: Model, options: TrainOptions):
         self._model, self._options = model, options
         self._program = jax.jit(self._run)
 
@@ -249,16 +250,16 @@ def flags_of_stages(model_stages: Sequence[Stage], state: TrainState, batch: Bat
     return UpdateFlags(losses, stages, names, bool(is_finite))
 
 
-def run_probed_function(model: Any, args: StepArgs, loss_cotangent: Value) -> Tree:
+def run_probed_function(model: Model, loss_fn: Function, args: StepArgs, loss_cotangent: Value) -> Tree:
     """Return the flags of a plain loss function, (replicas, M, values) each, and whether the gradient sums are finite.
 
     Communicates one psum of all gradients over the replicas.
     """
 
     def program(args: StepArgs, loss_cotangent: Value) -> Tree:
-        loss_fn = functools.partial(_probed_loss, model.loss_fn, loss_cotangent)
+        probed = functools.partial(_probed_loss, loss_fn, loss_cotangent)
         own = args.of_replica()
-        _, aux, sums = accumulate(loss_fn, own, loss_cotangent=loss_cotangent, random=model.random)
+        _, aux, sums = accumulate(probed, own, loss_cotangent=loss_cotangent, random=model.random)
         return jax.tree.map(lambda leaf: leaf[None], aux), _sums_are_finite(sums)
 
     replicas = PartitionSpec(REPLICA_AXIS)

@@ -24,9 +24,9 @@ from ipu_jax.training.update._accumulate import counts_of
 from ipu_jax.training.update._average import next_average
 from ipu_jax.training.update._decision import Decision, decided, first_of
 from ipu_jax.training.update._loss_scale import current_scale, next_scale
+from ipu_jax.training.update._model import Gradients, Model
 from ipu_jax.training.update._norms import learning_rate_in, norms
 from ipu_jax.training.update._precision import stochastic_round, widened
-from ipu_jax.training.update.models import Gradients, Model
 from ipu_jax.training.update.state import StepOutputs, TrainState
 
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from ipu_jax import Feed, make_mesh
 from ipu_jax.io import normalise
 from ipu_jax.training.data.leaves import filling
-from ipu_jax.training.data.order import EpochOrder
+from ipu_jax.training.data.order import BatchDims, EpochOrder
 from ipu_jax.training.data.source import ArraySource, ExampleSource
 from support.refusals import refusals, refused
 
@@ -21,8 +21,8 @@ FILL_UP = "remainder='pad' or 'wrap'"
 NUMBERS_ONLY = "IPUs hold numbers and bools only"
 
 
-def order(**options):
-    return EpochOrder(100, **{"micro_batch": 4, **options})
+def order(*, seed: Any = 0, remainder="drop", **dims):
+    return EpochOrder(100, BatchDims(**{"micro_batch": 4, **dims}), seed=seed, remainder=remainder)
 
 
 @refusals(

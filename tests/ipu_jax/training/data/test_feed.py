@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ipu_jax import Feed, Pipeline, Stage, make_mesh
 from ipu_jax.io import FeedTimeoutError, normalise
-from ipu_jax.training.data.order import EpochOrder, Position
+from ipu_jax.training.data.order import BatchDims, EpochOrder, Position
 from ipu_jax.training.data.prefetch import Prefetcher
 from support import across_feeds
 from support.instances import run_instances
@@ -337,7 +337,7 @@ def test_bytes_from_the_feed_give_the_loss_and_gradients_of_floats_on_one_device
     pipeline = Pipeline(stages, mesh=make_mesh(2, 2), gradient_accumulation=3)
     dense_step = jax.jit(jax.value_and_grad(dense_loss))
     sharded = pipeline.shard(weights)
-    order = EpochOrder(48, 4, gradient_accumulation=3, replicas=2)
+    order = EpochOrder(48, BatchDims(4, gradient_accumulation=3, replicas=2))
     places = [Position(0, 0), Position(0, 24)]
     with Feed(source, mesh=pipeline.mesh, micro_batch=4, gradient_accumulation=3, workers=2) as feed:
         for place, batch in zip(places, feed.epoch(), strict=True):

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipu_jax.training.data.order import EpochOrder, Position
+from ipu_jax.training.data.order import BatchDims, EpochOrder, Position
 
 INSTANCES = (1, 2, 4, 8)
 
@@ -32,17 +32,15 @@ def read(orders, place):
     return found
 
 
-def of_instances(instances, *args, replicas=8, **options):
-    return [
-        EpochOrder(*args, replicas=replicas, instances=instances, instance=number, **options)
-        for number in range(instances)
-    ]
+def of_instances(instances, examples, *, seed=0, remainder="drop", replicas=8, **dims):
+    every = [BatchDims(1, replicas=replicas, instances=instances, instance=n, **dims) for n in range(instances)]
+    return [EpochOrder(examples, own, seed=seed, remainder=remainder) for own in every]
 
 
 @pytest.mark.parametrize("instances", INSTANCES)
 @pytest.mark.parametrize("remainder", ["drop", "updates", "pad", "wrap"])
 def test_instances_read_each_example_once_but_for_what_the_rule_leaves_out(instances, remainder):
-    orders = of_instances(instances, 101, 1, gradient_accumulation=2, iterations=2, remainder=remainder)
+    orders = of_instances(instances, 101, gradient_accumulation=2, iterations=2, remainder=remainder)
     for epoch in (0, 1):
         found = [read(orders, place) for place in walk(orders[0], Position(epoch, 0))]
         # a batch is 2 updates of 16: 101 are 3 batches and 5, or 6 updates and 5
@@ -57,7 +55,7 @@ def test_the_order_is_that_of_seed_and_epoch_and_not_of_the_instances():
     expected = np.arange(48)
     np.random.default_rng([3, 5]).shuffle(expected)
     for instances in INSTANCES:
-        orders = of_instances(instances, 48, 1, iterations=2, gradient_accumulation=3, seed=3)
+        orders = of_instances(instances, 48, iterations=2, gradient_accumulation=3, seed=3)
         parts = [order.rows(Position(5, 0)).indices for order in orders]
         assert {part.shape for part in parts} == {(2, 8 // instances, 3, 1)}
         np.testing.assert_array_equal(np.concatenate(parts, axis=1).reshape(-1), expected)
@@ -65,7 +63,7 @@ def test_the_order_is_that_of_seed_and_epoch_and_not_of_the_instances():
 
 @pytest.mark.parametrize("remainder", ["pad", "wrap"])
 def test_fewer_examples_than_a_batch_fill_one(remainder):
-    order = EpochOrder(3, 4, iterations=2, shuffle=False, remainder=remainder)
+    order = EpochOrder(3, BatchDims(4, iterations=2), shuffle=False, remainder=remainder)
     rows = order.rows(Position(0, 0))
     assert (rows.examples, rows.updates, walk(order)) == (3, 1, [Position(0, 0)])
     if remainder == "wrap":
@@ -77,7 +75,7 @@ def test_fewer_examples_than_a_batch_fill_one(remainder):
 def test_any_number_of_instances_goes_on_where_others_stopped(remainder, before, after):
     """Test (instances, replicas) before and after; the batches may have another size."""
     options = {"gradient_accumulation": 2, "seed": 1, "remainder": remainder}
-    first, second = (of_instances(n, 333, 1, replicas=replicas, **options) for n, replicas in (before, after))
+    first, second = (of_instances(n, 333, replicas=replicas, **options) for n, replicas in (before, after))
     start = walk(first[0])[:3]
     seen = [read(first, place) for place in start]
     then = [read(second, place) for place in walk(second[0], first[0].after(start[-1]))]
@@ -89,20 +87,22 @@ def test_any_number_of_instances_goes_on_where_others_stopped(remainder, before,
 
 @pytest.mark.parametrize(("remainder", "per_epoch"), [("drop", 3), ("pad", 4)])
 def test_a_goal_among_examples_that_are_left_out_needs_no_further_update(remainder, per_epoch):
-    order = EpochOrder(10, 3, remainder=remainder)
+    order = EpochOrder(10, BatchDims(3), remainder=remainder)
     for epochs in (1, 2, 3):
         assert order.updates_between(Position(0, 0), Position(epochs - 1, 10)) == epochs * per_epoch
 
 
 def test_the_order_of_an_epoch_cannot_be_changed():
     with pytest.raises(ValueError, match="read-only"):
-        EpochOrder(10, 4).of_epoch(0)[0] = 1
+        EpochOrder(10, BatchDims(4)).of_epoch(0)[0] = 1
 
 
 def test_numpys_integers_are_taken_as_pythons_own():
-    given: Any = {"replicas": 2, "gradient_accumulation": 3, "iterations": 2, "seed": 5, "instances": 2, "instance": 1}
-    plain = EpochOrder(40, 2, **given)
-    of_numpy: Any = {name: np.uint8(value) for name, value in {"examples": 40, "micro_batch": 2, **given}.items()}
-    order = EpochOrder(**of_numpy)
+    numbers: Any = (int, np.uint8)
+    of_dims = {"micro_batch": 2, "replicas": 2, "gradient_accumulation": 3, "iterations": 2, "instances": 2}
+    plain, order = (
+        EpochOrder(number(40), BatchDims(**{name: number(value) for name, value in of_dims.items()}), seed=number(5))
+        for number in numbers
+    )
     assert {type(value) for value in (order.examples, order.seed, order.per_update, order.per_batch)} == {int}
     assert np.array_equal(order.rows(Position(0, 0)).indices, plain.rows(Position(0, 0)).indices)
