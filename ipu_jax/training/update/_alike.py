@@ -36,7 +36,7 @@ from ipu_jax.base.keys import is_key
 from ipu_jax.distributed import board, popdist
 from ipu_jax.distributed.errors import ABSENT, InstancesDifferError, difference
 from ipu_jax.training.data.feed import FeedBatch
-from ipu_jax.training.update._placement import Placement
+from ipu_jax.training.update._state_placer import StatePlacer
 from ipu_jax.training.update.state import TrainState
 
 _WHAT: Final = "the first update of a training step"
@@ -67,12 +67,12 @@ class Alike:
 
     Args:
         mesh: the mesh of the step.
-        placement: places the states of the step.
+        placer: places the states of the step.
         settings: returns the step's options and schedule as texts, which say why programs differ.
     """
 
-    def __init__(self, mesh: Mesh, placement: Placement, settings: Callable[[], Texts]):
-        self._placement, self._settings = placement, settings
+    def __init__(self, mesh: Mesh, placer: StatePlacer, settings: Callable[[], Texts]):
+        self._placer, self._settings = placer, settings
         count = board.process()[1]
         of_all = count > 1 and len({device.process_index for device in mesh.devices.flat}) == count
         self._is_due = of_all and popdist.compares_programs
@@ -133,7 +133,7 @@ class Alike:
         self._is_due, self._noted = False, None
 
     def _shapes_of(self, state: TrainState) -> Texts:
-        places = [place for of_kind in self._placement.places(state).values() for place in of_kind]
+        places = [place for of_kind in self._placer.places(state).values() for place in of_kind]
         return {place.path: f"{place.dtype}{list(place.whole_shape)}" for place in places}
 
 
