@@ -44,7 +44,7 @@ __all__ += [
 
 # what this process says of itself goes into its beacon and its record; without a fact, nothing of this is imported
 _is_profiled = os.environ.get("IPU_JAX_TRACE") or os.environ.get("IPU_JAX_REPORT")
-for _listener in ("distributed.processes.listening", *["run.observe.profiled"] * bool(_is_profiled)):
+for _listener in ("distributed.processes.listener", *["run.observe.profiled"] * bool(_is_profiled)):
     facts.listen_from(f"{__name__}.{_listener}")
 
 

@@ -3,7 +3,7 @@
 from ipu_jax.core.devices import InFlight
 from ipu_jax.distributed.stopping import StopRequest
 from ipu_jax.run.executable_cache import ExecutableCache
-from ipu_jax.run.loop.door import FitResult, fit
+from ipu_jax.run.loop.checked_fit import FitResult, fit
 from ipu_jax.training.update.nonfinite import NonFinite, NonFiniteLossError, NonFiniteLossWarning
 from ipu_jax.training.update.replicas import Replicas, replicate
 from ipu_jax.training.update.state import StepOutputs, TrainState

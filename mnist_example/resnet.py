@@ -106,7 +106,7 @@ class _Block(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Layer:
+class ResnetLayer:
     """A part of the network that is one stage on one IPU. Its parameter group and state group are named like the layer.
 
     Attributes:
@@ -130,7 +130,7 @@ class Layer:
 
 
 @functools.cache
-def layers_of(name: str, *, width: int = WIDTH) -> tuple[Layer, ...]:
+def layers_of(name: str, *, width: int = WIDTH) -> tuple[ResnetLayer, ...]:
     """Return the stem and the blocks, in order. The head is not included.
 
     Args:
@@ -140,7 +140,7 @@ def layers_of(name: str, *, width: int = WIDTH) -> tuple[Layer, ...]:
     >>> [layer.name for layer in layers_of("resnet18")][-2:], layers_of("resnet50")[-1].inputs
     (['block7', 'block8'], (1, 1, 2048))
     """
-    layers = [Layer("stem", _Stem(width), (SIDE, SIDE))]
+    layers = [ResnetLayer("stem", _Stem(width), (SIDE, SIDE))]
     for group, count in enumerate(RESNET_BLOCKS[name]):
         features = width * 2**group
         for place in range(count):
@@ -149,11 +149,11 @@ def layers_of(name: str, *, width: int = WIDTH) -> tuple[Layer, ...]:
                 shapes = ((features, 3, strides), (features, 3, 1))
             else:
                 shapes = ((features, 1, 1), (features, 3, strides), (4 * features, 1, 1))
-            layers.append(Layer(f"block{len(layers)}", _Block(shapes), _output(layers[-1])))
+            layers.append(ResnetLayer(f"block{len(layers)}", _Block(shapes), _output(layers[-1])))
     return tuple(layers)
 
 
-def _output(layer: Layer) -> tuple[int, ...]:
+def _output(layer: ResnetLayer) -> tuple[int, ...]:
     shape = jax.eval_shape(
         lambda key: layer.module.init_with_output(key, jnp.zeros((1, *layer.inputs)), train=False)[0], jax.random.key(0)
     )
@@ -222,7 +222,7 @@ def make_pipeline(
     return Pipeline([*stages, pool, *head], mesh=make_mesh(replicas, ipus, devices=devices), specs=specs, **options)
 
 
-def _placed(layers: Sequence[Layer], mode: Mode, ipus: int) -> list[int]:
+def _placed(layers: Sequence[ResnetLayer], mode: Mode, ipus: int) -> list[int]:
     """Return the IPU of each layer. Neighbouring layers stay together, and the IPUs' loads are as even as possible."""
     names, costs = [layer.name for layer in layers], [_cost(layer) for layer in layers]
     if mode == "basic":  # the head costs almost nothing, but it can get its own IPU
@@ -231,7 +231,7 @@ def _placed(layers: Sequence[Layer], mode: Mode, ipus: int) -> list[int]:
     return [ipu for ipu in found if ipu is not None][: len(layers)]
 
 
-def _cost(layer: Layer) -> int:
+def _cost(layer: ResnetLayer) -> int:
     """Return the FLOPs of a layer's forward pass for one image."""
     variables = jax.eval_shape(layer.init, jax.random.key(0))
     x = jax.ShapeDtypeStruct((1, *layer.inputs), jnp.float32)

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         data = prepared(flags, max(map(flags.ipus_of, flags.modes)))
         from mnist_example import training  # imports jax
 
-        trainings = [training.Training(flags, mode, data) for mode in flags.modes]
+        trainings = [training.TrainingRun(flags, mode, data) for mode in flags.modes]
     except (ValueError, OSError) as error:
         parser.refuse(error)
     return training.train_all(flags, trainings)

@@ -86,7 +86,7 @@ def make_optimizer(name: str, learning_rate: float) -> optax.GradientTransformat
     return optax.sgd(learning_rate, 0.9) if name == "momentum" else getattr(optax, name)(learning_rate)
 
 
-class Training:
+class TrainingRun:
     """A training run in one mode. Making one compiles nothing and draws no weights.
 
     Raises:
@@ -326,12 +326,12 @@ def compile_all(flags: Flags) -> int:
         devices = ipu_jax.chips.describe(str(flags.compile_for))
     except ValueError as error:
         raise ValueError(str(error).replace("topology=", "--compile-for ")) from error
-    reports = [Training(flags, mode, described(), devices).compiled() for mode in flags.modes]
+    reports = [TrainingRun(flags, mode, described(), devices).compiled() for mode in flags.modes]
     say("\n\n".join(map(str, reports)))
     return 0 if all(report.fits for report in reports) else 1
 
 
-def train_all(flags: Flags, trainings: list[Training]) -> int:
+def train_all(flags: Flags, trainings: list[TrainingRun]) -> int:
     """Train in each mode, and return the exit status. With --compare, print and draw how far the losses are apart."""
     folder = flags.executable_cache
     try:

@@ -30,7 +30,7 @@ _ERASE: Final = "\x1b[K"
 
 
 @dataclasses.dataclass(slots=True)
-class _Block:
+class _WorkBlock:
     """A block of work.
 
     Attributes:
@@ -48,7 +48,7 @@ class _Block:
 
 class _OfThread(threading.local):
     def __init__(self) -> None:
-        self.blocks: list[_Block] = []
+        self.blocks: list[_WorkBlock] = []
 
 
 _own: Final = _OfThread()
@@ -65,7 +65,7 @@ class during(contextlib.ContextDecorator):
         self._text = text
 
     def __enter__(self) -> None:
-        _own.blocks.append(_Block(self._text))
+        _own.blocks.append(_WorkBlock(self._text))
         if self._text:
             say("")
 
@@ -140,10 +140,10 @@ class _Line:
     def forget(self) -> None:
         """Begin anew, such as in a forked process, which does not have the thread."""
         self._lock = threading.RLock()  # a signal handler may print while its thread draws
-        self._working: dict[int, list[_Block]] = {}  # the blocks of each thread that says something, longest first
+        self._working: dict[int, list[_WorkBlock]] = {}  # the blocks of each thread that says something, longest first
         self._has_thread, self._terminal = False, -1  # where a line is now, as a file descriptor; -1 if nowhere
 
-    def begin(self, blocks: list[_Block]) -> None:
+    def begin(self, blocks: list[_WorkBlock]) -> None:
         """Show the blocks of this thread from now on, after one of them has changed its text."""
         with self._lock:
             self.erase()
@@ -155,7 +155,7 @@ class _Line:
                     threading.Thread(target=self._watch, name="ipu_jax status", daemon=True).start()
                     self._has_thread = True
 
-    def end(self, blocks: list[_Block]) -> None:
+    def end(self, blocks: list[_WorkBlock]) -> None:
         """Erase the line when a block of this thread has ended; another block may draw it again."""
         with self._lock:
             self.erase()
@@ -179,7 +179,7 @@ class _Line:
                     return
                 self._draw([block for block in next(iter(self._working.values())) if block.began])
 
-    def _draw(self, blocks: list[_Block]) -> None:
+    def _draw(self, blocks: list[_WorkBlock]) -> None:
         now = time.monotonic()
         if not blocks or now - blocks[0].began < AFTER or not _is_shown():
             self.erase()

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any, Literal, get_args
 
 from ipu_jax.base.checks import check_bool, check_choice, check_count, check_positive
-from ipu_jax.base.doors import public
+from ipu_jax.base.decorators import public
 
 Reduction = Literal["mean", "sum"]
 REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 
 from ipu_jax.base import status
 from ipu_jax.base.annotations import Batch, Device, Key, Params, Tree, Value
-from ipu_jax.base.doors import public_on_mesh
+from ipu_jax.base.decorators import public_on_mesh
 from ipu_jax.base.jaxprs import check_context_mesh
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.instances import own_device, put

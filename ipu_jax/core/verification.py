@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from ipu_jax.base import facts, status
 from ipu_jax.base.annotations import Batch, Dtype, Jaxpr, Key, Tree, Value
 from ipu_jax.base.checks import check_cost
-from ipu_jax.base.doors import public_on_mesh
+from ipu_jax.base.decorators import public_on_mesh
 from ipu_jax.base.jaxprs import all_equations
 from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.devices import IPU_AXIS

@@ -28,7 +28,7 @@ from jax._src import compiler, distributed  # the cache's writer and the coordin
 
 from ipu_jax.base import opening
 from ipu_jax.distributed.environment import cache_of
-from ipu_jax.distributed.processes import beacons, listening
+from ipu_jax.distributed.processes import beacons, listener
 from ipu_jax.distributed.processes.beacons import Beacon, Phase
 
 _LONGEST_MESSAGE: Final = 4000
@@ -47,7 +47,7 @@ def prepare() -> None:
     if _prepared_pid == os.getpid():
         return
     _prepared_pid = os.getpid()
-    listening.OWN.stepping()
+    listener.OWN.stepping()
     beacon = beacons.current()
     if beacon is not None:
         _stacks_on_request()
@@ -155,7 +155,7 @@ class _End:
         if self._beacon is not None:
             if self._beacon.launched:
                 with contextlib.suppress(Exception):  # from steps whose outputs the program has not read
-                    listening.OWN.finish()
+                    listener.OWN.finish()
             self._beacon.enter(Phase.ENDING)
         _wait_for_the_others()
 

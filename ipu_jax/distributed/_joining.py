@@ -10,18 +10,18 @@ from jax._src.clusters import ClusterEnv  # jax exports it from nowhere else
 
 from ipu_jax.distributed import _instance, board
 from ipu_jax.distributed._rendezvous import fingerprint, meet, refusal
-from ipu_jax.distributed.environment import COORDINATOR, COORDINATOR_BIND, TOKEN, Place
+from ipu_jax.distributed.environment import COORDINATOR, COORDINATOR_BIND, TOKEN, InstancePlace
 from ipu_jax.distributed.errors import difference
 from ipu_jax.distributed.processes import beacons
 
 # A launcher notices a dead instance long before. Without one, the others give up then; jax's default is 100 s.
 _HEARTBEAT_SECONDS: Final = 30
 
-_joined: Place | None = None
+_joined: InstancePlace | None = None
 _is_compared = False
 
 
-def connect(place: Place | None, *, seconds: float, flags: bool) -> None:
+def connect(place: InstancePlace | None, *, seconds: float, flags: bool) -> None:
     """Connect the instances: see `popdist.init`.
 
     Args:
@@ -46,7 +46,7 @@ def connect(place: Place | None, *, seconds: float, flags: bool) -> None:
             raise refusal(problem)
 
 
-def _detected(seconds: float) -> Place | None:
+def _detected(seconds: float) -> InstancePlace | None:
     """Return the place that jax finds in the environment of another launcher; None for a program on its own.
 
     The instances meet under such a launcher, too, since jax's client ends the process by SIGABRT if one is missing.
@@ -59,10 +59,10 @@ def _detected(seconds: float) -> Place | None:
     if address is None or instances is None or instance is None:
         return None
     bind = os.environ.get(COORDINATOR_BIND, f"[::]:{address.rpartition(':')[2]}")  # as jax chooses it
-    return Place(instance, instances, 0, instances, 1, address, bind, token=os.environ.get(TOKEN, ""))
+    return InstancePlace(instance, instances, 0, instances, 1, address, bind, token=os.environ.get(TOKEN, ""))
 
 
-def join(place: Place, *, seconds: float, flags: bool = True) -> None:
+def join(place: InstancePlace, *, seconds: float, flags: bool = True) -> None:
     """Prepare this process for supervision, and wait until all instances have arrived. A second call does nothing.
 
     Communicates, and raises errors, as `meet` does; `flags` as in `connect`.

@@ -44,7 +44,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from ipu_jax.base.annotations import Json
-from ipu_jax.distributed.environment import COORDINATOR, Place, text_of
+from ipu_jax.distributed.environment import COORDINATOR, InstancePlace, text_of
 from ipu_jax.distributed.errors import (
     ABSENT,
     InstancesDifferError,
@@ -71,7 +71,7 @@ _OPTIONS: Final = ("DEFAULT_MATMUL_PRECISION", "DEFAULT_PRNG_IMPL", "ENABLE_X64"
 _VARIABLES: Final = (*(f"JAX_{option}" for option in _OPTIONS), "XLA_FLAGS")
 
 
-def fingerprint(place: Place | None, *, flags: bool = True) -> dict[str, str]:
+def fingerprint(place: InstancePlace | None, *, flags: bool = True) -> dict[str, str]:
     """Return what this process must have in common with the other instances, as texts by name.
 
     Args:
@@ -100,7 +100,7 @@ def fingerprint(place: Place | None, *, flags: bool = True) -> dict[str, str]:
     return found
 
 
-def meet(place: Place, own: Mapping[str, str], *, seconds: float) -> None:
+def meet(place: InstancePlace, own: Mapping[str, str], *, seconds: float) -> None:
     """Wait until all instances have arrived, and compare what they must have in common. Every instance calls it.
 
     Communicates over TCP with instance 0.
@@ -128,7 +128,7 @@ def refusal(problem: str) -> InstancesDifferError:
     return InstancesDifferError(f"{problem}. Start all with the same program, flags and packages")
 
 
-def _receive(place: Place, own: Mapping[str, str], deadline: float, seconds: float) -> None:
+def _receive(place: InstancePlace, own: Mapping[str, str], deadline: float, seconds: float) -> None:
     come, answer = {0: own}, dict[str, Json]()
     reception = _Reception(_listening(place), place.token)
     try:
@@ -154,7 +154,7 @@ def _receive(place: Place, own: Mapping[str, str], deadline: float, seconds: flo
         reception.close(answer)
 
 
-def _greet(place: Place, own: Mapping[str, str], deadline: float, seconds: float) -> None:
+def _greet(place: InstancePlace, own: Mapping[str, str], deadline: float, seconds: float) -> None:
     address = _address(place.coordinator)
     hello = {"instance": place.instance, "fingerprint": dict(own)}
     answer: Json = None
@@ -189,7 +189,7 @@ def _await_service(address: tuple[str, int]) -> None:
         time.sleep(_RETRY_SECONDS / 5)
 
 
-def _listening(place: Place) -> socket.socket:
+def _listening(place: InstancePlace) -> socket.socket:
     host, port = _address(place.bind)
     family, backlog = socket.AF_INET6 if ":" in host else socket.AF_INET, max(_BACKLOG, place.instances)
     is_both = family is socket.AF_INET6 and socket.has_dualstack_ipv6()

@@ -8,7 +8,7 @@ import os
 
 from jax._src.clusters import ClusterEnv  # the documented way to add a cluster; jax exports it from nowhere else
 
-from ipu_jax.distributed.environment import INSTANCE, Place, meet_seconds, place_of
+from ipu_jax.distributed.environment import INSTANCE, InstancePlace, meet_seconds, place_of
 
 
 class PoprunCluster(ClusterEnv):
@@ -45,7 +45,7 @@ class PoprunCluster(ClusterEnv):
         return place.instance
 
     @staticmethod
-    def _place() -> Place:
+    def _place() -> InstancePlace:
         place = place_of(os.environ)
         assert place is not None, "jax asks only where is_env_present is true"
         return place

@@ -5,7 +5,7 @@
     IPU_JAX_...      the rest: the number of instances, which one this is, the further axes of the mesh, the folder that
                      its launcher reads, and the run's token, by which instances recognise each other
 
-    place = Place(instance=1, instances=2, ..., coordinator="127.0.0.1:40001")
+    place = InstancePlace(instance=1, instances=2, ..., coordinator="127.0.0.1:40001")
     place_of(place.variables()) == place
 
 Nothing here imports jax.
@@ -57,7 +57,7 @@ _NUMBERS: Final = (INSTANCE, INSTANCES, LOCAL_INSTANCE, TOTAL_REPLICAS, IPUS_PER
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class InstancePlace:
     """The place of an instance in its run.
 
     Instances share the IPUs of all replicas equally and in order. Either an instance has whole replicas, or a replica
@@ -76,13 +76,13 @@ class Place:
         run_dir: the folder of this attempt, which the launcher reads; None without a launcher.
         token: a secret that only the instances of this attempt know; empty if there is none.
 
-    >>> place = Place(1, 2, 1, replicas=8, ipus_per_replica=2, coordinator="127.0.0.1:4001", bind="127.0.0.1:4001")
+    >>> place = InstancePlace(1, 2, 1, replicas=8, ipus_per_replica=2, coordinator="host:4001", bind="host:4001")
     >>> place.local_replicas, place.first_replica, place.local_ipus
     (4, 4, 8)
-    >>> spanning = Place(1, 2, 1, replicas=1, ipus_per_replica=2, coordinator="127.0.0.1:4001", bind="127.0.0.1:4001")
+    >>> spanning = InstancePlace(1, 2, 1, replicas=1, ipus_per_replica=2, coordinator="host:4001", bind="host:4001")
     >>> spanning.local_replicas, spanning.first_replica, spanning.local_ipus
     (1, 0, 1)
-    >>> grouped = Place(0, 2, 0, 2, 2, coordinator="127.0.0.1:4001", bind="127.0.0.1:4001", axes={"tensor": 4})
+    >>> grouped = InstancePlace(0, 2, 0, 2, 2, coordinator="host:4001", bind="host:4001", axes={"tensor": 4})
     >>> grouped.local_ipus, grouped.local_devices
     (2, 8)
     """
@@ -226,7 +226,7 @@ multiple of 8 that divides all 16 IPUs
         )
 
 
-def place_of(environ: Mapping[str, str]) -> Place | None:
+def place_of(environ: Mapping[str, str]) -> InstancePlace | None:
     """Return the place given by the environment, or None if no launcher of ours has set it.
 
     Raises:
@@ -254,7 +254,7 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
         raise ValueError(f"{AXES}={environ[AXES]!r}: {error}") from error
     check_division(number[TOTAL_REPLICAS], number[INSTANCES], number[IPUS_PER_REPLICA], axes)
     coordinator = environ[COORDINATOR]
-    return Place(
+    return InstancePlace(
         number[INSTANCE],
         number[INSTANCES],
         number[LOCAL_INSTANCE],

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 from ipu_jax.base.checks import check_choice, check_count
-from ipu_jax.distributed.environment import TOTAL_REPLICAS, Place, cache_of, meet_seconds, place_of
+from ipu_jax.distributed.environment import TOTAL_REPLICAS, InstancePlace, cache_of, meet_seconds, place_of
 from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError, PortTakenError
-from ipu_jax.distributed.processes import beacons, own_record
+from ipu_jax.distributed.processes import beacons, record
 from ipu_jax.distributed.processes.beacons import Phase
 
 __all__ = [
@@ -314,13 +314,13 @@ def count_steps(steps: int = 1, *, updates: int | None = None, samples: int = 0)
     >>> count_steps(updates=10, samples=640)
     """
     check_count("steps", steps)
-    beacon = own_record.begin()
+    beacon = record.begin()
     if beacon is not None:
         beacon.begun(steps)
         beacon.finished(steps, updates, samples)
 
 
-def _place() -> Place:
+def _place() -> InstancePlace:
     """Return the place of this process. Without poprun, each process that jax is connected with has a replica."""
     if (place := place_of(os.environ)) is not None:
         return place
@@ -329,7 +329,7 @@ def _place() -> Place:
         from ipu_jax.distributed import board
 
         instance, instances = board.process()
-    return Place(instance, instances, 0, replicas=instances, ipus_per_replica=1, coordinator="", bind="")
+    return InstancePlace(instance, instances, 0, replicas=instances, ipus_per_replica=1, coordinator="", bind="")
 
 
 isPopdistEnvSet = is_popdist_env_set

@@ -4,8 +4,8 @@
 
     options     the command line            topology    which host has which instances, replicas and cores
     attempts    restarts                    hosts       this host;  ssh: another host;  watcher: nothing is left behind
-    supervisor  one attempt                 terminal    what is shown;  lines: how it is cut and drawn
-    verdicts    who is stuck, or failed     report      what is said about it
+    supervisor  one attempt                 display     what is shown;  lines: how it is cut and drawn
+    culprits    who is stuck, or failed     causes      what is said about it
 
 Nothing here imports jax.
 """
@@ -23,11 +23,11 @@ from typing import Final, NoReturn
 
 from ipu_jax.base.cli import process
 from ipu_jax.distributed.environment import AXES, START_TIMEOUT, TERMINAL_WIDTH
-from ipu_jax.distributed.launcher.attempts import CannotStartError, Run
+from ipu_jax.distributed.launcher.attempts import CannotStartError, SupervisedRun
+from ipu_jax.distributed.launcher.display import STOPPING, Display, OutputWriter, Signals
 from ipu_jax.distributed.launcher.hosts import LocalHost, free_port
 from ipu_jax.distributed.launcher.options import Options, PoprunParser, options_of
 from ipu_jax.distributed.launcher.ssh import Host, RemoteHost, Shell
-from ipu_jax.distributed.launcher.terminal import STOPPING, Display, Signals, Writer
 from ipu_jax.distributed.launcher.topology import (
     Topology,
     available_cores,
@@ -78,14 +78,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"poprun: {_about_nodes(topology)}", file=sys.stderr)
     signals = Signals()
     display = Display(
-        Writer(),
+        OutputWriter(),
         only=options.only_output_from_instance,
         tags=options.tag_output,
         timestamps=options.timestamps,
         folder=options.output_dir,
     )
     environments = {name: _environment(options, is_local, display.columns) for name, is_local in is_here.items()}
-    run = Run(options, topology, environments, coordinator, bind, display, signals)
+    run = SupervisedRun(options, topology, environments, coordinator, bind, display, signals)
     if options.print_topology:
         display.draw(str(topology))
     if is_only_shown:
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _written(run, 0 if is_only_shown else _supervised(run, here))
 
 
-def _supervised(run: Run, here: Sequence[str]) -> int:
+def _supervised(run: SupervisedRun, here: Sequence[str]) -> int:
     """Connect to the hosts, and start and watch the instances. Return the exit status."""
     shell = Shell(run.options.remote_shell, os.getcwd())
     hosts: list[Host] = []
@@ -118,7 +118,7 @@ def command() -> NoReturn:
     process.run("poprun", main)
 
 
-def _written(run: Run, status: int) -> int:
+def _written(run: SupervisedRun, status: int) -> int:
     """Wait until all output is written or a signal arrives. Return the exit status."""
     writer = run.display.writer
     while not writer.close(0.05):
@@ -227,7 +227,7 @@ def _travelling(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name in _TRAVELS or name.startswith(_TRAVELS_BY_PREFIX)}
 
 
-def _commands(run: Run) -> str:
+def _commands(run: SupervisedRun) -> str:
     """Return each instance's command, as a user could type it on its host."""
     options = run.options
     port = options.coordinator_port or free_port(_LOOPBACK)

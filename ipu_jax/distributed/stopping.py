@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Final
 
-from ipu_jax.distributed.meetings import AgreedStop
+from ipu_jax.distributed.agreeing import AgreedStop
 
 __all__ = ["StopRequest"]
 

@@ -26,8 +26,9 @@ import time
 from collections.abc import Callable
 from typing import Final, NoReturn, TypeVar
 
-from ipu_jax.base.cli.parser import Parser as OneParser
+from ipu_jax.base.cli.output_paths import check_file, reason_of, writable_folder
 from ipu_jax.base.cli.parser import (
+    CommandParser,
     add_flags,
     checked,
     count,
@@ -41,7 +42,6 @@ from ipu_jax.base.cli.parser import (
     versions,
     whole_number,
 )
-from ipu_jax.base.cli.places import check_file, reason_of, writable_folder
 from ipu_jax.base.cli.process import CANNOT_WRITE, run, warnings_as_lines
 from ipu_jax.base.cli.progress import Bar, shows_progress
 from ipu_jax.base.replacing import replacing
@@ -84,7 +84,7 @@ _FIRST_SPEAKS_SECONDS: Final = 3.0
 _FIRST_ENDS_SECONDS: Final = 1.0
 
 
-class Parser(OneParser):
+class Parser(CommandParser):
     """An `argparse.ArgumentParser` whose errors are one line each, and say what to give instead.
 
     The other instances wait a moment before they print an error. If the first instance has the same error, poprun ends

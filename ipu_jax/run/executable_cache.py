@@ -23,7 +23,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from ipu_jax.base.annotations import Json
-from ipu_jax.base.cli.places import writable_folder
+from ipu_jax.base.cli.output_paths import writable_folder
 from ipu_jax.distributed import popdist
 
 _log = logging.getLogger(__name__)

@@ -24,13 +24,13 @@ from typing import Any, Final, NamedTuple, NoReturn
 import numpy as np
 
 from ipu_jax import cli
-from ipu_jax.tools.agreement import HINTS, add_dtypes_and_checks, check_memory, dtype_of, report
+from ipu_jax.tools.comparison import HINTS, add_dtypes_and_checks, check_memory, dtype_of, report
 
 PROG = "sharded-embedding-tool"
 NORM_TOLERANCE: Final = 0.05
 
 
-class Results(NamedTuple):
+class LossAndGradient(NamedTuple):
     loss: Any
     gradient: Any
 
@@ -96,7 +96,7 @@ def random_inputs(vocabulary: int, features: int, length: int, seed: int, dtype:
     return Inputs(table, tokens, targets)
 
 
-def run_pipeline(ipus: int, inputs: Inputs) -> Results:
+def run_pipeline(ipus: int, inputs: Inputs) -> LossAndGradient:
     """Return the loss and the gradient of the whole table from a pipeline of three stages on all IPUs, as arrays."""
     from jax.sharding import PartitionSpec
 
@@ -124,10 +124,10 @@ def run_pipeline(ipus: int, inputs: Inputs) -> Results:
     params = pipeline.shard({"table": inputs.table})
     batch = {"tokens": inputs.tokens[None], "targets": inputs.targets[None]}
     loss, gradients = pipeline.value_and_grad(params, batch)
-    return Results(np.asarray(loss), np.asarray(pipeline.unshard(gradients)["table"]))
+    return LossAndGradient(np.asarray(loss), np.asarray(pipeline.unshard(gradients)["table"]))
 
 
-def run_dense(inputs: Inputs) -> Results:
+def run_dense(inputs: Inputs) -> LossAndGradient:
     """Return the same results from one device, without `ipu_jax` and `sharded_ops`."""
     import jax
     import jax.numpy as jnp
@@ -137,7 +137,7 @@ def run_dense(inputs: Inputs) -> Results:
         logits = table[inputs.tokens] @ table.T
         return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), inputs.targets).mean()
 
-    return Results(*jax.device_get(jax.jit(jax.value_and_grad(loss))(inputs.table)))
+    return LossAndGradient(*jax.device_get(jax.jit(jax.value_and_grad(loss))(inputs.table)))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from ipu_jax import cli
-from ipu_jax.tools.agreement import HINTS, add_dtypes_and_checks, check_memory, dtype_of, report
+from ipu_jax.tools.comparison import HINTS, add_dtypes_and_checks, check_memory, dtype_of, report
 
 PROG = "sharded-matmul-tool"
 

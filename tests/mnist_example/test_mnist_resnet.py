@@ -295,7 +295,7 @@ def training_of(monkeypatch):
 
     def prepare(flags):
         _, found = parsed("run-sharded-mnist", "", [*flags, "--model", "resnet18", "--synthetic-data"], Flags)
-        return training.Training(found, found.modes[0], data.prepared(found, found.ipus))
+        return training.TrainingRun(found, found.modes[0], data.prepared(found, found.ipus))
 
     return prepare
 
@@ -324,7 +324,7 @@ def test_the_command_trains_a_resnet_and_evaluation_changes_nothing(training_of,
     digits = synthetic_mnist(0, 24, 10)
     logits = evaluated(found["params"], found["stages"], digits.test_images)
     assert looked.accuracy(with_looks.state) == (logits.argmax(-1) == digits.test_labels).mean()
-    monkeypatch.setattr(training.Training, "accuracy", lambda self, state: 0.0)
+    monkeypatch.setattr(training.TrainingRun, "accuracy", lambda self, state: 0.0)
     plain = training_of(flags)
     jax.tree.map(np.testing.assert_array_equal, plain.step.whole(plain.run(None).state), found)
 

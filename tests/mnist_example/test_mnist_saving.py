@@ -39,7 +39,7 @@ def small(tmp_path_factory):
 def made(flags):
     """Return the training of a command line."""
     _, found = parsed("run-sharded-mnist", "", flags, Flags)
-    return training.Training(found, found.modes[0], data.prepared(found, found.ipus))
+    return training.TrainingRun(found, found.modes[0], data.prepared(found, found.ipus))
 
 
 def saved_in(folder, flags):

@@ -57,7 +57,7 @@ def interrupted(*args, **how):
 @pytest.fixture
 def nothing_runs(monkeypatch):
     """Remove the function that trains and compiles the first program, so that a test fails if it is called."""
-    monkeypatch.setattr(training.Training, "run", None)
+    monkeypatch.setattr(training.TrainingRun, "run", None)
 
 
 def final(epoch, updates, judged="is chance: these images cannot be learnt"):
@@ -182,7 +182,7 @@ def reached(monkeypatch, few_digits):
     def stop(self, cache):
         raise Reached(self, cache)
 
-    monkeypatch.setattr(training.Training, "run", stop)
+    monkeypatch.setattr(training.TrainingRun, "run", stop)
 
     def reach(*flags):
         with pytest.raises(Reached) as found:
@@ -268,7 +268,7 @@ def test_compare_draws_both_curves_and_a_picture_that_fails_leaves_the_figures(
     monkeypatch.chdir(tmp_path)
     losses, modes = {"basic": np.ones(3), "concurrent": np.full(3, 1.5)}, []
     run = lambda self, cache: (modes.append(self.mode), types.SimpleNamespace(losses=losses[self.mode]))[1]
-    monkeypatch.setattr(training.Training, "run", run)
+    monkeypatch.setattr(training.TrainingRun, "run", run)
     apart = "Largest relative difference of the losses: 5.0e-01 over the first 3 updates, 5.0e-01 over all 3\n"
     assert main(["--compare", *CONCURRENT, *TINY]) == 0
     assert modes == ["concurrent", "basic"]  # the mode that was asked for is the first
@@ -329,8 +329,8 @@ def test_the_defaults_learn_without_a_spike(seed, monkeypatch, tmp_path, capsys)
     """Test on scikit-learn's digits: the original's defaults made the loss jump to 54, and ended with 10%."""
     digits = load_mnist(cache_dir=tmp_path, mirrors=())
     monkeypatch.setattr(data, "load_mnist", lambda data_dir: digits)
-    results, run = [], training.Training.run
-    monkeypatch.setattr(training.Training, "run", lambda *args: results.append(run(*args)) or results[-1])
+    results, run = [], training.TrainingRun.run
+    monkeypatch.setattr(training.TrainingRun, "run", lambda *args: results.append(run(*args)) or results[-1])
     assert main(["--seed", str(seed)]) == 0
     assert re.search(r"^9\d\.\d\d% is good: 95% or more is expected$", capsys.readouterr().out, re.M)
     losses = results[0].losses

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ipu_jax.base.cli.parser import Parser
+from ipu_jax.base.cli.parser import CommandParser
 from ipu_jax.distributed.launcher.options import PoprunParser
 from support import documents
 
@@ -61,7 +61,7 @@ def parsers(monkeypatch):
     for name in ("signal", "set_wakeup_fd"):  # a script sets its own, which would stay with the tests
         monkeypatch.setattr(signal, name, lambda *_, **__: None)
     accepted: list[argparse.ArgumentParser] = []
-    for owner, name in ((Parser, "parse"), (argparse.ArgumentParser, "parse_args")):
+    for owner, name in ((CommandParser, "parse"), (argparse.ArgumentParser, "parse_args")):
         original = getattr(owner, name)
 
         def stopping(self: Any, *args: Any, original: Any = original, **kwargs: Any) -> Any:

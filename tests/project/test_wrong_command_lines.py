@@ -79,7 +79,7 @@ def test_there_are_300_of_them_over_all_commands():
 def no_jax(monkeypatch, tmp_path):
     """Remove what each command first calls of jax, and the training, and work in an empty folder."""
     monkeypatch.setattr(ipu_jax, "configure", None)
-    monkeypatch.setattr(training.Training, "run", None)
+    monkeypatch.setattr(training.TrainingRun, "run", None)
     digits = data.synthetic_mnist(0)  # takes a while, and is the same for each seed here
     monkeypatch.setattr(data, "synthetic_mnist", lambda seed: digits)
     monkeypatch.delenv("MNIST_DIR", raising=False)
@@ -146,7 +146,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_training(no_jax, capsy
 
 def test_a_picture_that_is_there_is_left_alone_until_it_is_drawn(capsys, tmp_path, monkeypatch):
     jax.devices()  # the backend runs with 8 IPUs: more cannot be made
-    monkeypatch.setattr(training.Training, "run", None)
+    monkeypatch.setattr(training.TrainingRun, "run", None)
     picture = tmp_path / "old.png"
     picture.write_bytes(b"drawn before")
     arguments = [*COMPARE.split(), "--plot", str(picture), "--ipus", "9"]

@@ -42,9 +42,9 @@ def write_error(error, **values):
 # After `ago(seconds)`, records are written as if that many seconds ago.
 RECORD = """
 import os, sys, time
-from ipu_jax.distributed.processes import beacons, own_record
+from ipu_jax.distributed.processes import beacons, record
 from ipu_jax.distributed.processes.beacons import Phase
-beacon = own_record.begin()
+beacon = record.begin()
 now = time.monotonic_ns
 def ago(seconds):
     beacons.time.monotonic_ns = lambda: now() - int(seconds * 1e9)

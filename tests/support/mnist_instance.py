@@ -55,9 +55,9 @@ def write_digits(folder: Path, digits: data.MNIST) -> Path:
 
 
 def main(folder: str, images: str, command: str, *flags: str, patch: Callable[[Any, str, Any], None] = setattr) -> int:
-    usual = training.Training.run
+    usual = training.TrainingRun.run
 
-    def train(self: training.Training, cache: Any) -> Any:
+    def train(self: training.TrainingRun, cache: Any) -> Any:
         result = usual(self, cache)
         whole = jax.tree.leaves_with_path(self.step.whole(result.state)["params"])
         found: dict[str, Any] = {jax.tree_util.keystr(path): np.asarray(leaf, np.float32) for path, leaf in whole}
@@ -69,7 +69,7 @@ def main(folder: str, images: str, command: str, *flags: str, patch: Callable[[A
     for owner, name, value in (
         *((model, name, units) for name, units in changed.items()),
         (data, "synthetic_mnist", lambda seed: synthetic_mnist(seed, int(images), 50)),
-        (training.Training, "run", train),
+        (training.TrainingRun, "run", train),
     ):
         patch(owner, name, value)
     return importlib.import_module(f"mnist_example.{command}").main(flags)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ipu_jax.distributed.environment import Place
+from ipu_jax.distributed.environment import InstancePlace
 
 ROOT = Path(__file__).parents[2]
 BOOTSTRAP = ROOT / "ipu_jax" / "distributed" / "bootstrap"
@@ -93,7 +93,7 @@ def places(
     address = f"127.0.0.1:{free_port()}"
     return [
         {
-            **Place(
+            **InstancePlace(
                 instance,
                 instances,
                 instance,

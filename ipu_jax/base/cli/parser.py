@@ -39,7 +39,7 @@ _MOST_NEAR = 3
 _NAMED_VALUE = re.compile(r"\b([a-z]+(?:_[a-z]+)*)=(?=\S)")
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """A parser with --version. Its errors are one line each, without the usage that argparse prints before them.
 
     A flag cannot be abbreviated. An unknown flag is refused with a hint, or the names of the nearest flags.

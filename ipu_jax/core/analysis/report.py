@@ -386,7 +386,7 @@ def _weight_bytes(layout: PackedLayout, ipu: int, axes: Mapping[str, int]) -> _W
 def _channel_bytes(plan: Plan) -> int:
     """Return the bytes of loss, aux, and each channel's y and dx, which count twice if another IPU receives them."""
     m = plan.schedule.micro_batches
-    total = bytes_of(plan.programs[-1].y) + m * sum(bytes_of(program.aux) for program in plan.programs)
+    total = bytes_of(plan.programs[-1].y) + m * sum(bytes_of(program.results.aux) for program in plan.programs)
     y, dx = plan.outboxes("y"), plan.outboxes("dx")
     for k, channel in enumerate(plan.channels):
         is_received = bool(channel.pairs)

@@ -13,19 +13,18 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from typing import Final, get_args
+from typing import Final
 
 import numpy as np
 from jax.sharding import Mesh
 
 from ipu_jax.core.compiled.program import Instruction, Program
 from ipu_jax.core.devices import IPU_AXIS
-from ipu_jax.core.engine.labels import EXCHANGED, Label, PlanNames, guard_named, plan_named
+from ipu_jax.core.engine.labels import Guard, PlanNames, guard_named, plan_named
+from ipu_jax.core.engine.order import EXCHANGES, QUEUES, WORDS
 from ipu_jax.core.guard import SLOT
 
 _IDS_OF_A_SLICE: Final = 100_000
-_ORDER: Final = get_args(Label)
-_TASKS: Final[dict[Label, str]] = {"FB": "F and B"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +52,10 @@ def in_stages(program: Program, mesh: Mesh) -> list[StageCollectives]:
     """Return what the tasks of a compiled program send, stage by stage. Exchanges between stages are not listed."""
     found: dict[tuple[tuple[str, ...], str, str, str], list[int]] = {}
     for guard, plan, (kind, number) in _guards(program):
-        if kind in EXCHANGED:
+        if kind in EXCHANGES:
             continue
         for op, axis, count, nbytes in _sent(program, guard, mesh):
-            sums = found.setdefault((_stages(plan, number), _TASKS.get(kind, kind), op, axis), [0, 0])
+            sums = found.setdefault((_stages(plan, number), WORDS[kind], op, axis), [0, 0])
             sums[0] += count
             sums[1] += count * nbytes
     return [StageCollectives(*key, *sums) for key, sums in found.items()]
@@ -82,25 +81,25 @@ def _needs_all(op: str, axis: str) -> bool:
 def why_not_own(program: Program, mesh: Mesh) -> str | None:
     """Return why own guards would hang: a task of one IPU sends something for which all devices must be there."""
     for guard, plan, (kind, number) in _guards(program):
-        segment = plan.segments[plan.classes[number][0]] if kind not in EXCHANGED else None
-        if segment is None or plan.ipus == 1 or (segment.place is None and kind != "queue"):
+        segment = plan.segments[plan.classes[number][0]] if kind not in EXCHANGES else None
+        if segment is None or plan.ipus == 1 or (segment.place is None and kind not in QUEUES):
             continue
         for op, axis, _, _ in _sent(program, guard, mesh):
             if _needs_all(op, axis):
                 return (
                     f"stage {', '.join(map(repr, _stages(plan, number)))} makes XLA exchange data over axis {axis!r} "
-                    f"({op} in {_TASKS.get(kind, kind)}), for which XLA waits for all devices of the mesh, and IPUs "
+                    f"({op} in {WORDS[kind]}), for which XLA waits for all devices of the mesh, and IPUs "
                     "that run other stages would not take part: use guards='uniform', or keep a dim that is shifted or "
                     "convolved whole (jax.lax.with_sharding_constraint)"
                 )
     return None
 
 
-def _guards(program: Program) -> list[tuple[Instruction, PlanNames, tuple[Label, int]]]:
-    """Return the guards with their plans, by segment class, and F before B and W."""
+def _guards(program: Program) -> list[tuple[Instruction, PlanNames, Guard]]:
+    """Return the guards with their plans, by segment class, and in the order of a tick."""
     named = ((guard, plan_named(guard.place), guard_named(guard.place)) for guard in program.guards)
     found = [(guard, plan, label) for guard, plan, label in named if plan is not None and label is not None]
-    return sorted(found, key=lambda one: (one[2][1], _ORDER.index(one[2][0])))
+    return sorted(found, key=lambda one: (one[2][1], one[1].tick.position(one[2])))
 
 
 def _sent(program: Program, guard: Instruction, mesh: Mesh) -> Iterator[tuple[str, str, int, int]]:

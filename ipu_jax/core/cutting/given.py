@@ -18,7 +18,7 @@ import numpy as np
 
 from ipu_jax.base.annotations import Batch, Dtype, Function, Key, Params, Tree, Value
 from ipu_jax.base.checks import in_line
-from ipu_jax.base.doors import OTHER_MESH
+from ipu_jax.base.decorators import OTHER_MESH
 from ipu_jax.core.cutting.module_trees import check_unchanged, name_of_function
 from ipu_jax.core.cutting.program import Program, at_line, is_ours, name_of, users_line
 from ipu_jax.core.weights.packed_layout import check_array, check_weight

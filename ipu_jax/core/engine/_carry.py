@@ -76,7 +76,7 @@ def first_carry(plan: Plan, args: StepArgs, stash: Stash) -> Carry:
         y_received=[message if crosses else None for message, crosses in zip(messages, crossing, strict=True)],
         loss=None if predicts else jnp.zeros((), jnp.promote_types(last.dtype, jnp.float32)),
         outputs=_zeros_per_microbatch(count, last) if predicts else None,
-        aux={i: _zeros_per_microbatch(count, program.aux) for i, program in enumerate(plan.programs)},
+        aux={i: _zeros_per_microbatch(count, program.results.aux) for i, program in enumerate(plan.programs)},
         model_state=([slot[0] for slot in args.state.slots], args.state.concurrent),
     )
     if not plan.backward:

@@ -10,7 +10,7 @@ t - 1. Without a listener that asks, the program has no reports.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,9 @@ from ipu_jax.base.annotations import Tree, Value
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.engine import labels
 from ipu_jax.core.engine._carry import Carry
-from ipu_jax.core.engine.labels import Label, PlanNames
+from ipu_jax.core.engine.labels import PlanNames
+from ipu_jax.core.engine.order import EXCHANGES, WORDS
 from ipu_jax.core.engine.plan import Plan
-
-_KINDS: Final[dict[Label, str]] = {"F": "F", "FB": "F and B", "B": "B", "W": "W"}  # in the order of a tick
 
 
 def report_of(plan: Plan, name: str) -> Callable[[Carry, Value, Tree], Carry]:
@@ -66,12 +65,13 @@ def tasks_of(names: PlanNames) -> list[list[str]]:
     Under uniform guards an IPU that is idle takes part in the tasks of other IPUs.
     """
     found = [[""] * names.ticks for _ in range(names.ipus)]
-    rows = [(word, c, at) for kind, word in _KINDS.items() for (of, c), at in names.microbatches.items() if of == kind]
-    for word, c, microbatches in rows:
+    for (kind, c), microbatches in names.microbatches.items():
+        if kind in EXCHANGES:
+            continue
         for tick, ipu in np.argwhere(microbatches >= 0).tolist():
             segment, microbatch = names.segment(c, ipu), microbatches[tick, ipu]
             last = segment.first + len(segment.stages) - 1
             stages = f"stage {last}" if last == segment.first else f"stages {segment.first} to {last}"
-            task = f"{word} of micro-batch {microbatch} of {stages} ({', '.join(segment.stages)})"
+            task = f"{WORDS[kind]} of micro-batch {microbatch} of {stages} ({', '.join(segment.stages)})"
             found[ipu][tick] += f", {task}" if found[ipu][tick] else task
     return found

@@ -7,7 +7,7 @@ this IPU's micro-batches or -1, and the carry, and returns the carry with the ta
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,12 @@ from ipu_jax.core.engine import _hooks
 from ipu_jax.core.engine._carry import Carry
 from ipu_jax.core.engine._stretches import TaskKind, instead, is_due
 from ipu_jax.core.engine.labels import label
-from ipu_jax.core.engine.plan import Exchange, Plan, Table
+from ipu_jax.core.engine.order import Exchange, Queue
+from ipu_jax.core.engine.plan import Plan, Table
 from ipu_jax.core.engine.stash import RingKey, Stash
 from ipu_jax.core.guard import Fence, guard
 from ipu_jax.core.programs.gradient_sums import Sum
-from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, keys_of
+from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, SegmentResults, keys_of
 from ipu_jax.core.step_args import StepArgs
 from ipu_jax.core.weights import packing
 from ipu_jax.core.weights.packed_layout import Group
@@ -117,7 +118,7 @@ class Tasks:
         slots, concurrent = carry.model_state
         return {g.name: _unpacked(slots, concurrent, g) for g in self.state_groups(c)}
 
-    def inboxes(self, c: int, kind: Literal["x", "dy"]) -> dict[tuple[str, int], list[int | None]]:
+    def inboxes(self, c: int, kind: Queue) -> dict[tuple[str, int], list[int | None]]:
         """Return where the segments of a class find x or dy, with the IPUs that find it there."""
         found: dict[tuple[str, int], list[int | None]] = {}
         at_end = 0 if kind == "x" else self.plan.last
@@ -126,11 +127,11 @@ class Tasks:
                 found.setdefault(self.plan.inbox(i, kind), []).append(self.plan.segments[i].place)
         return found
 
-    def messages(self, c: int, kind: Literal["x", "dy"], carry: Carry) -> list[Tree]:
+    def messages(self, c: int, kind: Queue, carry: Carry) -> list[Tree]:
         """Return the messages, one of which this IPU's segment reads: `own` chooses it. A model's ends have none."""
         return [getattr(carry, field)[k] for field, k in self.inboxes(c, kind)]
 
-    def own(self, c: int, kind: Literal["x", "dy"], messages: list[Tree]) -> Tree:
+    def own(self, c: int, kind: Queue, messages: list[Tree]) -> Tree:
         """Return the message that this IPU's segment reads."""
         message, *others = messages
         for other, places in zip(others, list(self.inboxes(c, kind).values())[1:], strict=True):
@@ -148,9 +149,7 @@ class Tasks:
         stash = self.stash.write(carry.stash, key, self.ipu, microbatch, values, fence.zero)
         return dataclasses.replace(carry, stash=stash)
 
-    def arrived(
-        self, c: int, kind: Literal["x", "dy"], messages: list[Tree], microbatch: Value, carry: Carry, fence: Fence
-    ) -> Tree:
+    def arrived(self, c: int, kind: Queue, messages: list[Tree], microbatch: Value, carry: Carry, fence: Fence) -> Tree:
         """Return a message: read from its ring where messages queue, and broadcast where all IPUs need it."""
         if (kind, c) in self.stash:
             message = jax.tree.unflatten(
@@ -167,28 +166,26 @@ class Tasks:
 
     # results of a task
 
-    def with_results(
-        self, c: int, y: Tree, new_state: Tree, aux: Tree, microbatch: Value, carry: Carry, zero: Value
-    ) -> Carry:
+    def with_results(self, c: int, results: SegmentResults, microbatch: Value, carry: Carry, zero: Value) -> Carry:
         """Return the carry with the results of F."""
         i = self.representative(c)
         changed: dict[str, Tree] = {}
         put = lambda every, one: lax.dynamic_update_index_in_dim(every, one, microbatch, 0)
         if i < self.plan.last:
-            changed["y"] = _replaced(carry.y, self.plan.outbox(i, "y"), y)
+            changed["y"] = _replaced(carry.y, self.plan.outbox(i, "y"), results.y)
         elif self.plan.role == "prediction":
-            changed["outputs"] = jax.tree.map(put, carry.outputs, y)
+            changed["outputs"] = jax.tree.map(put, carry.outputs, results.y)
         else:
-            changed["loss"] = carry.loss + y.astype(carry.loss.dtype)
-        if jax.tree.leaves(aux):
-            changed["aux"] = {**carry.aux, i: jax.tree.map(put, carry.aux[i], aux)}
+            changed["loss"] = carry.loss + results.y.astype(carry.loss.dtype)
+        if jax.tree.leaves(results.aux):
+            changed["aux"] = {**carry.aux, i: jax.tree.map(put, carry.aux[i], results.aux)}
         if self.plan.role != "evaluation" and self.state_groups(c):
             slots, concurrent = carry.model_state
             for group in self.state_groups(c):
                 if group.ipu is not None:
-                    slots = packing.write(slots, group, new_state[group.name], zero)
+                    slots = packing.write(slots, group, results.state[group.name], zero)
                 else:
-                    concurrent = {**concurrent, group.name: jax.tree.leaves(new_state[group.name])}
+                    concurrent = {**concurrent, group.name: jax.tree.leaves(results.state[group.name])}
             changed["model_state"] = (slots, concurrent)
         return dataclasses.replace(carry, **changed)
 
@@ -234,8 +231,8 @@ class Tasks:
             self.watch("F", c, microbatch, rows)
             x = self.arrived(c, "x", received, microbatch, part, fence) if i else NO_MESSAGE
             weights, inputs = self.weights(c, *packed), self.inputs(c, microbatch)
-            y, new_state, aux, stash = self.plan.programs[i].forward(weights, x, inputs, self.read_state(c, part))
-            part = self.with_results(c, y, new_state, aux, microbatch, part, fence.zero)
+            results, stash = self.plan.programs[i].forward(weights, x, inputs, self.read_state(c, part))
+            part = self.with_results(c, results, microbatch, part, fence.zero)
             if self.plan.backward and ("stash", c) in self.stash:
                 part = self.write(("stash", c), part, microbatch, stash, fence)
             return part
@@ -307,11 +304,11 @@ class Tasks:
             self.watch("F", c, microbatch, rows)
             x = self.arrived(c, "x", received, microbatch, part, fence) if self.plan.last else NO_MESSAGE
             weights, inputs = self.weights(c, *packed), self.inputs(c, microbatch)
-            y, new_state, aux, stash = program.forward(weights, x, inputs, self.read_state(c, part))
+            results, stash = program.forward(weights, x, inputs, self.read_state(c, part))
             self.watch("B", c, microbatch, rows)
-            dy = fence([jnp.full((), self.loss_cotangent / self.plan.ipus, y.dtype)])
+            dy = fence([jnp.full((), self.loss_cotangent / self.plan.ipus, results.y.dtype)])
             totals, dx = program.backward(weights, inputs, stash, dy, self.sums(c, part), fence.zero)
-            part = self.with_results(c, y, new_state, aux, microbatch, part, fence.zero)
+            part = self.with_results(c, results, microbatch, part, fence.zero)
             return self.with_dx(c, dx, self.with_sums(c, totals, part))
 
         names = ["stash", *self.results(c), "sums", "concurrent_sums", "dx"]
@@ -329,10 +326,8 @@ class Tasks:
                 replica=self.replica,
             )
 
-    def enqueue(self, kind: Literal["x", "dy"], c: int, rows: Rows, carry: Carry, senders: Sequence[int]) -> Carry:
-        """Put the messages that have just arrived from some classes into the ring of class c, if its messages queue."""
-        if (kind, c) not in self.stash:
-            return carry
+    def enqueue(self, kind: Queue, c: int, rows: Rows, carry: Carry, senders: Sequence[int]) -> Carry:
+        """Put the messages that have just arrived from some classes into the ring of class c."""
         members, step, active = self.plan.classes[c], -1 if kind == "x" else 1, rows[kind][c]
         fed = [self.plan.waits_at(i, kind) for i in members if self.plan.class_of(i + step) in senders]
         if len(fed) < len(members):
@@ -345,16 +340,12 @@ class Tasks:
             leaves = jax.tree.leaves(self.own(c, kind, received))
             return self.write((kind, c), part, microbatch, leaves, fence)
 
-        return self.guarded(turn, body, carry, ["stash"], label=label("queue", c))
+        return self.guarded(turn, body, carry, ["stash"], label=label(kind, c))
 
-    def exchange(self, kind: Exchange, k: int, sends: Tree, carry: Carry) -> Carry:
-        """Send a channel's messages ("y"), or their gradients back ("dx").
+    def exchange(self, kind: Exchange, k: int, rows: Rows, carry: Carry) -> Carry:
+        """Send a channel's messages ("y"), or their gradients back ("dx"), if any IPU has a new one in this tick.
 
-        Args:
-            kind, k: what is sent, and the channel.
-            sends: whether any IPU has a new one in this tick; None: send in every tick, in no guard, so that XLA can
-                run tasks meanwhile.
-            carry: the carry of the tick.
+        If messages travel beside tasks, send in every tick, in no guard, so that XLA can run tasks meanwhile.
         """
         # beside tasks, dx leaves in the tick after its B
         if not self.plan.exchanges[kind][max(self.ticks.start - 1, 0) : self.ticks.stop, k].any():
@@ -367,11 +358,11 @@ class Tasks:
             return jax.tree.map(lambda leaf: lax.ppermute(leaf, IPU_AXIS, pairs), tree)
 
         with jax.named_scope(label(kind, k)):
-            if sends is None:
+            if self.plan.tick.overlaps:
                 guards_run, arrived = carry.guards_run, permuted(sent)
             else:
                 body = lambda fence, _: permuted(fence(sent))
-                guards_run, arrived = guard(carry.guards_run, sends, body, received[k])
+                guards_run, arrived = guard(carry.guards_run, rows[kind][k], body, received[k])
         changed = {f"{kind}_received": _replaced(received, k, arrived)}
         return dataclasses.replace(carry, **changed, guards_run=guards_run)
 

@@ -13,23 +13,23 @@ So any program can be profiled without compiling another one.
 import dataclasses
 import hashlib
 import re
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 
+from ipu_jax.core.engine.order import WORDS, Kind, Tick
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.programs.cost import bytes_of, jaxpr_flops
 from ipu_jax.core.programs.segment_program import split_floats
 from ipu_jax.core.schedules import Schedule
 from ipu_jax.core.stage import Role
 
-Label = Literal["F", "B", "W", "FB", "queue", "y", "dx"]
-EXCHANGED: Final[tuple[Label, ...]] = ("y", "dx")
+Guard = tuple[Kind, int]  # the first two fields of an `Action`
 
 UPDATE: Final = "ipu_jax.update"
 """The name of a training step's operations on its gradients."""
 
-_GUARD = re.compile(r"ipu_jax\.(F|B|W|FB|queue|y|dx)\.(\d+)/while$")
+_GUARD = re.compile(rf"ipu_jax\.({'|'.join(WORDS)})\.(\d+)/while$")
 _PLAN = re.compile(r"ipu_jax\.plan\.([0-9a-f]+)\.([0-9a-f]+)(?:/|$)")
 
 
@@ -53,9 +53,9 @@ class PlanNames:
         segments: the segments, in order.
         classes: per segment class, the numbers of its segments.
         ticks: the number of ticks that the program runs.
-        uniform: as in `Plan`.
-        microbatches: per kind and number of a guard, an array (ticks, ipus): the micro-batch, or -1 where the guard is
-            not active. For an exchange, 0 where it is active.
+        microbatches: per kind and number of a guard of a task or an exchange, in the order of a tick, an array (ticks,
+            ipus): the micro-batch, or -1 where the guard is not active. For an exchange, 0 where it is active.
+        tick, uniform: as in `Plan`.
         flops: per kind and number of a task's guard, the operations of one run.
         received: per kind and number of an exchange's guard, the bytes that each IPU receives, if any.
     """
@@ -67,10 +67,11 @@ class PlanNames:
     segments: tuple[SegmentNames, ...]
     classes: tuple[tuple[int, ...], ...]
     ticks: int
-    microbatches: dict[tuple[Label, int], np.ndarray]
+    microbatches: dict[Guard, np.ndarray]
+    tick: Tick = dataclasses.field(default_factory=Tick)
     uniform: bool = False
-    flops: dict[tuple[Label, int], int] = dataclasses.field(default_factory=dict)
-    received: dict[tuple[Label, int], dict[int, int]] = dataclasses.field(default_factory=dict)
+    flops: dict[Guard, int] = dataclasses.field(default_factory=dict)
+    received: dict[Guard, dict[int, int]] = dataclasses.field(default_factory=dict)
 
     def segment(self, c: int, ipu: int) -> SegmentNames:
         """Return the segment of a class that an IPU runs."""
@@ -81,8 +82,8 @@ class PlanNames:
 _plans: dict[str, PlanNames] = {}  # by both digests, and by the first alone
 
 
-def label(kind: Label, number: int) -> str:
-    """Return the name of a guard: F, B or W of a segment class, F and B in one ("FB"), or an exchange of a channel."""
+def label(kind: Kind, number: int) -> str:
+    """Return the name of an action."""
     return f"ipu_jax.{kind}.{number}"
 
 
@@ -104,7 +105,7 @@ def plan_named(name: str) -> PlanNames | None:
     return None if found is None else _plans.get(f"{found[1]}.{found[2]}") or _plans.get(found[1])
 
 
-def guard_named(name: str) -> tuple[Label, int] | None:
+def guard_named(name: str) -> Guard | None:
     """Return the kind and the number of the guard whose loop has this name, or None.
 
     >>> guard_named("jit(f)/ipu_jax.plan.01.23/while/body/closed_call/ipu_jax.FB.3/while")
@@ -112,7 +113,7 @@ def guard_named(name: str) -> tuple[Label, int] | None:
     >>> guard_named("jit(f)/ipu_jax.F.3/while/body/while")  # a loop in a stage
     """
     found = _GUARD.search(name)
-    kind: Label = found[1] if found else "F"  # pyright: ignore[reportAssignmentType]
+    kind: Kind = found[1] if found else "F"  # pyright: ignore[reportAssignmentType]
     return (kind, int(found[2])) if found else None
 
 
@@ -120,30 +121,23 @@ def names_of(plan: Plan) -> PlanNames:
     """Return the description of a plan."""
     ticks = plan.schedule.ticks if plan.backward else plan.schedule.forward_ticks
     segments = tuple(SegmentNames(s.first, tuple(stage.name for stage in s.stages), s.place) for s in plan.segments)
-    is_joint = plan.backward and plan.segments[-1].place is None  # then F and B of the head are one guard
-    head = plan.class_of(plan.last)
-    microbatches: dict[tuple[Label, int], np.ndarray] = {}
-    for c in range(len(plan.classes)):
-        if is_joint and c == head:
-            microbatches["FB", c] = plan.tables["F"][:ticks, c]
-            continue
-        microbatches["F", c] = plan.tables["F"][:ticks, c]
-        if plan.backward:
-            microbatches["B", c] = plan.tables["B"][:ticks, c]
-            if plan.is_split(plan.classes[c][0]):
-                microbatches["W", c] = plan.tables["W"][:ticks, c]
-    jaxprs = {guard: plan.programs[plan.classes[guard[1]][0]].jaxprs for guard in microbatches}
-    flops = {guard: sum(jaxpr_flops(of[letter]) for letter in guard[0]) for guard, of in jaxprs.items()}
-    received: dict[tuple[Label, int], dict[int, int]] = {}
-    for kind in ("y", "dx") if plan.backward else ("y",):
-        for k, channel in enumerate(plan.channels):
-            if channel.pairs:
-                active = np.where(plan.exchanges[kind][:ticks, k], 0, -1)
-                microbatches[kind, k] = np.repeat(active[:, None], plan.ipus, axis=1)
-                size = bytes_of(channel.message if kind == "y" else split_floats(channel.message)[0])
-                received[kind, k] = {target if kind == "y" else source: size for source, target in channel.pairs}
+    microbatches: dict[Guard, np.ndarray] = {}
+    flops: dict[Guard, int] = {}
+    received: dict[Guard, dict[int, int]] = {}
+    for kind, number, _ in plan.tick.actions:
+        guard = kind, number
+        if kind == "y" or kind == "dx":
+            active = np.where(plan.exchanges[kind][:ticks, number], 0, -1)
+            microbatches[guard] = np.repeat(active[:, None], plan.ipus, axis=1)
+            channel = plan.channels[number]
+            size = bytes_of(channel.message if kind == "y" else split_floats(channel.message)[0])
+            received[guard] = {target if kind == "y" else source: size for source, target in channel.pairs}
+        elif kind != "x" and kind != "dy":
+            microbatches[guard] = plan.tables["F" if kind == "FB" else kind][:ticks, number]
+            jaxprs = plan.programs[plan.classes[number][0]].jaxprs
+            flops[guard] = sum(jaxpr_flops(jaxprs[letter]) for letter in kind)
     about = plan.schedule, plan.ipus, plan.role, plan.backward, segments, plan.classes
-    return PlanNames(*about, ticks, microbatches, plan.uniform, flops, received)
+    return PlanNames(*about, ticks, microbatches, plan.tick, plan.uniform, flops, received)
 
 
 def _digest(about: Any, *tables: np.ndarray) -> str:

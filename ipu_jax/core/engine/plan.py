@@ -22,6 +22,7 @@ import numpy as np
 
 from ipu_jax.base.annotations import Batch, Key, Tree, Value
 from ipu_jax.core.devices import IPU_AXIS
+from ipu_jax.core.engine.order import EXCHANGES, Exchange, Queue, Tick, tick_of
 from ipu_jax.core.mesh_axes import further_axes
 from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, Segment
 from ipu_jax.core.programs.segment_program import SegmentProgram, trace_segment
@@ -31,8 +32,6 @@ from ipu_jax.core.weights.packed_layout import PackedLayout, local_shapes
 
 Table = Literal["F", "B", "W", "x", "dy"]
 TABLES: tuple[Table, ...] = ("F", "B", "W", "x", "dy")
-Exchange = Literal["y", "dx"]
-EXCHANGES: tuple[Exchange, ...] = ("y", "dx")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +66,7 @@ class Plan:
         axes: the sizes of the mesh's further axes, over which values may be split.
         uniform: whether all IPUs run the guards of each other's tasks, and keep no results of them.
         exchanges: for messages ("y") and their gradients ("dx"), (ticks, channels) bool: whether any IPU sends one.
+        tick: what IPUs do in each tick, in order.
     """
 
     segments: tuple[Segment, ...]
@@ -82,6 +82,7 @@ class Plan:
     classes: tuple[tuple[int, ...], ...] = ()
     tables: dict[Table, np.ndarray] = dataclasses.field(default_factory=dict)
     exchanges: dict[Exchange, np.ndarray] = dataclasses.field(default_factory=dict)
+    tick: Tick = dataclasses.field(default_factory=Tick)
 
     @property
     def ipus(self) -> int:
@@ -109,10 +110,6 @@ class Plan:
         """Return whether the backward of segment i is split into B and W."""
         return self.schedule.weight is not None and self.segments[i].place is not None
 
-    def queue(self, i: int, kind: Literal["F", "B"]) -> int:
-        """Return how many activations ("F") or gradients ("B") are queued at once between segments i and i + 1."""
-        return self.schedule.inbox_depth(self.segments[i + 1].first - 1, kind)
-
     def outbox(self, i: int, kind: Exchange) -> int:
         """Return the channel whose array holds y of segment i, or dx: the same for all segments of its class."""
         channels = [self.channel_of[j if kind == "y" else j - 1] for j in self.classes[self.class_of(i)]]
@@ -122,13 +119,13 @@ class Plan:
         """Return the channels whose arrays segments write."""
         return {self.outbox(i if kind == "y" else i + 1, kind) for i in range(self.last)}
 
-    def inbox(self, i: int, kind: Literal["x", "dy"]) -> tuple[str, int]:
+    def inbox(self, i: int, kind: Queue) -> tuple[str, int]:
         """Return the field of the carry, and the channel, in which segment i finds x or dy."""
         boundary, sent, sender = (i - 1, "y", i - 1) if kind == "x" else (i, "dx", i + 1)
         k = self.channel_of[boundary]
         return (f"{sent}_received", k) if self.channels[k].pairs else (sent, self.outbox(sender, sent))
 
-    def waits_at(self, i: int, kind: Literal["x", "dy"]) -> int | None:
+    def waits_at(self, i: int, kind: Queue) -> int | None:
         """Return the IPU on which messages for segment i are queued, or None for all.
 
         A message between IPUs is queued on its receiver, any other on its sender.
@@ -167,6 +164,14 @@ def make_plan(
     plan = dataclasses.replace(plan, classes=_classes(plan))
     return dataclasses.replace(
         plan,
+        tick=tick_of(
+            schedule,
+            [segment.first for segment in segments],
+            plan.classes,
+            [k for k, channel in enumerate(channels) if channel.pairs],
+            backward=plan.backward,
+            sends_beside_tasks=platform != "cpu",  # a CPU has no cores to spare for this
+        ),
         tables={kind: _table(plan, kind) for kind in TABLES},
         exchanges={kind: _exchanges(plan, kind) for kind in EXCHANGES},
     )
@@ -285,7 +290,8 @@ def _classes(plan: Plan) -> tuple[tuple[int, ...], ...]:
 def _likeness(plan: Plan, i: int) -> _Likeness | None:
     """Return a segment's likeness, or None for a segment that is a class of its own."""
     segment, program = plan.segments[i], plan.programs[i]
-    if segment.place is None or not 0 < i < plan.last or program.signature is None or jax.tree.leaves(program.aux):
+    has_aux = bool(jax.tree.leaves(program.results.aux))
+    if segment.place is None or not 0 < i < plan.last or program.signature is None or has_aux:
         return None
 
     def leaves(layout: PackedLayout, groups: Sequence[str]) -> list[Value]:

@@ -1,24 +1,11 @@
 """Run the staged scan: one `lax.scan` over ticks inside one `shard_map`, for any schedule.
 
-A tick goes through the phases of the schedule's clock, in the order of `PHASES`. Under the two-phase clock:
-
-    entry   broadcast y -> F of concurrent segments                                     (predicate: the tick alone)
-    F       each IPU: F of its local segments, if the schedule says so                  (predicate: tick and IPU)
-    head    broadcast y -> F and B of the loss head on all IPUs -> reduce dx            (predicate: the tick alone)
-    B       each IPU: B of its local segments                                           (predicate: tick and IPU)
-    W       each IPU: W of its local segments, if the schedule splits the backward      (predicate: tick and IPU)
-            ppermute y to the neighbour, and dx back
-    exit    broadcast dy -> B of concurrent segments -> reduce dx                       (predicate: the tick alone)
-
-Under the one-phase clock F, B and W run in one phase, before the head. IPUs wait for each other only in exchanges and
-in concurrent stages. An IPU uses a message in the tick after it arrives, so one exchange at the end of the tick serves
-all phases, and every task of the tick runs before it (`_guard`). Where no IPU sends, there is no exchange.
-
-On chips, which send while they compute, messages of the two-phase clock travel beside tasks in every tick, in no guard:
-y during the head and B, dx during W, or without W during the next tick's F.
+A tick is a list of actions (`order`): F, B and W of segment classes, and exchanges with neighbours. Each conditional
+action is a `guard`: tasks of local segments run if tick and IPU say so, those of concurrent segments and exchanges if
+the tick does. Where no IPU sends, there is no exchange.
 
 Gradients are computed inside the scan, by `jax.vjp` of each segment. Nothing differentiates through the scan, so memory
-does not grow with the number of micro-batches. Each conditional task is a `guard`.
+does not grow with the number of micro-batches.
 
 The program runs under `check_vma=False`, so that a stage can be any plain function. JAX then differentiates the sum of
 the scalar over devices. So the cotangent of a value that is the same on all n IPUs is divided by n, and the partial
@@ -26,8 +13,6 @@ cotangents of a replicated input are summed.
 """
 
 import dataclasses
-import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -42,17 +27,11 @@ from ipu_jax.core.engine._flight import report_of
 from ipu_jax.core.engine._runs import microbatches_at, runs_of, runs_of_ipu
 from ipu_jax.core.engine._stretches import stretches_of
 from ipu_jax.core.engine._tasks import Rows, Tasks
-from ipu_jax.core.engine.plan import EXCHANGES, TABLES, Exchange, Plan
+from ipu_jax.core.engine.order import EXCHANGES
+from ipu_jax.core.engine.plan import TABLES, Plan
 from ipu_jax.core.programs.segment import merged_aux
-from ipu_jax.core.schedules import PHASES
 from ipu_jax.core.step_args import StepArgs
 from ipu_jax.core.weights.packing import Sharded
-
-# per whether the backward is split: y is under way during head and B, and dx during W or the next tick's F
-_OVERLAPPED = {
-    False: ("dx", "entry", "F", "y", "head", "B", "exit"),
-    True: ("entry", "F", "y", "head", "B", "dx", "W", "exit"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,23 +80,6 @@ class _Program:
         self.tasks = Tasks(plan, args, loss_cotangent, range(self.ticks))
         self.name = labels.of_plan(plan)
         self.report = report_of(plan, self.name)
-        firsts = [plan.segments[members[0]] for members in plan.classes]
-        self.local = [c for c, segment in enumerate(firsts) if segment.place is not None]
-        self.entry = [c for c, segment in enumerate(firsts) if plan.schedule.phase(segment.first, "F") == "entry"]
-        self.head = plan.class_of(plan.last) if plan.segments[plan.last].place is None else None
-        self.phases = {
-            "entry": self.entry_phase,
-            "F": self.forward_phase,
-            "work": self.work_phase,
-            "head": self.head_phase,
-            "B": self.backward_phase,
-            "W": self.weight_phase,
-            "exit": self.exit_phase,
-            "y": functools.partial(self.exchange, "y"),
-            "dx": functools.partial(self.exchange, "dx"),
-        }
-        overlapped = _OVERLAPPED[plan.schedule.weight is not None]
-        self.order = overlapped if self.overlaps else PHASES[plan.schedule.clock]
 
     def run(self, reduce_over_replicas: bool) -> Result:
         runs = runs_of_ipu(runs_of([self.plan.tables[kind] for kind in TABLES]), self.tasks.ipu)
@@ -143,7 +105,7 @@ class _Program:
             loss = reduced(lax.pmean, loss, REPLICA_AXIS)
         state = self.new_state(carry, reduce_over_replicas)
         gradients = self.gradients(carry, reduce_over_replicas) if self.plan.backward else None
-        return Result(loss, aux, state, gradients, adds_loss=self.plan.programs[-1].adds_loss)
+        return Result(loss, aux, state, gradients, adds_loss=self.plan.programs[-1].results.adds_loss)
 
     def new_state(self, carry: Carry, reduce_over_replicas: bool) -> Sharded:
         slots, concurrent = carry.model_state
@@ -166,106 +128,21 @@ class _Program:
         is_none = lambda leaf: leaf is None
         return jax.tree.map(lambda g, p: jnp.zeros_like(p) if g is None else g, sums, params, is_leaf=is_none)
 
-    # the tick
-
     def tick(self, carry: Carry, rows: Rows, runs: Value) -> tuple[Carry, None]:
         microbatches = microbatches_at(runs, rows["tick"])
         rows = rows | dict(zip(TABLES, jnp.split(microbatches, len(TABLES)), strict=True))
-        for phase in self.order:
-            carry = self.phases[phase](carry, rows)
+        for kind, number, senders in self.plan.tick.actions:
+            match kind:
+                case "F":
+                    carry = self.tasks.run_forward(number, rows, carry)
+                case "B":
+                    carry = self.tasks.run_backward(number, rows, carry)
+                case "W":
+                    carry = self.tasks.run_weight(number, rows, carry)
+                case "FB":
+                    carry = self.tasks.run_head(number, rows, carry)
+                case "x" | "dy":
+                    carry = self.tasks.enqueue(kind, number, rows, carry, senders)
+                case "y" | "dx":
+                    carry = self.tasks.exchange(kind, number, rows, carry)
         return self.report(carry, rows["tick"] + 1, None), None
-
-    def entry_phase(self, carry: Carry, rows: Rows) -> Carry:
-        for c in self.entry:
-            carry = self.tasks.run_forward(c, rows, carry)
-            for receiver in self.downstream([c]):
-                carry = self.tasks.enqueue("x", receiver, rows, carry, [c])
-        return carry
-
-    def forward_phase(self, carry: Carry, rows: Rows) -> Carry:
-        for c in self.local:
-            carry = self.tasks.run_forward(c, rows, carry)
-        return self.enqueue_for_concurrent(carry, rows)
-
-    def work_phase(self, carry: Carry, rows: Rows) -> Carry:
-        for c in self.local:
-            carry = self.tasks.run_forward(c, rows, carry)
-        carry = self.weight_phase(self.backward_phase(carry, rows), rows)
-        return self.enqueue_for_concurrent(carry, rows)
-
-    def head_phase(self, carry: Carry, rows: Rows) -> Carry:
-        if self.head is None:
-            return carry
-        if not self.plan.backward:
-            return self.tasks.run_forward(self.head, rows, carry)
-        carry = self.tasks.run_head(self.head, rows, carry)
-        for c in self.upstream([self.head]):
-            carry = self.tasks.enqueue("dy", c, rows, carry, [self.head])
-        return carry
-
-    def backward_phase(self, carry: Carry, rows: Rows) -> Carry:
-        if not self.plan.backward:
-            return carry
-        for c in reversed(self.local):
-            carry = self.tasks.run_backward(c, rows, carry)
-        return carry
-
-    def weight_phase(self, carry: Carry, rows: Rows) -> Carry:
-        for c in reversed(self.local) if self.plan.backward else ():
-            if self.plan.is_split(self.plan.classes[c][0]):
-                carry = self.tasks.run_weight(c, rows, carry)
-        return carry
-
-    def exit_phase(self, carry: Carry, rows: Rows) -> Carry:
-        """Exchange the messages of all earlier phases, and run B of the concurrent stages of `entry`."""
-        if not self.overlaps:
-            carry = self.exchange("y", carry, rows)
-        for c in self.downstream(self.local):
-            if c in self.local:
-                carry = self.tasks.enqueue("x", c, rows, carry, self.local)
-        if not self.plan.backward:
-            return carry
-        if not self.overlaps:
-            carry = self.exchange("dx", carry, rows)
-        for c in self.upstream(self.local):
-            carry = self.tasks.enqueue("dy", c, rows, carry, self.local)
-        for c in reversed(self.entry):
-            carry = self.tasks.run_backward(c, rows, carry)
-            for receiver in self.upstream([c]):
-                carry = self.tasks.enqueue("dy", receiver, rows, carry, [c])
-        return carry
-
-    @property
-    def overlaps(self) -> bool:
-        """Return whether tasks run while messages are under way.
-
-        Under the two-phase clock no task waits for a message of its own phase. A CPU has no cores to spare for this.
-        """
-        queues = any((kind, c) in self.tasks.stash for kind in ("x", "dy") for c in self.local)
-        return self.plan.platform != "cpu" and self.plan.schedule.clock == "two-phase" and not queues
-
-    def exchange(self, kind: Exchange, carry: Carry, rows: Rows) -> Carry:
-        """Run the ppermute of each channel that crosses IPUs."""
-        if kind == "dx" and not self.plan.backward:
-            return carry
-        for k, channel in enumerate(self.plan.channels):
-            if channel.pairs:
-                sends = None if self.overlaps else rows[kind][k]
-                carry = self.tasks.exchange(kind, k, sends, carry)
-        return carry
-
-    def enqueue_for_concurrent(self, carry: Carry, rows: Rows) -> Carry:
-        """Enqueue the messages from local classes to concurrent ones, which need no exchange."""
-        for c in self.downstream(self.local):
-            if c not in self.local:
-                carry = self.tasks.enqueue("x", c, rows, carry, self.local)
-        return carry
-
-    def downstream(self, classes: Sequence[int]) -> list[int]:
-        """Return the classes that receive an activation from any of these."""
-        plan = self.plan
-        return sorted({plan.class_of(i + 1) for c in classes for i in plan.classes[c] if i < plan.last})
-
-    def upstream(self, classes: Sequence[int]) -> list[int]:
-        """Return the classes that receive a gradient from any of these."""
-        return sorted({self.plan.class_of(i - 1) for c in classes for i in self.plan.classes[c] if i > 0})

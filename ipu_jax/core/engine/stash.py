@@ -212,9 +212,9 @@ def _rings_of(plan: Plan) -> Iterator[tuple[RingKey, dict[int | None, Spans], li
         if plan.is_split(first):
             spans = {segments[i].place: moments.weight_residuals(segments[i].first) for i in members}
             yield ("weight", c), spans, program.weight_residuals
-        if first > 0 and any(plan.queue(i - 1, "F") > 1 for i in members):
+        if ("x", c) in plan.tick:
             spans = {plan.waits_at(i, "x"): moments.inbox(segments[i].first - 1, "F") for i in members}
             yield ("x", c), spans, jax.tree.leaves(plan.channels[plan.channel_of[first - 1]].message)
-        if first < plan.last and any(plan.queue(i, "B") > 1 for i in members):
+        if ("dy", c) in plan.tick:
             spans = {plan.waits_at(i, "dy"): moments.inbox(segments[i + 1].first - 1, "B") for i in members}
             yield ("dy", c), spans, split_floats(plan.channels[plan.channel_of[first]].message)[0]

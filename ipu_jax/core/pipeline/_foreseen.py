@@ -6,7 +6,7 @@ import jax
 from jax.sharding import Mesh
 
 from ipu_jax.base.annotations import Batch
-from ipu_jax.base.doors import public_on_mesh
+from ipu_jax.base.decorators import public_on_mesh
 from ipu_jax.core.analysis.report import MemoryGuard, PipelineReport, check_ipu_memory, make_report
 from ipu_jax.core.analysis.stage_costs import check_measurable
 from ipu_jax.core.devices import check_there

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ipu_jax.base.annotations import Batch, Device, Function, Params, Tree
 from ipu_jax.base.checks import as_int, check_count
-from ipu_jax.base.doors import public_on_mesh
+from ipu_jax.base.decorators import public_on_mesh
 from ipu_jax.core.analysis.balance import balance_layers, measure_costs
 from ipu_jax.core.cutting.function import model_of
 from ipu_jax.core.devices import is_described, make_mesh

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from ipu_jax.base import facts
 from ipu_jax.base.annotations import Batch, Params, Tree
-from ipu_jax.base.doors import public_on_mesh
+from ipu_jax.base.decorators import public_on_mesh
 from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.analysis.report import MemoryGuard, make_report
 from ipu_jax.core.analysis.schedule_choice import ScheduleChoice, silent_about_messages, warn_of_messages

@@ -15,14 +15,14 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ipu_jax.base.annotations import Eqn, Jaxpr, Tree, Value
+from ipu_jax.base.annotations import Eqn, Jaxpr, Tree
 from ipu_jax.base.jaxprs import all_equations
 from ipu_jax.base.keys import is_key
 from ipu_jax.core.collectives import axes_of, waits
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.mesh_axes import further_axes, names_in, parts
 from ipu_jax.core.programs._variance import differing
-from ipu_jax.core.programs.segment import Segment
+from ipu_jax.core.programs.segment import Segment, SegmentResults
 
 _WHO = {IPU_AXIS: "IPUs", REPLICA_AXIS: "replicas"}
 
@@ -78,28 +78,29 @@ def _refuse_branch(segment: Segment, eqn: Eqn, inside: str, axis: str) -> NoRetu
     )
 
 
-def check_results(segment: Segment, differs: Tree, y_and_aux: Value, last: bool, split_state: Tree) -> None:
+def check_results(
+    segment: Segment, results: SegmentResults, differs: SegmentResults, last: bool, split_state: Tree
+) -> None:
     """Refuse results that are random keys, or that may differ between IPUs and are not split over them.
 
     Args:
         segment: the segment that returned the results.
-        differs: the tree of `call_segment`'s results; each leaf says whether its value may differ between IPUs.
-        y_and_aux: the shapes of the message, loss or outputs, and of the aux.
+        results: the shapes of the results.
+        differs: per result, whether its value may differ between IPUs.
         last: whether the segment is the last one.
         split_state: per leaf of the new state, whether it is split over the IPUs.
 
     Raises:
         ValueError: a result is refused. The message names the stage, the value and a fix.
     """
-    of_y, of_state, of_aux = differs
     if last and segment.role == "prediction":
-        _check_outputs(segment, of_y, y_and_aux[0])
+        _check_outputs(segment, differs.y, results.y)
     else:
-        _refuse_differing(segment, "a loss" if last else "a y or a skip", any(jax.tree.leaves(of_y)))
-    _refuse_differing(segment, "an aux", any(jax.tree.leaves(of_aux)))
-    state = zip(jax.tree.leaves(of_state), jax.tree.leaves(split_state), strict=True)
+        _refuse_differing(segment, "a loss" if last else "a y or a skip", any(jax.tree.leaves(differs.y)))
+    _refuse_differing(segment, "an aux", any(jax.tree.leaves(differs.aux)))
+    state = zip(jax.tree.leaves(differs.state), jax.tree.leaves(split_state), strict=True)
     _refuse_differing(segment, "state that is not split", any(may and not split for may, split in state))
-    for path, leaf in jax.tree.leaves_with_path(y_and_aux):
+    for path, leaf in jax.tree.leaves_with_path((results.y, results.aux)):
         if is_key(leaf):
             raise ValueError(
                 f"stage {segment.name!r} returns a random key, {leaf.dtype}, in its {'aux' if path[0].idx else 'y'}: "

@@ -42,6 +42,24 @@ class MicrobatchInputs:
     keys: tuple[Key, ...]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SegmentResults:
+    """What a segment returns.
+
+    Attributes:
+        y: the message; on the last segment the loss, in prediction the outputs.
+        state: the new state per group.
+        aux: the aux per stage; prediction has none.
+        adds_loss: whether the segment or an earlier one adds a loss to the last stage's loss.
+    """
+
+    y: Tree
+    state: dict[str, Tree]
+    aux: dict[str, Tree]
+    adds_loss: bool = dataclasses.field(metadata={"static": True})
+
+
 @dataclasses.dataclass(frozen=True)
 class Segment:
     """Neighbouring stages in one place that run one after the other, with no message sent between them.
@@ -244,19 +262,15 @@ def loss_and_aux(message: Message, aux: Mapping[str, Tree], last: Stage) -> tupl
 
 def call_segment(
     segment: Segment, params: Params, x: Message, inputs: MicrobatchInputs, state: Mapping[str, Tree], last: bool
-) -> tuple[Tree, dict[str, Tree], dict[str, Tree], bool]:
-    """Return a segment's message, its new state, its aux, and whether it or an earlier one adds a loss.
-
-    The last segment returns the loss in place of the message, or in prediction the outputs. Prediction has no aux.
-    """
+) -> SegmentResults:
+    """Return a segment's results."""
     message, new_state, aux = segment(params, x, inputs, state)
     if segment.role == "prediction":
-        return (message.y if last else message), new_state, {}, False
-    adds_loss = message.loss is not None
-    if not last:
-        return message, new_state, aux, adds_loss
-    loss, aux = loss_and_aux(message, aux, segment.stages[-1])
-    return loss, new_state, aux, adds_loss
+        return SegmentResults(message.y if last else message, new_state, {}, adds_loss=False)
+    y, adds_loss = message, message.loss is not None
+    if last:
+        y, aux = loss_and_aux(message, aux, segment.stages[-1])
+    return SegmentResults(y, new_state, aux, adds_loss)
 
 
 def keys_of(key: Key, replica: Value, microbatch: Value, numbers: Value, stages: tuple[Stage, ...]) -> tuple[Key, ...]:

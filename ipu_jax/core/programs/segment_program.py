@@ -27,26 +27,32 @@ from ipu_jax.base.keys import with_keys, without_keys
 from ipu_jax.core.programs._agreement import check_results, differing_outputs
 from ipu_jax.core.programs._backward_split import split_backward
 from ipu_jax.core.programs._likeness import Signature, signature_of
-from ipu_jax.core.programs._residuals import choose_residuals, with_outputs, without_unread
+from ipu_jax.core.programs._residuals import Residuals, choose_residuals, with_outputs, without_unread
 from ipu_jax.core.programs._variance import needs_sums_only
 from ipu_jax.core.programs.gradient_sums import Sum, add_gradients
-from ipu_jax.core.programs.segment import Message, MicrobatchInputs, Segment, call_segment
+from ipu_jax.core.programs.segment import Message, MicrobatchInputs, Segment, SegmentResults, call_segment
 from ipu_jax.core.stage import naming
 
+_Split = tuple[list[Value], list[Value], Callable[[list[Value], list[Value]], Tree]]
 
-def split_floats(tree: Tree) -> tuple[list[Value], list[Value], Callable[[list[Value], list[Value]], Tree]]:
+
+def split_floats(tree: Tree) -> _Split:
     """Return the tree's floating leaves, its other leaves, and a function that joins both into the tree again.
 
     Only the floating leaves have gradients.
     """
+    return _split(tree, [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in map(_as_array, jax.tree.leaves(tree))])
+
+
+def _split(tree: Tree, first: Sequence[bool]) -> _Split:
+    """Return the marked leaves, the others, and a function that joins both into the tree again."""
     leaves, treedef = jax.tree.flatten(tree)
-    is_float = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in map(_as_array, leaves)]
 
-    def join(floats: list[Value], others: list[Value]) -> Tree:
-        of_floats, of_others = iter(floats), iter(others)
-        return jax.tree.unflatten(treedef, [next(of_floats if is_f else of_others) for is_f in is_float])
+    def join(marked: list[Value], others: list[Value]) -> Tree:
+        of_marked, of_others = iter(marked), iter(others)
+        return jax.tree.unflatten(treedef, [next(of_marked if is_first else of_others) for is_first in first])
 
-    pick = lambda want: [leaf for leaf, is_f in zip(leaves, is_float, strict=True) if is_f is want]
+    pick = lambda want: [leaf for leaf, is_first in zip(leaves, first, strict=True) if is_first is want]
     return pick(True), pick(False), join
 
 
@@ -59,38 +65,38 @@ class SegmentProgram:
     """F and B of one segment, traced for arguments of these shapes; F alone if the segment has no backward.
 
     Attributes:
-        y: the message, as a tree of `jax.ShapeDtypeStruct`; on the last segment the loss, in prediction the outputs.
-        aux: the aux of each stage, as such a tree.
+        results: the results of F, as a tree of `jax.ShapeDtypeStruct`.
         stash: the residuals that F stores for B, per micro-batch, as a list of `jax.ShapeDtypeStruct`.
         weight_residuals: the values that B stores for W, as such a list; empty where B is not split.
         signature: segments with equal signatures compute the same function; None where equality cannot be decided.
-        adds_loss: whether the segment or an earlier one adds a loss to the last stage's loss.
         jaxprs: the closed jaxprs of "F", "B" and, where the backward is split, "W", of flat arguments as at the top of
             this file; without a backward only "F".
         whole_backward: the closed jaxpr of the whole backward pass; it is B where B is not split.
         needs_sums_only: whether B of a concurrent segment needs the cotangents of y only as sums over the IPUs.
     """
 
-    y: Tree
-    aux: dict[str, Tree]
+    results: SegmentResults
     stash: list[jax.ShapeDtypeStruct]
     weight_residuals: list[jax.ShapeDtypeStruct]
     signature: Signature | None
-    adds_loss: bool
     jaxprs: dict[str, Jaxpr]
-    _result: Tree  # the tree of (y, new state, aux)
-    _stash_types: tuple[Value, ...] = ()  # the stash's own dtypes: a random key is stashed as its data
     whole_backward: Any = None
-    _num_dx: int = 0
     needs_sums_only: bool = False
+    _stash_types: tuple[Value, ...] = ()  # the stash's own dtypes: a random key is stashed as its data
+    _num_dx: int = 0
+
+    @property
+    def y(self) -> Tree:
+        return self.results.y
 
     def forward(
         self, params: Params, x: Message, inputs: MicrobatchInputs, state: Mapping[str, Tree]
-    ) -> tuple[Tree, dict[str, Tree], dict[str, Tree], list[Value]]:
-        """Return `(y, new state, aux, stash)`."""
+    ) -> tuple[SegmentResults, list[Value]]:
+        """Return `(results, stash)`."""
         outputs = core.jaxpr_as_fun(self.jaxprs["F"])(*jax.tree.leaves((params, x, inputs, state)))
-        count = self._result.num_leaves
-        return *jax.tree.unflatten(self._result, outputs[:count]), list(map(without_keys, outputs[count:]))
+        tree = jax.tree.structure(self.results)
+        results, stash = outputs[: tree.num_leaves], outputs[tree.num_leaves :]
+        return jax.tree.unflatten(tree, results), list(map(without_keys, stash))
 
     def backward(
         self,
@@ -133,6 +139,48 @@ class SegmentProgram:
         return [with_keys(value, own) for value, own in zip(stash, self._stash_types, strict=True)]
 
 
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """F of a segment, traced.
+
+    Attributes:
+        jaxpr: the closed jaxpr from (params, x, inputs, state) to the results and the values that B may read.
+        results: the shapes of the results.
+        differs: per output of the jaxpr, whether it may differ between IPUs.
+        residuals: how B gets the residuals of `jax.vjp`; None where the segment has no backward.
+        vjp: the tree of these residuals: a function from dy to (dparams, dx).
+    """
+
+    jaxpr: Jaxpr
+    results: SegmentResults
+    differs: list[bool]
+    residuals: Residuals | None
+    vjp: Any
+
+    @property
+    def num_results(self) -> int:
+        return len(jax.tree.leaves(self.results))
+
+
+@dataclasses.dataclass(frozen=True)
+class Backward:
+    """The whole backward pass of a segment, traced.
+
+    Attributes:
+        jaxpr: the closed jaxpr from (params, inputs, stash, dy) to (dx, dparams).
+        read: the numbers of the values of F that are its stash.
+        num_given, num_dy, num_dx: how many leaves (params, inputs), dy and dx have.
+        needs_sums_only: as in `SegmentProgram`.
+    """
+
+    jaxpr: Jaxpr
+    read: list[int]
+    num_given: int
+    num_dy: int
+    num_dx: int
+    needs_sums_only: bool
+
+
 def trace_segment(
     segment: Segment,
     params: Params,
@@ -162,98 +210,87 @@ def trace_segment(
             result of a concurrent segment may differ between IPUs, or `predict_specs` do not fit it. Errors that a
             stage raises get a note with its name.
     """
-    num_params = len(jax.tree.leaves(params))
-    is_trained = [True] * num_params if trained is None else list(trained)
+    trained = [True] * len(jax.tree.leaves(params)) if trained is None else trained
     shards = jax.tree.map(lambda _: False, (params, state)) if shards is None else shards
-    shared_args = jax.tree.map(lambda _: False, (x, inputs))
-    may_differ = jax.tree.leaves((shards[0], *shared_args, shards[1]))
-    captured: dict[str, Any] = {}
-
-    def checked(forward: Any) -> tuple[Any, Any, list[bool]]:
-        """Return the shapes of y and aux, and whether each output may differ; refuse outputs that must not."""
-        differs, result = differing_outputs(segment, forward.jaxpr, may_differ, num_params), captured["result"]
-        y, _, aux = jax.tree.unflatten(result, list(map(shape_of, forward.out_avals[: result.num_leaves])))
-        of_results = jax.tree.unflatten(result, differs[: result.num_leaves])
-        check_results(segment, of_results, (y, aux), last, shards[1])
-        return y, aux, differs
-
-    def forward_alone(params: Params, x: Value, inputs: Tree, state: Tree) -> list[Any]:
-        *results, captured["adds_loss"] = call_segment(segment, params, x, inputs, state, last)
-        leaves, captured["result"] = jax.tree.flatten(tuple(results))
-        return leaves
-
+    forward = trace_forward(segment, (params, x, inputs, state), shards, trained, last=last)
+    results, result, count = forward.results, jax.tree.structure(forward.results), forward.num_results
     if not segment.backward:
-        forward = laid_open(jax.make_jaxpr(forward_alone)(params, x, inputs, state))
-        y, aux, _ = checked(forward)
-        result, adds_loss = captured["result"], captured["adds_loss"]
-        return SegmentProgram(y, aux, [], [], signature_of((forward,), result), adds_loss, {"F": forward}, result)
+        return SegmentProgram(results, [], [], signature_of((forward.jaxpr,), result), {"F": forward.jaxpr})
+    backward = trace_backward(segment, forward, (params, inputs), shards[0], trained, last=last)
+    outvars = forward.jaxpr.jaxpr.outvars
+    f = with_outputs(forward.jaxpr, [*outvars[:count], *(outvars[count + k] for k in backward.read)])
+    stash_types = tuple(map(shape_of, f.out_avals[count:]))
+    jaxprs, weight_residuals = {"F": f, "B": backward.jaxpr}, list[jax.ShapeDtypeStruct]()
+    if split:
+        halves = split_backward(backward.jaxpr, backward.num_dx, backward.num_given, backward.num_dy)
+        jaxprs["B"], jaxprs["W"], weight_residuals = halves
+    return SegmentProgram(
+        results=results,
+        stash=[jax.eval_shape(without_keys, shape) for shape in stash_types],
+        weight_residuals=weight_residuals,
+        signature=signature_of((f, backward.jaxpr), result),
+        jaxprs=jaxprs,
+        whole_backward=backward.jaxpr,
+        needs_sums_only=backward.needs_sums_only,
+        _stash_types=stash_types,
+        _num_dx=backward.num_dx,
+    )
 
-    def program(params: Params, x: Tree, inputs: Tree, state: Tree) -> list[Value]:
+
+def trace_forward(segment: Segment, args: Tree, shards: Tree, trained: Sequence[bool], *, last: bool) -> Forward:
+    """Trace F, and choose the values that B may read. `args` are (params, x, inputs, state)."""
+
+    def program(params: Params, x: Message, inputs: MicrobatchInputs, state: Mapping[str, Tree]) -> tuple[Tree, Tree]:
+        call = lambda params, x: call_segment(segment, params, x, inputs, state, last)
+        if not segment.backward:
+            return call(params, x), None
+        weights, frozen, join = _split(params, trained)
         x_floats, x_others, join_x = split_floats(x)
-        weights, treedef = jax.tree.flatten(params)
 
-        def differentiable(trained_weights: list[Value], x_floats: list[Value]) -> tuple[list[Value], Value]:
-            following = iter(trained_weights)
-            leaves = [next(following) if t else w for w, t in zip(weights, is_trained, strict=True)]
-            y, new_state, aux, captured["adds_loss"] = call_segment(
-                segment, jax.tree.unflatten(treedef, leaves), join_x(x_floats, x_others), inputs, state, last
-            )
-            y_floats, y_others, captured["join_y"] = split_floats(y)
-            return y_floats, (y_others, new_state, aux)
+        def differentiable(weights: list[Value], x_floats: list[Value]) -> tuple[list[Value], SegmentResults]:
+            results = call(join(weights, frozen), join_x(x_floats, x_others))
+            return split_floats(results.y)[0], results
 
-        trained_weights = [w for w, t in zip(weights, is_trained, strict=True) if t]
-        y_floats, vjp, (others, new_state, aux) = jax.vjp(differentiable, trained_weights, x_floats, has_aux=True)
-        residuals, captured["vjp"] = jax.tree.flatten(vjp)
-        leaves, captured["result"] = jax.tree.flatten((captured["join_y"](y_floats, others), new_state, aux))
-        return [*leaves, *residuals]
+        _, vjp, results = jax.vjp(differentiable, weights, x_floats, has_aux=True)
+        return results, vjp
 
-    traced = laid_open(jax.make_jaxpr(program)(params, x, inputs, state))
-    count = captured["result"].num_leaves
-    num_inputs, num_x = len(jax.tree.leaves(inputs)), len(jax.tree.leaves(x))
-    invars, outvars = traced.jaxpr.invars, traced.jaxpr.outvars
-    reusable = [*invars[:num_params], *invars[num_params + num_x : num_params + num_x + num_inputs]]
-    residuals = choose_residuals(traced, outvars[count:], reusable, num_params, recompute=segment.recomputes)
-    stashed = residuals.stashed
-    y, aux, differs = checked(with_outputs(traced, [*outvars[:count], *stashed]))
-    stash_types, dy = [shape_of(var.aval) for var in stashed], split_floats(y)[0]
+    closed, (results, vjp) = jax.make_jaxpr(program, return_shape=True)(*args)
+    traced, result, residuals = laid_open(closed), jax.tree.structure(results), None
+    count, (num_params, num_x, num_inputs, _) = result.num_leaves, (len(jax.tree.leaves(arg)) for arg in args)
+    if segment.backward:
+        invars, outvars = traced.jaxpr.invars, traced.jaxpr.outvars
+        reusable = [*invars[:num_params], *invars[num_params + num_x : num_params + num_x + num_inputs]]
+        residuals = choose_residuals(traced, outvars[count:], reusable, num_params, recompute=segment.recomputes)
+        traced = with_outputs(traced, [*outvars[:count], *residuals.stashed])
+    may_differ = [*jax.tree.leaves(shards[0]), *[False] * (num_x + num_inputs), *jax.tree.leaves(shards[1])]
+    differs = differing_outputs(segment, traced.jaxpr, may_differ, num_params)
+    results = jax.tree.unflatten(result, map(shape_of, traced.out_avals[:count]))
+    check_results(segment, results, jax.tree.unflatten(result, differs[:count]), last, shards[1])
+    return Forward(traced, results, differs, residuals, jax.tree.structure(vjp))
 
-    def backward(params: Params, inputs: Tree, stash: list[Value], dy: list[Value]) -> list[Value]:
-        vjp = jax.tree.unflatten(captured["vjp"], residuals.restored(jax.tree.leaves((params, inputs)), stash))
-        dparams, dx = vjp(dy)
+
+def trace_backward(
+    segment: Segment, forward: Forward, given: Tree, shards: Tree, trained: Sequence[bool], *, last: bool
+) -> Backward:
+    """Trace the whole backward pass. `given` are (params, inputs), and `shards` those of the params."""
+    residuals, count = forward.residuals, forward.num_results
+    assert residuals is not None, "F was traced with its residuals"
+    stash, dy = list(map(shape_of, forward.jaxpr.out_avals[count:])), split_floats(forward.results.y)[0]
+
+    def program(given: Tree, stash: list[Value], dy: list[Value]) -> list[Value]:
+        dparams, dx = jax.tree.unflatten(forward.vjp, residuals.restored(jax.tree.leaves(given), stash))(dy)
         return [*dx, *dparams]
 
     with naming(segment.name, segment.first):
-        traced_backward = laid_open(jax.make_jaxpr(backward)(params, inputs, stash_types, dy))
+        traced = laid_open(jax.make_jaxpr(program)(given, stash, dy))
     # B needs the values that it computes again late; earlier they would only take memory
-    traced_backward = postponed(
-        traced_backward, traced_backward.jaxpr.invars[len(traced_backward.in_avals) - len(dy) :]
-    )
-    traced_backward, read = without_unread(traced_backward, num_params + num_inputs, len(stashed))
-    stash_types = [stash_types[k] for k in read]
-    of_stash = [differs[count + k] for k in read]
-    of_inputs = [*jax.tree.leaves((shards[0], shared_args[1])), *of_stash, *[False] * len(dy)]
-    differing_outputs(segment, traced_backward.jaxpr, of_inputs, num_params)
-    num_dx = len(traced_backward.out_avals) - sum(is_trained)
+    traced = postponed(traced, traced.jaxpr.invars[len(traced.in_avals) - len(dy) :])
+    num_given, num_params, num_dx = len(jax.tree.leaves(given)), len(trained), len(traced.out_avals) - sum(trained)
+    traced, read = without_unread(traced, num_given, len(stash))
+    of_params, of_stash = jax.tree.leaves(shards), [forward.differs[count + k] for k in read]
+    may_differ = [*of_params, *[False] * (num_given - num_params), *of_stash, *[False] * len(dy)]
+    differing_outputs(segment, traced.jaxpr, may_differ, num_params)
     # parts of dx and of the gradients of leaves that every IPU holds whole are added up afterwards
-    whole = [not shard for shard, t in zip(jax.tree.leaves(shards[0]), is_trained, strict=True) if t]
-    forward = with_outputs(traced, [*outvars[:count], *(stashed[k] for k in read)])
-    jaxprs, weight_residuals = {"F": forward, "B": traced_backward}, list[jax.ShapeDtypeStruct]()
-    if split:
-        halves = split_backward(traced_backward, num_dx, num_params + num_inputs, len(dy))
-        jaxprs["B"], jaxprs["W"], weight_residuals = halves
-    return SegmentProgram(
-        y=y,
-        aux=aux,
-        stash=[jax.eval_shape(without_keys, shape) for shape in stash_types],
-        weight_residuals=weight_residuals,
-        signature=signature_of((forward, traced_backward), captured["result"]),
-        adds_loss=captured["adds_loss"],
-        needs_sums_only=segment.place is None
-        and not last
-        and needs_sums_only(traced_backward.jaxpr, of_inputs, len(dy), [*[True] * num_dx, *whole]),
-        jaxprs=jaxprs,
-        whole_backward=traced_backward,
-        _result=captured["result"],
-        _stash_types=tuple(stash_types),
-        _num_dx=num_dx,
-    )
+    summed = [*[True] * num_dx, *(not shard for shard, t in zip(of_params, trained, strict=True) if t)]
+    sums_only = segment.place is None and not last and needs_sums_only(traced.jaxpr, may_differ, len(dy), summed)
+    return Backward(traced, read, num_given, len(dy), num_dx, sums_only)

@@ -5,10 +5,8 @@ from ipu_jax.core.schedules._costs import StageCosts, Unit
 from ipu_jax.core.schedules._families import SCHEDULES, canonical_name
 from ipu_jax.core.schedules._make import make_schedule
 from ipu_jax.core.schedules._schedule import Schedule, Task
-from ipu_jax.core.schedules._timetable import PHASES
 
 __all__ = [
-    "PHASES",
     "SCHEDULES",
     "Candidate",
     "FoundSchedule",

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ipu_jax.base.checks import check_count
-from ipu_jax.base.doors import public
+from ipu_jax.base.decorators import public
 from ipu_jax.core.schedules._auto import find_schedule
 from ipu_jax.core.schedules._costs import StageCosts
 from ipu_jax.core.schedules._families import canonical_name, default_placement, timetable

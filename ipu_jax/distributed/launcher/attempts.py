@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from ipu_jax.distributed.launcher.display import STOPPING, Display, Signals
 from ipu_jax.distributed.launcher.hosts import Lost, Prepared
 from ipu_jax.distributed.launcher.options import Options
 from ipu_jax.distributed.launcher.ssh import Host
 from ipu_jax.distributed.launcher.supervisor import LOST_HOST, Attempt, Outcome
-from ipu_jax.distributed.launcher.terminal import STOPPING, Display, Signals
 from ipu_jax.distributed.launcher.topology import Launch, Topology
 
 FRUITLESS: Final = 3
@@ -36,7 +36,7 @@ class CannotStartError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class SupervisedRun:
     """Describe a run: its program, its hosts, and how it is supervised."""
 
     options: Options

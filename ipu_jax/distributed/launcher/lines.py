@@ -43,8 +43,8 @@ _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
-    """A piece of a program's output, without its end.
+class Snippet:
+    """A snippet of a program's output, without its end.
 
     Attributes:
         kind: "line" is a whole line, the rest of a line, or several whole lines with newlines between them. "part" is
@@ -61,12 +61,12 @@ class Piece:
 
 
 class Splitter:
-    """Splits one stream into pieces.
+    """Splits one stream into snippets.
 
     >>> splitter = Splitter()
-    >>> [(piece.kind, piece.text) for piece in splitter.feed(b"one\\r\\ntwo\\r 10%\\r 20%\\r100%\\nthree", now=0.0)]
+    >>> [(one.kind, one.text) for one in splitter.feed(b"one\\r\\ntwo\\r 10%\\r 20%\\r100%\\nthree", now=0.0)]
     [('line', b'one'), ('state', b'two'), ('state', b' 10%\\n 20%'), ('line', b'100%')]
-    >>> [(piece.kind, piece.text) for piece in splitter.tick(now=2.0)]
+    >>> [(one.kind, one.text) for one in splitter.tick(now=2.0)]
     [('state', b'three')]
     """
 
@@ -80,11 +80,11 @@ class Splitter:
         self._open = False  # whether parts of its line were passed on
         self._state = b""  # the last state
 
-    def feed(self, data: bytes, now: float) -> list[Piece]:
-        """Return the pieces that `data` completes."""
+    def feed(self, data: bytes, now: float) -> list[Snippet]:
+        """Return the snippets that `data` completes."""
         if not self._rest and not self._returned:
             self._since = now
-        text, pieces, begin = (b"\r" + data if self._returned else data), list[Piece](), 0
+        text, snippets, begin = (b"\r" + data if self._returned else data), list[Snippet](), 0
         self._returned = text.endswith(b"\r")
         if self._returned:
             text = text[:-1]
@@ -94,10 +94,10 @@ class Splitter:
         while line >= 0 or state >= 0:
             passing = line < 0 or 0 <= state < line
             first, other, end = (state, line, b"\r") if passing else (line, state, b"\n")
-            pieces += self._ended(self._with_rest(text[begin:first]), passing=passing)
+            snippets += self._ended(self._with_rest(text[begin:first]), passing=passing)
             begin = 1 + text.rindex(end, first, other if other >= 0 else len(text))
             if begin > first + 1:  # passing on each of them on its own would take most of the time
-                pieces += self._more(text[first + 1 : begin - 1], passing=passing)
+                snippets += self._more(text[first + 1 : begin - 1], passing=passing)
             line, state = (line, text.find(b"\r", begin)) if passing else (text.find(b"\n", begin), state)
         if begin:
             self._since = now
@@ -107,12 +107,12 @@ class Splitter:
             begun = _BEGUN.search(self._rest, len(self._rest) - 40)
             kept = bytes(self._rest[begun.start() :]) if begun else b""
             del self._rest[len(self._rest) - len(kept) :]
-            pieces.append(self._part(now))
+            snippets.append(self._part(now))
             self._rest += kept
-        return pieces
+        return snippets
 
-    def tick(self, now: float) -> list[Piece]:
-        """Return the pieces that have waited too long for their end."""
+    def tick(self, now: float) -> list[Snippet]:
+        """Return the snippets that have waited too long for their end."""
         waited = now - self._since
         if self._returned:
             if waited < STATE_AFTER:
@@ -125,14 +125,14 @@ class Splitter:
             if self._shown or waited < STATE_AFTER:
                 return []
             self._shown, self._state, self._since = True, bytes(self._rest), now
-            return [Piece("state", self._state)]
+            return [Snippet("state", self._state)]
         return [self._part(now)] if waited >= PART_AFTER else []
 
     def wait(self, now: float) -> None:
         """Restart the wait for the end of unfinished text, since nobody has read the stream for a while."""
         self._since = now
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[Snippet]:
         """Return the rest at the end of the stream; the last line need not have an end."""
         text, returned, self._returned = self._with_rest(), self._returned, False
         return self._ended(text, passing=returned) if text or returned else []
@@ -145,7 +145,7 @@ class Splitter:
             self._rest.clear()
         return text
 
-    def _ended(self, text: bytes, *, passing: bool) -> list[Piece]:
+    def _ended(self, text: bytes, *, passing: bool) -> list[Snippet]:
         goes_on, self._open = self._open, False
         followed, self._passing = self._passing, passing
         self._shown = True
@@ -154,28 +154,28 @@ class Splitter:
             if text == self._state and not goes_on:
                 return []  # it is already shown, or a bar begins with its carriage return
             self._state = text
-            return [Piece("line", text, goes_on) if goes_on else Piece("state", text)]
+            return [Snippet("line", text, goes_on) if goes_on else Snippet("state", text)]
         if not text and followed and not goes_on:
             text = self._state  # a newline leaves the last state in place
         was_state = followed or (self._state != b"" and text.startswith(self._state))
         self._state = b""
-        return [Piece("line", text, goes_on, was_state)]
+        return [Snippet("line", text, goes_on, was_state)]
 
-    def _more(self, text: bytes, *, passing: bool) -> list[Piece]:
-        """Return the piece of the lines, or passing texts, that follow one with the same end."""
+    def _more(self, text: bytes, *, passing: bool) -> list[Snippet]:
+        """Return the snippet of the lines, or passing texts, that follow one with the same end."""
         if not passing:
-            return [Piece("line", text)]
+            return [Snippet("line", text)]
         before = self._state
         states = [state for state, _ in itertools.groupby([before, *text.split(b"\r")])][1:]
         if not states:
             return []
         self._state = states[-1]
-        return [Piece("state", b"\n".join(states))]
+        return [Snippet("state", b"\n".join(states))]
 
-    def _part(self, now: float) -> Piece:
-        piece = Piece("part", self._with_rest(), self._open)
+    def _part(self, now: float) -> Snippet:
+        snippet = Snippet("part", self._with_rest(), self._open)
         self._open, self._passing, self._since = True, False, now
-        return piece
+        return snippet
 
 
 class Screen:

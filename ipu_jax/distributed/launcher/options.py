@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from ipu_jax.base.checks import shown
-from ipu_jax.base.cli.parser import MOST_IPUS, Parser, number_that, whole_number
-from ipu_jax.distributed.environment import Place, axes_of
-from ipu_jax.distributed.launcher.terminal import Tags
+from ipu_jax.base.cli.parser import MOST_IPUS, CommandParser, number_that, whole_number
+from ipu_jax.distributed.environment import InstancePlace, axes_of
+from ipu_jax.distributed.launcher.display import Tags
 from ipu_jax.distributed.launcher.topology import LOCALHOST, host_names, hosts_in_file
 
 GRACE: Final = 1.5
@@ -44,7 +44,7 @@ _HINTS: Final[Mapping[str, str]] = {
 }
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LONGEST: Final = 1e7
-_ITS_OWN: Final = frozenset(Place(0, 1, 0, 1, 1, "", "", run_dir=Path(), token="its own", axes={"own": 1}).variables())
+_ITS_OWN: Final = frozenset(InstancePlace(0, 1, 0, 1, 1, "", "", run_dir=Path(), token="x", axes={"x": 1}).variables())
 
 _NO_VIPU: Final = "there is no V-IPU server here: an instance makes its IPUs of the devices of its host"
 _NO_PARTITION: Final = "there are no partitions here: an instance makes its IPUs of the devices of its host"
@@ -227,7 +227,7 @@ class Options:
     without_effect: tuple[str, ...] = ()
 
 
-class PoprunParser(Parser):
+class PoprunParser(CommandParser):
     """The parser of poprun's own options."""
 
     def __init__(self) -> None:

@@ -26,8 +26,8 @@ from collections.abc import Iterable
 from typing import Final, get_args
 
 from ipu_jax.base.annotations import Json
+from ipu_jax.distributed.launcher.display import STOPPING, Signals
 from ipu_jax.distributed.launcher.hosts import Ended, ErrorRecord, Event, LocalHost, Lost, Output
-from ipu_jax.distributed.launcher.terminal import STOPPING, Signals
 from ipu_jax.distributed.launcher.topology import Launch
 from ipu_jax.distributed.processes.beacons import Mark, Phase, Reading
 

@@ -16,7 +16,9 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from ipu_jax.distributed.launcher import report, verdicts
+from ipu_jax.distributed.launcher import causes, culprits
+from ipu_jax.distributed.launcher.culprits import EarlyEnd, Failure, Judge, Stuck
+from ipu_jax.distributed.launcher.display import STOPPING, Display, Signals
 from ipu_jax.distributed.launcher.hosts import (
     FULL,
     STACKS_WITHIN,
@@ -32,9 +34,7 @@ from ipu_jax.distributed.launcher.hosts import (
 )
 from ipu_jax.distributed.launcher.options import GRACE, Options
 from ipu_jax.distributed.launcher.ssh import Host
-from ipu_jax.distributed.launcher.terminal import STOPPING, Display, Signals
 from ipu_jax.distributed.launcher.topology import Launch, Topology, ranges
-from ipu_jax.distributed.launcher.verdicts import EarlyEnd, Failure, Judge, Stuck
 
 STUCK: Final = 124
 """The exit status after an instance was stuck, as with the command `timeout`."""
@@ -178,7 +178,7 @@ class Attempt:
         if event.progress is not None and event.instance not in self._judge.progress:
             self._verbose(f"instance {event.instance} writes a beacon: its steps are supervised", level=2)
         if event.error is not None:
-            self._records[event.instance] = verdicts.failure_of(event.instance, None, now, event.error)
+            self._records[event.instance] = culprits.failure_of(event.instance, None, now, event.error)
         self._judge.beat(event, now)
 
     def _exited(self, event: Exited, now: float) -> None:
@@ -186,9 +186,9 @@ class Attempt:
         self._judge.exited(instance, status, now)
         self._records.pop(instance, None)
         if status and self._passed_on == 0 and self._outcome is None:
-            self._failures[instance] = verdicts.failure_of(instance, status, event.at, event.error)
+            self._failures[instance] = culprits.failure_of(instance, status, event.at, event.error)
             self._failing_since = min(self._failing_since, now)
-        how = f"was ended by {report.signal_name(-status)}" if status < 0 else f"exited with status {status}"
+        how = f"was ended by {causes.signal_name(-status)}" if status < 0 else f"exited with status {status}"
         beacon = "" if instance in self._judge.progress else "; it had no beacon, so that only its exit was supervised"
         self._verbose(f"instance {instance} {how}, seen at {event.at:.3f} s of the monotonic clock{beacon}")
 
@@ -212,14 +212,14 @@ class Attempt:
 
     def _look_for_failure(self, now: float) -> None:
         if self._failures:
-            if now >= self._failing_since + verdicts.MOMENT or len(self._judge.statuses) == self._topology.instances:
-                self._failed(verdicts.first([*self._failures.values(), *self._records.values()]))
+            if now >= self._failing_since + culprits.MOMENT or len(self._judge.statuses) == self._topology.instances:
+                self._failed(culprits.first([*self._failures.values(), *self._records.values()]))
         elif self._stuck is not None:
             if self._stacks.keys() >= self._asked - self._judge.statuses.keys() or now >= self._stacks_until:
                 self._say_stuck(self._stuck)
         elif (early := self._judge.early(now)) is not None:
             self._decide(Outcome(1, again=True), self._told_of(early))
-        elif (stuck := self._judge.verdict(now)) is not None:
+        elif (stuck := self._judge.stuck(now)) is not None:
             self._stuck, self._stacks_until = stuck, now + STACKS_WITHIN + 1
             self._verbose(f"instance {stuck.instance} is stuck, seen at {now:.3f} s of the monotonic clock")
             everyone = range(self._topology.instances) if self._flights else ()
@@ -234,29 +234,29 @@ class Attempt:
         lines = [] if error else self._display.tail(instance) or self._display.tail(instance, "stdout")
         # another one may have said what has ended it
         words = (line for each in self._failures for line in self._display.tail(each, seen=True))
-        cause = report.cause_of(words) if failure.looks_like_a_lost_peer else ""
-        said = report.about_failure(failure, self._host_of(instance).name, self._pids[instance], finished, lines, cause)
+        cause = causes.cause_of(words) if failure.looks_like_a_lost_peer else ""
+        said = causes.about_failure(failure, self._host_of(instance).name, self._pids[instance], finished, lines, cause)
         status = failure.exit_status
         if failure.looks_like_a_lost_peer:
             early = self._judge.needed_by(instance, time.monotonic()) or self._judge.left(instance)
             if early is not None:
                 said, status = [*self._told_of(early), *said], 1
-        taken = error is not None and error.type == verdicts.PORT_TAKEN
+        taken = error is not None and error.type == culprits.PORT_TAKEN
         self._decide(Outcome(status, again=status not in NOT_STARTED, port_taken=taken), said)
 
     def _told_of(self, early: EarlyEnd) -> list[str]:
         lines = self._display.tail(early.instance) or self._display.tail(early.instance, "stdout")
-        said = report.about_early_end(early, self._host_of(early.instance).name, self._pids[early.instance])
-        return [*said, *report.quoted("its last lines", lines)]
+        said = causes.about_early_end(early, self._host_of(early.instance).name, self._pids[early.instance])
+        return [*said, *causes.quoted("its last lines", lines)]
 
     def _say_stuck(self, stuck: Stuck) -> None:
         stuck = self._judge.by_ticks(stuck, {i: seen.ticks for i, seen in self._stacks.items() if seen.ticks})
         instance = stuck.instance
         lines = self._display.tail(instance, seen=True)[-5:] or self._display.tail(instance, "stdout", seen=True)[-5:]
         stacks = self._stacks[instance].text if instance in self._stacks else ""
-        said = report.about_stall(stuck, self._host_of(instance).name, stacks, lines)
+        said = causes.about_stall(stuck, self._host_of(instance).name, stacks, lines)
         for other, seen in sorted(self._stacks.items()):
-            said += report.quoted(f"what the IPUs of instance {other} do", seen.flight)
+            said += causes.quoted(f"what the IPUs of instance {other} do", seen.flight)
         if self._judge.statuses:
             gone = ranges(sorted(self._judge.statuses))
             said.append(f"  of the other instances, {gone} had exited with status 0: it may have waited for them")
@@ -297,7 +297,7 @@ class Attempt:
         elif number in STOPPING and not self._passed_on and self._outcome is None:
             self._passed_on, self._kill_at = number, now + self._leaving
             self._send(signal.SIGCONT, number)
-            name, may = report.signal_name(number), f"they may take {self._leaving:g} s, and a second one kills them"
+            name, may = causes.signal_name(number), f"they may take {self._leaving:g} s, and a second one kills them"
             self._display.say(f"{name} was passed on to all instances: {may}")
         elif number in STOPPING:
             if self._outcome is not None:

@@ -20,7 +20,7 @@ from typing import Final
 
 from ipu_jax.base.annotations import Json
 from ipu_jax.base.checks import shown
-from ipu_jax.distributed.environment import CACHE, THREADS, Place, cache_of, text_of, uneven
+from ipu_jax.distributed.environment import CACHE, THREADS, InstancePlace, cache_of, text_of, uneven
 from ipu_jax.distributed.errors import runs_of
 
 BOOTSTRAP: Final = Path(__file__).parents[1] / "bootstrap"
@@ -102,9 +102,9 @@ class Topology:
             lines.append(f"  {host:<{width}}  instances {ranges(self.instances_of(host))}  replicas {ranges(replicas)}")
         return "\n".join(lines) + "\n"
 
-    def place(self, instance: int, coordinator: str, bind: str, attempt: int) -> Place:
+    def place(self, instance: int, coordinator: str, bind: str, attempt: int) -> InstancePlace:
         """Return the place of an instance."""
-        return Place(
+        return InstancePlace(
             instance=instance,
             instances=self.instances,
             local_instance=instance % self.instances_per_host,
@@ -130,7 +130,7 @@ class Launch:
     """
 
     command: tuple[str, ...]
-    places: tuple[Place, ...]
+    places: tuple[InstancePlace, ...]
     environment: Mapping[str, str]
     numa_aware: bool = False
     executables: str | None = None
@@ -143,7 +143,7 @@ class Launch:
     @classmethod
     def from_json(cls, values: Mapping[str, Json]) -> "Launch":
         """Return the launch that `to_json` turned into `values`."""
-        places = tuple(Place(**place) for place in values["places"])
+        places = tuple(InstancePlace(**place) for place in values["places"])
         return cls(tuple(values["command"]), places, values["environment"], values["numa_aware"], values["executables"])
 
     def shares(self) -> list[list[int]]:
@@ -154,7 +154,7 @@ class Launch:
         """Return whether the instances are bound to their cores: not if the system can't, or some would share one."""
         return self.numa_aware and can_bind() and len(available_cores()) >= len(self.places)
 
-    def variables(self, place: Place, cores: int) -> dict[str, str]:
+    def variables(self, place: InstancePlace, cores: int) -> dict[str, str]:
         """Return the whole environment of an instance with this number of cores."""
         environment = {**self.environment, **place.variables()}
         environment.setdefault(THREADS, str(threads_of(place.local_devices, cores)))

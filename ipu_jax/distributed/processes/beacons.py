@@ -5,7 +5,7 @@ which would go on while the steps are stuck. A write costs no system call. Times
 processes of a host share.
 
     instance    begun(), finished(), enter(...)  --+->  <run folder>/beacon.3   -->  poprun
-                                                   +->  the process's record   -->  ipu-monitor (`own_record.py`)
+                                                   +->  the process's record   -->  ipu-monitor (`record.py`)
 
 The first file exists under a launcher, that is if `IPU_JAX_RUN_DIR` is in the environment. A process that has neither
 file has no beacon, and every call does nothing.

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from ipu_jax.base.annotations import Device
-from ipu_jax.base.cli.parser import Parser, count
+from ipu_jax.base.cli.parser import CommandParser, count
 from ipu_jax.base.cli.process import run
 from ipu_jax.run.ahead.kinds import topology_of
 
@@ -41,7 +41,7 @@ def command() -> NoReturn:
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile for a command line, print the report, and return the exit status."""
     about = "Compiles a script's training step for TPUs or GPUs that are not there, and prints what it needs and costs."
-    parser = Parser(PROG, about, _EPILOG)
+    parser = CommandParser(PROG, about, _EPILOG)
     parser.add_argument("--topology", required=True, help="the chips, such as v5e:4x4, v5p:4x4x4, v6e:2x4 or h100x8")
     parser.add_argument("--slices", type=count, default=1, metavar="N", help="TPU slices of this shape (default: 1)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON; the script prints to stderr")
@@ -81,7 +81,7 @@ def _file_of(script: str, is_module: bool) -> str:
     return spec.origin
 
 
-def _handed_over(parser: Parser, args: argparse.Namespace, file: str, devices: list[Device]) -> Any:
+def _handed_over(parser: CommandParser, args: argparse.Namespace, file: str, devices: list[Device]) -> Any:
     """Run the script up to `hand_over`, and return the report."""
     from ipu_jax.core.devices import describing
     from ipu_jax.run.ahead.compiling import HandedOver, awaiting

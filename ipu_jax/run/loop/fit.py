@@ -7,7 +7,7 @@ feed --batch--> step, step, step ...     one call runs, the next one waits, the 
 end of an epoch   |-- evaluate           a line, the log
 end, or failure   `-- report             a page
 
-`ipu_jax.fit` checks its arguments (`door.py`), and then calls this `fit`. All names of ipu_jax that this file uses are
+`ipu_jax.fit` checks its arguments (`checked_fit.py`), and then calls this `fit`. All names of ipu_jax in this file are
 public, so it also runs elsewhere: whoever needs another loop copies it, and changes the copy.
 """
 

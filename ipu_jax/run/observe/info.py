@@ -19,10 +19,10 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NoReturn
 
 from ipu_jax.base.annotations import Json
-from ipu_jax.base.cli.parser import Parser
+from ipu_jax.base.cli.parser import CommandParser
 from ipu_jax.base.cli.process import run
 from ipu_jax.base.version import __version__
-from ipu_jax.distributed.processes.own_record import SWITCH, is_off, own_folder
+from ipu_jax.distributed.processes.record import SWITCH, is_off, own_folder
 
 PROG: Final = "ipu-info"
 FORMAT: Final = 1
@@ -77,7 +77,7 @@ def command() -> NoReturn:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the information, and return the exit status."""
     about = "Prints the devices, versions, cores and collectives that a program of ipu_jax would find."
-    parser = Parser(PROG, about, hints={"l list list-devices d device-id": "it lists all devices: leave it out"})
+    parser = CommandParser(PROG, about, hints={"l list list-devices d device-id": "it lists all devices: leave it out"})
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     args = parser.parse(argv)
     try:

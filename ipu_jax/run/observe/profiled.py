@@ -18,10 +18,10 @@ import numpy as np
 
 from ipu_jax.base import facts
 from ipu_jax.base.annotations import Value
-from ipu_jax.base.cli.places import check_file, reason_of
+from ipu_jax.base.cli.output_paths import check_file, reason_of
 from ipu_jax.distributed import popdist
 from ipu_jax.run.observe.runs.log import RunLog
-from ipu_jax.run.observe.runs.report import write_report
+from ipu_jax.run.observe.runs.page import write_report
 from ipu_jax.run.observe.tracing.recording import Recording, trace
 from ipu_jax.run.observe.tracing.timeline import Timeline, TraceError
 

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from ipu_jax.base.annotations import Json
 from ipu_jax.base.keys import is_key
 from ipu_jax.core.weights.place import Place
-from ipu_jax.training.checkpoints import _agreement, _description, _folder, _seal
+from ipu_jax.training.checkpoints import _all_instances, _description, _folder, _seal
 from ipu_jax.training.checkpoints._description import KINDS, named, places, with_arrays
 from ipu_jax.training.checkpoints._store import Store
 from ipu_jax.training.checkpoints.errors import CheckpointError, CheckpointWarning, UnreadableError, errno_of
@@ -130,17 +130,17 @@ class Search:
             UnreadableError: an instance cannot read it, but it may be whole.
         """
         unreadable = UnreadableError(found.wrong, found.errno) if found.is_unreadable else None
-        if first := _agreement.first_error(unreadable, self.timeout):
+        if first := _all_instances.first_error(unreadable, self.timeout):
             raise UnreadableError(str(first), errno_of(first))
         if found.seal is not None:
             if wrong := _description.wrong_with(found.seal["model"]):
                 return f"{_seal.SEAL} is damaged ({wrong})"
             _description.check_words(str(found.path), found.seal["describes"], self.words)
             _description.check_model(str(found.path), found.seal["model"], self.model)
-        if _agreement.anywhere(found.seal is None, self.timeout):
+        if _all_instances.anywhere(found.seal is None, self.timeout):
             return found.wrong or "another instance cannot read its seal"
         assert found.seal is not None, "all instances have read it"
-        return _agreement.damage_of(found.path, found.seal["files"], self.timeout)
+        return _all_instances.damage_of(found.path, found.seal["files"], self.timeout)
 
 
 def candidates_in(folder: Path, timeout: float) -> list[_folder.Found]:
@@ -155,7 +155,7 @@ def candidates_in(folder: Path, timeout: float) -> list[_folder.Found]:
         found = _folder.checkpoints_in(folder)
     except OSError as failed:
         error = failed
-    if unreadable := _agreement.first_error(error, timeout):
+    if unreadable := _all_instances.first_error(error, timeout):
         raise CheckpointError(
             f"{folder} cannot be read ({unreadable}): give a folder that this user can read, or a name that is free",
             errno_of(unreadable),

@@ -33,8 +33,8 @@ import jax
 import numpy as np
 
 from ipu_jax.base.annotations import Json, Tree, Value
+from ipu_jax.distributed.agreeing import Meetings
 from ipu_jax.distributed.board import on_a_daemon
-from ipu_jax.distributed.meetings import Meetings
 from ipu_jax.training.checkpoints._description import key_impl, stored
 
 _LOOK_EVERY: Final = 0.1

@@ -14,8 +14,8 @@ from typing import Final
 import jax
 
 from ipu_jax.base.annotations import Json, Value
+from ipu_jax.distributed.agreeing import Meetings
 from ipu_jax.distributed.board import on_a_daemon
-from ipu_jax.distributed.meetings import Meetings
 from ipu_jax.training.checkpoints import _folder, _seal
 from ipu_jax.training.checkpoints._store import Store
 from ipu_jax.training.checkpoints.errors import errno_of

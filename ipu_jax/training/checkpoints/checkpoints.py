@@ -30,10 +30,10 @@ import jax
 from ipu_jax.base import facts
 from ipu_jax.base.annotations import Json, Value
 from ipu_jax.base.checks import check_choice, check_count, in_line
-from ipu_jax.base.doors import public
+from ipu_jax.base.decorators import public
 from ipu_jax.distributed import popdist
-from ipu_jax.distributed.meetings import Meetings
-from ipu_jax.training.checkpoints import _agreement, _description, _folder, _seal
+from ipu_jax.distributed.agreeing import Meetings
+from ipu_jax.training.checkpoints import _all_instances, _description, _folder, _seal
 from ipu_jax.training.checkpoints._description import named, size_of
 from ipu_jax.training.checkpoints._due import Due
 from ipu_jax.training.checkpoints._lock import Lock
@@ -194,7 +194,7 @@ class Checkpoints:
         # no instance still reads a checkpoint that gets its name now: orbax lets none go on before all have read
         error = _error_on_first("locking the folder of checkpoints", self._take_lock)
         self._has_tried_to_lock = True
-        if found := _agreement.first_error(error, self._timeout):
+        if found := _all_instances.first_error(error, self._timeout):
             if isinstance(found, CheckpointError):
                 raise found
             raise CheckpointError(f"{self.folder} cannot be locked: {found}", errno_of(found)) from found
@@ -326,7 +326,7 @@ class Checkpoints:
             return False
         is_same = self._saved is not None and self._saved() is state and _seal.is_same(last.content, job.content)
         is_there = jax.process_index() != 0 or _folder.found_at(last.path).seal is not None
-        return not _agreement.anywhere(not (is_same and is_there), self._timeout)
+        return not _all_instances.anywhere(not (is_same and is_there), self._timeout)
 
     def _begin(self, job: Job, arrays: dict[str, Value]) -> tuple[Job, BaseException | None]:
         """Begin to write; return the job with its path, and the error of this instance or of another one, or None."""
@@ -339,7 +339,7 @@ class Checkpoints:
 
         if error := self._first_of_all(_error_on_first("making room for a save", make_room)):
             return job, error
-        job = dataclasses.replace(job, path=self.folder / _agreement.of_first(name, self._timeout))
+        job = dataclasses.replace(job, path=self.folder / _all_instances.of_first(name, self._timeout))
         with facts.during("beginning a save", self._long):
             try:
                 self._writer.begin(job, arrays)
@@ -461,7 +461,7 @@ class Checkpoints:
         All instances have ended or abandoned their writes by now. Leftovers of a failed save are removed, since a full
         disk needs the room.
         """
-        found = _agreement.first_error(error, self._timeout)
+        found = _all_instances.first_error(error, self._timeout)
         if found is not None:
             self._meetings.forget()
             if jax.process_index() == 0:

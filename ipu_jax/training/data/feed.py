@@ -24,12 +24,12 @@ from jax.sharding import Mesh
 from ipu_jax.base import facts
 from ipu_jax.base.annotations import Json, Tree
 from ipu_jax.base.checks import as_int, check_bool, check_choice, check_count, in_line
-from ipu_jax.base.doors import public
+from ipu_jax.base.decorators import public
 from ipu_jax.core.options import TrainOptions
 from ipu_jax.training.data.batch import FeedBatch, share_of
 from ipu_jax.training.data.order import REMAINDERS, BatchDims, EpochOrder, Position
 from ipu_jax.training.data.prefetch import FeedTimeoutError, Prefetcher
-from ipu_jax.training.data.reader import IndexedReader, Run, StreamReader
+from ipu_jax.training.data.reader import Batches, IndexedReader, StreamReader
 from ipu_jax.training.data.source import ArraySource, ExampleSource, has_numbers
 from ipu_jax.training.data.stream import Stream
 
@@ -192,7 +192,7 @@ class Feed:
         self.last: FeedBatch | None = None
         self._last_began = self._position
         self._rest: tuple[FeedBatch, Position] | None = None  # of a batch that was put back, and where the next begins
-        self._run: Run | None = None
+        self._batches: Batches | None = None
         self._ahead: Prefetcher[Position, tuple[FeedBatch | None, Position]] | None = None
         self._closed = False
 
@@ -357,24 +357,24 @@ class Feed:
         if self._rest is not None:
             batch_and_following, self._rest = self._rest, None
             return batch_and_following
-        if self._run is None:
+        if self._batches is None:
             self._drop()  # workers that were left may still read the source
-            self._run = self._reader.run(self._position)
+            self._batches = self._reader.batches(self._position)
         if not self.prefetch:
-            return self._run.make(self._position)
+            return self._batches.make(self._position)
         if self._ahead is None:
             options: dict[str, Any] = {"workers": self.workers, "seconds": self._timeout}
-            self._ahead = Prefetcher(self._run.make, self._run.positions, ahead=self.prefetch, **options)
+            self._ahead = Prefetcher(self._batches.make, self._batches.positions, ahead=self.prefetch, **options)
         return self._ahead.take()
 
     def _drop(self) -> None:
-        ahead, self._ahead, self._run, self._rest = self._ahead, None, None, None
+        ahead, self._ahead, self._batches, self._rest = self._ahead, None, None, None
         if ahead is not None:
             ahead.close()
 
     def _leave(self) -> None:
         """Drop the batches that are ready, after an error, which must not wait for a worker that is stuck."""
-        self._run = self._rest = None
+        self._batches = self._rest = None
         if self._ahead is not None:
             self._ahead.stop()
 

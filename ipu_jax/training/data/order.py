@@ -163,7 +163,7 @@ class Position:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Rows:
+class BatchRows:
     """The examples of one batch on one instance.
 
     Attributes:
@@ -289,7 +289,7 @@ class EpochOrder:
         """Return the start of the batch that follows the batch at `start`."""
         return self.first(Position(start.epoch, start.position + self.per_batch))
 
-    def rows(self, start: Position) -> Rows:
+    def rows(self, start: Position) -> BatchRows:
         """Return this instance's part of the batch that begins at `start`."""
         order, per_batch = self.of_epoch(start.epoch), self.per_batch
         chosen = order[start.position : start.position + per_batch]
@@ -298,6 +298,6 @@ class EpochOrder:
             # filled up with the epoch's first examples, repeated if they are too few
             chosen = np.concatenate([chosen[:examples], np.resize(order, per_batch - examples)])
         is_real = np.arange(per_batch) < examples
-        return Rows(
+        return BatchRows(
             self.dims.of_instance(chosen), self.dims.of_instance(is_real), examples, self.dims.updates(examples)
         )

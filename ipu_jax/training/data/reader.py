@@ -30,7 +30,7 @@ from ipu_jax.training.data.stream import Items, Stream, StreamPosition
 _STATE: Final = ("epoch", "position", "examples", "seed", "shuffle")
 
 
-class Run(NamedTuple):
+class Batches(NamedTuple):
     """The batches from one position on. It has no reference to the feed, which workers must not keep alive.
 
     Attributes:
@@ -79,9 +79,9 @@ class IndexedReader:
         self._fill = filling(fill, source.like)
         self.start = Position(0, 0) if state is None else self.position_of(state)
 
-    def run(self, start: Position) -> Run:
-        """Return the run that makes the batches from this position on."""
-        return Run(self._positions(start), self._batch)
+    def batches(self, start: Position) -> Batches:
+        """Return the batches from this position on."""
+        return Batches(self._positions(start), self._batch)
 
     def at_epoch(self, epoch: int) -> Position:
         """Return the start of an epoch."""
@@ -191,12 +191,12 @@ class StreamReader:
         self.sender = Sender(mesh, dims, self.form.like, remainder)
         self.like = self.sender.like
 
-    def run(self, start: Position) -> Run:
-        """Return the run that makes the batches from this position on."""
+    def batches(self, start: Position) -> Batches:
+        """Return the batches from this position on."""
         assert isinstance(start, StreamPosition)
         items, self._first = self._first if start == self.start else None, None
         reading = _Reading(self, start, items)
-        return Run(reading.positions(), reading.batch)
+        return Batches(reading.positions(), reading.batch)
 
     def at_epoch(self, epoch: int) -> Position:
         """Return the start of an epoch.

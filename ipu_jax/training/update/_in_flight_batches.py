@@ -18,7 +18,7 @@ import numpy as np
 from ipu_jax.base.annotations import Batch, Value
 from ipu_jax.core.options import TrainOptions
 from ipu_jax.core.step_args import given_dims
-from ipu_jax.training.update._nonfinite import limit_of
+from ipu_jax.training.update._decision import limit_of
 from ipu_jax.training.update.nonfinite import NonFinite, NonFiniteLossError, NonFiniteLossWarning
 from ipu_jax.training.update.state import TrainState
 

@@ -11,7 +11,7 @@ from ipu_jax.core.optimizer.blocks import Blocks
 from ipu_jax.core.options import Reduction
 from ipu_jax.core.step_args import StepArgs, given_dims
 from ipu_jax.core.weights.place import Place
-from ipu_jax.training.update.nonfinite import Flags
+from ipu_jax.training.update.nonfinite import UpdateFlags
 from ipu_jax.training.update.state import TrainState
 
 
@@ -135,6 +135,6 @@ class Model(Protocol):
         """Run an update with probes inside `jax.jit`, and return their flags; `args` has all dims."""
         ...
 
-    def flags(self, state: TrainState, batch: Batch, results: Tree) -> Flags:
+    def flags(self, state: TrainState, batch: Batch, results: Tree) -> UpdateFlags:
         """Return the flags by name, from what `probed` returned, on the host."""
         ...

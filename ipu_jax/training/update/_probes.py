@@ -38,7 +38,7 @@ from ipu_jax.core.weights.packing import Sharded
 from ipu_jax.training.update._accumulate import accumulate, counts_of, loss_and_aux
 from ipu_jax.training.update._loss_scale import current_scale
 from ipu_jax.training.update._model import Model
-from ipu_jax.training.update.nonfinite import Flags, NonFinite, StageFlags, first_nonfinite, no_flags
+from ipu_jax.training.update.nonfinite import NonFinite, StageFlags, UpdateFlags, first_nonfinite, no_flags
 from ipu_jax.training.update.state import TrainState
 
 _INPUT = 0  # in a probe, the row for the gradients of a stage's inputs; rows for its weights follow
@@ -221,7 +221,7 @@ class ProbedPipeline:
         return [aux[stage.name] for stage in model.stages], gradients, is_finite
 
 
-def flags_of_stages(model_stages: Sequence[Stage], state: TrainState, batch: Batch, results: Tree) -> Flags:
+def flags_of_stages(model_stages: Sequence[Stage], state: TrainState, batch: Batch, results: Tree) -> UpdateFlags:
     """Return the flags of an update by name, from what `ProbedPipeline.run` returned, on the host."""
     flags, gradients, is_finite = results
     layout = state.params.layout
@@ -247,7 +247,7 @@ def flags_of_stages(model_stages: Sequence[Stage], state: TrainState, batch: Bat
         any_trained = any_trained or bool(trained)
     names = [stage.name for stage in model_stages]
     losses = np.sum([_wide(own["loss"]) for own in flags if "loss" in own], axis=0)
-    return Flags(losses, stages, names, bool(is_finite))
+    return UpdateFlags(losses, stages, names, bool(is_finite))
 
 
 def run_probed_function(model: Model, loss_fn: Function, args: StepArgs, loss_cotangent: Value) -> Tree:
@@ -267,7 +267,7 @@ def run_probed_function(model: Model, loss_fn: Function, args: StepArgs, loss_co
     return model.on_ipus(program, in_specs=in_specs, out_specs=out_specs)(args, loss_cotangent)
 
 
-def flags_of_function(state: TrainState, batch: Batch, results: Tree) -> Flags:
+def flags_of_function(state: TrainState, batch: Batch, results: Tree) -> UpdateFlags:
     """Return the flags of an update by name, from what `run_probed_function` returned, on the host."""
     flags, is_finite = results
     weights = float_names(state.params, "params")
@@ -277,7 +277,7 @@ def flags_of_function(state: TrainState, batch: Batch, results: Tree) -> Flags:
         "outputs": _by_name(["loss"], flags["outputs"]),
         "weight_gradients": _by_name(weights, flags["weight_gradients"]),
     }
-    return Flags(_wide(flags["loss"]), [no_flags(**named)], None, bool(is_finite))
+    return UpdateFlags(_wide(flags["loss"]), [no_flags(**named)], None, bool(is_finite))
 
 
 def _probed_loss(loss_fn: Function, loss_cotangent: Value, params: Params, microbatch: Batch, **extra: Tree) -> Tree:

@@ -22,9 +22,9 @@ from ipu_jax.core.options import DynamicScale, TrainOptions
 from ipu_jax.core.step_args import StepArgs, given_dims
 from ipu_jax.training.update._accumulate import counts_of
 from ipu_jax.training.update._average import next_average
+from ipu_jax.training.update._decision import Decision, decided, first_of
 from ipu_jax.training.update._loss_scale import current_scale, next_scale
 from ipu_jax.training.update._model import Gradients, Model
-from ipu_jax.training.update._nonfinite import Verdict, first_of, judged
 from ipu_jax.training.update._norms import learning_rate_in, norms
 from ipu_jax.training.update._precision import stochastic_round, widened
 from ipu_jax.training.update.state import StepOutputs, TrainState
@@ -98,7 +98,7 @@ class Iteration:
         loss, divisor = self._global_loss(found, scale)
 
         gradients = zero.summed(blocks, found.sums)
-        verdict = self._verdict(state, loss, gradients)
+        decision = self._decision(state, loss, gradients)
         if divisor is not None:
             gradients = [g / jnp.asarray(divisor, g.dtype) for g in map(widened, gradients)]
 
@@ -108,8 +108,8 @@ class Iteration:
         )
         ema = None if options.ema_decay is None else next_average(options.ema_decay, state.ema or [], chunks)
         new = dataclasses.replace(state, params=params, optimizer=optimizer, stages=found.stages, ema=ema)
-        if verdict is not None:
-            new = self._unless_bad(verdict, new, state)
+        if decision is not None:
+            new = self._unless_bad(decision, new, state)
         gradient_norm, parameter_norm = None, None
         if options.norms:
             gradient_norm, parameter_norm = norms(blocks, gradients, blocks.chunks_of(state.params))
@@ -117,36 +117,36 @@ class Iteration:
         outputs = StepOutputs(
             loss=loss,
             aux=jax.tree.map(lambda leaf: leaf[None], found.aux),
-            updated=None if verdict is None else verdict.made.astype(jnp.int32),
+            updated=None if decision is None else decision.made.astype(jnp.int32),
             gradient_norm=gradient_norm,
             parameter_norm=parameter_norm,
             learning_rate=None if rate is None else widened(rate),
-            nonfinite=None if verdict is None else verdict.number,
-            skipped=None if verdict is None else 1 - verdict.made.astype(jnp.int32),
+            nonfinite=None if decision is None else decision.number,
+            skipped=None if decision is None else 1 - decision.made.astype(jnp.int32),
         )
-        step = state.step + (1 if verdict is None or verdict.counts is None else verdict.counts)
+        step = state.step + (1 if decision is None or decision.counts is None else decision.counts)
         return dataclasses.replace(new, step=step), outputs
 
-    def _verdict(self, state: TrainState, loss: Value, gradients: list[Value]) -> Verdict | None:
+    def _decision(self, state: TrainState, loss: Value, gradients: list[Value]) -> Decision | None:
         """Return whether the update is made, from the sums over replicas; None if the options never ask."""
         if self.options.on_nonfinite is not None:
-            return judged(self.options, state, loss, self._all_finite(gradients))
+            return decided(self.options, state, loss, self._all_finite(gradients))
         if isinstance(self.options.loss_scale, DynamicScale):
             finite = self._all_finite(gradients)
-            return Verdict(finite, finite)
+            return Decision(finite, finite)
         return None
 
-    def _unless_bad(self, verdict: Verdict, new: TrainState, old: TrainState) -> TrainState:
+    def _unless_bad(self, decision: Decision, new: TrainState, old: TrainState) -> TrainState:
         """Return the new state if the update is made, else the old state, with the next loss scale in both cases."""
         keyless = [dataclasses.replace(state, key=None, scale=None) for state in (new, old)]
-        chosen = jax.tree.map(lambda n, o: jnp.where(verdict.made, n, o), *keyless)
+        chosen = jax.tree.map(lambda n, o: jnp.where(decision.made, n, o), *keyless)
         scale = old.scale
         if isinstance(self.options.loss_scale, DynamicScale):
             assert scale is not None, "init makes it"
-            scale = next_scale(self.options.loss_scale, scale, verdict.finite)
-            if verdict.number is not None:  # a value that is not finite at any scale says nothing about the scale
-                scale = jax.tree.map(lambda n, o: jnp.where(verdict.number > 0, o, n), scale, old.scale)
-        return dataclasses.replace(chosen, key=old.key, scale=scale, nonfinite=verdict.streak)
+            scale = next_scale(self.options.loss_scale, scale, decision.finite)
+            if decision.number is not None:  # a value that is not finite at any scale says nothing about the scale
+                scale = jax.tree.map(lambda n, o: jnp.where(decision.number > 0, o, n), scale, old.scale)
+        return dataclasses.replace(chosen, key=old.key, scale=scale, nonfinite=decision.streak)
 
     def _global_loss(self, found: Gradients, scale: Value) -> tuple[Value, Value]:
         """Return the loss over all replicas, and the divisor of the gradients, or None for 1."""

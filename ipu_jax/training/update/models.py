@@ -30,7 +30,7 @@ from ipu_jax.training.update._accumulate import accumulate, loss_and_aux
 from ipu_jax.training.update._model import Gradients, Model
 from ipu_jax.training.update._precision import cast_floats, computing_in, function_in
 from ipu_jax.training.update._probes import ProbedPipeline, flags_of_function, flags_of_stages, run_probed_function
-from ipu_jax.training.update.nonfinite import Flags
+from ipu_jax.training.update.nonfinite import UpdateFlags
 from ipu_jax.training.update.replicas import Replicas, over_replicas, replicate
 from ipu_jax.training.update.state import TrainState
 
@@ -105,7 +105,7 @@ class PipelineModel(Model):
     def probed(self, args: StepArgs, loss_cotangent: Value, *, weighted: bool) -> Tree:
         return ProbedPipeline(self.pipeline, args.params.layout, weighted=weighted).run(args, loss_cotangent)
 
-    def flags(self, state: TrainState, batch: Batch, results: Tree) -> Flags:
+    def flags(self, state: TrainState, batch: Batch, results: Tree) -> UpdateFlags:
         return flags_of_stages(self.pipeline.stages, state, batch, results)
 
 
@@ -161,7 +161,7 @@ class ReplicasModel(Model):
     def probed(self, args: StepArgs, loss_cotangent: Value, *, weighted: bool) -> Tree:
         return run_probed_function(self, self.loss_fn, args, loss_cotangent)
 
-    def flags(self, state: TrainState, batch: Batch, results: Tree) -> Flags:
+    def flags(self, state: TrainState, batch: Batch, results: Tree) -> UpdateFlags:
         return flags_of_function(state, batch, results)
 
 

@@ -85,7 +85,7 @@ class StageFlags:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Flags:
+class UpdateFlags:
     """Hold the flags of all values of an update.
 
     Attributes:
@@ -101,7 +101,7 @@ class Flags:
     sums_are_finite: bool
 
 
-def first_nonfinite(step: int, flags: Flags) -> NonFinite | None:
+def first_nonfinite(step: int, flags: UpdateFlags) -> NonFinite | None:
     """Return the first value of an update that is not finite; None if all are finite.
 
     If a loss is not finite, values are ordered by micro-batch and, within a micro-batch, by stage. In a stage, values
@@ -135,7 +135,7 @@ def first_nonfinite(step: int, flags: Flags) -> NonFinite | None:
     return None
 
 
-def _forward(flags: Flags, is_bad: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int, int, int, str]]:
+def _forward(flags: UpdateFlags, is_bad: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int, int, int, str]]:
     """Yield (micro-batch, stage, rank, replica, what) of values that can be the first; the smallest is the first."""
     # a replica goes wrong in its first bad micro-batch, or earlier if a stage's state goes wrong
     first_bad = np.where(is_bad.any(1), is_bad.argmax(1), -1)
@@ -162,7 +162,7 @@ def _forward(flags: Flags, is_bad: npt.NDArray[np.bool_]) -> Iterator[tuple[int,
                 yield int(microbatch), number, 0 if read else 1, int(replica), what
 
 
-def _backward(flags: Flags) -> Iterator[tuple[int, int, int, str]]:
+def _backward(flags: UpdateFlags) -> Iterator[tuple[int, int, int, str]]:
     """Yield (micro-batch, -stage, replica, what) of gradients; the smallest is the first in the backward pass."""
     for number, stage in enumerate(flags.stages):
         for name, flag in (*stage.weight_gradients.items(), *stage.input_gradients.items()):
@@ -170,7 +170,7 @@ def _backward(flags: Flags) -> Iterator[tuple[int, int, int, str]]:
                 yield int(microbatch), -number, int(replica), f"the gradient of {name}"
 
 
-def _named(step: int, flags: Flags, replica: int, microbatch: int, stage: int, what: str) -> NonFinite:
+def _named(step: int, flags: UpdateFlags, replica: int, microbatch: int, stage: int, what: str) -> NonFinite:
     loss = float(flags.losses[replica, microbatch])
     if stage == len(flags.stages) - 1 and what == "its output":
         what = "its loss"

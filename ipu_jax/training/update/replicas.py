@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ipu_jax.base import status
 from ipu_jax.base.annotations import Batch, Device, Function, Key, Params, Tree, Value
 from ipu_jax.base.checks import check_count
-from ipu_jax.base.doors import public_on_mesh
+from ipu_jax.base.decorators import public_on_mesh
 from ipu_jax.base.jaxprs import check_context_mesh
 from ipu_jax.base.keys import is_one_key
 from ipu_jax.core.collectives import reduced, rounded

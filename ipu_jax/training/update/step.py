@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.base import facts, status
 from ipu_jax.base.annotations import Batch, Function, Key, Params, Tree, Value
-from ipu_jax.base.doors import public_on_mesh
+from ipu_jax.base.decorators import public_on_mesh
 from ipu_jax.core.devices import REPLICA_AXIS, InFlight, check_there
 from ipu_jax.core.instances import put, taken
 from ipu_jax.core.optimizer.extra_arguments import checked_optimizer

@@ -121,7 +121,7 @@ def _written(
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class LeafPart:
     """A leaf, or some of its rows: its place, and the array in which it is."""
 
     name: str
@@ -134,7 +134,7 @@ class WholeLeaf:
     """A leaf that can be read whole: its name, from `named_leaves`, and its parts, first rows first."""
 
     name: str
-    parts: list[Part]
+    parts: list[LeafPart]
 
     @property
     def info(self) -> TensorInfo:
@@ -179,7 +179,7 @@ def whole_leaves(weights: Params, *, average: bool = False) -> tuple[list[WholeL
     whole = params.layout.whole if isinstance(params, Sharded) else None
     if whole is not None:  # in the user's order
         names = [name for name, _ in named_leaves(jax.tree.unflatten(whole.treedef, whole.paths))]
-    of_name: dict[str, list[Part]] = {name: [] for name in names}
+    of_name: dict[str, list[LeafPart]] = {name: [] for name in names}
     for part in sorted(parts, key=lambda part: part.place.rows or (0,)):
         of_name[part.name].append(part)
     return [WholeLeaf(name, of_leaf) for name, of_leaf in of_name.items()], mesh, reader
@@ -211,11 +211,11 @@ def _mesh_and_reader(weights: Params) -> tuple[Mesh | None, int]:
     return meshes[0], min(instances[0])
 
 
-def _parts_of(params: Params) -> list[Part]:
+def _parts_of(params: Params) -> list[LeafPart]:
     """Return the parts of weights: of placed ones group by group, of a plain tree in its own order."""
     if isinstance(params, Sharded):
         arrays = arrays_by_name(params, "params")
-        return [Part(name, place, arrays[place.array]) for name, place in named_places(params.layout, "params")]
+        return [LeafPart(name, place, arrays[place.array]) for name, place in named_places(params.layout, "params")]
     parts = []
     for name, leaf in named_leaves(params):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
@@ -224,11 +224,11 @@ def _parts_of(params: Params) -> list[Part]:
             raise ValueError(
                 f"leaf {name!r} is {leaf.dtype}, which no file holds: export jax.random.key_data(...) of it"
             )
-        parts.append(Part(name, Place(name, tuple(leaf.shape), str(leaf.dtype), name), leaf))
+        parts.append(LeafPart(name, Place(name, tuple(leaf.shape), str(leaf.dtype), name), leaf))
     return parts
 
 
-def _with_averages(parts: list[Part], params: Params, averages: list[Value]) -> list[Part]:
+def _with_averages(parts: list[LeafPart], params: Params, averages: list[Value]) -> list[LeafPart]:
     """Return the parts with the average in place of each trained leaf."""
     # an array is (replicas, ...) if each replica has a part of the average, and (1, ...) if each has all of it
     replicas, numbers, trained = averages[0].shape[0], itertools.count(), range(len(parts))
@@ -241,7 +241,7 @@ def _with_averages(parts: list[Part], params: Params, averages: list[Value]) -> 
     averaged = list(parts)
     for leaf, number in enumerate(trained):
         block = blocks.block_of(leaf)
-        averaged[number] = Part(parts[number].name, blocks.place(leaf, f"ema.{block}"), averages[block])
+        averaged[number] = LeafPart(parts[number].name, blocks.place(leaf, f"ema.{block}"), averages[block])
     return averaged
 
 

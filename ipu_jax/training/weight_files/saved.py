@@ -1,4 +1,4 @@
-"""Define how a leaf is made from saved arrays: by names, and by steps that are checked before anything is read.
+"""Define how a leaf is made from saved arrays: by names, and by changes that are checked before anything is read.
 
 Saved("fc.weight").transpose()                                  torch's Linear: (out, in) -> (in, out)
 Saved("conv.weight").transpose(2, 3, 1, 0)                      torch's Conv2d: OIHW -> HWIO
@@ -22,8 +22,8 @@ Arrays = list[np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """One step: its text, and how it changes shapes and arrays."""
+class Change:
+    """One change: its text, and how it changes shapes and arrays."""
 
     text: str
     shapes: Callable[[Shapes], Shapes]
@@ -31,16 +31,16 @@ class Step:
 
 
 class Saved:
-    """Name the saved arrays that a leaf is made of, and the steps that make it.
+    """Name the saved arrays that a leaf is made of, and the changes that make it.
 
-    Each method returns a new `Saved` with one more step. Steps before `join` or `stack` apply to each array. A step is
-    a view if possible, so that only the rows that an IPU needs are read from a file.
+    Each method returns a new `Saved` with one more change. Changes before `join` or `stack` apply to each array. A
+    change is a view if possible, so that only the rows that an IPU needs are read from a file.
 
     Args:
         names: the names of arrays in the file. `join` or `stack` must make one array of several.
 
     Raises:
-        ValueError: there is no name, or an argument of a step has the wrong type.
+        ValueError: there is no name, or an argument of a change has the wrong type.
 
     >>> Saved("q.weight", "k.weight").transpose().join(1).astype("bfloat16")
     Saved('q.weight', 'k.weight').transpose().join(1).astype('bfloat16')
@@ -50,10 +50,10 @@ class Saved:
         if not names or not all(isinstance(name, str) for name in names):
             raise ValueError(f"Saved{names!r} does not name arrays: give their names in the file, Saved('fc.weight')")
         self.names = names
-        self._steps: tuple[Step, ...] = ()
+        self._changes: tuple[Change, ...] = ()
 
     def __repr__(self) -> str:
-        return f"Saved({', '.join(map(repr, self.names))})" + "".join(f".{step.text}" for step in self._steps)
+        return f"Saved({', '.join(map(repr, self.names))})" + "".join(f".{change.text}" for change in self._changes)
 
     def transpose(self, *dims: int) -> "Saved":
         """Reorder the dims like `numpy.transpose`; without `dims`, reverse them."""
@@ -142,7 +142,7 @@ class Saved:
     def apply(self, function: Callable[[np.ndarray], np.ndarray]) -> "Saved":
         """Apply a function of a NumPy array. Its result is checked only after it has run."""
         return self._with(
-            Step(
+            Change(
                 f"apply({getattr(function, '__name__', repr(function))})",
                 lambda infos: [None] * len(infos),
                 lambda arrays: [np.asarray(function(array)) for array in arrays],
@@ -153,14 +153,14 @@ class Saved:
         """Return the result's shape and dtype, or None if a function makes it.
 
         Raises:
-            ValueError: a step cannot be done, or several arrays remain; the message names the step.
+            ValueError: a change cannot be made, or several arrays remain; the message names the change.
         """
         infos: Shapes = [tensors[name] for name in self.names]
-        for step in self._steps:
+        for change in self._changes:
             try:
-                infos = step.shapes(infos)
+                infos = change.shapes(infos)
             except ValueError as error:
-                raise ValueError(f"{step.text}: {error}") from None
+                raise ValueError(f"{change.text}: {error}") from None
         if len(infos) > 1:
             raise ValueError(f"{len(infos)} arrays remain: add .join(dim) or .stack(dim)")
         return infos[0]
@@ -168,21 +168,21 @@ class Saved:
     def array(self, read: Callable[[str], np.ndarray]) -> np.ndarray:
         """Return the result, made of the arrays that `read` returns."""
         arrays = [read(name) for name in self.names]
-        for step in self._steps:
-            arrays = step.arrays(arrays)
+        for change in self._changes:
+            arrays = change.arrays(arrays)
         (array,) = arrays
         return array
 
-    def _with(self, step: Step) -> "Saved":
+    def _with(self, change: Change) -> "Saved":
         extended = Saved(*self.names)
-        extended._steps = (*self._steps, step)
+        extended._changes = (*self._changes, change)
         return extended
 
     def _each(
         self, text: str, shape: Callable[[TensorInfo], TensorInfo], cut: Callable[[np.ndarray], np.ndarray]
     ) -> "Saved":
         known = lambda infos: [None if info is None else shape(info) for info in infos]
-        return self._with(Step(text, known, lambda arrays: [cut(array) for array in arrays]))
+        return self._with(Change(text, known, lambda arrays: [cut(array) for array in arrays]))
 
     def _all(
         self, text: str, shape: Callable[[list[TensorInfo]], TensorInfo], join: Callable[[Arrays], np.ndarray]
@@ -191,7 +191,7 @@ class Saved:
             sure = [info for info in infos if info is not None]
             return [shape(sure)] if len(sure) == len(infos) else [None]
 
-        return self._with(Step(text, known, lambda arrays: [join(arrays)]))
+        return self._with(Change(text, known, lambda arrays: [join(arrays)]))
 
 
 def rounded(array: np.ndarray, dtype: np.dtype) -> np.ndarray:

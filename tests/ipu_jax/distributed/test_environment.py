@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ipu_jax.distributed.environment import Place, axes_of, check_division, place_of
+from ipu_jax.distributed.environment import InstancePlace, axes_of, check_division, place_of
 from support.refusals import refusals, refused
 
 ADDRESS = "127.0.0.1:40001"
 TENSOR = {"tensor": 2}
-TWO = Place(1, 2, 1, replicas=8, ipus_per_replica=2, coordinator=ADDRESS, bind=ADDRESS)
+TWO = InstancePlace(1, 2, 1, replicas=8, ipus_per_replica=2, coordinator=ADDRESS, bind=ADDRESS)
 
 
 def test_the_variables_of_the_original_are_set():
@@ -41,7 +41,7 @@ def test_the_variables_of_the_original_are_set():
 def test_a_place_is_read_as_it_was_written(local, instances, ipus, spans, axes, data):
     replicas, ipus = (local, ipus * instances) if spans else (local * instances, ipus)
     count = local * instances if spans else instances
-    place = Place(
+    place = InstancePlace(
         data.draw(st.integers(0, count - 1)),
         count,
         0,
@@ -68,13 +68,13 @@ def test_a_place_is_read_as_it_was_written(local, instances, ipus, spans, axes, 
     ],
 )
 def test_instances_have_their_replicas_in_order(replicas, instances, ipus, expected):
-    places = [Place(i, instances, i, replicas, ipus, ADDRESS, ADDRESS) for i in range(instances)]
+    places = [InstancePlace(i, instances, i, replicas, ipus, ADDRESS, ADDRESS) for i in range(instances)]
     assert [(place.local_replicas, place.first_replica, place.local_ipus) for place in places] == expected
 
 
 def test_an_ipu_is_a_group_of_devices_with_further_axes():
     """By hand: instance 1 of 2 has the second replica, which is 2 IPUs of 2 x 3 devices."""
-    place = Place(1, 2, 1, 2, 2, ADDRESS, ADDRESS, axes={"tensor": 2, "context": 3})
+    place = InstancePlace(1, 2, 1, 2, 2, ADDRESS, ADDRESS, axes={"tensor": 2, "context": 3})
     variables = place.variables()
     assert (variables["IPU_JAX_AXES"], variables["JAX_NUM_CPU_DEVICES"]) == ("tensor=2,context=3", "12")
     assert (place.local_ipus, place.local_devices) == (2, 12)

@@ -12,9 +12,9 @@ import pytest
 
 from ipu_jax import popdist
 from ipu_jax.distributed import _exchange, board
-from ipu_jax.distributed.environment import Place
-from ipu_jax.distributed.meetings import Meetings
-from ipu_jax.training.checkpoints import _agreement
+from ipu_jax.distributed.agreeing import Meetings
+from ipu_jax.distributed.environment import InstancePlace
+from ipu_jax.training.checkpoints import _all_instances
 from support.refusals import refusals, refused
 
 ADDRESS = "127.0.0.1:40001"
@@ -22,7 +22,7 @@ ADDRESS = "127.0.0.1:40001"
 
 @pytest.fixture
 def second_of_four(monkeypatch):
-    place = Place(1, 4, 0, replicas=8, ipus_per_replica=2, coordinator=ADDRESS, bind=ADDRESS)  # on four hosts
+    place = InstancePlace(1, 4, 0, replicas=8, ipus_per_replica=2, coordinator=ADDRESS, bind=ADDRESS)  # on four hosts
     for name, value in place.variables().items():
         monkeypatch.setenv(name, value)
     jax.random.key(0)  # compiles
@@ -208,9 +208,9 @@ def test_one_instance_agrees_with_itself_without_a_board(monkeypatch):
     monkeypatch.setattr(json, "dumps", fail)
     value, error = object(), OSError(28, "No space left on device")
     assert board.agree("a value", value, seconds=1) == [value]
-    assert _agreement.first_error(error, 1) is error
-    assert _agreement.first_error(None, 1) is None
-    assert [_agreement.anywhere(here, 1) for here in (True, False)] == [True, False]
+    assert _all_instances.first_error(error, 1) is error
+    assert _all_instances.first_error(None, 1) is None
+    assert [_all_instances.anywhere(here, 1) for here in (True, False)] == [True, False]
     popdist.barrier()
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from ipu_jax.distributed import _rendezvous
 from ipu_jax.distributed._rendezvous import NotOursError, ask, fingerprint, meet
-from ipu_jax.distributed.environment import Place
+from ipu_jax.distributed.environment import InstancePlace
 from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError, PortTakenError, difference
 from support.programs import free_port
 from support.refusals import refused
@@ -24,9 +24,9 @@ SECRET = {"jax": "0.10.2", "flags": "--api-key SECRET"}
 TOKEN = "0123456789abcdef" * 2
 
 
-def place(instance: int, instances: int, port: int, token: str = "") -> Place:
+def place(instance: int, instances: int, port: int, token: str = "") -> InstancePlace:
     address = f"127.0.0.1:{port}"
-    return Place(instance, instances, instance, instances, 1, address, address, token=token)
+    return InstancePlace(instance, instances, instance, instances, 1, address, address, token=token)
 
 
 def met(places_and_prints, *, seconds: float = 10.0):

@@ -11,7 +11,7 @@ import pytest
 import sharded_ops
 from ipu_jax.tools import sharded_embedding_tool as embedding_tool
 from ipu_jax.tools import sharded_matmul_tool as matmul_tool
-from ipu_jax.tools.agreement import HALF_TOLERANCE, differences
+from ipu_jax.tools.comparison import HALF_TOLERANCE, differences
 from ipu_jax.tools.sharded_embedding_tool import NORM_TOLERANCE, Inputs, run_dense
 
 SMALL = {
@@ -163,9 +163,10 @@ def test_a_broken_gradient_is_noticed_in_half_types_however_small_it_is(tool, op
     assert "gradient" in named_as_wrong(tool, op, broken, argv, capsys, monkeypatch)
 
 
-@pytest.mark.parametrize(("tool", "judged"), [(embedding_tool, "gradient"), (matmul_tool, "logits")])
-def test_differences_are_judged_as_numpy_does(tool, judged):
-    want = tool.Results(**(dict.fromkeys(tool.Results._fields, 1.0) | {judged: np.array([2.0, -2.0])}))
+@pytest.mark.parametrize("results", [embedding_tool.LossAndGradient, matmul_tool.Results])
+def test_differences_are_judged_as_numpy_does(results):
+    judged = results._fields[-1]
+    want = results(**(dict.fromkeys(results._fields, 1.0) | {judged: np.array([2.0, -2.0])}))
     limit = HALF_TOLERANCE.atol + HALF_TOLERANCE.rtol * 2
     less = lambda by: want._replace(**{judged: getattr(want, judged) - by})
     assert differences(less(0.99 * limit), want, HALF_TOLERANCE) == {}
@@ -174,7 +175,7 @@ def test_differences_are_judged_as_numpy_does(tool, judged):
 
 
 def test_a_small_gradient_is_judged_by_its_norm_too():
-    want = embedding_tool.Results(loss=1.0, gradient=np.array([3e-4, -4e-4]))
+    want = embedding_tool.LossAndGradient(loss=1.0, gradient=np.array([3e-4, -4e-4]))
     near, far = (want._replace(gradient=want.gradient * factor) for factor in (1.04, 1.06))
     assert differences(near, want, HALF_TOLERANCE, NORM_TOLERANCE) == {}
     assert differences(far, want, HALF_TOLERANCE, NORM_TOLERANCE) == {"gradient": pytest.approx(0.06 * 4e-4)}

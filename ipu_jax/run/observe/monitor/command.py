@@ -27,9 +27,9 @@ from rich.text import Text
 from ipu_jax.base.annotations import Json
 from ipu_jax.base.checks import shown
 from ipu_jax.base.cli import process
-from ipu_jax.base.cli.parser import Parser, number_that, one_of, whole_number
+from ipu_jax.base.cli.parser import CommandParser, number_that, one_of, whole_number
 from ipu_jax.distributed.processes.identity import own_identity
-from ipu_jax.distributed.processes.own_record import SWITCH, is_off
+from ipu_jax.distributed.processes.record import SWITCH, is_off
 from ipu_jax.run.observe.monitor import table
 from ipu_jax.run.observe.monitor.rows import SORTS, Look, Watch, user_name
 
@@ -77,8 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser() -> Parser:
-    parser = Parser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         PROG,
         "Shows the processes on this host that use ipu_jax: their IPUs, stages, steps, speed and state. Only those of "
         "this user, or all for root.",

@@ -4,7 +4,7 @@
     process 3207, as psutil sees it                                 >  Record
 
 Everything in a folder is checked before it is trusted: owner, file type, size, and the names and types of its fields.
-Anything that is not a record is ignored, and reported by name. `processes/own_record.py` writes the records.
+Anything that is not a record is ignored, and reported by name. `processes/record.py` writes the records.
 
 Nothing here imports jax.
 """
@@ -23,7 +23,7 @@ import psutil
 
 from ipu_jax.base import opening
 from ipu_jax.base.annotations import Json
-from ipu_jax.distributed.processes import beacons, own_record
+from ipu_jax.distributed.processes import beacons, record
 from ipu_jax.distributed.processes.beacons import Reading
 from ipu_jax.distributed.processes.identity import Identity, is_living
 
@@ -121,7 +121,7 @@ def find(own: Identity, before: Mapping[Identity, psutil.Process]) -> tuple[list
     ignored: list[Ignored] = []
     for folder, uid in _folders():
         try:
-            with own_record.opened(folder, uid) as handle:
+            with record.opened(folder, uid) as handle:
                 for name in sorted(os.listdir(handle)):
                     found = _found(name, handle, uid, own, before)
                     if isinstance(found, Record):
@@ -130,7 +130,7 @@ def find(own: Identity, before: Mapping[Identity, psutil.Process]) -> tuple[list
                         ignored.append(Ignored(str(folder / name), found))
         except FileNotFoundError:
             continue
-        except own_record.UnsafeFolderError as error:
+        except record.UnsafeFolderError as error:
             ignored.append(Ignored(str(folder), str(error)))
         except OSError as error:
             ignored.append(Ignored(str(folder), error.strerror or str(error)))
@@ -139,12 +139,12 @@ def find(own: Identity, before: Mapping[Identity, psutil.Process]) -> tuple[list
 
 def _folders() -> Iterator[tuple[Path, int]]:
     """Yield the folders that can contain records, each with its required owner. root sees the folders of all users."""
-    chosen, uid = own_record.chosen_folder(), os.geteuid()
+    chosen, uid = record.chosen_folder(), os.geteuid()
     if chosen is not None:
         yield chosen, uid
         return
-    found = {_OF_USERS / str(uid) / "ipu_jax": uid, own_record.temporary_folder(uid): uid}
-    runtime = own_record.runtime_folder()
+    found = {_OF_USERS / str(uid) / "ipu_jax": uid, record.temporary_folder(uid): uid}
+    runtime = record.runtime_folder()
     if runtime is not None:
         found[runtime] = uid
     if uid == _ROOT:
@@ -161,7 +161,7 @@ def _found(
     name: str, folder: int, uid: int, own: Identity, before: Mapping[Identity, psutil.Process]
 ) -> Record | str | None:
     """Return the record in a file of a folder, the reason to ignore the file, or None if its process has ended."""
-    identity = own_record.identity_of(name)
+    identity = record.identity_of(name)
     if identity is None:
         return "has no name of a record"
     if not identity.counts_as(own):
@@ -183,8 +183,8 @@ def _found(
         if not text:
             return None  # its process is just starting to write it
         values = json.loads(text)
-        if not isinstance(values, dict) or values.get("format") != own_record.FORMAT:
-            return f"is not of format {own_record.FORMAT}: another version of ipu_jax has written it"
+        if not isinstance(values, dict) or values.get("format") != record.FORMAT:
+            return f"is not of format {record.FORMAT}: another version of ipu_jax has written it"
         return Record(identity, process, seen, _checked(Said, values), beacons.parsed(content))
     except (FileNotFoundError, psutil.NoSuchProcess):
         return None  # the process has just ended

@@ -1,7 +1,7 @@
 """Describe what each process does: join its record with its CPU time, and judge whether it is stuck.
 
     state      stopped   the process is stopped (SIGSTOP, Ctrl-Z, a debugger)
-               stuck     by poprun's rule (`distributed/launcher/verdicts.py`): no step for much longer than steps take
+               stuck     by poprun's rule (`distributed/launcher/culprits.py`): no step for much longer than steps take
                waiting   another instance of its run is stuck or stopped, and it makes no step
                running   otherwise; `doing` says what it does
 
@@ -18,8 +18,8 @@ from typing import Any, Final, Literal, Self, get_args
 import psutil
 
 from ipu_jax.base.terminal import printable
+from ipu_jax.distributed.launcher.culprits import Judge, Stuck
 from ipu_jax.distributed.launcher.hosts import Beat
-from ipu_jax.distributed.launcher.verdicts import Judge, Stuck
 from ipu_jax.distributed.processes.beacons import Phase, Reading
 from ipu_jax.distributed.processes.identity import Identity
 from ipu_jax.run.observe.monitor import records
@@ -48,7 +48,7 @@ _DOING: Final = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ProcessRow:
     """Hold what is known about a process; the fields are the keys of `--json`, and docs/watching.md describes them."""
 
     pid: int
@@ -78,7 +78,7 @@ class Row:
 
 
 # from the smallest; what is unknown comes last
-SORTS: Final[dict[str, Callable[[Row], Any]]] = {
+SORTS: Final[dict[str, Callable[[ProcessRow], Any]]] = {
     "pid": lambda row: row.pid,
     "user": lambda row: row.user,
     "step": lambda row: None if row.step is None else -row.step,
@@ -96,7 +96,7 @@ class Look:
     """Hold the result of one look, with its wall-clock time: a row for each process, and what was ignored."""
 
     at: float
-    rows: tuple[Row, ...]
+    rows: tuple[ProcessRow, ...]
     ignored: tuple[Ignored, ...]
 
     def sorted(self, name: str | None) -> Self:
@@ -133,9 +133,9 @@ class Watch:
             # the instances of a run share the user and the run's name; a run without a name is one process
             runs.setdefault((record.uid, record.said.run or record.identity), []).append(record)
         self._judges = {run: self._judges.get(run) or _RunJudge() for run in runs}
-        rows: list[Row] = []
+        rows: list[ProcessRow] = []
         for run, members in runs.items():
-            stuck = self._judges[run].verdict(members, now, at)
+            stuck = self._judges[run].stuck(members, now, at)
             rows += [
                 _row(record, stuck, now, at, known=record.identity in before)
                 for record in members
@@ -153,7 +153,7 @@ class _RunJudge:
         self._judge = Judge(None, COMPILING_LIMIT)
         self._numbers: dict[Identity, int] = {}
 
-    def verdict(self, members: list[Record], now: float, at: float) -> Stuck | None:
+    def stuck(self, members: list[Record], now: float, at: float) -> Stuck | None:
         """Return which process is stuck, and why; None if no process is."""
         for identity in self._numbers.keys() - {record.identity for record in members}:
             self._judge.exited(self._numbers.pop(identity), None, now)
@@ -163,10 +163,10 @@ class _RunJudge:
                 self._judge.started(number, now - (at - record.seen["create_time"]))
             letter = "T" if record.seen["status"] in _STOPPED else "S"
             self._judge.beat(Beat(self._numbers[record.identity], record.identity.pid, letter, record.reading), now)
-        return self._judge.verdict(now)
+        return self._judge.stuck(now)
 
 
-def _row(record: Record, stuck: Stuck | None, now: float, at: float, *, known: bool) -> Row:
+def _row(record: Record, stuck: Stuck | None, now: float, at: float, *, known: bool) -> ProcessRow:
     reading, said, seen = record.reading, record.said, record.seen
     state: State = "running"
     reason = None
@@ -187,7 +187,7 @@ def _row(record: Record, stuck: Stuck | None, now: float, at: float, *, known: b
             seconds_left = left / rates[0]
     cores = len(seen["cpu_affinity"]) if "cpu_affinity" in seen else os.cpu_count() or 1
     own: dict[str, Any] = {**vars(said), "command": printable(" ".join(_short_names(said.command)))}
-    return Row(
+    return ProcessRow(
         **own,
         pid=record.identity.pid,
         user=user_name(record.uid),

@@ -23,7 +23,7 @@ from ipu_jax.base.showing import counted
 from ipu_jax.base.terminal import printable
 from ipu_jax.distributed.launcher.topology import ranges
 from ipu_jax.run.observe.monitor.records import Ipu
-from ipu_jax.run.observe.monitor.rows import Look, Row
+from ipu_jax.run.observe.monitor.rows import Look, ProcessRow
 
 UNKNOWN: Final = "-"
 _GAP: Final = 2
@@ -49,15 +49,15 @@ class Column:
     """
 
     head: str
-    entry: Callable[[Row], str]
+    entry: Callable[[ProcessRow], str]
     rank: int
     least: int | None = None
     most: int | None = None
-    needed: Callable[[Row], bool] = lambda row: True
-    share: Callable[[Row], float | None] = lambda row: None
-    style: Callable[[Row], str] = lambda row: ""
+    needed: Callable[[ProcessRow], bool] = lambda row: True
+    share: Callable[[ProcessRow], float | None] = lambda row: None
+    style: Callable[[ProcessRow], str] = lambda row: ""
 
-    def cell(self, row: Row, *, bars: bool) -> Text:
+    def cell(self, row: ProcessRow, *, bars: bool) -> Text:
         """Return a row's entry, with its bar if bars are drawn."""
         text, share = _line(self.entry(row), self.style(row)), self.share(row) if bars else None
         if share is None:
@@ -65,7 +65,7 @@ class Column:
         full = min(_BAR, max(0, int(_BAR * share + 0.5)))
         return Text.assemble(("━" * full, "green"), ("╌" * (_BAR - full), "dim"), " ", text, no_wrap=True)
 
-    def width(self, rows: Sequence[Row], *, bars: bool) -> int:
+    def width(self, rows: Sequence[ProcessRow], *, bars: bool) -> int:
         """Return the width in cells that the column needs; with less, it is left out."""
         longest = max(cell_len(self.head), *(self.cell(row, bars=bars).cell_len for row in rows))
         return longest if self.least is None else min(longest, self.least)
@@ -110,7 +110,7 @@ def count_of(ipus: Sequence[Ipu]) -> int:
     return len(placed) + sum(ipu.ipu is None for ipu in ipus)
 
 
-def _ipus(row: Row) -> str:
+def _ipus(row: ProcessRow) -> str:
     count = count_of(row.ipus)
     return str(count) if count == len(row.ipus) else f"{count} ({len(row.ipus)} devices)"
 
@@ -123,16 +123,16 @@ def _or_unknown(value: Json, shown: Callable[[Any], str]) -> str:
     return UNKNOWN if value is None else shown(value)
 
 
-def _replicas(row: Row) -> str:
+def _replicas(row: ProcessRow) -> str:
     own = {ipu.replica for ipu in row.ipus if ipu.replica is not None}
     return f"{ranges(sorted(own))} of {row.replicas}" if own else UNKNOWN
 
 
-def _state(row: Row) -> str:
+def _state(row: ProcessRow) -> str:
     return row.doing or row.state if row.state == "running" and row.doing != "stepping" else row.state
 
 
-def _style(row: Row) -> str:
+def _style(row: ProcessRow) -> str:
     return _STYLES.get(_state(row).partition(":")[0], "yellow")
 
 
@@ -140,15 +140,15 @@ def _percent(share: float | None) -> str:
     return _or_unknown(share, lambda share: f"{max(0.0, share):.0%}")
 
 
-def _left(row: Row) -> str:
+def _left(row: ProcessRow) -> str:
     return _or_unknown(row.seconds_left, _clock)
 
 
-def _step(row: Row) -> str:
+def _step(row: ProcessRow) -> str:
     return f"{row.step or 0}/{row.planned_updates}" if _done(row) is not None else _or_unknown(row.step, str)
 
 
-def _done(row: Row) -> float | None:
+def _done(row: ProcessRow) -> float | None:
     """Return the share of the planned updates that have been made; None if it is unknown."""
     if row.planned_after is None or row.planned_updates is None or row.planned_updates <= row.planned_after:
         return None
@@ -156,7 +156,7 @@ def _done(row: Row) -> float | None:
     return share if share <= 1 else None  # it goes on in a loop of its own
 
 
-def _held(row: Row) -> float | None:
+def _held(row: ProcessRow) -> float | None:
     """Return the share of the devices' memory that is in use; None if it is unknown."""
     return row.device_bytes / row.device_limit_bytes if row.device_bytes and row.device_limit_bytes else None
 
@@ -182,7 +182,7 @@ COLUMNS: Final = (
 )
 
 
-def fitting(rows: Sequence[Row], width: int, *, bars: bool = False) -> tuple[Column, ...]:
+def fitting(rows: Sequence[ProcessRow], width: int, *, bars: bool = False) -> tuple[Column, ...]:
     """Return the columns that fit into a width. A column is kept only if all columns of a lower rank are kept."""
     needed = [column for column in COLUMNS if any(map(column.needed, rows))]
     ranked = sorted(needed, key=lambda column: column.rank)
@@ -215,7 +215,7 @@ def picture_of(look: Look, width: int, about: str, notes: Sequence[str] = (), *,
     return Group(_line(about, "bold"), *table, *below, *map(_line, notes))
 
 
-def _table(rows: Sequence[Row], width: int, *, bars: bool) -> Table:
+def _table(rows: Sequence[ProcessRow], width: int, *, bars: bool) -> Table:
     table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="dim")
     columns = fitting(rows, width, bars=bars)
     for column in columns:

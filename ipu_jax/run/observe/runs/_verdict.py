@@ -9,8 +9,8 @@ from typing import Final, Literal, NamedTuple
 from ipu_jax.base.showing import counted
 from ipu_jax.core.schedules import SCHEDULES, make_schedule
 from ipu_jax.run.observe.runs.digest import LOSS, Digest, duration, figure_in_words
-from ipu_jax.run.observe.tracing.report import TraceReport, median_costs, simulated
 from ipu_jax.run.observe.tracing.timeline import Timeline
+from ipu_jax.run.observe.tracing.trace_report import TraceReport, median_costs, simulated
 
 _WORTH: Final = 0.05
 """A smaller change of the bubble, as a share of the IPUs' time, is not worth a word."""

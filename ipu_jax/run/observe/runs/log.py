@@ -28,8 +28,8 @@ from typing import Final
 import jax
 
 from ipu_jax.base.annotations import Json
-from ipu_jax.base.cli.places import writable_folder
-from ipu_jax.base.doors import public
+from ipu_jax.base.cli.output_paths import writable_folder
+from ipu_jax.base.decorators import public
 from ipu_jax.base.showing import counted
 from ipu_jax.base.version import __version__
 from ipu_jax.run.observe.runs.digest import Digest, is_event, plain

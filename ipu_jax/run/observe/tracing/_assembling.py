@@ -33,15 +33,15 @@ from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.engine.labels import PlanNames
 from ipu_jax.core.schedules import Schedule, Task
 from ipu_jax.distributed import popdist
-from ipu_jax.run.observe.tracing._matching import Place, measured, task_name
-from ipu_jax.run.observe.tracing._profile import Run
-from ipu_jax.run.observe.tracing.report import Costs, median_costs, simulated
+from ipu_jax.run.observe.tracing._matching import Coordinates, measured, task_name
+from ipu_jax.run.observe.tracing._profile import DeviceRun
 from ipu_jax.run.observe.tracing.timeline import TASKS, Slice, Step, Timeline, TraceError
+from ipu_jax.run.observe.tracing.trace_report import Costs, median_costs, simulated
 
 _ROUNDS: Final = 9
 
 
-def main_plan(runs: list[Run]) -> PlanNames:
+def main_plan(runs: list[DeviceRun]) -> PlanNames:
     """Return the plan that took the most time; other plans, such as an evaluation's, are left out.
 
     Raises:
@@ -63,7 +63,7 @@ def main_plan(runs: list[Run]) -> PlanNames:
     return plans[max(seconds, key=lambda key: seconds[key])]
 
 
-def recorded_here(plan: PlanNames, runs: list[Run], meshes: list[Mesh], count: int) -> dict[str, Any]:
+def recorded_here(plan: PlanNames, runs: list[DeviceRun], meshes: list[Mesh], count: int) -> dict[str, Any]:
     """Return what this instance recorded, as a JSON value with times in nanoseconds.
 
     It contains the first `count` steps of the first device of each IPU, numbered from 0, and the devices of an IPU.
@@ -82,12 +82,12 @@ def recorded_here(plan: PlanNames, runs: list[Run], meshes: list[Mesh], count: i
     steps, slices = list[Step](), list[Slice]()
     for device in jax.local_devices():
         of_device = [run for run in runs if run.device == device.id]
-        place = _place_of(device, likely) if of_device else None
-        if place is None:
+        at = _coordinates_of(device, likely) if of_device else None
+        if at is None:
             continue
         for run in of_device:
-            found = measured(run, place, plan)
-            place = place._replace(step=place.step + len(found.steps))
+            found = measured(run, at, plan)
+            at = at._replace(step=at.step + len(found.steps))
             steps += found.steps
             slices += found.slices
     return {
@@ -97,19 +97,19 @@ def recorded_here(plan: PlanNames, runs: list[Run], meshes: list[Mesh], count: i
     }
 
 
-def _place_of(device: Device, meshes: list[Mesh]) -> Place | None:
-    """Return the place of a device; None if it is not the first one of an IPU."""
+def _coordinates_of(device: Device, meshes: list[Mesh]) -> Coordinates | None:
+    """Return the coordinates of a device; None if it is not the first one of an IPU."""
     for mesh in meshes:
         for (replica, ipu, *further), one in np.ndenumerate(mesh.devices):
             if one == device:
-                return None if any(further) else Place(popdist.get_instance_index(), replica, ipu)
+                return None if any(further) else Coordinates(popdist.get_instance_index(), replica, ipu)
     raise TraceError(
         f"{device} is on no mesh that the outputs name: return from your program an array on the pipeline's mesh"
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class InstanceTrace:
     """Hold what one instance recorded, with the times of its own clock.
 
     Attributes:
@@ -123,11 +123,11 @@ class Part:
     recorded: Json
 
 
-def gathered(recorded: Json) -> list[Part]:
+def gathered(recorded: Json) -> list[InstanceTrace]:
     """Return what every instance recorded. All instances must call this. Communicates a few bytes per slice."""
     instance, count = popdist.get_instance_index(), popdist.get_num_instances()
     if count == 1:
-        return [Part(0.0, 0.0, recorded)]
+        return [InstanceTrace(0.0, 0.0, recorded)]
     hosts = _from_each(_host())
     readings = np.zeros((count, 0))
     if len(set(hosts)) > 1:
@@ -139,7 +139,7 @@ def gathered(recorded: Json) -> list[Part]:
     ahead, apart = clock_differences(readings)
     all_recorded = _from_each(recorded)
     assert all_recorded[instance] == json.loads(json.dumps(recorded)), "each instance gets back what it gave"
-    return [Part(ahead[i], apart[i], all_recorded[i]) for i in range(count)]
+    return [InstanceTrace(ahead[i], apart[i], all_recorded[i]) for i in range(count)]
 
 
 def clock_differences(readings: Json) -> tuple[list[float], list[float]]:
@@ -154,15 +154,15 @@ def clock_differences(readings: Json) -> tuple[list[float], list[float]]:
     return [float(statistics.median(row)) for row in differences], [float(max(row) - min(row)) for row in differences]
 
 
-def merged(plan: PlanNames, parts: list[Part]) -> Timeline:
+def merged(plan: PlanNames, traces: list[InstanceTrace]) -> Timeline:
     """Return the timeline of all instances, in seconds from the start of the first step."""
-    begin = min(step["start"] - part.ahead for part in parts for step in part.recorded["steps"])
+    begin = min(step["start"] - trace.ahead for trace in traces for step in trace.recorded["steps"])
 
     def read(kind: Function, name: str) -> tuple[Json, ...]:
         found: list[Json] = []
-        for part in parts:
-            for fields in part.recorded[name]:
-                times = {key: (fields[key] - part.ahead - begin) / 1e9 for key in ("start", "end")}
+        for trace in traces:
+            for fields in trace.recorded[name]:
+                times = {key: (fields[key] - trace.ahead - begin) / 1e9 for key in ("start", "end")}
                 found.append(kind(**{**fields, **times}))
         return tuple(sorted(found, key=lambda one: (one.replica, one.ipu, one.start, -one.end)))
 
@@ -170,8 +170,8 @@ def merged(plan: PlanNames, parts: list[Part]) -> Timeline:
     slices = tuple(dataclasses.replace(one, stages=tuple(one.stages)) for one in read(Slice, "slices"))
     names = tuple(name for segment in plan.segments for name in segment.stages)
     of_plan = planned(plan.schedule, median_costs(slices), steps, slices)
-    group = max(part.recorded["devices"] for part in parts)
-    return Timeline(plan.schedule, names, plan.backward, steps, slices, of_plan, told(parts), group)
+    group = max(trace.recorded["devices"] for trace in traces)
+    return Timeline(plan.schedule, names, plan.backward, steps, slices, of_plan, told(traces), group)
 
 
 def planned(schedule: Schedule, costs: Costs, steps: Iterable[Step], slices: Iterable[Slice]) -> tuple[Slice, ...]:
@@ -200,14 +200,14 @@ def planned(schedule: Schedule, costs: Costs, steps: Iterable[Step], slices: Ite
     return tuple(sorted(found, key=lambda one: (one.ipu, one.start, -one.end)))
 
 
-def told(parts: list[Part]) -> str:
+def told(traces: list[InstanceTrace]) -> str:
     """Describe in words how the clocks of the instances were aligned."""
-    worst = max(part.uncertainty for part in parts)
-    if len(parts) == 1:
+    worst = max(trace.uncertainty for trace in traces)
+    if len(traces) == 1:
         return "one instance"
     if not worst:
-        return f"{len(parts)} instances on one clock"
-    return f"{len(parts)} instances, whose hosts' clocks are compared to within {worst / 1e6:.2f} ms"
+        return f"{len(traces)} instances on one clock"
+    return f"{len(traces)} instances, whose hosts' clocks are compared to within {worst / 1e6:.2f} ms"
 
 
 def _host() -> str:

@@ -31,8 +31,8 @@ from typing import Any
 from ipu_jax.base.annotations import Json
 from ipu_jax.core.schedules import Schedule
 from ipu_jax.run.observe.tracing._matching import task_name
-from ipu_jax.run.observe.tracing.report import net_seconds
 from ipu_jax.run.observe.tracing.timeline import TASKS, WAITING, Slice, Timeline
+from ipu_jax.run.observe.tracing.trace_report import net_seconds
 
 
 def events_of(timeline: Timeline) -> list[dict[str, Json]]:

@@ -15,13 +15,14 @@ import dataclasses
 from collections import defaultdict
 from typing import NamedTuple
 
-from ipu_jax.core.engine.labels import EXCHANGED, Label, PlanNames
-from ipu_jax.run.observe.tracing._profile import Event, Run
+from ipu_jax.core.engine.labels import Guard, PlanNames
+from ipu_jax.core.engine.order import EXCHANGES
+from ipu_jax.run.observe.tracing._profile import DeviceRun, Event
 from ipu_jax.run.observe.tracing.timeline import Kind, Slice, Step, TraceError
 
 
-class Place(NamedTuple):
-    """Hold the place of a device, its instance, replica and IPU, and the number of a step."""
+class Coordinates(NamedTuple):
+    """Hold the instance, replica and IPU of a device, and the number of a step."""
 
     instance: int
     replica: int
@@ -37,8 +38,8 @@ class Measured:
     slices: list[Slice]
 
 
-def measured(run: Run, place: Place, plan: PlanNames) -> Measured:
-    """Return the steps of a plan in a run on one IPU. The first one has the place's number.
+def measured(run: DeviceRun, first: Coordinates, plan: PlanNames) -> Measured:
+    """Return the steps of a plan in a run on one IPU. The first one has the number `first.step`.
 
     Raises:
         TraceError: the profile does not fit the plan.
@@ -60,7 +61,7 @@ def measured(run: Run, place: Place, plan: PlanNames) -> Measured:
         if scan.operation.plan is not plan:  # such as an evaluation in the same program
             begin = max([begin, *(event.end for event in events if event.operation.role == "guard")])
             continue
-        at = place._replace(step=place.step + len(steps))
+        at = first._replace(step=first.step + len(steps))
         loops = _ended([e for e in events if e.operation.role == "guard"], events)
         scanned = loops[-1].end if loops else begin
         of_step = _tasks(plan, at, loops, events)
@@ -90,10 +91,10 @@ def _ended(loops: list[Event], events: list[Event]) -> list[Event]:
     return [dataclasses.replace(loop, end=end) for loop, end in zip(loops, ends, strict=True)]
 
 
-def _tasks(plan: PlanNames, place: Place, loops: list[Event], events: list[Event]) -> list[Slice]:
+def _tasks(plan: PlanNames, at: Coordinates, loops: list[Event], events: list[Event]) -> list[Slice]:
     """Return the tasks and exchanges of a step."""
-    of_guard: dict[tuple[Label, int] | None, list[Event]] = defaultdict(list)
-    inner: dict[tuple[Label, int] | None, list[float]] = defaultdict(list)
+    of_guard: dict[Guard | None, list[Event]] = defaultdict(list)
+    inner: dict[Guard | None, list[float]] = defaultdict(list)
     for loop in loops:
         of_guard[loop.operation.guard].append(loop)
     for event in events:
@@ -103,15 +104,15 @@ def _tasks(plan: PlanNames, place: Place, loops: list[Event], events: list[Event
     for guard, rows in plan.microbatches.items():
         if len(of_guard[guard]) != plan.ticks:
             raise TraceError(
-                f"step {place.step} on IPU {place.ipu} of replica {place.replica} has {len(of_guard[guard])} loops "
+                f"step {at.step} on IPU {at.ipu} of replica {at.replica} has {len(of_guard[guard])} loops "
                 f"{guard[0]}.{guard[1]} for {plan.ticks} ticks: XLA lost events, or changed the program; record fewer "
                 "steps at once"
             )
         ran = inner[guard]
         for tick, loop in enumerate(of_guard[guard]):
-            microbatch = int(rows[tick, place.ipu])
-            at = bisect.bisect_left(ran, loop.start)
-            has_run = at < len(ran) and ran[at] < loop.end
+            microbatch = int(rows[tick, at.ipu])
+            k = bisect.bisect_left(ran, loop.start)
+            has_run = k < len(ran) and ran[k] < loop.end
             if loop.operation.is_opaque:
                 has_run = microbatch >= 0
             elif plan.uniform and microbatch < 0:
@@ -119,23 +120,23 @@ def _tasks(plan: PlanNames, place: Place, loops: list[Event], events: list[Event
             elif has_run != (microbatch >= 0):
                 did, planned = ("ran", "no task") if has_run else ("did not run", f"micro-batch {microbatch}")
                 raise TraceError(
-                    f"step {place.step}, tick {tick}, IPU {place.ipu} of replica {place.replica}: {guard[0]} of class "
+                    f"step {at.step}, tick {tick}, IPU {at.ipu} of replica {at.replica}: {guard[0]} of class "
                     f"{guard[1]} {did}, but the plan has {planned}: this is an error of ipu_jax"
                 )
             if has_run:
-                found.append(_slice(plan, place, guard, tick, microbatch, loop))
+                found.append(_slice(plan, at, guard, tick, microbatch, loop))
     return found
 
 
-def _slice(plan: PlanNames, place: Place, guard: tuple[Label, int], tick: int, microbatch: int, loop: Event) -> Slice:
-    if guard[0] in EXCHANGED:
-        received = plan.received.get(guard, {}).get(place.ipu)
-        return Slice(*place, "exchange", f"exchange {guard[0]}", loop.start, loop.end, tick, received=received)
-    segment = plan.segment(guard[1], place.ipu)
+def _slice(plan: PlanNames, at: Coordinates, guard: Guard, tick: int, microbatch: int, loop: Event) -> Slice:
+    if guard[0] in EXCHANGES:
+        received = plan.received.get(guard, {}).get(at.ipu)
+        return Slice(*at, "exchange", f"exchange {guard[0]}", loop.start, loop.end, tick, received=received)
+    segment = plan.segment(guard[1], at.ipu)
     stages = tuple(range(segment.first, segment.first + len(segment.stages)))
     kind: Kind = guard[0]  # pyright: ignore[reportAssignmentType]
     name, flops = task_name(stages, kind, microbatch), plan.flops.get(guard)
-    return Slice(*place, kind, name, loop.start, loop.end, tick, stages, microbatch, flops)
+    return Slice(*at, kind, name, loop.start, loop.end, tick, stages, microbatch, flops)
 
 
 def task_name(stages: tuple[int, ...], kind: Kind, microbatch: int) -> str:
@@ -148,14 +149,14 @@ def task_name(stages: tuple[int, ...], kind: Kind, microbatch: int) -> str:
     return " ".join(f"{which}{letter}{microbatch}" for letter in kind)
 
 
-def _update(place: Place, events: list[Event]) -> list[Slice]:
+def _update(at: Coordinates, events: list[Event]) -> list[Slice]:
     if not events:
         return []
     start, end = min(event.start for event in events), max(event.end for event in events)
-    return [Slice(*place, "update", "update", start, end)]
+    return [Slice(*at, "update", "update", start, end)]
 
 
-def _collectives(place: Place, events: list[Event], exchanges: list[Slice]) -> list[Slice]:
+def _collectives(at: Coordinates, events: list[Event], exchanges: list[Slice]) -> list[Slice]:
     """Return the collectives, except those within exchanges, which are slices already."""
     starts = sorted(one.start for one in exchanges)
     ends = sorted(one.end for one in exchanges)
@@ -163,5 +164,5 @@ def _collectives(place: Place, events: list[Event], exchanges: list[Slice]) -> l
     for event in events:
         k = bisect.bisect_right(starts, event.start) - 1
         if k < 0 or event.start > ends[k]:
-            found.append(Slice(*place, "collective", event.operation.name, event.start, event.end))
+            found.append(Slice(*at, "collective", event.operation.name, event.start, event.end))
     return found

@@ -16,7 +16,7 @@ from typing import Any, Final
 import jax
 from jax.profiler import ProfileData, ProfileOptions, TraceAnnotation
 
-from ipu_jax.run.observe.tracing._programs import Operation, Program, program_of, programs_in
+from ipu_jax.run.observe.tracing._operations import Operation, Operations, program_of, programs_in
 
 _CLOCK: Final = "ipu_jax clock"
 
@@ -31,7 +31,7 @@ class Event:
 
 
 @dataclasses.dataclass
-class Run:
+class DeviceRun:
     """Hold what one device did in one run of a program that has a scan over ticks.
 
     Attributes:
@@ -73,7 +73,7 @@ class Profiler:
         _mark_clock()
         jax.profiler.stop_trace()
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[DeviceRun]:
         """Return what each device did in each run, in the order of their starts."""
         (path,) = Path(self._into.name).rglob("*.xplane.pb")
         profile = path.read_bytes()
@@ -95,7 +95,7 @@ def _mark_clock() -> None:
             pass
 
 
-def _runs(profile: Any, programs: dict[tuple[str, int], Program]) -> list[Run]:
+def _runs(profile: Any, programs: dict[tuple[str, int], Operations]) -> list[DeviceRun]:
     ends: dict[int, float] = {}
     begun: list[tuple[int, int, Operation | None, float, float, int]] = []
     offsets: list[float] = []
@@ -117,12 +117,12 @@ def _runs(profile: Any, programs: dict[tuple[str, int], Program]) -> list[Run]:
                         end = start + event.duration_ns
                         begun.append((*where, program.get(stats["hlo_op"]), start, end, stats.get("_p", -1)))
     to_clock = min(offsets, default=0.0)
-    runs: dict[tuple[int, int], Run] = {}
+    runs: dict[tuple[int, int], DeviceRun] = {}
     for run_id, device, operation, start, end, producer in begun:
         if operation is None or operation.role != "collective":
             end = max(end, ends.get(producer, 0.0))
         start, end = start - to_clock, end - to_clock
-        run = runs.setdefault((run_id, device), Run(device))
+        run = runs.setdefault((run_id, device), DeviceRun(device))
         run.start, run.end = min(run.start, start), max(run.end, end)
         if operation is not None:
             run.events.append(Event(operation, start, end))
@@ -131,7 +131,7 @@ def _runs(profile: Any, programs: dict[tuple[str, int], Program]) -> list[Run]:
     return in_turn(sorted(runs.values(), key=lambda run: run.start))
 
 
-def in_turn(runs: list[Run]) -> list[Run]:
+def in_turn(runs: list[DeviceRun]) -> list[DeviceRun]:
     """Return the runs, changed so that none ends after the next run of its device has begun.
 
     A device makes one run after the other, so a later end is an end event that came late.

@@ -26,9 +26,9 @@ from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.distributed import popdist
 from ipu_jax.run.observe.tracing import _chrome
 from ipu_jax.run.observe.tracing._assembling import gathered, main_plan, merged, recorded_here
-from ipu_jax.run.observe.tracing._profile import Profiler, Run
-from ipu_jax.run.observe.tracing.report import TraceReport, make_report
+from ipu_jax.run.observe.tracing._profile import DeviceRun, Profiler
 from ipu_jax.run.observe.tracing.timeline import Timeline, TraceError
+from ipu_jax.run.observe.tracing.trace_report import TraceReport, make_report
 
 FILE: Final = "trace.json.gz"
 
@@ -82,7 +82,7 @@ class Recording(Shown, facts.Listener):
         self._meshes: list[Mesh] = []
         self._counted = 0
         self._last: list[Value] = []
-        self._runs: list[Run] = []
+        self._runs: list[DeviceRun] = []
         self._error: Exception | None = None
         self._timeline: Timeline | None = None
         self._report: TraceReport | None = None

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 import ipu_jax
-from ipu_jax.base.cli.parser import Parser, path, whole_number
-from ipu_jax.tools import agreement
-from ipu_jax.tools.agreement import check_memory
+from ipu_jax.base.cli.parser import CommandParser, path, whole_number
+from ipu_jax.tools import comparison
+from ipu_jax.tools.comparison import check_memory
 
 
 @pytest.fixture
 def parser():
     called = {"micro_batches": "--count", "lr": "--rate"}
     hints = {"momentum nesterov": "--rate is all there is"}
-    parser = Parser("command", "Does nothing.", called=called, hints=hints)
+    parser = CommandParser("command", "Does nothing.", called=called, hints=hints)
     parser.add_argument("--count", "--number-of-things", type=whole_number(1, 99), default=3)
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--switch", action="store_true")
@@ -92,7 +92,7 @@ def test_an_error_of_the_library_names_the_flags(argv, line, parser, capsys):
 
 def test_help_lists_a_flag_once_and_keeps_examples_as_they_are(capsys):
     about = "Adds\nup.\n\n  command --count 3\n  command --count 4\n"
-    parser = Parser("command", about, called={"n": "--count"}, brief=True)
+    parser = CommandParser("command", about, called={"n": "--count"}, brief=True)
     parser.add_argument("--count", type=int, metavar="N", help="how many; of each. Or of all (default: 3)")
     texts = []
     for flag in ("--help", "--help-all"):
@@ -116,7 +116,7 @@ def test_help_lists_a_flag_once_and_keeps_examples_as_they_are(capsys):
     ],
 )
 def test_what_is_required_may_be_there_under_a_wrong_name(argv, line, capsys):
-    parser = Parser("command", "Does nothing.")
+    parser = CommandParser("command", "Does nothing.")
     parser.add_argument("--where", required=True)
     parser.add_argument("file")
     parser.add_argument("rest", nargs="...", metavar="...")
@@ -133,7 +133,7 @@ def test_the_memory_of_the_machine_or_its_container_is_the_limit(tmp_path, monke
     check_memory(1, "--rows 1")
     for text, there in (("1000000000\n", "1 GB"), ("max\n", None)):
         (tmp_path / "memory.max").write_text(text)
-        monkeypatch.setattr(agreement, "_OF_CONTAINER", tmp_path / "memory.max")
+        monkeypatch.setattr(comparison, "_OF_CONTAINER", tmp_path / "memory.max")
         with pytest.raises(ValueError, match=r"^--rows 7 need 1,000,000,000 GB or more, and this machine has") as error:
             check_memory(1e18, "--rows 7")
         assert there is None or f"this machine has {there} of memory" in str(error.value)

@@ -13,6 +13,7 @@ from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
 from ipu_jax.chips import Array, Instruction, Program
 from ipu_jax.core.compiled.in_stages import check_update, why_not_own
 from ipu_jax.core.compiled.program import host_loops
+from ipu_jax.core.engine.order import Action, Tick
 from support.refusals import refused
 
 TICKS = """HloModule jit_f, is_scheduled=true
@@ -229,7 +230,7 @@ def test_what_one_ipu_runs_alone_sends_only_within_the_ipu(monkeypatch, sent, ax
     """Four devices, two of each of two IPUs: only one IPU comes to a collective in a guard of its own."""
     mesh = make_mesh(1, 2, tensor=2)
     segment = SimpleNamespace(place=0, stages=("block 0",))
-    plan = SimpleNamespace(ipus=2, segments=(segment,), classes=((0,),))
+    plan = SimpleNamespace(ipus=2, segments=(segment,), classes=((0,),), tick=Tick((Action("F", 0),)))
     monkeypatch.setattr("ipu_jax.core.compiled.in_stages.plan_named", lambda name: plan)
     reason = why_not_own(program_of(IN_GUARDS.format(sent=sent, in_update="none")), mesh)
     assert (reason is not None) == waits_for_all

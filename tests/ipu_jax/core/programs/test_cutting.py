@@ -110,7 +110,7 @@ def test_b_and_w_give_what_the_vjp_gives(turn, half):
     def run(name, params):
         (fn, _, first), (halves, _) = ways[name], programs[name]
         fn, message = (embedded(fn), NO_MESSAGE) if first else (fn, X)
-        _, _, _, stash = halves.forward({"g": params}, message, GIVEN, {})
+        _, stash = halves.forward({"g": params}, message, GIVEN, {})
         dx, made = halves.backward_input({"g": params}, GIVEN, stash, [dy])
         totals = halves.backward_weight({"g": params}, GIVEN, stash, made, empty_sums(params), jnp.int32(0))
         of_params, of_x = jax.vjp(lambda p, x: fn(p, x, GIVEN.microbatch), params, X.y)[1](dy)

@@ -39,8 +39,9 @@ class _Both:
         self.stash = self.halves.stash
 
     def forward(self, params, x):
-        y, _, aux, stash = self.halves.forward({"g": params}, Message(x), GIVEN, {})
-        return (y.y if isinstance(y, Message) else (y, aux["g"])), stash
+        results, stash = self.halves.forward({"g": params}, Message(x), GIVEN, {})
+        y = results.y
+        return (y.y if isinstance(y, Message) else (y, results.aux["g"])), stash
 
     def backward(self, params, stash, dy):
         totals, dx = self.halves.backward({"g": params}, GIVEN, stash, dy, empty_sums(params), jnp.int32(0))

@@ -84,11 +84,11 @@ def gradients(fn, params, recompute="auto", x=X):
 
     @jax.jit
     def run(params, x):
-        y, _, _, stash = program.forward({"g": params}, Message(x), GIVEN, {})
-        dy = jax.random.normal(jax.random.key(7), y.y.shape, y.y.dtype)
+        results, stash = program.forward({"g": params}, Message(x), GIVEN, {})
+        dy = jax.random.normal(jax.random.key(7), results.y.y.shape, results.y.y.dtype)
         dx, *dparams = core.jaxpr_as_fun(program.jaxprs["B"])(*jax.tree.leaves((params, GIVEN)), *stash, dy)
         plain, vjp = jax.vjp(lambda p, x: fn(p, x, GIVEN.microbatch), params, x)
-        return (y.y, dx, *dparams), (plain, *(leaf for tree in vjp(dy)[::-1] for leaf in jax.tree.leaves(tree)))
+        return (results.y.y, dx, *dparams), (plain, *(leaf for tree in vjp(dy)[::-1] for leaf in jax.tree.leaves(tree)))
 
     return run(params, x)
 

@@ -46,7 +46,7 @@ def test_a_group_that_two_stages_of_a_segment_share_gets_both_gradients():
     w = normal((D, D))
     given = MicrobatchInputs(MICROBATCH, (None, None))
     both = trace_segment(whole((stage, stage), "training"), {"g": w}, Message(X), given, {}, last=False)
-    y, _, _, stash = both.forward({"g": w}, Message(X), given, {})
-    dparams, _ = both.backward({"g": w}, given, stash, [jnp.ones_like(y.y)], empty_sums(w), jnp.int32(0))
+    results, stash = both.forward({"g": w}, Message(X), given, {})
+    dparams, _ = both.backward({"g": w}, given, stash, [jnp.ones_like(results.y.y)], empty_sums(w), jnp.int32(0))
     expected = jax.grad(lambda w: (X @ w @ w).sum())(w)
     assert largest_relative_error(dparams, [expected]) < 1e-6

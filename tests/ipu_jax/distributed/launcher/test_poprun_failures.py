@@ -8,7 +8,7 @@ import uuid
 
 import pytest
 
-from ipu_jax.distributed.launcher.report import cause_of
+from ipu_jax.distributed.launcher.causes import cause_of
 from support.launched import gone_within, marked, poprun, program
 
 TWO = ("-v", "--num-instances", "2", "--num-replicas", "2")

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ipu_jax.distributed.launcher.display import Display
 from ipu_jax.distributed.launcher.lines import EVERY, LONGEST, PART_AFTER, STATE_AFTER, Screen, Splitter, fitting
-from ipu_jax.distributed.launcher.terminal import Display
 
 TEXT = st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n", b"\xff", b" 10%", b""]), max_size=30).map(b"".join)
 
@@ -22,26 +22,26 @@ def cut(text):
 
 
 def pieces_of(parts, seconds=0.0):
-    splitter, pieces = Splitter(), []
+    splitter, snippets = Splitter(), []
     for i, part in enumerate(parts):
-        pieces += splitter.feed(part, i * seconds)
-        pieces += splitter.tick((i + 0.99) * seconds) if seconds else []
-    return singly(pieces + splitter.finish())
+        snippets += splitter.feed(part, i * seconds)
+        snippets += splitter.tick((i + 0.99) * seconds) if seconds else []
+    return singly(snippets + splitter.finish())
 
 
-def singly(pieces):
-    """Return pieces with one line each."""
+def singly(snippets):
+    """Return snippets with one line each."""
     return [
         dataclasses.replace(piece, text=line, goes_on=piece.goes_on and i == 0)
-        for piece in pieces
+        for piece in snippets
         for i, line in enumerate(piece.text.split(b"\n"))
     ]
 
 
-def joined(pieces):
+def joined(snippets):
     """Return the lines and states, with the parts of a line put together."""
     whole, rest = [], b""
-    for piece in pieces:
+    for piece in snippets:
         assert piece.goes_on == bool(rest) or not rest
         if piece.kind == "part":
             rest += piece.text
@@ -213,7 +213,7 @@ def test_a_bar_is_as_wide_as_the_terminal_at_most():
 
 
 class Written:
-    """Takes the place of a `Writer`."""
+    """Takes the place of an `OutputWriter`."""
 
     def __init__(self):
         self.data = b""

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from ipu_jax.distributed.launcher import hosts
 from ipu_jax.distributed.launcher.attempts import FRUITLESS, LONG, History
+from ipu_jax.distributed.launcher.culprits import EarlyEnd, Judge, failure_of, first
 from ipu_jax.distributed.launcher.hosts import Beat, Ended, ErrorRecord, Exited, Output, Prepared, Stacks, Started
 from ipu_jax.distributed.launcher.ssh import event_of, line_of
 from ipu_jax.distributed.launcher.supervisor import Outcome
-from ipu_jax.distributed.launcher.verdicts import EarlyEnd, Judge, failure_of, first
 from ipu_jax.distributed.processes.beacons import Mark, Phase, Reading
 
 
@@ -41,7 +41,7 @@ def stepped(judge, instances, steps, duration):
 
 
 def stuck_at(judge, now):
-    found = judge.verdict(now)
+    found = judge.stuck(now)
     assert found is not None
     return found
 
@@ -51,7 +51,7 @@ def test_the_limit_is_five_median_steps_and_at_least_five_seconds(duration, step
     judge = judge_of(2)
     end = stepped(judge, 2, steps, duration)
     limit = max(5, 5 * duration)
-    assert judge.verdict(end + 0.99 * limit) is None
+    assert judge.stuck(end + 0.99 * limit) is None
     stuck = stuck_at(judge, end + 1.01 * limit)
     assert stuck.limit == pytest.approx(limit)
     assert stuck.seconds == pytest.approx(1.01 * limit)
@@ -74,7 +74,7 @@ def test_who_waits_in_a_barrier_is_not_stuck_and_excuses_nobody():
     stuck = stuck_at(judge, 6.1)
     assert (stuck.instance, stuck.limit) == (1, 5)
     beat(judge, 1, 300, begun=11, finished=11, finished_at=300.0, phase_at=0.1)
-    assert judge.verdict(300.0) is None
+    assert judge.stuck(300.0) is None
     beat(judge, 1, 312, begun=12, finished=12, finished_at=312.0, phase_at=0.1)
     late = stuck_at(judge, 312.0)  # its own error should have ended it
     assert (late.instance, late.doing) == (0, "waited")
@@ -85,7 +85,7 @@ def test_who_is_waited_for_before_the_first_step_is_named():
     for now in (50, 109):
         beat(judge, 0, now, begun=0, finished=0, finished_at=0.0, phase=Phase.WAITING, phase_at=1.0, limit=110.0)
         beat(judge, 1, now, begun=0, finished=0, finished_at=0.0, phase=Phase.SILENT, phase_at=0.5)
-        assert judge.verdict(now) is None
+        assert judge.stuck(now) is None
     stuck = stuck_at(judge, 112)
     assert (stuck.instance, stuck.limit) == (1, 110)
     assert stuck.doing.startswith("has not reached its first step; another one waited")
@@ -120,7 +120,7 @@ def test_steps_that_each_read_a_batch_first_are_measured():
 def test_the_first_step_compiles_and_bounds_the_second():
     judge = judge_of(1)
     beat(judge, 0, 40, begun=1, finished=1, finished_at=40, phase_at=40)
-    assert judge.verdict(40 + 199) is None
+    assert judge.stuck(40 + 199) is None
     stuck = stuck_at(judge, 40 + 201)
     assert "the first step" in stuck.rule
 
@@ -132,10 +132,10 @@ def test_others_may_wait_for_one_that_does_something_else(phase):
     for now in range(1, 100):
         beat(judge, 0, end + now, begun=5, finished=5, finished_at=end, phase=phase, phase_at=end + 0.5)
         beat(judge, 1, end + now, begun=6, finished=5, finished_at=end, phase_at=0.1)
-        assert judge.verdict(end + now) is None
+        assert judge.stuck(end + now) is None
     # from its end on, the steps have their usual time
     beat(judge, 0, end + 99.5, begun=5, finished=5, finished_at=end, phase_at=end + 99.5)
-    assert judge.verdict(end + 103) is None
+    assert judge.stuck(end + 103) is None
     stuck = stuck_at(judge, end + 105)
     assert stuck.instance == 0
 
@@ -152,7 +152,7 @@ def test_the_culprit_is_stopped_or_has_begun_the_fewest_steps(begun, stopped, en
         phase = Phase.ENDING if i in ended else Phase.STEPPING
         letter = "T" if i in stopped else "S"
         beat(judge, i, end + 1, letter, begun=steps, finished=10, finished_at=end, phase=phase, phase_at=0.1)
-    stuck = judge.verdict(end + 5.5)
+    stuck = judge.stuck(end + 5.5)
     alive = [i for i in range(len(begun)) if i not in ended or i in stopped]
     stepping = [i for i in range(len(begun)) if i not in ended]
     if not stepping:
@@ -216,7 +216,7 @@ def test_who_waits_where_no_other_one_comes_is_named(instances, named, doing):
         at: Any = {"finished": 20, "finished_at": end, "phase": phase, "phase_at": end, "limit": 300.0}
         reading = progress(begun=begun, joint_begun=joint_begun, joint_made=joint_made, **at)
         judge.beat(Beat(i, 100 + i, "S", dataclasses.replace(reading, label="in a place")), end + 0.1)
-    assert judge.verdict(end + 4.9) is None
+    assert judge.stuck(end + 4.9) is None
     stuck = stuck_at(judge, end + 5.1)
     assert (stuck.instance, stuck.pid) == (named, 100 + named)
     question = " (do all instances make the same number of updates, saves and exchanges?)"
@@ -271,7 +271,7 @@ def test_who_ends_or_tells_of_no_steps_or_has_no_beacon_may_run_for_ever():
     beat(judge, 0, 10, begun=9, finished=9, finished_at=1, phase=Phase.ENDING, phase_at=1)
     judge.beat(Beat(1, 101, "S", None), 10)
     beat(judge, 2, 1e6, begun=0, finished=0, finished_at=0.0, phase=Phase.SILENT, phase_at=1.0)
-    assert judge.verdict(1e6) is None
+    assert judge.stuck(1e6) is None
 
 
 @pytest.mark.parametrize("how", ["is ending", "has exited"])
@@ -282,9 +282,9 @@ def test_who_works_on_when_all_others_have_ended_is_not_stuck(how):
     if how == "has exited":
         judge.exited(0, 1, 0.0)
     beat(judge, 1, end + 3000, begun=10, finished=9, finished_at=end, phase_at=0.1)
-    assert judge.verdict(end + 3000) is None
+    assert judge.stuck(end + 3000) is None
     beat(judge, 1, end + 3000, begun=11, finished=10, finished_at=end, phase_at=0.1)  # a step that the other lacks
-    assert judge.verdict(end + 3000) is not None
+    assert judge.stuck(end + 3000) is not None
 
 
 @pytest.mark.parametrize("letter", ["S", "T"])
@@ -297,10 +297,10 @@ def test_who_does_not_come_to_where_the_others_meet_first_is_named_in_its_time(l
         if letter == "S" or now == 66:
             judge.beat(Beat(1, 101, letter, None), now)
         if now < 65:
-            assert judge.verdict(now) is None
+            assert judge.stuck(now) is None
     stuck = stuck_at(judge, 66)
     assert (stuck.instance, stuck.seconds, stuck.limit, stuck.rule) == (1, 61, 60, "--start-timeout")
-    assert judge_of(3).verdict(1e6) is None  # as long as none has come, its program may never do so
+    assert judge_of(3).stuck(1e6) is None  # as long as none has come, its program may never do so
 
 
 ENDED = {"begun": 5, "finished": 5, "finished_at": 9.0, "phase": Phase.ENDING, "phase_at": 10.0}
@@ -366,25 +366,25 @@ def test_stopped_is_stuck_in_any_phase_after_five_seconds():
     judge = judge_of(1)
     for now in (10.0, 12.0, 14.9):
         judge.beat(Beat(0, 100, "T", None), now)
-        assert judge.verdict(now) is None
+        assert judge.stuck(now) is None
     stuck = stuck_at(judge, 15.1)
     assert stuck.doing == "was stopped"
     judge.beat(Beat(0, 100, "S", None), 15.2)
-    assert judge.verdict(30) is None
+    assert judge.stuck(30) is None
 
 
 def test_an_exception_that_does_not_end_its_program_is_stuck():
     judge = judge_of(1)
     beat(judge, 0, 11, begun=1, finished=1, finished_at=1, phase=Phase.FAILED, phase_at=10)
-    assert judge.verdict(14.9) is None
-    assert judge.verdict(15.1) is not None
+    assert judge.stuck(14.9) is None
+    assert judge.stuck(15.1) is not None
 
 
 def test_compiling_has_its_limit_and_names_the_one_that_has_not_come():
     judge = judge_of(2, compiling=100)
     beat(judge, 0, 50, begun=1, finished=0, finished_at=0, phase=Phase.COMPILING, phase_at=1)
     judge.beat(Beat(1, 101, "S", None), 50)  # it has not even used jax
-    assert judge.verdict(100) is None
+    assert judge.stuck(100) is None
     stuck = stuck_at(judge, 102)
     assert (stuck.instance, stuck.rule) == (1, "--compile-timeout")
 
@@ -393,18 +393,18 @@ def test_the_clocks_start_anew_when_nobody_has_looked():
     judge = judge_of(1, compiling=100)
     end = stepped(judge, 1, 5, 0.1)
     judge.resumed(end + 1000)
-    assert judge.verdict(end + 1004) is None
-    assert judge.verdict(end + 1006) is not None
+    assert judge.stuck(end + 1004) is None
+    assert judge.stuck(end + 1006) is not None
     judge = judge_of(1, compiling=100)
     beat(judge, 0, 1, begun=0, finished=0, finished_at=0, phase=Phase.STARTING, phase_at=1)
     judge.resumed(1000)
-    assert judge.verdict(1099) is None
-    assert judge.verdict(1101) is not None
+    assert judge.stuck(1099) is None
+    assert judge.stuck(1101) is not None
 
 
 def test_a_limit_that_is_off_is_none():
     judge = judge_of(1, stall=math.inf)
-    assert judge.verdict(stepped(judge, 1, 5, 0.1) + 1e6) is None
+    assert judge.stuck(stepped(judge, 1, 5, 0.1) + 1e6) is None
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import pytest
 
 from ipu_jax.distributed import poprun as launcher
 from ipu_jax.distributed.environment import place_of
+from ipu_jax.distributed.launcher.display import Display, OutputWriter
 from ipu_jax.distributed.launcher.options import PoprunParser, options_of
-from ipu_jax.distributed.launcher.terminal import Display, Writer
 from ipu_jax.distributed.launcher.topology import Topology
 from support.launched import environment, gone_within, marked, on_a_terminal, poprun, program, start, wait_for
 
@@ -145,7 +145,7 @@ def test_lines_have_tags_and_go_where_they_were_written():
 def test_a_tag_can_be_short_or_left_out(flags, tag, capfd):
     parser = PoprunParser()
     options = options_of(parser, parser.parse(["-n", "2", *flags]), ["true"])
-    display = Display(Writer(), only=None, tags=options.tag_output, timestamps=options.timestamps, folder=None)
+    display = Display(OutputWriter(), only=None, tags=options.tag_output, timestamps=options.timestamps, folder=None)
     display.begin(0)
     for i in (0, 1):
         display.show(i, "stdout", b"of %d\nrest" % i)

@@ -247,7 +247,7 @@ def test_a_poprun_that_reads_slowly_is_nobodys_fault(tmp_path, size):
     slow = """
         import time
         from ipu_jax.distributed import poprun
-        from ipu_jax.distributed.launcher.terminal import Display
+        from ipu_jax.distributed.launcher.display import Display
         show = Display.show
         Display.show = lambda *words: time.sleep(len(words[-1]) / 1.5e5) or show(*words)
         poprun.command()

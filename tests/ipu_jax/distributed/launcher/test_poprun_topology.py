@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ipu_jax.distributed.environment import Place
+from ipu_jax.distributed.environment import InstancePlace
 from ipu_jax.distributed.launcher.options import PoprunParser
 from ipu_jax.distributed.launcher.topology import (
     Launch,
@@ -138,7 +138,7 @@ def test_nodes_are_read_where_linux_writes_them(tmp_path):
 
 
 def test_a_size_of_the_thread_pool_that_the_user_set_is_kept():
-    place = Place(0, 1, 0, 1, 2, "h:1", "h:1")
+    place = InstancePlace(0, 1, 0, 1, 2, "h:1", "h:1")
     assert Launch(("x",), (place,), {}).variables(place, cores=3)["PJRT_NPROC"] == "5"
     group = dataclasses.replace(place, axes={"tensor": 2})  # 2 IPUs of 2 devices
     assert Launch(("x",), (group,), {}).variables(group, cores=3)["PJRT_NPROC"] == "7"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ipu_jax.distributed.environment import Place
+from ipu_jax.distributed.environment import InstancePlace
 from ipu_jax.distributed.launcher.hosts import Beat, ErrorRecord, LocalHost, Stacks
 from ipu_jax.distributed.launcher.topology import Launch
 from ipu_jax.distributed.processes.beacons import Phase
@@ -74,7 +74,7 @@ class Instance:
 @pytest.fixture
 def instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Instance]:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    place = Place(0, 1, 0, 1, 1, coordinator="127.0.0.1:1", bind="127.0.0.1:1")
+    place = InstancePlace(0, 1, 0, 1, 1, coordinator="127.0.0.1:1", bind="127.0.0.1:1")
     with contextlib.closing(LocalHost("localhost")) as host:
         host.begin(Launch(("bash", "-c", PATIENT), (place,), {}))
         (folder,) = tmp_path.glob("poprun-*")

@@ -12,9 +12,9 @@ import pytest
 
 from ipu_jax.base import facts
 from ipu_jax.core import devices
-from ipu_jax.distributed.processes import beacons, listening
+from ipu_jax.distributed.processes import beacons, listener
 from ipu_jax.distributed.processes.beacons import Beacon, Phase, read
-from ipu_jax.distributed.processes.listening import OWN
+from ipu_jax.distributed.processes.listener import OWN
 from ipu_jax.steps import InFlight
 
 
@@ -146,7 +146,7 @@ def test_work_that_is_said_is_a_phase_until_it_ends(launched, waiting):
 
 def test_a_step_of_all_instances_is_made_once_it_is_dispatched(launched, monkeypatch):
     """Arrays of one process are never on all instances, so the question is answered here."""
-    monkeypatch.setattr(listening, "_is_on_all_instances", lambda leaf: leaf.size == 3)
+    monkeypatch.setattr(listener, "_is_on_all_instances", lambda leaf: leaf.size == 3)
     window, alone = InFlight(), InFlight()
     window.begin(jnp.ones(3))
     assert (seen(launched).joint_begun, seen(launched).joint_made) == (1, 0)

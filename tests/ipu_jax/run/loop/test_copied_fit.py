@@ -12,7 +12,7 @@ import pytest
 
 import ipu_jax
 from ipu_jax import Feed
-from ipu_jax.run.loop import door
+from ipu_jax.run.loop import checked_fit
 from ipu_jax.steps import FitResult
 from support import public_api
 from support.fitted import B, D, Lines, M, assert_same_weights, make_step, normal, twin, weights
@@ -87,4 +87,4 @@ def test_a_copy_trains_evaluates_saves_logs_draws_and_resumes(my_fit, tmp_path):
     assert lines[0] == f"Resumed from {tmp_path}/saved/step-6, after 6 updates"
     events = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert {event["event"] for event in events} >= {"start", "compiled", "losses", "evaluated", "saved", "resumed"}
-    assert set(events[0]) >= {*door.FACTS, "seed"}
+    assert set(events[0]) >= {*checked_fit.FACTS, "seed"}

@@ -5,20 +5,20 @@ import dataclasses
 import numpy as np
 import pytest
 
-from ipu_jax.core.engine.labels import Label, PlanNames, SegmentNames
+from ipu_jax.core.engine.labels import Guard, PlanNames, SegmentNames
 from ipu_jax.core.schedules import make_schedule
 from ipu_jax.observe import Timeline, TraceError
-from ipu_jax.run.observe.tracing._assembling import Part, merged
-from ipu_jax.run.observe.tracing._matching import Place, measured
-from ipu_jax.run.observe.tracing._profile import Event, Run, in_turn
-from ipu_jax.run.observe.tracing._programs import Operation, program_of
-from ipu_jax.run.observe.tracing.report import make_report, split_of
+from ipu_jax.run.observe.tracing._assembling import InstanceTrace, merged
+from ipu_jax.run.observe.tracing._matching import Coordinates, measured
+from ipu_jax.run.observe.tracing._operations import Operation, program_of
+from ipu_jax.run.observe.tracing._profile import DeviceRun, Event, in_turn
 from ipu_jax.run.observe.tracing.timeline import Slice, Step
+from ipu_jax.run.observe.tracing.trace_report import make_report, split_of
 
 SCHEDULE = make_schedule("gpipe", ipus=2, gradient_accumulation=1)  # 0F0 | 1F0 | 1B0 | 0B0
-F: tuple[Label, int] = ("F", 0)
-B: tuple[Label, int] = ("B", 0)
-Y: tuple[Label, int] = ("y", 0)
+F: Guard = ("F", 0)
+B: Guard = ("B", 0)
+Y: Guard = ("y", 0)
 PLAN = PlanNames(
     SCHEDULE,
     ipus=2,
@@ -55,25 +55,23 @@ def run_on_ipu_0(*, task_in_tick=0, late=0.0, without=None, plan=PLAN):
             at += length
     events.append(Event(Operation("update", in_update=True), at + 5, at + 15))
     events.append(Event(Operation("collective", "all-reduce", in_update=True), at + 15, at + 25))
-    return Run(0, 90, at + 40, sorted(events, key=lambda event: event.start))
+    return DeviceRun(0, 90, at + 40, sorted(events, key=lambda event: event.start))
 
 
 def test_an_end_that_came_late_is_no_later_than_the_next_run_of_the_device():
     update = Operation("update", in_update=True)
-    first = Run(
-        0, 100.0, 260.0, [Event(update, 100.0, 150.0), Event(update, 160.0, 260.0), Event(update, 210.0, 220.0)]
-    )
-    other = Run(1, 110.0, 250.0, [Event(update, 110.0, 250.0)])
-    second = Run(0, 200.0, 300.0, [Event(update, 200.0, 300.0)])
+    first = DeviceRun(0, 100, 260, [Event(update, 100, 150), Event(update, 160, 260), Event(update, 210, 220)])
+    other = DeviceRun(1, 110.0, 250.0, [Event(update, 110.0, 250.0)])
+    second = DeviceRun(0, 200.0, 300.0, [Event(update, 200.0, 300.0)])
     assert in_turn([first, other, second]) == [
-        Run(0, 100.0, 200.0, [Event(update, 100.0, 150.0), Event(update, 160.0, 200.0), Event(update, 210.0, 210.0)]),
-        Run(1, 110.0, 250.0, [Event(update, 110.0, 250.0)]),
-        Run(0, 200.0, 300.0, [Event(update, 200.0, 300.0)]),
+        DeviceRun(0, 100, 200, [Event(update, 100, 150), Event(update, 160, 200), Event(update, 210, 210)]),
+        DeviceRun(1, 110.0, 250.0, [Event(update, 110.0, 250.0)]),
+        DeviceRun(0, 200.0, 300.0, [Event(update, 200.0, 300.0)]),
     ]
 
 
 def test_a_loop_is_the_task_of_its_tick():
-    found = measured(run_on_ipu_0(), Place(0, 0, 0), PLAN)
+    found = measured(run_on_ipu_0(), Coordinates(0, 0, 0), PLAN)
     # 13 empty loops: 2 between F and the exchange, 10 more before B, 1 after it
     assert [(one.name, one.start, one.end, one.tick) for one in found.slices] == [
         ("0F0", 100, 130, 0),
@@ -86,15 +84,15 @@ def test_a_loop_is_the_task_of_its_tick():
 
 
 def test_an_end_that_comes_late_is_that_of_the_next_loop_at_the_latest():
-    assert measured(run_on_ipu_0(late=500), Place(0, 0, 0), PLAN).slices == [
-        dataclasses.replace(one) for one in measured(run_on_ipu_0(), Place(0, 0, 0), PLAN).slices
+    assert measured(run_on_ipu_0(late=500), Coordinates(0, 0, 0), PLAN).slices == [
+        dataclasses.replace(one) for one in measured(run_on_ipu_0(), Coordinates(0, 0, 0), PLAN).slices
     ]
 
 
 def test_a_task_in_another_tick_than_planned_is_an_error():
     message = "step 0, tick 0, IPU 0 of replica 3: F of class 0 did not run, but the plan has micro-batch 0"
     with pytest.raises(TraceError, match=message):
-        measured(run_on_ipu_0(task_in_tick=1), Place(0, 3, 0), PLAN)
+        measured(run_on_ipu_0(task_in_tick=1), Coordinates(0, 3, 0), PLAN)
 
 
 def test_what_an_ipu_runs_of_others_tasks_under_uniform_guards_is_no_task_of_its_own():
@@ -103,13 +101,13 @@ def test_what_an_ipu_runs_of_others_tasks_under_uniform_guards_is_no_task_of_its
     (loop,) = (event for event in run.events if event.operation.guard == ("F", 1) and event.start == 130)
     without_effect = Event(Operation("inner", guard=("F", 1)), loop.start + 0.5, loop.end)
     events = sorted([*run.events, without_effect], key=lambda event: event.start)
-    found = measured(dataclasses.replace(run, events=events), Place(0, 0, 0), uniform)
-    assert found == measured(run_on_ipu_0(), Place(0, 0, 0), PLAN)
+    found = measured(dataclasses.replace(run, events=events), Coordinates(0, 0, 0), uniform)
+    assert found == measured(run_on_ipu_0(), Coordinates(0, 0, 0), PLAN)
 
 
 def test_a_lost_event_is_an_error():
     with pytest.raises(TraceError, match=r"step 0 on IPU 0 of replica 0 has 3 loops F\.1 for 4 ticks: XLA lost events"):
-        measured(run_on_ipu_0(without=(("F", 1), 2)), Place(0, 0, 0), PLAN)
+        measured(run_on_ipu_0(without=(("F", 1), 2)), Coordinates(0, 0, 0), PLAN)
 
 
 def test_the_clock_of_another_host_is_set_right():
@@ -118,7 +116,7 @@ def test_the_clock_of_another_host_is_set_right():
         step = {**of, "start": start, "end": start + 3e9}
         task = {**of, "kind": "F", "name": "0F0", "start": start + 1e9, "end": start + 2e9, "tick": 0}
         recorded = {"steps": [step], "slices": [{**task, "stages": [0], "microbatch": 0}], "devices": 1}
-        return Part(ahead, 4e6, recorded)
+        return InstanceTrace(ahead, 4e6, recorded)
 
     timeline = merged(PLAN, [part(0, 0, 0.0, 5e9), part(1, 1, 100e9, 106e9)])
     assert [(step.instance, step.start) for step in timeline.steps] == [(0, 0.0), (1, 1.0)]
@@ -160,8 +158,8 @@ def test_a_loop_that_is_one_kernel_is_a_task_where_the_plan_says_so():
     run = run_on_ipu_0()
     opaque = lambda op: dataclasses.replace(op, is_opaque=op.role == "guard")
     events = [dataclasses.replace(e, operation=opaque(e.operation)) for e in run.events if e.operation.role != "inner"]
-    found = measured(dataclasses.replace(run, events=events), Place(0, 0, 0), PLAN)
-    assert found == measured(run, Place(0, 0, 0), PLAN)
+    found = measured(dataclasses.replace(run, events=events), Coordinates(0, 0, 0), PLAN)
+    assert found == measured(run, Coordinates(0, 0, 0), PLAN)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from ipu_jax.core.schedules import make_schedule
 from ipu_jax.run.observe.runs._verdict import advice_on, bubbles, verdict_of
 from ipu_jax.run.observe.runs.digest import Digest
 from ipu_jax.run.observe.tracing._assembling import planned
-from ipu_jax.run.observe.tracing.report import make_report, median_costs
 from ipu_jax.run.observe.tracing.timeline import Kind, Slice, Step, Timeline
+from ipu_jax.run.observe.tracing.trace_report import make_report, median_costs
 
 
 def log(losses, *others):

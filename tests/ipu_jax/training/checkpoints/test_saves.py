@@ -14,7 +14,7 @@ import optax
 import pytest
 
 from ipu_jax import Checkpoints, TrainOptions, make_train_step
-from ipu_jax.distributed.processes import beacons, listening
+from ipu_jax.distributed.processes import beacons, listener
 from ipu_jax.io import CheckpointError
 from ipu_jax.steps import TrainState
 from ipu_jax.training.checkpoints import _due, _seal
@@ -280,8 +280,8 @@ def test_poprun_is_told_that_a_save_is_no_stuck_step_and_no_compilation(tmp_path
     monkeypatch.setattr(beacons, "current", lambda: beacon)
     monkeypatch.setattr(beacon, "enter", lambda phase, *rest: phases.append(phase) or enter(beacon, phase, *rest))
     monkeypatch.setattr(Store, "begin", lambda self, *a: (seen.append(read()), begin(self, *a)))
-    listener = listening._Compilations(beacon)
-    jax.monitoring.register_event_duration_secs_listener(listener)
+    compilations = listener._Compilations(beacon)
+    jax.monitoring.register_event_duration_secs_listener(compilations)
     try:
         step = step_of()
         state = step.init(WEIGHTS)
@@ -291,7 +291,7 @@ def test_poprun_is_told_that_a_save_is_no_stuck_step_and_no_compilation(tmp_path
             phases.clear()
             checkpoints.save(step.restore({**step.whole(state), "step": 1}), now=True)
     finally:
-        jax.monitoring.unregister_event_duration_listener(listener)
+        jax.monitoring.unregister_event_duration_listener(compilations)
     assert [phase for phase, _ in seen] == [beacons.Phase.BUSY] * 2
     assert {(reading.label, reading.limit) for _, reading in seen} == {("beginning a save", 600.0)}
     assert beacons.Phase.BUSY in phases

@@ -66,7 +66,7 @@ def test_a_training_is_shown(tmp_path, hidden):
 def test_a_process_is_shown_and_after_a_kill_it_is_gone_and_its_record_removed(tmp_path):
     records = tmp_path / "records"
     settings = settings_of(records)
-    begin = HIDE + "from ipu_jax.distributed.processes import own_record; own_record.begin(); "
+    begin = HIDE + "from ipu_jax.distributed.processes import record; record.begin(); "
     waits = [sys.executable, "-c", f"{begin}print('ready', flush=True); import time; time.sleep(600)"]
     with subprocess.Popen(waits, env=settings, stdout=subprocess.PIPE, text=True) as killed:
         assert killed.stdout is not None

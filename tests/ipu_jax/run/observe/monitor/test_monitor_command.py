@@ -41,9 +41,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_json_has_a_line_with_stable_keys(folder, capsys):
     """All of the line can be printed, whatever the record says."""
-    with recorded(
-        folder, f"{STEPS}\nown_record.note(ipus=[dict(id=3, platform='cpu', kind='\\x1b]0;t\\x9b')])"
-    ) as running:
+    with recorded(folder, f"{STEPS}\nrecord.note(ipus=[dict(id=3, platform='cpu', kind='\\x1b]0;t\\x9b')])") as running:
         (folder / "other").write_text("")
         assert command.main(["--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
@@ -263,7 +261,7 @@ def test_colours_are_for_terminals_that_want_them(folder, settings, is_green):
 
 
 def test_a_pipe_has_neither_colours_nor_bars(folder):
-    with recorded(folder, f"{STEPS}\nown_record.note(planned_after=0, planned_updates=12)"):
+    with recorded(folder, f"{STEPS}\nrecord.note(planned_after=0, planned_updates=12)"):
         for flags in ("--once", "--json"):
             done = subprocess.run([*MONITOR, flags], env=environment(TERM="xterm"), capture_output=True, timeout=60)
             assert (done.returncode, done.stderr) == (0, b"")

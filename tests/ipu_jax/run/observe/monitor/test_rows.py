@@ -60,7 +60,7 @@ def test_a_process_that_steps_runs_at_its_speed_of_late(folder):
 
 def test_the_time_left_is_that_of_the_planned_updates_at_the_speed_of_late(folder):
     """By hand: 20 of 120 updates are made at 20 updates per second."""
-    note = "own_record.note(planned_after=0, planned_updates={})"
+    note = "record.note(planned_after=0, planned_updates={})"
     with recorded(folder, STEPS.format(last=1) + note.format(120)):
         row = row_of()
         assert (row.planned_after, row.planned_updates) == (0, 120)
@@ -111,7 +111,7 @@ def test_what_is_no_step_may_take_its_own_time(folder, phase, state, doing):
 
 
 def test_instances_wait_for_the_one_that_is_stuck(folder):
-    note = "\nown_record.note(instance={}, instances=2, run='poprun-abc')"
+    note = "\nrecord.note(instance={}, instances=2, run='poprun-abc')"
     behind = note.format(1) + STEPS.format(last=40)
     ahead = note.format(0) + STEPS.format(last=19) + "beacon.begun()"
     with recorded(folder, ahead) as first, recorded(folder, behind) as second:
@@ -133,7 +133,7 @@ def test_another_run_does_not_wait_for_it(folder):
 
 
 def test_another_user_cannot_join_a_run(folder, monkeypatch):
-    note = "\nown_record.note(instance={}, instances=2, run='poprun-abc')"
+    note = "\nrecord.note(instance={}, instances=2, run='poprun-abc')"
     with (
         recorded(folder, note.format(0) + STEPS.format(last=19) + "beacon.begun()"),
         recorded(folder, note.format(1) + STEPS.format(last=20)) as second,

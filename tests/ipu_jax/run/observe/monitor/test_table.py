@@ -8,7 +8,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from ipu_jax.run.observe.monitor.records import Ignored, Ipu
-from ipu_jax.run.observe.monitor.rows import Look, Row
+from ipu_jax.run.observe.monitor.rows import Look, ProcessRow
 from ipu_jax.run.observe.monitor.table import fitting, picture_of
 
 IPUS = tuple(Ipu(k, "cpu", "cpu", k // 2, k % 2, (("mlp", "conv")[k % 2], "head")) for k in range(4))
@@ -41,7 +41,7 @@ def row(**values):
         "device_bytes": None,
         "device_limit_bytes": None,
     }
-    return Row(**{**usual, **values})
+    return ProcessRow(**{**usual, **values})
 
 
 def drawn(*rows, width, ignored=(), colours=None, bars=False):

@@ -25,7 +25,7 @@ _WORTH_MOVING = 0.02  # a smaller gain is within the run-to-run variation of mea
 
 
 @dataclasses.dataclass(frozen=True)
-class IpuReport:
+class IpuTimes:
     """Hold where the time of one IPU went, in seconds of a mean step.
 
     Attributes:
@@ -68,7 +68,7 @@ class TraceReport(Shown):
 
     steps: int
     step_seconds: float
-    ipus: tuple[IpuReport, ...]
+    ipus: tuple[IpuTimes, ...]
     stage_seconds: tuple[float, ...]
     slowest: tuple[int, ...]
     split: str
@@ -103,11 +103,11 @@ def make_report(timeline: Timeline) -> TraceReport:
         if one.kind in TASKS:
             start, end = spans.get((one.replica, one.step), (one.start, one.end))
             spans[one.replica, one.step] = min(start, one.start), max(end, one.end)
-    ipus: list[IpuReport] = []
+    ipus: list[IpuTimes] = []
     for replica, ipu in timeline.ipus:
         span = sum(end - start for (of, _), (start, end) in spans.items() if of == replica)
         planned = 1 - plan.busy[ipu] / plan.makespan if plan.makespan else 0.0
-        ipus.append(_report_of_ipu(timeline, replica, ipu, span, planned))
+        ipus.append(_times_of_ipu(timeline, replica, ipu, span, planned))
     stage_seconds = _per_stage(timeline.schedule, costs)
     segments = {stages for stages, _ in costs}
     return TraceReport(
@@ -124,7 +124,7 @@ def make_report(timeline: Timeline) -> TraceReport:
     )
 
 
-def _report_of_ipu(timeline: Timeline, replica: int, ipu: int, span: float, bubble_planned: float) -> IpuReport:
+def _times_of_ipu(timeline: Timeline, replica: int, ipu: int, span: float, bubble_planned: float) -> IpuTimes:
     """Return the report of an IPU, whose replica's steps have tasks for `span` seconds."""
     mine = timeline.of_ipu(replica, ipu)
     steps = [step for step in timeline.steps if (step.replica, step.ipu) == (replica, ipu)]
@@ -133,7 +133,7 @@ def _report_of_ipu(timeline: Timeline, replica: int, ipu: int, span: float, bubb
     update = sum(net for _, net in net_seconds((one for one in mine if one.kind == "update"), waits))
     waiting = sum(one.seconds for one in mine if one.kind in WAITING)
     whole, count = sum(step.end - step.start for step in steps), len(steps)
-    return IpuReport(
+    return IpuTimes(
         replica,
         ipu,
         steps[0].instance,

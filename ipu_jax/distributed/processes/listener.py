@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 
 from ipu_jax.base import facts
 from ipu_jax.base.annotations import Device, Json, Tree, Value
-from ipu_jax.distributed.processes import beacons, flight, own_record
+from ipu_jax.distributed.processes import beacons, flight, record
 from ipu_jax.distributed.processes.beacons import Beacon, Phase
 
 _BACKEND_COMPILE: Final = "/jax/core/compile/backend_compile_duration"
@@ -50,18 +50,18 @@ class OwnProcess(facts.Listener):
         return beacons.during(Phase.WAITING if waiting else Phase.BUSY, doing, seconds)
 
     def stepping(self) -> None:
-        beacon = own_record.begin()
+        beacon = record.begin()
         if beacon is not None and beacon is not self._heard_by:
             self._heard_by = beacon
             jax.monitoring.register_event_duration_secs_listener(_Compilations(beacon))
 
     def devices(self, devices: Sequence[Device]) -> None:
         self.stepping()
-        own_record.note(**_place(), ipus=[_described(device) for device in devices])
+        record.note(**_place(), ipus=[_described(device) for device in devices])
 
     def mesh(self, mesh: Mesh, stages: Sequence[tuple[str, int | None]]) -> None:
         self.stepping()
-        if not own_record.is_begun():
+        if not record.is_begun():
             return
         own = jax.process_index()
         ipus: list[dict[str, Json]] = []
@@ -71,7 +71,7 @@ class OwnProcess(facts.Listener):
                 place = {"replica": replica, "ipu": ipu, "further": further}
                 ipus.append({**_described(device), **place, "stages": there})
         replicas, ipus_per_replica = mesh.devices.shape[:2]
-        own_record.note(**_place(), replicas=replicas, ipus_per_replica=ipus_per_replica, ipus=ipus)
+        record.note(**_place(), replicas=replicas, ipus_per_replica=ipus_per_replica, ipus=ipus)
 
     def ticks(self, *args: Any, **kwargs: Any) -> flight.Report | None:
         return flight.report_of(*args, **kwargs)
@@ -79,10 +79,10 @@ class OwnProcess(facts.Listener):
     def planned(self, updates: int | None) -> None:
         beacon = beacons.current()
         if updates is None or beacon is None:
-            own_record.note(planned_after=None, planned_updates=None)
+            record.note(planned_after=None, planned_updates=None)
         else:
             after = beacon.updates + sum(of_updates for _, of_updates, _ in self._unfinished)
-            own_record.note(planned_after=after, planned_updates=after + updates)
+            record.note(planned_after=after, planned_updates=after + updates)
 
     def dispatching(self, window: Any, arguments: Tree) -> None:
         beacon = beacons.current()
@@ -131,7 +131,7 @@ class OwnProcess(facts.Listener):
                 held, limit = _device_bytes()
                 beacon.hold(held)
                 if limit:
-                    own_record.note(device_limit_bytes=limit)
+                    record.note(device_limit_bytes=limit)
                 self._ask_memory_at, self._devices_tell = now + _ASK_MEMORY_EVERY, held > 0
             beacon.finished(steps, updates, samples)
 

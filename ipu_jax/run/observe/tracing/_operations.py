@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, Final, Literal
 
 from ipu_jax.core.engine import labels
-from ipu_jax.core.engine.labels import UPDATE, Label, PlanNames
+from ipu_jax.core.engine.labels import UPDATE, Guard, PlanNames
 
 Role = Literal["scan", "guard", "inner", "collective", "update", "outside"]
 
@@ -39,17 +39,17 @@ class Operation:
     role: Role
     name: str = ""
     plan: PlanNames | None = None
-    guard: tuple[Label, int] | None = None
+    guard: Guard | None = None
     in_update: bool = False
     is_opaque: bool = False
 
 
-Program = dict[str, Operation]
+Operations = dict[str, Operation]
 
 
-def programs_in(profile: bytes) -> dict[tuple[str, int], Program]:
+def programs_in(profile: bytes) -> dict[tuple[str, int], Operations]:
     """Return the programs of a profile that have a scan over ticks, by their names and numbers in it."""
-    programs: dict[tuple[str, int], Program] = {}
+    programs: dict[tuple[str, int], Operations] = {}
     for field, plane in _fields(profile):
         if field != 1 or _first(plane, 2) != b"/host:metadata":
             continue
@@ -65,7 +65,7 @@ def programs_in(profile: bytes) -> dict[tuple[str, int], Program]:
     return programs
 
 
-def program_of(name: str, number: int, programs: dict[tuple[str, int], Program]) -> Program | None:
+def program_of(name: str, number: int, programs: dict[tuple[str, int], Operations]) -> Operations | None:
     """Return the program of an event; None if there is none, or if several programs match."""
     if (name, number) in programs:
         return programs[name, number]
@@ -74,12 +74,12 @@ def program_of(name: str, number: int, programs: dict[tuple[str, int], Program])
     return alike[0] if len(alike) == 1 else None
 
 
-def _operations(proto: bytes) -> Program:
+def _operations(proto: bytes) -> Operations:
     computations = [part for field, part in _fields(_first(proto, 1) or b"") if field == 3]
-    found: Program = {}
-    bodies: dict[int, tuple[Label, int]] = {}  # by the number of the computation
+    found: Operations = {}
+    bodies: dict[int, Guard] = {}  # by the number of the computation
     instructions: list[tuple[int, str, str, str, list[int]]] = []
-    loops_in: dict[int, tuple[Label, int]] = {}  # by the number of the computation that contains the loop
+    loops_in: dict[int, Guard] = {}  # by the number of the computation that contains the loop
     calls: dict[int, set[int]] = {}
     scans: set[int] = set()  # their computations
     for computation in computations:

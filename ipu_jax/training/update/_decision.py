@@ -6,7 +6,7 @@
 A stopped state stays as it is, and so does its `step`, whatever it is called with. So calls that were dispatched ahead
 do not lose the state in which a batch was not finite, and the host can find out why.
 
-Every IPU of every replica must come to the same verdict. The loss is the same on all of them, so it needs no
+Every IPU of every replica must come to the same decision. The loss is the same on all of them, so it needs no
 communication; whether the gradients are finite is agreed on by `Iteration`.
 """
 
@@ -20,8 +20,8 @@ from ipu_jax.training.update.state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
-    """The verdict on an update, the same on all IPUs of all replicas. All fields are scalars.
+class Decision:
+    """The decision on an update, the same on all IPUs of all replicas. All fields are scalars.
 
     Attributes:
         made: bool, whether the update is made.
@@ -43,8 +43,8 @@ def limit_of(options: TrainOptions) -> int:
     return options.max_skips if options.on_nonfinite == "skip" else 1
 
 
-def judged(options: TrainOptions, state: TrainState, loss: Value, finite: Value) -> Verdict:
-    """Return the verdict on an update under `on_nonfinite`. Communicates nothing.
+def decided(options: TrainOptions, state: TrainState, loss: Value, finite: Value) -> Decision:
+    """Return the decision on an update under `on_nonfinite`. Communicates nothing.
 
     Args:
         options: the step's options.
@@ -60,7 +60,7 @@ def judged(options: TrainOptions, state: TrainState, loss: Value, finite: Value)
     # an overflow that a DynamicScale skips neither adds to a streak nor ends it
     streak = jnp.where(made, 0, state.nonfinite + (bad & ~stopped))
     counts = (streak < limit_of(options)).astype(jnp.int32)
-    return Verdict(made, finite, streak.astype(jnp.int32), counts, jnp.where(bad | stopped, state.step + 1, 0))
+    return Decision(made, finite, streak.astype(jnp.int32), counts, jnp.where(bad | stopped, state.step + 1, 0))
 
 
 def first_of(before: Value, number: Value) -> Value:

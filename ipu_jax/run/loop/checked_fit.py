@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from ipu_jax.base.annotations import Json, Tree
 from ipu_jax.base.checks import as_int, check_count, check_positive, in_line
-from ipu_jax.base.cli.places import check_file, writable_folder
-from ipu_jax.base.doors import public
+from ipu_jax.base.cli.output_paths import check_file, writable_folder
+from ipu_jax.base.decorators import public
 from ipu_jax.base.showing import counted
 from ipu_jax.distributed import popdist
 from ipu_jax.run.loop import fit as loop

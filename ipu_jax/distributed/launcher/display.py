@@ -1,6 +1,6 @@
 """Show the output of the instances on the user's terminal, and take the signals that the user sends from it.
 
-    Output(1, "stdout", b"a\\nb")  -->  files  -->  Splitter  -->  Screen  -->  Writer  -->  [1,1]<stdout>:a
+    Output(1, "stdout", b"a\\nb")  -->  files  -->  Splitter  -->  Screen  -->  OutputWriter  -->  [1,1]<stdout>:a
 
 The writer is a thread with a bounded queue, so that a slow reader does not hold up supervision. While the queue is
 full, the pipes of the instances are not read, so nothing is lost and memory does not grow. The instances wait as if
@@ -27,7 +27,7 @@ from typing import Final, Literal
 
 from ipu_jax.base.terminal import without_commands
 from ipu_jax.distributed.launcher.hosts import Stream
-from ipu_jax.distributed.launcher.lines import Piece, Screen, Splitter
+from ipu_jax.distributed.launcher.lines import Screen, Snippet, Splitter
 
 MOST: Final = 4 << 20
 """Bytes in the queue at which the instances have to wait."""
@@ -85,7 +85,7 @@ class Signals:
         return [number for number in taken if number != signal.SIGCHLD]
 
 
-class Writer:
+class OutputWriter:
     """Writes to file descriptors in the order of the requests, in a thread of its own."""
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class Display:
         folder: where each stream is also written to a file; None for no files.
     """
 
-    def __init__(self, writer: Writer, *, only: int | None, tags: Tags, timestamps: bool, folder: Path | None):
+    def __init__(self, writer: OutputWriter, *, only: int | None, tags: Tags, timestamps: bool, folder: Path | None):
         self.writer, self._only, self._tags, self._timestamps, self._folder = writer, only, tags, timestamps, folder
         self._sources: dict[tuple[int, Stream], _Source] = {}
         self._screens = _screens()
@@ -174,9 +174,9 @@ class Display:
         source, now = self._source(instance, stream), time.monotonic()
         if data:
             self._keep(source, data)
-            self._pieces(instance, stream, source.splitter.feed(data, now))
+            self._snippets(instance, stream, source.splitter.feed(data, now))
             return
-        self._pieces(instance, stream, source.splitter.finish())
+        self._snippets(instance, stream, source.splitter.finish())
         self._put(stream, self._screens[stream].finish(f"{instance} {stream}"))
         if source.file is not None:
             source.file.close()
@@ -186,7 +186,7 @@ class Display:
         """Show the text that has waited too long for its end."""
         now = time.monotonic()
         for (instance, stream), source in self._sources.items():
-            self._pieces(instance, stream, source.splitter.tick(now))
+            self._snippets(instance, stream, source.splitter.tick(now))
         for stream, screen in self._screens.items():
             self._put(stream, screen.tick(now))
 
@@ -251,30 +251,30 @@ class Display:
                 source.file.close()
                 source.file = None
 
-    def _pieces(self, instance: int, stream: Stream, pieces: list[Piece]) -> None:
+    def _snippets(self, instance: int, stream: Stream, snippets: list[Snippet]) -> None:
         key, screen, source = f"{instance} {stream}", self._screens[stream], self._sources[instance, stream]
         hidden = stream == "stdout" and self._only not in (None, instance)
-        for piece in itertools.chain.from_iterable(_clean(each, source, stream) for each in pieces):
-            if piece.kind == "state":
+        for snippet in itertools.chain.from_iterable(_clean(each, source, stream) for each in snippets):
+            if snippet.kind == "state":
                 if instance == 0 and not hidden:
                     tag, now = self._tag(instance, stream), time.monotonic()
                     # of the texts between two blank ones, the first may be due, and the last stays
-                    for _, run in itertools.groupby(piece.text.split(b"\n"), lambda text: not text.strip()):
+                    for _, run in itertools.groupby(snippet.text.split(b"\n"), lambda text: not text.strip()):
                         first, *others = run
                         for text in (first, *others[-1:]):
                             self._put(stream, screen.state(key, tag, text, now))
                 continue
-            last, shown = [piece.text], self._shown + 1
-            if b"\n" in piece.text:
-                last = piece.text[-_KEPT * _LONGEST_KEPT :].rsplit(b"\n", _KEPT)[-_KEPT:]
-                shown += piece.text.count(b"\n")
+            last, shown = [snippet.text], self._shown + 1
+            if b"\n" in snippet.text:
+                last = snippet.text[-_KEPT * _LONGEST_KEPT :].rsplit(b"\n", _KEPT)[-_KEPT:]
+                shown += snippet.text.count(b"\n")
             for i, line in enumerate(last):
                 number = -1 if hidden else shown - len(last) + 1 + i
                 source.tail.append((number, line[-_LONGEST_KEPT:].decode(errors="replace")))
             if not hidden:
                 self._shown = shown
-                draw = screen.line if piece.kind == "line" else screen.part
-                self._put(stream, draw(key, self._tag(instance, stream), piece.text, goes_on=piece.goes_on))
+                draw = screen.line if snippet.kind == "line" else screen.part
+                self._put(stream, draw(key, self._tag(instance, stream), snippet.text, goes_on=snippet.goes_on))
 
     def _tag(self, instance: int, stream: Stream) -> bytes:
         at = ""
@@ -288,31 +288,31 @@ class Display:
         self.writer.put(_HANDLES[stream], data)
 
 
-def _clean(piece: Piece, source: _Source, stream: Stream) -> Iterator[Piece]:
-    """Yield a piece without terminal commands or gloo's noise: line by line only if it contains gloo's.
+def _clean(snippet: Snippet, source: _Source, stream: Stream) -> Iterator[Snippet]:
+    """Yield a snippet without terminal commands or gloo's noise: line by line only if it contains gloo's.
 
     A bar that has a terminal to itself may erase its own lines. Here it would erase tags, and other instances' lines.
     The same holds for a file or a pipe, which may be shown on a terminal later.
     """
-    may_be_noisy = stream == "stdout" and piece.kind != "state"
-    text = without_commands(piece.text)
-    if text is not piece.text:
+    may_be_noisy = stream == "stdout" and snippet.kind != "state"
+    text = without_commands(snippet.text)
+    if text is not snippet.text:
         if b"\n\n" in b"\n%b\n" % text:  # a line that had nothing but commands is left out
-            pairs = zip(text.split(b"\n"), piece.text.split(b"\n"), strict=True)
-            left = [line for i, (line, before) in enumerate(pairs) if line or not before or (piece.goes_on and i == 0)]
+            pairs = zip(text.split(b"\n"), snippet.text.split(b"\n"), strict=True)
+            left = [line for i, (line, before) in enumerate(pairs) if line or not before or (snippet.goes_on and not i)]
             if not left:
                 return
             text = b"\n".join(left)
-        piece = dataclasses.replace(piece, text=text)
-    if not (may_be_noisy and (source.ends_of_noise or any(said in piece.text for said in _SAID_BY_GLOO))):
-        yield piece
+        snippet = dataclasses.replace(snippet, text=text)
+    if not (may_be_noisy and (source.ends_of_noise or any(said in snippet.text for said in _SAID_BY_GLOO))):
+        yield snippet
         return
-    for i, line in enumerate(piece.text.split(b"\n")):
+    for i, line in enumerate(snippet.text.split(b"\n")):
         text, source.ends_of_noise = without_noise(line, source.ends_of_noise)
         if text is not None:
             # the newline after a bar may be gloo's: the bar goes on
-            kind = "state" if piece.was_state and text != line and not piece.goes_on else piece.kind
-            yield dataclasses.replace(piece, kind=kind, text=text, goes_on=piece.goes_on and i == 0)
+            kind = "state" if snippet.was_state and text != line and not snippet.goes_on else snippet.kind
+            yield dataclasses.replace(snippet, kind=kind, text=text, goes_on=snippet.goes_on and i == 0)
 
 
 def _screens() -> dict[Stream, Screen]:

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import pytest
 
 from ipu_jax.core.schedules import make_schedule
-from ipu_jax.run.observe.runs.report import memory_of, write_report
+from ipu_jax.run.observe.runs.page import memory_of, write_report
 from ipu_jax.run.observe.tracing._assembling import planned
-from ipu_jax.run.observe.tracing.report import Costs, make_report
 from ipu_jax.run.observe.tracing.timeline import Slice, Step, Timeline
+from ipu_jax.run.observe.tracing.trace_report import Costs, make_report
 from support.refusals import refusals, refused
 
 EVIL = "</script><script>alert(1)</script>&amp; \"quoted\" 'text' <!--CSS-->"

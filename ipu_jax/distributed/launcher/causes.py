@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from ipu_jax.distributed.launcher.verdicts import EarlyEnd, Failure, Stuck
+from ipu_jax.distributed.launcher.culprits import EarlyEnd, Failure, Stuck
 
 _MOST_LINES: Final = 40
 _CAUSES: Final = {

@@ -23,7 +23,7 @@ from ipu_jax import (
     make_train_step,
     verify,
 )
-from ipu_jax.base.doors import public
+from ipu_jax.base.decorators import public
 from ipu_jax.pipelines import reference_value_and_grad
 from support.refusals import refusals, refused
 

@@ -15,9 +15,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from ipu_jax import ALL_IPUS, Feed, Pipeline, Stage, TrainOptions, cli, fit, make_mesh, make_train_step, popdist
-from ipu_jax.distributed.processes import beacons, listening, own_record
+from ipu_jax.distributed.processes import beacons, listener, record
 from ipu_jax.distributed.processes.identity import is_living, own_identity
-from ipu_jax.distributed.processes.listening import OWN
+from ipu_jax.distributed.processes.listener import OWN
 from ipu_jax.run.observe.monitor import records
 from ipu_jax.steps import InFlight
 from support.launched import environment
@@ -27,12 +27,12 @@ from support.launched import environment
 def folder(tmp_path, monkeypatch):
     """Let this process begin a record of its own, in a new folder."""
     monkeypatch.setenv("IPU_JAX_MONITOR", str(tmp_path / "records"))
-    for module, name in ((own_record, "_asked"), (own_record, "_record"), (beacons, "_current"), (beacons, "_looked")):
+    for module, name in ((record, "_asked"), (record, "_record"), (beacons, "_current"), (beacons, "_looked")):
         monkeypatch.setattr(module, name, None)
     OWN.forget()
     yield tmp_path / "records"
-    if own_record._record is not None:
-        own_record._record.remove()
+    if record._record is not None:
+        record._record.remove()
 
 
 def written(folder):
@@ -106,7 +106,7 @@ def test_devices_that_tell_are_asked_for_their_memory_now_and_then(folder, monke
             return {"bytes_in_use": 1000 * len(asked)}
 
     clock = [0.0]
-    monkeypatch.setattr("ipu_jax.distributed.processes.listening.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("ipu_jax.distributed.processes.listener.time.monotonic", lambda: clock[0])
     monkeypatch.setattr("jax.local_devices", lambda: [Device()])
     window, output = InFlight(), jnp.ones(()).block_until_ready()
     held: list[int] = []
@@ -124,7 +124,7 @@ def test_devices_with_a_limit_say_it_once_all_do(folder, monkeypatch):
     static, reading = written(folder)
     assert (reading.device_bytes, static["device_limit_bytes"]) == (11, 150)
     del stats[0]["bytes_limit"]
-    assert listening._device_bytes() == (11, 0)
+    assert listener._device_bytes() == (11, 0)
 
 
 def test_a_plan_counts_from_the_updates_that_were_made(folder):
@@ -180,7 +180,7 @@ def test_steps_of_a_loop_of_ones_own_count_as_they_are_told(folder):
 def test_the_speed_of_late_is_since_a_mark_some_seconds_ago(folder, monkeypatch):
     clock = [100]
     monkeypatch.setattr("ipu_jax.distributed.processes.beacons.time.monotonic_ns", lambda: clock[0] * 10**9)
-    beacon = own_record.begin()
+    beacon = record.begin()
     assert beacon is not None
     marks: list[float] = []
     for _ in range(20):
@@ -202,15 +202,15 @@ def said_by(code, folder):
 def test_only_the_user_may_read_it_and_it_goes_with_the_process(tmp_path):
     code = """
 import json, os
-from ipu_jax.distributed.processes import beacons, own_record
-own_record.begin(), own_record.note(replicas=3)
-folder = own_record.own_folder()
+from ipu_jax.distributed.processes import beacons, record
+record.begin(), record.note(replicas=3)
+folder = record.own_folder()
 print(*(oct(path.stat().st_mode & 0o777) for path in (folder, *folder.iterdir())))
 if os.fork() == 0:
     print(beacons.current(), flush=True)
-    own_record.note(replicas=4)  # of which it has no record
-    own_record.begin()
-    own_record.note(replicas=5)
+    record.note(replicas=4)  # of which it has no record
+    record.begin()
+    record.note(replicas=5)
     print(len(list(folder.iterdir())), flush=True)
     raise SystemExit  # whose exit is not the end of the other process
 os.wait()
@@ -223,11 +223,11 @@ print(*(json.loads(path.read_bytes()[beacons.SIZE:])["replicas"] for path in fol
 def test_a_process_that_replaces_its_program_begins_anew(tmp_path):
     code = """
 import json, os, sys
-from ipu_jax.distributed.processes import beacons, own_record
-own_record.begin(), own_record.note(run="a" * (2000 if len(sys.argv) == 1 else 1))
+from ipu_jax.distributed.processes import beacons, record
+record.begin(), record.note(run="a" * (2000 if len(sys.argv) == 1 else 1))
 if len(sys.argv) == 1:
     os.execv(sys.executable, [*sys.orig_argv, "again"])
-(path,) = own_record.own_folder().iterdir()
+(path,) = record.own_folder().iterdir()
 print(json.loads(path.read_bytes()[beacons.SIZE:])["run"], beacons.read(path).pid == os.getpid())
 """
     assert said_by(code, tmp_path) == "a True\n"
@@ -236,17 +236,17 @@ print(json.loads(path.read_bytes()[beacons.SIZE:])["run"], beacons.read(path).pi
 def test_the_records_lie_in_the_users_own_runtime_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("IPU_JAX_MONITOR")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert own_record.own_folder() == tmp_path / "ipu_jax"
+    assert record.own_folder() == tmp_path / "ipu_jax"
     monkeypatch.setattr(os, "geteuid", lambda: 4321)  # as under sudo: the folder is another user's
     monkeypatch.setattr("tempfile.gettempdir", lambda: "/scratch")
-    assert str(own_record.own_folder()) == "/scratch/ipu_jax-4321"
+    assert str(record.own_folder()) == "/scratch/ipu_jax-4321"
 
 
 @pytest.mark.parametrize("word", ["OFF", "0", "no"])
 def test_it_can_be_turned_off(folder, monkeypatch, word):
     monkeypatch.setenv("IPU_JAX_MONITOR", word)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder.parent))
-    assert own_record.begin() is None
+    assert record.begin() is None
     assert not (folder.parent / "ipu_jax").exists()
 
 
@@ -263,7 +263,7 @@ def test_what_is_no_folder_of_ones_own_gets_no_record(folder, tmp_path, monkeypa
     else:
         monkeypatch.setenv("IPU_JAX_MONITOR", str(folder / "deeper"))
     InFlight(limit=1).admit(jnp.ones(()))
-    assert own_record.begin() is None
+    assert record.begin() is None
     assert beacons.current() is None
     assert list(elsewhere.iterdir()) == []
     assert not folder.is_dir() or list(folder.iterdir()) == []
@@ -279,14 +279,14 @@ def test_a_full_disk_gives_no_record_and_no_error(folder, monkeypatch, what):
         what, _, missing = what.split()
         monkeypatch.delattr(os, missing)
     monkeypatch.setattr(mmap if what == "mmap" else os, what, full)
-    assert own_record.begin() is None
+    assert record.begin() is None
     assert not folder.exists() or list(folder.iterdir()) == []
 
 
 def test_without_proc_psutil_tells_who_lives(folder, monkeypatch, tmp_path):
     monkeypatch.setattr("ipu_jax.distributed.processes.identity._PROC", tmp_path / "none")
-    assert own_record.begin() is not None
-    (own,) = map(own_record.identity_of, os.listdir(folder))
+    assert record.begin() is not None
+    (own,) = map(record.identity_of, os.listdir(folder))
     assert own is not None
     assert own == own_identity()
     assert own.pid == os.getpid()
@@ -303,23 +303,23 @@ def test_where_proc_tells_nothing_there_is_no_record(folder, monkeypatch, tmp_pa
     (tmp_path / "none" / "self").mkdir(parents=True)
     monkeypatch.setattr("ipu_jax.distributed.processes.identity._PROC", tmp_path / "none")
     assert own_identity() is None
-    assert own_record.begin() is None
+    assert record.begin() is None
     assert not folder.exists()
 
 
 @pytest.mark.parametrize("has_fallocate", [True, False])
 def test_what_is_noted_on_a_full_disk_leaves_what_was_said(folder, monkeypatch, has_fallocate):
-    own_record.begin()
-    own_record.note(run="x" * 1000)
-    own_record.note(run="short")
+    record.begin()
+    record.note(run="x" * 1000)
+    record.note(run="short")
     if has_fallocate:
         monkeypatch.setattr(os, "posix_fallocate", full)
     else:  # only some of it can be written
         monkeypatch.delattr(os, "posix_fallocate")
-        own_record.note(run="y" * 10)
+        record.note(run="y" * 10)
         write = os.pwrite
         monkeypatch.setattr(os, "pwrite", lambda file, text, place: write(file, text[: len(text) // 2], place))
-    own_record.note(replicas=7, run="x" * 5000)
+    record.note(replicas=7, run="x" * 5000)
     static, _ = written(folder)
     assert (static["run"], static["replicas"]) == ("short" if has_fallocate else "y" * 10, None)
 
@@ -331,13 +331,13 @@ def test_what_killed_processes_have_left_is_removed_by_the_next(folder):
     others = [f"{own._replace(start=1, boot='00000000')}.record", f"{own._replace(start=1)}.txt", "notes"]
     for name in (f"{own._replace(start=own.start - 1)}.record", *others):
         (folder / name).write_text("")
-    own_record.begin()
+    record.begin()
     assert {path.name for path in folder.iterdir()} == {*others, f"{own}.record"}
 
 
 def test_a_long_command_is_shortened(folder, monkeypatch):
     monkeypatch.setattr(sys, "orig_argv", ["train", "x" * 5000, "more"])
-    own_record.begin()
+    record.begin()
     static, _ = written(folder)
     assert static["command"] == ["train", "x" * 995 + "..."]
 
@@ -347,7 +347,7 @@ def test_under_poprun_one_beacon_is_written_to_both_files(folder, monkeypatch, t
     run.mkdir()
     monkeypatch.setenv(beacons.RUN_DIR, str(run))
     monkeypatch.setenv(beacons.INSTANCE, "0")
-    beacon = own_record.begin()
+    beacon = record.begin()
     assert beacon is not None
     assert beacon.launched
     beacon.finished(2)

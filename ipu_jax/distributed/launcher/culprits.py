@@ -270,7 +270,7 @@ class Judge:
             self._median = statistics.median(self._durations)
         return self._median
 
-    def verdict(self, now: float) -> Stuck | None:
+    def stuck(self, now: float) -> Stuck | None:
         """Return the stuck instance, or None if all may go on."""
         missing = self._missing(now)
         if missing is not None:
@@ -296,7 +296,7 @@ class Judge:
         Of several, it is the one of which no IPU has gone on: an IPU that does has heard from its neighbours.
 
         Args:
-            stuck: the verdict without the flight recorder.
+            stuck: who is stuck by the rules without the flight recorder.
             ticks: for each instance with a task, the lowest tick in which it has one, and the highest of its IPUs.
         """
         alive = [each.progress for each in self._alive.values() if each.progress is not None]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ipu_jax.base.cli.places import check_file
+from ipu_jax.base.cli.output_paths import check_file
 
 PNG = (".png",)
 

@@ -17,7 +17,7 @@ from typing import Final
 import jax
 
 from ipu_jax.base.annotations import Json
-from ipu_jax.base.doors import public
+from ipu_jax.base.decorators import public
 from ipu_jax.base.replacing import replacing
 from ipu_jax.core.analysis.report import PipelineReport
 from ipu_jax.core.schedules import Schedule
@@ -25,8 +25,8 @@ from ipu_jax.core.schedules.colours import BYTES, CONCURRENT, LOCAL, UPDATE, nam
 from ipu_jax.run.observe.runs._verdict import advice_on, bubbles, verdict_of
 from ipu_jax.run.observe.runs.digest import Digest, duration, is_event
 from ipu_jax.run.observe.runs.log import RunLog
-from ipu_jax.run.observe.tracing.report import TraceReport, make_report, median_costs, net_seconds, simulated
 from ipu_jax.run.observe.tracing.timeline import TASKS, Slice, Timeline, group_in_words
+from ipu_jax.run.observe.tracing.trace_report import TraceReport, make_report, median_costs, net_seconds, simulated
 from ipu_jax.training.update.state import TrainState
 
 _MOST_SLICES: Final = 6000
