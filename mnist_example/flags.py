@@ -348,6 +348,11 @@ def check_flags(flags: Flags) -> None:
               ("report", "matplotlib", "plots"), ("tensorboard", "tensorboardX", "tensorboard"),
               ("checkpoint_dir", "orbax", "checkpoints"))),
     )  # fmt: skip
+    _check_files(flags)
+
+
+def _check_files(flags: Flags) -> None:
+    """Raise a ValueError for a file or folder that can't be written."""
     if flags.compare:
         cli.check_file("--plot", flags.picture, (".png",))
     for mode in flags.modes:

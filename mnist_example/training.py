@@ -219,15 +219,7 @@ class TrainingRun:
             f"{flags.pipeline_schedule}; {data.source}: {updates_in_words(flags, data)}"
         )
         state = self.init()
-        is_auto, file = flags.pipeline_schedule == "auto", flags.picture_of(self.mode)
-        needs = self.needs(state) if flags.explain or is_auto else None
-        schedule = pipeline.schedule if needs is None else needs.timetable
-        if flags.explain:
-            say(f"{schedule}\n{needs}")
-        if is_auto:
-            say(f"Schedule auto chose {'a table of its own' if schedule.name == 'auto' else schedule.name}")
-        if file is not None:
-            self.write("--plot-schedule", file, lambda: schedule.plot(file), "Schedule")
+        self._show_schedule(state)
         saving = self.checkpoints() or contextlib.nullcontext()
         with saving as checkpoints, feed_of(flags, data, step=self.step) as feed:
             result = ipu_jax.fit(
@@ -254,7 +246,27 @@ class TrainingRun:
                 say=say,
                 title=f"{flags.model}, {self.mode}",
             )
-        has_no_page = flags.report is not None and popdist.is_first() and result.report is None
+        self._conclude(result)
+        if cache is not None:
+            say(str(cache))
+        return result
+
+    def _show_schedule(self, state: ipu_jax.steps.TrainState) -> None:
+        """Print and draw the schedule and what it needs, if the flags ask for it."""
+        flags, pipeline = self.flags, self.step.model
+        is_auto, file = flags.pipeline_schedule == "auto", flags.picture_of(self.mode)
+        needs = self.needs(state) if flags.explain or is_auto else None
+        schedule = pipeline.schedule if needs is None else needs.timetable
+        if flags.explain:
+            say(f"{schedule}\n{needs}")
+        if is_auto:
+            say(f"Schedule auto chose {'a table of its own' if schedule.name == 'auto' else schedule.name}")
+        if file is not None:
+            self.write("--plot-schedule", file, lambda: schedule.plot(file), "Schedule")
+
+    def _conclude(self, result: ipu_jax.steps.FitResult) -> None:
+        """Print whether the training was good, and take the exit status from that."""
+        has_no_page = self.flags.report is not None and popdist.is_first() and result.report is None
         if has_no_page or (result.stopped is None and not self.has_traced()):
             self.status = cli.CANNOT_WRITE  # fit has said why
         if not np.isfinite(result.losses[-1:]).all():  # of updates that --on-nonfinite skip left out
@@ -262,10 +274,7 @@ class TrainingRun:
             self.status = self.status or 1
         elif result.stopped is None:
             accuracy = result.evaluations[-1][1]["accuracy"]
-            say(judged(accuracy, self.expected, can_learn=data.expected is not None))
-        if cache is not None:
-            say(str(cache))
-        return result
+            say(judged(accuracy, self.expected, can_learn=self.data.expected is not None))
 
     def has_traced(self) -> bool:
         """Return whether a trace was recorded and written, if one was asked for."""

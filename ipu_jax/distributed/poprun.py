@@ -65,19 +65,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in options.without_effect:
         print(f"poprun: {line}", file=sys.stderr)
     here = (socket.gethostname(), socket.gethostname().split(".")[0])
-    local = [is_this_host(name, here) for name in topology.hosts]
+    is_here = {name: is_this_host(name, here) for name in topology.hosts}
+    local = [*is_here.values()]
     coordinator, bind = _coordinator(options, topology, local, here)
-    if not (options.offline_mode or options.dry_run) and any(local):
+    is_only_shown = options.offline_mode or options.dry_run
+    if any(local) and not is_only_shown:
         _check_program(parser, options.program[0], dict(options.env).get("PATH", os.environ.get("PATH")))
         _check_output(parser, options)
-    if not (options.offline_mode or options.dry_run or all(local)) and shutil.which(options.remote_shell[0]) is None:
+    if not (is_only_shown or all(local)) and shutil.which(options.remote_shell[0]) is None:
         parser.error(f"argument --remote-shell: {options.remote_shell[0]!r} is not in PATH: give one that is")
     if options.numa_aware:
         print(f"poprun: {_about_nodes(topology)}", file=sys.stderr)
-    environments = {
-        name: _environment(options, os.environ if is_local else _travelling(os.environ))
-        for name, is_local in zip(topology.hosts, local, strict=True)
-    }
     signals = Signals()
     display = Display(
         OutputWriter(),
@@ -86,32 +84,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         timestamps=options.timestamps,
         folder=options.output_dir,
     )
-    if display.columns and "COLUMNS" not in os.environ:  # progress bars in a pipe take their width from it
-        width = {"COLUMNS": str(display.columns), TERMINAL_WIDTH: str(display.columns)}
-        environments = {name: {**values, **width} for name, values in environments.items()}
+    environments = {name: _environment(options, is_local, display.columns) for name, is_local in is_here.items()}
     run = SupervisedRun(options, topology, environments, coordinator, bind, display, signals)
     if options.print_topology:
         display.draw(str(topology))
-    if options.offline_mode or options.dry_run:
+    if is_only_shown:
         display.draw(_commands(run))
-        return _written(run, 0)
-    shell = Shell(options.remote_shell, os.getcwd())
+    return _written(run, 0 if is_only_shown else _supervised(run, here))
+
+
+def _supervised(run: SupervisedRun, here: Sequence[str]) -> int:
+    """Connect to the hosts, and start and watch the instances. Return the exit status."""
+    shell = Shell(run.options.remote_shell, os.getcwd())
     hosts: list[Host] = []
 
     def connect(name: str) -> Host:
         return LocalHost(name) if is_this_host(name, here) else RemoteHost(name, shell)
 
     try:
-        for name in topology.hosts:
+        for name in run.topology.hosts:
             hosts.append(connect(name))
-        status = run.to_its_end(hosts, connect)
+        return run.to_its_end(hosts, connect)
     except CannotStartError as error:
-        display.say(str(error))
-        status = error.status
+        run.display.say(str(error))
+        return error.status
     finally:
         for host in hosts:
             host.close()
-    return _written(run, status)
 
 
 def command() -> NoReturn:
@@ -209,8 +208,9 @@ def _about_nodes(topology: Topology) -> str:
     return f"--numa-aware: each instance is bound to its share of the cores of one of {nodes} NUMA nodes"
 
 
-def _environment(options: Options, base: Mapping[str, str]) -> dict[str, str]:
+def _environment(options: Options, is_local: bool, columns: int | None) -> dict[str, str]:
     """Return the variables that all instances of a host share, without the variables of their places."""
+    base = os.environ if is_local else _travelling(os.environ)
     base = {name: value for name, value in base.items() if name != AXES}  # of a run that has started this one
     environment = {**base, START_TIMEOUT: f"{min(options.start_timeout, _NEVER):g}", **dict(options.env)}
     if options.flight_recorder:
@@ -218,6 +218,8 @@ def _environment(options: Options, base: Mapping[str, str]) -> dict[str, str]:
     if options.executable_cache_path is not None:
         environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         environment["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    if columns and "COLUMNS" not in os.environ:  # progress bars in a pipe take their width from it
+        environment |= {"COLUMNS": str(columns), TERMINAL_WIDTH: str(columns)}
     return environment
 
 

@@ -80,12 +80,11 @@ class Foreseen:
         Raises:
             ValueError: `value_and_grad` would refuse the arguments.
         """
-        given = StepArgs(params, batch, state, key)
-        self.placement.check(given)
-        return self.lowered(given)[1]
+        return self.lowered(StepArgs(params, batch, state, key))[1]
 
     def lowered(self, given: StepArgs) -> tuple[PlacedStages, Any]:
         """Return the stages as they run with these arguments, and their program, lowered."""
+        self.placement.check(given)
         placed = self.placement.chosen(self._programs.update, given, runs=False)
         return placed, placed.lowered(self._programs.update, given)
 

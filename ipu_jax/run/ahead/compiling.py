@@ -94,43 +94,20 @@ def compile_ahead(model: Any, params: Params, batch: Batch, *, state: Tree = Non
     >>> report.memory.arguments, report.flops["F"]  # 3 weights and 12 numbers; 2 * 4 * 3 for the product, and the sum
     (60, 28)
     """
-    if isinstance(model, TrainStep):
-        placed = params if isinstance(params, TrainState) else model.shapes(params, stages=state, key=key)
-        (chosen, lowered), pipeline = model.lowered(placed, batch), model.model
-        outer = given_dims(model.options.device_iterations)
-        held: Tree = placed
-        given = model.placement.of_one_update(placed, getattr(batch, "arrays", batch))  # of a FeedBatch
-        plan = chosen and chosen.plan(*given)
-    elif isinstance(model, Pipeline):
-        placed = params if isinstance(params, Sharded) else model.shard_shapes(params)
-        if state is not None and not isinstance(state, Sharded):
-            state = model.shard_state_shapes(state)
-        given, held = StepArgs(placed, batch, state, key), (placed, state)
-        model.placement.check(given)
-        (chosen, lowered), pipeline, outer = model.lowered(given), model, 0
-        plan = chosen.plan(*given)
-    else:
-        raise ValueError(f"model={model!r} is neither a TrainStep nor a Pipeline: make one from a loss function first")
-    mesh = pipeline.mesh
+    (chosen, lowered), pipeline, given, held = _lowered(model, params, batch, state, key)
+    plan = chosen and chosen.plan(*given)
+    is_step, mesh = isinstance(model, TrainStep), pipeline.mesh
     device, kind = mesh.devices.flat[0], kind_of(mesh.devices.flat[0])
     available = None if kind is None else int(memory_for_jax(kind, device.platform))
     _check_part(mesh)
     of_batch = 0 if batch is None else bytes_of(getattr(batch, "arrays", batch)) // mesh.shape[REPLICA_AXIS]
-    try:
-        compiled, thunks = compile_lowered(lowered, device)
-        program, memory = Program(compiled), _memory(compiled.memory_analysis(), available)
-    except jax.errors.JaxRuntimeError as error:
-        if "Unexpected device_id" in str(error):
-            raise _partial(mesh) from error
-        program, thunks, memory = None, None, _too_large(error, bytes_per_device(held) + of_batch, available)
-        if memory is None:
-            raise
+    program, thunks, memory = _compiled(lowered, mesh, bytes_per_device(held) + of_batch, available)
     room = (memory.available or 0) - memory.arguments
     rows = [] if program is None else rows_of(program, mesh, kind)
     paper = None
     if plan is not None and kind is not None and program is not None:
-        written = bytes_per_device(placed) if isinstance(model, TrainStep) else 0
-        paper = estimate(plan, kind, rows, program.bodies, written=written)
+        paper = estimate(plan, kind, rows, program.bodies, written=bytes_per_device(held) if is_step else 0)
+    outer = given_dims(model.options.device_iterations) if is_step else 0
     return ChipReport(
         model=str(model).splitlines()[0],
         chips=mesh.size,
@@ -146,6 +123,37 @@ def compile_ahead(model: Any, params: Params, batch: Batch, *, state: Tree = Non
         mends=() if plan is None or not memory.missing else mends_of(pipeline, plan, given, room),
         program=program,
     )
+
+
+def _lowered(model: Any, params: Params, batch: Batch, state: Tree, key: Key) -> tuple[Any, Any, StepArgs, Tree]:
+    """Return what `lowered` returns, the pipeline or replicas, the arguments of an update, and what the IPUs hold."""
+    if isinstance(model, TrainStep):
+        held = params if isinstance(params, TrainState) else model.shapes(params, stages=state, key=key)
+        given = model.placement.of_one_update(held, getattr(batch, "arrays", batch))  # of a FeedBatch
+        return model.lowered(held, batch), model.model, given, held
+    if isinstance(model, Pipeline):
+        placed = params if isinstance(params, Sharded) else model.shard_shapes(params)
+        if state is not None and not isinstance(state, Sharded):
+            state = model.shard_state_shapes(state)
+        given = StepArgs(placed, batch, state, key)
+        return model.lowered(given), model, given, (placed, state)
+    raise ValueError(f"model={model!r} is neither a TrainStep nor a Pipeline: make one from a loss function first")
+
+
+def _compiled(
+    lowered: Any, mesh: Mesh, arguments: int, available: int | None
+) -> tuple[Program | None, str | None, Memory]:
+    """Return a compiled program, its thunks and its memory; only the memory if it is too large for the chip."""
+    try:
+        compiled, thunks = compile_lowered(lowered, mesh.devices.flat[0])
+        return Program(compiled), thunks, _memory(compiled.memory_analysis(), available)
+    except jax.errors.JaxRuntimeError as error:
+        if "Unexpected device_id" in str(error):
+            raise _partial(mesh) from error
+        memory = _too_large(error, arguments, available)
+        if memory is None:
+            raise
+        return None, None, memory
 
 
 def bytes_per_device(tree: Tree) -> int:

@@ -41,6 +41,17 @@ Say = Callable[[str], object]
 NAMES_OF_START: Final = ("step", "ipus", "replicas", "samples_per_update", "updates_per_epoch", "total_updates")
 """What the loop itself writes into the log's first event."""
 _FIGURES: Final = (*NAMES_OF_EVENTS, "updates", "epoch")
+_PATHS: Final = (str, os.PathLike)
+_TYPES: Final[dict[str, tuple[tuple[type, ...], str]]] = {
+    "checkpoints": ((*_PATHS, Checkpoints), "a folder or Checkpoints"),
+    "resume": (_PATHS, "'auto', 'must', 'never' or the path of a checkpoint"),
+    "log": ((*_PATHS, RunLog), "a file or a RunLog"),
+    "notes": ((Mapping,), "plain data by name, such as {'seed': 3}"),
+    "tensorboard": (_PATHS, "a folder"),
+    "trace": ((*_PATHS, Recording), "a folder or a Recording"),
+    "report": (_PATHS, "a file such as run.html"),
+    "title": ((str,), "a text"),
+}
 
 
 @dataclasses.dataclass
@@ -173,6 +184,28 @@ def _check(step: Any, state: Tree, feed: Any, epochs: Any, updates: Any, **other
     Raises:
         ValueError: one of them does not.
     """
+    _check_step_and_feed(step, state, feed)
+    _check_types(others)
+    log, report, resume, tensorboard = (others[name] for name in ("log", "report", "resume", "tensorboard"))
+    if others["checkpoints"] is None and resume not in ("auto", "never"):
+        raise ValueError(f"resume={resume!r} needs checkpoints: give checkpoints=, or leave resume out")
+    every = others["print_every"]
+    if every is not None and (as_int(every) is None or every < 0):
+        raise ValueError(f"print_every={every!r} is not a number of updates: give an int, or 0 to print no losses")
+    if tensorboard is not None and isinstance(log, RunLog):
+        raise ValueError("tensorboard= is given, and a RunLog: give the folder to the RunLog")
+    _check_names("notes", others["notes"] or {}, (*NAMES_OF_EVENTS, *ADDED_TO_START, *NAMES_OF_START))
+    _check_end(feed, epochs, updates)
+    if popdist.get_instance_index() == 0:  # last, since it may make a folder
+        if report is not None:
+            check_file("report", Path(report), (".html",))
+        if isinstance(log, _PATHS):
+            check_log(log)
+        if tensorboard is not None:
+            writable_folder("tensorboard", tensorboard)
+
+
+def _check_step_and_feed(step: Any, state: Tree, feed: Any) -> None:
     if not isinstance(step, TrainStep):
         raise ValueError(f"step={in_line(step)} is not a training step: make it with make_train_step(...)")
     step.check_state(state)
@@ -188,18 +221,10 @@ def _check(step: Any, state: Tree, feed: Any, epochs: Any, updates: Any, **other
         raise ValueError(
             f"the feed's mesh has {sizes[0]}, but the step's {sizes[1]}: make the feed with Feed(data, step=step, ...)"
         )
-    paths = (str, os.PathLike)
-    rules: dict[str, tuple[tuple[type, ...], str]] = {
-        "checkpoints": ((*paths, Checkpoints), "a folder or Checkpoints"),
-        "resume": (paths, "'auto', 'must', 'never' or the path of a checkpoint"),
-        "log": ((*paths, RunLog), "a file or a RunLog"),
-        "notes": ((Mapping,), "plain data by name, such as {'seed': 3}"),
-        "tensorboard": (paths, "a folder"),
-        "trace": ((*paths, Recording), "a folder or a Recording"),
-        "report": (paths, "a file such as run.html"),
-        "title": ((str,), "a text"),
-    }
-    for name, (types, rule) in rules.items():
+
+
+def _check_types(others: Mapping[str, Any]) -> None:
+    for name, (types, rule) in _TYPES.items():
         value, is_needed = others[name], name in ("resume", "title")
         if not isinstance(value, types) and (is_needed or value is not None):
             raise ValueError(f"{name}={value!r} is of the wrong type: give {rule}")
@@ -211,23 +236,6 @@ def _check(step: Any, state: Tree, feed: Any, epochs: Any, updates: Any, **other
     }.items():
         if (others[name] is not None or name == "say") and (reason := _not_of_one_argument(others[name])):
             raise ValueError(f"{name}={others[name]!r} {reason}: give {mend}")
-    log, report, resume, tensorboard = (others[name] for name in ("log", "report", "resume", "tensorboard"))
-    if others["checkpoints"] is None and resume not in ("auto", "never"):
-        raise ValueError(f"resume={resume!r} needs checkpoints: give checkpoints=, or leave resume out")
-    every = others["print_every"]
-    if every is not None and (as_int(every) is None or every < 0):
-        raise ValueError(f"print_every={every!r} is not a number of updates: give an int, or 0 to print no losses")
-    if tensorboard is not None and isinstance(log, RunLog):
-        raise ValueError("tensorboard= is given, and a RunLog: give the folder to the RunLog")
-    _check_names("notes", others["notes"] or {}, (*NAMES_OF_EVENTS, *ADDED_TO_START, *NAMES_OF_START))
-    _check_end(feed, epochs, updates)
-    if popdist.get_instance_index() == 0:  # last, since it may make a folder
-        if report is not None:
-            check_file("report", Path(report), (".html",))
-        if isinstance(log, paths):
-            check_log(log)
-        if tensorboard is not None:
-            writable_folder("tensorboard", tensorboard)
 
 
 def _check_end(feed: Feed, epochs: Any, updates: Any) -> None:

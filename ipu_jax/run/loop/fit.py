@@ -85,15 +85,13 @@ def fit(
     title: str = "Training",
 ) -> "ipu_jax.steps.FitResult":
     """Train, with the arguments, the result and the errors of `ipu_jax.fit`."""
-    results = ipu_jax.steps.FitResult
     shown = ipu_jax.cli.shows_progress(progress)
     recording = ipu_jax.observe.trace(trace) if isinstance(trace, str | os.PathLike) else trace
     if ipu_jax.popdist.get_instance_index():  # the first one prints, and writes files
         shown, say, log, tensorboard, report = False, len, None, None, None
-    result = results.last = results(state, int(state.step))
-    goal, end = goal_of(feed, result.updates, epochs, updates)
+    result = ipu_jax.steps.FitResult.last = ipu_jax.steps.FitResult(state, int(state.step))
     lines = ipu_jax.observe.LossLines(feed.updates_per_epoch, say, call=feed.device_iterations, every=print_every)
-    run = Training(step, feed, result, goal, end, evaluate, say, lines, recording=recording)
+    run = Training(step, feed, result, *goal_of(feed, result.updates, epochs, updates), evaluate, say, lines)
     with contextlib.ExitStack() as context:
         if isinstance(log, str | os.PathLike) or (log is None and (tensorboard is not None or report is not None)):
             log = context.enter_context(ipu_jax.observe.RunLog(log, tensorboard=tensorboard))
@@ -107,9 +105,8 @@ def fit(
         if isinstance(checkpoints, str | os.PathLike):
             checkpoints = context.enter_context(ipu_jax.Checkpoints(checkpoints, step, minutes=10.0))
             run.saves_epochs = True
-        run.checkpoints = checkpoints
-        if recording is not None:
-            context.enter_context(recording)
+        run.checkpoints, run.recording = checkpoints, recording
+        context.enter_context(contextlib.nullcontext() if recording is None else recording)
         try:
             begin(run, resume, notes or {})
             with ipu_jax.cli.Bar(title, run.goal, run.begun, feed.examples_per_update, shown=shown) as run.bar:
@@ -118,16 +115,7 @@ def fit(
                 checkpoints.close()  # seal the checkpoint before the last line says that it is saved
             say_the_end(run)
         except BaseException as error:
-            if isinstance(error, ipu_jax.steps.NonFiniteLossError):  # the calls in flight changed nothing
-                result.updates = int(result.state.step)
-            put_back_unseen(run)
-            error.add_note(_LAST)
-            if isinstance(error, KeyboardInterrupt):
-                result.stopped = "Ctrl-C"
-                run.say = len if run.stop and run.stop.asked else say  # a second one ends at once: in the log only
-                say_the_end(run)
-            else:
-                run.event("failed", error=" ".join(str(error).split()) or type(error).__name__)
+            break_off(run, error)
             raise
     if result.stopped is None and ipu_jax.popdist.all_reduce(int(run.stop is not None and run.stop.asked), "sum"):
         result.stopped = "SIGTERM" if run.stop is None else run.stop.by
@@ -135,7 +123,7 @@ def fit(
         error = KeyboardInterrupt()
         error.add_note(_LAST)
         raise error
-    results.last = None
+    ipu_jax.steps.FitResult.last = None
     return result
 
 
@@ -262,12 +250,21 @@ def call(run: Training, batch: "ipu_jax.io.FeedBatch") -> None:
         save(run)
 
 
-def put_back_unseen(run: Training) -> None:
-    """Put back the updates of a batch that the feed has returned and the state has not seen, after an interruption."""
-    batch, (position, updates) = run.feed.last, run.seen
-    made = run.result.updates - updates
+def break_off(run: Training, error: BaseException) -> None:
+    """Say why the training ends early. Put back the updates of a batch that the state has not seen."""
+    result, batch, (position, updates) = run.result, run.feed.last, run.seen
+    if isinstance(error, ipu_jax.steps.NonFiniteLossError):  # the calls in flight changed nothing
+        result.updates = int(result.state.step)
+    made = result.updates - updates
     if batch is not None and position not in (None, run.feed.position) and 0 <= made < batch.updates:
         run.feed.put_back(batch, made)
+    error.add_note(_LAST)
+    if isinstance(error, KeyboardInterrupt):
+        result.stopped = "Ctrl-C"
+        run.say = len if run.stop and run.stop.asked else run.say  # a second one ends at once: in the log only
+        say_the_end(run)
+    else:
+        run.event("failed", error=" ".join(str(error).split()) or type(error).__name__)
 
 
 def heed(run: Training) -> None:

@@ -98,12 +98,7 @@ class Iteration:
         loss, divisor = self._global_loss(found, scale)
 
         gradients = zero.summed(blocks, found.sums)
-        decision = None
-        if options.on_nonfinite is not None:
-            decision = decided(options, state, loss, self._all_finite(gradients))
-        elif isinstance(options.loss_scale, DynamicScale):
-            finite = self._all_finite(gradients)
-            decision = Decision(finite, finite)
+        decision = self._decision(state, loss, gradients)
         if divisor is not None:
             gradients = [g / jnp.asarray(divisor, g.dtype) for g in map(widened, gradients)]
 
@@ -112,16 +107,7 @@ class Iteration:
             gradients, state.optimizer, state.params, loss, round_block=round_block
         )
         ema = None if options.ema_decay is None else next_average(options.ema_decay, state.ema or [], chunks)
-        new = TrainState(
-            params=params,
-            optimizer=optimizer,
-            stages=found.stages,
-            scale=state.scale,
-            step=state.step,
-            key=state.key,
-            ema=ema,
-            nonfinite=state.nonfinite,
-        )
+        new = dataclasses.replace(state, params=params, optimizer=optimizer, stages=found.stages, ema=ema)
         if decision is not None:
             new = self._unless_bad(decision, new, state)
         gradient_norm, parameter_norm = None, None
@@ -140,6 +126,15 @@ class Iteration:
         )
         step = state.step + (1 if decision is None or decision.counts is None else decision.counts)
         return dataclasses.replace(new, step=step), outputs
+
+    def _decision(self, state: TrainState, loss: Value, gradients: list[Value]) -> Decision | None:
+        """Return whether the update is made, from the sums over replicas; None if the options never ask."""
+        if self.options.on_nonfinite is not None:
+            return decided(self.options, state, loss, self._all_finite(gradients))
+        if isinstance(self.options.loss_scale, DynamicScale):
+            finite = self._all_finite(gradients)
+            return Decision(finite, finite)
+        return None
 
     def _unless_bad(self, decision: Decision, new: TrainState, old: TrainState) -> TrainState:
         """Return the new state if the update is made, else the old state, with the next loss scale in both cases."""

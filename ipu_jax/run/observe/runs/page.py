@@ -64,22 +64,8 @@ def write_report(
         ValueError: an argument is of the wrong type, or the file's name ends otherwise.
         OSError: the file cannot be written; an existing file is kept.
     """
-    name = os.fspath(path) if isinstance(path, str | os.PathLike) else type(path).__name__
-    if not name.lower().endswith(".html"):
-        raise ValueError(f"path={name!r} is not an HTML file: give a name that ends in .html")
-    is_log = isinstance(events, RunLog) or (isinstance(events, Sequence) and all(map(is_event, events)))
     pictures = {} if schedules is None else schedules
-    are_pictures = isinstance(pictures, Mapping) and all(isinstance(one, str | Schedule) for one in pictures.values())
-    has_bytes = memory is None or (isinstance(memory, Mapping) and "ipus" in memory)
-    for name, given, is_right, mend in (
-        ("events", events, is_log, "a RunLog, or RunLog(path) of a file"),
-        ("title", title, isinstance(title, str), "a text"),
-        ("schedules", schedules, are_pictures, "them by title, such as {'planned': schedule}"),
-        ("timeline", timeline, isinstance(timeline, Timeline | None), "recording.timeline"),
-        ("memory", memory, has_bytes, "memory_of(report, state)"),
-    ):
-        if not is_right:
-            raise ValueError(f"{name}={type(given).__name__} is of the wrong type: give {mend}")
+    _check(path, events, title, pictures, timeline, memory)
     digest = events.digest if isinstance(events, RunLog) else Digest(events)
     report = None if timeline is None else make_report(timeline)
     data = {
@@ -131,6 +117,24 @@ def memory_of(report: PipelineReport, state: TrainState) -> dict[str, Json]:
     optimizer = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.optimizer))
     ipus = [report.bytes_by_kind(part.ipu) | {"optimizer": optimizer} for part in report.ipus]
     return {"ipus": ipus, "limit": report.limit}
+
+
+def _check(path: Json, events: Json, title: Json, pictures: Json, timeline: Json, memory: Json) -> None:
+    name = os.fspath(path) if isinstance(path, str | os.PathLike) else type(path).__name__
+    if not name.lower().endswith(".html"):
+        raise ValueError(f"path={name!r} is not an HTML file: give a name that ends in .html")
+    is_log = isinstance(events, RunLog) or (isinstance(events, Sequence) and all(map(is_event, events)))
+    are_pictures = isinstance(pictures, Mapping) and all(isinstance(one, str | Schedule) for one in pictures.values())
+    has_bytes = memory is None or (isinstance(memory, Mapping) and "ipus" in memory)
+    for name, given, is_right, mend in (
+        ("events", events, is_log, "a RunLog, or RunLog(path) of a file"),
+        ("title", title, isinstance(title, str), "a text"),
+        ("schedules", pictures, are_pictures, "them by title, such as {'planned': schedule}"),
+        ("timeline", timeline, isinstance(timeline, Timeline | None), "recording.timeline"),
+        ("memory", memory, has_bytes, "memory_of(report, state)"),
+    ):
+        if not is_right:
+            raise ValueError(f"{name}={type(given).__name__} is of the wrong type: give {mend}")
 
 
 def _verdict(digest: Digest, report: TraceReport | None) -> str:

@@ -81,7 +81,7 @@ def _operations(proto: bytes) -> Operations:
     instructions: list[tuple[int, str, str, str, list[int]]] = []
     loops_in: dict[int, Guard] = {}  # by the number of the computation that contains the loop
     calls: dict[int, set[int]] = {}
-    inside: set[int] = set()  # computations of scans
+    scans: set[int] = set()  # their computations
     for computation in computations:
         number = _first(computation, 5)
         for field, instruction in _fields(computation):
@@ -95,12 +95,8 @@ def _operations(proto: bytes) -> Operations:
                 bodies[called[0]] = guard  # the body comes first, then the condition
                 loops_in[number] = guard
             elif opcode == "while" and _SCAN.search(op_name):
-                inside |= {*called}
-    left = [*inside]
-    while left:
-        new = calls.get(left.pop(), set()) - inside
-        inside |= new
-        left += new
+                scans |= {*called}
+    inside = _reached(scans, calls)
     for number, name, opcode, op_name, called in instructions:
         guard, in_update = bodies.get(number), UPDATE in op_name
         own = labels.guard_named(op_name) if opcode == "while" else None
@@ -116,6 +112,16 @@ def _operations(proto: bytes) -> Operations:
             found[name] = Operation("inner", guard=guard)
         elif number not in inside:
             found[name] = Operation("update" if in_update else "outside", opcode, in_update=in_update)
+    return found
+
+
+def _reached(first: set[int], calls: dict[int, set[int]]) -> set[int]:
+    """Return these computations and all that they call."""
+    found, left = {*first}, [*first]
+    while left:
+        new = calls.get(left.pop(), set()) - found
+        found |= new
+        left += new
     return found
 
 

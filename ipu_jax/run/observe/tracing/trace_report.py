@@ -98,7 +98,6 @@ def make_report(timeline: Timeline) -> TraceReport:
     """Return the summary of a timeline."""
     costs = median_costs(timeline.slices)
     plan = simulated(timeline.schedule, costs)
-    numbers = sorted({step.step for step in timeline.steps})
     spans: dict[tuple[int, int], tuple[float, float]] = {}  # by replica and step
     for one in timeline.slices:
         if one.kind in TASKS:
@@ -106,34 +105,13 @@ def make_report(timeline: Timeline) -> TraceReport:
             spans[one.replica, one.step] = min(start, one.start), max(end, one.end)
     ipus: list[IpuTimes] = []
     for replica, ipu in timeline.ipus:
-        mine = timeline.of_ipu(replica, ipu)
-        steps = [step for step in timeline.steps if (step.replica, step.ipu) == (replica, ipu)]
-        waits = [one for one in mine if one.kind == "collective"]
-        tasks = [one for one in mine if one.kind in TASKS]
-        updates = [one for one in mine if one.kind == "update"]
-        busy = sum(net for _, net in net_seconds(tasks, waits))
-        update = sum(net for _, net in net_seconds(updates, waits))
-        waiting = sum(one.seconds for one in mine if one.kind in WAITING)
-        whole, count = sum(step.end - step.start for step in steps), len(steps)
         span = sum(end - start for (of, _), (start, end) in spans.items() if of == replica)
-        ipus.append(
-            IpuTimes(
-                replica,
-                ipu,
-                steps[0].instance,
-                busy / count,
-                waiting / count,
-                update / count,
-                (whole - busy - waiting - update) / count,
-                whole / count,
-                1 - plan.busy[ipu] / plan.makespan if plan.makespan else 0.0,
-                1 - busy / span if span else 0.0,
-            )
-        )
+        planned = 1 - plan.busy[ipu] / plan.makespan if plan.makespan else 0.0
+        ipus.append(_times_of_ipu(timeline, replica, ipu, span, planned))
     stage_seconds = _per_stage(timeline.schedule, costs)
     segments = {stages for stages, _ in costs}
     return TraceReport(
-        len(numbers),
+        len({step.step for step in timeline.steps}),
         max(one.step for one in ipus),
         tuple(ipus),
         stage_seconds,
@@ -143,6 +121,29 @@ def make_report(timeline: Timeline) -> TraceReport:
         timeline.stages,
         timeline.clocks,
         timeline.devices,
+    )
+
+
+def _times_of_ipu(timeline: Timeline, replica: int, ipu: int, span: float, bubble_planned: float) -> IpuTimes:
+    """Return the report of an IPU, whose replica's steps have tasks for `span` seconds."""
+    mine = timeline.of_ipu(replica, ipu)
+    steps = [step for step in timeline.steps if (step.replica, step.ipu) == (replica, ipu)]
+    waits = [one for one in mine if one.kind == "collective"]
+    busy = sum(net for _, net in net_seconds((one for one in mine if one.kind in TASKS), waits))
+    update = sum(net for _, net in net_seconds((one for one in mine if one.kind == "update"), waits))
+    waiting = sum(one.seconds for one in mine if one.kind in WAITING)
+    whole, count = sum(step.end - step.start for step in steps), len(steps)
+    return IpuTimes(
+        replica,
+        ipu,
+        steps[0].instance,
+        busy / count,
+        waiting / count,
+        update / count,
+        (whole - busy - waiting - update) / count,
+        whole / count,
+        bubble_planned,
+        1 - busy / span if span else 0.0,
     )
 
 

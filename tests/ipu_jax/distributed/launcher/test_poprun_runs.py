@@ -102,13 +102,14 @@ def planned(dry):
     return of
 
 
-def test_each_instance_has_the_devices_of_its_ipus_and_axes_of_an_outer_run_do_not_reach_it(planned):
+def test_each_instance_has_the_devices_of_its_ipus_and_axes_of_an_outer_run_do_not_reach_it(planned, monkeypatch):
     words, names = ("-n", "2", "--ipus-per-replica", "2"), ("IPU_JAX_AXES", "JAX_NUM_CPU_DEVICES")
     for flags, expected in ((("--axes", "tensor=2,context=3"), ("tensor=2,context=3", "12")), ((), (None, "2"))):
         assert [tuple(own.get(name) for name in names) for own in planned(*words, *flags)] == [expected] * 2
     parser = PoprunParser()
     options = options_of(parser, parser.parse(list(words)), ["true"])
-    inherited = launcher._environment(options, {"IPU_JAX_AXES": "outer=2", "HOME": "/"})
+    monkeypatch.setattr(os, "environ", {"IPU_JAX_AXES": "outer=2", "HOME": "/"})
+    inherited = launcher._environment(options, True, None)
     assert (inherited.get("IPU_JAX_AXES"), inherited["HOME"]) == (None, "/")
 
 
