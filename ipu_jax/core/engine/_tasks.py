@@ -7,7 +7,7 @@ this IPU's micro-batches or -1, and the carry, and returns the carry with the ta
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
