@@ -154,10 +154,8 @@ def layers_of(name: str, *, width: int = WIDTH) -> tuple[ResnetLayer, ...]:
 
 
 def _output(layer: ResnetLayer) -> tuple[int, ...]:
-    shape = jax.eval_shape(
-        lambda key: layer.module.init_with_output(key, jnp.zeros((1, *layer.inputs)), train=False)[0], jax.random.key(0)
-    )
-    return shape.shape[1:]
+    run = lambda key: layer.module.init_with_output(key, jnp.zeros((1, *layer.inputs)), train=False)[0]
+    return jax.eval_shape(run, jax.random.key(0)).shape[1:]
 
 
 def init_params(name: str, seed: int, *, width: int = WIDTH) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import io
 import statistics
 import sys
 import time
@@ -135,11 +134,8 @@ class TrainingRun:
         flags, k = self.flags, self.step.options.device_iterations
         dims = (*[k] * (k > 1), *[flags.replicas] * (flags.replicas > 1))
         dims += (flags.gradient_accumulation_count, flags.batch_size)
-        pixels = np.uint8 if flags.eight_bit_io else np.float32
-        batch = {
-            "images": jax.ShapeDtypeStruct((*dims, 28, 28), pixels),
-            "labels": jax.ShapeDtypeStruct(dims, np.uint8),
-        }
+        pixels, shape = np.uint8 if flags.eight_bit_io else np.float32, jax.ShapeDtypeStruct
+        batch = {"images": shape((*dims, 28, 28), pixels), "labels": shape(dims, np.uint8)}
         if flags.model == "mlp":
             return ipu_jax.chips.compile_ahead(self.step, jax.eval_shape(lambda: model.init_params(0)), batch)
         params = jax.eval_shape(lambda: resnet.init_params(flags.model, 0))
@@ -444,10 +440,8 @@ def draw(basic: _Losses, concurrent: _Losses, path: Path) -> None:
     differences.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (curves, differences):
         axes.grid(alpha=0.3)
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=150, format="png")
     with cli.replacing(path) as file:
-        file.write(picture.getvalue())
+        figure.savefig(file, dpi=150, format="png")
 
 
 def _with_epochs(flags: Flags, data: MNIST) -> Flags:

@@ -172,11 +172,9 @@ def _time(timeline: Timeline, report: TraceReport) -> str:
     longest = max(one.step for one in report.ipus) or 1.0
     rows: list[str] = []
     for one in report.ipus:
-        mine = timeline.of_ipu(one.replica, one.ipu)
-        waits = [each for each in mine if each.kind == "collective"]
         steps = sum((step.replica, step.ipu) == (one.replica, one.ipu) for step in timeline.steps)
         parts: dict[str, float] = defaultdict(float)
-        for task, net in net_seconds([each for each in mine if each.kind in TASKS], waits):
+        for task, net in net_seconds(timeline.of_ipu(one.replica, one.ipu), *TASKS):
             parts[_kind(timeline.schedule, task)] += net / steps
         parts |= {"waiting": one.waiting, "update": one.update, "other": one.other}
         bar = "".join(
@@ -288,9 +286,8 @@ def _pictures(schedules: Mapping[str, str | Schedule], timeline: Timeline | None
     try:
         if timeline is not None:
             run = simulated(timeline.schedule, median_costs(timeline.slices))
-            found["As planned, with the measured time of each task, in seconds"] = timeline.schedule.to_svg(
-                simulation=run
-            )
+            drawn = timeline.schedule.to_svg(simulation=run)
+            found["As planned, with the measured time of each task, in seconds"] = drawn
         for name, picture in schedules.items():
             if isinstance(picture, str):
                 found[name] = picture

@@ -96,8 +96,7 @@ def _slices(
     process: int, thread: int, slices: list[Slice], timeline: Timeline, senders: _Senders
 ) -> list[dict[str, Json]]:
     events: list[dict[str, Json]] = []
-    tasks, collectives = ([one for one in slices if one.kind in kinds] for kinds in (TASKS, ("collective",)))
-    busy = {id(task): seconds for task, seconds in net_seconds(tasks, collectives)}
+    busy = {id(task): seconds for task, seconds in net_seconds(slices, *TASKS)}
     around: list[tuple[int, Slice]] = []  # the slices in which the next one can lie, with their ends
     for one in sorted(slices, key=lambda one: (one.start, -one.end)):
         start, end = round(1e9 * one.start), round(1e9 * one.end)

@@ -78,7 +78,7 @@ def _operations(proto: bytes) -> Operations:
     computations = [part for field, part in _fields(_first(proto, 1) or b"") if field == 3]
     found: Operations = {}
     bodies: dict[int, Guard] = {}  # by the number of the computation
-    instructions: list[tuple[int, str, str, str, list[int]]] = []
+    instructions: list[tuple[int, str, str, str, list[int], Guard | None]] = []
     loops_in: dict[int, Guard] = {}  # by the number of the computation that contains the loop
     calls: dict[int, set[int]] = {}
     scans: set[int] = set()  # their computations
@@ -88,18 +88,17 @@ def _operations(proto: bytes) -> Operations:
             if field != 2:
                 continue
             name, opcode, op_name, called = _instruction(instruction)
-            instructions.append((number, name, opcode, op_name, called))
             calls.setdefault(number, set()).update(called)
             guard = labels.guard_named(op_name) if opcode == "while" else None
+            instructions.append((number, name, opcode, op_name, called, guard))
             if guard is not None:
                 bodies[called[0]] = guard  # the body comes first, then the condition
                 loops_in[number] = guard
             elif opcode == "while" and _SCAN.search(op_name):
                 scans |= {*called}
     inside = _reached(scans, calls)
-    for number, name, opcode, op_name, called in instructions:
+    for number, name, opcode, op_name, called, own in instructions:
         guard, in_update = bodies.get(number), UPDATE in op_name
-        own = labels.guard_named(op_name) if opcode == "while" else None
         if own is not None:
             found[name] = Operation("guard", guard=own)
         elif opcode == "call" and called[0] in loops_in:  # XLA makes one kernel of a loop with little to do

@@ -128,30 +128,21 @@ def _times_of_ipu(timeline: Timeline, replica: int, ipu: int, span: float, bubbl
     """Return the report of an IPU, whose replica's steps have tasks for `span` seconds."""
     mine = timeline.of_ipu(replica, ipu)
     steps = [step for step in timeline.steps if (step.replica, step.ipu) == (replica, ipu)]
-    waits = [one for one in mine if one.kind == "collective"]
-    busy = sum(net for _, net in net_seconds((one for one in mine if one.kind in TASKS), waits))
-    update = sum(net for _, net in net_seconds((one for one in mine if one.kind == "update"), waits))
+    busy = sum(net for _, net in net_seconds(mine, *TASKS))
+    update = sum(net for _, net in net_seconds(mine, "update"))
     waiting = sum(one.seconds for one in mine if one.kind in WAITING)
     whole, count = sum(step.end - step.start for step in steps), len(steps)
-    return IpuTimes(
-        replica,
-        ipu,
-        steps[0].instance,
-        busy / count,
-        waiting / count,
-        update / count,
-        (whole - busy - waiting - update) / count,
-        whole / count,
-        bubble_planned,
-        1 - busy / span if span else 0.0,
-    )
+    per_step = (each / count for each in (busy, waiting, update, whole - busy - waiting - update, whole))
+    bubbles = {"bubble_planned": bubble_planned, "bubble_measured": 1 - busy / span if span else 0.0}
+    return IpuTimes(replica, ipu, steps[0].instance, *per_step, **bubbles)
 
 
-def net_seconds(tasks: Iterable[Slice], collectives: Iterable[Slice]) -> list[tuple[Slice, float]]:
-    """Return the tasks of one IPU, each with its seconds except the time that it waited in collectives."""
-    waits = sorted(collectives, key=lambda one: one.start)
+def net_seconds(slices: Iterable[Slice], *kinds: str) -> list[tuple[Slice, float]]:
+    """Return the slices of one IPU of these kinds, each with its seconds except the waiting in collectives."""
+    in_order = sorted(slices, key=lambda one: one.start)
+    waits = [one for one in in_order if one.kind == "collective"]
     found, k = list[tuple[Slice, float]](), 0
-    for task in sorted(tasks, key=lambda one: one.start):
+    for task in (one for one in in_order if one.kind in kinds):
         while k < len(waits) and waits[k].start < task.start:
             k += 1
         inside, j = 0.0, k
@@ -169,8 +160,7 @@ def median_costs(slices: Iterable[Slice]) -> Costs:
         of_ipu[one.replica, one.ipu].append(one)
     seconds: dict[tuple[tuple[int, ...], Kind], list[float]] = defaultdict(list)
     for mine in of_ipu.values():
-        tasks = [one for one in mine if one.kind in TASKS]
-        for task, net in net_seconds(tasks, [one for one in mine if one.kind == "collective"]):
+        for task, net in net_seconds(mine, *TASKS):
             seconds[task.stages, task.kind].append(net)
     return {key: statistics.median(values) for key, values in seconds.items()}
 
