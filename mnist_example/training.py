@@ -250,15 +250,15 @@ class TrainingRun:
     def _show_schedule(self, state: ipu_jax.steps.TrainState) -> None:
         """Print and draw the schedule and what it needs, if the flags ask for it."""
         flags, pipeline = self.flags, self.step.model
-        if flags.explain or flags.pipeline_schedule == "auto":
-            needs = self.needs(state)
-            if flags.explain:
-                say(f"{pipeline.schedule}\n{needs}")
-            if flags.pipeline_schedule == "auto":
-                found = pipeline.schedule.name
-                say(f"Schedule auto chose {'a table of its own' if found == 'auto' else found}")
-        if (file := flags.picture_of(self.mode)) is not None:
-            self.write("--plot-schedule", file, lambda: pipeline.schedule.plot(file), "Schedule")
+        is_auto, file = flags.pipeline_schedule == "auto", flags.picture_of(self.mode)
+        needs = self.needs(state) if flags.explain or is_auto else None
+        schedule = pipeline.schedule if needs is None else needs.timetable
+        if flags.explain:
+            say(f"{schedule}\n{needs}")
+        if is_auto:
+            say(f"Schedule auto chose {'a table of its own' if schedule.name == 'auto' else schedule.name}")
+        if file is not None:
+            self.write("--plot-schedule", file, lambda: schedule.plot(file), "Schedule")
 
     def _conclude(self, result: ipu_jax.steps.FitResult) -> None:
         """Print whether the training was good, and take the exit status from that."""

@@ -122,14 +122,7 @@ def matmul(
     _check_bias(bias, w)
     _check_types(x, w, bias, split, tokens, axis)
     if size is not None:
-        split_size = split_over(size, axis)
-        dim = 1 if split == "columns" else 0
-        check_shard("w", w, dim, split_size, axis)
-        w = mask_padding(w, dim, split_size, axis, fill=0)
-        if split == "rows":
-            x = mask_padding(x, -1, split_size, axis, fill=0)
-        elif bias is not None:
-            bias = mask_padding(bias, 0, split_size, axis, fill=0)
+        x, w, bias = _without_padding(x, w, bias, split, size, axis)
     if tokens is not None:
         split_tokens = split_over(tokens, axis, option="tokens", at_least=0)
         check_shard("x", x, 0, split_tokens, axis, option="tokens")
@@ -146,6 +139,18 @@ def matmul(
         if reduction == "scatter":
             y = mask_padding(y, 0, _split_of_tokens(x, axis), axis, fill=0)
     return y.astype(dtype)
+
+
+def _without_padding(
+    x: jax.Array, w: jax.Array, bias: jax.Array | None, split: str, size: int, axis: str
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Return the operands with 0 in the padding of the split dim. A `w` that does not fit `size` is refused."""
+    dim, of_size = 1 if split == "columns" else 0, split_over(size, axis)
+    check_shard("w", w, dim, of_size, axis)
+    w = mask_padding(w, dim, of_size, axis, fill=0)
+    if split == "rows":
+        return mask_padding(x, -1, of_size, axis, fill=0), w, bias
+    return x, w, None if bias is None else mask_padding(bias, 0, of_size, axis, fill=0)
 
 
 def check_floating(**operands: jax.Array) -> None:

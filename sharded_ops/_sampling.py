@@ -24,6 +24,7 @@ from sharded_ops._arguments import array, array_like, shown, whole_number
 from sharded_ops._collectives import check_same_on_all
 from sharded_ops._nucleus import kept_columns, odds
 from sharded_ops._softmax import check_floating_logits
+from sharded_ops._split import Split
 from sharded_ops._top_k import sharded_argmax, sharded_top_k, split_of_ordered, widened
 
 
@@ -99,9 +100,8 @@ def sample(
         top_k = whole_number("top_k", top_k, at_least=1, at_most=split.size, instead="None for all columns")
     logits_NV = widened(logits_shard)
     tokens, dtype = logits_NV.shape[:-1], logits_NV.dtype
-    temperature = _checked_per_token(
-        "temperature", temperature, tokens, axis, lowest=0, highest=float(jnp.finfo(dtype).max)
-    )
+    largest = float(jnp.finfo(dtype).max)
+    temperature = _checked_per_token("temperature", temperature, tokens, axis, lowest=0, highest=largest)
     if top_p is not None:
         # With the smallest number above zero, the interval is (0, 1].
         lowest = float(np.nextafter(0, 1))
@@ -112,17 +112,30 @@ def sample(
         return sharded_argmax(logits_NV, split, axis)
     temperature_N1 = _per_token(temperature, dtype)
     top_p_N1, min_p_N1 = (None if p is None else _per_token(p, dtype) for p in (top_p, min_p))
-    if top_k is None:
-        columns_V = split.offset(lax.axis_index(axis)) + jnp.arange(split.local, dtype=jnp.int32)
-        drawn_NV = logits_NV + temperature_N1 * _gumbel_of_columns(key, columns_V, tokens, dtype)
-        if top_p_N1 is not None or min_p_N1 is not None:
-            kept_NV = kept_columns(logits_NV, temperature_N1, top_p_N1, min_p_N1, split, axis)
-            drawn_NV = jnp.where(kept_NV, drawn_NV, -jnp.inf)
-        return sharded_argmax(drawn_NV, split, axis)
-    logits_NK, columns_NK = sharded_top_k(logits_NV, top_k, split, axis)
-    drawn_NK = logits_NK + temperature_N1 * _gumbel(key, logits_NK.shape, dtype)
-    top_N1 = logits_NK[..., :1]
-    p_NK = odds(logits_NK, top_N1, temperature_N1)
+    if top_k is not None:
+        return _drawn_of_top_k(key, logits_NV, top_k, temperature_N1, top_p_N1, min_p_N1, split, axis)
+    columns_V = split.offset(lax.axis_index(axis)) + jnp.arange(split.local, dtype=jnp.int32)
+    drawn_NV = logits_NV + temperature_N1 * _gumbel_of_columns(key, columns_V, tokens, dtype)
+    if top_p_N1 is not None or min_p_N1 is not None:
+        kept_NV = kept_columns(logits_NV, temperature_N1, top_p_N1, min_p_N1, split, axis)
+        drawn_NV = jnp.where(kept_NV, drawn_NV, -jnp.inf)
+    return sharded_argmax(drawn_NV, split, axis)
+
+
+def _drawn_of_top_k(
+    key: jax.Array,
+    logits_NV: jax.Array,
+    k: int,
+    temperature_N1: Any,
+    top_p_N1: Any,
+    min_p_N1: Any,
+    split: Split,
+    axis: str,
+) -> jax.Array:
+    """Draw one of the k largest columns for each token. Every IPU makes the same draw."""
+    logits_NK, columns_NK = sharded_top_k(logits_NV, k, split, axis)
+    drawn_NK = logits_NK + temperature_N1 * _gumbel(key, logits_NK.shape, logits_NV.dtype)
+    p_NK = odds(logits_NK, logits_NK[..., :1], temperature_N1)
     if top_p_N1 is not None:
         drawn_NK = jnp.where(_nucleus(p_NK, top_p_N1), drawn_NK, -jnp.inf)
     if min_p_N1 is not None:

@@ -131,7 +131,7 @@ class _Erasing:
         return self.stream.write(text)
 
 
-class _Line:
+class _StatusLine:
     """The line on the terminal, drawn by a thread that ends when no block has anything to say."""
 
     def __init__(self) -> None:
@@ -204,5 +204,5 @@ def _replace_streams(by: Callable[[Any], Any]) -> None:
             setattr(sys, name, by(stream.stream if isinstance(stream, _Erasing) else stream))
 
 
-_line: Final = _Line()
+_line: Final = _StatusLine()
 os.register_at_fork(after_in_child=_line.forget)

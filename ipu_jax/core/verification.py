@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -148,22 +148,9 @@ def verify(
     given = StepArgs(params, batch, state, key)
     pipeline.placement.check(given)
     check_cost("rtol", 0.0 if rtol is None else rtol, "tolerance")
-    weights, whole_state = pipeline.unshard(params), None if state is None else pipeline.unshard(state)
-    numbers = itertools.count(1)
-    next_program = lambda: status.during(f"program {(k := next(numbers))} of {max(2, k)}")
-
-    def sharded(*, fused: bool = True) -> dict[str, Tree]:
-        run = pipeline.value_and_grad if fused else jax.jit(pipeline.value_and_grad, compiler_options=UNFUSED)
-        with next_program():
-            value, *others = jax.block_until_ready(run(*given))
-            return _results((value, *map(pipeline.unshard, others)))
-
-    def unsharded(weights: Tree, *, fused: bool = True) -> dict[str, Tree]:
-        whole = StepArgs(weights, batch, whole_state, key)
-        with next_program():
-            return _results(jax.block_until_ready(unsharded_update(pipeline, whole, fused=fused)))
-
-    actual, expected = sharded(), unsharded(weights)
+    whole_state = None if state is None else pipeline.unshard(state)
+    programs = _Programs(pipeline, given, given._replace(params=pipeline.unshard(params), state=whole_state))
+    actual, expected = programs.sharded(), programs.unsharded()
     status.say("comparing")
     _check_same_shapes(actual["aux"], expected["aux"])
     groups = pipeline.placement.groups.as_trained(params.layout).groups
@@ -176,23 +163,59 @@ def verify(
     if parts(further_axes(pipeline.mesh)) > 1:
         added = computed  # XLA may add over further axes, and the traced program does not say where
     as_run = _Allowed(rtol, max([allowed.default, *map(_roundings, computed)]))
-    inputs = {"batch": batch, "params": weights, "state": whole_state}
     if not comparison.passes(as_run) and not comparison.has_nan:
-        others = [unsharded(_moved(weights, seed)) for seed in range(3)]
-        others += [unsharded(weights, fused=False)] if computed else []
+        others = [programs.unsharded(moved=seed) for seed in range(3)]
+        others += [programs.unsharded(fused=False)] if computed else []
         comparison = _Comparison(pipeline.mesh, actual, expected, others)
-    comparison.check(as_run, inputs)
+    comparison.check(as_run, programs.inputs)
     # one number of 8 bits that is rounded otherwise changes a leaf by more than a fault of 1%
     if computed and not added and all(jnp.finfo(dtype).bits == 16 for dtype in computed):
-        actual, expected = sharded(fused=False), unsharded(weights, fused=False)
-        comparison = _Comparison(pipeline.mesh, actual, expected)
         eps = max(float(jnp.finfo(dtype).eps) for dtype in computed)
-        alike = _Allowed(rtol, max(allowed.default, min(_ALIKE, eps)))
-        if not comparison.passes(alike):
-            others = [unsharded(_moved(weights, seed), fused=False) for seed in range(3)]
-            comparison = _Comparison(pipeline.mesh, actual, expected, others, least_slack=_CANCELS)
-        comparison.check(alike, inputs)
+        comparison = _compared_as_rounded(programs, _Allowed(rtol, max(allowed.default, min(_ALIKE, eps))))
     return comparison.report
+
+
+@dataclasses.dataclass(frozen=True)
+class _Programs:
+    """The pipeline and the unsharded program, with the arguments of both: `given` and `whole`."""
+
+    pipeline: Pipeline
+    given: StepArgs
+    whole: StepArgs
+    numbers: Iterator[int] = dataclasses.field(default_factory=lambda: itertools.count(1))
+
+    @property
+    def inputs(self) -> dict[str, Tree]:
+        return {name: getattr(self.whole, name) for name in ("batch", "params", "state")}
+
+    def sharded(self, *, fused: bool = True) -> dict[str, Tree]:
+        update = self.pipeline.value_and_grad
+        run = update if fused else jax.jit(update, compiler_options=UNFUSED)
+        with self._next():
+            value, *others = jax.block_until_ready(run(*self.given))
+            return _results((value, *map(self.pipeline.unshard, others)))
+
+    def unsharded(self, *, moved: int | None = None, fused: bool = True) -> dict[str, Tree]:
+        """Return the unsharded program's results, with weights that are moved by this seed, if one is given."""
+        weights = self.whole.params if moved is None else _moved(self.whole.params, moved)
+        whole = self.whole._replace(params=weights)
+        with self._next():
+            return _results(jax.block_until_ready(unsharded_update(self.pipeline, whole, fused=fused)))
+
+    def _next(self) -> status.during:
+        number = next(self.numbers)
+        return status.during(f"program {number} of {max(2, number)}")
+
+
+def _compared_as_rounded(programs: _Programs, alike: "_Allowed") -> "_Comparison":
+    """Compare both programs with each operation rounded, so that they round alike; raise `VerificationError`."""
+    actual, expected = programs.sharded(fused=False), programs.unsharded(fused=False)
+    comparison = _Comparison(programs.pipeline.mesh, actual, expected)
+    if not comparison.passes(alike):
+        others = [programs.unsharded(moved=seed, fused=False) for seed in range(3)]
+        comparison = _Comparison(programs.pipeline.mesh, actual, expected, others, least_slack=_CANCELS)
+    comparison.check(alike, programs.inputs)
+    return comparison
 
 
 def _dtypes_of(program: Jaxpr) -> tuple[set[Dtype], set[Dtype]]:

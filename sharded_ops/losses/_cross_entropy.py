@@ -30,14 +30,12 @@ from jax.typing import ArrayLike
 from sharded_ops._arguments import array, array_like, one_axis, whole_number
 from sharded_ops._collectives import as_varying, axes_of_rule, check_same_on_all, gather_to_all
 from sharded_ops._softmax import checked_split
-from sharded_ops._split import check_one_per_row, mask_padding
+from sharded_ops._split import check_one_per_row
 from sharded_ops.losses._options import (
     OutOfRange,
     Reduction,
-    check_log_sum_exp,
-    check_soft_targets,
-    checked_labels,
     checked_options,
+    checked_targets,
     checked_terms,
     checked_weights,
     reduce_losses,
@@ -171,27 +169,21 @@ def log_softmax_cross_entropy(
     split = checked_split(logits_shard, whole_number("size", size, at_least=1), one_axis(axis))
     terms = checked_terms(Terms(split, axis, label_smoothing, z_loss, soft_cap, temperature))
     labels = array_like("labels", labels)
-    checked_options(out_of_range, reduction)
-    check_log_sum_exp(return_log_sum_exp)
+    checked_options(out_of_range, reduction, return_log_sum_exp)
     if weights is not None:
         weights = checked_weights(weights)
         check_one_per_row("weights", weights, logits_shard)
         check_same_on_all("weights", weights, axis)
-    if jnp.issubdtype(labels.dtype, jnp.floating):
-        check_soft_targets(labels, logits_shard.shape, ignore_index, out_of_range)
-        targets = jnp.asarray(labels, jnp.promote_types(logits_shard.dtype, jnp.float32))
-        targets = mask_padding(targets, -1, split, axis, fill=0)
-        faulty_N = None
-    else:
+    if not jnp.issubdtype(labels.dtype, jnp.floating):
         check_one_per_row("labels", labels, logits_shard)
         check_same_on_all("labels", labels, axis)
-        targets, faulty_N = checked_labels(labels, split.size, ignore_index, out_of_range)
+    wide = jnp.promote_types(logits_shard.dtype, jnp.float32)
+    targets, counted_N, faulty_N = checked_targets(labels, logits_shard.shape, wide, terms, ignore_index, out_of_range)
     axes = axes_of_rule(axis, logits_shard, targets)
     x_NV = as_varying(logits_shard, axes)
     targets = as_varying(targets, axes) if is_soft(targets) else targets
     row = _row_statistics(x_NV, targets, terms)
     outputs = _token_loss(x_NV, targets, row, terms, return_log_sum_exp)
-    counted_N = None if is_soft(targets) else targets >= 0
     loss = reduce_losses(outputs[0], counted_N, faulty_N, weights, reduction)
     return (loss, outputs[1]) if return_log_sum_exp else loss
 

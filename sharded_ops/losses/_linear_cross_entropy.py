@@ -23,6 +23,7 @@ Hsu et al. 2024, "Liger kernel", arXiv:2410.10989, compute the gradients in the 
 Dims: N tokens, D features, V rows of the table; C columns of a tile; n IPUs.
 """
 
+import math
 from typing import Any, Literal, overload
 
 import jax
@@ -31,14 +32,12 @@ from jax.typing import ArrayLike
 
 from sharded_ops._arguments import array, array_like, one_axis, one_of, whole_number
 from sharded_ops._collectives import as_varying, axes_of_rule, check_same_on_all, gather_tokens
-from sharded_ops._split import Split, check_shard, mask_padding, split_over
+from sharded_ops._split import Split, check_shard, split_over
 from sharded_ops.losses._options import (
     OutOfRange,
     Reduction,
-    check_log_sum_exp,
-    check_soft_targets,
-    checked_labels,
     checked_options,
+    checked_targets,
     checked_terms,
     checked_weights,
     reduce_losses,
@@ -196,54 +195,37 @@ def linear_cross_entropy(
         1.3862944
     """
     split = split_over(whole_number("size", size, at_least=1), one_axis(axis))
-    checked_options(out_of_range, reduction)
-    check_log_sum_exp(return_log_sum_exp)
+    checked_options(out_of_range, reduction, return_log_sum_exp)
     labels = array_like("labels", labels)
-    is_soft = jnp.issubdtype(labels.dtype, jnp.floating)
-    way = _way(gradients, reduction, is_soft=is_soft, wants_lse=bool(return_log_sum_exp))
+    are_soft = jnp.issubdtype(labels.dtype, jnp.floating)
+    way = _way(gradients, reduction, is_soft=are_soft, wants_lse=bool(return_log_sum_exp))
     terms = checked_terms(Terms(split, axis, label_smoothing, z_loss, soft_cap, temperature))
-    hidden, table = array("hidden", hidden), array("table", table)
-    _check_operands(hidden, table)
-    check_shard("table", table, 0, split, axis)
-    if bias is not None:
-        bias = _checked_bias(bias, split, axis)
-    hidden = _on_all(hidden, tokens, axis)
+    hidden, table, bias = _checked_operands(hidden, table, bias, tokens, split, axis)
     weights = None if weights is None else checked_weights(weights)
-    for name, per_token in (("labels", None if is_soft else labels), ("weights", weights)):
+    for name, per_token in (("labels", None if are_soft else labels), ("weights", weights)):
         if per_token is not None:
-            _check_per_token(name, per_token, hidden)
-            check_same_on_all(name, per_token, axis)
-    wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    shape = hidden.shape[:-1]
-    if is_soft:
-        check_soft_targets(labels, (*shape, split.local), ignore_index, out_of_range)
+            _check_per_token(name, per_token, hidden, axis)
+    shape, wide = (*hidden.shape[:-1], split.local), jnp.promote_types(hidden.dtype, jnp.float32)
+    targets, counted, faulty = checked_targets(labels, shape, wide, terms, ignore_index, out_of_range)
+    if are_soft:
         check_shard("labels", jnp.asarray(labels), -1, split, axis)
-        targets = mask_padding(jnp.asarray(labels, wide), -1, split, axis, fill=0).reshape(-1, split.local)
-        counted, faulty = None, None
-    else:
-        targets, faulty = checked_labels(labels, split.size, ignore_index, out_of_range)
-        targets, counted = targets.reshape(-1), targets >= 0
-    hidden_ND = hidden.reshape(-1, hidden.shape[-1])
-    chunks = _chunks(hidden_ND.shape, split.local, way, token_chunk, column_chunk)
+    chunks = _chunks(hidden, split.local, way, token_chunk, column_chunk)
     axes = axes_of_rule(axis, *(x for x in (hidden, table, bias, targets, weights) if x is not None))
     # The transpose of as_varying sums the parts of dhidden. If tokens were gathered, the gather's transpose sums them.
-    hidden_ND, table_VD = as_varying(hidden_ND, axes), as_varying(table, axes)
-    bias_V = None if bias is None else as_varying(bias, axes)
-
-    def total(losses: jax.Array) -> jax.Array:
-        return reduce_losses(losses, counted, faulty, weights, reduction)
-
-    if way == "backward":
-        targets = as_varying(targets, axes) if is_soft else targets
-        outputs: Any = token_losses(hidden_ND, table_VD, bias_V, targets, terms, chunks, bool(return_log_sum_exp))
-        loss, lse_N = total(outputs[0].reshape(shape)), outputs[1]
-        return loss if lse_N is None else (loss, lse_N.reshape(shape))
-
-    # The gradient of the total by each token's loss is the factor of that loss. It is computed from this device's own
-    # sum: if `ones` varied over fewer axes than the losses do, jax would sum the gradient over the other axes.
-    ones = as_varying(jnp.ones(shape, wide), axes - {axis})
-    factors_N = jax.grad(total)(ones).reshape(-1)
-    return sum_of_losses(hidden_ND, table_VD, bias_V, targets, factors_N, terms, chunks)
+    hidden_ND, table_VD = as_varying(hidden.reshape(-1, hidden.shape[-1]), axes), as_varying(table, axes)
+    operands = hidden_ND, table_VD, None if bias is None else as_varying(bias, axes)
+    targets = targets.reshape(-1, split.local) if are_soft else targets.reshape(-1)
+    total = lambda losses: reduce_losses(losses, counted, faulty, weights, reduction)
+    if way == "forward":
+        # The gradient of the total by each token's loss is the factor of that loss. It is computed from this device's
+        # own sum: if `ones` varied over fewer axes than the losses do, jax would sum the gradient over the other axes.
+        ones = as_varying(jnp.ones(shape[:-1], wide), axes - {axis})
+        factors_N = jax.grad(total)(ones).reshape(-1)
+        return sum_of_losses(*operands, targets, factors_N, terms, chunks)
+    targets = as_varying(targets, axes) if are_soft else targets
+    outputs: Any = token_losses(*operands, targets, terms, chunks, bool(return_log_sum_exp))
+    loss, lse_N = total(outputs[0].reshape(shape[:-1])), outputs[1]
+    return loss if lse_N is None else (loss, lse_N.reshape(shape[:-1]))
 
 
 def _way(gradients: Any, reduction: Reduction, *, is_soft: bool, wants_lse: bool) -> Literal["backward", "forward"]:
@@ -269,36 +251,35 @@ def _way(gradients: Any, reduction: Reduction, *, is_soft: bool, wants_lse: bool
     return gradients
 
 
-def _on_all(hidden: jax.Array, tokens: int | None, axis: str) -> jax.Array:
-    """Return `hidden` for all tokens, (N.., D), gathered if its tokens are scattered."""
+def _checked_operands(
+    hidden: Any, table: Any, bias: Any, tokens: int | None, split: Split, axis: str
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Return the operands, with `hidden` for all tokens: gathered if its tokens are scattered."""
+    hidden, table = array("hidden", hidden), array("table", table)
+    _check_shapes(hidden, table)
+    check_shard("table", table, 0, split, axis)
+    if bias is not None:
+        bias = array("bias", bias)
+        if bias.ndim != 1 or not jnp.issubdtype(bias.dtype, jnp.floating):
+            raise ValueError(
+                f"bias has dtype {bias.dtype} and shape {bias.shape} on each IPU, but takes one float for each row of "
+                "the table: give a floating array of 1 dim"
+            )
+        check_shard("bias", bias, 0, split, axis)
     if tokens is None:
         check_same_on_all("hidden", hidden, axis)
-        return hidden
-    split = split_over(
-        whole_number("tokens", tokens, at_least=0, instead="None if all IPUs hold hidden"),
-        axis,
-        option="tokens",
-        at_least=0,
-    )
+        return hidden, table, bias
+    number = whole_number("tokens", tokens, at_least=0, instead="None if all IPUs hold hidden")
+    of_tokens = split_over(number, axis, option="tokens", at_least=0)
     if hidden.ndim < 2:
         raise ValueError(f"hidden has shape {hidden.shape}, without a dim of tokens that is scattered: give (N, .., D)")
-    check_shard("hidden", hidden, 0, split, axis, option="tokens")
-    return split.unpad(gather_tokens(hidden, axis), 0)
+    check_shard("hidden", hidden, 0, of_tokens, axis, option="tokens")
+    return of_tokens.unpad(gather_tokens(hidden, axis), 0), table, bias
 
 
-def _checked_bias(bias: Any, split: Split, axis: str) -> jax.Array:
-    bias = array("bias", bias)
-    if bias.ndim != 1 or not jnp.issubdtype(bias.dtype, jnp.floating):
-        raise ValueError(
-            f"bias has dtype {bias.dtype} and shape {bias.shape} on each IPU, but takes one float for each row of the "
-            "table: give a floating array of 1 dim"
-        )
-    check_shard("bias", bias, 0, split, axis)
-    return bias
-
-
-def _chunks(shape: tuple[int, ...], local: int, way: str, token_chunk: Any, column_chunk: Any) -> Chunks:
-    tokens, features = shape
+def _chunks(hidden: jax.Array, local: int, way: str, token_chunk: Any, column_chunk: Any) -> Chunks:
+    *leading, features = hidden.shape
+    tokens = math.prod(leading)
     token_chunk, column_chunk = (
         None if chunk is None else whole_number(name, chunk, at_least=1, instead="leave it out to have it chosen")
         for name, chunk in (("token_chunk", token_chunk), ("column_chunk", column_chunk))
@@ -323,7 +304,7 @@ def _even(extent: int, limit: int) -> int:
     return max(-(-extent // number), 1)
 
 
-def _check_operands(hidden: jax.Array, table: jax.Array) -> None:
+def _check_shapes(hidden: jax.Array, table: jax.Array) -> None:
     if hidden.ndim < 1 or table.ndim != 2 or hidden.shape[-1] != table.shape[1]:
         raise ValueError(
             f"hidden of shape {hidden.shape} and table of shape {table.shape} on each IPU don't go together: give "
@@ -336,9 +317,10 @@ def _check_operands(hidden: jax.Array, table: jax.Array) -> None:
         )
 
 
-def _check_per_token(name: str, per_token: ArrayLike, hidden: jax.Array) -> None:
+def _check_per_token(name: str, per_token: Any, hidden: jax.Array, axis: str) -> None:
     if jnp.shape(per_token) != hidden.shape[:-1]:
         raise ValueError(
             f"{name} has shape {jnp.shape(per_token)}, but hidden of shape {hidden.shape} takes one for each token: "
             f"give shape {hidden.shape[:-1]}"
         )
+    check_same_on_all(name, per_token, axis)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from sharded_ops._arguments import array_like, one_of, real_number, shown, whole_number
-from sharded_ops._split import as_int32
+from sharded_ops._split import as_int32, mask_padding
 from sharded_ops.losses._statistics import Terms
 
 OutOfRange = Literal["ignore", "nan", "clip"]
@@ -35,42 +35,16 @@ def checked_terms(terms: Terms) -> Terms:
     )
 
 
-def checked_options(out_of_range: Any, reduction: Any) -> None:
-    """Raise for an unknown value of `out_of_range` or `reduction`.
+def checked_options(out_of_range: Any, reduction: Any, return_log_sum_exp: Any) -> None:
+    """Raise for an unknown value of one of these options.
 
     Raises:
         ValueError: names the option, its value and the choices.
     """
     one_of("out_of_range", out_of_range, ("ignore", "nan", "clip"))
     one_of("reduction", reduction, ("none", "mean", "sum"))
-
-
-def check_log_sum_exp(return_log_sum_exp: Any) -> None:
-    """Raise for a value of `return_log_sum_exp` that is not a bool.
-
-    Raises:
-        ValueError: names the option and its value.
-    """
     if not isinstance(return_log_sum_exp, bool | np.bool_):
         raise ValueError(f"return_log_sum_exp={shown(return_log_sum_exp)} is not a bool: give True or False")
-
-
-def check_soft_targets(targets: ArrayLike, shape: tuple[int, ...], ignore_index: int | None, out_of_range: str) -> None:
-    """Raise for soft targets whose shape differs from the logits', or with options that only apply to labels.
-
-    Raises:
-        ValueError: names the shape, or the options.
-    """
-    if np.shape(targets) != shape:
-        raise ValueError(
-            f"labels are floating, so they are soft targets, of shape {np.shape(targets)}; they must have the shape of "
-            f"the logits, {shape} on each IPU: split them as the logits, or give integers for labels"
-        )
-    if ignore_index is not None or out_of_range != "ignore":
-        raise ValueError(
-            f"ignore_index={ignore_index!r} and out_of_range={out_of_range!r} speak of labels, but soft targets were "
-            "given: leave both out, and give a token that does not count a weight of 0"
-        )
 
 
 def checked_weights(weights: ArrayLike) -> jax.Array:
@@ -83,6 +57,40 @@ def checked_weights(weights: ArrayLike) -> jax.Array:
     if not any(jnp.issubdtype(own.dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
         raise ValueError(f"weights has dtype {own.dtype}, but must be real numbers: give floats")
     return jnp.asarray(own)
+
+
+def checked_targets(
+    labels: Any, shape: tuple[int, ...], dtype: Any, terms: Terms, ignore_index: int | None, out_of_range: OutOfRange
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Return the targets that the losses read, which tokens count (None: all), and which are faulty (None: none).
+
+    Args:
+        labels: integers; or soft targets, of the shape of the logits.
+        shape, dtype: of the logits on each IPU, as they are computed.
+        terms: they say how the columns are split.
+        ignore_index, out_of_range: the options of the losses.
+
+    Returns:
+        Labels as `checked_labels` returns them; soft targets with 0 in the padding.
+
+    Raises:
+        ValueError: soft targets have another shape, or come with options that only apply to labels; or as for
+            `checked_labels`.
+    """
+    if not jnp.issubdtype(labels.dtype, jnp.floating):
+        targets_N, faulty_N = checked_labels(labels, terms.split.size, ignore_index, out_of_range)
+        return targets_N, targets_N >= 0, faulty_N
+    if np.shape(labels) != shape:
+        raise ValueError(
+            f"labels are floating, so they are soft targets, of shape {np.shape(labels)}; they must have the shape of "
+            f"the logits, {shape} on each IPU: split them as the logits, or give integers for labels"
+        )
+    if ignore_index is not None or out_of_range != "ignore":
+        raise ValueError(
+            f"ignore_index={ignore_index!r} and out_of_range={out_of_range!r} speak of labels, but soft targets were "
+            "given: leave both out, and give a token that does not count a weight of 0"
+        )
+    return mask_padding(jnp.asarray(labels, dtype), -1, terms.split, terms.axis, fill=0), None, None
 
 
 def checked_labels(

@@ -70,33 +70,11 @@ def _forward(
         put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
         chunk_ND, labels_N, chunk_factors_N = map(cut, (hidden_ND, targets_N, factors_N))
         chunk_ND = counted_tokens(chunk_ND, labels_N)
-        raw_NV = logits(chunk_ND, table_VD, bias_V)
-        logits_NV, pull = jax.vjp(lambda x_NV: softmax_logits(x_NV, first, terms), raw_NV)
-        shard = statistics(logits_NV, labels_N, first, terms)
-        row = combine_shards(gather_to_all(shard_summary(shard, labels_N, terms), terms.axis), labels_N, terms)
-        chunk_loss_N = as_varying(jnp.where(labels_N >= 0, row.loss_N, 0), varying_axes(loss_N))
-
-        (dlogits_NV,) = pull(loss_dlogits(logits_NV, labels_N, row, first, terms) * chunk_factors_N[:, None])
+        chunk_loss_N, dlogits_NV = _losses(chunk_ND, labels_N, chunk_factors_N, table_VD, bias_V, first, terms)
+        chunk_loss_N = as_varying(chunk_loss_N, varying_axes(loss_N))
         if dbias_V is not None:
             dbias_V += dlogits_NV.sum(0)
-        dlogits_NV, scale = in_range(dlogits_NV, table_VD.dtype)
-        # One matmul with the whole table, unless rows of padding must be replaced, which would copy the table.
-        dchunk_ND = (
-            as_varying(jnp.zeros(chunk_ND.shape, wide), axes)
-            if terms.split.padding
-            else matmul(dlogits_NV, table_VD) / scale
-        )
-
-        def add_columns(column: Any, columns: int, carry: Any) -> Any:
-            dchunk_ND, dtable_VD = carry
-            dlogits_NC = lax.dynamic_slice_in_dim(dlogits_NV, column, columns, axis=1)
-            if terms.split.padding:
-                dchunk_ND += matmul(dlogits_NC, table_rows(table_VD, column, columns, terms)) / scale
-            dtile_CD = lax.dynamic_slice_in_dim(dtable_VD, column, columns) + matmul(dlogits_NC.T, chunk_ND) / scale
-            return dchunk_ND, lax.dynamic_update_slice_in_dim(dtable_VD, dtile_CD, column, axis=0)
-
-        carry = (dchunk_ND, dtable_VD)
-        dchunk_ND, dtable_VD = for_chunks(table_VD.shape[0], chunks.columns, add_columns, carry)
+        dchunk_ND, dtable_VD = _products(dlogits_NV, chunk_ND, table_VD, dtable_VD, chunks.columns, terms)
         dhidden_ND = put(dhidden_ND, dchunk_ND.astype(dhidden_ND.dtype))
         return put(loss_N, chunk_loss_N), dhidden_ND, dtable_VD, dbias_V
 
@@ -114,6 +92,46 @@ def _forward(
     like = jax.tree.map(lambda operand: jnp.zeros(0, operand.dtype), (hidden_ND, table_VD, bias_V))
     gradients = (dhidden_ND, dtable_VD.astype(kept_dtype), dbias_V)
     return (loss_N * factors_N).sum(), (loss_N, gradients, like)
+
+
+def _losses(
+    chunk_ND: jax.Array,
+    labels_N: jax.Array,
+    factors_N: jax.Array,
+    table_VD: jax.Array,
+    bias_V: jax.Array | None,
+    first: jax.Array,
+    terms: Terms,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the loss of each token of a chunk, and the derivative of their weighted sum by the logits."""
+    raw_NV = logits(chunk_ND, table_VD, bias_V)
+    logits_NV, pull = jax.vjp(lambda x_NV: softmax_logits(x_NV, first, terms), raw_NV)
+    shard = statistics(logits_NV, labels_N, first, terms)
+    row = combine_shards(gather_to_all(shard_summary(shard, labels_N, terms), terms.axis), labels_N, terms)
+    (dlogits_NV,) = pull(loss_dlogits(logits_NV, labels_N, row, first, terms) * factors_N[:, None])
+    return jnp.where(labels_N >= 0, row.loss_N, 0), dlogits_NV
+
+
+def _products(
+    dlogits_NV: jax.Array, chunk_ND: jax.Array, table_VD: jax.Array, dtable_VD: jax.Array, columns: int, terms: Terms
+) -> tuple[jax.Array, jax.Array]:
+    """Return the gradient of a chunk's tokens, and the table's gradient with the chunk's part added tile by tile."""
+    dlogits_NV, scale = in_range(dlogits_NV, table_VD.dtype)
+
+    def add_columns(column: Any, columns: int, carry: Any) -> Any:
+        dchunk_ND, dtable_VD = carry
+        dlogits_NC = lax.dynamic_slice_in_dim(dlogits_NV, column, columns, axis=1)
+        if terms.split.padding:
+            dchunk_ND += matmul(dlogits_NC, table_rows(table_VD, column, columns, terms)) / scale
+        dtile_CD = lax.dynamic_slice_in_dim(dtable_VD, column, columns) + matmul(dlogits_NC.T, chunk_ND) / scale
+        return dchunk_ND, lax.dynamic_update_slice_in_dim(dtable_VD, dtile_CD, column, axis=0)
+
+    # One matmul with the whole table, unless rows of padding must be replaced, which would copy the table.
+    if terms.split.padding:
+        dchunk_ND = as_varying(jnp.zeros(chunk_ND.shape, dtable_VD.dtype), varying_axes(dtable_VD))
+    else:
+        dchunk_ND = matmul(dlogits_NV, table_VD) / scale
+    return for_chunks(table_VD.shape[0], columns, add_columns, (dchunk_ND, dtable_VD))
 
 
 def _backward(

@@ -108,51 +108,54 @@ def _backward(
     wide = cotangents[0].dtype
 
     def add_columns(column: Any, columns: int, carry: Any) -> Any:
-        dhidden_ND, dtable_VD, dbias_V, dtargets_NV = carry
-        tile_CD, bias_C = table_rows(table_VD, column, columns, terms), bias_tile(bias_V, column, columns)
+        dhidden_ND, dshard, dtargets_NV = carry
+        tile = table_rows(table_VD, column, columns, terms), bias_tile(bias_V, column, columns)
         first = shard_start(terms) + column
 
         def add_tokens(start: Any, tokens: int, carry: Any) -> Any:
-            dhidden_ND, dtile_CD, dbias_C, dtargets_NV = carry
+            dhidden_ND, dtile, dtargets_NV = carry
             cut = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=tokens)
             chunk_ND, of_chunk, of_outputs, chunk_row = jax.tree.map(cut, (hidden_ND, targets, cotangents, row))
-            chunk_ND = _read_tokens(chunk_ND, of_chunk, wants_lse)
-            of_tile = _of_columns(of_chunk, column, columns)
-            raw_NC = logits(chunk_ND, tile_CD, bias_C)
-            logits_NC, pull = jax.vjp(lambda x_NC: softmax_logits(x_NC, first, terms), raw_NC)
-            (dlogits_NC,) = pull(_dlogits(logits_NC, of_tile, chunk_row, of_outputs, first, terms))
-            if dbias_C is not None:
-                dbias_C += dlogits_NC.sum(0)
-            if dtargets_NV is not None:
-                dtile_NC = loss_dtargets(logits_NC, chunk_row, first, terms) * of_outputs[0][:, None]
-                dtargets_NV = lax.dynamic_update_slice(dtargets_NV, dtile_NC, (start, column))
-            dlogits_NC, scale = in_range(dlogits_NC, tile_CD.dtype)
-            dchunk_ND = cut(dhidden_ND) + matmul(dlogits_NC, tile_CD) / scale
-            dtile_CD = dtile_CD + matmul(dlogits_NC.T, chunk_ND) / scale
-            dhidden_ND = lax.dynamic_update_slice_in_dim(dhidden_ND, dchunk_ND, start, axis=0)
-            return dhidden_ND, dtile_CD, dbias_C, dtargets_NV
+            chunk_ND, of_tile = _read_tokens(chunk_ND, of_chunk, wants_lse), _of_columns(of_chunk, column, columns)
+            dchunk_ND, parts, dtargets_NC = _tile_gradients(
+                chunk_ND, tile, of_tile, chunk_row, of_outputs, first, terms
+            )
+            if dtargets_NC is not None:
+                dtargets_NV = lax.dynamic_update_slice(dtargets_NV, dtargets_NC, (start, column))
+            dhidden_ND = lax.dynamic_update_slice_in_dim(dhidden_ND, cut(dhidden_ND) + dchunk_ND, start, axis=0)
+            return dhidden_ND, jax.tree.map(jnp.add, dtile, parts), dtargets_NV
 
-        dtile_CD = as_varying(jnp.zeros(tile_CD.shape, dhidden_ND.dtype), axes)
-        dbias_C = None if dbias_V is None else as_varying(jnp.zeros(columns, wide), axes)
-        carry = (dhidden_ND, dtile_CD, dbias_C, dtargets_NV)
-        dhidden_ND, dtile_CD, dbias_C, dtargets_NV = for_chunks(hidden_ND.shape[0], chunks.tokens, add_tokens, carry)
+        zeros = jax.tree.map(lambda x: as_varying(jnp.zeros(x.shape, wide), axes), tile)
+        carry = (dhidden_ND, zeros, dtargets_NV)
+        dhidden_ND, dtile, dtargets_NV = for_chunks(hidden_ND.shape[0], chunks.tokens, add_tokens, carry)
         put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=column, axis=0)
-        dtable_VD = put(dtable_VD, dtile_CD.astype(dtable_VD.dtype))
-        if dbias_V is not None:
-            dbias_V = put(dbias_V, dbias_C.astype(dbias_V.dtype))
-        return dhidden_ND, dtable_VD, dbias_V, dtargets_NV
+        dshard = jax.tree.map(lambda whole, part: put(whole, part.astype(whole.dtype)), dshard, dtile)
+        return dhidden_ND, dshard, dtargets_NV
 
     zeros = (
         as_varying(jnp.zeros(hidden_ND.shape, wide), axes),
-        as_varying(jnp.zeros_like(table_VD), axes),
-        None if bias_V is None else as_varying(jnp.zeros_like(bias_V), axes),
+        jax.tree.map(lambda x: as_varying(jnp.zeros_like(x), axes), (table_VD, bias_V)),
         as_varying(jnp.zeros_like(targets), axes) if is_soft(targets) else None,
     )
-    gradients = for_chunks(table_VD.shape[0], chunks.columns, add_columns, zeros)
-    return gradients[0].astype(hidden_ND.dtype), *gradients[1:]
+    dhidden_ND, dshard, dtargets_NV = for_chunks(table_VD.shape[0], chunks.columns, add_columns, zeros)
+    return dhidden_ND.astype(hidden_ND.dtype), *dshard, dtargets_NV
 
 
 token_losses.defvjp(_forward, _backward)
+
+
+def _tile_gradients(
+    chunk_ND: jax.Array, tile: Any, of_tile: jax.Array, row: RowStatistics, of_outputs: Any, first: Any, terms: Terms
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None], jax.Array | None]:
+    """Return a tile's parts of the gradients of hidden (N, D), table (C, D) and bias (C,), and soft targets (N, C)."""
+    tile_CD, bias_C = tile
+    logits_NC, pull = jax.vjp(lambda x_NC: softmax_logits(x_NC, first, terms), logits(chunk_ND, tile_CD, bias_C))
+    (dlogits_NC,) = pull(_dlogits(logits_NC, of_tile, row, of_outputs, first, terms))
+    dbias_C = None if bias_C is None else dlogits_NC.sum(0)
+    dtargets_NC = loss_dtargets(logits_NC, row, first, terms) * of_outputs[0][:, None] if is_soft(of_tile) else None
+    dlogits_NC, scale = in_range(dlogits_NC, tile_CD.dtype)
+    dchunk_ND = matmul(dlogits_NC, tile_CD) / scale
+    return dchunk_ND, (matmul(dlogits_NC.T, chunk_ND) / scale, dbias_C), dtargets_NC
 
 
 def _dlogits(

@@ -6,13 +6,12 @@ What a cut decides is right or wrong in these stages alone: the operations, weig
 from collections.abc import Callable
 from typing import Any
 
-from ipu_jax.core.cutting.function import FunctionModel, model_of
+from ipu_jax.core.cutting.function import FunctionModel, Source, model_of
 
 
 def cut_into(stages: int, loss: Any, params: Any, micro_batch: Any, *, state: Any = None) -> FunctionModel:
     """Return a loss function as this number of stages, each on an IPU of its own."""
-    how: dict[str, Any] = {"frozen": None, "names": None, "costs": "counted", "recompute": "auto"}
-    return model_of(loss, params, micro_batch, range(stages), state=state, **how)
+    return model_of(Source(loss, params, micro_batch, range(stages), state=state))
 
 
 def composed(model: FunctionModel) -> Callable[..., Any]:

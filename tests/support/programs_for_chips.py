@@ -116,7 +116,7 @@ def _on_pairs(devices: list[Any]) -> Found:
     pipeline, (weights, batch) = axes.make_pipeline(make_mesh(1, 2, tensor=2, devices=devices), "zb-h1"), axes.inputs()
     report = pipeline.report(pipeline.shard_shapes(weights), batch)
     collectives = [(one.stages, one.task, one.op, one.axis, one.count) for one in report.collectives or ()]
-    return {"collectives": collectives, "guards": pipeline.placement.guards.uniform}
+    return {"collectives": collectives, "guards": any(pipeline.placement.guards.needed.values())}
 
 
 def _found(report: ChipReport) -> Found:

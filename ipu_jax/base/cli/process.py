@@ -32,10 +32,10 @@ _CLEAN_UP: Final = b"\x1b[?25h\x1b[K\n"  # show the cursor, and erase the line o
 
 
 class _CannotWriteError(OSError):
-    """Raised by a `_Stream`, to distinguish it from an error of the program's own files."""
+    """Raised by a `_StandardStream`, to distinguish it from an error of the program's own files."""
 
 
-class _Stream(io.TextIOWrapper):
+class _StandardStream(io.TextIOWrapper):
     """stdout or stderr: each line is written when it is printed, so that nothing is lost at an exit without a flush."""
 
     def __init__(self, number: int, encoding: str):
@@ -66,7 +66,7 @@ def run(prog: str, main: Callable[[], int], *, extra: str | None = None, package
     """
     _open_what_is_closed()
     for name, number in (("stdout", 1), ("stderr", 2)):
-        setattr(sys, name, _Stream(number, encoding=getattr(getattr(sys, name), "encoding", "utf-8")))
+        setattr(sys, name, _StandardStream(number, encoding=getattr(getattr(sys, name), "encoding", "utf-8")))
     _end_at_ctrl_c()
     status = _status(prog, lambda: _main_with(packages, extra, prog, main))
     _discard_if_unwritable(sys.stderr)  # argparse goes on without an error when it cannot print one

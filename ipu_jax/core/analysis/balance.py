@@ -23,7 +23,7 @@ from ipu_jax.base.annotations import Batch, Params, Tree
 from ipu_jax.base.checks import check_cost, check_count
 from ipu_jax.base.jaxprs import traced_on
 from ipu_jax.base.showing import Shown, Table
-from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.core.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.mesh_axes import further_axes
 from ipu_jax.core.programs.cost import jaxpr_flops
 from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, one_by_one
@@ -116,8 +116,8 @@ def balance_layers(
     local = [i for i, layer in enumerate(layers) if not (isinstance(layer, Stage) and layer.place is None)]
     names = tuple(_name_of(layer, i) for i, layer in enumerate(layers))
     if len(local) < ipus * rounds:
-        runs = f"{ipus} IPUs" if rounds == 1 else f"{ipus} IPUs x {rounds} rounds"
-        raise ValueError(f"{len(local)} layers cannot fill {runs}: cut them finer, or take fewer IPUs")
+        places = f"{ipus} IPUs" if rounds == 1 else f"{ipus} IPUs x {rounds} rounds"
+        raise ValueError(f"{len(local)} layers cannot fill {places}: cut them finer, or take fewer IPUs")
     layer_costs = [check_cost(f"layer {names[i]!r}: costs[{i}]", cost_list[i]) for i in local]
     if not sum(layer_costs):
         raise ValueError(f"costs of all {len(local)} layers are 0: there is nothing to balance; give costs above 0")
@@ -132,19 +132,13 @@ def balance_layers(
             f"no split of {len(local)} layers over {ipus} IPUs keeps each below limit={limit!r} bytes, neighbours "
             f"together: they take {sum(layer_bytes or ()):g} in all; take more IPUs, or cut the layers finer"
         )
-    ipu_of: list[int | None] = [None] * len(layers)
-    loads = [0.0] * ipus
-    for run, (start, end) in enumerate(itertools.pairwise([0, *ends])):
-        for k in range(start, end):
-            ipu_of[local[k]] = run % ipus
-            loads[run % ipus] += layer_costs[k]
-    stages: tuple[Stage, ...] = ()
-    if layers and all(isinstance(layer, Stage) for layer in layers):
-        stages = tuple(
-            stage if ipu is None else dataclasses.replace(stage, ipu=ipu)
-            for stage, ipu in zip(layers, ipu_of, strict=True)
-        )
-    return LayerPlacement(tuple(ipu_of), tuple(loads), stages, names)
+    runs = itertools.pairwise([0, *ends])
+    of_local = [run % ipus for run, (start, end) in enumerate(runs) for _ in range(start, end)]
+    loads = [sum(c for c, at in zip(layer_costs, of_local, strict=True) if at == ipu) for ipu in range(ipus)]
+    ipu_of = dict(zip(local, of_local, strict=True))
+    is_model = all(isinstance(layer, Stage) for layer in layers)
+    stages = [dataclasses.replace(stage, ipu=ipu_of.get(i, ALL_IPUS)) for i, stage in enumerate(layers) if is_model]
+    return LayerPlacement(tuple(map(ipu_of.get, range(len(layers)))), tuple(loads), tuple(stages), names)
 
 
 def _name_of(layer: Any, number: int) -> str:

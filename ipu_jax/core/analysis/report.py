@@ -43,6 +43,7 @@ from ipu_jax.core.engine.stash import Stash
 from ipu_jax.core.mesh_axes import parts
 from ipu_jax.core.programs.cost import bytes_of, in_units, jaxpr_flops, jaxpr_peak_bytes
 from ipu_jax.core.programs.segment_program import split_floats
+from ipu_jax.core.schedules import Schedule
 from ipu_jax.core.schedules.figures import svg_of, written
 from ipu_jax.core.step_args import StepArgs
 from ipu_jax.core.weights.packed_layout import PackedLayout, local_shape
@@ -94,6 +95,7 @@ class PipelineReport(Shown):
 
     Attributes:
         schedule: the schedule's name.
+        timetable: the schedule itself.
         micro_batches: M.
         ipus: per IPU of a replica, its part.
         stash, channels, working_set, sums: the predicted bytes, the same on every IPU; the module's docstring
@@ -110,6 +112,7 @@ class PipelineReport(Shown):
     """
 
     schedule: str
+    timetable: Schedule
     micro_batches: int
     ipus: tuple[IpuReport, ...]
     stash: int
@@ -298,6 +301,7 @@ def count_report(plan: Plan, batch_bytes: int) -> PipelineReport:
     )
     return PipelineReport(
         schedule=plan.schedule.name,
+        timetable=plan.schedule,
         micro_batches=m,
         ipus=ipus,
         stash=stash.nbytes + stash.padding,

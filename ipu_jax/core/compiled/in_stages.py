@@ -19,10 +19,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ipu_jax.core.compiled.program import Instruction, Program
-from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.engine.labels import Guard, PlanNames, guard_named, plan_named
-from ipu_jax.core.engine.order import EXCHANGES, QUEUES, WORDS
-from ipu_jax.core.guard import SLOT
+from ipu_jax.core.engine.order import EXCHANGES, WORDS
 
 _IDS_OF_A_SLICE: Final = 100_000
 
@@ -51,58 +49,24 @@ class StageCollectives:
 def in_stages(program: Program, mesh: Mesh) -> list[StageCollectives]:
     """Return what the tasks of a compiled program send, stage by stage. Exchanges between stages are not listed."""
     found: dict[tuple[tuple[str, ...], str, str, str], list[int]] = {}
-    for guard, plan, (kind, number) in _guards(program):
+    for guard, plan, (kind, number) in guards_of(program):
         if kind in EXCHANGES:
             continue
-        for op, axis, count, nbytes in _sent(program, guard, mesh):
-            sums = found.setdefault((_stages(plan, number), WORDS[kind], op, axis), [0, 0])
+        for op, axis, count, nbytes in sent_in(program, guard, mesh):
+            sums = found.setdefault((stage_names(plan, number), WORDS[kind], op, axis), [0, 0])
             sums[0] += count
             sums[1] += count * nbytes
     return [StageCollectives(*key, *sums) for key, sums in found.items()]
 
 
-def check_update(program: Program, mesh: Mesh) -> None:
-    """Raise `ValueError` if an IPU's update of its own leaves sends something for which all devices must be there."""
-    for guard in program.instructions():
-        if guard.op == "while" and guard.place.endswith(f"{SLOT}/while"):
-            for op, axis, _, _ in _sent(program, guard, mesh):
-                if _needs_all(op, axis):
-                    raise ValueError(
-                        f"the optimizer makes XLA exchange data over axis {axis!r} ({op}) in the update of an IPU's "
-                        "own leaf, for which XLA waits for all devices of the mesh, but others would not take part: "
-                        "split the leaf along another dim, or leave it whole"
-                    )
-
-
-def _needs_all(op: str, axis: str) -> bool:
-    return op == "collective-permute" or IPU_AXIS in axis.split(" x ")
-
-
-def why_not_own(program: Program, mesh: Mesh) -> str | None:
-    """Return why own guards would hang: a task of one IPU sends something for which all devices must be there."""
-    for guard, plan, (kind, number) in _guards(program):
-        segment = plan.segments[plan.classes[number][0]] if kind not in EXCHANGES else None
-        if segment is None or plan.ipus == 1 or (segment.place is None and kind not in QUEUES):
-            continue
-        for op, axis, _, _ in _sent(program, guard, mesh):
-            if _needs_all(op, axis):
-                return (
-                    f"stage {', '.join(map(repr, _stages(plan, number)))} makes XLA exchange data over axis {axis!r} "
-                    f"({op} in {WORDS[kind]}), for which XLA waits for all devices of the mesh, and IPUs "
-                    "that run other stages would not take part: use guards='uniform', or keep a dim that is shifted or "
-                    "convolved whole (jax.lax.with_sharding_constraint)"
-                )
-    return None
-
-
-def _guards(program: Program) -> list[tuple[Instruction, PlanNames, Guard]]:
+def guards_of(program: Program) -> list[tuple[Instruction, PlanNames, Guard]]:
     """Return the guards with their plans, by segment class, and in the order of a tick."""
     named = ((guard, plan_named(guard.place), guard_named(guard.place)) for guard in program.guards)
     found = [(guard, plan, label) for guard, plan, label in named if plan is not None and label is not None]
     return sorted(found, key=lambda one: (one[2][1], one[1].tick.position(one[2])))
 
 
-def _sent(program: Program, guard: Instruction, mesh: Mesh) -> Iterator[tuple[str, str, int, int]]:
+def sent_in(program: Program, guard: Instruction, mesh: Mesh) -> Iterator[tuple[str, str, int, int]]:
     """Yield the kind, the axis, the number and the bytes of each collective in a run of a guard."""
     for collective in program.collectives_of(guard):
         groups = [group for group in groups_of(collective.instruction, mesh) if len(set(group)) > 1]
@@ -110,7 +74,7 @@ def _sent(program: Program, guard: Instruction, mesh: Mesh) -> Iterator[tuple[st
             yield collective.op, axis_of(groups, mesh), collective.runs, collective.nbytes
 
 
-def _stages(plan: PlanNames, number: int) -> tuple[str, ...]:
+def stage_names(plan: PlanNames, number: int) -> tuple[str, ...]:
     return tuple(name for i in plan.classes[number] for name in plan.segments[i].stages)
 
 

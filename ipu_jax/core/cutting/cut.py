@@ -191,30 +191,15 @@ class Places:
 
     def cut(self, stages: int, names: Sequence[str] | None) -> Cut | None:
         """Return the best cut into stages, at the named places if there are names; None if there are too few places."""
-        allowed = self.allowed
-        if names is not None:
-            allowed = np.zeros_like(allowed)
-            allowed[self.marked(names)] = True
-            allowed &= self.allowed
-        total = np.cumsum(self.work)
-        best, at_waists = None, False
         if stages == 1:
             best = []
-        for waists in (True, False):
-            if best is not None:
-                break
-            places = self._distinct(np.flatnonzero(allowed & self.is_waist if waists and names is None else allowed))
-            if len(places) < stages - 1:
-                continue
-            heaviest = _heaviest(total, places, stages)
-            if waists and names is None:
-                everywhere = _heaviest(total, self._distinct(np.flatnonzero(allowed)), stages)
-                if heaviest > _EVEN * everywhere:
-                    continue
-            at_waists = waists and names is None
-            best = _cheapest(total, self.price, places, stages, heaviest * _AS_GOOD)
+        elif names is None:
+            best = self._at_waists(stages) or self._at(self.allowed, stages)
+        else:
+            best = self._at(self.allowed & np.isin(np.arange(len(self.allowed)), self.marked(names)), stages)
         if best is None:
             return None
+        total = np.cumsum(self.work)
         bounds = [total[t] for t in best]
         return Cut(
             ends=(*(t + 1 for t in best), len(self.operations)),
@@ -222,15 +207,28 @@ class Places:
             sent=tuple(int(self.sent[t]) for t in best),
             waists=int((self.allowed & self.is_waist).sum()),
             places=int(self.allowed.sum()),
-            at_waists=at_waists or all(self.is_waist[t] for t in best),
+            at_waists=all(self.is_waist[t] for t in best),
             marked=names is not None,
             heaviest=self.heaviest,
             kept=self.kept,
         )
 
-    def _distinct(self, places: np.ndarray) -> np.ndarray:
-        """Return the places without those that divide the work like another one, and send no less."""
-        total = np.cumsum(self.work)
+    def _at_waists(self, stages: int) -> list[int] | None:
+        """Return the best cut at waists; None if they are too few, or other places give much more even stages."""
+        waists, total = self.allowed & self.is_waist, np.cumsum(self.work)
+        loads = [_heaviest(total, self._distinct(allowed), stages) for allowed in (waists, self.allowed)]
+        return None if loads[0] > _EVEN * loads[1] else self._at(waists, stages)
+
+    def _at(self, allowed: np.ndarray, stages: int) -> list[int] | None:
+        """Return the best cut at allowed places, or None if they are too few."""
+        total, places = np.cumsum(self.work), self._distinct(allowed)
+        if len(places) < stages - 1:
+            return None
+        return _cheapest(total, self.price, places, stages, _heaviest(total, places, stages) * _AS_GOOD)
+
+    def _distinct(self, allowed: np.ndarray) -> np.ndarray:
+        """Return the allowed places without those that divide the work like another one, and send no less."""
+        total, places = np.cumsum(self.work), np.flatnonzero(allowed)
         width = (total[-1] / _MOST_PLACES) if len(places) > _MOST_PLACES else 0.0
         kept: list[int] = []
         for t in places:

@@ -58,32 +58,24 @@ def described(
         size = in_units(bytes_of([v.aval for v in sent]), "B")
         text = f"{counted(len(sent), 'array')}, {size}" if sent else "the loss"
         ends = line_of(program.activations[cut.ends[s] - 1]) if cut.ends[s] else ""
-        rows.append(
-            (
-                f"{s} {names[s]}" if names[s] != f"stage {s}" else str(s),
-                str(places[s]),
-                f"{cut.work[s] / total:.1%}",
-                in_units(bytes_of([v.aval for v in own]), "B"),
-                ends,
-                text,
-            )
-        )
+        name = f"{s} {names[s]}" if names[s] != f"stage {s}" else str(s)
+        weights = in_units(bytes_of([v.aval for v in own]), "B")
+        rows.append((name, str(places[s]), f"{cut.work[s] / total:.1%}", weights, ends, text))
     if not any(row[4] for row in rows[1:]):  # code without a file has no lines
         rows = [(*row[:4], row[5]) for row in rows]
     table = Table(rows, left=len(rows[0]), indent="  ")
-    where = (
-        "places that the function marks"
-        if cut.marked
-        else (
-            f"waists, where one activation is live: {cut.waists} of {cut.places} places"
-            if cut.at_waists
-            else f"the {cut.places} places: the {cut.waists} waists, where one activation is live, give uneven stages"
-        )
-    )
     of_ipu = [sum(w for w, place in zip(cut.work, places, strict=True) if place == ipu) for ipu in {*places}]
     uneven = f"the busiest IPU has {max(of_ipu) * len(of_ipu) / total - 1:.1%} more work than the mean"
     reasons = [*_of_one_operation(division, cut), *_of_state(cut, of_state)]
-    return [table, f"cut at {where}; {uneven}", *reasons, *_of_shared(division, paths, shared)]
+    return [table, f"cut at {_where(cut)}; {uneven}", *reasons, *_of_shared(division, paths, shared)]
+
+
+def _where(cut: Cut) -> str:
+    if cut.marked:
+        return "places that the function marks"
+    if cut.at_waists:
+        return f"waists, where one activation is live: {cut.waists} of {cut.places} places"
+    return f"the {cut.places} places: the {cut.waists} waists, where one activation is live, give uneven stages"
 
 
 def _of_one_operation(division: Division, cut: Cut) -> list[str]:

@@ -15,12 +15,11 @@ from jax.sharding import Mesh
 from ipu_jax.base import status
 from ipu_jax.base.annotations import Batch, Function, Jaxpr, Key, Params, Tree, Value
 from ipu_jax.base.checks import check_choice, in_line
-from ipu_jax.base.jaxprs import traced_on
 from ipu_jax.base.showing import Table
 from ipu_jax.core.analysis.balance import measure_costs
 from ipu_jax.core.cutting.cut import STAGE_END, Cut, Places
 from ipu_jax.core.cutting.description import described, names_of
-from ipu_jax.core.cutting.division import Division
+from ipu_jax.core.cutting.division import Division, divide
 from ipu_jax.core.cutting.given import (
     Call,
     check_constants,
@@ -33,11 +32,47 @@ from ipu_jax.core.cutting.given import (
 )
 from ipu_jax.core.cutting.module_trees import check_equinox, check_linen
 from ipu_jax.core.cutting.own_derivatives import check_cotangents
-from ipu_jax.core.cutting.program import at_line, name_of, traced
+from ipu_jax.core.cutting.program import at_line, name_of
 from ipu_jax.core.cutting.stages import Held, make_stage, who_holds
 from ipu_jax.core.programs.segment import Message, MicrobatchInputs
 from ipu_jax.core.stage import Stage
 from ipu_jax.core.weights.whole_tree import Part, WholeTree
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Source:
+    """A loss function, and for what to cut it: the arguments of `Pipeline.from_function`.
+
+    Attributes:
+        places: the IPU of each stage.
+        names: the names after which it is cut, or None.
+        mesh: the mesh that its trace is for, if the function names further axes of one.
+
+    Raises:
+        ValueError: the loss is no function, `costs` is unknown, or a stage is concurrent.
+    """
+
+    loss: Function
+    params: Params
+    microbatch: Batch
+    places: Sequence[int | None]
+    state: Tree = None
+    frozen: Tree = None
+    names: Sequence[str] | None = None
+    costs: str = "counted"
+    recompute: Any = "auto"
+    mesh: Mesh | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.loss):
+            swapped = ": loss and params are swapped" if callable(self.params) else ""
+            found = f"loss={in_line(self.loss):.60} is not callable{swapped}"
+            raise ValueError(f"{found}: give a function of (params, micro_batch)")
+        check_choice("costs", self.costs, ("counted", "traced"))
+        if None in self.places:
+            raise ValueError(
+                "schedule has concurrent stages, and a function is cut into local ones: give its name, or one without"
+            )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,7 +89,7 @@ class FunctionModel:
         microbatch: the tree of shapes of one micro-batch.
         key: the shape of its random key, or None.
         cut: where it was cut.
-        source: the arguments of `model_of`.
+        source: what it was cut from.
         described: why, as lines and a table.
     """
 
@@ -67,7 +102,7 @@ class FunctionModel:
     microbatch: Batch
     key: Key
     cut: Cut
-    source: dict[str, Any]
+    source: Source
     described: list[str | Table]
 
     def __iter__(self) -> Iterator[Stage]:
@@ -75,11 +110,11 @@ class FunctionModel:
 
     def again(self, **changed: Any) -> "FunctionModel":
         """Return the stages of a changed function, or for other weights, cut anew."""
-        return model_of(**{**self.source, **changed})
+        return model_of(dataclasses.replace(self.source, **changed))
 
     def on(self, mesh: Mesh) -> "FunctionModel":
         """Return the stages on a mesh, which are traced anew if their trace is for another one."""
-        return self if self.source["mesh"] in (None, mesh) else self.again(mesh=mesh)
+        return self if self.source.mesh in (None, mesh) else self.again(mesh=mesh)
 
     def check(self, batch: Batch, leading: int, key: Key) -> None:
         """Raise `ValueError` unless batch (after `leading` dims) and key are like what the function was cut for."""
@@ -126,62 +161,38 @@ class FunctionModel:
         return Message(loss), state if self.state is None else new_state, self.of_stages(aux)
 
 
-def model_of(
-    loss: Function,
-    params: Params,
-    microbatch: Batch,
-    places: Sequence[int | None],
-    *,
-    state: Tree,
-    frozen: Tree,
-    names: Sequence[str] | None,
-    costs: str,
-    recompute: Any,
-    mesh: Mesh | None = None,
-) -> FunctionModel:
-    """Trace and cut a loss function for stages in these places. The arguments are as for `Pipeline.from_function`.
-
-    If the function names further axes of a mesh, its trace is for this mesh only, and `mesh` is needed.
-    """
-    source = {**locals()}
-    if not callable(loss):
-        swapped = ": loss and params are swapped" if callable(params) else ""
-        raise ValueError(f"loss={in_line(loss):.60} is not callable{swapped}: give a function of (params, micro_batch)")
-    check_choice("costs", costs, ("counted", "traced"))
-    placement = [ipu for ipu in places if ipu is not None]
-    if len(placement) < len(places):
-        raise ValueError(
-            "schedule has concurrent stages, and a function is cut into local ones: give its name, or one without"
-        )
-    is_frozen = frozen_leaves(frozen, params)
-    check_linen(params, is_frozen)
-    state = None if state is None else shapes("state", state)
-    call = Call(loss, state, is_frozen)
-    check_equinox(loss, params, call.takes_key)
-    params, microbatch = shapes("params", params, weak=True), shapes("micro_batch", microbatch)
+def model_of(source: Source) -> FunctionModel:
+    """Trace and cut a loss function, or raise a `ValueError` that says what cannot be cut."""
+    placement = [ipu for ipu in source.places if ipu is not None]
+    is_frozen = frozen_leaves(source.frozen, source.params)
+    check_linen(source.params, is_frozen)
+    state = None if source.state is None else shapes("state", source.state)
+    call = Call(source.loss, state, is_frozen)
+    check_equinox(source.loss, source.params, call.takes_key)
+    params, microbatch = shapes("params", source.params, weak=True), shapes("micro_batch", source.microbatch)
     key = jax.eval_shape(lambda: jax.random.key(0)) if call.takes_key else None
-    trace = traced if mesh is None else lambda *args: traced_on(mesh, lambda: traced(*args))
     status.say("tracing the function")
-    program, results = call.traced(trace, params, microbatch, key)
+    program, results = call.traced(params, microbatch, key, source.mesh)
     status.say("cutting the function")
-    arguments, (value, aux, _) = jax.tree.structure((params, state, microbatch, key)), results
     check_weights(params, is_frozen)
-    check_loss(program, value)
+    check_loss(program, results[0])
     check_effects(program)
     check_constants(program)
     check_cotangents(program, is_frozen)
-    found = Places(program, is_frozen)
-    if costs == "traced":
-        found.work = _traced_work(found, params, state, microbatch, recompute, mesh)
-    cut = _best_cut(found, len(placement), names)
-    division = Division(program, cut.ends)
-    stages, weights, of_state, held = _stages_of(division, placement, params, state, microbatch, recompute)
+    shaped = dataclasses.replace(source, params=params, state=state, microbatch=microbatch)
+    places = Places(program, is_frozen)
+    if source.costs == "traced":
+        places.work = _traced_work(places, shaped)
+    cut = _best_cut(places, len(placement), source.names)
+    division = divide(program, cut.ends)
+    stages, weights, of_state, held = _stages_of(division, placement, shaped)
+    trees = jax.tree.structure((params, state, microbatch, key)), jax.tree.structure(results)
     return FunctionModel(
         stages=stages,
         weights=weights,
         state=of_state,
-        call=call if mesh is not None else _as_traced(program.closed, call, arguments, jax.tree.structure(results)),
-        aux=jax.tree.structure(aux),
+        call=call if source.mesh is not None else _as_traced(program.closed, call, *trees),
+        aux=jax.tree.structure(results[1]),
         aux_home=tuple(division.aux_home),
         microbatch=microbatch,
         key=key,
@@ -192,29 +203,28 @@ def model_of(
 
 
 def _stages_of(
-    division: Division, placement: Sequence[int], params: Params, state: Tree, microbatch: Batch, recompute: Any
+    division: Division, placement: Sequence[int], source: Source
 ) -> tuple[tuple[Stage, ...], WholeTree, WholeTree | None, Held]:
     """Return the stages, and who holds which part of the user's trees."""
     held, names = who_holds(division, placement), names_of(division)
     states = {f"stage {s}": [Part(k) for k in division.returned(s)[1]] for s in range(len(placement))}
     states = {name: parts for name, parts in states.items() if parts}
     stages = tuple(
-        make_stage(division, s, names[s], ipu, held, microbatch, recompute=recompute) for s, ipu in enumerate(placement)
+        make_stage(division, s, names[s], ipu, held, source.microbatch, recompute=source.recompute)
+        for s, ipu in enumerate(placement)
     )
-    of_state = None if state is None else WholeTree.of("state", state, states)
-    return stages, WholeTree.of("params", params, held.groups), of_state, held
+    of_state = None if source.state is None else WholeTree.of("state", source.state, states)
+    return stages, WholeTree.of("params", source.params, held.groups), of_state, held
 
 
-def _traced_work(
-    places: Places, params: Params, state: Tree, microbatch: Batch, recompute: Any, mesh: Mesh | None
-) -> np.ndarray:
+def _traced_work(places: Places, source: Source) -> np.ndarray:
     """Return the FLOPs of F and B of what lies between any two places, at the operation before the second one."""
     ends = [*(np.flatnonzero(places.allowed & places.is_waist) + 1), len(places.operations)]
-    division = Division(places.program, ends)
-    stages, weights, of_state, _ = _stages_of(division, [0] * len(ends), params, state, microbatch, recompute)
-    states = None if of_state is None else of_state.split(state)
+    stages, weights, of_state, _ = _stages_of(divide(places.program, ends), [0] * len(ends), source)
+    states = None if of_state is None else of_state.split(source.state)
     work = np.zeros_like(places.work)
-    work[np.array(ends) - 1] = measure_costs(stages, weights.split(params), microbatch, states, mesh=mesh)
+    groups = weights.split(source.params)
+    work[np.array(ends) - 1] = measure_costs(stages, groups, source.microbatch, states, mesh=source.mesh)
     return work
 
 

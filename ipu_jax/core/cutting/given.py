@@ -15,12 +15,14 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from ipu_jax.base.annotations import Batch, Dtype, Function, Key, Params, Tree, Value
 from ipu_jax.base.checks import in_line
 from ipu_jax.base.decorators import OTHER_MESH
+from ipu_jax.base.jaxprs import traced_on
 from ipu_jax.core.cutting.module_trees import check_unchanged, name_of_function
-from ipu_jax.core.cutting.program import Program, at_line, is_ours, name_of, users_line
+from ipu_jax.core.cutting.program import Program, at_line, is_ours, name_of, traced, users_line
 from ipu_jax.core.weights.packed_layout import check_array, check_weight
 from ipu_jax.core.weights.whole_tree import spread
 
@@ -132,15 +134,16 @@ class Call:
             raise ValueError("loss returns a new state that is not like state: return the same tree, shapes and dtypes")
         return value, aux, new_state
 
-    def traced(self, trace: Callable[..., Any], params: Params, microbatch: Batch, key: Key) -> tuple[Program, Tree]:
-        """Return `trace(self, params, state, microbatch, key)`; say what is wrong if it fails as calls often do.
+    def traced(self, params: Params, microbatch: Batch, key: Key, mesh: Mesh | None) -> tuple[Program, Tree]:
+        """Return the program and the shapes of the results, traced on a mesh; say what is wrong where calls often fail.
 
         Raises:
             ValueError: the function names an unmapped axis, its third argument is not a key, or the first two are
                 swapped.
         """
+        trace = lambda: traced(self, params, self._state, microbatch, key)
         try:
-            program, results = trace(self, params, self._state, microbatch, key)
+            program, results = trace() if mesh is None else traced_on(mesh, trace)
         except Exception as error:
             why = self._explained(error, params, microbatch, key)
             if why is None:

@@ -72,60 +72,35 @@ def make_stage(
 ) -> Stage:
     """Return stage `s` of a divided program, on this IPU; it takes micro-batches with the paths of `microbatch`."""
     program, piece, messages = division.program, division.pieces[s], division.messages
-    received, sent = messages[s - 1] if s else [], messages[s] if s < len(messages) else []
-    at = {part: k for k, part in enumerate(held.groups.get(held.own[s] or "", []))}
-    parts = [(division.parts[v], v) for v in piece.weights]
-    of_own = [(at[p], v) for p, v in parts if p in at]
-    of_shared = [(name, held.groups[name].index(p), v) for p, v in parts if p not in at for name in [_shared_name(p)]]
-    batch = [k for k, v in enumerate(program.batch) if v in piece.inputs]
-    named = jax.tree.leaves_with_path(microbatch)
-    paths = [named[k][0] for k in batch]
-    aux, new_state = division.returned(s)
-    constants = [v for v in program.constants if v in piece.inputs]
-    is_random = any(v in piece.inputs for v in program.key)
-    inputs = [
-        *(v for _, v in of_own),
-        *(v for *_, v in of_shared),
-        *received,
-        *(program.batch[k] for k in batch),
-        *(program.key if is_random else []),
-        *(program.state[k] for k in new_state),
-        *constants,
-    ]
-    results = [program.loss] if s == len(messages) else sent
-    outputs = [*results, *(program.new_state[k] for k in new_state), *(program.aux[k] for k in aux)]
+    received, own, (aux, new_state) = messages[s - 1] if s else [], held.own[s], division.returned(s)
+    groups = filter(None, [own, *held.shared[s]])
+    at = {part: (group, k) for group in groups for k, part in enumerate(held.groups[group])}
+    weights_read = sorted(((*at[division.parts[v]], v) for v in piece.weights), key=lambda read: read[0] != own)
+    named = zip(jax.tree.leaves_with_path(microbatch), program.batch, strict=True)
+    batch = [(path, v) for (path, _), v in named if v in piece.inputs]
+    keys = [v for v in program.key if v in piece.inputs]
+    constants = [(value, v) for v, value in program.constants.items() if v in piece.inputs]
+    inputs = [v for *_, v in weights_read] + received + [v for _, v in batch] + keys
+    inputs += [*(program.state[k] for k in new_state), *(v for _, v in constants)]
+    y, of_aux = program.loss if s == len(messages) else tuple(messages[s]), {str(k): program.aux[k] for k in aux}
+    results = Outputs(y, state=[program.new_state[k] for k in new_state] or None, aux=of_aux or None)
+    outputs, treedef = jax.tree.flatten(results)
     run = core.jaxpr_as_fun(part_of(program.closed, inputs, piece.equations, outputs))
-    values = [program.constants[v] for v in constants]
-    is_last = s == len(messages)
 
     def fn(
         weights: Params, x: Tree, microbatch: Batch, *, shared: Tree = None, state: Tree = None, key: Key = None
     ) -> Outputs:
-        leaves = leaves_at(microbatch, paths)
+        given = {own: weights, **(shared or {})}
         outs = run(
-            *(weights[k] for k, _ in of_own),
-            *(shared[name][k] for name, k, _ in of_shared),
+            *(given[group][k] for group, k, _ in weights_read),
             *(with_keys(value, v.aval) for v, value in zip(received, x or (), strict=True)),
-            *leaves,
-            *([key] if is_random else []),
+            *leaves_at(microbatch, [path for path, _ in batch]),
+            *([key] if keys else []),
             *(state or []),
-            *values,
+            *(value for value, _ in constants),
         )
-        y, others = outs[: len(results)], outs[len(results) :]
-        new, of_aux = others[: len(new_state)], others[len(new_state) :]
-        return Outputs(
-            y=y[0] if is_last else tuple(map(without_keys, y)),
-            state=list(new) if new_state else None,
-            aux={str(k): value for k, value in zip(aux, of_aux, strict=True)} or None,
-        )
+        found = jax.tree.unflatten(treedef, outs)
+        return dataclasses.replace(found, y=jax.tree.map(without_keys, found.y))
 
-    return Stage(
-        fn,
-        params=held.own[s],
-        ipu=ipu,
-        name=name,
-        recompute=recompute,
-        state=f"stage {s}" if new_state else None,
-        random="same" if is_random else False,
-        shared=held.shared[s],
-    )
+    state, random = f"stage {s}" if new_state else None, "same" if keys else False
+    return Stage(fn, own, ipu, name=name, recompute=recompute, state=state, random=random, shared=held.shared[s])

@@ -7,7 +7,7 @@ this IPU's micro-batches or -1, and the carry, and returns the carry with the ta
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +37,14 @@ class _Turn(NamedTuple):
     """Say whether an IPU runs a task in a tick.
 
     Attributes:
+        mode: "never" and "always" are known beforehand; "guarded": a guard runs the task where it is due; "kept where
+            due": a guard runs it where any IPU's is due, and its results are kept where this IPU's is.
         microbatch: its micro-batch, -1 if the task is not due.
         due: whether its results count.
-        runs: whether it runs, also where it is not due; a Python bool if that is known beforehand.
+        runs: whether it runs, also where it is not due.
     """
 
+    mode: Literal["never", "always", "guarded", "kept where due"]
     microbatch: Value
     due: Value
     runs: Value
@@ -67,16 +70,20 @@ class Tasks:
         microbatch, runs = rows[kind][c], is_due(self.plan, kind, c, self.ticks)
         if runs is None:
             return self.guarded_turn(kind, c, rows, microbatch)
-        other = instead(self.plan, kind, c, self.ticks) if runs else None
-        return _Turn(microbatch if other is None else jnp.where(microbatch < 0, other, microbatch), runs, runs)
+        if not runs:
+            return _Turn("never", microbatch, False, False)
+        other = instead(self.plan, kind, c, self.ticks)
+        return _Turn(
+            "always", microbatch if other is None else jnp.where(microbatch < 0, other, microbatch), True, True
+        )
 
     def guarded_turn(self, table: Table, c: int, rows: Rows, microbatch: Value) -> "_Turn":
         """Return the turn at a task, or at a queue, that a guard decides. A micro-batch of -1 is none."""
         due, of_all = microbatch >= 0, self.plan.segments[self.representative(c)].place is None
         if not self.plan.uniform or (of_all and table in ("F", "B", "W")):
-            return _Turn(microbatch, due, due)
+            return _Turn("guarded", microbatch, due, due)
         by_tick = (self.plan.tables[table][: self.ticks.stop, c] >= 0).any(axis=1)
-        return _Turn(microbatch, due, jnp.asarray(by_tick)[rows["tick"]])
+        return _Turn("kept where due", microbatch, due, jnp.asarray(by_tick)[rows["tick"]])
 
     def representative(self, c: int) -> int:
         """Return the first segment of a class, whose program all segments of the class run."""
@@ -265,7 +272,7 @@ class Tasks:
                 dy = [jnp.where(self.ipu == owner, leaf, jnp.zeros_like(leaf)) for leaf in dy]
             elif segment.place is None:
                 dy = [leaf / self.plan.ipus for leaf in dy]
-            if turn.runs is True:  # where it is not due, it must have no effect
+            if turn.mode == "always":  # where it is not due, it must have no effect
                 dy = [jnp.where(rows["B"][c] >= 0, leaf, jnp.zeros_like(leaf)) for leaf in dy]
             stash = self.read(("stash", c), part, microbatch, fence)
             weights, inputs = self.weights(c, *packed), self.inputs(c, microbatch)
@@ -388,6 +395,8 @@ class Tasks:
             label: the task's name in the compiled program.
             aux_of: the segment whose aux it changes.
         """
+        if turn.mode == "never":
+            return carry
 
         def pinned(part: Carry) -> Carry:
             return part if part.stash is None else dataclasses.replace(part, stash=self.stash.pinned(part.stash))
@@ -401,7 +410,7 @@ class Tasks:
             kept = jax.tree.map(lambda one, other: jnp.where(due, one, other), new, old)
             return dataclasses.replace(kept, stash=changed.stash)
 
-        part, run = carry.part(names, aux_of=aux_of), in_layout if turn.runs is turn.due else where_due
+        part, run = carry.part(names, aux_of=aux_of), where_due if turn.mode == "kept where due" else in_layout
         with jax.named_scope(label):
             guards_run, part = guard(carry.guards_run, turn.runs, run, part)
         return dataclasses.replace(carry.with_part(part), guards_run=guards_run)

@@ -31,7 +31,7 @@ from ipu_jax.core.engine._buffer import Buffer
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.mesh_axes import parts
 from ipu_jax.core.programs.segment_program import split_floats
-from ipu_jax.core.schedules.moments import Moments, Spans
+from ipu_jax.core.schedules.lifetimes import Lifetimes, Spans
 
 RingKey = tuple[Literal["stash", "weight", "x", "dy"], int]
 SPARE = 0.03  # of the bytes of flat buffers
@@ -106,7 +106,7 @@ class Stash:
         spans_of_ipu = {key: spans.get(ipu, spans.get(None)) for key, spans in self._spans.items()}
         size_of = lambda key: sum(ring.step * ring.buffer.nbytes_of_row for ring in self._rings[key])
         held = [(spans, size_of(key)) for key, spans in spans_of_ipu.items() if spans is not None]
-        return Moments(self._plan.schedule).most_in_ticks(self._plan.schedule.ticks, held).tolist()
+        return Lifetimes(self._plan.schedule).most_in_ticks(self._plan.schedule.ticks, held).tolist()
 
     def pinned(self, buffers: Mapping[str, Value]) -> dict[str, Value]:
         """Return the buffers, each in its layout, unless XLA splits them over further axes.
@@ -203,18 +203,18 @@ def _flat(rings: Iterable[tuple[Buffer, np.ndarray]], spare: float) -> set[Buffe
 
 def _rings_of(plan: Plan) -> Iterator[tuple[RingKey, dict[int | None, Spans], list[Value]]]:
     """Yield the key of each ring, what it holds when per IPU that has it (None: all), and a micro-batch's shapes."""
-    segments, moments = plan.segments, Moments(plan.schedule)
+    segments, lifetimes = plan.segments, Lifetimes(plan.schedule)
     for c, members in enumerate(plan.classes):
         first, program = members[0], plan.programs[members[0]]
         if plan.schedule.phase(segments[first].first, "F") != "head":  # there, B follows F in the same task
-            spans = {segments[i].place: moments.stash(segments[i].first) for i in members}
+            spans = {segments[i].place: lifetimes.stash(segments[i].first) for i in members}
             yield ("stash", c), spans, program.stash
         if plan.is_split(first):
-            spans = {segments[i].place: moments.weight_residuals(segments[i].first) for i in members}
+            spans = {segments[i].place: lifetimes.weight_residuals(segments[i].first) for i in members}
             yield ("weight", c), spans, program.weight_residuals
         if ("x", c) in plan.tick:
-            spans = {plan.waits_at(i, "x"): moments.inbox(segments[i].first - 1, "F") for i in members}
+            spans = {plan.waits_at(i, "x"): lifetimes.inbox(segments[i].first - 1, "F") for i in members}
             yield ("x", c), spans, jax.tree.leaves(plan.channels[plan.channel_of[first - 1]].message)
         if ("dy", c) in plan.tick:
-            spans = {plan.waits_at(i, "dy"): moments.inbox(segments[i + 1].first - 1, "B") for i in members}
+            spans = {plan.waits_at(i, "dy"): lifetimes.inbox(segments[i + 1].first - 1, "B") for i in members}
             yield ("dy", c), spans, split_floats(plan.channels[plan.channel_of[first]].message)[0]

@@ -63,8 +63,8 @@ class Foreseen:
         limit = self._memory.ipu_memory if ipu_memory is None else ipu_memory
         check_ipu_memory(limit)
         if compile:
-            placed.check_guards(self._programs.jitted, given)
-            lowered = placed.lowered(self._programs.jitted, given)
+            placed = self.placement.chosen(self._programs.update, given)
+            lowered = placed.lowered(self._programs.update, given)
         return make_report(placed.plan(*given), batch, mesh=self.mesh, lowered=lowered, ipu_memory=limit)
 
     def lower(self, params: Sharded, batch: Batch, state: Sharded | None = None, key: jax.Array | None = None) -> Any:
@@ -80,10 +80,13 @@ class Foreseen:
         Raises:
             ValueError: `value_and_grad` would refuse the arguments.
         """
-        given, placed, program = StepArgs(params, batch, state, key), self.placement, self._programs.jitted
-        placed.check(given)
-        placed.guards.check_shapes(program, given, lambda: placed.lowered(program, given))
-        return placed.lowered(program, given)
+        return self.lowered(StepArgs(params, batch, state, key))[1]
+
+    def lowered(self, given: StepArgs) -> tuple[PlacedStages, Any]:
+        """Return the stages as they run with these arguments, and their program, lowered."""
+        self.placement.check(given)
+        placed = self.placement.chosen(self._programs.update, given, runs=False)
+        return placed, placed.lowered(self._programs.update, given)
 
     def choose_schedule(
         self,
@@ -94,7 +97,9 @@ class Foreseen:
         *,
         costs: StageCosts | None = None,
     ) -> FoundSchedule:
-        """Find the schedule of a pipeline with schedule="auto" now, not in its first step. The result can be printed.
+        """Return the schedule that a pipeline with schedule="auto" takes for these shapes. The result can be printed.
+
+        With other costs, `pipeline.replace(schedule=found.schedule)` takes what was found.
 
         Args:
             params, batch, state, key: as for `report`.
@@ -102,16 +107,20 @@ class Foreseen:
                 the bytes of the stash are counted. On chips messages take time, too, if the costs say their unit.
 
         Returns:
-            The result of `find_schedule`; if a schedule was found before, that result again.
+            The result of `find_schedule`.
 
         Raises:
-            ValueError: the schedule was given, or it was found before `costs` were given; `value_and_grad` would refuse
-                the arguments; or no schedule fits in `ipu_memory`.
+            ValueError: the schedule was given; `value_and_grad` would refuse the arguments; or no schedule fits in
+                `ipu_memory`.
         """
-        given, choice = StepArgs(params, batch, state, key), self.placement.choice
-        choice.check_choosable(costs)
-        self.placement.check(given)
-        return self.placement.traced(lambda shapes: choice.choose(shapes, costs), given)
+        given, placed = StepArgs(params, batch, state, key), self.placement
+        if placed.schedule is not None:
+            raise ValueError(
+                f"the schedule is {placed.schedule.name!r}, which was given: make the Pipeline with schedule='auto' to "
+                "choose one"
+            )
+        placed.check(given)
+        return placed.found(given, costs)
 
     def stage_costs(
         self,

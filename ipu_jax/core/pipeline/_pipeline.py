@@ -11,27 +11,35 @@
 `value_and_grad` can be called directly, or inside the user's own `jax.jit` with the optimizer's update.
 """
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Self
 
 import jax
 import optax
 from jax.sharding import Mesh
 
 from ipu_jax.base import facts
-from ipu_jax.base.annotations import Batch, Params, Tree
+from ipu_jax.base.annotations import Batch, Device, Function, Params, Tree
 from ipu_jax.base.decorators import public_on_mesh
 from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.analysis.report import MemoryGuard, make_report
-from ipu_jax.core.analysis.schedule_choice import ScheduleChoice, silent_about_messages, warn_of_messages
-from ipu_jax.core.cutting.function import FunctionModel
-from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS, check_there, devices_of
+from ipu_jax.core.compiled.guards import GuardCheck, Guards
+from ipu_jax.core.cutting.function import FunctionModel, Source, model_of
+from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS, check_there, devices_of, is_described, make_mesh
 from ipu_jax.core.mesh_axes import further_axes
 from ipu_jax.core.optimizer.pipeline_optimizer import PipelineOptimizer
 from ipu_jax.core.options import PipelineOptions, Reduction
 from ipu_jax.core.pipeline._foreseen import Foreseen
-from ipu_jax.core.pipeline._guards import GuardChoice, Guards
-from ipu_jax.core.pipeline._making import Made
+from ipu_jax.core.pipeline._making import (
+    check_one_batch,
+    layers_to_stages,
+    place_layers,
+    places_of_stages,
+    specs_of_layers,
+)
 from ipu_jax.core.pipeline._programs import Programs
+from ipu_jax.core.pipeline._schedule_choice import ScheduleChoice, silent_about_messages, warn_of_messages
 from ipu_jax.core.pipeline.placed_stages import PlacedStages
 from ipu_jax.core.schedules import Schedule
 from ipu_jax.core.stage import Stage, check_untied
@@ -51,16 +59,16 @@ from ipu_jax.core.weights.packing import Sharded
 
 
 @public_on_mesh
-class Pipeline(Made, Foreseen, Shown):
+class Pipeline(Foreseen, Shown):
     """Runs stages on the IPUs of each replica, under a schedule.
 
     Args:
         stages: the model, first stage first. An IPU may have several stages, whether they are neighbours or not.
         mesh: a mesh with axes ("replica", "ipu"), from `make_mesh`, and perhaps further axes. Default: one replica on
             as many IPUs as the stages name.
-        schedule: a name in `ipu_jax.schedules.SCHEDULES`, a `Schedule` for this placement and M, or "auto": the first
-            step, report or `choose_schedule` finds the schedule that takes the least time for the stages' FLOPs, within
-            `ipu_memory`. Later steps keep it. On chips a `UserWarning` says so if "grouped" leaves IPUs less idle.
+        schedule: a name in `ipu_jax.schedules.SCHEDULES`, a `Schedule` for this placement and M, or "auto": each step
+            takes the schedule that is the fastest for the FLOPs of its shapes, within `ipu_memory`, as
+            `choose_schedule` returns it. On chips a `UserWarning` says so if "grouped" leaves IPUs less idle.
         gradient_accumulation: M, the micro-batches of one weight update. It can be smaller than the number of stages.
             Default: the M of a `Schedule`, or 1. `make_train_step` can give M and `reduction` later, in `TrainOptions`.
         reduction: gradients are the "mean" (the default) or the "sum" over the M micro-batches and the replicas. The
@@ -109,8 +117,7 @@ class Pipeline(Made, Foreseen, Shown):
         ipu_memory: float | None = None,
         guards: Guards = "auto",
     ):
-        function = stages if isinstance(stages, FunctionModel) else None
-        self.stages, self.function = checked_stages(stages), function
+        self.stages, self.function = checked_stages(stages), stages if isinstance(stages, FunctionModel) else None
         check_untied(self.stages)
         if gradient_accumulation is None and isinstance(schedule, Schedule):
             gradient_accumulation = schedule.micro_batches
@@ -123,24 +130,211 @@ class Pipeline(Made, Foreseen, Shown):
         check_places(self.stages, self.ipus)
         check_predict_axes(self.stages, axes)
         check_reducible(self.stages, self.mesh)
-        trees = {} if function is None else {"whole": function.weights, "whole_state": function.state}
+        trees = {} if self.function is None else {"whole": self.function.weights, "whole_state": self.function.state}
         split = {"specs": specs, "state_specs": state_specs, "frozen": frozen, **trees}
         groups = Groups(self.stages, self.ipus, axes, **split)
-        m = self.options.gradient_accumulation
-        choice = ScheduleChoice(schedule, self.stages, ipus=self.ipus, micro_batches=m, ipu_memory=ipu_memory)
-        self._asked_for = schedule
-        chosen = GuardChoice(guards, self.mesh)
-        self.placement = PlacedStages(self.stages, self.mesh, self.options, function, groups, choice, chosen)
-        if choice.schedule_or_name != "auto":
-            warn_of_messages(self.schedule, self.placement.platform, stacklevel=4)
+        choice = ScheduleChoice(self.stages, self.ipus, self.options.gradient_accumulation, ipu_memory)
+        self._asked_for, chosen, check = schedule, choice.of(schedule), GuardCheck(guards, self.mesh)
+        placed = self.stages, self.mesh, self.options, self.function, groups, choice, check, chosen, guards == "uniform"
+        self.placement = PlacedStages(*placed)
+        if chosen is not None:
+            warn_of_messages(chosen, self.placement.platform, stacklevel=4)
         self._memory, self._programs = MemoryGuard(ipu_memory), Programs(self.placement)
         for listener in facts.listeners():
             listener.mesh(self.mesh, [(stage.name, stage.place) for stage in self.stages])
 
+    @classmethod
+    def from_layers(
+        cls,
+        layers: Iterable[Any],
+        params: Iterable[Params] | None = None,
+        *,
+        loss: Function,
+        ipus: int,
+        inputs: Callable[[Batch], Tree] | None = None,
+        replicas: int = 1,
+        devices: Sequence[Device] | None = None,
+        axes: Mapping[str, int] | None = None,
+        specs: Tree = None,
+        rounds: int = 1,
+        costs: Iterable[float] | None = None,
+        microbatch: Batch = None,
+        layers_per_ipu: Iterable[int] | None = None,
+        recompute: Any = "auto",
+        schedule: str | Schedule = "grouped",
+        gradient_accumulation: int | None = None,
+        reduction: Reduction | None = None,
+        frozen: Mapping[str, Tree] | None = None,
+        ipu_memory: float | None = None,
+        guards: Guards = "auto",
+    ) -> tuple[Self, Sharded]:
+        """Return a pipeline made from a list of layers, and their weights on the IPUs.
+
+        `balance_layers` places the layers in their order, as evenly as possible by number, by `costs`, or by the FLOPs
+        for one `microbatch`; or `layers_per_ipu` says where they go. Layer k becomes the stage "layer k", with its
+        weights in the group "layer k"; the loss becomes the last stage, "loss". `predict` returns the last layer's
+        result.
+
+        Args:
+            layers: functions `layer(params, x) -> x`, first layer first, such as modules' `apply`; or pairs
+                `(function, params)`. Equal layers can be one function, `[block] * 12`.
+            params: per layer, its weights, a pytree of arrays or None, unless layers are pairs.
+            loss: `loss(x, microbatch) -> loss`, the micro-batch's mean loss, a float scalar, or `(loss, aux)`; x is the
+                last layer's result.
+            ipus: the number of IPUs of a replica; layers are placed on all of them.
+            inputs: `inputs(microbatch) -> x` of the first layer. Default: the micro-batch itself.
+            replicas: copies of the model.
+            devices: as for `make_mesh`. If they are only described, `params` contains shapes.
+            axes: the sizes of further axes of the mesh, such as `{"tensor": 2}`.
+            specs: how weights are split over these: one tree of `PartitionSpec`s for all layers, or a list with a tree
+                or None per layer.
+            rounds: how often the layers go round the IPUs, for "looped" schedules.
+            costs: per layer, a number, such as measured seconds.
+            microbatch: one micro-batch or its shapes, leaves without the leading M: layers are placed by their FLOPs.
+            layers_per_ipu: per IPU, how many of the layers it gets, in their order. IPUs with -1 share the other layers
+                evenly, and the last of them gets the remainder: 9 layers and [2, -1, -1] are [2, 3, 4].
+            recompute: as for `Stage`, for all layers.
+            schedule, gradient_accumulation, reduction, frozen, ipu_memory, guards: as for `Pipeline`.
+
+        Returns:
+            `(pipeline, params)`. `pipeline.unshard(params)` returns `{"layer 0": weights, ...}`.
+
+        Raises:
+            ValueError: there are fewer layers than ipus x rounds, or not as many params or costs as layers; a layer is
+                not a function or a pair; more than one of `costs`, `microbatch` and `layers_per_ipu` is given;
+                `layers_per_ipu` does not fit the layers, `ipus` or `rounds`; or as in `Pipeline`.
+
+        >>> import jax.numpy as jnp
+        >>> from ipu_jax import Pipeline
+        >>> block = lambda w, x: x + jnp.tanh(x @ w)
+        >>> loss = lambda x, microbatch: jnp.mean((x - microbatch["y"]) ** 2)
+        >>> pipeline, params = Pipeline.from_layers(
+        ...     [block] * 5, [jnp.eye(3)] * 5, loss=loss, inputs=lambda mb: mb["x"], ipus=2, gradient_accumulation=4
+        ... )
+        >>> [stage.ipu for stage in pipeline.stages]
+        [0, 0, 0, 1, 1, 1]
+        >>> batch = {"x": jnp.ones((4, 8, 3)), "y": jnp.zeros((4, 8, 3))}
+        >>> value, gradients = pipeline.value_and_grad(params, batch)
+        >>> pipeline.predict(params, {"x": jnp.ones((1, 2, 3))}).shape
+        (1, 2, 3)
+        """
+        mesh = make_mesh(replicas, ipus, devices=devices, **(axes or {}))
+        stages, weights = layers_to_stages(layers, params, loss, inputs, recompute)
+        stages = place_layers(stages, weights, mesh, ipus, rounds, costs, microbatch, layers_per_ipu)
+        options: dict[str, Any] = {"schedule": schedule, "gradient_accumulation": gradient_accumulation}
+        options |= {"reduction": reduction, "frozen": frozen, "ipu_memory": ipu_memory, "guards": guards}
+        pipeline = cls(stages, mesh=mesh, specs=specs_of_layers(specs, weights, len(stages) - 1), **options)
+        place = pipeline.shard_shapes if is_described(pipeline.mesh.devices.flat[0]) else pipeline.shard
+        return pipeline, place(weights)
+
+    @classmethod
+    def from_function(
+        cls,
+        loss: Function,
+        params: Params,
+        micro_batch: Batch,
+        *others: Batch,
+        ipus: int,
+        state: Tree = None,
+        replicas: int = 1,
+        devices: Sequence[Device] | None = None,
+        axes: Mapping[str, int] | None = None,
+        specs: Tree = None,
+        rounds: int = 2,
+        schedule: str | Schedule = "grouped",
+        gradient_accumulation: int | None = None,
+        reduction: Reduction | None = None,
+        cuts: Iterable[str] | None = None,
+        costs: Literal["counted", "traced"] = "counted",
+        recompute: Any = "auto",
+        frozen: Tree = None,
+        ipu_memory: float | None = None,
+        guards: Guards = "auto",
+    ) -> Self:
+        """Return a pipeline cut out of any JAX function, unchanged. Nothing is run: shapes suffice.
+
+        The function is traced once. It is cut where one activation is live, into stages of equal work (FLOPs of F and
+        B), as many as the schedule has; where no such places give even stages, at any places. A scan over stacked
+        weights is cut between its iterations. What follows from the weights alone or from the micro-batch alone, such
+        as casts and masks, is computed again where it is needed. `print(pipeline)` says where the function was cut and
+        why. `verify` compares with the trace of the function itself.
+
+        `shard` takes and `unshard` returns the function's own tree of weights; `frozen`, optimizers, checkpoints and
+        weight files speak of it, too. A stage holds the leaves that it reads. A leaf that stages on several IPUs read,
+        such as a tied embedding, is on all IPUs, and its gradients are added up once per update. Of a stacked leaf an
+        IPU holds its rows, and optax sees the whole leaf.
+
+        Args:
+            loss: `loss(params, micro_batch)`, or `loss(params, micro_batch, key)`, returns the micro-batch's mean loss,
+                a float scalar, or `(loss, aux)`. With `state`, `loss(params, state, micro_batch)` returns
+                `(loss, new_state)`, or `(loss, aux, new_state)`: micro-batches replace it one after the other. The key
+                of micro-batch m of replica r is `fold_in(fold_in(key, r), m)`.
+            params: the weights or their shapes, any pytree of arrays.
+            micro_batch: one micro-batch or its shapes, any pytree of arrays, without the leading M.
+            others: nothing: several arrays are one micro-batch, such as a tuple.
+            ipus: the number of IPUs of a replica.
+            state: the state or its shapes, such as batch norm's statistics. `shard_state` places it.
+            replicas: copies of the model.
+            devices: as for `make_mesh`.
+            axes: the sizes of further axes of the mesh, such as `{"tensor": 2}`, which the function names.
+            specs: a `PartitionSpec`, or a pytree of them that is a prefix of `params`: how weights are split over
+                these.
+            rounds: the stages on each IPU under "zb-wave" and the looped schedules.
+            schedule, gradient_accumulation, reduction: as for `Pipeline`.
+            cuts: names that `jax.ad_checkpoint.checkpoint_name` gives to values in the function: it is cut after these
+                only. Default: after values marked by `stage_end`, if there are any.
+            costs: how work is found: "counted" for each operation, or "traced" as `measure_costs` does, with F and B of
+                all that lies between two waists. This is exact, also for what B computes again, and takes longer.
+            recompute: as for `Stage`, for all stages.
+            frozen: True, or a pytree of bools that is a prefix of `params`: leaves that get no gradient.
+            ipu_memory, guards: as for `Pipeline`.
+
+        Raises:
+            ValueError: the function takes or returns something else, has an ordered effect, or has too few places to be
+                cut; the message names the line. Or as in `Pipeline`.
+
+        >>> import jax, jax.numpy as jnp
+        >>> from ipu_jax import Pipeline
+        >>> def loss(params, micro_batch):
+        ...     x = micro_batch["x"]
+        ...     for w in params["layers"]:
+        ...         x = jnp.tanh(x @ w)
+        ...     return jnp.mean((x - micro_batch["y"]) ** 2)
+        >>> params = {"layers": [jnp.eye(3)] * 4}
+        >>> batch = {"x": jnp.ones((8, 5, 3)), "y": jnp.zeros((8, 5, 3))}  # 8 micro-batches of 5 examples
+        >>> one = jax.tree.map(lambda leaf: leaf[0], batch)
+        >>> pipeline = Pipeline.from_function(loss, params, one, ipus=2, schedule="1f1b", gradient_accumulation=8)
+        >>> print(pipeline)
+        Pipeline of 2 stages on 2 IPUs, schedule '1f1b', 8 micro-batches, reduction 'mean'
+          stage  IPU  work   weights  sends per micro-batch
+          0      0    42.4%  72 B     1 array, 60 B
+          1      1    57.6%  72 B     the loss
+        cut at waists, where one activation is live: 11 of 11 places; ...
+        >>> value, gradients = pipeline.value_and_grad(pipeline.shard(params), batch)
+        >>> pipeline.unshard(gradients)["layers"][0].shape
+        (3, 3)
+        """
+        check_one_batch(others, ipus)
+        places = places_of_stages(schedule, ipus, rounds)
+        if isinstance(cuts, str) or not isinstance(cuts, Iterable | None):
+            raise ValueError(f"cuts={cuts!r} is not a list of names: give one, such as ['block 1'], or leave it out")
+        names = None if cuts is None else list(cuts)
+        mesh = make_mesh(replicas, ipus, devices=devices, **(axes or {}))
+        source = Source(loss, params, micro_batch, places, state, frozen, names, costs, recompute)
+        function = model_of(dataclasses.replace(source, mesh=mesh) if axes else source)
+        options: dict[str, Any] = {"schedule": schedule, "gradient_accumulation": gradient_accumulation}
+        options |= {"reduction": reduction, "frozen": frozen, "ipu_memory": ipu_memory, "guards": guards}
+        return cls(function, mesh=mesh, specs=specs, **options)
+
     @property
     def schedule(self) -> Schedule:
-        """Return the schedule. Under "auto", raise a `ValueError` if none has been found yet."""
-        return self.placement.choice.schedule
+        """Return the schedule. Under "auto", which takes one for the shapes of a step, raise a `ValueError`."""
+        if self.placement.schedule is None:
+            raise ValueError(
+                "schedule='auto' chooses a schedule for the shapes of a step: it is "
+                "pipeline.choose_schedule(params, batch).schedule"
+            )
+        return self.placement.schedule
 
     @facts.during("placing weights")
     def shard(self, params: Params) -> Sharded:
@@ -382,7 +576,7 @@ class Pipeline(Made, Foreseen, Shown):
             replaced = Pipeline(
                 own.on(on_mesh) if isinstance(own, FunctionModel) else own,
                 mesh=on_mesh,
-                schedule=schedule or (self.placement.choice.schedule_or_name if keeps_m else self._asked_for),
+                schedule=schedule or (keeps_m and self.placement.schedule) or self._asked_for,
                 gradient_accumulation=self.given["gradient_accumulation"] if m is None else m,
                 reduction=self.given["reduction"] if reduction is None else reduction,
                 specs=groups.given_specs,
@@ -400,6 +594,6 @@ class Pipeline(Made, Foreseen, Shown):
         return self.placement.described()
 
     def _repr_html_(self) -> str:
-        schedule = self.placement.choice.schedule_or_name
-        picture = "" if isinstance(schedule, str) else schedule._repr_svg_() or ""
+        schedule = self.placement.schedule
+        picture = "" if schedule is None else schedule._repr_svg_() or ""
         return super()._repr_html_() + picture

@@ -28,19 +28,19 @@ class Programs:
     """The programs of a pipeline, jitted once each, so that all calls with the same shapes run the same program.
 
     They take the four arguments of a `StepArgs` as a user gives them, checked. Only a few calls are ever in flight.
-
-    Attributes:
-        jitted: `Pipeline.value_and_grad` with the new state, as `jax.jit` made it.
     """
 
     def __init__(self, placed: PlacedStages):
         self._placed, self._window = placed, InFlight()
-        self.jitted = jax.jit(self._update)
 
     def value_and_grad(self, given: StepArgs) -> Tree:
         """Return `(loss with aux, gradients, new state)`."""
         samples = count_samples(given.batch, 2 + given_dims(self._placed.replicas))
-        return self._bounded(self._undifferentiated, given, jitted=self.jitted, updates=1, samples=samples)
+        why = (
+            "pipeline.value_and_grad cannot be differentiated again: it returns gradients already; use "
+            "jax.value_and_grad(pipeline.loss) for a function of the loss"
+        )
+        return self._bounded(self.update, given, trains=True, not_again=why, updates=1, samples=samples)
 
     def loss(self, given: StepArgs, role: Role) -> tuple[Tree, Tree, Tree]:
         """Return `(loss, aux, new state)`; the loss is differentiable."""
@@ -48,74 +48,83 @@ class Programs:
 
     def predict(self, given: StepArgs) -> tuple[Tree, Tree]:
         """Return `(outputs, new state)`."""
-        program, jitted = self._prediction
-        return self._bounded(program, given, jitted=jitted)
+        why = "pipeline.predict cannot be differentiated: compute the loss in the last stage, and use pipeline.loss"
+        return self._bounded(self._prediction, given, trains=False, not_again=why)
 
-    def _bounded(self, program: Function, given: StepArgs, *, jitted: Any, updates: int = 0, samples: int = 0) -> Any:
-        self._placed.check_guards(jitted, given)
+    def _bounded(
+        self,
+        program: Any,
+        given: StepArgs,
+        *,
+        trains: bool,
+        not_again: str | None = None,
+        updates: int = 0,
+        samples: int = 0,
+    ) -> Any:
+        """Run a program. If something differentiates through it, raise `ValueError(not_again)`."""
+        run = functools.partial(program, self._placed.chosen(program, given, trains=trains))
         given = given._replace(batch=taken(given.batch))
         self._window.begin(given)
-        result = program(*given)
+        result = (run if not_again is None else _refusing_derivatives(run, not_again))(*given)
         # otherwise a loop that never waits would exhaust the threads of the CPU backend
         self._window.admit(result, updates=updates, samples=samples)
         return result
 
-    def _update(self, *given: Tree) -> Tree:
-        placed = self._placed
-        results = placed.run(StepArgs(*given), role="training", backward=True, reduction=placed.options.reduction)
-        return placed.loss_with_aux(results.loss, results.aux), results.gradients, results.state
-
     @functools.cached_property
-    def _undifferentiated(self) -> Function:
-        return _refusing_derivatives(
-            self.jitted,
-            "pipeline.value_and_grad cannot be differentiated again: it returns gradients already; use "
-            "jax.value_and_grad(pipeline.loss) for a function of the loss",
-        )
+    def update(self) -> Any:
+        """Return `(placed stages, *arguments) -> (loss with aux, gradients, new state)`, as `jax.jit` made it."""
+
+        @functools.partial(jax.jit, static_argnums=0)
+        def update(placed: PlacedStages, *given: Tree) -> Tree:
+            results = placed.run(StepArgs(*given), role="training", backward=True, reduction=placed.options.reduction)
+            return placed.loss_with_aux(results.loss, results.aux), results.gradients, results.state
+
+        return update
 
     @functools.cached_property
     def _losses(self) -> dict[Role, Function]:
         def of(role: Role) -> Function:
-            @jax.jit
-            def alone(*given: Tree) -> Tree:
-                results = self._placed.run(StepArgs(*given), role=role, backward=False)
+            @functools.partial(jax.jit, static_argnums=0)
+            def alone(placed: PlacedStages, *given: Tree) -> Tree:
+                results = placed.run(StepArgs(*given), role=role, backward=False)
                 return results.loss, results.aux, results.state
 
-            @jax.jit
-            def with_gradients(*given: Tree) -> Tree:
-                results = self._placed.run(StepArgs(*given), role=role, backward=True)
+            @functools.partial(jax.jit, static_argnums=0)
+            def with_gradients(placed: PlacedStages, *given: Tree) -> Tree:
+                results = placed.run(StepArgs(*given), role=role, backward=True)
                 return results.loss, results.aux, results.gradients, results.state
 
+            trains = role == "training"
             return _differentiable_loss(
-                lambda *given: self._bounded(alone, StepArgs(*given), jitted=alone),
-                lambda *given: self._bounded(with_gradients, StepArgs(*given), jitted=with_gradients, updates=1),
+                lambda *given: self._bounded(alone, StepArgs(*given), trains=False),
+                lambda *given: self._bounded(with_gradients, StepArgs(*given), trains=trains, updates=1),
             )
 
         return {"training": of("training"), "evaluation": of("evaluation")}
 
     @functools.cached_property
-    def _prediction(self) -> tuple[Function, Tree]:
-        @jax.jit
-        def predict(*given: Tree) -> Tree:
-            results = self._placed.run(StepArgs(*given), role="prediction", backward=False)
+    def _prediction(self) -> Any:
+        @functools.partial(jax.jit, static_argnums=0)
+        def predict(placed: PlacedStages, *given: Tree) -> Tree:
+            results = placed.run(StepArgs(*given), role="prediction", backward=False)
             return results.outputs, results.state
 
-        why = "pipeline.predict cannot be differentiated: compute the loss in the last stage, and use pipeline.loss"
-        return _refusing_derivatives(predict, why), predict
+        return predict
 
 
 def _refusing_derivatives(program: Function, why: str) -> Function:
     """Return a program that raises `ValueError(why)` if anything differentiates through it."""
-    guarded = jax.custom_jvp(program)
 
-    @guarded.defjvp
     def refuse(primals: Tree, tangents: Tree) -> NoReturn:
         raise ValueError(why)
 
     def call(*args: Tree) -> Tree:
         # arguments without tracers are not differentiated, and calls are faster without the rule
-        is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args))
-        return (guarded if is_traced else program)(*args)
+        if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args)):
+            return program(*args)
+        guarded = jax.custom_jvp(program)
+        guarded.defjvp(refuse)
+        return guarded(*args)
 
     return call
 

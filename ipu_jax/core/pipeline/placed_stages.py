@@ -1,6 +1,7 @@
 """Hold the stages of a pipeline on the IPUs of its mesh: checks and plans of a step, and the program of one IPU."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,15 +12,16 @@ from ipu_jax.base import status
 from ipu_jax.base.annotations import Params, Tree, Value
 from ipu_jax.base.jaxprs import traced_on
 from ipu_jax.base.showing import Table, counted
-from ipu_jax.core.analysis.schedule_choice import ScheduleChoice, StepShapes
 from ipu_jax.core.collectives import rounded
+from ipu_jax.core.compiled.guards import GuardCheck
 from ipu_jax.core.cutting.function import FunctionModel
 from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.engine import scan as engine
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.mesh_axes import over_ipus
 from ipu_jax.core.options import PipelineOptions, Reduction
-from ipu_jax.core.pipeline._guards import GuardChoice
+from ipu_jax.core.pipeline._schedule_choice import ScheduleChoice, StepShapes
+from ipu_jax.core.schedules import FoundSchedule, Schedule, StageCosts
 from ipu_jax.core.stage import Role, Stage
 from ipu_jax.core.step_args import StepArgs, given_dims, without_dims
 from ipu_jax.core.weights import packing
@@ -56,8 +58,10 @@ class PlacedStages:
         stages, mesh, options: as the pipeline's.
         function: the loss function of which the stages were cut, or None.
         groups: where weights and state are, and what is frozen.
-        choice: the schedule, or how it is found.
-        guards: which tasks IPUs run.
+        choice: how the schedule is found.
+        guards: finds out which guards a program needs.
+        schedule: the schedule; None under "auto", until the shapes of a step are known.
+        uniform: whether IPUs run each other's tasks, too.
     """
 
     stages: tuple[Stage, ...]
@@ -66,7 +70,9 @@ class PlacedStages:
     function: FunctionModel | None
     groups: Groups
     choice: ScheduleChoice
-    guards: GuardChoice
+    guards: GuardCheck
+    schedule: Schedule | None
+    uniform: bool
 
     @property
     def replicas(self) -> int:
@@ -114,15 +120,70 @@ class PlacedStages:
         spec = PartitionSpec(*[REPLICA_AXIS] * given_dims(self.replicas))
         batch = packing.batch_shapes(given.batch, self.mesh, spec)
         key = None if given.key is None else jax.ShapeDtypeStruct(given.key.shape, given.key.dtype)
-        return program.lower(placed(given.params), batch, placed(given.state), key)
+        return program.lower(self, placed(given.params), batch, placed(given.state), key)
 
-    def check_guards(self, program: Any, given: StepArgs) -> None:
-        """Choose the guards of a jitted program before it runs; see `GuardChoice.check`."""
-        self.guards.check(program, given, lambda: self.lowered(program, given))
+    # what is chosen before a program is traced
+
+    def guarded(
+        self, program: Any, args: Tree, lower: Callable[["PlacedStages"], Any], *, runs: bool = True
+    ) -> "PlacedStages":
+        """Return these stages with the guards that a jitted program needs.
+
+        Args:
+            program: `program(placed stages, *args)`, where the placed stages are static.
+            args: its arguments.
+            lower: lowers the program for the shapes of its arguments, where weights are as their specs say.
+            runs: whether it runs, or is only lowered.
+
+        Raises:
+            ValueError: the program cannot have the guards that were given.
+        """
+        lowered = lambda is_there: program.lower(self, *args) if is_there else lower(self)
+        about = {"uniform": self.uniform, "runs": runs}
+        is_uniform = self.guards.are_uniform((program, self), args, lowered, **about)
+        return self if is_uniform == self.uniform else self._with_uniform_guards
+
+    def chosen(self, program: Any, given: StepArgs, *, trains: bool = True, runs: bool = True) -> "PlacedStages":
+        """Return these stages as a program of these arguments runs them: under its schedule, with its guards."""
+        placed = self.scheduled(given) if trains else self
+        return placed.guarded(program, given, lambda placed: placed.lowered(program, given), runs=runs)
+
+    def scheduled(self, given: StepArgs) -> "PlacedStages":
+        """Return these stages with their schedule: under "auto" the one for the shapes of a step."""
+        if self.schedule is not None:
+            return self
+        leaves, treedef = jax.tree.flatten(given)
+        shapes = (treedef, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        if shapes not in self._by_shapes:
+            self._by_shapes[shapes] = dataclasses.replace(self, schedule=self.found(given).schedule)
+        return self._by_shapes[shapes]
+
+    def found(self, given: StepArgs, costs: StageCosts | None = None) -> FoundSchedule:
+        """Return the result of the search for a schedule for the shapes of a step."""
+        return self.traced(lambda shapes: self.choice.find(shapes, costs), given)
+
+    @functools.cached_property
+    def _by_shapes(self) -> dict[Any, "PlacedStages"]:
+        return {}  # so that equal shapes give one value
+
+    @functools.cached_property
+    def _with_uniform_guards(self) -> "PlacedStages":
+        return dataclasses.replace(self, uniform=True)
 
     def plan(self, *given: Tree) -> Plan:
         """Return the plan of a step of `value_and_grad` with these arguments. Stages are traced, and nothing is run."""
-        return self.traced(lambda shapes: self.choice.plan(shapes, role="training", backward=True), StepArgs(*given))
+        args, placed = StepArgs(*given), self.scheduled(StepArgs(*given))
+        return self.traced(lambda shapes: placed._plan(shapes, role="training", backward=True), args)
+
+    def _plan(self, shapes: StepShapes, *, role: Role, backward: bool) -> Plan:
+        if not backward:
+            # there is no B to interleave with F, so this schedule, which fills the pipeline at once, is the shortest
+            schedule = self.choice.named("grouped", shapes.micro_batches)
+        else:
+            # the schedule is found for training functions; others need not have a key, or state
+            assert self.schedule is not None or role != "training", "it is chosen before a program is traced"
+            schedule = self.schedule or self.choice.named("grouped")
+        return shapes.plan(self.stages, schedule, role=role, backward=backward)
 
     def traced(self, fn: Callable[[StepShapes], Any], given: StepArgs) -> Any:
         """Return `fn` of the shapes of a step on one replica, called as inside the `shard_map`."""
@@ -182,7 +243,7 @@ class PlacedStages:
             role: which functions of the stages run.
         """
         args = args._replace(state=self._state(args))
-        plan = self.choice.plan(self._shapes(args), role=role, backward=backward)
+        plan = self._plan(self._shapes(args), role=role, backward=backward)
         return engine.run(plan, args, loss_cotangent=loss_cotangent, reduce_over_replicas=reduce_over_replicas)
 
     def _state(self, args: StepArgs) -> packing.Sharded:
@@ -190,7 +251,7 @@ class PlacedStages:
 
     def _shapes(self, args: StepArgs) -> StepShapes:
         layout = self.groups.as_trained(args.params.layout)
-        return StepShapes(args, layout, self.platform, uniform=self.guards.uniform)
+        return StepShapes(args, layout, self.platform, uniform=self.uniform)
 
     def loss_with_aux(self, loss: Value, aux: dict[str, Tree]) -> Tree:
         """Return the loss, or the loss and the aux of the stages, as `value_and_grad` returns them."""
@@ -213,8 +274,7 @@ class PlacedStages:
           0  first  IPU 0     params 'first', random
           1  head   all IPUs  params 'table'
         """
-        schedule, m = self.choice.schedule_or_name, self.options.gradient_accumulation
-        name = schedule if isinstance(schedule, str) else schedule.name
+        name, m = "auto" if self.schedule is None else self.schedule.name, self.options.gradient_accumulation
         replicas = f"{self.replicas} replicas x " * given_dims(self.replicas)
         first = (
             f"Pipeline of {counted(len(self.stages), 'stage')} on {replicas}{counted(self.ipus, 'IPU')}, schedule "

@@ -25,7 +25,7 @@ _ELEMENTS_PER_PIECE = 16  # elements of a whole block that are read and written 
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class AccumulatorBlock:
     """A block of an accumulator.
 
     Attributes:
@@ -46,7 +46,7 @@ class Block:
     dims: tuple[int, ...]
 
     @classmethod
-    def whole(cls, leaf: tuple[int, ...], flat: bool, zero: Value) -> "Block":
+    def whole(cls, leaf: tuple[int, ...], flat: bool, zero: Value) -> "AccumulatorBlock":
         return cls(leaf, flat, zero, (0,) * len(leaf), leaf, tuple(range(len(leaf))))
 
     @property
@@ -62,18 +62,18 @@ class Block:
         """Return whether the block is contiguous in the accumulator, or the accumulator is not flat."""
         return not self.flat or math.prod(self.size[: self._inner(self.size)]) == 1
 
-    def part(self, at: Sequence[Value], shape: Sequence[int]) -> "Block":
+    def part(self, at: Sequence[Value], shape: Sequence[int]) -> "AccumulatorBlock":
         """Return the part of this block that has this shape and begins at these indices."""
         start, size = list(self.start), list(self.size)
         for d, i, n in zip(self.dims, at, shape, strict=True):
             start[d], size[d] = start[d] + i, n
         return dataclasses.replace(self, start=tuple(start), size=tuple(size))
 
-    def with_dims(self, kept: Sequence[int]) -> "Block":
+    def with_dims(self, kept: Sequence[int]) -> "AccumulatorBlock":
         """Return the same block with these dims only; along the others it has one element."""
         return dataclasses.replace(self, dims=tuple(self.dims[d] for d in kept))
 
-    def row(self, i: Value) -> "Block":
+    def row(self, i: Value) -> "AccumulatorBlock":
         one = self.part((i, *[0] * (len(self.dims) - 1)), (1, *self.shape[1:]))
         return one.with_dims(range(1, len(self.dims)))
 

@@ -21,7 +21,7 @@ from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Jaxpr, Value, Var
 from ipu_jax.base.jaxprs import CHECKPOINTS, bound, closed_of, in_scan_parts, laid_open, read_by, value_of
-from ipu_jax.core.programs._blocks import Block
+from ipu_jax.core.programs._blocks import AccumulatorBlock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +48,13 @@ def add_gradients(
         args: its arguments.
         num_dx: how many outputs come before the gradients.
         sums: the accumulators.
-        zero: an int32 0 that XLA does not know to be 0 (`Block`).
+        zero: an int32 0 that XLA does not know to be 0 (`AccumulatorBlock`).
 
     Returns:
         `(new totals, the other outputs)`.
     """
     totals = [s.total for s in sums]
-    blocks = [Block.whole(s.shape, s.total.shape != s.shape, zero) for s in sums]
+    blocks = [AccumulatorBlock.whole(s.shape, s.total.shape != s.shape, zero) for s in sums]
     outvars = backward.jaxpr.outvars[num_dx:]
     wanted = [_Wanted(var, k, block) for k, (var, block) in enumerate(zip(outvars, blocks, strict=True))]
     walk = _Walk(backward, wanted)
@@ -68,7 +68,7 @@ class _Wanted:
 
     var: Var
     k: int
-    block: Block
+    block: AccumulatorBlock
 
 
 class _Walk:
@@ -105,7 +105,7 @@ class _Walk:
         inputs = eqn.invars if eqn.primitive.name == "add_any" else eqn.invars[:1]
         return [part for var in inputs for part in self.parts_of(_Wanted(var, want.k, block))]
 
-    def block_of_input(self, eqn: Eqn, block: Block) -> Block | None:
+    def block_of_input(self, eqn: Eqn, block: AccumulatorBlock) -> AccumulatorBlock | None:
         """Return the block to which an equation's inputs, or its first input, can be added instead of its output.
 
         Return None where no block qualifies.
@@ -181,12 +181,7 @@ def _scan(
         return None  # the accumulator has no row that the body could add to
     consts, init, xs = in_scan_parts(params, inputs)
     num_carry, (_, carry_vars, _) = len(init), in_scan_parts(params, body.jaxpr.invars)
-    inner = _Walk(body, ())
-    added = {
-        p: want
-        for p, want in own.items()
-        if p >= num_carry or inner.has_part(carry_vars[p], dataclasses.replace(want, var=body.jaxpr.outvars[p]))
-    }
+    added = _added_by_body(body, own, carry_vars)
     if not added:
         return None
     for p, want in added.items():
@@ -203,9 +198,8 @@ def _scan(
             for p, want in added.items()
         ]
         here = [held[ks.index(k)] if k in ks else None for k in range(len(totals))]
-        of_carry: list[Value] = [None] * num_carry
-        for p, value in zip(kept_carry, values, strict=True):
-            of_carry[p] = value
+        of_kept = dict(zip(kept_carry, values, strict=True))
+        of_carry = [of_kept.get(p) for p in range(num_carry)]
         sums_in = [carry_vars[p] for p in added if p < num_carry]
         env = _Walk(body, wanted, sums_in).run([*consts, *of_carry, *x], here)
         new = [value_of(body.jaxpr.outvars[p], env) for p in kept]
@@ -218,6 +212,13 @@ def _scan(
     for k, total in zip(ks, held, strict=True):
         totals[k] = total
     return dict(zip(kept, [*carry, *ys], strict=True))
+
+
+def _added_by_body(body: Jaxpr, own: dict[int, _Wanted], carry_vars: Sequence[Var]) -> dict[int, _Wanted]:
+    """Return which outputs of a scan its body can add: rows of stacked outputs, and carries that it only adds to."""
+    inner, outvars = _Walk(body, ()), body.jaxpr.outvars
+    is_sum = lambda p, want: inner.has_part(carry_vars[p], dataclasses.replace(want, var=outvars[p]))
+    return {p: want for p, want in own.items() if p >= len(carry_vars) or is_sum(p, want)}
 
 
 def _checkpoint(

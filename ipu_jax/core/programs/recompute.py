@@ -43,7 +43,7 @@ from ipu_jax.core.collectives import axes_of
 from ipu_jax.core.programs._keeping import bytes_of, cheapest_to_keep
 
 
-class Origin(enum.Enum):
+class ValueOrigin(enum.Enum):
     """Classify a value: it depends on weights alone, it is an input that B gets again, or neither."""
 
     WEIGHTS = enum.auto()
@@ -51,7 +51,7 @@ class Origin(enum.Enum):
     COMPUTED = enum.auto()
 
 
-def recomputing(fn: Function, origins: Sequence[Origin]) -> Function:
+def recomputing(fn: Function, origins: Sequence[ValueOrigin]) -> Function:
     """Return `fn` with a derivative that reads few values of F and computes the others again.
 
     Args:
@@ -60,11 +60,11 @@ def recomputing(fn: Function, origins: Sequence[Origin]) -> Function:
             WEIGHTS, and all others are COMPUTED.
     """
 
-    of_keywords = {"key": Origin.GIVEN, "shared": Origin.WEIGHTS}
+    of_keywords = {"key": ValueOrigin.GIVEN, "shared": ValueOrigin.WEIGHTS}
 
     def run(*args: Tree, **kwargs: Tree) -> Tree:
         flat, treedef = jax.tree.flatten((args, kwargs))
-        each = [*origins, *(of_keywords.get(name, Origin.COMPUTED) for name in sorted(kwargs))]
+        each = [*origins, *(of_keywords.get(name, ValueOrigin.COMPUTED) for name in sorted(kwargs))]
         subtrees = [*args, *(kwargs[name] for name in sorted(kwargs))]
         leaf_origins = [o for o, tree in zip(each, subtrees, strict=True) for _ in jax.tree.leaves(tree)]
         results: list[Value] = []
@@ -81,20 +81,20 @@ def recomputing(fn: Function, origins: Sequence[Origin]) -> Function:
     return run
 
 
-def _run(closed: Jaxpr, args: Sequence[Value], origins: Sequence[Origin]) -> list[Value]:
+def _run(closed: Jaxpr, args: Sequence[Value], origins: Sequence[ValueOrigin]) -> list[Value]:
     """Evaluate a closed jaxpr, part by part."""
     closed = laid_open(closed)
     jaxpr = closed.jaxpr
     eqns = needed(jaxpr.eqns, jaxpr.outvars) if not jaxpr.effects else jaxpr.eqns
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
-    known: dict[Var, Origin] = dict.fromkeys(jaxpr.constvars, Origin.GIVEN) | dict(
+    known: dict[Var, ValueOrigin] = dict.fromkeys(jaxpr.constvars, ValueOrigin.GIVEN) | dict(
         zip(jaxpr.invars, origins, strict=True)
     )
     parts = _parts(eqns)
     stacked: set[Var] = set()
     for k, part in enumerate(parts):
         inputs = list(dict.fromkeys(v for v in read_by(part) if v in env))
-        from_weights = all(known[v] == Origin.WEIGHTS for v in inputs)
+        from_weights = all(known[v] == ValueOrigin.WEIGHTS for v in inputs)
         made = [v for eqn in part for v in eqn.outvars]
         if _is_divider(part[0]):
             (eqn,) = part
@@ -108,7 +108,7 @@ def _run(closed: Jaxpr, args: Sequence[Value], origins: Sequence[Origin]) -> lis
             origins_of_part, of_scan = [known[v] for v in inputs], [v in stacked for v in inputs]
             outputs = _Part(part, inputs, made, origins_of_part, of_scan).run(env)
         env.update(zip(made, outputs, strict=True))
-        known |= dict.fromkeys(made, Origin.WEIGHTS if from_weights else Origin.COMPUTED)
+        known |= dict.fromkeys(made, ValueOrigin.WEIGHTS if from_weights else ValueOrigin.COMPUTED)
     return [value_of(v, env) for v in jaxpr.outvars]
 
 
@@ -131,12 +131,12 @@ def _is_divider(eqn: Eqn) -> bool:
     return has_body or bool(eqn.effects) or bool(axes_of(eqn))
 
 
-def _scan(eqn: Eqn, inputs: list[Value], known: dict[Var, Origin]) -> list[Value]:
+def _scan(eqn: Eqn, inputs: list[Value], known: dict[Var, ValueOrigin]) -> list[Value]:
     """Run a scan, with a derivative of its body that computes cheap values again."""
     params, body = eqn.params, eqn.params["jaxpr"]
-    of_inputs = [Origin.WEIGHTS if isinstance(v, core.Literal) else known[v] for v in eqn.invars]
+    of_inputs = [ValueOrigin.WEIGHTS if isinstance(v, core.Literal) else known[v] for v in eqn.invars]
     of_consts, of_carry, of_xs = in_scan_parts(params, of_inputs)
-    of_body = [*of_consts, *[Origin.COMPUTED] * len(of_carry), *of_xs]
+    of_body = [*of_consts, *[ValueOrigin.COMPUTED] * len(of_carry), *of_xs]
     consts, init, xs = in_scan_parts(params, inputs)
 
     def step(carry: Value, x: Value) -> Value:
@@ -163,7 +163,7 @@ class _Part:
     eqns: list[Eqn]
     inputs: list[Var]
     outputs: list[Var]
-    origins: list[Origin]
+    origins: list[ValueOrigin]
     stacked: list[bool]
 
     def __call__(self, *args: Value) -> list[Value]:
@@ -216,7 +216,7 @@ class _Part:
         jaxpr, count = traced.jaxpr, len(self.outputs)
         residuals = jaxpr.outvars[count:]
         costs = {
-            var: float(bytes_of(var)) if origin == Origin.COMPUTED else 0.0
+            var: float(bytes_of(var)) if origin == ValueOrigin.COMPUTED else 0.0
             for var, origin in zip(jaxpr.invars, self.origins, strict=True)
         }
         wanted = set(variables(residuals)) - set(jaxpr.constvars)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ipu_jax.base.annotations import Batch, Function, Key, Params, Tree, Value
-from ipu_jax.core.programs.recompute import Origin, recomputing
+from ipu_jax.core.programs.recompute import ValueOrigin, recomputing
 from ipu_jax.core.schedules import Schedule
 from ipu_jax.core.stage import Outputs, Role, Stage, naming
 
@@ -106,7 +106,7 @@ class Segment:
         if not self.backward:
             return fn
         if stage.recompute == "auto" and self.stashes:
-            return recomputing(fn, (Origin.WEIGHTS, Origin.COMPUTED, Origin.GIVEN))
+            return recomputing(fn, (ValueOrigin.WEIGHTS, ValueOrigin.COMPUTED, ValueOrigin.GIVEN))
         return stage.checkpointed(fn)
 
     def _changes_state(self, stage: Stage, out: Outputs) -> bool:

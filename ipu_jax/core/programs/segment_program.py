@@ -9,25 +9,25 @@
 `inputs` are the micro-batch and the random keys, which B can read again. `jax.vjp` returns a pytree whose leaves are
 the residuals. The traced F shows where each residual comes from. If a residual *is* a weight or a part of `inputs`, B
 reads it there. If it depends on weights alone (such as a bfloat16 copy of a weight) or follows from others by cheap
-operations (`_residuals`), B computes it again. Only the other residuals are stashed: weights never are.
+operations (`choose_residuals`), B computes it again. Only the other residuals are stashed: weights never are.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ipu_jax.base.annotations import Jaxpr, Params, Tree, Value
-from ipu_jax.base.jaxprs import laid_open, postponed, shape_of
+from ipu_jax.base.annotations import Jaxpr, Params, Tree, Value, Var
+from ipu_jax.base.jaxprs import depending, laid_open, needed, part_of, postponed, read_by, shape_of, variables
 from ipu_jax.base.keys import with_keys, without_keys
-from ipu_jax.core.programs._agreement import check_results, differing_outputs
 from ipu_jax.core.programs._backward_split import split_backward
+from ipu_jax.core.programs._keeping import bytes_of, cheapest_to_keep
 from ipu_jax.core.programs._likeness import Signature, signature_of
-from ipu_jax.core.programs._residuals import Residuals, choose_residuals, with_outputs, without_unread
+from ipu_jax.core.programs._segment_checks import check_results, differing_outputs
 from ipu_jax.core.programs._variance import needs_sums_only
 from ipu_jax.core.programs.gradient_sums import Sum, add_gradients
 from ipu_jax.core.programs.segment import Message, MicrobatchInputs, Segment, SegmentResults, call_segment
@@ -137,6 +137,30 @@ class SegmentProgram:
 
     def _with_types(self, stash: list[Value]) -> list[Value]:
         return [with_keys(value, own) for value, own in zip(stash, self._stash_types, strict=True)]
+
+
+Source = tuple[Literal["input", "derived", "stash"], int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Residuals:
+    """The residuals of a segment's F.
+
+    Attributes:
+        sources: per residual, how B gets it (it is an input; it is derived from inputs and stashed values by cheap
+            operations; or it is stashed), and its index among the inputs, the derived or the stashed values.
+        stashed: the variables of F to stash.
+        derive: a closed jaxpr from F's readable inputs and the stashed values to the derived values.
+    """
+
+    sources: tuple[Source, ...]
+    stashed: list[Value]
+    derive: Jaxpr
+
+    def restored(self, readable: Sequence[Value], stash: Sequence[Value]) -> list[Value]:
+        """Return the residuals, given the inputs that B reads and the stashed values."""
+        values = {"input": readable, "derived": core.jaxpr_as_fun(self.derive)(*readable, *stash), "stash": stash}
+        return [values[kind][i] for kind, i in self.sources]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,3 +318,62 @@ def trace_backward(
     summed = [*[True] * num_dx, *(not shard for shard, t in zip(of_params, trained, strict=True) if t)]
     sums_only = segment.place is None and not last and needs_sums_only(traced.jaxpr, may_differ, len(dy), summed)
     return Backward(traced, read, num_given, len(dy), num_dx, sums_only)
+
+
+def choose_residuals(
+    traced: Jaxpr, outvars: Sequence[Var], readable: Sequence[Var], weights: int, *, recompute: bool
+) -> Residuals:
+    """Choose the values to stash for these residuals.
+
+    Args:
+        traced: F as a closed jaxpr.
+        outvars: the residuals.
+        readable: the inputs of F that B has: weights, micro-batch and keys.
+        weights: how many leading inputs are weights. Values that follow from weights alone are never stashed.
+        recompute: whether B computes a residual again where that is cheaper than stashing it. Each part of a stage has
+            made this choice already, but a residual of one part may follow from a residual of another.
+    """
+    jaxpr = traced.jaxpr
+    places = {var: i for i, var in enumerate(readable)}
+    varying = depending(jaxpr.eqns, jaxpr.invars[weights:])  # on x, inputs or state
+    wanted = [v for v in dict.fromkeys(variables(outvars)) if v in varying and v not in places]
+    stashed = _cheapest(jaxpr, wanted, varying, places) if recompute else wanted
+    slots = {var: k for k, var in enumerate(stashed)}
+    sources: list[Source] = []
+    derived: list[Var] = []
+    for var in outvars:
+        if isinstance(var, core.Literal) or (var not in slots and var not in places):
+            sources.append(("derived", len(derived)))
+            derived.append(var)
+        else:
+            sources.append(("input", places[var]) if var in places else ("stash", slots[var]))
+    again = needed([eqn for eqn in jaxpr.eqns if not slots.keys() & set(eqn.outvars)], derived)
+    return Residuals(tuple(sources), stashed, part_of(traced, [*readable, *stashed], again, derived))
+
+
+def _cheapest(jaxpr: Jaxpr, wanted: list[Var], varying: set[Var], readable: Any) -> list[Var]:
+    eqns = [eqn for eqn in jaxpr.eqns if varying.intersection(eqn.outvars)]
+    costs = {var: float(bytes_of(var)) for var in jaxpr.invars if var in varying and var not in readable}
+    cost, kept = cheapest_to_keep(eqns, costs, wanted)
+    if cost > 0.95 * sum(map(bytes_of, wanted)):
+        return wanted
+    return [v for v in [*jaxpr.invars, *(v for eqn in eqns for v in eqn.outvars)] if v in kept]
+
+
+def with_outputs(traced: Jaxpr, outvars: Sequence[Var]) -> Jaxpr:
+    """Return F with other outputs, without the equations that they do not need."""
+    jaxpr = traced.jaxpr
+    eqns = jaxpr.eqns if jaxpr.effects else needed(jaxpr.eqns, list(outvars))
+    return part_of(traced, jaxpr.invars, eqns, outvars)
+
+
+def without_unread(traced: Jaxpr, first: int, count: int) -> tuple[Jaxpr, list[int]]:
+    """Return a program without the unread inputs among the `count` inputs from `first` on, and the numbers of the rest.
+
+    F of a stage keeps values for the derivative of its aux as well, which B does not compute.
+    """
+    jaxpr = traced.jaxpr
+    used = set(read_by(jaxpr.eqns, jaxpr.outvars))
+    read = [k for k in range(count) if jaxpr.invars[first + k] in used]
+    invars = [*jaxpr.invars[:first], *(jaxpr.invars[first + k] for k in read), *jaxpr.invars[first + count :]]
+    return part_of(traced, invars, jaxpr.eqns, jaxpr.outvars), read

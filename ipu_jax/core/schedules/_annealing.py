@@ -181,13 +181,7 @@ class _Table:
             left = 1.0 - step / steps
             x = int(dice() * len(at))
             t, k = at[x], ipu[x]
-            low, high = max(t - reach, 0), min(t + reach, self.count - 1)
-            for y in self.before[x]:
-                if at[y] >= low:
-                    low = at[y] + 1
-            for y in self.after[x]:
-                if at[y] <= high:
-                    high = at[y] - 1
+            low, high = self._bounds(x, reach)
             if low >= high:
                 continue
             u = low + int(dice() * (high - low + 1))
@@ -213,6 +207,18 @@ class _Table:
             if other >= 0:
                 at[other] = t
         return self._ticks(at)
+
+    def _bounds(self, x: int, reach: int) -> tuple[int, int]:
+        """Return the first and the last tick to which a task can move: after its inputs, before its outputs' tasks."""
+        at = self.at
+        low, high = max(at[x] - reach, 0), min(at[x] + reach, self.count - 1)
+        for y in self.before[x]:
+            if at[y] >= low:
+                low = at[y] + 1
+        for y in self.after[x]:
+            if at[y] <= high:
+                high = at[y] - 1
+        return low, high
 
     def _around(self, t: int, u: int) -> float:
         """Return the time of the ticks that a move between two ticks can change, from exchange to exchange."""

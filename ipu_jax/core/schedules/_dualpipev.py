@@ -34,7 +34,7 @@ def dualpipev_rule(line: Line) -> Rule:
         _segments(_order(len(line.on), rank, line.micro_batches), len(mine), rounds)
         for rank, mine in enumerate(line.on.values())
     ]
-    return follow(line, orders)
+    return follow(orders)
 
 
 def _segments(order: Ints, count: int, rounds: int) -> Ints:

@@ -21,7 +21,7 @@ ROUNDING = 1e-9  # relative
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class ScheduledPolicy:
     """A policy, the order of tasks that it gives, and the time at which the last one ends."""
 
     work: Work
@@ -125,7 +125,9 @@ def policies(work: Work, limits: Limits) -> Iterator[Policy]:
                 yield policy
 
 
-def search(work: Work, limits: Limits, transfer: float, bound: float, *, tries: int, rng: random.Random) -> list[Run]:
+def search(
+    work: Work, limits: Limits, transfer: float, bound: float, *, tries: int, rng: random.Random
+) -> list[ScheduledPolicy]:
     """Return the best runs of at most about 2 `tries` policies, the best run first.
 
     Args:
@@ -137,10 +139,10 @@ def search(work: Work, limits: Limits, transfer: float, bound: float, *, tries: 
         rng: the only source of randomness.
     """
     every = list(policies(work, limits))
-    runs: list[Run] = []
+    runs: list[ScheduledPolicy] = []
     stride = max(1, math.ceil(len(every) / max(1, tries)))
     for policy in every[::stride]:
-        runs.append(Run(work, policy, *list_schedule(work, policy, transfer)))
+        runs.append(ScheduledPolicy(work, policy, *list_schedule(work, policy, transfer)))
         if runs[-1].makespan <= bound * (1 + ROUNDING):
             return [runs[-1]]
     runs.sort(key=lambda run: run.makespan)  # stable: of equal runs, the run that holds the least is first
@@ -151,7 +153,7 @@ def search(work: Work, limits: Limits, transfer: float, bound: float, *, tries: 
         policy = _varied(best, limits, rng)
         if policy is None:
             continue
-        run = Run(work, policy, *list_schedule(work, policy, transfer))
+        run = ScheduledPolicy(work, policy, *list_schedule(work, policy, transfer))
         if run.makespan <= best.makespan:
             best = run
             if best.makespan <= bound * (1 + ROUNDING):
@@ -159,7 +161,7 @@ def search(work: Work, limits: Limits, transfer: float, bound: float, *, tries: 
     return [best, *runs]
 
 
-def _varied(run: Run, limits: Limits, rng: random.Random) -> Policy | None:
+def _varied(run: ScheduledPolicy, limits: Limits, rng: random.Random) -> Policy | None:
     """Return a run's policy with one IPU's rule, a few depths, or a number changed; None if that does not fit."""
     work, policy = run.work, run.policy
     n, count = len(work.line), work.line.micro_batches

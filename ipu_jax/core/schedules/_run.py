@@ -170,11 +170,10 @@ class _Cells:
                 self.costs[self.of[kind][i]] = line.cost(i, kind)
 
 
-def follow(line: Line, orders: list[Ints]) -> Rule:
+def follow(orders: list[Ints]) -> Rule:
     """Return the rule by which each IPU does its tasks in a given order, and waits while the next task is not ready.
 
     Args:
-        line: the segments.
         orders: per IPU of the line, the numbers of kinds and segments as in `Choices`.
     """
     padded = np.full((1 + max(map(len, orders), default=0), len(orders)), NONE)

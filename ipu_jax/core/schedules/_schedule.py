@@ -42,7 +42,7 @@ from ipu_jax.core.schedules._timetable import (
 from ipu_jax.core.schedules._torch_csv import from_torch_csv, to_torch_csv
 from ipu_jax.core.schedules._validate import validate
 from ipu_jax.core.schedules.figures import svg_of, written
-from ipu_jax.core.schedules.moments import Moments
+from ipu_jax.core.schedules.lifetimes import Lifetimes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -107,11 +107,11 @@ class Schedule(Timetable):
 
         The last use is W, or B if the stage has no W. Micro-batch m uses slot m modulo depth.
         """
-        return Moments(self).stash(stage).depth()
+        return Lifetimes(self).stash(stage).depth()
 
     def weight_residual_depth(self, stage: int) -> int:
         """Return the largest number of micro-batches that a stage holds at once between B and W; 0 if it has no W."""
-        return Moments(self).weight_residuals(stage).depth()
+        return Lifetimes(self).weight_residuals(stage).depth()
 
     def inbox_depth(self, boundary: int, kind: Kind) -> int:
         """Return the largest number of messages that wait at once between two stages; 1 if no queue is needed.
@@ -123,7 +123,7 @@ class Schedule(Timetable):
             boundary: between stage `boundary` and stage `boundary + 1`.
             kind: "F" for activations, "B" for their gradients.
         """
-        return max(1, Moments(self).inbox(boundary, kind).depth())
+        return max(1, Lifetimes(self).inbox(boundary, kind).depth())
 
     @cached_property
     def _by_tick(self) -> dict[int, list[Task]]:

@@ -43,7 +43,7 @@ from ipu_jax.base.checks import check_cost
 from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.schedules._timetable import Kind, Task, Timetable, last_use, segments_of, tables_of, tasks_of
 from ipu_jax.core.schedules._validate import sources
-from ipu_jax.core.schedules.moments import Moments, Spans
+from ipu_jax.core.schedules.lifetimes import Lifetimes, Spans
 
 Cost = float | Sequence[float]
 
@@ -114,17 +114,17 @@ def simulate(
 ) -> Simulation:
     """Simulate a table; `Schedule.simulate` documents the arguments."""
     costs = _costs_of(table, forward, backward, weight)
-    moments = Moments(table)
+    lifetimes = Lifetimes(table)
     transfer = check_cost("transfer", transfer)
-    tasks = _Tasks(moments, costs, transfer)
+    tasks = _Tasks(lifetimes, costs, transfer)
     count = len(table.forward[0])
     free, busy = np.zeros(table.ipus), np.zeros(table.ipus)
     # one more row: the source of a task without a second source, or without any
     starts, ends = np.zeros((2, (len(tasks.costs) + 1) * count))
-    exchanges = _exchanges(moments) if lockstep else []
+    exchanges = _exchanges(lifetimes) if lockstep else []
     # in the order of the clock a task comes after its inputs, and after the earlier tasks of its IPU
     for phase, together in tasks.groups():
-        while exchanges and exchanges[-1] < phase // moments.phases:
+        while exchanges and exchanges[-1] < phase // lifetimes.phases:
             exchanges.pop()
             free[:] = free.max() + (transfer if table.clock == "one-phase" else 0.0)
         row, m = np.divmod(together, count)
@@ -148,19 +148,19 @@ def simulate(
     return Simulation(
         makespan=makespan,
         bubble=1.0 - sum(busy.tolist()) / (table.ipus * makespan) if makespan else 0.0,
-        peak_stash=_peak_stash(moments),
+        peak_stash=_peak_stash(lifetimes),
         busy=tuple(busy.tolist()),
         start_times=TaskTimes(table, starts[:-count].reshape(shape)),
         end_times=TaskTimes(table, ends[:-count].reshape(shape)),
     )
 
 
-def _exchanges(moments: Moments) -> list[int]:
+def _exchanges(lifetimes: Lifetimes) -> list[int]:
     """Return the ticks in which a local stage sends to a local stage on another IPU, the last tick first."""
     found = [np.zeros(0, np.int64)]
-    for stage, (here, there) in enumerate(itertools.pairwise(moments.table.placement)):
+    for stage, (here, there) in enumerate(itertools.pairwise(lifetimes.table.placement)):
         if None not in (here, there) and here != there:
-            found += [moments.ticks(stage, "F"), moments.ticks(stage + 1, "B")]
+            found += [lifetimes.ticks(stage, "F"), lifetimes.ticks(stage + 1, "B")]
     return np.unique(np.concatenate(found))[::-1].tolist()
 
 
@@ -175,9 +175,9 @@ class _Tasks:
         delays: per row and source, the time that the message takes.
     """
 
-    def __init__(self, moments: Moments, costs: dict[str, list[float]], transfer: float):
-        table = moments.table
-        self._moments = moments
+    def __init__(self, lifetimes: Lifetimes, costs: dict[str, list[float]], transfer: float):
+        table = lifetimes.table
+        self._lifetimes = lifetimes
         self._kinds: list[Kind] = [kind for kind, _ in tables_of(table)]
         stages = len(table.placement)
         rows = len(self._kinds) * stages
@@ -198,13 +198,13 @@ class _Tasks:
 
         A group has at most one task per IPU, or one task of a concurrent stage, which all IPUs run.
         """
-        table, count = self._moments.table, len(self._moments.table.forward[0])
+        table, count = self._lifetimes.table, len(self._lifetimes.table.forward[0])
         stages, turns = len(table.placement), self._turns()
         keys = np.empty((len(self._kinds), stages, count), np.int64)
         for k, kind in enumerate(self._kinds):
             for stage in range(stages):
-                phase = self._moments.at(stage, kind) // self._moments.turns
-                keys[k, stage] = phase * self._moments.turns + turns[k][stage]
+                phase = self._lifetimes.at(stage, kind) // self._lifetimes.turns
+                keys[k, stage] = phase * self._lifetimes.turns + turns[k][stage]
         in_order = keys.reshape(-1).argsort(kind="stable")
         if "W" in self._kinds and None in table.placement:
             row = in_order // count
@@ -212,17 +212,17 @@ class _Tasks:
         keys = keys.reshape(-1)[in_order]
         begins = np.flatnonzero(np.diff(keys, prepend=-1)).tolist()
         for begin, end in zip(begins, [*begins[1:], len(keys)], strict=True):
-            yield int(keys[begin]) // self._moments.turns, in_order[begin:end]
+            yield int(keys[begin]) // self._lifetimes.turns, in_order[begin:end]
 
     def _turns(self) -> list[list[int]]:
         """Return, per kind and stage, the turn of its task among the tasks of its IPU in a phase."""
-        table = self._moments.table
+        table = self._lifetimes.table
         if table.clock == "one-phase":  # an IPU runs one segment
             together = [
                 list(stages) for stages in segments_of(table.placement) if table.placement[stages[0]] is not None
             ]
         else:
-            together = [stages for ipu, stages in self._moments.stages_of.items() if ipu is not None]
+            together = [stages for ipu, stages in self._lifetimes.stages_of.items() if ipu is not None]
         last = len(table.placement) - 1
         # concurrent stages have turns of their own, since each of their tasks takes all IPUs
         forward = list(range(last + 1))
@@ -265,12 +265,12 @@ def _per_stage(table: Timetable, name: str, cost: Any) -> list[float]:
     return [value / (table.ipus if ipu is None else 1) for value, ipu in zip(of_stages, table.placement, strict=True)]
 
 
-def _peak_stash(moments: Moments) -> tuple[int, ...]:
-    table, everywhere = moments.table, moments.stages_of.get(None, [])
-    return tuple(_peak(moments, [*moments.stages_of.get(ipu, []), *everywhere]) for ipu in range(table.ipus))
+def _peak_stash(lifetimes: Lifetimes) -> tuple[int, ...]:
+    table, everywhere = lifetimes.table, lifetimes.stages_of.get(None, [])
+    return tuple(_peak(lifetimes, [*lifetimes.stages_of.get(ipu, []), *everywhere]) for ipu in range(table.ipus))
 
 
-def _peak(moments: Moments, stages: list[int]) -> int:
+def _peak(lifetimes: Lifetimes, stages: list[int]) -> int:
     """Return the largest number of pairs of stage and micro-batch that are held at once."""
-    spans = [moments.stash(stage) for stage in stages]
+    spans = [lifetimes.stash(stage) for stage in stages]
     return Spans(*map(np.concatenate, zip(*spans, strict=True))).depth() if spans else 0

@@ -15,7 +15,7 @@ import re
 
 from ipu_jax.base.showing import Table
 from ipu_jax.core.schedules._timetable import Kind, Placement, Rows, Task, Timetable, segments_of, tasks_of, tick_of
-from ipu_jax.core.schedules.moments import Moments
+from ipu_jax.core.schedules.lifetimes import Lifetimes
 
 _HEADER = re.compile(r"(?P<name>.+): \d+ stages? on (?P<ipus>\d+) IPUs?, .*?(?:, (?P<clock>one-phase) clock)?")
 _IDLE = {"", ".", "-"}
@@ -36,8 +36,8 @@ def draw(table: Timetable, bubble: float) -> str:
     phases = [_phase_of_pipeline(table, tick) for tick in range(ticks)]
     starts = ["", *(name if i == 0 or name != phases[i - 1] else "" for i, name in enumerate(phases))]
     lines = [starts, ["tick", *map(str, range(ticks))], *rows]
-    moments = Moments(table)
-    depths = [moments.stash(s).depth() for s in range(stages)]
+    lifetimes = Lifetimes(table)
+    depths = [lifetimes.stash(s).depth() for s in range(stages)]
     header = [
         f"{table.name}: {stages} stages on {table.ipus} IPUs, {len(table.forward[0])} micro-batches, "
         f"{ticks} ticks, bubble {bubble:.1%}" + (", one-phase clock" if table.clock == "one-phase" else ""),

@@ -15,7 +15,7 @@ import re
 
 from ipu_jax.core.schedules._line import Line, Local, by_kind, rows_of
 from ipu_jax.core.schedules._timetable import Kind, Placement, Task, Timetable, tables_of, tasks_of
-from ipu_jax.core.schedules.moments import Moments
+from ipu_jax.core.schedules.lifetimes import Lifetimes
 
 _ACTION = re.compile(r"(\d+)(F|I|B|W|UNSHARD|RESHARD|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD)(\d*)")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
@@ -32,7 +32,7 @@ def to_torch_csv(table: Timetable) -> str:
             f"schedule {table.name!r} has concurrent stages {[s for s, p in enumerate(table.placement) if p is None]}, "
             "which torch's CSV cannot hold: use to_text()"
         )
-    stages_of = Moments(table).stages_of
+    stages_of = Lifetimes(table).stages_of
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for ipu in range(table.ipus):

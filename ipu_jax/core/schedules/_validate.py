@@ -9,7 +9,7 @@ The engine runs only timetables that pass these checks, in this order:
     messages    each boundary's messages are used in the order in which they were sent
     slots       stash, cut and inbox are rings, slot = micro-batch modulo depth: no slot is written before it is free
 
-The checks compare whole rows of moments at once (`moments`).
+The checks compare whole rows of moments at once (`lifetimes`).
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ from ipu_jax.core.schedules._timetable import (
     tables_of,
     tick_of,
 )
-from ipu_jax.core.schedules.moments import Moments, Spans
+from ipu_jax.core.schedules.lifetimes import Lifetimes, Spans
 
 _KINDS = {"F": "forward", "B": "backward", "W": "weight"}
 _LATEST = 1 << 32  # no engine runs this many ticks, and moments are 64-bit numbers
@@ -45,16 +45,16 @@ def validate(table: Timetable) -> None:
     """
     _check_shape(table)
     _check_together(table)
-    moments = Moments(table)
+    lifetimes = Lifetimes(table)
     if table.clock == "one-phase":
-        _check_one_task_a_tick(moments)
-    _check_inputs(moments)
+        _check_one_task_a_tick(lifetimes)
+    _check_inputs(lifetimes)
     for boundary in range(len(table.placement) - 1):
-        _check_messages(moments, boundary, "F")
-        _check_messages(moments, boundary, "B")
+        _check_messages(lifetimes, boundary, "F")
+        _check_messages(lifetimes, boundary, "B")
     for stage in range(len(table.placement)):
-        _check_ring(moments, moments.stash(stage), "stash", (stage, "F"), (stage, last_use(table, stage)))
-        _check_ring(moments, moments.weight_residuals(stage), "cut", (stage, "B"), (stage, "W"))
+        _check_ring(table, lifetimes.stash(stage), "stash", (stage, "F"), (stage, last_use(table, stage)))
+        _check_ring(table, lifetimes.weight_residuals(stage), "cut", (stage, "B"), (stage, "W"))
 
 
 def _refuse(table: Timetable, task: Task, why: str) -> NoReturn:
@@ -133,29 +133,29 @@ def _check_together(table: Timetable) -> None:
                 )
 
 
-def _check_one_task_a_tick(moments: Moments) -> None:
-    table, firsts = moments.table, {stages[0] for stages in segments_of(moments.table.placement)}
+def _check_one_task_a_tick(lifetimes: Lifetimes) -> None:
+    table, firsts = lifetimes.table, {stages[0] for stages in segments_of(lifetimes.table.placement)}
     shared: list[int] = []  # per IPU, the first tick in which it does two tasks
-    for ipu, stages in moments.stages_of.items():
+    for ipu, stages in lifetimes.stages_of.items():
         if ipu is None:
             continue
         ticks = np.sort(
-            np.concatenate([moments.ticks(s, kind) for s in stages if s in firsts for kind, _ in tables_of(table)])
+            np.concatenate([lifetimes.ticks(s, kind) for s in stages if s in firsts for kind, _ in tables_of(table)])
         )
         shared += ticks[1:][ticks[1:] == ticks[:-1]][:1].tolist()
     if shared:
-        _refuse_shared(moments, min(shared))
+        _refuse_shared(lifetimes, min(shared))
 
 
-def _refuse_shared(moments: Moments, tick: int) -> NoReturn:
+def _refuse_shared(lifetimes: Lifetimes, tick: int) -> NoReturn:
     """Raise for the first task of a tick that shares the tick with another task of its IPU."""
-    table = moments.table
+    table = lifetimes.table
     tasks = [
         Task(stage, kind, int(m))
         for kind, _ in tables_of(table)
         for stage, ipu in enumerate(table.placement)
         if ipu is not None
-        for m in np.flatnonzero(moments.ticks(stage, kind) == tick)
+        for m in np.flatnonzero(lifetimes.ticks(stage, kind) == tick)
     ]
     firsts = {stage: stages[0] for stages in segments_of(table.placement) for stage in stages}
     busy: dict[int | None, Task] = {}
@@ -171,22 +171,23 @@ def _refuse_shared(moments: Moments, tick: int) -> NoReturn:
     raise AssertionError(f"two tasks share tick {tick}")
 
 
-def _check_inputs(moments: Moments) -> None:
+def _check_inputs(lifetimes: Lifetimes) -> None:
+    table = lifetimes.table
     late: list[tuple[Task, Task]] = []  # each late task, and its source
-    for stage in range(len(moments.table.placement)):
-        for kind, _ in tables_of(moments.table):
-            if kind == "W" and moments.table.placement[stage] is None:
+    for stage in range(len(table.placement)):
+        for kind, _ in tables_of(table):
+            if kind == "W" and table.placement[stage] is None:
                 continue
-            for source, source_kind in sources(moments.table, stage, kind):
-                is_message = moments.table.placement[source] != moments.table.placement[stage]
-                ready = (moments.sent if is_message else moments.at)(source, source_kind)
-                at = moments.at(stage, kind)
+            for source, source_kind in sources(table, stage, kind):
+                is_message = table.placement[source] != table.placement[stage]
+                ready = (lifetimes.sent if is_message else lifetimes.at)(source, source_kind)
+                at = lifetimes.at(stage, kind)
                 wrong = np.flatnonzero(at <= ready)
                 if len(wrong):
                     m = int(wrong[at[wrong].argmin()])
                     late.append((Task(stage, kind, m), Task(source, source_kind, m)))
     if late:
-        _refuse_late(moments.table, *min(late, key=lambda pair: (moment(moments.table, pair[0]), pair[0].microbatch)))
+        _refuse_late(table, *min(late, key=lambda pair: (moment(table, pair[0]), pair[0].microbatch)))
 
 
 def _refuse_late(table: Timetable, task: Task, source: Task) -> NoReturn:
@@ -215,8 +216,8 @@ def sources(table: Timetable, stage: int, kind: Kind) -> Iterator[tuple[int, Kin
         yield stage, "B"
 
 
-def _check_messages(moments: Moments, boundary: int, kind: Kind) -> None:
-    spans, table = moments.inbox(boundary, kind), moments.table
+def _check_messages(lifetimes: Lifetimes, boundary: int, kind: Kind) -> None:
+    spans, table = lifetimes.inbox(boundary, kind), lifetimes.table
     source, target = (boundary, boundary + 1) if kind == "F" else (boundary + 1, boundary)
     in_order = spans.starts.argsort()
     sent_at, used_at = spans.starts[in_order], spans.ends[in_order]
@@ -240,14 +241,14 @@ def _check_messages(moments: Moments, boundary: int, kind: Kind) -> None:
             f"it overwrites the message of {first} before {use} in tick {tick_of(table, use)} has "
             "used it, and under the two-phase clock none may wait: move one of them, or give clock='one-phase'",
         )
-    _check_ring(moments, spans, "inbox", (source, kind), (target, kind))
+    _check_ring(table, spans, "inbox", (source, kind), (target, kind))
 
 
-def _check_ring(moments: Moments, spans: Spans, ring: str, writer: tuple[int, Kind], reader: tuple[int, Kind]) -> None:
+def _check_ring(table: Timetable, spans: Spans, ring: str, writer: tuple[int, Kind], reader: tuple[int, Kind]) -> None:
     """Check that no slot is written before it is free.
 
     Args:
-        moments: the moments of the table.
+        table: the timetable.
         spans: per micro-batch, the span in which it has its slot.
         ring: the name of the ring.
         writer, reader: the stage and kind of the tasks that write a slot, and of the tasks that read it last.
@@ -261,8 +262,8 @@ def _check_ring(moments: Moments, spans: Spans, ring: str, writer: tuple[int, Ki
         for k in np.flatnonzero(spans.starts[mine[1:]] <= spans.ends[mine[:-1]])[:1]:
             read = Task(*reader, int(mine[k]))
             _refuse(
-                moments.table,
+                table,
                 Task(*writer, int(mine[k + 1])),
                 f"it writes slot {slot} of {depth} of the {ring} before {read} in tick "
-                f"{tick_of(moments.table, read)} has freed it: run the micro-batches in order",
+                f"{tick_of(table, read)} has freed it: run the micro-batches in order",
             )

@@ -110,7 +110,7 @@ def opened(folder: Path, uid: int) -> Iterator[int]:
         os.close(handle)
 
 
-class _Record:
+class _RecordFile:
     """The record of this process. Every method except `remove` raises `OSError` if the file cannot be written."""
 
     def __init__(self, identity: Identity):
@@ -174,7 +174,7 @@ def _remove_left_over(folder: int, own: Identity) -> None:
                 os.unlink(name, dir_fd=folder)
 
 
-_record: _Record | None = None
+_record: _RecordFile | None = None
 _asked = False
 
 
@@ -186,7 +186,7 @@ def begin() -> Beacon | None:
         if not is_off():
             with contextlib.suppress(OSError, ValueError):
                 identity = own_identity()
-                _record = identity and _Record(identity)
+                _record = identity and _RecordFile(identity)
             if _record is not None:
                 atexit.register(_record.remove)
     return beacons.current()

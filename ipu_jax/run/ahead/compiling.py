@@ -94,8 +94,8 @@ def compile_ahead(model: Any, params: Params, batch: Batch, *, state: Tree = Non
     >>> report.memory.arguments, report.flops["F"]  # 3 weights and 12 numbers; 2 * 4 * 3 for the product, and the sum
     (60, 28)
     """
-    lowered, pipeline, given, held = _lowered(model, params, batch, state, key)
-    plan = pipeline.placement.plan(*given) if isinstance(pipeline, Pipeline) else None
+    (chosen, lowered), pipeline, given, held = _lowered(model, params, batch, state, key)
+    plan = chosen and chosen.plan(*given)
     is_step, mesh = isinstance(model, TrainStep), pipeline.mesh
     device, kind = mesh.devices.flat[0], kind_of(mesh.devices.flat[0])
     available = None if kind is None else int(memory_for_jax(kind, device.platform))
@@ -126,16 +126,17 @@ def compile_ahead(model: Any, params: Params, batch: Batch, *, state: Tree = Non
 
 
 def _lowered(model: Any, params: Params, batch: Batch, state: Tree, key: Key) -> tuple[Any, Any, StepArgs, Tree]:
-    """Return the lowered program, its pipeline or replicas, the arguments of an update, and what the IPUs hold."""
+    """Return what `lowered` returns, the pipeline or replicas, the arguments of an update, and what the IPUs hold."""
     if isinstance(model, TrainStep):
         held = params if isinstance(params, TrainState) else model.shapes(params, stages=state, key=key)
         given = model.placement.of_one_update(held, getattr(batch, "arrays", batch))  # of a FeedBatch
-        return model.lower(held, batch), model.model, given, held
+        return model.lowered(held, batch), model.model, given, held
     if isinstance(model, Pipeline):
         placed = params if isinstance(params, Sharded) else model.shard_shapes(params)
         if state is not None and not isinstance(state, Sharded):
             state = model.shard_state_shapes(state)
-        return model.lower(placed, batch, state, key), model, StepArgs(placed, batch, state, key), (placed, state)
+        given = StepArgs(placed, batch, state, key)
+        return model.lowered(given), model, given, (placed, state)
     raise ValueError(f"model={model!r} is neither a TrainStep nor a Pipeline: make one from a loss function first")
 
 

@@ -27,7 +27,7 @@ from ipu_jax.distributed import popdist
 from ipu_jax.run.loop import fit as loop
 from ipu_jax.run.observe.profiled import asked
 from ipu_jax.run.observe.runs.digest import figure_in_words
-from ipu_jax.run.observe.runs.log import FACTS_OF_START, NAMES_OF_EVENTS, RunLog, check_log
+from ipu_jax.run.observe.runs.log import ADDED_TO_START, NAMES_OF_EVENTS, RunLog, check_log
 from ipu_jax.run.observe.tracing.recording import Recording
 from ipu_jax.training.checkpoints.checkpoints import Checkpoints
 from ipu_jax.training.data.feed import Feed
@@ -38,7 +38,7 @@ Evaluate = Callable[[TrainState], Mapping[str, float]]
 Path_ = str | os.PathLike[str]
 Say = Callable[[str], object]
 
-FACTS: Final = ("step", "ipus", "replicas", "samples_per_update", "updates_per_epoch", "total_updates")
+NAMES_OF_START: Final = ("step", "ipus", "replicas", "samples_per_update", "updates_per_epoch", "total_updates")
 """What the loop itself writes into the log's first event."""
 _FIGURES: Final = (*NAMES_OF_EVENTS, "updates", "epoch")
 _PATHS: Final = (str, os.PathLike)
@@ -194,7 +194,7 @@ def _check(step: Any, state: Tree, feed: Any, epochs: Any, updates: Any, **other
         raise ValueError(f"print_every={every!r} is not a number of updates: give an int, or 0 to print no losses")
     if tensorboard is not None and isinstance(log, RunLog):
         raise ValueError("tensorboard= is given, and a RunLog: give the folder to the RunLog")
-    _check_names("notes", others["notes"] or {}, (*NAMES_OF_EVENTS, *FACTS_OF_START, *FACTS))
+    _check_names("notes", others["notes"] or {}, (*NAMES_OF_EVENTS, *ADDED_TO_START, *NAMES_OF_START))
     _check_end(feed, epochs, updates)
     if popdist.get_instance_index() == 0:  # last, since it may make a folder
         if report is not None:

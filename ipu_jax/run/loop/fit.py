@@ -400,12 +400,12 @@ def write_page(run: Training, path: Path, title: str, recording: "ipu_jax.observ
         with contextlib.suppress(ipu_jax.observe.TraceError):  # it has recorded nothing
             shown["timeline"] = None if recording is None else recording.timeline
         if hasattr(model, "report"):  # a pipeline
-            shown["schedules"][f"{model.schedule.name}, by ticks"] = model.schedule
             with contextlib.suppress(Exception):  # such as a state that a failed call used up
                 first = int(feed.device_iterations > 1)
                 like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[first:], leaf.dtype), feed.like)
                 key = jax.random.key(0) if run.step.random else None
                 needs = model.report(state.params, like, state.stages, key, compile=False)
+                shown["schedules"][f"{needs.schedule}, by ticks"] = needs.timetable
                 shown["memory"] = ipu_jax.observe.memory_of(needs, state)
                 shown["schedules"]["Bytes of each IPU over the ticks"] = needs.to_svg()
         with ipu_jax.popdist.busy("writing a report"):

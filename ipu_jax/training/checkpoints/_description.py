@@ -7,7 +7,7 @@ the places are also the same, arrays are read as they are; otherwise leaves are 
     TrainState  -- named -->  {"params.slots.0": array, "optimizer.0.1": array, "step": array, ...}
                 <-- with_arrays --
 
-The names are the same as in `Placement.places`. Random keys are stored as their data.
+The names are the same as in `StatePlacer.places`. Random keys are stored as their data.
 """
 
 import dataclasses

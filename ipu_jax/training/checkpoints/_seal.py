@@ -79,7 +79,7 @@ def write_checksums(folder: Path, instance: int, instances: int) -> None:
     _write(folder / f"checksums.{instance}.json", own)
 
 
-def write_seal(folder: Path, facts: dict[str, Json], instances: int, *, seconds: float) -> None:
+def write_seal(folder: Path, values: dict[str, Json], instances: int, *, seconds: float) -> None:
     """Write the seal when the checksums of all instances are there.
 
     Raises:
@@ -96,7 +96,7 @@ def write_seal(folder: Path, facts: dict[str, Json], instances: int, *, seconds:
     for part in parts:
         files |= _read(part)
         files[part.name] = list(_checksum(part))
-    _write(folder / SEAL, {"format": FORMAT, **facts, "files": files})
+    _write(folder / SEAL, {"format": FORMAT, **values, "files": files})
     sync_folder(folder)
 
 
@@ -202,9 +202,9 @@ def _checksum(path: Path) -> tuple[int, int]:
     return size, checksum
 
 
-def _write(path: Path, facts: dict[str, Json]) -> None:
+def _write(path: Path, values: dict[str, Json]) -> None:
     """Write a file atomically: a line with its checksum, then the content."""
-    text = json.dumps(facts).encode()
+    text = json.dumps(values).encode()
     temporary = path.with_suffix(".tmp")
     write_new(temporary, b"%d\n" % zlib.crc32(text) + text)
     temporary.rename(path)

@@ -195,7 +195,7 @@ class StreamReader:
         """Return the batches from this position on."""
         assert isinstance(start, StreamPosition)
         items, self._first = self._first if start == self.start else None, None
-        reading = _Reading(self, start, items)
+        reading = _StreamReading(self, start, items)
         return Batches(reading.positions(), reading.batch)
 
     def at_epoch(self, epoch: int) -> Position:
@@ -241,7 +241,7 @@ class StreamReader:
         raise TypeError("a stream does not say how many batches an epoch has: count those that feed.epoch() yields")
 
 
-class _Reading:
+class _StreamReading:
     """Reads the stream from a position on, one batch after the other; `items` are the items there, if it is open."""
 
     def __init__(self, reader: StreamReader, start: StreamPosition, items: Items | None):

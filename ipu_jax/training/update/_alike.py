@@ -36,7 +36,7 @@ from ipu_jax.base.keys import is_key
 from ipu_jax.distributed import board, popdist
 from ipu_jax.distributed.errors import ABSENT, InstancesDifferError, difference
 from ipu_jax.training.data.feed import FeedBatch
-from ipu_jax.training.update._placement import Placement
+from ipu_jax.training.update._state_placer import StatePlacer
 from ipu_jax.training.update.state import TrainState
 
 _WHAT: Final = "the first update of a training step"
@@ -56,7 +56,7 @@ _MENDS: Final = {
     "parts": "Give all instances the same state, as init and restore place it",
 }
 
-Facts = dict[str, str]
+Texts = dict[str, str]
 
 
 class Alike:
@@ -67,16 +67,16 @@ class Alike:
 
     Args:
         mesh: the mesh of the step.
-        placement: places the states of the step.
+        placer: places the states of the step.
         settings: returns the step's options and schedule as texts, which say why programs differ.
     """
 
-    def __init__(self, mesh: Mesh, placement: Placement, settings: Callable[[], Facts]):
-        self._placement, self._settings = placement, settings
+    def __init__(self, mesh: Mesh, placer: StatePlacer, settings: Callable[[], Texts]):
+        self._placer, self._settings = placer, settings
         count = board.process()[1]
         of_all = count > 1 and len({device.process_index for device in mesh.devices.flat}) == count
         self._is_due = of_all and popdist.compares_programs
-        self._noted: tuple[weakref.ref[TrainState], Facts] | None = None
+        self._noted: tuple[weakref.ref[TrainState], Texts] | None = None
 
     def noted(self, state: TrainState, params: Tree, stages: Tree, key: Value) -> TrainState:
         """Remember the checksums of the whole values that a state was made from, and return the state."""
@@ -104,7 +104,7 @@ class Alike:
             return
         text = lower().as_text()
         is_noted = self._noted is not None and self._noted[0]() is state
-        facts: dict[str, Facts | None] = {
+        texts: dict[str, Texts | None] = {
             "batch": {**_shapes(arrays), "updates to make": f"{made.start} to {made.stop - 1}"},
             "state": self._shapes_of(state),
             "feed": {f"feed.{name}": str(value) for name, value in given.feed.items()}
@@ -114,7 +114,7 @@ class Alike:
             "weights": self._noted[1] if self._noted is not None and is_noted else None,
             "parts": None if is_noted else parts(state.params),
         }
-        sent = {kind: _digest(of_kind) if kind != "parts" else of_kind for kind, of_kind in facts.items()}
+        sent = {kind: _digest(of_kind) if kind != "parts" else of_kind for kind, of_kind in texts.items()}
         all_sent = _gathered(_WHAT, sent)
         for kind, mend in _MENDS.items():
             found = {i: one[kind] for i, one in enumerate(all_sent) if one[kind] is not None}
@@ -125,23 +125,23 @@ class Alike:
             elif kind == "program":
                 problem = _difference_in("options", self._settings()) or _unlike_lines(text)
             else:
-                problem = _difference_in(kind, facts[kind])
+                problem = _difference_in(kind, texts[kind])
             if problem is not None:
                 raise InstancesDifferError(
                     f"before the first update, {problem}. {mend}. popdist.init(check_programs=False) allows it"
                 )
         self._is_due, self._noted = False, None
 
-    def _shapes_of(self, state: TrainState) -> Facts:
-        places = [place for of_kind in self._placement.places(state).values() for place in of_kind]
+    def _shapes_of(self, state: TrainState) -> Texts:
+        places = [place for of_kind in self._placer.places(state).values() for place in of_kind]
         return {place.path: f"{place.dtype}{list(place.whole_shape)}" for place in places}
 
 
-def first_difference(found: Mapping[int, Facts], *, common: bool = False) -> str | None:
+def first_difference(found: Mapping[int, Texts], *, common: bool = False) -> str | None:
     """Return who differs in the first name whose values are unlike, and how many further names are; None if all agree.
 
     Args:
-        found: the facts of each instance.
+        found: the texts of each instance.
         common: whether an instance without a name agrees with any value of it.
 
     >>> print(first_difference({0: {"seed": "5", "x": "1"}, 1: {"seed": "6", "x": "2"}, 2: {"seed": "5", "x": "1"}}))
@@ -181,7 +181,7 @@ def around_difference(lines: Sequence[str]) -> list[str]:
     return ["..." * (start > 0) + line[start : start + _SHOWN].strip() for line in lines]
 
 
-def checksums(tree: Mapping[str, Tree]) -> Facts:
+def checksums(tree: Mapping[str, Tree]) -> Texts:
     """Return a checksum per leaf of the trees, by name and path, of leaves that this process can read.
 
     >>> checksums({"params": {"w": np.ones(2, np.float32)}})
@@ -195,9 +195,9 @@ def checksums(tree: Mapping[str, Tree]) -> Facts:
     }
 
 
-def parts(params: Tree) -> Facts:
+def parts(params: Tree) -> Texts:
     """Return a checksum per part of the weights that devices of this process hold, by path and index of the part."""
-    found: Facts = {}
+    found: Texts = {}
     for path, leaf in jax.tree.leaves_with_path(params):
         for shard in leaf.addressable_shards:
             bounds = [part.indices(size)[:2] for part, size in zip(shard.index, leaf.shape, strict=True)]
@@ -212,21 +212,21 @@ def _checksum(leaf: Value) -> str:
     return f"checksum {zlib.crc32(array.reshape(-1).view(np.uint8).data):08x}"
 
 
-def _shapes(batch: Batch) -> Facts:
+def _shapes(batch: Batch) -> Texts:
     leaves = jax.tree.leaves_with_path(batch)
     return {f"batch{jax.tree_util.keystr(path)}": f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
 
 
-def _digest(facts: Facts | None) -> int | None:
-    return None if facts is None else zlib.crc32(json.dumps(facts).encode())
+def _digest(texts: Texts | None) -> int | None:
+    return None if texts is None else zlib.crc32(json.dumps(texts).encode())
 
 
 def _gathered(what: str, value: Any) -> list[Any]:
     return [json.loads(one) for one in _exchanged(what, json.dumps(value).encode())]
 
 
-def _difference_in(kind: str, own: Facts | None) -> str | None:
-    """Return the first difference between the facts of the instances. All instances call it."""
+def _difference_in(kind: str, own: Texts | None) -> str | None:
+    """Return the first difference between the texts of the instances. All instances call it."""
     told = enumerate(_gathered(f"{_WHAT}, {kind}", own))
     return first_difference({i: one for i, one in told if one is not None})
 

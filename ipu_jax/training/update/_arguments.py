@@ -14,7 +14,7 @@ from ipu_jax.core.step_args import StepArgs, given_dims
 from ipu_jax.core.weights.arguments import arrays_in, check_alive, check_batch
 from ipu_jax.training.data.feed import FeedBatch
 from ipu_jax.training.update._model import Model
-from ipu_jax.training.update._placement import Placement
+from ipu_jax.training.update._state_placer import StatePlacer
 from ipu_jax.training.update.state import TrainState
 
 
@@ -24,11 +24,11 @@ class Arguments:
     Args:
         model: the model with all its replicas.
         options: the step's options.
-        placement: places the step's states.
+        placer: places the step's states.
     """
 
-    def __init__(self, model: Model, options: TrainOptions, placement: Placement):
-        self._model, self._options, self._placement = model, options, placement
+    def __init__(self, model: Model, options: TrainOptions, placer: StatePlacer):
+        self._model, self._options, self._placer = model, options, placer
 
     def check_state(self, state: Any) -> None:
         """Check that a state belongs to this step, and that no earlier call has used it up."""
@@ -43,7 +43,7 @@ class Arguments:
                 "weights, step.init(other.whole(state)['params'], ...)"
             )
         if self._options.precision != "32.32":
-            held = self._placement.held
+            held = self._placer.held
             for path, leaf in jax.tree.leaves_with_path(state.params):
                 if leaf.dtype in (jnp.float32, jnp.bfloat16, jnp.float16) and leaf.dtype != held:
                     raise ValueError(
@@ -51,7 +51,7 @@ class Arguments:
                         f"{self._options.precision!r} holds {held}: begin anew with its weights, "
                         "step.init(other.whole(state)['params'], ...)"
                     )
-        if not self._placement.update_for(state.params).state_layout.fits(state.optimizer):
+        if not self._placer.update_for(state.params).state_layout.fits(state.optimizer):
             raise ValueError(
                 "state.optimizer is another optimizer's, or of weights in other places: use the step that made it, "
                 "or begin anew with its weights, step.init(other.whole(state)['params'], ...)"
@@ -105,7 +105,7 @@ class Arguments:
         """Check a state, a call's batch and its updates; return the batch's arrays, and which updates to make."""
         self.check_state(state)
         arrays, made = self._arrays_of(batch), self._updates_of(batch, updates)
-        self._model.check(self._placement.of_one_update(state, arrays))
+        self._model.check(self._placer.of_one_update(state, arrays))
         return arrays, made
 
     def _updates_of(self, batch: Batch, updates: Any) -> range:
@@ -126,7 +126,7 @@ class Arguments:
         self.check_state(state)
         arrays, count = self._arrays_of(batch), len(self._updates_of(batch, None))
         batch = arrays if self._options.device_iterations == count else jax.tree.map(lambda leaf: leaf[:count], arrays)
-        check_batch(self._placement.of_one_update(state, batch).batch, self._model.replicas, self._model.m)
+        check_batch(self._placer.of_one_update(state, batch).batch, self._model.replicas, self._model.m)
         return batch
 
     def batch_of_update(self, state: TrainState, batch: Batch) -> Batch:

@@ -24,7 +24,7 @@ from ipu_jax.training.update.state import TrainState
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Call:
+class _CallInFlight:
     """A call that was dispatched.
 
     Attributes:
@@ -50,11 +50,11 @@ class BatchesInFlight:
 
     def __init__(self, options: TrainOptions, find: Callable[[TrainState, Batch, int], NonFinite | None]):
         self._options, self._find = options, find
-        self._calls: collections.deque[_Call] = collections.deque()
+        self._calls: collections.deque[_CallInFlight] = collections.deque()
 
     def add(self, first: Value, batch: Batch, made: range, numbers: Value) -> None:
         """Remember a call that was just dispatched."""
-        self._calls.append(_Call(first, batch, made, numbers))
+        self._calls.append(_CallInFlight(first, batch, made, numbers))
 
     def settle(self, state: TrainState, keep: int) -> None:
         """Read the outcome of all calls but the last `keep`, and forget their batches.
@@ -72,7 +72,7 @@ class BatchesInFlight:
             if numbers.any():
                 self._tell(state, call, set(numbers[numbers > 0].tolist()))
 
-    def _tell(self, state: TrainState, call: _Call, numbers: set[int]) -> None:
+    def _tell(self, state: TrainState, call: _CallInFlight, numbers: set[int]) -> None:
         """Warn of a call's updates with these numbers, and raise if one of the call's updates stopped the state."""
         limit, before, first = limit_of(self._options), int(state.step), int(call.first)
         dims = given_dims(self._options.device_iterations)

@@ -34,7 +34,7 @@ class Gradients(NamedTuple):
 class Model(Protocol):
     """What a training step trains. Weights are whole, as a user gives them, or placed, as `place` returns them.
 
-    Without a word of its own, a model has no guards, freezes nothing, and its aux came with the loss.
+    Without a word of its own, a model has nothing to choose, freezes nothing, and its aux came with the loss.
 
     Attributes:
         kind: what it is, in words.
@@ -97,8 +97,16 @@ class Model(Protocol):
         replicas = f" x {self.replicas} replicas" * given_dims(self.replicas)
         return f"{self.kind} on {counted(self.runs.ipus, 'IPU')}{replicas}, {counted(self.m, 'micro-batch')} per update"
 
-    def check_guards(self, program: Any, args: Tree, lower: Callable[[], Any], *, runs: bool = True) -> None:
-        """Choose the guards of a jitted program before it runs, or is only lowered; see `GuardChoice.check`."""
+    def scheduled(self, given: Callable[[], StepArgs]) -> Any:
+        """Return what is chosen for these arguments before a program is traced; see `PlacedStages.scheduled`."""
+
+    def guarded(self, chosen: Any, program: Any, args: Tree, lower: Callable[[Any], Any], *, runs: bool = True) -> Any:
+        """Return what is chosen, with the guards that a program needs; see `PlacedStages.guarded`."""
+        return chosen
+
+    def on(self, chosen: Any) -> "Model":
+        """Return the model with what was chosen."""
+        return self
 
     def freezes_as(self, params: Params) -> bool:
         """Return whether the weights of a state were placed by a model that freezes the same leaves."""

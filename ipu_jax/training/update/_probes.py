@@ -30,6 +30,7 @@ from ipu_jax.core.instances import on_host
 from ipu_jax.core.mesh_axes import over_ipus
 from ipu_jax.core.options import TrainOptions
 from ipu_jax.core.pipeline import Pipeline
+from ipu_jax.core.pipeline.placed_stages import PlacedStages
 from ipu_jax.core.stage import Outputs, Stage
 from ipu_jax.core.step_args import StepArgs
 from ipu_jax.core.weights import packing
@@ -54,7 +55,7 @@ class Diagnosis:
 
     def __init__(self, model: Model, options: TrainOptions):
         self._model, self._options = model, options
-        self._program = jax.jit(self._run)
+        self._program = jax.jit(self._run, static_argnums=0)
 
     @facts.during("finding what was not finite")
     def find(self, state: TrainState, batch: Batch, step: int) -> NonFinite | None:
@@ -68,20 +69,22 @@ class Diagnosis:
         key = jax.random.fold_in(state.key, step - 1) if self._model.random else None
         given = StepArgs(state.params, batch, state.stages, key)
         args = (given, current_scale(self._options, state.scale))
-        self._model.check_guards(self._program, args, lambda: self._program.lower(*args))
-        results = jax.tree.map(on_host, self._program(*args))
+        lower = lambda chosen: self._program.lower(chosen, *args)
+        chosen = self._model.guarded(self._model.scheduled(lambda: given), self._program, args, lower)
+        results = jax.tree.map(on_host, self._program(chosen, *args))
         return first_nonfinite(step, self._model.flags(state, batch, results))
 
-    def _run(self, given: StepArgs, scale: Value) -> Tree:
-        cotangent = self._model.loss_cotangent(scale, weighted=self._options.weighted)
-        return self._model.probed(given.entered(self._model.replicas), cotangent, weighted=self._options.weighted)
+    def _run(self, chosen: Any, given: StepArgs, scale: Value) -> Tree:
+        model, weighted = self._model.on(chosen), self._options.weighted
+        cotangent = model.loss_cotangent(scale, weighted=weighted)
+        return model.probed(given.entered(model.replicas), cotangent, weighted=weighted)
 
 
 class ProbedPipeline:
     """A pipeline with probes, for weights in one layout.
 
     Args:
-        model: the model with all its replicas, in the step's precision.
+        model: the stages with all their replicas, in the step's precision, as the step runs them.
         layout: the layout of the weights, in which the pipeline's frozen leaves are frozen.
         weighted: whether the losses come with counts.
 
@@ -89,7 +92,7 @@ class ProbedPipeline:
         users: per stage, the name of its group with a probe, and the stage's number among the stages of this group.
     """
 
-    def __init__(self, model: Pipeline, layout: PackedLayout, *, weighted: bool):
+    def __init__(self, model: PlacedStages, layout: PackedLayout, *, weighted: bool):
         self._layout, self._weighted, self._m = layout, weighted, model.options.gradient_accumulation
         self.users: list[tuple[str, int]] = []
         groups = {group.name: group for group in layout.groups}
@@ -106,12 +109,15 @@ class ProbedPipeline:
             group.name: (jax.tree.unflatten(group.treedef, [leaf.frozen for leaf in group.leaves]), False)
             for group in groups.values()
         }
+        schedule = model.schedule
+        assert schedule is not None, "the step has chosen it"
         self._pipeline = Pipeline(
             stages,
             mesh=model.mesh,
-            schedule=model.placement.choice.schedule_or_name,
+            schedule=schedule,
             gradient_accumulation=self._m,
             reduction=model.options.reduction,
+            guards="uniform" if model.uniform else "auto",
             specs={name: WHOLE for name, group in groups.items() if group.ipu is None},  # the layout has the real ones
             frozen=frozen,
         )

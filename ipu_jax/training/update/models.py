@@ -6,6 +6,7 @@
 Everything else in this room is the same for both.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from ipu_jax.core.mesh_axes import over_ipus
 from ipu_jax.core.optimizer.blocks import Blocks, blocks_of_layout, blocks_of_tree, to_blocks
 from ipu_jax.core.options import TrainOptions
 from ipu_jax.core.pipeline import Pipeline
+from ipu_jax.core.pipeline.placed_stages import PlacedStages
 from ipu_jax.core.step_args import StepArgs
 from ipu_jax.core.weights import packing
 from ipu_jax.core.weights.packed_layout import WHOLE
@@ -49,9 +51,18 @@ class PipelineModel(Model):
     def check(self, given: StepArgs) -> None:
         self.placement.check(given)
 
-    def check_guards(self, program: Any, args: Tree, lower: Callable[[], Any], *, runs: bool = True) -> None:
-        guards = self.placement.guards
-        (guards.check if runs else guards.check_shapes)(program, args, lower)
+    def scheduled(self, given: Callable[[], StepArgs]) -> PlacedStages:
+        return self.placement if self.placement.schedule is not None else self.placement.scheduled(given())
+
+    def guarded(
+        self, chosen: PlacedStages, program: Any, args: Tree, lower: Callable[[Any], Any], *, runs: bool = True
+    ) -> PlacedStages:
+        return chosen.guarded(program, args, lower, runs=runs)
+
+    def on(self, chosen: PlacedStages) -> "PipelineModel":
+        model = copy.copy(self)
+        model.placement = chosen
+        return model
 
     def has(self, params: Params) -> bool:
         return isinstance(params, Sharded)
@@ -103,7 +114,7 @@ class PipelineModel(Model):
         return Gradients(result.loss, aux, to_blocks(result.gradients), stages)
 
     def probed(self, args: StepArgs, loss_cotangent: Value, *, weighted: bool) -> Tree:
-        return ProbedPipeline(self.pipeline, args.params.layout, weighted=weighted).run(args, loss_cotangent)
+        return ProbedPipeline(self.placement, args.params.layout, weighted=weighted).run(args, loss_cotangent)
 
     def flags(self, state: TrainState, batch: Batch, results: Tree) -> UpdateFlags:
         return flags_of_stages(self.pipeline.stages, state, batch, results)

@@ -40,8 +40,8 @@ from ipu_jax.training.update._average import with_average
 from ipu_jax.training.update._in_flight_batches import BatchesInFlight
 from ipu_jax.training.update._model import Model
 from ipu_jax.training.update._norms import clip
-from ipu_jax.training.update._placement import Placement
 from ipu_jax.training.update._probes import Diagnosis
+from ipu_jax.training.update._state_placer import StatePlacer
 from ipu_jax.training.update._update_program import Iteration
 from ipu_jax.training.update.models import model_for, specs_of
 from ipu_jax.training.update.nonfinite import NonFinite
@@ -99,11 +99,11 @@ class TrainStep:
         self.random = self._model.random
         if options.max_gradient_norm is not None:
             optimizer = optax.chain(clip(options.max_gradient_norm), optimizer)
-        self._placement = Placement(self._model, optimizer, options)
-        self._arguments = Arguments(self._model, options, self._placement)
-        self._alike = Alike(self.mesh, self._placement, self._settings)
+        self._placer = StatePlacer(self._model, optimizer, options)
+        self._arguments = Arguments(self._model, options, self._placer)
+        self._alike = Alike(self.mesh, self._placer, self._settings)
         self._window = InFlight()
-        self._program = jax.jit(self._run, donate_argnums=(0,) if options.donate else ())
+        self._program = jax.jit(self._run, static_argnums=0, donate_argnums=(1,) if options.donate else ())
         self._averaged = jax.jit(self._run_average)
         on_all = NamedSharding(self.mesh, PartitionSpec())
         self._placed_ends = functools.lru_cache(64)(lambda made: put(_ends(made), on_all))
@@ -121,9 +121,9 @@ class TrainStep:
         return self.model.options.gradient_accumulation
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> StatePlacer:
         """Return the object that places this step's states, for checkpoints."""
-        return self._placement
+        return self._placer
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a TrainStep holds programs, and can be neither copied nor pickled: make another one")
@@ -158,7 +158,7 @@ class TrainStep:
             check_alive("params", params)
             params = unshard_tree(params)
         key = self._arguments.key_for_state(key)
-        return self._alike.noted(self._placement.first(params, stages, key), params, stages, key)
+        return self._alike.noted(self._placer.first(params, stages, key), params, stages, key)
 
     def shapes(self, params: Params, *, stages: Tree = None, key: Key = None) -> TrainState:
         """Return what `init` returns, with the shape, dtype and sharding of each array in place of the array.
@@ -178,7 +178,7 @@ class TrainStep:
         """
         if isinstance(params, Sharded):
             params = whole_shapes(params.layout)
-        return self._placement.shapes(params, stages, self._arguments.key_for_state(key, stacklevel=3))
+        return self._placer.shapes(params, stages, self._arguments.key_for_state(key, stacklevel=3))
 
     @facts.during("placing the state")
     @jax.transfer_guard("allow")  # the caller asks for this transfer
@@ -200,7 +200,7 @@ class TrainStep:
         whole = {**whole, "key": self._arguments.key_for_state(whole["key"])}
         if (whole["scale"] is None) == isinstance(self.options.loss_scale, DynamicScale):
             raise ValueError("the saved state and this step differ in whether they scale the loss by a DynamicScale")
-        return self._alike.noted(self._placement.placed(whole), *(whole[name] for name in ("params", "stages", "key")))
+        return self._alike.noted(self._placer.placed(whole), *(whole[name] for name in ("params", "stages", "key")))
 
     @facts.during("gathering the state")
     @jax.transfer_guard("allow")  # the caller asks for this transfer
@@ -218,7 +218,7 @@ class TrainStep:
             ValueError: the state does not belong to this step, or an earlier call used it up.
         """
         self._arguments.check_state(state)
-        return self._placement.whole(state)
+        return self._placer.whole(state)
 
     # the call
 
@@ -266,11 +266,12 @@ class TrainStep:
         ends = _ends(made) if is_traced else self._placed_ends(made)
         batch = taken(batch)
         args = (state, batch, ends)
+        chosen = self._model.scheduled(lambda: self._placer.of_one_update(state, batch))
         if not is_traced:
-            self._alike.check(state, given, batch, made, lambda: self._program.lower(*args))
-        self._model.check_guards(self._program, args, lambda: self._lowered(state, batch, made))
+            self._alike.check(state, given, batch, made, lambda: self._program.lower(chosen, *args))
+        chosen = self._model.guarded(chosen, self._program, args, lambda of: self._lowered(of, state, batch, made))
         self._window.begin((state, batch))
-        state, outputs, *before = self._program(*args)
+        state, outputs, *before = self._program(chosen, *args)
         k = self.options.device_iterations
         samples = count_samples(batch, 2 + given_dims(k, self.model.replicas)) * len(made) // k
         self._window.admit(outputs.loss, updates=len(made), samples=samples)
@@ -381,25 +382,31 @@ class TrainStep:
         Raises:
             ValueError: as in a call.
         """
-        batch, made = self._arguments.batch_of_call(state, batch)
-        lower = lambda: self._lowered(state, batch, made)
-        self._model.check_guards(self._program, (state, batch), lower, runs=False)
-        return lower()
+        return self.lowered(state, batch)[1]
 
-    def _lowered(self, state: TrainState, batch: Batch, made: range) -> Any:
+    def lowered(self, state: TrainState, batch: Batch) -> tuple[Any, Any]:
+        """Return the stages as they run in this call, or None without a pipeline, and the program of `lower`."""
+        arrays, made = self._arguments.batch_of_call(state, batch)
+        lower = lambda chosen: self._lowered(chosen, state, arrays, made)
+        chosen = self._model.scheduled(lambda: self._placer.of_one_update(state, arrays))
+        chosen = self._model.guarded(chosen, self._program, (state, arrays), lower, runs=False)
+        return chosen, lower(chosen)
+
+    def _lowered(self, chosen: Any, state: TrainState, batch: Batch, made: range) -> Any:
         of_updates = [None] * given_dims(self.options.device_iterations)
         of_replicas = [REPLICA_AXIS] * given_dims(self.model.replicas)
         spec = PartitionSpec(*of_updates, *of_replicas)
         placed = lambda leaf, spec: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec)
         )
-        shapes = jax.tree.map(placed, state, self._placement.specs(state))
-        return self._program.lower(shapes, batch_shapes(batch, self.mesh, spec), _ends(made))
+        shapes = jax.tree.map(placed, state, self._placer.specs(state))
+        return self._program.lower(chosen, shapes, batch_shapes(batch, self.mesh, spec), _ends(made))
 
     def _settings(self) -> dict[str, str]:
         """Return the options of the step, and the schedule of a pipeline, as texts."""
         options = {f"options.{name}": str(value) for name, value in dataclasses.asdict(self.options).items()}
-        schedule = str(getattr(self.model, "schedule", None)).splitlines()[0]  # without its table
+        placed = getattr(self.model, "placement", None)  # of a pipeline
+        schedule = str(placed and placed.schedule).splitlines()[0]  # without its table
         return {"model": self._model.describe(), "schedule": schedule, **options}
 
     @property
@@ -407,16 +414,17 @@ class TrainStep:
         """Return of how many updates of a call, or sums over updates, there are outputs."""
         return self.options.device_iterations // self.options.every
 
-    def _run(self, state: TrainState, batch: Batch, updates: Any) -> Tree:
+    def _run(self, chosen: Any, state: TrainState, batch: Batch, updates: Any) -> Tree:
         """Return the new state, the outputs and, under `on_nonfinite`, the number of updates before the call."""
+        model = self._model.on(chosen)
         before, replicas = state.step, self.model.replicas
         batch = with_dims(batch, self.options.device_iterations, replicas)
         of_replicas = PartitionSpec(None, REPLICA_AXIS)
         of_outputs = dataclasses.replace(StepOutputs(*[WHOLE] * len(dataclasses.fields(StepOutputs))), aux=of_replicas)
-        of_state, update = self._placement.specs(state), self._placement.update_for(state.params)
+        of_state, update = self._placer.specs(state), self._placer.update_for(state.params)
         in_specs, out_specs = (of_state, of_replicas, WHOLE), (of_state, of_outputs)
-        program = Iteration(self._model, self.options, update).run
-        mapped = self._model.on_ipus(program, in_specs=in_specs, out_specs=out_specs)
+        program = Iteration(model, self.options, update).run
+        mapped = model.on_ipus(program, in_specs=in_specs, out_specs=out_specs)
         with status.tracing("the training step"):
             state, outputs = mapped(state, batch, updates)
         aux = without_dims(outputs.aux, self._rows, replicas)
@@ -426,7 +434,7 @@ class TrainStep:
 
     def _run_average(self, params: Params, averages: list[Value]) -> Params:
         """Return the weights with the trained ones replaced by their averages."""
-        blocks, of_params = self._placement.update_for(params).blocks, specs_of(params)
+        blocks, of_params = self._placer.update_for(params).blocks, specs_of(params)
         program = lambda params, averages: with_average(blocks, params, averages)
         in_specs = (of_params, [blocks.spec(k) for k in range(len(blocks))])
         return self._model.on_ipus(program, in_specs=in_specs, out_specs=of_params)(params, averages)

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, PartitionSpec
 from ipu_jax import Outputs, Pipeline, Stage, TrainOptions, make_train_step
 from ipu_jax.core import devices
 from ipu_jax.core.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, AllIpus, InFlight, configure, make_mesh
-from ipu_jax.core.pipeline import _making
+from ipu_jax.core.pipeline import _pipeline
 from ipu_jax.steps import replicate
 from ipu_jax.training.update import replicas
 from support.refusals import refusals, refused
@@ -282,7 +282,7 @@ def test_meshes_are_of_described_devices_as_long_as_these_are_described():
 @pytest.fixture
 def all_are_described(monkeypatch):
     described = lambda device: True
-    for module in (devices, _making, replicas):
+    for module in (devices, _pipeline, replicas):
         monkeypatch.setattr(module, "is_described", described)
 
 

@@ -39,7 +39,7 @@ __all__ = ["RunLog", "RunLogWarning"]
 _PACKAGES: Final = ("jax", "jaxlib", "optax", "numpy")
 NAMES_OF_EVENTS: Final = ("event", "time", "seconds")
 """What every event has."""
-FACTS_OF_START: Final = ("command", "attempt", "instances", "devices", "versions")
+ADDED_TO_START: Final = ("command", "attempt", "instances", "devices", "versions")
 """What `RunLog.start` adds."""
 _MOST_KEPT: Final = 1 << 22  # characters
 
@@ -115,7 +115,7 @@ class RunLog:
         """
         kinds = sorted({device.device_kind for device in jax.devices()})
         versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
-        if taken := sorted(values.keys() & {*FACTS_OF_START}):
+        if taken := sorted(values.keys() & {*ADDED_TO_START}):
             raise ValueError(f"start logs {taken[0]!r} itself: choose another name")
         program = Path(sys.argv[0])
         self.event(

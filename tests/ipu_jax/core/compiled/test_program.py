@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
 from ipu_jax.chips import Array, Instruction, Program
-from ipu_jax.core.compiled.in_stages import check_update, why_not_own
+from ipu_jax.core.compiled.guards import check_update, why_not_own
 from ipu_jax.core.compiled.program import host_loops
 from ipu_jax.core.engine.order import Action, Tick
 from support.refusals import refused

@@ -87,4 +87,4 @@ def test_a_copy_trains_evaluates_saves_logs_draws_and_resumes(my_fit, tmp_path):
     assert lines[0] == f"Resumed from {tmp_path}/saved/step-6, after 6 updates"
     events = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert {event["event"] for event in events} >= {"start", "compiled", "losses", "evaluated", "saved", "resumed"}
-    assert set(events[0]) >= {*checked_fit.FACTS, "seed"}
+    assert set(events[0]) >= {*checked_fit.NAMES_OF_START, "seed"}

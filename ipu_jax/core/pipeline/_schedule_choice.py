@@ -1,4 +1,4 @@
-"""Keep a pipeline's schedule: the given schedule, or under "auto" the schedule found when shapes are first known."""
+"""Choose the schedule of a pipeline: the one that is given, or under "auto" the best one for the shapes of a step."""
 
 import contextlib
 import dataclasses
@@ -74,87 +74,39 @@ class StepShapes:
         return TracedStages(segments, programs, self.params.ipus, self.platform)
 
 
+@dataclasses.dataclass(frozen=True)
 class ScheduleChoice:
-    """The schedule of a pipeline.
+    """How a pipeline gets its schedule.
 
-    Args:
-        given: a `Schedule` for the stages, or a name; "auto" stands for the schedule that `choose` finds.
+    Attributes:
         stages: the model.
         ipus: IPUs of a replica.
         micro_batches: M.
-        ipu_memory: the bytes that an IPU can hold, which `choose` does not exceed, or None.
-
-    Raises:
-        ValueError: the name is unknown, the schedule is made for other stages, or it runs F of a stage with state out
-            of order.
+        ipu_memory: the bytes that an IPU can hold, which no schedule that is found exceeds, or None.
     """
 
-    def __init__(
-        self,
-        given: str | Schedule,
-        stages: tuple[Stage, ...],
-        *,
-        ipus: int,
-        micro_batches: int,
-        ipu_memory: float | None,
-    ):
-        self._stages, self._ipus, self._micro_batches, self._ipu_memory = stages, ipus, micro_batches, ipu_memory
-        self._placement = tuple(stage.place for stage in stages)
-        self._found: FoundSchedule | None = None
-        self._schedule: Schedule | None = None
-        self._is_auto = not isinstance(given, Schedule) and canonical_name(given) == "auto"
-        if isinstance(given, Schedule):
-            self._schedule = self._fitting(given)
-        elif not self._is_auto:
-            self._schedule = self._named(given)
-        if self._schedule is not None:
-            self._check_order(self._schedule)
+    stages: tuple[Stage, ...]
+    ipus: int
+    micro_batches: int
+    ipu_memory: float | None
 
     @property
-    def schedule(self) -> Schedule:
-        """Return the schedule.
+    def _placement(self) -> tuple[int | None, ...]:
+        return tuple(stage.place for stage in self.stages)
+
+    def of(self, given: str | Schedule) -> Schedule | None:
+        """Return the schedule that a user gives, or None for "auto".
 
         Raises:
-            ValueError: none has been chosen yet.
+            ValueError: the name is unknown, the schedule is made for other stages, or it runs F of a stage with state
+                out of order.
         """
-        if self._schedule is None:
-            raise ValueError(
-                "schedule='auto' is chosen from the shapes of the first step: "
-                "call pipeline.choose_schedule(params, batch) first"
-            )
-        return self._schedule
+        if not isinstance(given, Schedule) and canonical_name(given) == "auto":
+            return None
+        return self._in_order(self._fitting(given) if isinstance(given, Schedule) else self.named(given))
 
-    @property
-    def schedule_or_name(self) -> Schedule | str:
-        """Return the schedule, or "auto" if none has been chosen yet, as an argument for another pipeline."""
-        return "auto" if self._schedule is None else self._schedule
-
-    def plan(self, shapes: StepShapes, *, role: Role, backward: bool) -> Plan:
-        """Return the plan of a step. In training, find the schedule for these shapes if none has been chosen yet."""
-        if not backward:
-            # there is no B to interleave with F, so this schedule, which fills the pipeline at once, is the shortest
-            schedule = self._named("grouped", shapes.micro_batches)
-        elif self._schedule is None:
-            schedule = self.choose(shapes).schedule if role == "training" else self._named("grouped")
-        else:
-            schedule = self._schedule
-        return shapes.plan(self._stages, schedule, role=role, backward=backward)
-
-    def check_choosable(self, costs: StageCosts | None) -> None:
-        """Raise `ValueError` if the schedule was given, or is chosen already and `costs` ask for another schedule."""
-        if not self._is_auto:
-            raise ValueError(
-                f"the schedule is {self.schedule.name!r}, which was given: make the Pipeline with schedule='auto' to "
-                "choose one"
-            )
-        if costs is not None and self._found is not None:
-            raise ValueError(
-                f"the schedule was chosen already, {self.schedule.name!r}: call choose_schedule with costs before the "
-                "first step, or make another Pipeline"
-            )
-
-    def choose(self, shapes: StepShapes, costs: StageCosts | None = None) -> FoundSchedule:
-        """Find the schedule for these shapes, unless one was found before, and keep it.
+    def find(self, shapes: StepShapes, costs: StageCosts | None = None) -> FoundSchedule:
+        """Return the schedule that takes the least time for these shapes.
 
         Args:
             shapes: the shapes of a step.
@@ -164,9 +116,7 @@ class ScheduleChoice:
         Raises:
             ValueError: `costs` are for other stages, or no schedule fits in `ipu_memory`.
         """
-        if self._found is not None:
-            return self._found
-        traced = shapes.trace(self._stages)
+        traced = shapes.trace(self.stages)
         if costs is None or (isinstance(costs, StageCosts) and not _has_bytes(costs)):
             counted = traced.counted()
             costs = counted if costs is None else _with_bytes_of(costs, counted)
@@ -177,16 +127,15 @@ class ScheduleChoice:
             return find_schedule(
                 costs,
                 placement=self._placement,
-                gradient_accumulation=self._micro_batches,
-                ipus=self._ipus,
+                gradient_accumulation=self.micro_batches,
+                ipus=self.ipus,
                 transfer=transfer,
                 lockstep=True,  # the engine's IPUs wait for each other at each exchange
                 stash_limit=stash_limit,
             )
 
-        found = search(None) if self._ipu_memory is None else self._search_within(search, costs, shapes)
-        self._check_order(found.schedule)
-        self._found, self._schedule = found, found.schedule
+        found = search(None) if self.ipu_memory is None else self._search_within(search, costs, shapes)
+        self._in_order(found.schedule)
         return found
 
     def _search_within(self, search: Function, costs: StageCosts, shapes: StepShapes) -> FoundSchedule:
@@ -196,12 +145,12 @@ class ScheduleChoice:
         long as on the IPU that needs the most, and they also hold waiting messages. So the result is checked, and the
         search is repeated with less room if the result does not fit.
         """
-        memory = self._ipu_memory
+        memory = self.ipu_memory
         assert memory is not None, "the caller checked it"
-        least = self._named("sequential")
-        smallest = shapes.report(self._stages, least)
+        least = self.named("sequential")
+        smallest = shapes.report(self.stages, least)
         if _largest(smallest) > memory:
-            worst = max(range(self._ipus), key=smallest.total)
+            worst = max(range(self.ipus), key=smallest.total)
             kinds = ", ".join(f"{kind} {in_units(size, 'B')}" for kind, size in smallest.bytes_by_kind(worst).items())
             raise ValueError(
                 f"ipu_memory={memory:g} is too low for any schedule: under 'sequential', which stashes the least, IPU "
@@ -209,10 +158,10 @@ class ScheduleChoice:
                 "its stages, more IPUs, or a smaller micro-batch"
             )
         floor = costs.stash_bytes(least)
-        room = [memory - smallest.total(k) + smallest.stash for k in range(self._ipus)]
+        room = [memory - smallest.total(k) + smallest.stash for k in range(self.ipus)]
         for _ in range(_ROUNDS):
             found = search([max(limit, low) for limit, low in zip(room, floor, strict=True)])
-            excess = _largest(shapes.report(self._stages, found.schedule)) - memory
+            excess = _largest(shapes.report(self.stages, found.schedule)) - memory
             if excess <= 0:
                 return found
             room = [limit - excess for limit in room]
@@ -220,32 +169,34 @@ class ScheduleChoice:
         fitting = (
             candidate
             for candidate in found.candidates
-            if candidate.fits and _largest(shapes.report(self._stages, candidate.schedule)) <= memory
+            if candidate.fits and _largest(shapes.report(self.stages, candidate.schedule)) <= memory
         )
         best = next(fitting)  # "sequential" fits
         return dataclasses.replace(found, schedule=best.schedule, makespan=best.makespan)
 
-    def _named(self, name: str, micro_batches: int | None = None) -> Schedule:
-        m = self._micro_batches if micro_batches is None else micro_batches
-        return make_schedule(name, gradient_accumulation=m, ipus=self._ipus, placement=self._placement)
+    def named(self, name: str, micro_batches: int | None = None) -> Schedule:
+        """Return the schedule of this name for these stages, or for another M."""
+        m = self.micro_batches if micro_batches is None else micro_batches
+        return make_schedule(name, gradient_accumulation=m, ipus=self.ipus, placement=self._placement)
 
     def _fitting(self, schedule: Schedule) -> Schedule:
-        m = self._micro_batches
-        if (schedule.placement, schedule.ipus, schedule.micro_batches) != (self._placement, self._ipus, m):
+        m = self.micro_batches
+        if (schedule.placement, schedule.ipus, schedule.micro_batches) != (self._placement, self.ipus, m):
             raise ValueError(
                 f"schedule {schedule.name!r} places {schedule.placement} on {schedule.ipus} IPUs with "
                 f"{schedule.micro_batches} micro-batches, but the stages stand on {self._placement}, the mesh has "
-                f"{self._ipus} IPUs and gradient_accumulation={m}: make the schedule for these"
+                f"{self.ipus} IPUs and gradient_accumulation={m}: make the schedule for these"
             )
         return schedule
 
-    def _check_order(self, schedule: Schedule) -> None:
-        for stage, forward in zip(self._stages, schedule.forward, strict=True):
+    def _in_order(self, schedule: Schedule) -> Schedule:
+        for stage, forward in zip(self.stages, schedule.forward, strict=True):
             if stage.state is not None and list(forward) != sorted(forward):
                 raise ValueError(
                     f"schedule {schedule.name!r} runs F of stage {stage.name!r} out of the micro-batches' order, "
                     "but its state is updated in order: run them in order, or hold no state in it"
                 )
+        return schedule
 
 
 def warn_of_messages(schedule: Schedule, platform: str, *, stacklevel: int) -> None:

@@ -1,4 +1,4 @@
-"""Number the moments at which tasks run in the order of the clock, and return the spans between moments."""
+"""Return who holds what when: the spans of stash, weight residuals and messages, between moments of the clock."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -30,8 +30,11 @@ class Spans(NamedTuple):
         return int((np.arange(1, 1 + len(over)) - over).max())
 
 
-class Moments:
-    """The moments of a timetable. A later one is a greater number: first the tick counts, then phase and turn."""
+class Lifetimes:
+    """The spans for which values are held, between the moments at which the tasks of a timetable run.
+
+    A later moment is a greater number: first the tick counts, then phase and turn.
+    """
 
     def __init__(self, table: Timetable):
         self.table = table

@@ -32,7 +32,7 @@ from ipu_jax.training.update.models import specs_of
 from ipu_jax.training.update.state import TrainState
 
 
-class Placement:
+class StatePlacer:
     """Places the states of one training step, and returns them whole.
 
     Args:

@@ -1,0 +1,121 @@
+"""Decide whether IPUs run only their own tasks, or each other's tasks as well.
+
+    guards="own"       an IPU runs F of its stages when the schedule says so; otherwise it waits
+    guards="uniform"   all IPUs run F of a stage at the same time, and only the IPU of the stage keeps its results
+
+XLA splits a stage over further mesh axes, and can put a permute into it, for which all devices of the mesh must come.
+Own guards would hang there. So a program on further axes is compiled before it runs, and searched for permutes.
+"""
+
+import contextlib
+from collections.abc import Callable, Hashable
+from typing import Any, Final, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import Mesh
+
+from ipu_jax.base.annotations import Tree
+from ipu_jax.base.checks import check_choice
+from ipu_jax.core.compiled.in_stages import guards_of, sent_in, stage_names
+from ipu_jax.core.compiled.program import Program, compiled_for
+from ipu_jax.core.devices import IPU_AXIS
+from ipu_jax.core.engine.order import EXCHANGES, QUEUES, WORDS
+from ipu_jax.core.guard import SLOT
+from ipu_jax.core.mesh_axes import further_axes, parts
+
+Guards = Literal["auto", "own", "uniform"]
+_GUARDS: Final = get_args(Guards)
+
+
+class GuardCheck:
+    """Look at each program of a pipeline once, before it runs: does it need uniform guards?
+
+    Args:
+        given: "own", "uniform", or "auto": own guards, unless a program needs uniform ones.
+        mesh: of the pipeline.
+
+    Attributes:
+        needed: per program that was looked at, whether it needs uniform guards.
+
+    Raises:
+        ValueError: `given` is none of these.
+    """
+
+    def __init__(self, given: Guards, mesh: Mesh):
+        check_choice("guards", given, _GUARDS)
+        self.given: Guards = given
+        self._mesh, self._may_exchange = mesh, mesh.shape[IPU_AXIS] > 1 and parts(further_axes(mesh)) > 1
+        self.needed: dict[Any, bool] = {}
+
+    def are_uniform(
+        self, program: Hashable, args: Tree, lower: Callable[[bool], Any], *, uniform: bool, runs: bool = True
+    ) -> bool:
+        """Return whether a program must have uniform guards. It is compiled if that was not done.
+
+        Args:
+            program: what tells it from others.
+            args: its arguments.
+            lower: lowers it for these arguments (True), or for their shapes where weights are as their specs say.
+            uniform: whether it has uniform guards now.
+            runs: whether it runs; one that does not may be too large for the devices.
+
+        Raises:
+            ValueError: it needs uniform guards where "own" was given; or its optimizer exchanges data in an update.
+        """
+        if not self._may_exchange:
+            return uniform
+        leaves, treedef = jax.tree.flatten(args)
+        is_there = runs and not any(isinstance(leaf, Tracer | jax.ShapeDtypeStruct) for leaf in leaves)
+        where = lambda leaf: getattr(leaf, "sharding", None) if is_there else None
+        kind = lambda leaf: (jnp.shape(leaf), getattr(leaf, "dtype", type(leaf)), where(leaf))
+        seen = (program, uniform, treedef, tuple(map(kind, leaves)))
+        too_large = () if runs else (jax.errors.JaxRuntimeError,)
+        with contextlib.suppress(*too_large):
+            if seen not in self.needed:
+                self.needed[seen] = self._needs_uniform(lower(is_there), uniform=uniform)
+        return self.needed.get(seen, uniform)
+
+    def _needs_uniform(self, lowered: Any, *, uniform: bool) -> bool:
+        compiled = Program(compiled_for(self._mesh.devices.flat[0], lowered))
+        check_update(compiled, self._mesh)
+        why = None if uniform else why_not_own(compiled, self._mesh)
+        if why is not None and self.given == "own":
+            raise ValueError(why)
+        return uniform or why is not None
+
+
+def check_update(program: Program, mesh: Mesh) -> None:
+    """Raise `ValueError` if an IPU's update of its own leaves sends something for which all devices must be there."""
+    for guard in program.instructions():
+        if guard.op == "while" and guard.place.endswith(f"{SLOT}/while"):
+            for op, axis, _, _ in sent_in(program, guard, mesh):
+                if _needs_all(op, axis):
+                    raise ValueError(
+                        f"the optimizer makes XLA exchange data over axis {axis!r} ({op}) in the update of an IPU's "
+                        "own leaf, for which XLA waits for all devices of the mesh, but others would not take part: "
+                        "split the leaf along another dim, or leave it whole"
+                    )
+
+
+def _needs_all(op: str, axis: str) -> bool:
+    return op == "collective-permute" or IPU_AXIS in axis.split(" x ")
+
+
+def why_not_own(program: Program, mesh: Mesh) -> str | None:
+    """Return why own guards would hang: a task of one IPU sends something for which all devices must be there."""
+    for guard, plan, (kind, number) in guards_of(program):
+        segment = plan.segments[plan.classes[number][0]] if kind not in EXCHANGES else None
+        if segment is None or plan.ipus == 1 or (segment.place is None and kind not in QUEUES):
+            continue
+        names = ", ".join(map(repr, stage_names(plan, number)))
+        for op, axis, _, _ in sent_in(program, guard, mesh):
+            if _needs_all(op, axis):
+                return (
+                    f"stage {names} makes XLA exchange data over axis {axis!r} "
+                    f"({op} in {WORDS[kind]}), for which XLA waits for all devices of the mesh, and IPUs "
+                    "that run other stages would not take part: use guards='uniform', or keep a dim that is shifted or "
+                    "convolved whole (jax.lax.with_sharding_constraint)"
+                )
+    return None
