@@ -13,8 +13,6 @@ from ipu_jax.core.analysis.balance import balance_layers, measure_costs
 from ipu_jax.core.schedules import Schedule, canonical_name, make_schedule
 from ipu_jax.core.stage import Stage
 
-Layer = tuple[Function, Params]
-
 
 def layers_to_stages(
     layers: Iterable[Any],
@@ -134,7 +132,7 @@ def _places(layers_per_ipu: Iterable[int], layers: int, ipus: int, rounds: int) 
     return [ipu for ipu, count in enumerate(counts) for _ in range(count)]
 
 
-def _pairs(layers: Iterable[Any], params: Iterable[Params] | None) -> list[Layer]:
+def _pairs(layers: Iterable[Any], params: Iterable[Params] | None) -> list[tuple[Function, Params]]:
     if not isinstance(layers, Iterable):
         raise ValueError(f"layers={layers!r} is not a list of layers: give functions layer(params, x)")
     listed = list(layers)
