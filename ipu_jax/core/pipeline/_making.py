@@ -35,7 +35,7 @@ def layers_to_stages(
     stages = []
     for k, (layer, own) in enumerate(pairs):
         name = f"layer {k}"
-        fn = _stage_function(layer, own, (inputs or _whole) if k == 0 else None)
+        fn = _stage_function(layer, own, (inputs or (lambda mb: mb)) if k == 0 else None)
         stages.append(Stage(fn, params=name if name in weights else None, name=name, recompute=recompute))
     end = Stage(lambda _, x, mb: loss(x, mb), name="loss", predict=lambda _, x, mb: x)
     return [*stages, end], weights
@@ -147,10 +147,6 @@ def _pairs(layers: Iterable[Any], params: Iterable[Params] | None) -> list[tuple
             mend = "give a function of (params, x)" if params is not None else "give (function, params), or params="
             raise ValueError(f"layer {k} is {found!r}: {mend}")
     return listed
-
-
-def _whole(microbatch: Batch) -> Tree:
-    return microbatch
 
 
 def _stage_function(layer: Function, empty: Tree, inputs: Callable[[Batch], Tree] | None) -> Function:
