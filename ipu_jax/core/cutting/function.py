@@ -49,7 +49,7 @@ class Source:
         mesh: the mesh that its trace is for, if the function names further axes of one.
 
     Raises:
-        ValueError: the loss is no function, `costs` is unknown, or a stage is concurrent.
+        ValueError: the loss is not callable, `costs` is unknown, or a stage is concurrent.
     """
 
     loss: Function
