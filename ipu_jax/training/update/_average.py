@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_jax.base.annotations import Params, Value
-from ipu_jax.core.instances import on_host
+from ipu_jax.core.layout.blocks import Blocks, from_blocks
+from ipu_jax.core.mesh.instances import on_host
 from ipu_jax.core.optimizer import zero
-from ipu_jax.core.optimizer.blocks import Blocks, from_blocks
 
 
 def next_average(decay: float, averages: Sequence[Value], weights: Sequence[Value]) -> list[Value]:

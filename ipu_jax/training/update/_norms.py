@@ -9,8 +9,8 @@ from jax import lax
 from jax.tree_util import DictKey, GetAttrKey
 
 from ipu_jax.base.annotations import Params, Tree, Value
-from ipu_jax.core.devices import IPU_AXIS
-from ipu_jax.core.optimizer.blocks import Blocks
+from ipu_jax.core.layout.blocks import Blocks
+from ipu_jax.core.mesh.devices import IPU_AXIS
 from ipu_jax.core.optimizer.update import ShardedUpdate
 from ipu_jax.training.update._precision import widened
 

@@ -13,9 +13,9 @@ import numpy as np
 from jax import lax
 
 from ipu_jax.base.annotations import Batch, Key, Value
-from ipu_jax.core.collectives import reduced
-from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.engine.labels import UPDATE
+from ipu_jax.core.mesh.collectives import reduced
+from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.optimizer import zero
 from ipu_jax.core.optimizer.update import ShardedUpdate
 from ipu_jax.core.options import DynamicScale, TrainOptions

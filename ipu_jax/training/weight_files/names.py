@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from ipu_jax.base.annotations import Tree, Value
-from ipu_jax.core.weights.packed_layout import PackedLayout
-from ipu_jax.core.weights.place import Place, places_of_layout
+from ipu_jax.core.layout.packed_layout import PackedLayout
+from ipu_jax.core.layout.place import Place, places_of_layout
 
 
 def named_leaves(tree: Tree) -> list[tuple[str, Value]]:
