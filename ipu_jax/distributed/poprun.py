@@ -3,9 +3,9 @@
     poprun --num-replicas 8 --num-instances 4 --ipus-per-replica 2 python train.py
 
     options     the command line            topology    which host has which instances, replicas and cores
-    attempts    restarts                    hosts       this host;  ssh: another host;  watcher: nothing is left behind
-    supervisor  one attempt                 display     what is shown;  lines: how it is cut and drawn
-    culprits    who is stuck, or failed     causes      what is said about it
+    attempts    one attempt, and restarts   hosts       this host;  ssh: another host;  watcher: nothing is left behind
+    culprits    who is stuck, or failed     display     what is shown;  lines: how it is cut and drawn
+    causes      what is said about it
 
 Nothing here imports jax.
 """
@@ -17,11 +17,12 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
 from ipu_jax.base.cli import process
+from ipu_jax.base.cli.output_paths import writable_folder
 from ipu_jax.distributed.environment import AXES, START_TIMEOUT, TERMINAL_WIDTH
 from ipu_jax.distributed.launcher.attempts import CannotStartError, SupervisedRun
 from ipu_jax.distributed.launcher.display import STOPPING, Display, OutputWriter, Signals
@@ -185,11 +186,9 @@ def _check_output(parser: PoprunParser, options: Options) -> None:
     for flag, folder in folders.items():
         if folder is not None:
             try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                parser.error(f"argument {flag}: {folder} cannot be made ({error.strerror}): give another folder")
-            if not os.access(folder, os.W_OK | os.X_OK):
-                parser.error(f"argument {flag}: {folder} cannot be written to: give another folder")
+                writable_folder(f"argument {flag}:", folder)
+            except ValueError as error:
+                parser.error(str(error))
     if options.output_dir is not None and any(options.output_dir.glob("attempt-*")):
         parser.error(f"argument --output-dir: {options.output_dir} has files of another run: give another folder")
 
@@ -210,8 +209,9 @@ def _about_nodes(topology: Topology) -> str:
 
 def _environment(options: Options, is_local: bool, columns: int | None) -> dict[str, str]:
     """Return the variables that all instances of a host share, without the variables of their places."""
-    base = os.environ if is_local else _travelling(os.environ)
-    base = {name: value for name, value in base.items() if name != AXES}  # of a run that has started this one
+    travels = lambda name: is_local or name in _TRAVELS or name.startswith(_TRAVELS_BY_PREFIX)
+    # the further axes are of a run that has started this one
+    base = {name: value for name, value in os.environ.items() if travels(name) and name != AXES}
     environment = {**base, START_TIMEOUT: f"{min(options.start_timeout, _NEVER):g}", **dict(options.env)}
     if options.flight_recorder:
         environment[RECORD] = "1"
@@ -221,10 +221,6 @@ def _environment(options: Options, is_local: bool, columns: int | None) -> dict[
     if columns and "COLUMNS" not in os.environ:  # progress bars in a pipe take their width from it
         environment |= {"COLUMNS": str(columns), TERMINAL_WIDTH: str(columns)}
     return environment
-
-
-def _travelling(environ: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environ.items() if name in _TRAVELS or name.startswith(_TRAVELS_BY_PREFIX)}
 
 
 def _commands(run: SupervisedRun) -> str:

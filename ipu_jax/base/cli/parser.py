@@ -331,14 +331,14 @@ def path(text: str) -> Path:
     return Path(os.path.expanduser(text))  # the shell leaves the ~ of --name=~/folder
 
 
-def checked(check: Callable[[str], str]) -> Callable[[str], str]:
+def checked(check: Callable[[str], _Value]) -> Callable[[str], _Value]:
     """Return an argparse type for texts that `check` accepts. The message of its ValueError is shown for others.
 
     A message that begins with the name of an argument, as in "kind='x' is unknown", is shown without it: the flag is
     named before it.
     """
 
-    def of_text(text: str) -> str:
+    def of_text(text: str) -> _Value:
         try:
             return check(text)
         except ValueError as error:

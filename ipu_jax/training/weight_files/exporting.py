@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.base.annotations import Device, Params, Value
 from ipu_jax.base.keys import is_key
-from ipu_jax.base.replacing import replacing
+from ipu_jax.base.opening import replacing
 from ipu_jax.core.instances import Index, device_blocks, gathered
 from ipu_jax.core.optimizer.blocks import blocks_of_layout, blocks_of_tree
 from ipu_jax.core.weights.arguments import check_alive
