@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import functools
 import math
 import os
 import platform
@@ -192,17 +193,12 @@ def flag(
 
 def add_flags(parser: argparse.ArgumentParser, of: type) -> None:
     """Add a flag to a parser for each field of a dataclass, under the heading of its group."""
-    groups: dict[str, Any] = {}
+    under = functools.cache(parser.add_argument_group)
+    one_of_those = functools.cache(lambda heading, excludes: heading.add_mutually_exclusive_group())
     for field in dataclasses.fields(of):
         how = dict(field.metadata)
-        target: Any = parser
-        if how["group"]:
-            target = groups.setdefault(how["group"], None) or parser.add_argument_group(how["group"])
-            groups[how["group"]] = target
-        if how["excludes"]:
-            heading, exclusive = target, f"one of {how['excludes']}"
-            target = groups.setdefault(exclusive, None) or heading.add_mutually_exclusive_group()
-            groups[exclusive] = target
+        target: Any = under(how["group"]) if how["group"] else parser
+        target = one_of_those(target, how["excludes"]) if how["excludes"] else target
         name = "--" + field.name.replace("_", "-")
         options: dict[str, Any] = {"default": how["default"], "help": how["help"].replace("%", "%%")}
         if how["kind"] is None:

@@ -284,8 +284,13 @@ def reserve(handle: int, size: int) -> None:
 
 def read(path: Path) -> Reading | None:
     """Return the content of a beacon; None if there is none yet, or if no process writes what is there."""
+
+    def content() -> bytes:
+        with opening.reading(path) as file:
+            return file.read(_LAYOUT.size)
+
     with contextlib.suppress(OSError):
-        found = parsed(whole(lambda: opening.content(path, SIZE)))
+        found = parsed(whole(content))
         return found if found is not None and _is_plausible(found) else None
     return None
 
