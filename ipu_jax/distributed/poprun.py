@@ -210,8 +210,8 @@ def _about_nodes(topology: Topology) -> str:
 def _environment(options: Options, is_local: bool, columns: int | None) -> dict[str, str]:
     """Return the variables that all instances of a host share, without the variables of their places."""
     travels = lambda name: is_local or name in _TRAVELS or name.startswith(_TRAVELS_BY_PREFIX)
-    # the further axes are of a run that has started this one
-    base = {name: value for name, value in os.environ.items() if travels(name) and name != AXES}
+    # not the axes of a run that has started this one
+    base = {name: value for name, value in os.environ.items() if name != AXES and travels(name)}
     environment = {**base, START_TIMEOUT: f"{min(options.start_timeout, _NEVER):g}", **dict(options.env)}
     if options.flight_recorder:
         environment[RECORD] = "1"
