@@ -116,8 +116,11 @@ def prepare() -> None:
     _prepared_pid = os.getpid()
     listener.OWN.stepping()
     beacon = beacons.current()
-    if beacon is not None:
-        _stacks_on_request()
+    stacks = None if beacon is None else beacons.file_of("stacks.{}")
+    if stacks is not None and hasattr(faulthandler, "register"):
+        with contextlib.suppress(OSError):
+            # stays open until the process ends, since the signal handler writes to it
+            faulthandler.register(signal.SIGUSR1, file=opening.created(stacks), all_threads=True)
     _keep_executables()
     end = _End(beacon)
     sys.excepthook, end.usual_hook = end.hook, sys.excepthook
@@ -148,14 +151,6 @@ def _keep_executables() -> None:
             state.process_id = own
 
     compiler._cache_write = write_to_own  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _stacks_on_request() -> None:
-    path = beacons.file_of("stacks.{}")
-    if path is not None and hasattr(faulthandler, "register"):
-        with contextlib.suppress(OSError):
-            # stays open until the process ends, since the signal handler writes to it
-            faulthandler.register(signal.SIGUSR1, file=opening.created(path), all_threads=True)
 
 
 def _wait_for_the_others() -> None:
