@@ -3,6 +3,7 @@
     regular(folder / ".lock", os.O_RDWR | os.O_CREAT)    a handle, or an error at once; never waits, follows no link
     created(folder / ".probe")                           a handle of a file that was not there
     content(folder / "error.3.json", most=1 << 16)       its bytes
+    with replacing(path) as file                         the path leads to the old file, then to the whole new one
 
 Nothing here imports jax.
 """
@@ -10,7 +11,9 @@ Nothing here imports jax.
 import contextlib
 import errno
 import os
+import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -93,3 +96,60 @@ def write_new(path: Path, data: bytes) -> None:
             with contextlib.suppress(OSError):
                 path.unlink()
             raise
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Open a temporary file beside `path`, which becomes `path` at the end of the block.
+
+    The new file has reached the disk when it gets its name. If the block raises, or writing fails, the temporary file
+    is removed, and an existing file is unchanged. A symbolic link stays a link, and its target is replaced. The
+    permissions are the old file's, or the defaults of a new file.
+
+    Raises:
+        OSError: the file cannot be written. Its `filename` is `path`.
+    """
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(6)}.tmp")
+    try:
+        mode = _permissions(target)
+        # closed before the rename: on some network disks only closing reports that writing failed
+        with temporary.open("xb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+        with contextlib.suppress(OSError):  # some file systems cannot write the new name to disk, too
+            sync_folder(target.parent)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            before = "the file that was there is unchanged" if target.exists() else "no file was left there"
+            reason = error.strerror or str(error)
+            raise type(error)(error.errno, f"{reason}: could not write it, {before}", os.fspath(path)) from error
+        raise
+
+
+def _permissions(target: Path) -> int | None:
+    """Return the permissions of a file, or None if there is none; raise `OSError` if it is not a regular file."""
+    try:
+        mode = target.stat().st_mode
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "Is a directory")
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "Is not a regular file, and nothing else can be replaced")
+    return stat.S_IMODE(mode)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the operating system write a folder's entries to disk, so that a power cut does not undo a rename."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

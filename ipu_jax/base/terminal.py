@@ -50,8 +50,11 @@ def without_commands(text: bytes) -> bytes:
     text = _ESCAPED.sub(_MARK, text)
     if b"\xc2" in suspects:
         text = _C1_IN_UTF8.sub(_MARK, text)
-    if suspects.translate(None, _CONTROLS + b"\x1b\xc2") and not _is_utf8(text):
-        text = _C1_IN_8_BITS.sub(_MARK, text)
+    if suspects.translate(None, _CONTROLS + b"\x1b\xc2"):
+        try:
+            text.decode()
+        except UnicodeDecodeError:  # else these bytes are parts of letters
+            text = _C1_IN_8_BITS.sub(_MARK, text)
     return text.translate(None, _CONTROLS)
 
 
@@ -62,11 +65,3 @@ def printable(text: str) -> str:
     'train ?]0;title? ?2J naïve'
     """
     return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
-
-
-def _is_utf8(text: bytes) -> bool:
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

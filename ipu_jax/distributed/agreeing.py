@@ -68,7 +68,9 @@ class AgreedStop:
             return self._is_asked
         if is_waiting:
             with beacons.during(Phase.WAITING, "for the step after which all instances stop", self._seconds + MARGIN):
-                calls = self._board.look(_AT, seconds=self._seconds, missing=self._missing)
+                when = f"did not say within {self._seconds:g} s after which step to stop: look at what it does"
+                missing = lambda who: f"SIGTERM: {who} {when}"
+                calls = self._board.look(_AT, seconds=self._seconds, missing=missing)
                 self._last = 1 + max(map(int, calls))
         return self._last is not None and self._calls >= self._last
 
@@ -84,10 +86,6 @@ class AgreedStop:
             with self._lock:
                 self._must_wait = True  # from here on, the next step waits until all have written
                 self._board.post(_AT, b"%d" % self._calls, seconds=self._seconds)
-
-    def _missing(self, who: str) -> str:
-        when = f"within {self._seconds:g} s"
-        return f"SIGTERM: {who} did not say {when} after which step to stop: look at what it does"
 
 
 class OtherFailedError(RuntimeError):

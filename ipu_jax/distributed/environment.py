@@ -135,12 +135,8 @@ class InstancePlace:
             INSTANCES: self.instances,
             ATTEMPT: self.attempt,
         }
-        if self.run_dir is not None:
-            values[RUN_DIR] = self.run_dir
-        if self.token:
-            values[TOKEN] = self.token
-        if self.axes:
-            values[AXES] = text_of(self.axes)
+        if_given = {RUN_DIR: self.run_dir, TOKEN: self.token, AXES: text_of(self.axes)}
+        values |= {name: value for name, value in if_given.items() if value}
         return {name: str(value) for name, value in values.items()}
 
 
@@ -209,23 +205,6 @@ def uneven(replicas: int, instances: int, ipus_per_replica: int, axes: Mapping[s
     return f"num_replicas={replicas} cannot be shared by num_instances={instances}"
 
 
-def check_division(replicas: int, instances: int, ipus_per_replica: int, axes: Mapping[str, int]) -> None:
-    """Raise `ValueError` unless the instances can share the replicas, or the IPUs of each replica, equally.
-
-    >>> check_division(replicas=8, instances=3, ipus_per_replica=2, axes={})
-    Traceback (most recent call last):
-        ...
-    ValueError: num_replicas=8 cannot be shared by num_instances=3: give a number of instances that divides 8, or a \
-multiple of 8 that divides all 16 IPUs
-    """
-    why = uneven(replicas, instances, ipus_per_replica, axes)
-    if why is not None:
-        raise ValueError(
-            f"{why}: give a number of instances that divides {replicas}, or a multiple of {replicas} that divides all "
-            f"{replicas * ipus_per_replica} IPUs"
-        )
-
-
 def place_of(environ: Mapping[str, str]) -> InstancePlace | None:
     """Return the place given by the environment, or None if no launcher of ours has set it.
 
@@ -252,14 +231,15 @@ def place_of(environ: Mapping[str, str]) -> InstancePlace | None:
         axes = axes_of(environ[AXES]) if AXES in environ else {}
     except ValueError as error:
         raise ValueError(f"{AXES}={environ[AXES]!r}: {error}") from error
-    check_division(number[TOTAL_REPLICAS], number[INSTANCES], number[IPUS_PER_REPLICA], axes)
+    instance, instances, local_instance, replicas, ipus = (number[name] for name in _NUMBERS)
+    if (why := uneven(replicas, instances, ipus, axes)) is not None:
+        raise ValueError(
+            f"{why}: give a number of instances that divides {replicas}, or a multiple of {replicas} that divides all "
+            f"{replicas * ipus} IPUs"
+        )
     coordinator = environ[COORDINATOR]
     return InstancePlace(
-        number[INSTANCE],
-        number[INSTANCES],
-        number[LOCAL_INSTANCE],
-        replicas=number[TOTAL_REPLICAS],
-        ipus_per_replica=number[IPUS_PER_REPLICA],
+        *(instance, instances, local_instance, replicas, ipus),
         coordinator=coordinator,
         bind=environ.get(COORDINATOR_BIND, coordinator),
         attempt=number[ATTEMPT],

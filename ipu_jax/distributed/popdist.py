@@ -219,9 +219,9 @@ def all_reduce(tree: _Tree, op: Literal["mean", "sum"] = "mean", *, timeout: flo
     {'loss': 0.5, 'right': 3}
     """
     check_choice("op", op, ("mean", "sum"))
-    from ipu_jax.distributed import _exchange  # imports jax
+    from ipu_jax.distributed import board  # imports jax
 
-    return _exchange.all_reduce(tree, op, seconds=timeout)
+    return board.all_reduce(tree, op, seconds=timeout)
 
 
 def broadcast(tree: _Tree, root: int = 0, *, timeout: float = _TIMEOUT) -> _Tree:
@@ -250,9 +250,9 @@ def broadcast(tree: _Tree, root: int = 0, *, timeout: float = _TIMEOUT) -> _Tree
         raise ValueError(
             f"root={root!r} is not the number of an instance: give one from 0 to {get_num_instances() - 1}"
         )
-    from ipu_jax.distributed import _exchange  # imports jax
+    from ipu_jax.distributed import board  # imports jax
 
-    return _exchange.broadcast(tree, root, seconds=timeout)
+    return board.broadcast(tree, root, seconds=timeout)
 
 
 def barrier(name: str = "barrier", *, timeout: float = _TIMEOUT) -> None:

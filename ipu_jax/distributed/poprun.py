@@ -3,9 +3,9 @@
     poprun --num-replicas 8 --num-instances 4 --ipus-per-replica 2 python train.py
 
     options     the command line            topology    which host has which instances, replicas and cores
-    attempts    restarts                    hosts       this host;  ssh: another host;  watcher: nothing is left behind
-    supervisor  one attempt                 display     what is shown;  lines: how it is cut and drawn
-    culprits    who is stuck, or failed     causes      what is said about it
+    attempts    one attempt, and restarts   hosts       this host;  ssh: another host;  watcher: nothing is left behind
+    culprits    who is stuck, or failed     display     what is shown;  lines: how it is cut and drawn
+    causes      what is said about it
 
 Nothing here imports jax.
 """
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from ipu_jax.base.cli import process
+from ipu_jax.base.cli.output_paths import writable_folder
 from ipu_jax.distributed.environment import AXES, START_TIMEOUT, TERMINAL_WIDTH
 from ipu_jax.distributed.launcher.attempts import CannotStartError, SupervisedRun
 from ipu_jax.distributed.launcher.display import STOPPING, Display, OutputWriter, Signals
@@ -185,11 +186,9 @@ def _check_output(parser: PoprunParser, options: Options) -> None:
     for flag, folder in folders.items():
         if folder is not None:
             try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                parser.error(f"argument {flag}: {folder} cannot be made ({error.strerror}): give another folder")
-            if not os.access(folder, os.W_OK | os.X_OK):
-                parser.error(f"argument {flag}: {folder} cannot be written to: give another folder")
+                writable_folder(f"argument {flag}:", folder)
+            except ValueError as error:
+                parser.error(str(error))
     if options.output_dir is not None and any(options.output_dir.glob("attempt-*")):
         parser.error(f"argument --output-dir: {options.output_dir} has files of another run: give another folder")
 

@@ -44,7 +44,7 @@ from ipu_jax.base.cli.parser import (
 )
 from ipu_jax.base.cli.process import CANNOT_WRITE, run, warnings_as_lines
 from ipu_jax.base.cli.progress import Bar, shows_progress
-from ipu_jax.base.replacing import replacing
+from ipu_jax.base.opening import replacing
 from ipu_jax.distributed import popdist
 
 __all__ = [

@@ -58,13 +58,10 @@ def _described(devices: Sequence[Any]) -> str:
     import jax
 
     platform, count = devices[0].platform, jax.local_device_count()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if platform == "cpu":
-        return f"cpu: {count} virtual IPUs on {_cores()} cores"
-    return f"{platform}: {count} devices ({devices[0].device_kind}); {_cores()} cores"
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return f"cpu: {count} virtual IPUs on {cores} cores"
+    return f"{platform}: {count} devices ({devices[0].device_kind}); {cores} cores"
 
 
 def _verified() -> Any:

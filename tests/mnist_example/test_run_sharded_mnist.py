@@ -21,7 +21,7 @@ import ipu_jax
 from ipu_jax.io import CheckpointError, SaveError
 from ipu_jax.observe import Recording, TraceError
 from ipu_jax.options import DynamicScale
-from ipu_jax.run.ahead.compilers import has_compiler
+from ipu_jax.run.ahead.compilers import folder_of
 from ipu_jax.schedules import Schedule
 from ipu_jax.steps import NonFiniteLossError
 from mnist_example import data, model, training
@@ -408,7 +408,7 @@ def test_what_data_devices_and_folders_refuse_is_one_line_before_anything_is_com
     assert notes.read_text() == "hello\n"
 
 
-@pytest.mark.skipif(not has_compiler("tpu"), reason="needs libtpu: make aot")
+@pytest.mark.skipif(not folder_of("tpu"), reason="needs libtpu: make aot")
 def test_both_modes_compile_for_chips_that_are_not_there():
     flags = "--compare --replicas 2 --compile-for v5e:2x2 --batch-size 3 --gradient-accumulation-count 5"
     command = [sys.executable, "-m", "mnist_example.run_sharded_mnist", *flags.split()]

@@ -303,7 +303,7 @@ def test_plain_modules_and_commands_load_no_jax():
 
 @pytest.mark.slow
 def test_only_the_monitor_loads_what_it_shows_processes_with():
-    trains = ("training.update.step", "training.data.feed", "distributed._instance", "run.observe.tracing")
+    trains = ("training.update.step", "training.data.feed", "distributed._joining", "run.observe.tracing")
     import_without({"psutil", "rich"}, *(f"ipu_jax.{name}" for name in trains), then="ipu_jax.steps.InFlight()")
 
 

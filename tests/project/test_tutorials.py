@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ipu_jax.run.ahead.compilers import has_compiler
+from ipu_jax.run.ahead.compilers import folder_of
 from support import documents
 
 NOTEBOOK = documents.ROOT / "docs/tutorials/notebook.ipynb"
@@ -28,7 +28,7 @@ COMING_FROM = sorted((documents.ROOT / "docs/coming-from").glob("*.md"))  # run 
     "path",
     [
         *(*TUTORIALS, *OTHERS, *GUIDES),
-        pytest.param(CHIPS, marks=pytest.mark.skipif(not has_compiler("tpu"), reason="XLA's compiler: make aot")),
+        pytest.param(CHIPS, marks=pytest.mark.skipif(not folder_of("tpu"), reason="XLA's compiler: make aot")),
     ],
     ids=lambda path: path.stem,
 )

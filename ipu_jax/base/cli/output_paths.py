@@ -28,8 +28,9 @@ def writable_folder(flag: str, folder: str | os.PathLike[str]) -> Path:
     except OSError as error:
         raise ValueError(f"{flag} {path} cannot be made ({error.strerror}): give another folder") from error
     try:
-        with tempfile.TemporaryFile(dir=path):
-            return path.resolve()
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(b"\0")  # not on a full disk
+        return path.resolve()
     except OSError as error:
         raise ValueError(f"{flag} {path} cannot be written to ({error.strerror}): give another folder") from error
 

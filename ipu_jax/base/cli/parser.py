@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import functools
 import math
 import os
 import platform
@@ -65,14 +66,15 @@ class CommandParser(argparse.ArgumentParser):
         hints: Mapping[str, str] = types.MappingProxyType({}),
         brief: bool = False,
     ):
-        formatter = _Brief if brief else _Formatter
+        formatter = functools.partial(_Brief, max_help_position=33) if brief else _Formatter
         super().__init__(prog, "%(prog)s [flags]" if brief else None, description, epilog, formatter_class=formatter,
                          allow_abbrev=False, exit_on_error=False)  # fmt: skip
         self._called, self._argv = called, list[str]()
         self._hints = {word: text for words, text in hints.items() for word in words.split()}
+        alone: dict[str, Any] = {"nargs": 0, "dest": argparse.SUPPRESS}
         if brief:
-            self.add_argument("--help-all", action=_HelpAll, help="explain each flag at length, and exit")
-        self.add_argument("--version", action=_Version, help="print the versions, and exit")
+            self.add_argument("--help-all", action=_HelpAll, **alone, help="explain each flag at length, and exit")
+        self.add_argument("--version", action=_Version, **alone, help="print the versions, and exit")
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Return the parsed flags of `argv`, by default the process's command line; wrong flags exit with status 2."""
@@ -192,17 +194,12 @@ def flag(
 
 def add_flags(parser: argparse.ArgumentParser, of: type) -> None:
     """Add a flag to a parser for each field of a dataclass, under the heading of its group."""
-    groups: dict[str, Any] = {}
+    under = functools.cache(parser.add_argument_group)
+    one_of_those = functools.cache(lambda heading, excludes: heading.add_mutually_exclusive_group())
     for field in dataclasses.fields(of):
         how = dict(field.metadata)
-        target: Any = parser
-        if how["group"]:
-            target = groups.setdefault(how["group"], None) or parser.add_argument_group(how["group"])
-            groups[how["group"]] = target
-        if how["excludes"]:
-            heading, exclusive = target, f"one of {how['excludes']}"
-            target = groups.setdefault(exclusive, None) or heading.add_mutually_exclusive_group()
-            groups[exclusive] = target
+        target: Any = under(how["group"]) if how["group"] else parser
+        target = one_of_those(target, how["excludes"]) if how["excludes"] else target
         name = "--" + field.name.replace("_", "-")
         options: dict[str, Any] = {"default": how["default"], "help": how["help"].replace("%", "%%")}
         if how["kind"] is None:
@@ -233,9 +230,6 @@ class _Formatter(argparse.HelpFormatter):
 class _Brief(_Formatter):
     """Prints the first sentence or clause of each flag's text, and its default."""
 
-    def __init__(self, prog: str, **how: Any):
-        super().__init__(prog, max_help_position=33, **how)
-
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
         default = re.search(r" \(default: [^()]*\)$", text)
@@ -243,9 +237,6 @@ class _Brief(_Formatter):
 
 
 class _HelpAll(argparse.Action):
-    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None):
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
-
     def __call__(self, parser: Any, *_: object) -> None:
         also = ", ".join(f"{name} for {action.option_strings[0]}" for name, action in parser._other_names().items())
         parser.formatter_class, parser.epilog = _Formatter, f"{parser.epilog or ''}\n\nAlso understood: {also}."
@@ -254,9 +245,6 @@ class _HelpAll(argparse.Action):
 
 
 class _Version(argparse.Action):
-    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None):
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
-
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         print(versions(parser.prog))
         parser.exit()
@@ -331,14 +319,14 @@ def path(text: str) -> Path:
     return Path(os.path.expanduser(text))  # the shell leaves the ~ of --name=~/folder
 
 
-def checked(check: Callable[[str], str]) -> Callable[[str], str]:
+def checked(check: Callable[[str], _Value]) -> Callable[[str], _Value]:
     """Return an argparse type for texts that `check` accepts. The message of its ValueError is shown for others.
 
     A message that begins with the name of an argument, as in "kind='x' is unknown", is shown without it: the flag is
     named before it.
     """
 
-    def of_text(text: str) -> str:
+    def of_text(text: str) -> _Value:
         try:
             return check(text)
         except ValueError as error:

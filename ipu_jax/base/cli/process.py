@@ -68,20 +68,9 @@ def run(prog: str, main: Callable[[], int], *, extra: str | None = None, package
     for name, number in (("stdout", 1), ("stderr", 2)):
         setattr(sys, name, _StandardStream(number, encoding=getattr(getattr(sys, name), "encoding", "utf-8")))
     _end_at_ctrl_c()
-    status = _status(prog, lambda: _main_with(packages, extra, prog, main))
+    status = _status(prog, main, extra, packages)
     _discard_if_unwritable(sys.stderr)  # argparse goes on without an error when it cannot print one
     sys.exit(status)
-
-
-def _main_with(packages: Collection[str], extra: str | None, prog: str, main: Callable[[], int]) -> int:
-    try:
-        return main()
-    except ModuleNotFoundError as missing:
-        package = (missing.name or "").split(".")[0]
-        if package not in packages:
-            raise
-        print(f"{prog} needs {package}, which is not installed: pip install 'ipu-jax[{extra}]'", file=sys.stderr)
-        return 2
 
 
 @contextlib.contextmanager
@@ -101,7 +90,7 @@ def warnings_as_lines(prog: str, *kinds: type[Warning], shown: bool = True) -> I
         yield
 
 
-def _status(prog: str, main: Callable[[], int]) -> Any:
+def _status(prog: str, main: Callable[[], int], extra: str | None, packages: Collection[str]) -> Any:
     try:
         try:
             return main()
@@ -109,6 +98,12 @@ def _status(prog: str, main: Callable[[], int]) -> Any:
             return stopped.code
         except KeyboardInterrupt:  # from a command that handles Ctrl-C itself, and has said what it did
             return _INTERRUPTED
+        except ModuleNotFoundError as missing:
+            package = (missing.name or "").split(".")[0]
+            if package not in packages:
+                raise
+            print(f"{prog} needs {package}, which is not installed: pip install 'ipu-jax[{extra}]'", file=sys.stderr)
+            return 2
         except FileNotFoundError as error:
             if not is_of_a_removed_directory(error):
                 raise

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ipu_jax.base.annotations import Json
-from ipu_jax.base.replacing import replacing
+from ipu_jax.base.opening import replacing
 from ipu_jax.core.schedules.colours import FAINT, IDLE, IDLE_LINE, INK, LINE
 
 if TYPE_CHECKING:

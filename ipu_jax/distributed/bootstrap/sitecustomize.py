@@ -35,9 +35,6 @@ class _Registering(importlib.abc.Loader):
     def __init__(self, loader: Any):
         self._loader = loader
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
         try:

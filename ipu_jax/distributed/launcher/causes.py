@@ -50,15 +50,6 @@ def about_early_end(early: EarlyEnd, host: str, pid: int) -> list[str]:
     ]
 
 
-def state_of(letter: str) -> str:
-    """Return a process's state letter and its meaning.
-
-    >>> state_of("T"), state_of("?")
-    ('T (stopped)', 'unknown')
-    """
-    return f"{letter} ({_STATES[letter]})" if letter in _STATES else "unknown"
-
-
 def signal_name(number: int) -> str:
     """Return the name of a signal.
 
@@ -117,7 +108,8 @@ def about_stall(stuck: Stuck, host: str, stacks: str, lines: Sequence[str]) -> l
     letter = stuck.letter
     where = f"instance {stuck.instance} (host {host}, pid {stuck.pid}, {step_of(stuck.finished)})"
     how_long = f"for {stuck.seconds:.1f} s; the limit is {stuck.limit:.3g} s ({stuck.rule})"
-    said = [f"{where} is stuck: it {stuck.doing} {how_long}", f"  the process is in state {state_of(letter)}"]
+    state = f"{letter} ({_STATES[letter]})" if letter in _STATES else "unknown"
+    said = [f"{where} is stuck: it {stuck.doing} {how_long}", f"  the process is in state {state}"]
     if letter == "T":
         said[-1] += ": something has sent it SIGSTOP or SIGTSTP; SIGCONT would continue it"
     frames = stacks.strip().splitlines()

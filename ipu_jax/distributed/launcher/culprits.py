@@ -171,12 +171,8 @@ def first(failures: Iterable[Failure]) -> Failure:
     >>> first([failure_of(0, 1, 10.21, lost), failure_of(1, -9, 10.25, None)]).instance
     1
     """
-
-    def rank(failure: Failure) -> tuple[bool, float]:
-        late = _SEEN_LATE if failure.error is None else 0.0
-        return (failure.looks_like_a_lost_peer, failure.at - late)
-
-    return min(failures, key=rank)
+    happened_at = lambda failure: failure.at - (_SEEN_LATE if failure.error is None else 0.0)
+    return min(failures, key=lambda failure: (failure.looks_like_a_lost_peer, happened_at(failure)))
 
 
 @dataclasses.dataclass(frozen=True)

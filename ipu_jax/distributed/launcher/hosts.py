@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Literal
 
@@ -249,12 +249,11 @@ class LocalHost:
             self._instances[place.instance] = _Instance(place.instance, process, pipes)
             self._waiting.append(Started(place.instance, process.pid, environment[THREADS], bound))
 
-    def send(self, number: int, instances: Iterable[int] | None = None) -> None:
-        """Send a signal to the process groups of some instances, or of all."""
-        for instance in self._instances if instances is None else instances:
-            if instance in self._instances:
-                with contextlib.suppress(OSError):
-                    os.killpg(self._instances[instance].process.pid, number)
+    def send(self, number: int) -> None:
+        """Send a signal to the process groups of all instances."""
+        for instance in self._instances.values():
+            with contextlib.suppress(OSError):
+                os.killpg(instance.process.pid, number)
 
     def ask_stacks(self, instance: int) -> None:
         """Ask an instance for its Python stacks: `Stacks` follows."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ipu_jax.base.checks import shown
-from ipu_jax.base.cli.parser import MOST_IPUS, CommandParser, number_that, whole_number
+from ipu_jax.base.cli.parser import MOST_IPUS, CommandParser, checked, number_that, path, whole_number
 from ipu_jax.distributed.environment import InstancePlace, axes_of
 from ipu_jax.distributed.launcher.display import Tags
 from ipu_jax.distributed.launcher.topology import LOCALHOST, host_names, hosts_in_file
@@ -47,7 +47,6 @@ _LONGEST: Final = 1e7
 _ITS_OWN: Final = frozenset(InstancePlace(0, 1, 0, 1, 1, "", "", run_dir=Path(), token="x", axes={"x": 1}).variables())
 
 _NO_VIPU: Final = "there is no V-IPU server here: an instance makes its IPUs of the devices of its host"
-_NO_PARTITION: Final = "there are no partitions here: an instance makes its IPUs of the devices of its host"
 _NO_MPI: Final = "instances are started without mpirun: give variables with -x NAME=VALUE"
 WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "--num-ilds": "there are no IPU-Link domains here",
@@ -65,11 +64,10 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "--version-format": "--version has one format",
 }
 """Options of the original that take a value, and why they do nothing here."""
-TRUTHS_WITHOUT_EFFECT: Final[Mapping[str, str]] = {
-    "--update-partition": _NO_PARTITION,
-    "--reset-partition": _NO_PARTITION,
-    "--remove-partition": _NO_PARTITION,
-}
+TRUTHS_WITHOUT_EFFECT: Final = dict.fromkeys(
+    ("--update-partition", "--reset-partition", "--remove-partition"),
+    "there are no partitions here: an instance makes its IPUs of the devices of its host",
+)
 """The same for options that are yes or no."""
 
 
@@ -93,12 +91,10 @@ def _limit(text: str) -> float:
 
 
 def _folder(text: str) -> Path:
-    if not text or "\0" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a path: give one that is not empty")
-    path = Path(text).absolute()
-    if path.exists() and not path.is_dir():
+    folder = path(text).absolute()
+    if folder.exists() and not folder.is_dir():
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a folder: give another")
-    return path
+    return folder
 
 
 def _address(text: str) -> str:
@@ -127,18 +123,6 @@ def _command(text: str) -> tuple[str, ...]:
     raise ValueError(f"{shown(text)!r} is not a command: close its quotes, and give one such as ssh or 'ssh -p 2222'")
 
 
-def _read_by(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return an argparse type whose error is the ValueError of `read`."""
-
-    def of_text(text: str) -> Any:
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return of_text
-
-
 def _option(default: Any, kind: Callable[[str], Any] | None, metavar: str, help: str, *names: str, **how: Any) -> Any:
     """Return a field of `Options` that is an option, named like the field, and how argparse reads it."""
     how = {"default": default, "type": kind, "metavar": metavar, "help": help, **how}
@@ -165,15 +149,15 @@ class Options:
     ipus_per_replica: int = _option(1, _COUNT, "N", "virtual IPUs of each replica (default: 1)")
     axes: Mapping[str, int] = _option(
         None,
-        _read_by(axes_of),
+        checked(axes_of),
         "NAME=SIZE,...",
         "further axes of the mesh: an IPU is a group of devices, such as tensor=2 (default: none)",
     )
     host: tuple[str, ...] = _option(
-        None, _read_by(host_names), "HOSTS", "hosts, such as a,b or pod[0-2,4] (default: this one)", "-H"
+        None, checked(host_names), "HOSTS", "hosts, such as a,b or pod[0-2,4] (default: this one)", "-H"
     )
     hostfile: None = _option(None, None, "FILE", "a file with a host in each line")
-    remote_shell: tuple[str, ...] = _option(None, _read_by(_command), "COMMAND", "reaches another host (default: ssh)")
+    remote_shell: tuple[str, ...] = _option(None, checked(_command), "COMMAND", "reaches another host (default: ssh)")
     offline_mode: bool = _yes("print what to run on each host, and start nothing")
     dry_run: bool = _yes("the same")
     numa_aware: bool = _yes("bind each instance to cores of one NUMA node")

@@ -22,7 +22,6 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from typing import Final, get_args
 
 from ipu_jax.base.annotations import Json
@@ -156,9 +155,9 @@ class RemoteHost:
         """Start the instances."""
         self._ask("begin", launch=launch.to_json())
 
-    def send(self, number: int, instances: Iterable[int] | None = None) -> None:
+    def send(self, number: int) -> None:
         """Send a signal."""
-        self._ask("send", number=int(number), instances=None if instances is None else list(instances))
+        self._ask("send", number=int(number))
 
     def ask_stacks(self, instance: int) -> None:
         """Ask an instance what it does."""

@@ -104,17 +104,8 @@ class Topology:
 
     def place(self, instance: int, coordinator: str, bind: str, attempt: int) -> InstancePlace:
         """Return the place of an instance."""
-        return InstancePlace(
-            instance=instance,
-            instances=self.instances,
-            local_instance=instance % self.instances_per_host,
-            replicas=self.replicas,
-            ipus_per_replica=self.ipus_per_replica,
-            coordinator=coordinator,
-            bind=bind,
-            attempt=attempt,
-            axes=self.axes,
-        )
+        shares = self.instances, instance % self.instances_per_host, self.replicas, self.ipus_per_replica
+        return InstancePlace(instance, *shares, coordinator, bind, attempt, axes=self.axes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,22 +148,14 @@ class Launch:
     def variables(self, place: InstancePlace, cores: int) -> dict[str, str]:
         """Return the whole environment of an instance with this number of cores."""
         environment = {**self.environment, **place.variables()}
-        environment.setdefault(THREADS, str(threads_of(place.local_devices, cores)))
+        # a thread per device, which may wait, and one per core
+        environment.setdefault(THREADS, str(place.local_devices + max(1, cores)))
         environment.setdefault("PYTHONUNBUFFERED", "1")
         if self.executables is not None:
             environment[CACHE] = str(cache_of(Path(self.executables), place.instance))
         before = environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = os.pathsep.join([str(BOOTSTRAP), *([before] if before else [])])
         return environment
-
-
-def threads_of(local_devices: int, cores: int) -> int:
-    """Return the size of an instance's thread pool: one thread per device, which may wait, and one per core.
-
-    >>> threads_of(2, cores=1), threads_of(2, cores=0), threads_of(1, cores=8)
-    (3, 3, 9)
-    """
-    return local_devices + max(1, cores)
 
 
 def shares_of_cores(instances: int, cores: Sequence[int], nodes: Sequence[Sequence[int]]) -> list[list[int]]:

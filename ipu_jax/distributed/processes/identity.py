@@ -57,7 +57,7 @@ def is_living(identity: Identity) -> bool:
 def own_identity() -> Identity | None:
     """Return the identity of this process, or None if /proc cannot be read, or if psutil is needed and fails."""
     start = _start(os.getpid())
-    if start is not None and not _has_proc():
+    if start is not None and not (_PROC / "self").exists():
         return Identity(os.getpid(), start, f"{zlib.crc32(os.uname().nodename.encode()):08x}", 0)
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text()[:8]
@@ -67,13 +67,9 @@ def own_identity() -> Identity | None:
     return None if start is None else Identity(os.getpid(), start, boot, namespace)
 
 
-def _has_proc() -> bool:
-    return (_PROC / "self").exists()
-
-
 def _start(pid: int) -> int | None:
     """Return when a process began, in the unit of its `Identity`; None if it has ended or is hidden from this user."""
-    if not _has_proc():
+    if not (_PROC / "self").exists():
         return _start_by_psutil(pid)
     try:
         # the name, in parentheses, may contain spaces and parentheses

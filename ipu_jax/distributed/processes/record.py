@@ -55,10 +55,6 @@ def chosen_folder() -> Path | None:
     return Path(name) if os.path.isabs(name) else None
 
 
-class UnsafeFolderError(OSError):
-    """Raised if others own, or can enter, a folder of records."""
-
-
 def runtime_folder() -> Path | None:
     """Return the folder of records in `XDG_RUNTIME_DIR`, if that exists and belongs to this user.
 
@@ -95,16 +91,15 @@ def opened(folder: Path, uid: int) -> Iterator[int]:
         uid: the user who must own it.
 
     Raises:
-        UnsafeFolderError: it belongs to another user, or others can enter it.
-        OSError: it cannot be opened, or is a link or not a folder.
+        OSError: it belongs to another user, others can enter it, it cannot be opened, or is a link or not a folder.
     """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         found = os.fstat(handle)
         if found.st_uid != uid:
-            raise UnsafeFolderError(f"belongs to user {found.st_uid}, not {uid}")
+            raise OSError(f"belongs to user {found.st_uid}, not {uid}")
         if stat.S_IMODE(found.st_mode) & 0o077:
-            raise UnsafeFolderError(f"has mode {stat.S_IMODE(found.st_mode):o}, not 700")
+            raise OSError(f"has mode {stat.S_IMODE(found.st_mode):o}, not 700")
         yield handle
     finally:
         os.close(handle)

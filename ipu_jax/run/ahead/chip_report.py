@@ -152,7 +152,7 @@ class ChipReport(Shown):
             beside = "beside work" if row.beside_work else "nothing hides it"
             rows.append((row.op, row.axis, str(row.runs), _bytes(row.nbytes), over, time, beside))
         if len(rows) == 1:
-            return [] if self.memory.temporary is None else ["nothing"]
+            return ["nothing"]
         lines = str(Table(rows, left=len(rows[0]))).splitlines()
         if left := self.rows[_MOST_ROWS:]:
             lines.append(f"and {len(left)} smaller, {_bytes(sum(row.nbytes for row in left))} together")

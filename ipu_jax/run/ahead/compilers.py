@@ -142,14 +142,9 @@ def compile_lowered(lowered: Any, device: Device) -> tuple[Any, str | None]:
         return compiled, max(thunks, key=os.path.getmtime).read_text() if thunks else None
 
 
-def has_compiler(platform: str) -> bool:
-    """Return whether XLA's compiler for "tpu" or "gpu" is installed."""
-    return _folder_of(platform) is not None
-
-
 def version_of(platform: str) -> dict[str, str]:
     """Return the name and version of the package with XLA's compiler for "tpu" or "gpu"; nothing if it is not found."""
-    folder = _folder_of(platform)
+    folder = folder_of(platform)
     if folder is None:
         return {}
     package = _COMPILERS[platform][3]
@@ -157,7 +152,7 @@ def version_of(platform: str) -> dict[str, str]:
     return {package: found[0].version} if found else {}
 
 
-def _folder_of(platform: str) -> Path | None:
+def folder_of(platform: str) -> Path | None:
     """Return the folder of packages with the compiler: the named one, the one of `make aot`, or of `sys.path`."""
     if platform not in _COMPILERS:
         return None
@@ -169,7 +164,7 @@ def _folder_of(platform: str) -> Path | None:
 
 
 def _needed_folder(platform: str) -> Path:
-    folder = _folder_of(platform)
+    folder = folder_of(platform)
     if folder is None:
         chips, *_, extra = _COMPILERS[platform]
         raise ValueError(f"XLA's compiler for {chips} is not installed: pip install 'ipu-jax[{extra}]', or make aot")

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ipu_jax.base.annotations import Batch, Json, Key, Params, Tree, Value
+from ipu_jax.base.annotations import Batch, Json, Key, Params, Tree
 from ipu_jax.core.analysis.report import make_report
 from ipu_jax.core.compiled.program import Program, host_loops
 from ipu_jax.core.engine.labels import UPDATE
@@ -241,15 +241,11 @@ def _changes(pipeline: Pipeline, schedule: str, given: StepArgs) -> Iterator[tup
         yield "recompute='all' on every stage", {"stages": stages}, given
     m, at = pipeline.options.gradient_accumulation, given_dims(pipeline.replicas)
     if all(leaf.ndim > at + 1 and leaf.shape[at + 1] % 2 == 0 for leaf in jax.tree.leaves(given.batch)):
-        halved = jax.tree.map(lambda leaf: _halved(leaf, at), given.batch)
+        halves = lambda shape: (*shape[:at], 2 * shape[at], shape[at + 1] // 2, *shape[at + 2 :])
+        halved = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(halves(leaf.shape), leaf.dtype), given.batch)
         name = f"gradient_accumulation={2 * m} with half of each micro-batch"
         yield name, {"gradient_accumulation": 2 * m}, given._replace(batch=halved)
     if pipeline.function is None:
         for other in _SCHEDULES:
             if other != schedule:
                 yield f"schedule={other!r}", {"schedule": other}, given
-
-
-def _halved(leaf: Value, at: int) -> jax.ShapeDtypeStruct:
-    shape = (*leaf.shape[:at], 2 * leaf.shape[at], leaf.shape[at + 1] // 2, *leaf.shape[at + 2 :])
-    return jax.ShapeDtypeStruct(shape, leaf.dtype)

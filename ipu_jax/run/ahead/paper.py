@@ -74,8 +74,7 @@ class Paper:
     @property
     def seconds(self) -> float:
         """Return the time of the step."""
-        parts = (self.forward, self.backward, self.weight, self.bubble, self.messages, self.sums, self.update)
-        return sum(parts)
+        return self.forward + self.backward + self.weight + self.bubble + self.messages + self.sums + self.update
 
 
 def flops_by_task(plan: Plan) -> dict[str, int]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ipu_jax.base.annotations import Json
-from ipu_jax.base.replacing import sync_folder
+from ipu_jax.base.opening import sync_folder
 from ipu_jax.training.checkpoints import _seal
 from ipu_jax.training.checkpoints.errors import CheckpointError, UnreadableError
 

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from ipu_jax.base.annotations import Json
-from ipu_jax.base.opening import content, reading, write_new
-from ipu_jax.base.replacing import sync_folder
+from ipu_jax.base.opening import content, reading, sync_folder, write_new
 from ipu_jax.training.checkpoints.errors import CheckpointError, UnreadableError
 
 SEAL: Final = "ipu_jax.json"

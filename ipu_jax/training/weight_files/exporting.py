@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.base.annotations import Device, Params, Value
 from ipu_jax.base.keys import is_key
-from ipu_jax.base.replacing import replacing
+from ipu_jax.base.opening import replacing
 from ipu_jax.core.layout.blocks import blocks_of_layout, blocks_of_tree
 from ipu_jax.core.layout.packing import Sharded, check_alive
 from ipu_jax.core.layout.place import Place, arrays_by_name

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ipu_jax.distributed.environment import InstancePlace, axes_of, check_division, place_of
+from ipu_jax.distributed.environment import InstancePlace, axes_of, place_of
 from support.refusals import refusals, refused
 
 ADDRESS = "127.0.0.1:40001"
@@ -91,15 +91,19 @@ def place_with(**changes: str | None) -> None:
     place_of({name: value for name, value in {**TWO.variables(), **changes}.items() if value is not None})
 
 
+def place_among(replicas: int, instances: int, ipus: int, axes: dict[str, int]) -> None:
+    place_of(InstancePlace(0, instances, 0, replicas, ipus, ADDRESS, ADDRESS, axes=axes).variables())
+
+
 @refusals(
-    (lambda: check_division(8, 3, 2, {}), "num_replicas=8", "shared by num_instances=3", "divides 8", "all 16 IPUs"),
-    (lambda: check_division(2, 3, 3, {}), "num_replicas=2", "shared by num_instances=3", "divides 2", "all 6 IPUs"),
-    (lambda: check_division(2, 8, 2, {}), "num_replicas=2", "shared by num_instances=8", "divides 2", "all 4 IPUs"),
-    (lambda: check_division(3, 2, 2, {}), "num_replicas=3", "shared by num_instances=2", "divides 3", "all 6 IPUs"),
-    (lambda: check_division(2, 8, 2, TENSOR), "num_instances=8 would cut", "2 devices (tensor=2)", "all 4 IPUs"),
-    (lambda: check_division(3, 4, 2, TENSOR), "num_instances=4 would cut", "2 devices (tensor=2)", "divides 3"),
-    (lambda: check_division(2, 3, 3, TENSOR), "num_replicas=2", "shared by num_instances=3", "divides 2"),
-    (lambda: check_division(2, 16, 2, TENSOR), "num_replicas=2", "shared by num_instances=16", "divides 2"),
+    (lambda: place_among(8, 3, 2, {}), "num_replicas=8", "shared by num_instances=3", "divides 8", "all 16 IPUs"),
+    (lambda: place_among(2, 3, 3, {}), "num_replicas=2", "shared by num_instances=3", "divides 2", "all 6 IPUs"),
+    (lambda: place_among(2, 8, 2, {}), "num_replicas=2", "shared by num_instances=8", "divides 2", "all 4 IPUs"),
+    (lambda: place_among(3, 2, 2, {}), "num_replicas=3", "shared by num_instances=2", "divides 3", "all 6 IPUs"),
+    (lambda: place_among(2, 8, 2, TENSOR), "num_instances=8 would cut", "2 devices (tensor=2)", "all 4 IPUs"),
+    (lambda: place_among(3, 4, 2, TENSOR), "num_instances=4 would cut", "2 devices (tensor=2)", "divides 3"),
+    (lambda: place_among(2, 3, 3, TENSOR), "num_replicas=2", "shared by num_instances=3", "divides 2"),
+    (lambda: place_among(2, 16, 2, TENSOR), "num_replicas=2", "shared by num_instances=16", "divides 2"),
     (lambda: place_with(IPU_JAX_AXES="tensor=0"), "IPU_JAX_AXES='tensor=0'", "size from 1", "such as tensor=2"),
     (lambda: place_with(IPU_JAX_AXES=""), "IPU_JAX_AXES=''", "size from 1", "such as tensor=2"),
     (lambda: place_with(IPU_JAX_INSTANCES="3"), "num_replicas=8", "shared by num_instances=3", "divides 8"),

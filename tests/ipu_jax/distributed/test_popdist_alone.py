@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ipu_jax import popdist
-from ipu_jax.distributed import _exchange, board
+from ipu_jax.distributed import board
 from ipu_jax.distributed.agreeing import Meetings
 from ipu_jax.distributed.environment import InstancePlace
 from ipu_jax.training.checkpoints import _all_instances
@@ -160,7 +160,7 @@ def test_integers_of_several_instances(exchanged, dtype, numbers):
     for found in exchanged(popdist.all_reduce, trees):
         assert abs(Fraction(number(found, float, "float64")) - mean) <= Fraction(largest, 2**51)  # a few roundings
     for root, n in enumerate(numbers):
-        for found in exchanged(lambda tree, root=root: _exchange.broadcast(tree, root, seconds=1), trees):
+        for found in exchanged(lambda tree, root=root: board.broadcast(tree, root, seconds=1), trees):
             assert number(found, type(n), dtype) == n
 
 
@@ -193,7 +193,7 @@ def test_floats_of_several_instances(exchanged, dtype, numbers, total):
         for (found,) in exchanged(call, trees):
             check(found, expected)
     for root in range(3):
-        for (found,) in exchanged(lambda tree, root=root: _exchange.broadcast(tree, root, seconds=1), trees):
+        for (found,) in exchanged(lambda tree, root=root: board.broadcast(tree, root, seconds=1), trees):
             check(found, numbers[root])
 
 

@@ -11,7 +11,6 @@ Nothing here imports jax.
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
 import pwd
@@ -24,7 +23,6 @@ from typing import Final, NoReturn
 from rich.console import Console, Group
 from rich.text import Text
 
-from ipu_jax.base.annotations import Json
 from ipu_jax.base.checks import shown
 from ipu_jax.base.cli import process
 from ipu_jax.base.cli.parser import CommandParser, number_that, one_of, whole_number
@@ -124,17 +122,6 @@ def _user(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{shown(text)!r} is not a user of this host: give a user's name or number")
 
 
-def json_of(look: Look) -> dict[str, Json]:
-    """Return a look as the object that --json prints."""
-    return {
-        "format": FORMAT,
-        "time": look.at,
-        "host": socket.gethostname(),
-        "processes": [dataclasses.asdict(row) for row in look.rows],
-        "ignored": [dataclasses.asdict(ignored) for ignored in look.ignored],
-    }
-
-
 class _View:
     """Shows looks as tables or as JSON, in the order that the user has chosen."""
 
@@ -154,8 +141,10 @@ class _View:
         """Look, and print what is seen."""
         look = self.look().sorted(self._sort)
         if self._args.json:
+            about = {"format": FORMAT, "time": look.at, "host": socket.gethostname()}
+            seen = {"processes": [*map(vars, look.rows)], "ignored": [*map(vars, look.ignored)]}
             # json escapes every character that is not printable except DEL
-            print(json.dumps(json_of(look)).replace("\x7f", r"\u007f"))
+            print(json.dumps({**about, **seen}, default=vars).replace("\x7f", r"\u007f"))
         else:
             self.console.print(self._table())
 

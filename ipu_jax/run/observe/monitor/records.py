@@ -130,8 +130,6 @@ def find(own: Identity, before: Mapping[Identity, psutil.Process]) -> tuple[list
                         ignored.append(Ignored(str(folder / name), found))
         except FileNotFoundError:
             continue
-        except record.UnsafeFolderError as error:
-            ignored.append(Ignored(str(folder), str(error)))
         except OSError as error:
             ignored.append(Ignored(str(folder), error.strerror or str(error)))
     return records, ignored

@@ -35,16 +35,7 @@ COMPILING_LIMIT: Final = 1800.0
 _LONGEST: Final = 1e10
 """A longer time in seconds is not shown as the time left."""
 _STOPPED: Final = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-_DOING: Final = {
-    Phase.SILENT: "no step yet",
-    Phase.STARTING: "first step",
-    Phase.COMPILING: "compiling",
-    Phase.STEPPING: "stepping",
-    Phase.BUSY: "busy",
-    Phase.ENDING: "ending",
-    Phase.FAILED: "failed",
-    Phase.WAITING: "waiting",
-}
+_DOING: Final = {Phase.SILENT: "no step yet", Phase.STARTING: "first step"}  # else the phase's name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +206,7 @@ def _rates(reading: Reading) -> tuple[float, float] | None:
 
 
 def _doing(reading: Reading) -> str:
-    words = _DOING[reading.phase]
+    words = _DOING.get(reading.phase, reading.phase.name.lower())
     return printable(f"{words}: {reading.label}" if reading.label else words)
 
 

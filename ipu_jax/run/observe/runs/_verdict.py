@@ -4,7 +4,7 @@ import math
 import os
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 from ipu_jax.base.showing import counted
 from ipu_jax.core.schedules import SCHEDULES, make_schedule
@@ -24,25 +24,18 @@ _MORE_MICRO_BATCHES: Final = 4
 Level = Literal["good", "fair", "bad"]
 
 
-class Verdict(NamedTuple):
-    """Hold a judgement of a run, in sentences, and its level."""
-
-    level: Level
-    sentences: tuple[str, ...]
-
-
-def verdict_of(digest: Digest, report: TraceReport | None = None) -> Verdict:
-    """Return whether the run finished, learnt and kept its IPUs busy, and what went wrong on the way.
+def verdict_of(digest: Digest, report: TraceReport | None = None) -> tuple[Level, list[str]]:
+    """Return the level of a run and sentences: whether it finished, learnt and kept its IPUs busy, and what went wrong.
 
     >>> verdict_of(Digest([{"event": "losses", "updates": 2, "losses": [3.0, 1.0]}, {"event": "end"}]))
-    Verdict(level='good', sentences=('Finished.', 'The loss fell from 3 to 1.'))
+    ('good', ['Finished.', 'The loss fell from 3 to 1.'])
     """
     said = [_ending(digest), *_learning(digest), *_mishaps(digest)]
     if report is not None and (idle := bubbles(report)[1]) > _MOSTLY_IDLE:
         said.append(("fair", f"The IPUs ran no task for {idle:.0%} of the time."))
     levels = {level for level, _ in said}
     worst: Level = "bad" if "bad" in levels else "fair" if "fair" in levels else "good"
-    return Verdict(worst, tuple(sentence for _, sentence in said))
+    return worst, [sentence for _, sentence in said]
 
 
 def _ending(digest: Digest) -> tuple[Level, str]:

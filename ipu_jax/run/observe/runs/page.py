@@ -18,7 +18,7 @@ import jax
 
 from ipu_jax.base.annotations import Json
 from ipu_jax.base.decorators import public
-from ipu_jax.base.replacing import replacing
+from ipu_jax.base.opening import replacing
 from ipu_jax.core.analysis.report import PipelineReport
 from ipu_jax.core.schedules import Schedule
 from ipu_jax.core.schedules.colours import BYTES, CONCURRENT, LOCAL, UPDATE, name_of

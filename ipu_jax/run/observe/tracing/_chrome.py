@@ -24,13 +24,13 @@ exchange waits for the tasks that send to this IPU, and a collective for the oth
 import gzip
 import itertools
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from ipu_jax.base.annotations import Json
+from ipu_jax.base.opening import replacing
 from ipu_jax.core.schedules import Schedule
-from ipu_jax.run.observe.tracing._matching import task_name
+from ipu_jax.run.observe.tracing._assembling import task_name
 from ipu_jax.run.observe.tracing.timeline import TASKS, WAITING, Slice, Timeline
 from ipu_jax.run.observe.tracing.trace_report import net_seconds
 
@@ -60,12 +60,8 @@ def write(timeline: Timeline, path: Path) -> None:
         "traceEvents": events_of(timeline),
         "otherData": {"schedule": timeline.schedule.to_text(), "clocks": timeline.clocks, "devices": timeline.devices},
     }
-    being_written = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        being_written.write_bytes(gzip.compress(json.dumps(contents).encode(), mtime=0))
-        being_written.replace(path)
-    finally:
-        being_written.unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write(gzip.compress(json.dumps(contents).encode(), mtime=0))
 
 
 def _named(what: str, process: int, thread: int, name: str) -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ each device ran each operation. The names of the tasks (`engine/labels.py`) say 
 
 import contextlib
 import os
-import tempfile
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -21,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from ipu_jax.base import facts
 from ipu_jax.base.annotations import Function, Json, Tree, Value
 from ipu_jax.base.checks import check_count
+from ipu_jax.base.cli.output_paths import writable_folder
 from ipu_jax.base.showing import Shown, Table, counted
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.distributed import popdist
@@ -70,7 +70,10 @@ class Recording(Shown, facts.Listener):
 
     def __init__(self, folder: str | os.PathLike[str], steps: int):
         self.steps = check_count("steps", steps)
-        self.path = _writable(folder) / FILE
+        if not isinstance(folder, (str, os.PathLike)):
+            raise ValueError(f"folder={folder!r} is not a folder: give a path")
+        writable_folder("trace", folder)
+        self.path = Path(os.fspath(folder)) / FILE
         if jax.default_backend() != "cpu":
             raise ValueError(
                 f"trace: the devices are of the platform {jax.default_backend()!r}, and only the profile of XLA's CPU "
@@ -232,26 +235,6 @@ class Recording(Shown, facts.Listener):
         except Exception as error:  # the other instances wait: all must be informed
             self._error = self._error or error
             return {"error": str(error) if isinstance(error, TraceError) else f"{type(error).__name__}: {error}"}
-
-
-def _writable(folder: Any) -> Path:
-    """Return a folder as a path; make the folder if it is missing.
-
-    Raises:
-        ValueError: it is not a folder, or nothing can be written there.
-    """
-    if not isinstance(folder, (str, os.PathLike)):
-        raise ValueError(f"folder={folder!r} is not a folder: give a path")
-    path = Path(os.fspath(folder))
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path) as file:
-            file.write(b"\0")
-    except OSError as error:
-        raise ValueError(
-            f"folder={str(path)!r} cannot be written to ({error.strerror}): give a folder in which files can be made"
-        ) from error
-    return path
 
 
 def _wait(outputs: list[Value]) -> None:

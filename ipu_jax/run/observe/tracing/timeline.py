@@ -119,18 +119,9 @@ class Timeline:
 
     def to_json(self) -> str:
         """Return the timeline as JSON, which `from_json` reads."""
-        fields = {
-            "format": _FORMAT,
-            "schedule": self.schedule.to_text(),
-            "stages": self.stages,
-            "backward": self.backward,
-            "clocks": self.clocks,
-            "devices": self.devices,
-            "steps": [dataclasses.astuple(step) for step in self.steps],
-            "slices": [dataclasses.astuple(one) for one in self.slices],
-            "plan": [dataclasses.astuple(one) for one in self.plan],
-        }
-        return json.dumps(fields)
+        values = {name: getattr(self, name) for name in ("stages", "backward", "clocks", "devices")}
+        rows = {name: [*map(dataclasses.astuple, getattr(self, name))] for name in ("steps", "slices", "plan")}
+        return json.dumps({"format": _FORMAT, "schedule": self.schedule.to_text(), **values, **rows})
 
     @classmethod
     def from_json(cls, text: str) -> "Timeline":

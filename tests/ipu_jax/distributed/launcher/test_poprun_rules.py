@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ipu_jax.distributed.launcher import hosts
-from ipu_jax.distributed.launcher.attempts import FRUITLESS, LONG, History
+from ipu_jax.distributed.launcher.attempts import FRUITLESS, LONG, History, Outcome
 from ipu_jax.distributed.launcher.culprits import EarlyEnd, Judge, failure_of, first
 from ipu_jax.distributed.launcher.hosts import Beat, Ended, ErrorRecord, Exited, Output, Prepared, Stacks, Started
 from ipu_jax.distributed.launcher.ssh import event_of, line_of
-from ipu_jax.distributed.launcher.supervisor import Outcome
 from ipu_jax.distributed.processes.beacons import Mark, Phase, Reading
 
 

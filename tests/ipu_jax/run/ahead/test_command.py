@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ipu_jax.run.ahead.compilers import has_compiler
+from ipu_jax.run.ahead.compilers import folder_of
 
 ROOT = Path(__file__).parents[4]
 GPT = ROOT / "examples" / "gpt.py"
@@ -24,7 +24,7 @@ for line in json.loads(sys.argv[1]):
 assert "jax" not in sys.modules or "AOT_TPU" in os.environ
 """
 NEEDS_TPU = pytest.mark.skipif(
-    not has_compiler("tpu"), reason="needs XLA's compiler for TPU: make aot, or pip install 'ipu-jax[aot-tpu]'"
+    not folder_of("tpu"), reason="needs XLA's compiler for TPU: make aot, or pip install 'ipu-jax[aot-tpu]'"
 )
 
 

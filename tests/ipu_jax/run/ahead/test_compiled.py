@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from ipu_jax.run.ahead.compilers import has_compiler
+from ipu_jax.run.ahead.compilers import folder_of
 from ipu_jax.schedules import SCHEDULES
 from support.programs_for_chips import IPUS, MICRO_BATCHES, ROWS, SMALL, WIDTH
 
 ROOT = Path(__file__).parents[4]
 NEEDS = {
-    platform: pytest.mark.skipif(not has_compiler(platform), reason=f"needs XLA's compiler for {platform}: make aot")
+    platform: pytest.mark.skipif(not folder_of(platform), reason=f"needs XLA's compiler for {platform}: make aot")
     for platform in ("tpu", "gpu")
 }
 both = pytest.mark.parametrize("platform", [pytest.param(name, marks=mark) for name, mark in NEEDS.items()])

@@ -1,8 +1,16 @@
-"""Test where XLA's compilers are looked for."""
+"""Test where XLA's compilers are looked for, and that programs for described chips stay out of jax's cache.
 
+They cannot be read from it again.
+"""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import jax
 import pytest
 
-from ipu_jax.run.ahead.compilers import has_compiler
+from ipu_jax.run.ahead.compilers import compile_lowered, folder_of
 
 
 @pytest.mark.parametrize(
@@ -15,7 +23,20 @@ from ipu_jax.run.ahead.compilers import has_compiler
 def test_the_folder_that_is_named_is_the_only_one_that_counts(platform, variable, files, tmp_path, monkeypatch):
     monkeypatch.setenv(variable, str(tmp_path))
     for file in files:
-        assert not has_compiler(platform)
+        assert not folder_of(platform)
         (tmp_path / file).parent.mkdir(parents=True)
         (tmp_path / file).touch()
-    assert has_compiler(platform)
+    assert folder_of(platform)
+
+
+SHORTEST = "jax_persistent_cache_min_compile_time_secs"
+
+
+def test_only_programs_for_devices_that_are_there_are_kept():
+    before, seen = jax.config.values[SHORTEST], []
+    lowered: Any = SimpleNamespace(compile=lambda **_: seen.append(jax.config.values[SHORTEST]))
+    for there in ([], ["a device"]):
+        client = SimpleNamespace(local_devices=lambda there=there: there)
+        compile_lowered(lowered, SimpleNamespace(platform="tpu", client=client))
+    assert seen == [math.inf, before]
+    assert jax.config.values[SHORTEST] == before

@@ -1,4 +1,7 @@
-"""Test what a program sends over a mesh of devices that are made up, with times worked out by hand."""
+"""Test what a program sends over a mesh of devices that are made up, with times worked out by hand.
+
+Transfers over the network between TPU slices are read from the program's text.
+"""
 
 import dataclasses
 from types import SimpleNamespace
@@ -8,7 +11,7 @@ import numpy as np
 import pytest
 
 from ipu_jax.chips import Program, Row
-from ipu_jax.run.ahead.kinds import Kind
+from ipu_jax.run.ahead.kinds import KINDS, Kind
 from ipu_jax.run.ahead.paper import rows_of
 
 KIND = Kind("toy", "toy", memory=0, flops=1, memory_speed=1, clock=1, link=100, network=10)
@@ -28,9 +31,14 @@ class Device:
     platform: str = "tpu"
 
 
-def mesh_of(*devices: Device) -> Any:
-    array = np.array(devices, object).reshape(2, 4)
+def mesh_of(*devices: Device, replicas: int = 2) -> Any:
+    array = np.array(devices, object).reshape(replicas, -1)
     return SimpleNamespace(devices=array, axis_names=("replica", "ipu"))
+
+
+def program(text: str) -> Program:
+    compiled: Any = SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: None)
+    return Program(compiled)
 
 
 GRID = mesh_of(*(Device(k, coords=(k % 4, k // 4)) for k in range(8)))  # a replica is a row of the grid
@@ -43,9 +51,7 @@ def rows(*sent: str, mesh: Any = GRID, kind: Kind | None = KIND) -> list[Row]:
         result, op, groups, *place = text.split()
         name = "source_target_pairs" if "permute" in op else "replica_groups"
         lines.append(f'  %x.{k} = {result} {op}(%p), {name}={groups}, metadata={{op_name="{"".join(place)}"}}')
-    memory = SimpleNamespace()
-    text = "\n".join([*lines, "}"])
-    return rows_of(Program(SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: memory)), mesh, kind)
+    return rows_of(program("\n".join([*lines, "}"])), mesh, kind)
 
 
 @pytest.mark.parametrize(
@@ -108,3 +114,43 @@ def test_like_collectives_are_one_row_and_the_longest_is_first():
 
 def test_nothing_is_sent_by_a_device_to_itself():
     assert rows("f32[100] all-reduce {{0},{1}}", f"f32[0] all-reduce {ALL}") == []
+
+
+TEXT = """\
+ENTRY %main () -> f32[] {
+  %token = token[] after-all()
+  %recv = (bf16[64,256]{1,0}, u32[], token[]) recv(%token), FIRST
+  %recv.1 = (f32[4,2]{1,0}, u32[], token[]) recv(%token), SECOND
+  %while = f32[] while(%recv.2), condition=%no, body=%task
+  %recv-done = (bf16[64,256]{1,0}, token[]) recv-done(%recv), channel_id=1
+  %work = f32[8]{0} fusion(%x), backend_config={"estimated_cycles":"90000"}
+  %recv-done.1 = (f32[4,2]{1,0}, token[]) recv-done(%recv.1), channel_id=3
+}
+"""
+PERMUTE = '_xla_megascale_target={{100001->200000}},_xla_megascale_transfer_type="ONE_TO_ONE"'
+SUM = '_xla_megascale_target="{1,2}x{0:1}",_xla_megascale_transfer_type="ALL_REDUCE"'
+
+
+@pytest.mark.parametrize(("replicas", "axis"), [(2, "replica"), (1, "ipu")])
+def test_transfers_between_slices_are_collectives_over_the_network(replicas, axis):
+    slices = [Device(100_000 * (1 + s) + k, coords=(k, 0, 0), slice_index=s) for s in range(2) for k in range(2)]
+    text = TEXT.replace("FIRST", PERMUTE).replace("SECOND", SUM)
+    mesh = mesh_of(*slices, replicas=replicas)
+    summed, sent = sorted(rows_of(program(text), mesh, KINDS["v5e"]), key=lambda row: row.op)
+    assert (summed.op, summed.axis, summed.nbytes, summed.hops) == ("all-reduce", axis, 4 * 2 * 4, None)
+    assert summed.seconds == pytest.approx(2 * (1 / 2) * 32 / 6.25e9)  # each chip with its like: rings of two
+    assert (sent.op, sent.nbytes, sent.hops) == ("permute", 64 * 256 * 2, None)
+    assert sent.seconds == pytest.approx(64 * 256 * 2 / 6.25e9)
+
+
+def test_only_a_loop_until_its_end_hides_a_transfer():
+    hidden, exposed = (
+        TEXT.replace("FIRST", PERMUTE).replace("SECOND", "done"),
+        TEXT.replace("FIRST", "done").replace("SECOND", SUM).replace("%while = f32[] while", "%no = f32[] fusion"),
+    )
+    assert [found.beside_work for found in program(hidden).collectives] == [True]
+    assert [found.beside_work for found in program(exposed).collectives] == [False]
+
+
+def test_a_transfer_within_the_host_is_none():
+    assert program(TEXT.replace("FIRST", "channel_id=1, is_host_transfer=true").replace("SECOND", "")).collectives == []

@@ -73,7 +73,7 @@ def test_too_few_steps_give_a_line_and_no_trace(tmp_path):
 def test_a_wrong_environment_is_refused_in_a_line():
     done = run(LOOP, IPU_JAX_TRACE=__file__)
     assert done.returncode == 1
-    assert f"IPU_JAX_TRACE: folder='{__file__}' cannot be written to" in done.stderr.splitlines()[-1]
+    assert f"IPU_JAX_TRACE: trace {__file__} is not a folder" in done.stderr.splitlines()[-1]
 
 
 def test_a_page_of_a_wrong_name_is_refused(monkeypatch):
@@ -141,5 +141,5 @@ def test_what_fit_is_given_counts_more_than_the_environment(tmp_path, monkeypatc
     monkeypatch.undo()
     monkeypatch.setattr(profiled, "_recorded", [])
     monkeypatch.setenv(profiled.TRACE, __file__)
-    with refused("IPU_JAX_TRACE", "cannot be written to", "give a folder"):
+    with refused("IPU_JAX_TRACE", "is not a folder", "give one"):
         profiled.asked(None, None)

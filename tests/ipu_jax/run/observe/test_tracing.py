@@ -443,7 +443,7 @@ def test_programs_without_a_scan_over_ticks_are_told_from_none(tmp_path):
 def test_what_a_trace_is_given_is_refused_at_once(tmp_path):
     (tmp_path / "file").write_text("")
     no_folder: Any = 3
-    with refused(f"folder='{tmp_path}/file'", "cannot be written to (File exists)", "give a folder in"):
+    with refused(f"trace {tmp_path}/file is not a folder", "a name that is free"):
         trace(tmp_path / "file")
     with refused("folder=3", "not a folder: give a path"):
         trace(no_folder)

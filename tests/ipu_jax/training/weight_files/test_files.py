@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ipu_jax.base import replacing
+from ipu_jax.base import opening
 from ipu_jax.io import export_weights, import_weights
 
 FORMATS = ("safetensors", "npz")
@@ -70,10 +70,10 @@ def test_a_reader_of_the_old_file_goes_on_with_it(path):
 def test_the_file_reaches_the_disk_before_it_gets_its_name(path, monkeypatch):
     done = []
     monkeypatch.setattr(
-        replacing.os, "fsync", lambda descriptor: done.append(("fsync", os.path.isdir(f"/proc/self/fd/{descriptor}")))
+        opening.os, "fsync", lambda descriptor: done.append(("fsync", os.path.isdir(f"/proc/self/fd/{descriptor}")))
     )
     rename = os.replace
-    monkeypatch.setattr(replacing.os, "replace", lambda *names: (done.append("rename"), rename(*names)))
+    monkeypatch.setattr(opening.os, "replace", lambda *names: (done.append("rename"), rename(*names)))
     export_weights(path, OLD)
     assert done == [("fsync", False), "rename", ("fsync", True)]
 
@@ -93,7 +93,7 @@ def test_whatever_fails_the_old_file_stays(path, monkeypatch, call):
             return fails if name == call else getattr(self._file, name)
 
     if call in ("fsync", "replace"):
-        monkeypatch.setattr(replacing.os, call, fails)
+        monkeypatch.setattr(opening.os, call, fails)
     else:
         opened = Path.open
 
@@ -104,7 +104,7 @@ def test_whatever_fails_the_old_file_stays(path, monkeypatch, call):
             with opened(self, mode) as file:
                 yield Failing(file)
 
-        monkeypatch.setattr(replacing.Path, "open", failing)
+        monkeypatch.setattr(opening.Path, "open", failing)
     with pytest.raises(OSError, match=NO_SPACE) as error:
         export_weights(path, NEW)
     monkeypatch.undo()
@@ -118,7 +118,7 @@ def test_an_interrupted_export_leaves_the_old_file(path, monkeypatch):
     def interrupted(descriptor):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(replacing.os, "fsync", interrupted)
+    monkeypatch.setattr(opening.os, "fsync", interrupted)
     with pytest.raises(KeyboardInterrupt):
         export_weights(path, NEW)
     monkeypatch.undo()

@@ -18,7 +18,7 @@ import time
 import pytest
 
 from ipu_jax.run.observe.monitor import command
-from support.launched import HEEDING, environment, recorded
+from support.launched import HEEDING, PLAIN_POPRUN, environment, recorded
 
 MONITOR = [sys.executable, "-m", "ipu_jax.run.observe.monitor.command"]
 HEEDING_MONITOR = [*HEEDING, *MONITOR]
@@ -288,3 +288,47 @@ def test_it_is_drawn_anew_for_another_size_and_after_a_suspension(folder, termin
     assert termios.tcgetattr(terminal.handle) == terminal.before
     os.kill(terminal.process.pid, signal.SIGCONT)
     assert terminal.read_until(PICTURE).startswith(ENTER)
+
+
+PLACES = ["--num-replicas", "2", "--num-instances", "2", "--ipus-per-replica", "2"]
+TRAINING = ["--pipeline-mode", "concurrent", "--synthetic-data", "--epochs", "1000"]
+
+
+@pytest.mark.slow
+def test_the_instances_of_a_training_are_shown_with_their_places(tmp_path):
+    settings = environment(IPU_JAX_MONITOR=str(tmp_path / "records"))
+    program = [sys.executable, "-m", "mnist_example.run_sharded_mnist", *TRAINING]
+
+    def look():
+        words = [sys.executable, "-m", "ipu_jax.run.observe.monitor.command", "--json"]
+        done = subprocess.run(words, env=settings, capture_output=True, text=True, timeout=60, check=True)
+        return json.loads(done.stdout)["processes"]
+
+    def look_until(condition):
+        until = time.monotonic() + 200
+        while not condition(found := look()):
+            assert time.monotonic() < until, found
+            time.sleep(0.2)
+        return found
+
+    with subprocess.Popen([*PLAIN_POPRUN, *PLACES, *program], env=settings, stdout=subprocess.DEVNULL) as run:
+        try:
+            rows = look_until(lambda rows: len(rows) == 2 and all((row["samples_per_second"] or 0) > 0 for row in rows))
+            assert [(row["instance"], row["instances"], row["replicas"]) for row in rows] == [(0, 2, 2), (1, 2, 2)]
+            assert len({row["run"] for row in rows}) == 1
+            for row in rows:
+                assert [(ipu["replica"], ipu["ipu"]) for ipu in row["ipus"]] == [
+                    (row["instance"], 0),
+                    (row["instance"], 1),
+                ]
+                assert row["ipus"][0]["stages"][0] == "hidden"
+                assert row["state"] == "running"
+                # an update is 4 micro-batches of 16 images on each of 2 replicas
+                assert row["samples_per_second"] == pytest.approx(128 * row["steps_per_second"])
+            os.kill(rows[1]["pid"], signal.SIGSTOP)
+            look_until(lambda rows: [row["state"] for row in rows][1:] == ["stopped"])
+            os.kill(rows[1]["pid"], signal.SIGCONT)
+        finally:
+            run.kill()  # its watcher ends the instances
+    look_until(lambda rows: rows == [])
+    assert list((tmp_path / "records").iterdir()) == []
