@@ -12,8 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, sample
-from sharded_ops._nucleus import kept_columns
-from sharded_ops._sampling import _nucleus
+from sharded_ops._sampling import _nucleus, kept_columns
 from support.harness import collectives, normal, on_ipus, padded
 from support.transforms import COLUMNS, INF, NAN, gumbel
 

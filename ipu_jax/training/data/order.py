@@ -211,15 +211,7 @@ class EpochOrder:
     (Position(epoch=0, position=6), Position(epoch=1, position=0))
     """
 
-    def __init__(
-        self,
-        examples: int,
-        dims: BatchDims,
-        *,
-        shuffle: bool = True,
-        seed: int = 0,
-        remainder: str = "drop",
-    ):
+    def __init__(self, examples: int, dims: BatchDims, *, shuffle: bool = True, seed: int = 0, remainder: str = "drop"):
         self.examples, self.dims = check_count("examples", examples), dims
         self.per_update, self.per_batch = dims.per_update, dims.per_batch
         own_seed = as_int(seed)

@@ -37,8 +37,8 @@ from ipu_jax.core.weights import packing
 from ipu_jax.core.weights.packed_layout import WHOLE, Group, Leaf, PackedLayout, Slot
 from ipu_jax.core.weights.packing import Sharded
 from ipu_jax.training.update._accumulate import accumulate, counts_of, loss_and_aux
-from ipu_jax.training.update._loss_scale import current_scale
 from ipu_jax.training.update._model import Model
+from ipu_jax.training.update._precision import current_scale
 from ipu_jax.training.update.nonfinite import NonFinite, StageFlags, UpdateFlags, first_nonfinite, no_flags
 from ipu_jax.training.update.state import TrainState
 

@@ -116,8 +116,7 @@ def test_projection_and_cross_entropy_send_one_gather_and_one_reduction_of_dx(ty
 
 @pytest.mark.parametrize("typed", [True, False])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"label_smoothing": 0.1, "z_loss": 0.1, "soft_cap": 3.0, "temperature": 2.0, "reduction": "mean"}],
+    "options", [{}, {"label_smoothing": 0.1, "z_loss": 0.1, "soft_cap": 3.0, "temperature": 2.0, "reduction": "mean"}]
 )
 def test_the_backward_pass_keeps_the_logits_as_they_came_and_else_numbers_of_tokens(typed, options):
     tokens, kept = 5, []

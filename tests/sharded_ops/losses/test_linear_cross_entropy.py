@@ -51,11 +51,7 @@ def test_it_rounds_no_more_than_twice_what_the_dense_program_does(scale):
             loss, grads = split_vjp(
                 _both_ways, "untyped-outside", 3, [hidden, table], [labels], dims=[None, 0], ct=ct, size=size
             )
-            found, twin, want = (
-                (loss[way], *grads),
-                (float32[0], *float32[1]),
-                (float64[0], *float64[1]),
-            )
+            found, twin, want = ((loss[way], *grads), (float32[0], *float32[1]), (float64[0], *float64[1]))
             of_seed = [
                 (
                     np.abs(got - wanted).max(),

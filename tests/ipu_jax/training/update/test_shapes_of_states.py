@@ -198,7 +198,7 @@ def test_a_batch_that_does_not_fit_is_refused_before_anything_is_lowered(name, m
     monkeypatch.setattr(step, "_program", None)
     calls = [lambda batch: step.lower(state, batch)]
     if isinstance(step.model, Pipeline):
-        monkeypatch.setattr(step.model._programs, "jitted", None)
+        monkeypatch.setattr(step.model._programs, "update", None)
         calls.append(lambda batch: step.model.lower(state.params, batch))
     for call, batch in itertools.product(calls, (wrong, shapes_of(wrong))):
         with refused("batch has shape (2, 3, 6, 3)", "(replicas, gradient_accumulation, ...) = (2, 2, ...)"):
