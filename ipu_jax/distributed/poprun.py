@@ -17,7 +17,7 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -210,8 +210,9 @@ def _about_nodes(topology: Topology) -> str:
 
 def _environment(options: Options, is_local: bool, columns: int | None) -> dict[str, str]:
     """Return the variables that all instances of a host share, without the variables of their places."""
-    base = os.environ if is_local else _travelling(os.environ)
-    base = {name: value for name, value in base.items() if name != AXES}  # of a run that has started this one
+    travels = lambda name: is_local or name in _TRAVELS or name.startswith(_TRAVELS_BY_PREFIX)
+    # not the axes of a run that has started this one
+    base = {name: value for name, value in os.environ.items() if name != AXES and travels(name)}
     environment = {**base, START_TIMEOUT: f"{min(options.start_timeout, _NEVER):g}", **dict(options.env)}
     if options.flight_recorder:
         environment[RECORD] = "1"
@@ -221,10 +222,6 @@ def _environment(options: Options, is_local: bool, columns: int | None) -> dict[
     if columns and "COLUMNS" not in os.environ:  # progress bars in a pipe take their width from it
         environment |= {"COLUMNS": str(columns), TERMINAL_WIDTH: str(columns)}
     return environment
-
-
-def _travelling(environ: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environ.items() if name in _TRAVELS or name.startswith(_TRAVELS_BY_PREFIX)}
 
 
 def _commands(run: SupervisedRun) -> str:

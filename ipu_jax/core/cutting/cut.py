@@ -1,4 +1,4 @@
-"""Choose where to cut a program: stages of equal work, and little to send between them.
+"""Choose where to cut a function: stages of equal work, and little to send between them.
 
     operations     embed  attention ..........  mlp ......  attention ..........  mlp ......  head
     live after it    1    2 3 4 4 4 4 3 2 2 1    2 2 2 2 1   2 3 4 4 4 4 3 2 2 1   2 2 2 2 1
@@ -23,7 +23,7 @@ from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Jaxpr, Tree, Var
 from ipu_jax.base.jaxprs import CALLS, CHECKPOINTS, closed_of, is_float, scan_parts, variables
-from ipu_jax.core.cutting.program import Layer, Program, Stack
+from ipu_jax.core.cutting.trace import FunctionTrace, ScanLayer, ScanStack
 from ipu_jax.core.programs.cost import bytes_of, equation_flops
 
 _EVEN: Final = 1.25
@@ -63,7 +63,7 @@ def stage_end(x: Tree) -> Tree:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """Describe a cut of a program.
+    """Describe a cut of a function.
 
     Attributes:
         ends: per stage, the number of its activations' operations and of those of earlier stages.
@@ -89,7 +89,7 @@ class Cut:
 
 
 class Places:
-    """The places at which a program can be cut; place t is after operation t of the activations.
+    """The places at which a function can be cut; place t is after operation t of the activations.
 
     Attributes:
         work: per operation, the FLOPs of F and B.
@@ -101,9 +101,9 @@ class Places:
             read on both sides, which are sent once per update.
     """
 
-    def __init__(self, program: Program, frozen: Sequence[bool]):
-        self.program, self.operations = program, program.activations
-        self.work = np.array(_work(program, self.operations, frozen))
+    def __init__(self, trace: FunctionTrace, frozen: Sequence[bool]):
+        self.trace, self.operations = trace, trace.activations
+        self.work = np.array(_work(trace, self.operations, frozen))
         count = len(self.operations)
         self.sent = np.zeros(count, np.int64)
         self.is_waist, self.allowed = np.zeros(count, bool), np.zeros(count, bool)
@@ -132,12 +132,12 @@ class Places:
 
     def _shared_bytes(self) -> np.ndarray:
         """Return, per place, the bytes of the leaves that operations on both sides read, other than by rows."""
-        leaves: dict[Var, frozenset[Var]] = {v: frozenset([v]) for v in self.program.params}
+        leaves: dict[Var, frozenset[Var]] = {v: frozenset([v]) for v in self.trace.params}
         first: dict[Var, int] = {}
         last: dict[Var, int] = {}
         positions = {id(op): t for t, op in enumerate(self.operations)}
-        for op in self.program.operations:
-            read = op.invars[: scan_parts(op.scan.params)[0]] if isinstance(op, Layer) else op.invars
+        for op in self.trace.operations:
+            read = op.invars[: scan_parts(op.scan.params)[0]] if isinstance(op, ScanLayer) else op.invars
             of_inputs = [leaves[v] for v in variables(read) if v in leaves]
             if not of_inputs:
                 continue
@@ -146,7 +146,7 @@ class Places:
             if t is not None:
                 first |= {leaf: t for leaf in found if leaf not in first}
                 last |= dict.fromkeys(found, t)
-            elif found and not isinstance(op, Layer | Stack) and op.primitive.name == "slice":
+            elif found and not isinstance(op, ScanLayer | ScanStack) and op.primitive.name == "slice":
                 leaves |= {v: frozenset([v]) for v in op.outvars}  # rows that a loop over layers takes
             elif found:
                 leaves |= dict.fromkeys(op.outvars, found)
@@ -158,19 +158,19 @@ class Places:
 
     def _last_uses(self) -> dict[Var, int]:
         read = [(t, v) for t, op in enumerate(self.operations) for v in variables(op.invars)]
-        last = {v: t for t, v in read if self.program.kinds[v] == "a"}
-        if self.program.is_activation(self.program.loss):
-            last[self.program.loss] = len(self.operations)
+        last = {v: t for t, v in read if self.trace.kinds[v] == "a"}
+        if self.trace.is_activation(self.trace.loss):
+            last[self.trace.loss] = len(self.operations)
         return last
 
     def _held_together(self) -> list[tuple[int, int, int]]:
         """Return, per set of leaves of the state that one stage holds, a leaf, and the first and the last operation."""
-        program, at = self.program, {v: t for t, op in enumerate(self.operations) for v in op.outvars}
-        times: list[list[int]] = [[at[v]] if program.is_activation(v) else [] for v in program.new_state]
-        for t, op in enumerate(self.operations if program.state else ()):
-            for k in set[int]().union(*map(program.leaves_of, op.invars)):
+        trace, at = self.trace, {v: t for t, op in enumerate(self.operations) for v in op.outvars}
+        times: list[list[int]] = [[at[v]] if trace.is_activation(v) else [] for v in trace.new_state]
+        for t, op in enumerate(self.operations if trace.state else ()):
+            for k in set[int]().union(*map(trace.leaves_of, op.invars)):
                 times[k].append(t)
-        found = [(min(leaves), [t for k in leaves for t in times[k]]) for leaves in program.kept_together]
+        found = [(min(leaves), [t for k in leaves for t in times[k]]) for leaves in trace.kept_together]
         return [(leaf, min(of_stage), max(of_stage)) for leaf, of_stage in found]
 
     @property
@@ -183,7 +183,7 @@ class Places:
         """Return the places after values that were named by `jax.ad_checkpoint.checkpoint_name`."""
         found: list[int] = []
         for t, op in enumerate(self.operations):
-            if not isinstance(op, Layer | Stack) and op.primitive.name == "name" and op.params["name"] in names:
+            if not isinstance(op, ScanLayer | ScanStack) and op.primitive.name == "name" and op.params["name"] in names:
                 if found and found[-1] == t - 1:
                     found.pop()  # the leaves of one tree
                 found.append(t)
@@ -244,20 +244,20 @@ def _is_value(var: Var) -> bool:
     return type(var.aval).__name__ in ("ShapedArray", "ShapeDtypeStruct") and hasattr(var.aval, "dtype")
 
 
-def _work(program: Program, operations: Sequence[Eqn], frozen: Sequence[bool]) -> list[float]:
-    wanted = {v for v, is_frozen in zip(program.params, frozen, strict=True) if not is_frozen and is_float(v)}
+def _work(trace: FunctionTrace, operations: Sequence[Eqn], frozen: Sequence[bool]) -> list[float]:
+    wanted = {v for v, is_frozen in zip(trace.params, frozen, strict=True) if not is_frozen and is_float(v)}
     work: dict[int, float] = {}
     layers: dict[Any, float] = {}  # layers of one scan take the same
-    for op in program.operations:
+    for op in trace.operations:
         flags = [not isinstance(v, core.Literal) and v in wanted for v in op.invars]
         if any(flags):
             wanted.update(v for v in op.outvars if is_float(v))
-        if isinstance(op, Layer):
+        if isinstance(op, ScanLayer):
             of_scan = id(op.scan), *flags
             if of_scan not in layers:
                 layers[of_scan] = sum(_forward_and_backward(op.scan, flags)) / op.scan.params["length"]
             work[id(op)] = layers[of_scan]
-        elif not isinstance(op, Stack):
+        elif not isinstance(op, ScanStack):
             work[id(op)] = sum(_forward_and_backward(op, flags))
     return [work.get(id(op), 0.0) for op in operations]
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from ipu_jax.base.showing import Table, counted
 from ipu_jax.core.cutting.cut import Cut
 from ipu_jax.core.cutting.division import Division
-from ipu_jax.core.cutting.program import at_line, line_of, name_of, scopes_of
+from ipu_jax.core.cutting.trace import at_line, line_of, name_of, scopes_of
 from ipu_jax.core.programs.cost import bytes_of, in_units
 from ipu_jax.core.stage import Stage
 from ipu_jax.core.weights.whole_tree import Part
@@ -43,21 +43,21 @@ def described(
     """Return a row per stage, a line about the cut, and lines about what makes it uneven or is on all IPUs.
 
     Args:
-        division, cut: the divided program.
+        division, cut: the divided function.
         stages: the stages.
         paths: per leaf of the weights its path.
         shared: the parts that all IPUs hold, and the stages that read them.
         of_state: per leaf of the state its path.
     """
     names, places = [stage.name for stage in stages], [stage.place for stage in stages]
-    program, messages, total = division.program, division.messages, sum(cut.work) or 1.0
+    trace, messages, total = division.trace, division.messages, sum(cut.work) or 1.0
     rows = [("stage", "IPU", "work", "weights", "ends after", "sends per micro-batch")]
     for s, piece in enumerate(division.pieces):
         own = [v for v in piece.weights if division.parts[v] not in shared]
         sent = messages[s] if s < len(messages) else []
         size = in_units(bytes_of([v.aval for v in sent]), "B")
         text = f"{counted(len(sent), 'array')}, {size}" if sent else "the loss"
-        ends = line_of(program.activations[cut.ends[s] - 1]) if cut.ends[s] else ""
+        ends = line_of(trace.activations[cut.ends[s] - 1]) if cut.ends[s] else ""
         name = f"{s} {names[s]}" if names[s] != f"stage {s}" else str(s)
         weights = in_units(bytes_of([v.aval for v in own]), "B")
         rows.append((name, str(places[s]), f"{cut.work[s] / total:.1%}", weights, ends, text))
@@ -82,7 +82,7 @@ def _of_one_operation(division: Division, cut: Cut) -> list[str]:
     """Return a line about an operation that alone is more than a stage's part of the work."""
     if cut.heaviest[1] * len(cut.work) < 1.25:
         return []
-    operation = division.program.activations[cut.heaviest[0]]
+    operation = division.trace.activations[cut.heaviest[0]]
     return [
         f"{cut.heaviest[1]:.0%} of the work is one operation, {name_of(operation)}{at_line(operation)}, which cannot "
         "be cut: write it as several for more even stages"
@@ -103,7 +103,7 @@ def _of_state(cut: Cut, paths: Sequence[str]) -> list[str]:
 def _of_shared(division: Division, paths: Sequence[str], shared: Mapping[Part, list[int]]) -> list[str]:
     if not shared:
         return []
-    size = {part: bytes_of(division.program.params[part.leaf].aval) for part in shared}
+    size = {part: bytes_of(division.trace.params[part.leaf].aval) for part in shared}
     largest = sorted(shared, key=lambda part: -size[part])
     named = [
         f"{paths[part.leaf]} ({in_units(size[part], 'B')}, stages {', '.join(map(str, shared[part]))})"

@@ -1,4 +1,4 @@
-"""Divide a program's equations into stages: what each computes, which weights it reads, and what it sends.
+"""Divide a function's equations into stages: what each computes, which weights it reads, and what it sends.
 
              stage 0                    stage 1                    stage 2
 reads        embed, layers 0-3          layers 4-7                 layers 8-9, embed (held by all IPUs)
@@ -19,7 +19,7 @@ from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Var
 from ipu_jax.base.jaxprs import in_order, in_scan_parts, part_of, read_by, variables
-from ipu_jax.core.cutting.program import Layer, Program, Stack
+from ipu_jax.core.cutting.trace import FunctionTrace, ScanLayer, ScanStack
 from ipu_jax.core.programs.cost import bytes_of
 from ipu_jax.core.weights.whole_tree import Part
 
@@ -37,7 +37,7 @@ _Rows = dict[tuple[Var, int, int], Var]
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class StagePiece:
     """Hold the equations and the variables of one stage.
 
     Attributes:
@@ -55,16 +55,16 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Division:
-    """A program's equations, divided into stages.
+    """A function's equations, divided into stages.
 
     Attributes:
-        program: the program.
+        trace: the trace of the function.
         own: per stage, the equations that no other stage runs.
         parts: the part of `params` that each variable of weights is.
         again: the equation of each value that any stage can compute again.
     """
 
-    program: Program
+    trace: FunctionTrace
     own: list[list[Eqn]]
     parts: dict[Var, Part]
     again: dict[Var, Eqn]
@@ -74,7 +74,7 @@ class Division:
         """Return the stage that computes each activation."""
         return {v: s for s, eqns in enumerate(self.own) for eqn in eqns for v in eqn.outvars}
 
-    def needs(self, wanted: Iterable[Var], stage: int) -> Piece:
+    def needs(self, wanted: Iterable[Var], stage: int) -> StagePiece:
         """Return what variables depend on: leaves, activations of other stages, and equations to run again."""
         weights, incoming, inputs, waiting = list[Var](), list[Var](), set[Var](), list(wanted)
         equations: dict[int, Eqn] = {}
@@ -94,7 +94,7 @@ class Division:
                 weights.append(var)
             else:
                 inputs.add(var)
-        return Piece([*equations.values()], [*dict.fromkeys(weights)], [*dict.fromkeys(incoming)], inputs)
+        return StagePiece([*equations.values()], [*dict.fromkeys(weights)], [*dict.fromkeys(incoming)], inputs)
 
     @functools.cached_property
     def state_homes(self) -> list[list[int]]:
@@ -103,20 +103,20 @@ class Division:
         It is one, unless the new value follows from the state alone, as a counter's: then all stages that read it, or
         compute from it the new value of another leaf that they hold, hold a copy, and update it alike.
         """
-        if not self.program.state:
+        if not self.trace.state:
             return []
         reads = [self.needs(read_by(eqns), s).inputs for s, eqns in enumerate(self.own)]
-        program = self.program
-        homes = [{s for s, read in enumerate(reads) if var in read} for var in program.state]
-        kept = set[int]().union(*program.kept_together)
-        for leaves in program.kept_together:
-            home = {self.stage_of[v] for v in (program.new_state[k] for k in leaves) if program.is_activation(v)}
+        trace = self.trace
+        homes = [{s for s, read in enumerate(reads) if var in read} for var in trace.state]
+        kept = set[int]().union(*trace.kept_together)
+        for leaves in trace.kept_together:
+            home = {self.stage_of[v] for v in (trace.new_state[k] for k in leaves) if trace.is_activation(v)}
             assert len(home) == 1, "a cut does not separate the operations on these leaves"
             for k in leaves:
                 homes[k] = home
         homes = [of_leaf or {0} for of_leaf in homes]
-        results = [(of_leaf, program.leaves_of(v)) for of_leaf, v in zip(homes, program.new_state, strict=True)]
-        for leaves in filter(None, map(program.leaves_of, program.aux)):
+        results = [(of_leaf, trace.leaves_of(v)) for of_leaf, v in zip(homes, trace.new_state, strict=True)]
+        for leaves in filter(None, map(trace.leaves_of, trace.aux)):
             results.append(({min(homes[min(leaves, key=lambda k: k not in kept)])}, leaves))
         for own, leaves in results * len(homes):  # a leaf may follow from one that comes later
             for k in leaves:
@@ -126,7 +126,7 @@ class Division:
     @functools.cached_property
     def aux_home(self) -> list[int]:
         """Return, per result of `aux`, the stage that returns it."""
-        return list(map(self._home, self.program.aux))
+        return list(map(self._home, self.trace.aux))
 
     def _home(self, result: Var) -> int:
         last = len(self.own) - 1
@@ -137,7 +137,7 @@ class Division:
         found = self.needs([result], -1)
         if found.incoming:
             return max(self.stage_of[v] for v in found.incoming)
-        if needed := self.program.leaves_of(result):
+        if needed := self.trace.leaves_of(result):
             return min(set[int].intersection(*(set(self.state_homes[k]) for k in needed)))
         leaves = {self.parts[v].leaf for v in found.weights}
         for s, eqns in enumerate(self.own):
@@ -151,13 +151,13 @@ class Division:
         return [k for k, home in enumerate(self.aux_home) if home == stage], of_state
 
     @functools.cached_property
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[StagePiece]:
         """Return, per stage, what it computes."""
         pieces = []
         for s, own in enumerate(self.own):
             aux, state = self.returned(s)
-            results = [*(self.program.aux[k] for k in aux), *(self.program.new_state[k] for k in state)]
-            results += [self.program.loss] if s == len(self.own) - 1 else []
+            results = [*(self.trace.aux[k] for k in aux), *(self.trace.new_state[k] for k in state)]
+            results += [self.trace.loss] if s == len(self.own) - 1 else []
             # `needs` begins at the end: with what the first equation reads
             found = self.needs([*results, *(v for eqn in reversed(own) for v in eqn.invars)], s)
             equations = [*found.equations, *own]
@@ -175,10 +175,10 @@ class Division:
         return sent
 
 
-def divide(program: Program, ends: Sequence[int]) -> Division:
-    """Divide a program into stages; `ends` has, per stage, the number of activations that it and earlier ones have."""
-    parts, again = _parts_of_weights(program)
-    of_stages = [program.activations[start:end] for start, end in itertools.pairwise([0, *ends])]
+def divide(trace: FunctionTrace, ends: Sequence[int]) -> Division:
+    """Divide a function into stages; `ends` has, per stage, the number of activations of it and of earlier ones."""
+    parts, again = _parts_of_weights(trace)
+    of_stages = [trace.activations[start:end] for start, end in itertools.pairwise([0, *ends])]
     runs = _runs_of_layers(of_stages)
     rows = _rows_read(runs, again)
     slices: dict[Var, Eqn] = {}
@@ -186,20 +186,20 @@ def divide(program: Program, ends: Sequence[int]) -> Division:
         if var in parts:
             parts[of_var] = parts[var].part(start, stop)
         else:
-            of_rows = slices if program.is_activation(var) else again
+            of_rows = slices if trace.is_activation(var) else again
             of_rows[of_var] = _computed_by_row(again.get(var), rows, start, stop) or _slice(var, start, stop, of_var)
-    own = _under_checkpoints(program, _own_equations(of_stages, runs, rows, slices))
-    division = Division(program, own, parts, again)
+    own = _under_checkpoints(trace, _own_equations(of_stages, runs, rows, slices))
+    division = Division(trace, own, parts, again)
     return _with_rows_gathered(dataclasses.replace(division, own=_with_small_values(division)))
 
 
-def _parts_of_weights(program: Program) -> tuple[dict[Var, Part], dict[Var, Eqn]]:
+def _parts_of_weights(trace: FunctionTrace) -> tuple[dict[Var, Part], dict[Var, Eqn]]:
     """Return the part of `params` that each variable of weights is, and the equation of each value but activations.
 
     Static rows of a leaf, `w[k]` in a loop over layers, are parts of it, as rows of a scan are.
     """
-    parts = {v: Part(k) for k, v in enumerate(program.params)}
-    again = {v: op for op in program.operations for v in op.outvars if not program.is_activation(v)}
+    parts = {v: Part(k) for k, v in enumerate(trace.params)}
+    again = {v: op for op in trace.operations for v in op.outvars if not trace.is_activation(v)}
     for var, eqn in [*again.items()]:
         if eqn.primitive.name != "slice" or eqn.invars[0] not in parts:
             continue
@@ -215,23 +215,23 @@ def _parts_of_weights(program: Program) -> tuple[dict[Var, Part], dict[Var, Eqn]
 # the equations of each stage
 
 
-def _runs_of_layers(of_stages: Iterable[list[Eqn]]) -> list[list[Layer]]:
+def _runs_of_layers(of_stages: Iterable[list[Eqn]]) -> list[list[ScanLayer]]:
     """Return the layers of all scans, those of one scan in one stage together."""
-    runs: dict[tuple[int, int], list[Layer]] = {}
+    runs: dict[tuple[int, int], list[ScanLayer]] = {}
     for s, of_stage in enumerate(of_stages):
         for op in of_stage:
-            if isinstance(op, Layer):
+            if isinstance(op, ScanLayer):
                 runs.setdefault((id(op.scan), s), []).append(op)
     return [*runs.values()]
 
 
-def _range_of(run: list[Layer]) -> tuple[int, int]:
+def _range_of(run: list[ScanLayer]) -> tuple[int, int]:
     """Return the first row of a scan's inputs that a run of its layers reads, and the one after the last."""
     params, start, stop = run[0].scan.params, run[0].number, run[-1].number + 1
     return (params["length"] - stop, params["length"] - start) if params["reverse"] else (start, stop)
 
 
-def _rows_read(runs: Iterable[list[Layer]], again: dict[Var, Eqn]) -> _Rows:
+def _rows_read(runs: Iterable[list[ScanLayer]], again: dict[Var, Eqn]) -> _Rows:
     """Return a variable for each range of rows that runs of layers read, unless they read all rows.
 
     Where such rows follow from the same rows of other values, there are variables for those, too.
@@ -262,7 +262,7 @@ def _computed_by_row(eqn: Eqn | None, rows: _Rows, start: int, stop: int) -> Eqn
     return eqn.replace(invars=list(map(at, eqn.invars)), outvars=list(map(at, eqn.outvars)))
 
 
-def _shorter(run: list[Layer], rows: _Rows) -> Eqn:
+def _shorter(run: list[ScanLayer], rows: _Rows) -> Eqn:
     """Return the equation of a scan over a run of layers."""
     scan, length = run[0].scan, len(run)
     if length == scan.params["length"]:
@@ -277,7 +277,7 @@ def _shorter(run: list[Layer], rows: _Rows) -> Eqn:
 
 
 def _own_equations(
-    of_stages: list[list[Eqn]], runs: Iterable[list[Layer]], rows: _Rows, slices: dict[Var, Eqn]
+    of_stages: list[list[Eqn]], runs: Iterable[list[ScanLayer]], rows: _Rows, slices: dict[Var, Eqn]
 ) -> list[list[Eqn]]:
     """Return the equations of each stage, with one for its layers of a scan, and one that joins what these return."""
     scans: dict[int, list[Eqn]] = {}
@@ -288,9 +288,9 @@ def _own_equations(
         placed[id(run[-1])] = [*(slices.pop(v) for v in variables(scan.invars) if v in slices), scan]
 
     def in_place_of(op: Eqn) -> list[Eqn]:
-        if isinstance(op, Layer):
+        if isinstance(op, ScanLayer):
             return placed.get(id(op), [])
-        if not isinstance(op, Stack):
+        if not isinstance(op, ScanStack):
             return [op]
         at, of_scan = op.scan.outvars.index(op.outvars[0]), scans[id(op.scan)]
         parts = [scan.outvars[at] for scan in of_scan][:: -1 if op.scan.params["reverse"] else 1]
@@ -299,30 +299,30 @@ def _own_equations(
     return [[eqn for op in of_stage for eqn in in_place_of(op)] for of_stage in of_stages]
 
 
-def _under_checkpoints(program: Program, own: list[list[Eqn]]) -> list[list[Eqn]]:
+def _under_checkpoints(trace: FunctionTrace, own: list[list[Eqn]]) -> list[list[Eqn]]:
     """Return the equations of each stage, with each run of them that was under one `jax.checkpoint` under one again."""
-    opened_of = lambda eqn: program.opened.get(eqn.outvars[0]) if eqn.outvars else None
+    opened_of = lambda eqn: trace.opened.get(eqn.outvars[0]) if eqn.outvars else None
     found = []
     for of_stage in own:
         runs = [list(run) for _, run in itertools.groupby(of_stage, lambda eqn: id(opened_of(eqn)))]
-        found.append([eqn for run in runs for eqn in _checkpointed(program, own, opened_of(run[0]), run)])
+        found.append([eqn for run in runs for eqn in _checkpointed(trace, own, opened_of(run[0]), run)])
     return found
 
 
-def _checkpointed(program: Program, own: list[list[Eqn]], opened: Eqn | None, equations: list[Eqn]) -> list[Eqn]:
+def _checkpointed(trace: FunctionTrace, own: list[list[Eqn]], opened: Eqn | None, equations: list[Eqn]) -> list[Eqn]:
     """Return a `jax.checkpoint` like `opened` of a stage's equations, if there is one, or else these."""
     if opened is None:
         return equations
     made, inside = {v for eqn in equations for v in eqn.outvars}, set(map(id, equations))
     read = {*read_by([eqn for eqns in own for eqn in eqns if id(eqn) not in inside])}
-    results = {*variables([program.loss, *program.aux, *program.new_state])}
+    results = {*variables([trace.loss, *trace.aux, *trace.new_state])}
     outvars = [v for eqn in equations for v in eqn.outvars if v in read or v in results]
-    constants = {*program.closed.jaxpr.constvars}  # the first inputs, as where jax closes over them
+    constants = {*trace.closed.jaxpr.constvars}  # the first inputs, as where jax closes over them
     inputs = sorted((v for v in read_by(equations) if v not in made), key=lambda v: v not in constants)
     invars = list(dict.fromkeys(inputs))
     how = {name: opened.params[name] for name in ("policy", "prevent_cse")}
     how["prevent_cse"] = how["prevent_cse"] if isinstance(how["prevent_cse"], bool) else any(how["prevent_cse"])
-    run = jax.checkpoint(core.jaxpr_as_fun(part_of(program.closed, invars, equations, outvars)), **how)
+    run = jax.checkpoint(core.jaxpr_as_fun(part_of(trace.closed, invars, equations, outvars)), **how)
     (eqn,) = jax.make_jaxpr(run)(*map(_shape, invars)).jaxpr.eqns
     return [eqn.replace(invars=invars, outvars=outvars, source_info=opened.source_info)]
 
@@ -357,16 +357,16 @@ def _small_operations(division: Division) -> list[tuple[Eqn, set[int]]]:
     """Return the operations that compute small results from larger weights, and the leaves that each reads."""
     found: list[tuple[Eqn, set[int]]] = []
     results: set[Var] = set()
-    program, parts = division.program, division.parts
-    for op in program.operations:
-        if op.effects or program.kinds[op.outvars[0]] != "w":
+    trace, parts = division.trace, division.parts
+    for op in trace.operations:
+        if op.effects or trace.kinds[op.outvars[0]] != "w":
             continue
         size = bytes_of([v.aval for v in op.outvars])
         if size > _SMALL:
             continue
         inputs = variables(op.invars)
         leaves = {parts[v].leaf for v in division.needs([v for v in inputs if v not in results], -1).weights}
-        of_leaves = bytes_of([program.params[leaf].aval for leaf in leaves])
+        of_leaves = bytes_of([trace.params[leaf].aval for leaf in leaves])
         if results.intersection(inputs) or of_leaves > 8 * size:
             found.append((op, leaves))
             results.update(op.outvars)
@@ -379,8 +379,8 @@ def _with_rows_gathered(division: Division) -> Division:
     Where a stage reads the leaf whole, or two stages read one row, or one stage reads all of it, rows are slices of
     the leaf.
     """
-    program, parts, again = division.program, dict(division.parts), dict(division.again)
-    if len(parts) == len(program.params):
+    trace, parts, again = division.trace, dict(division.parts), dict(division.again)
+    if len(parts) == len(trace.params):
         return division
     read: dict[int, dict[int, list[Var]]] = {}  # per leaf and stage, the variables
     for s, piece in enumerate(division.pieces):
@@ -389,7 +389,7 @@ def _with_rows_gathered(division: Division) -> Division:
     for leaf, by_stage in read.items():
         rows = {v: parts[v].rows for of_stage in by_stage.values() for v in of_stage}
         tiles = [] if None in rows.values() else _tiles({s: [rows[v] for v in vs] for s, vs in by_stage.items()})
-        whole = program.params[leaf]
+        whole = trace.params[leaf]
         if len(tiles) < 2:
             again |= {v: _slice(whole, *of_var, v) for v, of_var in rows.items() if of_var is not None}
             continue

@@ -1,6 +1,6 @@
 """Make stages of a whole loss function: trace it, cut it, and give each stage its own equations and weights.
 
-loss(params, micro_batch)  --traced-->  program  --cut-->  Stage 0, Stage 1, ...  and who holds which leaf of `params`
+loss(params, micro_batch)  --traced-->  trace  --cut-->  Stage 0, Stage 1, ...  and who holds which leaf of `params`
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from ipu_jax.core.cutting.cut import STAGE_END, Cut, Places
 from ipu_jax.core.cutting.description import described, names_of
 from ipu_jax.core.cutting.division import Division, divide
 from ipu_jax.core.cutting.given import (
-    Call,
+    LossCall,
     check_constants,
     check_effects,
     check_loss,
@@ -32,8 +32,8 @@ from ipu_jax.core.cutting.given import (
 )
 from ipu_jax.core.cutting.module_trees import check_equinox, check_linen
 from ipu_jax.core.cutting.own_derivatives import check_cotangents
-from ipu_jax.core.cutting.program import at_line, name_of
 from ipu_jax.core.cutting.stages import Held, make_stage, who_holds
+from ipu_jax.core.cutting.trace import at_line, name_of
 from ipu_jax.core.programs.segment import Message, MicrobatchInputs
 from ipu_jax.core.stage import Stage
 from ipu_jax.core.weights.whole_tree import Part, WholeTree
@@ -49,7 +49,7 @@ class Source:
         mesh: the mesh that its trace is for, if the function names further axes of one.
 
     Raises:
-        ValueError: the loss is no function, `costs` is unknown, or a stage is concurrent.
+        ValueError: the loss is not callable, `costs` is unknown, or a stage is concurrent.
     """
 
     loss: Function
@@ -167,31 +167,31 @@ def model_of(source: Source) -> FunctionModel:
     is_frozen = frozen_leaves(source.frozen, source.params)
     check_linen(source.params, is_frozen)
     state = None if source.state is None else shapes("state", source.state)
-    call = Call(source.loss, state, is_frozen)
+    call = LossCall(source.loss, state, is_frozen)
     check_equinox(source.loss, source.params, call.takes_key)
     params, microbatch = shapes("params", source.params, weak=True), shapes("micro_batch", source.microbatch)
     key = jax.eval_shape(lambda: jax.random.key(0)) if call.takes_key else None
     status.say("tracing the function")
-    program, results = call.traced(params, microbatch, key, source.mesh)
+    trace, results = call.traced(params, microbatch, key, source.mesh)
     status.say("cutting the function")
     check_weights(params, is_frozen)
-    check_loss(program, results[0])
-    check_effects(program)
-    check_constants(program)
-    check_cotangents(program, is_frozen)
+    check_loss(trace, results[0])
+    check_effects(trace)
+    check_constants(trace)
+    check_cotangents(trace, is_frozen)
     shaped = dataclasses.replace(source, params=params, state=state, microbatch=microbatch)
-    places = Places(program, is_frozen)
+    places = Places(trace, is_frozen)
     if source.costs == "traced":
         places.work = _traced_work(places, shaped)
     cut = _best_cut(places, len(placement), source.names)
-    division = divide(program, cut.ends)
+    division = divide(trace, cut.ends)
     stages, weights, of_state, held = _stages_of(division, placement, shaped)
     trees = jax.tree.structure((params, state, microbatch, key)), jax.tree.structure(results)
     return FunctionModel(
         stages=stages,
         weights=weights,
         state=of_state,
-        call=call if source.mesh is not None else _as_traced(program.closed, call, *trees),
+        call=call if source.mesh is not None else _as_traced(trace.closed, call, *trees),
         aux=jax.tree.structure(results[1]),
         aux_home=tuple(division.aux_home),
         microbatch=microbatch,
@@ -220,7 +220,7 @@ def _stages_of(
 def _traced_work(places: Places, source: Source) -> np.ndarray:
     """Return the FLOPs of F and B of what lies between any two places, at the operation before the second one."""
     ends = [*(np.flatnonzero(places.allowed & places.is_waist) + 1), len(places.operations)]
-    stages, weights, of_state, _ = _stages_of(divide(places.program, ends), [0] * len(ends), source)
+    stages, weights, of_state, _ = _stages_of(divide(places.trace, ends), [0] * len(ends), source)
     states = None if of_state is None else of_state.split(source.state)
     work = np.zeros_like(places.work)
     groups = weights.split(source.params)

@@ -22,7 +22,7 @@ from ipu_jax.base.checks import in_line
 from ipu_jax.base.decorators import OTHER_MESH
 from ipu_jax.base.jaxprs import traced_on
 from ipu_jax.core.cutting.module_trees import check_unchanged, name_of_function
-from ipu_jax.core.cutting.program import Program, at_line, is_ours, name_of, traced, users_line
+from ipu_jax.core.cutting.trace import FunctionTrace, at_line, is_ours, name_of, trace_of, users_line
 from ipu_jax.core.weights.packed_layout import check_array, check_weight
 from ipu_jax.core.weights.whole_tree import spread
 
@@ -93,7 +93,7 @@ def check_weights(params: Params, frozen: Sequence[bool]) -> None:
             check_weight(f"params{jax.tree_util.keystr(path)}", leaf.dtype, is_frozen)
 
 
-class Call:
+class LossCall:
     """The user's function as one of `(params, state, micro_batch, key)` that returns `(loss, aux, new state)`.
 
     Args:
@@ -134,26 +134,26 @@ class Call:
             raise ValueError("loss returns a new state that is not like state: return the same tree, shapes and dtypes")
         return value, aux, new_state
 
-    def traced(self, params: Params, microbatch: Batch, key: Key, mesh: Mesh | None) -> tuple[Program, Tree]:
-        """Return the program and the shapes of the results, traced on a mesh; say what is wrong where calls often fail.
+    def traced(self, params: Params, microbatch: Batch, key: Key, mesh: Mesh | None) -> tuple[FunctionTrace, Tree]:
+        """Return the function's trace, and the shapes of its results; say what is wrong where calls often fail.
 
         Raises:
             ValueError: the function names an unmapped axis, its third argument is not a key, or the first two are
                 swapped.
         """
-        trace = lambda: traced(self, params, self._state, microbatch, key)
+        run = lambda: trace_of(self, params, self._state, microbatch, key)
         try:
-            program, results = trace() if mesh is None else traced_on(mesh, trace)
+            trace, results = run() if mesh is None else traced_on(mesh, run)
         except Exception as error:
             why = self._explained(error, params, microbatch, key)
             if why is None:
                 raise
             raise ValueError(why) from error
-        read = {id(v) for eqn in program.closed.jaxpr.eqns for v in eqn.invars}
-        if self._may_be_no_key and not any(id(v) in read for v in program.key):
+        read = {id(v) for eqn in trace.closed.jaxpr.eqns for v in eqn.invars}
+        if self._may_be_no_key and not any(id(v) in read for v in trace.key):
             name = self._names[-1]
             raise ValueError(f"loss takes {name!r}, gets a random key there, and ignores it{self._one_batch()}")
-        return program, results
+        return trace, results
 
     def _explained(self, error: Exception, params: Params, microbatch: Batch, key: Key) -> str | None:
         axis = _UNBOUND.search(str(error))
@@ -241,27 +241,27 @@ def _described(tree: Tree) -> Tree:
     return treedef, [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
 
 
-def check_loss(program: Program, loss: Value) -> None:
+def check_loss(trace: FunctionTrace, loss: Value) -> None:
     """Raise `ValueError` unless the function returns a float scalar."""
     found = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else f"a {type(loss).__name__}"
     if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
-        made = program.made_by.get(program.loss)
+        made = trace.made_by.get(trace.loss)
         where = "" if made is None else at_line(made)
         raise ValueError(f"loss returns {found}{where}: return the micro-batch's mean loss, a float scalar")
 
 
-def check_constants(program: Program) -> None:
+def check_constants(trace: FunctionTrace) -> None:
     """Raise `ValueError` if the function closes over an array that is on a mesh of its own."""
-    for value in (*program.closed.consts, *program.constants.values()):
+    for value in (*trace.closed.consts, *trace.constants.values()):
         mesh = getattr(getattr(value, "sharding", None), "mesh", None)
         if mesh is not None and mesh.size > 1:
             found = f"{value.dtype}{list(value.shape)} on the mesh {dict(mesh.shape)}"
             raise ValueError(OTHER_MESH.format(found))
 
 
-def check_effects(program: Program) -> None:
+def check_effects(trace: FunctionTrace) -> None:
     """Raise `ValueError` for effects that have an order, which the stages of several IPUs do not keep."""
-    for operation in program.operations:
+    for operation in trace.operations:
         names = [type(effect).__name__ for effect in operation.effects]
         if any("Ordered" in name and "Unordered" not in name for name in names):
             raise ValueError(

@@ -25,20 +25,20 @@ from ipu_jax.base.jaxprs import (
     scan_parts,
     variables,
 )
-from ipu_jax.core.cutting.program import Program
+from ipu_jax.core.cutting.trace import FunctionTrace
 
 _OWN: Final = "custom_vjp_call"
 _BODIES: Final = {*CALLS, "scan", "cond"}
 _KEEPS_ZEROS: Final = ("broadcast_in_dim", "convert_element_type", "reshape", "neg", "copy", "squeeze")
 
 
-def check_cotangents(program: Program, frozen: Sequence[bool]) -> None:
+def check_cotangents(trace: FunctionTrace, frozen: Sequence[bool]) -> None:
     """Raise `ValueError` if a derivative of the user's own ignores its cotangent on the way to a trained weight."""
-    if not _has_own(program.closed.jaxpr):
+    if not _has_own(trace.closed.jaxpr):
         return
-    wanted = [v for v, is_frozen in zip(program.params, frozen, strict=True) if not is_frozen and is_float(v)]
+    wanted = [v for v, is_frozen in zip(trace.params, frozen, strict=True) if not is_frozen and is_float(v)]
     seen: set[Any] = set()
-    for eqn, flags in _differentiated(program.closed.jaxpr, wanted):
+    for eqn, flags in _differentiated(trace.closed.jaxpr, wanted):
         about = eqn.params["call_jaxpr"].jaxpr.debug_info
         signature = (about.func_src_info, *(str(v.aval) for v in eqn.invars), *flags)
         if signature in seen:

@@ -1,4 +1,4 @@
-"""Make the stages of a divided program: each with its equations, and with the weights that it reads.
+"""Make the stages of a divided function: each with its equations, and with the weights that it reads.
 
 stage 0     params "stage 0": embed's positions, layers 0-3      shared "shared 0": the embedding
 stage 1     params "stage 1": layers 4-7
@@ -54,7 +54,7 @@ def who_holds(division: Division, placement: Sequence[int]) -> Held:
         name = _shared_name(part) if part in everywhere else f"stage {lead[stages[0]]}"
         groups.setdefault(name, []).append(part)
     used = {part.leaf for part in users}
-    for k in range(len(division.program.params)):
+    for k in range(len(division.trace.params)):
         if k not in used:  # nothing reads it
             groups.setdefault("stage 0", []).append(Part(k))
     own = [f"stage {at}" if f"stage {at}" in groups else None for at in lead]
@@ -70,22 +70,22 @@ def _shared_name(part: Part) -> str:
 def make_stage(
     division: Division, s: int, name: str, ipu: int, held: Held, microbatch: Batch, *, recompute: Any
 ) -> Stage:
-    """Return stage `s` of a divided program, on this IPU; it takes micro-batches with the paths of `microbatch`."""
-    program, piece, messages = division.program, division.pieces[s], division.messages
+    """Return stage `s` of a divided function, on this IPU; it takes micro-batches with the paths of `microbatch`."""
+    trace, piece, messages = division.trace, division.pieces[s], division.messages
     received, own, (aux, new_state) = messages[s - 1] if s else [], held.own[s], division.returned(s)
     groups = filter(None, [own, *held.shared[s]])
     at = {part: (group, k) for group in groups for k, part in enumerate(held.groups[group])}
     weights_read = sorted(((*at[division.parts[v]], v) for v in piece.weights), key=lambda read: read[0] != own)
-    named = zip(jax.tree.leaves_with_path(microbatch), program.batch, strict=True)
+    named = zip(jax.tree.leaves_with_path(microbatch), trace.batch, strict=True)
     batch = [(path, v) for (path, _), v in named if v in piece.inputs]
-    keys = [v for v in program.key if v in piece.inputs]
-    constants = [(value, v) for v, value in program.constants.items() if v in piece.inputs]
+    keys = [v for v in trace.key if v in piece.inputs]
+    constants = [(value, v) for v, value in trace.constants.items() if v in piece.inputs]
     inputs = [v for *_, v in weights_read] + received + [v for _, v in batch] + keys
-    inputs += [*(program.state[k] for k in new_state), *(v for _, v in constants)]
-    y, of_aux = program.loss if s == len(messages) else tuple(messages[s]), {str(k): program.aux[k] for k in aux}
-    results = Outputs(y, state=[program.new_state[k] for k in new_state] or None, aux=of_aux or None)
+    inputs += [*(trace.state[k] for k in new_state), *(v for _, v in constants)]
+    y, of_aux = trace.loss if s == len(messages) else tuple(messages[s]), {str(k): trace.aux[k] for k in aux}
+    results = Outputs(y, state=[trace.new_state[k] for k in new_state] or None, aux=of_aux or None)
     outputs, treedef = jax.tree.flatten(results)
-    run = core.jaxpr_as_fun(part_of(program.closed, inputs, piece.equations, outputs))
+    run = core.jaxpr_as_fun(part_of(trace.closed, inputs, piece.equations, outputs))
 
     def fn(
         weights: Params, x: Tree, microbatch: Batch, *, shared: Tree = None, state: Tree = None, key: Key = None

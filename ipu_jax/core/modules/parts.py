@@ -119,14 +119,14 @@ def import_library(module: str) -> Any:
         raise ImportError(f"{module} cannot be imported: pip install 'ipu-jax[{library}]'") from error
 
 
-class Call(Protocol):
+class ModuleCall(Protocol):
     """Calls a module: `(params, state, args, key)` to `(result, new state, loss to add)`; the last two can be None."""
 
     def __call__(self, params: Params, state: Tree, args: tuple[Tree, ...], key: Key, *, training: bool) -> Tree: ...
 
 
 def make_module_stage(
-    call: Call,
+    call: ModuleCall,
     name: str,
     params: Params,
     state: Tree,

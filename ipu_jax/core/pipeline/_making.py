@@ -13,8 +13,6 @@ from ipu_jax.core.analysis.balance import balance_layers, measure_costs
 from ipu_jax.core.schedules import Schedule, canonical_name, make_schedule
 from ipu_jax.core.stage import Stage
 
-Layer = tuple[Function, Params]
-
 
 def layers_to_stages(
     layers: Iterable[Any],
@@ -37,7 +35,7 @@ def layers_to_stages(
     stages = []
     for k, (layer, own) in enumerate(pairs):
         name = f"layer {k}"
-        fn = _stage_function(layer, own, (inputs or _whole) if k == 0 else None)
+        fn = _stage_function(layer, own, (inputs or (lambda mb: mb)) if k == 0 else None)
         stages.append(Stage(fn, params=name if name in weights else None, name=name, recompute=recompute))
     end = Stage(lambda _, x, mb: loss(x, mb), name="loss", predict=lambda _, x, mb: x)
     return [*stages, end], weights
@@ -134,7 +132,7 @@ def _places(layers_per_ipu: Iterable[int], layers: int, ipus: int, rounds: int) 
     return [ipu for ipu, count in enumerate(counts) for _ in range(count)]
 
 
-def _pairs(layers: Iterable[Any], params: Iterable[Params] | None) -> list[Layer]:
+def _pairs(layers: Iterable[Any], params: Iterable[Params] | None) -> list[tuple[Function, Params]]:
     if not isinstance(layers, Iterable):
         raise ValueError(f"layers={layers!r} is not a list of layers: give functions layer(params, x)")
     listed = list(layers)
@@ -149,10 +147,6 @@ def _pairs(layers: Iterable[Any], params: Iterable[Params] | None) -> list[Layer
             mend = "give a function of (params, x)" if params is not None else "give (function, params), or params="
             raise ValueError(f"layer {k} is {found!r}: {mend}")
     return listed
-
-
-def _whole(microbatch: Batch) -> Tree:
-    return microbatch
 
 
 def _stage_function(layer: Function, empty: Tree, inputs: Callable[[Batch], Tree] | None) -> Function:

@@ -1,8 +1,8 @@
 """Describe a pipeline's groups of weights and state: where they are, how they are split, and what is frozen."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import jax
 from jax.sharding import PartitionSpec
@@ -15,6 +15,8 @@ from ipu_jax.core.weights.arguments import check_alive
 from ipu_jax.core.weights.packed_layout import WHOLE, PackedLayout, plan_layout, with_frozen, with_specs
 from ipu_jax.core.weights.packing import Sharded
 from ipu_jax.core.weights.whole_tree import WholeTree
+
+_MOST_KNOWN: Final = 32  # layouts that were checked
 
 
 class Groups:
@@ -51,6 +53,7 @@ class Groups:
         whole_state: WholeTree | None = None,
     ):
         self.ipus, self.axes, self.given_frozen, self.given_specs = ipus, axes, frozen, specs
+        self._known: dict[tuple[str, int], tuple[PackedLayout, Any]] = {}
         self._whole, self._whole_state = whole, whole_state
         self.owners, self.state_owners = _owners_of(stages), _state_owners_of(stages)
         shared = {name: PartitionSpec() for stage in stages for name in stage.shared}
@@ -110,13 +113,19 @@ class Groups:
     ) -> None:
         if not isinstance(sharded, Sharded):
             raise ValueError(f"{what} is a {type(sharded).__name__}: pass what pipeline.{call}(...) returns")
-        layout = sharded.layout
-        if {g.name: g.ipu for g in layout.groups} != owners or layout.ipus != self.ipus:
-            raise ValueError(f"{what} were sharded by a pipeline with other groups or IPUs: shard them with this one")
-        for group in layout.groups:
-            bare = tuple(dataclasses.replace(leaf, spec=WHOLE) for leaf in group.leaves)
-            if group != with_specs(dataclasses.replace(group, leaves=bare), specs, self.axes):
-                raise ValueError(f"{what} were sharded by a pipeline with other specs: shard them with this one")
+
+        def check_layout(layout: PackedLayout) -> bool:
+            if {g.name: g.ipu for g in layout.groups} != owners or layout.ipus != self.ipus:
+                raise ValueError(
+                    f"{what} were sharded by a pipeline with other groups or IPUs: shard them with this one"
+                )
+            for group in layout.groups:
+                bare = tuple(dataclasses.replace(leaf, spec=WHOLE) for leaf in group.leaves)
+                if group != with_specs(dataclasses.replace(group, leaves=bare), specs, self.axes):
+                    raise ValueError(f"{what} were sharded by a pipeline with other specs: shard them with this one")
+            return True
+
+        self._once(what, check_layout, sharded.layout)
         check_alive(what, sharded)
 
     def as_trained(self, layout: PackedLayout) -> PackedLayout:
@@ -125,7 +134,17 @@ class Groups:
         Raises:
             ValueError: `frozen` does not fit the weights, or a leaf that is trained is not floating.
         """
-        return with_frozen(layout, self.frozen)
+        return self._once("trained", lambda layout: with_frozen(layout, self.frozen), layout)
+
+    def _once(self, what: str, fn: Callable[[PackedLayout], Any], layout: PackedLayout) -> Any:
+        """Return `fn(layout)`, which a step's calls ask again and again for the same few layouts."""
+        known, result = self._known.get((what, id(layout)), (None, None))
+        if known is not layout:
+            result = fn(layout)
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[what, id(layout)] = layout, result
+        return result
 
 
 def _check_not_placed(what: str, tree: Tree) -> None:

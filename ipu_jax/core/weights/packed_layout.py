@@ -221,7 +221,8 @@ def with_frozen(layout: PackedLayout, frozen: Mapping[str, Tree]) -> PackedLayou
             check_weight(leaf.path, jnp.dtype(leaf.dtype), is_frozen)
             leaves.append(dataclasses.replace(leaf, frozen=is_frozen))
         groups.append(dataclasses.replace(group, leaves=tuple(leaves)))
-    return dataclasses.replace(layout, groups=tuple(groups))
+    found = dataclasses.replace(layout, groups=tuple(groups))
+    return layout if found == layout else found
 
 
 def check_array(where: str, value: Value) -> None:

@@ -34,7 +34,7 @@ class Gradients(NamedTuple):
 class Model(Protocol):
     """What a training step trains. Weights are whole, as a user gives them, or placed, as `place` returns them.
 
-    Without a word of its own, a model has no guards, freezes nothing, and its aux came with the loss.
+    Without a word of its own, a model has nothing to choose, freezes nothing, and its aux came with the loss.
 
     Attributes:
         kind: what it is, in words.
@@ -43,6 +43,23 @@ class Model(Protocol):
         state_groups: the names of the stages' state.
         takes_unused_key: whether it takes a key that nothing reads.
         mesh, replicas, m, reduction: as `runs` has them; `m` is its gradient accumulation.
+
+    Methods:
+        check: raise the `ValueError` that `value_and_grad` would raise for arguments as a user gives them.
+        has: return whether a state's weights belong to this kind of model.
+        loss: return the loss and the aux, or None, of arguments as a user gives them, without gradients.
+        place: place whole weights on the IPUs.
+        layout: return what the blocks of placed weights depend on; it can be hashed.
+        blocks: return the blocks of the weights, each divided among this many replicas.
+        trained: return the trained leaves of a whole tree with the structure of the weights.
+        frozen: return, per leaf of the whole weights, whether it is frozen.
+        places: return where each leaf of the whole weights is in the arrays of a checkpoint.
+        assembled: return the whole weights from their leaves, in the order of `places`.
+        on_ipus: map a program over the IPUs of all replicas; the result takes and returns global arrays.
+        gradients: return this replica's loss and gradients; its batch has leaves (M, micro-batch, ...). It raises
+            `ValueError` if the loss is `weighted`, and a stage adds a loss that has no count.
+        probed: run an update with probes inside `jax.jit`, and return their flags; the arguments have all dims.
+        flags: return the flags by name, from what `probed` returned, on the host.
     """
 
     kind: str
@@ -60,13 +77,25 @@ class Model(Protocol):
         self.mesh, self.replicas = runs.mesh, runs.replicas
         self.m, self.reduction = runs.options.gradient_accumulation, runs.options.reduction
 
+    def check(self, given: StepArgs) -> None: ...
+    def has(self, params: Params) -> bool: ...
+    def loss(self, given: StepArgs) -> tuple[Value, Tree]: ...
+    def place(self, params: Params) -> Params: ...
+    def layout(self, placed: Params) -> Any: ...
+    def blocks(self, placed: Params, replicas: int) -> Blocks: ...
+    def trained(self, placed: Params, whole: Tree) -> list[Value]: ...
+    def frozen(self, placed: Params) -> list[bool]: ...
+    def places(self, placed: Params) -> list[Place]: ...
+    def assembled(self, placed: Params, leaves: Sequence[Value]) -> Params: ...
+    def on_ipus(self, program: Function, *, in_specs: Tree, out_specs: Tree) -> Function: ...
+    def gradients(self, args: StepArgs, loss_cotangent: Value, *, weighted: bool) -> Gradients: ...
+    def probed(self, args: StepArgs, loss_cotangent: Value, *, weighted: bool) -> Tree: ...
+    def flags(self, state: TrainState, batch: Batch, results: Tree) -> UpdateFlags: ...
+
     def describe(self) -> str:
         """Return a line about the kind of the model and its sizes."""
         replicas = f" x {self.replicas} replicas" * given_dims(self.replicas)
         return f"{self.kind} on {counted(self.runs.ipus, 'IPU')}{replicas}, {counted(self.m, 'micro-batch')} per update"
-
-    def check(self, given: StepArgs) -> None:
-        """Raise the `ValueError` that `value_and_grad` would raise for these arguments."""
 
     def scheduled(self, given: Callable[[], StepArgs]) -> Any:
         """Return what is chosen for these arguments before a program is traced; see `PlacedStages.scheduled`."""
@@ -79,70 +108,14 @@ class Model(Protocol):
         """Return the model with what was chosen."""
         return self
 
-    def has(self, params: Params) -> bool:
-        """Return whether a state's weights belong to this kind of model."""
-        ...
-
     def freezes_as(self, params: Params) -> bool:
         """Return whether the weights of a state were placed by a model that freezes the same leaves."""
         return True
-
-    def loss(self, given: StepArgs) -> tuple[Value, Tree]:
-        """Return the loss and the aux, or None, of arguments as a user gives them, without gradients."""
-        ...
 
     def aux_of_loss(self, aux: Tree) -> Tree:
         """Return the aux that came with the loss itself: the last stage's aux, if the aux is a dict by stage name."""
         return aux
 
-    def place(self, params: Params) -> Params:
-        """Place whole weights on the IPUs."""
-        ...
-
-    def layout(self, placed: Params) -> Any:
-        """Return what the blocks of weights depend on; it can be hashed."""
-        ...
-
-    def blocks(self, placed: Params, replicas: int) -> Blocks:
-        """Return the blocks of the weights, each divided among this many replicas."""
-        ...
-
-    def trained(self, placed: Params, whole: Tree) -> list[Value]:
-        """Return the trained leaves of a whole tree with the structure of the weights."""
-        ...
-
-    def frozen(self, placed: Params) -> list[bool]:
-        """Return, per leaf of the whole weights, whether it is frozen."""
-        ...
-
-    def places(self, placed: Params) -> list[Place]:
-        """Return where each leaf of the whole weights is in the arrays of a checkpoint."""
-        ...
-
-    def assembled(self, placed: Params, leaves: Sequence[Value]) -> Params:
-        """Return the whole weights from their leaves, in the order of `places`."""
-        ...
-
-    def on_ipus(self, program: Function, *, in_specs: Tree, out_specs: Tree) -> Function:
-        """Map a program over the IPUs of all replicas. The result takes and returns global arrays."""
-        ...
-
     def loss_cotangent(self, scale: Value, *, weighted: bool) -> Value:
         """Return the cotangent of one micro-batch's loss; a `weighted` loss is divided by its count later."""
         return scale if weighted or self.reduction == "sum" else scale / (self.m * self.replicas)
-
-    def gradients(self, args: StepArgs, loss_cotangent: Value, *, weighted: bool) -> Gradients:
-        """Return this replica's loss and gradients; its batch has leaves (M, micro-batch, ...).
-
-        Raises:
-            ValueError: the loss is `weighted`, and a stage adds a loss that has no count.
-        """
-        ...
-
-    def probed(self, args: StepArgs, loss_cotangent: Value, *, weighted: bool) -> Tree:
-        """Run an update with probes inside `jax.jit`, and return their flags; `args` has all dims."""
-        ...
-
-    def flags(self, state: TrainState, batch: Batch, results: Tree) -> UpdateFlags:
-        """Return the flags by name, from what `probed` returned, on the host."""
-        ...

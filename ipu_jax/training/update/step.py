@@ -462,7 +462,8 @@ def loss_of_batch(model: Model, options: TrainOptions, given: StepArgs) -> Tree:
     """
     updates = [given]
     if given_dims(options.device_iterations):
-        keys = [None if given.key is None else jax.random.fold_in(given.key, i) for i in range(_length(given.batch))]
+        count = len(jax.tree.leaves(given.batch)[0])
+        keys = [None if given.key is None else jax.random.fold_in(given.key, i) for i in range(count)]
         updates = [
             given._replace(batch=jax.tree.map(lambda leaf, i=i: leaf[i], given.batch), key=key)
             for i, key in enumerate(keys)
@@ -475,10 +476,6 @@ def loss_of_batch(model: Model, options: TrainOptions, given: StepArgs) -> Tree:
         counts = counts_of(model.aux_of_loss(stacked), dims=2 + given_dims(model.replicas))
         value = _weighted(model, losses * model.m * model.replicas, counts)
     return value if aux is None else (value, aux)
-
-
-def _length(batch: Batch) -> int:
-    return jax.tree.leaves(batch)[0].shape[0]
 
 
 def _weighted(model: Model, sums: Value, counts: Value) -> Value:

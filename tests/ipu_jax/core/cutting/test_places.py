@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ipu_jax import Pipeline, stage_end
 from ipu_jax.core.cutting.cut import Places
-from ipu_jax.core.cutting.program import traced
+from ipu_jax.core.cutting.trace import trace_of
 from ipu_jax.costs import measure_costs
 from support.inputs import normal
 
@@ -39,7 +39,7 @@ def chain(widths):
 
 
 def places_of(loss, params):
-    program, _ = traced(lambda p, s, x, k: (loss(p, x), None, None), params, None, X, None)
+    program, _ = trace_of(lambda p, s, x, k: (loss(p, x), None, None), params, None, X, None)
     return Places(program, [False] * len(jax.tree.leaves(params)))
 
 
@@ -331,7 +331,7 @@ def test_no_cut_is_between_the_operations_that_read_or_replace_a_leaf_of_the_sta
         return jnp.mean(x**2), None, {"scale": means[4]}
 
     _, params = chain([8] * 6)
-    program, _ = traced(lambda p, s, x, _: loss(p, s, x), params, {"scale": jnp.ones(())}, X, None)
+    program, _ = trace_of(lambda p, s, x, _: loss(p, s, x), params, {"scale": jnp.ones(())}, X, None)
     places = Places(program, [False] * 6)
     (first,) = [t for t, op in enumerate(places.operations) if program.state[0] in op.invars]
     (last,) = [t for t, op in enumerate(places.operations) if program.new_state[0] in op.outvars]

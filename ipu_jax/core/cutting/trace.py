@@ -40,7 +40,7 @@ _NOT_THE_USERS: Final = (
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Layer:
+class ScanLayer:
     """An iteration of a scan over stacked weights: the iteration `number` in the order in which they run."""
 
     scan: Eqn
@@ -54,26 +54,25 @@ class Layer:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Stack:
-    """The result number `position` of a scan, stacked from the layers' parts: the operation after the last layer."""
+class ScanStack:
+    """A result of a scan, stacked from the layers' parts: the operation after the last layer."""
 
     scan: Eqn
-    position: int
     invars: list[Var]
     outvars: list[Var]
     effects: Any = frozenset()
 
 
 @dataclasses.dataclass(eq=False)
-class Program:
-    """A traced function.
+class FunctionTrace:
+    """A traced function, laid open.
 
     Attributes:
         closed: the jaxpr of the trace.
         params, state, batch, key: the variables of the leaves of each argument.
         constants: the values of the constants of inlined calls.
         loss, aux, new_state: the results.
-        operations: equations, `Layer`s and `Stack`s that the results need, in order.
+        operations: equations, `ScanLayer`s and `ScanStack`s that the results need, in order.
         kinds: the kind of each variable.
         made_by: the operation that computes a variable.
         opened: the `jax.checkpoint` that was around the operation that computes a variable.
@@ -103,7 +102,7 @@ class Program:
             self.operations = needed([*itertools.chain(*layers)], results, effects=True)
             self._find_kinds()
             for op in self.operations:
-                if isinstance(op, Layer) and op.scan.outvars[0] in self.opened:
+                if isinstance(op, ScanLayer) and op.scan.outvars[0] in self.opened:
                     self.opened |= dict.fromkeys(op.outvars, self.opened[op.scan.outvars[0]])
         self.made_by = {v: op for op in self.operations for v in op.outvars}
 
@@ -175,7 +174,7 @@ class Program:
         for op in self.operations:
             inputs = variables(op.invars)
             on = {kinds[v] for v in inputs} - {None}
-            kind = "a" if len(on) > 1 or op.effects or isinstance(op, Layer | Stack) else next(iter(on), None)
+            kind = "a" if len(on) > 1 or op.effects or isinstance(op, ScanLayer | ScanStack) else next(iter(on), None)
             if kind != "a":
                 work = equation_flops(op) + sum(flops.get(v, 0.0) for v in {*inputs})
                 if _contracts(op) and work > _AGAIN * bytes_of([v.aval for v in op.outvars]):
@@ -193,8 +192,8 @@ def _contracts(eqn: Eqn) -> bool:
     )
 
 
-def traced(fn: Function, params: Params, state: Tree, microbatch: Batch, key: Key) -> tuple[Program, Tree]:
-    """Trace `fn(params, state, microbatch, key)` on shapes; return its program and the shapes of its results.
+def trace_of(fn: Function, params: Params, state: Tree, microbatch: Batch, key: Key) -> tuple[FunctionTrace, Tree]:
+    """Trace `fn(params, state, microbatch, key)` on shapes; return its trace and the shapes of its results.
 
     Args:
         fn: returns `(loss, aux, new state)`.
@@ -209,7 +208,7 @@ def traced(fn: Function, params: Params, state: Tree, microbatch: Batch, key: Ke
     operations: list[Eqn] = []
     results = _inlined(closed.jaxpr, {}, None, operations, constants)
     ends = 1 + len(jax.tree.leaves(shapes[1]))
-    program = Program(
+    trace = FunctionTrace(
         closed=closed,
         params=of_params,
         state=of_state,
@@ -221,7 +220,7 @@ def traced(fn: Function, params: Params, state: Tree, microbatch: Batch, key: Ke
         new_state=results[ends:],
         operations=operations,
     )
-    return program, shapes
+    return trace, shapes
 
 
 def _inlined(
@@ -270,11 +269,11 @@ def _layers_of(eqn: Eqn) -> list[Eqn]:
         last = number == length - 1
         new = list(eqn.outvars[:carry]) if last else [core.Var(v.aval) for v in eqn.outvars[:carry]]
         own = [core.Var(v.aval.update(shape=(1, *v.aval.shape[1:]))) for v in eqn.outvars[carry:]]
-        layers.append(Layer(eqn, number, [*fixed, *values, *rows], [*new, *own]))
+        layers.append(ScanLayer(eqn, number, [*fixed, *values, *rows], [*new, *own]))
         values = new
         for part, var in zip(parts, own, strict=True):
             part.append(var)
-    return layers + [Stack(eqn, k, part, [eqn.outvars[carry + k]]) for k, part in enumerate(parts)]
+    return layers + [ScanStack(eqn, part, [var]) for part, var in zip(parts, eqn.outvars[carry:], strict=True)]
 
 
 def line_of(operation: Eqn) -> str:
@@ -321,4 +320,4 @@ def scopes_of(operation: Eqn) -> list[str]:
 
 
 def _equation(operation: Eqn) -> Eqn:
-    return operation.scan if isinstance(operation, Layer | Stack) else operation
+    return operation.scan if isinstance(operation, ScanLayer | ScanStack) else operation
