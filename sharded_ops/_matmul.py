@@ -235,10 +235,6 @@ def _half_dot(x_ND: jax.Array, w_DV: jax.Array) -> jax.Array:
     return jnp.matmul(x_ND, w_DV, preferred_element_type=jnp.float32)
 
 
-def _half_dot_forward(x_ND: jax.Array, w_DV: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _half_dot(x_ND, w_DV), (x_ND, w_DV)
-
-
 def _half_dot_backward(operands: tuple[jax.Array, jax.Array], dy_NV: jax.Array) -> tuple[jax.Array, jax.Array]:
     x_ND, w_DV = operands
     # Exact: the result was rounded to this dtype, so its cotangent was converted from this dtype.
@@ -247,7 +243,7 @@ def _half_dot_backward(operands: tuple[jax.Array, jax.Array], dy_NV: jax.Array) 
     return dx_ND.astype(x_ND.dtype), _contract_tokens(x_ND, dy_NV)
 
 
-_half_dot.defvjp(_half_dot_forward, _half_dot_backward)
+_half_dot.defvjp(lambda x_ND, w_DV: (_half_dot(x_ND, w_DV), (x_ND, w_DV)), _half_dot_backward)
 
 
 def _contract_tokens(a_NA: jax.Array, b_NB: jax.Array) -> jax.Array:
@@ -279,17 +275,15 @@ def _half_reduce_scatter(y_NK: jax.Array, split: Split, dtype: jnp.dtype, axis: 
     return reduce_scatter_tokens(y_NK, axis)
 
 
-def _half_reduce_scatter_forward(y_NK: jax.Array, split: Split, dtype: jnp.dtype, axis: str) -> tuple[jax.Array, None]:
-    return reduce_scatter_tokens(y_NK, axis), None
-
-
 def _half_reduce_scatter_backward(
     split: Split, dtype: jnp.dtype, axis: str, _: None, dy_NK: jax.Array
 ) -> tuple[jax.Array]:
     return (split.unpad(gather_tokens(dy_NK.astype(dtype), axis), 0).astype(dy_NK.dtype),)
 
 
-_half_reduce_scatter.defvjp(_half_reduce_scatter_forward, _half_reduce_scatter_backward)
+_half_reduce_scatter.defvjp(
+    lambda y_NK, split, dtype, axis: (reduce_scatter_tokens(y_NK, axis), None), _half_reduce_scatter_backward
+)
 
 
 def tied_projection(hidden: jax.Array, table: jax.Array, *, size: int, axis: str = "ipu") -> jax.Array:
@@ -356,12 +350,6 @@ def _tied_dot(hidden_ND: jax.Array, table_VD: jax.Array, split: Split, axis: str
     return lax.dot_general(hidden_ND, table_VD, contracted, preferred_element_type=_accumulator(hidden_ND.dtype))
 
 
-def _tied_dot_forward(
-    hidden_ND: jax.Array, table_VD: jax.Array, split: Split, axis: str
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _tied_dot(hidden_ND, table_VD, split, axis), (hidden_ND, table_VD)
-
-
 def _tied_dot_backward(
     split: Split, axis: str, operands: tuple[jax.Array, jax.Array], dy_NV: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -372,4 +360,7 @@ def _tied_dot_backward(
     return dhidden_ND.astype(hidden_ND.dtype), _contract_tokens(dy_NV, hidden_ND)
 
 
-_tied_dot.defvjp(_tied_dot_forward, _tied_dot_backward)
+_tied_dot.defvjp(
+    lambda hidden_ND, table_VD, *where: (_tied_dot(hidden_ND, table_VD, *where), (hidden_ND, table_VD)),
+    _tied_dot_backward,
+)

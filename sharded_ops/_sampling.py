@@ -133,18 +133,11 @@ def sample(
 
 
 def _drawn_of_top_k(
-    key: jax.Array,
-    logits_NV: jax.Array,
-    k: int,
-    temperature_N1: Any,
-    top_p_N1: Any,
-    min_p_N1: Any,
-    split: Split,
-    axis: str,
+    key: jax.Array, x_NV: jax.Array, k: int, temperature_N1: Any, top_p_N1: Any, min_p_N1: Any, split: Split, axis: str
 ) -> jax.Array:
-    """Draw one of the k largest columns for each token. Every IPU makes the same draw."""
-    logits_NK, columns_NK = sharded_top_k(logits_NV, k, split, axis)
-    drawn_NK = logits_NK + temperature_N1 * _gumbel(key, logits_NK.shape, logits_NV.dtype)
+    """Draw one of the k largest columns of the logits for each token. Every IPU makes the same draw."""
+    logits_NK, columns_NK = sharded_top_k(x_NV, k, split, axis)
+    drawn_NK = logits_NK + temperature_N1 * _gumbel(key, logits_NK.shape, x_NV.dtype)
     p_NK = _odds(logits_NK, logits_NK[..., :1], temperature_N1)
     if top_p_N1 is not None:
         drawn_NK = jnp.where(_nucleus(p_NK, top_p_N1), drawn_NK, -jnp.inf)

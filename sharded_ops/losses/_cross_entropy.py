@@ -285,26 +285,12 @@ def _replicated_sum(x: jax.Array, axis: str) -> jax.Array:
     """
     if is_typed(axis):
         return lax.psum(x, axis)
-    return _replicated_sum_p.bind(x, axes=(axis,), parts=axis_size(axis))
+    return _sum_p.bind(x, axes=(axis,), parts=axis_size(axis))
 
 
 # A custom primitive: nothing else in jax is linear, can be batched, and lets us choose its transpose.
-_replicated_sum_p = Primitive("replicated_sum")
-
-
-def _psum(x: jax.Array, *, axes: tuple[str, ...], parts: int) -> jax.Array:
-    return lax.psum(x, axes)
-
-
-def _transpose(cotangent: Any, x: Any, *, axes: tuple[str, ...], parts: int) -> tuple[Any]:
-    return (cotangent * parts,)
-
-
-def _batch(args: Any, dims: Any, **params: Any) -> Any:
-    return _replicated_sum_p.bind(*args, **params), dims[0]
-
-
-_replicated_sum_p.def_abstract_eval(lambda x, *, axes, parts: x)
-mlir.register_lowering(_replicated_sum_p, mlir.lower_fun(_psum, multiple_results=False))
-ad.deflinear2(_replicated_sum_p, _transpose)
-batching.primitive_batchers[_replicated_sum_p] = _batch
+_sum_p = Primitive("replicated_sum")
+_sum_p.def_abstract_eval(lambda x, *, axes, parts: x)
+mlir.register_lowering(_sum_p, mlir.lower_fun(lambda x, *, axes, parts: lax.psum(x, axes), multiple_results=False))
+ad.deflinear2(_sum_p, lambda cotangent, x, *, axes, parts: (cotangent * parts,))
+batching.primitive_batchers[_sum_p] = lambda args, dims, **params: (_sum_p.bind(*args, **params), dims[0])

@@ -35,7 +35,7 @@ def _dense_sum(hidden, table, labels):
 def test_it_rounds_no_more_than_twice_what_the_dense_program_does(scale):
     """The dense program is `hidden @ table.T` and the plain loss in float32, with logits up to 60 and losses up to 100.
 
-    Both are compared with float64, over seeds. For large logits with large losses see test_cross_entropy_rounding.
+    Both are compared with float64, over seeds. For large logits with large losses see test_cross_entropy.
     """
     size, tokens, features = 61, 48, 16
     labels = np.arange(tokens, dtype=np.int32) % (size + 1) - 1
