@@ -118,7 +118,7 @@ def sample(
         top_p = _checked_per_token("top_p", top_p, tokens, axis, lowest=lowest, highest=1)
     if min_p is not None:
         min_p = _checked_per_token("min_p", min_p, tokens, axis, lowest=0, highest=1)
-    if _is_zero(temperature):
+    if not isinstance(temperature, Tracer) and not np.any(np.asarray(temperature)):
         return sharded_argmax(logits_NV, split, axis)
     temperature_N1 = _per_token(temperature, dtype)
     top_p_N1, min_p_N1 = (None if p is None else _per_token(p, dtype) for p in (top_p, min_p))
@@ -298,10 +298,6 @@ def _checked_per_token(
         )
         raise ValueError(f"{name}={shown(np.asarray(value)[outside].flat[0].item())} is out of range: give {bounds}")
     return value
-
-
-def _is_zero(temperature: ArrayLike) -> bool:
-    return not isinstance(temperature, Tracer) and not np.any(np.asarray(temperature))
 
 
 def _per_token(value: ArrayLike, dtype: Any) -> jax.Array:
