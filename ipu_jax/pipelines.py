@@ -1,13 +1,13 @@
 """Stages on IPUs, the pipeline that runs them, and the comparison with what one device computes."""
 
 from ipu_jax.core.cutting.cut import stage_end
-from ipu_jax.core.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, configure, make_mesh
-from ipu_jax.core.instances import on_host
+from ipu_jax.core.layout.packing import Sharded
+from ipu_jax.core.mesh.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, configure, make_mesh
+from ipu_jax.core.mesh.instances import on_host
 from ipu_jax.core.pipeline import Pipeline
-from ipu_jax.core.reference import reference_predict, reference_value_and_grad
+from ipu_jax.core.proof.reference import reference_predict, reference_value_and_grad
+from ipu_jax.core.proof.verification import VerificationError, VerificationReport, verify
 from ipu_jax.core.stage import Outputs, Stage
-from ipu_jax.core.verification import VerificationError, VerificationReport, verify
-from ipu_jax.core.weights.packing import Sharded
 
 __all__ = [
     "ALL_IPUS",

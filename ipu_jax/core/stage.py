@@ -14,8 +14,8 @@ from ipu_jax.base.annotations import Function, Json, Tree, Value
 from ipu_jax.base.checks import as_int, check_choice
 from ipu_jax.base.decorators import public
 from ipu_jax.base.jaxprs import closed_of
-from ipu_jax.core.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, AllIpus
-from ipu_jax.core.mesh_axes import names_in
+from ipu_jax.core.mesh.axes import names_in
+from ipu_jax.core.mesh.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, AllIpus
 
 
 @public

@@ -130,7 +130,7 @@ def start_ipus(replicas: int, ipus: int) -> None:
     Raises:
         ValueError: the IPUs cannot be made; the message contains the flags --ipus and --replicas.
     """
-    from ipu_jax.core.devices import configure  # imports jax
+    from ipu_jax.core.mesh.devices import configure  # imports jax
 
     popdist.init()
     if popdist.get_num_instances() > 1:

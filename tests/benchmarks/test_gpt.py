@@ -21,7 +21,7 @@ from gpt import (
     unsharded,
 )
 from ipu_jax import make_mesh
-from ipu_jax.core.engine import _hooks
+from ipu_jax.core.engine import _carry
 from support import transformer
 from support.dense import largest_relative_error
 
@@ -32,7 +32,7 @@ SEQUENCES = 2
 
 @pytest.fixture(autouse=True)
 def bubbles_hold_nan(monkeypatch):
-    monkeypatch.setattr(_hooks, "IDLE_FILL", float("nan"))
+    monkeypatch.setattr(_carry, "IDLE_FILL", float("nan"))
 
 
 @jax.jit

@@ -12,7 +12,7 @@ from jax import lax
 
 import models
 from gpt import Sizes
-from ipu_jax.core.engine import _hooks
+from ipu_jax.core.engine import _carry
 from models import Model, pipelined, recommender, resnet18, rows_in_place, u_transformer, unsharded
 from support import transformer
 from support.dense import largest_relative_error
@@ -22,7 +22,7 @@ M = 3
 
 @pytest.fixture(autouse=True)
 def bubbles_hold_nan(monkeypatch):
-    monkeypatch.setattr(_hooks, "IDLE_FILL", float("nan"))
+    monkeypatch.setattr(_carry, "IDLE_FILL", float("nan"))
 
 
 def small_resnet() -> Model:

@@ -44,11 +44,14 @@ def run(script, module, flags, *, stdout=subprocess.PIPE, **environment):
 
 
 @pytest.mark.fast(
-    "ipu_jax.tools.sharded_matmul_tool-jax._src.core", "mnist_example.run_sharded_mnist-ipu_jax.core.devices"
+    "ipu_jax.tools.sharded_matmul_tool-jax._src.core", "mnist_example.run_sharded_mnist-ipu_jax.core.mesh.devices"
 )
 @pytest.mark.parametrize(
     ("module", "place"),
-    [*((module, "jax._src.core") for module in COMMANDS), ("mnist_example.run_sharded_mnist", "ipu_jax.core.devices")],
+    [
+        *((module, "jax._src.core") for module in COMMANDS),
+        ("mnist_example.run_sharded_mnist", "ipu_jax.core.mesh.devices"),
+    ],
 )
 def test_ctrl_c_in_the_middle_of_an_import_ends_it_with_130(module, place, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(AT_AN_IMPORT)

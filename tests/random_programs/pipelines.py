@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from ipu_jax import Pipeline, make_mesh, verify
-from ipu_jax.core.engine import _hooks
+from ipu_jax.core.engine import _carry
 from ipu_jax.schedules import Schedule
 from random_programs import placed
 from random_programs.closeness import assert_close, coarsest, nudged
@@ -131,8 +131,8 @@ def parts(model: Model, result: Any) -> tuple[Any, dict[int, Any], Any, Any]:
 @contextlib.contextmanager
 def bubbles_of_nan() -> Iterator[None]:
     """Fill buffers that nothing has been written to with NaN, so that a bubble that leaks is noticed."""
-    before, _hooks.IDLE_FILL = _hooks.IDLE_FILL, float("nan")
+    before, _carry.IDLE_FILL = _carry.IDLE_FILL, float("nan")
     try:
         yield
     finally:
-        _hooks.IDLE_FILL = before
+        _carry.IDLE_FILL = before

@@ -211,7 +211,7 @@ def random_cases(kind: str, seed: int, first: int, count: int) -> Results:
 
 def verify_on_one_side() -> Results:
     """Return the error of a `verify` in which a value is wrong on the last instance only."""
-    from ipu_jax.core import verification
+    from ipu_jax.core.proof import verification
 
     model = model_of(1, jax.device_count())
     pipeline = model.pipeline(jax.device_count())

@@ -8,14 +8,14 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage
-from ipu_jax.core.engine import _hooks
+from ipu_jax.core.engine import _carry
 from support.dense import Model, largest_relative_error
 
 
 @pytest.fixture(autouse=True)
 def bubbles_hold_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill what idle IPUs compute with NaN, in every test of a file that imports this."""
-    monkeypatch.setattr(_hooks, "IDLE_FILL", float("nan"))
+    monkeypatch.setattr(_carry, "IDLE_FILL", float("nan"))
 
 
 def stages_at(

@@ -9,10 +9,10 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import Pipeline, make_mesh
+from ipu_jax.core.layout import packing
+from ipu_jax.core.layout.blocks import blocks_of_layout, to_blocks
 from ipu_jax.core.optimizer import zero
-from ipu_jax.core.optimizer.blocks import blocks_of_layout, to_blocks
 from ipu_jax.core.optimizer.update import ShardedUpdate
-from ipu_jax.core.weights import packing
 from support.dense import largest_relative_error
 from support.trained import MODELS, state_error
 

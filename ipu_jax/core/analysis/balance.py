@@ -23,8 +23,8 @@ from ipu_jax.base.annotations import Batch, Params, Tree
 from ipu_jax.base.checks import check_cost, check_count
 from ipu_jax.base.jaxprs import traced_on
 from ipu_jax.base.showing import Shown, Table
-from ipu_jax.core.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS
-from ipu_jax.core.mesh_axes import further_axes
+from ipu_jax.core.mesh.axes import further_axes
+from ipu_jax.core.mesh.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.programs.cost import jaxpr_flops
 from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, one_by_one
 from ipu_jax.core.programs.segment_program import trace_segment

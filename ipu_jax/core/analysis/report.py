@@ -37,16 +37,16 @@ from ipu_jax.core.analysis.bytes_picture import bytes_figure
 from ipu_jax.core.analysis.stage_costs import transfer_time
 from ipu_jax.core.compiled.in_stages import StageCollectives, in_stages
 from ipu_jax.core.compiled.program import Program, compiled_for
-from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.engine.stash import Stash
-from ipu_jax.core.mesh_axes import parts
+from ipu_jax.core.layout.packed_layout import PackedLayout, local_shape
+from ipu_jax.core.mesh.axes import parts
+from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.programs.cost import bytes_of, in_units, jaxpr_flops, jaxpr_peak_bytes
 from ipu_jax.core.programs.segment_program import split_floats
 from ipu_jax.core.schedules import Schedule
 from ipu_jax.core.schedules.figures import svg_of, written
 from ipu_jax.core.step_args import StepArgs
-from ipu_jax.core.weights.packed_layout import PackedLayout, local_shape
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -26,9 +26,9 @@ from ipu_jax.base import status
 from ipu_jax.base.annotations import Jaxpr, Value
 from ipu_jax.base.checks import check_count
 from ipu_jax.base.keys import is_key, with_keys, without_keys
-from ipu_jax.core.devices import IPU_AXIS
-from ipu_jax.core.instances import gathered, put
-from ipu_jax.core.mesh_axes import over_ipus
+from ipu_jax.core.mesh.axes import over_ipus
+from ipu_jax.core.mesh.devices import IPU_AXIS
+from ipu_jax.core.mesh.instances import gathered, put
 from ipu_jax.core.programs.cost import bytes_of, jaxpr_flops
 from ipu_jax.core.programs.segment import Segment
 from ipu_jax.core.programs.segment_program import SegmentProgram

@@ -20,10 +20,10 @@ from ipu_jax.base.annotations import Tree
 from ipu_jax.base.checks import check_choice
 from ipu_jax.core.compiled.in_stages import guards_of, sent_in, stage_names
 from ipu_jax.core.compiled.program import Program, compiled_for
-from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.engine.order import EXCHANGES, QUEUES, WORDS
-from ipu_jax.core.guard import SLOT
-from ipu_jax.core.mesh_axes import further_axes, parts
+from ipu_jax.core.mesh.axes import further_axes, parts
+from ipu_jax.core.mesh.devices import IPU_AXIS
+from ipu_jax.core.mesh.guard import SLOT
 
 Guards = Literal["auto", "own", "uniform"]
 _GUARDS: Final = get_args(Guards)

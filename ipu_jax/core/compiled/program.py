@@ -18,8 +18,8 @@ import jax
 import numpy as np
 
 from ipu_jax.base.annotations import Device, Json
-from ipu_jax.core.devices import is_described
 from ipu_jax.core.engine.labels import guard_named, plan_named
+from ipu_jax.core.mesh.devices import is_described
 
 COLLECTIVES: Final = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _OVER_NETWORK: Final = {"ONE_TO_ONE": "collective-permute"}

@@ -6,9 +6,9 @@ from ipu_jax.base.showing import Table, counted
 from ipu_jax.core.cutting.cut import Cut
 from ipu_jax.core.cutting.division import Division
 from ipu_jax.core.cutting.trace import at_line, line_of, name_of, scopes_of
+from ipu_jax.core.layout.whole_tree import Part
 from ipu_jax.core.programs.cost import bytes_of, in_units
 from ipu_jax.core.stage import Stage
-from ipu_jax.core.weights.whole_tree import Part
 
 
 def names_of(division: Division) -> list[str]:

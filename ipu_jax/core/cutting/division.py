@@ -20,8 +20,8 @@ from jax.extend import core
 from ipu_jax.base.annotations import Eqn, Var
 from ipu_jax.base.jaxprs import in_order, in_scan_parts, part_of, read_by, variables
 from ipu_jax.core.cutting.trace import FunctionTrace, ScanLayer, ScanStack
+from ipu_jax.core.layout.whole_tree import Part
 from ipu_jax.core.programs.cost import bytes_of
-from ipu_jax.core.weights.whole_tree import Part
 
 _SMALL: Final = 4096
 """Bytes up to which a value that is computed from larger weights is sent, so that the weights stay in one stage."""

@@ -34,9 +34,9 @@ from ipu_jax.core.cutting.module_trees import check_equinox, check_linen
 from ipu_jax.core.cutting.own_derivatives import check_cotangents
 from ipu_jax.core.cutting.stages import Held, make_stage, who_holds
 from ipu_jax.core.cutting.trace import at_line, name_of
+from ipu_jax.core.layout.whole_tree import Part, WholeTree
 from ipu_jax.core.programs.segment import Message, MicrobatchInputs
 from ipu_jax.core.stage import Stage
-from ipu_jax.core.weights.whole_tree import Part, WholeTree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -23,8 +23,8 @@ from ipu_jax.base.decorators import OTHER_MESH
 from ipu_jax.base.jaxprs import traced_on
 from ipu_jax.core.cutting.module_trees import check_unchanged, name_of_function
 from ipu_jax.core.cutting.trace import FunctionTrace, at_line, is_ours, name_of, trace_of, users_line
-from ipu_jax.core.weights.packed_layout import check_array, check_weight
-from ipu_jax.core.weights.whole_tree import spread
+from ipu_jax.core.layout.packed_layout import check_array, check_weight
+from ipu_jax.core.layout.whole_tree import spread
 
 _NUMBERS: Final = (bool, int, float, complex)
 _KEY: Final = re.compile(r"(^|_)(rngs?|prng|keys?|seed|k|r)($|_)")

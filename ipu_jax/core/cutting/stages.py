@@ -16,8 +16,8 @@ from ipu_jax.base.annotations import Batch, Key, Params, Tree
 from ipu_jax.base.jaxprs import part_of
 from ipu_jax.base.keys import with_keys, without_keys
 from ipu_jax.core.cutting.division import Division
+from ipu_jax.core.layout.whole_tree import Part, leaves_at
 from ipu_jax.core.stage import Outputs, Stage
-from ipu_jax.core.weights.whole_tree import Part, leaves_at
 
 
 @dataclasses.dataclass

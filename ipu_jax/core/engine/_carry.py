@@ -1,19 +1,26 @@
 """The carry of the staged scan: the arrays that one IPU keeps from tick to tick."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax.base.annotations import Tree, Value
-from ipu_jax.core.engine import _hooks
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.engine.stash import Stash
-from ipu_jax.core.mesh_axes import kept_split
+from ipu_jax.core.mesh.axes import kept_split
 from ipu_jax.core.programs.segment_program import split_floats
 from ipu_jax.core.step_args import StepArgs
+
+# switches for tests, which set them before a program is traced
+IDLE_FILL = 0.0
+"""The initial value of channels and stash. Tests set it to NaN, so that any use of a bubble's value shows."""
+
+WATCH: Callable[..., None] | None = None
+"""Called on the host whenever an IPU runs a task: `WATCH(kind, stage=, microbatch=, tick=, ipu=, replica=)`, where
+`stage` is the first stage of the task's segment. Tests count the executed tasks with it."""
 
 
 @jax.tree_util.register_dataclass
@@ -111,7 +118,7 @@ def _zeros_per_microbatch(count: int, shapes: Tree) -> Tree:
 
 
 def _idle(shape: jax.ShapeDtypeStruct) -> jax.Array:
-    fill = _hooks.IDLE_FILL if jnp.issubdtype(shape.dtype, jnp.inexact) else 0
+    fill = IDLE_FILL if jnp.issubdtype(shape.dtype, jnp.inexact) else 0
     return jnp.full(shape.shape, fill, shape.dtype, out_sharding=shape.sharding and shape.sharding.spec)
 
 

@@ -20,12 +20,12 @@ from jax.sharding import PartitionSpec as P
 
 from ipu_jax.base import facts
 from ipu_jax.base.annotations import Tree, Value
-from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.engine import labels
 from ipu_jax.core.engine._carry import Carry
 from ipu_jax.core.engine.labels import PlanNames
 from ipu_jax.core.engine.order import EXCHANGES, WORDS
 from ipu_jax.core.engine.plan import Plan
+from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 
 
 def report_of(plan: Plan, name: str) -> Callable[[Carry, Value, Tree], Carry]:

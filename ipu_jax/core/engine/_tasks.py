@@ -14,21 +14,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from ipu_jax.base.annotations import Tree, Value
-from ipu_jax.core.collectives import broadcast
-from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
-from ipu_jax.core.engine import _hooks
+from ipu_jax.core.engine import _carry
 from ipu_jax.core.engine._carry import Carry
 from ipu_jax.core.engine._stretches import TaskKind, instead, is_due
 from ipu_jax.core.engine.labels import label
 from ipu_jax.core.engine.order import Exchange, Queue
 from ipu_jax.core.engine.plan import Plan, Table
 from ipu_jax.core.engine.stash import RingKey, Stash
-from ipu_jax.core.guard import Fence, guard
+from ipu_jax.core.layout import packing
+from ipu_jax.core.layout.packed_layout import Group
+from ipu_jax.core.mesh.collectives import broadcast
+from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.core.mesh.guard import Fence, guard
 from ipu_jax.core.programs.gradient_sums import Sum
 from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, SegmentResults, keys_of
 from ipu_jax.core.step_args import StepArgs
-from ipu_jax.core.weights import packing
-from ipu_jax.core.weights.packed_layout import Group
 
 Rows = dict[str, Value]
 
@@ -322,9 +322,9 @@ class Tasks:
         return self.guarded(turn, body, carry, names, label=label("FB", c), aux_of=self.plan.last)
 
     def watch(self, kind: str, c: int, microbatch: Value, rows: Rows) -> None:
-        if _hooks.WATCH is not None:
+        if _carry.WATCH is not None:
             jax.debug.callback(
-                _hooks.WATCH,
+                _carry.WATCH,
                 kind,
                 stage=self.stage_number(c),
                 microbatch=microbatch,

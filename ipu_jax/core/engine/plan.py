@@ -21,14 +21,14 @@ import jax
 import numpy as np
 
 from ipu_jax.base.annotations import Batch, Key, Tree, Value
-from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.engine.order import EXCHANGES, Exchange, Queue, Tick, tick_of
-from ipu_jax.core.mesh_axes import further_axes
+from ipu_jax.core.layout.packed_layout import PackedLayout, local_shapes
+from ipu_jax.core.mesh.axes import further_axes
+from ipu_jax.core.mesh.devices import IPU_AXIS
 from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, Segment
 from ipu_jax.core.programs.segment_program import SegmentProgram, trace_segment
 from ipu_jax.core.schedules import Schedule
 from ipu_jax.core.stage import Role
-from ipu_jax.core.weights.packed_layout import PackedLayout, local_shapes
 
 Table = Literal["F", "B", "W", "x", "dy"]
 TABLES: tuple[Table, ...] = ("F", "B", "W", "x", "dy")

@@ -19,8 +19,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from ipu_jax.base.annotations import Tree, Value
-from ipu_jax.core.collectives import broadcast, reduced, state_over_replicas
-from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.engine import labels
 from ipu_jax.core.engine._carry import Carry, first_carry
 from ipu_jax.core.engine._flight import report_of
@@ -29,9 +27,11 @@ from ipu_jax.core.engine._stretches import stretches_of
 from ipu_jax.core.engine._tasks import Rows, Tasks
 from ipu_jax.core.engine.order import EXCHANGES
 from ipu_jax.core.engine.plan import TABLES, Plan
+from ipu_jax.core.layout.packing import Sharded
+from ipu_jax.core.mesh.collectives import broadcast, reduced, state_over_replicas
+from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.programs.segment import merged_aux
 from ipu_jax.core.step_args import StepArgs
-from ipu_jax.core.weights.packing import Sharded
 
 
 @dataclasses.dataclass(frozen=True)

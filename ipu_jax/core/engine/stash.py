@@ -29,7 +29,7 @@ import numpy as np
 from ipu_jax.base.annotations import Value
 from ipu_jax.core.engine._buffer import Buffer
 from ipu_jax.core.engine.plan import Plan
-from ipu_jax.core.mesh_axes import parts
+from ipu_jax.core.mesh.axes import parts
 from ipu_jax.core.programs.segment_program import split_floats
 from ipu_jax.core.schedules.lifetimes import Lifetimes, Spans
 

@@ -14,7 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh
 
 from ipu_jax.base.annotations import Batch, Function, Key, Params, Tree, Value
-from ipu_jax.core.devices import AllIpus
+from ipu_jax.core.mesh.devices import AllIpus
 from ipu_jax.core.modules.parts import Inputs, ModuleStage, Recompute, check_instance, import_library, make_module_stage
 
 

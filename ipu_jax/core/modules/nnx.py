@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from ipu_jax.base.annotations import Batch, Key, Params, Tree, Value
-from ipu_jax.core.devices import AllIpus
+from ipu_jax.core.mesh.devices import AllIpus
 from ipu_jax.core.modules._sown import Losses, add_up, check_losses, warn_dropped
 from ipu_jax.core.modules.parts import Inputs, ModuleStage, Recompute, check_instance, import_library, make_module_stage
 

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from ipu_jax.base.annotations import Batch, Function, Key, Params, Tree, Value
-from ipu_jax.core.devices import AllIpus
+from ipu_jax.core.mesh.devices import AllIpus
 from ipu_jax.core.stage import Origin, Outputs, Stage, check_untied
 
 Inputs = str | Callable[..., tuple[Any, ...]] | None

@@ -14,9 +14,9 @@ from jax.extend import core
 
 from ipu_jax.base.annotations import Dtype, Value, Var
 from ipu_jax.base.jaxprs import bound
+from ipu_jax.core.layout.blocks import Blocks
+from ipu_jax.core.layout.packing import leaf_in
 from ipu_jax.core.optimizer._analysis import LeafReduction, UpdateAnalysis
-from ipu_jax.core.optimizer.blocks import Blocks
-from ipu_jax.core.weights.packing import leaf_in
 
 
 class LeafEvaluator:

@@ -21,8 +21,8 @@ from jax import lax
 
 from ipu_jax.base.annotations import Eqn, Jaxpr, Tree, Value
 from ipu_jax.base.jaxprs import CALLS, bound, closed_of, evaluated
-from ipu_jax.core.weights.packed_layout import Leaf
-from ipu_jax.core.weights.whole_tree import Rows, is_rows
+from ipu_jax.core.layout.packed_layout import Leaf
+from ipu_jax.core.layout.whole_tree import Rows, is_rows
 
 # fmt: off
 ELEMENTWISE = frozenset((

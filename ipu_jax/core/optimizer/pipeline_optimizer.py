@@ -16,17 +16,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ipu_jax.base import status
 from ipu_jax.base.annotations import Function, Params, Tree, Value
-from ipu_jax.core.instances import put
-from ipu_jax.core.mesh_axes import over_ipus
-from ipu_jax.core.optimizer.blocks import blocks_of_layout, to_blocks
+from ipu_jax.core.layout import packing
+from ipu_jax.core.layout.blocks import blocks_of_layout, to_blocks
+from ipu_jax.core.layout.groups import Groups
+from ipu_jax.core.layout.packed_layout import PackedLayout
+from ipu_jax.core.layout.packing import Sharded, check_alive
+from ipu_jax.core.mesh.axes import over_ipus
+from ipu_jax.core.mesh.instances import put
 from ipu_jax.core.optimizer.extra_arguments import checked_optimizer
 from ipu_jax.core.optimizer.state import OptimizerState
 from ipu_jax.core.optimizer.update import ShardedUpdate
-from ipu_jax.core.weights import packing
-from ipu_jax.core.weights.arguments import check_alive
-from ipu_jax.core.weights.groups import Groups
-from ipu_jax.core.weights.packed_layout import PackedLayout
-from ipu_jax.core.weights.packing import Sharded
 
 
 class PipelineOptimizer:

@@ -18,12 +18,12 @@ from jax.sharding import PartitionSpec
 
 from ipu_jax.base.annotations import Params, Tree, Value, Var
 from ipu_jax.base.keys import with_keys, without_keys
-from ipu_jax.core.instances import on_host
+from ipu_jax.core.layout.blocks import Blocks
+from ipu_jax.core.layout.packed_layout import WHOLE
+from ipu_jax.core.layout.place import Place
+from ipu_jax.core.layout.whole_tree import divided, is_rows, joined
+from ipu_jax.core.mesh.instances import on_host
 from ipu_jax.core.optimizer._analysis import UpdateAnalysis
-from ipu_jax.core.optimizer.blocks import Blocks
-from ipu_jax.core.weights.packed_layout import WHOLE
-from ipu_jax.core.weights.place import Place
-from ipu_jax.core.weights.whole_tree import divided, is_rows, joined
 
 
 @jax.tree_util.register_dataclass

@@ -20,13 +20,13 @@ from jax.extend import core
 
 from ipu_jax.base.annotations import Dtype, Params, Value, Var
 from ipu_jax.base.jaxprs import bound, read_by
-from ipu_jax.core.collectives import rounded
-from ipu_jax.core.devices import IPU_AXIS
-from ipu_jax.core.guard import SLOT, Fence, guard
+from ipu_jax.core.layout.blocks import Blocks, from_blocks
+from ipu_jax.core.mesh.collectives import rounded
+from ipu_jax.core.mesh.devices import IPU_AXIS
+from ipu_jax.core.mesh.guard import SLOT, Fence, guard
 from ipu_jax.core.optimizer import zero
 from ipu_jax.core.optimizer._analysis import LeafReduction, analyze_update
 from ipu_jax.core.optimizer._evaluate import LeafEvaluator, combined, partial_result, partial_shape, sent_together
-from ipu_jax.core.optimizer.blocks import Blocks, from_blocks
 from ipu_jax.core.optimizer.state import OptimizerState, StateLayout
 
 # (leaf, the block's arrays, evaluator) -> arrays, with the same shapes for each leaf of a block

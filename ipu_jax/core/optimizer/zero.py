@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ipu_jax.base.annotations import Dtype, Value
-from ipu_jax.core.collectives import reduced
-from ipu_jax.core.devices import REPLICA_AXIS
-from ipu_jax.core.optimizer.blocks import Blocks
+from ipu_jax.core.layout.blocks import Blocks
+from ipu_jax.core.mesh.collectives import reduced
+from ipu_jax.core.mesh.devices import REPLICA_AXIS
 
 BUCKET_BYTES: Final = 2**22
 """Arrays of at least this many bytes are sent alone, smaller arrays together in buckets of at most this many. A bucket

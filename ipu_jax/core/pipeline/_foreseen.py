@@ -9,13 +9,13 @@ from ipu_jax.base.annotations import Batch
 from ipu_jax.base.decorators import public_on_mesh
 from ipu_jax.core.analysis.report import MemoryGuard, PipelineReport, check_ipu_memory, make_report
 from ipu_jax.core.analysis.stage_costs import check_measurable
-from ipu_jax.core.devices import check_there
+from ipu_jax.core.layout.packing import Sharded
+from ipu_jax.core.mesh.devices import check_there
 from ipu_jax.core.pipeline._programs import Programs
 from ipu_jax.core.pipeline.placed_stages import PlacedStages
 from ipu_jax.core.schedules import FoundSchedule, StageCosts
 from ipu_jax.core.stage import Stage
 from ipu_jax.core.step_args import StepArgs
-from ipu_jax.core.weights.packing import Sharded
 
 
 @public_on_mesh

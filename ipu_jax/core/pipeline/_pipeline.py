@@ -26,8 +26,11 @@ from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.analysis.report import MemoryGuard, make_report
 from ipu_jax.core.compiled.guards import GuardCheck, Guards
 from ipu_jax.core.cutting.function import FunctionModel, Source, model_of
-from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS, check_there, devices_of, is_described, make_mesh
-from ipu_jax.core.mesh_axes import further_axes
+from ipu_jax.core.layout import packing
+from ipu_jax.core.layout.groups import Groups
+from ipu_jax.core.layout.packing import Sharded, check_alive
+from ipu_jax.core.mesh.axes import further_axes
+from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS, check_there, devices_of, is_described, make_mesh
 from ipu_jax.core.optimizer.pipeline_optimizer import PipelineOptimizer
 from ipu_jax.core.options import PipelineOptions, Reduction
 from ipu_jax.core.pipeline._foreseen import Foreseen
@@ -40,13 +43,7 @@ from ipu_jax.core.pipeline._making import (
 )
 from ipu_jax.core.pipeline._programs import Programs
 from ipu_jax.core.pipeline._schedule_choice import ScheduleChoice, silent_about_messages, warn_of_messages
-from ipu_jax.core.pipeline.placed_stages import PlacedStages
-from ipu_jax.core.schedules import Schedule
-from ipu_jax.core.stage import Stage, check_untied
-from ipu_jax.core.step_args import StepArgs
-from ipu_jax.core.weights import packing
-from ipu_jax.core.weights.arguments import (
-    check_alive,
+from ipu_jax.core.pipeline.arguments import (
     check_places,
     check_predict_axes,
     check_predictable,
@@ -54,8 +51,10 @@ from ipu_jax.core.weights.arguments import (
     checked_stages,
     mesh_for,
 )
-from ipu_jax.core.weights.groups import Groups
-from ipu_jax.core.weights.packing import Sharded
+from ipu_jax.core.pipeline.placed_stages import PlacedStages
+from ipu_jax.core.schedules import Schedule
+from ipu_jax.core.stage import Stage, check_untied
+from ipu_jax.core.step_args import StepArgs
 
 
 @public_on_mesh

@@ -16,12 +16,12 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero, linear_call, zero_from_primal
 
 from ipu_jax.base.annotations import Function, Tree, Value
-from ipu_jax.core.devices import InFlight
-from ipu_jax.core.instances import taken
+from ipu_jax.core.mesh.devices import InFlight
+from ipu_jax.core.mesh.instances import taken
+from ipu_jax.core.pipeline.arguments import count_samples
 from ipu_jax.core.pipeline.placed_stages import PlacedStages
 from ipu_jax.core.stage import Role
 from ipu_jax.core.step_args import StepArgs, given_dims
-from ipu_jax.core.weights.arguments import count_samples
 
 
 class Programs:

@@ -11,12 +11,12 @@ from ipu_jax.base.annotations import Function, Json
 from ipu_jax.core.analysis.report import PipelineReport, count_report
 from ipu_jax.core.analysis.stage_costs import TracedStages, transfer_time
 from ipu_jax.core.engine.plan import Plan, make_plan, trace_programs
+from ipu_jax.core.layout.packed_layout import PackedLayout
 from ipu_jax.core.programs.cost import bytes_of, in_units
 from ipu_jax.core.programs.segment import segments_of
 from ipu_jax.core.schedules import FoundSchedule, Schedule, StageCosts, canonical_name, find_schedule, make_schedule
 from ipu_jax.core.stage import Role, Stage
 from ipu_jax.core.step_args import StepArgs
-from ipu_jax.core.weights.packed_layout import PackedLayout
 
 _ROUNDS = 4  # of searches with less and less room, while the result does not fit
 

@@ -12,22 +12,23 @@ from ipu_jax.base import status
 from ipu_jax.base.annotations import Params, Tree, Value
 from ipu_jax.base.jaxprs import traced_on
 from ipu_jax.base.showing import Table, counted
-from ipu_jax.core.collectives import rounded
 from ipu_jax.core.compiled.guards import GuardCheck
 from ipu_jax.core.cutting.function import FunctionModel
-from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.engine import scan as engine
 from ipu_jax.core.engine.plan import Plan
-from ipu_jax.core.mesh_axes import over_ipus
+from ipu_jax.core.layout import packing
+from ipu_jax.core.layout.groups import Groups
+from ipu_jax.core.layout.packed_layout import WHOLE
+from ipu_jax.core.layout.packing import check_alive
+from ipu_jax.core.mesh.axes import over_ipus
+from ipu_jax.core.mesh.collectives import rounded
+from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.options import PipelineOptions, Reduction
 from ipu_jax.core.pipeline._schedule_choice import ScheduleChoice, StepShapes
+from ipu_jax.core.pipeline.arguments import check_batch, check_key, check_prediction_batch
 from ipu_jax.core.schedules import FoundSchedule, Schedule, StageCosts
 from ipu_jax.core.stage import Role, Stage
 from ipu_jax.core.step_args import StepArgs, given_dims, without_dims
-from ipu_jax.core.weights import packing
-from ipu_jax.core.weights.arguments import check_alive, check_batch, check_key, check_prediction_batch
-from ipu_jax.core.weights.groups import Groups
-from ipu_jax.core.weights.packed_layout import WHOLE
 
 
 class StepResults(NamedTuple):

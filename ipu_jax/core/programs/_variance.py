@@ -16,8 +16,8 @@ from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Jaxpr, Var
 from ipu_jax.base.jaxprs import CALLS, all_equations, closed_of, in_scan_parts
-from ipu_jax.core.collectives import axes_of, waits
-from ipu_jax.core.devices import IPU_AXIS
+from ipu_jax.core.mesh.collectives import axes_of, waits
+from ipu_jax.core.mesh.devices import IPU_AXIS
 
 # the result of these over the axis is the same on all devices
 _MAKES_EQUAL = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")

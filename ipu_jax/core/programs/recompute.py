@@ -39,7 +39,7 @@ from ipu_jax.base.jaxprs import (
     value_of,
     variables,
 )
-from ipu_jax.core.collectives import axes_of
+from ipu_jax.core.mesh.collectives import axes_of
 from ipu_jax.core.programs._keeping import bytes_of, cheapest_to_keep
 
 

@@ -83,7 +83,7 @@ def _file_of(script: str, is_module: bool) -> str:
 
 def _handed_over(parser: CommandParser, args: argparse.Namespace, file: str, devices: list[Device]) -> Any:
     """Run the script up to `hand_over`, and return the report."""
-    from ipu_jax.core.devices import describing
+    from ipu_jax.core.mesh.devices import describing
     from ipu_jax.run.ahead.compiling import HandedOver, awaiting
 
     start = runpy.run_module if args.is_module else runpy.run_path

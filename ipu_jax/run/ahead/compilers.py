@@ -24,8 +24,8 @@ from ipu_jax.base import status
 from ipu_jax.base.annotations import Device, Json
 from ipu_jax.base.checks import check_count
 from ipu_jax.core.compiled.program import compiled_for
-from ipu_jax.core.cuda_graphs import CUDA_GRAPH_FLAGS
-from ipu_jax.core.devices import is_described
+from ipu_jax.core.mesh.cuda_graphs import CUDA_GRAPH_FLAGS
+from ipu_jax.core.mesh.devices import is_described
 from ipu_jax.run.ahead.kinds import TOPOLOGIES, topology_of
 
 # libtpu asks the cloud which TPU this is, and lets only one process in, unless these are set

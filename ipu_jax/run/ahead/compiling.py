@@ -21,13 +21,13 @@ from jax.sharding import Mesh
 from ipu_jax.base.annotations import Batch, Json, Key, Params, Tree, Value
 from ipu_jax.core.analysis.report import make_report
 from ipu_jax.core.compiled.program import Program, host_loops
-from ipu_jax.core.devices import REPLICA_AXIS, is_described
 from ipu_jax.core.engine.labels import UPDATE
 from ipu_jax.core.engine.plan import Plan
+from ipu_jax.core.layout.packing import Sharded
+from ipu_jax.core.mesh.devices import REPLICA_AXIS, is_described
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.programs.cost import bytes_of, in_units
 from ipu_jax.core.step_args import StepArgs, given_dims
-from ipu_jax.core.weights.packing import Sharded
 from ipu_jax.run.ahead.chip_report import ChipReport, Memory
 from ipu_jax.run.ahead.compilers import compile_lowered, version_of
 from ipu_jax.run.ahead.kinds import kind_of, memory_for_jax

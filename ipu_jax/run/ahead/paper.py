@@ -28,9 +28,9 @@ from jax.sharding import Mesh
 from ipu_jax.base.annotations import Device, Jaxpr
 from ipu_jax.core.compiled.in_stages import axis_of, groups_of
 from ipu_jax.core.compiled.program import Collective, Program
-from ipu_jax.core.device_order import hops
 from ipu_jax.core.engine.plan import Plan
-from ipu_jax.core.mesh_axes import parts
+from ipu_jax.core.mesh.axes import parts
+from ipu_jax.core.mesh.device_order import hops
 from ipu_jax.core.programs.cost import bytes_of, jaxpr_flops
 from ipu_jax.run.ahead.kinds import Kind
 

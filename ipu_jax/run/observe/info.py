@@ -100,7 +100,7 @@ def find() -> Info:
     """
     import jax
 
-    from ipu_jax.core.devices import cpu_devices_asked_for, local_devices, pool_threads
+    from ipu_jax.core.mesh.devices import cpu_devices_asked_for, local_devices, pool_threads
 
     devices, asked_for = local_devices(), cpu_devices_asked_for()
     virtual, given = devices[0].platform == "cpu", os.environ.get(_POOL)

@@ -20,8 +20,8 @@ import jax
 from ipu_jax.base.annotations import Json, Tree, Value
 from ipu_jax.base.keys import is_key
 from ipu_jax.base.version import __version__
-from ipu_jax.core.weights.packing import Sharded
-from ipu_jax.core.weights.place import Place, array_names, arrays_by_name
+from ipu_jax.core.layout.packing import Sharded
+from ipu_jax.core.layout.place import Place, array_names, arrays_by_name
 from ipu_jax.training.update.state import TrainState
 from ipu_jax.training.update.step import TrainStep
 

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from ipu_jax.base.annotations import Json
 from ipu_jax.base.keys import is_key
-from ipu_jax.core.weights.place import Place
+from ipu_jax.core.layout.place import Place
 from ipu_jax.training.checkpoints import _all_instances, _description, _folder, _seal
 from ipu_jax.training.checkpoints._description import KINDS, named, places, with_arrays
 from ipu_jax.training.checkpoints._store import Store

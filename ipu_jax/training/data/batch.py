@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ipu_jax.base.annotations import Batch, Json, Tree
 from ipu_jax.base.checks import check_count
 from ipu_jax.base.showing import Shown, Table, counted
-from ipu_jax.core.devices import REPLICA_AXIS, check_there
+from ipu_jax.core.mesh.devices import REPLICA_AXIS, check_there
 from ipu_jax.core.step_args import given_dims
 from ipu_jax.training.data.order import BatchDims
 

@@ -124,7 +124,7 @@ class Feed:
             message contains its number and the leaf. For an iterator also: it would have to be read again.
 
     >>> import numpy as np
-    >>> from ipu_jax.core.devices import make_mesh
+    >>> from ipu_jax.core.mesh.devices import make_mesh
     >>> source = {"x": np.arange(10, dtype=np.int32)}
     >>> with Feed(source, mesh=make_mesh(2, 1), micro_batch=2, shuffle=False, epochs=1) as feed:
     ...     batch = next(feed)

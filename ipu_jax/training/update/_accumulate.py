@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ipu_jax.base.annotations import Batch, Function, Key, Params, Tree, Value
-from ipu_jax.core.devices import REPLICA_AXIS
+from ipu_jax.core.mesh.devices import REPLICA_AXIS
 from ipu_jax.core.stage import Outputs
 from ipu_jax.core.step_args import StepArgs
 from ipu_jax.training.update._precision import widened

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from ipu_jax.base.annotations import Batch, Key
 from ipu_jax.base.checks import check_count
 from ipu_jax.base.keys import is_one_key
+from ipu_jax.core.layout.packing import check_alive
 from ipu_jax.core.options import DynamicScale, TrainOptions
+from ipu_jax.core.pipeline.arguments import arrays_in, check_batch
 from ipu_jax.core.step_args import StepArgs, given_dims
-from ipu_jax.core.weights.arguments import arrays_in, check_alive, check_batch
 from ipu_jax.training.data.feed import FeedBatch
 from ipu_jax.training.update._model import Model
 from ipu_jax.training.update._state_placer import StatePlacer

@@ -7,10 +7,10 @@ from jax.sharding import Mesh
 
 from ipu_jax.base.annotations import Batch, Function, Params, Tree, Value
 from ipu_jax.base.showing import counted
-from ipu_jax.core.optimizer.blocks import Blocks
+from ipu_jax.core.layout.blocks import Blocks
+from ipu_jax.core.layout.place import Place
 from ipu_jax.core.options import Reduction
 from ipu_jax.core.step_args import StepArgs, given_dims
-from ipu_jax.core.weights.place import Place
 from ipu_jax.training.update.nonfinite import UpdateFlags
 from ipu_jax.training.update.state import TrainState
 

@@ -24,18 +24,18 @@ from jax.sharding import PartitionSpec
 
 from ipu_jax.base import facts
 from ipu_jax.base.annotations import Batch, Function, Params, Tree, Value
-from ipu_jax.core.collectives import reduced
-from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
-from ipu_jax.core.instances import on_host
-from ipu_jax.core.mesh_axes import over_ipus
+from ipu_jax.core.layout import packing
+from ipu_jax.core.layout.packed_layout import WHOLE, Group, Leaf, PackedLayout, Slot
+from ipu_jax.core.layout.packing import Sharded
+from ipu_jax.core.mesh.axes import over_ipus
+from ipu_jax.core.mesh.collectives import reduced
+from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.core.mesh.instances import on_host
 from ipu_jax.core.options import TrainOptions
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.pipeline.placed_stages import PlacedStages
 from ipu_jax.core.stage import Outputs, Stage
 from ipu_jax.core.step_args import StepArgs
-from ipu_jax.core.weights import packing
-from ipu_jax.core.weights.packed_layout import WHOLE, Group, Leaf, PackedLayout, Slot
-from ipu_jax.core.weights.packing import Sharded
 from ipu_jax.training.update._accumulate import accumulate, counts_of, loss_and_aux
 from ipu_jax.training.update._model import Model
 from ipu_jax.training.update._precision import current_scale

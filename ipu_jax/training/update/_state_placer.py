@@ -14,17 +14,17 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ipu_jax.base.annotations import Batch, Key, Params, Tree, Value
-from ipu_jax.core.instances import on_host, put_copy
+from ipu_jax.core.layout.blocks import Blocks, from_blocks
+from ipu_jax.core.layout.packed_layout import WHOLE
+from ipu_jax.core.layout.packing import Sharded
+from ipu_jax.core.layout.place import Place, places_of_layout
+from ipu_jax.core.layout.whole_tree import joined
+from ipu_jax.core.mesh.instances import on_host, put_copy
 from ipu_jax.core.optimizer import zero
-from ipu_jax.core.optimizer.blocks import Blocks, from_blocks
 from ipu_jax.core.optimizer.state import OptimizerState, copied
 from ipu_jax.core.optimizer.update import ShardedUpdate
 from ipu_jax.core.options import TrainOptions
 from ipu_jax.core.step_args import StepArgs, given_dims
-from ipu_jax.core.weights.packed_layout import WHOLE
-from ipu_jax.core.weights.packing import Sharded
-from ipu_jax.core.weights.place import Place, places_of_layout
-from ipu_jax.core.weights.whole_tree import joined
 from ipu_jax.training.update._model import Model
 from ipu_jax.training.update._precision import cast_floats, initial_scale
 from ipu_jax.training.update.models import specs_of

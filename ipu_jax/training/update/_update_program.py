@@ -16,11 +16,11 @@ from jax import lax
 from jax.tree_util import DictKey, GetAttrKey
 
 from ipu_jax.base.annotations import Batch, Key, Params, Tree, Value
-from ipu_jax.core.collectives import reduced
-from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.engine.labels import UPDATE
+from ipu_jax.core.layout.blocks import Blocks
+from ipu_jax.core.mesh.collectives import reduced
+from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.optimizer import zero
-from ipu_jax.core.optimizer.blocks import Blocks
 from ipu_jax.core.optimizer.update import ShardedUpdate
 from ipu_jax.core.options import DynamicScale, TrainOptions
 from ipu_jax.core.step_args import StepArgs, given_dims

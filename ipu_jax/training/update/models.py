@@ -16,18 +16,18 @@ from jax.sharding import NamedSharding
 
 from ipu_jax.base.annotations import Batch, Function, Params, Tree, Value
 from ipu_jax.base.checks import in_line
-from ipu_jax.core.collectives import state_over_replicas
-from ipu_jax.core.instances import put_copy
-from ipu_jax.core.mesh_axes import over_ipus
-from ipu_jax.core.optimizer.blocks import Blocks, blocks_of_layout, blocks_of_tree, to_blocks
+from ipu_jax.core.layout import packing
+from ipu_jax.core.layout.blocks import Blocks, blocks_of_layout, blocks_of_tree, to_blocks
+from ipu_jax.core.layout.packed_layout import WHOLE
+from ipu_jax.core.layout.packing import Sharded
+from ipu_jax.core.layout.place import Place, places_of_layout
+from ipu_jax.core.mesh.axes import over_ipus
+from ipu_jax.core.mesh.collectives import state_over_replicas
+from ipu_jax.core.mesh.instances import put_copy
 from ipu_jax.core.options import TrainOptions
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.pipeline.placed_stages import PlacedStages
 from ipu_jax.core.step_args import StepArgs
-from ipu_jax.core.weights import packing
-from ipu_jax.core.weights.packed_layout import WHOLE
-from ipu_jax.core.weights.packing import Sharded
-from ipu_jax.core.weights.place import Place, places_of_layout
 from ipu_jax.training.update._accumulate import accumulate, loss_and_aux
 from ipu_jax.training.update._model import Gradients, Model
 from ipu_jax.training.update._precision import cast_floats, computing_in, function_in

@@ -25,15 +25,16 @@ from ipu_jax.base.checks import check_count
 from ipu_jax.base.decorators import public_on_mesh
 from ipu_jax.base.jaxprs import check_context_mesh
 from ipu_jax.base.keys import is_one_key
-from ipu_jax.core.collectives import reduced, rounded
-from ipu_jax.core.devices import REPLICA_AXIS, InFlight, check_there, devices_of, is_described, make_mesh
-from ipu_jax.core.instances import on_host, put_copy, spans_instances, taken
-from ipu_jax.core.mesh_axes import further_axes
+from ipu_jax.core.layout.packed_layout import check_array, check_weight
+from ipu_jax.core.layout.packing import check_alive
+from ipu_jax.core.mesh.axes import further_axes
+from ipu_jax.core.mesh.collectives import reduced, rounded
+from ipu_jax.core.mesh.devices import REPLICA_AXIS, InFlight, check_there, devices_of, is_described, make_mesh
+from ipu_jax.core.mesh.instances import on_host, put_copy, spans_instances, taken
 from ipu_jax.core.options import PipelineOptions, Reduction
 from ipu_jax.core.pipeline import Pipeline
+from ipu_jax.core.pipeline.arguments import check_batch, count_samples
 from ipu_jax.core.step_args import StepArgs, given_dims, without_dims
-from ipu_jax.core.weights.arguments import check_alive, check_batch, count_samples
-from ipu_jax.core.weights.packed_layout import check_array, check_weight
 from ipu_jax.training.update._accumulate import accumulate
 
 

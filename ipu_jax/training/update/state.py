@@ -15,9 +15,9 @@ from jax.core import Tracer
 
 from ipu_jax.base.annotations import Key, Params, Tree, Value
 from ipu_jax.base.keys import is_key
+from ipu_jax.core.layout.packing import Sharded
 from ipu_jax.core.optimizer.state import OptimizerState
 from ipu_jax.core.programs.cost import in_units
-from ipu_jax.core.weights.packing import Sharded
 from ipu_jax.training.update._precision import Scale
 
 

@@ -24,15 +24,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ipu_jax.base import facts, status
 from ipu_jax.base.annotations import Batch, Function, Key, Params, Tree, Value
 from ipu_jax.base.decorators import public_on_mesh
-from ipu_jax.core.devices import REPLICA_AXIS, InFlight, check_there
-from ipu_jax.core.instances import put, taken
+from ipu_jax.core.layout.packed_layout import WHOLE
+from ipu_jax.core.layout.packing import Sharded, batch_shapes, check_alive, unshard_tree, whole_shapes
+from ipu_jax.core.mesh.devices import REPLICA_AXIS, InFlight, check_there
+from ipu_jax.core.mesh.instances import put, taken
 from ipu_jax.core.optimizer.extra_arguments import checked_optimizer
 from ipu_jax.core.options import DynamicScale, TrainOptions
 from ipu_jax.core.pipeline import Pipeline
+from ipu_jax.core.pipeline.arguments import count_samples
 from ipu_jax.core.step_args import StepArgs, given_dims, with_dims, without_dims
-from ipu_jax.core.weights.arguments import check_alive, count_samples
-from ipu_jax.core.weights.packed_layout import WHOLE
-from ipu_jax.core.weights.packing import Sharded, batch_shapes, unshard_tree, whole_shapes
 from ipu_jax.training.update._accumulate import counts_of
 from ipu_jax.training.update._alike import Alike
 from ipu_jax.training.update._arguments import Arguments

@@ -14,8 +14,8 @@ import numpy as np
 
 from ipu_jax.base.annotations import Tree, Value
 from ipu_jax.base.checks import shown
-from ipu_jax.core.weights.packed_layout import PackedLayout
-from ipu_jax.core.weights.place import Place, places_of_layout
+from ipu_jax.core.layout.packed_layout import PackedLayout
+from ipu_jax.core.layout.place import Place, places_of_layout
 
 _PIECE = 1 << 22  # bytes: enough for a disk's full speed, and little compared to a leaf
 

@@ -32,11 +32,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ipu_jax.base.annotations import Device, Params, Value
 from ipu_jax.base.keys import is_key
 from ipu_jax.base.replacing import replacing
-from ipu_jax.core.instances import Index, device_blocks, gathered
-from ipu_jax.core.optimizer.blocks import blocks_of_layout, blocks_of_tree
-from ipu_jax.core.weights.arguments import check_alive
-from ipu_jax.core.weights.packing import Sharded
-from ipu_jax.core.weights.place import Place, arrays_by_name
+from ipu_jax.core.layout.blocks import blocks_of_layout, blocks_of_tree
+from ipu_jax.core.layout.packing import Sharded, check_alive
+from ipu_jax.core.layout.place import Place, arrays_by_name
+from ipu_jax.core.mesh.instances import Index, device_blocks, gathered
 from ipu_jax.training.update.state import TrainState
 from ipu_jax.training.weight_files import _npz, _safetensors
 from ipu_jax.training.weight_files._tensors import TensorInfo, named_leaves, named_places

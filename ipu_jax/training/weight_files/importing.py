@@ -25,9 +25,9 @@ from jax.sharding import Sharding
 from ipu_jax.base.annotations import Device, Params, Tree, Value
 from ipu_jax.base.keys import is_key
 from ipu_jax.base.opening import content, reading
-from ipu_jax.core.instances import Index, device_blocks
-from ipu_jax.core.weights.packing import Sharded
-from ipu_jax.core.weights.place import Place, array_names
+from ipu_jax.core.layout.packing import Sharded
+from ipu_jax.core.layout.place import Place, array_names
+from ipu_jax.core.mesh.instances import Index, device_blocks
 from ipu_jax.training.update.state import TrainState
 from ipu_jax.training.weight_files._npz import NpzFile
 from ipu_jax.training.weight_files._safetensors import SafetensorsFile

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_train_step, verify
-from ipu_jax.core.mesh_axes import names_further
+from ipu_jax.core.mesh.axes import names_further
 from ipu_jax.steps import replicate
 from support.against_plain import bubbles_hold_nan
 from support.annotated import Annotated, D, F, V, annotated, cross_entropy, mlp, split

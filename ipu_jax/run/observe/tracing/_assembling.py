@@ -29,8 +29,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ipu_jax.base.annotations import Device, Function, Json
-from ipu_jax.core.devices import IPU_AXIS
 from ipu_jax.core.engine.labels import PlanNames
+from ipu_jax.core.mesh.devices import IPU_AXIS
 from ipu_jax.core.schedules import Schedule, Task
 from ipu_jax.distributed import popdist
 from ipu_jax.run.observe.tracing._matching import Coordinates, measured, task_name

@@ -22,7 +22,7 @@ from ipu_jax.base import facts
 from ipu_jax.base.annotations import Function, Json, Tree, Value
 from ipu_jax.base.checks import check_count
 from ipu_jax.base.showing import Shown, Table, counted
-from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.distributed import popdist
 from ipu_jax.run.observe.tracing import _chrome
 from ipu_jax.run.observe.tracing._assembling import gathered, main_plan, merged, recorded_here

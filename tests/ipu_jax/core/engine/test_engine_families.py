@@ -90,5 +90,6 @@ def test_messages_may_wait_for_the_second_of_two_like_stages_alone(name, places,
     batch = np.random.default_rng(2).normal(size=(micro_batches, 5, 3)).astype(np.float32)
     plan = pipeline.placement.plan(params, batch)
     assert (1, 2) in plan.classes
-    assert {"F": [plan.queue(i - 1, "F") for i in (1, 2)], "B": [plan.queue(i, "B") for i in (1, 2)]} == waiting
+    of = plan.schedule.inbox_depth
+    assert {"F": [of(i - 1, "F") for i in (1, 2)], "B": [of(i, "B") for i in (1, 2)]} == waiting
     verify(pipeline, params, batch)

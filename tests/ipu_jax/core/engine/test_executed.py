@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import pytest
 
-from ipu_jax.core.engine import _hooks
+from ipu_jax.core.engine import _carry
 from ipu_jax.core.schedules import SCHEDULES, make_schedule
 from ipu_jax.core.schedules._timetable import Kind
 from ipu_jax.schedules import Schedule
@@ -24,8 +24,8 @@ def seen(monkeypatch):
         with lock:
             found.append((int(replica), int(ipu), int(tick), kind, int(stage), int(microbatch)))
 
-    monkeypatch.setattr(_hooks, "WATCH", watch)
-    monkeypatch.setattr(_hooks, "IDLE_FILL", float("nan"))
+    monkeypatch.setattr(_carry, "WATCH", watch)
+    monkeypatch.setattr(_carry, "IDLE_FILL", float("nan"))
     return found
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from ipu_jax import Pipeline, Stage, make_mesh
 from ipu_jax.base import facts
-from ipu_jax.core.engine import _hooks
+from ipu_jax.core.engine import _carry
 from ipu_jax.schedules import Task
 from support.dense import chain
 
@@ -73,7 +73,7 @@ CASES = [
 def test_each_ipu_reports_each_tick_in_order_and_all_results_stay(
     places, ipus, name, m, replicas, reports, monkeypatch
 ):
-    monkeypatch.setattr(_hooks, "IDLE_FILL", float("nan"))
+    monkeypatch.setattr(_carry, "IDLE_FILL", float("nan"))
     model = chain(places, m, replicas=replicas)
 
     def text() -> str:

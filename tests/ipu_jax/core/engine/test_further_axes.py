@@ -15,8 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import Pipeline, Stage, make_mesh
+from ipu_jax.core.layout import packing
 from ipu_jax.core.step_args import StepArgs
-from ipu_jax.core.weights import packing
 from support.against_plain import (
     bubbles_hold_nan,  # noqa: F401 (a fixture)
 )

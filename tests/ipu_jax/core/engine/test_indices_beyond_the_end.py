@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
-from ipu_jax.core.engine import _hooks
+from ipu_jax.core.engine import _carry
 from sharded_ops import embedding, log_softmax_cross_entropy, matmul
 from support.against_plain import assert_equals_plain
 from support.trained import quick_compiles
@@ -25,7 +25,7 @@ IDS = np.array([0, V - 1, V, 2**31 - 1, -1, -V - 1], np.int32)
 
 @pytest.fixture(autouse=True)
 def _bubbles_hold_nan(monkeypatch):
-    monkeypatch.setattr(_hooks, "IDLE_FILL", float("nan"))
+    monkeypatch.setattr(_carry, "IDLE_FILL", float("nan"))
     with quick_compiles():
         yield
 

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from ipu_jax import Pipeline, make_mesh
-from ipu_jax.core.engine import _hooks
+from ipu_jax.core.engine import _carry
 from ipu_jax.core.schedules import SCHEDULES, make_schedule
 from support.dense import Model, chain, largest_relative_error
 from support.pairs import covering, pairs_of, possible_pairs
@@ -57,7 +57,7 @@ def test_the_cases_meet_in_all_pairs():
 @pytest.mark.fast("grouped-zb-2-above-True-both-dots-2-sum")
 @pytest.mark.parametrize("case", CASES, ids=["-".join(map(str, case.values())) for case in CASES])
 def test_equals_the_dense_twin(case, monkeypatch):
-    monkeypatch.setattr(_hooks, "IDLE_FILL", float("nan"))
+    monkeypatch.setattr(_carry, "IDLE_FILL", float("nan"))
     schedule, ipus, micro_batches, like, concurrent, recompute, replicas, reduction = case.values()
     model: Model = model_of(schedule, ipus, micro_batches, like, concurrent, recompute, replicas)
     pipeline = Pipeline(

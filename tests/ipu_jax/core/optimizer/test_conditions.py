@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from ipu_jax import Pipeline, make_mesh
-from ipu_jax.core.optimizer.blocks import blocks_of_layout
+from ipu_jax.core.layout.blocks import blocks_of_layout
 from ipu_jax.core.optimizer.update import ShardedUpdate
 from support.trained import MODELS, compiled_quickly
 from support.updates import check_model, gradients_for

@@ -14,7 +14,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
-from ipu_jax.core.optimizer.blocks import blocks_of_layout
+from ipu_jax.core.layout.blocks import blocks_of_layout
 from ipu_jax.core.optimizer.update import ShardedUpdate
 from support.refusals import refusals, refused
 from support.trained import MODELS, compiled_quickly

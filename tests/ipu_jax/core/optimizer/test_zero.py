@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import make_mesh
+from ipu_jax.core.layout.blocks import blocks_of_tree
 from ipu_jax.core.optimizer import zero
-from ipu_jax.core.optimizer.blocks import blocks_of_tree
 
 
 def blocks_with(*shapes, replicas, dtype="float32"):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from ipu_jax.base import facts
-from ipu_jax.core import devices
+from ipu_jax.core.mesh import devices
 from ipu_jax.distributed.processes import beacons, listener
 from ipu_jax.distributed.processes.beacons import Beacon, Phase, read
 from ipu_jax.distributed.processes.listener import OWN

@@ -35,8 +35,8 @@ from ipu_jax.base import facts
 from ipu_jax.base.annotations import Device, Tree
 from ipu_jax.base.checks import check_bool, check_choice, check_count
 from ipu_jax.base.decorators import public
-from ipu_jax.core.cuda_graphs import use_cuda_graphs
-from ipu_jax.core.device_order import rows_of
+from ipu_jax.core.mesh.cuda_graphs import use_cuda_graphs
+from ipu_jax.core.mesh.device_order import rows_of
 
 Cores = Literal["shared", "one per IPU"]
 

@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend import core
 
 from ipu_jax.base.annotations import Dtype, Eqn, Function, Tree, Value
-from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 from sharded_ops import to_all
 
 _GROUPED = """

@@ -22,14 +22,14 @@ from ipu_jax.base import status
 from ipu_jax.base.annotations import Batch, Device, Key, Params, Tree, Value
 from ipu_jax.base.decorators import public_on_mesh
 from ipu_jax.base.jaxprs import check_context_mesh
-from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
-from ipu_jax.core.instances import own_device, put
-from ipu_jax.core.mesh_axes import further_axes
+from ipu_jax.core.mesh.axes import further_axes
+from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.core.mesh.instances import own_device, put
 from ipu_jax.core.pipeline import Pipeline
+from ipu_jax.core.pipeline.arguments import check_batch, check_key, check_predictable, check_prediction_batch
 from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, keys_of, loss_and_aux, whole
 from ipu_jax.core.stage import Stage
 from ipu_jax.core.step_args import StepArgs, without_dims
-from ipu_jax.core.weights.arguments import check_batch, check_key, check_predictable, check_prediction_batch
 
 _COPY_AXIS: Final = "copy of a replica"
 

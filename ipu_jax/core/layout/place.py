@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from ipu_jax.base.annotations import Json, Value
-from ipu_jax.core.weights.packed_layout import PackedLayout
-from ipu_jax.core.weights.packing import Sharded
+from ipu_jax.core.layout.packed_layout import PackedLayout
+from ipu_jax.core.layout.packing import Sharded
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,12 +9,11 @@ from jax.sharding import PartitionSpec
 
 from ipu_jax.base.annotations import Params, Tree, Value
 from ipu_jax.base.checks import nearest
-from ipu_jax.core.devices import IPU_AXIS
+from ipu_jax.core.layout.packed_layout import WHOLE, PackedLayout, plan_layout, with_frozen, with_specs
+from ipu_jax.core.layout.packing import Sharded, check_alive
+from ipu_jax.core.layout.whole_tree import WholeTree
+from ipu_jax.core.mesh.devices import IPU_AXIS
 from ipu_jax.core.stage import Stage
-from ipu_jax.core.weights.arguments import check_alive
-from ipu_jax.core.weights.packed_layout import WHOLE, PackedLayout, plan_layout, with_frozen, with_specs
-from ipu_jax.core.weights.packing import Sharded
-from ipu_jax.core.weights.whole_tree import WholeTree
 
 _MOST_KNOWN: Final = 32  # layouts that were checked
 

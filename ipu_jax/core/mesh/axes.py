@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.base.annotations import Function, Tree, Value
 from ipu_jax.base.jaxprs import check_context_mesh
-from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 
 OWN_AXES: Final = (REPLICA_AXIS, IPU_AXIS)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ipu_jax.core.device_order import hops, path_through, place_of, rows_of
+from ipu_jax.core.mesh.device_order import hops, path_through, place_of, rows_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,8 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from ipu_jax import Outputs, Pipeline, Stage, TrainOptions, make_train_step
-from ipu_jax.core import devices
-from ipu_jax.core.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, AllIpus, InFlight, configure, make_mesh
+from ipu_jax.core.mesh import devices
+from ipu_jax.core.mesh.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, AllIpus, InFlight, configure, make_mesh
 from ipu_jax.core.pipeline import _pipeline
 from ipu_jax.steps import replicate
 from ipu_jax.training.update import replicas
@@ -36,7 +36,7 @@ def in_a_fresh_process(code: str, **environment: str) -> str:
         key: value for key, value in os.environ.items() if key not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS", "PJRT_NPROC")
     }
     done = subprocess.run(
-        [sys.executable, "-c", f"from ipu_jax.core.devices import configure, make_mesh\nimport jax\n{code}"],
+        [sys.executable, "-c", f"from ipu_jax.core.mesh.devices import configure, make_mesh\nimport jax\n{code}"],
         env=env | environment,
         capture_output=True,
         text=True,

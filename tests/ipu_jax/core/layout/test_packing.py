@@ -13,8 +13,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import make_mesh
-from ipu_jax.core.weights.packed_layout import local_shape, plan_layout
-from ipu_jax.core.weights.packing import Sharded, read, shard_tree, specs_of, unshard_tree
+from ipu_jax.core.layout.packed_layout import local_shape, plan_layout
+from ipu_jax.core.layout.packing import Sharded, read, shard_tree, specs_of, unshard_tree
 from support.refusals import refusals, refused
 
 F32, BF16, F16 = "float32", "bfloat16", "float16"

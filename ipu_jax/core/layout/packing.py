@@ -12,10 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.base.annotations import Batch, Params, Tree, Value
 from ipu_jax.base.showing import Shown, Table
-from ipu_jax.core.devices import IPU_AXIS
-from ipu_jax.core.instances import on_host
-from ipu_jax.core.weights.packed_layout import Group, Leaf, PackedLayout, dims_with_axes
-from ipu_jax.core.weights.whole_tree import joined
+from ipu_jax.core.layout.packed_layout import Group, Leaf, PackedLayout, dims_with_axes
+from ipu_jax.core.layout.whole_tree import joined
+from ipu_jax.core.mesh.devices import IPU_AXIS
+from ipu_jax.core.mesh.instances import on_host
 
 _MOST_ROWS: Final = 12
 
@@ -215,3 +215,10 @@ def write(slots: Sequence[jax.Array], group: Group, values: Tree, zero: Value) -
             flat = jax.lax.dynamic_update_slice(slot.reshape(-1), value.reshape(-1), (zero,))
             written[leaf.slot] = flat.reshape(slot.shape)
     return written
+
+
+def check_alive(what: str, tree: Tree, mend: str = "pass what that call returned in their place") -> None:
+    """Raise `ValueError` if an array of `tree` was deleted: using it on devices would end the process."""
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
+            raise ValueError(f"{what}: an earlier call reused the buffers of its arrays (it donates them): {mend}")

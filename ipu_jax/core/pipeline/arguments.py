@@ -6,15 +6,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
 
-from ipu_jax.base.annotations import Batch, Key, Tree, Value
+from ipu_jax.base.annotations import Batch, Key, Value
 from ipu_jax.base.keys import is_one_key
-from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS, make_mesh
-from ipu_jax.core.mesh_axes import further_axes, names_in
+from ipu_jax.core.layout.packed_layout import check_array
+from ipu_jax.core.mesh.axes import further_axes, names_in
+from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS, make_mesh
 from ipu_jax.core.stage import Role, Stage
-from ipu_jax.core.weights.packed_layout import check_array
 
 
 def checked_stages(stages: Any) -> tuple[Stage, ...]:
@@ -116,13 +115,6 @@ def check_key(key: Key, stages: tuple[Stage, ...], role: Role, *, taken: bool = 
             "a key was given, but no stage takes one: give Stage(..., random=True), or cut a function of (params, "
             "micro_batch, key)"
         )
-
-
-def check_alive(what: str, tree: Tree, mend: str = "pass what that call returned in their place") -> None:
-    """Raise `ValueError` if an array of `tree` was deleted: using it on devices would end the process."""
-    for leaf in jax.tree.leaves(tree):
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
-            raise ValueError(f"{what}: an earlier call reused the buffers of its arrays (it donates them): {mend}")
 
 
 def arrays_in(batch: Batch) -> list[tuple[str, Value]]:

@@ -17,13 +17,13 @@ from ipu_jax.base.checks import check_cost
 from ipu_jax.base.decorators import public_on_mesh
 from ipu_jax.base.jaxprs import all_equations
 from ipu_jax.base.showing import Shown, Table
-from ipu_jax.core.devices import IPU_AXIS
-from ipu_jax.core.instances import gathered, on_host
-from ipu_jax.core.mesh_axes import further_axes, parts
+from ipu_jax.core.layout.packing import Sharded
+from ipu_jax.core.mesh.axes import further_axes, parts
+from ipu_jax.core.mesh.devices import IPU_AXIS
+from ipu_jax.core.mesh.instances import gathered, on_host
 from ipu_jax.core.pipeline import Pipeline
-from ipu_jax.core.reference import UNFUSED, check_pipeline, numbers_that, unsharded_update
+from ipu_jax.core.proof.reference import UNFUSED, check_pipeline, numbers_that, unsharded_update
 from ipu_jax.core.step_args import StepArgs
-from ipu_jax.core.weights.packing import Sharded
 
 # Two programs whose operations round alike agree, but for a few numbers that are rounded up in one and down in the
 # other. This is more than such numbers change a leaf, and less than a fault of 1%.

@@ -18,8 +18,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh, verify
-from ipu_jax.core import verification
 from ipu_jax.core.engine import scan as engine
+from ipu_jax.core.proof import verification
 from ipu_jax.io import FeedBatch
 from ipu_jax.pipelines import VerificationError, reference_value_and_grad
 from support.dense import largest_relative_error

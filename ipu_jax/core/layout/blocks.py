@@ -27,12 +27,12 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ipu_jax.base.annotations import Params, Tree, Value
-from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
-from ipu_jax.core.mesh_axes import further_part, names_further, names_in
-from ipu_jax.core.weights.packed_layout import WHOLE, Leaf, PackedLayout, local_shape
-from ipu_jax.core.weights.packing import Sharded
-from ipu_jax.core.weights.place import Place, joined_chunks
-from ipu_jax.core.weights.whole_tree import is_rows
+from ipu_jax.core.layout.packed_layout import WHOLE, Leaf, PackedLayout, local_shape
+from ipu_jax.core.layout.packing import Sharded
+from ipu_jax.core.layout.place import Place, joined_chunks
+from ipu_jax.core.layout.whole_tree import is_rows
+from ipu_jax.core.mesh.axes import further_part, names_further, names_in
+from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 
 _WORTH_A_PROGRAM = 2**16  # elements; their update takes about 100 us on a CPU core
 

@@ -29,9 +29,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ipu_jax.base.annotations import Dtype, Params, Tree, Value
-from ipu_jax.core.devices import IPU_AXIS, REPLICA_AXIS
-from ipu_jax.core.mesh_axes import names_further, names_in
-from ipu_jax.core.weights.whole_tree import WholeTree, is_rows, spread
+from ipu_jax.core.layout.whole_tree import WholeTree, is_rows, spread
+from ipu_jax.core.mesh.axes import names_further, names_in
+from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 
 WHOLE = PartitionSpec()
 _REPLACED: Final = "_overwrite_with_gradient"

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from ipu_jax import configure
-from ipu_jax.core import cuda_graphs
+from ipu_jax.core.mesh import cuda_graphs
 
 GRAPHS = "--xla_gpu_enable_command_buffer="
 
@@ -19,7 +19,7 @@ def test_xla_knows_the_flags():
 import os
 import jax
 from ipu_jax import configure
-from ipu_jax.core import cuda_graphs
+from ipu_jax.core.mesh import cuda_graphs
 cuda_graphs.driver_version = lambda: {cuda_graphs._DRIVER}
 print(len(configure(2)), jax.jit(lambda x: x + 1)(1), os.environ["XLA_FLAGS"])
 """

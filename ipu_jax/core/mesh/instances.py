@@ -98,7 +98,7 @@ def gathered(mesh: Mesh, numbers: Sequence[float]) -> npt.NDArray[np.float64]:
 
     There is one row if all devices belong to this process. Otherwise it communicates one all-gather.
 
-    >>> from ipu_jax.core.devices import make_mesh
+    >>> from ipu_jax.core.mesh.devices import make_mesh
     >>> gathered(make_mesh(1, 2), [0.1, 2.0]).max(0).tolist()
     [0.1, 2.0]
     """

@@ -1,0 +1,1 @@
+"""IPUs: devices in a mesh, its axes, guards of tasks, and what processes share."""

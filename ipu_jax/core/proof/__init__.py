@@ -1,0 +1,1 @@
+"""The unsharded program, and the comparison with it."""
