@@ -4,9 +4,9 @@
     block 0   F     all-reduce  tensor  1 x 24.6 kB
     block 0   B     all-reduce  tensor  1 x 24.6 kB
 
-XLA splits a stage over the further axes of a mesh (`mesh/axes.py`). Its collectives have groups, the devices of one IPU,
-and can be in a guard that other IPUs don't run. Only a permute has no groups: all devices of the mesh must reach it.
-XLA permutes where a dim that is split is shifted or convolved. In a guard of one IPU that would hang.
+XLA splits a stage over the further axes of a mesh (`mesh/axes.py`). Its collectives have groups, the devices of one
+IPU, and can be in a guard that other IPUs don't run. Only a permute has no groups: all devices of the mesh must reach
+it. XLA permutes where a dim that is split is shifted or convolved. In a guard of one IPU that would hang.
 """
 
 import dataclasses

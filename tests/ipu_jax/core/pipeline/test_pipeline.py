@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh
+from ipu_jax.core.layout import groups
 from ipu_jax.core.schedules import make_schedule
 from support.against_plain import assert_equals_plain
 from support.dense import chain
@@ -293,3 +294,15 @@ def test_a_step_may_donate_its_params_outside_of_jit_too():
         params = update(params, gradients)
         values.append(value)
     assert all(later < earlier for earlier, later in itertools.pairwise(values))
+
+
+def test_a_layout_is_checked_once(monkeypatch):
+    """A step's calls get the weights in the same layout again and again."""
+    pipeline = two_stages()
+    params = pipeline.shard(weights("a", "b"))
+    pipeline.loss(params, batch(1))
+    for name in ("with_frozen", "with_specs"):
+        monkeypatch.setattr(groups, name, None)
+    pipeline.loss(params, batch(1))
+    with pytest.raises(TypeError, match="not callable"):
+        pipeline.loss(pipeline.shard(weights("a", "b")), batch(1))  # another layout, if an equal one
