@@ -346,12 +346,8 @@ def _typed_slice(x: jax.Array, split: Split, axis: str, dim: int) -> jax.Array:
     return _own_slice(x, split, axis, dim)
 
 
-def _typed_slice_forward(x: jax.Array, split: Split, axis: str, dim: int) -> tuple[jax.Array, None]:
-    return _own_slice(x, split, axis, dim), None
-
-
 def _typed_slice_backward(split: Split, axis: str, dim: int, _: None, dslice: jax.Array) -> tuple[jax.Array]:
     return (split.unpad(gather_to_all(dslice, axis, dim, tiled=True), dim),)
 
 
-_typed_slice.defvjp(_typed_slice_forward, _typed_slice_backward)
+_typed_slice.defvjp(lambda x, split, axis, dim: (_own_slice(x, split, axis, dim), None), _typed_slice_backward)

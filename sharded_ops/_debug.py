@@ -85,16 +85,12 @@ def _observed(x: jax.Array, name: str, axis: str) -> jax.Array:
     return x
 
 
-def _observed_forward(x: jax.Array, name: str, axis: str) -> tuple[jax.Array, None]:
-    return _observed(x, name, axis), None
-
-
 def _observed_backward(name: str, axis: str, _: None, dx: jax.Array) -> tuple[jax.Array]:
     _print_all(dx, name, "backward", axis)
     return (dx,)
 
 
-_observed.defvjp(_observed_forward, _observed_backward)
+_observed.defvjp(lambda x, name, axis: (_observed(x, name, axis), None), _observed_backward)
 
 
 def _print_all(x: jax.Array, name: str, way: str, axis: str) -> None:

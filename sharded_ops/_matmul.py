@@ -18,7 +18,10 @@ the traffic of an all-reduce, then replace the all-reduce:
     x_ND  [ IPU 0 ]  gather                                                              [ IPU 0 ]
           [ IPU 1 ]  ---->  y_NV [ IPU 0 | IPU 1 ]     x_ND  [ IPU 0 | IPU 1 ]  ->  y_NK [ IPU 1 ]
 
+`tied_projection` multiplies by the transpose of a table that is split by rows, without transposing it.
+
 Dims: N tokens (any number of leading dims; the first one is scattered), D rows of the weight, V or K columns; n IPUs.
+For `tied_projection`, V rows of the table and D features.
 """
 
 import functools
@@ -32,6 +35,7 @@ from sharded_ops._arguments import array, one_of, whole_number
 from sharded_ops._collectives import (
     as_varying,
     as_varying_over,
+    axes_of_rule,
     check_part_of_sum,
     check_same_on_all,
     gather_tokens,
@@ -153,14 +157,14 @@ def _without_padding(
     return x, w, None if bias is None else mask_padding(bias, 0, of_size, axis, fill=0)
 
 
-def check_floating(**operands: jax.Array) -> None:
+def _check_floating(**operands: jax.Array) -> None:
     for name, operand in operands.items():
         if not jnp.issubdtype(operand.dtype, jnp.floating):
             raise ValueError(f"{name} has dtype {operand.dtype}, but matmul takes floating operands: convert it first")
 
 
 def _check_operands(x: jax.Array, w: jax.Array) -> None:
-    check_floating(x=x, w=w)
+    _check_floating(x=x, w=w)
     if x.ndim < 1 or w.ndim != 2:
         raise ValueError(
             f"x of shape {x.shape} and w of shape {w.shape}: x must have at least 1 dim, and w 2: reshape them to "
@@ -192,7 +196,7 @@ def _check_scattering(x: jax.Array, split: str, reduction: str, tokens: int | No
 def _check_bias(bias: jax.Array | None, w: jax.Array) -> None:
     if bias is None:
         return
-    check_floating(bias=bias)
+    _check_floating(bias=bias)
     if bias.shape != w.shape[1:]:
         raise ValueError(
             f"bias of shape {bias.shape} and w of shape {w.shape} on each IPU: give a bias for each of its "
@@ -209,7 +213,7 @@ def _check_types(x: jax.Array, w: jax.Array, bias: jax.Array | None, split: str,
         (check_apart if split == "columns" else check_same_on_all)("bias", bias, axis)
 
 
-def accumulator(dtype: jnp.dtype) -> jnp.dtype:
+def _accumulator(dtype: jnp.dtype) -> jnp.dtype:
     """Return the dtype to accumulate in: float32 for half types, else the dtype itself."""
     return jnp.dtype(jnp.float32) if dtype.itemsize <= 2 else dtype
 
@@ -231,25 +235,21 @@ def _half_dot(x_ND: jax.Array, w_DV: jax.Array) -> jax.Array:
     return jnp.matmul(x_ND, w_DV, preferred_element_type=jnp.float32)
 
 
-def _half_dot_forward(x_ND: jax.Array, w_DV: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _half_dot(x_ND, w_DV), (x_ND, w_DV)
-
-
 def _half_dot_backward(operands: tuple[jax.Array, jax.Array], dy_NV: jax.Array) -> tuple[jax.Array, jax.Array]:
     x_ND, w_DV = operands
     # Exact: the result was rounded to this dtype, so its cotangent was converted from this dtype.
     dy_NV = dy_NV.astype(x_ND.dtype)
     dx_ND = jnp.matmul(dy_NV, w_DV.T, preferred_element_type=jnp.float32)
-    return dx_ND.astype(x_ND.dtype), contract_tokens(x_ND, dy_NV)
+    return dx_ND.astype(x_ND.dtype), _contract_tokens(x_ND, dy_NV)
 
 
-_half_dot.defvjp(_half_dot_forward, _half_dot_backward)
+_half_dot.defvjp(lambda x_ND, w_DV: (_half_dot(x_ND, w_DV), (x_ND, w_DV)), _half_dot_backward)
 
 
-def contract_tokens(a_NA: jax.Array, b_NB: jax.Array) -> jax.Array:
+def _contract_tokens(a_NA: jax.Array, b_NB: jax.Array) -> jax.Array:
     """Return the sum of the outer products of all tokens, (A, B), accumulated in float32 for half types."""
     tokens = tuple(range(a_NA.ndim - 1))
-    c_AB = lax.dot_general(a_NA, b_NB, ((tokens, tokens), ((), ())), preferred_element_type=accumulator(a_NA.dtype))
+    c_AB = lax.dot_general(a_NA, b_NB, ((tokens, tokens), ((), ())), preferred_element_type=_accumulator(a_NA.dtype))
     return c_AB.astype(a_NA.dtype)
 
 
@@ -275,14 +275,92 @@ def _half_reduce_scatter(y_NK: jax.Array, split: Split, dtype: jnp.dtype, axis: 
     return reduce_scatter_tokens(y_NK, axis)
 
 
-def _half_reduce_scatter_forward(y_NK: jax.Array, split: Split, dtype: jnp.dtype, axis: str) -> tuple[jax.Array, None]:
-    return reduce_scatter_tokens(y_NK, axis), None
-
-
 def _half_reduce_scatter_backward(
     split: Split, dtype: jnp.dtype, axis: str, _: None, dy_NK: jax.Array
 ) -> tuple[jax.Array]:
     return (split.unpad(gather_tokens(dy_NK.astype(dtype), axis), 0).astype(dy_NK.dtype),)
 
 
-_half_reduce_scatter.defvjp(_half_reduce_scatter_forward, _half_reduce_scatter_backward)
+_half_reduce_scatter.defvjp(
+    lambda y_NK, split, dtype, axis: (reduce_scatter_tokens(y_NK, axis), None), _half_reduce_scatter_backward
+)
+
+
+def tied_projection(hidden: jax.Array, table: jax.Array, *, size: int, axis: str = "ipu") -> jax.Array:
+    """Return `hidden @ table.T`, with the table split by rows over the IPUs of `axis`, as `embedding` takes it.
+
+    The table is neither transposed nor copied in memory, except that with padding, the backward pass makes a masked
+    copy of the shard for dhidden. `log_softmax_cross_entropy` takes these logits as they are.
+
+    Forward: sends nothing. Backward: one all-reduce of dhidden, (N.., D) in the dtype of `hidden`; under
+    check_vma=False it is done where the `shard_map` is differentiated (see the module `_collectives`). Only
+    reverse-mode derivatives are supported.
+
+    Half types accumulate in float32, forward and backward, and are rounded once.
+
+    Args:
+        hidden: (N.., D) on all IPUs, floating.
+        table: (V, D) globally, padded with `Split(size, n).pad(table, 0)`; each IPU holds (ceil(V/n), D). Floating; if
+            its dtype is narrower than `hidden`'s, a widened copy is made first.
+        size: V, without padding. Padding is never read, and its gradient is zero.
+        axis: the mesh axis.
+
+    Returns:
+        (N.., V) globally, each IPU holds (N.., ceil(V/n)), in the dtype that `hidden` and `table` promote to. The
+        columns of padded rows are zeros.
+
+    Raises:
+        ValueError: shapes or dtypes don't fit together, the shard does not fit `size` or is replicated over several
+            IPUs, `hidden` differs between IPUs, or the enclosing shard_map has no axis `axis`.
+
+    Source: Press and Wolf 2017, arXiv:1608.05859, for the tied weights; Shoeybi et al. 2019, arXiv:1909.08053, for the
+    split by rows.
+
+    Example:
+        >>> from functools import partial
+        >>> from jax.sharding import AxisType, PartitionSpec as P
+        >>> mesh = jax.make_mesh((2,), ("ipu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        >>> hidden_ND, table_VD = jnp.array([[1.0, 10.0]]), jnp.arange(8.0).reshape(4, 2)
+        >>> op = partial(tied_projection, size=4)
+        >>> project = jax.shard_map(op, mesh=mesh, in_specs=(P(), P("ipu", None)), out_specs=P(None, "ipu"))
+        >>> print(jax.jit(project)(hidden_ND, table_VD))
+        [[10. 32. 54. 76.]]
+    """
+    split = split_over(size, axis)
+    hidden, table = array("hidden", hidden), array("table", table)
+    _check_floating(hidden=hidden, table=table)
+    if hidden.ndim < 1 or table.ndim != 2 or hidden.shape[-1] != table.shape[1]:
+        raise ValueError(
+            f"hidden of shape {hidden.shape} and table of shape {table.shape} on each IPU: they must be (.., D) and "
+            f"(V/n, D), with the same D: shard dim 0 of the table, and nothing else"
+        )
+    check_shard("table", table, 0, split, axis)
+    check_same_on_all("hidden", hidden, axis)
+    dtype = jnp.promote_types(hidden.dtype, table.dtype)
+    axes = axes_of_rule(axis, hidden, table)
+    hidden_ND, table_VD = as_varying(hidden.astype(dtype), axes), as_varying(table.astype(dtype), axes)
+    return mask_padding(_tied_dot(hidden_ND, table_VD, split, axis), -1, split, axis, fill=0).astype(dtype)
+
+
+# A custom rule, because lax's rule would keep a masked copy of the table from the forward pass until the backward pass.
+# Only dhidden sums over rows of the table, so only dhidden must not read padding.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _tied_dot(hidden_ND: jax.Array, table_VD: jax.Array, split: Split, axis: str) -> jax.Array:
+    contracted = (((hidden_ND.ndim - 1,), (1,)), ((), ()))
+    return lax.dot_general(hidden_ND, table_VD, contracted, preferred_element_type=_accumulator(hidden_ND.dtype))
+
+
+def _tied_dot_backward(
+    split: Split, axis: str, operands: tuple[jax.Array, jax.Array], dy_NV: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    hidden_ND, table_VD = operands
+    dy_NV = dy_NV.astype(hidden_ND.dtype)  # exact, for the reason given in _half_dot_backward
+    masked_VD = mask_padding(table_VD, 0, split, axis, fill=0)
+    dhidden_ND = jnp.matmul(dy_NV, masked_VD, preferred_element_type=_accumulator(dy_NV.dtype))
+    return dhidden_ND.astype(hidden_ND.dtype), _contract_tokens(dy_NV, hidden_ND)
+
+
+_tied_dot.defvjp(
+    lambda hidden_ND, table_VD, *where: (_tied_dot(hidden_ND, table_VD, *where), (hidden_ND, table_VD)),
+    _tied_dot_backward,
+)

@@ -47,7 +47,8 @@ def log_softmax(logits_shard: jax.Array, *, size: int, axis: str = "ipu") -> jax
     """
     logits_shard = array("logits_shard", logits_shard)
     split = checked_split(logits_shard, size, axis)
-    logits_NV = masked_logits(logits_shard, split, axis)
+    logits_NV = logits_shard.astype(jnp.promote_types(logits_shard.dtype, jnp.float32))
+    logits_NV = mask_padding(logits_NV, -1, split, axis, fill=-jnp.inf)
     top_N, log_sum_N = top_and_log_sum(logits_NV, dim=-1)
     # two floats per token from each of n shards
     parts_n2N = gather_to_all(jnp.stack([top_N, log_sum_N]), axis)
@@ -110,12 +111,6 @@ def check_floating_logits(logits_shard: jax.Array) -> None:
         raise ValueError(
             f"logits_shard has dtype {logits_shard.dtype}, but logits must be floating: convert them first"
         )
-
-
-def masked_logits(logits_NV: jax.Array, split: Split, axis: str) -> jax.Array:
-    """Return the logits in float32 (float64 if they are in float64), with -inf for padding."""
-    wide_NV = logits_NV.astype(jnp.promote_types(logits_NV.dtype, jnp.float32))
-    return mask_padding(wide_NV, -1, split, axis, fill=-jnp.inf)
 
 
 def top_and_log_sum(x: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:

@@ -237,11 +237,6 @@ def check_shard(name: str, shard: jax.Array, dim: int, split: Split, axis: str, 
     check_apart(name, shard, axis)
 
 
-def real_rows(split: Split, axis: str) -> jax.Array:
-    """Return which rows of this IPU's shard are real: (local,) bool, False for padding. Sends nothing."""
-    return split.offset(lax.axis_index(axis)) + jnp.arange(split.local) < split.size
-
-
 def mask_padding(shard: jax.Array, dim: int, split: Split, axis: str, fill: float) -> jax.Array:
     """Return the shard with `fill` instead of padding in `dim`. The padding is not read and gets no gradient.
 
@@ -250,7 +245,8 @@ def mask_padding(shard: jax.Array, dim: int, split: Split, axis: str, fill: floa
     if not split.padding:
         return shard
     others = [d for d in range(shard.ndim) if d != dim % shard.ndim]
-    return jnp.where(jnp.expand_dims(real_rows(split, axis), others), shard, jnp.asarray(fill, shard.dtype))
+    is_real = split.offset(lax.axis_index(axis)) + jnp.arange(split.local) < split.size
+    return jnp.where(jnp.expand_dims(is_real, others), shard, jnp.asarray(fill, shard.dtype))
 
 
 def as_int32(name: str, indices: ArrayLike, size: int) -> jax.Array:

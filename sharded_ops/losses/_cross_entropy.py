@@ -9,7 +9,7 @@ custom derivative rules, from which jax makes derivatives of any order and mode:
     _row_statistics    computes the log-sum-exp. Its tangent is a plain psum, whose transpose sums the cotangents of all
                        IPUs. That is right for any use of the result, even in a second derivative, where each IPU uses
                        it for its own columns.
-    _token_loss        computes the loss. Its tangent is a sum that all IPUs use in the same way (_replicated_sum.py),
+    _token_loss        computes the loss. Its tangent is a sum that all IPUs use in the same way (`_replicated_sum`),
                        whose transpose communicates nothing.
 
 The tangent of `_token_loss` recomputes its probabilities (`jax.checkpoint`), so the residuals of the backward pass are
@@ -25,12 +25,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.typing import ArrayLike
 
 from sharded_ops._arguments import array, array_like, one_axis, whole_number
-from sharded_ops._collectives import as_varying, axes_of_rule, check_same_on_all, gather_to_all
+from sharded_ops._collectives import as_varying, axes_of_rule, check_same_on_all, gather_to_all, is_typed
 from sharded_ops._softmax import checked_split
-from sharded_ops._split import check_one_per_row
+from sharded_ops._split import axis_size, check_one_per_row
 from sharded_ops.losses._options import (
     OutOfRange,
     Reduction,
@@ -40,7 +42,6 @@ from sharded_ops.losses._options import (
     checked_weights,
     reduce_losses,
 )
-from sharded_ops.losses._replicated_sum import replicated_sum
 from sharded_ops.losses._statistics import (
     RowStatistics,
     Terms,
@@ -233,10 +234,10 @@ def _token_loss_jvp(terms: Terms, wants_lse: bool, primals: Any, tangents: Any) 
     if not isinstance(dx_NV, SymbolicZero):
         for i in range(len(outputs)):
             recomputed = jax.checkpoint(functools.partial(tangent_of[i], terms), prevent_cse=False)
-            doutputs[i] += replicated_sum(recomputed(x_NV, targets, row, dx_NV), terms.axis)
+            doutputs[i] += _replicated_sum(recomputed(x_NV, targets, row, dx_NV), terms.axis)
     if is_soft(targets) and not isinstance(dtargets, SymbolicZero):
         recomputed = jax.checkpoint(functools.partial(_loss_tangent_by_targets, terms), prevent_cse=False)
-        doutputs[0] += replicated_sum(recomputed(x_NV, row, dtargets), terms.axis)
+        doutputs[0] += _replicated_sum(recomputed(x_NV, row, dtargets), terms.axis)
     return outputs, tuple(doutputs)
 
 
@@ -265,3 +266,31 @@ def _loss_tangent_by_targets(terms: Terms, x_NV: jax.Array, row: RowStatistics, 
     first = shard_start(terms)
     logits_NV = softmax_logits(x_NV, first, terms)
     return (loss_dtargets(logits_NV, row, first, terms) * dtargets_NV).sum(-1)
+
+
+def _replicated_sum(x: jax.Array, axis: str) -> jax.Array:
+    """Return the sum of `x` over the IPUs of `axis`, for a program in which every IPU uses the sum in the same way.
+
+    Forward: one all-reduce of `x`. Backward: nothing is sent. Under check_vma=False `lax.psum` transposes to another
+    psum, since each IPU might use the result in its own way. If all IPUs use it in the same way, as they do with a
+    loss, their cotangents are equal, and the transpose multiplies one of them by n. Under check_vma=True the types
+    already express this, and this is `lax.psum`.
+
+    Args:
+        x: any shape and number dtype: this IPU's part of the sum.
+        axis: the mesh axis.
+
+    Returns:
+        An array like `x`, the same on all IPUs.
+    """
+    if is_typed(axis):
+        return lax.psum(x, axis)
+    return _sum_p.bind(x, axes=(axis,), parts=axis_size(axis))
+
+
+# A custom primitive: nothing else in jax is linear, can be batched, and lets us choose its transpose.
+_sum_p = Primitive("replicated_sum")
+_sum_p.def_abstract_eval(lambda x, *, axes, parts: x)
+mlir.register_lowering(_sum_p, mlir.lower_fun(lambda x, *, axes, parts: lax.psum(x, axes), multiple_results=False))
+ad.deflinear2(_sum_p, lambda cotangent, x, *, axes, parts: (cotangent * parts,))
+batching.primitive_batchers[_sum_p] = lambda args, dims, **params: (_sum_p.bind(*args, **params), dims[0])

@@ -44,8 +44,7 @@ from sharded_ops.losses._options import (
 )
 from sharded_ops.losses._statistics import Terms
 from sharded_ops.losses._sum_of_losses import sum_of_losses
-from sharded_ops.losses._tiles import Chunks
-from sharded_ops.losses._token_losses import token_losses
+from sharded_ops.losses._token_losses import Chunks, token_losses
 
 # How many logits exist at once: in a tile (2 MiB of float32), and in a chunk of tokens with all the shard's columns
 # (8 MiB). Smaller numbers make matmuls slow. If `hidden` is large, larger numbers are used, since they then hardly
@@ -256,7 +255,16 @@ def _checked_operands(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Return the operands, with `hidden` for all tokens: gathered if its tokens are scattered."""
     hidden, table = array("hidden", hidden), array("table", table)
-    _check_shapes(hidden, table)
+    if hidden.ndim < 1 or table.ndim != 2 or hidden.shape[-1] != table.shape[1]:
+        raise ValueError(
+            f"hidden of shape {hidden.shape} and table of shape {table.shape} on each IPU don't go together: give "
+            "(.., D) and (rows, D)"
+        )
+    if hidden.dtype != table.dtype or not jnp.issubdtype(hidden.dtype, jnp.floating):
+        raise ValueError(
+            f"hidden has dtype {hidden.dtype} and table {table.dtype}, but both must have the same floating dtype: "
+            "convert one of them"
+        )
     check_shard("table", table, 0, split, axis)
     if bias is not None:
         bias = array("bias", bias)
@@ -302,19 +310,6 @@ def _even(extent: int, limit: int) -> int:
     least = max(-(-extent // limit), 1)
     number = next((k for k in range(least, 2 * least) if extent % k == 0), least)
     return max(-(-extent // number), 1)
-
-
-def _check_shapes(hidden: jax.Array, table: jax.Array) -> None:
-    if hidden.ndim < 1 or table.ndim != 2 or hidden.shape[-1] != table.shape[1]:
-        raise ValueError(
-            f"hidden of shape {hidden.shape} and table of shape {table.shape} on each IPU don't go together: give "
-            "(.., D) and (rows, D)"
-        )
-    if hidden.dtype != table.dtype or not jnp.issubdtype(hidden.dtype, jnp.floating):
-        raise ValueError(
-            f"hidden has dtype {hidden.dtype} and table {table.dtype}, but both must have the same floating dtype: "
-            "convert one of them"
-        )
 
 
 def _check_per_token(name: str, per_token: Any, hidden: jax.Array, axis: str) -> None:

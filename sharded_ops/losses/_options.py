@@ -71,14 +71,25 @@ def checked_targets(
         ignore_index, out_of_range: the options of the losses.
 
     Returns:
-        Labels as `checked_labels` returns them; soft targets with 0 in the padding.
+        Labels as int32, with -1 for each label that does not count; soft targets with 0 in the padding.
 
     Raises:
-        ValueError: soft targets have another shape, or come with options that only apply to labels; or as for
-            `checked_labels`.
+        ValueError: soft targets have another shape, or come with options that only apply to labels; or labels or
+            `ignore_index` are not integers.
     """
     if not jnp.issubdtype(labels.dtype, jnp.floating):
-        targets_N, faulty_N = checked_labels(labels, terms.split.size, ignore_index, out_of_range)
+        if ignore_index is not None:
+            ignore_index = whole_number("ignore_index", ignore_index, instead="None if all labels count")
+        inside_N = as_int32("labels", labels, terms.split.size)
+        own = labels if isinstance(labels, jax.Array) else np.asarray(labels)
+        ignored_N = jnp.zeros(own.shape, bool)
+        limits = jnp.iinfo(own.dtype)
+        if ignore_index is not None and limits.min <= ignore_index <= limits.max:
+            ignored_N = own == own.dtype.type(ignore_index)
+        if out_of_range == "clip":
+            inside_N = jnp.where(own < 0, 0, jnp.where(inside_N < 0, terms.split.size - 1, inside_N))
+        targets_N = jnp.where(ignored_N, -1, inside_N)
+        faulty_N = (targets_N < 0) & ~ignored_N if out_of_range == "nan" else None
         return targets_N, targets_N >= 0, faulty_N
     if np.shape(labels) != shape:
         raise ValueError(
@@ -91,31 +102,6 @@ def checked_targets(
             "given: leave both out, and give a token that does not count a weight of 0"
         )
     return mask_padding(jnp.asarray(labels, dtype), -1, terms.split, terms.axis, fill=0), None, None
-
-
-def checked_labels(
-    labels: ArrayLike, size: int, ignore_index: int | None, out_of_range: OutOfRange
-) -> tuple[jax.Array, jax.Array | None]:
-    """Return the labels as int32, with -1 for each label that does not count.
-
-    Returns:
-        The labels; and which labels are out of range, if `out_of_range` is "nan", else None.
-
-    Raises:
-        ValueError: the labels are not integers, or `ignore_index` is not an integer.
-    """
-    if ignore_index is not None:
-        ignore_index = whole_number("ignore_index", ignore_index, instead="None if all labels count")
-    inside_N = as_int32("labels", labels, size)
-    own = labels if isinstance(labels, jax.Array) else np.asarray(labels)
-    ignored_N = jnp.zeros(own.shape, bool)
-    limits = jnp.iinfo(own.dtype)
-    if ignore_index is not None and limits.min <= ignore_index <= limits.max:
-        ignored_N = own == own.dtype.type(ignore_index)
-    if out_of_range == "clip":
-        inside_N = jnp.where(own < 0, 0, jnp.where(inside_N < 0, size - 1, inside_N))
-    targets_N = jnp.where(ignored_N, -1, inside_N)
-    return targets_N, (targets_N < 0) & ~ignored_N if out_of_range == "nan" else None
 
 
 def reduce_losses(

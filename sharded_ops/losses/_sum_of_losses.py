@@ -20,7 +20,7 @@ from sharded_ops.losses._statistics import (
     softmax_logits,
     statistics,
 )
-from sharded_ops.losses._tiles import (
+from sharded_ops.losses._token_losses import (
     Chunks,
     counted_tokens,
     for_chunks,
@@ -29,8 +29,8 @@ from sharded_ops.losses._tiles import (
     logits,
     matmul,
     table_rows,
+    token_losses,
 )
-from sharded_ops.losses._token_losses import token_losses
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))

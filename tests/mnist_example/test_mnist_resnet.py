@@ -27,13 +27,7 @@ WIDTH = 4
 SIDE = 64  # so that the last blocks get 2x2 pixels, and each of their batch norms gets 32 values
 B = 8
 # mode, IPUs and micro-batches: fewer and more of these than stages, in both modes
-LAYOUTS = [
-    ("basic", 1, 2),
-    ("basic", 2, 5),
-    ("basic", 4, 2),
-    ("concurrent", 2, 1),
-    ("concurrent", 4, 5),
-]
+LAYOUTS = [("basic", 1, 2), ("basic", 2, 5), ("basic", 4, 2), ("concurrent", 2, 1), ("concurrent", 4, 5)]
 
 
 def make_batch(m, b=B, side=SIDE):

@@ -119,10 +119,7 @@ def saved(tmp_path_factory):
         (["--seed", "1"], ("data '103 images, CRC-32 ", "resume with the same")),
         (["--no-shuffle"], ("shuffle True", "shuffle is False", "resume with the same")),
         (["--batch-size", "2"], ("images per update 20", "is 10", "resume with the same")),
-        (
-            ["--batch-size", "2", "--replicas", "2"],
-            ("micro-batches per update 5", "is 10", "resume with the same"),
-        ),
+        (["--batch-size", "2", "--replicas", "2"], ("micro-batches per update 5", "is 10", "resume with the same")),
         (["--precision", "16.16"], ("precision '32.32'", "'16.16'", "resume with the same")),
         pytest.param(
             ["--model", "resnet18", "--learning-rate", "0.02"],

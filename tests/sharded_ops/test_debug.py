@@ -58,10 +58,7 @@ def test_the_cotangent_of_what_all_hold_is_whole_or_in_parts(typed, printed):
     sharded = on_ipus(lambda x: jnp.sum(debug_x(x) ** 2), 2, P(), P(), typed)
     np.testing.assert_array_equal(jax.grad(sharded)(jnp.array([3.0])), [6])
     gradient, array = 6 if typed else 3, f"float32[1], {ALIKE}"
-    assert printed() == [
-        *lines("forward", array, *[(3, 3, 3)] * 2),
-        *lines("backward", array, *[(gradient,) * 3] * 2),
-    ]
+    assert printed() == [*lines("forward", array, *[(3, 3, 3)] * 2), *lines("backward", array, *[(gradient,) * 3] * 2)]
 
 
 @pytest.mark.parametrize("typed", [True, False])

@@ -49,17 +49,7 @@ from support.dense_twins import (
     dense_take_along_last_dim,
     dense_tied_projection,
 )
-from support.harness import (
-    CASES,
-    Operand,
-    assert_close,
-    dense_vjp,
-    examples,
-    on_ipus,
-    placed_vjp,
-    seeds,
-    side_by_side,
-)
+from support.harness import CASES, Operand, assert_close, dense_vjp, examples, on_ipus, placed_vjp, seeds, side_by_side
 
 TOKENS, D = 6, 4
 EPSILON = 0.1  # large, so that a row of one column, whose variance is 0, has gradients as large as those of other rows
@@ -181,11 +171,7 @@ def _all_cases(n: int, size: int, tokens: int, replicas: int | None, dtype: Any)
             lambda x, b: layer(x, None, b), (last, vector), last, lambda x, b: _layer(x, 1, b), **norm
         ),
         "layer_norm-offset": Case(
-            partial(layer, scale_offset=1.0),
-            (last, vector, vector),
-            last,
-            lambda x, s, b: _layer(x, 1 + s, b),
-            **norm,
+            partial(layer, scale_offset=1.0), (last, vector, vector), last, lambda x, s, b: _layer(x, 1 + s, b), **norm
         ),
         # exp and log are good to a few ulps each, and a denominator is a sum of at most 10 terms.
         "softmax": Case(of(softmax), (last,), last, dense_softmax, (20, 20), bounds=_SOFTMAX),
@@ -193,12 +179,7 @@ def _all_cases(n: int, size: int, tokens: int, replicas: int | None, dtype: Any)
             of(log_softmax), (last,), last, dense_log_softmax, (20, 20), bounds=_LOG_SOFTMAX, padding=-np.inf
         ),
         "top_k": Case(
-            lambda x: top_k(x, k, size=size)[0],
-            (logits,),
-            whole,
-            lambda x: lax.top_k(x, k)[0],
-            again,
-            bounds=_PICKED,
+            lambda x: top_k(x, k, size=size)[0], (logits,), whole, lambda x: lax.top_k(x, k)[0], again, bounds=_PICKED
         ),
         "from_all": Case(of(from_all, dim=-1), (last,), whole, _itself, again),
         "from_all-inner": Case(of(from_all, dim=-2), (inner,), whole, _itself, again),

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Layout, Split, embedding
-from sharded_ops._leaf_layout import LeafLayout
+from sharded_ops._tree_layout import LeafLayout
 from support.harness import assert_close, mesh_of, normal
 from support.refusals import refusals, refused
 

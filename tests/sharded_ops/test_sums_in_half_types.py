@@ -105,16 +105,7 @@ def test_forward_mode_and_second_derivatives_of_a_half_table(dtype):
         (lambda x, s: rms_norm(_apart(x[:, :2]), s, size=4, epsilon=0.0), P("ipu"), P(None, "ipu"), (4,)),
         (lambda x, b: layer_norm(_apart(x[:, :2]), b * 0, b, size=4), P("ipu"), P(None, "ipu"), (4,)),
     ],
-    ids=[
-        "bias",
-        "columns",
-        "rows",
-        "rows-scatter",
-        "bias-of-rows",
-        "tied",
-        "rms-scale",
-        "layer-bias",
-    ],
+    ids=["bias", "columns", "rows", "rows-scatter", "bias-of-rows", "tied", "rms-scale", "layer-bias"],
 )
 def test_no_other_weight_of_many_tokens_saturates(op, spec, out_spec, weight, typed):
     tokens = TOKENS[jnp.bfloat16]

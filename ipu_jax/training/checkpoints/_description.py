@@ -49,11 +49,6 @@ def versions() -> dict[str, str]:
     return {"ipu_jax": __version__} | {name: metadata.version(name) for name in ("jax", "orbax-checkpoint", "optax")}
 
 
-def same_places(saved: Mapping[str, Json], here: Mapping[str, Json]) -> bool:
-    """Return whether two runs hold the same leaves in the same arrays."""
-    return saved["arrays"] == here["arrays"] and saved["leaves"] == here["leaves"]
-
-
 def check_words(where: str, saved: Mapping[str, Json], here: Mapping[str, Json]) -> None:
     """Raise `ValueError` unless the user's descriptions of two runs are equal; the message names a difference."""
     for name in sorted({*saved, *here}):

@@ -112,7 +112,8 @@ class Lock:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             text = _read(self._path)
-            if not _is_open_to_others(handle) or (text and not _has_ended(text)):
+            is_open_to_others = os.fstat(handle).st_mode & 0o077
+            if not is_open_to_others or (text and not _has_ended(text)):
                 return _holder(text)
             if _is_at(self._path, handle):  # of an old version that has ended: who locked it was a reader
                 self._path.unlink(missing_ok=True)
@@ -134,10 +135,6 @@ class Lock:
         self._text = text
         self._freeing = weakref.finalize(self, _free, self._path, handle, text, os.getpid())
         return ""
-
-
-def _is_open_to_others(handle: int) -> bool:
-    return bool(os.fstat(handle).st_mode & 0o077)
 
 
 def _free(path: Path, handle: int, text: bytes, owner: int) -> None:
@@ -201,10 +198,5 @@ def _is_at(path: Path, handle: int) -> bool:
         return False
 
 
-def _after_fork() -> None:
-    """Close the files in a forked process. Otherwise a lock would stay until the forked process ends, too."""
-    for lock in list(_all):
-        lock.release()  # the text stays: it is the parent's
-
-
-os.register_at_fork(after_in_child=_after_fork)
+# A forked process closes the files: otherwise a lock would stay until it ends, too. The text stays: it is the parent's.
+os.register_at_fork(after_in_child=lambda: [lock.release() for lock in list(_all)])

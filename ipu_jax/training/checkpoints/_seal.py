@@ -70,9 +70,10 @@ def write_checksums(folder: Path, instance: int, instances: int) -> None:
     Raises:
         OSError: a file cannot be read or written.
     """
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     own = {
         name: list(_checksum(folder / name))
-        for name in _names(folder)
+        for name in names
         if _writer(name, instances) == instance and not name.startswith("checksums.") and name != SEAL
     }
     _write(folder / f"checksums.{instance}.json", own)
@@ -179,10 +180,6 @@ _FIELDS: Final[dict[str, Callable[[Json], bool]]] = {
     "feed": lambda value: value is None or isinstance(value, dict),
     "extra": lambda value: True,
 }
-
-
-def _names(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def _writer(name: str, instances: int) -> int:

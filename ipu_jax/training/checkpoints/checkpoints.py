@@ -34,8 +34,8 @@ from ipu_jax.base.decorators import public
 from ipu_jax.distributed import popdist
 from ipu_jax.distributed.agreeing import Meetings
 from ipu_jax.training.checkpoints import _all_instances, _description, _folder, _seal
+from ipu_jax.training.checkpoints._all_instances import Due
 from ipu_jax.training.checkpoints._description import named, size_of
-from ipu_jax.training.checkpoints._due import Due
 from ipu_jax.training.checkpoints._lock import Lock
 from ipu_jax.training.checkpoints._restoring import Restored, Search, candidates_in, read, warn
 from ipu_jax.training.checkpoints._store import Store

@@ -171,13 +171,11 @@ class BatchRows:
             read.
         is_real: bool, of the same shape: False for rows that only fill the batch up.
         examples: the number of real examples of the batch, over all instances.
-        updates: the number of weight updates that contain a real example. These updates come first.
     """
 
     indices: npt.NDArray[np.intp]
     is_real: npt.NDArray[np.bool_]
     examples: int
-    updates: int
 
 
 class EpochOrder:
@@ -211,15 +209,7 @@ class EpochOrder:
     (Position(epoch=0, position=6), Position(epoch=1, position=0))
     """
 
-    def __init__(
-        self,
-        examples: int,
-        dims: BatchDims,
-        *,
-        shuffle: bool = True,
-        seed: int = 0,
-        remainder: str = "drop",
-    ):
+    def __init__(self, examples: int, dims: BatchDims, *, shuffle: bool = True, seed: int = 0, remainder: str = "drop"):
         self.examples, self.dims = check_count("examples", examples), dims
         self.per_update, self.per_batch = dims.per_update, dims.per_batch
         own_seed = as_int(seed)
@@ -298,6 +288,4 @@ class EpochOrder:
             # filled up with the epoch's first examples, repeated if they are too few
             chosen = np.concatenate([chosen[:examples], np.resize(order, per_batch - examples)])
         is_real = np.arange(per_batch) < examples
-        return BatchRows(
-            self.dims.of_instance(chosen), self.dims.of_instance(is_real), examples, self.dims.updates(examples)
-        )
+        return BatchRows(self.dims.of_instance(chosen), self.dims.of_instance(is_real), examples)

@@ -41,7 +41,8 @@ class ArraySource:
     """
 
     def __init__(self, source: Any):
-        self._copies = _is_indexable(source)
+        is_tree = isinstance(source, dict | list | tuple | str | bytes | np.ndarray | jax.Array)
+        self._copies = not is_tree and has_numbers(source)
         if hasattr(source, "__next__"):  # jax would flatten an iterator
             raise _no_arrays(source)
         self._source = source if self._copies else jax.tree.map(on_host, source)
@@ -159,11 +160,6 @@ def normalise(values: Value, *, mean: Value = 0.0, std: Value = 1.0, dtype: Dtyp
 def has_numbers(source: Any) -> bool:
     """Return whether the source's examples can be read by their numbers, and not only one after the other."""
     return hasattr(source, "__len__") and hasattr(source, "__getitem__")
-
-
-def _is_indexable(source: Any) -> bool:
-    is_tree = isinstance(source, dict | list | tuple | str | bytes | np.ndarray | jax.Array)
-    return not is_tree and has_numbers(source)
 
 
 def _length(source: Any) -> int:

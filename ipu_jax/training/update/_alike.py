@@ -103,10 +103,11 @@ class Alike:
         if not self._is_due:
             return
         text = lower().as_text()
+        places = [place for of_kind in self._placer.places(state).values() for place in of_kind]
         is_noted = self._noted is not None and self._noted[0]() is state
         texts: dict[str, Texts | None] = {
             "batch": {**_shapes(arrays), "updates to make": f"{made.start} to {made.stop - 1}"},
-            "state": self._shapes_of(state),
+            "state": {place.path: f"{place.dtype}{list(place.whole_shape)}" for place in places},
             "feed": {f"feed.{name}": str(value) for name, value in given.feed.items()}
             if isinstance(given, FeedBatch)
             else None,
@@ -114,7 +115,8 @@ class Alike:
             "weights": self._noted[1] if self._noted is not None and is_noted else None,
             "parts": None if is_noted else parts(state.params),
         }
-        sent = {kind: _digest(of_kind) if kind != "parts" else of_kind for kind, of_kind in texts.items()}
+        digest = lambda of_kind: None if of_kind is None else zlib.crc32(json.dumps(of_kind).encode())
+        sent = {kind: digest(of_kind) if kind != "parts" else of_kind for kind, of_kind in texts.items()}
         all_sent = _gathered(_WHAT, sent)
         for kind, mend in _MENDS.items():
             found = {i: one[kind] for i, one in enumerate(all_sent) if one[kind] is not None}
@@ -131,10 +133,6 @@ class Alike:
                     f"before the first update, {problem}. {mend}. popdist.init(check_programs=False) allows it"
                 )
         self._is_due, self._noted = False, None
-
-    def _shapes_of(self, state: TrainState) -> Texts:
-        places = [place for of_kind in self._placer.places(state).values() for place in of_kind]
-        return {place.path: f"{place.dtype}{list(place.whole_shape)}" for place in places}
 
 
 def first_difference(found: Mapping[int, Texts], *, common: bool = False) -> str | None:
@@ -215,10 +213,6 @@ def _checksum(leaf: Value) -> str:
 def _shapes(batch: Batch) -> Texts:
     leaves = jax.tree.leaves_with_path(batch)
     return {f"batch{jax.tree_util.keystr(path)}": f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
-
-
-def _digest(texts: Texts | None) -> int | None:
-    return None if texts is None else zlib.crc32(json.dumps(texts).encode())
 
 
 def _gathered(what: str, value: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Compute, sum and store in the dtypes of a precision, and round weights so that they are right on average.
+"""Compute, sum and store in the dtypes of a precision, round weights right on average, and scale the loss for float16.
 
     "32.32"   everything in float32, or whatever dtype weights and batch have: nothing is cast
     "16.32"   F and B in half; sums, weights and the optimizer's state in float32
@@ -6,6 +6,12 @@
 
 The first number is the precision of the computation, the second the precision of the weights and the optimizer's state.
 Sums of gradients over micro-batches and over replicas are in float32 at least.
+
+A loss scale keeps gradients from being too small for float16. Scaled gradients are divided in float32 at least:
+
+    dynamic    scale 32768 ... 1000 good steps ... 65536 -> inf: skip this update, 32768 -> ...
+
+Source of the scale: Micikevicius et al. 2017, "Mixed Precision Training", arXiv:1710.03740, section 3.2.
 """
 
 import dataclasses
@@ -17,6 +23,7 @@ import numpy as np
 
 from ipu_jax.base.annotations import Batch, Dtype, Function, Key, Params, Tree, Value
 from ipu_jax.core.cutting.function import FunctionModel
+from ipu_jax.core.options import DynamicScale, TrainOptions
 from ipu_jax.core.stage import Stage
 
 
@@ -106,3 +113,48 @@ def stochastic_round(x: Value, dtype: Dtype, key: Key) -> Value:
     # the chance is 0 where x is exact or its neighbour infinite; where x is not finite it is NaN, which takes nearest
     takes_other = jax.random.uniform(key, x.shape, x.dtype) < chance
     return jnp.where(takes_other, other, nearest)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """A dynamic loss scale.
+
+    Attributes:
+        scale: float32, the factor by which the loss is multiplied.
+        good_steps: int32, the number of updates made since the scale last changed.
+    """
+
+    scale: Value
+    good_steps: Value
+
+
+def initial_scale(options: TrainOptions) -> Scale | None:
+    """Return the dynamic scale that training starts with, or None if the scale never changes."""
+    chosen = options.loss_scale
+    if not isinstance(chosen, DynamicScale):
+        return None
+    return Scale(jnp.float32(chosen.initial), jnp.int32(0))
+
+
+def current_scale(options: TrainOptions, scale: Scale | None) -> Value:
+    """Return the factor by which the loss is multiplied."""
+    if scale is not None:
+        return scale.scale.astype(float)  # under x64 its quotients are as exact as float64 gradients
+    return 1.0 if isinstance(options.loss_scale, DynamicScale) else options.loss_scale
+
+
+def next_scale(chosen: DynamicScale, scale: Scale, finite: Value) -> Scale:
+    """Return the scale after an update that was made (if `finite`) or skipped.
+
+    >>> chosen = DynamicScale(initial=8.0, growth_interval=1)
+    >>> scale = Scale(jnp.float32(8), jnp.int32(0))
+    >>> float(next_scale(chosen, scale, True).scale), float(next_scale(chosen, scale, False).scale)
+    (16.0, 4.0)
+    """
+    good_steps = jnp.where(finite, scale.good_steps + 1, 0)
+    grows = good_steps == chosen.growth_interval
+    grown = jnp.minimum(scale.scale * chosen.factor, chosen.largest)
+    shrunk = jnp.maximum(scale.scale / chosen.factor, chosen.smallest)
+    new = jnp.where(finite, jnp.where(grows, grown, scale.scale), shrunk)
+    return Scale(new.astype(jnp.float32), jnp.where(grows, 0, good_steps).astype(jnp.int32))

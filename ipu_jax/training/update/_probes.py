@@ -37,9 +37,9 @@ from ipu_jax.core.pipeline.placed_stages import PlacedStages
 from ipu_jax.core.stage import Outputs, Stage
 from ipu_jax.core.step_args import StepArgs
 from ipu_jax.training.update._accumulate import accumulate, counts_of, loss_and_aux
-from ipu_jax.training.update._loss_scale import current_scale
 from ipu_jax.training.update._model import Model
-from ipu_jax.training.update.nonfinite import NonFinite, StageFlags, UpdateFlags, first_nonfinite, no_flags
+from ipu_jax.training.update._precision import current_scale
+from ipu_jax.training.update.nonfinite import NonFinite, StageFlags, UpdateFlags, first_nonfinite
 from ipu_jax.training.update.state import TrainState
 
 _INPUT = 0  # in a probe, the row for the gradients of a stage's inputs; rows for its weights follow
@@ -277,13 +277,13 @@ def flags_of_function(state: TrainState, batch: Batch, results: Tree) -> UpdateF
     """Return the flags of an update by name, from what `run_probed_function` returned, on the host."""
     flags, is_finite = results
     weights = float_names(state.params, "params")
-    named = {
-        "weights": _by_name(weights, flags["weights"]),
-        "batch": _by_name(float_names(batch, "batch"), flags["batch"]),
-        "outputs": _by_name(["loss"], flags["outputs"]),
-        "weight_gradients": _by_name(weights, flags["weight_gradients"]),
-    }
-    return UpdateFlags(_wide(flags["loss"]), [no_flags(**named)], None, bool(is_finite))
+    stage = StageFlags(
+        weights=_by_name(weights, flags["weights"]),
+        batch=_by_name(float_names(batch, "batch"), flags["batch"]),
+        outputs=_by_name(["loss"], flags["outputs"]),
+        weight_gradients=_by_name(weights, flags["weight_gradients"]),
+    )
+    return UpdateFlags(_wide(flags["loss"]), [stage], None, bool(is_finite))
 
 
 def _probed_loss(loss_fn: Function, loss_cotangent: Value, params: Params, microbatch: Batch, **extra: Tree) -> Tree:
@@ -353,10 +353,6 @@ def _watched(where: tuple[int, int, tuple[int, ...]], value: Value, probe: Value
     return value
 
 
-def _watch_forward(where: Any, value: Value, probe: Value, number: Value) -> tuple[Value, Value]:
-    return value, number
-
-
 def _watch_backward(
     where: tuple[int, int, tuple[int, ...]], number: Value, cotangent: Value
 ) -> tuple[Value, Value, Value]:
@@ -365,4 +361,4 @@ def _watch_backward(
     return cotangent, jnp.zeros(shape, jnp.float32).at[use, row, number].set(bad), np.zeros((), jax.dtypes.float0)
 
 
-_watched.defvjp(_watch_forward, _watch_backward)
+_watched.defvjp(lambda where, value, probe, number: (value, number), _watch_backward)

@@ -14,20 +14,19 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ipu_jax.base.annotations import Batch, Key, Params, Tree, Value
-from ipu_jax.core.layout.blocks import Blocks
+from ipu_jax.core.layout.blocks import Blocks, from_blocks
 from ipu_jax.core.layout.packed_layout import WHOLE
 from ipu_jax.core.layout.packing import Sharded
 from ipu_jax.core.layout.place import Place, places_of_layout
 from ipu_jax.core.layout.whole_tree import joined
-from ipu_jax.core.mesh.instances import put_copy
+from ipu_jax.core.mesh.instances import on_host, put_copy
+from ipu_jax.core.optimizer import zero
 from ipu_jax.core.optimizer.state import OptimizerState, copied
 from ipu_jax.core.optimizer.update import ShardedUpdate
 from ipu_jax.core.options import TrainOptions
 from ipu_jax.core.step_args import StepArgs, given_dims
-from ipu_jax.training.update._average import divided_average, whole_average
-from ipu_jax.training.update._loss_scale import initial_scale
 from ipu_jax.training.update._model import Model
-from ipu_jax.training.update._precision import cast_floats
+from ipu_jax.training.update._precision import cast_floats, initial_scale
 from ipu_jax.training.update.models import specs_of
 from ipu_jax.training.update.state import TrainState
 
@@ -240,3 +239,36 @@ class StatePlacer:
 
     def _place(self, value: Tree, spec: PartitionSpec = WHOLE) -> jax.Array:
         return put_copy(value, NamedSharding(self.model.mesh, spec))
+
+
+def with_average(blocks: Blocks, params: Params, averages: Sequence[Value]) -> Params:
+    """Return the weights with the trained ones replaced by their averages, in the weights' dtypes.
+
+    Call it inside the program. Under `shard_optimizer` it communicates one all_gather over "replica" per bucket.
+    """
+    arrays = []
+    for k, (average, own) in enumerate(zip(averages, blocks.chunks_of(params), strict=True)):
+        array, mask = average[0, 0].astype(own.dtype), blocks.leaf_mask(k)
+        # a slot may hold frozen weights of this IPU
+        arrays.append(array if mask is None else jnp.where(mask, array, own))
+    return from_blocks(params, zero.gather(blocks, arrays))
+
+
+def divided_average(blocks: Blocks, leaves: Sequence[Value]) -> list[np.ndarray]:
+    """Split the averages of whole leaves into blocks: host arrays of `Blocks.global_shape`."""
+    averages = []
+    for k, block in enumerate(blocks):
+        averages.append(np.zeros(blocks.global_shape(k), jnp.promote_types(block.dtype, jnp.float32)))
+        for leaf in {leaf for leaf in block.leaves if leaf is not None}:
+            blocks.write_leaf(leaf, np.asarray(leaves[leaf], averages[k].dtype), averages[k])
+    return averages
+
+
+def whole_average(blocks: Blocks, averages: Sequence[Value]) -> list[jax.Array]:
+    """Return copies of the averages as whole leaves: the inverse of `divided_average`.
+
+    Communicates one all-gather per array that is split over several instances.
+    """
+    arrays = [on_host(average) for average in averages]
+    leaves = range(len(blocks.leaves))
+    return [jnp.array(blocks.place(leaf, "").leaf(arrays[blocks.block_of(leaf)])) for leaf in leaves]

@@ -14,8 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ipu_jax.base.annotations import Value
-
 
 @dataclasses.dataclass(frozen=True)
 class NonFinite:
@@ -75,13 +73,13 @@ class StageFlags:
         input_gradients, weight_gradients: the gradients that training computes in its backward.
     """
 
-    weights: Mapping[str, npt.NDArray[np.bool_]]
-    batch: Mapping[str, npt.NDArray[np.bool_]]
-    state: Mapping[str, npt.NDArray[np.bool_]]
-    outputs: Mapping[str, npt.NDArray[np.bool_]]
-    new_state: Mapping[str, npt.NDArray[np.bool_]]
-    input_gradients: Mapping[str, npt.NDArray[np.bool_]]
-    weight_gradients: Mapping[str, npt.NDArray[np.bool_]]
+    weights: Mapping[str, npt.NDArray[np.bool_]] = dataclasses.field(default_factory=dict)
+    batch: Mapping[str, npt.NDArray[np.bool_]] = dataclasses.field(default_factory=dict)
+    state: Mapping[str, npt.NDArray[np.bool_]] = dataclasses.field(default_factory=dict)
+    outputs: Mapping[str, npt.NDArray[np.bool_]] = dataclasses.field(default_factory=dict)
+    new_state: Mapping[str, npt.NDArray[np.bool_]] = dataclasses.field(default_factory=dict)
+    input_gradients: Mapping[str, npt.NDArray[np.bool_]] = dataclasses.field(default_factory=dict)
+    weight_gradients: Mapping[str, npt.NDArray[np.bool_]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -178,8 +176,3 @@ def _named(step: int, flags: UpdateFlags, replica: int, microbatch: int, stage: 
         what = what.replace("its ", "the ")
         return NonFinite(step, replica, microbatch, None, None, what, loss)
     return NonFinite(step, replica, microbatch, stage, flags.names[stage], what, loss)
-
-
-def no_flags(**given: Mapping[str, Value]) -> StageFlags:
-    """Return the flags of a stage; flags that are not given are empty."""
-    return StageFlags(**{field.name: given.get(field.name, {}) for field in dataclasses.fields(StageFlags)})

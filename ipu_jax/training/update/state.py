@@ -18,7 +18,7 @@ from ipu_jax.base.keys import is_key
 from ipu_jax.core.layout.packing import Sharded
 from ipu_jax.core.optimizer.state import OptimizerState
 from ipu_jax.core.programs.cost import in_units
-from ipu_jax.training.update._loss_scale import Scale
+from ipu_jax.training.update._precision import Scale
 
 
 @jax.tree_util.register_dataclass

@@ -36,13 +36,11 @@ from ipu_jax.core.step_args import StepArgs, given_dims, with_dims, without_dims
 from ipu_jax.training.update._accumulate import counts_of
 from ipu_jax.training.update._alike import Alike
 from ipu_jax.training.update._arguments import Arguments
-from ipu_jax.training.update._average import with_average
-from ipu_jax.training.update._in_flight_batches import BatchesInFlight
+from ipu_jax.training.update._decision import BatchesInFlight
 from ipu_jax.training.update._model import Model
-from ipu_jax.training.update._norms import clip
 from ipu_jax.training.update._probes import Diagnosis
-from ipu_jax.training.update._state_placer import StatePlacer
-from ipu_jax.training.update._update_program import Iteration
+from ipu_jax.training.update._state_placer import StatePlacer, with_average
+from ipu_jax.training.update._update_program import Iteration, clip
 from ipu_jax.training.update.models import model_for, specs_of
 from ipu_jax.training.update.nonfinite import NonFinite
 from ipu_jax.training.update.replicas import Replicas

@@ -38,8 +38,7 @@ from ipu_jax.core.layout.place import Place, arrays_by_name
 from ipu_jax.core.mesh.instances import Index, device_blocks, gathered
 from ipu_jax.training.update.state import TrainState
 from ipu_jax.training.weight_files import _npz, _safetensors
-from ipu_jax.training.weight_files._tensors import TensorInfo
-from ipu_jax.training.weight_files.names import named_leaves, named_places
+from ipu_jax.training.weight_files._tensors import TensorInfo, named_leaves, named_places
 
 _FORMATS: dict[str, ModuleType] = {".safetensors": _safetensors, ".npz": _npz}
 

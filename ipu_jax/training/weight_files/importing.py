@@ -31,8 +31,15 @@ from ipu_jax.core.mesh.instances import Index, device_blocks
 from ipu_jax.training.update.state import TrainState
 from ipu_jax.training.weight_files._npz import NpzFile
 from ipu_jax.training.weight_files._safetensors import SafetensorsFile
-from ipu_jax.training.weight_files._tensors import BadFileError, TensorInfo, WeightSource, naming, quoted
-from ipu_jax.training.weight_files.names import named_leaves, named_places
+from ipu_jax.training.weight_files._tensors import (
+    BadFileError,
+    TensorInfo,
+    WeightSource,
+    named_leaves,
+    named_places,
+    naming,
+    quoted,
+)
 from ipu_jax.training.weight_files.saved import Saved, rounded
 
 _INDEX = ".index.json"  # Hugging Face's suffix

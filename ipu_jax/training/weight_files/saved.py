@@ -9,6 +9,7 @@ Saved("q.weight", "k.weight", "v.weight").join(0).transpose()   a joint projecti
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,17 +18,20 @@ from ipu_jax.base.annotations import Dtype, Value
 from ipu_jax.base.checks import as_int
 from ipu_jax.training.weight_files._tensors import TensorInfo
 
-Shapes = list[TensorInfo | None]  # None: the result of a function is known only after it has run
-Arrays = list[np.ndarray]
+Made = tuple[TensorInfo | None, Callable[..., np.ndarray]]  # None: a function's result, known only after it has run
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One change: its text, and how it changes shapes and arrays."""
+    """One change: its text, what it makes of shapes and dtypes, and how; and whether it makes one array of all."""
 
     text: str
-    shapes: Callable[[Shapes], Shapes]
-    arrays: Callable[[Arrays], Arrays]
+    make: Callable[..., Made]
+    joins: bool = False
+
+    def taken(self, values: Sequence[Any]) -> Sequence[Sequence[Any]]:
+        """Return the arrays, or their shapes, that are changed together."""
+        return [values] if self.joins else [[value] for value in values]
 
 
 class Saved:
@@ -58,20 +62,18 @@ class Saved:
     def transpose(self, *dims: int) -> "Saved":
         """Reorder the dims like `numpy.transpose`; without `dims`, reverse them."""
         order = _ints("transpose", dims)
-        return self._each(
-            f"transpose({', '.join(map(str, order))})",
-            lambda info: TensorInfo(tuple(info.shape[d] for d in _permutation(order, info)), info.dtype),
-            lambda array: array.transpose(order or None),
-        )
+
+        def transposed(info: TensorInfo) -> Made:
+            found = _permutation(order, info)
+            return TensorInfo(tuple(info.shape[d] for d in found), info.dtype), lambda array: array.transpose(found)
+
+        return self._with(f"transpose({', '.join(map(str, order))})", transposed)
 
     def reshape(self, *shape: int) -> "Saved":
         """Give the elements another shape, in C order; one size may be -1."""
         sizes = _ints("reshape", shape)
-        return self._each(
-            f"reshape({', '.join(map(str, sizes))})",
-            lambda info: TensorInfo(_reshaped(info, sizes), info.dtype),
-            lambda array: array.reshape(sizes),
-        )
+        reshaped = lambda info: (TensorInfo(_reshaped(info, sizes), info.dtype), lambda array: array.reshape(sizes))
+        return self._with(f"reshape({', '.join(map(str, sizes))})", reshaped)
 
     def part(self, number: int, *, of: int | Sequence[int], dim: int = 0) -> "Saved":
         """Take one of the parts into which a dim is split.
@@ -83,49 +85,44 @@ class Saved:
         """
         (index, along) = _ints("part", (number, dim))
         sizes = as_int(of) or _ints("part", of if isinstance(of, Sequence) else (of,))
-        described = f"part({index}, of={sizes if isinstance(sizes, int) else list(sizes)}, dim={along})"
 
-        def rows(info: TensorInfo) -> slice:
-            size = info.shape[_dim(along, info)]
-            parts = [size // sizes] * sizes if isinstance(sizes, int) else list(sizes)
-            if sum(parts) != size or not 0 <= index < len(parts):
+        def cut(info: TensorInfo) -> Made:
+            d = _dim(along, info)
+            parts = [info.shape[d] // sizes] * sizes if isinstance(sizes, int) else list(sizes)
+            if sum(parts) != info.shape[d] or not 0 <= index < len(parts):
                 raise ValueError(f"dim {along} of {info} has no part {index} of {sizes}")
-            return slice(sum(parts[:index]), sum(parts[: index + 1]))
+            rows = slice(sum(parts[:index]), sum(parts[: index + 1]))
+            return _with_size(info, d, rows.stop - rows.start), lambda array: array[(slice(None),) * d + (rows,)]
 
-        def cut(array: np.ndarray) -> np.ndarray:
-            info = _info_of(array)
-            return array[(slice(None),) * _dim(along, info) + (rows(info),)]
-
-        def shape(info: TensorInfo) -> TensorInfo:
-            found = rows(info)
-            return _with_size(info, _dim(along, info), found.stop - found.start)
-
-        return self._each(described, shape, cut)
+        of_text = sizes if isinstance(sizes, int) else list(sizes)
+        return self._with(f"part({index}, of={of_text}, dim={along})", cut)
 
     def join(self, dim: int) -> "Saved":
         """Concatenate the arrays along a dim, like `numpy.concatenate`."""
         (along,) = _ints("join", (dim,))
 
-        def joined(infos: list[TensorInfo]) -> TensorInfo:
+        def joined(*infos: TensorInfo) -> Made:
             d = _dim(along, infos[0])
             if len({(info.dtype, info.shape[:d], info.shape[d + 1 :]) for info in infos}) > 1:
                 raise ValueError(f"{', '.join(map(str, infos))} cannot be joined along dim {along}")
-            return _with_size(infos[0], d, sum(info.shape[d] for info in infos))
+            size = sum(info.shape[d] for info in infos)
+            return _with_size(infos[0], d, size), lambda *arrays: np.concatenate(arrays, along)
 
-        return self._all(f"join({along})", joined, lambda arrays: np.concatenate(arrays, along))
+        return self._with(f"join({along})", joined, joins=True)
 
     def stack(self, dim: int = 0) -> "Saved":
         """Stack the arrays along a new dim, like `numpy.stack`: for example layers that a scan goes over."""
         (along,) = _ints("stack", (dim,))
 
-        def stacked(infos: list[TensorInfo]) -> TensorInfo:
+        def stacked(*infos: TensorInfo) -> Made:
             shape = infos[0].shape
             if len(set(infos)) > 1 or not -len(shape) - 1 <= along <= len(shape):
                 raise ValueError(f"{', '.join(map(str, infos))} cannot be stacked along dim {along}")
             d = along % (len(shape) + 1)
-            return TensorInfo((*shape[:d], len(infos), *shape[d:]), infos[0].dtype)
+            info = TensorInfo((*shape[:d], len(infos), *shape[d:]), infos[0].dtype)
+            return info, lambda *arrays: np.stack(arrays, along)
 
-        return self._all(f"stack({along})", stacked, lambda arrays: np.stack(arrays, along))
+        return self._with(f"stack({along})", stacked, joins=True)
 
     def astype(self, dtype: Dtype) -> "Saved":
         """Convert to a dtype, also to a dtype that holds fewer values. Numbers are rounded with `rounded`."""
@@ -133,21 +130,13 @@ class Saved:
             target = jnp.dtype(dtype)
         except TypeError:
             raise ValueError(f"dtype={dtype!r} is not a dtype: give one such as 'float32'") from None
-        return self._each(
-            f"astype({target.name!r})",
-            lambda info: TensorInfo(info.shape, target),
-            lambda array: rounded(array, target),
-        )
+        converted = lambda info: (TensorInfo(info.shape, target), lambda array: rounded(array, target))
+        return self._with(f"astype({target.name!r})", converted)
 
     def apply(self, function: Callable[[np.ndarray], np.ndarray]) -> "Saved":
         """Apply a function of a NumPy array. Its result is checked only after it has run."""
-        return self._with(
-            Change(
-                f"apply({getattr(function, '__name__', repr(function))})",
-                lambda infos: [None] * len(infos),
-                lambda arrays: [np.asarray(function(array)) for array in arrays],
-            )
-        )
+        applied = lambda info: (None, lambda array: np.asarray(function(array)))
+        return self._with(f"apply({getattr(function, '__name__', repr(function))})", applied)
 
     def info(self, tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:
         """Return the result's shape and dtype, or None if a function makes it.
@@ -155,10 +144,10 @@ class Saved:
         Raises:
             ValueError: a change cannot be made, or several arrays remain; the message names the change.
         """
-        infos: Shapes = [tensors[name] for name in self.names]
+        infos: list[TensorInfo | None] = [tensors[name] for name in self.names]
         for change in self._changes:
             try:
-                infos = change.shapes(infos)
+                infos = [None if None in taken else change.make(*taken)[0] for taken in change.taken(infos)]
             except ValueError as error:
                 raise ValueError(f"{change.text}: {error}") from None
         if len(infos) > 1:
@@ -169,29 +158,14 @@ class Saved:
         """Return the result, made of the arrays that `read` returns."""
         arrays = [read(name) for name in self.names]
         for change in self._changes:
-            arrays = change.arrays(arrays)
+            arrays = [change.make(*_infos_of(taken))[1](*taken) for taken in change.taken(arrays)]
         (array,) = arrays
         return array
 
-    def _with(self, change: Change) -> "Saved":
+    def _with(self, text: str, make: Callable[..., Made], *, joins: bool = False) -> "Saved":
         extended = Saved(*self.names)
-        extended._changes = (*self._changes, change)
+        extended._changes = (*self._changes, Change(text, make, joins))
         return extended
-
-    def _each(
-        self, text: str, shape: Callable[[TensorInfo], TensorInfo], cut: Callable[[np.ndarray], np.ndarray]
-    ) -> "Saved":
-        known = lambda infos: [None if info is None else shape(info) for info in infos]
-        return self._with(Change(text, known, lambda arrays: [cut(array) for array in arrays]))
-
-    def _all(
-        self, text: str, shape: Callable[[list[TensorInfo]], TensorInfo], join: Callable[[Arrays], np.ndarray]
-    ) -> "Saved":
-        def known(infos: Shapes) -> Shapes:
-            sure = [info for info in infos if info is not None]
-            return [shape(sure)] if len(sure) == len(infos) else [None]
-
-        return self._with(Change(text, known, lambda arrays: [join(arrays)]))
 
 
 def rounded(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -223,6 +197,12 @@ def _ints(method: str, values: Sequence[Value]) -> tuple[int, ...]:
 
 def _info_of(array: np.ndarray) -> TensorInfo:
     return TensorInfo(array.shape, array.dtype)
+
+
+def _infos_of(arrays: Sequence[np.ndarray]) -> list[TensorInfo]:
+    """Return the shapes of arrays, each with the dtype of all: a function's results are joined as NumPy joins them."""
+    dtype = np.result_type(*(array.dtype for array in arrays))
+    return [TensorInfo(array.shape, dtype) for array in arrays]
 
 
 def _dim(dim: int, info: TensorInfo) -> int:

@@ -35,7 +35,7 @@ def _dense_sum(hidden, table, labels):
 def test_it_rounds_no_more_than_twice_what_the_dense_program_does(scale):
     """The dense program is `hidden @ table.T` and the plain loss in float32, with logits up to 60 and losses up to 100.
 
-    Both are compared with float64, over seeds. For large logits with large losses see test_cross_entropy_rounding.
+    Both are compared with float64, over seeds. For large logits with large losses see test_cross_entropy.
     """
     size, tokens, features = 61, 48, 16
     labels = np.arange(tokens, dtype=np.int32) % (size + 1) - 1
@@ -51,11 +51,7 @@ def test_it_rounds_no_more_than_twice_what_the_dense_program_does(scale):
             loss, grads = split_vjp(
                 _both_ways, "untyped-outside", 3, [hidden, table], [labels], dims=[None, 0], ct=ct, size=size
             )
-            found, twin, want = (
-                (loss[way], *grads),
-                (float32[0], *float32[1]),
-                (float64[0], *float64[1]),
-            )
+            found, twin, want = ((loss[way], *grads), (float32[0], *float32[1]), (float64[0], *float64[1]))
             of_seed = [
                 (
                     np.abs(got - wanted).max(),

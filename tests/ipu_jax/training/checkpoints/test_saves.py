@@ -17,8 +17,8 @@ from ipu_jax import Checkpoints, TrainOptions, make_train_step
 from ipu_jax.distributed.processes import beacons, listener
 from ipu_jax.io import CheckpointError
 from ipu_jax.steps import TrainState
-from ipu_jax.training.checkpoints import _due, _seal
-from ipu_jax.training.checkpoints._due import Due
+from ipu_jax.training.checkpoints import _all_instances, _seal
+from ipu_jax.training.checkpoints._all_instances import Due
 from ipu_jax.training.checkpoints._store import Store
 from support.small_problems import product_loss, product_rows, product_weights
 from support.trained import bits
@@ -72,8 +72,8 @@ def test_minutes_are_those_since_the_last_save():
 def test_several_instances_ask_the_first_one_a_few_times_only(monkeypatch):
     """A step takes 0.1 s, and a save is due every 60 s: 600 calls."""
     calls, asked = itertools.count(), []
-    monkeypatch.setattr(_due.popdist, "get_num_instances", lambda: 2)
-    monkeypatch.setattr(_due.popdist, "broadcast", lambda wait: asked.append(wait) or wait)
+    monkeypatch.setattr(_all_instances.popdist, "get_num_instances", lambda: 2)
+    monkeypatch.setattr(_all_instances.popdist, "broadcast", lambda wait: asked.append(wait) or wait)
     at = 0
     due = Due(None, 1, clock=lambda: 0.1 * at)
     due.restart(0)

@@ -13,8 +13,7 @@ import pytest
 from ipu_jax import Pipeline, Stage, TrainOptions, make_mesh, make_train_step
 from ipu_jax.options import DynamicScale
 from ipu_jax.steps import Replicas
-from ipu_jax.training.update._loss_scale import Scale, next_scale
-from ipu_jax.training.update._precision import stochastic_round
+from ipu_jax.training.update._precision import Scale, next_scale, stochastic_round
 from support.dense import largest_relative_error
 from support.one_stage import KINDS, model_of
 from support.trained import compiled_quickly

@@ -51,10 +51,7 @@ def assert_same_placement(found, like):
         assert f.sharding.is_equivalent_to(e.sharding, f.ndim)
 
 
-@pytest.mark.parametrize(
-    ("ipus", "replicas", "dtype"),
-    [(1, 1, "float32"), (4, 1, "float16"), (2, 4, "bfloat16")],
-)
+@pytest.mark.parametrize(("ipus", "replicas", "dtype"), [(1, 1, "float32"), (4, 1, "float16"), (2, 4, "bfloat16")])
 def test_a_pipelines_weights_come_back_on_any_number_of_ipus(path, ipus, replicas, dtype):
     whole = unlike_weights(dtype)
     given = unlike_pipeline(ipus, replicas).shard(whole)
