@@ -137,13 +137,13 @@ class Groups:
 
     def _once(self, what: str, fn: Callable[[PackedLayout], Any], layout: PackedLayout) -> Any:
         """Return `fn(layout)`, which a step's calls ask again and again for the same few layouts."""
-        known, result = self._known.get((what, id(layout)), (None, None))
-        if known is not layout:
+        about = what, id(layout)  # no other layout gets the id of one that is kept
+        if about not in self._known:
             result = fn(layout)
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            self._known[what, id(layout)] = layout, result
-        return result
+            self._known[about] = layout, result
+        return self._known[about][1]
 
 
 def _check_not_placed(what: str, tree: Tree) -> None:
