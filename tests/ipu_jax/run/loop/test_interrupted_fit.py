@@ -189,13 +189,16 @@ def test_a_feed_that_never_answers_can_be_interrupted(monkeypatch):
         handled.set()
 
     def press_from_another_thread() -> None:
+        while FitResult.last is None or FitResult.last.updates != 6:
+            time.sleep(0.05)
+        time.sleep(0.5)  # now the seventh read is waited for
         press()
         assert handled.wait(60)  # by the main thread: two presses before that are one
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(StopRequest, "_raise_at_the_second", handle_and_say)
     with hearing_ctrl_c(), Feed(Stuck(), step=STEPS[1], micro_batch=SIZE) as feed:
-        threading.Timer(1.0, press_from_another_thread).start()  # when the read is waited for
+        threading.Thread(target=press_from_another_thread, daemon=True).start()
         with pytest.raises(KeyboardInterrupt):
             weights_after(1, feed)
         assert not answered
