@@ -30,6 +30,7 @@ from ipu_jax.core.step_args import StepArgs
 _ALIKE = 4e-3
 # Without this bound, a single number that is rounded otherwise in a moved run would hide such a fault.
 _CANCELS = 0.5
+_Results = dict[str, Tree]
 _REDUCTIONS = ("psum", "psum2", "psum_invariant", "reduce_scatter")
 
 
@@ -307,27 +308,14 @@ class _Comparison:
     """
 
     def __init__(
-        self,
-        mesh: Mesh,
-        actual: dict[str, Tree],
-        expected: dict[str, Tree],
-        others: Sequence[Tree] = (),
-        *,
-        least_slack: float = 0.0,
+        self, mesh: Mesh, actual: _Results, expected: _Results, others: Sequence[Tree] = (), *, least_slack: float = 0.0
     ):
         slack = jax.tree.map(functools.partial(_slack, least=least_slack), expected, *others)
-        self.leaves = {
-            name: [
-                _Compared(f"{name}{jax.tree_util.keystr(path)}", f, e, s, may_be_infinite=name in ("state", "aux"))
-                for (path, f), e, s in zip(
-                    jax.tree.leaves_with_path(actual[name]),
-                    jax.tree.leaves(expected[name]),
-                    jax.tree.leaves(slack[name]),
-                    strict=True,
-                )
-            ]
-            for name in actual
-        }
+        self.leaves: dict[str, list[_Compared]] = {name: [] for name in actual}
+        of_both = (jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), jax.tree.leaves(slack))
+        for ((name, *path), f), e, s in zip(*of_both, strict=True):
+            named, is_loose = f"{name.key}{jax.tree_util.keystr(path)}", name.key in ("state", "aux")
+            self.leaves[name.key].append(_Compared(named, f, e, s, may_be_infinite=is_loose))
         leaves = list(itertools.chain.from_iterable(self.leaves.values()))
         own = [float(actual["loss"]), float(expected["loss"]), *(leaf.own_error for leaf in leaves)]
         of_all = gathered(mesh, own)

@@ -200,7 +200,11 @@ def _searched(
     seed: int,
 ) -> tuple[tuple[Candidate, ...], float]:
     """Return all candidates, the best first, and a lower bound. If no family fits, return only the families."""
-    judge = _Judge(costs, transfer, lockstep, limits)
+
+    def judge(schedule: Schedule) -> Candidate:
+        run, held = costs.simulate(schedule, transfer, lockstep=lockstep), costs.stash_bytes(schedule)
+        return Candidate(schedule.name, run.makespan, run.bubble, held, fits(held, limits), schedule)
+
     families = [judge(schedule) for schedule in _families(placement, ipus, micro_batches)]
     works = [Work(costs, placement, micro_batches, ipus, split=split) for split in (True, False)]
     bound = min(lower_bound(work, transfer) for work in works)
@@ -252,18 +256,6 @@ def _ranked(candidates: list[Candidate]) -> list[Candidate]:
         return not candidate.fits, best if equal else candidate.makespan, *held, candidate.name == "auto"
 
     return sorted(candidates, key=rank)
-
-
-class _Judge:
-    """Simulate schedules, and check whether they fit."""
-
-    def __init__(self, costs: StageCosts, transfer: float, lockstep: bool, limits: tuple[float, ...]):
-        self._costs, self._transfer, self._lockstep, self._limits = costs, transfer, lockstep, limits
-
-    def __call__(self, schedule: Schedule) -> Candidate:
-        run = self._costs.simulate(schedule, self._transfer, lockstep=self._lockstep)
-        held = self._costs.stash_bytes(schedule)
-        return Candidate(schedule.name, run.makespan, run.bubble, held, fits(held, self._limits), schedule)
 
 
 def _families(placement: Placement, ipus: int, micro_batches: int) -> Iterator[Schedule]:
