@@ -16,6 +16,7 @@ import jax
 from ipu_jax.base.annotations import Batch, Key, Params, Tree, Value
 from ipu_jax.core.mesh.devices import AllIpus
 from ipu_jax.core.modules import parts
+from ipu_jax.core.modules.parts import Inputs, Losses, ModuleStage, Recompute
 
 MODES: Final = {
     "train": True,
@@ -33,16 +34,16 @@ def linen_stage(
     name: str,
     *,
     ipu: int | AllIpus = 0,
-    inputs: parts.Inputs = None,
+    inputs: Inputs = None,
     loss: Callable[[Tree, Batch], Value] | None = None,
     random: bool = False,
     training: Mapping[str, Any] | None = None,
     evaluation: Mapping[str, Any] | None = None,
-    recompute: parts.Recompute = "auto",
+    recompute: Recompute = "auto",
     takes: tuple[str, ...] = (),
     sends: tuple[str, ...] = (),
-    losses: parts.Losses = None,
-) -> parts.ModuleStage:
+    losses: Losses = None,
+) -> ModuleStage:
     """Make a stage of a `flax.linen` module.
 
     In training the stage is `module.apply(variables, *inputs, **training, rngs=key, mutable=state's collections)`, and

@@ -15,6 +15,7 @@ import jax
 from ipu_jax.base.annotations import Batch, Key, Params, Tree, Value
 from ipu_jax.core.mesh.devices import AllIpus
 from ipu_jax.core.modules import parts
+from ipu_jax.core.modules.parts import Inputs, Losses, ModuleStage, Recompute
 
 
 def nnx_stage(
@@ -22,13 +23,13 @@ def nnx_stage(
     name: str,
     *,
     ipu: int | AllIpus = 0,
-    inputs: parts.Inputs = None,
+    inputs: Inputs = None,
     loss: Callable[[Tree, Batch], Value] | None = None,
-    recompute: parts.Recompute = "auto",
+    recompute: Recompute = "auto",
     takes: tuple[str, ...] = (),
     sends: tuple[str, ...] = (),
-    losses: parts.Losses = None,
-) -> parts.ModuleStage:
+    losses: Losses = None,
+) -> ModuleStage:
     """Make a stage of a `flax.nnx` module.
 
     The stage calls copies of the module: one in training mode (`module.train()`), and one in evaluation mode

@@ -118,16 +118,10 @@ class SegmentProgram:
         return outputs[: self._num_dx], outputs[self._num_dx :]
 
     def backward_weight(
-        self,
-        params: Params,
-        inputs: MicrobatchInputs,
-        stash: list[Value],
-        weight_residuals: list[Value],
-        sums: Sequence[Sum],
-        zero: Value,
-    ) -> list[Value]:
-        """Run W of a split backward: return each trained leaf's accumulator with its gradient added."""
-        args = [*jax.tree.leaves((params, inputs)), *self._with_types(stash), *weight_residuals]
+        self, params: Params, inputs: MicrobatchInputs, stash: _Values, residuals: _Values, sums: list[Sum], zero: Value
+    ) -> _Values:
+        """Run W with B's weight residuals: return each trained leaf's accumulator with its gradient added."""
+        args = [*jax.tree.leaves((params, inputs)), *self._with_types(stash), *residuals]
         return add_gradients(self.jaxprs["W"], args, 0, sums, zero)[0]
 
     def _with_types(self, stash: list[Value]) -> list[Value]:

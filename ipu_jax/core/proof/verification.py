@@ -67,14 +67,10 @@ class VerificationReport(Shown):
     def _shown(self) -> list[str | Table]:
         leaf, error = self.worst
         others = {"state": self.state_errors, "aux": self.aux_errors}
-        line = (
-            f"loss {self.loss:.6g}, unsharded {self.reference_loss:.6g}, relative error {self.loss_error:.1e}; "
-            f"{len(self.gradient_errors)} gradients, largest relative error {error:.1e} at {leaf}"
-            + "".join(
-                f"; {len(errors)} of {kind}, {_worst(errors)[1]:.1e}" for kind, errors in others.items() if errors
-            )
-        )
-        return [line]
+        line = f"loss {self.loss:.6g}, unsharded {self.reference_loss:.6g}, relative error {self.loss_error:.1e}; "
+        line += f"{len(self.gradient_errors)} gradients, largest relative error {error:.1e} at {leaf}"
+        rest = [f"; {len(errors)} of {kind}, {_worst(errors)[1]:.1e}" for kind, errors in others.items() if errors]
+        return ["".join([line, *rest])]
 
 
 def _worst(errors: Mapping[str, float]) -> tuple[str, float]:
@@ -314,7 +310,7 @@ class _Comparison:
         self.leaves: dict[str, list[_Compared]] = {name: [] for name in actual}
         of_both = (jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), jax.tree.leaves(slack))
         for ((name, *path), f), e, s in zip(*of_both, strict=True):
-            named, is_loose = f"{name.key}{jax.tree_util.keystr(path)}", name.key in ("state", "aux")
+            named, is_loose = f"{name.key}{jax.tree_util.keystr(tuple(path))}", name.key in ("state", "aux")
             self.leaves[name.key].append(_Compared(named, f, e, s, may_be_infinite=is_loose))
         leaves = list(itertools.chain.from_iterable(self.leaves.values()))
         own = [float(actual["loss"]), float(expected["loss"]), *(leaf.own_error for leaf in leaves)]
@@ -338,10 +334,8 @@ class _Comparison:
         (loss,) = self.leaves["loss"]
         if not allowed.passes(loss):
             loss.check_finite("the loss", inputs)
-            bound = allowed.of(loss)
-            raise VerificationError(
-                f"the loss differs from the unsharded program's by more than rtol={bound:g}: {self.report}"
-            )
+            rule = f"by more than rtol={allowed.of(loss):g}"
+            raise VerificationError(f"the loss differs from the unsharded program's {rule}: {self.report}")
         for what, name, kind in (
             ("the gradient of", "params", "gradients"),
             ("the new", "state", "leaves of state"),
@@ -351,11 +345,8 @@ class _Comparison:
             if wrong:
                 leaf = wrong[_worst({name: leaf.error for name, leaf in wrong.items()})[0]]
                 leaf.check_finite(f"{what} {leaf.name}", inputs)
-                bound = (
-                    f"more than rtol={allowed.of(leaf):g}"
-                    if leaf.is_float
-                    else f"and {leaf.actual.dtype} must be equal"
-                )
+                bound = f"more than rtol={allowed.of(leaf):g}"
+                bound = bound if leaf.is_float else f"and {leaf.actual.dtype} must be equal"
                 raise VerificationError(
                     f"{what} {leaf.name} differs from the unsharded program's by {leaf.error:.3g} relative, {bound}: "
                     f"{leaf.furthest} ({len(wrong)} of {len(self.leaves[name])} {kind} differ): {self.report}"

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from ipu_jax.base import status
 from ipu_jax.base.checks import as_int, check_bool, check_cost, check_count
 from ipu_jax.base.showing import Shown, Table
-from ipu_jax.core.schedules._annealing import Ticks, anneal, depths_of, lockstep_cost, spread
+from ipu_jax.core.schedules._annealing import AnnealedTable, Ticks, depths_of, lockstep_cost, spread
 from ipu_jax.core.schedules._costs import StageCosts, Work, lower_bound
 from ipu_jax.core.schedules._families import SCHEDULES, timetable
 from ipu_jax.core.schedules._line import Local, by_kind, rows_of
@@ -311,7 +311,7 @@ def _lockstep_tables(
         better: list[tuple[float, Ticks, Depths]] = []
         for _, ticks, depths in seeds[:kept]:
             steps, exact = moves * max(_LEAST, work.tasks), work.tasks <= _FEW
-            ticks = anneal(ticks, work, *depths, transfer=transfer, steps=steps, heat=heat, rng=rng, exact=exact)
+            ticks = AnnealedTable(ticks, work, *depths, transfer, exact).anneal(steps, heat, rng)
             better.append((lockstep_cost(ticks, work, transfer), ticks, depths))
         seeds = sorted([*better, *seeds], key=lambda seed: seed[0])  # a stable sort, so the same everywhere
     return [ticks for _, ticks, _ in seeds[:_KEPT]]
