@@ -261,9 +261,8 @@ def measure_costs(
         for i, segment in enumerate(one_by_one(chain)):
             weights = {name: shapes[name] for name in segment.groups}
             states = {name: state_shapes[name] for name in segment.state_groups}
-            inputs = MicrobatchInputs(
-                microbatch_shapes, (jax.eval_shape(lambda: jax.random.key(0)),) if chain[i].random else (None,)
-            )
+            key = jax.eval_shape(lambda: jax.random.key(0)) if chain[i].random else None
+            inputs = MicrobatchInputs(microbatch_shapes, (key,))
             is_floating = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)
             trained = [is_floating(leaf) for leaf in jax.tree.leaves(weights)]
             program = trace_segment(segment, weights, x, inputs, states, last=i + 1 == len(chain), trained=trained)

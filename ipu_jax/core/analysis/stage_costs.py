@@ -35,7 +35,6 @@ from ipu_jax.core.programs.segment_program import SegmentProgram
 from ipu_jax.core.schedules import StageCosts, Unit
 
 _WHOLE = PartitionSpec()
-
 _SECONDS = 10.0  # after this time a task is not repeated
 # The time of a byte from a chip to its neighbour, in either unit of costs; on a CPU messages take no time of their own.
 # From public figures, bfloat16 FLOP/s over bytes/s one way: TPU v5e 1.97e14 / 4.5e10 and v5p 4.59e14 / 9e10, a link of
@@ -46,8 +45,6 @@ _PER_BYTE: dict[tuple[str, Unit | None], float] = {
     ("tpu", "seconds"): 1 / 4.5e10,
     ("gpu", "seconds"): 1 / 4.5e11,
 }
-
-
 # Splitting the backward pass takes time: B writes values that W reads. In the time of a byte of its memory a chip does
 # about this many FLOPs: TPU v5e 1.97e14 / 8.2e11, v5p 4.59e14 / 2.8e12, H100 9.9e14 / 3.35e12 (the same sources).
 _PER_BYTE_OF_MEMORY = {"tpu": 240.0, "gpu": 300.0}

@@ -9,7 +9,7 @@ Own guards would hang there. So a program on further axes is compiled before it 
 
 import contextlib
 from collections.abc import Callable, Hashable
-from typing import Any, Final, Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,6 @@ from ipu_jax.core.mesh.devices import IPU_AXIS
 from ipu_jax.core.mesh.guard import SLOT
 
 Guards = Literal["auto", "own", "uniform"]
-_GUARDS: Final = get_args(Guards)
 
 
 class GuardCheck:
@@ -44,7 +43,7 @@ class GuardCheck:
     """
 
     def __init__(self, given: Guards, mesh: Mesh):
-        check_choice("guards", given, _GUARDS)
+        check_choice("guards", given, get_args(Guards))
         self.given: Guards = given
         self._mesh, self._may_exchange = mesh, mesh.shape[IPU_AXIS] > 1 and parts(further_axes(mesh)) > 1
         self.needed: dict[Any, bool] = {}

@@ -17,19 +17,10 @@ from ipu_jax.base.annotations import Batch, Function, Jaxpr, Key, Params, Tree, 
 from ipu_jax.base.checks import check_choice, in_line
 from ipu_jax.base.showing import Table
 from ipu_jax.core.analysis.balance import measure_costs
+from ipu_jax.core.cutting import given
 from ipu_jax.core.cutting.cut import STAGE_END, Cut, Places
 from ipu_jax.core.cutting.description import described, names_of
 from ipu_jax.core.cutting.division import Division, divide
-from ipu_jax.core.cutting.given import (
-    LossCall,
-    check_constants,
-    check_effects,
-    check_loss,
-    check_weights,
-    frozen_leaves,
-    held_dtype,
-    shapes,
-)
 from ipu_jax.core.cutting.module_trees import check_equinox, check_linen
 from ipu_jax.core.cutting.own_derivatives import check_cotangents
 from ipu_jax.core.cutting.stages import Held, make_stage, who_holds
@@ -132,7 +123,7 @@ class FunctionModel:
                 raise ValueError(
                     f"batch{path} is {is_what}: the function was cut for micro-batches with {', '.join(cut_for)}"
                 )
-            if tuple(other.shape[leading:]) != one.shape or held_dtype(other) != one.dtype:
+            if tuple(other.shape[leading:]) != one.shape or given.held_dtype(other) != one.dtype:
                 raise ValueError(
                     f"batch{path} has micro-batches of {other.dtype}{list(other.shape[leading:])}, and the function "
                     f"was cut for {one.dtype}{list(one.shape)}: give these, or cut the function for the others"
@@ -164,20 +155,21 @@ class FunctionModel:
 def model_of(source: Source) -> FunctionModel:
     """Trace and cut a loss function, or raise a `ValueError` that says what cannot be cut."""
     placement = [ipu for ipu in source.places if ipu is not None]
-    is_frozen = frozen_leaves(source.frozen, source.params)
+    is_frozen = given.frozen_leaves(source.frozen, source.params)
     check_linen(source.params, is_frozen)
-    state = None if source.state is None else shapes("state", source.state)
-    call = LossCall(source.loss, state, is_frozen)
+    state = None if source.state is None else given.shapes("state", source.state)
+    call = given.LossCall(source.loss, state, is_frozen)
     check_equinox(source.loss, source.params, call.takes_key)
-    params, microbatch = shapes("params", source.params, weak=True), shapes("micro_batch", source.microbatch)
+    params = given.shapes("params", source.params, weak=True)
+    microbatch = given.shapes("micro_batch", source.microbatch)
     key = jax.eval_shape(lambda: jax.random.key(0)) if call.takes_key else None
     status.say("tracing the function")
     trace, results = call.traced(params, microbatch, key, source.mesh)
     status.say("cutting the function")
-    check_weights(params, is_frozen)
-    check_loss(trace, results[0])
-    check_effects(trace)
-    check_constants(trace)
+    given.check_weights(params, is_frozen)
+    given.check_loss(trace, results[0])
+    given.check_effects(trace)
+    given.check_constants(trace)
     check_cotangents(trace, is_frozen)
     shaped = dataclasses.replace(source, params=params, state=state, microbatch=microbatch)
     places = Places(trace, is_frozen)

@@ -15,16 +15,7 @@ import jax
 from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Jaxpr, Value, Var
-from ipu_jax.base.jaxprs import (
-    CALLS,
-    bound,
-    closed_of,
-    depending,
-    is_float,
-    laid_open,
-    scan_parts,
-    variables,
-)
+from ipu_jax.base.jaxprs import CALLS, bound, closed_of, depending, is_float, laid_open, scan_parts, variables
 from ipu_jax.core.cutting.trace import FunctionTrace
 
 _OWN: Final = "custom_vjp_call"

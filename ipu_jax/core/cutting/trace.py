@@ -201,26 +201,13 @@ def trace_of(fn: Function, params: Params, state: Tree, microbatch: Batch, key: 
     """
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(params, state, microbatch, key)
     invars = iter(closed.jaxpr.invars)
-    of_params, of_state, of_batch, of_key = (
-        [next(invars) for _ in jax.tree.leaves(tree)] for tree in (params, state, microbatch, key)
-    )
+    of = lambda tree: [next(invars) for _ in jax.tree.leaves(tree)]
+    arguments = of(params), of(state), of(microbatch), of(key)
     constants: dict[Var, Value] = {}
     operations: list[Eqn] = []
-    results = _inlined(closed.jaxpr, {}, None, operations, constants)
-    ends = 1 + len(jax.tree.leaves(shapes[1]))
-    trace = FunctionTrace(
-        closed=closed,
-        params=of_params,
-        state=of_state,
-        batch=of_batch,
-        key=of_key,
-        constants=constants,
-        loss=results[0],
-        aux=results[1:ends],
-        new_state=results[ends:],
-        operations=operations,
-    )
-    return trace, shapes
+    loss, *others = _inlined(closed.jaxpr, {}, None, operations, constants)
+    count = len(jax.tree.leaves(shapes[1]))
+    return FunctionTrace(closed, *arguments, constants, loss, others[:count], others[count:], operations), shapes
 
 
 def _inlined(

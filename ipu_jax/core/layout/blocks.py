@@ -312,12 +312,8 @@ class Blocks:
 
 def blocks_of_layout(layout: PackedLayout, *, replicas: int) -> Blocks:
     """Return the blocks of a pipeline's weights."""
-    tree = layout.arranged(
-        {
-            group.name: [optax.MaskedNode() if leaf.frozen else (group.name, i) for i, leaf in enumerate(group.leaves)]
-            for group in layout.groups
-        }
-    )
+    pair_of = lambda group, i: optax.MaskedNode() if group.leaves[i].frozen else (group.name, i)
+    tree = layout.arranged({g.name: [pair_of(g, i) for i in range(len(g.leaves))] for g in layout.groups})
     # a frozen leaf is masked once, also if its rows are on several IPUs
     masked = lambda node: optax.MaskedNode() if is_rows(node) and not jax.tree.leaves(node) else node
     tree = jax.tree.map(masked, tree, is_leaf=is_rows)
@@ -359,15 +355,11 @@ def to_blocks(params: Params) -> list[Value]:
     """Return this IPU's weights, or their gradients, as one array per block. Call it inside the program."""
     if not isinstance(params, Sharded):
         return jax.tree.leaves(params)
-    layout = params.layout
-    trained = layout.trainable_slots
-    return [slot[0] for k, slot in enumerate(params.slots) if k in trained] + [
-        value
-        for group in layout.groups
-        if group.ipu is None
-        for leaf, value in zip(group.leaves, params.concurrent[group.name], strict=True)
-        if not leaf.frozen
-    ]
+    trained = params.layout.trainable_slots
+    leaves = [leaf for group in params.layout.concurrent for leaf in group.leaves]
+    shards = [shard for group in params.layout.concurrent for shard in params.concurrent[group.name]]
+    own = [slot[0] for k, slot in enumerate(params.slots) if k in trained]
+    return own + [shard for leaf, shard in zip(leaves, shards, strict=True) if not leaf.frozen]
 
 
 def from_blocks(params: Params, arrays: Sequence[Value]) -> Params:
@@ -377,12 +369,8 @@ def from_blocks(params: Params, arrays: Sequence[Value]) -> Params:
     layout, following = params.layout, iter(arrays)
     trained = layout.trainable_slots
     slots = [next(following)[None] if k in trained else slot for k, slot in enumerate(params.slots)]
-    concurrent = {
-        group.name: [
-            value if leaf.frozen else next(following)
-            for leaf, value in zip(group.leaves, params.concurrent[group.name], strict=True)
-        ]
-        for group in layout.groups
-        if group.ipu is None
-    }
-    return Sharded(slots, {**params.concurrent, **concurrent}, layout)
+    concurrent = dict(params.concurrent)
+    for group in layout.concurrent:
+        of_group = zip(group.leaves, params.concurrent[group.name], strict=True)
+        concurrent[group.name] = [value if leaf.frozen else next(following) for leaf, value in of_group]
+    return Sharded(slots, concurrent, layout)

@@ -95,6 +95,10 @@ class PackedLayout:
     slots: tuple[Slot, ...]
     whole: WholeTree | None = None
 
+    @property
+    def concurrent(self) -> list[Group]:
+        return [group for group in self.groups if group.ipu is None]
+
     def group(self, name: str) -> Group:
         return next(group for group in self.groups if group.name == name)
 
@@ -176,11 +180,8 @@ def plan_layout(
         raise ValueError(f"{what} is a {type(params).__name__}: give a dict of whole arrays for groups {[*owners]}")
     missing, unknown = sorted(owners.keys() - params.keys()), sorted(params.keys() - owners.keys())
     if missing or unknown:
-        wrong = "; ".join(
-            f"{word} {', '.join(map(repr, names))}"
-            for word, names in (("missing", missing), ("unknown", unknown))
-            if names
-        )
+        both = {"missing": missing, "unknown": unknown}
+        wrong = "; ".join(f"{word} {', '.join(map(repr, names))}" for word, names in both.items() if names)
         raise ValueError(f"{what}: {wrong}. The stages name the groups {', '.join(map(repr, sorted(owners)))}")
     groups = []
     for name, ipu in owners.items():

@@ -83,7 +83,7 @@ def _numbers(group: Group) -> int:
 
 def specs_of(layout: PackedLayout) -> Sharded:
     """Return the PartitionSpec of every array of a `Sharded` with this layout, as a `Sharded` of specs."""
-    concurrent = {g.name: [leaf.spec for leaf in g.leaves] for g in layout.groups if g.ipu is None}
+    concurrent = {group.name: [leaf.spec for leaf in group.leaves] for group in layout.concurrent}
     return Sharded([PartitionSpec(IPU_AXIS, *slot.spec) for slot in layout.slots], concurrent, layout)
 
 
@@ -96,7 +96,7 @@ def empty_sharded(ipus: int) -> Sharded:
 def shard_tree(params: Params, layout: PackedLayout, mesh: Mesh) -> Sharded:
     """Place `{group: pytree}` on the IPUs. Communicates from host to device only; each IPU gets its own part."""
     in_slots: list[list[tuple[int, Leaf, Any]]] = [[] for _ in layout.slots]  # with their IPUs
-    concurrent: dict[str, list[Value]] = {group.name: [] for group in layout.groups if group.ipu is None}
+    concurrent: dict[str, list[Value]] = {group.name: [] for group in layout.concurrent}
     of_groups = layout.groups_of(params)
     for group in layout.groups:
         for leaf, value in zip(group.leaves, of_groups[group.name], strict=True):
@@ -125,11 +125,7 @@ def shapes_on(layout: PackedLayout, mesh: Mesh) -> Sharded:
     slots = [
         shape_of((layout.ipus, *s.shape), s.dtype, spec) for s, spec in zip(layout.slots, specs.slots, strict=True)
     ]
-    concurrent = {
-        group.name: [shape_of(leaf.shape, leaf.dtype, leaf.spec) for leaf in group.leaves]
-        for group in layout.groups
-        if group.ipu is None
-    }
+    concurrent = {g.name: [shape_of(leaf.shape, leaf.dtype, leaf.spec) for leaf in g.leaves] for g in layout.concurrent}
     return Sharded(slots, concurrent, layout)
 
 

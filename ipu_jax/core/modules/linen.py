@@ -15,8 +15,8 @@ import jax
 
 from ipu_jax.base.annotations import Batch, Key, Params, Tree, Value
 from ipu_jax.core.mesh.devices import AllIpus
-from ipu_jax.core.modules._sown import Losses, add_up, check_losses, warn_dropped
-from ipu_jax.core.modules.parts import Inputs, ModuleStage, Recompute, check_instance, import_library, make_module_stage
+from ipu_jax.core.modules import parts
+from ipu_jax.core.modules.parts import Inputs, Losses, ModuleStage, Recompute
 
 MODES: Final = {
     "train": True,
@@ -96,7 +96,7 @@ def linen_stage(
     >>> [round(float(g), 4) for g in pipeline.unshard(gradients)["dense"]["bias"]]
     [0.3333, 0.3333, 0.3333]
     """
-    check_instance(module, name)
+    parts.check_instance(module, name)
     if not (hasattr(module, "apply") and hasattr(module, "init")):
         raise ValueError(
             f"module={type(module).__name__} is not a flax.linen module, with init and apply: for nnx use nnx_stage, "
@@ -106,7 +106,7 @@ def linen_stage(
         raise ValueError(
             f"variables of stage {name!r} are {type(variables).__name__}: give what module.init(key, inputs) returned"
         )
-    weights = check_losses(name, losses, "'losses'")
+    weights = parts.check_losses(name, losses, "'losses'")
     modes = (_mode(module, training, in_training=True), _mode(module, evaluation, in_training=False))
     params = variables.get("params")
     state = {collection: tree for collection, tree in variables.items() if collection not in {"params", *weights}}
@@ -120,14 +120,14 @@ def linen_stage(
             return apply(given, *args), None, None
         if not sown:
             sown.append(_dropped(lambda given, mutable: apply(given, *args, mutable=mutable), given, weights))
-            warn_dropped(name, sown[0] - {"intermediates"})
+            parts.warn_dropped(name, sown[0] - {"intermediates"})
         given = {collection: tree for collection, tree in given.items() if collection not in sown[0]}
         kept = [collection for collection in given if collection != "params"]
         y, changed = apply(given, *args, mutable=[*kept, *weights])
         new_state = state and {**state, **{name: tree for name, tree in changed.items() if name in kept}}
-        return y, new_state, add_up(name, weights, changed)
+        return y, new_state, parts.add_up(name, weights, changed)
 
-    return make_module_stage(call, name, params, state, ipu, inputs, loss, random, recompute, takes, sends)
+    return parts.make_module_stage(call, name, params, state, ipu, inputs, loss, random, recompute, takes, sends)
 
 
 def _dropped(
@@ -142,7 +142,7 @@ def _dropped(
         variables: its weights and state, which can contain values that `init` has sown.
         losses: the collections that are added to the loss.
     """
-    flax = import_library("flax")
+    flax = parts.import_library("flax")
 
     def created(without: str, mutable: Any) -> set[str] | None:
         given = {collection: tree for collection, tree in variables.items() if collection != without}

@@ -14,8 +14,8 @@ import jax
 
 from ipu_jax.base.annotations import Batch, Key, Params, Tree, Value
 from ipu_jax.core.mesh.devices import AllIpus
-from ipu_jax.core.modules._sown import Losses, add_up, check_losses, warn_dropped
-from ipu_jax.core.modules.parts import Inputs, ModuleStage, Recompute, check_instance, import_library, make_module_stage
+from ipu_jax.core.modules import parts
+from ipu_jax.core.modules.parts import Inputs, Losses, ModuleStage, Recompute
 
 
 def nnx_stage(
@@ -80,14 +80,14 @@ def nnx_stage(
     >>> [round(float(g), 4) for g in pipeline.unshard(gradients)["linear"]["bias"][...]]
     [0.3333, 0.3333, 0.3333]
     """
-    check_instance(module, name)
-    nnx = import_library("flax.nnx")
+    parts.check_instance(module, name)
+    nnx = parts.import_library("flax.nnx")
     if not isinstance(module, nnx.Module):
         raise ValueError(
             f"module={type(module).__name__} is not an nnx.Module: for flax.linen use linen_stage, for equinox "
             "equinox_stage"
         )
-    weights = {_type_of(name, kind): weight for kind, weight in check_losses(name, losses, "BalanceLoss").items()}
+    weights = {_type_of(name, kind): weight for kind, weight in parts.check_losses(name, losses, "BalanceLoss").items()}
     sowable = tuple(dict.fromkeys((*weights, nnx.Intermediate)))
     module = nnx.clone(module)
     _popped(module, sowable)  # left over from an earlier call
@@ -116,19 +116,19 @@ def nnx_stage(
         grown = [path for path, new in after.items() if not _fits(before.get(path), new)]
         if training and not warned:
             warned.append(True)
-            warn_dropped(name, {type(after[path]) for path in grown})
+            parts.warn_dropped(name, {type(after[path]) for path in grown})
         if state is not None:
             old = dict(nnx.to_flat_state(state))
             kept = {path: old[path] if path in grown else after[path] for path in before}
             state = nnx.from_flat_state(kept.items())
-        return y, state, add_up(name, weights, sown) if training else None
+        return y, state, parts.add_up(name, weights, sown) if training else None
 
-    return make_module_stage(call, name, params, state, ipu, inputs, loss, bool(tags), recompute, takes, sends)
+    return parts.make_module_stage(call, name, params, state, ipu, inputs, loss, bool(tags), recompute, takes, sends)
 
 
 def _type_of(name: str, kind: Any) -> Any:
     """Return the variable type that a key of `losses` names."""
-    nnx = import_library("flax.nnx")
+    nnx = parts.import_library("flax.nnx")
     found = nnx.variable_type_from_name(kind, allow_register=True) if isinstance(kind, str) else kind
     if not (isinstance(found, type) and issubclass(found, nnx.Variable)) or issubclass(found, nnx.Param):
         raise ValueError(
@@ -140,7 +140,7 @@ def _type_of(name: str, kind: Any) -> Any:
 
 def _popped(module: Any, kinds: tuple[Any, ...]) -> dict[Any, Any]:
     """Remove the variables of exactly these types from a module, and return them by type."""
-    nnx = import_library("flax.nnx")
+    nnx = parts.import_library("flax.nnx")
     return {kind: nnx.pop(module, lambda _, leaf, kind=kind: type(leaf) is kind) for kind in kinds}
 
 

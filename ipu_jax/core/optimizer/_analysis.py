@@ -28,6 +28,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 from jax.extend import core
 
@@ -37,9 +38,9 @@ from ipu_jax.core.layout.blocks import Blocks
 from ipu_jax.core.layout.packing import Leaf
 from ipu_jax.core.layout.whole_tree import joined
 from ipu_jax.core.optimizer._rows import ELEMENTWISE, in_rows
-from ipu_jax.core.optimizer.extra_arguments import updated
 
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or")
+_OF_LOSS_FUNCTIONS = ("value_fn", "grad_fn", "obj_fn")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,3 +329,41 @@ def with_selects(traced: Jaxpr, cond: Eqn) -> Jaxpr:
         return [lax.select_n(index, *cases) for cases in zip(*results, strict=True)]
 
     return jax.make_jaxpr(lambda *args: evaluated(traced, args, rule))(*traced.in_avals)
+
+
+# the arguments of an update: gradients of an update, not of each example; state; weights; and `value=`, the loss
+
+
+class MissingArgumentError(ValueError):
+    """An optimizer's update needs an argument, or gradients, that a training step cannot give."""
+
+
+def updated(optimizer: Any, gradients: Params, state: Tree, params: Params, value: Value) -> Tree:
+    """Return `(updates, new state)`. Passes the loss as `value=` only to an update that takes it (sam's does not).
+
+    Raises:
+        MissingArgumentError: the update calls the loss function itself, or reads gradients per example.
+    """
+    try:
+        try:
+            return optax.with_extra_args_support(optimizer).update(gradients, state, params, value=value)
+        except TypeError as error:
+            if "unexpected keyword argument 'value'" not in str(error):
+                raise
+            return optimizer.update(gradients, state, params)
+    except (TypeError, ValueError) as error:
+        if "have a batch dimension in the 0th axis" in str(error):
+            raise MissingArgumentError(
+                "optimizer: its update needs the gradients of each example, as optax.contrib.dpsgd does, but a "
+                "training step has only their sum: clip them inside the loss function, with a jax.custom_vjp as in "
+                "'Gradients per example' of docs/training.md, and add noise by optax.chain(optax.add_noise(...), "
+                "optax.sgd(...))"
+            ) from error
+        needed = next((name for name in _OF_LOSS_FUNCTIONS if name in str(error)), None)
+        if needed is None:
+            raise
+        raise MissingArgumentError(
+            f"optimizer: its update needs {needed}=, a function that computes the loss of other weights, but a "
+            "training step computes one loss and its gradients per update: use an optimizer without a line search and "
+            "without gradients of its own (adamw, lion, muon; of optax.contrib.sam the one without opaque_mode)"
+        ) from error

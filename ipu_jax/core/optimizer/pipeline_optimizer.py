@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ipu_jax.base import status
 from ipu_jax.base.annotations import Function, Params, Tree, Value
+from ipu_jax.base.checks import in_line
 from ipu_jax.core.layout import packing
 from ipu_jax.core.layout.blocks import blocks_of_layout, to_blocks
 from ipu_jax.core.layout.groups import Groups
@@ -23,7 +24,7 @@ from ipu_jax.core.layout.packed_layout import PackedLayout
 from ipu_jax.core.layout.packing import Sharded, check_alive
 from ipu_jax.core.mesh.axes import over_ipus
 from ipu_jax.core.mesh.instances import put
-from ipu_jax.core.optimizer.extra_arguments import checked_optimizer
+from ipu_jax.core.optimizer._analysis import MissingArgumentError, updated
 from ipu_jax.core.optimizer.state import OptimizerState
 from ipu_jax.core.optimizer.update import ShardedUpdate
 
@@ -149,6 +150,32 @@ class PipelineOptimizer:
     def _placed(self, update: ShardedUpdate, state: OptimizerState) -> OptimizerState:
         on_mesh = functools.partial(NamedSharding, self._pipeline.mesh)
         return jax.tree.map(lambda array, spec: put(array, on_mesh(spec)), state, update.state_layout.specs(state))
+
+
+def checked_optimizer(optimizer: Any) -> optax.GradientTransformation:
+    """Return an optimizer as a `GradientTransformation`, which `optax.MultiSteps` is not.
+
+    Raises:
+        ValueError: it is not an optimizer, such as `optax.adam` without its arguments.
+        MissingArgumentError: a trace with small test weights shows what `updated` refuses.
+    """
+    if isinstance(optimizer, optax.MultiSteps):
+        several: Any = optimizer.update
+        optimizer = optax.GradientTransformationExtraArgs(optimizer.init, several)
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise ValueError(f"optimizer={in_line(optimizer)} is not an optax.GradientTransformation: give optax.sgd(...)")
+
+    def update(params: Params, value: Value) -> Tree:
+        return updated(optimizer, params, optimizer.init(params), params, value)
+
+    try:
+        matrix, bias, loss = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((2, 2), (3,), ()))
+        jax.eval_shape(update, [matrix, bias], loss)  # of unequal rows, which cannot be examples
+    except MissingArgumentError:
+        raise
+    except Exception:
+        pass  # perhaps the optimizer needs certain weights: `analyze_update` calls it with the real weights
+    return optimizer
 
 
 def _check_concrete(method: str, tree: Tree) -> None:

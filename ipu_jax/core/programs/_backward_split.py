@@ -19,24 +19,12 @@ import jax
 from jax import lax
 from jax.extend import core
 
+from ipu_jax.base import jaxprs
 from ipu_jax.base.annotations import Eqn, Jaxpr, Value, Var
-from ipu_jax.base.jaxprs import (
-    CHECKPOINTS,
-    JITS,
-    depending,
-    evaluated,
-    in_scan_parts,
-    laid_open,
-    needed,
-    part_of,
-    read_by,
-    shape_of,
-    variables,
-)
 from ipu_jax.core.programs._keeping import MOVES, bytes_of, cheapest_to_keep
 
 # B computes the body of a checkpoint again, and W reads its values from the weight residuals
-_INLINED = (*CHECKPOINTS, *JITS)
+_INLINED = (*jaxprs.CHECKPOINTS, *jaxprs.JITS)
 
 
 def split_backward(
@@ -55,17 +43,15 @@ def split_backward(
     """
     traced = _with_split_scans(traced, num_dx, num_dy)
     jaxpr = traced.jaxpr
-    dy_vars = jaxpr.invars[len(jaxpr.invars) - num_dy :]
-    varying = depending(jaxpr.eqns, jaxpr.invars[reusable:])
-    eqns_of_b = needed(jaxpr.eqns, _results_of_b(jaxpr, num_dx, num_dy))
+    before_dy = len(jaxpr.invars) - num_dy
+    varying = jaxprs.depending(jaxpr.eqns, jaxpr.invars[reusable:])
+    eqns_of_b = jaxprs.needed(jaxpr.eqns, _results_of_b(jaxpr, num_dx, num_dy))
     shared = {id(eqn) for eqn in eqns_of_b if varying.intersection(eqn.outvars)}
-    weight_residuals, eqns_of_w = _cheapest(jaxpr.eqns, shared, jaxpr.outvars[num_dx:], dy_vars)
+    weight_residuals, eqns_of_w = _cheapest(jaxpr.eqns, shared, jaxpr.outvars[num_dx:], jaxpr.invars[before_dy:])
     outputs = [*jaxpr.outvars[:num_dx], *weight_residuals]
-    b = part_of(traced, jaxpr.invars, needed(eqns_of_b, outputs), outputs)
-    w = part_of(
-        traced, [*jaxpr.invars[: len(jaxpr.invars) - num_dy], *weight_residuals], eqns_of_w, jaxpr.outvars[num_dx:]
-    )
-    return b, w, [shape_of(v.aval) for v in weight_residuals]
+    b = jaxprs.part_of(traced, jaxpr.invars, jaxprs.needed(eqns_of_b, outputs), outputs)
+    w = jaxprs.part_of(traced, [*jaxpr.invars[:before_dy], *weight_residuals], eqns_of_w, jaxpr.outvars[num_dx:])
+    return b, w, [jaxprs.shape_of(v.aval) for v in weight_residuals]
 
 
 def _cheapest(
@@ -80,28 +66,28 @@ def _cheapest(
         inputs_of_b: inputs that B has and W lacks.
     """
     eqns_of_b = [eqn for eqn in eqns if id(eqn) in of_b]
-    own = needed([eqn for eqn in eqns if id(eqn) not in of_b], list(outvars))
+    own = jaxprs.needed([eqn for eqn in eqns if id(eqn) not in of_b], list(outvars))
     available = {var for eqn in eqns_of_b for var in eqn.outvars} | set(inputs_of_b)
-    wanted = [v for v in dict.fromkeys(read_by(own, outvars)) if v in available]
+    wanted = [v for v in dict.fromkeys(jaxprs.read_by(own, outvars)) if v in available]
     _, kept = cheapest_to_keep(eqns_of_b, {var: bytes_of(var) for var in inputs_of_b}, wanted)
     in_order = [v for v in [*inputs_of_b, *(v for eqn in eqns_of_b for v in eqn.outvars)] if v in kept]
-    return in_order, needed([eqn for eqn in eqns if not kept.intersection(eqn.outvars)], list(outvars))
+    return in_order, jaxprs.needed([eqn for eqn in eqns if not kept.intersection(eqn.outvars)], list(outvars))
 
 
 def _results_of_b(jaxpr: Jaxpr, num_dx: int, num_dy: int) -> list[Var]:
     """Return dx, or for a first stage the values that depend on dy and from which W computes the gradients."""
     if num_dx:
         return list(jaxpr.outvars[:num_dx])
-    of_dy = depending(jaxpr.eqns, jaxpr.invars[len(jaxpr.invars) - num_dy :])
+    of_dy = jaxprs.depending(jaxpr.eqns, jaxpr.invars[len(jaxpr.invars) - num_dy :])
     made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     found: dict[Var, None] = {}
-    waiting, seen = variables(jaxpr.outvars), set()
+    waiting, seen = jaxprs.variables(jaxpr.outvars), set()
     while waiting:
         eqn = made_by.get(waiting.pop())
         if eqn is None or id(eqn) in seen:
             continue
         seen.add(id(eqn))
-        inputs = [var for var in variables(eqn.invars) if var in of_dy]
+        inputs = [var for var in jaxprs.variables(eqn.invars) if var in of_dy]
         if eqn.primitive.name in MOVES or eqn.primitive.name == "add_any":
             waiting += inputs
         else:
@@ -115,9 +101,9 @@ def _with_split_scans(closed: Jaxpr, num_dx: int, num_dy: int) -> Jaxpr:
     In a first stage, where B leads from dy to the weights' gradients, a scan over layers is split even if nothing reads
     the gradient in its final carry.
     """
-    closed = laid_open(closed, _INLINED)
+    closed = jaxprs.laid_open(closed, _INLINED)
     results = _results_of_b(closed.jaxpr, num_dx, num_dy)
-    read = set(read_by(needed(closed.jaxpr.eqns, results), results))
+    read = set(jaxprs.read_by(jaxprs.needed(closed.jaxpr.eqns, results), results))
 
     def rule(eqn: Eqn, inputs: list[Value]) -> list[Value] | None:
         if eqn.primitive.name != "scan":
@@ -130,15 +116,15 @@ def _with_split_scans(closed: Jaxpr, num_dx: int, num_dy: int) -> Jaxpr:
 
     if not any(eqn.primitive.name == "scan" for eqn in closed.jaxpr.eqns):
         return closed
-    return jax.make_jaxpr(lambda *args: evaluated(closed, args, rule))(*closed.in_avals)
+    return jax.make_jaxpr(lambda *args: jaxprs.evaluated(closed, args, rule))(*closed.in_avals)
 
 
 def _handed_on(params: dict[str, Any]) -> set[int]:
     """Return the positions in a scan's carry from which its other outputs are computed; mere sums are left out."""
     jaxpr, found = params["jaxpr"].jaxpr, set[int]()
-    _, carry_vars, _ = in_scan_parts(params, jaxpr.invars)
+    _, carry_vars, _ = jaxprs.in_scan_parts(params, jaxpr.invars)
     for k, var in enumerate(carry_vars):
-        dependent = depending(jaxpr.eqns, [var])
+        dependent = jaxprs.depending(jaxpr.eqns, [var])
         if any(out in dependent for position, out in enumerate(jaxpr.outvars) if position != k):
             found.add(k)
     return found
@@ -146,17 +132,17 @@ def _handed_on(params: dict[str, Any]) -> set[int]:
 
 def _two_scans(params: dict[str, Any], inputs: list[Value], first: list[bool]) -> list[Value]:
     """Return a scan's outputs, computed by two scans: the first computes the marked outputs, the second the others."""
-    body = laid_open(params["jaxpr"], _INLINED)
+    body = jaxprs.laid_open(params["jaxpr"], _INLINED)
     jaxpr = body.jaxpr
-    consts, init, xs = in_scan_parts(params, inputs)
-    const_vars, carry_vars, x_vars = in_scan_parts(params, jaxpr.invars)
+    consts, init, xs = jaxprs.in_scan_parts(params, inputs)
+    const_vars, carry_vars, x_vars = jaxprs.in_scan_parts(params, jaxpr.invars)
 
     def pick(values: Sequence[Value], which: bool) -> list[Value]:
         return [value for value, is_first in zip(values, first, strict=False) if is_first is which]
 
     while True:  # a carry that feeds the first scan's outputs belongs to the first scan
-        of_first = needed(jaxpr.eqns, pick(jaxpr.outvars, True))
-        read = set(read_by(of_first, pick(jaxpr.outvars, True)))
+        of_first = jaxprs.needed(jaxpr.eqns, pick(jaxpr.outvars, True))
+        read = set(jaxprs.read_by(of_first, pick(jaxpr.outvars, True)))
         more = [is_first or (k < len(init) and carry_vars[k] in read) for k, is_first in enumerate(first)]
         if more == first:
             break
@@ -164,10 +150,10 @@ def _two_scans(params: dict[str, Any], inputs: list[Value], first: list[bool]) -
     ids = {id(eqn) for eqn in of_first}
     rest = pick(jaxpr.outvars, False)
     weight_residuals, of_rest = _cheapest(jaxpr.eqns, ids, rest, pick(carry_vars, True))
-    one = part_of(
+    one = jaxprs.part_of(
         body, [*const_vars, *pick(carry_vars, True), *x_vars], of_first, [*pick(jaxpr.outvars, True), *weight_residuals]
     )
-    two = part_of(body, [*const_vars, *pick(carry_vars, False), *x_vars, *weight_residuals], of_rest, rest)
+    two = jaxprs.part_of(body, [*const_vars, *pick(carry_vars, False), *x_vars, *weight_residuals], of_rest, rest)
 
     def scan(part: Jaxpr, carry: list[Value], xs: list[Value]) -> list[Value]:
         def step(carry: list[Value], x: list[Value]) -> tuple[list[Value], list[Value]]:

@@ -23,22 +23,8 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
+from ipu_jax.base import jaxprs
 from ipu_jax.base.annotations import Eqn, Function, Jaxpr, Tree, Value, Var
-from ipu_jax.base.jaxprs import (
-    JITS,
-    bound,
-    depending,
-    in_scan_parts,
-    is_float,
-    laid_open,
-    needed,
-    part_of,
-    read_by,
-    scan_parts,
-    shape_of,
-    value_of,
-    variables,
-)
 from ipu_jax.core.mesh.collectives import axes_of
 from ipu_jax.core.programs._keeping import bytes_of, cheapest_to_keep
 
@@ -83,33 +69,31 @@ def recomputing(fn: Function, origins: Sequence[ValueOrigin]) -> Function:
 
 def _run(closed: Jaxpr, args: Sequence[Value], origins: Sequence[ValueOrigin]) -> list[Value]:
     """Evaluate a closed jaxpr, part by part."""
-    closed = laid_open(closed)
+    closed = jaxprs.laid_open(closed)
     jaxpr = closed.jaxpr
-    eqns = needed(jaxpr.eqns, jaxpr.outvars) if not jaxpr.effects else jaxpr.eqns
+    eqns = jaxprs.needed(jaxpr.eqns, jaxpr.outvars) if not jaxpr.effects else jaxpr.eqns
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
-    known: dict[Var, ValueOrigin] = dict.fromkeys(jaxpr.constvars, ValueOrigin.GIVEN) | dict(
-        zip(jaxpr.invars, origins, strict=True)
-    )
+    known = dict.fromkeys(jaxpr.constvars, ValueOrigin.GIVEN) | dict(zip(jaxpr.invars, origins, strict=True))
     parts = _parts(eqns)
     stacked: set[Var] = set()
     for k, part in enumerate(parts):
-        inputs = list(dict.fromkeys(v for v in read_by(part) if v in env))
+        inputs = list(dict.fromkeys(v for v in jaxprs.read_by(part) if v in env))
         from_weights = all(known[v] == ValueOrigin.WEIGHTS for v in inputs)
         made = [v for eqn in part for v in eqn.outvars]
         if _is_divider(part[0]):
             (eqn,) = part
-            values = [value_of(v, env) for v in eqn.invars]
+            values = [jaxprs.value_of(v, env) for v in eqn.invars]
             is_scan = eqn.primitive.name == "scan"
-            outputs = _scan(eqn, values, known) if is_scan else bound(eqn, values)
-            stacked.update(eqn.outvars[scan_parts(eqn.params)[1] :] if is_scan else ())
+            outputs = _scan(eqn, values, known) if is_scan else jaxprs.bound(eqn, values)
+            stacked.update(eqn.outvars[jaxprs.scan_parts(eqn.params)[1] :] if is_scan else ())
         else:
-            read = {v for later in parts[k + 1 :] for v in read_by(later)}
+            read = {v for later in parts[k + 1 :] for v in jaxprs.read_by(later)}
             made = [v for v in made if v in read or v in jaxpr.outvars]
             origins_of_part, of_scan = [known[v] for v in inputs], [v in stacked for v in inputs]
             outputs = _Part(part, inputs, made, origins_of_part, of_scan).run(env)
         env.update(zip(made, outputs, strict=True))
         known |= dict.fromkeys(made, ValueOrigin.WEIGHTS if from_weights else ValueOrigin.COMPUTED)
-    return [value_of(v, env) for v in jaxpr.outvars]
+    return [jaxprs.value_of(v, env) for v in jaxpr.outvars]
 
 
 def _parts(eqns: Sequence[Eqn]) -> list[list[Eqn]]:
@@ -135,9 +119,9 @@ def _scan(eqn: Eqn, inputs: list[Value], known: dict[Var, ValueOrigin]) -> list[
     """Run a scan, with a derivative of its body that computes cheap values again."""
     params, body = eqn.params, eqn.params["jaxpr"]
     of_inputs = [ValueOrigin.WEIGHTS if isinstance(v, core.Literal) else known[v] for v in eqn.invars]
-    of_consts, of_carry, of_xs = in_scan_parts(params, of_inputs)
+    of_consts, of_carry, of_xs = jaxprs.in_scan_parts(params, of_inputs)
     of_body = [*of_consts, *[ValueOrigin.COMPUTED] * len(of_carry), *of_xs]
-    consts, init, xs = in_scan_parts(params, inputs)
+    consts, init, xs = jaxprs.in_scan_parts(params, inputs)
 
     def step(carry: Value, x: Value) -> Value:
         outputs = _run(body, [*consts, *carry, *x], of_body)
@@ -168,8 +152,8 @@ class _Part:
 
     def __call__(self, *args: Value) -> list[Value]:
         env = dict(zip(self.inputs, args, strict=True))
-        for eqn in needed(self.eqns, self.outputs):
-            env.update(zip(eqn.outvars, bound(eqn, [value_of(v, env) for v in eqn.invars]), strict=True))
+        for eqn in jaxprs.needed(self.eqns, self.outputs):
+            env.update(zip(eqn.outvars, jaxprs.bound(eqn, [jaxprs.value_of(v, env) for v in eqn.invars]), strict=True))
         return [env[v] for v in self.outputs]
 
     def run(self, env: dict[Var, Value]) -> list[Value]:
@@ -210,26 +194,26 @@ class _Part:
             residuals, captured["vjp"] = jax.tree.flatten(vjp)
             return [*outputs, *residuals]
 
-        shapes = [shape_of(v.aval) for v in self.inputs]
+        shapes = [jaxprs.shape_of(v.aval) for v in self.inputs]
         # a custom_jvp rule may call functions that have one, too; none of them is differentiated again
-        traced = laid_open(jax.make_jaxpr(forward)(*shapes), (*JITS, "custom_jvp_call"))
+        traced = jaxprs.laid_open(jax.make_jaxpr(forward)(*shapes), (*jaxprs.JITS, "custom_jvp_call"))
         jaxpr, count = traced.jaxpr, len(self.outputs)
         residuals = jaxpr.outvars[count:]
         costs = {
             var: float(bytes_of(var)) if origin == ValueOrigin.COMPUTED else 0.0
             for var, origin in zip(jaxpr.invars, self.origins, strict=True)
         }
-        wanted = set(variables(residuals)) - set(jaxpr.constvars)
+        wanted = set(jaxprs.variables(residuals)) - set(jaxpr.constvars)
         cost, chosen = cheapest_to_keep(jaxpr.eqns, costs, wanted)
         if cost > 0.95 * sum(costs.get(var, bytes_of(var)) for var in wanted):
             chosen = wanted
         kept = [v for eqn in jaxpr.eqns for v in eqn.outvars if v in chosen]
-        again = needed([eqn for eqn in jaxpr.eqns if not chosen.intersection(eqn.outvars)], residuals)
-        used = set(read_by(again, residuals))
+        again = jaxprs.needed([eqn for eqn in jaxpr.eqns if not chosen.intersection(eqn.outvars)], residuals)
+        used = set(jaxprs.read_by(again, residuals))
         read = tuple(k for k, var in enumerate(jaxpr.invars) if var in used)
         return _Derivative(
-            forward=part_of(traced, jaxpr.invars, jaxpr.eqns, [*jaxpr.outvars[:count], *kept]),
-            again=part_of(traced, [*kept, *(jaxpr.invars[k] for k in read)], again, residuals),
+            forward=jaxprs.part_of(traced, jaxpr.invars, jaxpr.eqns, [*jaxpr.outvars[:count], *kept]),
+            again=jaxprs.part_of(traced, [*kept, *(jaxpr.invars[k] for k in read)], again, residuals),
             read=read,
             differentiated=differentiated,
             zeros=tuple(shape if is_stacked else None for shape, is_stacked in zip(shapes, self.stacked, strict=True)),
@@ -239,10 +223,10 @@ class _Part:
 
 def _differentiable(eqns: Sequence[Eqn], inputs: Sequence[Var]) -> set[Var]:
     """Return the variables that have a gradient if all floating inputs have one."""
-    found = set(filter(is_float, inputs))
+    found = set(filter(jaxprs.is_float, inputs))
     for eqn in eqns:
-        if eqn.primitive.name != "stop_gradient" and found.intersection(variables(eqn.invars)):
-            found.update(filter(is_float, eqn.outvars))
+        if eqn.primitive.name != "stop_gradient" and found.intersection(jaxprs.variables(eqn.invars)):
+            found.update(filter(jaxprs.is_float, eqn.outvars))
     return found
 
 
@@ -251,7 +235,7 @@ def _reached(eqns: Sequence[Eqn], outputs: Sequence[Var]) -> set[Var]:
     found = set(outputs)
     for eqn in reversed(eqns):
         if eqn.primitive.name != "stop_gradient" and found.intersection(eqn.outvars):
-            found.update(filter(is_float, variables(eqn.invars)))
+            found.update(filter(jaxprs.is_float, jaxprs.variables(eqn.invars)))
     return found
 
 
@@ -306,22 +290,19 @@ def _pulled_back(vjp: Function, cotangents: list[Value]) -> list[Value]:
     jaxpr = closed.jaxpr
     env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     zeros: set[Var] = set()
-    linear = depending(jaxpr.eqns, jaxpr.invars)  # every equation is linear in its inputs of this set
+    linear = jaxprs.depending(jaxpr.eqns, jaxpr.invars)  # every equation is linear in its inputs of this set
     for var, ct, zero in zip(jaxpr.invars, cotangents, is_zero, strict=True):
         zeros.update([var] if zero else [])
         env[var] = jnp.zeros(ct.shape, ct.dtype) if zero else ct
     for eqn in jaxpr.eqns:
-        of_cotangents = linear.intersection(variables(eqn.invars))
-        others = (
-            [v for v in eqn.invars if isinstance(v, core.Literal) or v not in zeros]
-            if eqn.primitive.name == "add_any"
-            else []
-        )
+        of_cotangents = linear.intersection(jaxprs.variables(eqn.invars))
+        is_sum = eqn.primitive.name == "add_any"
+        others = [v for v in eqn.invars if is_sum and (isinstance(v, core.Literal) or v not in zeros)]
         if of_cotangents and of_cotangents <= zeros:
             zeros.update(eqn.outvars)
             env.update((v, jnp.zeros(v.aval.shape, v.aval.dtype)) for v in eqn.outvars)
         elif len(others) == 1:
-            env[eqn.outvars[0]] = value_of(others[0], env)
+            env[eqn.outvars[0]] = jaxprs.value_of(others[0], env)
         else:
-            env.update(zip(eqn.outvars, bound(eqn, [value_of(v, env) for v in eqn.invars]), strict=True))
-    return [None if v in zeros else value_of(v, env) for v in jaxpr.outvars]
+            env.update(zip(eqn.outvars, jaxprs.bound(eqn, [jaxprs.value_of(v, env) for v in eqn.invars]), strict=True))
+    return [None if v in zeros else jaxprs.value_of(v, env) for v in jaxpr.outvars]

@@ -119,9 +119,8 @@ class Segment:
     ) -> tuple[Message, dict[str, Tree], dict[str, Tree]]:
         """Return `(message, new state per group, aux per stage)`."""
         new_state, aux = dict(state), {}
-        for number, (stage, onward, key) in enumerate(
-            zip(self.stages, self.onward, inputs.keys, strict=True), self.first
-        ):
+        of_stages = zip(self.stages, self.onward, inputs.keys, strict=True)
+        for number, (stage, onward, key) in enumerate(of_stages, self.first):
             with naming(stage.name, number):
                 weights = None if stage.params is None else params[stage.params]
                 extra: dict[str, Tree] = {"key": key} if stage.random else {}

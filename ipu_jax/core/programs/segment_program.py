@@ -33,7 +33,8 @@ from ipu_jax.core.programs.gradient_sums import Sum, add_gradients
 from ipu_jax.core.programs.segment import Message, MicrobatchInputs, Segment, SegmentResults, call_segment
 from ipu_jax.core.stage import naming
 
-_Split = tuple[list[Value], list[Value], Callable[[list[Value], list[Value]], Tree]]
+_Values = list[Value]
+_Split = tuple[_Values, _Values, Callable[[_Values, _Values], Tree]]
 
 
 def split_floats(tree: Tree) -> _Split:
@@ -99,14 +100,8 @@ class SegmentProgram:
         return jax.tree.unflatten(tree, results), list(map(without_keys, stash))
 
     def backward(
-        self,
-        params: Params,
-        inputs: MicrobatchInputs,
-        stash: list[Value],
-        dy: list[Value],
-        sums: Sequence[Sum],
-        zero: Value,
-    ) -> tuple[list[Value], list[Value]]:
+        self, params: Params, inputs: MicrobatchInputs, stash: _Values, dy: _Values, sums: Sequence[Sum], zero: Value
+    ) -> tuple[_Values, _Values]:
         """Return `(totals, dx)`: each trained leaf's accumulator with its gradient added, and the gradient of x.
 
         `dy` and `dx` list the floating leaves of y and x; for `sums` and `zero` see `add_gradients`.
@@ -115,24 +110,18 @@ class SegmentProgram:
         return add_gradients(self.whole_backward, args, self._num_dx, sums, zero)
 
     def backward_input(
-        self, params: Params, inputs: MicrobatchInputs, stash: list[Value], dy: list[Value]
-    ) -> tuple[list[Value], list[Value]]:
+        self, params: Params, inputs: MicrobatchInputs, stash: _Values, dy: _Values
+    ) -> tuple[_Values, _Values]:
         """Run B of a split backward: return `(dx, weight residuals)`."""
         args = [*jax.tree.leaves((params, inputs)), *self._with_types(stash), *dy]
         outputs = core.jaxpr_as_fun(self.jaxprs["B"])(*args)
         return outputs[: self._num_dx], outputs[self._num_dx :]
 
     def backward_weight(
-        self,
-        params: Params,
-        inputs: MicrobatchInputs,
-        stash: list[Value],
-        weight_residuals: list[Value],
-        sums: Sequence[Sum],
-        zero: Value,
-    ) -> list[Value]:
-        """Run W of a split backward: return each trained leaf's accumulator with its gradient added."""
-        args = [*jax.tree.leaves((params, inputs)), *self._with_types(stash), *weight_residuals]
+        self, params: Params, inputs: MicrobatchInputs, stash: _Values, residuals: _Values, sums: list[Sum], zero: Value
+    ) -> _Values:
+        """Run W with B's weight residuals: return each trained leaf's accumulator with its gradient added."""
+        args = [*jax.tree.leaves((params, inputs)), *self._with_types(stash), *residuals]
         return add_gradients(self.jaxprs["W"], args, 0, sums, zero)[0]
 
     def _with_types(self, stash: list[Value]) -> list[Value]:

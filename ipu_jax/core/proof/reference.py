@@ -227,14 +227,9 @@ def _on_first_ipus(
         with status.tracing("the unsharded program"):
             return jax.tree.map(lambda leaf: leaf[None], run_replica(args.of_replica()))
 
-    mapped = jax.shard_map(
-        stacked,
-        mesh=copies,
-        in_specs=(StepArgs(replicated, per_replica, replicated, replicated),),
-        out_specs=per_replica,
-        axis_names={REPLICA_AXIS, IPU_AXIS, _COPY_AXIS},
-        check_vma=False,
-    )
+    specs, names = (StepArgs(replicated, per_replica, replicated, replicated),), {REPLICA_AXIS, IPU_AXIS, _COPY_AXIS}
+    how = {"in_specs": specs, "out_specs": per_replica, "axis_names": names, "check_vma": False}
+    mapped = jax.shard_map(stacked, mesh=copies, **how)
     with status.SILENT:  # until the program runs
         results = jax.jit(mapped, compiler_options=None if fused else UNFUSED)(args)
     return put(results, first_ipu)

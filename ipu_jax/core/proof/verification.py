@@ -30,6 +30,7 @@ from ipu_jax.core.step_args import StepArgs
 _ALIKE = 4e-3
 # Without this bound, a single number that is rounded otherwise in a moved run would hide such a fault.
 _CANCELS = 0.5
+_Results = dict[str, Tree]
 _REDUCTIONS = ("psum", "psum2", "psum_invariant", "reduce_scatter")
 
 
@@ -66,14 +67,10 @@ class VerificationReport(Shown):
     def _shown(self) -> list[str | Table]:
         leaf, error = self.worst
         others = {"state": self.state_errors, "aux": self.aux_errors}
-        line = (
-            f"loss {self.loss:.6g}, unsharded {self.reference_loss:.6g}, relative error {self.loss_error:.1e}; "
-            f"{len(self.gradient_errors)} gradients, largest relative error {error:.1e} at {leaf}"
-            + "".join(
-                f"; {len(errors)} of {kind}, {_worst(errors)[1]:.1e}" for kind, errors in others.items() if errors
-            )
-        )
-        return [line]
+        line = f"loss {self.loss:.6g}, unsharded {self.reference_loss:.6g}, relative error {self.loss_error:.1e}; "
+        line += f"{len(self.gradient_errors)} gradients, largest relative error {error:.1e} at {leaf}"
+        rest = [f"; {len(errors)} of {kind}, {_worst(errors)[1]:.1e}" for kind, errors in others.items() if errors]
+        return ["".join([line, *rest])]
 
 
 def _worst(errors: Mapping[str, float]) -> tuple[str, float]:
@@ -307,27 +304,14 @@ class _Comparison:
     """
 
     def __init__(
-        self,
-        mesh: Mesh,
-        actual: dict[str, Tree],
-        expected: dict[str, Tree],
-        others: Sequence[Tree] = (),
-        *,
-        least_slack: float = 0.0,
+        self, mesh: Mesh, actual: _Results, expected: _Results, others: Sequence[Tree] = (), *, least_slack: float = 0.0
     ):
         slack = jax.tree.map(functools.partial(_slack, least=least_slack), expected, *others)
-        self.leaves = {
-            name: [
-                _Compared(f"{name}{jax.tree_util.keystr(path)}", f, e, s, may_be_infinite=name in ("state", "aux"))
-                for (path, f), e, s in zip(
-                    jax.tree.leaves_with_path(actual[name]),
-                    jax.tree.leaves(expected[name]),
-                    jax.tree.leaves(slack[name]),
-                    strict=True,
-                )
-            ]
-            for name in actual
-        }
+        self.leaves: dict[str, list[_Compared]] = {name: [] for name in actual}
+        of_both = (jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), jax.tree.leaves(slack))
+        for ((name, *path), f), e, s in zip(*of_both, strict=True):
+            named, is_loose = f"{name.key}{jax.tree_util.keystr(tuple(path))}", name.key in ("state", "aux")
+            self.leaves[name.key].append(_Compared(named, f, e, s, may_be_infinite=is_loose))
         leaves = list(itertools.chain.from_iterable(self.leaves.values()))
         own = [float(actual["loss"]), float(expected["loss"]), *(leaf.own_error for leaf in leaves)]
         of_all = gathered(mesh, own)
@@ -350,10 +334,8 @@ class _Comparison:
         (loss,) = self.leaves["loss"]
         if not allowed.passes(loss):
             loss.check_finite("the loss", inputs)
-            bound = allowed.of(loss)
-            raise VerificationError(
-                f"the loss differs from the unsharded program's by more than rtol={bound:g}: {self.report}"
-            )
+            rule = f"by more than rtol={allowed.of(loss):g}"
+            raise VerificationError(f"the loss differs from the unsharded program's {rule}: {self.report}")
         for what, name, kind in (
             ("the gradient of", "params", "gradients"),
             ("the new", "state", "leaves of state"),
@@ -363,11 +345,8 @@ class _Comparison:
             if wrong:
                 leaf = wrong[_worst({name: leaf.error for name, leaf in wrong.items()})[0]]
                 leaf.check_finite(f"{what} {leaf.name}", inputs)
-                bound = (
-                    f"more than rtol={allowed.of(leaf):g}"
-                    if leaf.is_float
-                    else f"and {leaf.actual.dtype} must be equal"
-                )
+                bound = f"more than rtol={allowed.of(leaf):g}"
+                bound = bound if leaf.is_float else f"and {leaf.actual.dtype} must be equal"
                 raise VerificationError(
                     f"{what} {leaf.name} differs from the unsharded program's by {leaf.error:.3g} relative, {bound}: "
                     f"{leaf.furthest} ({len(wrong)} of {len(self.leaves[name])} {kind} differ): {self.report}"

@@ -100,37 +100,17 @@ def _depth(ticks: Ticks, work: Work, i: int, first: Kind, last: Kind) -> int:
     return depth
 
 
-def anneal(
-    ticks: Ticks,
-    work: Work,
-    depths: Depths,
-    residual_depths: Depths,
-    *,
-    transfer: float,
-    steps: int,
-    heat: float,
-    rng: random.Random,
-    exact: bool = True,
-) -> Ticks:
-    """Return the table after `steps` moves, which is not always better than the initial table.
+class AnnealedTable:
+    """A table with numbered tasks and IPUs. `cells[tick][ipu]` is a task's number or -1, and `lengths` its cost.
+
+    `sends[tick]` is the number of tasks in a tick whose results go to another IPU.
 
     Args:
         ticks: the tick of each task. Every segment does its micro-batches in order.
         work: the costs of the tasks.
         depths, residual_depths: per segment, the most micro-batches that it may hold, at least as many as it holds now.
         transfer: the time of an exchange.
-        steps: the number of moves to try.
-        heat: how much worse a move may make the table at first, as a share of a task's mean cost. It falls to 0.
-        rng: the only source of randomness. Only `random` is called, which gives the same numbers in every Python.
         exact: whether to look up the exchanges. Otherwise every tick counts as having one.
-    """
-    return _Table(ticks, work, depths, residual_depths, transfer, exact).anneal(steps, heat, rng)
-
-
-class _Table:
-    """A table with numbered tasks and IPUs. `cells[tick][ipu]` is a task's number or -1, and `lengths` its cost.
-
-    `sends[tick]` is the number of tasks in a tick whose results go to another IPU.
     """
 
     def __init__(self, ticks: Ticks, work: Work, depths: Depths, residual_depths: Depths, transfer: float, exact: bool):
@@ -171,6 +151,13 @@ class _Table:
                 assert self.at[number[need]] < self.at[x], f"{need} is before {self.tasks[x]}"
 
     def anneal(self, steps: int, heat: float, rng: random.Random) -> Ticks:
+        """Return the table after `steps` moves, which is not always better than the initial table.
+
+        Args:
+            steps: the number of moves to try.
+            heat: how much worse a move may make the table at first, as a share of a task's mean cost. It falls to 0.
+            rng: the only source of randomness. Only `random` is called, which gives the same numbers in every Python.
+        """
         at, ipu, cost, cells, lengths, sends = self.at, self.ipu, self.cost, self.cells, self.lengths, self.sends
         is_sent, time_around = self.is_sent, self._around if self.exact else self._alone
         mean = math.fsum(cost) / len(cost)

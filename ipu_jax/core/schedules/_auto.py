@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from ipu_jax.base import status
 from ipu_jax.base.checks import as_int, check_bool, check_cost, check_count
 from ipu_jax.base.showing import Shown, Table
-from ipu_jax.core.schedules._annealing import Ticks, anneal, depths_of, lockstep_cost, spread
+from ipu_jax.core.schedules._annealing import AnnealedTable, Ticks, depths_of, lockstep_cost, spread
 from ipu_jax.core.schedules._costs import StageCosts, Work, lower_bound
 from ipu_jax.core.schedules._families import SCHEDULES, timetable
 from ipu_jax.core.schedules._line import Local, by_kind, rows_of
@@ -200,7 +200,11 @@ def _searched(
     seed: int,
 ) -> tuple[tuple[Candidate, ...], float]:
     """Return all candidates, the best first, and a lower bound. If no family fits, return only the families."""
-    judge = _Judge(costs, transfer, lockstep, limits)
+
+    def judge(schedule: Schedule) -> Candidate:
+        run, held = costs.simulate(schedule, transfer, lockstep=lockstep), costs.stash_bytes(schedule)
+        return Candidate(schedule.name, run.makespan, run.bubble, held, fits(held, limits), schedule)
+
     families = [judge(schedule) for schedule in _families(placement, ipus, micro_batches)]
     works = [Work(costs, placement, micro_batches, ipus, split=split) for split in (True, False)]
     bound = min(lower_bound(work, transfer) for work in works)
@@ -252,18 +256,6 @@ def _ranked(candidates: list[Candidate]) -> list[Candidate]:
         return not candidate.fits, best if equal else candidate.makespan, *held, candidate.name == "auto"
 
     return sorted(candidates, key=rank)
-
-
-class _Judge:
-    """Simulate schedules, and check whether they fit."""
-
-    def __init__(self, costs: StageCosts, transfer: float, lockstep: bool, limits: tuple[float, ...]):
-        self._costs, self._transfer, self._lockstep, self._limits = costs, transfer, lockstep, limits
-
-    def __call__(self, schedule: Schedule) -> Candidate:
-        run = self._costs.simulate(schedule, self._transfer, lockstep=self._lockstep)
-        held = self._costs.stash_bytes(schedule)
-        return Candidate(schedule.name, run.makespan, run.bubble, held, fits(held, self._limits), schedule)
 
 
 def _families(placement: Placement, ipus: int, micro_batches: int) -> Iterator[Schedule]:
@@ -319,7 +311,7 @@ def _lockstep_tables(
         better: list[tuple[float, Ticks, Depths]] = []
         for _, ticks, depths in seeds[:kept]:
             steps, exact = moves * max(_LEAST, work.tasks), work.tasks <= _FEW
-            ticks = anneal(ticks, work, *depths, transfer=transfer, steps=steps, heat=heat, rng=rng, exact=exact)
+            ticks = AnnealedTable(ticks, work, *depths, transfer, exact).anneal(steps, heat, rng)
             better.append((lockstep_cost(ticks, work, transfer), ticks, depths))
         seeds = sorted([*better, *seeds], key=lambda seed: seed[0])  # a stable sort, so the same everywhere
     return [ticks for _, ticks, _ in seeds[:_KEPT]]

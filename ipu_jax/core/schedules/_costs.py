@@ -158,30 +158,26 @@ class Work:
         self.line = Line(placement, micro_batches, split)
         self.ipus = ipus
         self.split = "W" in self.line.kinds
-        self.forward: list[float] = []
-        self.backward: list[float] = []
-        self.weight: list[float] = []
-        self.stash: list[float] = []
-        self.residuals: list[float] = []
-        self.joint: list[bool] = []
-        self.joint_forward: list[float] = []
-        self.joint_backward: list[float] = []
-        self.joint_stash: list[float] = []
+        local: list[tuple[range, range]] = []  # each local segment, after the concurrent stages before it
         before = range(0)
         for stages in self.line.segments:
             if placement[stages[0]] is None:
                 before = stages
-                continue
-            self.forward.append(_sum(costs.forward, stages))
-            self.backward.append(_sum(costs.backward if self.split else costs.whole_backward, stages))
-            self.weight.append(_sum(costs.weight, stages) if self.split else 0.0)
-            self.stash.append(_sum(costs.stash, stages))
-            self.residuals.append(_sum(costs.weight_residuals, stages) if self.split else 0.0)
-            self.joint.append(len(before) > 0)
-            self.joint_forward.append(_sum(costs.forward, before) / ipus)
-            self.joint_backward.append(_sum(costs.whole_backward, before) / ipus)
-            self.joint_stash.append(_sum(costs.stash, before))
-            before = range(0)
+            else:
+                local.append((before, stages))
+                before = range(0)
+        own = lambda numbers: [_sum(numbers, stages) for _, stages in local]
+        ahead = lambda numbers: [_sum(numbers, stages) for stages, _ in local]
+        shared = lambda numbers: [total / ipus for total in ahead(numbers)]
+        none = [0.0] * len(local)
+        self.forward = own(costs.forward)
+        self.backward = own(costs.backward if self.split else costs.whole_backward)
+        self.weight = own(costs.weight) if self.split else none
+        self.stash = own(costs.stash)
+        self.residuals = own(costs.weight_residuals) if self.split else none
+        self.joint = [len(stages) > 0 for stages, _ in local]
+        self.joint_forward, self.joint_backward = shared(costs.forward), shared(costs.whole_backward)
+        self.joint_stash = ahead(costs.stash)
         self.has_head = len(before) > 0
         self.head = (_sum(costs.forward, before) + _sum(costs.whole_backward, before)) / ipus
         self.head_stash = _sum(costs.stash, before)
@@ -235,12 +231,10 @@ def lower_bound(work: Work, transfer: float) -> float:
     joint_path = work.joint_share() if concurrent else 0.0
     hops = 0.0 if concurrent else transfer  # concurrent stages may run while a message is on its way
     way = [0.0]  # the time until segment i can begin its first F
-    for i in range(len(line)):
-        sends = i + 1 < len(line) and line.places[i] != line.places[i + 1]
-        way.append(way[-1] + work.forward[i] + (hops if sends else 0.0))
     back = [0.0]  # the time from the end of segment i's last B to the end of the run, without W
     for i in range(len(line)):
         sends = i + 1 < len(line) and line.places[i] != line.places[i + 1]
+        way.append(way[-1] + work.forward[i] + (hops if sends else 0.0))
         back.append(back[-1] + work.backward[i] + (hops if sends else 0.0))
     bounds = [way[-1] + back[-1] + joint_path, count * joint_path]
     for ipu, mine in line.on.items():

@@ -12,7 +12,7 @@ Four stages on four IPUs, eight micro-batches, schedule "1f1b" (a cell is stage,
 "interleaved" does so under the one-phase clock. In "grouped-zb" every IPU does W in the tick in which the first local
 stage does B: so all do it at the same time, and it hides the gradients on their way. The order of the others comes from
 a simulated run in which the *rule* of the family chooses what each IPU does next (`_rules`), or, for "dualpipev", from
-a list (`_dualpipev`). Each task then gets the earliest tick that the order and the clock allow. So any number of
+a list (`dualpipev_rule`). Each task then gets the earliest tick that the order and the clock allow. So any number of
 micro-batches works, on any placement that the family can serve.
 
 Concurrent stages run in the ticks of a local segment beside them: those before a local stage run their F in the tick of
@@ -31,9 +31,8 @@ import dataclasses
 import numpy as np
 
 from ipu_jax.base.checks import check_choice
-from ipu_jax.core.schedules._dualpipev import dualpipev_rule
 from ipu_jax.core.schedules._line import Line, LineTicks, rows_of
-from ipu_jax.core.schedules._rules import RULES, wave_rules
+from ipu_jax.core.schedules._rules import RULES, dualpipev_rule, wave_rules
 from ipu_jax.core.schedules._run import Rule, StuckError, run
 from ipu_jax.core.schedules._timetable import Kind, Placement, Timetable
 

@@ -85,17 +85,13 @@ class TaskTimes(Mapping[Task, float]):
         self._number = {kind: k for k, (kind, _) in enumerate(tables_of(table))}
 
     def __getitem__(self, task: Task) -> float:
-        kinds, stages, count = self._times.shape
-        known = (
-            isinstance(task, Task)
-            and self._number.get(task.kind, kinds) < kinds
-            and 0 <= task.stage < stages
-            and 0 <= task.microbatch < count
-            and (task.kind != "W" or self._table.placement[task.stage] is not None)
-        )
-        if not known:
+        _, stages, count = self._times.shape
+        number = self._number.get(task.kind) if isinstance(task, Task) else None
+        if number is None or not (0 <= task.stage < stages and 0 <= task.microbatch < count):
             raise KeyError(task)
-        return float(self._times[self._number[task.kind], task.stage, task.microbatch])
+        if task.kind == "W" and self._table.placement[task.stage] is None:
+            raise KeyError(task)
+        return float(self._times[number, task.stage, task.microbatch])
 
     def __iter__(self) -> Iterator[Task]:
         return iter(tasks_of(self._table))

@@ -87,18 +87,13 @@ def _check_shape(table: Timetable) -> None:
             if min(row) < 0:
                 _refuse(table, Task(stage, kind, row.index(min(row))), "there is no such tick: the first is tick 0")
             if max(row) > _LATEST:
-                late = Task(stage, kind, row.index(max(row)))
-                _refuse(
-                    table, late, f"there is no such tick: the last is tick {_LATEST}, leave out ticks without tasks"
-                )
+                why = f"there is no such tick: the last is tick {_LATEST}, leave out ticks without tasks"
+                _refuse(table, Task(stage, kind, row.index(max(row))), why)
             if len(set(row)) < count and (kind != "W" or table.placement[stage] is not None):
                 twice = next(m for m in range(count) if row[m] in row[:m])
                 first = Task(stage, kind, row.index(row[twice]))
-                _refuse(
-                    table,
-                    Task(stage, kind, twice),
-                    f"{first} has this tick, and a stage does {kind} of one micro-batch a tick: move one of them",
-                )
+                why = f"{first} has this tick, and a stage does {kind} of one micro-batch a tick: move one of them"
+                _refuse(table, Task(stage, kind, twice), why)
 
 
 def _check_together(table: Timetable) -> None:
@@ -107,30 +102,21 @@ def _check_together(table: Timetable) -> None:
             for stage in stages[1:]:
                 if rows[stage] != rows[stages[0]]:
                     m = next(m for m, tick in enumerate(rows[stage]) if tick != rows[stages[0]][m])
-                    _refuse(
-                        table,
-                        Task(stage, kind, m),
-                        f"its neighbour's {Task(stages[0], kind, m)} runs in tick {rows[stages[0]][m]}, and "
-                        "neighbouring stages of one place run as one: give both the same tick",
-                    )
+                    why = f"its neighbour's {Task(stages[0], kind, m)} runs in tick {rows[stages[0]][m]}, and "
+                    why += "neighbouring stages of one place run as one: give both the same tick"
+                    _refuse(table, Task(stage, kind, m), why)
     for stage, ipu in enumerate(table.placement):
         if ipu is not None:
             continue
         is_head = phase(table, stage, "F") == "head"
         for m, tick in enumerate(table.backward[stage]):
             if is_head and tick != table.forward[stage][m]:
-                _refuse(
-                    table,
-                    Task(stage, "B", m),
-                    f"{Task(stage, 'F', m)} runs in tick {table.forward[stage][m]}, and the concurrent stages at the "
-                    "end do F and B in one tick: give both the same tick",
-                )
+                why = f"{Task(stage, 'F', m)} runs in tick {table.forward[stage][m]}, and the concurrent stages at the "
+                why += "end do F and B in one tick: give both the same tick"
+                _refuse(table, Task(stage, "B", m), why)
             if table.weight is not None and table.weight[stage][m] != tick:
-                _refuse(
-                    table,
-                    Task(stage, "W", m),
-                    f"a concurrent stage has no W, its B in tick {tick} does everything: repeat that tick",
-                )
+                why = f"a concurrent stage has no W, its B in tick {tick} does everything: repeat that tick"
+                _refuse(table, Task(stage, "W", m), why)
 
 
 def _check_one_task_a_tick(lifetimes: Lifetimes) -> None:
@@ -163,11 +149,8 @@ def _refuse_shared(lifetimes: Lifetimes, tick: int) -> NoReturn:
         mine = Task(firsts[task.stage], task.kind, task.microbatch)
         other = busy.setdefault(table.placement[task.stage], mine)
         if other != mine:
-            _refuse(
-                table,
-                task,
-                f"the IPU does {other} in this tick, and under the one-phase clock one task a tick: move one of them",
-            )
+            why = f"the IPU does {other} in this tick, and under the one-phase clock one task a tick: move one of them"
+            _refuse(table, task, why)
     raise AssertionError(f"two tasks share tick {tick}")
 
 
@@ -194,14 +177,11 @@ def _refuse_late(table: Timetable, task: Task, source: Task) -> NoReturn:
     is_message = table.placement[source.stage] != table.placement[task.stage]
     ready = sent(table, source) if is_message else moment(table, source)
     between = is_message and table.placement[source.stage] is not None and table.placement[task.stage] is not None
-    why = ", and a message between IPUs takes until the next tick" if between else ""
+    wait = ", and a message between IPUs takes until the next tick" if between else ""
     # under the one-phase clock the IPU that does both needs a tick for each
     later = moment(table, task)[1:] <= ready[1:] or (source.stage == task.stage and table.clock == "one-phase")
-    _refuse(
-        table,
-        task,
-        f"it needs {source}, which runs in tick {ready[0]}{why}: move it to tick {ready[0] + later} or later",
-    )
+    why = f"it needs {source}, which runs in tick {ready[0]}{wait}: move it to tick {ready[0] + later} or later"
+    _refuse(table, task, why)
 
 
 def sources(table: Timetable, stage: int, kind: Kind) -> Iterator[tuple[int, Kind]]:
@@ -228,19 +208,13 @@ def _check_messages(lifetimes: Lifetimes, boundary: int, kind: Kind) -> None:
         first, second = Task(source, kind, m), Task(source, kind, following)
         use = Task(target, kind, m)
         if crosses[k]:
-            _refuse(
-                table,
-                Task(target, kind, following),
-                f"the messages cross: {first} (tick {tick_of(table, first)}) was sent before {second} "
-                f"(tick {tick_of(table, second)}), but {use} comes only in tick {tick_of(table, use)}: "
-                "use them in the order in which they are sent",
-            )
-        _refuse(
-            table,
-            second,
-            f"it overwrites the message of {first} before {use} in tick {tick_of(table, use)} has "
-            "used it, and under the two-phase clock none may wait: move one of them, or give clock='one-phase'",
-        )
+            why = f"the messages cross: {first} (tick {tick_of(table, first)}) was sent before {second} "
+            why += f"(tick {tick_of(table, second)}), but {use} comes only in tick {tick_of(table, use)}: "
+            why += "use them in the order in which they are sent"
+            _refuse(table, Task(target, kind, following), why)
+        why = f"it overwrites the message of {first} before {use} in tick {tick_of(table, use)} has "
+        why += "used it, and under the two-phase clock none may wait: move one of them, or give clock='one-phase'"
+        _refuse(table, second, why)
     _check_ring(table, spans, "inbox", (source, kind), (target, kind))
 
 
@@ -261,9 +235,6 @@ def _check_ring(table: Timetable, spans: Spans, ring: str, writer: tuple[int, Ki
         mine = mine[spans.starts[mine].argsort()]
         for k in np.flatnonzero(spans.starts[mine[1:]] <= spans.ends[mine[:-1]])[:1]:
             read = Task(*reader, int(mine[k]))
-            _refuse(
-                table,
-                Task(*writer, int(mine[k + 1])),
-                f"it writes slot {slot} of {depth} of the {ring} before {read} in tick "
-                f"{tick_of(table, read)} has freed it: run the micro-batches in order",
-            )
+            why = f"it writes slot {slot} of {depth} of the {ring} before {read} in tick "
+            why += f"{tick_of(table, read)} has freed it: run the micro-batches in order"
+            _refuse(table, Task(*writer, int(mine[k + 1])), why)

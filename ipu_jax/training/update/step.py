@@ -28,7 +28,7 @@ from ipu_jax.core.layout.packed_layout import WHOLE
 from ipu_jax.core.layout.packing import Sharded, batch_shapes, check_alive, unshard_tree, whole_shapes
 from ipu_jax.core.mesh.devices import REPLICA_AXIS, InFlight, check_there
 from ipu_jax.core.mesh.instances import put, taken
-from ipu_jax.core.optimizer.extra_arguments import checked_optimizer
+from ipu_jax.core.optimizer.pipeline_optimizer import checked_optimizer
 from ipu_jax.core.options import DynamicScale, TrainOptions
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.pipeline.arguments import count_samples

@@ -287,13 +287,6 @@ def equinox_gpt() -> Example:
 
 
 LIBRARY_MODELS = (
-    linen_gpt,
-    linen_gpt_scanned,
-    linen_mixture_of_experts,
-    linen_batch_norm,
-    linen_unet,
-    nnx_gpt_tied,
-    nnx_batch_norm,
-    equinox_mlp,
-    equinox_gpt,
-)
+    linen_gpt, linen_gpt_scanned, linen_mixture_of_experts, linen_batch_norm, linen_unet, nnx_gpt_tied,
+    nnx_batch_norm, equinox_mlp, equinox_gpt,
+)  # fmt: skip

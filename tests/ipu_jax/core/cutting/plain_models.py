@@ -403,19 +403,7 @@ def contrastive() -> Example:
 
 
 PLAIN_MODELS = (
-    scanned_gpt,
-    mixed_precision_gpt,
-    scan_that_carries_a_key,
-    metrics,
-    encoder_decoder,
-    weight_decay,
-    reads_of_all_earlier_layers,
-    custom_derivatives,
-    control_flow,
-    jitted_layers,
-    lstm,
-    unused_weights,
-    recommender,
-    vae,
-    contrastive,
-)
+    scanned_gpt, mixed_precision_gpt, scan_that_carries_a_key, metrics, encoder_decoder, weight_decay,
+    reads_of_all_earlier_layers, custom_derivatives, control_flow, jitted_layers, lstm, unused_weights, recommender,
+    vae, contrastive,
+)  # fmt: skip

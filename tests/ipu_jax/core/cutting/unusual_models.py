@@ -402,23 +402,8 @@ def equinox_batch_norm() -> Example:
 
 
 UNUSUAL_MODELS = (
-    siamese,
-    one_block_again_and_again,
-    scan_with_results_of_layers,
-    scan_with_a_key_per_layer,
-    diffusion,
-    adversaries,
-    moving_target,
-    state_read_everywhere,
-    physics,
-    learning_to_learn,
-    state_space,
-    graph_network,
-    bfloat16_weights,
-    unusual_aux,
-    linen_spectral_norm,
-    linen_scan_with_state,
-    nnx_scanned,
-    equinox_scanned,
+    siamese, one_block_again_and_again, scan_with_results_of_layers, scan_with_a_key_per_layer, diffusion,
+    adversaries, moving_target, state_read_everywhere, physics, learning_to_learn, state_space, graph_network,
+    bfloat16_weights, unusual_aux, linen_spectral_norm, linen_scan_with_state, nnx_scanned, equinox_scanned,
     equinox_batch_norm,
-)
+)  # fmt: skip

@@ -28,10 +28,7 @@ def test_a_scan_is_named_by_its_plan():
     (plan,) = scans_of()
     ((same, called),) = scans_of(names=("a", "other"))
     assert (same, called != plan[1]) == (plan[0], True)
-    grouped, gpipe = (
-        make_schedule("grouped", ipus=2, gradient_accumulation=3),
-        make_schedule("gpipe", ipus=2, gradient_accumulation=3),
-    )
+    grouped, gpipe = (make_schedule(name, ipus=2, gradient_accumulation=3) for name in ("grouped", "gpipe"))
     assert scans_of(grouped) == {plan}
     others = [
         scans_of(m=4),

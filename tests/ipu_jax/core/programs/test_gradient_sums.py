@@ -270,51 +270,28 @@ AT = jnp.asarray([2, 0, 7])  # the last one is beyond the end of each dim: a sli
 # parts of a weight of (LAYERS, D, D), each by another equation or at other positions
 PARTS = {
     "every second": lambda w: [
-        w[::2],
-        w[1::2],
-        w[:, 1::3],
-        w[1, :, ::2],
-        lax.slice(w, (0, 1, 0), (3, 4, 4), (2, 2, 3)),
+        w[::2], w[1::2], w[:, 1::3], w[1, :, ::2], lax.slice(w, (0, 1, 0), (3, 4, 4), (2, 2, 3)),
     ],
     "several dims": lambda w: [
-        w[1:, :2, 1:3],
-        w[2:, ::3, 1:],
-        w[::2, ::2, ::2],
-        w[1, 2:, 3],
-        w[..., 1],
-        w[1:2, None, 2],
+        w[1:, :2, 1:3], w[2:, ::3, 1:], w[::2, ::2, ::2], w[1, 2:, 3], w[..., 1], w[1:2, None, 2],
     ],
     "from behind": lambda w: [w[::-1], w[:, ::-2], w[2:0:-1, 3:0:-2, ::-3], w[-1], w[:, -3:-1], jnp.flip(w, (0, 2))],
     "at a computed index": lambda w: [
-        lax.dynamic_slice(w, AT, (1, D, 2)),
-        lax.dynamic_slice(w, AT[::-1], (2, 3, D)),
+        lax.dynamic_slice(w, AT, (1, D, 2)), lax.dynamic_slice(w, AT[::-1], (2, 3, D)),
         lax.dynamic_slice_in_dim(w, AT[2], 2, axis=1),
-        lax.dynamic_index_in_dim(w, AT[0] - 1, axis=1, keepdims=False),
-        w[AT[0]],
-        w[AT[1], :, -AT[0]],
+        lax.dynamic_index_in_dim(w, AT[0] - 1, axis=1, keepdims=False), w[AT[0]], w[AT[1], :, -AT[0]],
     ],
     "by arrays of indices": lambda w: [
-        w[AT[:2]],
-        w[:, AT],
-        w[AT[:2], ..., AT[1:]],
-        w[AT[:2, None], AT[:2]],
-        w[::2, AT[:2], 1::2],
-        w[jnp.asarray([-1, -3])],
-        w[np.array([True, False, True])],
-        jnp.take(w, AT, axis=2, mode="clip"),
+        w[AT[:2]], w[:, AT], w[AT[:2], ..., AT[1:]], w[AT[:2, None], AT[:2]], w[::2, AT[:2], 1::2],
+        w[jnp.asarray([-1, -3])], w[np.array([True, False, True])], jnp.take(w, AT, axis=2, mode="clip"),
         jnp.take_along_axis(w, AT[:2].reshape(1, 2, 1), axis=1),
     ],
     "rearranged": lambda w: [
-        jnp.roll(w, 1, axis=1),
-        *jnp.split(w, [1, 3], axis=2),
-        w.reshape(LAYERS * D, D)[::3],
-        w.T[1::2],
-        w.at[1].set(0)[:2],
-        lax.pad(w, 0.0, ((-1, 1, 0), (0, -2, 1), (1, 0, 2))),
-        jnp.diagonal(w, axis1=1, axis2=2),
-        jnp.tril(w),
+        jnp.roll(w, 1, axis=1), *jnp.split(w, [1, 3], axis=2), w.reshape(LAYERS * D, D)[::3], w.T[1::2],
+        w.at[1].set(0)[:2], lax.pad(w, 0.0, ((-1, 1, 0), (0, -2, 1), (1, 0, 2))),
+        jnp.diagonal(w, axis1=1, axis2=2), jnp.tril(w),
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow
