@@ -173,12 +173,13 @@ def test_two_presses_of_ctrl_c_skip_no_batch(k, moment, monkeypatch):
 
 
 def test_a_feed_that_never_answers_can_be_interrupted(monkeypatch):
-    answers, answered = threading.Event(), list[bool]()
+    answers, answered, is_stuck = threading.Event(), list[bool](), threading.Event()
 
     class Stuck(PressingRows):
         def __getitem__(self, index: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
             self.reads += 1
             if self.reads > 6:
+                is_stuck.set()
                 answered.append(answers.wait(60))
             return ROWS[index]
 
@@ -189,9 +190,11 @@ def test_a_feed_that_never_answers_can_be_interrupted(monkeypatch):
         handled.set()
 
     def press_from_another_thread() -> None:
-        while FitResult.last is None or FitResult.last.updates != 6:
-            time.sleep(0.05)
-        time.sleep(0.5)  # now the seventh read is waited for
+        assert is_stuck.wait(60)
+        made = None
+        while FitResult.last is not None and made != FitResult.last.updates:  # until the read is waited for
+            made = FitResult.last.updates
+            time.sleep(0.5)
         press()
         assert handled.wait(60)  # by the main thread: two presses before that are one
         os.kill(os.getpid(), signal.SIGINT)
