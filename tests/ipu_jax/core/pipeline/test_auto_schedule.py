@@ -236,8 +236,8 @@ def test_a_pipeline_is_the_same_value_before_and_after_its_first_call():
         given = pipeline.replace(schedule=pipeline.choose_schedule(params, rows).schedule)
         assert text(pipeline, rows) == text(given, rows)
         assert pipeline.report(params, rows, compile=False).timetable == given.schedule
-        found.add(given.schedule.name)
-    assert found == {"auto", "zb-h1"}
+        found.add(given.schedule)
+    assert len(found) == 2
     assert {name: vars(pipeline.placement)[name] for name in before} == before
     for copy in (pipeline, pipeline.replace()):
         with refused(*NOT_CHOSEN):
