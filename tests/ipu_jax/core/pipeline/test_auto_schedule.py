@@ -224,7 +224,7 @@ def test_a_pipeline_is_the_same_value_before_and_after_its_first_call():
     stages = [
         Stage(lambda w, x, mb: jnp.tanh(mb @ w), params="first", ipu=0),
         Stage(lambda w, x, mb: (x @ x.T) @ x * w[0, 0], params="attention", ipu=1),
-        Stage(lambda w, x, mb: jnp.mean((x @ w) ** 2), params="last", ipu=1),
+        Stage(lambda w, x, mb: jnp.mean((x @ w) ** 2), params="last", ipu=0),
     ]
     pipeline = Pipeline(stages, gradient_accumulation=M, schedule="Auto")
     params = pipeline.shard({name: np.ones((4, 4), np.float32) for name in ("first", "attention", "last")})
