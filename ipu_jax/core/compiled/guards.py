@@ -29,7 +29,7 @@ Guards = Literal["auto", "own", "uniform"]
 
 
 class GuardCheck:
-    """Look at each program of a pipeline once, before it runs: does it need uniform guards?
+    """Find out, once for each program of a pipeline and before it runs, whether it needs uniform guards.
 
     Args:
         given: "own", "uniform", or "auto": own guards, unless a program needs uniform ones.
@@ -54,7 +54,7 @@ class GuardCheck:
         """Return whether a program must have uniform guards. It is compiled if that was not done.
 
         Args:
-            program: what tells it from others.
+            program: an identifier of the program.
             args: its arguments.
             lower: lowers it for these arguments (True), or for their shapes where weights are as their specs say.
             uniform: whether it has uniform guards now.

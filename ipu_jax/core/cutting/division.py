@@ -216,7 +216,7 @@ def _parts_of_weights(trace: FunctionTrace) -> tuple[dict[Var, Part], dict[Var, 
 
 
 def _runs_of_layers(of_stages: Iterable[list[Eqn]]) -> list[list[ScanLayer]]:
-    """Return the layers of all scans, those of one scan in one stage together."""
+    """Return the layers of all scans, grouped by scan and stage."""
     runs: dict[tuple[int, int], list[ScanLayer]] = {}
     for s, of_stage in enumerate(of_stages):
         for op in of_stage:

@@ -1,8 +1,8 @@
 """Run the staged scan: one `lax.scan` over ticks inside one `shard_map`, for any schedule.
 
 A tick is a list of actions (`order`): F, B and W of segment classes, and exchanges with neighbours. Each conditional
-action is a `guard`: tasks of local segments run if tick and IPU say so, those of concurrent segments and exchanges if
-the tick does. Where no IPU sends, there is no exchange.
+action is a `guard`. Whether a local segment's task runs depends on tick and IPU. Whether a concurrent segment's task or
+an exchange runs depends on the tick alone. Where no IPU sends, there is no exchange.
 
 Gradients are computed inside the scan, by `jax.vjp` of each segment. Nothing differentiates through the scan, so memory
 does not grow with the number of micro-batches.

@@ -76,7 +76,7 @@ class StepShapes:
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleChoice:
-    """How a pipeline gets its schedule.
+    """Make or find the schedule of a pipeline.
 
     Attributes:
         stages: the model.

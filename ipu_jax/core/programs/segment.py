@@ -45,7 +45,7 @@ class MicrobatchInputs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SegmentResults:
-    """What a segment returns.
+    """Hold the results of a segment.
 
     Attributes:
         y: the message; on the last segment the loss, in prediction the outputs.

@@ -285,7 +285,7 @@ def trace_forward(segment: Segment, args: Tree, shards: Tree, trained: Sequence[
 def trace_backward(
     segment: Segment, forward: Forward, given: Tree, shards: Tree, trained: Sequence[bool], *, last: bool
 ) -> Backward:
-    """Trace the whole backward pass. `given` are (params, inputs), and `shards` those of the params."""
+    """Trace the whole backward pass; `given` is (params, inputs), `shards` says which params are sharded."""
     residuals, count = forward.residuals, forward.num_results
     assert residuals is not None, "F was traced with its residuals"
     stash, dy = list(map(shape_of, forward.jaxpr.out_avals[count:])), split_floats(forward.results.y)[0]

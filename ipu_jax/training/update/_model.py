@@ -32,12 +32,12 @@ class Gradients(NamedTuple):
 
 
 class Model(Protocol):
-    """What a training step trains. Weights are whole, as a user gives them, or placed, as `place` returns them.
+    """Describe a model to the training step. Weights are whole, as users give them, or placed, as `place` returns them.
 
     Without a word of its own, a model has nothing to choose, freezes nothing, and its aux came with the loss.
 
     Attributes:
-        kind: what it is, in words.
+        kind: a name for the line of `describe`.
         runs: the `Pipeline` or `Replicas`, with all its replicas and in the step's precision.
         random: whether it takes a key.
         state_groups: the names of the stages' state.

@@ -39,8 +39,8 @@ class Operation:
     """Describe an operation of a program.
 
     Attributes:
-        role: the scan over ticks; the loop of a guard; an operation in the body of such a loop ("inner"); a collective,
-            anywhere; an operation of the weight update; any other operation outside the scan.
+        role: "scan", the loop over ticks; "guard", the loop of a guard; "inner", an operation in a guard's body;
+            "collective", anywhere; "update", an operation of the weight update; "outside", any other outside the scan.
         name: the opcode, for a collective and for an operation outside the scan.
         plan: the plan of a scan.
         guard: kind and number, for a guard and for an operation in its body.

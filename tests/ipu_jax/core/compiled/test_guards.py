@@ -141,6 +141,18 @@ def test_training_takes_uniform_guards_and_compiles_once_more():
     assert largest_relative_error(step.whole(state)["params"], params) < 1e-5
 
 
+@pytest.mark.slow
+def test_what_is_not_finite_is_searched_under_the_guards_of_the_step():
+    """Under own guards the search would wait for ever."""
+    model = model_of("shift")
+    step = make_train_step(model.pipeline(mesh_of((1, 2, 2)), schedule="1f1b"), optax.sgd(0.1))
+    batch = jax.tree.map(np.array, model.batch)
+    batch["x"][1, 0] = np.nan
+    found = step.find_nonfinite(step.init(model.params), batch)
+    assert found is not None
+    assert (found.microbatch, found.stage, found.name) == (1, 0, "block0")
+
+
 def stateful(guards: Any) -> tuple[Pipeline, Any, Any, Any, Any]:
     """Return a pipeline with state, aux, skips, random numbers and unlike stages, and its arguments."""
 
