@@ -197,6 +197,7 @@ def test_a_feed_that_never_answers_can_be_interrupted(monkeypatch):
             time.sleep(0.5)
         press()
         assert handled.wait(60)  # by the main thread: two presses before that are one
+        time.sleep(0.5)  # until that thread waits again: a signal on its way there is heard with the next one
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(StopRequest, "_raise_at_the_second", handle_and_say)
