@@ -159,19 +159,28 @@ class Places:
     def _last_uses(self) -> dict[Var, int]:
         read = [(t, v) for t, op in enumerate(self.operations) for v in variables(op.invars)]
         last = {v: t for t, v in read if self.trace.kinds[v] == "a"}
-        if self.trace.is_activation(self.trace.loss):
-            last[self.trace.loss] = len(self.operations)
-        return last
+        return last | {v: len(self.operations) for v in self.trace.outputs if self.trace.is_activation(v)}
 
     def _held_together(self) -> list[tuple[int, int, int]]:
-        """Return, per set of leaves of the state that one stage holds, a leaf, and the first and the last operation."""
+        """Return, per set of leaves of the state that one stage holds, a leaf, and the first and the last operation.
+
+        Of a stacked leaf one stage holds each row.
+        """
         trace, at = self.trace, {v: t for t, op in enumerate(self.operations) for v in op.outvars}
-        times: list[list[int]] = [[at[v]] if trace.is_activation(v) else [] for v in trace.new_state]
-        for t, op in enumerate(self.operations if trace.state else ()):
-            for k in set[int]().union(*map(trace.leaves_of, op.invars)):
-                times[k].append(t)
-        found = [(min(leaves), [t for k in leaves for t in times[k]]) for leaves in trace.kept_together]
-        return [(leaf, min(of_stage), max(of_stage)) for leaf, of_stage in found]
+        if not trace.state:
+            return []
+        read = [(t, part) for t, op in enumerate(self.operations) for name, part in trace.reads[id(op)] if name == "state"]
+        found: list[tuple[int, int, int]] = []
+        for leaves in trace.kept_together:
+            parts = [held for k in leaves for held in trace.stacked.get(k, ())]
+            if not parts:
+                times = [t for t, part in read if part.leaf in leaves]
+                times += [at[v] for v in (trace.new_state[k] for k in leaves) if trace.is_activation(v)]
+                found.append((min(leaves), min(times), max(times)))
+            for rows, new in parts:
+                times = [t for t, part in read if rows.holds(part)] + [at[new]]
+                found.append((rows.leaf, min(times), max(times)))
+        return found
 
     @property
     def heaviest(self) -> tuple[int, float]:

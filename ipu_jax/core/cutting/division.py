@@ -19,7 +19,7 @@ from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Var
 from ipu_jax.base.jaxprs import in_order, in_scan_parts, part_of, read_by, variables
-from ipu_jax.core.cutting.trace import FunctionTrace, ScanLayer, ScanStack
+from ipu_jax.core.cutting.trace import FunctionTrace, ScanLayer, ScanStack, rows_sliced
 from ipu_jax.core.layout.whole_tree import Part
 from ipu_jax.core.programs.cost import bytes_of
 
@@ -44,13 +44,24 @@ class StagePiece:
         equations: in order; values that are computed again are among them.
         weights: the variables of the weights that it reads, in the order in which it reads them.
         incoming: the variables of activations that earlier stages computed.
-        inputs: the variables of leaves of micro-batch, key and state that it reads, and of constants.
+        state: the variables of the state that it reads.
+        inputs: the variables of leaves of micro-batch and key that it reads, and of constants.
     """
 
     equations: list[Eqn]
     weights: list[Var]
     incoming: list[Var]
+    state: list[Var]
     inputs: set[Var]
+
+
+@dataclasses.dataclass(frozen=True)
+class NewValue:
+    """The new value of a leaf of the state, or of rows of it, which this stage computes."""
+
+    part: Part
+    stage: int
+    new: Var
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,14 +71,17 @@ class Division:
     Attributes:
         trace: the trace of the function.
         own: per stage, the equations that no other stage runs.
-        parts: the part of `params` that each variable of weights is.
+        parts, of_state: the part of `params`, and of the state, that each variable of these is.
         again: the equation of each value that any stage can compute again.
+        new_rows: the new values of the rows of stacked leaves of the state.
     """
 
     trace: FunctionTrace
     own: list[list[Eqn]]
     parts: dict[Var, Part]
+    of_state: dict[Var, Part]
     again: dict[Var, Eqn]
+    new_rows: list[NewValue]
 
     @functools.cached_property
     def stage_of(self) -> dict[Var, int]:
@@ -76,7 +90,7 @@ class Division:
 
     def needs(self, wanted: Iterable[Var], stage: int) -> StagePiece:
         """Return what variables depend on: leaves, activations of other stages, and equations to run again."""
-        weights, incoming, inputs, waiting = list[Var](), list[Var](), set[Var](), list(wanted)
+        weights, incoming, state, inputs, waiting = list[Var](), list[Var](), list[Var](), set[Var](), list(wanted)
         equations: dict[int, Eqn] = {}
         while waiting:
             var = waiting.pop()
@@ -92,24 +106,29 @@ class Division:
                     waiting += eqn.invars
             elif var in self.parts:
                 weights.append(var)
+            elif var in self.of_state:
+                state.append(var)
             else:
                 inputs.add(var)
-        return StagePiece([*equations.values()], [*dict.fromkeys(weights)], [*dict.fromkeys(incoming)], inputs)
+        read = ([*dict.fromkeys(found)] for found in (weights, incoming, state))
+        return StagePiece([*equations.values()], *read, inputs)
 
     @functools.cached_property
     def state_homes(self) -> list[list[int]]:
-        """Return, per leaf of the state, the stages that hold it.
+        """Return, per leaf of the state, the stages that hold it whole.
 
         It is one, unless the new value follows from the state alone, as a counter's: then all stages that read it, or
         compute from it the new value of another leaf that they hold, hold a copy, and update it alike.
         """
-        if not self.trace.state:
+        if not self.trace.new_state:
             return []
-        reads = [self.needs(read_by(eqns), s).inputs for s, eqns in enumerate(self.own)]
+        reads = [self.needs(read_by(eqns), s).state for s, eqns in enumerate(self.own)]
         trace = self.trace
         homes = [{s for s, read in enumerate(reads) if var in read} for var in trace.state]
         kept = set[int]().union(*trace.kept_together)
         for leaves in trace.kept_together:
+            if leaves & trace.stacked.keys():
+                continue
             home = {self.stage_of[v] for v in (trace.new_state[k] for k in leaves) if trace.is_activation(v)}
             assert len(home) == 1, "a cut does not separate the operations on these leaves"
             for k in leaves:
@@ -121,7 +140,7 @@ class Division:
         for own, leaves in results * len(homes):  # a leaf may follow from one that comes later
             for k in leaves:
                 homes[k] |= own
-        return [sorted(of_leaf) for of_leaf in homes]
+        return [[] if k in trace.stacked else sorted(of_leaf) for k, of_leaf in enumerate(homes)]
 
     @functools.cached_property
     def aux_home(self) -> list[int]:
@@ -145,19 +164,24 @@ class Division:
                 return s
         return last
 
-    def returned(self, stage: int) -> tuple[list[int], list[int]]:
-        """Return the numbers of the results of `aux` and of `new_state` that a stage returns."""
-        of_state = [k for k, homes in enumerate(self.state_homes) if stage in homes]
-        return [k for k, home in enumerate(self.aux_home) if home == stage], of_state
+    def aux_of(self, stage: int) -> list[int]:
+        """Return the numbers of the results of `aux` that a stage returns."""
+        return [k for k, home in enumerate(self.aux_home) if home == stage]
+
+    def state_of(self, stage: int) -> list[NewValue]:
+        """Return the new values of the state that a stage holds, in the order of the leaves."""
+        whole = [(k, self.trace.new_state[k]) for k, homes in enumerate(self.state_homes) if stage in homes]
+        held = [NewValue(Part(k), stage, new) for k, new in whole]
+        held += [rows for rows in self.new_rows if rows.stage == stage]
+        return sorted(held, key=lambda value: value.part.leaf)
 
     @functools.cached_property
     def pieces(self) -> list[StagePiece]:
         """Return, per stage, what it computes."""
         pieces = []
         for s, own in enumerate(self.own):
-            aux, state = self.returned(s)
-            results = [*(self.trace.aux[k] for k in aux), *(self.trace.new_state[k] for k in state)]
-            results += [self.trace.loss] if s == len(self.own) - 1 else []
+            results = [*(self.trace.aux[k] for k in self.aux_of(s)), *(value.new for value in self.state_of(s))]
+            results += self.trace.outputs if s == len(self.own) - 1 else []
             # `needs` begins at the end: with what the first equation reads
             found = self.needs([*results, *(v for eqn in reversed(own) for v in eqn.invars)], s)
             equations = [*found.equations, *own]
@@ -175,41 +199,52 @@ class Division:
         return sent
 
 
-def divide(trace: FunctionTrace, ends: Sequence[int]) -> Division:
-    """Divide a function into stages; `ends` has, per stage, the number of activations of it and of earlier ones."""
-    parts, again = _parts_of_weights(trace)
+def divide(trace: FunctionTrace, ends: Sequence[int], *, holds: bool = True) -> Division:
+    """Divide a function into stages.
+
+    Args:
+        trace: the trace of the function.
+        ends: per stage, the number of activations of it and of earlier ones.
+        holds: whether stages hold the weights that they read, each its rows of a leaf in one part.
+    """
+    parts, of_state, again = _parts(trace)
     of_stages = [trace.activations[start:end] for start, end in itertools.pairwise([0, *ends])]
     runs = _runs_of_layers(of_stages)
     rows = _rows_read(runs, again)
     slices: dict[Var, Eqn] = {}
     for (var, start, stop), of_var in rows.items():
-        if var in parts:
-            parts[of_var] = parts[var].part(start, stop)
+        held = parts if var in parts else of_state
+        if var in held:
+            held[of_var] = held[var].part(start, stop)
         else:
             of_rows = slices if trace.is_activation(var) else again
             of_rows[of_var] = _computed_by_row(again.get(var), rows, start, stop) or _slice(var, start, stop, of_var)
-    own = _under_checkpoints(trace, _own_equations(of_stages, runs, rows, slices))
-    division = Division(trace, own, parts, again)
-    return _with_rows_gathered(dataclasses.replace(division, own=_with_small_values(division)))
+    scans = [_shorter(run, rows) for run in runs]
+    own = _own_equations(of_stages, [*zip(runs, scans, strict=True)], slices)
+    new_state = _new_rows(trace, of_stages, [*zip(runs, scans, strict=True)], own)
+    own = _under_checkpoints(trace, own, {*variables(trace.results), *(held.new for held in new_state)})
+    division = Division(trace, own, parts, of_state, again, new_state)
+    division = dataclasses.replace(division, own=_with_small_values(division))
+    return _with_rows_gathered(division) if holds else division
 
 
-def _parts_of_weights(trace: FunctionTrace) -> tuple[dict[Var, Part], dict[Var, Eqn]]:
-    """Return the part of `params` that each variable of weights is, and the equation of each value but activations.
+def _parts(trace: FunctionTrace) -> tuple[dict[Var, Part], dict[Var, Part], dict[Var, Eqn]]:
+    """Return the parts of weights and of state that variables are, and the equation of each value but activations.
 
-    Static rows of a leaf, `w[k]` in a loop over layers, are parts of it, as rows of a scan are.
+    Static rows of a leaf, `w[k]` in a loop over layers, are parts of it, as rows of a scan are; of the state, if its
+    leaf is stacked.
     """
-    parts = {v: Part(k) for k, v in enumerate(trace.params)}
+    parts, of_state = ({v: Part(k) for k, v in enumerate(leaves)} for leaves in (trace.params, trace.state))
     again = {v: op for op in trace.operations for v in op.outvars if not trace.is_activation(v)}
     for var, eqn in [*again.items()]:
-        if eqn.primitive.name != "slice" or eqn.invars[0] not in parts:
+        if (rows := rows_sliced(eqn)) is None:
             continue
-        (leaf,), params = eqn.invars, eqn.params
-        starts, stops = params["start_indices"], params["limit_indices"]
-        is_whole = starts[1:] == (0,) * len(starts[1:]) and stops[1:] == leaf.aval.shape[1:]
-        if is_whole and set(params["strides"] or ()) <= {1}:
+        held = parts if eqn.invars[0] in parts else of_state
+        leaf = held.get(eqn.invars[0])
+        if leaf is not None and (held is parts or leaf.leaf in trace.stacked):
             del again[var]
-            parts[var] = parts[leaf].part(starts[0], stops[0])
-    return parts, again
+            held[var] = leaf.part(*rows)
+    return parts, of_state, again
 
 
 # the equations of each stage
@@ -277,13 +312,12 @@ def _shorter(run: list[ScanLayer], rows: _Rows) -> Eqn:
 
 
 def _own_equations(
-    of_stages: list[list[Eqn]], runs: Iterable[list[ScanLayer]], rows: _Rows, slices: dict[Var, Eqn]
+    of_stages: list[list[Eqn]], runs: list[tuple[list[ScanLayer], Eqn]], slices: dict[Var, Eqn]
 ) -> list[list[Eqn]]:
     """Return the equations of each stage, with one for its layers of a scan, and one that joins what these return."""
     scans: dict[int, list[Eqn]] = {}
     placed: dict[int, list[Eqn]] = {}  # in place of the last layer of a run
-    for run in runs:
-        scan = _shorter(run, rows)
+    for run, scan in runs:
         scans.setdefault(id(run[0].scan), []).append(scan)
         placed[id(run[-1])] = [*(slices.pop(v) for v in variables(scan.invars) if v in slices), scan]
 
@@ -299,23 +333,46 @@ def _own_equations(
     return [[eqn for op in of_stage for eqn in in_place_of(op)] for of_stage in of_stages]
 
 
-def _under_checkpoints(trace: FunctionTrace, own: list[list[Eqn]]) -> list[list[Eqn]]:
+def _new_rows(
+    trace: FunctionTrace, of_stages: list[list[Eqn]], runs: list[tuple[list[ScanLayer], Eqn]], own: list[list[Eqn]]
+) -> list[NewValue]:
+    """Return the new values of stacked leaves of the state, and add equations that join those of a stage."""
+    stage_of = {v: s for s, of_stage in enumerate(of_stages) for op in of_stage for v in op.outvars}
+    by_scan = {(id(run[0].scan), stage_of[run[0].outvars[0]]): scan for run, scan in runs}
+    found: list[NewValue] = []
+    for leaf, rows in trace.stacked.items():
+        made = trace.made_by[trace.new_state[leaf]]
+        for s, of_stage in itertools.groupby(rows, lambda row: stage_of[row[1]]):
+            parts, values = zip(*of_stage, strict=True)
+            first, last = parts[0].rows[0], parts[-1].rows[1]
+            if isinstance(made, ScanStack):
+                new = by_scan[id(made.scan), s].outvars[made.scan.outvars.index(made.outvars[0])]
+            else:
+                new = core.Var(made.outvars[0].aval.update(shape=(last - first, *made.outvars[0].aval.shape[1:])))
+                own[s].append(made.replace(invars=list(values), outvars=[new]))
+            is_whole = len(values) == len(rows)
+            found.append(NewValue(Part(leaf, None if is_whole else (first, last)), s, new))
+    return found
+
+
+def _under_checkpoints(trace: FunctionTrace, own: list[list[Eqn]], results: set[Var]) -> list[list[Eqn]]:
     """Return the equations of each stage, with each run of them that was under one `jax.checkpoint` under one again."""
     opened_of = lambda eqn: trace.opened.get(eqn.outvars[0]) if eqn.outvars else None
     found = []
     for of_stage in own:
         runs = [list(run) for _, run in itertools.groupby(of_stage, lambda eqn: id(opened_of(eqn)))]
-        found.append([eqn for run in runs for eqn in _checkpointed(trace, own, opened_of(run[0]), run)])
+        found.append([eqn for run in runs for eqn in _checkpointed(trace, own, opened_of(run[0]), run, results)])
     return found
 
 
-def _checkpointed(trace: FunctionTrace, own: list[list[Eqn]], opened: Eqn | None, equations: list[Eqn]) -> list[Eqn]:
+def _checkpointed(
+    trace: FunctionTrace, own: list[list[Eqn]], opened: Eqn | None, equations: list[Eqn], results: set[Var]
+) -> list[Eqn]:
     """Return a `jax.checkpoint` like `opened` of a stage's equations, if there is one, or else these."""
     if opened is None:
         return equations
     made, inside = {v for eqn in equations for v in eqn.outvars}, set(map(id, equations))
     read = {*read_by([eqn for eqns in own for eqn in eqns if id(eqn) not in inside])}
-    results = {*variables([trace.loss, *trace.aux, *trace.new_state])}
     outvars = [v for eqn in equations for v in eqn.outvars if v in read or v in results]
     constants = {*trace.closed.jaxpr.constvars}  # the first inputs, as where jax closes over them
     inputs = sorted((v for v in read_by(equations) if v not in made), key=lambda v: v not in constants)

@@ -4,6 +4,7 @@ loss(params, micro_batch)  --traced-->  trace  --cut-->  Stage 0, Stage 1, ...  
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from ipu_jax.core.cutting.module_trees import check_equinox, check_linen
 from ipu_jax.core.cutting.own_derivatives import check_cotangents
 from ipu_jax.core.cutting.stages import Held, make_stage, who_holds
 from ipu_jax.core.cutting.trace import at_line, name_of
-from ipu_jax.core.layout.whole_tree import Part, WholeTree
+from ipu_jax.core.layout.whole_tree import WholeTree
 from ipu_jax.core.programs.segment import Message, MicrobatchInputs
 from ipu_jax.core.stage import Stage
 
@@ -199,13 +200,9 @@ def _stages_of(
 ) -> tuple[tuple[Stage, ...], WholeTree, WholeTree | None, Held]:
     """Return the stages, and who holds which part of the user's trees."""
     held, names = who_holds(division, placement), names_of(division)
-    states = {f"stage {s}": [Part(k) for k in division.returned(s)[1]] for s in range(len(placement))}
-    states = {name: parts for name, parts in states.items() if parts}
-    stages = tuple(
-        make_stage(division, s, names[s], ipu, held, source.microbatch, recompute=source.recompute)
-        for s, ipu in enumerate(placement)
-    )
-    of_state = None if source.state is None else WholeTree.of("state", source.state, states)
+    make = functools.partial(make_stage, division, held, source.microbatch, recompute=source.recompute)
+    stages = tuple(make(s, name=name, ipu=ipu) for s, (name, ipu) in enumerate(zip(names, placement, strict=True)))
+    of_state = None if source.state is None else held.of_state(source.state)
     return stages, WholeTree.of("params", source.params, held.groups), of_state, held
 
 

@@ -245,7 +245,7 @@ def check_loss(trace: FunctionTrace, loss: Value) -> None:
     """Raise `ValueError` unless the function returns a float scalar."""
     found = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else f"a {type(loss).__name__}"
     if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
-        made = trace.made_by.get(trace.loss)
+        made = trace.made_by.get(trace.outputs[0])
         where = "" if made is None else at_line(made)
         raise ValueError(f"loss returns {found}{where}: return the micro-batch's mean loss, a float scalar")
 

@@ -6,34 +6,42 @@ stage 2     params "stage 2": layers 8-9, the last norm          shared "shared 
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 from jax.extend import core
 
-from ipu_jax.base.annotations import Batch, Key, Params, Tree
+from ipu_jax.base.annotations import Batch, Key, Params, Tree, Value, Var
 from ipu_jax.base.jaxprs import part_of
 from ipu_jax.base.keys import with_keys, without_keys
 from ipu_jax.core.cutting.division import Division
-from ipu_jax.core.layout.whole_tree import Part, leaves_at
+from ipu_jax.core.layout.whole_tree import Part, WholeTree, leaves_at
 from ipu_jax.core.stage import Outputs, Stage
 
 
 @dataclasses.dataclass
 class Held:
-    """Who holds the weights.
+    """Who holds the weights and the state.
 
     Attributes:
-        groups: per group its parts.
+        groups: per group of weights its parts.
         own, shared: per stage the names of its own group and of the shared ones that it reads.
+        state: per stage the parts of the state that it holds, in its group "stage 0", "stage 1" and so on.
         everywhere: the parts of shared groups, and the stages that read them.
     """
 
-    groups: dict[str, list[Part]]
+    groups: dict[str, Sequence[Part]]
     own: list[str | None]
     shared: list[tuple[str, ...]]
+    state: list[Sequence[Part]]
     everywhere: dict[Part, list[int]]
+
+    def of_state(self, state: Tree) -> WholeTree:
+        """Return the user's tree of the state, and which group holds which part."""
+        held = {f"stage {s}": parts for s, parts in enumerate(self.state) if parts}
+        return WholeTree.of("state", state, held)
 
 
 def who_holds(division: Division, placement: Sequence[int]) -> Held:
@@ -49,7 +57,7 @@ def who_holds(division: Division, placement: Sequence[int]) -> Held:
             first = min(lead[s] for s in stages)
             old = {lead[s] for s in stages}
             lead = [first if at in old else at for at in lead]
-    groups: dict[str, list[Part]] = {}
+    groups: dict[str, Any] = {}
     for part, stages in users.items():
         name = _shared_name(part) if part in everywhere else f"stage {lead[stages[0]]}"
         groups.setdefault(name, []).append(part)
@@ -60,7 +68,8 @@ def who_holds(division: Division, placement: Sequence[int]) -> Held:
     own = [f"stage {at}" if f"stage {at}" in groups else None for at in lead]
     of_pieces = [[division.parts[var] for var in piece.weights] for piece in division.pieces]
     shared = [tuple(dict.fromkeys(_shared_name(p) for p in parts if p in everywhere)) for parts in of_pieces]
-    return Held(groups, own, shared, everywhere)
+    state = [[value.part for value in division.state_of(s)] for s in range(len(placement))]
+    return Held(groups, own, shared, state, everywhere)
 
 
 def _shared_name(part: Part) -> str:
@@ -68,39 +77,75 @@ def _shared_name(part: Part) -> str:
 
 
 def make_stage(
-    division: Division, s: int, name: str, ipu: int, held: Held, microbatch: Batch, *, recompute: Any
+    division: Division, held: Held, microbatch: Batch, s: int, *, name: str, ipu: int, recompute: Any, outputs: Tree = 0
 ) -> Stage:
-    """Return stage `s` of a divided function, on this IPU; it takes micro-batches with the paths of `microbatch`."""
-    trace, piece, messages = division.trace, division.pieces[s], division.messages
-    received, own, (aux, new_state) = messages[s - 1] if s else [], held.own[s], division.returned(s)
-    groups = filter(None, [own, *held.shared[s]])
-    at = {part: (group, k) for group in groups for k, part in enumerate(held.groups[group])}
-    weights_read = sorted(((*at[division.parts[v]], v) for v in piece.weights), key=lambda read: read[0] != own)
+    """Return stage `s` of a divided function, on this IPU.
+
+    Args:
+        division: the divided function.
+        held: who holds weights and state.
+        microbatch: a tree with the paths of a micro-batch.
+        s: the number of the stage.
+        name, ipu, recompute: as for `Stage`.
+        outputs: a tree like the function's outputs; a loss is one leaf.
+    """
+    trace, piece, messages, own = division.trace, division.pieces[s], division.messages, held.own[s]
+    groups = {name: held.groups[name] for name in filter(None, [own, *held.shared[s]])}
+    weights = [_Held.of(division.parts[v], groups, v) for v in piece.weights]
+    weights.sort(key=lambda one: one.group != own)
+    of_state = [_Held.of(division.of_state[v], {"": held.state[s]}, v) for v in piece.state]
+    received = messages[s - 1] if s else []
     named = zip(jax.tree.leaves_with_path(microbatch), trace.batch, strict=True)
     batch = [(path, v) for (path, _), v in named if v in piece.inputs]
     keys = [v for v in trace.key if v in piece.inputs]
     constants = [(value, v) for v, value in trace.constants.items() if v in piece.inputs]
-    inputs = [v for *_, v in weights_read] + received + [v for _, v in batch] + keys
-    inputs += [*(trace.state[k] for k in new_state), *(v for _, v in constants)]
-    y, of_aux = trace.loss if s == len(messages) else tuple(messages[s]), {str(k): trace.aux[k] for k in aux}
-    results = Outputs(y, state=[trace.new_state[k] for k in new_state] or None, aux=of_aux or None)
-    outputs, treedef = jax.tree.flatten(results)
-    run = core.jaxpr_as_fun(part_of(trace.closed, inputs, piece.equations, outputs))
+    inputs = [one.var for one in weights] + received + [v for _, v in batch] + keys
+    inputs += [*(one.var for one in of_state), *(v for _, v in constants)]
+    is_last = s == len(messages)
+    y = jax.tree.unflatten(jax.tree.structure(outputs), trace.outputs) if is_last else tuple(messages[s])
+    new_state, of_aux = [value.new for value in division.state_of(s)], {str(k): trace.aux[k] for k in division.aux_of(s)}
+    results, treedef = jax.tree.flatten(Outputs(y, state=new_state or None, aux=of_aux or None))
+    run = core.jaxpr_as_fun(part_of(trace.closed, inputs, piece.equations, results))
 
     def fn(
-        weights: Params, x: Tree, microbatch: Batch, *, shared: Tree = None, state: Tree = None, key: Key = None
+        params: Params, x: Tree, microbatch: Batch, *, shared: Tree = None, state: Tree = None, key: Key = None
     ) -> Outputs:
-        given = {own: weights, **(shared or {})}
+        given = {own: params, **(shared or {})}
         outs = run(
-            *(given[group][k] for group, k, _ in weights_read),
+            *(one.read(given[one.group]) for one in weights),
             *(with_keys(value, v.aval) for v, value in zip(received, x or (), strict=True)),
             *leaves_at(microbatch, [path for path, _ in batch]),
             *([key] if keys else []),
-            *(state or []),
+            *(one.read(state) for one in of_state),
             *(value for value, _ in constants),
         )
         found = jax.tree.unflatten(treedef, outs)
         return dataclasses.replace(found, y=jax.tree.map(without_keys, found.y))
 
-    state, random = f"stage {s}" if new_state else None, "same" if keys else False
-    return Stage(fn, own, ipu, name=name, recompute=recompute, state=state, random=random, shared=held.shared[s])
+    options: dict[str, Any] = {"name": name, "recompute": recompute, "shared": held.shared[s]}
+    options |= {"state": f"stage {s}" if held.state[s] else None, "random": "same" if keys else False}
+    return Stage(fn, own, ipu, **options)
+
+
+class _Held(NamedTuple):
+    """What a stage reads of a group: the group, which of its leaves, which rows of this (None: all), and the variable."""
+
+    group: str
+    number: int
+    rows: tuple[int, int] | None
+    var: Var
+
+    @classmethod
+    def of(cls, part: Part, groups: Mapping[str, Sequence[Part]], var: Var) -> "_Held":
+        for group, parts in groups.items():
+            for number, held in enumerate(parts):
+                if held == part:
+                    return cls(group, number, None, var)
+                if held.holds(part) and part.rows is not None:
+                    first = 0 if held.rows is None else held.rows[0]
+                    return cls(group, number, (part.rows[0] - first, part.rows[1] - first), var)
+        raise KeyError(part)
+
+    def read(self, leaves: Sequence[Value]) -> Value:
+        leaf = leaves[self.number]
+        return leaf if self.rows is None else lax.slice_in_dim(leaf, *self.rows)

@@ -22,12 +22,25 @@ import jax
 from jax.extend import core
 
 from ipu_jax.base.annotations import Batch, Eqn, Function, Jaxpr, Key, Params, Tree, Value, Var
-from ipu_jax.base.jaxprs import CALLS, CHECKPOINTS, JITS, closed_of, in_scan_parts, needed, scan_parts, variables
+from ipu_jax.base.jaxprs import (
+    CALLS,
+    CHECKPOINTS,
+    JITS,
+    closed_of,
+    in_scan_parts,
+    needed,
+    read_by,
+    scan_parts,
+    variables,
+)
+from ipu_jax.core.layout.whole_tree import Part
 from ipu_jax.core.programs.cost import bytes_of, equation_flops
 
 _MUCH: Final = 0.2
 """The part of all FLOPs from which a `jax.checkpoint` is opened."""
 Kind = Literal["w", "b", "s", "a"]
+Read = tuple[str, Part]
+"""A leaf of the "params" or of the "state", or rows of it."""
 
 _AGAIN: Final = 64
 """FLOPs per byte of a result from which it is cheaper to send it than to compute it in each stage that needs it."""
@@ -52,6 +65,11 @@ class ScanLayer:
     def effects(self) -> Any:
         return self.scan.effects
 
+    @property
+    def row(self) -> int:
+        """Return the row of the scan's inputs that it reads."""
+        return self.scan.params["length"] - 1 - self.number if self.scan.params["reverse"] else self.number
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScanStack:
@@ -71,7 +89,7 @@ class FunctionTrace:
         closed: the jaxpr of the trace.
         params, state, batch, key: the variables of the leaves of each argument.
         constants: the values of the constants of inlined calls.
-        loss, aux, new_state: the results.
+        outputs, aux, new_state: the results; the output of a loss function is its loss.
         operations: equations, `ScanLayer`s and `ScanStack`s that the results need, in order.
         kinds: the kind of each variable.
         made_by: the operation that computes a variable.
@@ -84,7 +102,7 @@ class FunctionTrace:
     batch: list[Var]
     key: list[Var]
     constants: dict[Var, Value]
-    loss: Var
+    outputs: list[Var]
     aux: list[Var]
     new_state: list[Var]
     operations: list[Eqn]
@@ -94,7 +112,7 @@ class FunctionTrace:
 
     def __post_init__(self) -> None:
         self._open_checkpoints()
-        results = [self.loss, *self.aux, *self.new_state]
+        results = self.results
         self.operations = needed(self.operations, results, effects=True)
         self._find_kinds()
         if any(_is_over_weights(op, self.kinds) for op in self.operations):
@@ -106,10 +124,70 @@ class FunctionTrace:
                     self.opened |= dict.fromkeys(op.outvars, self.opened[op.scan.outvars[0]])
         self.made_by = {v: op for op in self.operations for v in op.outvars}
 
+    @property
+    def results(self) -> list[Var]:
+        return [*self.outputs, *self.aux, *self.new_state]
+
     @functools.cached_property
     def activations(self) -> list[Eqn]:
-        """Return the operations that run once, in one stage: they compute activations, or have effects."""
-        return [op for op in self.operations if op.effects or self.kinds[op.outvars[0]] == "a"]
+        """Return the operations that run once, in one stage: they compute activations, or have effects.
+
+        Those that only stack the new rows of a leaf of the state are not among them: `stacked` has these rows.
+        """
+        joins = {self.new_state[k] for k in self.stacked}
+        runs = [op for op in self.operations if op.effects or self.kinds[op.outvars[0]] == "a"]
+        return [op for op in runs if op.effects or op.outvars[0] not in joins]
+
+    @functools.cached_property
+    def reads(self) -> dict[int, set[Read]]:
+        """Return, per operation of the activations by its id, the weights and state that it reads, also through casts."""
+        leaves = [("params", self.params), ("state", self.state)]
+        sliced: dict[Var, Read] = {v: (name, Part(k)) for name, of in leaves for k, v in enumerate(of)}
+        own = {v: {leaf} for v, leaf in sliced.items()}  # what follows from leaves
+        found: dict[int, set[Read]] = {}
+        for op in self.operations:
+            others, stacked = op.invars, list[Var]()
+            if isinstance(op, ScanLayer):
+                fixed, carry, stacked = in_scan_parts(op.scan.params, op.invars)
+                others = [*fixed, *carry]
+            read = set[Read]().union(*(own.get(v, ()) for v in variables(others)))
+            for name, part in set[Read]().union(*(own.get(v, ()) for v in variables(stacked))):
+                assert isinstance(op, ScanLayer), "only a layer reads a row"
+                read.add((name, part.part(op.row, op.row + 1) if part.rows is None else part))
+            if op.effects or self.is_activation(op.outvars[0]):
+                found[id(op)] = read
+                continue
+            if (rows := rows_sliced(op)) is not None and op.invars[0] in sliced:
+                name, part = sliced[op.invars[0]]
+                sliced[op.outvars[0]] = (name, part.part(*rows))
+                read = {sliced[op.outvars[0]]}
+            own |= dict.fromkeys(op.outvars, read)
+        return found
+
+    @functools.cached_property
+    def stacked(self) -> dict[int, list[tuple[Part, Var]]]:
+        """Return, per leaf of the state that layers read and replace by rows, the rows and their new values, in order.
+
+        Its new value is a scan's stacked result, or a concatenation of rows, and nothing reads either of them whole.
+        """
+        at = {v: t for t, op in enumerate(self.operations) for v in op.outvars}
+        read_again = {*read_by(self.operations)}
+        found: dict[int, list[tuple[Part, Var]]] = {}
+        for k, new in enumerate(self.new_state):
+            values = [] if isinstance(new, core.Literal) else _joined_rows(self.made_by.get(new))
+            others = [v for v in self.results if v is not new]
+            if len(values) < 2 or not all(map(self.is_activation, values)) or new in read_again:
+                continue
+            if len(others) + 1 < len(self.results) or any(k in self.leaves_of(v) for v in others):
+                continue
+            is_stack = len(values[0].aval.shape) < len(new.aval.shape)
+            ends = itertools.accumulate((1 if is_stack else v.aval.shape[0] for v in values), initial=0)
+            rows = [Part(k, of_value) for of_value in itertools.pairwise(ends)]
+            read = [part for of_op in self.reads.values() for name, part in of_op if (name, part.leaf) == ("state", k)]
+            order = [at[v] for v in values]
+            if order in (sorted(order), sorted(order)[::-1]) and all(any(r.holds(p) for r in rows) for p in read):
+                found[k] = [*zip(rows, values, strict=True)]
+        return found
 
     @functools.cached_property
     def follows(self) -> dict[Var, set[int]]:
@@ -163,7 +241,7 @@ class FunctionTrace:
             renamed |= zip(op.outvars, outputs, strict=True)
             self.opened |= {v: op for eqn in inner for v in eqn.outvars}
             found += inner
-        self.operations, self.loss = found, atom(self.loss)
+        self.operations, self.outputs = found, list(map(atom, self.outputs))
         self.aux, self.new_state = list(map(atom, self.aux)), list(map(atom, self.new_state))
 
     def _find_kinds(self) -> None:
@@ -184,6 +262,26 @@ class FunctionTrace:
         self.kinds = {v: kind or "b" for v, kind in kinds.items()}
 
 
+def rows_sliced(eqn: Eqn) -> tuple[int, int] | None:
+    """Return the first row that a static slice of whole rows takes, and the one after the last; None for others."""
+    if isinstance(eqn, ScanLayer | ScanStack) or eqn.primitive.name != "slice":
+        return None
+    params, shape = eqn.params, eqn.invars[0].aval.shape
+    starts, stops = params["start_indices"], params["limit_indices"]
+    is_whole = starts[1:] == (0,) * len(starts[1:]) and stops[1:] == shape[1:]
+    return (starts[0], stops[0]) if is_whole and set(params["strides"] or ()) <= {1} else None
+
+
+def _joined_rows(eqn: Eqn | None) -> list[Var]:
+    """Return the values that an operation joins along their rows, first rows first; [] for other operations."""
+    if isinstance(eqn, ScanStack):
+        return eqn.invars[::-1] if eqn.scan.params["reverse"] else eqn.invars
+    if eqn is None or isinstance(eqn, ScanLayer):
+        return []
+    along = {"concatenate": "dimension", "stack": "axis"}.get(eqn.primitive.name)
+    return list(eqn.invars) if along is not None and eqn.params[along] == 0 else []
+
+
 def _contracts(eqn: Eqn) -> bool:
     """Return whether an equation can take many FLOPs per element of its result."""
     name = eqn.primitive.name
@@ -196,7 +294,7 @@ def trace_of(fn: Function, params: Params, state: Tree, microbatch: Batch, key: 
     """Trace `fn(params, state, microbatch, key)` on shapes; return its trace and the shapes of its results.
 
     Args:
-        fn: returns `(loss, aux, new state)`.
+        fn: returns `(outputs, aux, new state)`; the outputs of a loss function are the loss.
         params, state, microbatch, key: trees of arrays or of their shapes; None for what the function does not take.
     """
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(params, state, microbatch, key)
@@ -205,9 +303,9 @@ def trace_of(fn: Function, params: Params, state: Tree, microbatch: Batch, key: 
     arguments = of(params), of(state), of(microbatch), of(key)
     constants: dict[Var, Value] = {}
     operations: list[Eqn] = []
-    loss, *others = _inlined(closed.jaxpr, {}, None, operations, constants)
-    count = len(jax.tree.leaves(shapes[1]))
-    return FunctionTrace(closed, *arguments, constants, loss, others[:count], others[count:], operations), shapes
+    found = iter(_inlined(closed.jaxpr, {}, None, operations, constants))
+    results = [[next(found) for _ in jax.tree.leaves(tree)] for tree in shapes]
+    return FunctionTrace(closed, *arguments, constants, *results, operations), shapes
 
 
 def _inlined(

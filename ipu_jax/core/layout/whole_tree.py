@@ -39,6 +39,16 @@ class Part:
         first = 0 if self.rows is None else self.rows[0]
         return Part(self.leaf, (first + start, first + stop))
 
+    def holds(self, other: "Part") -> bool:
+        """Return whether another part is in this one.
+
+        >>> Part(0, (4, 8)).holds(Part(0, (5, 6))), Part(0, (4, 8)).holds(Part(0))
+        (True, False)
+        """
+        if self.leaf != other.leaf or self.rows is None or other.rows is None:
+            return self.leaf == other.leaf and self.rows is None
+        return self.rows[0] <= other.rows[0] and other.rows[1] <= self.rows[1]
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
