@@ -5,6 +5,7 @@ from ipu_jax.core.layout.packing import Sharded
 from ipu_jax.core.mesh.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, configure, make_mesh
 from ipu_jax.core.mesh.instances import on_host
 from ipu_jax.core.pipeline import Pipeline
+from ipu_jax.core.pipeline.forward import Forward
 from ipu_jax.core.proof.reference import reference_predict, reference_value_and_grad
 from ipu_jax.core.proof.verification import VerificationError, VerificationReport, verify
 from ipu_jax.core.stage import Outputs, Stage
@@ -13,6 +14,7 @@ __all__ = [
     "ALL_IPUS",
     "IPU_AXIS",
     "REPLICA_AXIS",
+    "Forward",
     "Outputs",
     "Pipeline",
     "Sharded",

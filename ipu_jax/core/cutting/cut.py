@@ -30,7 +30,7 @@ _EVEN: Final = 1.25
 """The heaviest stage that waists may give, relative to the best that any places give."""
 _AS_GOOD: Final = 1.05
 """How much heavier a stage may be than it must be, for stages that are more even, or send less."""
-_TYPICAL: Final = 0.05
+TYPICAL: Final = 0.05
 """The price of sending a typical number of bytes, where a stage's work costs the square of its part of the heaviest."""
 _ONCE_PER_UPDATE: Final = 1 / 8
 """What bytes that are sent once per update count, relative to bytes that are sent for each micro-batch."""
@@ -333,7 +333,7 @@ def _cheapest(
 ) -> list[int] | None:
     """Return the places of the cut that is the most even and sends the least, with no load above `limit`."""
     at, limit = total[places], limit * (1 + 1e-9)
-    message = _TYPICAL / max(1.0, float(np.median(price_of_place[places]))) * price_of_place
+    message = TYPICAL / max(1.0, float(np.median(price_of_place[places]))) * price_of_place
 
     def price(load: np.ndarray) -> np.ndarray:
         return np.where(load <= limit, (load / limit) ** 2, np.inf)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from ipu_jax.base.showing import Table, counted
 from ipu_jax.core.cutting.cut import Cut
 from ipu_jax.core.cutting.division import Division
+from ipu_jax.core.cutting.stages import Held
 from ipu_jax.core.cutting.trace import at_line, line_of, name_of, scopes_of
 from ipu_jax.core.layout.whole_tree import Part
 from ipu_jax.core.programs.cost import bytes_of, in_units
@@ -36,38 +37,47 @@ def described(
     division: Division,
     cut: Cut,
     stages: Sequence[Stage],
-    paths: Sequence[str],
-    shared: Mapping[Part, list[int]],
-    of_state: Sequence[str],
+    held: Held,
+    paths: Sequence[str] = (),
+    of_state: Sequence[str] = (),
 ) -> list[str | Table]:
-    """Return a row per stage, a line about the cut, and lines about what makes it uneven or is on all IPUs.
+    """Return a row per stage, and of a loss lines about the cut, what makes it uneven and what is on all IPUs.
 
     Args:
         division, cut: the divided function.
         stages: the stages.
-        paths: per leaf of the weights its path.
-        shared: the parts that all IPUs hold, and the stages that read them.
-        of_state: per leaf of the state its path.
+        held: who holds weights and state.
+        paths, of_state: per leaf of the weights and of the state its path; of no loss function they are left out.
     """
     names, places = [stage.name for stage in stages], [stage.place for stage in stages]
     trace, messages, total = division.trace, division.messages, sum(cut.work) or 1.0
     rows = [("stage", "IPU", "work", "weights", "ends after", "sends per micro-batch")]
     for s, piece in enumerate(division.pieces):
-        own = [v for v in piece.weights if division.parts[v] not in shared]
-        sent = messages[s] if s < len(messages) else []
-        size = in_units(bytes_of([v.aval for v in sent]), "B")
-        text = f"{counted(len(sent), 'array')}, {size}" if sent else "the loss"
+        own = [v for v in piece.weights if division.parts[v] not in held.everywhere]
+        sent = messages[s] if s < len(messages) else trace.outputs
+        text = f"{counted(len(sent), 'array')}, {in_units(bytes_of([v.aval for v in sent]), 'B')}"
+        text = "the loss" if s == len(messages) and paths else text
         ends = line_of(trace.activations[cut.ends[s] - 1]) if cut.ends[s] else ""
         name = f"{s} {names[s]}" if names[s] != f"stage {s}" else str(s)
         weights = in_units(bytes_of([v.aval for v in own]), "B")
         rows.append((name, str(places[s]), f"{cut.work[s] / total:.1%}", weights, ends, text))
     if not any(row[4] for row in rows[1:]):  # code without a file has no lines
         rows = [(*row[:4], row[5]) for row in rows]
+    if any(held.state):
+        sizes = [in_units(sum(_bytes_of_state(division, part) for part in parts), "B") for parts in held.state]
+        rows = [(*row[:4], size, *row[4:]) for row, size in zip(rows, ["state", *sizes], strict=True)]
     table = Table(rows, left=len(rows[0]), indent="  ")
+    if not paths:
+        return [table]
     of_ipu = [sum(w for w, place in zip(cut.work, places, strict=True) if place == ipu) for ipu in {*places}]
     uneven = f"the busiest IPU has {max(of_ipu) * len(of_ipu) / total - 1:.1%} more work than the mean"
     reasons = [*_of_one_operation(division, cut), *_of_state(cut, of_state)]
-    return [table, f"cut at {_where(cut)}; {uneven}", *reasons, *_of_shared(division, paths, shared)]
+    return [table, f"cut at {_where(cut)}; {uneven}", *reasons, *_of_shared(division, paths, held.everywhere)]
+
+
+def _bytes_of_state(division: Division, part: Part) -> int:
+    aval = division.trace.state[part.leaf].aval
+    return bytes_of([aval if part.rows is None else aval.update(shape=(part.rows[1] - part.rows[0], *aval.shape[1:]))])
 
 
 def _where(cut: Cut) -> str:

@@ -5,7 +5,7 @@ loss(params, micro_batch)  --traced-->  trace  --cut-->  Stage 0, Stage 1, ...  
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -39,6 +39,7 @@ class Source:
         places: the IPU of each stage.
         names: the names after which it is cut, or None.
         mesh: the mesh that its trace is for, if the function names further axes of one.
+        cast: casts weights and micro-batch before a function gets them, or None.
 
     Raises:
         ValueError: the loss is not callable, `costs` is unknown, or a stage is concurrent.
@@ -54,6 +55,7 @@ class Source:
     costs: str = "counted"
     recompute: Any = "auto"
     mesh: Mesh | None = None
+    cast: Callable[[Tree], Tree] | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.loss):
@@ -159,7 +161,7 @@ def model_of(source: Source) -> FunctionModel:
     is_frozen = given.frozen_leaves(source.frozen, source.params)
     check_linen(source.params, is_frozen)
     state = None if source.state is None else given.shapes("state", source.state)
-    call = given.LossCall(source.loss, state, is_frozen)
+    call = given.LossCall(source.loss, state, is_frozen, source.cast)
     check_equinox(source.loss, source.params, call.takes_key)
     params = given.shapes("params", source.params, weak=True)
     microbatch = given.shapes("micro_batch", source.microbatch)
@@ -184,14 +186,14 @@ def model_of(source: Source) -> FunctionModel:
         stages=stages,
         weights=weights,
         state=of_state,
-        call=call if source.mesh is not None else _as_traced(trace.closed, call, *trees),
+        call=call if source.mesh is not None else as_traced(trace.closed, call, *trees),
         aux=jax.tree.structure(results[1]),
         aux_home=tuple(division.aux_home),
         microbatch=microbatch,
         key=key,
         cut=cut,
         source=source,
-        described=described(division, cut, stages, weights.paths, held.everywhere, of_state.paths if of_state else ()),
+        described=described(division, cut, stages, held, weights.paths, of_state.paths if of_state else ()),
     )
 
 
@@ -239,16 +241,16 @@ def _best_cut(places: Places, stages: int, names: Sequence[str] | None) -> Cut:
     )
 
 
-def _as_traced(closed: Jaxpr, call: Function, arguments: Tree, results: Tree) -> Function:
+def as_traced(closed: Jaxpr, call: Function, arguments: Tree, results: Tree) -> Function:
     """Return a traced function; it is not traced again, since a function may compare the types of its arguments.
 
     For arguments whose trees have other nodes, such as an `OrderedDict`, it is the function itself that decides.
     """
     run = core.jaxpr_as_fun(closed)
 
-    def as_traced(*args: Value) -> Tree:
+    def run_traced(*args: Value) -> Tree:
         if jax.tree.structure(args) != arguments:
             return call(*args)
         return jax.tree.unflatten(results, run(*jax.tree.leaves(args)))
 
-    return as_traced
+    return run_traced

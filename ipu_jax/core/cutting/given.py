@@ -100,6 +100,7 @@ class LossCall:
         loss: the function.
         state: the shapes of its state, or None.
         frozen: per leaf of the weights, whether it is frozen.
+        cast: casts weights and micro-batch first, or None.
 
     Attributes:
         takes_key: whether it takes a random key: one required argument more than params, state and micro-batch.
@@ -108,18 +109,28 @@ class LossCall:
         ValueError: it takes other arguments.
     """
 
-    def __init__(self, loss: Function, state: Tree, frozen: Sequence[bool]):
-        self._loss, self._state, self._frozen = loss, state, frozen
+    what, batch = "loss", "micro_batch"  # the names of function and micro-batch in error messages
+
+    def __init__(
+        self, loss: Function, state: Tree, frozen: Sequence[bool], cast: Callable[[Tree], Tree] | None = None
+    ):
+        self._loss, self._state, self._frozen, self._cast = loss, state, frozen, cast
         self.__wrapped__ = loss  # jax names it in its messages
-        self._names = _required(loss, state)
+        self._names = _required(loss, state, self.what, self.batch)
         self.takes_key = len(self._names) > (2 if state is None else 3)
 
     def __call__(self, params: Params, state_in: Tree, microbatch: Batch, key: Key) -> tuple[Value, Tree, Tree]:
+        if self._cast is not None:
+            params, microbatch = self._cast(params), self._cast(microbatch)
         state, before = self._state, jax.tree.flatten(params)
         args = [params, *([] if state is None else [state_in]), microbatch, *([key] if self.takes_key else [])]
         result = self._loss(*args)
         has_aux = isinstance(result, tuple) and state is None
         check_unchanged(self._loss, params, before, self._frozen, has_aux=has_aux, takes_key=self.takes_key)
+        return self._results(result)
+
+    def _results(self, result: Tree) -> tuple[Tree, Tree, Tree]:
+        state = self._state
         results = list(result) if isinstance(result, tuple) else [result]
         required = 1 if state is None else 2
         if not required <= len(results) <= required + 1:
@@ -130,9 +141,14 @@ class LossCall:
         if value is None or isinstance(value, (bool, int, str)):
             raise ValueError(f"loss returns {value!r}: return the micro-batch's mean loss, a float scalar")
         aux = results[1] if len(results) > required else None
-        if state is not None and _described(new_state) != _described(state):
-            raise ValueError("loss returns a new state that is not like state: return the same tree, shapes and dtypes")
+        self._check_new_state(new_state)
         return value, aux, new_state
+
+    def _check_new_state(self, new_state: Tree) -> None:
+        if self._state is not None and _described(new_state) != _described(self._state):
+            raise ValueError(
+                f"{self.what} returns a new state that is not like state: return the same tree, shapes and dtypes"
+            )
 
     def traced(self, params: Params, microbatch: Batch, key: Key, mesh: Mesh | None) -> tuple[FunctionTrace, Tree]:
         """Return the function's trace, and the shapes of its results; say what is wrong where calls often fail.
@@ -152,14 +168,14 @@ class LossCall:
         read = {id(v) for eqn in trace.closed.jaxpr.eqns for v in eqn.invars}
         if self._may_be_no_key and not any(id(v) in read for v in trace.key):
             name = self._names[-1]
-            raise ValueError(f"loss takes {name!r}, gets a random key there, and ignores it{self._one_batch()}")
+            raise ValueError(f"{self.what} takes {name!r}, gets a random key there, and ignores it{self._one_batch()}")
         return trace, results
 
     def _explained(self, error: Exception, params: Params, microbatch: Batch, key: Key) -> str | None:
         axis = _UNBOUND.search(str(error))
         if axis is not None:
             return (
-                f"loss names the axis {axis[1]!r}{users_line(error)}, which nothing maps here: "
+                f"{self.what} names the axis {axis[1]!r}{users_line(error)}, which nothing maps here: "
                 "from_function takes the mean over micro-batches and replicas: leave pmean and axis_name out, or map "
                 f"the axis in the function, jax.vmap(..., axis_name={axis[1]!r})"
             )
@@ -167,7 +183,7 @@ class LossCall:
             return None
         if self._may_be_no_key:
             return (
-                f"loss failed with a random key as {self._names[-1]!r}, its last argument ({type(error).__name__}: "
+                f"{self.what} failed with a random key as {self._names[-1]!r}, its last argument ({type(error).__name__}: "
                 f"{str(error).partition(chr(10))[0]:.90}){self._one_batch()}"
             )
         if self._state is None and self._works(microbatch, params, key):
@@ -180,11 +196,11 @@ class LossCall:
 
     def _one_batch(self) -> str:
         *others, first, last = self._names
-        call = ", ".join([*others, "micro_batch[0]", "micro_batch[1]"])
+        call = ", ".join([*others, f"{self.batch}[0]", f"{self.batch}[1]"])
         with_state = "" if self._state is not None else f"; if {first} is a state, give state="
         return (
-            f": a batch is one argument, so give lambda {', '.join([*others, 'micro_batch'])}: "
-            f"{name_of_function(self._loss)}({call}), with ({first}, {last}) as micro_batch{with_state}"
+            f": a batch is one argument, so give lambda {', '.join([*others, self.batch])}: "
+            f"{name_of_function(self._loss)}({call}), with ({first}, {last}) as {self.batch}{with_state}"
         )
 
     def _works(self, params: Params, microbatch: Batch, key: Key) -> bool:
@@ -193,16 +209,39 @@ class LossCall:
         return False
 
 
-def _required(loss: Function, state: Tree) -> list[str]:
+class ForwardCall(LossCall):
+    """A function of the weights for `Pipeline.forward`: `(params, state, inputs, key)` -> `(outputs, None, new state)`.
+
+    Args:
+        replaces_state: whether it returns `(outputs, new state)`; otherwise it only reads the state, if it gets one.
+    """
+
+    what, batch = "fn", "inputs"
+
+    def __init__(self, *args: Any, replaces_state: bool):
+        super().__init__(*args)
+        self._replaces_state = replaces_state
+
+    def _results(self, result: Tree) -> tuple[Tree, Tree, Tree]:
+        if not self._replaces_state:
+            return result, None, None
+        if not isinstance(result, tuple) or len(result) != 2:
+            found = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+            raise ValueError(f"fn returns {found}: with state=, return (outputs, new_state)")
+        self._check_new_state(result[1])
+        return result[0], None, result[1]
+
+
+def _required(loss: Function, state: Tree, what: str, batch: str) -> list[str]:
     """Return the names of the arguments with which a function is called; for *args, the usual names.
 
     Raises:
         ValueError: they are not params, perhaps state, a micro-batch and perhaps a key.
     """
-    forms = ["params", *(["state"] if state is not None else []), "micro_batch"]
+    forms = ["params", *(["state"] if state is not None else []), batch]
     name, call = name_of_function(loss), ", ".join(forms)
     if (loss.__doc__ or "").startswith("Value and gradient of "):  # as jax writes it
-        raise ValueError(f"loss is a jax.value_and_grad({name}): give {name}, whose gradients the pipeline computes")
+        raise ValueError(f"{what} is a jax.value_and_grad({name}): give {name}, whose gradients the pipeline computes")
     try:
         taken = list(inspect.signature(loss).parameters.values())
     except (TypeError, ValueError):
@@ -217,20 +256,20 @@ def _required(loss: Function, state: Tree) -> list[str]:
     if at is not None and at < len(forms) and not has_key and (takes_more or len(names) > len(forms)):  # haiku's apply
         own = [*forms[:at], "key", *forms[at:]]
         raise ValueError(
-            f"loss takes {names[at]!r} as argument {at + 1}, and from_function gives it the key last: give "
+            f"{what} takes {names[at]!r} as argument {at + 1}, and gets the key last: give "
             f"lambda {call}, key: {name}({', '.join(own)})"
         )
     if by_name:
         keys = ", ".join(f"{each}={'key' if _KEY.search(each) else '...'}" for each in by_name)
         raise ValueError(
-            f"loss takes {', '.join(by_name)} by name only: give lambda {call}, key: {name}({call}, {keys})"
+            f"{what} takes {', '.join(by_name)} by name only: give lambda {call}, key: {name}({call}, {keys})"
         )
     if len(names) < len(forms) and takes_more:
         return forms
     if len(names) not in (len(forms), len(forms) + 1):
         takes = f"{len(names)} arguments" + f", {', '.join(names)}" * bool(names)
         raise ValueError(
-            f"loss takes {takes}: give a function of ({call}), or of ({call}, key)"
+            f"{what} takes {takes}: give a function of ({call}), or of ({call}, key)"
             + ("" if state is not None else "; a function with a state needs state=")
         )
     return names

@@ -51,6 +51,7 @@ from ipu_jax.core.pipeline.arguments import (
     checked_stages,
     mesh_for,
 )
+from ipu_jax.core.pipeline.forward import WithForward
 from ipu_jax.core.pipeline.placed_stages import PlacedStages
 from ipu_jax.core.schedules import Schedule
 from ipu_jax.core.stage import Stage, check_untied
@@ -58,7 +59,7 @@ from ipu_jax.core.step_args import StepArgs
 
 
 @public_on_mesh
-class Pipeline(Foreseen, Shown):
+class Pipeline(Foreseen, WithForward, Shown):
     """Runs stages on the IPUs of each replica, under a schedule.
 
     Args:
@@ -548,8 +549,8 @@ class Pipeline(Foreseen, Shown):
         """
         if self.function is not None:
             raise ValueError(
-                "this pipeline was cut out of a loss function, which predicts nothing: give pipeline.unshard(params) "
-                "to the model on one device, or write stages, the last one with predict="
+                "this pipeline was cut out of a loss function, which predicts nothing: give the function that does, "
+                "outputs = pipeline.forward(fn, inputs), and call outputs(params, batch)"
             )
         check_predictable(self.stages, self.replicas, return_state)
         given = StepArgs(params, batch, state, key)

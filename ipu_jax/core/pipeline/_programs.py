@@ -46,10 +46,15 @@ class Programs:
         """Return `(loss, aux, new state)`; the loss is differentiable."""
         return self._losses[role](*given)
 
-    def predict(self, given: StepArgs) -> tuple[Tree, Tree]:
-        """Return `(outputs, new state)`."""
+    def predict(self, given: StepArgs, *, reuses_state: bool = False) -> tuple[Tree, Tree]:
+        """Return `(outputs, new state)`; the buffers of the state may be reused."""
         why = "pipeline.predict cannot be differentiated: compute the loss in the last stage, and use pipeline.loss"
-        return self._bounded(self._prediction, given, trains=False, not_again=why)
+        return self._bounded(self._predictions[reuses_state], given, trains=False, not_again=why)
+
+    def lower_prediction(self, given: StepArgs, *, reuses_state: bool = False) -> Any:
+        """Return the program of `predict`, lowered."""
+        program = self._predictions[reuses_state]
+        return self._placed.chosen(program, given, trains=False, runs=False).lowered(program, given)
 
     def _bounded(
         self,
@@ -103,13 +108,16 @@ class Programs:
         return {"training": of("training"), "evaluation": of("evaluation")}
 
     @functools.cached_property
-    def _prediction(self) -> Any:
-        @functools.partial(jax.jit, static_argnums=0)
+    def _predictions(self) -> dict[bool, Any]:
         def predict(placed: PlacedStages, *given: Tree) -> Tree:
             results = placed.run(StepArgs(*given), role="prediction", backward=False)
             return results.outputs, results.state
 
-        return predict
+        state = 1 + StepArgs._fields.index("state")
+        return {
+            reuses_state: jax.jit(predict, static_argnums=0, donate_argnums=(state,) * reuses_state)
+            for reuses_state in (False, True)
+        }
 
 
 def _refusing_derivatives(program: Function, why: str) -> Function:

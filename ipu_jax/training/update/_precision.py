@@ -76,15 +76,8 @@ def computing_in(stage: Stage, dtype: Dtype) -> Stage:
 
 def function_in(function: FunctionModel, dtype: Dtype, held: Tree) -> FunctionModel:
     """Return a cut function that casts its weights, held in `held`, and its micro-batch to `dtype`, cut anew."""
-    loss, state = function.source.loss, function.source.state
-
-    @functools.wraps(loss)
-    def cast(p: Params, *others: Tree) -> Tree:
-        at = 0 if state is None else 1
-        return loss(cast_floats(p, dtype), *others[:at], cast_floats(others[at], dtype), *others[at + 1 :])
-
     params = jax.eval_shape(lambda tree: cast_floats(tree, held), function.source.params)
-    return function.again(loss=cast, params=params)
+    return function.again(params=params, cast=functools.partial(cast_floats, dtype=dtype))
 
 
 def stochastic_round(x: Value, dtype: Dtype, key: Key) -> Value:
