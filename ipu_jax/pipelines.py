@@ -7,7 +7,7 @@ from ipu_jax.core.mesh.instances import on_host
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.pipeline.forward import Forward
 from ipu_jax.core.proof.reference import reference_predict, reference_value_and_grad
-from ipu_jax.core.proof.verification import VerificationError, VerificationReport, verify
+from ipu_jax.core.proof.verification import ForwardReport, VerificationError, VerificationReport, verify
 from ipu_jax.core.stage import Outputs, Stage
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "IPU_AXIS",
     "REPLICA_AXIS",
     "Forward",
+    "ForwardReport",
     "Outputs",
     "Pipeline",
     "Sharded",

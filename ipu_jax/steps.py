@@ -4,12 +4,14 @@ from ipu_jax.core.mesh.devices import InFlight
 from ipu_jax.distributed.stopping import StopRequest
 from ipu_jax.run.executable_cache import ExecutableCache
 from ipu_jax.run.loop.checked_fit import FitResult, fit
+from ipu_jax.training.update.evaluation import Evaluation
 from ipu_jax.training.update.nonfinite import NonFinite, NonFiniteLossError, NonFiniteLossWarning
 from ipu_jax.training.update.replicas import Replicas, replicate
 from ipu_jax.training.update.state import StepOutputs, TrainState
 from ipu_jax.training.update.step import TrainStep, make_train_step
 
 __all__ = [
+    "Evaluation",
     "ExecutableCache",
     "FitResult",
     "InFlight",

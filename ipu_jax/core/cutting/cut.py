@@ -169,7 +169,9 @@ class Places:
         trace, at = self.trace, {v: t for t, op in enumerate(self.operations) for v in op.outvars}
         if not trace.state:
             return []
-        read = [(t, part) for t, op in enumerate(self.operations) for name, part in trace.reads[id(op)] if name == "state"]
+        read = [
+            (t, part) for t, op in enumerate(self.operations) for name, part in trace.reads[id(op)] if name == "state"
+        ]
         found: list[tuple[int, int, int]] = []
         for leaves in trace.kept_together:
             parts = [held for k in leaves for held in trace.stacked.get(k, ())]

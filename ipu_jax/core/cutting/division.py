@@ -110,8 +110,8 @@ class Division:
                 state.append(var)
             else:
                 inputs.add(var)
-        read = ([*dict.fromkeys(found)] for found in (weights, incoming, state))
-        return StagePiece([*equations.values()], *read, inputs)
+        weights, incoming, state = ([*dict.fromkeys(found)] for found in (weights, incoming, state))
+        return StagePiece([*equations.values()], weights, incoming, state, inputs)
 
     @functools.cached_property
     def state_homes(self) -> list[list[int]]:

@@ -31,8 +31,8 @@ from ipu_jax.core.layout.whole_tree import Part
 _BY_ROWS: Final = "hold one leaf per layer, or stack them, layers first, as xs and ys of the scan over the layers"
 
 
-def forward_of(model: FunctionModel, fn: Function, inputs: Batch, state: Tree) -> FunctionModel:
-    """Return a function as stages that hold what the stages of the loss function hold.
+def forward_of(model: FunctionModel, fn: Function, inputs: Batch, state: Tree) -> tuple[FunctionModel, Tree]:
+    """Return a function as stages that hold what the stages of the loss function hold, and the shapes of its outputs.
 
     Args:
         model: the loss function's stages.
@@ -64,10 +64,11 @@ def forward_of(model: FunctionModel, fn: Function, inputs: Batch, state: Tree) -
     division = divide(trace, cut.ends, holds=False)
     held = holders.held(division)
     make = functools.partial(make_stage, division, held, microbatch, recompute="none", outputs=results[0])
-    stages = tuple(make(s, name=stage.name, ipu=stage.ipu) for s, stage in enumerate(model.stages))
+    placed = [(stage.name, stage.ipu) for stage in model.stages]
+    stages = tuple(make(s, name=name, ipu=ipu) for s, (name, ipu) in enumerate(placed))
     stages = tuple(dataclasses.replace(stage, predict=stage.fn) for stage in stages)
     trees = jax.tree.structure((source.params, taken, microbatch, key)), jax.tree.structure(results)
-    return FunctionModel(
+    forward = FunctionModel(
         stages=stages,
         weights=model.weights,
         state=held.of_state(own) if own is not None else model.state,
@@ -80,6 +81,7 @@ def forward_of(model: FunctionModel, fn: Function, inputs: Batch, state: Tree) -
         source=source,
         described=described(division, cut, stages, held),
     )
+    return forward, results[0]
 
 
 class _Holders:
@@ -118,7 +120,7 @@ class _Holders:
         Raises:
             ValueError: one of them reads what another one holds.
         """
-        groups = dict(self.model.weights.groups)
+        groups: dict[str, Sequence[Part]] = {**dict(self.model.weights.groups)}
         own = [stage.params for stage in self.model.stages]
         shared, everywhere = list[tuple[str, ...]](), dict[Part, list[int]]()
         for s, piece in enumerate(division.pieces):
@@ -231,9 +233,7 @@ def _ends(places: Places, may: np.ndarray) -> tuple[int, ...] | None:
     return tuple(int(at[k]) for k in reversed(chosen[:-1]))
 
 
-def _why_none(
-    trace: FunctionTrace, places: Places, holders: _Holders, may: np.ndarray, of_state: Sequence[str]
-) -> str:
+def _why_none(trace: FunctionTrace, places: Places, holders: _Holders, may: np.ndarray, of_state: Sequence[str]) -> str:
     """Say which operation reads weights where no stage can run it."""
     latest: tuple[int, Read | None] = 0, None  # the first stage that can run the operations so far, and why
     seen: set[Read] = set()
@@ -244,7 +244,9 @@ def _why_none(
             if not found:
                 return holders.not_held(read, -1, at_line(op))
             if max(found) < latest[0] and latest[1] is not None:
-                again = "" if read not in seen else ", for the second time: call the model once, on both inputs, stacked"
+                again = (
+                    "" if read not in seen else ", for the second time: call the model once, on both inputs, stacked"
+                )
                 return (
                     f"{holders.path(read)} is on {_stages(found)}, and is read{at_line(op)} after "
                     f"{holders.path(latest[1])} of {_stages(holders.of(latest[1]))}"

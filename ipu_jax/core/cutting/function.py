@@ -152,7 +152,7 @@ class FunctionModel:
         if key is None and self.key is not None:
             key = jax.random.key(0)  # no stage takes one: the results do not depend on it
         loss, aux, new_state = self.call(params, state, inputs.microbatch, key)
-        return Message(loss), state if self.state is None else new_state, self.of_stages(aux)
+        return Message(loss), state if new_state is None else new_state, self.of_stages(aux)
 
 
 def model_of(source: Source) -> FunctionModel:

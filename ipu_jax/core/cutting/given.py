@@ -111,9 +111,7 @@ class LossCall:
 
     what, batch = "loss", "micro_batch"  # the names of function and micro-batch in error messages
 
-    def __init__(
-        self, loss: Function, state: Tree, frozen: Sequence[bool], cast: Callable[[Tree], Tree] | None = None
-    ):
+    def __init__(self, loss: Function, state: Tree, frozen: Sequence[bool], cast: Callable[[Tree], Tree] | None = None):
         self._loss, self._state, self._frozen, self._cast = loss, state, frozen, cast
         self.__wrapped__ = loss  # jax names it in its messages
         self._names = _required(loss, state, self.what, self.batch)
@@ -182,10 +180,9 @@ class LossCall:
         if is_ours(error):
             return None
         if self._may_be_no_key:
-            return (
-                f"{self.what} failed with a random key as {self._names[-1]!r}, its last argument ({type(error).__name__}: "
-                f"{str(error).partition(chr(10))[0]:.90}){self._one_batch()}"
-            )
+            why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.90}"
+            where = f"a random key as {self._names[-1]!r}, its last argument"
+            return f"{self.what} failed with {where} ({why}){self._one_batch()}"
         if self._state is None and self._works(microbatch, params, key):
             return "params and micro_batch are swapped: give from_function(loss, params, micro_batch, ...)"
         return None

@@ -32,10 +32,10 @@ class Held:
         everywhere: the parts of shared groups, and the stages that read them.
     """
 
-    groups: dict[str, Sequence[Part]]
+    groups: Mapping[str, Sequence[Part]]
     own: list[str | None]
     shared: list[tuple[str, ...]]
-    state: list[Sequence[Part]]
+    state: Sequence[Sequence[Part]]
     everywhere: dict[Part, list[int]]
 
     def of_state(self, state: Tree) -> WholeTree:
@@ -77,7 +77,7 @@ def _shared_name(part: Part) -> str:
 
 
 def make_stage(
-    division: Division, held: Held, microbatch: Batch, s: int, *, name: str, ipu: int, recompute: Any, outputs: Tree = 0
+    division: Division, held: Held, microbatch: Batch, s: int, *, name: str, ipu: Any, recompute: Any, outputs: Tree = 0
 ) -> Stage:
     """Return stage `s` of a divided function, on this IPU.
 
@@ -103,7 +103,10 @@ def make_stage(
     inputs += [*(one.var for one in of_state), *(v for _, v in constants)]
     is_last = s == len(messages)
     y = jax.tree.unflatten(jax.tree.structure(outputs), trace.outputs) if is_last else tuple(messages[s])
-    new_state, of_aux = [value.new for value in division.state_of(s)], {str(k): trace.aux[k] for k in division.aux_of(s)}
+    new_state, of_aux = (
+        [value.new for value in division.state_of(s)],
+        {str(k): trace.aux[k] for k in division.aux_of(s)},
+    )
     results, treedef = jax.tree.flatten(Outputs(y, state=new_state or None, aux=of_aux or None))
     run = core.jaxpr_as_fun(part_of(trace.closed, inputs, piece.equations, results))
 
@@ -128,7 +131,7 @@ def make_stage(
 
 
 class _Held(NamedTuple):
-    """What a stage reads of a group: the group, which of its leaves, which rows of this (None: all), and the variable."""
+    """What a stage reads of a group: which of its leaves, which rows of this (None: all), and as which variable."""
 
     group: str
     number: int

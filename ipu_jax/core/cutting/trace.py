@@ -140,7 +140,7 @@ class FunctionTrace:
 
     @functools.cached_property
     def reads(self) -> dict[int, set[Read]]:
-        """Return, per operation of the activations by its id, the weights and state that it reads, also through casts."""
+        """Return, per activation's operation by its id, the weights and state that it reads, also through casts."""
         leaves = [("params", self.params), ("state", self.state)]
         sliced: dict[Var, Read] = {v: (name, Part(k)) for name, of in leaves for k, v in enumerate(of)}
         own = {v: {leaf} for v, leaf in sliced.items()}  # what follows from leaves
@@ -180,8 +180,9 @@ class FunctionTrace:
                 continue
             if len(others) + 1 < len(self.results) or any(k in self.leaves_of(v) for v in others):
                 continue
-            is_stack = len(values[0].aval.shape) < len(new.aval.shape)
-            ends = itertools.accumulate((1 if is_stack else v.aval.shape[0] for v in values), initial=0)
+            shapes = [v.aval.shape for v in values]
+            is_stack = len(shapes[0]) < len(self.made_by[new].outvars[0].aval.shape)
+            ends = itertools.accumulate((1 if is_stack else shape[0] for shape in shapes), initial=0)
             rows = [Part(k, of_value) for of_value in itertools.pairwise(ends)]
             read = [part for of_op in self.reads.values() for name, part in of_op if (name, part.leaf) == ("state", k)]
             order = [at[v] for v in values]
@@ -304,8 +305,8 @@ def trace_of(fn: Function, params: Params, state: Tree, microbatch: Batch, key: 
     constants: dict[Var, Value] = {}
     operations: list[Eqn] = []
     found = iter(_inlined(closed.jaxpr, {}, None, operations, constants))
-    results = [[next(found) for _ in jax.tree.leaves(tree)] for tree in shapes]
-    return FunctionTrace(closed, *arguments, constants, *results, operations), shapes
+    outputs, aux, new_state = ([next(found) for _ in jax.tree.leaves(tree)] for tree in shapes)
+    return FunctionTrace(closed, *arguments, constants, outputs, aux, new_state, operations), shapes
 
 
 def _inlined(

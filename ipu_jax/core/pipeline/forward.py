@@ -30,19 +30,20 @@ class Forward(Shown):
     Attributes:
         stages: how it was cut; they hold what the pipeline's stages hold.
         mesh, ipus, replicas: as the pipeline's.
-        inputs: the shapes of one micro-batch.
+        inputs, outputs: the shapes of one micro-batch, and of what the function returns for it.
         takes_key: whether a call needs a key.
         has_state: whether it has a state of its own, which a call takes and returns.
     """
 
-    def __init__(self, pipeline: Any, fn: Function, function: FunctionModel, *, has_state: bool):
-        self._of, self._fn, self._pipeline = pipeline, fn, pipeline.replace(stages=function)
+    def __init__(self, pipeline: Any, fn: Function, inputs: Batch, state: Tree):
+        function, self.outputs = forward_of(pipeline.function, fn, inputs, state)
+        self._of, self._fn, self._state = pipeline, fn, state
+        self._pipeline = pipeline.replace(stages=function)
         self.placement: PlacedStages = self._pipeline.placement
         self._programs = Programs(self.placement)
         self.stages, self.mesh = self._pipeline.stages, self._pipeline.mesh
         self.ipus, self.replicas = self._pipeline.ipus, self._pipeline.replicas
-        self.inputs, self.takes_key, self.has_state = function.microbatch, function.key is not None, has_state
-        self._state = function.source.state
+        self.inputs, self.takes_key, self.has_state = function.microbatch, function.key is not None, state is not None
 
     def __call__(
         self, params: Sharded, inputs: Batch, state: Sharded | None = None, key: jax.Array | None = None
@@ -55,14 +56,14 @@ class Forward(Shown):
         Args:
             params: the weights on the IPUs: from the pipeline's `shard`, a training state's `params`, or a checkpoint.
             inputs: leaves (m, micro-batch, ...), for any m, or (replicas, m, micro-batch, ...) on several replicas.
-            state: the function's own state, from `shard_state` or an earlier call. Its buffers are reused. Micro-batches
-                replace it one after the other. Without a state of its own: the pipeline's state, such as a training
-                state's `stages`, which is only read.
+            state: the function's own state, from `shard_state` or an earlier call, whose buffers are reused.
+                Micro-batches replace it one after the other. Without a state of its own: the pipeline's state, such as
+                a training state's `stages`, which is only read.
             key: a typed key, if the function takes one; micro-batch m of replica r gets `fold_in(fold_in(key, r), m)`.
 
         Returns:
-            The outputs, each with leading dims (m,), or (replicas, m), whole on every IPU; of a function with a state of
-            its own, `(outputs, new state)`.
+            The outputs, each with leading dims (m,), or (replicas, m), whole on every IPU; of a function with a state
+            of its own, `(outputs, new state)`.
 
         Raises:
             ValueError: the weights, inputs, state or key do not fit. It is raised before anything is compiled.
@@ -84,7 +85,7 @@ class Forward(Shown):
         Raises:
             ValueError: as in `Pipeline.forward`.
         """
-        return self._of.forward(self._fn, inputs, state=self._state if self.has_state else None)
+        return self._of.forward(self._fn, inputs, state=self._state)
 
     def shard_state(self, state: Tree) -> Sharded:
         """Place the function's own state on the IPUs: each leaf, or each layer's rows, where it is used.
@@ -135,9 +136,9 @@ class WithForward:
 
         Args:
             fn: `fn(params, inputs)`, or `fn(params, inputs, key)`, returns any pytree of arrays. With `state`,
-                `fn(params, state, inputs)` returns `(outputs, new_state)`: micro-batches replace it one after the other.
-                If the pipeline has a state, and none is given here, `fn(params, state, inputs)` reads that one, such as
-                the averages of batch norm, and returns outputs alone.
+                `fn(params, state, inputs)` returns `(outputs, new_state)`: micro-batches replace it one by one. If the
+                pipeline has a state, and none is given here, `fn(params, state, inputs)` reads that one, such as the
+                averages of batch norm, and returns outputs alone.
             inputs: one micro-batch, or its shapes, any pytree of arrays.
             state: a state of the function's own, or its shapes, such as a cache. Each leaf is on the IPU that replaces
                 it; of a leaf that is stacked over the layers of a scan, each IPU holds its layers' rows.
@@ -169,4 +170,4 @@ class WithForward:
                 "this pipeline was made of stages: give the last one predict=, and call pipeline.predict; forward "
                 "cuts a function of the weights that Pipeline.from_function cut"
             )
-        return Forward(self, fn, forward_of(self.function, fn, inputs, state), has_state=state is not None)
+        return Forward(self, fn, inputs, state)

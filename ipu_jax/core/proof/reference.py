@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ipu_jax.base import status
-from ipu_jax.base.annotations import Batch, Device, Key, Params, Tree, Value
+from ipu_jax.base.annotations import Batch, Device, Function, Key, Params, Tree, Value
 from ipu_jax.base.decorators import public_on_mesh
 from ipu_jax.base.jaxprs import check_context_mesh
 from ipu_jax.core.mesh.axes import further_axes
@@ -27,6 +27,7 @@ from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.mesh.instances import own_device, put
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.pipeline.arguments import check_batch, check_key, check_predictable, check_prediction_batch
+from ipu_jax.core.pipeline.forward import Forward
 from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, keys_of, loss_and_aux, whole
 from ipu_jax.core.stage import Stage
 from ipu_jax.core.step_args import StepArgs, without_dims
@@ -99,19 +100,28 @@ def reference_predict(
     check_key(key, stages, "prediction")
     check_prediction_batch(batch, replicas)
     _check_state(pipeline, state)
-    model = whole(stages, "prediction")
+    given = StepArgs(params, batch, state, key)
+    outputs, new_state = _predicted(pipeline, whole(stages, "prediction"), given, fused=True)
+    return (outputs, new_state) if return_state else outputs
 
+
+def unsharded_forward(forward: Forward, given: StepArgs, *, fused: bool = True) -> tuple[Tree, Tree]:
+    """Return the outputs and the new state of a forward pass, computed by the function itself on whole arguments."""
+    assert forward.placement.function is not None, "it was cut"
+    return _predicted(forward, forward.placement.function.unsharded, given, fused=fused)
+
+
+def _predicted(runs: Any, model: Function, given: StepArgs, *, fused: bool) -> tuple[Tree, Tree]:
     def run_replica(args: StepArgs) -> Tree:
         def run_microbatch(state: Tree, index_and_microbatch: tuple[Value, Batch]) -> tuple[Tree, Tree]:
-            inputs = _inputs(stages, args.key, *index_and_microbatch)
+            inputs = _inputs(runs.stages, args.key, *index_and_microbatch)
             message, new_state, _ = model(args.params, NO_MESSAGE, inputs, state)
             return new_state, jax.tree.map(jnp.asarray, message.y)
 
         return lax.scan(run_microbatch, args.state, _numbered(args.batch))
 
-    states, outputs = _on_first_ipus(pipeline, run_replica, StepArgs(params, batch, state, key))
-    outputs = without_dims(outputs, replicas)
-    return (outputs, jax.tree.map(lambda leaf: leaf[0], states)) if return_state else outputs
+    states, outputs = _on_first_ipus(runs, run_replica, given, fused=fused)
+    return without_dims(outputs, runs.replicas), jax.tree.map(lambda leaf: leaf[0], states)
 
 
 def unsharded_update(pipeline: Pipeline, given: StepArgs, *, fused: bool = True) -> Tree:
@@ -213,7 +223,7 @@ def _inputs(stages: tuple[Stage, ...], key: Key, index: Value, microbatch: Batch
 
 
 def _on_first_ipus(
-    pipeline: Pipeline, run_replica: Callable[[StepArgs], Any], given: StepArgs, *, fused: bool = True
+    pipeline: Pipeline | Forward, run_replica: Callable[[StepArgs], Any], given: StepArgs, *, fused: bool = True
 ) -> Tree:
     """Return the results of all replicas, stacked, on this instance's first device."""
     check_context_mesh()

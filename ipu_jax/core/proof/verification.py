@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +13,18 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from ipu_jax.base import facts, status
-from ipu_jax.base.annotations import Batch, Dtype, Jaxpr, Key, Tree, Value
+from ipu_jax.base.annotations import Batch, Dtype, Function, Jaxpr, Key, Tree, Value
 from ipu_jax.base.checks import check_cost
 from ipu_jax.base.decorators import public_on_mesh
 from ipu_jax.base.jaxprs import all_equations
-from ipu_jax.base.showing import Shown, Table
+from ipu_jax.base.showing import Shown, Table, counted
 from ipu_jax.core.layout.packing import Sharded
 from ipu_jax.core.mesh.axes import further_axes, parts
 from ipu_jax.core.mesh.devices import IPU_AXIS
 from ipu_jax.core.mesh.instances import gathered, on_host
 from ipu_jax.core.pipeline import Pipeline
-from ipu_jax.core.proof.reference import UNFUSED, check_pipeline, numbers_that, unsharded_update
+from ipu_jax.core.pipeline.forward import Forward
+from ipu_jax.core.proof.reference import UNFUSED, check_pipeline, numbers_that, unsharded_forward, unsharded_update
 from ipu_jax.core.step_args import StepArgs
 
 # Two programs whose operations round alike agree, but for a few numbers that are rounded up in one and down in the
@@ -77,8 +79,27 @@ def _worst(errors: Mapping[str, float]) -> tuple[str, float]:
     return max(errors.items(), key=lambda item: np.inf if np.isnan(item[1]) else item[1])
 
 
-@public_on_mesh
-@facts.during("verifying")
+@dataclasses.dataclass(frozen=True, repr=False)
+class ForwardReport(Shown):
+    """The errors that `verify` measured in a forward pass, of `Pipeline.forward`.
+
+    Attributes:
+        output_errors: per leaf of the outputs, the largest difference relative to the largest magnitude in the
+            reference, without the part that rounding explains.
+        state_errors: the same for the new state, if the function has a state of its own.
+    """
+
+    output_errors: dict[str, float]
+    state_errors: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def _shown(self) -> list[str | Table]:
+        leaf, error = _worst(self.output_errors)
+        line = f"{counted(len(self.output_errors), 'output')}, largest relative error {error:.1e} at {leaf}"
+        state = self.state_errors
+        return [line + f"; {len(state)} of state, {_worst(state)[1]:.1e}" if state else line]
+
+
+@overload
 def verify(
     pipeline: Pipeline,
     params: Sharded,
@@ -87,7 +108,28 @@ def verify(
     key: Key = None,
     *,
     rtol: float | None = None,
-) -> VerificationReport:
+) -> VerificationReport: ...
+@overload
+def verify(
+    pipeline: Forward,
+    params: Sharded,
+    batch: Batch,
+    state: Sharded | None = None,
+    key: Key = None,
+    *,
+    rtol: float | None = None,
+) -> ForwardReport: ...
+@public_on_mesh
+@facts.during("verifying")
+def verify(
+    pipeline: Pipeline | Forward,
+    params: Sharded,
+    batch: Batch,
+    state: Sharded | None = None,
+    key: Key = None,
+    *,
+    rtol: float | None = None,
+) -> VerificationReport | ForwardReport:
     """Run the pipeline and the unsharded program on the same weights and batch, and compare all their results.
 
     These are the loss, every gradient, the new state if stages have state, and every leaf of every stage's aux for each
@@ -114,10 +156,12 @@ def verify(
     gradients and batch, and agrees on the errors. Each instance runs the unsharded program on its own first device, and
     all return the same report, or raise.
 
+    Of a forward pass, `pipeline.forward(...)`, all outputs and the new state are compared with those of the function.
+
     Args:
-        pipeline: the pipeline.
+        pipeline: the pipeline, or what its `forward` returned.
         params: from `pipeline.shard`.
-        batch, state, key: as for `Pipeline.value_and_grad`.
+        batch, state, key: as for `Pipeline.value_and_grad`, or for a call of `Forward`. They stay usable.
         rtol: the largest relative error allowed in the loss and in each leaf (relative to the leaf's largest
             magnitude), in both comparisons. Default: the largest of 1e-5, 8 machine epsilons of the coarsest weight
             dtype, and 8 of the leaf's own dtype. In mixed precision also 8 of the coarsest dtype that the step computes
@@ -139,24 +183,29 @@ def verify(
     >>> verify(pipeline, params, jnp.ones((3, 4, 2))).loss
     4.0
     """
-    check_pipeline(pipeline)
+    is_forward = isinstance(pipeline, Forward)
+    if not is_forward:
+        check_pipeline(pipeline)
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, batch, state, key))):
         raise ValueError("verify was called inside jax.jit or jax.grad, where values are not known: call it outside")
     given = StepArgs(params, batch, state, key)
-    pipeline.placement.check(given)
+    pipeline.check(given) if is_forward else pipeline.placement.check(given)
     check_cost("rtol", 0.0 if rtol is None else rtol, "tolerance")
     whole_state = None if state is None else pipeline.unshard(state)
-    programs = _Programs(pipeline, given, given._replace(params=pipeline.unshard(params), state=whole_state))
+    whole = given._replace(params=pipeline.unshard(params), state=whole_state)
+    programs = _ForwardPrograms(pipeline, given, whole) if is_forward else _Programs(pipeline, given, whole)
     actual, expected = programs.sharded(), programs.unsharded()
     status.say("comparing")
-    _check_same_shapes(actual["aux"], expected["aux"])
     groups = pipeline.placement.groups.as_trained(params.layout).groups
     dtypes = [jnp.dtype(leaf.dtype) for group in groups for leaf in group.leaves if not leaf.frozen]
+    dtypes = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
     allowed = _Allowed(rtol, max([1e-5, *map(_roundings, dtypes)]))
+    if not is_forward:
+        _check_same_shapes(actual["aux"], expected["aux"])
     comparison = _Comparison(pipeline.mesh, actual, expected)
     if comparison.passes(allowed):
         return comparison.report
-    computed, added = _dtypes_of(jax.make_jaxpr(pipeline.value_and_grad)(*given))
+    computed, added = _dtypes_of(jax.make_jaxpr(programs.program)(*given))
     if parts(further_axes(pipeline.mesh)) > 1:
         added = computed  # XLA may add over further axes, and the traced program does not say where
     as_run = _Allowed(rtol, max([allowed.default, *map(_roundings, computed)]))
@@ -165,6 +214,8 @@ def verify(
         others += [programs.unsharded(fused=False)] if computed else []
         comparison = _Comparison(pipeline.mesh, actual, expected, others)
     comparison.check(as_run, programs.inputs)
+    if is_forward:
+        return comparison.report
     # one number of 8 bits that is rounded otherwise changes a leaf by more than a fault of 1%
     if computed and not added and all(jnp.finfo(dtype).bits == 16 for dtype in computed):
         eps = max(float(jnp.finfo(dtype).eps) for dtype in computed)
@@ -176,7 +227,7 @@ def verify(
 class _Programs:
     """The pipeline and the unsharded program, with the arguments of both: `given` and `whole`."""
 
-    pipeline: Pipeline
+    pipeline: Any
     given: StepArgs
     whole: StepArgs
     numbers: Iterator[int] = dataclasses.field(default_factory=lambda: itertools.count(1))
@@ -185,8 +236,12 @@ class _Programs:
     def inputs(self) -> dict[str, Tree]:
         return {name: getattr(self.whole, name) for name in ("batch", "params", "state")}
 
+    @property
+    def program(self) -> Function:
+        return self.pipeline.value_and_grad
+
     def sharded(self, *, fused: bool = True) -> dict[str, Tree]:
-        update = self.pipeline.value_and_grad
+        update = self.program
         run = update if fused else jax.jit(update, compiler_options=UNFUSED)
         with self._next():
             value, *others = jax.block_until_ready(run(*self.given))
@@ -202,6 +257,28 @@ class _Programs:
     def _next(self) -> status.during:
         number = next(self.numbers)
         return status.during(f"program {number} of {max(2, number)}")
+
+
+class _ForwardPrograms(_Programs):
+    """A forward pass, and the function itself."""
+
+    @property
+    def program(self) -> Function:
+        return self.pipeline.__call__
+
+    def sharded(self, *, fused: bool = True) -> dict[str, Tree]:
+        state = jax.tree.map(jnp.copy, self.given.state)  # a call reuses its buffers
+        with self._next():
+            found = jax.block_until_ready(self.pipeline(*self.given._replace(state=state)))
+        outputs, new_state = found if self.pipeline.has_state else (found, None)
+        return {"outputs": outputs, "state": new_state and self.pipeline.unshard(new_state)}
+
+    def unsharded(self, *, moved: int | None = None, fused: bool = True) -> dict[str, Tree]:
+        weights = self.whole.params if moved is None else _moved(self.whole.params, moved)
+        with self._next():
+            run = unsharded_forward(self.pipeline, self.whole._replace(params=weights), fused=fused)
+            outputs, new_state = jax.block_until_ready(run)
+        return {"outputs": outputs, "state": new_state if self.pipeline.has_state else None}
 
 
 def _compared_as_rounded(programs: _Programs, alike: "_Allowed") -> "_Comparison":
@@ -310,14 +387,20 @@ class _Comparison:
         self.leaves: dict[str, list[_Compared]] = {name: [] for name in actual}
         of_both = (jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), jax.tree.leaves(slack))
         for ((name, *path), f), e, s in zip(*of_both, strict=True):
-            named, is_loose = f"{name.key}{jax.tree_util.keystr(tuple(path))}", name.key in ("state", "aux")
+            named, is_loose = (
+                f"{name.key}{jax.tree_util.keystr(tuple(path))}",
+                name.key != "params" and name.key != "loss",
+            )
             self.leaves[name.key].append(_Compared(named, f, e, s, may_be_infinite=is_loose))
         leaves = list(itertools.chain.from_iterable(self.leaves.values()))
-        own = [float(actual["loss"]), float(expected["loss"]), *(leaf.own_error for leaf in leaves)]
-        of_all = gathered(mesh, own)
-        for leaf, error in zip(leaves, of_all[:, 2:].max(0).tolist(), strict=True):
+        losses = [float(results["loss"]) for results in (actual, expected) if "loss" in results]
+        of_all = gathered(mesh, [*losses, *(leaf.own_error for leaf in leaves)])
+        for leaf, error in zip(leaves, of_all[:, len(losses) :].max(0).tolist(), strict=True):
             leaf.error = error
         errors = {name: {leaf.name: leaf.error for leaf in leaves} for name, leaves in self.leaves.items()}
+        if not losses:
+            self.report: Any = ForwardReport(*errors.values())
+            return
         (loss_error,) = errors.pop("loss").values()
         self.report = VerificationReport(float(of_all[0, 0]), float(of_all[0, 1]), loss_error, *errors.values())
 
@@ -331,8 +414,8 @@ class _Comparison:
 
     def check(self, allowed: "_Allowed", inputs: Mapping[str, Tree]) -> None:
         """Raise `VerificationError` unless all leaves pass."""
-        (loss,) = self.leaves["loss"]
-        if not allowed.passes(loss):
+        loss = next(iter(self.leaves.get("loss", ())), None)
+        if loss is not None and not allowed.passes(loss):
             loss.check_finite("the loss", inputs)
             rule = f"by more than rtol={allowed.of(loss):g}"
             raise VerificationError(f"the loss differs from the unsharded program's {rule}: {self.report}")
@@ -340,8 +423,9 @@ class _Comparison:
             ("the gradient of", "params", "gradients"),
             ("the new", "state", "leaves of state"),
             ("the", "aux", "leaves of aux"),
+            ("the result", "outputs", "outputs"),
         ):
-            wrong = {leaf.name: leaf for leaf in self.leaves[name] if not allowed.passes(leaf)}
+            wrong = {leaf.name: leaf for leaf in self.leaves.get(name, ()) if not allowed.passes(leaf)}
             if wrong:
                 leaf = wrong[_worst({name: leaf.error for name, leaf in wrong.items()})[0]]
                 leaf.check_finite(f"{what} {leaf.name}", inputs)

@@ -312,7 +312,7 @@ def test_what_cannot_be_cut_or_placed_is_refused(call, holds):
         "float32[4, 9]",
     ),
     (lambda: PIPELINE.value_and_grad(PLACED, {**BATCH, "ids": np.ones((M, 4), np.float32)}), "float32[4]", "int"),
-    (lambda: PIPELINE.predict(PLACED, BATCH), "loss function", "unshard(params)", "predict="),
+    (lambda: PIPELINE.predict(PLACED, BATCH), "loss function", "pipeline.forward(fn, inputs)"),
     (lambda: STATEFUL.value_and_grad(PLACED, BATCH), "state is missing", "shard_state(...)"),
     (lambda: RANDOM.value_and_grad(PLACED, BATCH, key=KEY), "key is a key<rbg>", "key<fry>", "jax.random.key(seed)"),
 )
