@@ -205,7 +205,7 @@ def divide(trace: FunctionTrace, ends: Sequence[int], *, holds: bool = True) -> 
     Args:
         trace: the trace of the function.
         ends: per stage, the number of activations of it and of earlier ones.
-        holds: whether stages hold the weights that they read, each its rows of a leaf in one part.
+        holds: whether stages hold the weights that they read, each its rows of a leaf in one part, and have a backward.
     """
     parts, of_state, again = _parts(trace)
     of_stages = [trace.activations[start:end] for start, end in itertools.pairwise([0, *ends])]
@@ -222,7 +222,8 @@ def divide(trace: FunctionTrace, ends: Sequence[int], *, holds: bool = True) -> 
     scans = [_shorter(run, rows) for run in runs]
     own = _own_equations(of_stages, [*zip(runs, scans, strict=True)], slices)
     new_state = _new_rows(trace, of_stages, [*zip(runs, scans, strict=True)], own)
-    own = _under_checkpoints(trace, own, {*variables(trace.results), *(held.new for held in new_state)})
+    if holds:
+        own = _under_checkpoints(trace, own, {*variables(trace.results), *(held.new for held in new_state)})
     division = Division(trace, own, parts, of_state, again, new_state)
     division = dataclasses.replace(division, own=_with_small_values(division))
     return _with_rows_gathered(division) if holds else division

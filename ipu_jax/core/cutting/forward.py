@@ -63,7 +63,7 @@ def forward_of(model: FunctionModel, fn: Function, inputs: Batch, state: Tree) -
     cut = _cut(trace, holders, [f"state{jax.tree_util.keystr(path)}" for path, _ in named])
     division = divide(trace, cut.ends, holds=False)
     held = holders.held(division)
-    make = functools.partial(make_stage, division, held, microbatch, recompute="none", outputs=results[0])
+    make = functools.partial(make_stage, division, held, microbatch, outputs=results[0], in_place=True)
     placed = [(stage.name, stage.ipu) for stage in model.stages]
     stages = tuple(make(s, name=name, ipu=ipu) for s, (name, ipu) in enumerate(placed))
     stages = tuple(dataclasses.replace(stage, predict=stage.fn) for stage in stages)

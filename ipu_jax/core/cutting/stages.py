@@ -17,6 +17,7 @@ from ipu_jax.base.annotations import Batch, Key, Params, Tree, Value, Var
 from ipu_jax.base.jaxprs import part_of
 from ipu_jax.base.keys import with_keys, without_keys
 from ipu_jax.core.cutting.division import Division
+from ipu_jax.core.cutting.in_place import replacing_in_place
 from ipu_jax.core.layout.whole_tree import Part, WholeTree, leaves_at
 from ipu_jax.core.stage import Outputs, Stage
 
@@ -77,7 +78,16 @@ def _shared_name(part: Part) -> str:
 
 
 def make_stage(
-    division: Division, held: Held, microbatch: Batch, s: int, *, name: str, ipu: Any, recompute: Any, outputs: Tree = 0
+    division: Division,
+    held: Held,
+    microbatch: Batch,
+    s: int,
+    *,
+    name: str,
+    ipu: Any,
+    recompute: Any = "none",
+    outputs: Tree = 0,
+    in_place: bool = False,
 ) -> Stage:
     """Return stage `s` of a divided function, on this IPU.
 
@@ -88,6 +98,7 @@ def make_stage(
         s: the number of the stage.
         name, ipu, recompute: as for `Stage`.
         outputs: a tree like the function's outputs; a loss is one leaf.
+        in_place: whether it has no backward, so that a scan over layers can replace their state where it is.
     """
     trace, piece, messages, own = division.trace, division.pieces[s], division.messages, held.own[s]
     groups = {name: held.groups[name] for name in filter(None, [own, *held.shared[s]])}
@@ -108,7 +119,11 @@ def make_stage(
         {str(k): trace.aux[k] for k in division.aux_of(s)},
     )
     results, treedef = jax.tree.flatten(Outputs(y, state=new_state or None, aux=of_aux or None))
-    run = core.jaxpr_as_fun(part_of(trace.closed, inputs, piece.equations, results))
+    replaced = {
+        value.new: v for value in division.state_of(s) for v in piece.state if division.of_state[v] == value.part
+    }
+    equations = [replacing_in_place(eqn, replaced if in_place else {}) for eqn in piece.equations]
+    run = core.jaxpr_as_fun(part_of(trace.closed, inputs, equations, results))
 
     def fn(
         params: Params, x: Tree, microbatch: Batch, *, shared: Tree = None, state: Tree = None, key: Key = None
