@@ -1,8 +1,8 @@
 """Measure whether a forward pass of a cut function costs as much as `Pipeline.predict` of stages written by hand.
 
 The GPT of from_function.py is cut for 4 virtual IPUs by its loss. `pipeline.forward` gives its logits; beside it run
-the hand-written stages, the last of which predicts the same logits. Then it decodes with a cache of keys and values that
-is stacked over the layers: each IPU should hold its own layers' rows, and a step should copy none of them.
+the hand-written stages, the last of which predicts the same logits. Then it decodes with a cache of keys and values
+that is stacked over the layers: each IPU should hold its own layers' rows, and a step should copy none of them.
 
     python benchmarks/forward.py [--check]
 """
