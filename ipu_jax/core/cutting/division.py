@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import jax
@@ -199,13 +199,14 @@ class Division:
         return sent
 
 
-def divide(trace: FunctionTrace, ends: Sequence[int], *, holds: bool = True) -> Division:
+def divide(trace: FunctionTrace, ends: Sequence[int], homes: Mapping[int, int] | None = None) -> Division:
     """Divide a function into stages.
 
     Args:
         trace: the trace of the function.
         ends: per stage, the number of activations of it and of earlier ones.
-        holds: whether stages hold the weights that they read, each its rows of a leaf in one part, and have a backward.
+        homes: per whole leaf of the weights a stage that holds it, if it is known who holds them, and there is no
+            backward. Otherwise stages will hold what they read, each its rows of a leaf in one part.
     """
     parts, of_state, again = _parts(trace)
     of_stages = [trace.activations[start:end] for start, end in itertools.pairwise([0, *ends])]
@@ -222,11 +223,11 @@ def divide(trace: FunctionTrace, ends: Sequence[int], *, holds: bool = True) -> 
     scans = [_shorter(run, rows) for run in runs]
     own = _own_equations(of_stages, [*zip(runs, scans, strict=True)], slices)
     new_state = _new_rows(trace, of_stages, [*zip(runs, scans, strict=True)], own)
-    if holds:
+    if homes is None:
         own = _under_checkpoints(trace, own, {*variables(trace.results), *(held.new for held in new_state)})
     division = Division(trace, own, parts, of_state, again, new_state)
-    division = dataclasses.replace(division, own=_with_small_values(division))
-    return _with_rows_gathered(division) if holds else division
+    division = dataclasses.replace(division, own=_with_small_values(division, homes or {}))
+    return _with_rows_gathered(division) if homes is None else division
 
 
 def _parts(trace: FunctionTrace) -> tuple[dict[Var, Part], dict[Var, Part], dict[Var, Eqn]]:
@@ -388,14 +389,14 @@ def _checkpointed(
 # small values and rows of leaves: which stage has them
 
 
-def _with_small_values(division: Division) -> list[list[Eqn]]:
+def _with_small_values(division: Division, homes: Mapping[int, int]) -> list[list[Eqn]]:
     """Return the equations of each stage, with what is small and computed from weights alone, such as a penalty.
 
     The stage that has the weights computes it. Otherwise the stage that needs it would have to hold all of them, too.
     """
     own, small = division.own, _small_operations(division)
     results = {v for op, _ in small for v in op.outvars}
-    held: dict[int, int] = {}  # the first stage that reads each leaf for something else
+    held = {**homes}  # the first stage that reads each leaf for something else
     for s, eqns in enumerate(own if small else ()):
         for v in division.needs([v for v in read_by(eqns) if v not in results], s).weights:
             held.setdefault(division.parts[v].leaf, s)
@@ -409,6 +410,11 @@ def _with_small_values(division: Division) -> list[list[Eqn]]:
         return own  # a stage needs such a value before the one with its weights: it is computed again, from weights
     added = [[op for op, _ in small if placed.get(op.outvars[0]) == s] for s in range(len(own))]
     return [in_order(eqns, eqns) for eqns in map(operator.add, own, added)]
+
+
+def small_values(trace: FunctionTrace) -> set[Var]:
+    """Return the values that are computed from larger weights alone: the stage with the weights can send them."""
+    return {v for op, _ in _small_operations(Division(trace, [], *_parts(trace), [])) for v in op.outvars}
 
 
 def _small_operations(division: Division) -> list[tuple[Eqn, set[int]]]:

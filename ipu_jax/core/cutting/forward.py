@@ -22,7 +22,7 @@ from ipu_jax.base.checks import in_line
 from ipu_jax.core.cutting import given
 from ipu_jax.core.cutting.cut import TYPICAL, Cut, Places
 from ipu_jax.core.cutting.description import described
-from ipu_jax.core.cutting.division import Division, divide
+from ipu_jax.core.cutting.division import Division, divide, small_values
 from ipu_jax.core.cutting.function import FunctionModel, as_traced
 from ipu_jax.core.cutting.stages import Held, make_stage
 from ipu_jax.core.cutting.trace import FunctionTrace, Read, at_line
@@ -61,7 +61,7 @@ def forward_of(model: FunctionModel, fn: Function, inputs: Batch, state: Tree) -
     holders = _Holders(model, reads_state=own is None)
     named = jax.tree.leaves_with_path(taken)
     cut = _cut(trace, holders, [f"state{jax.tree_util.keystr(path)}" for path, _ in named])
-    division = divide(trace, cut.ends, holds=False)
+    division = divide(trace, cut.ends, holders.homes)
     held = holders.held(division)
     make = functools.partial(make_stage, division, held, microbatch, outputs=results[0], in_place=True)
     placed = [(stage.name, stage.ipu) for stage in model.stages]
@@ -107,6 +107,12 @@ class _Holders:
         own = [stage.params if name == "params" else stage.state for stage in self.model.stages]
         is_everywhere = name == "params" and not groups <= {*own}
         return frozenset(s for s in range(self.count) if is_everywhere or own[s] in groups)
+
+    @property
+    def homes(self) -> dict[int, int]:
+        """Return, per leaf of the weights that is whole, the first stage that holds it."""
+        whole = [part for _, parts in self.model.weights.groups for part in parts if part.rows is None]
+        return {part.leaf: min(self.of(("params", part))) for part in whole}
 
     def path(self, read: Read) -> str:
         name, part = read
@@ -178,8 +184,9 @@ def _cut(trace: FunctionTrace, holders: _Holders, of_state: Sequence[str]) -> Cu
     places, count = Places(trace, [True] * len(trace.params)), holders.count
     operations = places.operations
     may = np.ones((count, len(operations)), bool)  # per stage, whether it may run the operation
+    reads = trace.reads_but_for(small_values(trace))
     for t, op in enumerate(operations):
-        for read in trace.reads[id(op)]:
+        for read in reads[id(op)]:
             may[[s for s in range(count) if s not in holders.of(read)], t] = False
     ends = _ends(places, may)
     if ends is None:

@@ -14,6 +14,7 @@ import jax
 from ipu_jax.base import facts
 from ipu_jax.base.annotations import Batch, Function, Tree
 from ipu_jax.base.decorators import public_on_mesh
+from ipu_jax.base.keys import with_keys
 from ipu_jax.base.showing import Shown, Table, counted
 from ipu_jax.core.cutting.forward import forward_of
 from ipu_jax.core.cutting.function import FunctionModel
@@ -71,6 +72,7 @@ class Forward(Shown):
         given = StepArgs(params, inputs, state, key)
         self.check(given)
         outputs, new_state = self._programs.predict(given, reuses_state=self.has_state)
+        outputs = jax.tree.map(with_keys, outputs, self.outputs)
         return (outputs, new_state) if self.has_state else outputs
 
     def check(self, given: StepArgs) -> None:
