@@ -9,7 +9,6 @@ weights of one stage runs there. Those that read none, or what all IPUs hold, ru
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -94,19 +93,24 @@ class _Holders:
 
     def __init__(self, model: FunctionModel, *, reads_state: bool):
         self.model, self.count, self._reads_state = model, len(model.stages), reads_state
-        self._parts = {"params": [*model.weights.groups], "state": []}
-        if reads_state and model.state is not None:
-            self._parts["state"] = [*model.state.groups]
+        self._parts: dict[tuple[str, int], list[tuple[str, Part]]] = {}  # per leaf, the groups with a part of it
+        for name, tree in (("params", model.weights), ("state", model.state if reads_state else None)):
+            for group, part in () if tree is None else ((g, part) for g, parts in tree.groups for part in parts):
+                self._parts.setdefault((name, part.leaf), []).append((group, part))
 
-    def of(self, read: Read) -> frozenset[int]:
-        """Return the stages that have what an operation reads."""
+    def groups(self, read: Read) -> list[str]:
+        """Return the groups that have what an operation reads."""
         name, part = read
-        if name == "state" and not self._reads_state:
-            return frozenset(range(self.count))
-        groups = {group for group, parts in self._parts[name] if any(held.holds(part) for held in parts)}
-        own = [stage.params if name == "params" else stage.state for stage in self.model.stages]
-        is_everywhere = name == "params" and not groups <= {*own}
-        return frozenset(s for s in range(self.count) if is_everywhere or own[s] in groups)
+        return [group for group, held in self._parts.get((name, part.leaf), ()) if held.holds(part)]
+
+    def of(self, read: Read) -> Sequence[int]:
+        """Return the stages that have what an operation reads."""
+        if read[0] == "state" and not self._reads_state:
+            return range(self.count)
+        groups = self.groups(read)
+        own = [stage.params if read[0] == "params" else stage.state for stage in self.model.stages]
+        is_everywhere = read[0] == "params" and not {*groups} <= {*own}
+        return [s for s in range(self.count) if is_everywhere or own[s] in groups]
 
     @property
     def homes(self) -> dict[int, int]:
@@ -126,28 +130,29 @@ class _Holders:
         Raises:
             ValueError: one of them reads what another one holds.
         """
-        groups: dict[str, Sequence[Part]] = {**dict(self.model.weights.groups)}
         own = [stage.params for stage in self.model.stages]
         shared, everywhere = list[tuple[str, ...]](), dict[Part, list[int]]()
         for s, piece in enumerate(division.pieces):
-            read = [(v, ("params", division.parts[v])) for v in piece.weights]
+            read: list[tuple[Var, Read]] = [(v, ("params", division.parts[v])) for v in piece.weights]
             read += [(v, ("state", division.of_state[v])) for v in piece.state]
+            others: list[str] = []
             for var, leaf in read:
                 if s not in self.of(leaf):
-                    raise ValueError(self.not_held(leaf, s, _reader(piece.equations, var)))
-            parts = [division.parts[v] for v in piece.weights]
-            others = [g for g, of_group in groups.items() if g not in own and _any_holds(of_group, parts)]
+                    raise ValueError(self.not_held(leaf, _reader(piece.equations, var), s))
+                of_leaf = [group for group in self.groups(leaf) if leaf[0] == "params" and group not in own]
+                others += of_leaf
+                if of_leaf:
+                    everywhere.setdefault(leaf[1], []).append(s)
             shared.append(tuple(dict.fromkeys([*self.model.stages[s].shared, *others])))
-            for part in (part for part in parts if any(_any_holds(groups[name], [part]) for name in others)):
-                everywhere.setdefault(part, []).append(s)
         if not self._reads_state:
             state: list[Sequence[Part]] = [[value.part for value in division.state_of(s)] for s in range(self.count)]
         else:
-            of_groups = dict(self._parts["state"])
+            of_groups = {} if self.model.state is None else dict(self.model.state.groups)
             state = [of_groups.get(stage.state or "", ()) for stage in self.model.stages]
-        return Held(groups, own, shared, state, everywhere)
+        return Held(dict(self.model.weights.groups), own, shared, state, everywhere)
 
-    def not_held(self, read: Read, stage: int, line: str) -> str:
+    def not_held(self, read: Read, line: str, stage: int | None = None) -> str:
+        """Say that a stage, or any stage, lacks what is read in this line."""
         found = self.of(read)
         if not found:
             return (
@@ -158,10 +163,6 @@ class _Holders:
             f"{self.path(read)} is on {_stages(found)}, and is read{line} by stage {stage}: read it where the loss "
             "function does, and use its results later"
         )
-
-
-def _any_holds(ones: Iterable[Part], others: Iterable[Part]) -> bool:
-    return any(one.holds(other) for one in ones for other in others)
 
 
 def _reader(equations: Sequence[Eqn], var: Var) -> str:
@@ -181,35 +182,21 @@ def _cut(trace: FunctionTrace, holders: _Holders, of_state: Sequence[str]) -> Cu
     Raises:
         ValueError: there is none.
     """
-    places, count = Places(trace, [True] * len(trace.params)), holders.count
-    operations = places.operations
-    may = np.ones((count, len(operations)), bool)  # per stage, whether it may run the operation
-    reads = trace.reads_but_for(small_values(trace))
-    for t, op in enumerate(operations):
-        for read in reads[id(op)]:
-            may[[s for s in range(count) if s not in holders.of(read)], t] = False
+    places = Places(trace, [True] * len(trace.params))
+    of_all = trace.reads_but_for(small_values(trace))
+    reads = [sorted(of_all[id(op)], key=str) for op in places.operations]
+    may = np.ones((holders.count, len(reads)), bool)  # per stage, whether it may run the operation
+    for t, of_operation in enumerate(reads):
+        for read in of_operation:
+            may[[s for s in range(holders.count) if s not in holders.of(read)], t] = False
     ends = _ends(places, may)
     if ends is None:
-        raise ValueError(_why_none(trace, places, holders, may, of_state))
-    total = np.concatenate([[0.0], np.cumsum(places.work)])
-    work = np.diff(total[[0, *ends]])
-    sent = [int(places.sent[end - 1]) if end else 0 for end in ends[:-1]]
-    is_waist = [bool(end == 0 or places.is_waist[end - 1]) for end in ends[:-1]]
-    return Cut(
-        ends=ends,
-        work=tuple(map(float, work)),
-        sent=tuple(sent),
-        waists=int((places.allowed & places.is_waist).sum()),
-        places=int(places.allowed.sum()),
-        at_waists=all(is_waist),
-        marked=False,
-        heaviest=places.heaviest,
-        kept=places.kept,
-    )
+        raise ValueError(_why_none(places, reads, holders, may, of_state))
+    return places.cut_at(ends)
 
 
 def _ends(places: Places, may: np.ndarray) -> tuple[int, ...] | None:
-    """Return, per stage, the number of operations of it and of earlier ones; a stage may have none.
+    """Return, per stage but the last, the number of operations of it and of earlier ones; a stage may have none.
 
     Args:
         places: the places at which the function can be cut.
@@ -237,33 +224,31 @@ def _ends(places: Places, may: np.ndarray) -> tuple[int, ...] | None:
     chosen = [len(at) - 1]
     for step in reversed(before):
         chosen.append(int(step[chosen[-1]]))
-    return tuple(int(at[k]) for k in reversed(chosen[:-1]))
+    return tuple(int(at[k]) for k in reversed(chosen[1:-1]))
 
 
-def _why_none(trace: FunctionTrace, places: Places, holders: _Holders, may: np.ndarray, of_state: Sequence[str]) -> str:
+def _why_none(
+    places: Places, reads: list[list[Read]], holders: _Holders, may: np.ndarray, of_state: Sequence[str]
+) -> str:
     """Say which operation reads weights where no stage can run it."""
-    latest: tuple[int, Read | None] = 0, None  # the first stage that can run the operations so far, and why
+    first, why = 0, None  # the first stage that can run the operations so far, and what they read there
     seen: set[Read] = set()
-    for t, op in enumerate(places.operations):
-        reads = sorted(trace.reads[id(op)], key=str)
-        for read in reads:
+    for op, of_operation, stages in zip(places.operations, reads, may.T, strict=True):
+        at = [f"{holders.path(read)} of {_stages(holders.of(read))}" for read in of_operation]
+        for read, place in zip(of_operation, at, strict=True):
             found = holders.of(read)
             if not found:
-                return holders.not_held(read, -1, at_line(op))
-            if max(found) < latest[0] and latest[1] is not None:
-                again = (
-                    "" if read not in seen else ", for the second time: call the model once, on both inputs, stacked"
-                )
-                return (
-                    f"{holders.path(read)} is on {_stages(found)}, and is read{at_line(op)} after "
-                    f"{holders.path(latest[1])} of {_stages(holders.of(latest[1]))}"
-                    + (again or ": read weights in the order of the loss function")
-                )
-        if reads and not may[:, t].any():
-            names = " and ".join(f"{holders.path(read)} of {_stages(holders.of(read))}" for read in reads)
-            return f"one operation{at_line(op)} reads {names}: read them one after the other, as the loss function does"
-        for read in reads:
+                return holders.not_held(read, at_line(op))
+            if max(found) < first:
+                mend = "read weights in the order of the loss function"
+                if read in seen:
+                    mend = "this is the second time: call the model once, on both inputs, stacked"
+                return f"{place} is read{at_line(op)} after {why}: {mend}"
+        if not stages.any():
+            return f"one operation{at_line(op)} reads {' and '.join(at)}: read them one after the other"
+        for read, place in zip(of_operation, at, strict=True):
             seen.add(read)
-            latest = max(latest, (min(holders.of(read)), read), key=operator.itemgetter(0))
+            if min(holders.of(read)) > first:
+                first, why = min(holders.of(read)), place
     kept = f": {of_state[places.kept[0]]} is one array, and layers of several stages replace it; {_BY_ROWS}"
     return f"the function cannot be cut into these {holders.count} stages" + kept * bool(places.kept[1])
