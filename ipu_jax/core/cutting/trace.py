@@ -175,6 +175,8 @@ class FunctionTrace:
 
         Its new value is a scan's stacked result, or a concatenation of rows, and nothing reads either of them whole.
         """
+        if not self.new_state:
+            return {}
         at = {v: t for t, op in enumerate(self.operations) for v in op.outvars}
         read_again = {*read_by(self.operations)}
         found: dict[int, list[tuple[Part, Var]]] = {}
