@@ -1,7 +1,7 @@
 """Cut further functions of a model's weights, its outputs or a step of decoding, and compare them with plain jax.
 
 The stages run one after the other in plain jax: whether each operation is where its weights are is decided there. They
-hold what the stages of the loss hold. `tests/ipu_jax/core/pipeline/test_forward.py` runs such functions on the engine.
+hold what the stages of the loss hold. Each model runs on the engine as well, most of them in slow tests.
 """
 
 import functools
@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 from jax import lax
 
+from ipu_jax import Pipeline
 from ipu_jax.core.cutting.forward import forward_of
 from ipu_jax.core.cutting.function import FunctionModel
 from ipu_jax.core.layout.whole_tree import joined
+from support.against_plain import bubbles_hold_nan  # noqa: F401 (a fixture)
 from support.composed import composed, cut_into
 from support.refusals import refusals, refused
 
@@ -36,6 +38,10 @@ MODELS = {
 }
 
 
+RUNS = (("1f1b", 4, 5), ("zbv", 2, 1), ("looped", 2, 3), ("zb-wave", 2, 5), ("sequential", 1, 2))
+"""Schedules, numbers of IPUs, and of micro-batches."""
+
+
 def assert_same(found: Any, expected: Any) -> None:
     """Compare structure, dtypes and bits of two trees."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
@@ -43,17 +49,25 @@ def assert_same(found: Any, expected: Any) -> None:
         np.testing.assert_array_equal(leaf, wanted, jax.tree_util.keystr(path), strict=True)
 
 
+def key_of(example: Example) -> Any:
+    return jax.random.key(7) if "key" in inspect.signature(example.outputs).parameters else None
+
+
+def plain_outputs(example: Example, inputs: Any, key: Any) -> Any:
+    args = [example.params, *([] if example.state is None else [example.state]), inputs]
+    return jax.jit(example.outputs)(*args, *([] if key is None else [key]))
+
+
 def assert_cut_right(example: Example, stages: int, cut_for: Any, inputs: Any) -> None:
     """Cut the loss for one micro-batch, and the outputs for perhaps another one; compare the outputs."""
     assert example.outputs is not None
-    key = jax.random.key(7) if "key" in inspect.signature(example.outputs).parameters else None
+    key = key_of(example)
     loss = cut_into(stages, example.loss, example.params, cut_for, state=example.state)
     model, shapes = forward_of(loss, example.outputs, inputs, None)
     assert model.weights is loss.weights
     assert len(model.stages) == stages
     found, _ = jax.jit(composed(model))(example.params, example.state, inputs, key)
-    args = [example.params, *([] if example.state is None else [example.state]), inputs]
-    expected = jax.jit(example.outputs)(*args, *([] if key is None else [key]))
+    expected = plain_outputs(example, inputs, key)
     assert_same(found, expected)
     assert jax.tree.map(lambda leaf: leaf.shape, shapes) == jax.tree.map(jnp.shape, expected)
 
@@ -101,6 +115,36 @@ def test_inputs_of_another_size(name, part):
     micro_batch = example.micro_batch(np.random.default_rng(1))
     inputs = {what: leaf[part[0]] if leaf.ndim == 1 else leaf[part] for what, leaf in micro_batch.items()}
     assert_cut_right(example, 3, micro_batch, inputs)
+
+
+@pytest.mark.fast(
+    "encoder_decoder",
+    "one_block_again_and_again",
+    "linen_batch_norm",
+    "nnx_gpt_tied",
+    "scan_with_a_key_per_layer",
+    "bfloat16_weights",
+    "scan_with_results_of_layers",
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_pipeline_computes_the_outputs_of_the_model(name):
+    """Rounding may differ in products that are fused otherwise."""
+    example, (schedule, ipus, m) = MODELS[name](), RUNS[list(MODELS).index(name) % len(RUNS)]
+    rng, key = np.random.default_rng(1), key_of(example)
+    inputs = [example.micro_batch(rng) for _ in range(m)]
+    options = {"ipus": ipus, "schedule": schedule, "gradient_accumulation": 4}
+    pipeline = Pipeline.from_function(example.loss, example.params, inputs[0], state=example.state, **options)
+    outputs = pipeline.forward(example.outputs, inputs[0])
+    state = None if example.state is None else pipeline.shard_state(example.state)
+    batch = jax.tree.map(lambda *leaves: np.stack(leaves), *inputs)
+    found = outputs(pipeline.shard(example.params), batch, state, key)
+    keys = [None if key is None else jax.random.fold_in(jax.random.fold_in(key, 0), i) for i in range(m)]
+    each = [plain_outputs(example, *both) for both in zip(inputs, keys, strict=True)]
+    expected = jax.tree.map(lambda *leaves: np.stack(leaves), *each)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for leaf, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert leaf.dtype == wanted.dtype
+        assert np.abs(leaf - wanted).max() <= 1e-6 * np.abs(wanted).max()
 
 
 # functions with a state of their own: 6 layers, each with a cache, on 3 stages
