@@ -178,6 +178,7 @@ class Places:
             if not parts:
                 times = [t for t, part in read if part.leaf in leaves]
                 times += [at[v] for v in (trace.new_state[k] for k in leaves) if trace.is_activation(v)]
+                times += [len(self.operations) - 1 for v in trace.outputs if leaves & trace.leaves_of(v)]
                 found.append((min(leaves), min(times), max(times)))
             for rows, new in parts:
                 times = [t for t, part in read if rows.holds(part)] + [at[new]]

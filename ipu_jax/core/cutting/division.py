@@ -122,8 +122,9 @@ class Division:
         """
         if not self.trace.new_state:
             return []
+        trace, last = self.trace, len(self.own) - 1
         reads = [self.needs(read_by(eqns), s).state for s, eqns in enumerate(self.own)]
-        trace = self.trace
+        reads[last] += self.needs(trace.outputs, last).state
         homes = [{s for s, read in enumerate(reads) if var in read} for var in trace.state]
         kept = set[int]().union(*trace.kept_together)
         for leaves in trace.kept_together:
@@ -234,7 +235,7 @@ def _parts(trace: FunctionTrace) -> tuple[dict[Var, Part], dict[Var, Part], dict
     """Return the parts of weights and of state that variables are, and the equation of each value but activations.
 
     Static rows of a leaf, `w[k]` in a loop over layers, are parts of it, as rows of a scan are; of the state, if its
-    leaf is stacked.
+    leaf is stacked, or the function only reads it.
     """
     parts, of_state = ({v: Part(k) for k, v in enumerate(leaves)} for leaves in (trace.params, trace.state))
     again = {v: op for op in trace.operations for v in op.outvars if not trace.is_activation(v)}
@@ -243,7 +244,7 @@ def _parts(trace: FunctionTrace) -> tuple[dict[Var, Part], dict[Var, Part], dict
             continue
         held = parts if eqn.invars[0] in parts else of_state
         leaf = held.get(eqn.invars[0])
-        if leaf is not None and (held is parts or leaf.leaf in trace.stacked):
+        if leaf is not None and (held is parts or leaf.leaf in trace.stacked or not trace.new_state):
             del again[var]
             held[var] = leaf.part(*rows)
     return parts, of_state, again

@@ -37,6 +37,11 @@ class Forward(Shown):
     """
 
     def __init__(self, pipeline: Any, fn: Function, inputs: Batch, state: Tree):
+        if state is not None and pipeline.replicas > 1:
+            raise ValueError(
+                f"state= with {pipeline.replicas} replicas: each replica would change its own copy; use a pipeline of "
+                "one replica, whose micro-batches change it one after the other"
+            )
         function, self.outputs = forward_of(pipeline.function, fn, inputs, state)
         self._of, self._fn, self._state = pipeline, fn, state
         self._pipeline = pipeline.replace(stages=function)
@@ -79,6 +84,8 @@ class Forward(Shown):
         """Raise the `ValueError` that a call raises for these arguments."""
         if self.takes_key and given.key is None:
             raise ValueError("key is missing: the function takes one, pass key=jax.random.key(...)")
+        if self.has_state and given.state is None:
+            raise ValueError("state is missing: pass what shard_state or an earlier call of this function returned")
         self.placement.check(given, "prediction")
 
     def for_inputs(self, inputs: Batch) -> "Forward":
@@ -93,7 +100,7 @@ class Forward(Shown):
         """Place the function's own state on the IPUs: each leaf, or each layer's rows, where it is used.
 
         Raises:
-            ValueError: the function has none, or the tree is another one than `forward` was given.
+            ValueError: the function has none, or the tree is not like the one that `forward` was given.
         """
         if not self.has_state:
             raise ValueError("the function has no state of its own: give forward(fn, inputs, state=...)")
@@ -146,8 +153,9 @@ class WithForward:
                 it; of a leaf that is stacked over the layers of a scan, each IPU holds its layers' rows.
 
         Raises:
-            ValueError: the pipeline was made of stages; the function takes or returns something else; or it reads
-                weights in another order than the loss function does. The message names the leaf and the line.
+            ValueError: the pipeline was made of stages; the function takes or returns something else; it has a state
+                and the pipeline several replicas; or it reads weights in another order than the loss function does.
+                The message names the leaf and the line.
 
         >>> import jax, jax.numpy as jnp
         >>> from ipu_jax import Pipeline
