@@ -129,7 +129,7 @@ def evaluated(replicas: int, ipus: int) -> Results:
         return jnp.mean((x - batch["y"]) ** 2)
 
     one = {name: leaf[:4] for name, leaf in data.items()}
-    options = {"ipus": ipus, "replicas": replicas, "gradient_accumulation": MICRO_BATCHES}
+    options: dict[str, Any] = {"ipus": ipus, "replicas": replicas, "gradient_accumulation": MICRO_BATCHES}
     step = make_train_step(Pipeline.from_function(loss, params, one, **options), optax.sgd(0.1))
     both = lambda params, batch: {"loss": loss(params, batch), "log": jnp.mean(jnp.log(batch["y"]))}
     evaluation = Evaluation(step.model.forward(both, one), data, micro_batches=1)

@@ -1,4 +1,4 @@
-"""Take the mean of a forward pass's outputs over a data set: `Evaluation`, a function of a training state.
+"""Take the mean of a forward pass's outputs over a data set: `Evaluation`, a function of a `TrainState`.
 
 test = pipeline.forward(test_loss, micro_batch)          means over one micro-batch, by name
 fit(step, state, feed, evaluate=Evaluation(test, images))
@@ -35,7 +35,7 @@ _NUMBERS: Final = (jnp.floating, jnp.integer, jnp.bool_)
 class Evaluation:
     """The means of a forward pass's outputs over a data set, in which each example counts once.
 
-    A call takes a training state, so it can be given to `fit(evaluate=)`. It reads the source from its beginning, in
+    A call takes a `TrainState`, so it can be given to `fit(evaluate=)`. It reads the source from its beginning, in
     its own order, without a copy of it on the IPUs. Where the examples do not fill the last micro-batch, the function
     is cut and compiled once more, for a micro-batch of the rest.
 
@@ -132,7 +132,7 @@ class Evaluation:
     def check(self, state: TrainState) -> None:
         """Raise the `ValueError` that a call raises for this state."""
         if not isinstance(state, TrainState):
-            raise ValueError(f"state is a {type(state).__name__}: give a training state, as step.init(params) returns")
+            raise ValueError(f"state is a {type(state).__name__}, not a TrainState: give what step.init returns")
         mesh, found = self._forward.mesh, state.step.sharding.device_set
         if found != {*mesh.devices.flat}:
             raise ValueError(

@@ -4,7 +4,7 @@ Rows that fill up a batch are zeros. Two of the figures of zeros are not finite,
 """
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +115,8 @@ def test_the_source_can_be_a_stream_or_a_dataset():
         return ({name: leaf[k : k + 5] for name, leaf in data.items()} for k in range(0, 19, 5))
 
     state = step_of().init(PARAMS)
-    for source, items in ((rows, "examples"), (loader, "batches"), ([*loader(0)], "batches")):
+    sources: list[Any] = [(rows, "examples"), (loader, "batches"), ([*loader(0)], "batches")]
+    for source, items in sources:
         evaluation = Evaluation(forward_of(fn=loss), source, items=items, micro_batches=M)
         first = evaluation(state)
         assert_close(first, {"loss": expected(PARAMS, data)["loss"]})
@@ -229,12 +230,14 @@ def with_key(params, batch, key):
     return loss(params, batch) + jax.random.uniform(key)
 
 
-def of_other_sizes(params, batch):
-    return jnp.mean(model(jnp, params, batch["x"].reshape(B, D)))
+def of_four_rows(params, batch):
+    if len(batch["x"]) != B:
+        raise ValueError(f"{len(batch['x'])} rows, and the model takes {B}")
+    return loss(params, batch)
 
 
 @refusals(
-    (lambda: Evaluation(loss, ONE), "forward is a function", "pipeline.forward(fn, inputs)"),
+    (lambda: Evaluation(cast(Any, loss), ONE), "forward is a function", "pipeline.forward(fn, inputs)"),
     (evaluating(counted, state=jnp.zeros(())), "a state of its own", "leave state= out"),
     (evaluating(with_key), "key is missing", "give key=jax.random.key(...)"),
     (evaluating(with_key, key=3), "key=3", "not one typed key", "jax.random.key(seed)"),
@@ -249,10 +252,10 @@ def of_other_sizes(params, batch):
     (evaluating(source={"x": ONE["x"]}), "batch['y'] is missing", "cut for micro-batches with ['x'], ['y']"),
     (evaluating(source=examples(0)), "no examples", "an example a row"),
     (evaluating(source=iter([ONE]), items="batches"), "cannot be repeated", "a function of the epoch"),
-    (evaluating(of_other_sizes, examples(B + 1)), "reshape", "(4, 3)"),
+    (evaluating(of_four_rows, examples(B + 3)), "3 rows", "the model takes 4"),
 )
 def test_an_evaluation_is_refused(call, holds):
-    with refused(*holds, error=(ValueError, TypeError)):
+    with refused(*holds):
         call()
 
 
@@ -261,8 +264,8 @@ def test_what_cannot_be_evaluated_is_refused_before_the_training():
     others = "on other devices", "4 and 2", "step.model.forward(fn, inputs)"
     with refused(*others):
         evaluation(state)
-    with refused("state is a list", "give a training state"):
-        evaluation(PARAMS)
+    with refused("state is a list", "give what step.init returns"):
+        evaluation(cast(Any, PARAMS))
     with Feed(examples(32), step=step_of(2, 2), micro_batch=B) as feed:
         with refused(*others):
             fit(step_of(2, 2), state, feed, evaluate=evaluation)
