@@ -10,7 +10,7 @@ The loop itself is in `fit.py`.
 import dataclasses
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -190,6 +190,7 @@ def _check(step: Any, state: Tree, feed: Any, epochs: Any, updates: Any, **other
     _check_types(others)
     if isinstance(others["evaluate"], Evaluation):
         others["evaluate"].check(state)
+        _check_names("evaluate's figures", others["evaluate"].names, _FIGURES)
     log, report, resume, tensorboard = (others[name] for name in ("log", "report", "resume", "tensorboard"))
     if others["checkpoints"] is None and resume not in ("auto", "never"):
         raise ValueError(f"resume={resume!r} needs checkpoints: give checkpoints=, or leave resume out")
@@ -306,8 +307,8 @@ def _figures_of(found: Json) -> dict[str, float]:
     return {name: float(value) for name, value in found.items()}
 
 
-def _check_names(what: str, by_name: Mapping[Any, Any], taken: tuple[str, ...]) -> None:
-    for name in by_name:
+def _check_names(what: str, names: Iterable[Any], taken: tuple[str, ...]) -> None:
+    for name in names:
         if not isinstance(name, str) or name in taken:
             raise ValueError(
                 f"{what} have the name {name!r}, which is not a string, or has another meaning in the log: "

@@ -50,6 +50,9 @@ class Evaluation:
             fill.
         key: a typed key, if the function takes one. Every evaluation draws the same numbers.
 
+    Attributes:
+        names: the names of the means.
+
     Raises:
         ValueError: the function has a state of its own or returns something else, a key is missing or superfluous, or
             the source does not fit the function, cannot be read or can be read only once.
@@ -83,6 +86,7 @@ class Evaluation:
         check_key(key, forward.stages, "prediction", taken=forward.takes_key)
         self._forward, self._key, self._rests = forward, key, dict[int, Forward]()
         self._is_dict = isinstance(forward.outputs, Mapping)
+        self.names = (*forward.outputs,) if self._is_dict else ("loss",)
         self._check_outputs(forward.outputs)
         self._size = _micro_batch_of(forward.inputs)
         m = _PER_STAGE * len(forward.stages)

@@ -271,6 +271,9 @@ def test_what_cannot_be_evaluated_is_refused_before_the_training():
             fit(step_of(2, 2), state, feed, evaluate=evaluation)
         with refused("evaluate= is a Forward", "takes a batch", "Evaluation(forward, data)"):
             fit(step_of(2, 2), state, feed, evaluate=forward_of(2, 2))
+        named = forward_of(2, 2, lambda params, batch: {"epoch": loss(params, batch)})
+        with refused("figures have the name 'epoch'", "choose another name"):
+            fit(step_of(2, 2), state, feed, evaluate=Evaluation(named, ONE))
 
 
 def test_the_loss_of_a_function_with_dropout_names_the_function_to_evaluate():
