@@ -133,7 +133,8 @@ class Division:
             assert len(home) == 1, "a cut does not separate the operations on these leaves"
             for k in leaves:
                 homes[k] = home
-        homes = [of_leaf or {0} for of_leaf in homes]
+        everywhere = {*range(len(self.own))}  # what this function leaves alone, another one can read at any stage
+        homes = [of_leaf or everywhere for of_leaf in homes]
         results = [(of_leaf, trace.leaves_of(v)) for of_leaf, v in zip(homes, trace.new_state, strict=True)]
         for leaves in filter(None, map(trace.leaves_of, trace.aux)):
             results.append(({min(homes[min(leaves, key=lambda k: k not in kept)])}, leaves))
