@@ -118,7 +118,8 @@ class Division:
         """Return, per leaf of the state, the stages that hold it whole.
 
         It is one, unless the new value follows from the state alone, as a counter's: then all stages that read it, or
-        compute from it the new value of another leaf that they hold, hold a copy, and update it alike.
+        compute from it the new value of another leaf that they hold, hold a copy, and update it alike. If none does,
+        all stages do.
         """
         if not self.trace.new_state:
             return []
@@ -134,7 +135,8 @@ class Division:
             assert len(home) == 1, "a cut does not separate the operations on these leaves"
             for k in leaves:
                 homes[k] = home
-        homes = [of_leaf or {0} for of_leaf in homes]
+        everywhere = {*range(len(self.own))}  # another function may read it at any of them
+        homes = [of_leaf or everywhere for of_leaf in homes]
         results = [(of_leaf, trace.leaves_of(v)) for of_leaf, v in zip(homes, trace.new_state, strict=True)]
         for leaves in filter(None, map(trace.leaves_of, trace.aux)):
             results.append(({min(homes[min(leaves, key=lambda k: k not in kept)])}, leaves))
