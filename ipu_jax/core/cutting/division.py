@@ -74,6 +74,7 @@ class Division:
         parts, of_state: the part of `params`, and of the state, that each variable of these is.
         again: the equation of each value that any stage can compute again.
         new_rows: the new values of the rows of stacked leaves of the state.
+        homes: the `state_homes`, if they are given.
     """
 
     trace: FunctionTrace
@@ -82,6 +83,7 @@ class Division:
     of_state: dict[Var, Part]
     again: dict[Var, Eqn]
     new_rows: list[NewValue]
+    homes: list[list[int]] | None = None
 
     @functools.cached_property
     def stage_of(self) -> dict[Var, int]:
@@ -120,8 +122,8 @@ class Division:
         It is one, unless the new value follows from the state alone, as a counter's: then all stages that read it, or
         compute from it the new value of another leaf that they hold, hold a copy, and update it alike.
         """
-        if not self.trace.new_state:
-            return []
+        if not self.trace.new_state or self.homes is not None:
+            return self.homes or []
         reads = [self.needs(read_by(eqns), s).state for s, eqns in enumerate(self.own)]
         trace = self.trace
         homes = [{s for s, read in enumerate(reads) if var in read} for var in trace.state]

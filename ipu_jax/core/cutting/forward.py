@@ -9,6 +9,7 @@ weights of one stage runs there. Those that read none, or what all IPUs hold, ru
 
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -26,12 +27,14 @@ from ipu_jax.core.cutting.division import Division, divide
 from ipu_jax.core.cutting.function import FunctionModel, as_traced
 from ipu_jax.core.cutting.stages import Held, make_stage
 from ipu_jax.core.cutting.trace import FunctionTrace, Read, at_line
-from ipu_jax.core.layout.whole_tree import Part
+from ipu_jax.core.layout.whole_tree import Part, WholeTree
 
 _BY_ROWS: Final = "hold one leaf per layer, or stack them, layers first, as xs and ys of the scan over the layers"
 
 
-def forward_of(model: FunctionModel, fn: Function, inputs: Batch, state: Tree) -> tuple[FunctionModel, Tree]:
+def forward_of(
+    model: FunctionModel, fn: Function, inputs: Batch, state: Tree, placed: WholeTree | None = None
+) -> tuple[FunctionModel, Tree]:
     """Return a function as stages that hold what the stages of the loss function hold, and the shapes of its outputs.
 
     Args:
@@ -40,6 +43,7 @@ def forward_of(model: FunctionModel, fn: Function, inputs: Batch, state: Tree) -
         inputs: one micro-batch of its inputs, or their shapes.
         state: the function's own state, which it returns anew after its outputs; or None. Then it gets the loss
             function's state, if that has one, and leaves it as it is.
+        placed: who holds the function's own state already, as another function of these weights has it; or None.
 
     Raises:
         ValueError: the function takes or returns something else, or reads weights in another order than the stages.
@@ -58,14 +62,13 @@ def forward_of(model: FunctionModel, fn: Function, inputs: Batch, state: Tree) -
     given.check_constants(trace)
     if not trace.outputs:
         raise ValueError(f"fn returns {results[0]!r:.60}, without an array: return its outputs, any pytree of arrays")
-    holders = _Holders(model, reads_state=own is None)
+    holders = _Holders(model, model.state if own is None else placed, replaces_state=own is not None)
     named = jax.tree.leaves_with_path(taken)
     cut = _cut(trace, holders, [f"state{jax.tree_util.keystr(path)}" for path, _ in named])
-    division = divide(trace, cut.ends, holds=False)
+    division = dataclasses.replace(divide(trace, cut.ends, holds=False), homes=holders.homes(trace))
     held = holders.held(division)
     make = functools.partial(make_stage, division, held, microbatch, outputs=results[0], in_place=True)
-    placed = [(stage.name, stage.ipu) for stage in model.stages]
-    stages = tuple(make(s, name=name, ipu=ipu) for s, (name, ipu) in enumerate(placed))
+    stages = tuple(make(s, name=stage.name, ipu=stage.ipu) for s, stage in enumerate(model.stages))
     stages = tuple(dataclasses.replace(stage, predict=stage.fn) for stage in stages)
     trees = jax.tree.structure((source.params, taken, microbatch, key)), jax.tree.structure(results)
     forward = FunctionModel(
@@ -85,33 +88,51 @@ def forward_of(model: FunctionModel, fn: Function, inputs: Batch, state: Tree) -
 
 
 class _Holders:
-    """Which stages of a loss function hold which parts of its weights and its state.
+    """Which stages of a loss function hold which parts of its weights, and of the state that a function uses.
 
     Args:
         model: the loss function's stages.
-        reads_state: whether its state is read.
+        state: who holds the state, each stage in its group "stage 0", "stage 1" and so on; None if nobody does yet.
+        replaces_state: whether the function replaces it.
     """
 
-    def __init__(self, model: FunctionModel, *, reads_state: bool):
-        self.model, self.count, self._reads_state = model, len(model.stages), reads_state
-        self._parts = {"params": [*model.weights.groups], "state": []}
-        if reads_state and model.state is not None:
-            self._parts["state"] = [*model.state.groups]
+    def __init__(self, model: FunctionModel, state: WholeTree | None, *, replaces_state: bool):
+        self.model, self.count, self._state, self._replaces = model, len(model.stages), state, replaces_state
+        self._parts = {"params": [*model.weights.groups], "state": [] if state is None else [*state.groups]}
 
     def of(self, read: Read) -> frozenset[int]:
         """Return the stages that have what an operation reads."""
         name, part = read
-        if name == "state" and not self._reads_state:
+        if name == "state" and self._state is None:
             return frozenset(range(self.count))
         groups = {group for group, parts in self._parts[name] if any(held.holds(part) for held in parts)}
-        own = [stage.params if name == "params" else stage.state for stage in self.model.stages]
+        own = [stage.params if name == "params" else f"stage {s}" for s, stage in enumerate(self.model.stages)]
         is_everywhere = name == "params" and not groups <= {*own}
         return frozenset(s for s in range(self.count) if is_everywhere or own[s] in groups)
 
+    def needs(self, trace: FunctionTrace) -> dict[int, dict[Read, frozenset[int]]]:
+        """Return, per activation's operation by its id, what it reads or replaces, and the stages that have this."""
+        found = {op: {read: self.of(read) for read in reads} for op, reads in trace.reads.items()}
+        if self._state is not None and self._replaces:
+            whole = [(Part(k), new) for k, new in enumerate(trace.new_state) if k not in trace.stacked]
+            for part, new in filter(
+                lambda one: trace.is_activation(one[1]), itertools.chain(whole, *trace.stacked.values())
+            ):
+                first = sorted(self.of(("state", part)))[:1]  # it sends the new value to the others
+                found[id(trace.made_by[new])]["state", part] = frozenset(first)
+        return found
+
+    def homes(self, trace: FunctionTrace) -> list[list[int]] | None:
+        """Return, per leaf of a state that is placed and replaced, the stages that hold it whole; otherwise None."""
+        if self._state is None or not self._replaces:
+            return None
+        whole = [k not in trace.stacked for k in range(len(trace.state))]
+        return [sorted(self.of(("state", Part(k)))) if is_whole else [] for k, is_whole in enumerate(whole)]
+
     def path(self, read: Read) -> str:
         name, part = read
-        tree = self.model.weights if name == "params" else self.model.state
-        assert tree is not None, "the function reads it"
+        tree = self.model.weights if name == "params" else self._state
+        assert tree is not None, "who holds it is known"
         return tree.paths[part.leaf] + ("" if part.rows is None else f"[{part.rows[0]}:{part.rows[1]}]")
 
     def held(self, division: Division) -> Held:
@@ -134,11 +155,10 @@ class _Holders:
             shared.append(tuple(dict.fromkeys([*self.model.stages[s].shared, *others])))
             for part in (part for part in parts if any(_any_holds(groups[name], [part]) for name in others)):
                 everywhere.setdefault(part, []).append(s)
-        if not self._reads_state:
-            state: list[Sequence[Part]] = [[value.part for value in division.state_of(s)] for s in range(self.count)]
-        else:
-            of_groups = dict(self._parts["state"])
-            state = [of_groups.get(stage.state or "", ()) for stage in self.model.stages]
+        new = [tuple(value.part for value in division.state_of(s)) for s in range(self.count)]
+        of_groups = dict(self._parts["state"])
+        state = new if self._state is None else [of_groups.get(f"stage {s}", ()) for s in range(self.count)]
+        assert state == new or not self._replaces, f"{new} is replaced where {state} is held"
         return Held(groups, own, shared, state, everywhere)
 
     def not_held(self, read: Read, stage: int, line: str) -> str:
@@ -175,15 +195,13 @@ def _cut(trace: FunctionTrace, holders: _Holders, of_state: Sequence[str]) -> Cu
     Raises:
         ValueError: there is none.
     """
-    places, count = Places(trace, [True] * len(trace.params)), holders.count
-    operations = places.operations
-    may = np.ones((count, len(operations)), bool)  # per stage, whether it may run the operation
-    for t, op in enumerate(operations):
-        for read in trace.reads[id(op)]:
-            may[[s for s in range(count) if s not in holders.of(read)], t] = False
+    places = Places(trace, [True] * len(trace.params))
+    needs, stages = holders.needs(trace), range(holders.count)
+    found = [frozenset(stages).intersection(*needs[id(op)].values()) for op in places.operations]
+    may = np.array([[s in of_op for of_op in found] for s in stages])  # per stage, whether it may run the operation
     ends = _ends(places, may)
     if ends is None:
-        raise ValueError(_why_none(trace, places, holders, may, of_state))
+        raise ValueError(_why_none(places, holders, needs, of_state))
     total = np.concatenate([[0.0], np.cumsum(places.work)])
     work = np.diff(total[[0, *ends]])
     sent = [int(places.sent[end - 1]) if end else 0 for end in ends[:-1]]
@@ -233,14 +251,15 @@ def _ends(places: Places, may: np.ndarray) -> tuple[int, ...] | None:
     return tuple(int(at[k]) for k in reversed(chosen[:-1]))
 
 
-def _why_none(trace: FunctionTrace, places: Places, holders: _Holders, may: np.ndarray, of_state: Sequence[str]) -> str:
+def _why_none(
+    places: Places, holders: _Holders, needs: dict[int, dict[Read, frozenset[int]]], of_state: Sequence[str]
+) -> str:
     """Say which operation reads weights where no stage can run it."""
     latest: tuple[int, Read | None] = 0, None  # the first stage that can run the operations so far, and why
     seen: set[Read] = set()
-    for t, op in enumerate(places.operations):
-        reads = sorted(trace.reads[id(op)], key=str)
-        for read in reads:
-            found = holders.of(read)
+    for op in places.operations:
+        reads = sorted(needs[id(op)].items(), key=str)
+        for read, found in reads:
             if not found:
                 return holders.not_held(read, -1, at_line(op))
             if max(found) < latest[0] and latest[1] is not None:
@@ -252,11 +271,11 @@ def _why_none(trace: FunctionTrace, places: Places, holders: _Holders, may: np.n
                     f"{holders.path(latest[1])} of {_stages(holders.of(latest[1]))}"
                     + (again or ": read weights in the order of the loss function")
                 )
-        if reads and not may[:, t].any():
-            names = " and ".join(f"{holders.path(read)} of {_stages(holders.of(read))}" for read in reads)
+        if reads and not frozenset.intersection(*(found for _, found in reads)):
+            names = " and ".join(f"{holders.path(read)} of {_stages(found)}" for read, found in reads)
             return f"one operation{at_line(op)} reads {names}: read them one after the other, as the loss function does"
-        for read in reads:
+        for read, found in reads:
             seen.add(read)
-            latest = max(latest, (min(holders.of(read)), read), key=operator.itemgetter(0))
+            latest = max(latest, (min(found), read), key=operator.itemgetter(0))
     kept = f": {of_state[places.kept[0]]} is one array, and layers of several stages replace it; {_BY_ROWS}"
     return f"the function cannot be cut into these {holders.count} stages" + kept * bool(places.kept[1])
