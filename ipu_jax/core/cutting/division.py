@@ -74,6 +74,7 @@ class Division:
         parts, of_state: the part of `params`, and of the state, that each variable of these is.
         again: the equation of each value that any stage can compute again.
         new_rows: the new values of the rows of stacked leaves of the state.
+        placed: the `state_homes`, if they are given.
     """
 
     trace: FunctionTrace
@@ -82,6 +83,7 @@ class Division:
     of_state: dict[Var, Part]
     again: dict[Var, Eqn]
     new_rows: list[NewValue]
+    placed: list[list[int]] | None = None
 
     @functools.cached_property
     def stage_of(self) -> dict[Var, int]:
@@ -119,10 +121,10 @@ class Division:
 
         It is one, unless the new value follows from the state alone, as a counter's: then all stages that read it, or
         compute from it the new value of another leaf that they hold, hold a copy, and update it alike. If none does,
-        all stages do.
+        all stages hold a small leaf, and stage 0 a larger one.
         """
-        if not self.trace.new_state:
-            return []
+        if not self.trace.new_state or self.placed is not None:
+            return self.placed or []
         trace, last = self.trace, len(self.own) - 1
         reads = [self.needs(read_by(eqns), s).state for s, eqns in enumerate(self.own)]
         reads[last] += self.needs(trace.outputs, last).state
@@ -136,7 +138,8 @@ class Division:
             for k in leaves:
                 homes[k] = home
         everywhere = {*range(len(self.own))}  # another function may read it at any of them
-        homes = [of_leaf or everywhere for of_leaf in homes]
+        small = [bytes_of([v.aval]) <= _SMALL for v in trace.state]
+        homes = [of_leaf or (everywhere if is_small else {0}) for of_leaf, is_small in zip(homes, small, strict=True)]
         results = [(of_leaf, trace.leaves_of(v)) for of_leaf, v in zip(homes, trace.new_state, strict=True)]
         for leaves in filter(None, map(trace.leaves_of, trace.aux)):
             results.append(({min(homes[min(leaves, key=lambda k: k not in kept)])}, leaves))

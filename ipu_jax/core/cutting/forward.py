@@ -9,6 +9,7 @@ weights of one stage runs there. Those that read none, or what all IPUs hold, ru
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -25,12 +26,14 @@ from ipu_jax.core.cutting.division import Division, divide, small_values
 from ipu_jax.core.cutting.function import FunctionModel, as_traced
 from ipu_jax.core.cutting.stages import Held, make_stage
 from ipu_jax.core.cutting.trace import FunctionTrace, Read, at_line
-from ipu_jax.core.layout.whole_tree import Part
+from ipu_jax.core.layout.whole_tree import Part, WholeTree
 
 _BY_ROWS: Final = "hold one leaf per layer, or stack them, layers first, as xs and ys of the scan over the layers"
 
 
-def forward_of(model: FunctionModel, fn: Function, inputs: Batch, state: Tree) -> tuple[FunctionModel, Tree]:
+def forward_of(
+    model: FunctionModel, fn: Function, inputs: Batch, state: Tree, placed: WholeTree | None = None
+) -> tuple[FunctionModel, Tree]:
     """Return a function as stages that hold what the stages of the loss function hold, and the shapes of its outputs.
 
     Args:
@@ -39,6 +42,7 @@ def forward_of(model: FunctionModel, fn: Function, inputs: Batch, state: Tree) -
         inputs: one micro-batch of its inputs, or their shapes.
         state: the function's own state, which it returns anew after its outputs; or None. Then it gets the loss
             function's state, if that has one, and leaves it as it is.
+        placed: who holds the function's own state already, as another function of these weights has it; or None.
 
     Raises:
         ValueError: the function takes or returns something else, or reads weights in another order than the stages.
@@ -57,10 +61,10 @@ def forward_of(model: FunctionModel, fn: Function, inputs: Batch, state: Tree) -
     given.check_constants(trace)
     if not trace.outputs:
         raise ValueError(f"fn returns {results[0]!r:.60}, without an array: return its outputs, any pytree of arrays")
-    holders = _Holders(model, reads_state=own is None)
+    holders = _Holders(model, model.state if own is None else placed, replaces_state=own is not None)
     named = jax.tree.leaves_with_path(taken)
     cut = _cut(trace, holders, [f"state{jax.tree_util.keystr(path)}" for path, _ in named])
-    division = divide(trace, cut.ends, holders.homes)
+    division = dataclasses.replace(divide(trace, cut.ends, holders.homes), placed=holders.of_new_state(trace))
     held = holders.held(division)
     make = functools.partial(make_stage, division, held, microbatch, outputs=results[0], in_place=True)
     placed = [(stage.name, stage.ipu) for stage in model.stages]
@@ -84,17 +88,19 @@ def forward_of(model: FunctionModel, fn: Function, inputs: Batch, state: Tree) -
 
 
 class _Holders:
-    """Which stages of a loss function hold which parts of its weights and its state.
+    """Which stages of a loss function hold which parts of its weights, and of the state that a function uses.
 
     Args:
         model: the loss function's stages.
-        reads_state: whether its state is read.
+        state: who holds the state, each stage in its group "stage 0", "stage 1" and so on; None if nobody does yet.
+        replaces_state: whether the function replaces it.
     """
 
-    def __init__(self, model: FunctionModel, *, reads_state: bool):
-        self.model, self.count, self._reads_state = model, len(model.stages), reads_state
+    def __init__(self, model: FunctionModel, state: WholeTree | None, *, replaces_state: bool):
+        self.model, self.count, self._state = model, len(model.stages), state
+        self._replaces = replaces_state and state is not None
         self._parts: dict[tuple[str, int], list[tuple[str, Part]]] = {}  # per leaf, the groups with a part of it
-        for name, tree in (("params", model.weights), ("state", model.state if reads_state else None)):
+        for name, tree in (("params", model.weights), ("state", state)):
             for group, part in () if tree is None else ((g, part) for g, parts in tree.groups for part in parts):
                 self._parts.setdefault((name, part.leaf), []).append((group, part))
 
@@ -105,10 +111,10 @@ class _Holders:
 
     def of(self, read: Read) -> Sequence[int]:
         """Return the stages that have what an operation reads."""
-        if read[0] == "state" and not self._reads_state:
+        if read[0] == "state" and self._state is None:
             return range(self.count)
         groups = self.groups(read)
-        own = [stage.params if read[0] == "params" else stage.state for stage in self.model.stages]
+        own = [stage.params if read[0] == "params" else f"stage {s}" for s, stage in enumerate(self.model.stages)]
         is_everywhere = read[0] == "params" and not {*groups} <= {*own}
         return [s for s in range(self.count) if is_everywhere or own[s] in groups]
 
@@ -118,10 +124,29 @@ class _Holders:
         whole = [part for _, parts in self.model.weights.groups for part in parts if part.rows is None]
         return {part.leaf: min(self.of(("params", part))) for part in whole}
 
+    def needs(self, trace: FunctionTrace) -> dict[int, dict[Read, Sequence[int]]]:
+        """Return, per activation's operation by its id, what it reads or replaces, and the stages that can do so."""
+        found: dict[int, dict[Read, Sequence[int]]] = {}
+        for op, reads in trace.reads_but_for(small_values(trace)).items():
+            of_op = sorted(reads if self._state is not None else (r for r in reads if r[0] == "params"), key=str)
+            found[op] = {read: self.of(read) for read in of_op}
+        whole = [(Part(k), new) for k, new in enumerate(trace.new_state) if k not in trace.stacked]
+        for part, new in itertools.chain(whole, *trace.stacked.values()) if self._replaces else ():
+            if trace.is_activation(new):  # the first stage that holds it sends it to the others
+                found[id(trace.made_by[new])]["state", part] = self.of(("state", part))[:1]
+        return found
+
+    def of_new_state(self, trace: FunctionTrace) -> list[list[int]] | None:
+        """Return, per leaf of a state that is placed and replaced, the stages that hold it whole; otherwise None."""
+        if not self._replaces:
+            return None
+        leaves = range(len(trace.state))
+        return [[] if k in trace.stacked else [*self.of(("state", Part(k)))] for k in leaves]
+
     def path(self, read: Read) -> str:
         name, part = read
-        tree = self.model.weights if name == "params" else self.model.state
-        assert tree is not None, "the function reads it"
+        tree = self.model.weights if name == "params" else self._state
+        assert tree is not None, "who holds it is known"
         return tree.paths[part.leaf] + ("" if part.rows is None else f"[{part.rows[0]}:{part.rows[1]}]")
 
     def held(self, division: Division) -> Held:
@@ -144,11 +169,10 @@ class _Holders:
                 if of_leaf:
                     everywhere.setdefault(leaf[1], []).append(s)
             shared.append(tuple(dict.fromkeys([*self.model.stages[s].shared, *others])))
-        if not self._reads_state:
-            state: list[Sequence[Part]] = [[value.part for value in division.state_of(s)] for s in range(self.count)]
-        else:
-            of_groups = {} if self.model.state is None else dict(self.model.state.groups)
-            state = [of_groups.get(stage.state or "", ()) for stage in self.model.stages]
+        new = [tuple(value.part for value in division.state_of(s)) for s in range(self.count)]
+        of_groups = {} if self._state is None else dict(self._state.groups)
+        state = new if self._state is None else [of_groups.get(f"stage {s}", ()) for s in range(self.count)]
+        assert state == new or not self._replaces, f"{new} is replaced where {state} is held"
         return Held(dict(self.model.weights.groups), own, shared, state, everywhere)
 
     def not_held(self, read: Read, line: str, stage: int | None = None) -> str:
@@ -183,15 +207,14 @@ def _cut(trace: FunctionTrace, holders: _Holders, of_state: Sequence[str]) -> Cu
         ValueError: there is none.
     """
     places = Places(trace, [True] * len(trace.params))
-    of_all = trace.reads_but_for(small_values(trace))
-    reads = [sorted(of_all[id(op)], key=str) for op in places.operations]
-    may = np.ones((holders.count, len(reads)), bool)  # per stage, whether it may run the operation
-    for t, of_operation in enumerate(reads):
-        for read in of_operation:
-            may[[s for s in range(holders.count) if s not in holders.of(read)], t] = False
+    of_all, stages = holders.needs(trace), range(holders.count)
+    needs = [of_all[id(op)] for op in places.operations]
+    found = [{*stages}.intersection(*of_operation.values()) for of_operation in needs]
+    # per stage, whether it may run the operation
+    may = np.array([[s in of_operation for of_operation in found] for s in stages], bool)
     ends = _ends(places, may)
     if ends is None:
-        raise ValueError(_why_none(places, reads, holders, may, of_state))
+        raise ValueError(_why_none(places, needs, holders, may, of_state))
     return places.cut_at(ends)
 
 
@@ -228,15 +251,14 @@ def _ends(places: Places, may: np.ndarray) -> tuple[int, ...] | None:
 
 
 def _why_none(
-    places: Places, reads: list[list[Read]], holders: _Holders, may: np.ndarray, of_state: Sequence[str]
+    places: Places, needs: list[dict[Read, Sequence[int]]], holders: _Holders, may: np.ndarray, of_state: Sequence[str]
 ) -> str:
     """Say which operation reads weights where no stage can run it."""
     first, why = 0, None  # the first stage that can run the operations so far, and what they read there
     seen: set[Read] = set()
-    for op, of_operation, stages in zip(places.operations, reads, may.T, strict=True):
-        at = [f"{holders.path(read)} of {_stages(holders.of(read))}" for read in of_operation]
-        for read, place in zip(of_operation, at, strict=True):
-            found = holders.of(read)
+    for op, of_operation, stages in zip(places.operations, needs, may.T, strict=True):
+        at = [f"{holders.path(read)} of {_stages(found)}" for read, found in of_operation.items()]
+        for (read, found), place in zip(of_operation.items(), at, strict=True):
             if not found:
                 return holders.not_held(read, at_line(op))
             if max(found) < first:
@@ -246,9 +268,9 @@ def _why_none(
                 return f"{place} is read{at_line(op)} after {why}: {mend}"
         if not stages.any():
             return f"one operation{at_line(op)} reads {' and '.join(at)}: read them one after the other"
-        for read, place in zip(of_operation, at, strict=True):
+        for (read, found), place in zip(of_operation.items(), at, strict=True):
             seen.add(read)
-            if min(holders.of(read)) > first:
-                first, why = min(holders.of(read)), place
+            if min(found) > first:
+                first, why = min(found), place
     kept = f": {of_state[places.kept[0]]} is one array, and layers of several stages replace it; {_BY_ROWS}"
     return f"the function cannot be cut into these {holders.count} stages" + kept * bool(places.kept[1])

@@ -19,6 +19,7 @@ from ipu_jax.base.showing import Shown, Table, counted
 from ipu_jax.core.cutting.forward import forward_of
 from ipu_jax.core.cutting.function import FunctionModel
 from ipu_jax.core.layout.packing import Sharded
+from ipu_jax.core.layout.whole_tree import WholeTree
 from ipu_jax.core.pipeline._programs import Programs
 from ipu_jax.core.pipeline.placed_stages import PlacedStages
 from ipu_jax.core.step_args import StepArgs, given_dims
@@ -42,7 +43,10 @@ class Forward(Shown):
                 f"state= with {pipeline.replicas} replicas: each replica would change its own copy; use a pipeline of "
                 "one replica, whose micro-batches change it one after the other"
             )
-        function, self.outputs = forward_of(pipeline.function, fn, inputs, state)
+        placed = None
+        if isinstance(state, Forward):
+            placed, state = _placed(state, pipeline), state._state
+        function, self.outputs = forward_of(pipeline.function, fn, inputs, state, placed)
         self._of, self._fn, self._state = pipeline, fn, state
         self._pipeline = pipeline.replace(stages=function)
         self.placement: PlacedStages = self._pipeline.placement
@@ -89,12 +93,12 @@ class Forward(Shown):
         self.placement.check(given, "prediction")
 
     def for_inputs(self, inputs: Batch) -> "Forward":
-        """Return the same function for micro-batches of another size: one micro-batch, or its shapes.
+        """Return the same function for micro-batches of another size: one, or its shapes. Both take the same state.
 
         Raises:
             ValueError: as in `Pipeline.forward`.
         """
-        return self._of.forward(self._fn, inputs, state=self._state)
+        return self._of.forward(self._fn, inputs, state=self if self.has_state else None)
 
     def shard_state(self, state: Tree) -> Sharded:
         """Place the function's own state on the IPUs: each leaf, or each layer's rows, where it is used.
@@ -128,6 +132,21 @@ class Forward(Shown):
         return [f"Forward pass of {of}", *function.described]
 
 
+def _placed(function: Forward, pipeline: Any) -> WholeTree | None:
+    """Return who holds the state of a function, for another function that shares it.
+
+    Raises:
+        ValueError: it has no state of its own, or belongs to a pipeline with stages in other places.
+    """
+    is_like = [stage.ipu for stage in function.stages] == [stage.ipu for stage in pipeline.stages]
+    if not function.has_state or not is_like:
+        found = "belongs to a pipeline with stages in other places" if function.has_state else "has no state of its own"
+        raise ValueError(f"state= is a function that {found}: give one that this pipeline made with state=, or a tree")
+    cut = function.placement.function
+    assert cut is not None, "it was cut"
+    return cut.state
+
+
 @public_on_mesh
 class WithForward:
     """The method of `Pipeline` that gives other functions of its weights."""
@@ -150,7 +169,8 @@ class WithForward:
                 averages of batch norm, and returns outputs alone.
             inputs: one micro-batch, or its shapes, any pytree of arrays.
             state: a state of the function's own, or its shapes, such as a cache. Each leaf is on the IPU that replaces
-                it; of a leaf that is stacked over the layers of a scan, each IPU holds its layers' rows.
+                it; of a leaf that is stacked over the layers of a scan, each IPU holds its layers' rows. Or another
+                function with a state, `state=prefill`: both take one state, which is where that function has it.
 
         Raises:
             ValueError: the pipeline was made of stages; the function takes or returns something else; it has a state

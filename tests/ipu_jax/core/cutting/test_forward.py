@@ -362,17 +362,17 @@ def cache_in_place(params: Any, caches: Any, ids: Any) -> Any:
 @refusals(
     (
         of_list(layers_of([5, 0])),
-        *("params['layers'][0] is on stage 0", "after params['layers'][5] of stage 2", "test_forward.py:"),
+        *("params['layers'][0] of stage 0 is read", "after params['layers'][5] of stage 2", "test_forward.py:"),
         "read weights in the order of the loss function",
     ),
     (
         of_list(layers_of([5, 4, 3, 2, 1, 0])),
-        *("params['layers'][3] is on stage 1", "after params['layers'][5] of stage 2"),
+        *("params['layers'][3] of stage 1 is read", "after params['layers'][5] of stage 2"),
         "read weights in the order of the loss function",
     ),
     (
         of_scan(lambda params, ids: a_scan(params, STACK, ids, reverse=True)),
-        *("params['layers'][3:4] is on stage 1", "after params['layers'][5:6] of stage 2", "test_forward.py:"),
+        *("params['layers'][3:4] of stage 1 is read", "after params['layers'][5:6] of stage 2", "test_forward.py:"),
     ),
     (
         of_scan(lambda params, ids: hidden(params, ids) + params["layers"].sum()),
@@ -380,7 +380,7 @@ def cache_in_place(params: Any, caches: Any, ids: Any) -> Any:
     ),
     (
         of_list(both),
-        *("params['table'] is on stage 0", "for the second time", "test_forward.py:", "on both inputs, stacked"),
+        *("params['table'] of stage 0 is read", "the second time", "test_forward.py:", "on both inputs, stacked"),
     ),
     (of_list(each_layer_of_a_stack), "one operation (test_forward.py:", "params['layers'][5][0:1] of stage 2"),
     (
