@@ -67,8 +67,8 @@ def forward_of(
     division = dataclasses.replace(divide(trace, cut.ends, holders.homes), placed=holders.of_new_state(trace))
     held = holders.held(division)
     make = functools.partial(make_stage, division, held, microbatch, outputs=results[0], in_place=True)
-    placed = [(stage.name, stage.ipu) for stage in model.stages]
-    stages = tuple(make(s, name=name, ipu=ipu) for s, (name, ipu) in enumerate(placed))
+    places = [(stage.name, stage.ipu) for stage in model.stages]
+    stages = tuple(make(s, name=name, ipu=ipu) for s, (name, ipu) in enumerate(places))
     stages = tuple(dataclasses.replace(stage, predict=stage.fn) for stage in stages)
     trees = jax.tree.structure((source.params, taken, microbatch, key)), jax.tree.structure(results)
     forward = FunctionModel(
