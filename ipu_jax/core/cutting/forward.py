@@ -19,6 +19,7 @@ import numpy as np
 from ipu_jax.base import status
 from ipu_jax.base.annotations import Batch, Eqn, Function, Tree, Var
 from ipu_jax.base.checks import in_line
+from ipu_jax.base.jaxprs import needed, variables
 from ipu_jax.core.cutting import given
 from ipu_jax.core.cutting.cut import TYPICAL, Cut, Places
 from ipu_jax.core.cutting.description import described
@@ -58,6 +59,7 @@ def forward_of(model: FunctionModel, fn: Function, inputs: Batch, state: Tree) -
     given.check_constants(trace)
     if not trace.outputs:
         raise ValueError(f"fn returns {results[0]!r:.60}, without an array: return its outputs, any pytree of arrays")
+    trace.operations = _early(trace)
     holders = _Holders(model, reads_state=own is None)
     named = jax.tree.leaves_with_path(taken)
     cut = _cut(trace, holders, [f"state{jax.tree_util.keystr(path)}" for path, _ in named])
@@ -82,6 +84,21 @@ def forward_of(model: FunctionModel, fn: Function, inputs: Batch, state: Tree) -
         described=described(division, cut, stages, held),
     )
     return forward, results[0]
+
+
+def _early(trace: FunctionTrace) -> list[Eqn]:
+    """Return the operations in an order in which a new state is computed as soon as what it follows from is there.
+
+    A cache may be replaced after the whole model, `jnp.where(is_active, new, old)`, and belongs to its layer's stage.
+    """
+    for_outputs = set(map(id, needed(trace.operations, trace.outputs, effects=True)))
+    turn: dict[Var, int] = {}
+    turns: list[int] = []
+    for t, op in enumerate(trace.operations):
+        made = [turn[v] for v in variables(op.invars) if v in turn and trace.is_activation(v)]
+        turns.append(t if id(op) in for_outputs or not made else max(made))
+        turn |= dict.fromkeys(op.outvars, turns[-1])
+    return [trace.operations[t] for t in sorted(range(len(turns)), key=turns.__getitem__)]
 
 
 class _Holders:
@@ -258,5 +275,5 @@ def _why_none(trace: FunctionTrace, places: Places, holders: _Holders, may: np.n
         for read in reads:
             seen.add(read)
             latest = max(latest, (min(holders.of(read)), read), key=operator.itemgetter(0))
-    kept = f": {of_state[places.kept[0]]} is one array, and layers of several stages replace it; {_BY_ROWS}"
+    kept = f": {of_state[places.kept[0]]} is one array, and several stages read or replace it; {_BY_ROWS}"
     return f"the function cannot be cut into these {holders.count} stages" + kept * bool(places.kept[1])

@@ -224,6 +224,11 @@ def results_are_outputs_too(params, caches, ids):
     return {"first": new[0], "last": new[-1], "logits": outputs}, new
 
 
+def masked_after_the_model(params, caches, ids):
+    outputs, new = a_list(params, caches, ids)
+    return outputs, jax.tree.map(lambda new, old: jnp.where(ids[:, None] > 2, new, old), new, caches)
+
+
 def one_cache_for_two_layers(params, caches, ids):
     x, new = params["table"][ids], []
     for k, w in enumerate(params["layers"]):
@@ -264,6 +269,7 @@ BACKWARDS = functools.partial(a_scan, reverse=True), functools.partial(loss_of_s
         pytest.param(rows_in_a_loop, loss_of_scan, STACKED, STACK, id="rows of both", marks=pytest.mark.slow),
         pytest.param(concatenated, loss_of_list, LISTED, STACK.reshape(-1, D), id="concatenated"),
         pytest.param(results_are_outputs_too, loss_of_list, LISTED, [CACHE] * LAYERS, id="outputs, too"),
+        pytest.param(masked_after_the_model, loss_of_list, LISTED, [CACHE] * LAYERS, id="masked"),
         pytest.param(one_cache_for_two_layers, loss_of_list, LISTED, [CACHE] * 3, id="one for two layers"),
     ],
 )
@@ -351,6 +357,11 @@ def new_state(change: Any) -> Any:
     return lambda params, state, ids: (hidden(params, ids), change(state))
 
 
+def old_cache_is_an_output(params: Any, caches: Any, ids: Any) -> Any:
+    outputs, new = a_list(params, caches, ids)
+    return (outputs, caches[0]), new
+
+
 def cache_in_place(params: Any, caches: Any, ids: Any) -> Any:
     x = params["table"][ids]
     for k, w in enumerate(params["layers"]):
@@ -390,6 +401,10 @@ def cache_in_place(params: Any, caches: Any, ids: Any) -> Any:
     (
         of_list(lambda params, ids: (hidden(params, ids), params["layers"][0])),
         *("params['layers'][0] is on stage 0", "read by stage 2", "use its results later"),
+    ),
+    (
+        of_list(old_cache_is_an_output, state=[CACHE] * LAYERS),
+        *("state[0] is one array", "several stages read or replace it", "hold one leaf per layer"),
     ),
     (
         of_scan(cache_in_place, state=STACK),
