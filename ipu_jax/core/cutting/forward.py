@@ -62,8 +62,15 @@ def forward_of(
     if not trace.outputs:
         raise ValueError(f"fn returns {results[0]!r:.60}, without an array: return its outputs, any pytree of arrays")
     holders = _Holders(model, model.state if own is None else placed, replaces_state=own is not None)
-    named = jax.tree.leaves_with_path(taken)
-    cut = _cut(trace, holders, [f"state{jax.tree_util.keystr(path)}" for path, _ in named])
+    of_state = [f"state{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(taken)]
+    as_written, trace = trace, trace.with_new_state_early()
+    try:
+        cut = _cut(trace, holders, of_state)
+    except ValueError:
+        if placed is None:
+            raise
+        trace = as_written  # a new value may belong to a later stage than what it follows from
+        cut = _cut(trace, holders, of_state)
     division = dataclasses.replace(divide(trace, cut.ends, holders.homes), placed=holders.of_new_state(trace))
     held = holders.held(division)
     make = functools.partial(make_stage, division, held, microbatch, outputs=results[0], in_place=True)
@@ -272,5 +279,5 @@ def _why_none(
             seen.add(read)
             if min(found) > first:
                 first, why = min(found), place
-    kept = f": {of_state[places.kept[0]]} is one array, and layers of several stages replace it; {_BY_ROWS}"
+    kept = f": {of_state[places.kept[0]]} is one array, and several stages read or replace it; {_BY_ROWS}"
     return f"the function cannot be cut into these {holders.count} stages" + kept * bool(places.kept[1])

@@ -169,6 +169,7 @@ def model_of(source: Source) -> FunctionModel:
     status.say("tracing the function")
     trace, results = call.traced(params, microbatch, key, source.mesh)
     status.say("cutting the function")
+    trace = trace.with_new_state_early()
     given.check_weights(params, is_frozen)
     given.check_loss(trace, results[0])
     given.check_effects(trace)

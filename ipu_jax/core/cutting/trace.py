@@ -9,6 +9,7 @@ Calls of `jax.jit` are inlined, and so is a `jax.checkpoint` around much of the 
 again. A scan over stacked weights becomes an operation per layer, so that it can be cut between any two of them.
 """
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -226,6 +227,24 @@ class FunctionTrace:
 
     def is_activation(self, atom: Var) -> bool:
         return not isinstance(atom, core.Literal) and self.kinds[atom] == "a"
+
+    def with_new_state_early(self) -> "FunctionTrace":
+        """Return the trace in an order in which a new state is computed as soon as what it follows from is there.
+
+        It may be computed after the whole model, `0.9 * old + 0.1 * means`, and belongs to the stage of its layer.
+        """
+        if not self.new_state:
+            return self
+        for_others = set(map(id, needed(self.operations, [*self.outputs, *self.aux], effects=True)))
+        turn: dict[Var, int] = {}
+        turns: list[int] = []
+        for t, op in enumerate(self.operations):
+            made = [turn[v] for v in variables(op.invars) if v in turn and self.is_activation(v)]
+            turns.append(t if id(op) in for_others or not made else max(made))
+            turn |= dict.fromkeys(op.outvars, turns[-1])
+        found = copy.copy(self)
+        found.operations = [self.operations[t] for t in sorted(range(len(turns)), key=turns.__getitem__)]
+        return found
 
     def _open_checkpoints(self) -> None:
         """Inline each `jax.checkpoint` that is around much of the work."""

@@ -33,7 +33,7 @@ class Example:
     state: Any = None
     takes_key: bool = False
     tolerance: float = 1e-5
-    outputs: Callable[..., Any] | None = None
+    outputs: Any = None
 
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:

@@ -17,7 +17,7 @@ from jax import lax
 from ipu_jax import Pipeline
 from ipu_jax.core.cutting.forward import forward_of
 from ipu_jax.core.cutting.function import FunctionModel
-from ipu_jax.core.layout.whole_tree import joined
+from ipu_jax.core.layout.whole_tree import WholeTree, joined
 from support.against_plain import bubbles_hold_nan  # noqa: F401 (a fixture)
 from support.composed import composed, cut_into
 from support.refusals import refusals, refused
@@ -60,7 +60,6 @@ def plain_outputs(example: Example, inputs: Any, key: Any) -> Any:
 
 def assert_cut_right(example: Example, stages: int, cut_for: Any, inputs: Any) -> None:
     """Cut the loss for one micro-batch, and the outputs for perhaps another one; compare the outputs."""
-    assert example.outputs is not None
     key = key_of(example)
     loss = cut_into(stages, example.loss, example.params, cut_for, state=example.state)
     model, shapes = forward_of(loss, example.outputs, inputs, None)
@@ -224,6 +223,11 @@ def results_are_outputs_too(params, caches, ids):
     return {"first": new[0], "last": new[-1], "logits": outputs}, new
 
 
+def masked_after_the_model(params, caches, ids):
+    outputs, new = a_list(params, caches, ids)
+    return outputs, jax.tree.map(lambda new, old: jnp.where(ids[:, None] > 2, new, old), new, caches)
+
+
 def one_cache_for_two_layers(params, caches, ids):
     x, new = params["table"][ids], []
     for k, w in enumerate(params["layers"]):
@@ -232,9 +236,10 @@ def one_cache_for_two_layers(params, caches, ids):
     return x @ params["head"], new
 
 
-def assert_state_right(stages: int, loss: Any, params: Any, step: Any, state: Any) -> FunctionModel:
-    """Run three steps by the stages and by plain jax, and compare outputs and state."""
+def assert_state_right(stages: int, loss: Any, params: Any, step: Any, state: Any) -> WholeTree:
+    """Run three steps by the stages and by plain jax, and compare outputs and state; return who holds the state."""
     model, _ = forward_of(cut_into(stages, loss, params, IDS), step, IDS, state)
+    assert model.state is not None
     run, plain, expected = jax.jit(composed(model)), jax.jit(step), state
     for turn in range(3):
         outputs, (_, groups) = run(params, state, (IDS + turn) % V)
@@ -242,7 +247,7 @@ def assert_state_right(stages: int, loss: Any, params: Any, step: Any, state: An
         state = joined(model.state.join(groups))
         assert_same(outputs, wanted)
         assert_same(state, expected)
-    return model
+    return model.state
 
 
 STACK = np.zeros((LAYERS, B, D), np.float32)
@@ -264,12 +269,12 @@ BACKWARDS = functools.partial(a_scan, reverse=True), functools.partial(loss_of_s
         pytest.param(rows_in_a_loop, loss_of_scan, STACKED, STACK, id="rows of both", marks=pytest.mark.slow),
         pytest.param(concatenated, loss_of_list, LISTED, STACK.reshape(-1, D), id="concatenated"),
         pytest.param(results_are_outputs_too, loss_of_list, LISTED, [CACHE] * LAYERS, id="outputs, too"),
+        pytest.param(masked_after_the_model, loss_of_list, LISTED, [CACHE] * LAYERS, id="masked"),
         pytest.param(one_cache_for_two_layers, loss_of_list, LISTED, [CACHE] * 3, id="one for two layers"),
     ],
 )
 def test_each_cache_is_in_the_stage_of_its_layers(step, loss, params, state):
-    model = assert_state_right(3, loss, params, step, state)
-    held = model.state.split(state)
+    held = assert_state_right(3, loss, params, step, state).split(state)
     caches = {name: [leaf for leaf in leaves if leaf.ndim] for name, leaves in held.items()}
     of_stages = [sum(leaf.size for leaf in leaves) for leaves in caches.values()]
     sizes = [leaf.size for leaf in jax.tree.leaves(state) if leaf.ndim]
@@ -288,8 +293,8 @@ def test_a_state_that_weights_do_not_decide():
 
     zeros = {"ids": 0 * IDS, "logits": np.zeros((B, V), np.float32), "zeros": np.ones(2, np.float32)}
     state = zeros | {"steps": np.int32(3), "never changed": np.int32(1), "never read": np.ones(4, np.float32)}
-    model = assert_state_right(3, loss_of_list, LISTED, step, state)
-    found = {model.state.paths[part.leaf]: name for name, parts in model.state.groups for part in parts}
+    held = assert_state_right(3, loss_of_list, LISTED, step, state)
+    found = {held.paths[part.leaf]: name for name, parts in held.groups for part in parts}
     assert found["state['logits']"] == "stage 2"
 
 
@@ -351,6 +356,11 @@ def new_state(change: Any) -> Any:
     return lambda params, state, ids: (hidden(params, ids), change(state))
 
 
+def old_cache_is_an_output(params: Any, caches: Any, ids: Any) -> Any:
+    outputs, new = a_list(params, caches, ids)
+    return (outputs, caches[0]), new
+
+
 def cache_in_place(params: Any, caches: Any, ids: Any) -> Any:
     x = params["table"][ids]
     for k, w in enumerate(params["layers"]):
@@ -392,6 +402,10 @@ def cache_in_place(params: Any, caches: Any, ids: Any) -> Any:
         *("params['layers'][0] is on stage 0", "read by stage 2", "use its results later"),
     ),
     (
+        of_list(old_cache_is_an_output, state=[CACHE] * LAYERS),
+        *("state[0] is one array", "several stages read or replace it", "hold one leaf per layer"),
+    ),
+    (
         of_scan(cache_in_place, state=STACK),
         *("state is one array", "hold one leaf per layer", "as xs and ys of the scan"),
     ),
@@ -409,6 +423,7 @@ def cache_in_place(params: Any, caches: Any, ids: Any) -> Any:
     (of_list(new_state(lambda s: [s]), state=CACHE), "new state that is not like state", "return the same tree"),
 )
 def test_a_function_is_refused(call, holds):
-    cut(), cut("scan")
+    cut()
+    cut("scan")
     with refused(*holds):
         call()

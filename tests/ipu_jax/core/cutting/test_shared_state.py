@@ -77,7 +77,7 @@ def test_a_function_takes_and_returns_the_state_of_another_one():
     second = pipeline.forward(decode, TOKEN, state=first)
     placed = first.shard_state(CACHE)
     alone = pipeline.forward(decode, TOKEN, state=CACHE).shard_state(CACHE)
-    assert {group.name: len(group.leaves) for group in placed.layout.groups} == {"stage 0": 2, "stage 1": 5}
+    assert {group.name: len(group.leaves) for group in placed.layout.groups} == {"stage 0": 4, "stage 1": 3}
     assert alone.layout != placed.layout  # so that it matters
     cache = CACHE
     again = first.for_inputs(PROMPTS), second.for_inputs({**TOKEN, "x": np.repeat(TOKEN["x"], 3, 1)})
@@ -91,7 +91,7 @@ def test_a_function_takes_and_returns_the_state_of_another_one():
 
 
 def read_early(p, cache, inputs):
-    return project(p, qkv(p, inputs["x"] * cache["k"].mean())[0]), cache
+    return project(p, qkv(p, inputs["x"] * cache["latest"].mean())[0]), cache
 
 
 def replaced_late(p, cache, inputs):
@@ -114,7 +114,7 @@ def sharing(of, fn=decode):
     (
         sharing(lambda pipeline: pipeline.forward(prefill, PROMPTS, state=CACHE), read_early),
         "params['up'] of stage 0 is read (test_shared_state.py",
-        "after state['k'] of stage 1: read weights in the order of the loss function",
+        "after state['latest'] of stage 1: read weights in the order of the loss function",
     ),
 )
 def test_a_state_that_cannot_be_shared(call, holds):

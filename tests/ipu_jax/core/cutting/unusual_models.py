@@ -309,11 +309,13 @@ def linen_spectral_norm() -> Example:
 
 
 class NormedLayer(nn.Module):
+    train: bool
+
     @nn.compact
-    def __call__(self, x, train):
+    def __call__(self, x, _):
         y = nn.Dense(D, use_bias=False)(x)
-        y = nn.BatchNorm(use_running_average=not train, momentum=0.9)(y)
-        return x + nn.Dropout(0.2, deterministic=not train)(nn.tanh(y)), None
+        y = nn.BatchNorm(use_running_average=not self.train, momentum=0.9)(y)
+        return x + nn.Dropout(0.2, deterministic=not self.train)(nn.tanh(y)), None
 
 
 class ScannedNorms(nn.Module):
@@ -324,10 +326,9 @@ class ScannedNorms(nn.Module):
             NormedLayer,
             variable_axes={"params": 0, "batch_stats": 0},
             split_rngs={"params": True, "dropout": True},
-            in_axes=nn.broadcast,
             length=3,
         )
-        x, _ = scanned()(x, train)
+        x, _ = scanned(train)(x, None)
         return nn.Dense(D)(nn.tanh(nn.Dense(D)(x)))
 
 

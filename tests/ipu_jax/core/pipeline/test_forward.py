@@ -92,15 +92,15 @@ def test_64_tokens_of_a_cache_are_those_without_a_cache(schedule, ipus):
     for at in range(PROMPT, T):
         step, first = (prefill, 0) if at == PROMPT else (one, at - 1)
         inputs = {"tokens": found[:, first:at], "at": np.int32(first)}
-        before = placed
         tokens, placed = step(weights, one_of(inputs), placed)
         _, cache = plain(params, cache, inputs)
         found[:, at], expected[:, at] = tokens[0], next_of(params, expected, at)
     np.testing.assert_array_equal(found, expected)
     assert largest_relative_error(one.unshard(placed), cache) < 1e-6
     assert len({*found[0, PROMPT:]}) > 2
+    one(weights, one_of({"tokens": found[:, -1:], "at": np.int32(0)}), placed)
     with refused("state: an earlier call reused the buffers", "pass what that call returned"):
-        one(weights, one_of(inputs), before)
+        one(weights, one_of({"tokens": found[:, -1:], "at": np.int32(0)}), placed)
 
 
 HALVES = {"q": True, "k": False, "v": False, "o": True}
@@ -164,8 +164,9 @@ def test_weights_of_a_training_state_and_of_a_checkpoint_on_other_ipus(tmp_path)
         checkpoints.restore(state)
         checkpoints.save(state, now=True)
     with Checkpoints(tmp_path, other) as checkpoints:
-        restored = checkpoints.restore(other.init(PARAMS), resume="must").state
-    for model, weights in ((step.model, state.params), (other.model, restored.params)):
+        restored = checkpoints.restore(other.init(PARAMS), resume="must")
+        assert restored is not None
+    for model, weights in ((step.model, state.params), (other.model, restored.state.params)):
         found = model.forward(logits, TOKENS[:, :5])(weights, TOKENS[None, :, :5])
         assert largest_relative_error(found[0], expected) < 1e-6
 
