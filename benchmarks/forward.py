@@ -56,7 +56,7 @@ def predictions(figures: Figures, *, scan: bool, tied: bool) -> dict[str, float]
     counts = [
         (p.compiled.cost_analysis()["flops"], p.compiled.as_text().count(" = "), p.bytes) for p in (program, other)
     ]
-    return dict(zip(("FLOPs", "instructions", "temporary bytes an IPU"), np.divide(*counts), strict=True))
+    return dict(zip(("FLOPs", "instructions", "temporary bytes an IPU"), np.divide(counts[0], counts[1]), strict=True))
 
 
 def decode(params: Any, cache: Any, inputs: Any) -> tuple[jax.Array, Any]:

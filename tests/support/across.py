@@ -14,10 +14,10 @@ import numpy as np
 import optax
 from jax.experimental import multihost_utils
 
-from ipu_jax import Pipeline, TrainOptions, make_train_step, verify
+from ipu_jax import Feed, Pipeline, TrainOptions, make_train_step, verify
 from ipu_jax.options import DynamicScale
 from ipu_jax.pipelines import VerificationError, reference_predict, reference_value_and_grad
-from ipu_jax.steps import replicate
+from ipu_jax.steps import Evaluation, replicate
 from support.dense import Model, chain
 from support.instances import Results
 
@@ -114,6 +114,34 @@ def predictions(replicas: int, ipus: int) -> Results:
         "schedule": np.array(str(chosen.schedule)),
         "loss": np.asarray(pipeline.loss(params, two)),
     }
+
+
+def evaluated(replicas: int, ipus: int) -> Results:
+    """Return the means of a cut function over 21 examples before and after an update, and those before by NumPy."""
+    rng = np.random.default_rng(0)
+    params = [rng.normal(size=(3, 3)).astype(np.float32) for _ in range(2 * ipus)]
+    data = {name: rng.uniform(0.1, 1, size=(21, 3)).astype(np.float32) for name in ("x", "y")}
+
+    def loss(params: Any, batch: Any) -> Any:
+        x = batch["x"]
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    one = {name: leaf[:4] for name, leaf in data.items()}
+    options: dict[str, Any] = {"ipus": ipus, "replicas": replicas, "gradient_accumulation": MICRO_BATCHES}
+    step = make_train_step(Pipeline.from_function(loss, params, one, **options), optax.sgd(0.1))
+    both = lambda params, batch: {"loss": loss(params, batch), "log": jnp.mean(jnp.log(batch["y"]))}
+    evaluation = Evaluation(step.model.forward(both, one), data, micro_batches=1)
+    state, numbers = step.init(params), lambda found: np.array([found["loss"], found["log"]])
+    before = evaluation(state)
+    with Feed(data, step=step, micro_batch=4) as feed:
+        state, _ = step(state, next(feed))
+    y = data["x"].astype(np.float64)
+    for w in params:
+        y = np.tanh(y @ w)
+    expected = np.mean((y - data["y"]) ** 2), np.mean(np.log(data["y"].astype(np.float64)))
+    return {"before": numbers(before), "after": numbers(evaluation(state)), "expected": np.array(expected)}
 
 
 # training

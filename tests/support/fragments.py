@@ -6,6 +6,7 @@ what the call needs besides is filled in by the names of its parameters.
 
 import ast
 import dataclasses
+import functools
 import inspect
 import re
 import tempfile
@@ -118,6 +119,8 @@ def _runs(code: str, names: dict[str, Any], compares: bool) -> bool:
         if root.id in _OTHERS:
             return False
         names = names | _meant(code, root.id, names)
+    if ".forward(" in code:
+        names = names | _of_a_cut_function(names["dataset"], has_state="state=" in code)
     used = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
     settings = dict(jax.config.values)
     fresh = {name: _FRESH[name](names) for name in used & {*_FRESH}}
@@ -142,6 +145,22 @@ def _meant(code: str, root: str, names: dict[str, Any]) -> dict[str, Any]:
     if "choose_schedule" in code:
         meant["pipeline"] = ipu_jax.Pipeline(names["stages"], schedule="auto", gradient_accumulation=4)
     return meant
+
+
+def _of_a_cut_function(dataset: dict[str, Any], *, has_state: bool) -> dict[str, Any]:
+    """Return what the names are in a fragment with `forward`: it is about a function that was cut."""
+    inputs = {name: rows[:4] for name, rows in dataset.items()}
+    weights, cache = [jnp.eye(inputs["x"].shape[1])] * 4, jnp.zeros(())
+
+    def loss(params: Any, micro_batch: Any) -> Any:
+        return jnp.mean(functools.reduce(jnp.matmul, params, micro_batch["x"]) ** 2)
+
+    def with_cache(params: Any, cache: Any, micro_batch: Any) -> Any:
+        return loss(params, micro_batch), cache + 1
+
+    pipeline = ipu_jax.Pipeline.from_function(loss, weights, inputs, ipus=2, gradient_accumulation=4)
+    step, fn, others = ipu_jax.make_train_step(pipeline, optax.sgd(0.1)), with_cache if has_state else loss, dataset
+    return {"pipeline": pipeline, "step": step, "fn": fn, "inputs": inputs, "cache": cache, "others": others}
 
 
 def _look_up(chain: ast.expr, names: dict[str, Any]) -> Any:

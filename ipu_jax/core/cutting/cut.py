@@ -178,6 +178,7 @@ class Places:
             if not parts:
                 times = [t for t, part in read if part.leaf in leaves]
                 times += [at[v] for v in (trace.new_state[k] for k in leaves) if trace.is_activation(v)]
+                times += [len(self.operations) - 1 for v in trace.outputs if leaves & trace.leaves_of(v)]
                 found.append((min(leaves), min(times), max(times)))
             for rows, new in parts:
                 times = [t for t, part in read if rows.holds(part)] + [at[new]]
@@ -208,18 +209,19 @@ class Places:
             best = self._at_waists(stages) or self._at(self.allowed, stages)
         else:
             best = self._at(self.allowed & np.isin(np.arange(len(self.allowed)), self.marked(names)), stages)
-        if best is None:
-            return None
-        total = np.cumsum(self.work)
-        bounds = [total[t] for t in best]
+        return None if best is None else self.cut_at([t + 1 for t in best], marked=names is not None)
+
+    def cut_at(self, ends: Sequence[int], *, marked: bool = False) -> Cut:
+        """Return a cut; `ends` has, per stage but the last, the number of operations of it and of earlier ones."""
+        total = np.concatenate([[0.0], np.cumsum(self.work)])
         return Cut(
-            ends=(*(t + 1 for t in best), len(self.operations)),
-            work=tuple(float(w) for w in np.diff([0.0, *bounds, total[-1] if len(total) else 0.0])),
-            sent=tuple(int(self.sent[t]) for t in best),
+            ends=(*ends, len(self.operations)),
+            work=tuple(map(float, np.diff(total[[0, *ends, -1]]))),
+            sent=tuple(int(self.sent[end - 1]) if end else 0 for end in ends),
             waists=int((self.allowed & self.is_waist).sum()),
             places=int(self.allowed.sum()),
-            at_waists=all(self.is_waist[t] for t in best),
-            marked=names is not None,
+            at_waists=all(end == 0 or self.is_waist[end - 1] for end in ends),
+            marked=marked,
             heaviest=self.heaviest,
             kept=self.kept,
         )

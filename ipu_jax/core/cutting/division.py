@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import jax
@@ -74,7 +74,7 @@ class Division:
         parts, of_state: the part of `params`, and of the state, that each variable of these is.
         again: the equation of each value that any stage can compute again.
         new_rows: the new values of the rows of stacked leaves of the state.
-        homes: the `state_homes`, if they are given.
+        placed: the `state_homes`, if they are given.
     """
 
     trace: FunctionTrace
@@ -83,7 +83,7 @@ class Division:
     of_state: dict[Var, Part]
     again: dict[Var, Eqn]
     new_rows: list[NewValue]
-    homes: list[list[int]] | None = None
+    placed: list[list[int]] | None = None
 
     @functools.cached_property
     def stage_of(self) -> dict[Var, int]:
@@ -120,12 +120,14 @@ class Division:
         """Return, per leaf of the state, the stages that hold it whole.
 
         It is one, unless the new value follows from the state alone, as a counter's: then all stages that read it, or
-        compute from it the new value of another leaf that they hold, hold a copy, and update it alike.
+        compute from it the new value of another leaf that they hold, hold a copy, and update it alike. If none does,
+        all stages hold a small leaf, and stage 0 a larger one.
         """
-        if not self.trace.new_state or self.homes is not None:
-            return self.homes or []
+        if not self.trace.new_state or self.placed is not None:
+            return self.placed or []
+        trace, last = self.trace, len(self.own) - 1
         reads = [self.needs(read_by(eqns), s).state for s, eqns in enumerate(self.own)]
-        trace = self.trace
+        reads[last] += self.needs(trace.outputs, last).state
         homes = [{s for s, read in enumerate(reads) if var in read} for var in trace.state]
         kept = set[int]().union(*trace.kept_together)
         for leaves in trace.kept_together:
@@ -135,7 +137,9 @@ class Division:
             assert len(home) == 1, "a cut does not separate the operations on these leaves"
             for k in leaves:
                 homes[k] = home
-        homes = [of_leaf or {0} for of_leaf in homes]
+        everywhere = {*range(len(self.own))}  # another function may read it at any of them
+        small = [bytes_of([v.aval]) <= _SMALL for v in trace.state]
+        homes = [of_leaf or (everywhere if is_small else {0}) for of_leaf, is_small in zip(homes, small, strict=True)]
         results = [(of_leaf, trace.leaves_of(v)) for of_leaf, v in zip(homes, trace.new_state, strict=True)]
         for leaves in filter(None, map(trace.leaves_of, trace.aux)):
             results.append(({min(homes[min(leaves, key=lambda k: k not in kept)])}, leaves))
@@ -201,13 +205,14 @@ class Division:
         return sent
 
 
-def divide(trace: FunctionTrace, ends: Sequence[int], *, holds: bool = True) -> Division:
+def divide(trace: FunctionTrace, ends: Sequence[int], homes: Mapping[int, int] | None = None) -> Division:
     """Divide a function into stages.
 
     Args:
         trace: the trace of the function.
         ends: per stage, the number of activations of it and of earlier ones.
-        holds: whether stages hold the weights that they read, each its rows of a leaf in one part, and have a backward.
+        homes: per whole leaf of the weights a stage that holds it, if it is known who holds them, and there is no
+            backward. Otherwise stages will hold what they read, each its rows of a leaf in one part.
     """
     parts, of_state, again = _parts(trace)
     of_stages = [trace.activations[start:end] for start, end in itertools.pairwise([0, *ends])]
@@ -224,18 +229,18 @@ def divide(trace: FunctionTrace, ends: Sequence[int], *, holds: bool = True) -> 
     scans = [_shorter(run, rows) for run in runs]
     own = _own_equations(of_stages, [*zip(runs, scans, strict=True)], slices)
     new_state = _new_rows(trace, of_stages, [*zip(runs, scans, strict=True)], own)
-    if holds:
+    if homes is None:
         own = _under_checkpoints(trace, own, {*variables(trace.results), *(held.new for held in new_state)})
     division = Division(trace, own, parts, of_state, again, new_state)
-    division = dataclasses.replace(division, own=_with_small_values(division))
-    return _with_rows_gathered(division) if holds else division
+    division = dataclasses.replace(division, own=_with_small_values(division, homes or {}))
+    return _with_rows_gathered(division) if homes is None else division
 
 
 def _parts(trace: FunctionTrace) -> tuple[dict[Var, Part], dict[Var, Part], dict[Var, Eqn]]:
     """Return the parts of weights and of state that variables are, and the equation of each value but activations.
 
     Static rows of a leaf, `w[k]` in a loop over layers, are parts of it, as rows of a scan are; of the state, if its
-    leaf is stacked.
+    leaf is stacked, or the function only reads it.
     """
     parts, of_state = ({v: Part(k) for k, v in enumerate(leaves)} for leaves in (trace.params, trace.state))
     again = {v: op for op in trace.operations for v in op.outvars if not trace.is_activation(v)}
@@ -244,7 +249,7 @@ def _parts(trace: FunctionTrace) -> tuple[dict[Var, Part], dict[Var, Part], dict
             continue
         held = parts if eqn.invars[0] in parts else of_state
         leaf = held.get(eqn.invars[0])
-        if leaf is not None and (held is parts or leaf.leaf in trace.stacked):
+        if leaf is not None and (held is parts or leaf.leaf in trace.stacked or not trace.new_state):
             del again[var]
             held[var] = leaf.part(*rows)
     return parts, of_state, again
@@ -390,14 +395,14 @@ def _checkpointed(
 # small values and rows of leaves: which stage has them
 
 
-def _with_small_values(division: Division) -> list[list[Eqn]]:
+def _with_small_values(division: Division, homes: Mapping[int, int]) -> list[list[Eqn]]:
     """Return the equations of each stage, with what is small and computed from weights alone, such as a penalty.
 
     The stage that has the weights computes it. Otherwise the stage that needs it would have to hold all of them, too.
     """
     own, small = division.own, _small_operations(division)
     results = {v for op, _ in small for v in op.outvars}
-    held: dict[int, int] = {}  # the first stage that reads each leaf for something else
+    held = {**homes}  # the first stage that reads each leaf for something else
     for s, eqns in enumerate(own if small else ()):
         for v in division.needs([v for v in read_by(eqns) if v not in results], s).weights:
             held.setdefault(division.parts[v].leaf, s)
@@ -411,6 +416,11 @@ def _with_small_values(division: Division) -> list[list[Eqn]]:
         return own  # a stage needs such a value before the one with its weights: it is computed again, from weights
     added = [[op for op, _ in small if placed.get(op.outvars[0]) == s] for s in range(len(own))]
     return [in_order(eqns, eqns) for eqns in map(operator.add, own, added)]
+
+
+def small_values(trace: FunctionTrace) -> set[Var]:
+    """Return the values that are computed from larger weights alone: the stage with the weights can send them."""
+    return {v for op, _ in _small_operations(Division(trace, [], *_parts(trace), [])) for v in op.outvars}
 
 
 def _small_operations(division: Division) -> list[tuple[Eqn, set[int]]]:

@@ -10,7 +10,6 @@ weights of one stage runs there. Those that read none, or what all IPUs hold, ru
 import dataclasses
 import functools
 import itertools
-import operator
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -23,7 +22,7 @@ from ipu_jax.base.checks import in_line
 from ipu_jax.core.cutting import given
 from ipu_jax.core.cutting.cut import TYPICAL, Cut, Places
 from ipu_jax.core.cutting.description import described
-from ipu_jax.core.cutting.division import Division, divide
+from ipu_jax.core.cutting.division import Division, divide, small_values
 from ipu_jax.core.cutting.function import FunctionModel, as_traced
 from ipu_jax.core.cutting.stages import Held, make_stage
 from ipu_jax.core.cutting.trace import FunctionTrace, Read, at_line
@@ -65,10 +64,11 @@ def forward_of(
     holders = _Holders(model, model.state if own is None else placed, replaces_state=own is not None)
     named = jax.tree.leaves_with_path(taken)
     cut = _cut(trace, holders, [f"state{jax.tree_util.keystr(path)}" for path, _ in named])
-    division = dataclasses.replace(divide(trace, cut.ends, holds=False), homes=holders.homes(trace))
+    division = dataclasses.replace(divide(trace, cut.ends, holders.homes), placed=holders.of_new_state(trace))
     held = holders.held(division)
     make = functools.partial(make_stage, division, held, microbatch, outputs=results[0], in_place=True)
-    stages = tuple(make(s, name=stage.name, ipu=stage.ipu) for s, stage in enumerate(model.stages))
+    placed = [(stage.name, stage.ipu) for stage in model.stages]
+    stages = tuple(make(s, name=name, ipu=ipu) for s, (name, ipu) in enumerate(placed))
     stages = tuple(dataclasses.replace(stage, predict=stage.fn) for stage in stages)
     trees = jax.tree.structure((source.params, taken, microbatch, key)), jax.tree.structure(results)
     forward = FunctionModel(
@@ -97,37 +97,51 @@ class _Holders:
     """
 
     def __init__(self, model: FunctionModel, state: WholeTree | None, *, replaces_state: bool):
-        self.model, self.count, self._state, self._replaces = model, len(model.stages), state, replaces_state
-        self._parts = {"params": [*model.weights.groups], "state": [] if state is None else [*state.groups]}
+        self.model, self.count, self._state = model, len(model.stages), state
+        self._replaces = replaces_state and state is not None
+        self._parts: dict[tuple[str, int], list[tuple[str, Part]]] = {}  # per leaf, the groups with a part of it
+        for name, tree in (("params", model.weights), ("state", state)):
+            for group, part in () if tree is None else ((g, part) for g, parts in tree.groups for part in parts):
+                self._parts.setdefault((name, part.leaf), []).append((group, part))
 
-    def of(self, read: Read) -> frozenset[int]:
-        """Return the stages that have what an operation reads."""
+    def groups(self, read: Read) -> list[str]:
+        """Return the groups that have what an operation reads."""
         name, part = read
-        if name == "state" and self._state is None:
-            return frozenset(range(self.count))
-        groups = {group for group, parts in self._parts[name] if any(held.holds(part) for held in parts)}
-        own = [stage.params if name == "params" else f"stage {s}" for s, stage in enumerate(self.model.stages)]
-        is_everywhere = name == "params" and not groups <= {*own}
-        return frozenset(s for s in range(self.count) if is_everywhere or own[s] in groups)
+        return [group for group, held in self._parts.get((name, part.leaf), ()) if held.holds(part)]
 
-    def needs(self, trace: FunctionTrace) -> dict[int, dict[Read, frozenset[int]]]:
-        """Return, per activation's operation by its id, what it reads or replaces, and the stages that have this."""
-        found = {op: {read: self.of(read) for read in reads} for op, reads in trace.reads.items()}
-        if self._state is not None and self._replaces:
-            whole = [(Part(k), new) for k, new in enumerate(trace.new_state) if k not in trace.stacked]
-            for part, new in filter(
-                lambda one: trace.is_activation(one[1]), itertools.chain(whole, *trace.stacked.values())
-            ):
-                first = sorted(self.of(("state", part)))[:1]  # it sends the new value to the others
-                found[id(trace.made_by[new])]["state", part] = frozenset(first)
+    def of(self, read: Read) -> Sequence[int]:
+        """Return the stages that have what an operation reads."""
+        if read[0] == "state" and self._state is None:
+            return range(self.count)
+        groups = self.groups(read)
+        own = [stage.params if read[0] == "params" else f"stage {s}" for s, stage in enumerate(self.model.stages)]
+        is_everywhere = read[0] == "params" and not {*groups} <= {*own}
+        return [s for s in range(self.count) if is_everywhere or own[s] in groups]
+
+    @property
+    def homes(self) -> dict[int, int]:
+        """Return, per leaf of the weights that is whole, the first stage that holds it."""
+        whole = [part for _, parts in self.model.weights.groups for part in parts if part.rows is None]
+        return {part.leaf: min(self.of(("params", part))) for part in whole}
+
+    def needs(self, trace: FunctionTrace) -> dict[int, dict[Read, Sequence[int]]]:
+        """Return, per activation's operation by its id, what it reads or replaces, and the stages that can do so."""
+        found: dict[int, dict[Read, Sequence[int]]] = {}
+        for op, reads in trace.reads_but_for(small_values(trace)).items():
+            of_op = sorted(reads if self._state is not None else (r for r in reads if r[0] == "params"), key=str)
+            found[op] = {read: self.of(read) for read in of_op}
+        whole = [(Part(k), new) for k, new in enumerate(trace.new_state) if k not in trace.stacked]
+        for part, new in itertools.chain(whole, *trace.stacked.values()) if self._replaces else ():
+            if trace.is_activation(new):  # the first stage that holds it sends it to the others
+                found[id(trace.made_by[new])]["state", part] = self.of(("state", part))[:1]
         return found
 
-    def homes(self, trace: FunctionTrace) -> list[list[int]] | None:
+    def of_new_state(self, trace: FunctionTrace) -> list[list[int]] | None:
         """Return, per leaf of a state that is placed and replaced, the stages that hold it whole; otherwise None."""
-        if self._state is None or not self._replaces:
+        if not self._replaces:
             return None
-        whole = [k not in trace.stacked for k in range(len(trace.state))]
-        return [sorted(self.of(("state", Part(k)))) if is_whole else [] for k, is_whole in enumerate(whole)]
+        leaves = range(len(trace.state))
+        return [[] if k in trace.stacked else [*self.of(("state", Part(k)))] for k in leaves]
 
     def path(self, read: Read) -> str:
         name, part = read
@@ -141,27 +155,28 @@ class _Holders:
         Raises:
             ValueError: one of them reads what another one holds.
         """
-        groups: dict[str, Sequence[Part]] = {**dict(self.model.weights.groups)}
         own = [stage.params for stage in self.model.stages]
         shared, everywhere = list[tuple[str, ...]](), dict[Part, list[int]]()
         for s, piece in enumerate(division.pieces):
-            read = [(v, ("params", division.parts[v])) for v in piece.weights]
+            read: list[tuple[Var, Read]] = [(v, ("params", division.parts[v])) for v in piece.weights]
             read += [(v, ("state", division.of_state[v])) for v in piece.state]
+            others: list[str] = []
             for var, leaf in read:
                 if s not in self.of(leaf):
-                    raise ValueError(self.not_held(leaf, s, _reader(piece.equations, var)))
-            parts = [division.parts[v] for v in piece.weights]
-            others = [g for g, of_group in groups.items() if g not in own and _any_holds(of_group, parts)]
+                    raise ValueError(self.not_held(leaf, _reader(piece.equations, var), s))
+                of_leaf = [group for group in self.groups(leaf) if leaf[0] == "params" and group not in own]
+                others += of_leaf
+                if of_leaf:
+                    everywhere.setdefault(leaf[1], []).append(s)
             shared.append(tuple(dict.fromkeys([*self.model.stages[s].shared, *others])))
-            for part in (part for part in parts if any(_any_holds(groups[name], [part]) for name in others)):
-                everywhere.setdefault(part, []).append(s)
         new = [tuple(value.part for value in division.state_of(s)) for s in range(self.count)]
-        of_groups = dict(self._parts["state"])
+        of_groups = {} if self._state is None else dict(self._state.groups)
         state = new if self._state is None else [of_groups.get(f"stage {s}", ()) for s in range(self.count)]
         assert state == new or not self._replaces, f"{new} is replaced where {state} is held"
-        return Held(groups, own, shared, state, everywhere)
+        return Held(dict(self.model.weights.groups), own, shared, state, everywhere)
 
-    def not_held(self, read: Read, stage: int, line: str) -> str:
+    def not_held(self, read: Read, line: str, stage: int | None = None) -> str:
+        """Say that a stage, or any stage, lacks what is read in this line."""
         found = self.of(read)
         if not found:
             return (
@@ -172,10 +187,6 @@ class _Holders:
             f"{self.path(read)} is on {_stages(found)}, and is read{line} by stage {stage}: read it where the loss "
             "function does, and use its results later"
         )
-
-
-def _any_holds(ones: Iterable[Part], others: Iterable[Part]) -> bool:
-    return any(one.holds(other) for one in ones for other in others)
 
 
 def _reader(equations: Sequence[Eqn], var: Var) -> str:
@@ -196,31 +207,19 @@ def _cut(trace: FunctionTrace, holders: _Holders, of_state: Sequence[str]) -> Cu
         ValueError: there is none.
     """
     places = Places(trace, [True] * len(trace.params))
-    needs, stages = holders.needs(trace), range(holders.count)
-    found = [frozenset(stages).intersection(*needs[id(op)].values()) for op in places.operations]
-    may = np.array([[s in of_op for of_op in found] for s in stages])  # per stage, whether it may run the operation
+    of_all, stages = holders.needs(trace), range(holders.count)
+    needs = [of_all[id(op)] for op in places.operations]
+    found = [{*stages}.intersection(*of_operation.values()) for of_operation in needs]
+    # per stage, whether it may run the operation
+    may = np.array([[s in of_operation for of_operation in found] for s in stages], bool)
     ends = _ends(places, may)
     if ends is None:
-        raise ValueError(_why_none(places, holders, needs, of_state))
-    total = np.concatenate([[0.0], np.cumsum(places.work)])
-    work = np.diff(total[[0, *ends]])
-    sent = [int(places.sent[end - 1]) if end else 0 for end in ends[:-1]]
-    is_waist = [bool(end == 0 or places.is_waist[end - 1]) for end in ends[:-1]]
-    return Cut(
-        ends=ends,
-        work=tuple(map(float, work)),
-        sent=tuple(sent),
-        waists=int((places.allowed & places.is_waist).sum()),
-        places=int(places.allowed.sum()),
-        at_waists=all(is_waist),
-        marked=False,
-        heaviest=places.heaviest,
-        kept=places.kept,
-    )
+        raise ValueError(_why_none(places, needs, holders, may, of_state))
+    return places.cut_at(ends)
 
 
 def _ends(places: Places, may: np.ndarray) -> tuple[int, ...] | None:
-    """Return, per stage, the number of operations of it and of earlier ones; a stage may have none.
+    """Return, per stage but the last, the number of operations of it and of earlier ones; a stage may have none.
 
     Args:
         places: the places at which the function can be cut.
@@ -248,34 +247,30 @@ def _ends(places: Places, may: np.ndarray) -> tuple[int, ...] | None:
     chosen = [len(at) - 1]
     for step in reversed(before):
         chosen.append(int(step[chosen[-1]]))
-    return tuple(int(at[k]) for k in reversed(chosen[:-1]))
+    return tuple(int(at[k]) for k in reversed(chosen[1:-1]))
 
 
 def _why_none(
-    places: Places, holders: _Holders, needs: dict[int, dict[Read, frozenset[int]]], of_state: Sequence[str]
+    places: Places, needs: list[dict[Read, Sequence[int]]], holders: _Holders, may: np.ndarray, of_state: Sequence[str]
 ) -> str:
     """Say which operation reads weights where no stage can run it."""
-    latest: tuple[int, Read | None] = 0, None  # the first stage that can run the operations so far, and why
+    first, why = 0, None  # the first stage that can run the operations so far, and what they read there
     seen: set[Read] = set()
-    for op in places.operations:
-        reads = sorted(needs[id(op)].items(), key=str)
-        for read, found in reads:
+    for op, of_operation, stages in zip(places.operations, needs, may.T, strict=True):
+        at = [f"{holders.path(read)} of {_stages(found)}" for read, found in of_operation.items()]
+        for (read, found), place in zip(of_operation.items(), at, strict=True):
             if not found:
-                return holders.not_held(read, -1, at_line(op))
-            if max(found) < latest[0] and latest[1] is not None:
-                again = (
-                    "" if read not in seen else ", for the second time: call the model once, on both inputs, stacked"
-                )
-                return (
-                    f"{holders.path(read)} is on {_stages(found)}, and is read{at_line(op)} after "
-                    f"{holders.path(latest[1])} of {_stages(holders.of(latest[1]))}"
-                    + (again or ": read weights in the order of the loss function")
-                )
-        if reads and not frozenset.intersection(*(found for _, found in reads)):
-            names = " and ".join(f"{holders.path(read)} of {_stages(found)}" for read, found in reads)
-            return f"one operation{at_line(op)} reads {names}: read them one after the other, as the loss function does"
-        for read, found in reads:
+                return holders.not_held(read, at_line(op))
+            if max(found) < first:
+                mend = "read weights in the order of the loss function"
+                if read in seen:
+                    mend = "this is the second time: call the model once, on both inputs, stacked"
+                return f"{place} is read{at_line(op)} after {why}: {mend}"
+        if not stages.any():
+            return f"one operation{at_line(op)} reads {' and '.join(at)}: read them one after the other"
+        for (read, found), place in zip(of_operation.items(), at, strict=True):
             seen.add(read)
-            latest = max(latest, (min(found), read), key=operator.itemgetter(0))
+            if min(found) > first:
+                first, why = min(found), place
     kept = f": {of_state[places.kept[0]]} is one array, and layers of several stages replace it; {_BY_ROWS}"
     return f"the function cannot be cut into these {holders.count} stages" + kept * bool(places.kept[1])

@@ -119,10 +119,11 @@ def make_stage(
         {str(k): trace.aux[k] for k in division.aux_of(s)},
     )
     results, treedef = jax.tree.flatten(Outputs(y, state=new_state or None, aux=of_aux or None))
-    replaced = {
-        value.new: v for value in division.state_of(s) for v in piece.state if division.of_state[v] == value.part
-    }
-    equations = [replacing_in_place(eqn, replaced if in_place else {}) for eqn in piece.equations]
+    equations = piece.equations
+    if in_place:
+        old = {division.of_state[v]: v for v in piece.state}
+        new = [value for value in division.state_of(s) if value.part in old and not isinstance(value.new, core.Literal)]
+        equations = [replacing_in_place(eqn, {value.new: old[value.part] for value in new}) for eqn in equations]
     run = core.jaxpr_as_fun(part_of(trace.closed, inputs, equations, results))
 
     def fn(

@@ -15,6 +15,7 @@ import itertools
 import operator
 import os
 import traceback
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -141,6 +142,10 @@ class FunctionTrace:
     @functools.cached_property
     def reads(self) -> dict[int, set[Read]]:
         """Return, per activation's operation by its id, the weights and state that it reads, also through casts."""
+        return self.reads_but_for(())
+
+    def reads_but_for(self, sent: Collection[Var]) -> dict[int, set[Read]]:
+        """Return `reads` without what is read only through these values."""
         leaves = [("params", self.params), ("state", self.state)]
         sliced: dict[Var, Read] = {v: (name, Part(k)) for name, of in leaves for k, v in enumerate(of)}
         own = {v: {leaf} for v, leaf in sliced.items()}  # what follows from leaves
@@ -161,7 +166,7 @@ class FunctionTrace:
                 name, part = sliced[op.invars[0]]
                 sliced[op.outvars[0]] = (name, part.part(*rows))
                 read = {sliced[op.outvars[0]]}
-            own |= dict.fromkeys(op.outvars, read)
+            own |= {v: read for v in op.outvars if v not in sent}
         return found
 
     @functools.cached_property
@@ -170,6 +175,8 @@ class FunctionTrace:
 
         Its new value is a scan's stacked result, or a concatenation of rows, and nothing reads either of them whole.
         """
+        if not self.new_state:
+            return {}
         at = {v: t for t, op in enumerate(self.operations) for v in op.outvars}
         read_again = {*read_by(self.operations)}
         found: dict[int, list[tuple[Part, Var]]] = {}

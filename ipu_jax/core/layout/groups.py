@@ -100,15 +100,21 @@ class Groups:
                 raise ValueError("state is missing: pass state=pipeline.shard_state(...)")
             names = ", ".join(map(repr, sorted(self.state_owners)))
             raise ValueError(f"state is missing: pass state=pipeline.shard_state({{...}}) with the groups {names}")
-        self._check_sharded("state", "shard_state", state, self.state_owners, self.state_specs)
+        self._check_sharded("state", "shard_state", state, self.state_owners, self.state_specs, self._whole_state)
 
     def check_params(self, params: Params) -> None:
         """Raise `ValueError` unless `params` were sharded for these groups, and are alive."""
-        self._check_sharded("params", "shard", params, self.owners, self.specs)
+        self._check_sharded("params", "shard", params, self.owners, self.specs, self._whole)
         self.as_trained(params.layout)  # raises if `frozen` does not fit
 
     def _check_sharded(
-        self, what: str, call: str, sharded: Tree, owners: dict[str, int | None], specs: dict[str, Tree]
+        self,
+        what: str,
+        call: str,
+        sharded: Tree,
+        owners: dict[str, int | None],
+        specs: dict[str, Tree],
+        whole: WholeTree | None,
     ) -> None:
         if not isinstance(sharded, Sharded):
             raise ValueError(f"{what} is a {type(sharded).__name__}: pass what pipeline.{call}(...) returns")
@@ -117,6 +123,11 @@ class Groups:
             if {g.name: g.ipu for g in layout.groups} != owners or layout.ipus != self.ipus:
                 raise ValueError(
                     f"{what} were sharded by a pipeline with other groups or IPUs: shard them with this one"
+                )
+            if whole is not None and (other := _other_than(whole, layout)):
+                raise ValueError(
+                    f"{what} were sharded for another function: {other}; shard them for this one, which takes whole "
+                    "trees, as unshard returns them"
                 )
             for group in layout.groups:
                 bare = tuple(dataclasses.replace(leaf, spec=WHOLE) for leaf in group.leaves)
@@ -144,6 +155,24 @@ class Groups:
                 self._known.clear()
             self._known[about] = layout, result
         return self._known[about][1]
+
+
+def _other_than(whole: WholeTree, layout: PackedLayout) -> str | None:
+    """Return what a layout has otherwise than the tree for which a function was cut, or None if it fits."""
+    if layout.whole is None or layout.whole.paths != whole.paths:
+        return "it has a tree with other leaves"
+    found = {leaf.path: (leaf.whole_shape, leaf.dtype) for group in layout.groups for leaf in group.leaves}
+    for path, shape, dtype in zip(whole.paths, whole.shapes, whole.dtypes, strict=True):
+        if found[path] != (shape, str(dtype)):
+            return f"{path} is {found[path][1]}{list(found[path][0])} there, and {dtype}{list(shape)} here"
+    for name, _ in whole.groups if layout.whole.groups != whole.groups else ():
+        here, there = (
+            ", ".join(path + (f"[{rows[0]}:]" if rows else "") for path, rows in zip(*of.named(name), strict=True))
+            for of in (whole, layout.whole)
+        )
+        if here != there:
+            return f"{name} holds {there} there, and {here} here"
+    return None
 
 
 def _check_not_placed(what: str, tree: Tree) -> None:

@@ -536,8 +536,9 @@ class Pipeline(Foreseen, WithForward, Shown):
             the weights (`logits[..., :size]` removes the padding). With `return_state`, `(outputs, new state)`.
 
         Raises:
-            ValueError: the last stage has no `predict`; `return_state` is given with several replicas or without state;
-                or as in `value_and_grad`. It is raised before anything is compiled.
+            ValueError: the last stage has no `predict`; the pipeline was cut from a function, and `forward` predicts;
+                `return_state` is given with several replicas or without state; or as in `value_and_grad`. It is raised
+                before anything is compiled.
 
         >>> import jax.numpy as jnp
         >>> loss = lambda w, x, mb: jnp.mean((mb["x"] @ w - mb["y"]) ** 2)
@@ -549,7 +550,7 @@ class Pipeline(Foreseen, WithForward, Shown):
         """
         if self.function is not None:
             raise ValueError(
-                "this pipeline was cut out of a loss function, which predicts nothing: give the function that does, "
+                "this pipeline was cut from a loss function: cut the function that predicts, too, "
                 "outputs = pipeline.forward(fn, inputs), and call outputs(params, batch)"
             )
         check_predictable(self.stages, self.replicas, return_state)

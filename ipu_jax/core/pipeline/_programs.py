@@ -48,7 +48,7 @@ class Programs:
 
     def predict(self, given: StepArgs, *, reuses_state: bool = False) -> tuple[Tree, Tree]:
         """Return `(outputs, new state)`; the buffers of the state may be reused."""
-        why = "pipeline.predict cannot be differentiated: compute the loss in the last stage, and use pipeline.loss"
+        why = "pipeline.predict and forward cannot be differentiated: compute a loss instead, and use pipeline.loss"
         return self._bounded(self._predictions[reuses_state], given, trains=False, not_again=why)
 
     def lower_prediction(self, given: StepArgs, *, reuses_state: bool = False) -> Any:

@@ -107,7 +107,9 @@ def check_key(key: Key, stages: tuple[Stage, ...], role: Role, *, taken: bool = 
     """
     needing = [stage.name for stage in stages if stage.needs_key(role)]
     if key is None and needing:
-        raise ValueError(f"stage {needing[0]!r} takes a random key: pass key=jax.random.key(...)")
+        without = ", or evaluate a function that takes none, step.model.forward(test_loss, micro_batch)"
+        cut = taken and role == "evaluation"
+        raise ValueError(f"stage {needing[0]!r} takes a random key: pass key=jax.random.key(...){without * cut}")
     if key is not None and not is_one_key(key):
         raise ValueError(f"key={key!r} is not one typed key: make it with jax.random.key(seed)")
     if key is not None and not taken and not any(stage.random for stage in stages):

@@ -14,6 +14,7 @@ import jax
 from ipu_jax.base import facts
 from ipu_jax.base.annotations import Batch, Function, Tree
 from ipu_jax.base.decorators import public_on_mesh
+from ipu_jax.base.keys import with_keys
 from ipu_jax.base.showing import Shown, Table, counted
 from ipu_jax.core.cutting.forward import forward_of
 from ipu_jax.core.cutting.function import FunctionModel
@@ -37,6 +38,11 @@ class Forward(Shown):
     """
 
     def __init__(self, pipeline: Any, fn: Function, inputs: Batch, state: Tree):
+        if state is not None and pipeline.replicas > 1:
+            raise ValueError(
+                f"state= with {pipeline.replicas} replicas: each replica would change its own copy; use a pipeline of "
+                "one replica, whose micro-batches change it one after the other"
+            )
         placed = None
         if isinstance(state, Forward):
             placed, state = _placed(state, pipeline), state._state
@@ -75,12 +81,15 @@ class Forward(Shown):
         given = StepArgs(params, inputs, state, key)
         self.check(given)
         outputs, new_state = self._programs.predict(given, reuses_state=self.has_state)
+        outputs = jax.tree.map(with_keys, outputs, self.outputs)
         return (outputs, new_state) if self.has_state else outputs
 
     def check(self, given: StepArgs) -> None:
         """Raise the `ValueError` that a call raises for these arguments."""
         if self.takes_key and given.key is None:
             raise ValueError("key is missing: the function takes one, pass key=jax.random.key(...)")
+        if self.has_state and given.state is None:
+            raise ValueError("state is missing: pass what shard_state or an earlier call of this function returned")
         self.placement.check(given, "prediction")
 
     def for_inputs(self, inputs: Batch) -> "Forward":
@@ -95,7 +104,7 @@ class Forward(Shown):
         """Place the function's own state on the IPUs: each leaf, or each layer's rows, where it is used.
 
         Raises:
-            ValueError: the function has none, or the tree is another one than `forward` was given.
+            ValueError: the function has none, or the tree is not like the one that `forward` was given.
         """
         if not self.has_state:
             raise ValueError("the function has no state of its own: give forward(fn, inputs, state=...)")
@@ -164,8 +173,9 @@ class WithForward:
                 function with a state, `state=prefill`: both take one state, which is where that function has it.
 
         Raises:
-            ValueError: the pipeline was made of stages; the function takes or returns something else; or it reads
-                weights in another order than the loss function does. The message names the leaf and the line.
+            ValueError: the pipeline was made of stages; the function takes or returns something else; it has a state
+                and the pipeline several replicas; or it reads weights in another order than the loss function does.
+                The message names the leaf and the line.
 
         >>> import jax, jax.numpy as jnp
         >>> from ipu_jax import Pipeline

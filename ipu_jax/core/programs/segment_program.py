@@ -153,7 +153,7 @@ class Residuals:
 
 
 @dataclasses.dataclass(frozen=True)
-class Forward:
+class TracedForward:
     """F of a segment, traced.
 
     Attributes:
@@ -176,7 +176,7 @@ class Forward:
 
 
 @dataclasses.dataclass(frozen=True)
-class Backward:
+class TracedBackward:
     """The whole backward pass of a segment, traced.
 
     Attributes:
@@ -250,7 +250,7 @@ def trace_segment(
     )
 
 
-def trace_forward(segment: Segment, args: Tree, shards: Tree, trained: Sequence[bool], *, last: bool) -> Forward:
+def trace_forward(segment: Segment, args: Tree, shards: Tree, trained: Sequence[bool], *, last: bool) -> TracedForward:
     """Trace F, and choose the values that B may read. `args` are (params, x, inputs, state)."""
 
     def program(params: Params, x: Message, inputs: MicrobatchInputs, state: Mapping[str, Tree]) -> tuple[Tree, Tree]:
@@ -279,12 +279,12 @@ def trace_forward(segment: Segment, args: Tree, shards: Tree, trained: Sequence[
     differs = differing_outputs(segment, traced.jaxpr, may_differ, num_params)
     results = jax.tree.unflatten(result, map(shape_of, traced.out_avals[:count]))
     check_results(segment, results, jax.tree.unflatten(result, differs[:count]), last, shards[1])
-    return Forward(traced, results, differs, residuals, jax.tree.structure(vjp))
+    return TracedForward(traced, results, differs, residuals, jax.tree.structure(vjp))
 
 
 def trace_backward(
-    segment: Segment, forward: Forward, given: Tree, shards: Tree, trained: Sequence[bool], *, last: bool
-) -> Backward:
+    segment: Segment, forward: TracedForward, given: Tree, shards: Tree, trained: Sequence[bool], *, last: bool
+) -> TracedBackward:
     """Trace the whole backward pass; `given` is (params, inputs), `shards` says which params are sharded."""
     residuals, count = forward.residuals, forward.num_results
     assert residuals is not None, "F was traced with its residuals"
@@ -306,7 +306,7 @@ def trace_backward(
     # parts of dx and of the gradients of leaves that every IPU holds whole are added up afterwards
     summed = [*[True] * num_dx, *(not shard for shard, t in zip(of_params, trained, strict=True) if t)]
     sums_only = segment.place is None and not last and needs_sums_only(traced.jaxpr, may_differ, len(dy), summed)
-    return Backward(traced, read, num_given, len(dy), num_dx, sums_only)
+    return TracedBackward(traced, read, num_given, len(dy), num_dx, sums_only)
 
 
 def choose_residuals(

@@ -17,6 +17,7 @@ from ipu_jax.base.annotations import Batch, Dtype, Function, Jaxpr, Key, Tree, V
 from ipu_jax.base.checks import check_cost
 from ipu_jax.base.decorators import public_on_mesh
 from ipu_jax.base.jaxprs import all_equations
+from ipu_jax.base.keys import without_keys
 from ipu_jax.base.showing import Shown, Table, counted
 from ipu_jax.core.layout.packing import Sharded
 from ipu_jax.core.mesh.axes import further_axes, parts
@@ -271,6 +272,7 @@ class _ForwardPrograms(_Programs):
         with self._next():
             found = jax.block_until_ready(self.pipeline(*self.given._replace(state=state)))
         outputs, new_state = found if self.pipeline.has_state else (found, None)
+        outputs = jax.tree.map(without_keys, outputs)
         return {"outputs": outputs, "state": new_state and self.pipeline.unshard(new_state)}
 
     def unsharded(self, *, moved: int | None = None, fused: bool = True) -> dict[str, Tree]:
@@ -278,6 +280,7 @@ class _ForwardPrograms(_Programs):
         with self._next():
             run = unsharded_forward(self.pipeline, self.whole._replace(params=weights), fused=fused)
             outputs, new_state = jax.block_until_ready(run)
+        outputs = jax.tree.map(without_keys, outputs)
         return {"outputs": outputs, "state": new_state if self.pipeline.has_state else None}
 
 

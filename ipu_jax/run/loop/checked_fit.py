@@ -10,7 +10,7 @@ The loop itself is in `fit.py`.
 import dataclasses
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -23,6 +23,7 @@ from ipu_jax.base.checks import as_int, check_count, check_positive, in_line
 from ipu_jax.base.cli.output_paths import check_file, writable_folder
 from ipu_jax.base.decorators import public
 from ipu_jax.base.showing import counted
+from ipu_jax.core.pipeline.forward import Forward
 from ipu_jax.distributed import popdist
 from ipu_jax.run.loop import fit as loop
 from ipu_jax.run.observe.profiled import asked
@@ -31,6 +32,7 @@ from ipu_jax.run.observe.runs.log import ADDED_TO_START, NAMES_OF_EVENTS, RunLog
 from ipu_jax.run.observe.tracing.recording import Recording
 from ipu_jax.training.checkpoints.checkpoints import Checkpoints
 from ipu_jax.training.data.feed import Feed
+from ipu_jax.training.update.evaluation import Evaluation
 from ipu_jax.training.update.state import TrainState
 from ipu_jax.training.update.step import TrainStep
 
@@ -186,6 +188,9 @@ def _check(step: Any, state: Tree, feed: Any, epochs: Any, updates: Any, **other
     """
     _check_step_and_feed(step, state, feed)
     _check_types(others)
+    if isinstance(others["evaluate"], Evaluation):
+        others["evaluate"].check(state)
+        _check_names("evaluate's figures", others["evaluate"].names, _FIGURES)
     log, report, resume, tensorboard = (others[name] for name in ("log", "report", "resume", "tensorboard"))
     if others["checkpoints"] is None and resume not in ("auto", "never"):
         raise ValueError(f"resume={resume!r} needs checkpoints: give checkpoints=, or leave resume out")
@@ -230,6 +235,11 @@ def _check_types(others: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={value!r} is of the wrong type: give {rule}")
         if value == "" and name != "title":
             raise ValueError(f"{name}='' is empty: give {rule}")
+    if isinstance(others["evaluate"], Forward):
+        raise ValueError(
+            "evaluate= is a Forward, which takes a batch, not a state: give its mean over a data set, "
+            "Evaluation(forward, data), from ipu_jax.steps"
+        )
     for name, mend in {
         "evaluate": "a function of a state that returns a dict",
         "say": "a function of a line, such as print, or lambda line: None to print nothing",
@@ -297,8 +307,8 @@ def _figures_of(found: Json) -> dict[str, float]:
     return {name: float(value) for name, value in found.items()}
 
 
-def _check_names(what: str, by_name: Mapping[Any, Any], taken: tuple[str, ...]) -> None:
-    for name in by_name:
+def _check_names(what: str, names: Iterable[Any], taken: tuple[str, ...]) -> None:
+    for name in names:
         if not isinstance(name, str) or name in taken:
             raise ValueError(
                 f"{what} have the name {name!r}, which is not a string, or has another meaning in the log: "

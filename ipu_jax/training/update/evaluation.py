@@ -1,4 +1,4 @@
-"""Take the mean of a forward pass's outputs over a data set: `Evaluation`, a function of a training state.
+"""Take the mean of a forward pass's outputs over a data set: `Evaluation`, a function of a `TrainState`.
 
 test = pipeline.forward(test_loss, micro_batch)          means over one micro-batch, by name
 fit(step, state, feed, evaluate=Evaluation(test, images))
@@ -19,20 +19,23 @@ from ipu_jax.base.annotations import Batch, Key, Tree
 from ipu_jax.base.checks import check_count
 from ipu_jax.base.decorators import public
 from ipu_jax.core.mesh.instances import on_host
+from ipu_jax.core.pipeline.arguments import check_key
 from ipu_jax.core.pipeline.forward import Forward
-from ipu_jax.core.step_args import given_dims
+from ipu_jax.core.step_args import StepArgs, given_dims
 from ipu_jax.training.data.feed import Feed
 from ipu_jax.training.update.state import TrainState
 
 _PER_STAGE: Final = 8
 """Micro-batches of a call per stage, by default: then IPUs are idle for about a tenth of it."""
 
+_NUMBERS: Final = (jnp.floating, jnp.integer, jnp.bool_)
+
 
 @public
 class Evaluation:
     """The means of a forward pass's outputs over a data set, in which each example counts once.
 
-    A call takes a training state, so it can be given to `fit(evaluate=)`. It reads the source from its beginning, in
+    A call takes a `TrainState`, so it can be given to `fit(evaluate=)`. It reads the source from its beginning, in
     its own order, without a copy of it on the IPUs. Where the examples do not fill the last micro-batch, the function
     is cut and compiled once more, for a micro-batch of the rest.
 
@@ -47,9 +50,12 @@ class Evaluation:
             fill.
         key: a typed key, if the function takes one. Every evaluation draws the same numbers.
 
+    Attributes:
+        names: the names of the means.
+
     Raises:
         ValueError: the function has a state of its own or returns something else, a key is missing or superfluous, or
-            the source cannot be read.
+            the source does not fit the function, cannot be read or can be read only once.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from ipu_jax import Pipeline, make_train_step
@@ -75,11 +81,12 @@ class Evaluation:
             raise ValueError(f"forward is a {found}: give what pipeline.forward(fn, inputs) returns")
         if forward.has_state:
             raise ValueError("the function has a state of its own, and an evaluation keeps none: leave state= out")
-        if forward.takes_key != (key is not None):
-            is_what = "missing: the function takes one" if key is None else "given, and the function takes none"
-            raise ValueError(f"key is {is_what}")
+        if forward.takes_key and key is None:
+            raise ValueError("key is missing: the function takes one, give key=jax.random.key(...)")
+        check_key(key, forward.stages, "prediction", taken=forward.takes_key)
         self._forward, self._key, self._rests = forward, key, dict[int, Forward]()
         self._is_dict = isinstance(forward.outputs, Mapping)
+        self.names = (*forward.outputs,) if self._is_dict else ("loss",)
         self._check_outputs(forward.outputs)
         self._size = _micro_batch_of(forward.inputs)
         m = _PER_STAGE * len(forward.stages)
@@ -88,27 +95,55 @@ class Evaluation:
         make = functools.partial(Feed, source, mesh=forward.mesh, micro_batch=self._size, items=items, prefetch=0)
         make = functools.partial(make, shuffle=False, remainder="pad")
         self._feed = make(gradient_accumulation=m)
-        order, replicas = self._feed.order, forward.replicas
-        if micro_batches is None and order is not None:
-            most = math.ceil(order.examples / (self._size * replicas))
-            self._feed = make(gradient_accumulation=min(m, most))
+        self._feed.check_epoch(1)
+        order, replicas, function = self._feed.order, forward.replicas, forward.placement.function
+        assert function is not None, "it was cut"
+        function.check(self._feed.like, 1 + given_dims(replicas), key)
+        if order is not None:
+            if micro_batches is None:
+                most = math.ceil(order.examples / (self._size * replicas))
+                self._feed = make(gradient_accumulation=min(m, most))
+            if rest := order.examples % self._size:
+                self._for_rest(rest)
 
+    @jax.transfer_guard("allow")  # the caller asks for this transfer
     def __call__(self, state: TrainState) -> dict[str, float]:
-        """Return the means by name; a function that returns one number gives `{"loss": number}`."""
+        """Return the means by name; a function that returns one number gives `{"loss": number}`.
+
+        Raises:
+            ValueError: the state does not fit.
+        """
+        self.check(state)
         sums: dict[str, float] = {}
         count, calls = 0, []
-        for number, batch in enumerate(self._feed.epoch()):
-            full, rest = divmod(batch.examples, self._size)
-            calls.append((full * [self._size], self._run(self._forward, state, batch.arrays, number)))
-            if rest:
-                rows = _rest_of(batch.arrays, full, rest, self._forward.replicas)
-                calls.append(([rest], self._run(self._for_rest(rest), state, rows, number)))
-            count += batch.examples
+        try:
+            for number, batch in enumerate(self._feed.epoch()):
+                full, rest = divmod(batch.examples, self._size)
+                if full:
+                    calls.append((full * [self._size], self._run(self._forward, state, batch.arrays, number)))
+                if rest:
+                    rows = _rest_of(batch.arrays, full, rest, self._forward.replicas)
+                    calls.append(([rest], self._run(self._for_rest(rest), state, rows, number + 1)))
+                count += batch.examples
+        finally:
+            self._feed.seek(0)  # after an interruption, too; and the feed lets go of the last batch
         for sizes, outputs in calls:
             for name, value in outputs.items():
                 found = np.asarray(on_host(value), np.float64).reshape(-1)[: len(sizes)]
                 sums[name] = sums.get(name, 0.0) + float(found @ np.array(sizes, np.float64))
         return {name: value / count for name, value in sums.items()}
+
+    def check(self, state: TrainState) -> None:
+        """Raise the `ValueError` that a call raises for this state."""
+        if not isinstance(state, TrainState):
+            raise ValueError(f"state is a {type(state).__name__}, not a TrainState: give what step.init returns")
+        mesh, found = self._forward.mesh, state.step.sharding.device_set
+        if found != {*mesh.devices.flat}:
+            raise ValueError(
+                f"the state is on other devices than the function, {len(found)} and {mesh.size}: cut the function for "
+                "the step, step.model.forward(fn, inputs)"
+            )
+        self._forward.check(StepArgs(state.params, self._feed.like, state.stages, self._key))
 
     def _run(self, forward: Forward, state: TrainState, batch: Batch, number: int) -> dict[str, Tree]:
         key = None if self._key is None else jax.random.fold_in(self._key, number)
@@ -125,7 +160,7 @@ class Evaluation:
         named = outputs if isinstance(outputs, Mapping) else {"": outputs}
         for name, leaf in named.items():
             shape = getattr(leaf, "shape", None)
-            if shape != () or jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            if shape != () or not any(jnp.issubdtype(leaf.dtype, kind) for kind in _NUMBERS):
                 found = f"{leaf.dtype}{list(shape)}" if shape is not None else f"a {type(leaf).__name__}"
                 at = f"[{name!r}]" if self._is_dict else ""
                 raise ValueError(

@@ -24,6 +24,7 @@ class Example:
         state: what the loss changes, such as averages of batch norm.
         takes_key: whether the loss takes a key.
         tolerance: of the relative error of each leaf.
+        outputs: what the loss compares with its labels, of the loss's arguments; a state is read, and stays as it is.
     """
 
     loss: Callable[..., Any]
@@ -32,6 +33,7 @@ class Example:
     state: Any = None
     takes_key: bool = False
     tolerance: float = 1e-5
+    outputs: Callable[..., Any] | None = None
 
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:

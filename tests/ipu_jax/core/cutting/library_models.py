@@ -66,11 +66,13 @@ def linen_gpt() -> Example:
     model = GPT(layers=1, tied=True, dropout=0.3)
     params = initialized(model, jnp.zeros((1, LENGTH), int))["params"]
 
-    def loss(params, batch, key):
-        logits = model.apply({"params": params}, batch["ids"], rngs={"dropout": key})
-        return cross_entropy(logits, batch["labels"])
+    def logits(params, batch, key):
+        return model.apply({"params": params}, batch["ids"], rngs={"dropout": key})
 
-    return Example(loss, params, tokens, takes_key=True)
+    def loss(params, batch, key):
+        return cross_entropy(logits(params, batch, key), batch["labels"])
+
+    return Example(loss, params, tokens, takes_key=True, outputs=logits)
 
 
 def linen_gpt_scanned() -> Example:
@@ -78,10 +80,13 @@ def linen_gpt_scanned() -> Example:
     model = GPT(layers=5, scanned=True)
     params = initialized(model, jnp.zeros((1, LENGTH), int))["params"]
 
-    def loss(params, batch):
-        return cross_entropy(model.apply({"params": params}, batch["ids"]), batch["labels"])
+    def logits(params, batch):
+        return model.apply({"params": params}, batch["ids"])
 
-    return Example(loss, params, tokens)
+    def loss(params, batch):
+        return cross_entropy(logits(params, batch), batch["labels"])
+
+    return Example(loss, params, tokens, outputs=logits)
 
 
 class Experts(nn.Module):
@@ -115,12 +120,15 @@ def linen_mixture_of_experts() -> Example:
     model = MixtureOfExperts()
     params = initialized(model, rows(np.random.default_rng(0))["x"])["params"]
 
+    def outputs(params, batch):
+        return model.apply({"params": params}, batch["x"], mutable=["losses", "intermediates"])
+
     def loss(params, batch):
-        y, sown = model.apply({"params": params}, batch["x"], mutable=["losses", "intermediates"])
+        y, sown = outputs(params, batch)
         balance = sum(map(jnp.sum, jax.tree.leaves(sown["losses"])))
         return squared_error(y, batch["y"]) + 0.1 * balance, sown["intermediates"]
 
-    return Example(loss, params, rows)
+    return Example(loss, params, rows, outputs=outputs)
 
 
 class ConvNet(nn.Module):
@@ -146,7 +154,11 @@ def linen_batch_norm() -> Example:
         )
         return cross_entropy(logits, batch["label"]), {"logits": logits}, new["batch_stats"]
 
-    return Example(loss, variables["params"], images, state=variables["batch_stats"], tolerance=5e-5)
+    def in_evaluation(params, batch_stats, batch):
+        return model.apply({"params": params, "batch_stats": batch_stats}, batch["image"], train=False)
+
+    stats = variables["batch_stats"]
+    return Example(loss, variables["params"], images, state=stats, tolerance=5e-5, outputs=in_evaluation)
 
 
 class UNet(nn.Module):
@@ -168,10 +180,15 @@ def linen_unet() -> Example:
     """The way up reads what the way down computed."""
     model = UNet()
 
-    def loss(params, batch):
-        return squared_error(model.apply({"params": params}, batch["image"]), batch["image"])
+    params = initialized(model, images(np.random.default_rng(0))["image"])["params"]
 
-    return Example(loss, initialized(model, images(np.random.default_rng(0))["image"])["params"], images)
+    def outputs(params, batch):
+        return model.apply({"params": params}, batch["image"])
+
+    def loss(params, batch):
+        return squared_error(outputs(params, batch), batch["image"])
+
+    return Example(loss, params, images, outputs=outputs)
 
 
 class NnxBlock(nnx.Module):
@@ -201,10 +218,13 @@ class NnxGPT(nnx.Module):
 def nnx_gpt_tied() -> Example:
     graph, params = nnx.split(NnxGPT(1, nnx.Rngs(1)), nnx.Param)
 
-    def loss(params, batch):
-        return cross_entropy(nnx.merge(graph, params)(batch["ids"]), batch["labels"])
+    def logits(params, batch):
+        return nnx.merge(graph, params)(batch["ids"])
 
-    return Example(loss, params, tokens)
+    def loss(params, batch):
+        return cross_entropy(logits(params, batch), batch["labels"])
+
+    return Example(loss, params, tokens, outputs=logits)
 
 
 class NnxNormed(nnx.Module):
@@ -226,7 +246,10 @@ def nnx_batch_norm() -> Example:
         y = model(batch["x"])
         return squared_error(y, batch["y"]), nnx.state(model, nnx.BatchStat)
 
-    return Example(loss, params, rows, state=stats)
+    def in_evaluation(params, stats, batch):
+        return nnx.view(nnx.merge(graph, params, stats), use_running_average=True)(batch["x"])
+
+    return Example(loss, params, rows, state=stats, outputs=in_evaluation)
 
 
 def equinox_mlp() -> Example:
@@ -234,10 +257,13 @@ def equinox_mlp() -> Example:
     model = eqx.nn.MLP(D, D, width_size=12, depth=4, activation=jax.nn.softplus, key=jax.random.key(3))
     params, static = eqx.partition(model, eqx.is_inexact_array)
 
-    def loss(params, batch):
-        return squared_error(jax.vmap(eqx.combine(params, static))(batch["x"]), batch["y"])
+    def outputs(params, batch):
+        return jax.vmap(eqx.combine(params, static))(batch["x"])
 
-    return Example(loss, params, rows)
+    def loss(params, batch):
+        return squared_error(outputs(params, batch), batch["y"])
+
+    return Example(loss, params, rows, outputs=outputs)
 
 
 class EquinoxBlock(eqx.Module):
@@ -279,11 +305,13 @@ class EquinoxGPT(eqx.Module):
 def equinox_gpt() -> Example:
     params, static = eqx.partition(EquinoxGPT(1, jax.random.key(4)), eqx.is_inexact_array)
 
-    def loss(params, batch):
-        logits = jax.vmap(eqx.combine(params, static))(batch["ids"])
-        return cross_entropy(logits, batch["labels"])
+    def logits(params, batch):
+        return jax.vmap(eqx.combine(params, static))(batch["ids"])
 
-    return Example(loss, params, tokens)
+    def loss(params, batch):
+        return cross_entropy(logits(params, batch), batch["labels"])
+
+    return Example(loss, params, tokens, outputs=logits)
 
 
 LIBRARY_MODELS = (

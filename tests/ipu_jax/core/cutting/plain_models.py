@@ -55,12 +55,15 @@ def scanned_gpt() -> Example:
         "norm": np.ones(D, np.float32),
     }
 
-    def loss(params, batch):
-        x = params["embed"][batch["ids"]] + params["position"]
+    def logits(params, batch):
+        x = params["embed"][batch["ids"]] + params["position"][: batch["ids"].shape[1]]
         x, _ = lax.scan(jax.checkpoint(lambda x, p: (block(p, x), None)), x, params["blocks"])
-        return cross_entropy(norm(x, params["norm"]) @ params["embed"].T, batch["labels"])
+        return norm(x, params["norm"]) @ params["embed"].T
 
-    return Example(loss, params, tokens)
+    def loss(params, batch):
+        return cross_entropy(logits(params, batch), batch["labels"])
+
+    return Example(loss, params, tokens, outputs=logits)
 
 
 def mixed_precision_gpt() -> Example:
@@ -73,15 +76,17 @@ def mixed_precision_gpt() -> Example:
         "head": normal(rng, D, VOCAB),
     }
 
-    def loss(params, batch):
+    def logits(params, batch):
         params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
         x = params["embed"][batch["ids"]]
         for p in params["blocks"]:
             x = jax.checkpoint(block)(p, x)
-        logits = norm(x, params["norm"]) @ params["head"]
-        return cross_entropy(logits.astype(jnp.float32), batch["labels"])
+        return norm(x, params["norm"]) @ params["head"]
 
-    return Example(loss, params, tokens, tolerance=0.06)
+    def loss(params, batch):
+        return cross_entropy(logits(params, batch).astype(jnp.float32), batch["labels"])
+
+    return Example(loss, params, tokens, tolerance=0.06, outputs=logits)
 
 
 def scan_that_carries_a_key() -> Example:
@@ -89,7 +94,7 @@ def scan_that_carries_a_key() -> Example:
     rng = np.random.default_rng(2)
     params = {"layers": {"w": normal(rng, 5, D, D), "b": normal(rng, 5, D)}, "out": normal(rng, D, D)}
 
-    def loss(params, batch, key):
+    def outputs(params, batch, key):
         def layer(carry, p):
             x, key = carry
             key, own = jax.random.split(key)
@@ -97,9 +102,12 @@ def scan_that_carries_a_key() -> Example:
             return (x + jnp.where(jax.random.bernoulli(own, 0.7, y.shape), y / 0.7, 0.0), key), None
 
         (x, _), _ = lax.scan(layer, (batch["x"], key), params["layers"])
-        return squared_error(x @ params["out"], batch["y"])
+        return x @ params["out"]
 
-    return Example(loss, params, rows, takes_key=True)
+    def loss(params, batch, key):
+        return squared_error(outputs(params, batch, key), batch["y"])
+
+    return Example(loss, params, rows, takes_key=True, outputs=outputs)
 
 
 def metrics() -> Example:
@@ -139,7 +147,7 @@ def encoder_decoder() -> Example:
         "head": normal(rng, D, VOCAB),
     }
 
-    def loss(params, batch):
+    def logits(params, batch):
         encoded = params["source"][batch["source"]]
         for p in params["encoder"]:
             encoded = block(p, encoded)
@@ -148,12 +156,15 @@ def encoder_decoder() -> Example:
         for p in params["decoder"]:
             x = block(p, x)
             x = x + attention(p["cross"], x, encoded, mask)
-        return cross_entropy(x @ params["head"], batch["labels"])
+        return x @ params["head"]
+
+    def loss(params, batch):
+        return cross_entropy(logits(params, batch), batch["labels"])
 
     def micro_batch(rng):
         return tokens(rng) | {"source": rng.integers(1, VOCAB, size=(ROWS, 4)).astype(np.int32)}
 
-    return Example(loss, params, micro_batch)
+    return Example(loss, params, micro_batch, outputs=logits)
 
 
 def weight_decay() -> Example:
@@ -175,16 +186,19 @@ def reads_of_all_earlier_layers() -> Example:
     rng = np.random.default_rng(6)
     params = [{"query": normal(rng, D), "w": normal(rng, D, D)} for _ in range(6)]
 
-    def loss(params, batch):
+    def outputs(params, batch):
         results = [batch["x"]]
         for p in params:
             stacked = jnp.stack(results)
             weights = jax.nn.softmax(stacked @ p["query"], axis=0)
             x = jnp.einsum("lr,lrd->rd", weights, stacked)
             results.append(jnp.tanh(x @ p["w"]))
-        return squared_error(jnp.concatenate(results, -1).mean(-1), batch["y"][:, 0])
+        return jnp.concatenate(results, -1).mean(-1)
 
-    return Example(loss, params, rows)
+    def loss(params, batch):
+        return squared_error(outputs(params, batch), batch["y"][:, 0])
+
+    return Example(loss, params, rows, outputs=outputs)
 
 
 @jax.custom_vjp
@@ -244,7 +258,7 @@ def control_flow() -> Example:
         start = jnp.ones(D) / jnp.sqrt(D), jnp.float32(0), 0
         return lax.while_loop(lambda carry: carry[2] < 5, step, start)[1]
 
-    def loss(params, batch):
+    def outputs(params, batch):
         x = jnp.tanh(batch["x"] @ params["in"])
         x = lax.fori_loop(0, 3, lambda _, x: x + 0.5 * jnp.tanh(x @ params["loop"]), x)
         double, same = (lambda x: 2 * x @ params["branch 0"]), (lambda x: x @ params["branch 1"])
@@ -253,9 +267,12 @@ def control_flow() -> Example:
         x = x * 0.5 ** lax.stop_gradient(halvings).astype(jnp.float32)
         x = x @ (params["normed"] / lax.stop_gradient(spectral_norm(params["normed"])))
         x = lax.switch(batch["choice"], [jnp.sin, jnp.tanh, lambda x: x], x)
-        return squared_error(x @ params["out"], batch["y"])
+        return x @ params["out"]
 
-    return Example(loss, params, lambda rng: rows(rng) | {"choice": np.int32(rng.integers(3))})
+    def loss(params, batch):
+        return squared_error(outputs(params, batch), batch["y"])
+
+    return Example(loss, params, lambda rng: rows(rng) | {"choice": np.int32(rng.integers(3))}, outputs=outputs)
 
 
 def jitted_layers() -> Example:
@@ -273,14 +290,17 @@ def jitted_layers() -> Example:
         y = act(x @ p["w"] + p["b"])
         return x + y if residual else y
 
-    @jax.jit
-    def loss(params, batch):
+    def outputs(params, batch):
         x = batch["x"]
         for k, p in enumerate(params):
             x = layer(p, x, residual=k % 2 == 0)
-        return squared_error(x, batch["y"])
+        return x
 
-    return Example(loss, params, rows)
+    @jax.jit
+    def loss(params, batch):
+        return squared_error(outputs(params, batch), batch["y"])
+
+    return Example(loss, params, rows, outputs=outputs)
 
 
 def lstm() -> Example:
@@ -289,7 +309,7 @@ def lstm() -> Example:
     params: dict[str, Any] = {"embed": normal(rng, VOCAB, D), "head": normal(rng, D, VOCAB)}
     params["layers"] = [{"x": normal(rng, D, 4 * D), "h": normal(rng, D, 4 * D)} for _ in range(3)]
 
-    def loss(params, batch):
+    def logits(params, batch):
         x = params["embed"][batch["ids"]].swapaxes(0, 1)
         for p in params["layers"]:
 
@@ -302,9 +322,12 @@ def lstm() -> Example:
 
             zeros = jnp.zeros((x.shape[1], D))
             _, x = lax.scan(step, (zeros, zeros), x)
-        return cross_entropy(x.swapaxes(0, 1) @ params["head"], batch["labels"])
+        return x.swapaxes(0, 1) @ params["head"]
 
-    return Example(loss, params, tokens)
+    def loss(params, batch):
+        return cross_entropy(logits(params, batch), batch["labels"])
+
+    return Example(loss, params, tokens, outputs=logits)
 
 
 def unused_weights() -> Example:
@@ -312,13 +335,17 @@ def unused_weights() -> Example:
     rng = np.random.default_rng(11)
     params = {"layers": normal(rng, 6, D, D), "probe": normal(rng, D), "unused": {"w": normal(rng, 3), "n": None}}
 
-    def loss(params, batch):
+    def outputs(params, batch):
         x = batch["x"]
         for k in range(5):
             x = jnp.tanh(x @ params["layers"][k])
-        return squared_error(x, batch["y"]), lax.stop_gradient(x) @ params["probe"]
+        return x, lax.stop_gradient(x) @ params["probe"]
 
-    return Example(loss, params, rows)
+    def loss(params, batch):
+        x, probed = outputs(params, batch)
+        return squared_error(x, batch["y"]), probed
+
+    return Example(loss, params, rows, outputs=outputs)
 
 
 def recommender() -> Example:
@@ -331,7 +358,7 @@ def recommender() -> Example:
         "top": [normal(rng, 14, D), normal(rng, D, D), normal(rng, D, 1)],
     }
 
-    def loss(params, batch):
+    def logits(params, batch):
         x = batch["numbers"]
         for w in params["bottom"]:
             x = jax.nn.relu(x @ w)
@@ -342,7 +369,10 @@ def recommender() -> Example:
         x = jnp.concatenate([x, products[:, first, second]], -1)
         for w in params["top"][:-1]:
             x = jax.nn.relu(x @ w)
-        logit = (x @ params["top"][-1])[:, 0]
+        return (x @ params["top"][-1])[:, 0]
+
+    def loss(params, batch):
+        logit = logits(params, batch)
         return jnp.mean(jax.nn.softplus(logit) - batch["clicked"] * logit)
 
     def micro_batch(rng):
@@ -352,7 +382,7 @@ def recommender() -> Example:
             "clicked": rng.integers(2, size=6).astype(np.float32),
         }
 
-    return Example(loss, params, micro_batch)
+    return Example(loss, params, micro_batch, outputs=logits)
 
 
 def vae() -> Example:
@@ -394,12 +424,16 @@ def contrastive() -> Example:
             x = x + jnp.tanh(x @ w)
         return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
+    def towers(params, batch):
+        return {name: tower(params[name], batch[name]) for name in "xy"}
+
     def loss(params, batch):
-        logits = tower(params["x"], batch["x"]) @ tower(params["y"], batch["y"]).T * jnp.exp(params["temperature"])
+        found = towers(params, batch)
+        logits = found["x"] @ found["y"].T * jnp.exp(params["temperature"])
         labels = jnp.arange(logits.shape[0])
         return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
 
-    return Example(loss, params, rows)
+    return Example(loss, params, rows, outputs=towers)
 
 
 PLAIN_MODELS = (

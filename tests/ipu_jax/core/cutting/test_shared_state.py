@@ -108,12 +108,12 @@ def sharing(of, fn=decode):
     (sharing(lambda _: pipeline_of(1).forward(prefill, PROMPTS, state=CACHE)), "with stages in other places", "a tree"),
     (
         sharing(lambda pipeline: pipeline.forward(prefill, PROMPTS, state=CACHE), replaced_late),
-        "state['calls'] is on stage 0, and is read (test_shared_state.py",
+        "state['calls'] of stage 0 is read (test_shared_state.py",
         "after params['out'] of stage 1",
     ),
     (
         sharing(lambda pipeline: pipeline.forward(prefill, PROMPTS, state=CACHE), read_early),
-        "params['up'] is on stage 0, and is read (test_shared_state.py",
+        "params['up'] of stage 0 is read (test_shared_state.py",
         "after state['k'] of stage 1: read weights in the order of the loss function",
     ),
 )

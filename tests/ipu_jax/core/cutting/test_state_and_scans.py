@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from ipu_jax.core.cutting.forward import forward_of
 from ipu_jax.core.layout.whole_tree import joined
 from support.composed import composed, cut_into
 from support.inputs import normal
@@ -210,3 +211,15 @@ def test_values_of_batch_and_state_are_computed_once_and_sent():
     mean = model.state.paths.index("state['mean']")
     assert [name for name, parts in model.state.groups for part in parts if part.leaf == mean] == ["stage 0"]
     assert model.cut.sent[-1] == 2 * BATCH["x"].nbytes
+
+
+def test_another_function_can_read_at_any_stage_what_the_loss_leaves_alone():
+    """Batch norm of Equinox only counts in training, and divides by what follows from the count in evaluation."""
+
+    def at_the_end(params, state, x):
+        return each(x, params["w"]) * (1 + state["count"]) @ params["head"]
+
+    forward, _ = forward_of(cut(loss_of(mean_of_batches), 3), at_the_end, BATCH["x"], None)
+    state = {**STATE, "count": jnp.int32(4)}
+    found, _ = jax.jit(composed(forward))(PARAMS, state, BATCH["x"])
+    np.testing.assert_allclose(found, jax.jit(at_the_end)(PARAMS, state, BATCH["x"]), rtol=1e-5)

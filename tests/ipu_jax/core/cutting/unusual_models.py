@@ -37,13 +37,16 @@ def one_block_again_and_again() -> Example:
     rng = np.random.default_rng(21)
     params = {"block": normal(rng, D, D), "scales": normal(rng, 6), "temperature": np.float32(1.3)}
 
-    def loss(params, batch):
+    def outputs(params, batch):
         x = batch["x"]
         for k in range(6):
             x = x + params["scales"][k] * jnp.tanh(x @ params["block"] / params["temperature"])
-        return squared_error(x, batch["y"])
+        return x
 
-    return Example(loss, params, rows)
+    def loss(params, batch):
+        return squared_error(outputs(params, batch), batch["y"])
+
+    return Example(loss, params, rows, outputs=outputs)
 
 
 def scan_with_results_of_layers() -> Example:
@@ -51,16 +54,19 @@ def scan_with_results_of_layers() -> Example:
     rng = np.random.default_rng(22)
     params = {"w": normal(rng, 5, D, D), "gate": normal(rng, 5, D), "mix": normal(rng, 5)}
 
-    def loss(params, batch):
+    def outputs(params, batch):
         def layer(x, p):
             y = jnp.tanh(x @ p["w"].astype(jnp.float32)) * jax.nn.sigmoid(p["gate"])
             return x + y, (y, jnp.abs(y).max())
 
         x, (ys, largest) = lax.scan(layer, batch["x"], {k: params[k] for k in ("w", "gate")}, reverse=True, unroll=2)
-        mixed = jnp.einsum("l,lrd->rd", jax.nn.softmax(params["mix"]), ys)
-        return squared_error(x + mixed, batch["y"]), {"largest": largest}
+        return x + jnp.einsum("l,lrd->rd", jax.nn.softmax(params["mix"]), ys), {"largest": largest}
 
-    return Example(loss, params, rows)
+    def loss(params, batch):
+        y, aux = outputs(params, batch)
+        return squared_error(y, batch["y"]), aux
+
+    return Example(loss, params, rows, outputs=outputs)
 
 
 def scan_with_a_key_per_layer() -> Example:
@@ -68,7 +74,7 @@ def scan_with_a_key_per_layer() -> Example:
     rng = np.random.default_rng(23)
     params = {"w": normal(rng, 6, D, D), "b": np.zeros((6, D), np.float32)}
 
-    def loss(params, batch, key):
+    def outputs(params, batch, key):
         stacked = jax.tree.map(lambda w: 0.9 * w, params)
 
         def layer(x, inputs):
@@ -76,10 +82,12 @@ def scan_with_a_key_per_layer() -> Example:
             keep = jax.random.bernoulli(key, 1 - number / 20, x.shape)
             return x + jnp.where(keep, jnp.tanh(x @ p["w"] + p["b"]), 0), None
 
-        x, _ = lax.scan(layer, batch["x"], (stacked, jax.random.split(key, 6), jnp.arange(6)))
-        return squared_error(x, batch["y"])
+        return lax.scan(layer, batch["x"], (stacked, jax.random.split(key, 6), jnp.arange(6)))[0]
 
-    return Example(loss, params, rows, takes_key=True)
+    def loss(params, batch, key):
+        return squared_error(outputs(params, batch, key), batch["y"])
+
+    return Example(loss, params, rows, takes_key=True, outputs=outputs)
 
 
 def diffusion() -> Example:
@@ -140,15 +148,19 @@ def state_read_everywhere() -> Example:
     rng = np.random.default_rng(27)
     state = {"steps": np.int32(2), "average": np.float32(1.0), "unchanged": np.ones(3, np.float32)}
 
-    def loss(params, state, batch):
+    def outputs(params, state, batch):
         x, warm = batch["x"], jnp.minimum(state["steps"] / 5, 1.0)
         for w in params:
             x = x + warm * jnp.tanh(x @ w)
+        return x, warm
+
+    def loss(params, state, batch):
+        x, warm = outputs(params, state, batch)
         value = squared_error(x, batch["y"])
         average = 0.9 * state["average"] + 0.1 * lax.stop_gradient(value)
         return value / average, {"warm": warm}, state | {"steps": state["steps"] + 1, "average": average}
 
-    return Example(loss, layers_of(rng, 5), rows, state=state)
+    return Example(loss, layers_of(rng, 5), rows, state=state, outputs=outputs)
 
 
 def physics() -> Example:
@@ -198,7 +210,7 @@ def state_space() -> Example:
     }
     params = [layer() for _ in range(4)]
 
-    def loss(params, batch):
+    def outputs(params, batch):
         x = batch["x"][None] * jnp.ones((2, 1, 1))
         for p in params:
             a = jnp.exp(-jnp.exp(p["decay"]) + 1j * p["angle"])
@@ -206,9 +218,12 @@ def state_space() -> Example:
             join = lambda one, two: (one[0] * two[0], two[0] * one[1] + two[1])
             _, h = lax.associative_scan(join, elements, axis=1)
             x = x + jnp.concatenate([h.real, h.imag], -1) @ p["out"]
-        return jnp.mean(jnp.abs(jnp.fft.rfft(x[0] - batch["y"], axis=-1)) ** 2) / D
+        return jnp.fft.rfft(x[0] - batch["y"], axis=-1)
 
-    return Example(loss, params, rows)
+    def loss(params, batch):
+        return jnp.mean(jnp.abs(outputs(params, batch)) ** 2) / D
+
+    return Example(loss, params, rows, outputs=outputs)
 
 
 def graph_network() -> Example:
@@ -216,17 +231,20 @@ def graph_network() -> Example:
     rng = np.random.default_rng(31)
     params = [{"send": normal(rng, D, D), "keep": normal(rng, D, D)} for _ in range(4)]
 
-    def loss(params, batch):
+    def outputs(params, batch):
         x = batch["x"]
         for p in params:
             messages = (x @ p["send"])[batch["from"]]
             x = jax.nn.relu(x @ p["keep"] + jax.ops.segment_sum(messages, batch["to"], num_segments=len(x)))
-        return squared_error(x, batch["y"])
+        return x
+
+    def loss(params, batch):
+        return squared_error(outputs(params, batch), batch["y"])
 
     def micro_batch(rng):
         return rows(rng) | {name: rng.integers(4, size=7).astype(np.int32) for name in ("from", "to")}
 
-    return Example(loss, params, micro_batch)
+    return Example(loss, params, micro_batch, outputs=outputs)
 
 
 def bfloat16_weights() -> Example:
@@ -234,13 +252,17 @@ def bfloat16_weights() -> Example:
     rng = np.random.default_rng(32)
     params = [{"w": jnp.asarray(w, jnp.bfloat16), "scale": np.ones(D, np.float32)} for w in layers_of(rng, 4)]
 
-    def loss(params, batch):
+    def outputs(params, batch):
         x = batch["x"].astype(jnp.bfloat16)
         for p in params:
             x = x + (jnp.tanh(x @ p["w"]) * p["scale"]).astype(jnp.bfloat16)
+        return x
+
+    def loss(params, batch):
+        x = outputs(params, batch)
         return squared_error(x.astype(jnp.float32), batch["y"]), {"x": x}
 
-    return Example(loss, params, rows, tolerance=0.06)
+    return Example(loss, params, rows, tolerance=0.06, outputs=outputs)
 
 
 def unusual_aux() -> Example:
@@ -279,33 +301,38 @@ def linen_spectral_norm() -> Example:
         y, new = model.apply(variables, batch["x"], mutable=["spectral"])
         return squared_error(y, batch["y"]), new["spectral"]
 
-    return Example(loss, variables["params"], rows, state=variables["spectral"], tolerance=5e-5)
+    def in_evaluation(params, spectral, batch):
+        return model.apply({"params": params, "spectral": spectral}, batch["x"], train=False)
+
+    state = variables["spectral"]
+    return Example(loss, variables["params"], rows, state=state, tolerance=5e-5, outputs=in_evaluation)
 
 
 class NormedLayer(nn.Module):
     @nn.compact
-    def __call__(self, x, _):
+    def __call__(self, x, train):
         y = nn.Dense(D, use_bias=False)(x)
-        y = nn.BatchNorm(use_running_average=False, momentum=0.9)(y)
-        return x + nn.Dropout(0.2, deterministic=False)(nn.tanh(y)), None
+        y = nn.BatchNorm(use_running_average=not train, momentum=0.9)(y)
+        return x + nn.Dropout(0.2, deterministic=not train)(nn.tanh(y)), None
 
 
 class ScannedNorms(nn.Module):
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x, train: bool = True):
         x = nn.Dense(D)(x)
         scanned = nn.scan(
             NormedLayer,
             variable_axes={"params": 0, "batch_stats": 0},
             split_rngs={"params": True, "dropout": True},
+            in_axes=nn.broadcast,
             length=3,
         )
-        x, _ = scanned()(x, None)
+        x, _ = scanned()(x, train)
         return nn.Dense(D)(nn.tanh(nn.Dense(D)(x)))
 
 
 def linen_scan_with_state() -> Example:
-    """The scan's layers have stacked state, and keys; no stage but one can hold it."""
+    """The scan's layers have stacked state, and keys."""
     model = ScannedNorms()
     variables = initialized(model, rows(np.random.default_rng(0))["x"])
 
@@ -314,7 +341,12 @@ def linen_scan_with_state() -> Example:
         y, new = model.apply(variables, batch["x"], mutable=["batch_stats"], rngs={"dropout": key})
         return squared_error(y, batch["y"]), new["batch_stats"]
 
-    return Example(loss, variables["params"], rows, state=variables["batch_stats"], takes_key=True, tolerance=5e-5)
+    def in_evaluation(params, stats, batch):
+        return model.apply({"params": params, "batch_stats": stats}, batch["x"], train=False)
+
+    stats = variables["batch_stats"]
+    own = {"state": stats, "outputs": in_evaluation}
+    return Example(loss, variables["params"], rows, takes_key=True, tolerance=5e-5, **own)
 
 
 class NnxLayer(nnx.Module):
@@ -348,11 +380,13 @@ def nnx_scanned() -> Example:
     """NNX's own scan over stacked layers, with dropout."""
     graph, params = nnx.split(NnxScanned(nnx.Rngs(3)), nnx.Param)
 
-    def loss(params, batch, key):
-        model = nnx.merge(graph, params)
-        return squared_error(model(batch["x"], nnx.Rngs(dropout=key)), batch["y"])
+    def outputs(params, batch, key):
+        return nnx.merge(graph, params)(batch["x"], nnx.Rngs(dropout=key))
 
-    return Example(loss, params, rows, takes_key=True)
+    def loss(params, batch, key):
+        return squared_error(outputs(params, batch, key), batch["y"])
+
+    return Example(loss, params, rows, takes_key=True, outputs=outputs)
 
 
 def equinox_scanned() -> Example:
@@ -361,7 +395,7 @@ def equinox_scanned() -> Example:
     layers = eqx.filter_vmap(lambda key: eqx.nn.MLP(D, D, D, depth=1, key=key))(keys)
     params, static = eqx.partition(layers, eqx.is_inexact_array)
 
-    def loss(params, batch):
+    def outputs(params, batch):
         def run(x):
             @jax.checkpoint
             def layer(x, arrays):
@@ -369,9 +403,12 @@ def equinox_scanned() -> Example:
 
             return lax.scan(layer, x, params)[0]
 
-        return squared_error(jax.vmap(run)(batch["x"]), batch["y"])
+        return jax.vmap(run)(batch["x"])
 
-    return Example(loss, params, rows)
+    def loss(params, batch):
+        return squared_error(outputs(params, batch), batch["y"])
+
+    return Example(loss, params, rows, outputs=outputs)
 
 
 class EquinoxNormed(eqx.Module):
@@ -398,7 +435,11 @@ def equinox_batch_norm() -> Example:
         y, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(batch["x"], state)
         return squared_error(y, batch["y"]), state
 
-    return Example(loss, params, rows, state=state, tolerance=5e-5)
+    def in_evaluation(params, state, batch):
+        model = eqx.nn.inference_mode(eqx.combine(params, static))
+        return jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(batch["x"], state)[0]
+
+    return Example(loss, params, rows, state=state, tolerance=5e-5, outputs=in_evaluation)
 
 
 UNUSUAL_MODELS = (
