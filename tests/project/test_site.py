@@ -148,12 +148,15 @@ def public_members(cls: type) -> set[str]:
 
 # Members that other parts of the library call, and users do not.
 INTERNAL = {
+    "Evaluation": {"check"},
+    "Forward": {"check"},
+    "Pipeline": {"lowered"},
     "Recording": {"devices", "dispatched", "dispatching", "during", "mesh", "planned", "stepping", "ticks", "waited"},
     "Replicas": {"check", "check_params"},
     "Sharded": {"keys"},
     "Stage": {"checkpointed", "function", "groups", "needs_key", "place"},
     "TrainOptions": {"every"},
-    "TrainStep": {"check_state"},
+    "TrainStep": {"check_state", "lowered"},
 }
 
 

@@ -8,7 +8,8 @@ from support import documents
 PAGE = documents.ROOT / "docs/troubleshooting.md"
 PACKAGES = ("ipu_jax", "sharded_ops", "mnist_example")
 NOT_ENGLISH = re.compile(
-    r"(?<!there )\b(?:is|are) no (?!longer\b|more\b)\S+|\ba training\b(?! (?:run|step|script|loop))", re.IGNORECASE
+    r"(?<!there )\b(?:is|are) no (?!longer\b|more\b)\S+|\ba training\b(?! (?:run|state|step|script|loop))",
+    re.IGNORECASE,
 )
 """Words for which English has others: "is not a path", "a training run"."""
 
