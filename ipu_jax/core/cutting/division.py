@@ -18,20 +18,14 @@ from jax import lax
 from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Var
-from ipu_jax.base.jaxprs import in_order, in_scan_parts, part_of, read_by, variables
-from ipu_jax.core.cutting.trace import FunctionTrace, ScanLayer, ScanStack, rows_sliced
+from ipu_jax.base.jaxprs import in_order, in_scan_parts, part_of, read_by, shape_of, variables
+from ipu_jax.core.cutting.rows import equation, is_by_row, rows_sliced, slicing
+from ipu_jax.core.cutting.trace import FunctionTrace, ScanLayer, ScanStack
 from ipu_jax.core.layout.whole_tree import Part
 from ipu_jax.core.programs.cost import bytes_of
 
 _SMALL: Final = 4096
 """Bytes up to which a value that is computed from larger weights is sent, so that the weights stay in one stage."""
-_BY_ROW: Final = (
-    *("convert_element_type", "reduce_precision", "copy", "stop_gradient", "neg", "abs", "sign", "square"),
-    *("mul", "add", "sub", "div", "max", "min", "pow", "integer_pow"),
-    *("exp", "log", "sqrt", "rsqrt", "tanh", "logistic"),
-)
-"""Operations whose result has rows that depend only on the same rows of their inputs."""
-
 _Rows = dict[tuple[Var, int, int], Var]
 """Per value, first row, and the row after the last, the variable of these rows."""
 
@@ -225,7 +219,7 @@ def divide(trace: FunctionTrace, ends: Sequence[int], homes: Mapping[int, int] |
             held[of_var] = held[var].part(start, stop)
         else:
             of_rows = slices if trace.is_activation(var) else again
-            of_rows[of_var] = _computed_by_row(again.get(var), rows, start, stop) or _slice(var, start, stop, of_var)
+            of_rows[of_var] = _computed_by_row(again.get(var), rows, start, stop) or slicing(var, start, stop, of_var)
     scans = [_shorter(run, rows) for run in runs]
     own = _own_equations(of_stages, [*zip(runs, scans, strict=True)], slices)
     new_state = _new_rows(trace, of_stages, [*zip(runs, scans, strict=True)], own)
@@ -286,20 +280,14 @@ def _rows_read(runs: Iterable[list[ScanLayer]], again: dict[Var, Eqn]) -> _Rows:
     for var, start, stop in waiting:
         if (var, start, stop) not in rows:
             rows[var, start, stop] = core.Var(var.aval.update(shape=(stop - start, *var.aval.shape[1:])))
-            if var in again and _is_by_row(again[var]):
+            if var in again and is_by_row(again[var]):
                 waiting += [(v, start, stop) for v in variables(again[var].invars) if v.aval.shape]
     return rows
 
 
-def _is_by_row(eqn: Eqn) -> bool:
-    """Return whether each row of an equation's result depends only on the same row of its inputs."""
-    shapes = ((), eqn.outvars[0].aval.shape)
-    return eqn.primitive.name in _BY_ROW and all(v.aval.shape in shapes for v in eqn.invars)
-
-
 def _computed_by_row(eqn: Eqn | None, rows: _Rows, start: int, stop: int) -> Eqn | None:
     """Return the equation that computes only these rows of a value, or None if rows depend on other rows."""
-    if eqn is None or not _is_by_row(eqn):
+    if eqn is None or not is_by_row(eqn):
         return None
     at = lambda v: v if isinstance(v, core.Literal) or not v.aval.shape else rows[v, start, stop]
     return eqn.replace(invars=list(map(at, eqn.invars)), outvars=list(map(at, eqn.outvars)))
@@ -336,7 +324,7 @@ def _own_equations(
             return [op]
         at, of_scan = op.scan.outvars.index(op.outvars[0]), scans[id(op.scan)]
         parts = [scan.outvars[at] for scan in of_scan][:: -1 if op.scan.params["reverse"] else 1]
-        return [_equation(lambda *xs: lax.concatenate(xs, 0), parts, op.outvars[0])] if len(parts) > 1 else []
+        return [equation(lambda *xs: lax.concatenate(xs, 0), parts, op.outvars[0])] if len(parts) > 1 else []
 
     return [[eqn for op in of_stage for eqn in in_place_of(op)] for of_stage in of_stages]
 
@@ -388,7 +376,7 @@ def _checkpointed(
     how = {name: opened.params[name] for name in ("policy", "prevent_cse")}
     how["prevent_cse"] = how["prevent_cse"] if isinstance(how["prevent_cse"], bool) else any(how["prevent_cse"])
     run = jax.checkpoint(core.jaxpr_as_fun(part_of(trace.closed, invars, equations, outvars)), **how)
-    (eqn,) = jax.make_jaxpr(run)(*map(_shape, invars)).jaxpr.eqns
+    (eqn,) = jax.make_jaxpr(run)(*(shape_of(v.aval) for v in invars)).jaxpr.eqns
     return [eqn.replace(invars=invars, outvars=outvars, source_info=opened.source_info)]
 
 
@@ -461,7 +449,7 @@ def _with_rows_gathered(division: Division) -> Division:
         tiles = [] if None in rows.values() else _tiles({s: [rows[v] for v in vs] for s, vs in by_stage.items()})
         whole = trace.params[leaf]
         if len(tiles) < 2:
-            again |= {v: _slice(whole, *of_var, v) for v, of_var in rows.items() if of_var is not None}
+            again |= {v: slicing(whole, *of_var, v) for v, of_var in rows.items() if of_var is not None}
             continue
         ends = [0, *(start for start, _, _ in tiles[1:]), whole.aval.shape[0]]  # someone has rows that nothing reads
         for (first, last), (_, _, s) in zip(itertools.pairwise(ends), tiles, strict=True):
@@ -470,7 +458,7 @@ def _with_rows_gathered(division: Division) -> Division:
             for v in by_stage[s]:
                 start, stop = rows[v] or (0, 0)
                 if first <= start and stop <= last and (start, stop) != (first, last):
-                    again[v] = _slice(part, start - first, stop - first, v)
+                    again[v] = slicing(part, start - first, stop - first, v)
     return dataclasses.replace(division, parts=parts, again=again)
 
 
@@ -485,17 +473,3 @@ def _tiles(rows: dict[int, list[Any]]) -> list[tuple[int, int, int]]:
         else:
             runs.append((start, stop, s))
     return runs
-
-
-def _slice(var: Var, start: int, stop: int, rows: Var) -> Var:
-    return _equation(lambda x: lax.slice_in_dim(x, start, stop), [var], rows)
-
-
-def _equation(fn: Any, inputs: list[Var], output: Var) -> Eqn:
-    """Return the equation of a function that is one operation, between these variables."""
-    (eqn,) = jax.make_jaxpr(fn)(*map(_shape, inputs)).jaxpr.eqns
-    return eqn.replace(invars=inputs, outvars=[output])
-
-
-def _shape(var: Var) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)

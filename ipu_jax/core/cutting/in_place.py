@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Tree, Value, Var
-from ipu_jax.base.jaxprs import in_scan_parts
+from ipu_jax.base.jaxprs import in_scan_parts, shape_of
 
 
 def replacing_in_place(eqn: Eqn, replaced: Mapping[Var, Var]) -> Eqn:
@@ -55,7 +55,7 @@ def replacing_in_place(eqn: Eqn, replaced: Mapping[Var, Var]) -> Eqn:
         return carry, caches, ys
 
     arguments = fixed, carry, [xs[i] for i in read], [xs[i] for i in others]
-    shapes = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype), arguments)
+    shapes = jax.tree.map(lambda v: shape_of(v.aval), arguments)
     inner = jax.make_jaxpr(run)(*shapes)
     (made,) = inner.jaxpr.eqns
     results = [

@@ -35,6 +35,7 @@ from ipu_jax.base.jaxprs import (
     scan_parts,
     variables,
 )
+from ipu_jax.core.cutting.rows import rows_sliced, sliced_first
 from ipu_jax.core.layout.whole_tree import Part
 from ipu_jax.core.programs.cost import bytes_of, equation_flops
 
@@ -117,6 +118,9 @@ class FunctionTrace:
         results = self.results
         self.operations = needed(self.operations, results, effects=True)
         self._find_kinds()
+        if any(rows_sliced(op) for op in self.operations):
+            self.operations = needed(sliced_first(self.operations, self.kinds), results, effects=True)
+            self._find_kinds()
         if any(_is_over_weights(op, self.kinds) for op in self.operations):
             layers = [_layers_of(op) if _is_over_weights(op, self.kinds) else [op] for op in self.operations]
             self.operations = needed([*itertools.chain(*layers)], results, effects=True)
@@ -287,16 +291,6 @@ class FunctionTrace:
                 flops |= dict.fromkeys(op.outvars, work)
             kinds |= dict.fromkeys(op.outvars, kind)
         self.kinds = {v: kind or "b" for v, kind in kinds.items()}
-
-
-def rows_sliced(eqn: Eqn) -> tuple[int, int] | None:
-    """Return the first row that a static slice of whole rows takes, and the one after the last; None for others."""
-    if isinstance(eqn, ScanLayer | ScanStack) or eqn.primitive.name != "slice":
-        return None
-    params, shape = eqn.params, eqn.invars[0].aval.shape
-    starts, stops = params["start_indices"], params["limit_indices"]
-    is_whole = starts[1:] == (0,) * len(starts[1:]) and stops[1:] == shape[1:]
-    return (starts[0], stops[0]) if is_whole and set(params["strides"] or ()) <= {1} else None
 
 
 def _joined_rows(eqn: Eqn | None) -> list[Var]:

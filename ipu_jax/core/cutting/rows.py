@@ -1,0 +1,79 @@
+"""Follow rows, the layers of a stacked leaf, through the operations between the leaf and the layer that reads them.
+
+w.astype(half)[3]      becomes      w[3].astype(half)      so that a stage needs its own rows of w alone
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import jax
+from jax import lax
+from jax.extend import core
+
+from ipu_jax.base.annotations import Eqn, Var
+from ipu_jax.base.jaxprs import shape_of
+
+_BY_ROW: Final = (
+    *("convert_element_type", "reduce_precision", "copy", "stop_gradient", "neg", "abs", "sign", "square"),
+    *("mul", "add", "sub", "div", "max", "min", "pow", "integer_pow"),
+    *("exp", "log", "sqrt", "rsqrt", "tanh", "logistic"),
+)
+"""Operations whose result has rows that depend only on the same rows of their inputs."""
+
+
+def is_by_row(eqn: Eqn) -> bool:
+    """Return whether each row of an equation's result depends only on the same row of its inputs."""
+    shapes = ((), eqn.outvars[0].aval.shape)
+    return eqn.primitive.name in _BY_ROW and all(v.aval.shape in shapes for v in eqn.invars)
+
+
+def rows_sliced(eqn: Eqn) -> tuple[int, int] | None:
+    """Return the first row that a static slice of whole rows takes, and the one after the last; None for others."""
+    if getattr(eqn, "primitive", None) is not lax.slice_p:
+        return None
+    params, shape = eqn.params, eqn.invars[0].aval.shape
+    starts, stops = params["start_indices"], params["limit_indices"]
+    is_whole = starts[1:] == (0,) * len(starts[1:]) and stops[1:] == shape[1:]
+    return (starts[0], stops[0]) if is_whole and set(params["strides"] or ()) <= {1} else None
+
+
+def slicing(var: Var, start: int, stop: int, rows: Var) -> Eqn:
+    """Return the equation of rows of a value."""
+    return equation(lambda x: lax.slice_in_dim(x, start, stop), [var], rows)
+
+
+def equation(fn: Any, inputs: Sequence[Var], output: Var) -> Eqn:
+    """Return the equation of a function that is one operation, between these variables."""
+    (eqn,) = jax.make_jaxpr(fn)(*(shape_of(v.aval) for v in inputs)).jaxpr.eqns
+    return eqn.replace(invars=list(inputs), outvars=[output])
+
+
+def sliced_first(operations: Sequence[Eqn], kinds: Mapping[Var, str]) -> list[Eqn]:
+    """Return operations in which rows of a value that follows from weights or state alone follow from their rows."""
+    made = {v: op for op in operations for v in op.outvars if kinds[v] in ("w", "s")}
+    found: list[Eqn] = []
+    known: dict[tuple[Var, int, int], Var] = {}
+
+    def rows_of(var: Var, start: int, stop: int) -> Var:
+        if isinstance(var, core.Literal) or not var.aval.shape:
+            return var
+        if (var, start, stop) not in known:
+            rows = core.Var(var.aval.update(shape=(stop - start, *var.aval.shape[1:])))
+            known[var, start, stop] = rows
+            take(var, start, stop, rows)
+        return known[var, start, stop]
+
+    def take(var: Var, start: int, stop: int, rows: Var) -> None:
+        op = made.get(var)
+        if op is None or not hasattr(op, "primitive") or not is_by_row(op):
+            found.append(slicing(var, start, stop, rows))
+        else:
+            found.append(op.replace(invars=[rows_of(v, start, stop) for v in op.invars], outvars=[rows]))
+
+    for op in operations:
+        rows = rows_sliced(op)
+        if rows is None or op.invars[0] not in made:
+            found.append(op)
+        else:
+            take(op.invars[0], *rows, op.outvars[0])
+    return found
