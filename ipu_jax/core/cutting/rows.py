@@ -66,9 +66,10 @@ def sliced_first(operations: Sequence[Eqn], kinds: Mapping[Var, str]) -> list[Eq
     def take(var: Var, start: int, stop: int, rows: Var) -> None:
         op = made.get(var)
         if op is None or not hasattr(op, "primitive") or not is_by_row(op):
-            found.append(slicing(var, start, stop, rows))
+            made[rows] = slicing(var, start, stop, rows)
         else:
-            found.append(op.replace(invars=[rows_of(v, start, stop) for v in op.invars], outvars=[rows]))
+            made[rows] = op.replace(invars=[rows_of(v, start, stop) for v in op.invars], outvars=[rows])
+        found.append(made[rows])
 
     for op in operations:
         rows = rows_sliced(op)

@@ -235,16 +235,26 @@ class FunctionTrace:
     def with_new_state_early(self) -> "FunctionTrace":
         """Return the trace in an order in which a new state is computed as soon as what it follows from is there.
 
-        It may be computed after the whole model, `0.9 * old + 0.1 * means`, and belongs to the stage of its layer.
+        It may be computed after the whole model, `0.9 * old + 0.1 * means`, and belongs to the stage of its layer; an
+        average of weights belongs to where these are first read.
         """
         if not self.new_state:
             return self
         for_others = set(map(id, needed(self.operations, [*self.outputs, *self.aux], effects=True)))
         turn: dict[Var, int] = {}
         turns: list[int] = []
+        first: dict[Read, int] = {}
         for t, op in enumerate(self.operations):
-            made = [turn[v] for v in variables(op.invars) if v in turn and self.is_activation(v)]
-            turns.append(t if id(op) in for_others or not made else max(made))
+            if not op.effects and not self.is_activation(op.outvars[0]):
+                turns.append(-1)  # it is computed again wherever it is read
+                continue
+            reads = self.reads[id(op)]
+            if id(op) in for_others:
+                first |= {read: t for read in reads if read not in first}
+                turns.append(t)
+            else:
+                made = [turn[v] for v in variables(op.invars) if v in turn]
+                turns.append(max(made or [first[read] for read in reads if read in first], default=t))
             turn |= dict.fromkeys(op.outvars, turns[-1])
         found = copy.copy(self)
         found.operations = [self.operations[t] for t in sorted(range(len(turns)), key=turns.__getitem__)]

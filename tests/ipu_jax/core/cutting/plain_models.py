@@ -263,7 +263,7 @@ def control_flow() -> Example:
         x = lax.fori_loop(0, 3, lambda _, x: x + 0.5 * jnp.tanh(x @ params["loop"]), x)
         double, same = (lambda x: 2 * x @ params["branch 0"]), (lambda x: x @ params["branch 1"])
         x = lax.cond(x.mean() > 0, double, same, x)
-        halvings = lax.while_loop(lambda n: jnp.abs(x).max() * 0.5**n > 1, lambda n: n + 1, 0)
+        halvings = lax.while_loop(lambda n: jnp.abs(x).max() * 0.5**n > 1, lambda n: n + 1, jnp.int32(0))
         x = x * 0.5 ** lax.stop_gradient(halvings).astype(jnp.float32)
         x = x @ (params["normed"] / lax.stop_gradient(spectral_norm(params["normed"])))
         x = lax.switch(batch["choice"], [jnp.sin, jnp.tanh, lambda x: x], x)

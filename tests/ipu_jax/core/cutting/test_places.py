@@ -263,6 +263,29 @@ def test_what_only_weights_and_batch_decide_is_computed_again_and_not_sent():
     assert cut_of(loss, [normal((8, 8), seed=k) for k in range(3)], 3).cut.sent == (X.nbytes, X.nbytes)
 
 
+@pytest.mark.parametrize(
+    "late",
+    [
+        lambda p, means, old: [jnp.clip(mean, -9, 9) for mean in means],
+        lambda p, means, old: [0.9 * average + 0.1 * w for w, average in zip(p, old, strict=True)],
+    ],
+    ids=["clipped at the end", "averages of weights"],
+)
+def test_a_new_state_belongs_to_its_layer_wherever_it_is_computed(late):
+    def loss(p, state, x):
+        means = []
+        for w, average in zip(p, state, strict=True):
+            means.append(0.9 * average + 0.1 * x.mean(0))
+            x = jnp.tanh((x - average.mean(0)) @ w)
+        return jnp.mean(x**2), late(p, means, state)
+
+    weights = [normal((8, 8), seed=k) for k in range(8)]
+    model = cut_of(loss, weights, 4, state=weights)
+    assert max(model.cut.work) < 1.1 * np.mean(model.cut.work)
+    assert sum(len(parts) for _, parts in model.weights.groups) == len(weights)  # none is held twice
+    assert len(model.state.groups) == 4
+
+
 def test_print_says_which_state_keeps_the_work_in_one_stage():
     def stacked(p, state, x):
         x, means = jax.lax.scan(lambda x, ws: (jnp.tanh((x - ws[1]) @ ws[0]), x.mean(0)), x, (p["w"], state["mean"]))

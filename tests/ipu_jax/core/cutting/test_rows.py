@@ -92,9 +92,19 @@ def test_rows_that_only_a_result_reads_are_of_the_same_leaf(rows):
         np.testing.assert_allclose(aux["sum"], PARAMS["w"][rows].sum(0), rtol=1e-6)
 
 
-def test_two_groups_of_layers_out_of_one_stack_are_divided():
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda w, x: layers(layers(x, w[:2]), w[2:]),
+        lambda w, x: each(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)),
+        lambda w, x: each(each(x, (2 * w)[:4]), jnp.tanh(0.1 * w[3:])[1:]),
+        lambda w, x: layers(layers(x, (w / 2)[:3]), (w / 2)[3:]),
+    ],
+    ids=["two groups of layers", "a loop after a cast", "rows of scaled rows", "scans of scaled rows"],
+)
+def test_rows_of_one_stack_are_divided(read):
     def loss(params, x):
-        return jnp.mean(layers(layers(x, params["w"][:2]), params["w"][2:]) ** 2)
+        return jnp.mean(read(params["w"], x).astype(jnp.float32) ** 2)
 
     rows = [
         part.rows for _, parts in cut_into(3, loss, PARAMS, X).weights.groups for part in parts if part.rows is not None
