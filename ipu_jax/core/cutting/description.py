@@ -106,7 +106,7 @@ def _of_state(cut: Cut, paths: Sequence[str]) -> list[str]:
         return []
     return [
         f"{paths[leaf]} keeps {share:.0%} of the work in one stage: all from where it is first read to where its new "
-        "value is computed. Compute new values where they are read, and hold one leaf per layer, not a stacked one"
+        "value is computed. Read and replace it row by row, in a scan or a loop over layers, or hold one leaf per layer"
     ]
 
 
