@@ -3,6 +3,7 @@
 w.astype(half)[3]      becomes      w[3].astype(half)      so that a stage needs its own rows of w alone
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -48,8 +49,21 @@ def equation(fn: Any, inputs: Sequence[Var], output: Var) -> Eqn:
     return eqn.replace(invars=list(inputs), outvars=[output])
 
 
+def rows_taken(eqn: Eqn) -> list[tuple[int, int]]:
+    """Return, per result of an equation that takes whole rows, the first row and the one after the last; or []."""
+    name = eqn.primitive.name if hasattr(eqn, "primitive") else ""
+    if name in ("split", "unstack") and eqn.params["axis"] == 0:
+        sizes = eqn.params.get("sizes", [1] * len(eqn.outvars))
+        return [*itertools.pairwise(itertools.accumulate(map(int, sizes), initial=0))]
+    rows = rows_sliced(eqn)
+    return [] if rows is None else [rows]
+
+
 def sliced_first(operations: Sequence[Eqn], kinds: Mapping[Var, str]) -> list[Eqn]:
-    """Return operations in which rows of a value that follows from weights or state alone follow from their rows."""
+    """Return operations in which rows of a value that follows from weights or state alone follow from their rows.
+
+    They are slices, also those that a loop over a stacked leaf takes by `unstack`.
+    """
     made = {v: op for op in operations for v in op.outvars if kinds[v] in ("w", "s")}
     found: list[Eqn] = []
     known: dict[tuple[Var, int, int], Var] = {}
@@ -58,23 +72,32 @@ def sliced_first(operations: Sequence[Eqn], kinds: Mapping[Var, str]) -> list[Eq
         if isinstance(var, core.Literal) or not var.aval.shape:
             return var
         if (var, start, stop) not in known:
-            rows = core.Var(var.aval.update(shape=(stop - start, *var.aval.shape[1:])))
-            known[var, start, stop] = rows
-            take(var, start, stop, rows)
+            known[var, start, stop] = take(var, start, stop, core.Var(_of_rows(var, start, stop)))
         return known[var, start, stop]
 
-    def take(var: Var, start: int, stop: int, rows: Var) -> None:
+    def take(var: Var, start: int, stop: int, rows: Var) -> Var:
         op = made.get(var)
         if op is None or not hasattr(op, "primitive") or not is_by_row(op):
             made[rows] = slicing(var, start, stop, rows)
         else:
             made[rows] = op.replace(invars=[rows_of(v, start, stop) for v in op.invars], outvars=[rows])
         found.append(made[rows])
+        return rows
 
     for op in operations:
-        rows = rows_sliced(op)
-        if rows is None or op.invars[0] not in made:
+        taken = rows_taken(op) if op.invars and not isinstance(op.invars[0], core.Literal) else []
+        if not taken or kinds[op.invars[0]] not in ("w", "s"):
             found.append(op)
-        else:
-            take(op.invars[0], *rows, op.outvars[0])
+            continue
+        before = len(found)
+        for result, (start, stop) in zip(op.outvars, taken, strict=True):
+            is_squeezed = op.primitive.name == "unstack"
+            rows = core.Var(_of_rows(op.invars[0], start, stop)) if is_squeezed else result
+            take(op.invars[0], start, stop, rows)
+            found += [equation(lambda x: lax.squeeze(x, (0,)), [rows], result)] if is_squeezed else []
+        found[before:] = [eqn.replace(source_info=op.source_info) for eqn in found[before:]]
     return found
+
+
+def _of_rows(var: Var, start: int, stop: int) -> Any:
+    return var.aval.update(shape=(stop - start, *var.aval.shape[1:]))

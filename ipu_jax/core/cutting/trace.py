@@ -35,7 +35,7 @@ from ipu_jax.base.jaxprs import (
     scan_parts,
     variables,
 )
-from ipu_jax.core.cutting.rows import rows_sliced, sliced_first
+from ipu_jax.core.cutting.rows import rows_sliced, rows_taken, sliced_first
 from ipu_jax.core.layout.whole_tree import Part
 from ipu_jax.core.programs.cost import bytes_of, equation_flops
 
@@ -118,7 +118,7 @@ class FunctionTrace:
         results = self.results
         self.operations = needed(self.operations, results, effects=True)
         self._find_kinds()
-        if any(rows_sliced(op) for op in self.operations):
+        if any(map(rows_taken, self.operations)):
             self.operations = needed(sliced_first(self.operations, self.kinds), results, effects=True)
             self._find_kinds()
         if any(_is_over_weights(op, self.kinds) for op in self.operations):

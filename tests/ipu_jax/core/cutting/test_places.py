@@ -283,6 +283,7 @@ def test_a_new_state_belongs_to_its_layer_wherever_it_is_computed(late):
     model = cut_of(loss, weights, 4, state=weights)
     assert max(model.cut.work) < 1.1 * np.mean(model.cut.work)
     assert sum(len(parts) for _, parts in model.weights.groups) == len(weights)  # none is held twice
+    assert model.state is not None
     assert len(model.state.groups) == 4
 
 
