@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from ipu_jax import Checkpoints
+from ipu_jax import Checkpoints, Pipeline, make_train_step
 from support import across, resumed
 from support.resumed import TOPOLOGIES, differing
 from support.trained import quick_compiles
@@ -149,3 +150,45 @@ def test_a_training_is_resumed_under_other_options(tmp_path, shard_optimizer, op
     after, more, _ = resumed.train(again, found.state, 2, position=found.feed)
     assert (found.topology, more) == ("same", losses)
     assert not differing(resumed.plain(again, after), resumed.plain(step, state))
+
+
+def test_a_stacked_state_goes_on_on_other_ipus(tmp_path):
+    """The averages of six layers are one leaf, of which each IPU holds rows: 2, 2, 2 before, 3 and 3 after."""
+    d, layers = 3, 6
+    weights = np.random.default_rng(0).normal(size=(layers, d, d)).astype(np.float32) / 2
+    averages = {"mean": np.zeros((layers, d), np.float32), "seen": np.zeros(layers, np.int32)}
+    rows = np.random.default_rng(1).normal(size=(2, 2, 4, d)).astype(np.float32)  # of two updates
+
+    def loss(w, state, x):
+        def layer(x, of_layer):
+            w, (mean, seen) = of_layer
+            return jnp.tanh((x - mean) @ w) + x, (0.9 * mean + 0.1 * x.mean(0), seen + 1)
+
+        x, (mean, seen) = jax.lax.scan(layer, x, (w, (state["mean"], state["seen"])))
+        return jnp.mean(x**2), {"mean": mean, "seen": seen}
+
+    def step_on(ipus):
+        pipeline = Pipeline.from_function(loss, weights, rows[0, 0], state=averages, ipus=ipus, gradient_accumulation=2)
+        return make_train_step(pipeline, optax.sgd(0.1))
+
+    first, second = step_on(3), step_on(2)
+    state, _ = first(first.init(weights, stages=averages), rows[0])
+    with Checkpoints(tmp_path, first) as checkpoints:
+        checkpoints.save(state, now=True)
+    with Checkpoints(tmp_path, second) as checkpoints:
+        found = checkpoints.restore(second.init(weights, stages=averages))
+    assert found is not None
+    restored = found.state
+    assert restored.stages is not None
+    held = [[len(group.leaves), group.leaves[0].shape[0]] for group in restored.stages.layout.groups]
+    assert held == [[2, 3], [2, 3]]
+    whole = second.whole(second(restored, rows[1])[0])
+    w, expected, plain = weights, averages, jax.jit(jax.value_and_grad(loss, has_aux=True))
+    for of_update in rows:
+        gradient = np.zeros_like(weights)
+        for x in of_update:
+            (_, expected), of_one = plain(w, expected, x)
+            gradient += of_one / 2
+        w = w - 0.1 * gradient
+    np.testing.assert_allclose(whole["params"], w, rtol=1e-5, atol=1e-6)
+    jax.tree.map(lambda *both: np.testing.assert_allclose(*both, rtol=1e-5, atol=1e-6), whole["stages"], expected)
