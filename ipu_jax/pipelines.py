@@ -6,8 +6,9 @@ from ipu_jax.core.mesh.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, configur
 from ipu_jax.core.mesh.instances import on_host
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.pipeline.forward import Forward
+from ipu_jax.core.proof.comparison import ForwardReport, VerificationError, VerificationReport
 from ipu_jax.core.proof.reference import reference_predict, reference_value_and_grad
-from ipu_jax.core.proof.verification import ForwardReport, VerificationError, VerificationReport, verify
+from ipu_jax.core.proof.verification import verify
 from ipu_jax.core.stage import Outputs, Stage
 
 __all__ = [

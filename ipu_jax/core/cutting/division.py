@@ -222,7 +222,8 @@ def divide(trace: FunctionTrace, ends: Sequence[int], homes: Mapping[int, int] |
             of_rows[of_var] = _computed_by_row(again.get(var), rows, start, stop) or slicing(var, start, stop, of_var)
     scans = [_shorter(run, rows) for run in runs]
     own = _own_equations(of_stages, [*zip(runs, scans, strict=True)], slices)
-    new_state = _new_rows(trace, of_stages, [*zip(runs, scans, strict=True)], own)
+    new_state, joins = _new_rows(trace, of_stages, [*zip(runs, scans, strict=True)])
+    own = [[*eqns, *joins.get(s, ())] for s, eqns in enumerate(own)]
     if homes is None:
         own = _under_checkpoints(trace, own, {*variables(trace.results), *(held.new for held in new_state)})
     division = Division(trace, own, parts, of_state, again, new_state)
@@ -330,12 +331,13 @@ def _own_equations(
 
 
 def _new_rows(
-    trace: FunctionTrace, of_stages: list[list[Eqn]], runs: list[tuple[list[ScanLayer], Eqn]], own: list[list[Eqn]]
-) -> list[NewValue]:
-    """Return the new values of stacked leaves of the state, and add equations that join those of a stage."""
+    trace: FunctionTrace, of_stages: list[list[Eqn]], runs: list[tuple[list[ScanLayer], Eqn]]
+) -> tuple[list[NewValue], dict[int, list[Eqn]]]:
+    """Return the new rows of stacked leaves of the state, and per stage the equations that join rows into one array."""
     stage_of = {v: s for s, of_stage in enumerate(of_stages) for op in of_stage for v in op.outvars}
     by_scan = {(id(run[0].scan), stage_of[run[0].outvars[0]]): scan for run, scan in runs}
     found: list[NewValue] = []
+    joins: dict[int, list[Eqn]] = {}
     for leaf, rows in trace.stacked.items():
         made = trace.made_by[trace.new_state[leaf]]
         for s, of_stage in itertools.groupby(rows, lambda row: stage_of[row[1]]):
@@ -345,10 +347,10 @@ def _new_rows(
                 new = by_scan[id(made.scan), s].outvars[made.scan.outvars.index(made.outvars[0])]
             else:
                 new = core.Var(made.outvars[0].aval.update(shape=(last - first, *made.outvars[0].aval.shape[1:])))
-                own[s].append(made.replace(invars=list(values), outvars=[new]))
+                joins.setdefault(s, []).append(made.replace(invars=list(values), outvars=[new]))
             is_whole = len(values) == len(rows)
             found.append(NewValue(Part(leaf, None if is_whole else (first, last)), s, new))
-    return found
+    return found, joins
 
 
 def _under_checkpoints(trace: FunctionTrace, own: list[list[Eqn]], results: set[Var]) -> list[list[Eqn]]:

@@ -95,7 +95,7 @@ def forward_of(
 
 
 class _Holders:
-    """Which stages of a loss function hold which parts of its weights, and of the state that a function uses.
+    """Say which stages of a loss function hold which parts of its weights, and of the state that a function uses.
 
     Args:
         model: the loss function's stages.

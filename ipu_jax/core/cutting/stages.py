@@ -147,7 +147,7 @@ def make_stage(
 
 
 class _Held(NamedTuple):
-    """What a stage reads of a group: which of its leaves, which rows of this (None: all), and as which variable."""
+    """A leaf of a group that a stage reads: its number there, its rows (None: all), and the variable that it is."""
 
     group: str
     number: int
