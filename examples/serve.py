@@ -10,14 +10,14 @@ device, or if the latency of a single stream counts, whose tokens pass all IPUs 
 IPUs: python -m examples.serve IPUS
 """
 
-import sys
+import argparse
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ipu_jax import Feed, Pipeline, configure, fit, make_train_step
+from ipu_jax import Feed, Pipeline, cli, configure, fit, make_train_step
 
 VOCABULARY, FEATURES, HEADS, LAYERS, LENGTH = 32, 32, 2, 4, 32
 PROMPT, GROUPS, B = 6, 4, 2  # tokens of the longest prompt, slots of the cache, sequences of a group
@@ -117,4 +117,7 @@ def main(ipus: int = 2, updates: int = 60) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    parser = argparse.ArgumentParser(description="Train a small GPT, and serve it from the trained weights.")
+    parser.add_argument("ipus", nargs="?", type=int, default=2, choices=(1, 2, 4), help="IPUs (default: 2)")
+    parser.add_argument("updates", nargs="?", type=cli.count, default=60, help="weight updates (default: 60)")
+    main(**vars(parser.parse_args()))
