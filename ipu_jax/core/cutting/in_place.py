@@ -63,8 +63,9 @@ def replacing_in_place(eqn: Eqn, replaced: Mapping[Var, Var]) -> Eqn:
         *(ys[j] for j in written),
         *(y for j, y in enumerate(ys) if j not in written),
     ]
-    named = dict(zip(inner.jaxpr.invars, jax.tree.leaves(arguments), strict=True))
-    named |= zip(inner.jaxpr.outvars, results, strict=True)
-    atom = lambda v: v if isinstance(v, core.Literal) else named.get(v, v)
-    invars, outvars = list(map(atom, made.invars)), list(map(atom, made.outvars))
+    named: dict[Var, Var] = dict(zip(inner.jaxpr.invars, jax.tree.leaves(arguments), strict=True))
+    for var, result in zip(inner.jaxpr.outvars, results, strict=True):
+        named[var] = result
+    invars: list[Var] = [v if isinstance(v, core.Literal) else named.get(v, v) for v in made.invars]
+    outvars: list[Var] = [named.get(v, v) for v in made.outvars]
     return made.replace(invars=invars, outvars=outvars, source_info=eqn.source_info)
