@@ -247,7 +247,7 @@ def _find_parts(trace: FunctionTrace, parts: dict[Var, Part], of_state: dict[Var
             continue
         held, whole = (parts, trace.params) if eqn.invars[0] in parts else (of_state, trace.state)
         leaf = held.get(eqn.invars[0])
-        if leaf is None or trace.axes.get(whole[leaf.leaf]) != taken.dim:
+        if leaf is None or trace.axes.get(whole[leaf.leaf], 0) != taken.dim:
             continue
         if held is parts or leaf.leaf in trace.stacked or not trace.new_state:
             del again[var]

@@ -154,13 +154,13 @@ class FunctionTrace:
                 rows = [end for v in variables(stacked) for end in taker.reached(v, Taken(0, op.row, op.row + 1))]
             read = set[Read]().union(*(own.get(v, ()) for v in variables(others)))
             for v, of_leaf in rows:
-                is_part = of_leaf is not None and self.axes.get(v) == of_leaf.dim and v in sliced
+                is_part = of_leaf is not None and self.axes.get(v, 0) == of_leaf.dim and v in sliced
                 read |= {self._rows_of(sliced[v], of_leaf)} if is_part else own.get(v, set())
             if op.effects or self.is_activation(op.outvars[0]):
                 found[id(op)] = read
                 continue
             taken = taken_by(op)
-            if taken is not None and op.invars[0] in sliced and self.axes.get(op.invars[0]) == taken.dim:
+            if taken is not None and op.invars[0] in sliced and self.axes.get(op.invars[0], 0) == taken.dim:
                 sliced[op.outvars[0]] = self._rows_of(sliced[op.invars[0]], taken)
                 read = {sliced[op.outvars[0]]}
             own |= {v: read for v in op.outvars if v not in sent}
@@ -215,7 +215,9 @@ class FunctionTrace:
         starts = [row for row in range(len(anchors)) if row == 0 or anchors[row] is not anchors[row - 1]]
         parts = [Part(k, rows, axis) for rows in itertools.pairwise([*starts, len(anchors)])]
         rows = [*zip(parts, [anchors[row] for row in starts], strict=True)]
-        read = [part for of_op in self.reads.values() for name, part in of_op if (name, part.leaf) == ("state", k)]
+        kept = needed(self.operations, [*others, *values], effects=True)
+        reads = set[Read]().union(*(self.reads.get(id(op), ()) for op in kept))
+        read = [part for name, part in reads if (name, part.leaf) == ("state", k)]
         order = [at[anchor] for _, anchor in rows]
         is_read_by_rows = all(any(part.holds(of_layer) for part in parts) for of_layer in read)
         is_in_order = order in (sorted(order), sorted(order)[::-1])
