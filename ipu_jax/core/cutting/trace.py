@@ -35,7 +35,8 @@ from ipu_jax.base.jaxprs import (
     scan_parts,
     variables,
 )
-from ipu_jax.core.cutting.rows import rows_sliced, rows_taken, sliced_first
+from ipu_jax.core.cutting.known_places import at_known_places
+from ipu_jax.core.cutting.rows import JOINS, RowTaker, Taken, slices_of_leaves, taken_by
 from ipu_jax.core.layout.whole_tree import Part
 from ipu_jax.core.programs.cost import bytes_of, equation_flops
 
@@ -45,6 +46,8 @@ Kind = Literal["w", "b", "s", "a"]
 Read = tuple[str, Part]
 """A leaf of the "params" or of the "state", or rows of it."""
 
+SMALL: Final = 4096
+"""Bytes up to which a value that is computed from larger weights is sent, so that the weights stay in one stage."""
 _AGAIN: Final = 64
 """FLOPs per byte of a result from which it is cheaper to send it than to compute it in each stage that needs it."""
 _NOT_THE_USERS: Final = (
@@ -96,6 +99,7 @@ class FunctionTrace:
         operations: equations, `ScanLayer`s and `ScanStack`s that the results need, in order.
         kinds: the kind of each variable.
         made_by: the operation that computes a variable.
+        axes: per leaf of which operations take rows, the dim along which these are.
         opened: the `jax.checkpoint` that was around the operation that computes a variable.
     """
 
@@ -111,6 +115,7 @@ class FunctionTrace:
     operations: list[Eqn]
     kinds: dict[Var, Kind] = dataclasses.field(default_factory=dict)
     made_by: dict[Var, Eqn] = dataclasses.field(default_factory=dict)
+    axes: dict[Var, int] = dataclasses.field(default_factory=dict)
     opened: dict[Var, Eqn] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -118,9 +123,7 @@ class FunctionTrace:
         results = self.results
         self.operations = needed(self.operations, results, effects=True)
         self._find_kinds()
-        if any(map(rows_taken, self.operations)):
-            self.operations = needed(sliced_first(self.operations, self.kinds), results, effects=True)
-            self._find_kinds()
+        self._slice_leaves()
         if any(_is_over_weights(op, self.kinds) for op in self.operations):
             layers = [_layers_of(op) if _is_over_weights(op, self.kinds) else [op] for op in self.operations]
             self.operations = needed([*itertools.chain(*layers)], results, effects=True)
@@ -154,25 +157,37 @@ class FunctionTrace:
         leaves = [("params", self.params), ("state", self.state)]
         sliced: dict[Var, Read] = {v: (name, Part(k)) for name, of in leaves for k, v in enumerate(of)}
         own = {v: {leaf} for v, leaf in sliced.items()}  # what follows from leaves
+        taker = self.row_taker()
         found: dict[int, set[Read]] = {}
         for op in self.operations:
-            others, stacked = op.invars, list[Var]()
+            others, rows = op.invars, list[tuple[Var, Taken | None]]()
             if isinstance(op, ScanLayer):
                 fixed, carry, stacked = in_scan_parts(op.scan.params, op.invars)
                 others = [*fixed, *carry]
+                rows = [end for v in variables(stacked) for end in taker.reached(v, Taken(0, op.row, op.row + 1))]
             read = set[Read]().union(*(own.get(v, ()) for v in variables(others)))
-            for name, part in set[Read]().union(*(own.get(v, ()) for v in variables(stacked))):
-                assert isinstance(op, ScanLayer), "only a layer reads a row"
-                read.add((name, part.part(op.row, op.row + 1) if part.rows is None else part))
+            for v, of_leaf in rows:
+                is_part = of_leaf is not None and self.axes.get(v) == of_leaf.dim and v in sliced
+                read |= {self._rows_of(sliced[v], of_leaf)} if is_part else own.get(v, set())
             if op.effects or self.is_activation(op.outvars[0]):
                 found[id(op)] = read
                 continue
-            if (rows := rows_sliced(op)) is not None and op.invars[0] in sliced:
-                name, part = sliced[op.invars[0]]
-                sliced[op.outvars[0]] = (name, part.part(*rows))
+            taken = taken_by(op)
+            if taken is not None and op.invars[0] in sliced and self.axes.get(op.invars[0]) == taken.dim:
+                sliced[op.outvars[0]] = self._rows_of(sliced[op.invars[0]], taken)
                 read = {sliced[op.outvars[0]]}
             own |= {v: read for v in op.outvars if v not in sent}
         return found
+
+    def _rows_of(self, leaf: Read, taken: Taken) -> Read:
+        name, part = leaf
+        return name, part.part(taken.start, taken.stop, taken.dim)
+
+    def row_taker(self) -> RowTaker:
+        """Return what follows rows of values back to leaves: through all operations that can run again, and joins."""
+        made = {v: op for op in self.operations for v in op.outvars if not self.is_activation(v)}
+        plain = (op for op in self.operations if not isinstance(op, ScanLayer | ScanStack))
+        return RowTaker(made, {op.outvars[0]: op for op in plain if op.primitive.name in JOINS})
 
     @functools.cached_property
     def stacked(self) -> dict[int, list[tuple[Part, Var]]]:
@@ -260,6 +275,25 @@ class FunctionTrace:
         found.operations = [self.operations[t] for t in sorted(range(len(turns)), key=turns.__getitem__)]
         return found
 
+    def _slice_leaves(self) -> None:
+        """Let slices and scans over weights read rows of leaves wherever rows can be followed back to these."""
+        leaves = [*self.params, *self.state]
+        of_leaves = [*leaves, *(v for v, kind in self.kinds.items() if kind in ("w", "s"))]
+        constants = dict(zip(self.closed.jaxpr.constvars, self.closed.consts, strict=True)) | self.constants
+        self.operations = at_known_places(self.operations, constants, of_leaves)
+        self._find_kinds()
+        taker = self.row_taker()
+        for op in self.operations:
+            if _is_over_weights(op, self.kinds):
+                stacked, length = variables(in_scan_parts(op.params, op.invars)[2]), op.params["length"]
+                for v, row in itertools.product(stacked, range(length)):
+                    rows = [end for end in taker.reached(v, Taken(0, row, row + 1)) if end[0] in {*leaves}]
+                    self.axes |= {leaf: of.dim for leaf, of in rows if of is not None and leaf not in self.axes}
+        self.operations = needed(
+            slices_of_leaves(self.operations, taker, leaves, self.axes), self.results, effects=True
+        )
+        self._find_kinds()
+
     def _open_checkpoints(self) -> None:
         """Inline each `jax.checkpoint` that is around much of the work."""
         if not any(op.primitive.name in CHECKPOINTS for op in self.operations):
@@ -296,7 +330,9 @@ class FunctionTrace:
             kind = "a" if len(on) > 1 or op.effects or isinstance(op, ScanLayer | ScanStack) else next(iter(on), None)
             if kind != "a":
                 work = equation_flops(op) + sum(flops.get(v, 0.0) for v in {*inputs})
-                if _contracts(op) and work > _AGAIN * bytes_of([v.aval for v in op.outvars]):
+                size = bytes_of([v.aval for v in op.outvars])
+                is_sum = op.primitive.name == "dot_general" and 8 * size < bytes_of([v.aval for v in inputs])
+                if _contracts(op) and work > _AGAIN * size and not (kind == "w" and is_sum and size <= SMALL):
                     kind = "a"
                 flops |= dict.fromkeys(op.outvars, work)
             kinds |= dict.fromkeys(op.outvars, kind)

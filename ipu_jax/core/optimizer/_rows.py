@@ -20,21 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ipu_jax.base.annotations import Eqn, Jaxpr, Tree, Value
-from ipu_jax.base.jaxprs import CALLS, bound, closed_of, evaluated
+from ipu_jax.base.jaxprs import CALLS, ELEMENTWISE, bound, closed_of, evaluated
 from ipu_jax.core.layout.packed_layout import Leaf
 from ipu_jax.core.layout.whole_tree import Rows, divided, is_rows, resized
 
-# fmt: off
-ELEMENTWISE = frozenset((
-    "_", "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt",
-    "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf",
-    "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite",
-    "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not",
-    "or", "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
-    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
-    "stop_gradient", "sub", "tan", "tanh", "xor",
-))
-# fmt: on
 _ADDED: dict[str, Callable[[Value, Value], Value]] = {
     "reduce_sum": lax.add,
     "dot_general": lax.add,
