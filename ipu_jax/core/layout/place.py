@@ -103,11 +103,18 @@ class Place:
             block[row : row + 1].reshape(-1)[: part.size].reshape(part.shape)[...] = part
 
     def plain(self) -> dict[str, Json]:
-        """Return the place as data for JSON."""
+        """Return the place as data for JSON.
+
+        >>> layers, columns = (Place("w", (2, 3), "float32", "a", rows=Within(4, 9, axis)) for axis in (0, 1))
+        >>> layers.plain()["rows"], columns.plain()["rows"]
+        ([4, 9], [4, 9, 1])
+        >>> Place.of_plain(layers.plain()) == layers, Place.of_plain(columns.plain()) == columns
+        (True, True)
+        """
         as_list = lambda value: list(value) if isinstance(value, tuple) else value
         plain = {name: as_list(value) for name, value in dataclasses.asdict(self).items() if value is not None}
         if self.rows is not None and not self.rows.axis:
-            plain["rows"].pop()  # as before rows could be along other axes
+            plain["rows"].pop()  # as files have it from before rows could be along other axes
         return plain
 
     @classmethod

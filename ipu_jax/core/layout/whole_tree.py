@@ -2,7 +2,8 @@
 
     params = {"embed": E, "layers": W}     "stage 0": [E, W[0:4]]   "stage 1": [W[4:8]]   "stage 2": [W[8:10]]
 
-The user passes and gets the tree; the IPUs hold the groups.
+The user passes and gets the tree; the IPUs hold the groups. Rows are along the axis on which a leaf is stacked: of a
+leaf whose layers are stacked along axis 1, stage 0 holds W[:, 0:4].
 """
 
 import dataclasses
@@ -85,11 +86,7 @@ class Rows:
 
 
 def joined(tree: Tree) -> Tree:
-    """Return the tree with one array in place of each `Rows`.
-
-    >>> joined([Rows([np.zeros((2, 1)), np.ones((2, 2))], axis=1)])[0].tolist()
-    [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0]]
-    """
+    """Return the tree with one array in place of each `Rows`."""
 
     def whole(node: Tree) -> Value:
         return jnp.concatenate([*map(jnp.asarray, node.parts)], node.axis) if isinstance(node, Rows) else node
@@ -98,7 +95,11 @@ def joined(tree: Tree) -> Tree:
 
 
 def divided(tree: Tree, like: Tree) -> Tree:
-    """Return the tree with `Rows` wherever `like` has them: the inverse of `joined`."""
+    """Return the tree with `Rows` wherever `like` has them: the inverse of `joined`.
+
+    >>> [part.tolist() for part in divided(np.arange(6).reshape(2, 3), Rows([np.zeros((2, 1))] * 3, axis=1)).parts]
+    [[[0], [3]], [[1], [4]], [[2], [5]]]
+    """
 
     def parts(node: Tree, leaf: Value) -> Tree:
         if not isinstance(node, Rows):
@@ -157,7 +158,14 @@ class WholeTree:
 
     @classmethod
     def of(cls, what: str, tree: Tree, groups: Mapping[str, Sequence[Part]]) -> "WholeTree":
-        """Return the description of a tree of arrays or of their shapes."""
+        """Return the description of a tree of arrays or of their shapes.
+
+        >>> tree = {"w": np.array([[0, 1, 2], [3, 4, 5]])}
+        >>> whole = WholeTree.of("params", tree, {"a": [Part(0, (1, 3), axis=1)], "b": [Part(0, (0, 1), axis=1)]})
+        >>> groups = whole.split(tree)
+        >>> groups["a"][0].tolist(), joined(whole.join(groups))["w"].tolist(), whole.named("a")
+        ([[1, 2], [4, 5]], [[0, 1, 2], [3, 4, 5]], (["params['w']"], [Within(first=1, number=3, axis=1)]))
+        """
         named, treedef = jax.tree.flatten_with_path(tree)
         paths = tuple(f"{what}{jax.tree_util.keystr(path)}" for path, _ in named)
         shapes = tuple(tuple(np.shape(leaf)) for _, leaf in named)

@@ -52,7 +52,7 @@ class GPT(nn.Module):
         x = embed(ids) + nn.Embed(LENGTH, D, name="positions")(jnp.arange(ids.shape[1]))
         if self.scanned:
             body = nn.remat(lambda block, x, _: (block(x), None), prevent_cse=False)
-            scan = nn.scan(body, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers)
+            scan = nn.scan(body, variable_axes={"params": 1}, split_rngs={"params": True}, length=self.layers)
             x, _ = scan(Block(name="blocks"), x, None)
         else:
             for _ in range(self.layers):
@@ -76,7 +76,7 @@ def linen_gpt() -> Example:
 
 
 def linen_gpt_scanned() -> Example:
-    """Blocks are one `nn.scan`, each recomputed in the backward pass by `nn.remat`."""
+    """Blocks are one `nn.scan` that stacks them along axis 1, each recomputed in the backward pass by `nn.remat`."""
     model = GPT(layers=5, scanned=True)
     params = initialized(model, jnp.zeros((1, LENGTH), int))["params"]
 

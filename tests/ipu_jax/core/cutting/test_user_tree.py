@@ -18,7 +18,7 @@ from support.refusals import refusals, refused
 M = 3
 PARAMS = {
     "table": normal((9, 8)),
-    "layers": {"w": 0.4 * normal((7, 8, 8), seed=1), "b": jnp.zeros((7, 8))},
+    "layers": {"w": 0.4 * normal((8, 7, 8), seed=1), "b": jnp.zeros((7, 8))},
     "unused": jnp.ones(3),
 }
 BATCH = {"ids": np.random.default_rng(0).integers(9, size=(M, 4)), "y": normal((M, 4, 9), seed=2)}
@@ -26,9 +26,10 @@ ONE = jax.tree.map(lambda leaf: leaf[0], BATCH)
 
 
 def loss(params, micro_batch):
-    """A tied table, and seven layers in one scan."""
+    """A tied table, and a scan over seven layers: w is stacked along axis 1 and b along axis 0, as flax can do it."""
     layer = lambda x, w: (x + jnp.tanh(x @ w["w"] + w["b"]), None)
-    x, _ = jax.lax.scan(layer, params["table"][micro_batch["ids"]], params["layers"])
+    layers = {**params["layers"], "w": jnp.moveaxis(params["layers"]["w"], 1, 0)}
+    x, _ = jax.lax.scan(layer, params["table"][micro_batch["ids"]], layers)
     return jnp.mean((x @ params["table"].T - micro_batch["y"]) ** 2)
 
 
@@ -88,6 +89,8 @@ def stepped():
 
 def test_weights_and_the_optimizers_state_are_trees_of_the_user(stepped):
     step, state, (params, of_optax) = stepped
+    on_all = [leaf.path for group in state.params.layout.concurrent for leaf in group.leaves]
+    assert on_all == ["params['table']"]
     assert_close(step.model.unshard(state.params), params)
     assert_close(step.whole(state)["optimizer"], of_optax)
     assert state.params.keys() == ["layers", "table", "unused"]
@@ -156,10 +159,17 @@ def test_replicas_share_the_cut():
     assert_close(pipeline.unshard(gradients), cut(2).unshard(of_one))
 
 
+def with_flat_state(_):
+    """Return a transformation whose state has flat leaves: parts of w, flat, would not follow one another in it."""
+    add = lambda updates, state, params=None: (updates, jax.tree.map(lambda u, s: s + u.ravel(), updates, state))
+    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.ravel, params), add)
+
+
 def test_an_optimizer_that_needs_a_divided_leaf_in_one_piece_is_refused():
-    for make in (optax.adaptive_grad_clip, lambda rate: optax.adafactor(rate, min_dim_size_to_factor=2)):
+    factored = lambda rate: optax.adafactor(rate, min_dim_size_to_factor=2)
+    for make in (optax.adaptive_grad_clip, factored, with_flat_state):
         step = make_train_step(cut(2), make(0.1))
-        with pytest.raises(ValueError, match=r"layers'\]\['[wb]'\] of shape \(7, 8.* in one piece.*norms of"):
+        with pytest.raises(ValueError, match=r"layers'\]\['[wb]'\] of shape \((8, )?7, 8\) in one piece.*norms of"):
             step.init(PARAMS)
 
 
@@ -170,7 +180,7 @@ def test_an_optimizer_that_mixes_a_divided_leaf_with_another_is_refused():
     def crossed(update: Any, _: Any) -> Any:
         return {**update, "other": update["layers"]["w"]}
 
-    params = {**PARAMS, "other": jnp.zeros((7, 8, 8))}
+    params = {**PARAMS, "other": jnp.zeros((8, 7, 8))}
     for transform in (mixed, crossed):
         step = make_train_step(cut(2, params=params), optax.stateless(transform))
         with pytest.raises(ValueError, match=r"optimizer: .*layers'\]\['w'\]"):
@@ -199,8 +209,19 @@ def rates_by_path():
 
 def of_rows(update, _):
     """Another rate for each layer, as an array with the leaf's number of rows."""
-    layers = jax.tree.map(lambda u: u * (1.0 + jnp.arange(7.0)).reshape(-1, *[1] * (u.ndim - 1)), update["layers"])
+    layers = jax.tree.map(lambda u: u * (1.0 + jnp.arange(7.0))[:, None], update["layers"])
     return {**update, "layers": layers}
+
+
+def of_flat(update, _):
+    """Scale each leaf by numbers that follow from the flat leaf, where the order of its elements counts."""
+
+    def one(leaf):
+        flat = leaf.ravel()
+        weighed = jnp.sum(jnp.abs(flat) * jnp.cos(jnp.arange(flat.size)) + jnp.ones(flat.shape))
+        return leaf * weighed + jnp.vdot(flat, 2 * flat) / flat.size + flat.max()
+
+    return jax.tree.map(one, update)
 
 
 SEES_THE_TREE = {
@@ -217,6 +238,7 @@ SEES_THE_TREE = {
     ),
     "rates by path": rates_by_path,
     "rates by layer": lambda: optax.chain(optax.stateless(of_rows), optax.sgd(0.1)),
+    "flat": lambda: optax.stateless(of_flat),
     "fill": lambda: optax.stateless(lambda u, _: jax.tree.map(lambda g: jnp.ones_like(g) - 0.1 * g, u)),
     "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, 7), optax.sgd(0.1)),
     "lamb": lambda: optax.lamb(0.1),
@@ -228,7 +250,7 @@ SEES_THE_TREE = {
 }
 
 
-@pytest.mark.fast("mask by keystr", "rates by path", "clip_by_block_rms", "every 2")
+@pytest.mark.fast("mask by keystr", "rates by path", "rates by layer", "flat", "clip_by_block_rms", "every 2")
 @pytest.mark.parametrize("name", SEES_THE_TREE)
 def test_optax_sees_the_users_tree(name):
     tx, pipeline = SEES_THE_TREE[name](), cut(3)

@@ -153,10 +153,10 @@ def test_a_training_is_resumed_under_other_options(tmp_path, shard_optimizer, op
 
 
 def test_a_stacked_state_goes_on_on_other_ipus(tmp_path):
-    """The averages of six layers are one leaf, of which each IPU holds rows: 2, 2, 2 before, 3 and 3 after."""
+    """Averages of six layers are stacked along axis 1. Each IPU holds its layers: 2, 2 and 2 before, 3 and 3 after."""
     d, layers = 3, 6
     weights = np.random.default_rng(0).normal(size=(layers, d, d)).astype(np.float32) / 2
-    averages = {"mean": np.zeros((layers, d), np.float32), "seen": np.zeros(layers, np.int32)}
+    averages = {"mean": np.zeros((d, layers), np.float32), "seen": np.zeros(layers, np.int32)}
     rows = np.random.default_rng(1).normal(size=(2, 2, 4, d)).astype(np.float32)  # of two updates
 
     def loss(w, state, x):
@@ -164,8 +164,8 @@ def test_a_stacked_state_goes_on_on_other_ipus(tmp_path):
             w, (mean, seen) = of_layer
             return jnp.tanh((x - mean) @ w) + x, (0.9 * mean + 0.1 * x.mean(0), seen + 1)
 
-        x, (mean, seen) = jax.lax.scan(layer, x, (w, (state["mean"], state["seen"])))
-        return jnp.mean(x**2), {"mean": mean, "seen": seen}
+        x, (mean, seen) = jax.lax.scan(layer, x, (w, (state["mean"].T, state["seen"])))
+        return jnp.mean(x**2), {"mean": mean.T, "seen": seen}
 
     def step_on(ipus):
         pipeline = Pipeline.from_function(loss, weights, rows[0, 0], state=averages, ipus=ipus, gradient_accumulation=2)
@@ -180,8 +180,8 @@ def test_a_stacked_state_goes_on_on_other_ipus(tmp_path):
     assert found is not None
     restored = found.state
     assert restored.stages is not None
-    held = [[len(group.leaves), group.leaves[0].shape[0]] for group in restored.stages.layout.groups]
-    assert held == [[2, 3], [2, 3]]
+    held = [[leaf.shape for leaf in group.leaves] for group in restored.stages.layout.groups]
+    assert held == [[(3, 3), (3,)], [(3, 3), (3,)]]
     whole = second.whole(second(restored, rows[1])[0])
     w, expected, plain = weights, averages, jax.jit(jax.value_and_grad(loss, has_aux=True))
     for of_update in rows:
