@@ -69,15 +69,11 @@ def closed_of(body: Any) -> Jaxpr:
 
 
 def _expanded(new: Any) -> Jaxpr:
-    if type(new).__name__ == "RematTraced":
-        return new.jaxpr  # to expand it may need mesh axes
+    stored = getattr(getattr(new, "traced", new), "jaxpr", None)
+    if stored is not None and [*stored.in_avals] == [*new.in_avals_flat]:
+        return stored  # it knows the user's file, and needs no mesh axes, as expanding it may
     flat = lambda *args: jax.tree.leaves(new.expand(*jax.tree.unflatten(new.in_tree, args)))
-    closed = jax.make_jaxpr(flat)(*new.in_avals_flat)
-    jaxpr, eqn = closed.jaxpr, next(iter(closed.jaxpr.eqns), None)
-    is_call = len(jaxpr.eqns) == 1 and eqn.primitive.name in (*JITS, "eval_jaxpr")
-    if is_call and eqn.invars == jaxpr.invars and eqn.outvars == jaxpr.outvars:
-        return closed_of(eqn.params[CALLS[eqn.primitive.name]])  # it knows the user's file
-    return closed
+    return jax.make_jaxpr(flat)(*new.in_avals_flat)
 
 
 def bodies_of(eqn: Eqn) -> list[Jaxpr]:

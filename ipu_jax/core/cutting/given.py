@@ -18,9 +18,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ipu_jax.base.annotations import Batch, Dtype, Function, Key, Params, Tree, Value
+from ipu_jax.base.checkpoints import plain
 from ipu_jax.base.checks import in_line
 from ipu_jax.base.decorators import OTHER_MESH
-from ipu_jax.base.jaxprs import traced_on
+from ipu_jax.base.jaxprs import all_equations, bodies_of, traced_on
+from ipu_jax.core.cutting.cut import STAGE_END
 from ipu_jax.core.cutting.module_trees import check_unchanged, name_of_function
 from ipu_jax.core.cutting.trace import FunctionTrace, at_line, is_ours, name_of, trace_of, users_line
 from ipu_jax.core.layout.packed_layout import check_array, check_weight
@@ -293,6 +295,21 @@ def check_constants(trace: FunctionTrace) -> None:
         if mesh is not None and mesh.size > 1:
             found = f"{value.dtype}{list(value.shape)} on the mesh {dict(mesh.shape)}"
             raise ValueError(OTHER_MESH.format(found))
+
+
+def check_marks(trace: FunctionTrace, names: Sequence[str]) -> None:
+    """Raise `ValueError` for a mark inside an operation with a body, where a function is not cut."""
+    for operation in trace.operations:
+        scan = getattr(operation, "scan", None)
+        mend = "leave it out, since a scan over weights is cut between its layers" if scan else "mark its result"
+        for eqn in (eqn for body in bodies_of(scan or operation) for eqn in all_equations(plain(body))):
+            name = eqn.params["name"] if eqn.primitive.name == "name" else None
+            if name in names:
+                mark = STAGE_END if name == STAGE_END else f"the name {name!r} of cuts="
+                raise ValueError(
+                    f"{mark}{at_line(eqn)} is inside one operation, {name_of(operation)}{at_line(operation)}, and a "
+                    f"function is cut between operations: {mend}, or write a Python loop"
+                )
 
 
 def check_effects(trace: FunctionTrace) -> None:

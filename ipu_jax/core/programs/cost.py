@@ -12,6 +12,7 @@ every platform. The rules for primitives:
     jit, checkpoint, custom_vjp, ...    their body; the body of `shard_map` is one device's share
     collectives, data movement          0: they compute nothing
     reductions, scatter-add             1 for each element of the input
+    any other with a body               its most expensive body; of a Pallas kernel, for each step of its grid
     anything else                       1 for each element of the result, for transcendental functions too
 """
 
@@ -88,7 +89,8 @@ def equation_flops(eqn: Eqn) -> int:
         return _elements(v.aval for v in eqn.invars)
     if name.startswith("scatter"):
         return eqn.invars[2].aval.size
-    return _elements(v.aval for v in eqn.outvars)
+    steps = math.prod(params["grid_mapping"].grid) if name == "pallas_call" else 1
+    return max([_elements(v.aval for v in eqn.outvars), *(steps * jaxpr_flops(body) for body in bodies_of(eqn))])
 
 
 def _elements(avals: Iterable[Value]) -> int:
