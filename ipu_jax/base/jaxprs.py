@@ -18,10 +18,11 @@ from ipu_jax.base.annotations import Dtype, Eqn, Jaxpr, Value, Var
 
 JITS = ("jit", "pjit")
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
-CALLS = dict.fromkeys((*JITS, *CHECKPOINTS), "jaxpr") | dict.fromkeys(
-    ("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "eval_jaxpr"), "call_jaxpr"
+CALLS = (
+    {"call_hi_primitive": "_prim"}
+    | dict.fromkeys((*JITS, *CHECKPOINTS), "jaxpr")
+    | dict.fromkeys(("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "eval_jaxpr"), "call_jaxpr")
 )
-CALLS["call_hi_primitive"] = "_prim"
 """The primitives that call a body once, with the equation's inputs in order, and the parameter that has the body."""
 
 # From jax 0.12 on, one class is both open and closed, and the older name is not among the public types.

@@ -53,11 +53,9 @@ def loss_of(mark=lambda x: x):
 
 def tables():
     """Return the tables of stages: cut anywhere, at marks and at names."""
-    how = {"ipus": 4, "gradient_accumulation": 4}
-    anywhere = Pipeline.from_function(loss_of(), PARAMS, X, **how)
-    marked = Pipeline.from_function(loss_of(stage_end), PARAMS, X, **how)
-    named = Pipeline.from_function(loss_of(lambda x: checkpoint_name(x, "end")), PARAMS, X, cuts=["end"], **how)
-    return list(map(str, (anywhere, marked, named)))
+    ways = [(lambda x: x, None), (stage_end, None), (lambda x: checkpoint_name(x, "end"), ["end"])]
+    cut = lambda mark, cuts: Pipeline.from_function(loss_of(mark), PARAMS, X, ipus=4, cuts=cuts)
+    return [str(cut(mark, cuts)) for mark, cuts in ways]
 
 
 def gradients_of(stages):
