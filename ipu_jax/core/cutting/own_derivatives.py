@@ -72,7 +72,7 @@ def _differentiated(jaxpr: Jaxpr, inputs: Sequence[Var]) -> Iterator[tuple[Eqn, 
     wanted = set(inputs)
     for eqn in jaxpr.eqns:
         flags = [not isinstance(v, core.Literal) and v in wanted for v in eqn.invars]
-        if not any(flags):
+        if not any(flags) or eqn.primitive.name == "stop_gradient":
             continue
         wanted.update(v for v in eqn.outvars if is_float(v))
         name, params = eqn.primitive.name, eqn.params
