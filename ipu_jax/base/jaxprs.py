@@ -24,6 +24,17 @@ CALLS = (
     | dict.fromkeys(("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "eval_jaxpr"), "call_jaxpr")
 )
 """The primitives that call a body once, with the equation's inputs in order, and the parameter that has the body."""
+# fmt: off
+ELEMENTWISE = frozenset((
+    "_", "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt",
+    "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf",
+    "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite",
+    "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not",
+    "or", "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
+    "stop_gradient", "sub", "tan", "tanh", "xor",
+))
+# fmt: on
 
 # From jax 0.12 on, one class is both open and closed, and the older name is not among the public types.
 _ClosedJaxpr: Any = getattr(core, "ClosedJaxpr", core.Jaxpr)

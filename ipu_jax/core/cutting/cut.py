@@ -23,7 +23,8 @@ from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Jaxpr, Tree, Var
 from ipu_jax.base.jaxprs import CALLS, CHECKPOINTS, closed_of, is_float, scan_parts, variables
-from ipu_jax.core.cutting.trace import FunctionTrace, ScanLayer, ScanStack
+from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack
+from ipu_jax.core.cutting.trace import FunctionTrace
 from ipu_jax.core.programs.cost import bytes_of, equation_flops
 
 _EVEN: Final = 1.25
@@ -132,28 +133,18 @@ class Places:
 
     def _shared_bytes(self) -> np.ndarray:
         """Return, per place, the bytes of the leaves that operations on both sides read, other than by rows."""
-        leaves: dict[Var, frozenset[Var]] = {v: frozenset([v]) for v in self.trace.params}
-        first: dict[Var, int] = {}
-        last: dict[Var, int] = {}
-        positions = {id(op): t for t, op in enumerate(self.operations)}
-        for op in self.trace.operations:
-            read = op.invars[: scan_parts(op.scan.params)[0]] if isinstance(op, ScanLayer) else op.invars
-            of_inputs = [leaves[v] for v in variables(read) if v in leaves]
-            if not of_inputs:
-                continue
-            found = of_inputs[0] if len(of_inputs) == 1 else frozenset[Var]().union(*of_inputs)
-            t = positions.get(id(op))
-            if t is not None:
-                first |= {leaf: t for leaf in found if leaf not in first}
-                last |= dict.fromkeys(found, t)
-            elif found and not isinstance(op, ScanLayer | ScanStack) and op.primitive.name == "slice":
-                leaves |= {v: frozenset([v]) for v in op.outvars}  # rows that a loop over layers takes
-            elif found:
-                leaves |= dict.fromkeys(op.outvars, found)
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for t, op in enumerate(self.operations):
+            for name, part in self.trace.reads[id(op)]:
+                if name == "params" and part.rows is None:
+                    first.setdefault(part.leaf, t)
+                    last[part.leaf] = t
         change = np.zeros(len(self.operations) + 1)
         for leaf, t in first.items():
-            change[t] += bytes_of(leaf.aval)
-            change[last[leaf]] -= bytes_of(leaf.aval)
+            size = bytes_of(self.trace.params[leaf].aval)
+            change[t] += size
+            change[last[leaf]] -= size
         return np.cumsum(change)[:-1]
 
     def _last_uses(self) -> dict[Var, int]:

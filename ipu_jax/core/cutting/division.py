@@ -11,7 +11,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import jax
 from jax import lax
@@ -19,14 +19,14 @@ from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Var
 from ipu_jax.base.checkpoints import checkpointed
-from ipu_jax.base.jaxprs import in_order, in_scan_parts, part_of, read_by, shape_of, variables
-from ipu_jax.core.cutting.rows import equation, is_by_row, rows_sliced, slicing
-from ipu_jax.core.cutting.trace import FunctionTrace, ScanLayer, ScanStack
+from ipu_jax.base.jaxprs import in_order, in_scan_parts, needed, part_of, read_by, shape_of, variables
+from ipu_jax.core.cutting.rows import RowTaker, Taken, equation, slicing, taken_by
+from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack
+from ipu_jax.core.cutting.sums import Tile, sum_of_parts
+from ipu_jax.core.cutting.trace import SMALL, FunctionTrace
 from ipu_jax.core.layout.whole_tree import Part
 from ipu_jax.core.programs.cost import bytes_of
 
-_SMALL: Final = 4096
-"""Bytes up to which a value that is computed from larger weights is sent, so that the weights stay in one stage."""
 _Rows = dict[tuple[Var, int, int], Var]
 """Per value, first row, and the row after the last, the variable of these rows."""
 
@@ -133,7 +133,7 @@ class Division:
             for k in leaves:
                 homes[k] = home
         everywhere = {*range(len(self.own))}  # another function may read it at any of them
-        small = [bytes_of([v.aval]) <= _SMALL for v in trace.state]
+        small = [bytes_of([v.aval]) <= SMALL for v in trace.state]
         homes = [of_leaf or (everywhere if is_small else {0}) for of_leaf, is_small in zip(homes, small, strict=True)]
         results = [(of_leaf, trace.leaves_of(v)) for of_leaf, v in zip(homes, trace.new_state, strict=True)]
         for leaves in filter(None, map(trace.leaves_of, trace.aux)):
@@ -212,43 +212,47 @@ def divide(trace: FunctionTrace, ends: Sequence[int], homes: Mapping[int, int] |
     parts, of_state, again = _parts(trace)
     of_stages = [trace.activations[start:end] for start, end in itertools.pairwise([0, *ends])]
     runs = _runs_of_layers(of_stages)
-    rows = _rows_read(runs, again)
+    taker = trace.row_taker()
+    rows = _rows_read(runs, taker)
     slices: dict[Var, Eqn] = {}
-    for (var, start, stop), of_var in rows.items():
-        held = parts if var in parts else of_state
-        if var in held:
-            held[of_var] = held[var].part(start, stop)
+    for eqn in taker.equations:
+        is_activation = any(v in slices or trace.kinds.get(v) == "a" for v in variables(eqn.invars))
+        (slices if is_activation else again)[eqn.outvars[0]] = eqn
+    scans = [*zip(runs, (_shorter(run, rows) for run in runs), strict=True)]
+    own = _own_equations(of_stages, scans, slices)
+    new_state, late = _new_rows(trace, of_stages, scans)
+    for s, eqn in ((s, eqn) for s, eqns in enumerate(late) for eqn in eqns):
+        if taken_by(eqn) is not None and not trace.is_activation(eqn.invars[0]):
+            again[eqn.outvars[0]] = eqn
         else:
-            of_rows = slices if trace.is_activation(var) else again
-            of_rows[of_var] = _computed_by_row(again.get(var), rows, start, stop) or slicing(var, start, stop, of_var)
-    scans = [_shorter(run, rows) for run in runs]
-    own = _own_equations(of_stages, [*zip(runs, scans, strict=True)], slices)
-    new_state, joins = _new_rows(trace, of_stages, [*zip(runs, scans, strict=True)])
-    own = [[*eqns, *joins.get(s, ())] for s, eqns in enumerate(own)]
+            own[s].append(eqn)
+    _find_parts(trace, parts, of_state, again)
     if homes is None:
         own = _under_checkpoints(trace, own, {*variables(trace.results), *(held.new for held in new_state)})
     division = Division(trace, own, parts, of_state, again, new_state)
-    division = dataclasses.replace(division, own=_with_small_values(division, homes or {}))
+    division = _with_small_values(division, homes or {}, taker)
     return _with_rows_gathered(division) if homes is None else division
 
 
 def _parts(trace: FunctionTrace) -> tuple[dict[Var, Part], dict[Var, Part], dict[Var, Eqn]]:
-    """Return the parts of weights and of state that variables are, and the equation of each value but activations.
-
-    Static rows of a leaf, `w[k]` in a loop over layers, are parts of it, as rows of a scan are; of the state, if its
-    leaf is stacked, or the function only reads it.
-    """
+    """Return the parts of weights and of state that variables are, and the equation of each value but activations."""
     parts, of_state = ({v: Part(k) for k, v in enumerate(leaves)} for leaves in (trace.params, trace.state))
     again = {v: op for op in trace.operations for v in op.outvars if not trace.is_activation(v)}
-    for var, eqn in [*again.items()]:
-        if (rows := rows_sliced(eqn)) is None:
-            continue
-        held = parts if eqn.invars[0] in parts else of_state
-        leaf = held.get(eqn.invars[0])
-        if leaf is not None and (held is parts or leaf.leaf in trace.stacked or not trace.new_state):
-            del again[var]
-            held[var] = leaf.part(*rows)
     return parts, of_state, again
+
+
+def _find_parts(trace: FunctionTrace, parts: dict[Var, Part], of_state: dict[Var, Part], again: dict[Var, Eqn]) -> None:
+    """Make slices of leaves parts of them; of the state, if its leaf is stacked, or the function only reads it."""
+    for var, eqn in [*again.items()]:
+        if (taken := taken_by(eqn)) is None:
+            continue
+        held, whole = (parts, trace.params) if eqn.invars[0] in parts else (of_state, trace.state)
+        leaf = held.get(eqn.invars[0])
+        if leaf is None or trace.axes.get(whole[leaf.leaf]) != taken.dim:
+            continue
+        if held is parts or leaf.leaf in trace.stacked or not trace.new_state:
+            del again[var]
+            held[var] = leaf.part(taken.start, taken.stop, taken.dim)
 
 
 # the equations of each stage
@@ -270,29 +274,13 @@ def _range_of(run: list[ScanLayer]) -> tuple[int, int]:
     return (params["length"] - stop, params["length"] - start) if params["reverse"] else (start, stop)
 
 
-def _rows_read(runs: Iterable[list[ScanLayer]], again: dict[Var, Eqn]) -> _Rows:
-    """Return a variable for each range of rows that runs of layers read, unless they read all rows.
-
-    Where such rows follow from the same rows of other values, there are variables for those, too.
-    """
+def _rows_read(runs: Iterable[list[ScanLayer]], taker: RowTaker) -> _Rows:
+    """Return a variable for each range of rows that runs of layers read, unless they read all rows."""
     parts = [run for run in runs if len(run) < run[0].scan.params["length"]]
-    stacked = lambda run: variables(in_scan_parts(run[0].scan.params, run[0].invars)[2])
-    waiting = [(v, *_range_of(run)) for run in parts for v in stacked(run)]
-    rows: _Rows = {}
-    for var, start, stop in waiting:
-        if (var, start, stop) not in rows:
-            rows[var, start, stop] = core.Var(var.aval.update(shape=(stop - start, *var.aval.shape[1:])))
-            if var in again and is_by_row(again[var]):
-                waiting += [(v, start, stop) for v in variables(again[var].invars) if v.aval.shape]
-    return rows
-
-
-def _computed_by_row(eqn: Eqn | None, rows: _Rows, start: int, stop: int) -> Eqn | None:
-    """Return the equation that computes only these rows of a value, or None if rows depend on other rows."""
-    if eqn is None or not is_by_row(eqn):
-        return None
-    at = lambda v: v if isinstance(v, core.Literal) or not v.aval.shape else rows[v, start, stop]
-    return eqn.replace(invars=list(map(at, eqn.invars)), outvars=list(map(at, eqn.outvars)))
+    read = [
+        (v, *_range_of(run)) for run in parts for v in variables(in_scan_parts(run[0].scan.params, run[0].invars)[2])
+    ]
+    return {(v, *rows): taker.take(v, Taken(0, *rows)) for v, *rows in read}
 
 
 def _shorter(run: list[ScanLayer], rows: _Rows) -> Eqn:
@@ -317,7 +305,8 @@ def _own_equations(
     placed: dict[int, list[Eqn]] = {}  # in place of the last layer of a run
     for run, scan in runs:
         scans.setdefault(id(run[0].scan), []).append(scan)
-        placed[id(run[-1])] = [*(slices.pop(v) for v in variables(scan.invars) if v in slices), scan]
+        before = in_order([slices[v] for v in variables(scan.invars) if v in slices], [*slices.values()])
+        placed[id(run[-1])] = [*(eqn for eqn in before if slices.pop(eqn.outvars[0], None)), scan]
 
     def in_place_of(op: Eqn) -> list[Eqn]:
         if isinstance(op, ScanLayer):
@@ -333,25 +322,28 @@ def _own_equations(
 
 def _new_rows(
     trace: FunctionTrace, of_stages: list[list[Eqn]], runs: list[tuple[list[ScanLayer], Eqn]]
-) -> tuple[list[NewValue], dict[int, list[Eqn]]]:
-    """Return the new rows of stacked leaves of the state, and per stage the equations that join rows into one array."""
+) -> tuple[list[NewValue], list[list[Eqn]]]:
+    """Return the new rows of stacked leaves of the state, and per stage the equations that compute them."""
     stage_of = {v: s for s, of_stage in enumerate(of_stages) for op in of_stage for v in op.outvars}
-    by_scan = {(id(run[0].scan), stage_of[run[0].outvars[0]]): scan for run, scan in runs}
+    taker, late = trace.late_taker, [op for op in trace.operations if not isinstance(op, ScanLayer | ScanStack)]
+    late = [op for op in late if trace.is_activation(op.outvars[0]) and op.outvars[0] not in stage_of]
+    for run, scan in runs:
+        _, carry, _ = in_scan_parts(scan.params, scan.invars)
+        for stack, rows in zip(run[0].scan.outvars[len(carry) :], scan.outvars[len(carry) :], strict=True):
+            taker.known[stack, Taken(0, *_range_of(run))] = rows
     found: list[NewValue] = []
-    joins: dict[int, list[Eqn]] = {}
-    for leaf, rows in trace.stacked.items():
-        made = trace.made_by[trace.new_state[leaf]]
-        for s, of_stage in itertools.groupby(rows, lambda row: stage_of[row[1]]):
-            parts, values = zip(*of_stage, strict=True)
-            first, last = parts[0].rows[0], parts[-1].rows[1]
-            if isinstance(made, ScanStack):
-                new = by_scan[id(made.scan), s].outvars[made.scan.outvars.index(made.outvars[0])]
-            else:
-                new = core.Var(made.outvars[0].aval.update(shape=(last - first, *made.outvars[0].aval.shape[1:])))
-                joins.setdefault(s, []).append(made.replace(invars=list(values), outvars=[new]))
-            is_whole = len(values) == len(rows)
-            found.append(NewValue(Part(leaf, None if is_whole else (first, last)), s, new))
-    return found, joins
+    before: list[list[Eqn]] = [[] for _ in of_stages]
+    for leaf, new_rows in trace.new_rows.items():
+        new = trace.new_state[leaf]
+        for s, of_stage in itertools.groupby(new_rows.rows, lambda row: stage_of[row[1]]):
+            parts = [part for part, _ in of_stage]
+            part = Part(leaf, (parts[0].rows[0], parts[-1].rows[1]), new_rows.axis)
+            count, is_whole = len(taker.equations), len(parts) == len(new_rows.rows)
+            rows = taker.take(new, Taken(new_rows.axis, *part.rows))
+            own = taker.equations[count:]
+            before[s] += [*needed(late, [rows, *read_by(own)]), *own]
+            found.append(NewValue(Part(leaf) if is_whole else part, s, rows))
+    return found, before
 
 
 def _under_checkpoints(trace: FunctionTrace, own: list[list[Eqn]], results: set[Var]) -> list[list[Eqn]]:
@@ -386,50 +378,86 @@ def _checkpointed(
 # small values and rows of leaves: which stage has them
 
 
-def _with_small_values(division: Division, homes: Mapping[int, int]) -> list[list[Eqn]]:
-    """Return the equations of each stage, with what is small and computed from weights alone, such as a penalty.
+def _with_small_values(division: Division, homes: Mapping[int, int], taker: RowTaker) -> Division:
+    """Return the division in which what is small and computed from weights alone, such as a penalty, has a stage.
 
     The stage that has the weights computes it. Otherwise the stage that needs it would have to hold all of them, too.
     """
-    own, small = division.own, _small_operations(division)
-    results = {v for op, _ in small for v in op.outvars}
-    held = {**homes}  # the first stage that reads each leaf for something else
-    for s, eqns in enumerate(own if small else ()):
-        for v in division.needs([v for v in read_by(eqns) if v not in results], s).weights:
-            held.setdefault(division.parts[v].leaf, s)
+    own, trace = division.own, division.trace
+    small: list[tuple[Eqn, set[Part], int | None]] = [(*found, None) for found in _small_operations(division)]
+    results = {v for op, _, _ in small for v in op.outvars}
+    read = [
+        division.needs([v for v in read_by(eqns) if v not in results], s).weights
+        for s, eqns in enumerate(own if small else ())
+    ]
+    if not homes:
+        division, small = _with_sums(division, small, read, taker)
+    needed = division.needs([*read_by([eqn for eqns in own for eqn in eqns]), *trace.results], -1).equations
+    small = [of_op for of_op in small if id(of_op[0]) in set(map(id, needed))]
+    results = {v for op, _, _ in small for v in op.outvars}
+    held = {Part(leaf): s for leaf, s in homes.items()}  # the first stage that reads each part for something else
+    for s, of_stage in enumerate(read):
+        for v in of_stage:
+            held.setdefault(division.parts[v], s)
     placed: dict[Var, int] = {}
-    for op, leaves in small:
+    for op, of_op, home in small:
         before = [placed.get(v) for v in variables(op.invars) if v in results]
-        if leaves <= held.keys() and None not in before:
-            stage = max([*filter(None, before), *(held[leaf] for leaf in leaves)], default=0)
-            placed |= dict.fromkeys(op.outvars, stage)
+        at = [next((s for part, s in held.items() if part.holds(own_part)), None) for own_part in of_op]
+        if home is not None or None not in (*before, *at):
+            stage = max([*filter(None, before), *filter(None, at)], default=0)
+            placed |= dict.fromkeys(op.outvars, stage if home is None else home)
     if not placed or any(placed.get(v, 0) > s for s, eqns in enumerate(own) for v in read_by(eqns)):
-        return own  # a stage needs such a value before the one with its weights: it is computed again, from weights
-    added = [[op for op, _ in small if placed.get(op.outvars[0]) == s] for s in range(len(own))]
-    return [in_order(eqns, eqns) for eqns in map(operator.add, own, added)]
+        return (
+            division  # a stage needs such a value before the one with its weights: it is computed again, from weights
+        )
+    added = [[op for op, *_ in small if placed.get(op.outvars[0]) == s] for s in range(len(own))]
+    return dataclasses.replace(division, own=[in_order(eqns, eqns) for eqns in map(operator.add, own, added)])
+
+
+def _with_sums(
+    division: Division, small: list[Any], read: Sequence[Sequence[Var]], taker: RowTaker
+) -> tuple[Division, list[Any]]:
+    """Return the division, and small operations in which sums over a divided leaf are sums of the stages' own rows."""
+    trace, rows = division.trace, dict[Var, dict[int, list[Any]]]()
+    for s, of_stage in enumerate(read):
+        for part in map(division.parts.__getitem__, of_stage):
+            rows.setdefault(trace.params[part.leaf], {}).setdefault(s, []).append(part.rows)
+    tiles = {v: _tiles(of_leaf) for v, of_leaf in rows.items() if not any(None in of for of in of_leaf.values())}
+    tiles = {v: of_leaf for v, of_leaf in tiles.items() if len(of_leaf) > 1}
+    found: list[Any] = []
+    for op, of_op, _ in small if tiles else ():
+        parts = sum_of_parts(op, taker, tiles, trace.axes)
+        found += [(eqn, set[Part](), stage) for eqn, stage in parts] or [(op, of_op, None)]
+    if not tiles:
+        return division, small
+    new = {v: eqn for eqn in [*taker.equations, *(op for op, *_ in found)] for v in eqn.outvars}
+    again, parts = {**division.again, **new}, dict(division.parts)
+    _find_parts(trace, parts, dict(division.of_state), again)
+    return dataclasses.replace(division, parts=parts, again=again), found
 
 
 def small_values(trace: FunctionTrace) -> set[Var]:
     """Return the values that are computed from larger weights alone: the stage with the weights can send them."""
-    return {v for op, _ in _small_operations(Division(trace, [], *_parts(trace), [])) for v in op.outvars}
+    parts, of_state, again = _parts(trace)
+    _find_parts(trace, parts, of_state, again)
+    return {v for op, _ in _small_operations(Division(trace, [], parts, of_state, again, [])) for v in op.outvars}
 
 
-def _small_operations(division: Division) -> list[tuple[Eqn, set[int]]]:
-    """Return the operations that compute small results from larger weights, and the leaves that each reads."""
-    found: list[tuple[Eqn, set[int]]] = []
+def _small_operations(division: Division) -> list[tuple[Eqn, set[Part]]]:
+    """Return the operations that compute small results from larger weights, and the parts of these that each reads."""
+    found: list[tuple[Eqn, set[Part]]] = []
     results: set[Var] = set()
     trace, parts = division.trace, division.parts
     for op in trace.operations:
-        if op.effects or trace.kinds[op.outvars[0]] != "w":
+        if op.effects or trace.kinds[op.outvars[0]] != "w" or op.outvars[0] in parts:
             continue
         size = bytes_of([v.aval for v in op.outvars])
-        if size > _SMALL:
+        if size > SMALL:
             continue
         inputs = variables(op.invars)
-        leaves = {parts[v].leaf for v in division.needs([v for v in inputs if v not in results], -1).weights}
-        of_leaves = bytes_of([trace.params[leaf].aval for leaf in leaves])
-        if results.intersection(inputs) or of_leaves > 8 * size:
-            found.append((op, leaves))
+        read = division.needs([v for v in inputs if v not in results], -1).weights
+        if results.intersection(inputs) or bytes_of([v.aval for v in read]) > 8 * size:
+            found.append((op, {parts[v] for v in read}))
             results.update(op.outvars)
     return found
 
@@ -451,28 +479,29 @@ def _with_rows_gathered(division: Division) -> Division:
         rows = {v: parts[v].rows for of_stage in by_stage.values() for v in of_stage}
         tiles = [] if None in rows.values() else _tiles({s: [rows[v] for v in vs] for s, vs in by_stage.items()})
         whole = trace.params[leaf]
+        dim = trace.axes.get(whole, 0)
         if len(tiles) < 2:
-            again |= {v: slicing(whole, *of_var, v) for v, of_var in rows.items() if of_var is not None}
+            again |= {v: slicing(whole, Taken(dim, *of_var), v) for v, of_var in rows.items() if of_var is not None}
             continue
-        ends = [0, *(start for start, _, _ in tiles[1:]), whole.aval.shape[0]]  # someone has rows that nothing reads
+        ends = [0, *(start for start, _, _ in tiles[1:]), whole.aval.shape[dim]]  # someone has rows that nothing reads
         for (first, last), (_, _, s) in zip(itertools.pairwise(ends), tiles, strict=True):
-            part = core.Var(whole.aval.update(shape=(last - first, *whole.aval.shape[1:])))
-            parts[part] = Part(leaf, (first, last))
+            part = core.Var(whole.aval.update(shape=Taken(dim, first, last).of(whole.aval.shape)))
+            parts[part] = Part(leaf, (first, last), dim)
             for v in by_stage[s]:
                 start, stop = rows[v] or (0, 0)
                 if first <= start and stop <= last and (start, stop) != (first, last):
-                    again[v] = slicing(part, start - first, stop - first, v)
+                    again[v] = slicing(part, Taken(dim, start - first, stop - first), v)
     return dataclasses.replace(division, parts=parts, again=again)
 
 
-def _tiles(rows: dict[int, list[Any]]) -> list[tuple[int, int, int]]:
-    """Return the runs of rows that stages read, as (start, stop, stage) in order; [] if two stages read one row."""
-    runs: list[tuple[int, int, int]] = []
+def _tiles(rows: dict[int, list[Any]]) -> list[Tile]:
+    """Return the runs of rows that stages read, in order; [] if two stages read one row."""
+    runs: list[Tile] = []
     for start, stop, s in sorted((*of_rows, s) for s, of_stage in rows.items() for of_rows in of_stage):
-        if runs and runs[-1][2] == s:
-            runs[-1] = (runs[-1][0], max(runs[-1][1], stop), s)
-        elif runs and start < runs[-1][1]:
+        if runs and runs[-1].stage == s:
+            runs[-1] = Tile(runs[-1].start, max(runs[-1].stop, stop), s)
+        elif runs and start < runs[-1].stop:
             return []
         else:
-            runs.append((start, stop, s))
+            runs.append(Tile(start, stop, s))
     return runs

@@ -8,12 +8,12 @@ Only for a forward pass: the backward of the second scan would keep the whole ca
 
 from collections.abc import Mapping
 
-import jax
 from jax import lax
 from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Tree, Value, Var
-from ipu_jax.base.jaxprs import in_scan_parts, shape_of
+from ipu_jax.base.jaxprs import in_scan_parts
+from ipu_jax.core.cutting.rows import equations
 
 
 def replacing_in_place(eqn: Eqn, replaced: Mapping[Var, Var]) -> Eqn:
@@ -54,18 +54,10 @@ def replacing_in_place(eqn: Eqn, replaced: Mapping[Var, Var]) -> Eqn:
         (_, carry, caches), ys = lax.scan(layer, (0, carry, caches), xs, length, **options)
         return carry, caches, ys
 
-    arguments = fixed, carry, [xs[i] for i in read], [xs[i] for i in others]
-    shapes = jax.tree.map(lambda v: shape_of(v.aval), arguments)
-    inner = jax.make_jaxpr(run)(*shapes)
-    (made,) = inner.jaxpr.eqns
     results = [
         *eqn.outvars[: len(carry)],
         *(ys[j] for j in written),
         *(y for j, y in enumerate(ys) if j not in written),
     ]
-    named: dict[Var, Var] = dict(zip(inner.jaxpr.invars, jax.tree.leaves(arguments), strict=True))
-    for var, result in zip(inner.jaxpr.outvars, results, strict=True):
-        named[var] = result
-    invars: list[Var] = [v if isinstance(v, core.Literal) else named.get(v, v) for v in made.invars]
-    outvars: list[Var] = [named.get(v, v) for v in made.outvars]
-    return made.replace(invars=invars, outvars=outvars, source_info=eqn.source_info)
+    (made,) = equations(run, (fixed, carry, [xs[i] for i in read], [xs[i] for i in others]), results, like=eqn)
+    return made

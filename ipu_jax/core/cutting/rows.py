@@ -1,103 +1,393 @@
-"""Follow rows, the layers of a stacked leaf, through the operations between the leaf and the layer that reads them.
+"""Follow rows, the layers of a stacked leaf, back through the operations between the leaf and the layer that reads it.
 
 w.astype(half)[3]      becomes      w[3].astype(half)      so that a stage needs its own rows of w alone
+w.swapaxes(0, 1)[3]    becomes      w[:, 3]                layers can be stacked along any dim
 """
 
-import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import jax
+import numpy as np
 from jax import lax
 from jax.extend import core
 
-from ipu_jax.base.annotations import Eqn, Var
-from ipu_jax.base.jaxprs import shape_of
-
-_BY_ROW: Final = (
-    *("convert_element_type", "reduce_precision", "copy", "stop_gradient", "neg", "abs", "sign", "square"),
-    *("mul", "add", "sub", "div", "max", "min", "pow", "integer_pow"),
-    *("exp", "log", "sqrt", "rsqrt", "tanh", "logistic"),
-)
-"""Operations whose result has rows that depend only on the same rows of their inputs."""
+from ipu_jax.base.annotations import Eqn, Function, Tree, Value, Var
+from ipu_jax.base.jaxprs import ELEMENTWISE, shape_of
+from ipu_jax.core.cutting.scan_layers import ScanStack
 
 
-def is_by_row(eqn: Eqn) -> bool:
-    """Return whether each row of an equation's result depends only on the same row of its inputs."""
-    shapes = ((), eqn.outvars[0].aval.shape)
-    return eqn.primitive.name in _BY_ROW and all(v.aval.shape in shapes for v in eqn.invars)
+class Taken(NamedTuple):
+    """Rows of a value, from `start` up to `stop` along a dim."""
+
+    dim: int
+    start: int
+    stop: int
+
+    def at(self, dim: int) -> "Taken":
+        """Return the same rows along another dim."""
+        return self._replace(dim=dim)
+
+    def of(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return a shape with the number of these rows."""
+        return (*shape[: self.dim], self.stop - self.start, *shape[self.dim + 1 :])
 
 
-def rows_sliced(eqn: Eqn) -> tuple[int, int] | None:
-    """Return the first row that a static slice of whole rows takes, and the one after the last; None for others."""
-    if getattr(eqn, "primitive", None) is not lax.slice_p:
-        return None
-    params, shape = eqn.params, eqn.invars[0].aval.shape
-    starts, stops = params["start_indices"], params["limit_indices"]
-    is_whole = starts[1:] == (0,) * len(starts[1:]) and stops[1:] == shape[1:]
-    return (starts[0], stops[0]) if is_whole and set(params["strides"] or ()) <= {1} else None
+class Before(NamedTuple):
+    """What rows of a result are computed from.
 
-
-def slicing(var: Var, start: int, stop: int, rows: Var) -> Eqn:
-    """Return the equation of rows of a value."""
-    return equation(lambda x: lax.slice_in_dim(x, start, stop), [var], rows)
-
-
-def equation(fn: Any, inputs: Sequence[Var], output: Var) -> Eqn:
-    """Return the equation of a function that is one operation, between these variables."""
-    (eqn,) = jax.make_jaxpr(fn)(*(shape_of(v.aval) for v in inputs)).jaxpr.eqns
-    return eqn.replace(invars=list(inputs), outvars=[output])
-
-
-def rows_taken(eqn: Eqn) -> list[tuple[int, int]]:
-    """Return, per result of an equation that takes whole rows, the first row and the one after the last; or []."""
-    name = eqn.primitive.name if hasattr(eqn, "primitive") else ""
-    if name in ("split", "unstack") and eqn.params["axis"] == 0:
-        sizes = eqn.params.get("sizes", [1] * len(eqn.outvars))
-        return [*itertools.pairwise(itertools.accumulate(map(int, sizes), initial=0))]
-    rows = rows_sliced(eqn)
-    return [] if rows is None else [rows]
-
-
-def sliced_first(operations: Sequence[Eqn], kinds: Mapping[Var, str]) -> list[Eqn]:
-    """Return operations in which rows of a value that follows from weights or state alone follow from their rows.
-
-    They are slices, also those that a loop over a stacked leaf takes by `unstack`.
+    Attributes:
+        rows: per input, its rows that are needed; None: all of it.
+        params: parameters of the equation, where they are others for these rows.
+        within: the rows of what is computed then; None: it is the rows.
     """
-    made = {v: op for op in operations for v in op.outvars if kinds[v] in ("w", "s")}
-    found: list[Eqn] = []
-    known: dict[tuple[Var, int, int], Var] = {}
 
-    def rows_of(var: Var, start: int, stop: int) -> Var:
-        if isinstance(var, core.Literal) or not var.aval.shape:
-            return var
-        if (var, start, stop) not in known:
-            known[var, start, stop] = take(var, start, stop, core.Var(_of_rows(var, start, stop)))
-        return known[var, start, stop]
+    rows: list[Taken | None]
+    params: dict[str, Any] = {}  # noqa: RUF012, a default of a named tuple
+    within: Taken | None = None
 
-    def take(var: Var, start: int, stop: int, rows: Var) -> Var:
-        op = made.get(var)
-        if op is None or not hasattr(op, "primitive") or not is_by_row(op):
-            made[rows] = slicing(var, start, stop, rows)
-        else:
-            made[rows] = op.replace(invars=[rows_of(v, start, stop) for v in op.invars], outvars=[rows])
-        found.append(made[rows])
-        return rows
 
-    for op in operations:
-        taken = rows_taken(op) if op.invars and not isinstance(op.invars[0], core.Literal) else []
-        if not taken or kinds[op.invars[0]] not in ("w", "s"):
-            found.append(op)
-            continue
-        before = len(found)
-        for result, (start, stop) in zip(op.outvars, taken, strict=True):
-            is_squeezed = op.primitive.name == "unstack"
-            rows = core.Var(_of_rows(op.invars[0], start, stop)) if is_squeezed else result
-            take(op.invars[0], start, stop, rows)
-            found += [equation(lambda x: lax.squeeze(x, (0,)), [rows], result)] if is_squeezed else []
-        found[before:] = [eqn.replace(source_info=op.source_info) for eqn in found[before:]]
+Rule = Callable[[Eqn, Taken], Before | None]
+"""Return what rows of an equation's result are computed from; None if they depend on other rows, too."""
+
+
+def _elementwise(eqn: Eqn, taken: Taken) -> Before | None:
+    """The same rows of all inputs; all of an input that has one row, or is a number."""
+    count, rank = eqn.outvars[0].aval.shape[taken.dim], eqn.outvars[0].aval.ndim
+    shapes = [v.aval.shape for v in eqn.invars]
+    if any(shape and len(shape) != rank for shape in shapes):
+        return None
+    return Before([taken if shape and shape[taken.dim] == count else None for shape in shapes])
+
+
+def _transpose(eqn: Eqn, taken: Taken) -> Before:
+    """The same rows, along the dim that comes from."""
+    return Before([taken.at(eqn.params["permutation"][taken.dim])])
+
+
+def _broadcast(eqn: Eqn, taken: Taken) -> Before | None:
+    """The same rows; all of an input without this dim."""
+    to, shape = eqn.params["broadcast_dimensions"], eqn.params["shape"]
+    own = to.index(taken.dim) if taken.dim in to else None
+    has_rows = own is not None and eqn.invars[0].aval.shape[own] == shape[taken.dim]
+    return Before([taken.at(own) if own is not None and has_rows else None], {"shape": taken.of(shape)})
+
+
+def _reshape(eqn: Eqn, taken: Taken) -> Before | None:
+    """Rows that hold the same numbers, such as pairs of layers."""
+    old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    outer, size = math.prod(new[: taken.dim]), math.prod(new[taken.dim + 1 :])
+    own = [d for d, count in enumerate(old) if count > 1 and math.prod(old[:d]) == outer]
+    if eqn.params["dimensions"] is not None or not own or 0 in old:
+        return None
+    of_row = math.prod(old[own[0] + 1 :])
+    rows = Taken(own[0], taken.start * size // of_row, -(-taken.stop * size // of_row))
+    more, left = divmod((rows.stop - rows.start) * of_row, size)
+    if left or rows.start * of_row % size:
+        return None
+    first = taken.start - rows.start * of_row // size
+    within = Taken(taken.dim, first, first + taken.stop - taken.start)
+    return Before([rows], {"new_sizes": (*new[: taken.dim], more, *new[taken.dim + 1 :])}, within)
+
+
+def _without_dims(eqn: Eqn, taken: Taken) -> Before:
+    """The same rows, where other dims are reduced or left out."""
+    gone = eqn.params["dimensions" if eqn.primitive.name == "squeeze" else "axes"]
+    kept = [d for d in range(eqn.invars[0].aval.ndim) if d not in gone]
+    return Before([taken.at(kept[taken.dim])])
+
+
+def _along_another(eqn: Eqn, taken: Taken) -> Before | None:
+    """The same rows, where the operation is along another dim."""
+    params = eqn.params
+    along = next(params[name] for name in ("axis", "dimension") if name in params)
+    return None if along == taken.dim else Before([taken for _ in eqn.invars])
+
+
+def _reversed(eqn: Eqn, taken: Taken) -> Before:
+    """Rows counted from the end."""
+    if taken.dim not in eqn.params["dimensions"]:
+        return Before([taken])
+    count = eqn.invars[0].aval.shape[taken.dim]
+    return Before([Taken(taken.dim, count - taken.stop, count - taken.start)])
+
+
+def _slice(eqn: Eqn, taken: Taken) -> Before | None:
+    """Rows counted from the first row of a slice."""
+    starts, stops = list(eqn.params["start_indices"]), list(eqn.params["limit_indices"])
+    step = (eqn.params["strides"] or [1] * len(starts))[taken.dim]
+    first, last = (starts[taken.dim] + row * step for row in (taken.start, taken.stop - 1))
+    if step != 1 and taken.stop - taken.start > 1:
+        return None
+    starts[taken.dim], stops[taken.dim] = 0, last + 1 - first
+    params = {"start_indices": tuple(starts), "limit_indices": tuple(stops)}
+    return Before([Taken(taken.dim, first, last + 1)], params)
+
+
+def _pad(eqn: Eqn, taken: Taken) -> Before | None:
+    """The same rows, where another dim is padded."""
+    return Before([taken, None]) if eqn.params["padding_config"][taken.dim] == (0, 0, 0) else None
+
+
+def _dynamic_slice(eqn: Eqn, taken: Taken) -> Before | None:
+    """The same rows, where a part of another dim is taken."""
+    sizes, operand = eqn.params["slice_sizes"], eqn.invars[0].aval
+    if sizes[taken.dim] != operand.shape[taken.dim]:
+        return None
+    return Before([taken, *[None] * (len(eqn.invars) - 1)], {"slice_sizes": taken.of(sizes)})
+
+
+def _product(eqn: Eqn, taken: Taken) -> Before:
+    """The same rows of both operands, or of the one that has them."""
+    contracted, batch = eqn.params["dimension_numbers"]
+    dims = [[d for d in range(v.aval.ndim) if d not in (*contracted[k], *batch[k])] for k, v in enumerate(eqn.invars)]
+    at, left = taken.dim - len(batch[0]), len(dims[0])
+    if at < 0:
+        return Before([taken.at(of_batch[taken.dim]) for of_batch in batch])
+    return Before([taken.at(dims[0][at]), None] if at < left else [None, taken.at(dims[1][at - left])])
+
+
+_REDUCTIONS: Final = (
+    *("squeeze", "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
+    *("argmax", "argmin"),
+)
+_CUMULATIVE: Final = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "concatenate")
+FOLLOWED: Final[Mapping[str, Rule]] = {
+    **dict.fromkeys(sorted({*ELEMENTWISE, "name", "optimization_barrier"}), _elementwise),
+    **dict.fromkeys(_REDUCTIONS, _without_dims),
+    **dict.fromkeys(_CUMULATIVE, _along_another),
+    "transpose": _transpose,
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "rev": _reversed,
+    "slice": _slice,
+    "pad": _pad,
+    "dynamic_slice": _dynamic_slice,
+    "dot_general": _product,
+}
+"""Per primitive, how rows of its result follow from rows of its inputs. Elsewhere all of an input is read."""
+
+
+JOINS: Final = ("concatenate", "dynamic_update_slice")
+"""Primitives whose result is joined from rows of their inputs, if it is along these rows."""
+
+
+def rows_before(eqn: Eqn, taken: Taken) -> Before | None:
+    """Return what rows of an equation's result are computed from; None if they depend on other rows, too."""
+    if not hasattr(eqn, "primitive") or len(eqn.outvars) != 1 or eqn.effects:
+        return None
+    rule = FOLLOWED.get(eqn.primitive.name)
+    return None if rule is None else rule(eqn, taken)
+
+
+def joined_before(eqn: Eqn, taken: Taken) -> list[tuple[Var, Taken]] | None:
+    """Return the values, and their rows, that follow one another in rows of a result; None for other equations."""
+    name = eqn.primitive.name if hasattr(eqn, "primitive") else ""
+    if isinstance(eqn, ScanStack) and taken.dim == 0:
+        pieces = [(v, 1, 0) for v in (eqn.invars[::-1] if eqn.scan.params["reverse"] else eqn.invars)]
+    elif name == "concatenate" and eqn.params["dimension"] == taken.dim:
+        pieces = [(v, v.aval.shape[taken.dim], 0) for v in eqn.invars]
+    elif name == "dynamic_update_slice" and (start := _updated_at(eqn, taken.dim)) is not None:
+        operand, update = eqn.invars[:2]
+        count, own = operand.aval.shape[taken.dim], update.aval.shape[taken.dim]
+        pieces = [(operand, start, 0), (update, own, 0), (operand, count - start - own, start + own)]
+    else:
+        return None
+    found, end = list[tuple[Var, Taken]](), 0
+    for var, count, first in pieces:
+        start, stop = max(taken.start, end), min(taken.stop, end + count)
+        if start < stop:
+            found.append((var, Taken(taken.dim, first + start - end, first + stop - end)))
+        end += count
     return found
 
 
-def _of_rows(var: Var, start: int, stop: int) -> Any:
-    return var.aval.update(shape=(stop - start, *var.aval.shape[1:]))
+def _updated_at(eqn: Eqn, dim: int) -> int | None:
+    """Return the first row that a `dynamic_update_slice` at a known place replaces, if it replaces whole rows."""
+    operand, update, *at = eqn.invars
+    is_whole = all(
+        a == b for d, (a, b) in enumerate(zip(operand.aval.shape, update.aval.shape, strict=True)) if d != dim
+    )
+    return int(at[dim].val) if is_whole and isinstance(at[dim], core.Literal) else None
+
+
+def taken_by(eqn: Eqn) -> Taken | None:
+    """Return the rows that a static slice takes along one dim; None for other equations."""
+    if getattr(eqn, "primitive", None) is not lax.slice_p or set(eqn.params["strides"] or ()) - {1}:
+        return None
+    params, shape = eqn.params, eqn.invars[0].aval.shape
+    dims = [d for d, size in enumerate(eqn.outvars[0].aval.shape) if size != shape[d]]
+    return (
+        Taken(dims[0], params["start_indices"][dims[0]], params["limit_indices"][dims[0]]) if len(dims) == 1 else None
+    )
+
+
+def row_of_gather(eqn: Eqn) -> int | None:
+    """Return the dim along which a `gather` takes whole rows, one after the other; None for others."""
+    operand, places = (v.aval for v in eqn.invars)
+    dims, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    if len(dims.collapsed_slice_dims) != 1 or dims.collapsed_slice_dims != dims.start_index_map:
+        return None
+    (dim,) = dims.collapsed_slice_dims
+    if places.shape[-1] != 1 or places.ndim > 2 or sizes != (*operand.shape[:dim], 1, *operand.shape[dim + 1 :]):
+        return None
+    own = [d for d in range(operand.ndim) if d != dim] if places.ndim == 2 else range(operand.ndim - 1)
+    return dim if tuple(dims.offset_dims) == (*own,) else None
+
+
+def rows_at(x: Value, rows: np.ndarray, dim: int) -> Value:
+    """Return rows of an array, of one or more dims of numbers, by static slices."""
+    numbers = [int(row) for row in rows.ravel()]
+    runs: list[list[int]] = []  # first row, and number of rows
+    for row in numbers:
+        if runs and row == sum(runs[-1]):
+            runs[-1][1] += 1
+        else:
+            runs.append([row, 1])
+    if numbers == [*range(x.shape[dim])][::-1]:
+        return lax.rev(x, (dim,))
+    parts = [lax.slice_in_dim(x, first, first + count, axis=dim) for first, count in runs]
+    return lax.concatenate(parts, dim) if len(parts) > 1 else parts[0]
+
+
+def slicing(var: Var, taken: Taken, rows: Var) -> Eqn:
+    """Return the equation of rows of a value."""
+    return equation(lambda x: lax.slice_in_dim(x, taken.start, taken.stop, axis=taken.dim), [var], rows)
+
+
+def equation(fn: Function, inputs: Sequence[Var], output: Var) -> Eqn:
+    """Return the equation of a function that is one operation, between these variables."""
+    (eqn,) = equations(fn, inputs, [output])
+    return eqn
+
+
+def equations(fn: Function, inputs: Sequence[Tree], outputs: Sequence[Var], like: Eqn | None = None) -> list[Eqn]:
+    """Return the equations of a function between these variables.
+
+    Args:
+        fn: takes trees of arrays, and returns one.
+        inputs: the same trees, of variables or literals.
+        outputs: the variables of its results.
+        like: the equation in whose place they stand: they get its line in the user's file.
+    """
+    traced = jax.make_jaxpr(fn)(*jax.tree.map(lambda v: shape_of(v.aval), inputs)).jaxpr
+    named: dict[Var, Var] = dict(zip(traced.invars, jax.tree.leaves(inputs), strict=True))
+    for var, output in zip(traced.outvars, outputs, strict=True):
+        named[var] = output
+    atoms: Callable[[Sequence[Var]], list[Var]] = lambda vs: [
+        v if isinstance(v, core.Literal) else named.get(v, v) for v in vs
+    ]
+    info = {} if like is None else {"source_info": like.source_info}
+    return [eqn.replace(invars=atoms(eqn.invars), outvars=atoms(eqn.outvars), **info) for eqn in traced.eqns]
+
+
+class RowTaker:
+    """Compute rows of values from rows of what these are computed from.
+
+    Attributes:
+        made: the equations of values that can be computed again; rows of others are slices.
+        joined: of values that are joined from parts, also of activations.
+        equations: what the rows that were taken need, in order.
+        known: variables of rows.
+    """
+
+    def __init__(self, made: dict[Var, Eqn], joined: dict[Var, Eqn]):
+        self.made, self.joined, self.equations = made, joined, list[Eqn]()
+        self.known: dict[tuple[Var, Taken], Var] = {}
+
+    def take(self, var: Var, taken: Taken, into: Var | None = None) -> Var:
+        """Return the variable of rows of a value, or make `into` that variable."""
+        if into is None:
+            if taken.of(var.aval.shape) == var.aval.shape:
+                return var
+            if (var, taken) in self.known:
+                return self.known[var, taken]
+        rows = core.Var(var.aval.update(shape=taken.of(var.aval.shape))) if into is None else into
+        pieces = joined_before(self.joined[var], taken) if var in self.joined else None
+        before = rows_before(self.made[var], taken) if var in self.made else None
+        if pieces is not None and len(pieces) == 1:
+            rows = self.take(*pieces[0], into)
+        elif pieces:
+            parts = [self.take(*piece) for piece in pieces]
+            self._append(equation(lambda *xs: lax.concatenate(xs, taken.dim), parts, rows))
+        elif before is not None:
+            self._append_rows(self.made[var], before, rows)
+        else:
+            self._append(slicing(var, taken, rows))
+        self.known.setdefault((var, taken), rows)
+        return rows
+
+    def _append(self, eqn: Eqn) -> None:
+        self.equations.append(eqn)
+        self.made[eqn.outvars[0]] = eqn
+
+    def _append_rows(self, eqn: Eqn, before: Before, rows: Var) -> None:
+        inputs = [v if of is None else self.take(v, of) for v, of in zip(eqn.invars, before.rows, strict=True)]
+        within, params, result = before.within, {**eqn.params, **before.params}, rows
+        if within is not None and (shape := params["new_sizes"]) != rows.aval.shape:
+            result = core.Var(rows.aval.update(shape=shape))
+        self._append(eqn.replace(invars=inputs, outvars=[result], params=params))
+        if within is not None and result is not rows:
+            self._append(slicing(result, within, rows))
+
+    def reached(self, var: Var, taken: Taken) -> list[tuple[Var, Taken | None]]:
+        """Return the values whose rows `take` would slice, with these rows, and those that it would read whole."""
+        waiting: list[tuple[Var, Taken | None]] = [(var, taken)]
+        found: list[tuple[Var, Taken | None]] = []
+        while waiting:
+            var, rows = waiting.pop()
+            if rows is None or rows.of(var.aval.shape) == var.aval.shape:
+                found.append((var, None))
+            elif var in self.joined and (pieces := joined_before(self.joined[var], rows)) is not None:
+                waiting += pieces
+            elif (before := rows_before(self.made[var], rows) if var in self.made else None) is not None:
+                inputs = zip(self.made[var].invars, before.rows, strict=True)
+                waiting += [(v, of) for v, of in inputs if not isinstance(v, core.Literal)]
+            else:
+                found.append((var, rows))
+        return found
+
+
+def slices_of_leaves(
+    operations: Sequence[Eqn], taker: RowTaker, leaves: Collection[Var], axes: dict[Var, int]
+) -> list[Eqn]:
+    """Return operations in which slices of what follows from leaves follow from slices of the leaves.
+
+    Args:
+        operations: the operations of a trace.
+        taker: follows rows back to leaves.
+        leaves: the variables of leaves.
+        axes: per leaf, the dim along which its rows are taken; leaves that are sliced first are added.
+    """
+    found: list[Eqn] = []
+    for op in operations:
+        for one in _dim_by_dim(op):
+            if one is not op and not taker.made.keys().isdisjoint([*op.outvars]):
+                taker.made[one.outvars[0]] = one
+            taken = taken_by(one)
+            ends = [] if taken is None else taker.reached(one.invars[0], taken)
+            dims = [(v, rows.dim) for v, rows in ends if rows is not None and v in leaves]
+            is_joined = taken is not None and one.invars[0] in taker.joined
+            if taken is None or not (dims or is_joined) or any(axes.setdefault(v, dim) != dim for v, dim in dims):
+                found.append(one)
+                continue
+            before = len(taker.equations)
+            taker.take(one.invars[0], taken, one.outvars[0])
+            found += [eqn.replace(source_info=op.source_info) for eqn in taker.equations[before:]]
+    return found
+
+
+def _dim_by_dim(op: Eqn) -> list[Eqn]:
+    """Return slices of one dim each in place of a slice of several dims."""
+    if getattr(op, "primitive", None) is not lax.slice_p or set(op.params["strides"] or ()) - {1}:
+        return [op]
+    operand, (result,) = op.invars[0], op.outvars
+    dims = [d for d, size in enumerate(result.aval.shape) if size != operand.aval.shape[d]]
+    found = list[Eqn]()
+    for d in dims if len(dims) > 1 else ():
+        taken = Taken(d, op.params["start_indices"][d], op.params["limit_indices"][d])
+        rows = result if d == dims[-1] else core.Var(operand.aval.update(shape=taken.of(operand.aval.shape)))
+        found.append(slicing(operand, taken, rows).replace(source_info=op.source_info))
+        operand = rows
+    return found or [op]

@@ -147,11 +147,12 @@ def make_stage(
 
 
 class _Held(NamedTuple):
-    """A leaf of a group that a stage reads: its number there, its rows (None: all), and the variable that it is."""
+    """A leaf of a group that a stage reads: its number there, its rows (None: all) along an axis, and its variable."""
 
     group: str
     number: int
     rows: tuple[int, int] | None
+    axis: int
     var: Var
 
     @classmethod
@@ -159,12 +160,12 @@ class _Held(NamedTuple):
         for group, parts in groups.items():
             for number, held in enumerate(parts):
                 if held == part:
-                    return cls(group, number, None, var)
+                    return cls(group, number, None, 0, var)
                 if held.holds(part) and part.rows is not None:
                     first = 0 if held.rows is None else held.rows[0]
-                    return cls(group, number, (part.rows[0] - first, part.rows[1] - first), var)
+                    return cls(group, number, (part.rows[0] - first, part.rows[1] - first), part.axis, var)
         raise KeyError(part)
 
     def read(self, leaves: Sequence[Value]) -> Value:
         leaf = leaves[self.number]
-        return leaf if self.rows is None else lax.slice_in_dim(leaf, *self.rows)
+        return leaf if self.rows is None else lax.slice_in_dim(leaf, *self.rows, axis=self.axis)

@@ -16,7 +16,7 @@ import itertools
 import operator
 import os
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -32,11 +32,12 @@ from ipu_jax.base.jaxprs import (
     closed_of,
     in_scan_parts,
     needed,
-    read_by,
     scan_parts,
     variables,
 )
-from ipu_jax.core.cutting.rows import rows_sliced, rows_taken, sliced_first
+from ipu_jax.core.cutting.known_places import at_known_places
+from ipu_jax.core.cutting.rows import JOINS, RowTaker, Taken, slices_of_leaves, taken_by
+from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack, layers_of
 from ipu_jax.core.layout.whole_tree import Part
 from ipu_jax.core.programs.cost import bytes_of, equation_flops
 
@@ -46,6 +47,8 @@ Kind = Literal["w", "b", "s", "a"]
 Read = tuple[str, Part]
 """A leaf of the "params" or of the "state", or rows of it."""
 
+SMALL: Final = 4096
+"""Bytes up to which a value that is computed from larger weights is sent, so that the weights stay in one stage."""
 _AGAIN: Final = 64
 """FLOPs per byte of a result from which it is cheaper to send it than to compute it in each stage that needs it."""
 _NOT_THE_USERS: Final = (
@@ -56,33 +59,19 @@ _NOT_THE_USERS: Final = (
 )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ScanLayer:
-    """An iteration of a scan over stacked weights: the iteration `number` in the order in which they run."""
+@dataclasses.dataclass(frozen=True)
+class NewRows:
+    """The new value of a leaf of the state that is held by rows.
 
-    scan: Eqn
-    number: int
-    invars: list[Var]
-    outvars: list[Var]
+    Attributes:
+        axis: the dim along which the rows are.
+        rows: rows of the leaf, first rows first, and an activation in whose stage their new value is computed.
+        values: the activations from which new rows are computed.
+    """
 
-    @property
-    def effects(self) -> Any:
-        return self.scan.effects
-
-    @property
-    def row(self) -> int:
-        """Return the row of the scan's inputs that it reads."""
-        return self.scan.params["length"] - 1 - self.number if self.scan.params["reverse"] else self.number
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class ScanStack:
-    """A result of a scan, stacked from the layers' parts: the operation after the last layer."""
-
-    scan: Eqn
-    invars: list[Var]
-    outvars: list[Var]
-    effects: Any = frozenset()
+    axis: int
+    rows: list[tuple[Part, Var]]
+    values: set[Var]
 
 
 @dataclasses.dataclass(eq=False)
@@ -97,6 +86,7 @@ class FunctionTrace:
         operations: equations, `ScanLayer`s and `ScanStack`s that the results need, in order.
         kinds: the kind of each variable.
         made_by: the operation that computes a variable.
+        axes: per leaf of which operations take rows, the dim along which these are.
         opened: the `jax.checkpoint` that was around the operation that computes a variable.
     """
 
@@ -112,6 +102,7 @@ class FunctionTrace:
     operations: list[Eqn]
     kinds: dict[Var, Kind] = dataclasses.field(default_factory=dict)
     made_by: dict[Var, Eqn] = dataclasses.field(default_factory=dict)
+    axes: dict[Var, int] = dataclasses.field(default_factory=dict)
     opened: dict[Var, Eqn] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -119,11 +110,9 @@ class FunctionTrace:
         results = self.results
         self.operations = needed(self.operations, results, effects=True)
         self._find_kinds()
-        if any(map(rows_taken, self.operations)):
-            self.operations = needed(sliced_first(self.operations, self.kinds), results, effects=True)
-            self._find_kinds()
+        self._slice_leaves()
         if any(_is_over_weights(op, self.kinds) for op in self.operations):
-            layers = [_layers_of(op) if _is_over_weights(op, self.kinds) else [op] for op in self.operations]
+            layers = [layers_of(op) if _is_over_weights(op, self.kinds) else [op] for op in self.operations]
             self.operations = needed([*itertools.chain(*layers)], results, effects=True)
             self._find_kinds()
             for op in self.operations:
@@ -139,11 +128,12 @@ class FunctionTrace:
     def activations(self) -> list[Eqn]:
         """Return the operations that run once, in one stage: they compute activations, or have effects.
 
-        Those that only stack the new rows of a leaf of the state are not among them: `stacked` has these rows.
+        Those that compute nothing but a leaf of the state from its new rows are not among them: see `new_rows`.
         """
-        joins = {self.new_state[k] for k in self.stacked}
-        runs = [op for op in self.operations if op.effects or self.kinds[op.outvars[0]] == "a"]
-        return [op for op in runs if op.effects or op.outvars[0] not in joins]
+        wanted = [v for k, v in enumerate(self.new_state) if k not in self.new_rows]
+        wanted += [v for found in self.new_rows.values() for v in found.values]
+        operations = needed(self.operations, [*self.outputs, *self.aux, *wanted], effects=True)
+        return [op for op in operations if op.effects or self.kinds[op.outvars[0]] == "a"]
 
     @functools.cached_property
     def reads(self) -> dict[int, set[Read]]:
@@ -155,53 +145,115 @@ class FunctionTrace:
         leaves = [("params", self.params), ("state", self.state)]
         sliced: dict[Var, Read] = {v: (name, Part(k)) for name, of in leaves for k, v in enumerate(of)}
         own = {v: {leaf} for v, leaf in sliced.items()}  # what follows from leaves
+        taker = self.row_taker()
         found: dict[int, set[Read]] = {}
         for op in self.operations:
-            others, stacked = op.invars, list[Var]()
+            others, rows = op.invars, list[tuple[Var, Taken | None]]()
             if isinstance(op, ScanLayer):
                 fixed, carry, stacked = in_scan_parts(op.scan.params, op.invars)
                 others = [*fixed, *carry]
+                rows = [end for v in variables(stacked) for end in taker.reached(v, Taken(0, op.row, op.row + 1))]
             read = set[Read]().union(*(own.get(v, ()) for v in variables(others)))
-            for name, part in set[Read]().union(*(own.get(v, ()) for v in variables(stacked))):
-                assert isinstance(op, ScanLayer), "only a layer reads a row"
-                read.add((name, part.part(op.row, op.row + 1) if part.rows is None else part))
+            for v, of_leaf in rows:
+                is_part = of_leaf is not None and self.axes.get(v) == of_leaf.dim and v in sliced
+                read |= {self._rows_of(sliced[v], of_leaf)} if is_part else own.get(v, set())
             if op.effects or self.is_activation(op.outvars[0]):
                 found[id(op)] = read
                 continue
-            if (rows := rows_sliced(op)) is not None and op.invars[0] in sliced:
-                name, part = sliced[op.invars[0]]
-                sliced[op.outvars[0]] = (name, part.part(*rows))
+            taken = taken_by(op)
+            if taken is not None and op.invars[0] in sliced and self.axes.get(op.invars[0]) == taken.dim:
+                sliced[op.outvars[0]] = self._rows_of(sliced[op.invars[0]], taken)
                 read = {sliced[op.outvars[0]]}
             own |= {v: read for v in op.outvars if v not in sent}
         return found
 
-    @functools.cached_property
-    def stacked(self) -> dict[int, list[tuple[Part, Var]]]:
-        """Return, per leaf of the state that layers read and replace by rows, the rows and their new values, in order.
+    def _rows_of(self, leaf: Read, taken: Taken) -> Read:
+        name, part = leaf
+        return name, part.part(taken.start, taken.stop, taken.dim)
 
-        Its new value is a scan's stacked result, or a concatenation of rows, and nothing reads either of them whole.
-        """
-        if not self.new_state:
-            return {}
-        at = {v: t for t, op in enumerate(self.operations) for v in op.outvars}
-        read_again = {*read_by(self.operations)}
-        found: dict[int, list[tuple[Part, Var]]] = {}
-        for k, new in enumerate(self.new_state):
-            values = [] if isinstance(new, core.Literal) else _joined_rows(self.made_by.get(new))
-            others = [v for v in self.results if v is not new]
-            if len(values) < 2 or not all(map(self.is_activation, values)) or new in read_again:
-                continue
-            if len(others) + 1 < len(self.results) or any(k in self.leaves_of(v) for v in others):
-                continue
-            shapes = [v.aval.shape for v in values]
-            is_stack = len(shapes[0]) < len(self.made_by[new].outvars[0].aval.shape)
-            ends = itertools.accumulate((1 if is_stack else shape[0] for shape in shapes), initial=0)
-            rows = [Part(k, of_value) for of_value in itertools.pairwise(ends)]
-            read = [part for of_op in self.reads.values() for name, part in of_op if (name, part.leaf) == ("state", k)]
-            order = [at[v] for v in values]
-            if order in (sorted(order), sorted(order)[::-1]) and all(any(r.holds(p) for r in rows) for p in read):
-                found[k] = [*zip(rows, values, strict=True)]
+    def row_taker(self) -> RowTaker:
+        """Return what follows rows of values back to leaves: through all operations that can run again, and joins."""
+        made = {v: op for op in self.operations for v in op.outvars if not self.is_activation(v)}
+        plain = (op for op in self.operations if not isinstance(op, ScanLayer | ScanStack))
+        return RowTaker(made, {op.outvars[0]: op for op in plain if op.primitive.name in JOINS})
+
+    @functools.cached_property
+    def new_rows(self) -> dict[int, NewRows]:
+        """Return, per leaf of the state whose rows layers read and replace, who computes these rows."""
+        found = {k: self._new_rows(k) for k in range(len(self.new_state))}
+        return {k: rows for k, rows in found.items() if rows is not None}
+
+    @functools.cached_property
+    def late_taker(self) -> RowTaker:
+        """Return what follows rows of a new state back to their layers: also through what nothing else needs."""
+        others = set(map(id, needed(self.operations, [*self.outputs, *self.aux], effects=True)))
+        taker = self.row_taker()
+        for op in self.operations:
+            if isinstance(op, ScanStack):
+                taker.joined[op.outvars[0]] = op
+            elif id(op) not in others and not isinstance(op, ScanLayer):
+                taker.made |= dict.fromkeys(op.outvars, op)
+        return taker
+
+    def _new_rows(self, k: int) -> NewRows | None:
+        """Return who computes the rows of a leaf of the state; None if its stage needs all of them."""
+        leaf, new, first = self.state[k], self.new_state[k], len(self.results) - len(self.new_state)
+        others = [v for j, v in enumerate(self.results) if j != first + k]
+        if not self.is_activation(new) or new in others or any(k in self.leaves_of(v) for v in others):
+            return None
+        at, axis = {v: t for t, op in enumerate(self.operations) for v in op.outvars}, self.axes.get(leaf, 0)
+        anchors: list[Var] = []
+        values: set[Var] = set()
+        for row, ends in enumerate(self._late_ends(leaf, new, axis)):
+            own = [v for v, _ in ends if self.is_activation(v)]
+            layers = {id(self.made_by[v]) for v in own if isinstance(self.made_by[v], ScanLayer)}
+            anchor = max(own, key=at.__getitem__, default=None) or self._first_reader(ends)
+            wrong = any(of is not None and (v in own or (v is leaf and of != (axis, row, row + 1))) for v, of in ends)
+            if wrong or anchor is None or (leaf, None) in ends or layers - {id(self.made_by[anchor])}:
+                return None
+            anchors.append(anchor)
+            values.update([*own, anchor])
+        starts = [row for row in range(len(anchors)) if row == 0 or anchors[row] is not anchors[row - 1]]
+        parts = [Part(k, rows, axis) for rows in itertools.pairwise([*starts, len(anchors)])]
+        rows = [*zip(parts, [anchors[row] for row in starts], strict=True)]
+        read = [part for of_op in self.reads.values() for name, part in of_op if (name, part.leaf) == ("state", k)]
+        order = [at[anchor] for _, anchor in rows]
+        is_read_by_rows = all(any(part.holds(of_layer) for part in parts) for of_layer in read)
+        is_in_order = order in (sorted(order), sorted(order)[::-1])
+        return NewRows(axis, rows, values) if len(rows) > 1 and is_read_by_rows and is_in_order else None
+
+    def _late_ends(self, leaf: Var, new: Var, axis: int) -> list[list[tuple[Var, Taken | None]]]:
+        """Return, per row of a leaf of the state, what its new value is computed from, before what only it needs."""
+        shape, late = leaf.aval.shape, self.late_taker.made
+        found = [self.late_taker.reached(new, Taken(axis, row, row + 1)) for row in range(shape[axis] if shape else 0)]
+        rows_of: dict[Var, set[int]] = {}  # per value that only new rows need, which of them
+        for row, ends in enumerate(found):
+            waiting = [v for v, of in ends if of is None]
+            while waiting:
+                v = waiting.pop()
+                if v in late and self.is_activation(v) and row not in rows_of.setdefault(v, set()):
+                    rows_of[v].add(row)
+                    waiting += variables(late[v].invars)
+        for ends in found:
+            waiting, ends[:] = [*ends], []
+            while waiting:
+                v, of = waiting.pop()
+                is_own = of is None and len(rows_of.get(v, ())) == 1
+                (waiting if is_own else ends).extend(
+                    [(x, None) for x in variables(late[v].invars)] if is_own else [(v, of)]
+                )
         return found
+
+    def _first_reader(self, ends: Sequence[tuple[Var, Taken | None]]) -> Var | None:
+        """Return a result of the first operation that reads rows of weights among these."""
+        wanted = [("params", Part(self.params.index(v), of[1:], of.dim)) for v, of in ends if v in self.params and of]
+        found = (op for op in self.operations if any(r in self.reads.get(id(op), ()) for r in wanted) and op.outvars)
+        return next((op.outvars[0] for op in found), None)
+
+    @property
+    def stacked(self) -> dict[int, list[tuple[Part, Var]]]:
+        """Return, per leaf of the state that is held by rows, the rows, and an activation of their layer, in order."""
+        return {k: found.rows for k, found in self.new_rows.items()}
 
     @functools.cached_property
     def follows(self) -> dict[Var, set[int]]:
@@ -258,8 +310,29 @@ class FunctionTrace:
                 turns.append(max(made or [first[read] for read in reads if read in first], default=t))
             turn |= dict.fromkeys(op.outvars, turns[-1])
         found = copy.copy(self)
+        for name in ("new_rows", "late_taker", "activations"):
+            found.__dict__.pop(name, None)
         found.operations = [self.operations[t] for t in sorted(range(len(turns)), key=turns.__getitem__)]
         return found
+
+    def _slice_leaves(self) -> None:
+        """Let slices and scans over weights read rows of leaves wherever rows can be followed back to these."""
+        leaves = [*self.params, *self.state]
+        of_leaves = [*leaves, *(v for v, kind in self.kinds.items() if kind in ("w", "s"))]
+        constants = dict(zip(self.closed.jaxpr.constvars, self.closed.consts, strict=True)) | self.constants
+        self.operations = at_known_places(self.operations, constants, of_leaves)
+        self._find_kinds()
+        taker = self.row_taker()
+        for op in self.operations:
+            if _is_over_weights(op, self.kinds):
+                stacked, length = variables(in_scan_parts(op.params, op.invars)[2]), op.params["length"]
+                for v, row in itertools.product(stacked, range(length)):
+                    rows = [end for end in taker.reached(v, Taken(0, row, row + 1)) if end[0] in {*leaves}]
+                    self.axes |= {leaf: of.dim for leaf, of in rows if of is not None and leaf not in self.axes}
+        self.operations = needed(
+            slices_of_leaves(self.operations, taker, leaves, self.axes), self.results, effects=True
+        )
+        self._find_kinds()
 
     def _open_checkpoints(self) -> None:
         """Inline each `jax.checkpoint` that is around much of the work."""
@@ -297,21 +370,13 @@ class FunctionTrace:
             kind = "a" if len(on) > 1 or op.effects or isinstance(op, ScanLayer | ScanStack) else next(iter(on), None)
             if kind != "a":
                 work = equation_flops(op) + sum(flops.get(v, 0.0) for v in {*inputs})
-                if _contracts(op) and work > _AGAIN * bytes_of([v.aval for v in op.outvars]):
+                size = bytes_of([v.aval for v in op.outvars])
+                is_sum = op.primitive.name == "dot_general" and 8 * size < bytes_of([v.aval for v in inputs])
+                if _contracts(op) and work > _AGAIN * size and not (kind == "w" and is_sum and size <= SMALL):
                     kind = "a"
                 flops |= dict.fromkeys(op.outvars, work)
             kinds |= dict.fromkeys(op.outvars, kind)
         self.kinds = {v: kind or "b" for v, kind in kinds.items()}
-
-
-def _joined_rows(eqn: Eqn | None) -> list[Var]:
-    """Return the values that an operation joins along their rows, first rows first; [] for other operations."""
-    if isinstance(eqn, ScanStack):
-        return eqn.invars[::-1] if eqn.scan.params["reverse"] else eqn.invars
-    if eqn is None or isinstance(eqn, ScanLayer):
-        return []
-    along = {"concatenate": "dimension", "stack": "axis"}.get(eqn.primitive.name)
-    return list(eqn.invars) if along is not None and eqn.params[along] == 0 else []
 
 
 def _contracts(eqn: Eqn) -> bool:
@@ -376,22 +441,6 @@ def _is_over_weights(eqn: Eqn, kinds: dict[Var, Kind]) -> bool:
     consts, carry = scan_parts(eqn.params)
     rows = variables(eqn.invars[consts + carry :])
     return any(kinds[v] == "w" for v in rows) and any(kinds[v] == "a" for v in eqn.outvars[:carry])
-
-
-def _layers_of(eqn: Eqn) -> list[Eqn]:
-    fixed, values, rows = in_scan_parts(eqn.params, eqn.invars)
-    carry, length = len(values), eqn.params["length"]
-    parts: list[list[Eqn]] = [[] for _ in eqn.outvars[carry:]]
-    layers: list[Eqn] = []
-    for number in range(length):
-        last = number == length - 1
-        new = list(eqn.outvars[:carry]) if last else [core.Var(v.aval) for v in eqn.outvars[:carry]]
-        own = [core.Var(v.aval.update(shape=(1, *v.aval.shape[1:]))) for v in eqn.outvars[carry:]]
-        layers.append(ScanLayer(eqn, number, [*fixed, *values, *rows], [*new, *own]))
-        values = new
-        for part, var in zip(parts, own, strict=True):
-            part.append(var)
-    return layers + [ScanStack(eqn, part, [var]) for part, var in zip(parts, eqn.outvars[carry:], strict=True)]
 
 
 def line_of(operation: Eqn) -> str:

@@ -167,8 +167,8 @@ def _other_than(whole: WholeTree, layout: PackedLayout) -> str | None:
             return f"{path} is {found[path][1]}{list(found[path][0])} there, and {dtype}{list(shape)} here"
     for name, _ in whole.groups if layout.whole.groups != whole.groups else ():
         here, there = (
-            ", ".join(path + (f"[{rows[0]}:]" if rows else "") for path, rows in zip(*of.named(name), strict=True))
-            for of in (whole, layout.whole)
+            ", ".join(path + (f"[{':, ' * rows.axis}{rows.first}:]" if rows else "") for path, rows in parts)
+            for parts in (zip(*of.named(name), strict=True) for of in (whole, layout.whole))
         )
         if here != there:
             return f"{name} holds {there} there, and {here} here"

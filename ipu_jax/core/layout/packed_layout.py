@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ipu_jax.base.annotations import Dtype, Params, Tree, Value
-from ipu_jax.core.layout.whole_tree import WholeTree, is_rows, spread
+from ipu_jax.core.layout.whole_tree import WholeTree, Within, is_rows, spread
 from ipu_jax.core.mesh.axes import names_further, names_in
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 
@@ -52,7 +52,7 @@ class Leaf:
 
     A leaf of a local group is in slot number `slot`. `spec` says how a leaf of a concurrent group is split over the
     IPUs, and any leaf over further mesh axes. A `frozen` leaf gets no gradient. If it is only a part of a leaf of
-    the user's tree, `rows` are its first row there, and the number of rows there.
+    the user's tree, `rows` says where it is there.
     """
 
     path: str
@@ -61,7 +61,7 @@ class Leaf:
     slot: int = -1
     spec: PartitionSpec = WHOLE
     frozen: bool = False
-    rows: tuple[int, int] | None = None
+    rows: Within | None = None
 
     @property
     def size(self) -> int:
@@ -70,7 +70,7 @@ class Leaf:
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """Return the shape of the user's leaf, of which this may be a part."""
-        return self.shape if self.rows is None else (self.rows[1], *self.shape[1:])
+        return self.shape if self.rows is None else self.rows.whole_shape(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +188,7 @@ def plan_layout(
         paths, treedef = jax.tree.flatten_with_path(params[name])
         mask = _frozen_mask(name, treedef, (frozen or {}).get(name, what == "state"))
         named = [f"{what}[{name!r}]{jax.tree_util.keystr(path)}" for path, _ in paths]
-        rows: list[tuple[int, int] | None] = [None] * len(paths)
+        rows: list[Within | None] = [None] * len(paths)
         if whole is not None:
             named, rows = whole.named(name)
         leaves = [
@@ -250,7 +250,7 @@ def check_array(where: str, value: Value) -> None:
     raise ValueError(f"{where} is a {kind}, and must be a NumPy or jax array: give {mend}")
 
 
-def _leaf(where: str, value: Value, frozen: bool, rows: tuple[int, int] | None) -> Leaf:
+def _leaf(where: str, value: Value, frozen: bool, rows: Within | None) -> Leaf:
     check_array(where, value)
     check_weight(where, value.dtype, frozen)
     dtype = jax.dtypes.canonicalize_dtype(value.dtype)  # jax stores numpy's float64 as float32

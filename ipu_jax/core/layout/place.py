@@ -18,6 +18,7 @@ import numpy as np
 from ipu_jax.base.annotations import Json, Value
 from ipu_jax.core.layout.packed_layout import PackedLayout
 from ipu_jax.core.layout.packing import Sharded
+from ipu_jax.core.layout.whole_tree import Within
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +34,7 @@ class Place:
         shard: the shape of a shard.
         split: the dim of the leaf that is split over the IPUs.
         chunks: the dim along which the replicas' chunks follow one another; None: they are parts of the flat leaf.
-        rows: if the array has only some rows of the leaf at `path`, the first of them, and how many the leaf has;
-            `shape` is the shape of these rows.
+        rows: if the array has only some rows of the leaf at `path`, where they are in it; `shape` is their shape.
 
     >>> Place("w", (3,), "float32", "a", ipus=0, ipu=1).leaf(np.arange(8).reshape(2, 4)).tolist()
     [4, 5, 6]
@@ -50,18 +50,18 @@ class Place:
     ipu: int | None = None
     shard: tuple[int, ...] | None = None
     split: int | None = None
-    rows: tuple[int, int] | None = None
+    rows: Within | None = None
     chunks: int | None = None
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """Return the shape of the leaf at `path`, of which this may be only some rows."""
-        return self.shape if self.rows is None else (self.rows[1], *self.shape[1:])
+        return self.shape if self.rows is None else self.rows.whole_shape(self.shape)
 
     @property
     def within(self) -> Any:
         """Return the index of these rows in the leaf at `path`."""
-        return ... if self.rows is None else slice(self.rows[0], self.rows[0] + self.shape[0])
+        return ... if self.rows is None else self.rows.slices(self.shape)
 
     def region(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
         """Return the region of the array, which has this shape, that contains the leaf."""
@@ -105,7 +105,10 @@ class Place:
     def plain(self) -> dict[str, Json]:
         """Return the place as data for JSON."""
         as_list = lambda value: list(value) if isinstance(value, tuple) else value
-        return {name: as_list(value) for name, value in dataclasses.asdict(self).items() if value is not None}
+        plain = {name: as_list(value) for name, value in dataclasses.asdict(self).items() if value is not None}
+        if self.rows is not None and not self.rows.axis:
+            plain["rows"].pop()  # as before rows could be along other axes
+        return plain
 
     @classmethod
     def of_plain(cls, plain: Mapping[str, Json]) -> "Place":
@@ -113,6 +116,8 @@ class Place:
         fields: dict[str, Json] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()
         }
+        if "rows" in fields:
+            fields["rows"] = Within(*fields["rows"])
         return cls(**fields)
 
 

@@ -8,7 +8,7 @@ The user passes and gets the tree; the IPUs hold the groups.
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,47 +22,77 @@ _NUMBERS: Final = (bool, int, float)
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A leaf of the tree, or rows of it from `rows[0]` up to `rows[1]`.
+    """A leaf of the tree, or rows of it along `axis`, from `rows[0]` up to `rows[1]`.
 
     `leaf` is its number in the order of `jax.tree.leaves`.
     """
 
     leaf: int
     rows: tuple[int, int] | None = None
+    axis: int = 0
 
-    def part(self, start: int, stop: int) -> "Part":
-        """Return rows of this part, which are counted from its own first row.
+    def part(self, start: int, stop: int, axis: int | None = None) -> "Part":
+        """Return rows of this part, which are counted from its own first row. Without `axis` they are along its own.
 
-        >>> Part(0, (4, 8)).part(1, 3)
-        Part(leaf=0, rows=(5, 7))
+        >>> Part(0, (4, 8), axis=1).part(1, 3)
+        Part(leaf=0, rows=(5, 7), axis=1)
         """
+        axis = self.axis if axis is None else axis
+        assert self.rows is None or axis == self.axis, f"{self} has no rows along axis {axis}"
         first = 0 if self.rows is None else self.rows[0]
-        return Part(self.leaf, (first + start, first + stop))
+        return Part(self.leaf, (first + start, first + stop), axis)
 
     def holds(self, other: "Part") -> bool:
         """Return whether another part is in this one.
 
-        >>> Part(0, (4, 8)).holds(Part(0, (5, 6))), Part(0, (4, 8)).holds(Part(0))
-        (True, False)
+        >>> rows = Part(0, (4, 8))
+        >>> rows.holds(Part(0, (5, 6))), rows.holds(Part(0, (5, 6), axis=1)), rows.holds(Part(0))
+        (True, False, False)
         """
         if self.leaf != other.leaf or self.rows is None or other.rows is None:
             return self.leaf == other.leaf and self.rows is None
-        return self.rows[0] <= other.rows[0] and other.rows[1] <= self.rows[1]
+        return self.axis == other.axis and self.rows[0] <= other.rows[0] and other.rows[1] <= self.rows[1]
+
+
+class Within(NamedTuple):
+    """Where rows are in a leaf: the first of them, the number of rows of the leaf, and the axis.
+
+    >>> rows = Within(2, 8, axis=1)
+    >>> rows.whole_shape((5, 3)), rows.slices((5, 3))
+    ((5, 8), (slice(None, None, None), slice(2, 5, None)))
+    """
+
+    first: int
+    number: int
+    axis: int = 0
+
+    def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the leaf, of which rows have this shape."""
+        return resized(shape, self.axis, self.number)
+
+    def slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
+        """Return the index in the leaf of rows of this shape."""
+        return along(self.axis, self.first, self.first + shape[self.axis])
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The parts of one leaf, first rows first, where a tree of the user has the leaf. A pytree."""
+    """The parts of one leaf along an axis, first rows first, where a tree of the user has the leaf. A pytree."""
 
     parts: list[Value]
+    axis: int = dataclasses.field(default=0, metadata={"static": True})
 
 
 def joined(tree: Tree) -> Tree:
-    """Return the tree with one array in place of each `Rows`."""
+    """Return the tree with one array in place of each `Rows`.
+
+    >>> joined([Rows([np.zeros((2, 1)), np.ones((2, 2))], axis=1)])[0].tolist()
+    [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0]]
+    """
 
     def whole(node: Tree) -> Value:
-        return jnp.concatenate([jnp.asarray(part) for part in node.parts]) if isinstance(node, Rows) else node
+        return jnp.concatenate([*map(jnp.asarray, node.parts)], node.axis) if isinstance(node, Rows) else node
 
     return jax.tree.map(whole, tree, is_leaf=is_rows)
 
@@ -73,10 +103,20 @@ def divided(tree: Tree, like: Tree) -> Tree:
     def parts(node: Tree, leaf: Value) -> Tree:
         if not isinstance(node, Rows):
             return leaf
-        ends = np.cumsum([0, *(np.shape(part)[0] for part in node.parts)])
-        return Rows([leaf[start:end] for start, end in itertools.pairwise(ends)])
+        ends = itertools.accumulate((np.shape(part)[node.axis] for part in node.parts), initial=0)
+        return Rows([leaf[along(node.axis, *of_part)] for of_part in itertools.pairwise(ends)], node.axis)
 
     return jax.tree.map(parts, like, tree, is_leaf=is_rows)
+
+
+def along(axis: int, start: int, stop: int) -> tuple[slice, ...]:
+    """Return the index of rows along an axis."""
+    return (*[slice(None)] * axis, slice(start, stop))
+
+
+def resized(shape: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
+    """Return a shape with another size along an axis."""
+    return (*shape[:axis], size, *shape[axis + 1 :])
 
 
 def leaves_at(tree: Tree, paths: Sequence[Any]) -> list[Value]:
@@ -122,12 +162,15 @@ class WholeTree:
         paths = tuple(f"{what}{jax.tree_util.keystr(path)}" for path, _ in named)
         shapes = tuple(tuple(np.shape(leaf)) for _, leaf in named)
         dtypes = tuple(leaf.dtype for _, leaf in named)
-        held: dict[int, set[tuple[int, int]]] = {}
-        for part in (part for parts in groups.values() for part in parts if part.rows is not None or part.leaf in held):
-            held.setdefault(part.leaf, set()).add(part.rows or (0, 0))
-        for leaf, rows in held.items():  # `join` relies on it
-            starts, stops = zip(*sorted(rows), strict=True)
-            assert (*starts, shapes[leaf][0]) == (0, *stops), f"the parts of {paths[leaf]} are {sorted(rows)}"
+        held: dict[int, set[Part]] = {}
+        for part in itertools.chain(*groups.values()):
+            held.setdefault(part.leaf, set()).add(part)
+        for leaf, parts in held.items():  # `join` relies on it
+            if parts != {Part(leaf)}:
+                (axis, *others), rows = {part.axis for part in parts}, sorted(part.rows or (-1, -1) for part in parts)
+                starts, stops = zip(*rows, strict=True)
+                tiled = not others and (*starts, shapes[leaf][axis]) == (0, *stops)
+                assert tiled, f"the parts of {paths[leaf]} are {sorted(map(str, parts))}"
         return cls(what, treedef, paths, shapes, dtypes, tuple((name, tuple(parts)) for name, parts in groups.items()))
 
     def split(self, tree: Tree) -> dict[str, list[Value]]:
@@ -153,21 +196,26 @@ class WholeTree:
                 )
         both = zip(leaves, self.dtypes, strict=True)
         leaves = [np.asarray(leaf, dtype) if isinstance(leaf, _NUMBERS) else leaf for leaf, dtype in both]
-        return {name: [_part(leaves[part.leaf], part.rows) for part in parts] for name, parts in self.groups}
+        return {name: [_part(leaves[part.leaf], part) for part in parts] for name, parts in self.groups}
 
     def join(self, groups: Mapping[str, Sequence[Value]]) -> Tree:
         """Return the tree whose parts the groups hold, with `Rows` where a leaf has several."""
-        found: list[dict[int, Value]] = [{} for _ in self.paths]  # by the first row; copies of a leaf are alike
+        found: list[dict[Part, Value]] = [{} for _ in self.paths]  # copies of a leaf are alike
         for name, parts in self.groups:
             for part, value in zip(parts, groups[name], strict=True):
-                found[part.leaf][(part.rows or (0, 0))[0]] = value
-        ordered = [[values[start] for start in sorted(values)] for values in found]
-        return jax.tree.unflatten(self.treedef, [v[0] if len(v) == 1 else Rows(v) for v in ordered])
+                found[part.leaf][part] = value
 
-    def named(self, group: str) -> tuple[list[str], list[tuple[int, int] | None]]:
-        """Return, per part of a group, the path of its leaf; and its first row with the number of rows, or None."""
+        def node(values: dict[Part, Value]) -> Tree:
+            first, *others = sorted(values, key=lambda part: part.rows or ())
+            return Rows([values[part] for part in (first, *others)], first.axis) if others else values[first]
+
+        return jax.tree.unflatten(self.treedef, map(node, found))
+
+    def named(self, group: str) -> tuple[list[str], list[Within | None]]:
+        """Return, per part of a group, the path of its leaf; and where its rows are in the leaf, or None."""
         parts = dict(self.groups)[group]
-        rows = [None if part.rows is None else (part.rows[0], self.shapes[part.leaf][0]) for part in parts]
+        size = lambda part: self.shapes[part.leaf][part.axis]
+        rows = [part.rows and Within(part.rows[0], size(part), part.axis) for part in parts]
         return [self.paths[part.leaf] for part in parts], rows
 
     def spread(self, what: str, prefix: Tree, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, list[Tree]]:
@@ -176,12 +224,12 @@ class WholeTree:
         return {name: [values[part.leaf] for part in parts] for name, parts in self.groups}
 
 
-def _part(leaf: Value, rows: tuple[int, int] | None) -> Value:
-    if rows is None:
+def _part(leaf: Value, part: Part) -> Value:
+    if part.rows is None:
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((rows[1] - rows[0], *leaf.shape[1:]), leaf.dtype)
-    return leaf[slice(*rows)]
+        return jax.ShapeDtypeStruct(resized(leaf.shape, part.axis, part.rows[1] - part.rows[0]), leaf.dtype)
+    return leaf[along(part.axis, *part.rows)]
 
 
 def spread(what: str, prefix: Tree, treedef: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Tree]:

@@ -20,21 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ipu_jax.base.annotations import Eqn, Jaxpr, Tree, Value
-from ipu_jax.base.jaxprs import CALLS, bound, closed_of, evaluated
+from ipu_jax.base.jaxprs import CALLS, ELEMENTWISE, bound, closed_of, evaluated
 from ipu_jax.core.layout.packed_layout import Leaf
-from ipu_jax.core.layout.whole_tree import Rows, is_rows
+from ipu_jax.core.layout.whole_tree import Rows, divided, is_rows, resized
 
-# fmt: off
-ELEMENTWISE = frozenset((
-    "_", "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt",
-    "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf",
-    "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite",
-    "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not",
-    "or", "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
-    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
-    "stop_gradient", "sub", "tan", "tanh", "xor",
-))
-# fmt: on
 _ADDED: dict[str, Callable[[Value, Value], Value]] = {
     "reduce_sum": lax.add,
     "dot_general": lax.add,
@@ -48,18 +37,21 @@ _ADDED: dict[str, Callable[[Value, Value], Value]] = {
 
 @dataclasses.dataclass(frozen=True)
 class _InParts:
-    """A value whose rows are in several parts; `leaf` is the first part of the leaf that it is computed from."""
+    """A value whose rows along an axis are in several parts.
+
+    `leaf` is the first part of the leaf that it is computed from. A value that `is_flat` has parts that are not: along
+    another axis than the first, flat parts do not follow one another in the flat value.
+    """
 
     parts: list[Value]
     leaf: Leaf
-
-    @property
-    def rows(self) -> list[int]:
-        return [part.shape[0] for part in self.parts]
+    axis: int
+    is_flat: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (sum(self.rows), *self.parts[0].shape[1:])
+        shape = resized(self.parts[0].shape, self.axis, sum(part.shape[self.axis] for part in self.parts))
+        return (math.prod(shape),) if self.is_flat else shape
 
 
 def in_rows(closed: Jaxpr, weights: Tree, state: Tree, leaves: Sequence[Leaf]) -> tuple[Jaxpr, Tree]:
@@ -88,7 +80,7 @@ def in_rows(closed: Jaxpr, weights: Tree, state: Tree, leaves: Sequence[Leaf]) -
     def run(gradients: list[Tree], of_state: list[Tree], params: list[Tree], loss: Value) -> list[Tree]:
         given = [*gradients, *of_state, *params]
         of = [*owners, *(state_owners.get(i) for i in range(len(of_state))), *owners]
-        args = [_InParts(x.parts, leaf) if is_rows(x) else x for x, leaf in zip(given, of, strict=True)]
+        args = [_InParts(x.parts, leaf, x.axis) if is_rows(x) else x for x, leaf in zip(given, of, strict=True)]
         results = evaluated(closed, [*args, loss], _Rule())
         for i, result in enumerate(results[len(owners) :]):
             if isinstance(result, _InParts):
@@ -96,12 +88,18 @@ def in_rows(closed: Jaxpr, weights: Tree, state: Tree, leaves: Sequence[Leaf]) -
         before = [*gradients, *of_state]
         for k, (result, own) in enumerate(zip(results, before, strict=True)):
             is_new = k >= len(owners) and not is_rows(own)  # of the state: the next trace has it in parts
-            if isinstance(result, _InParts) and not is_new and not (is_rows(own) and result.rows == _rows_of(own)):
+            if not isinstance(result, _InParts):
+                continue
+            if result.is_flat:  # of a state, which would be joined in another order
+                raise _needed_in_one_piece("reshape", result.leaf)
+            if not is_new and not (is_rows(own) and _form(result) == _form(own)):
                 raise ValueError(
                     f"optimizer: what it computes for another leaf reads the rows of {result.leaf.path}, which are on "
                     "several IPUs: use transforms that work leaf by leaf, or that meet in sums and norms"
                 )
-        return [_like(result, own) for result, own in zip(results, before, strict=True)]
+        is_in_parts = lambda x: isinstance(x, _InParts)
+        both = zip(results, before, strict=True)
+        return [Rows(x.parts, x.axis) if is_in_parts(x) else divided(x, own) for x, own in both]
 
     loss = jax.ShapeDtypeStruct(closed.in_avals[-1].shape, closed.in_avals[-1].dtype)
     while True:
@@ -133,22 +131,18 @@ class _Rule:
             index, *operands = inputs
             branches = [evaluated(closed_of(branch), operands, self) for branch in params["branches"]]
             return [self._selected(index, cases) for cases in zip(*branches, strict=True)]
-        rows, shape = own.rows, own.shape
-        alike = all(x.rows == rows and x.shape == shape for x in inputs if isinstance(x, _InParts))
+        shape, of_parts = own.shape, [x for x in inputs if isinstance(x, _InParts)]
+        alike = all(x.is_flat == own.is_flat and _form(x) == _form(own) for x in of_parts)
         if alike and name in ELEMENTWISE and all(v.aval.shape == shape for v in eqn.outvars):
             by_part = zip(*(self.parts(x, own) for x in inputs), strict=True)
             (parts,) = zip(*(bound(eqn, list(of_part)) for of_part in by_part), strict=True)
-            return [_InParts(list(parts), own.leaf)]
+            return [dataclasses.replace(own, parts=list(parts))]
         if alike and name == "reshape" and eqn.outvars[0].aval.shape == (math.prod(shape),):
-            return [_InParts([part.reshape(-1) for part in own.parts], own.leaf)]
-        if alike and name in _ADDED and all(v.aval.size == 1 for v in eqn.outvars) and shape[0] > 1:
-            return [self._number(eqn, [self.parts(x, own) for x in inputs])]
-        whole = own.leaf.whole_shape
-        raise ValueError(
-            f"optimizer: its {name} needs {own.leaf.path} of shape {whole} in one piece, but its rows are on several "
-            "IPUs: use an optimizer that is elementwise or takes norms of whole leaves (sgd, adam, lamb, "
-            "clip_by_global_norm), or one array per layer in place of a stacked one"
-        )
+            flat = [part.reshape(-1) for part in own.parts]
+            return [dataclasses.replace(own, is_flat=True) if own.axis else dataclasses.replace(own, parts=flat)]
+        if alike and name in _ADDED and all(v.aval.size == 1 for v in eqn.outvars):
+            return [self._number(eqn, inputs, own)]
+        raise _needed_in_one_piece(name, own.leaf)
 
     def parts(self, x: Value, like: _InParts) -> list[Value]:
         """Return the rows of a value for each part of `like`; a number, or an array with one row, for all of them."""
@@ -157,37 +151,36 @@ class _Rule:
         if id(x) in self._fills and x.shape == like.shape:
             number = jnp.asarray(self._fills[id(x)][1], x.dtype)
             return [jnp.broadcast_to(number, part.shape) for part in like.parts]
-        if jnp.ndim(x) < len(like.shape) or x.shape[0] != like.shape[0]:
+        if like.is_flat and jnp.ndim(x):
+            x = jnp.broadcast_to(x, like.shape).reshape(like.leaf.whole_shape)
+        elif jnp.ndim(x) < len(like.shape) or x.shape[like.axis] != like.shape[like.axis]:
             return [x] * len(like.parts)
-        return _parts(x, like.rows)
+        return divided(x, Rows(like.parts, like.axis)).parts
 
     def _selected(self, index: Value, cases: Sequence[Value]) -> Value:
         own = next((x for x in cases if isinstance(x, _InParts)), None)
         if own is None:
             return lax.select_n(index, *cases)
         by_part = zip(*(self.parts(x, own) for x in cases), strict=True)
-        return _InParts([lax.select_n(index, *of_part) for of_part in by_part], own.leaf)
+        return dataclasses.replace(own, parts=[lax.select_n(index, *of_part) for of_part in by_part])
 
-    def _number(self, eqn: Eqn, inputs: list[list[Value]]) -> Value:
+    def _number(self, eqn: Eqn, inputs: list[Value], own: _InParts) -> Value:
         """Return the number to which a leaf is reduced. A sum of halves is rounded once."""
         name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
+        by_input = [[x.reshape(-1) if own.is_flat else x for x in self.parts(x, own)] for x in inputs]
         if name == "reduce_sum" and jnp.issubdtype(dtype, jnp.floating):
-            inputs = [[part.astype(jnp.promote_types(dtype, jnp.float32)) for part in x] for x in inputs]
-        results = [bound(eqn, list(of_part))[0] for of_part in zip(*inputs, strict=True)]
+            by_input = [[part.astype(jnp.promote_types(dtype, jnp.float32)) for part in x] for x in by_input]
+        results = [bound(eqn, list(of_part))[0] for of_part in zip(*by_input, strict=True)]
         return functools.reduce(_ADDED[name], results).astype(dtype)
 
 
-def _parts(x: Value, rows: Sequence[int]) -> list[Value]:
-    starts = [sum(rows[:k]) for k in range(len(rows))]
-    return [lax.slice_in_dim(x, start, start + count) for start, count in zip(starts, rows, strict=True)]
+def _form(node: Rows | _InParts) -> tuple[int, list[tuple[int, ...]]]:
+    return node.axis, [part.shape for part in node.parts]
 
 
-def _rows_of(node: Rows) -> list[int]:
-    return [part.shape[0] for part in node.parts]
-
-
-def _like(x: Value, shape: Tree) -> Tree:
-    """Return a result as `Rows` if it is in parts, or its old value is."""
-    if isinstance(x, _InParts):
-        return Rows(x.parts)
-    return Rows(_parts(x, _rows_of(shape))) if is_rows(shape) else x
+def _needed_in_one_piece(name: str, leaf: Leaf) -> ValueError:
+    return ValueError(
+        f"optimizer: its {name} needs {leaf.path} of shape {leaf.whole_shape} in one piece, but its rows are on "
+        "several IPUs: use an optimizer that is elementwise or takes norms of whole leaves (sgd, adam, lamb, "
+        "clip_by_global_norm), or one array per layer in place of a stacked one"
+    )

@@ -21,7 +21,7 @@ from ipu_jax.base.keys import with_keys, without_keys
 from ipu_jax.core.layout.blocks import Blocks
 from ipu_jax.core.layout.packed_layout import WHOLE
 from ipu_jax.core.layout.place import Place
-from ipu_jax.core.layout.whole_tree import divided, is_rows, joined
+from ipu_jax.core.layout.whole_tree import Within, divided, is_rows, joined
 from ipu_jax.core.mesh.instances import on_host
 from ipu_jax.core.optimizer._analysis import UpdateAnalysis
 
@@ -192,9 +192,9 @@ class StateLayout:
             if not is_rows(node):
                 places.append(self._place(node, prefix, path=name))
                 continue
-            rows = [self.variables[i].aval.shape[0] for i in node.parts]
+            rows = [self.variables[i].aval.shape[node.axis] for i in node.parts]
             for i, count in zip(node.parts, rows, strict=True):
-                places.append(self._place(i, prefix, path=name, rows=(start, sum(rows))))
+                places.append(self._place(i, prefix, path=name, rows=Within(start, sum(rows), node.axis)))
                 start += count
         return places
 

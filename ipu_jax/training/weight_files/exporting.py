@@ -144,7 +144,8 @@ class WholeLeaf:
         """Return the leaf on the instance with this process index, None on others. All instances must call it."""
         regions = [_read_region(part.array, part.place.region(part.array.shape), reader) for part in self.parts]
         read = [part.place.in_region(r) for part, r in zip(self.parts, regions, strict=True) if r is not None]
-        return np.concatenate(read) if len(read) > 1 else next(iter(read), None)
+        rows = self.parts[0].place.rows
+        return np.concatenate(read, rows.axis) if rows and read else next(iter(read), None)
 
 
 def whole_leaves(weights: Params, *, average: bool = False) -> tuple[list[WholeLeaf], Mesh | None, int]:

@@ -357,6 +357,11 @@ def each_layer_of_a_stack(params: Any, ids: Any) -> jax.Array:
     return lax.scan(lambda x, w: (x @ w, None), params["table"][ids], stacked)[0]
 
 
+def test_a_scan_over_a_stack_of_leaves_runs_each_layer_where_its_leaf_is():
+    example = Example(loss_of_list, LISTED, lambda _: IDS, outputs=each_layer_of_a_stack)
+    assert_cut_right(example, 3, IDS, IDS)
+
+
 def new_state(change: Any) -> Any:
     return lambda params, state, ids: (hidden(params, ids), change(state))
 
@@ -397,7 +402,6 @@ def cache_in_place(params: Any, caches: Any, ids: Any) -> Any:
         of_list(both),
         *("params['table'] of stage 0 is read", "the second time", "test_forward.py:", "on both inputs, stacked"),
     ),
-    (of_list(each_layer_of_a_stack), "one operation (test_forward.py:", "params['layers'][5][0:1] of stage 2"),
     (
         of_list(lambda params, ids: params["table"][ids] @ (params["layers"][0] @ params["layers"][5])),
         *("one operation (test_forward.py:", "params['layers'][0] of stage 0 and params['layers'][5] of stage 2"),
