@@ -7,6 +7,7 @@ Of our frames only the first stays: the method that the user called. jax removes
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import inspect
@@ -14,7 +15,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -75,12 +76,25 @@ def _decorated(called: Any, context: Callable[[], Any]) -> Any:
     return call
 
 
-def _without_context_mesh() -> Any:
+users_mesh: contextvars.ContextVar[Any] = contextvars.ContextVar("users_mesh", default=None)
+"""The abstract mesh that `jax.set_mesh` names around a public call, or None."""
+
+
+@contextlib.contextmanager
+def _without_context_mesh() -> Iterator[None]:
     jax = sys.modules["jax"]
-    if not jax.sharding.get_abstract_mesh().empty:
-        with contextlib.suppress(ValueError):  # inside `jax.jit`: see `check_context_mesh`
-            return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
-    return contextlib.nullcontext()
+    mesh, without = jax.sharding.get_abstract_mesh(), contextlib.nullcontext()
+    if mesh.empty:  # one public call inside another
+        yield
+        return
+    with contextlib.suppress(ValueError):  # inside `jax.jit`: see `check_context_mesh`
+        without = jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
+    token = users_mesh.set(mesh)
+    try:
+        with without:
+            yield
+    finally:
+        users_mesh.reset(token)
 
 
 def _name_argument(error: TypeError, called: Any, args: tuple[Any, ...]) -> None:

@@ -1,4 +1,8 @@
-"""Walk over jaxprs: evaluate one under rules, inline calls, and find which equations and variables depend on others."""
+"""Walk over jaxprs: evaluate one under rules, inline calls, and find which equations and variables depend on others.
+
+jax's newer primitives are objects with a method `expand` in place of a jaxpr. Under jax's flags for the future even
+`jax.checkpoint` and `jax.custom_vjp` are such objects. `closed_of` returns the jaxpr of either kind.
+"""
 
 import contextlib
 import functools
@@ -14,8 +18,10 @@ from ipu_jax.base.annotations import Dtype, Eqn, Jaxpr, Value, Var
 
 JITS = ("jit", "pjit")
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
-CALLS = dict.fromkeys((*JITS, *CHECKPOINTS), "jaxpr") | dict.fromkeys(
-    ("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr"
+CALLS = (
+    {"call_hi_primitive": "_prim"}
+    | dict.fromkeys((*JITS, *CHECKPOINTS), "jaxpr")
+    | dict.fromkeys(("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "eval_jaxpr"), "call_jaxpr")
 )
 """The primitives that call a body once, with the equation's inputs in order, and the parameter that has the body."""
 # fmt: off
@@ -67,9 +73,25 @@ def bound(eqn: Eqn, inputs: Sequence[Value]) -> list[Value]:
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
 
-def closed_of(jaxpr: Jaxpr) -> Jaxpr:
-    """Return a jaxpr from an equation's parameters as a closed jaxpr."""
-    return jaxpr if hasattr(jaxpr, "consts") else _ClosedJaxpr(jaxpr, ())
+def closed_of(body: Any) -> Jaxpr:
+    """Return a body from an equation's parameters, a jaxpr or an object with `expand`, as a closed jaxpr."""
+    if hasattr(body, "expand"):
+        return _expanded(body)
+    return body if hasattr(body, "consts") else _ClosedJaxpr(body, ())
+
+
+def _expanded(new: Any) -> Jaxpr:
+    stored = getattr(getattr(new, "traced", new), "jaxpr", None)
+    if stored is not None and [*stored.in_avals] == [*new.in_avals_flat]:
+        return stored  # it knows the user's file, and needs no mesh axes, as expanding it may
+    flat = lambda *args: jax.tree.leaves(new.expand(*jax.tree.unflatten(new.in_tree, args)))
+    return jax.make_jaxpr(flat)(*new.in_avals_flat)
+
+
+def bodies_of(eqn: Eqn) -> list[Jaxpr]:
+    """Return the jaxprs inside an equation."""
+    new = eqn.params.get("_prim")
+    return [*core.jaxprs_in_params(eqn.params)] if new is None else [closed_of(new).jaxpr]
 
 
 def laid_open(closed: Jaxpr, calls: tuple[str, ...] = JITS) -> Jaxpr:
@@ -162,7 +184,7 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[Eqn]:
     """Yield the equations of a jaxpr and of every jaxpr inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in core.jaxprs_in_params(eqn.params):
+        for inner in bodies_of(eqn):
             yield from all_equations(inner)
 
 

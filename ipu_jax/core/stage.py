@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ipu_jax.base.annotations import Function, Json, Tree, Value
+from ipu_jax.base.checkpoints import checkpointed
 from ipu_jax.base.checks import as_int, check_choice
 from ipu_jax.base.decorators import public
 from ipu_jax.base.jaxprs import closed_of
@@ -228,7 +229,7 @@ class Stage:
             return fn
         # prevent_cse is not needed: F and B are in separate loops, and XLA does not merge expressions across them
         policy = _RealsBy(self.recompute) if callable(self.recompute) else None
-        return jax.checkpoint(fn, policy=policy, prevent_cse=False)
+        return checkpointed(fn, policy=policy, prevent_cse=False)
 
 
 @dataclasses.dataclass(frozen=True)

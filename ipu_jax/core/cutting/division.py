@@ -18,6 +18,7 @@ from jax import lax
 from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Var
+from ipu_jax.base.checkpoints import checkpointed
 from ipu_jax.base.jaxprs import in_order, in_scan_parts, needed, part_of, read_by, shape_of, variables
 from ipu_jax.core.cutting.rows import RowTaker, Taken, equation, slicing, taken_by
 from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack
@@ -369,7 +370,7 @@ def _checkpointed(
     invars = list(dict.fromkeys(inputs))
     how = {name: opened.params[name] for name in ("policy", "prevent_cse")}
     how["prevent_cse"] = how["prevent_cse"] if isinstance(how["prevent_cse"], bool) else any(how["prevent_cse"])
-    run = jax.checkpoint(core.jaxpr_as_fun(part_of(trace.closed, invars, equations, outvars)), **how)
+    run = checkpointed(core.jaxpr_as_fun(part_of(trace.closed, invars, equations, outvars)), **how)
     (eqn,) = jax.make_jaxpr(run)(*(shape_of(v.aval) for v in invars)).jaxpr.eqns
     return [eqn.replace(invars=invars, outvars=outvars, source_info=opened.source_info)]
 

@@ -174,6 +174,7 @@ def model_of(source: Source) -> FunctionModel:
     given.check_loss(trace, results[0])
     given.check_effects(trace)
     given.check_constants(trace)
+    given.check_marks(trace, [STAGE_END, *(source.names or ())])
     check_cotangents(trace, is_frozen)
     shaped = dataclasses.replace(source, params=params, state=state, microbatch=microbatch)
     places = Places(trace, is_frozen)

@@ -18,17 +18,21 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ipu_jax.base.annotations import Batch, Dtype, Function, Key, Params, Tree, Value
+from ipu_jax.base.checkpoints import plain
 from ipu_jax.base.checks import in_line
-from ipu_jax.base.decorators import OTHER_MESH
-from ipu_jax.base.jaxprs import traced_on
+from ipu_jax.base.decorators import OTHER_MESH, users_mesh
+from ipu_jax.base.jaxprs import all_equations, bodies_of, traced_on
+from ipu_jax.core.cutting.cut import STAGE_END
 from ipu_jax.core.cutting.module_trees import check_unchanged, name_of_function
 from ipu_jax.core.cutting.trace import FunctionTrace, at_line, is_ours, name_of, trace_of, users_line
 from ipu_jax.core.layout.packed_layout import check_array, check_weight
 from ipu_jax.core.layout.whole_tree import spread
+from ipu_jax.core.mesh.axes import further_axes
 
 _NUMBERS: Final = (bool, int, float, complex)
 _KEY: Final = re.compile(r"(^|_)(rngs?|prng|keys?|seed|k|r)($|_)")
 """Names that people give to a random key."""
+_EXPLICIT: Final = re.compile(r"axis name: (\w+) of type: AxisType.Auto")
 _UNBOUND: Final = re.compile(r"unbound axis name: (\w+)")
 
 
@@ -91,6 +95,19 @@ def check_weights(params: Params, frozen: Sequence[bool]) -> None:
     except ValueError:
         for (path, leaf), is_frozen in zip(jax.tree.leaves_with_path(params), frozen, strict=True):
             check_weight(f"params{jax.tree_util.keystr(path)}", leaf.dtype, is_frozen)
+
+
+class NeedsAxesError(ValueError):
+    """A function names axes of the mesh of `jax.set_mesh`, in whose context it is cut."""
+
+    def __init__(self, what: str, axes: dict[str, int]):
+        self.axes = axes
+        named = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+        super().__init__(
+            f"{what} needs the mesh of jax.set_mesh around the call, {named}, and a pipeline has a mesh of its own: "
+            f"give from_function replicas= for copies of the model, or axes={axes} for devices among which XLA splits "
+            "arrays, or leave shardings out of the function"
+        )
 
 
 class LossCall:
@@ -159,6 +176,10 @@ class LossCall:
         try:
             trace, results = run() if mesh is None else traced_on(mesh, run)
         except Exception as error:
+            context = users_mesh.get()
+            axes = {} if context is None or mesh is not None else further_axes(context)
+            if axes and self._tried(params, microbatch, key, context) is not None:
+                raise NeedsAxesError(self.what, axes) from None
             why = self._explained(error, params, microbatch, key)
             if why is None:
                 raise
@@ -177,13 +198,19 @@ class LossCall:
                 "from_function takes the mean over micro-batches and replicas: leave pmean and axis_name out, or map "
                 f"the axis in the function, jax.vmap(..., axis_name={axis[1]!r})"
             )
+        axis = _EXPLICIT.search(str(error))
+        if axis is not None:
+            return (
+                f"{self.what} needs {axis[1]!r} as an Explicit axis{users_line(error)}, and the axes of a pipeline are "
+                f"Auto: give jax.lax.with_sharding_constraint(x, P({axis[1]!r})) in place of out_sharding=, or P()"
+            )
         if is_ours(error):
             return None
         if self._may_be_no_key:
             why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.90}"
             where = f"a random key as {self._names[-1]!r}, its last argument"
             return f"{self.what} failed with {where} ({why}){self._one_batch()}"
-        if self._state is None and self._works(microbatch, params, key):
+        if self._state is None and getattr(self._tried(microbatch, params, key), "shape", None) == ():
             return "params and micro_batch are swapped: give from_function(loss, params, micro_batch, ...)"
         return None
 
@@ -200,10 +227,11 @@ class LossCall:
             f"{name_of_function(self._loss)}({call}), with ({first}, {last}) as {self.batch}{with_state}"
         )
 
-    def _works(self, params: Params, microbatch: Batch, key: Key) -> bool:
-        with contextlib.suppress(Exception):
-            return jax.eval_shape(self, params, None, microbatch, key)[0].shape == ()
-        return False
+    def _tried(self, params: Params, microbatch: Batch, key: Key, mesh: Any = None) -> Tree:
+        """Return the shapes of the outputs, traced in the context of a mesh; None if it cannot be traced."""
+        with contextlib.suppress(Exception), jax.sharding.use_abstract_mesh(mesh) if mesh else contextlib.nullcontext():
+            return jax.eval_shape(self, params, self._state, microbatch, key)[0]
+        return None
 
 
 class ForwardCall(LossCall):
@@ -293,6 +321,21 @@ def check_constants(trace: FunctionTrace) -> None:
         if mesh is not None and mesh.size > 1:
             found = f"{value.dtype}{list(value.shape)} on the mesh {dict(mesh.shape)}"
             raise ValueError(OTHER_MESH.format(found))
+
+
+def check_marks(trace: FunctionTrace, names: Sequence[str]) -> None:
+    """Raise `ValueError` for a mark inside an operation with a body, where a function is not cut."""
+    for operation in trace.operations:
+        scan = getattr(operation, "scan", None)
+        mend = "leave it out, since a scan over weights is cut between its layers" if scan else "mark its result"
+        for eqn in (eqn for body in bodies_of(scan or operation) for eqn in all_equations(plain(body))):
+            name = eqn.params["name"] if eqn.primitive.name == "name" else None
+            if name in names:
+                mark = STAGE_END if name == STAGE_END else f"the name {name!r} of cuts="
+                raise ValueError(
+                    f"{mark}{at_line(eqn)} is inside one operation, {name_of(operation)}{at_line(operation)}, and a "
+                    f"function is cut between operations: {mend}, or write a Python loop"
+                )
 
 
 def check_effects(trace: FunctionTrace) -> None:

@@ -15,10 +15,20 @@ import jax
 from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Jaxpr, Value, Var
-from ipu_jax.base.jaxprs import CALLS, bound, closed_of, depending, is_float, laid_open, scan_parts, variables
+from ipu_jax.base.jaxprs import (
+    CALLS,
+    bodies_of,
+    bound,
+    closed_of,
+    depending,
+    is_float,
+    laid_open,
+    scan_parts,
+    variables,
+)
 from ipu_jax.core.cutting.trace import FunctionTrace
 
-_OWN: Final = "custom_vjp_call"
+_OWN: Final = ("custom_vjp_call", "call_hi_primitive")  # of any of jax's newer primitives, too
 _BODIES: Final = {*CALLS, "scan", "cond"}
 _KEEPS_ZEROS: Final = ("broadcast_in_dim", "convert_element_type", "reshape", "neg", "copy", "squeeze")
 
@@ -30,7 +40,7 @@ def check_cotangents(trace: FunctionTrace, frozen: Sequence[bool]) -> None:
     wanted = [v for v, is_frozen in zip(trace.params, frozen, strict=True) if not is_frozen and is_float(v)]
     seen: set[Any] = set()
     for eqn, flags in _differentiated(trace.closed.jaxpr, wanted):
-        about = eqn.params["call_jaxpr"].jaxpr.debug_info
+        about = closed_of(eqn.params[CALLS[eqn.primitive.name]]).jaxpr.debug_info
         signature = (about.func_src_info, *(str(v.aval) for v in eqn.invars), *flags)
         if signature in seen:
             continue
@@ -46,8 +56,7 @@ def check_cotangents(trace: FunctionTrace, frozen: Sequence[bool]) -> None:
 
 def _has_own(jaxpr: Jaxpr) -> bool:
     return any(
-        eqn.primitive.name in _BODIES
-        and (eqn.primitive.name == _OWN or any(map(_has_own, core.jaxprs_in_params(eqn.params))))
+        eqn.primitive.name in _BODIES and (eqn.primitive.name in _OWN or any(map(_has_own, bodies_of(eqn))))
         for eqn in jaxpr.eqns
     )
 
@@ -63,11 +72,11 @@ def _differentiated(jaxpr: Jaxpr, inputs: Sequence[Var]) -> Iterator[tuple[Eqn, 
     wanted = set(inputs)
     for eqn in jaxpr.eqns:
         flags = [not isinstance(v, core.Literal) and v in wanted for v in eqn.invars]
-        if not any(flags):
+        if not any(flags) or eqn.primitive.name == "stop_gradient":
             continue
         wanted.update(v for v in eqn.outvars if is_float(v))
         name, params = eqn.primitive.name, eqn.params
-        if name == _OWN:
+        if name in _OWN:
             yield eqn, flags
         elif name == "scan":
             consts, carry = scan_parts(params)

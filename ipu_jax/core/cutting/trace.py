@@ -24,6 +24,7 @@ import jax
 from jax.extend import core
 
 from ipu_jax.base.annotations import Batch, Eqn, Function, Jaxpr, Key, Params, Tree, Value, Var
+from ipu_jax.base.checkpoints import plain
 from ipu_jax.base.jaxprs import (
     CALLS,
     CHECKPOINTS,
@@ -396,6 +397,7 @@ def trace_of(fn: Function, params: Params, state: Tree, microbatch: Batch, key: 
         params, state, microbatch, key: trees of arrays or of their shapes; None for what the function does not take.
     """
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(params, state, microbatch, key)
+    closed = plain(closed)
     invars = iter(closed.jaxpr.invars)
     of = lambda tree: [next(invars) for _ in jax.tree.leaves(tree)]
     arguments = of(params), of(state), of(microbatch), of(key)

@@ -7,9 +7,9 @@ every device of the mesh, whatever its axis: if only some devices run it, XLA pa
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
 
 from ipu_jax.base.annotations import Dtype, Eqn, Function, Tree, Value
+from ipu_jax.base.jaxprs import bodies_of
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 from sharded_ops import to_all
 
@@ -26,7 +26,7 @@ def axes_of(eqn: Eqn) -> tuple[str, ...]:
     """
     params = [value for name, value in eqn.params.items() if name == "axes" or "axis_name" in name]
     named = [axis for value in params for axis in (value if isinstance(value, list | tuple | frozenset) else [value])]
-    if not any(True for _ in core.jaxprs_in_params(eqn.params)):  # inner jaxprs bring their own effects
+    if not bodies_of(eqn):  # inner jaxprs bring their own effects
         named += [effect.name for effect in eqn.effects if type(effect).__name__ == "NamedAxisEffect"]
     return tuple(axis for axis in (REPLICA_AXIS, IPU_AXIS) if axis in named)
 

@@ -10,6 +10,8 @@ from jax.sharding import Mesh, PartitionSpec
 from ipu_jax.base.annotations import Batch, Function, Params, Tree
 from ipu_jax.base.checks import as_int, check_count
 from ipu_jax.core.analysis.balance import balance_layers, measure_costs
+from ipu_jax.core.cutting.function import FunctionModel, Source, model_of
+from ipu_jax.core.cutting.given import NeedsAxesError
 from ipu_jax.core.schedules import Schedule, canonical_name, make_schedule
 from ipu_jax.core.stage import Stage
 
@@ -92,6 +94,20 @@ def places_of_stages(schedule: str | Schedule, ipus: int, rounds: int) -> Sequen
         return schedule.placement
     family = "sequential" if canonical_name(schedule) == "auto" else schedule
     return make_schedule(family, ipus=ipus, gradient_accumulation=1, rounds=rounds).placement
+
+
+def cut_on(mesh_of: Callable[..., Mesh], source: Source, axes: Mapping[str, int] | None) -> tuple[FunctionModel, Mesh]:
+    """Return a loss function as stages, and a mesh with further axes.
+
+    If none are given, and the function names axes of size 1 of the mesh of `jax.set_mesh`, it gets these.
+    """
+    mesh = mesh_of(**(axes or {}))
+    try:
+        return model_of(dataclasses.replace(source, mesh=mesh) if axes else source), mesh
+    except NeedsAxesError as needs:
+        if {*needs.axes.values()} != {1}:
+            raise
+        return cut_on(mesh_of, source, needs.axes)
 
 
 def specs_of_layers(specs: Tree, weights: Mapping[str, Params], layers: int) -> dict[str, Tree] | None:

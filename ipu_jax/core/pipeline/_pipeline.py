@@ -11,7 +11,7 @@
 `value_and_grad` can be called directly, or inside the user's own `jax.jit` with the optimizer's update.
 """
 
-import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Self
 
@@ -25,7 +25,7 @@ from ipu_jax.base.decorators import public_on_mesh
 from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.analysis.report import MemoryGuard, make_report
 from ipu_jax.core.compiled.guards import GuardCheck, Guards
-from ipu_jax.core.cutting.function import FunctionModel, Source, model_of
+from ipu_jax.core.cutting.function import FunctionModel, Source
 from ipu_jax.core.layout import packing
 from ipu_jax.core.layout.groups import Groups
 from ipu_jax.core.layout.packing import Sharded, check_alive
@@ -36,6 +36,7 @@ from ipu_jax.core.options import PipelineOptions, Reduction
 from ipu_jax.core.pipeline._foreseen import Foreseen
 from ipu_jax.core.pipeline._making import (
     check_one_batch,
+    cut_on,
     layers_to_stages,
     place_layers,
     places_of_stages,
@@ -319,9 +320,8 @@ class Pipeline(Foreseen, WithForward, Shown):
         if isinstance(cuts, str) or not isinstance(cuts, Iterable | None):
             raise ValueError(f"cuts={cuts!r} is not a list of names: give one, such as ['block 1'], or leave it out")
         names = None if cuts is None else list(cuts)
-        mesh = make_mesh(replicas, ipus, devices=devices, **(axes or {}))
         source = Source(loss, params, micro_batch, places, state, frozen, names, costs, recompute)
-        function = model_of(dataclasses.replace(source, mesh=mesh) if axes else source)
+        function, mesh = cut_on(functools.partial(make_mesh, replicas, ipus, devices=devices), source, axes)
         options: dict[str, Any] = {"schedule": schedule, "gradient_accumulation": gradient_accumulation}
         options |= {"reduction": reduction, "frozen": frozen, "ipu_memory": ipu_memory, "guards": guards}
         return cls(function, mesh=mesh, specs=specs, **options)

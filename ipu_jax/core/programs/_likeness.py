@@ -18,7 +18,7 @@ from jax.core import Tracer
 from jax.extend import core
 
 from ipu_jax.base.annotations import Jaxpr, Tree, Value
-from ipu_jax.base.jaxprs import CHECKPOINTS
+from ipu_jax.base.jaxprs import CHECKPOINTS, closed_of
 
 _SMALL = 4096  # elements; larger constants are not compared
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, np.dtype, np.generic, type(None))
@@ -82,7 +82,9 @@ def _constants_of(closed: Jaxpr) -> Iterator[Value]:
 
 def _parameter(value: Value, *, in_text: bool = True) -> Iterator[object]:
     """Yield the parts of a parameter to compare; `in_text` says that the program's text shows the others."""
-    if hasattr(value, "eqns"):
+    if hasattr(value, "expand"):
+        yield from _parameter(closed_of(value), in_text=False)
+    elif hasattr(value, "eqns"):
         if not in_text:
             yield _text(value)
         yield from _constants_of(value)

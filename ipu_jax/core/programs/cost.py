@@ -12,6 +12,7 @@ every platform. The rules for primitives:
     jit, checkpoint, custom_vjp, ...    their body; the body of `shard_map` is one device's share
     collectives, data movement          0: they compute nothing
     reductions, scatter-add             1 for each element of the input
+    any other with a body               its most expensive body; of a Pallas kernel, for each step of its grid
     anything else                       1 for each element of the result, for transcendental functions too
 """
 
@@ -20,10 +21,9 @@ from collections.abc import Iterable
 
 import jax
 import numpy as np
-from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Function, Jaxpr, Tree, Value, Var
-from ipu_jax.base.jaxprs import CALLS, variables
+from ipu_jax.base.jaxprs import CALLS, bodies_of, closed_of, variables
 
 _BODIES = {**CALLS, "shard_map": "jaxpr"}
 _MOVES = """
@@ -65,7 +65,7 @@ def jaxpr_flops(jaxpr: Jaxpr) -> int:
 
 
 def _open(jaxpr: Jaxpr) -> Jaxpr:
-    return jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
+    return closed_of(jaxpr).jaxpr
 
 
 def equation_flops(eqn: Eqn) -> int:
@@ -89,7 +89,8 @@ def equation_flops(eqn: Eqn) -> int:
         return _elements(v.aval for v in eqn.invars)
     if name.startswith("scatter"):
         return eqn.invars[2].aval.size
-    return _elements(v.aval for v in eqn.outvars)
+    steps = math.prod(params["grid_mapping"].grid) if name == "pallas_call" else 1
+    return max([_elements(v.aval for v in eqn.outvars), *(steps * jaxpr_flops(body) for body in bodies_of(eqn))])
 
 
 def _elements(avals: Iterable[Value]) -> int:
@@ -155,7 +156,7 @@ def _peak(jaxpr: Jaxpr, copied: list[Var], live_outputs: set[Var]) -> int:
             # as if the body were inlined: a result that is not read later is freed when it is made
             later = [v for v, outer in zip(body.outvars, eqn.outvars, strict=True) if last.get(outer, -1) > at]
             most = max(most, sum(alive.values()) + _peak(body, [], set(variables(later))))
-        inner = max((_peak(j, [], set()) for j in core.jaxprs_in_params(eqn.params)), default=0) if body is None else 0
+        inner = max((_peak(j, [], set()) for j in bodies_of(eqn)), default=0) if body is None else 0
         for var in eqn.outvars:
             fused = _is_elementwise(eqn) and readers.get(var, 0) <= 1 and var not in outputs
             alive[var] = 0 if fused or (body is not None and last.get(var, -1) <= at) else bytes_of(var.aval)

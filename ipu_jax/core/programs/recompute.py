@@ -111,7 +111,7 @@ def _parts(eqns: Sequence[Eqn]) -> list[list[Eqn]]:
 
 
 def _is_divider(eqn: Eqn) -> bool:
-    has_body = eqn.primitive.name != "custom_jvp_call" and any(True for _ in core.jaxprs_in_params(eqn.params))
+    has_body = eqn.primitive.name != "custom_jvp_call" and bool(jaxprs.bodies_of(eqn))
     return has_body or bool(eqn.effects) or bool(axes_of(eqn))
 
 

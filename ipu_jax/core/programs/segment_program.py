@@ -22,6 +22,7 @@ import numpy as np
 from jax.extend import core
 
 from ipu_jax.base.annotations import Jaxpr, Params, Tree, Value, Var
+from ipu_jax.base.checkpoints import plain
 from ipu_jax.base.jaxprs import depending, laid_open, needed, part_of, postponed, read_by, shape_of, variables
 from ipu_jax.base.keys import with_keys, without_keys
 from ipu_jax.core.programs._backward_split import split_backward
@@ -268,7 +269,7 @@ def trace_forward(segment: Segment, args: Tree, shards: Tree, trained: Sequence[
         return results, vjp
 
     closed, (results, vjp) = jax.make_jaxpr(program, return_shape=True)(*args)
-    traced, result, residuals = laid_open(closed), jax.tree.structure(results), None
+    traced, result, residuals = laid_open(plain(closed)), jax.tree.structure(results), None
     count, (num_params, num_x, num_inputs, _) = result.num_leaves, (len(jax.tree.leaves(arg)) for arg in args)
     if segment.backward:
         invars, outvars = traced.jaxpr.invars, traced.jaxpr.outvars
@@ -295,7 +296,7 @@ def trace_backward(
         return [*dx, *dparams]
 
     with naming(segment.name, segment.first):
-        traced = laid_open(jax.make_jaxpr(program)(given, stash, dy))
+        traced = laid_open(plain(jax.make_jaxpr(program)(given, stash, dy)))
     # B needs the values that it computes again late; earlier they would only take memory
     traced = postponed(traced, traced.jaxpr.invars[len(traced.in_avals) - len(dy) :])
     num_given, num_params, num_dx = len(jax.tree.leaves(given)), len(trained), len(traced.out_avals) - sum(trained)

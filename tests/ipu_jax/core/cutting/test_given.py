@@ -294,6 +294,14 @@ def test_a_term_that_is_added_to_the_gradient_is_refused():
         cut(balanced)
 
 
+def test_a_gradient_that_is_stopped_may_ignore_its_cotangent():
+    def stopped(params, mb):
+        x = scaled_by(mb["x"] @ params["a"], lax.stop_gradient(params["scale"]))
+        return loss(params, {"x": x, "y": mb["y"]})
+
+    assert len(cut(stopped, SCALED).stages) == 2
+
+
 def test_own_derivatives_that_use_their_cotangent_are_right():
     def rounded(params, mb):
         return loss(params, {"x": straight_through(3 * mb["x"] @ params["a"], params["b"]), "y": mb["y"]})

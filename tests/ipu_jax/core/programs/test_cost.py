@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.custom_derivatives import linear_call
+from jax.experimental import pallas
 from jax.sharding import PartitionSpec
 
 from ipu_jax import make_mesh
@@ -57,6 +59,30 @@ def test_hand_counts(fn, args, expected):
         assert 6 <= found < 30, "a scatter costs what goes in, not the table"
     else:
         assert found == expected
+
+
+def rows_of_product(x, w, out):
+    out[...] = x[...] @ w[...]
+
+
+# in two steps; each also loads its rows and all weights, and stores its rows, an element for 1
+KERNEL = pallas.pallas_call(
+    rows_of_product,
+    out_shape=f32(4, 16),
+    grid=(2,),
+    in_specs=[pallas.BlockSpec((2, 8), lambda k: (k, 0)), pallas.BlockSpec((8, 16), lambda k: (0, 0))],
+    out_specs=pallas.BlockSpec((2, 16), lambda k: (k, 0)),
+)
+BODIES = {
+    "composite": (lax.composite(jnp.matmul, "product"), PRODUCT),
+    "linear_call": (lambda x, w: linear_call(lambda w, x: x @ w, lambda w, y: y @ w.T, w, x), PRODUCT),
+    "kernel": (KERNEL, PRODUCT + 2 * (2 * 8 + 8 * 16 + 2 * 16)),
+}
+
+
+@pytest.mark.parametrize(("fn", "expected"), BODIES.values(), ids=BODIES)
+def test_a_body_is_counted_whatever_calls_it(fn, expected):
+    assert flops_of(fn, f32(4, 8), f32(8, 16)) == expected
 
 
 def test_custom_derivatives_are_entered():

@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from ipu_jax import Stage
 from ipu_jax.core.programs.segment import NO_MESSAGE, Message, MicrobatchInputs, whole
 from ipu_jax.core.programs.segment_program import SegmentProgram, trace_segment
 from support.counted import primitives_of
 from support.dense import largest_relative_error
+from support.flags import turned_on
 from support.inputs import normal
 from support.sums import empty_sums
 
@@ -170,6 +172,24 @@ def test_a_policy_decides_what_b_finds():
     kept = functools.partial(cut, scanned)
     saving = kept(jax.checkpoint_policies.everything_saveable)[0]
     assert products(saving.jaxprs["B"]) < products(kept("all")[0].jaxprs["B"])
+
+
+@pytest.mark.parametrize("recompute", ["all", jax.checkpoint_policies.save_only_these_names("kept")])
+def test_a_policy_decides_the_same_under_the_flag_for_jaxs_next_checkpoint(recompute):
+    def text():
+        fn = lambda p, x, mb: jnp.sin(checkpoint_name(jnp.cos(jax.checkpoint(scanned)(p, x, mb)), "kept"))
+        return {kind: str(program) for kind, program in cut(fn, recompute)[0].jaxprs.items()}
+
+    today = text()
+    with turned_on("jax_remat3"):
+        assert text() == today
+
+
+def test_the_next_checkpoint_is_in_no_program():
+    """jax 0.12 leaves one in the backward pass; programs with it are never alike."""
+    with turned_on("jax_remat3"):
+        programs = cut(remat_scanned)[0].jaxprs
+    assert not any("call_hi_primitive" in primitives_of(program.jaxpr) for program in programs.values())
 
 
 # a first stage whose input is made of the micro-batch
