@@ -7,7 +7,6 @@ scan(lambda x, i: f(jnp.take(w, i, axis=1), x), x, arange(6))   scan(lambda x, r
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -60,13 +59,13 @@ def over_rows(scan: Eqn, leaves: set[Var], known: Callable[[Var], Any]) -> list[
         return None
     found, stacks = list[Eqn](), list[Var]()
     for eqn, dim, numbers in rows:
-        leaf, at = outer[eqn.invars[0]], numbers
-        fn = lambda x, dim=dim, at=at: jnp.moveaxis(rows_at(x, at, dim), dim, 0)
-        shape = jax.eval_shape(fn, jax.ShapeDtypeStruct(leaf.aval.shape, leaf.aval.dtype)).shape
-        stacks.append(core.Var(leaf.aval.update(shape=shape)))
-        found += equations(fn, [leaf], stacks[-1:], like=scan)
-        if not found or found[-1].outvars[0] is not stacks[-1]:
-            stacks[-1] = leaf  # all of its rows, in order
+        leaf, in_order = outer[eqn.invars[0]], [*numbers] == [*range(eqn.invars[0].aval.shape[dim])]
+        rows_of = lambda x, dim=dim, at=numbers, all_of=in_order: x if all_of else rows_at(x, at, dim)
+        fn = lambda x, dim=dim, rows_of=rows_of: jnp.moveaxis(rows_of(x), dim, 0)
+        others = (*leaf.aval.shape[:dim], *leaf.aval.shape[dim + 1 :])
+        is_leaf = in_order and dim == 0
+        stacks.append(leaf if is_leaf else core.Var(leaf.aval.update(shape=(len(numbers), *others))))
+        found += [] if is_leaf else equations(fn, [leaf], stacks[-1:], like=scan)
     number_of = {id(row.eqn): k for k, row in enumerate(rows)}
 
     def run(fixed: list[Value], carry: list[Value], xs: list[Value], stacks: list[Value]) -> list[Value]:

@@ -11,7 +11,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import jax
 from jax import lax
@@ -21,12 +21,10 @@ from ipu_jax.base.annotations import Eqn, Var
 from ipu_jax.base.jaxprs import in_order, in_scan_parts, part_of, read_by, shape_of, variables
 from ipu_jax.core.cutting.rows import RowTaker, Taken, equation, slicing, taken_by
 from ipu_jax.core.cutting.sums import Tile, sum_of_parts
-from ipu_jax.core.cutting.trace import FunctionTrace, ScanLayer, ScanStack
+from ipu_jax.core.cutting.trace import SMALL, FunctionTrace, ScanLayer, ScanStack
 from ipu_jax.core.layout.whole_tree import Part
 from ipu_jax.core.programs.cost import bytes_of
 
-_SMALL: Final = 4096
-"""Bytes up to which a value that is computed from larger weights is sent, so that the weights stay in one stage."""
 _Rows = dict[tuple[Var, int, int], Var]
 """Per value, first row, and the row after the last, the variable of these rows."""
 
@@ -133,7 +131,7 @@ class Division:
             for k in leaves:
                 homes[k] = home
         everywhere = {*range(len(self.own))}  # another function may read it at any of them
-        small = [bytes_of([v.aval]) <= _SMALL for v in trace.state]
+        small = [bytes_of([v.aval]) <= SMALL for v in trace.state]
         homes = [of_leaf or (everywhere if is_small else {0}) for of_leaf, is_small in zip(homes, small, strict=True)]
         results = [(of_leaf, trace.leaves_of(v)) for of_leaf, v in zip(homes, trace.new_state, strict=True)]
         for leaves in filter(None, map(trace.leaves_of, trace.aux)):
@@ -377,7 +375,7 @@ def _with_small_values(division: Division, homes: Mapping[int, int], taker: RowT
     The stage that has the weights computes it. Otherwise the stage that needs it would have to hold all of them, too.
     """
     own, trace = division.own, division.trace
-    small: list[tuple[Eqn, set[int], int | None]] = [(*found, None) for found in _small_operations(division)]
+    small: list[tuple[Eqn, set[Part], int | None]] = [(*found, None) for found in _small_operations(division)]
     results = {v for op, _, _ in small for v in op.outvars}
     read = [
         division.needs([v for v in read_by(eqns) if v not in results], s).weights
@@ -388,15 +386,16 @@ def _with_small_values(division: Division, homes: Mapping[int, int], taker: RowT
     needed = division.needs([*read_by([eqn for eqns in own for eqn in eqns]), *trace.results], -1).equations
     small = [of_op for of_op in small if id(of_op[0]) in set(map(id, needed))]
     results = {v for op, _, _ in small for v in op.outvars}
-    held = {**homes}  # the first stage that reads each leaf for something else
+    held = {Part(leaf): s for leaf, s in homes.items()}  # the first stage that reads each part for something else
     for s, of_stage in enumerate(read):
         for v in of_stage:
-            held.setdefault(division.parts[v].leaf, s)
+            held.setdefault(division.parts[v], s)
     placed: dict[Var, int] = {}
-    for op, leaves, home in small:
+    for op, of_op, home in small:
         before = [placed.get(v) for v in variables(op.invars) if v in results]
-        if home is not None or (leaves <= held.keys() and None not in before):
-            stage = max([*filter(None, before), *(held[leaf] for leaf in leaves)], default=0)
+        at = [next((s for part, s in held.items() if part.holds(own_part)), None) for own_part in of_op]
+        if home is not None or None not in (*before, *at):
+            stage = max([*filter(None, before), *filter(None, at)], default=0)
             placed |= dict.fromkeys(op.outvars, stage if home is None else home)
     if not placed or any(placed.get(v, 0) > s for s, eqns in enumerate(own) for v in read_by(eqns)):
         return (
@@ -417,9 +416,9 @@ def _with_sums(
     tiles = {v: _tiles(of_leaf) for v, of_leaf in rows.items() if not any(None in of for of in of_leaf.values())}
     tiles = {v: of_leaf for v, of_leaf in tiles.items() if len(of_leaf) > 1}
     found: list[Any] = []
-    for op, leaves, _ in small if tiles else ():
+    for op, of_op, _ in small if tiles else ():
         parts = sum_of_parts(op, taker, tiles, trace.axes)
-        found += [(eqn, set[int](), stage) for eqn, stage in parts] or [(op, leaves, None)]
+        found += [(eqn, set[Part](), stage) for eqn, stage in parts] or [(op, of_op, None)]
     if not tiles:
         return division, small
     new = {v: eqn for eqn in [*taker.equations, *(op for op, *_ in found)] for v in eqn.outvars}
@@ -435,22 +434,21 @@ def small_values(trace: FunctionTrace) -> set[Var]:
     return {v for op, _ in _small_operations(Division(trace, [], parts, of_state, again, [])) for v in op.outvars}
 
 
-def _small_operations(division: Division) -> list[tuple[Eqn, set[int]]]:
-    """Return the operations that compute small results from larger weights, and the leaves that each reads."""
-    found: list[tuple[Eqn, set[int]]] = []
+def _small_operations(division: Division) -> list[tuple[Eqn, set[Part]]]:
+    """Return the operations that compute small results from larger weights, and the parts of these that each reads."""
+    found: list[tuple[Eqn, set[Part]]] = []
     results: set[Var] = set()
     trace, parts = division.trace, division.parts
     for op in trace.operations:
-        if op.effects or trace.kinds[op.outvars[0]] != "w":
+        if op.effects or trace.kinds[op.outvars[0]] != "w" or op.outvars[0] in parts:
             continue
         size = bytes_of([v.aval for v in op.outvars])
-        if size > _SMALL:
+        if size > SMALL:
             continue
         inputs = variables(op.invars)
-        leaves = {parts[v].leaf for v in division.needs([v for v in inputs if v not in results], -1).weights}
-        of_leaves = bytes_of([trace.params[leaf].aval for leaf in leaves])
-        if results.intersection(inputs) or of_leaves > 8 * size:
-            found.append((op, leaves))
+        read = division.needs([v for v in inputs if v not in results], -1).weights
+        if results.intersection(inputs) or bytes_of([v.aval for v in read]) > 8 * size:
+            found.append((op, {parts[v] for v in read}))
             results.update(op.outvars)
     return found
 

@@ -66,6 +66,9 @@ def _at_known_place(op: Eqn, numbers: Numbers, leaves: Collection[Var]) -> list[
         ends = list(itertools.accumulate(map(int, sizes), initial=0))
         parts = lambda x: [lax.slice_in_dim(x, *rows, axis=axis) for rows in itertools.pairwise(ends)]
         fn = parts if name == "split" else lambda x: [lax.squeeze(part, (axis,)) for part in parts(x)]
+    elif name == "optimization_barrier" and len(op.invars) > 1:
+        both = zip(op.invars, op.outvars, strict=True)
+        return [eqn for v, result in both for eqn in equations(lax.optimization_barrier, [v], [result], like=op)]
     elif name == "stack":
         axis, inputs = op.params["axis"], op.invars
         fn = lambda *xs: lax.concatenate([lax.expand_dims(x, (axis,)) for x in xs], axis)

@@ -39,10 +39,12 @@ class Before(NamedTuple):
     Attributes:
         rows: per input, its rows that are needed; None: all of it.
         params: parameters of the equation, where they are others for these rows.
+        within: the rows of what is computed then; None: it is the rows.
     """
 
     rows: list[Taken | None]
     params: dict[str, Any] = {}  # noqa: RUF012, a default of a named tuple
+    within: Taken | None = None
 
 
 Rule = Callable[[Eqn, Taken], Before | None]
@@ -79,10 +81,13 @@ def _reshape(eqn: Eqn, taken: Taken) -> Before | None:
     if eqn.params["dimensions"] is not None or not own or 0 in old:
         return None
     of_row = math.prod(old[own[0] + 1 :])
-    if taken.start * size % of_row or taken.stop * size % of_row:
+    rows = Taken(own[0], taken.start * size // of_row, -(-taken.stop * size // of_row))
+    more, left = divmod((rows.stop - rows.start) * of_row, size)
+    if left or rows.start * of_row % size:
         return None
-    rows = Taken(own[0], taken.start * size // of_row, taken.stop * size // of_row)
-    return Before([rows], {"new_sizes": taken.of(new)})
+    first = taken.start - rows.start * of_row // size
+    within = Taken(taken.dim, first, first + taken.stop - taken.start)
+    return Before([rows], {"new_sizes": (*new[: taken.dim], more, *new[taken.dim + 1 :])}, within)
 
 
 def _without_dims(eqn: Eqn, taken: Taken) -> Before:
@@ -148,7 +153,7 @@ _REDUCTIONS: Final = (
 )
 _CUMULATIVE: Final = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "concatenate")
 FOLLOWED: Final[Mapping[str, Rule]] = {
-    **dict.fromkeys(sorted({*ELEMENTWISE, "name"}), _elementwise),
+    **dict.fromkeys(sorted({*ELEMENTWISE, "name", "optimization_barrier"}), _elementwise),
     **dict.fromkeys(_REDUCTIONS, _without_dims),
     **dict.fromkeys(_CUMULATIVE, _along_another),
     "transpose": _transpose,
@@ -229,7 +234,7 @@ def row_of_gather(eqn: Eqn) -> int | None:
 
 
 def rows_at(x: Value, rows: np.ndarray, dim: int) -> Value:
-    """Return rows of an array, of one or more dims of numbers, by static slices; the array itself if it is all."""
+    """Return rows of an array, of one or more dims of numbers, by static slices."""
     numbers = [int(row) for row in rows.ravel()]
     runs: list[list[int]] = []  # first row, and number of rows
     for row in numbers:
@@ -237,8 +242,6 @@ def rows_at(x: Value, rows: np.ndarray, dim: int) -> Value:
             runs[-1][1] += 1
         else:
             runs.append([row, 1])
-    if numbers == [*range(x.shape[dim])]:
-        return x
     if numbers == [*range(x.shape[dim])][::-1]:
         return lax.rev(x, (dim,))
     parts = [lax.slice_in_dim(x, first, first + count, axis=dim) for first, count in runs]
@@ -285,7 +288,7 @@ class RowTaker:
         equations: what the rows that were taken need, in order.
     """
 
-    def __init__(self, made: Mapping[Var, Eqn], joined: Mapping[Var, Eqn]):
+    def __init__(self, made: dict[Var, Eqn], joined: Mapping[Var, Eqn]):
         self.made, self.joined, self.equations = made, joined, list[Eqn]()
         self._known: dict[tuple[Var, Taken], Var] = {}
 
@@ -303,17 +306,26 @@ class RowTaker:
             rows = self.take(*pieces[0], into)
         elif pieces:
             parts = [self.take(*piece) for piece in pieces]
-            self.equations.append(equation(lambda *xs: lax.concatenate(xs, taken.dim), parts, rows))
+            self._append(equation(lambda *xs: lax.concatenate(xs, taken.dim), parts, rows))
         elif before is not None:
-            self.equations.append(self._of_rows(self.made[var], before, rows))
+            self._append_rows(self.made[var], before, rows)
         else:
-            self.equations.append(slicing(var, taken, rows))
+            self._append(slicing(var, taken, rows))
         self._known.setdefault((var, taken), rows)
         return rows
 
-    def _of_rows(self, eqn: Eqn, before: Before, rows: Var) -> Eqn:
+    def _append(self, eqn: Eqn) -> None:
+        self.equations.append(eqn)
+        self.made[eqn.outvars[0]] = eqn
+
+    def _append_rows(self, eqn: Eqn, before: Before, rows: Var) -> None:
         inputs = [v if of is None else self.take(v, of) for v, of in zip(eqn.invars, before.rows, strict=True)]
-        return eqn.replace(invars=inputs, outvars=[rows], params={**eqn.params, **before.params})
+        within, params, result = before.within, {**eqn.params, **before.params}, rows
+        if within is not None and (shape := params["new_sizes"]) != rows.aval.shape:
+            result = core.Var(rows.aval.update(shape=shape))
+        self._append(eqn.replace(invars=inputs, outvars=[result], params=params))
+        if within is not None and result is not rows:
+            self._append(slicing(result, within, rows))
 
     def reached(self, var: Var, taken: Taken) -> list[tuple[Var, Taken | None]]:
         """Return the values whose rows `take` would slice, with these rows, and those that it would read whole."""
@@ -347,6 +359,8 @@ def slices_of_leaves(
     found: list[Eqn] = []
     for op in operations:
         for one in _dim_by_dim(op):
+            if one is not op and not taker.made.keys().isdisjoint([*op.outvars]):
+                taker.made[one.outvars[0]] = one
             taken = taken_by(one)
             ends = [] if taken is None else taker.reached(one.invars[0], taken)
             dims = [(v, rows.dim) for v, rows in ends if rows is not None and v in leaves]

@@ -46,6 +46,8 @@ Kind = Literal["w", "b", "s", "a"]
 Read = tuple[str, Part]
 """A leaf of the "params" or of the "state", or rows of it."""
 
+SMALL: Final = 4096
+"""Bytes up to which a value that is computed from larger weights is sent, so that the weights stay in one stage."""
 _AGAIN: Final = 64
 """FLOPs per byte of a result from which it is cheaper to send it than to compute it in each stage that needs it."""
 _NOT_THE_USERS: Final = (
@@ -283,8 +285,9 @@ class FunctionTrace:
         taker = self.row_taker()
         for op in self.operations:
             if _is_over_weights(op, self.kinds):
-                for v in variables(in_scan_parts(op.params, op.invars)[2]):
-                    rows = [end for end in taker.reached(v, Taken(0, 0, 1)) if end[0] in {*leaves}]
+                stacked, length = variables(in_scan_parts(op.params, op.invars)[2]), op.params["length"]
+                for v, row in itertools.product(stacked, range(length)):
+                    rows = [end for end in taker.reached(v, Taken(0, row, row + 1)) if end[0] in {*leaves}]
                     self.axes |= {leaf: of.dim for leaf, of in rows if of is not None and leaf not in self.axes}
         self.operations = needed(
             slices_of_leaves(self.operations, taker, leaves, self.axes), self.results, effects=True
@@ -327,7 +330,9 @@ class FunctionTrace:
             kind = "a" if len(on) > 1 or op.effects or isinstance(op, ScanLayer | ScanStack) else next(iter(on), None)
             if kind != "a":
                 work = equation_flops(op) + sum(flops.get(v, 0.0) for v in {*inputs})
-                if _contracts(op) and work > _AGAIN * bytes_of([v.aval for v in op.outvars]):
+                size = bytes_of([v.aval for v in op.outvars])
+                is_sum = op.primitive.name == "dot_general" and 8 * size < bytes_of([v.aval for v in inputs])
+                if _contracts(op) and work > _AGAIN * size and not (kind == "w" and is_sum and size <= SMALL):
                     kind = "a"
                 flops |= dict.fromkeys(op.outvars, work)
             kinds |= dict.fromkeys(op.outvars, kind)
