@@ -18,10 +18,11 @@ from jax import lax
 from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Var
-from ipu_jax.base.jaxprs import in_order, in_scan_parts, part_of, read_by, shape_of, variables
+from ipu_jax.base.jaxprs import in_order, in_scan_parts, needed, part_of, read_by, shape_of, variables
 from ipu_jax.core.cutting.rows import RowTaker, Taken, equation, slicing, taken_by
+from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack
 from ipu_jax.core.cutting.sums import Tile, sum_of_parts
-from ipu_jax.core.cutting.trace import SMALL, FunctionTrace, ScanLayer, ScanStack
+from ipu_jax.core.cutting.trace import SMALL, FunctionTrace
 from ipu_jax.core.layout.whole_tree import Part
 from ipu_jax.core.programs.cost import bytes_of
 
@@ -216,11 +217,15 @@ def divide(trace: FunctionTrace, ends: Sequence[int], homes: Mapping[int, int] |
     for eqn in taker.equations:
         is_activation = any(v in slices or trace.kinds.get(v) == "a" for v in variables(eqn.invars))
         (slices if is_activation else again)[eqn.outvars[0]] = eqn
+    scans = [*zip(runs, (_shorter(run, rows) for run in runs), strict=True)]
+    own = _own_equations(of_stages, scans, slices)
+    new_state, late = _new_rows(trace, of_stages, scans)
+    for s, eqn in ((s, eqn) for s, eqns in enumerate(late) for eqn in eqns):
+        if taken_by(eqn) is not None and not trace.is_activation(eqn.invars[0]):
+            again[eqn.outvars[0]] = eqn
+        else:
+            own[s].append(eqn)
     _find_parts(trace, parts, of_state, again)
-    scans = [_shorter(run, rows) for run in runs]
-    own = _own_equations(of_stages, [*zip(runs, scans, strict=True)], slices)
-    new_state, joins = _new_rows(trace, of_stages, [*zip(runs, scans, strict=True)])
-    own = [[*eqns, *joins.get(s, ())] for s, eqns in enumerate(own)]
     if homes is None:
         own = _under_checkpoints(trace, own, {*variables(trace.results), *(held.new for held in new_state)})
     division = Division(trace, own, parts, of_state, again, new_state)
@@ -316,25 +321,28 @@ def _own_equations(
 
 def _new_rows(
     trace: FunctionTrace, of_stages: list[list[Eqn]], runs: list[tuple[list[ScanLayer], Eqn]]
-) -> tuple[list[NewValue], dict[int, list[Eqn]]]:
-    """Return the new rows of stacked leaves of the state, and per stage the equations that join rows into one array."""
+) -> tuple[list[NewValue], list[list[Eqn]]]:
+    """Return the new rows of stacked leaves of the state, and per stage the equations that compute them."""
     stage_of = {v: s for s, of_stage in enumerate(of_stages) for op in of_stage for v in op.outvars}
-    by_scan = {(id(run[0].scan), stage_of[run[0].outvars[0]]): scan for run, scan in runs}
+    taker, late = trace.late_taker, [op for op in trace.operations if not isinstance(op, ScanLayer | ScanStack)]
+    late = [op for op in late if trace.is_activation(op.outvars[0]) and op.outvars[0] not in stage_of]
+    for run, scan in runs:
+        _, carry, _ = in_scan_parts(scan.params, scan.invars)
+        for stack, rows in zip(run[0].scan.outvars[len(carry) :], scan.outvars[len(carry) :], strict=True):
+            taker.known[stack, Taken(0, *_range_of(run))] = rows
     found: list[NewValue] = []
-    joins: dict[int, list[Eqn]] = {}
-    for leaf, rows in trace.stacked.items():
-        made = trace.made_by[trace.new_state[leaf]]
-        for s, of_stage in itertools.groupby(rows, lambda row: stage_of[row[1]]):
-            parts, values = zip(*of_stage, strict=True)
-            first, last = parts[0].rows[0], parts[-1].rows[1]
-            if isinstance(made, ScanStack):
-                new = by_scan[id(made.scan), s].outvars[made.scan.outvars.index(made.outvars[0])]
-            else:
-                new = core.Var(made.outvars[0].aval.update(shape=(last - first, *made.outvars[0].aval.shape[1:])))
-                joins.setdefault(s, []).append(made.replace(invars=list(values), outvars=[new]))
-            is_whole = len(values) == len(rows)
-            found.append(NewValue(Part(leaf, None if is_whole else (first, last)), s, new))
-    return found, joins
+    before: list[list[Eqn]] = [[] for _ in of_stages]
+    for leaf, new_rows in trace.new_rows.items():
+        new = trace.new_state[leaf]
+        for s, of_stage in itertools.groupby(new_rows.rows, lambda row: stage_of[row[1]]):
+            parts = [part for part, _ in of_stage]
+            part = Part(leaf, (parts[0].rows[0], parts[-1].rows[1]), new_rows.axis)
+            count, is_whole = len(taker.equations), len(parts) == len(new_rows.rows)
+            rows = taker.take(new, Taken(new_rows.axis, *part.rows))
+            own = taker.equations[count:]
+            before[s] += [*needed(late, [rows, *read_by(own)]), *own]
+            found.append(NewValue(Part(leaf) if is_whole else part, s, rows))
+    return found, before
 
 
 def _under_checkpoints(trace: FunctionTrace, own: list[list[Eqn]], results: set[Var]) -> list[list[Eqn]]:

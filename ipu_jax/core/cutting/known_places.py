@@ -37,7 +37,7 @@ def at_known_places(operations: Sequence[Eqn], constants: Mapping[Var, Value], l
     found: list[Eqn] = []
     for op in operations:
         reads = [v for v in variables(op.invars) if v in of_leaves]
-        new = _at_known_place(op, numbers, of_leaves) if reads else None
+        new = _at_known_place(op, numbers, of_leaves) if reads or op.primitive.name == "stack" else None
         found += [op] if new is None else new
         if op.primitive.name in _UPDATES and op.invars[0] in of_leaves:
             of_leaves.update(op.outvars)

@@ -15,6 +15,7 @@ from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Function, Tree, Value, Var
 from ipu_jax.base.jaxprs import ELEMENTWISE, shape_of
+from ipu_jax.core.cutting.scan_layers import ScanStack
 
 
 class Taken(NamedTuple):
@@ -183,7 +184,9 @@ def rows_before(eqn: Eqn, taken: Taken) -> Before | None:
 def joined_before(eqn: Eqn, taken: Taken) -> list[tuple[Var, Taken]] | None:
     """Return the values, and their rows, that follow one another in rows of a result; None for other equations."""
     name = eqn.primitive.name if hasattr(eqn, "primitive") else ""
-    if name == "concatenate" and eqn.params["dimension"] == taken.dim:
+    if isinstance(eqn, ScanStack) and taken.dim == 0:
+        pieces = [(v, 1, 0) for v in (eqn.invars[::-1] if eqn.scan.params["reverse"] else eqn.invars)]
+    elif name == "concatenate" and eqn.params["dimension"] == taken.dim:
         pieces = [(v, v.aval.shape[taken.dim], 0) for v in eqn.invars]
     elif name == "dynamic_update_slice" and (start := _updated_at(eqn, taken.dim)) is not None:
         operand, update = eqn.invars[:2]
@@ -286,19 +289,20 @@ class RowTaker:
         made: the equations of values that can be computed again; rows of others are slices.
         joined: of values that are joined from parts, also of activations.
         equations: what the rows that were taken need, in order.
+        known: variables of rows.
     """
 
-    def __init__(self, made: dict[Var, Eqn], joined: Mapping[Var, Eqn]):
+    def __init__(self, made: dict[Var, Eqn], joined: dict[Var, Eqn]):
         self.made, self.joined, self.equations = made, joined, list[Eqn]()
-        self._known: dict[tuple[Var, Taken], Var] = {}
+        self.known: dict[tuple[Var, Taken], Var] = {}
 
     def take(self, var: Var, taken: Taken, into: Var | None = None) -> Var:
         """Return the variable of rows of a value, or make `into` that variable."""
         if into is None:
             if taken.of(var.aval.shape) == var.aval.shape:
                 return var
-            if (var, taken) in self._known:
-                return self._known[var, taken]
+            if (var, taken) in self.known:
+                return self.known[var, taken]
         rows = core.Var(var.aval.update(shape=taken.of(var.aval.shape))) if into is None else into
         pieces = joined_before(self.joined[var], taken) if var in self.joined else None
         before = rows_before(self.made[var], taken) if var in self.made else None
@@ -311,7 +315,7 @@ class RowTaker:
             self._append_rows(self.made[var], before, rows)
         else:
             self._append(slicing(var, taken, rows))
-        self._known.setdefault((var, taken), rows)
+        self.known.setdefault((var, taken), rows)
         return rows
 
     def _append(self, eqn: Eqn) -> None:

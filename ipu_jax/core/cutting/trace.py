@@ -16,7 +16,7 @@ import itertools
 import operator
 import os
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -31,12 +31,12 @@ from ipu_jax.base.jaxprs import (
     closed_of,
     in_scan_parts,
     needed,
-    read_by,
     scan_parts,
     variables,
 )
 from ipu_jax.core.cutting.known_places import at_known_places
 from ipu_jax.core.cutting.rows import JOINS, RowTaker, Taken, slices_of_leaves, taken_by
+from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack, layers_of
 from ipu_jax.core.layout.whole_tree import Part
 from ipu_jax.core.programs.cost import bytes_of, equation_flops
 
@@ -58,33 +58,19 @@ _NOT_THE_USERS: Final = (
 )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ScanLayer:
-    """An iteration of a scan over stacked weights: the iteration `number` in the order in which they run."""
+@dataclasses.dataclass(frozen=True)
+class NewRows:
+    """The new value of a leaf of the state that is held by rows.
 
-    scan: Eqn
-    number: int
-    invars: list[Var]
-    outvars: list[Var]
+    Attributes:
+        axis: the dim along which the rows are.
+        rows: rows of the leaf, first rows first, and an activation in whose stage their new value is computed.
+        values: the activations from which new rows are computed.
+    """
 
-    @property
-    def effects(self) -> Any:
-        return self.scan.effects
-
-    @property
-    def row(self) -> int:
-        """Return the row of the scan's inputs that it reads."""
-        return self.scan.params["length"] - 1 - self.number if self.scan.params["reverse"] else self.number
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class ScanStack:
-    """A result of a scan, stacked from the layers' parts: the operation after the last layer."""
-
-    scan: Eqn
-    invars: list[Var]
-    outvars: list[Var]
-    effects: Any = frozenset()
+    axis: int
+    rows: list[tuple[Part, Var]]
+    values: set[Var]
 
 
 @dataclasses.dataclass(eq=False)
@@ -125,7 +111,7 @@ class FunctionTrace:
         self._find_kinds()
         self._slice_leaves()
         if any(_is_over_weights(op, self.kinds) for op in self.operations):
-            layers = [_layers_of(op) if _is_over_weights(op, self.kinds) else [op] for op in self.operations]
+            layers = [layers_of(op) if _is_over_weights(op, self.kinds) else [op] for op in self.operations]
             self.operations = needed([*itertools.chain(*layers)], results, effects=True)
             self._find_kinds()
             for op in self.operations:
@@ -141,11 +127,12 @@ class FunctionTrace:
     def activations(self) -> list[Eqn]:
         """Return the operations that run once, in one stage: they compute activations, or have effects.
 
-        Those that only stack the new rows of a leaf of the state are not among them: `stacked` has these rows.
+        Those that compute nothing but a leaf of the state from its new rows are not among them: see `new_rows`.
         """
-        joins = {self.new_state[k] for k in self.stacked}
-        runs = [op for op in self.operations if op.effects or self.kinds[op.outvars[0]] == "a"]
-        return [op for op in runs if op.effects or op.outvars[0] not in joins]
+        wanted = [v for k, v in enumerate(self.new_state) if k not in self.new_rows]
+        wanted += [v for found in self.new_rows.values() for v in found.values]
+        operations = needed(self.operations, [*self.outputs, *self.aux, *wanted], effects=True)
+        return [op for op in operations if op.effects or self.kinds[op.outvars[0]] == "a"]
 
     @functools.cached_property
     def reads(self) -> dict[int, set[Read]]:
@@ -190,32 +177,82 @@ class FunctionTrace:
         return RowTaker(made, {op.outvars[0]: op for op in plain if op.primitive.name in JOINS})
 
     @functools.cached_property
-    def stacked(self) -> dict[int, list[tuple[Part, Var]]]:
-        """Return, per leaf of the state that layers read and replace by rows, the rows and their new values, in order.
+    def new_rows(self) -> dict[int, NewRows]:
+        """Return, per leaf of the state whose rows layers read and replace, who computes these rows."""
+        found = {k: self._new_rows(k) for k in range(len(self.new_state))}
+        return {k: rows for k, rows in found.items() if rows is not None}
 
-        Its new value is a scan's stacked result, or a concatenation of rows, and nothing reads either of them whole.
-        """
-        if not self.new_state:
-            return {}
-        at = {v: t for t, op in enumerate(self.operations) for v in op.outvars}
-        read_again = {*read_by(self.operations)}
-        found: dict[int, list[tuple[Part, Var]]] = {}
-        for k, new in enumerate(self.new_state):
-            values = [] if isinstance(new, core.Literal) else _joined_rows(self.made_by.get(new))
-            others = [v for v in self.results if v is not new]
-            if len(values) < 2 or not all(map(self.is_activation, values)) or new in read_again:
-                continue
-            if len(others) + 1 < len(self.results) or any(k in self.leaves_of(v) for v in others):
-                continue
-            shapes = [v.aval.shape for v in values]
-            is_stack = len(shapes[0]) < len(self.made_by[new].outvars[0].aval.shape)
-            ends = itertools.accumulate((1 if is_stack else shape[0] for shape in shapes), initial=0)
-            rows = [Part(k, of_value) for of_value in itertools.pairwise(ends)]
-            read = [part for of_op in self.reads.values() for name, part in of_op if (name, part.leaf) == ("state", k)]
-            order = [at[v] for v in values]
-            if order in (sorted(order), sorted(order)[::-1]) and all(any(r.holds(p) for r in rows) for p in read):
-                found[k] = [*zip(rows, values, strict=True)]
+    @functools.cached_property
+    def late_taker(self) -> RowTaker:
+        """Return what follows rows of a new state back to their layers: also through what nothing else needs."""
+        others = set(map(id, needed(self.operations, [*self.outputs, *self.aux], effects=True)))
+        taker = self.row_taker()
+        for op in self.operations:
+            if isinstance(op, ScanStack):
+                taker.joined[op.outvars[0]] = op
+            elif id(op) not in others and not isinstance(op, ScanLayer):
+                taker.made |= dict.fromkeys(op.outvars, op)
+        return taker
+
+    def _new_rows(self, k: int) -> NewRows | None:
+        """Return who computes the rows of a leaf of the state; None if its stage needs all of them."""
+        leaf, new, first = self.state[k], self.new_state[k], len(self.results) - len(self.new_state)
+        others = [v for j, v in enumerate(self.results) if j != first + k]
+        if not self.is_activation(new) or new in others or any(k in self.leaves_of(v) for v in others):
+            return None
+        at, axis = {v: t for t, op in enumerate(self.operations) for v in op.outvars}, self.axes.get(leaf, 0)
+        anchors: list[Var] = []
+        values: set[Var] = set()
+        for row, ends in enumerate(self._late_ends(leaf, new, axis)):
+            own = [v for v, _ in ends if self.is_activation(v)]
+            layers = {id(self.made_by[v]) for v in own if isinstance(self.made_by[v], ScanLayer)}
+            anchor = max(own, key=at.__getitem__, default=None) or self._first_reader(ends)
+            wrong = any(of is not None and (v in own or (v is leaf and of != (axis, row, row + 1))) for v, of in ends)
+            if wrong or anchor is None or (leaf, None) in ends or layers - {id(self.made_by[anchor])}:
+                return None
+            anchors.append(anchor)
+            values.update([*own, anchor])
+        starts = [row for row in range(len(anchors)) if row == 0 or anchors[row] is not anchors[row - 1]]
+        parts = [Part(k, rows, axis) for rows in itertools.pairwise([*starts, len(anchors)])]
+        rows = [*zip(parts, [anchors[row] for row in starts], strict=True)]
+        read = [part for of_op in self.reads.values() for name, part in of_op if (name, part.leaf) == ("state", k)]
+        order = [at[anchor] for _, anchor in rows]
+        is_read_by_rows = all(any(part.holds(of_layer) for part in parts) for of_layer in read)
+        is_in_order = order in (sorted(order), sorted(order)[::-1])
+        return NewRows(axis, rows, values) if len(rows) > 1 and is_read_by_rows and is_in_order else None
+
+    def _late_ends(self, leaf: Var, new: Var, axis: int) -> list[list[tuple[Var, Taken | None]]]:
+        """Return, per row of a leaf of the state, what its new value is computed from, before what only it needs."""
+        shape, late = leaf.aval.shape, self.late_taker.made
+        found = [self.late_taker.reached(new, Taken(axis, row, row + 1)) for row in range(shape[axis] if shape else 0)]
+        rows_of: dict[Var, set[int]] = {}  # per value that only new rows need, which of them
+        for row, ends in enumerate(found):
+            waiting = [v for v, of in ends if of is None]
+            while waiting:
+                v = waiting.pop()
+                if v in late and self.is_activation(v) and row not in rows_of.setdefault(v, set()):
+                    rows_of[v].add(row)
+                    waiting += variables(late[v].invars)
+        for ends in found:
+            waiting, ends[:] = [*ends], []
+            while waiting:
+                v, of = waiting.pop()
+                is_own = of is None and len(rows_of.get(v, ())) == 1
+                (waiting if is_own else ends).extend(
+                    [(x, None) for x in variables(late[v].invars)] if is_own else [(v, of)]
+                )
         return found
+
+    def _first_reader(self, ends: Sequence[tuple[Var, Taken | None]]) -> Var | None:
+        """Return a result of the first operation that reads rows of weights among these."""
+        wanted = [("params", Part(self.params.index(v), of[1:], of.dim)) for v, of in ends if v in self.params and of]
+        found = (op for op in self.operations if any(r in self.reads.get(id(op), ()) for r in wanted) and op.outvars)
+        return next((op.outvars[0] for op in found), None)
+
+    @property
+    def stacked(self) -> dict[int, list[tuple[Part, Var]]]:
+        """Return, per leaf of the state that is held by rows, the rows, and an activation of their layer, in order."""
+        return {k: found.rows for k, found in self.new_rows.items()}
 
     @functools.cached_property
     def follows(self) -> dict[Var, set[int]]:
@@ -272,6 +309,8 @@ class FunctionTrace:
                 turns.append(max(made or [first[read] for read in reads if read in first], default=t))
             turn |= dict.fromkeys(op.outvars, turns[-1])
         found = copy.copy(self)
+        for name in ("new_rows", "late_taker", "activations"):
+            found.__dict__.pop(name, None)
         found.operations = [self.operations[t] for t in sorted(range(len(turns)), key=turns.__getitem__)]
         return found
 
@@ -339,16 +378,6 @@ class FunctionTrace:
         self.kinds = {v: kind or "b" for v, kind in kinds.items()}
 
 
-def _joined_rows(eqn: Eqn | None) -> list[Var]:
-    """Return the values that an operation joins along their rows, first rows first; [] for other operations."""
-    if isinstance(eqn, ScanStack):
-        return eqn.invars[::-1] if eqn.scan.params["reverse"] else eqn.invars
-    if eqn is None or isinstance(eqn, ScanLayer):
-        return []
-    along = {"concatenate": "dimension", "stack": "axis"}.get(eqn.primitive.name)
-    return list(eqn.invars) if along is not None and eqn.params[along] == 0 else []
-
-
 def _contracts(eqn: Eqn) -> bool:
     """Return whether an equation can take many FLOPs per element of its result."""
     name = eqn.primitive.name
@@ -410,22 +439,6 @@ def _is_over_weights(eqn: Eqn, kinds: dict[Var, Kind]) -> bool:
     consts, carry = scan_parts(eqn.params)
     rows = variables(eqn.invars[consts + carry :])
     return any(kinds[v] == "w" for v in rows) and any(kinds[v] == "a" for v in eqn.outvars[:carry])
-
-
-def _layers_of(eqn: Eqn) -> list[Eqn]:
-    fixed, values, rows = in_scan_parts(eqn.params, eqn.invars)
-    carry, length = len(values), eqn.params["length"]
-    parts: list[list[Eqn]] = [[] for _ in eqn.outvars[carry:]]
-    layers: list[Eqn] = []
-    for number in range(length):
-        last = number == length - 1
-        new = list(eqn.outvars[:carry]) if last else [core.Var(v.aval) for v in eqn.outvars[:carry]]
-        own = [core.Var(v.aval.update(shape=(1, *v.aval.shape[1:]))) for v in eqn.outvars[carry:]]
-        layers.append(ScanLayer(eqn, number, [*fixed, *values, *rows], [*new, *own]))
-        values = new
-        for part, var in zip(parts, own, strict=True):
-            part.append(var)
-    return layers + [ScanStack(eqn, part, [var]) for part, var in zip(parts, eqn.outvars[carry:], strict=True)]
 
 
 def line_of(operation: Eqn) -> str:
