@@ -71,9 +71,8 @@ def penalised(penalty: Callable[[Any], Any], *, loops: bool = False) -> Callable
     )
 
 
-def in_half(x: Any, w: Any, b: Any, how: Any) -> Any:
-    half = [v.astype(jnp.bfloat16) for v in (x, w, b)]
-    return how(*half).astype(jnp.float32)
+def in_half(how: Any) -> Callable[[Any, Any, Any], Any]:
+    return lambda *given: how(*(v.astype(jnp.bfloat16) for v in given)).astype(jnp.float32)
 
 
 @jax.custom_vjp
@@ -215,8 +214,8 @@ SPELLINGS: dict[str, Any] = {
     "split": of_pairs(lambda x, w, b: loop(x, lambda v, k: v[k][0], jnp.split(w, L), jnp.split(b, L))),
     "take": of_pairs(lambda x, w, b: loop(x, lambda v, k: jnp.take(v, k, axis=0), w, b)),
     "dynamic_index": of_pairs(lambda x, w, b: loop(x, lambda v, k: ROWS(v, k, keepdims=False), w, b)),
-    "cast, loop": of_pairs(lambda *a: in_half(*a, lambda x, w, b: loop(x, operator.getitem, w, b))),
-    "cast, scan": of_pairs(lambda *a: in_half(*a, lambda x, w, b: scan(x, (w, b)))),
+    "cast, loop": of_pairs(in_half(lambda x, w, b: loop(x, operator.getitem, w, b))),
+    "cast, scan": of_pairs(in_half(lambda x, w, b: scan(x, (w, b)))),
     "weight norm, scan": after(lambda w: w / jnp.linalg.norm(w, axis=1, keepdims=True)),
     "swapaxes, scan": after(lambda w: w.swapaxes(1, 2)),
     "scan, unroll=2": of_pairs(lambda x, w, b: scan(x, (w, b), unroll=2)),
@@ -340,7 +339,7 @@ SPELLINGS: dict[str, Any] = {
     "L2, loop": penalised(lambda p: jnp.sum(p["w"] ** 2), loops=True),
     "L2 of all leaves": penalised(SQUARES),
     "L1, loop": penalised(lambda p: jnp.abs(p["w"]).sum(), loops=True),
-    "global norm": penalised(optax.global_norm),
+    "global norm": penalised(optax.tree.norm),
     "vdot": penalised(lambda p: jnp.vdot(p["w"], p["w"])),
     "norm, loop": penalised(lambda p: jnp.linalg.norm(p["w"]), loops=True),
     "largest weight": penalised(lambda p: jnp.max(jnp.abs(p["w"]))),

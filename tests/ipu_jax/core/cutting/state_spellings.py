@@ -47,7 +47,7 @@ def average(old: Any, new: Any) -> Any:
     return 0.9 * old + 0.1 * new
 
 
-def of_list(late: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+def of_list(late: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
     """Return the model whose state is a list, with an operation on each leaf of the new state after all layers."""
 
     def read(p: Any, s: Any, mb: Any) -> Any:
@@ -131,7 +131,7 @@ class Block(nn.Module):
 
 
 def linen(axis: int) -> tuple[Any, Any, Any]:
-    axes = {"params": 0, "batch_stats": axis}
+    axes: Any = {"params": 0, "batch_stats": axis}
     model = nn.scan(Block, variable_axes=axes, split_rngs={"params": True}, length=L)()
     made = model.init(jax.random.key(0), BATCH["x"], None)
 
