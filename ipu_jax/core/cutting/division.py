@@ -280,7 +280,7 @@ def _rows_read(runs: Iterable[list[ScanLayer]], taker: RowTaker) -> _Rows:
     read = [
         (v, *_range_of(run)) for run in parts for v in variables(in_scan_parts(run[0].scan.params, run[0].invars)[2])
     ]
-    return {(v, *rows): taker.take(v, Taken(0, *rows)) for v, *rows in read}
+    return {(v, start, stop): taker.take(v, Taken(0, start, stop)) for v, start, stop in read}
 
 
 def _shorter(run: list[ScanLayer], rows: _Rows) -> Eqn:
@@ -336,13 +336,12 @@ def _new_rows(
     for leaf, new_rows in trace.new_rows.items():
         new = trace.new_state[leaf]
         for s, of_stage in itertools.groupby(new_rows.rows, lambda row: stage_of[row[1]]):
-            parts = [part for part, _ in of_stage]
-            part = Part(leaf, (parts[0].rows[0], parts[-1].rows[1]), new_rows.axis)
-            count, is_whole = len(taker.equations), len(parts) == len(new_rows.rows)
-            rows = taker.take(new, Taken(new_rows.axis, *part.rows))
+            ends = sorted(end for part, _ in of_stage for end in part.rows or ())
+            count, taken = len(taker.equations), Taken(new_rows.axis, ends[0], ends[-1])
+            rows = taker.take(new, taken)
             own = taker.equations[count:]
             before[s] += [*needed(late, [rows, *read_by(own)]), *own]
-            found.append(NewValue(Part(leaf) if is_whole else part, s, rows))
+            found.append(NewValue(Part(leaf) if rows is new else Part(leaf, taken[1:], taken.dim), s, rows))
     return found, before
 
 
@@ -383,7 +382,7 @@ def _with_small_values(division: Division, homes: Mapping[int, int], taker: RowT
 
     The stage that has the weights computes it. Otherwise the stage that needs it would have to hold all of them, too.
     """
-    own, trace = division.own, division.trace
+    own, trace, without = division.own, division.trace, division
     small: list[tuple[Eqn, set[Part], int | None]] = [(*found, None) for found in _small_operations(division)]
     results = {v for op, _, _ in small for v in op.outvars}
     read = [
@@ -406,12 +405,10 @@ def _with_small_values(division: Division, homes: Mapping[int, int], taker: RowT
         if home is not None or None not in (*before, *at):
             stage = max([*filter(None, before), *filter(None, at)], default=0)
             placed |= dict.fromkeys(op.outvars, stage if home is None else home)
-    if not placed or any(placed.get(v, 0) > s for s, eqns in enumerate(own) for v in read_by(eqns)):
-        return (
-            division  # a stage needs such a value before the one with its weights: it is computed again, from weights
-        )
     added = [[op for op, *_ in small if placed.get(op.outvars[0]) == s] for s in range(len(own))]
-    return dataclasses.replace(division, own=[in_order(eqns, eqns) for eqns in map(operator.add, own, added)])
+    found = dataclasses.replace(division, own=[in_order(eqns, eqns) for eqns in map(operator.add, own, added)])
+    early = (found.stage_of[v] > s for s, eqns in enumerate(found.own) for v in found.needs(read_by(eqns), s).incoming)
+    return without if any(early) else found  # such a value is computed again, from weights, where it is needed early
 
 
 def _with_sums(
@@ -424,9 +421,11 @@ def _with_sums(
             rows.setdefault(trace.params[part.leaf], {}).setdefault(s, []).append(part.rows)
     tiles = {v: _tiles(of_leaf) for v, of_leaf in rows.items() if not any(None in of for of in of_leaf.values())}
     tiles = {v: of_leaf for v, of_leaf in tiles.items() if len(of_leaf) > 1}
+    leaf_of = lambda v: trace.params[division.parts[v].leaf]
+    needs_all = lambda v: any(leaf_of(part) in tiles for part in division.needs([v], -1).weights)
     found: list[Any] = []
     for op, of_op, _ in small if tiles else ():
-        parts = sum_of_parts(op, taker, tiles, trace.axes)
+        parts = sum_of_parts(op, taker, tiles, trace.axes, needs_all)
         found += [(eqn, set[Part](), stage) for eqn, stage in parts] or [(op, of_op, None)]
     if not tiles:
         return division, small

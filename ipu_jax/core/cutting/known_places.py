@@ -44,7 +44,7 @@ def at_known_places(operations: Sequence[Eqn], constants: Mapping[Var, Value], l
     return found
 
 
-def _at_known_place(op: Eqn, numbers: Numbers, leaves: Collection[Var]) -> list[Eqn] | None:
+def _at_known_place(op: Eqn, numbers: Numbers, leaves: set[Var]) -> list[Eqn] | None:
     """Return what stands in place of an operation that reads a leaf; None if it stays as it is."""
     name, fn, inputs = op.primitive.name, None, op.invars[:1]
     if name == "scan":
@@ -111,12 +111,12 @@ def _updated(op: Eqn, numbers: Numbers) -> list[Eqn] | None:
         if not is_whole or not 0 <= row[0] < operand.aval.shape[axis]:
             return None
         places = [row[0] if d == axis else 0 for d in range(operand.aval.ndim)]
-    first = [np.int32(place) for place in places]
+    first = [int(place) for place in places]
 
     def fn(x: Value, new: Value) -> Value:
         new = new if axis is None else lax.expand_dims(new, (axis,))
         if compute is not None:
             new = compute(lax.slice(x, first, [a + n for a, n in zip(first, new.shape, strict=True)]), new)
-        return lax.dynamic_update_slice_p.bind(x, new, *first)
+        return lax.dynamic_update_slice_p.bind(x, new, *map(np.int32, first))
 
     return equations(fn, [operand, update], op.outvars, like=op)

@@ -12,9 +12,10 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend import core
+from jax.extend.core.primitives import copy_p
 
 from ipu_jax.base.annotations import Eqn, Function, Tree, Value, Var
-from ipu_jax.base.jaxprs import ELEMENTWISE, shape_of
+from ipu_jax.base.jaxprs import ELEMENTWISE, shape_of, variables
 from ipu_jax.core.cutting.scan_layers import ScanStack
 
 
@@ -247,7 +248,7 @@ def rows_at(x: Value, rows: np.ndarray, dim: int) -> Value:
             runs.append([row, 1])
     if numbers == [*range(x.shape[dim])][::-1]:
         return lax.rev(x, (dim,))
-    parts = [lax.slice_in_dim(x, first, first + count, axis=dim) for first, count in runs]
+    parts = [lax.slice_in_dim(x, first, first + count, axis=dim) for first, count in runs or [[0, 0]]]
     return lax.concatenate(parts, dim) if len(parts) > 1 else parts[0]
 
 
@@ -272,6 +273,12 @@ def equations(fn: Function, inputs: Sequence[Tree], outputs: Sequence[Var], like
         like: the equation in whose place they stand: they get its line in the user's file.
     """
     traced = jax.make_jaxpr(fn)(*jax.tree.map(lambda v: shape_of(v.aval), inputs)).jaxpr
+    made = [v for eqn in traced.eqns for v in eqn.outvars]
+    if len({*made}.intersection(variables(traced.outvars))) < len(
+        traced.outvars
+    ):  # a result is an input, or another one
+        copied = lambda *args: [copy_p.bind(x) for x in jax.tree.leaves(fn(*args))]
+        traced = jax.make_jaxpr(copied)(*jax.tree.map(lambda v: shape_of(v.aval), inputs)).jaxpr
     named: dict[Var, Var] = dict(zip(traced.invars, jax.tree.leaves(inputs), strict=True))
     for var, output in zip(traced.outvars, outputs, strict=True):
         named[var] = output

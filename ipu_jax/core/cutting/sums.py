@@ -4,7 +4,7 @@ sum(w ** 2)      stage 0: a = sum(w[0:4] ** 2)      stage 1: b = a + sum(w[4:8] 
 """
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from jax import lax
@@ -34,7 +34,11 @@ class Tile(NamedTuple):
 
 
 def sum_of_parts(
-    eqn: Eqn, taker: RowTaker, tiles: Mapping[Var, Sequence[Tile]], axes: Mapping[Var, int]
+    eqn: Eqn,
+    taker: RowTaker,
+    tiles: Mapping[Var, Sequence[Tile]],
+    axes: Mapping[Var, int],
+    needs_all: Callable[[Var], bool],
 ) -> list[tuple[Eqn, int]]:
     """Return equations that compute a value from a part for each stage, with the stages that run them; [] if none can.
 
@@ -43,6 +47,7 @@ def sum_of_parts(
         taker: follows rows back to leaves.
         tiles: per leaf that is divided, which rows each stage has.
         axes: per leaf, the dim along which its rows are.
+        needs_all: returns whether a value depends on all rows of a divided leaf, so that no early stage has it.
     """
     for dims in _reduced(eqn):
         for leaf, of_leaf in tiles.items():
@@ -51,7 +56,10 @@ def sum_of_parts(
                 continue
             scaled = [(tile.start * size // count, tile.stop * size // count, tile.stage) for tile in of_leaf]
             rows = [([Taken(d, start, stop) for d in dims], stage) for start, stop, stage in scaled]
-            if all(_has_rows(eqn, *of_stage, taker, tiles, axes) for of_stage in rows):
+            ends = [_ends(eqn, of_inputs, taker) for of_inputs, _ in rows]
+            whole = any(of is None and v not in tiles and needs_all(v) for of_part in ends for v, of in of_part)
+            stages = [stage for _, stage in rows]
+            if not whole and all(_has_rows(*of_part, tiles, axes) for of_part in zip(ends, stages, strict=True)):
                 return _in_parts(eqn, sorted(rows, key=operator.itemgetter(1)), taker)
     return []
 
@@ -63,16 +71,14 @@ def _reduced(eqn: Eqn) -> list[list[int]]:
     return [[int(d)] for d in eqn.params["axes"]] if eqn.primitive.name in ADDED else []
 
 
+def _ends(eqn: Eqn, rows: list[Taken], taker: RowTaker) -> list[tuple[Var, Taken | None]]:
+    return [end for v, of in zip(eqn.invars, rows, strict=True) for end in taker.reached(v, of)]
+
+
 def _has_rows(
-    eqn: Eqn,
-    rows: list[Taken],
-    stage: int,
-    taker: RowTaker,
-    tiles: Mapping[Var, Sequence[Tile]],
-    axes: Mapping[Var, int],
+    ends: Sequence[tuple[Var, Taken | None]], stage: int, tiles: Mapping[Var, Sequence[Tile]], axes: Mapping[Var, int]
 ) -> bool:
-    """Return whether a stage has all that rows of the inputs are computed from."""
-    ends = [end for v, of in zip(eqn.invars, rows, strict=True) for end in taker.reached(v, of)]
+    """Return whether a stage has all rows of divided leaves among these."""
     of_leaves = [(v, of) for v, of in ends if v in tiles]
     own = lambda v, of: any(t.start <= of.start and of.stop <= t.stop for t in tiles[v] if t.stage == stage)
     return bool(of_leaves) and all(of is not None and of.dim == axes[v] and own(v, of) for v, of in of_leaves)

@@ -29,6 +29,7 @@ from ipu_jax.base.jaxprs import (
     CALLS,
     CHECKPOINTS,
     JITS,
+    bodies_of,
     closed_of,
     in_scan_parts,
     needed,
@@ -36,8 +37,8 @@ from ipu_jax.base.jaxprs import (
     variables,
 )
 from ipu_jax.core.cutting.known_places import at_known_places
-from ipu_jax.core.cutting.rows import JOINS, RowTaker, Taken, slices_of_leaves, taken_by
-from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack, layers_of
+from ipu_jax.core.cutting.rows import JOINS, RowTaker, Taken, equations, slices_of_leaves, taken_by
+from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack, has_inner_layers, layers_of, unrolled
 from ipu_jax.core.layout.whole_tree import Part
 from ipu_jax.core.programs.cost import bytes_of, equation_flops
 
@@ -47,6 +48,8 @@ Kind = Literal["w", "b", "s", "a"]
 Read = tuple[str, Part]
 """A leaf of the "params" or of the "state", or rows of it."""
 
+_MOST_GROUPS: Final = 32
+"""How many groups of layers, each a scan of its own, are unrolled."""
 SMALL: Final = 4096
 """Bytes up to which a value that is computed from larger weights is sent, so that the weights stay in one stage."""
 _AGAIN: Final = 64
@@ -155,8 +158,10 @@ class FunctionTrace:
                 rows = [end for v in variables(stacked) for end in taker.reached(v, Taken(0, op.row, op.row + 1))]
             read = set[Read]().union(*(own.get(v, ()) for v in variables(others)))
             for v, of_leaf in rows:
-                is_part = of_leaf is not None and self.axes.get(v, 0) == of_leaf.dim and v in sliced
-                read |= {self._rows_of(sliced[v], of_leaf)} if is_part else own.get(v, set())
+                if of_leaf is not None and v in sliced and self.axes.get(v, 0) == of_leaf.dim:
+                    read |= {self._rows_of(sliced[v], of_leaf)}
+                else:
+                    read |= own.get(v, set())
             if op.effects or self.is_activation(op.outvars[0]):
                 found[id(op)] = read
                 continue
@@ -317,8 +322,32 @@ class FunctionTrace:
         found.operations = [self.operations[t] for t in sorted(range(len(turns)), key=turns.__getitem__)]
         return found
 
+    def _unroll_groups(self) -> None:
+        """Unroll scans over groups of layers, so that the layers of each group become a scan of their own."""
+        weights, taker = {v for v, kind in self.kinds.items() if kind == "w"}, self.row_taker()
+        groups = set[int]()
+        for op in self.operations:
+            if has_inner_layers(op, weights) and not op.effects and op.params["length"] <= _MOST_GROUPS:
+                xs = variables(in_scan_parts(op.params, op.invars)[2])
+                ends = [of for v in xs for leaf, of in taker.reached(v, Taken(0, 0, 1)) if leaf in self.params]
+                if any(of is not None and of.stop > of.start + 1 for of in ends):  # a group is several rows of a leaf
+                    groups.add(id(op))
+        if not groups:
+            return
+        found: list[Eqn] = []
+        for op in self.operations:
+            outer = self.opened.get(op.outvars[0]) if op.outvars else None
+            new = equations(unrolled(op), op.invars, op.outvars) if id(op) in groups else [op]
+            self.opened |= {v: outer for eqn in new for v in eqn.outvars if outer is not None}
+            found += new
+        self.operations = found
+        self._open_checkpoints()
+        self.operations = needed(self.operations, self.results, effects=True)
+        self._find_kinds()
+
     def _slice_leaves(self) -> None:
         """Let slices and scans over weights read rows of leaves wherever rows can be followed back to these."""
+        self._unroll_groups()
         leaves = [*self.params, *self.state]
         of_leaves = [*leaves, *(v for v, kind in self.kinds.items() if kind in ("w", "s"))]
         constants = dict(zip(self.closed.jaxpr.constvars, self.closed.consts, strict=True)) | self.constants
@@ -383,10 +412,7 @@ class FunctionTrace:
 
 def _contracts(eqn: Eqn) -> bool:
     """Return whether an equation can take many FLOPs per element of its result."""
-    name = eqn.primitive.name
-    return name in ("dot_general", "conv_general_dilated", "scan", "while", "cond") or any(
-        True for _ in core.jaxprs_in_params(eqn.params)
-    )
+    return eqn.primitive.name in ("dot_general", "conv_general_dilated") or any(True for _ in bodies_of(eqn))
 
 
 def trace_of(fn: Function, params: Params, state: Tree, microbatch: Batch, key: Key) -> tuple[FunctionTrace, Tree]:
