@@ -254,8 +254,17 @@ class FunctionTrace:
     def _first_reader(self, ends: Sequence[tuple[Var, Taken | None]]) -> Var | None:
         """Return a result of the first operation that reads rows of weights among these."""
         wanted = [("params", Part(self.params.index(v), of[1:], of.dim)) for v, of in ends if v in self.params and of]
-        found = (op for op in self.operations if any(r in self.reads.get(id(op), ()) for r in wanted) and op.outvars)
-        return next((op.outvars[0] for op in found), None)
+        found = [self.first_readers[read] for read in wanted if read in self.first_readers]
+        return min(found, key=operator.itemgetter(0))[1] if found else None
+
+    @functools.cached_property
+    def first_readers(self) -> dict[Read, tuple[int, Var]]:
+        """Return, for each `Read`, the number of the first operation that reads it, and a result of that."""
+        found: dict[Read, tuple[int, Var]] = {}
+        for t, op in enumerate(self.operations):
+            for read in self.reads.get(id(op), ()) if op.outvars else ():
+                found.setdefault(read, (t, op.outvars[0]))
+        return found
 
     @property
     def stacked(self) -> dict[int, list[tuple[Part, Var]]]:
@@ -317,7 +326,7 @@ class FunctionTrace:
                 turns.append(max(made or [first[read] for read in reads if read in first], default=t))
             turn |= dict.fromkeys(op.outvars, turns[-1])
         found = copy.copy(self)
-        for name in ("new_rows", "late_taker", "activations"):
+        for name in ("new_rows", "late_taker", "first_readers", "activations"):
             found.__dict__.pop(name, None)
         found.operations = [self.operations[t] for t in sorted(range(len(turns)), key=turns.__getitem__)]
         return found
