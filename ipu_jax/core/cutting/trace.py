@@ -425,7 +425,8 @@ class FunctionTrace:
             inputs = variables(op.invars)
             on = {kinds[v] for v in inputs} - {None}
             on = {"w"} if self.masked.intersection(op.outvars) else on
-            kind = "a" if len(on) > 1 or op.effects or isinstance(op, ScanLayer | ScanStack) else next(iter(on), None)
+            is_layer = isinstance(op, ScanLayer | ScanStack)
+            kind = "a" if len(on) > 1 or op.effects or is_layer else next(iter(on), None)
             if kind != "a":
                 work = equation_flops(op) + sum(flops.get(v, 0.0) for v in {*inputs})
                 size = bytes_of([v.aval for v in op.outvars])
