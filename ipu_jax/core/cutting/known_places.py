@@ -17,7 +17,7 @@ from ipu_jax.base.annotations import Eqn, Function, Value, Var
 from ipu_jax.base.jaxprs import variables
 from ipu_jax.core.cutting.counted_loops import over_rows
 from ipu_jax.core.cutting.numbers import Numbers
-from ipu_jax.core.cutting.rows import equations, row_of_gather, rows_at
+from ipu_jax.core.cutting.rows import dim_of_update, equations, row_of_gather, rows_at
 
 _MOST_PIECES: Final = 256
 """Of how many rows that do not follow one another a value may be joined."""
@@ -103,12 +103,8 @@ def _updated(op: Eqn, numbers: Numbers) -> list[Eqn] | None:
             return None
     else:
         _, at, update = op.invars
-        dims, row = op.params["dimension_numbers"], numbers.of(at)
-        axes, is_whole = dims.inserted_window_dims, len(dims.update_window_dims) == update.aval.ndim
-        if row is None or row.shape != (1,) or len(axes) != 1 or axes != dims.scatter_dims_to_operand_dims:
-            return None
-        (axis,) = axes
-        if not is_whole or not 0 <= row[0] < operand.aval.shape[axis]:
+        row, axis = numbers.of(at), dim_of_update(op)
+        if row is None or axis is None or not 0 <= row[0] < operand.aval.shape[axis]:
             return None
         places = [row[0] if d == axis else 0 for d in range(operand.aval.ndim)]
     first = [int(place) for place in places]

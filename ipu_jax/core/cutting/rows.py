@@ -182,10 +182,12 @@ def rows_before(eqn: Eqn, taken: Taken) -> Before | None:
     return None if rule is None else rule(eqn, taken)
 
 
-def joined_before(eqn: Eqn, taken: Taken) -> list[tuple[Var, Taken]] | None:
+def joined_before(eqn: Eqn | ScanStack, taken: Taken) -> list[tuple[Var, Taken]] | None:
     """Return the values, and their rows, that follow one another in rows of a result; None for other equations."""
-    name = eqn.primitive.name if hasattr(eqn, "primitive") else ""
-    if isinstance(eqn, ScanStack) and taken.dim == 0:
+    name = "" if isinstance(eqn, ScanStack) else eqn.primitive.name
+    if isinstance(eqn, ScanStack):
+        if taken.dim != 0:
+            return None
         pieces = [(v, 1, 0) for v in (eqn.invars[::-1] if eqn.scan.params["reverse"] else eqn.invars)]
     elif name == "concatenate" and eqn.params["dimension"] == taken.dim:
         pieces = [(v, v.aval.shape[taken.dim], 0) for v in eqn.invars]
@@ -235,6 +237,20 @@ def row_of_gather(eqn: Eqn) -> int | None:
         return None
     own = [d for d in range(operand.ndim) if d != dim] if places.ndim == 2 else range(operand.ndim - 1)
     return dim if tuple(dims.offset_dims) == (*own,) else None
+
+
+def dim_of_update(eqn: Eqn) -> int | None:
+    """Return the dim along which a `scatter`, or a `dynamic_update_slice`, changes one row; None for others."""
+    operand = eqn.invars[0].aval.shape
+    if eqn.primitive.name == "dynamic_update_slice":
+        update = eqn.invars[1].aval.shape
+        dims = [d for d, size in enumerate(update) if size != operand[d]]
+        return dims[0] if len(dims) == 1 and update[dims[0]] == 1 else None
+    dims, update = eqn.params["dimension_numbers"], eqn.invars[2].aval
+    axes, is_whole = dims.inserted_window_dims, len(dims.update_window_dims) == update.ndim
+    if len(axes) != 1 or axes != dims.scatter_dims_to_operand_dims or eqn.invars[1].aval.shape != (1,) or not is_whole:
+        return None
+    return axes[0] if update.shape == (*operand[: axes[0]], *operand[axes[0] + 1 :]) else None
 
 
 def rows_at(x: Value, rows: np.ndarray, dim: int) -> Value:
@@ -389,7 +405,8 @@ def _dim_by_dim(op: Eqn) -> list[Eqn]:
     """Return slices of one dim each in place of a slice of several dims."""
     if getattr(op, "primitive", None) is not lax.slice_p or set(op.params["strides"] or ()) - {1}:
         return [op]
-    operand, (result,) = op.invars[0], op.outvars
+    operand: Var = op.invars[0]
+    (result,) = op.outvars
     dims = [d for d, size in enumerate(result.aval.shape) if size != operand.aval.shape[d]]
     found = list[Eqn]()
     for d in dims if len(dims) > 1 else ():

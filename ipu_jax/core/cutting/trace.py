@@ -37,7 +37,7 @@ from ipu_jax.base.jaxprs import (
     variables,
 )
 from ipu_jax.core.cutting.known_places import at_known_places
-from ipu_jax.core.cutting.rows import JOINS, RowTaker, Taken, equations, slices_of_leaves, taken_by
+from ipu_jax.core.cutting.rows import FOLLOWED, JOINS, RowTaker, Taken, equations, slices_of_leaves, taken_by
 from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack, has_inner_layers, layers_of, unrolled
 from ipu_jax.core.layout.whole_tree import Part
 from ipu_jax.core.programs.cost import bytes_of, equation_flops
@@ -91,6 +91,7 @@ class FunctionTrace:
         made_by: the operation that computes a variable.
         axes: per leaf of which operations take rows, the dim along which these are.
         opened: the `jax.checkpoint` that was around the operation that computes a variable.
+        masked: values of weights and batch of which only scans over weights read rows: they are computed again.
     """
 
     closed: Jaxpr
@@ -107,6 +108,7 @@ class FunctionTrace:
     made_by: dict[Var, Eqn] = dataclasses.field(default_factory=dict)
     axes: dict[Var, int] = dataclasses.field(default_factory=dict)
     opened: dict[Var, Eqn] = dataclasses.field(default_factory=dict)
+    masked: set[Var] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._open_checkpoints()
@@ -362,17 +364,41 @@ class FunctionTrace:
         constants = dict(zip(self.closed.jaxpr.constvars, self.closed.consts, strict=True)) | self.constants
         self.operations = at_known_places(self.operations, constants, of_leaves)
         self._find_kinds()
+        mixed = self._mixed()
         taker = self.row_taker()
+        taker.made |= mixed
         for op in self.operations:
             if _is_over_weights(op, self.kinds):
                 stacked, length = variables(in_scan_parts(op.params, op.invars)[2]), op.params["length"]
                 for v, row in itertools.product(stacked, range(length)):
                     rows = [end for end in taker.reached(v, Taken(0, row, row + 1)) if end[0] in {*leaves}]
                     self.axes |= {leaf: of.dim for leaf, of in rows if of is not None and leaf not in self.axes}
-        self.operations = needed(
-            slices_of_leaves(self.operations, taker, leaves, self.axes), self.results, effects=True
-        )
+        operations = slices_of_leaves(self.operations, taker, leaves, self.axes)
+        self.operations = needed(operations, self.results, effects=True)
+        read_by_rows = {*mixed}.difference(self.results)
+        for op in reversed(self.operations):
+            whole = op.invars
+            if _is_over_weights(op, self.kinds):
+                fixed, carry, _ = in_scan_parts(op.params, op.invars)
+                whole = [*fixed, *carry]
+            if op.outvars[0] not in read_by_rows:
+                read_by_rows.difference_update(variables(whole))
+        self.masked |= read_by_rows
         self._find_kinds()
+
+    def _mixed(self) -> dict[Var, Eqn]:
+        """Return the operations on weights and batch whose rows follow from theirs, such as weights times a mask."""
+        found: dict[Var, Eqn] = {}
+        for op in self.operations:
+            follows = op.primitive.name in FOLLOWED and not op.effects and not _contracts(op)
+            inputs = variables(op.invars)
+            if (
+                follows
+                and self.is_activation(op.outvars[0])
+                and all(v in found or self.kinds[v] != "a" for v in inputs)
+            ):
+                found[op.outvars[0]] = op
+        return found
 
     def _open_checkpoints(self) -> None:
         """Inline each `jax.checkpoint` that is around much of the work."""
@@ -407,7 +433,9 @@ class FunctionTrace:
         for op in self.operations:
             inputs = variables(op.invars)
             on = {kinds[v] for v in inputs} - {None}
-            kind = "a" if len(on) > 1 or op.effects or isinstance(op, ScanLayer | ScanStack) else next(iter(on), None)
+            on = {"w"} if self.masked.intersection(op.outvars) else on
+            is_layer = isinstance(op, ScanLayer | ScanStack)
+            kind = "a" if len(on) > 1 or op.effects or is_layer else next(iter(on), None)
             if kind != "a":
                 work = equation_flops(op) + sum(flops.get(v, 0.0) for v in {*inputs})
                 size = bytes_of([v.aval for v in op.outvars])
