@@ -160,23 +160,26 @@ class FunctionTrace:
                 rows = [end for v in variables(stacked) for end in taker.reached(v, Taken(0, op.row, op.row + 1))]
             read = set[Read]().union(*(own.get(v, ()) for v in variables(others)))
             for v, of_leaf in rows:
-                if of_leaf is not None and v in sliced and self.axes.get(v, 0) == of_leaf.dim:
-                    read |= {self._rows_of(sliced[v], of_leaf)}
-                else:
-                    read |= own.get(v, set())
+                part = self._rows_of(sliced.get(v), of_leaf)
+                read |= own.get(v, set()) if part is None else {part}
             if op.effects or self.is_activation(op.outvars[0]):
                 found[id(op)] = read
                 continue
             taken = taken_by(op)
-            if taken is not None and op.invars[0] in sliced and self.axes.get(op.invars[0], 0) == taken.dim:
-                sliced[op.outvars[0]] = self._rows_of(sliced[op.invars[0]], taken)
-                read = {sliced[op.outvars[0]]}
+            part = None if taken is None else self._rows_of(sliced.get(op.invars[0]), taken)
+            if part is not None:
+                sliced[op.outvars[0]] = part
+                read = {part}
             own |= {v: read for v in op.outvars if v not in sent}
         return found
 
-    def _rows_of(self, leaf: Read, taken: Taken) -> Read:
+    def _rows_of(self, leaf: Read | None, taken: Taken | None) -> Read | None:
+        """Return rows of a leaf, or of rows of it; None if they are not the rows by which the leaf is divided."""
+        if leaf is None or taken is None:
+            return None
         name, part = leaf
-        return name, part.part(taken.start, taken.stop, taken.dim)
+        whole = (self.params if name == "params" else self.state)[part.leaf]
+        return (name, part.part(*taken[1:], taken.dim)) if self.axes.get(whole, 0) == taken.dim else None
 
     def row_taker(self) -> RowTaker:
         """Return what follows rows of values back to leaves: through all operations that can run again, and joins."""
