@@ -32,8 +32,8 @@ from ipu_jax.base.jaxprs import (
     bodies_of,
     closed_of,
     in_scan_parts,
+    is_float,
     needed,
-    scan_parts,
     variables,
 )
 from ipu_jax.core.cutting.known_places import at_known_places
@@ -116,8 +116,8 @@ class FunctionTrace:
         self.operations = needed(self.operations, results, effects=True)
         self._find_kinds()
         self._slice_leaves()
-        if any(_is_over_weights(op, self.kinds) for op in self.operations):
-            layers = [layers_of(op) if _is_over_weights(op, self.kinds) else [op] for op in self.operations]
+        if any(self._goes_over_layers(op) for op in self.operations):
+            layers = [layers_of(op) if self._goes_over_layers(op) else [op] for op in self.operations]
             self.operations = needed([*itertools.chain(*layers)], results, effects=True)
             self._find_kinds()
             for op in self.operations:
@@ -324,6 +324,15 @@ class FunctionTrace:
         found.operations = [self.operations[t] for t in sorted(range(len(turns)), key=turns.__getitem__)]
         return found
 
+    def _goes_over_layers(self, op: Eqn) -> bool:
+        """Return whether an operation is a scan over rows of weights, or of matrices that the function closes over."""
+        if op.primitive.name != "scan" or op.params["length"] < 2 or op.effects:
+            return False
+        _, carry, rows = in_scan_parts(op.params, op.invars)
+        constants = {v for v in (*self.closed.jaxpr.constvars, *self.constants) if is_float(v) and v.aval.ndim > 2}
+        is_over = any(self.kinds[v] == "w" or v in constants for v in variables(rows))
+        return is_over and any(map(self.is_activation, op.outvars[: len(carry)]))
+
     def _unroll_groups(self) -> None:
         """Unroll scans over groups of layers, so that the layers of each group become a scan of their own."""
         weights, taker = {v for v, kind in self.kinds.items() if kind == "w"}, self.row_taker()
@@ -359,7 +368,7 @@ class FunctionTrace:
         taker = self.row_taker()
         taker.made |= mixed
         for op in self.operations:
-            if _is_over_weights(op, self.kinds):
+            if self._goes_over_layers(op):
                 stacked, length = variables(in_scan_parts(op.params, op.invars)[2]), op.params["length"]
                 for v, row in itertools.product(stacked, range(length)):
                     rows = [end for end in taker.reached(v, Taken(0, row, row + 1)) if end[0] in {*leaves}]
@@ -369,7 +378,7 @@ class FunctionTrace:
         read_by_rows = {*mixed}.difference(self.results)
         for op in reversed(self.operations):
             whole = op.invars
-            if _is_over_weights(op, self.kinds):
+            if self._goes_over_layers(op):
                 fixed, carry, _ = in_scan_parts(op.params, op.invars)
                 whole = [*fixed, *carry]
             if op.outvars[0] not in read_by_rows:
@@ -489,14 +498,6 @@ def _inlined(
             operations.append(eqn.replace(invars=inputs, outvars=outputs, source_info=info))
         env.update(zip(eqn.outvars, outputs, strict=True))
     return [atom(v) for v in jaxpr.outvars]
-
-
-def _is_over_weights(eqn: Eqn, kinds: dict[Var, Kind]) -> bool:
-    if eqn.primitive.name != "scan" or eqn.params["length"] < 2 or eqn.effects:
-        return False
-    consts, carry = scan_parts(eqn.params)
-    rows = variables(eqn.invars[consts + carry :])
-    return any(kinds[v] == "w" for v in rows) and any(kinds[v] == "a" for v in eqn.outvars[:carry])
 
 
 def line_of(operation: Eqn) -> str:
