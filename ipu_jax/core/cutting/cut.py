@@ -25,6 +25,7 @@ from ipu_jax.base.annotations import Eqn, Jaxpr, Tree, Var
 from ipu_jax.base.jaxprs import CALLS, CHECKPOINTS, closed_of, is_float, scan_parts, variables
 from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack
 from ipu_jax.core.cutting.trace import FunctionTrace
+from ipu_jax.core.layout.whole_tree import Part
 from ipu_jax.core.programs.cost import bytes_of, equation_flops
 
 _EVEN: Final = 1.25
@@ -160,19 +161,21 @@ class Places:
         trace, at = self.trace, {v: t for t, op in enumerate(self.operations) for v in op.outvars}
         if not trace.state:
             return []
-        read = [
-            (t, part) for t, op in enumerate(self.operations) for name, part in trace.reads[id(op)] if name == "state"
-        ]
+        read: dict[int, list[tuple[int, Part]]] = {}  # per leaf
+        for t, op in enumerate(self.operations):
+            for name, part in trace.reads[id(op)]:
+                if name == "state":
+                    read.setdefault(part.leaf, []).append((t, part))
         found: list[tuple[int, int, int]] = []
         for leaves in trace.kept_together:
             parts = [held for k in leaves for held in trace.stacked.get(k, ())]
             if not parts:
-                times = [t for t, part in read if part.leaf in leaves]
+                times = [t for k in leaves for t, _ in read.get(k, ())]
                 times += [at[v] for v in (trace.new_state[k] for k in leaves) if trace.is_activation(v)]
                 times += [len(self.operations) - 1 for v in trace.outputs if leaves & trace.leaves_of(v)]
                 found.append((min(leaves), min(times), max(times)))
             for rows, new in parts:
-                times = [t for t, part in read if rows.holds(part)] + [at[new]]
+                times = [t for t, part in read.get(rows.leaf, ()) if rows.holds(part)] + [at[new]]
                 found.append((rows.leaf, min(times), max(times)))
         return found
 

@@ -325,7 +325,7 @@ def check_constants(trace: FunctionTrace) -> None:
 
 def check_marks(trace: FunctionTrace, names: Sequence[str]) -> None:
     """Raise `ValueError` for a mark inside an operation with a body, where a function is not cut."""
-    for operation in trace.operations:
+    for operation in {id(getattr(op, "scan", op)): op for op in trace.operations}.values():
         scan = getattr(operation, "scan", None)
         mend = "leave it out, since a scan over weights is cut between its layers" if scan else "mark its result"
         for eqn in (eqn for body in bodies_of(scan or operation) for eqn in all_equations(plain(body))):

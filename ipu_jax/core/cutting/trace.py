@@ -160,23 +160,26 @@ class FunctionTrace:
                 rows = [end for v in variables(stacked) for end in taker.reached(v, Taken(0, op.row, op.row + 1))]
             read = set[Read]().union(*(own.get(v, ()) for v in variables(others)))
             for v, of_leaf in rows:
-                if of_leaf is not None and v in sliced and self.axes.get(v, 0) == of_leaf.dim:
-                    read |= {self._rows_of(sliced[v], of_leaf)}
-                else:
-                    read |= own.get(v, set())
+                part = self._rows_of(sliced.get(v), of_leaf)
+                read |= own.get(v, set()) if part is None else {part}
             if op.effects or self.is_activation(op.outvars[0]):
                 found[id(op)] = read
                 continue
             taken = taken_by(op)
-            if taken is not None and op.invars[0] in sliced and self.axes.get(op.invars[0], 0) == taken.dim:
-                sliced[op.outvars[0]] = self._rows_of(sliced[op.invars[0]], taken)
-                read = {sliced[op.outvars[0]]}
+            part = None if taken is None else self._rows_of(sliced.get(op.invars[0]), taken)
+            if part is not None:
+                sliced[op.outvars[0]] = part
+                read = {part}
             own |= {v: read for v in op.outvars if v not in sent}
         return found
 
-    def _rows_of(self, leaf: Read, taken: Taken) -> Read:
+    def _rows_of(self, leaf: Read | None, taken: Taken | None) -> Read | None:
+        """Return rows of a leaf, or of rows of it; None if they are not the rows by which the leaf is divided."""
+        if leaf is None or taken is None:
+            return None
         name, part = leaf
-        return name, part.part(taken.start, taken.stop, taken.dim)
+        whole = (self.params if name == "params" else self.state)[part.leaf]
+        return (name, part.part(*taken[1:], taken.dim)) if self.axes.get(whole, 0) == taken.dim else None
 
     def row_taker(self) -> RowTaker:
         """Return what follows rows of values back to leaves: through all operations that can run again, and joins."""
@@ -256,8 +259,17 @@ class FunctionTrace:
     def _first_reader(self, ends: Sequence[tuple[Var, Taken | None]]) -> Var | None:
         """Return a result of the first operation that reads rows of weights among these."""
         wanted = [("params", Part(self.params.index(v), of[1:], of.dim)) for v, of in ends if v in self.params and of]
-        found = (op for op in self.operations if any(r in self.reads.get(id(op), ()) for r in wanted) and op.outvars)
-        return next((op.outvars[0] for op in found), None)
+        found = [self.first_readers[read] for read in wanted if read in self.first_readers]
+        return min(found, key=operator.itemgetter(0))[1] if found else None
+
+    @functools.cached_property
+    def first_readers(self) -> dict[Read, tuple[int, Var]]:
+        """Return, for each `Read`, the number of the first operation that reads it, and a result of that."""
+        found: dict[Read, tuple[int, Var]] = {}
+        for t, op in enumerate(self.operations):
+            for read in self.reads.get(id(op), ()) if op.outvars else ():
+                found.setdefault(read, (t, op.outvars[0]))
+        return found
 
     @property
     def stacked(self) -> dict[int, list[tuple[Part, Var]]]:
@@ -319,7 +331,7 @@ class FunctionTrace:
                 turns.append(max(made or [first[read] for read in reads if read in first], default=t))
             turn |= dict.fromkeys(op.outvars, turns[-1])
         found = copy.copy(self)
-        for name in ("new_rows", "late_taker", "activations"):
+        for name in ("new_rows", "late_taker", "first_readers", "activations"):
             found.__dict__.pop(name, None)
         found.operations = [self.operations[t] for t in sorted(range(len(turns)), key=turns.__getitem__)]
         return found
