@@ -40,14 +40,7 @@ NEVER = {
 }
 NOT_YET: dict[str, Any] = {
     "a scan in a scan": ("scan of scans-4", "linen, remat_scan-4"),
-    "a function with its own derivative": (
-        *("softplus, scan", "relu, loop", "rounded, loop", "quantised per layer, loop", "quantised per layer, scan"),
-    ),
     "weights times a batch": ("batch's mask, scan", "batch's mask, loop"),
-    "rows inside of a call": (
-        *("checkpoints that close over the stack", "checkpoints of the stack and a number"),
-        "cond, rows in the branch",
-    ),
     "a sum for each layer that is a result": ("norms of layers as aux",),
     "counts over all rows": ("histogram as aux",),
     "an operation on the new state": (
