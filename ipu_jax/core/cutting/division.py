@@ -116,7 +116,8 @@ class Division:
 
         It is one, unless the new value follows from the state alone, as a counter's: then all stages that read it, or
         compute from it the new value of another leaf that they hold, hold a copy, and update it alike. If none does,
-        all stages hold a small leaf, and stage 0 a larger one.
+        the stage that computes what it follows from holds it. Otherwise all stages hold a small leaf, and stage 0 a
+        larger one.
         """
         if not self.trace.new_state or self.placed is not None:
             return self.placed or []
@@ -134,7 +135,9 @@ class Division:
                 homes[k] = home
         everywhere = {*range(len(self.own))}  # another function may read it at any of them
         small = [bytes_of([v.aval]) <= SMALL for v in trace.state]
-        homes = [of_leaf or (everywhere if is_small else {0}) for of_leaf, is_small in zip(homes, small, strict=True)]
+        sums = [{self.stage_of[v] for v in self.needs([new], -1).incoming} for new in trace.new_state]
+        unread = [{max(of)} if of else everywhere if few else {0} for of, few in zip(sums, small, strict=True)]
+        homes = [of_leaf or other for of_leaf, other in zip(homes, unread, strict=True)]
         results = [(of_leaf, trace.leaves_of(v)) for of_leaf, v in zip(homes, trace.new_state, strict=True)]
         for leaves in filter(None, map(trace.leaves_of, trace.aux)):
             results.append(({min(homes[min(leaves, key=lambda k: k not in kept)])}, leaves))
@@ -280,7 +283,7 @@ def _rows_read(runs: Iterable[list[ScanLayer]], taker: RowTaker) -> _Rows:
     read = [
         (v, *_range_of(run)) for run in parts for v in variables(in_scan_parts(run[0].scan.params, run[0].invars)[2])
     ]
-    return {(v, *rows): taker.take(v, Taken(0, *rows)) for v, *rows in read}
+    return {(v, start, stop): taker.take(v, Taken(0, start, stop)) for v, start, stop in read}
 
 
 def _shorter(run: list[ScanLayer], rows: _Rows) -> Eqn:
@@ -336,13 +339,12 @@ def _new_rows(
     for leaf, new_rows in trace.new_rows.items():
         new = trace.new_state[leaf]
         for s, of_stage in itertools.groupby(new_rows.rows, lambda row: stage_of[row[1]]):
-            parts = [part for part, _ in of_stage]
-            part = Part(leaf, (parts[0].rows[0], parts[-1].rows[1]), new_rows.axis)
-            count, is_whole = len(taker.equations), len(parts) == len(new_rows.rows)
-            rows = taker.take(new, Taken(new_rows.axis, *part.rows))
+            ends = sorted(end for part, _ in of_stage for end in part.rows or ())
+            count, taken = len(taker.equations), Taken(new_rows.axis, ends[0], ends[-1])
+            rows = taker.take(new, taken)
             own = taker.equations[count:]
             before[s] += [*needed(late, [rows, *read_by(own)]), *own]
-            found.append(NewValue(Part(leaf) if is_whole else part, s, rows))
+            found.append(NewValue(Part(leaf) if rows is new else Part(leaf, taken[1:], taken.dim), s, rows))
     return found, before
 
 
@@ -383,7 +385,7 @@ def _with_small_values(division: Division, homes: Mapping[int, int], taker: RowT
 
     The stage that has the weights computes it. Otherwise the stage that needs it would have to hold all of them, too.
     """
-    own, trace = division.own, division.trace
+    own, trace, without = division.own, division.trace, division
     small: list[tuple[Eqn, set[Part], int | None]] = [(*found, None) for found in _small_operations(division)]
     results = {v for op, _, _ in small for v in op.outvars}
     read = [
@@ -406,12 +408,11 @@ def _with_small_values(division: Division, homes: Mapping[int, int], taker: RowT
         if home is not None or None not in (*before, *at):
             stage = max([*filter(None, before), *filter(None, at)], default=0)
             placed |= dict.fromkeys(op.outvars, stage if home is None else home)
-    if not placed or any(placed.get(v, 0) > s for s, eqns in enumerate(own) for v in read_by(eqns)):
-        return (
-            division  # a stage needs such a value before the one with its weights: it is computed again, from weights
-        )
     added = [[op for op, *_ in small if placed.get(op.outvars[0]) == s] for s in range(len(own))]
-    return dataclasses.replace(division, own=[in_order(eqns, eqns) for eqns in map(operator.add, own, added)])
+    found = dataclasses.replace(division, own=[in_order(eqns, eqns) for eqns in map(operator.add, own, added)])
+    wanted = [[*read_by(eqns), *(value.new for value in found.state_of(s))] for s, eqns in enumerate(found.own)]
+    early = (found.stage_of[v] > s for s, vs in enumerate(wanted) for v in found.needs(vs, s).incoming)
+    return without if any(early) else found  # such a value is computed again, from weights, where it is needed early
 
 
 def _with_sums(
@@ -422,11 +423,14 @@ def _with_sums(
     for s, of_stage in enumerate(read):
         for part in map(division.parts.__getitem__, of_stage):
             rows.setdefault(trace.params[part.leaf], {}).setdefault(s, []).append(part.rows)
-    tiles = {v: _tiles(of_leaf) for v, of_leaf in rows.items() if not any(None in of for of in of_leaf.values())}
+    divided = {v: of_leaf for v, of_leaf in rows.items() if not any(None in of for of in of_leaf.values())}
+    tiles = {v: _tiles(of_leaf, v.aval.shape[trace.axes.get(v, 0)]) for v, of_leaf in divided.items()}
     tiles = {v: of_leaf for v, of_leaf in tiles.items() if len(of_leaf) > 1}
+    leaf_of = lambda v: trace.params[division.parts[v].leaf]
+    needs_all = lambda v: any(leaf_of(part) in tiles for part in division.needs([v], -1).weights)
     found: list[Any] = []
     for op, of_op, _ in small if tiles else ():
-        parts = sum_of_parts(op, taker, tiles, trace.axes)
+        parts = sum_of_parts(op, taker, tiles, trace.axes, needs_all)
         found += [(eqn, set[Part](), stage) for eqn, stage in parts] or [(op, of_op, None)]
     if not tiles:
         return division, small
@@ -477,14 +481,14 @@ def _with_rows_gathered(division: Division) -> Division:
             read.setdefault(parts[v].leaf, {}).setdefault(s, []).append(v)
     for leaf, by_stage in read.items():
         rows = {v: parts[v].rows for of_stage in by_stage.values() for v in of_stage}
-        tiles = [] if None in rows.values() else _tiles({s: [rows[v] for v in vs] for s, vs in by_stage.items()})
         whole = trace.params[leaf]
         dim = trace.axes.get(whole, 0)
+        of_stages = {s: [rows[v] for v in vs] for s, vs in by_stage.items()}
+        tiles = [] if None in rows.values() else _tiles(of_stages, whole.aval.shape[dim])
         if len(tiles) < 2:
             again |= {v: slicing(whole, Taken(dim, *of_var), v) for v, of_var in rows.items() if of_var is not None}
             continue
-        ends = [0, *(start for start, _, _ in tiles[1:]), whole.aval.shape[dim]]  # someone has rows that nothing reads
-        for (first, last), (_, _, s) in zip(itertools.pairwise(ends), tiles, strict=True):
+        for first, last, s in tiles:
             part = core.Var(whole.aval.update(shape=Taken(dim, first, last).of(whole.aval.shape)))
             parts[part] = Part(leaf, (first, last), dim)
             for v in by_stage[s]:
@@ -494,8 +498,13 @@ def _with_rows_gathered(division: Division) -> Division:
     return dataclasses.replace(division, parts=parts, again=again)
 
 
-def _tiles(rows: dict[int, list[Any]]) -> list[Tile]:
-    """Return the runs of rows that stages read, in order; [] if two stages read one row."""
+def _tiles(rows: dict[int, list[Any]], count: int) -> list[Tile]:
+    """Return the rows of each stage, in order, of all `count` rows of a leaf; [] if two stages read one row.
+
+    Args:
+        rows: per stage, the rows that it reads; those that no stage reads go with their neighbours.
+        count: the number of the leaf's rows.
+    """
     runs: list[Tile] = []
     for start, stop, s in sorted((*of_rows, s) for s, of_stage in rows.items() for of_rows in of_stage):
         if runs and runs[-1].stage == s:
@@ -504,4 +513,5 @@ def _tiles(rows: dict[int, list[Any]]) -> list[Tile]:
             return []
         else:
             runs.append(Tile(start, stop, s))
-    return runs
+    ends = [0, *(start for start, _, _ in runs[1:]), count]
+    return [Tile(*of_tile, s) for of_tile, (_, _, s) in zip(itertools.pairwise(ends), runs, strict=True)]

@@ -17,7 +17,7 @@ from ipu_jax.base.annotations import Eqn, Function, Value, Var
 from ipu_jax.base.jaxprs import variables
 from ipu_jax.core.cutting.counted_loops import over_rows
 from ipu_jax.core.cutting.numbers import Numbers
-from ipu_jax.core.cutting.rows import equations, row_of_gather, rows_at
+from ipu_jax.core.cutting.rows import dim_of_update, equations, row_of_gather, rows_at
 
 _MOST_PIECES: Final = 256
 """Of how many rows that do not follow one another a value may be joined."""
@@ -44,7 +44,7 @@ def at_known_places(operations: Sequence[Eqn], constants: Mapping[Var, Value], l
     return found
 
 
-def _at_known_place(op: Eqn, numbers: Numbers, leaves: Collection[Var]) -> list[Eqn] | None:
+def _at_known_place(op: Eqn, numbers: Numbers, leaves: set[Var]) -> list[Eqn] | None:
     """Return what stands in place of an operation that reads a leaf; None if it stays as it is."""
     name, fn, inputs = op.primitive.name, None, op.invars[:1]
     if name == "scan":
@@ -103,20 +103,16 @@ def _updated(op: Eqn, numbers: Numbers) -> list[Eqn] | None:
             return None
     else:
         _, at, update = op.invars
-        dims, row = op.params["dimension_numbers"], numbers.of(at)
-        axes, is_whole = dims.inserted_window_dims, len(dims.update_window_dims) == update.aval.ndim
-        if row is None or row.shape != (1,) or len(axes) != 1 or axes != dims.scatter_dims_to_operand_dims:
-            return None
-        (axis,) = axes
-        if not is_whole or not 0 <= row[0] < operand.aval.shape[axis]:
+        row, axis = numbers.of(at), dim_of_update(op)
+        if row is None or axis is None or not 0 <= row[0] < operand.aval.shape[axis]:
             return None
         places = [row[0] if d == axis else 0 for d in range(operand.aval.ndim)]
-    first = [np.int32(place) for place in places]
+    first = [int(place) for place in places]
 
     def fn(x: Value, new: Value) -> Value:
         new = new if axis is None else lax.expand_dims(new, (axis,))
         if compute is not None:
             new = compute(lax.slice(x, first, [a + n for a, n in zip(first, new.shape, strict=True)]), new)
-        return lax.dynamic_update_slice_p.bind(x, new, *first)
+        return lax.dynamic_update_slice_p.bind(x, new, *map(np.int32, first))
 
     return equations(fn, [operand, update], op.outvars, like=op)

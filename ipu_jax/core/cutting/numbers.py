@@ -4,8 +4,8 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-import jax
 import numpy as np
+from jax.core import Tracer
 from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Value, Var
@@ -40,7 +40,7 @@ class Numbers:
             op, value = self._made.get(atom), self._constants.get(atom)
             if op is not None:
                 value = numbers_of(op, list(map(self.of, op.invars)))
-            self._known[atom] = None if value is None or isinstance(value, jax.core.Tracer) else np.asarray(value)
+            self._known[atom] = None if value is None or isinstance(value, Tracer) else np.asarray(value)
         return self._known[atom]
 
 

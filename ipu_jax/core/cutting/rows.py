@@ -12,9 +12,10 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend import core
+from jax.extend.core.primitives import copy_p
 
 from ipu_jax.base.annotations import Eqn, Function, Tree, Value, Var
-from ipu_jax.base.jaxprs import ELEMENTWISE, shape_of
+from ipu_jax.base.jaxprs import ELEMENTWISE, shape_of, variables
 from ipu_jax.core.cutting.scan_layers import ScanStack
 
 
@@ -181,10 +182,12 @@ def rows_before(eqn: Eqn, taken: Taken, rules: Mapping[str, Rule]) -> Before | N
     return None if rule is None else rule(eqn, taken)
 
 
-def joined_before(eqn: Eqn, taken: Taken) -> list[tuple[Var, Taken]] | None:
+def joined_before(eqn: Eqn | ScanStack, taken: Taken) -> list[tuple[Var, Taken]] | None:
     """Return the values, and their rows, that follow one another in rows of a result; None for other equations."""
-    name = eqn.primitive.name if hasattr(eqn, "primitive") else ""
-    if isinstance(eqn, ScanStack) and taken.dim == 0:
+    name = "" if isinstance(eqn, ScanStack) else eqn.primitive.name
+    if isinstance(eqn, ScanStack):
+        if taken.dim != 0:
+            return None
         pieces = [(v, 1, 0) for v in (eqn.invars[::-1] if eqn.scan.params["reverse"] else eqn.invars)]
     elif name == "concatenate" and eqn.params["dimension"] == taken.dim:
         pieces = [(v, v.aval.shape[taken.dim], 0) for v in eqn.invars]
@@ -236,6 +239,20 @@ def row_of_gather(eqn: Eqn) -> int | None:
     return dim if tuple(dims.offset_dims) == (*own,) else None
 
 
+def dim_of_update(eqn: Eqn) -> int | None:
+    """Return the dim along which a `scatter`, or a `dynamic_update_slice`, changes one row; None for others."""
+    operand = eqn.invars[0].aval.shape
+    if eqn.primitive.name == "dynamic_update_slice":
+        update = eqn.invars[1].aval.shape
+        dims = [d for d, size in enumerate(update) if size != operand[d]]
+        return dims[0] if len(dims) == 1 and update[dims[0]] == 1 else None
+    dims, update = eqn.params["dimension_numbers"], eqn.invars[2].aval
+    axes, is_whole = dims.inserted_window_dims, len(dims.update_window_dims) == update.ndim
+    if len(axes) != 1 or axes != dims.scatter_dims_to_operand_dims or eqn.invars[1].aval.shape != (1,) or not is_whole:
+        return None
+    return axes[0] if update.shape == (*operand[: axes[0]], *operand[axes[0] + 1 :]) else None
+
+
 def rows_at(x: Value, rows: np.ndarray, dim: int) -> Value:
     """Return rows of an array, of one or more dims of numbers, by static slices."""
     numbers = [int(row) for row in rows.ravel()]
@@ -247,7 +264,7 @@ def rows_at(x: Value, rows: np.ndarray, dim: int) -> Value:
             runs.append([row, 1])
     if numbers == [*range(x.shape[dim])][::-1]:
         return lax.rev(x, (dim,))
-    parts = [lax.slice_in_dim(x, first, first + count, axis=dim) for first, count in runs]
+    parts = [lax.slice_in_dim(x, first, first + count, axis=dim) for first, count in runs or [[0, 0]]]
     return lax.concatenate(parts, dim) if len(parts) > 1 else parts[0]
 
 
@@ -272,6 +289,12 @@ def equations(fn: Function, inputs: Sequence[Tree], outputs: Sequence[Var], like
         like: the equation in whose place they stand: they get its line in the user's file.
     """
     traced = jax.make_jaxpr(fn)(*jax.tree.map(lambda v: shape_of(v.aval), inputs)).jaxpr
+    made = [v for eqn in traced.eqns for v in eqn.outvars]
+    if len({*made}.intersection(variables(traced.outvars))) < len(
+        traced.outvars
+    ):  # a result is an input, or another one
+        copied = lambda *args: [copy_p.bind(x) for x in jax.tree.leaves(fn(*args))]
+        traced = jax.make_jaxpr(copied)(*jax.tree.map(lambda v: shape_of(v.aval), inputs)).jaxpr
     named: dict[Var, Var] = dict(zip(traced.invars, jax.tree.leaves(inputs), strict=True))
     for var, output in zip(traced.outvars, outputs, strict=True):
         named[var] = output
@@ -383,7 +406,8 @@ def _dim_by_dim(op: Eqn) -> list[Eqn]:
     """Return slices of one dim each in place of a slice of several dims."""
     if getattr(op, "primitive", None) is not lax.slice_p or set(op.params["strides"] or ()) - {1}:
         return [op]
-    operand, (result,) = op.invars[0], op.outvars
+    operand: Var = op.invars[0]
+    (result,) = op.outvars
     dims = [d for d, size in enumerate(result.aval.shape) if size != operand.aval.shape[d]]
     found = list[Eqn]()
     for d in dims if len(dims) > 1 else ():

@@ -29,6 +29,7 @@ from ipu_jax.base.jaxprs import (
     CALLS,
     CHECKPOINTS,
     JITS,
+    bodies_of,
     closed_of,
     in_scan_parts,
     needed,
@@ -38,8 +39,8 @@ from ipu_jax.base.jaxprs import (
 from ipu_jax.core.cutting.calls import with_rows_outside
 from ipu_jax.core.cutting.known_places import at_known_places
 from ipu_jax.core.cutting.own_rows import RULES
-from ipu_jax.core.cutting.rows import JOINS, RowTaker, Taken, slices_of_leaves, taken_by
-from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack, layers_of
+from ipu_jax.core.cutting.rows import FOLLOWED, JOINS, RowTaker, Taken, equations, slices_of_leaves, taken_by
+from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack, has_inner_layers, layers_of, unrolled
 from ipu_jax.core.layout.whole_tree import Part
 from ipu_jax.core.programs.cost import bytes_of, equation_flops
 
@@ -49,6 +50,8 @@ Kind = Literal["w", "b", "s", "a"]
 Read = tuple[str, Part]
 """A leaf of the "params" or of the "state", or rows of it."""
 
+_MOST_GROUPS: Final = 32
+"""How many groups of layers, each a scan of its own, are unrolled."""
 SMALL: Final = 4096
 """Bytes up to which a value that is computed from larger weights is sent, so that the weights stay in one stage."""
 _AGAIN: Final = 64
@@ -90,6 +93,7 @@ class FunctionTrace:
         made_by: the operation that computes a variable.
         axes: per leaf of which operations take rows, the dim along which these are.
         opened: the `jax.checkpoint` that was around the operation that computes a variable.
+        masked: values of weights and batch of which only scans over weights read rows: they are computed again.
     """
 
     closed: Jaxpr
@@ -106,6 +110,7 @@ class FunctionTrace:
     made_by: dict[Var, Eqn] = dataclasses.field(default_factory=dict)
     axes: dict[Var, int] = dataclasses.field(default_factory=dict)
     opened: dict[Var, Eqn] = dataclasses.field(default_factory=dict)
+    masked: set[Var] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._open_checkpoints()
@@ -157,8 +162,10 @@ class FunctionTrace:
                 rows = [end for v in variables(stacked) for end in taker.reached(v, Taken(0, op.row, op.row + 1))]
             read = set[Read]().union(*(own.get(v, ()) for v in variables(others)))
             for v, of_leaf in rows:
-                is_part = of_leaf is not None and self.axes.get(v, 0) == of_leaf.dim and v in sliced
-                read |= {self._rows_of(sliced[v], of_leaf)} if is_part else own.get(v, set())
+                if of_leaf is not None and v in sliced and self.axes.get(v, 0) == of_leaf.dim:
+                    read |= {self._rows_of(sliced[v], of_leaf)}
+                else:
+                    read |= own.get(v, set())
             if op.effects or self.is_activation(op.outvars[0]):
                 found[id(op)] = read
                 continue
@@ -319,25 +326,73 @@ class FunctionTrace:
         found.operations = [self.operations[t] for t in sorted(range(len(turns)), key=turns.__getitem__)]
         return found
 
+    def _unroll_groups(self) -> None:
+        """Unroll scans over groups of layers, so that the layers of each group become a scan of their own."""
+        weights, taker = {v for v, kind in self.kinds.items() if kind == "w"}, self.row_taker()
+        groups = set[int]()
+        for op in self.operations:
+            if has_inner_layers(op, weights) and not op.effects and op.params["length"] <= _MOST_GROUPS:
+                xs = variables(in_scan_parts(op.params, op.invars)[2])
+                ends = [of for v in xs for leaf, of in taker.reached(v, Taken(0, 0, 1)) if leaf in self.params]
+                if any(of is not None and of.stop > of.start + 1 for of in ends):  # a group is several rows of a leaf
+                    groups.add(id(op))
+        if not groups:
+            return
+        found: list[Eqn] = []
+        for op in self.operations:
+            outer = self.opened.get(op.outvars[0]) if op.outvars else None
+            new = equations(unrolled(op), op.invars, op.outvars) if id(op) in groups else [op]
+            self.opened |= {v: outer for eqn in new for v in eqn.outvars if outer is not None}
+            found += new
+        self.operations = found
+        self._open_checkpoints()
+        self.operations = needed(self.operations, self.results, effects=True)
+        self._find_kinds()
+
     def _slice_leaves(self) -> None:
         """Let slices and scans over weights read rows of leaves wherever rows can be followed back to these."""
+        self._unroll_groups()
         leaves = [*self.params, *self.state]
         of_leaves = [*leaves, *(v for v, kind in self.kinds.items() if kind in ("w", "s"))]
         constants = dict(zip(self.closed.jaxpr.constvars, self.closed.consts, strict=True)) | self.constants
         self.operations = at_known_places(self.operations, constants, of_leaves)
         self.operations = with_rows_outside(self.operations, constants, of_leaves)
         self._find_kinds()
+        mixed = self._mixed()
         taker = self.row_taker()
+        taker.made |= mixed
         for op in self.operations:
             if _is_over_weights(op, self.kinds):
                 stacked, length = variables(in_scan_parts(op.params, op.invars)[2]), op.params["length"]
                 for v, row in itertools.product(stacked, range(length)):
                     rows = [end for end in taker.reached(v, Taken(0, row, row + 1)) if end[0] in {*leaves}]
                     self.axes |= {leaf: of.dim for leaf, of in rows if of is not None and leaf not in self.axes}
-        self.operations = needed(
-            slices_of_leaves(self.operations, taker, leaves, self.axes), self.results, effects=True
-        )
+        operations = slices_of_leaves(self.operations, taker, leaves, self.axes)
+        self.operations = needed(operations, self.results, effects=True)
+        read_by_rows = {*mixed}.difference(self.results)
+        for op in reversed(self.operations):
+            whole = op.invars
+            if _is_over_weights(op, self.kinds):
+                fixed, carry, _ = in_scan_parts(op.params, op.invars)
+                whole = [*fixed, *carry]
+            if op.outvars[0] not in read_by_rows:
+                read_by_rows.difference_update(variables(whole))
+        self.masked |= read_by_rows
         self._find_kinds()
+
+    def _mixed(self) -> dict[Var, Eqn]:
+        """Return the operations on weights and batch whose rows follow from theirs, such as weights times a mask."""
+        found: dict[Var, Eqn] = {}
+        for op in self.operations:
+            follows = op.primitive.name in FOLLOWED and not op.effects and not _contracts(op)
+            inputs = variables(op.invars)
+            if (
+                follows
+                and self.is_activation(op.outvars[0])
+                and all(v in found or self.kinds[v] != "a" for v in inputs)
+            ):
+                found[op.outvars[0]] = op
+        return found
 
     def _open_checkpoints(self) -> None:
         """Inline each `jax.checkpoint` that is around much of the work."""
@@ -372,7 +427,9 @@ class FunctionTrace:
         for op in self.operations:
             inputs = variables(op.invars)
             on = {kinds[v] for v in inputs} - {None}
-            kind = "a" if len(on) > 1 or op.effects or isinstance(op, ScanLayer | ScanStack) else next(iter(on), None)
+            on = {"w"} if self.masked.intersection(op.outvars) else on
+            is_layer = isinstance(op, ScanLayer | ScanStack)
+            kind = "a" if len(on) > 1 or op.effects or is_layer else next(iter(on), None)
             if kind != "a":
                 work = equation_flops(op) + sum(flops.get(v, 0.0) for v in {*inputs})
                 size = bytes_of([v.aval for v in op.outvars])
@@ -386,10 +443,7 @@ class FunctionTrace:
 
 def _contracts(eqn: Eqn) -> bool:
     """Return whether an equation can take many FLOPs per element of its result."""
-    name = eqn.primitive.name
-    return name in ("dot_general", "conv_general_dilated", "scan", "while", "cond") or any(
-        True for _ in core.jaxprs_in_params(eqn.params)
-    )
+    return eqn.primitive.name in ("dot_general", "conv_general_dilated") or any(True for _ in bodies_of(eqn))
 
 
 def trace_of(fn: Function, params: Params, state: Tree, microbatch: Batch, key: Key) -> tuple[FunctionTrace, Tree]:

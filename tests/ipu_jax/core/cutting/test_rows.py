@@ -48,6 +48,7 @@ WAYS = {
     "the same row by two slices": lambda w, x: each(x, w[2:]) @ w[:4][2] + jnp.sin(each(x, w[1:4])),
     "cast rows": lambda w, x: layers(layers(x, (2 * w[:3]).astype(jnp.bfloat16).astype(jnp.float32)), 2 * w[3:]),
     "rows of columns": lambda w, x: each(x, w[2:, :, 1:][:, :, :1]) @ w[1],
+    "a norm of rows that no layer reads": lambda w, x: each(x, w[1:4]) / jnp.linalg.norm(w),
     "no rows": lambda w, x: layers(each(x, w[4:4]), w),
     "unstack": lambda w, x: functools.reduce(lambda x, row: x + jnp.sin(x @ row), jnp.unstack(2 * w)[1:], x) @ w[0],
     "split": lambda w, x: layers(each(x, jnp.split(w, 3)[1]), jnp.split(w, [2, 5])[1]),
@@ -62,6 +63,7 @@ WAYS = {
     "reversed rows",
     "rows of columns",
     "a reversed scan",
+    "a norm of rows that no layer reads",
 )
 @pytest.mark.parametrize("way", WAYS)
 def test_a_function_reads_its_own_rows_wherever_it_is_cut(way):

@@ -103,6 +103,15 @@ def leaf_that_follows_through_another(p, s, b):
     return x * s["rate"], {}, counted(s, before=2 * s["mean"], mean=s["mean"] * s["rate"], rate=jnp.mean(x))
 
 
+def norm_of_the_weights(p, s, b):
+    """The last stage adds it up, and the function does not read the old one."""
+    return each(b["x"], p["w"]), {}, counted(s, rate=jnp.linalg.norm(p["w"]))
+
+
+def norm_that_the_first_layer_reads(p, s, b):
+    return each(b["x"] * s["rate"], p["w"]), {}, counted(s, rate=jnp.linalg.norm(p["w"]))
+
+
 def rows_of_a_scan(p, s, b, reverse=False):
     def layer(x, row):
         w, mean = row
@@ -142,7 +151,7 @@ def rows_that_are_read_whole(p, s, b):
 BY_ROWS = rows_of_a_scan, rows_of_a_reversed_scan, rows_of_a_loop, rows_of_a_scan_after_a_cast
 FUNCTIONS = (
     leaf_that_follows_through_another,
-    *(*BY_ROWS, rows_that_are_read_whole),
+    *(*BY_ROWS, rows_that_are_read_whole, norm_of_the_weights, norm_that_the_first_layer_reads),
     *(leaves_that_follow_from_others, leaves_that_change_places, leaf_that_follows_from_a_mean),
     *(mean_of_batches, mean_of_activations, state_unchanged, state_unread, reversed_scan, scan_before_the_state),
 )
@@ -171,6 +180,8 @@ def loss_of(function):
     "rows_of_a_loop",
     "rows_of_a_scan_after_a_cast",
     "rows_that_are_read_whole",
+    "norm_of_the_weights",
+    "norm_that_the_first_layer_reads",
 )
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_stages_compute_the_loss_the_gradients_and_the_new_state(function):
