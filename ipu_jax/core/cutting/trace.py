@@ -36,7 +36,9 @@ from ipu_jax.base.jaxprs import (
     needed,
     variables,
 )
+from ipu_jax.core.cutting.calls import with_rows_outside
 from ipu_jax.core.cutting.known_places import at_known_places
+from ipu_jax.core.cutting.own_rows import RULES
 from ipu_jax.core.cutting.rows import FOLLOWED, JOINS, RowTaker, Taken, equations, slices_of_leaves, taken_by
 from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack, has_inner_layers, layers_of, unrolled
 from ipu_jax.core.layout.whole_tree import Part
@@ -185,7 +187,7 @@ class FunctionTrace:
         """Return what follows rows of values back to leaves: through all operations that can run again, and joins."""
         made = {v: op for op in self.operations for v in op.outvars if not self.is_activation(v)}
         plain = (op for op in self.operations if not isinstance(op, ScanLayer | ScanStack))
-        return RowTaker(made, {op.outvars[0]: op for op in plain if op.primitive.name in JOINS})
+        return RowTaker(made, {op.outvars[0]: op for op in plain if op.primitive.name in JOINS}, RULES)
 
     @functools.cached_property
     def new_rows(self) -> dict[int, NewRows]:
@@ -375,6 +377,7 @@ class FunctionTrace:
         of_leaves = [*leaves, *(v for v, kind in self.kinds.items() if kind in ("w", "s"))]
         constants = dict(zip(self.closed.jaxpr.constvars, self.closed.consts, strict=True)) | self.constants
         self.operations = at_known_places(self.operations, constants, of_leaves)
+        self.operations = with_rows_outside(self.operations, constants, of_leaves)
         self._find_kinds()
         mixed = self._mixed()
         taker = self.row_taker()
