@@ -42,7 +42,7 @@ _SMALL, _SMALL_SHARE = 8, 0.05
 """Bytes, and the share of all live bytes, up to which a live value does not count: a scalar, a sum of losses."""
 
 
-_PRODUCTS: Final = ("dot_general", "conv_general_dilated")
+PRODUCTS: Final = ("dot_general", "conv_general_dilated")
 STAGE_END: Final = "stage_end"
 
 
@@ -318,7 +318,7 @@ def _forward_and_backward(eqn: Eqn, differentiable: Sequence[bool]) -> tuple[flo
         return forward, backward + again
     forward = float(equation_flops(eqn))
     wanted = sum(differentiable)
-    return forward, forward * (wanted if name in _PRODUCTS else min(wanted, 1))
+    return forward, forward * (wanted if name in PRODUCTS else min(wanted, 1))
 
 
 def _of_body(closed: Jaxpr, differentiable: Sequence[bool]) -> tuple[float, float]:

@@ -43,6 +43,7 @@ from ipu_jax.core.programs.cost import bytes_of, equation_flops
 
 _MUCH: Final = 0.2
 """The part of all FLOPs from which a `jax.checkpoint` is opened."""
+INLINED: Final = (*JITS, "closed_call")
 Kind = Literal["w", "b", "s", "a"]
 Read = tuple[str, Part]
 """A leaf of the "params" or of the "state", or rows of it."""
@@ -425,7 +426,7 @@ def _inlined(
         if call is not None:
             traceback = info.traceback if is_users else call.traceback
             info = info.replace(name_stack=call.name_stack + info.name_stack, traceback=traceback)
-        if eqn.primitive.name in (*JITS, "closed_call"):
+        if eqn.primitive.name in INLINED:
             body = closed_of(eqn.params[CALLS[eqn.primitive.name]])
             inner = dict(zip(body.jaxpr.invars, inputs, strict=True))
             for var, value in zip(body.jaxpr.constvars, body.consts, strict=True):
