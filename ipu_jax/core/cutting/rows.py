@@ -63,7 +63,7 @@ def _elementwise(eqn: Eqn, taken: Taken) -> Before | None:
 
 
 def _transpose(eqn: Eqn, taken: Taken) -> Before:
-    """The same rows, along the dim that comes from."""
+    """The same rows, along the dim from which they come."""
     return Before([taken.at(eqn.params["permutation"][taken.dim])])
 
 

@@ -46,6 +46,7 @@ from ipu_jax.core.programs.cost import bytes_of, equation_flops
 
 _MUCH: Final = 0.2
 """The part of all FLOPs from which a `jax.checkpoint` is opened."""
+INLINED: Final = (*JITS, "closed_call")
 Kind = Literal["w", "b", "s", "a"]
 Read = tuple[str, Part]
 """A leaf of the "params" or of the "state", or rows of it."""
@@ -433,7 +434,7 @@ class FunctionTrace:
                 continue
             body, inner = closed_of(op.params["jaxpr"]), list[Eqn]()
             env = dict(zip(body.jaxpr.invars, inputs, strict=True))
-            outputs = _inlined(body.jaxpr, env, op.source_info.name_stack, inner, self.constants)
+            outputs = _inlined(body.jaxpr, env, op.source_info, inner, self.constants)
             renamed |= zip(op.outvars, outputs, strict=True)
             self.opened |= {v: op for eqn in inner for v in eqn.outvars}
             found += inner
@@ -487,25 +488,30 @@ def trace_of(fn: Function, params: Params, state: Tree, microbatch: Batch, key: 
 
 
 def _inlined(
-    jaxpr: Jaxpr, env: dict[Var, Var], scope: Any, operations: list[Eqn], constants: dict[Var, Value]
+    jaxpr: Jaxpr, env: dict[Var, Var], call: Any, operations: list[Eqn], constants: dict[Var, Value]
 ) -> list[Var]:
-    """Append a jaxpr's equations to `operations`, with variables of their own, and return its results."""
+    """Append a jaxpr's equations to `operations`, with variables of their own, and return its results.
+
+    They have the line of the call, whose `source_info` is given, where it is not the user's function that is called.
+    """
+    is_users = call is None or any(map(line_of, jaxpr.eqns[:1]))
 
     def atom(v: Var) -> Var:
         return v if isinstance(v, core.Literal) else env.get(v, v)
 
     for eqn in jaxpr.eqns:
         inputs, info = [atom(v) for v in eqn.invars], eqn.source_info
-        if scope is not None:
-            info = info.replace(name_stack=scope + info.name_stack)
-        if eqn.primitive.name in (*JITS, "closed_call"):
+        if call is not None:
+            traceback = info.traceback if is_users else call.traceback
+            info = info.replace(name_stack=call.name_stack + info.name_stack, traceback=traceback)
+        if eqn.primitive.name in INLINED:
             body = closed_of(eqn.params[CALLS[eqn.primitive.name]])
             inner = dict(zip(body.jaxpr.invars, inputs, strict=True))
             for var, value in zip(body.jaxpr.constvars, body.consts, strict=True):
                 inner[var] = core.Var(var.aval)
                 constants[inner[var]] = value
-            outputs = _inlined(body.jaxpr, inner, info.name_stack, operations, constants)
-        elif scope is None:  # its variables are its own already
+            outputs = _inlined(body.jaxpr, inner, info, operations, constants)
+        elif call is None:  # its variables are its own already
             outputs = eqn.outvars
             operations.append(eqn.replace(invars=inputs) if inputs != eqn.invars else eqn)
         else:
@@ -546,8 +552,11 @@ def at_line(operation: Eqn) -> str:
 
 
 def name_of(operation: Eqn) -> str:
-    """Return the name of an operation's primitive, such as "dot_general"."""
-    return _equation(operation).primitive.name
+    """Return the name of an operation's primitive, such as "dot_general", as its user knows it."""
+    eqn = _equation(operation)
+    if eqn.primitive.name in CHECKPOINTS:
+        return "jax.checkpoint"
+    return type(eqn.params["_prim"]).__name__ if "_prim" in eqn.params else eqn.primitive.name
 
 
 def scopes_of(operation: Eqn) -> list[str]:

@@ -51,7 +51,9 @@ def cases(*named: Any) -> list[Any]:
     for values in itertools.product(*named):
         keys = ["-".join(map(str, values[:count])) for count in range(1, len(values) + 1)]
         reasons = [why[key] for key in keys if key in why]
-        marks = [pytest.mark.xfail(strict=True, raises=AssertionError, reason=reasons[0])] if reasons else []
+        marks = (
+            [pytest.mark.xfail(strict=True, raises=(AssertionError, ValueError), reason=reasons[0])] if reasons else []
+        )
         found.append(pytest.param(*values, id=keys[-1], marks=marks))
     return found
 
