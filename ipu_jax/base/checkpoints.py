@@ -27,7 +27,7 @@ def checkpointed(fn: Function, *, policy: Any = None, prevent_cse: Any = True) -
 
         closed, shapes = jax.make_jaxpr(flat_fn, return_shape=True)(*flat)
         how = {"policy": policy, "prevent_cse": prevent_cse, "differentiated": False}
-        outputs = remat_p.bind(*closed.consts, *flat, jaxpr=_closed_over(plain(closed)), **how)
+        outputs = remat_p.bind(*closed.consts, *flat, jaxpr=closed_over(plain(closed)), **how)
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
     return run
@@ -62,11 +62,11 @@ def _plain_equation(eqn: Eqn) -> Eqn:
     barred = barred if isinstance(barred, bool) else (*[False] * len(constants), *barred)
     how = {"policy": new.policy, "prevent_cse": barred, "differentiated": False}
     return eqn.replace(
-        primitive=remat_p, invars=[*constants, *eqn.invars], params={"jaxpr": _closed_over(closed), **how}
+        primitive=remat_p, invars=[*constants, *eqn.invars], params={"jaxpr": closed_over(closed), **how}
     )
 
 
-def _closed_over(closed: Jaxpr) -> Jaxpr:
+def closed_over(closed: Jaxpr) -> Jaxpr:
     """Return an open jaxpr whose first inputs are the constants."""
     jaxpr = closed.jaxpr
     debug_info = jaxpr.debug_info.with_unknown_names()

@@ -32,6 +32,8 @@ _EVEN: Final = 1.25
 """The heaviest stage that waists may give, relative to the best that any places give."""
 _AS_GOOD: Final = 1.05
 """How much heavier a stage may be than it must be, for stages that are more even, or send less."""
+_EMPTY: Final = 0.01
+"""The least work of a stage, relative to an even share, unless a function marks its places."""
 TYPICAL: Final = 0.05
 """The price of sending a typical number of bytes, where a stage's work costs the square of its part of the heaviest."""
 _ONCE_PER_UPDATE: Final = 1 / 8
@@ -41,7 +43,7 @@ _SMALL, _SMALL_SHARE = 8, 0.05
 """Bytes, and the share of all live bytes, up to which a live value does not count: a scalar, a sum of losses."""
 
 
-_PRODUCTS: Final = ("dot_general", "conv_general_dilated")
+PRODUCTS: Final = ("dot_general", "conv_general_dilated")
 STAGE_END: Final = "stage_end"
 
 
@@ -196,13 +198,17 @@ class Places:
         return found
 
     def cut(self, stages: int, names: Sequence[str] | None) -> Cut | None:
-        """Return the best cut into stages, at the named places if there are names; None if there are too few places."""
+        """Return the best cut into stages, at the named places if there are names; None if there are too few places.
+
+        A stage without work is made only where marks ask for it.
+        """
         if stages == 1:
             best = []
         elif names is None:
             best = self._at_waists(stages) or self._at(self.allowed, stages)
         else:
-            best = self._at(self.allowed & np.isin(np.arange(len(self.allowed)), self.marked(names)), stages)
+            marked = self.allowed & np.isin(np.arange(len(self.allowed)), self.marked(names))
+            best = self._at(marked, stages, least=0.0)
         return None if best is None else self.cut_at([t + 1 for t in best], marked=names is not None)
 
     def cut_at(self, ends: Sequence[int], *, marked: bool = False) -> Cut:
@@ -226,12 +232,13 @@ class Places:
         loads = [_heaviest(total, self._distinct(allowed), stages) for allowed in (waists, self.allowed)]
         return None if loads[0] > _EVEN * loads[1] else self._at(waists, stages)
 
-    def _at(self, allowed: np.ndarray, stages: int) -> list[int] | None:
-        """Return the best cut at allowed places, or None if they are too few."""
+    def _at(self, allowed: np.ndarray, stages: int, least: float = _EMPTY) -> list[int] | None:
+        """Return the best cut at allowed places into stages with `least` of an even share, or None if there is none."""
         total, places = np.cumsum(self.work), self._distinct(allowed)
         if len(places) < stages - 1:
             return None
-        return _cheapest(total, self.price, places, stages, _heaviest(total, places, stages) * _AS_GOOD)
+        heaviest = _heaviest(total, places, stages) * _AS_GOOD
+        return _cheapest(total, self.price, places, stages, heaviest, least * total[-1] / stages)
 
     def _distinct(self, allowed: np.ndarray) -> np.ndarray:
         """Return the allowed places without those that divide the work like another one, and send no less."""
@@ -252,13 +259,12 @@ def _is_value(var: Var) -> bool:
 
 
 def _work(trace: FunctionTrace, operations: Sequence[Eqn], frozen: Sequence[bool]) -> list[float]:
-    wanted = {v for v, is_frozen in zip(trace.params, frozen, strict=True) if not is_frozen and is_float(v)}
+    trained = [v for v, is_frozen in zip(trace.params, frozen, strict=True) if not is_frozen and is_float(v)]
+    differentiated = _differentiated(trace.operations, trained, trace.outputs)
     work: dict[int, float] = {}
     layers: dict[Any, float] = {}  # layers of one scan take the same
     for op in trace.operations:
-        flags = [not isinstance(v, core.Literal) and v in wanted for v in op.invars]
-        if any(flags):
-            wanted.update(v for v in op.outvars if is_float(v))
+        flags = _flags(op, differentiated)
         if isinstance(op, ScanLayer):
             of_scan = id(op.scan), *flags
             if of_scan not in layers:
@@ -267,6 +273,25 @@ def _work(trace: FunctionTrace, operations: Sequence[Eqn], frozen: Sequence[bool
         elif not isinstance(op, ScanStack):
             work[id(op)] = sum(_forward_and_backward(op, flags))
     return [work.get(id(op), 0.0) for op in operations]
+
+
+def _differentiated(eqns: Sequence[Eqn], inputs: Sequence[Var], results: Sequence[Var]) -> set[Var]:
+    """Return the values through which gradients go from results back to inputs: none goes past a `stop_gradient`."""
+    eqns = [eqn for eqn in eqns if isinstance(eqn, ScanLayer | ScanStack) or eqn.primitive.name != "stop_gradient"]
+    following, reached = {*inputs}, {*variables(results)}
+    for eqn in eqns:
+        if not following.isdisjoint(variables(eqn.invars)):
+            following.update(v for v in eqn.outvars if is_float(v))
+    for eqn in reversed(eqns):
+        if not reached.isdisjoint(following.intersection(eqn.outvars)):
+            reached.update(variables(eqn.invars))
+    return following & reached
+
+
+def _flags(eqn: Eqn, differentiated: set[Var]) -> list[bool]:
+    """Return, per input of an equation, whether its gradient is wanted."""
+    is_wanted = not differentiated.isdisjoint(eqn.outvars)
+    return [is_wanted and not isinstance(v, core.Literal) and v in differentiated for v in eqn.invars]
 
 
 def _forward_and_backward(eqn: Eqn, differentiable: Sequence[bool]) -> tuple[float, float]:
@@ -296,20 +321,15 @@ def _forward_and_backward(eqn: Eqn, differentiable: Sequence[bool]) -> tuple[flo
         return forward, backward + again
     forward = float(equation_flops(eqn))
     wanted = sum(differentiable)
-    return forward, forward * (wanted if name in _PRODUCTS else min(wanted, 1))
+    return forward, forward * (wanted if name in PRODUCTS else min(wanted, 1))
 
 
 def _of_body(closed: Jaxpr, differentiable: Sequence[bool]) -> tuple[float, float]:
     jaxpr = closed.jaxpr
-    wanted = {v for v, f in zip(jaxpr.invars, differentiable, strict=True) if f}
-    forward = backward = 0.0
-    for eqn in jaxpr.eqns:
-        flags = [not isinstance(v, core.Literal) and v in wanted for v in eqn.invars]
-        one, other = _forward_and_backward(eqn, flags)
-        forward, backward = forward + one, backward + other
-        if any(flags):
-            wanted.update(v for v in eqn.outvars if is_float(v))
-    return forward, backward
+    inputs = [v for v, f in zip(jaxpr.invars, differentiable, strict=True) if f]
+    differentiated = _differentiated(jaxpr.eqns, inputs, jaxpr.outvars)
+    both = [_forward_and_backward(eqn, _flags(eqn, differentiated)) for eqn in jaxpr.eqns]
+    return sum(forward for forward, _ in both), sum(backward for _, backward in both)
 
 
 def _heaviest(total: np.ndarray, places: np.ndarray, stages: int) -> float:
@@ -327,14 +347,14 @@ def _heaviest(total: np.ndarray, places: np.ndarray, stages: int) -> float:
 
 
 def _cheapest(
-    total: np.ndarray, price_of_place: np.ndarray, places: np.ndarray, stages: int, limit: float
+    total: np.ndarray, price_of_place: np.ndarray, places: np.ndarray, stages: int, limit: float, least: float
 ) -> list[int] | None:
-    """Return the places of the cut that is the most even and sends the least, with no load above `limit`."""
+    """Return the places of the cut that is the most even and sends the least, with loads from `least` to `limit`."""
     at, limit = total[places], limit * (1 + 1e-9)
     message = TYPICAL / max(1.0, float(np.median(price_of_place[places]))) * price_of_place
 
     def price(load: np.ndarray) -> np.ndarray:
-        return np.where(load <= limit, (load / limit) ** 2, np.inf)
+        return np.where((load >= least) & (load <= limit), (load / limit) ** 2, np.inf)
 
     # per cut, the places with enough work before and after: few of them where stages are nearly even
     possible = [places[(at <= k * limit) & (total[-1] - at <= (stages - k) * limit)] for k in range(1, stages)]

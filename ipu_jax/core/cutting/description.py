@@ -1,12 +1,13 @@
 """Say where a function was cut, and why: the lines of `print(pipeline)` below the first."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ipu_jax.base.showing import Table, counted
 from ipu_jax.core.cutting.cut import Cut
 from ipu_jax.core.cutting.division import Division
+from ipu_jax.core.cutting.lost import of_shared, reasons
 from ipu_jax.core.cutting.stages import Held
-from ipu_jax.core.cutting.trace import at_line, line_of, name_of, scopes_of
+from ipu_jax.core.cutting.trace import line_of, scopes_of
 from ipu_jax.core.layout.whole_tree import Part
 from ipu_jax.core.programs.cost import bytes_of, in_units
 from ipu_jax.core.stage import Stage
@@ -71,8 +72,8 @@ def described(
         return [table]
     of_ipu = [sum(w for w, place in zip(cut.work, places, strict=True) if place == ipu) for ipu in {*places}]
     uneven = f"the busiest IPU has {max(of_ipu) * len(of_ipu) / total - 1:.1%} more work than the mean"
-    reasons = [*_of_one_operation(division, cut), *_of_state(cut, of_state)]
-    return [table, f"cut at {_where(cut)}; {uneven}", *reasons, *_of_shared(division, paths, held.everywhere)]
+    lines = reasons(cut, trace.activations, len(cut.work), of_state) + of_shared(division, paths, held.everywhere)
+    return [table, f"cut at {_where(cut)}; {uneven}", *lines]
 
 
 def _bytes_of_state(division: Division, part: Part) -> int:
@@ -86,41 +87,3 @@ def _where(cut: Cut) -> str:
     if cut.at_waists:
         return f"waists, where one activation is live: {cut.waists} of {cut.places} places"
     return f"the {cut.places} places: the {cut.waists} waists, where one activation is live, give uneven stages"
-
-
-def _of_one_operation(division: Division, cut: Cut) -> list[str]:
-    """Return a line about an operation that alone is more than a stage's part of the work."""
-    if cut.heaviest[1] * len(cut.work) < 1.25:
-        return []
-    operation = division.trace.activations[cut.heaviest[0]]
-    return [
-        f"{cut.heaviest[1]:.0%} of the work is one operation, {name_of(operation)}{at_line(operation)}, which cannot "
-        "be cut: write it as several for more even stages"
-    ]
-
-
-def _of_state(cut: Cut, paths: Sequence[str]) -> list[str]:
-    """Return a line about a leaf of the state that keeps more than a stage's part of the work in one stage."""
-    leaf, share = cut.kept
-    if share * len(cut.work) < 1.25:
-        return []
-    return [
-        f"{paths[leaf]} keeps {share:.0%} of the work in one stage: all from where it is first read to where its new "
-        "value is computed. Read and replace it row by row, in a scan or a loop over layers, or hold one leaf per layer"
-    ]
-
-
-def _of_shared(division: Division, paths: Sequence[str], shared: Mapping[Part, list[int]]) -> list[str]:
-    if not shared:
-        return []
-    size = {part: bytes_of(division.trace.params[part.leaf].aval) for part in shared}
-    largest = sorted(shared, key=lambda part: -size[part])
-    named = [
-        f"{paths[part.leaf]} ({in_units(size[part], 'B')}, stages {', '.join(map(str, shared[part]))})"
-        for part in largest[:3]
-    ]
-    others = f" and {len(largest) - 3} more ({in_units(sum(size[p] for p in largest[3:]), 'B')})" if largest[3:] else ""
-    return [
-        f"all IPUs hold {', '.join(named)}{others}: stages on several IPUs read them. Their gradients are added up "
-        "once per update, which sends less than a copy with each micro-batch"
-    ]

@@ -22,10 +22,10 @@ from ipu_jax.core.cutting import given
 from ipu_jax.core.cutting.cut import STAGE_END, Cut, Places
 from ipu_jax.core.cutting.description import described, names_of
 from ipu_jax.core.cutting.division import Division, divide
+from ipu_jax.core.cutting.lost import reasons
 from ipu_jax.core.cutting.module_trees import check_equinox, check_linen
 from ipu_jax.core.cutting.own_derivatives import check_cotangents
 from ipu_jax.core.cutting.stages import Held, make_stage, who_holds
-from ipu_jax.core.cutting.trace import at_line, name_of
 from ipu_jax.core.layout.whole_tree import WholeTree
 from ipu_jax.core.programs.segment import Message, MicrobatchInputs
 from ipu_jax.core.stage import Stage
@@ -180,7 +180,7 @@ def model_of(source: Source) -> FunctionModel:
     places = Places(trace, is_frozen)
     if source.costs == "traced":
         places.work = _traced_work(places, shaped)
-    cut = _best_cut(places, len(placement), source.names)
+    cut = _best_cut(places, len(placement), shaped)
     division = divide(trace, cut.ends)
     stages, weights, of_state, held = _stages_of(division, placement, shaped)
     trees = jax.tree.structure((params, state, microbatch, key)), jax.tree.structure(results)
@@ -221,8 +221,8 @@ def _traced_work(places: Places, source: Source) -> np.ndarray:
     return work
 
 
-def _best_cut(places: Places, stages: int, names: Sequence[str] | None) -> Cut:
-    marks = names
+def _best_cut(places: Places, stages: int, source: Source) -> Cut:
+    marks = names = source.names
     if names is None and len(places.marked([STAGE_END])):
         marks = [STAGE_END]
     cut = places.cut(stages, marks)
@@ -234,13 +234,11 @@ def _best_cut(places: Places, stages: int, names: Sequence[str] | None) -> Cut:
             f"{by} marks {count} place{'s' * (count != 1)} of the function, and {stages} stages need {stages - 1}: "
             "mark more values, outside of scans and other functions with a body, or take fewer IPUs or rounds"
         )
-    heaviest, share = places.heaviest
-    operation = places.operations[heaviest] if places.operations else None
-    held = f"; {share:.0%} of its work is one operation, {name_of(operation)}{at_line(operation)}" if operation else ""
-    raise ValueError(
-        f"{stages} stages are more than the function can be cut into: it has {int(places.allowed.sum())} places "
-        f"between its operations{held}: take fewer IPUs or rounds, or write what is one operation as several"
-    )
+    count = int(places.allowed.sum())
+    found = f"it has {count} places between its operations{', and a stage would have no work' * (count >= stages - 1)}"
+    of_state = [f"state{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(source.state)]
+    why = "; ".join([found, *reasons(places, places.operations, stages, of_state)])
+    raise ValueError(f"{stages} stages are more than the function can be cut into: {why}; or take fewer IPUs or rounds")
 
 
 def as_traced(closed: Jaxpr, call: Function, arguments: Tree, results: Tree) -> Function:

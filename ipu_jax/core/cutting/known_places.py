@@ -24,6 +24,12 @@ _MOST_PIECES: Final = 256
 _UPDATES: Final = {"dynamic_update_slice": None, "scatter": None, "scatter-add": lax.add, "scatter-mul": lax.mul}
 """What replaces a part of a value, and what it computes from the part and the update; None: it is the update."""
 
+AT_KNOWN_PLACES: Final = (
+    *("gather", "dynamic_slice", "slice", "split", "unstack", "stack", "optimization_barrier", "scan"),
+    *_UPDATES,
+)
+"""The primitives that can take or replace rows of a leaf otherwise than by a static slice of one dim."""
+
 
 def at_known_places(operations: Sequence[Eqn], constants: Mapping[Var, Value], leaves: Collection[Var]) -> list[Eqn]:
     """Return operations in which rows of leaves are taken, and replaced, by static slices and updates if possible.
@@ -36,10 +42,11 @@ def at_known_places(operations: Sequence[Eqn], constants: Mapping[Var, Value], l
     numbers, of_leaves = Numbers(operations, constants), {*leaves}
     found: list[Eqn] = []
     for op in operations:
-        reads = [v for v in variables(op.invars) if v in of_leaves]
-        new = _at_known_place(op, numbers, of_leaves) if reads or op.primitive.name == "stack" else None
+        name = op.primitive.name
+        is_read = name in AT_KNOWN_PLACES and (name == "stack" or not of_leaves.isdisjoint(variables(op.invars)))
+        new = _at_known_place(op, numbers, of_leaves) if is_read else None
         found += [op] if new is None else new
-        if op.primitive.name in _UPDATES and op.invars[0] in of_leaves:
+        if name in _UPDATES and op.invars[0] in of_leaves:
             of_leaves.update(op.outvars)
     return found
 

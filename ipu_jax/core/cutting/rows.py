@@ -63,7 +63,7 @@ def _elementwise(eqn: Eqn, taken: Taken) -> Before | None:
 
 
 def _transpose(eqn: Eqn, taken: Taken) -> Before:
-    """The same rows, along the dim that comes from."""
+    """The same rows, along the dim from which they come."""
     return Before([taken.at(eqn.params["permutation"][taken.dim])])
 
 
@@ -174,11 +174,11 @@ JOINS: Final = ("concatenate", "dynamic_update_slice")
 """Primitives whose result is joined from rows of their inputs, if it is along these rows."""
 
 
-def rows_before(eqn: Eqn, taken: Taken) -> Before | None:
+def rows_before(eqn: Eqn, taken: Taken, rules: Mapping[str, Rule]) -> Before | None:
     """Return what rows of an equation's result are computed from; None if they depend on other rows, too."""
     if not hasattr(eqn, "primitive") or len(eqn.outvars) != 1 or eqn.effects:
         return None
-    rule = FOLLOWED.get(eqn.primitive.name)
+    rule = rules.get(eqn.primitive.name)
     return None if rule is None else rule(eqn, taken)
 
 
@@ -312,11 +312,12 @@ class RowTaker:
         made: the equations of values that can be computed again; rows of others are slices.
         joined: of values that are joined from parts, also of activations.
         equations: what the rows that were taken need, in order.
+        rules: how rows of a result follow from rows of inputs, per primitive.
         known: variables of rows.
     """
 
-    def __init__(self, made: dict[Var, Eqn], joined: dict[Var, Eqn]):
-        self.made, self.joined, self.equations = made, joined, list[Eqn]()
+    def __init__(self, made: dict[Var, Eqn], joined: dict[Var, Eqn], rules: Mapping[str, Rule] = FOLLOWED):
+        self.made, self.joined, self.rules, self.equations = made, joined, rules, list[Eqn]()
         self.known: dict[tuple[Var, Taken], Var] = {}
 
     def take(self, var: Var, taken: Taken, into: Var | None = None) -> Var:
@@ -328,7 +329,7 @@ class RowTaker:
                 return self.known[var, taken]
         rows = core.Var(var.aval.update(shape=taken.of(var.aval.shape))) if into is None else into
         pieces = joined_before(self.joined[var], taken) if var in self.joined else None
-        before = rows_before(self.made[var], taken) if var in self.made else None
+        before = rows_before(self.made[var], taken, self.rules) if var in self.made else None
         if pieces is not None and len(pieces) == 1:
             rows = self.take(*pieces[0], into)
         elif pieces:
@@ -364,7 +365,7 @@ class RowTaker:
                 found.append((var, None))
             elif var in self.joined and (pieces := joined_before(self.joined[var], rows)) is not None:
                 waiting += pieces
-            elif (before := rows_before(self.made[var], rows) if var in self.made else None) is not None:
+            elif (before := rows_before(self.made[var], rows, self.rules) if var in self.made else None) is not None:
                 inputs = zip(self.made[var].invars, before.rows, strict=True)
                 waiting += [(v, of) for v, of in inputs if not isinstance(v, core.Literal)]
             else:

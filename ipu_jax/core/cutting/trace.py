@@ -32,11 +32,13 @@ from ipu_jax.base.jaxprs import (
     bodies_of,
     closed_of,
     in_scan_parts,
+    is_float,
     needed,
-    scan_parts,
     variables,
 )
+from ipu_jax.core.cutting.calls import with_rows_outside
 from ipu_jax.core.cutting.known_places import at_known_places
+from ipu_jax.core.cutting.own_rows import RULES
 from ipu_jax.core.cutting.rows import FOLLOWED, JOINS, RowTaker, Taken, equations, slices_of_leaves, taken_by
 from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack, has_inner_layers, layers_of, unrolled
 from ipu_jax.core.layout.whole_tree import Part
@@ -44,6 +46,7 @@ from ipu_jax.core.programs.cost import bytes_of, equation_flops
 
 _MUCH: Final = 0.2
 """The part of all FLOPs from which a `jax.checkpoint` is opened."""
+INLINED: Final = (*JITS, "closed_call")
 Kind = Literal["w", "b", "s", "a"]
 Read = tuple[str, Part]
 """A leaf of the "params" or of the "state", or rows of it."""
@@ -116,8 +119,8 @@ class FunctionTrace:
         self.operations = needed(self.operations, results, effects=True)
         self._find_kinds()
         self._slice_leaves()
-        if any(_is_over_weights(op, self.kinds) for op in self.operations):
-            layers = [layers_of(op) if _is_over_weights(op, self.kinds) else [op] for op in self.operations]
+        if any(self._goes_over_layers(op) for op in self.operations):
+            layers = [layers_of(op) if self._goes_over_layers(op) else [op] for op in self.operations]
             self.operations = needed([*itertools.chain(*layers)], results, effects=True)
             self._find_kinds()
             for op in self.operations:
@@ -185,7 +188,7 @@ class FunctionTrace:
         """Return what follows rows of values back to leaves: through all operations that can run again, and joins."""
         made = {v: op for op in self.operations for v in op.outvars if not self.is_activation(v)}
         plain = (op for op in self.operations if not isinstance(op, ScanLayer | ScanStack))
-        return RowTaker(made, {op.outvars[0]: op for op in plain if op.primitive.name in JOINS})
+        return RowTaker(made, {op.outvars[0]: op for op in plain if op.primitive.name in JOINS}, RULES)
 
     @functools.cached_property
     def new_rows(self) -> dict[int, NewRows]:
@@ -336,6 +339,15 @@ class FunctionTrace:
         found.operations = [self.operations[t] for t in sorted(range(len(turns)), key=turns.__getitem__)]
         return found
 
+    def _goes_over_layers(self, op: Eqn) -> bool:
+        """Return whether an operation is a scan over rows of weights, or of matrices that the function closes over."""
+        if op.primitive.name != "scan" or op.params["length"] < 2 or op.effects:
+            return False
+        _, carry, rows = in_scan_parts(op.params, op.invars)
+        constants = {v for v in (*self.closed.jaxpr.constvars, *self.constants) if is_float(v) and v.aval.ndim > 2}
+        is_over = any(self.kinds[v] == "w" or v in constants for v in variables(rows))
+        return is_over and any(map(self.is_activation, op.outvars[: len(carry)]))
+
     def _unroll_groups(self) -> None:
         """Unroll scans over groups of layers, so that the layers of each group become a scan of their own."""
         weights, taker = {v for v, kind in self.kinds.items() if kind == "w"}, self.row_taker()
@@ -366,12 +378,13 @@ class FunctionTrace:
         of_leaves = [*leaves, *(v for v, kind in self.kinds.items() if kind in ("w", "s"))]
         constants = dict(zip(self.closed.jaxpr.constvars, self.closed.consts, strict=True)) | self.constants
         self.operations = at_known_places(self.operations, constants, of_leaves)
+        self.operations = with_rows_outside(self.operations, constants, of_leaves)
         self._find_kinds()
         mixed = self._mixed()
         taker = self.row_taker()
         taker.made |= mixed
         for op in self.operations:
-            if _is_over_weights(op, self.kinds):
+            if self._goes_over_layers(op):
                 stacked, length = variables(in_scan_parts(op.params, op.invars)[2]), op.params["length"]
                 for v, row in itertools.product(stacked, range(length)):
                     rows = [end for end in taker.reached(v, Taken(0, row, row + 1)) if end[0] in {*leaves}]
@@ -381,7 +394,7 @@ class FunctionTrace:
         read_by_rows = {*mixed}.difference(variables(self.results))
         for op in reversed(self.operations):
             whole = op.invars
-            if _is_over_weights(op, self.kinds):
+            if self._goes_over_layers(op):
                 fixed, carry, _ = in_scan_parts(op.params, op.invars)
                 whole = [*fixed, *carry]
             if read_by_rows.isdisjoint(op.outvars):
@@ -421,7 +434,7 @@ class FunctionTrace:
                 continue
             body, inner = closed_of(op.params["jaxpr"]), list[Eqn]()
             env = dict(zip(body.jaxpr.invars, inputs, strict=True))
-            outputs = _inlined(body.jaxpr, env, op.source_info.name_stack, inner, self.constants)
+            outputs = _inlined(body.jaxpr, env, op.source_info, inner, self.constants)
             renamed |= zip(op.outvars, outputs, strict=True)
             self.opened |= {v: op for eqn in inner for v in eqn.outvars}
             found += inner
@@ -475,25 +488,30 @@ def trace_of(fn: Function, params: Params, state: Tree, microbatch: Batch, key: 
 
 
 def _inlined(
-    jaxpr: Jaxpr, env: dict[Var, Var], scope: Any, operations: list[Eqn], constants: dict[Var, Value]
+    jaxpr: Jaxpr, env: dict[Var, Var], call: Any, operations: list[Eqn], constants: dict[Var, Value]
 ) -> list[Var]:
-    """Append a jaxpr's equations to `operations`, with variables of their own, and return its results."""
+    """Append a jaxpr's equations to `operations`, with variables of their own, and return its results.
+
+    They have the line of the call, whose `source_info` is given, where it is not the user's function that is called.
+    """
+    is_users = call is None or any(map(line_of, jaxpr.eqns[:1]))
 
     def atom(v: Var) -> Var:
         return v if isinstance(v, core.Literal) else env.get(v, v)
 
     for eqn in jaxpr.eqns:
         inputs, info = [atom(v) for v in eqn.invars], eqn.source_info
-        if scope is not None:
-            info = info.replace(name_stack=scope + info.name_stack)
-        if eqn.primitive.name in (*JITS, "closed_call"):
+        if call is not None:
+            traceback = info.traceback if is_users else call.traceback
+            info = info.replace(name_stack=call.name_stack + info.name_stack, traceback=traceback)
+        if eqn.primitive.name in INLINED:
             body = closed_of(eqn.params[CALLS[eqn.primitive.name]])
             inner = dict(zip(body.jaxpr.invars, inputs, strict=True))
             for var, value in zip(body.jaxpr.constvars, body.consts, strict=True):
                 inner[var] = core.Var(var.aval)
                 constants[inner[var]] = value
-            outputs = _inlined(body.jaxpr, inner, info.name_stack, operations, constants)
-        elif scope is None:  # its variables are its own already
+            outputs = _inlined(body.jaxpr, inner, info, operations, constants)
+        elif call is None:  # its variables are its own already
             outputs = eqn.outvars
             operations.append(eqn.replace(invars=inputs) if inputs != eqn.invars else eqn)
         else:
@@ -501,14 +519,6 @@ def _inlined(
             operations.append(eqn.replace(invars=inputs, outvars=outputs, source_info=info))
         env.update(zip(eqn.outvars, outputs, strict=True))
     return [atom(v) for v in jaxpr.outvars]
-
-
-def _is_over_weights(eqn: Eqn, kinds: dict[Var, Kind]) -> bool:
-    if eqn.primitive.name != "scan" or eqn.params["length"] < 2 or eqn.effects:
-        return False
-    consts, carry = scan_parts(eqn.params)
-    rows = variables(eqn.invars[consts + carry :])
-    return any(kinds[v] == "w" for v in rows) and any(kinds[v] == "a" for v in eqn.outvars[:carry])
 
 
 def line_of(operation: Eqn) -> str:
@@ -542,8 +552,11 @@ def at_line(operation: Eqn) -> str:
 
 
 def name_of(operation: Eqn) -> str:
-    """Return the name of an operation's primitive, such as "dot_general"."""
-    return _equation(operation).primitive.name
+    """Return the name of an operation's primitive, such as "dot_general", as its user knows it."""
+    eqn = _equation(operation)
+    if eqn.primitive.name in CHECKPOINTS:
+        return "jax.checkpoint"
+    return type(eqn.params["_prim"]).__name__ if "_prim" in eqn.params else eqn.primitive.name
 
 
 def scopes_of(operation: Eqn) -> list[str]:

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+from ipu_jax.core.cutting.rules import rules
+from support import documents
 from support.composed import composed, cut_into
 from support.inputs import normal
 
@@ -124,3 +126,9 @@ def test_rows_of_one_stack_are_divided(read):
         part.rows for _, parts in cut_into(3, loss, PARAMS, X).weights.groups for part in parts if part.rows is not None
     ]
     assert rows in ([(0, 2), (2, 4), (4, 6)], [(0, 2), (2, 5), (5, 6)])  # the second: where it is split
+
+
+def test_the_page_prints_what_is_done_with_each_primitive():
+    rows = [("primitives", "what is done"), ("---", "---"), *rules()]
+    table = "\n".join(f"| {primitives} | {what} |" for primitives, what in rows)
+    assert table in (documents.ROOT / "docs/design/cutting.md").read_text(), f"print it into the page:\n{table}"
