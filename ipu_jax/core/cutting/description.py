@@ -7,7 +7,7 @@ from ipu_jax.core.cutting.cut import Cut
 from ipu_jax.core.cutting.division import Division
 from ipu_jax.core.cutting.lost import of_shared, reasons
 from ipu_jax.core.cutting.stages import Held
-from ipu_jax.core.cutting.trace import line_of, scopes_of
+from ipu_jax.core.cutting.users_code import line_of, scopes_of
 from ipu_jax.core.layout.whole_tree import Part
 from ipu_jax.core.programs.cost import bytes_of, in_units
 from ipu_jax.core.stage import Stage

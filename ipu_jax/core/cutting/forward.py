@@ -25,7 +25,8 @@ from ipu_jax.core.cutting.description import described
 from ipu_jax.core.cutting.division import Division, divide, small_values
 from ipu_jax.core.cutting.function import FunctionModel, as_traced
 from ipu_jax.core.cutting.stages import Held, make_stage
-from ipu_jax.core.cutting.trace import FunctionTrace, Read, at_line
+from ipu_jax.core.cutting.trace import FunctionTrace, Read
+from ipu_jax.core.cutting.users_code import at_line
 from ipu_jax.core.layout.whole_tree import Part, WholeTree
 
 _BY_ROWS: Final = "hold one leaf per layer, or stack them, layers first, as xs and ys of the scan over the layers"

@@ -24,7 +24,8 @@ from ipu_jax.base.decorators import OTHER_MESH, users_mesh
 from ipu_jax.base.jaxprs import all_equations, bodies_of, traced_on
 from ipu_jax.core.cutting.cut import STAGE_END
 from ipu_jax.core.cutting.module_trees import check_unchanged, name_of_function
-from ipu_jax.core.cutting.trace import FunctionTrace, at_line, is_ours, name_of, trace_of, users_line
+from ipu_jax.core.cutting.trace import FunctionTrace, trace_of
+from ipu_jax.core.cutting.users_code import at_line, is_ours, name_of, users_line
 from ipu_jax.core.layout.packed_layout import check_array, check_weight
 from ipu_jax.core.layout.whole_tree import spread
 from ipu_jax.core.mesh.axes import further_axes

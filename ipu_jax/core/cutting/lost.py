@@ -14,7 +14,7 @@ from ipu_jax.core.cutting.cut import Cut, Places
 from ipu_jax.core.cutting.division import Division
 from ipu_jax.core.cutting.rows import Taken, rows_before, taken_by
 from ipu_jax.core.cutting.scan_layers import ScanLayer
-from ipu_jax.core.cutting.trace import at_line, line_of, name_of
+from ipu_jax.core.cutting.users_code import at_line, line_of, name_of
 from ipu_jax.core.layout.whole_tree import Part
 from ipu_jax.core.programs.cost import bytes_of, in_units
 

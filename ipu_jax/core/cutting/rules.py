@@ -5,10 +5,10 @@ from typing import Final
 
 from ipu_jax.base.jaxprs import CALLS, CHECKPOINTS
 from ipu_jax.core.cutting.cut import PRODUCTS
+from ipu_jax.core.cutting.inlined import INLINED
 from ipu_jax.core.cutting.known_places import AT_KNOWN_PLACES
 from ipu_jax.core.cutting.rows import FOLLOWED, JOINS
 from ipu_jax.core.cutting.sums import ADDED
-from ipu_jax.core.cutting.trace import INLINED
 
 _MANY: Final = 20
 """From how many primitives on with one rule the table does not name them."""

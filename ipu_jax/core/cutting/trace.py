@@ -14,11 +14,8 @@ import dataclasses
 import functools
 import itertools
 import operator
-import os
-import traceback
 from collections.abc import Collection, Sequence
-from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import jax
 from jax.extend import core
@@ -26,9 +23,7 @@ from jax.extend import core
 from ipu_jax.base.annotations import Batch, Eqn, Function, Jaxpr, Key, Params, Tree, Value, Var
 from ipu_jax.base.checkpoints import plain
 from ipu_jax.base.jaxprs import (
-    CALLS,
     CHECKPOINTS,
-    JITS,
     bodies_of,
     closed_of,
     in_scan_parts,
@@ -37,6 +32,7 @@ from ipu_jax.base.jaxprs import (
     variables,
 )
 from ipu_jax.core.cutting.calls import with_rows_outside
+from ipu_jax.core.cutting.inlined import inlined
 from ipu_jax.core.cutting.known_places import at_known_places
 from ipu_jax.core.cutting.own_rows import RULES
 from ipu_jax.core.cutting.rows import FOLLOWED, JOINS, RowTaker, Taken, equations, slices_of_leaves, taken_by
@@ -46,7 +42,6 @@ from ipu_jax.core.programs.cost import bytes_of, equation_flops
 
 _MUCH: Final = 0.2
 """The part of all FLOPs from which a `jax.checkpoint` is opened."""
-INLINED: Final = (*JITS, "closed_call")
 Kind = Literal["w", "b", "s", "a"]
 Read = tuple[str, Part]
 """A leaf of the "params" or of the "state", or rows of it."""
@@ -57,12 +52,6 @@ SMALL: Final = 4096
 """Bytes up to which a value that is computed from larger weights is sent, so that the weights stay in one stage."""
 _AGAIN: Final = 64
 """FLOPs per byte of a result from which it is cheaper to send it than to compute it in each stage that needs it."""
-_NOT_THE_USERS: Final = (
-    f"{os.sep}site-packages{os.sep}",
-    f"{os.sep}dist-packages{os.sep}",
-    f"{Path(__file__).parents[2]}{os.sep}",
-    f"{os.sep}ipykernel_",  # a cell of a notebook: its file is called by a number
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -434,7 +423,7 @@ class FunctionTrace:
                 continue
             body, inner = closed_of(op.params["jaxpr"]), list[Eqn]()
             env = dict(zip(body.jaxpr.invars, inputs, strict=True))
-            outputs = _inlined(body.jaxpr, env, op.source_info, inner, self.constants)
+            outputs = inlined(body.jaxpr, env, op.source_info, inner, self.constants)
             renamed |= zip(op.outvars, outputs, strict=True)
             self.opened |= {v: op for eqn in inner for v in eqn.outvars}
             found += inner
@@ -482,90 +471,6 @@ def trace_of(fn: Function, params: Params, state: Tree, microbatch: Batch, key: 
     arguments = of(params), of(state), of(microbatch), of(key)
     constants: dict[Var, Value] = {}
     operations: list[Eqn] = []
-    found = iter(_inlined(closed.jaxpr, {}, None, operations, constants))
+    found = iter(inlined(closed.jaxpr, {}, None, operations, constants))
     outputs, aux, new_state = ([next(found) for _ in jax.tree.leaves(tree)] for tree in shapes)
     return FunctionTrace(closed, *arguments, constants, outputs, aux, new_state, operations), shapes
-
-
-def _inlined(
-    jaxpr: Jaxpr, env: dict[Var, Var], call: Any, operations: list[Eqn], constants: dict[Var, Value]
-) -> list[Var]:
-    """Append a jaxpr's equations to `operations`, with variables of their own, and return its results.
-
-    They have the line of the call, whose `source_info` is given, where it is not the user's function that is called.
-    """
-    is_users = call is None or any(map(line_of, jaxpr.eqns[:1]))
-
-    def atom(v: Var) -> Var:
-        return v if isinstance(v, core.Literal) else env.get(v, v)
-
-    for eqn in jaxpr.eqns:
-        inputs, info = [atom(v) for v in eqn.invars], eqn.source_info
-        if call is not None:
-            traceback = info.traceback if is_users else call.traceback
-            info = info.replace(name_stack=call.name_stack + info.name_stack, traceback=traceback)
-        if eqn.primitive.name in INLINED:
-            body = closed_of(eqn.params[CALLS[eqn.primitive.name]])
-            inner = dict(zip(body.jaxpr.invars, inputs, strict=True))
-            for var, value in zip(body.jaxpr.constvars, body.consts, strict=True):
-                inner[var] = core.Var(var.aval)
-                constants[inner[var]] = value
-            outputs = _inlined(body.jaxpr, inner, info, operations, constants)
-        elif call is None:  # its variables are its own already
-            outputs = eqn.outvars
-            operations.append(eqn.replace(invars=inputs) if inputs != eqn.invars else eqn)
-        else:
-            outputs = [core.Var(v.aval) for v in eqn.outvars]
-            operations.append(eqn.replace(invars=inputs, outvars=outputs, source_info=info))
-        env.update(zip(eqn.outvars, outputs, strict=True))
-    return [atom(v) for v in jaxpr.outvars]
-
-
-def line_of(operation: Eqn) -> str:
-    """Return "file.py:12", the innermost line of the user's that computes an operation; "" if there is none."""
-    found = _equation(operation).source_info.traceback
-    frames = found.frames if found is not None else ()
-    return next((f"{os.path.basename(f.file_name)}:{f.line_num}" for f in frames if _is_users(f.file_name)), "")
-
-
-def _is_users(file: str) -> bool:
-    return not file.startswith("<") and not any(part in file for part in _NOT_THE_USERS)
-
-
-def is_ours(error: BaseException) -> bool:
-    """Return whether this package raised an error itself."""
-    frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return frames[-1].startswith(_NOT_THE_USERS[2])
-
-
-def users_line(error: BaseException) -> str:
-    """Return " (file.py:12)", the innermost line of the user's in an error's traceback, or ""."""
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    users = [f" ({os.path.basename(file)}:{line})" for file, line in frames if _is_users(file)]
-    return users[-1] if users else ""
-
-
-def at_line(operation: Eqn) -> str:
-    """Return " (file.py:12)", or ""."""
-    line = line_of(operation)
-    return f" ({line})" if line else ""
-
-
-def name_of(operation: Eqn) -> str:
-    """Return the name of an operation's primitive, such as "dot_general", as its user knows it."""
-    eqn = _equation(operation)
-    if eqn.primitive.name in CHECKPOINTS:
-        return "jax.checkpoint"
-    return type(eqn.params["_prim"]).__name__ if "_prim" in eqn.params else eqn.primitive.name
-
-
-def scopes_of(operation: Eqn) -> list[str]:
-    """Return the names of the modules, or `jax.named_scope`s, around an operation, the outermost first."""
-    stack = _equation(operation).source_info.name_stack
-    scopes = str(stack).split("/") if stack.stack else []
-    # vmap() is not a module, and neither are the subscripts of einsum
-    return [scope for scope in scopes if scope and "(" not in scope and "->" not in scope and "," not in scope]
-
-
-def _equation(operation: Eqn) -> Eqn:
-    return operation.scan if isinstance(operation, ScanLayer | ScanStack) else operation
