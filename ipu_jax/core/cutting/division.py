@@ -329,7 +329,7 @@ def _new_rows(
     """Return the new rows of stacked leaves of the state, and per stage the equations that compute them."""
     stage_of = {v: s for s, of_stage in enumerate(of_stages) for op in of_stage for v in op.outvars}
     taker, late = trace.late_taker, [op for op in trace.operations if not isinstance(op, ScanLayer | ScanStack)]
-    late = [op for op in late if trace.is_activation(op.outvars[0]) and op.outvars[0] not in stage_of]
+    late = [op for op in late if op.outvars and trace.is_activation(op.outvars[0]) and op.outvars[0] not in stage_of]
     for run, scan in runs:
         _, carry, _ = in_scan_parts(scan.params, scan.invars)
         for stack, rows in zip(run[0].scan.outvars[len(carry) :], scan.outvars[len(carry) :], strict=True):

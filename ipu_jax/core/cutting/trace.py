@@ -391,13 +391,13 @@ class FunctionTrace:
                     self.axes |= {leaf: of.dim for leaf, of in rows if of is not None and leaf not in self.axes}
         operations = slices_of_leaves(self.operations, taker, leaves, self.axes)
         self.operations = needed(operations, self.results, effects=True)
-        read_by_rows = {*mixed}.difference(self.results)
+        read_by_rows = {*mixed}.difference(variables(self.results))
         for op in reversed(self.operations):
             whole = op.invars
             if self._goes_over_layers(op):
                 fixed, carry, _ = in_scan_parts(op.params, op.invars)
                 whole = [*fixed, *carry]
-            if op.outvars[0] not in read_by_rows:
+            if read_by_rows.isdisjoint(op.outvars):
                 read_by_rows.difference_update(variables(whole))
         self.masked |= read_by_rows
         self._find_kinds()

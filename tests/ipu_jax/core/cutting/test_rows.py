@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from jax import lax
 
-from ipu_jax.core.cutting.rules import rules
-from support import documents
 from support.composed import composed, cut_into
 from support.inputs import normal
 
@@ -100,35 +98,3 @@ def test_rows_that_only_a_result_reads_are_of_the_same_leaf(rows):
             assert [start for start, _ in sorted(ranges)] == ends[:-1], (leaf, ranges)
         _, (aux, _) = jax.jit(composed(model))(PARAMS, {"first": jnp.zeros(3)}, X)
         np.testing.assert_allclose(aux["sum"], PARAMS["w"][rows].sum(0), rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda w, x: layers(layers(x, w[:2]), w[2:]),
-        lambda w, x: each(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)),
-        lambda w, x: each(each(x, (2 * w)[:4]), jnp.tanh(0.1 * w[3:])[1:]),
-        lambda w, x: layers(layers(x, (w / 2)[:3]), (w / 2)[3:]),
-        lambda w, x: functools.reduce(lambda x, row: x + jnp.sin(x @ row), w / 2, x),
-        lambda w, x: functools.reduce(lambda x, row: x + jnp.sin(x @ row), jnp.unstack(w), x),
-        lambda w, x: functools.reduce(layers, jnp.split(w, [1, 2, 5]), x),
-    ],
-    ids=[
-        *("two groups of layers", "a loop after a cast", "rows of scaled rows", "scans of scaled rows"),
-        *("iteration", "unstack", "split"),
-    ],
-)
-def test_rows_of_one_stack_are_divided(read):
-    def loss(params, x):
-        return jnp.mean(read(params["w"], x).astype(jnp.float32) ** 2)
-
-    rows = [
-        part.rows for _, parts in cut_into(3, loss, PARAMS, X).weights.groups for part in parts if part.rows is not None
-    ]
-    assert rows in ([(0, 2), (2, 4), (4, 6)], [(0, 2), (2, 5), (5, 6)])  # the second: where it is split
-
-
-def test_the_page_prints_what_is_done_with_each_primitive():
-    rows = [("primitives", "what is done"), ("---", "---"), *rules()]
-    table = "\n".join(f"| {primitives} | {what} |" for primitives, what in rows)
-    assert table in (documents.ROOT / "docs/design/cutting.md").read_text(), f"print it into the page:\n{table}"

@@ -55,7 +55,7 @@ def state_unchanged(p, s, b):
 
 
 def state_unread(p, s, b):
-    return each(b["x"], p["w"]), {}, s
+    return each(b["x"], p["w"]), {"number": 3.0}, s
 
 
 def reversed_scan(p, s, b):
@@ -101,6 +101,12 @@ def leaf_that_follows_through_another(p, s, b):
     """`before` follows from `mean`, which follows from `rate`, which the last layers replace."""
     x = each(b["x"], p["w"])
     return x * s["rate"], {}, counted(s, before=2 * s["mean"], mean=s["mean"] * s["rate"], rate=jnp.mean(x))
+
+
+def callback_without_results(p, s, b):
+    x = each(b["x"], p["w"])
+    jax.debug.callback(lambda mean: None, jnp.mean(x))
+    return x, {}, s
 
 
 def norm_of_the_weights(p, s, b):
@@ -153,6 +159,7 @@ FUNCTIONS = (
     leaf_that_follows_through_another,
     *(*BY_ROWS, rows_that_are_read_whole, norm_of_the_weights, norm_that_the_first_layer_reads),
     *(leaves_that_follow_from_others, leaves_that_change_places, leaf_that_follows_from_a_mean),
+    callback_without_results,
     *(mean_of_batches, mean_of_activations, state_unchanged, state_unread, reversed_scan, scan_before_the_state),
 )
 
@@ -181,6 +188,7 @@ def loss_of(function):
     "rows_of_a_scan_after_a_cast",
     "rows_that_are_read_whole",
     "norm_of_the_weights",
+    "callback_without_results",
     "norm_that_the_first_layer_reads",
 )
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
