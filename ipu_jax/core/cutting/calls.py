@@ -25,7 +25,8 @@ from ipu_jax.core.cutting.numbers import Numbers
 from ipu_jax.core.cutting.own_rows import RULES
 from ipu_jax.core.cutting.rows import RowTaker, slices_of_leaves, taken_by
 
-_OPEN: Final = (*CHECKPOINTS, "cond")
+TAKEN_OUTSIDE: Final = (*CHECKPOINTS, "cond")
+"""Primitives with bodies whose rows of leaves are taken outside of them."""
 
 
 def with_rows_outside(operations: Sequence[Eqn], constants: Mapping[Var, Value], leaves: Collection[Var]) -> list[Eqn]:
@@ -38,7 +39,7 @@ def with_rows_outside(operations: Sequence[Eqn], constants: Mapping[Var, Value],
     """
     numbers, own, found = Numbers(operations, constants), {*leaves}, list[Eqn]()
     for op in operations:
-        is_call = op.primitive.name in _OPEN and not op.effects and own.intersection(variables(op.invars))
+        is_call = op.primitive.name in TAKEN_OUTSIDE and not op.effects and own.intersection(variables(op.invars))
         found += _rows_outside(op, numbers, own) if is_call else [op]
     return found
 

@@ -12,6 +12,7 @@ from ipu_jax.base.jaxprs import bodies_of, in_scan_parts, scan_parts, variables
 from ipu_jax.base.showing import counted
 from ipu_jax.core.cutting.cut import Cut, Places
 from ipu_jax.core.cutting.division import Division
+from ipu_jax.core.cutting.own_rows import RULES
 from ipu_jax.core.cutting.rows import Taken, rows_before, taken_by
 from ipu_jax.core.cutting.scan_layers import ScanLayer
 from ipu_jax.core.cutting.users_code import at_line, line_of, name_of
@@ -141,7 +142,7 @@ def _readers(division: Division, leaf: Var, stage: int) -> Iterator[_Reader]:
 def _dim_after(eqn: Eqn, var: Var, dim: int) -> int | None:
     """Return the dim of an equation's result that has the rows of an input along `dim`; None if no dim has."""
     for d in range(eqn.outvars[0].aval.ndim):
-        before = rows_before(eqn, Taken(d, 0, 1))
+        before = rows_before(eqn, Taken(d, 0, 1), RULES)
         rows = None if before is None else before.rows[eqn.invars.index(var)]
         if rows is not None and rows.dim == dim:
             return d

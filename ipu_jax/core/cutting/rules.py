@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from ipu_jax.base.jaxprs import CALLS, CHECKPOINTS
+from ipu_jax.core.cutting.calls import TAKEN_OUTSIDE
 from ipu_jax.core.cutting.cut import PRODUCTS
 from ipu_jax.core.cutting.inlined import INLINED
 from ipu_jax.core.cutting.known_places import AT_KNOWN_PLACES
-from ipu_jax.core.cutting.rows import FOLLOWED, JOINS
+from ipu_jax.core.cutting.own_rows import RULES
+from ipu_jax.core.cutting.rows import JOINS
 from ipu_jax.core.cutting.sums import ADDED
 
 _MANY: Final = 20
@@ -18,7 +20,7 @@ def rules() -> list[tuple[str, str]]:
     """Return rows of a table: primitives, and what is done with them."""
     whole = [name for name in CALLS if name not in (*INLINED, *CHECKPOINTS)]
     followed: dict[str, list[str]] = {}
-    for name, rule in FOLLOWED.items():
+    for name, rule in RULES.items():
         followed.setdefault(str(rule.__doc__), []).append(name)
     rows: list[tuple[Sequence[str], str]] = [
         (INLINED, "Opened: a cut can be inside of it."),
@@ -26,6 +28,7 @@ def rules() -> list[tuple[str, str]]:
         (["scan"], "Opened over rows of weights, if its carry is an activation: an operation per layer."),
         (["while", "cond", *whole], "Kept whole: one operation, in one stage. Its bodies count as its work."),
         (AT_KNOWN_PLACES, "Rows of a leaf, at places known when the function is cut: static slices or updates."),
+        (TAKEN_OUTSIDE, "Kept whole, but gets rows of a leaf in its place, if its bodies take only such rows."),
         *((names, f"Followed: {rule[0].lower()}{rule[1:]}") for rule, names in followed.items()),
         (JOINS, "Followed: the rows of the input that has them, if it joins rows."),
         ([*ADDED], "Reduces all rows of a divided leaf: each stage reduces its own, and sends the result on."),
