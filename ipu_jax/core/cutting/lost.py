@@ -12,7 +12,7 @@ from ipu_jax.base.jaxprs import bodies_of, in_scan_parts, scan_parts, variables
 from ipu_jax.base.showing import counted
 from ipu_jax.core.cutting.cut import Cut, Places
 from ipu_jax.core.cutting.division import Division
-from ipu_jax.core.cutting.rows import Taken, rows_before, taken_by
+from ipu_jax.core.cutting.rows import FOLLOWED, Taken, rows_before, taken_by
 from ipu_jax.core.cutting.scan_layers import ScanLayer
 from ipu_jax.core.cutting.trace import at_line, line_of, name_of
 from ipu_jax.core.layout.whole_tree import Part
@@ -118,7 +118,7 @@ def _readers(division: Division, leaf: Var, stage: int) -> Iterator[_Reader]:
     joined: set[Var] = set()  # what follows from all rows at once
     rows: dict[Var, Sequence[int]] = {}
     for eqn in division.pieces[stage].equations:
-        taken, is_again, stacked = taken_by(eqn), eqn.outvars[0] in division.again, list[Var]()
+        taken, is_again, stacked = taken_by(eqn), any(v in division.again for v in eqn.outvars), list[Var]()
         if eqn.primitive.name == "scan":
             stacked = variables(in_scan_parts(eqn.params, eqn.invars)[2])
         for v in dict.fromkeys(variables(eqn.invars)):
@@ -141,7 +141,7 @@ def _readers(division: Division, leaf: Var, stage: int) -> Iterator[_Reader]:
 def _dim_after(eqn: Eqn, var: Var, dim: int) -> int | None:
     """Return the dim of an equation's result that has the rows of an input along `dim`; None if no dim has."""
     for d in range(eqn.outvars[0].aval.ndim):
-        before = rows_before(eqn, Taken(d, 0, 1))
+        before = rows_before(eqn, Taken(d, 0, 1), FOLLOWED)
         rows = None if before is None else before.rows[eqn.invars.index(var)]
         if rows is not None and rows.dim == dim:
             return d
