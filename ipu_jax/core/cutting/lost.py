@@ -119,7 +119,7 @@ def _readers(division: Division, leaf: Var, stage: int) -> Iterator[_Reader]:
     joined: set[Var] = set()  # what follows from all rows at once
     rows: dict[Var, Sequence[int]] = {}
     for eqn in division.pieces[stage].equations:
-        taken, is_again, stacked = taken_by(eqn), eqn.outvars[0] in division.again, list[Var]()
+        taken, is_again, stacked = taken_by(eqn), any(v in division.again for v in eqn.outvars), list[Var]()
         if eqn.primitive.name == "scan":
             stacked = variables(in_scan_parts(eqn.params, eqn.invars)[2])
         for v in dict.fromkeys(variables(eqn.invars)):
