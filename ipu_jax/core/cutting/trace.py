@@ -30,7 +30,9 @@ from ipu_jax.base.jaxprs import (
     CHECKPOINTS,
     JITS,
     closed_of,
+    differentiated_between,
     in_scan_parts,
+    is_float,
     needed,
     scan_parts,
     variables,
@@ -135,6 +137,11 @@ class FunctionTrace:
         wanted += [v for found in self.new_rows.values() for v in found.values]
         operations = needed(self.operations, [*self.outputs, *self.aux, *wanted], effects=True)
         return [op for op in operations if op.effects or self.kinds[op.outvars[0]] == "a"]
+
+    @functools.cached_property
+    def differentiated(self) -> set[Var]:
+        """Return the values through which gradients go from the outputs to the weights."""
+        return differentiated_between(self.operations, [v for v in self.params if is_float(v)], self.outputs)
 
     @functools.cached_property
     def reads(self) -> dict[int, set[Read]]:
