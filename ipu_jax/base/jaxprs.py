@@ -143,6 +143,19 @@ def depending(eqns: list[Eqn], on: Sequence[Var]) -> set[Var]:
     return dependent
 
 
+def differentiated_between(eqns: Sequence[Eqn], inputs: Sequence[Var], results: Sequence[Var]) -> set[Var]:
+    """Return the values through which gradients go from results back to inputs: none goes past a `stop_gradient`."""
+    eqns = [eqn for eqn in eqns if not hasattr(eqn, "primitive") or eqn.primitive.name != "stop_gradient"]
+    following, reached = {*inputs}, {*variables(results)}
+    for eqn in eqns:
+        if not following.isdisjoint(variables(eqn.invars)):
+            following.update(v for v in eqn.outvars if is_float(v))
+    for eqn in reversed(eqns):
+        if not reached.isdisjoint(following.intersection(eqn.outvars)):
+            reached.update(variables(eqn.invars))
+    return following & reached
+
+
 def needed(eqns: list[Eqn], outvars: list[Var], *, effects: bool = False) -> list[Eqn]:
     """Return the equations that `outvars` depend on, in order; with `effects`, also those that have effects."""
     wanted = set(variables(outvars))

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Jaxpr, Tree, Var
-from ipu_jax.base.jaxprs import CALLS, CHECKPOINTS, closed_of, is_float, scan_parts, variables
+from ipu_jax.base.jaxprs import CALLS, CHECKPOINTS, closed_of, differentiated_between, is_float, scan_parts, variables
 from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack
 from ipu_jax.core.cutting.trace import FunctionTrace
 from ipu_jax.core.layout.whole_tree import Part
@@ -260,7 +260,7 @@ def _is_value(var: Var) -> bool:
 
 def _work(trace: FunctionTrace, operations: Sequence[Eqn], frozen: Sequence[bool]) -> list[float]:
     trained = [v for v, is_frozen in zip(trace.params, frozen, strict=True) if not is_frozen and is_float(v)]
-    differentiated = _differentiated(trace.operations, trained, trace.outputs)
+    differentiated = differentiated_between(trace.operations, trained, trace.outputs)
     work: dict[int, float] = {}
     layers: dict[Any, float] = {}  # layers of one scan take the same
     for op in trace.operations:
@@ -273,19 +273,6 @@ def _work(trace: FunctionTrace, operations: Sequence[Eqn], frozen: Sequence[bool
         elif not isinstance(op, ScanStack):
             work[id(op)] = sum(_forward_and_backward(op, flags))
     return [work.get(id(op), 0.0) for op in operations]
-
-
-def _differentiated(eqns: Sequence[Eqn], inputs: Sequence[Var], results: Sequence[Var]) -> set[Var]:
-    """Return the values through which gradients go from results back to inputs: none goes past a `stop_gradient`."""
-    eqns = [eqn for eqn in eqns if isinstance(eqn, ScanLayer | ScanStack) or eqn.primitive.name != "stop_gradient"]
-    following, reached = {*inputs}, {*variables(results)}
-    for eqn in eqns:
-        if not following.isdisjoint(variables(eqn.invars)):
-            following.update(v for v in eqn.outvars if is_float(v))
-    for eqn in reversed(eqns):
-        if not reached.isdisjoint(following.intersection(eqn.outvars)):
-            reached.update(variables(eqn.invars))
-    return following & reached
 
 
 def _flags(eqn: Eqn, differentiated: set[Var]) -> list[bool]:
@@ -327,7 +314,7 @@ def _forward_and_backward(eqn: Eqn, differentiable: Sequence[bool]) -> tuple[flo
 def _of_body(closed: Jaxpr, differentiable: Sequence[bool]) -> tuple[float, float]:
     jaxpr = closed.jaxpr
     inputs = [v for v, f in zip(jaxpr.invars, differentiable, strict=True) if f]
-    differentiated = _differentiated(jaxpr.eqns, inputs, jaxpr.outvars)
+    differentiated = differentiated_between(jaxpr.eqns, inputs, jaxpr.outvars)
     both = [_forward_and_backward(eqn, _flags(eqn, differentiated)) for eqn in jaxpr.eqns]
     return sum(forward for forward, _ in both), sum(backward for _, backward in both)
 

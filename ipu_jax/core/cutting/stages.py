@@ -138,6 +138,9 @@ def make_stage(
             *(one.read(state) for one in of_state),
             *(value for value, _ in constants),
         )
+        if not is_last:  # else B would compute the zeros that a later stage sends back for it
+            has_none = [v in trace.made_by and v not in trace.differentiated for v in y]
+            outs[: len(y)] = [lax.stop_gradient(x) if none else x for x, none in zip(outs, has_none, strict=False)]
         found = jax.tree.unflatten(treedef, outs)
         return dataclasses.replace(found, y=jax.tree.map(without_keys, found.y))
 

@@ -26,6 +26,7 @@ from ipu_jax.base.jaxprs import (
     CHECKPOINTS,
     bodies_of,
     closed_of,
+    differentiated_between,
     in_scan_parts,
     is_float,
     needed,
@@ -131,6 +132,11 @@ class FunctionTrace:
         wanted += [v for found in self.new_rows.values() for v in found.values]
         operations = needed(self.operations, [*self.outputs, *self.aux, *wanted], effects=True)
         return [op for op in operations if op.effects or self.kinds[op.outvars[0]] == "a"]
+
+    @functools.cached_property
+    def differentiated(self) -> set[Var]:
+        """Return the values through which gradients go from the outputs to the weights."""
+        return differentiated_between(self.operations, [v for v in self.params if is_float(v)], self.outputs)
 
     @functools.cached_property
     def reads(self) -> dict[int, set[Read]]:

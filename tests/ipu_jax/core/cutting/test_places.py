@@ -112,6 +112,15 @@ def test_nothing_behind_a_stop_gradient_is_differentiated(teacher):
     assert sum(places_of(loss, params).work) == pytest.approx(plain + forward, abs=6 * X.size)
 
 
+def test_no_stage_runs_b_for_what_a_later_stage_stops():
+    """The border is between the value and its `stop_gradient`."""
+    loss = lambda p, x: jnp.mean((looped(p, x) - jax.lax.stop_gradient(looped(p, x))) ** 2)
+    _, params = chain([8] * 8)
+    function = cut_of(loss, params, 4)
+    costs = measure_costs(function.stages, function.weights.split(params), X)
+    assert costs == pytest.approx(function.cut.work, rel=0.1)
+
+
 def test_what_is_computed_for_aux_alone_has_no_b():
     _, params = chain([8] * 6)
     program, _ = trace_of(lambda p, s, x, k: (jnp.mean(x @ p[0]), looped(p, x), None), params, None, X, None)

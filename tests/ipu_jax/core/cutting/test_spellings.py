@@ -30,7 +30,7 @@ FEW = (
     *("checkpoints that close over the stack", "list stacked by the function"),
 )
 """The spellings whose half precision is tested by a fast test: one of each kind."""
-FEWER = ("fori_loop", "flat vector", "lora, einsum", "even and odd rows", "norm as aux")
+FEWER = ("fori_loop", "flat vector", "lora, einsum", "even and odd rows", "norm as aux", "L2 of all leaves")
 """The spellings whose numbers are tested by a fast test."""
 FEWER_STATES = ("scan, columns", "loop, stack along 1", "at[k].set")
 NEVER = {
