@@ -43,7 +43,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "engine": {"", "layout", "mesh", "programs", "schedules"},
         "compiled": {"engine", "mesh"},
         "analysis": {"", "compiled", "engine", "layout", "mesh", "programs", "schedules"},
-        "cutting": {"", "analysis", "layout", "programs"},
+        "cutting": {"", "analysis", "layout", "mesh", "programs"},
         "pipeline": {
             *("", "analysis", "compiled", "cutting", "engine", "layout", "mesh", "optimizer", "programs", "schedules"),
         },
