@@ -90,6 +90,8 @@ def _expanded(new: Any) -> Jaxpr:
 
 def bodies_of(eqn: Eqn) -> list[Jaxpr]:
     """Return the jaxprs inside an equation."""
+    if not eqn.params:
+        return []
     new = eqn.params.get("_prim")
     return [*core.jaxprs_in_params(eqn.params)] if new is None else [closed_of(new).jaxpr]
 

@@ -327,6 +327,8 @@ def _new_rows(
     trace: FunctionTrace, of_stages: list[list[Eqn]], runs: list[tuple[list[ScanLayer], Eqn]]
 ) -> tuple[list[NewValue], list[list[Eqn]]]:
     """Return the new rows of stacked leaves of the state, and per stage the equations that compute them."""
+    if not trace.new_rows:
+        return [], [[] for _ in of_stages]
     stage_of = {v: s for s, of_stage in enumerate(of_stages) for op in of_stage for v in op.outvars}
     taker, late = trace.late_taker, [op for op in trace.operations if not isinstance(op, ScanLayer | ScanStack)]
     late = [op for op in late if op.outvars and trace.is_activation(op.outvars[0]) and op.outvars[0] not in stage_of]
@@ -387,11 +389,10 @@ def _with_small_values(division: Division, homes: Mapping[int, int], taker: RowT
     """
     own, trace, without = division.own, division.trace, division
     small: list[tuple[Eqn, set[Part], int | None]] = [(*found, None) for found in _small_operations(division)]
+    if not small:
+        return division
     results = {v for op, _, _ in small for v in op.outvars}
-    read = [
-        division.needs([v for v in read_by(eqns) if v not in results], s).weights
-        for s, eqns in enumerate(own if small else ())
-    ]
+    read = [division.needs([v for v in read_by(eqns) if v not in results], s).weights for s, eqns in enumerate(own)]
     if not homes:
         division, small = _with_sums(division, small, read, taker)
     needed = division.needs([*read_by([eqn for eqns in own for eqn in eqns]), *trace.results], -1).equations

@@ -386,6 +386,9 @@ def slices_of_leaves(
     """
     found: list[Eqn] = []
     for op in operations:
+        if op.primitive is not lax.slice_p:
+            found.append(op)
+            continue
         for one in _dim_by_dim(op):
             if one is not op and not taker.made.keys().isdisjoint([*op.outvars]):
                 taker.made[one.outvars[0]] = one

@@ -102,9 +102,11 @@ def make_stage(
     """
     trace, piece, messages, own = division.trace, division.pieces[s], division.messages, held.own[s]
     groups = {name: held.groups[name] for name in filter(None, [own, *held.shared[s]])}
-    weights = [_Held.of(division.parts[v], groups, v) for v in piece.weights]
+    at = {part: (name, number) for name, parts in groups.items() for number, part in enumerate(parts)}
+    weights = [_Held.of(division.parts[v], at, v) for v in piece.weights]
     weights.sort(key=lambda one: one.group != own)
-    of_state = [_Held.of(division.of_state[v], {"": held.state[s]}, v) for v in piece.state]
+    at = {part: ("", number) for number, part in enumerate(held.state[s])}
+    of_state = [_Held.of(division.of_state[v], at, v) for v in piece.state]
     received = messages[s - 1] if s else []
     named = zip(jax.tree.leaves_with_path(microbatch), trace.batch, strict=True)
     batch = [(path, v) for (path, _), v in named if v in piece.inputs]
@@ -159,15 +161,13 @@ class _Held(NamedTuple):
     var: Var
 
     @classmethod
-    def of(cls, part: Part, groups: Mapping[str, Sequence[Part]], var: Var) -> "_Held":
-        for group, parts in groups.items():
-            for number, held in enumerate(parts):
-                if held == part:
-                    return cls(group, number, None, 0, var)
-                if held.holds(part) and part.rows is not None:
-                    first = 0 if held.rows is None else held.rows[0]
-                    return cls(group, number, (part.rows[0] - first, part.rows[1] - first), part.axis, var)
-        raise KeyError(part)
+    def of(cls, part: Part, at: Mapping[Part, tuple[str, int]], var: Var) -> "_Held":
+        """Return the part, or the held one around it; `at` has the group and the number of each that is held."""
+        if part in at or part.rows is None:
+            return cls(*at[part], None, 0, var)
+        held = next(held for held in at if held.holds(part))
+        first = 0 if held.rows is None else held.rows[0]
+        return cls(*at[held], (part.rows[0] - first, part.rows[1] - first), part.axis, var)
 
     def read(self, leaves: Sequence[Value]) -> Value:
         leaf = leaves[self.number]

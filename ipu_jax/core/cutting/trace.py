@@ -128,9 +128,11 @@ class FunctionTrace:
 
         Those that compute nothing but a leaf of the state from its new rows are not among them: see `new_rows`.
         """
-        wanted = [v for k, v in enumerate(self.new_state) if k not in self.new_rows]
-        wanted += [v for found in self.new_rows.values() for v in found.values]
-        operations = needed(self.operations, [*self.outputs, *self.aux, *wanted], effects=True)
+        operations = self.operations
+        if self.new_rows:
+            wanted = [v for k, v in enumerate(self.new_state) if k not in self.new_rows]
+            wanted += [v for found in self.new_rows.values() for v in found.values]
+            operations = needed(operations, [*self.outputs, *self.aux, *wanted], effects=True)
         return [op for op in operations if op.effects or self.kinds[op.outvars[0]] == "a"]
 
     @functools.cached_property
@@ -148,27 +150,26 @@ class FunctionTrace:
         leaves = [("params", self.params), ("state", self.state)]
         sliced: dict[Var, Read] = {v: (name, Part(k)) for name, of in leaves for k, v in enumerate(of)}
         own = {v: {leaf} for v, leaf in sliced.items()}  # what follows from leaves
-        taker = self.row_taker()
-        found: dict[int, set[Read]] = {}
+        taker, found, nothing = None, dict[int, set[Read]](), set[Read]()
         for op in self.operations:
-            others, rows = op.invars, list[tuple[Var, Taken | None]]()
+            is_run, others, stacked = op.effects or self.kinds[op.outvars[0]] == "a", op.invars, list[Var]()
             if isinstance(op, ScanLayer):
                 fixed, carry, stacked = in_scan_parts(op.scan.params, op.invars)
-                others = [*fixed, *carry]
-                rows = [end for v in variables(stacked) for end in taker.reached(v, Taken(0, op.row, op.row + 1))]
-            read = set[Read]().union(*(own.get(v, ()) for v in variables(others)))
-            for v, of_leaf in rows:
-                part = self._rows_of(sliced.get(v), of_leaf)
-                read |= own.get(v, set()) if part is None else {part}
-            if op.effects or self.is_activation(op.outvars[0]):
+                others, taker = [*fixed, *carry], taker or self.row_taker()
+            of_inputs = [own[v] for v in variables(others) if v in own]
+            read = nothing.union(*of_inputs) if len(of_inputs) > 1 else next(iter(of_inputs), nothing)
+            for v in variables(stacked):
+                for end, of_leaf in taker.reached(v, Taken(0, op.row, op.row + 1)) if taker else ():
+                    part = self._rows_of(sliced.get(end), of_leaf)
+                    read = read | (own.get(end, nothing) if part is None else {part})
+            if is_run:
                 found[id(op)] = read
-                continue
-            taken = taken_by(op)
-            part = None if taken is None else self._rows_of(sliced.get(op.invars[0]), taken)
-            if part is not None:
-                sliced[op.outvars[0]] = part
-                read = {part}
-            own |= {v: read for v in op.outvars if v not in sent}
+            elif of_inputs:
+                part = self._rows_of(sliced.get(op.invars[0]), taken_by(op)) if len(op.invars) == 1 else None
+                if part is not None:
+                    sliced[op.outvars[0]] = part
+                    read = {part}
+                own |= {v: read for v in op.outvars if v not in sent}
         return found
 
     def _rows_of(self, leaf: Read | None, taken: Taken | None) -> Read | None:
@@ -181,9 +182,13 @@ class FunctionTrace:
 
     def row_taker(self) -> RowTaker:
         """Return what follows rows of values back to leaves: through all operations that can run again, and joins."""
-        made = {v: op for op in self.operations for v in op.outvars if not self.is_activation(v)}
-        plain = (op for op in self.operations if not isinstance(op, ScanLayer | ScanStack))
-        return RowTaker(made, {op.outvars[0]: op for op in plain if op.primitive.name in JOINS}, RULES)
+        made, joined = dict[Var, Eqn](), dict[Var, Eqn]()
+        for op in self.operations:
+            if op.outvars and self.kinds[op.outvars[0]] != "a":
+                made |= dict.fromkeys(op.outvars, op)
+            if not isinstance(op, ScanLayer | ScanStack) and op.primitive.name in JOINS:
+                joined[op.outvars[0]] = op
+        return RowTaker(made, joined, RULES)
 
     @functools.cached_property
     def new_rows(self) -> dict[int, NewRows]:
@@ -345,6 +350,8 @@ class FunctionTrace:
 
     def _unroll_groups(self) -> None:
         """Unroll scans over groups of layers, so that the layers of each group become a scan of their own."""
+        if not any(op.primitive.name == "scan" for op in self.operations):
+            return
         weights, taker = {v for v, kind in self.kinds.items() if kind == "w"}, self.row_taker()
         groups = set[int]()
         for op in self.operations:
@@ -372,22 +379,22 @@ class FunctionTrace:
         leaves = [*self.params, *self.state]
         of_leaves = [*leaves, *(v for v, kind in self.kinds.items() if kind in ("w", "s"))]
         constants = dict(zip(self.closed.jaxpr.constvars, self.closed.consts, strict=True)) | self.constants
-        self.operations = at_known_places(self.operations, constants, of_leaves)
-        self.operations = with_rows_outside(self.operations, constants, of_leaves)
-        self._find_kinds()
-        mixed = self._mixed()
+        operations = at_known_places(self.operations, constants, of_leaves)
+        self._set_operations(with_rows_outside(operations, constants, of_leaves))
+        mixed, of_leaves = self._mixed(), {*leaves}
         taker = self.row_taker()
         taker.made |= mixed
         for op in self.operations:
             if self._goes_over_layers(op):
                 stacked, length = variables(in_scan_parts(op.params, op.invars)[2]), op.params["length"]
                 for v, row in itertools.product(stacked, range(length)):
-                    rows = [end for end in taker.reached(v, Taken(0, row, row + 1)) if end[0] in {*leaves}]
+                    rows = [end for end in taker.reached(v, Taken(0, row, row + 1)) if end[0] in of_leaves]
                     self.axes |= {leaf: of.dim for leaf, of in rows if of is not None and leaf not in self.axes}
         operations = slices_of_leaves(self.operations, taker, leaves, self.axes)
-        self.operations = needed(operations, self.results, effects=True)
+        if taker.equations:
+            operations = needed(operations, self.results, effects=True)
         read_by_rows = {*mixed}.difference(variables(self.results))
-        for op in reversed(self.operations):
+        for op in reversed(operations if mixed else ()):
             whole = op.invars
             if self._goes_over_layers(op):
                 fixed, carry, _ = in_scan_parts(op.params, op.invars)
@@ -395,19 +402,22 @@ class FunctionTrace:
             if read_by_rows.isdisjoint(op.outvars):
                 read_by_rows.difference_update(variables(whole))
         self.masked |= read_by_rows
-        self._find_kinds()
+        self._set_operations(operations, again=bool(read_by_rows))
+
+    def _set_operations(self, operations: list[Eqn], *, again: bool = False) -> None:
+        """Replace the operations, and find kinds again if they are others, or `again`."""
+        is_new = again or list(map(id, operations)) != list(map(id, self.operations))
+        self.operations = operations
+        if is_new:
+            self._find_kinds()
 
     def _mixed(self) -> dict[Var, Eqn]:
         """Return the operations on weights and batch whose rows follow from theirs, such as weights times a mask."""
         found: dict[Var, Eqn] = {}
         for op in self.operations:
-            follows = op.primitive.name in FOLLOWED and not op.effects and not _contracts(op)
-            inputs = variables(op.invars)
-            if (
-                follows
-                and self.is_activation(op.outvars[0])
-                and all(v in found or self.kinds[v] != "a" for v in inputs)
-            ):
+            if op.primitive.name not in FOLLOWED or op.effects or not self.is_activation(op.outvars[0]):
+                continue
+            if all(v in found or self.kinds[v] != "a" for v in variables(op.invars)) and not _contracts(op):
                 found[op.outvars[0]] = op
         return found
 

@@ -1,9 +1,10 @@
 """Name an operation as its user knows it: the line of his file, the modules around it, the primitive."""
 
+import functools
 import os
 import traceback
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ipu_jax.base.annotations import Eqn
 from ipu_jax.base.jaxprs import CHECKPOINTS
@@ -57,7 +58,11 @@ def name_of(operation: Eqn) -> str:
 
 def scopes_of(operation: Eqn) -> list[str]:
     """Return the names of the modules, or `jax.named_scope`s, around an operation, the outermost first."""
-    stack = _equation(operation).source_info.name_stack
+    return _scopes(_equation(operation).source_info.name_stack)
+
+
+@functools.lru_cache(1024)
+def _scopes(stack: Any) -> list[str]:
     scopes = str(stack).split("/") if stack.stack else []
     # vmap() is not a module, and neither are the subscripts of einsum
     return [scope for scope in scopes if scope and "(" not in scope and "->" not in scope and "," not in scope]
