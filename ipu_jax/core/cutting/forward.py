@@ -22,7 +22,8 @@ from ipu_jax.base.checks import in_line
 from ipu_jax.core.cutting import given
 from ipu_jax.core.cutting.cut import TYPICAL, Cut, Places
 from ipu_jax.core.cutting.description import described
-from ipu_jax.core.cutting.division import Division, divide, small_values
+from ipu_jax.core.cutting.dividing import divide, small_values
+from ipu_jax.core.cutting.division import Division
 from ipu_jax.core.cutting.function import FunctionModel, as_traced
 from ipu_jax.core.cutting.stages import Held, make_stage
 from ipu_jax.core.cutting.trace import FunctionTrace, Read

@@ -21,7 +21,8 @@ from ipu_jax.core.analysis.balance import measure_costs
 from ipu_jax.core.cutting import given
 from ipu_jax.core.cutting.cut import STAGE_END, Cut, Places
 from ipu_jax.core.cutting.description import described, names_of
-from ipu_jax.core.cutting.division import Division, divide
+from ipu_jax.core.cutting.dividing import divide
+from ipu_jax.core.cutting.division import Division
 from ipu_jax.core.cutting.lost import reasons
 from ipu_jax.core.cutting.module_trees import check_equinox, check_linen
 from ipu_jax.core.cutting.own_derivatives import check_cotangents

@@ -221,7 +221,8 @@ class FunctionTrace:
             own = [v for v, _ in ends if self.is_activation(v)]
             layers = {id(self.made_by[v]) for v in own if isinstance(self.made_by[v], ScanLayer)}
             anchor = max(own, key=at.__getitem__, default=None) or self._first_reader(ends)
-            wrong = any(of is not None and (v in own or (v is leaf and of != (axis, row, row + 1))) for v, of in ends)
+            mixed = [v for v in own if v in self.late_taker.made]  # what follows from other rows as well
+            wrong = any(of and (v in mixed or (v is leaf and of != (axis, row, row + 1))) for v, of in ends)
             if wrong or anchor is None or (leaf, None) in ends or layers - {id(self.made_by[anchor])}:
                 return None
             anchors.append(anchor)

@@ -260,6 +260,14 @@ COUNTED = {"caches": (STACK, np.zeros((LAYERS, D), np.float32)), "count": np.int
 BACKWARDS = functools.partial(a_scan, reverse=True), functools.partial(loss_of_scan, reverse=True)
 
 
+def cache_in_place(params: Any, caches: Any, ids: Any) -> Any:
+    x = params["table"][ids]
+    for k, w in enumerate(params["layers"]):
+        x, cache = layer(x, (w, caches[k]))
+        caches = caches.at[k].set(cache)
+    return x, caches
+
+
 @pytest.mark.parametrize(
     ("step", "loss", "params", "state"),
     [
@@ -274,6 +282,7 @@ BACKWARDS = functools.partial(a_scan, reverse=True), functools.partial(loss_of_s
         pytest.param(rows_in_a_loop, loss_of_scan, STACKED, STACK, id="rows of both", marks=pytest.mark.slow),
         pytest.param(concatenated, loss_of_list, LISTED, STACK.reshape(-1, D), id="concatenated"),
         pytest.param(results_are_outputs_too, loss_of_list, LISTED, [CACHE] * LAYERS, id="outputs, too"),
+        pytest.param(cache_in_place, loss_of_scan, STACKED, STACK, id="in place"),
         pytest.param(masked_after_the_model, loss_of_list, LISTED, [CACHE] * LAYERS, id="masked"),
         pytest.param(one_cache_for_two_layers, loss_of_list, LISTED, [CACHE] * 3, id="one for two layers"),
     ],
@@ -371,12 +380,9 @@ def old_cache_is_an_output(params: Any, caches: Any, ids: Any) -> Any:
     return (outputs, caches[0]), new
 
 
-def cache_in_place(params: Any, caches: Any, ids: Any) -> Any:
-    x = params["table"][ids]
-    for k, w in enumerate(params["layers"]):
-        x, cache = layer(x, (w, caches[k]))
-        caches = caches.at[k].set(cache)
-    return x, caches
+def cache_at_a_place_of_the_batch(params: Any, caches: Any, ids: Any) -> Any:
+    x, caches = cache_in_place(params, caches, ids)
+    return x, caches.at[ids[0] % LAYERS].add(1)
 
 
 @refusals(
@@ -415,7 +421,7 @@ def cache_in_place(params: Any, caches: Any, ids: Any) -> Any:
         *("state[0] is one array", "several stages read or replace it", "hold one leaf per layer"),
     ),
     (
-        of_scan(cache_in_place, state=STACK),
+        of_scan(cache_at_a_place_of_the_batch, state=STACK),
         *("state is one array", "hold one leaf per layer", "as xs and ys of the scan"),
     ),
     (of_list(3), "fn=3", "not callable", "a function of (params, inputs)"),
