@@ -155,7 +155,8 @@ def _new_rows(
     if not trace.new_rows:
         return [], [[] for _ in of_stages]
     stage_of = {v: s for s, of_stage in enumerate(of_stages) for op in of_stage for v in op.outvars}
-    taker, late = trace.late_taker, [op for op in trace.operations if not isinstance(op, ScanLayer | ScanStack)]
+    taker = RowTaker({**trace.late_taker.made}, trace.late_taker.joined, trace.late_taker.rules)  # of this division
+    late = [op for op in trace.operations if not isinstance(op, ScanLayer | ScanStack)]
     late = [op for op in late if op.outvars and trace.is_activation(op.outvars[0]) and op.outvars[0] not in stage_of]
     for run, scan in runs:
         _, carry, _ = in_scan_parts(scan.params, scan.invars)

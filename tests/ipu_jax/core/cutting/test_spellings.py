@@ -14,6 +14,7 @@ import pytest
 
 from ipu_jax import Pipeline, TrainOptions, make_train_step
 from ipu_jax.core.cutting.cut import Places
+from ipu_jax.core.cutting.function import Source, model_of
 from ipu_jax.core.cutting.trace import trace_of
 from ipu_jax.core.layout.whole_tree import joined
 from support.composed import composed, cut_into
@@ -134,3 +135,14 @@ def test_the_stages_compute_the_new_state(name, ipus):
     run = jax.jit(jax.value_and_grad(composed(model), has_aux=True))
     (value, (_, new)), gradients = run(params, state, state_spellings.BATCH)
     assert largest_relative_error(((value, joined(model.state.join(new))), gradients), expected) < 1e-5
+
+
+def test_a_function_can_be_divided_twice_and_its_state_as_well():
+    """Traced costs divide it at every waist first, and then into as many stages: here these are the same."""
+    loss, params, state = state_spelling("scan, averaged late")
+    places = range(len(state["m"]))
+    model = model_of(Source(loss, params, state_spellings.BATCH, places, state=state, costs="traced"))
+    assert model.state is not None
+    value, (_, new) = jax.jit(composed(model))(params, state, state_spellings.BATCH)
+    expected = jax.jit(loss)(params, state, state_spellings.BATCH)
+    assert largest_relative_error((value, joined(model.state.join(new))), expected) < 1e-6
