@@ -24,7 +24,7 @@ def scanned(x, stack):
     return lax.scan(lambda x, w: (layer(x, w), None), x, stack)[0]
 
 
-def looped(x, stack, order=range(8)):
+def looped(x, stack, order=(0, 1, 2, 3, 4, 5, 6, 7)):
     return functools.reduce(layer, [stack[k] for k in order], x)
 
 
@@ -56,7 +56,7 @@ LOST = {
         lambda p, x: looped(x, jnp.cumsum(p, 0)) + jnp.sum(p**2),
         *(STACK, [AT_ONCE.format("cumsum")]),
     ),
-    "tied layers": (lambda p, x: looped(x, p, [0, 1, 2, 3] * 2), STACK, [ONE_ROW]),
+    "tied layers": (lambda p, x: looped(x, p, (0, 1, 2, 3) * 2), STACK, [ONE_ROW]),
     "scanned twice": (lambda p, x: scanned(scanned(x, p), p), STACK, [ONE_ROW]),
     "tied table": (
         *(tied_table, TABLE),
