@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.extend.core.primitives import stop_gradient_p
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ipu_jax.base.annotations import Dtype, Eqn, Jaxpr, Value, Var
@@ -147,13 +148,13 @@ def depending(eqns: list[Eqn], on: Sequence[Var]) -> set[Var]:
 
 def differentiated_between(eqns: Sequence[Eqn], inputs: Sequence[Var], results: Sequence[Var]) -> set[Var]:
     """Return the values through which gradients go from results back to inputs: none goes past a `stop_gradient`."""
-    eqns = [eqn for eqn in eqns if not hasattr(eqn, "primitive") or eqn.primitive.name != "stop_gradient"]
-    following, reached = {*inputs}, {*variables(results)}
+    following, reached, passed = {*inputs}, {*variables(results)}, list[Eqn]()
     for eqn in eqns:
-        if not following.isdisjoint(variables(eqn.invars)):
+        if not following.isdisjoint(variables(eqn.invars)) and getattr(eqn, "primitive", None) is not stop_gradient_p:
             following.update(v for v in eqn.outvars if is_float(v))
-    for eqn in reversed(eqns):
-        if not reached.isdisjoint(following.intersection(eqn.outvars)):
+            passed.append(eqn)
+    for eqn in reversed(passed):
+        if any(v in reached and v in following for v in eqn.outvars):
             reached.update(variables(eqn.invars))
     return following & reached
 

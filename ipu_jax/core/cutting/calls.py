@@ -75,7 +75,7 @@ def _rows_outside(call: Eqn, numbers: Numbers, leaves: set[Var]) -> list[Eqn]:
 
 
 def _on_rows(body: Jaxpr, kept: Sequence[int], slices: Sequence[Eqn]) -> Jaxpr:
-    """Return a body without these slices: their results are inputs, also those of another body."""
+    """Return a body that gets the results of all these slices as inputs, and does not slice itself."""
     own = [eqn for eqn in body.jaxpr.eqns if not any(eqn is row for row in slices)]
     ours = {eqn.outvars[0] for eqn in body.jaxpr.eqns if eqn.outvars}
     rows = [eqn.outvars[0] if eqn.outvars[0] in ours else core.Var(eqn.outvars[0].aval) for eqn in slices]

@@ -37,7 +37,7 @@ _Ends = dict[int, set[int | None]]
 
 
 def _own_derivative(eqn: Eqn, taken: Taken) -> Before | None:
-    """The same rows, if a row of the value and of the derivative follows from the same row of the inputs."""
+    """Take the same rows, if a row of the value and of the derivative follows from the same row of the inputs."""
     dims = _dims(eqn, taken.dim)
     params = None if dims is None else _params(eqn, dims, taken.dim, taken.stop - taken.start)
     return None if params is None else Before([None if d is None else taken.at(d) for d in dims or ()], params)

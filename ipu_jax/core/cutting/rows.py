@@ -36,7 +36,7 @@ class Taken(NamedTuple):
 
 
 class Before(NamedTuple):
-    """What rows of a result are computed from.
+    """Describe the inputs from which rows of a result are computed.
 
     Attributes:
         rows: per input, its rows that are needed; None: all of it.
@@ -54,7 +54,7 @@ Rule = Callable[[Eqn, Taken], Before | None]
 
 
 def _elementwise(eqn: Eqn, taken: Taken) -> Before | None:
-    """The same rows of all inputs; all of an input that has one row, or is a number."""
+    """Take the same rows of all inputs, and all of an input that has one row, or is a number."""
     count, rank = eqn.outvars[0].aval.shape[taken.dim], eqn.outvars[0].aval.ndim
     shapes = [v.aval.shape for v in eqn.invars]
     if any(shape and len(shape) != rank for shape in shapes):
@@ -63,12 +63,12 @@ def _elementwise(eqn: Eqn, taken: Taken) -> Before | None:
 
 
 def _transpose(eqn: Eqn, taken: Taken) -> Before:
-    """The same rows, along the dim from which they come."""
+    """Take the same rows, along the dim that becomes this one."""
     return Before([taken.at(eqn.params["permutation"][taken.dim])])
 
 
 def _broadcast(eqn: Eqn, taken: Taken) -> Before | None:
-    """The same rows; all of an input without this dim."""
+    """Take the same rows, or all of an input without this dim."""
     to, shape = eqn.params["broadcast_dimensions"], eqn.params["shape"]
     own = to.index(taken.dim) if taken.dim in to else None
     has_rows = own is not None and eqn.invars[0].aval.shape[own] == shape[taken.dim]
@@ -76,7 +76,7 @@ def _broadcast(eqn: Eqn, taken: Taken) -> Before | None:
 
 
 def _reshape(eqn: Eqn, taken: Taken) -> Before | None:
-    """Rows that hold the same numbers, such as pairs of layers."""
+    """Take the rows with the same numbers, such as pairs of layers."""
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     outer, size = math.prod(new[: taken.dim]), math.prod(new[taken.dim + 1 :])
     own = [d for d, count in enumerate(old) if count > 1 and math.prod(old[:d]) == outer]
@@ -93,21 +93,21 @@ def _reshape(eqn: Eqn, taken: Taken) -> Before | None:
 
 
 def _without_dims(eqn: Eqn, taken: Taken) -> Before:
-    """The same rows, where other dims are reduced or left out."""
+    """Take the same rows, if other dims are reduced or left out."""
     gone = eqn.params["dimensions" if eqn.primitive.name == "squeeze" else "axes"]
     kept = [d for d in range(eqn.invars[0].aval.ndim) if d not in gone]
     return Before([taken.at(kept[taken.dim])])
 
 
 def _along_another(eqn: Eqn, taken: Taken) -> Before | None:
-    """The same rows, where the operation is along another dim."""
+    """Take the same rows, if the operation is along another dim."""
     params = eqn.params
     along = next(params[name] for name in ("axis", "dimension") if name in params)
     return None if along == taken.dim else Before([taken for _ in eqn.invars])
 
 
 def _reversed(eqn: Eqn, taken: Taken) -> Before:
-    """Rows counted from the end."""
+    """Take rows counted from the end."""
     if taken.dim not in eqn.params["dimensions"]:
         return Before([taken])
     count = eqn.invars[0].aval.shape[taken.dim]
@@ -115,7 +115,7 @@ def _reversed(eqn: Eqn, taken: Taken) -> Before:
 
 
 def _slice(eqn: Eqn, taken: Taken) -> Before | None:
-    """Rows counted from the first row of a slice."""
+    """Take rows counted from the first row of the slice."""
     starts, stops = list(eqn.params["start_indices"]), list(eqn.params["limit_indices"])
     step = (eqn.params["strides"] or [1] * len(starts))[taken.dim]
     first, last = (starts[taken.dim] + row * step for row in (taken.start, taken.stop - 1))
@@ -127,12 +127,12 @@ def _slice(eqn: Eqn, taken: Taken) -> Before | None:
 
 
 def _pad(eqn: Eqn, taken: Taken) -> Before | None:
-    """The same rows, where another dim is padded."""
+    """Take the same rows, if another dim is padded."""
     return Before([taken, None]) if eqn.params["padding_config"][taken.dim] == (0, 0, 0) else None
 
 
 def _dynamic_slice(eqn: Eqn, taken: Taken) -> Before | None:
-    """The same rows, where a part of another dim is taken."""
+    """Take the same rows, if the slice is along another dim."""
     sizes, operand = eqn.params["slice_sizes"], eqn.invars[0].aval
     if sizes[taken.dim] != operand.shape[taken.dim]:
         return None
@@ -140,7 +140,7 @@ def _dynamic_slice(eqn: Eqn, taken: Taken) -> Before | None:
 
 
 def _product(eqn: Eqn, taken: Taken) -> Before:
-    """The same rows of both operands, or of the one that has them."""
+    """Take the same rows of both operands, or of the only operand with this dim."""
     contracted, batch = eqn.params["dimension_numbers"]
     dims = [[d for d in range(v.aval.ndim) if d not in (*contracted[k], *batch[k])] for k, v in enumerate(eqn.invars)]
     at, left = taken.dim - len(batch[0]), len(dims[0])

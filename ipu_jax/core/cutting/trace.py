@@ -416,7 +416,7 @@ class FunctionTrace:
         """Return the operations on weights and batch whose rows follow from theirs, such as weights times a mask."""
         found: dict[Var, Eqn] = {}
         for op in self.operations:
-            if op.primitive.name not in FOLLOWED or op.effects or not self.is_activation(op.outvars[0]):
+            if op.primitive.name not in FOLLOWED or op.effects or self.kinds[op.outvars[0]] != "a":
                 continue
             if all(v in found or self.kinds[v] != "a" for v in variables(op.invars)) and not _contracts(op):
                 found[op.outvars[0]] = op

@@ -56,7 +56,7 @@ class Part:
 
 
 class Within(NamedTuple):
-    """Where rows are in a leaf: the first of them, the number of rows of the leaf, and the axis.
+    """Locate rows in a leaf: their first row, the number of rows of the leaf, and the axis.
 
     >>> rows = Within(2, 8, axis=1)
     >>> rows.whole_shape((5, 3)), rows.slices((5, 3))

@@ -98,7 +98,7 @@ def verify(
     gradients and batch, and agrees on the errors. Each instance runs the unsharded program on its own first device, and
     all return the same report, or raise.
 
-    For a forward pass, `pipeline.forward(...)`, it compares all outputs and the new state with those of the function.
+    For a forward pass, `pipeline.forward(...)`, it compares all outputs and the new state with the function's.
 
     Args:
         pipeline: the pipeline, or what its `forward` returned.

@@ -42,7 +42,7 @@ NEVER = {
     "it counts over all rows at once": ("histogram as aux",),
     "the mean of all rows is needed where each of them is": ("variance as aux",),
 }
-"""The spellings whose layers cannot be divided, or not on so many IPUs, and why."""
+"""Reasons why the layers of a spelling cannot be divided, or only over fewer IPUs, and these spellings."""
 
 
 def cases(*named: Any) -> list[Any]:
