@@ -24,12 +24,13 @@ from support.trained import quick_compiles
 
 UPDATES = 4
 DYNAMIC = DynamicScale(initial=2.0**4, growth_interval=2)
+RATES = optax.linear_schedule(0.25, 0.0625, 4)  # float32 holds each of them, and what they are computed from
 OPTIMIZERS = {
     "momentum": optax.sgd(0.125, momentum=0.5),
     "adamw, no biases": optax.adamw(
         0.1, eps=0.1, weight_decay=0.25, mask=lambda t: jax.tree.map(lambda w: w.ndim > 1, t)
     ),
-    "lamb, with its rate": optax.inject_hyperparams(optax.lamb)(optax.linear_schedule(0.2, 0.05, 3), eps=0.1),
+    "lamb, with its rate": optax.inject_hyperparams(optax.lamb)(RATES, eps=0.1),
     "clipped rmsprop": optax.chain(optax.clip_by_global_norm(1.0), optax.rmsprop(0.1, eps=0.1)),
     "every second": optax.MultiSteps(optax.adam(0.2, eps=0.1), every_k_schedule=2),
 }
