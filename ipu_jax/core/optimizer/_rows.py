@@ -59,25 +59,29 @@ class _InParts:
     Attributes:
         parts: the parts; inside a loop, which runs once for each part, this one alone.
         leaf: the first part of the leaf that the value is computed from.
-        axis: the axis of its rows.
-        starts: per part, its first row.
-        count: how many rows the whole value has.
+        rows: per part, which rows of the value it is, along one and the same axis.
+        count: how many rows the value has.
         is_flat: whether the value is flat, and its parts are not: along another axis than the first, flat parts do not
             follow one another in the flat value.
     """
 
     parts: list[Value]
     leaf: Leaf = dataclasses.field(metadata=_STATIC)
-    axis: int = dataclasses.field(metadata=_STATIC)
-    starts: tuple[int, ...] = dataclasses.field(metadata=_STATIC)
+    rows: tuple[Taken, ...] = dataclasses.field(metadata=_STATIC)
     count: int = dataclasses.field(metadata=_STATIC)
     is_flat: bool = dataclasses.field(default=False, metadata=_STATIC)
 
     @classmethod
-    def of(cls, rows: Rows, leaf: Leaf) -> "_InParts":
+    def of(cls, node: Rows, leaf: Leaf) -> "_InParts":
         """Return all parts of a value."""
-        *starts, count = itertools.accumulate((part.shape[rows.axis] for part in rows.parts), initial=0)
-        return cls(rows.parts, leaf, rows.axis, tuple(starts), count)
+        ends = [*itertools.accumulate((part.shape[node.axis] for part in node.parts), initial=0)]
+        return cls(
+            node.parts, leaf, tuple(Taken(node.axis, *of_part) for of_part in itertools.pairwise(ends)), ends[-1]
+        )
+
+    @property
+    def axis(self) -> int:
+        return self.rows[0].dim
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -88,30 +92,19 @@ class _InParts:
     def shape(self) -> tuple[int, ...]:
         return (math.prod(self.whole_shape),) if self.is_flat else self.whole_shape
 
-    @property
-    def rows(self) -> list[Taken]:
-        """Return the rows of each part."""
-        sizes = (part.shape[self.axis] for part in self.parts)
-        return [Taken(self.axis, start, start + size) for start, size in zip(self.starts, sizes, strict=True)]
-
-    @property
-    def is_all(self) -> bool:
-        """Return whether these are all parts."""
-        return sum(part.shape[self.axis] for part in self.parts) == self.count
-
-    def along(self, dim: int, count: int) -> list[Taken]:
+    def along(self, dim: int, count: int) -> tuple[Taken, ...]:
         """Return the rows of each part along a dim of another value, in which several can be one, or one several."""
-        return [Taken(dim, of.start * count // self.count, of.stop * count // self.count) for of in self.rows]
+        return tuple(Taken(dim, *(end * count // self.count for end in of[1:])) for of in self.rows)
 
     def only(self, k: int) -> "_InParts":
         """Return one part."""
-        return dataclasses.replace(self, parts=self.parts[k : k + 1], starts=self.starts[k : k + 1])
+        return dataclasses.replace(self, parts=self.parts[k : k + 1], rows=self.rows[k : k + 1])
 
     def fits(self, other: Value) -> bool:
         """Return whether another value has parts of the same rows and shapes; one that is not in parts has."""
         if not isinstance(other, _InParts):
             return True
-        form = lambda x: (x.is_flat, x.count, x.rows, [part.shape for part in x.parts])
+        form = lambda x: (x.is_flat, x.rows, [part.shape for part in x.parts])
         return form(self) == form(other)
 
 
@@ -199,7 +192,7 @@ class _Dividing:
             return [dataclasses.replace(own, parts=list(parts))]
         if name == "reshape" and own.axis and not own.is_flat and eqn.outvars[0].aval.shape == (size,):
             return [dataclasses.replace(own, is_flat=True)]
-        if alike and own.is_all and _is_number(eqn):
+        if alike and own.rows[-1].stop - own.rows[0].start == own.count and _is_number(eqn):
             return [self._number(eqn, inputs, own)]
         results = self._row_by_row(eqn, inputs, own)
         if results is None and name in ("scan", "while"):
@@ -222,21 +215,18 @@ class _Dividing:
             for k, before in enumerate(found):
                 given = [self._rows(x, of, k) for x, of in zip(inputs, before.rows, strict=True)]
                 results.append(bound(eqn.replace(params={**eqn.params, **before.params}), given))
-            starts = tuple(of.start for of in rows)
-            whole = dataclasses.replace(own, axis=dim, starts=starts, count=count)
+            whole = dataclasses.replace(own, rows=rows, count=count)
             return [dataclasses.replace(whole, parts=list(parts)) for parts in zip(*results, strict=True)]
         return None
 
     def _part_by_part(self, eqn: Eqn, inputs: list[Value], own: _InParts) -> list[Value] | None:
-        """Return the results of a loop, which runs once for each part; None if it goes over the rows."""
-        of_parts = [x for x in inputs if isinstance(x, _InParts)]
-        if any(len(x.parts) != len(own.parts) for x in of_parts):
+        """Return the results of a loop, which runs once for each part; None for a scan over rows, or over columns."""
+        is_part = [isinstance(x, _InParts) for x in inputs]
+        over = in_scan_parts(eqn.params, is_part)[2] if eqn.primitive.name == "scan" else []
+        if any(over) or any(len(x.parts) != len(own.parts) for x in itertools.compress(inputs, is_part)):
             return None
-        if eqn.primitive.name == "scan" and any(isinstance(x, _InParts) for x in in_scan_parts(eqn.params, inputs)[2]):
-            return None
-        each = [[x.only(k) if isinstance(x, _InParts) else x for x in inputs] for k in range(len(own.parts))]
-        results = [self._looped(eqn, of_part) for of_part in each]
-        return [_together(values) for values in zip(*results, strict=True)]
+        each = ([x.only(k) if isinstance(x, _InParts) else x for x in inputs] for k in range(len(own.parts)))
+        return [_together(values) for values in zip(*(self._looped(eqn, part) for part in each), strict=True)]
 
     def _looped(self, eqn: Eqn, inputs: list[Value]) -> list[Value]:
         """Return the results of a loop on one part."""
@@ -325,7 +315,7 @@ def _of_part(before: Before | None, inputs: Sequence[Value], k: int) -> Before |
     if before is None or (before.within is not None and before.within.start):
         return None
     both = zip(inputs, before.rows, strict=True)
-    of_parts = [x.rows[k : k + 1] == [rows] and not x.is_flat for x, rows in both if isinstance(x, _InParts)]
+    of_parts = [x.rows[k : k + 1] == (rows,) and not x.is_flat for x, rows in both if isinstance(x, _InParts)]
     return before if all(of_parts) else None
 
 
@@ -334,8 +324,7 @@ def _together(values: Sequence[Value]) -> Value:
     first, *_ = values
     if not isinstance(first, _InParts):
         return first
-    starts = tuple(start for x in values for start in x.starts)
-    return dataclasses.replace(first, parts=[part for x in values for part in x.parts], starts=starts)
+    return dataclasses.replace(first, parts=[x.parts[0] for x in values], rows=tuple(x.rows[0] for x in values))
 
 
 def _needed_in_one_piece(name: str, leaf: Leaf) -> ValueError:
