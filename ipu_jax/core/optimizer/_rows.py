@@ -266,16 +266,14 @@ class _Dividing:
         ]
 
     def _parts(self, x: Value, like: _InParts) -> list[Value]:
-        """Return the rows of a value for each part of `like`; a number, or an array with one row, for all of them."""
+        """Return the rows of a value of the same shape for each part of `like`, or a number for all of them."""
         if isinstance(x, _InParts):
             if not like.fits(x):
                 raise _needed_in_one_piece("loop or condition", x.leaf)
             return x.parts
         if like.is_flat and jnp.ndim(x):
             x = jnp.broadcast_to(x, like.shape).reshape(like.whole_shape)
-        elif jnp.ndim(x) < len(like.shape) or x.shape[like.axis] != like.count:
-            return [x] * len(like.parts)
-        return [self._rows(x, rows) for rows in like.rows]
+        return [self._rows(x, rows if jnp.ndim(x) else None) for rows in like.rows]
 
     def _rows(self, x: Value, rows: Taken | None, k: int = 0) -> Value:
         """Return rows of a value, or part `k` of it."""
