@@ -36,7 +36,16 @@ def _over_rows(eqn: Eqn, taken: Taken) -> Before | None:
     return Before([*[None] * len(consts), *[taken] * len(over)], {"length": taken.stop - taken.start})
 
 
-_RULES: Final[Mapping[str, Rule]] = {**FOLLOWED, "scan": _over_rows}
+def _of_matrices(eqn: Eqn, taken: Taken) -> Before | None:
+    """Take the same rows, if they are not along the last two dims, which are matrices."""
+    return Before([taken for _ in eqn.invars]) if taken.dim < eqn.invars[0].aval.ndim - 2 else None
+
+
+_RULES: Final[Mapping[str, Rule]] = {
+    **FOLLOWED,
+    **dict.fromkeys(("cholesky", "eigh", "qr", "svd", "triangular_solve"), _of_matrices),
+    "scan": _over_rows,
+}
 _ADDED: dict[str, Callable[[Value, Value], Value]] = {
     "reduce_sum": lax.add,
     "dot_general": lax.add,
@@ -220,13 +229,15 @@ class _Dividing:
         return None
 
     def _part_by_part(self, eqn: Eqn, inputs: list[Value], own: _InParts) -> list[Value] | None:
-        """Return the results of a loop, which runs once for each part; None for a scan over rows, or over columns."""
+        """Return the results of a loop, which runs once for each part, and once for what does not depend on parts."""
         is_part = [isinstance(x, _InParts) for x in inputs]
         over = in_scan_parts(eqn.params, is_part)[2] if eqn.primitive.name == "scan" else []
-        if any(over) or any(len(x.parts) != len(own.parts) for x in itertools.compress(inputs, is_part)):
+        if any(over) or eqn.effects or any(len(x.parts) != len(own.parts) for x in itertools.compress(inputs, is_part)):
             return None
         each = ([x.only(k) if isinstance(x, _InParts) else x for x in inputs] for k in range(len(own.parts)))
-        return [_together(values) for values in zip(*(self._looped(eqn, part) for part in each), strict=True)]
+        results = zip(*(self._looped(eqn, part) for part in each), strict=True)
+        without = [jnp.zeros(x.shape, x.parts[0].dtype) if isinstance(x, _InParts) else x for x in inputs]
+        return [_together(*both) for both in zip(bound(eqn, without), results, strict=True)]
 
     def _looped(self, eqn: Eqn, inputs: list[Value]) -> list[Value]:
         """Return the results of a loop on one part."""
@@ -317,11 +328,11 @@ def _of_part(before: Before | None, inputs: Sequence[Value], k: int) -> Before |
     return before if all(of_parts) else None
 
 
-def _together(values: Sequence[Value]) -> Value:
-    """Return what is in parts from each of its parts; of another value, which is the same for all, the first."""
+def _together(plain: Value, values: Sequence[Value]) -> Value:
+    """Return a value from each of its parts, or `plain` if it is not in parts."""
     first, *_ = values
     if not isinstance(first, _InParts):
-        return first
+        return plain
     return dataclasses.replace(first, parts=[x.parts[0] for x in values], rows=tuple(x.rows[0] for x in values))
 
 
