@@ -214,7 +214,7 @@ def test_each_replica_updates_its_layers():
 
 
 def refused_by(tx, **options: Any):
-    step, params = make_train_step(cut(2, 6), tx, TrainOptions(**options)), params_of(6)
+    step, params = make_train_step(cut(2, 6), tx, TrainOptions(**options)), jax.tree.map(np.asarray, params_of(6))
     return lambda: step.init(params)
 
 
