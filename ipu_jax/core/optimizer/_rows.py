@@ -15,7 +15,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +30,9 @@ from ipu_jax.core.layout.whole_tree import Rows, divided, is_rows, resized
 
 def _over_rows(eqn: Eqn, taken: Taken) -> Before | None:
     """Take the same rows of all that a scan without a carry goes over, as `lax.map` does over layers."""
-    consts, carry, over = in_scan_parts(eqn.params, list[Any](eqn.invars))
-    if carry or taken.dim:
-        return None
-    return Before([*[None] * len(consts), *[taken] * len(over)], {"length": taken.stop - taken.start})
+    consts, carry, over = in_scan_parts(eqn.params, [*eqn.invars])
+    rows = [*[None] * len(consts), *[taken] * len(over)]
+    return None if carry or taken.dim else Before(rows, {"length": taken.stop - taken.start})
 
 
 def _of_matrices(eqn: Eqn, taken: Taken) -> Before | None:
@@ -41,6 +40,7 @@ def _of_matrices(eqn: Eqn, taken: Taken) -> Before | None:
     return Before([taken for _ in eqn.invars]) if taken.dim < eqn.invars[0].aval.ndim - 2 else None
 
 
+# as for cutting, and more: an equation here may have several results
 _RULES: Final[Mapping[str, Rule]] = {
     **FOLLOWED,
     **dict.fromkeys(("cholesky", "eigh", "qr", "svd", "triangular_solve"), _of_matrices),
@@ -55,8 +55,6 @@ _ADDED: dict[str, Callable[[Value, Value], Value]] = {
     "reduce_or": lax.bitwise_or,
 }
 """How the results of a leaf's parts become the result of the leaf, per primitive that reduces to one number."""
-
-
 _STATIC: Final = {"static": True}
 
 
@@ -84,9 +82,8 @@ class _InParts:
     def of(cls, node: Rows, leaf: Leaf) -> "_InParts":
         """Return all parts of a value."""
         ends = [*itertools.accumulate((part.shape[node.axis] for part in node.parts), initial=0)]
-        return cls(
-            node.parts, leaf, tuple(Taken(node.axis, *of_part) for of_part in itertools.pairwise(ends)), ends[-1]
-        )
+        rows = tuple(Taken(node.axis, *of_part) for of_part in itertools.pairwise(ends))
+        return cls(node.parts, leaf, rows, ends[-1])
 
     @property
     def axis(self) -> int:
@@ -339,7 +336,7 @@ def _together(plain: Value, values: Sequence[Value]) -> Value:
 def _needed_in_one_piece(name: str, leaf: Leaf) -> ValueError:
     return ValueError(
         f"optimizer: its {name} needs {leaf.path} of shape {leaf.whole_shape} in one piece, but its rows are on "
-        "several IPUs: if rows are layers, treat each as a leaf of its own, by ipu_jax.steps.per_layer(tx) or for muon "
+        "several IPUs: if dim 0 is layers, treat each as a leaf of its own, by ipu_jax.steps.per_layer(tx) or for muon "
         "by MuonDimensionNumbers(1, 2), or use an optimizer that is elementwise or takes norms of whole leaves (sgd, "
         "adam, lamb, clip_by_global_norm)"
     )
