@@ -218,14 +218,22 @@ def _stages_of(
 
 
 def _traced_work(places: Places, source: Source) -> dict[int, float]:
-    """Return the FLOPs of F and B of what lies between any two places, at the operation before the second one."""
+    """Return the FLOPs of F and B of each operation, by its id.
+
+    They are counted in what XLA makes of all between two waists, and divided over these operations as their own counts.
+    """
     at = [*np.flatnonzero(places.allowed & places.is_waist), len(places.operations) - 1]
     of_stages = places.cut_at([t + 1 for t in at[:-1]]).of_stages
     stages, weights, of_state, _ = _stages_of(divide(places.trace, of_stages), [0] * len(at), source)
     states = None if of_state is None else of_state.split(source.state)
     costs = measure_costs(stages, weights.split(source.params), source.microbatch, states, mesh=source.mesh)
-    ids = [id(op) for op in places.operations]
-    return dict.fromkeys(ids, 0.0) | dict(zip((ids[t] for t in at), costs, strict=True))
+    found, first = dict[int, float](), 0
+    for of_stage, cost in zip(of_stages, costs, strict=True):
+        counted = places.work[first : first + len(of_stage)]
+        parts = counted / counted.sum() if counted.any() else np.full(len(of_stage), 1 / len(of_stage))
+        found |= zip(map(id, of_stage), (cost * parts).tolist(), strict=True)
+        first += len(of_stage)
+    return found
 
 
 def _best_cut(
