@@ -15,10 +15,11 @@ by one psum over all IPUs. Then each IPU holds two more arrays of the part's siz
 
 import dataclasses
 import errno as errors
+import fnmatch
 import functools
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -38,12 +39,14 @@ from ipu_jax.core.layout.place import Place, arrays_by_name
 from ipu_jax.core.mesh.instances import Index, device_blocks, gathered
 from ipu_jax.training.update.state import TrainState
 from ipu_jax.training.weight_files import _npz, _safetensors
-from ipu_jax.training.weight_files._tensors import TensorInfo, named_leaves, named_places
+from ipu_jax.training.weight_files._tensors import TensorInfo, named_leaves, named_places, quoted
 
 _FORMATS: dict[str, ModuleType] = {".safetensors": _safetensors, ".npz": _npz}
 
 
-def export_weights(path: str | os.PathLike[str], weights: Params, *, average: bool = False) -> None:
+def export_weights(
+    path: str | os.PathLike[str], weights: Params, *, average: bool = False, ignore: Iterable[str] = ()
+) -> None:
     """Write whole, unsharded weights to a safetensors or npz file, leaf by leaf.
 
     A leaf's name is made of the keys that lead to it, "group/path/to/leaf"; "/" in a key becomes "~1", and "~" "~0". It
@@ -62,10 +65,12 @@ def export_weights(path: str | os.PathLike[str], weights: Params, *, average: bo
         weights: what `Pipeline.shard`, `Pipeline.shard_state` or `Replicas.shard` returns, a `TrainState`, whose
             weights are exported, or any pytree of arrays. If each instance has its own arrays, the first one's count.
         average: whether to export the average of a `TrainState` in place of the trained weights, in float32 at least.
+        ignore: patterns of `fnmatch`, such as "base/*", for leaves that are not written, and not read either.
 
     Raises:
         ValueError: the suffix is neither of these, a leaf cannot be named or the format cannot hold it, an earlier call
-            used up the buffers, or there is no average. Nothing has been written then.
+            used up the buffers, there is no average, or a pattern matches no leaf or all of them are ignored. Nothing
+            has been written then.
         OSError: the file cannot be written. It is raised on all instances.
 
     >>> import jax.numpy as jnp, tempfile
@@ -80,6 +85,7 @@ def export_weights(path: str | os.PathLike[str], weights: Params, *, average: bo
     """
     file_format = _format_of(path)
     leaves, mesh, reader = whole_leaves(weights, average=average)
+    leaves = _without(leaves, ignore)
     infos = [(leaf.name, leaf.info) for leaf in leaves]
     for name, info in infos:
         file_format.check_writable(name, info)
@@ -182,6 +188,19 @@ def whole_leaves(weights: Params, *, average: bool = False) -> tuple[list[WholeL
     for part in sorted(parts, key=lambda part: part.place.rows or (0,)):
         of_name[part.name].append(part)
     return [WholeLeaf(name, of_leaf) for name, of_leaf in of_name.items()], mesh, reader
+
+
+def _without(leaves: list[WholeLeaf], ignore: Iterable[str]) -> list[WholeLeaf]:
+    """Return the leaves whose names match no pattern."""
+    patterns = [ignore] if isinstance(ignore, str) else list(ignore)
+    kept = [leaf for leaf in leaves if not any(fnmatch.fnmatchcase(leaf.name, pattern) for pattern in patterns)]
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(leaf.name, pattern) for leaf in leaves):
+            others = f", such as {quoted(leaves[0].name)}" if leaves else ""
+            raise ValueError(f"ignore={pattern!r} matches no leaf: give patterns of their names{others}")
+    if patterns and not kept:
+        raise ValueError(f"ignore={ignore!r} matches all {len(leaves)} leaves: leave some to be written")
+    return kept
 
 
 def _check_concrete(weights: Params) -> None:
