@@ -13,7 +13,7 @@ wherever stages become even, and among such cuts with the fewest bytes. All of i
 import dataclasses
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import jax
@@ -23,6 +23,7 @@ from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Jaxpr, Tree, Var
 from ipu_jax.base.jaxprs import CALLS, CHECKPOINTS, closed_of, differentiated_between, is_float, scan_parts, variables
+from ipu_jax.core.cutting.order import Order
 from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack
 from ipu_jax.core.cutting.trace import FunctionTrace
 from ipu_jax.core.layout.whole_tree import Part
@@ -79,6 +80,7 @@ class Cut:
         marked: whether the places were marked in the function.
         heaviest: the number of the operation with the most work, and its part of all work.
         kept: the leaf of the state that keeps the most work in one stage, and its part of all work.
+        operations: the activations' operations, in the order in which they were cut.
     """
 
     ends: tuple[int, ...]
@@ -90,12 +92,24 @@ class Cut:
     marked: bool
     heaviest: tuple[int, float]
     kept: tuple[int, float]
+    operations: Sequence[Eqn]
+
+    @property
+    def of_stages(self) -> list[Sequence[Eqn]]:
+        """Return the operations of each stage."""
+        return [self.operations[start:end] for start, end in itertools.pairwise([0, *self.ends])]
 
 
 class Places:
-    """The places at which a function can be cut; place t is after operation t of the activations.
+    """The places at which a function can be cut; place t is after operation t.
+
+    Args:
+        trace: the trace of the function.
+        work: per operation, by its id, the FLOPs of F and B.
+        order: the operations on activations in another order than in the trace.
 
     Attributes:
+        operations: the operations, in this order.
         work: per operation, the FLOPs of F and B.
         sent: per place, the bytes that are live.
         is_waist: per place, whether one value is live there, besides scalars.
@@ -105,9 +119,10 @@ class Places:
             read on both sides, which are sent once per update.
     """
 
-    def __init__(self, trace: FunctionTrace, frozen: Sequence[bool]):
-        self.trace, self.operations = trace, trace.activations
-        self.work = np.array(_work(trace, self.operations, frozen))
+    def __init__(self, trace: FunctionTrace, work: Mapping[int, float], order: Order | None = None):
+        order = Order(trace.activations) if order is None else order
+        self.trace, self.operations = trace, order.operations
+        self.work = np.array([work[id(op)] for op in self.operations], float)
         count = len(self.operations)
         self.sent = np.zeros(count, np.int64)
         self.is_waist, self.allowed = np.zeros(count, bool), np.zeros(count, bool)
@@ -127,6 +142,8 @@ class Places:
             small = max(_SMALL, _SMALL_SHARE * total)
             self.is_waist[t] = len([size for size in live.values() if size > small]) <= 1
             self.allowed[t] = t + 1 < count and not fixed
+        for first, end in order.together:
+            self.allowed[first:end] = False
         self.kept = (0, 0.0)
         for leaf, first, end in self._held_together():
             self.allowed[first:end] = False
@@ -224,6 +241,7 @@ class Places:
             marked=marked,
             heaviest=self.heaviest,
             kept=self.kept,
+            operations=self.operations,
         )
 
     def _at_waists(self, stages: int) -> list[int] | None:
@@ -258,21 +276,27 @@ def _is_value(var: Var) -> bool:
     return type(var.aval).__name__ in ("ShapedArray", "ShapeDtypeStruct") and hasattr(var.aval, "dtype")
 
 
-def _work(trace: FunctionTrace, operations: Sequence[Eqn], frozen: Sequence[bool]) -> list[float]:
+def work_of(trace: FunctionTrace, frozen: Sequence[bool]) -> dict[int, float]:
+    """Return the FLOPs of F and B of each operation on activations, by its id.
+
+    Args:
+        trace: the trace of the function.
+        frozen: per leaf of the weights, whether it is frozen.
+    """
     trained = [v for v, is_frozen in zip(trace.params, frozen, strict=True) if not is_frozen and is_float(v)]
     differentiated = differentiated_between(trace.operations, trained, trace.outputs)
     work: dict[int, float] = {}
     layers: dict[Any, float] = {}  # layers of one scan take the same
-    for op in trace.operations:
+    for op in trace.activations:
         flags = _flags(op, differentiated)
         if isinstance(op, ScanLayer):
             of_scan = id(op.scan), *flags
             if of_scan not in layers:
                 layers[of_scan] = sum(_forward_and_backward(op.scan, flags)) / op.scan.params["length"]
             work[id(op)] = layers[of_scan]
-        elif not isinstance(op, ScanStack):
-            work[id(op)] = sum(_forward_and_backward(op, flags))
-    return [work.get(id(op), 0.0) for op in operations]
+        else:
+            work[id(op)] = 0.0 if isinstance(op, ScanStack) else sum(_forward_and_backward(op, flags))
+    return work
 
 
 def _flags(eqn: Eqn, differentiated: set[Var]) -> list[bool]:

@@ -58,7 +58,7 @@ def described(
         sent = messages[s] if s < len(messages) else trace.outputs
         text = f"{counted(len(sent), 'array')}, {in_units(bytes_of([v.aval for v in sent]), 'B')}"
         text = "the loss" if s == len(messages) and paths else text
-        ends = line_of(trace.activations[cut.ends[s] - 1]) if cut.ends[s] else ""
+        ends = line_of(cut.operations[cut.ends[s] - 1]) if cut.ends[s] else ""
         name = f"{s} {names[s]}" if names[s] != f"stage {s}" else str(s)
         weights = in_units(bytes_of([v.aval for v in own]), "B")
         rows.append((name, str(places[s]), f"{cut.work[s] / total:.1%}", weights, ends, text))
@@ -72,7 +72,7 @@ def described(
         return [table]
     of_ipu = [sum(w for w, place in zip(cut.work, places, strict=True) if place == ipu) for ipu in {*places}]
     uneven = f"the busiest IPU has {max(of_ipu) * len(of_ipu) / total - 1:.1%} more work than the mean"
-    lines = reasons(cut, trace.activations, len(cut.work), of_state) + of_shared(division, paths, held.everywhere)
+    lines = reasons(cut, len(cut.work), of_state) + of_shared(division, paths, held.everywhere)
     return [table, f"cut at {_where(cut)}; {uneven}", *lines]
 
 

@@ -6,7 +6,7 @@ scan over 10 layers, cut after 4     stage 0: scan over 4 layers, of rows 0-3   
 import dataclasses
 import itertools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,17 +28,20 @@ _Rows = dict[tuple[Var, int, int], Var]
 """Per value, first row, and the row after the last, the variable of these rows."""
 
 
-def divide(trace: FunctionTrace, ends: Sequence[int], homes: Mapping[int, int] | None = None) -> Division:
-    """Divide a function into stages.
+def divide(
+    trace: FunctionTrace, of_stages: Iterable[Collection[Eqn]], homes: Mapping[int, int] | None = None
+) -> Division:
+    """Divide a function into stages. Each runs its operations in the order of the function.
 
     Args:
         trace: the trace of the function.
-        ends: per stage, the number of activations of it and of earlier ones.
+        of_stages: the operations on activations of each stage.
         homes: per whole leaf of the weights a stage that holds it, if it is known who holds them, and there is no
             backward. Otherwise stages will hold what they read, each its rows of a leaf in one part.
     """
     parts, of_state, again = _parts(trace)
-    of_stages = [trace.activations[start:end] for start, end in itertools.pairwise([0, *ends])]
+    turn = {id(op): t for t, op in enumerate(trace.activations)}
+    of_stages = [sorted(of_stage, key=lambda op: turn[id(op)]) for of_stage in of_stages]
     runs = _runs_of_layers(of_stages)
     taker = trace.row_taker()
     rows = _rows_read(runs, taker)

@@ -20,7 +20,7 @@ from ipu_jax.base import status
 from ipu_jax.base.annotations import Batch, Eqn, Function, Tree, Var
 from ipu_jax.base.checks import in_line
 from ipu_jax.core.cutting import given
-from ipu_jax.core.cutting.cut import TYPICAL, Cut, Places
+from ipu_jax.core.cutting.cut import TYPICAL, Cut, Places, work_of
 from ipu_jax.core.cutting.description import described
 from ipu_jax.core.cutting.dividing import divide, small_values
 from ipu_jax.core.cutting.division import Division
@@ -73,7 +73,7 @@ def forward_of(
             raise
         trace = as_written  # a new value may belong to a later stage than what it follows from
         cut = _cut(trace, holders, of_state)
-    division = dataclasses.replace(divide(trace, cut.ends, holders.homes), placed=holders.of_new_state(trace))
+    division = dataclasses.replace(divide(trace, cut.of_stages, holders.homes), placed=holders.of_new_state(trace))
     held = holders.held(division)
     make = functools.partial(make_stage, division, held, microbatch, outputs=results[0], in_place=True)
     places = [(stage.name, stage.ipu) for stage in model.stages]
@@ -215,7 +215,7 @@ def _cut(trace: FunctionTrace, holders: _Holders, of_state: Sequence[str]) -> Cu
     Raises:
         ValueError: there is none.
     """
-    places = Places(trace, [True] * len(trace.params))
+    places = Places(trace, work_of(trace, [True] * len(trace.params)))
     of_all, stages = holders.needs(trace), range(holders.count)
     needs = [of_all[id(op)] for op in places.operations]
     found = [{*stages}.intersection(*of_operation.values()) for of_operation in needs]

@@ -6,7 +6,7 @@ loss(params, micro_batch)  --traced-->  trace  --cut-->  Stage 0, Stage 1, ...  
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -19,17 +19,26 @@ from ipu_jax.base.checks import check_choice, in_line
 from ipu_jax.base.showing import Table
 from ipu_jax.core.analysis.balance import measure_costs
 from ipu_jax.core.cutting import given
-from ipu_jax.core.cutting.cut import STAGE_END, Cut, Places
+from ipu_jax.core.cutting.cut import STAGE_END, Cut, Places, work_of
 from ipu_jax.core.cutting.description import described, names_of
-from ipu_jax.core.cutting.dividing import divide
+from ipu_jax.core.cutting.dividing import divide, small_values
 from ipu_jax.core.cutting.division import Division
 from ipu_jax.core.cutting.lost import reasons
 from ipu_jax.core.cutting.module_trees import check_equinox, check_linen
+from ipu_jax.core.cutting.order import by_weights, holding, runs_apart
 from ipu_jax.core.cutting.own_derivatives import check_cotangents
 from ipu_jax.core.cutting.stages import Held, make_stage, who_holds
+from ipu_jax.core.cutting.trace import FunctionTrace
 from ipu_jax.core.layout.whole_tree import WholeTree
+from ipu_jax.core.programs.cost import in_units
 from ipu_jax.core.programs.segment import Message, MicrobatchInputs
 from ipu_jax.core.stage import Stage
+
+_SAVED, _SAVED_OF_ALL = 0.15, 0.05
+"""What the largest IPU must save, of its weights without tied ones, and of all, for an order by weights."""
+_BUSIER: Final = 1.25
+"""The work of the busiest IPU that it may have, relative to the order of the function."""
+_BY_WEIGHTS: Final = "operations that read the same weights are in one stage, wherever they are in the function"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -178,11 +187,8 @@ def model_of(source: Source) -> FunctionModel:
     given.check_marks(trace, [STAGE_END, *(source.names or ())])
     check_cotangents(trace, is_frozen)
     shaped = dataclasses.replace(source, params=params, state=state, microbatch=microbatch)
-    places = Places(trace, is_frozen)
-    if source.costs == "traced":
-        places.work = _traced_work(places, shaped)
-    cut = _best_cut(places, len(placement), shaped)
-    division = divide(trace, cut.ends)
+    cut, line = _best_cut(trace, work_of(trace, is_frozen), placement, shaped)
+    division = divide(trace, cut.of_stages)
     stages, weights, of_state, held = _stages_of(division, placement, shaped)
     trees = jax.tree.structure((params, state, microbatch, key)), jax.tree.structure(results)
     return FunctionModel(
@@ -196,7 +202,7 @@ def model_of(source: Source) -> FunctionModel:
         key=key,
         cut=cut,
         source=source,
-        described=described(division, cut, stages, held, weights.paths, of_state.paths if of_state else ()),
+        described=[*described(division, cut, stages, held, weights.paths, of_state.paths if of_state else ()), *line],
     )
 
 
@@ -211,35 +217,65 @@ def _stages_of(
     return stages, WholeTree.of("params", source.params, held.groups), of_state, held
 
 
-def _traced_work(places: Places, source: Source) -> np.ndarray:
+def _traced_work(places: Places, source: Source) -> dict[int, float]:
     """Return the FLOPs of F and B of what lies between any two places, at the operation before the second one."""
-    ends = [*(np.flatnonzero(places.allowed & places.is_waist) + 1), len(places.operations)]
-    stages, weights, of_state, _ = _stages_of(divide(places.trace, ends), [0] * len(ends), source)
+    at = [*np.flatnonzero(places.allowed & places.is_waist), len(places.operations) - 1]
+    of_stages = places.cut_at([t + 1 for t in at[:-1]]).of_stages
+    stages, weights, of_state, _ = _stages_of(divide(places.trace, of_stages), [0] * len(at), source)
     states = None if of_state is None else of_state.split(source.state)
-    work = np.zeros_like(places.work)
-    groups = weights.split(source.params)
-    work[np.array(ends) - 1] = measure_costs(stages, groups, source.microbatch, states, mesh=source.mesh)
-    return work
+    costs = measure_costs(stages, weights.split(source.params), source.microbatch, states, mesh=source.mesh)
+    ids = [id(op) for op in places.operations]
+    return dict.fromkeys(ids, 0.0) | dict(zip((ids[t] for t in at), costs, strict=True))
 
 
-def _best_cut(places: Places, stages: int, source: Source) -> Cut:
-    marks = names = source.names
-    if names is None and len(places.marked([STAGE_END])):
+def _best_cut(
+    trace: FunctionTrace, work: dict[int, float], placement: Sequence[int], source: Source
+) -> tuple[Cut, list[str]]:
+    """Return where a function is cut: in its own order, or in the order of its weights, and then a line about it."""
+    places = Places(trace, work)
+    if source.costs == "traced":
+        work = _traced_work(places, source)
+        places = Places(trace, work)
+    marks = source.names
+    if marks is None and len(places.marked([STAGE_END])):
         marks = [STAGE_END]
-    cut = places.cut(stages, marks)
-    if cut is not None:
-        return cut
+    cut = places.cut(len(placement), marks)
+    if cut is None or runs_apart(cut.of_stages, work):
+        reads = trace.reads_but_for(small_values(trace))
+        other = Places(trace, work, by_weights(trace, reads)).cut(len(placement), marks)
+        if other is not None:
+            if cut is None:
+                return other, [_BY_WEIGHTS]
+            before, after = (holding(trace, reads, found.of_stages, placement) for found in (cut, other))
+            tied = before.shared.keys() & after.shared.keys()
+            saved = before.largest(tied) - after.largest(tied)
+            is_smaller = saved > max(_SAVED * before.largest(tied), _SAVED_OF_ALL * before.largest())
+            busiest = [max(_per_ipu(found.work, placement)) for found in (cut, other)]
+            if is_smaller and busiest[1] <= _BUSIER * busiest[0]:
+                sizes = [in_units(held.largest(), "B") for held in (after, before)]
+                return other, [f"{_BY_WEIGHTS}: an IPU has up to {sizes[0]} of them, and {sizes[1]} otherwise"]
+    if cut is None:
+        raise ValueError(_too_few(places, len(placement), marks, source))
+    return cut, []
+
+
+def _per_ipu(work: Sequence[float], placement: Sequence[int]) -> list[float]:
+    return [sum(w for w, place in zip(work, placement, strict=True) if place == ipu) for ipu in {*placement}]
+
+
+def _too_few(places: Places, stages: int, marks: Sequence[str] | None, source: Source) -> str:
+    """Say why a function cannot be cut into so many stages."""
     if marks is not None:
-        count, by = len(places.marked(marks)), "stage_end" if names is None else f"cuts={list(marks)!r}"
-        raise ValueError(
+        count, by = len(places.marked(marks)), "stage_end" if source.names is None else f"cuts={list(marks)!r}"
+        return (
             f"{by} marks {count} place{'s' * (count != 1)} of the function, and {stages} stages need {stages - 1}: "
             "mark more values, outside of scans and other functions with a body, or take fewer IPUs or rounds"
         )
     count = int(places.allowed.sum())
     found = f"it has {count} places between its operations{', and a stage would have no work' * (count >= stages - 1)}"
     of_state = [f"state{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(source.state)]
-    why = "; ".join([found, *reasons(places, places.operations, stages, of_state)])
-    raise ValueError(f"{stages} stages are more than the function can be cut into: {why}; or take fewer IPUs or rounds")
+    why = "; ".join([found, *reasons(places, stages, of_state)])
+    return f"{stages} stages are more than the function can be cut into: {why}; or take fewer IPUs or rounds"
 
 
 def as_traced(closed: Jaxpr, call: Function, arguments: Tree, results: Tree) -> Function:

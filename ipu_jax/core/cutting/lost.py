@@ -29,9 +29,9 @@ _SMALL_SHARE: Final = 0.01
 # uneven and empty stages
 
 
-def reasons(found: Cut | Places, operations: Sequence[Eqn], stages: int, of_state: Sequence[str]) -> list[str]:
+def reasons(found: Cut | Places, stages: int, of_state: Sequence[str]) -> list[str]:
     """Return what keeps more than a stage's part of the work in one stage: an operation, or a leaf of the state."""
-    (number, share), (leaf, kept) = found.heaviest, found.kept
+    (number, share), (leaf, kept), operations = found.heaviest, found.kept, found.operations
     lines = [f"{share:.0%} of the work is one operation, {_operation(operations[number])}"] if operations else []
     lines = lines if share * stages >= _UNEVEN else []
     if kept * stages >= _UNEVEN:
@@ -108,7 +108,7 @@ def _reason(division: Division, leaf: Var, stages: Sequence[int]) -> str:
         if one.stage != other.stage and row < min(rows[1], others[1]):
             lines = ", ".join(dict.fromkeys(filter(None, (line_of(one.eqn), line_of(other.eqn)))))
             both = f"stages {one.stage} and {other.stage} both read row {row}{f' ({lines})' if lines else ''}"
-            return f"{both}. Tied layers are on all IPUs; if the model has two inputs, call it once, on both, stacked"
+            return f"{both}, one after the other. Tied layers are on all IPUs"
     return f"tied, stages {', '.join(map(str, stages))} read it"
 
 

@@ -37,9 +37,8 @@ def tied_table(p, x):
     return scanned(x @ p["table"] * p["scale"], p["layers"]) @ p["table"].T * p["scale"]
 
 
-def two_inputs(p, x):
-    one, other = functools.reduce(layer, p, x), functools.reduce(layer, p, -x)
-    return one - other
+def forth_and_back(p, x):
+    return functools.reduce(layer, p, x) - functools.reduce(layer, p[::-1], -x)
 
 
 def cut(model, params, *, ipus=4, **options):
@@ -47,7 +46,7 @@ def cut(model, params, *, ipus=4, **options):
 
 
 AT_ONCE = "all IPUs hold params (2.0 kB): {} (test_lost.py:LINE) reads all layers at once. Do it layer by layer"
-ONE_ROW = "all IPUs hold params (2.0 kB): stages 0 and 2 both read row 0 (test_lost.py:LINE). Tied layers"
+ONE_ROW = "all IPUs hold params (2.0 kB): stages 0 and 2 both read row 0 (test_lost.py:LINE), one after the other. Tied"
 LOST = {
     "inverse, loop": (lambda p, x: looped(x, jnp.linalg.inv(2 * p)), STACK, [AT_ONCE.format("lu")]),
     "sums, scan": (lambda p, x: scanned(x, jnp.cumsum(p, 0)), STACK, [AT_ONCE.format("cumsum")]),
@@ -62,11 +61,11 @@ LOST = {
         *(tied_table, TABLE),
         ["all IPUs hold params['table'] (256 B): tied, stages 0, 3 read it", "all IPUs hold 1 more leaf (4 B)"],
     ),
-    "two inputs": (
-        *(two_inputs, list(STACK[:4])),
+    "one input forth, another back": (
+        *(forth_and_back, list(STACK[:4])),
         [
-            "all IPUs hold params[0] (256 B), params[1] (256 B): tied, stages 0, 2 read it",
-            "all IPUs hold params[2] (256 B): tied, stages 1, 3 read it",
+            "all IPUs hold params[0] (256 B), params[1] (256 B): tied, stages 0, 3 read it",
+            "all IPUs hold params[2] (256 B): tied, stages 1, 2 read it",
             "all IPUs hold 1 more leaf (256 B)",
         ],
     ),
