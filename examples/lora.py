@@ -15,7 +15,6 @@ from ipu_jax import Feed, Pipeline, configure, fit, make_train_step, verify
 from ipu_jax.io import export_weights, import_weights
 
 VOCABULARY, FEATURES, HEADS, LAYERS, LENGTH, RANK, B, M = 64, 32, 2, 4, 16, 4, 8, 4
-
 norm = lambda x: x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
 
 
@@ -68,13 +67,13 @@ def sequences(seed: int, sign: int) -> dict[str, np.ndarray]:
     return {"tokens": ((start + sign * pace * np.arange(LENGTH)) % VOCABULARY).astype(np.int32)}
 
 
-def trained(loss, params, data, **options):
-    """Return the pipeline of a loss function and its state after 60 updates, verified."""
+def trained(loss, params, data, updates: int = 60, **options):
+    """Return the pipeline of a loss function and its state after some updates, verified."""
     one, batch = ({name: rows[: M * B].reshape(M, B, -1)[k] for name, rows in data.items()} for k in (0, slice(M)))
     pipeline = Pipeline.from_function(loss, params, one, schedule="1f1b", gradient_accumulation=M, **options)
     step = make_train_step(pipeline, optax.adam(1e-2))
     with Feed(data, step=step, micro_batch=B) as feed:
-        result = fit(step, step.init(params), feed, updates=60, say=lambda line: None)
+        result = fit(step, step.init(params), feed, updates=updates, say=lambda line: None)
     print(pipeline, f"loss {result.losses[0]:.3f} to {result.losses[-1]:.3f}", sep="\n")
     print(verify(pipeline, result.state.params, batch))
     return pipeline, result.state
