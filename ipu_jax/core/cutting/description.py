@@ -54,7 +54,7 @@ def described(
     trace, messages, total = division.trace, division.messages, sum(cut.work) or 1.0
     rows = [("stage", "IPU", "work", "weights", "ends after", "sends per micro-batch")]
     for s, piece in enumerate(division.pieces):
-        own = [v for v in piece.weights if division.parts[v] not in held.everywhere]
+        own = {division.parts[v]: v for v in piece.weights if division.parts[v] not in held.everywhere}.values()
         sent = messages[s] if s < len(messages) else trace.outputs
         text = f"{counted(len(sent), 'array')}, {in_units(bytes_of([v.aval for v in sent]), 'B')}"
         text = "the loss" if s == len(messages) and paths else text

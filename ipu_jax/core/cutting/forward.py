@@ -10,6 +10,7 @@ weights of one stage runs there. Those that read none, or what all IPUs hold, ru
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -19,12 +20,14 @@ import numpy as np
 from ipu_jax.base import status
 from ipu_jax.base.annotations import Batch, Eqn, Function, Tree, Var
 from ipu_jax.base.checks import in_line
+from ipu_jax.base.jaxprs import variables
 from ipu_jax.core.cutting import given
 from ipu_jax.core.cutting.cut import TYPICAL, Cut, Places, work_of
 from ipu_jax.core.cutting.description import described
 from ipu_jax.core.cutting.dividing import divide, small_values
 from ipu_jax.core.cutting.division import Division
 from ipu_jax.core.cutting.function import FunctionModel, as_traced
+from ipu_jax.core.cutting.order import Order
 from ipu_jax.core.cutting.stages import Held, make_stage
 from ipu_jax.core.cutting.trace import FunctionTrace, Read
 from ipu_jax.core.cutting.users_code import at_line
@@ -210,21 +213,53 @@ def _stages(numbers: Iterable[int]) -> str:
 def _cut(trace: FunctionTrace, holders: _Holders, of_state: Sequence[str]) -> Cut:
     """Return where a function is cut, so that each operation is in a stage that holds what it reads.
 
-    Of all such cuts it is the one whose stages are the most even and send the least.
+    Of all such cuts it is the one whose stages are the most even and send the least. If there is none in the function's
+    own order, each operation moves to the first stage that can run it.
 
     Raises:
         ValueError: there is none.
     """
-    places = Places(trace, work_of(trace, [True] * len(trace.params)))
-    of_all, stages = holders.needs(trace), range(holders.count)
-    needs = [of_all[id(op)] for op in places.operations]
-    found = [{*stages}.intersection(*of_operation.values()) for of_operation in needs]
-    # per stage, whether it may run the operation
-    may = np.array([[s in of_operation for of_operation in found] for s in stages], bool)
-    ends = _ends(places, may)
-    if ends is None:
-        raise ValueError(_why_none(places, needs, holders, may, of_state))
-    return places.cut_at(ends)
+    work, of_all, stages = work_of(trace, [True] * len(trace.params)), holders.needs(trace), range(holders.count)
+    for order in (None, _by_stages):
+        places = Places(trace, work, None if order is None else order(trace, of_all, holders))
+        found = [{*stages}.intersection(*of_all[id(op)].values()) for op in places.operations]
+        # per stage, whether it may run the operation
+        may = np.array([[s in of_operation for of_operation in found] for s in stages], bool)
+        ends = _ends(places, may)
+        if ends is not None:
+            return places.cut_at(ends)
+    kept = f": {of_state[places.kept[0]]} is one array, and several stages read or replace it; {_BY_ROWS}"
+    raise ValueError(f"the function cannot be cut into these {holders.count} stages" + kept * bool(places.kept[1]))
+
+
+def _by_stages(trace: FunctionTrace, needs: dict[int, dict[Read, Sequence[int]]], holders: _Holders) -> Order:
+    """Return the operations ordered by the first stage that can run each.
+
+    Raises:
+        ValueError: no stage can run one of them, after what it follows from.
+    """
+    first: dict[Var, tuple[int, str]] = {}  # of each value the stage, and what made it no earlier one
+    turns: list[int] = []
+    for op in trace.activations:
+        before = [first[v] for v in variables(op.invars) if v in first]
+        stage, why = max(before, default=(0, ""), key=operator.itemgetter(0))
+        at = {f"{holders.path(read)} of {_stages(found)}": found for read, found in needs[id(op)].items() if found}
+        for read, found in needs[id(op)].items():
+            if not found:
+                raise ValueError(holders.not_held(read, at_line(op)))
+        for place, found in at.items():
+            if max(found) < stage:
+                mend = "read weights in the order of the loss function"
+                raise ValueError(f"{place} is read{at_line(op)} after {why}: {mend}")
+        may = {*range(stage, holders.count)}.intersection(*at.values())
+        if not may:
+            raise ValueError(f"one operation{at_line(op)} reads {' and '.join(at)}: read them one after the other")
+        if min(may) > stage:
+            why = max(at, key=lambda place: min({*at[place]}.intersection(range(stage, holders.count))))
+            stage = min(may)
+        first |= dict.fromkeys(op.outvars, (stage, why))
+        turns.append(stage)
+    return Order([trace.activations[t] for t in sorted(range(len(turns)), key=turns.__getitem__)])
 
 
 def _ends(places: Places, may: np.ndarray) -> tuple[int, ...] | None:
@@ -257,29 +292,3 @@ def _ends(places: Places, may: np.ndarray) -> tuple[int, ...] | None:
     for step in reversed(before):
         chosen.append(int(step[chosen[-1]]))
     return tuple(int(at[k]) for k in reversed(chosen[1:-1]))
-
-
-def _why_none(
-    places: Places, needs: list[dict[Read, Sequence[int]]], holders: _Holders, may: np.ndarray, of_state: Sequence[str]
-) -> str:
-    """Say which operation reads weights where no stage can run it."""
-    first, why = 0, None  # the first stage that can run the operations so far, and what they read there
-    seen: set[Read] = set()
-    for op, of_operation, stages in zip(places.operations, needs, may.T, strict=True):
-        at = [f"{holders.path(read)} of {_stages(found)}" for read, found in of_operation.items()]
-        for (read, found), place in zip(of_operation.items(), at, strict=True):
-            if not found:
-                return holders.not_held(read, at_line(op))
-            if max(found) < first:
-                mend = "read weights in the order of the loss function"
-                if read in seen:
-                    mend = "this is the second time: call the model once, on both inputs, stacked"
-                return f"{place} is read{at_line(op)} after {why}: {mend}"
-        if not stages.any():
-            return f"one operation{at_line(op)} reads {' and '.join(at)}: read them one after the other"
-        for (read, found), place in zip(of_operation.items(), at, strict=True):
-            seen.add(read)
-            if min(found) > first:
-                first, why = min(found), place
-    kept = f": {of_state[places.kept[0]]} is one array, and several stages read or replace it; {_BY_ROWS}"
-    return f"the function cannot be cut into these {holders.count} stages" + kept * bool(places.kept[1])

@@ -212,7 +212,8 @@ class FunctionTrace:
         """Return who computes the rows of a leaf of the state; None if its stage needs all of them."""
         leaf, new, first = self.state[k], self.new_state[k], len(self.results) - len(self.new_state)
         others = [v for j, v in enumerate(self.results) if j != first + k]
-        if not self.is_activation(new) or new in others or any(k in self.leaves_of(v) for v in others):
+        is_computed = self.is_activation(new) or not self.masked.isdisjoint(variables([new]))
+        if not is_computed or new in others or any(k in self.leaves_of(v) for v in others):
             return None
         at, axis = {v: t for t, op in enumerate(self.operations) for v in op.outvars}, self.axes.get(leaf, 0)
         anchors: list[Var] = []
@@ -295,7 +296,7 @@ class FunctionTrace:
 
         An activation replaces such a leaf, or it follows from such a leaf. Other leaves can be updated by any stage.
         """
-        kept = [{k} for k, new in enumerate(self.new_state) if self.is_activation(new)]
+        kept = [{k} for k, new in enumerate(self.new_state) if self.is_activation(new) or k in self.stacked]
         results = [({k}, self.leaves_of(v) - {k}) for k, v in enumerate(self.new_state)]
         results += [(set[int](), self.leaves_of(v)) for v in self.aux]
         for own, leaves in [*filter(operator.itemgetter(1), results)] * len(self.state):  # one can need a later one
@@ -340,13 +341,15 @@ class FunctionTrace:
         found.operations = [self.operations[t] for t in sorted(range(len(turns)), key=turns.__getitem__)]
         return found
 
-    def _goes_over_layers(self, op: Eqn) -> bool:
-        """Return whether an operation is a scan over rows of weights, or of matrices that the function closes over."""
+    def _goes_over_layers(self, op: Eqn, mixed: Collection[Var] = ()) -> bool:
+        """Return whether an operation is a scan over rows of weights, or of matrices of state, constants or `mixed`."""
         if op.primitive.name != "scan" or op.params["length"] < 2 or op.effects:
             return False
         _, carry, rows = in_scan_parts(op.params, op.invars)
-        constants = {v for v in (*self.closed.jaxpr.constvars, *self.constants) if is_float(v) and v.aval.ndim > 2}
-        is_over = any(self.kinds[v] == "w" or v in constants for v in variables(rows))
+        constants = {*self.closed.jaxpr.constvars, *self.constants}
+        matrices = [v for v in variables(rows) if is_float(v) and v.aval.ndim > 2]
+        is_over = any(self.kinds[v] == "s" or v in constants or v in mixed for v in matrices)
+        is_over = is_over or any(self.kinds[v] == "w" for v in variables(rows))
         return is_over and any(map(self.is_activation, op.outvars[: len(carry)]))
 
     def _unroll_groups(self) -> None:
@@ -386,7 +389,7 @@ class FunctionTrace:
         taker = self.row_taker()
         taker.made |= mixed
         for op in self.operations:
-            if self._goes_over_layers(op):
+            if self._goes_over_layers(op, mixed):
                 stacked, length = variables(in_scan_parts(op.params, op.invars)[2]), op.params["length"]
                 for v, row in itertools.product(stacked, range(length)):
                     rows = [end for end in taker.reached(v, Taken(0, row, row + 1)) if end[0] in of_leaves]
@@ -394,10 +397,10 @@ class FunctionTrace:
         operations = slices_of_leaves(self.operations, taker, leaves, self.axes)
         if taker.equations:
             operations = needed(operations, self.results, effects=True)
-        read_by_rows = {*mixed}.difference(variables(self.results))
+        read_by_rows = {*mixed}.difference(variables([*self.outputs, *self.aux]))
         for op in reversed(operations if mixed else ()):
             whole = op.invars
-            if self._goes_over_layers(op):
+            if self._goes_over_layers(op, mixed):
                 fixed, carry, _ = in_scan_parts(op.params, op.invars)
                 whole = [*fixed, *carry]
             if read_by_rows.isdisjoint(op.outvars):

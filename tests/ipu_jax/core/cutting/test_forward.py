@@ -366,6 +366,22 @@ def each_layer_of_a_stack(params: Any, ids: Any) -> jax.Array:
     return lax.scan(lambda x, w: (x @ w, None), params["table"][ids], stacked)[0]
 
 
+def scanned_on_both(params: Any, ids: Any) -> jax.Array:
+    run = lambda ids: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), params["table"][ids], params["layers"])[0]
+    return run(ids) @ run(ids[::-1]).T
+
+
+@pytest.mark.parametrize(
+    ("loss", "params", "outputs"),
+    [(loss_of_list, LISTED, both), (loss_of_scan, STACKED, scanned_on_both)],
+    ids=["listed", "stacked"],
+)
+@pytest.mark.parametrize("stages", [2, 3])
+def test_layers_run_on_two_inputs_one_after_the_other(loss, params, outputs, stages):
+    """The second run begins where the first layers are, although the function has it after the last ones."""
+    assert_cut_right(Example(loss, params, lambda _: IDS, outputs=outputs), stages, IDS, IDS)
+
+
 def test_a_scan_over_a_stack_of_leaves_runs_each_layer_where_its_leaf_is():
     example = Example(loss_of_list, LISTED, lambda _: IDS, outputs=each_layer_of_a_stack)
     assert_cut_right(example, 3, IDS, IDS)
@@ -405,8 +421,8 @@ def cache_at_a_place_of_the_batch(params: Any, caches: Any, ids: Any) -> Any:
         *("params['layers'] is read whole", "test_forward.py:", "in a scan over them or as w[k]"),
     ),
     (
-        of_list(both),
-        *("params['table'] of stage 0 is read", "the second time", "test_forward.py:", "on both inputs, stacked"),
+        of_list(lambda params, ids: hidden(params, hidden(params, ids)[:, 0].astype(int))),
+        *("params['table'] of stage 0 is read", "test_forward.py:", "after params['layers'][4] of stage 2"),
     ),
     (
         of_list(lambda params, ids: params["table"][ids] @ (params["layers"][0] @ params["layers"][5])),
