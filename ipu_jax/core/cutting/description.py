@@ -1,16 +1,22 @@
 """Say where a function was cut, and why: the lines of `print(pipeline)` below the first."""
 
 from collections.abc import Sequence
+from typing import Any, Final
 
+from ipu_jax.base.annotations import Var
 from ipu_jax.base.showing import Table, counted
 from ipu_jax.core.cutting.cut import Cut
 from ipu_jax.core.cutting.division import Division
 from ipu_jax.core.cutting.lost import of_shared, reasons
+from ipu_jax.core.cutting.rows import Taken
 from ipu_jax.core.cutting.stages import Held
 from ipu_jax.core.cutting.users_code import line_of, scopes_of
 from ipu_jax.core.layout.whole_tree import Part
 from ipu_jax.core.programs.cost import bytes_of, in_units
 from ipu_jax.core.stage import Stage
+
+_LISTED: Final = 8
+"""For up to how many IPUs the bytes of each are printed."""
 
 
 def names_of(division: Division) -> list[str]:
@@ -65,7 +71,8 @@ def described(
     if not any(row[4] for row in rows[1:]):  # code without a file has no lines
         rows = [(*row[:4], row[5]) for row in rows]
     if any(held.state):
-        sizes = [in_units(sum(_bytes_of_state(division, part) for part in parts), "B") for parts in held.state]
+        sizes = [sum(_bytes_of(trace.state[part.leaf], part) for part in parts) for parts in held.state]
+        sizes = [in_units(size, "B") for size in sizes]
         rows = [(*row[:4], size, *row[4:]) for row, size in zip(rows, ["state", *sizes], strict=True)]
     table = Table(rows, left=len(rows[0]), indent="  ")
     if not paths:
@@ -73,12 +80,25 @@ def described(
     of_ipu = [sum(w for w, place in zip(cut.work, places, strict=True) if place == ipu) for ipu in {*places}]
     uneven = f"the busiest IPU has {max(of_ipu) * len(of_ipu) / total - 1:.1%} more work than the mean"
     lines = reasons(cut, len(cut.work), of_state) + of_shared(division, paths, held.everywhere)
-    return [table, f"cut at {_where(cut)}; {uneven}", *lines]
+    return [table, f"cut at {_where(cut)}; {uneven}", _shares(division, held, places), *lines]
 
 
-def _bytes_of_state(division: Division, part: Part) -> int:
-    aval = division.trace.state[part.leaf].aval
-    return bytes_of([aval if part.rows is None else aval.update(shape=(part.rows[1] - part.rows[0], *aval.shape[1:]))])
+def _shares(division: Division, held: Held, places: Sequence[Any]) -> str:
+    """Return the bytes of weights that each IPU holds, beside an even share."""
+    leaves = division.trace.params
+    sizes = {name: sum(_bytes_of(leaves[part.leaf], part) for part in parts) for name, parts in held.groups.items()}
+    home = dict(zip(held.own, places, strict=True))
+    of_ipus = [sum(size for name, size in sizes.items() if home.get(name, ipu) == ipu) for ipu in sorted({*places})]
+    found = [in_units(size, "B") for size in of_ipus]
+    named = ", ".join(found) if len(found) <= _LISTED else " to ".join(in_units(f(of_ipus), "B") for f in (min, max))
+    even = bytes_of([v.aval for v in leaves]) / len(of_ipus)
+    times = max(of_ipus) / max(even, 1)
+    return f"weights per IPU: {named}; the most is {times:.2f} times an even share, {in_units(even, 'B')}"
+
+
+def _bytes_of(leaf: Var, part: Part) -> int:
+    shape = leaf.aval.shape if part.rows is None else Taken(part.axis, *part.rows).of(leaf.aval.shape)
+    return bytes_of([leaf.aval.update(shape=shape)])
 
 
 def _where(cut: Cut) -> str:
