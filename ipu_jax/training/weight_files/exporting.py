@@ -15,7 +15,6 @@ by one psum over all IPUs. Then each IPU holds two more arrays of the part's siz
 
 import dataclasses
 import errno as errors
-import fnmatch
 import functools
 import itertools
 import os
@@ -39,7 +38,7 @@ from ipu_jax.core.layout.place import Place, arrays_by_name
 from ipu_jax.core.mesh.instances import Index, device_blocks, gathered
 from ipu_jax.training.update.state import TrainState
 from ipu_jax.training.weight_files import _npz, _safetensors
-from ipu_jax.training.weight_files._tensors import TensorInfo, named_leaves, named_places, quoted
+from ipu_jax.training.weight_files._tensors import TensorInfo, named_leaves, named_places, not_ignored
 
 _FORMATS: dict[str, ModuleType] = {".safetensors": _safetensors, ".npz": _npz}
 
@@ -69,8 +68,7 @@ def export_weights(
 
     Raises:
         ValueError: the suffix is neither of these, a leaf cannot be named or the format cannot hold it, an earlier call
-            used up the buffers, there is no average, or a pattern matches no leaf or all of them are ignored. Nothing
-            has been written then.
+            used up the buffers, there is no average, or all leaves are ignored or none. Nothing has been written then.
         OSError: the file cannot be written. It is raised on all instances.
 
     >>> import jax.numpy as jnp, tempfile
@@ -85,7 +83,11 @@ def export_weights(
     """
     file_format = _format_of(path)
     leaves, mesh, reader = whole_leaves(weights, average=average)
-    leaves = _without(leaves, ignore)
+    names = [leaf.name for leaf in leaves]
+    kept = {*not_ignored(names, ignore)}
+    if ignore and len(kept) in (0, len(names)):
+        raise ValueError(f"ignore={ignore!r} keeps {len(kept)} of {len(names)} leaves: match some of {names[:3]}, ...")
+    leaves = [leaf for leaf in leaves if leaf.name in kept]
     infos = [(leaf.name, leaf.info) for leaf in leaves]
     for name, info in infos:
         file_format.check_writable(name, info)
@@ -188,19 +190,6 @@ def whole_leaves(weights: Params, *, average: bool = False) -> tuple[list[WholeL
     for part in sorted(parts, key=lambda part: part.place.rows or (0,)):
         of_name[part.name].append(part)
     return [WholeLeaf(name, of_leaf) for name, of_leaf in of_name.items()], mesh, reader
-
-
-def _without(leaves: list[WholeLeaf], ignore: Iterable[str]) -> list[WholeLeaf]:
-    """Return the leaves whose names match no pattern."""
-    patterns = [ignore] if isinstance(ignore, str) else list(ignore)
-    kept = [leaf for leaf in leaves if not any(fnmatch.fnmatchcase(leaf.name, pattern) for pattern in patterns)]
-    for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(leaf.name, pattern) for leaf in leaves):
-            others = f", such as {quoted(leaves[0].name)}" if leaves else ""
-            raise ValueError(f"ignore={pattern!r} matches no leaf: give patterns of their names{others}")
-    if patterns and not kept:
-        raise ValueError(f"ignore={ignore!r} matches all {len(leaves)} leaves: leave some to be written")
-    return kept
 
 
 def _check_concrete(weights: Params) -> None:
