@@ -240,23 +240,31 @@ def _best_cut(
     if marks is None and len(places.marked([STAGE_END])):
         marks = [STAGE_END]
     cut = places.cut(len(placement), marks)
-    if cut is None or runs_apart(cut.of_stages, work):
-        reads = trace.reads_but_for(small_values(trace))
-        other = Places(trace, work, by_weights(trace, reads)).cut(len(placement), marks)
-        if other is not None:
-            if cut is None:
-                return other, [_BY_WEIGHTS]
-            before, after = (holding(trace, reads, found.of_stages, placement) for found in (cut, other))
-            tied = before.shared.keys() & after.shared.keys()
-            saved = before.largest(tied) - after.largest(tied)
-            is_smaller = saved > max(_SAVED * before.largest(tied), _SAVED_OF_ALL * before.largest())
-            busiest = [max(_per_ipu(found.work, placement)) for found in (cut, other)]
-            if is_smaller and busiest[1] <= _BUSIER * busiest[0]:
-                sizes = [in_units(held.largest(), "B") for held in (after, before)]
-                return other, [f"{_BY_WEIGHTS}: an IPU has up to {sizes[0]} of them, and {sizes[1]} otherwise"]
+    if cut is not None and _is_even(trace, cut, placement, work):
+        return cut, []
+    reads = trace.reads_but_for(small_values(trace))
+    other = Places(trace, work, by_weights(trace, reads)).cut(len(placement), marks)
+    if other is None:
+        if cut is None:
+            raise ValueError(_too_few(places, len(placement), marks, source))
+        return cut, []
     if cut is None:
-        raise ValueError(_too_few(places, len(placement), marks, source))
-    return cut, []
+        return other, [_BY_WEIGHTS]
+    before, after = (holding(trace, reads, found.of_stages, placement) for found in (cut, other))
+    tied = before.shared.keys() & after.shared.keys()
+    saved = before.largest(tied) - after.largest(tied)
+    is_smaller = saved > max(_SAVED * before.largest(tied), _SAVED_OF_ALL * before.largest())
+    busiest = [max(_per_ipu(found.work, placement)) for found in (cut, other)]
+    if not is_smaller or busiest[1] > _BUSIER * busiest[0]:
+        return cut, []
+    sizes = [in_units(held.largest(), "B") for held in (after, before)]
+    return other, [f"{_BY_WEIGHTS}: an IPU has up to {sizes[0]} of them, and {sizes[1]} otherwise"]
+
+
+def _is_even(trace: FunctionTrace, cut: Cut, placement: Sequence[int], work: dict[int, float]) -> bool:
+    """Return whether no other order can have much fewer weights on the largest IPU."""
+    held = holding(trace, trace.reads, cut.of_stages, placement)
+    return (1 - _SAVED) * held.largest() <= held.even or not runs_apart(cut.of_stages, work)
 
 
 def _per_ipu(work: Sequence[float], placement: Sequence[int]) -> list[float]:

@@ -90,7 +90,10 @@ def by_weights(trace: FunctionTrace, reads: Reads) -> Order:
         replaced = trace.stacked.get(k, [(Part(k), new)])
         for part, of_part in ((part, v) for part, v in replaced if v in made):
             rows[made[of_part]] |= _rows_read(trace, [("state", part)])
-    groups = _Groups(trace, before, _together(rows, before))
+    of_leaves = _on_leaves_alone(trace, operations, before)
+    for t, of_op in enumerate(before):
+        rows[t].update(*(rows[s] for s in of_op if s in of_leaves))
+    groups = _Groups(trace, before, _together(rows, before, of_leaves))
     return groups.ordered(operations, {made[v] for v in trace.outputs if v in made})
 
 
@@ -110,7 +113,19 @@ def _bytes_of_row(trace: FunctionTrace, leaf: Var, row: int | None) -> float:
     return bytes_of(leaf.aval) / (1 if row is None else leaf.aval.shape[trace.axes.get(leaf, 0)])
 
 
-def _together(rows: Sequence[set[_Row]], before: Sequence[Sequence[int]]) -> dict[_Row, list[int]]:
+def _on_leaves_alone(trace: FunctionTrace, operations: Sequence[Eqn], before: Sequence[Sequence[int]]) -> set[int]:
+    """Return the operations on weights and state alone, such as an average of both: who reads it reads these leaves."""
+    found = set[int]()
+    for t, op in enumerate(operations):
+        given = [v for v in variables(op.invars) if trace.kinds[v] != "a"]
+        if found.issuperset(before[t]) and all(trace.kinds[v] in ("w", "s") for v in given):
+            found.add(t)
+    return found
+
+
+def _together(
+    rows: Sequence[set[_Row]], before: Sequence[Sequence[int]], of_leaves: Collection[int]
+) -> dict[_Row, list[int]]:
     """Return the operations that read each row of a leaf, if there are several and none follows from another."""
     readers: dict[_Row, list[int]] = {}
     for t, of_op in enumerate(rows):
@@ -123,7 +138,7 @@ def _together(rows: Sequence[set[_Row]], before: Sequence[Sequence[int]]) -> dic
     for of_op in before:
         found = 0
         for s in of_op:
-            found |= earlier[s] | own[s]
+            found |= earlier[s] | (0 if s in of_leaves else own[s])
         earlier.append(found)
     again = 0
     for ones, others in zip(own, earlier, strict=True):
@@ -212,8 +227,8 @@ class _Groups:
 
         What is on no such way, such as a new state, follows right after what it reads.
         """
-        groups = self.in_turn()
-        cost = {group: sum(_flops(operations[t]) for t in times) + len(times) for group, times in groups.items()}
+        groups, flops = self.in_turn(), _forward_flops(operations)
+        cost = {group: sum(flops[t] for t in times) + len(times) for group, times in groups.items()}
         before = {g: {self.of[s] for t in times for s in self.before[t]} - {g} for g, times in groups.items()}
         start, left = dict[int, float](), dict[int, float]()  # FLOPs up to the end of a group, and from there on
         for group, of_group in before.items():
@@ -234,10 +249,17 @@ class _Groups:
         return Order(found, [(first, end) for first, end in together if first < end])
 
 
-def _flops(op: Eqn) -> float:
-    if isinstance(op, ScanLayer):
-        return equation_flops(op.scan) / op.scan.params["length"]
-    return 0.0 if isinstance(op, ScanStack) else float(equation_flops(op))
+def _forward_flops(operations: Sequence[Eqn]) -> list[float]:
+    of_layers: dict[int, float] = {}
+    found: list[float] = []
+    for op in operations:
+        if isinstance(op, ScanLayer):
+            if id(op.scan) not in of_layers:
+                of_layers[id(op.scan)] = equation_flops(op.scan) / op.scan.params["length"]
+            found.append(of_layers[id(op.scan)])
+        else:
+            found.append(0.0 if isinstance(op, ScanStack) else equation_flops(op))
+    return found
 
 
 # who holds what
@@ -253,6 +275,11 @@ class Holding(NamedTuple):
         """Return the bytes of the IPU that holds the most, without some shared leaves."""
         return max(self.own.values()) + sum(size for leaf, size in self.shared.items() if leaf not in apart)
 
+    @property
+    def even(self) -> float:
+        """Return an even share of the bytes of all weights that are read."""
+        return (sum(self.own.values()) + sum(self.shared.values())) / len(self.own)
+
 
 def holding(trace: FunctionTrace, reads: Reads, of_stages: Sequence[Sequence[Eqn]], ipus: Sequence[int]) -> Holding:
     """Return the bytes of weights that IPUs would hold.
@@ -265,7 +292,8 @@ def holding(trace: FunctionTrace, reads: Reads, of_stages: Sequence[Sequence[Eqn
     """
     readers: dict[int, dict[int | None, set[int]]] = {}  # per leaf and row, the IPUs
     for ipu, of_stage in zip(ipus, of_stages, strict=True):
-        for name, leaf, row in set[_Row]().union(*(_rows_read(trace, reads.get(id(op), ())) for op in of_stage)):
+        of_stage_reads = set[Read]().union(*(reads.get(id(op), ()) for op in of_stage))
+        for name, leaf, row in _rows_read(trace, of_stage_reads):
             if name == "params":
                 readers.setdefault(leaf, {}).setdefault(row, set()).add(ipu)
     found = Holding(dict.fromkeys(ipus, 0.0), {})
@@ -274,6 +302,7 @@ def holding(trace: FunctionTrace, reads: Reads, of_stages: Sequence[Sequence[Eqn
         if len(of_leaf) > 1 and (None in by_row or any(len(of_row) > 1 for of_row in by_row.values())):
             found.shared[number] = bytes_of(leaf.aval)
             continue
-        for row, (ipu, *_) in by_row.items():
+        for row in [None] if None in by_row else by_row:
+            (ipu,) = by_row[row]
             found.own[ipu] += _bytes_of_row(trace, leaf, row)
     return found

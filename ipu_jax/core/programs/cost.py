@@ -181,8 +181,8 @@ def bytes_of(tree: Tree) -> int:
     >>> bytes_of([jax.ShapeDtypeStruct((2, 3), "bfloat16"), jax.numpy.ones(4), jax.random.key(0)])
     36
     """
-    leaves = (leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "shape"))
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    leaves = [tree] if hasattr(tree, "shape") else jax.tree.leaves(tree)
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves if hasattr(leaf, "shape"))
 
 
 def in_units(value: float, unit: str) -> str:

@@ -36,7 +36,6 @@ FEWER = ("fori_loop", "flat vector", "lora, einsum", "even and odd rows", "norm 
 FEWER_STATES = ("scan, columns", "loop, stack along 1", "at[k].set")
 NEVER = {
     "both runs read each row, and tied layers are on all IPUs": ("scan twice",),
-    "the teacher's scan has 56% of the work, so one IPU has half of the layers": ("a constant teacher",),
     "each IPU has room for parts of one row and of two": ("unlike stacks-2",),
     "a leaf is divided along one dim, and here groups and their layers are two": ("linen, remat_scan-4",),
     "it counts over all rows at once": ("histogram as aux",),
