@@ -1,4 +1,4 @@
-"""Distil a teacher into a smaller student, in one pipeline: the teacher is frozen in bfloat16, and has no gradients.
+"""Distil a teacher into a smaller student, in one pipeline: the teacher is frozen in bfloat16.
 
     IPU 0   teacher's and student's first layers \\
     IPU 1                                         -> their next layers -> ... -> KL + cross entropy -> loss
@@ -26,6 +26,7 @@ def cross_entropy(logits, tokens):
 
 def loss(params, batch):
     teacher, student = (model(params[name], None, batch["tokens"])[:, :-1] for name in ("teacher", "student"))
+    teacher = jax.lax.stop_gradient(teacher)  # it has no backward pass
     wanted, found = (jax.nn.log_softmax(logits / TEMPERATURE) for logits in (teacher, student))
     divergence = (jnp.exp(wanted) * (wanted - found)).sum(-1).mean()
     return SOFT * TEMPERATURE**2 * divergence + (1 - SOFT) * cross_entropy(student, batch["tokens"])

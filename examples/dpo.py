@@ -30,7 +30,8 @@ def log_likelihood(base, adapters, tokens):
 
 def loss(params, pairs):
     base, low = params["base"], params["lora"]
-    gain = lambda tokens: log_likelihood(base, low, tokens) - log_likelihood(base, None, tokens)
+    reference = lambda tokens: jax.lax.stop_gradient(log_likelihood(base, None, tokens))  # it has no backward pass
+    gain = lambda tokens: log_likelihood(base, low, tokens) - reference(tokens)
     return -jax.nn.log_sigmoid(BETA * (gain(pairs["chosen"]) - gain(pairs["rejected"]))).mean()
 
 
