@@ -25,7 +25,7 @@ for path, gradient in jax.tree.leaves_with_path(pipeline.unshard(gradients)):
 @pytest.mark.slow
 def test_the_examples_run_and_print_what_is_shown():
     printed = documents.run(README, then=LARGEST, compile_fast=True, saved_as="first.py")
-    assert [len(text.splitlines()) for text in documents.shown_output(README)] == [8, 1]
+    assert [len(text.splitlines()) for text in documents.shown_output(README)] == [9, 1]
     documents.assert_shown(README, printed)
     largest = [float(found) for found in re.findall(r"largest magnitude in .*: (.*)", printed)]
     assert len(largest) == 51

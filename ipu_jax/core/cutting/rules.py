@@ -25,7 +25,7 @@ def rules() -> list[tuple[str, str]]:
     rows: list[tuple[Sequence[str], str]] = [
         (INLINED, "Opened: a cut can be inside of it."),
         (CHECKPOINTS, "Opened around 20% or more of the FLOPs, and each stage's part is under one again."),
-        (["scan"], "Opened over rows of weights or constants, if its carry is an activation: an operation per layer."),
+        (["scan"], "Opened over rows of weights, state or constants, if its carry is an activation: an operation per layer."),
         (["while", "cond", *whole], "Kept whole: one operation, in one stage. Its bodies count as its work."),
         (AT_KNOWN_PLACES, "Rows of a leaf, at places known when the function is cut: static slices or updates."),
         (TAKEN_OUTSIDE, "Kept whole, but gets rows of a leaf in its place, if its bodies take only such rows."),
