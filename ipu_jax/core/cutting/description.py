@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from ipu_jax.base.annotations import Var
+from ipu_jax.base.row_rules import Taken
 from ipu_jax.base.showing import Table, counted
 from ipu_jax.core.cutting.cut import Cut
 from ipu_jax.core.cutting.division import Division
 from ipu_jax.core.cutting.lost import of_shared, reasons
-from ipu_jax.core.cutting.rows import Taken
 from ipu_jax.core.cutting.stages import Held
 from ipu_jax.core.cutting.users_code import line_of, scopes_of
 from ipu_jax.core.layout.whole_tree import Part

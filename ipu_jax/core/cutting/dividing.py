@@ -16,8 +16,9 @@ from jax.extend import core
 from ipu_jax.base.annotations import Eqn, Var
 from ipu_jax.base.checkpoints import checkpointed
 from ipu_jax.base.jaxprs import in_order, in_scan_parts, needed, part_of, read_by, shape_of, variables
+from ipu_jax.base.row_rules import Taken
 from ipu_jax.core.cutting.division import Division, NewValue
-from ipu_jax.core.cutting.rows import RowTaker, Taken, equation, slicing, taken_by
+from ipu_jax.core.cutting.rows import RowTaker, equation, slicing, taken_by
 from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack
 from ipu_jax.core.cutting.sums import Tile, sum_of_parts
 from ipu_jax.core.cutting.trace import SMALL, FunctionTrace

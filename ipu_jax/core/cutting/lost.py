@@ -9,11 +9,12 @@ from typing import Final, NamedTuple
 
 from ipu_jax.base.annotations import Eqn, Var
 from ipu_jax.base.jaxprs import bodies_of, in_scan_parts, scan_parts, variables
+from ipu_jax.base.row_rules import Taken, rows_before
 from ipu_jax.base.showing import counted
 from ipu_jax.core.cutting.cut import Cut, Places
 from ipu_jax.core.cutting.division import Division
 from ipu_jax.core.cutting.own_rows import RULES
-from ipu_jax.core.cutting.rows import Taken, rows_before, taken_by
+from ipu_jax.core.cutting.rows import taken_by
 from ipu_jax.core.cutting.scan_layers import ScanLayer
 from ipu_jax.core.cutting.users_code import at_line, line_of, name_of
 from ipu_jax.core.layout.whole_tree import Part

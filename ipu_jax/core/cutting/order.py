@@ -88,7 +88,7 @@ def by_weights(trace: FunctionTrace, reads: Reads) -> Order:
     rows = [_rows_read(trace, reads.get(id(op), ())) for op in operations]
     for k, new in enumerate(trace.new_state):  # who replaces a leaf of the state is where it is read
         replaced = trace.stacked.get(k, [(Part(k), new)])
-        for part, of_part in ((part, v) for part, v in replaced if v in made):
+        for part, of_part in ((part, v) for part, v in replaced if trace.is_activation(v)):
             rows[made[of_part]] |= _rows_read(trace, [("state", part)])
     of_leaves = _on_leaves_alone(trace, operations, before)
     for t, of_op in enumerate(before):

@@ -28,7 +28,8 @@ from ipu_jax.base.jaxprs import (
     read_by,
     shape_of,
 )
-from ipu_jax.core.cutting.rows import FOLLOWED, Before, RowTaker, Rule, Taken
+from ipu_jax.base.row_rules import FOLLOWED, Before, Rule, Taken
+from ipu_jax.core.cutting.rows import RowTaker
 
 _MOST_KEPT: Final = 64
 """How many functions are kept traced."""

@@ -11,7 +11,8 @@ from jax import lax
 from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Function, Var
-from ipu_jax.core.cutting.rows import RowTaker, Taken, equation
+from ipu_jax.base.row_rules import Taken
+from ipu_jax.core.cutting.rows import RowTaker, equation
 
 ADDED: Final[dict[str, Function]] = {
     "reduce_sum": lax.add,

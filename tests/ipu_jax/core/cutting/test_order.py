@@ -207,3 +207,12 @@ def test_any_order_follows_from_what_is_read(seed):
         value, gradients = jax.value_and_grad(lambda p, stages=stages: stages(p, None, X)[0])(list(STACK))
         expected = jax.value_and_grad(run)(list(STACK), X)
         assert largest_relative_error((value, gradients), expected) < 1e-5
+
+
+def test_a_new_state_that_is_a_number_is_no_operation():
+    loss = lambda p, s, x: (jnp.mean(tower(p, x) * tower(p, -x)) + s, 0.5)
+    model = cut_into(2, loss, STACK, X, state=np.float32(1))
+    assert MOVED in str(model.described)
+    value, (_, new) = composed(model)(STACK, np.float32(1), X)
+    assert float(value) == pytest.approx(float(loss(STACK, 1, X)[0]), rel=1e-5)
+    assert jax.tree.leaves(new) == [0.5]
