@@ -165,5 +165,5 @@ def test_every_example_is_tried():
     names = {path.stem for path in Path(training.__file__).parent.glob("*.py")}
     # tried by the files beside this
     special = {"balance_loss", "attention_residuals", "multi_token", "annotated_flax", "llama"}
-    elsewhere = special | {"distributed", "gpt", "serve"}
+    elsewhere = special | {"distributed", "gpt", "serve", "lora", "dpo", "distill"}
     assert names == {example.__name__.split(".")[-1] for example in SOURCES} | {"training"} | elsewhere

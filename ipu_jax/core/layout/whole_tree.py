@@ -259,21 +259,16 @@ def spread(what: str, prefix: Tree, treedef: Any, is_leaf: Callable[[Any], bool]
     except ValueError:
         pass  # other kinds of nodes
     of_names = {_names(path): leaf for path, leaf in jax.tree.leaves_with_path(prefix, is_leaf=is_leaf)}
-    used, spread = set(), []
-    for path, _ in jax.tree.leaves_with_path(tree):
-        names = _names(path)
-        above = next((names[:k] for k in range(len(names) + 1) if names[:k] in of_names), None)
-        if above is None:
-            raise ValueError(
-                f"{what} does not fit the group's tree: it says nothing for {'/'.join(names)}: name all leaves, or a "
-                "node above them"
-            )
-        used.add(above)
-        spread.append(of_names[above])
-    unknown = ["/".join(names) for names in of_names if names not in used]
-    if unknown:
-        raise ValueError(f"{what} does not fit the group's tree: it names {unknown[0]}, which is not there")
-    return spread
+    leaves = [_names(path) for path, _ in jax.tree.leaves_with_path(tree)]
+    above = [next((names[:k] for k in range(len(names) + 1) if names[:k] in of_names), None) for names in leaves]
+    unknown = ["/".join(names) for names in of_names.keys() - {*above}]
+    wrong = [f"it names {name}, which is not there" for name in sorted(unknown)[:1]]
+    if None in above:
+        without = "/".join(leaves[above.index(None)])
+        wrong.append(f"it says nothing for {without}: name all leaves, or a node above them")
+    if wrong:
+        raise ValueError(f"{what} does not fit the tree: {'; '.join(wrong)}")
+    return [of_names[names] for names in above if names is not None]
 
 
 def _names(path: Any) -> tuple[str, ...]:

@@ -159,8 +159,9 @@ class WithForward:
 
         It is cut so that each operation runs on the IPU that holds the weights it reads, so it reads the weights that
         the pipeline trains, where they are. It can have other inputs than the loss, of another size, and its own
-        outputs. It must read weights in the order of the loss function, once. One pipeline can have several such
-        functions. A step's `model` computes them in the step's precision.
+        outputs. It must read weights in the order of the loss function, on the way of each input: a model may be called
+        on several inputs, but not on its own outputs. One pipeline can have several such functions. A step's `model`
+        computes them in the step's precision.
 
         Args:
             fn: `fn(params, inputs)`, or `fn(params, inputs, key)`, returns any pytree of arrays. With `state`,

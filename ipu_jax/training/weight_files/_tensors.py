@@ -6,7 +6,8 @@ A name is the keys that lead to a leaf, with "/" between them:
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -59,6 +60,16 @@ def quoted(name: str) -> str:
     ("'fc.weight'", 115)
     """
     return repr(shown(name, 120))
+
+
+def not_ignored(names: Iterable[str], ignore: Iterable[str]) -> list[str]:
+    """Return the names that match none of these patterns of `fnmatch`, or of this one.
+
+    >>> not_ignored(["base/w", "lora/a"], "base/*")
+    ['lora/a']
+    """
+    patterns = [ignore] if isinstance(ignore, str) else list(ignore)
+    return [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def byte_pieces(array: np.ndarray) -> Iterator[memoryview]:

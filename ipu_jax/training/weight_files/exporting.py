@@ -18,7 +18,7 @@ import errno as errors
 import functools
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -38,12 +38,14 @@ from ipu_jax.core.layout.place import Place, arrays_by_name
 from ipu_jax.core.mesh.instances import Index, device_blocks, gathered
 from ipu_jax.training.update.state import TrainState
 from ipu_jax.training.weight_files import _npz, _safetensors
-from ipu_jax.training.weight_files._tensors import TensorInfo, named_leaves, named_places
+from ipu_jax.training.weight_files._tensors import TensorInfo, named_leaves, named_places, not_ignored
 
 _FORMATS: dict[str, ModuleType] = {".safetensors": _safetensors, ".npz": _npz}
 
 
-def export_weights(path: str | os.PathLike[str], weights: Params, *, average: bool = False) -> None:
+def export_weights(
+    path: str | os.PathLike[str], weights: Params, *, average: bool = False, ignore: Iterable[str] = ()
+) -> None:
     """Write whole, unsharded weights to a safetensors or npz file, leaf by leaf.
 
     A leaf's name is made of the keys that lead to it, "group/path/to/leaf"; "/" in a key becomes "~1", and "~" "~0". It
@@ -62,10 +64,11 @@ def export_weights(path: str | os.PathLike[str], weights: Params, *, average: bo
         weights: what `Pipeline.shard`, `Pipeline.shard_state` or `Replicas.shard` returns, a `TrainState`, whose
             weights are exported, or any pytree of arrays. If each instance has its own arrays, the first one's count.
         average: whether to export the average of a `TrainState` in place of the trained weights, in float32 at least.
+        ignore: patterns of `fnmatch`, such as "base/*", for leaves that are not written, and not read either.
 
     Raises:
         ValueError: the suffix is neither of these, a leaf cannot be named or the format cannot hold it, an earlier call
-            used up the buffers, or there is no average. Nothing has been written then.
+            used up the buffers, there is no average, or all leaves are ignored or none. Nothing has been written then.
         OSError: the file cannot be written. It is raised on all instances.
 
     >>> import jax.numpy as jnp, tempfile
@@ -80,6 +83,11 @@ def export_weights(path: str | os.PathLike[str], weights: Params, *, average: bo
     """
     file_format = _format_of(path)
     leaves, mesh, reader = whole_leaves(weights, average=average)
+    names = [leaf.name for leaf in leaves]
+    kept = {*not_ignored(names, ignore)}
+    if ignore and len(kept) in (0, len(names)):
+        raise ValueError(f"ignore={ignore!r} keeps {len(kept)} of {len(names)} leaves: match some of {names[:3]}, ...")
+    leaves = [leaf for leaf in leaves if leaf.name in kept]
     infos = [(leaf.name, leaf.info) for leaf in leaves]
     for name, info in infos:
         file_format.check_writable(name, info)

@@ -9,7 +9,6 @@ mapping    {"mlp/w": Saved("fc.weight").transpose(), "mlp/b": "fc.bias"}
 
 import contextlib
 import difflib
-import fnmatch
 import functools
 import itertools
 import json
@@ -38,6 +37,7 @@ from ipu_jax.training.weight_files._tensors import (
     named_leaves,
     named_places,
     naming,
+    not_ignored,
     quoted,
 )
 from ipu_jax.training.weight_files.saved import Saved, rounded
@@ -225,10 +225,7 @@ def fit(
         name: saved if isinstance(saved, Saved) else Saved(saved) for name, saved in (mapping or {}).items()
     }
     used = {name for leaf in wanted for name in plans[leaf].names}
-    patterns = [ignore] if isinstance(ignore, str) else list(ignore)
-    unused = sorted(
-        name for name in source.tensors.keys() - used if not any(fnmatch.fnmatchcase(name, p) for p in patterns)
-    )
+    unused = sorted(not_ignored(source.tensors.keys() - used, ignore))
     guess = _Guesses()
     problems = [
         f"mapping has {name!r}, not a leaf{guess.nearest(name, wanted)}" for name in plans.keys() - wanted.keys()

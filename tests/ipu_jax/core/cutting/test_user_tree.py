@@ -310,7 +310,7 @@ PLACED, KEY = PIPELINE.shard(PARAMS), jax.random.key(0, impl="rbg")
     (lambda: cut(cuts="block"), "cuts='block'", "not a list of names", "give one"),
     (lambda: cut(costs="exact"), "costs='exact'", "'counted'", "'traced'"),
     (lambda: cut(fn=ordered), "ordered effect", "test_user_tree.py:", "ordered=False"),
-    (lambda: cut(frozen={"tables": True}), "frozen does not fit", "says nothing for", "name all leaves"),
+    (lambda: cut(frozen={"tables": True}), "frozen does not fit", "names tables, which", "nothing for", "name all"),
     (lambda: cut(ipus=0), "ipus=0", "at least 1"),
     (
         lambda: PIPELINE.unshard(jax.tree.map(np.asarray, PARAMS)),

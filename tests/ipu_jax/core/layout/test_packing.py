@@ -338,7 +338,7 @@ NEEDS = "give a PartitionSpec of at most {} dims", "with 'ipu' at most once and 
         for spec in (P("replica"), P("ipu", "ipu"), P(("replica", "ipu")), "ipu", 1)
     ),
     *(
-        (lambda spec=spec: plan(spec=spec), "specs['head']", "does not fit the group's tree")
+        (lambda spec=spec: plan(spec=spec), "specs['head']", "does not fit the tree")
         for spec in ({"w": P()}, {"w": P(), "b": P(), "c": P()}, [P(), P()], None, {"w": (None, "ipu"), "b": P()})
     ),
 )

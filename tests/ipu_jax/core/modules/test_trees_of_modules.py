@@ -89,5 +89,5 @@ def test_plain_dicts_say_how_weights_are_split(part, specs, split):
 )
 def test_dicts_of_another_tree_are_refused(part, frozen, message):
     part = part()
-    with pytest.raises(ValueError, match=rf"^frozen\['g'\] does not fit the group's tree: {message}"):
+    with pytest.raises(ValueError, match=rf"^frozen\['g'\] does not fit the tree: {message}"):
         Pipeline([part.stage], frozen={"g": frozen}).shard(part.params)

@@ -66,6 +66,17 @@ def test_a_pipelines_weights_come_back_on_any_number_of_ipus(path, ipus, replica
     assert_same_bits(import_weights(path, jax.tree.map(np.asarray, plain)), plain)
 
 
+def test_ignored_leaves_are_not_written_and_come_from_another_file(tmp_path):
+    whole = unlike_weights("float32")
+    given = unlike_pipeline(4).shard(whole)
+    parts = tmp_path / "second.npz", tmp_path / "others.safetensors"
+    export_weights(parts[0], given, ignore=("first*", "table/*", "alone"))
+    export_weights(parts[1], unlike_pipeline(2).shard(whole), ignore="second/*")
+    with np.load(parts[0]) as file:
+        assert set(file.files) == {name for name in NAMES if name.startswith("second/")}
+    assert_same_bits(import_weights(parts, given), given)
+
+
 def test_shapes_are_those_of_shard():
     for ipus, replicas in ((1, 1), (4, 2), (8, 1)):
         made = unlike_pipeline(ipus, replicas)

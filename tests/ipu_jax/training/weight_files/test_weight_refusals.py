@@ -67,6 +67,8 @@ def shapes() -> Any:
     (lambda at: export_weights(at / "w.npz", {"w": gone()}), "an earlier call reused", "what that call returned"),
     (lambda at: jax.jit(lambda w: export_weights(at / "w.npz", w))(ONE), NO_VALUES, "export outside of jax.jit"),
     (lambda at: export_weights(at / "w.npz", shapes()), "weights has ShapeDtypeStruct", NO_VALUES, "give arrays"),
+    (lambda at: export_weights(at / "w.npz", TREE, ignore="d*"), "ignore='d*' keeps 3 of 3", "match some of ['a'"),
+    (lambda at: export_weights(at / "w.npz", TREE, ignore=["[ab]", "c"]), "'c'] keeps 0 of 3", "match some of ['a'"),
     (
         lambda at: import_weights({"a": ONE}, jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), shapes())),
         "does not say where it is",
