@@ -76,4 +76,4 @@ def numbers_of(eqn: Eqn, inputs: Sequence[Any]) -> Any:
 
 def _has_few_ints(var: Var) -> bool:
     aval = var.aval
-    return getattr(aval, "dtype", np.dtype(float)).kind in "biu" and aval.size <= _MOST
+    return getattr(getattr(aval, "dtype", None), "kind", "f") in "biu" and aval.size <= _MOST
