@@ -180,6 +180,7 @@ def model_of(source: Source) -> FunctionModel:
     trace, results = call.traced(params, microbatch, key, source.mesh)
     status.say("cutting the function")
     trace = trace.with_new_state_early()
+    trace.frozen = {v for v, frozen in zip(trace.params, is_frozen, strict=True) if frozen}
     given.check_weights(params, is_frozen)
     given.check_loss(trace, results[0])
     given.check_effects(trace)

@@ -128,21 +128,25 @@ def make_stage(
         equations = [replacing_in_place(eqn, {value.new: old[value.part] for value in new}) for eqn in equations]
     run = core.jaxpr_as_fun(part_of(trace.closed, inputs, equations, results))
 
+    def without(variables: Sequence[Var], values: Sequence[Value]) -> list[Value]:
+        """Return values whose gradients stop where none goes from the loss to trained weights."""
+        none = [v in trace.made_by and v not in trace.differentiated for v in variables]
+        return [lax.stop_gradient(x) if n else x for x, n in zip(values, none, strict=True)]
+
     def fn(
         params: Params, x: Tree, microbatch: Batch, *, shared: Tree = None, state: Tree = None, key: Key = None
     ) -> Outputs:
         given = {own: params, **(shared or {})}
         outs = run(
             *(one.read(given[one.group]) for one in weights),
-            *(with_keys(value, v.aval) for v, value in zip(received, x or (), strict=True)),
+            *(with_keys(value, v.aval) for v, value in zip(received, without(received, x or ()), strict=True)),
             *leaves_at(microbatch, [path for path, _ in batch]),
             *([key] if keys else []),
             *(one.read(state) for one in of_state),
             *(value for value, _ in constants),
         )
-        if not is_last:  # else B would compute the zeros that a later stage sends back for it
-            has_none = [v in trace.made_by and v not in trace.differentiated for v in y]
-            outs[: len(y)] = [lax.stop_gradient(x) if none else x for x, none in zip(outs, has_none, strict=False)]
+        if not is_last:  # else B would compute what no weight waits for
+            outs[: len(y)] = without(y, outs[: len(y)])
         found = jax.tree.unflatten(treedef, outs)
         return dataclasses.replace(found, y=jax.tree.map(without_keys, found.y))
 

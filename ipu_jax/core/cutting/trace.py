@@ -86,6 +86,7 @@ class FunctionTrace:
         axes: per leaf of which operations take rows, the dim along which these are.
         opened: the `jax.checkpoint` that was around the operation that computes a variable.
         masked: values of weights and batch of which only scans over weights read rows: they are computed again.
+        frozen: the weights that get no gradient.
     """
 
     closed: Jaxpr
@@ -103,6 +104,7 @@ class FunctionTrace:
     axes: dict[Var, int] = dataclasses.field(default_factory=dict)
     opened: dict[Var, Eqn] = dataclasses.field(default_factory=dict)
     masked: set[Var] = dataclasses.field(default_factory=set)
+    frozen: set[Var] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._open_checkpoints()
@@ -139,7 +141,8 @@ class FunctionTrace:
     @functools.cached_property
     def differentiated(self) -> set[Var]:
         """Return the values through which gradients go from the outputs to the weights."""
-        return differentiated_between(self.operations, [v for v in self.params if is_float(v)], self.outputs)
+        trained = [v for v in self.params if is_float(v) and v not in self.frozen]
+        return differentiated_between(self.operations, trained, self.outputs)
 
     @functools.cached_property
     def reads(self) -> dict[int, set[Read]]:

@@ -430,3 +430,18 @@ def test_a_cell_of_a_notebook_has_no_line():
         exec(compile(source, name, "exec"), cell)
         text = str(Pipeline.from_function(cell["loss"], weights, rows, ipus=2))
         assert (".py:5" in text) == has_lines, text
+
+
+def test_frozen_layers_before_the_trained_ones_have_no_backward_pass():
+    loss, params = chain([8] * 4)
+
+    def stopped(params, x):
+        return loss(params[2:], jax.lax.stop_gradient(looped(params[:2], x)))
+
+    def flops(loss):
+        options = {"gradient_accumulation": 4, "schedule": "1f1b", "frozen": [True, True, False, False]}
+        pipeline = Pipeline.from_function(loss, params, X, ipus=4, **options)
+        report = pipeline.report(pipeline.shard_shapes(params), jnp.ones((4, *X.shape)), compile=False)
+        return [part.flops for part in report.ipus]
+
+    assert flops(loss) == flops(stopped)
