@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Jaxpr, Tree, Var
-from ipu_jax.base.jaxprs import CALLS, CHECKPOINTS, closed_of, differentiated_between, is_float, scan_parts, variables
+from ipu_jax.base.jaxprs import CALLS, CHECKPOINTS, closed_of, differentiated_between, scan_parts, variables
 from ipu_jax.core.cutting.order import Order
 from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack
 from ipu_jax.core.cutting.trace import FunctionTrace
@@ -276,19 +276,12 @@ def _is_value(var: Var) -> bool:
     return type(var.aval).__name__ in ("ShapedArray", "ShapeDtypeStruct") and hasattr(var.aval, "dtype")
 
 
-def work_of(trace: FunctionTrace, frozen: Sequence[bool]) -> dict[int, float]:
-    """Return the FLOPs of F and B of each operation on activations, by its id.
-
-    Args:
-        trace: the trace of the function.
-        frozen: per leaf of the weights, whether it is frozen.
-    """
-    trained = [v for v, is_frozen in zip(trace.params, frozen, strict=True) if not is_frozen and is_float(v)]
-    differentiated = differentiated_between(trace.operations, trained, trace.outputs)
+def work_of(trace: FunctionTrace) -> dict[int, float]:
+    """Return the FLOPs of F and B of each operation on activations, by its id."""
     work: dict[int, float] = {}
     layers: dict[Any, float] = {}  # layers of one scan take the same
     for op in trace.activations:
-        flags = _flags(op, differentiated)
+        flags = _flags(op, trace.differentiated)
         if isinstance(op, ScanLayer):
             of_scan = id(op.scan), *flags
             if of_scan not in layers:

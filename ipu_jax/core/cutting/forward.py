@@ -68,6 +68,7 @@ def forward_of(
         raise ValueError(f"fn returns {results[0]!r:.60}, without an array: return its outputs, any pytree of arrays")
     holders = _Holders(model, model.state if own is None else placed, replaces_state=own is not None)
     of_state = [f"state{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(taken)]
+    trace.frozen = {*trace.params}
     as_written, trace = trace, trace.with_new_state_early()
     try:
         cut = _cut(trace, holders, of_state)
@@ -219,7 +220,7 @@ def _cut(trace: FunctionTrace, holders: _Holders, of_state: Sequence[str]) -> Cu
     Raises:
         ValueError: there is none.
     """
-    work, of_all, stages = work_of(trace, [True] * len(trace.params)), holders.needs(trace), range(holders.count)
+    work, of_all, stages = work_of(trace), holders.needs(trace), range(holders.count)
     for order in (None, _by_stages):
         places = Places(trace, work, None if order is None else order(trace, of_all, holders))
         found = [{*stages}.intersection(*of_all[id(op)].values()) for op in places.operations]

@@ -179,8 +179,8 @@ def model_of(source: Source) -> FunctionModel:
     status.say("tracing the function")
     trace, results = call.traced(params, microbatch, key, source.mesh)
     status.say("cutting the function")
-    trace = trace.with_new_state_early()
     trace.frozen = {v for v, frozen in zip(trace.params, is_frozen, strict=True) if frozen}
+    trace = trace.with_new_state_early()
     given.check_weights(params, is_frozen)
     given.check_loss(trace, results[0])
     given.check_effects(trace)
@@ -188,7 +188,7 @@ def model_of(source: Source) -> FunctionModel:
     given.check_marks(trace, [STAGE_END, *(source.names or ())])
     check_cotangents(trace, is_frozen)
     shaped = dataclasses.replace(source, params=params, state=state, microbatch=microbatch)
-    cut, line = _best_cut(trace, work_of(trace, is_frozen), placement, shaped)
+    cut, line = _best_cut(trace, work_of(trace), placement, shaped)
     division = divide(trace, cut.of_stages)
     stages, weights, of_state, held = _stages_of(division, placement, shaped)
     trees = jax.tree.structure((params, state, microbatch, key)), jax.tree.structure(results)

@@ -46,7 +46,7 @@ def looped(p, x):
 
 def places_of(loss, params):
     program, _ = trace_of(lambda p, s, x, k: (loss(p, x), None, None), params, None, X, None)
-    return Places(program, work_of(program, [False] * len(program.params)))
+    return Places(program, work_of(program))
 
 
 def brute_force(places, stages):
@@ -124,7 +124,7 @@ def test_no_stage_runs_b_for_what_a_later_stage_stops():
 def test_what_is_computed_for_aux_alone_has_no_b():
     _, params = chain([8] * 6)
     program, _ = trace_of(lambda p, s, x, k: (jnp.mean(x @ p[0]), looped(p, x), None), params, None, X, None)
-    assert sum(work_of(program, [False] * 6).values()) == pytest.approx((2 + 6) * 2 * 4 * 8 * 8, rel=0.1)
+    assert sum(work_of(program).values()) == pytest.approx((2 + 6) * 2 * 4 * 8 * 8, rel=0.1)
 
 
 SCANS = {
@@ -405,7 +405,7 @@ def test_no_cut_is_between_the_operations_that_read_or_replace_a_leaf_of_the_sta
 
     _, params = chain([8] * 6)
     program, _ = trace_of(lambda p, s, x, _: loss(p, s, x), params, {"scale": jnp.ones(())}, X, None)
-    places = Places(program, work_of(program, [False] * 6))
+    places = Places(program, work_of(program))
     (first,) = [t for t, op in enumerate(places.operations) if program.state[0] in op.invars]
     (last,) = [t for t, op in enumerate(places.operations) if program.new_state[0] in op.outvars]
     expected = [not first <= t < last for t in range(len(places.operations) - 1)]

@@ -105,7 +105,7 @@ def lightest(loss: Any, params: Any, state: Any, stages: int) -> float:
     """Return the heaviest stage's part of the work in the best of all cuts, wherever the state is."""
     run = lambda p, s, mb, _: (lambda value, new: (value, None, new))(*loss(p, s, mb))
     trace, _ = trace_of(run, params, state, state_spellings.BATCH, None)
-    done = np.cumsum([*work_of(trace, [False] * len(trace.params)).values()])
+    done = np.cumsum([*work_of(trace).values()])
     cuts = np.array([*itertools.combinations(np.unique(done), stages - 1)])
     ends = np.concatenate([np.zeros((len(cuts), 1)), cuts, np.full((len(cuts), 1), done[-1])], 1)
     return np.diff(ends).max(1).min() / done[-1]
