@@ -36,8 +36,8 @@ from ipu_jax.core.stage import Stage
 
 _SAVED, _SAVED_OF_ALL = 0.15, 0.05
 """What the largest IPU must save, of its weights without tied ones, and of all, for an order by weights."""
-_BUSIER: Final = 1.25
-"""The work of the busiest IPU that it may have, relative to the order of the function."""
+_WORK_FOR_WEIGHTS: Final = 2 / 3
+"""How much more work the busiest IPU may have, relative to what it takes off the weights: a third for half of them."""
 _BY_WEIGHTS: Final = "operations that read the same weights are in one stage, wherever they are in the function"
 
 
@@ -264,7 +264,7 @@ def _best_cut(
     saved = before.largest(tied) - after.largest(tied)
     is_smaller = saved > max(_SAVED * before.largest(tied), _SAVED_OF_ALL * before.largest())
     busiest = [max(_per_ipu(found.work, placement)) for found in (cut, other)]
-    if not is_smaller or busiest[1] > _BUSIER * busiest[0]:
+    if not is_smaller or busiest[1] > (1 + _WORK_FOR_WEIGHTS * saved / before.largest(tied)) * busiest[0]:
         return cut, []
     sizes = [in_units(held.largest(), "B") for held in (after, before)]
     return other, [f"{_BY_WEIGHTS}: an IPU has up to {sizes[0]} of them, and {sizes[1]} otherwise"]
