@@ -262,12 +262,16 @@ def _best_cut(
     before, after = (holding(trace, reads, found.of_stages, placement) for found in (cut, other))
     tied = before.shared.keys() & after.shared.keys()
     saved = before.largest(tied) - after.largest(tied)
-    is_smaller = saved > max(_SAVED * before.largest(tied), _SAVED_OF_ALL * before.largest())
-    busiest = [max(_per_ipu(found.work, placement)) for found in (cut, other)]
-    if not is_smaller or busiest[1] > (1 + _WORK_FOR_WEIGHTS * saved / before.largest(tied)) * busiest[0]:
+    if saved <= max(_SAVED * before.largest(tied), _SAVED_OF_ALL * before.largest()):
         return cut, []
     sizes = [in_units(held.largest(), "B") for held in (after, before)]
-    return other, [f"{_BY_WEIGHTS}: an IPU has up to {sizes[0]} of them, and {sizes[1]} otherwise"]
+    busiest = [max(_per_ipu(found.work, placement)) for found in (cut, other)]
+    if busiest[1] <= (1 + _WORK_FOR_WEIGHTS * saved / before.largest(tied)) * busiest[0]:
+        return other, [f"{_BY_WEIGHTS}: an IPU has up to {sizes[0]} of them, and {sizes[1]} otherwise"]
+    return cut, [
+        f"ordered by weights, an IPU would have up to {sizes[0]} of them, but the busiest IPU "
+        f"{busiest[1] / busiest[0] - 1:.0%} more work: take more layers, or fewer IPUs"
+    ]
 
 
 def _is_even(trace: FunctionTrace, cut: Cut, placement: Sequence[int], work: dict[int, float]) -> bool:

@@ -109,7 +109,7 @@ def _reason(division: Division, leaf: Var, stages: Sequence[int]) -> str:
         if one.stage != other.stage and row < min(rows[1], others[1]):
             lines = ", ".join(dict.fromkeys(filter(None, (line_of(one.eqn), line_of(other.eqn)))))
             both = f"stages {one.stage} and {other.stage} both read row {row}{f' ({lines})' if lines else ''}"
-            return f"{both}, one after the other. Tied layers are on all IPUs"
+            return f"{both}. Tied layers are on all IPUs"
     return f"tied, stages {', '.join(map(str, stages))} read it"
 
 

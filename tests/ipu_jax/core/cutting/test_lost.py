@@ -46,7 +46,7 @@ def cut(model, params, *, ipus=4, **options):
 
 
 AT_ONCE = "all IPUs hold params (2.0 kB): {} (test_lost.py:LINE) reads all layers at once. Do it layer by layer"
-ONE_ROW = "all IPUs hold params (2.0 kB): stages 0 and 2 both read row 0 (test_lost.py:LINE), one after the other. Tied"
+ONE_ROW = "all IPUs hold params (2.0 kB): stages 0 and 2 both read row 0 (test_lost.py:LINE). Tied layers"
 LOST = {
     "inverse, loop": (lambda p, x: looped(x, jnp.linalg.inv(2 * p)), STACK, [AT_ONCE.format("lu")]),
     "sums, scan": (lambda p, x: scanned(x, jnp.cumsum(p, 0)), STACK, [AT_ONCE.format("cumsum")]),

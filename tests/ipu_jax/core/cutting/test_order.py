@@ -215,3 +215,13 @@ def test_a_new_state_that_is_a_number_is_no_operation():
     value, (_, new) = composed(model)(STACK, np.float32(1), X)
     assert float(value) == pytest.approx(float(loss(STACK, 1, X)[0]), rel=1e-5)
     assert jax.tree.leaves(new) == [0.5]
+
+
+def test_an_order_that_makes_one_ipu_much_busier_is_named_and_left():
+    """Of four layers with equal weights the first has nearly all of the work, in each of two towers."""
+    pooled = lambda p, x: tower(p[1:], jnp.tanh(x @ p[0]).mean(0))
+    loss = lambda p, x: jnp.mean(pooled(p, x) * pooled(p, -x))
+    pipe = Pipeline.from_function(loss, list(STACK[:4]), jnp.ones((400, 16)), ipus=2, gradient_accumulation=2)
+    lines = str(pipe).splitlines()
+    assert lines[-1].startswith("ordered by weights, an IPU would have up to 3.1 kB of them, but the busiest IPU ")
+    assert re.search(r"\d\d% more work: take more layers, or fewer IPUs$", lines[-1])
