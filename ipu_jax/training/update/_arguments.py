@@ -45,10 +45,11 @@ class Arguments:
             )
         if self._options.precision != "32.32":
             held = self._placer.held
-            for path, leaf in jax.tree.leaves_with_path(state.params):
-                if leaf.dtype in (jnp.float32, jnp.bfloat16, jnp.float16) and leaf.dtype != held:
+            for leaf in self._model.blocks(state.params, 1).leaves:  # the trained ones
+                own = jnp.dtype(leaf.dtype)
+                if own in (jnp.float32, jnp.bfloat16, jnp.float16) and own != held:
                     raise ValueError(
-                        f"state.params{jax.tree_util.keystr(path)} is {leaf.dtype}, but precision="
+                        f"state.{leaf.path} is {own}, but precision="
                         f"{self._options.precision!r} holds {held}: begin anew with its weights, "
                         "step.init(other.whole(state)['params'], ...)"
                     )

@@ -5,6 +5,7 @@
     "16.16"   F and B in half; weights and the optimizer's state in half, too
 
 The first number is the precision of the computation, the second the precision of the weights and the optimizer's state.
+Frozen weights that are narrower are held as they are.
 Sums of gradients over micro-batches and over replicas are in float32 at least.
 
 A loss scale keeps gradients from being too small for float16. Scaled gradients are divided in float32 at least:
@@ -16,6 +17,7 @@ Source of the scale: Micikevicius et al. 2017, "Mixed Precision Training", arXiv
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ import numpy as np
 
 from ipu_jax.base.annotations import Batch, Dtype, Function, Key, Params, Tree, Value
 from ipu_jax.core.cutting.function import FunctionModel
+from ipu_jax.core.cutting.given import frozen_leaves
 from ipu_jax.core.options import DynamicScale, TrainOptions
 from ipu_jax.core.stage import Stage
 
@@ -41,6 +44,22 @@ def cast_floats(tree: Tree, dtype: Dtype) -> Tree:
         return leaf.update(dtype=dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.astype(dtype)
 
     return jax.tree.map(one, tree)
+
+
+def held_in(params: Params, dtype: Dtype, frozen: Sequence[bool]) -> Params:
+    """Return weights in the dtype in which a step holds them; frozen ones that are narrower stay as they are.
+
+    Args:
+        params: arrays, or their shapes.
+        dtype: the dtype.
+        frozen: per leaf, whether it is frozen.
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    is_narrower = lambda leaf: getattr(leaf, "dtype", dtype).itemsize < jnp.dtype(dtype).itemsize
+    kept = [is_frozen and is_narrower(leaf) for leaf, is_frozen in zip(leaves, frozen, strict=True)]
+    return treedef.unflatten(
+        [leaf if is_kept else cast_floats(leaf, dtype) for leaf, is_kept in zip(leaves, kept, strict=True)]
+    )
 
 
 def widened(x: Value) -> Value:
@@ -76,7 +95,8 @@ def computing_in(stage: Stage, dtype: Dtype) -> Stage:
 
 def function_in(function: FunctionModel, dtype: Dtype, held: Tree) -> FunctionModel:
     """Return a cut function that casts its weights, held in `held`, and its micro-batch to `dtype`, cut anew."""
-    params = jax.eval_shape(lambda tree: cast_floats(tree, held), function.source.params)
+    shapes, frozen = jax.eval_shape(lambda tree: tree, function.source.params), function.source.frozen
+    params = held_in(shapes, held, frozen_leaves(frozen, shapes))
     return function.again(params=params, cast=functools.partial(cast_floats, dtype=dtype))
 
 

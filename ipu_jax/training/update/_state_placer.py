@@ -26,9 +26,13 @@ from ipu_jax.core.optimizer.update import ShardedUpdate
 from ipu_jax.core.options import TrainOptions
 from ipu_jax.core.step_args import StepArgs, given_dims
 from ipu_jax.training.update._model import Model
-from ipu_jax.training.update._precision import cast_floats, initial_scale
+from ipu_jax.training.update._precision import held_in, initial_scale
 from ipu_jax.training.update.models import specs_of
 from ipu_jax.training.update.state import TrainState
+
+
+def _shape_of(leaf: Value) -> Value:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
 
 
 class StatePlacer:
@@ -75,10 +79,7 @@ class StatePlacer:
         """Return what `first` returns, with the shape, dtype and sharding of each array in place of the array."""
         model = self.model
         of_stages = model.runs.shard_state_shapes(stages) if self._check_stages(stages) else None
-        if self._options.precision != "32.32":
-            shape_of = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
-            params = cast_floats(jax.tree.map(shape_of, params), self.held)
-        placed = model.runs.shard_shapes(params)
+        placed = model.runs.shard_shapes(self._in_held(jax.tree.map(_shape_of, params)))
         update = self.update_for(placed)
         blocks = update.blocks
         averages = [
@@ -187,10 +188,16 @@ class StatePlacer:
 
     def _placed_params(self, params: Params) -> tuple[Params, Params, list[Value]]:
         """Return the whole weights in their held dtypes, the same weights on the IPUs, and the whole trained leaves."""
-        if self._options.precision != "32.32":
-            params = cast_floats(params, self.held)
+        params = self._in_held(params)
         placed = self.model.place(params)
         return params, placed, self.model.trained(placed, params)
+
+    def _in_held(self, params: Params) -> Params:
+        """Return whole weights, or their shapes, in the dtypes in which the step holds them."""
+        if self._options.precision == "32.32":
+            return params
+        frozen = self.model.frozen(self.model.runs.shard_shapes(jax.tree.map(_shape_of, params)))
+        return held_in(params, self.held, frozen)
 
     def _whole_average(self, blocks: Blocks, state: TrainState, params: Params) -> Params:
         """Return the weights with the trained ones replaced by their average."""

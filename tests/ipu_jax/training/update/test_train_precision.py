@@ -50,6 +50,45 @@ def test_what_is_computed_and_held_in_which_dtype(kind, precision, half):
     assert {leaf.dtype for leaf in jax.tree.leaves(moments)} == {jnp.dtype(held)}
 
 
+def adapted(p, x):
+    for w, low in zip(p["base"], p["low"], strict=True):
+        x = jnp.tanh(x @ w + x @ low)
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+def of_stages(**options):
+    """Return a pipeline of two written stages: a frozen layer, and one that is trained."""
+    stages = [
+        Stage(lambda p, _, x: jnp.tanh(x @ p["w"]), params="base"),
+        Stage(lambda p, x, _: jnp.mean((x @ p["w"]).astype(jnp.float32) ** 2), params="low", ipu=1),
+    ]
+    return Pipeline(stages, frozen={"base": True, "low": False}, **options)
+
+
+def of_function(**options):
+    params = {name: [jnp.ones((4, 4), dtype)] * 2 for name, dtype in (("base", "bfloat16"), ("low", "float32"))}
+    one, frozen = jnp.ones((3, 4)), {"base": True, "low": False}
+    return Pipeline.from_function(adapted, params, one, ipus=2, frozen=frozen, **options)
+
+
+@pytest.mark.parametrize("precision", ["16.32", "16.16"])
+@pytest.mark.parametrize("make", [of_stages, of_function], ids=["stages", "function"])
+def test_a_frozen_base_in_half_is_held_as_it_is(make, precision):
+    step = make_train_step(make(gradient_accumulation=2), optax.adam(0.1), TrainOptions(precision=precision))
+    leaf = lambda dtype: jnp.full((4, 4), 0.3, dtype)
+    one = lambda dtype: {"w": leaf(dtype)} if make is of_stages else [leaf(dtype)] * 2
+    state = step.init({"base": one("bfloat16"), "low": one("float32")})
+    shapes = step.shapes({"base": one("bfloat16"), "low": one("float32")})
+    assert [x.dtype for x in jax.tree.leaves(state)] == [x.dtype for x in jax.tree.leaves(shapes)]
+    state, outputs = step(state, jnp.ones((2, 3, 4)))
+    state = step.restore(step.whole(state))
+    params = step.whole(state)["params"]
+    assert {x.dtype for x in jax.tree.leaves(params["base"])} == {jnp.dtype("bfloat16")}
+    held = jnp.dtype("float32" if precision == "16.32" else "bfloat16")
+    assert {x.dtype for x in jax.tree.leaves(params["low"])} == {held}
+    assert float(outputs.loss) > float(step(state, jnp.ones((2, 3, 4)))[1].loss)
+
+
 @pytest.mark.fast("16.32-float16", "16.16-bfloat16")
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("precision", ["16.32", "16.16"])
