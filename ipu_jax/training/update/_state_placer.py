@@ -32,7 +32,8 @@ from ipu_jax.training.update.state import TrainState
 
 
 def _shape_of(leaf: Value) -> Value:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
+    is_array = isinstance(getattr(leaf, "dtype", None), np.dtype)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array else leaf
 
 
 class StatePlacer:

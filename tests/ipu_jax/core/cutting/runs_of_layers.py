@@ -212,7 +212,7 @@ def clip() -> Example:
 
     def loss(params, mb):
         means = [looped(params[name], mb[name]).mean(1) for name in ("image", "text")]
-        return agreement(*means, jnp.exp(params["scale"]))
+        return agreement(means[0], means[1], jnp.exp(params["scale"]))
 
     def draw(rng):
         return {

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ def one_of(name, seed=0):
     return EXAMPLES[name]().micro_batch(np.random.default_rng(seed))
 
 
-def pipeline(name, **options):
+def pipeline(name: str, **options: Any) -> Any:
     example = EXAMPLES[name]()
     options |= {} if example.state is None else {"state": example.state}
     return Pipeline.from_function(example.loss, example.params, one_of(name), **options)
@@ -81,7 +82,7 @@ def test_the_stages_compute_what_the_function_computes(stages, name):
     (value, (_, of_groups)), gradients = run(example.params, example.state, one, key)
     (expected, state), wanted = jax.jit(jax.value_and_grad(whole, has_aux=True))(example.params)
     assert largest_relative_error((value, gradients), (expected, wanted)) < 1e-5
-    if state is not None:
+    if model.state is not None:
         assert largest_relative_error(of_groups, model.state.split(state)) < 1e-5
 
 
@@ -92,9 +93,9 @@ def test_the_engine_computes_what_the_function_computes(name, schedule):
     example = EXAMPLES[name]()
     pipe = pipeline(name, ipus=4 if schedule == "1f1b" else 2, schedule=schedule, gradient_accumulation=3)
     batch = jax.tree.map(lambda *leaves: np.stack(leaves), *(one_of(name, seed) for seed in range(3)))
-    state = {} if example.state is None else {"state": pipe.shard_state(example.state)}
-    key = {"key": jax.random.key(3)} if example.takes_key else {}
-    verify(pipe, pipe.shard(example.params), batch, **state, **key)
+    state = None if example.state is None else pipe.shard_state(example.state)
+    key = jax.random.key(3) if example.takes_key else None
+    verify(pipe, pipe.shard(example.params), batch, state=state, key=key)
 
 
 @pytest.mark.parametrize("ipus", [2, 4])
@@ -141,6 +142,7 @@ def test_a_checkpoint_around_a_tower_is_one_in_each_stage():
     model = cut_into(4, EXAMPLES[name]().loss, EXAMPLES[name]().params, one_of(name))
     groups, x = model.weights.split(EXAMPLES[name]().params), None
     for stage in model.stages:
+        assert stage.params is not None
         run = functools.partial(stage.fn, groups[stage.params], x, one_of(name))
         found = [eqn for eqn in all_equations(jax.make_jaxpr(run)().jaxpr) if eqn.primitive.name in CHECKPOINTS]
         assert len(found) == 2
