@@ -5,14 +5,18 @@ runs the same model as four hand-written `Stage`s with two blocks each, which ar
 four such models: its blocks are unrolled with weights of their own, or one `lax.scan` over stacked weights; its table
 is tied, so that the first and the last IPU read it, or the projection has its own.
 
-Cutting is compared with tracing the function alone, and the heaviest stage with the heaviest one of the best cut.
+Cutting is compared with tracing the function alone, and the heaviest stage with the heaviest one of the best cut. For
+losses that run layers several times, or side by side, the weights of the largest IPU are compared with an even share,
+and with a cut in the order of the function.
 
     python benchmarks/from_function.py [--check] [--only PART]
 """
 
 import argparse
+import dataclasses
 import gc
 import itertools
+import re
 import statistics
 import sys
 import time
@@ -37,6 +41,7 @@ IPUS, MICRO_BATCHES, SEQUENCES, ROUNDS = 4, 8, 4, 20
 SCHEDULES = ("1f1b", "zb-h1")
 NEARLY = ("FLOPs that XLA counts", "instructions in the program", "temporary bytes an IPU")
 LAYERS_TO_CUT, TIMES_TO_CUT = (24, 96), 11
+REPEATED = Sizes(vocabulary=128, length=16, features=64, heads=4, layers=16)
 # models whose head is as much work as a part of a block, and as several blocks
 UNEVEN = (
     Sizes(vocabulary=300, length=16, features=64, heads=4, layers=7),
@@ -276,8 +281,56 @@ def evenness(figures: Figures, sizes: Sizes) -> None:
     )
 
 
+# losses that run layers several times
+
+
+def hidden(params: Any, tokens: Any) -> jax.Array:
+    x_BTD = add_positions(
+        params["positions"], embed_whole(params["table"], None, {"tokens": tokens}), {"tokens": tokens}
+    )
+    return layer_norm(params["norm"], all_blocks(params["blocks"], x_BTD))
+
+
+def preference(params: Any, mb: Any) -> jax.Array:
+    """Return a loss of DPO: policy and frozen reference, each on two sequences."""
+    swapped = {"tokens": mb["targets"], "targets": mb["tokens"]}
+    gain = lambda mb: loss(params["policy"], mb) - jax.lax.stop_gradient(loss(params["reference"], mb))
+    return jax.nn.softplus(gain(mb) - gain(swapped))
+
+
+def contrastive(params: Any, mb: Any) -> jax.Array:
+    one, other = (hidden(params, mb[name]).mean(1) for name in ("tokens", "targets"))
+    return -jnp.mean(jnp.diag(jax.nn.log_softmax(one @ other.T)))
+
+
+def distilled(params: Any, mb: Any) -> jax.Array:
+    wanted = jax.lax.stop_gradient(hidden(params["teacher"], mb["tokens"]).mean(-1))
+    return jnp.mean((hidden(params["student"], mb["tokens"]).mean(-1) - wanted) ** 2)
+
+
+def weights(figures: Figures) -> None:
+    """Compare the weights of the largest IPU with an even share, and with a cut in the order of the function."""
+    own = jax.eval_shape(lambda: init_params(REPEATED))
+    wide = jax.eval_shape(lambda: init_params(dataclasses.replace(REPEATED, features=2 * REPEATED.features)))
+    one = {name: jax.ShapeDtypeStruct((SEQUENCES, REPEATED.length), "int32") for name in ("tokens", "targets")}
+    functions: dict[str, tuple[Any, Any]] = {
+        "DPO": (preference, {"policy": own, "reference": own}),
+        "two towers": (contrastive, own),
+        "a wider teacher": (distilled, {"teacher": wide, "student": own}),
+    }
+    for (name, (fn, params)), schedule in itertools.product(functions.items(), SCHEDULES):
+        text = str(Pipeline.from_function(fn, params, one, ipus=IPUS, schedule=schedule, gradient_accumulation=4))
+        (share,) = re.findall(r"the most is ([\d.]+) times an even share", text)
+        figures.add(f"largest IPU's weights / an even share, {name}, {schedule}", float(share), 1.15)
+        ours, theirs = (
+            float(number) * {"B": 1, "kB": 1e3, "MB": 1e6}[unit]
+            for number, unit in re.findall(r"([\d.]+) (\w?B) (?:of them|otherwise)", text)
+        )
+        figures.add(f"the same in the function's order, {name}, {schedule}", float(share) * theirs / ours)
+
+
 def flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", choices=("steps", "cutting", "evenness"), help="measure this part alone")
+    parser.add_argument("--only", choices=("steps", "cutting", "evenness", "weights"), help="measure this part alone")
 
 
 def main() -> int:
@@ -286,11 +339,13 @@ def main() -> int:
     )
     small = {"SIZES": Sizes(vocabulary=11, length=4, features=8, heads=2, layers=4), "LAYERS_TO_CUT": (2,)}
     few = {"MICRO_BATCHES": 2, "SEQUENCES": 1, "TIMES_TO_CUT": 1, "UNEVEN": UNEVEN[:1], "SCHEDULES": ("1f1b",)}
+    few |= {"REPEATED": dataclasses.replace(REPEATED, features=8)}
     figures.shrink(__name__, **small, **few)
     configure(IPUS)
     parts: dict[str, Callable[[], object]] = {
         "cutting": lambda: [time_to_cut(figures, layers) for layers in LAYERS_TO_CUT],
         "evenness": lambda: [evenness(figures, sizes) for sizes in UNEVEN],
+        "weights": lambda: weights(figures),
         "steps": lambda: steps(figures),
     }
     for part in parts if figures.args.only is None else [figures.args.only]:
