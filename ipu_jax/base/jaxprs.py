@@ -37,8 +37,12 @@ ELEMENTWISE = frozenset((
 ))
 # fmt: on
 
+_WITHOUT_BODIES = ELEMENTWISE | {"broadcast_in_dim", "dot_general", "reduce_sum", "reshape", "transpose"}
+"""The most frequent primitives: looking for jaxprs among their parameters would take longer than most rules."""
+
 # From jax 0.12 on, one class is both open and closed, and the older name is not among the public types.
 _ClosedJaxpr: Any = getattr(core, "ClosedJaxpr", core.Jaxpr)
+_Literal = core.Literal
 
 _T = TypeVar("_T")
 Rule = Callable[[Eqn, list[Value]], list[Value] | None]
@@ -91,7 +95,7 @@ def _expanded(new: Any) -> Jaxpr:
 
 def bodies_of(eqn: Eqn) -> list[Jaxpr]:
     """Return the jaxprs inside an equation."""
-    if not eqn.params:
+    if not eqn.params or eqn.primitive.name in _WITHOUT_BODIES:
         return []
     new = eqn.params.get("_prim")
     return [*core.jaxprs_in_params(eqn.params)] if new is None else [closed_of(new).jaxpr]
@@ -119,7 +123,7 @@ def part_of(closed: Jaxpr, invars: Sequence[Var], eqns: Sequence[Eqn], outvars: 
 
 def variables(atoms: Sequence[Var]) -> list[Var]:
     """Return the atoms that are variables, not literals."""
-    return [v for v in atoms if not isinstance(v, core.Literal)]
+    return [v for v in atoms if not isinstance(v, _Literal)]
 
 
 def is_float(var: Var) -> bool:

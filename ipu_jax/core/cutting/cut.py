@@ -124,8 +124,7 @@ class Places:
         self.trace, self.operations = trace, order.operations
         self.work = np.array([work[id(op)] for op in self.operations], float)
         count = len(self.operations)
-        self.sent = np.zeros(count, np.int64)
-        self.is_waist, self.allowed = np.zeros(count, bool), np.zeros(count, bool)
+        sent, is_waist, allowed = list[int](), list[bool](), list[bool]()
         last = self._last_uses()
         live: dict[Var, int] = {}  # and the bytes of each
         fixed: set[Var] = set()  # live values that cannot be sent
@@ -138,10 +137,16 @@ class Places:
                 if not isinstance(v, core.Literal) and last.get(v) == t:
                     live.pop(v, None)
                     fixed.discard(v)
-            self.sent[t] = total = sum(live.values())
+            total = sum(live.values())
             small = max(_SMALL, _SMALL_SHARE * total)
-            self.is_waist[t] = len([size for size in live.values() if size > small]) <= 1
-            self.allowed[t] = t + 1 < count and not fixed
+            sent.append(total)
+            is_waist.append(len([size for size in live.values() if size > small]) <= 1)
+            allowed.append(t + 1 < count and not fixed)
+        self.sent, self.is_waist, self.allowed = (
+            np.array(sent, np.int64),
+            np.array(is_waist, bool),
+            np.array(allowed, bool),
+        )
         for first, end in order.together:
             self.allowed[first:end] = False
         self.kept = (0, 0.0)

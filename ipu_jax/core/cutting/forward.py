@@ -95,7 +95,7 @@ def forward_of(
         key=key,
         cut=cut,
         source=source,
-        described=described(division, cut, stages, held),
+        describe=lambda: described(division, cut, stages, held),
     )
     return forward, results[0]
 

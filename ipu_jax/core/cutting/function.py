@@ -94,7 +94,7 @@ class FunctionModel:
         key: the shape of its random key, or None.
         cut: where it was cut.
         source: what it was cut from.
-        described: why, as lines and a table.
+        describe: returns why, as lines and a table.
     """
 
     stages: tuple[Stage, ...]
@@ -107,7 +107,12 @@ class FunctionModel:
     key: Key
     cut: Cut
     source: Source
-    described: list[str | Table]
+    describe: Callable[[], list[str | Table]]
+
+    @functools.cached_property
+    def described(self) -> list[str | Table]:
+        """Return why it is cut there, as lines and a table; only who prints it waits for them."""
+        return self.describe()
 
     def __iter__(self) -> Iterator[Stage]:
         return iter(self.stages)
@@ -192,6 +197,7 @@ def model_of(source: Source) -> FunctionModel:
     division = divide(trace, cut.of_stages)
     stages, weights, of_state, held = _stages_of(division, placement, shaped)
     trees = jax.tree.structure((params, state, microbatch, key)), jax.tree.structure(results)
+    paths = weights.paths, of_state.paths if of_state else ()
     return FunctionModel(
         stages=stages,
         weights=weights,
@@ -203,7 +209,7 @@ def model_of(source: Source) -> FunctionModel:
         key=key,
         cut=cut,
         source=source,
-        described=[*described(division, cut, stages, held, weights.paths, of_state.paths if of_state else ()), *line],
+        describe=lambda: [*described(division, cut, stages, held, *paths), *line],
     )
 
 

@@ -462,8 +462,8 @@ class FunctionTrace:
         for op in self.operations:
             inputs = variables(op.invars)
             on = {kinds[v] for v in inputs} - {None}
-            on = {"w"} if self.masked.intersection(op.outvars) else on
-            is_layer = isinstance(op, ScanLayer | ScanStack)
+            on = {"w"} if self.masked and self.masked.intersection(op.outvars) else on
+            is_layer = type(op) in (ScanLayer, ScanStack)
             kind = "a" if len(on) > 1 or op.effects or is_layer else next(iter(on), None)
             if kind != "a":
                 work = equation_flops(op) + sum(flops.get(v, 0.0) for v in {*inputs})

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from ipu_jax.base.annotations import Eqn, Function, Jaxpr, Tree, Value, Var
-from ipu_jax.base.jaxprs import CALLS, bodies_of, closed_of, variables
+from ipu_jax.base.jaxprs import CALLS, ELEMENTWISE, bodies_of, closed_of, variables
 
 _BODIES = {**CALLS, "shard_map": "jaxpr"}
 _MOVES = """
@@ -89,6 +89,8 @@ def equation_flops(eqn: Eqn) -> int:
         return _elements(v.aval for v in eqn.invars)
     if name.startswith("scatter"):
         return eqn.invars[2].aval.size
+    if name in ELEMENTWISE:
+        return getattr(eqn.outvars[0].aval, "size", 0)
     steps = math.prod(params["grid_mapping"].grid) if name == "pallas_call" else 1
     return max([_elements(v.aval for v in eqn.outvars), *(steps * jaxpr_flops(body) for body in bodies_of(eqn))])
 
@@ -181,7 +183,9 @@ def bytes_of(tree: Tree) -> int:
     >>> bytes_of([jax.ShapeDtypeStruct((2, 3), "bfloat16"), jax.numpy.ones(4), jax.random.key(0)])
     36
     """
-    leaves = [tree] if hasattr(tree, "shape") else jax.tree.leaves(tree)
+    if hasattr(tree, "shape"):
+        return math.prod(tree.shape) * tree.dtype.itemsize
+    leaves = jax.tree.leaves(tree)
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves if hasattr(leaf, "shape"))
 
 
