@@ -26,7 +26,7 @@ from ipu_jax.core.cutting.division import Division
 from ipu_jax.core.cutting.lost import reasons
 from ipu_jax.core.cutting.module_trees import check_equinox, check_linen
 from ipu_jax.core.cutting.order import by_weights, holding, runs_apart
-from ipu_jax.core.cutting.own_derivatives import check_cotangents
+from ipu_jax.core.cutting.own_derivatives import check_cotangents, check_tied
 from ipu_jax.core.cutting.stages import Held, make_stage, who_holds
 from ipu_jax.core.cutting.trace import FunctionTrace
 from ipu_jax.core.layout.whole_tree import WholeTree
@@ -195,6 +195,7 @@ def model_of(source: Source) -> FunctionModel:
     shaped = dataclasses.replace(source, params=params, state=state, microbatch=microbatch)
     cut, line = _best_cut(trace, work_of(trace), placement, shaped)
     division = divide(trace, cut.of_stages)
+    check_tied(division)
     stages, weights, of_state, held = _stages_of(division, placement, shaped)
     trees = jax.tree.structure((params, state, microbatch, key)), jax.tree.structure(results)
     paths = weights.paths, of_state.paths if of_state else ()

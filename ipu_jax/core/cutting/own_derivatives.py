@@ -1,10 +1,14 @@
-"""Find derivatives of a user's own, `jax.custom_vjp`, whose gradients ignore the cotangent.
+"""Find derivatives of a user's own, `jax.custom_vjp`, that a pipeline would change: then a function is refused.
 
     f.defvjp(forward, lambda residuals, g: (g * residuals.scale, new_scale))      new_scale travels as a gradient
+    f.defvjp(forward, lambda _, g: (g / (1 + norm(g)),))                          of tied weights: not linear in g
 
-Such a "gradient" is a state, as the scales of float8 layers are, or a term that is added to the gradient whatever the
-loss is. A pipeline scales cotangents by 1/M, by the replicas and by a loss scale, and adds gradients up: then it is
-another number, and an optimizer takes the state for a gradient.
+A "gradient" that ignores its cotangent is a state, as the scales of float8 layers are, or a term that is added to the
+gradient whatever the loss is. A pipeline scales cotangents by 1/M, by the replicas and by a loss scale, and adds
+gradients up: then it is another number, and an optimizer takes the state for a gradient.
+
+What depends on weights alone is computed by each stage that reads it, so each stage's backward gets its own part of the
+cotangent. The sum of the results is the gradient only if the backward is linear in the cotangent.
 """
 
 import os
@@ -26,11 +30,18 @@ from ipu_jax.base.jaxprs import (
     scan_parts,
     variables,
 )
+from ipu_jax.core.cutting.division import Division
 from ipu_jax.core.cutting.trace import FunctionTrace
+from ipu_jax.core.cutting.users_code import at_line, name_of
 
 _OWN: Final = ("custom_vjp_call", "call_hi_primitive")  # of any of jax's newer primitives, too
 _BODIES: Final = {*CALLS, "scan", "cond"}
 _KEEPS_ZEROS: Final = ("broadcast_in_dim", "convert_element_type", "reshape", "neg", "copy", "squeeze")
+_LINEAR: Final = {*_KEEPS_ZEROS, "transpose", "reduce_sum", "slice", "rev", "cumsum", "reduce_precision"}
+_ADDS: Final = ("add", "sub", "add_any", "concatenate", "pad")
+_OF_ONE: Final = ("mul", "dot_general", "conv_general_dilated")
+_OF_THE_FIRST: Final = ("div", "gather", "dynamic_slice")
+"""Primitives that are linear in all inputs; if the others are zero; in one of them; in the first one."""
 
 
 def check_cotangents(trace: FunctionTrace, frozen: Sequence[bool]) -> None:
@@ -51,6 +62,26 @@ def check_cotangents(trace: FunctionTrace, frozen: Sequence[bool]) -> None:
                 f"the custom_vjp of {_defined(about.func_src_info)} gives its input {ignoring + 1} a gradient that "
                 "does not depend on the cotangent, so that micro-batches, replicas and a loss scale would change it: "
                 "freeze the leaf, return what it carries as state (state=), or multiply the gradient by the cotangent"
+            )
+
+
+def check_tied(division: Division) -> None:
+    """Raise `ValueError` if several stages compute a derivative of the user's own that is not linear."""
+    trace, stages = division.trace, dict[int, tuple[Eqn, list[int]]]()
+    if not _has_own(trace.closed.jaxpr):
+        return
+    for s, piece in enumerate(division.pieces):
+        for eqn in piece.equations:
+            is_own = eqn.primitive.name in _OWN or any(map(_has_own, bodies_of(eqn)))
+            if is_own and not trace.differentiated.isdisjoint(eqn.outvars):
+                stages.setdefault(id(eqn), (eqn, []))[1].append(s)
+    for eqn, of_eqn in stages.values():
+        flags = [not isinstance(v, core.Literal) and v in trace.differentiated for v in eqn.invars]
+        if len(of_eqn) > 1 and not _is_linear(eqn, flags):
+            raise ValueError(
+                f"stages {' and '.join(map(str, of_eqn))} compute {name_of(eqn)}{at_line(eqn)}, whose backward is not "
+                "linear in the cotangent: each would apply it to its own part of the gradient. Do it to the gradients, "
+                "in the optimizer, or to what one stage reads"
             )
 
 
@@ -94,8 +125,8 @@ def _in_body(body: Jaxpr, flags: Sequence[bool]) -> Iterator[tuple[Eqn, list[boo
     yield from _differentiated(jaxpr, [v for v, f in zip(jaxpr.invars, flags, strict=True) if f and is_float(v)])
 
 
-def _ignoring(eqn: Eqn, flags: Sequence[bool]) -> int | None:
-    """Return the number of the first input whose gradient is not zero, and does not depend on the cotangents."""
+def _backward(eqn: Eqn, flags: Sequence[bool]) -> tuple[Jaxpr, list[Var]]:
+    """Return the gradients of an equation's inputs with flags, traced, and the cotangents among the inputs."""
     at = [k for k, flag in enumerate(flags) if flag]
     results = [k for k, v in enumerate(eqn.outvars) if is_float(v)]
     given = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
@@ -111,14 +142,38 @@ def _ignoring(eqn: Eqn, flags: Sequence[bool]) -> int | None:
 
         return jax.vjp(fn, *(values[k] for k in at))[1](cotangents)
 
-    opened = laid_open(jax.make_jaxpr(gradients)(given, cotangents), tuple(CALLS))
-    jaxpr = opened.jaxpr
-    dependent = depending(jaxpr.eqns, jaxpr.invars[len(given) :])
-    made_by = {v: e for e in jaxpr.eqns for v in e.outvars}
-    for k, v in zip(at, jaxpr.outvars, strict=True):
+    jaxpr = laid_open(jax.make_jaxpr(gradients)(given, cotangents), tuple(CALLS)).jaxpr
+    return jaxpr, jaxpr.invars[len(given) :]
+
+
+def _ignoring(eqn: Eqn, flags: Sequence[bool]) -> int | None:
+    """Return the number of the first input whose gradient is not zero, and does not depend on the cotangents."""
+    jaxpr, cotangents = _backward(eqn, flags)
+    dependent, made_by = depending(jaxpr.eqns, cotangents), {v: e for e in jaxpr.eqns for v in e.outvars}
+    for k, v in zip([k for k, flag in enumerate(flags) if flag], jaxpr.outvars, strict=True):
         if (isinstance(v, core.Literal) or v not in dependent) and not _is_zero(v, made_by):
             return k
     return None
+
+
+def _is_linear(eqn: Eqn, flags: Sequence[bool]) -> bool:
+    """Return whether the gradients of an equation's inputs are linear in its cotangents."""
+    jaxpr, cotangents = _backward(eqn, flags)
+    dependent, made_by = {*cotangents}, {v: e for e in jaxpr.eqns for v in e.outvars}
+    for each in jaxpr.eqns:
+        name, own = each.primitive.name, [not isinstance(v, core.Literal) and v in dependent for v in each.invars]
+        others = [v for v, is_own in zip(each.invars, own, strict=True) if not is_own]
+        rules = {
+            **dict.fromkeys(_LINEAR, True),
+            **dict.fromkeys(_ADDS, all(_is_zero(v, made_by) for v in others)),
+            **dict.fromkeys(_OF_ONE, sum(own) == 1),
+            **dict.fromkeys(_OF_THE_FIRST, not any(own[1:])),
+            "select_n": not any(own[:1]) and all(_is_zero(v, made_by) for v in others[1:]),
+        }
+        if any(own) and not rules.get(name, False):
+            return False
+        dependent.update(each.outvars if any(own) else ())
+    return True
 
 
 def _is_zero(v: Var, made_by: dict[Var, Eqn]) -> bool:

@@ -3,11 +3,13 @@
 import functools
 import re
 
+import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
 from ipu_jax import Pipeline, stage_end
+from support.dense import largest_relative_error
 from support.inputs import normal
 from support.refusals import refusals, refused
 
@@ -133,3 +135,49 @@ def test_an_empty_stage_can_be_asked_for():
     pipeline = cut(lambda p, x: stage_end(-stage_end(many(p, x))), STACK, ipus=3)
     assert pipeline.function is not None
     assert 0 < pipeline.function.cut.work[1] < 0.01 * pipeline.function.cut.work[0] / 3
+
+
+def with_backward(backward):
+    @jax.custom_vjp
+    def own(w):
+        return w
+
+    own.defvjp(lambda w: (w, w), lambda w, g: (backward(w, g),))
+    return own
+
+
+LINEAR = {
+    "scaled by the weights": lambda w, g: g * w / (1 + jnp.abs(w)),
+    "masked": lambda w, g: jnp.where(w > 0, g, 0),
+    "through a matrix": lambda w, g: jnp.tril(jnp.ones((8, 8))) @ g[::-1] + g.sum(0),
+    "mixed": lambda w, g: jnp.concatenate([g[4:], 0.5 * g[:4]]).astype(jnp.float32) - g / 3,
+}
+NOT_LINEAR = {
+    "clipped by its norm": lambda w, g: g / (1 + jnp.linalg.norm(g)),
+    "clipped by value": lambda w, g: jnp.clip(g, -1e-3, 1e-3),
+    "decayed": lambda w, g: g + 0.1 * w,
+    "chosen by itself": lambda w, g: jnp.where(g > 0, g, 0),
+    "squared": lambda w, g: g * g,
+}
+
+
+@pytest.mark.parametrize("backward", LINEAR.values(), ids=LINEAR)
+def test_tied_weights_may_have_a_linear_backward(backward):
+    own = with_backward(backward)
+    loss = lambda p, x: jnp.mean(tied_table(p | {"table": own(p["table"])}, x) ** 2)
+    pipe = Pipeline.from_function(loss, TABLE, X, ipus=4)
+    gradients = pipe.unshard(pipe.value_and_grad(pipe.shard(TABLE), X[None])[1])
+    assert largest_relative_error(gradients, jax.grad(loss)(TABLE, X)) < 1e-5
+
+
+@pytest.mark.parametrize("backward", NOT_LINEAR.values(), ids=NOT_LINEAR)
+def test_tied_weights_with_another_backward_are_refused(backward):
+    own = with_backward(backward)
+    with refused("stages 0 and 3 compute custom_vjp_call (test_lost.py:", "not linear", "in the optimizer"):
+        cut(lambda p, x: tied_table(p | {"table": own(p["table"])}, x), TABLE)
+
+
+@pytest.mark.parametrize("backward", NOT_LINEAR.values(), ids=NOT_LINEAR)
+def test_weights_of_one_stage_may_have_any_backward(backward):
+    own = with_backward(backward)
+    cut(lambda p, x: looped(x, [*map(own, p)]), list(STACK))
