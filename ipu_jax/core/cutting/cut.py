@@ -142,11 +142,8 @@ class Places:
             sent.append(total)
             is_waist.append(len([size for size in live.values() if size > small]) <= 1)
             allowed.append(t + 1 < count and not fixed)
-        self.sent, self.is_waist, self.allowed = (
-            np.array(sent, np.int64),
-            np.array(is_waist, bool),
-            np.array(allowed, bool),
-        )
+        self.sent = np.array(sent, np.int64)
+        self.is_waist, self.allowed = np.array(is_waist, bool), np.array(allowed, bool)
         for first, end in order.together:
             self.allowed[first:end] = False
         self.kept = (0, 0.0)

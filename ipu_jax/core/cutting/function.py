@@ -191,7 +191,7 @@ def model_of(source: Source) -> FunctionModel:
     given.check_effects(trace)
     given.check_constants(trace)
     given.check_marks(trace, [STAGE_END, *(source.names or ())])
-    check_cotangents(trace, is_frozen)
+    check_cotangents(trace)
     shaped = dataclasses.replace(source, params=params, state=state, microbatch=microbatch)
     cut, line = _best_cut(trace, work_of(trace), placement, shaped)
     division = divide(trace, cut.of_stages)
@@ -292,7 +292,7 @@ def _per_ipu(work: Sequence[float], placement: Sequence[int]) -> list[float]:
 
 
 def _too_few(places: Places, stages: int, marks: Sequence[str] | None, source: Source) -> str:
-    """Say why a function cannot be cut into so many stages."""
+    """Say why a function cannot be cut into this number of stages."""
     if marks is not None:
         count, by = len(places.marked(marks)), "stage_end" if source.names is None else f"cuts={list(marks)!r}"
         return (

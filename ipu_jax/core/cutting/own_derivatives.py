@@ -44,11 +44,11 @@ _OF_THE_FIRST: Final = ("div", "gather", "dynamic_slice")
 """Primitives that are linear in all inputs; if the others are zero; in one of them; in the first one."""
 
 
-def check_cotangents(trace: FunctionTrace, frozen: Sequence[bool]) -> None:
+def check_cotangents(trace: FunctionTrace) -> None:
     """Raise `ValueError` if a derivative of the user's own ignores its cotangent on the way to a trained weight."""
     if not _has_own(trace.closed.jaxpr):
         return
-    wanted = [v for v, is_frozen in zip(trace.params, frozen, strict=True) if not is_frozen and is_float(v)]
+    wanted = [v for v in trace.params if v not in trace.frozen and is_float(v)]
     seen: set[Any] = set()
     for eqn, flags in _differentiated(trace.closed.jaxpr, wanted):
         about = closed_of(eqn.params[CALLS[eqn.primitive.name]]).jaxpr.debug_info

@@ -208,7 +208,7 @@ def teacher_in_a_scan() -> Example:
 
 
 def clip() -> Example:
-    """Two towers for two kinds of input, of which one is three times as long as the other."""
+    """A tower for images and one for texts; images are three times as long."""
 
     def loss(params, mb):
         means = [looped(params[name], mb[name]).mean(1) for name in ("image", "text")]

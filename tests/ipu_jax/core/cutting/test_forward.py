@@ -29,7 +29,7 @@ from .plain_models import PLAIN_MODELS
 from .unusual_models import UNUSUAL_MODELS
 
 WITHOUT_OUTPUTS = (
-    *("metrics", "weight_decay", "custom_derivatives", "vae", "siamese", "diffusion", "adversaries", "moving_target"),
+    *("metrics", "weight_decay", "custom_derivatives", "vae", "diffusion", "adversaries", "moving_target"),
     *("physics", "learning_to_learn", "unusual_aux"),
 )
 MODELS = {

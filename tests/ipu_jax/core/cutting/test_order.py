@@ -107,7 +107,7 @@ def test_layers_that_run_once_stay_in_the_order_of_the_function(name, ipus):
 
 
 def test_no_other_whole_model_is_in_another_order():
-    moved = {"siamese", "adversaries", "moving_target"}
+    moved = {"adversaries", "moving_target"}
     for name in {*MODELS} - moved:
         example = MODELS[name]()
         one = example.micro_batch(np.random.default_rng(0))

@@ -135,7 +135,6 @@ def arguments(pipeline: Pipeline, example: Example) -> tuple[Any, Any, Any]:
     "contrastive",
     "nnx_gpt_tied",
     "equinox_mlp",
-    "siamese",
     "one_block_again_and_again",
     "scan_with_a_key_per_layer",
     "diffusion",
@@ -163,9 +162,7 @@ def test_the_stages_compute_what_the_function_computes(name):
     assert dtypes(gradients) == dtypes(of_loss)
 
 
-@pytest.mark.fast(
-    "siamese", "state_read_everywhere", "unusual_aux", "bfloat16_weights", "control_flow", "scan_that_carries_a_key"
-)
+@pytest.mark.fast("state_read_everywhere", "unusual_aux", "bfloat16_weights", "control_flow", "scan_that_carries_a_key")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_computes_what_plain_jax_computes(name):
     """Each model is run under one schedule: its cut does not depend on the schedule."""

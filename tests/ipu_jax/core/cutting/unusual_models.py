@@ -22,16 +22,6 @@ def tower(weights, x):
     return x
 
 
-def siamese() -> Example:
-    """The same weights compute both sides, one after the other."""
-    rng = np.random.default_rng(20)
-
-    def loss(params, batch):
-        return squared_error(tower(params, batch["x"]), tower(params, batch["y"]))
-
-    return Example(loss, layers_of(rng, 3), rows)
-
-
 def one_block_again_and_again() -> Example:
     """All layers share their weights, as in ALBERT, and each has a learned scale of its own."""
     rng = np.random.default_rng(21)
@@ -444,7 +434,7 @@ def equinox_batch_norm() -> Example:
 
 
 UNUSUAL_MODELS = (
-    siamese, one_block_again_and_again, scan_with_results_of_layers, scan_with_a_key_per_layer, diffusion,
+    one_block_again_and_again, scan_with_results_of_layers, scan_with_a_key_per_layer, diffusion,
     adversaries, moving_target, state_read_everywhere, physics, learning_to_learn, state_space, graph_network,
     bfloat16_weights, unusual_aux, linen_spectral_norm, linen_scan_with_state, nnx_scanned, equinox_scanned,
     equinox_batch_norm,
