@@ -36,7 +36,7 @@ class Tail(NamedTuple):
     tolerance: float = 2e-6
 
 
-cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+cross_entropy: Any = optax.softmax_cross_entropy_with_integer_labels
 
 
 @jax.custom_jvp
@@ -221,7 +221,7 @@ STEPS: list[_Step] = [
     lambda x, dim, _: (x * (x > 0.2).any(dim, keepdims=True) + (x < 0.7).all(dim, keepdims=True), dim),
     lambda x, dim, _: (jnp.flip(x, dim), dim),
     lambda x, dim, _: (jnp.cumsum(x, 0) / 4, dim),
-    lambda x, dim, _: (jnp.tensordot(x, jnp.cos(jnp.outer(*[jnp.arange(x.shape[dim])] * 2)), [[dim], [0]]), x.ndim - 1),
+    lambda x, dim, _: (jnp.tensordot(x, jnp.cos(jnp.vander(jnp.arange(x.shape[dim]) / 9)), [[dim], [0]]), x.ndim - 1),
     lambda x, dim, _: (jax.lax.map(lambda row: row / (1 + jnp.exp(row).sum(max(dim - 1, 0), keepdims=True)), x), dim),
 ]
 
