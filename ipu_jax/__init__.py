@@ -18,7 +18,17 @@ if TYPE_CHECKING:
     from ipu_jax.distributed import popdist
     from ipu_jax.io import Checkpoints, Feed
     from ipu_jax.options import TrainOptions
-    from ipu_jax.pipelines import ALL_IPUS, Outputs, Pipeline, Stage, configure, make_mesh, stage_end, verify
+    from ipu_jax.pipelines import (
+        ALL_IPUS,
+        Outputs,
+        Pipeline,
+        Stage,
+        configure,
+        everywhere,
+        make_mesh,
+        stage_end,
+        verify,
+    )
     from ipu_jax.run import cli
     from ipu_jax.schedules import make_schedule
     from ipu_jax.steps import fit, make_train_step
@@ -34,6 +44,7 @@ __all__ += [
     "Stage",
     "TrainOptions",
     "configure",
+    "everywhere",
     "fit",
     "make_mesh",
     "make_schedule",

@@ -1,6 +1,7 @@
 """Stages on IPUs, the pipeline that runs them, and the comparison with what one device computes."""
 
 from ipu_jax.core.cutting.cut import stage_end
+from ipu_jax.core.cutting.everywhere import everywhere
 from ipu_jax.core.layout.packing import Sharded
 from ipu_jax.core.mesh.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, configure, make_mesh
 from ipu_jax.core.mesh.instances import on_host
@@ -24,6 +25,7 @@ __all__ = [
     "VerificationError",
     "VerificationReport",
     "configure",
+    "everywhere",
     "make_mesh",
     "on_host",
     "reference_predict",

@@ -29,6 +29,8 @@ functions at the end of this file distinguish the two.
 """
 
 import functools
+import inspect
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +41,11 @@ from jax.typing import ArrayLike
 
 from sharded_ops._arguments import array, shown, whole_number
 from sharded_ops._split import Split, axis_size, check_shard, is_typed, split_over, varying_axes
+
+_HAS_BATCHING: Final = "generic_batching" in inspect.signature(jax.custom_vjp.defvjp).parameters
+ON_A_VMAPPED_AXIS: Final = {"generic_batching": True} if _HAS_BATCHING else {}
+"""What `defvjp` takes, since jax 0.12, for a rule that communicates over an axis of `jax.vmap`, where results that are
+the same on all IPUs are not batched. It is exact on an axis of size 1, as `ipu_jax.everywhere` has on one device."""
 
 
 def to_all(x: jax.Array, owner: int | jax.Array, axis: str = "ipu") -> jax.Array:

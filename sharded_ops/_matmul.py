@@ -33,6 +33,7 @@ from jax import lax
 
 from sharded_ops._arguments import array, one_of, whole_number
 from sharded_ops._collectives import (
+    ON_A_VMAPPED_AXIS,
     as_varying,
     as_varying_over,
     axes_of_rule,
@@ -282,7 +283,9 @@ def _half_reduce_scatter_backward(
 
 
 _half_reduce_scatter.defvjp(
-    lambda y_NK, split, dtype, axis: (reduce_scatter_tokens(y_NK, axis), None), _half_reduce_scatter_backward
+    lambda y_NK, split, dtype, axis: (reduce_scatter_tokens(y_NK, axis), None),
+    _half_reduce_scatter_backward,
+    **ON_A_VMAPPED_AXIS,
 )
 
 
@@ -363,4 +366,5 @@ def _tied_dot_backward(
 _tied_dot.defvjp(
     lambda hidden_ND, table_VD, *where: (_tied_dot(hidden_ND, table_VD, *where), (hidden_ND, table_VD)),
     _tied_dot_backward,
+    **ON_A_VMAPPED_AXIS,
 )

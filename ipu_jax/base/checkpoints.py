@@ -33,6 +33,12 @@ def checkpointed(fn: Function, *, policy: Any = None, prevent_cse: Any = True) -
     return run
 
 
+def how_of(eqn: Eqn) -> dict[str, Any]:
+    """Return the options of a checkpoint's equation, for `checkpointed`."""
+    barred = eqn.params["prevent_cse"]
+    return {"policy": eqn.params["policy"], "prevent_cse": barred if isinstance(barred, bool) else any(barred)}
+
+
 def plain(closed: Jaxpr) -> Jaxpr:
     """Return the same program with its checkpoints and names as they are without the flag."""
     is_new = any(eqn.primitive.name == "call_hi_primitive" for eqn in all_equations(closed))

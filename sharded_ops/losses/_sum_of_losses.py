@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharded_ops._collectives import as_varying, gather_to_all, is_typed, varying_axes
+from sharded_ops._collectives import ON_A_VMAPPED_AXIS, as_varying, gather_to_all, is_typed, varying_axes
 from sharded_ops.losses._statistics import (
     Terms,
     combine_shards,
@@ -145,4 +145,4 @@ def _backward(
     return dhidden_ND, dtable_VD, dbias_V, None, loss_N * dsum
 
 
-sum_of_losses.defvjp(_forward, _backward)
+sum_of_losses.defvjp(_forward, _backward, **ON_A_VMAPPED_AXIS)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharded_ops._collectives import as_varying, gather_to_all, is_typed, varying_axes
+from sharded_ops._collectives import ON_A_VMAPPED_AXIS, as_varying, gather_to_all, is_typed, varying_axes
 from sharded_ops.losses._statistics import (
     RowStatistics,
     Statistics,
@@ -146,7 +146,7 @@ def _backward(
     return dhidden_ND.astype(hidden_ND.dtype), *dshard, dtargets_NV
 
 
-token_losses.defvjp(_forward, _backward)
+token_losses.defvjp(_forward, _backward, **ON_A_VMAPPED_AXIS)
 
 
 def _tile_gradients(

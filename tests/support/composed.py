@@ -11,7 +11,7 @@ from ipu_jax.core.cutting.function import FunctionModel, Source, model_of
 
 def cut_into(stages: int, loss: Any, params: Any, micro_batch: Any, *, state: Any = None) -> FunctionModel:
     """Return a loss function as this number of stages, each on an IPU of its own."""
-    return model_of(Source(loss, params, micro_batch, range(stages), state=state))
+    return model_of(Source(loss, params, micro_batch, range(stages), stages, state=state))
 
 
 def composed(model: FunctionModel) -> Callable[..., Any]:

@@ -252,6 +252,22 @@ def measure_costs(
         raise ValueError("stages=() is empty: give at least one Stage")
     _check_groups("params", params, [name for stage in chain for name in stage.groups])
     _check_groups("state", state or {}, [stage.state for stage in chain if stage.state is not None])
+    return flops_of_stages(chain, params, microbatch, state, mesh=mesh)
+
+
+def flops_of_stages(
+    chain: tuple[Stage, ...],
+    params: Mapping[str, Params],
+    microbatch: Batch,
+    state: Mapping[str, Tree] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    ipus: int = 1,
+) -> list[int]:
+    """Return what `measure_costs` does, for a list of stages whose operations on all IPUs are for `ipus` of them.
+
+    For several IPUs the FLOPs of such an operation are one IPU's.
+    """
     to_shape = lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
     shapes, microbatch_shapes, state_shapes = jax.tree.map(to_shape, (params, microbatch, state or {}))
 
@@ -274,7 +290,7 @@ def measure_costs(
     further = {} if mesh is None else further_axes(mesh)
     names = (REPLICA_AXIS, IPU_AXIS, *further)
     kinds = (AxisType.Auto,) * len(names)
-    return traced_on(AbstractMesh((1, 1, *further.values()), names, axis_types=kinds), costs)
+    return traced_on(AbstractMesh((1, ipus, *further.values()), names, axis_types=kinds), costs)
 
 
 def _check_groups(what: str, groups: Any, names: list[str]) -> None:

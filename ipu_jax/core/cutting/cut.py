@@ -23,6 +23,7 @@ from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Jaxpr, Tree, Var
 from ipu_jax.base.jaxprs import CALLS, CHECKPOINTS, closed_of, differentiated_between, scan_parts, variables
+from ipu_jax.core.cutting.everywhere import is_everywhere
 from ipu_jax.core.cutting.order import Order
 from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack
 from ipu_jax.core.cutting.trace import FunctionTrace
@@ -81,6 +82,7 @@ class Cut:
         heaviest: the number of the operation with the most work, and its part of all work.
         kept: the leaf of the state that keeps the most work in one stage, and its part of all work.
         operations: the activations' operations, in the order in which they were cut.
+        ipus: per stage its IPU, or None if all IPUs run it at once.
     """
 
     ends: tuple[int, ...]
@@ -93,6 +95,13 @@ class Cut:
     heaviest: tuple[int, float]
     kept: tuple[int, float]
     operations: Sequence[Eqn]
+    ipus: tuple[int | None, ...]
+
+    @property
+    def work_per_ipu(self) -> list[float]:
+        """Return the FLOPs of each IPU's local stages."""
+        own = {*self.ipus} - {None} or {None}
+        return [sum(w for w, at in zip(self.work, self.ipus, strict=True) if at == ipu) for ipu in own]
 
     @property
     def of_stages(self) -> list[Sequence[Eqn]]:
@@ -202,9 +211,10 @@ class Places:
 
     @property
     def heaviest(self) -> tuple[int, float]:
-        """Return the number of the operation with the most work, and its part of all work."""
-        number = int(self.work.argmax()) if len(self.work) else 0
-        return number, float(self.work[number] / (self.work.sum() or 1.0)) if len(self.work) else 0.0
+        """Return the number of the local operation with the most work, and its part of all local work."""
+        work = np.where([is_everywhere(op) for op in self.operations], 0.0, self.work)
+        number = int(work.argmax()) if len(work) else 0
+        return number, float(work[number] / (work.sum() or 1.0)) if len(work) else 0.0
 
     def marked(self, names: Sequence[str]) -> list[int]:
         """Return the places after values that were named by `jax.ad_checkpoint.checkpoint_name`."""
@@ -216,11 +226,12 @@ class Places:
                 found.append(t)
         return found
 
-    def cut(self, stages: int, names: Sequence[str] | None) -> Cut | None:
-        """Return the best cut into stages, at the named places if there are names; None if there are too few places.
+    def cut(self, ipus: Sequence[int], names: Sequence[str] | None) -> Cut | None:
+        """Return the best cut into a stage for each of these places; None if a function can be cut at too few places.
 
-        A stage without work is made only where marks ask for it.
+        It is cut at the named places if there are names. A stage without work is made only where marks ask for it.
         """
+        stages = len(ipus)
         if stages == 1:
             best = []
         elif names is None:
@@ -228,9 +239,9 @@ class Places:
         else:
             marked = self.allowed & np.isin(np.arange(len(self.allowed)), self.marked(names))
             best = self._at(marked, stages, least=0.0)
-        return None if best is None else self.cut_at([t + 1 for t in best], marked=names is not None)
+        return None if best is None else self.cut_at([t + 1 for t in best], ipus, marked=names is not None)
 
-    def cut_at(self, ends: Sequence[int], *, marked: bool = False) -> Cut:
+    def cut_at(self, ends: Sequence[int], ipus: Sequence[int | None], *, marked: bool = False) -> Cut:
         """Return a cut; `ends` has, per stage but the last, the number of operations of it and of earlier ones."""
         total = np.concatenate([[0.0], np.cumsum(self.work)])
         return Cut(
@@ -244,6 +255,7 @@ class Places:
             heaviest=self.heaviest,
             kept=self.kept,
             operations=self.operations,
+            ipus=tuple(ipus),
         )
 
     def _at_waists(self, stages: int) -> list[int] | None:
@@ -325,6 +337,8 @@ def _forward_and_backward(eqn: Eqn, differentiable: Sequence[bool]) -> tuple[flo
         forward, backward = _of_body(closed_of(params[CALLS[name]]), differentiable)
         again = forward if name in CHECKPOINTS and backward else 0
         return forward, backward + again
+    if is_everywhere(eqn):
+        return _of_body(params["jaxpr"], differentiable)
     forward = float(equation_flops(eqn))
     wanted = sum(differentiable)
     return forward, forward * (wanted if name in PRODUCTS else min(wanted, 1))

@@ -8,10 +8,12 @@ from ipu_jax.base.row_rules import Taken
 from ipu_jax.base.showing import Table, counted
 from ipu_jax.core.cutting.cut import Cut
 from ipu_jax.core.cutting.division import Division
-from ipu_jax.core.cutting.lost import of_shared, reasons
+from ipu_jax.core.cutting.everywhere import shard_size
+from ipu_jax.core.cutting.lost import of_shared, of_split, reasons
+from ipu_jax.core.cutting.split_leaves import OverIpus
 from ipu_jax.core.cutting.stages import Held
 from ipu_jax.core.cutting.users_code import line_of, scopes_of
-from ipu_jax.core.layout.whole_tree import Part
+from ipu_jax.core.layout.whole_tree import Part, resized
 from ipu_jax.core.programs.cost import bytes_of, in_units
 from ipu_jax.core.stage import Stage
 
@@ -67,7 +69,8 @@ def described(
         ends = line_of(cut.operations[cut.ends[s] - 1]) if cut.ends[s] else ""
         name = f"{s} {names[s]}" if names[s] != f"stage {s}" else str(s)
         weights = in_units(bytes_of([v.aval for v in own]), "B")
-        rows.append((name, str(places[s]), f"{cut.work[s] / total:.1%}", weights, ends, text))
+        place = "all" if places[s] is None else str(places[s])
+        rows.append((name, place, f"{cut.work[s] / total:.1%}", weights, ends, text))
     if not any(row[4] for row in rows[1:]):  # code without a file has no lines
         rows = [(*row[:4], row[5]) for row in rows]
     if any(held.state):
@@ -77,18 +80,21 @@ def described(
     table = Table(rows, left=len(rows[0]), indent="  ")
     if not paths:
         return [table]
-    of_ipu = [sum(w for w, place in zip(cut.work, places, strict=True) if place == ipu) for ipu in {*places}]
-    uneven = f"the busiest IPU has {max(of_ipu) * len(of_ipu) / total - 1:.1%} more work than the mean"
-    lines = reasons(cut, len(cut.work), of_state) + of_shared(division, paths, held.everywhere)
+    of_ipu = cut.work_per_ipu
+    uneven = f"the busiest IPU has {max(of_ipu) * len(of_ipu) / (sum(of_ipu) or 1.0) - 1:.1%} more work than the mean"
+    lines = [*reasons(cut, len(cut.work), of_state), *of_split(division, paths, held.over)]
+    lines += of_shared(division, paths, {p: of for p, of in held.everywhere.items() if p not in held.over.blocked})
     return [table, f"cut at {_where(cut)}; {uneven}", _shares(division, held, places), *lines]
 
 
 def _shares(division: Division, held: Held, places: Sequence[Any]) -> str:
     """Return the bytes of weights that each IPU holds, beside an even share."""
     leaves = division.trace.params
-    sizes = {name: sum(_bytes_of(leaves[part.leaf], part) for part in parts) for name, parts in held.groups.items()}
+    size = lambda part: _bytes_of(leaves[part.leaf], part, held.over)
+    sizes = {name: sum(map(size, parts)) for name, parts in held.groups.items()}
     home = dict(zip(held.own, places, strict=True))
-    of_ipus = [sum(size for name, size in sizes.items() if home.get(name, ipu) == ipu) for ipu in sorted({*places})]
+    ipus = sorted({*places} - {None}) or [0]
+    of_ipus = [sum(size for name, size in sizes.items() if home.get(name) in (None, ipu)) for ipu in ipus]
     found = [in_units(size, "B") for size in of_ipus]
     named = ", ".join(found) if len(found) <= _LISTED else " to ".join(in_units(f(of_ipus), "B") for f in (min, max))
     even = bytes_of([v.aval for v in leaves]) / len(of_ipus)
@@ -96,8 +102,12 @@ def _shares(division: Division, held: Held, places: Sequence[Any]) -> str:
     return f"weights per IPU: {named}; the most is {times:.2f} times an even share, {in_units(even, 'B')}"
 
 
-def _bytes_of(leaf: Var, part: Part) -> int:
+def _bytes_of(leaf: Var, part: Part, over: OverIpus | None = None) -> int:
+    """Return the bytes of a part, or of one IPU's shard of it."""
     shape = leaf.aval.shape if part.rows is None else Taken(part.axis, *part.rows).of(leaf.aval.shape)
+    dim = None if over is None else over.dims.get(part)
+    if over is not None and dim is not None:
+        shape = resized(shape, dim, shard_size(shape[dim], over.ipus))
     return bytes_of([leaf.aval.update(shape=shape)])
 
 

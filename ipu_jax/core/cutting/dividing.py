@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Var
-from ipu_jax.base.checkpoints import checkpointed
+from ipu_jax.base.checkpoints import checkpointed, how_of
 from ipu_jax.base.jaxprs import in_order, in_scan_parts, needed, part_of, read_by, shape_of, variables
 from ipu_jax.base.row_rules import Taken
 from ipu_jax.core.cutting.division import Division, NewValue
@@ -202,9 +202,7 @@ def _checkpointed(
     constants = {*trace.closed.jaxpr.constvars}  # the first inputs, as where jax closes over them
     inputs = sorted((v for v in read_by(equations) if v not in made), key=lambda v: v not in constants)
     invars = list(dict.fromkeys(inputs))
-    how = {name: opened.params[name] for name in ("policy", "prevent_cse")}
-    how["prevent_cse"] = how["prevent_cse"] if isinstance(how["prevent_cse"], bool) else any(how["prevent_cse"])
-    run = checkpointed(core.jaxpr_as_fun(part_of(trace.closed, invars, equations, outvars)), **how)
+    run = checkpointed(core.jaxpr_as_fun(part_of(trace.closed, invars, equations, outvars)), **how_of(opened))
     (eqn,) = jax.make_jaxpr(run)(*(shape_of(v.aval) for v in invars)).jaxpr.eqns
     return [eqn.replace(invars=invars, outvars=outvars, source_info=opened.source_info)]
 

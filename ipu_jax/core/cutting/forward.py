@@ -26,13 +26,17 @@ from ipu_jax.core.cutting.cut import TYPICAL, Cut, Places, work_of
 from ipu_jax.core.cutting.description import described
 from ipu_jax.core.cutting.dividing import divide, small_values
 from ipu_jax.core.cutting.division import Division
-from ipu_jax.core.cutting.function import FunctionModel, as_traced
+from ipu_jax.core.cutting.everywhere import check_outside, is_everywhere
+from ipu_jax.core.cutting.function import FunctionModel, unsharded_call
 from ipu_jax.core.cutting.order import Order
+from ipu_jax.core.cutting.split_leaves import Blocked, OverIpus
 from ipu_jax.core.cutting.stages import Held, make_stage
 from ipu_jax.core.cutting.trace import FunctionTrace, Read
-from ipu_jax.core.cutting.users_code import at_line
+from ipu_jax.core.cutting.users_code import at_line, name_of
 from ipu_jax.core.layout.whole_tree import Part, WholeTree
 
+_ALL_IPUS: Final[Read] = "all IPUs", Part(0)
+"""What an operation on all IPUs needs: a concurrent stage."""
 _BY_ROWS: Final = "hold one leaf per layer, or stack them, layers first, as xs and ys of the scan over the layers"
 
 
@@ -60,10 +64,11 @@ def forward_of(
     call = given.ForwardCall(fn, taken, [True] * len(model.weights.paths), source.cast, replaces_state=own is not None)
     key = jax.eval_shape(lambda: jax.random.key(0)) if call.takes_key else None
     status.say("tracing the function")
-    trace, results = call.traced(source.params, microbatch, key, source.mesh)
+    trace, results = call.traced(source.params, microbatch, key, source.mesh, source.ipus)
     status.say("cutting the function")
     given.check_effects(trace)
     given.check_constants(trace)
+    check_outside(trace.operations)
     if not trace.outputs:
         raise ValueError(f"fn returns {results[0]!r:.60}, without an array: return its outputs, any pytree of arrays")
     holders = _Holders(model, model.state if own is None else placed, replaces_state=own is not None)
@@ -83,12 +88,12 @@ def forward_of(
     places = [(stage.name, stage.ipu) for stage in model.stages]
     stages = tuple(make(s, name=name, ipu=ipu) for s, (name, ipu) in enumerate(places))
     stages = tuple(dataclasses.replace(stage, predict=stage.fn) for stage in stages)
-    trees = jax.tree.structure((source.params, taken, microbatch, key)), jax.tree.structure(results)
     forward = FunctionModel(
         stages=stages,
         weights=model.weights,
+        split=model.split,
         state=held.of_state(own) if own is not None else model.state,
-        call=call if source.mesh is not None else as_traced(trace.closed, call, *trees),
+        call=unsharded_call(trace, call, source.mesh, (source.params, taken, microbatch, key), results),
         aux=jax.tree.structure(None),
         aux_home=(),
         microbatch=microbatch,
@@ -132,6 +137,11 @@ class _Holders:
         return [s for s in range(self.count) if is_everywhere or own[s] in groups]
 
     @property
+    def ipus(self) -> list[int | None]:
+        """Return the IPU of each stage, or None if it is concurrent."""
+        return [stage.place for stage in self.model.stages]
+
+    @property
     def homes(self) -> dict[int, int]:
         """Return, per leaf of the weights that is whole, the first stage that holds it."""
         whole = [part for _, parts in self.model.weights.groups for part in parts if part.rows is None]
@@ -143,6 +153,8 @@ class _Holders:
         for op, reads in trace.reads_but_for(small_values(trace)).items():
             of_op = sorted(reads if self._state is not None else (r for r in reads if r[0] == "params"), key=str)
             found[op] = {read: self.of(read) for read in of_op}
+        for op in filter(is_everywhere, trace.activations):
+            found[id(op)][_ALL_IPUS] = [s for s, ipu in enumerate(self.ipus) if ipu is None]
         whole = [(Part(k), new) for k, new in enumerate(trace.new_state) if k not in trace.stacked]
         for part, new in itertools.chain(whole, *trace.stacked.values()) if self._replaces else ():
             if trace.is_activation(new):  # the first stage that holds it sends it to the others
@@ -158,6 +170,8 @@ class _Holders:
 
     def path(self, read: Read) -> str:
         name, part = read
+        if read == _ALL_IPUS:
+            return "everywhere"
         tree = self.model.weights if name == "params" else self._state
         assert tree is not None, "who holds it is known"
         return tree.paths[part.leaf] + ("" if part.rows is None else f"[{part.rows[0]}:{part.rows[1]}]")
@@ -186,10 +200,24 @@ class _Holders:
         of_groups = {} if self._state is None else dict(self._state.groups)
         state = new if self._state is None else [of_groups.get(f"stage {s}", ()) for s in range(self.count)]
         assert state == new or not self._replaces, f"{new} is replaced where {state} is held"
-        return Held(dict(self.model.weights.groups), own, shared, state, everywhere)
+        over = OverIpus(self.model.source.ipus, self.model.split)
+        self._check_split(division, over)
+        return Held(dict(self.model.weights.groups), own, shared, state, everywhere, over)
+
+    def _check_split(self, division: Division, over: OverIpus) -> None:
+        for s in range(self.count):
+            found = over.shards(division, s)
+            if isinstance(found, Blocked):
+                by = "as an output" if found.by is None else f"by {name_of(found.by)}{at_line(found.by)}"
+                raise ValueError(
+                    f"{self.path(('params', found.part))} lies split over the IPUs, and is needed whole {by}: read it "
+                    "in an everywhere that splits it as in the loss function"
+                )
 
     def not_held(self, read: Read, line: str, stage: int | None = None) -> str:
         """Say that a stage, or any stage, lacks what is read in this line."""
+        if read == _ALL_IPUS:
+            return f"everywhere{line} needs a concurrent stage, and the loss function has none: leave it out here, too"
         found = self.of(read)
         if not found:
             return (
@@ -228,7 +256,7 @@ def _cut(trace: FunctionTrace, holders: _Holders, of_state: Sequence[str]) -> Cu
         may = np.array([[s in of_operation for of_operation in found] for s in stages], bool)
         ends = _ends(places, may)
         if ends is not None:
-            return places.cut_at(ends)
+            return places.cut_at(ends, holders.ipus)
     kept = f": {of_state[places.kept[0]]} is one array, and several stages read or replace it; {_BY_ROWS}"
     raise ValueError(f"the function cannot be cut into these {holders.count} stages" + kept * bool(places.kept[1]))
 

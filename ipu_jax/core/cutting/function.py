@@ -5,7 +5,7 @@ loss(params, micro_batch)  --traced-->  trace  --cut-->  Stage 0, Stage 1, ...  
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import jax
@@ -14,22 +14,24 @@ from jax.extend import core
 from jax.sharding import Mesh
 
 from ipu_jax.base import status
-from ipu_jax.base.annotations import Batch, Function, Jaxpr, Key, Params, Tree, Value
+from ipu_jax.base.annotations import Batch, Function, Key, Params, Tree, Value
 from ipu_jax.base.checks import check_choice, in_line
 from ipu_jax.base.showing import Table
-from ipu_jax.core.analysis.balance import measure_costs
+from ipu_jax.core.analysis.balance import flops_of_stages
 from ipu_jax.core.cutting import given
+from ipu_jax.core.cutting.concurrent import cut_around
 from ipu_jax.core.cutting.cut import STAGE_END, Cut, Places, work_of
 from ipu_jax.core.cutting.description import described, names_of
 from ipu_jax.core.cutting.dividing import divide, small_values
 from ipu_jax.core.cutting.division import Division
+from ipu_jax.core.cutting.everywhere import check_outside, is_everywhere
 from ipu_jax.core.cutting.lost import reasons
 from ipu_jax.core.cutting.module_trees import check_equinox, check_linen
 from ipu_jax.core.cutting.order import by_weights, holding, runs_apart
 from ipu_jax.core.cutting.own_derivatives import check_cotangents, check_tied
 from ipu_jax.core.cutting.stages import Held, make_stage, who_holds
 from ipu_jax.core.cutting.trace import FunctionTrace
-from ipu_jax.core.layout.whole_tree import WholeTree
+from ipu_jax.core.layout.whole_tree import Part, WholeTree
 from ipu_jax.core.programs.cost import in_units
 from ipu_jax.core.programs.segment import Message, MicrobatchInputs
 from ipu_jax.core.stage import Stage
@@ -46,19 +48,21 @@ class Source:
     """A loss function, and for what to cut it: the arguments of `Pipeline.from_function`.
 
     Attributes:
-        places: the IPU of each stage.
+        places: the IPU of each stage; concurrent stages, None, are there only in a schedule that was given as it is.
+        ipus: the number of IPUs.
         names: the names after which it is cut, or None.
         mesh: the mesh that its trace is for, if the function names further axes of one.
         cast: casts weights and micro-batch before a function gets them, or None.
 
     Raises:
-        ValueError: the loss is not callable, `costs` is unknown, or a stage is concurrent.
+        ValueError: the loss is not callable, or `costs` is unknown.
     """
 
     loss: Function
     params: Params
     microbatch: Batch
     places: Sequence[int | None]
+    ipus: int
     state: Tree = None
     frozen: Tree = None
     names: Sequence[str] | None = None
@@ -73,10 +77,6 @@ class Source:
             found = f"loss={in_line(self.loss):.60} is not callable{swapped}"
             raise ValueError(f"{found}: give a function of (params, micro_batch)")
         check_choice("costs", self.costs, ("counted", "traced"))
-        if None in self.places:
-            raise ValueError(
-                "schedule has concurrent stages, and a function is cut into local ones: give its name, or one without"
-            )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,6 +86,7 @@ class FunctionModel:
     Attributes:
         stages: the stages.
         weights, state: the user's trees, and who holds which part; `state` is None without state.
+        split: the parts of the weights that lie split over the IPUs, and the dim of each.
         call: the function as it was traced, or the function itself if its trace is for one mesh:
             `call(params, state, micro_batch, key)` returns loss, aux and new state.
         aux: the structure of its aux.
@@ -100,6 +101,7 @@ class FunctionModel:
     stages: tuple[Stage, ...]
     weights: WholeTree
     state: WholeTree | None
+    split: Mapping[Part, int]
     call: Function
     aux: Tree
     aux_home: tuple[int, ...]
@@ -172,7 +174,6 @@ class FunctionModel:
 
 def model_of(source: Source) -> FunctionModel:
     """Trace and cut a loss function, or raise a `ValueError` that says what cannot be cut."""
-    placement = [ipu for ipu in source.places if ipu is not None]
     is_frozen = given.frozen_leaves(source.frozen, source.params)
     check_linen(source.params, is_frozen)
     state = None if source.state is None else given.shapes("state", source.state)
@@ -182,7 +183,7 @@ def model_of(source: Source) -> FunctionModel:
     microbatch = given.shapes("micro_batch", source.microbatch)
     key = jax.eval_shape(lambda: jax.random.key(0)) if call.takes_key else None
     status.say("tracing the function")
-    trace, results = call.traced(params, microbatch, key, source.mesh)
+    trace, results = call.traced(params, microbatch, key, source.mesh, source.ipus)
     status.say("cutting the function")
     trace.frozen = {v for v, frozen in zip(trace.params, is_frozen, strict=True) if frozen}
     trace = trace.with_new_state_early()
@@ -192,18 +193,20 @@ def model_of(source: Source) -> FunctionModel:
     given.check_constants(trace)
     given.check_marks(trace, [STAGE_END, *(source.names or ())])
     check_cotangents(trace)
+    check_outside(trace.operations)
     shaped = dataclasses.replace(source, params=params, state=state, microbatch=microbatch)
-    cut, line = _best_cut(trace, work_of(trace), placement, shaped)
+    cut, line = _best_cut(trace, work_of(trace), shaped)
+    _check_places(source.places, cut.ipus)
     division = divide(trace, cut.of_stages)
     check_tied(division)
-    stages, weights, of_state, held = _stages_of(division, placement, shaped)
-    trees = jax.tree.structure((params, state, microbatch, key)), jax.tree.structure(results)
+    stages, weights, of_state, held = _stages_of(division, cut.ipus, source.ipus, shaped)
     paths = weights.paths, of_state.paths if of_state else ()
     return FunctionModel(
         stages=stages,
         weights=weights,
         state=of_state,
-        call=call if source.mesh is not None else as_traced(trace.closed, call, *trees),
+        split=held.over.dims,
+        call=unsharded_call(trace, call, source.mesh, (params, state, microbatch, key), results),
         aux=jax.tree.structure(results[1]),
         aux_home=tuple(division.aux_home),
         microbatch=microbatch,
@@ -214,11 +217,19 @@ def model_of(source: Source) -> FunctionModel:
     )
 
 
+def _check_places(asked: Sequence[int | None], found: Sequence[int | None]) -> None:
+    if None in asked and [*asked] != [*found]:
+        raise ValueError(
+            f"schedule places its stages on {tuple(asked)}, and the function, whose calls of ipu_jax.everywhere are "
+            f"concurrent stages (None), on {tuple(found)}: give the schedule's name, or a schedule for this placement"
+        )
+
+
 def _stages_of(
-    division: Division, placement: Sequence[int], source: Source
+    division: Division, placement: Sequence[int | None], ipus: int, source: Source
 ) -> tuple[tuple[Stage, ...], WholeTree, WholeTree | None, Held]:
     """Return the stages, and who holds which part of the user's trees."""
-    held, names = who_holds(division, placement), names_of(division)
+    held, names = who_holds(division, placement, ipus), names_of(division)
     make = functools.partial(make_stage, division, held, source.microbatch, recompute=source.recompute)
     stages = tuple(make(s, name=name, ipu=ipu) for s, (name, ipu) in enumerate(zip(names, placement, strict=True)))
     of_state = None if source.state is None else held.of_state(source.state)
@@ -231,10 +242,12 @@ def _traced_work(places: Places, source: Source) -> dict[int, float]:
     They are counted in what XLA makes of all between two waists, and divided over these operations as their own counts.
     """
     at = [*np.flatnonzero(places.allowed & places.is_waist), len(places.operations) - 1]
-    of_stages = places.cut_at([t + 1 for t in at[:-1]]).of_stages
-    stages, weights, of_state, _ = _stages_of(divide(places.trace, of_stages), [0] * len(at), source)
+    of_stages = places.cut_at([t + 1 for t in at[:-1]], [0] * len(at)).of_stages
+    ipus = [None if any(map(is_everywhere, of_stage)) else 0 for of_stage in of_stages]
+    stages, weights, of_state, _ = _stages_of(divide(places.trace, of_stages), ipus, 1, source)
     states = None if of_state is None else of_state.split(source.state)
-    costs = measure_costs(stages, weights.split(source.params), source.microbatch, states, mesh=source.mesh)
+    groups = weights.split(source.params)
+    costs = flops_of_stages(stages, groups, source.microbatch, states, mesh=source.mesh, ipus=source.ipus)
     found, first = dict[int, float](), 0
     for of_stage, cost in zip(of_stages, costs, strict=True):
         counted = places.work[first : first + len(of_stage)]
@@ -244,35 +257,34 @@ def _traced_work(places: Places, source: Source) -> dict[int, float]:
     return found
 
 
-def _best_cut(
-    trace: FunctionTrace, work: dict[int, float], placement: Sequence[int], source: Source
-) -> tuple[Cut, list[str]]:
+def _best_cut(trace: FunctionTrace, work: dict[int, float], source: Source) -> tuple[Cut, list[str]]:
     """Return where a function is cut: in its own order, or in the order of its weights, and then a line about it."""
     places = Places(trace, work)
     if source.costs == "traced":
         work = _traced_work(places, source)
         places = Places(trace, work)
-    marks = source.names
+    local, marks = [ipu for ipu in source.places if ipu is not None], source.names
     if marks is None and len(places.marked([STAGE_END])):
         marks = [STAGE_END]
-    cut = places.cut(len(placement), marks)
-    if cut is not None and _is_even(trace, cut, placement, work):
+    cut_of = lambda places: cut_around(places, local, lambda rest: rest.cut(local, marks))
+    cut = cut_of(places)
+    if cut is not None and _is_even(trace, cut, work):
         return cut, []
     reads = trace.reads_but_for(small_values(trace))
-    other = Places(trace, work, by_weights(trace, reads)).cut(len(placement), marks)
+    other = cut_of(Places(trace, work, by_weights(trace, reads)))
     if other is None:
         if cut is None:
-            raise ValueError(_too_few(places, len(placement), marks, source))
+            raise ValueError(_too_few(places, len(local), marks, source))
         return cut, []
     if cut is None:
         return other, [_BY_WEIGHTS]
-    before, after = (holding(trace, reads, found.of_stages, placement) for found in (cut, other))
+    before, after = (holding(trace, reads, found.of_stages, found.ipus) for found in (cut, other))
     tied = before.shared.keys() & after.shared.keys()
     saved = before.largest(tied) - after.largest(tied)
     if saved <= max(_SAVED * before.largest(tied), _SAVED_OF_ALL * before.largest()):
         return cut, []
     sizes = [in_units(held.largest(), "B") for held in (after, before)]
-    busiest = [max(_per_ipu(found.work, placement)) for found in (cut, other)]
+    busiest = [max(found.work_per_ipu) for found in (cut, other)]
     if busiest[1] <= (1 + _WORK_FOR_WEIGHTS * saved / before.largest(tied)) * busiest[0]:
         return other, [f"{_BY_WEIGHTS}: an IPU has up to {sizes[0]} of them, and {sizes[1]} otherwise"]
     return cut, [
@@ -281,14 +293,10 @@ def _best_cut(
     ]
 
 
-def _is_even(trace: FunctionTrace, cut: Cut, placement: Sequence[int], work: dict[int, float]) -> bool:
+def _is_even(trace: FunctionTrace, cut: Cut, work: dict[int, float]) -> bool:
     """Return whether no other order can have much fewer weights on the largest IPU."""
-    held = holding(trace, trace.reads, cut.of_stages, placement)
+    held = holding(trace, trace.reads, cut.of_stages, cut.ipus)
     return (1 - _SAVED) * held.largest() <= held.even or not runs_apart(cut.of_stages, work)
-
-
-def _per_ipu(work: Sequence[float], placement: Sequence[int]) -> list[float]:
-    return [sum(w for w, place in zip(work, placement, strict=True) if place == ipu) for ipu in {*placement}]
 
 
 def _too_few(places: Places, stages: int, marks: Sequence[str] | None, source: Source) -> str:
@@ -306,16 +314,29 @@ def _too_few(places: Places, stages: int, marks: Sequence[str] | None, source: S
     return f"{stages} stages are more than the function can be cut into: {why}; or take fewer IPUs or rounds"
 
 
-def as_traced(closed: Jaxpr, call: Function, arguments: Tree, results: Tree) -> Function:
+def unsharded_call(
+    trace: FunctionTrace, call: given.LossCall, mesh: Mesh | None, shapes: tuple[Tree, ...], results: Tree
+) -> Function:
     """Return a traced function; it is not traced again, since a function may compare the types of its arguments.
 
-    For arguments whose trees have other nodes, such as an `OrderedDict`, it is the function itself that decides.
+    If its trace is for one mesh, or if arguments have other nodes, such as an `OrderedDict`, it is the function itself.
+
+    Args:
+        trace: the trace.
+        call: the function of params, state, micro-batch and key.
+        mesh: the mesh that the trace is for, or None.
+        shapes: the four arguments, in shapes.
+        results: the shapes of the results.
     """
-    run = core.jaxpr_as_fun(closed)
+    if mesh is not None:
+        return call
+    params, _, microbatch, key = shapes
+    closed = call.on_one_ipu(params, microbatch, key) if any(map(is_everywhere, trace.operations)) else trace.closed
+    run, structures = core.jaxpr_as_fun(closed), [*map(jax.tree.structure, (shapes, results))]
 
     def run_traced(*args: Value) -> Tree:
-        if jax.tree.structure(args) != arguments:
+        if jax.tree.structure(args) != structures[0]:
             return call(*args)
-        return jax.tree.unflatten(results, run(*jax.tree.leaves(args)))
+        return jax.tree.unflatten(structures[1], run(*jax.tree.leaves(args)))
 
     return run_traced

@@ -17,12 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from ipu_jax.base.annotations import Batch, Dtype, Function, Key, Params, Tree, Value
+from ipu_jax.base.annotations import Batch, Dtype, Function, Jaxpr, Key, Params, Tree, Value
 from ipu_jax.base.checkpoints import plain
 from ipu_jax.base.checks import in_line
 from ipu_jax.base.decorators import OTHER_MESH, users_mesh
 from ipu_jax.base.jaxprs import all_equations, bodies_of, traced_on
 from ipu_jax.core.cutting.cut import STAGE_END
+from ipu_jax.core.cutting.everywhere import traced_for
 from ipu_jax.core.cutting.module_trees import check_unchanged, name_of_function
 from ipu_jax.core.cutting.trace import FunctionTrace, trace_of
 from ipu_jax.core.cutting.users_code import at_line, is_ours, name_of, users_line
@@ -166,14 +167,18 @@ class LossCall:
                 f"{self.what} returns a new state that is not like state: return the same tree, shapes and dtypes"
             )
 
-    def traced(self, params: Params, microbatch: Batch, key: Key, mesh: Mesh | None) -> tuple[FunctionTrace, Tree]:
+    def traced(
+        self, params: Params, microbatch: Batch, key: Key, mesh: Mesh | None, ipus: int
+    ) -> tuple[FunctionTrace, Tree]:
         """Return the function's trace, and the shapes of its results; say what is wrong where calls often fail.
+
+        Calls of an `everywhere` are operations on this number of IPUs.
 
         Raises:
             ValueError: the function names an unmapped axis, its third argument is not a key, or the first two are
                 swapped.
         """
-        run = lambda: trace_of(self, params, self._state, microbatch, key)
+        run = lambda: trace_of(self, params, self._state, microbatch, key, ipus)
         try:
             trace, results = run() if mesh is None else traced_on(mesh, run)
         except Exception as error:
@@ -190,6 +195,10 @@ class LossCall:
             name = self._names[-1]
             raise ValueError(f"{self.what} takes {name!r}, gets a random key there, and ignores it{self._one_batch()}")
         return trace, results
+
+    def on_one_ipu(self, params: Params, microbatch: Batch, key: Key) -> Jaxpr:
+        """Return the closed jaxpr of the function on one IPU, which computes every `everywhere` on whole arrays."""
+        return plain(traced_for(1, self, params, self._state, microbatch, key)[0])
 
     def _explained(self, error: Exception, params: Params, microbatch: Batch, key: Key) -> str | None:
         axis = _UNBOUND.search(str(error))

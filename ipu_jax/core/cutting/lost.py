@@ -16,6 +16,7 @@ from ipu_jax.core.cutting.division import Division
 from ipu_jax.core.cutting.own_rows import RULES
 from ipu_jax.core.cutting.rows import taken_by
 from ipu_jax.core.cutting.scan_layers import ScanLayer
+from ipu_jax.core.cutting.split_leaves import OverIpus
 from ipu_jax.core.cutting.users_code import at_line, line_of, name_of
 from ipu_jax.core.layout.whole_tree import Part
 from ipu_jax.core.programs.cost import bytes_of, in_units
@@ -57,6 +58,21 @@ def _operation(operation: Eqn) -> str:
     elif bodies_of(operation):
         mend = "write one for each layer"
     return f"{named}, which cannot be cut: {mend} for more even stages"
+
+
+# leaves that operations on all IPUs split
+
+
+def of_split(division: Division, paths: Sequence[str], over: OverIpus) -> list[str]:
+    """Return lines about the leaves that lie split over the IPUs, and about others that do not, and why."""
+    named = lambda part: f"{paths[part.leaf]} ({in_units(bytes_of(division.trace.params[part.leaf].aval), 'B')})"
+    leaves = [*dict.fromkeys(map(named, over.dims))]
+    more = f" and {counted(len(leaves) - _NAMED, 'more leaf').replace('leafs', 'leaves')}" * (len(leaves) > _NAMED)
+    lines = [f"split over the IPUs: {', '.join(leaves[:_NAMED])}{more}"] if leaves else []
+    for part, (_, eqn) in over.blocked.items():
+        why = "the function returns it" if eqn is None else f"{name_of(eqn)}{at_line(eqn)} needs all of it"
+        lines.append(f"all IPUs hold {named(part)} whole, though everywhere splits it: {why}")
+    return lines
 
 
 # leaves that all IPUs hold

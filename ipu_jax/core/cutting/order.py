@@ -281,28 +281,32 @@ class Holding(NamedTuple):
         return (sum(self.own.values()) + sum(self.shared.values())) / len(self.own)
 
 
-def holding(trace: FunctionTrace, reads: Reads, of_stages: Sequence[Sequence[Eqn]], ipus: Sequence[int]) -> Holding:
-    """Return the bytes of weights that IPUs would hold.
+def holding(
+    trace: FunctionTrace, reads: Reads, of_stages: Sequence[Sequence[Eqn]], ipus: Sequence[int | None]
+) -> Holding:
+    """Return the bytes of weights that IPUs would hold. What only concurrent stages read is split, as far as possible.
 
     Args:
         trace: the trace of the function.
         reads: what each operation reads.
         of_stages: the operations of each stage.
-        ipus: per stage its IPU.
+        ipus: per stage its IPU, or None if it is concurrent.
     """
-    readers: dict[int, dict[int | None, set[int]]] = {}  # per leaf and row, the IPUs
+    readers: dict[int, dict[int | None, set[int | None]]] = {}  # per leaf and row, the IPUs
     for ipu, of_stage in zip(ipus, of_stages, strict=True):
         of_stage_reads = set[Read]().union(*(reads.get(id(op), ()) for op in of_stage))
         for name, leaf, row in _rows_read(trace, of_stage_reads):
             if name == "params":
                 readers.setdefault(leaf, {}).setdefault(row, set()).add(ipu)
-    found = Holding(dict.fromkeys(ipus, 0.0), {})
+    own = dict.fromkeys((ipu for ipu in ipus if ipu is not None), 0.0) or {0: 0.0}
+    found = Holding(own, {})
     for number, by_row in readers.items():
-        leaf, of_leaf = trace.params[number], set[int]().union(*by_row.values())
+        leaf, of_leaf = trace.params[number], set[int | None]().union(*by_row.values())
         if len(of_leaf) > 1 and (None in by_row or any(len(of_row) > 1 for of_row in by_row.values())):
             found.shared[number] = bytes_of(leaf.aval)
             continue
         for row in [None] if None in by_row else by_row:
             (ipu,) = by_row[row]
-            found.own[ipu] += _bytes_of_row(trace, leaf, row)
+            for each in own if ipu is None else [ipu]:
+                own[each] += _bytes_of_row(trace, leaf, row) / (len(own) if ipu is None else 1)
     return found

@@ -7,7 +7,7 @@ stage 2     params "stage 2": layers 8-9, the last norm          shared "shared 
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 from jax import lax
@@ -18,7 +18,9 @@ from ipu_jax.base.jaxprs import part_of
 from ipu_jax.base.keys import with_keys, without_keys
 from ipu_jax.core.cutting.division import Division
 from ipu_jax.core.cutting.in_place import replacing_in_place
+from ipu_jax.core.cutting.split_leaves import Blocked, OverIpus, on_shards, over_ipus, trained_but_for_padding
 from ipu_jax.core.layout.whole_tree import Part, WholeTree, leaves_at
+from ipu_jax.core.mesh.devices import ALL_IPUS
 from ipu_jax.core.stage import Outputs, Stage
 
 
@@ -31,6 +33,7 @@ class Held:
         own, shared: per stage the names of its own group and of the shared ones that it reads.
         state: per stage the parts of the state that it holds, in its group "stage 0", "stage 1" and so on.
         everywhere: the parts of shared groups, and the stages that read them.
+        over: the parts that lie split over the IPUs.
     """
 
     groups: Mapping[str, Sequence[Part]]
@@ -38,6 +41,7 @@ class Held:
     shared: list[tuple[str, ...]]
     state: Sequence[Sequence[Part]]
     everywhere: dict[Part, list[int]]
+    over: OverIpus
 
     def of_state(self, state: Tree) -> WholeTree:
         """Return the user's tree of the state, and which group holds which part."""
@@ -45,8 +49,18 @@ class Held:
         return WholeTree.of("state", state, held)
 
 
-def who_holds(division: Division, placement: Sequence[int]) -> Held:
-    """Give each part to the group of its stage; stages of one IPU that share one get one group."""
+_ALL: Final = "all IPUs"
+"""The group of what only concurrent stages read."""
+
+
+def who_holds(division: Division, placement: Sequence[int | None], ipus: int) -> Held:
+    """Give each part to the group of its stage; stages of one IPU that share one get one group.
+
+    Args:
+        division: the divided function.
+        placement: per stage its IPU, or None if it is concurrent.
+        ipus: the number of IPUs.
+    """
     users: dict[Part, list[int]] = {}
     for s, piece in enumerate(division.pieces):
         for var in piece.weights:
@@ -54,23 +68,24 @@ def who_holds(division: Division, placement: Sequence[int]) -> Held:
     everywhere = {part: stages for part, stages in users.items() if len({placement[s] for s in stages}) > 1}
     lead = list(range(len(placement)))  # per stage, the stage whose group it shares
     for part, stages in users.items():
-        if part not in everywhere:
+        if part not in everywhere and placement[stages[0]] is not None:
             first = min(lead[s] for s in stages)
             old = {lead[s] for s in stages}
             lead = [first if at in old else at for at in lead]
     groups: dict[str, Any] = {}
     for part, stages in users.items():
-        name = _shared_name(part) if part in everywhere else f"stage {lead[stages[0]]}"
-        groups.setdefault(name, []).append(part)
+        own = _ALL if placement[stages[0]] is None else f"stage {lead[stages[0]]}"
+        groups.setdefault(_shared_name(part) if part in everywhere else own, []).append(part)
     used = {part.leaf for part in users}
     for k in range(len(division.trace.params)):
         if k not in used:  # nothing reads it
-            groups.setdefault("stage 0", []).append(Part(k))
-    own = [f"stage {at}" if f"stage {at}" in groups else None for at in lead]
+            groups.setdefault(_ALL if placement[0] is None else "stage 0", []).append(Part(k))
+    named = [_ALL if ipu is None else f"stage {at}" for ipu, at in zip(placement, lead, strict=True)]
+    own = [name if name in groups else None for name in named]
     of_pieces = [[division.parts[var] for var in piece.weights] for piece in division.pieces]
     shared = [tuple(dict.fromkeys(_shared_name(p) for p in parts if p in everywhere)) for parts in of_pieces]
     state = [[value.part for value in division.state_of(s)] for s in range(len(placement))]
-    return Held(groups, own, shared, state, everywhere)
+    return Held(groups, own, shared, state, everywhere, over_ipus(division, placement, ipus))
 
 
 def _shared_name(part: Part) -> str:
@@ -126,6 +141,10 @@ def make_stage(
         old = {division.of_state[v]: v for v in piece.state}
         new = [value for value in division.state_of(s) if value.part in old and not isinstance(value.new, core.Literal)]
         equations = [replacing_in_place(eqn, {value.new: old[value.part] for value in new}) for eqn in equations]
+    shards = held.over.shards(division, s)
+    assert not isinstance(shards, Blocked), "what is split is read by shards alone"
+    if shards:
+        equations = on_shards(equations, shards, held.over.ipus)
     run = core.jaxpr_as_fun(part_of(trace.closed, inputs, equations, results))
 
     def without(variables: Sequence[Var], values: Sequence[Value]) -> list[Value]:
@@ -138,7 +157,7 @@ def make_stage(
     ) -> Outputs:
         given = {own: params, **(shared or {})}
         outs = run(
-            *(one.read(given[one.group]) for one in weights),
+            *(_trained(one.read(given[one.group]), one.var, shards, held.over.ipus) for one in weights),
             *(with_keys(value, v.aval) for v, value in zip(received, without(received, x or ()), strict=True)),
             *leaves_at(microbatch, [path for path, _ in batch]),
             *([key] if keys else []),
@@ -152,7 +171,14 @@ def make_stage(
 
     options: dict[str, Any] = {"name": name, "recompute": recompute, "shared": held.shared[s]}
     options |= {"state": f"stage {s}" if held.state[s] else None, "random": "same" if keys else False}
-    return Stage(fn, own, ipu, **options)
+    return Stage(fn, own, ALL_IPUS if ipu is None else ipu, **options)
+
+
+def _trained(value: Value, var: Var, shards: Mapping[Var, int], ipus: int) -> Value:
+    """Return a weight as it is read: the padding of a shard gets no gradient."""
+    dim = shards.get(var)
+    has_padding = dim is not None and var.aval.shape[dim] % ipus > 0
+    return trained_but_for_padding(value, dim, var.aval.shape[dim]) if has_padding else value
 
 
 class _Held(NamedTuple):

@@ -21,7 +21,7 @@ import jax
 from jax.extend import core
 
 from ipu_jax.base.annotations import Batch, Eqn, Function, Jaxpr, Key, Params, Tree, Value, Var
-from ipu_jax.base.checkpoints import plain
+from ipu_jax.base.checkpoints import how_of, plain
 from ipu_jax.base.jaxprs import (
     CHECKPOINTS,
     bodies_of,
@@ -34,6 +34,7 @@ from ipu_jax.base.jaxprs import (
 )
 from ipu_jax.base.row_rules import FOLLOWED, Taken
 from ipu_jax.core.cutting.calls import with_rows_outside
+from ipu_jax.core.cutting.everywhere import holds_everywhere, is_everywhere, traced_for, under_checkpoint
 from ipu_jax.core.cutting.inlined import inlined
 from ipu_jax.core.cutting.known_places import at_known_places
 from ipu_jax.core.cutting.own_rows import RULES
@@ -430,7 +431,7 @@ class FunctionTrace:
         return found
 
     def _open_checkpoints(self) -> None:
-        """Inline each `jax.checkpoint` that is around much of the work."""
+        """Inline each `jax.checkpoint` that is around much of the work, or around an operation on all IPUs."""
         if not any(op.primitive.name in CHECKPOINTS for op in self.operations):
             return
         flops = [equation_flops(op) for op in self.operations]
@@ -442,17 +443,20 @@ class FunctionTrace:
 
         for op, own in zip(self.operations, flops, strict=True):
             inputs = list(map(atom, op.invars))
-            if op.primitive.name not in CHECKPOINTS or own < _MUCH * sum(flops):
+            is_opened = own >= _MUCH * sum(flops) or holds_everywhere(op)
+            if op.primitive.name not in CHECKPOINTS or not is_opened:
                 found.append(op.replace(invars=inputs))
                 continue
             body, inner = closed_of(op.params["jaxpr"]), list[Eqn]()
             env = dict(zip(body.jaxpr.invars, inputs, strict=True))
             outputs = inlined(body.jaxpr, env, op.source_info, inner, self.constants)
             renamed |= zip(op.outvars, outputs, strict=True)
-            self.opened |= {v: op for eqn in inner for v in eqn.outvars}
-            found += inner
+            self.opened |= {v: op for eqn in inner if not is_everywhere(eqn) for v in eqn.outvars}
+            found += [under_checkpoint(eqn, how_of(op)) if is_everywhere(eqn) else eqn for eqn in inner]
         self.operations, self.outputs = found, list(map(atom, self.outputs))
         self.aux, self.new_state = list(map(atom, self.aux)), list(map(atom, self.new_state))
+        if any(op.primitive.name in CHECKPOINTS and holds_everywhere(op) for op in found):
+            self._open_checkpoints()
 
     def _find_kinds(self) -> None:
         kinds: dict[Var, Kind | None] = dict.fromkeys([*self.closed.jaxpr.constvars, *self.constants])
@@ -463,8 +467,8 @@ class FunctionTrace:
             inputs = variables(op.invars)
             on = {kinds[v] for v in inputs} - {None}
             on = {"w"} if self.masked and self.masked.intersection(op.outvars) else on
-            is_layer = type(op) in (ScanLayer, ScanStack)
-            kind = "a" if len(on) > 1 or op.effects or is_layer else next(iter(on), None)
+            is_one = op.effects or type(op) in (ScanLayer, ScanStack) or is_everywhere(op)
+            kind = "a" if len(on) > 1 or is_one else next(iter(on), None)
             if kind != "a":
                 work = equation_flops(op) + sum(flops.get(v, 0.0) for v in {*inputs})
                 size = bytes_of([v.aval for v in op.outvars])
@@ -481,14 +485,17 @@ def _contracts(eqn: Eqn) -> bool:
     return eqn.primitive.name in ("dot_general", "conv_general_dilated") or any(True for _ in bodies_of(eqn))
 
 
-def trace_of(fn: Function, params: Params, state: Tree, microbatch: Batch, key: Key) -> tuple[FunctionTrace, Tree]:
+def trace_of(
+    fn: Function, params: Params, state: Tree, microbatch: Batch, key: Key, ipus: int = 1
+) -> tuple[FunctionTrace, Tree]:
     """Trace `fn(params, state, microbatch, key)` on shapes; return its trace and the shapes of its results.
 
     Args:
         fn: returns `(outputs, aux, new state)`; the outputs of a loss function are the loss.
         params, state, microbatch, key: trees of arrays or of their shapes; None for what the function does not take.
+        ipus: the number of IPUs for its calls of an `everywhere`.
     """
-    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(params, state, microbatch, key)
+    closed, shapes = traced_for(ipus, fn, params, state, microbatch, key)
     closed = plain(closed)
     invars = iter(closed.jaxpr.invars)
     of = lambda tree: [next(invars) for _ in jax.tree.leaves(tree)]

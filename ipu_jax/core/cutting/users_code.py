@@ -42,6 +42,12 @@ def users_line(error: BaseException) -> str:
     return users[-1] if users else ""
 
 
+def users_call() -> str:
+    """Return " (file.py:12)", the innermost line of the user's that is being run, or ""."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
+    return next((f" ({os.path.basename(file)}:{line})" for file, line in frames if _is_users(file)), "")
+
+
 def at_line(operation: Eqn) -> str:
     """Return " (file.py:12)", or ""."""
     line = line_of(operation)

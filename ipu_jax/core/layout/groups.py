@@ -11,7 +11,7 @@ from ipu_jax.base.annotations import Params, Tree, Value
 from ipu_jax.base.checks import nearest
 from ipu_jax.core.layout.packed_layout import WHOLE, PackedLayout, plan_layout, with_frozen, with_specs
 from ipu_jax.core.layout.packing import Sharded, check_alive
-from ipu_jax.core.layout.whole_tree import WholeTree
+from ipu_jax.core.layout.whole_tree import Part, WholeTree
 from ipu_jax.core.mesh.devices import IPU_AXIS
 from ipu_jax.core.stage import Stage
 
@@ -27,6 +27,7 @@ class Groups:
         axes: the sizes of the mesh's further axes.
         specs, state_specs, frozen: as for `Pipeline`.
         whole, whole_state: the user's trees, if they are not `{group: pytree}`.
+        over_ipus: the parts of the user's weights that lie split over the IPUs, and the dim of each.
 
     Attributes:
         owners, state_owners: per group, its IPU, or None if its stages are concurrent or share it.
@@ -50,6 +51,7 @@ class Groups:
         frozen: Tree,
         whole: WholeTree | None = None,
         whole_state: WholeTree | None = None,
+        over_ipus: Mapping[Part, int] | None = None,
     ):
         self.ipus, self.axes, self.given_frozen, self.given_specs = ipus, axes, frozen, specs
         self._known: dict[tuple[str, int], tuple[PackedLayout, Any]] = {}
@@ -59,6 +61,8 @@ class Groups:
         if whole is not None and specs is not None:
             specs = whole.spread("specs", specs, lambda leaf: isinstance(leaf, PartitionSpec))
         self.specs = shared | _specs_for(self.owners, "specs", specs, axes)
+        if whole is not None and over_ipus:
+            self.specs |= _split_over_ipus(whole, over_ipus, self.specs)
         _check_shared(stages, self.specs)
         unsplit = {name: PartitionSpec() for name, place in self.state_owners.items() if place is None}
         self.state_specs = unsplit | _specs_for(self.state_owners, "state_specs", state_specs, axes)
@@ -206,6 +210,27 @@ def _specs_for(owners: dict[str, int | None], what: str, value: Value, axes: Map
             "others, give the mesh a further axis, make_mesh(replicas, ipus_per_replica, tensor=2)"
         )
     return specs
+
+
+def _split_over_ipus(whole: WholeTree, dims: Mapping[Part, int], specs: Mapping[str, Tree]) -> dict[str, list[Any]]:
+    """Return the specs of the groups with parts that lie split over the IPUs, beside the further axes of `specs`."""
+    found: dict[str, list[Any]] = {}
+    for name, parts in whole.groups:
+        if not any(part in dims for part in parts):
+            continue
+        given = specs.get(name) or [PartitionSpec()] * len(parts)
+        found[name] = []
+        for part, spec in zip(parts, given, strict=True):
+            entries = [*spec, *[None] * (len(whole.shapes[part.leaf]) - len(spec))]
+            if part in dims:
+                if entries[dims[part]] is not None:
+                    raise ValueError(
+                        f"specs split dim {dims[part]} of {whole.paths[part.leaf]} over {entries[dims[part]]!r}, and "
+                        "everywhere splits it over 'ipu': split another dim"
+                    )
+                entries[dims[part]] = IPU_AXIS
+            found[name].append(PartitionSpec(*entries))
+    return found
 
 
 def _check_shared(stages: tuple[Stage, ...], specs: Mapping[str, Tree]) -> None:

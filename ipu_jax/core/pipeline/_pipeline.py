@@ -131,8 +131,9 @@ class Pipeline(Foreseen, WithForward, Shown):
         check_places(self.stages, self.ipus)
         check_predict_axes(self.stages, axes)
         check_reducible(self.stages, self.mesh)
-        trees = {} if self.function is None else {"whole": self.function.weights, "whole_state": self.function.state}
-        split = {"specs": specs, "state_specs": state_specs, "frozen": frozen, **trees}
+        split: dict[str, Any] = {"specs": specs, "state_specs": state_specs, "frozen": frozen}
+        if (model := self.function) is not None:
+            split |= {"whole": model.weights, "whole_state": model.state, "over_ipus": model.split}
         groups = Groups(self.stages, self.ipus, axes, **split)
         choice = ScheduleChoice(self.stages, self.ipus, self.options.gradient_accumulation, ipu_memory)
         self._asked_for, chosen, check = schedule, choice.of(schedule), GuardCheck(guards, self.mesh)
@@ -320,7 +321,7 @@ class Pipeline(Foreseen, WithForward, Shown):
         if isinstance(cuts, str) or not isinstance(cuts, Iterable | None):
             raise ValueError(f"cuts={cuts!r} is not a list of names: give one, such as ['block 1'], or leave it out")
         names = None if cuts is None else list(cuts)
-        source = Source(loss, params, micro_batch, places, state, frozen, names, costs, recompute)
+        source = Source(loss, params, micro_batch, places, ipus, state, frozen, names, costs, recompute)
         function, mesh = cut_on(functools.partial(make_mesh, replicas, ipus, devices=devices), source, axes)
         options: dict[str, Any] = {"schedule": schedule, "gradient_accumulation": gradient_accumulation}
         options |= {"reduction": reduction, "frozen": frozen, "ipu_memory": ipu_memory, "guards": guards}

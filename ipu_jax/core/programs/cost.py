@@ -9,7 +9,7 @@ every platform. The rules for primitives:
     scan                                its body, times its length
     while                               its condition and its body once: the number of iterations is not known
     cond                                its most expensive branch
-    jit, checkpoint, custom_vjp, ...    their body; the body of `shard_map` is one device's share
+    jit, checkpoint, custom_vjp, ...    their body; of `shard_map` and `everywhere`, one device's share
     collectives, data movement          0: they compute nothing
     reductions, scatter-add             1 for each element of the input
     any other with a body               its most expensive body; of a Pallas kernel, for each step of its grid
@@ -25,7 +25,7 @@ import numpy as np
 from ipu_jax.base.annotations import Eqn, Function, Jaxpr, Tree, Value, Var
 from ipu_jax.base.jaxprs import CALLS, ELEMENTWISE, bodies_of, closed_of, variables
 
-_BODIES = {**CALLS, "shard_map": "jaxpr"}
+_BODIES = {**CALLS, "shard_map": "jaxpr", "everywhere": "jaxpr"}
 _MOVES = """
     reshape transpose broadcast_in_dim squeeze expand_dims slice dynamic_slice dynamic_update_slice concatenate pad
     gather rev copy iota convert_element_type reduce_precision bitcast_convert_type stop_gradient split

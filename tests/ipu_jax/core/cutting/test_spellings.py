@@ -140,7 +140,7 @@ def test_a_function_can_be_divided_twice_and_its_state_as_well():
     """Traced costs divide it at every waist first, and then into as many stages: here these are the same."""
     loss, params, state = state_spelling("scan, averaged late")
     places = range(len(state["m"]))
-    model = model_of(Source(loss, params, state_spellings.BATCH, places, state=state, costs="traced"))
+    model = model_of(Source(loss, params, state_spellings.BATCH, places, len(places), state=state, costs="traced"))
     assert model.state is not None
     value, (_, new) = jax.jit(composed(model))(params, state, state_spellings.BATCH)
     expected = jax.jit(loss)(params, state, state_spellings.BATCH)

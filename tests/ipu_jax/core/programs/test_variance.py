@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh
-from ipu_jax.core.programs._variance import differing
+from ipu_jax.core.programs.variance import differing
 from sharded_ops import argmax, log_softmax_cross_entropy, matmul, top_k
 from support.refusals import refusals, refused
 
