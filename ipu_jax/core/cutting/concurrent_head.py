@@ -31,6 +31,7 @@ from ipu_jax.base.jaxprs import (
 )
 from ipu_jax.base.row_rules import Taken
 from ipu_jax.core.cutting.everywhere import everywhere, is_everywhere, traced_for, under_checkpoint
+from ipu_jax.core.cutting.fused_head import with_fused_loss
 from ipu_jax.core.cutting.own_rows import RULES
 from ipu_jax.core.cutting.rows import RowTaker
 from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack
@@ -161,7 +162,11 @@ def _everywhere(
     What they read is computed there, too, if it follows from the batch, or from leaves that can be split. Such a leaf
     is split if no more is gathered then.
     """
-    own = _with_inputs(trace, ops, [leaf for leaf, _ in splits])
+    leaves = [leaf for leaf, _ in splits]
+    own = _with_inputs(trace, ops, leaves)
+    product = next(op for op in ops if any(True for _ in _operands(op)) or len(ops) == 1)
+    if product.primitive.name == "dot_general" and len(ops) > 1:
+        own = with_fused_loss(own, results, product, leaves)
     made = {v for op in own for v in op.outvars}
     inputs = [v for v in dict.fromkeys(read_by(own, results)) if v not in made]
     jaxpr = part_of(trace.closed, inputs, own, results).jaxpr.replace(constvars=[])
@@ -173,7 +178,6 @@ def _everywhere(
             gathers = sum(eqn.primitive.name == "all_gather" for eqn in inside)
             if gathers <= best[0]:
                 dims, best = dims | {leaf: dim}, (gathers, eqns)
-    product = next(op for op in ops if any(True for _ in _operands(op)) or len(ops) == 1)
     opened = trace.opened.get(product.outvars[0])
     eqns = [eqn.replace(source_info=product.source_info) for eqn in best[1]]
     return eqns if opened is None else [*eqns[:-1], under_checkpoint(eqns[-1], how_of(opened))]

@@ -41,6 +41,7 @@ from ipu_jax.base.jaxprs import (
     shape_of,
 )
 from ipu_jax.base.row_rules import FOLLOWED, Before, Taken, rows_before
+from ipu_jax.core.cutting.fused_head import LINEAR_CROSS_ENTROPY, losses_of_share
 from ipu_jax.core.cutting.inlined import INLINED
 from ipu_jax.core.cutting.own_rows import RULES
 from ipu_jax.core.mesh.devices import IPU_AXIS
@@ -128,7 +129,7 @@ def _evaluated(closed: Jaxpr, args: Sequence[Any]) -> list[Any]:
     def rule(eqn: Eqn, inputs: list[Any]) -> list[Any]:
         made.update((v, (eqn, inputs)) for v in eqn.outvars)
         outputs = None
-        if any(isinstance(x, Share) for x in inputs):
+        if eqn.primitive is LINEAR_CROSS_ENTROPY or any(isinstance(x, Share) for x in inputs):
             across = _ACROSS.get(eqn.primitive.name)
             outputs = None if across is None else across(eqn, inputs, made)
             outputs = _along(eqn, inputs, made) if outputs is None else outputs
@@ -376,6 +377,17 @@ def _contracted(eqn: Eqn, inputs: list[Any], made: Made) -> list[Any] | None:
     return None
 
 
+def _cross_entropy(eqn: Eqn, inputs: list[Any], made: Made) -> list[Any]:
+    """Compute the losses from this IPU's rows of the table, without the logits."""
+    dim = int(eqn.params["by_columns"])
+    size = eqn.invars[1].aval.shape[dim]
+    rows = Taken(dim, 0, -(-size // lax.axis_size(IPU_AXIS)))
+    at = [None, rows, None, rows.at(0)]
+    of_inputs = zip(inputs, at, eqn.invars, strict=False)
+    values = [_whole(x) if of is None else _part(x, of, size, v, made) for x, of, v in of_inputs]
+    return [losses_of_share(values, size, eqn.params)]
+
+
 def _first_rows(eqn: Eqn, inputs: list[Any], _: Made) -> list[Any] | None:
     """Keep the share of a slice that has the first rows: what it leaves out is padding."""
     (share,), (operand, result) = inputs, _avals(eqn)
@@ -448,6 +460,7 @@ _ACROSS: Final[dict[str, Across]] = {
     **dict.fromkeys(CHECKPOINTS, _opened),
     "gather": _looked_up,
     "dot_general": _contracted,
+    "linear_cross_entropy": _cross_entropy,
     "slice": _first_rows,
     "custom_jvp_call": _with_own_tangent,
     "scan": _scanned,

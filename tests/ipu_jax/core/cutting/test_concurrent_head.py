@@ -185,6 +185,7 @@ def test_the_head_is_on_all_ipus_and_the_function_is_the_same(name):
         leaf_of.get(v): d for op in on_all for v, d in zip(op.invars, op.params["dims"], strict=True) if d is not None
     }
     assert split == case.split
+    print(name, "FUSED", any(eqn.primitive.name == "custom_vjp_call" for op in on_all for eqn in all_equations(op.params["jaxpr"].jaxpr)))
     whole = B * T * V
     assert not any(
         v.aval.size >= whole
