@@ -164,9 +164,10 @@ def _everywhere(
     """
     leaves = [leaf for leaf, _ in splits]
     own = _with_inputs(trace, ops, leaves)
-    product = next(op for op in ops if any(True for _ in _operands(op)) or len(ops) == 1)
-    if product.primitive.name == "dot_general" and len(ops) > 1:
-        own = with_fused_loss(own, results, product, leaves)
+    constants = {*trace.batch, *trace.key, *trace.constants, *trace.closed.jaxpr.constvars}
+    for op in ops:
+        if op.primitive.name == "dot_general":
+            own = with_fused_loss(own, results, op, leaves, constants)
     made = {v for op in own for v in op.outvars}
     inputs = [v for v in dict.fromkeys(read_by(own, results)) if v not in made]
     jaxpr = part_of(trace.closed, inputs, own, results).jaxpr.replace(constvars=[])
@@ -178,8 +179,8 @@ def _everywhere(
             gathers = sum(eqn.primitive.name == "all_gather" for eqn in inside)
             if gathers <= best[0]:
                 dims, best = dims | {leaf: dim}, (gathers, eqns)
-    opened = trace.opened.get(product.outvars[0])
-    eqns = [eqn.replace(source_info=product.source_info) for eqn in best[1]]
+    opened = trace.opened.get(ops[0].outvars[0])
+    eqns = [eqn.replace(source_info=ops[0].source_info) for eqn in best[1]]
     return eqns if opened is None else [*eqns[:-1], under_checkpoint(eqns[-1], how_of(opened))]
 
 

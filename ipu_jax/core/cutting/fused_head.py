@@ -10,7 +10,7 @@ operation. A sum of all losses is a part of the operation, since then one matmul
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ import optax
 from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Jaxpr, Value, Var
-from ipu_jax.base.jaxprs import JITS, depending, laid_open, needed, shape_of, variables
+from ipu_jax.base.jaxprs import JITS, depending, laid_open, needed, read_by, shape_of, variables
 from ipu_jax.core.mesh.devices import IPU_AXIS
 from sharded_ops import linear_cross_entropy
 
@@ -34,21 +34,28 @@ def _(hidden: Any, *_: Any, shape: tuple[int, ...], dtype: Any, **__: Any) -> An
 
 def losses_of_share(values: Sequence[Value], size: int, params: dict[str, Any]) -> Value:
     """Return the losses, or their sum, from this IPU's rows of the table; params are those of the equation."""
-    hidden, table, labels, *bias = values
-    tokens = params["tokens"]
-    labels = labels.reshape(tokens)
-    if params["wraps"]:
-        labels = jnp.where(labels < 0, labels + size, labels)
+    (hidden, table, labels, *more), tokens = values, params["tokens"]
+    bias = more.pop(0) if params["has_bias"] else None
+    weights: Any = more.pop().reshape(tokens) if more else None
+    if params["weights"] in ("counted", "ignored"):
+        weights = weights if params["weights"] == "counted" else ~weights
+        labels = jnp.where(weights, labels, 0)  # what does not count may be out of range
+    labels = jnp.where(labels < 0, labels + size, labels) if params["wraps"] else labels
+    is_inside = (labels >= 0) & (labels < size)
+    is_sum = not params["shape"]
     found = linear_cross_entropy(
         hidden.reshape(*tokens, hidden.shape[-1]),
         table.T if params["by_columns"] else table,
         labels,
         size=size,
-        bias=bias[0] if bias else None,
+        bias=bias,
+        weights=weights,
         axis=IPU_AXIS,
-        out_of_range="nan" if params["wraps"] else "ignore",
-        reduction="none" if params["shape"] else "sum",
+        out_of_range="nan" if params["wraps"] and is_sum else "ignore",
+        reduction="sum" if is_sum else "none",
     )
+    if params["wraps"] and not is_sum:
+        found = jnp.where(is_inside, found, jnp.nan)  # put in, as a look-up does: the gradient is 0, not NaN
     return (params["sign"] * found).reshape(params["shape"]).astype(params["dtype"])
 
 
@@ -94,6 +101,8 @@ class _Loss(NamedTuple):
         sign: what they are of a cross-entropy, 1 or -1.
         logits, labels, bias: from which they are computed; None without a bias.
         wraps: as of the spelling.
+        weights: the weight of each loss in a sum, or whether it is counted, or ignored; None if all are counted.
+        how: which of these weights are: "times", "counted", "ignored" or "".
     """
 
     var: Var
@@ -102,9 +111,13 @@ class _Loss(NamedTuple):
     labels: Var
     bias: Var | None
     wraps: bool
+    weights: Var | None = None
+    how: str = ""
 
 
-def with_fused_loss(eqns: list[Eqn], results: Sequence[Var], product: Eqn, leaves: Sequence[Var]) -> list[Eqn]:
+def with_fused_loss(
+    eqns: list[Eqn], results: Sequence[Var], product: Eqn, leaves: Sequence[Var], constants: Collection[Var]
+) -> list[Eqn]:
     """Return equations in which a product and its cross-entropy are one, or the same if it is not found.
 
     Nothing else may need the logits. What follows must be alike on all IPUs: it reads nothing that depends on `leaves`.
@@ -114,6 +127,7 @@ def with_fused_loss(eqns: list[Eqn], results: Sequence[Var], product: Eqn, leave
         results: the variables of its results.
         product: the `dot_general` of hidden states and a table.
         leaves: the leaves that may be split.
+        constants: the inputs that get no gradient.
     """
     hidden, table = product.invars
     (contracted, (by,)), batch = product.params["dimension_numbers"]
@@ -122,20 +136,23 @@ def with_fused_loss(eqns: list[Eqn], results: Sequence[Var], product: Eqn, leave
     loss = next(_losses(eqns, product), None) if is_plain else None
     if loss is None:
         return eqns
-    loss = _summed(loss, eqns, results)
+    trained = depending(eqns, [v for v in read_by(eqns) if v not in constants])
+    loss = _summed(loss, eqns, results, trained)
     kept = [eqn for eqn in eqns if loss.var not in eqn.outvars]
     following = depending(kept, [loss.var])
     before = [eqn for eqn in kept if following.isdisjoint(eqn.outvars)]
     of_leaves = depending(before, leaves)
     after = [eqn for eqn in kept if not following.isdisjoint(eqn.outvars)]
-    inputs = [hidden, table, loss.labels, *([] if loss.bias is None else [loss.bias])]
+    inputs = [hidden, table, loss.labels, *(v for v in (loss.bias, loss.weights) if v is not None)]
     params = {"tokens": loss.logits.aval.shape[:-1], "sign": loss.sign, "wraps": loss.wraps, "by_columns": by == 0}
+    params |= {"has_bias": loss.bias is not None, "weights": loss.how}
     aval = loss.var.aval
     bind = lambda *xs: LINEAR_CROSS_ENTROPY.bind(*xs, shape=aval.shape, dtype=aval.dtype, **params)
     (fused,) = jax.make_jaxpr(bind)(*(shape_of(v.aval) for v in inputs)).jaxpr.eqns
     fused = fused.replace(invars=inputs, outvars=[loss.var], source_info=product.source_info)
     found = needed([*before, fused, *after], [*results])
-    is_alike = of_leaves.isdisjoint(v for eqn in after for v in variables(eqn.invars))
+    read = [v for eqn in after for v in variables(eqn.invars) if v in of_leaves]
+    is_alike = not any(loss.logits.aval.shape[-1] in v.aval.shape for v in read)  # it may be a share
     return found if is_alike and not any(eqn is product for eqn in found) else eqns
 
 
@@ -212,15 +229,44 @@ def _matched(var: Var, z: Var, made: dict[Var, Eqn], twin: Jaxpr) -> Var | None:
     return named.get(labels) if same(var, twin.outvars[0]) else None
 
 
-def _summed(loss: _Loss, eqns: Sequence[Eqn], results: Sequence[Var]) -> _Loss:
-    """Return the sum of losses if it is all that they are needed for, or the losses."""
-    var, sign = loss.var, loss.sign
-    while var not in results:
-        readers = [eqn for eqn in eqns if var in variables(eqn.invars)]
-        name = readers[0].primitive.name if len(readers) == 1 else ""
-        if name not in ("neg", "reduce_sum", "reshape", "squeeze"):
+def _summed(loss: _Loss, eqns: Sequence[Eqn], results: Sequence[Var], trained: Collection[Var]) -> _Loss:
+    """Return the sum of losses, perhaps weighted, if it is all that they are needed for; or the losses."""
+    made, found = {v: eqn for eqn in eqns for v in eqn.outvars}, loss
+    while found.var not in results:
+        readers = [eqn for eqn in eqns if found.var in variables(eqn.invars)]
+        if len(readers) != 1:
             break
-        var, sign = readers[0].outvars[0], -sign if name == "neg" else sign
+        name, inputs, (out, *_) = readers[0].primitive.name, readers[0].invars, readers[0].outvars
         if name == "reduce_sum":
-            return loss._replace(var=var, sign=sign) if var.aval.shape == () else loss
+            return found._replace(var=out) if out.aval.shape == () else loss
+        if name == "neg":
+            found = found._replace(sign=-found.sign)
+        elif name in ("mul", "select_n") and not found.how:
+            weights, how = _weights(name, inputs, found.var, made)
+            if weights is None or weights in trained or weights.aval.size != found.var.aval.size:
+                break
+            found = found._replace(weights=weights, how=how)
+        elif name not in ("reshape", "squeeze"):
+            break
+        found = found._replace(var=out)
     return loss
+
+
+def _weights(name: str, inputs: Sequence[Var], losses: Var, made: dict[Var, Eqn]) -> tuple[Var | None, str]:
+    """Return what losses are multiplied with, or chosen by, and which it is."""
+    if name == "mul":
+        other = next((v for v in inputs if v is not losses), None)
+        return (other, "times") if isinstance(other, core.Var) else (None, "")
+    which, *cases = inputs
+    zeros = [v for v in cases if v is not losses and _is_zero(v, made)]
+    is_of_two = len(cases) == 2 and len(zeros) == 1
+    return (which, "counted" if cases[1] is losses else "ignored") if is_of_two else (None, "")
+
+
+def _is_zero(value: Var, made: dict[Var, Eqn]) -> bool:
+    while not isinstance(value, core.Literal):
+        eqn = made.get(value)
+        if eqn is None or eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type"):
+            return False
+        value = eqn.invars[0]
+    return not value.val

@@ -382,7 +382,7 @@ def _cross_entropy(eqn: Eqn, inputs: list[Any], made: Made) -> list[Any]:
     dim = int(eqn.params["by_columns"])
     size = eqn.invars[1].aval.shape[dim]
     rows = Taken(dim, 0, -(-size // lax.axis_size(IPU_AXIS)))
-    at = [None, rows, None, rows.at(0)]
+    at = [None, rows, None, rows.at(0) if eqn.params["has_bias"] else None, None]
     of_inputs = zip(inputs, at, eqn.invars, strict=False)
     values = [_whole(x) if of is None else _part(x, of, size, v, made) for x, of, v in of_inputs]
     return [losses_of_share(values, size, eqn.params)]
