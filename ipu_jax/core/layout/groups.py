@@ -32,7 +32,8 @@ class Groups:
     Attributes:
         owners, state_owners: per group, its IPU, or None if its stages are concurrent or share it.
         given_frozen, given_specs: as given.
-        specs, frozen: per group, as given; by default, every IPU holds a shared group whole.
+        specs, frozen: per group, as given; by default, every IPU holds a shared group whole, and a concurrent group of
+            a function that was cut, except for what lies split.
         state_specs: per group; by default, every IPU holds the state of a concurrent stage whole.
 
     Raises:
@@ -57,10 +58,12 @@ class Groups:
         self._known: dict[tuple[str, int], tuple[PackedLayout, Any]] = {}
         self._whole, self._whole_state = whole, whole_state
         self.owners, self.state_owners = _owners_of(stages), _state_owners_of(stages)
-        shared = {name: PartitionSpec() for stage in stages for name in stage.shared}
-        if whole is not None and specs is not None:
-            specs = whole.spread("specs", specs, lambda leaf: isinstance(leaf, PartitionSpec))
-        self.specs = shared | _specs_for(self.owners, "specs", specs, axes)
+        on_all = [name for stage in stages for name in stage.shared]
+        if whole is not None:
+            on_all += [name for name, ipu in self.owners.items() if ipu is None]
+            if specs is not None:
+                specs = whole.spread("specs", specs, lambda leaf: isinstance(leaf, PartitionSpec))
+        self.specs = dict.fromkeys(on_all, PartitionSpec()) | _specs_for(self.owners, "specs", specs, axes)
         if whole is not None and over_ipus:
             self.specs |= _split_over_ipus(whole, over_ipus, self.specs)
         _check_shared(stages, self.specs)
@@ -218,7 +221,8 @@ def _split_over_ipus(whole: WholeTree, dims: Mapping[Part, int], specs: Mapping[
     for name, parts in whole.groups:
         if not any(part in dims for part in parts):
             continue
-        given = specs.get(name) or [PartitionSpec()] * len(parts)
+        given = specs[name]
+        given = [given] * len(parts) if isinstance(given, PartitionSpec) else given
         found[name] = []
         for part, spec in zip(parts, given, strict=True):
             entries = [*spec, *[None] * (len(whole.shapes[part.leaf]) - len(spec))]
