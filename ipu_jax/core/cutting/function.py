@@ -274,7 +274,7 @@ def _best_cut(trace: FunctionTrace, work: dict[int, float], source: Source) -> t
     local, marks = [ipu for ipu in source.places if ipu is not None], source.names
     if marks is None and len(places.marked([STAGE_END])):
         marks = [STAGE_END]
-    cut_of = lambda places: cut_around(places, local, lambda rest: rest.cut(local, marks))
+    cut_of = lambda places: cut_around(places, local, marks or (), lambda rest: rest.cut(local, marks))
     cut = cut_of(places)
     if cut is not None and _is_even(trace, cut, work):
         return cut, []
