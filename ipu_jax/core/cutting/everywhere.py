@@ -103,10 +103,12 @@ def _is_spec(leaf: Any) -> bool:
     return leaf is None or isinstance(leaf, PartitionSpec)
 
 
-def _spread(in_specs: Tree, args: Sequence[Tree]) -> list[PartitionSpec | None]:
+def _spread(in_specs: Tree, args: Sequence[Tree]) -> list[PartitionSpec]:
     """Return the spec of each leaf of the arguments."""
     try:
-        return jax.tree.leaves(jax.tree.broadcast(in_specs, tuple(args), is_leaf=_is_spec), is_leaf=_is_spec)
+        named = jax.tree.map(lambda spec: spec or _WHOLE, in_specs, is_leaf=_is_spec)
+        is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # None in an argument is an empty tree
+        return jax.tree.leaves(jax.tree.broadcast(named, tuple(args), is_leaf=is_spec), is_leaf=is_spec)
     except ValueError:
         raise ValueError(
             f"in_specs={in_specs!r} do not fit {len(args)} arguments, {jax.tree.structure(tuple(args))}: give one "
@@ -114,10 +116,10 @@ def _spread(in_specs: Tree, args: Sequence[Tree]) -> list[PartitionSpec | None]:
         ) from None
 
 
-def _split_dim(spec: PartitionSpec | None, leaf: Value) -> int | None:
+def _split_dim(spec: PartitionSpec, leaf: Value) -> int | None:
     """Return the dim that a spec splits."""
-    dims = [dim for dim, entry in enumerate(spec or ()) if entry is not None]
-    if len(spec or ()) > leaf.ndim:
+    dims = [dim for dim, entry in enumerate(spec) if entry is not None]
+    if len(spec) > leaf.ndim:
         raise ValueError(f"in_specs hold {spec!r} for an array of shape {leaf.shape}: give it at most {leaf.ndim} dims")
     return dims[0] if dims else None
 

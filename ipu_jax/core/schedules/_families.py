@@ -27,6 +27,7 @@ number of sweeps); DeepSeek-AI 2024, arXiv:2412.19437 (dualpipev); Graphcore, "M
 """
 
 import dataclasses
+import itertools
 
 import numpy as np
 
@@ -56,6 +57,8 @@ ALIASES = {
 _SPLIT = ("looped-zb", "zb-h1", "zbv", "zb-wave", "dualpipev")
 _LOOPED = ("looped", "looped-bfs", "looped-zb")
 _FOLDED = ("zbv", "dualpipev")
+_DIVISIBLE = ("looped", "looped-bfs", "zbv", "zb-wave")
+"""The families of these that serve an IPU's segment in two, with a concurrent stage between; others could get stuck."""
 
 
 def canonical_name(name: str) -> str:
@@ -156,17 +159,18 @@ def _first_micro_batch(placement: Placement) -> tuple[list[int], list[int]]:
 
 def _check_places(name: str, line: Line) -> None:
     there, places = list(line.on), line.places
-    if name in _LOOPED and places != there * (len(line) // max(1, len(there))):
+    turns = [ipu for ipu, _ in itertools.groupby(places)] if name in _DIVISIBLE else places
+    if name in _LOOPED and turns != there * (len(turns) // max(1, len(there))):
         raise ValueError(
             f"schedule {name!r} cannot serve the local stages on {places}: it needs them on the same IPUs in the "
             "same order round after round, as in [0, 1, 0, 1]; '1f1b' serves any placement"
         )
-    if name in _FOLDED and places not in (there + there[::-1], there + there[-2::-1]):
+    if name in _FOLDED and turns not in (there + there[::-1], there + there[-2::-1]):
         raise ValueError(
             f"schedule {name!r} cannot serve the local stages on {places}: it needs them folded, there and back over "
             "the same IPUs, as in [0, 1, 1, 0]; 'zb-h1' serves any placement"
         )
-    if name == "zb-wave" and not _are_sweeps(there, places):
+    if name == "zb-wave" and not _are_sweeps(there, turns):
         raise ValueError(
             f"schedule 'zb-wave' cannot serve the local stages on {places}: it needs them in sweeps, there and back "
             "over the same IPUs, as in [0, 1, 1, 0, 0, 1]; 'zb-h1' serves any placement"

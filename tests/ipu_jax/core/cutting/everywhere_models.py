@@ -38,10 +38,14 @@ def tokens_of(random):
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
-look_up = everywhere(lambda table, ids: embedding(table, ids, size=V), in_specs=(P("ipu"), P()))
+of_table = everywhere(lambda table, _, ids: embedding(table, ids, size=V), in_specs=(P("ipu"), P(), None))
 head = everywhere(
     lambda table, x, y: linear_cross_entropy(x, table, y, size=V, reduction="mean"), in_specs=(P("ipu"), P(), P())
 )
+
+
+def look_up(table, ids):
+    return of_table(table, None, ids)
 
 
 def norm(x):

@@ -58,6 +58,7 @@ CASES = [
     ("head_alone", 4, "grouped"),
     ("mlps_in_the_middle", 2, "zb-h1"),
     ("mlps_in_the_middle", 3, "grouped"),
+    ("mlps_in_the_middle", 2, "zbv"),
     ("two_heads", 2, "1f1b"),
     ("stacked_tables", 2, "looped"),
     ("read_whole_as_well", 2, "1f1b"),
