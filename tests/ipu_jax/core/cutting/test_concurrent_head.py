@@ -181,7 +181,7 @@ CASES = {
     "towers": Case(
         towers,
         {"table": TABLE[:D], "layer": LAYER, "layers": jnp.stack([LAYER, LAYER.T])},
-        {"layer": 1},
+        {"table": 0, "layer": 1},
         3,
         fused=False,
     ),
