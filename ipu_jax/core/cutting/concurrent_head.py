@@ -169,7 +169,7 @@ def _everywhere(
     own = _with_inputs(trace, ops, leaves)
     constants = {*trace.batch, *trace.key, *trace.constants, *trace.closed.jaxpr.constvars}
     for op in ops:
-        if op.primitive.name == "dot_general":
+        if op.primitive.name == "dot_general" and _multiplied(op, trace.row_taker(), trace):
             own = with_fused_loss(own, results, op, leaves, constants)
     made = {v for op in own for v in op.outvars}
     inputs = [v for v in dict.fromkeys(read_by(own, results)) if v not in made]
