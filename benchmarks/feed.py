@@ -67,8 +67,9 @@ def main() -> int:
     params = init_params(0)
     print(data.source, flush=True)
     for rows, count in SIZES:
+        one = {"images": data.train_images[:rows], "labels": data.train_labels[:rows]}
         for mode in MODES:
-            pipeline = make_pipeline(mode, gradient_accumulation=count)
+            pipeline = make_pipeline(mode, one, gradient_accumulation=count)
             step = partial(steps, pipeline, pipeline.shard(params))
             with feed_of(data, pipeline, rows, PREFETCH) as ahead, feed_of(data, pipeline, rows, 0) as by_caller:
                 # several batches, since a single one would stay in the CPU's caches

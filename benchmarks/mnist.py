@@ -63,7 +63,8 @@ def main() -> int:
         calls = [partial(unsharded, params, batch)]
         expected = calls[0]()
         for mode in MODES:
-            pipeline = make_pipeline(mode, gradient_accumulation=count)
+            one = jax.tree.map(lambda leaf: leaf[0], batch)
+            pipeline = make_pipeline(mode, one, gradient_accumulation=count)
             spread = jax.device_put(batch, NamedSharding(pipeline.mesh, PartitionSpec()))
             calls.append(partial(pipeline.value_and_grad, pipeline.shard(params), spread))
             (loss, _), gradients = calls[-1]()

@@ -52,7 +52,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from figures import Bounds, Figures, Program
 from gpt import Sizes, block, init_params, layer_norm, loss_whole, random_batch
 from ipu_jax import Outputs, Pipeline, Stage, configure
-from ipu_jax.nn import conv_general_dilated
+from ipu_jax.nn import conv_general_dilated, linen_stage
 from mnist_example import resnet
 
 IPUS, MOST_IPUS, MICRO_BATCHES, ROUNDS = 2, 4, 8, 7
@@ -120,7 +120,10 @@ def resnet18(*, width: int = 32, side: int = 32, images: int = 16, micro_batches
     middle = 1 + len(blocks) // IPUS
     stages = [
         Stage(partial(_train_stem, stem), params="stem", state="stem", ipu=0),
-        *(block.stage(int(i >= middle)) for i, block in enumerate(blocks, 1)),
+        *(
+            linen_stage(block.module, block.init(jax.random.key(0)), block.name, ipu=int(i >= middle)).stage
+            for i, block in enumerate(blocks, 1)
+        ),
         Stage(classify, params="classifier", ipu=IPUS - 1),
     ]
     batch = {

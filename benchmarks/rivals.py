@@ -65,7 +65,8 @@ def torch_figures(figures: Figures) -> None:
     with TorchPipeline(weights, batches) as rival:
         for rows, count in MNIST_SIZES:
             name = f"{rows}x{count}"
-            pipeline = make_pipeline("basic", gradient_accumulation=count, reduction="sum")
+            one = jax.tree.map(lambda leaf: leaf[0], batches[name])
+            pipeline = make_pipeline("basic", one, gradient_accumulation=count, reduction="sum")
             step = _step(pipeline, params, batches[name])
             (loss, _), gradients = step()
             ours = {"loss": loss, **_torch_layers(pipeline.unshard(gradients))}

@@ -11,18 +11,19 @@ These are the published networks (He et al. 2015, arXiv:1512.03385, table 1), fo
     head              average pool, classifier, cross-entropy
 
 A bottleneck has its stride in its 3x3 rather than in its first 1x1, as in torchvision ("v1.5"). Strided convolutions
-pad both sides evenly, as in torch. The layers are Flax modules. Each layer is a stage, and neighbouring stages on one
-IPU run as one piece:
+pad both sides evenly, as in torch. The layers are Flax modules. A network is one function, which is cut between its
+layers so that the IPUs' loads are as even as possible:
 
     basic         IPU0   images -> stem, block1 ... \\
-    (resnet18)    IPU1                              -> ... block8, pool, classifier -- cross-entropy -> loss
+    (resnet18)    IPU1                              -> ... block8, pool, classifier, cross-entropy -> loss
 
-    concurrent    IPU0   images -> stem, block1 ... \\                   -> classes 0-4 -- cross-entropy \\
-                  IPU1                              -> ... block8, pool \\-> classes 5-9 -- cross-entropy  -> loss
+    concurrent    IPU0   images -> stem, block1 ... \\             -> pool, classes 0-4, cross-entropy \\
+                  IPU1                              -> ... block8 \\-> pool, classes 5-9, cross-entropy  -> loss
 
 Batch norm normalises a micro-batch by its own mean and variance, as in GPipe and in torch's pipelines. So results
-depend on the size of the micro-batch, but not on the number of IPUs. Running averages are the stages' state, in float32
-for every precision. Each micro-batch moves them a tenth of the way to its statistics, and evaluation uses them instead.
+depend on the size of the micro-batch, but not on the number of IPUs. Running averages are the function's state, in
+float32 for every precision. Each micro-batch moves them a tenth of the way to its statistics, and evaluation uses them
+instead.
 
 Dims: B images of a micro-batch, H rows, W columns, C channels; arrays have them in that order ("NHWC").
 """
@@ -30,7 +31,7 @@ Dims: B images of a micro-batch, H rows, W columns, C channels; arrays have them
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import flax.linen as nn
@@ -38,11 +39,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_jax import Pipeline, Stage, make_mesh
-from ipu_jax.costs import balance_layers, flops_of
-from ipu_jax.nn import conv_general_dilated, linen_stage
+from ipu_jax import Pipeline, stage_end
+from ipu_jax.nn import conv_general_dilated
 from mnist_example.flags import RESNET_BLOCKS, Mode
-from mnist_example.model import classifier_params, head_stages, scaled_images
+from mnist_example.model import classifier_params, head_of, scaled_images
 
 SIDE: Final = 28
 """Rows and columns of an image for which FLOPs are counted. The networks take images of any size."""
@@ -107,7 +107,7 @@ class _Block(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class ResnetLayer:
-    """A part of the network that is one stage on one IPU. Its parameter group and state group are named like the layer.
+    """A part of the network that is on one IPU. Its weights and averages are named like the layer.
 
     Attributes:
         name: such as "stem" or "block1".
@@ -122,11 +122,6 @@ class ResnetLayer:
     def init(self, key: jax.Array) -> dict[str, Any]:
         """Return Flax's variables in float32, `{"params": ..., "batch_stats": ...}`."""
         return dict(self.module.init(key, jnp.zeros((1, *self.inputs)), train=False))
-
-    def stage(self, ipu: int) -> Stage:
-        """Return the layer as a stage. In training it normalises by the micro-batch, and moves the running averages."""
-        shapes, inputs = jax.eval_shape(self.init, jax.random.key(0)), "images" if self.name == "stem" else None
-        return linen_stage(self.module, shapes, self.name, ipu=ipu, inputs=inputs).stage
 
 
 @functools.cache
@@ -171,7 +166,8 @@ def init_params(name: str, seed: int, *, width: int = WIDTH) -> dict[str, Any]:
         `{"stem": {...}, "block1": {...}, ..., "classifier": {"w": (D, classes), "b": (classes,)}}`; a convolution's
         kernel is (rows, columns, C in, C out).
     """
-    layers = layers_of(name, width=width)
+    shapes = shapes_of(name, width=width)[0]
+    features = shapes.pop("classifier")["w"].shape[0]
     random = np.random.default_rng(seed)  # drawing 50 shapes with jax.random takes 10 s, most of it for compiling
 
     def drawn(path: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
@@ -181,8 +177,6 @@ def init_params(name: str, seed: int, *, width: int = WIDTH) -> dict[str, Any]:
             return jnp.asarray(deviation * random.standard_normal(shape.shape, np.float32))
         return jnp.full(shape.shape, {"scale": 1, "bias": 0}[kind], jnp.float32)
 
-    shapes = jax.eval_shape(lambda key: {layer.name: layer.init(key)["params"] for layer in layers}, jax.random.key(0))
-    features = _output(layers[-1])[-1]
     return {**jax.tree.map_with_path(drawn, shapes), "classifier": classifier_params(jax.random.key(seed), features)}
 
 
@@ -192,49 +186,58 @@ def init_state(name: str, *, width: int = WIDTH) -> dict[str, Any]:
     Returns:
         `{"stem": {"batch_stats": {...}}, ...}`: for each batch norm, `{"mean": (C,), "var": (C,)}` in float32.
     """
+    fresh = lambda path, average: jnp.full(average.shape, path[-1].key == "var", average.dtype)
+    return jax.tree.map_with_path(fresh, shapes_of(name, width=width)[1])
+
+
+def shapes_of(name: str, *, width: int = WIDTH) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the shapes of `init_params` and of `init_state`."""
     layers = layers_of(name, width=width)
-    fresh = jax.jit(lambda key: {each.name: {"batch_stats": each.init(key)["batch_stats"]} for each in layers})
-    return fresh(jax.random.key(0))
+
+    def drawn(key: jax.Array) -> tuple[dict[str, Any], dict[str, Any]]:
+        own = {layer.name: layer.init(key) for layer in layers}
+        params = {name: variables.pop("params") for name, variables in own.items()}
+        return {**params, "classifier": classifier_params(key, _output(layers[-1])[-1])}, own
+
+    return jax.eval_shape(drawn, jax.random.key(0))
 
 
 def make_pipeline(
-    name: str, mode: Mode, *, ipus: int = 2, replicas: int = 1, devices: Any = None, width: int = WIDTH, **options: Any
+    name: str, mode: Mode, micro_batch: Any, *, ipus: int = 2, width: int = WIDTH, **options: Any
 ) -> Pipeline:
     """Return the network as a pipeline, over the first `replicas` x `ipus` devices.
 
-    Precision, micro-batches, loss, aux and options are as in `mnist_example.model.make_pipeline`. A micro-batch must
-    have at least 2 images; the images can have any number of rows and columns.
+    Precision, micro-batches, loss and aux are as in `mnist_example.model.make_pipeline`. A micro-batch must have at
+    least 2 images; they can have any number of rows and columns.
 
     Args:
         name, width: as for `layers_of`.
         mode: "basic" or "concurrent", as drawn at the top of this file.
+        micro_batch: a micro-batch, or its shapes.
         ipus: IPUs of a replica, from 1 to the number of layers.
-        replicas: copies of the network, each with its own micro-batches.
-        devices: as for `make_mesh`.
-        options: of `Pipeline`.
+        options: of `Pipeline.from_function`, such as `schedule` and `replicas`.
     """
-    layers = layers_of(name, width=width)
-    head, specs = head_stages(mode, ipu=ipus - 1)
-    stages = [layer.stage(ipu) for layer, ipu in zip(layers, _placed(layers, mode, ipus), strict=True)]
-    pool = Stage(_pool, ipu=ipus - 1, name="pool")
-    return Pipeline([*stages, pool, *head], mesh=make_mesh(replicas, ipus, devices=devices), specs=specs, **options)
+    params, state = shapes_of(name, width=width)
+    loss = loss_of(name, mode, width=width)
+    return Pipeline.from_function(loss, params, micro_batch, state=state, ipus=ipus, **options)
 
 
-def _placed(layers: Sequence[ResnetLayer], mode: Mode, ipus: int) -> list[int]:
-    """Return the IPU of each layer. Neighbouring layers stay together, and the IPUs' loads are as even as possible."""
-    names, costs = [layer.name for layer in layers], [_cost(layer) for layer in layers]
-    if mode == "basic":  # the head costs almost nothing, but it can get its own IPU
-        names, costs = [*names, "head"], [*costs, 0]
-    found = balance_layers(names, costs, ipus).ipus
-    return [ipu for ipu in found if ipu is not None][: len(layers)]
+def loss_of(name: str, mode: Mode, *, training: bool = True, width: int = WIDTH) -> Callable[..., tuple[Any, ...]]:
+    """Return a network in a mode: a function of whole weights, running averages and a micro-batch.
 
+    In training it returns `(loss, aux, new averages)`. Otherwise it normalises by the averages, and returns
+    `(loss, aux)`.
+    """
+    layers, head = layers_of(name, width=width), head_of(mode)
 
-def _cost(layer: ResnetLayer) -> int:
-    """Return the FLOPs of a layer's forward pass for one image."""
-    variables = jax.eval_shape(layer.init, jax.random.key(0))
-    x = jax.ShapeDtypeStruct((1, *layer.inputs), jnp.float32)
-    return flops_of(lambda variables, x: layer.module.apply(variables, x, train=False), variables, x)
+    def loss(params: Any, averages: Any, micro_batch: dict[str, jax.Array]) -> tuple[Any, ...]:
+        x, new = micro_batch["images"], {}
+        for layer in layers:
+            variables = {"params": params[layer.name], **averages[layer.name]}
+            with jax.named_scope(layer.name):
+                x, new[layer.name] = layer.module.apply(variables, x, train=training, mutable=["batch_stats"])
+                x = stage_end(x)
+        result = head(params["classifier"], x.mean(axis=(1, 2)), micro_batch["labels"])
+        return (*result, new) if training else result
 
-
-def _pool(params: None, x_BHWC: jax.Array, microbatch: Any) -> jax.Array:
-    return x_BHWC.mean(axis=(1, 2))
+    return loss

@@ -99,8 +99,10 @@ class TrainingRun:
         self.expected = data.expected if learns_as_usual and flags.replicas == 1 else None
         self.mode: Mode = mode
         make = model.make_pipeline if flags.model == "mlp" else functools.partial(resnet.make_pipeline, flags.model)
+        self._micro_batch = _shapes(flags.batch_size, np.uint8 if flags.eight_bit_io else np.float32, np.uint8)
         pipeline = make(
             mode,
+            self._micro_batch,
             ipus=flags.ipus_of(mode),
             replicas=flags.replicas,
             devices=devices,
@@ -133,13 +135,11 @@ class TrainingRun:
         """Compile a device call for the chips of the step's mesh, and report what it needs. Nothing is placed."""
         flags, k = self.flags, self.step.options.device_iterations
         dims = (*[k] * (k > 1), *[flags.replicas] * (flags.replicas > 1))
-        dims += (flags.gradient_accumulation_count, flags.batch_size)
-        pixels, shape = np.uint8 if flags.eight_bit_io else np.float32, jax.ShapeDtypeStruct
-        batch = {"images": shape((*dims, 28, 28), pixels), "labels": shape(dims, np.uint8)}
+        dims += (flags.gradient_accumulation_count,)
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*dims, *x.shape), x.dtype), self._micro_batch)
         if flags.model == "mlp":
             return ipu_jax.chips.compile_ahead(self.step, jax.eval_shape(lambda: model.init_params(0)), batch)
-        params = jax.eval_shape(lambda: resnet.init_params(flags.model, 0))
-        state = jax.eval_shape(lambda: resnet.init_state(flags.model))
+        params, state = resnet.shapes_of(flags.model)
         return ipu_jax.chips.compile_ahead(self.step, params, batch, state=state)
 
     def init(self) -> ipu_jax.steps.TrainState:
@@ -148,6 +148,13 @@ class TrainingRun:
         if flags.model == "mlp":
             return self.step.init(model.init_params(flags.seed))
         return self.step.init(resnet.init_params(flags.model, flags.seed), stages=resnet.init_state(flags.model))
+
+    @functools.cached_property
+    def _evaluated(self) -> Any:
+        """Return the network as it is evaluated, of the weights on the IPUs; labels are signed, and -1 is none."""
+        name, mode = self.flags.model, self.mode
+        network = model.loss_of(mode) if name == "mlp" else resnet.loss_of(name, mode, training=False)
+        return self.step.model.forward(network, _shapes(self.flags.batch_size, np.uint8, np.int32))
 
     def accuracy(self, state: ipu_jax.steps.TrainState) -> float:
         """Return the fraction of test images that the network classifies correctly, for any number of images."""
@@ -164,7 +171,7 @@ class TrainingRun:
             fill={"images": 0, "labels": -1},
         ) as feed:
             for batch in feed.epoch():
-                _, aux = pipeline.loss(state.params, batch.data, state=state.stages)
+                _, aux = self._evaluated(state.params, batch.data, state.stages)
                 correct += int(ipu_jax.pipelines.on_host(aux["correct"]).sum())
         return correct / len(data.test_images)
 
@@ -442,6 +449,10 @@ def draw(basic: _Losses, concurrent: _Losses, path: Path) -> None:
         axes.grid(alpha=0.3)
     with cli.replacing(path) as file:
         figure.savefig(file, dpi=150, format="png")
+
+
+def _shapes(images: int, pixels: npt.DTypeLike, labels: npt.DTypeLike) -> dict[str, jax.ShapeDtypeStruct]:
+    return {"images": jax.ShapeDtypeStruct((images, 28, 28), pixels), "labels": jax.ShapeDtypeStruct((images,), labels)}
 
 
 def _with_epochs(flags: Flags, data: MNIST) -> Flags:

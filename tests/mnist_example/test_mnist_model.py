@@ -3,14 +3,16 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import ipu_jax
+from ipu_jax.base.jaxprs import all_equations
 from mnist_example import model
 from mnist_example.data import synthetic_mnist
-from mnist_example.flags import CLASSES
-from mnist_example.model import init_params, make_pipeline
+from mnist_example.flags import CLASSES, MODES
+from mnist_example.model import init_params, loss_of, make_pipeline
 
 M, B = 3, 4
 LAYOUTS = [
@@ -25,18 +27,26 @@ LAYOUTS = [
 ]
 
 
+ONE = {"images": np.zeros((B, 28, 28), np.uint8), "labels": np.zeros(B, np.int8)}
+
+
 @functools.cache
-def pipeline_of(mode, ipus):
-    return make_pipeline(mode, ipus=ipus, gradient_accumulation=M)
+def pipeline_of(mode, ipus=2, schedule="grouped", reduction="mean"):
+    return make_pipeline(mode, ONE, ipus=ipus, gradient_accumulation=M, schedule=schedule, reduction=reduction)
 
 
-@pytest.fixture(scope="module")
-def params():
-    """Return few weights with biases that aren't zero, so that a bias left out or padded wrongly is noticed."""
+@pytest.fixture(autouse=True, scope="module")
+def few_weights():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "HIDDEN", 160)
         patch.setattr(model, "FEATURES", 80)
-        drawn = init_params(0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def params(few_weights):
+    """Return weights with biases that aren't zero, so that a bias left out or padded wrongly is noticed."""
+    drawn = init_params(0)
     rng = np.random.default_rng(1)
     return jax.tree.map(lambda p: np.asarray(p) if p.ndim > 1 else np.float32(0.1 * rng.normal(size=p.shape)), drawn)
 
@@ -67,10 +77,25 @@ def dense_loss(params, batch):
     return np.where(is_example, losses, 0).mean()
 
 
+def dense_gradients(params, batch):
+    """Return the gradients of the sum over micro-batches, by jax on one device."""
+
+    def loss(params):
+        x = batch["images"].reshape(-1, 784) / jnp.float32(255)
+        for name in ("hidden", "features"):
+            x = jnp.maximum(jnp.dot(x, params[name]["w"], precision="highest") + params[name]["b"], 0)
+        logits = jnp.dot(x, params["classifier"]["w"], precision="highest") + params["classifier"]["b"]
+        return -(jax.nn.log_softmax(logits) * np.eye(CLASSES)[batch["labels"].reshape(-1)]).sum() / B
+
+    return jax.grad(loss)(params)
+
+
 # weights
 
 
 def test_weights_have_the_networks_shapes_and_scales_and_follow_the_seed(monkeypatch):
+    monkeypatch.setattr(model, "HIDDEN", 2560)
+    monkeypatch.setattr(model, "FEATURES", 1280)
     whole = jax.eval_shape(lambda: init_params(0))
     shapes = {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(whole)}
     assert shapes == {
@@ -98,19 +123,23 @@ def test_weights_have_the_networks_shapes_and_scales_and_follow_the_seed(monkeyp
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "ipus", "schedule"), LAYOUTS)
 def test_loss_and_gradients_are_the_dense_and_the_unsharded_programs(mode, ipus, schedule, params, batch):
-    pipeline = make_pipeline(mode, ipus=ipus, gradient_accumulation=M, schedule=schedule)
+    pipeline = pipeline_of(mode, ipus, schedule, "sum")
     sharded = pipeline.shard(params)
-    loss, aux = pipeline.loss(sharded, batch)
+    (loss, aux), gradients = pipeline.value_and_grad(sharded, batch)
     assert float(loss) == pytest.approx(dense_loss(params, batch), rel=1e-5)
     predictions = dense_logits(params, batch["images"]).argmax(-1).reshape(M, B)
     np.testing.assert_array_equal(aux["correct"], (predictions == batch["labels"]).sum(-1))
+    for found, expected in zip(
+        jax.tree.leaves(pipeline.unshard(gradients)), jax.tree.leaves(dense_gradients(params, batch)), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
     assert len(ipu_jax.verify(pipeline, sharded, batch).gradient_errors) == 6
 
 
 @pytest.mark.fast("mean")
 @pytest.mark.parametrize(("reduction", "scale"), [("sum", 1.0), ("mean", 1 / M)], ids=["sum", "mean"])
 def test_gradients_are_summed_or_averaged_over_the_accumulation(reduction, scale, params, batch):
-    pipeline = make_pipeline("concurrent", gradient_accumulation=M, reduction=reduction)
+    pipeline = pipeline_of("concurrent", reduction=reduction)
     _, gradients = pipeline.value_and_grad(pipeline.shard(params), batch)
     found = pipeline.unshard(gradients)["classifier"]["b"]
     logits, labels = dense_logits(params, batch["images"]), batch["labels"].reshape(-1)
@@ -121,7 +150,7 @@ def test_gradients_are_summed_or_averaged_over_the_accumulation(reduction, scale
 
 def test_an_ipu_holds_its_own_classes_only(params):
     pipeline = pipeline_of("concurrent", 4)
-    bias, weight = pipeline.shard(params).concurrent["classifier"]
+    bias, weight = pipeline.shard(params).concurrent["all IPUs"]
     for ipu, (b, w) in enumerate(zip(bias.addressable_shards, weight.addressable_shards, strict=True)):
         assert (b.data.shape, w.data.shape) == ((3,), (80, 3))  # 10 classes are 3, 3, 3 and 1
         np.testing.assert_array_equal(b.data[: 10 - 3 * ipu], params["classifier"]["b"][3 * ipu : 3 * ipu + 3])
@@ -134,7 +163,7 @@ def test_a_class_that_pads_a_shard_is_never_predicted(params, batch):
     low = {**params, "classifier": {**classifier, "b": classifier["b"] - 50}}
     predictions = dense_logits(low, batch["images"]).argmax(-1).reshape(M, B)
     pipeline = pipeline_of("concurrent", 4)
-    _, aux = pipeline.loss(pipeline.shard(low), {**batch, "labels": np.int32(predictions)})
+    _, aux = pipeline.loss(pipeline.shard(low), {**batch, "labels": np.int8(predictions)})
     np.testing.assert_array_equal(aux["correct"], [B] * M)
 
 
@@ -147,7 +176,7 @@ def test_what_has_no_label_counts_for_nothing(mode, ipus, params, batch):
     labels = batch["labels"].copy()
     labels[0], labels[1, :2], labels[2, 0] = -1, (10, 127), 11  # 10 and 11 are columns of padding on 4 IPUs
     masked = {**batch, "labels": labels}
-    pipeline = make_pipeline(mode, ipus=ipus, gradient_accumulation=M)
+    pipeline = pipeline_of(mode, ipus)
     sharded = pipeline.shard(params)
     (loss, aux), gradients = pipeline.value_and_grad(sharded, masked)
     assert float(loss) == pytest.approx(dense_loss(params, masked), rel=1e-5)
@@ -169,38 +198,36 @@ def test_of_equal_logits_the_first_counts(mode, ipus, params, batch):
     # 3 and 9 are on different IPUs, 3 and 4 are on the same of 2 IPUs
     undecided["classifier"]["b"][[3, 4, 9]] = 1.0
     pipeline = pipeline_of(mode, ipus)
-    labels = np.array([[3, 4, 9, 0], [3, 3, 3, 3], [9, 9, 4, 4]], np.int32)
+    labels = np.array([[3, 4, 9, 0], [3, 3, 3, 3], [9, 9, 4, 4]], np.int8)
     _, aux = pipeline.loss(pipeline.shard(undecided), {**batch, "labels": labels})
     np.testing.assert_array_equal(aux["correct"], [1, 4, 0])
 
 
-def through_the_stages(params, micro_batch):
-    """Return the features, the logits and the loss."""
-    hidden, body, classifier, loss = make_pipeline("basic", gradient_accumulation=M).stages
-    features = body.fn(params["features"], hidden.fn(params["hidden"], None, micro_batch), micro_batch)
-    logits = classifier.fn(params["classifier"], features, micro_batch)
-    return features, logits, loss.fn(None, logits, micro_batch)[0]
-
-
-def test_images_may_be_bytes_or_floats(params, batch):
-    loss = jax.jit(lambda mb: through_the_stages(params, mb)[2])
+@pytest.mark.parametrize("mode", MODES)
+def test_images_may_be_bytes_or_floats(mode, params, batch):
+    loss = jax.jit(lambda mb: loss_of(mode)(params, mb)[0])
     floats = {"images": (batch["images"][0] / 255).astype(np.float32), "labels": batch["labels"][0].astype(np.int32)}
     of_bytes = loss(jax.tree.map(lambda leaf: leaf[0], batch))
     assert float(loss(floats)) == pytest.approx(float(of_bytes), rel=1e-6)
 
 
-# dtypes
+# dtypes and places
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("images", ["uint8", "float32"])
-def test_stages_compute_in_the_dtype_of_their_weights(dtype, images, params, batch):
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_compute_in_the_dtype_of_their_weights(mode, images, dtype, params, batch):
     stored = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), params)
     micro_batch = {"images": batch["images"][0].astype(images), "labels": batch["labels"][0]}
-    found = jax.eval_shape(through_the_stages, stored, micro_batch)
-    assert [leaf.dtype for leaf in found] == [dtype, dtype, "float32"]
+    program = jax.make_jaxpr(loss_of(mode))(stored, micro_batch)
+    products = [eqn for eqn in all_equations(program.jaxpr) if eqn.primitive.name == "dot_general"]
+    assert [eqn.outvars[0].aval.dtype for eqn in products] == [dtype] * 3
+    assert program.out_avals[0].dtype == "float32"
 
 
-def test_in_basic_mode_the_layers_are_spread_over_three_ipus():
-    places = lambda ipus: [stage.place for stage in make_pipeline("basic", ipus=ipus).stages]
-    assert [places(1), places(2), places(3)] == [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 2, 2]]
+def test_layers_are_where_the_picture_has_them():
+    """Basic mode spreads them over three IPUs; in concurrent mode IPU 0 has all but the classifier, for any number."""
+    places = lambda mode, ipus: [stage.place for stage in pipeline_of(mode, ipus).stages]
+    assert [places("basic", ipus) for ipus in (1, 2, 3)] == [[0, 0, 0], [0, 0, 1], [0, 1, 2]]
+    assert [places("concurrent", ipus) for ipus in (1, 2, 8)] == [[0, 0, None]] * 3

@@ -39,6 +39,11 @@ def make_batch(m, b=B, side=SIDE):
     }
 
 
+def pipeline_of(mode, batch, *, name="resnet18", width=WIDTH, **options):
+    """Return a narrow network for the micro-batches of a batch."""
+    return make_pipeline(name, mode, jax.tree.map(lambda leaf: leaf[0], batch), width=width, **options)
+
+
 @pytest.fixture(scope="module")
 def params():
     """Return weights with scales and biases that aren't 1 and 0, so that one left out or misplaced is noticed."""
@@ -172,8 +177,8 @@ def test_weights_start_as_he_and_lecun_say(monkeypatch):
 @pytest.mark.parametrize(("mode", "ipus", "m"), LAYOUTS)
 def test_an_update_is_the_unsharded_programs(mode, ipus, m, params, state):
     """Compare loss, every gradient and every running average."""
-    pipeline = make_pipeline("resnet18", mode, ipus=ipus, gradient_accumulation=m, reduction="sum", width=WIDTH)
     batch = make_batch(m)
+    pipeline = pipeline_of(mode, batch, ipus=ipus, gradient_accumulation=m, reduction="sum")
     sharded, averages = pipeline.shard(params), pipeline.shard_state(state)
     report = ipu_jax.verify(pipeline, sharded, batch, state=averages, rtol=1e-4)
     assert len(report.gradient_errors) == len(jax.tree.leaves(params))
@@ -215,8 +220,7 @@ def test_a_block_adds_its_input_to_two_convolutions():
         return nn.relu(x + y), {"batch_stats": {"conv0": first, "conv1": second, "shortcut": third}}
 
     def by_layer(own, x):
-        outputs = block.stage(0).fn(own, x, None, state={"batch_stats": averages})
-        return outputs.y, outputs.state
+        return block.module.apply({"params": own, "batch_stats": averages}, x, train=True, mutable=["batch_stats"])
 
     def with_gradients(fn, *args):
         (y, averages), vjp = jax.vjp(fn, *args)
@@ -229,27 +233,31 @@ def test_a_block_adds_its_input_to_two_convolutions():
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "ipus"), [("basic", 2), ("concurrent", 4)])
 def test_evaluation_reads_the_running_averages(mode, ipus, params, state):
-    pipeline = make_pipeline("resnet18", mode, ipus=ipus, gradient_accumulation=3, width=WIDTH)
     batch = make_batch(3)
-    loss, aux = pipeline.loss(pipeline.shard(params), batch, state=pipeline.shard_state(state))
+    pipeline = pipeline_of(mode, batch, ipus=ipus, gradient_accumulation=3)
+    evaluate = pipeline.forward(
+        resnet.loss_of("resnet18", mode, training=False, width=WIDTH), jax.tree.map(lambda leaf: leaf[0], batch)
+    )
+    losses, aux = evaluate(pipeline.shard(params), batch, pipeline.shard_state(state))
     logits = evaluated(params, state, batch["images"].reshape(-1, SIDE, SIDE))
     labels = batch["labels"].reshape(-1)
     expected = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert float(losses.mean()) == pytest.approx(float(expected), rel=1e-5)
     np.testing.assert_array_equal(aux["correct"], (logits.argmax(-1) == labels).reshape(3, B).sum(-1))
 
 
 @pytest.mark.slow
 def test_resnet50_is_the_unsharded_programs():
-    pipeline = make_pipeline("resnet50", "concurrent", ipus=2, gradient_accumulation=2, width=2)
+    batch = make_batch(2)
+    pipeline = pipeline_of("concurrent", batch, name="resnet50", width=2, gradient_accumulation=2)
     sharded = pipeline.shard(init_params("resnet50", 0, width=2))
     averages = pipeline.shard_state(init_state("resnet50", width=2))
-    ipu_jax.verify(pipeline, sharded, make_batch(2), state=averages, rtol=1e-3)
+    ipu_jax.verify(pipeline, sharded, batch, state=averages, rtol=1e-3)
 
 
 @pytest.mark.slow
 def test_averages_are_float32_in_lower_precision(params, state):
-    of_step = make_pipeline("resnet18", "basic", gradient_accumulation=2, width=WIDTH)
+    of_step = pipeline_of("basic", make_batch(2), gradient_accumulation=2)
     step = ipu_jax.make_train_step(of_step, optax.sgd(1.0), ipu_jax.TrainOptions(precision="16.16"))
     placed, pipeline, batch = step.init(params, stages=state), step.model, make_batch(2)
     (loss, _), gradients, new = pipeline.value_and_grad(placed.params, batch, state=placed.stages)
@@ -263,17 +271,18 @@ def test_averages_are_float32_in_lower_precision(params, state):
 # placing
 
 
-def test_layers_are_placed_by_what_they_cost(monkeypatch):
-    layers = layers_of("resnet18", width=WIDTH)
-    costs = [resnet._cost(layer) for layer in layers]
-    places = resnet._placed(layers, "basic", 2)
-    assert places == sorted(places)
-    assert (places[0], places[1], places[-1]) == (0, 0, 1)
-    halves = [sum(c for c, place in zip(costs, places, strict=True) if place == i) for i in (0, 1)]
-    assert max(halves) < 0.6 * sum(halves)
-    monkeypatch.setattr(resnet, "_cost", dict(zip(layers, costs, strict=True)).__getitem__)
-    for mode in ("basic", "concurrent"):
-        assert sorted({*resnet._placed(layers, mode, 8)}) == list(range(8))
+@pytest.mark.parametrize(("mode", "most"), [("basic", 10), ("concurrent", 9)])
+def test_whole_layers_are_placed_as_evenly_as_possible(mode, most):
+    batch = make_batch(1)
+    _, state = resnet.shapes_of("resnet18", width=WIDTH)
+    for ipus in (2, 8, most):
+        pipeline = pipeline_of(mode, batch, ipus=ipus)
+        places = [stage.place for stage in pipeline.stages]
+        assert places == [*range(ipus)] + [None] * (mode == "concurrent")
+        held = pipeline.shard_state_shapes(state)
+        assert len(jax.tree.leaves(held)) > 0
+    two = pipeline_of(mode, batch).function
+    assert max(two.cut.work_per_ipu) < 0.6 * sum(two.cut.work_per_ipu)
 
 
 # the command
@@ -284,7 +293,7 @@ def training_of(monkeypatch):
     """Return a function of flags that prepares the training of a ResNet-18 of 4 channels on few digits."""
     monkeypatch.setattr(data, "synthetic_mnist", lambda seed: synthetic_mnist(seed, 24, 10))
     monkeypatch.setattr(resnet, "WIDTH", WIDTH)
-    for name in ("make_pipeline", "init_params", "init_state"):
+    for name in ("make_pipeline", "loss_of", "init_params", "init_state", "shapes_of"):
         monkeypatch.setattr(resnet, name, functools.partial(getattr(resnet, name), width=WIDTH))
 
     def prepare(flags):

@@ -26,12 +26,15 @@ _WEIGHTS: Final = 0.05
 """The part of all weights that every IPU may hold for that."""
 
 
-def cut_around(places: Places, ipus: Sequence[int | None], cut: Callable[[Places], Cut | None]) -> Cut | None:
+def cut_around(
+    places: Places, ipus: Sequence[int | None], marks: Sequence[str], cut: Callable[[Places], Cut | None]
+) -> Cut | None:
     """Return a cut with a concurrent stage for each run of operations on all IPUs, or None if there is none.
 
     Args:
         places: the places at which the function can be cut.
         ipus: the IPU of each local stage.
+        marks: the names of values after which the function asks to be cut; no concurrent stage reaches beyond one.
         cut: cuts the local operations into as many stages.
 
     Raises:
@@ -40,7 +43,7 @@ def cut_around(places: Places, ipus: Sequence[int | None], cut: Callable[[Places
     at = [t for t, op in enumerate(places.operations) if is_everywhere(op)]
     if not at:
         return cut(places)
-    pieces = _pieces(places, at)
+    pieces = _pieces(places, at, [t for t in places.marked(marks) if places.allowed[t]])
     inside = np.zeros(len(places.operations), bool)
     for start, end in pieces:
         inside[start:end] = True
@@ -68,18 +71,21 @@ def _local(places: Places, pieces: Iterable[tuple[int, int]], inside: np.ndarray
     return local
 
 
-def _pieces(places: Places, at: Sequence[int]) -> list[tuple[int, int]]:
+def _pieces(places: Places, at: Sequence[int], marked: Sequence[int]) -> list[tuple[int, int]]:
     """Return the first operation of each concurrent stage, and the one after its last, for the operations `at`.
 
-    A stage takes operations beside one on all IPUs up to where the fewest bytes are live, and as many as it may.
+    A stage takes operations beside one on all IPUs up to where the fewest bytes are live, and as many as it may, but
+    none beyond a marked place.
     """
     count, is_local = len(places.operations), np.ones(len(places.operations), bool)
     is_local[list(at)] = False
     near = _Near(places, is_local, of_pieces=max(2, len(at)))
     pieces: list[tuple[int, int]] = []
     for t in at:
-        starts = [s for s in near.before(t) if s == 0 or places.allowed[s - 1]]
-        ends = [e for e in near.after(t) if e == count or places.allowed[e - 1]]
+        first = max([m + 1 for m in marked if m < t], default=0)
+        last = min([m + 1 for m in marked if m >= t], default=count)
+        starts = [s for s in near.before(t) if s >= first and (s == 0 or places.allowed[s - 1])]
+        ends = [e for e in near.after(t) if e <= last and (e == count or places.allowed[e - 1])]
         if not starts or not ends:
             raise ValueError(
                 f"everywhere{at_line(places.operations[t])}: the function can be cut at no place before it, or at none "

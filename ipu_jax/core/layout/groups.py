@@ -61,8 +61,8 @@ class Groups:
         if whole is not None and specs is not None:
             specs = whole.spread("specs", specs, lambda leaf: isinstance(leaf, PartitionSpec))
         self.specs = shared | _specs_for(self.owners, "specs", specs, axes)
-        if whole is not None and over_ipus:
-            self.specs |= _split_over_ipus(whole, over_ipus, self.specs)
+        if whole is not None:
+            self.specs |= _split_over_ipus(whole, over_ipus or {}, self.owners, self.specs)
         _check_shared(stages, self.specs)
         unsplit = {name: PartitionSpec() for name, place in self.state_owners.items() if place is None}
         self.state_specs = unsplit | _specs_for(self.state_owners, "state_specs", state_specs, axes)
@@ -212,13 +212,16 @@ def _specs_for(owners: dict[str, int | None], what: str, value: Value, axes: Map
     return specs
 
 
-def _split_over_ipus(whole: WholeTree, dims: Mapping[Part, int], specs: Mapping[str, Tree]) -> dict[str, list[Any]]:
-    """Return the specs of the groups with parts that lie split over the IPUs, beside the further axes of `specs`."""
+def _split_over_ipus(
+    whole: WholeTree, dims: Mapping[Part, int], owners: Mapping[str, int | None], specs: Mapping[str, Tree]
+) -> dict[str, list[Any]]:
+    """Return the specs of the groups that all IPUs hold, beside further axes; `dims` are those that the IPUs split."""
     found: dict[str, list[Any]] = {}
     for name, parts in whole.groups:
-        if not any(part in dims for part in parts):
+        if owners[name] is not None:
             continue
-        given = specs.get(name) or [PartitionSpec()] * len(parts)
+        given = specs.get(name, PartitionSpec())
+        given = [given] * len(parts) if isinstance(given, PartitionSpec) else given
         found[name] = []
         for part, spec in zip(parts, given, strict=True):
             entries = [*spec, *[None] * (len(whole.shapes[part.leaf]) - len(spec))]
