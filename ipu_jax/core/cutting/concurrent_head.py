@@ -48,13 +48,15 @@ def with_concurrent_head(trace: FunctionTrace, ipus: int, mesh: Mesh | None = No
 
     Args:
         trace: the trace of a loss function.
-        ipus: the number of IPUs.
+        ipus: the number of IPUs. On one, the trace stays as it is.
         mesh: the mesh that the trace is for, if the function names further axes of one.
 
     Raises:
         ValueError: the function has no product with a leaf after which there are no layers.
     """
     products, rows = _head(trace)
+    if ipus == 1:
+        return trace
     size = rows[0].aval.shape[rows[1]]
     following = depending(trace.activations, [v for op in products for v in op.outvars])
     head = [op for op in trace.activations if op in products or not following.isdisjoint(variables(op.invars))]
@@ -103,10 +105,11 @@ def _head(trace: FunctionTrace) -> tuple[list[Eqn], _Rows]:
 
 
 def _multiplied(op: Eqn, taker: RowTaker, trace: FunctionTrace) -> list[_Rows]:
-    """Return the leaves that an operation multiplies with, and the dim of each that is not contracted."""
+    """Return the whole leaves that an operation multiplies with, and the dim of each that is not contracted."""
     if isinstance(op, ScanLayer | ScanStack):
         return []
-    return [rows for v, dim in _operands(op) for rows in _rows_of(v, dim, taker, trace)]
+    found = [(v, rows) for v, dim in _operands(op) for rows in _rows_of(v, dim, taker, trace)]
+    return [rows for v, rows in found if rows[0].aval.size == v.aval.size]
 
 
 def _operands(op: Eqn) -> Iterator[_Rows]:
@@ -166,7 +169,7 @@ def _everywhere(
     own = _with_inputs(trace, ops, leaves)
     constants = {*trace.batch, *trace.key, *trace.constants, *trace.closed.jaxpr.constvars}
     for op in ops:
-        if op.primitive.name == "dot_general":
+        if op.primitive.name == "dot_general" and _multiplied(op, trace.row_taker(), trace):
             own = with_fused_loss(own, results, op, leaves, constants)
     made = {v for op in own for v in op.outvars}
     inputs = [v for v in dict.fromkeys(read_by(own, results)) if v not in made]

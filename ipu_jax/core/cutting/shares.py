@@ -352,9 +352,10 @@ def _looked_up(eqn: Eqn, inputs: list[Any], _: Made) -> list[Any] | None:
     per_slice = [d for d in range(result.ndim) if d not in numbers.offset_dims]
     wide = lambda flags: lax.broadcast_in_dim(flags, result.shape, per_slice)
     found = _sum(jnp.where(wide(is_here), found, jnp.zeros_like(found)))
+    outside = lax.stop_gradient(found)  # a promise to be inside that is not kept: no row gets the gradient
     if params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
-        found = jnp.where(wide(is_inside), found, jnp.asarray(params["fill_value"], found.dtype))
-    return [found]
+        outside = jnp.asarray(params["fill_value"], found.dtype)
+    return [found if params["mode"] == lax.GatherScatterMode.CLIP else jnp.where(wide(is_inside), found, outside)]
 
 
 def _avals(eqn: Eqn) -> tuple[Any, Any]:

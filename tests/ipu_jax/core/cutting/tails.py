@@ -166,6 +166,7 @@ OF_TABLES: dict[str, Tail] = {
     "shared hidden": Tail(lambda w, h: cross_entropy(jnp.tanh(h) @ w["table"].T, LABELS).mean() + (h**2).mean()),
     "table[tokens]": Tail(lambda w, h: (w["table"][TOKENS] * h).sum()),
     "tied": Tail(lambda w, h: cross_entropy((w["table"][TOKENS] + h) @ w["table"].T, LABELS).mean()),
+    "table[ids out of range]": Tail(lambda w, h: (w["table"][TOKENS * 2 - V] * h).sum()),
     "take": Tail(lambda w, h: (jnp.take(w["table"], TOKENS, axis=0) * h).sum()),
     "take columns": Tail(
         lambda w, h: (jnp.take(w["out"], TOKENS, axis=1) ** 2).sum() * h.sum(), {"out": MATRIX}, {"out": 1}
