@@ -43,30 +43,36 @@ _Rows = tuple[Var, int]
 """A leaf, and the dim of its rows."""
 
 
-def with_concurrent_head(trace: FunctionTrace, ipus: int, mesh: Mesh | None = None) -> FunctionTrace:
+def with_concurrent_head(
+    trace: FunctionTrace, ipus: int, mesh: Mesh | None = None, split: Sequence[_Rows] | None = None
+) -> FunctionTrace:
     """Return a trace whose head, and look-ups in leaves with as many rows, are operations on all IPUs.
 
     Args:
-        trace: the trace of a loss function.
+        trace: the trace of a loss function, or of another function of its weights.
         ipus: the number of IPUs. On one, the trace stays as it is.
         mesh: the mesh that the trace is for, if the function names further axes of one.
+        split: for another function, the leaves that lie split, and the dim of each: its head is the last product with
+            one of them, if there is any.
 
     Raises:
-        ValueError: the function has no product with a leaf after which there are no layers.
+        ValueError: a loss function has no product with a leaf after which there are no layers.
     """
-    products, rows = _head(trace)
+    products, rows = _head(trace, split)
     if ipus == 1:
         return trace
-    size = rows[0].aval.shape[rows[1]]
     following = depending(trace.activations, [v for op in products for v in op.outvars])
     head = [op for op in trace.activations if op in products or not following.isdisjoint(variables(op.invars))]
-    lookups = [op for op in trace.activations if op not in head and _looks_up(op, trace, rows)]
-    alike = [(leaf, dim) for leaf in trace.params for dim, of_dim in enumerate(leaf.aval.shape) if of_dim == size]
-    on_ipus = functools.partial(_everywhere, trace, [rows, *alike], ipus, mesh)
+    of_size = lambda size: [
+        (leaf, dim) for leaf in trace.params for dim, of in enumerate(leaf.aval.shape) if of == size
+    ]
+    alike = split if rows is None or split is not None else [rows, *of_size(rows[0].aval.shape[rows[1]])]
+    lookups = [op for op in trace.activations if op not in head and _looks_up(op, trace, rows, alike or ())]
+    on_ipus = functools.partial(_everywhere, trace, alike or (), ipus, mesh, must=split is not None)
     new = {id(op): on_ipus([op], op.outvars) for op in lookups} | {id(op): [] for op in head}
     results = [v for v in dict.fromkeys(variables(trace.results)) if v in following]
     operations = [eqn for op in trace.operations for eqn in new.get(id(op), [op])]
-    return _with_operations(trace, [*operations, *on_ipus(head, results)])
+    return _with_operations(trace, operations + (on_ipus(head, results) if head else []))
 
 
 def _with_operations(trace: FunctionTrace, operations: list[Eqn]) -> FunctionTrace:
@@ -85,8 +91,11 @@ def _with_operations(trace: FunctionTrace, operations: list[Eqn]) -> FunctionTra
 # which operations are the head
 
 
-def _head(trace: FunctionTrace) -> tuple[list[Eqn], _Rows]:
-    """Return the last products with a leaf, and the leaf: the largest with a product that no layer follows."""
+def _head(trace: FunctionTrace, split: Sequence[_Rows] | None) -> tuple[list[Eqn], _Rows | None]:
+    """Return the last products with a leaf, and the leaf: the largest with a product that no layer follows.
+
+    If it is known which leaves lie split, it is one of them, or None.
+    """
     taker, followed = trace.row_taker(), set[Var]()
     last: list[tuple[Eqn, list[_Rows]]] = []
     for op in reversed(trace.activations):
@@ -95,6 +104,10 @@ def _head(trace: FunctionTrace) -> tuple[list[Eqn], _Rows]:
         if rows or not is_last or isinstance(op, ScanLayer | ScanStack):
             followed.update(variables(op.invars))
     found = [rows for _, of_op in last for rows in of_op]
+    if split is not None:
+        found = [rows for rows in found if rows in split]
+    if not found and split is not None:
+        return [], None
     if not found:
         raise ValueError(
             "head='concurrent': the function has no product of an activation with a leaf of params near its end: "
@@ -138,8 +151,8 @@ def _rows_of(v: Var, dim: int, taker: RowTaker, trace: FunctionTrace) -> list[_R
     return [(leaf, of.dim) for leaf, of in ends if of is not None and of[1:] == (0, 1) and leaf in trace.params]
 
 
-def _looks_up(op: Eqn, trace: FunctionTrace, of_head: _Rows) -> bool:
-    """Return whether an operation looks rows up in the leaf of the head, or in one with as many rows."""
+def _looks_up(op: Eqn, trace: FunctionTrace, of_head: _Rows | None, alike: Sequence[_Rows]) -> bool:
+    """Return whether an operation looks rows up in the leaf of the head, or in one like it."""
     if isinstance(op, ScanLayer | ScanStack) or op.primitive.name not in ("gather", "dot_general"):
         return False
     if op.primitive.name == "gather":
@@ -149,8 +162,7 @@ def _looks_up(op: Eqn, trace: FunctionTrace, of_head: _Rows) -> bool:
         read = [(v, dim) for v, dims in zip(op.invars, contracted, strict=True) for dim in dims]
     taker = trace.row_taker()
     found = [rows for v, dim in read if isinstance(v, core.Var) for rows in _rows_of(v, dim, taker, trace)]
-    size = of_head[0].aval.shape[of_head[1]]
-    is_wide = op.primitive.name == "gather" and any(leaf.aval.shape[dim] == size for leaf, dim in found)
+    is_wide = op.primitive.name == "gather" and any(rows in alike for rows in found)
     return is_wide or of_head in found
 
 
@@ -158,12 +170,19 @@ def _looks_up(op: Eqn, trace: FunctionTrace, of_head: _Rows) -> bool:
 
 
 def _everywhere(
-    trace: FunctionTrace, splits: Sequence[_Rows], ipus: int, mesh: Mesh | None, ops: list[Eqn], results: list[Var]
+    trace: FunctionTrace,
+    splits: Sequence[_Rows],
+    ipus: int,
+    mesh: Mesh | None,
+    ops: list[Eqn],
+    results: list[Var],
+    *,
+    must: bool,
 ) -> list[Eqn]:
     """Return operations as one on all IPUs, after the equations that pad its operands.
 
     What they read is computed there, too, if it follows from the batch, or from leaves that can be split. Such a leaf
-    is split if no more is gathered then.
+    is split if it `must` be, or if no more is gathered then.
     """
     leaves = [leaf for leaf, _ in splits]
     own = _with_inputs(trace, ops, leaves)
@@ -180,7 +199,7 @@ def _everywhere(
             eqns = _traced(closed_of(jaxpr), inputs, dims | {leaf: dim}, results, ipus, mesh)
             inside = all_equations(eqns[-1].params["jaxpr"].jaxpr)
             gathers = sum(eqn.primitive.name == "all_gather" for eqn in inside)
-            if gathers <= best[0]:
+            if must or gathers <= best[0]:
                 dims, best = dims | {leaf: dim}, (gathers, eqns)
     opened = trace.opened.get(ops[0].outvars[0])
     eqns = [eqn.replace(source_info=ops[0].source_info) for eqn in best[1]]

@@ -22,6 +22,7 @@ from ipu_jax.base.annotations import Batch, Eqn, Function, Tree, Var
 from ipu_jax.base.checks import in_line
 from ipu_jax.base.jaxprs import variables
 from ipu_jax.core.cutting import given
+from ipu_jax.core.cutting.concurrent_head import with_concurrent_head
 from ipu_jax.core.cutting.cut import TYPICAL, Cut, Places, work_of
 from ipu_jax.core.cutting.description import described
 from ipu_jax.core.cutting.dividing import divide, small_values
@@ -74,6 +75,10 @@ def forward_of(
     holders = _Holders(model, model.state if own is None else placed, replaces_state=own is not None)
     of_state = [f"state{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(taken)]
     trace.frozen = {*trace.params}
+    call_of = functools.partial(unsharded_call, trace, call, source.mesh, (source.params, taken, microbatch, key))
+    if source.head == "concurrent":
+        split = [(trace.params[part.leaf], dim) for part, dim in model.split.items() if part.rows is None]
+        trace = with_concurrent_head(trace, source.ipus, source.mesh, split)
     as_written, trace = trace, trace.with_new_state_early()
     try:
         cut = _cut(trace, holders, of_state)
@@ -93,7 +98,7 @@ def forward_of(
         weights=model.weights,
         split=model.split,
         state=held.of_state(own) if own is not None else model.state,
-        call=unsharded_call(trace, call, source.mesh, (source.params, taken, microbatch, key), results),
+        call=call_of(results),
         aux=jax.tree.structure(None),
         aux_home=(),
         microbatch=microbatch,
