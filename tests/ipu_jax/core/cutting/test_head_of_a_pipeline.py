@@ -114,7 +114,8 @@ def test_updates_equal_optax():
 
 
 def test_a_function_without_a_head_is_refused():
-    example = Example(lambda p, mb: jnp.mean(p["table"][mb["tokens"]] ** 2), None, PARAMS, tokens_of, ())
+    squares = lambda p, mb: jnp.mean(p["table"][mb["tokens"]] ** 2)
+    example = Example(squares, squares, PARAMS, tokens_of, ())
     with refused("head='concurrent'", "no product of an activation with a leaf", "leave head= out"):
         pipeline_of(example, ipus=2)
     with refused("head='all'", "concurrent", "local"):
