@@ -249,7 +249,7 @@ def test_the_head_is_on_all_ipus_and_the_function_is_the_same(name):
     leaf_of = dict(zip(trace.params, sorted(case.params), strict=True))
     pads = [op for op in trace.operations if not is_everywhere(op) and op.primitive.name == "pad"]
     leaf_of |= {op.outvars[0]: leaf_of[op.invars[0]] for op in pads if op.invars[0] in leaf_of}
-    operands = [pair for op in on_all for pair in zip(op.invars, op.params["dims"], strict=True)]
+    operands = [pair for op in on_all for pair in zip(op.invars, op.params["split_dims"], strict=True)]
     assert {leaf_of[v]: dim for v, dim in operands if dim is not None} == case.split
     inside = [eqn for op in on_all for eqn in all_equations(op.params["jaxpr"].jaxpr)]
     assert any(eqn.primitive.name == "custom_vjp_call" for eqn in inside) == case.fused
