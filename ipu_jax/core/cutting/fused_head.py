@@ -136,7 +136,8 @@ def with_fused_loss(
     loss = next(_losses(eqns, product), None) if is_plain else None
     if loss is None:
         return eqns
-    trained = depending(eqns, [v for v in read_by(eqns) if v not in constants])
+    fixed = {*constants, *(v for eqn in eqns for v in eqn.outvars)}
+    trained = depending(eqns, [v for v in read_by(eqns) if v not in fixed])
     loss = _summed(loss, eqns, results, trained)
     kept = [eqn for eqn in eqns if loss.var not in eqn.outvars]
     following = depending(kept, [loss.var])

@@ -113,6 +113,8 @@ OF_LOGITS: dict[str, Callable[[Any], Any]] = {
         0, 1 + jnp.where(jnp.arange(V) == LABELS[..., None], -jnp.inf, z).max(-1) - taken(z)
     ),
     "max of ties": lambda z: jnp.round(z).max(-1) * 0 + (z * 0).max(-1) + jnp.minimum(z, 0.1).max(-1) + z.min(-1),
+    "max of equal ones": lambda z: (z - jax.lax.stop_gradient(z)).max(-1),
+    "whole scale": lambda z: cross_entropy(z / jnp.exp(BIAS), LABELS),
     "straight through": lambda z: cross_entropy(straight_through(z), LABELS),
     "clipped gradient": lambda z: cross_entropy(clipped(z), LABELS) + clipped(cross_entropy(z, LABELS)),
     "clipped mean": lambda z: clipped(cross_entropy(z, LABELS).mean()),

@@ -17,7 +17,18 @@ from support.dense import largest_relative_error
 from .tails import LABELS, TABLE, TAILS, H, V, random_tail
 
 FAST = (
-    *("optax", "one_hot", "vmap", "map", "checkpoint", "relu", "hinge", "max of ties", "clipped gradient", "cosine"),
+    *(
+        "optax",
+        "one_hot",
+        "vmap",
+        "map",
+        "checkpoint",
+        "relu",
+        "hinge",
+        "max of equal ones",
+        "clipped gradient",
+        "cosine",
+    ),
     *(
         "first columns",
         "masked columns",
@@ -29,6 +40,7 @@ FAST = (
         "half",
     ),
     *("h @ W + b", "chunks", "tied", "take columns", "at, fill", "one_hot @", "weight decay", "normed gradient"),
+    *("straight through", "whole scale"),
 )
 
 
