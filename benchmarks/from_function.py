@@ -9,6 +9,10 @@ Cutting is compared with tracing the function alone, and the heaviest stage with
 losses that run layers several times, or side by side, the weights of the largest IPU are compared with an even share,
 and with a cut in the order of the function.
 
+Where parts of a function run on all IPUs, by `everywhere`, the rivals have concurrent stages: the GPT of `gpt.py`,
+whose table is split over the IPUs, and the digits' network, whose classifier is. A head that `head="concurrent"` puts
+on all IPUs is compared with the same function without it.
+
     python benchmarks/from_function.py [--check] [--only PART]
 """
 
@@ -27,12 +31,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from cross_entropy import COLLECTIVE
 from figures import Figures, Program, largest_relative_difference, side_by_side
-from gpt import Sizes, add_positions, attention, block, blocks, embed_whole, layer_norm, loss_whole, mlp, random_batch
-from ipu_jax import Pipeline, Stage, configure
+from gpt import (
+    Sizes,
+    add_positions,
+    attention,
+    block,
+    blocks,
+    embed_split,
+    embed_whole,
+    layer_norm,
+    loss_split,
+    loss_whole,
+    mlp,
+    random_batch,
+)
+from gpt import make_pipeline as gpt_by_hand
+from ipu_jax import ALL_IPUS, Pipeline, Stage, configure, everywhere, make_mesh
 from ipu_jax.costs import flops_of
+from mnist_example import model as digits
+from sharded_ops import argmax, log_softmax_cross_entropy, matmul
 
 Piece = Callable[[Any, Any, Any], Any]
 
@@ -142,29 +163,104 @@ def in_groups(params: Any) -> dict[str, Any]:
     return groups
 
 
+# parts on all IPUs, and the same models as stages written by hand
+
+
+def loss_on_all_ipus(params: Any, microbatch: Any) -> jax.Array:
+    """Return the loss of the GPT whose table is split over the IPUs."""
+    size = SIZES.vocabulary
+    look_up = everywhere(partial(embed_split, size=size), in_specs=(P("ipu"), P(), P()))
+    project = everywhere(partial(loss_split, size=size), in_specs=(P("ipu"), P(), P()))
+    x_BTD = add_positions(params["positions"], look_up(params["table"], None, microbatch), microbatch)
+    x_BTD = layer_norm(params["norm"], all_blocks(params["blocks"], x_BTD))
+    return project(params["table"], x_BTD, microbatch)
+
+
+def in_gpt_groups(params: Any) -> dict[str, Any]:
+    """Return a tree of `init_params` in the groups of `gpt.make_pipeline`."""
+    each = SIZES.layers // IPUS
+    rows = [jax.tree.map(lambda w, i=i: w[each * i : each * (i + 1)], params["blocks"]) for i in range(IPUS)]
+    whole = {name: params[name] for name in ("table", "positions", "norm")}
+    return whole | {f"blocks{i}": of_ipu for i, of_ipu in enumerate(rows)}
+
+
+def digits_by_hand(**options: Any) -> Pipeline:
+    """Return the digits' network as stages, with its classifier on all IPUs."""
+    dense = lambda p, x: x @ p["w"] + p["b"]
+    of_images = lambda p, _, mb: jax.nn.relu(
+        dense(p, digits.scaled_images(mb["images"], p["w"].dtype).reshape(-1, 784))
+    )
+
+    def head(p: Any, x: jax.Array, mb: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        logits, labels = matmul(x, p["w"]) + p["b"], mb["labels"].astype(jnp.int32)
+        losses = log_softmax_cross_entropy(logits, labels, size=10)
+        found = argmax(jax.lax.stop_gradient(logits), size=10)
+        return losses.mean(), {"correct": jnp.sum(found == labels, dtype=jnp.int32)}
+
+    stages = [
+        Stage(of_images, params="hidden", ipu=0),
+        Stage(lambda p, x, _: jax.nn.relu(dense(p, x)), params="features", ipu=0),
+        Stage(head, params="classifier", ipu=ALL_IPUS),
+    ]
+    specs = {"classifier": {"w": P(None, "ipu"), "b": P("ipu")}}
+    return Pipeline(stages, mesh=make_mesh(1, IPUS), specs=specs, **options)
+
+
+def on_all_ipus(figures: Figures) -> None:
+    """Compare functions with parts on all IPUs with stages written by hand, and with a head that stays on one IPU."""
+    largest: dict[str, float] = {}
+    batch, random = random_batch(SIZES, MICRO_BATCHES, SEQUENCES), np.random.default_rng(0)
+    params, stacked = init_params(SIZES), init_params(SIZES, scan=True)
+    images = {
+        "images": random.normal(size=(MICRO_BATCHES, 4, 28, 28)).astype(np.float32),
+        "labels": random.integers(0, 10, (MICRO_BATCHES, 4)),
+    }
+    for schedule in SCHEDULES:
+        options: dict[str, Any] = {"schedule": schedule, "gradient_accumulation": MICRO_BATCHES}
+        cut: Any = partial(Pipeline.from_function, micro_batch=one_of(batch), ipus=IPUS, **options)
+        gpt = cut(loss_on_all_ipus, stacked), stacked, gpt_by_hand(SIZES, IPUS, **options), in_gpt_groups, batch
+        network = digits.make_pipeline("concurrent", one_of(images), ipus=IPUS, **options)
+        mlp = network, digits.init_params(0), digits_by_hand(**options), lambda params: params, images
+        for name, both in (("GPT", gpt), ("digits", mlp)):
+            for kind, ratio in beside(figures, f"{name} on all IPUs, {schedule}", *both).items():
+                largest[kind] = max(ratio, largest.get(kind, 0.0))
+        local, split = (counted(cut(loss, params, head=head), params, batch)[1] for head in ("local", "concurrent"))
+        for kind in ("FLOPs of the busiest IPU", "temporary bytes an IPU"):
+            figures.add(f"{kind}, head='concurrent' / 'local', {schedule}", split[kind] / local[kind], 1.0)
+    for kind, ratio in largest.items():
+        figures.add(f"{kind} on all IPUs / by hand, largest of {2 * len(SCHEDULES)}", ratio, 1.01)
+
+
 # the figures
+
+
+def one_of(batch: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf[0], batch)
 
 
 def steps(figures: Figures) -> None:
     """Compare the cut functions with the hand-written stages, and print the largest ratio of each count."""
     largest: dict[str, float] = {}
-    count = 0
+    count, batch = 0, random_batch(SIZES, MICRO_BATCHES, SEQUENCES)
     for schedule, scan, tied in itertools.product(SCHEDULES, (False, True), (True, False)):
-        for kind, ratio in compare(figures, schedule, scan=scan, tied=tied).items():
+        params = init_params(SIZES, scan=scan, tied=tied)
+        options: dict[str, Any] = {"schedule": schedule, "gradient_accumulation": MICRO_BATCHES}
+        cut = Pipeline.from_function(loss, params, one_of(batch), ipus=IPUS, **options)
+        name = f"{'scan' if scan else 'unrolled'}, {'tied' if tied else 'untied'}, {schedule}"
+        hand = by_hand(schedule, tied=tied)
+        for kind, ratio in beside(figures, name, cut, params, hand, in_groups, batch).items():
             largest[kind] = max(ratio, largest.get(kind, 0.0))
         count += 1
     for kind, ratio in largest.items():
         figures.add(f"{kind} / by hand, largest of {count}", ratio, 1.02 if kind in NEARLY else 1.0)
 
 
-def compare(figures: Figures, schedule: str, *, scan: bool, tied: bool) -> dict[str, float]:
+def beside(
+    figures: Figures, name: str, cut: Pipeline, params: Any, hand: Pipeline, in_groups: Callable[[Any], Any], batch: Any
+) -> dict[str, float]:
     """Run one model both ways, and return the ratio of each count of the cut function's program to the other's."""
-    params, batch = init_params(SIZES, scan=scan, tied=tied), random_batch(SIZES, MICRO_BATCHES, SEQUENCES)
-    one = jax.tree.map(lambda leaf: leaf[0], batch)
-    cut = Pipeline.from_function(loss, params, one, ipus=IPUS, schedule=schedule, gradient_accumulation=MICRO_BATCHES)
     program, counts = counted(cut, params, batch)
-    other, expected = counted(by_hand(schedule, tied=tied), in_groups(params), batch)
-    name = f"{'scan' if scan else 'unrolled'}, {'tied' if tied else 'untied'}, {schedule}"
+    other, expected = counted(hand, in_groups(params), batch)
     value, gradients = program.result()
     difference = largest_relative_difference((value, in_groups(gradients)), other.result())
     figures.add(f"loss and gradients / by hand, {name}, relative difference", difference, 1e-5)
@@ -330,7 +426,9 @@ def weights(figures: Figures) -> None:
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", choices=("steps", "cutting", "evenness", "weights"), help="measure this part alone")
+    parser.add_argument(
+        "--only", choices=("steps", "cutting", "evenness", "weights", "everywhere"), help="measure this part alone"
+    )
 
 
 def main() -> int:
@@ -346,6 +444,7 @@ def main() -> int:
         "cutting": lambda: [time_to_cut(figures, layers) for layers in LAYERS_TO_CUT],
         "evenness": lambda: [evenness(figures, sizes) for sizes in UNEVEN],
         "weights": lambda: weights(figures),
+        "everywhere": lambda: on_all_ipus(figures),
         "steps": lambda: steps(figures),
     }
     for part in parts if figures.args.only is None else [figures.args.only]:

@@ -80,8 +80,8 @@ def described(
     table = Table(rows, left=len(rows[0]), indent="  ")
     if not paths:
         return [table]
-    of_ipu = cut.work_per_ipu
-    uneven = f"the busiest IPU has {max(of_ipu) * len(of_ipu) / (sum(of_ipu) or 1.0) - 1:.1%} more work than the mean"
+    of_ipu, ipus = cut.work_per_ipu, held.over.ipus
+    uneven = f"the busiest IPU has {max(of_ipu) * ipus / (sum(of_ipu) or 1.0) - 1:.1%} more work than the mean"
     lines = [*reasons(cut, len(cut.work), of_state), *of_split(division, paths, held.over)]
     lines += of_shared(division, paths, {p: of for p, of in held.everywhere.items() if p not in held.over.blocked})
     return [table, f"cut at {_where(cut)}; {uneven}", _shares(division, held, places), *lines]
@@ -93,8 +93,8 @@ def _shares(division: Division, held: Held, places: Sequence[Any]) -> str:
     size = lambda part: _bytes_of(leaves[part.leaf], part, held.over)
     sizes = {name: sum(map(size, parts)) for name, parts in held.groups.items()}
     home = dict(zip(held.own, places, strict=True))
-    ipus = sorted({*places} - {None}) or [0]
-    of_ipus = [sum(size for name, size in sizes.items() if home.get(name) in (None, ipu)) for ipu in ipus]
+    on = lambda ipu: sum(size for name, size in sizes.items() if home.get(name) in (None, ipu))
+    of_ipus = [*map(on, range(held.over.ipus))]
     found = [in_units(size, "B") for size in of_ipus]
     named = ", ".join(found) if len(found) <= _LISTED else " to ".join(in_units(f(of_ipus), "B") for f in (min, max))
     even = bytes_of([v.aval for v in leaves]) / len(of_ipus)

@@ -107,10 +107,10 @@ def _spread(in_specs: Tree, args: Sequence[Tree]) -> list[PartitionSpec | None]:
     """Return the spec of each leaf of the arguments."""
     try:
         return jax.tree.leaves(jax.tree.broadcast(in_specs, tuple(args), is_leaf=_is_spec), is_leaf=_is_spec)
-    except ValueError as error:
+    except ValueError:
         raise ValueError(
-            f"in_specs={in_specs!r} do not fit {len(args)} arguments, {jax.tree.structure(tuple(args))}: give a spec, "
-            f"or a tuple of one for each argument ({error})"
+            f"in_specs={in_specs!r} do not fit {len(args)} arguments, {jax.tree.structure(tuple(args))}: give one "
+            "spec, or a tuple with a spec, or a tree of them, for each argument"
         ) from None
 
 
@@ -166,7 +166,7 @@ def everywhere_on(x: Sequence[Value], jaxpr: Jaxpr, dims: Sequence[int | None]) 
         jaxpr: the closed jaxpr of what one IPU computes from its shards.
         dims: per operand the dim that the IPUs split, or None.
     """
-    return _everywhere_p.bind(*x, jaxpr=jaxpr, dims=tuple(dims))
+    return _everywhere_p.bind(*x, jaxpr=jaxpr, split_dims=tuple(dims))
 
 
 def _operation(on_shards: Function, ipus: int, leaves: Sequence[Value], dims: Sequence[int | None]) -> Tree:
@@ -212,10 +212,10 @@ class _Everywhere(core.Primitive):
 
 
 def _computed(
-    *args: Value, jaxpr: Jaxpr, dims: Sequence[int | None], checkpoint: dict[str, Any] | None = None
+    *args: Value, jaxpr: Jaxpr, split_dims: Sequence[int | None], checkpoint: dict[str, Any] | None = None
 ) -> list[Value]:
     run = core.jaxpr_as_fun(jaxpr)
-    return (run if checkpoint is None else checkpointed(run, **checkpoint))(*map(_own_shard, args, dims))
+    return (run if checkpoint is None else checkpointed(run, **checkpoint))(*map(_own_shard, args, split_dims))
 
 
 def under_checkpoint(op: Eqn, how: dict[str, Any]) -> Eqn:

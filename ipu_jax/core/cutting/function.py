@@ -20,6 +20,7 @@ from ipu_jax.base.showing import Table
 from ipu_jax.core.analysis.balance import flops_of_stages
 from ipu_jax.core.cutting import given
 from ipu_jax.core.cutting.concurrent import cut_around
+from ipu_jax.core.cutting.concurrent_head import with_concurrent_head
 from ipu_jax.core.cutting.cut import STAGE_END, Cut, Places, work_of
 from ipu_jax.core.cutting.description import described, names_of
 from ipu_jax.core.cutting.dividing import divide, small_values
@@ -52,10 +53,11 @@ class Source:
         ipus: the number of IPUs.
         names: the names after which it is cut, or None.
         mesh: the mesh that its trace is for, if the function names further axes of one.
+        head: "local", or "concurrent": its head is put on all IPUs.
         cast: casts weights and micro-batch before a function gets them, or None.
 
     Raises:
-        ValueError: the loss is not callable, or `costs` is unknown.
+        ValueError: the loss is not callable, or `costs` or `head` is unknown.
     """
 
     loss: Function
@@ -69,6 +71,7 @@ class Source:
     costs: str = "counted"
     recompute: Any = "auto"
     mesh: Mesh | None = None
+    head: str = "local"
     cast: Callable[[Tree], Tree] | None = None
 
     def __post_init__(self) -> None:
@@ -77,6 +80,7 @@ class Source:
             found = f"loss={in_line(self.loss):.60} is not callable{swapped}"
             raise ValueError(f"{found}: give a function of (params, micro_batch)")
         check_choice("costs", self.costs, ("counted", "traced"))
+        check_choice("head", self.head, ("local", "concurrent"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -194,6 +198,10 @@ def model_of(source: Source) -> FunctionModel:
     given.check_marks(trace, [STAGE_END, *(source.names or ())])
     check_cotangents(trace)
     check_outside(trace.operations)
+    written, trace = (
+        trace,
+        with_concurrent_head(trace, source.ipus, source.mesh) if source.head == "concurrent" else trace,
+    )
     shaped = dataclasses.replace(source, params=params, state=state, microbatch=microbatch)
     cut, line = _best_cut(trace, work_of(trace), shaped)
     _check_places(source.places, cut.ipus)
@@ -206,7 +214,7 @@ def model_of(source: Source) -> FunctionModel:
         weights=weights,
         state=of_state,
         split=held.over.dims,
-        call=unsharded_call(trace, call, source.mesh, (params, state, microbatch, key), results),
+        call=unsharded_call(written, call, source.mesh, (params, state, microbatch, key), results),
         aux=jax.tree.structure(results[1]),
         aux_home=tuple(division.aux_home),
         microbatch=microbatch,

@@ -96,7 +96,7 @@ def _dims_wanted(division: Division, readers: Sequence[tuple[int, Var]], ipus: i
         for dim in range(v.aval.ndim):
             shards = {v: dim}
             for eqn in division.pieces[s].equations:
-                for x, of in zip(eqn.invars, eqn.params["dims"], strict=True) if is_everywhere(eqn) else ():
+                for x, of in zip(eqn.invars, eqn.params["split_dims"], strict=True) if is_everywhere(eqn) else ():
                     found |= {dim} if not isinstance(x, core.Literal) and shards.get(x, -1) == of else set()
                 for x in () if is_everywhere(eqn) else [x for x in variables(eqn.invars) if x in shards]:
                     after = _dim_after(eqn, x, shards[x], ipus)
@@ -110,7 +110,7 @@ def _shards_of(division: Division, s: int, leaf: Var, dim: int, ipus: int) -> di
     for eqn in division.pieces[s].equations:
         for v in (v for v in variables(eqn.invars) if v in found):
             if is_everywhere(eqn):
-                if any(x is v and of != found[v] for x, of in zip(eqn.invars, eqn.params["dims"], strict=True)):
+                if any(x is v and of != found[v] for x, of in zip(eqn.invars, eqn.params["split_dims"], strict=True)):
                     return Blocked(division.parts[leaf], eqn)
                 continue
             after = _dim_after(eqn, v, found[v], ipus)
@@ -156,9 +156,9 @@ def on_shards(equations: Sequence[Eqn], shards: Mapping[Var, int], ipus: int) ->
         name, params = eqn.primitive.name, dict(eqn.params)
         invars = [v if isinstance(v, core.Literal) else padded.get(v, v) for v in eqn.invars]
         if is_everywhere(eqn):
-            params["dims"] = tuple(
+            params["split_dims"] = tuple(
                 None if not isinstance(v, core.Literal) and v in shards else dim
-                for v, dim in zip(eqn.invars, params["dims"], strict=True)
+                for v, dim in zip(eqn.invars, params["split_dims"], strict=True)
             )
         elif eqn.outvars and eqn.outvars[0] in shards:
             dim = shards[eqn.outvars[0]]

@@ -32,8 +32,7 @@ class Groups:
     Attributes:
         owners, state_owners: per group, its IPU, or None if its stages are concurrent or share it.
         given_frozen, given_specs: as given.
-        specs, frozen: per group, as given; by default, every IPU holds a shared group whole, and a concurrent group of
-            a function that was cut, except for what lies split.
+        specs, frozen: per group, as given; by default, every IPU holds a shared group whole.
         state_specs: per group; by default, every IPU holds the state of a concurrent stage whole.
 
     Raises:
@@ -58,14 +57,12 @@ class Groups:
         self._known: dict[tuple[str, int], tuple[PackedLayout, Any]] = {}
         self._whole, self._whole_state = whole, whole_state
         self.owners, self.state_owners = _owners_of(stages), _state_owners_of(stages)
-        on_all = [name for stage in stages for name in stage.shared]
+        shared = {name: PartitionSpec() for stage in stages for name in stage.shared}
+        if whole is not None and specs is not None:
+            specs = whole.spread("specs", specs, lambda leaf: isinstance(leaf, PartitionSpec))
+        self.specs = shared | _specs_for(self.owners, "specs", specs, axes)
         if whole is not None:
-            on_all += [name for name, ipu in self.owners.items() if ipu is None]
-            if specs is not None:
-                specs = whole.spread("specs", specs, lambda leaf: isinstance(leaf, PartitionSpec))
-        self.specs = dict.fromkeys(on_all, PartitionSpec()) | _specs_for(self.owners, "specs", specs, axes)
-        if whole is not None and over_ipus:
-            self.specs |= _split_over_ipus(whole, over_ipus, self.specs)
+            self.specs |= _split_over_ipus(whole, over_ipus or {}, self.owners, self.specs)
         _check_shared(stages, self.specs)
         unsplit = {name: PartitionSpec() for name, place in self.state_owners.items() if place is None}
         self.state_specs = unsplit | _specs_for(self.state_owners, "state_specs", state_specs, axes)
@@ -215,13 +212,15 @@ def _specs_for(owners: dict[str, int | None], what: str, value: Value, axes: Map
     return specs
 
 
-def _split_over_ipus(whole: WholeTree, dims: Mapping[Part, int], specs: Mapping[str, Tree]) -> dict[str, list[Any]]:
-    """Return the specs of the groups with parts that lie split over the IPUs, beside the further axes of `specs`."""
+def _split_over_ipus(
+    whole: WholeTree, dims: Mapping[Part, int], owners: Mapping[str, int | None], specs: Mapping[str, Tree]
+) -> dict[str, list[Any]]:
+    """Return the specs of the groups that all IPUs hold, beside further axes; `dims` are those that the IPUs split."""
     found: dict[str, list[Any]] = {}
     for name, parts in whole.groups:
-        if not any(part in dims for part in parts):
+        if owners[name] is not None:
             continue
-        given = specs[name]
+        given = specs.get(name, PartitionSpec())
         given = [given] * len(parts) if isinstance(given, PartitionSpec) else given
         found[name] = []
         for part, spec in zip(parts, given, strict=True):

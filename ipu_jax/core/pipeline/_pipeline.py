@@ -248,6 +248,7 @@ class Pipeline(Foreseen, WithForward, Shown):
         reduction: Reduction | None = None,
         cuts: Iterable[str] | None = None,
         costs: Literal["counted", "traced"] = "counted",
+        head: Literal["local", "concurrent"] = "local",
         recompute: Any = "auto",
         frozen: Tree = None,
         ipu_memory: float | None = None,
@@ -287,6 +288,9 @@ class Pipeline(Foreseen, WithForward, Shown):
                 only. Default: after values marked by `stage_end`, if there are any.
             costs: how work is found: "counted" for each operation, or "traced" as `measure_costs` does, with F and B of
                 all that lies between two waists. This is exact, also for what B computes again, and takes longer.
+            head: "concurrent" puts the last product with a leaf, such as a projection to a vocabulary, and the loss of
+                it on all IPUs, each with its rows of the leaf, and look-ups in such a leaf, too. Any function is
+                computed right; operations that need whole rows gather them.
             recompute: as for `Stage`, for all stages.
             frozen: True, or a pytree of bools that is a prefix of `params`: leaves that get no gradient.
             ipu_memory, guards: as for `Pipeline`.
@@ -321,7 +325,7 @@ class Pipeline(Foreseen, WithForward, Shown):
         if isinstance(cuts, str) or not isinstance(cuts, Iterable | None):
             raise ValueError(f"cuts={cuts!r} is not a list of names: give one, such as ['block 1'], or leave it out")
         names = None if cuts is None else list(cuts)
-        source = Source(loss, params, micro_batch, places, ipus, state, frozen, names, costs, recompute)
+        source = Source(loss, params, micro_batch, places, ipus, state, frozen, names, costs, recompute, head=head)
         function, mesh = cut_on(functools.partial(make_mesh, replicas, ipus, devices=devices), source, axes)
         options: dict[str, Any] = {"schedule": schedule, "gradient_accumulation": gradient_accumulation}
         options |= {"reduction": reduction, "frozen": frozen, "ipu_memory": ipu_memory, "guards": guards}

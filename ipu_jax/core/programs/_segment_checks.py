@@ -21,8 +21,8 @@ from ipu_jax.base.keys import is_key
 from ipu_jax.core.mesh.axes import further_axes, names_in, parts
 from ipu_jax.core.mesh.collectives import axes_of, waits
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
-from ipu_jax.core.programs.variance import differing
 from ipu_jax.core.programs.segment import Segment, SegmentResults
+from ipu_jax.core.programs.variance import differing
 
 _WHO = {IPU_AXIS: "IPUs", REPLICA_AXIS: "replicas"}
 

@@ -29,9 +29,9 @@ from ipu_jax.core.programs._backward_split import split_backward
 from ipu_jax.core.programs._keeping import bytes_of, cheapest_to_keep
 from ipu_jax.core.programs._likeness import Signature, signature_of
 from ipu_jax.core.programs._segment_checks import check_results, differing_outputs
-from ipu_jax.core.programs.variance import needs_sums_only
 from ipu_jax.core.programs.gradient_sums import Sum, add_gradients
 from ipu_jax.core.programs.segment import Message, MicrobatchInputs, Segment, SegmentResults, call_segment
+from ipu_jax.core.programs.variance import needs_sums_only
 from ipu_jax.core.stage import naming
 
 _Values = list[Value]

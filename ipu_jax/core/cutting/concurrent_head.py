@@ -1,0 +1,218 @@
+"""Put the head of a traced function on all IPUs at once: its last product with a leaf, and the loss of it.
+
+    x = table[tokens]                  x = everywhere[table, tokens]            each IPU has rows of the table
+    .. layers ..                 ->    .. layers ..
+    loss(x @ table.T + b, y)           loss = everywhere[table, b, x, y]        and of the bias
+
+Other leaves with as many rows are split as well, if that gathers nothing more. Look-ups in such leaves run on all IPUs,
+too: one in a tied table must, and an embedding table of its own is as large as the head's.
+"""
+
+import copy
+import functools
+from collections.abc import Iterator, Sequence
+
+from jax.extend import core
+from jax.sharding import Mesh, PartitionSpec
+
+from ipu_jax.base.annotations import Eqn, Jaxpr, Var
+from ipu_jax.base.checkpoints import how_of
+from ipu_jax.base.jaxprs import (
+    CALLS,
+    all_equations,
+    closed_of,
+    depending,
+    part_of,
+    read_by,
+    scan_parts,
+    shape_of,
+    traced_on,
+    variables,
+)
+from ipu_jax.base.row_rules import Taken
+from ipu_jax.core.cutting.everywhere import everywhere, is_everywhere, traced_for, under_checkpoint
+from ipu_jax.core.cutting.fused_head import with_fused_loss
+from ipu_jax.core.cutting.own_rows import RULES
+from ipu_jax.core.cutting.rows import RowTaker
+from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack
+from ipu_jax.core.cutting.shares import in_shares
+from ipu_jax.core.cutting.trace import FunctionTrace, Kind
+from ipu_jax.core.mesh.devices import IPU_AXIS
+
+_Rows = tuple[Var, int]
+"""A leaf, and the dim of its rows."""
+
+
+def with_concurrent_head(trace: FunctionTrace, ipus: int, mesh: Mesh | None = None) -> FunctionTrace:
+    """Return a trace whose head, and look-ups in leaves with as many rows, are operations on all IPUs.
+
+    Args:
+        trace: the trace of a loss function.
+        ipus: the number of IPUs.
+        mesh: the mesh that the trace is for, if the function names further axes of one.
+
+    Raises:
+        ValueError: the function has no product with a leaf after which there are no layers.
+    """
+    products, rows = _head(trace)
+    size = rows[0].aval.shape[rows[1]]
+    following = depending(trace.activations, [v for op in products for v in op.outvars])
+    head = [op for op in trace.activations if op in products or not following.isdisjoint(variables(op.invars))]
+    lookups = [op for op in trace.activations if op not in head and _looks_up(op, trace, rows)]
+    alike = [(leaf, dim) for leaf in trace.params for dim, of_dim in enumerate(leaf.aval.shape) if of_dim == size]
+    on_ipus = functools.partial(_everywhere, trace, [rows, *alike], ipus, mesh)
+    new = {id(op): on_ipus([op], op.outvars) for op in lookups} | {id(op): [] for op in head}
+    results = [v for v in dict.fromkeys(variables(trace.results)) if v in following]
+    operations = [eqn for op in trace.operations for eqn in new.get(id(op), [op])]
+    return _with_operations(trace, [*operations, *on_ipus(head, results)])
+
+
+def _with_operations(trace: FunctionTrace, operations: list[Eqn]) -> FunctionTrace:
+    found = copy.copy(trace)
+    for name, value in vars(FunctionTrace).items():
+        if isinstance(value, functools.cached_property):
+            found.__dict__.pop(name, None)
+    found.operations, found.made_by = operations, {v: op for op in operations for v in op.outvars}
+    padded: dict[Var, Kind] = {v: "w" for v in found.made_by if v not in trace.kinds}
+    found.kinds = trace.kinds | padded
+    on_ipus = {v for op in operations if is_everywhere(op) for v in op.outvars}
+    found.opened = {v: op for v, op in trace.opened.items() if v not in on_ipus}
+    return found
+
+
+# which operations are the head
+
+
+def _head(trace: FunctionTrace) -> tuple[list[Eqn], _Rows]:
+    """Return the last products with a leaf, and the leaf: the largest with a product that no layer follows."""
+    taker, followed = trace.row_taker(), set[Var]()
+    last: list[tuple[Eqn, list[_Rows]]] = []
+    for op in reversed(trace.activations):
+        is_last, rows = followed.isdisjoint(op.outvars), _multiplied(op, taker, trace)
+        last += [(op, rows)] if rows and is_last else []
+        if rows or not is_last or isinstance(op, ScanLayer | ScanStack):
+            followed.update(variables(op.invars))
+    found = [rows for _, of_op in last for rows in of_op]
+    if not found:
+        raise ValueError(
+            "head='concurrent': the function has no product of an activation with a leaf of params near its end: "
+            "leave head= out, or run the head on all IPUs by ipu_jax.everywhere"
+        )
+    leaf = max(found, key=lambda rows: rows[0].aval.size)
+    return [op for op, of_op in last if leaf in of_op], leaf
+
+
+def _multiplied(op: Eqn, taker: RowTaker, trace: FunctionTrace) -> list[_Rows]:
+    """Return the leaves that an operation multiplies with, and the dim of each that is not contracted."""
+    if isinstance(op, ScanLayer | ScanStack):
+        return []
+    return [rows for v, dim in _operands(op) for rows in _rows_of(v, dim, taker, trace)]
+
+
+def _operands(op: Eqn) -> Iterator[_Rows]:
+    """Yield the operands of products in an operation, and the only dim of each that is not contracted."""
+    name = op.primitive.name
+    if name == "dot_general":
+        contracted, batch = op.params["dimension_numbers"]
+        for k, v in enumerate(op.invars):
+            free = [d for d in range(v.aval.ndim) if d not in (*contracted[k], *batch[k])]
+            if len(free) == 1 and isinstance(v, core.Var):
+                yield v, free[0]
+    elif name in CALLS or name == "scan":
+        jaxpr = closed_of(op.params[CALLS.get(name, "jaxpr")]).jaxpr
+        fixed = scan_parts(op.params)[0] if name == "scan" else len(jaxpr.invars)
+        outer = dict(zip(jaxpr.invars[:fixed], op.invars[:fixed], strict=True))
+        taker = RowTaker({v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}, {}, RULES)
+        for operand, dim in (rows for eqn in jaxpr.eqns for rows in _operands(eqn)):
+            for v, of in taker.reached(operand, Taken(dim, 0, 1)):
+                if of is not None and isinstance(outer.get(v), core.Var):
+                    yield outer[v], of.dim
+
+
+def _rows_of(v: Var, dim: int, taker: RowTaker, trace: FunctionTrace) -> list[_Rows]:
+    """Return the leaves whose rows are the rows of a value along a dim."""
+    ends = taker.reached(v, Taken(dim, 0, 1))
+    return [(leaf, of.dim) for leaf, of in ends if of is not None and of[1:] == (0, 1) and leaf in trace.params]
+
+
+def _looks_up(op: Eqn, trace: FunctionTrace, of_head: _Rows) -> bool:
+    """Return whether an operation looks rows up in the leaf of the head, or in one with as many rows."""
+    if isinstance(op, ScanLayer | ScanStack) or op.primitive.name not in ("gather", "dot_general"):
+        return False
+    if op.primitive.name == "gather":
+        read = [(op.invars[0], dim) for dim in op.params["dimension_numbers"].collapsed_slice_dims]
+    else:
+        contracted = op.params["dimension_numbers"][0]
+        read = [(v, dim) for v, dims in zip(op.invars, contracted, strict=True) for dim in dims]
+    taker = trace.row_taker()
+    found = [rows for v, dim in read if isinstance(v, core.Var) for rows in _rows_of(v, dim, taker, trace)]
+    size = of_head[0].aval.shape[of_head[1]]
+    is_wide = op.primitive.name == "gather" and any(leaf.aval.shape[dim] == size for leaf, dim in found)
+    return is_wide or of_head in found
+
+
+# operations on all IPUs
+
+
+def _everywhere(
+    trace: FunctionTrace, splits: Sequence[_Rows], ipus: int, mesh: Mesh | None, ops: list[Eqn], results: list[Var]
+) -> list[Eqn]:
+    """Return operations as one on all IPUs, after the equations that pad its operands.
+
+    What they read is computed there, too, if it follows from the batch, or from leaves that can be split. Such a leaf
+    is split if no more is gathered then.
+    """
+    leaves = [leaf for leaf, _ in splits]
+    own = _with_inputs(trace, ops, leaves)
+    constants = {*trace.batch, *trace.key, *trace.constants, *trace.closed.jaxpr.constvars}
+    for op in ops:
+        if op.primitive.name == "dot_general":
+            own = with_fused_loss(own, results, op, leaves, constants)
+    made = {v for op in own for v in op.outvars}
+    inputs = [v for v in dict.fromkeys(read_by(own, results)) if v not in made]
+    jaxpr = part_of(trace.closed, inputs, own, results).jaxpr.replace(constvars=[])
+    dims, best = dict[Var, int](), (float("inf"), list[Eqn]())
+    for leaf, dim in splits:
+        if leaf in inputs and leaf not in dims:
+            eqns = _traced(closed_of(jaxpr), inputs, dims | {leaf: dim}, results, ipus, mesh)
+            inside = all_equations(eqns[-1].params["jaxpr"].jaxpr)
+            gathers = sum(eqn.primitive.name == "all_gather" for eqn in inside)
+            if gathers <= best[0]:
+                dims, best = dims | {leaf: dim}, (gathers, eqns)
+    opened = trace.opened.get(ops[0].outvars[0])
+    eqns = [eqn.replace(source_info=ops[0].source_info) for eqn in best[1]]
+    return eqns if opened is None else [*eqns[:-1], under_checkpoint(eqns[-1], how_of(opened))]
+
+
+def _with_inputs(trace: FunctionTrace, ops: list[Eqn], leaves: Sequence[Var]) -> list[Eqn]:
+    """Return operations and those that compute what they read, from the batch, or from these leaves and others."""
+    of_leaves = depending([op for op in trace.operations if not _is_activation(trace, op)], leaves)
+    found, waiting = {id(op) for op in ops}, read_by(ops)
+    while waiting:
+        op = trace.made_by.get(waiting.pop())
+        if op is None or id(op) in found or _is_activation(trace, op):
+            continue
+        if trace.kinds[op.outvars[0]] == "b" or not of_leaves.isdisjoint(op.outvars):
+            found.add(id(op))
+            waiting += variables(op.invars)
+    return [op for op in trace.operations if id(op) in found]
+
+
+def _is_activation(trace: FunctionTrace, op: Eqn) -> bool:
+    return bool(op.effects) or trace.is_activation(op.outvars[0])
+
+
+def _traced(
+    closed: Jaxpr, inputs: Sequence[Var], dims: dict[Var, int], results: Sequence[Var], ipus: int, mesh: Mesh | None
+) -> list[Eqn]:
+    """Return the equations of a closed jaxpr on all IPUs, with these inputs split along `dims`."""
+    splits = [(dims[v], v.aval.shape[dims[v]]) if v in dims else None for v in inputs]
+    specs = tuple(PartitionSpec() if split is None else PartitionSpec(*[None] * split[0], IPU_AXIS) for split in splits)
+    run = everywhere(in_shares(closed, splits), in_specs=specs)
+    trace = functools.partial(traced_for, ipus, run, *(shape_of(v.aval) for v in inputs))
+    found, _ = trace() if mesh is None else traced_on(mesh, trace)
+    jaxpr, constants = found.jaxpr, zip(found.jaxpr.constvars, found.consts, strict=True)
+    named = dict(zip(jaxpr.invars, inputs, strict=True)) | {v: core.Literal(x, v.aval) for v, x in constants}
+    named |= zip(jaxpr.outvars, results, strict=True)
+    atoms = lambda vs: [v if isinstance(v, core.Literal) else named.get(v, v) for v in vs]
+    return [eqn.replace(invars=atoms(eqn.invars), outvars=atoms(eqn.outvars)) for eqn in jaxpr.eqns]
