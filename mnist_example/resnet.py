@@ -45,7 +45,7 @@ from mnist_example.flags import RESNET_BLOCKS, Mode
 from mnist_example.model import classifier_params, head_of, scaled_images
 
 SIDE: Final = 28
-"""Rows and columns of an image for which FLOPs are counted. The networks take images of any size."""
+"""Rows and columns of an image with which the shapes are found. The networks take images of any size."""
 
 WIDTH: Final = 64
 
