@@ -104,7 +104,8 @@ def loss_of(mode: Mode) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
         for name in ("hidden", "features"):
             with jax.named_scope(name):
                 x = stage_end(jax.nn.relu(_dense(params[name], x)))
-        return head(params["classifier"], x, micro_batch["labels"])
+        with jax.named_scope("classifier"):
+            return head(params["classifier"], x, micro_batch["labels"])
 
     return loss
 
@@ -120,8 +121,7 @@ def head_of(mode: Mode) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
         `{"correct": () int32}`.
     """
     specs = {"w": PartitionSpec(None, IPU_AXIS), "b": PartitionSpec(IPU_AXIS)}
-    head = _head if mode == "basic" else everywhere(_sharded_head, in_specs=(specs, PartitionSpec(), PartitionSpec()))
-    return jax.named_scope("classifier")(head)
+    return _head if mode == "basic" else everywhere(_sharded_head, in_specs=(specs, PartitionSpec(), PartitionSpec()))
 
 
 def classifier_params(key: jax.Array, features: int) -> dict[str, jax.Array]:
