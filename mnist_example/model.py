@@ -70,14 +70,7 @@ def init_params(seed: int) -> dict[str, Any]:
 
 
 def make_pipeline(
-    mode: Mode,
-    micro_batch: Any,
-    *,
-    ipus: int = 2,
-    replicas: int = 1,
-    schedule: str = "grouped",
-    gradient_accumulation: int = 1,
-    **options: Any,
+    mode: Mode, micro_batch: Any, *, ipus: int = 2, replicas: int = 1, devices: Any = None, **options: Any
 ) -> Pipeline:
     """Return the network as a pipeline, over the first `replicas` x `ipus` devices.
 
@@ -90,16 +83,16 @@ def make_pipeline(
         micro_batch: a micro-batch, or its shapes.
         ipus: IPUs of a replica; basic mode uses 3 at most.
         replicas: copies of the network, each with its own micro-batches.
-        schedule: a name, or "auto".
-        gradient_accumulation: M.
-        options: of `Pipeline.from_function`, such as `devices` and `reduction`.
+        devices: as for `make_mesh`.
+        options: `gradient_accumulation`, `schedule` and `reduction`, as for `Pipeline`.
     """
     layers = (0, 1) if mode == "basic" and ipus > 2 else (0, 0)
     placement = (*layers, None if mode == "concurrent" else ipus - 1)
-    drawn = make_schedule("sequential", placement=placement, ipus=ipus, gradient_accumulation=gradient_accumulation)
-    params, options = jax.eval_shape(lambda: init_params(0)), {"ipus": ipus, "replicas": replicas, **options}
-    placed = Pipeline.from_function(loss_of(mode), params, micro_batch, schedule=drawn, **options)
-    return placed.replace(schedule=schedule)
+    placed: dict[str, Any] = {"ipus": ipus, "replicas": replicas, "devices": devices}
+    placed["schedule"] = make_schedule("sequential", placement=placement, ipus=ipus, gradient_accumulation=1)
+    params = jax.eval_shape(lambda: init_params(0))
+    pipeline = Pipeline.from_function(loss_of(mode), params, micro_batch, **placed)
+    return pipeline.replace(**{"schedule": "grouped", **options})
 
 
 def loss_of(mode: Mode) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
@@ -107,12 +100,12 @@ def loss_of(mode: Mode) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
     head = head_of(mode)
 
     def loss(params: Any, micro_batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        images = micro_batch["images"]
-        x = scaled_images(images, params["hidden"]["w"].dtype).reshape(len(images), PIXELS)
+        x = scaled_images(micro_batch["images"], params["hidden"]["w"].dtype).reshape(-1, PIXELS)
         for name in ("hidden", "features"):
             with jax.named_scope(name):
                 x = stage_end(jax.nn.relu(_dense(params[name], x)))
-        return head(params["classifier"], x, micro_batch["labels"])
+        with jax.named_scope("classifier"):
+            return head(params["classifier"], x, micro_batch["labels"])
 
     return loss
 
@@ -128,8 +121,7 @@ def head_of(mode: Mode) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
         `{"correct": () int32}`.
     """
     specs = {"w": PartitionSpec(None, IPU_AXIS), "b": PartitionSpec(IPU_AXIS)}
-    head = _head if mode == "basic" else everywhere(_sharded_head, in_specs=(specs, PartitionSpec(), PartitionSpec()))
-    return jax.named_scope("classifier")(head)
+    return _head if mode == "basic" else everywhere(_sharded_head, in_specs=(specs, PartitionSpec(), PartitionSpec()))
 
 
 def classifier_params(key: jax.Array, features: int) -> dict[str, jax.Array]:
@@ -153,9 +145,8 @@ def _dense(layer: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 def _head(params: Any, x_BD: jax.Array, labels_B: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
     logits_BC, labels_B = _dense(params, x_BD), labels_B.astype(jnp.int32)
     is_example_B = (labels_B >= 0) & (labels_B < CLASSES)
-    losses_B = optax.softmax_cross_entropy_with_integer_labels(
-        logits_BC.astype(jnp.float32), jnp.where(is_example_B, labels_B, 0)
-    )
+    own_B = jnp.where(is_example_B, labels_B, 0)
+    losses_B = optax.softmax_cross_entropy_with_integer_labels(logits_BC.astype(jnp.float32), own_B)
     return jnp.where(is_example_B, losses_B, 0).mean(), _correct(jnp.argmax(logits_BC, axis=-1), labels_B)
 
 

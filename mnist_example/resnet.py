@@ -45,7 +45,7 @@ from mnist_example.flags import RESNET_BLOCKS, Mode
 from mnist_example.model import classifier_params, head_of, scaled_images
 
 SIDE: Final = 28
-"""Rows and columns of an image for which FLOPs are counted. The networks take images of any size."""
+"""Rows and columns of an image with which the shapes are found. The networks take images of any size."""
 
 WIDTH: Final = 64
 
@@ -237,7 +237,8 @@ def loss_of(name: str, mode: Mode, *, training: bool = True, width: int = WIDTH)
             with jax.named_scope(layer.name):
                 x, new[layer.name] = layer.module.apply(variables, x, train=training, mutable=["batch_stats"])
                 x = stage_end(x)
-        result = head(params["classifier"], x.mean(axis=(1, 2)), micro_batch["labels"])
+        with jax.named_scope("classifier"):
+            result = head(params["classifier"], x.mean(axis=(1, 2)), micro_batch["labels"])
         return (*result, new) if training else result
 
     return loss

@@ -99,10 +99,10 @@ class TrainingRun:
         self.expected = data.expected if learns_as_usual and flags.replicas == 1 else None
         self.mode: Mode = mode
         make = model.make_pipeline if flags.model == "mlp" else functools.partial(resnet.make_pipeline, flags.model)
-        self._micro_batch = _shapes(flags.batch_size, np.uint8 if flags.eight_bit_io else np.float32, np.uint8)
+        self._pixels = np.uint8 if flags.eight_bit_io else np.float32
         pipeline = make(
             mode,
-            self._micro_batch,
+            _shapes(self._pixels, np.uint8, flags.batch_size),
             ipus=flags.ipus_of(mode),
             replicas=flags.replicas,
             devices=devices,
@@ -120,6 +120,9 @@ class TrainingRun:
             on_nonfinite=flags.on_nonfinite,
         )
         self.step = ipu_jax.make_train_step(pipeline, make_optimizer(flags.optimizer, flags.learning_rate), options)
+        network = model.loss_of(mode) if flags.model == "mlp" else resnet.loss_of(flags.model, mode, training=False)
+        of_test = _shapes(np.uint8, np.int32, flags.batch_size)  # a label of -1 fills a batch up
+        self._evaluation = functools.cache(lambda: self.step.model.forward(network, of_test))
         updates, steps = flags.updates_of(len(data.train_images)), flags.trace_steps or 3
         if flags.trace and updates <= steps:
             raise ValueError(
@@ -134,12 +137,9 @@ class TrainingRun:
     def compiled(self) -> ipu_jax.chips.ChipReport:
         """Compile a device call for the chips of the step's mesh, and report what it needs. Nothing is placed."""
         flags, k = self.flags, self.step.options.device_iterations
-        dims = (*[k] * (k > 1), *[flags.replicas] * (flags.replicas > 1))
-        dims += (flags.gradient_accumulation_count,)
-        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*dims, *x.shape), x.dtype), self._micro_batch)
-        if flags.model == "mlp":
-            return ipu_jax.chips.compile_ahead(self.step, jax.eval_shape(lambda: model.init_params(0)), batch)
-        params, state = resnet.shapes_of(flags.model)
+        dims = (*[k] * (k > 1), *[flags.replicas] * (flags.replicas > 1), flags.gradient_accumulation_count)
+        batch, of_mlp = _shapes(self._pixels, np.uint8, *dims, flags.batch_size), lambda: (model.init_params(0), None)
+        params, state = jax.eval_shape(of_mlp) if flags.model == "mlp" else resnet.shapes_of(flags.model)
         return ipu_jax.chips.compile_ahead(self.step, params, batch, state=state)
 
     def init(self) -> ipu_jax.steps.TrainState:
@@ -148,13 +148,6 @@ class TrainingRun:
         if flags.model == "mlp":
             return self.step.init(model.init_params(flags.seed))
         return self.step.init(resnet.init_params(flags.model, flags.seed), stages=resnet.init_state(flags.model))
-
-    @functools.cached_property
-    def _evaluated(self) -> Any:
-        """Return the network as it is evaluated, of the weights on the IPUs; labels are signed, and -1 is none."""
-        name, mode = self.flags.model, self.mode
-        network = model.loss_of(mode) if name == "mlp" else resnet.loss_of(name, mode, training=False)
-        return self.step.model.forward(network, _shapes(self.flags.batch_size, np.uint8, np.int32))
 
     def accuracy(self, state: ipu_jax.steps.TrainState) -> float:
         """Return the fraction of test images that the network classifies correctly, for any number of images."""
@@ -171,7 +164,7 @@ class TrainingRun:
             fill={"images": 0, "labels": -1},
         ) as feed:
             for batch in feed.epoch():
-                _, aux = self._evaluated(state.params, batch.data, state.stages)
+                _, aux = self._evaluation()(state.params, batch.data, state.stages)
                 correct += int(ipu_jax.pipelines.on_host(aux["correct"]).sum())
         return correct / len(data.test_images)
 
@@ -451,8 +444,8 @@ def draw(basic: _Losses, concurrent: _Losses, path: Path) -> None:
         figure.savefig(file, dpi=150, format="png")
 
 
-def _shapes(images: int, pixels: npt.DTypeLike, labels: npt.DTypeLike) -> dict[str, jax.ShapeDtypeStruct]:
-    return {"images": jax.ShapeDtypeStruct((images, 28, 28), pixels), "labels": jax.ShapeDtypeStruct((images,), labels)}
+def _shapes(pixels: npt.DTypeLike, labels: npt.DTypeLike, *dims: int) -> dict[str, jax.ShapeDtypeStruct]:
+    return {"images": jax.ShapeDtypeStruct((*dims, 28, 28), pixels), "labels": jax.ShapeDtypeStruct(dims, labels)}
 
 
 def _with_epochs(flags: Flags, data: MNIST) -> Flags:

@@ -150,7 +150,7 @@ def test_gradients_are_summed_or_averaged_over_the_accumulation(reduction, scale
 
 def test_an_ipu_holds_its_own_classes_only(params):
     pipeline = pipeline_of("concurrent", 4)
-    bias, weight = pipeline.shard(params).concurrent["all IPUs"]
+    weight, bias = pipeline.shard(params).concurrent["all IPUs"]
     for ipu, (b, w) in enumerate(zip(bias.addressable_shards, weight.addressable_shards, strict=True)):
         assert (b.data.shape, w.data.shape) == ((3,), (80, 3))  # 10 classes are 3, 3, 3 and 1
         np.testing.assert_array_equal(b.data[: 10 - 3 * ipu], params["classifier"]["b"][3 * ipu : 3 * ipu + 3])
@@ -222,7 +222,7 @@ def test_layers_compute_in_the_dtype_of_their_weights(mode, images, dtype, param
     micro_batch = {"images": batch["images"][0].astype(images), "labels": batch["labels"][0]}
     program = jax.make_jaxpr(loss_of(mode))(stored, micro_batch)
     products = [eqn for eqn in all_equations(program.jaxpr) if eqn.primitive.name == "dot_general"]
-    assert [eqn.outvars[0].aval.dtype for eqn in products] == [dtype] * 3
+    assert [[v.aval.dtype for v in eqn.invars] for eqn in products] == [[dtype, dtype]] * 3
     assert program.out_avals[0].dtype == "float32"
 
 

@@ -271,18 +271,18 @@ def test_averages_are_float32_in_lower_precision(params, state):
 # placing
 
 
-@pytest.mark.parametrize(("mode", "most"), [("basic", 10), ("concurrent", 9)])
-def test_whole_layers_are_placed_as_evenly_as_possible(mode, most):
+@pytest.mark.parametrize("mode", ["basic", "concurrent"])
+def test_whole_layers_are_placed_as_evenly_as_possible(mode):
     batch = make_batch(1)
-    _, state = resnet.shapes_of("resnet18", width=WIDTH)
-    for ipus in (2, 8, most):
+    for ipus in (2, 8):
         pipeline = pipeline_of(mode, batch, ipus=ipus)
         places = [stage.place for stage in pipeline.stages]
         assert places == [*range(ipus)] + [None] * (mode == "concurrent")
-        held = pipeline.shard_state_shapes(state)
-        assert len(jax.tree.leaves(held)) > 0
-    two = pipeline_of(mode, batch).function
-    assert max(two.cut.work_per_ipu) < 0.6 * sum(two.cut.work_per_ipu)
+    two = pipeline_of(mode, batch)
+    assert "cut at places that the function marks" in str(two)
+    assert two.function is not None
+    work = two.function.cut.work_per_ipu
+    assert max(work) < 0.6 * sum(work)
 
 
 # the command

@@ -1,5 +1,6 @@
 """Test where functions are cut: even stages, at waists, at marks, between layers, and under one checkpoint each."""
 
+import functools
 import itertools
 import re
 
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
-from ipu_jax import Pipeline, stage_end
+from ipu_jax import Pipeline, everywhere, stage_end
 from ipu_jax.core.cutting.cut import Places, work_of
 from ipu_jax.core.cutting.trace import trace_of
 from ipu_jax.costs import measure_costs
@@ -445,3 +448,34 @@ def test_frozen_layers_before_the_trained_ones_have_no_backward_pass():
         return [part.flops for part in report.ipus]
 
     assert flops(loss) == flops(stopped)
+
+
+# concurrent stages
+
+
+@pytest.mark.parametrize("ipus", [1, 2])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_no_concurrent_stage_reaches_beyond_a_mark(ipus, is_split):
+    """Without the mark, all IPUs would add the bias, and hold it: that is cheap."""
+
+    def squares(w, x):
+        own = jnp.mean((x @ w) ** 2)
+        return lax.psum(own, "ipu") if is_split else own
+
+    head = everywhere(squares, in_specs=(P(None, "ipu") if is_split else P(), P()))
+    weights = {"a": normal((8, 256)), "b": normal((256, 256)), "bias": normal((256,)), "head": normal((256, 6))}
+
+    def loss(params, x):
+        x = stage_end(jnp.tanh(stage_end(x @ params["a"]) @ params["b"] + params["bias"]))
+        return head(params["head"], x)
+
+    pipeline = Pipeline.from_function(loss, weights, X, ipus=ipus, gradient_accumulation=2)
+    sharded, batch = pipeline.shard(weights), normal((2, *X.shape), seed=3)
+    assert [leaf.shape[-2:] for leaf in sharded.concurrent["all IPUs"]] == [(256, 6)]
+    value, gradients = pipeline.value_and_grad(sharded, batch)
+    mean = lambda params: jnp.mean(jnp.stack([loss(params, x) for x in batch]))
+    expected, of_weights = jax.value_and_grad(mean)(weights)
+    scale = ipus if is_split else 1  # each IPU takes the mean of its own columns
+    assert float(value) == pytest.approx(scale * float(expected), rel=1e-5)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(lambda a, b: close(a, scale * b), pipeline.unshard(gradients), of_weights)
