@@ -25,7 +25,7 @@ for path, gradient in jax.tree.leaves_with_path(pipeline.unshard(gradients)):
 @pytest.mark.slow
 def test_the_examples_run_and_print_what_is_shown():
     printed = documents.run(README, then=LARGEST, compile_fast=True, saved_as="first.py")
-    assert [len(text.splitlines()) for text in documents.shown_output(README)] == [9, 2]
+    assert [len(text.splitlines()) for text in documents.shown_output(README)] == [9, 1]
     documents.assert_shown(README, printed)
     largest = [float(found) for found in re.findall(r"largest magnitude in .*: (.*)", printed)]
     assert len(largest) == 51
@@ -38,7 +38,7 @@ def test_the_readme_has_four_commands_and_two_short_examples():
     assert "**Not for you if**" in "".join(text.splitlines()[:10])
     count = lambda block: len([line for line in block.splitlines() if line.strip()])
     assert count(first) <= 28
-    assert count(second) <= 15
+    assert count(second) <= 14
     assert text.index("pipelined-step.svg") < text.index("```python")
     commands = [shlex.split(line, comments=True) for line in documents.blocks(README, "bash")[0].splitlines()]
     assert commands[0] == ["pip", "install", ".[mnist]"]
