@@ -240,23 +240,15 @@ def mends_of(pipeline: Pipeline, plan: Plan, given: StepArgs, room: int) -> tupl
 def _changes(
     pipeline: Pipeline, schedule: str, given: StepArgs
 ) -> Iterator[tuple[str, Callable[[], Pipeline], StepArgs]]:
-    function = pipeline.function
-
-    def recomputed() -> Pipeline:
-        stages = [dataclasses.replace(stage, recompute="all") for stage in pipeline.stages]
-        return pipeline.replace(stages=stages if function is None else function.again(recompute="all"))
-
-    yield "recompute='all' on every stage", recomputed, given
+    again = (lambda **_: None) if pipeline.function is None else pipeline.function.again
+    recomputed = lambda: again(recompute="all") or [dataclasses.replace(s, recompute="all") for s in pipeline.stages]
+    yield "recompute='all' on every stage", lambda: pipeline.replace(stages=recomputed()), given
     m, at = pipeline.options.gradient_accumulation, given_dims(pipeline.replicas)
     if all(leaf.ndim > at + 1 and leaf.shape[at + 1] % 2 == 0 for leaf in jax.tree.leaves(given.batch)):
         halves = lambda shape: (*shape[:at], 2 * shape[at], shape[at + 1] // 2, *shape[at + 2 :])
         halved = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(halves(leaf.shape), leaf.dtype), given.batch)
-
-        def of_halves() -> Pipeline:
-            one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[at + 1 :], leaf.dtype), halved)
-            stages = None if function is None else function.again(microbatch=one)
-            return pipeline.replace(stages=stages, gradient_accumulation=2 * m)
-
+        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[at + 1 :], leaf.dtype), halved)
+        of_halves = lambda: pipeline.replace(stages=again(microbatch=one), gradient_accumulation=2 * m)
         yield f"gradient_accumulation={2 * m} with half of each micro-batch", of_halves, given._replace(batch=halved)
     for other in _SCHEDULES:
         if other != schedule:
