@@ -43,9 +43,12 @@ class GPT(nn.Module):
         return embed.attend(nn.LayerNorm(name="norm")(x))
 
 
+def logits(params, micro_batch) -> Any:
+    return GPT().apply({"params": params}, micro_batch["tokens"])
+
+
 def loss(params, micro_batch):
-    logits: Any = GPT().apply({"params": params}, micro_batch["tokens"])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, micro_batch["targets"]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(logits(params, micro_batch), micro_batch["targets"]).mean()
 
 
 def sequences(seed: int, count: int = 128) -> dict[str, np.ndarray]:

@@ -15,9 +15,11 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from ipu_jax import ALL_IPUS, Pipeline, Stage, TrainOptions, chips, configure, make_mesh, make_train_step
+from ipu_jax import Pipeline, TrainOptions, chips, configure, everywhere, make_train_step
 from ipu_jax.steps import TrainStep
 from sharded_ops import embedding, log_softmax_cross_entropy, tied_projection
+
+ROWS = PartitionSpec("ipu")  # each IPU has its rows of the table
 
 
 def flags() -> argparse.Namespace:
@@ -41,50 +43,47 @@ def norm(x):
     return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)).astype(x.dtype)
 
 
-def block(weights, x, microbatch):
+def block(weights, x):
     q, k, v = jnp.einsum("btd,dcnk->cbtnk", norm(x), weights["qkv"])
     x = x + jnp.einsum("btnk,nkd->btd", jax.nn.dot_product_attention(q, k, v, is_causal=True), weights["out"])
     return x + jax.nn.gelu(norm(x) @ weights["up"]) @ weights["down"]
 
 
-def shapes(width: int, blocks: int, vocabulary: int) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
+def loss(params, micro_batch):
+    size = len(params["table"])
+
+    def cross_entropy(rows, x, targets):
+        logits = tied_projection(norm(x), rows, size=size)
+        return log_softmax_cross_entropy(logits, targets, size=size).mean()
+
+    embed = everywhere(lambda rows, tokens: embedding(rows, tokens, size=size), in_specs=(ROWS, None))
+    x = embed(params["table"], micro_batch["tokens"])
+    for weights in params["blocks"]:
+        x = block(weights, x)
+    return everywhere(cross_entropy, in_specs=(ROWS, None, None))(params["table"], x, micro_batch["targets"])
+
+
+def shapes(width: int, blocks: int, vocabulary: int) -> dict:
     heads = max(1, width // 128)
-    of_block = {
-        "qkv": (width, 3, heads, width // heads),
-        "out": (heads, width // heads, width),
-        "up": (width, 4 * width),
-        "down": (4 * width, width),
-    }
+    qkv, out = (width, 3, heads, width // heads), (heads, width // heads, width)
+    of_block = {"qkv": qkv, "out": out, "up": (width, 4 * width), "down": (4 * width, width)}
     weight = lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    of_blocks = {f"block {i}": {name: weight(shape) for name, shape in of_block.items()} for i in range(blocks)}
-    return {"table": {"rows": weight((vocabulary, width))}, **of_blocks}
+    of_blocks = [{name: weight(shape) for name, shape in of_block.items()} for _ in range(blocks)]
+    return {"table": weight((vocabulary, width)), "blocks": of_blocks}
 
 
-def make_step(given: argparse.Namespace) -> TrainStep:
-    def embed(weights, _, microbatch):
-        return embedding(weights["rows"], microbatch["tokens"], size=given.vocabulary)
-
-    def project(weights, x, microbatch):
-        logits = tied_projection(norm(x), weights["rows"], size=given.vocabulary)
-        return log_softmax_cross_entropy(logits, microbatch["targets"], size=given.vocabulary).mean()
-
-    place = lambda i: i * given.ipus // given.blocks
-    blocks = [Stage(block, f"block {i}", place(i), recompute=given.recompute) for i in range(given.blocks)]
-    stages = [Stage(embed, "table", ALL_IPUS, name="embedding"), *blocks, Stage(project, "table", ALL_IPUS)]
-    pipeline = Pipeline(
-        stages,
-        mesh=make_mesh(given.replicas, given.ipus),
-        schedule=given.schedule,
-        gradient_accumulation=given.gradient_accumulation,
-        specs={"table": PartitionSpec("ipu")},
-    )
+def make_step(given: argparse.Namespace, weights: dict) -> TrainStep:
+    tokens = jax.ShapeDtypeStruct((given.micro_batch, given.sequence), jnp.int32)
+    options = {n: getattr(given, n) for n in ("ipus", "replicas", "schedule", "gradient_accumulation", "recompute")}
+    pipeline = Pipeline.from_function(loss, weights, {"tokens": tokens, "targets": tokens}, **options)
     return make_train_step(pipeline, optax.adamw(3e-4), TrainOptions(max_gradient_norm=1.0))
 
 
 def main() -> None:
     given = flags()
     configure(given.ipus * given.replicas)
-    step, weights = make_step(given), shapes(given.width, given.blocks, given.vocabulary)
+    weights = shapes(given.width, given.blocks, given.vocabulary)
+    step = make_step(given, weights)
     several = [given.replicas] * (given.replicas > 1)
     of_batch = (*several, given.gradient_accumulation, given.micro_batch, given.sequence)
     batch = {name: jax.ShapeDtypeStruct(of_batch, jnp.int32) for name in ("tokens", "targets")}

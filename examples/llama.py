@@ -13,15 +13,16 @@ a head (Touvron et al. 2023, arXiv:2302.13971; Ainslie et al. 2023, arXiv:2305.1
 
 import dataclasses
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.lax import with_sharding_constraint as split
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from ipu_jax import Checkpoints, Feed, Pipeline, Stage, TrainOptions, configure, fit, make_mesh, make_train_step
+from ipu_jax import Checkpoints, Feed, Pipeline, TrainOptions, configure, fit, make_train_step
 from ipu_jax.steps import TrainState, TrainStep
 
 B, MICRO_BATCHES, PERIOD = 4, 4, 3  # sequences of a micro-batch, micro-batches of an update, tokens that are repeated
@@ -40,23 +41,19 @@ class Sizes:
     hidden: int = 64
     blocks: int = 2
 
-    def of_weights(self) -> dict[str, dict[str, tuple[tuple[int, ...], PartitionSpec]]]:
-        """Return the shape and the spec of each weight."""
-        d, heads = self.features, (self.groups, self.head)
-        of_block = {
-            "norm 1": ((d,), WHOLE),
-            "queries": ((d, self.groups, self.queries, self.head), COLUMNS),
-            "keys": ((d, *heads), COLUMNS),
-            "values": ((d, *heads), COLUMNS),
-            "out": ((self.groups, self.queries, self.head, d), ROWS),
-            "norm 2": ((d,), WHOLE),
-            "gate": ((d, self.hidden), COLUMNS),
-            "up": ((d, self.hidden), COLUMNS),
-            "down": ((self.hidden, d), ROWS),
-        }
-        table, logits = ((self.vocabulary, d), COLUMNS), ((d, self.vocabulary), COLUMNS)
-        ends = {"embedding": {"table": table}, "head": {"norm": ((d,), WHOLE), "logits": logits}}
-        return {f"block {i}": of_block for i in range(self.blocks)} | ends
+    def of_weights(self) -> dict[str, Any]:
+        """Return the shape of each weight."""
+        v, d, hidden, keys = self.vocabulary, self.features, self.hidden, (self.features, self.groups, self.head)
+        queries, out = (d, self.groups, self.queries, self.head), (self.groups, self.queries, self.head, d)
+        attention = {"norm 1": (d,), "queries": queries, "keys": keys, "values": keys, "out": out}
+        of_block = attention | {"norm 2": (d,), "gate": (d, hidden), "up": (d, hidden), "down": (hidden, d)}
+        return {"table": (v, d), "blocks": [of_block] * self.blocks, "norm": (d,), "head": (d, v)}
+
+    def of_specs(self) -> dict[str, Any]:
+        """Return how the devices of an IPU split each weight."""
+        of_block = dict.fromkeys(("queries", "keys", "values", "gate", "up"), COLUMNS)
+        of_block |= {"norm 1": WHOLE, "out": ROWS, "norm 2": WHOLE, "down": ROWS}
+        return {"table": COLUMNS, "blocks": [of_block] * self.blocks, "norm": WHOLE, "head": COLUMNS}
 
 
 def norm(x, gain):
@@ -72,7 +69,7 @@ def rotated(x):
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-def block(p, x, microbatch):
+def block(p, x):
     normed_BTD = split(norm(x, p["norm 1"]), WHOLE)
     q_BTGRK = rotated(split(jnp.einsum("btd,dgrk->btgrk", normed_BTD, p["queries"]), HEADS))
     k_BSGK = rotated(split(jnp.einsum("bsd,dgk->bsgk", normed_BTD, p["keys"]), HEADS))
@@ -86,27 +83,29 @@ def block(p, x, microbatch):
     return split(x + hidden @ p["down"], TOKENS)
 
 
-def logits_of(p, x, microbatch):
-    return split(norm(x, p["norm"]), WHOLE) @ p["logits"]
+def logits(params, tokens):
+    x = split(params["table"][tokens], TOKENS)
+    for p in params["blocks"]:
+        x = block(p, x)
+    return split(norm(x, params["norm"]), WHOLE) @ params["head"]
 
 
-def loss_of(p, x, microbatch):
-    return optax.softmax_cross_entropy_with_integer_labels(logits_of(p, x, microbatch), microbatch["targets"]).mean()
+def loss(params, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(logits(params, batch["tokens"]), batch["targets"]).mean()
 
 
-def make_weights(sizes: Sizes) -> dict[str, dict[str, np.ndarray]]:
-    random, groups = np.random.default_rng(0), sizes.of_weights().items()
-    draw = lambda shape: random.normal(scale=0.1, size=shape) if len(shape) > 1 else np.ones(shape)
-    return {g: {w: draw(shape).astype(np.float32) for w, (shape, _) in group.items()} for g, group in groups}
+def make_weights(sizes: Sizes) -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    drawn = lambda shape: random.normal(scale=0.1, size=shape) if len(shape) > 1 else np.ones(shape)
+    draw = lambda shape: drawn(shape).astype(np.float32)
+    return jax.tree.map(draw, sizes.of_weights(), is_leaf=lambda leaf: isinstance(leaf, tuple))
 
 
-def make_step(sizes: Sizes, mesh: Mesh) -> TrainStep:
-    replicas, ipus, _ = mesh.shape.values()
-    first = Stage(lambda p, _, microbatch: split(p["table"][microbatch["tokens"]], TOKENS), "embedding")
-    blocks = [Stage(block, f"block {i}", i * ipus // sizes.blocks) for i in range(sizes.blocks)]
-    last = Stage(loss_of, "head", ipus - 1, predict=lambda *inputs: logits_of(*inputs).argmax(-1))
-    specs = {g: {w: spec for w, (_, spec) in group.items()} for g, group in sizes.of_weights().items()}
-    pipeline = Pipeline([first, *blocks, last], mesh=mesh, gradient_accumulation=MICRO_BATCHES // replicas, specs=specs)
+def make_step(sizes: Sizes, replicas: int, ipus: int, tensor: int) -> TrainStep:
+    micro_batch = dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct((B, sizes.tokens), jnp.int32))
+    options: dict[str, Any] = {"ipus": ipus, "replicas": replicas, "axes": {"tensor": tensor}}
+    options |= {"specs": sizes.of_specs(), "gradient_accumulation": MICRO_BATCHES // replicas}
+    pipeline = Pipeline.from_function(loss, make_weights(sizes), micro_batch, **options)
     return make_train_step(pipeline, optax.adamw(1e-2), TrainOptions(max_gradient_norm=1.0))
 
 
@@ -120,8 +119,9 @@ def sequences(seed: int, sizes: Sizes, count: int = 2048) -> dict[str, np.ndarra
 def continued(step: TrainStep, state: TrainState, tokens: np.ndarray) -> np.ndarray:
     """Return sequences (replicas, micro-batches, B, T) whose first tokens are kept, and all others predicted."""
     tokens = np.where(np.arange(tokens.shape[-1]) < PERIOD, tokens, 0)
+    run = step.model.forward(lambda params, tokens: logits(params, tokens).argmax(-1), tokens[0, 0])
     for t in range(PERIOD, tokens.shape[-1]):
-        tokens[..., t] = step.model.predict(state.params, {"tokens": tokens})[..., t - 1]
+        tokens[..., t] = run(state.params, tokens)[..., t - 1]
     return tokens
 
 
@@ -134,7 +134,7 @@ def next_loss(step: TrainStep, weights: dict, data: dict, folder: str) -> float:
 
 
 def main(folder: str, updates: str = "96") -> None:
-    step, other = (make_step(Sizes(), make_mesh(*shape, tensor=t)) for *shape, t in ((2, 2, 2), (1, 2, 4)))
+    step, other = (make_step(Sizes(), *shape) for shape in ((2, 2, 2), (1, 2, 4)))
     weights, data = make_weights(Sizes()), sequences(0, Sizes())
     with Feed(data, step=step, micro_batch=B) as feed:
         state = fit(step, step.init(weights), feed, updates=int(updates), checkpoints=folder).state

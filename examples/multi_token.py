@@ -1,7 +1,7 @@
 """Train multi-token prediction: a second head predicts the token after the next one, with the same split table.
 
-    IPU 0   table, rows 0-14  \\  block 0 \\           / table: loss of the   \\            / table: loss of the
-    IPU 1   table, rows 15-28  ->           -> block 1 -> next, embeds it      -> block 2 -> token after it
+    IPU 0   table, rows 0-14  \\  blocks 0-1 \\   / table: loss of the \\            / table: loss of the
+    IPU 1   table, rows 15-28  ->            ->   next, embeds it    -> block 2 -> token after it
 
 Run it: python -m examples.multi_token
 """
@@ -11,59 +11,51 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, configure, verify
+from ipu_jax import Pipeline, configure, everywhere, verify
 from sharded_ops import embedding, linear_cross_entropy
 
-VOCABULARY, LENGTH, FEATURES, B, M = 29, 6, 8, 4, 4
+V, LENGTH, FEATURES, B, M = 29, 6, 8, 4, 4
+ROWS = PartitionSpec("ipu")  # each IPU has its rows of the table
 
 
 def norm(x):
     return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
 
 
-def cross_entropy(p, x, labels):
-    return linear_cross_entropy(norm(x), p["table"], labels, size=VOCABULARY, reduction="mean")
-
-
-def embed(p, x, microbatch):
-    return embedding(p["table"], microbatch["tokens"][:, :-2], size=VOCABULARY)
-
-
-def block(p, x, microbatch):
+def block(p, x):
     return x + jax.nn.gelu(jnp.cumsum(norm(x), axis=1) @ p["up"]) @ p["down"]
 
 
-def predict_next(p, x, microbatch):
-    labels = microbatch["tokens"][:, 1:-1]
-    return Outputs((x, embedding(p["table"], labels, size=VOCABULARY)), loss=cross_entropy(p, x, labels))
+def mean_loss(table, x, labels):
+    return linear_cross_entropy(norm(x), table, labels, size=V, reduction="mean")
 
 
-def join(p, x_and_next, microbatch):
-    x = jnp.concatenate([norm(each) for each in x_and_next], axis=-1) @ p["join"]
-    return block(p, x, microbatch)
+embed = everywhere(lambda table, tokens: embedding(table, tokens, size=V), in_specs=(ROWS, None))
+cross_entropy = everywhere(mean_loss, in_specs=(ROWS, None, None))
 
 
-def predict_next_but_one(p, x, microbatch):
-    return 0.3 * cross_entropy(p, x, microbatch["tokens"][:, 2:])
-
-
-def make_pipeline(schedule: str) -> Pipeline:
-    functions = (embed, block, block, predict_next, join, predict_next_but_one)
-    groups = ("shared", "block 0", "block 1", "shared", "block 2", "shared")
-    ipus = (ALL_IPUS, 0, 1, ALL_IPUS, 1, ALL_IPUS)
-    stages = [Stage(*each, name=each[0].__name__) for each in zip(functions, groups, ipus, strict=True)]
-    specs = {"shared": {"table": PartitionSpec("ipu")}}
-    return Pipeline(stages, gradient_accumulation=M, schedule=schedule, specs=specs)
+def loss(params, microbatch):
+    table, (first, second, third) = params["table"], params["blocks"]
+    tokens, following, after_it = (microbatch["tokens"][:, k : k + LENGTH] for k in range(3))
+    x = block(second, block(first, embed(table, tokens)))
+    loss_of_next, embedded = cross_entropy(table, x, following), embed(table, following)
+    x = jnp.concatenate([norm(x), norm(embedded)], axis=-1) @ params["join"]
+    return loss_of_next + 0.3 * cross_entropy(table, block(third, x), after_it)
 
 
 def make_data() -> tuple[dict, dict]:
     """Return weights, and a batch of M micro-batches of B sequences."""
     random, d = np.random.default_rng(0), FEATURES
     draw = lambda *shape: random.normal(scale=0.5, size=shape).astype(np.float32)
-    blocks = {f"block {k}": {"up": draw(d, 16), "down": draw(16, d)} for k in range(3)}
-    weights = {"shared": {"table": draw(VOCABULARY, d)}, **blocks}
-    weights["block 2"]["join"] = draw(2 * d, d)
-    return weights, {"tokens": random.integers(0, VOCABULARY, (M, B, LENGTH + 2)).astype(np.int32)}
+    blocks = [{"up": draw(d, 16), "down": draw(16, d)} for _ in range(3)]
+    weights = {"table": draw(V, d), "blocks": blocks, "join": draw(2 * d, d)}
+    return weights, {"tokens": random.integers(0, V, (M, B, LENGTH + 2)).astype(np.int32)}
+
+
+def make_pipeline(schedule: str) -> Pipeline:
+    weights, batch = make_data()
+    one = {"tokens": batch["tokens"][0]}
+    return Pipeline.from_function(loss, weights, one, ipus=2, gradient_accumulation=M, schedule=schedule)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ Run it again with more updates, and it continues: python -m examples.tied_gpt FO
 """
 
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,52 +15,58 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from examples.nnx_transformer import FEATURES, HEADS, LENGTH, VOCABULARY, sequences
-from examples.training import M, train
-from ipu_jax import ALL_IPUS, Pipeline, Stage, configure, make_train_step
+from examples.nnx_transformer import FEATURES, HEADS, LENGTH, sequences
+from examples.nnx_transformer import VOCABULARY as V
+from examples.training import B, M, train
+from ipu_jax import Pipeline, configure, everywhere, make_train_step
 from ipu_jax.steps import TrainState, TrainStep
-from sharded_ops import embedding, log_softmax_cross_entropy, tied_projection
+from sharded_ops import embedding, from_all, linear_cross_entropy, tied_projection
+
+ROWS = PartitionSpec("ipu")  # each IPU has its rows of the table
 
 
 def norm(x):
     return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
 
 
-def embed(weights, _, microbatch):
-    return embedding(weights["table"], microbatch["tokens"], size=VOCABULARY) + weights["positions"]
-
-
-def block(weights, x, microbatch):
+def block(weights, x):
     q, k, v = jnp.moveaxis((norm(x) @ weights["qkv"]).reshape(*x.shape[:-1], 3, HEADS, -1), -3, 0)
     x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ weights["out"]
     return x + jax.nn.gelu(norm(x) @ weights["up"]) @ weights["down"]
 
 
-def logits_of(weights, x, microbatch):
-    return tied_projection(norm(x), weights["table"], size=VOCABULARY)
+embed = everywhere(partial(embedding, size=V), in_specs=(ROWS, None))
+project = everywhere(lambda table, x: from_all(tied_projection(x, table, size=V), -1, size=V), in_specs=(ROWS, None))
+cross_entropy = everywhere(partial(linear_cross_entropy, size=V, reduction="mean"), in_specs=(None, ROWS, None))
 
 
-def project(weights, x, microbatch):
-    logits = logits_of(weights, x, microbatch)
-    return log_softmax_cross_entropy(logits, microbatch["targets"], size=VOCABULARY).mean()
+def hidden(params, micro_batch):
+    x = embed(params["table"], micro_batch["tokens"]) + params["positions"]
+    for weights in params["blocks"]:
+        x = block(weights, x)
+    return norm(x)
 
 
-def make_weights() -> dict[str, dict[str, np.ndarray]]:
+def logits(params, micro_batch):
+    return project(params["table"], hidden(params, micro_batch))
+
+
+def loss(params, micro_batch):
+    return cross_entropy(hidden(params, micro_batch), params["table"], micro_batch["targets"])
+
+
+def make_params() -> dict:
     random, d = np.random.default_rng(0), FEATURES
     draw = lambda *shape: random.normal(scale=0.1, size=shape).astype(np.float32)
-    shapes = {"qkv": (d, 3 * d), "out": (d, d), "up": (d, 4 * d), "down": (4 * d, d)}
-    blocks = {f"block {i}": {name: draw(*shape) for name, shape in shapes.items()} for i in range(2)}
-    return {"shared": {"table": draw(VOCABULARY, d), "positions": draw(LENGTH, d)}, **blocks}
+    block = lambda: {"qkv": draw(d, 3 * d), "out": draw(d, d), "up": draw(d, 4 * d), "down": draw(4 * d, d)}
+    return {"table": draw(V, d), "positions": draw(LENGTH, d), "blocks": [block(), block()]}
 
 
 def make_step() -> tuple[TrainStep, TrainState]:
-    first = Stage(embed, params="shared", ipu=ALL_IPUS, name="embedding")
-    blocks = [Stage(block, params=f"block {i}", ipu=i) for i in range(2)]
-    last = Stage(project, "shared", ALL_IPUS, predict=logits_of, predict_specs=PartitionSpec(None, None, "ipu"))
-    specs = {"shared": {"table": PartitionSpec("ipu"), "positions": PartitionSpec()}}
-    pipeline = Pipeline([first, *blocks, last], gradient_accumulation=M, specs=specs)
+    params, micro_batch = make_params(), {name: rows[:B] for name, rows in sequences(0).items()}
+    pipeline = Pipeline.from_function(loss, params, micro_batch, ipus=2, gradient_accumulation=M)
     step = make_train_step(pipeline, optax.adam(1e-2))
-    return step, step.init(make_weights())
+    return step, step.init(params)
 
 
 def main(folder: str, updates: str = "20") -> None:

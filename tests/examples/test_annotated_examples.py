@@ -14,7 +14,7 @@ import optax
 import pytest
 
 from examples import annotated_flax, llama
-from ipu_jax import Feed, fit, make_mesh
+from ipu_jax import Feed, fit
 from support import documents
 from support.against_plain import assert_equals_plain, bubbles_hold_nan  # noqa: F401 (a fixture)
 
@@ -64,14 +64,13 @@ def llama_logits(weights, tokens):
             read += scores / scores.sum(1, keepdims=True) @ (x @ p["values"][:, g]) @ p["out"][g, r]
         return read
 
-    x = weights["embedding"]["table"][tokens]
-    for i in range(len(weights) - 2):
-        p = weights[f"block {i}"]
+    x = weights["table"][tokens]
+    for p in weights["blocks"]:
         x = x + attend(p, normed(x, p["norm 1"]))
         h = normed(x, p["norm 2"])
         gate = h @ p["gate"]
         x = x + (gate / (1 + jnp.exp(-gate)) * (h @ p["up"])) @ p["down"]
-    return normed(x, weights["head"]["norm"]) @ weights["head"]["logits"]
+    return normed(x, weights["norm"]) @ weights["head"]
 
 
 @jax.jit
@@ -99,7 +98,7 @@ def test_loss_and_gradients_of_annotated_flax_modules_equal_a_dense_twin():
 def test_the_llama_has_a_step_on_each_mesh():
     for replicas, ipus, devices in ((2, 2, 2), (1, 2, 4)):
         sizes = dataclasses.replace(SIZES, groups=devices)
-        step = llama.make_step(sizes, make_mesh(replicas, ipus, tensor=devices))
+        step = llama.make_step(sizes, replicas, ipus, devices)
         weights = jax.tree.leaves(step.shapes(llama.make_weights(sizes)).params)
         assert any(ipus * devices == leaf.sharding.num_devices // replicas for leaf in weights)
 
@@ -115,19 +114,18 @@ def test_a_device_holds_half_of_each_annotated_kernel():
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 4, 2), (1, 2, 4), (4, 1, 2)])
 def test_loss_and_gradients_of_the_llama_equal_a_dense_twin(mesh):
-    *counts, devices = mesh
-    sizes = dataclasses.replace(SIZES, groups=devices)
-    step = llama.make_step(sizes, make_mesh(*counts, tensor=devices))
+    sizes = dataclasses.replace(SIZES, groups=mesh[-1])
+    step = llama.make_step(sizes, *mesh)
     weights, random = moved(llama.make_weights(sizes), 0.3), np.random.default_rng(3)
     lead = [mesh[0]] * (mesh[0] > 1)
-    shape = (*lead, llama.MICRO_BATCHES // mesh[0], 3, SIZES.tokens)
+    shape = (*lead, llama.MICRO_BATCHES // mesh[0], llama.B, SIZES.tokens)
     batch = {name: random.integers(SIZES.vocabulary, size=shape, dtype=np.int32) for name in ("tokens", "targets")}
     assert_equals_plain(step.model, weights, batch, lambda weights: llama_twin(weights, batch))
 
 
 @pytest.mark.slow
 def test_the_llama_trains_as_optax_on_one_device_and_resumes_on_another_mesh(tmp_path):
-    step, other = (llama.make_step(SIZES, make_mesh(*shape, tensor=2)) for shape in ((2, 2), (1, 4)))
+    step, other = (llama.make_step(SIZES, *shape, 2) for shape in ((2, 2), (1, 4)))
     weights, data = moved(llama.make_weights(SIZES), 0.3), llama.sequences(5, SIZES, 64)
     with Feed(data, step=step, micro_batch=llama.B) as feed:
         batches = [jax.device_get(batch.data) for batch in itertools.islice(feed, 3)]
@@ -147,9 +145,9 @@ def test_the_llama_trains_as_optax_on_one_device_and_resumes_on_another_mesh(tmp
 
 @pytest.mark.slow
 def test_the_llama_predicts_the_tokens_of_a_dense_twin():
-    step = llama.make_step(SIZES, make_mesh(2, 2, tensor=2))
+    step = llama.make_step(SIZES, 2, 2, 2)
     weights = moved(llama.make_weights(SIZES), 0.5)
-    given = np.random.default_rng(6).integers(SIZES.vocabulary, size=(2, 1, 3, SIZES.tokens), dtype=np.int32)
+    given = np.random.default_rng(6).integers(SIZES.vocabulary, size=(2, 1, llama.B, SIZES.tokens), dtype=np.int32)
     found = llama.continued(step, step.init(weights), given)
     rows, next_of = given.reshape(-1, SIZES.tokens).copy(), jax.jit(llama_logits)
     for row, t in itertools.product(rows, range(llama.PERIOD, SIZES.tokens)):

@@ -3,6 +3,7 @@
 import argparse
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,26 +29,26 @@ def twin(weights, batch):
         return jnp.tensordot(jnp.einsum("bnts,bsnk->btnk", chances, v), w["out"], 2)
 
     def of_micro_batch(tokens, targets):
-        x = weights["table"]["rows"][tokens]
-        for i in range(BLOCKS):
-            w = weights[f"block {i}"]
+        x = weights["table"][tokens]
+        for w in weights["blocks"]:
             x = x + attend(norm(x), w)
             x = x + jax.nn.gelu(norm(x) @ w["up"]) @ w["down"]
-        log_chances = jax.nn.log_softmax(norm(x) @ weights["table"]["rows"].T)
+        log_chances = jax.nn.log_softmax(norm(x) @ weights["table"].T)
         return -jnp.take_along_axis(log_chances, targets[..., None], -1).mean()
 
     return jax.vmap(of_micro_batch)(batch["tokens"], batch["targets"]).mean()
 
 
-def pipeline_of(ipus: int, schedule: str) -> Pipeline:
-    given = {"ipus": ipus, "replicas": 1, "blocks": BLOCKS, "vocabulary": VOCABULARY, "schedule": schedule}
-    return gpt.make_step(argparse.Namespace(**given, recompute="auto", gradient_accumulation=5)).model
+def pipeline_of(ipus: int, schedule: str, weights: Any) -> Pipeline:
+    given = {"ipus": ipus, "replicas": 1, "micro_batch": 2, "sequence": TOKENS, "schedule": schedule}
+    return gpt.make_step(argparse.Namespace(**given, recompute="auto", gradient_accumulation=5), weights).model
 
 
 @pytest.mark.slow
 def test_a_step_gives_a_loss_and_a_gradient_of_each_weight():
-    pipeline, tokens = pipeline_of(4, "zb-h1"), jax.ShapeDtypeStruct((5, 2, TOKENS), "int32")
-    params = pipeline.shard_shapes(gpt.shapes(WIDTH, BLOCKS, VOCABULARY))
+    weights, tokens = gpt.shapes(WIDTH, BLOCKS, VOCABULARY), jax.ShapeDtypeStruct((5, 2, TOKENS), "int32")
+    pipeline = pipeline_of(4, "zb-h1", weights)
+    params = pipeline.shard_shapes(weights)
     batch = {"tokens": tokens, "targets": tokens}
     loss, gradients = jax.eval_shape(pipeline.value_and_grad, params, batch)[:2]
     assert loss.shape == ()
@@ -61,7 +62,7 @@ def test_loss_and_gradients_equal_a_dense_twin(ipus, schedule):
     draw = lambda shape: random.normal(scale=0.1, size=shape.shape).astype(np.float32)
     weights = jax.tree.map(draw, gpt.shapes(WIDTH, BLOCKS, VOCABULARY))
     batch = {name: random.integers(VOCABULARY, size=(5, 2, TOKENS), dtype=np.int32) for name in ("tokens", "targets")}
-    pipeline = pipeline_of(ipus, schedule)
+    pipeline = pipeline_of(ipus, schedule, weights)
     assert (pipeline.ipus, pipeline.schedule.name) == (ipus, schedule)
     assert_equals_plain(pipeline, weights, batch, lambda weights: twin(weights, batch))
 

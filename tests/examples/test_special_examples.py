@@ -55,22 +55,22 @@ def loss_of_residuals(weights, batch):
 
 
 def loss_of_tokens(weights, batch):
-    table, tokens = weights["shared"]["table"], batch["tokens"]
+    table, tokens = weights["table"], batch["tokens"]
     length = tokens.shape[-1] - 2
     normed = lambda x: x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
 
-    def block(name, x):
-        before = jnp.stack([normed(x)[:, :, : t + 1].sum(2) for t in range(length)], 2)
-        return x + jax.nn.gelu(before @ weights[name]["up"]) @ weights[name]["down"]
+    def block(k, x):
+        before, p = jnp.stack([normed(x)[:, :, : t + 1].sum(2) for t in range(length)], 2), weights["blocks"][k]
+        return x + jax.nn.gelu(before @ p["up"]) @ p["down"]
 
     def cross_entropy(x, labels):
         chances = jax.nn.log_softmax(normed(x) @ table.T)
         return -jnp.take_along_axis(chances, labels[..., None], -1).mean()
 
     ahead = [tokens[:, :, k : k + length] for k in range(3)]
-    x = block("block 1", block("block 0", table[ahead[0]]))
+    x = block(1, block(0, table[ahead[0]]))
     both = jnp.concatenate([normed(x), normed(table[ahead[1]])], -1)
-    further = block("block 2", both @ weights["block 2"]["join"])
+    further = block(2, both @ weights["join"])
     return cross_entropy(x, ahead[1]) + 0.3 * cross_entropy(further, ahead[2])
 
 

@@ -38,7 +38,7 @@ def test_the_readme_has_four_commands_and_two_short_examples():
     assert "**Not for you if**" in "".join(text.splitlines()[:10])
     count = lambda block: len([line for line in block.splitlines() if line.strip()])
     assert count(first) <= 28
-    assert count(second) <= 11
+    assert count(second) <= 14
     assert text.index("pipelined-step.svg") < text.index("```python")
     commands = [shlex.split(line, comments=True) for line in documents.blocks(README, "bash")[0].splitlines()]
     assert commands[0] == ["pip", "install", ".[mnist]"]

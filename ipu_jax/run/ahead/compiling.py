@@ -8,17 +8,18 @@ A training script needs no such mesh under `ipu-compile`, and one more line: `ha
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ipu_jax.base.annotations import Batch, Json, Key, Params, Tree
+from ipu_jax.base.annotations import Batch, Key, Params, Tree
 from ipu_jax.core.analysis.report import make_report
 from ipu_jax.core.compiled.program import Program, host_loops
 from ipu_jax.core.engine.labels import UPDATE
@@ -224,9 +225,10 @@ def mends_of(pipeline: Pipeline, plan: Plan, given: StepArgs, room: int) -> tupl
     """
     now = make_report(plan, given.batch, mesh=pipeline.mesh).predicted_temporary
     found = []
-    for name, changed, args in _changes(pipeline, plan.schedule.name, given):
-        with contextlib.suppress(ValueError):  # such as a schedule that the stages' places or M do not fit
-            other = pipeline.replace(**changed)
+    for name, change, args in _changes(pipeline, plan.schedule.name, given):
+        # a schedule that the stages' places or M do not fit, or a function that a micro-batch of another size does not
+        with contextlib.suppress(ValueError, TypeError):
+            other = change()
             report = make_report(other.placement.plan(*args), args.batch, mesh=other.mesh)
             then, gradients = report.predicted_temporary, max(part.gradients for part in report.ipus)
             if then < now:
@@ -235,17 +237,19 @@ def mends_of(pipeline: Pipeline, plan: Plan, given: StepArgs, room: int) -> tupl
     return (*found, "more IPUs for the same layers, or a smaller micro-batch")
 
 
-def _changes(pipeline: Pipeline, schedule: str, given: StepArgs) -> Iterator[tuple[str, dict[str, Json], StepArgs]]:
-    if pipeline.function is None:
-        stages = [dataclasses.replace(stage, recompute="all") for stage in pipeline.stages]
-        yield "recompute='all' on every stage", {"stages": stages}, given
+def _changes(
+    pipeline: Pipeline, schedule: str, given: StepArgs
+) -> Iterator[tuple[str, Callable[[], Pipeline], StepArgs]]:
+    again = (lambda **_: None) if pipeline.function is None else pipeline.function.again
+    recomputed = lambda: again(recompute="all") or [dataclasses.replace(s, recompute="all") for s in pipeline.stages]
+    yield "recompute='all' on every stage", lambda: pipeline.replace(stages=recomputed()), given
     m, at = pipeline.options.gradient_accumulation, given_dims(pipeline.replicas)
     if all(leaf.ndim > at + 1 and leaf.shape[at + 1] % 2 == 0 for leaf in jax.tree.leaves(given.batch)):
         halves = lambda shape: (*shape[:at], 2 * shape[at], shape[at + 1] // 2, *shape[at + 2 :])
         halved = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(halves(leaf.shape), leaf.dtype), given.batch)
-        name = f"gradient_accumulation={2 * m} with half of each micro-batch"
-        yield name, {"gradient_accumulation": 2 * m}, given._replace(batch=halved)
-    if pipeline.function is None:
-        for other in _SCHEDULES:
-            if other != schedule:
-                yield f"schedule={other!r}", {"schedule": other}, given
+        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[at + 1 :], leaf.dtype), halved)
+        of_halves = lambda: pipeline.replace(stages=again(microbatch=one), gradient_accumulation=2 * m)
+        yield f"gradient_accumulation={2 * m} with half of each micro-batch", of_halves, given._replace(batch=halved)
+    for other in _SCHEDULES:
+        if other != schedule:
+            yield f"schedule={other!r}", functools.partial(pipeline.replace, schedule=other), given

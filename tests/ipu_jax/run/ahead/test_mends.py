@@ -5,12 +5,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
-from ipu_jax import Pipeline, Stage, make_mesh
+from ipu_jax import Pipeline, Stage, everywhere, make_mesh
 from ipu_jax.core.analysis.report import in_units
 from ipu_jax.core.step_args import StepArgs
 from ipu_jax.run.ahead.compiling import mends_of
 from ipu_jax.schedules import make_schedule
+from sharded_ops import from_all
 
 N, D, M, LAYERS = 32, 64, 8, 2
 LAST = "more IPUs for the same layers, or a smaller micro-batch"
@@ -100,17 +102,28 @@ def test_a_schedule_of_ones_own_keeps_its_micro_batches():
     assert names(mends(pipeline_of(schedule=own))) == ["recompute", "schedule", LAST]
 
 
-def test_a_function_that_was_cut_keeps_its_cuts():
-    weights = {"a": shape(D, D), "b": shape(D, D)}
+@pytest.mark.slow
+def test_a_function_is_cut_again_for_each_change():
+    weights, rows = {"a": shape(D, D), "b": shape(D, D)}, PartitionSpec("ipu")
 
-    def cut(m, n):
-        loss = lambda params, mb: jnp.mean(mlp(params["b"], mlp(params["a"], mb)) ** 2)
-        return Pipeline.from_function(loss, weights, shape(n, D), ipus=2, gradient_accumulation=m)
+    def loss(params, x):
+        count, sum_of = x.shape[0], everywhere(lambda w, x: from_all(x @ w.T, -1, D).sum(), in_specs=(rows, None))
+        x = mlp(params["a"], mlp(params["a"], x)).reshape(count, D)  # for one size of micro-batch
+        return sum_of(params["b"], x) / count
 
-    def predicted(m, n):
-        report = cut(m, n).report(cut(m, n).shard_shapes(weights), shape(m, n, D), compile=False)
-        return report.predicted_temporary
+    def cut(m=M, n=N, **options):
+        return Pipeline.from_function(loss, weights, shape(n, D), ipus=2, gradient_accumulation=m, **options)
 
-    halved = line("gradient_accumulation=16 with half of each micro-batch", predicted(M, N), predicted(2 * M, N // 2))
-    arguments = (cut(M, N).shard_shapes(weights), shape(M, N, D), None, None)
-    assert mends(cut(M, N), arguments) == (halved, LAST)
+    def predicted(m=M, n=N, **options):
+        pipeline = cut(m, n, **options)
+        return pipeline.report(pipeline.shard_shapes(weights), shape(m, n, D), compile=False).predicted_temporary
+
+    now = predicted()
+    then = {
+        "recompute='all' on every stage": predicted(recompute="all"),
+        "gradient_accumulation=16 with half of each micro-batch": predicted(2 * M, N // 2),
+        "schedule='1f1b'": predicted(schedule="1f1b"),
+        "schedule='zb-h1'": predicted(schedule="zb-h1"),
+    }
+    arguments = (cut().shard_shapes(weights), shape(M, N, D), None, None)
+    assert mends(cut(), arguments) == (*[line(name, now, of) for name, of in then.items() if of < now], LAST)
