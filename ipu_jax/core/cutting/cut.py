@@ -104,6 +104,12 @@ class Cut:
         return [sum(w for w, at in zip(self.work, self.ipus, strict=True) if at == ipu) for ipu in own]
 
     @property
+    def local_stages(self) -> int:
+        """Return the number of local stages; one with a concurrent stage in its middle counts once."""
+        around = zip(self.ipus, [None, *self.ipus], [None, None, *self.ipus], strict=False)
+        return sum(ipu is not None and (before is not None or ipu != there) for ipu, before, there in around)
+
+    @property
     def of_stages(self) -> list[Sequence[Eqn]]:
         """Return the operations of each stage."""
         return [self.operations[start:end] for start, end in itertools.pairwise([0, *self.ends])]

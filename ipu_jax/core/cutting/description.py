@@ -82,7 +82,7 @@ def described(
         return [table]
     of_ipu, ipus = cut.work_per_ipu, held.over.ipus
     uneven = f"the busiest IPU has {max(of_ipu) * ipus / (sum(of_ipu) or 1.0) - 1:.1%} more work than the mean"
-    lines = [*reasons(cut, len(cut.work), of_state), *of_split(division, paths, held.over)]
+    lines = [*reasons(cut, cut.local_stages, of_state), *of_split(division, paths, held.over)]
     lines += of_shared(division, paths, {p: of for p, of in held.everywhere.items() if p not in held.over.blocked})
     return [table, f"cut at {_where(cut)}; {uneven}", _shares(division, held, places), *lines]
 
