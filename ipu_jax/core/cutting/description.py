@@ -62,13 +62,13 @@ def described(
     trace, messages, total = division.trace, division.messages, sum(cut.work) or 1.0
     rows = [("stage", "IPU", "work", "weights", "ends after", "sends per micro-batch")]
     for s, piece in enumerate(division.pieces):
-        own = {division.parts[v]: v for v in piece.weights if division.parts[v] not in held.everywhere}.values()
+        own = {division.parts[v] for v in piece.weights} - held.everywhere.keys()
         sent = messages[s] if s < len(messages) else trace.outputs
         text = f"{counted(len(sent), 'array')}, {in_units(bytes_of([v.aval for v in sent]), 'B')}"
         text = "the loss" if s == len(messages) and paths else text
         ends = line_of(cut.operations[cut.ends[s] - 1]) if cut.ends[s] else ""
         name = f"{s} {names[s]}" if names[s] != f"stage {s}" else str(s)
-        weights = in_units(bytes_of([v.aval for v in own]), "B")
+        weights = in_units(sum(_bytes_of(trace.params[part.leaf], part, held.over) for part in own), "B")
         place = "all" if places[s] is None else str(places[s])
         rows.append((name, place, f"{cut.work[s] / total:.1%}", weights, ends, text))
     if not any(row[4] for row in rows[1:]):  # code without a file has no lines
