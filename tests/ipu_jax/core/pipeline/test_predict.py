@@ -179,6 +179,8 @@ def test_what_predict_returns_as_state_is_what_the_next_micro_batch_reads(key):
     if key is None:
         again = pipeline.predict(params, x, state)
         jax.tree.map(np.testing.assert_array_equal, again, found)
+        later = pipeline.predict(params, x, pipeline.shard_state(new))
+        np.testing.assert_array_equal(later["seen"], [10, 11, 12])
         outputs, of_unsharded = reference_predict(pipeline, pipeline.unshard(params), x, STATE, return_state=True)
         np.testing.assert_allclose(outputs["y"], y, rtol=1e-4, atol=1e-5)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), of_unsharded, new)
