@@ -54,7 +54,11 @@ def test_the_cases_meet_in_all_pairs():
     assert len(CASES) < 80
 
 
-@pytest.mark.fast("grouped-zb-2-above-True-both-dots-2-sum")
+@pytest.mark.fast(
+    "grouped-zb-2-above-True-both-dots-2-sum",
+    "looped-zb-2-equal-True-none-none-1-sum",
+    "sequential-2-above-True-tied-auto-2-mean",
+)
 @pytest.mark.parametrize("case", CASES, ids=["-".join(map(str, case.values())) for case in CASES])
 def test_equals_the_dense_twin(case, monkeypatch):
     monkeypatch.setattr(_carry, "IDLE_FILL", float("nan"))
