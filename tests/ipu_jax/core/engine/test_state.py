@@ -203,11 +203,3 @@ RENEWED = "stage 'one' got state float32[3] and returns ", "with the same tree, 
 def test_state_and_keys_that_do_not_fit_are_refused(call, holds):
     with refused(*holds):
         call()
-
-
-def test_a_random_stage_with_an_evaluate_needs_no_key_there():
-    stage = Stage(
-        lambda p, x, mb, *, key: jax.random.uniform(key), random=True, evaluate=lambda p, x, mb, *, key: mb.mean() * 2
-    )
-    pipeline = Pipeline([stage])
-    assert float(pipeline.loss(pipeline.shard({}), np.ones((1, 2), np.float32))) == 2

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh
 from ipu_jax.core.layout import groups
 from ipu_jax.core.schedules import make_schedule
-from support.against_plain import assert_equals_plain
 from support.dense import chain
 from support.refusals import compilations, refusals, refused
 
@@ -230,18 +229,6 @@ def test_a_refused_call_leaves_the_pipeline_as_it_was():
 def test_without_a_mesh_there_is_one_replica_on_the_ipus_that_the_stages_name():
     assert dict(two_stages().mesh.shape) == {"replica": 1, "ipu": 2}
     assert dict(Pipeline([Stage(loss, params="b", ipu=ALL_IPUS)]).mesh.shape) == {"replica": 1, "ipu": 1}
-
-
-@pytest.mark.fast("sum")
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_the_reduction_is_of_the_gradients_and_the_loss_is_always_the_mean(reduction):
-    pipeline = two_stages(mesh=make_mesh(2, 2), gradient_accumulation=3, reduction=reduction)
-    data = batch(2, 3)
-
-    def mean_loss(w):
-        return jnp.mean((jnp.tanh(data["x"] @ w["a"]) @ w["b"]) ** 2)
-
-    assert_equals_plain(pipeline, weights("a", "b"), data, mean_loss, scale=6 if reduction == "sum" else 1)
 
 
 def test_gradients_lie_where_the_params_lie_and_padding_gets_none():
