@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
 
 import ipu_jax
 from ipu_jax.steps import TrainStep
@@ -189,45 +188,6 @@ def test_an_update_is_the_unsharded_programs(mode, ipus, m, params, state):
     found_gradients, found_state = in_its_own_names(pipeline.unshard(gradients), pipeline.unshard(new))
     assert_close(found_gradients, expected_gradients, rtol=1e-4)
     assert_close(found_state, expected_state, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_block_adds_its_input_to_two_convolutions():
-    """The first one that halves the sides, in training: output, averages, and gradients by weights and input."""
-    (block,) = (layer for layer in layers_of("resnet18", width=WIDTH) if layer.name == "block3")
-    rng = np.random.default_rng(1)
-    drawn = lambda leaf: (0.5 + rng.random(leaf.shape)).astype(np.float32)
-    own = jax.tree.map(drawn, jax.eval_shape(block.init, jax.random.key(0)))
-    params, averages = own["params"], own["batch_stats"]
-    params["conv0"]["conv"]["kernel"] -= 1
-    params["conv1"]["conv"]["kernel"] -= 1
-    x = jnp.sin(jnp.arange(B * 6 * 6 * WIDTH, dtype=jnp.float32)).reshape(B, 6, 6, WIDTH)
-
-    def normal(own, averages, x, strides):
-        kernel, norm = own["conv"]["kernel"], own["norm"]
-        pad = [(len(kernel) // 2, len(kernel) // 2)] * 2
-        y = lax.conv_general_dilated(x, kernel, (strides, strides), pad, dimension_numbers=("NHWC", "HWIO", "NHWC"))
-        seen = {"mean": y.mean((0, 1, 2)), "var": y.var((0, 1, 2))}
-        moved = jax.tree.map(lambda average, new: 0.9 * average + 0.1 * new, averages["norm"], seen)
-        y = (y - seen["mean"]) / jnp.sqrt(seen["var"] + 1e-5) * norm["scale"] + norm["bias"]
-        return y, {"norm": moved}
-
-    def by_hand(own, x):
-        of = lambda name, x, strides: normal(own[name], averages[name], x, strides)
-        y, first = of("conv0", x, 2)
-        y, second = of("conv1", nn.relu(y), 1)
-        x, third = of("shortcut", x, 2)
-        return nn.relu(x + y), {"batch_stats": {"conv0": first, "conv1": second, "shortcut": third}}
-
-    def by_layer(own, x):
-        return block.module.apply({"params": own, "batch_stats": averages}, x, train=True, mutable=["batch_stats"])
-
-    def with_gradients(fn, *args):
-        (y, averages), vjp = jax.vjp(fn, *args)
-        return y, averages, vjp((jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape), averages))
-
-    found, expected = (jax.jit(functools.partial(with_gradients, fn))(params, x) for fn in (by_layer, by_hand))
-    assert_close(found, expected, rtol=1e-4)
 
 
 @pytest.mark.slow
