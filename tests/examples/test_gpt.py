@@ -45,17 +45,6 @@ def pipeline_of(ipus: int, schedule: str, weights: Any) -> Pipeline:
 
 
 @pytest.mark.slow
-def test_a_step_gives_a_loss_and_a_gradient_of_each_weight():
-    weights, tokens = gpt.shapes(WIDTH, BLOCKS, VOCABULARY), jax.ShapeDtypeStruct((5, 2, TOKENS), "int32")
-    pipeline = pipeline_of(4, "zb-h1", weights)
-    params = pipeline.shard_shapes(weights)
-    batch = {"tokens": tokens, "targets": tokens}
-    loss, gradients = jax.eval_shape(pipeline.value_and_grad, params, batch)[:2]
-    assert loss.shape == ()
-    assert jax.tree.map(jnp.shape, gradients) == jax.tree.map(jnp.shape, params)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("ipus", "schedule"), [(1, "grouped"), (2, "1f1b"), (3, "grouped"), (4, "zb-h1")])
 def test_loss_and_gradients_equal_a_dense_twin(ipus, schedule):
     random = np.random.default_rng(ipus)

@@ -82,23 +82,13 @@ def name_of(value):
     return value if isinstance(value, str) else value.__name__.split(".")[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.fast("balance_loss-dualpipev")
 @pytest.mark.parametrize(("example", "schedule"), CASES, ids=name_of)
 def test_loss_and_gradients_equal_a_dense_twin(example, schedule):
     weights, batch = example.make_data()
     pipeline = example.make_pipeline(schedule)
     assert pipeline.schedule.name == schedule
     assert_equals_plain(pipeline, weights, batch, lambda weights: TWINS[example](weights, batch))
-
-
-@pytest.mark.fast("balance_loss")
-@pytest.mark.parametrize("example", EXAMPLES, ids=name_of)
-def test_a_step_gives_a_loss_and_a_gradient_of_each_weight(example):
-    (weights, batch), pipeline = example.make_data(), example.make_pipeline(EXAMPLES[example][-1])
-    params = pipeline.shard_shapes(weights)
-    loss, gradients = jax.eval_shape(pipeline.value_and_grad, params, batch)[:2]
-    assert loss.shape == ()
-    assert jax.tree.map(jnp.shape, gradients) == jax.tree.map(jnp.shape, params)
 
 
 @pytest.mark.slow

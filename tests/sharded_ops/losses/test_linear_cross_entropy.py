@@ -9,7 +9,6 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, verify
 from ipu_jax.core.programs.cost import flops_of
 from sharded_ops import Split, linear_cross_entropy
 from support.harness import assert_close, collectives, dense_vjp, normal, on_ipus, padded, split_vjp
@@ -162,35 +161,6 @@ def test_it_makes_as_many_matmuls_as_it_says(gradients, matmuls):
 
 
 # With other transforms
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gradients", ["backward", "forward"])
-def test_it_is_the_head_of_a_pipeline_that_all_ipus_compute(gradients):
-    size, features, micro_batches, rows = 7, 5, 3, 4
-    op = functools.partial(linear_cross_entropy, size=size, reduction="mean", gradients=gradients)
-    rng = np.random.default_rng(0)
-    params = {
-        "body": rng.standard_normal((features, features)).astype(np.float32),
-        "table": rng.standard_normal((size, features)).astype(np.float32),
-    }
-    batch = {
-        "x": rng.standard_normal((micro_batches, rows, features)).astype(np.float32),
-        "labels": rng.integers(-1, size, (micro_batches, rows)).astype(np.int32),
-    }
-
-    def unsharded_head(table, x, mb):
-        return dense_loss(x @ table.T, mb["labels"], None, reduction="mean")
-
-    stages = [
-        Stage(lambda w, x, mb: jnp.tanh(mb["x"] @ w), params="body", ipu=1),
-        Stage(lambda table, x, mb: op(x, table, mb["labels"]), params="table", ipu=ALL_IPUS, reference=unsharded_head),
-    ]
-    pipeline = Pipeline(stages, mesh=make_mesh(1, 2), specs={"table": ROWS}, gradient_accumulation=micro_batches)
-    report = verify(pipeline, pipeline.shard(params), batch)
-    assert report.loss_error < 1e-6
-    assert set(report.gradient_errors) == {"params['body']", "params['table']"}
-    assert report.worst[1] < 2e-6
 
 
 @pytest.mark.slow
