@@ -22,7 +22,7 @@ from ipu_jax import Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_trai
 from ipu_jax.core.mesh.axes import names_further
 from ipu_jax.steps import replicate
 from support.against_plain import bubbles_hold_nan
-from support.annotated import Annotated, D, F, V, annotated, cross_entropy, mlp, split
+from support.annotated import Annotated, B, D, F, T, V, annotated, cross_entropy, mlp, split
 from support.dense import chain, largest_relative_error
 from support.layers import normal
 from support.refusals import refusals, refused
@@ -117,6 +117,17 @@ def test_other_ways_to_split_equal_their_dense_twins(kind, shape, axes, schedule
     pipeline = model.pipeline(mesh_of(shape, *axes), schedule=schedule)
     params = pipeline.shard(model.params)
     assert_lie_like(params, assert_equals_its_twin(model, pipeline))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["grouped", "1f1b", "zb-h1"])
+def test_rings_keep_the_split_of_their_values(schedule):
+    model = annotated("mlp", 2)
+    pipeline = model.pipeline(mesh_of((1, 2, 4)), schedule=schedule)
+    text = str(jax.jit(pipeline.value_and_grad).lower(pipeline.shard(model.params), model.batch).compile().as_text())
+    assert re.search(rf"f32\[\d+,{B},{T},{F // 4}\]", text), "a ring of split values"
+    assert not re.search(rf"f32\[\d+,{B},{T},{F}\]", text), "a ring of whole values"
+    assert "all-gather" not in text
 
 
 @pytest.mark.slow
