@@ -49,9 +49,8 @@ Rule = Callable[[Eqn, list[Value]], list[Value] | None]
 
 
 def shape_of(aval: Value) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of a traced value, and its sharding over mesh axes that are `Explicit`."""
-    sharding = aval.sharding if any(aval.sharding.spec) else None
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+    """Return the shape and dtype of a traced value."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def evaluated(closed: Jaxpr, args: Sequence[Value], rule: Rule) -> list[Value]:

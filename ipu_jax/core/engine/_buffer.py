@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import NamedSharding, PartitionSpec
 
 from ipu_jax.base.annotations import Value
 
@@ -23,7 +22,6 @@ class Buffer:
         dtype: their dtype's name.
         row: the shape of a value without dims of 1, which a TPU may pad to 8 or 128; None: flat.
         platform: where it lies, such as "tpu".
-        sharding: of the array over mesh axes that are `Explicit`, if there are any.
         number: distinguishes buffers for values of one shape that may be split in different ways.
     """
 
@@ -31,29 +29,22 @@ class Buffer:
     dtype: str
     row: tuple[int, ...] | None
     platform: str
-    sharding: NamedSharding | None = None
     number: int = 0
 
     @classmethod
     def of(cls, kind: str, value: Value, platform: str) -> "Buffer":
         """Return the buffer for rings of a value, which has a shape and a dtype."""
-        sharding = getattr(value, "sharding", None)
-        if sharding is not None:
-            spec = [axis for n, axis in zip(value.shape, sharding.spec, strict=True) if n != 1]
-            sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *spec))
-        return cls(kind, np.dtype(value.dtype).name, tuple(n for n in value.shape if n != 1), platform, sharding)
+        return cls(kind, np.dtype(value.dtype).name, tuple(n for n in value.shape if n != 1), platform)
 
     @property
     def flat(self) -> "Buffer":
-        return dataclasses.replace(self, row=None, sharding=None)
+        return dataclasses.replace(self, row=None)
 
     @property
     def name(self) -> str:
         of_row = "flat" if self.row is None else "x".join(map(str, self.row))
         number = [str(self.number)] if self.number else []
-        return ":".join(
-            [self.kind, self.dtype, of_row, *(map(str, self.sharding.spec) if self.sharding else ()), *number]
-        )
+        return ":".join([self.kind, self.dtype, of_row, *number])
 
     @property
     def nbytes_of_row(self) -> int:

@@ -111,15 +111,12 @@ def first_carry(plan: Plan, args: StepArgs, stash: Stash) -> Carry:
 
 
 def _zeros_per_microbatch(count: int, shapes: Tree) -> Tree:
-    def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        return jnp.zeros((count, *leaf.shape), leaf.dtype, out_sharding=leaf.sharding and P(None, *leaf.sharding.spec))
-
-    return jax.tree.map(zeros, shapes)
+    return jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), shapes)
 
 
 def _idle(shape: jax.ShapeDtypeStruct) -> jax.Array:
     fill = IDLE_FILL if jnp.issubdtype(shape.dtype, jnp.inexact) else 0
-    return jnp.full(shape.shape, fill, shape.dtype, out_sharding=shape.sharding and shape.sharding.spec)
+    return jnp.full(shape.shape, fill, shape.dtype)
 
 
 def _zero_sum(leaf: Value, spec: P) -> jax.Array:

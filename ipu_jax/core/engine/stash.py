@@ -81,10 +81,7 @@ class Stash:
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the buffers' shapes by name."""
         return {
-            buffer.name: jax.ShapeDtypeStruct(
-                buffer.shape(self._length(buffer)), buffer.dtype, sharding=buffer.sharding
-            )
-            for buffer in self._rows
+            buffer.name: jax.ShapeDtypeStruct(buffer.shape(self._length(buffer)), buffer.dtype) for buffer in self._rows
         }
 
     @property
