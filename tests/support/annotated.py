@@ -8,7 +8,6 @@ One block is on each IPU, and the head on the last one. `BLOCKS` says what each 
     mlp         Megatron's MLP: hidden features over "tensor"
     heads       attention: heads over "tensor"
     sequence    mlp, and tokens over "tensor" between blocks
-    flax        a linen transformer, whose specs come from its own annotations
     both        mlp, and tokens over "context"
     tuple       mlp over ("context", "tensor"), with a whole head
     fsdp        weights and rows over "tensor", weights whole where they are used
@@ -20,18 +19,17 @@ Letters: B rows, T tokens, D features, F hidden features, H heads, K features of
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
+from ipu_jax import ALL_IPUS, Pipeline, Stage
 from sharded_ops import log_softmax_cross_entropy, matmul
 
 B, T, D, F, H, K, V = 4, 8, 8, 12, 4, 2, 8
@@ -103,12 +101,12 @@ def annotated(
     """Return a model with a block on each IPU.
 
     Args:
-        kind: a key of `BLOCKS`, or "flax".
+        kind: a key of `BLOCKS`.
         ipus: IPUs of a replica.
         replicas: copies of the model.
         micro_batches: M.
         concurrent_head: whether the head is concurrent, its vocabulary over "ipu" by sharded_ops and its features over
-            "tensor"; otherwise it is on the last IPU, its vocabulary over "tensor". "flax" has a head of its own.
+            "tensor"; otherwise it is on the last IPU, its vocabulary over "tensor".
         dtype: of weights and activations; the loss is float32.
         seed: of weights and batch.
     """
@@ -124,8 +122,6 @@ def annotated(
         "ids": rng.integers(V, size=(*lead, B, T), dtype=np.int32),
         "labels": rng.integers(vocabulary, size=(*lead, B, T), dtype=np.int32),
     }
-    if kind == "flax":
-        return Annotated(*_linen(ipus, dtype, seed), batch, _dense_linen, micro_batches, replicas)
     block, names = BLOCKS[kind], [f"block{i}" for i in range(ipus)]
 
     params: dict[str, Any] = {name: {leaf: normal(*shape) for leaf, shape in block.shapes.items()} for name in names}
@@ -291,104 +287,3 @@ BLOCKS = {
     "shift": Block(shift, _MLP_SHAPES, {}, _dense_shift),
     "convolution": Block(convolution, {"kernel": (3, D, D)}, {}, _dense_convolution),
 }
-
-
-# a linen model, as annotated
-
-
-def _dense(features: int, *axes: str | None, dtype: Any, bias: bool = True) -> nn.Dense:
-    initial = nn.with_partitioning(nn.initializers.lecun_normal(), axes)
-    return nn.Dense(features, use_bias=bias, dtype=dtype, param_dtype=dtype, kernel_init=cast(Any, initial))
-
-
-class LinenBlock(nn.Module):
-    """A pre-norm transformer block. The keys' bias would have no gradient but rounding errors, so there is none."""
-
-    dtype: Any
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        normed = nn.LayerNorm(dtype=self.dtype, param_dtype=self.dtype)(x)
-        q, k, v = (
-            _dense(H * K, None, "tensor", dtype=self.dtype, bias=False)(normed).reshape(*x.shape[:2], H, K)
-            for _ in range(3)
-        )
-        q = split(q, P(None, None, "tensor"))
-        mixed = nn.dot_product_attention(q, k, v).reshape(*x.shape[:2], H * K)
-        x = x + _dense(D, "tensor", None, dtype=self.dtype)(mixed)
-        normed = nn.LayerNorm(dtype=self.dtype, param_dtype=self.dtype)(x)
-        hidden = nn.gelu(_dense(F, None, "tensor", dtype=self.dtype)(normed))
-        return x + _dense(D, "tensor", None, dtype=self.dtype)(hidden)
-
-
-class LinenEmbedding(nn.Module):
-    """Token embeddings, features over "tensor"."""
-
-    dtype: Any
-
-    @nn.compact
-    def __call__(self, ids: Any) -> Any:
-        initial = nn.with_partitioning(nn.initializers.normal(0.5), (None, "tensor"))
-        return nn.Embed(V, D, dtype=self.dtype, param_dtype=self.dtype, embedding_init=cast(Any, initial))(ids)
-
-
-class LinenHead(nn.Module):
-    """A norm and the logits, vocabulary over "tensor"."""
-
-    dtype: Any
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        normed = nn.LayerNorm(dtype=self.dtype, param_dtype=self.dtype)(x)
-        return _dense(V, None, "tensor", dtype=self.dtype)(normed)
-
-
-def _linen(ipus: int, dtype: Any, seed: int) -> tuple[tuple[Stage, ...], dict[str, Any], dict[str, Any]]:
-    """Return the stages, specs and weights of the linen model. The specs come from its annotations."""
-    ids, x = jnp.zeros((B, T), jnp.int32), jnp.zeros((B, T, D), dtype)
-    modules: dict[str, tuple[nn.Module, Any]] = {"embedding": (LinenEmbedding(dtype), ids)}
-    modules |= {f"block{i}": (LinenBlock(dtype), x) for i in range(ipus)} | {"head": (LinenHead(dtype), x)}
-    specs, params = {}, {}
-    for i, (name, (module, inputs)) in enumerate(modules.items()):
-        with jax.set_mesh(make_mesh(1, 1, tensor=1)):  # constraints name its axes
-            variables: Any = module.init(jax.random.key(seed + i), inputs)
-        specs[name] = cast(Any, nn.get_partition_spec(variables))["params"]
-        params[name] = nn.unbox(variables)["params"]
-
-    def apply(name: str, w: Any, x: Any) -> Any:
-        return modules[name][0].apply({"params": w}, x)
-
-    stages = [Stage(lambda w, x, mb: apply("embedding", w, mb["ids"]), params="embedding", ipu=0)]
-    stages += [Stage(lambda w, x, mb: apply("block0", w, x), params=f"block{i}", ipu=i) for i in range(ipus)]
-    stages.append(
-        Stage(
-            lambda w, x, mb: cross_entropy(apply("head", w, x), mb["labels"]),
-            params="head",
-            ipu=ipus - 1,
-            predict=lambda w, x, mb: apply("head", w, x),
-        )
-    )
-    return tuple(stages), specs, params
-
-
-def _dense_norm(w: Any, x: Any) -> Any:
-    wide = x.astype(jnp.float32)
-    centred = wide - wide.mean(axis=-1, keepdims=True)
-    normed = centred / jnp.sqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + 1e-6)
-    return (normed * w["scale"] + w["bias"]).astype(x.dtype)
-
-
-def _dense_linen(params: Any, batch: Any) -> Any:
-    x = jax.nn.one_hot(batch["ids"], V, dtype=batch["x"].dtype) @ params["embedding"]["Embed_0"]["embedding"]
-    blocks: Sequence[Any] = [params[name] for name in sorted(params) if name.startswith("block")]
-    for w in blocks:
-        normed = _dense_norm(w["LayerNorm_0"], x)
-        q, k, v = (jnp.einsum("btd,dhk->bthk", normed, w[f"Dense_{i}"]["kernel"].reshape(D, H, K)) for i in range(3))
-        scores = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, k) / np.sqrt(K).astype(x.dtype), axis=-1)
-        mixed = jnp.einsum("bhts,bshk->bthk", scores, v).reshape(*x.shape[:2], H * K)
-        x = x + jnp.einsum("btd,de->bte", mixed, w["Dense_3"]["kernel"]) + w["Dense_3"]["bias"]
-        normed = _dense_norm(w["LayerNorm_1"], x)
-        hidden = jax.nn.gelu(jnp.einsum("btd,df->btf", normed, w["Dense_4"]["kernel"]) + w["Dense_4"]["bias"])
-        x = x + jnp.einsum("btf,fd->btd", hidden, w["Dense_5"]["kernel"]) + w["Dense_5"]["bias"]
-    head = params["head"]
-    return _dense_norm(head["LayerNorm_0"], x) @ head["Dense_0"]["kernel"] + head["Dense_0"]["bias"]

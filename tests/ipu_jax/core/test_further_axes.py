@@ -64,7 +64,7 @@ def shardings_of(sharded: Any) -> list[tuple[tuple[int, ...], Any]]:
 
 MESHES = ((1, 2, 2), (2, 2, 2), (1, 2, 4), (1, 4, 2))
 SCHEDULES = ("1f1b", "zb-h1", "grouped", "sequential")
-KINDS = ("mlp", "heads", "sequence", "flax")
+KINDS = ("mlp", "heads", "sequence")
 CROSSINGS = [
     pytest.param(*case, id="-".join(map(str, (*case[0], *case[1:]))))
     for case in itertools.product(MESHES, SCHEDULES, KINDS)
@@ -274,7 +274,7 @@ def test_frozen_leaves_can_be_split():
 
 
 @pytest.mark.fast("heads-float32", "tuple-bfloat16")
-@pytest.mark.parametrize(("kind", "dtype"), [("heads", "float32"), ("flax", "float32"), ("tuple", "bfloat16")])
+@pytest.mark.parametrize(("kind", "dtype"), [("heads", "float32"), ("tuple", "bfloat16")])
 def test_shard_splits_as_the_specs_say_and_unshard_returns_the_same_bits(kind, dtype):
     model = annotated(kind, 2, dtype=jnp.dtype(dtype))
     mesh = mesh_of((1, 2, 2, 2), *TWO)
