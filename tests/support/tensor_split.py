@@ -22,20 +22,13 @@ from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
 
 B = 6
 BLOCK_SPECS = {"scale": P(), "up": P(None, "tensor"), "bias": P("tensor"), "down": P("tensor", None)}
-_split = lax.with_sharding_constraint
 
 
-def _block(w: Any, x: Any) -> Any:
-    hidden = jnp.tanh(_split((x * w["scale"]) @ w["up"], P(None, "tensor")) + w["bias"])
-    return _split(x + hidden @ w["down"], P())
-
-
-def _first_block(w: Any, x: Any, mb: Any) -> Any:
-    return _block(w, mb["x"])
-
-
-def _later_block(w: Any, x: Any, mb: Any) -> Any:
-    return _block(w, x)
+def _block(w: Any, x: Any, mb: Any, *, is_split: bool) -> Any:
+    split = lax.with_sharding_constraint if is_split else lambda value, _: value
+    x = mb["x"] if x is None else x
+    hidden = jnp.tanh(split((x * w["scale"]) @ w["up"], P(None, "tensor")) + w["bias"])
+    return split(x + hidden @ w["down"], P())
 
 
 def _loss_of(outputs: Any, mb: Any, weighted: bool) -> Any:
@@ -97,12 +90,8 @@ class SplitModel:
     def pipeline(self, mesh: Any, **options: Any) -> Pipeline:
         """Return the pipeline. On a mesh without further axes it names none."""
         ipus, is_split = mesh.shape["ipu"], "tensor" in mesh.shape
-        stages = [
-            Stage(_later_block if i else _first_block, params=f"block{i}", ipu=i * ipus // self.blocks)
-            if is_split
-            else Stage(_plain_stage(i), params=f"block{i}", ipu=i * ipus // self.blocks)
-            for i in range(self.blocks)
-        ]
+        block = functools.partial(_block, is_split=is_split)
+        stages = [Stage(block, params=f"block{i}", ipu=i * ipus // self.blocks) for i in range(self.blocks)]
         stages.append(Stage(self._head, params="head", ipu=ALL_IPUS if self.concurrent else ipus - 1))
         m = self.micro_batches // mesh.shape["replica"]
         given: dict[str, Any] = {"schedule": "1f1b", "gradient_accumulation": m} | options
@@ -133,14 +122,6 @@ class SplitModel:
         if reduction == "mean":
             gradients = jax.tree.map(lambda g: g / count, gradients)
         return loss if self.weighted and reduction == "sum" else loss / count, gradients
-
-
-def _plain_stage(i: int) -> Any:
-    def fn(w: Any, x: Any, mb: Any) -> Any:
-        x = x if i else mb["x"]
-        return x + jnp.tanh((x * w["scale"]) @ w["up"] + w["bias"]) @ w["down"]
-
-    return fn
 
 
 def norm(tree: Any) -> Any:

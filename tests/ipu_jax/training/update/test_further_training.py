@@ -164,18 +164,6 @@ def test_training_is_that_of_plain_optax_on_the_whole_tree(model, optimizer, opt
     assert magnitude(state.optimizer.per_block) <= magnitude(of_leaves) * (1 + 1e-12)
 
 
-@pytest.mark.slow
-def test_the_options_make_replicas_of_groups_of_devices():
-    """The step's own mesh is as wide as `replication_factor` says, and its IPUs remain groups."""
-    optimizer = OPTIMIZERS["lamb"]
-    pipeline = EVEN.pipeline(mesh_of(1, 2, 2), gradient_accumulation=2)
-    step = make_train_step(pipeline, optimizer, TrainOptions(replication_factor=2, shard_optimizer=True))
-    assert dict(step.mesh.shape) == {"replica": 2, "ipu": 2, "tensor": 2}
-    batches = EVEN.batches(UPDATES)
-    state, _ = train(step, step.init(EVEN.params()), EVEN.for_mesh(batches, step.mesh))
-    close(step.whole(state)["params"], trained_plainly(EVEN, optimizer, batches, {})["params"])
-
-
 def divided_state(optimizer):
     options = TrainOptions(shard_optimizer=True)
     return make_train_step(EVEN.pipeline(mesh_of(2, 2, 2)), OPTIMIZERS[optimizer], options).init(EVEN.params())
