@@ -189,7 +189,7 @@ def test_other_functions_read_the_split_leaves():
     with refused("params['table'] lies split over the IPUs", "whole by gather (test_everywhere.py:", "everywhere"):
         pipe.forward(lambda params, ids: blocks(params, params["table"][ids] + params["positions"]), tokens[0])
     local = pipeline_of(tied, tied.dense)
-    with refused("everywhere (test_everywhere.py:", "needs a concurrent stage", "leave it out"):
+    with refused("everywhere (everywhere_models.py:", "needs a concurrent stage", "leave it out"):
         local.forward(likely, tokens[0])
 
 
