@@ -62,7 +62,7 @@ def described(
     trace, messages, total = division.trace, division.messages, sum(cut.work) or 1.0
     rows = [("stage", "IPU", "work", "weights", "ends after", "sends per micro-batch")]
     for s, piece in enumerate(division.pieces):
-        own = {division.parts[v] for v in piece.weights} - held.everywhere.keys()
+        own = {division.parts[v] for v in piece.weights} - held.copied.keys()
         sent = messages[s] if s < len(messages) else trace.outputs
         text = f"{counted(len(sent), 'array')}, {in_units(bytes_of([v.aval for v in sent]), 'B')}"
         text = "the loss" if s == len(messages) and paths else text
@@ -83,7 +83,7 @@ def described(
     of_ipu, ipus = cut.work_per_ipu, held.over.ipus
     uneven = f"the busiest IPU has {max(of_ipu) * ipus / (sum(of_ipu) or 1.0) - 1:.1%} more work than the mean"
     lines = [*reasons(cut, cut.local_stages, of_state), *of_split(division, paths, held.over)]
-    lines += of_shared(division, paths, {p: of for p, of in held.everywhere.items() if p not in held.over.blocked})
+    lines += of_shared(division, paths, {p: of for p, of in held.copied.items() if p not in held.over.blocked})
     return [table, f"cut at {_where(cut)}; {uneven}", _shares(division, held, places), *lines]
 
 

@@ -249,14 +249,14 @@ def is_everywhere(op: Eqn) -> bool:
 
 def holds_everywhere(op: Eqn) -> bool:
     """Return whether an operation on all IPUs is inside of an operation."""
-    op = getattr(op, "scan", op)
     return not is_everywhere(op) and any(is_everywhere(eqn) for body in bodies_of(op) for eqn in all_equations(body))
 
 
 def check_outside(operations: Sequence[Eqn]) -> None:
     """Raise `ValueError` for an operation on all IPUs inside of a loop, a branch or another operation with a body."""
-    for op in filter(holds_everywhere, operations):
-        inside = [eqn for body in bodies_of(getattr(op, "scan", op)) for eqn in all_equations(body)]
+    with_bodies = {id(eqn): eqn for eqn in (getattr(op, "scan", op) for op in operations)}  # layers of a scan share one
+    for op in filter(holds_everywhere, with_bodies.values()):
+        inside = [eqn for body in bodies_of(op) for eqn in all_equations(body)]
         line = at_line(next(eqn for eqn in inside if is_everywhere(eqn)))
         raise ValueError(
             f"everywhere{line} is called inside of a {name_of(op)}{at_line(op)}: what runs on all IPUs is a stage of "

@@ -188,7 +188,7 @@ class _Holders:
             ValueError: one of them reads what another one holds.
         """
         own = [stage.params for stage in self.model.stages]
-        shared, everywhere = list[tuple[str, ...]](), dict[Part, list[int]]()
+        shared, copied = list[tuple[str, ...]](), dict[Part, list[int]]()
         for s, piece in enumerate(division.pieces):
             read: list[tuple[Var, Read]] = [(v, ("params", division.parts[v])) for v in piece.weights]
             read += [(v, ("state", division.of_state[v])) for v in piece.state]
@@ -199,7 +199,7 @@ class _Holders:
                 of_leaf = [group for group in self.groups(leaf) if leaf[0] == "params" and group not in own]
                 others += of_leaf
                 if of_leaf:
-                    everywhere.setdefault(leaf[1], []).append(s)
+                    copied.setdefault(leaf[1], []).append(s)
             shared.append(tuple(dict.fromkeys([*self.model.stages[s].shared, *others])))
         new = [tuple(value.part for value in division.state_of(s)) for s in range(self.count)]
         of_groups = {} if self._state is None else dict(self._state.groups)
@@ -207,7 +207,7 @@ class _Holders:
         assert state == new or not self._replaces, f"{new} is replaced where {state} is held"
         over = OverIpus(self.model.source.ipus, self.model.split)
         self._check_split(division, over)
-        return Held(dict(self.model.weights.groups), own, shared, state, everywhere, over)
+        return Held(dict(self.model.weights.groups), own, shared, state, copied, over)
 
     def _check_split(self, division: Division, over: OverIpus) -> None:
         for s in range(self.count):

@@ -33,6 +33,7 @@ from ipu_jax.core.cutting.own_derivatives import check_cotangents, check_tied
 from ipu_jax.core.cutting.stages import Held, make_stage, who_holds
 from ipu_jax.core.cutting.trace import FunctionTrace
 from ipu_jax.core.layout.whole_tree import Part, WholeTree
+from ipu_jax.core.mesh.devices import IPU_AXIS
 from ipu_jax.core.programs.cost import in_units
 from ipu_jax.core.programs.segment import Message, MicrobatchInputs
 from ipu_jax.core.stage import Stage
@@ -128,8 +129,11 @@ class FunctionModel:
         return model_of(dataclasses.replace(self.source, **changed))
 
     def on(self, mesh: Mesh) -> "FunctionModel":
-        """Return the stages on a mesh, which are traced anew if their trace is for another one."""
-        return self if self.source.mesh in (None, mesh) else self.again(mesh=mesh)
+        """Return the stages on a mesh, which are traced anew if their trace is for another one, or for other IPUs."""
+        changed: dict[str, Any] = {} if self.source.mesh in (None, mesh) else {"mesh": mesh}
+        if None in self.cut.ipus and mesh.shape[IPU_AXIS] != self.source.ipus:
+            changed["ipus"] = mesh.shape[IPU_AXIS]
+        return self.again(**changed) if changed else self
 
     def check(self, batch: Batch, leading: int, key: Key) -> None:
         """Raise `ValueError` unless batch (after `leading` dims) and key are like what the function was cut for."""

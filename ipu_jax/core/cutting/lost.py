@@ -86,24 +86,24 @@ class _Reader(NamedTuple):
     rows: Sequence[int] | None
 
 
-def of_shared(division: Division, paths: Sequence[str], everywhere: Mapping[Part, list[int]]) -> list[str]:
+def of_shared(division: Division, paths: Sequence[str], copied: Mapping[Part, list[int]]) -> list[str]:
     """Return lines about the leaves that all IPUs hold: which, why, and what to write instead.
 
     Args:
         division: the divided function.
         paths: per leaf of the weights its path.
-        everywhere: the leaves that all IPUs hold, and the stages that read each.
+        copied: the leaves that all IPUs hold, and the stages that read each.
     """
-    size = {part: bytes_of(division.trace.params[part.leaf].aval) for part in everywhere}
-    own = [[v.aval for v in piece.weights if division.parts[v] not in everywhere] for piece in division.pieces]
+    size = {part: bytes_of(division.trace.params[part.leaf].aval) for part in copied}
+    own = [[v.aval for v in piece.weights if division.parts[v] not in copied] for piece in division.pieces]
     least = _SMALL_SHARE * max(map(bytes_of, own))
-    leaves = sorted((part for part in everywhere if size[part] > least), key=lambda part: -size[part])[:_NAMED]
+    leaves = sorted((part for part in copied if size[part] > least), key=lambda part: -size[part])[:_NAMED]
     why: dict[str, list[str]] = {}
     for part in leaves:
-        reason = _reason(division, division.trace.params[part.leaf], everywhere[part])
+        reason = _reason(division, division.trace.params[part.leaf], copied[part])
         why.setdefault(reason, []).append(f"{paths[part.leaf]} ({in_units(size[part], 'B')})")
     lines = [f"all IPUs hold {', '.join(named)}: {reason}" for reason, named in why.items()]
-    if others := [part for part in everywhere if part not in leaves]:
+    if others := [part for part in copied if part not in leaves]:
         more = counted(len(others), "more leaf" if leaves else "small leaf").replace("leafs", "leaves")
         lines.append(f"all IPUs hold {more} ({in_units(sum(size[part] for part in others), 'B')})")
     return lines

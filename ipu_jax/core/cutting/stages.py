@@ -32,7 +32,7 @@ class Held:
         groups: per group of weights its parts.
         own, shared: per stage the names of its own group and of the shared ones that it reads.
         state: per stage the parts of the state that it holds, in its group "stage 0", "stage 1" and so on.
-        everywhere: the parts of shared groups, and the stages that read them.
+        copied: the parts that every IPU holds a copy of, in shared groups, and the stages that read them.
         over: the parts that lie split over the IPUs.
     """
 
@@ -40,7 +40,7 @@ class Held:
     own: list[str | None]
     shared: list[tuple[str, ...]]
     state: Sequence[Sequence[Part]]
-    everywhere: dict[Part, list[int]]
+    copied: dict[Part, list[int]]
     over: OverIpus
 
     def of_state(self, state: Tree) -> WholeTree:
@@ -65,17 +65,17 @@ def who_holds(division: Division, placement: Sequence[int | None], ipus: int) ->
     for s, piece in enumerate(division.pieces):
         for var in piece.weights:
             users.setdefault(division.parts[var], []).append(s)
-    everywhere = {part: stages for part, stages in users.items() if len({placement[s] for s in stages}) > 1}
+    copied = {part: stages for part, stages in users.items() if len({placement[s] for s in stages}) > 1}
     lead = list(range(len(placement)))  # per stage, the stage whose group it shares
     for part, stages in users.items():
-        if part not in everywhere and placement[stages[0]] is not None:
+        if part not in copied and placement[stages[0]] is not None:
             first = min(lead[s] for s in stages)
             old = {lead[s] for s in stages}
             lead = [first if at in old else at for at in lead]
     groups: dict[str, Any] = {}
     for part, stages in users.items():
         own = _ALL if placement[stages[0]] is None else f"stage {lead[stages[0]]}"
-        groups.setdefault(_shared_name(part) if part in everywhere else own, []).append(part)
+        groups.setdefault(_shared_name(part) if part in copied else own, []).append(part)
     used = {part.leaf for part in users}
     for k in range(len(division.trace.params)):
         if k not in used:  # nothing reads it
@@ -83,9 +83,9 @@ def who_holds(division: Division, placement: Sequence[int | None], ipus: int) ->
     named = [_ALL if ipu is None else f"stage {at}" for ipu, at in zip(placement, lead, strict=True)]
     own = [name if name in groups else None for name in named]
     of_pieces = [[division.parts[var] for var in piece.weights] for piece in division.pieces]
-    shared = [tuple(dict.fromkeys(_shared_name(p) for p in parts if p in everywhere)) for parts in of_pieces]
+    shared = [tuple(dict.fromkeys(_shared_name(p) for p in parts if p in copied)) for parts in of_pieces]
     state = [[value.part for value in division.state_of(s)] for s in range(len(placement))]
-    return Held(groups, own, shared, state, everywhere, over_ipus(division, placement, ipus))
+    return Held(groups, own, shared, state, copied, over_ipus(division, placement, ipus))
 
 
 def _shared_name(part: Part) -> str:

@@ -252,7 +252,8 @@ def test_the_head_is_on_all_ipus_and_the_function_is_the_same(name):
     operands = [pair for op in on_all for pair in zip(op.invars, op.params["split_dims"], strict=True)]
     assert {leaf_of[v]: dim for v, dim in operands if dim is not None} == case.split
     inside = [eqn for op in on_all for eqn in all_equations(op.params["jaxpr"].jaxpr)]
-    assert any(eqn.primitive.name == "custom_vjp_call" for eqn in inside) == case.fused
+    own_backward = ("custom_vjp_call", "call_hi_primitive")  # since jax 0.12
+    assert any(eqn.primitive.name in own_backward for eqn in inside) == case.fused
     gathered = [v.aval.size for eqn in inside if eqn.primitive.name == "all_gather" for v in eqn.outvars]
     assert max(gathered, default=0) < B * T * V
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import Pipeline, TrainOptions, everywhere, make_schedule, make_train_step, verify
+from ipu_jax import Pipeline, TrainOptions, everywhere, make_mesh, make_schedule, make_train_step, verify
 from sharded_ops import argmax, tied_projection
 from support.dense import largest_relative_error
 from support.refusals import refusals, refused
@@ -189,7 +189,7 @@ def test_other_functions_read_the_split_leaves():
     with refused("params['table'] lies split over the IPUs", "whole by gather (test_everywhere.py:", "everywhere"):
         pipe.forward(lambda params, ids: blocks(params, params["table"][ids] + params["positions"]), tokens[0])
     local = pipeline_of(tied, tied.dense)
-    with refused("everywhere (test_everywhere.py:", "needs a concurrent stage", "leave it out"):
+    with refused("everywhere (everywhere_models.py:", "needs a concurrent stage", "leave it out"):
         local.forward(likely, tokens[0])
 
 
@@ -242,6 +242,14 @@ def test_a_jitted_function_is_traced_for_each_number_of_ipus():
         pipe = pipeline_of(tied, loss, ipus=ipus)
         verify(pipe, pipe.shard(tied.params), batch_of(tied))
         assert loss(tied.params, one_of(tied)) == pytest.approx(float(tied.dense(tied.params, one_of(tied))), rel=1e-6)
+
+
+def test_a_mesh_of_more_ipus():
+    """Two of three IPUs have local stages, and all three hold the table."""
+    pipe = pipeline_of(tied, ipus=2).replace(mesh=make_mesh(1, 3), schedule="1f1b")
+    params = pipe.shard(tied.params)
+    verify(pipe, params, batch_of(tied))
+    assert any(shard.data.shape[-2] == 7 for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards)
 
 
 def test_it_works_beside_further_axes():
