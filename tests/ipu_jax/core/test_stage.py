@@ -90,14 +90,6 @@ def local(name: str, way: str = "plainly") -> Any:
     return lambda: traced(lambda p, x, mb: op(mb @ p))
 
 
-def by_some(name: str) -> Any:
-    """Return a call of a concurrent stage with a psum in a branch or a loop that only some IPUs take."""
-    branch = lambda y: lax.cond(lax.axis_index("ipu") == 0, lambda y: lax.psum(y, "ipu"), lambda y: y, y)
-    loop = lambda y: lax.fori_loop(0, lax.axis_index("ipu"), lambda _, y: lax.psum(y, "ipu"), y)
-    op = branch if name == "cond" else loop
-    return lambda: traced(lambda p, x, mb: lax.stop_gradient(op(mb @ p)), ipu=ALL_IPUS)
-
-
 def ending(fn: Any) -> Any:
     return lambda: traced(lambda p, x, mb: mb @ p, last=fn)
 
@@ -117,8 +109,6 @@ PRIMITIVES = ("psum", "pmax", "ppermute", "all_gather", "all_to_all", "reduce_sc
     ),
     (lambda: traced(lambda p, x, mb: lax.psum(mb @ p, ("replica", "ipu"))), "'body' on IPU 0 uses psum", *MEND),
     (ending(lambda p, x, mb: lax.pmean(x, "ipu").mean()), "'the loss' on IPU 1 uses psum over axis 'ipu'", *MEND),
-    (by_some("cond"), "stage 'body' uses psum", "inside a cond", "the same on all IPUs"),
-    (by_some("while"), "stage 'body' uses psum", "inside a while", "the same on all IPUs"),
     (ending(lambda p, x, mb: x.mean(0)), f"returns float32[{E}]", *A_LOSS),
     (ending(lambda p, x, mb: x.sum().astype(jnp.int32)), "returns int32[]", *A_LOSS),
     (ending(lambda p, x, mb: (x > 0).all()), "returns bool[]", *A_LOSS),
