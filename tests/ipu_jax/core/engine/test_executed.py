@@ -50,7 +50,7 @@ def run(model: Any, ipus: int, schedule: Any) -> Schedule:
     return pipeline.schedule
 
 
-@pytest.mark.slow
+@pytest.mark.fast("grouped-concurrent ends")
 @pytest.mark.parametrize("concurrent_ends", [False, True], ids=["local", "concurrent ends"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_each_task_runs_once_in_its_tick_on_its_ipu(name, concurrent_ends, seen):
