@@ -21,18 +21,13 @@ from gpt import (
     unsharded,
 )
 from ipu_jax import make_mesh
-from ipu_jax.core.engine import _carry
 from support import transformer
+from support.against_plain import bubbles_hold_nan  # noqa: F401 (a fixture)
 from support.dense import largest_relative_error
 
 # 11 divides by neither 2 nor 4 IPUs
 SIZES = Sizes(vocabulary=11, length=6, features=8, heads=2, layers=4)
 SEQUENCES = 2
-
-
-@pytest.fixture(autouse=True)
-def bubbles_hold_nan(monkeypatch):
-    monkeypatch.setattr(_carry, "IDLE_FILL", float("nan"))
 
 
 @jax.jit

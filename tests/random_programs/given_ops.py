@@ -73,9 +73,6 @@ class Draw:
         """Choose a number of tokens that is divisible by the number of IPUs."""
         self.n = self.ipus * self.dice.between(1, 2)
 
-    def over_data(self, *rest: Any) -> P:
-        return P("data", *rest)
-
     def last(self, ndim: int) -> P:
         """Return the spec of an array with tokens over "data" and the last dim over the IPUs."""
         return P("data", *[None] * (ndim - 2), "ipu")

@@ -13,21 +13,16 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
-from ipu_jax.core.engine import _carry
 from sharded_ops import embedding, log_softmax_cross_entropy, matmul
-from support.against_plain import assert_equals_plain
-from support.trained import quick_compiles
+from support.against_plain import assert_equals_plain, bubbles_hold_nan  # noqa: F401 (a fixture)
+from support.trained import compiled_quickly
 
 V, D, TOKENS, M = 7, 4, 6, 3
 # of the first token to the last: inside, the last row, one beyond, far beyond, the last row from behind, one before all
 IDS = np.array([0, V - 1, V, 2**31 - 1, -1, -V - 1], np.int32)
 
 
-@pytest.fixture(autouse=True)
-def _bubbles_hold_nan(monkeypatch):
-    monkeypatch.setattr(_carry, "IDLE_FILL", float("nan"))
-    with quick_compiles():
-        yield
+_compiled_quickly = compiled_quickly()
 
 
 def normal(seed, *shape):

@@ -8,16 +8,10 @@ import numpy as np
 import pytest
 
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh
-from ipu_jax.core.engine import _carry
 from ipu_jax.core.schedules import Schedule, make_schedule
+from support.against_plain import bubbles_hold_nan  # noqa: F401 (a fixture)
 from support.dense import chain, largest_relative_error
 from support.refusals import refused
-
-
-@pytest.fixture(autouse=True)
-def bubbles_hold_nan(monkeypatch):
-    monkeypatch.setattr(_carry, "IDLE_FILL", float("nan"))
-
 
 # lockstep: the IPUs wait for each other where a message crosses, and in concurrent stages; between two such moments
 # each does its own tasks
