@@ -105,27 +105,6 @@ def test_trees_of_floats_ints_and_bools_pass_between_stages(places):
     assert largest_relative_error(pipeline.unshard(gradients), expected) < 1e-2
 
 
-@pytest.mark.fast("with")
-@pytest.mark.parametrize("middle", [None, lambda p, x, mb: {"deep": [x, mb.sum()]}], ids=["without", "with"])
-def test_stages_without_weights_pass_gradients_on(middle):
-    unwrap = lambda x: x["deep"][0] * x["deep"][1] if isinstance(x, dict) else x
-    first = Stage(lambda w, x, mb: jnp.tanh(mb @ w), params="w", ipu=0)
-    last = Stage(lambda p, x, mb: jnp.mean(unwrap(x) ** 2), ipu=1)
-    stages = [first, *([] if middle is None else [Stage(middle, ipu=1), Stage(lambda p, x, mb: x, ipu=0)]), last]
-    pipeline = Pipeline(stages, gradient_accumulation=3)
-    rng = np.random.default_rng(0)
-    params = {"w": jnp.asarray(rng.normal(size=(4, 5)), jnp.float32)}
-    batch = jnp.asarray(rng.normal(size=(3, 2, 4)), jnp.float32)
-
-    def plain(params):
-        h = jnp.tanh(batch @ params["w"])
-        if middle is not None and isinstance(middle(None, h[0], batch[0]), dict):
-            h = h * batch.sum((1, 2))[:, None, None]
-        return jnp.mean(h**2)
-
-    assert_equals_plain(pipeline, params, batch, plain)
-
-
 @pytest.mark.fast("places0")
 @pytest.mark.parametrize("places", [(0, 1, 0), (0, 0, 1), (_, 0, _)])
 def test_stages_that_share_a_group_add_their_gradients(places):

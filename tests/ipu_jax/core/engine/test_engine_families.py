@@ -31,7 +31,7 @@ def test_more_stages_per_ipu_than_two(name, ipus, micro_batches, rounds):
     ],
     ids=["zbv", "looped"],
 )
-@pytest.mark.slow
+@pytest.mark.fast("looped")
 def test_messages_may_wait_for_the_second_of_two_like_stages_alone(name, places, micro_batches, waiting):
     """Stages 1 and 2 are one piece of program, which comes after rings that only stage 2 needs."""
     stages = [Stage(lambda w, x, mb: jnp.sin(x), ipu=ipu, name=f"stage {i}") for i, ipu in enumerate(places)]
