@@ -110,7 +110,7 @@ def _head(trace: FunctionTrace, split: Sequence[_Rows] | None) -> tuple[list[Eqn
         return [], None
     if not found:
         raise ValueError(
-            "head='concurrent': the function has no product of an activation with a leaf of params near its end: "
+            "head='concurrent': the function has no product of an activation with a whole leaf of params near its end: "
             "leave head= out, or run the head on all IPUs by ipu_jax.everywhere"
         )
     leaf = max(found, key=lambda rows: rows[0].aval.size)

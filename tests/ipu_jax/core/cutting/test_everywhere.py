@@ -15,10 +15,11 @@ from sharded_ops import argmax, tied_projection
 from support.dense import largest_relative_error
 from support.refusals import refusals, refused
 
-from .everywhere_models import EXAMPLES, D, V, blocks, head, look_up, weights
+from .everywhere_models import EXAMPLES, D, T, V, blocks, dense_cross_entropy, head, look_up, weights
 
 M = 4
 tied = EXAMPLES["tied"]()
+X8 = weights(2, T, D, seed=7)
 
 
 def one_of(example):
@@ -189,7 +190,7 @@ def test_other_functions_read_the_split_leaves():
     with refused("params['table'] lies split over the IPUs", "whole by gather (test_everywhere.py:", "everywhere"):
         pipe.forward(lambda params, ids: blocks(params, params["table"][ids] + params["positions"]), tokens[0])
     local = pipeline_of(tied, tied.dense)
-    with refused("everywhere (test_everywhere.py:", "needs a concurrent stage", "leave it out"):
+    with refused("everywhere (everywhere_models.py:", "needs a concurrent stage", "leave it out"):
         local.forward(likely, tokens[0])
 
 
@@ -235,6 +236,31 @@ def test_on_one_device_it_is_the_function():
     np.testing.assert_allclose(jax.jit(tied.loss)(params, mb), twins[0], rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "around", [jax.jit, jax.checkpoint, lambda loss: lambda p, mb: jax.lax.cond(True, loss, lambda *_: 0.0, p, mb)]
+)
+def test_on_one_device_it_has_a_derivative_in_any_other_function(around):
+    """There jax traces the backward of a `jax.custom_vjp` after the forward pass, where no axis is in scope."""
+    mb = one_of(tied)
+    assert largest_relative_error(*(jax.grad(fn)(tied.params, mb) for fn in (around(tied.loss), tied.dense))) < 2e-6
+    closed = lambda params: everywhere(lambda: head(params["table"], blocks(params, X8), mb["targets"]), in_specs=())()
+    dense = lambda params: dense_cross_entropy(blocks(params, X8) @ params["table"].T, mb["targets"])
+    assert largest_relative_error(*(jax.grad(fn)(tied.params) for fn in (jax.jit(closed), dense))) < 2e-6
+
+
+def test_python_numbers_stay_weak():
+    half = jax.tree.map(lambda w: w.astype(jnp.bfloat16), tied.params)
+    scaled = everywhere(lambda x, by: x * by, in_specs=P())
+
+    def loss(params, mb):
+        x = scaled(params["table"][mb["tokens"]], 2.0)
+        assert x.dtype == jnp.bfloat16
+        return dense_cross_entropy(blocks(params, x) @ params["table"].T, mb["targets"])
+
+    pipeline_of(tied._replace(params=half), loss)
+    loss(half, one_of(tied))
+
+
 def test_a_jitted_function_is_traced_for_each_number_of_ipus():
     """jax keeps the traces of a jitted function: none may be taken for another number of IPUs, or for one device."""
     loss = jax.jit(tied.loss)
@@ -275,6 +301,11 @@ of_columns = lambda x, up: jax.lax.psum(jnp.tanh(x @ up).sum(-1, keepdims=True),
 mlp = everywhere(of_columns, in_specs=(P(), P(None, "ipu")))
 
 
+def printed(x):
+    jax.debug.print("{}", x[0, 0], ordered=True)
+    return x
+
+
 def cut(loss):
     return Pipeline.from_function(lambda p, x: loss(p, x).mean(), PARAMS, X, ipus=2)
 
@@ -295,6 +326,21 @@ def layered(layer):
     (lambda: everywhere(len, in_specs=P("ipu", "ipu")), "at most once", "P('ipu', 'ipu'"),
     (lambda: everywhere(len, in_specs=P(), out_specs=P("ipu")), "out_specs holds P('ipu'", "whole", "all_gather"),
     (layered(lambda p, x: mlp(x)), "do not fit 1 arguments", "for each argument"),
+    (layered(lambda p, x: mlp(x, up=p["up"])), "everywhere (test_everywhere.py:", "given up by name", "in its place"),
+    (layered(lambda p, x: mlp(x, "up")), "everywhere (test_everywhere.py:", "'up'", "no array", "close over it"),
+    (
+        layered(
+            lambda p, x: x + everywhere(lambda keys: 0.0, in_specs=P("ipu"))(jax.random.split(jax.random.key(0), 3))
+        ),
+        "splits 3 random keys over 2 IPUs",
+        "no padding",
+        "a multiple of 2",
+    ),
+    (
+        layered(lambda p, x: x + everywhere(printed, in_specs=P())(x)),
+        "an ordered effect, everywhere (test_everywhere.py:",
+        "ordered=False",
+    ),
     (layered(lambda p, x: mlp(x, p["up"][0])), "P(None, 'ipu') for an array of shape (6,)", "at most 1 dims"),
     (
         layered(lambda p, x: x + jax.lax.scan(lambda c, _: (c + mlp(c, p["up"]), None), x, None, length=2)[0]),
