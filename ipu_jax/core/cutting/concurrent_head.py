@@ -156,7 +156,8 @@ def _looks_up(op: Eqn, trace: FunctionTrace, of_head: _Rows | None, alike: Seque
     if isinstance(op, ScanLayer | ScanStack) or op.primitive.name not in ("gather", "dot_general"):
         return False
     if op.primitive.name == "gather":
-        read = [(op.invars[0], dim) for dim in op.params["dimension_numbers"].collapsed_slice_dims]
+        at, sizes = op.params["dimension_numbers"].start_index_map, op.params["slice_sizes"]
+        read = [(op.invars[0], dim) for dim in at if sizes[dim] == 1]
     else:
         contracted = op.params["dimension_numbers"][0]
         read = [(v, dim) for v, dims in zip(op.invars, contracted, strict=True) for dim in dims]
