@@ -105,8 +105,8 @@ def everywhere(fn: Function, *, in_specs: Tree, out_specs: Tree = _WHOLE) -> Fun
 def _on_one_device(fn: Function, leaves: Sequence[Value]) -> Tree:
     """Run a function on whole arrays, where axis "ipu" has size 1.
 
-    If it holds an operation with its own backward, such as a `jax.custom_vjp`, it has a backward of its own as well,
-    which has the axis in scope. Under `jax.jit` or in a scan, jax would trace the backward later and without the axis.
+    Its derivative is taken with the axis in scope. Under `jax.jit` or in a scan, jax would trace the derivatives of
+    a `jax.custom_jvp` or a `jax.custom_vjp` in it later, and without the axis.
     """
     closed, shapes = jax.make_jaxpr(fn, axis_env=[(IPU_AXIS, 1)], return_shape=True)(*leaves)
     args, whole = [*closed.consts, *leaves], core.jaxpr_as_fun(closed_of(closed_over(closed)))
@@ -114,21 +114,36 @@ def _on_one_device(fn: Function, leaves: Sequence[Value]) -> Tree:
     traced = [x for x, is_one in zip(args, is_traced, strict=True) if is_one]
     fixed = [None if is_one else x for x, is_one in zip(args, is_traced, strict=True)]
 
-    def run(fixed: Sequence[Value], *traced: Value) -> list[Value]:
+    def run(fixed: Sequence[Value], *traced: Value) -> tuple[list[Value], list[Value]]:
+        """Return the results: floats, with None in place of others, and the others."""
         own = iter(traced)
-        return whole(*(next(own) if x is None else x for x in fixed))
+        found = whole(*(next(own) if x is None else x for x in fixed))
+        is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in found]
+        pick = lambda kind: [x if of == kind else None for x, of in zip(found, is_float, strict=True)]
+        return pick(True), pick(False)
 
     def on_axis(fn: Function, *args: Value) -> Tree:
         found = jax.vmap(lambda _: fn(*args), axis_name=IPU_AXIS)(jnp.zeros(1))
         return jax.tree.map(lambda x: x[0], found)
 
-    with_own = jax.custom_vjp(functools.partial(on_axis, run))
-    with_own.defvjp(
-        lambda fixed, *traced: on_axis(functools.partial(jax.vjp, functools.partial(run, fixed)), *traced),
-        lambda pull, cotangents: (None, *on_axis(pull, cotangents)),
-    )
-    has_own = any(eqn.primitive.name in OWN_BACKWARD for eqn in all_equations(closed))
-    found = with_own(fixed, *traced) if has_own else on_axis(run, fixed, *traced)
+    def push(primals: Sequence[Value], tangents: Sequence[Value]) -> tuple[Tree, Tree]:
+        of_fixed = functools.partial(jax.jvp, functools.partial(run, primals[0]), has_aux=True)
+        floats, moved, others = on_axis(of_fixed, primals[1:], tangents[1:])
+        return (floats, others), (moved, [None if x is None else np.zeros(x.shape, jax.dtypes.float0) for x in others])
+
+    def forward(fixed: Sequence[Value], *traced: Value) -> tuple[Tree, Tree]:
+        of_fixed = functools.partial(jax.vjp, functools.partial(run, fixed), has_aux=True)
+        floats, pull, others = on_axis(of_fixed, *traced)
+        return (floats, others), pull
+
+    differentiable: Any = functools.partial(on_axis, run)
+    if any(eqn.primitive.name in OWN_BACKWARD for eqn in all_equations(closed)):
+        differentiable = jax.custom_vjp(differentiable)
+        differentiable.defvjp(forward, lambda pull, cotangents: (None, *on_axis(pull, cotangents[0])))
+    else:
+        differentiable = jax.custom_jvp(differentiable)
+        differentiable.defjvp(push)
+    found = [x if other is None else other for x, other in zip(*differentiable(fixed, *traced), strict=True)]
     return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
 

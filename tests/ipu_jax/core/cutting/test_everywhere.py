@@ -236,13 +236,24 @@ def test_on_one_device_it_is_the_function():
     np.testing.assert_allclose(jax.jit(tied.loss)(params, mb), twins[0], rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "around", [jax.jit, jax.checkpoint, lambda loss: lambda p, mb: jax.lax.cond(True, loss, lambda *_: 0.0, p, mb)]
-)
-def test_on_one_device_it_has_a_derivative_in_any_other_function(around):
-    """There jax traces the backward of a `jax.custom_vjp` after the forward pass, where no axis is in scope."""
+AROUND = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "cond": lambda loss: lambda p, mb: jax.lax.cond(True, loss, lambda *_: 0.0, p, mb),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("name", ["tied", "head_alone", "mlps_in_the_middle"])
+def test_on_one_device_it_has_a_derivative_in_any_other_function(name, around):
+    """There jax traces derivatives of `custom_vjp` and `custom_jvp` after the function, where no axis is in scope."""
+    example = EXAMPLES[name]()
+    mb, loss = one_of(example), AROUND[around](lambda *args: jax.tree.leaves(example.loss(*args))[0])
+    assert largest_relative_error(*(jax.grad(fn)(example.params, mb) for fn in (loss, example.dense))) < 2e-6
+
+
+def test_on_one_device_it_can_close_over_what_has_a_derivative():
     mb = one_of(tied)
-    assert largest_relative_error(*(jax.grad(fn)(tied.params, mb) for fn in (around(tied.loss), tied.dense))) < 2e-6
     closed = lambda params: everywhere(lambda: head(params["table"], blocks(params, X8), mb["targets"]), in_specs=())()
     dense = lambda params: dense_cross_entropy(blocks(params, X8) @ params["table"].T, mb["targets"])
     assert largest_relative_error(*(jax.grad(fn)(tied.params) for fn in (jax.jit(closed), dense))) < 2e-6
