@@ -169,7 +169,7 @@ def _array(leaf: Any) -> jax.Array:
         return jnp.asarray(leaf)
     except TypeError:
         raise ValueError(
-            f"everywhere{users_call()} is given {in_line(leaf):.60}, which is no array: let the function close over it"
+            f"everywhere{users_call()} is given {in_line(leaf):.60}, not an array: let the function close over it"
         ) from None
 
 

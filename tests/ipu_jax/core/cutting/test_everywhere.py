@@ -338,7 +338,7 @@ def layered(layer):
     (lambda: everywhere(len, in_specs=P(), out_specs=P("ipu")), "out_specs holds P('ipu'", "whole", "all_gather"),
     (layered(lambda p, x: mlp(x)), "do not fit 1 arguments", "for each argument"),
     (layered(lambda p, x: mlp(x, up=p["up"])), "everywhere (test_everywhere.py:", "given up by name", "in its place"),
-    (layered(lambda p, x: mlp(x, "up")), "everywhere (test_everywhere.py:", "'up'", "no array", "close over it"),
+    (layered(lambda p, x: mlp(x, "up")), "everywhere (test_everywhere.py:", "'up'", "not an array", "close over it"),
     (
         layered(
             lambda p, x: x + everywhere(lambda keys: 0.0, in_specs=P("ipu"))(jax.random.split(jax.random.key(0), 3))
