@@ -19,6 +19,7 @@ from ipu_jax.base.annotations import Dtype, Eqn, Jaxpr, Value, Var
 
 JITS = ("jit", "pjit")
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
+OWN_BACKWARD = ("custom_vjp_call", "call_hi_primitive")  # of any of jax's newer primitives, too
 CALLS = (
     {"call_hi_primitive": "_prim"}
     | dict.fromkeys((*JITS, *CHECKPOINTS), "jaxpr")

@@ -110,7 +110,7 @@ def _head(trace: FunctionTrace, split: Sequence[_Rows] | None) -> tuple[list[Eqn
         return [], None
     if not found:
         raise ValueError(
-            "head='concurrent': the function has no product of an activation with a leaf of params near its end: "
+            "head='concurrent': the function has no product of an activation with a whole leaf of params near its end: "
             "leave head= out, or run the head on all IPUs by ipu_jax.everywhere"
         )
     leaf = max(found, key=lambda rows: rows[0].aval.size)
@@ -156,7 +156,8 @@ def _looks_up(op: Eqn, trace: FunctionTrace, of_head: _Rows | None, alike: Seque
     if isinstance(op, ScanLayer | ScanStack) or op.primitive.name not in ("gather", "dot_general"):
         return False
     if op.primitive.name == "gather":
-        read = [(op.invars[0], dim) for dim in op.params["dimension_numbers"].collapsed_slice_dims]
+        at, sizes = op.params["dimension_numbers"].start_index_map, op.params["slice_sizes"]
+        read = [(op.invars[0], dim) for dim in at if sizes[dim] == 1]
     else:
         contracted = op.params["dimension_numbers"][0]
         read = [(v, dim) for v, dims in zip(op.invars, contracted, strict=True) for dim in dims]

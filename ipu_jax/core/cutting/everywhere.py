@@ -10,6 +10,7 @@
 The body of the operation is traced as a concurrent stage is: with axis "ipu" in scope, under `check_vma=False`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn
 
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
@@ -24,7 +26,7 @@ from jax.sharding import PartitionSpec
 from ipu_jax.base.annotations import Eqn, Function, Jaxpr, Tree, Value
 from ipu_jax.base.checkpoints import checkpointed, closed_over, plain
 from ipu_jax.base.checks import in_line
-from ipu_jax.base.jaxprs import all_equations, bodies_of, closed_of
+from ipu_jax.base.jaxprs import OWN_BACKWARD, all_equations, bodies_of, closed_of
 from ipu_jax.core.cutting.users_code import at_line, name_of, users_call
 from ipu_jax.core.mesh.devices import IPU_AXIS
 from ipu_jax.core.programs.variance import differing
@@ -82,10 +84,12 @@ def everywhere(fn: Function, *, in_specs: Tree, out_specs: Tree = _WHOLE) -> Fun
                 f"function, jax.lax.all_gather(x, {IPU_AXIS!r}, axis=..., tiled=True)"
             )
 
-    def run(*args: Tree) -> Tree:
+    def run(*args: Tree, **named: Tree) -> Tree:
+        if named:
+            raise ValueError(f"everywhere{users_call()} is given {', '.join(named)} by name: give it in its place")
         specs = _spread(in_specs, args)
         leaves, treedef = jax.tree.flatten(args)
-        leaves = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]
+        leaves = [leaf if isinstance(leaf, jax.Array) else _array(leaf) for leaf in leaves]
         dims = [_split_dim(spec, leaf) for spec, leaf in zip(specs, leaves, strict=True)]
         on_shards = lambda *own: fn(*treedef.unflatten(own))
         ipus = _ipus_of_trace()
@@ -93,10 +97,54 @@ def everywhere(fn: Function, *, in_specs: Tree, out_specs: Tree = _WHOLE) -> Fun
             return _operation(on_shards, ipus, leaves, dims)
         if _size_of(IPU_AXIS) is not None:
             return on_shards(*map(_own_shard, leaves, dims))
-        found = jax.vmap(lambda _: on_shards(*leaves), axis_name=IPU_AXIS)(jnp.zeros(1))
-        return jax.tree.map(lambda leaf: leaf[0], found)
+        return _on_one_device(on_shards, leaves)
 
     return run
+
+
+def _on_one_device(fn: Function, leaves: Sequence[Value]) -> Tree:
+    """Run a function on whole arrays, where axis "ipu" has size 1.
+
+    Its derivative is taken with the axis in scope. Under `jax.jit` or in a scan, jax would trace the derivatives of
+    a `jax.custom_jvp` or a `jax.custom_vjp` in it later, and without the axis.
+    """
+    closed, shapes = jax.make_jaxpr(fn, axis_env=[(IPU_AXIS, 1)], return_shape=True)(*leaves)
+    args, whole = [*closed.consts, *leaves], core.jaxpr_as_fun(closed_of(closed_over(closed)))
+    is_traced = [isinstance(x, Tracer) and jnp.issubdtype(x.dtype, jnp.inexact) for x in args]
+    traced = [x for x, is_one in zip(args, is_traced, strict=True) if is_one]
+    fixed = [None if is_one else x for x, is_one in zip(args, is_traced, strict=True)]
+
+    def run(fixed: Sequence[Value], *traced: Value) -> tuple[list[Value], list[Value]]:
+        """Return the results: floats, with None in place of others, and the others."""
+        own = iter(traced)
+        found = whole(*(next(own) if x is None else x for x in fixed))
+        is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in found]
+        pick = lambda kind: [x if of == kind else None for x, of in zip(found, is_float, strict=True)]
+        return pick(True), pick(False)
+
+    def on_axis(fn: Function, *args: Value) -> Tree:
+        found = jax.vmap(lambda _: fn(*args), axis_name=IPU_AXIS)(jnp.zeros(1))
+        return jax.tree.map(lambda x: x[0], found)
+
+    def push(primals: Sequence[Value], tangents: Sequence[Value]) -> tuple[Tree, Tree]:
+        of_fixed = functools.partial(jax.jvp, functools.partial(run, primals[0]), has_aux=True)
+        floats, moved, others = on_axis(of_fixed, primals[1:], tangents[1:])
+        return (floats, others), (moved, [None if x is None else np.zeros(x.shape, jax.dtypes.float0) for x in others])
+
+    def forward(fixed: Sequence[Value], *traced: Value) -> tuple[Tree, Tree]:
+        of_fixed = functools.partial(jax.vjp, functools.partial(run, fixed), has_aux=True)
+        floats, pull, others = on_axis(of_fixed, *traced)
+        return (floats, others), pull
+
+    differentiable: Any = functools.partial(on_axis, run)
+    if any(eqn.primitive.name in OWN_BACKWARD for eqn in all_equations(closed)):
+        differentiable = jax.custom_vjp(differentiable)
+        differentiable.defvjp(forward, lambda pull, cotangents: (None, *on_axis(pull, cotangents[0])))
+    else:
+        differentiable = jax.custom_jvp(differentiable)
+        differentiable.defjvp(push)
+    found = [x if other is None else other for x, other in zip(*differentiable(fixed, *traced), strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
 
 def _is_spec(leaf: Any) -> bool:
@@ -113,6 +161,15 @@ def _spread(in_specs: Tree, args: Sequence[Tree]) -> list[PartitionSpec]:
         raise ValueError(
             f"in_specs={in_specs!r} do not fit {len(args)} arguments, {jax.tree.structure(tuple(args))}: give one "
             "spec, or a tuple with a spec, or a tree of them, for each argument"
+        ) from None
+
+
+def _array(leaf: Any) -> jax.Array:
+    try:
+        return jnp.asarray(leaf)
+    except TypeError:
+        raise ValueError(
+            f"everywhere{users_call()} is given {in_line(leaf):.60}, not an array: let the function close over it"
         ) from None
 
 
@@ -142,8 +199,17 @@ def shard_size(size: int, ipus: int) -> int:
     return -(-size // ipus)
 
 
+def _shard_shape(x: Value, dim: int | None, ipus: int) -> tuple[int, ...]:
+    return tuple(shard_size(size, ipus) if d == dim else size for d, size in enumerate(x.shape))
+
+
 def _padded(x: Value, dim: int | None, ipus: int) -> Value:
     more = 0 if dim is None else -x.shape[dim] % ipus
+    if more and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        raise ValueError(
+            f"everywhere{users_call()} splits {x.shape[dim]} random keys over {ipus} IPUs, and keys have no padding: "
+            f"give a multiple of {ipus}"
+        )
     widths = [(0, more * (d == dim), 0) for d in range(x.ndim)]
     return lax.pad(x, np.zeros((), x.dtype), widths) if more else x
 
@@ -174,7 +240,7 @@ def everywhere_on(x: Sequence[Value], jaxpr: Jaxpr, dims: Sequence[int | None]) 
 def _operation(on_shards: Function, ipus: int, leaves: Sequence[Value], dims: Sequence[int | None]) -> Tree:
     """Trace a function on one IPU's shards, and make it one operation of the trace around it."""
     local = [
-        jax.ShapeDtypeStruct([shard_size(s, ipus) if d == dim else s for d, s in enumerate(x.shape)], x.dtype)
+        jax.ShapeDtypeStruct(_shard_shape(x, dim, ipus), x.dtype, weak_type=jax.typeof(x).weak_type)
         for x, dim in zip(leaves, dims, strict=True)
     ]
     scope = [(_OF_SHARDS, 1), (IPU_AXIS, ipus)]

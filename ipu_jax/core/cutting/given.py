@@ -23,7 +23,7 @@ from ipu_jax.base.checks import in_line
 from ipu_jax.base.decorators import OTHER_MESH, users_mesh
 from ipu_jax.base.jaxprs import all_equations, bodies_of, traced_on
 from ipu_jax.core.cutting.cut import STAGE_END
-from ipu_jax.core.cutting.everywhere import traced_for
+from ipu_jax.core.cutting.everywhere import is_everywhere, traced_for
 from ipu_jax.core.cutting.module_trees import check_unchanged, name_of_function
 from ipu_jax.core.cutting.trace import FunctionTrace, trace_of
 from ipu_jax.core.cutting.users_code import at_line, is_ours, name_of, users_line
@@ -351,7 +351,8 @@ def check_marks(trace: FunctionTrace, names: Sequence[str]) -> None:
 def check_effects(trace: FunctionTrace) -> None:
     """Raise `ValueError` for effects that have an order, which the stages of several IPUs do not keep."""
     for operation in trace.operations:
-        names = [type(effect).__name__ for effect in operation.effects]
+        inside = operation.params["jaxpr"].effects if is_everywhere(operation) else ()
+        names = [type(effect).__name__ for effect in (*operation.effects, *inside)]
         if any("Ordered" in name and "Unordered" not in name for name in names):
             raise ValueError(
                 f"the function has an ordered effect, {name_of(operation)}{at_line(operation)}: micro-batches run on "

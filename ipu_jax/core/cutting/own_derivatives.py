@@ -21,6 +21,7 @@ from jax.extend import core
 from ipu_jax.base.annotations import Eqn, Jaxpr, Value, Var
 from ipu_jax.base.jaxprs import (
     CALLS,
+    OWN_BACKWARD,
     bodies_of,
     bound,
     closed_of,
@@ -34,7 +35,6 @@ from ipu_jax.core.cutting.division import Division
 from ipu_jax.core.cutting.trace import FunctionTrace
 from ipu_jax.core.cutting.users_code import at_line, name_of
 
-_OWN: Final = ("custom_vjp_call", "call_hi_primitive")  # of any of jax's newer primitives, too
 _BODIES: Final = {*CALLS, "scan", "cond"}
 _KEEPS_ZEROS: Final = ("broadcast_in_dim", "convert_element_type", "reshape", "neg", "copy", "squeeze")
 _LINEAR: Final = {*_KEEPS_ZEROS, "transpose", "reduce_sum", "slice", "rev", "cumsum", "reduce_precision"}
@@ -72,7 +72,7 @@ def check_tied(division: Division) -> None:
         return
     for s, piece in enumerate(division.pieces):
         for eqn in piece.equations:
-            is_own = eqn.primitive.name in _OWN or any(map(_has_own, bodies_of(eqn)))
+            is_own = eqn.primitive.name in OWN_BACKWARD or any(map(_has_own, bodies_of(eqn)))
             if is_own and not trace.differentiated.isdisjoint(eqn.outvars):
                 stages.setdefault(id(eqn), (eqn, []))[1].append(s)
     for eqn, of_eqn in stages.values():
@@ -87,7 +87,7 @@ def check_tied(division: Division) -> None:
 
 def _has_own(jaxpr: Jaxpr) -> bool:
     return any(
-        eqn.primitive.name in _BODIES and (eqn.primitive.name in _OWN or any(map(_has_own, bodies_of(eqn))))
+        eqn.primitive.name in _BODIES and (eqn.primitive.name in OWN_BACKWARD or any(map(_has_own, bodies_of(eqn))))
         for eqn in jaxpr.eqns
     )
 
@@ -107,7 +107,7 @@ def _differentiated(jaxpr: Jaxpr, inputs: Sequence[Var]) -> Iterator[tuple[Eqn, 
             continue
         wanted.update(v for v in eqn.outvars if is_float(v))
         name, params = eqn.primitive.name, eqn.params
-        if name in _OWN:
+        if name in OWN_BACKWARD:
             yield eqn, flags
         elif name == "scan":
             consts, carry = scan_parts(params)

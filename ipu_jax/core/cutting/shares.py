@@ -30,6 +30,7 @@ from ipu_jax.base.jaxprs import (
     CALLS,
     CHECKPOINTS,
     ELEMENTWISE,
+    OWN_BACKWARD,
     all_equations,
     bodies_of,
     bound,
@@ -49,7 +50,6 @@ from ipu_jax.core.mesh.devices import IPU_AXIS
 _MOVES: Final = frozenset(("broadcast_in_dim", "reshape", "transpose"))
 _LINEAR: Final = _MOVES | {"convert_element_type", "copy", "dot_general", "gather", "reduce_precision", "squeeze"}
 """Primitives that turn zeros of padding into zeros."""
-_OWN_BACKWARD: Final = ("custom_vjp_call", "call_hi_primitive")
 
 
 @jax.tree_util.register_dataclass
@@ -207,7 +207,7 @@ def _on_whole(eqn: Eqn, inputs: list[Value]) -> list[Value]:
 
     The backward of a user's own gets the whole cotangent, as it need not be linear.
     """
-    if not any(e.primitive.name in _OWN_BACKWARD for e in (eqn, *_inside(eqn))):
+    if not any(e.primitive.name in OWN_BACKWARD for e in (eqn, *_inside(eqn))):
         return bound(eqn, inputs)
     pairs = zip(eqn.invars, inputs, strict=True)
     inputs = [_divided_backward(x) if is_float(v) and isinstance(v, core.Var) else x for v, x in pairs]

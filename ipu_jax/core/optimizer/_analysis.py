@@ -40,6 +40,7 @@ from ipu_jax.core.layout.whole_tree import joined
 from ipu_jax.core.optimizer._rows import in_rows
 
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or")
+_LEAVE_WHOLE = "leave the leaf whole (PartitionSpec(); in a function that is cut, head='local' and no everywhere of it)"
 _OF_LOSS_FUNCTIONS = ("value_fn", "grad_fn", "obj_fn")
 
 
@@ -117,6 +118,7 @@ def analyze_update(optimizer: Any, blocks: Blocks) -> UpdateAnalysis:
     traced = laid_open(jax.make_jaxpr(update)(weights, state, weights, loss))
     if jax.tree.structure(weights) != blocks.treedef:
         traced, state = in_rows(traced, in_parts, state, blocks.leaves)
+        traced = laid_open(traced)  # branches of a cond are inlined there, and call jitted functions
     treedef = jax.tree.structure(state)
     while True:
         analyzer = _Analyzer(traced, len(shapes), treedef, blocks)
@@ -265,15 +267,14 @@ class _Analyzer:
             raise ValueError(
                 f"optimizer: its {name} needs {of_leaf.path} of shape {of_leaf.shape} in one piece, but dim "
                 f"{split} is split over {self.blocks.ipus} IPUs: use an optimizer that is elementwise or reduces "
-                "over dims, for this leaf alone by optax.partition, or leave the leaf whole (PartitionSpec())"
+                f"over dims, for this leaf alone by optax.partition, or {_LEAVE_WHOLE}"
             )
         for v in eqn.outvars:
             if not _is_small(v, of_leaf):
                 raise ValueError(
                     f"optimizer: its {name} over dims {tuple(eqn.params['axes'])} keeps all elements of "
                     f"{of_leaf.path} of shape {of_leaf.shape}, but dim {split} is split over {self.blocks.ipus} "
-                    "IPUs: use an optimizer that is elementwise or takes norms of whole leaves, or leave the leaf "
-                    "whole (PartitionSpec())"
+                    f"IPUs: use an optimizer that is elementwise or takes norms of whole leaves, or {_LEAVE_WHOLE}"
                 )
             _check_dtype(name, v, of_leaf)
 

@@ -15,10 +15,11 @@ from sharded_ops import argmax, tied_projection
 from support.dense import largest_relative_error
 from support.refusals import refusals, refused
 
-from .everywhere_models import EXAMPLES, D, V, blocks, head, look_up, weights
+from .everywhere_models import EXAMPLES, D, T, V, blocks, dense_cross_entropy, head, look_up, weights
 
 M = 4
 tied = EXAMPLES["tied"]()
+X8 = weights(2, T, D, seed=7)
 
 
 def one_of(example):
@@ -235,6 +236,42 @@ def test_on_one_device_it_is_the_function():
     np.testing.assert_allclose(jax.jit(tied.loss)(params, mb), twins[0], rtol=1e-6)
 
 
+AROUND = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "cond": lambda loss: lambda p, mb: jax.lax.cond(True, loss, lambda *_: 0.0, p, mb),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("name", ["tied", "head_alone", "mlps_in_the_middle"])
+def test_on_one_device_it_has_a_derivative_in_any_other_function(name, around):
+    """There jax traces derivatives of `custom_vjp` and `custom_jvp` after the function, where no axis is in scope."""
+    example = EXAMPLES[name]()
+    mb, loss = one_of(example), AROUND[around](lambda *args: jax.tree.leaves(example.loss(*args))[0])
+    assert largest_relative_error(*(jax.grad(fn)(example.params, mb) for fn in (loss, example.dense))) < 2e-6
+
+
+def test_on_one_device_it_can_close_over_what_has_a_derivative():
+    mb = one_of(tied)
+    closed = lambda params: everywhere(lambda: head(params["table"], blocks(params, X8), mb["targets"]), in_specs=())()
+    dense = lambda params: dense_cross_entropy(blocks(params, X8) @ params["table"].T, mb["targets"])
+    assert largest_relative_error(*(jax.grad(fn)(tied.params) for fn in (jax.jit(closed), dense))) < 2e-6
+
+
+def test_python_numbers_stay_weak():
+    half = jax.tree.map(lambda w: w.astype(jnp.bfloat16), tied.params)
+    scaled = everywhere(lambda x, by: x * by, in_specs=P())
+
+    def loss(params, mb):
+        x = scaled(params["table"][mb["tokens"]], 2.0)
+        assert x.dtype == jnp.bfloat16
+        return dense_cross_entropy(blocks(params, x) @ params["table"].T, mb["targets"])
+
+    pipeline_of(tied._replace(params=half), loss)
+    loss(half, one_of(tied))
+
+
 def test_a_jitted_function_is_traced_for_each_number_of_ipus():
     """jax keeps the traces of a jitted function: none may be taken for another number of IPUs, or for one device."""
     loss = jax.jit(tied.loss)
@@ -283,6 +320,11 @@ of_columns = lambda x, up: jax.lax.psum(jnp.tanh(x @ up).sum(-1, keepdims=True),
 mlp = everywhere(of_columns, in_specs=(P(), P(None, "ipu")))
 
 
+def printed(x):
+    jax.debug.print("{}", x[0, 0], ordered=True)
+    return x
+
+
 def cut(loss):
     return Pipeline.from_function(lambda p, x: loss(p, x).mean(), PARAMS, X, ipus=2)
 
@@ -303,6 +345,21 @@ def layered(layer):
     (lambda: everywhere(len, in_specs=P("ipu", "ipu")), "at most once", "P('ipu', 'ipu'"),
     (lambda: everywhere(len, in_specs=P(), out_specs=P("ipu")), "out_specs holds P('ipu'", "whole", "all_gather"),
     (layered(lambda p, x: mlp(x)), "do not fit 1 arguments", "for each argument"),
+    (layered(lambda p, x: mlp(x, up=p["up"])), "everywhere (test_everywhere.py:", "given up by name", "in its place"),
+    (layered(lambda p, x: mlp(x, "up")), "everywhere (test_everywhere.py:", "'up'", "not an array", "close over it"),
+    (
+        layered(
+            lambda p, x: x + everywhere(lambda keys: 0.0, in_specs=P("ipu"))(jax.random.split(jax.random.key(0), 3))
+        ),
+        "splits 3 random keys over 2 IPUs",
+        "no padding",
+        "a multiple of 2",
+    ),
+    (
+        layered(lambda p, x: x + everywhere(printed, in_specs=P())(x)),
+        "an ordered effect, everywhere (test_everywhere.py:",
+        "ordered=False",
+    ),
     (layered(lambda p, x: mlp(x, p["up"][0])), "P(None, 'ipu') for an array of shape (6,)", "at most 1 dims"),
     (
         layered(lambda p, x: x + jax.lax.scan(lambda c, _: (c + mlp(c, p["up"]), None), x, None, length=2)[0]),

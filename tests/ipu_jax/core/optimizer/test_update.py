@@ -212,7 +212,7 @@ def test_leaves_that_are_treated_alike_share_a_program(optimizer, switches):
 
 LOCAL = "unlike local stages"
 ELEMENTWISE = "use an optimizer that is elementwise"
-WHOLE = "or leave the leaf whole (PartitionSpec())"
+WHOLE = "or leave the leaf whole (PartitionSpec();"
 UNSHARDED = "or shard_optimizer=False"
 REPLICAS = "shard_optimizer=True cuts it over 2 replicas"
 
