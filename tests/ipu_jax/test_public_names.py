@@ -26,7 +26,7 @@ def imports_for_type_checkers():
 def test_every_public_name_is_the_one_that_type_checkers_see():
     homes = imports_for_type_checkers()
     assert {*homes} == {*ipu_jax.__all__}
-    assert len(homes) <= 25, "the rest belongs into the modules"
+    assert len(homes) <= 26, "the rest belongs into the modules"
     for name, module in homes.items():
         assert getattr(ipu_jax, name) is getattr(importlib.import_module(module), name), name
 
