@@ -142,7 +142,7 @@ UPDATES = {
 @pytest.mark.fast("padding")
 @pytest.mark.parametrize("how", UPDATES)
 def test_updates_equal_optax_on_the_dense_twin(how):
-    """Three updates: rows of padding that were trained would show in the second one."""
+    """Three updates, so that what is wrong in the first one shows in the others."""
     options = dict(UPDATES[how])
     example, clip = EXAMPLES[options.pop("example", "tied")](), options.pop("clip", None)
     replicas, rtol = options.pop("replicas", 1), options.pop("rtol", 2e-5)
@@ -164,6 +164,20 @@ def test_updates_equal_optax_on_the_dense_twin(how):
         assert outputs.loss == pytest.approx(float(value), rel=rtol)
         updates, moments = transformation.update(gradients, moments, expected)
         expected = optax.apply_updates(expected, updates)
+
+
+def test_padding_stays_zeros_where_a_user_updates_the_shards():
+    """The loss reads rows of padding as sigmoid(0), so they would get a gradient, and the second loss would show it."""
+    example = EXAMPLES["mlps_in_the_middle"]()
+    pipe, batch = pipeline_of(example, ipus=3), batch_of(example)
+    params, expected, losses = pipe.shard(example.params), example.params, []
+    for _ in range(2):
+        value, gradients = pipe.value_and_grad(params, batch)
+        params = jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients)
+        dense, of_dense = jax.value_and_grad(dense_loss(example, batch))(expected)
+        expected = jax.tree.map(lambda w, g: w - 0.1 * g, expected, of_dense)
+        losses.append((float(value), float(dense)))
+    np.testing.assert_allclose(*zip(*losses, strict=True), rtol=2e-6)
 
 
 def test_other_functions_read_the_split_leaves():
