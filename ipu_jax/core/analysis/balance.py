@@ -264,9 +264,9 @@ def flops_of_stages(
     mesh: Mesh | None = None,
     ipus: int = 1,
 ) -> list[int]:
-    """Return what `measure_costs` does, for a list of stages whose operations on all IPUs are for `ipus` of them.
+    """Count the FLOPs of stages as `measure_costs` does, on a number of IPUs.
 
-    For several IPUs the FLOPs of such an operation are one IPU's.
+    An operation on all IPUs counts the FLOPs of one IPU.
     """
     to_shape = lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
     shapes, microbatch_shapes, state_shapes = jax.tree.map(to_shape, (params, microbatch, state or {}))

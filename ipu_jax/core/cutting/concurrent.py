@@ -104,11 +104,10 @@ class _Near:
     """Say which operations beside one on all IPUs are cheap enough for all IPUs to run."""
 
     def __init__(self, places: Places, is_local: np.ndarray, of_pieces: int):
-        trace = places.trace
-        self._operations, self._trace = places.operations, trace
+        self._operations, self._trace = places.operations, places.trace
         self._work = np.where(is_local, places.work, 0.0)
         self._most_work = _WORK * float(self._work.sum()) / of_pieces
-        self._most_weights = _WEIGHTS * bytes_of([v.aval for v in trace.params])
+        self._most_weights = _WEIGHTS * bytes_of([v.aval for v in self._trace.params])
 
     def before(self, t: int) -> list[int]:
         """Return the operations with which a stage could begin, up to `t`."""
@@ -130,7 +129,6 @@ class _Near:
         return found
 
     def _bytes(self, read: Iterable[Read]) -> float:
-        sizes = [(bytes_of(self._trace.params[part.leaf].aval), part) for _, part in read]
-        shape = lambda part: self._trace.params[part.leaf].aval.shape
-        of_part = lambda part: 1.0 if part.rows is None else (part.rows[1] - part.rows[0]) / shape(part)[part.axis]
-        return sum(size * of_part(part) for size, part in sizes)
+        leaves = [(self._trace.params[part.leaf].aval, part) for _, part in read]
+        of = lambda leaf, part: 1.0 if part.rows is None else (part.rows[1] - part.rows[0]) / leaf.shape[part.axis]
+        return sum(bytes_of(leaf) * of(leaf, part) for leaf, part in leaves)

@@ -34,8 +34,8 @@ from ipu_jax.core.programs.variance import differing
 _WHOLE: Final = PartitionSpec()
 _OF_FUNCTION: Final = "IPUs of the function that is traced"
 _OF_SHARDS: Final = "everywhere"
-"""Names of axes that are in scope while a function is traced, and while the body of an `everywhere` is. No operation
-uses them: what jax keeps of a jitted function is for the axes that were in scope, and so for this number of IPUs."""
+"""Names of axes that are in scope while jax traces a function, or the body of an `everywhere`. No operation uses them:
+jax keeps the trace of a jitted function for the axes in scope, and so for this number of IPUs."""
 
 
 def traced_for(ipus: int, fn: Function, *args: Value) -> tuple[Jaxpr, Tree]:
@@ -195,7 +195,7 @@ def _ipus_of_trace() -> int | None:
 
 
 def shard_size(size: int, ipus: int) -> int:
-    """Return the rows of an IPU's shard, of so many rows in all."""
+    """Return the number of rows in each IPU's shard of a dim, with padding."""
     return -(-size // ipus)
 
 
@@ -226,17 +226,6 @@ def _own_shard(x: Value, dim: int | None) -> Value:
 # the operation
 
 
-def everywhere_on(x: Sequence[Value], jaxpr: Jaxpr, dims: Sequence[int | None]) -> list[Value]:
-    """Return the results of an operation on all IPUs, in a trace for them.
-
-    Args:
-        x: the operands, whole; an operand that is split has been padded.
-        jaxpr: the closed jaxpr of what one IPU computes from its shards.
-        dims: per operand the dim that the IPUs split, or None.
-    """
-    return _everywhere_p.bind(*x, jaxpr=jaxpr, split_dims=tuple(dims))
-
-
 def _operation(on_shards: Function, ipus: int, leaves: Sequence[Value], dims: Sequence[int | None]) -> Tree:
     """Trace a function on one IPU's shards, and make it one operation of the trace around it."""
     local = [
@@ -249,12 +238,13 @@ def _operation(on_shards: Function, ipus: int, leaves: Sequence[Value], dims: Se
     around = closed.consts  # arrays, and values of the function around it, that it closes over
     jaxpr = closed_of(closed_over(plain(closed)))
     dims = [*(None for _ in around), *dims]
-    check_alike(jaxpr, dims, users_call())
+    _check_alike(jaxpr, dims, users_call())
     padded = [_padded(x, dim, ipus) for x, dim in zip([*around, *leaves], dims, strict=True)]
-    return jax.tree.unflatten(jax.tree.structure(shapes), everywhere_on(padded, jaxpr, dims))
+    results = _everywhere_p.bind(*padded, jaxpr=jaxpr, split_dims=tuple(dims))
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
-def check_alike(jaxpr: Jaxpr, dims: Sequence[int | None], line: str) -> None:
+def _check_alike(jaxpr: Jaxpr, dims: Sequence[int | None], line: str) -> None:
     """Raise `ValueError` if what an operation on all IPUs returns may differ between them, or may wait for ever."""
 
     def refuse(eqn: Eqn, inside: str) -> NoReturn:
@@ -271,7 +261,10 @@ def check_alike(jaxpr: Jaxpr, dims: Sequence[int | None], line: str) -> None:
 
 
 class _Everywhere(core.Primitive):
-    """The operation. Outside of a trace for IPUs, it is replaced by its body when it is bound."""
+    """The operation. Outside of a trace for IPUs, it is replaced by its body when it is bound.
+
+    Its operands are whole, and padded where they are split; its jaxpr computes the results from one IPU's shards.
+    """
 
     multiple_results = True
 

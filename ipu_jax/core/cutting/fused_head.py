@@ -33,7 +33,7 @@ def _(hidden: Any, *_: Any, shape: tuple[int, ...], dtype: Any, **__: Any) -> An
 
 
 def losses_of_share(values: Sequence[Value], size: int, params: dict[str, Any]) -> Value:
-    """Return the losses, or their sum, from this IPU's rows of the table; params are those of the equation."""
+    """Compute the losses, or their sum, from this IPU's rows of the table; `params` comes from the equation."""
     (hidden, table, labels, *more), tokens = values, params["tokens"]
     bias = more.pop(0) if params["has_bias"] else None
     weights: Any = more.pop().reshape(tokens) if more else None
@@ -64,7 +64,7 @@ class _Spelling(NamedTuple):
 
     Attributes:
         loss: of logits (N.., V) and labels (N..).
-        sign: what it is of a loss, 1 or -1.
+        sign: 1 if it returns the loss, -1 if it returns the loss with the other sign.
         wraps: whether a negative label counts from the end, and one out of range gives NaN; it gives 0 otherwise.
     """
 
@@ -88,7 +88,7 @@ _SPELLINGS: Final = (
 
 @functools.lru_cache(64)
 def _traced(spelling: _Spelling, logits: Any, labels: Any) -> Jaxpr:
-    """Return the jaxpr of a spelling for these shapes, of which only what is needed remains."""
+    """Return the jaxpr of a spelling for these shapes, without equations that its result does not need."""
     closed = laid_open(jax.make_jaxpr(spelling.loss)(logits, labels), (*JITS, "closed_call"))
     return closed.jaxpr.replace(eqns=needed(closed.jaxpr.eqns, closed.jaxpr.outvars))
 
@@ -98,7 +98,7 @@ class _Loss(NamedTuple):
 
     Attributes:
         var: the losses.
-        sign: what they are of a cross-entropy, 1 or -1.
+        sign: 1 for cross-entropies, -1 for cross-entropies with the other sign.
         logits, labels, bias: from which they are computed; None without a bias.
         wraps: as of the spelling.
         weights: the weight of each loss in a sum, or whether it is counted, or ignored; None if all are counted.
@@ -178,7 +178,7 @@ def _is_label(v: Var, tokens: tuple[int, ...]) -> bool:
 def _logits(
     z: Var, eqns: Sequence[Eqn], made: dict[Var, Eqn], bias: Var | None = None
 ) -> Iterator[tuple[Var, Var | None]]:
-    """Yield a product, and what it is after casts, after a bias, and with other dims of tokens, each with the bias."""
+    """Yield a product, then the values after a cast, a bias or a reshape of its tokens, each with its bias or None."""
     yield z, bias
     for eqn in eqns:
         if z not in variables(eqn.invars):

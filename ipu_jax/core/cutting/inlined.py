@@ -1,14 +1,20 @@
 """Lay the calls of a program open: one list of operations, each with the line of the user's file that computes it."""
 
+from collections.abc import Callable
 from typing import Any, Final
 
 from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Jaxpr, Value, Var
-from ipu_jax.base.jaxprs import CALLS, JITS, closed_of
+from ipu_jax.base.checkpoints import how_of
+from ipu_jax.base.jaxprs import CALLS, CHECKPOINTS, JITS, closed_of
+from ipu_jax.core.cutting.everywhere import holds_everywhere, is_everywhere, under_checkpoint
 from ipu_jax.core.cutting.users_code import line_of
+from ipu_jax.core.programs.cost import equation_flops
 
 INLINED: Final = (*JITS, "closed_call")
+_MUCH: Final = 0.2
+"""The part of all FLOPs from which a `jax.checkpoint` is opened."""
 
 
 def inlined(
@@ -43,3 +49,41 @@ def inlined(
             operations.append(eqn.replace(invars=inputs, outvars=outputs, source_info=info))
         env.update(zip(eqn.outvars, outputs, strict=True))
     return [atom(v) for v in jaxpr.outvars]
+
+
+def with_checkpoints_open(
+    operations: list[Eqn], constants: dict[Var, Value], opened: dict[Var, Eqn]
+) -> tuple[list[Eqn], Callable[[Var], Var]]:
+    """Inline each `jax.checkpoint` that is around much of the work, or around an operation on all IPUs.
+
+    Args:
+        operations: the operations of a function, in order.
+        constants: gets the values of the constants of inlined calls.
+        opened: gets, per variable that an inlined operation computes, the checkpoint that was around it. An operation
+            on all IPUs keeps the checkpoint itself.
+
+    Returns:
+        The operations, and a function that returns the new variable of a result.
+    """
+    renamed: dict[Var, Var] = {}
+
+    def named(v: Var) -> Var:
+        return v if isinstance(v, core.Literal) else renamed.get(v, v)
+
+    if not any(op.primitive.name in CHECKPOINTS for op in operations):
+        return operations, named
+    found, flops = list[Eqn](), [equation_flops(op) for op in operations]
+    for op, own in zip(operations, flops, strict=True):
+        inputs = list(map(named, op.invars))
+        if op.primitive.name not in CHECKPOINTS or not (own >= _MUCH * sum(flops) or holds_everywhere(op)):
+            found.append(op.replace(invars=inputs))
+            continue
+        body, inner = closed_of(op.params["jaxpr"]), list[Eqn]()
+        env = dict(zip(body.jaxpr.invars, inputs, strict=True))
+        renamed |= zip(op.outvars, inlined(body.jaxpr, env, op.source_info, inner, constants), strict=True)
+        opened |= {v: op for eqn in inner if not is_everywhere(eqn) for v in eqn.outvars}
+        found += [under_checkpoint(eqn, how_of(op)) if is_everywhere(eqn) else eqn for eqn in inner]
+    if not any(op.primitive.name in CHECKPOINTS and holds_everywhere(op) for op in found):
+        return found, named
+    found, named_inside = with_checkpoints_open(found, constants, opened)
+    return found, lambda v: named_inside(named(v))

@@ -241,7 +241,7 @@ _divided_backward.defvjp(lambda x: (x, None), lambda _, g: (g / lax.axis_size(IP
 
 
 def _along(eqn: Eqn, inputs: list[Any], made: Made) -> list[Any] | None:
-    """Compute this IPU's share of the result, if its rows follow from those of a share."""
+    """Compute this IPU's share of the result, if the rows of the result follow from the rows of a share."""
     for k, share in enumerate(inputs):
         for dim in range(eqn.outvars[0].aval.ndim) if isinstance(share, Share) and eqn.outvars else ():
             rows, size = share.rows.at(dim), eqn.outvars[0].aval.shape[dim]

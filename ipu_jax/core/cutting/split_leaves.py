@@ -54,7 +54,7 @@ class OverIpus:
         return next((dim for held, dim in self.dims.items() if held.holds(part)), None)
 
     def shards(self, division: Division, s: int) -> dict[Var, int] | Blocked:
-        """Return the values of a stage that are shards, and the dim of each; or what needs a part whole that is one."""
+        """Return the values of a stage that are shards, each with its dim; or a split part that it needs whole."""
         piece, found = division.pieces[s], dict[Var, int]()
         for v in piece.weights:
             dim = self.dim_of(division.parts[v])
@@ -66,7 +66,7 @@ class OverIpus:
 
 
 def over_ipus(division: Division, placement: Sequence[int | None], ipus: int) -> OverIpus:
-    """Return which weights lie split: those that concurrent stages alone read, and all of them split alike.
+    """Find the weights that lie split: concurrent stages alone read them, and all of these split them alike.
 
     Args:
         division: the divided function.
@@ -90,7 +90,7 @@ def over_ipus(division: Division, placement: Sequence[int | None], ipus: int) ->
 
 
 def _dims_wanted(division: Division, readers: Sequence[tuple[int, Var]], ipus: int) -> list[int]:
-    """Return the dims along which operations on all IPUs split a leaf, or what is made of it."""
+    """Return the dims along which operations on all IPUs split a leaf, also after casts and transposes of it."""
     found = set[int]()
     for s, v in readers:
         for dim in range(v.aval.ndim):
@@ -105,7 +105,7 @@ def _dims_wanted(division: Division, readers: Sequence[tuple[int, Var]], ipus: i
 
 
 def _shards_of(division: Division, s: int, leaf: Var, dim: int, ipus: int) -> dict[Var, int] | Blocked:
-    """Return the values of a stage that are shards where a leaf is one, and the dim of each; or what needs it whole."""
+    """Return the values of a stage that are shards if a leaf is a shard, each with its dim; or what needs it whole."""
     found = {leaf: dim}
     for eqn in division.pieces[s].equations:
         for v in (v for v in variables(eqn.invars) if v in found):

@@ -21,11 +21,9 @@ import jax
 from jax.extend import core
 
 from ipu_jax.base.annotations import Batch, Eqn, Function, Jaxpr, Key, Params, Tree, Value, Var
-from ipu_jax.base.checkpoints import how_of, plain
+from ipu_jax.base.checkpoints import plain
 from ipu_jax.base.jaxprs import (
-    CHECKPOINTS,
     bodies_of,
-    closed_of,
     differentiated_between,
     in_scan_parts,
     is_float,
@@ -34,8 +32,8 @@ from ipu_jax.base.jaxprs import (
 )
 from ipu_jax.base.row_rules import FOLLOWED, Taken
 from ipu_jax.core.cutting.calls import with_rows_outside
-from ipu_jax.core.cutting.everywhere import holds_everywhere, is_everywhere, traced_for, under_checkpoint
-from ipu_jax.core.cutting.inlined import inlined
+from ipu_jax.core.cutting.everywhere import is_everywhere, traced_for
+from ipu_jax.core.cutting.inlined import inlined, with_checkpoints_open
 from ipu_jax.core.cutting.known_places import at_known_places
 from ipu_jax.core.cutting.own_rows import RULES
 from ipu_jax.core.cutting.rows import JOINS, RowTaker, equations, slices_of_leaves, taken_by
@@ -43,8 +41,6 @@ from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack, has_inner_lay
 from ipu_jax.core.layout.whole_tree import Part
 from ipu_jax.core.programs.cost import bytes_of, equation_flops
 
-_MUCH: Final = 0.2
-"""The part of all FLOPs from which a `jax.checkpoint` is opened."""
 Kind = Literal["w", "b", "s", "a"]
 Read = tuple[str, Part]
 """A leaf of the "params" or of the "state", or rows of it."""
@@ -431,32 +427,9 @@ class FunctionTrace:
         return found
 
     def _open_checkpoints(self) -> None:
-        """Inline each `jax.checkpoint` that is around much of the work, or around an operation on all IPUs."""
-        if not any(op.primitive.name in CHECKPOINTS for op in self.operations):
-            return
-        flops = [equation_flops(op) for op in self.operations]
-        found: list[Eqn] = []
-        renamed: dict[Var, Var] = {}
-
-        def atom(v: Var) -> Var:
-            return v if isinstance(v, core.Literal) else renamed.get(v, v)
-
-        for op, own in zip(self.operations, flops, strict=True):
-            inputs = list(map(atom, op.invars))
-            is_opened = own >= _MUCH * sum(flops) or holds_everywhere(op)
-            if op.primitive.name not in CHECKPOINTS or not is_opened:
-                found.append(op.replace(invars=inputs))
-                continue
-            body, inner = closed_of(op.params["jaxpr"]), list[Eqn]()
-            env = dict(zip(body.jaxpr.invars, inputs, strict=True))
-            outputs = inlined(body.jaxpr, env, op.source_info, inner, self.constants)
-            renamed |= zip(op.outvars, outputs, strict=True)
-            self.opened |= {v: op for eqn in inner if not is_everywhere(eqn) for v in eqn.outvars}
-            found += [under_checkpoint(eqn, how_of(op)) if is_everywhere(eqn) else eqn for eqn in inner]
-        self.operations, self.outputs = found, list(map(atom, self.outputs))
-        self.aux, self.new_state = list(map(atom, self.aux)), list(map(atom, self.new_state))
-        if any(op.primitive.name in CHECKPOINTS and holds_everywhere(op) for op in found):
-            self._open_checkpoints()
+        self.operations, named = with_checkpoints_open(self.operations, self.constants, self.opened)
+        self.outputs, self.aux = [*map(named, self.outputs)], [*map(named, self.aux)]
+        self.new_state = [*map(named, self.new_state)]
 
     def _find_kinds(self) -> None:
         kinds: dict[Var, Kind | None] = dict.fromkeys([*self.closed.jaxpr.constvars, *self.constants])
