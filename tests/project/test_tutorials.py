@@ -16,7 +16,8 @@ from support import documents
 NOTEBOOK = documents.ROOT / "docs/tutorials/notebook.ipynb"
 TUTORIALS = [*sorted((documents.ROOT / "docs/tutorials").glob("*.md")), NOTEBOOK]
 GUIDES = [
-    documents.ROOT / f"docs/{name}.md" for name in ("sharded-ops", "instances", "weights", "checkpoints", "watching")
+    documents.ROOT / f"docs/{name}.md"
+    for name in ("sharded-ops", "instances", "weights", "checkpoints", "watching", "museum")
 ]
 OTHERS = [documents.ROOT / f"docs/{name}.md" for name in ("index", "concepts", "design/engine", "training", "how-to")]
 CHIPS = documents.ROOT / "docs/chips.md"
