@@ -172,16 +172,18 @@ def independent(dtype: Any, weights_dtype: Any, seed: int, factor: float, *, con
     ("dtype", "weights_dtype"),
     [(jnp.bfloat16, jnp.float32), (jnp.float16, jnp.float32), (jnp.bfloat16, jnp.bfloat16)],
 )
-def test_an_independent_reference_passes_and_is_found_if_it_is_wrong_by_one_percent(dtype, weights_dtype, concurrent):
-    given = [independent(dtype, weights_dtype, 1, factor, concurrent=concurrent) for factor in (1.0, 1.01)]
+def test_an_independent_reference_passes_and_is_found_if_it_is_wrong_by_half_a_percent(
+    dtype, weights_dtype, concurrent
+):
+    given = [independent(dtype, weights_dtype, 1, factor, concurrent=concurrent) for factor in (1.0, 1.005)]
     assert verify(*given[0]).worst[1] <= 1e-5
-    with pytest.raises(VerificationError, match=r"^the gradient of params\['body'\] differs .* by 0\.0099 relative"):
+    with pytest.raises(VerificationError, match=r"^the gradient of params\['body'\] differs .* by 0\.00498 relative"):
         verify(*given[1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_a_cut_function_that_is_wrong_by_one_percent_in_half_is_found(dtype, monkeypatch):
+def test_a_cut_function_that_is_wrong_by_half_a_percent_in_half_precision_is_found(dtype, monkeypatch):
     w = {name: np.float32(np.random.default_rng(i).normal(size=(16, 16)) / 4) for i, name in enumerate("abc")}
 
     def loss(w, x):
@@ -190,17 +192,17 @@ def test_a_cut_function_that_is_wrong_by_one_percent_in_half_is_found(dtype, mon
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
     x = np.random.default_rng(3).normal(size=(3, 12, 16)).astype("float32")
-    pipeline = Pipeline.from_function(loss, w, x[0], mesh=make_mesh(1, 2), gradient_accumulation=3)
+    pipeline = Pipeline.from_function(loss, w, x[0], ipus=2, gradient_accumulation=3)
     params = pipeline.shard(w)
     assert verify(pipeline, params, x).worst[1] <= 1e-5
     right = verification.unsharded_update
 
     def wrong(*args):
         value, gradients = right(*args)
-        return value, gradients | {"b": 1.01 * gradients["b"]}
+        return value, gradients | {"b": 1.005 * gradients["b"]}
 
     monkeypatch.setattr(verification, "unsharded_update", wrong)
-    with pytest.raises(VerificationError, match=r"^the gradient of params\['b'\] differs .* by 0\.0099 relative"):
+    with pytest.raises(VerificationError, match=r"^the gradient of params\['b'\] differs .* by 0\.00498 relative"):
         verify(pipeline, params, x)
 
 
