@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
 from jax.extend import core
 from jax.extend.core.primitives import stop_gradient_p
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -37,6 +39,9 @@ ELEMENTWISE = frozenset((
     "stop_gradient", "sub", "tan", "tanh", "xor",
 ))
 # fmt: on
+
+_OPAQUE = ("bitcast_convert_type", "pallas_call", "ffi_call", "pure_callback", "io_callback", "dot_product_attention")
+"""How the names of primitives begin whose results depend on the dtypes of their inputs."""
 
 _WITHOUT_BODIES = ELEMENTWISE | {"broadcast_in_dim", "dot_general", "reduce_sum", "reshape", "transpose"}
 """The most frequent primitives: looking for jaxprs among their parameters would take longer than most rules."""
@@ -112,6 +117,54 @@ def laid_open(closed: Jaxpr, calls: tuple[str, ...] = JITS) -> Jaxpr:
     if not any(eqn.primitive.name in calls for eqn in closed.jaxpr.eqns):
         return closed
     return jax.make_jaxpr(lambda *args: evaluated(closed, args, rule))(*closed.in_avals)
+
+
+def widened(closed: Jaxpr) -> Jaxpr:
+    """Return the same program with float32 in the place of each narrower float, but for opaque primitives.
+
+    >>> jaxpr = jax.make_jaxpr(lambda x: jnp.sin(x.astype("bfloat16")))(jnp.ones(2))
+    >>> widened(jaxpr).out_avals
+    [ShapedArray(float32[2])]
+    """
+    variables_of: dict[Var, Var] = {}
+
+    def wide(part: Any) -> Any:
+        if isinstance(part, np.dtype):
+            return np.dtype("float32") if jnp.issubdtype(part, jnp.floating) and part.itemsize < 4 else part
+        if isinstance(part, _Literal):
+            return type(part)(wide_constant(part.val), wide(part.aval))
+        if isinstance(part, core.Var):
+            if part not in variables_of:
+                variables_of[part] = type(part)(wide(part.aval))
+            return variables_of[part]
+        if isinstance(part, (ShapedArray, jax.ShapeDtypeStruct)):
+            return part.update(dtype=wide(part.dtype))
+        if hasattr(part, "consts"):
+            return _ClosedJaxpr(wide(part.jaxpr), [*map(wide_constant, part.consts)])
+        if isinstance(part, core.Jaxpr):
+            names = ("constvars", "invars", "outvars")
+            eqns = [new for eqn in part.eqns for new in equations(eqn)]
+            return part.replace(eqns=eqns, **{name: [*map(wide, getattr(part, name))] for name in names})
+        return part
+
+    def wide_constant(value: Value) -> Value:
+        dtype = jnp.result_type(value)
+        return value if wide(dtype) == dtype else np.asarray(value).astype(np.float32)
+
+    def equations(eqn: Eqn) -> list[Eqn]:
+        if not eqn.primitive.name.startswith(_OPAQUE):
+            changed = {name: [*map(wide, getattr(eqn, name))] for name in ("invars", "outvars")}
+            return [eqn.replace(params=jax.tree.map(wide, eqn.params), **changed)]
+        read, made = ([v for v in vs if wide(v.aval) != v.aval] for vs in (variables(eqn.invars), eqn.outvars))
+        return [*(_converted(wide(v), v) for v in read), eqn, *(_converted(v, wide(v)) for v in made)]
+
+    return wide(closed)
+
+
+def _converted(old: Var, new: Var) -> Eqn:
+    """Return the equation that converts a variable to another's dtype."""
+    (eqn,) = jax.make_jaxpr(lambda x: x.astype(new.aval.dtype))(old.aval).jaxpr.eqns
+    return eqn.replace(invars=[old], outvars=[new])
 
 
 def part_of(closed: Jaxpr, invars: Sequence[Var], eqns: Sequence[Eqn], outvars: Sequence[Var]) -> Jaxpr:

@@ -4,7 +4,6 @@ results by name, {"loss": ..., "params": ..., "outputs": ...}  -->  Comparison  
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -152,17 +151,14 @@ class Comparison:
         mesh: the pipeline's mesh.
         actual, expected: the results of both programs, by name.
         others: results of the unsharded program whose differences from `expected` are rounding errors.
-        least_slack: the slack of a leaf, relative to its largest magnitude, below which it has none.
 
     Attributes:
         leaves: per name, the compared leaves.
         report: the errors.
     """
 
-    def __init__(
-        self, mesh: Mesh, actual: Results, expected: Results, others: Sequence[Tree] = (), *, least_slack: float = 0.0
-    ):
-        slack = jax.tree.map(functools.partial(_slack, least=least_slack), expected, *others)
+    def __init__(self, mesh: Mesh, actual: Results, expected: Results, others: Sequence[Tree] = ()):
+        slack = jax.tree.map(_slack, expected, *others)
         self.leaves: dict[str, list[ComparedLeaf]] = {name: [] for name in actual}
         of_both = (jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), jax.tree.leaves(slack))
         for ((name, *path), f), e, s in zip(*of_both, strict=True):
@@ -240,7 +236,7 @@ def roundings(dtype: Dtype) -> float:
     return 8 * float(jnp.finfo(dtype).eps)
 
 
-def _slack(expected: Value, *others: Value, least: float) -> float:
+def _slack(expected: Value, *others: Value) -> float:
     """Return 4 times the largest change of a leaf in the other runs; 0 for integers. Infinities are ignored."""
     if not jnp.issubdtype(jnp.result_type(expected), jnp.inexact):
         return 0.0
@@ -248,8 +244,7 @@ def _slack(expected: Value, *others: Value, least: float) -> float:
     for m in map(_wide, others):
         both = np.isfinite(e) & np.isfinite(m)
         largest = max(largest, np.abs(m[both] - e[both]).max(initial=0))
-    scale = np.abs(e[np.isfinite(e)]).max(initial=0)
-    return 4 * largest if 4 * largest >= least * scale else 0.0
+    return 4 * largest
 
 
 def _wide(leaf: Value) -> np.ndarray:

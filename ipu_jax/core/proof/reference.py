@@ -37,6 +37,7 @@ _COPY_AXIS: Final = "copy of a replica"
 UNFUSED: Final = {"xla_allow_excess_precision": False, "xla_cpu_experimental_ynn_fusion_type": ""}
 """Compiler options with which every operation rounds its result to its own dtype. In jax 0.12 a library of XLA's CPU
 backend fuses a product with its neighbours, and rounds otherwise than XLA does."""
+Compiled = Callable[[Function], Function]
 
 
 @public_on_mesh
@@ -65,7 +66,8 @@ def reference_value_and_grad(
     """
     check_pipeline(pipeline)
     _check_searchable(params=params, batch=batch, state=state)
-    return unsharded_update(pipeline, StepArgs(params, batch, state, key))
+    value, gradients, *new_state = unsharded_update(pipeline, StepArgs(params, batch, state, key))
+    return value, jax.tree.map(lambda g, w: g.astype(jnp.result_type(w)), gradients, params), *new_state
 
 
 @public_on_mesh
@@ -101,17 +103,17 @@ def reference_predict(
     check_prediction_batch(batch, replicas)
     _check_state(pipeline, state)
     given = StepArgs(params, batch, state, key)
-    outputs, new_state = _predicted(pipeline, whole(stages, "prediction"), given, fused=True)
+    outputs, new_state = _predicted(pipeline, whole(stages, "prediction"), given)
     return (outputs, new_state) if return_state else outputs
 
 
-def unsharded_forward(forward: Forward, given: StepArgs, *, fused: bool = True) -> tuple[Tree, Tree]:
+def unsharded_forward(forward: Forward, given: StepArgs, compiled: Compiled = jax.jit) -> tuple[Tree, Tree]:
     """Return the outputs and the new state of a forward pass, computed by the function itself on whole arguments."""
     assert forward.placement.function is not None, "it was cut"
-    return _predicted(forward, forward.placement.function.unsharded, given, fused=fused)
+    return _predicted(forward, forward.placement.function.unsharded, given, compiled)
 
 
-def _predicted(runs: Any, model: Function, given: StepArgs, *, fused: bool) -> tuple[Tree, Tree]:
+def _predicted(runs: Any, model: Function, given: StepArgs, compiled: Compiled = jax.jit) -> tuple[Tree, Tree]:
     def run_replica(args: StepArgs) -> Tree:
         def run_microbatch(state: Tree, index_and_microbatch: tuple[Value, Batch]) -> tuple[Tree, Tree]:
             inputs = _inputs(runs.stages, args.key, *index_and_microbatch)
@@ -120,12 +122,12 @@ def _predicted(runs: Any, model: Function, given: StepArgs, *, fused: bool) -> t
 
         return lax.scan(run_microbatch, args.state, _numbered(args.batch))
 
-    states, outputs = _on_first_ipus(runs, run_replica, given, fused=fused)
+    states, outputs = _on_first_ipus(runs, run_replica, given, compiled)
     return without_dims(outputs, runs.replicas), jax.tree.map(lambda leaf: leaf[0], states)
 
 
-def unsharded_update(pipeline: Pipeline, given: StepArgs, *, fused: bool = True) -> Tree:
-    """Compute `reference_value_and_grad`; without `fused`, every operation rounds its result to its own dtype."""
+def unsharded_update(pipeline: Pipeline, given: StepArgs, compiled: Compiled = jax.jit) -> Tree:
+    """Compute `reference_value_and_grad` by `compiled(program)`, with gradients in at least float32."""
     stages, replicas, m = pipeline.stages, pipeline.replicas, pipeline.options.gradient_accumulation
     check_key(given.key, stages, "training", taken=pipeline.placement.takes_key)
     check_batch(given.batch, replicas, m)
@@ -159,11 +161,11 @@ def unsharded_update(pipeline: Pipeline, given: StepArgs, *, fused: bool = True)
         (sums, new_state), (losses, aux) = lax.scan(run_microbatch, (zeros, args.state), _numbered(args.batch))
         return sums, new_state, losses, aux
 
-    sums, states, losses, aux = _on_first_ipus(pipeline, run_replica, given, fused=fused)
+    sums, states, losses, aux = _on_first_ipus(pipeline, run_replica, given, compiled)
     leaves = put(jax.tree.leaves(given.params), SingleDeviceSharding(own_device(pipeline.mesh)))
     next_learning = iter(sums)
     gradients = [
-        jnp.zeros_like(w) if is_frozen else next(next_learning).sum(0).astype(w.dtype)
+        jnp.zeros_like(w) if is_frozen else next(next_learning).sum(0)
         for w, is_frozen in zip(leaves, frozen, strict=True)
     ]
     new_state = jax.tree.map(lambda s: s.mean(0) if jnp.issubdtype(s.dtype, jnp.floating) else s[0], states)
@@ -223,7 +225,7 @@ def _inputs(stages: tuple[Stage, ...], key: Key, index: Value, microbatch: Batch
 
 
 def _on_first_ipus(
-    pipeline: Pipeline | Forward, run_replica: Callable[[StepArgs], Any], given: StepArgs, *, fused: bool = True
+    pipeline: Pipeline | Forward, run_replica: Callable[[StepArgs], Any], given: StepArgs, compiled: Compiled
 ) -> Tree:
     """Return the results of all replicas, stacked, on this instance's first device."""
     check_context_mesh()
@@ -241,7 +243,7 @@ def _on_first_ipus(
     how = {"in_specs": specs, "out_specs": per_replica, "axis_names": names, "check_vma": False}
     mapped = jax.shard_map(stacked, mesh=copies, **how)
     with status.SILENT:  # until the program runs
-        results = jax.jit(mapped, compiler_options=None if fused else UNFUSED)(args)
+        results = compiled(mapped)(args)
     return put(results, first_ipu)
 
 

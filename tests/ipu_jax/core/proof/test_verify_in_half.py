@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, verify
+from ipu_jax.core.proof import verification
 from ipu_jax.pipelines import VerificationError, VerificationReport
 
 ACTIVATIONS = [jnp.tanh, jax.nn.gelu, jax.nn.relu, jax.nn.silu]
@@ -65,7 +66,7 @@ def quantised(rng, dtype):
     return layer, lambda d: {"w": rng.normal(size=(d, d)) / np.sqrt(d)}
 
 
-def model(kind: Any, dtype: Any, seed: int, *, concurrent: bool = False) -> Any:
+def model(kind: Any, dtype: Any, seed: int) -> Any:
     """Return a verification of a pipeline of 2 to 4 layers over two IPUs by the factor, and the leaf that has it."""
     rng = np.random.default_rng(seed)
     depth, d, rows, m = (int(rng.integers(*bounds)) for bounds in ((2, 5), (8, 40), (4, 20), (1, 4)))
@@ -82,20 +83,11 @@ def model(kind: Any, dtype: Any, seed: int, *, concurrent: bool = False) -> Any:
 
         stages.append(Stage(with_fault if i == wrong else run, params=f"{i}", ipu=i % 2, reference=run))
         weights[f"{i}"] = draw(d)
-    if concurrent:  # each IPU's part of the sum is rounded
-
-        def rows_of(w, x, mb):
-            own = lax.dynamic_slice_in_dim(x, lax.axis_index("ipu") * w.shape[0], w.shape[0], 1)
-            return lax.psum(own @ w.astype(dtype), "ipu")
-
-        stages.append(Stage(rows_of, params="rows", ipu=ALL_IPUS))
-        weights["rows"] = rng.normal(size=(d, d)) / np.sqrt(d)
     stages.append(
         Stage(lambda w, x, mb: jnp.mean(((x @ w.astype(x.dtype)).astype(jnp.float32) - mb["y"]) ** 2), "head")
     )
     weights["head"] = rng.normal(size=(d, 3)) / np.sqrt(d)
-    specs = {"rows": P("ipu")} if concurrent else None
-    pipeline = Pipeline(stages, mesh=make_mesh(1, 2), gradient_accumulation=m, specs=specs)
+    pipeline = Pipeline(stages, mesh=make_mesh(1, 2), gradient_accumulation=m)
     batch = {"x": rng.normal(size=(m, rows, d)), "y": rng.normal(size=(m, rows, 3))}
     as_float32 = lambda tree: jax.tree.map(np.float32, tree)
     params = pipeline.shard(as_float32(weights))
@@ -129,16 +121,89 @@ MODELS = [
 @pytest.mark.parametrize(("kind", "dtype", "seed"), MODELS)
 def test_a_right_model_passes_and_a_gradient_that_is_wrong_by_one_percent_is_found(kind, dtype, seed):
     verified, leaf = model(kind, dtype, seed)
-    assert verified(1.0).worst[1] <= 4e-3
+    assert verified(1.0).worst[1] <= 1e-5
     assert_found(verified, leaf, 1.01)
 
 
+def independent(dtype: Any, weights_dtype: Any, seed: int, factor: float, *, concurrent: bool) -> Any:
+    """Return arguments of `verify`: references do the same maths by other operations, and one is wrong by a factor."""
+    rng = np.random.default_rng(seed)
+    w = {"body": rng.normal(size=(16, 16)) / 4, "rows": rng.normal(size=(16, 16)) / 4, "head": rng.normal(size=(16, 3))}
+    batch = {"x": rng.normal(size=(3, 12, 16)).astype("float32"), "y": rng.normal(size=(3, 12, 3)).astype("float32")}
+
+    def body(w, x, mb):
+        return jnp.tanh(mb["x"].astype(dtype) @ w.astype(dtype))
+
+    def body_by_parts(w, x, mb):
+        w, x = faulty(w, jnp.float32(factor)).astype(dtype), mb["x"].astype(dtype)
+        return 2 * jax.nn.sigmoid(2 * (x[:, 8:] @ w[8:] + x[:, :8] @ w[:8])) - 1
+
+    def rows(w, x, mb):
+        if not concurrent:
+            return x @ w.astype(dtype)
+        own = lax.dynamic_slice_in_dim(x, lax.axis_index("ipu") * w.shape[0], w.shape[0], 1)
+        return lax.psum(own @ w.astype(dtype), "ipu")
+
+    def head(w, x, mb):
+        return jnp.mean(((x @ w.astype(dtype)).astype(jnp.float32) - mb["y"]) ** 2)
+
+    def head_by_dot(w, x, mb):
+        error = jnp.einsum("nf,fo->no", x[:, ::-1], w.astype(dtype)[::-1]).astype(jnp.float32) - mb["y"]
+        return jnp.vdot(error, error) / error.size
+
+    stages = [
+        Stage(body, params="body", ipu=0, reference=body_by_parts),
+        Stage(
+            rows,
+            params="rows",
+            ipu=ALL_IPUS if concurrent else 0,
+            reference=lambda w, x, mb: (w.astype(dtype).T @ x.T).T,
+        ),
+        Stage(head, params="head", ipu=1, reference=head_by_dot),
+    ]
+    specs = {"rows": P("ipu")} if concurrent else None
+    pipeline = Pipeline(stages, mesh=make_mesh(1, 2), gradient_accumulation=3, specs=specs)
+    return pipeline, pipeline.shard(jax.tree.map(lambda leaf: jnp.asarray(leaf, weights_dtype), w)), batch
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "factor"), [(jnp.bfloat16, 1.2), (jnp.float16, 1.03)])
-def test_a_sum_of_half_numbers_over_ipus_is_compared_to_the_tolerance_of_the_half_dtype(dtype, factor):
-    verified, leaf = model(perceptron, dtype, 1, concurrent=True)
-    assert 1e-5 < verified(1.0).worst[1] <= 8 * jnp.finfo(dtype).eps
-    assert_found(verified, leaf, factor)
+@pytest.mark.parametrize("concurrent", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "weights_dtype"),
+    [(jnp.bfloat16, jnp.float32), (jnp.float16, jnp.float32), (jnp.bfloat16, jnp.bfloat16)],
+)
+def test_an_independent_reference_passes_and_is_found_if_it_is_wrong_by_half_a_percent(
+    dtype, weights_dtype, concurrent
+):
+    given = [independent(dtype, weights_dtype, 1, factor, concurrent=concurrent) for factor in (1.0, 1.005)]
+    assert verify(*given[0]).worst[1] <= 1e-5
+    with pytest.raises(VerificationError, match=r"^the gradient of params\['body'\] differs .* by 0\.00498 relative"):
+        verify(*given[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_cut_function_that_is_wrong_by_half_a_percent_in_half_precision_is_found(dtype, monkeypatch):
+    w = {name: np.float32(np.random.default_rng(i).normal(size=(16, 16)) / 4) for i, name in enumerate("abc")}
+
+    def loss(w, x):
+        for name in "abc":
+            x = jnp.tanh(x.astype(dtype) @ w[name].astype(dtype))
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    x = np.random.default_rng(3).normal(size=(3, 12, 16)).astype("float32")
+    pipeline = Pipeline.from_function(loss, w, x[0], ipus=2, gradient_accumulation=3)
+    params = pipeline.shard(w)
+    assert verify(pipeline, params, x).worst[1] <= 1e-5
+    right = verification.unsharded_update
+
+    def wrong(*args):
+        value, gradients = right(*args)
+        return value, gradients | {"b": 1.005 * gradients["b"]}
+
+    monkeypatch.setattr(verification, "unsharded_update", wrong)
+    with pytest.raises(VerificationError, match=r"^the gradient of params\['b'\] differs .* by 0\.00498 relative"):
+        verify(pipeline, params, x)
 
 
 @pytest.mark.slow
