@@ -40,7 +40,7 @@ MNIST_SIZES = ((64, 16), (8, 84))  # (images of a micro-batch, M), as in mnist.p
 UPDATES, TRAINED_SIZE = 50, (16, 4)  # of the training; (images of a micro-batch, M)
 RATE, MOMENTUM = 0.01, 0.9
 # In float64 only an error would separate two programs so far. In float32 our own losses differ from float64's by 4e-5,
-# since an activation near the kink of relu may round to its other side, and two programs may differ by about as much.
+# since an activation 7e-8 from the kink of relu rounds to its other side, and two programs may differ by about as much.
 MOST_DIFFERENCE = {"float32": 1e-4, "float64": 1e-12}
 THREADS = (1, 2)  # of each torch process; the figures use the better of the two
 ROUNDS, STEPS = 6, 2
