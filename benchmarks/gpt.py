@@ -211,17 +211,20 @@ def random_batch(sizes: Sizes, micro_batches: int, sequences: int, seed: int = 1
 # the programs
 
 
+def loss_of(params: Any, microbatch: Any, layers: Callable[..., jax.Array] = blocks) -> jax.Array:
+    """Return the mean loss of a micro-batch, for whole weights."""
+    x_BTD = _embedded(params, microbatch)
+    for name in sorted(name for name in params if name.startswith("blocks")):
+        x_BTD = layers(params[name], x_BTD, microbatch)
+    return _projected_loss(params, x_BTD, microbatch)
+
+
 def unsharded(params: Any, batch: Any, layers: Callable[..., jax.Array] = blocks) -> Any:
     """Return mean loss and gradients, computed on one device by a scan over micro-batches."""
 
-    def loss_of(params: Any, microbatch: Any) -> Any:
-        x_BTD = _embedded(params, microbatch)
-        for name in sorted(name for name in params if name.startswith("blocks")):
-            x_BTD = layers(params[name], x_BTD, microbatch)
-        return _projected_loss(params, x_BTD, microbatch)
-
     def add(sums: Any, microbatch: Any) -> Any:
-        return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss_of)(params, microbatch)), None
+        found = jax.value_and_grad(partial(loss_of, layers=layers))(params, microbatch)
+        return jax.tree.map(jnp.add, sums, found), None
 
     sums, _ = lax.scan(add, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), batch)
     return jax.tree.map(lambda total: total / len(batch["tokens"]), sums)

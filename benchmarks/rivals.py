@@ -1,9 +1,11 @@
 """Compare step time and memory of our pipelines with those of commonly used pipelines, in turn in one run.
 
 `torch` is `torch.distributed.pipelining` with one process per stage, over gloo, on the MNIST example in its basic mode.
-It gets the same weights and images, and loss and gradients are compared first. `idiom` is the usual JAX pipeline
-(`rivals_of/usual_idiom.py`) on the model of `pipeline.py`: eight relu layers of 1024x1024 in 2 stages, micro-batches of
-64 rows, with the layers once as plain code and once as a scan over stacked weights. No step includes an optimizer.
+It gets the same weights and images, and loss and gradients are compared first. Then both train for 50 updates from the
+same weights on the same batches, in float32 and in float64, and the losses are compared. `idiom` is the usual JAX
+pipeline (`rivals_of/usual_idiom.py`) on the model of `pipeline.py`: eight relu layers of 1024x1024 in 2 stages,
+micro-batches of 64 rows, with the layers once as plain code and once as a scan over stacked weights. No step that is
+timed includes an optimizer.
 
     python benchmarks/rivals.py [--check] [--only torch|idiom] [--plot FILE.png]
 """
@@ -19,13 +21,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from figures import Cost, Costs, Figures, Program, cost_of, largest_relative_difference, side_by_side
-from ipu_jax import Pipeline, Stage, configure, make_mesh
+from ipu_jax import Pipeline, Stage, configure, make_mesh, make_train_step
 from mnist_example.model import init_params, make_pipeline
 from pipeline import STAGES, batch_of, layers, model
+from replicas import loss_fn, named
 from rivals_of import torch_pipeline
 from rivals_of.torch_pipeline import TorchPipeline
 from rivals_of.usual_idiom import value_and_grad
@@ -33,6 +37,11 @@ from rivals_of.workers import NEEDS_TORCH, torch_is_installed
 
 RIVALS = ("torch", "idiom")
 MNIST_SIZES = ((64, 16), (8, 84))  # (images of a micro-batch, M), as in mnist.py
+UPDATES, TRAINED_SIZE = 50, (16, 4)  # of the training; (images of a micro-batch, M)
+RATE, MOMENTUM = 0.01, 0.9
+# In float64 only an error would separate two programs so far. In float32 our own losses differ from float64's by 4e-5,
+# since an activation 7e-8 from the kink of relu rounds to its other side, and two programs may differ by about as much.
+MOST_DIFFERENCE = {"float32": 1e-4, "float64": 1e-12}
 THREADS = (1, 2)  # of each torch process; the figures use the better of the two
 ROUNDS, STEPS = 6, 2
 PLOT_TIMED, PLOT_ROUNDS = (4, 8, 16, 32), 3  # M, and the number of rounds: few, since many micro-batches take long
@@ -53,7 +62,6 @@ VARIATIONS: dict[str, dict[str, Any]] = {
 
 def torch_figures(figures: Figures) -> None:
     params = jax.tree.map(np.asarray, init_params(0))
-    weights = {f"{n}.{k}": w for n, layer in _torch_layers(params).items() for k, w in layer.items()}
     random = np.random.default_rng(1)
     batches = {
         f"{rows}x{count}": {
@@ -62,7 +70,7 @@ def torch_figures(figures: Figures) -> None:
         }
         for rows, count in MNIST_SIZES
     }
-    with TorchPipeline(weights, batches) as rival:
+    with TorchPipeline(named(params), batches) as rival:
         for rows, count in MNIST_SIZES:
             name = f"{rows}x{count}"
             one = jax.tree.map(lambda leaf: leaf[0], batches[name])
@@ -79,6 +87,45 @@ def torch_figures(figures: Figures) -> None:
                     1e-4,
                 )
             _compare(figures, rival, step, name, f"micro-batch {rows}, M={count}")
+
+
+def training_figures(figures: Figures) -> None:
+    """Train the cut network and torch's stages from the same weights on the same batches, and compare the losses."""
+    rows, count = TRAINED_SIZE
+    random = np.random.default_rng(2)
+    images = random.integers(0, 256, (UPDATES, count, rows, 28, 28), np.uint8)
+    labels = np.argmax(images.reshape(UPDATES, count, rows, -1) @ random.normal(size=(784, 10)), axis=-1)
+    batches = {"images": images, "labels": labels.astype(np.int32)}
+    joined = {name: leaf.reshape(-1, *leaf.shape[2:]) for name, leaf in batches.items()}
+    losses: dict[str, np.ndarray] = {}
+    for dtype, bound in MOST_DIFFERENCE.items():
+        with jax.enable_x64(dtype == "float64"):
+            params = jax.tree.map(lambda w, dtype=dtype: np.asarray(w, dtype), init_params(0))
+            losses[dtype] = _losses(params, batches)
+        with TorchPipeline(named(params), {"training": joined}) as rival:
+            # torch adds the gradients of micro-batches, and ours are their mean
+            sgd = {"rate": RATE / count, "momentum": MOMENTUM}
+            theirs = rival.losses("training", "1F1B", updates=UPDATES, **sgd)
+        figures.add(
+            f"largest relative difference of {UPDATES} losses to torch, {dtype}",
+            abs(losses[dtype] / theirs - 1).max(),
+            bound,
+        )
+    rounding = abs(losses["float32"] / losses["float64"] - 1).max()
+    figures.add(f"largest relative difference of {UPDATES} losses, float32 / float64", rounding, 1e-4)
+
+
+def _losses(params: Any, batches: dict[str, np.ndarray]) -> np.ndarray:
+    """Return our loss before each update, with one batch for each."""
+    one = {name: leaf[0, 0] for name, leaf in batches.items()}
+    options: Any = {"ipus": STAGES, "schedule": "1f1b", "gradient_accumulation": TRAINED_SIZE[1]}
+    pipeline = Pipeline.from_function(loss_fn, params, one, **options)
+    step = make_train_step(pipeline, optax.sgd(RATE, MOMENTUM))
+    state, losses = step.init(params), []
+    for k in range(UPDATES):
+        state, outputs = step(state, {name: leaf[k] for name, leaf in batches.items()})
+        losses.append(float(outputs.loss))
+    return np.asarray(losses)
 
 
 def _torch_layers(params: Any) -> dict[str, Any]:
@@ -238,6 +285,7 @@ def _drawable(path: str) -> str:
 def main() -> int:
     figures = Figures("step time and memory against torch's pipelines and the usual ones in JAX", flags=flags)
     figures.shrink(__name__, MNIST_SIZES=((2, 3),), COUNTS=(3,), TIMED=3, ROUNDS=1, STEPS=1, VARIATIONS={IDIOM: {}})
+    figures.shrink(__name__, UPDATES=3, TRAINED_SIZE=(2, 3))
     figures.shrink("pipeline", WIDTH=4, ROWS=2, LAYERS=4)
     figures.shrink("mnist_example.model", HIDDEN=6, FEATURES=5)
     only = figures.args.only
@@ -248,6 +296,7 @@ def main() -> int:
         only = "idiom"
     configure(STAGES)
     if only != "idiom":
+        training_figures(figures)
         torch_figures(figures)
     if only != "torch":
         idiom_figures(figures)

@@ -51,6 +51,20 @@ class TorchPipeline(Workers):
         found = {name: array for result in self.results() for name, array in result.items()}
         return found.pop("loss"), found
 
+    def losses(self, batch: str, schedule: str, *, updates: int, rate: float, momentum: float) -> np.ndarray:
+        """Return the mean loss before each update, (updates,): each uses the next of the batch's M / updates parts."""
+        self.order(
+            do="train",
+            batch=batch,
+            count=self._micro_batches[batch] // updates,
+            schedule=schedule,
+            threads=1,
+            updates=updates,
+            rate=rate,
+            momentum=momentum,
+        )
+        return self.results()[-1]["losses"]
+
     def step_costs(self, batch: str, schedule: str, *, threads: int, steps: int) -> list[Cost]:
         """Return the cost of each step, as `Workers.costs` does."""
         order = {"batch": batch, "count": self._micro_batches[batch], "schedule": schedule}

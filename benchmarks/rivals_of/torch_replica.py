@@ -28,7 +28,7 @@ def network_of(folder: Path) -> tuple[dict[str, Any], Any]:
     """Return the layers with the weights from the folder, by name, and the network made of them."""
     layers = {name: linear(folder, name) for name in LAYERS}
     hidden, features, classifier = layers.values()
-    return layers, nn.Sequential(Images(), hidden, nn.ReLU(), features, nn.ReLU(), classifier)
+    return layers, nn.Sequential(Images(hidden.weight.dtype), hidden, nn.ReLU(), features, nn.ReLU(), classifier)
 
 
 def update(model: Any, optimizer: Any, images: Any, labels: Any) -> Any:

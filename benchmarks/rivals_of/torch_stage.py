@@ -9,10 +9,11 @@ stdout:
     {"do": "steps", "batch": "64x16", "count": 16, "schedule": "1F1B", "threads": 1, "steps": 3}
     {"wall": [0.41, 0.40, 0.42], "cpu": [0.39, 0.39, 0.39]}
 
-"result" instead of "steps" runs one step, and writes its loss and gradients to FOLDER/result-RANK.npz. The process ends
-when stdin ends. The program follows torch's own idiom: eager mode, weights as `nn.Linear` stores them, gradients set to
-None rather than zeroed before a step, sums that are not divided, and message shapes that are known before steps are
-timed.
+"result" instead of "steps" runs one step, and writes its loss and gradients to FOLDER/result-RANK.npz. "train" makes
+updates by SGD, each on the next part of the batch, with the order's rate and momentum, and writes their losses there.
+The process ends when stdin ends. The program follows torch's own idiom: eager mode, weights as `nn.Linear` stores them,
+gradients set to None rather than zeroed before a step, sums that are not divided, and message shapes that are known
+before steps are timed. It computes in the dtype of the weights.
 """
 
 from pathlib import Path
@@ -32,20 +33,24 @@ SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 
 
 class Images(nn.Module):
-    """Convert images, (B, 28, 28) uint8 from 0 to 255, to (B, 784) float32 from 0 to 1."""
+    """Convert images, (B, 28, 28) uint8 from 0 to 255, to (B, 784) from 0 to 1 in the given dtype."""
+
+    def __init__(self, dtype: Any):
+        super().__init__()
+        self.dtype = dtype
 
     def forward(self, images: Any) -> Any:
-        return images.flatten(1).to(torch.float32) / 255
+        return images.flatten(1).to(self.dtype) / 255
 
 
 def linear(folder: Path, name: str) -> Any:
     """Return the layer with the weights from the folder. torch stores the transpose."""
     with np.load(folder / "weights.npz") as weights:
-        w, b = weights[f"{name}.w"], weights[f"{name}.b"]
-    layer = nn.Linear(*w.shape)
+        w, b = (torch.from_numpy(weights[f"{name}.{k}"]) for k in "wb")
+    layer = nn.Linear(*w.shape, dtype=w.dtype)
     with torch.no_grad():
-        layer.weight.copy_(torch.from_numpy(w.T))
-        layer.bias.copy_(torch.from_numpy(b))
+        layer.weight.copy_(w.T)
+        layer.bias.copy_(b)
     return layer
 
 
@@ -56,7 +61,7 @@ class Worker:
         self.rank, self.folder = rank, folder
         names = [("hidden", "features"), ("classifier",)][rank]
         self.layers = {name: linear(folder, name) for name in names}
-        first = [Images()] if rank == 0 else []
+        first = [Images(self.layers["hidden"].weight.dtype)] if rank == 0 else []
         relu = [nn.ReLU()] if rank == 0 else []
         self.module = nn.Sequential(*first, *(m for layer in self.layers.values() for m in (layer, *relu)))
         self.made: dict[tuple[str, str], tuple[Any, Any]] = {}
@@ -81,6 +86,16 @@ class Worker:
             schedule.step(target=fed, losses=losses, return_outputs=False)
         return losses
 
+    def train(self, schedule: Any, fed: Any, order: dict[str, Any]) -> Any:
+        """Make the order's updates, and return the mean loss before each; nothing on rank 0."""
+        optimizer = torch.optim.SGD(self.module.parameters(), lr=order["rate"], momentum=order["momentum"])
+        means = []
+        for part in fed.chunk(order["updates"]):
+            losses = self.step(schedule, part)
+            optimizer.step()
+            means += [torch.stack(losses).mean().item()] if losses else []
+        return means
+
     def answer(self, order: dict[str, Any]) -> dict[str, Any]:
         schedule, fed = self.schedule(order["batch"], order["count"], order["schedule"])
         if order["do"] == "result":
@@ -89,6 +104,9 @@ class Worker:
             for name, layer in self.layers.items():
                 found |= {f"{name}.w": layer.weight.grad.numpy().T, f"{name}.b": layer.bias.grad.numpy()}
             np.savez(self.folder / f"result-{self.rank}.npz", **found)
+            return {}
+        if order["do"] == "train":
+            np.savez(self.folder / f"result-{self.rank}.npz", losses=self.train(schedule, fed, order))
             return {}
         return costs_of(lambda: self.step(schedule, fed), order["steps"])
 

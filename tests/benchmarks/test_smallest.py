@@ -32,27 +32,42 @@ class DenseTwin:
     """Stands in for the processes of a torch rival where torch is not installed: the network in plain jax."""
 
     def __init__(self, weights, batches, program=None):
-        self.weights = jax.tree.map(jnp.asarray, weights)
+        self.weights = weights
         self.batches = batches
+        self.context = jax.enable_x64(weights["hidden.w"].dtype == np.float64)
 
     def __enter__(self):
+        self.context.__enter__()
         return self
 
     def __exit__(self, *error):
-        pass
+        self.context.__exit__(*error)
 
     def result(self, batch, schedule):
         """Return what torch does: the mean loss, and the sum of the gradients; or for DDP the weights after a step."""
         parts = self.batches[batch]["images"], self.batches[batch]["labels"]
-        losses, gradients = jax.vmap(jax.value_and_grad(self._loss), (None, 0, 0))(self.weights, *parts)
-        sums = {name: np.asarray(gradient.sum(0)) for name, gradient in gradients.items()}
+        loss, sums = self._loss_and_sums(self.weights, *parts)
         if schedule == "DDP":
-            sums = {name: np.asarray(w - replicas.RATE / len(losses) * sums[name]) for name, w in self.weights.items()}
-        return np.asarray(losses.mean()), sums
+            sums = {name: w - replicas.RATE / replicas.REPLICAS * sums[name] for name, w in self.weights.items()}
+        return np.asarray(loss), jax.tree.map(np.asarray, sums)
+
+    def losses(self, batch, schedule, *, updates, rate, momentum):
+        parts = [np.split(self.batches[batch][name], updates) for name in ("images", "labels")]
+        weights, moments, losses = self.weights, jax.tree.map(np.zeros_like, self.weights), []
+        for images, labels in zip(*parts, strict=True):
+            loss, sums = self._loss_and_sums(weights, images, labels)
+            moments = jax.tree.map(lambda m, g: momentum * m + g, moments, sums)
+            weights = jax.tree.map(lambda w, m: w - rate * m, weights, moments)
+            losses.append(float(loss))
+        return np.asarray(losses)
+
+    def _loss_and_sums(self, weights, images, labels):
+        losses, gradients = jax.vmap(jax.value_and_grad(self._loss), (None, 0, 0))(weights, images, labels)
+        return losses.mean(), {name: gradient.sum(0) for name, gradient in gradients.items()}
 
     @staticmethod
     def _loss(weights, images, labels):
-        x = images.reshape(len(images), -1) / 255.0
+        x = images.reshape(len(images), -1).astype(weights["hidden.w"].dtype) / 255.0
         for name in ("hidden", "features"):
             x = jnp.maximum(x @ weights[f"{name}.w"] + weights[f"{name}.b"], 0)
         logits = x @ weights["classifier.w"] + weights["classifier.b"]
