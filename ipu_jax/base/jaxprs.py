@@ -139,12 +139,14 @@ def widened(closed: Jaxpr) -> Jaxpr:
             return variables_of[part]
         if isinstance(part, (ShapedArray, jax.ShapeDtypeStruct)):
             return part.update(dtype=wide(part.dtype))
-        if hasattr(part, "consts"):
-            return _ClosedJaxpr(wide(part.jaxpr), [*map(wide_constant, part.consts)])
         if isinstance(part, core.Jaxpr):
             names = ("constvars", "invars", "outvars")
             eqns = [new for eqn in part.eqns for new in equations(eqn)]
-            return part.replace(eqns=eqns, **{name: [*map(wide, getattr(part, name))] for name in names})
+            new = part.replace(eqns=eqns, **{name: [*map(wide, getattr(part, name))] for name in names})
+            consts = getattr(part, "consts", ())  # since jax 0.12
+            return _ClosedJaxpr(new, [*map(wide_constant, consts)]) if consts else new
+        if hasattr(part, "consts"):
+            return _ClosedJaxpr(wide(part.jaxpr), [*map(wide_constant, part.consts)])
         return part
 
     def wide_constant(value: Value) -> Value:

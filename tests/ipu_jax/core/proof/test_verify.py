@@ -281,7 +281,7 @@ def halves(by: float) -> Any:
 def test_an_aux_within_its_tolerance_is_right():
     assert with_aux(large(0)).aux_errors == {"aux": 0.0}
     assert with_aux(lambda w, x: x[:0]).aux_errors == {"aux": 0.0}
-    assert with_aux(halves(1.02), halves(1)).aux_errors["aux"] == pytest.approx(0.02, abs=0.01)
+    assert with_aux(halves(1.02), halves(1), rtol=0.05).aux_errors["aux"] == pytest.approx(0.02, abs=0.01)
 
 
 BILLION = "by 1e-09 relative, and int32 must be equal: 1000000001 instead of 1000000000 at [0, 0]"
