@@ -83,6 +83,11 @@ def bound(eqn: Eqn, inputs: Sequence[Value]) -> list[Value]:
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
 
+def bound_with(eqn: Eqn, inputs: Sequence[Value], at: Sequence[int], values: Sequence[Value]) -> list[Value]:
+    """Return the outputs of one equation for these inputs, with other values for the inputs `at`."""
+    return bound(eqn, [*(dict(enumerate(inputs)) | dict(zip(at, values, strict=True))).values()])
+
+
 def closed_of(body: Any) -> Jaxpr:
     """Return a body from an equation's parameters, a jaxpr or an object with `expand`, as a closed jaxpr."""
     if hasattr(body, "expand"):

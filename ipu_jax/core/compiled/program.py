@@ -65,12 +65,12 @@ class Instruction:
     @property
     def cycles(self) -> int:
         """Return the compiler's estimate of its cycles, 0 where it has none."""
-        return self._number(r'"estimated_cycles":"(\d+)"', 0)
+        return int(self._found(r'"estimated_cycles":"(\d+)"') or 0)
 
     @property
     def trips(self) -> int:
         """Return how often a loop runs, 1 where the compiler does not know it, as for a guard."""
-        return self._number(r'"known_trip_count":\{"n":"(\d+)"', 1)
+        return int(self._found(r'"known_trip_count":\{"n":"(\d+)"') or 1)
 
     @property
     def called(self) -> list[str]:
@@ -95,14 +95,12 @@ class Instruction:
     @property
     def place(self) -> str:
         """Return where it comes from in the traced program, such as "jit(f)/shard_map/ipu_jax.F.0/while"."""
-        found = re.search(r'op_name="([^"]*)"', self.line)
-        return found[1] if found else ""
+        return self._found(r'op_name="([^"]*)"')
 
     @property
     def chain(self) -> str:
         """Return the number of the chain of fusions that a collective is a piece of, "" without one."""
-        found = re.search(r'chain_id="(\d+)"', self.line)
-        return found[1] if found else ""
+        return self._found(r'chain_id="(\d+)"')
 
     @property
     def groups(self) -> list[list[int]]:
@@ -120,9 +118,9 @@ class Instruction:
         shape, of, turned = ([int(n) for n in part.split(",")] if part else [] for part in found.groups())
         return _numbered(of, turned or [*range(len(of))], shape[-1])
 
-    def _number(self, pattern: str, otherwise: int) -> int:
+    def _found(self, pattern: str) -> str:
         found = re.search(pattern, self.line)
-        return int(found[1]) if found else otherwise
+        return found[1] if found else ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ from ipu_jax.core.cutting.cut import Cut, Places
 from ipu_jax.core.cutting.everywhere import is_everywhere
 from ipu_jax.core.cutting.trace import Read
 from ipu_jax.core.cutting.users_code import at_line
+from ipu_jax.core.layout.whole_tree import Part
 from ipu_jax.core.programs.cost import bytes_of
 
 _WORK: Final = 0.02
@@ -77,15 +78,16 @@ def _pieces(places: Places, at: Sequence[int], marked: Sequence[int]) -> list[tu
     A stage takes operations beside one on all IPUs up to where the fewest bytes are live, and as many as it may, but
     none beyond a marked place.
     """
-    count, is_local = len(places.operations), np.ones(len(places.operations), bool)
-    is_local[list(at)] = False
-    near = _Near(places, is_local, of_pieces=max(2, len(at)))
+    count, work = len(places.operations), places.work.copy()
+    work[list(at)] = 0.0
+    most = _WORK * float(work.sum()) / max(2, len(at)), _WEIGHTS * bytes_of([v.aval for v in places.trace.params])
     pieces: list[tuple[int, int]] = []
     for t in at:
         first = max([m + 1 for m in marked if m < t], default=0)
         last = min([m + 1 for m in marked if m >= t], default=count)
-        starts = [s for s in near.before(t) if s >= first and (s == 0 or places.allowed[s - 1])]
-        ends = [e for e in near.after(t) if e <= last and (e == count or places.allowed[e - 1])]
+        before, after = (_cheap(places, work, most, of) for of in (range(t - 1, -1, -1), range(t + 1, count)))
+        starts = [s for s in (t, *before) if s >= first and (s == 0 or places.allowed[s - 1])]
+        ends = [e + 1 for e in (t, *after) if e < last and (e + 1 == count or places.allowed[e])]
         if not starts or not ends:
             raise ValueError(
                 f"everywhere{at_line(places.operations[t])}: the function can be cut at no place before it, or at none "
@@ -100,35 +102,19 @@ def _pieces(places: Places, at: Sequence[int], marked: Sequence[int]) -> list[tu
     return pieces
 
 
-class _Near:
-    """Say which operations beside one on all IPUs are cheap enough for all IPUs to run."""
+def _cheap(places: Places, work: np.ndarray, most: tuple[float, float], beside: Iterable[int]) -> list[int]:
+    """Return the first ones of these operations that all IPUs may run: within the most work, and bytes of weights."""
+    found, done, read = list[int](), 0.0, set[Read]()
+    for s in beside:
+        done += work[s]
+        if not is_everywhere(places.operations[s]):
+            read |= {of for of in places.trace.reads[id(places.operations[s])] if of[0] == "params"}
+        if done > most[0] or sum(_bytes_of(places, part) for _, part in read) > most[1]:
+            break
+        found.append(s)
+    return found
 
-    def __init__(self, places: Places, is_local: np.ndarray, of_pieces: int):
-        self._operations, self._trace = places.operations, places.trace
-        self._work = np.where(is_local, places.work, 0.0)
-        self._most_work = _WORK * float(self._work.sum()) / of_pieces
-        self._most_weights = _WEIGHTS * bytes_of([v.aval for v in self._trace.params])
 
-    def before(self, t: int) -> list[int]:
-        """Return the operations with which a stage could begin, up to `t`."""
-        return self._reached(t, [*range(t - 1, -1, -1)])
-
-    def after(self, t: int) -> list[int]:
-        """Return the operations after which a stage could end, from `t` on, each plus 1."""
-        return [s + 1 for s in self._reached(t, [*range(t + 1, len(self._operations))])]
-
-    def _reached(self, t: int, beside: Sequence[int]) -> list[int]:
-        found, work, read = [t], 0.0, set[Read]()
-        for s in beside:
-            work += self._work[s]
-            if not is_everywhere(self._operations[s]):
-                read |= {of for of in self._trace.reads[id(self._operations[s])] if of[0] == "params"}
-            if work > self._most_work or self._bytes(read) > self._most_weights:
-                break
-            found.append(s)
-        return found
-
-    def _bytes(self, read: Iterable[Read]) -> float:
-        leaves = [(self._trace.params[part.leaf].aval, part) for _, part in read]
-        of = lambda leaf, part: 1.0 if part.rows is None else (part.rows[1] - part.rows[0]) / leaf.shape[part.axis]
-        return sum(bytes_of(leaf) * of(leaf, part) for leaf, part in leaves)
+def _bytes_of(places: Places, part: Part) -> float:
+    leaf = places.trace.params[part.leaf].aval
+    return bytes_of(leaf) * (1.0 if part.rows is None else (part.rows[1] - part.rows[0]) / leaf.shape[part.axis])

@@ -8,7 +8,6 @@ Other leaves with as many rows are split as well, if that gathers nothing more. 
 too: one in a tied table must, and an embedding table of its own is as large as the head's.
 """
 
-import copy
 import functools
 from collections.abc import Iterator, Sequence
 
@@ -33,7 +32,7 @@ from ipu_jax.base.row_rules import Taken
 from ipu_jax.core.cutting.everywhere import everywhere, is_everywhere, traced_for, under_checkpoint
 from ipu_jax.core.cutting.fused_head import with_fused_loss
 from ipu_jax.core.cutting.own_rows import RULES
-from ipu_jax.core.cutting.rows import RowTaker
+from ipu_jax.core.cutting.rows import RowTaker, between
 from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack
 from ipu_jax.core.cutting.shares import in_shares
 from ipu_jax.core.cutting.trace import FunctionTrace, Kind
@@ -76,11 +75,8 @@ def with_concurrent_head(
 
 
 def _with_operations(trace: FunctionTrace, operations: list[Eqn]) -> FunctionTrace:
-    found = copy.copy(trace)
-    for name, value in vars(FunctionTrace).items():
-        if isinstance(value, functools.cached_property):
-            found.__dict__.pop(name, None)
-    found.operations, found.made_by = operations, {v: op for op in operations for v in op.outvars}
+    found = trace.with_operations(operations)
+    found.made_by = {v: op for op in operations for v in op.outvars}
     padded: dict[Var, Kind] = {v: "w" for v in found.made_by if v not in trace.kinds}
     found.kinds = trace.kinds | padded
     on_ipus = {v for op in operations if is_everywhere(op) for v in op.outvars}
@@ -234,8 +230,4 @@ def _traced(
     run = everywhere(in_shares(closed, splits), in_specs=specs)
     trace = functools.partial(traced_for, ipus, run, *(shape_of(v.aval) for v in inputs))
     found, _ = trace() if mesh is None else traced_on(mesh, trace)
-    jaxpr, constants = found.jaxpr, zip(found.jaxpr.constvars, found.consts, strict=True)
-    named = dict(zip(jaxpr.invars, inputs, strict=True)) | {v: core.Literal(x, v.aval) for v, x in constants}
-    named |= zip(jaxpr.outvars, results, strict=True)
-    atoms = lambda vs: [v if isinstance(v, core.Literal) else named.get(v, v) for v in vs]
-    return [eqn.replace(invars=atoms(eqn.invars), outvars=atoms(eqn.outvars)) for eqn in jaxpr.eqns]
+    return between(found, inputs, results)

@@ -202,10 +202,9 @@ def model_of(source: Source) -> FunctionModel:
     given.check_marks(trace, [STAGE_END, *(source.names or ())])
     check_cotangents(trace)
     check_outside(trace.operations)
-    written, trace = (
-        trace,
-        with_concurrent_head(trace, source.ipus, source.mesh) if source.head == "concurrent" else trace,
-    )
+    written = trace
+    if source.head == "concurrent":
+        trace = with_concurrent_head(trace, source.ipus, source.mesh)
     shaped = dataclasses.replace(source, params=params, state=state, microbatch=microbatch)
     cut, line = _best_cut(trace, work_of(trace), shaped)
     _check_places(source.places, cut.ipus)

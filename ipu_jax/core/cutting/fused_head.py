@@ -20,6 +20,7 @@ from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Jaxpr, Value, Var
 from ipu_jax.base.jaxprs import JITS, depending, laid_open, needed, read_by, shape_of, variables
+from ipu_jax.core.cutting.numbers import is_zero
 from ipu_jax.core.mesh.devices import IPU_AXIS
 from sharded_ops import linear_cross_entropy
 
@@ -259,15 +260,6 @@ def _weights(name: str, inputs: Sequence[Var], losses: Var, made: dict[Var, Eqn]
         other = next((v for v in inputs if v is not losses), None)
         return (other, "times") if isinstance(other, core.Var) else (None, "")
     which, *cases = inputs
-    zeros = [v for v in cases if v is not losses and _is_zero(v, made)]
+    zeros = [v for v in cases if v is not losses and is_zero(v, made)]
     is_of_two = len(cases) == 2 and len(zeros) == 1
     return (which, "counted" if cases[1] is losses else "ignored") if is_of_two else (None, "")
-
-
-def _is_zero(value: Var, made: dict[Var, Eqn]) -> bool:
-    while not isinstance(value, core.Literal):
-        eqn = made.get(value)
-        if eqn is None or eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type"):
-            return False
-        value = eqn.invars[0]
-    return not value.val

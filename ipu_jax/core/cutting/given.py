@@ -9,7 +9,7 @@ What is refused here is refused with the lines to write instead, before anything
 import contextlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
@@ -47,25 +47,13 @@ def shapes(what: str, tree: Tree, *, weak: bool = False) -> Tree:
         weak: whether Python numbers are of weak types, as `jax.grad` takes them.
     """
 
-    def shape_of(leaf: Value) -> jax.ShapeDtypeStruct:
+    def shape_of(path: Any, leaf: Value) -> jax.ShapeDtypeStruct:
         if isinstance(leaf, _NUMBERS):
             return jax.ShapeDtypeStruct((), jnp.result_type(leaf), weak_type=weak)
-        check_array(what, leaf)
+        check_array(f"{what}{jax.tree_util.keystr(path)}", leaf)
         return jax.ShapeDtypeStruct(jnp.shape(leaf), held_dtype(leaf))
 
-    with _naming(what, tree, lambda where, leaf: isinstance(leaf, _NUMBERS) or check_array(where, leaf)):
-        return jax.tree.map(shape_of, tree)
-
-
-@contextlib.contextmanager
-def _naming(what: str, tree: Tree, check: Callable[[str, Value], Any]) -> Iterator[None]:
-    """Raise an error about a leaf with its path. Paths are written only then, since there may be thousands."""
-    try:
-        yield
-    except ValueError:
-        for path, leaf in jax.tree.leaves_with_path(tree):
-            check(f"{what}{jax.tree_util.keystr(path)}", leaf)
-        raise
+    return jax.tree.map_with_path(shape_of, tree)
 
 
 def held_dtype(leaf: Value) -> Dtype:
@@ -90,13 +78,8 @@ def frozen_leaves(frozen: Tree, params: Params) -> list[bool]:
 
 def check_weights(params: Params, frozen: Sequence[bool]) -> None:
     """Raise `ValueError` unless each leaf of the shapes of the weights can be trained, or is frozen."""
-    all_names = str(jax.tree.structure(params))  # paths are written only where something is wrong
-    try:
-        for leaf, is_frozen in zip(jax.tree.leaves(params), frozen, strict=True):
-            check_weight(all_names, leaf.dtype, is_frozen)
-    except ValueError:
-        for (path, leaf), is_frozen in zip(jax.tree.leaves_with_path(params), frozen, strict=True):
-            check_weight(f"params{jax.tree_util.keystr(path)}", leaf.dtype, is_frozen)
+    for (path, leaf), is_frozen in zip(jax.tree.leaves_with_path(params), frozen, strict=True):
+        check_weight(f"params{jax.tree_util.keystr(path)}", leaf.dtype, is_frozen)
 
 
 class NeedsAxesError(ValueError):

@@ -12,6 +12,8 @@ from ipu_jax.base.annotations import Eqn, Value, Var
 
 _MOST: Final = 1024
 """How many numbers a value may have that is computed when the function is cut."""
+KEEPS_ZEROS: Final = ("broadcast_in_dim", "convert_element_type", "reshape", "neg", "copy", "squeeze")
+"""Primitives of one input that make zeros of zeros."""
 _ELEMENTWISE: Final[dict[str, Callable[..., Any]]] = {
     **{"add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "min": np.minimum, "rem": np.fmod},
     **{"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal},
@@ -77,3 +79,13 @@ def numbers_of(eqn: Eqn, inputs: Sequence[Any]) -> Any:
 def _has_few_ints(var: Var) -> bool:
     aval = var.aval
     return getattr(getattr(aval, "dtype", None), "kind", "f") in "biu" and aval.size <= _MOST
+
+
+def is_zero(atom: Var, made: Mapping[Var, Eqn]) -> bool:
+    """Return whether a value is zeros for any arguments, from the equations of other values."""
+    while not isinstance(atom, core.Literal):
+        eqn = made.get(atom)
+        if eqn is None or eqn.primitive.name not in KEEPS_ZEROS or len(eqn.invars) > 1:
+            return False
+        (atom,) = eqn.invars
+    return not bool(atom.val)

@@ -23,21 +23,20 @@ from ipu_jax.base.jaxprs import (
     CALLS,
     OWN_BACKWARD,
     bodies_of,
-    bound,
+    bound_with,
     closed_of,
     depending,
     is_float,
     laid_open,
     scan_parts,
-    variables,
 )
 from ipu_jax.core.cutting.division import Division
+from ipu_jax.core.cutting.numbers import KEEPS_ZEROS, is_zero
 from ipu_jax.core.cutting.trace import FunctionTrace
 from ipu_jax.core.cutting.users_code import at_line, name_of
 
 _BODIES: Final = {*CALLS, "scan", "cond"}
-_KEEPS_ZEROS: Final = ("broadcast_in_dim", "convert_element_type", "reshape", "neg", "copy", "squeeze")
-_LINEAR: Final = {*_KEEPS_ZEROS, "transpose", "reduce_sum", "slice", "rev", "cumsum", "reduce_precision"}
+_LINEAR: Final = {*KEEPS_ZEROS, "transpose", "reduce_sum", "slice", "rev", "cumsum", "reduce_precision"}
 _ADDS: Final = ("add", "sub", "add_any", "concatenate", "pad")
 _OF_ONE: Final = ("mul", "dot_general", "conv_general_dilated")
 _OF_THE_FIRST: Final = ("div", "gather", "dynamic_slice")
@@ -134,10 +133,7 @@ def _backward(eqn: Eqn, flags: Sequence[bool]) -> tuple[Jaxpr, list[Var]]:
 
     def gradients(values: list[Value], cotangents: list[Value]) -> Any:
         def fn(*own: Value) -> list[Value]:
-            args = list(values)
-            for k, value in zip(at, own, strict=True):
-                args[k] = value
-            outputs = bound(eqn, args)
+            outputs = bound_with(eqn, values, at, own)
             return [outputs[k] for k in results]
 
         return jax.vjp(fn, *(values[k] for k in at))[1](cotangents)
@@ -151,7 +147,7 @@ def _ignoring(eqn: Eqn, flags: Sequence[bool]) -> int | None:
     jaxpr, cotangents = _backward(eqn, flags)
     dependent, made_by = depending(jaxpr.eqns, cotangents), {v: e for e in jaxpr.eqns for v in e.outvars}
     for k, v in zip([k for k, flag in enumerate(flags) if flag], jaxpr.outvars, strict=True):
-        if (isinstance(v, core.Literal) or v not in dependent) and not _is_zero(v, made_by):
+        if (isinstance(v, core.Literal) or v not in dependent) and not is_zero(v, made_by):
             return k
     return None
 
@@ -165,21 +161,12 @@ def _is_linear(eqn: Eqn, flags: Sequence[bool]) -> bool:
         others = [v for v, is_own in zip(each.invars, own, strict=True) if not is_own]
         rules = {
             **dict.fromkeys(_LINEAR, True),
-            **dict.fromkeys(_ADDS, all(_is_zero(v, made_by) for v in others)),
+            **dict.fromkeys(_ADDS, all(is_zero(v, made_by) for v in others)),
             **dict.fromkeys(_OF_ONE, sum(own) == 1),
             **dict.fromkeys(_OF_THE_FIRST, not any(own[1:])),
-            "select_n": not any(own[:1]) and all(_is_zero(v, made_by) for v in others[1:]),
+            "select_n": not any(own[:1]) and all(is_zero(v, made_by) for v in others[1:]),
         }
         if any(own) and not rules.get(name, False):
             return False
         dependent.update(each.outvars if any(own) else ())
     return True
-
-
-def _is_zero(v: Var, made_by: dict[Var, Eqn]) -> bool:
-    while not isinstance(v, core.Literal):
-        made = made_by.get(v)
-        if made is None or made.primitive.name not in _KEEPS_ZEROS or len(variables(made.invars)) > 1:
-            return False
-        v = made.invars[0]
-    return not bool(v.val)

@@ -18,7 +18,7 @@ from jax.extend import core
 from ipu_jax.base.annotations import Eqn, Function, Jaxpr, Value, Var
 from ipu_jax.base.jaxprs import (
     CALLS,
-    bound,
+    bound_with,
     closed_of,
     in_order,
     is_float,
@@ -70,32 +70,33 @@ class _Own(NamedTuple):
     is_jvp: bool
 
 
+def pushed(eqn: Eqn) -> Jaxpr:
+    """Return the closed jaxpr of an equation's outputs and their tangents, for inputs and the tangents of floats."""
+    given, floats = [shape_of(v.aval) for v in eqn.invars], [k for k, v in enumerate(eqn.invars) if is_float(v)]
+
+    def push(xs: Sequence[Value], ts: Sequence[Value]) -> Any:
+        return jax.jvp(lambda *own: bound_with(eqn, xs, floats, own), [xs[k] for k in floats], ts)
+
+    return jax.make_jaxpr(push)(given, [given[k] for k in floats])
+
+
 @functools.lru_cache(_MOST_KEPT)
 def _traced(eqn: Eqn) -> _Own | None:
     """Return the function of an equation with its derivative; None if it has none."""
     given = [shape_of(v.aval) for v in eqn.invars]
     floats, is_jvp = [k for k, v in enumerate(eqn.invars) if is_float(v)], eqn.primitive.name == "custom_jvp_call"
 
-    def run(xs: Sequence[Value], *own: Value) -> Value:
-        found = dict(enumerate(xs)) | dict(zip(floats, own, strict=True))
-        return bound(eqn, [*found.values()])[0]
-
-    def pushed(xs: Sequence[Value], ts: Sequence[Value]) -> Any:
-        return jax.jvp(functools.partial(run, xs), [xs[k] for k in floats], ts)
-
     def pulled(xs: Sequence[Value], g: Value) -> Any:
-        y, pull = jax.vjp(functools.partial(run, xs), *(xs[k] for k in floats))
+        y, pull = jax.vjp(lambda *own: bound_with(eqn, xs, floats, own)[0], *(xs[k] for k in floats))
         return y, pull(g)
 
-    more = [given[k] for k in floats] if is_jvp else shape_of(eqn.outvars[0].aval)
     try:
-        derivative = jax.make_jaxpr(pushed if is_jvp else pulled)(given, more)
+        derivative = pushed(eqn) if is_jvp else jax.make_jaxpr(pulled)(given, shape_of(eqn.outvars[0].aval))
     except Exception:
         return None  # the user's rule can raise anything, where it is never differentiated
+    value = closed_of(eqn.params[CALLS[eqn.primitive.name]])
     # calls in them are opened, whatever their derivatives: a stage is differentiated once
-    value, derivative = (
-        laid_open(body, tuple(CALLS)) for body in (closed_of(eqn.params[CALLS[eqn.primitive.name]]), derivative)
-    )
+    value, derivative = (laid_open(body, tuple(CALLS)) for body in (value, derivative))
     return _Own(value, derivative, [*range(len(given)), *(floats if is_jvp else [-1])], floats, is_jvp)
 
 

@@ -4,7 +4,7 @@ w.astype(half)[3]      becomes      w[3].astype(half)      so that a stage needs
 w.swapaxes(0, 1)[3]    becomes      w[:, 3]                layers can be stacked along any dim
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 import jax
@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core.primitives import copy_p
 
-from ipu_jax.base.annotations import Eqn, Function, Tree, Value, Var
+from ipu_jax.base.annotations import Eqn, Function, Jaxpr, Tree, Value, Var
 from ipu_jax.base.jaxprs import shape_of, variables
 from ipu_jax.base.row_rules import FOLLOWED, Before, Rule, Taken, rows_before
 from ipu_jax.core.cutting.scan_layers import ScanStack
@@ -128,21 +128,22 @@ def equations(fn: Function, inputs: Sequence[Tree], outputs: Sequence[Var], like
         outputs: the variables of its results.
         like: the equation in whose place they stand: they get its line in the user's file.
     """
-    traced = jax.make_jaxpr(fn)(*jax.tree.map(lambda v: shape_of(v.aval), inputs)).jaxpr
-    made = [v for eqn in traced.eqns for v in eqn.outvars]
-    if len({*made}.intersection(variables(traced.outvars))) < len(
-        traced.outvars
-    ):  # a result is an input, or another one
-        copied = lambda *args: [copy_p.bind(x) for x in jax.tree.leaves(fn(*args))]
-        traced = jax.make_jaxpr(copied)(*jax.tree.map(lambda v: shape_of(v.aval), inputs)).jaxpr
-    named: dict[Var, Var] = dict(zip(traced.invars, jax.tree.leaves(inputs), strict=True))
-    for var, output in zip(traced.outvars, outputs, strict=True):
-        named[var] = output
-    atoms: Callable[[Sequence[Var]], list[Var]] = lambda vs: [
-        v if isinstance(v, core.Literal) else named.get(v, v) for v in vs
-    ]
-    info = {} if like is None else {"source_info": like.source_info}
-    return [eqn.replace(invars=atoms(eqn.invars), outvars=atoms(eqn.outvars), **info) for eqn in traced.eqns]
+    given = jax.tree.map(lambda v: shape_of(v.aval), inputs)
+    traced = jax.make_jaxpr(fn)(*given)
+    made, results = {v for eqn in traced.jaxpr.eqns for v in eqn.outvars}, traced.jaxpr.outvars
+    if len(made.intersection(variables(results))) < len(results):  # a result is an input, or another one
+        traced = jax.make_jaxpr(lambda *args: [copy_p.bind(x) for x in jax.tree.leaves(fn(*args))])(*given)
+    eqns = between(traced, jax.tree.leaves(inputs), outputs)
+    return eqns if like is None else [eqn.replace(source_info=like.source_info) for eqn in eqns]
+
+
+def between(closed: Jaxpr, inputs: Sequence[Var], outputs: Sequence[Var]) -> list[Eqn]:
+    """Return the equations of a closed jaxpr, with these variables as its inputs and outputs."""
+    jaxpr, constants = closed.jaxpr, zip(closed.jaxpr.constvars, closed.consts, strict=True)
+    named = dict(zip(jaxpr.invars, inputs, strict=True)) | {v: core.Literal(x, v.aval) for v, x in constants}
+    named |= zip(jaxpr.outvars, outputs, strict=True)
+    atoms = lambda vs: [v if isinstance(v, core.Literal) else named.get(v, v) for v in vs]
+    return [eqn.replace(invars=atoms(eqn.invars), outvars=atoms(eqn.outvars)) for eqn in jaxpr.eqns]
 
 
 class RowTaker:

@@ -39,12 +39,11 @@ from ipu_jax.base.jaxprs import (
     in_scan_parts,
     is_float,
     laid_open,
-    shape_of,
 )
 from ipu_jax.base.row_rules import FOLLOWED, Before, Taken, rows_before
 from ipu_jax.core.cutting.fused_head import LINEAR_CROSS_ENTROPY, losses_of_share
 from ipu_jax.core.cutting.inlined import INLINED
-from ipu_jax.core.cutting.own_rows import RULES
+from ipu_jax.core.cutting.own_rows import RULES, pushed
 from ipu_jax.core.mesh.devices import IPU_AXIS
 
 _MOVES: Final = frozenset(("broadcast_in_dim", "reshape", "transpose"))
@@ -415,13 +414,7 @@ def _with_own_tangent(eqn: Eqn, inputs: list[Any], _: Made) -> list[Any] | None:
     if not all(map(is_float, eqn.outvars)):
         return None
     floats = [k for k, v in enumerate(eqn.invars) if is_float(v)]
-    given = [shape_of(v.aval) for v in eqn.invars]
-
-    def pushed(values: list[Value], tangents: list[Value]) -> Any:
-        run = lambda *own: bound(eqn, [*(dict(enumerate(values)) | dict(zip(floats, own, strict=True))).values()])
-        return jax.jvp(run, [values[k] for k in floats], tangents)
-
-    push = jax.make_jaxpr(pushed)(given, [given[k] for k in floats])
+    push = pushed(eqn)
 
     @jax.custom_jvp
     def run(*values: Any) -> list[Any]:

@@ -131,10 +131,8 @@ def make_stage(
     inputs += [*(one.var for one in of_state), *(v for _, v in constants)]
     is_last = s == len(messages)
     y = jax.tree.unflatten(jax.tree.structure(outputs), trace.outputs) if is_last else tuple(messages[s])
-    new_state, of_aux = (
-        [value.new for value in division.state_of(s)],
-        {str(k): trace.aux[k] for k in division.aux_of(s)},
-    )
+    new_state = [value.new for value in division.state_of(s)]
+    of_aux = {str(k): trace.aux[k] for k in division.aux_of(s)}
     results, treedef = jax.tree.flatten(Outputs(y, state=new_state or None, aux=of_aux or None))
     equations = piece.equations
     if in_place:

@@ -336,10 +336,15 @@ class FunctionTrace:
                 made = [turn[v] for v in variables(op.invars) if v in turn]
                 turns.append(max(made or [first[read] for read in reads if read in first], default=t))
             turn |= dict.fromkeys(op.outvars, turns[-1])
+        return self.with_operations([self.operations[t] for t in sorted(range(len(turns)), key=turns.__getitem__)])
+
+    def with_operations(self, operations: list[Eqn]) -> "FunctionTrace":
+        """Return the trace with these operations."""
         found = copy.copy(self)
-        for name in ("new_rows", "late_taker", "first_readers", "activations"):
-            found.__dict__.pop(name, None)
-        found.operations = [self.operations[t] for t in sorted(range(len(turns)), key=turns.__getitem__)]
+        for name, value in vars(FunctionTrace).items():
+            if isinstance(value, functools.cached_property):
+                found.__dict__.pop(name, None)
+        found.operations = operations
         return found
 
     def _goes_over_layers(self, op: Eqn, mixed: Collection[Var] = ()) -> bool:

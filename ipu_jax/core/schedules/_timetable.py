@@ -31,11 +31,9 @@ Kind = Literal["F", "B", "W"]
 Clock = Literal["two-phase", "one-phase"]
 Placement = tuple[int | None, ...]
 Rows = tuple[tuple[int, ...], ...]
-Moment = tuple[int, int, int]
 
 CLOCKS: tuple[Clock, ...] = ("two-phase", "one-phase")
 PHASES = {"two-phase": ("entry", "F", "head", "B", "W", "exit"), "one-phase": ("entry", "work", "head", "exit")}
-_END = 1 << 30  # the turn after every task of a phase: when its messages are exchanged
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -150,16 +148,10 @@ def turn(table: Timetable, stage: int, kind: Kind) -> int:
     return stage if kind == "F" else 2 * len(table.placement) - stage
 
 
-def moment(table: Timetable, task: Task) -> Moment:
+def moment(table: Timetable, task: Task) -> tuple[int, int, int]:
     """Return when a task runs and uses its inputs: tick, number of the phase, turn within the phase."""
     phase_number = PHASES[table.clock].index(phase(table, task.stage, task.kind))
     return tick_of(table, task), phase_number, turn(table, task.stage, task.kind)
-
-
-def sent(table: Timetable, task: Task) -> Moment:
-    """Return the moment from which the next segment can use a task's result: the end of the task's phase."""
-    tick, phase_number, _ = moment(table, task)
-    return tick, phase_number, _END
 
 
 def last_use(table: Timetable, stage: int) -> Kind:

@@ -58,30 +58,27 @@ def from_torch_csv(text: str, name: str) -> Timetable:
     line = Line(placement, micro_batches, split)
     orders = {ipu: _order(rows[ipu], line, split) for ipu in line.on}
     _check_complete(rows, placement, micro_batches, split)
-    ticks: dict[Local, int] = {}
-    free = dict.fromkeys(line.on, 0)
-    for task in _merged(orders, line, name):
-        ipu = line.places[task[0]]
-        ticks[task] = max([free[ipu], *(ticks[source] + 1 for source in line.inputs(task))])
-        free[ipu] = ticks[task] + 1
+    ticks = _earliest_ticks(orders, line, name)
     return Timetable(name, placement, 1 + max(line.on), *rows_of(line, by_kind(line, ticks)), "one-phase")
 
 
-def _merged(orders: dict[int, list[Local]], line: Line, name: str) -> list[Local]:
-    """Return the tasks of all IPUs, each after its inputs and after the previous task of its row."""
-    merged: dict[Local, None] = {}
+def _earliest_ticks(orders: dict[int, list[Local]], line: Line, name: str) -> dict[Local, int]:
+    """Return, per task, the earliest tick after its inputs and after the previous task of its row."""
+    ticks, free = dict[Local, int](), dict.fromkeys(line.on, 0)
     waiting = {ipu: list(reversed(order)) for ipu, order in orders.items()}
     while any(waiting.values()):
-        before = len(merged)
-        for tasks in waiting.values():
-            while tasks and merged.keys() >= set(line.inputs(tasks[-1])):
-                merged[tasks.pop()] = None
-        if len(merged) == before:
+        before = len(ticks)
+        for ipu, tasks in waiting.items():
+            while tasks and ticks.keys() >= set(line.inputs(tasks[-1])):
+                task = tasks.pop()
+                ticks[task] = max([free[ipu], *(ticks[source] + 1 for source in line.inputs(task))])
+                free[ipu] = ticks[task] + 1
+        if len(ticks) == before:
             raise ValueError(
                 f"schedule {name!r}: the rows can never run to their end, since some IPUs wait for each other: "
                 "put each task behind those that it needs"
             )
-    return list(merged)
+    return ticks
 
 
 def _actions(row: list[str], number: int) -> list[tuple[int, str, int]]:

@@ -12,6 +12,7 @@ The engine runs only timetables that pass these checks, in this order:
 The checks compare whole rows of moments at once (`lifetimes`).
 """
 
+import operator
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -24,10 +25,8 @@ from ipu_jax.core.schedules._timetable import (
     Task,
     Timetable,
     last_use,
-    moment,
     phase,
     segments_of,
-    sent,
     tables_of,
     tick_of,
 )
@@ -120,47 +119,28 @@ def _check_together(table: Timetable) -> None:
 
 
 def _check_one_task_a_tick(lifetimes: Lifetimes) -> None:
-    table, firsts = lifetimes.table, {stages[0] for stages in segments_of(lifetimes.table.placement)}
-    shared: list[int] = []  # per IPU, the first tick in which it does two tasks
-    for ipu, stages in lifetimes.stages_of.items():
-        if ipu is None:
-            continue
-        ticks = np.sort(
-            np.concatenate([lifetimes.ticks(s, kind) for s in stages if s in firsts for kind, _ in tables_of(table)])
-        )
-        shared += ticks[1:][ticks[1:] == ticks[:-1]][:1].tolist()
+    table, count = lifetimes.table, len(lifetimes.table.forward[0])
+    shared: list[tuple[int, Task, Task]] = []  # per IPU, the first time that a task shares the tick of another task
+    for ipu in lifetimes.stages_of.keys() - {None}:
+        own = [stages[0] for stages in segments_of(table.placement) if table.placement[stages[0]] == ipu]
+        rows: list[tuple[int, Kind]] = [(stage, kind) for stage in own for kind, _ in tables_of(table)]
+        at = np.concatenate([lifetimes.at(*row) for row in rows])
+        in_order = at.argsort(kind="stable")
+        ticks = at[in_order] // lifetimes.per_tick
+        for k in np.flatnonzero(ticks[1:] == ticks[:-1])[:1]:
+            first, second = (Task(*rows[n // count], microbatch=n % count) for n in in_order[k : k + 2].tolist())
+            shared.append((int(at[in_order[k + 1]]), second, first))
     if shared:
-        _refuse_shared(lifetimes, min(shared))
-
-
-def _refuse_shared(lifetimes: Lifetimes, tick: int) -> NoReturn:
-    """Raise for the first task of a tick that shares the tick with another task of its IPU."""
-    table = lifetimes.table
-    tasks = [
-        Task(stage, kind, int(m))
-        for kind, _ in tables_of(table)
-        for stage, ipu in enumerate(table.placement)
-        if ipu is not None
-        for m in np.flatnonzero(lifetimes.ticks(stage, kind) == tick)
-    ]
-    firsts = {stage: stages[0] for stages in segments_of(table.placement) for stage in stages}
-    busy: dict[int | None, Task] = {}
-    for task in sorted(tasks, key=lambda task: (moment(table, task), task.microbatch)):
-        mine = Task(firsts[task.stage], task.kind, task.microbatch)
-        other = busy.setdefault(table.placement[task.stage], mine)
-        if other != mine:
-            why = f"the IPU does {other} in this tick, and under the one-phase clock one task a tick: move one of them"
-            _refuse(table, task, why)
-    raise AssertionError(f"two tasks share tick {tick}")
+        _, task, other = min(shared, key=operator.itemgetter(0))
+        why = f"the IPU does {other} in this tick, and under the one-phase clock one task a tick: move one of them"
+        _refuse(table, task, why)
 
 
 def _check_inputs(lifetimes: Lifetimes) -> None:
-    table = lifetimes.table
-    late: list[tuple[Task, Task]] = []  # each late task, and its source
+    table, per_tick = lifetimes.table, lifetimes.per_tick
+    late: list[tuple[int, Task, Task, int]] = []  # when a task runs, the task, its source, and when that is ready
     for stage in range(len(table.placement)):
         for kind, _ in tables_of(table):
-            if kind == "W" and table.placement[stage] is None:
-                continue
             for source, source_kind in sources(table, stage, kind):
                 is_message = table.placement[source] != table.placement[stage]
                 ready = (lifetimes.sent if is_message else lifetimes.at)(source, source_kind)
@@ -168,20 +148,16 @@ def _check_inputs(lifetimes: Lifetimes) -> None:
                 wrong = np.flatnonzero(at <= ready)
                 if len(wrong):
                     m = int(wrong[at[wrong].argmin()])
-                    late.append((Task(stage, kind, m), Task(source, source_kind, m)))
+                    late.append((int(at[m]), Task(stage, kind, m), Task(source, source_kind, m), int(ready[m])))
     if late:
-        _refuse_late(table, *min(late, key=lambda pair: (moment(table, pair[0]), pair[0].microbatch)))
-
-
-def _refuse_late(table: Timetable, task: Task, source: Task) -> NoReturn:
-    is_message = table.placement[source.stage] != table.placement[task.stage]
-    ready = sent(table, source) if is_message else moment(table, source)
-    between = is_message and table.placement[source.stage] is not None and table.placement[task.stage] is not None
-    wait = ", and a message between IPUs takes until the next tick" if between else ""
-    # under the one-phase clock the IPU that does both needs a tick for each
-    later = moment(table, task)[1:] <= ready[1:] or (source.stage == task.stage and table.clock == "one-phase")
-    why = f"it needs {source}, which runs in tick {ready[0]}{wait}: move it to tick {ready[0] + later} or later"
-    _refuse(table, task, why)
+        runs, task, source, ready = min(late, key=lambda one: (one[0], one[1].microbatch))
+        here, there = table.placement[task.stage], table.placement[source.stage]
+        wait = ", and a message between IPUs takes until the next tick" * (None not in (here, there) and here != there)
+        # under the one-phase clock the IPU that does both needs a tick for each
+        later = runs % per_tick <= ready % per_tick or (source.stage == task.stage and table.clock == "one-phase")
+        tick = ready // per_tick
+        why = f"it needs {source}, which runs in tick {tick}{wait}: move it to tick {tick + later} or later"
+        _refuse(table, task, why)
 
 
 def sources(table: Timetable, stage: int, kind: Kind) -> Iterator[tuple[int, Kind]]:
@@ -192,7 +168,7 @@ def sources(table: Timetable, stage: int, kind: Kind) -> Iterator[tuple[int, Kin
         yield stage, "F"
         if stage + 1 < len(table.placement):
             yield stage + 1, "B"
-    if kind == "W":
+    if kind == "W" and table.placement[stage] is not None:  # a concurrent stage has no W
         yield stage, "B"
 
 

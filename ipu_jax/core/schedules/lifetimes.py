@@ -40,6 +40,7 @@ class Lifetimes:
         self.table = table
         self.phases = len(PHASES[table.clock])
         self.turns = 2 * len(table.placement) + 2
+        self.per_tick = self.phases * self.turns
         self._rows: dict[tuple[int, Kind], Ints] = {}
 
     def ticks(self, stage: int, kind: Kind) -> Ints:
@@ -87,14 +88,13 @@ class Lifetimes:
             ticks: the number of ticks.
             held: spans, each with how much every one of them holds.
         """
-        per_tick = self.phases * self.turns
-        at = np.concatenate([np.arange(ticks) * per_tick, *(spans.starts for spans, _ in held)])
+        at = np.concatenate([np.arange(ticks) * self.per_tick, *(spans.starts for spans, _ in held)])
         sums = np.zeros(len(at), np.int64)
         for spans, size in held:
             begun, ended = np.searchsorted(np.sort(spans.starts), at, "right"), np.searchsorted(np.sort(spans.ends), at)
             sums += size * (begun - ended)
         most = np.zeros(ticks, np.int64)
-        np.maximum.at(most, at // per_tick, sums)
+        np.maximum.at(most, at // self.per_tick, sums)
         return most
 
     @cached_property

@@ -18,7 +18,6 @@ from support.against_plain import (
     stages_at,
 )
 from support.dense import chain, largest_relative_error
-from support.refusals import refused
 
 _ = None  # in a placement: a concurrent stage
 
@@ -193,10 +192,3 @@ def test_messages_wait_at_every_boundary_where_each_stage_does_all_micro_batches
     depths = [[schedule.inbox_depth(boundary, kind) for boundary in range(turns - 1)] for kind in ("F", "B")]
     assert depths == [[m] * (turns - 1)] * 2
     assert_equals_its_twin(chain(places, m), 2, {"schedule": schedule})
-
-
-def test_backwards_of_neighbours_on_one_ipu_in_two_ticks_are_refused():
-    """The engine runs neighbours merged. `test_schedule_refusals` has the other tables that it could not run."""
-    forward, backward = ((0, 1), (1, 2), (1, 2), (2, 3)), ((5, 6), (4, 5), (3, 4), (2, 3))
-    with refused("schedule 'mine': ", "2B0: its neighbour's 1B0 runs in tick 4", "the same tick"):
-        Schedule("mine", (0, 1, 1, 2), 3, forward, backward)

@@ -1,5 +1,7 @@
 """Test that tables of micro-batches decode to themselves from their runs, and how many runs a table has."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,19 +10,9 @@ import pytest
 from ipu_jax import make_schedule
 from ipu_jax.core.engine._runs import microbatches_at, runs_of, runs_of_ipu
 from ipu_jax.schedules import SCHEDULES
-from random_programs.tables import random_table
-
-PLACEMENTS = {"looped": 2, "interleaved": 2, "looped-bfs": 2, "looped-zb": 2}  # rounds; each IPU has as many stages
-V_SHAPED = ("zbv", "zb-wave", "dualpipev")
 
 
-def placement_of(name: str, ipus: int) -> tuple[int, ...]:
-    if name in V_SHAPED:
-        return (*range(ipus), *reversed(range(ipus)))
-    return tuple(range(ipus)) * PLACEMENTS.get(name, 1)
-
-
-def table_of(ticks_of: list[tuple[int, list[int]]], ipus: int) -> np.ndarray:
+def table_of(ticks_of: list[tuple[Any, list[int]]], ipus: int) -> np.ndarray:
     """Return a table (ticks, rows, ipus), with a row per stage, from its IPU and the tick of each micro-batch."""
     ticks = 1 + max(max(of_stage) for _, of_stage in ticks_of)
     table = np.full((ticks, len(ticks_of), ipus), -1, np.int32)
@@ -46,21 +38,11 @@ def assert_decodes(tables: list[np.ndarray]) -> None:
 @pytest.mark.parametrize("micro_batches", [1, 3, 16])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_tables_of_every_family_decode_to_themselves(name, micro_batches):
-    placement = placement_of(name, 4)
-    schedule = make_schedule(name, ipus=4, gradient_accumulation=micro_batches, placement=placement)
+    schedule = make_schedule(name, ipus=4, gradient_accumulation=micro_batches)
     rows = [rows for rows in (schedule.forward, schedule.backward, schedule.weight) if rows is not None]
     last = max(tick for of_kind in rows for of_stage in of_kind for tick in of_stage)
-    tables = [table_of([*zip(placement, map(list, of_kind), strict=True)], 4) for of_kind in rows]
+    tables = [table_of([*zip(schedule.placement, map(list, of_kind), strict=True)], 4) for of_kind in rows]
     assert_decodes([np.pad(t, ((0, last + 1 - len(t)), (0, 0), (0, 0)), constant_values=-1) for t in tables])
-
-
-@pytest.mark.fast("0", "5")
-@pytest.mark.parametrize("seed", range(8))
-def test_random_tables_decode_to_themselves(seed):
-    rng = np.random.default_rng(seed)
-    placement = tuple(int(ipu) for ipu in rng.integers(0, 3, 5))
-    forward, *_ = random_table(rng, placement, int(rng.integers(1, 12)))
-    assert_decodes([table_of([*zip(placement, map(list, forward), strict=True)], 3)])
 
 
 @pytest.mark.fast("0", "5")
@@ -69,10 +51,6 @@ def test_rows_in_which_micro_batches_come_in_any_order_decode_to_themselves(seed
     """Nothing here is a schedule: ticks have any micro-batch, some of them several times."""
     table = np.random.default_rng(seed).integers(-1, 4, (23, 3, 2)).astype(np.int32)
     assert_decodes([table])
-
-
-def test_an_idle_table_has_no_micro_batch_in_any_tick():
-    assert_decodes([np.full((3, 2, 2), -1, np.int32)] * 2)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from jax.extend import core
 
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh, make_schedule
 from support.against_plain import (
-    assert_equals_its_twin,
     assert_equals_plain,
     bubbles_hold_nan,  # noqa: F401 (a fixture)
 )
@@ -57,28 +56,6 @@ def test_the_ticks_and_the_guards_of_each_scan(platform, schedule, places, scans
         pipeline = model.pipeline(2, schedule=schedule)
         jaxpr = jax.make_jaxpr(pipeline.value_and_grad)(pipeline.shard(model.params), model.batch).jaxpr
     assert scans_of(jaxpr) == scans
-
-
-@pytest.mark.fast("grouped-places0-3-True")
-@pytest.mark.parametrize(
-    ("schedule", "places", "micro_batches", "tied"),
-    [
-        ("grouped", BOTH_ENDS, 3, True),
-        ("grouped", (None, 0, 1, 2, None), 1, False),
-        ("grouped", (None, 0, None), 2, True),
-        ("grouped", (None, 0, 1, 2, 3, None), 6, True),
-        ("grouped", (None, 0, None, 1, 2, None), 4, False),
-        ("grouped", (0, None, 1, None), 3, False),
-        ("grouped", (None, 0, 1, None, 2), 3, False),
-        ("grouped", (None, 0, 1, 0, 1, None), 5, True),
-        ("sequential", BOTH_ENDS, 3, True),
-        ("1f1b", BOTH_ENDS, 3, True),
-    ],
-)
-def test_loss_and_every_gradient_equal_the_dense_twin(schedule, places, micro_batches, tied):
-    model, ipus = chain(places, micro_batches, tied=tied), 1 + max(place or 0 for place in places)
-    with programs_for("gpu"):
-        assert_equals_its_twin(model, ipus, {"schedule": schedule})
 
 
 def counting(w, x, mb, *, state):

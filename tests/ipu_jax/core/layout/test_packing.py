@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from typing import Any
 
-import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -130,12 +129,6 @@ def test_the_state_of_an_nnx_module_comes_back_local_and_concurrent():
     np.testing.assert_array_equal(nnx.merge(graph, found["local"])(x), nnx.merge(graph, state)(x))
 
 
-def test_the_params_of_a_linen_module_come_back():
-    module = flax.linen.Sequential([flax.linen.Dense(7), flax.linen.relu, flax.linen.Dense(3)])
-    params = {"linen": module.init(jax.random.key(0), jnp.ones((1, 5))), "b": jnp.ones(4)}
-    assert_same(unshard_tree(put(params, {"linen": 0, "b": 1})), params)
-
-
 def aligned(shape):
     """Return ones that begin at a multiple of 64 bytes, whose memory the CPU backend would use without a copy."""
     size = 4 * math.prod(shape)
@@ -182,18 +175,6 @@ def test_leaves_share_slots_by_shape_and_then_by_size(shapes, slots):
     assert (len(found), set(found)) == (len(slots), slots)
 
 
-@pytest.mark.parametrize(("shapes", "owners"), TREES.values(), ids=TREES)
-def test_no_two_leaves_of_an_ipu_share_a_slot(shapes, owners):
-    layout = plan_layout(arrays(shapes), owners, {}, 4)
-    for ipu in range(4):
-        slots = [leaf.slot for group in layout.groups if group.ipu == ipu for leaf in group.leaves]
-        assert len(set(slots)) == len(slots)
-    for group in layout.groups:
-        for leaf in group.leaves:
-            assert math.prod(layout.slots[leaf.slot].shape) >= leaf.size
-            assert layout.slots[leaf.slot].dtype == leaf.dtype
-
-
 def test_a_layout_is_the_same_data_for_the_same_shapes():
     first, second = (plan_layout(arrays({"a": (2, 3), "b": (4,)}, seed=s), {"a": 0, "b": 1}, {}, 2) for s in (0, 1))
     assert first == second
@@ -227,18 +208,6 @@ def test_each_ipu_holds_its_row_and_no_other(replicas):
         np.testing.assert_array_equal(shard.data[0], [k + 1.0] * size + [0.0] * (15 - size))
 
 
-@pytest.mark.parametrize(("shapes", "owners"), TREES.values(), ids=TREES)
-def test_an_ipus_bytes_are_the_sum_over_the_slots_of_the_largest_leaf(shapes, owners):
-    params = arrays(shapes)
-    sharded = put(params, owners, ipus=4)
-    largest = Counter()
-    for group in sharded.layout.groups:
-        for leaf in group.leaves:
-            largest[leaf.slot] = max(largest[leaf.slot], leaf.size * jnp.dtype(leaf.dtype).itemsize)
-    assert set(bytes_per_device(sharded)) <= {sum(largest.values())}
-    assert sum(largest.values()) <= nbytes(params)
-
-
 @pytest.mark.parametrize(
     ("shapes", "of_all"),
     [
@@ -253,14 +222,6 @@ def test_an_ipu_holds_as_much_as_the_largest_stage(shapes, of_all):
     params = arrays(shapes)
     held = bytes_per_device(put(params, {name: ipu for ipu, name in enumerate(shapes)}, ipus=len(shapes)))
     assert held == [round(nbytes(params) * of_all)] * len(shapes)
-
-
-@pytest.mark.parametrize(("vocabulary", "ipus"), [(8, 4), (10, 4), (3, 8), (7, 2)])
-def test_an_ipu_holds_its_nth_of_a_concurrent_group_padded(vocabulary, ipus):
-    params = {"head": {"w": jnp.ones((6, vocabulary)), "b": jnp.ones(vocabulary), "gain": jnp.ones(6)}}
-    specs = {"head": {"w": P(None, "ipu"), "b": P("ipu"), "gain": P()}}
-    each = -(-vocabulary // ipus)
-    assert bytes_per_device(put(params, {"head": None}, specs, ipus)) == [4 * (6 * each + each + 6)] * ipus
 
 
 def test_numpy_float64_weights_share_their_slots_with_float32():

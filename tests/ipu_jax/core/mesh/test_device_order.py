@@ -82,11 +82,6 @@ def test_an_ipu_is_beside_its_peer_of_the_next_replica(sides, replicas, ipus, ap
         assert [*map(distance, row, following)] == [apart] * ipus
 
 
-def test_fewer_devices_than_there_are_make_rows_without_gaps():
-    rows = rows_of(grid(4, 4), 2, 3)
-    assert [steps(row) for row in rows] == [[1, 1]] * 2
-
-
 TWO_SLICES = [*grid(2, 2, slice_index=1), *grid(2, 2, slice_index=0)]
 UNEVEN = [*grid(1, 3, slice_index=0), *grid(1, 5, slice_index=1)]
 

@@ -45,13 +45,3 @@ def test_a_round_trip_is_the_sum(replicas, dtype, monkeypatch):
     mapped = jax.shard_map(program, mesh=mesh, in_specs=P("replica"), out_specs=P(), check_vma=False)
     for found, array in zip(jax.jit(mapped)(arrays), arrays, strict=True):
         np.testing.assert_array_equal(found.astype(jnp.float32), array.astype(jnp.float32).sum(0))
-
-
-def test_a_chunk_is_the_replicas_own():
-    blocks = blocks_with((7,), replicas=4)
-
-    def program(whole):
-        return blocks.replica_chunk(0, whole)
-
-    mapped = jax.shard_map(program, mesh=make_mesh(4, 1), in_specs=P(), out_specs=P("replica"), check_vma=False)
-    np.testing.assert_array_equal(jax.jit(mapped)(jnp.arange(1.0, 8)), [1, 2, 3, 4, 5, 6, 7, 0])

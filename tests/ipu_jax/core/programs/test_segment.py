@@ -1,15 +1,9 @@
 """Test segments: joined stages, and the skips, state, aux and keys that pass between them."""
 
-import jax
-import jax.numpy as jnp
-
 from ipu_jax import ALL_IPUS, Stage
 from ipu_jax.core.programs.segment import Message, MicrobatchInputs, segments_of, whole
-from ipu_jax.core.programs.segment_program import trace_segment
 from ipu_jax.core.schedules import make_schedule
-from support.dense import largest_relative_error
-from support.inputs import MICROBATCH, D, X, mlp, normal
-from support.sums import empty_sums
+from support.inputs import mlp
 
 # segments
 
@@ -39,14 +33,3 @@ def test_a_segment_runs_its_stages_one_after_the_other_each_with_its_group():
         {"a": 3.0}, Message(1.0), MicrobatchInputs(None, (None,) * 3), {}
     )
     assert (message, state, aux) == (Message(11.0), {}, {})
-
-
-def test_a_group_that_two_stages_of_a_segment_share_gets_both_gradients():
-    stage = Stage(lambda p, x, mb: x @ p, params="g")
-    w = normal((D, D))
-    given = MicrobatchInputs(MICROBATCH, (None, None))
-    both = trace_segment(whole((stage, stage), "training"), {"g": w}, Message(X), given, {}, last=False)
-    results, stash = both.forward({"g": w}, Message(X), given, {})
-    dparams, _ = both.backward({"g": w}, given, stash, [jnp.ones_like(results.y.y)], empty_sums(w), jnp.int32(0))
-    expected = jax.grad(lambda w: (X @ w @ w).sum())(w)
-    assert largest_relative_error(dparams, [expected]) < 1e-6

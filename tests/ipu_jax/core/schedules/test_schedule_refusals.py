@@ -77,6 +77,7 @@ def mine(placement: Any, forward: Any, backward: Any, weight: Any = None, clock:
     # what must share a tick, and ticks that are none
     (mine((0, 0), "0 1", "2 2", clock=ONE), "IPU 0, tick 1, 1F0", "0F0 runs in tick 0", "neighbour", "the same tick"),
     (mine((None, None, 0), "01 12 23", "45 45 34"), "all IPUs, tick 1, 1F0", "0F0", "neighbour", "the same tick"),
+    (mine((0, 1, 1, 0), "01 12 12 23", "56 45 34 23"), "tick 3, 2B0", "1B0 runs in tick 4", "neighbour", "same tick"),
     (mine((None,), "0", "1"), "all IPUs, tick 1, 0B0", "0F0 runs in tick 0", "F and B in one tick", "the same tick"),
     (mine((0, None), "0 0", "1 0", "2 3", ONE), "all IPUs, tick 3, 1W0", "no W", "tick 0", "repeat that tick"),
     (mine((0,), ((0, -1),), "01"), "IPU 0, tick -1, 0F1", "there is no such tick", "first is tick 0"),
