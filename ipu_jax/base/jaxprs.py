@@ -163,7 +163,9 @@ def widened(closed: Jaxpr) -> Jaxpr:
             changed = {name: [*map(wide, getattr(eqn, name))] for name in ("invars", "outvars")}
             return [eqn.replace(params=jax.tree.map(wide, eqn.params), **changed)]
         read, made = ([v for v in vs if wide(v.aval) != v.aval] for vs in (variables(eqn.invars), eqn.outvars))
-        return [*(_converted(wide(v), v) for v in read), eqn, *(_converted(v, wide(v)) for v in made)]
+        invars = [v if isinstance(v, _Literal) or v in read else wide(v) for v in eqn.invars]
+        kept = eqn.replace(invars=invars, outvars=[v if v in made else wide(v) for v in eqn.outvars])
+        return [*(_converted(wide(v), v) for v in read), kept, *(_converted(v, wide(v)) for v in made)]
 
     return wide(closed)
 

@@ -115,6 +115,9 @@ class TrainOptions:
             "skip": the next update is made, and a later call warns with the same names. None: the update is made. A
             `DynamicScale` still handles gradients that overflow while the loss is finite. The last few batches are kept
             until their updates have ended.
+        exact: whether a pipeline's training has the same bits under every schedule, recompute and number of IPUs. XLA
+            rewrites no operation, and gradients are added in one order. It costs a little time, and bytes for values
+            that B would compute again. The docs say what still changes bits (how-to.md#the-same-bits).
         max_skips: under on_nonfinite="skip", this many such updates in a row stop the training as under "stop".
 
     Raises:
@@ -138,6 +141,7 @@ class TrainOptions:
     ema_decay: float | None = None
     on_nonfinite: OnNonFinite | None = None
     max_skips: int = 10
+    exact: bool = False
 
     def __post_init__(self) -> None:
         for name in ("replication_factor", "gradient_accumulation"):
@@ -145,7 +149,7 @@ class TrainOptions:
                 _keep(self, **{name: check_count(name, getattr(self, name))})
         if self.reduction is not None:
             check_choice("reduction", self.reduction, REDUCTIONS)
-        for name in ("weighted", "stochastic_rounding", "shard_optimizer", "norms", "donate"):
+        for name in ("weighted", "stochastic_rounding", "shard_optimizer", "norms", "donate", "exact"):
             _keep(self, **{name: check_bool(name, getattr(self, name))})
         _keep(self, device_iterations=check_count("device_iterations", self.device_iterations))
         self._check_outputs()

@@ -29,11 +29,12 @@ class StepShapes:
         params: the layout of the weights, in which frozen leaves get no gradient.
         platform: of the IPUs.
         uniform: whether guards are uniform, as in `Plan`.
+        exact: as in `Segment`.
     """
 
-    def __init__(self, args: StepArgs, params: PackedLayout, platform: str, *, uniform: bool):
+    def __init__(self, args: StepArgs, params: PackedLayout, platform: str, *, uniform: bool, exact: bool):
         self.params, self.state, self.batch = params, args.state.layout, args.batch
-        self.platform, self._uniform = platform, uniform
+        self.platform, self._uniform, self._exact = platform, uniform, exact
         self._microbatch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), args.batch)
         self._key = None if args.key is None else jax.ShapeDtypeStruct(args.key.shape, args.key.dtype)
 
@@ -45,7 +46,7 @@ class StepShapes:
         self, stages: tuple[Stage, ...], schedule: Schedule, *, role: Role = "training", backward: bool = True
     ) -> Plan:
         """Return the plan of the step under a schedule."""
-        segments = segments_of(stages, schedule, role, backward=backward)
+        segments = segments_of(stages, schedule, role, backward=backward, exact=self._exact)
         return make_plan(
             segments,
             schedule,
@@ -68,7 +69,7 @@ class StepShapes:
         any_schedule = make_schedule(
             "sequential", gradient_accumulation=self.micro_batches, ipus=self.params.ipus, placement=placement
         )
-        segments = segments_of(stages, any_schedule)
+        segments = segments_of(stages, any_schedule, exact=self._exact)
         split = [segment.place is not None for segment in segments]
         programs = trace_programs(segments, split, self.params, self.state, self._microbatch, self._key)
         return TracedStages(segments, programs, self.params.ipus, self.platform)

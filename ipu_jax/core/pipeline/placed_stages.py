@@ -63,6 +63,7 @@ class PlacedStages:
         guards: finds out which guards a program needs.
         schedule: the schedule; None under "auto", until the shapes of a step are known.
         uniform: whether IPUs run each other's tasks, too.
+        exact: as in `Segment`.
     """
 
     stages: tuple[Stage, ...]
@@ -74,6 +75,7 @@ class PlacedStages:
     guards: GuardCheck
     schedule: Schedule | None
     uniform: bool
+    exact: bool = False
 
     @property
     def replicas(self) -> int:
@@ -252,7 +254,7 @@ class PlacedStages:
 
     def _shapes(self, args: StepArgs) -> StepShapes:
         layout = self.groups.as_trained(args.params.layout)
-        return StepShapes(args, layout, self.platform, uniform=self.uniform)
+        return StepShapes(args, layout, self.platform, uniform=self.uniform, exact=self.exact)
 
     def loss_with_aux(self, loss: Value, aux: dict[str, Tree]) -> Tree:
         """Return the loss, or the loss and the aux of the stages, as `value_and_grad` returns them."""

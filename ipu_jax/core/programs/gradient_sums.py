@@ -39,7 +39,7 @@ class Sum:
 
 
 def add_gradients(
-    backward: Jaxpr, args: Sequence[Value], num_dx: int, sums: Sequence[Sum], zero: Value
+    backward: Jaxpr, args: Sequence[Value], num_dx: int, sums: Sequence[Sum], zero: Value, *, exact: bool = False
 ) -> tuple[list[Value], list[Value]]:
     """Run a backward and add its gradients to their accumulators.
 
@@ -49,12 +49,17 @@ def add_gradients(
         num_dx: how many outputs come before the gradients.
         sums: the accumulators.
         zero: an int32 0 that XLA does not know to be 0 (`AccumulatorBlock`).
+        exact: whether to add each gradient as a whole. In parts, the additions have another order.
 
     Returns:
         `(new totals, the other outputs)`.
     """
     totals = [s.total for s in sums]
     blocks = [AccumulatorBlock.whole(s.shape, s.total.shape != s.shape, zero) for s in sums]
+    if exact:
+        outputs = core.jaxpr_as_fun(backward)(*args)
+        added = zip(blocks, totals, outputs[num_dx:], strict=True)
+        return [block.add(total, gradient) for block, total, gradient in added], outputs[:num_dx]
     outvars = backward.jaxpr.outvars[num_dx:]
     wanted = [_Wanted(var, k, block) for k, (var, block) in enumerate(zip(outvars, blocks, strict=True))]
     walk = _Walk(backward, wanted)

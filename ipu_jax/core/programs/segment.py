@@ -71,6 +71,7 @@ class Segment:
         role: the purpose, which decides which functions run and whether they change the state.
         stashes: whether F and B are separate tasks, so that the values of F that B reads are stashed.
         backward: whether there is a B; otherwise nothing is kept or computed again for it.
+        exact: whether gradients have the bits of the unsharded program: B adds cotangents and gradients in its order.
     """
 
     stages: tuple[Stage, ...]
@@ -79,6 +80,7 @@ class Segment:
     role: Role = "training"
     stashes: bool = True
     backward: bool = True
+    exact: bool = False
 
     @property
     def place(self) -> int | None:
@@ -105,7 +107,7 @@ class Segment:
         fn = stage.function(self.role)
         if not self.backward:
             return fn
-        if stage.recompute == "auto" and self.stashes:
+        if stage.recompute == "auto" and self.stashes and not self.exact:  # each part would add up its own cotangents
             return recomputing(fn, (ValueOrigin.WEIGHTS, ValueOrigin.COMPUTED, ValueOrigin.GIVEN))
         return stage.checkpointed(fn)
 
@@ -226,7 +228,12 @@ def one_by_one(stages: tuple[Stage, ...], role: Role = "training") -> tuple[Segm
 
 
 def segments_of(
-    stages: tuple[Stage, ...], schedule: Schedule, role: Role = "training", *, backward: bool = True
+    stages: tuple[Stage, ...],
+    schedule: Schedule,
+    role: Role = "training",
+    *,
+    backward: bool = True,
+    exact: bool = False,
 ) -> tuple[Segment, ...]:
     """Return segments of neighbouring stages that are in one place and always run in the same tick."""
     when = list(zip(schedule.forward, schedule.backward, schedule.weight or schedule.backward, strict=True))
@@ -237,7 +244,7 @@ def segments_of(
             found[-1] = dataclasses.replace(joined, stages=(*joined.stages, stage), onward=(*joined.onward, onward))
         else:
             stashes = schedule.phase(number, "F") != "head"  # there, B follows F in the same task
-            found.append(Segment((stage,), number, (onward,), role, stashes, backward))
+            found.append(Segment((stage,), number, (onward,), role, stashes, backward, exact))
     return tuple(found)
 
 

@@ -75,6 +75,7 @@ class SegmentProgram:
             this file; without a backward only "F".
         whole_backward: the closed jaxpr of the whole backward pass; it is B where B is not split.
         needs_sums_only: whether B of a concurrent segment needs the cotangents of y only as sums over the IPUs.
+        exact: as in `Segment`.
     """
 
     results: SegmentResults
@@ -84,6 +85,7 @@ class SegmentProgram:
     jaxprs: dict[str, Jaxpr]
     whole_backward: Any = None
     needs_sums_only: bool = False
+    exact: bool = False
     _stash_types: tuple[Value, ...] = ()  # the stash's own dtypes: a random key is stashed as its data
     _num_dx: int = 0
 
@@ -108,7 +110,7 @@ class SegmentProgram:
         `dy` and `dx` list the floating leaves of y and x; for `sums` and `zero` see `add_gradients`.
         """
         args = [*jax.tree.leaves((params, inputs)), *self._with_types(stash), *dy]
-        return add_gradients(self.whole_backward, args, self._num_dx, sums, zero)
+        return add_gradients(self.whole_backward, args, self._num_dx, sums, zero, exact=self.exact)
 
     def backward_input(
         self, params: Params, inputs: MicrobatchInputs, stash: _Values, dy: _Values
@@ -123,7 +125,7 @@ class SegmentProgram:
     ) -> _Values:
         """Run W with B's weight residuals: return each trained leaf's accumulator with its gradient added."""
         args = [*jax.tree.leaves((params, inputs)), *self._with_types(stash), *residuals]
-        return add_gradients(self.jaxprs["W"], args, 0, sums, zero)[0]
+        return add_gradients(self.jaxprs["W"], args, 0, sums, zero, exact=self.exact)[0]
 
     def _with_types(self, stash: list[Value]) -> list[Value]:
         return [with_keys(value, own) for value, own in zip(stash, self._stash_types, strict=True)]
@@ -246,6 +248,7 @@ def trace_segment(
         jaxprs=jaxprs,
         whole_backward=backward.jaxpr,
         needs_sums_only=backward.needs_sums_only,
+        exact=segment.exact,
         _stash_types=stash_types,
         _num_dx=backward.num_dx,
     )

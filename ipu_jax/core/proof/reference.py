@@ -9,6 +9,7 @@ batch norm). `reference_predict` runs the functions of `Pipeline.predict` in the
 of them must call these functions.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
@@ -28,15 +29,12 @@ from ipu_jax.core.mesh.instances import own_device, put
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.pipeline.arguments import check_batch, check_key, check_predictable, check_prediction_batch
 from ipu_jax.core.pipeline.forward import Forward
-from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, keys_of, loss_and_aux, whole
+from ipu_jax.core.programs.segment import NO_MESSAGE, Message, MicrobatchInputs, keys_of, loss_and_aux, whole
 from ipu_jax.core.stage import Stage
 from ipu_jax.core.step_args import StepArgs, without_dims
 
 _COPY_AXIS: Final = "copy of a replica"
 
-UNFUSED: Final = {"xla_allow_excess_precision": False, "xla_cpu_experimental_ynn_fusion_type": ""}
-"""Compiler options with which every operation rounds its result to its own dtype. In jax 0.12 a library of XLA's CPU
-backend fuses a product with its neighbours, and rounds otherwise than XLA does."""
 Compiled = Callable[[Function], Function]
 
 
@@ -132,47 +130,87 @@ def unsharded_update(pipeline: Pipeline, given: StepArgs, compiled: Compiled = j
     check_key(given.key, stages, "training", taken=pipeline.placement.takes_key)
     check_batch(given.batch, replicas, m)
     _check_state(pipeline, given.state)
-    function, count = pipeline.function, m * replicas
-    model = whole(stages, "reference") if function is None else function.unsharded
-    loss_cotangent = 1.0 if pipeline.options.reduction == "sum" else 1.0 / count
+    model = whole(stages, "reference") if pipeline.function is None else pipeline.function.unsharded
     frozen = pipeline.placement.groups.layout(given.params).frozen_whole_leaves()
-    treedef = jax.tree.structure(given.params)
+    leaves, treedef = jax.tree.flatten(given.params)
+
+    def learning_of(args: StepArgs) -> Learning:
+        of_args = zip(jax.tree.leaves(args.params), frozen, strict=True)
+        return Learning([leaf for leaf, is_frozen in of_args if not is_frozen])
+
+    def call(learning: Learning, args: StepArgs, inputs: MicrobatchInputs, state: Tree) -> tuple[Message, Tree, Tree]:
+        following, of_args = iter(learning.summed), zip(jax.tree.leaves(args.params), frozen, strict=True)
+        weights = [leaf if is_frozen else next(following) for leaf, is_frozen in of_args]
+        return model(jax.tree.unflatten(treedef, weights), NO_MESSAGE, inputs, state)
+
+    gradients, states, losses, aux = differentiated(pipeline, given, learning_of, call, compiled)
+    leaves = put(leaves, SingleDeviceSharding(own_device(pipeline.mesh)))
+    sums = iter(gradients.summed)
+    of_leaves = [
+        jnp.zeros_like(leaf) if is_frozen else next(sums).sum(0) for leaf, is_frozen in zip(leaves, frozen, strict=True)
+    ]
+    new_state = jax.tree.map(lambda s: s.mean(0) if jnp.issubdtype(s.dtype, jnp.floating) else s[0], states)
+    loss = losses.sum(dtype=jnp.promote_types(losses.dtype, jnp.float32)) / (m * replicas)
+    value = pipeline.placement.loss_with_aux(loss, without_dims(aux, replicas))
+    result = (value, jax.tree.unflatten(treedef, of_leaves))
+    return (*result, new_state) if jax.tree.leaves(new_state) else result
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Learning:
+    """Hold trained values, or their gradients: those that are summed over micro-batches, and those that are stacked."""
+
+    summed: Tree
+    stacked: Tree = ()
+
+
+def differentiated(
+    pipeline: Pipeline,
+    given: StepArgs,
+    learning_of: Callable[[StepArgs], Learning],
+    call: Callable[[Learning, StepArgs, MicrobatchInputs, Tree], tuple[Message, Tree, Tree]],
+    compiled: Compiled,
+) -> tuple[Learning, Tree, Value, Tree]:
+    """Differentiate a model for one micro-batch after the other, each replica on its first IPU.
+
+    Args:
+        pipeline: the pipeline whose stages the model runs.
+        given: whole arguments.
+        learning_of: returns the values by which the model is differentiated, from the arguments of a replica.
+        call: runs the model: (these values, arguments of a replica, inputs, state) -> (message, new state, aux).
+        compiled: as in `unsharded_update`.
+
+    Returns:
+        The gradients, in at least float32; the new state; losses; and the aux by stage. Leaves have leading dims
+        (replicas,); stacked gradients, losses and aux (replicas, M).
+    """
+    stages, count = pipeline.stages, pipeline.options.gradient_accumulation * pipeline.replicas
+    cotangent = 1.0 if pipeline.options.reduction == "sum" else 1.0 / count
+    wide = lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
 
     def run_replica(args: StepArgs) -> Tree:
-        leaves = jax.tree.leaves(args.params)
-        learning = [leaf for leaf, is_frozen in zip(leaves, frozen, strict=True) if not is_frozen]
+        learning = learning_of(args)
 
         def run_microbatch(carry: Tree, index_and_microbatch: tuple[Value, Batch]) -> tuple[Tree, Tree]:
             sums, state = carry
             inputs = _inputs(stages, args.key, *index_and_microbatch)
 
-            def loss_of(learning: list[Value]) -> tuple[Value, Tree]:
-                next_learning = iter(learning)
-                weights = [w if is_frozen else next(next_learning) for w, is_frozen in zip(leaves, frozen, strict=True)]
-                message, new_state, aux = model(jax.tree.unflatten(treedef, weights), NO_MESSAGE, inputs, state)
+            def loss_of(learning: Learning) -> tuple[Value, Tree]:
+                message, new_state, aux = call(learning, args, inputs, state)
                 loss, aux = loss_and_aux(message, aux, stages[-1])
                 return loss, (new_state, aux)
 
             loss, vjp, (state, aux) = jax.vjp(loss_of, learning, has_aux=True)
-            (gradients,) = vjp(jnp.full((), loss_cotangent, loss.dtype))
-            return ([total + g for total, g in zip(sums, gradients, strict=True)], state), (loss, aux)
+            (gradients,) = jax.tree.map(wide, vjp(jnp.full((), cotangent, loss.dtype)))
+            sums = jax.tree.map(jnp.add, sums, gradients.summed)
+            return (sums, state), (gradients.stacked, loss, aux)
 
-        zeros = [jnp.zeros(w.shape, jnp.promote_types(w.dtype, jnp.float32)) for w in learning]
-        (sums, new_state), (losses, aux) = lax.scan(run_microbatch, (zeros, args.state), _numbered(args.batch))
-        return sums, new_state, losses, aux
+        zeros = jax.tree.map(lambda leaf: jnp.zeros_like(wide(leaf)), learning.summed)
+        (sums, new_state), (stacked, *others) = lax.scan(run_microbatch, (zeros, args.state), _numbered(args.batch))
+        return Learning(sums, stacked), new_state, *others
 
-    sums, states, losses, aux = _on_first_ipus(pipeline, run_replica, given, compiled)
-    leaves = put(jax.tree.leaves(given.params), SingleDeviceSharding(own_device(pipeline.mesh)))
-    next_learning = iter(sums)
-    gradients = [
-        jnp.zeros_like(w) if is_frozen else next(next_learning).sum(0)
-        for w, is_frozen in zip(leaves, frozen, strict=True)
-    ]
-    new_state = jax.tree.map(lambda s: s.mean(0) if jnp.issubdtype(s.dtype, jnp.floating) else s[0], states)
-    loss = losses.sum(dtype=jnp.promote_types(losses.dtype, jnp.float32)) / count
-    value = pipeline.placement.loss_with_aux(loss, without_dims(aux, replicas))
-    result = (value, jax.tree.unflatten(treedef, gradients))
-    return (*result, new_state) if jax.tree.leaves(new_state) else result
+    return _on_first_ipus(pipeline, run_replica, given, compiled)
 
 
 def check_pipeline(pipeline: Any) -> None:

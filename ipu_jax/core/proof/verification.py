@@ -14,10 +14,11 @@ from jax.extend.core import jaxpr_as_fun
 
 from ipu_jax.base import facts, status
 from ipu_jax.base.annotations import Batch, Dtype, Function, Jaxpr, Key, Tree, Value
-from ipu_jax.base.checks import check_cost
+from ipu_jax.base.checks import check_bool, check_cost
 from ipu_jax.base.decorators import public_on_mesh
 from ipu_jax.base.jaxprs import all_equations, widened
 from ipu_jax.base.keys import without_keys
+from ipu_jax.core.exactness import UNFUSED
 from ipu_jax.core.layout.packing import Sharded
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.pipeline.forward import Forward
@@ -30,7 +31,8 @@ from ipu_jax.core.proof.comparison import (
     check_same_shapes,
     roundings,
 )
-from ipu_jax.core.proof.reference import UNFUSED, Compiled, check_pipeline, unsharded_forward, unsharded_update
+from ipu_jax.core.proof.exact import checked_exact, exact_results
+from ipu_jax.core.proof.reference import Compiled, check_pipeline, unsharded_forward, unsharded_update
 from ipu_jax.core.step_args import StepArgs
 
 _DEFAULT = 1e-5  # of float32 programs that add in other orders
@@ -45,6 +47,7 @@ def verify(
     key: Key = None,
     *,
     rtol: float | None = None,
+    exact: bool = False,
 ) -> VerificationReport: ...
 @overload
 def verify(
@@ -55,6 +58,7 @@ def verify(
     key: Key = None,
     *,
     rtol: float | None = None,
+    exact: bool = False,
 ) -> ForwardReport: ...
 @public_on_mesh
 @facts.during("verifying")
@@ -66,6 +70,7 @@ def verify(
     key: Key = None,
     *,
     rtol: float | None = None,
+    exact: bool = False,
 ) -> VerificationReport | ForwardReport:
     """Run the pipeline and the unsharded program on the same weights and batch, and compare all their results.
 
@@ -92,6 +97,12 @@ def verify(
 
     For a forward pass, `pipeline.forward(...)`, it compares all outputs and the new state with the function's.
 
+    With `exact` there is no tolerance: the update runs once more, compiled so that XLA rewrites and fuses no operation,
+    and with whole stages, beside the same stages one after the other on one device. Every bit must be equal. Then its
+    results are compared as above with the unsharded program, if that is not the stages themselves: the function, or
+    `reference=`. Where all IPUs compute a stage, or the mesh has further axes, sums over shards have another order than
+    on one device, and `exact` is refused.
+
     Args:
         pipeline: the pipeline, or what its `forward` returned.
         params: from `pipeline.shard`.
@@ -100,14 +111,17 @@ def verify(
             magnitude), in both comparisons. Default: 1e-5 for float32 programs, and so in the second comparison. In
             the first, the largest of 1e-5 and 8 machine epsilons of the leaf's own dtype, of the coarsest weight dtype
             and of the coarsest dtype that the step computes in.
+        exact: whether every bit must be equal to that of the stages on one device.
 
     Returns:
         The `VerificationReport` of the last comparison.
 
     Raises:
-        VerificationError: an error is above `rtol` or is NaN, or the trees or shapes of the aux differ. The message
-            names the worst leaf, the two values that are furthest apart, and the tolerance. If neither program's
-            result is finite, it names the number in batch, weights or state that is not.
+        ValueError: `exact` is given for a forward pass, with a stage that all IPUs compute, or with further axes.
+        VerificationError: an error is above `rtol` or is NaN, a bit differs under `exact`, or the trees or shapes of
+            the aux differ. The message names the worst leaf, the two values that are furthest apart, and the
+            tolerance; or the leaves with other bits, and how many. If neither program's result is finite, it names the
+            number in batch, weights or state that is not.
 
     >>> from ipu_jax.core.stage import Stage
     >>> halve = Stage(lambda w, x, mb: mb * w, params="first", ipu=0)
@@ -125,10 +139,12 @@ def verify(
     given = StepArgs(params, batch, state, key)
     pipeline.check(given) if is_forward else pipeline.placement.check(given)
     check_cost("rtol", 0.0 if rtol is None else rtol, "tolerance")
+    of_bits = checked_exact(pipeline) if check_bool("exact", exact) else None
     whole_state = None if state is None else pipeline.unshard(state)
     whole = given._replace(params=pipeline.unshard(params), state=whole_state)
     programs = _ForwardPrograms(pipeline, given, whole) if is_forward else _Programs(pipeline, given, whole)
-    actual, expected = programs.sharded(), programs.unsharded()
+    actual, expected = (programs.sharded(), None) if of_bits is None else exact_results(of_bits, given, whole)
+    expected = programs.unsharded() if expected is None else expected
     status.say("comparing")
     groups = pipeline.placement.groups.as_trained(params.layout).groups
     dtypes = [jnp.dtype(leaf.dtype) for group in groups for leaf in group.leaves if not leaf.frozen]

@@ -7,6 +7,7 @@ Everything else in this room is the same for both.
 """
 
 import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,12 +41,14 @@ from ipu_jax.training.update.state import TrainState
 class PipelineModel(Model):
     """A pipeline as a training step sees it."""
 
-    def __init__(self, pipeline: Pipeline):
+    def __init__(self, pipeline: Pipeline, *, exact: bool):
         stages = pipeline.stages
         groups = sorted(stage.state for stage in stages if stage.state is not None)
         super().__init__(pipeline, random=any(stage.random for stage in stages), state_groups=groups)
         self.kind = f"Pipeline of {len(stages)} stages"
         self.pipeline, self.placement = pipeline, pipeline.placement
+        if exact:
+            self.placement = dataclasses.replace(pipeline.placement, exact=True)
         self.takes_unused_key = not self.random and self.placement.takes_key
 
     def check(self, given: StepArgs) -> None:
@@ -194,7 +197,9 @@ def model_for(model: Any, options: TrainOptions) -> Model:
             model = model.replace(stages=function_in(model.function, half, held))
         elif half is not None:
             model = model.replace(stages=[computing_in(stage, half) for stage in model.stages])
-        return PipelineModel(model)
+        return PipelineModel(model, exact=options.exact)
+    if options.exact:
+        raise ValueError("exact=True needs a Pipeline, whose schedule and IPUs can differ: leave it out")
     own: dict[str, Any] = {"replication_factor": count or 1}
     if isinstance(model, Replicas):
         own = {"replication_factor": model.replicas, "random": model.random, "devices": model.given_devices}

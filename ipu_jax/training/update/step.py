@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ipu_jax.base import facts, status
 from ipu_jax.base.annotations import Batch, Function, Key, Params, Tree, Value
 from ipu_jax.base.decorators import public_on_mesh
+from ipu_jax.core.exactness import exact_options
 from ipu_jax.core.layout.packed_layout import WHOLE
 from ipu_jax.core.layout.packing import Sharded, batch_shapes, check_alive, unshard_tree, whole_shapes
 from ipu_jax.core.mesh.devices import REPLICA_AXIS, InFlight, check_there
@@ -101,7 +102,9 @@ class TrainStep:
         self._arguments = Arguments(self._model, options, self._placer)
         self._alike = Alike(self.mesh, self._placer, self._settings)
         self._window = InFlight()
-        self._program = jax.jit(self._run, static_argnums=0, donate_argnums=(1,) if options.donate else ())
+        compiler_options = exact_options(fused=True) if options.exact else None
+        donated = (1,) if options.donate else ()
+        self._program = jax.jit(self._run, static_argnums=0, donate_argnums=donated, compiler_options=compiler_options)
         self._averaged = jax.jit(self._run_average)
         on_all = NamedSharding(self.mesh, PartitionSpec())
         self._placed_ends = functools.lru_cache(64)(lambda made: put(_ends(made), on_all))

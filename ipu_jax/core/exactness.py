@@ -1,0 +1,34 @@
+"""Choose the options with which XLA computes an operation alike in every program, so that bits can be compared.
+
+XLA rewrites operations that meet in one program: a / sqrt(b) becomes a * rsqrt(b), but not where sqrt(b) was stashed. A
+pipeline divides the operations over other programs than one device has, and so other operations meet.
+"""
+
+import os
+import re
+from typing import Final
+
+from ipu_jax.base.annotations import Json
+
+UNFUSED: Final[dict[str, Json]] = {"xla_allow_excess_precision": False, "xla_cpu_experimental_ynn_fusion_type": ""}
+"""Every operation rounds its result to its own dtype. A library of XLA's CPU backend fuses a product with its
+neighbours, and rounds otherwise than XLA does."""
+
+_PASSES: Final = "xla_disable_hlo_passes"
+
+
+def exact_options(*, fused: bool) -> dict[str, Json]:
+    """Return compiler options with which no operation is rewritten.
+
+    Args:
+        fused: whether XLA may still compute several operations in one loop. There a CPU can round a product and a sum
+            once (FMA) where it rounds both in another program.
+
+    Passes that `XLA_FLAGS` disables stay disabled.
+
+    >>> exact_options(fused=True)["xla_disable_hlo_passes"]
+    'algsimp'
+    """
+    given = re.findall(rf"--{_PASSES}=(\S*)", os.environ.get("XLA_FLAGS", ""))
+    passes = [*filter(None, ",".join(given).split(",")), "algsimp", *([] if fused else ["fusion"])]
+    return {**UNFUSED, _PASSES: ",".join(dict.fromkeys(passes))}

@@ -1,0 +1,258 @@
+"""Test that a pipeline's update has the bits of its stages on one device, and that `verify(exact=True)` finds one ulp.
+
+The right models were written without regard to the order of additions: norms by `jnp.var`, attention, tied weights,
+scans that are cut into rows, dropout, state. Faults change the library by one rounding.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh, verify
+from ipu_jax.core.programs.segment_program import SegmentProgram
+from ipu_jax.pipelines import VerificationError
+from support.layers import normal
+from support.refusals import refusals, refused
+
+M, ROWS, T, D, V = 4, 3, 5, 8, 13
+BATCH: Any = {
+    "ids": np.random.default_rng(0).integers(0, V, (M, ROWS, T)).astype(np.int32),
+    "labels": np.random.default_rng(1).integers(0, V, (M, ROWS, T)).astype(np.int32),
+}
+MICROBATCH = jax.tree.map(lambda leaf: leaf[0], BATCH)
+
+
+def drawn(*shape: int, seed: int = 0) -> Any:
+    return normal(*shape, seed=seed) / np.sqrt(shape[-2])
+
+
+def normalised(x):
+    return (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)
+
+
+def block(w, x):
+    h = normalised(x)
+    scores = (h @ w["q"]) @ (h @ w["k"]).swapaxes(-1, -2)
+    x = x + jax.nn.softmax(jnp.where(jnp.tri(T, dtype=bool), scores, -jnp.inf)) @ (h @ w["v"])
+    return x + jax.nn.gelu(normalised(x) @ w["up"]) @ w["down"]
+
+
+def block_weights(seed: int, *lead: int) -> Any:
+    shapes = {"q": (D, D), "k": (D, D), "v": (D, D), "up": (D, 2 * D), "down": (2 * D, D)}
+    return {name: drawn(*lead, *shape, seed=seed) for name, shape in shapes.items()}
+
+
+def cross_entropy(logits, mb):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, mb["labels"]).mean()
+
+
+# stages of one's own
+
+
+def staged(places: list[int], schedule: str, recompute: Any = "auto", **options: Any) -> tuple[Pipeline, Any]:
+    how: Any = {"recompute": recompute}
+    stages = [
+        Stage(lambda w, x, mb: block(w, jax.nn.one_hot(mb["ids"], D)), "first", places[0], **how),
+        *(Stage(lambda w, x, mb: block(w, x), f"block {k}", ipu, **how) for k, ipu in enumerate(places[1:-1])),
+        Stage(lambda w, x, mb: cross_entropy(x @ w, mb), "head", places[-1], **how),
+    ]
+    weights = {stage.params: block_weights(k) for k, stage in enumerate(stages[:-1])} | {"head": drawn(D, V)}
+    mesh = make_mesh(options.pop("replicas", 1), 1 + max(places))
+    return Pipeline(stages, mesh=mesh, gradient_accumulation=M, schedule=schedule, **options), weights
+
+
+LINE, PAIRS, WAVE, ROUNDS, ONE = [0, 1, 2, 3], [0, 0, 1, 1], [0, 1, 1, 0], [0, 1, 0, 1], [0, 0, 0, 0]
+SCHEDULES = [
+    *((LINE, name) for name in ("sequential", "grouped", "gpipe", "1f1b", "interleaved", "zb-h1", "auto")),
+    *((PAIRS, name) for name in ("1f1b", "zb-h1")),
+    *((WAVE, name) for name in ("zbv", "zb-wave")),
+    *((ROUNDS, name) for name in ("looped", "looped-bfs", "looped-zb")),
+    (ONE, "sequential"),
+]
+
+
+@pytest.mark.fast("0123-1f1b-auto", "0101-looped-zb-none")
+@pytest.mark.parametrize("recompute", ["auto", "none", "all"])
+@pytest.mark.parametrize(("places", "schedule"), SCHEDULES, ids=lambda one: "".join(map(str, one)))
+def test_every_schedule_has_the_bits_of_one_device(places, schedule, recompute):
+    pipeline, weights = staged(places, schedule, recompute)
+    report = verify(pipeline, pipeline.shard(weights), BATCH, exact=True)
+    assert report.loss == report.reference_loss
+    assert report.worst[1] == 0
+
+
+# cut functions
+
+
+def embedded(p, mb):
+    return p["table"][mb["ids"]] + p["positions"]
+
+
+def listed(p, mb):
+    x = embedded(p, mb)
+    for w in p["layers"]:
+        x = block(w, x)
+    return cross_entropy(normalised(x) @ p["out"], mb)
+
+
+def tied(p, mb):
+    x = embedded(p, mb)
+    for w in p["layers"]:
+        x = jax.checkpoint(block)(w, x)
+    return cross_entropy(x @ p["table"].T, mb)
+
+
+def scanned(p, mb):
+    x, _ = lax.scan(lambda x, w: (jax.jit(block)(w, x), None), embedded(p, mb), p["stacked"])
+    return cross_entropy(jnp.tanh(x) @ p["out"], mb)
+
+
+def in_half(p, mb):
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), p)
+    x, _ = lax.scan(lambda x, w: (block(w, x), None), embedded(half, mb), half["stacked"])
+    return cross_entropy((x @ half["table"].T).astype(jnp.float32), mb)
+
+
+def with_dropout_and_state(p, state, mb, key):
+    x, seen = embedded(p, mb), []
+    for w, old in zip(p["layers"], state["means"], strict=True):
+        key, own = jax.random.split(key)
+        x = block(w, x) * jax.random.bernoulli(own, 0.8, x.shape)
+        seen.append(0.9 * old + 0.1 * x.mean((0, 1)))
+    return cross_entropy(x @ p["out"], mb), {"aux": x.max()}, {"means": seen}
+
+
+WEIGHTS: Any = {
+    "table": drawn(V, D, seed=5),
+    "positions": drawn(T, D, seed=6),
+    "layers": [block_weights(k) for k in range(4)],
+    "stacked": block_weights(7, 4),
+    "out": drawn(D, V, seed=8),
+}
+READ = {
+    listed: ("table", "positions", "layers", "out"),
+    tied: ("table", "positions", "layers"),
+    scanned: ("table", "positions", "stacked", "out"),
+    in_half: ("table", "positions", "stacked"),
+    with_dropout_and_state: ("table", "positions", "layers", "out"),
+}
+
+
+def cut(loss: Any, ipus: int, schedule: str, *, replicas: int = 1, **options: Any) -> tuple[Pipeline, Any, list[Any]]:
+    """Return the pipeline, the user's weights, and the other arguments of `verify`."""
+    params, others = {name: WEIGHTS[name] for name in READ[loss]}, [None, None]
+    state = {"means": [np.zeros(D, np.float32)] * 4} if loss is with_dropout_and_state else None
+    options |= {} if state is None else {"state": state}
+    options |= {"mesh": make_mesh(replicas, ipus)} if replicas > 1 else {"ipus": ipus}
+    m = M // replicas if M % replicas == 0 else 1
+    how = {"gradient_accumulation": m, "schedule": schedule}
+    pipeline = Pipeline.from_function(loss, params, MICROBATCH, **how, **options)
+    if state is not None:
+        others = [pipeline.shard_state(state), jax.random.key(3)]
+    lead = (replicas, m) if replicas > 1 else (m,)
+    batch = jax.tree.map(lambda leaf: leaf[: replicas * m].reshape(*lead, *leaf.shape[1:]), BATCH)
+    return pipeline, params, [batch, *others]
+
+
+@pytest.mark.fast("scanned-2-zb-h1", "tied-2-zbv", "with_dropout_and_state-2-1f1b")
+@pytest.mark.parametrize(("ipus", "schedule"), [(2, "zb-h1"), (2, "1f1b"), (2, "zbv"), (4, "1f1b"), (1, "sequential")])
+@pytest.mark.parametrize("loss", READ)
+def test_a_cut_function_has_the_bits_of_its_stages(loss, ipus, schedule):
+    pipeline, params, others = cut(loss, ipus, schedule)
+    verify(pipeline, pipeline.shard(params), *others, exact=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("replicas", "ipus"), [(2, 2), (3, 1), (4, 1)])
+@pytest.mark.parametrize("loss", [tied, with_dropout_and_state])
+def test_replicas_are_added_in_order(loss, replicas, ipus):
+    pipeline, params, others = cut(loss, ipus, "1f1b" if ipus > 1 else "sequential", replicas=replicas)
+    verify(pipeline, pipeline.shard(params), *others, exact=True)
+
+
+# faults of one rounding
+
+BACKWARD = SegmentProgram.backward
+
+
+def by_one_ulp(self, params, inputs, stash, dy, sums, zero):
+    return BACKWARD(self, params, inputs, stash, [x * jnp.asarray(1 + 2**-23, x.dtype) for x in dy], sums, zero)
+
+
+def by_fewer_bits(self, params, inputs, stash, dy, sums, zero):
+    totals, dx = BACKWARD(self, params, inputs, stash, dy, sums, zero)
+    return totals, [lax.reduce_precision(x, 8, 19) for x in dx]
+
+
+@pytest.mark.fast("by_one_ulp")
+@pytest.mark.parametrize("fault", [by_one_ulp, by_fewer_bits])
+def test_a_fault_of_one_rounding_is_found_bit_by_bit_alone(monkeypatch, fault):
+    monkeypatch.setattr(SegmentProgram, "backward", fault)
+    pipeline, params, others = cut(scanned, 2, "1f1b")
+    weights = pipeline.shard(params)
+    verify(pipeline, weights, *others)
+    with pytest.raises(VerificationError, match=r"results differ from the stages on one device: .*stacked.* bits"):
+        verify(pipeline, weights, *others, exact=True)
+
+
+@pytest.mark.slow
+def test_a_function_that_its_stages_do_not_compute_is_found_too(monkeypatch):
+    pipeline, params, others = cut(listed, 2, "1f1b")
+    assert pipeline.function is not None
+    monkeypatch.setattr(
+        type(pipeline.function), "unsharded", lambda *_: pytest.fail("the function was compared"), raising=True
+    )
+    with pytest.raises(pytest.fail.Exception, match="the function was compared"):
+        verify(pipeline, pipeline.shard(params), *others, exact=True)
+
+
+def verified(pipeline: Any, weights: Any, batch: Any, exact: Any = True) -> None:
+    verify(pipeline, pipeline.shard(weights), batch, exact=exact)
+
+
+def concurrent() -> Any:
+    first = Stage(lambda w, x, mb: mb @ w, "first", 0)
+    head = Stage(lambda w, x, mb: lax.psum((x @ w).sum(), "ipu"), "head", ALL_IPUS)
+    return Pipeline([first, head], mesh=make_mesh(1, 2), gradient_accumulation=M, specs={"head": P(None, "ipu")})
+
+
+def split() -> Any:
+    stage = Stage(lambda w, x, mb: (mb @ w).sum(), "w", 0)
+    mesh = make_mesh(1, 1, tensor=2)
+    return Pipeline([stage], mesh=mesh, gradient_accumulation=M, specs={"w": P(None, "tensor")})
+
+
+ONES = np.ones((M, ROWS, D), np.float32)
+
+
+@refusals(
+    (lambda: verified(concurrent(), {"first": np.eye(D), "head": np.eye(D)}, ONES), "'head'", "all IPUs", "1e-05"),
+    (lambda: verified(split(), {"w": np.eye(D)}, ONES), "tensor", "an order of its own", "leave exact out"),
+    (lambda: verified(split(), {"w": np.eye(D)}, ONES, "yes"), "exact='yes'", "True or False"),
+)
+def test_what_cannot_have_equal_bits_is_refused(call, holds):
+    with refused(*holds):
+        call()
+
+
+@pytest.mark.slow
+def test_a_forward_pass_is_refused():
+    pipeline, params, others = cut(listed, 2, "1f1b")
+    forward = pipeline.forward(lambda p, x: p["table"][x].sum(), MICROBATCH["ids"])
+    with pytest.raises(ValueError, match="a forward pass makes none: leave exact out"):
+        verify(forward, pipeline.shard(params), others[0]["ids"], exact=True)
+
+
+def test_outputs_of_a_stage_are_compared():
+    def fn(w, x, mb):
+        return Outputs((mb @ w).sum(), aux={"largest": (mb @ w).max()})
+
+    pipeline = Pipeline([Stage(fn, "w", 0)], gradient_accumulation=M)
+    report = verify(pipeline, pipeline.shard({"w": np.eye(D, dtype=np.float32)}), ONES, exact=True)
+    assert report.aux_errors == {"aux['largest']": 0.0}
