@@ -17,18 +17,19 @@ neighbours, and rounds otherwise than XLA does."""
 _PASSES: Final = "xla_disable_hlo_passes"
 
 
-def exact_options(*, fused: bool) -> dict[str, Json]:
+def exact_options(*, optimized: bool) -> dict[str, Json]:
     """Return compiler options with which no operation is rewritten.
 
     Args:
-        fused: whether XLA may still compute several operations in one loop. There a CPU can round a product and a sum
-            once (FMA) where it rounds both in another program.
+        optimized: whether XLA may compute several operations in one loop, and optimize its code. A CPU may then round
+            a product and a sum once (FMA) if both are in one loop, and twice in another program.
 
     Passes that `XLA_FLAGS` disables stay disabled.
 
-    >>> exact_options(fused=True)["xla_disable_hlo_passes"]
+    >>> exact_options(optimized=True)["xla_disable_hlo_passes"]
     'algsimp'
     """
     given = re.findall(rf"--{_PASSES}=(\S*)", os.environ.get("XLA_FLAGS", ""))
-    passes = [*filter(None, ",".join(given).split(",")), "algsimp", *([] if fused else ["fusion"])]
-    return {**UNFUSED, _PASSES: ",".join(dict.fromkeys(passes))}
+    passes = [*filter(None, ",".join(given).split(",")), "algsimp", *([] if optimized else ["fusion"])]
+    level: dict[str, Json] = {} if optimized else {"xla_backend_optimization_level": 0}
+    return {**UNFUSED, _PASSES: ",".join(dict.fromkeys(passes)), **level}

@@ -49,20 +49,17 @@ def add_gradients(
         num_dx: how many outputs come before the gradients.
         sums: the accumulators.
         zero: an int32 0 that XLA does not know to be 0 (`AccumulatorBlock`).
-        exact: whether to add each gradient as a whole. In parts, the additions have another order.
+        exact: whether each element gets one addition, of its whole gradient. Otherwise a sum's terms are added one by
+            one.
 
     Returns:
         `(new totals, the other outputs)`.
     """
     totals = [s.total for s in sums]
     blocks = [AccumulatorBlock.whole(s.shape, s.total.shape != s.shape, zero) for s in sums]
-    if exact:
-        outputs = core.jaxpr_as_fun(backward)(*args)
-        added = zip(blocks, totals, outputs[num_dx:], strict=True)
-        return [block.add(total, gradient) for block, total, gradient in added], outputs[:num_dx]
     outvars = backward.jaxpr.outvars[num_dx:]
     wanted = [_Wanted(var, k, block) for k, (var, block) in enumerate(zip(outvars, blocks, strict=True))]
-    walk = _Walk(backward, wanted)
+    walk = _Walk(backward, wanted, exact=exact)
     env = walk.run(args, totals)
     return totals, [value_of(v, env) for v in backward.jaxpr.outvars[:num_dx]]
 
@@ -84,10 +81,11 @@ class _Walk:
         wanted: its gradients.
         carried: inputs that are accumulators themselves (a scan's carry, to which the body adds), and so are not
             added again.
+        exact: as for `add_gradients`.
     """
 
-    def __init__(self, closed: Jaxpr, wanted: Sequence[_Wanted], carried: Sequence[Var] = ()):
-        self.closed, jaxpr = closed, closed.jaxpr
+    def __init__(self, closed: Jaxpr, wanted: Sequence[_Wanted], carried: Sequence[Var] = (), *, exact: bool):
+        self.closed, self.exact, jaxpr = closed, exact, closed.jaxpr
         self.uses = collections.Counter(read_by(jaxpr.eqns, jaxpr.outvars))
         self.made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         self.sums_alone: set[int] = set()  # equations that only add parts
@@ -117,7 +115,7 @@ class _Walk:
         """
         part, name = eqn.invars[0].aval, eqn.primitive.name
         if name == "add_any":
-            return block
+            return None if self.exact else block
         if name == "convert_element_type":  # the accumulator is float32 at least
             return block if jnp.issubdtype(part.dtype, jnp.floating) else None
         if name == "pad":  # the gradient of a slice
@@ -186,7 +184,7 @@ def _scan(
         return None  # the accumulator has no row that the body could add to
     consts, init, xs = in_scan_parts(params, inputs)
     num_carry, (_, carry_vars, _) = len(init), in_scan_parts(params, body.jaxpr.invars)
-    added = _added_by_body(body, own, carry_vars)
+    added = _added_by_body(walk, body, own, carry_vars)
     if not added:
         return None
     for p, want in added.items():
@@ -206,7 +204,7 @@ def _scan(
         of_kept = dict(zip(kept_carry, values, strict=True))
         of_carry = [of_kept.get(p) for p in range(num_carry)]
         sums_in = [carry_vars[p] for p in added if p < num_carry]
-        env = _Walk(body, wanted, sums_in).run([*consts, *of_carry, *x], here)
+        env = _Walk(body, wanted, sums_in, exact=walk.exact).run([*consts, *of_carry, *x], here)
         new = [value_of(body.jaxpr.outvars[p], env) for p in kept]
         return (new[: len(kept_carry)], [here[k] for k in ks]), new[len(kept_carry) :]
 
@@ -219,9 +217,9 @@ def _scan(
     return dict(zip(kept, [*carry, *ys], strict=True))
 
 
-def _added_by_body(body: Jaxpr, own: dict[int, _Wanted], carry_vars: Sequence[Var]) -> dict[int, _Wanted]:
+def _added_by_body(walk: _Walk, body: Jaxpr, own: dict[int, _Wanted], carry_vars: Sequence[Var]) -> dict[int, _Wanted]:
     """Return which outputs of a scan its body can add: rows of stacked outputs, and carries that it only adds to."""
-    inner, outvars = _Walk(body, ()), body.jaxpr.outvars
+    inner, outvars = _Walk(body, (), exact=walk.exact), body.jaxpr.outvars
     is_sum = lambda p, want: inner.has_part(carry_vars[p], dataclasses.replace(want, var=outvars[p]))
     return {p: want for p, want in own.items() if p >= len(carry_vars) or is_sum(p, want)}
 
@@ -236,7 +234,7 @@ def _checkpoint(
         behind = iter(lax.optimization_barrier([v for v, b in zip(inputs, barred, strict=True) if b]))
         inputs = [next(behind) if b else v for v, b in zip(inputs, barred, strict=True)]
     wanted = [_Wanted(body.jaxpr.outvars[p], want.k, want.block) for p, want in own.items()]
-    env = _Walk(body, wanted).run(inputs, totals)
+    env = _Walk(body, wanted, exact=walk.exact).run(inputs, totals)
     return {p: value_of(v, env) for p, v in enumerate(body.jaxpr.outvars) if p not in own}
 
 
@@ -261,7 +259,7 @@ def _scatter_add(
 ) -> dict[int, Value] | None:
     """Add the gradient of a gather: rows of a table."""
     k, (_, indices, updates) = own[0].k, inputs
-    is_alone = walk.is_zero(eqn.invars[0])
+    is_alone = walk.is_zero(eqn.invars[0]) and not walk.exact
     total = own[0].block.scatter_add(totals[k], indices, updates, eqn.params) if is_alone else None
     if total is None:
         return None

@@ -37,13 +37,14 @@ class ValueOrigin(enum.Enum):
     COMPUTED = enum.auto()
 
 
-def recomputing(fn: Function, origins: Sequence[ValueOrigin]) -> Function:
+def recomputing(fn: Function, origins: Sequence[ValueOrigin], *, keeps_all: bool = False) -> Function:
     """Return `fn` with a derivative that reads few values of F and computes the others again.
 
     Args:
         fn: a function of pytrees. Results that are not arrays are returned as they are.
         origins: per positional argument, where its leaves come from. The keyword argument "key" is GIVEN, "shared" is
             WEIGHTS, and all others are COMPUTED.
+        keeps_all: whether the derivative reads all values of F, and computes none again.
     """
 
     of_keywords = {"key": ValueOrigin.GIVEN, "shared": ValueOrigin.WEIGHTS}
@@ -61,13 +62,13 @@ def recomputing(fn: Function, origins: Sequence[ValueOrigin]) -> Function:
             return [leaf for leaf in jax.tree.leaves(results[0]) if isinstance(leaf, jax.Array)]
 
         closed = jax.make_jaxpr(flat_fn)(*flat)
-        arrays = iter(_run(closed, flat, leaf_origins))
+        arrays = iter(_run(closed, flat, leaf_origins, keeps_all))
         return jax.tree.map(lambda leaf: next(arrays) if isinstance(leaf, jax.Array) else leaf, results[0])
 
     return run
 
 
-def _run(closed: Jaxpr, args: Sequence[Value], origins: Sequence[ValueOrigin]) -> list[Value]:
+def _run(closed: Jaxpr, args: Sequence[Value], origins: Sequence[ValueOrigin], keeps_all: bool) -> list[Value]:
     """Evaluate a closed jaxpr, part by part."""
     closed = jaxprs.laid_open(closed)
     jaxpr = closed.jaxpr
@@ -84,13 +85,13 @@ def _run(closed: Jaxpr, args: Sequence[Value], origins: Sequence[ValueOrigin]) -
             (eqn,) = part
             values = [jaxprs.value_of(v, env) for v in eqn.invars]
             is_scan = eqn.primitive.name == "scan"
-            outputs = _scan(eqn, values, known) if is_scan else jaxprs.bound(eqn, values)
+            outputs = _scan(eqn, values, known, keeps_all) if is_scan else jaxprs.bound(eqn, values)
             stacked.update(eqn.outvars[jaxprs.scan_parts(eqn.params)[1] :] if is_scan else ())
         else:
             read = {v for later in parts[k + 1 :] for v in jaxprs.read_by(later)}
             made = [v for v in made if v in read or v in jaxpr.outvars]
             origins_of_part, of_scan = [known[v] for v in inputs], [v in stacked for v in inputs]
-            outputs = _Part(part, inputs, made, origins_of_part, of_scan).run(env)
+            outputs = _Part(part, inputs, made, origins_of_part, of_scan, keeps_all).run(env)
         env.update(zip(made, outputs, strict=True))
         known |= dict.fromkeys(made, ValueOrigin.WEIGHTS if from_weights else ValueOrigin.COMPUTED)
     return [jaxprs.value_of(v, env) for v in jaxpr.outvars]
@@ -115,7 +116,7 @@ def _is_divider(eqn: Eqn) -> bool:
     return has_body or bool(eqn.effects) or bool(axes_of(eqn))
 
 
-def _scan(eqn: Eqn, inputs: list[Value], known: dict[Var, ValueOrigin]) -> list[Value]:
+def _scan(eqn: Eqn, inputs: list[Value], known: dict[Var, ValueOrigin], keeps_all: bool) -> list[Value]:
     """Run a scan, with a derivative of its body that computes cheap values again."""
     params, body = eqn.params, eqn.params["jaxpr"]
     of_inputs = [ValueOrigin.WEIGHTS if isinstance(v, core.Literal) else known[v] for v in eqn.invars]
@@ -124,7 +125,7 @@ def _scan(eqn: Eqn, inputs: list[Value], known: dict[Var, ValueOrigin]) -> list[
     consts, init, xs = jaxprs.in_scan_parts(params, inputs)
 
     def step(carry: Value, x: Value) -> Value:
-        outputs = _run(body, [*consts, *carry, *x], of_body)
+        outputs = _run(body, [*consts, *carry, *x], of_body, keeps_all)
         return outputs[: len(init)], outputs[len(init) :]
 
     how = {"length": params["length"], "reverse": params["reverse"], "unroll": params["unroll"]}
@@ -149,6 +150,7 @@ class _Part:
     outputs: list[Var]
     origins: list[ValueOrigin]
     stacked: list[bool]
+    keeps_all: bool
 
     def __call__(self, *args: Value) -> list[Value]:
         env = dict(zip(self.inputs, args, strict=True))
@@ -205,7 +207,7 @@ class _Part:
         }
         wanted = set(jaxprs.variables(residuals)) - set(jaxpr.constvars)
         cost, chosen = cheapest_to_keep(jaxpr.eqns, costs, wanted)
-        if cost > 0.95 * sum(costs.get(var, bytes_of(var)) for var in wanted):
+        if self.keeps_all or cost > 0.95 * sum(costs.get(var, bytes_of(var)) for var in wanted):
             chosen = wanted
         kept = [v for eqn in jaxpr.eqns for v in eqn.outvars if v in chosen]
         again = jaxprs.needed([eqn for eqn in jaxpr.eqns if not chosen.intersection(eqn.outvars)], residuals)

@@ -71,7 +71,7 @@ class Segment:
         role: the purpose, which decides which functions run and whether they change the state.
         stashes: whether F and B are separate tasks, so that the values of F that B reads are stashed.
         backward: whether there is a B; otherwise nothing is kept or computed again for it.
-        exact: whether gradients have the bits of the unsharded program: B adds cotangents and gradients in its order.
+        exact: whether all ways to run the stages add cotangents and gradients in one order.
     """
 
     stages: tuple[Stage, ...]
@@ -107,8 +107,10 @@ class Segment:
         fn = stage.function(self.role)
         if not self.backward:
             return fn
-        if stage.recompute == "auto" and self.stashes and not self.exact:  # each part would add up its own cotangents
-            return recomputing(fn, (ValueOrigin.WEIGHTS, ValueOrigin.COMPUTED, ValueOrigin.GIVEN))
+        is_auto = stage.recompute == "auto" and self.stashes
+        if is_auto or self.exact:  # each part of a stage adds up cotangents apart, whatever it keeps
+            origins = (ValueOrigin.WEIGHTS, ValueOrigin.COMPUTED, ValueOrigin.GIVEN)
+            fn = recomputing(fn, origins, keeps_all=not is_auto)
         return stage.checkpointed(fn)
 
     def _changes_state(self, stage: Stage, out: Outputs) -> bool:

@@ -1,9 +1,9 @@
 """Compare a pipeline's weight update with its stages' on one device, bit by bit.
 
-Both programs compute the same operations. Their bits are equal if XLA rewrites and fuses none of them
-(`exact_options`), and if both add in one order. The order is the pipeline's:
+Both programs compute the same operations. Their bits are equal if XLA rewrites and fuses none of them, and if both add
+in one order. The order is the pipeline's:
 
-- a stage is differentiated as a whole, and its gradients are added as wholes (`Segment.exact`);
+- a stage adds up the cotangents of each of its parts, and each gradient as a whole (`Segment.exact`);
 - a weight that several stages read gets one sum per IPU, in the order in which the schedule runs B or W there. Then
   the sums of the IPUs are added, and then those of the replicas.
 """
@@ -72,7 +72,7 @@ def exact_results(pipeline: Pipeline, given: StepArgs, whole: StepArgs) -> tuple
         VerificationError: a bit differs. The message names the leaves, and says how many bits differ.
     """
     placed = dataclasses.replace(pipeline.placement.scheduled(given), exact=True)
-    options, reduction = exact_options(fused=False), pipeline.options.reduction
+    options, reduction = exact_options(optimized=False), pipeline.options.reduction
 
     def update(*args: Tree) -> Tree:
         results = placed.run(StepArgs(*args), role="training", backward=True, reduction=reduction)

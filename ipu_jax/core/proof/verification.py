@@ -97,11 +97,10 @@ def verify(
 
     For a forward pass, `pipeline.forward(...)`, it compares all outputs and the new state with the function's.
 
-    With `exact` there is no tolerance: the update runs once more, compiled so that XLA rewrites and fuses no operation,
-    and with whole stages, beside the same stages one after the other on one device. Every bit must be equal. Then its
-    results are compared as above with the unsharded program, if that is not the stages themselves: the function, or
-    `reference=`. Where all IPUs compute a stage, or the mesh has further axes, sums over shards have another order than
-    on one device, and `exact` is refused.
+    With `exact` there is no tolerance: the update is compiled so that XLA rewrites and fuses no operation, and the same
+    stages run one after the other on one device. Every bit must be equal. Then the results are compared as above with
+    the unsharded program, if that is not the stages themselves: the function, or `reference=`. Where all IPUs compute a
+    stage, or the mesh has further axes, sums over shards have another order than on one device, and `exact` is refused.
 
     Args:
         pipeline: the pipeline, or what its `forward` returned.

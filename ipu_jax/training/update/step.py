@@ -102,7 +102,7 @@ class TrainStep:
         self._arguments = Arguments(self._model, options, self._placer)
         self._alike = Alike(self.mesh, self._placer, self._settings)
         self._window = InFlight()
-        compiler_options = exact_options(fused=True) if options.exact else None
+        compiler_options = exact_options(optimized=True) if options.exact else None
         donated = (1,) if options.donate else ()
         self._program = jax.jit(self._run, static_argnums=0, donate_argnums=donated, compiler_options=compiler_options)
         self._averaged = jax.jit(self._run_average)
