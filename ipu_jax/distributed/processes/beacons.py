@@ -118,6 +118,8 @@ class Beacon:
     Attributes:
         pid: the number of this process.
         launched: whether a launcher reads it.
+        phase: what the process is doing.
+        updates: the number of weight updates in all finished steps.
 
     Raises:
         FileExistsError: another process writes this beacon.
@@ -133,15 +135,15 @@ class Beacon:
                 os.close(handle)
         self.pid, self.launched = os.getpid(), path is not None
         self._begun = self._finished = self._first_ns = self._finished_ns = 0
-        self._updates = self._samples = self._device_bytes = self._joint_begun = self._joint_made = 0
+        self.updates = self._samples = self._device_bytes = self._joint_begun = self._joint_made = 0
         self._older = self._newer = (0, 0, 0)  # ns, updates, samples
         self._aside_ns = self._finished_aside_ns = 0
-        self._phase, self._phase_ns = Phase.SILENT, time.monotonic_ns()
+        self.phase, self._phase_ns = Phase.SILENT, time.monotonic_ns()
         self.enter(Phase.SILENT)
 
     def begun(self, steps: int = 1, *, joint: bool = False) -> None:
         """Count steps that were given to the devices. Joint steps need all instances, and `dispatched` follows."""
-        if self._phase is Phase.SILENT:
+        if self.phase is Phase.SILENT:
             self.enter(Phase.STARTING)
         self._begun += steps
         self._joint_begun += joint * steps
@@ -170,16 +172,16 @@ class Beacon:
         """Count steps that the devices have finished, with their weight updates (by default one each) and examples."""
         now = time.monotonic_ns()
         self._finished += steps
-        self._updates += steps if updates is None else updates
+        self.updates += steps if updates is None else updates
         self._samples += samples
         self._finished_ns = now
         if not self._first_ns:  # it may include compilation: speeds are measured from its end
             self._first_ns = now
-            self._older = self._newer = (now, self._updates, self._samples)
+            self._older = self._newer = (now, self.updates, self._samples)
         elif now - self._newer[0] > _MARK_EVERY_NS:
-            self._older, self._newer = self._newer, (now, self._updates, self._samples)
+            self._older, self._newer = self._newer, (now, self.updates, self._samples)
         self._finished_aside_ns = self._aside_until(now)
-        if self._phase is not Phase.STEPPING and self._phase in (Phase.SILENT, Phase.STARTING, Phase.COMPILING):
+        if self.phase is not Phase.STEPPING and self.phase in (Phase.SILENT, Phase.STARTING, Phase.COMPILING):
             self.enter(Phase.STEPPING)
         else:
             self._write(now)
@@ -188,19 +190,19 @@ class Beacon:
         """Begin another phase."""
         now = time.monotonic_ns()
         self._aside_ns = self._aside_until(now)
-        self._phase, self._phase_ns, self._label, self._limit = phase, now, label, limit
+        self.phase, self._phase_ns, self._label, self._limit = phase, now, label, limit
         self._encoded = label.encode(errors="replace")[:127]
         self._write()
 
     @contextlib.contextmanager
     def during(self, phase: Phase, label: str = "", limit: float = float("inf")) -> Iterator[None]:
         """Enter another phase for the duration of a `with` block, and return to the previous one."""
-        before = self._phase, self._label, self._limit
+        before = self.phase, self._label, self._limit
         self.enter(phase, label, limit)
         try:
             yield
         finally:
-            if self._phase is phase:  # unless an uncaught exception ended it
+            if self.phase is phase:  # unless an uncaught exception ended it
                 self.enter(*before)
 
     def hold(self, device_bytes: int) -> None:
@@ -212,24 +214,9 @@ class Beacon:
         self._memories.append(memory)
         self._write()
 
-    @property
-    def phase(self) -> Phase:
-        """Return the current phase."""
-        return self._phase
-
-    @property
-    def steps(self) -> tuple[int, int]:
-        """Return the numbers of steps begun and finished."""
-        return self._begun, self._finished
-
-    @property
-    def updates(self) -> int:
-        """Return the number of weight updates in all finished steps."""
-        return self._updates
-
     def _aside_until(self, now: int) -> int:
         """Return the time spent in phases other than stepping."""
-        return self._aside_ns + (0 if self._phase is Phase.STEPPING else now - self._phase_ns)
+        return self._aside_ns + (0 if self.phase is Phase.STEPPING else now - self._phase_ns)
 
     def _write(self, now: int = 0) -> None:
         content = _LAYOUT.pack(
@@ -242,13 +229,13 @@ class Beacon:
             self._first_ns,
             self._finished_ns,
             self._finished_aside_ns,
-            self._updates,
+            self.updates,
             self._samples,
             *self._older,
             self._joint_begun,
             self._joint_made,
             self._device_bytes,
-            self._phase,
+            self.phase,
             self._phase_ns,
             self._limit,
             self._encoded,
