@@ -64,13 +64,22 @@ def _forward(
     axes = varying_axes(hidden_ND)
     first, wide = shard_start(terms), factors_N.dtype
 
+    def losses(chunk_ND: jax.Array, labels_N: jax.Array, factors_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the loss of each token of a chunk, and the derivative of their weighted sum by the logits."""
+        raw_NV = logits(chunk_ND, table_VD, bias_V)
+        logits_NV, pull = jax.vjp(lambda x_NV: softmax_logits(x_NV, first, terms), raw_NV)
+        shard = statistics(logits_NV, labels_N, first, terms)
+        row = combine_shards(gather_to_all(shard_summary(shard, labels_N, terms), terms.axis), labels_N, terms)
+        (dlogits_NV,) = pull(loss_dlogits(logits_NV, labels_N, row, first, terms) * factors_N[:, None])
+        return jnp.where(labels_N >= 0, row.loss_N, 0), dlogits_NV
+
     def add_tokens(start: Any, tokens: int, carry: Any) -> Any:
         loss_N, dhidden_ND, dtable_VD, dbias_V = carry
         cut = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=tokens)
         put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
         chunk_ND, labels_N, chunk_factors_N = map(cut, (hidden_ND, targets_N, factors_N))
         chunk_ND = counted_tokens(chunk_ND, labels_N)
-        chunk_loss_N, dlogits_NV = _losses(chunk_ND, labels_N, chunk_factors_N, table_VD, bias_V, first, terms)
+        chunk_loss_N, dlogits_NV = losses(chunk_ND, labels_N, chunk_factors_N)
         chunk_loss_N = as_varying(chunk_loss_N, varying_axes(loss_N))
         if dbias_V is not None:
             dbias_V += dlogits_NV.sum(0)
@@ -92,24 +101,6 @@ def _forward(
     like = jax.tree.map(lambda operand: jnp.zeros(0, operand.dtype), (hidden_ND, table_VD, bias_V))
     gradients = (dhidden_ND, dtable_VD.astype(kept_dtype), dbias_V)
     return (loss_N * factors_N).sum(), (loss_N, gradients, like)
-
-
-def _losses(
-    chunk_ND: jax.Array,
-    labels_N: jax.Array,
-    factors_N: jax.Array,
-    table_VD: jax.Array,
-    bias_V: jax.Array | None,
-    first: jax.Array,
-    terms: Terms,
-) -> tuple[jax.Array, jax.Array]:
-    """Return the loss of each token of a chunk, and the derivative of their weighted sum by the logits."""
-    raw_NV = logits(chunk_ND, table_VD, bias_V)
-    logits_NV, pull = jax.vjp(lambda x_NV: softmax_logits(x_NV, first, terms), raw_NV)
-    shard = statistics(logits_NV, labels_N, first, terms)
-    row = combine_shards(gather_to_all(shard_summary(shard, labels_N, terms), terms.axis), labels_N, terms)
-    (dlogits_NV,) = pull(loss_dlogits(logits_NV, labels_N, row, first, terms) * factors_N[:, None])
-    return jnp.where(labels_N >= 0, row.loss_N, 0), dlogits_NV
 
 
 def _products(
