@@ -45,7 +45,7 @@ from sharded_ops.losses._options import (
 )
 from sharded_ops.losses._statistics import Terms
 from sharded_ops.losses._sum_of_losses import sum_of_losses
-from sharded_ops.losses._token_losses import Chunks, token_losses
+from sharded_ops.losses._token_losses import Chunks, Operands, token_losses
 
 # How many logits exist at once: in a tile (2 MiB of float32), and in a chunk of tokens with all the shard's columns
 # (8 MiB). Smaller numbers make matmuls slow. If `hidden` is large, larger numbers are used, since they then hardly
@@ -201,9 +201,9 @@ def linear_cross_entropy(
         # own sum: if `ones` varied over fewer axes than the losses do, jax would sum the gradient over the other axes.
         ones = as_varying(jnp.ones(shape[:-1], wide), axes - {axis})
         factors_N = jax.grad(total)(ones).reshape(-1)
-        return sum_of_losses(*operands, targets, factors_N, terms, chunks)
+        return sum_of_losses(Operands(*operands, targets), factors_N, terms, chunks)
     targets = as_varying(targets, axes) if are_soft else targets
-    outputs: Any = token_losses(*operands, targets, terms, chunks, bool(return_log_sum_exp))
+    outputs: Any = token_losses(Operands(*operands, targets), terms, chunks, bool(return_log_sum_exp))
     loss, lse_N = total(outputs[0].reshape(shape[:-1])), outputs[1]
     return loss if lse_N is None else (loss, lse_N.reshape(shape[:-1]))
 

@@ -22,6 +22,7 @@ from sharded_ops.losses._statistics import (
 )
 from sharded_ops.losses._token_losses import (
     Chunks,
+    Operands,
     counted_tokens,
     for_chunks,
     in_range,
@@ -33,34 +34,19 @@ from sharded_ops.losses._token_losses import (
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def sum_of_losses(
-    hidden_ND: jax.Array,
-    table_VD: jax.Array,
-    bias_V: jax.Array | None,
-    targets_N: jax.Array,
-    factors_N: jax.Array,
-    terms: Terms,
-    chunks: Chunks,
-) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def sum_of_losses(operands: Operands, factors_N: jax.Array, terms: Terms, chunks: Chunks) -> jax.Array:
     """Return the sum of each token's loss times its factor. If differentiated, the forward pass computes the gradients.
 
     Forward: one all-gather of 3 floats per token; if differentiated, one all-gather for each chunk of tokens instead,
     with 3 floats per token. Backward: nothing.
     """
-    outputs: Any = token_losses(hidden_ND, table_VD, bias_V, targets_N, terms, chunks, False)
+    outputs: Any = token_losses(operands, terms, chunks, False)
     return (outputs[0] * factors_N).sum()
 
 
-def _forward(
-    hidden_ND: jax.Array,
-    table_VD: jax.Array,
-    bias_V: jax.Array | None,
-    targets_N: jax.Array,
-    factors_N: jax.Array,
-    terms: Terms,
-    chunks: Chunks,
-) -> tuple[jax.Array, Any]:
+def _forward(operands: Operands, factors_N: jax.Array, terms: Terms, chunks: Chunks) -> tuple[jax.Array, Any]:
+    hidden_ND, table_VD, bias_V, targets_N = operands
     axes = varying_axes(hidden_ND)
     first, wide = shard_start(terms), factors_N.dtype
 
@@ -125,15 +111,13 @@ def _products(
     return for_chunks(table_VD.shape[0], columns, add_columns, (dchunk_ND, dtable_VD))
 
 
-def _backward(
-    terms: Terms, chunks: Chunks, residuals: Any, dsum: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array | None, None, jax.Array]:
+def _backward(terms: Terms, chunks: Chunks, residuals: Any, dsum: jax.Array) -> tuple[Any, jax.Array]:
     loss_N, gradients, like = residuals
     scale = dsum if is_typed(terms.axis) else dsum * terms.split.parts
     dhidden_ND, dtable_VD, dbias_V = jax.tree.map(
         lambda gradient, like: (gradient * scale).astype(like.dtype), gradients, like
     )
-    return dhidden_ND, dtable_VD, dbias_V, None, loss_N * dsum
+    return Operands(dhidden_ND, dtable_VD, dbias_V, None), loss_N * dsum
 
 
 sum_of_losses.defvjp(_forward, _backward, **ON_A_VMAPPED_AXIS)
