@@ -326,12 +326,8 @@ def over_replicas(
             blocks = [x if dim is None else jnp.expand_dims(x, dim) for x, dim in zip(leaves, dims, strict=True)]
             result = program(*jax.tree.unflatten(treedef, blocks))
             specs = jax.tree.broadcast(out_specs, result, is_leaf=is_spec)
-            return jax.tree.map(
-                lambda spec, x: x if dim_of(spec) is None else jnp.squeeze(x, dim_of(spec)),
-                specs,
-                result,
-                is_leaf=is_spec,
-            )
+            without = lambda spec, x: x if dim_of(spec) is None else jnp.squeeze(x, dim_of(spec))
+            return jax.tree.map(without, specs, result, is_leaf=is_spec)
 
         out_axes = jax.tree.map(dim_of, out_specs, is_leaf=is_spec)
         return jax.pmap(
