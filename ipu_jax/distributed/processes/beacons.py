@@ -24,7 +24,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ipu_jax.base import opening
 
@@ -32,6 +32,12 @@ RUN_DIR: Final = "IPU_JAX_RUN_DIR"
 INSTANCE: Final = "IPU_JAX_INSTANCE"
 
 _LAYOUT: Final = struct.Struct("<4sI17qd128s")
+_NUMBERS: Final = (
+    *("pid", "beat_at", "begun", "finished", "first_at", "finished_at", "aside", "updates", "samples"),
+    *("mark_at", "mark_updates", "mark_samples", "joint_begun", "joint_made", "device_bytes", "phase", "phase_at"),
+)
+"""The numbers of the layout, in its order; times are in nanoseconds."""
+_TIMES: Final = ("beat_at", "first_at", "finished_at", "aside", "mark_at", "phase_at")
 _MAGIC: Final = b"IPUB"
 _VERSION: Final = 3
 SIZE: Final = 4096
@@ -120,6 +126,7 @@ class Beacon:
         launched: whether a launcher reads it.
         phase: what the process is doing.
         updates: the number of weight updates in all finished steps.
+        device_bytes: how much device memory is in use, written from the next write on.
 
     Raises:
         FileExistsError: another process writes this beacon.
@@ -135,7 +142,7 @@ class Beacon:
                 os.close(handle)
         self.pid, self.launched = os.getpid(), path is not None
         self._begun = self._finished = self._first_ns = self._finished_ns = 0
-        self.updates = self._samples = self._device_bytes = self._joint_begun = self._joint_made = 0
+        self.updates = self._samples = self.device_bytes = self._joint_begun = self._joint_made = 0
         self._older = self._newer = (0, 0, 0)  # ns, updates, samples
         self._aside_ns = self._finished_aside_ns = 0
         self.phase, self._phase_ns = Phase.SILENT, time.monotonic_ns()
@@ -205,10 +212,6 @@ class Beacon:
             if self.phase is phase:  # unless an uncaught exception ended it
                 self.enter(*before)
 
-    def hold(self, device_bytes: int) -> None:
-        """Report how much device memory is in use, from the next write on."""
-        self._device_bytes = device_bytes
-
     def write_to(self, memory: mmap.mmap) -> None:
         """Also write to another file."""
         self._memories.append(memory)
@@ -234,7 +237,7 @@ class Beacon:
             *self._older,
             self._joint_begun,
             self._joint_made,
-            self._device_bytes,
+            self.device_bytes,
             self.phase,
             self._phase_ns,
             self._limit,
@@ -307,29 +310,13 @@ def parsed(found: bytes) -> Reading | None:
     if len(found) < _LAYOUT.size:
         return None
     magic, version, *numbers, limit, label = _LAYOUT.unpack_from(found)
-    pid, beat, begun, finished, first, last, aside, updates, samples = numbers[:9]
-    mark_ns, mark_updates, mark_samples, joint_begun, joint_made, held, phase, phase_ns = numbers[9:]
-    if magic != _MAGIC or version != _VERSION or phase not in set(Phase):
+    values: dict[str, Any] = dict(zip(_NUMBERS, numbers, strict=True))
+    if magic != _MAGIC or version != _VERSION or values["phase"] not in set(Phase):
         return None
-    return Reading(
-        begun=begun,
-        finished=finished,
-        finished_at=last / 1e9,
-        phase=Phase(phase),
-        phase_at=phase_ns / 1e9,
-        limit=limit,
-        label=label.rstrip(b"\0").decode(errors="replace"),
-        first_at=first / 1e9,
-        aside=aside / 1e9,
-        joint_begun=joint_begun,
-        joint_made=joint_made,
-        pid=pid,
-        beat_at=beat / 1e9,
-        updates=updates,
-        samples=samples,
-        mark=Mark(mark_ns / 1e9, mark_updates, mark_samples),
-        device_bytes=held,
-    )
+    values |= {name: values[name] / 1e9 for name in _TIMES}
+    values["phase"], values["label"] = Phase(values["phase"]), label.rstrip(b"\0").decode(errors="replace")
+    mark = Mark(*(values.pop(name) for name in ("mark_at", "mark_updates", "mark_samples")))
+    return Reading(**values, limit=limit, mark=mark)
 
 
 _current: Beacon | None = None
