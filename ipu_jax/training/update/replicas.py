@@ -313,9 +313,8 @@ def over_replicas(
     dim_of = lambda spec: next((d for d, axis in enumerate(spec) if axis is not None), None)
 
     def run(*args: Tree) -> Tree:
-        dims = [
-            dim_of(s) for s in jax.tree.leaves(jax.tree.broadcast(in_specs, args, is_leaf=is_spec), is_leaf=is_spec)
-        ]
+        given = jax.tree.broadcast(in_specs, args, is_leaf=is_spec)
+        dims = [*map(dim_of, jax.tree.leaves(given, is_leaf=is_spec))]
         leaves, treedef = jax.tree.flatten(args)
         check_context_mesh()
         if not any(dim is not None for dim in (*dims, *map(dim_of, jax.tree.leaves(out_specs, is_leaf=is_spec)))):
