@@ -2,7 +2,7 @@
 
 Eight relu layers of 1024x1024 in 2 stages on 2 virtual IPUs, with 16 micro-batches of 64 rows, are compared with the
 unsharded jitted scan in the same process. (`rivals.py` compares the same model with other pipelines, and
-`compile_time.py` measures compile time.)
+`growth.py` measures compile time.)
 
     python benchmarks/pipeline.py [--check]
 """

@@ -25,7 +25,7 @@ def whole_number(
         name: of the argument, for messages.
         value: anything.
         at_least: the least allowed value; None for no bound.
-        at_most: the greatest allowed value; None for no bound.
+        at_most: the greatest allowed value, beside `at_least`; None for no bound.
         instead: an alternative for the caller, which the message states after "give an int ..., or ".
 
     Raises:
@@ -39,11 +39,9 @@ def whole_number(
         ...
         ValueError: token_chunk=0 is out of range: give an int of at least 1, or leave it out to have it chosen
     """
-    if at_least is not None and at_most is not None:
+    wanted = "an int" if at_least is None else f"an int of at least {at_least}"
+    if at_most is not None:
         wanted = f"an int from {at_least} to {at_most}"
-    else:
-        wanted = "an int" + (f" of at least {at_least}" if at_least is not None else "")
-        wanted += f" of at most {at_most}" if at_most is not None else ""
     mend = f"give {wanted}" + (f", or {instead}" if instead else "")
     # NumPy registers its integers as numbers.Integral, but not its bools.
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
@@ -70,7 +68,7 @@ def real_number(
         value: anything.
         at_least: the least allowed value; None for no bound.
         above: a bound that the value must be greater than; None for no bound.
-        at_most: the greatest allowed value; None for no bound.
+        at_most: the greatest allowed value, beside `at_least`; None for no bound.
         instead: an alternative for the caller, which the message states after "give a number ..., or ".
 
     Raises:
@@ -85,14 +83,12 @@ def real_number(
         ValueError: epsilon=nan is out of range: give a finite number of at least 0
     """
     wanted = "a finite number"
-    if at_least is not None and at_most is not None:
+    if at_most is not None:
         wanted = f"a number from {at_least} to {at_most}"
     elif at_least is not None:
         wanted += f" of at least {at_least}"
     elif above is not None:
         wanted += f" above {above}"
-    if at_most is not None and at_least is None:
-        wanted += f" of at most {at_most}" if above is None else f", at most {at_most}"
     mend = f"give {wanted}" + (f", or {instead}" if instead else "")
     if not _is_real(value):
         raise ValueError(f"{name}={shown(value)} is not a plain number: {mend}")

@@ -100,34 +100,23 @@ def _print_all(x: jax.Array, name: str, way: str, axis: str) -> None:
     words = jnp.concatenate([_checksum(x)[None], lax.bitcast_convert_type(summary, jnp.uint32)])
     mesh = jax.sharding.get_abstract_mesh()
     others = [other for other in mesh.manual_axes if other != axis]
-    array = f"{x.dtype}[{','.join(map(str, x.shape))}]"
-    print_words = functools.partial(_print_words, f"{name}, {way}", axis, others, array, x.size == 0)
+    array, is_empty = f"{x.dtype}[{','.join(map(str, x.shape))}]", x.size == 0
+
+    def print_words(words: np.ndarray, index: np.ndarray, places: list[np.ndarray]) -> None:
+        if index != 0:
+            return
+        words = np.ascontiguousarray(words)
+        alike = "the same on all IPUs" if np.all(words[:, 0] == words[0, 0]) else "differs between IPUs"
+        place = "".join(f"{other} {int(at)}, " for other, at in zip(others, places, strict=True))
+        lines = []
+        for ipu, (low, high, mean) in enumerate(words[:, 1:].view(np.float32).tolist()):
+            values = "empty" if is_empty else f"min {low:.6g}, max {high:.6g}, mean {mean:.6g}"
+            lines.append(f"{name}, {way}, {place}{axis} {ipu} of {len(words)}: {array}, {alike}, {values}\n")
+        # Printed with one call, so that the lines of two values do not mix.
+        print("".join(lines), end="", flush=True)
+
     places = [lax.axis_index(other) for other in others]
     jax.debug.callback(print_words, gather_to_all(words, axis), lax.axis_index(axis), places)
-
-
-def _print_words(
-    head: str,
-    axis: str,
-    others: list[str],
-    array: str,
-    empty: bool,
-    words: np.ndarray,
-    index: np.ndarray,
-    places: list[np.ndarray],
-) -> None:
-    if index != 0:
-        return
-    words = np.ascontiguousarray(words)
-    parts = len(words)
-    alike = "the same on all IPUs" if np.all(words[:, 0] == words[0, 0]) else "differs between IPUs"
-    place = "".join(f"{other} {int(at)}, " for other, at in zip(others, places, strict=True))
-    lines = []
-    for ipu, (low, high, mean) in enumerate(words[:, 1:].view(np.float32).tolist()):
-        values = "empty" if empty else f"min {low:.6g}, max {high:.6g}, mean {mean:.6g}"
-        lines.append(f"{head}, {place}{axis} {ipu} of {parts}: {array}, {alike}, {values}\n")
-    # Printed with one call, so that the lines of two values do not mix.
-    print("".join(lines), end="", flush=True)
 
 
 def _checksum(x: jax.Array) -> jax.Array:

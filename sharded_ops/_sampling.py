@@ -111,13 +111,15 @@ def sample(
     logits_NV = widened(logits_shard)
     tokens, dtype = logits_NV.shape[:-1], logits_NV.dtype
     largest = float(jnp.finfo(dtype).max)
-    temperature = _checked_per_token("temperature", temperature, tokens, axis, lowest=0, highest=largest)
+    temperature = _checked_per_token(
+        "temperature", temperature, tokens, axis, (0, largest), "a finite number, at least 0"
+    )
     if top_p is not None:
         # With the smallest number above zero, the interval is (0, 1].
         lowest = float(np.nextafter(0, 1))
-        top_p = _checked_per_token("top_p", top_p, tokens, axis, lowest=lowest, highest=1)
+        top_p = _checked_per_token("top_p", top_p, tokens, axis, (lowest, 1), "more than 0, at most 1")
     if min_p is not None:
-        min_p = _checked_per_token("min_p", min_p, tokens, axis, lowest=0, highest=1)
+        min_p = _checked_per_token("min_p", min_p, tokens, axis, (0, 1), "a number from 0 to 1")
     if not isinstance(temperature, Tracer) and not np.any(np.asarray(temperature)):
         return sharded_argmax(logits_NV, split, axis)
     temperature_N1 = _per_token(temperature, dtype)
@@ -272,7 +274,7 @@ def _check_key(key: Any, axis: str) -> None:
 
 
 def _checked_per_token(
-    name: str, value: ArrayLike, tokens: tuple[int, ...], axis: str, *, lowest: float, highest: float
+    name: str, value: ArrayLike, tokens: tuple[int, ...], axis: str, bounds: tuple[float, float], rule: str
 ) -> jax.Array | np.ndarray:
     value = array_like(name, value)
     if not jnp.issubdtype(value.dtype, jnp.floating) and not jnp.issubdtype(value.dtype, jnp.integer):
@@ -287,16 +289,9 @@ def _checked_per_token(
         return value
     # Compared in float64, like the bounds: a narrower type would round the lower bound of top_p to 0.
     known = np.asarray(value, np.float64)
-    outside = ~((known >= lowest) & (known <= highest))
+    outside = ~((known >= bounds[0]) & (known <= bounds[1]))
     if outside.any():
-        bounds = (
-            "more than 0, at most 1"
-            if lowest
-            else "a number from 0 to 1"
-            if highest == 1
-            else "a finite number, at least 0"
-        )
-        raise ValueError(f"{name}={shown(np.asarray(value)[outside].flat[0].item())} is out of range: give {bounds}")
+        raise ValueError(f"{name}={shown(np.asarray(value)[outside].flat[0].item())} is out of range: give {rule}")
     return value
 
 

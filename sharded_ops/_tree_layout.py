@@ -338,14 +338,9 @@ def _are_sizes(shape: Any) -> bool:
 
 def _with_dims(tree: Any, dims: Any) -> list[tuple[str, Any, Any]]:
     """Return the path, the leaf and the dim of each leaf. `dims` is a prefix of `tree`; None counts as a leaf in it."""
-    leaf_dims: list[Any] = []
+    is_none = lambda x: x is None
     try:
-        jax.tree.map(
-            lambda dim, below: leaf_dims.extend([dim] * len(jax.tree.leaves(below))),
-            dims,
-            tree,
-            is_leaf=lambda x: x is None,
-        )
+        leaf_dims = jax.tree.leaves(jax.tree.broadcast(dims, tree, is_leaf=is_none), is_leaf=is_none)
     except ValueError as error:
         raise ValueError(f"dims is not a prefix of the tree: give a dim or None for all its leaves: {error}") from None
     named = jax.tree.leaves_with_path(tree)

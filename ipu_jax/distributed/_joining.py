@@ -230,15 +230,12 @@ class _End:
         path, beacon = beacons.file_of("error.{}.json"), self._beacon
         if path is None or beacon is None:
             return
-        begun, finished = beacon.steps
         found = {
             "monotonic_ns": now,
             "pid": self._pid,
             "type": kind,
             "message": message[:_LONGEST_MESSAGE],
             "traceback": trace[-_LONGEST_TRACE:],
-            "begun": begun,
-            "finished": finished,
         }
         with contextlib.suppress(OSError):
             scratch = path.with_suffix(f".{self._pid}")

@@ -19,7 +19,7 @@ Dims: N tokens (any number of leading dims), V columns; n IPUs.
 """
 
 import functools
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from sharded_ops._collectives import as_varying, axes_of_rule, check_same_on_all
 from sharded_ops._softmax import checked_split
 from sharded_ops._split import axis_size, check_one_per_row
 from sharded_ops.losses._options import (
+    LossOptions,
     OutOfRange,
     Reduction,
     checked_options,
@@ -62,36 +63,14 @@ def log_softmax_cross_entropy(
     logits_shard: jax.Array,
     labels: ArrayLike,
     *,
-    size: int,
-    axis: str = "ipu",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    soft_cap: float | None = None,
-    temperature: float = 1.0,
-    ignore_index: int | None = None,
-    out_of_range: OutOfRange = "ignore",
-    weights: ArrayLike | None = None,
-    reduction: Reduction = "none",
     return_log_sum_exp: Literal[False] = False,
+    **options: Unpack[LossOptions],
 ) -> jax.Array: ...
 
 
 @overload
 def log_softmax_cross_entropy(
-    logits_shard: jax.Array,
-    labels: ArrayLike,
-    *,
-    size: int,
-    axis: str = "ipu",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    soft_cap: float | None = None,
-    temperature: float = 1.0,
-    ignore_index: int | None = None,
-    out_of_range: OutOfRange = "ignore",
-    weights: ArrayLike | None = None,
-    reduction: Reduction = "none",
-    return_log_sum_exp: Literal[True],
+    logits_shard: jax.Array, labels: ArrayLike, *, return_log_sum_exp: Literal[True], **options: Unpack[LossOptions]
 ) -> tuple[jax.Array, jax.Array]: ...
 
 

@@ -24,7 +24,7 @@ Dims: N tokens, D features, V rows of the table; C columns of a tile; n IPUs.
 """
 
 import math
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from sharded_ops._arguments import array, array_like, one_axis, one_of, whole_nu
 from sharded_ops._collectives import as_varying, axes_of_rule, check_same_on_all, gather_tokens
 from sharded_ops._split import Split, check_shard, split_over
 from sharded_ops.losses._options import (
+    LossOptions,
     OutOfRange,
     Reduction,
     checked_options,
@@ -44,7 +45,7 @@ from sharded_ops.losses._options import (
 )
 from sharded_ops.losses._statistics import Terms
 from sharded_ops.losses._sum_of_losses import sum_of_losses
-from sharded_ops.losses._token_losses import Chunks, token_losses
+from sharded_ops.losses._token_losses import Chunks, Operands, token_losses
 
 # How many logits exist at once: in a tile (2 MiB of float32), and in a chunk of tokens with all the shard's columns
 # (8 MiB). Smaller numbers make matmuls slow. If `hidden` is large, larger numbers are used, since they then hardly
@@ -57,28 +58,22 @@ _TILE, _CHUNK = 1 << 19, 1 << 21
 _TOKENS, _MANY_CHUNKS, _TABLE_TILE = 256, 16, 1 << 20
 
 
+class _Options(LossOptions, total=False):
+    bias: jax.Array | None
+    tokens: int | None
+    gradients: Literal["backward", "forward"] | None
+    token_chunk: int | None
+    column_chunk: int | None
+
+
 @overload
 def linear_cross_entropy(
     hidden: jax.Array,
     table: jax.Array,
     labels: ArrayLike,
     *,
-    size: int,
-    bias: jax.Array | None = None,
-    tokens: int | None = None,
-    axis: str = "ipu",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    soft_cap: float | None = None,
-    temperature: float = 1.0,
-    ignore_index: int | None = None,
-    out_of_range: OutOfRange = "ignore",
-    weights: ArrayLike | None = None,
-    reduction: Reduction = "none",
     return_log_sum_exp: Literal[False] = False,
-    gradients: Literal["backward", "forward"] | None = None,
-    token_chunk: int | None = None,
-    column_chunk: int | None = None,
+    **options: Unpack[_Options],
 ) -> jax.Array: ...
 
 
@@ -88,22 +83,8 @@ def linear_cross_entropy(
     table: jax.Array,
     labels: ArrayLike,
     *,
-    size: int,
-    bias: jax.Array | None = None,
-    tokens: int | None = None,
-    axis: str = "ipu",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    soft_cap: float | None = None,
-    temperature: float = 1.0,
-    ignore_index: int | None = None,
-    out_of_range: OutOfRange = "ignore",
-    weights: ArrayLike | None = None,
-    reduction: Reduction = "none",
     return_log_sum_exp: Literal[True],
-    gradients: Literal["backward", "forward"] | None = None,
-    token_chunk: int | None = None,
-    column_chunk: int | None = None,
+    **options: Unpack[_Options],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -220,9 +201,9 @@ def linear_cross_entropy(
         # own sum: if `ones` varied over fewer axes than the losses do, jax would sum the gradient over the other axes.
         ones = as_varying(jnp.ones(shape[:-1], wide), axes - {axis})
         factors_N = jax.grad(total)(ones).reshape(-1)
-        return sum_of_losses(*operands, targets, factors_N, terms, chunks)
+        return sum_of_losses(Operands(*operands, targets), factors_N, terms, chunks)
     targets = as_varying(targets, axes) if are_soft else targets
-    outputs: Any = token_losses(*operands, targets, terms, chunks, bool(return_log_sum_exp))
+    outputs: Any = token_losses(Operands(*operands, targets), terms, chunks, bool(return_log_sum_exp))
     loss, lse_N = total(outputs[0].reshape(shape[:-1])), outputs[1]
     return loss if lse_N is None else (loss, lse_N.reshape(shape[:-1]))
 

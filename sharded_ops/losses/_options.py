@@ -4,7 +4,7 @@ Dims: N tokens (any number of leading dims).
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, Required, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,21 @@ from sharded_ops.losses._statistics import Terms
 
 OutOfRange = Literal["ignore", "nan", "clip"]
 Reduction = Literal["none", "mean", "sum"]
+
+
+class LossOptions(TypedDict, total=False):
+    """The options of both losses besides `return_log_sum_exp`, for their overloads."""
+
+    size: Required[int]
+    axis: str
+    label_smoothing: float
+    z_loss: float
+    soft_cap: float | None
+    temperature: float
+    ignore_index: int | None
+    out_of_range: OutOfRange
+    weights: ArrayLike | None
+    reduction: Reduction
 
 
 def checked_terms(terms: Terms) -> Terms:

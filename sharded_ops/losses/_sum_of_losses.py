@@ -22,6 +22,7 @@ from sharded_ops.losses._statistics import (
 )
 from sharded_ops.losses._token_losses import (
     Chunks,
+    Operands,
     counted_tokens,
     for_chunks,
     in_range,
@@ -33,36 +34,30 @@ from sharded_ops.losses._token_losses import (
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def sum_of_losses(
-    hidden_ND: jax.Array,
-    table_VD: jax.Array,
-    bias_V: jax.Array | None,
-    targets_N: jax.Array,
-    factors_N: jax.Array,
-    terms: Terms,
-    chunks: Chunks,
-) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def sum_of_losses(operands: Operands, factors_N: jax.Array, terms: Terms, chunks: Chunks) -> jax.Array:
     """Return the sum of each token's loss times its factor. If differentiated, the forward pass computes the gradients.
 
     Forward: one all-gather of 3 floats per token; if differentiated, one all-gather for each chunk of tokens instead,
     with 3 floats per token. Backward: nothing.
     """
-    outputs: Any = token_losses(hidden_ND, table_VD, bias_V, targets_N, terms, chunks, False)
+    outputs: Any = token_losses(operands, terms, chunks, False)
     return (outputs[0] * factors_N).sum()
 
 
-def _forward(
-    hidden_ND: jax.Array,
-    table_VD: jax.Array,
-    bias_V: jax.Array | None,
-    targets_N: jax.Array,
-    factors_N: jax.Array,
-    terms: Terms,
-    chunks: Chunks,
-) -> tuple[jax.Array, Any]:
+def _forward(operands: Operands, factors_N: jax.Array, terms: Terms, chunks: Chunks) -> tuple[jax.Array, Any]:
+    hidden_ND, table_VD, bias_V, targets_N = operands
     axes = varying_axes(hidden_ND)
     first, wide = shard_start(terms), factors_N.dtype
+
+    def losses(chunk_ND: jax.Array, labels_N: jax.Array, factors_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the loss of each token of a chunk, and the derivative of their weighted sum by the logits."""
+        raw_NV = logits(chunk_ND, table_VD, bias_V)
+        logits_NV, pull = jax.vjp(lambda x_NV: softmax_logits(x_NV, first, terms), raw_NV)
+        shard = statistics(logits_NV, labels_N, first, terms)
+        row = combine_shards(gather_to_all(shard_summary(shard, labels_N, terms), terms.axis), labels_N, terms)
+        (dlogits_NV,) = pull(loss_dlogits(logits_NV, labels_N, row, first, terms) * factors_N[:, None])
+        return jnp.where(labels_N >= 0, row.loss_N, 0), dlogits_NV
 
     def add_tokens(start: Any, tokens: int, carry: Any) -> Any:
         loss_N, dhidden_ND, dtable_VD, dbias_V = carry
@@ -70,7 +65,7 @@ def _forward(
         put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
         chunk_ND, labels_N, chunk_factors_N = map(cut, (hidden_ND, targets_N, factors_N))
         chunk_ND = counted_tokens(chunk_ND, labels_N)
-        chunk_loss_N, dlogits_NV = _losses(chunk_ND, labels_N, chunk_factors_N, table_VD, bias_V, first, terms)
+        chunk_loss_N, dlogits_NV = losses(chunk_ND, labels_N, chunk_factors_N)
         chunk_loss_N = as_varying(chunk_loss_N, varying_axes(loss_N))
         if dbias_V is not None:
             dbias_V += dlogits_NV.sum(0)
@@ -92,24 +87,6 @@ def _forward(
     like = jax.tree.map(lambda operand: jnp.zeros(0, operand.dtype), (hidden_ND, table_VD, bias_V))
     gradients = (dhidden_ND, dtable_VD.astype(kept_dtype), dbias_V)
     return (loss_N * factors_N).sum(), (loss_N, gradients, like)
-
-
-def _losses(
-    chunk_ND: jax.Array,
-    labels_N: jax.Array,
-    factors_N: jax.Array,
-    table_VD: jax.Array,
-    bias_V: jax.Array | None,
-    first: jax.Array,
-    terms: Terms,
-) -> tuple[jax.Array, jax.Array]:
-    """Return the loss of each token of a chunk, and the derivative of their weighted sum by the logits."""
-    raw_NV = logits(chunk_ND, table_VD, bias_V)
-    logits_NV, pull = jax.vjp(lambda x_NV: softmax_logits(x_NV, first, terms), raw_NV)
-    shard = statistics(logits_NV, labels_N, first, terms)
-    row = combine_shards(gather_to_all(shard_summary(shard, labels_N, terms), terms.axis), labels_N, terms)
-    (dlogits_NV,) = pull(loss_dlogits(logits_NV, labels_N, row, first, terms) * factors_N[:, None])
-    return jnp.where(labels_N >= 0, row.loss_N, 0), dlogits_NV
 
 
 def _products(
@@ -134,15 +111,13 @@ def _products(
     return for_chunks(table_VD.shape[0], columns, add_columns, (dchunk_ND, dtable_VD))
 
 
-def _backward(
-    terms: Terms, chunks: Chunks, residuals: Any, dsum: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array | None, None, jax.Array]:
+def _backward(terms: Terms, chunks: Chunks, residuals: Any, dsum: jax.Array) -> tuple[Any, jax.Array]:
     loss_N, gradients, like = residuals
     scale = dsum if is_typed(terms.axis) else dsum * terms.split.parts
     dhidden_ND, dtable_VD, dbias_V = jax.tree.map(
         lambda gradient, like: (gradient * scale).astype(like.dtype), gradients, like
     )
-    return dhidden_ND, dtable_VD, dbias_V, None, loss_N * dsum
+    return Operands(dhidden_ND, dtable_VD, dbias_V, None), loss_N * dsum
 
 
 sum_of_losses.defvjp(_forward, _backward, **ON_A_VMAPPED_AXIS)

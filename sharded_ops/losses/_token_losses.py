@@ -9,7 +9,7 @@ Dims: N tokens, D features, V rows of the shard; C columns of a tile, K floats p
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -45,32 +45,30 @@ class Chunks:
     columns: int
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+class Operands(NamedTuple):
+    """Tokens, this IPU's rows of the table and of the bias, and labels or soft targets."""
+
+    hidden_ND: jax.Array
+    table_VD: jax.Array
+    bias_V: jax.Array | None
+    targets: Any  # an array; as a cotangent None for labels
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def token_losses(
-    hidden_ND: jax.Array,
-    table_VD: jax.Array,
-    bias_V: jax.Array | None,
-    targets: jax.Array,
-    terms: Terms,
-    chunks: Chunks,
-    wants_lse: bool,
+    operands: Operands, terms: Terms, chunks: Chunks, wants_lse: bool
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return each token's loss, and with `wants_lse` its log-sum-exp. The backward pass computes the logits again.
 
     Forward: one all-gather of 3 floats per token, 4 with soft targets. Backward: nothing.
     """
-    return _forward(hidden_ND, table_VD, bias_V, targets, terms, chunks, wants_lse)[0]
+    return _forward(operands, terms, chunks, wants_lse)[0]
 
 
 def _forward(
-    hidden_ND: jax.Array,
-    table_VD: jax.Array,
-    bias_V: jax.Array | None,
-    targets: jax.Array,
-    terms: Terms,
-    chunks: Chunks,
-    wants_lse: bool,
+    operands: Operands, terms: Terms, chunks: Chunks, wants_lse: bool
 ) -> tuple[tuple[jax.Array, jax.Array | None], Any]:
+    hidden_ND, table_VD, bias_V, targets = operands
     axes = varying_axes(hidden_ND)
     wide = jnp.promote_types(hidden_ND.dtype, jnp.float32)
     soft = is_soft(targets)
@@ -100,13 +98,11 @@ def _forward(
     row = combine_shards(gather_to_all(summary_KN, terms.axis), targets, terms)
     loss_N = row.loss_N if soft else jnp.where(targets >= 0, row.loss_N, 0)
     outputs = (loss_N, row.base_N + row.rest_N if wants_lse else None)
-    return outputs, (hidden_ND, table_VD, bias_V, targets, row)
+    return outputs, (operands, row)
 
 
-def _backward(
-    terms: Terms, chunks: Chunks, wants_lse: bool, residuals: Any, cotangents: Any
-) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    hidden_ND, table_VD, bias_V, targets, row = residuals
+def _backward(terms: Terms, chunks: Chunks, wants_lse: bool, residuals: Any, cotangents: Any) -> tuple[Any]:
+    (hidden_ND, table_VD, bias_V, targets), row = residuals
     axes = varying_axes(hidden_ND)
     if not is_typed(terms.axis):
         cotangents = jax.tree.map(lambda cotangent: cotangent * terms.split.parts, cotangents)
@@ -143,7 +139,8 @@ def _backward(
         as_varying(jnp.zeros_like(targets), axes) if is_soft(targets) else None,
     )
     dhidden_ND, dshard, dtargets_NV = for_chunks(table_VD.shape[0], chunks.columns, add_columns, zeros)
-    return dhidden_ND.astype(hidden_ND.dtype), *dshard, dtargets_NV
+    dtable_VD, dbias_V = dshard
+    return (Operands(dhidden_ND.astype(hidden_ND.dtype), dtable_VD, dbias_V, dtargets_NV),)
 
 
 token_losses.defvjp(_forward, _backward, **ON_A_VMAPPED_AXIS)

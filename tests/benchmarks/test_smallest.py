@@ -24,8 +24,7 @@ EXACT = ("difference", "bubble of", "names change", "that cross", "collectives i
 # starting a training run is a figure of time alone; test_models.py compares the other models with independent ones
 PARTS = {"instances": ["--only", "steps"], "models": ["--only", "recommender"]}
 # scripts whose programs compute nothing that could be compared
-UNCOMPARED = {"checkpoints", "compile_time", "distributed_lesson", "floods", "memory", "monitor"}
-UNCOMPARED |= {"shared_cores", "thread_pool"}
+UNCOMPARED = {"checkpoints", "distributed_lesson", "memory", "monitor", "shared_cores", "thread_pool"}
 
 
 class DenseTwin:

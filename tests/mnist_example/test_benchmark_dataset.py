@@ -77,12 +77,3 @@ def test_there_is_a_bar_on_a_terminal_unless_it_is_not_wanted(flags, monkeypatch
     assert main([*TINY, "--epochs", "1", *flags]) == 0
     assert ("5/5" in terminal.getvalue()) == (flags == [])
     assert ("\x1b" in terminal.getvalue()) == (flags == [])
-
-
-def test_more_than_the_data_is_refused_in_one_line(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main([*TINY, "--batch-size", "104"])
-    rule = "--batch-size 104 x --gradient-accumulation-count 5 takes 520 images for an update, but there are 103"
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith(f"benchmark-dataset: {rule}")

@@ -4,7 +4,6 @@ import functools
 import gzip
 import http.server
 import logging
-import os
 import re
 import socket
 import struct
@@ -20,7 +19,6 @@ import mnist_example.data
 from mnist_example.data import load_mnist, synthetic_mnist
 from support.mnist_instance import NAMES, arrays_of, idx, write_digits
 
-REAL = os.environ.get("MNIST_DIR", "")
 MEND = "put the four MNIST files there, or leave --data-dir out to download them"
 FILES = synthetic_mnist(seed=0, n_train=7, n_test=3)
 ARRAYS = arrays_of(FILES)
@@ -148,19 +146,6 @@ def test_a_folder_that_is_none_or_lacks_files_is_named(folder, monkeypatch):
     mend = re.escape(MEND.replace("leave --data-dir out", "unset MNIST_DIR"))
     with pytest.raises(ValueError, match=rf"^\$MNIST_DIR .*none is not a folder: {mend}$"):
         load_mnist()
-
-
-@pytest.mark.skipif(not REAL, reason="MNIST_DIR names no folder with the real MNIST")
-def test_the_real_mnist_loads(monkeypatch):
-    monkeypatch.setenv("MNIST_DIR", REAL)
-    digits = load_mnist()
-    assert digits.train_images.shape == (60_000, 28, 28)
-    assert digits.test_images.shape == (10_000, 28, 28)
-    np.testing.assert_array_equal(digits.train_labels[:8], [5, 0, 4, 1, 9, 2, 1, 3])
-    np.testing.assert_array_equal(
-        np.bincount(digits.test_labels), [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
-    )
-    assert digits.train_images.mean() == pytest.approx(33.318, abs=1e-3)
 
 
 # -- downloads, from a server of ours ------------------------------------------------------------------------------

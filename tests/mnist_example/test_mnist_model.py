@@ -137,15 +137,6 @@ def test_loss_and_gradients_are_the_dense_and_the_unsharded_programs(mode, ipus,
     assert len(ipu_jax.verify(pipeline, sharded, batch).gradient_errors) == 6
 
 
-def test_an_ipu_holds_its_own_classes_only(params):
-    pipeline = pipeline_of("concurrent", 4)
-    weight, bias = pipeline.shard(params).concurrent["all IPUs"]
-    for ipu, (b, w) in enumerate(zip(bias.addressable_shards, weight.addressable_shards, strict=True)):
-        assert (b.data.shape, w.data.shape) == ((3,), (80, 3))  # 10 classes are 3, 3, 3 and 1
-        np.testing.assert_array_equal(b.data[: 10 - 3 * ipu], params["classifier"]["b"][3 * ipu : 3 * ipu + 3])
-    assert not bias.addressable_shards[3].data[1:].any()
-
-
 def test_a_class_that_pads_a_shard_is_never_predicted(params, batch):
     """All logits of the 10 classes are negative, and those of the 2 that fill up the fourth shard are 0."""
     classifier = params["classifier"]
@@ -178,18 +169,6 @@ def test_what_has_no_label_counts_for_nothing(mode, ipus, params, batch):
     assert float(loss) == float(other_loss)
     np.testing.assert_array_equal(aux["correct"], other_aux["correct"])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8), gradients, others)
-
-
-@pytest.mark.fast("concurrent-4")
-@pytest.mark.parametrize(("mode", "ipus"), [("basic", 2), ("concurrent", 4), ("concurrent", 8)])
-def test_of_equal_logits_the_first_counts(mode, ipus, params, batch):
-    undecided = {**params, "classifier": jax.tree.map(np.zeros_like, params["classifier"])}
-    # 3 and 9 are on different IPUs, 3 and 4 are on the same of 2 IPUs
-    undecided["classifier"]["b"][[3, 4, 9]] = 1.0
-    pipeline = pipeline_of(mode, ipus)
-    labels = np.array([[3, 4, 9, 0], [3, 3, 3, 3], [9, 9, 4, 4]], np.int8)
-    _, aux = pipeline.loss(pipeline.shard(undecided), {**batch, "labels": labels})
-    np.testing.assert_array_equal(aux["correct"], [1, 4, 0])
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -207,15 +207,6 @@ def test_evaluation_reads_the_running_averages(mode, ipus, params, state):
 
 
 @pytest.mark.slow
-def test_resnet50_is_the_unsharded_programs():
-    batch = make_batch(2)
-    pipeline = pipeline_of("concurrent", batch, name="resnet50", width=2, gradient_accumulation=2)
-    sharded = pipeline.shard(init_params("resnet50", 0, width=2))
-    averages = pipeline.shard_state(init_state("resnet50", width=2))
-    ipu_jax.verify(pipeline, sharded, batch, state=averages, rtol=1e-3)
-
-
-@pytest.mark.slow
 def test_averages_are_float32_in_lower_precision(params, state):
     of_step = pipeline_of("basic", make_batch(2), gradient_accumulation=2)
     step = ipu_jax.make_train_step(of_step, optax.sgd(1.0), ipu_jax.TrainOptions(precision="16.16"))

@@ -39,7 +39,7 @@ from sharded_ops import (
 )
 from sharded_ops._arguments import array, array_like, one_axis, one_of, real_number, whole_number
 from support.harness import on_ipus
-from support.refusals import refusals, refused
+from support.refusals import refused
 
 KEY = jax.random.key(0)
 TABLE, X, IDS, W, SCALE = np.ones((8, 4)), np.ones((6, 8)), np.zeros(6, np.int32), np.ones((4, 8)), np.ones(8)
@@ -320,23 +320,6 @@ def test_the_host_takes_numpys_ints():
     assert layout.pad(params, np.int64(4))["table"].shape == (12, 3)
 
 
-@refusals(
-    (lambda: whole_number("n", 5, at_most=4), "n=5 ", OUT, "an int of at most 4"),
-    (lambda: whole_number("n", 1, at_least=2, at_most=4), "n=1 ", OUT, "an int from 2 to 4"),
-    (lambda: real_number("p", 0, above=0), "p=0.0 ", OUT, ABOVE),
-    (lambda: real_number("p", 2, above=0, at_most=1), "p=2.0 ", OUT, f"{ABOVE}, at most 1"),
-    (lambda: real_number("p", -1, at_least=0, at_most=1), "p=-1.0 ", OUT, SHARE),
-    (lambda: real_number("p", 2, at_most=1), "p=2.0 ", OUT, "a finite number of at most 1"),
-    (lambda: real_number("p", 10**400, instead="None"), "p=inf ", OUT, "a finite number, or None"),
-    (lambda: one_axis(b"ipu"), "axis=b'ipu' ", "the name of one mesh axis", "such as 'ipu'"),
-    (lambda: one_of("way", "z", ("x", "y")), "way='z' ", UNKNOWN, "use 'x' or 'y'"),
-    (lambda: array("x", ()), "x=() ", NO_ARRAY, MAKE_ONE),
-)
-def test_the_checks_themselves(call, holds):
-    with refused(*holds):
-        call()
-
-
 def test_the_checks_refuse_every_other_kind_of_value():
     for value in (*NO_NUMBERS, 8.0, np.float32(8)):
         with refused(f"n={_shown(value)} ", INT):
@@ -344,7 +327,7 @@ def test_the_checks_refuse_every_other_kind_of_value():
     for value in NO_NUMBERS:
         with refused(f"p={_shown(value)} ", PLAIN):
             real_number("p", value)
-    for value in (-1, -INF, INF, NAN, np.float16(NAN), np.float32(-1), np.int64(-8)):
+    for value in (-1, -INF, INF, NAN, np.float16(NAN), np.float32(-1), np.int64(-8), 10**400):
         with refused("p=", OUT, ZERO):
             real_number("p", value, at_least=0)
     for value in (("ipu",), ["ipu"], None, 0):

@@ -164,8 +164,8 @@ def failure_of(instance: int, status: int | None, seen_at: float, error: ErrorRe
 def first(failures: Iterable[Failure]) -> Failure:
     """Return the failure that caused the others.
 
-    >>> lost = ErrorRecord(at=10.19, type="XlaRuntimeError", message="Connection closed by peer", finished=7)
-    >>> mistake = ErrorRecord(at=10.0, type="ValueError", message="no", finished=7)
+    >>> lost = ErrorRecord(at=10.19, type="XlaRuntimeError", message="Connection closed by peer")
+    >>> mistake = ErrorRecord(at=10.0, type="ValueError", message="no")
     >>> first([failure_of(0, 1, 10.21, lost), failure_of(1, 3, 10.20, mistake)]).instance
     1
     >>> first([failure_of(0, 1, 10.21, lost), failure_of(1, -9, 10.25, None)]).instance

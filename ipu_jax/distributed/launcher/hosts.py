@@ -50,7 +50,6 @@ class ErrorRecord:
     at: float
     type: str
     message: str
-    finished: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -377,12 +376,7 @@ class LocalHost:
     def _error(self, instance: _Instance) -> ErrorRecord | None:
         try:
             record = json.loads(opening.content(self._path("error", f"{instance.number}.json"), _MOST_BYTES))
-            return ErrorRecord(
-                at=int(record["monotonic_ns"]) / 1e9,
-                type=str(record["type"]),
-                message=str(record["message"]),
-                finished=int(record.get("finished") or 0),
-            )
+            return ErrorRecord(int(record["monotonic_ns"]) / 1e9, str(record["type"]), str(record["message"]))
         except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
             return None  # there is none, or the program has written it
 

@@ -24,7 +24,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ipu_jax.base import opening
 
@@ -32,6 +32,12 @@ RUN_DIR: Final = "IPU_JAX_RUN_DIR"
 INSTANCE: Final = "IPU_JAX_INSTANCE"
 
 _LAYOUT: Final = struct.Struct("<4sI17qd128s")
+_NUMBERS: Final = (
+    *("pid", "beat_at", "begun", "finished", "first_at", "finished_at", "aside", "updates", "samples"),
+    *("mark_at", "mark_updates", "mark_samples", "joint_begun", "joint_made", "device_bytes", "phase", "phase_at"),
+)
+"""The numbers of the layout, in its order; times are in nanoseconds."""
+_TIMES: Final = ("beat_at", "first_at", "finished_at", "aside", "mark_at", "phase_at")
 _MAGIC: Final = b"IPUB"
 _VERSION: Final = 3
 SIZE: Final = 4096
@@ -118,6 +124,9 @@ class Beacon:
     Attributes:
         pid: the number of this process.
         launched: whether a launcher reads it.
+        phase: what the process is doing.
+        updates: the number of weight updates in all finished steps.
+        device_bytes: how much device memory is in use, written from the next write on.
 
     Raises:
         FileExistsError: another process writes this beacon.
@@ -133,15 +142,15 @@ class Beacon:
                 os.close(handle)
         self.pid, self.launched = os.getpid(), path is not None
         self._begun = self._finished = self._first_ns = self._finished_ns = 0
-        self._updates = self._samples = self._device_bytes = self._joint_begun = self._joint_made = 0
+        self.updates = self._samples = self.device_bytes = self._joint_begun = self._joint_made = 0
         self._older = self._newer = (0, 0, 0)  # ns, updates, samples
         self._aside_ns = self._finished_aside_ns = 0
-        self._phase, self._phase_ns = Phase.SILENT, time.monotonic_ns()
+        self.phase, self._phase_ns = Phase.SILENT, time.monotonic_ns()
         self.enter(Phase.SILENT)
 
     def begun(self, steps: int = 1, *, joint: bool = False) -> None:
         """Count steps that were given to the devices. Joint steps need all instances, and `dispatched` follows."""
-        if self._phase is Phase.SILENT:
+        if self.phase is Phase.SILENT:
             self.enter(Phase.STARTING)
         self._begun += steps
         self._joint_begun += joint * steps
@@ -170,16 +179,16 @@ class Beacon:
         """Count steps that the devices have finished, with their weight updates (by default one each) and examples."""
         now = time.monotonic_ns()
         self._finished += steps
-        self._updates += steps if updates is None else updates
+        self.updates += steps if updates is None else updates
         self._samples += samples
         self._finished_ns = now
         if not self._first_ns:  # it may include compilation: speeds are measured from its end
             self._first_ns = now
-            self._older = self._newer = (now, self._updates, self._samples)
+            self._older = self._newer = (now, self.updates, self._samples)
         elif now - self._newer[0] > _MARK_EVERY_NS:
-            self._older, self._newer = self._newer, (now, self._updates, self._samples)
+            self._older, self._newer = self._newer, (now, self.updates, self._samples)
         self._finished_aside_ns = self._aside_until(now)
-        if self._phase is not Phase.STEPPING and self._phase in (Phase.SILENT, Phase.STARTING, Phase.COMPILING):
+        if self.phase is not Phase.STEPPING and self.phase in (Phase.SILENT, Phase.STARTING, Phase.COMPILING):
             self.enter(Phase.STEPPING)
         else:
             self._write(now)
@@ -188,48 +197,29 @@ class Beacon:
         """Begin another phase."""
         now = time.monotonic_ns()
         self._aside_ns = self._aside_until(now)
-        self._phase, self._phase_ns, self._label, self._limit = phase, now, label, limit
+        self.phase, self._phase_ns, self._label, self._limit = phase, now, label, limit
         self._encoded = label.encode(errors="replace")[:127]
         self._write()
 
     @contextlib.contextmanager
     def during(self, phase: Phase, label: str = "", limit: float = float("inf")) -> Iterator[None]:
         """Enter another phase for the duration of a `with` block, and return to the previous one."""
-        before = self._phase, self._label, self._limit
+        before = self.phase, self._label, self._limit
         self.enter(phase, label, limit)
         try:
             yield
         finally:
-            if self._phase is phase:  # unless an uncaught exception ended it
+            if self.phase is phase:  # unless an uncaught exception ended it
                 self.enter(*before)
-
-    def hold(self, device_bytes: int) -> None:
-        """Report how much device memory is in use, from the next write on."""
-        self._device_bytes = device_bytes
 
     def write_to(self, memory: mmap.mmap) -> None:
         """Also write to another file."""
         self._memories.append(memory)
         self._write()
 
-    @property
-    def phase(self) -> Phase:
-        """Return the current phase."""
-        return self._phase
-
-    @property
-    def steps(self) -> tuple[int, int]:
-        """Return the numbers of steps begun and finished."""
-        return self._begun, self._finished
-
-    @property
-    def updates(self) -> int:
-        """Return the number of weight updates in all finished steps."""
-        return self._updates
-
     def _aside_until(self, now: int) -> int:
         """Return the time spent in phases other than stepping."""
-        return self._aside_ns + (0 if self._phase is Phase.STEPPING else now - self._phase_ns)
+        return self._aside_ns + (0 if self.phase is Phase.STEPPING else now - self._phase_ns)
 
     def _write(self, now: int = 0) -> None:
         content = _LAYOUT.pack(
@@ -242,13 +232,13 @@ class Beacon:
             self._first_ns,
             self._finished_ns,
             self._finished_aside_ns,
-            self._updates,
+            self.updates,
             self._samples,
             *self._older,
             self._joint_begun,
             self._joint_made,
-            self._device_bytes,
-            self._phase,
+            self.device_bytes,
+            self.phase,
             self._phase_ns,
             self._limit,
             self._encoded,
@@ -320,29 +310,13 @@ def parsed(found: bytes) -> Reading | None:
     if len(found) < _LAYOUT.size:
         return None
     magic, version, *numbers, limit, label = _LAYOUT.unpack_from(found)
-    pid, beat, begun, finished, first, last, aside, updates, samples = numbers[:9]
-    mark_ns, mark_updates, mark_samples, joint_begun, joint_made, held, phase, phase_ns = numbers[9:]
-    if magic != _MAGIC or version != _VERSION or phase not in set(Phase):
+    values: dict[str, Any] = dict(zip(_NUMBERS, numbers, strict=True))
+    if magic != _MAGIC or version != _VERSION or values["phase"] not in set(Phase):
         return None
-    return Reading(
-        begun=begun,
-        finished=finished,
-        finished_at=last / 1e9,
-        phase=Phase(phase),
-        phase_at=phase_ns / 1e9,
-        limit=limit,
-        label=label.rstrip(b"\0").decode(errors="replace"),
-        first_at=first / 1e9,
-        aside=aside / 1e9,
-        joint_begun=joint_begun,
-        joint_made=joint_made,
-        pid=pid,
-        beat_at=beat / 1e9,
-        updates=updates,
-        samples=samples,
-        mark=Mark(mark_ns / 1e9, mark_updates, mark_samples),
-        device_bytes=held,
-    )
+    values |= {name: values[name] / 1e9 for name in _TIMES}
+    values["phase"], values["label"] = Phase(values["phase"]), label.rstrip(b"\0").decode(errors="replace")
+    mark = Mark(*(values.pop(name) for name in ("mark_at", "mark_updates", "mark_samples")))
+    return Reading(**values, limit=limit, mark=mark)
 
 
 _current: Beacon | None = None

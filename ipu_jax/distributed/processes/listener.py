@@ -129,7 +129,7 @@ class OwnProcess(facts.Listener):
             now = time.monotonic()
             if self._devices_tell and now >= self._ask_memory_at:
                 held, limit = _device_bytes()
-                beacon.hold(held)
+                beacon.device_bytes = held
                 if limit:
                     record.note(device_limit_bytes=limit)
                 self._ask_memory_at, self._devices_tell = now + _ASK_MEMORY_EVERY, held > 0

@@ -100,11 +100,8 @@ class Profiled(facts.Listener):
         """Log the losses that are there, or all of them if it may wait, and the speed since the last time."""
         while self._pending and (wait or self._pending[0][0].is_deleted() or self._pending[0][0].is_ready()):
             loss, updates = self._pending.pop(0)
-            if (
-                not loss.is_deleted()
-                and (loss.is_fully_addressable or loss.is_fully_replicated)
-                and loss.size <= updates
-            ):
+            is_here = not loss.is_deleted() and (loss.is_fully_addressable or loss.is_fully_replicated)
+            if is_here and loss.size <= updates:
                 self._log.event("losses", updates=updates, losses=np.ravel(loss).astype(float).tolist())
         seconds, samples = time.monotonic() - self._since, self._samples
         self._log.event("speed", updates=self._updates, samples_per_second=round(samples / seconds, 1))

@@ -12,7 +12,6 @@ from ipu_jax.training.checkpoints import _seal
 from ipu_jax.training.checkpoints.errors import CheckpointError, UnreadableError, errno_of
 
 _LONGEST: Final = 500  # characters of an error that are sent to other instances
-_WORDS: Final = {_seal.MISSING: "is missing", _seal.SHORT: "has another size", _seal.CHANGED: "was changed"}
 
 
 def anywhere(here: bool, seconds: float) -> bool:
@@ -48,10 +47,9 @@ def damage_of(path: Path, files: dict[str, Sequence[int]], seconds: float) -> st
         UnreadableError: the operating system cannot read a file, on any instance.
     """
     own, count = process()
-    wrong, error = list[Json](), None
+    wrong, error = list[str](), None
     try:
-        codes = _seal.check_files(path, files, sorted(files)[own::count])
-        wrong = [f"{name} {_WORDS[code]}" for name, code in sorted(codes.items())]
+        wrong = _seal.check_files(path, files, sorted(files)[own::count])
     except OSError as failed:
         error = failed
     if unreadable := first_error(error, seconds):

@@ -30,9 +30,6 @@ FORMAT: Final = 1
 _CHUNK: Final = 1 << 20
 _MOST: Final = 1 << 28  # bytes of a seal
 
-FINE, MISSING, SHORT, CHANGED = range(4)
-"""The states of a file, compared with its seal."""
-
 
 def as_plain(name: str, value: Json) -> Json:
     """Return a value as it comes back from JSON.
@@ -126,14 +123,14 @@ def read_seal(folder: Path) -> dict[str, Json]:
     return found
 
 
-def check_files(folder: Path, files: dict[str, Sequence[int]], own: Iterable[str]) -> dict[str, int]:
-    """Return which of the `own` files don't match their seal, and what is wrong: MISSING, SHORT or CHANGED.
+def check_files(folder: Path, files: dict[str, Sequence[int]], own: Iterable[str]) -> list[str]:
+    """Return the names of the `own` files that don't match their seal, each with what is wrong.
 
     Raises:
         OSError: a file exists but cannot be read; or a file, also one that the seal does not list, is a pipe or a
             device, which orbax would wait for.
     """
-    wrong: dict[str, int] = {}
+    wrong: list[str] = []
     for path in folder.rglob("*"):
         if not path.is_dir() and path.exists() and not path.is_file():
             raise OSError(errno.EINVAL, "Is not a regular file", str(path))
@@ -141,11 +138,11 @@ def check_files(folder: Path, files: dict[str, Sequence[int]], own: Iterable[str
         size, checksum = files[name]
         try:
             if (folder / name).stat().st_size != size:
-                wrong[name] = SHORT
+                wrong.append(f"{name} has another size")
             elif _checksum(folder / name) != (size, checksum):
-                wrong[name] = CHANGED
+                wrong.append(f"{name} was changed")
         except (FileNotFoundError, NotADirectoryError):
-            wrong[name] = MISSING
+            wrong.append(f"{name} is missing")
     return wrong
 
 

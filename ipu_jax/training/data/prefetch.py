@@ -60,9 +60,10 @@ class Prefetcher(Generic[_Item, _Result]):
         workers: the number of threads, at least 1.
         seconds: the longest time that `take` waits.
 
-    >>> with Prefetcher(lambda n: n * n, iter(range(4)), ahead=2, workers=2, seconds=60) as squares:
-    ...     [squares.take() for _ in range(4)]
+    >>> squares = Prefetcher(lambda n: n * n, iter(range(4)), ahead=2, workers=2, seconds=60)
+    >>> [squares.take() for _ in range(4)]
     [0, 1, 4, 9]
+    >>> squares.close()
     """
 
     def __init__(
@@ -79,18 +80,6 @@ class Prefetcher(Generic[_Item, _Result]):
         self._ended = weakref.finalize(self, _stop, self._shared, self._threads)
         for thread in self._threads:
             thread.start()
-
-    def __enter__(self) -> "Prefetcher[_Item, _Result]":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @property
-    def ready(self) -> int:
-        """Return the number of results that wait to be taken."""
-        with self._shared.changed:
-            return len(self._shared.results)
 
     def take(self) -> _Result:
         """Wait for the result of the next item, and return it.

@@ -84,13 +84,8 @@ def computing_in(stage: Stage, dtype: Dtype) -> Stage:
 
         return cast
 
-    return dataclasses.replace(
-        stage,
-        fn=within(stage.fn),
-        evaluate=within(stage.evaluate),
-        predict=within(stage.predict),
-        reference=within(stage.reference),
-    )
+    functions = ("fn", "evaluate", "predict", "reference")
+    return dataclasses.replace(stage, **{name: within(getattr(stage, name)) for name in functions})
 
 
 def function_in(function: FunctionModel, dtype: Dtype, held: Tree) -> FunctionModel:

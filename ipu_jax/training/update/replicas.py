@@ -313,9 +313,8 @@ def over_replicas(
     dim_of = lambda spec: next((d for d, axis in enumerate(spec) if axis is not None), None)
 
     def run(*args: Tree) -> Tree:
-        dims = [
-            dim_of(s) for s in jax.tree.leaves(jax.tree.broadcast(in_specs, args, is_leaf=is_spec), is_leaf=is_spec)
-        ]
+        given = jax.tree.broadcast(in_specs, args, is_leaf=is_spec)
+        dims = [*map(dim_of, jax.tree.leaves(given, is_leaf=is_spec))]
         leaves, treedef = jax.tree.flatten(args)
         check_context_mesh()
         if not any(dim is not None for dim in (*dims, *map(dim_of, jax.tree.leaves(out_specs, is_leaf=is_spec)))):
@@ -326,12 +325,8 @@ def over_replicas(
             blocks = [x if dim is None else jnp.expand_dims(x, dim) for x, dim in zip(leaves, dims, strict=True)]
             result = program(*jax.tree.unflatten(treedef, blocks))
             specs = jax.tree.broadcast(out_specs, result, is_leaf=is_spec)
-            return jax.tree.map(
-                lambda spec, x: x if dim_of(spec) is None else jnp.squeeze(x, dim_of(spec)),
-                specs,
-                result,
-                is_leaf=is_spec,
-            )
+            without = lambda spec, x: x if dim_of(spec) is None else jnp.squeeze(x, dim_of(spec))
+            return jax.tree.map(without, specs, result, is_leaf=is_spec)
 
         out_axes = jax.tree.map(dim_of, out_specs, is_leaf=is_spec)
         return jax.pmap(

@@ -411,8 +411,8 @@ def test_a_limit_that_is_off_is_none():
     [
         Beat(1, 7, "S", progress(3, 2, 50.0, phase_at=40.0), None),
         Beat(1, 7, "S", progress(9, 8, 50.0, pid=7, beat_at=51.0, mark=Mark(44.0, 5, 640), device_bytes=3), None),
-        Beat(1, 7, "S", None, ErrorRecord(60.0, "ValueError", "no", 3)),
-        Exited(0, -9, 70.0, ErrorRecord(60.0, "ValueError", "no", 3)),
+        Beat(1, 7, "S", None, ErrorRecord(60.0, "ValueError", "no")),
+        Exited(0, -9, 70.0, ErrorRecord(60.0, "ValueError", "no")),
         Output(0, "stderr", bytes(range(256))),
         Started(0, 9, "3", (1, 2)),
         Stacks(0, "in f", ("IPU 0",), (3, 4)),
@@ -427,8 +427,8 @@ def test_what_happens_travels_to_another_clock(event):
 
 
 def test_times_travel_as_ages():
-    came = event_of(line_of(Exited(0, -9, 70.0, ErrorRecord(60.0, "ValueError", "no", 3)), 1000.0), 100.0)
-    assert came == Exited(0, -9, 70.0 - 900, ErrorRecord(60.0 - 900, "ValueError", "no", 3))
+    came = event_of(line_of(Exited(0, -9, 70.0, ErrorRecord(60.0, "ValueError", "no")), 1000.0), 100.0)
+    assert came == Exited(0, -9, 70.0 - 900, ErrorRecord(60.0 - 900, "ValueError", "no"))
     at = {"first_at": 45.0, "finished_at": 50.0, "phase_at": 40.0, "beat_at": 51.0}
     beat = Beat(1, 7, "S", dataclasses.replace(progress(3, 2, 0.0, mark=Mark(44.0, 5, 6)), **at))
     came = event_of(line_of(beat, 1000.0), 100.0)
@@ -439,7 +439,7 @@ def test_times_travel_as_ages():
 
 
 def record(at, message="no", kind="ValueError"):
-    return ErrorRecord(at, kind, message, 0)
+    return ErrorRecord(at, kind, message)
 
 
 LOST = record(9.9, "Gloo: Connection closed by peer", "XlaRuntimeError")

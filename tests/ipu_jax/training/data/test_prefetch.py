@@ -6,6 +6,7 @@ import threading
 import time
 import traceback
 import weakref
+from contextlib import closing
 
 import pytest
 
@@ -26,24 +27,16 @@ def wait_until(condition):
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize(("workers", "ahead"), [(1, 1), (1, 3), (2, 2), (4, 9)])
-def test_results_come_in_the_order_of_the_items(workers, ahead):
-    random = [0.003, 0.0, 0.002, 0.0, 0.001]
-
-    def make(number):
-        time.sleep(random[number % len(random)])  # so that later ones are ready first
-        return number
-
-    with Prefetcher(make, iter(range(40)), ahead=ahead, workers=workers, seconds=SECONDS) as made:
-        assert [made.take() for _ in range(40)] == list(range(40))
-
-
 def test_several_workers_work_at_once():
     meet = threading.Barrier(3, timeout=SECONDS)
     make = lambda number: meet.wait() and number  # who works alone never gets past it
-    with Prefetcher(make, iter(range(3)), ahead=3, workers=3, seconds=SECONDS) as made:
+    with closing(Prefetcher(make, iter(range(3)), ahead=3, workers=3, seconds=SECONDS)) as made:
         for _ in range(3):
             made.take()
+
+
+def ready(made):
+    return len(made._shared.results)
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -55,10 +48,10 @@ def test_nobody_holds_what_was_handed_out(workers):
         def __init__(self, number):
             made.append(weakref.ref(self))
 
-    with Prefetcher(Batch, iter(range(100)), ahead=2, workers=workers, seconds=SECONDS) as batches:
+    with closing(Prefetcher(Batch, iter(range(100)), ahead=2, workers=workers, seconds=SECONDS)) as batches:
         for _ in range(30):
             batches.take()
-            wait_until(lambda: batches.ready == 2)
+            wait_until(lambda: ready(batches) == 2)
             wait_until(lambda: sum(batch() is not None for batch in made) == 2)
 
 
@@ -73,7 +66,7 @@ def test_an_error_comes_in_its_turn_with_the_workers_traceback():
             raise KeyError("broken file")
         return number
 
-    with Prefetcher(make, iter(range(9)), ahead=3, workers=3, seconds=SECONDS) as made:
+    with closing(Prefetcher(make, iter(range(9)), ahead=3, workers=3, seconds=SECONDS)) as made:
         assert [made.take(), made.take()] == [0, 1]
         with pytest.raises(KeyError, match="broken file") as raised:
             made.take()
@@ -90,7 +83,7 @@ def test_after_an_error_no_further_item_is_begun():
         begun.append(number)
         return 1 / (1 - number)
 
-    with Prefetcher(make, iter(range(9)), ahead=9, workers=1, seconds=SECONDS) as made:
+    with closing(Prefetcher(make, iter(range(9)), ahead=9, workers=1, seconds=SECONDS)) as made:
         wait_until(lambda: not workers() or len(begun) > 2)
         assert begun == [0, 1]
         assert made.take() == 1
@@ -104,7 +97,7 @@ def test_what_never_comes_is_an_error_that_says_what_the_workers_do():
     def stuck(number):
         release.wait(SECONDS)
 
-    with Prefetcher(stuck, iter(["the first", "the second"]), ahead=1, workers=2, seconds=0.05) as made:
+    with closing(Prefetcher(stuck, iter(["the first", "the second"]), ahead=1, workers=2, seconds=0.05)) as made:
         with pytest.raises(FeedTimeoutError) as late:
             made.take()
         release.set()
@@ -127,10 +120,10 @@ def test_workers_that_have_ended_are_said_to():
 
 def test_closing_does_not_wait_for_what_is_ahead_and_may_be_done_twice():
     made = Prefetcher(str, iter(range(10**9)), ahead=2, workers=2, seconds=SECONDS)
-    wait_until(lambda: made.ready == 2)
+    wait_until(lambda: ready(made) == 2)
     made.close()
     assert not workers()
-    assert made.ready == 0
+    assert ready(made) == 0
     made.close()
 
 
