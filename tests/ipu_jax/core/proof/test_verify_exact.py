@@ -69,9 +69,12 @@ def staged(places: list[int], schedule: str, recompute: Any = "auto", **options:
 
 LINE, PAIRS, WAVE, ROUNDS, ONE = [0, 1, 2, 3], [0, 0, 1, 1], [0, 1, 1, 0], [0, 1, 0, 1], [0, 0, 0, 0]
 SCHEDULES = [
-    *((LINE, name) for name in ("sequential", "grouped", "gpipe", "1f1b", "interleaved", "zb-h1", "auto")),
+    *(
+        (LINE, name)
+        for name in ("sequential", "grouped", "gpipe", "1f1b", "interleaved", "zb-h1", "grouped-zb", "auto")
+    ),
     *((PAIRS, name) for name in ("1f1b", "zb-h1")),
-    *((WAVE, name) for name in ("zbv", "zb-wave")),
+    *((WAVE, name) for name in ("zbv", "zb-wave", "dualpipev")),
     *((ROUNDS, name) for name in ("looped", "looped-bfs", "looped-zb")),
     (ONE, "sequential"),
 ]
