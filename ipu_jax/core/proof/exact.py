@@ -91,6 +91,7 @@ def exact_results(pipeline: Pipeline, given: StepArgs, whole: StepArgs) -> tuple
 
 def _results(value: Tree, gradients: Tree, state: Tree) -> Results:
     loss, aux = value if isinstance(value, tuple) else (value, None)
+    aux = jax.tree.map(lambda leaf: jnp.where(leaf == 0, jnp.zeros_like(leaf), leaf), aux)  # a broadcast loses -0.0
     return {"loss": loss, "params": gradients, "state": state, "aux": aux}
 
 
@@ -132,10 +133,11 @@ class _OnOneDevice:
         compiled = functools.partial(jax.jit, compiler_options=options)
         of_replicas = differentiated(self.pipeline, self.whole, self.learning_of, self.call, compiled)
         gradients, states, losses, aux = of_replicas
-        loss = _added(_added(losses[:, m] for m in range(losses.shape[1])) / losses.shape[1]) / len(losses)
+        mean = compiled(_mean)  # under these options, XLA does not multiply by 1 / 3
+        loss = mean(mean(losses.T, 0.0), -0.0)  # a pipeline adds losses to 0.0, so -0.0 is lost
         value = self.pipeline.placement.loss_with_aux(loss, without_dims(aux, self.pipeline.replicas))
-        mean = lambda s: _added(s) / len(s) if jnp.issubdtype(s.dtype, jnp.floating) else s[0]
-        new_state = None if self.state_layout is None else jax.tree.map(mean, states)
+        reduced = lambda s: mean(s, -0.0).astype(s.dtype) if jnp.issubdtype(s.dtype, jnp.floating) else s[0]
+        new_state = None if self.state_layout is None else jax.tree.map(reduced, states)
         of_groups = {group.name: self._gradients(group, gradients) for group in self.layout.groups}
         return _results(value, joined(self.layout.arranged(of_groups)), new_state)
 
@@ -187,10 +189,16 @@ class _OnOneDevice:
     def _in_order(self, group: Group, numbers: list[int], gradients: Learning) -> list[Value]:
         """Return the sums of the gradients of several segments of one IPU, in the order in which they run."""
         ticks = self.schedule.weight or self.schedule.backward
-        when = [(tick, n, m) for n in numbers for m, tick in enumerate(ticks[self.segments[n].first])]
-        terms = ([leaf[:, m] for leaf in gradients.stacked[group.name, n]] for _, n, m in sorted(when))
-        return [_added(of_leaf) for of_leaf in zip(*terms, strict=True)]
+        # within a tick, an IPU runs its last segment first
+        when = [(tick, -n, m) for n in numbers for m, tick in enumerate(ticks[self.segments[n].first])]
+        terms = ([leaf[:, m] for leaf in gradients.stacked[group.name, -n]] for _, n, m in sorted(when))
+        return [sum(of_leaf) for of_leaf in zip(*terms, strict=True)]  # from 0.0, as in a pipeline: -0.0 is lost
 
 
 def _added(terms: Iterable[Value]) -> Value:
     return functools.reduce(operator.add, terms)
+
+
+def _mean(terms: Value, start: Value) -> Value:
+    """Return the mean of rows, added from `start` in at least float32."""
+    return sum(terms.astype(jnp.promote_types(terms.dtype, jnp.float32)), start) / len(terms)
