@@ -207,6 +207,20 @@ def test_a_cut_function_that_is_wrong_by_half_a_percent_in_half_precision_is_fou
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("activation", [lambda x: jnp.clip(x, -0.3, 0.3), jax.nn.relu6])
+def test_a_constant_is_rounded_alike_whether_or_not_its_call_was_inlined(activation):
+    def layer(w, x, mb):
+        x = (mb if x is None else x).astype(jnp.float16) @ w.astype(jnp.float16)
+        return jax.jit(lambda x, high: x * lax.convert_element_type(high, x.dtype))(activation(x), 0.3)
+
+    stages = [Stage(layer, "a", 0), Stage(lambda w, x, mb: jnp.abs(layer(w, x, mb).astype(jnp.float32)).mean(), "b", 1)]
+    pipeline = Pipeline(stages, mesh=make_mesh(1, 2), gradient_accumulation=2)
+    draw = np.random.default_rng(0).normal
+    params = pipeline.shard({name: draw(size=(8, 8)).astype(np.float32) for name in "ab"})
+    assert verify(pipeline, params, draw(size=(2, 6, 8)).astype(np.float32)).worst[1] <= 1e-5
+
+
+@pytest.mark.slow
 def test_a_right_model_in_float8_passes():
     verified, _ = model(quantised, jnp.float8_e4m3fn, 0)
     verified(1.0)
