@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, verify
+from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh, verify
 from ipu_jax.core.proof import verification
 from ipu_jax.pipelines import VerificationError, VerificationReport
 
@@ -204,6 +204,31 @@ def test_a_cut_function_that_is_wrong_by_half_a_percent_in_half_precision_is_fou
     monkeypatch.setattr(verification, "unsharded_update", wrong)
     with pytest.raises(VerificationError, match=r"^the gradient of params\['b'\] differs .* by 0\.0049\d relative"):
         verify(pipeline, params, x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [0, 1])
+def test_whole_numbers_that_roundings_decide_are_compared_in_float32(fault):
+    def outputs(y, fault):
+        return Outputs(y, aux={"quantised": jnp.round(y * 60).astype(jnp.int8) + fault, "largest": jnp.argmax(y, -1)})
+
+    def layer(w, x, mb):
+        return outputs(mb.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), 0)
+
+    def by_rows(w, x, mb):
+        x, w = mb.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
+        return outputs(sum(x[:, k : k + 1] * w[k] for k in range(8)), fault)
+
+    stages = [Stage(layer, "a", reference=by_rows), Stage(lambda w, x, mb: jnp.abs(x @ w).mean(), "b")]
+    pipeline = Pipeline(stages, gradient_accumulation=2)
+    draw = np.random.default_rng(0).normal
+    params = pipeline.shard({name: draw(size=(8, 8)).astype(np.float32) / 3 for name in "ab"})
+    batch = draw(size=(2, 6, 8)).astype(np.float32)
+    if fault:
+        with pytest.raises(VerificationError, match=r"^the aux\['a'\]\['quantised'\] differs .* int8 must be equal"):
+            verify(pipeline, params, batch)
+    else:
+        assert verify(pipeline, params, batch).worst[1] <= 1e-5
 
 
 @pytest.mark.slow
