@@ -166,6 +166,7 @@ def widened(closed: Jaxpr) -> Jaxpr:
         name, inputs = eqn.primitive.name, [v.val if isinstance(v, _Literal) else constants.get(v) for v in eqn.invars]
         if name in CALLS and not hasattr(eqn.params[CALLS[name]], "expand"):
             constants.update(zip(closed_of(eqn.params[CALLS[name]]).jaxpr.invars, inputs, strict=True))
+        constants.update(dict.fromkeys(eqn.outvars))  # another call of the same body may have had constants
         if name != "convert_element_type" or inputs[0] is None or not is_float(eqn.outvars[0]):
             return eqn
         (out,) = eqn.outvars

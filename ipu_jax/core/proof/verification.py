@@ -99,10 +99,10 @@ def verify(
     For a forward pass, `pipeline.forward(...)`, it compares all outputs and the new state with the function's.
 
     With `exact` there is no tolerance: the update runs once more, compiled so that XLA rewrites and fuses no operation,
-    and with whole stages, beside the same stages one after the other on one device. Every bit must be equal. Then its
-    results are compared as above with the unsharded program, if that is not the stages themselves: the function, or
-    `reference=`. Where all IPUs compute a stage, or the mesh has further axes, sums over shards have another order than
-    on one device, and `exact` is refused.
+    and with whole stages, beside the same stages one after the other on one device. Every bit must be equal; but a
+    pipeline returns -0.0 in aux as 0.0. Then its results are compared as above with the unsharded program, if that is
+    not the stages themselves: the function, or `reference=`. Where all IPUs compute a stage, or the mesh has further
+    axes, sums over shards have another order than on one device, and `exact` is refused.
 
     Args:
         pipeline: the pipeline, or what its `forward` returned.

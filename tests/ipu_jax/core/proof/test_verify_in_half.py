@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh, verify
+from ipu_jax.base.jaxprs import widened
 from ipu_jax.core.proof import verification
 from ipu_jax.pipelines import VerificationError, VerificationReport
 
@@ -243,6 +245,19 @@ def test_a_constant_is_rounded_alike_whether_or_not_its_call_was_inlined(activat
     draw = np.random.default_rng(0).normal
     params = pipeline.shard({name: draw(size=(8, 8)).astype(np.float32) for name in "ab"})
     assert verify(pipeline, params, draw(size=(2, 6, 8)).astype(np.float32)).worst[1] <= 1e-5
+
+
+def test_a_body_that_two_calls_share_has_the_constant_of_one_alone():
+    @jax.jit
+    def scaled(x, by):
+        return x * lax.convert_element_type(lax.convert_element_type(by, jnp.bfloat16), jnp.float32)
+
+    def program(x, by):
+        return scaled(x, np.float32(0.3)) + scaled(x, by)
+
+    args = (np.ones(3, np.float32), np.float32(0.7))
+    found = jax.jit(jax.extend.core.jaxpr_as_fun(widened(jax.make_jaxpr(program)(*args))))(*args)[0]
+    np.testing.assert_allclose(found, np.float32(jnp.bfloat16(0.3)) + args[1], rtol=1e-6)
 
 
 @pytest.mark.slow
