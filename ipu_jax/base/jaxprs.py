@@ -127,11 +127,15 @@ def laid_open(closed: Jaxpr, calls: tuple[str, ...] = JITS) -> Jaxpr:
 def widened(closed: Jaxpr) -> Jaxpr:
     """Return the same program with float32 in the place of each narrower float, but for opaque primitives.
 
+    Constants stay as they were rounded, such as the 0.3 of `jnp.clip(x, 0, 0.3)`. jax rounds them already where it
+    inlines a call, and not where the call remains.
+
     >>> jaxpr = jax.make_jaxpr(lambda x: jnp.sin(x.astype("bfloat16")))(jnp.ones(2))
     >>> widened(jaxpr).out_avals
     [ShapedArray(float32[2])]
     """
     variables_of: dict[Var, Var] = {}
+    constants: dict[Var, Value] = {}  # None for other values
 
     def wide(part: Any) -> Any:
         if isinstance(part, np.dtype):
@@ -158,7 +162,20 @@ def widened(closed: Jaxpr) -> Jaxpr:
         dtype = jnp.result_type(value)
         return value if wide(dtype) == dtype else np.asarray(value).astype(np.float32)
 
+    def with_constant(eqn: Eqn) -> Eqn:
+        name, inputs = eqn.primitive.name, [v.val if isinstance(v, _Literal) else constants.get(v) for v in eqn.invars]
+        if name in CALLS and not hasattr(eqn.params[CALLS[name]], "expand"):
+            constants.update(zip(closed_of(eqn.params[CALLS[name]]).jaxpr.invars, inputs, strict=True))
+        constants.update(dict.fromkeys(eqn.outvars))  # another call of the same body may have had constants
+        if name != "convert_element_type" or inputs[0] is None or not is_float(eqn.outvars[0]):
+            return eqn
+        (out,) = eqn.outvars
+        with np.errstate(over="ignore"):
+            constants[out] = np.asarray(inputs[0]).astype(out.aval.dtype)
+        return eqn.replace(invars=[_Literal(constants[out], out.aval)])
+
     def equations(eqn: Eqn) -> list[Eqn]:
+        eqn = with_constant(eqn)
         if not eqn.primitive.name.startswith(_OPAQUE):
             changed = {name: [*map(wide, getattr(eqn, name))] for name in ("invars", "outvars")}
             return [eqn.replace(params=jax.tree.map(wide, eqn.params), **changed)]

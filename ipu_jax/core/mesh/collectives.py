@@ -69,12 +69,16 @@ def reduced(reduce: Function, tree: Tree, *axes: str) -> Value:
 def state_over_replicas(tree: Tree) -> Tree:
     """Return the state that all replicas continue with: the mean of floating leaves, and replica 0's other leaves.
 
-    Communicates one all-reduce per leaf over the axis "replica" if there are several replicas.
+    The mean is computed in at least float32, on every platform alike. Communicates one all-reduce per leaf over the
+    axis "replica" if there are several replicas.
     """
+
+    def mean(leaf: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        return rounded(lax.pmean(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), axes), leaf.dtype)
 
     def one(leaf: jax.Array) -> jax.Array:
         is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-        reduce = lax.pmean if is_float else lambda tree, axes: broadcast(0, tree, *axes)
+        reduce = mean if is_float else lambda tree, axes: broadcast(0, tree, *axes)
         return reduced(reduce, leaf, REPLICA_AXIS)
 
     return jax.tree.map(one, tree)

@@ -214,14 +214,15 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True)
 class AllowedError:
-    """The allowed error of a leaf: `rtol` if given, else an error that rounding explains; 0 for integers."""
+    """The allowed error of a leaf: `rtol` if given, else an error that rounding explains; for integers their own."""
 
     rtol: float | None
     default: float
+    of_integers: float = 0.0
 
     def of(self, leaf: ComparedLeaf) -> float:
         if not leaf.is_float:
-            return 0.0
+            return self.of_integers
         return max(self.default, roundings(leaf.expected.dtype)) if self.rtol is None else self.rtol
 
     def passes(self, leaf: ComparedLeaf) -> bool:

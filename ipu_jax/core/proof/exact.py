@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ipu_jax.base import status
-from ipu_jax.base.annotations import Json, Tree, Value
+from ipu_jax.base.annotations import Jaxpr, Json, Tree, Value
 from ipu_jax.base.showing import counted
 from ipu_jax.core.exactness import exact_options
 from ipu_jax.core.layout.packed_layout import Group
@@ -56,7 +56,7 @@ def checked_exact(pipeline: Any) -> Pipeline:
     return pipeline
 
 
-def exact_results(pipeline: Pipeline, given: StepArgs, whole: StepArgs) -> tuple[Results, Results | None]:
+def exact_results(pipeline: Pipeline, given: StepArgs, whole: StepArgs) -> tuple[Results, Results | None, Jaxpr]:
     """Return the results of the pipeline, after comparing all their bits with its stages' on one device.
 
     Args:
@@ -65,8 +65,8 @@ def exact_results(pipeline: Pipeline, given: StepArgs, whole: StepArgs) -> tuple
         whole: the same with whole weights and state.
 
     Returns:
-        The results of the pipeline; and of the unsharded program, or None if that is not the stages themselves: they
-        were cut from a function, or have a `reference`.
+        The results of the pipeline; those of the unsharded program, or None if that is not the stages themselves,
+        since they were cut from a function, or have a `reference`; and the traced update.
 
     Raises:
         VerificationError: a bit differs. The message names the leaves, and says how many bits differ.
@@ -74,23 +74,25 @@ def exact_results(pipeline: Pipeline, given: StepArgs, whole: StepArgs) -> tuple
     placed = dataclasses.replace(pipeline.placement.scheduled(given), exact=True)
     options, reduction = exact_options(optimized=False), pipeline.options.reduction
 
+    @functools.partial(jax.jit, compiler_options=options)
     def update(*args: Tree) -> Tree:
         results = placed.run(StepArgs(*args), role="training", backward=True, reduction=reduction)
         return placed.loss_with_aux(results.loss, results.aux), results.gradients, results.state
 
     with status.during("program 1 of 2"):
-        value, gradients, state = jax.block_until_ready(jax.jit(update, compiler_options=options)(*given))
+        value, gradients, state = jax.block_until_ready(update(*given))
     new_state = None if given.state is None else pipeline.unshard(state)
     actual = _results(value, pipeline.unshard(gradients), new_state)
     with status.during("program 2 of 2"):
         expected = _OnOneDevice(pipeline, given, whole).results(options)
     _check_bits(Comparison(pipeline.mesh, actual, expected), pipeline.mesh)
     is_other = pipeline.function is not None or any(stage.reference for stage in pipeline.stages)
-    return actual, None if is_other else expected
+    return actual, None if is_other else expected, update.trace(*given).jaxpr
 
 
 def _results(value: Tree, gradients: Tree, state: Tree) -> Results:
     loss, aux = value if isinstance(value, tuple) else (value, None)
+    aux = jax.tree.map(lambda leaf: jnp.where(leaf == 0, jnp.zeros_like(leaf), leaf), aux)  # a broadcast loses -0.0
     return {"loss": loss, "params": gradients, "state": state, "aux": aux}
 
 
@@ -132,10 +134,11 @@ class _OnOneDevice:
         compiled = functools.partial(jax.jit, compiler_options=options)
         of_replicas = differentiated(self.pipeline, self.whole, self.learning_of, self.call, compiled)
         gradients, states, losses, aux = of_replicas
-        loss = _added(_added(losses[:, m] for m in range(losses.shape[1])) / losses.shape[1]) / len(losses)
+        mean = compiled(_mean)  # under these options, XLA does not multiply by 1 / 3
+        loss = mean(mean(losses.T, 0.0), -0.0)  # a pipeline adds losses to 0.0, so -0.0 is lost
         value = self.pipeline.placement.loss_with_aux(loss, without_dims(aux, self.pipeline.replicas))
-        mean = lambda s: _added(s) / len(s) if jnp.issubdtype(s.dtype, jnp.floating) else s[0]
-        new_state = None if self.state_layout is None else jax.tree.map(mean, states)
+        reduced = lambda s: mean(s, -0.0).astype(s.dtype) if jnp.issubdtype(s.dtype, jnp.floating) else s[0]
+        new_state = None if self.state_layout is None else jax.tree.map(reduced, states)
         of_groups = {group.name: self._gradients(group, gradients) for group in self.layout.groups}
         return _results(value, joined(self.layout.arranged(of_groups)), new_state)
 
@@ -187,10 +190,16 @@ class _OnOneDevice:
     def _in_order(self, group: Group, numbers: list[int], gradients: Learning) -> list[Value]:
         """Return the sums of the gradients of several segments of one IPU, in the order in which they run."""
         ticks = self.schedule.weight or self.schedule.backward
-        when = [(tick, n, m) for n in numbers for m, tick in enumerate(ticks[self.segments[n].first])]
-        terms = ([leaf[:, m] for leaf in gradients.stacked[group.name, n]] for _, n, m in sorted(when))
-        return [_added(of_leaf) for of_leaf in zip(*terms, strict=True)]
+        # within a tick, an IPU runs its last segment first
+        when = [(tick, -n, m) for n in numbers for m, tick in enumerate(ticks[self.segments[n].first])]
+        terms = ([leaf[:, m] for leaf in gradients.stacked[group.name, -n]] for _, n, m in sorted(when))
+        return [sum(of_leaf) for of_leaf in zip(*terms, strict=True)]  # from 0.0, as in a pipeline: -0.0 is lost
 
 
 def _added(terms: Iterable[Value]) -> Value:
     return functools.reduce(operator.add, terms)
+
+
+def _mean(terms: Value, start: Value) -> Value:
+    """Return the mean of rows, added from `start` in at least float32."""
+    return sum(terms.astype(jnp.promote_types(terms.dtype, jnp.float32)), start) / len(terms)

@@ -25,11 +25,15 @@ BATCH: Any = {
     "ids": np.random.default_rng(0).integers(0, V, (M, ROWS, T)).astype(np.int32),
     "labels": np.random.default_rng(1).integers(0, V, (M, ROWS, T)).astype(np.int32),
 }
+ONES = np.ones((M, ROWS, D), np.float32)
 MICROBATCH = jax.tree.map(lambda leaf: leaf[0], BATCH)
 
 
 def drawn(*shape: int, seed: int = 0) -> Any:
     return normal(*shape, seed=seed) / np.sqrt(shape[-2])
+
+
+ROWS_OF_ALL = normal(4, M, ROWS, D, seed=9)
 
 
 def normalised(x):
@@ -179,6 +183,56 @@ def test_replicas_are_added_in_order(loss, replicas, ipus):
     verify(pipeline, pipeline.shard(params), *others, exact=True)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["grouped", "grouped-zb", "looped-zb"])
+def test_a_group_of_two_stages_that_run_in_one_tick_is_added_as_the_pipeline_does(schedule):
+    def squares(w, x, mb):
+        return jnp.tanh((mb if x is None else x) @ w["w"]) * -w["v"]
+
+    head = Stage(lambda w, x, mb: -jax.nn.relu(x @ w - 9).sum() + jnp.square(x[:, 1:] @ w[1:]).mean(), "head", 1)
+    stages = [Stage(squares, ("g", "h", "g")[k], k % 2, name=f"{k}") for k in range(3)]
+    weights = {name: {"w": drawn(D, D, seed=k), "v": drawn(D, D)[0]} for k, name in enumerate("gh")}
+    weights |= {"head": drawn(D, V)}
+    pipeline = Pipeline([*stages, head], mesh=make_mesh(1, 2), gradient_accumulation=M, schedule=schedule)
+    verify(pipeline, pipeline.shard(weights), ROWS_OF_ALL[0], exact=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["grouped", "looped-zb"])
+def test_minus_zero_has_the_bits_that_a_pipeline_gives_it(schedule):
+    def fn(w, x, mb):
+        y = jax.nn.relu((mb if x is None else x) * w)
+        return Outputs(y * -1.0, aux={"largest": y.max() * -1.0})
+
+    stages = [Stage(fn, "w", 0, name="a"), Stage(lambda w, x, mb: x * w, "x", 1), Stage(fn, "w", 0, name="b")]
+    stages += [Stage(lambda w, x, mb: -jax.nn.relu(x @ w - 1).sum(), "head", 1)]
+    weights = {"w": -np.ones(D, np.float32), "x": np.ones(D, np.float32), "head": np.eye(D, dtype=np.float32)}
+    pipeline = Pipeline(stages, mesh=make_mesh(1, 2), gradient_accumulation=M, schedule=schedule)
+    assert str(verify(pipeline, pipeline.shard(weights), ONES, exact=True).loss) == "0.0"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_losses_and_state_in_half_have_the_bits_of_one_device(dtype):
+    def fn(w, x, mb, *, state):
+        y = mb.astype(dtype) @ w
+        return Outputs(y, state=state + y.mean(0))
+
+    stages = [Stage(fn, "w", 0, state="s"), Stage(lambda w, x, mb: jnp.square(x @ w).mean(), "head", 1)]
+    pipeline = Pipeline(stages, mesh=make_mesh(4, 2), gradient_accumulation=3)
+    weights = {"w": drawn(D, D).astype(dtype), "head": drawn(D, V).astype(dtype)}
+    state = pipeline.shard_state({"s": jnp.zeros(D, dtype)})
+    verify(pipeline, pipeline.shard(weights), ROWS_OF_ALL[:, :3], state, exact=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_the_mean_loss_of_three_micro_batches_has_the_bits_of_a_division_by_three(seed):
+    stages = [Stage(lambda w, x, mb: jnp.abs(mb @ w).mean(), "w", 0)]
+    pipeline = Pipeline(stages, mesh=make_mesh(1, 1), gradient_accumulation=3)
+    verify(pipeline, pipeline.shard({"w": drawn(D, D, seed=seed)}), ROWS_OF_ALL[0, :3], exact=True)
+
+
 # faults of one rounding
 
 BACKWARD = SegmentProgram.backward
@@ -229,9 +283,6 @@ def split() -> Any:
     stage = Stage(lambda w, x, mb: (mb @ w).sum(), "w", 0)
     mesh = make_mesh(1, 1, tensor=2)
     return Pipeline([stage], mesh=mesh, gradient_accumulation=M, specs={"w": P(None, "tensor")})
-
-
-ONES = np.ones((M, ROWS, D), np.float32)
 
 
 @refusals(

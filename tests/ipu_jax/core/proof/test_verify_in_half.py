@@ -9,13 +9,15 @@ import re
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, verify
+from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh, verify
+from ipu_jax.base.jaxprs import widened
 from ipu_jax.core.proof import verification
 from ipu_jax.pipelines import VerificationError, VerificationReport
 
@@ -204,6 +206,58 @@ def test_a_cut_function_that_is_wrong_by_half_a_percent_in_half_precision_is_fou
     monkeypatch.setattr(verification, "unsharded_update", wrong)
     with pytest.raises(VerificationError, match=r"^the gradient of params\['b'\] differs .* by 0\.0049\d relative"):
         verify(pipeline, params, x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [0, 1])
+def test_whole_numbers_that_roundings_decide_are_compared_in_float32(fault):
+    def outputs(y, fault):
+        return Outputs(y, aux={"quantised": jnp.round(y * 60).astype(jnp.int8) + fault, "largest": jnp.argmax(y, -1)})
+
+    def layer(w, x, mb):
+        return outputs(mb.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), 0)
+
+    def by_rows(w, x, mb):
+        x, w = mb.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
+        return outputs(sum(x[:, k : k + 1] * w[k] for k in range(8)), fault)
+
+    stages = [Stage(layer, "a", reference=by_rows), Stage(lambda w, x, mb: jnp.abs(x @ w).mean(), "b")]
+    pipeline = Pipeline(stages, gradient_accumulation=2)
+    draw = np.random.default_rng(0).normal
+    params = pipeline.shard({name: draw(size=(8, 8)).astype(np.float32) / 3 for name in "ab"})
+    batch = draw(size=(2, 6, 8)).astype(np.float32)
+    if fault:
+        with pytest.raises(VerificationError, match=r"^the aux\['a'\]\['quantised'\] differs .* int8 must be equal"):
+            verify(pipeline, params, batch)
+    else:
+        assert verify(pipeline, params, batch).worst[1] <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("activation", [lambda x: jnp.clip(x, -0.3, 0.3), jax.nn.relu6])
+def test_a_constant_is_rounded_alike_whether_or_not_its_call_was_inlined(activation):
+    def layer(w, x, mb):
+        x = (mb if x is None else x).astype(jnp.float16) @ w.astype(jnp.float16)
+        return jax.jit(lambda x, high: x * lax.convert_element_type(high, x.dtype))(activation(x), 0.3)
+
+    stages = [Stage(layer, "a", 0), Stage(lambda w, x, mb: jnp.abs(layer(w, x, mb).astype(jnp.float32)).mean(), "b", 1)]
+    pipeline = Pipeline(stages, mesh=make_mesh(1, 2), gradient_accumulation=2)
+    draw = np.random.default_rng(0).normal
+    params = pipeline.shard({name: draw(size=(8, 8)).astype(np.float32) for name in "ab"})
+    assert verify(pipeline, params, draw(size=(2, 6, 8)).astype(np.float32)).worst[1] <= 1e-5
+
+
+def test_a_body_that_two_calls_share_has_the_constant_of_one_alone():
+    @jax.jit
+    def scaled(x, by):
+        return x * lax.convert_element_type(lax.convert_element_type(by, jnp.bfloat16), jnp.float32)
+
+    def program(x, by):
+        return scaled(x, np.float32(0.3)) + scaled(x, by)
+
+    args = (np.ones(3, np.float32), np.float32(0.7))
+    found = jax.jit(jax.extend.core.jaxpr_as_fun(widened(jax.make_jaxpr(program)(*args))))(*args)[0]
+    np.testing.assert_allclose(found, np.float32(jnp.bfloat16(0.3)) + args[1], rtol=1e-6)
 
 
 @pytest.mark.slow
