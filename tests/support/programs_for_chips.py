@@ -5,6 +5,7 @@ its own.
 
     python -m support.programs_for_chips tpu                  the programs that every run of the tests compiles; or gpu
     python -m support.programs_for_chips tpu zbv concurrent   one schedule, with an embedding and a head; or "basic"
+    python -m support.programs_for_chips tpu exact            a training step, with `TrainOptions(exact=True)` or not
 """
 
 import json
@@ -19,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import axes
 from chips import compile_alone, gpt, make_pipeline, mlp, program_of, ratio_of_cycles
-from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, make_schedule, make_train_step
+from ipu_jax import ALL_IPUS, Pipeline, Stage, TrainOptions, make_mesh, make_schedule, make_train_step
 from ipu_jax.chips import ChipReport, compile_ahead, describe
 from program_text import copied_rings, integer_constants, permutes_beside_work, rings, sums_outside_scans
 from sharded_ops import log_softmax_cross_entropy, tied_projection
@@ -111,6 +112,26 @@ def _training(devices: list[Any]) -> Found:
     return _found(report) | {"seconds": time.monotonic() - start}
 
 
+def _exact(devices: list[Any]) -> Found:
+    """Compile a training step with and without `exact`, and count the operations that XLA likes to rewrite."""
+
+    def layer(w: Any, x: Any, microbatch: Any) -> Any:
+        h = (microbatch if x is None else x) @ w
+        return h / jnp.sqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-5)
+
+    last = Stage(lambda *args: jnp.mean(layer(*args) ** 2), "3", 3)
+    stages = [*(Stage(layer, str(k), k) for k in range(3)), last]
+    pipeline = Pipeline(stages, mesh=make_mesh(1, IPUS, devices=devices), gradient_accumulation=SMALL.micro_batches)
+    weights = {str(k): jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for k in range(IPUS)}
+    batch = jax.ShapeDtypeStruct((SMALL.micro_batches, ROWS, WIDTH), jnp.float32)
+    found = {}
+    for exact in (False, True):
+        step = make_train_step(pipeline, optax.sgd(1e-3), TrainOptions(exact=exact))
+        ops = [instruction.op for instruction in program_of(compile_ahead(step, weights, batch)).instructions()]
+        found["exact" if exact else "default"] = {name: ops.count(name) for name in ("divide", "rsqrt")}
+    return found
+
+
 def _on_pairs(devices: list[Any]) -> Found:
     """Compile two MLPs on IPUs that are pairs of chips, and list what their tasks send."""
     pipeline, (weights, batch) = axes.make_pipeline(make_mesh(1, 2, tensor=2, devices=devices), "zb-h1"), axes.inputs()
@@ -135,12 +156,15 @@ def _found(report: ChipReport) -> Found:
 
 
 def main(platform: str, *matrix: str) -> int:
-    if matrix:
+    described = describe("v5e:2x2" if platform == "tpu" else "h100x4") if matrix else []
+    if matrix == ("exact",):
+        found = _exact(described)
+    elif matrix:
         schedule, mode = matrix
-        mesh = make_mesh(1, IPUS, devices=describe("v5e:2x2" if platform == "tpu" else "h100x4"))
-        print(json.dumps(of_schedule(mesh, schedule, concurrent=mode == "concurrent")))
+        found = of_schedule(make_mesh(1, IPUS, devices=described), schedule, concurrent=mode == "concurrent")
     else:
-        print(json.dumps(for_tpu() if platform == "tpu" else for_gpu()))
+        found = for_tpu() if platform == "tpu" else for_gpu()
+    print(json.dumps(found))
     return 0
 
 

@@ -154,6 +154,15 @@ def test_a_part_of_a_slice_that_xla_refuses_is_refused_with_a_mend(programs):
         assert "use all of them" in refusals[ipus]
 
 
+@pytest.mark.slow
+@both
+def test_an_exact_step_compiles_and_its_quotients_are_not_rewritten(platform):
+    found = compiled(platform, "exact")
+    assert found["exact"]["divide"] > found["default"]["divide"]
+    assert found["exact"]["rsqrt"] == 0
+    assert platform == "gpu" or found["default"]["rsqrt"] > 0
+
+
 # all 26 take 5 minutes on two busy cores, 2 of CPU time
 @pytest.mark.slow
 @NEEDS["tpu"]
