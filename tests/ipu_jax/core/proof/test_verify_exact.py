@@ -156,7 +156,7 @@ def cut(loss: Any, ipus: int, schedule: str, *, replicas: int = 1, **options: An
     params, others = {name: WEIGHTS[name] for name in READ[loss]}, [None, None]
     state = {"means": [np.zeros(D, np.float32)] * 4} if loss is with_dropout_and_state else None
     options |= {} if state is None else {"state": state}
-    options |= {"mesh": make_mesh(replicas, ipus)} if replicas > 1 else {"ipus": ipus}
+    options |= {"ipus": ipus, "replicas": replicas}
     m = M // replicas if M % replicas == 0 else 1
     how = {"gradient_accumulation": m, "schedule": schedule}
     pipeline = Pipeline.from_function(loss, params, MICROBATCH, **how, **options)
