@@ -116,8 +116,8 @@ class TrainOptions:
             `DynamicScale` still handles gradients that overflow while the loss is finite. The last few batches are kept
             until their updates have ended.
         exact: whether a pipeline's training has the same bits under every schedule, recompute and number of IPUs. XLA
-            rewrites no operation, and gradients are added in one order. It costs a little time, and bytes for values
-            that B would compute again. The docs say what still changes bits (how-to.md#the-same-bits).
+            rewrites no operation, and gradients are added in one order; a policy of `jax.checkpoint_policies` keeps no
+            value of a stage's parts. The docs say what still changes bits (how-to.md#the-same-bits).
         max_skips: under on_nonfinite="skip", this many such updates in a row stop the training as under "stop".
 
     Raises:
