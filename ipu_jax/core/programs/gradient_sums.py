@@ -117,7 +117,8 @@ class _Walk:
         if name == "add_any":
             return None if self.exact else block
         if name == "convert_element_type":  # the accumulator is float32 at least
-            return block if jnp.issubdtype(part.dtype, jnp.floating) else None
+            rounds = jnp.promote_types(part.dtype, eqn.outvars[0].aval.dtype) != eqn.outvars[0].aval.dtype
+            return block if jnp.issubdtype(part.dtype, jnp.floating) and not (self.exact and rounds) else None
         if name == "pad":  # the gradient of a slice
             config = eqn.params["padding_config"]
             if all(low >= 0 and high >= 0 and between == 0 for low, high, between in config):

@@ -116,7 +116,8 @@ def tied(p, mb):
 
 
 def scanned(p, mb):
-    x, _ = lax.scan(lambda x, w: (jax.jit(block)(w, x), None), embedded(p, mb), p["stacked"])
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), p["stacked"])
+    x, _ = lax.scan(lambda x, w: (jax.jit(block)(w, x), None), embedded(p, mb), rounded)
     return cross_entropy(jnp.tanh(x) @ p["out"], mb)
 
 
