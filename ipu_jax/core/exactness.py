@@ -8,6 +8,8 @@ import os
 import re
 from typing import Final
 
+import jax
+
 from ipu_jax.base.annotations import Json
 
 UNFUSED: Final[dict[str, Json]] = {"xla_allow_excess_precision": False, "xla_cpu_experimental_ynn_fusion_type": ""}
@@ -17,12 +19,14 @@ neighbours, and rounds otherwise than XLA does."""
 _PASSES: Final = "xla_disable_hlo_passes"
 
 
-def exact_options(*, optimized: bool) -> dict[str, Json]:
+def exact_options(*, optimized: bool, half: bool = False) -> dict[str, Json]:
     """Return compiler options with which no operation is rewritten.
 
     Args:
         optimized: whether XLA may compute several operations in one loop, and optimize its code. A CPU may then round
             a product and a sum once (FMA) if both are in one loop, and twice in another program.
+        half: whether the program computes in less than float32. Without such loops jax 0.10 compiles it for minutes, so
+            that it may have them.
 
     Passes that `XLA_FLAGS` disables stay disabled.
 
@@ -30,6 +34,7 @@ def exact_options(*, optimized: bool) -> dict[str, Json]:
     'algsimp'
     """
     given = re.findall(rf"--{_PASSES}=(\S*)", os.environ.get("XLA_FLAGS", ""))
-    passes = [*filter(None, ",".join(given).split(",")), "algsimp", *([] if optimized else ["fusion"])]
+    fuses = optimized or (half and jax.__version_info__ < (0, 11))
+    passes = [*filter(None, ",".join(given).split(",")), "algsimp", *([] if fuses else ["fusion"])]
     level: dict[str, Json] = {} if optimized else {"xla_backend_optimization_level": 0}
     return {**UNFUSED, _PASSES: ",".join(dict.fromkeys(passes)), **level}

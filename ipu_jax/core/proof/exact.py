@@ -22,7 +22,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ipu_jax.base import status
-from ipu_jax.base.annotations import Jaxpr, Json, Tree, Value
+from ipu_jax.base.annotations import Dtype, Jaxpr, Json, Tree, Value
+from ipu_jax.base.jaxprs import all_equations
 from ipu_jax.base.showing import counted
 from ipu_jax.core.exactness import exact_options
 from ipu_jax.core.layout.packed_layout import Group
@@ -72,22 +73,31 @@ def exact_results(pipeline: Pipeline, given: StepArgs, whole: StepArgs) -> tuple
         VerificationError: a bit differs. The message names the leaves, and says how many bits differ.
     """
     placed = dataclasses.replace(pipeline.placement.scheduled(given), exact=True)
-    options, reduction = exact_options(optimized=False), pipeline.options.reduction
+    reduction = pipeline.options.reduction
 
-    @functools.partial(jax.jit, compiler_options=options)
+    @jax.jit
     def update(*args: Tree) -> Tree:
         results = placed.run(StepArgs(*args), role="training", backward=True, reduction=reduction)
         return placed.loss_with_aux(results.loss, results.aux), results.gradients, results.state
 
+    traced = jax.make_jaxpr(update)(*given)
+    options = exact_options(optimized=False, half=bool(narrow_dtypes(traced)))
+    run = jax.jit(lambda *args: update(*args), compiler_options=options)
     with status.during("program 1 of 2"):
-        value, gradients, state = jax.block_until_ready(update(*given))
+        value, gradients, state = jax.block_until_ready(run(*given))
     new_state = None if given.state is None else pipeline.unshard(state)
     actual = _results(value, pipeline.unshard(gradients), new_state)
     with status.during("program 2 of 2"):
         expected = _OnOneDevice(pipeline, given, whole).results(options)
     _check_bits(Comparison(pipeline.mesh, actual, expected), pipeline.mesh)
     is_other = pipeline.function is not None or any(stage.reference for stage in pipeline.stages)
-    return actual, None if is_other else expected, update.trace(*given).jaxpr
+    return actual, None if is_other else expected, traced
+
+
+def narrow_dtypes(program: Jaxpr) -> set[Dtype]:
+    """Return the float dtypes of less than 32 bits that a program computes."""
+    dtypes = {v.aval.dtype for eqn in all_equations(program.jaxpr) for v in eqn.outvars if hasattr(v.aval, "dtype")}
+    return {d for d in dtypes if jnp.issubdtype(d, jnp.floating) and jnp.finfo(d).bits < 32}
 
 
 def _results(value: Tree, gradients: Tree, state: Tree) -> Results:

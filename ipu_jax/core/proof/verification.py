@@ -13,10 +13,10 @@ from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
 from ipu_jax.base import facts, status
-from ipu_jax.base.annotations import Batch, Dtype, Function, Jaxpr, Key, Tree, Value
+from ipu_jax.base.annotations import Batch, Function, Key, Tree, Value
 from ipu_jax.base.checks import check_bool, check_cost
 from ipu_jax.base.decorators import public_on_mesh
-from ipu_jax.base.jaxprs import all_equations, widened
+from ipu_jax.base.jaxprs import widened
 from ipu_jax.base.keys import without_keys
 from ipu_jax.core.exactness import UNFUSED
 from ipu_jax.core.layout.packing import Sharded
@@ -31,7 +31,7 @@ from ipu_jax.core.proof.comparison import (
     check_same_shapes,
     roundings,
 )
-from ipu_jax.core.proof.exact import checked_exact, exact_results
+from ipu_jax.core.proof.exact import checked_exact, exact_results, narrow_dtypes
 from ipu_jax.core.proof.reference import Compiled, check_pipeline, unsharded_forward, unsharded_update
 from ipu_jax.core.step_args import StepArgs
 
@@ -156,7 +156,7 @@ def verify(
     allowed = AllowedError(rtol, max([_DEFAULT, *map(roundings, dtypes)]))
     if not is_forward:
         check_same_shapes(actual["aux"], expected["aux"])
-    computed = _narrow_dtypes(traced)
+    computed = narrow_dtypes(traced)
     comparison = Comparison(pipeline.mesh, actual, expected)
     if comparison.passes(allowed) and not computed:
         return comparison.report
@@ -254,12 +254,6 @@ def _widened(program: Function, *, seed: int | None = None) -> Function:
         return jax.tree.unflatten(jax.tree.structure(result), jaxpr_as_fun(wide)(*inputs))
 
     return jax.jit(run)
-
-
-def _narrow_dtypes(program: Jaxpr) -> set[Dtype]:
-    """Return the float dtypes of less than 32 bits that a program computes."""
-    dtypes = {v.aval.dtype for eqn in all_equations(program.jaxpr) for v in eqn.outvars if hasattr(v.aval, "dtype")}
-    return {d for d in dtypes if jnp.issubdtype(d, jnp.floating) and jnp.finfo(d).bits < 32}
 
 
 def _results(result: tuple[Tree, ...]) -> Results:
