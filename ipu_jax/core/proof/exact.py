@@ -5,7 +5,7 @@ in one order. The order is the pipeline's:
 
 - a stage adds up the cotangents of each of its parts, and each gradient as a whole (`Segment.exact`);
 - a weight that several stages read gets one sum per IPU, in the order in which the schedule runs B or W there. Then
-  the sums of the IPUs are added, and then those of the replicas.
+  the sums of the IPUs are added, and at last the sums of the replicas.
 """
 
 import collections
@@ -66,8 +66,8 @@ def exact_results(pipeline: Pipeline, given: StepArgs, whole: StepArgs) -> tuple
         whole: the same with whole weights and state.
 
     Returns:
-        The results of the pipeline; those of the unsharded program, or None if that is not the stages themselves,
-        since they were cut from a function, or have a `reference`; and the traced update.
+        The results of the pipeline; the results of the stages, or None if the unsharded program is a function or a
+        `reference`; and the traced update.
 
     Raises:
         VerificationError: a bit differs. The message names the leaves, and says how many bits differ.

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -17,43 +16,34 @@ from jax.sharding import PartitionSpec as P
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh, verify
 from ipu_jax.core.programs.segment_program import SegmentProgram
 from ipu_jax.pipelines import VerificationError
+from support.exact_models import (
+    ROWS,
+    STATE,
+    WEIGHTS,
+    D,
+    M,
+    T,
+    V,
+    block,
+    block_weights,
+    cross_entropy,
+    drawn,
+    embedded,
+    listed,
+    scanned,
+    tied,
+    with_dropout_and_state,
+)
 from support.layers import normal
 from support.refusals import refusals, refused
 
-M, ROWS, T, D, V = 4, 3, 5, 8, 13
 BATCH: Any = {
     "ids": np.random.default_rng(0).integers(0, V, (M, ROWS, T)).astype(np.int32),
     "labels": np.random.default_rng(1).integers(0, V, (M, ROWS, T)).astype(np.int32),
 }
 ONES = np.ones((M, ROWS, D), np.float32)
 MICROBATCH = jax.tree.map(lambda leaf: leaf[0], BATCH)
-
-
-def drawn(*shape: int, seed: int = 0) -> Any:
-    return normal(*shape, seed=seed) / np.sqrt(shape[-2])
-
-
 ROWS_OF_ALL = normal(4, M, ROWS, D, seed=9)
-
-
-def normalised(x):
-    return (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)
-
-
-def block(w, x):
-    h = normalised(x)
-    scores = (h @ w["q"]) @ (h @ w["k"]).swapaxes(-1, -2)
-    x = x + jax.nn.softmax(jnp.where(jnp.tri(T, dtype=bool), scores, -jnp.inf)) @ (h @ w["v"])
-    return x + jax.nn.gelu(normalised(x) @ w["up"]) @ w["down"]
-
-
-def block_weights(seed: int, *lead: int) -> Any:
-    shapes = {"q": (D, D), "k": (D, D), "v": (D, D), "up": (D, 2 * D), "down": (2 * D, D)}
-    return {name: drawn(*lead, *shape, seed=seed) for name, shape in shapes.items()}
-
-
-def cross_entropy(logits, mb):
-    return optax.softmax_cross_entropy_with_integer_labels(logits, mb["labels"]).mean()
 
 
 # stages of one's own
@@ -97,52 +87,12 @@ def test_every_schedule_has_the_bits_of_one_device(places, schedule, recompute):
 # cut functions
 
 
-def embedded(p, mb):
-    return p["table"][mb["ids"]] + p["positions"]
-
-
-def listed(p, mb):
-    x = embedded(p, mb)
-    for w in p["layers"]:
-        x = block(w, x)
-    return cross_entropy(normalised(x) @ p["out"], mb)
-
-
-def tied(p, mb):
-    x = embedded(p, mb)
-    for w in p["layers"]:
-        x = jax.checkpoint(block)(w, x)
-    return cross_entropy(x @ p["table"].T, mb)
-
-
-def scanned(p, mb):
-    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), p["stacked"])
-    x, _ = lax.scan(lambda x, w: (jax.jit(block)(w, x), None), embedded(p, mb), rounded)
-    return cross_entropy(jnp.tanh(x) @ p["out"], mb)
-
-
 def in_half(p, mb):
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), p)
     x, _ = lax.scan(lambda x, w: (block(w, x), None), embedded(half, mb), half["stacked"])
     return cross_entropy((x @ half["table"].T).astype(jnp.float32), mb)
 
 
-def with_dropout_and_state(p, state, mb, key):
-    x, seen = embedded(p, mb), []
-    for w, old in zip(p["layers"], state["means"], strict=True):
-        key, own = jax.random.split(key)
-        x = block(w, x) * jax.random.bernoulli(own, 0.8, x.shape)
-        seen.append(0.9 * old + 0.1 * x.mean((0, 1)))
-    return cross_entropy(x @ p["out"], mb), {"aux": x.max()}, {"means": seen}
-
-
-WEIGHTS: Any = {
-    "table": drawn(V, D, seed=5),
-    "positions": drawn(T, D, seed=6),
-    "layers": [block_weights(k) for k in range(4)],
-    "stacked": block_weights(7, 4),
-    "out": drawn(D, V, seed=8),
-}
 READ = {
     listed: ("table", "positions", "layers", "out"),
     tied: ("table", "positions", "layers"),
@@ -155,7 +105,7 @@ READ = {
 def cut(loss: Any, ipus: int, schedule: str, *, replicas: int = 1, **options: Any) -> tuple[Pipeline, Any, list[Any]]:
     """Return the pipeline, the user's weights, and the other arguments of `verify`."""
     params, others = {name: WEIGHTS[name] for name in READ[loss]}, [None, None]
-    state = {"means": [np.zeros(D, np.float32)] * 4} if loss is with_dropout_and_state else None
+    state = STATE if loss is with_dropout_and_state else None
     options |= {} if state is None else {"state": state}
     options |= {"ipus": ipus, "replicas": replicas}
     m = M // replicas if M % replicas == 0 else 1

@@ -17,8 +17,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh, verify
-from ipu_jax.base.jaxprs import widened
 from ipu_jax.core.proof import verification
+from ipu_jax.core.proof.in_float32 import in_float32
 from ipu_jax.pipelines import VerificationError, VerificationReport
 
 ACTIVATIONS = [jnp.tanh, jax.nn.gelu, jax.nn.relu, jax.nn.silu]
@@ -256,7 +256,7 @@ def test_a_body_that_two_calls_share_has_the_constant_of_one_alone():
         return scaled(x, np.float32(0.3)) + scaled(x, by)
 
     args = (np.ones(3, np.float32), np.float32(0.7))
-    found = jax.jit(jax.extend.core.jaxpr_as_fun(widened(jax.make_jaxpr(program)(*args))))(*args)[0]
+    found = jax.jit(jax.extend.core.jaxpr_as_fun(in_float32(jax.make_jaxpr(program)(*args))))(*args)[0]
     np.testing.assert_allclose(found, np.float32(jnp.bfloat16(0.3)) + args[1], rtol=1e-6)
 
 
