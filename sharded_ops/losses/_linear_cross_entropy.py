@@ -58,7 +58,7 @@ _TILE, _CHUNK = 1 << 19, 1 << 21
 _TOKENS, _MANY_CHUNKS, _TABLE_TILE = 256, 16, 1 << 20
 
 
-class _Options(LossOptions, total=False):
+class LinearLossOptions(LossOptions, total=False):
     bias: jax.Array | None
     tokens: int | None
     gradients: Literal["backward", "forward"] | None
@@ -73,7 +73,7 @@ def linear_cross_entropy(
     labels: ArrayLike,
     *,
     return_log_sum_exp: Literal[False] = False,
-    **options: Unpack[_Options],
+    **options: Unpack[LinearLossOptions],
 ) -> jax.Array: ...
 
 
@@ -84,7 +84,7 @@ def linear_cross_entropy(
     labels: ArrayLike,
     *,
     return_log_sum_exp: Literal[True],
-    **options: Unpack[_Options],
+    **options: Unpack[LinearLossOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
