@@ -39,9 +39,10 @@ from ipu_jax.core.compiled.in_stages import StageCollectives, in_stages
 from ipu_jax.core.compiled.program import Program, compiled_for
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.engine.stash import Stash
-from ipu_jax.core.layout.packed_layout import PackedLayout, local_shape
+from ipu_jax.core.layout.layout import PackedLayout
+from ipu_jax.core.layout.tree_parts import resized
 from ipu_jax.core.mesh.axes import parts
-from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.core.mesh.devices import REPLICA_AXIS
 from ipu_jax.core.programs.cost import bytes_of, in_units, jaxpr_flops, jaxpr_peak_bytes
 from ipu_jax.core.programs.segment_program import split_floats
 from ipu_jax.core.schedules import Schedule
@@ -365,22 +366,15 @@ class _WeightBytes(NamedTuple):
 def _weight_bytes(layout: PackedLayout, ipu: int, axes: Mapping[str, int]) -> _WeightBytes:
     """Return the bytes that an IPU's weights and their accumulators take, split over further axes of these sizes."""
     own = 0
-    arrays = [(math.prod(slot.shape) // parts(axes, slot.spec), slot.dtype) for slot in layout.slots]
-    summed = [array for k, array in enumerate(arrays) if k in layout.trainable_slots]
-    for group in layout.groups:
-        for leaf in group.leaves:
-            size, split = np.dtype(leaf.dtype).itemsize, parts(axes, leaf.spec)
-            if group.ipu is None:
-                shape = local_shape(leaf, layout.ipus)
-                arrays.append((math.prod(shape) // split, leaf.dtype))
-                summed += [] if leaf.frozen else arrays[-1:]
-                for dim, axis in enumerate(leaf.spec):
-                    if axis == IPU_AXIS:  # the last shards are shorter if the dim does not divide evenly
-                        left = leaf.shape[dim] - ipu * shape[dim]
-                        shape = (*shape[:dim], min(max(left, 0), shape[dim]), *shape[dim + 1 :])
-                own += size * math.prod(shape) // split
-            elif group.ipu == ipu:
-                own += size * leaf.size // split
+    arrays = [(math.prod(array.shape) // parts(axes, array.spec), array.dtype) for array in layout.arrays]
+    summed = [array for k, array in enumerate(arrays) if k in layout.trained_arrays]
+    for leaf in layout.leaves:
+        if leaf.ipu in (None, ipu):
+            shape = layout.shape_on_ipu(leaf)
+            if leaf.split is not None:  # the last shards are shorter if the dim does not divide evenly
+                left = leaf.shape[leaf.split] - ipu * shape[leaf.split]
+                shape = resized(shape, leaf.split, min(max(left, 0), shape[leaf.split]))
+            own += np.dtype(leaf.dtype).itemsize * math.prod(shape) // parts(axes, layout.spec(leaf))
     allocated = sum(count * np.dtype(dtype).itemsize for count, dtype in arrays)
     sums = [(count * jnp.promote_types(dtype, jnp.float32).itemsize, dtype) for count, dtype in summed]
     wide = [size for size, dtype in sums if jnp.promote_types(dtype, jnp.float32) != np.dtype(dtype)]

@@ -18,7 +18,7 @@ from ipu_jax.core.cutting.cut import Cut, Places
 from ipu_jax.core.cutting.everywhere import is_everywhere
 from ipu_jax.core.cutting.trace import Read
 from ipu_jax.core.cutting.users_code import at_line
-from ipu_jax.core.layout.whole_tree import Part
+from ipu_jax.core.layout.tree_parts import Part
 from ipu_jax.core.programs.cost import bytes_of
 
 _WORK: Final = 0.02

@@ -27,7 +27,7 @@ from ipu_jax.core.cutting.everywhere import is_everywhere
 from ipu_jax.core.cutting.order import Order
 from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack
 from ipu_jax.core.cutting.trace import FunctionTrace
-from ipu_jax.core.layout.whole_tree import Part
+from ipu_jax.core.layout.tree_parts import Part
 from ipu_jax.core.programs.cost import bytes_of, equation_flops
 
 _EVEN: Final = 1.25

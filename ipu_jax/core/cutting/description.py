@@ -13,7 +13,7 @@ from ipu_jax.core.cutting.lost import of_shared, of_split, reasons
 from ipu_jax.core.cutting.split_leaves import OverIpus
 from ipu_jax.core.cutting.stages import Held
 from ipu_jax.core.cutting.users_code import line_of, scopes_of
-from ipu_jax.core.layout.whole_tree import Part, resized
+from ipu_jax.core.layout.tree_parts import Part, resized
 from ipu_jax.core.programs.cost import bytes_of, in_units
 from ipu_jax.core.stage import Stage
 

@@ -22,7 +22,7 @@ from ipu_jax.core.cutting.rows import RowTaker, equation, slicing, taken_by
 from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack
 from ipu_jax.core.cutting.sums import Tile, sum_of_parts
 from ipu_jax.core.cutting.trace import SMALL, FunctionTrace
-from ipu_jax.core.layout.whole_tree import Part
+from ipu_jax.core.layout.tree_parts import Part
 from ipu_jax.core.programs.cost import bytes_of
 
 _Rows = dict[tuple[Var, int, int], Var]

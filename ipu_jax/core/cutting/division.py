@@ -15,7 +15,7 @@ from jax.extend import core
 from ipu_jax.base.annotations import Eqn, Var
 from ipu_jax.base.jaxprs import in_order, read_by
 from ipu_jax.core.cutting.trace import SMALL, FunctionTrace
-from ipu_jax.core.layout.whole_tree import Part
+from ipu_jax.core.layout.tree_parts import Part
 from ipu_jax.core.programs.cost import bytes_of
 
 

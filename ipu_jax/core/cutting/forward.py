@@ -34,7 +34,8 @@ from ipu_jax.core.cutting.split_leaves import Blocked, OverIpus
 from ipu_jax.core.cutting.stages import Held, make_stage
 from ipu_jax.core.cutting.trace import FunctionTrace, Read
 from ipu_jax.core.cutting.users_code import at_line, name_of
-from ipu_jax.core.layout.whole_tree import Part, WholeTree
+from ipu_jax.core.layout.layout import PackedLayout
+from ipu_jax.core.layout.tree_parts import Part
 
 _ALL_IPUS: Final[Read] = "all IPUs", Part(0)
 """What an operation on all IPUs needs: a concurrent stage."""
@@ -42,7 +43,7 @@ _BY_ROWS: Final = "hold one leaf per layer, or stack them, layers first, as xs a
 
 
 def forward_of(
-    model: FunctionModel, fn: Function, inputs: Batch, state: Tree, placed: WholeTree | None = None
+    model: FunctionModel, fn: Function, inputs: Batch, state: Tree, placed: PackedLayout | None = None
 ) -> tuple[FunctionModel, Tree]:
     """Return a function as stages that hold what the stages of the loss function hold, and the shapes of its outputs.
 
@@ -77,7 +78,8 @@ def forward_of(
     trace.frozen = {*trace.params}
     call_of = functools.partial(unsharded_call, trace, call, source.mesh, (source.params, taken, microbatch, key))
     if source.head == "concurrent":
-        split = [(trace.params[part.leaf], dim) for part, dim in model.split.items() if part.rows is None]
+        of_leaves = (leaf for leaf in model.weights.leaves if leaf.rows is None)
+        split = [(trace.params[leaf.number], leaf.split) for leaf in of_leaves if leaf.split is not None]
         trace = with_concurrent_head(trace, source.ipus, source.mesh, split)
     as_written, trace = trace, trace.with_new_state_early()
     try:
@@ -96,8 +98,7 @@ def forward_of(
     forward = FunctionModel(
         stages=stages,
         weights=model.weights,
-        split=model.split,
-        state=held.of_state(own) if own is not None else model.state,
+        state=held.state_layout(own) if own is not None else model.state,
         call=call_of(results),
         aux=jax.tree.structure(None),
         aux_home=(),
@@ -119,13 +120,14 @@ class _Holders:
         replaces_state: whether the function replaces it.
     """
 
-    def __init__(self, model: FunctionModel, state: WholeTree | None, *, replaces_state: bool):
+    def __init__(self, model: FunctionModel, state: PackedLayout | None, *, replaces_state: bool):
         self.model, self.count, self._state = model, len(model.stages), state
         self._replaces = replaces_state and state is not None
         self._parts: dict[tuple[str, int], list[tuple[str, Part]]] = {}  # per leaf, the groups with a part of it
         for name, tree in (("params", model.weights), ("state", state)):
-            for group, part in () if tree is None else ((g, part) for g, parts in tree.groups for part in parts):
-                self._parts.setdefault((name, part.leaf), []).append((group, part))
+            for group, parts in () if tree is None else tree.held.items():
+                for part in parts:
+                    self._parts.setdefault((name, part.leaf), []).append((group, part))
 
     def groups(self, read: Read) -> list[str]:
         """Return the groups that have what an operation reads."""
@@ -149,8 +151,8 @@ class _Holders:
     @property
     def homes(self) -> dict[int, int]:
         """Return, per leaf of the weights that is whole, the first stage that holds it."""
-        whole = [part for _, parts in self.model.weights.groups for part in parts if part.rows is None]
-        return {part.leaf: min(self.of(("params", part))) for part in whole}
+        whole = [leaf for leaf in self.model.weights.leaves if leaf.rows is None]
+        return {leaf.number: min(self.of(("params", leaf.part))) for leaf in whole}
 
     def needs(self, trace: FunctionTrace) -> dict[int, dict[Read, Sequence[int]]]:
         """Return, per activation's operation by its id, what it reads or replaces, and the stages that can do so."""
@@ -202,12 +204,14 @@ class _Holders:
                     copied.setdefault(leaf[1], []).append(s)
             shared.append(tuple(dict.fromkeys([*self.model.stages[s].shared, *others])))
         new = [tuple(value.part for value in division.state_of(s)) for s in range(self.count)]
-        of_groups = {} if self._state is None else dict(self._state.groups)
+        of_groups = {} if self._state is None else self._state.held
         state = new if self._state is None else [of_groups.get(f"stage {s}", ()) for s in range(self.count)]
         assert state == new or not self._replaces, f"{new} is replaced where {state} is held"
-        over = OverIpus(self.model.source.ipus, self.model.split)
+        weights = self.model.weights
+        split = {leaf.part: leaf.split for leaf in weights.leaves if leaf.split is not None}
+        over = OverIpus(self.model.source.ipus, split)
         self._check_split(division, over)
-        return Held(dict(self.model.weights.groups), own, shared, state, copied, over)
+        return Held(weights.held, own, shared, state, copied, over)
 
     def _check_split(self, division: Division, over: OverIpus) -> None:
         for s in range(self.count):

@@ -5,7 +5,7 @@ loss(params, micro_batch)  --traced-->  trace  --cut-->  Stage 0, Stage 1, ...  
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import jax
@@ -32,7 +32,7 @@ from ipu_jax.core.cutting.order import by_weights, holding, runs_apart
 from ipu_jax.core.cutting.own_derivatives import check_cotangents, check_tied
 from ipu_jax.core.cutting.stages import Held, make_stage, who_holds
 from ipu_jax.core.cutting.trace import FunctionTrace
-from ipu_jax.core.layout.whole_tree import Part, WholeTree
+from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.mesh.devices import IPU_AXIS
 from ipu_jax.core.programs.cost import in_units
 from ipu_jax.core.programs.segment import Message, MicrobatchInputs
@@ -90,8 +90,7 @@ class FunctionModel:
 
     Attributes:
         stages: the stages.
-        weights, state: the user's trees, and who holds which part; `state` is None without state.
-        split: the parts of the weights that lie split over the IPUs, and the dim of each.
+        weights, state: which group holds which part of the user's trees; `state` is None without state.
         call: the function as it was traced, or the function itself if its trace is for one mesh:
             `call(params, state, micro_batch, key)` returns loss, aux and new state.
         aux: the structure of its aux.
@@ -104,9 +103,8 @@ class FunctionModel:
     """
 
     stages: tuple[Stage, ...]
-    weights: WholeTree
-    state: WholeTree | None
-    split: Mapping[Part, int]
+    weights: PackedLayout
+    state: PackedLayout | None
     call: Function
     aux: Tree
     aux_home: tuple[int, ...]
@@ -216,7 +214,6 @@ def model_of(source: Source) -> FunctionModel:
         stages=stages,
         weights=weights,
         state=of_state,
-        split=held.over.dims,
         call=unsharded_call(written, call, source.mesh, (params, state, microbatch, key), results),
         aux=jax.tree.structure(results[1]),
         aux_home=tuple(division.aux_home),
@@ -238,13 +235,13 @@ def _check_places(asked: Sequence[int | None], found: Sequence[int | None]) -> N
 
 def _stages_of(
     division: Division, placement: Sequence[int | None], ipus: int, source: Source
-) -> tuple[tuple[Stage, ...], WholeTree, WholeTree | None, Held]:
+) -> tuple[tuple[Stage, ...], PackedLayout, PackedLayout | None, Held]:
     """Return the stages, and who holds which part of the user's trees."""
     held, names = who_holds(division, placement, ipus), names_of(division)
     make = functools.partial(make_stage, division, held, source.microbatch, recompute=source.recompute)
     stages = tuple(make(s, name=name, ipu=ipu) for s, (name, ipu) in enumerate(zip(names, placement, strict=True)))
-    of_state = None if source.state is None else held.of_state(source.state)
-    return stages, WholeTree.of("params", source.params, held.groups), of_state, held
+    of_state = None if source.state is None else held.state_layout(source.state)
+    return stages, held.layout(source.params), of_state, held
 
 
 def _traced_work(places: Places, source: Source) -> dict[int, float]:

@@ -18,7 +18,7 @@ from ipu_jax.core.cutting.rows import taken_by
 from ipu_jax.core.cutting.scan_layers import ScanLayer
 from ipu_jax.core.cutting.split_leaves import OverIpus
 from ipu_jax.core.cutting.users_code import at_line, line_of, name_of
-from ipu_jax.core.layout.whole_tree import Part
+from ipu_jax.core.layout.tree_parts import Part
 from ipu_jax.core.programs.cost import bytes_of, in_units
 
 _UNEVEN: Final = 1.25

@@ -20,7 +20,7 @@ from ipu_jax.base.annotations import Eqn, Var
 from ipu_jax.base.jaxprs import variables
 from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack
 from ipu_jax.core.cutting.trace import FunctionTrace, Read
-from ipu_jax.core.layout.whole_tree import Part
+from ipu_jax.core.layout.tree_parts import Part
 from ipu_jax.core.programs.cost import bytes_of, equation_flops
 
 _APART: Final = 0.05

@@ -21,7 +21,7 @@ from ipu_jax.base.annotations import Eqn, Value, Var
 from ipu_jax.base.jaxprs import variables
 from ipu_jax.core.cutting.division import Division
 from ipu_jax.core.cutting.everywhere import is_everywhere, shard_size
-from ipu_jax.core.layout.whole_tree import Part
+from ipu_jax.core.layout.tree_parts import Part
 from ipu_jax.core.mesh.devices import IPU_AXIS
 
 _KEEP: Final = ("convert_element_type", "copy", "div", "mul", "neg", "reduce_precision", "stop_gradient")

@@ -19,7 +19,8 @@ from ipu_jax.base.keys import with_keys, without_keys
 from ipu_jax.core.cutting.division import Division
 from ipu_jax.core.cutting.in_place import replacing_in_place
 from ipu_jax.core.cutting.split_leaves import Blocked, OverIpus, on_shards, over_ipus, trained_but_for_padding
-from ipu_jax.core.layout.whole_tree import Part, WholeTree, leaves_at
+from ipu_jax.core.layout.layout import PackedLayout
+from ipu_jax.core.layout.tree_parts import Part, leaves_at
 from ipu_jax.core.mesh.devices import ALL_IPUS
 from ipu_jax.core.stage import Outputs, Stage
 
@@ -43,10 +44,13 @@ class Held:
     copied: dict[Part, list[int]]
     over: OverIpus
 
-    def of_state(self, state: Tree) -> WholeTree:
-        """Return the user's tree of the state, and which group holds which part."""
-        held = {f"stage {s}": parts for s, parts in enumerate(self.state) if parts}
-        return WholeTree.of("state", state, held)
+    def layout(self, params: Params) -> PackedLayout:
+        """Return which group holds which part of the user's tree of weights."""
+        return PackedLayout.of("params", params, self.groups, self.over.dims)
+
+    def state_layout(self, state: Tree) -> PackedLayout:
+        """Return which group holds which part of the user's tree of the state."""
+        return PackedLayout.of("state", state, {f"stage {s}": parts for s, parts in enumerate(self.state) if parts})
 
 
 _ALL: Final = "all IPUs"

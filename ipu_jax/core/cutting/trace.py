@@ -38,7 +38,7 @@ from ipu_jax.core.cutting.known_places import at_known_places
 from ipu_jax.core.cutting.own_rows import RULES
 from ipu_jax.core.cutting.rows import JOINS, RowTaker, equations, slices_of_leaves, taken_by
 from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack, has_inner_layers, layers_of, unrolled
-from ipu_jax.core.layout.whole_tree import Part
+from ipu_jax.core.layout.tree_parts import Part
 from ipu_jax.core.programs.cost import bytes_of, equation_flops
 
 Kind = Literal["w", "b", "s", "a"]

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from ipu_jax.base.annotations import Tree, Value
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.engine.stash import Stash
+from ipu_jax.core.layout.packing import arrays_of
 from ipu_jax.core.mesh.axes import kept_split
 from ipu_jax.core.programs.segment_program import split_floats
 from ipu_jax.core.step_args import StepArgs
@@ -39,10 +40,9 @@ class Carry:
         loss: the sum over micro-batches so far; None in prediction.
         outputs: in prediction, the outputs of every micro-batch, on the IPUs of the last stage.
         aux: per segment, the aux of every micro-batch.
-        model_state: the state of the model's stages: `(slots, leaves per concurrent group)`.
+        model_state: the state of the model's stages: per array of its layout, what this IPU has of it.
         stash: the buffers of `Stash`.
-        sums: per slot, the sum of gradients so far, None for a slot without trained weights.
-        concurrent_sums: the same, per leaf of each concurrent group.
+        sums: per array of the weights, the sum of gradients so far; None for an array without trained weights.
     """
 
     guards_run: Value = None
@@ -56,7 +56,6 @@ class Carry:
     model_state: Tree = None
     stash: Tree = None
     sums: Tree = None
-    concurrent_sums: Tree = None
 
     def part(self, names: Iterable[str], *, aux_of: int | None = None) -> "Carry":
         """Return only these fields, and the aux of one segment."""
@@ -84,29 +83,21 @@ def first_carry(plan: Plan, args: StepArgs, stash: Stash) -> Carry:
         loss=None if predicts else jnp.zeros((), jnp.promote_types(last.dtype, jnp.float32)),
         outputs=_zeros_per_microbatch(count, last) if predicts else None,
         aux={i: _zeros_per_microbatch(count, program.results.aux) for i, program in enumerate(plan.programs)},
-        model_state=([slot[0] for slot in args.state.slots], args.state.concurrent),
+        model_state=arrays_of(args.state),
     )
     if not plan.backward:
         return carry
     gradients = [[_idle(leaf) for leaf in split_floats(channel.message)[0]] for channel in plan.channels]
-    trained = plan.params.trainable_slots
+    arrays = zip(plan.params.arrays, arrays_of(args.params), strict=True)
     return dataclasses.replace(
         carry,
         dx=[leaves if k in of_dx else None for k, leaves in enumerate(gradients)],
         dx_received=[leaves if crosses else None for leaves, crosses in zip(gradients, crossing, strict=True)],
         stash=jax.tree.map(_idle, stash.shapes),
         sums=[
-            _zero_sum(value[0], slot.spec) if k in trained else None
-            for k, (slot, value) in enumerate(zip(plan.params.slots, args.params.slots, strict=True))
+            _zero_sum(value, array.spec) if k in plan.params.trained_arrays else None
+            for k, (array, value) in enumerate(arrays)
         ],
-        concurrent_sums={
-            group.name: [
-                None if leaf.frozen else _zero_sum(value, leaf.spec)
-                for leaf, value in zip(group.leaves, args.params.concurrent[group.name], strict=True)
-            ]
-            for group in plan.params.groups
-            if group.ipu is None
-        },
     )
 
 

@@ -22,7 +22,7 @@ from ipu_jax.core.engine.order import Exchange, Queue
 from ipu_jax.core.engine.plan import Plan, Table
 from ipu_jax.core.engine.stash import RingKey, Stash
 from ipu_jax.core.layout import packing
-from ipu_jax.core.layout.packed_layout import Group
+from ipu_jax.core.layout.layout import Group, Leaf
 from ipu_jax.core.mesh.collectives import broadcast
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.mesh.guard import Fence, guard
@@ -56,7 +56,7 @@ class Tasks:
     def __init__(self, plan: Plan, args: StepArgs, loss_cotangent: Value, ticks: range):
         self.plan, self.args, self.loss_cotangent, self.ticks = plan, args, loss_cotangent, ticks
         self.ipu, self.replica = lax.axis_index(IPU_AXIS), lax.axis_index(REPLICA_AXIS)
-        self.slots = [slot[0] for slot in args.params.slots]
+        self.arrays = packing.arrays_of(args.params)
         self.stash = Stash(plan)
 
     def within(self, ticks: range) -> "Tasks":
@@ -93,13 +93,12 @@ class Tasks:
         return [self.plan.params.group(name) for name in self.plan.segments[self.representative(c)].groups]
 
     def packed_weights(self, c: int) -> Tree:
-        """Return the slots and the concurrent groups that a class uses; a slot that it does not use is None."""
-        used = {leaf.slot for g in self.groups(c) if g.ipu is not None for leaf in g.leaves}
-        slots = [slot if k in used else None for k, slot in enumerate(self.slots)]
-        return slots, {g.name: self.args.params.concurrent[g.name] for g in self.groups(c) if g.ipu is None}
+        """Return the arrays that a class uses, and None for others."""
+        used = {leaf.array for group in self.groups(c) for leaf in group.leaves}
+        return [array if k in used else None for k, array in enumerate(self.arrays)]
 
-    def weights(self, c: int, slots: Sequence[Value], concurrent: dict[str, Tree]) -> dict[str, Tree]:
-        return collections.OrderedDict((g.name, _unpacked(slots, concurrent, g)) for g in self.groups(c))
+    def weights(self, c: int, arrays: Sequence[Value]) -> dict[str, Tree]:
+        return collections.OrderedDict((group.name, packing.read(arrays, group)) for group in self.groups(c))
 
     def inputs(self, c: int, microbatch: Value) -> MicrobatchInputs:
         examples = jax.tree.map(
@@ -120,10 +119,7 @@ class Tasks:
         return [self.plan.state.group(name) for name in self.plan.segments[self.representative(c)].state_groups]
 
     def read_state(self, c: int, carry: Carry) -> dict[str, Tree]:
-        if not self.state_groups(c):
-            return {}
-        slots, concurrent = carry.model_state
-        return {g.name: _unpacked(slots, concurrent, g) for g in self.state_groups(c)}
+        return {group.name: packing.read(carry.model_state, group) for group in self.state_groups(c)}
 
     def inboxes(self, c: int, kind: Queue) -> dict[tuple[str, int], list[int | None]]:
         """Return where the segments of a class find x or dy, with the IPUs that find it there."""
@@ -187,38 +183,24 @@ class Tasks:
         if jax.tree.leaves(results.aux):
             changed["aux"] = {**carry.aux, i: jax.tree.map(put, carry.aux[i], results.aux)}
         if self.plan.role != "evaluation" and self.state_groups(c):
-            slots, concurrent = carry.model_state
+            changed["model_state"] = carry.model_state
             for group in self.state_groups(c):
-                if group.ipu is not None:
-                    slots = packing.write(slots, group, results.state[group.name], zero)
-                else:
-                    concurrent = {**concurrent, group.name: jax.tree.leaves(results.state[group.name])}
-            changed["model_state"] = (slots, concurrent)
+                changed["model_state"] = packing.write(changed["model_state"], group, results.state[group.name], zero)
         return dataclasses.replace(carry, **changed)
 
-    def trained(self, c: int) -> list[tuple[Group, int]]:
-        """Return the leaves that get a gradient, in the order of dparams, as groups and positions in them."""
-        return [(g, k) for g in self.groups(c) for k, leaf in enumerate(g.leaves) if not leaf.frozen]
+    def trained(self, c: int) -> list[Leaf]:
+        """Return the leaves that get a gradient, in the order of dparams."""
+        return [leaf for group in self.groups(c) for leaf in group.leaves if not leaf.frozen]
 
     def sums(self, c: int, carry: Carry) -> list[Sum]:
         """Return the accumulator of each trained leaf."""
-        found = []
-        for group, k in self.trained(c):
-            leaf = group.leaves[k]
-            concurrent = group.ipu is None
-            total = carry.concurrent_sums[group.name][k] if concurrent else carry.sums[leaf.slot]
-            found.append(Sum(total, total.shape if concurrent else leaf.shape))
-        return found
+        return [Sum(carry.sums[leaf.array], self.plan.params.shape_on_ipu(leaf)) for leaf in self.trained(c)]
 
     def with_sums(self, c: int, totals: list[Value], carry: Carry) -> Carry:
         sums = list(carry.sums)
-        concurrent = {name: list(leaves) for name, leaves in carry.concurrent_sums.items()}
-        for (group, k), total in zip(self.trained(c), totals, strict=True):
-            if group.ipu is None:
-                concurrent[group.name][k] = total
-            else:
-                sums[group.leaves[k].slot] = total
-        return dataclasses.replace(carry, sums=sums, concurrent_sums=concurrent)
+        for leaf, total in zip(self.trained(c), totals, strict=True):
+            sums[leaf.array] = total
+        return dataclasses.replace(carry, sums=sums)
 
     def with_dx(self, c: int, dx: list[Value], carry: Carry) -> Carry:
         i = self.representative(c)
@@ -237,7 +219,7 @@ class Tasks:
             packed, received, microbatch = fence((self.packed_weights(c), messages, turn.microbatch))
             self.watch("F", c, microbatch, rows)
             x = self.arrived(c, "x", received, microbatch, part, fence) if i else NO_MESSAGE
-            weights, inputs = self.weights(c, *packed), self.inputs(c, microbatch)
+            weights, inputs = self.weights(c, packed), self.inputs(c, microbatch)
             results, stash = self.plan.programs[i].forward(weights, x, inputs, self.read_state(c, part))
             part = self.with_results(c, results, microbatch, part, fence.zero)
             if self.plan.backward and ("stash", c) in self.stash:
@@ -275,14 +257,14 @@ class Tasks:
             if turn.mode == "always":  # where it is not due, it must have no effect
                 dy = [jnp.where(rows["B"][c] >= 0, leaf, jnp.zeros_like(leaf)) for leaf in dy]
             stash = self.read(("stash", c), part, microbatch, fence)
-            weights, inputs = self.weights(c, *packed), self.inputs(c, microbatch)
+            weights, inputs = self.weights(c, packed), self.inputs(c, microbatch)
             if is_split:
                 dx, residuals = program.backward_input(weights, inputs, stash, dy)
                 return self.write(("weight", c), self.with_dx(c, dx, part), microbatch, residuals, fence)
             totals, dx = program.backward(weights, inputs, stash, dy, self.sums(c, part), fence.zero)
             return self.with_dx(c, dx, self.with_sums(c, totals, part))
 
-        names = ["stash", "dx"] if is_split else ["stash", "sums", "concurrent_sums", "dx"]
+        names = ["stash", "dx"] if is_split else ["stash", "sums", "dx"]
         return self.guarded(turn, body, carry, names, label=label("B", c))
 
     def run_weight(self, c: int, rows: Rows, carry: Carry) -> Carry:
@@ -294,11 +276,11 @@ class Tasks:
             self.watch("W", c, microbatch, rows)
             stash = self.read(("stash", c), part, microbatch, fence)
             residuals = self.read(("weight", c), part, microbatch, fence)
-            weights, inputs = self.weights(c, *packed), self.inputs(c, microbatch)
+            weights, inputs = self.weights(c, packed), self.inputs(c, microbatch)
             totals = program.backward_weight(weights, inputs, stash, residuals, self.sums(c, part), fence.zero)
             return self.with_sums(c, totals, part)
 
-        names = ["stash", "sums", "concurrent_sums"]
+        names = ["stash", "sums"]
         return self.guarded(turn, body, carry, names, label=label("W", c))
 
     def run_head(self, c: int, rows: Rows, carry: Carry) -> Carry:
@@ -310,7 +292,7 @@ class Tasks:
             packed, received, microbatch = fence((self.packed_weights(c), messages, turn.microbatch))
             self.watch("F", c, microbatch, rows)
             x = self.arrived(c, "x", received, microbatch, part, fence) if self.plan.last else NO_MESSAGE
-            weights, inputs = self.weights(c, *packed), self.inputs(c, microbatch)
+            weights, inputs = self.weights(c, packed), self.inputs(c, microbatch)
             results, stash = program.forward(weights, x, inputs, self.read_state(c, part))
             self.watch("B", c, microbatch, rows)
             dy = fence([jnp.full((), self.loss_cotangent / self.plan.ipus, results.y.dtype)])
@@ -318,7 +300,7 @@ class Tasks:
             part = self.with_results(c, results, microbatch, part, fence.zero)
             return self.with_dx(c, dx, self.with_sums(c, totals, part))
 
-        names = ["stash", *self.results(c), "sums", "concurrent_sums", "dx"]
+        names = ["stash", *self.results(c), "sums", "dx"]
         return self.guarded(turn, body, carry, names, label=label("FB", c), aux_of=self.plan.last)
 
     def watch(self, kind: str, c: int, microbatch: Value, rows: Rows) -> None:
@@ -414,12 +396,6 @@ class Tasks:
         with jax.named_scope(label):
             guards_run, part = guard(carry.guards_run, turn.runs, run, part)
         return dataclasses.replace(carry.with_part(part), guards_run=guards_run)
-
-
-def _unpacked(slots: Sequence[Value], concurrent: dict[str, Tree], group: Group) -> Tree:
-    if group.ipu is not None:
-        return packing.read(slots, group)
-    return jax.tree.unflatten(group.treedef, concurrent[group.name])
 
 
 def _replaced(values: Sequence[Value], at: int, value: Value) -> list[Value]:

@@ -22,9 +22,8 @@ import numpy as np
 
 from ipu_jax.base.annotations import Batch, Key, Tree, Value
 from ipu_jax.core.engine.order import EXCHANGES, Exchange, Queue, Tick, tick_of
-from ipu_jax.core.layout.packed_layout import PackedLayout, local_shapes
+from ipu_jax.core.layout.layout import Group, PackedLayout
 from ipu_jax.core.mesh.axes import further_axes
-from ipu_jax.core.mesh.devices import IPU_AXIS
 from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, Segment
 from ipu_jax.core.programs.segment_program import SegmentProgram, trace_segment
 from ipu_jax.core.schedules import Schedule
@@ -186,7 +185,7 @@ def trace_programs(
     key: Key,
 ) -> tuple[SegmentProgram, ...]:
     """Trace every segment; `split` says whose backward to split. The other arguments are as for `make_plan`."""
-    weights, states = local_shapes(params), local_shapes(state)
+    weights, states = ({group.name: _shapes(layout, group) for group in layout.groups} for layout in (params, state))
     programs: list[SegmentProgram] = []
     x: Tree = NO_MESSAGE
     for i, segment in enumerate(segments):
@@ -208,11 +207,13 @@ def trace_programs(
 
 def _shards(layout: PackedLayout, names: Sequence[str]) -> dict[str, Tree]:
     """Return, per group, a tree of bool: whether a leaf is sharded over the IPUs."""
-    groups = {name: layout.group(name) for name in names}
-    return collections.OrderedDict(
-        (name, jax.tree.unflatten(g.treedef, [g.ipu is None and IPU_AXIS in leaf.spec for leaf in g.leaves]))
-        for name, g in groups.items()
-    )
+    of_groups = ((name, layout.group(name).tree_of(lambda leaf: leaf.split is not None)) for name in names)
+    return collections.OrderedDict(of_groups)
+
+
+def _shapes(layout: PackedLayout, group: Group) -> Tree:
+    """Return a group's tree of the shapes that one IPU sees."""
+    return group.tree_of(lambda leaf: jax.ShapeDtypeStruct(layout.shape_on_ipu(leaf), leaf.dtype))
 
 
 def _channels(segments: Sequence[Segment], messages: Sequence[Tree]) -> tuple[tuple[Channel, ...], tuple[int, ...]]:
@@ -295,9 +296,7 @@ def _likeness(plan: Plan, i: int) -> _Likeness | None:
         return None
 
     def leaves(layout: PackedLayout, groups: Sequence[str]) -> list[Value]:
-        # a shared group has no slots: every IPU reads the one of that name
-        where = lambda group, leaf: group.name if group.ipu is None else leaf.slot
-        return [(where(g, leaf), leaf.shape, leaf.frozen) for g in map(layout.group, groups) for leaf in g.leaves]
+        return [(leaf.array, leaf.shape, leaf.frozen) for name in groups for leaf in layout.group(name).leaves]
 
     keys = [stage.random for stage in segment.stages]
     groups = (leaves(plan.params, segment.groups), leaves(plan.state, sorted(segment.state_groups)))

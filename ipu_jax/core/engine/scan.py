@@ -27,7 +27,7 @@ from ipu_jax.core.engine._stretches import stretches_of
 from ipu_jax.core.engine._tasks import Rows, Tasks
 from ipu_jax.core.engine.order import EXCHANGES
 from ipu_jax.core.engine.plan import TABLES, Plan
-from ipu_jax.core.layout.packing import Sharded
+from ipu_jax.core.layout.packing import Sharded, sharded_of
 from ipu_jax.core.mesh.collectives import broadcast, reduced, state_over_replicas
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.programs.segment import merged_aux
@@ -108,21 +108,16 @@ class _Program:
         return Result(loss, aux, state, gradients, adds_loss=self.plan.programs[-1].results.adds_loss)
 
     def new_state(self, carry: Carry, reduce_over_replicas: bool) -> Sharded:
-        slots, concurrent = carry.model_state
-        state = Sharded([slot[None] for slot in slots], concurrent, self.args.state.layout)
+        state = sharded_of(carry.model_state, self.args.state.layout)
         return state_over_replicas(state) if reduce_over_replicas and self.plan.role == "training" else state
 
     def gradients(self, carry: Carry, reduce_over_replicas: bool) -> Sharded:
-        params, concurrent = self.args.params, dict(carry.concurrent_sums)
-        for group in self.plan.params.groups:
-            if group.ipu is None:
+        params, totals = self.args.params, list(carry.sums)
+        for leaf in self.plan.params.leaves:
+            if leaf.ipu is None and leaf.split is None and not leaf.frozen:
                 # each IPU computed a part of the gradient of a leaf that all of them hold whole
-                concurrent[group.name] = [
-                    g if g is None or IPU_AXIS in leaf.spec else lax.psum(g, IPU_AXIS)
-                    for leaf, g in zip(group.leaves, concurrent[group.name], strict=True)
-                ]
-        slots = [None if total is None else total[None] for total in carry.sums]
-        sums = Sharded(slots, concurrent, params.layout)
+                totals[leaf.array] = lax.psum(totals[leaf.array], IPU_AXIS)
+        sums = sharded_of(totals, params.layout)
         if reduce_over_replicas:
             sums = jax.tree.map(lambda g: reduced(lax.psum, g, REPLICA_AXIS), sums)
         is_none = lambda leaf: leaf is None

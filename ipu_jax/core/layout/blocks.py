@@ -27,10 +27,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ipu_jax.base.annotations import Params, Tree, Value
-from ipu_jax.core.layout.packed_layout import WHOLE, Leaf, PackedLayout, local_shape
-from ipu_jax.core.layout.packing import Sharded
+from ipu_jax.core.layout.layout import WHOLE, Leaf, PackedLayout
+from ipu_jax.core.layout.packing import Sharded, arrays_of, sharded_of
 from ipu_jax.core.layout.place import Place, joined_chunks
-from ipu_jax.core.layout.whole_tree import is_rows
+from ipu_jax.core.layout.tree_parts import is_rows
 from ipu_jax.core.mesh.axes import further_part, names_further, names_in
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 
@@ -312,32 +312,28 @@ class Blocks:
 
 def blocks_of_layout(layout: PackedLayout, *, replicas: int) -> Blocks:
     """Return the blocks of a pipeline's weights."""
-    pair_of = lambda group, i: optax.MaskedNode() if group.leaves[i].frozen else (group.name, i)
-    tree = layout.arranged({g.name: [pair_of(g, i) for i in range(len(g.leaves))] for g in layout.groups})
+    leaves, masked = layout.trained, optax.MaskedNode()
+    tree = layout.tree_of(lambda leaf: masked if leaf.frozen else leaf)
     # a frozen leaf is masked once, also if its rows are on several IPUs
-    masked = lambda node: optax.MaskedNode() if is_rows(node) and not jax.tree.leaves(node) else node
-    tree = jax.tree.map(masked, tree, is_leaf=is_rows)
-    is_pair = lambda node: isinstance(node, tuple) and len(node) == 2 and isinstance(node[0], str)
-    named, treedef = jax.tree.flatten(tree, is_leaf=is_pair)
-    leaves = tuple(layout.group(name).leaves[i] for name, i in named)
-    at = {pair: number for number, pair in enumerate(named)}
-    blocks = []
-    for k, slot in enumerate(layout.slots):
-        owned: list[int | None] = [None] * layout.ipus
-        for group in layout.groups:
-            for i, leaf in enumerate(group.leaves):
-                if group.ipu is not None and leaf.slot == k and not leaf.frozen:
-                    owned[group.ipu] = at[group.name, i]
-        if any(number is not None for number in owned):
-            blocks.append(Block(slot.shape, slot.dtype, tuple(owned), is_slot=layout.ipus > 1, further=slot.spec))
-    for group in layout.groups:
-        for i, leaf in enumerate(group.leaves):
-            if group.ipu is None and not leaf.frozen:
-                dims = [d for d, axis in enumerate(leaf.spec) if axis == IPU_AXIS]
-                split = dims[0] if dims and layout.ipus > 1 else None
-                shape, further = local_shape(leaf, layout.ipus), further_part(leaf.spec)
-                blocks.append(Block(shape, leaf.dtype, (at[group.name, i],), split, further=further))
-    return Blocks(layout.ipus, replicas, tuple(blocks), leaves, treedef)
+    tree = jax.tree.map(
+        lambda node: masked if is_rows(node) and not jax.tree.leaves(node) else node, tree, is_leaf=is_rows
+    )
+    at, blocks = {leaf: number for number, leaf in enumerate(leaves)}, []
+    for k in _block_arrays(layout):
+        array, held = layout.arrays[k], [leaf for leaf in leaves if leaf.array == k]
+        owned: list[int | None] = [None] * (layout.ipus if array.is_slot else 1)
+        for leaf in held:
+            owned[leaf.ipu or 0] = at[leaf]
+        split, further = (None, array.spec) if array.is_slot else (held[0].split, further_part(array.spec))
+        is_split = {"split": split if layout.ipus > 1 else None, "is_slot": array.is_slot and layout.ipus > 1}
+        blocks.append(Block(array.shape, array.dtype, tuple(owned), **is_split, further=further))
+    return Blocks(layout.ipus, replicas, tuple(blocks), leaves, jax.tree.structure(tree))
+
+
+def _block_arrays(layout: PackedLayout) -> list[int]:
+    """Return the numbers of the arrays that are blocks: of slots, and then of single leaves in the order of groups."""
+    trained = [leaf.array for leaf in layout.leaves if not leaf.frozen]
+    return sorted(dict.fromkeys(trained), key=lambda k: (not layout.arrays[k].is_slot, k * layout.arrays[k].is_slot))
 
 
 def blocks_of_tree(params: Params, *, replicas: int) -> Blocks:
@@ -355,22 +351,14 @@ def to_blocks(params: Params) -> list[Value]:
     """Return this IPU's weights, or their gradients, as one array per block. Call it inside the program."""
     if not isinstance(params, Sharded):
         return jax.tree.leaves(params)
-    trained = params.layout.trainable_slots
-    leaves = [leaf for group in params.layout.concurrent for leaf in group.leaves]
-    shards = [shard for group in params.layout.concurrent for shard in params.concurrent[group.name]]
-    own = [slot[0] for k, slot in enumerate(params.slots) if k in trained]
-    return own + [shard for leaf, shard in zip(leaves, shards, strict=True) if not leaf.frozen]
+    arrays = arrays_of(params)
+    return [arrays[k] for k in _block_arrays(params.layout)]
 
 
 def from_blocks(params: Params, arrays: Sequence[Value]) -> Params:
     """Return the weights with these arrays in place of the arrays of `to_blocks`. Call it inside the program."""
     if not isinstance(params, Sharded):
         return jax.tree.unflatten(jax.tree.structure(params), arrays)
-    layout, following = params.layout, iter(arrays)
-    trained = layout.trainable_slots
-    slots = [next(following)[None] if k in trained else slot for k, slot in enumerate(params.slots)]
-    concurrent = dict(params.concurrent)
-    for group in layout.concurrent:
-        of_group = zip(group.leaves, params.concurrent[group.name], strict=True)
-        concurrent[group.name] = [value if leaf.frozen else next(following) for leaf, value in of_group]
-    return Sharded(slots, concurrent, layout)
+    of_blocks = dict(zip(_block_arrays(params.layout), arrays, strict=True))
+    own = enumerate(arrays_of(params))
+    return sharded_of([of_blocks.get(k, array) for k, array in own], params.layout)

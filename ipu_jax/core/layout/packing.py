@@ -1,7 +1,8 @@
 """Place weights on the IPUs in the arrays that a `PackedLayout` describes, and read and write them there."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import jax
@@ -10,11 +11,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ipu_jax.base.annotations import Batch, Params, Tree, Value
+from ipu_jax.base.annotations import Batch, Tree, Value
 from ipu_jax.base.showing import Shown, Table
-from ipu_jax.core.layout.packed_layout import Group, Leaf, PackedLayout, dims_with_axes
-from ipu_jax.core.layout.whole_tree import joined
-from ipu_jax.core.mesh.devices import IPU_AXIS
+from ipu_jax.core.layout.layout import Group, Leaf, PackedLayout
+from ipu_jax.core.layout.tree_parts import joined
 from ipu_jax.core.mesh.instances import on_host
 
 _MOST_ROWS: Final = 12
@@ -26,20 +26,18 @@ class Sharded(Shown):
     """Parameters, gradients, or any tree like them, on the IPUs.
 
     `params["body"]["w"]` reads a whole leaf, and `dict(params)` reads all groups. As a pytree it consists of packed
-    arrays, not of the model's leaves: a slot contains leaves of several stages, shapes and ranks. Elementwise functions
-    such as `jax.tree.map` and `optax.adam` are right on the pytree, and so are norms over all of it, such as
+    arrays, not of the model's leaves: an array contains leaves of several stages, shapes and ranks. Elementwise
+    functions such as `jax.tree.map` and `optax.adam` are right on the pytree, and so are norms over all of it, such as
     `optax.clip_by_global_norm`. Functions that look at a leaf's shape, norm or path are wrong: lamb, lars, adafactor,
     `adaptive_grad_clip`, masks by rank or path. A decay of all weights also changes frozen weights.
     `Pipeline.optimizer` and `make_train_step` are right for every optimizer.
 
     Attributes:
-        slots: the weights of the local groups. Each array is `(ipus, *slot.shape)` globally; each IPU holds one row.
-        concurrent: per concurrent group, the list of its leaves, padded globally; each IPU holds its shard.
+        arrays: the arrays; each IPU holds a row, a shard, or all of each.
         layout: says which leaf is where; static.
     """
 
-    slots: list[Value]
-    concurrent: dict[str, list[Value]]
+    arrays: list[Value]
     layout: PackedLayout = dataclasses.field(metadata={"static": True})
 
     def _shown(self) -> list[str | Table]:
@@ -47,34 +45,28 @@ class Sharded(Shown):
         groups = self.layout.groups
         rows = [("group", "place", "leaves", "numbers", "dtypes")]
         for group in groups[:_MOST_ROWS] if len(groups) > _MOST_ROWS + 1 else groups:
-            place = "all IPUs" if group.ipu is None else f"IPU {group.ipu}"
+            places = {"all IPUs" if leaf.ipu is None else f"IPU {leaf.ipu}" for leaf in group.leaves}
             dtypes = ", ".join(sorted({leaf.dtype for leaf in group.leaves}))
-            rows.append((group.name, place, str(len(group.leaves)), f"{_numbers(group):,}", dtypes))
+            rows.append((group.name, "".join(places), str(len(group.leaves)), f"{_numbers(group):,}", dtypes))
         left = len(groups) - len(rows) + 1
         first = f"Sharded: {len(groups)} groups on {self.layout.ipus} IPUs, {sum(map(_numbers, groups)):,} numbers"
         return [first, Table(rows, left=2), *([f"and {left} more groups"] if left else [])]
 
     def keys(self) -> list[str]:
-        """Return the names of the groups, sorted; of a function's weights, the keys of the user's dict."""
-        whole = self.layout.whole
-        if whole is not None:
-            return list(jax.tree.unflatten(whole.treedef, whole.paths))
-        return sorted(group.name for group in self.layout.groups)
+        """Return the keys of the user's dict, sorted: of a list of stages, the names of the groups."""
+        return list(jax.tree.unflatten(self.layout.treedef, self.layout.paths))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
 
-    def __getitem__(self, group: str) -> Tree:
-        """Return a group's tree of whole arrays, without padding, for reading: changes do not reach the IPUs.
+    def __getitem__(self, key: str) -> Tree:
+        """Return a tree of whole arrays, without padding, for reading: changes do not reach the IPUs.
 
-        Outside `jax.jit` this communicates like `Pipeline.unshard`, for the arrays that contain the group.
+        Outside `jax.jit` this communicates like `Pipeline.unshard`, for the arrays that contain the tree.
         """
-        if group not in self.keys():
-            raise KeyError(f"{group!r} is not a group: there are {', '.join(map(repr, self.keys()))}")
-        if self.layout.whole is not None:
-            return unshard_tree(self)[group]
-        of_group = self.layout.group(group)
-        return jax.tree.unflatten(of_group.treedef, whole_leaves(self, of_group))
+        if key not in self.keys():
+            raise KeyError(f"{key!r} is not a group: there are {', '.join(map(repr, self.keys()))}")
+        return joined(jax.tree.map(_reader(self), self.layout.tree_of(lambda leaf: leaf)[key]))
 
 
 def _numbers(group: Group) -> int:
@@ -83,56 +75,39 @@ def _numbers(group: Group) -> int:
 
 def specs_of(layout: PackedLayout) -> Sharded:
     """Return the PartitionSpec of every array of a `Sharded` with this layout, as a `Sharded` of specs."""
-    concurrent = {group.name: [leaf.spec for leaf in group.leaves] for group in layout.concurrent}
-    return Sharded([PartitionSpec(IPU_AXIS, *slot.spec) for slot in layout.slots], concurrent, layout)
-
-
-def empty_sharded(ipus: int) -> Sharded:
-    """Return a `Sharded` without groups."""
-    return Sharded([], {}, PackedLayout(ipus, (), ()))
+    return Sharded([array.spec_on_mesh for array in layout.arrays], layout)
 
 
 @jax.transfer_guard("allow")  # the caller asks for this transfer
-def shard_tree(params: Params, layout: PackedLayout, mesh: Mesh) -> Sharded:
-    """Place `{group: pytree}` on the IPUs. Communicates from host to device only; each IPU gets its own part."""
-    in_slots: list[list[tuple[int, Leaf, Any]]] = [[] for _ in layout.slots]  # with their IPUs
-    concurrent: dict[str, list[Value]] = {group.name: [] for group in layout.concurrent}
-    of_groups = layout.groups_of(params)
-    for group in layout.groups:
-        for leaf, value in zip(group.leaves, of_groups[group.name], strict=True):
-            if group.ipu is None:
-                array = padded(np.asarray(value, leaf.dtype), leaf, layout.ipus)
-                concurrent[group.name].append(_put(array, mesh, leaf.spec))
+def shard_tree(tree: Tree, layout: PackedLayout, mesh: Mesh) -> Sharded:
+    """Place a tree on the IPUs. Communicates from host to device only; each IPU gets its own part."""
+    leaves, held = layout.leaves_of(tree), list[list[Leaf]]([] for _ in layout.arrays)
+    for leaf in layout.leaves:
+        held[leaf.array].append(leaf)
+    arrays = []
+    for array, of_array in zip(layout.arrays, held, strict=True):
+        whole = np.zeros(array.shape_on_mesh(layout.ipus), array.dtype)
+        for leaf in of_array:
+            value = np.asarray(leaf.of_whole(leaves[leaf.number]))
+            if leaf.ipu is None:
+                whole[tuple(map(slice, leaf.shape))] = value
             else:
-                in_slots[leaf.slot].append((group.ipu, leaf, value))
-    slots = []
-    for slot, held in zip(layout.slots, in_slots, strict=True):
-        whole = np.zeros((layout.ipus, *slot.shape), slot.dtype)
-        for ipu, leaf, value in held:
-            whole.reshape(layout.ipus, -1)[ipu, : leaf.size] = np.asarray(value).reshape(-1)
-        slots.append(_put(whole, mesh, PartitionSpec(IPU_AXIS, *slot.spec)))
-    return Sharded(slots, concurrent, layout)
+                whole.reshape(layout.ipus, -1)[leaf.ipu, : leaf.size] = value.reshape(-1)
+        arrays.append(_put(whole, mesh, array.spec_on_mesh))
+    return Sharded(arrays, layout)
 
 
 def shapes_on(layout: PackedLayout, mesh: Mesh) -> Sharded:
     """Return the result of `shard_tree` with the shape, dtype and sharding of each array in place of the array."""
-
-    def shape_of(shape: tuple[int, ...], dtype: str, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        sizes = [size + (-size % layout.ipus if axis == IPU_AXIS else 0) for size, axis in dims_with_axes(shape, spec)]
-        return jax.ShapeDtypeStruct(tuple(sizes), jnp.dtype(dtype), sharding=NamedSharding(mesh, spec))
-
-    specs = specs_of(layout)
-    slots = [
-        shape_of((layout.ipus, *s.shape), s.dtype, spec) for s, spec in zip(layout.slots, specs.slots, strict=True)
-    ]
-    concurrent = {g.name: [shape_of(leaf.shape, leaf.dtype, leaf.spec) for leaf in g.leaves] for g in layout.concurrent}
-    return Sharded(slots, concurrent, layout)
+    where = [NamedSharding(mesh, array.spec_on_mesh) for array in layout.arrays]
+    shapes = [(array.shape_on_mesh(layout.ipus), jnp.dtype(array.dtype)) for array in layout.arrays]
+    return Sharded([jax.ShapeDtypeStruct(*of, sharding=at) for of, at in zip(shapes, where, strict=True)], layout)
 
 
 def whole_shapes(layout: PackedLayout) -> Tree:
     """Return the user's tree with the shape of each leaf, whole and without padding."""
-    leaves = {leaf.path: leaf for group in layout.groups for leaf in group.leaves}
-    return layout.assembled([jax.ShapeDtypeStruct(leaf.whole_shape, leaf.dtype) for leaf in leaves.values()])
+    shapes = [jax.ShapeDtypeStruct(leaf.whole_shape, leaf.dtype) for leaf, *_ in layout.parts]
+    return jax.tree.unflatten(layout.treedef, shapes)
 
 
 def batch_shapes(batch: Batch, mesh: Mesh, spec: PartitionSpec) -> Tree:
@@ -152,64 +127,70 @@ def _put(whole: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     return jax.make_array_from_callback(whole.shape, NamedSharding(mesh, spec), lambda index: whole[index].copy())
 
 
-def padded(value: np.ndarray, leaf: Leaf, ipus: int) -> np.ndarray:
-    """Return `value` with its split dim padded by zeros to a multiple of `ipus`."""
-    widths = [(0, -size % ipus if axis == IPU_AXIS else 0) for size, axis in dims_with_axes(value.shape, leaf.spec)]
-    return np.pad(value, widths) if any(after for _, after in widths) else value
-
-
 @jax.transfer_guard("allow")  # the caller asks for this transfer
 def unshard_tree(sharded: Sharded) -> Tree:
     """Return the tree that was given to `shard_tree`, with its original shapes and without padding.
 
     Communicates one all-gather per array that is split over several instances.
     """
-    slots = [on_host(slot) for slot in sharded.slots]  # each is read once, for all groups that are in it
-    read = dataclasses.replace(sharded, slots=slots)
-    layout = sharded.layout
-    return joined(layout.arranged({group.name: whole_leaves(read, group) for group in layout.groups}))
+    return joined(sharded.layout.tree_of(_reader(sharded)))
 
 
-def whole_leaves(sharded: Sharded, group: Group) -> list[jax.Array]:
-    """Return a group's whole arrays, without padding. Communicates like `unshard_tree`, for this group."""
+def _reader(sharded: Sharded) -> Callable[[Leaf], jax.Array]:
+    """Return a function that reads a leaf, whole and without padding. It reads each array once."""
 
-    def whole(array: Value) -> Value:
-        return array if isinstance(array, Tracer) else on_host(array)
+    @functools.cache
+    def whole(array: int) -> Value:
+        value = sharded.arrays[array]
+        return value if isinstance(value, Tracer) else on_host(value)
 
-    values = []
-    for i, leaf in enumerate(group.leaves):
-        if group.ipu is None:
-            value = whole(sharded.concurrent[group.name][i])[tuple(map(slice, leaf.shape))]
-        else:
-            value = leaf_in(whole(sharded.slots[leaf.slot])[group.ipu], leaf)
-        values.append(jnp.asarray(value))
-    return values
+    def read_leaf(leaf: Leaf) -> jax.Array:
+        value = whole(leaf.array)
+        if leaf.ipu is None:
+            return jnp.asarray(value[tuple(map(slice, leaf.shape))])
+        return jnp.asarray(leaf_in(value[leaf.ipu], leaf))
 
-
-def read(slots: Sequence[jax.Array], group: Group) -> Tree:
-    """Return the group's tree from this IPU's row of each slot. Runs on the owner, inside the program."""
-    return jax.tree.unflatten(group.treedef, [leaf_in(slots[leaf.slot], leaf) for leaf in group.leaves])
+    return read_leaf
 
 
-def leaf_in(slot: Any, leaf: Leaf) -> Any:
-    """Return a leaf from its IPU's row of a slot: all of it, or the first elements of a flat one."""
-    return slot if slot.shape == leaf.shape else slot.reshape(-1)[: leaf.size].reshape(leaf.shape)
+def arrays_of(sharded: Sharded) -> list[Value]:
+    """Return what this IPU has of each array. Call it inside the program."""
+    both = zip(sharded.arrays, sharded.layout.arrays, strict=True)
+    return [value[0] if array.is_slot else value for value, array in both]
 
 
-def write(slots: Sequence[jax.Array], group: Group, values: Tree, zero: Value) -> list[jax.Array]:
-    """Return the slots with the group's leaves replaced. Runs on the owner, inside the program.
+def sharded_of(arrays: Sequence[Value], layout: PackedLayout) -> Sharded:
+    """Return the `Sharded` of this IPU's arrays: the inverse of `arrays_of`. Arrays may be None."""
+    both = zip(arrays, layout.arrays, strict=True)
+    return Sharded([value[None] if array.is_slot and value is not None else value for value, array in both], layout)
+
+
+def leaf_in(array: Any, leaf: Leaf) -> Any:
+    """Return a leaf from what its IPU has of its array: all of it, or the first elements of a flat slot."""
+    if leaf.ipu is None or array.shape == leaf.shape:
+        return array
+    return array.reshape(-1)[: leaf.size].reshape(leaf.shape)
+
+
+def read(arrays: Sequence[Value], group: Group) -> Tree:
+    """Return a group's tree from an IPU's arrays. Runs inside the program, where the IPU holds the group."""
+    return group.tree_of(lambda leaf: leaf_in(arrays[leaf.array], leaf))
+
+
+def write(arrays: Sequence[Value], group: Group, values: Tree, zero: Value) -> list[Value]:
+    """Return an IPU's arrays with the group's leaves replaced. Runs inside the program, where the IPU holds the group.
 
     `zero` is a traced 0, since XLA rewrites the whole slot if the index is a constant.
     """
-    written = list(slots)
+    written = list(arrays)
     for leaf, value in zip(group.leaves, jax.tree.leaves(values), strict=True):
-        slot = written[leaf.slot]
-        value = jnp.asarray(value, slot.dtype)  # a constant of the traced program may be a Python number
-        if slot.shape == leaf.shape:
-            written[leaf.slot] = value
+        array = written[leaf.array]
+        value = jnp.asarray(value, array.dtype)  # a constant of the traced program may be a Python number
+        if leaf.ipu is None or array.shape == leaf.shape:
+            written[leaf.array] = value
         else:
-            flat = jax.lax.dynamic_update_slice(slot.reshape(-1), value.reshape(-1), (zero,))
-            written[leaf.slot] = flat.reshape(slot.shape)
+            flat = jax.lax.dynamic_update_slice(array.reshape(-1), value.reshape(-1), (zero,))
+            written[leaf.array] = flat.reshape(array.shape)
     return written
 
 

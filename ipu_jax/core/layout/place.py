@@ -12,13 +12,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from ipu_jax.base.annotations import Json, Value
-from ipu_jax.core.layout.packed_layout import PackedLayout
+from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.layout.packing import Sharded
-from ipu_jax.core.layout.whole_tree import Within
+from ipu_jax.core.layout.tree_parts import Within
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,27 +141,23 @@ def joined_chunks(chunks: Value, shape: tuple[int, ...], dim: int | None, numpy:
 
 def places_of_layout(layout: PackedLayout, prefix: str) -> list[Place]:
     """Return the places of all leaves of a `Sharded`, group by group; its arrays are named as by `array_names`."""
-    places = []
-    for g, group in enumerate(layout.groups):
-        for i, leaf in enumerate(group.leaves):
-            if group.ipu is None:
-                places.append(Place(leaf.path, leaf.shape, leaf.dtype, f"{prefix}.concurrent.{g}.{i}", rows=leaf.rows))
-            else:
-                array = f"{prefix}.slots.{leaf.slot}"
-                places.append(Place(leaf.path, leaf.shape, leaf.dtype, array, ipus=0, ipu=group.ipu, rows=leaf.rows))
+    names, places = array_names(layout, prefix).arrays, []
+    for leaf in layout.leaves:
+        ipus = 0 if layout.arrays[leaf.array].is_slot else None
+        places.append(Place(leaf.path, leaf.shape, leaf.dtype, names[leaf.array], ipus, leaf.ipu, rows=leaf.rows))
     return places
 
 
 def array_names(layout: PackedLayout, prefix: str) -> Sharded:
-    """Return the names of the arrays of a `Sharded`, as a `Sharded` of names."""
-    concurrent = {
-        group.name: [f"{prefix}.concurrent.{g}.{i}" for i in range(len(group.leaves))]
-        for g, group in enumerate(layout.groups)
-        if group.ipu is None
-    }
-    return Sharded([f"{prefix}.slots.{k}" for k in range(len(layout.slots))], concurrent, layout)
+    """Return the names of the arrays of a `Sharded`, as a `Sharded` of names, as saved files have them."""
+    names = [f"{prefix}.slots.{k}" for k in range(len(layout.arrays))]
+    for g, group in enumerate(layout.groups):
+        for i, leaf in enumerate(group.leaves):
+            if leaf.ipu is None:
+                names[leaf.array] = f"{prefix}.concurrent.{g}.{i}"
+    return Sharded(names, layout)
 
 
 def arrays_by_name(sharded: Sharded, prefix: str) -> dict[str, Value]:
     """Return the arrays of a `Sharded` by their names."""
-    return dict(zip(jax.tree.leaves(array_names(sharded.layout, prefix)), jax.tree.leaves(sharded), strict=True))
+    return dict(zip(array_names(sharded.layout, prefix).arrays, sharded.arrays, strict=True))

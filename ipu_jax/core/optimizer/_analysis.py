@@ -36,7 +36,7 @@ from ipu_jax.base.annotations import Eqn, Jaxpr, Params, Tree, Value, Var
 from ipu_jax.base.jaxprs import ELEMENTWISE, closed_of, evaluated, laid_open, variables
 from ipu_jax.core.layout.blocks import Blocks
 from ipu_jax.core.layout.packing import Leaf
-from ipu_jax.core.layout.whole_tree import joined
+from ipu_jax.core.layout.tree_parts import joined
 from ipu_jax.core.optimizer._rows import in_rows
 
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or")

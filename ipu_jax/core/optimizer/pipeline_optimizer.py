@@ -19,9 +19,9 @@ from ipu_jax.base.annotations import Function, Params, Tree, Value
 from ipu_jax.base.checks import in_line
 from ipu_jax.core.layout import packing
 from ipu_jax.core.layout.blocks import blocks_of_layout, to_blocks
-from ipu_jax.core.layout.groups import Groups
-from ipu_jax.core.layout.packed_layout import PackedLayout
+from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.layout.packing import Sharded, check_alive
+from ipu_jax.core.layout.rule import LayoutRule
 from ipu_jax.core.mesh.axes import over_ipus
 from ipu_jax.core.mesh.instances import put
 from ipu_jax.core.optimizer._analysis import MissingArgumentError, updated
@@ -37,8 +37,8 @@ class PipelineOptimizer:
     leaves have their usual meaning. Frozen leaves do not change.
     """
 
-    def __init__(self, pipeline: Any, groups: Groups, transformation: optax.GradientTransformation):
-        self._pipeline, self._groups, self._transformation = pipeline, groups, checked_optimizer(transformation)
+    def __init__(self, pipeline: Any, rule: LayoutRule, transformation: optax.GradientTransformation):
+        self._pipeline, self._rule, self._transformation = pipeline, rule, checked_optimizer(transformation)
         self._updates: dict[PackedLayout, ShardedUpdate] = {}
         self._programs: dict[PackedLayout, Function] = {}
 
@@ -56,7 +56,7 @@ class PipelineOptimizer:
         """
         _check_concrete("init", params)
         update, whole = self._update_for(params), self._pipeline.unshard(params)
-        trained = self._groups.as_trained(params.layout).trained_leaves(whole)
+        trained = self._rule.as_trained(params.layout).trained_leaves(whole)
         return self._placed(update, update.init(update.blocks.logical_tree(trained)))
 
     def apply(
@@ -79,7 +79,7 @@ class PipelineOptimizer:
                 another optimizer or of weights in other places, or the transformation reads the loss and `value` is
                 missing or not a scalar.
         """
-        update, layout = self._update_for(params), self._groups.as_trained(params.layout)
+        update, layout = self._update_for(params), self._rule.as_trained(params.layout)
         if not isinstance(gradients, Sharded):
             raise ValueError(f"gradients are a {type(gradients).__name__}: give what value_and_grad returned")
         if gradients.layout not in (params.layout, layout) or _shapes(gradients) != _shapes(params):
@@ -132,8 +132,8 @@ class PipelineOptimizer:
         return self._placed(update, update.state_layout.restore(whole))
 
     def _update_for(self, params: Params) -> ShardedUpdate:
-        self._groups.check_params(params)
-        layout = self._groups.as_trained(params.layout)
+        self._rule.check(params)
+        layout = self._rule.as_trained(params.layout)
         if layout not in self._updates:
             self._updates[layout] = ShardedUpdate(self._transformation, blocks_of_layout(layout, replicas=1))
         return self._updates[layout]

@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec
 from ipu_jax.base.annotations import Params, Tree, Value, Var
 from ipu_jax.base.keys import with_keys, without_keys
 from ipu_jax.core.layout.blocks import Blocks
-from ipu_jax.core.layout.packed_layout import WHOLE
+from ipu_jax.core.layout.layout import WHOLE
 from ipu_jax.core.layout.place import Place
-from ipu_jax.core.layout.whole_tree import Within, divided, is_rows, joined
+from ipu_jax.core.layout.tree_parts import Within, divided, is_rows, joined
 from ipu_jax.core.mesh.instances import on_host
 from ipu_jax.core.optimizer._analysis import UpdateAnalysis
 

@@ -27,8 +27,8 @@ from ipu_jax.core.analysis.report import MemoryGuard, make_report
 from ipu_jax.core.compiled.guards import GuardCheck, Guards
 from ipu_jax.core.cutting.function import FunctionModel, Source
 from ipu_jax.core.layout import packing
-from ipu_jax.core.layout.groups import Groups
 from ipu_jax.core.layout.packing import Sharded, check_alive
+from ipu_jax.core.layout.rule import rule_of_state, rule_of_weights
 from ipu_jax.core.mesh.axes import further_axes
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS, check_there, devices_of, is_described, make_mesh
 from ipu_jax.core.optimizer.pipeline_optimizer import PipelineOptimizer
@@ -131,14 +131,15 @@ class Pipeline(Foreseen, WithForward, Shown):
         check_places(self.stages, self.ipus)
         check_predict_axes(self.stages, axes)
         check_reducible(self.stages, self.mesh)
-        split: dict[str, Any] = {"specs": specs, "state_specs": state_specs, "frozen": frozen}
-        if (model := self.function) is not None:
-            split |= {"whole": model.weights, "whole_state": model.state, "over_ipus": model.split}
-        groups = Groups(self.stages, self.ipus, axes, **split)
+        self._given_per_group = {"specs": specs, "state_specs": state_specs, "frozen": frozen}
+        trees = (None, None) if self.function is None else (self.function.weights, self.function.state)
+        of_stages = self.stages, self.ipus, axes
+        weights = rule_of_weights(*of_stages, specs=specs, frozen=frozen, tree=trees[0])
+        state = rule_of_state(*of_stages, specs=state_specs, tree=trees[1])
         choice = ScheduleChoice(self.stages, self.ipus, self.options.gradient_accumulation, ipu_memory)
         self._asked_for, chosen, check = schedule, choice.of(schedule), GuardCheck(guards, self.mesh)
-        placed = self.stages, self.mesh, self.options, self.function, groups, choice, check, chosen, guards == "uniform"
-        self.placement = PlacedStages(*placed)
+        of_model = self.stages, self.mesh, self.options, self.function, weights, state
+        self.placement = PlacedStages(*of_model, choice, check, chosen, guards == "uniform")
         if chosen is not None:
             warn_of_messages(chosen, self.placement.platform, stacklevel=4)
         self._memory, self._programs = MemoryGuard(ipu_memory), Programs(self.placement)
@@ -361,7 +362,7 @@ class Pipeline(Foreseen, WithForward, Shown):
                 devices are only described.
         """
         check_there(self.mesh, "shard", "shard_shapes(params)")
-        return packing.shard_tree(params, self.placement.groups.layout(params), self.mesh)
+        return packing.shard_tree(params, self.placement.weights.layout(params), self.mesh)
 
     def shard_shapes(self, params: Params) -> Sharded:
         """Return the result of `shard` with `jax.ShapeDtypeStruct`s in place of arrays, for `import_weights(like=)`.
@@ -372,11 +373,11 @@ class Pipeline(Foreseen, WithForward, Shown):
         Raises:
             ValueError: as in `shard`.
         """
-        return packing.shapes_on(self.placement.groups.layout(params), self.mesh)
+        return packing.shapes_on(self.placement.weights.layout(params), self.mesh)
 
     def shard_state_shapes(self, state: Tree) -> Sharded:
         """Return the result of `shard_state` with `jax.ShapeDtypeStruct`s in place of arrays."""
-        return packing.shapes_on(self.placement.groups.state_layout(state), self.mesh)
+        return packing.shapes_on(self.placement.state.layout(state), self.mesh)
 
     def shard_state(self, state: Tree) -> Sharded:
         """Place `{group: pytree of state}` on the IPUs, as `shard` places weights. Leaves can have any dtype.
@@ -386,7 +387,7 @@ class Pipeline(Foreseen, WithForward, Shown):
                 only described.
         """
         check_there(self.mesh, "shard_state", "shard_state_shapes(state)")
-        return packing.shard_tree(state, self.placement.groups.state_layout(state), self.mesh)
+        return packing.shard_tree(state, self.placement.state.layout(state), self.mesh)
 
     @facts.during("gathering weights")
     def unshard(self, sharded: Sharded) -> Tree:
@@ -423,7 +424,7 @@ class Pipeline(Foreseen, WithForward, Shown):
         >>> pipeline.unshard(params)["w"].round(4).tolist()
         [[0.5], [0.5], [0.5]]
         """
-        return PipelineOptimizer(self, self.placement.groups, transformation)
+        return PipelineOptimizer(self, self.placement.weights, transformation)
 
     def value_and_grad(
         self, params: Sharded, batch: Batch, state: Sharded | None = None, key: jax.Array | None = None
@@ -456,7 +457,7 @@ class Pipeline(Foreseen, WithForward, Shown):
         self.placement.check(given)
         self._memory.check(given, lambda: make_report(self.placement.plan(*given), batch, mesh=self.mesh))
         result = self._programs.value_and_grad(given)
-        return result if self.placement.groups.state_owners else result[:2]
+        return result if self.placement.state.owners else result[:2]
 
     def loss(
         self,
@@ -504,7 +505,7 @@ class Pipeline(Foreseen, WithForward, Shown):
         self.placement.check(given, role)
         loss, aux, new_state = self._programs.loss(given, role)
         result = self.placement.loss_with_aux(loss, aux)
-        if not (training and self.placement.groups.state_owners):
+        if not (training and self.placement.state.owners):
             return result
         return (loss, (result[1], new_state)) if isinstance(result, tuple) else (loss, new_state)
 
@@ -577,7 +578,6 @@ class Pipeline(Foreseen, WithForward, Shown):
         on_mesh = self.mesh if mesh is None else mesh
         own = (self.function or self.stages) if stages is None else stages
         m, keeps_m = gradient_accumulation, gradient_accumulation in (None, self.options.gradient_accumulation)
-        groups = self.placement.groups
         with silent_about_messages():  # this pipeline has warned, or it has chosen the schedule
             replaced = Pipeline(
                 own.on(on_mesh) if isinstance(own, FunctionModel) else own,
@@ -585,9 +585,7 @@ class Pipeline(Foreseen, WithForward, Shown):
                 schedule=schedule or (keeps_m and self.placement.schedule) or self._asked_for,
                 gradient_accumulation=self.given["gradient_accumulation"] if m is None else m,
                 reduction=self.given["reduction"] if reduction is None else reduction,
-                specs=groups.given_specs,
-                state_specs=groups.state_specs,
-                frozen=groups.given_frozen,
+                **self._given_per_group,
                 ipu_memory=self._memory.ipu_memory,
                 guards=self.placement.guards.given,
             )

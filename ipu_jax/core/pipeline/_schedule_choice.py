@@ -11,7 +11,7 @@ from ipu_jax.base.annotations import Function, Json
 from ipu_jax.core.analysis.report import PipelineReport, count_report
 from ipu_jax.core.analysis.stage_costs import TracedStages, transfer_time
 from ipu_jax.core.engine.plan import Plan, make_plan, trace_programs
-from ipu_jax.core.layout.packed_layout import PackedLayout
+from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.programs.cost import bytes_of, in_units
 from ipu_jax.core.programs.segment import segments_of
 from ipu_jax.core.schedules import FoundSchedule, Schedule, StageCosts, canonical_name, find_schedule, make_schedule

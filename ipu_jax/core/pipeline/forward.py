@@ -18,8 +18,8 @@ from ipu_jax.base.keys import with_keys
 from ipu_jax.base.showing import Shown, Table, counted
 from ipu_jax.core.cutting.forward import forward_of
 from ipu_jax.core.cutting.function import FunctionModel
+from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.layout.packing import Sharded
-from ipu_jax.core.layout.whole_tree import WholeTree
 from ipu_jax.core.pipeline._programs import Programs
 from ipu_jax.core.pipeline.placed_stages import PlacedStages
 from ipu_jax.core.step_args import StepArgs, given_dims
@@ -132,7 +132,7 @@ class Forward(Shown):
         return [f"Forward pass of {of}", *function.described]
 
 
-def _placed(function: Forward, pipeline: Any) -> WholeTree | None:
+def _placed(function: Forward, pipeline: Any) -> PackedLayout | None:
     """Return who holds the state of a function, for another function that shares it.
 
     Raises:

@@ -17,9 +17,9 @@ from ipu_jax.core.cutting.function import FunctionModel
 from ipu_jax.core.engine import scan as engine
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.layout import packing
-from ipu_jax.core.layout.groups import Groups
-from ipu_jax.core.layout.packed_layout import WHOLE
+from ipu_jax.core.layout.layout import WHOLE, PackedLayout
 from ipu_jax.core.layout.packing import check_alive
+from ipu_jax.core.layout.rule import LayoutRule
 from ipu_jax.core.mesh.axes import over_ipus
 from ipu_jax.core.mesh.collectives import rounded
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
@@ -58,7 +58,7 @@ class PlacedStages:
     Attributes:
         stages, mesh, options: as the pipeline's.
         function: the loss function of which the stages were cut, or None.
-        groups: where weights and state are, and what is frozen.
+        weights, state: where their leaves are, and which weights are frozen.
         choice: how the schedule is found.
         guards: finds out which guards a program needs.
         schedule: the schedule; None under "auto", until the shapes of a step are known.
@@ -70,7 +70,8 @@ class PlacedStages:
     mesh: Mesh
     options: PipelineOptions
     function: FunctionModel | None
-    groups: Groups
+    weights: LayoutRule
+    state: LayoutRule
     choice: ScheduleChoice
     guards: GuardCheck
     schedule: Schedule | None
@@ -97,7 +98,14 @@ class PlacedStages:
 
     def check(self, given: StepArgs, role: Role = "training") -> None:
         """Raise the `ValueError` that `value_and_grad`, `loss` or `predict` raises for these arguments."""
-        self.groups.check(given.params, given.state)
+        self.weights.check(given.params)
+        if self.state.owners:
+            self.state.check(given.state)
+        elif given.state is not None:
+            raise ValueError(
+                "state was given, but no stage holds any: name its group, Stage(..., state='name'), or cut a function "
+                "with state="
+            )
         check_key(given.key, self.stages, role, taken=self.takes_key)
         if role == "prediction":
             check_prediction_batch(given.batch, self.replicas)
@@ -250,10 +258,10 @@ class PlacedStages:
         return engine.run(plan, args, loss_cotangent=loss_cotangent, reduce_over_replicas=reduce_over_replicas)
 
     def _state(self, args: StepArgs) -> packing.Sharded:
-        return args.state or packing.empty_sharded(self.ipus)
+        return args.state or packing.Sharded([], PackedLayout(self.ipus))
 
     def _shapes(self, args: StepArgs) -> StepShapes:
-        layout = self.groups.as_trained(args.params.layout)
+        layout = self.weights.as_trained(args.params.layout)
         return StepShapes(args, layout, self.platform, uniform=self.uniform, exact=self.exact)
 
     def loss_with_aux(self, loss: Value, aux: dict[str, Tree]) -> Tree:

@@ -26,8 +26,8 @@ from ipu_jax.base.annotations import Dtype, Jaxpr, Json, Tree, Value
 from ipu_jax.base.jaxprs import all_equations
 from ipu_jax.base.showing import counted
 from ipu_jax.core.exactness import exact_options
-from ipu_jax.core.layout.packed_layout import Group
-from ipu_jax.core.layout.whole_tree import joined
+from ipu_jax.core.layout.layout import Group
+from ipu_jax.core.layout.tree_parts import joined
 from ipu_jax.core.mesh.axes import further_axes, parts
 from ipu_jax.core.mesh.instances import gathered
 from ipu_jax.core.pipeline import Pipeline
@@ -132,7 +132,7 @@ class _OnOneDevice:
         assert schedule is not None, "it is chosen for the arguments"
         self.schedule = schedule
         self.segments = segments_of(pipeline.stages, schedule, exact=True)
-        self.layout = pipeline.placement.groups.as_trained(given.params.layout)
+        self.layout = pipeline.placement.weights.as_trained(given.params.layout)
         self.state_layout = None if given.state is None else given.state.layout
         self.readers = collections.defaultdict[str, dict[int, list[int]]](dict)  # per group and IPU, its segments
         for number, segment in enumerate(self.segments):
@@ -150,11 +150,11 @@ class _OnOneDevice:
         reduced = lambda s: mean(s, -0.0).astype(s.dtype) if jnp.issubdtype(s.dtype, jnp.floating) else s[0]
         new_state = None if self.state_layout is None else jax.tree.map(reduced, states)
         of_groups = {group.name: self._gradients(group, gradients) for group in self.layout.groups}
-        return _results(value, joined(self.layout.arranged(of_groups)), new_state)
+        return _results(value, joined(self.layout.join(of_groups)), new_state)
 
     def learning_of(self, args: StepArgs) -> Learning:
         """Return the trained leaves that each segment reads; stacked where another one of its IPU reads them, too."""
-        groups, found = self.layout.groups_of(args.params), Learning({}, {})
+        groups, found = self.layout.split(args.params), Learning({}, {})
         for name, of_ipus in self.readers.items():
             both = zip(groups[name], self.layout.group(name).leaves, strict=True)
             trained = [value for value, leaf in both if not leaf.frozen]
@@ -167,10 +167,10 @@ class _OnOneDevice:
         self, learning: Learning, args: StepArgs, inputs: MicrobatchInputs, state: Tree
     ) -> tuple[Message, Tree, Tree]:
         """Run the segments, as `differentiated` calls a model."""
-        groups, trained = self.layout.groups_of(args.params), {**learning.summed, **learning.stacked}
+        groups, trained = self.layout.split(args.params), {**learning.summed, **learning.stacked}
         x, aux, new_state = NO_MESSAGE, dict[str, Tree](), dict[str, Tree]()
         if self.state_layout is not None:
-            of_groups = self.state_layout.groups_of(state)
+            of_groups = self.state_layout.split(state)
             new_state = {g.name: jax.tree.unflatten(g.treedef, of_groups[g.name]) for g in self.state_layout.groups}
         for number, segment in enumerate(self.segments):
             weights: dict[str, Tree] = {}
@@ -183,8 +183,7 @@ class _OnOneDevice:
             x, new_state, of_segment = segment(weights, x, MicrobatchInputs(inputs.microbatch, keys), new_state)
             aux = merged_aux(aux, of_segment)
         if self.state_layout is not None:
-            of_groups = {name: jax.tree.leaves(tree) for name, tree in new_state.items()}
-            new_state = joined(self.state_layout.arranged(of_groups))
+            new_state = joined(self.state_layout.join({name: jax.tree.leaves(of) for name, of in new_state.items()}))
         return x, new_state, aux
 
     def _gradients(self, group: Group, gradients: Learning) -> list[Value]:

@@ -131,7 +131,7 @@ def unsharded_update(pipeline: Pipeline, given: StepArgs, compiled: Compiled = j
     check_batch(given.batch, replicas, m)
     _check_state(pipeline, given.state)
     model = whole(stages, "reference") if pipeline.function is None else pipeline.function.unsharded
-    frozen = pipeline.placement.groups.layout(given.params).frozen_whole_leaves()
+    frozen = pipeline.placement.weights.layout(given.params).frozen
     leaves, treedef = jax.tree.flatten(given.params)
 
     def learning_of(args: StepArgs) -> Learning:

@@ -151,8 +151,7 @@ def verify(
         actual, expected, traced = exact_results(of_bits, given, whole)
     expected = programs.unsharded() if expected is None else expected
     status.say("comparing")
-    groups = pipeline.placement.groups.as_trained(params.layout).groups
-    dtypes = [jnp.dtype(leaf.dtype) for group in groups for leaf in group.leaves if not leaf.frozen]
+    dtypes = [jnp.dtype(leaf.dtype) for leaf in pipeline.placement.weights.as_trained(params.layout).trained]
     dtypes = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
     allowed = AllowedError(rtol, max([_DEFAULT, *map(roundings, dtypes)]))
     if not is_forward:

@@ -11,6 +11,7 @@ function. If a value's gradient is not finite, the backward of this function giv
 place of the micro-batch and the value.
 """
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from jax.sharding import PartitionSpec
 from ipu_jax.base import facts
 from ipu_jax.base.annotations import Batch, Function, Params, Tree, Value
 from ipu_jax.core.layout import packing
-from ipu_jax.core.layout.packed_layout import WHOLE, Group, Leaf, PackedLayout, Slot
+from ipu_jax.core.layout.layout import WHOLE, Group, Leaf, PackedArray, PackedLayout
 from ipu_jax.core.layout.packing import Sharded
 from ipu_jax.core.mesh.axes import over_ipus
 from ipu_jax.core.mesh.collectives import reduced
@@ -96,14 +97,16 @@ class ProbedPipeline:
         self._layout, self._weighted, self._m = layout, weighted, model.options.gradient_accumulation
         self.users: list[tuple[str, int]] = []
         groups = {group.name: group for group in layout.groups}
+        places: dict[str, int | None] = {name: None for stage in model.stages for name in stage.shared}
         for number, stage in enumerate(model.stages):
             name = f"probe of stage {number}" if stage.params is None else stage.params
             if stage.params is None:
-                groups[name] = Group(name, stage.place, jax.tree.structure(None), ())
+                groups[name] = Group(name, jax.tree.structure(None), ())
+            places[name] = stage.place
             self.users.append((name, sum(user == name for user, _ in self.users)))
         rows = 1 + max(sum(len(groups[name].leaves) for name in stage.groups) for stage in model.stages)
         self._shape = (1 + max(use for _, use in self.users), rows, self._m)
-        self._extended = self._with_probes(list(groups.values()))
+        self._extended = self._with_probes(groups, places)
         stages = [self._probed(number, stage, groups) for number, stage in enumerate(model.stages)]
         frozen = {
             group.name: (jax.tree.unflatten(group.treedef, [leaf.frozen for leaf in group.leaves]), False)
@@ -118,23 +121,23 @@ class ProbedPipeline:
             gradient_accumulation=self._m,
             reduction=model.options.reduction,
             guards="uniform" if model.uniform else "auto",
-            specs={name: WHOLE for name, group in groups.items() if group.ipu is None},  # the layout has the real ones
+            specs={name: WHOLE for name in groups if places[name] is None},  # the layout has the real ones
             frozen=frozen,
         )
 
-    def _with_probes(self, groups: Sequence[Group]) -> PackedLayout:
-        """Return the layout in which each group is `(its tree, probe)`; the last slots hold the probes."""
-        slots, of_ipu, extended = list(self._layout.slots), [0] * self._layout.ipus, []
-        for group in groups:
-            slot = -1
-            if group.ipu is not None:
-                slot = len(self._layout.slots) + of_ipu[group.ipu]
-                of_ipu[group.ipu] += 1
-            probe = Leaf(f"the probe of {group.name}", self._shape, "float32", slot)
+    def _with_probes(self, groups: dict[str, Group], places: dict[str, int | None]) -> PackedLayout:
+        """Return the layout in which each group is `(its tree, probe)`; the last arrays hold the probes."""
+        arrays, of_place, extended = [*self._layout.arrays], collections.Counter[int | None](), list[Group]()
+        slots = max(collections.Counter(place for place in places.values() if place is not None).values(), default=0)
+        for group in groups.values():
+            place = places[group.name]
+            array = len(arrays) + of_place[place] + slots * (place is None)
+            of_place[place] += 1
+            probe = Leaf(f"the probe of {group.name}", self._shape, "float32", array=array, ipu=place)
             tree = jax.tree.unflatten(group.treedef, range(len(group.leaves)))
-            extended.append(Group(group.name, group.ipu, jax.tree.structure((tree, 0)), (*group.leaves, probe)))
-        slots += [Slot(self._shape, "float32")] * max(of_ipu)
-        return PackedLayout(self._layout.ipus, tuple(extended), tuple(slots))
+            extended.append(Group(group.name, jax.tree.structure((tree, 0)), (*group.leaves, probe)))
+        arrays += [PackedArray(self._shape, "float32", is_slot=k < slots) for k in range(slots + of_place[None])]
+        return PackedLayout(self._layout.ipus, tuple(extended), arrays=tuple(arrays))
 
     def _probed(self, number: int, stage: Stage, groups: dict[str, Group]) -> Stage:
         name, use = self.users[number]
@@ -186,44 +189,35 @@ class ProbedPipeline:
             loss_cotangent: the loss cotangent of one micro-batch.
 
         Returns:
-            Per stage its flags, (replicas, M, values) each, and the loss that it adds, if any; per slot and per
-            concurrent group the probes, (replicas, [ipus,] uses, rows, M); and a bool.
+            Per stage its flags, (replicas, M, values) each, and the loss that it adds, if any; per stage its probe's
+            gradient, (replicas, rows, M); and a bool.
         """
-        model, extended, layout = self._pipeline, self._extended, self._layout
-        probes = jnp.zeros(self._shape, jnp.float32)
-        own, params = args.params.concurrent, args.params
-        with_probes = Sharded(
-            [*params.slots, *[jnp.stack([probes] * layout.ipus)] * (len(extended.slots) - len(layout.slots))],
-            {group.name: [*own.get(group.name, []), probes] for group in extended.groups if group.ipu is None},
-            extended,
-        )
+        model, extended, own = self._pipeline, self._extended, len(self._layout.arrays)
+        added = [array.shape_on_mesh(extended.ipus) for array in extended.arrays[own:]]
+        with_probes = Sharded([*args.params.arrays, *(jnp.zeros(shape, jnp.float32) for shape in added)], extended)
 
         def program(args: StepArgs, loss_cotangent: Value) -> Tree:
             args = args.of_replica()
             numbered = {"microbatch": args.batch, "number": jnp.arange(self._m)}
             result = model.placement.run_on_ipu(args._replace(batch=numbered), loss_cotangent=loss_cotangent)
             assert result.gradients is not None, "there is a backward"
-            sums = result.gradients
-            of_ipus, of_groups = sums.slots[len(layout.slots) :], {k: v[-1] for k, v in sums.concurrent.items()}
-            others = (sums.slots[: len(layout.slots)], {k: v[:-1] for k, v in sums.concurrent.items()})
-            is_finite = _sums_are_finite(others, IPU_AXIS)
+            sums = result.gradients.arrays
+            is_finite = _sums_are_finite(sums[:own], IPU_AXIS)
             expand = lambda tree: jax.tree.map(lambda leaf: leaf[None], tree)
-            return expand(result.aux), expand(of_ipus), expand(of_groups), is_finite
+            return expand(result.aux), expand(sums[own:]), is_finite
 
         replicas = PartitionSpec(REPLICA_AXIS)
         of_state = args.state and packing.specs_of(args.state.layout)
         in_specs = (StepArgs(packing.specs_of(extended), replicas, of_state, WHOLE), WHOLE)
-        out_specs = (replicas, PartitionSpec(REPLICA_AXIS, IPU_AXIS), replicas, WHOLE)
+        of_probes = [PartitionSpec(REPLICA_AXIS, *array.spec_on_mesh) for array in extended.arrays[own:]]
+        out_specs = (replicas, of_probes, WHOLE)
         mapped = over_ipus(program, model.mesh, in_specs=in_specs, out_specs=out_specs)
-        aux, of_ipus, of_groups, is_finite = mapped(args._replace(params=with_probes), loss_cotangent)
-        by_name = {group.name: group for group in extended.groups}
+        aux, found, is_finite = mapped(args._replace(params=with_probes), loss_cotangent)
         gradients = []
         for name, use in self.users:
-            group = by_name[name]
-            if group.ipu is None:
-                gradients.append(of_groups[name][:, use])
-            else:
-                gradients.append(of_ipus[group.leaves[-1].slot - len(layout.slots)][:, group.ipu, use])
+            probe = extended.group(name).leaves[-1]
+            array = found[probe.array - own]
+            gradients.append((array if probe.ipu is None else array[:, probe.ipu])[:, use])
         return [aux[stage.name] for stage in model.stages], gradients, is_finite
 
 

@@ -15,10 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ipu_jax.base.annotations import Batch, Key, Params, Tree, Value
 from ipu_jax.core.layout.blocks import Blocks, from_blocks
-from ipu_jax.core.layout.packed_layout import WHOLE
+from ipu_jax.core.layout.layout import WHOLE
 from ipu_jax.core.layout.packing import Sharded
 from ipu_jax.core.layout.place import Place, places_of_layout
-from ipu_jax.core.layout.whole_tree import joined
+from ipu_jax.core.layout.tree_parts import joined
 from ipu_jax.core.mesh.instances import on_host, put_copy
 from ipu_jax.core.optimizer import zero
 from ipu_jax.core.optimizer.state import OptimizerState, copied

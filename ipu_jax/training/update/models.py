@@ -19,7 +19,7 @@ from ipu_jax.base.annotations import Batch, Function, Params, Tree, Value
 from ipu_jax.base.checks import in_line
 from ipu_jax.core.layout import packing
 from ipu_jax.core.layout.blocks import Blocks, blocks_of_layout, blocks_of_tree, to_blocks
-from ipu_jax.core.layout.packed_layout import WHOLE
+from ipu_jax.core.layout.layout import WHOLE
 from ipu_jax.core.layout.packing import Sharded
 from ipu_jax.core.layout.place import Place, places_of_layout
 from ipu_jax.core.mesh.axes import over_ipus
@@ -71,7 +71,7 @@ class PipelineModel(Model):
         return isinstance(params, Sharded)
 
     def freezes_as(self, params: Sharded) -> bool:
-        return self.placement.groups.as_trained(params.layout) == params.layout
+        return self.placement.weights.as_trained(params.layout) == params.layout
 
     def loss(self, given: StepArgs) -> tuple[Value, Tree]:
         return loss_and_aux(self.pipeline.loss(*given))
@@ -93,7 +93,7 @@ class PipelineModel(Model):
         return placed.layout.trained_leaves(whole)
 
     def frozen(self, placed: Sharded) -> list[bool]:
-        return placed.layout.frozen_whole_leaves()
+        return placed.layout.frozen
 
     def places(self, placed: Sharded) -> list[Place]:
         return places_of_layout(placed.layout, "params")

@@ -107,7 +107,7 @@ class StepOutputs:
 def _weights(params: Params) -> int:
     """Return the number of logical weights, frozen ones included."""
     if isinstance(params, Sharded):
-        return sum(leaf.size for group in params.layout.groups for leaf in group.leaves)
+        return sum(leaf.size for leaf in params.layout.leaves)
     return sum(getattr(leaf, "size", 0) for leaf in jax.tree.leaves(params))
 
 

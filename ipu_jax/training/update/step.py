@@ -25,7 +25,7 @@ from ipu_jax.base import facts, status
 from ipu_jax.base.annotations import Batch, Function, Key, Params, Tree, Value
 from ipu_jax.base.decorators import public_on_mesh
 from ipu_jax.core.exactness import exact_options
-from ipu_jax.core.layout.packed_layout import WHOLE
+from ipu_jax.core.layout.layout import WHOLE
 from ipu_jax.core.layout.packing import Sharded, batch_shapes, check_alive, unshard_tree, whole_shapes
 from ipu_jax.core.mesh.devices import REPLICA_AXIS, InFlight, check_there
 from ipu_jax.core.mesh.instances import put, taken

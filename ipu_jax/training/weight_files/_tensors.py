@@ -15,7 +15,7 @@ import numpy as np
 
 from ipu_jax.base.annotations import Tree, Value
 from ipu_jax.base.checks import shown
-from ipu_jax.core.layout.packed_layout import PackedLayout
+from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.layout.place import Place, places_of_layout
 
 _PIECE = 1 << 22  # bytes: enough for a disk's full speed, and little compared to a leaf
@@ -132,14 +132,8 @@ def named_places(layout: PackedLayout, prefix: str) -> list[tuple[str, Place]]:
         ValueError: two leaves have the same name.
     """
     places = places_of_layout(layout, prefix)
-    if layout.whole is not None:
-        named = named_leaves(jax.tree.unflatten(layout.whole.treedef, layout.whole.paths))
-        at = {path: name for name, path in named}
-        return [(at[place.path], place) for place in places]
-    trees = [{g.name: jax.tree.unflatten(g.treedef, range(len(g.leaves)))} for g in layout.groups]
-    names = [_name(path) for tree in trees for path, _ in jax.tree.leaves_with_path(tree)]
-    _check_different(names)
-    return list(zip(names, places, strict=True))
+    names = [name for name, _ in named_leaves(jax.tree.unflatten(layout.treedef, layout.paths))]
+    return [(names[leaf.number], place) for leaf, place in zip(layout.leaves, places, strict=True)]
 
 
 def _name(path: tuple[Any, ...]) -> str:

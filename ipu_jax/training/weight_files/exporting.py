@@ -16,7 +16,6 @@ by one psum over all IPUs. Then each IPU holds two more arrays of the part's siz
 import dataclasses
 import errno as errors
 import functools
-import itertools
 import os
 from collections.abc import Iterable, Iterator
 from types import ModuleType
@@ -183,9 +182,9 @@ def whole_leaves(weights: Params, *, average: bool = False) -> tuple[list[WholeL
     if average and weights.ema:
         parts = _with_averages(parts, params, weights.ema)
     names = [part.name for part in parts]
-    whole = params.layout.whole if isinstance(params, Sharded) else None
-    if whole is not None:  # in the user's order
-        names = [name for name, _ in named_leaves(jax.tree.unflatten(whole.treedef, whole.paths))]
+    if isinstance(params, Sharded):  # in the user's order
+        layout = params.layout
+        names = [name for name, _ in named_leaves(jax.tree.unflatten(layout.treedef, layout.paths))]
     of_name: dict[str, list[LeafPart]] = {name: [] for name in names}
     for part in sorted(parts, key=lambda part: part.place.rows or (0,)):
         of_name[part.name].append(part)
@@ -238,11 +237,11 @@ def _parts_of(params: Params) -> list[LeafPart]:
 def _with_averages(parts: list[LeafPart], params: Params, averages: list[Value]) -> list[LeafPart]:
     """Return the parts with the average in place of each trained leaf."""
     # an array is (replicas, ...) if each replica has a part of the average, and (1, ...) if each has all of it
-    replicas, numbers, trained = averages[0].shape[0], itertools.count(), range(len(parts))
+    replicas, trained = averages[0].shape[0], range(len(parts))
     if isinstance(params, Sharded):
         layout, blocks = params.layout, blocks_of_layout(params.layout, replicas=replicas)
-        at = jax.tree.leaves(layout.arranged({g.name: [next(numbers) for _ in g.leaves] for g in layout.groups}))
-        trained = [number for number, is_frozen in zip(at, layout.frozen_leaves(), strict=True) if not is_frozen]
+        numbers = {leaf: number for number, leaf in enumerate(layout.leaves)}
+        trained = [numbers[leaf] for leaf in layout.trained]
     else:
         blocks = blocks_of_tree(params, replicas=replicas)
     averaged = list(parts)

@@ -137,7 +137,8 @@ def test_a_concurrent_head_is_split_by_hand_over_ipus_and_by_xla_over_tensor(sha
     pipeline = model.pipeline(mesh_of(shape), schedule=schedule)
     params = pipeline.shard(model.params)
     assert_lie_like(params, assert_equals_its_twin(model, pipeline))
-    head = params.concurrent["head"][0]
+    (leaf,) = params.layout.group("head").leaves
+    head = params.arrays[leaf.array]
     columns = -(-model.params["head"].shape[1] // shape[1])
     assert {shard.data.shape for shard in head.addressable_shards} == {(D // 2, columns)}
 
@@ -181,7 +182,7 @@ def test_stages_may_have_other_leaves_on_each_ipu():
     pipeline = model.pipeline(mesh_of((1, 2, 2)), schedule="1f1b")
     placed = pipeline.shard(model.params)
     assert largest_relative_error(pipeline.unshard(placed), model.params) == 0
-    by_shape = {slot.shape: slot.spec for slot in placed.layout.slots}
+    by_shape = {array.shape: array.spec for array in placed.layout.arrays}
     halves, whole = P(None, "tensor"), P()
     assert by_shape[D, F] == by_shape[D, 2 * F] == by_shape[D, V] == halves
     assert {spec for shape, spec in by_shape.items() if len(shape) == 1} == {whole}
@@ -218,7 +219,7 @@ def test_a_state_can_be_split():
 
     placed = pipeline.shard_state(whole)
     assert largest_relative_error(pipeline.unshard(placed), whole) == 0
-    assert {leaf.sharding.spec for leaf in placed.slots} == {P("ipu", "tensor"), P("ipu")}
+    assert {array.sharding.spec for array in placed.arrays} == {P("ipu", "tensor"), P("ipu")}
     loss, gradients, state = pipeline.value_and_grad(pipeline.shard(model.params), model.batch, placed)
     (expected_loss, mean), expected = jax.jit(jax.value_and_grad(expected_of, has_aux=True))(model.params)
     assert largest_relative_error(loss, expected_loss) < 1e-5
@@ -287,17 +288,18 @@ def test_shard_splits_as_the_specs_say_and_unshard_returns_the_same_bits(kind, d
     assert shardings_of(shapes) == shardings_of(placed)
     specs = jax.tree.leaves(model.specs, is_leaf=lambda leaf: isinstance(leaf, P))
     for ipu in range(2):
-        for leaf in (leaf for group in placed.layout.groups if group.ipu == ipu for leaf in group.leaves):
-            assert leaf.spec in specs
-            slot = placed.slots[leaf.slot]
-            assert slot.sharding.is_equivalent_to(NamedSharding(mesh, P("ipu", *leaf.spec)), slot.ndim), leaf.path
+        for leaf in (leaf for leaf in placed.layout.leaves if leaf.ipu == ipu):
+            spec = placed.layout.spec(leaf)
+            assert spec in specs
+            slot = placed.arrays[leaf.array]
+            assert slot.sharding.is_equivalent_to(NamedSharding(mesh, P("ipu", *spec)), slot.ndim), leaf.path
 
 
 def test_the_devices_of_an_ipu_hold_their_parts():
     model = annotated("mlp", 2)
     placed = model.pipeline(mesh_of((1, 2, 2))).shard(model.params)
     leaf = {leaf.path: leaf for group in placed.layout.groups for leaf in group.leaves}["params['block1']['up']"]
-    parts = {shard.device.id: np.asarray(shard.data) for shard in placed.slots[leaf.slot].addressable_shards}
+    parts = {shard.device.id: np.asarray(shard.data) for shard in placed.arrays[leaf.array].addressable_shards}
     up = np.asarray(model.params["block1"]["up"])
     np.testing.assert_array_equal(parts[2][0], up[:, : F // 2])
     np.testing.assert_array_equal(parts[3][0], up[:, F // 2 :])
@@ -500,7 +502,7 @@ def test_layers_keep_the_axes(schedule):
     expected_loss, expected = jax.value_and_grad(layers_alone)(weights, batch)
     assert largest_relative_error(loss, expected_loss) < 1e-5
     assert largest_relative_error(list(pipeline.unshard(gradients).values()), expected) < 1e-5
-    assert {slot.sharding.spec for slot in params.slots} == {P("ipu", None, "tensor"), P("ipu", "tensor")}
+    assert {slot.sharding.spec for slot in params.arrays} == {P("ipu", None, "tensor"), P("ipu", "tensor")}
     with refused("specs has 3 entries", "4 layers", "one for each, or one for all"):
         Pipeline.from_layers([layer] * 4, weights, specs=[specs] * 3, **how)
 

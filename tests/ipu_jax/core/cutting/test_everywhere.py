@@ -47,7 +47,7 @@ def cut_of(pipe):
 
 
 def paths_of_split(pipe):
-    return sorted(pipe.function.weights.paths[part.leaf] for part in pipe.function.split)
+    return sorted(leaf.path for leaf in pipe.function.weights.leaves if leaf.split is not None)
 
 
 CASES = [

@@ -17,7 +17,8 @@ from jax import lax
 from ipu_jax import Pipeline
 from ipu_jax.core.cutting.forward import forward_of
 from ipu_jax.core.cutting.function import FunctionModel
-from ipu_jax.core.layout.whole_tree import WholeTree, joined
+from ipu_jax.core.layout.layout import PackedLayout
+from ipu_jax.core.layout.tree_parts import joined
 from support.against_plain import bubbles_hold_nan  # noqa: F401 (a fixture)
 from support.composed import composed, cut_into
 from support.dense import largest_relative_error
@@ -241,7 +242,7 @@ def one_cache_for_two_layers(params, caches, ids):
     return x @ params["head"], new
 
 
-def assert_state_right(stages: int, loss: Any, params: Any, step: Any, state: Any) -> WholeTree:
+def assert_state_right(stages: int, loss: Any, params: Any, step: Any, state: Any) -> PackedLayout:
     """Run three steps by the stages and by plain jax, and compare outputs and state; return who holds the state."""
     model, _ = forward_of(cut_into(stages, loss, params, IDS), step, IDS, state)
     assert model.state is not None
@@ -308,7 +309,7 @@ def test_a_state_that_weights_do_not_decide():
     zeros = {"ids": 0 * IDS, "logits": np.zeros((B, V), np.float32), "zeros": np.ones(2, np.float32)}
     state = zeros | {"steps": np.int32(3), "never changed": np.int32(1), "never read": np.ones(4, np.float32)}
     held = assert_state_right(3, loss_of_list, LISTED, step, state)
-    found = {held.paths[part.leaf]: name for name, parts in held.groups for part in parts}
+    found = {held.paths[part.leaf]: name for name, parts in held.held.items() for part in parts}
     assert found["state['logits']"] == "stage 2"
 
 

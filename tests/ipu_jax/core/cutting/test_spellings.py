@@ -16,7 +16,7 @@ from ipu_jax import Pipeline, TrainOptions, make_train_step
 from ipu_jax.core.cutting.cut import work_of
 from ipu_jax.core.cutting.function import Source, model_of
 from ipu_jax.core.cutting.trace import trace_of
-from ipu_jax.core.layout.whole_tree import joined
+from ipu_jax.core.layout.tree_parts import joined
 from support.composed import composed, cut_into
 from support.dense import largest_relative_error
 

@@ -97,7 +97,7 @@ def test_a_table_on_one_ipu_is_read_as_plain_jax_reads_it(slot, ipus, schedule, 
     batch = batch_of(M)
     stages = [Stage(first, params="first", ipu=0), Stage(last, params="last", ipu=ipus - 1)]
     pipeline = Pipeline(stages, mesh=make_mesh(1, ipus), gradient_accumulation=M, schedule=schedule)
-    assert ipus == 1 or {array.shape[1:] for array in pipeline.shard(params).slots} == {
+    assert ipus == 1 or {array.shape[1:] for array in pipeline.shard(params).arrays} == {
         ((V + 1) * D,) if slot == "flat" else shape
     }
 

@@ -176,7 +176,7 @@ def test_a_concurrent_stage_may_train_what_local_ones_share():
     check_step(pipeline)
     for specs in ({"table": WHOLE}, {"table": {"rows": PartitionSpec(None, None), "unread": WHOLE}}):
         of_specs = Pipeline(stages, gradient_accumulation=M, specs=specs)
-        found, expected = (p.shard(weights_of(p)).concurrent for p in (of_specs, pipeline))
+        found, expected = (p.shard(weights_of(p)).arrays for p in (of_specs, pipeline))
         for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
 
@@ -228,7 +228,7 @@ def test_steps_keep_the_copies_of_all_ipus_equal_and_are_those_of_optax(options)
         updates, moments = update(gradients_of(expected, batch), moments, expected)
         expected = optax.apply_updates(expected, updates)
     assert largest_relative_error(pipeline.unshard(state.params), expected) < (0.05 if "precision" in options else 1e-5)
-    for array in state.params.concurrent["table"]:
+    for array in (state.params.arrays[leaf.array] for leaf in state.params.layout.group("table").leaves):
         copies = [np.asarray(shard.data) for shard in array.addressable_shards]
         assert len(copies) == 2 * replicas
         for copy in copies:

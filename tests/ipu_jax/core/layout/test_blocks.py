@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from ipu_jax import make_mesh
 from ipu_jax.core.layout.blocks import Block, Blocks
-from ipu_jax.core.layout.packed_layout import Leaf
+from ipu_jax.core.layout.layout import Leaf
 
 IPUS = 2
 BOTH = ("context", "tensor")

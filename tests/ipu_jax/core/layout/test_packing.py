@@ -12,7 +12,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import make_mesh
-from ipu_jax.core.layout.packed_layout import local_shape, plan_layout
+from ipu_jax.core.layout.arrays import placed
+from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.layout.packing import Sharded, read, shard_tree, specs_of, unshard_tree
 from support.refusals import refusals, refused
 
@@ -28,6 +29,10 @@ def arrays(shapes, dtype=F32, seed=0):
         return jnp.asarray(rng.normal(size=shape), kind)
 
     return jax.tree.map(one, shapes, is_leaf=lambda s: isinstance(s, tuple))
+
+
+def plan_layout(params, owners, specs, ipus) -> PackedLayout:
+    return placed(PackedLayout.by_group("params", params, [*owners]), owners, specs, ipus, frozen={}, axes={})
 
 
 def put(params, owners, specs=None, ipus=2, replicas=1):
@@ -92,7 +97,7 @@ def test_a_ragged_concurrent_dim_comes_back(rows, ipus, dim):
     sharded = put(params, {"head": None}, {"head": {"w": P(*[None] * dim, "ipu"), "gain": P()}}, ipus)
     assert_same(unshard_tree(sharded), params)
 
-    gain, w = sharded.concurrent["head"]
+    gain, w = sharded.arrays
     each = -(-rows // ipus)
     assert w.shape[dim] == each * ipus
     np.testing.assert_array_equal(np.take(w, range(rows, each * ipus), axis=dim), 0)
@@ -105,9 +110,9 @@ def test_a_ragged_concurrent_dim_comes_back(rows, ipus, dim):
 def test_one_spec_serves_a_whole_group_and_a_prefix_a_part_of_it():
     params = {"h": {"deep": {"w": jnp.ones((4, 3)), "v": jnp.ones((6, 2))}, "b": jnp.ones(5)}}
     whole = put(params, {"h": None}, {"h": P("ipu")})
-    assert [leaf.sharding.spec for leaf in whole.concurrent["h"]] == [P("ipu")] * 3
+    assert [leaf.sharding.spec for leaf in whole.arrays] == [P("ipu")] * 3
     part = put(params, {"h": None}, {"h": {"deep": P(None, "ipu"), "b": P()}})
-    assert [leaf.sharding.spec for leaf in part.concurrent["h"]] == [P(), P(None, "ipu"), P(None, "ipu")]
+    assert [leaf.sharding.spec for leaf in part.arrays] == [P(), P(None, "ipu"), P(None, "ipu")]
     assert_same(unshard_tree(whole), params)
     assert_same(unshard_tree(part), params)
 
@@ -171,7 +176,7 @@ def test_placing_leaves_the_given_arrays_alone():
 )
 def test_leaves_share_slots_by_shape_and_then_by_size(shapes, slots):
     sharded = put(arrays(shapes), {name: ipu for ipu, name in enumerate(shapes)}, ipus=len(shapes))
-    found = [(slot.dtype.name, slot.shape) for slot in sharded.slots]
+    found = [(slot.dtype.name, slot.shape) for slot in sharded.arrays]
     assert (len(found), set(found)) == (len(slots), slots)
 
 
@@ -198,7 +203,7 @@ def test_a_sharded_is_a_pytree_that_keeps_its_layout():
 def test_each_ipu_holds_its_row_and_no_other(replicas):
     params = {f"s{k}": jnp.full((3, 2 + k), k + 1.0) for k in range(4)}
     sharded = put(params, {f"s{k}": k for k in range(4)}, ipus=4, replicas=replicas)
-    (slot,) = sharded.slots
+    (slot,) = sharded.arrays
     assert len(slot.addressable_shards) == 4 * replicas
     for shard in slot.addressable_shards:
         k = shard.device.id % 4
@@ -238,7 +243,7 @@ def test_reading_an_ipus_rows_gives_its_groups(shapes, owners):
     params = arrays(shapes)
     sharded = put(params, owners, ipus=4)
     for group in sharded.layout.groups:
-        assert_same(read([slot[group.ipu] for slot in sharded.slots], group), params[group.name])
+        assert_same(read([slot[owners[group.name]] for slot in sharded.arrays], group), params[group.name])
 
 
 @pytest.mark.parametrize(
@@ -246,8 +251,8 @@ def test_reading_an_ipus_rows_gives_its_groups(shapes, owners):
     [((10, 3), P("ipu"), 4, (3, 3)), ((10, 3), P(None, "ipu"), 2, (10, 2)), ((4,), P(), 8, (4,)), ((), P(), 2, ())],
 )
 def test_the_shape_of_a_shard(shape, spec, ipus, expected):
-    leaf = plan_layout({"h": jnp.ones(shape)}, {"h": None}, {"h": spec}, ipus).group("h").leaves[0]
-    assert local_shape(leaf, ipus) == expected
+    layout = plan_layout({"h": jnp.ones(shape)}, {"h": None}, {"h": spec}, ipus)
+    assert [*map(layout.shape_on_ipu, layout.leaves)] == [expected]
 
 
 # bad input

@@ -50,8 +50,8 @@ EQUINOX_FROZEN = {"layers": [{"weight": True, "bias": False}, True]}, [1, 0, 1, 
 )
 def test_plain_dicts_say_what_is_frozen(part, frozen, expected):
     part = part()
-    layout = Pipeline([part.stage], frozen={"g": frozen}).placement.groups.layout(part.params)
-    assert layout.frozen_whole_leaves() == [bool(flag) for flag in expected]
+    layout = Pipeline([part.stage], frozen={"g": frozen}).placement.weights.layout(part.params)
+    assert layout.frozen == [bool(flag) for flag in expected]
 
 
 def test_a_frozen_module_gets_no_gradient():
@@ -72,8 +72,8 @@ def test_a_frozen_module_gets_no_gradient():
 def test_plain_dicts_say_how_weights_are_split(part, specs, split):
     part = part(ALL_IPUS)
     pipeline = Pipeline([part.stage], mesh=make_mesh(1, 2), specs={"g": specs})
-    leaves = pipeline.shard(part.params).layout.group("g").leaves
-    assert [k for k, leaf in enumerate(leaves) if "ipu" in leaf.spec] == split
+    leaves = pipeline.shard(part.params).layout.leaves
+    assert [k for k, leaf in enumerate(leaves) if leaf.split is not None] == split
 
 
 @pytest.mark.parametrize(

@@ -260,7 +260,7 @@ class TwoPipelines:
         self.params, self.others = (p.shard({"a": jnp.ones(3), "b": jnp.zeros(3)}) for p in (self.one, self.other))
         self.optimizer, self.others_optimizer = (p.optimizer(optax.adam(0.1)) for p in (self.one, self.other))
         self.state = self.optimizer.init(self.params)
-        assert jax.tree.map(jnp.shape, self.params.slots) == jax.tree.map(jnp.shape, self.others.slots)
+        assert jax.tree.map(jnp.shape, self.params.arrays) == jax.tree.map(jnp.shape, self.others.arrays)
         as_params: Any = self.params
         self.others_state, self.state_of_optax = (
             self.others_optimizer.init(self.others),

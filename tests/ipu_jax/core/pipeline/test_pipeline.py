@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh
-from ipu_jax.core.layout import groups
+from ipu_jax.core.layout import rule
 from ipu_jax.core.schedules import make_schedule
 from support.dense import chain
 from support.refusals import compilations, refusals, refused
@@ -288,8 +288,8 @@ def test_a_layout_is_checked_once(monkeypatch):
     pipeline = two_stages()
     params = pipeline.shard(weights("a", "b"))
     pipeline.loss(params, batch(1))
-    for name in ("with_frozen", "with_specs"):
-        monkeypatch.setattr(groups, name, None)
+    for name in ("with_frozen", "specs_of_group"):
+        monkeypatch.setattr(rule, name, None)
     pipeline.loss(params, batch(1))
     with pytest.raises(TypeError, match="not callable"):
         pipeline.loss(pipeline.shard(weights("a", "b")), batch(1))  # another layout, if an equal one

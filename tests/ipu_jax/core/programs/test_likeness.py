@@ -209,7 +209,7 @@ def test_like_stages_share_a_program_only_where_their_weights_lie_in_like_slots(
     pipeline = Pipeline(stages, mesh=make_mesh(1, 4), gradient_accumulation=M)
     weights = WEIGHTS | ({"another": np.eye(D, dtype="float32") / 2} if crowded else {})
     params = pipeline.shard(weights)
-    slots = {g.name: g.leaves[0].slot for g in params.layout.groups}
+    slots = {group.name: group.leaves[0].array for group in params.layout.groups}
     assert (slots["w1"] != slots["w2"]) == crowded
     plan = pipeline.placement.plan(params, BATCH)
     assert plan.programs[3].signature == plan.programs[4].signature

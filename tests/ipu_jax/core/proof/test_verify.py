@@ -167,8 +167,8 @@ def told(*holds: str):
 
 
 def _of_frozen(gradients: Any) -> Any:
-    slots = [leaf + 1e-3 if leaf.shape == (2, D) else leaf for leaf in gradients.slots]
-    return dataclasses.replace(gradients, slots=slots)
+    arrays = [leaf + 1e-3 if leaf.shape == (2, D) else leaf for leaf in gradients.arrays]
+    return dataclasses.replace(gradients, arrays=arrays)
 
 
 def _counted_again(state: Any) -> Any:

@@ -90,7 +90,7 @@ def test_frozen_weights_stay_and_are_not_decayed():
         "last": {"u": jnp.ones(3), "v": jnp.ones(3)},
     }
     state = step.init(params)
-    assert {len(params), len(state.params.slots)} == {2, 3}  # w, fixed, u and v lie in two
+    assert {len(params), len(state.params.arrays)} == {2, 3}  # w, fixed, u and v lie in two
     rows = jnp.ones((1, 2), jnp.int32)
     state, _ = step(state, rows)
     found, average = step.whole(state)["params"], step.whole(state)["ema"]
@@ -130,7 +130,7 @@ def test_a_pipeline_on_other_replicas_and_in_half_is_otherwise_the_same():
     state = step.init(params, stages={"last": jnp.zeros(4)})
     assert state.stages is not None
     assert jax.tree.leaves(state.stages)[0].sharding.spec == P("ipu")
-    assert [shard.data.shape for shard in state.stages.concurrent["last"][0].addressable_shards] == [(2,)] * 4
+    assert [shard.data.shape for shard in state.stages.arrays[0].addressable_shards] == [(2,)] * 4
     state, outputs = step(state, np.ones((2, 2, 5, 3), np.float32))
     whole = step.whole(state)
     assert isinstance(whole["optimizer"][0].mu["first"]["fixed"], optax.MaskedNode)

@@ -1,24 +1,20 @@
-"""Say which part of a user's own tree of weights each group holds, for a pipeline that was cut out of one function.
+"""Name parts of a tree's leaves, and put parts in a tree.
 
-    params = {"embed": E, "layers": W}     "stage 0": [E, W[0:4]]   "stage 1": [W[4:8]]   "stage 2": [W[8:10]]
+    params = {"layers": W}      W[0:4] is Part(0, (0, 4))      {"layers": Rows([W[0:4], W[4:8], W[8:10]])}
 
-The user passes and gets the tree; the IPUs hold the groups. Rows are along the axis on which a leaf is stacked: of a
-leaf whose layers are stacked along axis 1, stage 0 holds W[:, 0:4].
+Rows are along the axis on which a leaf is stacked: of a leaf whose layers are stacked along axis 1, they are W[:, 0:4].
 """
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ipu_jax.base.annotations import Tree, Value
-
-_NUMBERS: Final = (bool, int, float)
-"""Python's numbers, which a cut function takes as `jax.grad` does."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,109 +131,6 @@ def leaves_at(tree: Tree, paths: Sequence[Any]) -> list[Value]:
 def is_rows(node: Tree) -> bool:
     """Return whether a node is `Rows`; for `jax.tree.map(..., is_leaf=is_rows)`."""
     return isinstance(node, Rows)
-
-
-@dataclasses.dataclass(frozen=True)
-class WholeTree:
-    """A user's tree, and the parts of it that groups hold.
-
-    Attributes:
-        what: the name of the tree in error messages, "params" or "state".
-        treedef: its structure.
-        paths: per leaf its path, such as "params['embed']".
-        shapes, dtypes: per leaf its shape and dtype.
-        groups: per group, the parts that it holds, in order.
-    """
-
-    what: str
-    treedef: Any
-    paths: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[Any, ...]
-    groups: tuple[tuple[str, tuple[Part, ...]], ...]
-
-    @classmethod
-    def of(cls, what: str, tree: Tree, groups: Mapping[str, Sequence[Part]]) -> "WholeTree":
-        """Return the description of a tree of arrays or of their shapes.
-
-        >>> tree = {"w": np.array([[0, 1, 2], [3, 4, 5]])}
-        >>> whole = WholeTree.of("params", tree, {"a": [Part(0, (1, 3), axis=1)], "b": [Part(0, (0, 1), axis=1)]})
-        >>> groups = whole.split(tree)
-        >>> groups["a"][0].tolist(), joined(whole.join(groups))["w"].tolist(), whole.named("a")
-        ([[1, 2], [4, 5]], [[0, 1, 2], [3, 4, 5]], (["params['w']"], [Within(first=1, number=3, axis=1)]))
-        """
-        named, treedef = jax.tree.flatten_with_path(tree)
-        paths = tuple(f"{what}{jax.tree_util.keystr(path)}" for path, _ in named)
-        shapes = tuple(tuple(np.shape(leaf)) for _, leaf in named)
-        dtypes = tuple(leaf.dtype for _, leaf in named)
-        held: dict[int, set[Part]] = {}
-        for part in itertools.chain(*groups.values()):
-            held.setdefault(part.leaf, set()).add(part)
-        for leaf, parts in held.items():  # `join` relies on it
-            if parts != {Part(leaf)}:
-                (axis, *others), rows = {part.axis for part in parts}, sorted(part.rows or (-1, -1) for part in parts)
-                starts, stops = zip(*rows, strict=True)
-                tiled = not others and (*starts, shapes[leaf][axis]) == (0, *stops)
-                assert tiled, f"the parts of {paths[leaf]} are {sorted(map(str, parts))}"
-        return cls(what, treedef, paths, shapes, dtypes, tuple((name, tuple(parts)) for name, parts in groups.items()))
-
-    def split(self, tree: Tree) -> dict[str, list[Value]]:
-        """Return each group's list of leaves.
-
-        Raises:
-            ValueError: the tree is not like the one for which the function was cut.
-        """
-        leaves, treedef = jax.tree.flatten(tree)
-        if treedef != self.treedef:
-            found = {f"{self.what}{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(tree)}
-            missing, unknown = sorted(set(self.paths) - found), sorted(found - set(self.paths))
-            nodes = f"its nodes are {treedef}, and were {self.treedef}"
-            other = f"it has no {missing[0]}" if missing else f"it has {unknown[0]}" if unknown else f"{nodes:.400}"
-            raise ValueError(
-                f"{self.what} is not the tree for which the function was cut: {other}; give a tree like that one"
-            )
-        for path, shape, leaf in zip(self.paths, self.shapes, leaves, strict=True):
-            if tuple(np.shape(leaf)) != shape:
-                raise ValueError(
-                    f"{path} has shape {tuple(np.shape(leaf))}, and the function was cut for {shape}: give that shape, "
-                    "or cut the function for this one"
-                )
-        both = zip(leaves, self.dtypes, strict=True)
-        leaves = [np.asarray(leaf, dtype) if isinstance(leaf, _NUMBERS) else leaf for leaf, dtype in both]
-        return {name: [_part(leaves[part.leaf], part) for part in parts] for name, parts in self.groups}
-
-    def join(self, groups: Mapping[str, Sequence[Value]]) -> Tree:
-        """Return the tree whose parts the groups hold, with `Rows` where a leaf has several."""
-        found: list[dict[Part, Value]] = [{} for _ in self.paths]  # copies of a leaf are alike
-        for name, parts in self.groups:
-            for part, value in zip(parts, groups[name], strict=True):
-                found[part.leaf][part] = value
-
-        def node(values: dict[Part, Value]) -> Tree:
-            first, *others = sorted(values, key=lambda part: part.rows or ())
-            return Rows([values[part] for part in (first, *others)], first.axis) if others else values[first]
-
-        return jax.tree.unflatten(self.treedef, map(node, found))
-
-    def named(self, group: str) -> tuple[list[str], list[Within | None]]:
-        """Return, per part of a group, the path of its leaf; and where its rows are in the leaf, or None."""
-        parts = dict(self.groups)[group]
-        size = lambda part: self.shapes[part.leaf][part.axis]
-        rows = [part.rows and Within(part.rows[0], size(part), part.axis) for part in parts]
-        return [self.paths[part.leaf] for part in parts], rows
-
-    def spread(self, what: str, prefix: Tree, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, list[Tree]]:
-        """Return, per group and part, the leaf of `prefix` above it."""
-        values = spread(what, prefix, self.treedef, is_leaf)
-        return {name: [values[part.leaf] for part in parts] for name, parts in self.groups}
-
-
-def _part(leaf: Value, part: Part) -> Value:
-    if part.rows is None:
-        return leaf
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(resized(leaf.shape, part.axis, part.rows[1] - part.rows[0]), leaf.dtype)
-    return leaf[along(part.axis, *part.rows)]
 
 
 def spread(what: str, prefix: Tree, treedef: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Tree]:

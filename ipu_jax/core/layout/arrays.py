@@ -1,0 +1,212 @@
+"""Decide in which array each leaf is: a slot for the leaves of several IPUs, or an array of its own.
+
+Every IPU runs the same program, so the arguments have the same shapes on every IPU; but IPU 0 may own an MLP and IPU 1
+a classifier. The leaves of all IPUs are therefore matched into *slots*, arrays with a leading `ipu` dim:
+
+                 slot 0 (2560x1280 flat)     slot 1 (784x2560)   slot 2 (2560)   slot 3 (1280)
+        IPU 0    MLP layer 1 weights         layer 0 weights     layer 0 bias    layer 1 bias
+        IPU 1    classifier weights, 0 …     0 …                 classifier bias, 0 …
+
+A slot whose leaves all have the same shape keeps that shape, and reading it costs nothing: identical stages are simply
+stacked. Any other slot is flat and as long as its largest leaf; reading a leaf is then a reshape, of a prefix if the
+leaf is smaller than the slot. So the bytes of an IPU are the sum over all slots of the largest leaf in each slot. That
+is the size of the IPU's own weights if the stages are balanced, and never the sum over all stages. Leaves of concurrent
+groups are split by their PartitionSpecs; a split dim that is not divisible by the number of IPUs is padded with zeros.
+
+A leaf that is split over further mesh axes never lies in a flat slot, and shares its slot with leaves of the same shape
+and spec only. A slot is then `(ipus, *whole shape)`, split by `P("ipu", *spec)`.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from ipu_jax.base.annotations import Tree
+from ipu_jax.core.layout.checks import check_weight
+from ipu_jax.core.layout.layout import WHOLE, Group, Leaf, PackedArray, PackedLayout
+from ipu_jax.core.layout.tree_parts import spread
+from ipu_jax.core.mesh.axes import names_further, names_in
+from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
+
+
+class _Member(NamedTuple):
+    """A leaf, and how it is split. Its position is the pair of its group's number and its own number in the group."""
+
+    position: tuple[int, int]
+    leaf: Leaf
+    spec: PartitionSpec
+
+
+def placed(
+    layout: PackedLayout,
+    owners: Mapping[str, int | None],
+    specs: Mapping[str, Tree],
+    ipus: int,
+    *,
+    frozen: Mapping[str, Tree],
+    axes: Mapping[str, int],
+) -> PackedLayout:
+    """Return a layout with arrays, and with the place of each leaf.
+
+    Args:
+        layout: what `PackedLayout.of` or `PackedLayout.by_group` returned.
+        owners: per group, its IPU, or None if all IPUs hold it.
+        specs: per group, a PartitionSpec, or a pytree of PartitionSpecs that is a prefix of the group's. A group that
+            all IPUs hold needs one.
+        ipus: the number of IPUs of a replica.
+        frozen: per group, True or False, or a pytree of bools that is a prefix of the group's. Default: False.
+        axes: the sizes of further mesh axes, over which specs can split leaves.
+
+    Raises:
+        ValueError: a leaf that gets a gradient is not floating, or a spec or a `frozen` does not fit.
+    """
+    members: list[_Member] = []
+    for g, group in enumerate(layout.groups):
+        mask = _frozen_mask(group, frozen)
+        split = specs_of_group(group, owners[group.name], specs, axes)
+        for i, (leaf, is_frozen, spec) in enumerate(zip(group.leaves, mask, split, strict=True)):
+            dim = next((d for d, axis in enumerate(spec) if axis == IPU_AXIS), None)
+            where = {"ipu": owners[group.name], "split": dim, "frozen": is_frozen}
+            members.append(_Member((g, i), dataclasses.replace(leaf, **where), spec))
+    arrays: list[PackedArray] = []
+    array_of: dict[tuple[int, int], int] = {}
+
+    def add(array: PackedArray, held: Sequence[_Member]) -> None:
+        array_of.update(dict.fromkeys((member.position for member in held), len(arrays)))
+        arrays.append(array)
+
+    # leaves that every owner has are stacked first, so that identical stages keep their shapes; then the rest by size
+    for match in (_match_by_shape, _match_by_size):
+        of_ipus = [[m for m in members if m.leaf.ipu == ipu and m.position not in array_of] for ipu in range(ipus)]
+        owning = [any(m.leaf.ipu == ipu for m in members) for ipu in range(ipus)]
+        for array, matched in match([of_ipu for of_ipu, owns in zip(of_ipus, owning, strict=True) if owns]):
+            add(array, matched)
+    for member in sorted(members, key=lambda m: (layout.groups[m.position[0]].name, m.position)):
+        if member.leaf.ipu is None:
+            add(PackedArray(_shard_shape(member, ipus), member.leaf.dtype, member.spec, is_slot=False), [member])
+    leaves: list[list[Leaf]] = [[] for _ in layout.groups]
+    for (g, i), leaf, _ in members:
+        leaves[g].append(dataclasses.replace(leaf, array=array_of[g, i]))
+    groups = tuple(dataclasses.replace(g, leaves=tuple(own)) for g, own in zip(layout.groups, leaves, strict=True))
+    return dataclasses.replace(layout, ipus=ipus, groups=groups, arrays=tuple(arrays))
+
+
+def _frozen_mask(group: Group, frozen: Mapping[str, Tree]) -> list[bool]:
+    """Return, per leaf of a group, whether it is frozen, or raise `ValueError` if one that is not can't be trained."""
+    mask = spread(f"frozen[{group.name!r}]", frozen.get(group.name, False), group.treedef)
+    for value in mask:
+        if not isinstance(value, (bool, np.bool_)):
+            raise ValueError(f"frozen[{group.name!r}] holds {value!r}: give True, False, or a tree of them")
+    for leaf, is_frozen in zip(group.leaves, mask, strict=True):
+        check_weight(leaf.path, jnp.dtype(leaf.dtype), bool(is_frozen))
+    return [bool(value) for value in mask]
+
+
+def with_frozen(layout: PackedLayout, frozen: Mapping[str, Tree]) -> PackedLayout:
+    """Return the layout with these leaves frozen and no others; `frozen` is as for `placed`.
+
+    Raises:
+        ValueError: a `frozen` does not fit, or a leaf that gets a gradient is not floating.
+    """
+    masks = itertools.chain.from_iterable([_frozen_mask(group, frozen) for group in layout.groups])
+    return layout.changed(lambda leaf: dataclasses.replace(leaf, frozen=next(masks)))
+
+
+def specs_of_group(
+    group: Group, ipu: int | None, specs: Mapping[str, Tree], axes: Mapping[str, int]
+) -> list[PartitionSpec]:
+    """Return the PartitionSpec of each leaf of a group. A group on one IPU needs none.
+
+    Raises:
+        ValueError: a group of all IPUs has no specs, or they do not fit the group or the further axes of the mesh.
+    """
+    name = group.name
+    if name not in specs and ipu is not None:
+        return [WHOLE for _ in group.leaves]
+    if name not in specs:
+        raise ValueError(
+            f"group {name!r} is concurrent and has no PartitionSpecs: give specs={{{name!r}: PartitionSpec(...)}}, "
+            f"with 'ipu' for the dim that is split and PartitionSpec() for what every IPU holds whole"
+        )
+    is_spec = lambda x: isinstance(x, PartitionSpec)
+    found = spread(f"specs[{name!r}]", specs[name], group.treedef, is_spec)
+    for leaf, spec in zip(group.leaves, found, strict=True):
+        _check_spec(leaf, spec, ipu, axes)
+    return found
+
+
+def _check_spec(leaf: Leaf, spec: Any, ipu: int | None, axes: Mapping[str, int]) -> None:
+    where, why, mend = f"{leaf.path} of shape {leaf.shape} has spec {spec}", "", ""
+    named = [axis for entry in spec for axis in names_in(entry)] if isinstance(spec, PartitionSpec) else []
+    twice = [axis for k, axis in enumerate(named) if axis in named[:k]]
+    unknown = [axis for axis in named if axis not in (IPU_AXIS, *axes)]
+    if not isinstance(spec, PartitionSpec):
+        why = "it is not a PartitionSpec"
+    elif REPLICA_AXIS in unknown:
+        why = "every replica holds its weights whole"
+    elif unknown:
+        why = f"the mesh has no axis {unknown[0]!r}"
+        if isinstance(unknown[0], str):
+            mend = f", or a mesh with that axis, make_mesh(replicas, ipus_per_replica, {unknown[0]}=2)"
+    elif twice:
+        why = f"{twice[0]!r} splits it twice"
+    elif len(spec) > len(leaf.shape):
+        why = f"it has no dim {len(leaf.shape)}"
+    if why:
+        once = " and ".join(map(repr, axes if ipu is not None else (IPU_AXIS, *axes)))
+        raise ValueError(
+            f"{where}: {why}; give a PartitionSpec of at most {len(leaf.shape)} dims, with {once} at most once and "
+            f"None elsewhere{mend}"
+        )
+    if IPU_AXIS in named and ipu is not None:
+        raise ValueError(
+            f"{where}, but its group is on IPU {ipu}: 'ipu' splits groups of concurrent stages only; name a further "
+            "axis, or make the stage concurrent (ipu=ALL_IPUS)"
+        )
+    for dim, entry in enumerate(spec):
+        over = [axis for axis in names_in(entry) if axis != IPU_AXIS]
+        if over and IPU_AXIS in names_in(entry):
+            raise ValueError(f"{where}: dim {dim} is split over 'ipu' and {over[0]!r}; give each a dim of its own")
+        parts = math.prod(axes[axis] for axis in over)
+        if leaf.shape[dim] % parts:
+            sizes = " x ".join(f"{axis}={axes[axis]}" for axis in over)
+            raise ValueError(
+                f"{where}: dim {dim} is not divisible by {sizes}; choose a size that is, or leave the dim whole"
+            )
+
+
+def _match_by_shape(owners: list[list[_Member]]) -> Iterator[tuple[PackedArray, Sequence[_Member]]]:
+    """Yield a slot for each set of leaves of one shape, dtype and spec to which every owner contributes one leaf."""
+    if not owners:
+        return
+    kind = lambda m: (m.leaf.shape, m.leaf.dtype, m.spec)
+    kinds = [{kind(m) for m in members} for members in owners]
+    for one in sorted(set.intersection(*kinds), key=lambda kind: (*kind[:2], str(kind[2]))):
+        equal = [[m for m in members if kind(m) == one] for members in owners]
+        for matched in zip(*equal, strict=False):  # leaves left over on some owners are matched by size
+            yield PackedArray(*one), matched
+
+
+def _match_by_size(owners: list[list[_Member]]) -> Iterator[tuple[PackedArray, Sequence[_Member]]]:
+    """Yield, per dtype, a slot for the largest leaf of each owner, then one for the second largest, and so on.
+
+    Leaves that are split over further axes are matched with their like only.
+    """
+    kind = lambda m: (m.leaf.dtype, str(m.spec), m.leaf.shape if names_further(m.spec) else ())
+    for one in sorted({kind(m) for members in owners for m in members}):
+        by_size = [sorted((m for m in members if kind(m) == one), key=lambda m: -m.leaf.size) for members in owners]
+        for row in itertools.zip_longest(*by_size):
+            matched = [m for m in row if m is not None]
+            shapes = {m.leaf.shape for m in matched}
+            flat = (max(m.leaf.size for m in matched),)
+            yield PackedArray(shapes.pop() if len(shapes) == 1 else flat, one[0], matched[0].spec), matched
+
+
+def _shard_shape(member: _Member, ipus: int) -> tuple[int, ...]:
+    return tuple(-(-size // ipus) if d == member.leaf.split else size for d, size in enumerate(member.leaf.shape))

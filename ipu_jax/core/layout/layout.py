@@ -1,0 +1,388 @@
+"""Say where the leaves of a tree are on the IPUs, as plain values.
+
+    params                        groups                      leaves               arrays
+    {"layers": W, "table": T}     "stage 0": [W[0:4]]         W[0:4] on IPU 0      0, a slot: W[0:4] | W[4:8]
+                                  "stage 1": [W[4:8]]         W[4:8] on IPU 1
+                                  "shared": [T]               T on every IPU       1: T
+
+A stage reads groups. A group has leaves: leaves of the user's tree, or rows of them. Each leaf is in one array: in a
+*slot*, where it is in its IPU's row, beside other leaves in theirs; or it is an array itself, whole on every IPU, or
+split over them. The arrays are all that the IPUs hold of weights, gradients or state.
+
+The tree of stages written by hand is `{group: pytree}`. A function that was cut has a tree of its own. Its layout has
+no arrays before it is placed.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from ipu_jax.base.annotations import Params, Tree, Value
+from ipu_jax.base.showing import Shown, Table, counted
+from ipu_jax.core.layout.checks import check_array
+from ipu_jax.core.layout.tree_parts import Part, Rows, Within, resized, spread
+from ipu_jax.core.mesh.devices import IPU_AXIS
+
+WHOLE: Final = PartitionSpec()
+_NUMBERS: Final = (bool, int, float)
+"""Python's numbers, which a cut function takes as `jax.grad` does."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedArray:
+    """An array on the IPUs.
+
+    Attributes:
+        shape: the shape of an IPU's part; its dims that are split over further mesh axes are whole.
+        dtype: its dtype.
+        spec: how the dims of `shape` are split over further mesh axes and, unless it is a slot, over the IPUs.
+        is_slot: whether each IPU has a row of its own. Otherwise the array is one leaf.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    spec: PartitionSpec = WHOLE
+    is_slot: bool = True
+
+    @property
+    def spec_on_mesh(self) -> PartitionSpec:
+        """Return how the whole array is split over the mesh."""
+        return PartitionSpec(IPU_AXIS, *self.spec) if self.is_slot else self.spec
+
+    def shape_on_mesh(self, ipus: int) -> tuple[int, ...]:
+        """Return the shape of the whole array: with a row per IPU, or padded where it is split over them.
+
+        >>> columns = PackedArray((3, 5), "float32", PartitionSpec(None, "ipu"), is_slot=False)
+        >>> PackedArray((4,), "float32").shape_on_mesh(2), columns.shape_on_mesh(2)
+        ((2, 4), (3, 10))
+        """
+        if self.is_slot:
+            return (ipus, *self.shape)
+        axes = (*self.spec, *[None] * len(self.shape))
+        return tuple(size * ipus if axis == IPU_AXIS else size for size, axis in zip(self.shape, axes, strict=False))
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A leaf of a user's tree, or rows of one, and where it is.
+
+    Attributes:
+        path: where the user's leaf is in the tree, such as "params['mlp']['w']".
+        shape, dtype: of the leaf, or of its rows.
+        number: the number of the user's leaf, in the order of `jax.tree.leaves`.
+        rows: where the rows are in the user's leaf; None if this is all of it.
+        array: the number of its array; -1 before it is placed.
+        ipu: the IPU in whose row of a slot it is, from the row's start; None if it is an array itself.
+        split: the dim that is split over the IPUs; None if it is whole.
+        frozen: whether it gets no gradient.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    number: int = 0
+    rows: Within | None = None
+    array: int = -1
+    ipu: int | None = None
+    split: int | None = None
+    frozen: bool = False
+
+    def __str__(self) -> str:
+        return self.path if self.rows is None else f"{self.path}[{':, ' * self.rows.axis}{self.rows.first}:]"
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Return the shape of the user's leaf, of which this may be a part."""
+        return self.shape if self.rows is None else self.rows.whole_shape(self.shape)
+
+    @property
+    def part(self) -> Part:
+        """Return which part of the user's tree it is."""
+        if self.rows is None:
+            return Part(self.number)
+        first, _, axis = self.rows
+        return Part(self.number, (first, first + self.shape[axis]), axis)
+
+    def of_whole(self, value: Value) -> Value:
+        """Return this leaf's rows of the user's leaf, an array or its shape."""
+        if self.rows is None:
+            return value
+        if isinstance(value, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(self.shape, value.dtype)
+        return value[self.rows.slices(self.shape)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The leaves that a stage gets together, as a tree of this structure."""
+
+    name: str
+    treedef: Any
+    leaves: tuple[Leaf, ...]
+
+    def tree_of(self, value_of: Callable[[Leaf], Value]) -> Tree:
+        """Return the tree with a value per leaf."""
+        return jax.tree.unflatten(self.treedef, map(value_of, self.leaves))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class PackedLayout(Shown):
+    """Where every leaf of a tree is. It is hashable, and the static part of a `Sharded`.
+
+    Attributes:
+        ipus: the number of IPUs of a replica; 0 before it is placed.
+        groups: the groups, in the order in which stages read them.
+        treedef: the structure of the user's tree.
+        arrays: slots first, then the arrays of single leaves, group after group by name; none before it is placed.
+        what: the name of the tree in error messages, "params" or "state".
+
+    >>> tree = {"w": np.array([[0, 1, 2], [3, 4, 5]])}
+    >>> layout = PackedLayout.of("params", tree, {"a": [Part(0, (1, 3), axis=1)], "b": [Part(0, (0, 1), axis=1)]})
+    >>> layout.split(tree)["a"][0].tolist(), layout.tree_of(lambda leaf: leaf.shape)["w"].parts
+    ([[1, 2], [4, 5]], [(2, 1), (2, 2)])
+    """
+
+    ipus: int = 0
+    groups: tuple[Group, ...] = ()
+    treedef: Any = dataclasses.field(default_factory=lambda: jax.tree.structure({}))
+    arrays: tuple[PackedArray, ...] = ()
+    what: str = "params"
+
+    @classmethod
+    def of(
+        cls, what: str, tree: Tree, groups: Mapping[str, Sequence[Part]], split: Mapping[Part, int] | None = None
+    ) -> "PackedLayout":
+        """Return the layout of a tree of arrays or shapes, before it is placed.
+
+        Args:
+            what: the name of the tree.
+            tree: the tree of a function that was cut.
+            groups: per group, the parts that it holds, in order. Rows of a leaf are all along one axis, and all of it.
+            split: the parts that are split over the IPUs, and the dim of each.
+        """
+        named, treedef = jax.tree.flatten_with_path(tree)
+        paths = [f"{what}{jax.tree_util.keystr(path)}" for path, _ in named]
+
+        def leaf_of(part: Part) -> Leaf:
+            leaf = named[part.leaf][1]
+            shape, rows = tuple(np.shape(leaf)), None
+            if part.rows is not None:
+                rows = Within(part.rows[0], shape[part.axis], part.axis)
+                shape = resized(shape, part.axis, part.rows[1] - part.rows[0])
+            dim = None if split is None else split.get(part)
+            return Leaf(paths[part.leaf], shape, str(leaf.dtype), part.leaf, rows, split=dim)
+
+        of_lists = ((name, jax.tree.structure([*parts]), parts) for name, parts in groups.items())
+        layout = cls(0, tuple(Group(name, of, tuple(map(leaf_of, parts))) for name, of, parts in of_lists), treedef)
+        for leaves in layout.parts:  # `tree_of` relies on it
+            first, *others = leaves
+            if first.rows or others:
+                ends, axes = [leaf.part.rows or (0, -1) for leaf in leaves], {leaf.part.axis for leaf in leaves}
+                starts, stops = zip(*ends, strict=True)
+                tiled = len(axes) == 1 and (*starts, first.whole_shape[min(axes)]) == (0, *stops)
+                assert tiled, f"the parts of {first.path} are {ends}"
+        return dataclasses.replace(layout, what=what)
+
+    @classmethod
+    def by_group(cls, what: str, tree: Mapping[str, Params], names: Sequence[str]) -> "PackedLayout":
+        """Return the layout of `{group: pytree}` with exactly these groups, before it is placed.
+
+        Raises:
+            ValueError: it is not a mapping, groups are missing or unknown, or a leaf is not an array.
+        """
+        if not isinstance(tree, Mapping):
+            raise ValueError(f"{what} is a {type(tree).__name__}: give a dict of whole arrays for groups {[*names]}")
+        both = {"missing": sorted({*names} - tree.keys()), "unknown": sorted(tree.keys() - {*names})}
+        if any(both.values()):
+            wrong = "; ".join(f"{word} {', '.join(map(repr, found))}" for word, found in both.items() if found)
+            raise ValueError(f"{what}: {wrong}. The stages name the groups {', '.join(map(repr, sorted(names)))}")
+        plain = {name: tree[name] for name in names}
+        named, treedef = jax.tree.flatten_with_path(plain)
+        found: list[Leaf] = []
+        for number, (path, value) in enumerate(named):
+            where = f"{what}{jax.tree_util.keystr(path)}"
+            found.append(Leaf(where, tuple(np.shape(value)), held_dtype(where, value), number))
+        trees = jax.tree.unflatten(treedef, found)
+        groups = (Group(name, jax.tree.structure(plain[name]), (*jax.tree.leaves(trees[name]),)) for name in names)
+        return cls(0, tuple(groups), treedef, what=what)
+
+    def like(self, tree: Tree) -> "PackedLayout":
+        """Return this layout with the dtypes of a tree of the same structure and shapes.
+
+        Raises:
+            ValueError: as in `leaves_of`, or a leaf is not an array.
+        """
+        found = self.leaves_of(tree)
+        dtypes = [held_dtype(path, leaf) for path, leaf in zip(self.paths, found, strict=True)]
+        return self.changed(lambda leaf: dataclasses.replace(leaf, dtype=dtypes[leaf.number]))
+
+    def changed(self, change: Callable[[Leaf], Leaf]) -> "PackedLayout":
+        """Return the layout with other leaves, or this one if they are equal."""
+        groups = tuple(dataclasses.replace(g, leaves=tuple(map(change, g.leaves))) for g in self.groups)
+        return self if groups == self.groups else dataclasses.replace(self, groups=groups)
+
+    # what is where
+
+    @functools.cached_property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """Return all leaves, group after group."""
+        return tuple(itertools.chain.from_iterable(group.leaves for group in self.groups))
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.ipus, self.groups, self.treedef, self.arrays, self.what))
+
+    def __hash__(self) -> int:
+        return self._hash  # each call of a jitted program asks for it
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, Group]:
+        return {group.name: group for group in self.groups}
+
+    def group(self, name: str) -> Group:
+        return self._by_name[name]
+
+    @property
+    def held(self) -> dict[str, tuple[Part, ...]]:
+        """Return, per group, which parts of the user's tree it holds."""
+        return {group.name: tuple(leaf.part for leaf in group.leaves) for group in self.groups}
+
+    @functools.cached_property
+    def parts(self) -> tuple[tuple[Leaf, ...], ...]:
+        """Return, per leaf of the user's tree, its parts, first rows first. Of equal parts of groups it is the last."""
+        found: list[dict[Any, Leaf]] = [{} for _ in range(self.treedef.num_leaves)]
+        for leaf in self.leaves:
+            found[leaf.number][leaf.rows or ()] = leaf
+        return tuple(tuple(of[rows] for rows in sorted(of)) for of in found)
+
+    @functools.cached_property
+    def paths(self) -> tuple[str, ...]:
+        """Return the path of each leaf of the user's tree."""
+        return tuple(parts[0].path for parts in self.parts)
+
+    @functools.cached_property
+    def frozen(self) -> list[bool]:
+        """Return, per leaf of the user's tree, whether it gets no gradient."""
+        return [all(leaf.frozen for leaf in parts) for parts in self.parts]
+
+    @functools.cached_property
+    def trained(self) -> tuple[Leaf, ...]:
+        """Return the leaves that get a gradient, in the order of the user's tree."""
+        return tuple(leaf for leaf in itertools.chain.from_iterable(self.parts) if not leaf.frozen)
+
+    @functools.cached_property
+    def trained_arrays(self) -> frozenset[int]:
+        """Return the numbers of the arrays that contain a leaf that gets a gradient."""
+        return frozenset(leaf.array for leaf in self.leaves if not leaf.frozen)
+
+    def shape_on_ipu(self, leaf: Leaf) -> tuple[int, ...]:
+        """Return the shape of a leaf, or of the shard of it, on its IPU."""
+        return self.arrays[leaf.array].shape if leaf.ipu is None else leaf.shape
+
+    def spec(self, leaf: Leaf) -> PartitionSpec:
+        """Return how a leaf is split, over its IPUs and over further mesh axes."""
+        return self.arrays[leaf.array].spec
+
+    @functools.cached_property
+    def _is_by_group(self) -> bool:
+        return self.treedef == jax.tree.structure({group.name: group.tree_of(lambda _: 0) for group in self.groups})
+
+    # from and to the user's tree
+
+    def leaves_of(self, tree: Tree) -> list[Value]:
+        """Return the leaves of the user's tree, whole.
+
+        Raises:
+            ValueError: the tree has another structure or other shapes.
+        """
+        leaves, treedef = jax.tree.flatten({**tree} if self._is_by_group and isinstance(tree, Mapping) else tree)
+        if treedef != self.treedef:
+            found = {f"{self.what}{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(tree)}
+            missing, unknown = sorted({*self.paths} - found), sorted(found - {*self.paths})
+            nodes = f"its nodes are {treedef}, and were {self.treedef}"
+            other = f"it has no {missing[0]}" if missing else f"it has {unknown[0]}" if unknown else f"{nodes:.400}"
+            raise ValueError(
+                f"{self.what} is not the tree for which the function was cut: {other}; give a tree like that one"
+            )
+        for (leaf, *_), value in zip(self.parts, leaves, strict=True):
+            if tuple(np.shape(value)) != leaf.whole_shape:
+                raise ValueError(
+                    f"{leaf.path} has shape {tuple(np.shape(value))}, and the function was cut for {leaf.whole_shape}: "
+                    "give that shape, or cut the function for this one"
+                )
+        both = zip(self.parts, leaves, strict=True)
+        return [np.asarray(v, leaf.dtype) if isinstance(v, _NUMBERS) else v for (leaf, *_), v in both]
+
+    def split(self, tree: Tree) -> dict[str, list[Value]]:
+        """Return each group's leaves, from the user's tree of whole arrays or shapes; it raises as `leaves_of` does."""
+        leaves = self.leaves_of(tree)
+        return {group.name: [leaf.of_whole(leaves[leaf.number]) for leaf in group.leaves] for group in self.groups}
+
+    def trained_leaves(self, tree: Tree) -> list[Value]:
+        """Return the value of each leaf of `trained`, from the user's tree of whole arrays."""
+        leaves = self.leaves_of(tree)
+        return [leaf.of_whole(leaves[leaf.number]) for leaf in self.trained]
+
+    def assembled(self, leaves: Sequence[Value]) -> Tree:
+        """Return the user's tree from its whole leaves, in the order in which the groups name them first."""
+        numbers = dict.fromkeys(leaf.number for leaf in self.leaves)
+        of_numbers = sorted(zip(numbers, leaves, strict=True), key=lambda of_number: of_number[0])
+        return jax.tree.unflatten(self.treedef, [value for _, value in of_numbers])
+
+    def tree_of(self, value_of: Callable[[Leaf], Value]) -> Tree:
+        """Return the *logical* tree: the user's tree of values, with `Rows` where a leaf has several parts."""
+
+        def node(parts: tuple[Leaf, ...]) -> Tree:
+            values = [value_of(leaf) for leaf in parts]
+            return values[0] if len(values) == 1 else Rows(values, parts[0].part.axis)
+
+        return jax.tree.unflatten(self.treedef, map(node, self.parts))
+
+    def join(self, of_groups: Mapping[str, Sequence[Value]]) -> Tree:
+        """Return the logical tree from each group's leaves: the inverse of `split`, but for `Rows`."""
+        values = itertools.chain.from_iterable(of_groups[group.name] for group in self.groups)
+        return self.tree_of(dict(zip(self.leaves, values, strict=True)).__getitem__)
+
+    def spread(self, what: str, prefix: Tree, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, list[Tree]]:
+        """Return, per group and leaf, the leaf above it in a prefix of the user's tree."""
+        values = spread(what, prefix, self.treedef, is_leaf)
+        return {group.name: [values[leaf.number] for leaf in group.leaves] for group in self.groups}
+
+    def _shown(self) -> list[str | Table]:
+        """Return a row per leaf, array after array.
+
+        >>> from ipu_jax import Pipeline, Stage
+        >>> stages = [Stage(lambda w, x, mb: mb @ w, params=name, ipu=ipu) for ipu, name in enumerate("ab")]
+        >>> Pipeline(stages).shard({"a": np.ones((4, 3), np.float32), "b": np.ones(3, np.float32)}).layout
+        Layout of 1 array on 2 IPUs
+          array  on each IPU  leaf         shape   place
+          0      float32[12]  params['a']  [4, 3]  IPU 0
+          0      float32[12]  params['b']  [3]     IPU 1
+        """
+        rows = [("array", "on each IPU", "leaf", "shape", "place")]
+        for leaf in sorted(self.leaves, key=lambda leaf: leaf.array):
+            array = self.arrays[leaf.array] if self.arrays else PackedArray(leaf.shape, leaf.dtype)
+            place = "every IPU" if leaf.split is None else f"dim {leaf.split} over the IPUs"
+            place = place if leaf.ipu is None else f"IPU {leaf.ipu}"
+            place += ", frozen" * leaf.frozen
+            rows.append((str(leaf.array), f"{array.dtype}{[*array.shape]}", str(leaf), str([*leaf.shape]), place))
+        first = f"Layout of {counted(len(self.arrays), 'array')} on {counted(self.ipus, 'IPU')}"
+        return [first, Table(rows, left=5, indent="  ")]
+
+
+def held_dtype(path: str, value: Value) -> str:
+    """Return the dtype in which IPUs hold an array, or raise `ValueError` if they hold none such."""
+    check_array(path, value)
+    # jax stores numpy's float64 as float32
+    return str(jax.dtypes.canonicalize_dtype(value.dtype, allow_extended_dtype=True))
