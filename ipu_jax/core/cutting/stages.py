@@ -46,7 +46,7 @@ class Held:
 
     def layout(self, params: Params) -> PackedLayout:
         """Return which group holds which part of the user's tree of weights."""
-        return PackedLayout.of("params", params, self.groups, self.over.dims)
+        return PackedLayout.of("params", params, self.groups, split=self.over.dims)
 
     def state_layout(self, state: Tree) -> PackedLayout:
         """Return which group holds which part of the user's tree of the state."""

@@ -36,10 +36,12 @@ from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 
 
 class _Member(NamedTuple):
-    """A leaf, and how it is split. Its position is the pair of its group's number and its own number in the group."""
+    """A leaf of a group, whose numbers are `position`, and where it goes."""
 
     position: tuple[int, int]
+    ipu: int | None
     leaf: Leaf
+    frozen: bool
     spec: PartitionSpec
 
 
@@ -56,7 +58,7 @@ def placed(
 
     Args:
         layout: what `PackedLayout.of` or `PackedLayout.by_group` returned.
-        owners: per group, its IPU, or None if all IPUs hold it.
+        owners: per group, its IPU, or None if all IPUs hold it; the layout has the groups in this order.
         specs: per group, a PartitionSpec, or a pytree of PartitionSpecs that is a prefix of the group's. A group that
             all IPUs hold needs one.
         ipus: the number of IPUs of a replica.
@@ -66,35 +68,31 @@ def placed(
     Raises:
         ValueError: a leaf that gets a gradient is not floating, or a spec or a `frozen` does not fit.
     """
-    members: list[_Member] = []
-    for g, group in enumerate(layout.groups):
-        mask = _frozen_mask(group, frozen)
-        split = specs_of_group(group, owners[group.name], specs, axes)
-        for i, (leaf, is_frozen, spec) in enumerate(zip(group.leaves, mask, split, strict=True)):
-            dim = next((d for d, axis in enumerate(spec) if axis == IPU_AXIS), None)
-            where = {"ipu": owners[group.name], "split": dim, "frozen": is_frozen}
-            members.append(_Member((g, i), dataclasses.replace(leaf, **where), spec))
-    arrays: list[PackedArray] = []
-    array_of: dict[tuple[int, int], int] = {}
-
-    def add(array: PackedArray, held: Sequence[_Member]) -> None:
-        array_of.update(dict.fromkeys((member.position for member in held), len(arrays)))
-        arrays.append(array)
-
+    groups, members = [*map(layout.group, owners)], list[_Member]()
+    for g, group in enumerate(groups):
+        ipu = owners[group.name]
+        given = zip(group.leaves, _frozen_mask(group, frozen), specs_of_group(group, ipu, specs, axes), strict=True)
+        members += [_Member((g, i), ipu, *of_leaf) for i, of_leaf in enumerate(given)]
+    owned: list[list[_Member]] = [[m for m in members if m.ipu == ipu] for ipu in range(ipus)]
+    arrays, array_of = list[PackedArray](), dict[tuple[int, int], int]()
     # leaves that every owner has are stacked first, so that identical stages keep their shapes; then the rest by size
     for match in (_match_by_shape, _match_by_size):
-        of_ipus = [[m for m in members if m.leaf.ipu == ipu and m.position not in array_of] for ipu in range(ipus)]
-        owning = [any(m.leaf.ipu == ipu for m in members) for ipu in range(ipus)]
-        for array, matched in match([of_ipu for of_ipu, owns in zip(of_ipus, owning, strict=True) if owns]):
-            add(array, matched)
-    for member in sorted(members, key=lambda m: (layout.groups[m.position[0]].name, m.position)):
-        if member.leaf.ipu is None:
-            add(PackedArray(_shard_shape(member, ipus), member.leaf.dtype, member.spec, is_slot=False), [member])
-    leaves: list[list[Leaf]] = [[] for _ in layout.groups]
-    for (g, i), leaf, _ in members:
-        leaves[g].append(dataclasses.replace(leaf, array=array_of[g, i]))
-    groups = tuple(dataclasses.replace(g, leaves=tuple(own)) for g, own in zip(layout.groups, leaves, strict=True))
-    return dataclasses.replace(layout, ipus=ipus, groups=groups, arrays=tuple(arrays))
+        for array, matched in match([[m for m in own if m.position not in array_of] for own in owned if own]):
+            array_of.update(dict.fromkeys((m.position for m in matched), len(arrays)))
+            arrays.append(array)
+    for member in sorted(members, key=lambda m: (groups[m.position[0]].name, m.position)):
+        if member.ipu is None:
+            array_of[member.position] = len(arrays)
+            shape = _shard_shape(member.leaf, member.spec, ipus)
+            arrays.append(PackedArray(shape, member.leaf.dtype, member.spec, is_slot=False))
+    leaves: list[list[Leaf]] = [[] for _ in groups]
+    for position, ipu, leaf, is_frozen, spec in members:
+        split = next((dim for dim, axis in enumerate(spec) if axis == IPU_AXIS), None)
+        where = {"array": array_of[position], "ipu": ipu, "split": split, "frozen": is_frozen}
+        leaves[position[0]].append(dataclasses.replace(leaf, **where))
+    of_leaves = zip(groups, leaves, strict=True)
+    held = tuple(dataclasses.replace(group, leaves=tuple(own)) for group, own in of_leaves)
+    return dataclasses.replace(layout, ipus=ipus, groups=held, arrays=tuple(arrays))
 
 
 def _frozen_mask(group: Group, frozen: Mapping[str, Tree]) -> list[bool]:
@@ -135,10 +133,22 @@ def specs_of_group(
             f"with 'ipu' for the dim that is split and PartitionSpec() for what every IPU holds whole"
         )
     is_spec = lambda x: isinstance(x, PartitionSpec)
-    found = spread(f"specs[{name!r}]", specs[name], group.treedef, is_spec)
+    given = zip(group.leaves, spread(f"specs[{name!r}]", specs[name], group.treedef, is_spec), strict=True)
+    found = [spec if leaf.split is None else _over_ipus(leaf, spec) for leaf, spec in given]
     for leaf, spec in zip(group.leaves, found, strict=True):
         _check_spec(leaf, spec, ipu, axes)
     return found
+
+
+def _over_ipus(leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
+    """Return a spec that splits a leaf over the IPUs as the function does from which its stages were cut."""
+    entries, dim = [*spec, *[None] * (len(leaf.shape) - len(spec))], leaf.split or 0
+    if entries[dim] is not None:
+        raise ValueError(
+            f"specs split dim {dim} of {leaf.path} over {entries[dim]!r}, and everywhere splits it over 'ipu': split "
+            "another dim"
+        )
+    return PartitionSpec(*entries[:dim], IPU_AXIS, *entries[dim + 1 :])
 
 
 def _check_spec(leaf: Leaf, spec: Any, ipu: int | None, axes: Mapping[str, int]) -> None:
@@ -208,5 +218,6 @@ def _match_by_size(owners: list[list[_Member]]) -> Iterator[tuple[PackedArray, S
             yield PackedArray(shapes.pop() if len(shapes) == 1 else flat, one[0], matched[0].spec), matched
 
 
-def _shard_shape(member: _Member, ipus: int) -> tuple[int, ...]:
-    return tuple(-(-size // ipus) if d == member.leaf.split else size for d, size in enumerate(member.leaf.shape))
+def _shard_shape(leaf: Leaf, spec: PartitionSpec, ipus: int) -> tuple[int, ...]:
+    axes = (*spec, *[None] * len(leaf.shape))
+    return tuple(-(-size // ipus) if axis == IPU_AXIS else size for size, axis in zip(leaf.shape, axes, strict=False))

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 
 from ipu_jax.base.annotations import Params, Tree, Value
 from ipu_jax.core.layout.layout import WHOLE, Leaf, PackedLayout
-from ipu_jax.core.layout.packing import Sharded, arrays_of, sharded_of
+from ipu_jax.core.layout.packing import Sharded, arrays_of
 from ipu_jax.core.layout.place import Place, joined_chunks
 from ipu_jax.core.layout.tree_parts import is_rows
 from ipu_jax.core.mesh.axes import further_part, names_further, names_in
@@ -359,6 +359,7 @@ def from_blocks(params: Params, arrays: Sequence[Value]) -> Params:
     """Return the weights with these arrays in place of the arrays of `to_blocks`. Call it inside the program."""
     if not isinstance(params, Sharded):
         return jax.tree.unflatten(jax.tree.structure(params), arrays)
-    of_blocks = dict(zip(_block_arrays(params.layout), arrays, strict=True))
-    own = enumerate(arrays_of(params))
-    return sharded_of([of_blocks.get(k, array) for k, array in own], params.layout)
+    layout, found = params.layout, list(params.arrays)
+    for k, array in zip(_block_arrays(layout), arrays, strict=True):
+        found[k] = array[None] if layout.arrays[k].is_slot else array
+    return Sharded(found, layout)

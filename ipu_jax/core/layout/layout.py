@@ -161,38 +161,42 @@ class PackedLayout(Shown):
 
     @classmethod
     def of(
-        cls, what: str, tree: Tree, groups: Mapping[str, Sequence[Part]], split: Mapping[Part, int] | None = None
+        cls,
+        what: str,
+        tree: Tree,
+        groups: Mapping[str, Sequence[Part]],
+        *,
+        split: Mapping[Part, int] | None = None,
+        treedefs: Mapping[str, Any] | None = None,
     ) -> "PackedLayout":
         """Return the layout of a tree of arrays or shapes, before it is placed.
 
         Args:
             what: the name of the tree.
-            tree: the tree of a function that was cut.
+            tree: the user's tree.
             groups: per group, the parts that it holds, in order. Rows of a leaf are all along one axis, and all of it.
             split: the parts that are split over the IPUs, and the dim of each.
+            treedefs: per group, its structure. Default: a list of its parts.
+
+        Raises:
+            ValueError: a leaf is not an array.
         """
         named, treedef = jax.tree.flatten_with_path(tree)
         paths = [f"{what}{jax.tree_util.keystr(path)}" for path, _ in named]
+        dtypes = [held_dtype(path, leaf) for path, (_, leaf) in zip(paths, named, strict=True)]
 
         def leaf_of(part: Part) -> Leaf:
-            leaf = named[part.leaf][1]
-            shape, rows = tuple(np.shape(leaf)), None
+            shape, rows, dim = tuple(named[part.leaf][1].shape), None, (split or {}).get(part)
             if part.rows is not None:
                 rows = Within(part.rows[0], shape[part.axis], part.axis)
                 shape = resized(shape, part.axis, part.rows[1] - part.rows[0])
-            dim = None if split is None else split.get(part)
-            return Leaf(paths[part.leaf], shape, str(leaf.dtype), part.leaf, rows, split=dim)
+            return Leaf(paths[part.leaf], shape, dtypes[part.leaf], part.leaf, rows, split=dim)
 
-        of_lists = ((name, jax.tree.structure([*parts]), parts) for name, parts in groups.items())
-        layout = cls(0, tuple(Group(name, of, tuple(map(leaf_of, parts))) for name, of, parts in of_lists), treedef)
-        for leaves in layout.parts:  # `tree_of` relies on it
-            first, *others = leaves
-            if first.rows or others:
-                ends, axes = [leaf.part.rows or (0, -1) for leaf in leaves], {leaf.part.axis for leaf in leaves}
-                starts, stops = zip(*ends, strict=True)
-                tiled = len(axes) == 1 and (*starts, first.whole_shape[min(axes)]) == (0, *stops)
-                assert tiled, f"the parts of {first.path} are {ends}"
-        return dataclasses.replace(layout, what=what)
+        def group_of(name: str, parts: Sequence[Part]) -> Group:
+            of = jax.tree.structure([*parts]) if treedefs is None else treedefs[name]
+            return Group(name, of, tuple(map(leaf_of, parts)))
+
+        return cls(0, tuple(group_of(*group) for group in groups.items()), treedef, what=what)
 
     @classmethod
     def by_group(cls, what: str, tree: Mapping[str, Params], names: Sequence[str]) -> "PackedLayout":
@@ -207,15 +211,11 @@ class PackedLayout(Shown):
         if any(both.values()):
             wrong = "; ".join(f"{word} {', '.join(map(repr, found))}" for word, found in both.items() if found)
             raise ValueError(f"{what}: {wrong}. The stages name the groups {', '.join(map(repr, sorted(names)))}")
-        plain = {name: tree[name] for name in names}
-        named, treedef = jax.tree.flatten_with_path(plain)
-        found: list[Leaf] = []
-        for number, (path, value) in enumerate(named):
-            where = f"{what}{jax.tree_util.keystr(path)}"
-            found.append(Leaf(where, tuple(np.shape(value)), held_dtype(where, value), number))
-        trees = jax.tree.unflatten(treedef, found)
-        groups = (Group(name, jax.tree.structure(plain[name]), (*jax.tree.leaves(trees[name]),)) for name in names)
-        return cls(0, tuple(groups), treedef, what=what)
+        treedefs = {name: jax.tree.structure(tree[name]) for name in names}
+        ends = itertools.accumulate((treedefs[name].num_leaves for name in sorted(names)), initial=0)
+        numbers = {name: range(*of) for name, of in zip(sorted(names), itertools.pairwise(ends), strict=True)}
+        groups = {name: [*map(Part, numbers[name])] for name in names}
+        return cls.of(what, {name: tree[name] for name in names}, groups, treedefs=treedefs)
 
     def like(self, tree: Tree) -> "PackedLayout":
         """Return this layout with the dtypes of a tree of the same structure and shapes.
@@ -295,7 +295,8 @@ class PackedLayout(Shown):
         return self.arrays[leaf.array].spec
 
     @functools.cached_property
-    def _is_by_group(self) -> bool:
+    def is_by_group(self) -> bool:
+        """Return whether the user's tree is `{group: pytree}`."""
         return self.treedef == jax.tree.structure({group.name: group.tree_of(lambda _: 0) for group in self.groups})
 
     # from and to the user's tree
@@ -306,7 +307,9 @@ class PackedLayout(Shown):
         Raises:
             ValueError: the tree has another structure or other shapes.
         """
-        leaves, treedef = jax.tree.flatten({**tree} if self._is_by_group and isinstance(tree, Mapping) else tree)
+        leaves, treedef = jax.tree.flatten(tree)
+        if treedef != self.treedef and self.is_by_group and isinstance(tree, Mapping):
+            leaves, treedef = jax.tree.flatten({**tree})
         if treedef != self.treedef:
             found = {f"{self.what}{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(tree)}
             missing, unknown = sorted({*self.paths} - found), sorted(found - {*self.paths})
@@ -324,10 +327,10 @@ class PackedLayout(Shown):
         both = zip(self.parts, leaves, strict=True)
         return [np.asarray(v, leaf.dtype) if isinstance(v, _NUMBERS) else v for (leaf, *_), v in both]
 
-    def split(self, tree: Tree) -> dict[str, list[Value]]:
-        """Return each group's leaves, from the user's tree of whole arrays or shapes; it raises as `leaves_of` does."""
+    def split(self, tree: Tree) -> dict[str, Tree]:
+        """Return each group's tree, from the user's tree of whole arrays or shapes; it raises as `leaves_of` does."""
         leaves = self.leaves_of(tree)
-        return {group.name: [leaf.of_whole(leaves[leaf.number]) for leaf in group.leaves] for group in self.groups}
+        return {group.name: group.tree_of(lambda leaf: leaf.of_whole(leaves[leaf.number])) for group in self.groups}
 
     def trained_leaves(self, tree: Tree) -> list[Value]:
         """Return the value of each leaf of `trained`, from the user's tree of whole arrays."""
@@ -349,9 +352,9 @@ class PackedLayout(Shown):
 
         return jax.tree.unflatten(self.treedef, map(node, self.parts))
 
-    def join(self, of_groups: Mapping[str, Sequence[Value]]) -> Tree:
-        """Return the logical tree from each group's leaves: the inverse of `split`, but for `Rows`."""
-        values = itertools.chain.from_iterable(of_groups[group.name] for group in self.groups)
+    def join(self, of_groups: Mapping[str, Tree]) -> Tree:
+        """Return the logical tree from each group's tree: the inverse of `split`, but for `Rows`."""
+        values = itertools.chain.from_iterable(jax.tree.leaves(of_groups[group.name]) for group in self.groups)
         return self.tree_of(dict(zip(self.leaves, values, strict=True)).__getitem__)
 
     def spread(self, what: str, prefix: Tree, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, list[Tree]]:

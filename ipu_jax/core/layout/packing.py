@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.base.annotations import Batch, Tree, Value
 from ipu_jax.base.showing import Shown, Table
-from ipu_jax.core.layout.layout import Group, Leaf, PackedLayout
+from ipu_jax.core.layout.layout import Group, Leaf, PackedArray, PackedLayout
 from ipu_jax.core.layout.tree_parts import joined
 from ipu_jax.core.mesh.instances import on_host
 
@@ -84,17 +84,22 @@ def shard_tree(tree: Tree, layout: PackedLayout, mesh: Mesh) -> Sharded:
     leaves, held = layout.leaves_of(tree), list[list[Leaf]]([] for _ in layout.arrays)
     for leaf in layout.leaves:
         held[leaf.array].append(leaf)
-    arrays = []
-    for array, of_array in zip(layout.arrays, held, strict=True):
-        whole = np.zeros(array.shape_on_mesh(layout.ipus), array.dtype)
-        for leaf in of_array:
+
+    def whole(array: PackedArray, held: list[Leaf]) -> np.ndarray:
+        shape = array.shape_on_mesh(layout.ipus)
+        if held[0].shape == shape:
+            return np.asarray(held[0].of_whole(leaves[held[0].number]), array.dtype)
+        found = np.zeros(shape, array.dtype)
+        for leaf in held:
             value = np.asarray(leaf.of_whole(leaves[leaf.number]))
             if leaf.ipu is None:
-                whole[tuple(map(slice, leaf.shape))] = value
+                found[tuple(map(slice, leaf.shape))] = value
             else:
-                whole.reshape(layout.ipus, -1)[leaf.ipu, : leaf.size] = value.reshape(-1)
-        arrays.append(_put(whole, mesh, array.spec_on_mesh))
-    return Sharded(arrays, layout)
+                found.reshape(layout.ipus, -1)[leaf.ipu, : leaf.size] = value.reshape(-1)
+        return found
+
+    both = zip(layout.arrays, held, strict=True)
+    return Sharded([_put(whole(array, held), mesh, array.spec_on_mesh) for array, held in both], layout)
 
 
 def shapes_on(layout: PackedLayout, mesh: Mesh) -> Sharded:

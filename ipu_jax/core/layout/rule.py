@@ -1,5 +1,6 @@
 """Decide where the leaves of a pipeline's weights are, or of its state: per group, its IPU and how it is split."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -44,6 +45,7 @@ class LayoutRule:
         self._how: dict[str, Any] = {"specs": specs, "ipus": ipus, "frozen": frozen, "axes": axes}
         self._known: dict[tuple[str, int], tuple[PackedLayout, Any]] = {}
         self._shard = "shard" if what == "params" else "shard_state"
+        self._placed = None if tree is None else placed(tree, owners, **self._how)  # raises if `specs` do not fit
 
     def layout(self, tree: Tree) -> PackedLayout:
         """Return where each leaf of a whole tree goes, or raise the `ValueError` that `Pipeline.shard` raises."""
@@ -53,7 +55,11 @@ class LayoutRule:
                 f"{what} is placed already: use it as it is, or give the whole tree, pipeline.unshard({what})"
             )
         given = PackedLayout.by_group(what, tree, [*self.owners]) if self._tree is None else self._tree.like(tree)
-        return placed(given, self.owners, **self._how)
+        return (
+            self._placed
+            if self._placed is not None and given is self._tree
+            else placed(given, self.owners, **self._how)
+        )
 
     def check(self, sharded: Tree) -> None:
         """Raise `ValueError` unless a tree was sharded by this rule, but for what is frozen, and is alive."""
@@ -79,8 +85,9 @@ class LayoutRule:
                 f"{what} were sharded for another function: {other}; shard them for this one, which takes whole trees, "
                 "as unshard returns them"
             )
+        as_cut = self._tree or layout.changed(lambda leaf: dataclasses.replace(leaf, split=None))
         for group in layout.groups:
-            specs = specs_of_group(group, owners[group.name], self._how["specs"], self._how["axes"])
+            specs = specs_of_group(as_cut.group(group.name), owners[group.name], self._how["specs"], self._how["axes"])
             if [*map(layout.spec, group.leaves)] != specs:
                 raise ValueError(f"{what} were sharded by a pipeline with other specs: shard them with this one")
         return True
@@ -132,7 +139,7 @@ def rule_of_weights(
         specs = tree.spread("specs", specs, lambda leaf: isinstance(leaf, PartitionSpec))
     of_groups = whole | _specs_for(owners, "specs", specs, axes)
     if tree is not None:
-        of_groups |= _split_over_ipus(tree, owners, of_groups)
+        of_groups = {name: WHOLE for name, ipu in owners.items() if ipu is None} | of_groups
         frozen = tree.spread("frozen", False if frozen is None else frozen)
     _check_shared(stages, of_groups)
     return LayoutRule("params", owners, ipus, axes, of_groups, _by_group("frozen", frozen, owners), tree)
@@ -198,30 +205,6 @@ def _specs_for(owners: dict[str, int | None], what: str, value: Value, axes: Map
             "others, give the mesh a further axis, make_mesh(replicas, ipus_per_replica, tensor=2)"
         )
     return specs
-
-
-def _split_over_ipus(
-    tree: PackedLayout, owners: Mapping[str, int | None], specs: Mapping[str, Tree]
-) -> dict[str, list[PartitionSpec]]:
-    """Return the specs of the groups that all IPUs hold, also over the IPUs where the function was cut so."""
-    found: dict[str, list[PartitionSpec]] = {}
-    for group in tree.groups:
-        if owners[group.name] is not None:
-            continue
-        given = specs.get(group.name, WHOLE)
-        given = [given] * len(group.leaves) if isinstance(given, PartitionSpec) else given
-        found[group.name] = []
-        for leaf, spec in zip(group.leaves, given, strict=True):
-            entries = [*spec, *[None] * (len(leaf.whole_shape) - len(spec))]
-            if leaf.split is not None:
-                if entries[leaf.split] is not None:
-                    raise ValueError(
-                        f"specs split dim {leaf.split} of {leaf.path} over {entries[leaf.split]!r}, and everywhere "
-                        "splits it over 'ipu': split another dim"
-                    )
-                entries[leaf.split] = IPU_AXIS
-            found[group.name].append(PartitionSpec(*entries))
-    return found
 
 
 def _check_shared(stages: tuple[Stage, ...], specs: Mapping[str, Tree]) -> None:

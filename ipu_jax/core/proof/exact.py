@@ -26,7 +26,7 @@ from ipu_jax.base.annotations import Dtype, Jaxpr, Json, Tree, Value
 from ipu_jax.base.jaxprs import all_equations
 from ipu_jax.base.showing import counted
 from ipu_jax.core.exactness import exact_options
-from ipu_jax.core.layout.layout import Group
+from ipu_jax.core.layout.layout import Group, PackedLayout
 from ipu_jax.core.layout.tree_parts import joined
 from ipu_jax.core.mesh.axes import further_axes, parts
 from ipu_jax.core.mesh.instances import gathered
@@ -133,7 +133,8 @@ class _OnOneDevice:
         self.schedule = schedule
         self.segments = segments_of(pipeline.stages, schedule, exact=True)
         self.layout = pipeline.placement.weights.as_trained(given.params.layout)
-        self.state_layout = None if given.state is None else given.state.layout
+        self.has_state = given.state is not None
+        self.state_layout = given.state.layout if self.has_state else PackedLayout()
         self.readers = collections.defaultdict[str, dict[int, list[int]]](dict)  # per group and IPU, its segments
         for number, segment in enumerate(self.segments):
             for name in segment.groups:
@@ -148,7 +149,7 @@ class _OnOneDevice:
         loss = mean(mean(losses.T, 0.0), -0.0)  # a pipeline adds losses to 0.0, so -0.0 is lost
         value = self.pipeline.placement.loss_with_aux(loss, without_dims(aux, self.pipeline.replicas))
         reduced = lambda s: mean(s, -0.0).astype(s.dtype) if jnp.issubdtype(s.dtype, jnp.floating) else s[0]
-        new_state = None if self.state_layout is None else jax.tree.map(reduced, states)
+        new_state = jax.tree.map(reduced, states) if self.has_state else None
         of_groups = {group.name: self._gradients(group, gradients) for group in self.layout.groups}
         return _results(value, joined(self.layout.join(of_groups)), new_state)
 
@@ -156,7 +157,7 @@ class _OnOneDevice:
         """Return the trained leaves that each segment reads; stacked where another one of its IPU reads them, too."""
         groups, found = self.layout.split(args.params), Learning({}, {})
         for name, of_ipus in self.readers.items():
-            both = zip(groups[name], self.layout.group(name).leaves, strict=True)
+            both = zip(jax.tree.leaves(groups[name]), self.layout.group(name).leaves, strict=True)
             trained = [value for value, leaf in both if not leaf.frozen]
             for numbers in of_ipus.values():
                 kind = found.summed if len(numbers) == 1 else found.stacked
@@ -168,23 +169,18 @@ class _OnOneDevice:
     ) -> tuple[Message, Tree, Tree]:
         """Run the segments, as `differentiated` calls a model."""
         groups, trained = self.layout.split(args.params), {**learning.summed, **learning.stacked}
-        x, aux, new_state = NO_MESSAGE, dict[str, Tree](), dict[str, Tree]()
-        if self.state_layout is not None:
-            of_groups = self.state_layout.split(state)
-            new_state = {g.name: jax.tree.unflatten(g.treedef, of_groups[g.name]) for g in self.state_layout.groups}
+        x, aux, new_state = NO_MESSAGE, dict[str, Tree](), self.state_layout.split(state)
         for number, segment in enumerate(self.segments):
             weights: dict[str, Tree] = {}
             for name in segment.groups:
                 group, following = self.layout.group(name), iter(trained[name, number])
-                both = zip(groups[name], group.leaves, strict=True)
+                both = zip(jax.tree.leaves(groups[name]), group.leaves, strict=True)
                 leaves = [value if leaf.frozen else next(following) for value, leaf in both]
                 weights[name] = jax.tree.unflatten(group.treedef, leaves)
             keys = inputs.keys[segment.first : segment.first + len(segment.stages)]
             x, new_state, of_segment = segment(weights, x, MicrobatchInputs(inputs.microbatch, keys), new_state)
             aux = merged_aux(aux, of_segment)
-        if self.state_layout is not None:
-            new_state = joined(self.state_layout.join({name: jax.tree.leaves(of) for name, of in new_state.items()}))
-        return x, new_state, aux
+        return x, joined(self.state_layout.join(new_state)), aux
 
     def _gradients(self, group: Group, gradients: Learning) -> list[Value]:
         """Return a group's gradients: added over micro-batches, over IPUs, and over replicas."""

@@ -23,6 +23,7 @@ from ipu_jax.base import status
 from ipu_jax.base.annotations import Batch, Device, Function, Key, Params, Tree, Value
 from ipu_jax.base.decorators import public_on_mesh
 from ipu_jax.base.jaxprs import check_context_mesh
+from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.mesh.axes import further_axes
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.mesh.instances import own_device, put
@@ -99,8 +100,8 @@ def reference_predict(
     check_predictable(stages, replicas, return_state)
     check_key(key, stages, "prediction")
     check_prediction_batch(batch, replicas)
-    _check_state(pipeline, state)
     given = StepArgs(params, batch, state, key)
+    _check_whole(pipeline, given)
     outputs, new_state = _predicted(pipeline, whole(stages, "prediction"), given)
     return (outputs, new_state) if return_state else outputs
 
@@ -129,9 +130,8 @@ def unsharded_update(pipeline: Pipeline, given: StepArgs, compiled: Compiled = j
     stages, replicas, m = pipeline.stages, pipeline.replicas, pipeline.options.gradient_accumulation
     check_key(given.key, stages, "training", taken=pipeline.placement.takes_key)
     check_batch(given.batch, replicas, m)
-    _check_state(pipeline, given.state)
+    frozen = _check_whole(pipeline, given).frozen
     model = whole(stages, "reference") if pipeline.function is None else pipeline.function.unsharded
-    frozen = pipeline.placement.weights.layout(given.params).frozen
     leaves, treedef = jax.tree.flatten(given.params)
 
     def learning_of(args: StepArgs) -> Learning:
@@ -219,14 +219,10 @@ def check_pipeline(pipeline: Any) -> None:
         raise ValueError(f"pipeline is a {type(pipeline).__name__}: give a Pipeline, such as step.model")
 
 
-def _check_state(pipeline: Pipeline, state: Tree) -> None:
-    if pipeline.function is not None:
-        return
-    named, given = {stage.state for stage in pipeline.stages if stage.state is not None}, set(state or {})
-    if named != given:
-        raise ValueError(
-            f"state has the groups {sorted(given)}, the stages name {sorted(named)}: give {{group: pytree}}"
-        )
+def _check_whole(pipeline: Pipeline, given: StepArgs) -> PackedLayout:
+    """Return the layout of whole weights, or raise the `ValueError` that `shard` or `shard_state` raises for them."""
+    pipeline.placement.state.layout({} if given.state is None else given.state)
+    return pipeline.placement.weights.layout(given.params)
 
 
 def _check_searchable(**inputs: Tree) -> None:

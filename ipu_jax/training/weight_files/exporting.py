@@ -182,9 +182,8 @@ def whole_leaves(weights: Params, *, average: bool = False) -> tuple[list[WholeL
     if average and weights.ema:
         parts = _with_averages(parts, params, weights.ema)
     names = [part.name for part in parts]
-    if isinstance(params, Sharded):  # in the user's order
-        layout = params.layout
-        names = [name for name, _ in named_leaves(jax.tree.unflatten(layout.treedef, layout.paths))]
+    if isinstance(params, Sharded) and not params.layout.is_by_group:  # in the user's order
+        names = [name for name, _ in named_leaves(jax.tree.unflatten(params.layout.treedef, params.layout.paths))]
     of_name: dict[str, list[LeafPart]] = {name: [] for name in names}
     for part in sorted(parts, key=lambda part: part.place.rows or (0,)):
         of_name[part.name].append(part)

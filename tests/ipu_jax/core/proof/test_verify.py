@@ -422,9 +422,8 @@ def unsharded(**given: Any) -> Any:
     ),
     (lambda: reference_value_and_grad(cast(Any, 3), {}, {}), "pipeline is a int", "give a Pipeline"),
     (unsharded(key=None), "stage 'a' takes a random key", "jax.random.key(...)"),
-    (unsharded(state=None), "state has the groups []", "the stages name ['seen']", "{group: pytree}"),
-    (unsharded(state={}), "state has the groups []", "the stages name ['seen']", "{group: pytree}"),
-    (unsharded(state={"other": 1}), "state has the groups ['other']", "the stages name ['seen']", "{group: pytree}"),
+    (unsharded(state=None), "state: missing 'seen'", "The stages name the groups 'seen'"),
+    (unsharded(state={"other": 1}), "missing 'seen'; unknown 'other'", "The stages name the groups 'seen'"),
 )
 def test_the_unsharded_program_refuses_what_the_pipeline_refuses(call, holds):
     with refused(*holds):
