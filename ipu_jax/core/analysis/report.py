@@ -370,7 +370,7 @@ def _weight_bytes(layout: PackedLayout, ipu: int, axes: Mapping[str, int]) -> _W
     summed = [array for k, array in enumerate(arrays) if k in layout.trained_arrays]
     for leaf in layout.leaves:
         if leaf.ipu in (None, ipu):
-            shape = layout.shape_on_ipu(leaf)
+            shape = leaf.held
             if leaf.split is not None:  # the last shards are shorter if the dim does not divide evenly
                 left = leaf.shape[leaf.split] - ipu * shape[leaf.split]
                 shape = resized(shape, leaf.split, min(max(left, 0), shape[leaf.split]))

@@ -194,7 +194,7 @@ class Tasks:
 
     def sums(self, c: int, carry: Carry) -> list[Sum]:
         """Return the accumulator of each trained leaf."""
-        return [Sum(carry.sums[leaf.array], self.plan.params.shape_on_ipu(leaf)) for leaf in self.trained(c)]
+        return [Sum(carry.sums[leaf.array], leaf.held) for leaf in self.trained(c)]
 
     def with_sums(self, c: int, totals: list[Value], carry: Carry) -> Carry:
         sums = list(carry.sums)

@@ -22,7 +22,7 @@ import numpy as np
 
 from ipu_jax.base.annotations import Batch, Key, Tree, Value
 from ipu_jax.core.engine.order import EXCHANGES, Exchange, Queue, Tick, tick_of
-from ipu_jax.core.layout.layout import Group, PackedLayout
+from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.mesh.axes import further_axes
 from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, Segment
 from ipu_jax.core.programs.segment_program import SegmentProgram, trace_segment
@@ -185,7 +185,8 @@ def trace_programs(
     key: Key,
 ) -> tuple[SegmentProgram, ...]:
     """Trace every segment; `split` says whose backward to split. The other arguments are as for `make_plan`."""
-    weights, states = ({group.name: _shapes(layout, group) for group in layout.groups} for layout in (params, state))
+    shape_of = lambda leaf: jax.ShapeDtypeStruct(leaf.held, leaf.dtype)
+    weights, states = ({group.name: group.tree_of(shape_of) for group in of.groups} for of in (params, state))
     programs: list[SegmentProgram] = []
     x: Tree = NO_MESSAGE
     for i, segment in enumerate(segments):
@@ -209,11 +210,6 @@ def _shards(layout: PackedLayout, names: Sequence[str]) -> dict[str, Tree]:
     """Return, per group, a tree of bool: whether a leaf is sharded over the IPUs."""
     of_groups = ((name, layout.group(name).tree_of(lambda leaf: leaf.split is not None)) for name in names)
     return collections.OrderedDict(of_groups)
-
-
-def _shapes(layout: PackedLayout, group: Group) -> Tree:
-    """Return a group's tree of the shapes that one IPU sees."""
-    return group.tree_of(lambda leaf: jax.ShapeDtypeStruct(layout.shape_on_ipu(leaf), leaf.dtype))
 
 
 def _channels(segments: Sequence[Segment], messages: Sequence[Tree]) -> tuple[tuple[Channel, ...], tuple[int, ...]]:

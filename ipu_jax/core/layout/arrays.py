@@ -83,13 +83,12 @@ def placed(
     for member in sorted(members, key=lambda m: (groups[m.position[0]].name, m.position)):
         if member.ipu is None:
             array_of[member.position] = len(arrays)
-            shape = _shard_shape(member.leaf, member.spec, ipus)
-            arrays.append(PackedArray(shape, member.leaf.dtype, member.spec, is_slot=False))
+            arrays.append(PackedArray(_shard(member, ipus), member.leaf.dtype, member.spec, is_slot=False))
     leaves: list[list[Leaf]] = [[] for _ in groups]
     for position, ipu, leaf, is_frozen, spec in members:
-        split = next((dim for dim, axis in enumerate(spec) if axis == IPU_AXIS), None)
-        where = {"array": array_of[position], "ipu": ipu, "split": split, "frozen": is_frozen}
-        leaves[position[0]].append(dataclasses.replace(leaf, **where))
+        at, split = array_of[position], next((dim for dim, axis in enumerate(spec) if axis == IPU_AXIS), None)
+        where = {"array": at, "ipu": ipu, "split": split, "shard": None if split is None else arrays[at].shape}
+        leaves[position[0]].append(dataclasses.replace(leaf, **where, frozen=is_frozen))
     of_leaves = zip(groups, leaves, strict=True)
     held = tuple(dataclasses.replace(group, leaves=tuple(own)) for group, own in of_leaves)
     return dataclasses.replace(layout, ipus=ipus, groups=held, arrays=tuple(arrays))
@@ -218,6 +217,7 @@ def _match_by_size(owners: list[list[_Member]]) -> Iterator[tuple[PackedArray, S
             yield PackedArray(shapes.pop() if len(shapes) == 1 else flat, one[0], matched[0].spec), matched
 
 
-def _shard_shape(leaf: Leaf, spec: PartitionSpec, ipus: int) -> tuple[int, ...]:
-    axes = (*spec, *[None] * len(leaf.shape))
-    return tuple(-(-size // ipus) if axis == IPU_AXIS else size for size, axis in zip(leaf.shape, axes, strict=False))
+def _shard(member: _Member, ipus: int) -> tuple[int, ...]:
+    """Return the shape of what each IPU has of a leaf that all of them hold."""
+    sizes = zip(member.leaf.shape, (*member.spec, *[None] * len(member.leaf.shape)), strict=False)
+    return tuple(-(-size // ipus) if axis == IPU_AXIS else size for size, axis in sizes)

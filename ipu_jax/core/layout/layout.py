@@ -80,7 +80,7 @@ class Leaf:
         rows: where the rows are in the user's leaf; None if this is all of it.
         array: the number of its array; -1 before it is placed.
         ipu: the IPU in whose row of a slot it is, from the row's start; None if it is an array itself.
-        split: the dim that is split over the IPUs; None if it is whole.
+        split, shard: the dim that is split over the IPUs, and the shape of a shard; None if it is whole.
         frozen: whether it gets no gradient.
     """
 
@@ -92,6 +92,7 @@ class Leaf:
     array: int = -1
     ipu: int | None = None
     split: int | None = None
+    shard: tuple[int, ...] | None = None
     frozen: bool = False
 
     def __str__(self) -> str:
@@ -100,6 +101,11 @@ class Leaf:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Return the shape of what its IPU has of it, or each IPU."""
+        return self.shape if self.shard is None else self.shard
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -285,10 +291,6 @@ class PackedLayout(Shown):
     def trained_arrays(self) -> frozenset[int]:
         """Return the numbers of the arrays that contain a leaf that gets a gradient."""
         return frozenset(leaf.array for leaf in self.leaves if not leaf.frozen)
-
-    def shape_on_ipu(self, leaf: Leaf) -> tuple[int, ...]:
-        """Return the shape of a leaf, or of the shard of it, on its IPU."""
-        return self.arrays[leaf.array].shape if leaf.ipu is None else leaf.shape
 
     def spec(self, leaf: Leaf) -> PartitionSpec:
         """Return how a leaf is split, over its IPUs and over further mesh axes."""

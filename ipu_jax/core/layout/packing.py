@@ -172,9 +172,7 @@ def sharded_of(arrays: Sequence[Value], layout: PackedLayout) -> Sharded:
 
 def leaf_in(array: Any, leaf: Leaf) -> Any:
     """Return a leaf from what its IPU has of its array: all of it, or the first elements of a flat slot."""
-    if leaf.ipu is None or array.shape == leaf.shape:
-        return array
-    return array.reshape(-1)[: leaf.size].reshape(leaf.shape)
+    return array if array.shape == leaf.held else array.reshape(-1)[: leaf.size].reshape(leaf.shape)
 
 
 def read(arrays: Sequence[Value], group: Group) -> Tree:
@@ -191,7 +189,7 @@ def write(arrays: Sequence[Value], group: Group, values: Tree, zero: Value) -> l
     for leaf, value in zip(group.leaves, jax.tree.leaves(values), strict=True):
         array = written[leaf.array]
         value = jnp.asarray(value, array.dtype)  # a constant of the traced program may be a Python number
-        if leaf.ipu is None or array.shape == leaf.shape:
+        if array.shape == leaf.held:
             written[leaf.array] = value
         else:
             flat = jax.lax.dynamic_update_slice(array.reshape(-1), value.reshape(-1), (zero,))

@@ -252,7 +252,7 @@ def test_reading_an_ipus_rows_gives_its_groups(shapes, owners):
 )
 def test_the_shape_of_a_shard(shape, spec, ipus, expected):
     layout = plan_layout({"h": jnp.ones(shape)}, {"h": None}, {"h": spec}, ipus)
-    assert [*map(layout.shape_on_ipu, layout.leaves)] == [expected]
+    assert [leaf.held for leaf in layout.leaves] == [expected]
 
 
 # bad input
