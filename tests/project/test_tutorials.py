@@ -19,7 +19,10 @@ GUIDES = [
     documents.ROOT / f"docs/{name}.md"
     for name in ("sharded-ops", "instances", "weights", "checkpoints", "watching", "museum")
 ]
-OTHERS = [documents.ROOT / f"docs/{name}.md" for name in ("index", "concepts", "architecture", "design/engine", "training", "how-to")]
+OTHERS = [
+    documents.ROOT / f"docs/{name}.md"
+    for name in ("index", "concepts", "architecture", "design/engine", "training", "how-to")
+]
 CHIPS = documents.ROOT / "docs/chips.md"
 COMING_FROM = sorted((documents.ROOT / "docs/coming-from").glob("*.md"))  # run by test_fragments.py, with their cells
 

@@ -203,9 +203,9 @@ class _Holders:
                 if of_leaf:
                     copied.setdefault(leaf[1], []).append(s)
             shared.append(tuple(dict.fromkeys([*self.model.stages[s].shared, *others])))
-        new = [tuple(value.part for value in division.state_of(s)) for s in range(self.count)]
+        new = [[value.part for value in division.state_of(s)] for s in range(self.count)]
         of_groups = {} if self._state is None else self._state.held
-        state = new if self._state is None else [of_groups.get(f"stage {s}", ()) for s in range(self.count)]
+        state = new if self._state is None else [of_groups.get(f"stage {s}", []) for s in range(self.count)]
         assert state == new or not self._replaces, f"{new} is replaced where {state} is held"
         weights = self.model.weights
         split = {leaf.part: leaf.split for leaf in weights.leaves if leaf.split is not None}

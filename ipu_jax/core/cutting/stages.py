@@ -37,16 +37,16 @@ class Held:
         over: the parts that lie split over the IPUs.
     """
 
-    groups: Mapping[str, Sequence[Part]]
+    groups: Mapping[str, list[Part]]
     own: list[str | None]
     shared: list[tuple[str, ...]]
-    state: Sequence[Sequence[Part]]
+    state: list[list[Part]]
     copied: dict[Part, list[int]]
     over: OverIpus
 
     def layout(self, params: Params) -> PackedLayout:
         """Return which group holds which part of the user's tree of weights."""
-        return PackedLayout.of("params", params, self.groups, split=self.over.dims)
+        return PackedLayout.of("params", params, self.groups, self.over.dims)
 
     def state_layout(self, state: Tree) -> PackedLayout:
         """Return which group holds which part of the user's tree of the state."""

@@ -167,22 +167,15 @@ class PackedLayout(Shown):
 
     @classmethod
     def of(
-        cls,
-        what: str,
-        tree: Tree,
-        groups: Mapping[str, Sequence[Part]],
-        *,
-        split: Mapping[Part, int] | None = None,
-        treedefs: Mapping[str, Any] | None = None,
+        cls, what: str, tree: Tree, groups: Mapping[str, Tree], split: Mapping[Part, int] | None = None
     ) -> "PackedLayout":
-        """Return the layout of a tree of arrays or shapes, before it is placed.
+        """Return the layout of a tree before it is placed.
 
         Args:
             what: the name of the tree.
-            tree: the user's tree.
-            groups: per group, the parts that it holds, in order. Rows of a leaf are all along one axis, and all of it.
+            tree: the user's tree of arrays or shapes.
+            groups: per group, a tree of the parts that it holds. Rows of a leaf are all along one axis, and all of it.
             split: the parts that are split over the IPUs, and the dim of each.
-            treedefs: per group, its structure. Default: a list of its parts.
 
         Raises:
             ValueError: a leaf is not an array.
@@ -198,11 +191,9 @@ class PackedLayout(Shown):
                 shape = resized(shape, part.axis, part.rows[1] - part.rows[0])
             return Leaf(paths[part.leaf], shape, dtypes[part.leaf], part.leaf, rows, split=dim)
 
-        def group_of(name: str, parts: Sequence[Part]) -> Group:
-            of = jax.tree.structure([*parts]) if treedefs is None else treedefs[name]
-            return Group(name, of, tuple(map(leaf_of, parts)))
-
-        return cls(0, tuple(group_of(*group) for group in groups.items()), treedef, what=what)
+        flat = ((name, *jax.tree.flatten(parts)) for name, parts in groups.items())
+        held = tuple(Group(name, of, tuple(map(leaf_of, parts))) for name, parts, of in flat)
+        return cls(groups=held, treedef=treedef, what=what)
 
     @classmethod
     def by_group(cls, what: str, tree: Mapping[str, Params], names: Sequence[str]) -> "PackedLayout":
@@ -217,11 +208,10 @@ class PackedLayout(Shown):
         if any(both.values()):
             wrong = "; ".join(f"{word} {', '.join(map(repr, found))}" for word, found in both.items() if found)
             raise ValueError(f"{what}: {wrong}. The stages name the groups {', '.join(map(repr, sorted(names)))}")
-        treedefs = {name: jax.tree.structure(tree[name]) for name in names}
-        ends = itertools.accumulate((treedefs[name].num_leaves for name in sorted(names)), initial=0)
-        numbers = {name: range(*of) for name, of in zip(sorted(names), itertools.pairwise(ends), strict=True)}
-        groups = {name: [*map(Part, numbers[name])] for name in names}
-        return cls.of(what, {name: tree[name] for name in names}, groups, treedefs=treedefs)
+        plain = {name: tree[name] for name in names}
+        treedef = jax.tree.structure(plain)
+        parts = jax.tree.unflatten(treedef, map(Part, range(treedef.num_leaves)))
+        return cls.of(what, plain, {name: parts[name] for name in names})
 
     def like(self, tree: Tree) -> "PackedLayout":
         """Return this layout with the dtypes of a tree of the same structure and shapes.
@@ -260,9 +250,9 @@ class PackedLayout(Shown):
         return self._by_name[name]
 
     @property
-    def held(self) -> dict[str, tuple[Part, ...]]:
+    def held(self) -> dict[str, list[Part]]:
         """Return, per group, which parts of the user's tree it holds."""
-        return {group.name: tuple(leaf.part for leaf in group.leaves) for group in self.groups}
+        return {group.name: [leaf.part for leaf in group.leaves] for group in self.groups}
 
     @functools.cached_property
     def parts(self) -> tuple[tuple[Leaf, ...], ...]:
