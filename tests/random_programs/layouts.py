@@ -2,16 +2,14 @@
 
     a tree of random bits (`trees.py`) -> on 1 to 8 IPUs, by two random layouts -> read in every way that there is
 
-What each device must hold is worked out here, in NumPy. Of the product's layout this uses only which array contains a
-leaf, and the shape of that array. Most cases compile nothing but copies.
+What each device must hold is worked out in NumPy (`held.py`). Most cases compile nothing but copies.
 """
 
 import itertools
 import json
 import pathlib
 import tempfile
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +19,15 @@ import safetensors
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import ALL_IPUS, Checkpoints, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
+from ipu_jax import ALL_IPUS, Checkpoints, Pipeline, Stage, TrainOptions, make_train_step
 from ipu_jax.core.layout import packing
-from ipu_jax.core.layout.arrays import placed
 from ipu_jax.core.layout.blocks import blocks_of_layout
-from ipu_jax.core.layout.layout import Group, Leaf, PackedLayout
 from ipu_jax.core.layout.packing import Sharded, arrays_of, sharded_of
-from ipu_jax.core.layout.place import Place, array_names, places_of_layout
+from ipu_jax.core.layout.place import Place, array_names
 from ipu_jax.io import export_weights, import_weights
 from random_programs.closeness import assert_same_bits
 from random_programs.dice import Dice
+from random_programs.held import Side, mesh_of
 from random_programs.trees import TRAINED, Spread, Weights, draw_spread, random_bits
 
 
@@ -40,8 +37,8 @@ class Case:
     def __init__(self, dice: Dice):
         self.weights = Weights(dice)
         self.spreads = [draw_spread(dice, self.weights, self.weights.has_groups and dice.chance(0.6)) for _ in range(2)]
-        self.runs, self.shares, self.divides = dice.chance(0.06), dice.chance(0.5), dice.chance(0.5)
-        self.keeps = dice.weighted({"": 50, "npz": 2, "safetensors": 2, "checkpoint": 2})
+        self.runs, self.shares, self.divides = dice.chance(0.25), dice.chance(0.5), dice.chance(0.5)
+        self.keeps = dice.weighted({"": 10, "npz": 3, "safetensors": 3, "checkpoint": 1})
         self.seed = dice.number()
 
     def __str__(self) -> str:
@@ -52,9 +49,9 @@ class Case:
         dice, sides = Dice("layouts", self.seed, 0), [Side(self.weights, spread) for spread in self.spreads]
         for side in sides:
             side.check_held(side.sharded)
-            side.check_whole()
-            side.check_on_an_ipu()
-            side.check_places(dice)
+            check_whole(side)
+            check_on_an_ipu(side)
+            check_places(side, dice)
             for replicas in (1, 2, 3):
                 check_blocks(side, replicas)
         for one, other in itertools.permutations(sides):
@@ -69,13 +66,13 @@ class Case:
 
     def _check_checkpoint(self, dice: Dice, folder: str) -> None:
         """Check that a checkpoint is restored on another pipeline, with random bits in the optimizer's state."""
-        # XLA cannot reduce over one IPU that is several devices
-        spreads = [of for of in self.spreads if of.by_group and (of.ipus > 1 or not of.axes)]
         weights = self.weights
         if all(weights.frozen):
             return
+        # XLA cannot reduce over one IPU that is several devices
+        spreads = [of for of in self.spreads if of.by_group and (of.ipus > 1 or not of.axes)]
         saving, restoring = (self._pipeline(spread) for spread in (spreads[0], spreads[-1])) if spreads else self._cut()
-        for pipeline, spread in zip((saving, restoring), (spreads[:1] + spreads[-1:]), strict=False):
+        for pipeline, spread in zip((saving, restoring), spreads[:1] + spreads[-1:], strict=False):
             sharded = pipeline.shard(weights.given)
             Side(weights, spread, sharded.layout).check_held(sharded)
         options = TrainOptions(shard_optimizer=self.divides)
@@ -86,7 +83,7 @@ class Case:
         with Checkpoints(folder, one) as checkpoints:
             checkpoints.save(one.restore(whole), now=True)
         with Checkpoints(folder, other) as checkpoints:
-            found = checkpoints.restore(other.init(zeros_like(weights.tree)))
+            found = checkpoints.restore(other.init(_zeros_like(weights.tree)))
         assert found is not None
         assert_same_bits(other.whole(found.state), whole)
 
@@ -116,140 +113,46 @@ class Case:
         return [Pipeline.from_function(loss, tree, np.ones(3, np.float32), ipus=n, **how) for n in ipus]
 
 
-class Item(NamedTuple):
-    """A part that the layout places: its group and leaf there, and what was drawn for it."""
-
-    group: Group
-    leaf: Leaf
-    owner: int | None
-    spec: P
-    value: np.ndarray
-    number: int  # of the user's leaf
-
-
-class Side:
-    """Weights on the devices by one layout, and what they must hold: `rows[k]`, (ipus, ...), is array k of each IPU."""
-
-    def __init__(self, weights: Weights, spread: Spread, layout: PackedLayout | None = None):
-        self.weights, self.spread, self.mesh = weights, spread, mesh_of(spread)
-        self.layout = layout = layout_of(weights, spread) if layout is None else layout
-        self.sharded = packing.shard_tree(weights.given, layout, self.mesh)
-        self.rows = [np.zeros((spread.ipus, *array.shape), array.dtype) for array in layout.arrays]
-        self.specs, owned = [P() for _ in self.rows], [list[Any]() for _ in self.rows]
-        for _, leaf, owner, spec, value, _ in self.items():
-            rows, dim = self.rows[leaf.array], [*spec].index("ipu") if "ipu" in spec else None
-            assert (leaf.shape, leaf.dtype, rows.dtype) == (value.shape, value.dtype.name, value.dtype), f"{leaf}"
-            assert layout.arrays[leaf.array].is_slot == (owner is not None), f"{leaf}"
-            self.specs[leaf.array] = spec
-            owned[leaf.array].append(owner)
-            if owner is not None:
-                rows.reshape(spread.ipus, -1)[owner, : value.size] = value.reshape(-1)
-                continue
-            for ipu, own in enumerate(rows):
-                size = 0 if dim is None else own.shape[dim]
-                part = value if dim is None else np.split(value, [ipu * size, (ipu + 1) * size], dim)[1]
-                rows[(ipu, *map(slice, part.shape))] = part
-        assert all(of and len({*of}) == len(of) for of in owned), f"arrays have leaves of IPUs {owned}"
-        self.wholes = [
-            rows if array.is_slot else np.concatenate([*rows], [*spec].index("ipu")) if "ipu" in spec else rows[0]
-            for rows, array, spec in zip(self.rows, layout.arrays, self.specs, strict=True)
-        ]
-
-    def items(self) -> Iterator[Item]:
-        spread = self.spread
-        assert sorted(group.name for group in self.layout.groups) == sorted(spread.held)
-        for group in self.layout.groups:
-            of_group = zip(group.leaves, spread.held[group.name], spread.specs[group.name], strict=True)
-            for leaf, part, spec in of_group:
-                yield Item(group, leaf, spread.owners[group.name], spec, self.weights.part(part), part.leaf)
-
-    def check_held(self, sharded: Sharded) -> None:
-        """Check what each device holds of each array."""
-        for array, rows, spec, whole, like in zip(
-            sharded.arrays, self.rows, self.specs, self.wholes, self.layout.arrays, strict=True
-        ):
-            held = {shard.device: shard.data for shard in array.addressable_shards}
-            assert len(held) == self.mesh.size
-            for at, device in np.ndenumerate(self.mesh.devices):
-                where = dict(zip(self.mesh.axis_names, at, strict=True))
-                own = rows[where["ipu"]]
-                for dim, entry in enumerate(spec):
-                    for axis in (entry,) if isinstance(entry, str) else entry or ():
-                        own = own if axis == "ipu" else np.split(own, 2, dim)[where[axis]]
-                assert_same_bits(held[device], own[None] if like.is_slot else own)
-            assert_same_bits(array, whole)
-
-    def check_whole(self) -> None:
-        tree = self.weights.tree
-        assert_same_bits(packing.unshard_tree(self.sharded), tree)
-        if isinstance(tree, dict):
-            assert_same_bits(dict(self.sharded), tree)
-        values = {group.name: list[Any]() for group in self.layout.groups}
-        for item in self.items():
-            values[item.group.name].append(item.value)
-        assert_same_bits(self.layout.split(tree), values)
-        assert_same_bits(packing.joined(self.layout.join(values)), tree)
-
-    def check_on_an_ipu(self) -> None:
-        """Check what a program reads on each IPU, without a program."""
-        for ipu in range(self.spread.ipus):
-            own = [rows[ipu] for rows in self.rows]
-            sharded = sharded_of(own, self.layout)
-            assert_same_bits(arrays_of(sharded), own)
-            for group, leaf, owner, _, value, _ in self.items():
-                if owner in (None, ipu):
-                    found = jax.tree.leaves(packing.read(own, group))[group.leaves.index(leaf)]
-                    assert_same_bits(found, own[leaf.array] if owner is None else value)
-
-    def places(self) -> list[tuple[Place, Item]]:
-        return [*zip(places_of_layout(self.layout, "x"), self.items(), strict=True)]
-
-    def check_places(self, dice: Dice) -> None:
-        names = array_names(self.layout, "x").arrays
-        assert len({*names}) == len(self.wholes)
-        paths = [f"params{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(self.weights.tree)]
-        for place, (_, leaf, owner, _, value, number) in self.places():
-            whole, of_user = self.wholes[leaf.array], self.weights.leaves[number]
-            told = place.path, place.array, place.whole_shape
-            assert told == (paths[number], names[leaf.array], of_user.shape), f"{place}"
-            assert_same_bits((of_user[place.within], place.leaf(whole)), (value, value))
-            assert Place.of_plain(json.loads(json.dumps(place.plain()))) == place
-            index = _block(dice, whole.shape, owner, value.shape)
-            alone = whole.copy()
-            if owner is not None:
-                alone[np.arange(len(alone)) != owner] = 0
-            place.write(value, block := np.zeros_like(whole[index]), index)
-            assert_same_bits(block, alone[index])
+def check_whole(side: Side) -> None:
+    tree = side.weights.tree
+    assert_same_bits(packing.unshard_tree(side.sharded), tree)
+    if isinstance(tree, dict):
+        assert_same_bits(dict(side.sharded), tree)
+    values = {group.name: list[Any]() for group in side.layout.groups}
+    for item in side.items():
+        values[item.group.name].append(item.value)
+    assert_same_bits(side.layout.split(tree), values)
+    assert_same_bits(packing.joined(side.layout.join(values)), tree)
 
 
-def _block(dice: Dice, shape: tuple[int, ...], owner: int | None, leaf: tuple[int, ...]) -> tuple[slice, ...]:
-    """Return a random block of an array of this shape, with the row of the leaf if the array has rows of IPUs."""
-    starts = [dice.between(0, size) for size in shape]
-    block = [slice(start, dice.between(start, size)) for start, size in zip(starts, shape, strict=True)]
-    if owner is not None:
-        block[0] = slice(dice.between(0, owner), dice.between(owner + 1, shape[0]))
-        if shape[1:] != leaf:  # a flat slot is never split
-            block[1:] = [slice(0, size) for size in shape[1:]]
-    return tuple(block)
+def check_on_an_ipu(side: Side) -> None:
+    """Check what a program reads on each IPU, without a program."""
+    for ipu in range(side.spread.ipus):
+        own = [rows[ipu] for rows in side.rows]
+        sharded = sharded_of(own, side.layout)
+        assert_same_bits(arrays_of(sharded), own)
+        for group, leaf, owner, _, value, _ in side.items():
+            if owner in (None, ipu):
+                found = jax.tree.leaves(packing.read(own, group))[group.leaves.index(leaf)]
+                assert_same_bits(found, own[leaf.array] if owner is None else value)
 
 
-def layout_of(weights: Weights, spread: Spread) -> PackedLayout:
-    if spread.by_group:
-        layout = PackedLayout.by_group("params", weights.given, [*spread.owners])
-    else:
-        both = [zip(spread.held[name], spread.specs[name], strict=True) for name in spread.held]
-        split = {part: [*spec].index("ipu") for of in both for part, spec in of if "ipu" in spec}
-        layout = PackedLayout.of("params", weights.tree, spread.held, split)
-    return placed(layout, spread.owners, ipus=spread.ipus, axes=spread.axes, **spread.given)
-
-
-def mesh_of(spread: Spread) -> jax.sharding.Mesh:
-    axes: Any = spread.axes
-    return make_mesh(spread.replicas, spread.ipus, **axes)
-
-
-def zeros_like(tree: Any) -> Any:
-    return jax.tree.map(np.zeros_like, tree)
+def check_places(side: Side, dice: Dice) -> None:
+    names = array_names(side.layout, "x").arrays
+    assert len({*names}) == len(side.wholes)
+    paths = [f"params{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(side.weights.tree)]
+    for place, (_, leaf, owner, _, value, number) in side.places():
+        whole, of_user = side.wholes[leaf.array], side.weights.leaves[number]
+        told = place.path, place.array, place.whole_shape
+        assert told == (paths[number], names[leaf.array], of_user.shape), f"{place}"
+        assert_same_bits((of_user[place.within], place.leaf(whole)), (value, value))
+        assert Place.of_plain(json.loads(json.dumps(place.plain()))) == place
+        index = _block(dice, whole.shape, owner, value.shape)
+        alone = whole.copy()
+        if owner is not None:
+            alone[np.arange(len(alone)) != owner] = 0
+        place.write(value, block := np.zeros_like(whole[index]), index)
+        assert_same_bits(block, alone[index])
 
 
 def check_moved(one: Side, other: Side) -> None:
@@ -257,7 +160,7 @@ def check_moved(one: Side, other: Side) -> None:
     leaves = {place.path: np.empty(place.whole_shape, item.value.dtype) for place, item in one.places()}
     for place, item in one.places():
         leaves[place.path][place.within] = place.leaf(one.wholes[item.leaf.array])
-    arrays = zeros_like(other.wholes)
+    arrays = _zeros_like(other.wholes)
     for place, item in other.places():
         array = arrays[item.leaf.array]
         place.write(leaves[place.path][place.within], array, tuple(slice(0, size) for size in array.shape))
@@ -281,7 +184,7 @@ def check_program(side: Side) -> None:
 
     how: Any = {"in_specs": (specs, specs, P()), "out_specs": specs, "axis_names": {"replica", "ipu"}}
     mapped = jax.jit(jax.shard_map(program, mesh=side.mesh, check_vma=False, **how))
-    zeros = packing.shard_tree(zeros_like(side.weights.tree), layout, side.mesh)
+    zeros = packing.shard_tree(_zeros_like(side.weights.tree), layout, side.mesh)
     assert_same_bits(mapped(zeros, side.sharded, np.int32(0)).arrays, side.wholes)
 
 
@@ -296,7 +199,7 @@ def check_file(sides: list[Side], path: str) -> None:
         found = [(tuple(array["shape"]), bytes(array["data"])) for _, array in arrays]
     weights = sides[0].weights
     assert sorted(found) == sorted((leaf.shape, leaf.tobytes()) for leaf in weights.leaves)
-    zeros = zeros_like(weights.tree)
+    zeros = _zeros_like(weights.tree)
     assert_same_bits(import_weights(path, zeros), weights.tree)
     for side in sides:
         side.check_held(import_weights(path, packing.shard_tree(zeros, side.layout, side.mesh)))
@@ -310,9 +213,7 @@ def check_blocks(side: Side, replicas: int) -> None:
     for n, leaf in enumerate(blocks.leaves):
         k = blocks.block_of(n)
         blocks.write_leaf(n, values[leaf], arrays.setdefault(k, np.zeros(blocks.global_shape(k), leaf.dtype)))
-    frozen = {
-        leaf.array for leaf in side.layout.leaves if leaf.frozen
-    }  # a block is zero where a slot has a frozen leaf
+    frozen = {leaf.array for leaf in side.layout.leaves if leaf.frozen}  # there a block is zero, and its slot is not
     for n, leaf in enumerate(blocks.leaves):
         array, dim = arrays[blocks.block_of(n)], blocks.chunk_dim(blocks.block_of(n))
         assert_same_bits(blocks.place(n, "x").leaf(array), values[leaf])
@@ -322,3 +223,18 @@ def check_blocks(side: Side, replicas: int) -> None:
             inside = slice(row.size) if dim is None else tuple(map(slice, row.shape))
             assert_same_bits(joined[inside].reshape(row.shape), row)
             assert np.count_nonzero(joined) == np.count_nonzero(row)
+
+
+def _block(dice: Dice, shape: tuple[int, ...], owner: int | None, leaf: tuple[int, ...]) -> tuple[slice, ...]:
+    """Return a random block of an array of this shape, with the row of the leaf if the array has rows of IPUs."""
+    starts = [dice.between(0, size) for size in shape]
+    block = [slice(start, dice.between(start, size)) for start, size in zip(starts, shape, strict=True)]
+    if owner is not None:
+        block[0] = slice(dice.between(0, owner), dice.between(owner + 1, shape[0]))
+        if shape[1:] != leaf:  # a flat slot is never split
+            block[1:] = [slice(0, size) for size in shape[1:]]
+    return tuple(block)
+
+
+def _zeros_like(tree: Any) -> Any:
+    return jax.tree.map(np.zeros_like, tree)
