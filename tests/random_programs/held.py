@@ -93,7 +93,7 @@ def layout_of(weights: Weights, spread: Spread) -> PackedLayout:
     else:
         both = [zip(spread.held[name], spread.specs[name], strict=True) for name in spread.held]
         split = {part: [*spec].index("ipu") for of in both for part, spec in of if "ipu" in spec}
-        layout = PackedLayout.of("params", weights.tree, spread.held, split)
+        layout = PackedLayout.of("params", weights.given, spread.held, split=split if spread.splits else None)
     return placed(layout, spread.owners, ipus=spread.ipus, axes=spread.axes, **spread.given)
 
 

@@ -73,13 +73,15 @@ class Weights:
 class Spread:
     """A layout of weights. Per group: the parts in it, its IPU or None, and the spec of each part.
 
-    `specs` and `frozen` are also there as a user gives them: per group a tree, or one value, or nothing.
+    `given` has specs and `frozen` as a user gives them: per group a tree, or one value, or nothing. If `splits`, the
+    specs do not say what is split over the IPUs, since the function that was cut says it.
     """
 
     replicas: int
     ipus: int
     axes: dict[str, int]
     by_group: bool
+    splits: bool
     held: dict[str, list[Part]]
     owners: dict[str, int | None]
     specs: dict[str, list[P]]
@@ -92,7 +94,7 @@ def draw_spread(dice: Dice, weights: Weights, by_group: bool) -> Spread:
     most = 8 // 2 ** len(axes)
     ipus = dice.between(1, most if dice.chance(0.2) else min(4, most))
     replicas = 2 if 2 * ipus <= most and dice.chance(0.25) else 1
-    leaves = range(len(weights.leaves))
+    splits, leaves = not by_group and dice.chance(0.5), range(len(weights.leaves))
     parts = [[Part(n)] if by_group else _cut(dice, n, weights.leaves[n].shape) for n in leaves]
     if by_group:
         numbers = jax.tree.unflatten(jax.tree.structure(weights.tree), leaves)
@@ -101,23 +103,25 @@ def draw_spread(dice: Dice, weights: Weights, by_group: bool) -> Spread:
         held = {f"stage {k}": list[Part]() for k in range(dice.between(1, 6))}
         for part in dice.shuffled([*itertools.chain(*parts)]):
             # of a leaf of state that several stages read, each has a copy
-            copies = 2 if weights.frozen[part.leaf] and part.rows is None and dice.chance(0.2) else 1
+            is_state = weights.frozen[part.leaf] and part.rows is None and not splits
+            copies = 2 if is_state and dice.chance(0.2) else 1
             for name in dice.shuffled([*held])[:copies]:
                 held[name].append(part)
     places = [None, *range(ipus)] if dice.chance(0.8) else [*range(ipus)]
     owners: dict[str, int | None] = {name: dice.one_of(places) for name in held}
     further = [_further(dice, [weights.part(part).shape for part in of_leaf], axes) for of_leaf in parts]
     specs = {name: [_spec(dice, further[part.leaf], owners[name]) for part in held[name]] for name in held}
+    without = lambda spec: P(*(None if splits and entry == "ipu" else entry for entry in spec))
     given: dict[str, dict[str, Any]] = {"specs": {}, "frozen": {}}
     for name, own in held.items():
         form = jax.tree.structure(weights.tree[name] if by_group else own)
         frozen = [weights.frozen[part.leaf] for part in own]
         needs_specs = owners[name] is None or any(any(spec) for spec in specs[name])
         if needs_specs or (axes and dice.chance(0.5)):
-            given["specs"][name] = _given(dice, specs[name], form)
+            given["specs"][name] = _given(dice, [*map(without, specs[name])], form)
         if any(frozen) or dice.chance(0.3):
             given["frozen"][name] = _given(dice, frozen, form)
-    return Spread(replicas, ipus, axes, by_group, held, owners, specs, given)
+    return Spread(replicas, ipus, axes, by_group, splits, held, owners, specs, given)
 
 
 def random_bits(dice: Dice, shape: tuple[int, ...], dtype: str) -> np.ndarray:
