@@ -65,6 +65,17 @@ def assert_close(what: str, found: Any, exact: Any, rounded: Sequence[Any], eps:
     assert not wrong, "\n".join(wrong)
 
 
+def assert_same_bits(found: Any, expected: Any) -> None:
+    """Raise `AssertionError` unless two trees have equal structures, shapes, dtypes and bits; keys count as numbers."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        is_key = isinstance(b, jax.Array) and jnp.issubdtype(b.dtype, jax.dtypes.prng_key)
+        a, b = (np.asarray(jax.random.key_data(leaf) if is_key else leaf) for leaf in (a, b))
+        assert (a.shape, a.dtype, a.tobytes()) == (b.shape, b.dtype, b.tobytes()), (
+            f"{jax.tree_util.keystr(path)} has other bits"
+        )
+
+
 def coarsest(dtypes: Any) -> float:
     """Return the eps of the coarsest of these floating dtypes, but at least float32's eps."""
     return max([float(jnp.finfo(jnp.float32).eps), *(float(jnp.finfo(dtype).eps) for dtype in dtypes)])

@@ -16,11 +16,13 @@ from random_programs.dice import Dice
 from random_programs.judge import fault_of
 from random_programs.schedules import spoil
 from random_programs.tables import random_table
+from random_programs.worker import failure_of
 
 SEED = 5
+OF_LAYOUTS = 8  # 24 cases of it notice each of 22 faults that were made on purpose
 
 # how many cases of each kind
-CASES = {"ops": 36, "pipelines": 22, "schedules": 12, "training": 12, "modules": 11, "functions": 21}
+CASES = {"ops": 36, "pipelines": 22, "schedules": 12, "training": 12, "modules": 11, "functions": 21, "layouts": 60}
 assert CASES.keys() == {*run.KINDS}
 
 
@@ -50,6 +52,13 @@ def test_random_programs_equal_dense_ones(worker, kind, case):
     print(f"python tests/random_programs/run.py --kind {kind} --seed {SEED} --case {case}")
     outcome = worker().run(kind, SEED, case, timeout=240)
     assert not outcome.error, f"--kind {kind} --seed {SEED} --case {case}\n{outcome.error}"
+
+
+@pytest.mark.parametrize("case", range(0, 24, 6))
+def test_weights_keep_their_bits_on_any_layout(case):
+    for each in range(case, case + 6):
+        error = failure_of("layouts", OF_LAYOUTS, each)
+        assert not error, f"--kind layouts --seed {OF_LAYOUTS} --case {each}\n{error}"
 
 
 def test_tables_are_judged_as_the_schedule_judges_them():

@@ -22,7 +22,14 @@ from ipu_jax.io import export_weights, import_weights
 from ipu_jax.options import DynamicScale
 from ipu_jax.steps import NonFiniteLossWarning
 from random_programs import placed
-from random_programs.closeness import as_float64, assert_close, coarsest, nudged, of_all_processes
+from random_programs.closeness import (
+    as_float64,
+    assert_close,
+    assert_same_bits,
+    coarsest,
+    nudged,
+    of_all_processes,
+)
 from random_programs.dice import Dice
 from random_programs.drawing import draw_model
 from random_programs.model import Model
@@ -286,15 +293,6 @@ class Case:
             "losses": losses,
             "updated": updated,
         }
-
-
-def assert_same_bits(found: Any, expected: Any) -> None:
-    """Raise `AssertionError` unless two trees have the same structure, dtypes and bits; keys count as numbers."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
-        is_key = isinstance(b, jax.Array) and jnp.issubdtype(b.dtype, jax.dtypes.prng_key)
-        a, b = (np.asarray(jax.random.key_data(leaf) if is_key else leaf) for leaf in (a, b))
-        assert (a.dtype, a.tobytes()) == (b.dtype, b.tobytes()), f"{jax.tree_util.keystr(path)} has other bits"
 
 
 def draw_recipe(dice: Dice) -> Recipe:

@@ -136,7 +136,7 @@ def specs_of_group(
     found = [spec if leaf.split is None else _over_ipus(leaf, spec) for leaf, spec in given]
     for leaf, spec in zip(group.leaves, found, strict=True):
         _check_spec(leaf, spec, ipu, axes)
-    return found
+    return [spec if any(map(names_in, spec)) else WHOLE for spec in found]  # P(None, None) is too long for a flat slot
 
 
 def _over_ipus(leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:

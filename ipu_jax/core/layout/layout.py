@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 
 from ipu_jax.base.annotations import Params, Tree, Value
 from ipu_jax.base.showing import Shown, Table, counted
-from ipu_jax.core.layout.checks import check_array
+from ipu_jax.core.layout.checks import check_array, check_weight
 from ipu_jax.core.layout.tree_parts import Part, Rows, Within, resized, spread
 from ipu_jax.core.mesh.devices import IPU_AXIS
 
@@ -379,5 +379,6 @@ class PackedLayout(Shown):
 def held_dtype(path: str, value: Value) -> str:
     """Return the dtype in which IPUs hold an array, or raise `ValueError` if they hold none such."""
     check_array(path, value)
+    check_weight(path, value.dtype, frozen=True)
     # jax stores numpy's float64 as float32
     return str(jax.dtypes.canonicalize_dtype(value.dtype, allow_extended_dtype=True))

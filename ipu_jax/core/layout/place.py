@@ -135,7 +135,8 @@ def joined_chunks(chunks: Value, shape: tuple[int, ...], dim: int | None, numpy:
     """
     if dim is None:
         return chunks.reshape(-1)[: math.prod(shape)].reshape(shape)
-    padded = numpy.moveaxis(chunks, 0, dim).reshape(*shape[:dim], -1, *shape[dim + 1 :])
+    size = chunks.shape[0] * chunks.shape[1 + dim]
+    padded = numpy.moveaxis(chunks, 0, dim).reshape(*shape[:dim], size, *shape[dim + 1 :])
     return padded[tuple(map(slice, shape))]
 
 

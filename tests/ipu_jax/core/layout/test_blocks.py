@@ -29,6 +29,7 @@ CASES: dict[str, tuple[tuple[int, ...], P, str | int, int | None]] = {
     "nothing is split": ((5, 3), P(), SLOT, None),
     "fewer rows than replicas": ((1, 8), P(None, "tensor"), SLOT, 0),
     "no rows": ((0, 8), P(None, "tensor"), SLOT, 0),
+    "no columns": ((7, 0), P(None, "tensor"), SLOT, 0),
     "on every IPU": ((7, 8), P(None, "tensor"), WHOLE, 0),
     "a vector on every IPU": ((10,), P("tensor"), WHOLE, None),
     "columns over IPUs": ((8, 7), P("tensor"), 1, 1),

@@ -180,6 +180,17 @@ def test_leaves_share_slots_by_shape_and_then_by_size(shapes, slots):
     assert (len(found), set(found)) == (len(slots), slots)
 
 
+def test_a_spec_that_splits_nothing_is_none():
+    """Beside a further axis, leaves of other ranks share a flat slot, which such a spec may be too long for."""
+    params, owners = arrays({"a": (3, 2), "b": (4, 3, 2)}), {"a": 0, "b": 1}
+
+    def layout(specs) -> PackedLayout:
+        of_groups = PackedLayout.by_group("params", params, [*owners])
+        return placed(of_groups, owners, specs, 2, frozen={}, axes={"tensor": 2})
+
+    assert layout({"a": P(None, None), "b": P(None)}) == layout({"b": P()}) == layout({})
+
+
 def test_a_layout_is_the_same_data_for_the_same_shapes():
     first, second = (plan_layout(arrays({"a": (2, 3), "b": (4,)}, seed=s), {"a": 0, "b": 1}, {}, 2) for s in (0, 1))
     assert first == second
@@ -289,6 +300,7 @@ NEEDS = "give a PartitionSpec of at most {} dims", "with 'ipu' at most once and 
     (lambda: plan([F8]), "params['mlp'][0] is float8_e4m3fn", NARROW, "bfloat16", FREEZE),
     (lambda: plan(head=HEAD | {"w": F4}), "params['head']['w'] is float4_e2m1fn", NARROW, "bfloat16", FREEZE),
     (lambda: plan({"w": 2.5}), "params['mlp']['w'] is 2.5", "must be an array of numbers"),
+    (lambda: plan(jax.random.key(0)), "params['mlp'] is key<fry>", "not held among numbers", "jax.random.key_data"),
     (lambda: plan("w.npy"), "params['mlp'] is 'w.npy'", "must be an array of numbers"),
     # specs
     (

@@ -1,0 +1,239 @@
+"""Test that weights keep their bits on any layout: packed, saved, restored on other IPUs, exported and imported.
+
+    a tree of random bits (`trees.py`) -> on 1 to 8 IPUs, by two random layouts -> read in every way that there is
+
+What each device must hold is worked out in NumPy (`held.py`). Most cases compile nothing but copies.
+"""
+
+import itertools
+import json
+import pathlib
+import tempfile
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import safetensors
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from ipu_jax import ALL_IPUS, Checkpoints, Pipeline, Stage, TrainOptions, make_train_step
+from ipu_jax.core.layout import packing
+from ipu_jax.core.layout.blocks import blocks_of_layout
+from ipu_jax.core.layout.packing import Sharded, arrays_of, sharded_of
+from ipu_jax.core.layout.place import Place, array_names
+from ipu_jax.io import export_weights, import_weights
+from random_programs.closeness import assert_same_bits
+from random_programs.dice import Dice
+from random_programs.held import Side, mesh_of
+from random_programs.trees import TRAINED, Spread, Weights, draw_spread, random_bits
+
+
+class Case:
+    """Weights, two layouts of them, and what is tested besides."""
+
+    def __init__(self, dice: Dice):
+        self.weights = Weights(dice)
+        self.spreads = [draw_spread(dice, self.weights, self.weights.has_groups and dice.chance(0.6)) for _ in range(2)]
+        self.runs, self.shares, self.divides = dice.chance(0.25), dice.chance(0.5), dice.chance(0.5)
+        self.keeps = dice.weighted({"": 10, "npz": 3, "safetensors": 3, "checkpoint": 1})
+        self.seed = dice.number()
+
+    def __str__(self) -> str:
+        drawn = f"  runs: {self.runs}, shares: {self.shares}, divides: {self.divides}, keeps: {self.keeps!r}"
+        return "\n".join([f"{self.weights}", *map(str, self.spreads), drawn])
+
+    def check(self) -> None:
+        dice, sides = Dice("layouts", self.seed, 0), [Side(self.weights, spread) for spread in self.spreads]
+        for side in sides:
+            side.check_held(side.sharded)
+            check_whole(side)
+            check_on_an_ipu(side)
+            check_places(side, dice)
+            for replicas in (1, 2, 3):
+                check_blocks(side, replicas)
+        for one, other in itertools.permutations(sides):
+            check_moved(one, other)
+        if self.runs:
+            check_program(sides[0])
+        with tempfile.TemporaryDirectory() as folder:
+            if self.keeps == "checkpoint":
+                self._check_checkpoint(dice, folder)
+            elif self.keeps:
+                check_file(sides, f"{folder}/weights.{self.keeps}")
+
+    def _check_checkpoint(self, dice: Dice, folder: str) -> None:
+        """Check that a checkpoint is restored on another pipeline, with random bits in the optimizer's state."""
+        weights = self.weights
+        if all(weights.frozen):
+            return
+        # XLA cannot reduce over one IPU that is several devices
+        spreads = [of for of in self.spreads if of.by_group and (of.ipus > 1 or not of.axes)]
+        saving, restoring = (self._pipeline(spread) for spread in (spreads[0], spreads[-1])) if spreads else self._cut()
+        for pipeline, spread in zip((saving, restoring), spreads[:1] + spreads[-1:], strict=False):
+            sharded = pipeline.shard(weights.given)
+            Side(weights, spread, sharded.layout).check_held(sharded)
+        options = TrainOptions(shard_optimizer=self.divides)
+        one, other = (make_train_step(pipeline, optax.adam(0.1), options) for pipeline in (saving, restoring))
+        whole = one.whole(one.init(weights.given))
+        new = lambda leaf: random_bits(dice, leaf.shape, leaf.dtype.name) if leaf.dtype.name in TRAINED else leaf
+        whole["optimizer"] = jax.tree.map(new, whole["optimizer"])
+        with Checkpoints(folder, one) as checkpoints:
+            checkpoints.save(one.restore(whole), now=True)
+        with Checkpoints(folder, other) as checkpoints:
+            found = checkpoints.restore(other.init(_zeros_like(weights.tree)))
+        assert found is not None
+        assert_same_bits(other.whole(found.state), whole)
+
+    def _pipeline(self, spread: Spread) -> Pipeline:
+        """Return a pipeline with a layout that was drawn. Nobody runs its stages."""
+        idle, stages = lambda *_: 0.0, []
+        for name, owner in spread.owners.items():
+            if self.shares and owner is None and not any("ipu" in spec for spec in spread.specs[name]):
+                stages.append(Stage(idle, shared=(name,)))
+            else:
+                stages.append(Stage(idle, params=name, ipu=ALL_IPUS if owner is None else owner))
+        return Pipeline(stages, mesh=mesh_of(spread), specs=spread.given["specs"], frozen=spread.given["frozen"])
+
+    def _cut(self) -> list[Pipeline]:
+        """Return two pipelines of one function, on as many IPUs as were drawn, or as can be."""
+
+        def loss(params: Any, x: Any) -> Any:
+            for leaf in jax.tree.leaves(params):
+                for row in leaf if leaf.ndim else [leaf]:
+                    x = jnp.sin(x + row.real.astype(jnp.float32).sum())
+            return x.sum()
+
+        tree, frozen = self.weights.tree, self.weights.frozen
+        how: Any = {"frozen": jax.tree.unflatten(jax.tree.structure(tree), frozen), "replicas": 1 + self.divides}
+        rows = sum(len(leaf) if leaf.ndim else 1 for leaf in self.weights.leaves)
+        ipus = [min(spread.ipus, 4, max(rows // 2, 1)) for spread in self.spreads]
+        return [Pipeline.from_function(loss, tree, np.ones(3, np.float32), ipus=n, **how) for n in ipus]
+
+
+def check_whole(side: Side) -> None:
+    tree = side.weights.tree
+    assert_same_bits(packing.unshard_tree(side.sharded), tree)
+    if isinstance(tree, dict):
+        assert_same_bits(dict(side.sharded), tree)
+    values = iter([item.value for item in side.items()])
+    of_groups = {group.name: group.tree_of(lambda _: next(values)) for group in side.layout.groups}
+    assert_same_bits(side.layout.split(tree), of_groups)
+    assert_same_bits(packing.joined(side.layout.join(of_groups)), tree)
+
+
+def check_on_an_ipu(side: Side) -> None:
+    """Check what a program reads on each IPU, without a program."""
+    for ipu in range(side.spread.ipus):
+        own = [rows[ipu] for rows in side.rows]
+        sharded = sharded_of(own, side.layout)
+        assert_same_bits(arrays_of(sharded), own)
+        for group, leaf, owner, _, value, _ in side.items():
+            if owner in (None, ipu):
+                found = jax.tree.leaves(packing.read(own, group))[group.leaves.index(leaf)]
+                assert_same_bits(found, own[leaf.array] if owner is None else value)
+
+
+def check_places(side: Side, dice: Dice) -> None:
+    names = array_names(side.layout, "x").arrays
+    assert len({*names}) == len(side.wholes)
+    paths = [f"params{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(side.weights.tree)]
+    for place, (_, leaf, owner, _, value, number) in side.places():
+        whole, of_user = side.wholes[leaf.array], side.weights.leaves[number]
+        told = place.path, place.array, place.whole_shape
+        assert told == (paths[number], names[leaf.array], of_user.shape), f"{place}"
+        assert_same_bits((of_user[place.within], place.leaf(whole)), (value, value))
+        assert Place.of_plain(json.loads(json.dumps(place.plain()))) == place
+        index = _block(dice, whole.shape, owner, value.shape)
+        alone = whole.copy()
+        if owner is not None:
+            alone[np.arange(len(alone)) != owner] = 0
+        place.write(value, block := np.zeros_like(whole[index]), index)
+        assert_same_bits(block, alone[index])
+
+
+def check_moved(one: Side, other: Side) -> None:
+    """Check that leaves that are read by the places of one layout, and written by another one's, are that one's."""
+    leaves = {place.path: np.empty(place.whole_shape, item.value.dtype) for place, item in one.places()}
+    for place, item in one.places():
+        leaves[place.path][place.within] = place.leaf(one.wholes[item.leaf.array])
+    arrays = _zeros_like(other.wholes)
+    for place, item in other.places():
+        array = arrays[item.leaf.array]
+        place.write(leaves[place.path][place.within], array, tuple(slice(0, size) for size in array.shape))
+    assert_same_bits(arrays, other.wholes)
+
+
+def check_program(side: Side) -> None:
+    """Check that a program that reads each group of one tree, and writes it over zeros, returns that tree."""
+    layout = side.layout
+    own = lambda spec: P(*(entry if entry == "ipu" else None for entry in spec))
+    specs = jax.tree.map(own, packing.specs_of(layout), is_leaf=lambda spec: isinstance(spec, P))
+
+    def program(old: Sharded, new: Sharded, zero: Any) -> Sharded:
+        arrays, given, ipu = arrays_of(old), arrays_of(new), lax.axis_index("ipu")
+        for group in layout.groups:
+            written = packing.write(arrays, group, packing.read(given, group), zero)
+            owner = side.spread.owners[group.name]
+            is_own = owner is None or ipu == owner
+            arrays = [jnp.where(is_own, *both) for both in zip(written, arrays, strict=True)]
+        return sharded_of(arrays, layout)
+
+    how: Any = {"in_specs": (specs, specs, P()), "out_specs": specs, "axis_names": {"replica", "ipu"}}
+    mapped = jax.jit(jax.shard_map(program, mesh=side.mesh, check_vma=False, **how))
+    zeros = packing.shard_tree(_zeros_like(side.weights.tree), layout, side.mesh)
+    assert_same_bits(mapped(zeros, side.sharded, np.int32(0)).arrays, side.wholes)
+
+
+def check_file(sides: list[Side], path: str) -> None:
+    """Check the bits in a file of weights, and what it returns on both layouts and as a plain tree."""
+    export_weights(path, sides[0].sharded)
+    if path.endswith("npz"):
+        with np.load(path) as file:
+            found = [(file[name].shape, file[name].tobytes()) for name in file]
+    else:
+        arrays = safetensors.deserialize(pathlib.Path(path).read_bytes())
+        found = [(tuple(array["shape"]), bytes(array["data"])) for _, array in arrays]
+    weights = sides[0].weights
+    assert sorted(found) == sorted((leaf.shape, leaf.tobytes()) for leaf in weights.leaves)
+    zeros = _zeros_like(weights.tree)
+    assert_same_bits(import_weights(path, zeros), weights.tree)
+    for side in sides:
+        side.check_held(import_weights(path, packing.shard_tree(zeros, side.layout, side.mesh)))
+
+
+def check_blocks(side: Side, replicas: int) -> None:
+    """Check that each leaf is read back from its optimizer's block, and that a block is an array in chunks."""
+    blocks, arrays = blocks_of_layout(side.layout, replicas=replicas), dict[int, np.ndarray]()
+    values = {item.leaf: item.value for item in side.items() if not item.leaf.frozen}
+    assert {*blocks.leaves} == values.keys()
+    for n, leaf in enumerate(blocks.leaves):
+        k = blocks.block_of(n)
+        blocks.write_leaf(n, values[leaf], arrays.setdefault(k, np.zeros(blocks.global_shape(k), leaf.dtype)))
+    frozen = {leaf.array for leaf in side.layout.leaves if leaf.frozen}  # there a block is zero, and its slot is not
+    for n, leaf in enumerate(blocks.leaves):
+        array, dim = arrays[blocks.block_of(n)], blocks.chunk_dim(blocks.block_of(n))
+        assert_same_bits(blocks.place(n, "x").leaf(array), values[leaf])
+        for ipu, row in enumerate(side.rows[leaf.array] if leaf.array not in frozen else []):
+            chunks = array[:, min(ipu, array.shape[1] - 1)]  # all IPUs have the same, or each its own
+            joined = chunks.reshape(-1) if dim is None else np.concatenate([*chunks], dim)
+            inside = slice(row.size) if dim is None else tuple(map(slice, row.shape))
+            assert_same_bits(joined[inside].reshape(row.shape), row)
+            assert np.count_nonzero(joined) == np.count_nonzero(row)
+
+
+def _block(dice: Dice, shape: tuple[int, ...], owner: int | None, leaf: tuple[int, ...]) -> tuple[slice, ...]:
+    """Return a random block of an array of this shape, with the row of the leaf if the array has rows of IPUs."""
+    starts = [dice.between(0, size) for size in shape]
+    block = [slice(start, dice.between(start, size)) for start, size in zip(starts, shape, strict=True)]
+    if owner is not None:
+        block[0] = slice(dice.between(0, owner), dice.between(owner + 1, shape[0]))
+        if shape[1:] != leaf:  # a flat slot is never split
+            block[1:] = [slice(0, size) for size in shape[1:]]
+    return tuple(block)
+
+
+def _zeros_like(tree: Any) -> Any:
+    return jax.tree.map(np.zeros_like, tree)
