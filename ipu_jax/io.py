@@ -8,7 +8,6 @@ from ipu_jax.training.checkpoints.checkpoints import (
     SaveError,
 )
 from ipu_jax.training.data.feed import Feed, FeedBatch
-from ipu_jax.training.data.order import BatchDims, EpochOrder, Position
 from ipu_jax.training.data.prefetch import FeedTimeoutError
 from ipu_jax.training.data.source import normalise
 from ipu_jax.training.weight_files.exporting import export_weights
@@ -16,15 +15,12 @@ from ipu_jax.training.weight_files.importing import import_weights
 from ipu_jax.training.weight_files.saved import Saved
 
 __all__ = [
-    "BatchDims",
     "CheckpointError",
     "CheckpointWarning",
     "Checkpoints",
-    "EpochOrder",
     "Feed",
     "FeedBatch",
     "FeedTimeoutError",
-    "Position",
     "Restored",
     "SaveError",
     "Saved",

@@ -71,7 +71,7 @@ PLAIN = (
     *(
         "core.schedules",
         "core.engine.order",
-        "training.data.order",
+        "training.data._order",
         "training.data.prefetch",
         "training.checkpoints.errors",
     ),

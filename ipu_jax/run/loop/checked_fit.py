@@ -255,20 +255,19 @@ def _check_end(feed: Feed, epochs: Any, updates: Any) -> None:
         check_count("updates", updates)
         if epochs is not None:
             raise ValueError(f"epochs={epochs!r} and updates={updates!r} are both given: give one of them")
-    elif epochs is not None and check_positive("epochs", epochs) != int(epochs) and feed.order is None:
+    elif epochs is not None and check_positive("epochs", epochs) != int(epochs) and feed.examples is None:
         raise ValueError(f"epochs={epochs!r}, but a stream does not say how long one is: give an int, or updates=")
     goal, end = loop.goal_of(feed, 0, epochs, updates)
-    if feed.order is not None:
-        assert goal is not None, "its epochs have a length"
-        end = feed.order.later(feed.position, goal)
-    if end is not None and feed.epochs is not None and (end.epoch, end.position) > (feed.epochs, 0):
-        at = f"example {end.position} of epoch {end.epoch}" if end.position else f"the start of epoch {end.epoch}"
+    if end is None and goal is not None:
+        end = feed.position_after(goal)
+    if end is not None and feed.epochs is not None and end > (feed.epochs, 0):
+        at = f"example {end[1]} of epoch {end[0]}" if end[1] else f"the start of epoch {end[0]}"
         raise ValueError(
             f"{argument} ends at {at} of the feed (from 0), but the feed was made with epochs={feed.epochs}: make it "
             "without epochs=, or train less"
         )
-    if goal is None and end is not None and end.epoch > feed.position.epoch + 1:
-        feed.check_epoch(end.epoch - 1)
+    if goal is None and end is not None and end[0] > feed.position.epoch + 1:
+        feed.check_epoch(end[0] - 1)
 
 
 def _not_of_one_argument(function: Any) -> str | None:

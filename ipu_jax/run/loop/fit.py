@@ -43,7 +43,7 @@ class Training:
     feed: "ipu_jax.Feed"
     result: "ipu_jax.steps.FitResult"
     goal: int | None  # the number of updates at the end; None for epochs of a stream
-    end: "ipu_jax.io.Position | None"  # the position of the feed at the end; None if `updates` says when it ends
+    end: tuple[int, int] | None  # the epoch and position of the feed at the end; None if `updates` says when it ends
     evaluate: Callable[[Any], Mapping[str, Any]] | None
     say: Callable[[str], object]
     lines: "ipu_jax.observe.LossLines"
@@ -129,18 +129,18 @@ def fit(
 
 def goal_of(
     feed: "ipu_jax.Feed", made: int, epochs: float | None, updates: int | None
-) -> "tuple[int | None, ipu_jax.io.Position | None]":
-    """Return the number of updates at the end of a run that begins after `made`, and the feed's position there.
+) -> tuple[int | None, tuple[int, int] | None]:
+    """Return the updates at the end of a run that begins after `made`, and the feed's epoch and position there.
 
     Epochs count in the data: a resumed run ends at the same example, however many examples an update then has.
     """
     if updates is not None:
         return made + updates, None
     epochs = 1 if epochs is None else epochs
-    if (order := feed.order) is None:
-        return None, ipu_jax.io.Position(feed.position.epoch + int(epochs), 0)
-    updates = max(1, round(epochs * order.updates_per_epoch))
-    return made + updates, order.later(feed.position, updates)
+    if feed.updates_per_epoch is None:
+        return None, (feed.position.epoch + int(epochs), 0)
+    updates = max(1, round(epochs * feed.updates_per_epoch))
+    return made + updates, feed.position_after(updates)
 
 
 def begin(run: Training, resume: _Path, notes: Mapping[str, Any]) -> None:
@@ -153,8 +153,9 @@ def begin(run: Training, resume: _Path, notes: Mapping[str, Any]) -> None:
     if run.checkpoints is not None:
         restore(run, run.checkpoints, resume)
     run.begun = run.reported = read = run.result.updates
-    if (order := feed.order) is not None:
-        read = (feed.position.epoch + 1) * order.updates_per_epoch - order.updates_from(feed.position.position)
+    following = feed.position.epoch + 1
+    if feed.updates_per_epoch is not None and (left := feed.updates_to(following, 0)) is not None:
+        read = following * feed.updates_per_epoch - left
     run.lines.begin(read, None if run.goal is None else run.goal - first)
     run.seen, run.clock = (feed.position, run.begun), time.perf_counter()
 
@@ -171,8 +172,8 @@ def restore(run: Training, checkpoints: "ipu_jax.Checkpoints", resume: _Path) ->
     run.result.state, run.result.updates, run.saved = found.state, found.step, found.step
     if found.feed is not None:
         run.feed.restore(found.feed)
-        if run.end is not None and run.feed.order is not None:
-            run.goal = found.step + run.feed.order.updates_between(run.feed.position, run.end)
+        if run.end is not None and (left := run.feed.updates_to(*run.end)) is not None:
+            run.goal = found.step + left
     if isinstance(found.extra, dict) and (of_fit := found.extra.get("fit")):
         run.result.skipped = of_fit["skipped"]
         run.lines.restore(of_fit["lines"])
@@ -216,7 +217,7 @@ def train(run: Training) -> None:
 def is_over(run: Training) -> bool:
     """Return whether the goal is reached, or the training must stop."""
     is_reached = run.goal is not None and run.result.updates >= run.goal
-    is_read = run.goal is None and run.end is not None and run.feed.position.epoch >= run.end.epoch
+    is_read = run.goal is None and run.end is not None and run.feed.position.epoch >= run.end[0]
     return is_reached or is_read or run.result.stopped is not None
 
 

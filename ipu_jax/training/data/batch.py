@@ -12,11 +12,11 @@ import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.base.annotations import Batch, Json, Tree
-from ipu_jax.base.checks import check_count
+from ipu_jax.base.checks import as_int, check_count
 from ipu_jax.base.showing import Shown, Table, counted
 from ipu_jax.core.mesh.devices import REPLICA_AXIS, check_there
 from ipu_jax.core.step_args import given_dims
-from ipu_jax.training.data.order import BatchDims
+from ipu_jax.training.data._order import BatchDims
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -91,13 +91,12 @@ class Sender:
         mesh: a mesh with an axis "replica".
         dims: the dims of a batch.
         like: the pytree of one example, with leaves `jax.ShapeDtypeStruct`.
-        remainder: how the end of an epoch is treated, one of `REMAINDERS`.
 
     Attributes:
         like: the pytree of a batch's `data`, with leaves `jax.ShapeDtypeStruct` with sharding.
     """
 
-    def __init__(self, mesh: Mesh, dims: BatchDims, like: Tree, remainder: str):
+    def __init__(self, mesh: Mesh, dims: BatchDims, like: Tree):
         iterations, own_replicas, *update = dims.shape
         # per leading dim: its size in the whole batch, its size on this instance, and its mesh axis
         of_iterations = (iterations, iterations, None)
@@ -105,7 +104,7 @@ class Sender:
         leading = [dim for dim in (of_iterations, of_replicas) if given_dims(dim[0])]
         shape, self._shape = (*[dim[0] for dim in leading], *update), (*[dim[1] for dim in leading], *update)
         sharding = NamedSharding(mesh, PartitionSpec(*[dim[2] for dim in leading]))
-        self._dims, self._iterations, self._leaves_out = dims, iterations, remainder == "updates"
+        self._dims = dims
         self.like = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((*shape, *leaf.shape), leaf.dtype, sharding=sharding), like
         )
@@ -120,7 +119,7 @@ class Sender:
             is_real: which of the rows are real, in any shape with one element per row.
         """
         updates, is_real = self._dims.updates(examples), is_real.reshape(self._shape)
-        is_cut = self._leaves_out and updates < self._iterations
+        is_cut = self._dims.remainder == "updates" and updates < self._dims.iterations
         nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(rows))
         arrays = jax.tree.map(self._send, self.like, rows)
         return FeedBatch(arrays, epoch, examples, updates, is_real[:updates] if is_cut else is_real, nbytes, is_cut)
@@ -141,7 +140,7 @@ def share_of(mesh: Mesh, instances: int | None, instance: int | None) -> dict[st
         ValueError: the mesh has no axis of replicas or no device of this process, or contradicts these two.
     """
     if instances is not None:
-        check_count("instances", instances)
+        instances = check_count("instances", instances)
     check_there(mesh, "a feed", "jax.ShapeDtypeStruct for batches")
     if REPLICA_AXIS not in mesh.axis_names:
         raise ValueError(
@@ -153,8 +152,11 @@ def share_of(mesh: Mesh, instances: int | None, instance: int | None) -> dict[st
     # in the order of the mesh, which is the order of the processes in a mesh of make_mesh
     processes, own = list(dict.fromkeys(itertools.chain.from_iterable(owners))), jax.process_index()
     if processes == [own]:
-        count = 1 if instances is None else instances
-        return {"replicas": len(rows) * count, "instances": count, "instance": 0 if instance is None else instance}
+        count, number = 1 if instances is None else instances, 0 if instance is None else as_int(instance)
+        if number is None or not 0 <= number < count:
+            raise ValueError(f"instance={instance!r} is not one of instances={count}: give an int from 0 on")
+        share = range(number * len(rows), (number + 1) * len(rows))
+        return {"replicas": len(rows) * count, "own_replicas": share}
     if own not in processes:
         raise ValueError(
             f"mesh has devices of the processes {sorted(processes)}, and this is process {own}: make a feed only where "

@@ -26,8 +26,8 @@ from ipu_jax.base.annotations import Json, Tree
 from ipu_jax.base.checks import as_int, check_bool, check_choice, check_count, in_line
 from ipu_jax.base.decorators import public
 from ipu_jax.core.options import TrainOptions
+from ipu_jax.training.data._order import BatchDims, EpochOrder, Position
 from ipu_jax.training.data.batch import FeedBatch, share_of
-from ipu_jax.training.data.order import REMAINDERS, BatchDims, EpochOrder, Position
 from ipu_jax.training.data.prefetch import FeedTimeoutError, Prefetcher
 from ipu_jax.training.data.reader import Batches, IndexedReader, StreamReader
 from ipu_jax.training.data.source import ArraySource, ExampleSource, has_numbers
@@ -111,7 +111,7 @@ class Feed:
         examples_per_update: the examples of an update, over all replicas and micro-batches.
         updates_per_epoch: the updates of an epoch; None for a stream.
         mesh: the mesh to which batches are sent.
-        order: the order of the examples; None for a stream.
+        examples: the examples of an epoch; None for a stream.
         like: a pytree like a batch's `arrays`, with leaves `jax.ShapeDtypeStruct` with sharding. A step can be compiled
             for it.
         prefetch, workers: the arguments of these names, or their defaults.
@@ -163,32 +163,26 @@ class Feed:
     ):
         mesh, counts = _mesh_and_counts(step, mesh, gradient_accumulation, device_iterations)
         if epochs is not None:
-            check_count("epochs", epochs)
+            epochs = check_count("epochs", epochs)
         workers = check_count("workers", workers)
         self.prefetch = _batches_ahead(prefetch, workers)
         if not (timeout > 0 and math.isfinite(timeout)):
             raise ValueError(f"timeout={timeout} is not a number of seconds: give one such as 120")
-        dims = BatchDims(micro_batch, **counts, **share_of(mesh, instances, instance))
-        is_chosen = remainder is not None or step is not None
+        warns = remainder is None and step is None
         remainder = remainder or ("drop" if step is None else "updates")
-        rest: dict[str, Json] = {"fill": fill, "epochs": epochs, "state": state}
-        self._reader: IndexedReader | StreamReader
+        dims = BatchDims(micro_batch, **counts, **share_of(mesh, instances, instance), remainder=remainder)
+        rest: dict[str, Json] = {"mesh": mesh, "warns": warns, "fill": fill, "epochs": epochs, "state": state}
         if _is_stream(source, items):
-            _check_stream(source, shuffle, seed, remainder, workers)
-            stream = Stream(source, batched=items == "batches")
-            self._reader = StreamReader(stream, dims, mesh, remainder=remainder, warns=not is_chosen, **rest)
+            self._reader = _stream(source, items, dims, shuffle, seed, workers, **rest)
         else:
-            examples = ArraySource(source) if items is None else ExampleSource(source)
-            shuffle = shuffle is None or check_bool("shuffle", shuffle)
-            order = EpochOrder(examples.examples, dims, shuffle=shuffle, seed=seed, remainder=remainder)
-            if not is_chosen:
-                dims.warn_of_updates_left_out(order.examples % dims.per_batch, order.examples, stacklevel=3)
-            self._reader = IndexedReader(examples, order, mesh, **rest)
+            self._reader = _examples(source, items, dims, shuffle, seed, **rest)
+        order = self._order = self._reader.order
         self.mesh, self.epochs, self.workers, self._timeout = mesh, epochs, workers, timeout
-        self.device_iterations, self.examples_per_update = counts["iterations"], dims.per_update
-        self.order, self.updates_per_epoch = self._reader.order, self._reader.updates_per_epoch
+        self.device_iterations, self.examples_per_update = dims.iterations, dims.per_update
+        self.examples = None if order is None else order.examples
+        self.updates_per_epoch = None if order is None else order.updates_per_epoch
         self.like, self._position = self._reader.like, self._reader.start
-        self._shared: dict[str, Json] = {**dims.counts, "remainder": remainder, "epochs": epochs}
+        self._shared: dict[str, Json] = {**dims.counts, "remainder": dims.remainder, "epochs": epochs}
         self.last: FeedBatch | None = None
         self._last_began = self._position
         self._rest: tuple[FeedBatch, Position] | None = None  # of a batch that was put back, and where the next begins
@@ -202,7 +196,9 @@ class Feed:
         Raises:
             TypeError: the source is a stream, for which it is unknown.
         """
-        return self._reader.batches_per_epoch()
+        if self.updates_per_epoch is None:
+            raise TypeError("a stream does not say how many batches an epoch has: count those that feed.epoch() yields")
+        return math.ceil(self.updates_per_epoch / self.device_iterations)
 
     def __repr__(self) -> str:
         at = self.position
@@ -234,9 +230,7 @@ class Feed:
         Raises:
             ValueError: the state belongs to another order of examples, or the source cannot be read again.
         """
-        position = self._reader.position_of(state)
-        self._drop()
-        self._position, self.last = position, None
+        self._go(self._reader.position_of(state))
 
     def put_back(self, batch: FeedBatch, updates: int) -> None:
         """Continue inside the last returned batch, after this many of its updates. The others come again.
@@ -253,7 +247,7 @@ class Feed:
             )
         examples = updates * self.examples_per_update
         position = self._reader.within(self._last_began, examples)
-        if self.order is None or not updates:
+        if self._order is None or not updates:
             self._rest = batch.after(updates, examples) if updates else batch, self._position
         else:
             self._drop()
@@ -273,9 +267,7 @@ class Feed:
         if to is None or to < 0:
             raise ValueError(f"epoch={epoch!r} is not an epoch: give an int of at least 0")
         if (self._position.epoch, self._position.position) != (to, 0):
-            position = self._reader.at_epoch(to)
-            self._drop()
-            self._position, self.last = position, None
+            self._go(self._reader.at_epoch(to))
 
     def epoch(self) -> Iterator[FeedBatch]:
         """Yield the batches that are left in the current epoch."""
@@ -323,8 +315,29 @@ class Feed:
 
     @property
     def position(self) -> Position:
-        """Return the position after the last returned batch."""
+        """Return where the feed is after the last returned batch.
+
+        Its `epoch` and its `position` in the epoch, the number of examples before it there, both count from 0.
+        """
         return self._position
+
+    def position_after(self, updates: int) -> tuple[int, int] | None:
+        """Return the epoch and the position after this many more updates; None for a stream.
+
+        >>> import numpy as np
+        >>> from ipu_jax.core.mesh.devices import make_mesh
+        >>> feed = Feed(np.arange(10), mesh=make_mesh(1, 1), micro_batch=3)  # 3 updates per epoch
+        >>> feed.position_after(7), feed.updates_to(2, 3), feed.updates_to(2, 10)
+        ((2, 3), 7, 9)
+        """
+        return None if self._order is None else self._order.later(self._position, updates)
+
+    def updates_to(self, epoch: int, position: int) -> int | None:
+        """Return the number of updates until every example before a position is read; None for a stream.
+
+        Examples that an epoch leaves out need no update. A position that is behind the feed gives 0.
+        """
+        return None if self._order is None else self._order.updates_between(self._position, epoch, position)
 
     @property
     def _is_done(self) -> bool:
@@ -367,6 +380,11 @@ class Feed:
             self._ahead = Prefetcher(self._batches.make, self._batches.positions, ahead=self.prefetch, **options)
         return self._ahead.take()
 
+    def _go(self, position: Position) -> None:
+        """Continue from a position, without the batches that are ready."""
+        self._drop()
+        self._position, self.last = position, None
+
     def _drop(self) -> None:
         ahead, self._ahead, self._batches, self._rest = self._ahead, None, None, None
         if ahead is not None:
@@ -404,19 +422,33 @@ def _is_stream(source: Any, items: str | None) -> bool:
     return are_batches or not has_numbers(source) or isinstance(source, dict)
 
 
-def _check_stream(source: Any, shuffle: bool | None, seed: int, remainder: str, workers: int) -> None:
-    """Raise for options that are only for examples with numbers."""
+def _stream(
+    source: Any, items: str | None, dims: BatchDims, shuffle: bool | None, seed: int, workers: int, **rest: Json
+) -> StreamReader:
+    """Return the reader of a stream, which takes no options that are only for examples with numbers."""
     if shuffle is not None:
         check_bool("shuffle", shuffle)
-    check_choice("remainder", remainder, REMAINDERS)
     named = f"the source, a {type(source).__name__}, gives one item after the other"
     if shuffle or seed:
         option = "shuffle=True" if shuffle else f"seed={seed}"
         raise ValueError(f"{option}, but {named}: let the source shuffle, or give one with __len__ and __getitem__")
     if workers > 1:
         raise ValueError(f"workers={workers}, but {named}: use workers=1, and let the source have workers of its own")
-    if remainder == "wrap":
+    if dims.remainder == "wrap":
         raise ValueError(f"remainder='wrap', but {named}, so the first ones are gone: use 'drop', 'updates' or 'pad'")
+    return StreamReader(Stream(source, batched=items == "batches"), dims, **rest)
+
+
+def _examples(
+    source: Any, items: str | None, dims: BatchDims, shuffle: bool | None, seed: int, *, warns: bool, **rest: Json
+) -> IndexedReader:
+    """Return the reader of examples with numbers."""
+    examples = ArraySource(source) if items is None else ExampleSource(source)
+    shuffle = shuffle is None or check_bool("shuffle", shuffle)
+    order = EpochOrder(examples.examples, dims, shuffle=shuffle, seed=seed)
+    if warns:
+        dims.warn_of_updates_left_out(order.examples % dims.per_batch, order.examples, stacklevel=4)
+    return IndexedReader(examples, order, **rest)
 
 
 def _mesh_and_counts(

@@ -13,7 +13,7 @@ all instances have the same number of batches, and a position means the same on 
 import dataclasses
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,13 +21,11 @@ import numpy.typing as npt
 from jax.sharding import Mesh
 
 from ipu_jax.base.annotations import Json, Tree, Value
+from ipu_jax.training.data._order import BatchDims, EpochOrder, Position
 from ipu_jax.training.data.batch import FeedBatch, Sender
 from ipu_jax.training.data.leaves import filling
-from ipu_jax.training.data.order import BatchDims, EpochOrder, Position
 from ipu_jax.training.data.source import ArraySource, ExampleSource
 from ipu_jax.training.data.stream import Items, Stream, StreamPosition
-
-_STATE: Final = ("epoch", "position", "examples", "seed", "shuffle")
 
 
 class Batches(NamedTuple):
@@ -57,7 +55,6 @@ class IndexedReader:
         like: the pytree of a batch's `data`, with leaves `jax.ShapeDtypeStruct` with sharding.
         order: the argument of this name.
         start: where the feed begins.
-        updates_per_epoch: the number of updates in a whole epoch.
 
     Raises:
         ValueError: the state belongs to another order, or `fill` does not fit the source.
@@ -73,9 +70,8 @@ class IndexedReader:
         epochs: int | None,
         state: Mapping[str, Json] | None,
     ):
-        self._sender = Sender(mesh, order.dims, source.like, order.remainder)
-        self.like, self.order, self.updates_per_epoch = self._sender.like, order, order.updates_per_epoch
-        self._source, self._epochs = source, epochs
+        self._sender = Sender(mesh, order.dims, source.like)
+        self.like, self.order, self._source, self._epochs = self._sender.like, order, source, epochs
         self._fill = filling(fill, source.like)
         self.start = Position(0, 0) if state is None else self.position_of(state)
 
@@ -89,9 +85,7 @@ class IndexedReader:
 
     def state(self, position: Position) -> dict[str, Json]:
         """Return the position as plain ints, the same on every instance."""
-        order = self.order
-        values = (position.epoch, position.position, order.examples, order.seed, int(order.shuffle))
-        return dict(zip(_STATE, values, strict=True))
+        return {"epoch": position.epoch, "position": position.position, **self.order.facts}
 
     def shared(self, position: Position) -> dict[str, Json]:
         """Return what all instances have in common at a position."""
@@ -103,15 +97,21 @@ class IndexedReader:
         Raises:
             ValueError: the state is not a state of this order.
         """
-        return self.order.first(_position_in_order(state, self.order))
+        saved, own = _ints(state, "feed"), self.order.facts
+        is_state = saved.keys() == {"epoch", "position", *own}
+        if not is_state or saved["epoch"] < 0 or not 0 <= saved["position"] <= saved["examples"]:
+            raise _no_state(saved, "feed")
+        for name, value in own.items():
+            if saved[name] != value:
+                raise ValueError(
+                    f"state is of {name}={saved[name]}, but the feed has {name}={value}: its order is another one, and "
+                    "examples would be lost or read twice"
+                )
+        return self.order.first(Position(saved["epoch"], saved["position"]))
 
     def within(self, start: Position, examples: int) -> Position:
         """Return the position after this many examples of the batch at `start`."""
         return self.order.first(Position(start.epoch, start.position + examples))
-
-    def batches_per_epoch(self) -> int:
-        """Return the number of batches in a whole epoch."""
-        return self.order.batches_from(0)
 
     def _positions(self, position: Position) -> Iterator[Position]:
         while self._epochs is None or position.epoch < self._epochs:
@@ -119,11 +119,10 @@ class IndexedReader:
             position = self.order.after(position)
 
     def _batch(self, position: Position) -> tuple[FeedBatch, Position]:
-        rows = self.order.rows(position)
-        indices, is_real = rows.indices.reshape(-1), rows.is_real.reshape(-1)
-        is_whole = self.order.remainder == "wrap" or is_real.all()
+        indices, is_real, examples = self.order.rows(position)
+        is_whole = self.order.dims.remainder == "wrap" or is_real.all()
         read = self._source.read(indices) if is_whole else self._filled_up(indices, is_real)
-        batch = self._sender(read, epoch=position.epoch, examples=rows.examples, is_real=is_real)
+        batch = self._sender(read, epoch=position.epoch, examples=examples, is_real=is_real)
         return batch, self.order.after(position)
 
     def _filled_up(self, indices: npt.NDArray[np.intp], is_real: npt.NDArray[np.bool_]) -> Tree:
@@ -143,23 +142,19 @@ class StreamReader:
     Args:
         stream: the stream of examples.
         dims: the dims of a batch.
-        mesh: the mesh to which batches are sent.
-        remainder: "drop", "updates" or "pad".
         warns: whether an epoch that leaves out whole updates ends with a warning.
-        fill: the values that fill up batches.
-        epochs: the number of epochs after which positions end; None for never.
-        state: a result of `state`, or None for the very first batch.
+        mesh, fill, epochs, state: as of `IndexedReader`.
 
     Attributes:
         like, start: as of `IndexedReader`.
-        order, updates_per_epoch: None, since a stream has neither.
+        order: None, since a stream has its own.
         form: the form of the examples.
 
     Raises:
         ValueError: there are no examples, `fill` does not fit them, or the stream cannot return to the state.
     """
 
-    order = updates_per_epoch = None
+    order = None
 
     def __init__(
         self,
@@ -167,7 +162,6 @@ class StreamReader:
         dims: BatchDims,
         mesh: Mesh,
         *,
-        remainder: str,
         warns: bool,
         fill: Tree,
         epochs: int | None,
@@ -185,10 +179,10 @@ class StreamReader:
             raise ValueError(f"epoch {first.epoch} of the source has no examples: give at least one")
         self.start: Position = start
         self._first: Items | None = None if is_over else items
-        self.stream, self.dims, self.remainder, self.epochs, self.warns = stream, dims, remainder, epochs, warns
+        self.stream, self.dims, self.epochs, self.warns = stream, dims, epochs, warns
         self.form = items.form
         self.fill = jax.tree.leaves(filling(fill, self.form.like))
-        self.sender = Sender(mesh, dims, self.form.like, remainder)
+        self.sender = Sender(mesh, dims, self.form.like)
         self.like = self.sender.like
 
     def batches(self, start: Position) -> Batches:
@@ -236,10 +230,6 @@ class StreamReader:
         moved = {"position": start.position + examples, "offset": start.offset + examples}
         return dataclasses.replace(start, beyond=start.beyond + examples, **moved)
 
-    def batches_per_epoch(self) -> int:
-        """Raise, since the number is unknown before the epoch is over."""
-        raise TypeError("a stream does not say how many batches an epoch has: count those that feed.epoch() yields")
-
 
 class _StreamReading:
     """Reads the stream from a position on, one batch after the other; `items` are the items there, if it is open."""
@@ -267,13 +257,13 @@ class _StreamReading:
                 break
             self._copy(rows, leaves, have)
             have += len(rows[0])
-        kept = dims.kept(have, reader.remainder)
+        kept = dims.kept(have)
         if have == dims.per_batch:
             self._at = self._items.position()
         elif kept or position.position:
             self._items, self._at = None, StreamPosition(position.epoch + 1, 0)
         else:
-            raise dims.too_few(have, reader.remainder, "remainder='pad'")
+            raise dims.too_few(have, "remainder='pad'")
         if reader.warns and have < dims.per_batch:
             dims.warn_of_updates_left_out(have, position.position + have, stacklevel=1)
         if not kept:
@@ -293,32 +283,23 @@ class _StreamReading:
                 leaf[to[is_own]] = read[is_own]
 
 
-def _position_in_order(state: Mapping[str, Json], order: EpochOrder) -> Position:
-    try:
-        saved = {name: operator.index(value) for name, value in state.items()}
-    except (AttributeError, TypeError) as error:
-        raise ValueError(f"state={state!r} is not a state of a feed: give what state() returned") from error
-    if saved.keys() != set(_STATE) or saved["epoch"] < 0 or not 0 <= saved["position"] <= saved["examples"]:
-        raise ValueError(f"state={saved} is not a state of a feed: give what state() returned")
-    own = {"examples": order.examples, "seed": order.seed, "shuffle": int(order.shuffle)}
-    for name, value in own.items():
-        if saved[name] != value:
-            raise ValueError(
-                f"state is of {name}={saved[name]}, but the feed has {name}={value}: its order is another one, and "
-                "examples would be lost or read twice"
-            )
-    return Position(saved["epoch"], saved["position"])
-
-
 def _position_in_stream(state: Mapping[str, Json]) -> StreamPosition:
-    own = ("source", "offset", "beyond")
+    saved = {"offset": 0, "beyond": 0, **_ints(state, "stream")}
+    if saved.keys() == {"epoch", "position", "checksum", "offset", "beyond"}:
+        checksum = None if saved["checksum"] == -1 else saved["checksum"]
+        found = StreamPosition(**saved | {"checksum": checksum, "source": state.get("source")})
+        if min(found.epoch, found.offset, found.beyond, found.position - found.beyond) >= 0:
+            return found
+    raise _no_state(dict(state), "stream")
+
+
+def _ints(state: Mapping[str, Json], what: str) -> dict[str, int]:
+    """Return the numbers of a state as plain ints, without the own state of a stream's source."""
     try:
-        saved = {name: operator.index(value) for name, value in state.items() if name != "source"}
+        return {name: operator.index(value) for name, value in state.items() if name != "source" or what == "feed"}
     except (AttributeError, TypeError) as error:
-        raise ValueError(f"state={state!r} is not a state of a stream: give what state() returned") from error
-    names, offset, beyond = set(state) - set(own), saved.pop("offset", 0), saved.pop("beyond", 0)
-    is_position = names == {"epoch", "position", "checksum"} and min(saved["epoch"], offset, beyond) >= 0
-    if not is_position or saved["position"] < beyond:
-        raise ValueError(f"state={dict(state)} is not a state of a stream: give what state() returned")
-    checksum = None if saved["checksum"] == -1 else saved["checksum"]
-    return StreamPosition(saved["epoch"], saved["position"], checksum, state.get("source"), offset, beyond)
+        raise _no_state(state, what) from error
+
+
+def _no_state(state: Any, what: str) -> ValueError:
+    return ValueError(f"state={state!r} is not a state of a {what}: give what state() returned")

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from ipu_jax.base.annotations import Json
+from ipu_jax.training.data._order import Position
 from ipu_jax.training.data.leaves import Form
-from ipu_jax.training.data.order import Position
 
 _AGAIN = "give a function of the epoch that returns a fresh iterator, such as lambda epoch: read(files)"
 

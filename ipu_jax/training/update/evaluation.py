@@ -96,14 +96,14 @@ class Evaluation:
         make = functools.partial(make, shuffle=False, remainder="pad")
         self._feed = make(gradient_accumulation=m)
         self._feed.check_epoch(1)
-        order, replicas, function = self._feed.order, forward.replicas, forward.placement.function
+        examples, replicas, function = self._feed.examples, forward.replicas, forward.placement.function
         assert function is not None, "it was cut"
         function.check(self._feed.like, 1 + given_dims(replicas), key)
-        if order is not None:
+        if examples is not None:
             if micro_batches is None:
-                most = math.ceil(order.examples / (self._size * replicas))
+                most = math.ceil(examples / (self._size * replicas))
                 self._feed = make(gradient_accumulation=min(m, most))
-            if rest := order.examples % self._size:
+            if rest := examples % self._size:
                 self._for_rest(rest)
 
     @jax.transfer_guard("allow")  # the caller asks for this transfer

@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ipu_jax import Feed, Pipeline, Stage, make_mesh
 from ipu_jax.io import FeedTimeoutError, normalise
-from ipu_jax.training.data.order import BatchDims, EpochOrder, Position
 from ipu_jax.training.data.prefetch import Prefetcher
 from support import across_feeds
 from support.instances import run_instances
@@ -102,19 +101,46 @@ def test_a_replicas_rows_lie_on_each_of_its_ipus_and_nowhere_else():
 
 
 @pytest.mark.parametrize("instances", [1, 2, 4, 8])
-@pytest.mark.parametrize("remainder", ["drop", "pad"])
+@pytest.mark.parametrize("remainder", ["drop", "updates", "pad", "wrap"])
 def test_instances_share_the_examples(instances, remainder):
     """Each instance has a mesh of its own; together they read what one instance with 8 replicas reads."""
-    mesh = make_mesh(8 // instances, 1)
-    feeds = [
-        Feed(numbers(), mesh=mesh, micro_batch=3, remainder=remainder, instances=instances, instance=k, prefetch=0)
-        for k in range(instances)
-    ]
-    whole = Feed(numbers(), mesh=make_mesh(8, 1), micro_batch=3, remainder=remainder, prefetch=0)
-    for batch, *parts in zip(*[feed.epoch() for feed in (whole, *feeds)], strict=True):
-        assert [number for part in parts for number in numbers_of(part)] == numbers_of(batch)
+    options = {"micro_batch": 1, "gradient_accumulation": 2, "device_iterations": 2, "remainder": remainder}
+    make = lambda n, k: Feed(
+        numbers(), mesh=make_mesh(8 // n, 1), instances=n, instance=k, seed=3, prefetch=0, epochs=2, **options
+    )
+    feeds = [make(1, 0), *(make(instances, k) for k in range(instances))]
+    for batch, *parts in zip(*feeds, strict=True):
+        rows = lambda batch, values: np.asarray(values).reshape(batch.is_real.shape[0], -1, 2)
+        found = [rows(part, np.where(part.is_real, part.data["number"], -1)) for part in parts]
+        expected = rows(batch, np.where(batch.is_real, batch.data["number"], -1))
+        np.testing.assert_array_equal(np.concatenate(found, axis=1), expected)
         assert {part.examples for part in parts} == {batch.examples}
-    assert {tuple(feed.state().items()) for feed in (whole, *feeds)} == {tuple(whole.state().items())}
+    assert {tuple(feed.state().items()) for feed in feeds} == {tuple(feeds[0].state().items())}
+
+
+@pytest.mark.parametrize("remainder", ["drop", "updates", "pad", "wrap"])
+@pytest.mark.parametrize(("before", "after"), [((1, 8), (8, 8)), ((8, 8), (2, 8)), ((4, 4), (2, 6)), ((2, 2), (1, 1))])
+def test_any_number_of_instances_goes_on_where_others_stopped(remainder, before, after):
+    """Test (instances, replicas) before and after; the batches may have another size."""
+
+    def read(instances, replicas, **more):
+        options = {"micro_batch": 1, "gradient_accumulation": 2, "remainder": remainder, "epochs": 1, **more}
+        mesh = make_mesh(replicas // instances, 1)
+        feeds = [Feed(numbers(), mesh=mesh, instances=instances, instance=k, **options) for k in range(instances)]
+        batches = list(itertools.islice(zip(*feeds, strict=True), 3 if "state" not in more else None))
+        return [n for parts in batches for part in parts for n in numbers_of(part)], feeds[0].state()
+
+    seen, state = read(*before, prefetch=0)
+    then, _ = read(*after, prefetch=0, state=state)
+    assert len({*seen, *then}) == len(seen + then)
+    left_out = 0 if remainder in ("pad", "wrap") else (N - len(seen)) % (2 * after[1])
+    assert len(seen + then) == N - left_out
+
+
+@pytest.mark.parametrize(("remainder", "per_epoch"), [("drop", 3), ("pad", 4)])
+def test_a_goal_among_examples_that_are_left_out_needs_no_further_update(remainder, per_epoch):
+    feed = Feed(numbers(10), mesh=make_mesh(1, 1), micro_batch=3, remainder=remainder)
+    assert [feed.updates_to(epoch, 10) for epoch in range(3)] == [per_epoch, 2 * per_epoch, 3 * per_epoch]
 
 
 def test_what_fills_up_is_said_to():
@@ -131,6 +157,7 @@ def test_what_fills_up_is_said_to():
     ]
     wrapped = batches(2, remainder="wrap")[-1]
     assert wrapped.data["label"].tolist() == [[[6, 0]], [[1, 2]], [[3, 4]]]
+    assert batches(5, remainder="wrap")[0].data["label"].reshape(-1).tolist() == [*range(7), *range(7), 0]
     for remainder in (padded[-1], wrapped):
         assert remainder.is_real.tolist() == [[[True, False]], [[False, False]], [[False, False]]]
         assert (remainder.examples, remainder.updates) == (1, 1)
@@ -304,13 +331,15 @@ print(int(next(feed).data["x"].shape[1]))
 
 
 def test_numpys_integers_are_taken_as_pythons_own():
-    given: Any = {"micro_batch": np.int64(2), "prefetch": np.int64(0), "epochs": np.int32(3)}
+    given: Any = {"micro_batch": 2, "gradient_accumulation": 3, "device_iterations": 1, "instances": 2, "instance": 1}
+    given = {name: np.uint8(value) for name, value in (given | {"prefetch": 0, "epochs": 3, "seed": 5}).items()}
     epoch: Any = np.int64(1)
     feed = Feed(numbers(), mesh=make_mesh(1, 1), **given)
     feed.seek(epoch)
     assert (type(feed.prefetch), feed.prefetch) == (int, 0)
     assert {type(value) for value in feed.state().values()} == {int}
     assert feed.state()["epoch"] == 1
+    assert {type(value) for name, value in next(feed).feed.items() if name != "remainder"} == {int}
 
 
 # with a pipeline
@@ -337,13 +366,12 @@ def test_bytes_from_the_feed_give_the_loss_and_gradients_of_floats_on_one_device
     pipeline = Pipeline(stages, mesh=make_mesh(2, 2), gradient_accumulation=3)
     dense_step = jax.jit(jax.value_and_grad(dense_loss))
     sharded = pipeline.shard(weights)
-    order = EpochOrder(48, BatchDims(4, gradient_accumulation=3, replicas=2))
-    places = [Position(0, 0), Position(0, 24)]
+    order = np.arange(48)
+    np.random.default_rng([0, 0]).shuffle(order)
     with Feed(source, mesh=pipeline.mesh, micro_batch=4, gradient_accumulation=3, workers=2) as feed:
-        for place, batch in zip(places, feed.epoch(), strict=True):
+        for chosen, batch in zip((order[:24], order[24:]), feed.epoch(), strict=True):
             assert batch.data["images"].dtype == jnp.uint8
             loss, gradients = pipeline.value_and_grad(sharded, batch.data)
-            chosen = order.rows(place).indices.reshape(-1)
             wanted, of_dense = dense_step(weights, source["images"][chosen], source["target"][chosen])
             np.testing.assert_allclose(loss, wanted, rtol=1e-5)
             for name, gradient in pipeline.unshard(gradients).items():

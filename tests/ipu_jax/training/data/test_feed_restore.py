@@ -1,7 +1,6 @@
 """Test a feed that continues from the very end of an epoch, or of all data, against batches worked out by hand.
 
-Each example is its own number. The expected batches are slices of each epoch's permutation, independent of
-`ipu_jax.training.data.order`:
+Each example is its own number. The expected batches are slices of each epoch's permutation, made without a feed:
 
     26 examples, an update of 2 x 2 (replicas x micro-batch), a batch of 2 updates: 8 examples
 
