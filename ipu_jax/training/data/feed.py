@@ -315,10 +315,7 @@ class Feed:
 
     @property
     def position(self) -> Position:
-        """Return where the feed is after the last returned batch.
-
-        Its `epoch` and its `position` in the epoch, the number of examples before it there, both count from 0.
-        """
+        """Return the position after the last batch: its `epoch`, and the examples before it there, its `position`."""
         return self._position
 
     def position_after(self, updates: int) -> tuple[int, int] | None:

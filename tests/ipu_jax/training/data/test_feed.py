@@ -141,6 +141,7 @@ def test_any_number_of_instances_goes_on_where_others_stopped(remainder, before,
 def test_a_goal_among_examples_that_are_left_out_needs_no_further_update(remainder, per_epoch):
     feed = Feed(numbers(10), mesh=make_mesh(1, 1), micro_batch=3, remainder=remainder)
     assert [feed.updates_to(epoch, 10) for epoch in range(3)] == [per_epoch, 2 * per_epoch, 3 * per_epoch]
+    assert [feed.position_after(per_epoch + more) for more in (-1, 0, 1)] == [(0, 3 * per_epoch - 3), (1, 0), (1, 3)]
 
 
 def test_what_fills_up_is_said_to():

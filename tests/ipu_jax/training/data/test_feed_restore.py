@@ -71,6 +71,7 @@ def test_a_feed_goes_on_from_the_end_of_an_epoch_and_of_all_data(
     expected = by_hand(count, remainder, per_update=per_update, per_batch=per_update * iterations, shuffle=shuffle)
     assert len(expected) == EPOCHS * per_epoch
     with Feed(source(count), **options, epochs=EPOCHS) as feed:
+        assert len(feed) == per_epoch
         states = [feed.state()]
         for _ in itertools.islice(feed, 60):
             states.append(feed.state())
