@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 from ipu_jax import make_mesh
 from ipu_jax.core.layout.arrays import placed
 from ipu_jax.core.layout.layout import PackedLayout
-from ipu_jax.core.layout.packing import Sharded, read, shard_tree, specs_of, unshard_tree
+from ipu_jax.core.layout.packing import Sharded, shard_tree, specs_of, unshard_tree
 from support.refusals import refusals, refused
 
-F32, BF16, F16 = "float32", "bfloat16", "float16"
+F32, BF16 = "float32", "bfloat16"
 
 
 def arrays(shapes, dtype=F32, seed=0):
@@ -59,52 +59,7 @@ def nbytes(tree) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
-# round trips
-
-TREES = {
-    "like": ({"a": {"w": (4, 5)}, "b": {"w": (4, 5)}}, {"a": 0, "b": 1}),
-    "unlike": ({"a": {"w0": (7, 5), "b0": (5,), "w1": (5, 3)}, "b": [(3, 2), (2,)]}, {"a": 0, "b": 1}),
-    "a scalar beside an array": ({"a": (), "b": (3,)}, {"a": 0, "b": 1}),
-    "scalars alone": ({"a": (), "b": ()}, {"a": 0, "b": 1}),
-    "a scalar among arrays": ({"a": {"gain": (), "w": (2,)}, "b": {"w": (2,)}}, {"a": 0, "b": 1}),
-    "one scalar": ({"a": ()}, {"a": 0}),
-    "empty groups": ({"a": {}, "b": {"w": (3,)}, "c": []}, {"a": 0, "b": 1, "c": 1}),
-    "empty arrays": ({"a": {"e": (0, 3), "w": (2,)}, "b": (2, 3)}, {"a": 0, "b": 1}),
-    "several groups an IPU": ({"a": (3, 2), "b": (2, 3), "c": (5,), "d": (3, 2)}, {"a": 0, "b": 0, "c": 0, "d": 1}),
-    "an IPU without weights": ({"a": (3, 2), "b": (4,)}, {"a": 0, "b": 2}),
-    "dtypes mixed": (
-        {"a": {"w": (BF16, (4, 3)), "b": (F32, (3,)), "s": (F16, ())}, "b": {"w": (F16, (6,)), "b": (BF16, (12,))}},
-        {"a": 0, "b": 1},
-    ),
-    "a leaf that fills a flat slot": ({"a": (6, 2), "b": (3, 4), "c": (5,)}, {"a": 0, "b": 1, "c": 2}),
-}
-
-
-@pytest.mark.parametrize(
-    ("shapes", "owners", "replicas"), [(*tree, 1 + i % 2) for i, tree in enumerate(TREES.values())], ids=TREES
-)
-def test_what_is_placed_comes_back(shapes, owners, replicas):
-    params = arrays(shapes)
-    assert_same(unshard_tree(put(params, owners, ipus=4, replicas=replicas)), params)
-
-
-@pytest.mark.parametrize(
-    ("rows", "ipus", "dim"), [(10, 4, 0), (10, 4, 1), (3, 8, 0), (8, 4, 1), (1, 8, 1), (5, 1, 0), (0, 2, 1)]
-)
-def test_a_ragged_concurrent_dim_comes_back(rows, ipus, dim):
-    shape = (rows, 6) if dim == 0 else (6, rows)
-    params = {"head": {"w": jnp.arange(1, 6 * rows + 1, dtype=F32).reshape(shape), "gain": jnp.float32(2)}}
-    sharded = put(params, {"head": None}, {"head": {"w": P(*[None] * dim, "ipu"), "gain": P()}}, ipus)
-    assert_same(unshard_tree(sharded), params)
-
-    gain, w = sharded.arrays
-    each = -(-rows // ipus)
-    assert w.shape[dim] == each * ipus
-    np.testing.assert_array_equal(np.take(w, range(rows, each * ipus), axis=dim), 0)
-    for shard in w.addressable_shards:
-        assert shard.data.shape[dim] == each
-    assert all(shard.data == 2 for shard in gain.addressable_shards)
-    assert len(gain.addressable_shards) == ipus
+# round trips; random trees are in tests/random_programs, kind layouts
 
 
 def test_one_spec_serves_a_whole_group_and_a_prefix_a_part_of_it():
@@ -210,20 +165,6 @@ def test_a_sharded_is_a_pytree_that_keeps_its_layout():
 # bytes
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_each_ipu_holds_its_row_and_no_other(replicas):
-    params = {f"s{k}": jnp.full((3, 2 + k), k + 1.0) for k in range(4)}
-    sharded = put(params, {f"s{k}": k for k in range(4)}, ipus=4, replicas=replicas)
-    (slot,) = sharded.arrays
-    assert len(slot.addressable_shards) == 4 * replicas
-    for shard in slot.addressable_shards:
-        k = shard.device.id % 4
-        assert shard.data.shape == (1, 15)
-        assert shard.index[0] == slice(k, k + 1)
-        size = 3 * (2 + k)
-        np.testing.assert_array_equal(shard.data[0], [k + 1.0] * size + [0.0] * (15 - size))
-
-
 @pytest.mark.parametrize(
     ("shapes", "of_all"),
     [
@@ -244,17 +185,6 @@ def test_numpy_float64_weights_share_their_slots_with_float32():
     params = {"a": np.ones((6, 6)), "b": jnp.ones((6, 6))}
     sharded = put(params, {"a": 0, "b": 1})
     assert bytes_per_device(sharded) == [4 * 36] * 2
-
-
-# inside the program
-
-
-@pytest.mark.parametrize(("shapes", "owners"), TREES.values(), ids=TREES)
-def test_reading_an_ipus_rows_gives_its_groups(shapes, owners):
-    params = arrays(shapes)
-    sharded = put(params, owners, ipus=4)
-    for group in sharded.layout.groups:
-        assert_same(read([slot[owners[group.name]] for slot in sharded.arrays], group), params[group.name])
 
 
 @pytest.mark.parametrize(
