@@ -5,14 +5,14 @@ from typing import Any, NamedTuple, Protocol
 
 from jax.sharding import Mesh
 
-from ipu_jax.base.annotations import Batch, Function, Params, Tree, Value
+from ipu_jax.base.annotations import Function, Params, Tree, Value
 from ipu_jax.base.showing import counted
 from ipu_jax.core.layout.blocks import Blocks
+from ipu_jax.core.layout.packing import Sharded
 from ipu_jax.core.layout.place import Place
 from ipu_jax.core.options import Reduction
+from ipu_jax.core.stage import Stage
 from ipu_jax.core.step_args import StepArgs, given_dims
-from ipu_jax.training.update.nonfinite import UpdateFlags
-from ipu_jax.training.update.state import TrainState
 
 
 class Gradients(NamedTuple):
@@ -40,6 +40,7 @@ class Model(Protocol):
         kind: a name for the line of `describe`.
         runs: the `Pipeline` or `Replicas`, with all its replicas and in the step's precision.
         random: whether it takes a key.
+        stages: the model as stages; a loss function is a single one.
         state_groups: the names of the stages' state.
         takes_unused_key: whether it takes a key that nothing reads.
         mesh, replicas, m, reduction: as `runs` has them; `m` is its gradient accumulation.
@@ -58,13 +59,13 @@ class Model(Protocol):
         on_ipus: map a program over the IPUs of all replicas; the result takes and returns global arrays.
         gradients: return this replica's loss and gradients; its batch has leaves (M, micro-batch, ...). It raises
             `ValueError` if the loss is `weighted`, and a stage adds a loss that has no count.
-        probed: run an update with probes inside `jax.jit`, and return their flags; the arguments have all dims.
-        flags: return the flags by name, from what `probed` returned, on the host.
+        sharded: return placed weights as `stages` read them.
     """
 
     kind: str
     runs: Any
     random: bool
+    stages: tuple[Stage, ...]
     state_groups: Sequence[str]
     takes_unused_key = False
     mesh: Mesh
@@ -89,8 +90,7 @@ class Model(Protocol):
     def assembled(self, placed: Params, leaves: Sequence[Value]) -> Params: ...
     def on_ipus(self, program: Function, *, in_specs: Tree, out_specs: Tree) -> Function: ...
     def gradients(self, args: StepArgs, loss_cotangent: Value, *, weighted: bool) -> Gradients: ...
-    def probed(self, args: StepArgs, loss_cotangent: Value, *, weighted: bool) -> Tree: ...
-    def flags(self, state: TrainState, batch: Batch, results: Tree) -> UpdateFlags: ...
+    def sharded(self, params: Params) -> Sharded: ...
 
     def describe(self) -> str:
         """Return a line about the kind of the model and its sizes."""

@@ -15,27 +15,26 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from ipu_jax.base.annotations import Batch, Function, Params, Tree, Value
+from ipu_jax.base.annotations import Function, Params, Tree, Value
 from ipu_jax.base.checks import in_line
 from ipu_jax.core.layout import packing
 from ipu_jax.core.layout.blocks import Blocks, blocks_of_layout, blocks_of_tree, to_blocks
-from ipu_jax.core.layout.layout import WHOLE
+from ipu_jax.core.layout.layout import WHOLE, PackedArray, PackedLayout
 from ipu_jax.core.layout.packing import Sharded
 from ipu_jax.core.layout.place import Place, places_of_layout
+from ipu_jax.core.layout.tree_parts import Part
 from ipu_jax.core.mesh.axes import over_ipus
 from ipu_jax.core.mesh.collectives import state_over_replicas
 from ipu_jax.core.mesh.instances import put_copy
 from ipu_jax.core.options import TrainOptions
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.pipeline.placed_stages import PlacedStages
+from ipu_jax.core.stage import Stage
 from ipu_jax.core.step_args import StepArgs
 from ipu_jax.training.update._accumulate import accumulate, loss_and_aux
 from ipu_jax.training.update._model import Gradients, Model
 from ipu_jax.training.update._precision import cast_floats, computing_in, function_in
-from ipu_jax.training.update._probes import ProbedPipeline, flags_of_function, flags_of_stages, run_probed_function
-from ipu_jax.training.update.nonfinite import UpdateFlags
 from ipu_jax.training.update.replicas import Replicas, over_replicas, replicate
-from ipu_jax.training.update.state import TrainState
 
 
 class PipelineModel(Model):
@@ -45,7 +44,7 @@ class PipelineModel(Model):
         stages = pipeline.stages
         groups = sorted(stage.state for stage in stages if stage.state is not None)
         super().__init__(pipeline, random=any(stage.random for stage in stages), state_groups=groups)
-        self.kind = f"Pipeline of {len(stages)} stages"
+        self.kind, self.stages = f"Pipeline of {len(stages)} stages", stages
         self.pipeline, self.placement = pipeline, pipeline.placement
         if exact:
             self.placement = dataclasses.replace(pipeline.placement, exact=True)
@@ -116,11 +115,8 @@ class PipelineModel(Model):
         stages = args.state and state_over_replicas(result.state)
         return Gradients(result.loss, aux, to_blocks(result.gradients), stages)
 
-    def probed(self, args: StepArgs, loss_cotangent: Value, *, weighted: bool) -> Tree:
-        return ProbedPipeline(self.placement, args.params.layout, weighted=weighted).run(args, loss_cotangent)
-
-    def flags(self, state: TrainState, batch: Batch, results: Tree) -> UpdateFlags:
-        return flags_of_stages(self.pipeline.stages, state, batch, results)
+    def sharded(self, params: Sharded) -> Sharded:
+        return params
 
 
 class ReplicasModel(Model):
@@ -172,11 +168,18 @@ class ReplicasModel(Model):
         loss, aux, sums = accumulate(self.loss_fn, args, loss_cotangent=loss_cotangent, random=self.random)
         return Gradients(loss, aux, jax.tree.leaves(sums), None)
 
-    def probed(self, args: StepArgs, loss_cotangent: Value, *, weighted: bool) -> Tree:
-        return run_probed_function(self, self.loss_fn, args, loss_cotangent)
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        call = lambda p, _, microbatch, **extra: self.loss_fn(p, microbatch, **extra)
+        return (Stage(call, "params", random="same" if self.random else False, recompute="none"),)
 
-    def flags(self, state: TrainState, batch: Batch, results: Tree) -> UpdateFlags:
-        return flags_of_function(state, batch, results)
+    def sharded(self, params: Tree) -> Sharded:
+        leaves, treedef = jax.tree.flatten(params)
+        of_group = {"params": [Part(i) for i in range(len(leaves))]}
+        layout = PackedLayout.of("params", params, of_group, treedefs={"params": treedef})
+        layout = layout.changed(lambda leaf: dataclasses.replace(leaf, array=leaf.number))
+        arrays = tuple(PackedArray(leaf.shape, leaf.dtype, is_slot=False) for leaf in layout.leaves)
+        return Sharded(leaves, dataclasses.replace(layout, ipus=1, arrays=arrays))
 
 
 def model_for(model: Any, options: TrainOptions) -> Model:

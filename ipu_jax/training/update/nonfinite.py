@@ -5,7 +5,7 @@
     stage 1  weights ok  batch x: NaN  output: NaN
     loss NaN
 
-Nothing here runs on an IPU: `_probes.py` collects the flags.
+Nothing here runs on an IPU: `_replay.py` collects the flags.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ class StageFlags:
     Attributes:
         weights, batch, state: the values that the stage reads.
         outputs, new_state: the values that it returns.
-        input_gradients, weight_gradients: the gradients that training computes in its backward.
+        gradients: the gradients that training computes in its backward, of micro-batches up to the first bad one.
     """
 
     weights: Mapping[str, npt.NDArray[np.bool_]] = dataclasses.field(default_factory=dict)
@@ -78,8 +78,7 @@ class StageFlags:
     state: Mapping[str, npt.NDArray[np.bool_]] = dataclasses.field(default_factory=dict)
     outputs: Mapping[str, npt.NDArray[np.bool_]] = dataclasses.field(default_factory=dict)
     new_state: Mapping[str, npt.NDArray[np.bool_]] = dataclasses.field(default_factory=dict)
-    input_gradients: Mapping[str, npt.NDArray[np.bool_]] = dataclasses.field(default_factory=dict)
-    weight_gradients: Mapping[str, npt.NDArray[np.bool_]] = dataclasses.field(default_factory=dict)
+    gradients: Mapping[str, npt.NDArray[np.bool_]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -163,7 +162,7 @@ def _forward(flags: UpdateFlags, is_bad: npt.NDArray[np.bool_]) -> Iterator[tupl
 def _backward(flags: UpdateFlags) -> Iterator[tuple[int, int, int, str]]:
     """Yield (micro-batch, -stage, replica, what) of gradients; the smallest is the first in the backward pass."""
     for number, stage in enumerate(flags.stages):
-        for name, flag in (*stage.weight_gradients.items(), *stage.input_gradients.items()):
+        for name, flag in stage.gradients.items():
             for replica, microbatch in np.argwhere(flag):
                 yield int(microbatch), -number, int(replica), f"the gradient of {name}"
 

@@ -39,7 +39,7 @@ from ipu_jax.training.update._alike import Alike
 from ipu_jax.training.update._arguments import Arguments
 from ipu_jax.training.update._decision import BatchesInFlight
 from ipu_jax.training.update._model import Model
-from ipu_jax.training.update._probes import Diagnosis
+from ipu_jax.training.update._replay import Replay
 from ipu_jax.training.update._state_placer import StatePlacer, with_average
 from ipu_jax.training.update._update_program import Iteration, clip
 from ipu_jax.training.update.models import model_for, specs_of
@@ -108,8 +108,8 @@ class TrainStep:
         self._averaged = jax.jit(self._run_average)
         on_all = NamedSharding(self.mesh, PartitionSpec())
         self._placed_ends = functools.lru_cache(64)(lambda made: put(_ends(made), on_all))
-        self._diagnosis = Diagnosis(self._model, options)
-        self._batches = None if options.on_nonfinite is None else BatchesInFlight(options, self._diagnosis.find)
+        self._replay = Replay(self._model, options)
+        self._batches = None if options.on_nonfinite is None else BatchesInFlight(options, self._replay.find)
 
     @property
     def mesh(self) -> Mesh:
@@ -333,7 +333,7 @@ class TrainStep:
         update 1, replica 0, micro-batch 1: the loss is -inf
         """
         arrays = self._arguments.batch_of_update(state, batch)
-        return self._diagnosis.find(state, arrays, int(state.step) + 1 if step is None else step)
+        return self._replay.find(state, arrays, int(state.step) + 1 if step is None else step)
 
     @jax.transfer_guard("allow")  # the caller asks for this transfer
     def loss(self, state: TrainState, batch: Batch, *, key: Key = None, ema: bool = False) -> Tree:
