@@ -73,8 +73,8 @@ class Model(Protocol):
     m: int
     reduction: Reduction
 
-    def __init__(self, runs: Any, *, random: bool, state_groups: Sequence[str] = ()):
-        self.runs, self.random, self.state_groups = runs, random, state_groups
+    def __init__(self, runs: Any, stages: tuple[Stage, ...], *, random: bool, state_groups: Sequence[str] = ()):
+        self.runs, self.stages, self.random, self.state_groups = runs, stages, random, state_groups
         self.mesh, self.replicas = runs.mesh, runs.replicas
         self.m, self.reduction = runs.options.gradient_accumulation, runs.options.reduction
 

@@ -43,8 +43,8 @@ class PipelineModel(Model):
     def __init__(self, pipeline: Pipeline, *, exact: bool):
         stages = pipeline.stages
         groups = sorted(stage.state for stage in stages if stage.state is not None)
-        super().__init__(pipeline, random=any(stage.random for stage in stages), state_groups=groups)
-        self.kind, self.stages = f"Pipeline of {len(stages)} stages", stages
+        super().__init__(pipeline, stages, random=any(stage.random for stage in stages), state_groups=groups)
+        self.kind = f"Pipeline of {len(stages)} stages"
         self.pipeline, self.placement = pipeline, pipeline.placement
         if exact:
             self.placement = dataclasses.replace(pipeline.placement, exact=True)
@@ -125,7 +125,9 @@ class ReplicasModel(Model):
     kind = "loss function"
 
     def __init__(self, runs: Replicas):
-        super().__init__(runs, random=runs.random)
+        call = lambda p, _, microbatch, **extra: runs.loss_fn(p, microbatch, **extra)
+        stage = Stage(call, "params", random="same" if runs.random else False, recompute="none")
+        super().__init__(runs, (stage,), random=runs.random)
         self.replicated, self.loss_fn = runs, runs.loss_fn
 
     def check(self, given: StepArgs) -> None:
@@ -167,11 +169,6 @@ class ReplicasModel(Model):
     def gradients(self, args: StepArgs, loss_cotangent: Value, *, weighted: bool) -> Gradients:
         loss, aux, sums = accumulate(self.loss_fn, args, loss_cotangent=loss_cotangent, random=self.random)
         return Gradients(loss, aux, jax.tree.leaves(sums), None)
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        call = lambda p, _, microbatch, **extra: self.loss_fn(p, microbatch, **extra)
-        return (Stage(call, "params", random="same" if self.random else False, recompute="none"),)
 
     def sharded(self, params: Tree) -> Sharded:
         leaves, treedef = jax.tree.flatten(params)
