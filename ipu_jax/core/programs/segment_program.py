@@ -43,10 +43,12 @@ def split_floats(tree: Tree) -> _Split:
 
     Only the floating leaves have gradients.
     """
-    return _split(tree, [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in map(_as_array, jax.tree.leaves(tree))])
+    return split_marked(
+        tree, [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in map(_as_array, jax.tree.leaves(tree))]
+    )
 
 
-def _split(tree: Tree, first: Sequence[bool]) -> _Split:
+def split_marked(tree: Tree, first: Sequence[bool]) -> _Split:
     """Return the marked leaves, the others, and a function that joins both into the tree again."""
     leaves, treedef = jax.tree.flatten(tree)
 
@@ -261,7 +263,7 @@ def trace_forward(segment: Segment, args: Tree, shards: Tree, trained: Sequence[
         call = lambda params, x: call_segment(segment, params, x, inputs, state, last)
         if not segment.backward:
             return call(params, x), None
-        weights, frozen, join = _split(params, trained)
+        weights, frozen, join = split_marked(params, trained)
         x_floats, x_others, join_x = split_floats(x)
 
         def differentiable(weights: list[Value], x_floats: list[Value]) -> tuple[list[Value], SegmentResults]:

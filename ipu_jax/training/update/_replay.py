@@ -12,6 +12,7 @@ part, an IPU holds the weights of one stage, and the messages of one micro-batch
 """
 
 import collections
+import itertools
 from collections.abc import Iterable, Sequence
 
 import jax
@@ -25,7 +26,7 @@ from ipu_jax.base.annotations import Batch, Tree, Value
 from ipu_jax.base.jaxprs import shape_of
 from ipu_jax.base.keys import with_keys, without_keys
 from ipu_jax.core.layout import packing
-from ipu_jax.core.layout.layout import WHOLE, PackedLayout
+from ipu_jax.core.layout.layout import WHOLE, Leaf, PackedLayout
 from ipu_jax.core.layout.packing import Sharded
 from ipu_jax.core.mesh.axes import over_ipus
 from ipu_jax.core.mesh.collectives import broadcast
@@ -33,15 +34,14 @@ from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.mesh.instances import on_host
 from ipu_jax.core.options import TrainOptions
 from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, call_segment, keys_of, one_by_one
-from ipu_jax.core.programs.segment_program import split_floats
+from ipu_jax.core.programs.segment_program import split_floats, split_marked
 from ipu_jax.core.step_args import StepArgs
 from ipu_jax.training.update._accumulate import counts_of
 from ipu_jax.training.update._model import Model
 from ipu_jax.training.update._precision import current_scale, widened
-from ipu_jax.training.update.nonfinite import NonFinite, StageFlags, UpdateFlags, first_nonfinite
+from ipu_jax.training.update.nonfinite import NonFinite, StageFlags, first_nonfinite
 from ipu_jax.training.update.state import TrainState
 
-_INPUT = "its input"
 _OF_REPLICA, _ROWS = PartitionSpec(REPLICA_AXIS), PartitionSpec((REPLICA_AXIS, IPU_AXIS))
 
 
@@ -61,7 +61,7 @@ class Replay:
             axes = (REPLICA_AXIS, IPU_AXIS)
             self._mesh = Mesh(self._mesh.devices[:, None], axes, axis_types=(AxisType.Auto, AxisType.Auto))
         self._segments = one_by_one(model.stages)
-        self._enter, self._run = jax.jit(self._entered), jax.jit(self._task, static_argnums=(0, 1))
+        self._enter, self._run = jax.jit(self._entered), jax.jit(self._task, static_argnums=0)
 
     @facts.during("finding what was not finite")
     def find(self, state: TrainState, batch: Batch, step: int) -> NonFinite | None:
@@ -75,8 +75,7 @@ class Replay:
         key = jax.random.fold_in(state.key, step - 1) if self._model.random else None
         given = StepArgs(self._model.sharded(state.params), batch, state.stages or Sharded([], PackedLayout()), key)
         start, dloss = self._enter(given, current_scale(self._options, state.scale))
-        count, args = len(self._segments), start
-        losses, forward, backward = [], [], [[{}] * count]
+        args, losses, forward, backward = start, [], [], [[{}] * len(self._segments)]
         for m in range(self._model.m):
             _, args, loss, sizes = self._through(m, args)
             losses.append(on_host(loss).reshape(self._model.replicas, -1)[:, 0])
@@ -85,22 +84,16 @@ class Replay:
             args, backward = start, []
             for m in range(self._model.m):
                 tasks, args, *_ = self._through(m, args)
-                dy, sizes = dloss, [{}] * count
-                for number in reversed(range(count)):
-                    dy, found = self._run(number, "B", m, *tasks[number], dy)
-                    sizes[number] = self._of_replicas(number, found)
-                backward.append(sizes)
-                if not np.isfinite([size for of in sizes for size in of.values()]).all():
+                backward.append(self._back_through(m, tasks, dloss))
+                if not np.isfinite(jax.tree.leaves(backward[-1])).all():
                     break
-        sums = collections.Counter[str]()
-        for name, size in (of for sizes in backward for of_stage in sizes for of in of_stage.items()):
-            with np.errstate(over="ignore"):
-                sums[name] += size.sum() * (name != _INPUT)
-        both = zip(_of_microbatches(forward), _of_microbatches(backward), strict=True)
-        stages = [StageFlags(**flags, gradients=gradients) for flags, gradients in both]
+        values, gradients = _stacked(forward), _stacked(backward)
+        with np.errstate(over="ignore"):
+            bound = sum(size.sum() for size in jax.tree.leaves(gradients))
+        are_bad = jax.tree.map(lambda size: ~np.isfinite(size), (values, gradients))
+        stages = [StageFlags(**of_stage, gradients=own) for of_stage, own in zip(*are_bad, strict=True)]
         names = [segment.name for segment in self._segments] if isinstance(state.params, Sharded) else None
-        is_finite = bool(np.isfinite([*sums.values()]).all())
-        return first_nonfinite(step, UpdateFlags(np.stack(losses, 1), stages, names, is_finite))
+        return first_nonfinite(step, np.stack(losses, 1), stages, names, sums_are_finite=bool(np.isfinite(bound)))
 
     def _through(self, m: int, args: StepArgs) -> tuple[list[tuple[StepArgs, Tree]], StepArgs, Value, list[Tree]]:
         """Run F of all stages.
@@ -112,17 +105,28 @@ class Replay:
         x, tasks, sizes = NO_MESSAGE, list[tuple[StepArgs, Tree]](), list[Tree]()
         for number in range(len(self._segments)):
             tasks.append((args, x))
-            (x, state), found = self._run(number, "F", m, args, x)
+            (x, state), found = self._run(number, m, args, x)
             args = args._replace(state=state)
-            sizes.append({kind: self._of_replicas(number, of_kind) for kind, of_kind in found.items()})
+            sizes.append(self._of_replicas(number, found))
         return tasks, args, x, sizes
 
-    def _of_replicas(self, number: int, sizes: dict[str, Value]) -> dict[str, np.ndarray]:
+    def _back_through(self, m: int, tasks: Sequence[tuple[StepArgs, Tree]], dy: list[Value]) -> list[Tree]:
+        """Run B of all stages, the last one first. Return per stage the sizes of its gradients."""
+        sizes = list[Tree]()
+        for number, task in reversed([*enumerate(tasks)]):
+            dy, found = self._run(number, m, *task, dy)
+            sizes.insert(0, self._of_replicas(number, found))
+        return sizes
+
+    def _of_replicas(self, number: int, sizes: Tree) -> Tree:
         """Return the sizes of a stage's values on each replica, (replicas,): of a concurrent stage, added over IPUs."""
-        place, replicas = self._segments[number].place, self._model.replicas
-        by_ipu = {name: on_host(size).reshape(replicas, -1) for name, size in sizes.items()}
+
+        def of_replicas(rows: Value) -> np.ndarray:
+            by_ipu, place = on_host(rows).reshape(self._model.replicas, -1), self._segments[number].place
+            return by_ipu.sum(1) if place is None else by_ipu[:, place]
+
         with np.errstate(over="ignore"):
-            return {name: size.sum(1) if place is None else size[:, place] for name, size in by_ipu.items()}
+            return jax.tree.map(of_replicas, sizes)
 
     # the programs
 
@@ -135,72 +139,83 @@ class Replay:
         batch, (arrays, dloss) = mapped(given.entered(self._model.replicas).batch, given.state, dloss)
         return given._replace(batch=batch, state=Sharded(arrays, given.state.layout)), dloss
 
-    def _task(self, number: int, kind: str, m: Value, given: StepArgs, x: Tree, dy: Sequence[Value] = ()) -> Tree:
-        """Run F or B of a stage for micro-batch `m`.
+    def _task(self, number: int, m: Value, given: StepArgs, x: Tree, dy: list[Value] | None = None) -> Tree:
+        """Run F of a stage for micro-batch `m`, or its B from the cotangents of the floating leaves of y.
 
         Returns:
-            `(y, new state)` and the sizes of the values that F reads and returns, by kind; or the floating leaves of
-            dx, and the sizes of the gradients. Of the last stage, y is the loss.
+            `(y, new state)`, or the gradients of the floating leaves of x; and the sizes of what F reads and returns,
+            by kind, or of the gradients. The y of the last stage is the loss.
         """
-        segment, is_last, params = self._segments[number], number == len(self._segments) - 1, given.params.layout
-        place, group_of = segment.place, given.state.layout.group
-        leaves = [leaf for name in segment.groups for leaf in params.group(name).leaves]
-        earlier = {name for before in self._segments[:number] for name in before.groups}
-        # the step computes the gradient of x only if an earlier stage has trained weights
-        reads_dx = any(not leaf.frozen for name in earlier for leaf in params.group(name).leaves)
 
-        def program(m: Value, args: StepArgs, x: Tree, dy: Sequence[Value]) -> Tree:
+        def program(m: Value, args: StepArgs, x: Tree, dy: list[Value] | None) -> Tree:
             args, x, dy = args.of_replica(), *_own((x, dy))
-            weights = _read(segment.groups, packing.arrays_of(args.params), params)
-            states = _own(args.state.arrays)
-            state = _read(segment.state_groups, states, given.state.layout)
-            keys = keys_of(args.key, lax.axis_index(REPLICA_AXIS), m, [number], segment.stages)
-            inputs = MicrobatchInputs(jax.tree.map(lambda leaf: leaf[m], args.batch), keys)
-            values, treedef = jax.tree.flatten(weights)
-            trained = [i for i, leaf in enumerate(leaves) if not leaf.frozen]
-            floats, others, join = split_floats(x)
+            return _rows(self._forward(number, m, args, x) if dy is None else self._backward(number, m, args, x, dy))
 
-            def call(trained_values: list[Value], floats: list[Value]) -> tuple[list[Value], Tree]:
-                own = dict(enumerate(values)) | dict(zip(trained, trained_values, strict=True))
-                own = jax.tree.unflatten(treedef, own.values())
-                results = call_segment(segment, own, join(floats, others), inputs, state, is_last)
-                return split_floats(results.y)[0], results
-
-            y, vjp, results = jax.vjp(call, [values[i] for i in trained], floats, has_aux=True)
-            if kind == "B":
-                parts = lax.axis_size(IPU_AXIS) if place is None else 1
-                gradients, dx = vjp([leaf.astype(of.dtype) / parts for leaf, of in zip(dy, y, strict=True)])
-                dx = lax.psum(dx, IPU_AXIS) if place is None else _of_place(place, dx)
-                named = [(leaves[i].path, g) for i, g in zip(trained, gradients, strict=True)]
-                return _rows((dx, _sizes([*named, *((_INPUT, leaf) for leaf in dx if reads_dx)])))
-            outputs = jax.tree.leaves(results.y)
-            if is_last and self._options.weighted:
-                outputs.append(counts_of(results.aux.get(segment.name), dims=0))
-            named = [(f"batch{jax.tree_util.keystr(p)}", v) for p, v in jax.tree.leaves_with_path(inputs.microbatch)]
-            of_state = [leaf.path for name in segment.state_groups for leaf in group_of(name).leaves]
-            of_state = [f"stages{path.removeprefix('state')}" for path in of_state]
-            sizes = {
-                "weights": _sizes(zip((leaf.path for leaf in leaves), values, strict=True)),
-                "batch": _sizes(named),
-                "state": _sizes(zip(of_state, jax.tree.leaves(state), strict=True)),
-                "new_state": _sizes(zip(of_state, jax.tree.leaves(results.state), strict=True)),
-                "outputs": _sizes((str(i), output) for i, output in enumerate(outputs)),
-            }
-            is_here = True if place is None else lax.axis_index(IPU_AXIS) == place
-            for name in segment.state_groups:
-                new = packing.write(states, group_of(name), results.state[name], jnp.int32(0))
-                states = [jnp.where(is_here, *both) for both in zip(new, states, strict=True)]
-            message = _of_place(place, widened(results.y) if is_last else results.y)
-            return _rows(((message, Sharded(states, given.state.layout)), sizes))
-
-        args = StepArgs(packing.specs_of(params), _OF_REPLICA, _ROWS, WHOLE)
+        args = StepArgs(packing.specs_of(given.params.layout), _OF_REPLICA, _ROWS, WHOLE)
         mapped = over_ipus(program, self._mesh, in_specs=(WHOLE, args, _ROWS, _ROWS), out_specs=_ROWS)
         return mapped(m, given, x, dy)
 
+    def _arguments(self, number: int, m: Value, args: StepArgs) -> tuple[Tree, MicrobatchInputs, Tree]:
+        """Return a stage's weights, inputs and state."""
+        segment = self._segments[number]
+        weights = _read(segment.groups, packing.arrays_of(args.params), args.params.layout)
+        keys = keys_of(args.key, lax.axis_index(REPLICA_AXIS), m, [number], segment.stages)
+        inputs = MicrobatchInputs(jax.tree.map(lambda leaf: leaf[m], args.batch), keys)
+        return weights, inputs, _read(segment.state_groups, _own(args.state.arrays), args.state.layout)
 
-def _of_microbatches(sizes: Sequence[Sequence[Tree]]) -> list[Tree]:
-    """Return per stage flags (replicas, M): whether the sizes of each micro-batch and stage are not finite."""
-    return [jax.tree.map(lambda *of: ~np.isfinite(np.stack(of, 1)), *of_stage) for of_stage in zip(*sizes, strict=True)]
+    def _forward(self, number: int, m: Value, args: StepArgs, x: Tree) -> Tree:
+        segment, is_last, layout = self._segments[number], number == len(self._segments) - 1, args.state.layout
+        weights, inputs, state = self._arguments(number, m, args)
+        results = call_segment(segment, weights, x, inputs, state, is_last)
+        is_weighted = is_last and self._options.weighted
+        counts = counts_of(results.aux.get(segment.name), dims=0) if is_weighted else None
+        batch = jax.tree.leaves_with_path(inputs.microbatch)
+        of_state = [f"stages{leaf.path.removeprefix('state')}" for leaf in _leaves(segment.state_groups, layout)]
+        sizes = {
+            "weights": _sizes((leaf.path for leaf in _leaves(segment.groups, args.params.layout)), weights),
+            "batch": _sizes((f"batch{jax.tree_util.keystr(path)}" for path, _ in batch), inputs.microbatch),
+            "state": _sizes(of_state, state),
+            "new_state": _sizes(of_state, results.state),
+            "outputs": _sizes(map(str, itertools.count()), (results.y, counts)),
+        }
+        states = before = _own(args.state.arrays)
+        for name in segment.state_groups:
+            states = packing.write(states, layout.group(name), results.state[name], jnp.int32(0))
+        if segment.place is not None:
+            is_here = lax.axis_index(IPU_AXIS) == segment.place
+            states = [jnp.where(is_here, *both) for both in zip(states, before, strict=True)]
+        y = _of_place(segment.place, widened(results.y) if is_last else results.y)
+        return (y, Sharded(states, layout)), sizes
+
+    def _backward(self, number: int, m: Value, args: StepArgs, x: Tree, dy: list[Value]) -> Tree:
+        segment, is_last, layout = self._segments[number], number == len(self._segments) - 1, args.params.layout
+        weights, inputs, state = self._arguments(number, m, args)
+        leaves = _leaves(segment.groups, layout)
+        trained, frozen, join = split_marked(weights, [not leaf.frozen for leaf in leaves])
+        floats, others, join_x = split_floats(x)
+
+        def call(trained: list[Value], floats: list[Value]) -> list[Value]:
+            given = join(trained, frozen), join_x(floats, others), inputs, state
+            return split_floats(call_segment(segment, *given, is_last).y)[0]
+
+        y, vjp = jax.vjp(call, trained, floats)
+        parts = 1 if segment.place is not None else lax.axis_size(IPU_AXIS)
+        gradients, dx = vjp([leaf.astype(of.dtype) / parts for leaf, of in zip(dy, y, strict=True)])
+        dx = lax.psum(dx, IPU_AXIS) if segment.place is None else _of_place(segment.place, dx)
+        sizes = _sizes((leaf.path for leaf in leaves if not leaf.frozen), gradients)
+        earlier = [name for before in self._segments[:number] for name in before.groups]
+        if not all(leaf.frozen for leaf in _leaves(earlier, layout)):  # otherwise the step has no such gradient
+            sizes |= _sizes(itertools.repeat("its input"), dx)
+        return dx, sizes
+
+
+def _stacked(sizes: Sequence[Sequence[Tree]]) -> list[Tree]:
+    """Return per stage sizes (replicas, M), from those of each micro-batch and stage, (replicas,)."""
+    return [jax.tree.map(lambda *of: np.stack(of, 1), *of_stage) for of_stage in zip(*sizes, strict=True)]
+
+
+def _leaves(names: Iterable[str], layout: PackedLayout) -> list[Leaf]:
+    return [leaf for name in names for leaf in layout.group(name).leaves]
 
 
 # in a program
@@ -227,11 +242,10 @@ def _of_place(place: int | None, tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: with_keys(broadcast(place, without_keys(leaf)), shape_of(leaf)), tree)
 
 
-def _sizes(named: Iterable[tuple[str, Value]]) -> dict[str, Value]:
-    """Return, by name, the largest size in the floating values of this name: it is finite if all of them are."""
+def _sizes(names: Iterable[str], tree: Tree) -> dict[str, Value]:
+    """Return, by name, the largest size in the floating leaves of this name: it is finite if all of them are."""
     sizes: dict[str, Value] = collections.OrderedDict()  # jax would sort the names of a dict
-    for name, value in named:
+    for name, value in zip(names, jax.tree.leaves(tree), strict=False):
         if jnp.issubdtype(jnp.result_type(value), jnp.inexact):
-            size = widened(jnp.max(jnp.abs(value), initial=0))
-            sizes[name] = jnp.maximum(size, sizes.get(name, 0))
+            sizes[name] = jnp.maximum(widened(jnp.max(jnp.abs(value), initial=0)), sizes.get(name, 0))
     return sizes

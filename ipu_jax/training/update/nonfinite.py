@@ -81,24 +81,14 @@ class StageFlags:
     gradients: Mapping[str, npt.NDArray[np.bool_]] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class UpdateFlags:
-    """Hold the flags of all values of an update.
-
-    Attributes:
-        losses: the loss of each micro-batch, (replicas, M).
-        stages: first stage first; a plain loss function is one stage without a name.
-        names: the names of the stages, or None.
-        sums_are_finite: whether the gradients summed over micro-batches and replicas are finite.
-    """
-
-    losses: npt.NDArray[np.floating]
-    stages: Sequence[StageFlags]
-    names: Sequence[str] | None
-    sums_are_finite: bool
-
-
-def first_nonfinite(step: int, flags: UpdateFlags) -> NonFinite | None:
+def first_nonfinite(
+    step: int,
+    losses: npt.NDArray[np.floating],
+    stages: Sequence[StageFlags],
+    names: Sequence[str] | None,
+    *,
+    sums_are_finite: bool,
+) -> NonFinite | None:
     """Return the first value of an update that is not finite; None if all are finite.
 
     If a loss is not finite, values are ordered by micro-batch and, within a micro-batch, by stage. In a stage, values
@@ -108,35 +98,50 @@ def first_nonfinite(step: int, flags: UpdateFlags) -> NonFinite | None:
 
     Args:
         step: the number of the update, from 1.
-        flags: the flags of the update.
+        losses: the loss of each micro-batch, (replicas, M).
+        stages: the flags of each stage; a plain loss function is one stage without a name.
+        names: the names of the stages, or None.
+        sums_are_finite: whether the gradients summed over micro-batches and replicas are finite.
     """
-    is_bad = ~np.isfinite(flags.losses)
+
+    def named(replica: int, microbatch: int, stage: int, what: str) -> NonFinite:
+        loss = float(losses[replica, microbatch])
+        if stage == len(stages) - 1 and what == "its output":
+            what = "its loss"
+        if names is None:
+            return NonFinite(step, replica, microbatch, None, None, what.replace("its ", "the "), loss)
+        return NonFinite(step, replica, microbatch, stage, names[stage], what, loss)
+
+    is_bad = ~np.isfinite(losses)
     if is_bad.any():
-        found = min(_forward(flags, is_bad), default=None)
+        found = min(_forward(stages, is_bad), default=None)
         if found is None:
             replica, microbatch = (int(at) for at in np.argwhere(is_bad)[0])
-            return _named(step, flags, replica, microbatch, len(flags.stages) - 1, "its output")
+            return named(replica, microbatch, len(stages) - 1, "its output")
         microbatch, stage, _, replica, what = found
-        return _named(step, flags, replica, microbatch, stage, what)
-    found = min(_backward(flags), default=None)
-    if found is not None:
-        microbatch, stage, replica, what = found
-        return _named(step, flags, replica, microbatch, -stage, what)
+        return named(replica, microbatch, stage, what)
+    gradients = [
+        (int(microbatch), -number, int(replica), f"the gradient of {name}")
+        for number, stage in enumerate(stages)
+        for name, flag in stage.gradients.items()
+        for replica, microbatch in np.argwhere(flag)
+    ]
+    if gradients:
+        microbatch, stage, replica, what = min(gradients)
+        return named(replica, microbatch, -stage, what)
     with np.errstate(over="ignore"):
-        loss = float(flags.losses.sum() / flags.losses.size)
-    if not np.isfinite(loss):
-        return NonFinite(step, None, None, None, None, "the sum of the losses", loss)
-    if not flags.sums_are_finite:
-        what = "the sum of the gradients over micro-batches and replicas"
-        return NonFinite(step, None, None, None, None, what, loss)
-    return None
+        loss = float(losses.sum() / losses.size)
+    if np.isfinite(loss) and sums_are_finite:
+        return None
+    of_gradients = "the sum of the gradients over micro-batches and replicas"
+    return NonFinite(step, None, None, None, None, of_gradients if np.isfinite(loss) else "the sum of the losses", loss)
 
 
-def _forward(flags: UpdateFlags, is_bad: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int, int, int, str]]:
+def _forward(stages: Sequence[StageFlags], is_bad: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int, int, int, str]]:
     """Yield (micro-batch, stage, rank, replica, what) of values that can be the first; the smallest is the first."""
     # a replica goes wrong in its first bad micro-batch, or earlier if a stage's state goes wrong
     first_bad = np.where(is_bad.any(1), is_bad.argmax(1), -1)
-    for number, stage in enumerate(flags.stages):
+    for number, stage in enumerate(stages):
         harmful = lambda flag: flag & ~(flag & ~is_bad).any()
         causes = [
             *((f"its weight {name}", harmful(flag)) for name, flag in stage.weights.items()),
@@ -157,21 +162,3 @@ def _forward(flags: UpdateFlags, is_bad: npt.NDArray[np.bool_]) -> Iterator[tupl
                 read = [what for what, cause in causes if cause[replica, microbatch]]
                 what = read[0] if read else effect
                 yield int(microbatch), number, 0 if read else 1, int(replica), what
-
-
-def _backward(flags: UpdateFlags) -> Iterator[tuple[int, int, int, str]]:
-    """Yield (micro-batch, -stage, replica, what) of gradients; the smallest is the first in the backward pass."""
-    for number, stage in enumerate(flags.stages):
-        for name, flag in stage.gradients.items():
-            for replica, microbatch in np.argwhere(flag):
-                yield int(microbatch), -number, int(replica), f"the gradient of {name}"
-
-
-def _named(step: int, flags: UpdateFlags, replica: int, microbatch: int, stage: int, what: str) -> NonFinite:
-    loss = float(flags.losses[replica, microbatch])
-    if stage == len(flags.stages) - 1 and what == "its output":
-        what = "its loss"
-    if flags.names is None:
-        what = what.replace("its ", "the ")
-        return NonFinite(step, replica, microbatch, None, None, what, loss)
-    return NonFinite(step, replica, microbatch, stage, flags.names[stage], what, loss)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from ipu_jax import ALL_IPUS, Checkpoints, Feed, Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
 from ipu_jax.options import DynamicScale
 from ipu_jax.steps import NonFiniteLossError, NonFiniteLossWarning
-from ipu_jax.training.update.nonfinite import StageFlags, UpdateFlags, first_nonfinite
+from ipu_jax.training.update.nonfinite import StageFlags, first_nonfinite
 from support.harness import exactly
 from support.instances import run_instances
 from support.trained import bits, quick_compiles
@@ -196,20 +196,20 @@ def test_of_many_flags_the_first_counts():
     mask = np.ones((2, 4), bool)  # infinite everywhere, also where the loss is finite
     first = StageFlags(outputs={"0": mask}, state={"s": at(1, slice(1, 4))}, new_state={"s": at(1, slice(0, 4))})
     second = StageFlags(outputs={"0": bad})
-    found: Any = first_nonfinite(1, UpdateFlags(losses, [first, second], ["a", "b"], True))
+    found: Any = first_nonfinite(1, losses, [first, second], ["a", "b"], sums_are_finite=True)
     # the state went wrong in the micro-batch before the loss did
     assert (found.replica, found.microbatch, found.stage, found.what) == (1, 0, 0, "its new state s")
     second = StageFlags(outputs={"0": bad}, weights={"w": mask}, batch={"x": bad})
-    found = first_nonfinite(1, UpdateFlags(losses, [StageFlags(outputs={"0": mask}), second], ["a", "b"], True))
+    found = first_nonfinite(1, losses, [StageFlags(outputs={"0": mask}), second], ["a", "b"], sums_are_finite=True)
     assert (found.replica, found.microbatch, found.stage, found.what) == (1, 1, 1, "x")
-    found = first_nonfinite(1, UpdateFlags(losses, [StageFlags()], ["a"], True))
+    found = first_nonfinite(1, losses, [StageFlags()], ["a"], sums_are_finite=True)
     assert (found.replica, found.microbatch, found.what) == (0, 3, "its loss")
     zeros = np.zeros_like(losses)
-    assert first_nonfinite(1, UpdateFlags(zeros, [StageFlags()], None, True)) is None
-    of_sums: Any = first_nonfinite(1, UpdateFlags(zeros, [StageFlags()], None, False))
+    assert first_nonfinite(1, zeros, [StageFlags()], None, sums_are_finite=True) is None
+    of_sums: Any = first_nonfinite(1, zeros, [StageFlags()], None, sums_are_finite=False)
     assert of_sums.what == "the sum of the gradients over micro-batches and replicas"
     large = np.full((2, 4), 3e38, np.float32)
-    found = first_nonfinite(1, UpdateFlags(large, [StageFlags()], None, True))
+    found = first_nonfinite(1, large, [StageFlags()], None, sums_are_finite=True)
     assert found.what == "the sum of the losses"
 
 
