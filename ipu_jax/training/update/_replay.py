@@ -1,9 +1,9 @@
 """Run F and B of each stage of an update alone, one after the other, to name what was not finite.
 
-    micro-batch 0                    F of stage 0 -> F of 1 -> F of 2                       weights, batch, state,
-    micro-batch 1                    F of stage 0 -> F of 1 -> F of 2                       outputs, losses
-    if all losses are finite, again
-    micro-batch 0                    F of stage 0 -> F of 1 -> F of 2 -> B of 2 -> B of 1   gradients, until one is bad
+    micro-batch 0    F of stage 0 -> F of 1 -> F of 2 -> loss -> B of 2 -> B of 1 -> B of 0
+    micro-batch 1    F of stage 0 -> F of 1 -> F of 2 -> loss -> B of 2 -> B of 1 -> B of 0
+
+    a task returns the size of each value that it reads or returns      which is finite if the value is
 
 The host calls one program per task, with the update's weights, keys, state and loss scale. All IPUs of all replicas run
 it. So a concurrent stage, or one that communicates over "replica", does what it does in the update. All IPUs get the
@@ -74,33 +74,25 @@ class Replay:
         """
         key = jax.random.fold_in(state.key, step - 1) if self._model.random else None
         given = StepArgs(self._model.sharded(state.params), batch, state.stages or Sharded([], PackedLayout()), key)
-        start, dloss = self._enter(given, current_scale(self._options, state.scale))
-        args, losses, forward, backward = start, [], [], [[{}] * len(self._segments)]
+        args, dloss = self._enter(given, current_scale(self._options, state.scale))
+        losses, sizes = [], []
         for m in range(self._model.m):
-            _, args, loss, sizes = self._through(m, args)
+            args, loss, of_stages = self._through(m, args, dloss)
             losses.append(on_host(loss).reshape(self._model.replicas, -1)[:, 0])
-            forward.append(sizes)
-        if np.isfinite(losses).all():
-            args, backward = start, []
-            for m in range(self._model.m):
-                tasks, args, *_ = self._through(m, args)
-                backward.append(self._back_through(m, tasks, dloss))
-                if not np.isfinite(jax.tree.leaves(backward[-1])).all():
-                    break
-        values, gradients = _stacked(forward), _stacked(backward)
-        with np.errstate(over="ignore"):
-            bound = sum(size.sum() for size in jax.tree.leaves(gradients))
-        are_bad = jax.tree.map(lambda size: ~np.isfinite(size), (values, gradients))
-        stages = [StageFlags(**of_stage, gradients=own) for of_stage, own in zip(*are_bad, strict=True)]
+            sizes.append(of_stages)
+        of_stages = [jax.tree.map(lambda *of: np.stack(of, 1), *of_stage) for of_stage in zip(*sizes, strict=True)]
+        with np.errstate(over="ignore"):  # no sum of gradients is larger, also of the parts on a replica's IPUs
+            gradients = jax.tree.leaves([of_stage["gradients"] for of_stage in of_stages])
+            bound = self._mesh.shape[IPU_AXIS] * sum(size.sum() for size in gradients)
+        stages = [StageFlags(**of) for of in jax.tree.map(lambda size: ~np.isfinite(size), of_stages)]
         names = [segment.name for segment in self._segments] if isinstance(state.params, Sharded) else None
         return first_nonfinite(step, np.stack(losses, 1), stages, names, sums_are_finite=bool(np.isfinite(bound)))
 
-    def _through(self, m: int, args: StepArgs) -> tuple[list[tuple[StepArgs, Tree]], StepArgs, Value, list[Tree]]:
-        """Run F of all stages.
+    def _through(self, m: int, args: StepArgs, dy: list[Value]) -> tuple[StepArgs, Value, list[Tree]]:
+        """Run F of all stages, and B of all stages, for one micro-batch.
 
         Returns:
-            Per stage its arguments, and the message to it; the arguments with the new state; the loss; per stage the
-            sizes of its values.
+            The arguments with the new state, the loss, and per stage the sizes of its values, by kind.
         """
         x, tasks, sizes = NO_MESSAGE, list[tuple[StepArgs, Tree]](), list[Tree]()
         for number in range(len(self._segments)):
@@ -108,25 +100,16 @@ class Replay:
             (x, state), found = self._run(number, m, args, x)
             args = args._replace(state=state)
             sizes.append(self._of_replicas(number, found))
-        return tasks, args, x, sizes
-
-    def _back_through(self, m: int, tasks: Sequence[tuple[StepArgs, Tree]], dy: list[Value]) -> list[Tree]:
-        """Run B of all stages, the last one first. Return per stage the sizes of its gradients."""
-        sizes = list[Tree]()
         for number, task in reversed([*enumerate(tasks)]):
             dy, found = self._run(number, m, *task, dy)
-            sizes.insert(0, self._of_replicas(number, found))
-        return sizes
+            sizes[number] |= self._of_replicas(number, found)
+        return args, x, sizes
 
     def _of_replicas(self, number: int, sizes: Tree) -> Tree:
-        """Return the sizes of a stage's values on each replica, (replicas,): of a concurrent stage, added over IPUs."""
-
-        def of_replicas(rows: Value) -> np.ndarray:
-            by_ipu, place = on_host(rows).reshape(self._model.replicas, -1), self._segments[number].place
-            return by_ipu.sum(1) if place is None else by_ipu[:, place]
-
-        with np.errstate(over="ignore"):
-            return jax.tree.map(of_replicas, sizes)
+        """Return the sizes of a stage's values on each replica, (replicas,): the largest of its IPUs."""
+        place = self._segments[number].place
+        by_ipu = jax.tree.map(lambda rows: on_host(rows).reshape(self._model.replicas, -1), sizes)
+        return jax.tree.map(lambda size: size.max(1) if place is None else size[:, place], by_ipu)
 
     # the programs
 
@@ -144,7 +127,7 @@ class Replay:
 
         Returns:
             `(y, new state)`, or the gradients of the floating leaves of x; and the sizes of what F reads and returns,
-            by kind, or of the gradients. The y of the last stage is the loss.
+            or of the gradients, by kind. The y of the last stage is the loss.
         """
 
         def program(m: Value, args: StepArgs, x: Tree, dy: list[Value] | None) -> Tree:
@@ -206,12 +189,7 @@ class Replay:
         earlier = [name for before in self._segments[:number] for name in before.groups]
         if not all(leaf.frozen for leaf in _leaves(earlier, layout)):  # otherwise the step has no such gradient
             sizes |= _sizes(itertools.repeat("its input"), dx)
-        return dx, sizes
-
-
-def _stacked(sizes: Sequence[Sequence[Tree]]) -> list[Tree]:
-    """Return per stage sizes (replicas, M), from those of each micro-batch and stage, (replicas,)."""
-    return [jax.tree.map(lambda *of: np.stack(of, 1), *of_stage) for of_stage in zip(*sizes, strict=True)]
+        return dx, {"gradients": sizes}
 
 
 def _leaves(names: Iterable[str], layout: PackedLayout) -> list[Leaf]:

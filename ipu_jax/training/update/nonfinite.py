@@ -70,7 +70,7 @@ class StageFlags:
     Attributes:
         weights, batch, state: the values that the stage reads.
         outputs, new_state: the values that it returns.
-        gradients: the gradients that training computes in its backward, of micro-batches up to the first bad one.
+        gradients: the gradients that training computes in its backward.
     """
 
     weights: Mapping[str, npt.NDArray[np.bool_]] = dataclasses.field(default_factory=dict)

@@ -309,10 +309,11 @@ class TrainStep:
     def find_nonfinite(self, state: TrainState, batch: Batch, *, step: int | None = None) -> NonFinite | None:
         """Name the first value that is not finite in an update, by replica, micro-batch and stage. Nothing is updated.
 
-        Runs forward and backward again, with the update's keys, state and loss scale, on the same IPUs. The first call
-        compiles this program. It checks weights, batch, state of stages, outputs, loss and gradients.
+        Runs forward and backward of each stage again, one after the other, with the update's keys, state and loss
+        scale, on the same IPUs. The first call compiles two programs per stage. It checks weights, batch, state of
+        stages, outputs, loss and gradients.
 
-        Communicates what a call communicates. Across several instances, all of them must call it.
+        Communicates each stage's weights, and its results, among the IPUs of a replica. Across several instances, all of them must call it.
 
         Args:
             state: the state before the update, such as a stopped state.
