@@ -172,8 +172,8 @@ class ReplicasModel(Model):
 
     def sharded(self, params: Tree) -> Sharded:
         leaves, treedef = jax.tree.flatten(params)
-        of_group = {"params": [Part(i) for i in range(len(leaves))]}
-        layout = PackedLayout.of("params", params, of_group, treedefs={"params": treedef})
+        parts = jax.tree.unflatten(treedef, map(Part, range(len(leaves))))
+        layout = PackedLayout.of("params", params, {"params": parts})
         layout = layout.changed(lambda leaf: dataclasses.replace(leaf, array=leaf.number))
         arrays = tuple(PackedArray(leaf.shape, leaf.dtype, is_slot=False) for leaf in layout.leaves)
         return Sharded(leaves, dataclasses.replace(layout, ipus=1, arrays=arrays))

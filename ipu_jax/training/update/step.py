@@ -313,7 +313,8 @@ class TrainStep:
         scale, on the same IPUs. The first call compiles two programs per stage. It checks weights, batch, state of
         stages, outputs, loss and gradients.
 
-        Communicates each stage's weights, and its results, among the IPUs of a replica. Across several instances, all of them must call it.
+        Communicates each stage's weights, and its results, among the IPUs of a replica. Across several instances, all
+        of them must call it.
 
         Args:
             state: the state before the update, such as a stopped state.
