@@ -225,5 +225,7 @@ def _sizes(names: Iterable[str], tree: Tree) -> dict[str, Value]:
     sizes: dict[str, Value] = collections.OrderedDict()  # jax would sort the names of a dict
     for name, value in zip(names, jax.tree.leaves(tree), strict=False):
         if jnp.issubdtype(jnp.result_type(value), jnp.inexact):
-            sizes[name] = jnp.maximum(widened(jnp.max(jnp.abs(value), initial=0)), sizes.get(name, 0))
+            # no NaN, which the maximum over the devices of an IPU loses
+            size = jnp.max(jnp.where(jnp.isfinite(value), jnp.abs(value), jnp.inf), initial=0)
+            sizes[name] = jnp.maximum(widened(size), sizes.get(name, 0))
     return sizes
