@@ -182,6 +182,36 @@ def test_what_is_named_does_not_depend_on_ipus_and_schedule(ipus, schedule):
         assert (found.replica, found.microbatch, found.what) == (0, 1, what)
 
 
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_a_sum_of_gradients_that_overflows_is_named_and_large_values_are_not(concurrent):
+    """By hand: each gradient is x, also as the sum of what two IPUs compute, and float32 ends at 3.4e38."""
+
+    def fn(w, x, mb):
+        y = lax.psum(mb["x"] * w, "ipu") / 2 if concurrent else mb["x"] * w
+        return jnp.where(mb["mask"] > 0, y, 1.0)
+
+    stage, specs = Stage(fn, "w", ipu=ALL_IPUS if concurrent else 1), {"w": P()} if concurrent else None
+    pipeline = Pipeline([stage], mesh=make_mesh(1, 2), gradient_accumulation=2, reduction="sum", specs=specs)
+    step = make_train_step(pipeline, optax.sgd(0.1), TrainOptions(on_nonfinite="stop"))
+    state, mask = step.init({"w": np.float32(1e-30)}), np.full(2, np.finfo(np.float32).max)
+    batch = {"mask": mask, "x": np.array([1e38, 1e30], np.float32)}
+    assert step.find_nonfinite(state, batch) is None
+    found: Any = step.find_nonfinite(state, batch | {"x": np.full(2, 3e38, np.float32)})
+    assert found.what == "the sum of the gradients over micro-batches and replicas"
+
+
+def test_a_stage_runs_on_its_own_ipu():
+    """A local stage may ask where it is, and its weights may be bad anywhere else."""
+
+    def fn(w, x, mb):
+        return jnp.log(lax.axis_index("ipu") + 0 * mb[0]) * w.mean()
+
+    stages = [Stage(fn, "a", ipu=1), Stage(lambda w, x, mb: (x * w * mb).mean(), "b", ipu=0)]
+    step = make_train_step(Pipeline(stages, mesh=make_mesh(1, 2)), optax.sgd(0.1))
+    ones = np.ones(3, np.float32)
+    assert step.find_nonfinite(step.init({"a": ones, "b": ones}), ones[None]) is None
+
+
 def test_of_many_flags_the_first_counts():
     losses = np.zeros((2, 4), np.float32)
     losses[0, 3] = losses[1, 1:] = np.nan
