@@ -212,6 +212,26 @@ def test_a_stage_runs_on_its_own_ipu():
     assert step.find_nonfinite(step.init({"a": ones, "b": ones}), ones[None]) is None
 
 
+def test_each_stage_reads_the_state_that_it_wrote():
+    """Both states are in the same place, each on its own IPU: one counts by 1, and one by 10."""
+
+    def counting(by):
+        def fn(w, x, mb, *, state):
+            is_right = state["n"] == by * mb["number"]
+            return Outputs(jnp.where(is_right, w.mean(), jnp.nan), state={"n": state["n"] + by})
+
+        return fn
+
+    stages = [Stage(counting(by), name, state=name, ipu=ipu) for ipu, (name, by) in enumerate([("a", 1), ("b", 10)])]
+    step = make_train_step(Pipeline(stages, mesh=make_mesh(1, 2), gradient_accumulation=M), optax.sgd(0.1))
+    zero, batch = {"n": np.float32(0)}, {"number": np.arange(M, dtype=np.float32)}
+    state = step.init({name: np.ones(3, np.float32) for name in "ab"}, stages={"a": zero, "b": zero})
+    assert step.find_nonfinite(state, batch) is None
+    assert str(step.find_nonfinite(state, {"number": batch["number"] - 1})).startswith(
+        "update 1, replica 0, micro-batch 0"
+    )
+
+
 def test_of_many_flags_the_first_counts():
     losses = np.zeros((2, 4), np.float32)
     losses[0, 3] = losses[1, 1:] = np.nan
