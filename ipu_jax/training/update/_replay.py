@@ -3,10 +3,10 @@
     micro-batch 0    F of stage 0 -> F of 1 -> F of 2 -> loss -> B of 2 -> B of 1 -> B of 0
     micro-batch 1    F of stage 0 -> F of 1 -> F of 2 -> loss -> B of 2 -> B of 1 -> B of 0
 
-    a task returns the size of each value that it reads or returns      which is finite if the value is
+The host calls one program per task, with the update's weights, keys, state and loss scale. It returns the largest size
+in each value that the task reads or returns. The sizes of all gradients bound their sums.
 
-The host calls one program per task, with the update's weights, keys, state and loss scale. All IPUs of all replicas run
-it. So a concurrent stage, or one that communicates over "replica", does what it does in the update. All IPUs get the
+All IPUs of all replicas run a task. So a concurrent stage, or one that communicates over "replica", does what it does in the update. All IPUs get the
 weights of a local stage and run it, so that it needs no guard; the results of the stage's own IPU count. Beside its own
 part, an IPU holds the weights of one stage, and the messages of one micro-batch.
 """
