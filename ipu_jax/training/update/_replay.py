@@ -6,9 +6,9 @@
 The host calls one program per task, with the update's weights, keys, state and loss scale. It returns the largest size
 in each value that the task reads or returns. The sizes of all gradients bound their sums.
 
-All IPUs of all replicas run a task. So a concurrent stage, or one that communicates over "replica", does what it does in the update. All IPUs get the
-weights of a local stage and run it, so that it needs no guard; the results of the stage's own IPU count. Beside its own
-part, an IPU holds the weights of one stage, and the messages of one micro-batch.
+All IPUs of all replicas run a task. So a concurrent stage, or one that communicates over "replica", does what it does
+in the update. All IPUs get the weights of a local stage and run it, so that it needs no guard; the results of the
+stage's own IPU count. Beside its own part, an IPU holds the weights of one stage, and the messages of one micro-batch.
 """
 
 import collections
