@@ -36,7 +36,6 @@ from ipu_jax.core.options import TrainOptions
 from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, call_segment, keys_of, one_by_one
 from ipu_jax.core.programs.segment_program import split_floats, split_marked
 from ipu_jax.core.step_args import StepArgs
-from ipu_jax.training.update._accumulate import counts_of
 from ipu_jax.training.update._model import Model
 from ipu_jax.training.update._precision import current_scale, widened
 from ipu_jax.training.update.nonfinite import NonFinite, StageFlags, first_nonfinite
@@ -150,8 +149,6 @@ class Replay:
         segment, is_last, layout = self._segments[number], number == len(self._segments) - 1, args.state.layout
         weights, inputs, state = self._arguments(number, m, args)
         results = call_segment(segment, weights, x, inputs, state, is_last)
-        is_weighted = is_last and self._options.weighted
-        counts = counts_of(results.aux.get(segment.name), dims=0) if is_weighted else None
         batch = jax.tree.leaves_with_path(inputs.microbatch)
         of_state = [f"stages{leaf.path.removeprefix('state')}" for leaf in _leaves(segment.state_groups, layout)]
         sizes = {
@@ -159,7 +156,7 @@ class Replay:
             "batch": _sizes((f"batch{jax.tree_util.keystr(path)}" for path, _ in batch), inputs.microbatch),
             "state": _sizes(of_state, state),
             "new_state": _sizes(of_state, results.state),
-            "outputs": _sizes(map(str, itertools.count()), (results.y, counts)),
+            "outputs": _sizes(map(str, itertools.count()), results.y),
         }
         states = before = _own(args.state.arrays)
         for name in segment.state_groups:
