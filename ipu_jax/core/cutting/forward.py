@@ -125,7 +125,7 @@ class _Holders:
         self._replaces = replaces_state and state is not None
         self._parts: dict[tuple[str, int], list[tuple[str, Part]]] = {}  # per leaf, the groups with a part of it
         for name, tree in (("params", model.weights), ("state", state)):
-            for group, parts in () if tree is None else tree.held.items():
+            for group, parts in () if tree is None else tree.parts_of_groups.items():
                 for part in parts:
                     self._parts.setdefault((name, part.leaf), []).append((group, part))
 
@@ -204,14 +204,14 @@ class _Holders:
                     copied.setdefault(leaf[1], []).append(s)
             shared.append(tuple(dict.fromkeys([*self.model.stages[s].shared, *others])))
         new = [[value.part for value in division.state_of(s)] for s in range(self.count)]
-        of_groups = {} if self._state is None else self._state.held
+        of_groups = {} if self._state is None else self._state.parts_of_groups
         state = new if self._state is None else [of_groups.get(f"stage {s}", []) for s in range(self.count)]
         assert state == new or not self._replaces, f"{new} is replaced where {state} is held"
         weights = self.model.weights
         split = {leaf.part: leaf.split for leaf in weights.leaves if leaf.split is not None}
         over = OverIpus(self.model.source.ipus, split)
         self._check_split(division, over)
-        return Held(weights.held, own, shared, state, copied, over)
+        return Held(weights.parts_of_groups, own, shared, state, copied, over)
 
     def _check_split(self, division: Division, over: OverIpus) -> None:
         for s in range(self.count):

@@ -338,13 +338,7 @@ def _block_arrays(layout: PackedLayout) -> list[int]:
 
 def blocks_of_tree(params: Params, *, replicas: int) -> Blocks:
     """Return the blocks of a plain tree, which every replica of one IPU holds whole."""
-    paths, treedef = jax.tree.flatten_with_path(params)
-    leaves = tuple(
-        Leaf(f"params{jax.tree_util.keystr(path)}", tuple(leaf.shape), np.dtype(leaf.dtype).name)
-        for path, leaf in paths
-    )
-    blocks = tuple(Block(leaf.shape, leaf.dtype, (i,)) for i, leaf in enumerate(leaves))
-    return Blocks(1, replicas, blocks, leaves, treedef)
+    return blocks_of_layout(PackedLayout.of_one_ipu("params", params), replicas=replicas)
 
 
 def to_blocks(params: Params) -> list[Value]:

@@ -144,7 +144,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class PackedLayout(Shown):
-    """Where every leaf of a tree is. It is hashable, and the static part of a `Sharded`.
+    """Say where every leaf of a tree is. It is hashable, and the static part of a `Sharded`.
 
     Attributes:
         ipus: the number of IPUs of a replica; 0 before it is placed.
@@ -213,6 +213,15 @@ class PackedLayout(Shown):
         parts = jax.tree.unflatten(treedef, map(Part, range(treedef.num_leaves)))
         return cls.of(what, plain, {name: parts[name] for name in names})
 
+    @classmethod
+    def of_one_ipu(cls, what: str, tree: Tree) -> "PackedLayout":
+        """Return the layout of a plain tree, whose leaves are arrays themselves, whole on one IPU."""
+        treedef = jax.tree.structure(tree)
+        parts = jax.tree.unflatten(treedef, map(Part, range(treedef.num_leaves)))
+        layout = cls.of(what, tree, {what: parts}).changed(lambda leaf: dataclasses.replace(leaf, array=leaf.number))
+        arrays = tuple(PackedArray(leaf.shape, leaf.dtype, is_slot=False) for leaf in layout.leaves)
+        return dataclasses.replace(layout, ipus=1, arrays=arrays)
+
     def like(self, tree: Tree) -> "PackedLayout":
         """Return this layout with the dtypes of a tree of the same structure and shapes.
 
@@ -250,7 +259,7 @@ class PackedLayout(Shown):
         return self._by_name[name]
 
     @property
-    def held(self) -> dict[str, list[Part]]:
+    def parts_of_groups(self) -> dict[str, list[Part]]:
         """Return, per group, which parts of the user's tree it holds."""
         return {group.name: [leaf.part for leaf in group.leaves] for group in self.groups}
 

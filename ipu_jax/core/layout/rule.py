@@ -44,7 +44,6 @@ class LayoutRule:
         self.what, self.owners, self._tree = what, owners, tree
         self._how: dict[str, Any] = {"specs": specs, "ipus": ipus, "frozen": frozen, "axes": axes}
         self._known: dict[tuple[str, int], tuple[PackedLayout, Any]] = {}
-        self._shard = "shard" if what == "params" else "shard_state"
         self._placed = None if tree is None else placed(tree, owners, **self._how)  # raises if `specs` do not fit
 
     def layout(self, tree: Tree) -> PackedLayout:
@@ -55,15 +54,13 @@ class LayoutRule:
                 f"{what} is placed already: use it as it is, or give the whole tree, pipeline.unshard({what})"
             )
         given = PackedLayout.by_group(what, tree, [*self.owners]) if self._tree is None else self._tree.like(tree)
-        return (
-            self._placed
-            if self._placed is not None and given is self._tree
-            else placed(given, self.owners, **self._how)
-        )
+        if self._placed is not None and given is self._tree:
+            return self._placed
+        return placed(given, self.owners, **self._how)
 
     def check(self, sharded: Tree) -> None:
         """Raise `ValueError` unless a tree was sharded by this rule, but for what is frozen, and is alive."""
-        what, call = self.what, self._shard
+        what, call = self.what, "shard" if self.what == "params" else "shard_state"
         if sharded is None and what == "state":
             if self._tree is not None:
                 raise ValueError("state is missing: pass state=pipeline.shard_state(...)")

@@ -19,10 +19,9 @@ from ipu_jax.base.annotations import Function, Params, Tree, Value
 from ipu_jax.base.checks import in_line
 from ipu_jax.core.layout import packing
 from ipu_jax.core.layout.blocks import Blocks, blocks_of_layout, blocks_of_tree, to_blocks
-from ipu_jax.core.layout.layout import WHOLE, PackedArray, PackedLayout
+from ipu_jax.core.layout.layout import WHOLE, PackedLayout
 from ipu_jax.core.layout.packing import Sharded
 from ipu_jax.core.layout.place import Place, places_of_layout
-from ipu_jax.core.layout.tree_parts import Part
 from ipu_jax.core.mesh.axes import over_ipus
 from ipu_jax.core.mesh.collectives import state_over_replicas
 from ipu_jax.core.mesh.instances import put_copy
@@ -171,12 +170,7 @@ class ReplicasModel(Model):
         return Gradients(loss, aux, jax.tree.leaves(sums), None)
 
     def sharded(self, params: Tree) -> Sharded:
-        leaves, treedef = jax.tree.flatten(params)
-        parts = jax.tree.unflatten(treedef, map(Part, range(len(leaves))))
-        layout = PackedLayout.of("params", params, {"params": parts})
-        layout = layout.changed(lambda leaf: dataclasses.replace(leaf, array=leaf.number))
-        arrays = tuple(PackedArray(leaf.shape, leaf.dtype, is_slot=False) for leaf in layout.leaves)
-        return Sharded(leaves, dataclasses.replace(layout, ipus=1, arrays=arrays))
+        return Sharded(jax.tree.leaves(params), PackedLayout.of_one_ipu("params", params))
 
 
 def model_for(model: Any, options: TrainOptions) -> Model:

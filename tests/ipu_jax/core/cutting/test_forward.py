@@ -309,7 +309,7 @@ def test_a_state_that_weights_do_not_decide():
     zeros = {"ids": 0 * IDS, "logits": np.zeros((B, V), np.float32), "zeros": np.ones(2, np.float32)}
     state = zeros | {"steps": np.int32(3), "never changed": np.int32(1), "never read": np.ones(4, np.float32)}
     held = assert_state_right(3, loss_of_list, LISTED, step, state)
-    found = {held.paths[part.leaf]: name for name, parts in held.held.items() for part in parts}
+    found = {leaf.path: group.name for group in held.groups for leaf in group.leaves}
     assert found["state['logits']"] == "stage 2"
 
 

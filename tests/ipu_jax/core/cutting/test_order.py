@@ -42,7 +42,7 @@ def shares(pipe, params, apart=()):
     leaves = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree.leaves_with_path(params)]
     home = {stage.params: stage.ipu for stage in pipe.stages}
     held, total = np.zeros(pipe.mesh.size), 0
-    for group, parts in pipe.function.weights.held.items():
+    for group, parts in pipe.function.weights.parts_of_groups.items():
         for part in parts:
             path, leaf = leaves[part.leaf]
             rows = np.shape(leaf)[part.axis] if part.rows else 1
@@ -163,12 +163,7 @@ def test_marks_of_two_towers_are_places_after_both():
     loss = lambda p, x: jnp.mean(tower(p, x, stage_end) * tower(p, -x, stage_end))
     model = cut_into(4, loss, STACK, X)
     assert MOVED in str(model.described)
-    assert [part.rows for parts in model.weights.held.values() for part in parts] == [
-        (0, 2),
-        (2, 4),
-        (4, 6),
-        (6, 8),
-    ]
+    assert [leaf.part.rows for leaf in model.weights.leaves] == [(0, 2), (2, 4), (4, 6), (6, 8)]
 
 
 def test_a_table_that_most_weights_are_in_does_not_hide_the_layers():
@@ -181,7 +176,7 @@ def test_a_table_that_most_weights_are_in_does_not_hide_the_layers():
 
     model = cut_into(4, loss, params, ids)
     assert MOVED in str(model.described)
-    assert [len(parts) for name, parts in model.weights.held.items() if "shared" not in name] == [2, 2, 2, 2]
+    assert [len(parts) for name, parts in model.weights.parts_of_groups.items() if "shared" not in name] == [2, 2, 2, 2]
 
 
 @pytest.mark.parametrize("seed", range(6))

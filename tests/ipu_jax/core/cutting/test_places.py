@@ -243,7 +243,7 @@ def marked(p, x, mark):
 def test_marks_say_where_to_cut(mark, options):
     function = cut_of(lambda p, x: marked(p, x, mark), MARKED, 3, **options)
     assert function.cut.marked
-    assert [len(parts) for parts in function.weights.held.values()] == [1, 3, 2]
+    assert [len(group.leaves) for group in function.weights.groups] == [1, 3, 2]
     assert any("marks" in str(line) for line in function.described)
     assert len(cut_of(lambda p, x: marked(p, x, mark), MARKED, 2, **options).cut.ends) == 2  # the better of both
 
@@ -278,7 +278,7 @@ def test_each_stage_holds_its_own_rows_of_stacked_weights(loss):
         return loss(p, x) * 1.0
 
     function = cut_of(wrapped, STACKED, 3)
-    rows = {name: [part.rows for part in parts] for name, parts in function.weights.held.items()}
+    rows = {name: [part.rows for part in parts] for name, parts in function.weights.parts_of_groups.items()}
     assert rows == {f"stage {s}": [(2 * s, 2 * s + 2)] * 2 for s in range(3)}
     assert max(function.cut.work) < 1.1 * sum(function.cut.work) / 3
 
@@ -287,7 +287,7 @@ def test_each_stage_holds_its_own_rows_of_stacked_weights(loss):
 def test_a_checkpoint_around_all_layers_becomes_one_like_it_in_each_stage(policy):
     run = jax.checkpoint(scan_over_layers, policy=policy, prevent_cse=False)
     function = cut_of(lambda p, x: run(p, x) * 1.0, STACKED, 3)
-    for stage, parts in zip(function.stages, function.weights.held.values(), strict=True):
+    for stage, parts in zip(function.stages, function.weights.parts_of_groups.values(), strict=True):
         weights = [jax.tree.leaves(STACKED)[part.leaf][slice(*part.rows or ())] for part in parts]
         x = (X,) if stage.ipu else None
         program = jax.make_jaxpr(lambda w, x, stage=stage: stage.fn(w, x, X).y)(weights, x)
@@ -299,7 +299,7 @@ def test_a_penalty_of_all_weights_stays_with_the_weights():
     loss, params = chain([8, 8, 8, 8])
     penalised = lambda p, x: loss(p, x) + 0.1 * sum(jnp.sum(w**2) for w in p)
     function = cut_of(penalised, params, 4)
-    assert [len(parts) for parts in function.weights.held.values()] == [1] * 4
+    assert [len(group.leaves) for group in function.weights.groups] == [1] * 4
     assert not any(stage.shared for stage in function.stages)
     assert all(sent <= X.nbytes + 8 for sent in function.cut.sent)
 
@@ -334,7 +334,7 @@ def test_a_new_state_belongs_to_its_layer_wherever_it_is_computed(late):
     weights = [normal((8, 8), seed=k) for k in range(8)]
     model = cut_of(loss, weights, 4, state=weights)
     assert max(model.cut.work) < 1.1 * np.mean(model.cut.work)
-    assert sum(len(parts) for parts in model.weights.held.values()) == len(weights)  # none is held twice
+    assert len(model.weights.leaves) == len(weights)  # none is held twice
     assert model.state is not None
     assert len(model.state.groups) == 4
 

@@ -90,7 +90,7 @@ def test_rows_that_only_a_result_reads_are_of_the_same_leaf(rows):
     for stages in (1, 2, 3):
         model = cut_into(stages, loss, PARAMS, X, state={"first": jnp.zeros(3)})
         held: dict[int, list] = {}
-        for parts in model.weights.held.values():
+        for parts in model.weights.parts_of_groups.values():
             for part in parts:
                 held.setdefault(part.leaf, []).append(part.rows or (0, jax.tree.leaves(PARAMS)[part.leaf].shape[0]))
         for leaf, ranges in held.items():  # each row of each leaf is held once

@@ -26,7 +26,7 @@ def sums(w: Any, x: Any, mb: Any, shared: Any = None) -> Any:
 
 def test_a_tree_is_divided_among_groups_and_put_together_again():
     layout = PackedLayout.of("params", TREE, GROUPS)
-    assert layout.held == GROUPS
+    assert layout.parts_of_groups == GROUPS
     assert layout.paths == ("params['gain']", "params['layers']", "params['table']")
     assert [(str(leaf), leaf.shape, leaf.whole_shape, leaf.dtype) for leaf in layout.leaves] == [
         ("params['layers'][3:]", (1, 6), (4, 6), "float32"),
