@@ -1,11 +1,14 @@
 """Recognise typed random keys, and send or store them as their data."""
 
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 
-from ipu_jax.base.annotations import Tree, Value
+from ipu_jax.base.annotations import Dtype, Tree, Value
+
+_IMPLS: Final = {"fry": "threefry2x32", "urbg": "unsafe_rbg"}
+"""Generators whose names dtypes shorten."""
 
 
 def is_key(value: Value) -> bool:
@@ -40,3 +43,23 @@ def with_keys(value: Any, like: Tree) -> Any:
     """
     # jax.random.key_impl takes no shapes
     return jax.random.wrap_key_data(value, impl=like.dtype._impl.name) if is_key(like) else value
+
+
+def key_impl(dtype: str) -> str | None:
+    """Return the generator that a key dtype names, or None if it is not a key dtype.
+
+    >>> key_impl(str(jax.random.key(0).dtype)), key_impl("float32")
+    ('threefry2x32', None)
+    """
+    short = dtype.removeprefix("key<").removesuffix(">")
+    return _IMPLS.get(short, short) if dtype.startswith("key<") else None
+
+
+def dtype_named(name: str) -> Dtype:
+    """Return the dtype of this name, also of keys.
+
+    >>> dtype_named("bfloat16"), dtype_named(str(jax.random.key(0).dtype))
+    (dtype(bfloat16), key<fry>)
+    """
+    impl = key_impl(name)
+    return jnp.dtype(name) if impl is None else jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype

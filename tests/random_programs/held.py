@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 from ipu_jax import make_mesh
 from ipu_jax.core.layout import packing
 from ipu_jax.core.layout.arrays import placed
-from ipu_jax.core.layout.layout import Group, Leaf, PackedLayout
+from ipu_jax.core.layout.layout import Group, PackedLayout
+from ipu_jax.core.layout.leaf import Leaf
 from ipu_jax.core.layout.packing import Sharded
-from ipu_jax.core.layout.place import Place, places_of_layout
 from random_programs.closeness import assert_same_bits
 from random_programs.trees import Spread, Weights
 
@@ -82,9 +82,6 @@ class Side:
                         own = own if axis == "ipu" else np.split(own, 2, dim)[where[axis]]
                 assert_same_bits(held[device], own[None] if like.is_slot else own)
             assert_same_bits(array, whole)
-
-    def places(self) -> list[tuple[Place, Item]]:
-        return [*zip(places_of_layout(self.layout, "x"), self.items(), strict=True)]
 
 
 def layout_of(weights: Weights, spread: Spread) -> PackedLayout:

@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, Checkpoints, Pipeline, Stage, TrainOptions, make_train_step
 from ipu_jax.core.layout import packing
-from ipu_jax.core.layout.blocks import blocks_of_layout
+from ipu_jax.core.layout.blocks import Blocks
+from ipu_jax.core.layout.leaf import Leaf
 from ipu_jax.core.layout.packing import Sharded, arrays_of, sharded_of
-from ipu_jax.core.layout.place import Place, array_names
 from ipu_jax.io import export_weights, import_weights
 from random_programs.closeness import assert_same_bits
 from random_programs.dice import Dice
@@ -51,7 +51,7 @@ class Case:
             side.check_held(side.sharded)
             check_whole(side)
             check_on_an_ipu(side)
-            check_places(side, dice)
+            check_leaves(side, dice)
             for replicas in (1, 2, 3):
                 check_blocks(side, replicas)
         for one, other in itertools.permutations(sides):
@@ -136,34 +136,39 @@ def check_on_an_ipu(side: Side) -> None:
                 assert_same_bits(found, own[leaf.array] if owner is None else value)
 
 
-def check_places(side: Side, dice: Dice) -> None:
-    names = array_names(side.layout, "x").arrays
+def check_leaves(side: Side, dice: Dice) -> None:
+    """Check what leaves say of their places, and that they are read there, and written into any block."""
+    names = [array.name for array in side.layout.arrays]
     assert len({*names}) == len(side.wholes)
     paths = [f"params{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(side.weights.tree)]
-    for place, (_, leaf, owner, _, value, number) in side.places():
+    for _, leaf, owner, _, value, number in side.items():
         whole, of_user = side.wholes[leaf.array], side.weights.leaves[number]
-        told = place.path, place.array, place.whole_shape
-        assert told == (paths[number], names[leaf.array], of_user.shape), f"{place}"
-        assert_same_bits((of_user[place.within], place.leaf(whole)), (value, value))
-        assert Place.of_plain(json.loads(json.dumps(place.plain()))) == place
+        assert (leaf.path, leaf.whole_shape) == (paths[number], of_user.shape), f"{leaf}"
+        assert_same_bits((leaf.of_whole(of_user), leaf.in_array(whole)), (value, value))
+        plain = json.loads(json.dumps(leaf.plain(names[leaf.array])))
+        found = Leaf.of_plain(plain)
+        assert plain["array"] == names[leaf.array]
+        assert found.plain(plain["array"]) == plain
+        assert_same_bits(found.in_array(whole), value)
         index = _block(dice, whole.shape, owner, value.shape)
         alone = whole.copy()
         if owner is not None:
             alone[np.arange(len(alone)) != owner] = 0
-        place.write(value, block := np.zeros_like(whole[index]), index)
+        leaf.write(value, block := np.zeros_like(whole[index]), index)
         assert_same_bits(block, alone[index])
 
 
 def check_moved(one: Side, other: Side) -> None:
     """Check that leaves that are read by the places of one layout, and written by another one's, are that one's."""
-    leaves = {place.path: np.empty(place.whole_shape, item.value.dtype) for place, item in one.places()}
-    for place, item in one.places():
-        leaves[place.path][place.within] = place.leaf(one.wholes[item.leaf.array])
-    arrays = _zeros_like(other.wholes)
-    for place, item in other.places():
-        array = arrays[item.leaf.array]
-        place.write(leaves[place.path][place.within], array, tuple(slice(0, size) for size in array.shape))
-    assert_same_bits(arrays, other.wholes)
+    leaves = {item.leaf.path: np.empty(item.leaf.whole_shape, item.value.dtype) for item in one.items()}
+    for _, leaf, *_ in one.items():
+        leaves[leaf.path][leaf.part.index] = leaf.in_array(one.wholes[leaf.array])
+    filled, written = _zeros_like(other.wholes), _zeros_like(other.wholes)
+    for _, leaf, *_ in other.items():
+        value, array = leaf.of_whole(leaves[leaf.path]), written[leaf.array]
+        leaf.fill(filled[leaf.array], value)
+        leaf.write(value, array, tuple(slice(0, size) for size in array.shape))
+    assert_same_bits((filled, written), (other.wholes, other.wholes))
 
 
 def check_program(side: Side) -> None:
@@ -206,17 +211,19 @@ def check_file(sides: list[Side], path: str) -> None:
 
 def check_blocks(side: Side, replicas: int) -> None:
     """Check that each leaf is read back from its optimizer's block, and that a block is an array in chunks."""
-    blocks, arrays = blocks_of_layout(side.layout, replicas=replicas), dict[int, np.ndarray]()
+    blocks = Blocks(side.layout, replicas=replicas)
     values = {item.leaf: item.value for item in side.items() if not item.leaf.frozen}
     assert {*blocks.leaves} == values.keys()
-    for n, leaf in enumerate(blocks.leaves):
-        k = blocks.block_of(n)
-        blocks.write_leaf(n, values[leaf], arrays.setdefault(k, np.zeros(blocks.global_shape(k), leaf.dtype)))
+    kept = [blocks.kept(k, "x", array.dtype) for k, array in enumerate(blocks.arrays)]
+    arrays = [np.zeros(array.shape_on_mesh(side.spread.ipus), array.dtype) for array in kept]
+    leaves = [blocks.kept_leaf(n, blocks.block_of(n)) for n in range(len(blocks.leaves))]
+    for own, leaf in zip(blocks.leaves, leaves, strict=True):
+        leaf.fill(arrays[leaf.array], values[own])
     frozen = {leaf.array for leaf in side.layout.leaves if leaf.frozen}  # there a block is zero, and its slot is not
-    for n, leaf in enumerate(blocks.leaves):
-        array, dim = arrays[blocks.block_of(n)], blocks.chunk_dim(blocks.block_of(n))
-        assert_same_bits(blocks.place(n, "x").leaf(array), values[leaf])
-        for ipu, row in enumerate(side.rows[leaf.array] if leaf.array not in frozen else []):
+    for own, leaf in zip(blocks.leaves, leaves, strict=True):
+        array, dim = arrays[leaf.array], blocks.chunk_dim(leaf.array)
+        assert_same_bits(leaf.in_array(array), values[own])
+        for ipu, row in enumerate(side.rows[own.array] if own.array not in frozen else []):
             chunks = array[:, min(ipu, array.shape[1] - 1)]  # all IPUs have the same, or each its own
             joined = chunks.reshape(-1) if dim is None else np.concatenate([*chunks], dim)
             inside = slice(row.size) if dim is None else tuple(map(slice, row.shape))

@@ -1,7 +1,5 @@
 """Run optax updates of drawn gradients on weights in slots, shards and chunks, and by plain optax on one device."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +7,9 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import Pipeline, make_mesh
+from ipu_jax.base.keys import without_keys
 from ipu_jax.core.layout import packing
-from ipu_jax.core.layout.blocks import blocks_of_layout, to_blocks
+from ipu_jax.core.layout.blocks import Blocks, to_blocks
 from ipu_jax.core.optimizer import zero
 from ipu_jax.core.optimizer.update import ShardedUpdate
 from support.dense import largest_relative_error
@@ -47,18 +46,10 @@ def spread(pipeline, optimizers, params, gradients, replicas):
     # each replica has a part of the gradient, and the sum of the parts is the gradient
     each = [pipeline.shard(jax.tree.map(lambda g, i=i: g[i] / replicas, gradients)) for i in range(STEPS)]
     of_gradients = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
-    blocks = blocks_of_layout(placed.layout, replicas=replicas)
+    blocks = Blocks(placed.layout, replicas=replicas)
     updates = {name: ShardedUpdate(optimizer, blocks) for name, optimizer in optimizers.items()}
-    whole = blocks.logical_tree(jax.tree.leaves(params))
-    states = {name: update.init(whole) for name, update in updates.items()}
-    specs = {
-        name: dataclasses.replace(
-            state,
-            per_block=[[blocks.spec(k) for _ in of_block] for k, of_block in enumerate(state.per_block)],
-            replicated=[P() for _ in state.replicated],
-        )
-        for name, state in states.items()
-    }
+    states = {name: update.init(jax.tree.leaves(params), pipeline.mesh) for name, update in updates.items()}
+    specs = {name: packing.specs_of(state.layout) for name, state in states.items()}
 
     def one(update, carry, at):
         (params, state), (i, sharded) = carry, at
@@ -86,11 +77,9 @@ def spread(pipeline, optimizers, params, gradients, replicas):
     found = jax.jit(run)(placed, states, of_gradients)
     results = {}
     for name, (weights, state) in found.items():
-        whole = updates[name].state_layout.whole(state)
-        for array, restored in zip(
-            *map(jax.tree.leaves, (state.per_block, updates[name].state_layout.restore(whole).per_block)), strict=True
-        ):
-            np.testing.assert_array_equal(np.asarray(array), restored, err_msg=name)
+        whole = packing.unshard_tree(state)
+        for array, restored in zip(state.arrays, updates[name].restore(whole, pipeline.mesh).arrays, strict=True):
+            np.testing.assert_array_equal(*map(without_keys, (array, restored)), err_msg=name)
         results[name] = (pipeline.unshard(weights), whole, weights)
     return results
 

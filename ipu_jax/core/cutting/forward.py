@@ -78,8 +78,8 @@ def forward_of(
     trace.frozen = {*trace.params}
     call_of = functools.partial(unsharded_call, trace, call, source.mesh, (source.params, taken, microbatch, key))
     if source.head == "concurrent":
-        of_leaves = (leaf for leaf in model.weights.leaves if leaf.rows is None)
-        split = [(trace.params[leaf.number], leaf.split) for leaf in of_leaves if leaf.split is not None]
+        of_leaves = (leaf for leaf in model.weights.leaves if leaf.part.rows is None)
+        split = [(trace.params[leaf.part.leaf], leaf.split) for leaf in of_leaves if leaf.split is not None]
         trace = with_concurrent_head(trace, source.ipus, source.mesh, split)
     as_written, trace = trace, trace.with_new_state_early()
     try:
@@ -151,8 +151,8 @@ class _Holders:
     @property
     def homes(self) -> dict[int, int]:
         """Return, per leaf of the weights that is whole, the first stage that holds it."""
-        whole = [leaf for leaf in self.model.weights.leaves if leaf.rows is None]
-        return {leaf.number: min(self.of(("params", leaf.part))) for leaf in whole}
+        whole = [leaf for leaf in self.model.weights.leaves if leaf.part.rows is None]
+        return {leaf.part.leaf: min(self.of(("params", leaf.part))) for leaf in whole}
 
     def needs(self, trace: FunctionTrace) -> dict[int, dict[Read, Sequence[int]]]:
         """Return, per activation's operation by its id, what it reads or replaces, and the stages that can do so."""

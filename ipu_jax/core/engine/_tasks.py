@@ -22,7 +22,8 @@ from ipu_jax.core.engine.order import Exchange, Queue
 from ipu_jax.core.engine.plan import Plan, Table
 from ipu_jax.core.engine.stash import RingKey, Stash
 from ipu_jax.core.layout import packing
-from ipu_jax.core.layout.layout import Group, Leaf
+from ipu_jax.core.layout.layout import Group
+from ipu_jax.core.layout.leaf import Leaf
 from ipu_jax.core.mesh.collectives import broadcast
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.mesh.guard import Fence, guard

@@ -29,7 +29,8 @@ from jax.sharding import PartitionSpec
 
 from ipu_jax.base.annotations import Tree
 from ipu_jax.core.layout.checks import check_weight
-from ipu_jax.core.layout.layout import WHOLE, Group, Leaf, PackedArray, PackedLayout
+from ipu_jax.core.layout.layout import Group, PackedLayout
+from ipu_jax.core.layout.leaf import WHOLE, Leaf, PackedArray
 from ipu_jax.core.layout.tree_parts import spread
 from ipu_jax.core.mesh.axes import names_further, names_in
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
@@ -79,15 +80,17 @@ def placed(
     for match in (_match_by_shape, _match_by_size):
         for array, matched in match([[m for m in own if m.position not in array_of] for own in owned if own]):
             array_of.update(dict.fromkeys((m.position for m in matched), len(arrays)))
-            arrays.append(array)
+            arrays.append(dataclasses.replace(array, name=f"slots.{len(arrays)}"))
     for member in sorted(members, key=lambda m: (groups[m.position[0]].name, m.position)):
         if member.ipu is None:
             array_of[member.position] = len(arrays)
-            arrays.append(PackedArray(_shard(member, ipus), member.leaf.dtype, member.spec, is_slot=False))
+            name = "concurrent.{}.{}".format(*member.position)
+            arrays.append(PackedArray(_shard(member, ipus), member.leaf.dtype, member.spec, is_slot=False, name=name))
     leaves: list[list[Leaf]] = [[] for _ in groups]
     for position, ipu, leaf, is_frozen, spec in members:
         at, split = array_of[position], next((dim for dim, axis in enumerate(spec) if axis == IPU_AXIS), None)
-        where = {"array": at, "ipu": ipu, "split": split, "shard": None if split is None else arrays[at].shape}
+        where = {"array": at, "ipus": None if ipu is None else 0, "ipu": ipu, "split": split}
+        where["shard"] = None if split is None else arrays[at].shape
         leaves[position[0]].append(dataclasses.replace(leaf, **where, frozen=is_frozen))
     of_leaves = zip(groups, leaves, strict=True)
     held = tuple(dataclasses.replace(group, leaves=tuple(own)) for group, own in of_leaves)

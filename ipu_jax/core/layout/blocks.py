@@ -15,8 +15,9 @@ Frozen leaves are not logical leaves: optax sees `optax.MaskedNode()` in their p
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,81 +27,49 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ipu_jax.base.annotations import Params, Tree, Value
-from ipu_jax.core.layout.layout import WHOLE, Leaf, PackedLayout
+from ipu_jax.base.annotations import Dtype, Params, Tree, Value
+from ipu_jax.core.layout.layout import PackedLayout
+from ipu_jax.core.layout.leaf import WHOLE, Leaf, PackedArray, in_chunks, joined_chunks
 from ipu_jax.core.layout.packing import Sharded, arrays_of
-from ipu_jax.core.layout.place import Place, joined_chunks
-from ipu_jax.core.layout.tree_parts import is_rows
+from ipu_jax.core.layout.tree_parts import resized
 from ipu_jax.core.mesh.axes import further_part, names_further, names_in
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 
 _WORTH_A_PROGRAM = 2**16  # elements; their update takes about 100 us on a CPU core
 
 
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """Describe one array of an IPU.
-
-    Attributes:
-        shape, dtype: shape and dtype of the array on one IPU.
-        leaves: per IPU, the number of the logical leaf in it, or None. A block of a concurrent leaf has one entry.
-        split: for a concurrent leaf, the dim that is split over the IPUs, or None.
-        is_slot: whether IPUs hold different leaves in it. If a replica has one IPU, no block is a slot.
-        further: how it is split over further mesh axes. Then a leaf in a slot has the slot's shape.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    leaves: tuple[int | None, ...]
-    split: int | None = None
-    is_slot: bool = False
-    further: PartitionSpec = WHOLE
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether every IPU holds all of the leaf."""
-        return not self.is_slot and self.split is None
-
-    @property
-    def chunk_dim(self) -> int | None:
-        """Return the dim along which the chunks of replicas follow one another; None if the flat block is cut."""
-        if not names_further(self.further):
-            return None
-        is_split = [bool(names_in(entry)) for entry in self.further] + [False] * len(self.shape)
-        whole = [dim for dim in range(len(self.shape)) if not is_split[dim]]
-        return max(whole, key=lambda dim: self.shape[dim], default=None)
-
-
-@dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Describe the blocks of a set of weights, and the logical leaves in them. `blocks[k]` is one block.
+    """The arrays of a layout that are trained, and the logical leaves in them.
+
+    Args:
+        layout: where the weights are.
+        replicas: the number of replicas over which the update of each block is divided; 1 if each replica updates all.
 
     Attributes:
-        ipus: number of IPUs per replica.
-        replicas: number of replicas over which the update of each block is divided; 1 if each replica updates all.
-        blocks: in the order of `to_blocks`.
+        ipus: the number of IPUs per replica.
+        arrays: the blocks, in the order of `to_blocks`. If a replica has one IPU, none is a slot.
         leaves: the logical leaves, in the order of the logical tree.
-        treedef: structure of the logical tree.
+        leaves_in: per block, the number of the logical leaf in it on each IPU, or None; of a block that is not a slot,
+            one entry.
+        treedef: the structure of the logical tree.
     """
 
-    ipus: int
-    replicas: int
-    blocks: tuple[Block, ...]
-    leaves: tuple[Leaf, ...]
-    treedef: Any
+    def __init__(self, layout: PackedLayout, *, replicas: int):
+        self.layout, self.replicas, self.ipus, self.leaves = layout, replicas, layout.ipus, layout.trained
+        self._at = {leaf: number for number, leaf in enumerate(self.leaves)}
+        arrays = [layout.arrays[k] for k in layout.trained_arrays]
+        self.arrays = [dataclasses.replace(array, is_slot=array.is_slot and self.ipus > 1) for array in arrays]
+        self._blocks = {k: number for number, k in enumerate(layout.trained_arrays)}
+        self.leaves_in: list[list[int | None]] = [[None] * (self.ipus if a.is_slot else 1) for a in self.arrays]
+        for number in range(len(self.leaves)):
+            self.leaves_in[self.block_of(number)][self.ipu_of(number)] = number
+        self.treedef = jax.tree.structure(self.logical_tree([0] * len(self.leaves)))
 
-    def __getitem__(self, k: int) -> Block:
-        return self.blocks[k]
-
-    def __iter__(self) -> Iterator[Block]:
-        return iter(self.blocks)
+    def __getitem__(self, k: int) -> PackedArray:
+        return self.arrays[k]
 
     def __len__(self) -> int:
-        return len(self.blocks)
+        return len(self.arrays)
 
     @property
     def is_divided(self) -> bool:
@@ -114,20 +83,35 @@ class Blocks:
 
     def block_of(self, leaf: int) -> int:
         """Return the number of the block that contains a leaf."""
-        return next(k for k, block in enumerate(self.blocks) if leaf in block.leaves)
+        return self._blocks[self.leaves[leaf].array]
 
     def ipu_of(self, leaf: int) -> int:
         """Return the IPU in whose slot a leaf is, or 0 if the leaf is in no slot."""
-        block = self.blocks[self.block_of(leaf)]
-        return block.leaves.index(leaf) if block.is_slot else 0
+        return (self.leaves[leaf].ipu or 0) if self.ipus > 1 else 0
+
+    def split(self, k: int) -> int | None:
+        """Return the dim of a block's leaf that is split over the IPUs, or None."""
+        return None if self.arrays[k].is_slot or self.ipus == 1 else self._leaf_of_all(k).split
+
+    def _leaf_of_all(self, k: int) -> Leaf:
+        """Return the leaf of a block that is not a slot."""
+        return self.leaves[self.leaves_in[k][0] or 0]
+
+    def is_whole(self, k: int) -> bool:
+        """Return whether every IPU holds all of the leaf."""
+        return not self.arrays[k].is_slot and self.split(k) is None
 
     def is_local(self, leaf: int) -> bool:
         """Return whether all of the leaf is on one IPU, and none of it on others."""
-        return not self.is_divided and self.blocks[self.block_of(leaf)].is_slot
+        return not self.is_divided and self.arrays[self.block_of(leaf)].is_slot
 
     def chunk_dim(self, k: int) -> int | None:
         """Return the dim along which the chunks of a block follow one another; None if it is cut flat, or not cut."""
-        return self.blocks[k].chunk_dim if self.is_divided else None
+        further, shape = further_part(self.arrays[k].spec), self.arrays[k].shape
+        if not self.is_divided or not names_further(further):
+            return None
+        is_split = [bool(names_in(entry)) for entry in further] + [False] * len(shape)
+        return max((dim for dim in range(len(shape)) if not is_split[dim]), key=lambda dim: shape[dim], default=None)
 
     def chunk_size(self, k: int) -> int:
         """Return the number of elements of a block that one replica updates. The last chunk is padded with zeros."""
@@ -135,59 +119,52 @@ class Blocks:
 
     def update_shape(self, k: int) -> tuple[int, ...]:
         """Return the shape in which a block is updated: its own shape, or the shape of a replica's chunk."""
-        block, dim = self.blocks[k], self.chunk_dim(k)
+        shape, dim = self.arrays[k].shape, self.chunk_dim(k)
         if dim is not None:
-            return (*block.shape[:dim], -(-block.shape[dim] // self.replicas), *block.shape[dim + 1 :])
-        return (-(-block.size // self.replicas),) if self.is_divided else block.shape
-
-    def global_shape(self, k: int) -> tuple[int, ...]:
-        """Return the global shape of an array laid out like a block: (replicas, ipus, *update_shape).
-
-        The first dim is 1 if all replicas hold the same, the second if all IPUs do.
-        """
-        block = self.blocks[k]
-        return (self.replicas, self.ipus if block.is_slot or block.split is not None else 1, *self.update_shape(k))
-
-    def spec(self, k: int) -> PartitionSpec:
-        """Return the PartitionSpec of an array of `global_shape`."""
-        replicas, ipus = self.global_shape(k)[:2]
-        axes: tuple[Any, ...] = (REPLICA_AXIS if replicas > 1 else None, IPU_AXIS if ipus > 1 else None)
-        if not self.is_divided or self.chunk_dim(k) is not None:
-            axes += tuple(self.blocks[k].further)
-        return PartitionSpec(*axes) if any(axes) else WHOLE
+            return resized(shape, dim, -(-shape[dim] // self.replicas))
+        return (-(-math.prod(shape) // self.replicas),) if self.is_divided else shape
 
     def logical_tree(self, values: Sequence[Value]) -> Tree:
         """Return the logical tree with one value per leaf, and frozen leaves masked."""
-        return jax.tree.unflatten(self.treedef, values)
+        of_leaf = lambda leaf: values[self._at[leaf]] if leaf in self._at else None
+        return self.layout.tree_of(of_leaf, masked=optax.MaskedNode())
 
-    # on the host
+    # arrays that are kept with blocks
 
-    def write_leaf(self, leaf: int, value: np.ndarray, array: np.ndarray) -> None:
-        """Write a leaf into an array of `global_shape`, which is 0 beside it. `place` says how to read it back."""
-        k = self.block_of(leaf)
-        padded, split = self._padded(k, value, np), self.blocks[k].split
-        parts = [padded] if split is None else np.split(padded, self.ipus, split)
-        for ipu, part in enumerate(parts, start=self.ipu_of(leaf)):
-            array[:, ipu] = self.to_chunks(k, part, np)
+    def kept(self, k: int, name: str, dtype: Dtype, size: int | None = None) -> PackedArray:
+        """Return an array to keep with a block: (replicas, ipus, *update_shape), or flat with `size` elements.
 
-    def place(self, leaf: int, array: str, at_least: Value = None) -> Place:
-        """Return where a leaf is in the named array of `global_shape`, with the leaf's dtype promoted by `at_least`."""
-        k, own = self.block_of(leaf), self.leaves[leaf]
-        block, chunks = self.blocks[k], self.chunk_dim(k)
-        dtype = own.dtype if at_least is None else jnp.promote_types(own.dtype, at_least).name
-        if block.split is not None:
-            return Place(own.path, own.shape, dtype, array, ipus=1, shard=block.shape, split=block.split, chunks=chunks)
-        return Place(own.path, own.shape, dtype, array, ipus=1, ipu=self.ipu_of(leaf), rows=own.rows, chunks=chunks)
+        The first dim is 1 if all replicas hold the same, the second if all IPUs do.
+        """
+        axes: tuple[Any, ...] = (REPLICA_AXIS if self.is_divided else None,)
+        axes += (IPU_AXIS if self.ipus > 1 and not self.is_whole(k) else None,)
+        if size is None and (not self.is_divided or self.chunk_dim(k) is not None):
+            axes += tuple(further_part(self.arrays[k].spec))
+        shape = (self.replicas, 1, *(self.update_shape(k) if size is None else (size,)))
+        return PackedArray(shape, str(dtype), PartitionSpec(*axes) if any(axes) else WHOLE, is_slot=False, name=name)
 
-    def _padded(self, k: int, value: Value, numpy: Any) -> Any:
-        """Return a leaf with the shape of its slot, or padded so that all IPUs get shards of the same size."""
-        block, split = self.blocks[k], self.blocks[k].split
-        if block.is_slot and value.shape != block.shape:
-            return numpy.pad(value.reshape(-1), (0, block.size - value.size)).reshape(block.shape)
-        if split is None:
-            return value
-        missing = block.shape[split] * self.ipus - value.shape[split]
-        return numpy.pad(value, [(0, missing if d == split else 0) for d in range(value.ndim)])
+    def kept_leaf(self, number: int, array: int, **own: Any) -> Leaf:
+        """Return the place of a leaf in an array that is kept with its block, the array with this number."""
+        k = self.block_of(number)
+        where = {"array": array, "ipus": 1, "ipu": self.ipu_of(number), "chunks": self.chunk_dim(k)}
+        where |= {"split": self.split(k), "shard": None}
+        if where["split"] is not None:
+            where |= {"ipu": None, "shard": self.arrays[k].shape}
+        return dataclasses.replace(self.leaves[number], **where, **own)
+
+    @functools.cached_property
+    def averages(self) -> PackedLayout:
+        """Return the layout of copies of the weights, in float32 at least, that are kept with the blocks."""
+        dtypes = [jnp.promote_types(array.dtype, jnp.float32) for array in self.arrays]
+
+        def of_leaf(leaf: Leaf) -> Leaf:
+            if leaf not in self._at:
+                return dataclasses.replace(leaf, array=-1)
+            k = self._blocks[leaf.array]
+            return self.kept_leaf(self._at[leaf], k, dtype=str(dtypes[k]))
+
+        arrays = tuple(self.kept(k, f"{k}", dtype) for k, dtype in enumerate(dtypes))
+        return dataclasses.replace(self.layout.changed(of_leaf), arrays=arrays)
 
     # inside the program
 
@@ -204,31 +181,26 @@ class Blocks:
     def _chunk_number(self) -> Value:
         return lax.axis_index(REPLICA_AXIS) if self.is_divided else 0
 
-    def to_chunks(self, k: int, array: Value, numpy: Any = jnp) -> Value:
+    def to_chunks(self, k: int, array: Value) -> Value:
         """Return a block as (replicas, *update_shape), padded with zeros."""
         if not self.is_divided:
             return array[None]
-        dim = self.chunk_dim(k)
-        if dim is None:
-            missing = self.replicas * self.chunk_size(k) - self.blocks[k].size
-            return numpy.pad(array.reshape(-1), (0, missing)).reshape(self.replicas, -1)
-        rows = self.update_shape(k)[dim]
-        widths = [(0, self.replicas * rows - size if d == dim else 0) for d, size in enumerate(array.shape)]
-        divided = numpy.pad(array, widths).reshape(*array.shape[:dim], self.replicas, rows, *array.shape[dim + 1 :])
-        return numpy.moveaxis(divided, dim, 0)
+        return in_chunks(array, (self.replicas, *self.update_shape(k)), self.chunk_dim(k), jnp)
 
     def from_chunks(self, k: int, chunks: Value) -> Value:
         """Return a block from its chunks; the inverse of `to_chunks`."""
-        return joined_chunks(chunks, self.blocks[k].shape, self.blocks[k].chunk_dim, jnp)
+        return joined_chunks(chunks, self.arrays[k].shape, self.chunk_dim(k), jnp)
 
     def local_part(self, leaf: int, value: Value) -> Value:
         """Return this IPU's part of a leaf-shaped array, in the block's update shape. Communicates nothing."""
         k = self.block_of(leaf)
-        block = self.blocks[k]
-        value = self._padded(k, value, jnp)
-        if block.split is not None:
-            local = block.shape[block.split]
-            value = lax.dynamic_slice_in_dim(value, lax.axis_index(IPU_AXIS) * local, local, block.split)
+        shape, split = self.arrays[k].shape, self.split(k)
+        if self.arrays[k].is_slot and value.shape != shape:
+            value = jnp.pad(value.reshape(-1), (0, math.prod(shape) - value.size)).reshape(shape)
+        elif split is not None:
+            missing = shape[split] * self.ipus - value.shape[split]
+            value = jnp.pad(value, [(0, missing if d == split else 0) for d in range(value.ndim)])
+            value = lax.dynamic_slice_in_dim(value, lax.axis_index(IPU_AXIS) * shape[split], shape[split], split)
         return self.replica_chunk(k, value)
 
     def counts(self, k: int) -> np.ndarray:
@@ -237,7 +209,7 @@ class Blocks:
         They are the first elements of the slot. The number is 0 where an IPU has no leaf. Rows that pad a slot which is
         split over further axes count, too.
         """
-        sizes = np.array([0 if leaf is None else self.leaves[leaf].size for leaf in self.blocks[k].leaves])
+        sizes = np.array([0 if leaf is None else self.leaves[leaf].size for leaf in self.leaves_in[k]])
         if self.chunk_dim(k) is not None:
             return np.tile(np.where(sizes > 0, self.chunk_size(k), 0), (self.replicas, 1))
         starts = np.arange(self.replicas)[:, None] * self.chunk_size(k)
@@ -269,40 +241,37 @@ class Blocks:
         """
         if (dim := self.chunk_dim(k)) is not None:
             return self._row_mask(k, dim, zero)
-        block, shape, size, local = self.blocks[k], self.update_shape(k), 1, 1
-        if block.split is not None:
-            size, local = self.leaves[block.leaves[0] or 0].shape[block.split], block.shape[block.split]
+        block, split, shape, size, local = self.arrays[k], self.split(k), self.update_shape(k), 1, 1
+        if split is not None:
+            size, local = self._leaf_of_all(k).shape[split], block.shape[split]
         if block.is_slot:
             is_padded = bool((self.counts(k) < math.prod(shape)).any())
         else:
-            is_padded = self.replicas * self.chunk_size(k) > block.size
-            is_padded |= block.split is not None and size < local * self.ipus
+            is_padded = self.replicas * self.chunk_size(k) > math.prod(block.shape)
+            is_padded |= split is not None and size < local * self.ipus
         if not is_padded:
             return None
         position = jnp.arange(math.prod(shape), dtype=jnp.int32).reshape(shape) + zero
         if block.is_slot:
             return position < self.own_count(k)
         position += self._chunk_number() * self.chunk_size(k)
-        mask = position < block.size
-        if block.split is not None:
-            stride = math.prod(block.shape[block.split + 1 :])
+        mask = position < math.prod(block.shape)
+        if split is not None:
+            stride = math.prod(block.shape[split + 1 :])
             mask &= lax.axis_index(IPU_AXIS) * local + position // stride % local < size
         return mask
 
     def _row_mask(self, k: int, dim: int, zero: Value) -> Value:
         """Return `leaf_mask` of a block whose chunks are rows along a dim."""
-        block, shape = self.blocks[k], self.update_shape(k)
-        mask = None
-        if block.is_slot and None in block.leaves:
+        block, split, shape, mask = self.arrays[k], self.split(k), self.update_shape(k), None
+        if block.is_slot and None in self.leaves_in[k]:
             mask = jnp.broadcast_to(self.own_count(k) > zero, shape)
         rows = jnp.arange(shape[dim], dtype=jnp.int32) + zero
         sizes = [(dim, self._chunk_number() * shape[dim] + rows, block.shape[dim], self.replicas * shape[dim])]
-        if block.split is not None:
-            size, local = self.leaves[block.leaves[0] or 0].shape[block.split], block.shape[block.split]
-            of_shard = jnp.arange(shape[block.split], dtype=jnp.int32) + zero
-            if block.split == dim:
-                of_shard = sizes[0][1]
-            sizes.append((block.split, lax.axis_index(IPU_AXIS) * local + of_shard, size, local * self.ipus))
+        if split is not None:
+            size, local = self._leaf_of_all(k).shape[split], block.shape[split]
+            of_shard = sizes[0][1] if split == dim else jnp.arange(shape[split], dtype=jnp.int32) + zero
+            sizes.append((split, lax.axis_index(IPU_AXIS) * local + of_shard, size, local * self.ipus))
         for along, position, size, padded in sizes:
             if size < padded:
                 inside = (position < size).reshape([-1 if d == along else 1 for d in range(len(shape))])
@@ -310,43 +279,12 @@ class Blocks:
         return mask
 
 
-def blocks_of_layout(layout: PackedLayout, *, replicas: int) -> Blocks:
-    """Return the blocks of a pipeline's weights."""
-    leaves, masked = layout.trained, optax.MaskedNode()
-    tree = layout.tree_of(lambda leaf: masked if leaf.frozen else leaf)
-    # a frozen leaf is masked once, also if its rows are on several IPUs
-    tree = jax.tree.map(
-        lambda node: masked if is_rows(node) and not jax.tree.leaves(node) else node, tree, is_leaf=is_rows
-    )
-    at, blocks = {leaf: number for number, leaf in enumerate(leaves)}, []
-    for k in _block_arrays(layout):
-        array, held = layout.arrays[k], [leaf for leaf in leaves if leaf.array == k]
-        owned: list[int | None] = [None] * (layout.ipus if array.is_slot else 1)
-        for leaf in held:
-            owned[leaf.ipu or 0] = at[leaf]
-        split, further = (None, array.spec) if array.is_slot else (held[0].split, further_part(array.spec))
-        is_split = {"split": split if layout.ipus > 1 else None, "is_slot": array.is_slot and layout.ipus > 1}
-        blocks.append(Block(array.shape, array.dtype, tuple(owned), **is_split, further=further))
-    return Blocks(layout.ipus, replicas, tuple(blocks), leaves, jax.tree.structure(tree))
-
-
-def _block_arrays(layout: PackedLayout) -> list[int]:
-    """Return the numbers of the arrays that are blocks: of slots, and then of single leaves in the order of groups."""
-    trained = [leaf.array for leaf in layout.leaves if not leaf.frozen]
-    return sorted(dict.fromkeys(trained), key=lambda k: (not layout.arrays[k].is_slot, k * layout.arrays[k].is_slot))
-
-
-def blocks_of_tree(params: Params, *, replicas: int) -> Blocks:
-    """Return the blocks of a plain tree, which every replica of one IPU holds whole."""
-    return blocks_of_layout(PackedLayout.of_one_ipu("params", params), replicas=replicas)
-
-
 def to_blocks(params: Params) -> list[Value]:
     """Return this IPU's weights, or their gradients, as one array per block. Call it inside the program."""
     if not isinstance(params, Sharded):
         return jax.tree.leaves(params)
     arrays = arrays_of(params)
-    return [arrays[k] for k in _block_arrays(params.layout)]
+    return [arrays[k] for k in params.layout.trained_arrays]
 
 
 def from_blocks(params: Params, arrays: Sequence[Value]) -> Params:
@@ -354,6 +292,6 @@ def from_blocks(params: Params, arrays: Sequence[Value]) -> Params:
     if not isinstance(params, Sharded):
         return jax.tree.unflatten(jax.tree.structure(params), arrays)
     layout, found = params.layout, list(params.arrays)
-    for k, array in zip(_block_arrays(layout), arrays, strict=True):
+    for k, array in zip(layout.trained_arrays, arrays, strict=True):
         found[k] = array[None] if layout.arrays[k].is_slot else array
     return Sharded(found, layout)

@@ -16,7 +16,6 @@ no arrays before it is placed.
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -27,106 +26,12 @@ from jax.sharding import PartitionSpec
 from ipu_jax.base.annotations import Params, Tree, Value
 from ipu_jax.base.showing import Shown, Table, counted
 from ipu_jax.core.layout.checks import check_array, check_weight
-from ipu_jax.core.layout.tree_parts import Part, Rows, Within, resized, spread
-from ipu_jax.core.mesh.devices import IPU_AXIS
+from ipu_jax.core.layout.leaf import Leaf, PackedArray
+from ipu_jax.core.layout.tree_parts import Part, Rows, resized, spread
+from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 
-WHOLE: Final = PartitionSpec()
 _NUMBERS: Final = (bool, int, float)
 """Python's numbers, which a cut function takes as `jax.grad` does."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PackedArray:
-    """An array on the IPUs.
-
-    Attributes:
-        shape: the shape of an IPU's part; its dims that are split over further mesh axes are whole.
-        dtype: its dtype.
-        spec: how the dims of `shape` are split over further mesh axes and, unless it is a slot, over the IPUs.
-        is_slot: whether each IPU has a row of its own. Otherwise the array is one leaf.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    spec: PartitionSpec = WHOLE
-    is_slot: bool = True
-
-    @property
-    def spec_on_mesh(self) -> PartitionSpec:
-        """Return how the whole array is split over the mesh."""
-        return PartitionSpec(IPU_AXIS, *self.spec) if self.is_slot else self.spec
-
-    def shape_on_mesh(self, ipus: int) -> tuple[int, ...]:
-        """Return the shape of the whole array: with a row per IPU, or padded where it is split over them.
-
-        >>> columns = PackedArray((3, 5), "float32", PartitionSpec(None, "ipu"), is_slot=False)
-        >>> PackedArray((4,), "float32").shape_on_mesh(2), columns.shape_on_mesh(2)
-        ((2, 4), (3, 10))
-        """
-        if self.is_slot:
-            return (ipus, *self.shape)
-        axes = (*self.spec, *[None] * len(self.shape))
-        return tuple(size * ipus if axis == IPU_AXIS else size for size, axis in zip(self.shape, axes, strict=False))
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """A leaf of a user's tree, or rows of one, and where it is.
-
-    Attributes:
-        path: where the user's leaf is in the tree, such as "params['mlp']['w']".
-        shape, dtype: of the leaf, or of its rows.
-        number: the number of the user's leaf, in the order of `jax.tree.leaves`.
-        rows: where the rows are in the user's leaf; None if this is all of it.
-        array: the number of its array; -1 before it is placed.
-        ipu: the IPU in whose row of a slot it is, from the row's start; None if it is an array itself.
-        split, shard: the dim that is split over the IPUs, and the shape of a shard; None if it is whole.
-        frozen: whether it gets no gradient.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    number: int = 0
-    rows: Within | None = None
-    array: int = -1
-    ipu: int | None = None
-    split: int | None = None
-    shard: tuple[int, ...] | None = None
-    frozen: bool = False
-
-    def __str__(self) -> str:
-        return self.path if self.rows is None else f"{self.path}[{':, ' * self.rows.axis}{self.rows.first}:]"
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def held(self) -> tuple[int, ...]:
-        """Return the shape of what its IPU has of it, or each IPU."""
-        return self.shape if self.shard is None else self.shard
-
-    @property
-    def whole_shape(self) -> tuple[int, ...]:
-        """Return the shape of the user's leaf, of which this may be a part."""
-        return self.shape if self.rows is None else self.rows.whole_shape(self.shape)
-
-    @property
-    def part(self) -> Part:
-        """Return which part of the user's tree it is."""
-        if self.rows is None:
-            return Part(self.number)
-        first, _, axis = self.rows
-        return Part(self.number, (first, first + self.shape[axis]), axis)
-
-    def of_whole(self, value: Value) -> Value:
-        """Return this leaf's rows of the user's leaf, an array or its shape."""
-        if self.rows is None:
-            return value
-        if isinstance(value, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(self.shape, value.dtype)
-        return value[self.rows.slices(self.shape)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,11 +90,11 @@ class PackedLayout(Shown):
         dtypes = [held_dtype(path, leaf) for path, (_, leaf) in zip(paths, named, strict=True)]
 
         def leaf_of(part: Part) -> Leaf:
-            shape, rows, dim = tuple(named[part.leaf][1].shape), None, (split or {}).get(part)
+            shape, size_of_rows = tuple(named[part.leaf][1].shape), None
             if part.rows is not None:
-                rows = Within(part.rows[0], shape[part.axis], part.axis)
+                size_of_rows = shape[part.axis]
                 shape = resized(shape, part.axis, part.rows[1] - part.rows[0])
-            return Leaf(paths[part.leaf], shape, dtypes[part.leaf], part.leaf, rows, split=dim)
+            return Leaf(paths[part.leaf], shape, dtypes[part.leaf], part, size_of_rows, split=(split or {}).get(part))
 
         flat = ((name, *jax.tree.flatten(parts)) for name, parts in groups.items())
         held = tuple(Group(name, of, tuple(map(leaf_of, parts))) for name, parts, of in flat)
@@ -218,8 +123,9 @@ class PackedLayout(Shown):
         """Return the layout of a plain tree, whose leaves are arrays themselves, whole on one IPU."""
         treedef = jax.tree.structure(tree)
         parts = jax.tree.unflatten(treedef, map(Part, range(treedef.num_leaves)))
-        layout = cls.of(what, tree, {what: parts}).changed(lambda leaf: dataclasses.replace(leaf, array=leaf.number))
-        arrays = tuple(PackedArray(leaf.shape, leaf.dtype, is_slot=False) for leaf in layout.leaves)
+        layout = cls.of(what, tree, {what: parts}).changed(lambda leaf: dataclasses.replace(leaf, array=leaf.part.leaf))
+        of_leaves = enumerate(layout.leaves)
+        arrays = tuple(PackedArray(leaf.shape, leaf.dtype, is_slot=False, name=f"{k}") for k, leaf in of_leaves)
         return dataclasses.replace(layout, ipus=1, arrays=arrays)
 
     def like(self, tree: Tree) -> "PackedLayout":
@@ -230,7 +136,7 @@ class PackedLayout(Shown):
         """
         found = self.leaves_of(tree)
         dtypes = [held_dtype(path, leaf) for path, leaf in zip(self.paths, found, strict=True)]
-        return self.changed(lambda leaf: dataclasses.replace(leaf, dtype=dtypes[leaf.number]))
+        return self.changed(lambda leaf: dataclasses.replace(leaf, dtype=dtypes[leaf.part.leaf]))
 
     def changed(self, change: Callable[[Leaf], Leaf]) -> "PackedLayout":
         """Return the layout with other leaves, or this one if they are equal."""
@@ -268,13 +174,22 @@ class PackedLayout(Shown):
         """Return, per leaf of the user's tree, its parts, first rows first. Of equal parts of groups it is the last."""
         found: list[dict[Any, Leaf]] = [{} for _ in range(self.treedef.num_leaves)]
         for leaf in self.leaves:
-            found[leaf.number][leaf.rows or ()] = leaf
+            found[leaf.part.leaf][leaf.part.rows or ()] = leaf
         return tuple(tuple(of[rows] for rows in sorted(of)) for of in found)
 
     @functools.cached_property
     def paths(self) -> tuple[str, ...]:
         """Return the path of each leaf of the user's tree."""
         return tuple(parts[0].path for parts in self.parts)
+
+    @functools.cached_property
+    def held_by_array(self) -> list[list[Leaf]]:
+        """Return, per array, the leaves in it."""
+        held: list[list[Leaf]] = [[] for _ in self.arrays]
+        for leaf in self.leaves:
+            if leaf.array >= 0:
+                held[leaf.array].append(leaf)
+        return held
 
     @functools.cached_property
     def frozen(self) -> list[bool]:
@@ -287,9 +202,10 @@ class PackedLayout(Shown):
         return tuple(leaf for leaf in itertools.chain.from_iterable(self.parts) if not leaf.frozen)
 
     @functools.cached_property
-    def trained_arrays(self) -> frozenset[int]:
-        """Return the numbers of the arrays that contain a leaf that gets a gradient."""
-        return frozenset(leaf.array for leaf in self.leaves if not leaf.frozen)
+    def trained_arrays(self) -> list[int]:
+        """Return the numbers of the arrays that contain a leaf that gets a gradient: slots, then in order of groups."""
+        trained = dict.fromkeys(leaf.array for leaf in self.leaves if not leaf.frozen)
+        return sorted(trained, key=lambda k: (not self.arrays[k].is_slot, k * self.arrays[k].is_slot))
 
     def spec(self, leaf: Leaf) -> PartitionSpec:
         """Return how a leaf is split, over its IPUs and over further mesh axes."""
@@ -331,24 +247,24 @@ class PackedLayout(Shown):
     def split(self, tree: Tree) -> dict[str, Tree]:
         """Return each group's tree, from the user's tree of whole arrays or shapes; it raises as `leaves_of` does."""
         leaves = self.leaves_of(tree)
-        return {group.name: group.tree_of(lambda leaf: leaf.of_whole(leaves[leaf.number])) for group in self.groups}
+        value_of = lambda leaf: leaf.of_whole(leaves[leaf.part.leaf])
+        return {group.name: group.tree_of(value_of) for group in self.groups}
 
     def trained_leaves(self, tree: Tree) -> list[Value]:
         """Return the value of each leaf of `trained`, from the user's tree of whole arrays."""
         leaves = self.leaves_of(tree)
-        return [leaf.of_whole(leaves[leaf.number]) for leaf in self.trained]
+        return [leaf.of_whole(leaves[leaf.part.leaf]) for leaf in self.trained]
 
-    def assembled(self, leaves: Sequence[Value]) -> Tree:
-        """Return the user's tree from its whole leaves, in the order in which the groups name them first."""
-        numbers = dict.fromkeys(leaf.number for leaf in self.leaves)
-        of_numbers = sorted(zip(numbers, leaves, strict=True), key=lambda of_number: of_number[0])
-        return jax.tree.unflatten(self.treedef, [value for _, value in of_numbers])
+    def tree_of(self, value_of: Callable[[Leaf], Value], masked: Tree = None) -> Tree:
+        """Return the *logical* tree: the user's tree of values, with `Rows` where a leaf has several parts.
 
-    def tree_of(self, value_of: Callable[[Leaf], Value]) -> Tree:
-        """Return the *logical* tree: the user's tree of values, with `Rows` where a leaf has several parts."""
+        Leaves without a value, which is None, are `masked`.
+        """
 
         def node(parts: tuple[Leaf, ...]) -> Tree:
             values = [value_of(leaf) for leaf in parts]
+            if values[0] is None:
+                return masked
             return values[0] if len(values) == 1 else Rows(values, parts[0].part.axis)
 
         return jax.tree.unflatten(self.treedef, map(node, self.parts))
@@ -361,7 +277,7 @@ class PackedLayout(Shown):
     def spread(self, what: str, prefix: Tree, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, list[Tree]]:
         """Return, per group and leaf, the leaf above it in a prefix of the user's tree."""
         values = spread(what, prefix, self.treedef, is_leaf)
-        return {group.name: [values[leaf.number] for leaf in group.leaves] for group in self.groups}
+        return {group.name: [values[leaf.part.leaf] for leaf in group.leaves] for group in self.groups}
 
     def _shown(self) -> list[str | Table]:
         """Return a row per leaf, array after array.
@@ -378,8 +294,9 @@ class PackedLayout(Shown):
         for leaf in sorted(self.leaves, key=lambda leaf: leaf.array):
             array = self.arrays[leaf.array] if self.arrays else PackedArray(leaf.shape, leaf.dtype)
             place = "every IPU" if leaf.split is None else f"dim {leaf.split} over the IPUs"
-            place = place if leaf.ipu is None else f"IPU {leaf.ipu}"
-            place += ", frozen" * leaf.frozen
+            if leaf.ipu is not None and (array.is_slot or IPU_AXIS in array.spec):
+                place = f"IPU {leaf.ipu}"
+            place += ", frozen" * leaf.frozen + ", in chunks of the replicas" * (REPLICA_AXIS in array.spec)
             rows.append((str(leaf.array), f"{array.dtype}{[*array.shape]}", str(leaf), str([*leaf.shape]), place))
         first = f"Layout of {counted(len(self.arrays), 'array')} on {counted(self.ipus, 'IPU')}"
         return [first, Table(rows, left=5, indent="  ")]

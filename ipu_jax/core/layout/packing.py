@@ -12,10 +12,12 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.base.annotations import Batch, Tree, Value
+from ipu_jax.base.keys import dtype_named, is_key, with_keys, without_keys
 from ipu_jax.base.showing import Shown, Table
-from ipu_jax.core.layout.layout import Group, Leaf, PackedArray, PackedLayout
+from ipu_jax.core.layout.layout import Group, PackedLayout
+from ipu_jax.core.layout.leaf import Leaf, PackedArray
 from ipu_jax.core.layout.tree_parts import joined
-from ipu_jax.core.mesh.instances import on_host
+from ipu_jax.core.mesh.instances import on_host, put_copy
 
 _MOST_ROWS: Final = 12
 
@@ -81,31 +83,27 @@ def specs_of(layout: PackedLayout) -> Sharded:
 @jax.transfer_guard("allow")  # the caller asks for this transfer
 def shard_tree(tree: Tree, layout: PackedLayout, mesh: Mesh) -> Sharded:
     """Place a tree on the IPUs. Communicates from host to device only; each IPU gets its own part."""
-    leaves, held = layout.leaves_of(tree), list[list[Leaf]]([] for _ in layout.arrays)
-    for leaf in layout.leaves:
-        held[leaf.array].append(leaf)
+    leaves = layout.leaves_of(tree)
 
-    def whole(array: PackedArray, held: list[Leaf]) -> np.ndarray:
-        shape = array.shape_on_mesh(layout.ipus)
+    def whole(array: PackedArray, held: list[Leaf]) -> Value:
+        shape, value_of = array.shape_on_mesh(layout.ipus), lambda leaf: leaf.of_whole(leaves[leaf.part.leaf])
+        if is_key(first := value_of(held[0])):
+            return first
         if held[0].shape == shape:
-            return np.asarray(held[0].of_whole(leaves[held[0].number]), array.dtype)
+            return np.asarray(first, array.dtype)
         found = np.zeros(shape, array.dtype)
         for leaf in held:
-            value = np.asarray(leaf.of_whole(leaves[leaf.number]))
-            if leaf.ipu is None:
-                found[tuple(map(slice, leaf.shape))] = value
-            else:
-                found.reshape(layout.ipus, -1)[leaf.ipu, : leaf.size] = value.reshape(-1)
+            leaf.fill(found, np.asarray(value_of(leaf)))
         return found
 
-    both = zip(layout.arrays, held, strict=True)
-    return Sharded([_put(whole(array, held), mesh, array.spec_on_mesh) for array, held in both], layout)
+    both = zip(layout.arrays, layout.held_by_array, strict=True)
+    return Sharded([put_copy(whole(*of), NamedSharding(mesh, of[0].spec_on_mesh)) for of in both], layout)
 
 
 def shapes_on(layout: PackedLayout, mesh: Mesh) -> Sharded:
     """Return the result of `shard_tree` with the shape, dtype and sharding of each array in place of the array."""
     where = [NamedSharding(mesh, array.spec_on_mesh) for array in layout.arrays]
-    shapes = [(array.shape_on_mesh(layout.ipus), jnp.dtype(array.dtype)) for array in layout.arrays]
+    shapes = [(array.shape_on_mesh(layout.ipus), dtype_named(array.dtype)) for array in layout.arrays]
     return Sharded([jax.ShapeDtypeStruct(*of, sharding=at) for of, at in zip(shapes, where, strict=True)], layout)
 
 
@@ -127,11 +125,6 @@ def batch_shapes(batch: Batch, mesh: Mesh, spec: PartitionSpec) -> Tree:
     return jax.tree.map(shape_of, batch)
 
 
-def _put(whole: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
-    # from a callback, so that each device takes its own block; copied, so that later changes on the host don't reach it
-    return jax.make_array_from_callback(whole.shape, NamedSharding(mesh, spec), lambda index: whole[index].copy())
-
-
 @jax.transfer_guard("allow")  # the caller asks for this transfer
 def unshard_tree(sharded: Sharded) -> Tree:
     """Return the tree that was given to `shard_tree`, with its original shapes and without padding.
@@ -141,21 +134,15 @@ def unshard_tree(sharded: Sharded) -> Tree:
     return joined(sharded.layout.tree_of(_reader(sharded)))
 
 
-def _reader(sharded: Sharded) -> Callable[[Leaf], jax.Array]:
-    """Return a function that reads a leaf, whole and without padding. It reads each array once."""
+def _reader(sharded: Sharded) -> Callable[[Leaf], Value]:
+    """Return a function that reads a leaf, whole and without padding; None if no array has it. It reads arrays once."""
 
     @functools.cache
     def whole(array: int) -> Value:
         value = sharded.arrays[array]
-        return value if isinstance(value, Tracer) else on_host(value)
+        return value if isinstance(value, Tracer) else with_keys(on_host(without_keys(value)), value)
 
-    def read_leaf(leaf: Leaf) -> jax.Array:
-        value = whole(leaf.array)
-        if leaf.ipu is None:
-            return jnp.asarray(value[tuple(map(slice, leaf.shape))])
-        return jnp.asarray(leaf_in(value[leaf.ipu], leaf))
-
-    return read_leaf
+    return lambda leaf: None if leaf.array < 0 else jnp.asarray(leaf.in_array(whole(leaf.array)))
 
 
 def arrays_of(sharded: Sharded) -> list[Value]:

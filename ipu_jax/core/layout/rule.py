@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec
 from ipu_jax.base.annotations import Tree, Value
 from ipu_jax.base.checks import nearest
 from ipu_jax.core.layout.arrays import placed, specs_of_group, with_frozen
-from ipu_jax.core.layout.layout import WHOLE, PackedLayout
+from ipu_jax.core.layout.layout import PackedLayout
+from ipu_jax.core.layout.leaf import WHOLE
 from ipu_jax.core.layout.packing import Sharded, check_alive
 from ipu_jax.core.mesh.devices import IPU_AXIS
 from ipu_jax.core.stage import Stage

@@ -8,7 +8,7 @@ Rows are along the axis on which a leaf is stacked: of a leaf whose layers are s
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,15 @@ class Part:
     leaf: int
     rows: tuple[int, int] | None = None
     axis: int = 0
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Return the index of this part in the leaf.
+
+        >>> Part(0, (2, 5), axis=1).index
+        (slice(None, None, None), slice(2, 5, None))
+        """
+        return () if self.rows is None else along(self.axis, *self.rows)
 
     def part(self, start: int, stop: int, axis: int | None = None) -> "Part":
         """Return rows of this part, which are counted from its own first row. Without `axis` they are along its own.
@@ -49,27 +58,6 @@ class Part:
         if self.leaf != other.leaf or self.rows is None or other.rows is None:
             return self.leaf == other.leaf and self.rows is None
         return self.axis == other.axis and self.rows[0] <= other.rows[0] and other.rows[1] <= self.rows[1]
-
-
-class Within(NamedTuple):
-    """Locate rows in a leaf: their first row, the number of rows of the leaf, and the axis.
-
-    >>> rows = Within(2, 8, axis=1)
-    >>> rows.whole_shape((5, 3)), rows.slices((5, 3))
-    ((5, 8), (slice(None, None, None), slice(2, 5, None)))
-    """
-
-    first: int
-    number: int
-    axis: int = 0
-
-    def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the leaf, of which rows have this shape."""
-        return resized(shape, self.axis, self.number)
-
-    def slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Return the index in the leaf of rows of this shape."""
-        return along(self.axis, self.first, self.first + shape[self.axis])
 
 
 @jax.tree_util.register_dataclass

@@ -177,7 +177,7 @@ class _Analyzer:
 
     def is_everywhere(self, leaf: int) -> bool:
         """Return whether every IPU of every replica updates all of the leaf."""
-        return not self.blocks.is_divided and self.blocks[self.blocks.block_of(leaf)].is_whole
+        return not self.blocks.is_divided and self.blocks.is_whole(self.blocks.block_of(leaf))
 
     def is_divided_cond(self, eqn: Eqn) -> bool:
         """Return whether the equation is a cond that reads leaves which are not all on one IPU."""
@@ -254,7 +254,7 @@ class _Analyzer:
     def check_reduction(self, eqn: Eqn, leaf: int) -> None:
         """Raise `ValueError` unless partial results of the equation can be combined, and are smaller than the leaf."""
         name, of_leaf = eqn.primitive.name, self.blocks.leaves[leaf]
-        split = self.blocks[self.blocks.block_of(leaf)].split
+        split = self.blocks.split(self.blocks.block_of(leaf))
         if self.blocks.is_divided:
             if name not in REDUCTIONS or len(eqn.params["axes"]) != len(of_leaf.shape):
                 dims = f" over dims {tuple(eqn.params['axes'])}" if name in REDUCTIONS else ""

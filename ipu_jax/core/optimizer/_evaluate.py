@@ -141,16 +141,16 @@ def partial_result(blocks: Blocks, reduction: LeafReduction, evaluator: LeafEval
 
 def combined(blocks: Blocks, reduction: LeafReduction, v: Var, partials: Value) -> Value:
     """Return the output `v` of a reduction from all IPUs' partial results, (replicas, ipus, *partial_shape)."""
-    block, dtype = blocks[blocks.block_of(reduction.leaf)], v.aval.dtype
+    split, dtype = blocks.split(blocks.block_of(reduction.leaf)), v.aval.dtype
     ipu = blocks.ipu_of(reduction.leaf)
     if reduction.eqn is None:
         return partials[0, ipu].astype(dtype)
-    if block.split is None:  # one IPU has the leaf, or all IPUs have the same
+    if split is None:  # one IPU has the leaf, or all IPUs have the same
         partials = partials[:, ipu : ipu + 1]
     kept_dims = _kept_dims(blocks, reduction)
-    if block.split not in kept_dims:
+    if split not in kept_dims:
         return _reduce(reduction.eqn.primitive.name, partials, (0, 1)).astype(dtype)
-    at = kept_dims.index(block.split)
+    at = kept_dims.index(split)
     padded = jnp.concatenate(list(partials[0]), axis=at)
     return lax.slice_in_dim(padded, 0, v.aval.shape[at], axis=at).astype(dtype)
 

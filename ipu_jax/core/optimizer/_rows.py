@@ -24,7 +24,7 @@ from jax import lax
 from ipu_jax.base.annotations import Eqn, Jaxpr, Tree, Value
 from ipu_jax.base.jaxprs import CALLS, ELEMENTWISE, bound, closed_of, evaluated, in_scan_parts
 from ipu_jax.base.row_rules import FOLLOWED, Before, Rule, Taken
-from ipu_jax.core.layout.layout import Leaf
+from ipu_jax.core.layout.leaf import Leaf
 from ipu_jax.core.layout.tree_parts import Rows, divided, is_rows, resized
 
 

@@ -5,27 +5,24 @@ optax's own functions  see {group: pytree}, leaf by leaf, whatever the arrays ar
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from ipu_jax.base import status
 from ipu_jax.base.annotations import Function, Params, Tree, Value
 from ipu_jax.base.checks import in_line
 from ipu_jax.core.layout import packing
-from ipu_jax.core.layout.blocks import blocks_of_layout, to_blocks
+from ipu_jax.core.layout.blocks import Blocks, to_blocks
 from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.layout.packing import Sharded, check_alive
 from ipu_jax.core.layout.rule import LayoutRule
 from ipu_jax.core.mesh.axes import over_ipus
-from ipu_jax.core.mesh.instances import put
 from ipu_jax.core.optimizer._analysis import MissingArgumentError, updated
-from ipu_jax.core.optimizer.state import OptimizerState
 from ipu_jax.core.optimizer.update import ShardedUpdate
 
 
@@ -42,7 +39,7 @@ class PipelineOptimizer:
         self._updates: dict[PackedLayout, ShardedUpdate] = {}
         self._programs: dict[PackedLayout, Function] = {}
 
-    def init(self, params: Sharded) -> OptimizerState:
+    def init(self, params: Sharded) -> Sharded:
         """Return the optimizer's first state.
 
         Communicates like `Pipeline.unshard`. It cannot be called inside `jax.jit`.
@@ -57,11 +54,11 @@ class PipelineOptimizer:
         _check_concrete("init", params)
         update, whole = self._update_for(params), self._pipeline.unshard(params)
         trained = self._rule.as_trained(params.layout).trained_leaves(whole)
-        return self._placed(update, update.init(update.blocks.logical_tree(trained)))
+        return update.init(trained, self._pipeline.mesh)
 
     def apply(
-        self, gradients: Sharded, state: OptimizerState, params: Sharded, value: Value = None
-    ) -> tuple[Sharded, OptimizerState]:
+        self, gradients: Sharded, state: Sharded, params: Sharded, value: Value = None
+    ) -> tuple[Sharded, Sharded]:
         """Return the new weights, which are the weights plus optax's updates, and the new state.
 
         Communicates one all_gather of a few numbers for each level of norms over leaves of several IPUs, or over the
@@ -91,26 +88,26 @@ class PipelineOptimizer:
         if value is not None and jnp.shape(value):
             raise ValueError(f"value has shape {jnp.shape(value)}: give the loss of the update, a scalar")
         if layout not in self._programs:
-            self._programs[layout] = self._program(update, layout, update.state_layout.specs(state))
+            self._programs[layout] = self._program(update, layout)
         value = jnp.zeros(()) if value is None else jnp.asarray(value)
         gradients, trained = (dataclasses.replace(tree, layout=layout) for tree in (gradients, params))
         with status.SILENT:
             new, state = self._programs[layout](gradients, state, trained, value)
         return dataclasses.replace(new, layout=params.layout), state
 
-    def _program(self, update: ShardedUpdate, layout: PackedLayout, states: OptimizerState) -> Function:
-        """Return the program of `apply`, for states with these specs."""
+    def _program(self, update: ShardedUpdate, layout: PackedLayout) -> Function:
+        """Return the program of `apply`."""
 
-        def on_ipu(gradients: Sharded, state: OptimizerState, params: Sharded, value: Value) -> Tree:
+        def on_ipu(gradients: Sharded, state: Sharded, params: Sharded, value: Value) -> Tree:
             with status.tracing("the optimizer"):
                 new, _, state = update.apply(to_blocks(gradients), state, params, value)
             return new, state
 
-        weights = packing.specs_of(layout)
+        weights, states = packing.specs_of(layout), packing.specs_of(update.state_layout.layout)
         in_specs = (weights, states, weights, PartitionSpec())
         return jax.jit(over_ipus(on_ipu, self._pipeline.mesh, in_specs=in_specs, out_specs=(weights, states)))
 
-    def whole(self, state: OptimizerState, params: Sharded) -> Tree:
+    def whole(self, state: Sharded, params: Sharded) -> Tree:
         """Return the whole state as optax's tree, to save it. Communicates like `Pipeline.unshard`.
 
         Raises:
@@ -119,37 +116,32 @@ class PipelineOptimizer:
         _check_concrete("whole", state)
         update = self._update_for(params)
         self._check_state(update, state)
-        return update.state_layout.whole(state)
+        return packing.unshard_tree(state)
 
-    def restore(self, whole: Tree, params: Sharded) -> OptimizerState:
+    def restore(self, whole: Tree, params: Sharded) -> Sharded:
         """Place a state that `whole` returned on the IPUs, for these weights.
 
         Raises:
             ValueError: the state is from another optimizer or of other weights, or `jax.jit` traces the call.
         """
         _check_concrete("restore", whole)
-        update = self._update_for(params)
-        return self._placed(update, update.state_layout.restore(whole))
+        return self._update_for(params).restore(whole, self._pipeline.mesh)
 
     def _update_for(self, params: Params) -> ShardedUpdate:
         self._rule.check(params)
         layout = self._rule.as_trained(params.layout)
         if layout not in self._updates:
-            self._updates[layout] = ShardedUpdate(self._transformation, blocks_of_layout(layout, replicas=1))
+            self._updates[layout] = ShardedUpdate(self._transformation, Blocks(layout, replicas=1))
         return self._updates[layout]
 
     def _check_state(self, update: ShardedUpdate, state: Tree) -> None:
         check_alive("state", state)
         if not update.state_layout.fits(state):
-            is_other = isinstance(state, OptimizerState)
+            is_other = isinstance(state, Sharded)
             found = "another optimizer's, or of weights in other places" if is_other else f"a {type(state).__name__}"
             raise ValueError(
                 f"state is {found}: give what init or restore of this optimizer, or its last apply, returned"
             )
-
-    def _placed(self, update: ShardedUpdate, state: OptimizerState) -> OptimizerState:
-        on_mesh = functools.partial(NamedSharding, self._pipeline.mesh)
-        return jax.tree.map(lambda array, spec: put(array, on_mesh(spec)), state, update.state_layout.specs(state))
 
 
 def checked_optimizer(optimizer: Any) -> optax.GradientTransformation:

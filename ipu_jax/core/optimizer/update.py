@@ -5,7 +5,6 @@ different leaves in one block share one program if the optimizer does the same t
 traced programs shows this. Otherwise a `switch` chooses between the programs. The `switch` contains no collective.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -17,17 +16,19 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.extend import core
+from jax.sharding import Mesh
 
-from ipu_jax.base.annotations import Dtype, Params, Value, Var
+from ipu_jax.base.annotations import Dtype, Params, Tree, Value, Var
 from ipu_jax.base.jaxprs import bound, read_by
 from ipu_jax.core.layout.blocks import Blocks, from_blocks
+from ipu_jax.core.layout.packing import Sharded, shard_tree
 from ipu_jax.core.mesh.collectives import rounded
 from ipu_jax.core.mesh.devices import IPU_AXIS
 from ipu_jax.core.mesh.guard import SLOT, Fence, guard
 from ipu_jax.core.optimizer import zero
 from ipu_jax.core.optimizer._analysis import LeafReduction, analyze_update
 from ipu_jax.core.optimizer._evaluate import LeafEvaluator, combined, partial_result, partial_shape, sent_together
-from ipu_jax.core.optimizer.state import OptimizerState, StateLayout
+from ipu_jax.core.optimizer.state import StateLayout
 
 # (leaf, the block's arrays, evaluator) -> arrays, with the same shapes for each leaf of a block
 _LeafProgram = Callable[[int, Sequence[Value], LeafEvaluator], list[Value]]
@@ -44,7 +45,7 @@ class ShardedUpdate:
 
     Attributes:
         analysis: where each value of the update is computed.
-        state_layout: where the parts of the state are; it restores states, and returns them whole.
+        state_layout: where the parts of the state are.
 
     Raises:
         ValueError: the optimizer needs a divided leaf in one piece; the message names leaf and operation.
@@ -65,19 +66,29 @@ class ShardedUpdate:
         jaxpr = self.analysis.jaxpr
         return self._loss in read_by(jaxpr.eqns, jaxpr.outvars)
 
-    def init(self, params: Params) -> OptimizerState:
-        """Return the optimizer's first state for the logical tree of whole weights, laid out by `state_layout`."""
-        return self.state_layout.init(self.optimizer, params)
+    def init(self, trained: Sequence[Value], mesh: Mesh) -> Sharded:
+        """Place the optimizer's first state for the whole trained leaves."""
+        whole = self.state_layout.init(self.optimizer, self.blocks.logical_tree(trained))
+        return shard_tree(whole, self.state_layout.layout, mesh)
+
+    def restore(self, state: Tree, mesh: Mesh) -> Sharded:
+        """Place a whole state of optax in the same way as `init` does with the first state.
+
+        Raises:
+            ValueError: the state is from another optimizer, or of other weights.
+        """
+        self.state_layout.check_whole(state)
+        return shard_tree(state, self.state_layout.layout, mesh)
 
     def apply(
         self,
         gradients: Sequence[Value],
-        state: OptimizerState,
+        state: Sharded,
         params: Value,
         loss: Value,
         *,
         round_block: Callable[[int, Value], Value] = lambda k, chunk: chunk,
-    ) -> tuple[Value, list[Value], OptimizerState]:
+    ) -> tuple[Value, list[Value], Sharded]:
         """Return the weights after an update, their chunks of this replica, and the optimizer's new state.
 
         Communicates one all_gather of a few numbers for each level of norms over leaves of several IPUs, or over the
@@ -97,25 +108,26 @@ class ShardedUpdate:
             state.
         """
         blocks = self.blocks
-        gradients = [rounded(g, block.dtype) for g, block in zip(gradients, blocks, strict=True)]
+        gradients = [rounded(g, block.dtype) for g, block in zip(gradients, blocks.arrays, strict=True)]
         unrounded, state = self._unrounded(gradients, state, blocks.chunks_of(params), loss)
         chunks = [round_block(k, chunk).astype(blocks[k].dtype) for k, chunk in enumerate(unrounded)]
         return from_blocks(params, zero.gather(blocks, chunks)), chunks, state
 
     def _unrounded(
-        self, gradients: Sequence[Value], state: OptimizerState, params: Sequence[Params], loss: Value
-    ) -> tuple[list[Value], OptimizerState]:
+        self, gradients: Sequence[Value], state: Sharded, params: Sequence[Params], loss: Value
+    ) -> tuple[list[Value], Sharded]:
         """Return the chunks of the weights plus their updates, in float32 at least, and the optimizer's new state."""
         analysis, jaxpr = self.analysis, self.analysis.jaxpr
         env: dict[Var, Value] = dict(zip(jaxpr.constvars, analysis.consts, strict=True))
         env[self._loss] = jnp.asarray(loss, self._loss.aval.dtype)
         variables, replicated = self.state_layout.variables, self.state_layout.replicated
-        env.update({variables[i]: value for i, value in zip(replicated, state.replicated, strict=True)})
+        kept, everywhere = self.state_layout.by_block(state.arrays)
+        env.update({variables[i]: value for i, value in zip(replicated, everywhere, strict=True)})
         for leaf in range(len(self.blocks.leaves)):
             if self._gradients[leaf] not in analysis.leaf_of:
                 k = self.blocks.block_of(leaf)
                 env[self._gradients[leaf]], env[self._params[leaf]] = gradients[k], params[k]
-        states = [[array[0, 0] for array in of_block] for of_block in state.per_block]
+        states = [[array[0, 0] for array in of_block] for of_block in kept]
         arrays = [[g, p, *of_block] for g, p, of_block in zip(gradients, params, states, strict=True)]
         for level, eqns in enumerate(analysis.replicated):
             for eqn in eqns:
@@ -124,8 +136,8 @@ class ShardedUpdate:
                 env.update(self._gather(dtype, together, arrays, env))
         results = [self._new_arrays(k, of_block, env) for k, of_block in enumerate(arrays)]
         values = [_value_of(self._new_state[i], env) for i in replicated]
-        per_block = [[array[None, None] for array in of_block[1:]] for of_block in results]
-        return [of_block[0] for of_block in results], dataclasses.replace(state, per_block=per_block, replicated=values)
+        kept = [array[None, None] for of_block in results for array in of_block[1:]]
+        return [of_block[0] for of_block in results], Sharded([*kept, *values], state.layout)
 
     def _new_arrays(self, k: int, arrays: list[Value], env: dict[Var, Value]) -> list[Value]:
         """Return a block's weights plus their update, and its new state arrays.
@@ -139,7 +151,7 @@ class ShardedUpdate:
             return self._on_block(k, arrays, env, run)
         counts, own = blocks.counts(k), blocks.own_count(k)
         has_rows = blocks.chunk_dim(k) is not None  # which may be padding
-        is_elementwise = all(self._is_elementwise(leaf) for leaf in blocks[k].leaves if leaf is not None)
+        is_elementwise = all(self._is_elementwise(leaf) for leaf in blocks.leaves_in[k] if leaf is not None)
         new = [weights.astype(jnp.promote_types(weights.dtype, jnp.float32)), *state]
         for shorter, length in itertools.pairwise([0, *(blocks.lengths(k) if is_elementwise else [weights.size])]):
 
@@ -218,7 +230,7 @@ class ShardedUpdate:
             env: the values that every IPU knows.
             of_leaf: the program to run.
         """
-        by_ipu = self.blocks[k].leaves
+        by_ipu = self.blocks.leaves_in[k]
         leaves = [leaf for leaf in by_ipu if leaf is not None]
         reads = [self._replicated_reads(leaf, of_leaf, arrays, env) for leaf in leaves]
         programs = [self._program(leaf, of_leaf, variables) for leaf, variables in zip(leaves, reads, strict=True)]
@@ -289,7 +301,7 @@ class ShardedUpdate:
         blocks, vectors, offset = self.blocks, [], 0
         parts: list[tuple[LeafReduction, Value, int, tuple[int, ...]]] = []  # with the offset in the vector, and shape
         for k in range(len(blocks)):
-            of_block = {n: [r for r in reductions if r.leaf == n] for n in blocks[k].leaves if n is not None}
+            of_block = {n: [r for r in reductions if r.leaf == n] for n in blocks.leaves_in[k] if n is not None}
             ends = [offset]
             for of_leaf in of_block.values():
                 at = offset

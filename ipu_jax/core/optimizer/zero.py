@@ -34,7 +34,7 @@ def buckets(blocks: Blocks, dtypes: Sequence[Dtype]) -> list[list[int]]:
     open_: dict[Dtype, tuple[list[int], int]] = {}  # per dtype its last bucket, and the bytes in it
     for k, dtype in enumerate(map(jnp.dtype, dtypes)):
         size = blocks.chunk_size(k) * blocks.replicas * dtype.itemsize
-        if size >= BUCKET_BYTES or blocks[k].chunk_dim is not None:
+        if size >= BUCKET_BYTES or blocks.chunk_dim(k) is not None:
             filled_buckets.append([k])
             continue
         bucket, filled = open_.get(dtype, (None, 0))
@@ -61,7 +61,7 @@ def scatter(blocks: Blocks, gradients: Sequence[Value]) -> list[Value]:
     """
     chunks: list[Value] = [None] * len(blocks)
     for bucket in buckets(blocks, [g.dtype for g in gradients]):
-        if blocks[bucket[0]].chunk_dim is not None:
+        if blocks.chunk_dim(bucket[0]) is not None:
             (k,) = bucket
             chunks[k] = lax.psum_scatter(blocks.to_chunks(k, gradients[k]), REPLICA_AXIS, scatter_dimension=0)
             continue
@@ -83,7 +83,7 @@ def gather(blocks: Blocks, chunks: Sequence[Value]) -> list[Value]:
         return list(chunks)
     arrays: list[Value] = [None] * len(blocks)
     for bucket in buckets(blocks, [chunk.dtype for chunk in chunks]):
-        if blocks[bucket[0]].chunk_dim is not None:
+        if blocks.chunk_dim(bucket[0]) is not None:
             (k,) = bucket
             arrays[k] = blocks.from_chunks(k, lax.all_gather(chunks[k], REPLICA_AXIS))
             continue

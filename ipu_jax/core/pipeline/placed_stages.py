@@ -17,7 +17,8 @@ from ipu_jax.core.cutting.function import FunctionModel
 from ipu_jax.core.engine import scan as engine
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.layout import packing
-from ipu_jax.core.layout.layout import WHOLE, PackedLayout
+from ipu_jax.core.layout.layout import PackedLayout
+from ipu_jax.core.layout.leaf import WHOLE
 from ipu_jax.core.layout.packing import check_alive
 from ipu_jax.core.layout.rule import LayoutRule
 from ipu_jax.core.mesh.axes import over_ipus

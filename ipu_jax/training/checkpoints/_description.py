@@ -7,10 +7,11 @@ the places are also the same, arrays are read as they are; otherwise leaves are 
     TrainState  -- named -->  {"params.slots.0": array, "optimizer.0.1": array, "step": array, ...}
                 <-- with_arrays --
 
-The names are the same as in `StatePlacer.places`. Random keys are stored as their data.
+Random keys are stored as their data.
 """
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Final
@@ -20,8 +21,8 @@ import jax
 from ipu_jax.base.annotations import Json, Tree, Value
 from ipu_jax.base.keys import is_key
 from ipu_jax.base.version import __version__
+from ipu_jax.core.layout.leaf import Leaf
 from ipu_jax.core.layout.packing import Sharded
-from ipu_jax.core.layout.place import Place, array_names, arrays_by_name
 from ipu_jax.training.update.state import TrainState
 from ipu_jax.training.update.step import TrainStep
 
@@ -35,10 +36,14 @@ _SINGLE: Final = {
 
 def description_of(step: TrainStep, state: TrainState) -> dict[str, Json]:
     """Return the description of a training run. Any state of the step will do; its values don't matter."""
-    places, arrays = step.placement.places(state), named(state)
+    layouts, arrays = step.placement.layouts(state), named(state)
+    leaves: dict[str, list[Json]] = {kind: [] for kind in KINDS}
+    for kind, layout in layouts.items():
+        names = [f"{kind}.{array.name}" for array in layout.arrays]
+        leaves[kind] = [leaf.plain(names[leaf.array]) for leaf in layout.leaves if leaf.array >= 0]
     return {
         "arrays": {name: {"shape": list(array.shape), "dtype": str(array.dtype)} for name, array in arrays.items()},
-        "leaves": {kind: [place.plain() for place in places[kind]] for kind in KINDS},
+        "leaves": leaves,
         "ipus": step.model.ipus,
         "replicas": step.model.replicas,
     }
@@ -94,10 +99,10 @@ def check_model(where: str, saved: Mapping[str, Json], here: Mapping[str, Json])
 def wrong_with(saved: Mapping[str, Json]) -> str:
     """Return what is missing from a seal's description, or differs from the form of `description_of`, or ""."""
     try:
-        leaves = [place for kind in KINDS for place in places(saved, kind)]
-        shapes = [*(place.shape for place in leaves), *(array["shape"] for array in saved["arrays"].values())]
-        texts = [*(place.dtype for place in leaves), *(array["dtype"] for array in saved["arrays"].values())]
-        texts += [text for place in leaves for text in (place.path, place.array)]
+        named = [of for kind in KINDS for of in leaves(saved, kind)]
+        shapes = [*(leaf.shape for _, leaf in named), *(array["shape"] for array in saved["arrays"].values())]
+        texts = [*(leaf.dtype for _, leaf in named), *(array["dtype"] for array in saved["arrays"].values())]
+        texts += [text for array, leaf in named for text in (leaf.path, array)]
         is_right = all(isinstance(n, int) for shape in shapes for n in shape)
         return (
             "" if is_right and all(isinstance(text, str) for text in texts) else "its model has other shapes or names"
@@ -106,13 +111,19 @@ def wrong_with(saved: Mapping[str, Json]) -> str:
         return "its model is not described"
 
 
-def places(described: Mapping[str, Json], kind: str) -> list[Place]:
-    """Return the places of the leaves of one kind."""
-    return [Place.of_plain(plain) for plain in described["leaves"][kind]]
+def leaves(described: Mapping[str, Json], kind: str) -> list[tuple[str, Leaf]]:
+    """Return the leaves of one kind, each with the name of its array."""
+    return [(plain["array"], Leaf.of_plain(plain)) for plain in described["leaves"][kind]]
 
 
-def _text(place: Mapping[str, Json]) -> str:
-    return f"{place['dtype']}[{', '.join(map(str, Place.of_plain(place).whole_shape))}]"
+def has_same_places(saved: Mapping[str, Json], here: Mapping[str, Json]) -> bool:
+    """Return whether two descriptions of one training have the same arrays, and the same leaves in them."""
+    leaves_of = lambda described, kind: sorted(json.dumps(plain, sort_keys=True) for plain in described["leaves"][kind])
+    return saved["arrays"] == here["arrays"] and all(leaves_of(saved, kind) == leaves_of(here, kind) for kind in KINDS)
+
+
+def _text(plain: Mapping[str, Json]) -> str:
+    return f"{plain['dtype']}[{', '.join(map(str, Leaf.of_plain(plain).whole_shape))}]"
 
 
 # arrays by name
@@ -120,12 +131,7 @@ def _text(place: Mapping[str, Json]) -> str:
 
 def named(state: TrainState) -> dict[str, Value]:
     """Return the arrays of a state by name, or the values in their places, such as PartitionSpecs."""
-    arrays = {**_tree("params", state.params), **_tree("stages", state.stages), "step": state.step}
-    optimizer = state.optimizer
-    for k, of_block in enumerate(optimizer.per_block):
-        arrays |= {f"optimizer.{k}.{i}": array for i, array in enumerate(of_block)}
-    arrays |= {f"optimizer.replicated.{i}": array for i, array in enumerate(optimizer.replicated)}
-    arrays |= {f"ema.{k}": array for k, array in enumerate(state.ema or [])}
+    arrays = {name: array for kind in KINDS for name, array in _arrays_of(kind, state)} | {"step": state.step}
     if state.scale is not None:
         arrays |= {"scale.scale": state.scale.scale, "scale.good_steps": state.scale.good_steps}
     if state.key is not None:
@@ -135,31 +141,14 @@ def named(state: TrainState) -> dict[str, Value]:
 
 def with_arrays(like: TrainState, arrays: dict[str, Value]) -> TrainState:
     """Return a state with the structure of `like` and these arrays: the inverse of `named`."""
-    optimizer, scale = like.optimizer, like.scale
-    per_block = [
-        [arrays[f"optimizer.{k}.{i}"] for i in range(len(of_block))] for k, of_block in enumerate(optimizer.per_block)
-    ]
-    replicated = [arrays[f"optimizer.replicated.{i}"] for i in range(len(optimizer.replicated))]
+    scale = like.scale
     if scale is not None:
         scale = dataclasses.replace(scale, scale=arrays["scale.scale"], good_steps=arrays["scale.good_steps"])
-    return TrainState(
-        params=_with_tree("params", like.params, arrays),
-        optimizer=dataclasses.replace(optimizer, per_block=per_block, replicated=replicated),
-        stages=_with_tree("stages", like.stages, arrays),
-        scale=scale,
-        step=arrays["step"],
-        key=arrays.get("key"),
-        ema=None if like.ema is None else [arrays[f"ema.{k}"] for k in range(len(like.ema))],
-    )
-
-
-def key_impl(dtype: str) -> str | None:
-    """Return the generator that a key dtype names, or None if it is not a key dtype.
-
-    >>> key_impl(str(jax.random.key(0).dtype)), key_impl("float32")
-    ('fry', None)
-    """
-    return dtype.removeprefix("key<").removesuffix(">") if dtype.startswith("key<") else None
+    trees: dict[str, Tree] = {}
+    for kind in KINDS:
+        found = [arrays[name] for name, _ in _arrays_of(kind, like)]
+        trees[kind] = jax.tree.unflatten(jax.tree.structure(getattr(like, kind)), found)
+    return TrainState(**trees, scale=scale, step=arrays["step"], key=arrays.get("key"))
 
 
 def stored(array: Value) -> Value:
@@ -167,17 +156,11 @@ def stored(array: Value) -> Value:
     return jax.random.key_data(array) if is_key(array) else array
 
 
-def _tree(name: str, tree: Tree) -> dict[str, Value]:
-    if isinstance(tree, Sharded):
-        return arrays_by_name(tree, name)
-    return {f"{name}.{i}": leaf for i, leaf in enumerate(jax.tree.leaves(tree))}
-
-
-def _with_tree(name: str, like: Tree, arrays: dict[str, Value]) -> Tree:
-    if isinstance(like, Sharded):
-        return jax.tree.map(arrays.__getitem__, array_names(like.layout, name))
-    treedef = jax.tree.structure(like)
-    return jax.tree.unflatten(treedef, [arrays[f"{name}.{i}"] for i in range(treedef.num_leaves)])
+def _arrays_of(kind: str, state: TrainState) -> list[tuple[str, Value]]:
+    tree = getattr(state, kind)
+    arrays = jax.tree.leaves(tree)
+    names = [of.name for of in tree.layout.arrays] if isinstance(tree, Sharded) else map(str, range(len(arrays)))
+    return [(f"{kind}.{name}", array) for name, array in zip(names, arrays, strict=True)]
 
 
 def size_of(arrays: dict[str, Value]) -> int:

@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding
 
 from ipu_jax.base.annotations import Json
 from ipu_jax.base.keys import is_key
-from ipu_jax.core.layout.place import Place
+from ipu_jax.core.layout.leaf import Leaf
 from ipu_jax.training.checkpoints import _all_instances, _description, _folder, _seal
-from ipu_jax.training.checkpoints._description import KINDS, named, places, with_arrays
+from ipu_jax.training.checkpoints._description import KINDS, has_same_places, leaves, named, with_arrays
 from ipu_jax.training.checkpoints._store import Store
 from ipu_jax.training.checkpoints.errors import CheckpointError, CheckpointWarning, UnreadableError, errno_of
 from ipu_jax.training.update.state import TrainState
@@ -174,52 +174,46 @@ def read(store: Store, found: _folder.Found, step: TrainStep, like: TrainState, 
         here: the description of the step.
     """
     seal: Json = found.seal
-    is_same = all(seal["model"][name] == here[name] for name in ("arrays", "leaves"))
-    if is_same:
-        state = _read_as_saved(store, found.path, step, like)
-    else:
-        state = _read_by_leaves(store, found.path, step, like, saved=seal["model"], here=here)
+    is_same = has_same_places(seal["model"], here)
+    state = (_read_as_saved if is_same else _read_by_leaves)(store, found, step, like)
     topology = "same" if is_same else "other"
     return Restored(state, seal["step"], seal["feed"], seal["extra"], found.path, topology)
 
 
-def _read_as_saved(store: Store, path: Path, step: TrainStep, like: TrainState) -> TrainState:
+def _read_as_saved(store: Store, found: _folder.Found, step: TrainStep, like: TrainState) -> TrainState:
     """Return the state of a checkpoint with the same arrays as this step. Each process reads its own shards."""
     specs = named(step.placement.specs(like))
     shardings = {name: NamedSharding(step.model.mesh, spec) for name, spec in specs.items()}
-    state = with_arrays(like, store.read(path, named(like), shardings))
+    state = with_arrays(like, store.read(found.path, named(like), shardings))
     return dataclasses.replace(state, nonfinite=step.placement.no_streak())
 
 
-def _read_by_leaves(
-    store: Store, path: Path, step: TrainStep, like: TrainState, *, saved: Mapping[str, Json], here: Mapping[str, Json]
-) -> TrainState:
+def _read_by_leaves(store: Store, found: _folder.Found, step: TrainStep, like: TrainState) -> TrainState:
     """Return the state of a checkpoint of another topology.
 
     Each host reads all arrays, a few at a time, and holds the whole state until it is placed, like `TrainStep.restore`.
     """
-    leaves: dict[str, dict[str, Json]] = {kind: {} for kind in KINDS}
+    seal: Json = found.seal
+    saved, whole = seal["model"], {kind: dict[str, Json]() for kind in KINDS}
     single: dict[str, Json] = {}
-    in_array: dict[str, list[tuple[str, Place]]] = {name: [] for name in saved["arrays"]}
+    in_array: dict[str, list[tuple[str, Leaf]]] = {name: [] for name in saved["arrays"]}
     for kind in KINDS:
-        for place in places(saved, kind):
-            in_array[place.array].append((kind, place))
-    for name, array in store.whole(path, saved["arrays"]):
+        for name, leaf in leaves(saved, kind):
+            in_array[name].append((kind, leaf))
+    for name, array in store.whole(found.path, saved["arrays"]):
         if not in_array[name]:
             single[name] = array
-        for kind, place in in_array[name]:
+        for kind, leaf in in_array[name]:
             if is_key(array):
-                leaves[kind][place.path] = array
+                whole[kind][leaf.path] = array
             else:  # other arrays may have other rows of it
-                own = place.leaf(array)
-                leaves[kind].setdefault(place.path, np.empty(place.whole_shape, own.dtype))[place.within] = own
-    paths = {kind: dict.fromkeys(place.path for place in places(here, kind)) for kind in KINDS}
-    ordered = {kind: [leaves[kind][leaf] for leaf in paths[kind]] for kind in KINDS}
+                own = leaf.in_array(array)
+                whole[kind].setdefault(leaf.path, np.empty(leaf.whole_shape, own.dtype))[leaf.part.index] = own
     scale = like.scale
     if scale is not None:
         values = {name: jnp.asarray(single[f"scale.{name}"]) for name in ("scale", "good_steps")}
         scale = dataclasses.replace(scale, **values)
-    trees = step.placement.assembled(like, ordered)
+    trees = step.placement.assembled(like, whole)
     return step.restore({**trees, "scale": scale, "step": int(single["step"]), "key": single.get("key")})
 
 

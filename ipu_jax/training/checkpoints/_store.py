@@ -33,9 +33,10 @@ import jax
 import numpy as np
 
 from ipu_jax.base.annotations import Json, Tree, Value
+from ipu_jax.base.keys import key_impl
 from ipu_jax.distributed.agreeing import Meetings
 from ipu_jax.distributed.board import on_a_daemon
-from ipu_jax.training.checkpoints._description import key_impl, stored
+from ipu_jax.training.checkpoints._description import stored
 
 _LOOK_EVERY: Final = 0.1
 _LAST_CHANCE: Final = 5.0  # seconds for a write to end after another instance has failed
@@ -158,11 +159,7 @@ class Store:
 
 def _as_key(array: Value, dtype: str) -> Value:
     impl = key_impl(dtype)
-    return array if impl is None else jax.random.wrap_key_data(array, impl=_IMPLS.get(impl, impl))
-
-
-# dtypes of keys are printed with short names
-_IMPLS: Final = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
+    return array if impl is None else jax.random.wrap_key_data(array, impl=impl)
 
 
 def _bytes(described: dict[str, Json]) -> int:

@@ -103,11 +103,11 @@ class Alike:
         if not self._is_due:
             return
         text = lower().as_text()
-        places = [place for of_kind in self._placer.places(state).values() for place in of_kind]
+        leaves = [leaf for layout in self._placer.layouts(state).values() for leaf in layout.leaves if leaf.array >= 0]
         is_noted = self._noted is not None and self._noted[0]() is state
         texts: dict[str, Texts | None] = {
             "batch": {**_shapes(arrays), "updates to make": f"{made.start} to {made.stop - 1}"},
-            "state": {place.path: f"{place.dtype}{list(place.whole_shape)}" for place in places},
+            "state": {leaf.path: f"{leaf.dtype}{list(leaf.whole_shape)}" for leaf in leaves},
             "feed": {f"feed.{name}": str(value) for name, value in given.feed.items()}
             if isinstance(given, FeedBatch)
             else None,

@@ -45,7 +45,7 @@ class Arguments:
             )
         if self._options.precision != "32.32":
             held = self._placer.held
-            for leaf in self._model.blocks(state.params, 1).leaves:  # the trained ones
+            for leaf in self._model.layout(state.params).trained:
                 own = jnp.dtype(leaf.dtype)
                 if own in (jnp.float32, jnp.bfloat16, jnp.float16) and own != held:
                     raise ValueError(

@@ -7,9 +7,7 @@ from jax.sharding import Mesh
 
 from ipu_jax.base.annotations import Function, Params, Tree, Value
 from ipu_jax.base.showing import counted
-from ipu_jax.core.layout.blocks import Blocks
-from ipu_jax.core.layout.packing import Sharded
-from ipu_jax.core.layout.place import Place
+from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.options import Reduction
 from ipu_jax.core.stage import Stage
 from ipu_jax.core.step_args import StepArgs, given_dims
@@ -50,16 +48,10 @@ class Model(Protocol):
         has: return whether a state's weights belong to this kind of model.
         loss: return the loss and the aux, or None, of arguments as a user gives them, without gradients.
         place: place whole weights on the IPUs.
-        layout: return what the blocks of placed weights depend on; it can be hashed.
-        blocks: return the blocks of the weights, each divided among this many replicas.
-        trained: return the trained leaves of a whole tree with the structure of the weights.
-        frozen: return, per leaf of the whole weights, whether it is frozen.
-        places: return where each leaf of the whole weights is in the arrays of a checkpoint.
-        assembled: return the whole weights from their leaves, in the order of `places`.
+        layout: return where each leaf of placed weights is.
         on_ipus: map a program over the IPUs of all replicas; the result takes and returns global arrays.
         gradients: return this replica's loss and gradients; its batch has leaves (M, micro-batch, ...). It raises
             `ValueError` if the loss is `weighted`, and a stage adds a loss that has no count.
-        sharded: return placed weights as `stages` read them.
     """
 
     kind: str
@@ -82,15 +74,9 @@ class Model(Protocol):
     def has(self, params: Params) -> bool: ...
     def loss(self, given: StepArgs) -> tuple[Value, Tree]: ...
     def place(self, params: Params) -> Params: ...
-    def layout(self, placed: Params) -> Any: ...
-    def blocks(self, placed: Params, replicas: int) -> Blocks: ...
-    def trained(self, placed: Params, whole: Tree) -> list[Value]: ...
-    def frozen(self, placed: Params) -> list[bool]: ...
-    def places(self, placed: Params) -> list[Place]: ...
-    def assembled(self, placed: Params, leaves: Sequence[Value]) -> Params: ...
+    def layout(self, placed: Params) -> PackedLayout: ...
     def on_ipus(self, program: Function, *, in_specs: Tree, out_specs: Tree) -> Function: ...
     def gradients(self, args: StepArgs, loss_cotangent: Value, *, weighted: bool) -> Gradients: ...
-    def sharded(self, params: Params) -> Sharded: ...
 
     def describe(self) -> str:
         """Return a line about the kind of the model and its sizes."""

@@ -26,7 +26,8 @@ from ipu_jax.base.annotations import Batch, Tree, Value
 from ipu_jax.base.jaxprs import shape_of
 from ipu_jax.base.keys import with_keys, without_keys
 from ipu_jax.core.layout import packing
-from ipu_jax.core.layout.layout import WHOLE, Leaf, PackedLayout
+from ipu_jax.core.layout.layout import PackedLayout
+from ipu_jax.core.layout.leaf import WHOLE, Leaf
 from ipu_jax.core.layout.packing import Sharded
 from ipu_jax.core.mesh.axes import over_ipus
 from ipu_jax.core.mesh.collectives import broadcast
@@ -72,7 +73,8 @@ class Replay:
             step: the number of the update, from 1.
         """
         key = jax.random.fold_in(state.key, step - 1) if self._model.random else None
-        given = StepArgs(self._model.sharded(state.params), batch, state.stages or Sharded([], PackedLayout()), key)
+        params = Sharded(jax.tree.leaves(state.params), self._model.layout(state.params))
+        given = StepArgs(params, batch, state.stages or Sharded([], PackedLayout()), key)
         args, dloss = self._enter(given, current_scale(self._options, state.scale))
         losses, sizes = [], []
         for m in range(self._model.m):

@@ -4,24 +4,22 @@
                                      <-- whole --
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from ipu_jax.base.annotations import Batch, Key, Params, Tree, Value
+from ipu_jax.base.keys import with_keys, without_keys
 from ipu_jax.core.layout.blocks import Blocks, from_blocks
-from ipu_jax.core.layout.layout import WHOLE
-from ipu_jax.core.layout.packing import Sharded
-from ipu_jax.core.layout.place import Place, places_of_layout
-from ipu_jax.core.layout.tree_parts import joined
-from ipu_jax.core.mesh.instances import on_host, put_copy
+from ipu_jax.core.layout.layout import PackedLayout
+from ipu_jax.core.layout.leaf import WHOLE
+from ipu_jax.core.layout.packing import Sharded, shapes_on, shard_tree, unshard_tree
+from ipu_jax.core.mesh.instances import put_copy
 from ipu_jax.core.optimizer import zero
-from ipu_jax.core.optimizer.state import OptimizerState, copied
 from ipu_jax.core.optimizer.update import ShardedUpdate
 from ipu_jax.core.options import TrainOptions
 from ipu_jax.core.step_args import StepArgs, given_dims
@@ -52,7 +50,7 @@ class StatePlacer:
     def __init__(self, model: Model, optimizer: optax.GradientTransformation, options: TrainOptions):
         self.model, self._optimizer, self._options = model, optimizer, options
         self.held = jnp.dtype(options.half if options.precision == "16.16" else jnp.float32)
-        self._updates: dict[Any, ShardedUpdate] = {}  # by the layout of the weights
+        self._updates: dict[PackedLayout, ShardedUpdate] = {}  # by the layout of the weights
 
     def update_for(self, params: Params) -> ShardedUpdate:
         """Return the optimizer's update for weights laid out like these; it is traced once per layout.
@@ -60,19 +58,20 @@ class StatePlacer:
         Raises:
             ValueError: the optimizer needs a divided leaf in one piece.
         """
-        where = self.model.layout(params)
-        if where not in self._updates:
+        layout = self.model.layout(params)
+        if layout not in self._updates:
             replicas = self.model.replicas if self._options.shard_optimizer else 1
-            self._updates[where] = ShardedUpdate(self._optimizer, self.model.blocks(params, replicas))
-        return self._updates[where]
+            self._updates[layout] = ShardedUpdate(self._optimizer, Blocks(layout, replicas=replicas))
+        return self._updates[layout]
 
     def first(self, params: Params, stages: Tree, key: Key) -> TrainState:
         """Place whole weights, the first state of the optimizer, and the weights as their own average."""
-        of_stages = self._placed_stages(stages)
-        _, placed, trained = self._placed_params(params)
-        update = self.update_for(placed)
-        optimizer = update.init(update.blocks.logical_tree([jnp.asarray(value) for value in trained]))
-        ema = None if self._options.ema_decay is None else divided_average(update.blocks, trained)
+        of_stages, params = self._placed_stages(stages), self._in_held(params)
+        placed = self.model.place(params)
+        update, mesh = self.update_for(placed), self.model.mesh
+        trained = update.blocks.layout.trained_leaves(params)
+        optimizer = update.init([jnp.asarray(value) for value in trained], mesh)
+        ema = None if self._options.ema_decay is None else shard_tree(params, update.blocks.averages, mesh)
         scale = initial_scale(self._options)
         return self._state(placed, optimizer, of_stages, scale=scale, step=0, key=key, ema=ema)
 
@@ -82,20 +81,15 @@ class StatePlacer:
         of_stages = model.runs.shard_state_shapes(stages) if self._check_stages(stages) else None
         placed = model.runs.shard_shapes(self._in_held(jax.tree.map(_shape_of, params)))
         update = self.update_for(placed)
-        blocks = update.blocks
-        averages = [
-            jax.ShapeDtypeStruct(blocks.global_shape(k), jnp.promote_types(block.dtype, jnp.float32))
-            for k, block in enumerate(blocks)
-        ]
         count = jax.ShapeDtypeStruct((), np.int32)
         state = TrainState(
             params=placed,
-            optimizer=update.state_layout.shapes(),
+            optimizer=shapes_on(update.state_layout.layout, model.mesh),
             stages=of_stages,
             scale=jax.eval_shape(lambda: initial_scale(self._options)),
             step=count,
             key=None if key is None else jax.ShapeDtypeStruct(key.shape, key.dtype),
-            ema=None if self._options.ema_decay is None else averages,
+            ema=None if self._options.ema_decay is None else shapes_on(update.blocks.averages, model.mesh),
             nonfinite=None if self._options.on_nonfinite is None else count,
         )
         on_mesh = lambda leaf, spec: jax.ShapeDtypeStruct(
@@ -109,8 +103,8 @@ class StatePlacer:
         Raises:
             ValueError: the state does not fit the model, the optimizer or the options.
         """
-        of_stages = self._placed_stages(whole["stages"])
-        params, placed, _ = self._placed_params(whole["params"])
+        of_stages, params = self._placed_stages(whole["stages"]), self._in_held(whole["params"])
+        placed = self.model.place(params)
         update, average = self.update_for(placed), whole.get("ema")
         if (average is None) != (self._options.ema_decay is None):
             raise ValueError(
@@ -122,49 +116,42 @@ class StatePlacer:
             shapes_of = lambda tree: (jax.tree.structure(tree), [*map(jnp.shape, jax.tree.leaves(tree))])
             if shapes_of(average) != shapes_of(params):
                 raise ValueError("the saved 'ema' is not a tree like the saved 'params': give what whole returned")
-            ema = divided_average(update.blocks, self.model.trained(placed, average))
-        optimizer, scale = update.state_layout.restore(whole["optimizer"]), whole["scale"]
+            ema = shard_tree(average, update.blocks.averages, self.model.mesh)
+        optimizer, scale = update.restore(whole["optimizer"], self.model.mesh), whole["scale"]
         return self._state(placed, optimizer, of_stages, scale=scale, step=whole["step"], key=whole["key"], ema=ema)
 
     def whole(self, state: TrainState) -> dict[str, Tree]:
         """Return whole copies of everything in a state, each in its owner's form; None for what is not in it."""
-        update, model = self.update_for(state.params), self.model
+        model = self.model
         params = model.runs.unshard(state.params)
         return {
             "params": params,
-            "optimizer": update.state_layout.whole(state.optimizer),
+            "optimizer": unshard_tree(state.optimizer),
             "stages": None if state.stages is None else model.runs.unshard(state.stages),
             "scale": jax.tree.map(copied, state.scale),
             "step": int(state.step),
             "key": None if state.key is None else copied(state.key),
-            "ema": None if state.ema is None else self._whole_average(update.blocks, state, params),
+            "ema": None if state.ema is None else _with_trained(params, unshard_tree(state.ema)),
         }
 
-    def places(self, state: TrainState) -> dict[str, list[Place]]:
-        """Return where each leaf of `whole` is in the arrays of a state, under "params", "optimizer", "stages", "ema".
+    def layouts(self, state: TrainState) -> dict[str, PackedLayout]:
+        """Return where each leaf of `whole` is in the arrays of a state: of its "params", "optimizer", "stages", "ema".
 
-        Arrays have the same names as in checkpoints. "ema" lists only the leaves that are trained.
+        No array has the leaves of "ema" that are frozen.
         """
-        update = self.update_for(state.params)
-        blocks, stages = update.blocks, state.stages
-        averages = range(0 if state.ema is None else len(blocks.leaves))
-        return {
-            "params": self.model.places(state.params),
-            "optimizer": update.state_layout.places("optimizer"),
-            "stages": [] if stages is None else places_of_layout(stages.layout, "stages"),
-            "ema": [blocks.place(leaf, f"ema.{blocks.block_of(leaf)}", jnp.float32) for leaf in averages],
-        }
+        trees = {"optimizer": state.optimizer, "stages": state.stages, "ema": state.ema}
+        of_trees = {kind: tree.layout for kind, tree in trees.items() if tree is not None}
+        return {"params": self.model.layout(state.params)} | of_trees
 
-    def assembled(self, state: TrainState, leaves: dict[str, list[Value]]) -> dict[str, Tree]:
-        """Return the trees that `whole` returns, from whole leaves in the order of the paths in `places(state)`."""
-        update = self.update_for(state.params)
-        params, stages = self.model.assembled(state.params, leaves["params"]), state.stages
-        return {
-            "params": params,
-            "optimizer": update.state_layout.assembled(leaves["optimizer"]),
-            "stages": None if stages is None else stages.layout.assembled(leaves["stages"]),
-            "ema": None if state.ema is None else self._with_trained(state, params, leaves["ema"]),
-        }
+    def assembled(self, state: TrainState, leaves: Mapping[str, Mapping[str, Value]]) -> dict[str, Tree]:
+        """Return the trees that `whole` returns, from whole leaves by kind and path."""
+        found: dict[str, Tree] = {"stages": None, "ema": None}
+        for kind, layout in self.layouts(state).items():
+            of_kind = [None if leaf.array < 0 else leaves[kind][leaf.path] for leaf, *_ in layout.parts]
+            found[kind] = jax.tree.unflatten(layout.treedef, of_kind)
+        if state.ema is not None:
+            found["ema"] = _with_trained(found["params"], found["ema"])
+        return found
 
     def of_one_update(self, state: TrainState, batch: Batch) -> StepArgs:
         """Return the arguments of one update of a call as a user gives them, with the shapes of its batch if K > 1."""
@@ -175,57 +162,36 @@ class StatePlacer:
     def specs(self, state: TrainState) -> TrainState:
         """Return the PartitionSpec of every array of a state."""
         everywhere = lambda tree: jax.tree.map(lambda _: WHOLE, tree)
-        update = self.update_for(state.params)
         return TrainState(
             params=specs_of(state.params),
-            optimizer=update.state_layout.specs(state.optimizer),
+            optimizer=specs_of(state.optimizer),
             stages=specs_of(state.stages),
             scale=everywhere(state.scale),
             step=WHOLE,
             key=everywhere(state.key),
-            ema=None if state.ema is None else [update.blocks.spec(k) for k in range(len(update.blocks))],
+            ema=specs_of(state.ema),
             nonfinite=everywhere(state.nonfinite),
         )
-
-    def _placed_params(self, params: Params) -> tuple[Params, Params, list[Value]]:
-        """Return the whole weights in their held dtypes, the same weights on the IPUs, and the whole trained leaves."""
-        params = self._in_held(params)
-        placed = self.model.place(params)
-        return params, placed, self.model.trained(placed, params)
 
     def _in_held(self, params: Params) -> Params:
         """Return whole weights, or their shapes, in the dtypes in which the step holds them."""
         if self._options.precision == "32.32":
             return params
-        frozen = self.model.frozen(self.model.runs.shard_shapes(jax.tree.map(_shape_of, params)))
-        return held_in(params, self.held, frozen)
-
-    def _whole_average(self, blocks: Blocks, state: TrainState, params: Params) -> Params:
-        """Return the weights with the trained ones replaced by their average."""
-        averages = joined(blocks.logical_tree(whole_average(blocks, state.ema or [])))
-        return self._with_trained(state, params, jax.tree.leaves(averages))
-
-    def _with_trained(self, state: TrainState, params: Params, trained: Sequence[Value]) -> Params:
-        """Return whole weights with the trained ones replaced by `trained`."""
-        following = iter(trained)
-        leaves, treedef = jax.tree.flatten(params)
-        both = zip(leaves, self.model.frozen(state.params), strict=True)
-        return jax.tree.unflatten(treedef, [w if is_frozen else next(following) for w, is_frozen in both])
+        layout = self.model.layout(self.model.runs.shard_shapes(jax.tree.map(_shape_of, params)))
+        return held_in(params, self.held, layout.frozen)
 
     def _state(
-        self, params: Params, optimizer: OptimizerState, stages: Tree, *, scale: Value, step: int, key: Key, ema: Value
+        self, params: Params, optimizer: Sharded, stages: Tree, *, scale: Value, step: int, key: Key, ema: Value
     ) -> TrainState:
-        """Return the state made of placed weights and stages' state, and of everything else, still on the host."""
-        update = self.update_for(params)
-        blocks = update.blocks
+        """Return the state made of what is placed, and of everything else, still on the host."""
         return TrainState(
             params=params,
-            optimizer=jax.tree.map(self._place, optimizer, update.state_layout.specs(optimizer)),
+            optimizer=optimizer,
             stages=stages,
-            scale=jax.tree.map(lambda a: self._place(a), scale),
+            scale=jax.tree.map(self._place, scale),
             step=self._place(np.int32(step)),
             key=None if key is None else self._place(key),
-            ema=None if ema is None else [self._place(array, blocks.spec(k)) for k, array in enumerate(ema)],
+            ema=ema,
             nonfinite=self.no_streak(),
         )
 
@@ -245,38 +211,29 @@ class StatePlacer:
             raise ValueError("stages were given, but the model holds no state: leave them out")
         return bool(groups)
 
-    def _place(self, value: Tree, spec: PartitionSpec = WHOLE) -> jax.Array:
-        return put_copy(value, NamedSharding(self.model.mesh, spec))
+    def _place(self, value: Tree) -> jax.Array:
+        return put_copy(value, NamedSharding(self.model.mesh, WHOLE))
 
 
-def with_average(blocks: Blocks, params: Params, averages: Sequence[Value]) -> Params:
+def with_average(blocks: Blocks, params: Params, averages: Sharded) -> Params:
     """Return the weights with the trained ones replaced by their averages, in the weights' dtypes.
 
     Call it inside the program. Under `shard_optimizer` it communicates one all_gather over "replica" per bucket.
     """
     arrays = []
-    for k, (average, own) in enumerate(zip(averages, blocks.chunks_of(params), strict=True)):
+    for k, (average, own) in enumerate(zip(averages.arrays, blocks.chunks_of(params), strict=True)):
         array, mask = average[0, 0].astype(own.dtype), blocks.leaf_mask(k)
         # a slot may hold frozen weights of this IPU
         arrays.append(array if mask is None else jnp.where(mask, array, own))
     return from_blocks(params, zero.gather(blocks, arrays))
 
 
-def divided_average(blocks: Blocks, leaves: Sequence[Value]) -> list[np.ndarray]:
-    """Split the averages of whole leaves into blocks: host arrays of `Blocks.global_shape`."""
-    averages = []
-    for k, block in enumerate(blocks):
-        averages.append(np.zeros(blocks.global_shape(k), jnp.promote_types(block.dtype, jnp.float32)))
-        for leaf in {leaf for leaf in block.leaves if leaf is not None}:
-            blocks.write_leaf(leaf, np.asarray(leaves[leaf], averages[k].dtype), averages[k])
-    return averages
+def copied(value: Value) -> Value:
+    """Copy numbers or keys that all devices hold to a new array on the default device."""
+    return with_keys(jnp.array(np.asarray(without_keys(value))), value)
 
 
-def whole_average(blocks: Blocks, averages: Sequence[Value]) -> list[jax.Array]:
-    """Return copies of the averages as whole leaves: the inverse of `divided_average`.
-
-    Communicates one all-gather per array that is split over several instances.
-    """
-    arrays = [on_host(average) for average in averages]
-    leaves = range(len(blocks.leaves))
-    return [jnp.array(blocks.place(leaf, "").leaf(arrays[blocks.block_of(leaf)])) for leaf in leaves]
+def _with_trained(params: Params, averages: Params) -> Params:
+    """Return whole weights with those replaced that have an average."""
+    is_none = lambda node: node is None
+    return jax.tree.map(lambda own, average: own if average is None else average, params, averages, is_leaf=is_none)

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.tree_util import DictKey, GetAttrKey
 
 from ipu_jax.base.annotations import Batch, Key, Params, Tree, Value
 from ipu_jax.core.engine.labels import UPDATE
@@ -107,14 +106,16 @@ class Iteration:
         params, chunks, optimizer = update.apply(
             gradients, state.optimizer, state.params, loss, round_block=round_block
         )
-        ema = None if options.ema_decay is None else next_average(options.ema_decay, state.ema or [], chunks)
+        ema = state.ema
+        if ema is not None and options.ema_decay is not None:
+            ema = dataclasses.replace(ema, arrays=next_average(options.ema_decay, ema.arrays, chunks))
         new = dataclasses.replace(state, params=params, optimizer=optimizer, stages=found.stages, ema=ema)
         if decision is not None:
             new = self._unless_bad(decision, new, state)
         gradient_norm, parameter_norm = None, None
         if options.norms:
             gradient_norm, parameter_norm = norms(blocks, gradients, blocks.chunks_of(state.params))
-        rate = None if self._learning_rate is None else optimizer.replicated[self._learning_rate]
+        rate = None if self._learning_rate is None else optimizer.arrays[self._learning_rate]
         outputs = StepOutputs(
             loss=loss,
             aux=jax.tree.map(lambda leaf: leaf[None], found.aux),
@@ -180,7 +181,7 @@ class Iteration:
             return value.astype(block.dtype)
         # the model folds in the replica's number; no replica has this number, so the model's keys differ from these
         key = jax.random.fold_in(jax.random.fold_in(key, np.uint32(2**32 - 1)), k)
-        if not block.is_whole:  # IPUs that hold the same weights must round them the same
+        if not blocks.is_whole(k):  # IPUs that hold the same weights must round them the same
             key = jax.random.fold_in(key, lax.axis_index(IPU_AXIS))
         if blocks.is_divided:
             key = jax.random.fold_in(key, lax.axis_index(REPLICA_AXIS))
@@ -231,13 +232,10 @@ def norms(blocks: Blocks, *trees: Sequence[Value]) -> list[Value]:
 
 
 def learning_rate_in(update: ShardedUpdate) -> int | None:
-    """Return which replicated part of the optimizer's state is the learning rate; None if none or several are."""
-    analysis = update.analysis
-    numbers = jax.tree.unflatten(analysis.state_treedef, range(analysis.state_treedef.num_leaves))
-    ends = (GetAttrKey("hyperparams"), DictKey("learning_rate"))
-    found = [number for path, number in jax.tree.leaves_with_path(numbers) if tuple(path[-2:]) == ends]
-    replicated = [number for number in range(analysis.state_treedef.num_leaves) if number not in analysis.leaf_of_state]
-    return replicated.index(found[0]) if len(found) == 1 and found[0] in replicated else None
+    """Return the array of the optimizer's state that is the learning rate; None if none or several are."""
+    leaves = update.state_layout.layout.leaves
+    found = [leaf for leaf in leaves if leaf.path.endswith(".hyperparams['learning_rate']")]
+    return found[0].array if len(found) == 1 and found[0].ipus is None else None
 
 
 def _own_squares(blocks: Blocks, arrays: Sequence[Value]) -> Value:
@@ -246,7 +244,7 @@ def _own_squares(blocks: Blocks, arrays: Sequence[Value]) -> Value:
     for k, array in enumerate(arrays):
         mask = blocks.leaf_mask(k)
         square = _sum_of_squares(array if mask is None else jnp.where(mask, array, 0))
-        if IPU_AXIS in blocks.axes and blocks[k].is_whole:
+        if IPU_AXIS in blocks.axes and blocks.is_whole(k):
             square = jnp.where(lax.axis_index(IPU_AXIS) == 0, square, 0)
         total += square
     return total

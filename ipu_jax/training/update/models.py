@@ -8,20 +8,21 @@ Everything else in this room is the same for both.
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from ipu_jax.base.annotations import Function, Params, Tree, Value
+from ipu_jax.base.annotations import Dtype, Function, Params, Tree, Value
 from ipu_jax.base.checks import in_line
 from ipu_jax.core.layout import packing
-from ipu_jax.core.layout.blocks import Blocks, blocks_of_layout, blocks_of_tree, to_blocks
-from ipu_jax.core.layout.layout import WHOLE, PackedLayout
+from ipu_jax.core.layout.blocks import to_blocks
+from ipu_jax.core.layout.layout import PackedLayout
+from ipu_jax.core.layout.leaf import WHOLE
 from ipu_jax.core.layout.packing import Sharded
-from ipu_jax.core.layout.place import Place, places_of_layout
 from ipu_jax.core.mesh.axes import over_ipus
 from ipu_jax.core.mesh.collectives import state_over_replicas
 from ipu_jax.core.mesh.instances import put_copy
@@ -81,23 +82,8 @@ class PipelineModel(Model):
     def place(self, params: Params) -> Sharded:
         return self.pipeline.shard(params)
 
-    def layout(self, placed: Sharded) -> Any:
+    def layout(self, placed: Sharded) -> PackedLayout:
         return placed.layout
-
-    def blocks(self, placed: Sharded, replicas: int) -> Blocks:
-        return blocks_of_layout(placed.layout, replicas=replicas)
-
-    def trained(self, placed: Sharded, whole: Tree) -> list[Value]:
-        return placed.layout.trained_leaves(whole)
-
-    def frozen(self, placed: Sharded) -> list[bool]:
-        return placed.layout.frozen
-
-    def places(self, placed: Sharded) -> list[Place]:
-        return places_of_layout(placed.layout, "params")
-
-    def assembled(self, placed: Sharded, leaves: Sequence[Value]) -> Tree:
-        return placed.layout.assembled(leaves)
 
     def on_ipus(self, program: Function, *, in_specs: Tree, out_specs: Tree) -> Function:
         return over_ipus(program, self.mesh, in_specs=in_specs, out_specs=out_specs)
@@ -113,9 +99,6 @@ class PipelineModel(Model):
         aux = value[1] if isinstance(value, tuple) else None
         stages = args.state and state_over_replicas(result.state)
         return Gradients(result.loss, aux, to_blocks(result.gradients), stages)
-
-    def sharded(self, params: Sharded) -> Sharded:
-        return params
 
 
 class ReplicasModel(Model):
@@ -142,25 +125,9 @@ class ReplicasModel(Model):
         self.replicated.check_params(params)
         return jax.tree.map(lambda leaf: put_copy(leaf, NamedSharding(self.mesh, WHOLE)), params)
 
-    def layout(self, placed: Tree) -> Any:
+    def layout(self, placed: Tree) -> PackedLayout:
         leaves, treedef = jax.tree.flatten(placed)
-        return treedef, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
-
-    def blocks(self, placed: Tree, replicas: int) -> Blocks:
-        return blocks_of_tree(placed, replicas=replicas)
-
-    def trained(self, placed: Tree, whole: Tree) -> list[Value]:
-        return jax.tree.leaves(whole)
-
-    def frozen(self, placed: Tree) -> list[bool]:
-        return [False] * len(jax.tree.leaves(placed))
-
-    def places(self, placed: Tree) -> list[Place]:
-        leaves = self.blocks(placed, 1).leaves
-        return [Place(leaf.path, leaf.shape, leaf.dtype, f"params.{i}") for i, leaf in enumerate(leaves)]
-
-    def assembled(self, placed: Tree, leaves: Sequence[Value]) -> Tree:
-        return jax.tree.unflatten(jax.tree.structure(placed), leaves)
+        return _layout_of(treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
 
     def on_ipus(self, program: Function, *, in_specs: Tree, out_specs: Tree) -> Function:
         return over_replicas(program, self.replicated.devices, in_specs=in_specs, out_specs=out_specs)
@@ -169,8 +136,11 @@ class ReplicasModel(Model):
         loss, aux, sums = accumulate(self.loss_fn, args, loss_cotangent=loss_cotangent, random=self.random)
         return Gradients(loss, aux, jax.tree.leaves(sums), None)
 
-    def sharded(self, params: Tree) -> Sharded:
-        return Sharded(jax.tree.leaves(params), PackedLayout.of_one_ipu("params", params))
+
+@functools.lru_cache(maxsize=64)
+def _layout_of(treedef: Any, leaves: tuple[tuple[tuple[int, ...], Dtype], ...]) -> PackedLayout:
+    """Return the layout of a plain tree of weights, which each call of a step asks for."""
+    return PackedLayout.of_one_ipu("params", jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(*of) for of in leaves]))
 
 
 def model_for(model: Any, options: TrainOptions) -> Model:

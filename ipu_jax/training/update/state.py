@@ -1,6 +1,7 @@
 """Define what a training step takes and returns: its state on the IPUs, and the outputs of a call.
 
->>> TrainState(jnp.ones((3, 2)), OptimizerState([], [jnp.ones((3, 2))]), None, None, jnp.int32(7), None)
+>>> from ipu_jax.core.layout.layout import PackedLayout
+>>> TrainState(jnp.ones((3, 2)), Sharded([jnp.ones((3, 2))], PackedLayout()), None, None, jnp.int32(7), None)
 TrainState(step=7, 6 weights in 24 B, optimizer state in 24 B)
 >>> StepOutputs(jnp.float32(0.25), {"tokens": jnp.ones((4, 16))}, jnp.int32(1))
 StepOutputs(loss=0.25, aux={'tokens': float32[4, 16]}, updated=1)
@@ -16,7 +17,6 @@ from jax.core import Tracer
 from ipu_jax.base.annotations import Key, Params, Tree, Value
 from ipu_jax.base.keys import is_key
 from ipu_jax.core.layout.packing import Sharded
-from ipu_jax.core.optimizer.state import OptimizerState
 from ipu_jax.core.programs.cost import in_units
 from ipu_jax.training.update._precision import Scale
 
@@ -31,7 +31,8 @@ class TrainState:
 
     Attributes:
         params: the weights, as `Pipeline.shard` or `Replicas.shard` places them.
-        optimizer: the optimizer's state; `TrainStep.whole` returns it as optax's tree.
+        optimizer: the optimizer's state, in arrays that are divided like the weights; `print(state.optimizer.layout)`
+            shows where each part is, and `TrainStep.whole` returns it as optax's tree.
         stages: the state of a pipeline's stages, or None.
         scale: the dynamic loss scale, or None.
         step: int32, the number of updates that were tried; an update that stops the state is not counted.
@@ -45,12 +46,12 @@ class TrainState:
     """
 
     params: Params
-    optimizer: OptimizerState
+    optimizer: Sharded
     stages: Sharded | None
     scale: Scale | None
     step: Value
     key: Key
-    ema: list[Value] | None = None
+    ema: Sharded | None = None
     nonfinite: Value = None
 
     def __repr__(self) -> str:

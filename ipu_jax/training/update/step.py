@@ -25,7 +25,7 @@ from ipu_jax.base import facts, status
 from ipu_jax.base.annotations import Batch, Function, Key, Params, Tree, Value
 from ipu_jax.base.decorators import public_on_mesh
 from ipu_jax.core.exactness import exact_options
-from ipu_jax.core.layout.layout import WHOLE
+from ipu_jax.core.layout.leaf import WHOLE
 from ipu_jax.core.layout.packing import Sharded, batch_shapes, check_alive, unshard_tree, whole_shapes
 from ipu_jax.core.mesh.devices import REPLICA_AXIS, InFlight, check_there
 from ipu_jax.core.mesh.instances import put, taken
@@ -435,11 +435,11 @@ class TrainStep:
         outputs = dataclasses.replace(others, aux=aux)
         return (state, outputs) if self.options.on_nonfinite is None else (state, outputs, before)
 
-    def _run_average(self, params: Params, averages: list[Value]) -> Params:
+    def _run_average(self, params: Params, averages: Sharded) -> Params:
         """Return the weights with the trained ones replaced by their averages."""
         blocks, of_params = self._placer.update_for(params).blocks, specs_of(params)
         program = lambda params, averages: with_average(blocks, params, averages)
-        in_specs = (of_params, [blocks.spec(k) for k in range(len(blocks))])
+        in_specs = (of_params, specs_of(averages))
         return self._model.on_ipus(program, in_specs=in_specs, out_specs=of_params)(params, averages)
 
 

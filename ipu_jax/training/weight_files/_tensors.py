@@ -16,7 +16,7 @@ import numpy as np
 from ipu_jax.base.annotations import Tree, Value
 from ipu_jax.base.checks import shown
 from ipu_jax.core.layout.layout import PackedLayout
-from ipu_jax.core.layout.place import Place, places_of_layout
+from ipu_jax.core.layout.leaf import Leaf
 
 _PIECE = 1 << 22  # bytes: enough for a disk's full speed, and little compared to a leaf
 
@@ -123,17 +123,14 @@ def named_leaves(tree: Tree) -> list[tuple[str, Value]]:
     return named
 
 
-def named_places(layout: PackedLayout, prefix: str) -> list[tuple[str, Place]]:
-    """Return the name of each leaf and its place, as by `places_of_layout`, group by group.
-
-    The parts of one leaf of the user have its name.
+def names_in(layout: PackedLayout) -> list[tuple[str, Leaf]]:
+    """Return the name of each leaf of a layout and the leaf, group by group. The parts of one leaf have its name.
 
     Raises:
         ValueError: two leaves have the same name.
     """
-    places = places_of_layout(layout, prefix)
     names = [name for name, _ in named_leaves(jax.tree.unflatten(layout.treedef, layout.paths))]
-    return [(names[leaf.number], place) for leaf, place in zip(layout.leaves, places, strict=True)]
+    return [(names[leaf.part.leaf], leaf) for leaf in layout.leaves]
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -31,13 +31,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ipu_jax.base.annotations import Device, Params, Value
 from ipu_jax.base.keys import is_key
 from ipu_jax.base.opening import replacing
-from ipu_jax.core.layout.blocks import blocks_of_layout, blocks_of_tree
+from ipu_jax.core.layout.leaf import Leaf
 from ipu_jax.core.layout.packing import Sharded, check_alive
-from ipu_jax.core.layout.place import Place, arrays_by_name
 from ipu_jax.core.mesh.instances import Index, device_blocks, gathered
 from ipu_jax.training.update.state import TrainState
 from ipu_jax.training.weight_files import _npz, _safetensors
-from ipu_jax.training.weight_files._tensors import TensorInfo, named_leaves, named_places, not_ignored
+from ipu_jax.training.weight_files._tensors import TensorInfo, named_leaves, names_in, not_ignored
 
 _FORMATS: dict[str, ModuleType] = {".safetensors": _safetensors, ".npz": _npz}
 
@@ -126,33 +125,23 @@ def _written(
 
 
 @dataclasses.dataclass(frozen=True)
-class LeafPart:
-    """A leaf, or some of its rows: its place, and the array in which it is."""
-
-    name: str
-    place: Place
-    array: Value
-
-
-@dataclasses.dataclass(frozen=True)
 class WholeLeaf:
-    """A leaf that can be read whole: its name, from `named_leaves`, and its parts, first rows first."""
+    """A leaf that can be read whole: its name, from `named_leaves`, and its parts and arrays, first rows first."""
 
     name: str
-    parts: list[LeafPart]
+    parts: list[tuple[Leaf, Value]]
 
     @property
     def info(self) -> TensorInfo:
         """Return the shape and dtype of the whole leaf, without padding."""
-        first = self.parts[0]
-        return TensorInfo(first.place.whole_shape, np.dtype(first.array.dtype).newbyteorder("="))
+        leaf, array = self.parts[0]
+        return TensorInfo(leaf.whole_shape, np.dtype(array.dtype).newbyteorder("="))
 
     def read(self, reader: int) -> np.ndarray | None:
         """Return the leaf on the instance with this process index, None on others. All instances must call it."""
-        regions = [_read_region(part.array, part.place.region(part.array.shape), reader) for part in self.parts]
-        read = [part.place.in_region(r) for part, r in zip(self.parts, regions, strict=True) if r is not None]
-        rows = self.parts[0].place.rows
-        return np.concatenate(read, rows.axis) if rows and read else next(iter(read), None)
+        regions = [(leaf, _read_region(array, leaf.region(array.shape), reader)) for leaf, array in self.parts]
+        read, of_first = [leaf.in_region(r) for leaf, r in regions if r is not None], self.parts[0][0].part
+        return np.concatenate(read, of_first.axis) if of_first.rows and read else next(iter(read), None)
 
 
 def whole_leaves(weights: Params, *, average: bool = False) -> tuple[list[WholeLeaf], Mesh | None, int]:
@@ -178,15 +167,13 @@ def whole_leaves(weights: Params, *, average: bool = False) -> tuple[list[WholeL
     used = (params, weights.ema) if average else params
     _check_concrete(used)
     mesh, reader = _mesh_and_reader(used)
-    parts = _parts_of(params)
-    if average and weights.ema:
-        parts = _with_averages(parts, params, weights.ema)
-    names = [part.name for part in parts]
+    named = _parts_of(params, weights.ema if average else None)
+    names = [name for name, _, _ in named]
     if isinstance(params, Sharded) and not params.layout.is_by_group:  # in the user's order
         names = [name for name, _ in named_leaves(jax.tree.unflatten(params.layout.treedef, params.layout.paths))]
-    of_name: dict[str, list[LeafPart]] = {name: [] for name in names}
-    for part in sorted(parts, key=lambda part: part.place.rows or (0,)):
-        of_name[part.name].append(part)
+    of_name: dict[str, list[tuple[Leaf, Value]]] = {name: [] for name in names}
+    for name, *part in sorted(named, key=lambda of: of[1].part.rows or (0,)):
+        of_name[name].append((part[0], part[1]))
     return [WholeLeaf(name, of_leaf) for name, of_leaf in of_name.items()], mesh, reader
 
 
@@ -216,38 +203,27 @@ def _mesh_and_reader(weights: Params) -> tuple[Mesh | None, int]:
     return meshes[0], min(instances[0])
 
 
-def _parts_of(params: Params) -> list[LeafPart]:
-    """Return the parts of weights: of placed ones group by group, of a plain tree in its own order."""
+def _parts_of(params: Params, averages: Sharded | None) -> list[tuple[str, Leaf, Value]]:
+    """Return the parts of weights: of placed ones group by group, of a plain tree in its own order.
+
+    A part is its leaf's name, where it is, and the array in which it is: that of its average, if there is one.
+    """
     if isinstance(params, Sharded):
-        arrays = arrays_by_name(params, "params")
-        return [LeafPart(name, place, arrays[place.array]) for name, place in named_places(params.layout, "params")]
-    parts = []
-    for name, leaf in named_leaves(params):
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise ValueError(f"leaf {name!r} is {leaf!r}, which is not an array: make it one, with a dtype of its own")
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-            raise ValueError(
-                f"leaf {name!r} is {leaf.dtype}, which no file holds: export jax.random.key_data(...) of it"
-            )
-        parts.append(LeafPart(name, Place(name, tuple(leaf.shape), str(leaf.dtype), name), leaf))
+        parts = [(name, leaf, params.arrays[leaf.array]) for name, leaf in names_in(params.layout)]
+    else:
+        parts = [(name, *_plain(name, leaf)) for name, leaf in named_leaves(params)]
+    if averages is not None:  # its layout has the same leaves
+        of_averages = zip(parts, averages.layout.leaves, strict=True)
+        parts = [of if own.array < 0 else (of[0], own, averages.arrays[own.array]) for of, own in of_averages]
     return parts
 
 
-def _with_averages(parts: list[LeafPart], params: Params, averages: list[Value]) -> list[LeafPart]:
-    """Return the parts with the average in place of each trained leaf."""
-    # an array is (replicas, ...) if each replica has a part of the average, and (1, ...) if each has all of it
-    replicas, trained = averages[0].shape[0], range(len(parts))
-    if isinstance(params, Sharded):
-        layout, blocks = params.layout, blocks_of_layout(params.layout, replicas=replicas)
-        numbers = {leaf: number for number, leaf in enumerate(layout.leaves)}
-        trained = [numbers[leaf] for leaf in layout.trained]
-    else:
-        blocks = blocks_of_tree(params, replicas=replicas)
-    averaged = list(parts)
-    for leaf, number in enumerate(trained):
-        block = blocks.block_of(leaf)
-        averaged[number] = LeafPart(parts[number].name, blocks.place(leaf, f"ema.{block}"), averages[block])
-    return averaged
+def _plain(name: str, value: Value) -> tuple[Leaf, Value]:
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise ValueError(f"leaf {name!r} is {value!r}, which is not an array: make it one, with a dtype of its own")
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        raise ValueError(f"leaf {name!r} is {value.dtype}, which no file holds: export jax.random.key_data(...) of it")
+    return Leaf(name, tuple(value.shape), str(value.dtype)), value
 
 
 def _read_region(array: Value, region: Index, reader: int) -> np.ndarray | None:

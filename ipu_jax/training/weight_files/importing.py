@@ -24,8 +24,8 @@ from jax.sharding import Sharding
 from ipu_jax.base.annotations import Device, Params, Tree, Value
 from ipu_jax.base.keys import is_key
 from ipu_jax.base.opening import content, reading
+from ipu_jax.core.layout.leaf import Leaf
 from ipu_jax.core.layout.packing import Sharded
-from ipu_jax.core.layout.place import Place, array_names
 from ipu_jax.core.mesh.instances import Index, device_blocks
 from ipu_jax.training.update.state import TrainState
 from ipu_jax.training.weight_files._npz import NpzFile
@@ -35,7 +35,7 @@ from ipu_jax.training.weight_files._tensors import (
     TensorInfo,
     WeightSource,
     named_leaves,
-    named_places,
+    names_in,
     naming,
     not_ignored,
     quoted,
@@ -118,8 +118,7 @@ def import_weights(
 def _wanted_leaves(like: Params) -> dict[str, TensorInfo]:
     """Return the shape and dtype of each leaf of weights, by its name."""
     if isinstance(like, Sharded):
-        places = named_places(like.layout, "like")
-        return {name: TensorInfo(place.whole_shape, jnp.dtype(place.dtype)) for name, place in places}
+        return {name: TensorInfo(leaf.whole_shape, jnp.dtype(leaf.dtype)) for name, leaf in names_in(like.layout)}
     wanted = {}
     for name, leaf in named_leaves(like):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype") or is_key(leaf):
@@ -318,14 +317,11 @@ def _hint(wanted: Sequence[int], made: Sequence[int]) -> str:
 def _placed(like: Params, read: Read) -> Params:
     """Return weights like these, with the values that `read` returns by name. Communicates only from host to device."""
     if isinstance(like, Sharded):
-        held: dict[str, list[tuple[str, Place]]] = {}
-        for name, place in named_places(like.layout, "like"):
-            held.setdefault(place.array, []).append((name, place))
-
-        def array(name: str, like: Params) -> jax.Array:
-            return _placed_array(tuple(like.shape), _sharding_of(like), held[name], read)
-
-        return jax.tree.map(array, array_names(like.layout, "like"), like)
+        name_of = {leaf: name for name, leaf in names_in(like.layout)}
+        held = [[(name_of[leaf], leaf) for leaf in leaves] for leaves in like.layout.held_by_array]
+        both = zip(like.arrays, held, strict=True)
+        arrays = [_placed_array(tuple(array.shape), _sharding_of(array), leaves, read) for array, leaves in both]
+        return Sharded(arrays, like.layout)
     leaves = [_placed_leaf(leaf, name, read) for name, leaf in named_leaves(like)]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
@@ -333,7 +329,7 @@ def _placed(like: Params, read: Read) -> Params:
 def _placed_leaf(leaf: Value, name: str, read: Read) -> Value:
     shape, dtype, sharding = tuple(leaf.shape), np.dtype(leaf.dtype), getattr(leaf, "sharding", None)
     if sharding is not None:
-        return _placed_array(shape, sharding, [(name, Place(name, shape, str(dtype), name))], read)
+        return _placed_array(shape, sharding, [(name, Leaf(name, shape, str(dtype)))], read)
     whole = np.empty(shape, dtype)
     whole[...] = read(name)
     return whole
@@ -349,18 +345,18 @@ def _sharding_of(array: Value) -> Sharding:
 
 
 def _placed_array(
-    shape: tuple[int, ...], sharding: Sharding, parts: Sequence[tuple[str, Place]], read: Read
+    shape: tuple[int, ...], sharding: Sharding, parts: Sequence[tuple[str, Leaf]], read: Read
 ) -> jax.Array:
     """Return an array of this shape that has these leaves, all of one dtype, and zeros where there is none."""
-    dtype, leaf = jnp.dtype(parts[0][1].dtype), functools.cache(lambda name, place: read(name)[place.within])
+    dtype, value = jnp.dtype(parts[0][1].dtype), functools.cache(lambda name, leaf: leaf.of_whole(read(name)))
 
     def block(index: Index) -> np.ndarray:
         rows = np.zeros([part.stop - part.start for part in index], dtype)
-        for name, place in parts:
-            if place.ipu is None:
-                place.write(leaf(name, place), rows, index)  # for all blocks it is read once
-            elif index[0].start <= place.ipu < index[0].stop:
-                place.write(read(name)[place.within], rows, index)
+        for name, leaf in parts:
+            if leaf.ipu is None:
+                leaf.write(value(name, leaf), rows, index)  # for all blocks it is read once
+            elif index[0].start <= leaf.ipu < index[0].stop:
+                leaf.write(leaf.of_whole(read(name)), rows, index)
         return rows
 
     return _on_devices(shape, sharding, block)

@@ -27,7 +27,7 @@ def divided(loss):
     expected = jax.jit(jax.value_and_grad(loss))(PARAMS, BATCH)
     model = cut_into(2, loss, PARAMS, BATCH)
     (value, _), gradients = jax.jit(jax.value_and_grad(composed(model), has_aux=True))(PARAMS, None, BATCH)
-    held = [leaf.part.rows for leaf in model.weights.leaves if leaf.number == [*PARAMS].index("w")]
+    held = [leaf.part.rows for leaf in model.weights.leaves if leaf.part.leaf == [*PARAMS].index("w")]
     return held, largest_relative_error((value, gradients), expected)
 
 

@@ -219,7 +219,7 @@ def test_a_stacked_leaf_of_the_state_is_held_by_rows(function):
     model = cut(loss_of(function), 3)
     assert model.state is not None
     means = model.state.paths.index("state['means']")
-    rows = [leaf.part.rows or () for leaf in model.state.leaves if leaf.number == means]
+    rows = [leaf.part.rows or () for leaf in model.state.leaves if leaf.part.leaf == means]
     assert sorted(rows) == [(0, 2), (2, 4), (4, 6)]
 
 
@@ -228,7 +228,9 @@ def test_values_of_batch_and_state_are_computed_once_and_sent():
     model = cut(loss_of(mean_of_batches), 3)
     assert model.state is not None
     mean = model.state.paths.index("state['mean']")
-    assert [group.name for group in model.state.groups for leaf in group.leaves if leaf.number == mean] == ["stage 0"]
+    assert [group.name for group in model.state.groups for leaf in group.leaves if leaf.part.leaf == mean] == [
+        "stage 0"
+    ]
     assert model.cut.sent[-1] == 2 * BATCH["x"].nbytes
 
 

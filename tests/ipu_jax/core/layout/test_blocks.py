@@ -10,8 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import make_mesh
-from ipu_jax.core.layout.blocks import Block, Blocks
-from ipu_jax.core.layout.layout import Leaf
+from ipu_jax.core.layout.blocks import Blocks
+from ipu_jax.core.layout.layout import Group, PackedLayout
+from ipu_jax.core.layout.leaf import Leaf, PackedArray
 
 IPUS = 2
 BOTH = ("context", "tensor")
@@ -44,14 +45,12 @@ CASES: dict[str, tuple[tuple[int, ...], P, str | int, int | None]] = {
 def blocks_of(case: str, replicas: int) -> Blocks:
     """Return one block with a leaf: on IPU 1 if it is in a slot, where IPU 0 has nothing."""
     shape, further, where, _ = CASES[case]
-    if where == SLOT:
-        block = Block(shape, "float32", (None, 0), is_slot=True, further=further)
-    else:
-        split = where if isinstance(where, int) else None
-        own = tuple(-(-size // IPUS) if d == split else size for d, size in enumerate(shape))
-        block = Block(own, "float32", (0,), split, further=further)
-    leaf = Leaf("params['w']", shape, "float32")
-    return Blocks(IPUS, replicas, (block,), (leaf,), jax.tree.structure([0]))
+    split = where if isinstance(where, int) else None
+    own = tuple(-(-size // IPUS) if d == split else size for d, size in enumerate(shape))
+    array = PackedArray(own, "float32", further, is_slot=where == SLOT)
+    place: Any = {"ipus": 0, "ipu": 1} if where == SLOT else {"split": split, "shard": None if split is None else own}
+    group = Group("group", jax.tree.structure(0), (Leaf("params['w']", shape, "float32", array=0, **place),))
+    return Blocks(PackedLayout(IPUS, (group,), jax.tree.structure({"w": 0}), (array,)), replicas=replicas)
 
 
 def numbered(shape: tuple[int, ...]) -> np.ndarray:
@@ -90,15 +89,15 @@ def by_hand(case: str, replicas: int) -> np.ndarray:
 @pytest.mark.parametrize("case", CASES)
 def test_a_leaf_goes_to_the_host_arrays_and_back(case, replicas):
     blocks, expected = blocks_of(case, replicas), by_hand(case, replicas)
-    assert blocks[0].chunk_dim == CASES[case][3]
-    assert blocks.global_shape(0) == expected.shape
-    array = np.zeros(blocks.global_shape(0), np.float32)
-    value = numbered(CASES[case][0])
-    blocks.write_leaf(0, value, array)
+    assert blocks.chunk_dim(0) == (CASES[case][3] if replicas > 1 else None)
+    kept = blocks.kept(0, "0.0", "float32")
+    assert kept.shape_on_mesh(IPUS) == expected.shape
+    array, value = np.zeros(expected.shape, np.float32), numbered(CASES[case][0])
+    leaf = blocks.kept_leaf(0, 7, dtype="bfloat16")
+    leaf.fill(array, value)
     np.testing.assert_array_equal(array, expected)
-    place = blocks.place(0, "array", "bfloat16")
-    assert (place.shape, place.dtype, place.array) == (value.shape, "float32", "array")
-    np.testing.assert_array_equal(place.of_plain(place.plain()).leaf(expected), value)
+    assert (leaf.shape, leaf.dtype, leaf.array) == (value.shape, "bfloat16", 7)
+    np.testing.assert_array_equal(Leaf.of_plain(leaf.plain("array")).in_array(expected), value)
 
 
 @pytest.mark.fast(
@@ -166,4 +165,4 @@ def test_each_ipu_masks_what_is_no_leafs_and_takes_its_part(replicas):
     ],
 )
 def test_arrays_in_chunks_stay_split(case, replicas, spec):
-    assert blocks_of(case, replicas).spec(0) == spec
+    assert blocks_of(case, replicas).kept(0, "0.0", "float32").spec == spec

@@ -40,8 +40,6 @@ def test_a_tree_is_divided_among_groups_and_put_together_again():
     assert isinstance(joined["layers"], Rows)
     for part, expected in zip(joined["layers"].parts, (2 * STACK[:3], 2 * STACK[3:]), strict=True):
         np.testing.assert_array_equal(part, expected)
-    in_order_of_groups = [STACK, TREE["gain"], TREE["table"]]
-    assert layout.assembled(in_order_of_groups) == TREE
 
 
 @pytest.mark.parametrize("kind", [dict, collections.OrderedDict])

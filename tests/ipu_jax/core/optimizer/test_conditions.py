@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from ipu_jax import Pipeline, make_mesh
-from ipu_jax.core.layout.blocks import blocks_of_layout
+from ipu_jax.core.layout.blocks import Blocks
 from ipu_jax.core.optimizer.update import ShardedUpdate
 from support.trained import MODELS, compiled_quickly
 from support.updates import check_model, gradients_for
@@ -82,7 +82,7 @@ def test_a_condition_of_one_leaf_stays_one():
 
     dense, ipus = MODELS[LOCAL]()
     layout = Pipeline(dense.stages, mesh=make_mesh(1, ipus)).shard(dense.params).layout
-    blocks = blocks_of_layout(layout, replicas=1)
+    blocks = Blocks(layout, replicas=1)
     conds_of = lambda optimizer: [
         eqn for eqn in ShardedUpdate(optimizer, blocks).analysis.jaxpr.eqns if eqn.primitive.name == "cond"
     ]

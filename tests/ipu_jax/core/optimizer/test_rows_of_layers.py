@@ -166,7 +166,7 @@ def test_each_ipu_has_the_factors_of_its_layers_and_sends_nothing():
     pipeline = cut(2, 6)
     optimizer, state = check_updates(OPTIMIZERS["adafactor per layer"](), pipeline, params_of(6), updates=1)
     # counters, what adafactor has in place of a moment, and adam's moments of the table
-    assert {leaf.shape for leaf in state.replicated} == {(), (6,), (6, 1), (9, D)}
+    assert {leaf.shape for leaf in state.layout.leaves if leaf.ipus is None} == {(), (6,), (6, 1), (9, D)}
     sharded = pipeline.shard(params_of(6))
     text = str(jax.jit(optimizer.apply).lower(sharded, state, sharded).compile().as_text())
     assert not re.search(r"all-|permute|reduce-scatter", text)

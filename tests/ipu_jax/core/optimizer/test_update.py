@@ -14,7 +14,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
-from ipu_jax.core.layout.blocks import blocks_of_layout
+from ipu_jax.core.layout.blocks import Blocks
 from ipu_jax.core.optimizer.update import ShardedUpdate
 from support.refusals import refusals, refused
 from support.trained import MODELS, compiled_quickly
@@ -174,7 +174,7 @@ def test_sums_of_half_leaves_that_lie_in_parts_are_rounded_once(replicas, ipus):
 def update_of(optimizer, model="a concurrent head, split unevenly", replicas=1):
     dense, ipus = MODELS[model]()
     params = dense.pipeline(ipus).shard(dense.params)
-    return ShardedUpdate(optimizer, blocks_of_layout(params.layout, replicas=replicas))
+    return ShardedUpdate(optimizer, Blocks(params.layout, replicas=replicas))
 
 
 @pytest.mark.parametrize(
@@ -197,12 +197,13 @@ def test_only_norms_are_told_to_other_ipus(optimizer, local, split):
 )
 def test_leaves_that_are_treated_alike_share_a_program(optimizer, switches):
     update = update_of(optimizer, "unlike local stages")
-    state = update.init(update.blocks.logical_tree([jnp.ones(leaf.shape) for leaf in update.blocks.leaves]))
+    leaves = [jnp.ones(leaf.shape) for leaf in update.blocks.leaves]
+    state = jax.tree.map(np.asarray, update.init(leaves, make_mesh(1, 3)))
 
     def program(g, w):
         return update.apply(g, state, w, jnp.float32(0))[0]
 
-    arrays = [jnp.ones(block.shape) for block in update.blocks]
+    arrays = [jnp.ones(block.shape) for block in update.blocks.arrays]
     mapped = jax.shard_map(program, mesh=make_mesh(1, 3), in_specs=P(), out_specs=P(), check_vma=False)
     text = str(jax.make_jaxpr(mapped)(arrays, arrays))
     assert (text.count("cond[") > 0) == (switches > 0)
@@ -222,7 +223,7 @@ def _of_head(optimizer):
     stages = [Stage(lambda p, x, mb: mb, params="head", ipu=ALL_IPUS)]
     head = Pipeline(stages, mesh=make_mesh(1, 2), specs={"head": P(None, "ipu")})
     layout = head.shard({"head": np.ones((1, 6), np.float32)}).layout
-    return ShardedUpdate(optimizer, blocks_of_layout(layout, replicas=1))
+    return ShardedUpdate(optimizer, Blocks(layout, replicas=1))
 
 
 def _of_leaves(fn):
@@ -284,6 +285,6 @@ def test_frozen_leaves_are_masked_and_stay():
     pipeline = Pipeline(
         [Stage(stage, params="a", ipu=1)], mesh=make_mesh(1, 2), frozen={"a": {"w": False, "table": True}}
     )
-    blocks = blocks_of_layout(pipeline.shard(params).layout, replicas=1)
+    blocks = Blocks(pipeline.shard(params).layout, replicas=1)
     assert [leaf.path for leaf in blocks.leaves] == ["params['a']['w']"]
     assert blocks.logical_tree([7]) == {"a": {"w": 7, "table": optax.MaskedNode()}}

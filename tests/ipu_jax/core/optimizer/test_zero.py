@@ -7,12 +7,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import make_mesh
-from ipu_jax.core.layout.blocks import blocks_of_tree
+from ipu_jax.core.layout.blocks import Blocks
+from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.optimizer import zero
 
 
 def blocks_with(*shapes, replicas, dtype="float32"):
-    return blocks_of_tree([jax.ShapeDtypeStruct(shape, dtype) for shape in shapes], replicas=replicas)
+    tree = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    return Blocks(PackedLayout.of_one_ipu("params", tree), replicas=replicas)
 
 
 def test_large_arrays_travel_alone_and_small_ones_together():

@@ -1,0 +1,238 @@
+"""Describe an array on the IPUs, and a leaf in it, as plain data that outlives the program.
+
+    array (ipus, ...)            a slot: the leaf is in one IPU's row, from its start
+    array (replicas, ipus, ...)  kept by an optimizer: the same, in chunks of the replicas; or a shard in each IPU's row
+    any other array              the leaf itself, perhaps padded at the ends of its dims
+
+It lets a program find the leaves of a saved array, also on other IPUs than the IPUs that wrote it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from ipu_jax.base.annotations import Json, Value
+from ipu_jax.core.layout.tree_parts import Part, resized
+from ipu_jax.core.mesh.devices import IPU_AXIS
+
+WHOLE: Final = PartitionSpec()
+_ALL: Final = Part(0)
+_SAVED: Final = ("path", "shape", "dtype", "ipus", "ipu", "shard", "split", "chunks")
+"""What files say of a leaf, besides the name of its array and its rows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedArray:
+    """An array on the IPUs.
+
+    Attributes:
+        shape: the shape of an IPU's part; its dims that are split over replicas or further mesh axes are whole.
+        dtype: its dtype.
+        spec: how the dims of `shape` are split over further mesh axes and, unless it is a slot, over the IPUs.
+        is_slot: whether each IPU has a row of its own, which `shape` leaves out. Other arrays are a leaf, or an
+            optimizer's.
+        name: its name in files, after the name of the tree.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    spec: PartitionSpec = WHOLE
+    is_slot: bool = True
+    name: str = ""
+
+    @property
+    def spec_on_mesh(self) -> PartitionSpec:
+        """Return how the whole array is split over the mesh."""
+        return PartitionSpec(IPU_AXIS, *self.spec) if self.is_slot else self.spec
+
+    def shape_on_mesh(self, ipus: int) -> tuple[int, ...]:
+        """Return the shape of the whole array: with a row per IPU, or padded where it is split over them.
+
+        >>> columns = PackedArray((3, 5), "float32", PartitionSpec(None, "ipu"), is_slot=False)
+        >>> PackedArray((4,), "float32").shape_on_mesh(2), columns.shape_on_mesh(2)
+        ((2, 4), (3, 10))
+        """
+        if self.is_slot:
+            return (ipus, *self.shape)
+        axes = (*self.spec, *[None] * len(self.shape))
+        return tuple(size * ipus if axis == IPU_AXIS else size for size, axis in zip(self.shape, axes, strict=False))
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A leaf of a user's tree, or rows of one, and where it is.
+
+    Attributes:
+        path: where the user's leaf is in the tree, such as "params['mlp']['w']".
+        shape, dtype: of the leaf, or of its rows.
+        part: the number of the user's leaf, and its rows.
+        size_of_rows: the number of rows of the user's leaf; None if this is all of it.
+        array: the number of its array; -1 before it is placed, or if no array has it.
+        ipus: the dim of the array that counts IPUs, 0 or 1; None if the array is the leaf itself.
+        ipu: the IPU in whose row it is, from the row's start; None if each has all of it or a shard.
+        split, shard: the dim that is split over the IPUs, and the shape of a shard; None if it is whole.
+        chunks: the dim along which the replicas' chunks follow one another; None: they are parts of the flat leaf.
+        frozen: whether it gets no gradient.
+
+    >>> Leaf("w", (3,), "float32", ipus=0, ipu=1).in_array(np.arange(8).reshape(2, 4)).tolist()
+    [4, 5, 6]
+    >>> Leaf("w", (3,), "float32", ipus=1, shard=(2,), split=0).in_array(np.arange(4).reshape(1, 2, 2)).tolist()
+    [0, 1, 2]
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    part: Part = _ALL
+    size_of_rows: int | None = None
+    array: int = -1
+    ipus: int | None = None
+    ipu: int | None = None
+    split: int | None = None
+    shard: tuple[int, ...] | None = None
+    chunks: int | None = None
+    frozen: bool = False
+
+    def __str__(self) -> str:
+        rows, axis = self.part.rows, self.part.axis
+        return self.path if rows is None else f"{self.path}[{':, ' * axis}{rows[0]}:]"
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Return the shape of what its IPU has of it, or each IPU."""
+        return self.shape if self.shard is None else self.shard
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Return the shape of the user's leaf, of which this may be a part."""
+        return self.shape if self.size_of_rows is None else resized(self.shape, self.part.axis, self.size_of_rows)
+
+    def of_whole(self, value: Value) -> Value:
+        """Return this leaf's rows of the user's leaf, an array or its shape."""
+        if self.size_of_rows is None:
+            return value
+        if isinstance(value, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(self.shape, value.dtype)
+        return value[self.part.index]
+
+    # in a whole array
+
+    def region(self, shape: Sequence[int]) -> tuple[slice, ...]:
+        """Return the region of its array, which has this shape, that contains the leaf."""
+        if self.ipus is None:
+            return tuple(slice(0, size) for size in self.shape)
+        region = [slice(0, size) for size in shape]
+        if self.ipu is not None:
+            region[self.ipus] = slice(self.ipu, self.ipu + 1)
+        return tuple(region)
+
+    def in_region(self, region: Value) -> Value:
+        """Return the leaf from its region of the array."""
+        if self.ipus is None:
+            return region
+        rows = region if self.ipus == 1 else region[None]  # (replicas, ipus, ...)
+        if self.shard is None or self.split is None:
+            return joined_chunks(rows[:, 0], self.shape, self.chunks)
+        shards = [joined_chunks(rows[:, ipu], self.shard, self.chunks) for ipu in range(rows.shape[1])]
+        return np.concatenate(shards, self.split)[tuple(map(slice, self.shape))]
+
+    def in_array(self, array: Value) -> Value:
+        """Return the leaf from the whole array."""
+        return self.in_region(array[self.region(array.shape)])
+
+    def fill(self, array: np.ndarray, value: np.ndarray) -> None:
+        """Write the leaf into its whole array, which is 0 beside it."""
+        if self.ipus is None:
+            array[tuple(map(slice, self.shape))] = value
+            return
+        rows = array if self.ipus == 1 else array[None]
+        of_ipus = [value]
+        if self.shard is not None and self.split is not None:
+            missing = self.shard[self.split] * rows.shape[1] - value.shape[self.split]
+            padded = np.pad(value, [(0, missing if d == self.split else 0) for d in range(value.ndim)])
+            of_ipus = np.split(padded, rows.shape[1], self.split)
+        for ipu, own in enumerate(of_ipus, start=self.ipu or 0):
+            rows[:, ipu] = in_chunks(own, (len(rows), *rows.shape[2:]), self.chunks)
+
+    def write(self, value: np.ndarray, block: np.ndarray, index: tuple[slice, ...]) -> None:
+        """Write the leaf into a contiguous block of a slot or of an array that is the leaf itself.
+
+        Args:
+            value: the leaf.
+            block: the block of the array at `index`. It contains the row of the leaf, if the array has rows of IPUs.
+            index: where the block is in the array; it has a start and a stop per dim.
+        """
+        if self.ipu is None:
+            part = value[index]  # a slice beyond the end takes the rows that exist
+            block[tuple(map(slice, part.shape))] = part
+        else:
+            row, of_row = self.ipu - index[0].start, index[1:]
+            part = value[of_row] if len(of_row) == value.ndim else value  # a slot of another rank is flat and not split
+            block[row : row + 1].reshape(-1)[: part.size].reshape(part.shape)[...] = part
+
+    # in files
+
+    def plain(self, array: str) -> dict[str, Json]:
+        """Return the leaf as data for JSON, in the array of this name.
+
+        >>> of_leaf = {"ipus": 0, "ipu": 1, "size_of_rows": 9}
+        >>> layers, columns = (Leaf("w", (2, 3), "float32", Part(0, (4, 4 + n), n - 2), **of_leaf) for n in (2, 3))
+        >>> layers.plain("a")["rows"], columns.plain("a")["rows"]
+        ([4, 9], [4, 9, 1])
+        >>> Leaf.of_plain(layers.plain("a")) == layers, Leaf.of_plain(columns.plain("a")) == columns
+        (True, True)
+        """
+        names = _SAVED[:3] if self.ipus is None else _SAVED
+        found = {name: value for name in names if (value := getattr(self, name)) is not None}
+        plain = {name: [*value] if isinstance(value, tuple) else value for name, value in found.items()}
+        if self.part.rows is not None:  # axis 0 is left out, as in files from before rows could be along other axes
+            plain["rows"] = [self.part.rows[0], self.size_of_rows, *([self.part.axis] if self.part.axis else [])]
+        return plain | {"array": array}
+
+    @classmethod
+    def of_plain(cls, plain: Mapping[str, Json]) -> "Leaf":
+        """Return the leaf from the result of `plain`, after a round trip through JSON, but for its array's number."""
+        own = {name: value for name, value in plain.items() if name not in ("array", "rows")}
+        if unknown := own.keys() - {*_SAVED}:
+            raise KeyError(f"a leaf has {sorted(unknown)}")
+        fields: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
+        if "rows" in plain:
+            first, count, axis = (*plain["rows"], 0)[:3]
+            fields |= {"part": Part(0, (first, first + fields["shape"][axis]), axis), "size_of_rows": count}
+        return cls(**fields)
+
+
+def in_chunks(array: Value, shape: Sequence[int], dim: int | None, numpy: Any = np) -> Value:
+    """Return an array as chunks of this shape, (replicas, ...), padded with zeros: the inverse of `joined_chunks`.
+
+    >>> in_chunks(np.arange(6).reshape(2, 3), (2, 2, 2), 1).tolist()
+    [[[0, 1], [3, 4]], [[2, 0], [5, 0]]]
+    """
+    if dim is None:
+        return numpy.pad(array.reshape(-1), (0, math.prod(shape) - array.size)).reshape(shape)
+    replicas, rows = shape[0], shape[1 + dim]
+    widths = [(0, replicas * rows - size if d == dim else 0) for d, size in enumerate(array.shape)]
+    divided = numpy.pad(array, widths).reshape(*array.shape[:dim], replicas, rows, *array.shape[dim + 1 :])
+    return numpy.moveaxis(divided, dim, 0)
+
+
+def joined_chunks(chunks: Value, shape: tuple[int, ...], dim: int | None, numpy: Any = np) -> Value:
+    """Return the array of this shape whose chunks, (replicas, ...), are parts of it flat, or along a dim.
+
+    >>> joined_chunks(np.arange(4).reshape(2, 2, 1), (2, 2), 1).tolist()
+    [[0, 2], [1, 3]]
+    """
+    if dim is None:
+        return chunks.reshape(-1)[: math.prod(shape)].reshape(shape)
+    size = chunks.shape[0] * chunks.shape[1 + dim]
+    padded = numpy.moveaxis(chunks, 0, dim).reshape(*shape[:dim], size, *shape[dim + 1 :])
+    return padded[tuple(map(slice, shape))]
