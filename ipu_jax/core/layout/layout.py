@@ -211,6 +211,11 @@ class PackedLayout(Shown):
         """Return how a leaf is split, over its IPUs and over further mesh axes."""
         return self.arrays[leaf.array].spec
 
+    def owner(self, leaf: Leaf) -> int | None:
+        """Return the IPU that has a leaf alone, or None."""
+        array = self.arrays[leaf.array] if self.arrays else None
+        return leaf.ipu if array is None or array.is_slot or IPU_AXIS in array.spec else None
+
     @functools.cached_property
     def is_by_group(self) -> bool:
         """Return whether the user's tree is `{group: pytree}`."""
@@ -291,13 +296,14 @@ class PackedLayout(Shown):
           0      float32[12]  params['b']  [3]     IPU 1
         """
         rows = [("array", "on each IPU", "leaf", "shape", "place")]
-        for leaf in sorted(self.leaves, key=lambda leaf: leaf.array):
+        shown = [leaf for leaf in self.leaves if leaf.array >= 0 or not self.arrays]
+        for leaf in sorted(shown, key=lambda leaf: leaf.array):
             array = self.arrays[leaf.array] if self.arrays else PackedArray(leaf.shape, leaf.dtype)
             place = "every IPU" if leaf.split is None else f"dim {leaf.split} over the IPUs"
-            if leaf.ipu is not None and (array.is_slot or IPU_AXIS in array.spec):
-                place = f"IPU {leaf.ipu}"
-            place += ", frozen" * leaf.frozen + ", in chunks of the replicas" * (REPLICA_AXIS in array.spec)
-            rows.append((str(leaf.array), f"{array.dtype}{[*array.shape]}", str(leaf), str([*leaf.shape]), place))
+            place = place if (owner := self.owner(leaf)) is None else f"IPU {owner}"
+            place += ", frozen" * leaf.frozen + ", a chunk per replica" * (REPLICA_AXIS in array.spec)
+            shape = [*array.shape[2 if leaf.ipus == 1 else 0 :]]
+            rows.append((str(leaf.array), f"{array.dtype}{shape}", str(leaf), str([*leaf.shape]), place))
         first = f"Layout of {counted(len(self.arrays), 'array')} on {counted(self.ipus, 'IPU')}"
         return [first, Table(rows, left=5, indent="  ")]
 

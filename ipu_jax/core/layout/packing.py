@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import jax
@@ -44,19 +44,22 @@ class Sharded(Shown):
 
     def _shown(self) -> list[str | Table]:
         """Return what `print` and notebooks show: a row per group, or per few groups of many."""
-        groups = self.layout.groups
+        layout = self.layout
+        held = {group.name: [leaf for leaf in group.leaves if leaf.array >= 0] for group in layout.groups}
+        numbers = {name: sum(leaf.size for leaf in leaves) for name, leaves in held.items()}
         rows = [("group", "place", "leaves", "numbers", "dtypes")]
-        for group in groups[:_MOST_ROWS] if len(groups) > _MOST_ROWS + 1 else groups:
-            places = {"all IPUs" if leaf.ipu is None else f"IPU {leaf.ipu}" for leaf in group.leaves}
-            dtypes = ", ".join(sorted({leaf.dtype for leaf in group.leaves}))
-            rows.append((group.name, "".join(places), str(len(group.leaves)), f"{_numbers(group):,}", dtypes))
-        left = len(groups) - len(rows) + 1
-        first = f"Sharded: {len(groups)} groups on {self.layout.ipus} IPUs, {sum(map(_numbers, groups)):,} numbers"
+        for name, leaves in list(held.items())[: _MOST_ROWS if len(held) > _MOST_ROWS + 1 else None]:
+            owners, dtypes = {*map(layout.owner, leaves)}, ", ".join(sorted({leaf.dtype for leaf in leaves}))
+            place = "several" if len(owners) > 1 else "".join("all IPUs" if o is None else f"IPU {o}" for o in owners)
+            rows.append((name, place, str(len(leaves)), f"{numbers[name]:,}", dtypes))
+        left = len(held) - len(rows) + 1
+        first = f"Sharded: {len(held)} groups on {layout.ipus} IPUs, {sum(numbers.values()):,} numbers"
         return [first, Table(rows, left=2), *([f"and {left} more groups"] if left else [])]
 
     def keys(self) -> list[str]:
-        """Return the keys of the user's dict, sorted: of a list of stages, the names of the groups."""
-        return list(jax.tree.unflatten(self.layout.treedef, self.layout.paths))
+        """Return the keys of the user's dict, sorted, or [] if the tree is none; of a list of stages, the groups."""
+        tree = jax.tree.unflatten(self.layout.treedef, self.layout.paths)
+        return list(tree) if isinstance(tree, Mapping) else []
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
@@ -69,10 +72,6 @@ class Sharded(Shown):
         if key not in self.keys():
             raise KeyError(f"{key!r} is not a group: there are {', '.join(map(repr, self.keys()))}")
         return joined(jax.tree.map(_reader(self), self.layout.tree_of(lambda leaf: leaf)[key]))
-
-
-def _numbers(group: Group) -> int:
-    return sum(leaf.size for leaf in group.leaves)
 
 
 def specs_of(layout: PackedLayout) -> Sharded:

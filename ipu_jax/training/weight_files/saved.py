@@ -7,10 +7,10 @@ Saved("q.weight", "k.weight", "v.weight").join(0).transpose()   a joint projecti
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,20 +18,41 @@ from ipu_jax.base.annotations import Dtype, Value
 from ipu_jax.base.checks import as_int
 from ipu_jax.training.weight_files._tensors import TensorInfo
 
-Made = tuple[TensorInfo | None, Callable[..., np.ndarray]]  # None: a function's result, known only after it has run
-
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One change: its text, what it makes of shapes and dtypes, and how; and whether it makes one array of all."""
+    """One change of arrays.
+
+    Attributes:
+        text: the call, for messages.
+        make: makes the result of `(numpy, *arrays)`. It gets jax.numpy and traced arrays to find the result's shape.
+        joins: whether it makes one array of all.
+        dtype: the dtype that it makes; None: the one that it gets.
+        is_function: whether it is a user's function, whose result is known only after it has run.
+    """
 
     text: str
-    make: Callable[..., Made]
+    make: Callable[..., Any]
     joins: bool = False
+    dtype: np.dtype | None = None
+    is_function: bool = False
 
     def taken(self, values: Sequence[Any]) -> Sequence[Sequence[Any]]:
         """Return the arrays, or their shapes, that are changed together."""
         return [values] if self.joins else [[value] for value in values]
+
+    def info(self, *infos: TensorInfo) -> TensorInfo | None:
+        """Return the shape and dtype of the result, None if they are not known, or raise `ValueError`."""
+        if self.is_function or self.dtype is not None:
+            return None if self.dtype is None else TensorInfo(infos[0].shape, self.dtype)
+        shapes = [jax.ShapeDtypeStruct(info.shape, np.int8) for info in infos]
+        try:
+            made = jax.eval_shape(lambda *arrays: self.make(jnp, *arrays), *shapes)
+            if len({info.dtype for info in infos}) > 1:
+                raise ValueError("they have several dtypes: convert them first, by astype")
+        except (ValueError, TypeError, IndexError) as error:
+            raise ValueError(f"{self.text}: {', '.join(map(str, infos))}: {error}") from None
+        return TensorInfo(tuple(made.shape), infos[0].dtype)
 
 
 class Saved:
@@ -62,18 +83,12 @@ class Saved:
     def transpose(self, *dims: int) -> "Saved":
         """Reorder the dims like `numpy.transpose`; without `dims`, reverse them."""
         order = _ints("transpose", dims)
-
-        def transposed(info: TensorInfo) -> Made:
-            found = _permutation(order, info)
-            return TensorInfo(tuple(info.shape[d] for d in found), info.dtype), lambda array: array.transpose(found)
-
-        return self._with(f"transpose({', '.join(map(str, order))})", transposed)
+        return self._with(f"transpose({', '.join(map(str, order))})", lambda _, array: array.transpose(*order))
 
     def reshape(self, *shape: int) -> "Saved":
         """Give the elements another shape, in C order; one size may be -1."""
         sizes = _ints("reshape", shape)
-        reshaped = lambda info: (TensorInfo(_reshaped(info, sizes), info.dtype), lambda array: array.reshape(sizes))
-        return self._with(f"reshape({', '.join(map(str, sizes))})", reshaped)
+        return self._with(f"reshape({', '.join(map(str, sizes))})", lambda _, array: array.reshape(sizes))
 
     def part(self, number: int, *, of: int | Sequence[int], dim: int = 0) -> "Saved":
         """Take one of the parts into which a dim is split.
@@ -86,13 +101,15 @@ class Saved:
         (index, along) = _ints("part", (number, dim))
         sizes = as_int(of) or _ints("part", of if isinstance(of, Sequence) else (of,))
 
-        def cut(info: TensorInfo) -> Made:
-            d = _dim(along, info)
-            parts = [info.shape[d] // sizes] * sizes if isinstance(sizes, int) else list(sizes)
-            if sum(parts) != info.shape[d] or not 0 <= index < len(parts):
-                raise ValueError(f"dim {along} of {info} has no part {index} of {sizes}")
+        def cut(_: Any, array: Any) -> Any:
+            if not -array.ndim <= along < array.ndim:
+                raise ValueError(f"there is no dim {along}")
+            size = array.shape[along]
+            parts = [size // sizes] * sizes if isinstance(sizes, int) else list(sizes)
+            if sum(parts) != size or not 0 <= index < len(parts):
+                raise ValueError(f"dim {along} has no part {index} of {sizes}")
             rows = slice(sum(parts[:index]), sum(parts[: index + 1]))
-            return _with_size(info, d, rows.stop - rows.start), lambda array: array[(slice(None),) * d + (rows,)]
+            return array[(slice(None),) * (along % array.ndim) + (rows,)]
 
         of_text = sizes if isinstance(sizes, int) else list(sizes)
         return self._with(f"part({index}, of={of_text}, dim={along})", cut)
@@ -100,29 +117,12 @@ class Saved:
     def join(self, dim: int) -> "Saved":
         """Concatenate the arrays along a dim, like `numpy.concatenate`."""
         (along,) = _ints("join", (dim,))
-
-        def joined(*infos: TensorInfo) -> Made:
-            d = _dim(along, infos[0])
-            if len({(info.dtype, info.shape[:d], info.shape[d + 1 :]) for info in infos}) > 1:
-                raise ValueError(f"{', '.join(map(str, infos))} cannot be joined along dim {along}")
-            size = sum(info.shape[d] for info in infos)
-            return _with_size(infos[0], d, size), lambda *arrays: np.concatenate(arrays, along)
-
-        return self._with(f"join({along})", joined, joins=True)
+        return self._with(f"join({along})", lambda numpy, *arrays: numpy.concatenate(arrays, along), joins=True)
 
     def stack(self, dim: int = 0) -> "Saved":
         """Stack the arrays along a new dim, like `numpy.stack`: for example layers that a scan goes over."""
         (along,) = _ints("stack", (dim,))
-
-        def stacked(*infos: TensorInfo) -> Made:
-            shape = infos[0].shape
-            if len(set(infos)) > 1 or not -len(shape) - 1 <= along <= len(shape):
-                raise ValueError(f"{', '.join(map(str, infos))} cannot be stacked along dim {along}")
-            d = along % (len(shape) + 1)
-            info = TensorInfo((*shape[:d], len(infos), *shape[d:]), infos[0].dtype)
-            return info, lambda *arrays: np.stack(arrays, along)
-
-        return self._with(f"stack({along})", stacked, joins=True)
+        return self._with(f"stack({along})", lambda numpy, *arrays: numpy.stack(arrays, along), joins=True)
 
     def astype(self, dtype: Dtype) -> "Saved":
         """Convert to a dtype, also to a dtype that holds fewer values. Numbers are rounded with `rounded`."""
@@ -130,13 +130,12 @@ class Saved:
             target = jnp.dtype(dtype)
         except TypeError:
             raise ValueError(f"dtype={dtype!r} is not a dtype: give one such as 'float32'") from None
-        converted = lambda info: (TensorInfo(info.shape, target), lambda array: rounded(array, target))
-        return self._with(f"astype({target.name!r})", converted)
+        return self._with(f"astype({target.name!r})", lambda _, array: rounded(array, target), dtype=target)
 
     def apply(self, function: Callable[[np.ndarray], np.ndarray]) -> "Saved":
         """Apply a function of a NumPy array. Its result is checked only after it has run."""
-        applied = lambda info: (None, lambda array: np.asarray(function(array)))
-        return self._with(f"apply({getattr(function, '__name__', repr(function))})", applied)
+        text = f"apply({getattr(function, '__name__', repr(function))})"
+        return self._with(text, lambda _, array: np.asarray(function(array)), is_function=True)
 
     def info(self, tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:
         """Return the result's shape and dtype, or None if a function makes it.
@@ -146,10 +145,7 @@ class Saved:
         """
         infos: list[TensorInfo | None] = [tensors[name] for name in self.names]
         for change in self._changes:
-            try:
-                infos = [None if None in taken else change.make(*taken)[0] for taken in change.taken(infos)]
-            except ValueError as error:
-                raise ValueError(f"{change.text}: {error}") from None
+            infos = [None if None in taken else change.info(*taken) for taken in change.taken(infos)]
         if len(infos) > 1:
             raise ValueError(f"{len(infos)} arrays remain: add .join(dim) or .stack(dim)")
         return infos[0]
@@ -158,13 +154,13 @@ class Saved:
         """Return the result, made of the arrays that `read` returns."""
         arrays = [read(name) for name in self.names]
         for change in self._changes:
-            arrays = [change.make(*_infos_of(taken))[1](*taken) for taken in change.taken(arrays)]
+            arrays = [change.make(np, *taken) for taken in change.taken(arrays)]
         (array,) = arrays
         return array
 
-    def _with(self, text: str, make: Callable[..., Made], *, joins: bool = False) -> "Saved":
+    def _with(self, text: str, make: Callable[..., Any], **kind: Any) -> "Saved":
         extended = Saved(*self.names)
-        extended._changes = (*self._changes, Change(text, make, joins))
+        extended._changes = (*self._changes, Change(text, make, **kind))
         return extended
 
 
@@ -184,7 +180,9 @@ def rounded(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     is_float = jnp.issubdtype(dtype, jnp.inexact)
     lost = np.isfinite(array) & ~np.isfinite(found) if is_float else found != array
     if np.any(lost):
-        raise ValueError(f"{_info_of(array)} has numbers that {dtype} does not hold: choose a dtype that does")
+        raise ValueError(
+            f"{TensorInfo(array.shape, array.dtype)} has numbers that {dtype} does not hold: choose a dtype that does"
+        )
     return found
 
 
@@ -193,39 +191,3 @@ def _ints(method: str, values: Sequence[Value]) -> tuple[int, ...]:
     if None in found:
         raise ValueError(f"{method}{tuple(values)!r} has an entry that is not an int: give ints")
     return tuple(value for value in found if value is not None)
-
-
-def _info_of(array: np.ndarray) -> TensorInfo:
-    return TensorInfo(array.shape, array.dtype)
-
-
-def _infos_of(arrays: Sequence[np.ndarray]) -> list[TensorInfo]:
-    """Return the shapes of arrays, each with the dtype of all: a function's results are joined as NumPy joins them."""
-    dtype = np.result_type(*(array.dtype for array in arrays))
-    return [TensorInfo(array.shape, dtype) for array in arrays]
-
-
-def _dim(dim: int, info: TensorInfo) -> int:
-    if not -len(info.shape) <= dim < len(info.shape):
-        raise ValueError(f"{info} has no dim {dim}")
-    return dim % len(info.shape)
-
-
-def _permutation(order: tuple[int, ...], info: TensorInfo) -> tuple[int, ...]:
-    dims = tuple(_dim(d, info) for d in order) if order else tuple(reversed(range(len(info.shape))))
-    if sorted(dims) != list(range(len(info.shape))):
-        raise ValueError(f"{info} has {len(info.shape)} dims: name each of them once")
-    return dims
-
-
-def _reshaped(info: TensorInfo, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    size, known = math.prod(info.shape), math.prod(s for s in sizes if s != -1)
-    if sizes.count(-1) == 1 and known > 0 and size % known == 0:
-        return tuple(size // known if s == -1 else s for s in sizes)
-    if min(sizes, default=0) < 0 or known != size:
-        raise ValueError(f"{info} has {size} elements")
-    return sizes
-
-
-def _with_size(info: TensorInfo, dim: int, size: int) -> TensorInfo:
-    return TensorInfo((*info.shape[:dim], size, *info.shape[dim + 1 :]), info.dtype)

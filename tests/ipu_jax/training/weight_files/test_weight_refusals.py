@@ -270,15 +270,19 @@ def made(saved: Saved, like: Any = A) -> None:
 
 
 @refusals(
-    (lambda: made(Saved("a").transpose(0, 0)), "transpose(0, 0): float32[6, 4]", "name each of them once"),
-    (lambda: made(Saved("a").transpose(0, 2)), "transpose(0, 2): float32[6, 4]", "no dim 2"),
-    (lambda: made(Saved("a").reshape(5, -1)), "reshape(5, -1): float32[6, 4]", "24 elements"),
-    (lambda: made(Saved("a").reshape(-1, -1)), "reshape(-1, -1): float32[6, 4]", "24 elements"),
-    (lambda: made(Saved("a").part(3, of=3)), "part(3, of=3, dim=0): dim 0 of float32[6, 4]", "no part 3 of 3"),
-    (lambda: made(Saved("a").part(0, of=4)), "part(0, of=4, dim=0): dim 0 of float32[6, 4]", "no part 0 of 4"),
-    (lambda: made(Saved("a").part(0, of=[2, 3])), "part(0, of=[2, 3], dim=0): dim 0 of", "no part 0 of (2, 3)"),
-    (lambda: made(Saved("a", "c").join(0)), "join(0): float32[6, 4], float32[2, 3, 5, 7]", "joined along dim 0"),
-    (lambda: made(Saved("a", "b").stack(3)), "stack(3): float32[6, 4], float32[6, 4]", "stacked along dim 3"),
+    (lambda: made(Saved("a").transpose(0, 0)), "transpose(0, 0): float32[6, 4]", "permutation (0, 0)"),
+    (lambda: made(Saved("a").transpose(0, 2)), "transpose(0, 2): float32[6, 4]", "axis 2 is out of bounds"),
+    (lambda: made(Saved("a").reshape(5, -1)), "reshape(5, -1): float32[6, 4]", "(size 24)"),
+    (lambda: made(Saved("a").reshape(-1, -1)), "reshape(-1, -1): float32[6, 4]", "one unknown axis size"),
+    (lambda: made(Saved("a").part(3, of=3)), "part(3, of=3, dim=0): float32[6, 4]", "dim 0 has no part 3 of 3"),
+    (lambda: made(Saved("a").part(0, of=4)), "part(0, of=4, dim=0): float32[6, 4]", "dim 0 has no part 0 of 4"),
+    (
+        lambda: made(Saved("a").part(0, of=[2, 3])),
+        "part(0, of=[2, 3], dim=0): float32",
+        "dim 0 has no part 0 of (2, 3)",
+    ),
+    (lambda: made(Saved("a", "c").join(0)), "join(0): float32[6, 4], float32[2, 3, 5, 7]", "oncatenate"),
+    (lambda: made(Saved("a", "b").stack(3)), "stack(3): float32[6, 4], float32[6, 4]", "axis 3 is out of bounds"),
     (lambda: made(Saved("a", "b")), "2 arrays remain", ".join(dim) or .stack(dim)"),
 )
 def test_a_step_that_cannot_be_done_is_named(call, holds):
