@@ -26,6 +26,7 @@ from ipu_jax.core.cutting.description import described, names_of
 from ipu_jax.core.cutting.dividing import divide, small_values
 from ipu_jax.core.cutting.division import Division
 from ipu_jax.core.cutting.everywhere import check_outside, is_everywhere
+from ipu_jax.core.cutting.layers_per_ipu import ends_of_layers
 from ipu_jax.core.cutting.lost import reasons
 from ipu_jax.core.cutting.module_trees import check_equinox, check_linen
 from ipu_jax.core.cutting.order import by_weights, holding, runs_apart
@@ -53,6 +54,7 @@ class Source:
         places: the IPU of each stage; concurrent stages, None, are there only in a schedule that was given as it is.
         ipus: the number of IPUs.
         names: the names after which it is cut, or None.
+        layers: per IPU the number of its layers, or -1; None: stages have equal work.
         mesh: the mesh that its trace is for, if the function names further axes of one.
         head: "local", or "concurrent": its head is put on all IPUs.
         cast: casts weights and micro-batch before a function gets them, or None.
@@ -69,6 +71,7 @@ class Source:
     state: Tree = None
     frozen: Tree = None
     names: Sequence[str] | None = None
+    layers: Sequence[int] | None = None
     costs: str = "counted"
     recompute: Any = "auto"
     mesh: Mesh | None = None
@@ -274,6 +277,11 @@ def _best_cut(trace: FunctionTrace, work: dict[int, float], source: Source) -> t
     local, marks = [ipu for ipu in source.places if ipu is not None], source.names
     if marks is None and len(places.marked([STAGE_END])):
         marks = [STAGE_END]
+    if source.layers is not None:
+        ends = [t + 1 for t in ends_of_layers(places, source.layers, marks)]
+        cut = cut_around(places, local, marks or (), lambda rest: rest.cut_at(ends, local, marked=True))
+        assert cut is not None, "all its places are given"
+        return cut, []
     cut_of = lambda places: cut_around(places, local, marks or (), lambda rest: rest.cut(local, marks))
     cut = cut_of(places)
     if cut is not None and _is_even(trace, cut, work):

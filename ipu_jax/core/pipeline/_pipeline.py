@@ -26,6 +26,7 @@ from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.analysis.report import MemoryGuard, make_report
 from ipu_jax.core.compiled.guards import GuardCheck, Guards
 from ipu_jax.core.cutting.function import FunctionModel, Source
+from ipu_jax.core.cutting.layers_per_ipu import checked_counts
 from ipu_jax.core.layout import packing
 from ipu_jax.core.layout.packing import Sharded, check_alive
 from ipu_jax.core.layout.rule import rule_of_state, rule_of_weights
@@ -248,6 +249,7 @@ class Pipeline(Foreseen, WithForward, Shown):
         gradient_accumulation: int | None = None,
         reduction: Reduction | None = None,
         cuts: Iterable[str] | None = None,
+        layers_per_ipu: Iterable[int] | None = None,
         costs: Literal["counted", "traced"] = "counted",
         head: Literal["local", "concurrent"] = "local",
         recompute: Any = "auto",
@@ -287,6 +289,9 @@ class Pipeline(Foreseen, WithForward, Shown):
             schedule, gradient_accumulation, reduction: as for `Pipeline`.
             cuts: names that `jax.ad_checkpoint.checkpoint_name` gives to values in the function: it is cut after these
                 only. Default: after values marked by `stage_end`, if there are any.
+            layers_per_ipu: the number of layers on each IPU, as optimum-graphcore takes it: [1, 2, -1, -1] divides what
+                is left evenly between the last two. A layer ends at each value marked by `stage_end` or `cuts`; without
+                marks it is an iteration of a scan over stacked weights. Default: stages of equal work.
             costs: how work is found: "counted" for each operation, or "traced" as `measure_costs` does, with F and B of
                 all that lies between two waists. This is exact, also for what B computes again, and takes longer.
             head: "concurrent" puts the last product with a leaf, such as a projection to a vocabulary, and the loss of
@@ -326,7 +331,10 @@ class Pipeline(Foreseen, WithForward, Shown):
         if isinstance(cuts, str) or not isinstance(cuts, Iterable | None):
             raise ValueError(f"cuts={cuts!r} is not a list of names: give one, such as ['block 1'], or leave it out")
         names = None if cuts is None else list(cuts)
-        source = Source(loss, params, micro_batch, places, ipus, state, frozen, names, costs, recompute, head=head)
+        layers = None if layers_per_ipu is None else checked_counts(layers_per_ipu, len(places), ipus)
+        source = Source(
+            loss, params, micro_batch, places, ipus, state, frozen, names, layers, costs, recompute, head=head
+        )
         function, mesh = cut_on(functools.partial(make_mesh, replicas, ipus, devices=devices), source, axes)
         options: dict[str, Any] = {"schedule": schedule, "gradient_accumulation": gradient_accumulation}
         options |= {"reduction": reduction, "frozen": frozen, "ipu_memory": ipu_memory, "guards": guards}
