@@ -25,7 +25,7 @@ _ROWS: Final[tuple[tuple[str, str, str], ...]] = (
         "dcn_pipeline_parallelism num_ipus n_ipus ipus_per_replica num_devices n_devices world_size",
         "",
     ),
-    ("replicas", "mesh", "from_function and from_layers make it: give ipus=, replicas=, axes= and devices="),
+    ("replicas", "mesh", "from_function makes it: give ipus=, replicas=, axes= and devices="),
     (
         "axes",
         "tp tp_size tensor_parallel tensor_parallelism tensor_parallel_size tensor_model_parallel_size mesh_shape "

@@ -43,13 +43,11 @@ def from_function(fn: Any = loss, params: Any = PARAMS, one: Any = ONE, **option
 
 first = Stage(lambda w, x, mb: mb["x"] @ w, "a", ipu=0)
 last = Stage(lambda w, x, mb: jnp.mean((x @ w - mb["y"]) ** 2), "b", ipu=1)
-LAYERS = ([lambda w, x: x @ w] * 2, [np.eye(D)] * 2)
 CUT, STAGED = from_function(), Pipeline([first, last], gradient_accumulation=M)
 PLACED, STEP = CUT.shard(PARAMS), make_train_step(CUT, optax.sgd(0.1))
 STATE = STEP.init(PARAMS)
 DOORS: dict[str, Any] = {
     "from_function": lambda **words: ours.Pipeline.from_function(loss, PARAMS, ONE, **{"ipus": 2, **words}),
-    "from_layers": lambda **words: ours.Pipeline.from_layers(*LAYERS, loss=loss, ipus=2, **words),
     "Pipeline": lambda **words: ours.Pipeline([first, last], **words),
     "make_schedule": lambda **words: ours.make_schedule("1f1b", **{"ipus": 2, **words}),
     "make_train_step": lambda **words: ours.make_train_step(loss, optax.sgd(0.1), **words),
@@ -70,7 +68,7 @@ IPUS_ELSEWHERE = (
 WORDS = [
     ("from_function", f"{M_ELSEWHERE} micro_batches", "called 'gradient_accumulation' here"),
     ("from_function", IPUS_ELSEWHERE, "called 'ipus' here"),
-    ("from_function", "mesh", "from_function and from_layers make it: give ipus=, replicas=, axes= and devices="),
+    ("from_function", "mesh", "from_function makes it: give ipus=, replicas=, axes= and devices="),
     ("from_function", "microbatch_size micro_batch_size mbs batch_size", "give one micro-batch itself"),
     ("from_function", "dp replication_factor num_replicas data_parallel_size", "called 'replicas' here"),
     ("from_function", "tp tensor_model_parallel_size", "give axes={'tensor': 2}"),
@@ -83,9 +81,7 @@ WORDS = [
     ("from_function", "schedul", "did you mean 'schedule'?"),
     ("from_function", "reducton", "did you mean 'reduction'?"),
     ("from_function", "places", "it takes loss, params, micro_batch, ipus, state, replicas"),
-    ("from_layers", f"{M_ELSEWHERE} gradient_accum", "gradient_accumulation'"),
-    ("from_layers", "mesh", "give ipus=, replicas=, axes= and devices="),
-    ("from_layers", "replcas", "did you mean 'replicas'?"),
+    ("from_function", "replcas", "did you mean 'replicas'?"),
     ("Pipeline", f"{M_ELSEWHERE} micro_batches gradient_accum", "gradient_accumulation'"),
     ("Pipeline", "num_stages pp", "give a list of Stage, each with its ipu="),
     ("Pipeline", "ipus", "each Stage has its ipu="),

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.experimental import multihost_utils
 
-from ipu_jax import Feed, Pipeline, TrainOptions, make_train_step, verify
+from ipu_jax import Feed, Pipeline, Stage, TrainOptions, make_mesh, make_train_step, verify
 from ipu_jax.options import DynamicScale
 from ipu_jax.pipelines import VerificationError, reference_predict, reference_value_and_grad
 from ipu_jax.steps import Evaluation, replicate
@@ -91,16 +91,12 @@ def predictions(replicas: int, ipus: int) -> Results:
     """Return the predictions of a pipeline of layers, and of its unsharded program, for 3 micro-batches."""
     rng = np.random.default_rng(0)
     layers = [rng.normal(size=(6, 6)).astype(np.float32) for _ in range(2 * ipus)]
-    pipeline, params = Pipeline.from_layers(
-        [lambda w, x: jnp.tanh(x @ w)] * len(layers),
-        layers,
-        loss=lambda x, mb: jnp.mean((x - mb["y"]) ** 2),
-        inputs=lambda mb: mb["x"],
-        ipus=ipus,
-        replicas=replicas,
-        gradient_accumulation=2,
-        schedule="auto",
-    )
+    layer = lambda w, x, mb: jnp.tanh((mb["x"] if x is None else x) @ w)
+    stages = [Stage(layer, params=f"layer {k}", ipu=k // 2) for k in range(len(layers))]
+    end = Stage(lambda _, x, mb: jnp.mean((x - mb["y"]) ** 2), predict=lambda _, x, mb: x, name="loss", ipu=ipus - 1)
+    mesh = make_mesh(replicas, ipus)
+    pipeline = Pipeline([*stages, end], mesh=mesh, gradient_accumulation=2, schedule="auto")
+    params = pipeline.shard({f"layer {k}": w for k, w in enumerate(layers)})
     lead = (3,) if replicas == 1 else (replicas, 3)
     x = rng.normal(size=(*lead, 4, 6)).astype(np.float32)
     outputs = pipeline.predict(params, {"x": x})

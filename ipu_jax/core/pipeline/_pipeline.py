@@ -12,7 +12,7 @@
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import jax
@@ -31,18 +31,11 @@ from ipu_jax.core.layout import packing
 from ipu_jax.core.layout.packing import Sharded, check_alive
 from ipu_jax.core.layout.rule import rule_of_state, rule_of_weights
 from ipu_jax.core.mesh.axes import further_axes
-from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS, check_there, devices_of, is_described, make_mesh
+from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS, check_there, devices_of, make_mesh
 from ipu_jax.core.optimizer.pipeline_optimizer import PipelineOptimizer
 from ipu_jax.core.options import PipelineOptions, Reduction
 from ipu_jax.core.pipeline._foreseen import Foreseen
-from ipu_jax.core.pipeline._making import (
-    check_one_batch,
-    cut_on,
-    layers_to_stages,
-    place_layers,
-    places_of_stages,
-    specs_of_layers,
-)
+from ipu_jax.core.pipeline._making import check_one_batch, cut_on, places_of_stages
 from ipu_jax.core.pipeline._programs import Programs
 from ipu_jax.core.pipeline._schedule_choice import ScheduleChoice, silent_about_messages, warn_of_messages
 from ipu_jax.core.pipeline.arguments import (
@@ -146,90 +139,6 @@ class Pipeline(Foreseen, WithForward, Shown):
         self._memory, self._programs = MemoryGuard(ipu_memory), Programs(self.placement)
         for listener in facts.listeners():
             listener.mesh(self.mesh, [(stage.name, stage.place) for stage in self.stages])
-
-    @classmethod
-    def from_layers(
-        cls,
-        layers: Iterable[Any],
-        params: Iterable[Params] | None = None,
-        *,
-        loss: Function,
-        ipus: int,
-        inputs: Callable[[Batch], Tree] | None = None,
-        replicas: int = 1,
-        devices: Sequence[Device] | None = None,
-        axes: Mapping[str, int] | None = None,
-        specs: Tree = None,
-        rounds: int = 1,
-        costs: Iterable[float] | None = None,
-        microbatch: Batch = None,
-        layers_per_ipu: Iterable[int] | None = None,
-        recompute: Any = "auto",
-        schedule: str | Schedule = "grouped",
-        gradient_accumulation: int | None = None,
-        reduction: Reduction | None = None,
-        frozen: Mapping[str, Tree] | None = None,
-        ipu_memory: float | None = None,
-        guards: Guards = "auto",
-    ) -> tuple[Self, Sharded]:
-        """Return a pipeline made from a list of layers, and their weights on the IPUs.
-
-        `balance_layers` places the layers in their order, as evenly as possible by number, by `costs`, or by the FLOPs
-        for one `microbatch`; or `layers_per_ipu` says where they go. Layer k becomes the stage "layer k", with its
-        weights in the group "layer k"; the loss becomes the last stage, "loss". `predict` returns the last layer's
-        result.
-
-        Args:
-            layers: functions `layer(params, x) -> x`, first layer first, such as modules' `apply`; or pairs
-                `(function, params)`. Equal layers can be one function, `[block] * 12`.
-            params: per layer, its weights, a pytree of arrays or None, unless layers are pairs.
-            loss: `loss(x, microbatch) -> loss`, the micro-batch's mean loss, a float scalar, or `(loss, aux)`; x is the
-                last layer's result.
-            ipus: the number of IPUs of a replica; layers are placed on all of them.
-            inputs: `inputs(microbatch) -> x` of the first layer. Default: the micro-batch itself.
-            replicas: copies of the model.
-            devices: as for `make_mesh`. If they are only described, `params` contains shapes.
-            axes: the sizes of further axes of the mesh, such as `{"tensor": 2}`.
-            specs: how weights are split over these: one tree of `PartitionSpec`s for all layers, or a list with a tree
-                or None per layer.
-            rounds: how often the layers go round the IPUs, for "looped" schedules.
-            costs: per layer, a number, such as measured seconds.
-            microbatch: one micro-batch or its shapes, leaves without the leading M: layers are placed by their FLOPs.
-            layers_per_ipu: per IPU, how many of the layers it gets, in their order. IPUs with -1 share the other layers
-                evenly, and the last of them gets the remainder: 9 layers and [2, -1, -1] are [2, 3, 4].
-            recompute: as for `Stage`, for all layers.
-            schedule, gradient_accumulation, reduction, frozen, ipu_memory, guards: as for `Pipeline`.
-
-        Returns:
-            `(pipeline, params)`. `pipeline.unshard(params)` returns `{"layer 0": weights, ...}`.
-
-        Raises:
-            ValueError: there are fewer layers than ipus x rounds, or not as many params or costs as layers; a layer is
-                not a function or a pair; more than one of `costs`, `microbatch` and `layers_per_ipu` is given;
-                `layers_per_ipu` does not fit the layers, `ipus` or `rounds`; or as in `Pipeline`.
-
-        >>> import jax.numpy as jnp
-        >>> from ipu_jax import Pipeline
-        >>> block = lambda w, x: x + jnp.tanh(x @ w)
-        >>> loss = lambda x, microbatch: jnp.mean((x - microbatch["y"]) ** 2)
-        >>> pipeline, params = Pipeline.from_layers(
-        ...     [block] * 5, [jnp.eye(3)] * 5, loss=loss, inputs=lambda mb: mb["x"], ipus=2, gradient_accumulation=4
-        ... )
-        >>> [stage.ipu for stage in pipeline.stages]
-        [0, 0, 0, 1, 1, 1]
-        >>> batch = {"x": jnp.ones((4, 8, 3)), "y": jnp.zeros((4, 8, 3))}
-        >>> value, gradients = pipeline.value_and_grad(params, batch)
-        >>> pipeline.predict(params, {"x": jnp.ones((1, 2, 3))}).shape
-        (1, 2, 3)
-        """
-        mesh = make_mesh(replicas, ipus, devices=devices, **(axes or {}))
-        stages, weights = layers_to_stages(layers, params, loss, inputs, recompute)
-        stages = place_layers(stages, weights, mesh, ipus, rounds, costs, microbatch, layers_per_ipu)
-        options: dict[str, Any] = {"schedule": schedule, "gradient_accumulation": gradient_accumulation}
-        options |= {"reduction": reduction, "frozen": frozen, "ipu_memory": ipu_memory, "guards": guards}
-        pipeline = cls(stages, mesh=mesh, specs=specs_of_layers(specs, weights, len(stages) - 1), **options)
-        place = pipeline.shard_shapes if is_described(pipeline.mesh.devices.flat[0]) else pipeline.shard
-        return pipeline, place(weights)
 
     @classmethod
     def from_function(

@@ -477,34 +477,12 @@ def layered() -> tuple[Any, list[Any], dict[str, P], dict[str, Any]]:
     return layer, weights, {"up": P(None, "tensor"), "down": P("tensor")}, batch
 
 
-def mean_square(x: Any, mb: Any) -> Any:
-    return jnp.mean((x - mb["y"]) ** 2)
-
-
 def layers_alone(weights: Any, batch: Any) -> Any:
     """Return the loss of the layers in plain jax."""
     x = batch["x"]
     for w in weights:
         x = x + jnp.tanh(x @ w["up"]) @ w["down"]
     return jnp.mean((x - batch["y"]) ** 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["auto", "1f1b"])
-def test_layers_keep_the_axes(schedule):
-    layer, weights, specs, batch = layered()
-    how: dict[str, Any] = {"loss": mean_square, "inputs": lambda mb: mb["x"], "ipus": 2, "axes": {"tensor": 2}}
-    microbatch = jax.tree.map(lambda leaf: leaf[0], batch)
-    pipeline, params = Pipeline.from_layers(
-        [layer] * 4, weights, microbatch=microbatch, specs=specs, schedule=schedule, gradient_accumulation=3, **how
-    )
-    loss, gradients = pipeline.value_and_grad(params, batch)
-    expected_loss, expected = jax.value_and_grad(layers_alone)(weights, batch)
-    assert largest_relative_error(loss, expected_loss) < 1e-5
-    assert largest_relative_error(list(pipeline.unshard(gradients).values()), expected) < 1e-5
-    assert {slot.sharding.spec for slot in params.arrays} == {P("ipu", None, "tensor"), P("ipu", "tensor")}
-    with refused("specs has 3 entries", "4 layers", "one for each, or one for all"):
-        Pipeline.from_layers([layer] * 4, weights, specs=[specs] * 3, **how)
 
 
 @pytest.mark.slow

@@ -85,11 +85,11 @@ def test_on_chips_a_report_says_what_messages_cost(schedule, platform, flops):
 
 
 def test_on_chips_a_schedule_that_grouped_beats_warns_when_a_pipeline_is_made():
-    layers, loss = [lambda w, x: x @ w] * 4, lambda x, mb: jnp.mean(x)
+    layers = [Stage(lambda w, x, mb: (mb if x is None else x) @ w, params=f"layer {k}", ipu=k) for k in range(4)]
+    stages = [*layers, Stage(lambda _, x, mb: jnp.mean(x), name="loss", ipu=3)]
 
     def made(schedule, **options):
-        model = {"inputs": lambda mb: mb, "loss": loss, "ipus": 4, "gradient_accumulation": 8}
-        return Pipeline.from_layers(layers, [np.ones((2, 2))] * 4, schedule=schedule, **model, **options)[0]
+        return Pipeline(stages, schedule=schedule, gradient_accumulation=8, **options)
 
     with programs_for("tpu"):
         with pytest.warns(UserWarning, match="on tpu") as caught:

@@ -156,9 +156,6 @@ def sum_of_squares(w: Any, rows: Any) -> Any:
 
 def made_of(kind: str, given: Any, ipus: int = 2) -> Any:
     """Return a model on the first `ipus` of the given devices, or of all if None."""
-    if kind == "layers":
-        layers, weights = [lambda w, x: x @ w] * ipus, [np.eye(3, dtype=np.float32)] * ipus
-        return Pipeline.from_layers(layers, weights, loss=lambda x, mb: jnp.mean(x), ipus=ipus, devices=given)[0]
     if kind == "function":
         w, rows = {"w": jnp.ones(3)}, jnp.ones((4, 3))
         return Pipeline.from_function(sum_of_squares, w, rows, ipus=1, devices=given)
@@ -187,7 +184,7 @@ WIDER = {
 }
 
 
-@pytest.mark.parametrize("kind", ["stages", "layers", "function"])
+@pytest.mark.parametrize("kind", ["stages", "function"])
 @pytest.mark.parametrize("wider", WIDER)
 def test_a_wider_mesh_is_of_the_given_devices(kind, wider):
     given = [jax.devices()[k] for k in (1, 3, 4, 6)]
@@ -235,7 +232,7 @@ def mesh_of(given: Any) -> Any:
     (mesh_of(lambda: [*jax.devices()[:2], None]), "None]", "not a list of devices", "jax.devices()[:4]"),
     (mesh_of(lambda: make_mesh(2, 2).devices), "devices=array(", "not a list of devices", "jax.devices()[:4]"),
     (mesh_of(lambda: [jax.devices()[3]] * 2), "CpuDevice(id=3)]", "different devices", "each of them once"),
-    (lambda: made_of("layers", jax.devices()[:1]), "needs 2 IPUs", "1 cpu devices were given"),
+    (lambda: made_of("stages", jax.devices()[:1]), "needs 2 IPUs", "1 cpu devices were given"),
     (lambda: made_of("function", []), "devices=[]", "not a list of devices"),
     (
         lambda: replicate(sum_of_squares, num_ipus=2, devices=jax.devices()[:1]),
@@ -320,10 +317,9 @@ def test_described_devices_hold_no_arrays(call, holds, all_are_described):
 @pytest.mark.slow
 def test_programs_are_lowered_for_described_devices(all_are_described):
     given = jax.devices()[2:6]
-    layers = [lambda w, x: x @ w] * 2
-    pipeline, weights = Pipeline.from_layers(
-        layers, [MATRIX] * 2, loss=lambda x, mb: jnp.mean(x), ipus=2, devices=given
-    )
+    deep = lambda params, rows: jnp.mean(rows @ params[0] @ params[1])
+    pipeline = Pipeline.from_function(deep, [MATRIX] * 2, ROWS[0], ipus=2, devices=given)
+    weights = pipeline.shard_shapes([MATRIX] * 2)
     assert {type(leaf) for leaf in jax.tree.leaves(weights)} == {jax.ShapeDtypeStruct}
     of_function = replicate(sum_of_squares, replication_factor=2, devices=given)
     for model, params in ((pipeline, weights), (of_function, {"w": MATRIX})):
