@@ -22,7 +22,7 @@ SEED = 5
 OF_LAYOUTS = 8  # 24 cases of it notice each of 22 faults that were made on purpose
 
 # how many cases of each kind
-CASES = {"ops": 36, "pipelines": 22, "schedules": 12, "training": 12, "modules": 11, "functions": 21, "layouts": 60}
+CASES = {"ops": 36, "pipelines": 22, "schedules": 12, "training": 12, "functions": 21, "layouts": 60}
 assert CASES.keys() == {*run.KINDS}
 
 
