@@ -33,10 +33,10 @@ M, ROWS, D, WORDS, WEIGHT = 3, 4, 8, 5, 0.3  # WEIGHT: of sown values in the los
 DENSE = {"x": normal((M, ROWS, D)), "y": normal((M, ROWS, D), seed=1)}
 IMAGES = {name: normal((M, ROWS, 2, 2, D), seed=seed) for seed, name in enumerate("xy")}  # smaller than a kernel
 TOKENS = dict(zip("xy", np.random.default_rng(0).integers(WORDS, size=(2, M, ROWS)), strict=True))
+KEY = jax.random.key(7)
 
-
-# A block of each library. It has weights and state. A call of (params, state, x, key) returns y, the new state and what
-# the module sowed, in training; without a key y alone counts, and the module is in evaluation.
+# A block of each library has weights and state. A call of (params, state, x, key) returns y, the new state, and what
+# the module sowed. Without a key the module is in evaluation, and y alone counts.
 
 
 class LinenModule(nn.Module):
@@ -139,14 +139,7 @@ class Equinox:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model as a function.
-
-    Attributes:
-        run: a function of (params, state, x, key): y, the new state and sown values; without a key, in evaluation.
-        params, state: of the function.
-        batch: leaves (M, ...).
-        error: a function of y and the micro-batch's y.
-    """
+    """A model, whose `run` takes and returns what a block does; `error` compares y with the batch's."""
 
     run: Callable[..., Any]
     params: Any
@@ -179,9 +172,6 @@ class Model:
         return *jax.tree.map(lambda *each: sum(each) / M, *found), state
 
 
-KEY = jax.random.key(7)
-
-
 def chain(*blocks: Any, batch: Any = None) -> Model:
     """Return blocks one after the other. The last one also reads what the first one returns."""
 
@@ -212,7 +202,7 @@ class Tied(eqx.Module):
 
 
 def tied() -> Model:
-    """The embedding and the head are one array, the layers read a key in vain, and a count is the state."""
+    """The embedding and the head are one array. Nothing is drawn with the key, and the state is a count."""
     params, static = eqx.partition(Tied(), eqx.is_inexact_array)
     run = lambda params, state, x, key: (jax.vmap(eqx.combine(params, static))(x), state + 1, ())
     return Model(run, params, np.int32(0), TOKENS, cross_entropy)
@@ -259,9 +249,8 @@ SCHEDULES = {1: "sequential", 2: "1f1b", 4: "zb-h1"}
 
 
 def placed(model: Model, pipeline: Pipeline) -> tuple[Any, ...]:
-    """Return the arguments of a step; a key that no stage reads may be missing."""
-    key = KEY if any(stage.random for stage in pipeline.stages) else None
-    return pipeline.shard(model.params), model.batch, pipeline.shard_state(model.state), key
+    """Return the arguments of a step."""
+    return pipeline.shard(model.params), model.batch, pipeline.shard_state(model.state), KEY
 
 
 @pytest.mark.parametrize("ipus", SCHEDULES)
@@ -289,7 +278,7 @@ def test_evaluation_reads_the_state_and_draws_nothing(name):
 def test_modules_of_three_libraries_keep_every_bit():
     model = made("three libraries")
     pipeline = model.cut(2)
-    verify(pipeline, *placed(model, pipeline)[:3], key=KEY, exact=True)
+    verify(pipeline, *placed(model, pipeline), exact=True)
 
 
 # where layers are
