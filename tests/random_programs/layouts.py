@@ -149,7 +149,7 @@ def check_leaves(side: Side, dice: Dice) -> None:
         found = Leaf.of_plain(plain)
         assert plain["array"] == names[leaf.array]
         assert found.plain(plain["array"]) == plain
-        assert_same_bits(found.in_array(whole), value)
+        assert_same_bits((found.in_array(whole), found.of_whole(of_user)), (value, value))
         index = _block(dice, whole.shape, owner, value.shape)
         alone = whole.copy()
         if owner is not None:

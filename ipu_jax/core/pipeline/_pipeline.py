@@ -197,8 +197,9 @@ class Pipeline(Foreseen, WithForward, Shown):
                 these.
             rounds: the stages on each IPU under "zb-wave" and the looped schedules.
             schedule, gradient_accumulation, reduction: as for `Pipeline`.
-            cuts: names that `jax.ad_checkpoint.checkpoint_name` gives to values in the function: it is cut after these
-                only. Default: after values marked by `stage_end`, if there are any.
+            cuts: names that `jax.ad_checkpoint.checkpoint_name` gives to values in the function, or of modules of linen
+                and other scopes of `jax.named_scope`, such as "block_2": it is cut after these only. Default: after
+                values marked by `stage_end`, if there are any.
             layers_per_ipu: the number of layers on each IPU, as optimum-graphcore takes it: [1, 2, -1, -1] divides what
                 is left evenly between the last two. A layer ends at each value marked by `stage_end` or `cuts`; without
                 marks it is an iteration of a scan over stacked weights. Default: stages of equal work.

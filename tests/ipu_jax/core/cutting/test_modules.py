@@ -318,6 +318,43 @@ def test_an_ipu_has_as_many_layers_as_it_should(library, said, found):
     assert [sum(leaf.ipu == ipu for leaf in leaves) / 2 for ipu in range(pipeline.ipus)] == found
 
 
+def test_linen_modules_are_layers_by_their_names():
+    module = nn.Sequential([nn.Dense(D) for _ in range(9)])
+    params = jax.eval_shape(module.init, KEY, jnp.ones((1, D)))["params"]
+    loss = lambda params, x: jnp.mean(module.apply({"params": params}, x) ** 2)
+    cut: Any = functools.partial(Pipeline.from_function, loss, params, DENSE["x"][0])
+    names = [f"layers_{k}" for k in range(9)]
+    for pipeline, found in (
+        (cut(ipus=3, cuts=names, layers_per_ipu=[1, -1, 3]), [1, 5, 3]),
+        (cut(ipus=2, cuts=["layers_6"]), [7, 2]),
+    ):
+        leaves = pipeline.shard_shapes(params).layout.leaves
+        assert [sum(leaf.ipu == ipu for leaf in leaves) / 2 for ipu in range(pipeline.ipus)] == found
+
+
+# keys, and modules on all IPUs
+
+
+@pytest.mark.parametrize("streams", [{}, {"default": KEY}])
+def test_a_dropout_that_draws_the_same_for_all_micro_batches_warns(streams):
+    graph, _, rest = nnx.split(nnx.Dropout(0.5, rngs=nnx.Rngs(dropout=0)), nnx.Param, ...)
+
+    def loss(params: Any, micro_batch: Any, key: Any) -> Any:
+        net: Any = nnx.merge(graph, {}, rest, copy=True)
+        nnx.reseed(net, **dict.fromkeys(streams, key))
+        return jnp.mean(net(micro_batch["x"] @ params["w"]) ** 2)
+
+    with pytest.warns(UserWarning, match="from a key that is not an argument: all micro-batches"):
+        Pipeline.from_function(loss, {"w": jnp.eye(D)}, made("nnx").micro_batch(), ipus=1)
+
+
+def test_plain_dicts_say_how_a_module_on_all_ipus_is_split():
+    graph, params = nnx.split(nnx.Linear(D, D, rngs=nnx.Rngs(0)))
+    call = everywhere(lambda params, x: nnx.merge(graph, params)(x), in_specs=({"kernel": P(), "bias": P()}, P()))
+    x = DENSE["x"][0]
+    np.testing.assert_allclose(call(params, x), nnx.merge(graph, params)(x), rtol=1e-6)
+
+
 # what is frozen
 
 NNX = nnx.split(nnx.Dict(base=nnx.Linear(D, D, rngs=nnx.Rngs(0)), more=nnx.List([nnx.Linear(D, D, rngs=nnx.Rngs(1))])))
