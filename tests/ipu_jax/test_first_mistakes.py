@@ -224,3 +224,18 @@ def test_every_option_of_from_function_is_in_its_signature():
     assert {"gradient_accumulation", "reduction", "ipu_memory", "guards", "schedule", "frozen", "specs"} <= {*taken}
     assert all(p.kind != p.VAR_KEYWORD for p in taken.values())
     assert "function" not in inspect.signature(Pipeline).parameters
+
+
+@pytest.mark.parametrize(
+    ("code", "way"),
+    [
+        ("import ipu_jax; ipu_jax.nnx_stage", "a module is a function of its weights, Pipeline.from_function(loss"),
+        ("from ipu_jax import linen_stage", "a module is a function of its weights, Pipeline.from_function(loss"),
+        ("from ipu_jax.nn import equinox_stage", "a module is a function of its weights, Pipeline.from_function(loss"),
+        ("from ipu_jax import Pipeline; Pipeline.from_layers", "a list of layers is a loop in a function"),
+    ],
+)
+def test_a_name_that_is_gone_says_the_new_way(code, way):
+    with pytest.raises((AttributeError, ImportError)) as raised:
+        exec(code)
+    assert way in str(raised.value)

@@ -78,7 +78,7 @@ PLAIN = (
     *("distributed.poprun", "distributed.launcher", "distributed.environment", "base.terminal", "run.observe.monitor"),
 )
 PLAIN_AT_FIRST = "distributed.popdist"  # it imports jax only in functions that need it
-HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax"}
+HEAVY = {"jax", "jaxlib", "flax", "equinox", "optax", "orbax"}
 
 
 @functools.cache
@@ -306,6 +306,10 @@ def test_plain_modules_import_no_jax(module):
 
 def test_plain_modules_and_commands_load_no_jax():
     import_without(HEAVY, *(f"ipu_jax.{module}" for module in (*PLAIN, PLAIN_AT_FIRST)), *COMMANDS)
+
+
+def test_no_library_of_modules_is_loaded_before_it_is_needed():
+    import_without({"flax", "equinox"}, "ipu_jax.nn", "ipu_jax.pipelines")
 
 
 @pytest.mark.slow
