@@ -266,7 +266,8 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 
 
 def made(saved: Saved, like: Any = A) -> None:
-    import_weights(TREE, {"w": like}, mapping={"w": saved}, ignore=set(TREE) - set(saved.names))
+    tree = {**TREE, "half": A.astype(np.float16)}
+    import_weights(tree, {"w": like}, mapping={"w": saved}, ignore=set(tree) - set(saved.names))
 
 
 @refusals(
@@ -282,6 +283,7 @@ def made(saved: Saved, like: Any = A) -> None:
         "dim 0 has no part 0 of (2, 3)",
     ),
     (lambda: made(Saved("a", "c").join(0)), "join(0): float32[6, 4], float32[2, 3, 5, 7]", "oncatenate"),
+    (lambda: made(Saved("a", "half").join(0)), "join(0): float32[6, 4], float16[6, 4]", "several dtypes", "by astype"),
     (lambda: made(Saved("a", "b").stack(3)), "stack(3): float32[6, 4], float32[6, 4]", "axis 3 is out of bounds"),
     (lambda: made(Saved("a", "b")), "2 arrays remain", ".join(dim) or .stack(dim)"),
 )
