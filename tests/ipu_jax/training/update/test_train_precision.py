@@ -329,6 +329,17 @@ def test_predictions_are_computed_in_half():
     assert found.tolist() == [[[3.0, 3.0]] * 4]  # each weight was rounded to 1
 
 
+def test_the_average_of_weights_in_half_is_kept_in_float32():
+    options = TrainOptions(precision="16.16", ema_decay=0.75)
+    step = make_train_step(lambda w, x: jnp.mean(x * w), optax.sgd(2.0**-4), options)
+    state, _ = step(step.init(jnp.ones(1)), np.ones((1, 2), np.float32))
+    assert state.params.dtype == jnp.bfloat16
+    assert step.whole(state)["ema"].tolist() == [1 - 2.0**-6]
+    half = [1 - 2.0**-6 - 2.0**-10]  # which bfloat16 does not hold
+    state = step.restore({**step.whole(state), "ema": np.array(half, np.float32)})
+    assert step.whole(state)["ema"].tolist() == half
+
+
 # float64
 
 
