@@ -54,13 +54,14 @@ def squared_error(radius, target):
 
 
 def loss(params, micro_batch, key):
+    """Return the loss in training, in which each cloud drops other activations."""
     points = micro_batch["points"]
     radius = jax.vmap(model_of(params))(points, jax.random.split(key, len(points)))
     return squared_error(radius, micro_batch["radius"])
 
 
 def radius(params, micro_batch):
-    """Return the model's result in evaluation: without dropout."""
+    """Return the largest distances in evaluation, without dropout."""
     return jax.vmap(eqx.nn.inference_mode(model_of(params)))(micro_batch["points"])
 
 

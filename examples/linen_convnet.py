@@ -44,15 +44,14 @@ def cross_entropy(logits, labels):
 
 
 def loss(params, stats, micro_batch, key):
-    """Return the loss of a micro-batch in training, and the running averages after it."""
-    net, variables = ConvNet(), {"params": params, "batch_stats": stats}
-    mode: Any = {"train": True, "mutable": ["batch_stats"], "rngs": {"dropout": key}}
-    logits, changed = net.apply(variables, micro_batch["images"], **mode)
+    """Return the loss in training, and the running averages after this micro-batch."""
+    x, variables = micro_batch["images"], {"params": params, "batch_stats": stats}
+    logits, changed = ConvNet().apply(variables, x, train=True, mutable=["batch_stats"], rngs={"dropout": key})
     return cross_entropy(logits, micro_batch["labels"]), changed["batch_stats"]
 
 
 def logits(params, stats, micro_batch) -> Any:
-    """Return the logits in evaluation: with the running averages, and without dropout."""
+    """Return the logits in evaluation, with the running averages and without dropout."""
     return ConvNet().apply({"params": params, "batch_stats": stats}, micro_batch["images"], train=False)
 
 
@@ -75,8 +74,8 @@ def make_variables() -> dict:
 
 
 def make_step() -> tuple[TrainStep, TrainState]:
-    params, stats = (make_variables()[name] for name in ("params", "batch_stats"))
-    micro_batch = {name: rows[:B] for name, rows in images(0).items()}
+    variables, micro_batch = make_variables(), {name: rows[:B] for name, rows in images(0).items()}
+    params, stats = variables["params"], variables["batch_stats"]
     pipeline = Pipeline.from_function(loss, params, micro_batch, state=stats, ipus=2, gradient_accumulation=M)
     step = make_train_step(pipeline, optax.adam(1e-2))
     return step, step.init(params, stages=stats, key=jax.random.key(1))

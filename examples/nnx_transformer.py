@@ -66,15 +66,17 @@ def cross_entropy(logits, targets):
 
 
 def loss(params, micro_batch, key):
+    """Return the loss in training, in which each dropout layer draws its own numbers of the key."""
     model = model_of(params)
     model.train()
-    nnx.reseed(model, default=key)  # each dropout layer draws its own numbers of it
+    nnx.reseed(model, default=key)
     return cross_entropy(model(micro_batch["tokens"]), micro_batch["targets"])
 
 
 def logits(params, micro_batch):
+    """Return the logits in evaluation, without dropout."""
     model = model_of(params)
-    model.eval()  # no dropout
+    model.eval()
     return model(micro_batch["tokens"])
 
 

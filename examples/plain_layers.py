@@ -1,4 +1,4 @@
-"""Train a plain list of like residual layers, without any library, on two IPUs.
+"""Train residual layers in plain JAX, a loop over a list of weights, on two IPUs.
 
     IPU 0   x -> layers 0 to 3 \\
     IPU 1                       -> layers 4 to 7 -> loss
