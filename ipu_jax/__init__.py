@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ipu_jax.base import facts
+from ipu_jax.base.other_words import gone
 from ipu_jax.base.version import __version__ as __version__
 
 # Type checkers read these imports. At run time, a name is imported when it is first used: so a command line is checked,
@@ -65,7 +66,7 @@ def __getattr__(name: str) -> Any:
     else:
         home = _home_of(name)
         if home is None or name not in __all__:
-            where = f": it is {home}.{name}" if home else ""
+            where = f": it is {home}.{name}" if home else gone(name)
             text = f"module {__name__!r} has no attribute {name!r}{where}"
             raise AttributeError(text, name=name, obj=sys.modules[__name__])
         found = getattr(sys.modules[home], name)
@@ -85,8 +86,9 @@ class _Hints:
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
         package, _, last = name.rpartition(".")
-        if package == __name__ and (home := _home_of(last)):
-            raise ImportError(f"cannot import name {last!r} from {package!r}: it is {home}.{last}", name=last)
+        where = "" if package != __name__ else f": it is {home}.{last}" if (home := _home_of(last)) else gone(last)
+        if where:
+            raise ImportError(f"cannot import name {last!r} from {package!r}{where}", name=last)
 
 
 sys.meta_path.append(_Hints)

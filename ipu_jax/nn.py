@@ -1,12 +1,14 @@
-"""Modules of Flax and Equinox as stages."""
+"""What modules of Flax need in a pipeline, which is a function of their weights: `Pipeline.from_function`."""
 
-from ipu_jax.core.modules import ModuleStage, conv_general_dilated, equinox_stage, gather_stages, linen_stage, nnx_stage
+from typing import Any
 
-__all__ = [
-    "ModuleStage",
-    "conv_general_dilated",
-    "equinox_stage",
-    "gather_stages",
-    "linen_stage",
-    "nnx_stage",
-]
+from ipu_jax.base.other_words import gone
+from ipu_jax.core.convolution import conv_general_dilated
+
+__all__ = ["conv_general_dilated"]
+
+
+def __getattr__(name: str) -> Any:
+    if hint := gone(name):  # an AttributeError would lose it in `from ipu_jax.nn import ...`
+        raise ImportError(f"cannot import name {name!r} from {__name__!r}{hint}", name=name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -102,6 +102,18 @@ _ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("rtol", "tolerance tol atol", ""),
 )
 
+# Per name that is gone: its new way.
+_GONE: Final[dict[str, str]] = {
+    "linen_stage nnx_stage equinox_stage gather_stages ModuleStage": (
+        "a module is a function of its weights, Pipeline.from_function(loss, params, micro_batch, ipus=n); "
+        "docs/tutorials/flax.md has a cell for each library"
+    ),
+    "from_layers": (
+        "a list of layers is a loop in a function, Pipeline.from_function(loss, layers, micro_batch, ipus=n); "
+        "layers_per_ipu= says where they go"
+    ),
+}
+
 # Per argument: values elsewhere, and what to give here.
 _VALUES: Final[dict[str, tuple[tuple[str, str], ...]]] = {
     "precision": (
@@ -146,3 +158,22 @@ def value_here(name: str, value: object) -> str:
     """
     word = str(getattr(value, "__name__", value)).lower()  # jnp.bfloat16 is a class
     return next((text for words, text in _VALUES.get(name, ()) if word in words.split()), "")
+
+
+def gone(name: str) -> str:
+    """Return ": " and the new way for a name that is gone, or "".
+
+    >>> gone("nnx_stage")[:49], gone("Stage")
+    (': a module is a function of its weights, Pipeline', '')
+    """
+    return next((f": {way}" for names, way in _GONE.items() if name in names.split()), "")
+
+
+class Gone:
+    """A method that is gone: it says the new way."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __get__(self, instance: object, owner: type) -> None:
+        raise AttributeError(f"{owner.__name__!r} has no attribute {self.name!r}{gone(self.name)}")

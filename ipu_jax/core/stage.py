@@ -2,9 +2,8 @@
 
 import contextlib
 import dataclasses
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -39,17 +38,6 @@ class Outputs:
     skips: Mapping[str, Tree] = dataclasses.field(default_factory=dict)
     aux: Tree = None
     loss: Value = None
-
-
-class Origin(NamedTuple):
-    """An array from which a leaf of a stage's group was made: the leaf's kind and path, and a reference to the array.
-
-    All references to one array are one object, even after the array is gone.
-    """
-
-    kind: Literal["params", "state"]
-    path: str
-    array: weakref.ref[Any]
 
 
 _WHOLE = PartitionSpec()
@@ -130,8 +118,6 @@ class Stage:
             the dims of one micro-batch's outputs: an output with "ipu", of a concurrent stage, stays split over the
             IPUs, such as logits by vocabulary; an output with a further axis of the mesh stays split over that one. By
             default every IPU returns the whole outputs.
-        origins: where the arrays of the stage's groups came from, which `ModuleStage` fills in. `Pipeline` refuses two
-            groups that came from one array.
 
     Raises:
         ValueError: a function is not callable, `ipu` is neither `ALL_IPUS` nor an int of at least 0, `recompute` is
@@ -152,7 +138,6 @@ class Stage:
     evaluate: Function | None = None
     predict: Function | None = None
     predict_specs: Tree = _WHOLE
-    origins: tuple["Origin", ...] = dataclasses.field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
@@ -264,20 +249,3 @@ def naming(name: str, number: int) -> Iterator[None]:
         hint = "; x of the first stage is None: it reads the micro-batch" if is_of_none else ""
         error.add_note(f"raised in stage {number}, {name!r}{hint}")
         raise
-
-
-def check_untied(stages: Iterable[Stage]) -> None:
-    """Raise `ValueError` if leaves of two groups came from the same array: each of them would be trained on its own."""
-    holders: dict[int, tuple[Stage, str]] = {}
-    for stage in stages:
-        for kind, here, array in stage.origins:
-            # identity, since references to arrays compare the arrays
-            other, there = holders.setdefault(id(array), (stage, here))
-            if other is not stage and (kind == "state" or other.params != stage.params):
-                raise ValueError(
-                    f"{there} of stage {other.name!r} and {here} of stage {stage.name!r} came from the same array, and "
-                    f"would be trained separately. If it is one weight (tied), let the module of {other.name!r} return "
-                    f"it as well, with sends=('tied',), and the module of {stage.name!r} use it as an argument, with "
-                    "takes=('tied',). If they are two weights that start alike, copy one before its stage is made: "
-                    "jax.tree.map(jnp.copy, ...)"
-                )

@@ -37,7 +37,6 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "mesh": set(),
         "schedules": set(),
         "layout": {"", "mesh"},
-        "modules": {"", "mesh"},
         "programs": {"", "mesh", "schedules"},
         "optimizer": {"layout", "mesh"},
         "engine": {"", "layout", "mesh", "programs", "schedules"},

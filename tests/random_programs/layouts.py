@@ -29,6 +29,7 @@ from random_programs.closeness import assert_same_bits
 from random_programs.dice import Dice
 from random_programs.held import Side, mesh_of
 from random_programs.trees import TRAINED, Spread, Weights, draw_spread, random_bits
+from support.trained import quick_compiles
 
 
 class Case:
@@ -38,7 +39,7 @@ class Case:
         self.weights = Weights(dice)
         self.spreads = [draw_spread(dice, self.weights, self.weights.has_groups and dice.chance(0.6)) for _ in range(2)]
         self.runs, self.shares, self.divides = dice.chance(0.25), dice.chance(0.5), dice.chance(0.5)
-        self.keeps = dice.weighted({"": 10, "npz": 3, "safetensors": 3, "checkpoint": 1})
+        self.keeps = dice.weighted({"": 10, "npz": 3, "safetensors": 4})
         self.seed = dice.number()
 
     def __str__(self) -> str:
@@ -59,33 +60,46 @@ class Case:
         if self.runs:
             check_program(sides[0])
         with tempfile.TemporaryDirectory() as folder:
-            if self.keeps == "checkpoint":
-                self._check_checkpoint(dice, folder)
-            elif self.keeps:
-                check_file(sides, f"{folder}/weights.{self.keeps}")
+            if self.keeps:
+                check_file(sides, folder, self.keeps)
+            if not all(self.weights.frozen):
+                with quick_compiles():
+                    self._check_checkpoint(dice, folder)
 
     def _check_checkpoint(self, dice: Dice, folder: str) -> None:
-        """Check that a checkpoint is restored on another pipeline, with random bits in the optimizer's state."""
-        weights = self.weights
-        if all(weights.frozen):
-            return
-        # XLA cannot reduce over one IPU that is several devices
-        spreads = [of for of in self.spreads if of.by_group and (of.ipus > 1 or not of.axes)]
-        saving, restoring = (self._pipeline(spread) for spread in (spreads[0], spreads[-1])) if spreads else self._cut()
-        for pipeline, spread in zip((saving, restoring), spreads[:1] + spreads[-1:], strict=False):
+        """Check that a checkpoint is restored on another pipeline, with random bits in optimizer state and average."""
+        weights, spreads = self.weights, list[Spread]()
+        while weights.has_groups and len(spreads) < 2:
+            spread = draw_spread(dice, weights, by_group=True)
+            divides = spread.replicas > 1 or not self.divides or spreads
+            # XLA cannot reduce over one IPU that is several devices
+            spreads += [spread] * bool(divides and (spread.ipus > 1 or not spread.axes))
+        saving, restoring = map(self._pipeline, spreads) if spreads else self._cut()
+        for pipeline, spread in zip((saving, restoring), spreads, strict=False):
             sharded = pipeline.shard(weights.given)
             Side(weights, spread, sharded.layout).check_held(sharded)
-        options = TrainOptions(shard_optimizer=self.divides)
-        one, other = (make_train_step(pipeline, optax.adam(0.1), options) for pipeline in (saving, restoring))
+        options = TrainOptions(shard_optimizer=self.divides, ema_decay=0.5)
+        # adafactor's means of rows and columns are not split as their matrix is: it needs each matrix in one piece
+        factors = spreads and not self.divides
+        optimizer = optax.adafactor(0.1, min_dim_size_to_factor=2) if factors else optax.adam(0.1)
+        one, other = (make_train_step(pipeline, optimizer, options) for pipeline in (saving, restoring))
         whole = one.whole(one.init(weights.given))
         new = lambda leaf: random_bits(dice, leaf.shape, leaf.dtype.name) if leaf.dtype.name in TRAINED else leaf
         whole["optimizer"] = jax.tree.map(new, whole["optimizer"])
-        with Checkpoints(folder, one) as checkpoints:
-            checkpoints.save(one.restore(whole), now=True)
-        with Checkpoints(folder, other) as checkpoints:
+        frozen = jax.tree.unflatten(jax.tree.structure(weights.tree), weights.frozen)
+        whole["ema"] = jax.tree.map(lambda leaf, still: leaf if still else new(leaf), whole["ema"], frozen)
+        state = one.restore(whole)
+        with Checkpoints(f"{folder}/runs", one) as checkpoints:
+            checkpoints.save(state, now=True)
+        with Checkpoints(f"{folder}/runs", other) as checkpoints:
             found = checkpoints.restore(other.init(_zeros_like(weights.tree)))
         assert found is not None
         assert_same_bits(other.whole(found.state), whole)
+        like = jax.tree.leaves(other.restore(whole))  # with padding
+        assert_same_bits(jax.tree.leaves(found.state), like)
+        assert [array.sharding for array in jax.tree.leaves(found.state)] == [array.sharding for array in like]
+        export_weights(f"{folder}/average.npz", state, average=True)
+        assert_same_bits(import_weights(f"{folder}/average.npz", _zeros_like(whole["ema"])), whole["ema"])
 
     def _pipeline(self, spread: Spread) -> Pipeline:
         """Return a pipeline with a layout that was drawn. Nobody runs its stages."""
@@ -98,17 +112,18 @@ class Case:
         return Pipeline(stages, mesh=mesh_of(spread), specs=spread.given["specs"], frozen=spread.given["frozen"])
 
     def _cut(self) -> list[Pipeline]:
-        """Return two pipelines of one function, on as many IPUs as were drawn, or as can be."""
+        """Return two pipelines of a function, on as many IPUs as were drawn or as can be, in rows along axis 0 or 1."""
+        of_rows = lambda leaf: jnp.moveaxis(leaf, 1, 0) if self.shares and leaf.ndim > 1 else leaf
 
         def loss(params: Any, x: Any) -> Any:
             for leaf in jax.tree.leaves(params):
-                for row in leaf if leaf.ndim else [leaf]:
+                for row in of_rows(leaf) if leaf.ndim else [leaf]:
                     x = jnp.sin(x + row.real.astype(jnp.float32).sum())
             return x.sum()
 
         tree, frozen = self.weights.tree, self.weights.frozen
         how: Any = {"frozen": jax.tree.unflatten(jax.tree.structure(tree), frozen), "replicas": 1 + self.divides}
-        rows = sum(len(leaf) if leaf.ndim else 1 for leaf in self.weights.leaves)
+        rows = sum(len(of_rows(leaf)) if leaf.ndim else 1 for leaf in self.weights.leaves)
         ipus = [min(spread.ipus, 4, max(rows // 2, 1)) for spread in self.spreads]
         return [Pipeline.from_function(loss, tree, np.ones(3, np.float32), ipus=n, **how) for n in ipus]
 
@@ -149,7 +164,7 @@ def check_leaves(side: Side, dice: Dice) -> None:
         found = Leaf.of_plain(plain)
         assert plain["array"] == names[leaf.array]
         assert found.plain(plain["array"]) == plain
-        assert_same_bits(found.in_array(whole), value)
+        assert_same_bits((found.in_array(whole), found.of_whole(of_user)), (value, value))
         index = _block(dice, whole.shape, owner, value.shape)
         alone = whole.copy()
         if owner is not None:
@@ -192,21 +207,27 @@ def check_program(side: Side) -> None:
     assert_same_bits(mapped(zeros, side.sharded, np.int32(0)).arrays, side.wholes)
 
 
-def check_file(sides: list[Side], path: str) -> None:
-    """Check the bits in a file of weights, and what it returns on both layouts and as a plain tree."""
-    export_weights(path, sides[0].sharded)
-    if path.endswith("npz"):
-        with np.load(path) as file:
-            found = [(file[name].shape, file[name].tobytes()) for name in file]
-    else:
-        arrays = safetensors.deserialize(pathlib.Path(path).read_bytes())
-        found = [(tuple(array["shape"]), bytes(array["data"])) for _, array in arrays]
-    weights = sides[0].weights
-    assert sorted(found) == sorted((leaf.shape, leaf.tobytes()) for leaf in weights.leaves)
-    zeros = _zeros_like(weights.tree)
-    assert_same_bits(import_weights(path, zeros), weights.tree)
-    for side in sides:
-        side.check_held(import_weights(path, packing.shard_tree(zeros, side.layout, side.mesh)))
+def check_file(sides: list[Side], folder: str, suffix: str) -> None:
+    """Check names and bits in files of both layouts, and what they return on the other one and as a plain tree."""
+    weights, path = sides[0].weights, f"{folder}/weights.{suffix}"
+    escaped = lambda key: str(getattr(key, "key", getattr(key, "idx", ""))).replace("~", "~0").replace("/", "~1")
+    leaves, zeros = jax.tree.leaves_with_path(weights.tree), _zeros_like(weights.tree)
+    expected = {"/".join(map(escaped, path)): (leaf.shape, leaf.tobytes()) for path, leaf in leaves}
+    for one, other in itertools.permutations(sides):
+        export_weights(path, one.sharded)
+        if suffix == "npz":
+            with np.load(path) as file:
+                found = {name: (file[name].shape, file[name].tobytes()) for name in file}
+        else:
+            arrays = safetensors.deserialize(pathlib.Path(path).read_bytes())
+            found = {name: (tuple(array["shape"]), bytes(array["data"])) for name, array in arrays}
+        assert found == expected
+        assert_same_bits(import_weights(path, zeros), weights.tree)
+        shapes = packing.shapes_on(other.layout, other.mesh)
+        for like in (packing.shard_tree(zeros, other.layout, other.mesh), shapes):
+            other.check_held(import_weights(path, like))
+        facts = lambda tree: [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(tree)]
+        assert facts(shapes) == facts(other.sharded)
 
 
 def check_blocks(side: Side, replicas: int) -> None:
@@ -222,7 +243,7 @@ def check_blocks(side: Side, replicas: int) -> None:
     frozen = {leaf.array for leaf in side.layout.leaves if leaf.frozen}  # there a block is zero, and its slot is not
     for own, leaf in zip(blocks.leaves, leaves, strict=True):
         array, dim = arrays[leaf.array], blocks.chunk_dim(leaf.array)
-        assert_same_bits(leaf.in_array(array), values[own])
+        assert_same_bits(Leaf.of_plain(leaf.plain("as in a file")).in_array(array), values[own])
         for ipu, row in enumerate(side.rows[own.array] if own.array not in frozen else []):
             chunks = array[:, min(ipu, array.shape[1] - 1)]  # all IPUs have the same, or each its own
             joined = chunks.reshape(-1) if dim is None else np.concatenate([*chunks], dim)

@@ -24,7 +24,7 @@ import time
 from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
-KINDS = ("pipelines", "schedules", "training", "ops", "modules", "functions", "layouts")
+KINDS = ("pipelines", "schedules", "training", "ops", "functions", "layouts")
 CASES_OF_A_PROCESS = 150
 
 

@@ -158,21 +158,6 @@ def trained_plainly(
     return {"params": params, "optimizer": state, "ema": average, "losses": losses, "norms": norms}
 
 
-def updated_plainly(model: SplitModel, optimizer: Any, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
-    """Return the loss of a batch, and weights and optax's state after its update."""
-    return _whole_update(model, optimizer)(params, state, batch)
-
-
-@functools.cache
-def _whole_update(model: SplitModel, optimizer: Any) -> Any:
-    @jax.jit
-    def update(params: Any, state: Any, batch: Any) -> Any:
-        loss, gradients = model.plain_gradients(params, batch)
-        return loss, *_updated(optimizer, params, state, gradients)
-
-    return update
-
-
 def _updated(optimizer: Any, params: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
     updates, state = optimizer.update(gradients, state, params)
     return optax.apply_updates(params, updates), state

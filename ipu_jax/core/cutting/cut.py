@@ -27,6 +27,7 @@ from ipu_jax.core.cutting.everywhere import is_everywhere
 from ipu_jax.core.cutting.order import Order
 from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack
 from ipu_jax.core.cutting.trace import FunctionTrace
+from ipu_jax.core.cutting.users_code import scopes_of
 from ipu_jax.core.layout.tree_parts import Part
 from ipu_jax.core.programs.cost import bytes_of, equation_flops
 
@@ -223,14 +224,16 @@ class Places:
         return number, float(work[number] / (work.sum() or 1.0)) if len(work) else 0.0
 
     def marked(self, names: Sequence[str]) -> list[int]:
-        """Return the places after values that were named by `jax.ad_checkpoint.checkpoint_name`."""
+        """Return the places after values that were named by `jax.ad_checkpoint.checkpoint_name`, and after modules."""
         found: list[int] = []
+        scopes = [scopes_of(op) for op in self.operations]
+        modules = [max((t for t, of in enumerate(scopes) if _is_within(of, name)), default=-1) for name in names]
         for t, op in enumerate(self.operations):
             if not isinstance(op, ScanLayer | ScanStack) and op.primitive.name == "name" and op.params["name"] in names:
                 if found and found[-1] == t - 1:
                     found.pop()  # the leaves of one tree
                 found.append(t)
-        return found
+        return sorted({*found, *modules} - {-1})
 
     def cut(self, ipus: Sequence[int], names: Sequence[str] | None) -> Cut | None:
         """Return the best cut into a stage for each of these places; None if a function can be cut at too few places.
@@ -290,6 +293,11 @@ class Places:
                 continue
             kept.append(int(t))
         return np.array(kept, int)
+
+
+def _is_within(scopes: Sequence[str], name: str) -> bool:
+    """Return whether a module of this name, such as "block_2" or "encoder/block_2", is among the scopes."""
+    return f"/{name}/" in f"/{'/'.join(scopes)}/"
 
 
 def _is_value(var: Var) -> bool:

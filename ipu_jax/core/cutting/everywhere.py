@@ -28,6 +28,7 @@ from ipu_jax.base.checkpoints import checkpointed, closed_over, plain
 from ipu_jax.base.checks import in_line
 from ipu_jax.base.jaxprs import OWN_BACKWARD, all_equations, bodies_of, closed_of
 from ipu_jax.core.cutting.users_code import at_line, name_of, users_call
+from ipu_jax.core.layout.tree_parts import spread
 from ipu_jax.core.mesh.devices import IPU_AXIS
 from ipu_jax.core.programs.variance import differing
 
@@ -156,7 +157,7 @@ def _spread(in_specs: Tree, args: Sequence[Tree]) -> list[PartitionSpec]:
     try:
         named = jax.tree.map(lambda spec: spec or _WHOLE, in_specs, is_leaf=_is_spec)
         is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # None in an argument is an empty tree
-        return jax.tree.leaves(jax.tree.broadcast(named, tuple(args), is_leaf=is_spec), is_leaf=is_spec)
+        return spread("in_specs", named, jax.tree.structure(tuple(args)), is_leaf=is_spec)
     except ValueError:
         raise ValueError(
             f"in_specs={in_specs!r} do not fit {len(args)} arguments, {jax.tree.structure(tuple(args))}: give one "

@@ -200,6 +200,7 @@ def model_of(source: Source) -> FunctionModel:
     given.check_loss(trace, results[0])
     given.check_effects(trace)
     given.check_constants(trace)
+    given.warn_of_constant_keys(trace)
     given.check_marks(trace, [STAGE_END, *(source.names or ())])
     check_cotangents(trace)
     check_outside(trace.operations)

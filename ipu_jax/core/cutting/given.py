@@ -9,12 +9,14 @@ What is refused here is refused with the lines to write instead, before anything
 import contextlib
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 from jax.sharding import Mesh
 
 from ipu_jax.base.annotations import Batch, Dtype, Function, Jaxpr, Key, Params, Tree, Value
@@ -314,6 +316,21 @@ def check_constants(trace: FunctionTrace) -> None:
         if mesh is not None and mesh.size > 1:
             found = f"{value.dtype}{list(value.shape)} on the mesh {dict(mesh.shape)}"
             raise ValueError(OTHER_MESH.format(found))
+
+
+def warn_of_constant_keys(trace: FunctionTrace) -> None:
+    """Warn if the function draws random numbers from a key that is not an argument."""
+    for operation in trace.operations:
+        inputs = [v for v in operation.invars if not isinstance(v, core.Literal)]
+        is_random = getattr(operation, "primitive", None) is not None and operation.primitive.name == "random_bits"
+        if is_random and all(v in trace.of_constants for v in inputs):
+            warnings.warn(
+                f"the function draws random numbers{at_line(operation)} from a key that is not an argument: all "
+                "micro-batches and updates get the same. Take a key, loss(params, micro_batch, key), and draw with it; "
+                "for NNX, nnx.reseed(module, **{stream: key}), with the name of each of its streams",
+                stacklevel=2,
+            )
+            return
 
 
 def check_marks(trace: FunctionTrace, names: Sequence[str]) -> None:

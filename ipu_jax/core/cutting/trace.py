@@ -456,6 +456,7 @@ class FunctionTrace:
                 flops |= dict.fromkeys(op.outvars, work)
             kinds |= dict.fromkeys(op.outvars, kind)
         self.kinds = {v: kind or "b" for v, kind in kinds.items()}
+        self.of_constants = {v for v, kind in kinds.items() if kind is None}
 
 
 def _contracts(eqn: Eqn) -> bool:

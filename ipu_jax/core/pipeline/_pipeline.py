@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from ipu_jax.base import facts
 from ipu_jax.base.annotations import Batch, Device, Function, Params, Tree
 from ipu_jax.base.decorators import public_on_mesh
+from ipu_jax.base.other_words import Gone
 from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.analysis.report import MemoryGuard, make_report
 from ipu_jax.core.compiled.guards import GuardCheck, Guards
@@ -49,7 +50,7 @@ from ipu_jax.core.pipeline.arguments import (
 from ipu_jax.core.pipeline.forward import WithForward
 from ipu_jax.core.pipeline.placed_stages import PlacedStages
 from ipu_jax.core.schedules import Schedule
-from ipu_jax.core.stage import Stage, check_untied
+from ipu_jax.core.stage import Stage
 from ipu_jax.core.step_args import StepArgs
 
 
@@ -85,9 +86,8 @@ class Pipeline(Foreseen, WithForward, Shown):
             before it runs, if that is not enough.
 
     Raises:
-        ValueError: there are no stages, a stage is on an IPU outside the replica, a group is on several IPUs, two
-            groups came from one array (see `gather_stages`), or a name or number breaks its rule. It is raised before
-            anything is compiled.
+        ValueError: there are no stages, a stage is on an IPU outside the replica, a group is on several IPUs, or
+            a name or number breaks its rule. It is raised before anything is compiled.
 
     >>> import jax.numpy as jnp
     >>> stage = lambda w, x, mb: jnp.mean((mb @ w) ** 2)
@@ -113,7 +113,6 @@ class Pipeline(Foreseen, WithForward, Shown):
         guards: Guards = "auto",
     ):
         self.stages, self.function = checked_stages(stages), stages if isinstance(stages, FunctionModel) else None
-        check_untied(self.stages)
         if gradient_accumulation is None and isinstance(schedule, Schedule):
             gradient_accumulation = schedule.micro_batches
         self.given = {"gradient_accumulation": gradient_accumulation, "reduction": reduction}
@@ -139,6 +138,8 @@ class Pipeline(Foreseen, WithForward, Shown):
         self._memory, self._programs = MemoryGuard(ipu_memory), Programs(self.placement)
         for listener in facts.listeners():
             listener.mesh(self.mesh, [(stage.name, stage.place) for stage in self.stages])
+
+    from_layers = Gone("from_layers")
 
     @classmethod
     def from_function(
@@ -196,8 +197,9 @@ class Pipeline(Foreseen, WithForward, Shown):
                 these.
             rounds: the stages on each IPU under "zb-wave" and the looped schedules.
             schedule, gradient_accumulation, reduction: as for `Pipeline`.
-            cuts: names that `jax.ad_checkpoint.checkpoint_name` gives to values in the function: it is cut after these
-                only. Default: after values marked by `stage_end`, if there are any.
+            cuts: names that `jax.ad_checkpoint.checkpoint_name` gives to values in the function, or of modules of linen
+                and other scopes of `jax.named_scope`, such as "block_2": it is cut after these only. Default: after
+                values marked by `stage_end`, if there are any.
             layers_per_ipu: the number of layers on each IPU, as optimum-graphcore takes it: [1, 2, -1, -1] divides what
                 is left evenly between the last two. A layer ends at each value marked by `stage_end` or `cuts`; without
                 marks it is an iteration of a scan over stacked weights. Default: stages of equal work.

@@ -143,8 +143,8 @@ class TrainStep:
         """Place whole weights, and the optimizer's first state for them, on the IPUs.
 
         Args:
-            params: `{group: pytree}` for a pipeline, or placed weights, as `Pipeline.shard` and `Pipeline.from_layers`
-                return them; any pytree of floating arrays for a function. They are copied. Placed weights are made
+            params: `{group: pytree}` for a pipeline, or placed weights, as `Pipeline.shard`
+                returns them; any pytree of floating arrays for a function. They are copied. Placed weights are made
                 whole first, which communicates as `Pipeline.unshard` does.
             stages: `{group: pytree}` if a pipeline's stages hold state, else None.
             key: a typed key if the model or the rounding is random. Otherwise it is not used, and a warning says so.

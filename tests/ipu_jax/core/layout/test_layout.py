@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
 from ipu_jax.core.layout.layout import PackedLayout
-from ipu_jax.core.layout.tree_parts import Part, Rows
+from ipu_jax.core.layout.tree_parts import Part
 from support.refusals import refusals, refused
 
 STACK = np.arange(24, dtype=np.float32).reshape(4, 6)
@@ -24,22 +24,9 @@ def sums(w: Any, x: Any, mb: Any, shared: Any = None) -> Any:
     return sum(jnp.sum(leaf) for leaf in jax.tree.leaves((w, x, mb, shared)))
 
 
-def test_a_tree_is_divided_among_groups_and_put_together_again():
-    layout = PackedLayout.of("params", TREE, GROUPS)
-    assert layout.parts_of_groups == GROUPS
-    assert layout.paths == ("params['gain']", "params['layers']", "params['table']")
-    assert [(str(leaf), leaf.shape, leaf.whole_shape, leaf.dtype) for leaf in layout.leaves] == [
-        ("params['layers'][3:]", (1, 6), (4, 6), "float32"),
-        ("params['gain']", (), (), "float32"),
-        ("params['table']", (5, 2), (5, 2), "int8"),
-        ("params['layers'][0:]", (3, 6), (4, 6), "float32"),
-    ]
-    groups = layout.split(TREE)
-    np.testing.assert_array_equal(groups["last"][0], STACK[3:])
-    joined = layout.join({name: jax.tree.map(lambda leaf: 2 * leaf, tree) for name, tree in groups.items()})
-    assert isinstance(joined["layers"], Rows)
-    for part, expected in zip(joined["layers"].parts, (2 * STACK[:3], 2 * STACK[3:]), strict=True):
-        np.testing.assert_array_equal(part, expected)
+def test_rows_of_a_leaf_are_named_after_the_first():
+    leaves = ["params['layers'][3:]", "params['gain']", "params['table']", "params['layers'][0:]"]
+    assert [*map(str, PackedLayout.of("params", TREE, GROUPS).leaves)] == leaves
 
 
 @pytest.mark.parametrize("kind", [dict, collections.OrderedDict])
@@ -49,7 +36,7 @@ def test_the_mapping_of_groups_can_be_of_any_kind(kind):
     placed = Pipeline(stages).shard(kind(whole))
     assert placed.layout == Pipeline(stages).shard(whole).layout
     assert placed.keys() == ["a", "b"]
-    assert placed["b"]["w"].tolist() == [1, 1, 1]
+    assert placed["b"]["w"].tolist() == jax.jit(lambda placed: placed["b"]["w"])(placed).tolist() == [1, 1, 1]
     with pytest.raises(KeyError, match="'c' is not a group: there are 'a', 'b'"):
         placed["c"]
 

@@ -1,20 +1,17 @@
 """Test packing: what is put on the IPUs comes back unchanged, and each IPU holds its own bytes and no others."""
 
-import math
-from collections import Counter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import make_mesh
 from ipu_jax.core.layout.arrays import placed
 from ipu_jax.core.layout.layout import PackedLayout
-from ipu_jax.core.layout.packing import Sharded, shard_tree, specs_of, unshard_tree
+from ipu_jax.core.layout.packing import shard_tree, unshard_tree
 from support.refusals import refusals, refused
 
 F32, BF16 = "float32", "bfloat16"
@@ -46,22 +43,6 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(np.asarray(f), np.asarray(e))
 
 
-def bytes_per_device(sharded) -> list[int]:
-    """Return what each device holds, by its addressable shards, in the order of the devices."""
-    held = Counter()
-    for array in jax.tree.leaves(sharded):
-        for shard in array.addressable_shards:
-            held[shard.device.id] += shard.data.nbytes
-    return [held[k] for k in sorted(held)]
-
-
-def nbytes(tree) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-
-
-# round trips; random trees are in tests/random_programs, kind layouts
-
-
 def test_one_spec_serves_a_whole_group_and_a_prefix_a_part_of_it():
     params = {"h": {"deep": {"w": jnp.ones((4, 3)), "v": jnp.ones((6, 2))}, "b": jnp.ones(5)}}
     whole = put(params, {"h": None}, {"h": P("ipu")})
@@ -70,46 +51,6 @@ def test_one_spec_serves_a_whole_group_and_a_prefix_a_part_of_it():
     assert [leaf.sharding.spec for leaf in part.arrays] == [P(), P(None, "ipu"), P(None, "ipu")]
     assert_same(unshard_tree(whole), params)
     assert_same(unshard_tree(part), params)
-
-
-def test_the_state_of_an_nnx_module_comes_back_local_and_concurrent():
-    class Mlp(nnx.Module):
-        def __init__(self, rngs):
-            self.first, self.norm = nnx.Linear(5, 7, rngs=rngs), nnx.LayerNorm(7, rngs=rngs)
-
-        def __call__(self, x):
-            return self.norm(self.first(x))
-
-    graph, state = nnx.split(Mlp(nnx.Rngs(0)))
-    params = {"local": state, "other": jnp.ones(3), "concurrent": state}
-    sharded = put(params, {"local": 0, "other": 1, "concurrent": None}, {"concurrent": P("ipu")})
-    found = unshard_tree(sharded)
-    assert_same(found, params)
-    x = jnp.ones((2, 5))
-    np.testing.assert_array_equal(nnx.merge(graph, found["local"])(x), nnx.merge(graph, state)(x))
-
-
-def aligned(shape):
-    """Return ones that begin at a multiple of 64 bytes, whose memory the CPU backend would use without a copy."""
-    size = 4 * math.prod(shape)
-    room = np.empty(size + 64, np.uint8)
-    start = -room.ctypes.data % 64
-    ones = room[start : start + size].view(F32).reshape(shape)
-    ones[:] = 1
-    return ones
-
-
-def test_a_host_array_may_change_after_it_was_placed():
-    host = {"a": aligned((4, 4)), "h": aligned((4, 4))}
-    sharded = put(host, {"a": 0, "h": None}, {"h": P("ipu")})
-    host["a"][:], host["h"][:] = 7, 7
-    assert_same(unshard_tree(sharded), {"a": jnp.ones((4, 4)), "h": jnp.ones((4, 4))})
-
-
-def test_placing_leaves_the_given_arrays_alone():
-    given = {"a": jnp.ones((2, 2)), "b": jnp.ones(5)}
-    put(given, {"a": 0, "b": 1})
-    assert_same(given, {"a": jnp.ones((2, 2)), "b": jnp.ones(5)})
 
 
 # slots
@@ -150,50 +91,6 @@ def test_a_layout_is_the_same_data_for_the_same_shapes():
     first, second = (plan_layout(arrays({"a": (2, 3), "b": (4,)}, seed=s), {"a": 0, "b": 1}, {}, 2) for s in (0, 1))
     assert first == second
     assert hash(first) == hash(second)
-
-
-def test_a_sharded_is_a_pytree_that_keeps_its_layout():
-    params = arrays({"a": (2, 3), "b": (4,), "h": (5,)})
-    sharded = put(params, {"a": 0, "b": 1, "h": None}, {"h": P("ipu")})
-    doubled = jax.tree.map(lambda x: 2 * x, sharded)
-    assert isinstance(doubled, Sharded)
-    assert doubled.layout == sharded.layout
-    assert_same(unshard_tree(doubled), jax.tree.map(lambda x: 2 * x, params))
-    assert jax.tree.structure(specs_of(sharded.layout)) == jax.tree.structure(sharded)
-
-
-# bytes
-
-
-@pytest.mark.parametrize(
-    ("shapes", "of_all"),
-    [
-        # balanced stages, and balanced but unlike ones, hold exactly their own weights
-        ({f"s{k}": {"w": (6, 6), "b": (6,)} for k in range(4)}, 1 / 4),
-        ({"a": {"w": (6, 4), "b": (8,)}, "b": {"w": (3, 8), "b": (2, 4)}}, 1 / 2),
-        # a small stage beside a large one costs the large one, and not the sum
-        ({"mlp": {"w0": (16, 32), "b0": (32,)}, "classifier": {"w": (8, 10), "b": (10,)}}, 544 / 634),
-    ],
-)
-def test_an_ipu_holds_as_much_as_the_largest_stage(shapes, of_all):
-    params = arrays(shapes)
-    held = bytes_per_device(put(params, {name: ipu for ipu, name in enumerate(shapes)}, ipus=len(shapes)))
-    assert held == [round(nbytes(params) * of_all)] * len(shapes)
-
-
-def test_numpy_float64_weights_share_their_slots_with_float32():
-    params = {"a": np.ones((6, 6)), "b": jnp.ones((6, 6))}
-    sharded = put(params, {"a": 0, "b": 1})
-    assert bytes_per_device(sharded) == [4 * 36] * 2
-
-
-@pytest.mark.parametrize(
-    ("shape", "spec", "ipus", "expected"),
-    [((10, 3), P("ipu"), 4, (3, 3)), ((10, 3), P(None, "ipu"), 2, (10, 2)), ((4,), P(), 8, (4,)), ((), P(), 2, ())],
-)
-def test_the_shape_of_a_shard(shape, spec, ipus, expected):
-    layout = plan_layout({"h": jnp.ones(shape)}, {"h": None}, {"h": spec}, ipus)
-    assert [leaf.held for leaf in layout.leaves] == [expected]
 
 
 # bad input

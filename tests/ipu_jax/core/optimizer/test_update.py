@@ -137,15 +137,6 @@ def test_leaves_that_one_ipu_has_whole_may_be_mixed(shapes, ipus, dtype, optimiz
     check(pipeline, whole, {name: OF_WHOLE_LEAVES[name] for name in optimizers}, tolerance)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_scalars_and_single_elements(replicas):
-    unused = lambda p, x, mb: mb
-    stages = [Stage(unused, params="a", ipu=0), Stage(unused, params="b", ipu=1)]
-    whole = {"a": {"gain": jnp.float32(2), "w": jnp.arange(3.0) + 1}, "b": {"one": jnp.ones(1), "w": jnp.ones((2, 2))}}
-    check(Pipeline(stages, mesh=make_mesh(replicas, 2)), whole, {"lamb": USUAL["lamb"]} | FILLINGS)
-
-
 def test_a_leaf_that_all_ipus_hold_counts_once_when_replicas_cut_it():
     unused = lambda p, x, mb: mb
     stages = [Stage(unused, params="a", ipu=0), Stage(unused, params="head", ipu=ALL_IPUS)]

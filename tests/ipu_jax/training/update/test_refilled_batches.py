@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
-from ipu_jax import Pipeline, Stage, TrainOptions, make_train_step
+from ipu_jax import ALL_IPUS, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
 from ipu_jax.steps import replicate
 from support.inputs import normal
 
@@ -97,7 +98,9 @@ def test_a_call_keeps_a_batch_that_is_refilled_after_it(call):
 
 
 def test_weights_can_be_refilled_once_they_are_placed():
-    for place in (PIPELINE, CUT, REPLICAS):
+    on_all = [Stage(lambda w, x, mb: jnp.float32(0), name, ALL_IPUS) for name in "ab"]
+    concurrent = Pipeline(on_all, mesh=make_mesh(1, 2), specs={"a": PartitionSpec("ipu"), "b": PartitionSpec()})
+    for place in (PIPELINE, CUT, REPLICAS, concurrent):
         weights = jax.tree.map(lambda leaf: aligned(np.asarray(leaf)), WEIGHTS)
         placed = place.shard(weights)
         for leaf in weights.values():

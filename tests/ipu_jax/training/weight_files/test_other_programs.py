@@ -111,75 +111,6 @@ def test_a_model_in_several_files_is_read_by_their_paths_or_their_index(tmp_path
 # models as torch saves them: Linear (out, in), Conv2d (out, in, rows, columns)
 
 
-def mlp_state_dict() -> dict[str, np.ndarray]:
-    return {
-        "net.0.weight": draw(9, 6),
-        "net.0.bias": draw(9),
-        "attention.in_proj_weight": draw(3 * 9, 9) / 3,
-        "head.weight": draw(10, 9),
-        "head.bias": draw(10),
-        "steps.num_batches_tracked": np.array(7),
-    }
-
-
-def mlp_by_hand(d: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
-    """Return the logits, as torch's own formulas give them: x W^T + b."""
-    x = np.tanh(np.einsum("...i,oi->...o", x, d["net.0.weight"]) + d["net.0.bias"])
-    q, k, v = (np.einsum("...i,oi->...o", x, w) for w in np.split(d["attention.in_proj_weight"], 3))
-    return np.einsum("...i,oi->...o", q * np.tanh(k) + v, d["head.weight"]) + d["head.bias"]
-
-
-def first(p, x, mb):
-    return jnp.tanh(mb["x"] @ p["w"] + p["b"])
-
-
-def mixed(p, x, mb):
-    return (x @ p["q"]) * jnp.tanh(x @ p["k"]) + x @ p["v"]
-
-
-def logits(p, x, mb):
-    return lax.all_gather(x @ p["w"] + p["b"], "ipu", axis=-1, tiled=True)[..., :10]
-
-
-def loss(p, x, mb):
-    return jnp.mean(logits(p, x, mb))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ipus", [1, 2, 4, 8])
-def test_a_torch_mlp_predicts_as_by_hand(tmp_path, ipus):
-    state_dict = mlp_state_dict()
-    save_file(state_dict, tmp_path / "torch.safetensors", metadata={"format": "pt"})
-    pipeline = Pipeline(
-        [
-            Stage(first, params="first", ipu=0),
-            Stage(mixed, params="mixed", ipu=ipus - 1),
-            Stage(loss, params="head", ipu=ALL_IPUS, predict=logits),
-        ],
-        mesh=make_mesh(1, ipus),
-        specs={"head": {"w": P(None, "ipu"), "b": P("ipu")}},
-    )
-    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, "float32")
-    like = pipeline.shard_shapes(
-        {
-            "first": {"w": shape(6, 9), "b": shape(9)},
-            "mixed": {name: shape(9, 9) for name in "qkv"},
-            "head": {"w": shape(9, 10), "b": shape(10)},
-        }
-    )
-    joint = Saved("attention.in_proj_weight")
-    mapping = {
-        "first/w": Saved("net.0.weight").transpose(),
-        "first/b": "net.0.bias",
-        **{f"mixed/{name}": joint.part(number, of=3).transpose() for number, name in enumerate("qkv")},
-        "head/w": Saved("head.weight").transpose(),
-        "head/b": Saved("head.bias"),
-    }
-    params = import_weights(tmp_path / "torch.safetensors", like, mapping=mapping, ignore="*.num_batches_tracked")
-    x = draw(3, 4, 6)
-    np.testing.assert_allclose(pipeline.predict(params, {"x": x}), mlp_by_hand(state_dict, x), rtol=2e-5, atol=2e-5)
-
-
 def conv_by_hand(d: dict[str, np.ndarray], images: np.ndarray) -> np.ndarray:
     """Return the outputs for images (N, C, H, W): convolutions without padding, ReLU, the mean, a Linear."""
     x = images
@@ -232,7 +163,7 @@ def test_flax_variables_are_imported():
     module = nn.Dense(10)
     variables = module.init(jax.random.key(0), jnp.ones((1, 9)))
     pipeline = Pipeline(
-        [Stage(loss, params="head", ipu=ALL_IPUS)],
+        [Stage(lambda p, x, mb: x, params="head", ipu=ALL_IPUS)],
         mesh=make_mesh(1, 4),
         specs={"head": {"w": P(None, "ipu"), "b": P("ipu")}},
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from ipu_jax.core.modules.convolution import conv_general_dilated, matrix_product_convolution
+from ipu_jax.core.convolution import conv_general_dilated, matrix_product_convolution
 
 KINDS = [(1, 1), (1, 2), (3, 1), (3, 2), (5, 1), (7, 2)]
 
