@@ -26,8 +26,9 @@ With a small hidden layer, few operations hide the work on the table. This recom
 2 and of 4 IPUs, and is compared with the fastest unsharded program: it takes the gradient of the rows, and adds them in
 place to one table of zeros. The pipeline fills such a table on each IPU, because a gradient has the shape of its slot.
 
-Each pipeline is compared with its unsharded program (a jitted scan over micro-batches of the same functions) in
-results, CPU work and temporary bytes per IPU, under "grouped" and "zb-h1". No option is set.
+The ResNet is one function, which the library cuts; the others are stages, with skips and with places of their own. Each
+pipeline is compared with its unsharded program (a jitted scan over micro-batches of the same functions) in results, CPU
+work and temporary bytes per IPU, under "grouped" and "zb-h1". No option is set.
 
 Dims: B images, sequences or examples of a micro-batch, H and W rows and columns, C channels, T tokens, D features,
 V vocabulary.
@@ -52,7 +53,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from figures import Bounds, Figures, Program
 from gpt import Sizes, block, init_params, layer_norm, loss_whole, random_batch
 from ipu_jax import Outputs, Pipeline, Stage, configure
-from ipu_jax.nn import conv_general_dilated, linen_stage
+from ipu_jax.nn import conv_general_dilated
 from mnist_example import resnet
 
 IPUS, MOST_IPUS, MICRO_BATCHES, ROUNDS = 2, 4, 8, 7
@@ -65,19 +66,40 @@ ROWS, WIDTH, FIELDS = 200_000, 32, 8  # the size of the recommender's table, and
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model as a pipeline's stages, with their inputs.
+    """A model as one function and as a pipeline, with their inputs.
 
     Attributes:
-        stages: the stages in order; the loss is last.
-        params: whole weights by group.
+        loss: `loss(params, state, microbatch)` returns the loss of a micro-batch and the new state, on one device.
+        pipeline: returns the pipeline under a schedule.
+        params: whole weights.
         batch: leaves (M, B, ...).
-        state: stages' state by group.
+        state: the function's state.
     """
 
-    stages: Sequence[Stage]
+    loss: Callable[[Any, Any, Any], Any]
+    pipeline: Callable[[str], Pipeline]
     params: dict[str, Any]
     batch: dict[str, jax.Array]
     state: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def of_stages(stages: Sequence[Stage], params: dict[str, Any], batch: dict[str, jax.Array]) -> Model:
+    """Return a model without state, whose loss is in the last stage. On one device they run one after the other."""
+
+    def loss(params: Any, state: Any, microbatch: Any) -> Any:
+        x: Any = None
+        skips: dict[str, Any] = {}
+        for stage in stages:
+            taken = {"skips": {name: skips[name] for name in stage.takes}} if stage.takes else {}
+            x = stage.fn(params.get(stage.params), x, microbatch, **taken)
+            if isinstance(x, Outputs):
+                skips |= x.skips
+                x = x.y
+        return x, state
+
+    micro_batches = len(jax.tree.leaves(batch)[0])
+    pipeline = lambda schedule: Pipeline(stages, schedule=schedule, gradient_accumulation=micro_batches)
+    return Model(loss, pipeline, params, batch)
 
 
 # ResNet-18
@@ -94,12 +116,6 @@ class Stem(nn.Module):
         return nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(conv(x_BHWC)))
 
 
-def _train_stem(stem: Stem, p: Any, _: None, microbatch: Any, *, state: Any) -> Outputs:
-    variables = {"params": p, "batch_stats": state}
-    y, changed = stem.apply(variables, microbatch["images"], train=True, mutable=["batch_stats"])
-    return Outputs(y, state=changed["batch_stats"])
-
-
 def classify(p: Any, x_BHWC: jax.Array, microbatch: Any) -> jax.Array:
     logits = x_BHWC.mean((1, 2)) @ p["w"] + p["b"]
     return optax.softmax_cross_entropy_with_integer_labels(logits, microbatch["labels"]).mean()
@@ -114,24 +130,27 @@ def resnet18(*, width: int = 32, side: int = 32, images: int = 16, micro_batches
         images: images of a micro-batch.
         micro_batches: M.
     """
-    stem, blocks = Stem(width), resnet.layers_of("resnet18", width=width)[1:]
-    drawn = stem.init(jax.random.key(0), jnp.zeros((1, side, side, 3)), train=False)
+    modules = {layer.name: layer.module for layer in resnet.layers_of("resnet18", width=width)} | {"stem": Stem(width)}
+
+    def loss(params: Any, averages: Any, microbatch: Any) -> Any:
+        x, new = microbatch["images"], {}
+        for name, module in modules.items():
+            variables = {"params": params[name], **averages[name]}
+            x, new[name] = module.apply(variables, x, train=True, mutable=["batch_stats"])
+        return classify(params["classifier"], x, microbatch), new
+
     keys = jax.random.split(jax.random.key(1))
-    middle = 1 + len(blocks) // IPUS
-    stages = [
-        Stage(partial(_train_stem, stem), params="stem", state="stem", ipu=0),
-        *(
-            linen_stage(block.module, block.init(jax.random.key(0)), block.name, ipu=int(i >= middle)).stage
-            for i, block in enumerate(blocks, 1)
-        ),
-        Stage(classify, params="classifier", ipu=IPUS - 1),
-    ]
     batch = {
         "images": jax.random.normal(keys[0], (micro_batches, images, side, side, 3)),
         "labels": jax.random.randint(keys[1], (micro_batches, images), 0, 10),
     }
-    params = resnet.init_params("resnet18", 0, width=width) | {"stem": drawn["params"]}
-    return Model(stages, params, batch, resnet.init_state("resnet18", width=width) | {"stem": drawn["batch_stats"]})
+    params, averages = resnet.init_params("resnet18", 0, width=width), resnet.init_state("resnet18", width=width)
+    stem = modules["stem"].init(jax.random.key(0), jnp.zeros((1, side, side, 3)), train=False)
+    params["stem"], averages["stem"] = stem["params"], {"batch_stats": stem["batch_stats"]}
+    one = jax.tree.map(lambda leaf: leaf[0], batch)
+    options = {"state": averages, "ipus": IPUS, "gradient_accumulation": micro_batches}
+    pipeline = lambda schedule: Pipeline.from_function(loss, params, one, schedule=schedule, **options)
+    return Model(loss, pipeline, params, batch, averages)
 
 
 # the U-shaped transformer
@@ -182,7 +201,7 @@ def u_transformer(sizes: Sizes | None = None, *, sequences: int = 4, micro_batch
         *(Stage(decode, params=f"decoder{i}", ipu=1, takes=(f"level{i}",)) for i in reversed(range(depth))),
         Stage(predict, params="prediction", ipu=1),
     ]
-    return Model(stages, params, random_batch(sizes, micro_batches, sequences))
+    return of_stages(stages, params, random_batch(sizes, micro_batches, sequences))
 
 
 # the recommender
@@ -227,36 +246,19 @@ def recommender(*, packed: bool, micro_batches: int, examples: int = 256, hidden
         Stage(perceptron, params="layers", ipu=(ipus - 1) * packed),
         Stage(click_loss, ipu=ipus - 1),
     ]
-    return Model(stages, params, batch)
+    return of_stages(stages, params, batch)
 
 
 # the programs and the figures
 
 
 def unsharded(model: Model) -> Callable[[Any, Any, Any], Any]:
-    """Return a function of (params, batch, state) for mean loss, gradients and new state, on one device.
-
-    It runs a scan over micro-batches, in which the stages' functions run one after the other.
-    """
-
-    def loss_of(params: Any, state: Any, microbatch: Any) -> Any:
-        x, skips, state = None, {}, dict(state)
-        for stage in model.stages:
-            inputs = {} if stage.state is None else {"state": state[stage.state]}
-            if stage.takes:
-                inputs["skips"] = {name: skips[name] for name in stage.takes}
-            x = stage.fn(params.get(stage.params), x, microbatch, **inputs)
-            if isinstance(x, Outputs):
-                skips |= x.skips
-                if stage.state is not None:
-                    state[stage.state] = x.state
-                x = x.y
-        return x, state
+    """Return a function of (params, batch, state) for mean loss, gradients and new state: a scan, on one device."""
 
     def step(params: Any, batch: Any, state: Any) -> Any:
         def add(carry: Any, microbatch: Any) -> Any:
             sums, state = carry
-            (loss, state), gradients = jax.value_and_grad(loss_of, has_aux=True)(params, state, microbatch)
+            (loss, state), gradients = jax.value_and_grad(model.loss, has_aux=True)(params, state, microbatch)
             return (jax.tree.map(jnp.add, sums, (loss, gradients)), state), None
 
         zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
@@ -291,8 +293,7 @@ def rows_in_place(params: Any, batch: Any, state: Any) -> Any:
 
 def pipelined(model: Model, schedule: str) -> Program:
     """Return the model's step as a pipeline; its comparable result has the form of `unsharded`'s."""
-    micro_batches = len(jax.tree.leaves(model.batch)[0])
-    pipeline = Pipeline(model.stages, schedule=schedule, gradient_accumulation=micro_batches)
+    pipeline = model.pipeline(schedule)
     spread = jax.device_put(model.batch, NamedSharding(pipeline.mesh, PartitionSpec()))
     arguments = (pipeline.shard(model.params), spread)
     if model.state:

@@ -6,13 +6,14 @@
 Run it: python -m examples.annotated_flax
 """
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from ipu_jax import Pipeline, configure, make_mesh, verify
-from ipu_jax.nn import gather_stages, linen_stage
 
 FEATURES, HEADS, TOKENS, B, M = 16, 4, 6, 2, 4
 whole = lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec())
@@ -33,15 +34,21 @@ class Block(nn.Module):
         return whole(x + dense(FEATURES, "tensor", None)(hidden))
 
 
+blocks = nn.Sequential([Block(), Block()])
+
+
+def loss(params, micro_batch):
+    y: Any = blocks.apply({"params": params}, micro_batch["x"])
+    return ((y - micro_batch["y"]) ** 2).mean()
+
+
 def make_pipeline() -> tuple[Pipeline, dict]:
-    mesh, x = make_mesh(1, 2, tensor=2), np.zeros((B, TOKENS, FEATURES), np.float32)
-    with jax.set_mesh(mesh):
-        boxed = [jax.jit(Block().init)(jax.random.key(i), x) for i in range(2)]
-    first = linen_stage(Block(), nn.unbox(boxed[0]), "block 0", ipu=0, inputs="x")
-    last = linen_stage(Block(), nn.unbox(boxed[1]), "block 1", ipu=1, loss=lambda y, mb: ((y - mb["y"]) ** 2).mean())
-    stages, weights, _ = gather_stages([first, last])
-    specs = {f"block {i}": nn.get_partition_spec(variables)["params"] for i, variables in enumerate(boxed)}
-    return Pipeline(stages, mesh=mesh, gradient_accumulation=M, specs=specs), weights
+    x = np.zeros((B, TOKENS, FEATURES), np.float32)
+    with jax.set_mesh(make_mesh(1, 2, tensor=2)):
+        boxed = jax.jit(blocks.init)(jax.random.key(0), x)
+    weights, specs = nn.unbox(boxed)["params"], nn.get_partition_spec(boxed)["params"]
+    options: Any = {"ipus": 2, "axes": {"tensor": 2}, "specs": specs, "gradient_accumulation": M}
+    return Pipeline.from_function(loss, weights, {"x": x, "y": x}, **options), weights
 
 
 def main() -> None:
@@ -49,9 +56,9 @@ def main() -> None:
     params, random = pipeline.shard(weights), np.random.default_rng(0)
     batch = {name: random.normal(size=(M, B, TOKENS, FEATURES)).astype(np.float32) for name in "xy"}
     print(verify(pipeline, params, batch))
-    loss, gradients = pipeline.value_and_grad(params, batch)
+    before, gradients = pipeline.value_and_grad(params, batch)
     params = jax.tree.map(lambda weight, gradient: weight - 0.1 * gradient, params, gradients)
-    print(f"loss {loss:.3f}, and {pipeline.loss(params, batch):.3f} after a step")
+    print(f"loss {before:.3f}, and {pipeline.loss(params, batch):.3f} after a step")
 
 
 if __name__ == "__main__":

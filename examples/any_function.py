@@ -72,7 +72,7 @@ def make_step() -> tuple[TrainStep, TrainState]:
 
 def main(folder: str, updates: str = "20") -> None:
     step, start = make_step()
-    result = train(step, start, sequences(0), sequences(1), folder=folder, updates=int(updates))
+    result = train(step, start, loss, sequences(0), sequences(1), folder=folder, updates=int(updates))
     print(step.model)
     batch = {name: rows[: M * B].reshape(M, B, LENGTH) for name, rows in sequences(0).items()}
     print(verify(step.model, result.state.params, batch))

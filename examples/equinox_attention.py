@@ -14,38 +14,59 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from examples.training import M, train
+from examples.training import B, M, train
 from ipu_jax import Pipeline, configure, make_train_step
-from ipu_jax.nn import equinox_stage, gather_stages
 from ipu_jax.steps import TrainState, TrainStep
 
 POINTS, FEATURES = 6, 16
 
 
-class PerPoint(eqx.Module):
-    mlp: eqx.nn.MLP
-
-    def __init__(self, key):
-        self.mlp = eqx.nn.MLP(2, FEATURES, 32, 1, key=key)
-
-    def __call__(self, points):
-        return jax.vmap(self.mlp)(points)
-
-
-class Pooled(eqx.Module):
+class Radius(eqx.Module):
+    per_point: eqx.nn.MLP
     attention: eqx.nn.MultiheadAttention
     dropout: eqx.nn.Dropout
-    mlp: eqx.nn.MLP
+    pooled: eqx.nn.MLP
 
     def __init__(self, key):
-        of_attention, of_mlp = jax.random.split(key)
-        self.attention = eqx.nn.MultiheadAttention(2, FEATURES, key=of_attention)
+        first, second, third = jax.random.split(key, 3)
+        self.per_point = eqx.nn.MLP(2, FEATURES, 32, 1, key=first)
+        self.attention = eqx.nn.MultiheadAttention(2, FEATURES, key=second)
         self.dropout = eqx.nn.Dropout(0.1)
-        self.mlp = eqx.nn.MLP(FEATURES, 1, 32, 1, key=of_mlp)
+        self.pooled = eqx.nn.MLP(FEATURES, 1, 32, 1, key=third)
 
-    def __call__(self, x, *, key):
+    def __call__(self, points, key=None):
+        x = jax.vmap(self.per_point)(points)
         x = x + self.dropout(self.attention(x, x, x), key=key)
-        return self.mlp(x.mean(0))[0]
+        return self.pooled(x.mean(0))[0]
+
+
+def make_model() -> Radius:
+    return Radius(jax.random.key(0))
+
+
+def model_of(params) -> Radius:
+    """Return the model with these weights, without drawing others."""
+    return eqx.combine(params, eqx.filter_eval_shape(make_model))
+
+
+def squared_error(radius, target):
+    return jnp.mean((radius - target) ** 2)
+
+
+def loss(params, micro_batch, key):
+    """Return the loss in training, in which each cloud drops other activations."""
+    points = micro_batch["points"]
+    radius = jax.vmap(model_of(params))(points, jax.random.split(key, len(points)))
+    return squared_error(radius, micro_batch["radius"])
+
+
+def radius(params, micro_batch):
+    """Return the largest distances in evaluation, without dropout."""
+    return jax.vmap(eqx.nn.inference_mode(model_of(params)))(micro_batch["points"])
+
+
+def test_loss(params, micro_batch):
+    return squared_error(radius(params, micro_batch), micro_batch["radius"])
 
 
 def clouds(seed: int, count: int = 128) -> dict[str, np.ndarray]:
@@ -54,25 +75,16 @@ def clouds(seed: int, count: int = 128) -> dict[str, np.ndarray]:
     return {"points": points, "radius": np.linalg.norm(points, axis=-1).max(-1)}
 
 
-def loss_of(radius, microbatch):
-    return jnp.mean((radius - microbatch["radius"]) ** 2)
-
-
-def make_modules() -> tuple[PerPoint, Pooled]:
-    return eqx.filter_jit(lambda: (PerPoint(jax.random.key(0)), Pooled(jax.random.key(1))))()
-
-
 def make_step() -> tuple[TrainStep, TrainState]:
-    per_point, pooled = make_modules()
-    first = equinox_stage(per_point, "per point", ipu=0, inputs="points")
-    last = equinox_stage(pooled, "pooled", ipu=1, loss=loss_of, random=True)
-    stages, params, state = gather_stages([first, last])
-    step = make_train_step(Pipeline(stages, gradient_accumulation=M), optax.adam(1e-2))
-    return step, step.init(params, stages=state, key=jax.random.key(2))
+    params = eqx.filter(eqx.filter_jit(make_model)(), eqx.is_inexact_array)
+    micro_batch = {name: rows[:B] for name, rows in clouds(0).items()}
+    pipeline = Pipeline.from_function(loss, params, micro_batch, ipus=2, gradient_accumulation=M)
+    step = make_train_step(pipeline, optax.adam(1e-2))
+    return step, step.init(params, key=jax.random.key(1))
 
 
 def main(folder: str, updates: str = "20") -> None:
-    train(*make_step(), clouds(0), clouds(1), folder=folder, updates=int(updates))
+    train(*make_step(), test_loss, clouds(0), clouds(1), folder=folder, updates=int(updates))
 
 
 if __name__ == "__main__":

@@ -14,9 +14,8 @@ import jax
 import numpy as np
 import optax
 
-from examples.training import M, train
+from examples.training import B, M, train
 from ipu_jax import Pipeline, configure, make_train_step
-from ipu_jax.nn import gather_stages, linen_stage
 from ipu_jax.steps import TrainState, TrainStep
 
 CLASSES = 4
@@ -32,13 +31,32 @@ class ConvBlock(nn.Module):
         return nn.Dropout(0.1, deterministic=not train)(x)
 
 
-class Classifier(nn.Module):
-    features: int
-
+class ConvNet(nn.Module):
     @nn.compact
     def __call__(self, x, train: bool):
-        x = ConvBlock(self.features)(x, train)
+        for features in (8, 16):
+            x = ConvBlock(features)(x, train)
         return nn.Dense(CLASSES)(x.max((1, 2)))
+
+
+def cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def loss(params, stats, micro_batch, key):
+    """Return the loss in training, and the running averages after this micro-batch."""
+    x, variables = micro_batch["images"], {"params": params, "batch_stats": stats}
+    logits, changed = ConvNet().apply(variables, x, train=True, mutable=["batch_stats"], rngs={"dropout": key})
+    return cross_entropy(logits, micro_batch["labels"]), changed["batch_stats"]
+
+
+def logits(params, stats, micro_batch) -> Any:
+    """Return the logits in evaluation, with the running averages and without dropout."""
+    return ConvNet().apply({"params": params, "batch_stats": stats}, micro_batch["images"], train=False)
+
+
+def test_loss(params, stats, micro_batch):
+    return cross_entropy(logits(params, stats, micro_batch), micro_batch["labels"])
 
 
 def images(seed: int, count: int = 128) -> dict[str, np.ndarray]:
@@ -51,29 +69,20 @@ def images(seed: int, count: int = 128) -> dict[str, np.ndarray]:
     return {"images": noisy[..., None].astype(np.float32), "labels": labels.astype(np.int32)}
 
 
-def loss_of(logits, microbatch):
-    return optax.softmax_cross_entropy_with_integer_labels(logits, microbatch["labels"]).mean()
-
-
-def make_modules() -> list[tuple[nn.Module, Any]]:
-    """Return each module with its variables."""
-    body, head = ConvBlock(8), Classifier(16)
-    key, x = jax.random.key(0), images(0)["images"][:1]
-    hidden, of_body = jax.jit(lambda: body.init_with_output(key, x, train=False))()
-    return [(body, of_body), (head, jax.jit(lambda: head.init(key, hidden, train=False))())]
+def make_variables() -> dict:
+    return jax.jit(lambda: ConvNet().init(jax.random.key(0), images(0)["images"][:1], train=False))()
 
 
 def make_step() -> tuple[TrainStep, TrainState]:
-    (body, of_body), (head, of_head) = make_modules()
-    first = linen_stage(body, of_body, "body", ipu=0, inputs="images", random=True)
-    last = linen_stage(head, of_head, "head", ipu=1, loss=loss_of, random=True)
-    stages, params, state = gather_stages([first, last])
-    step = make_train_step(Pipeline(stages, gradient_accumulation=M), optax.adam(1e-2))
-    return step, step.init(params, stages=state, key=jax.random.key(1))
+    variables, micro_batch = make_variables(), {name: rows[:B] for name, rows in images(0).items()}
+    params, stats = variables["params"], variables["batch_stats"]
+    pipeline = Pipeline.from_function(loss, params, micro_batch, state=stats, ipus=2, gradient_accumulation=M)
+    step = make_train_step(pipeline, optax.adam(1e-2))
+    return step, step.init(params, stages=stats, key=jax.random.key(1))
 
 
 def main(folder: str, updates: str = "20") -> None:
-    train(*make_step(), images(0), images(1), folder=folder, updates=int(updates))
+    train(*make_step(), test_loss, images(0), images(1), folder=folder, updates=int(updates))
 
 
 if __name__ == "__main__":

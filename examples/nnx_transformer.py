@@ -14,9 +14,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from examples.training import M, train
+from examples.training import B, M, train
 from ipu_jax import Pipeline, configure, make_train_step
-from ipu_jax.nn import gather_stages, nnx_stage
 from ipu_jax.steps import TrainState, TrainStep
 
 VOCABULARY, LENGTH, FEATURES, HEADS = 11, 12, 16, 2
@@ -38,22 +37,51 @@ class Block(nnx.Module):
         return x + self.dropout(self.down(nnx.gelu(self.up(self.norm2(x)))))
 
 
-class First(nnx.Module):
+class Transformer(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.tokens, self.positions = nnx.Embed(VOCABULARY, FEATURES, rngs=rngs), nnx.Embed(LENGTH, FEATURES, rngs=rngs)
-        self.block = Block(rngs)
+        self.blocks = nnx.List([Block(rngs), Block(rngs)])
+        self.norm, self.logits = nnx.LayerNorm(FEATURES, rngs=rngs), nnx.Linear(FEATURES, VOCABULARY, rngs=rngs)
 
     def __call__(self, tokens):
-        return self.block(self.tokens(tokens) + self.positions(jnp.arange(LENGTH)))
+        x = self.tokens(tokens) + self.positions(jnp.arange(LENGTH))
+        for block in self.blocks:
+            x = block(x)
+        return self.logits(self.norm(x))
 
 
-class Last(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.block, self.norm = Block(rngs), nnx.LayerNorm(FEATURES, rngs=rngs)
-        self.logits = nnx.Linear(FEATURES, VOCABULARY, rngs=rngs)
+def make_model() -> Transformer:
+    return Transformer(nnx.Rngs(0))
 
-    def __call__(self, x):
-        return self.logits(self.norm(self.block(x)))
+
+def model_of(params) -> Transformer:
+    """Return the model with these weights, without drawing others."""
+    model = nnx.eval_shape(make_model)
+    nnx.update(model, params)
+    return model
+
+
+def cross_entropy(logits, targets):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+def loss(params, micro_batch, key):
+    """Return the loss in training, in which each dropout layer draws its own numbers of the key."""
+    model = model_of(params)
+    model.train()
+    nnx.reseed(model, default=key)
+    return cross_entropy(model(micro_batch["tokens"]), micro_batch["targets"])
+
+
+def logits(params, micro_batch):
+    """Return the logits in evaluation, without dropout."""
+    model = model_of(params)
+    model.eval()
+    return model(micro_batch["tokens"])
+
+
+def test_loss(params, micro_batch):
+    return cross_entropy(logits(params, micro_batch), micro_batch["targets"])
 
 
 def sequences(seed: int, count: int = 128) -> dict[str, np.ndarray]:
@@ -64,25 +92,16 @@ def sequences(seed: int, count: int = 128) -> dict[str, np.ndarray]:
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
-def loss_of(logits, microbatch):
-    return optax.softmax_cross_entropy_with_integer_labels(logits, microbatch["targets"]).mean()
-
-
-def make_modules() -> tuple[First, Last]:
-    return nnx.jit(lambda: (First(nnx.Rngs(0)), Last(nnx.Rngs(1))))()
-
-
 def make_step() -> tuple[TrainStep, TrainState]:
-    of_ipu_0, of_ipu_1 = make_modules()
-    first = nnx_stage(of_ipu_0, "first", ipu=0, inputs="tokens")
-    last = nnx_stage(of_ipu_1, "last", ipu=1, loss=loss_of)
-    stages, params, state = gather_stages([first, last])
-    step = make_train_step(Pipeline(stages, gradient_accumulation=M), optax.adam(1e-2))
-    return step, step.init(params, stages=state, key=jax.random.key(1))
+    params = nnx.state(nnx.jit(make_model)(), nnx.Param)
+    micro_batch = {name: rows[:B] for name, rows in sequences(0).items()}
+    pipeline = Pipeline.from_function(loss, params, micro_batch, ipus=2, gradient_accumulation=M)
+    step = make_train_step(pipeline, optax.adam(1e-2))
+    return step, step.init(params, key=jax.random.key(1))
 
 
 def main(folder: str, updates: str = "20") -> None:
-    train(*make_step(), sequences(0), sequences(1), folder=folder, updates=int(updates))
+    train(*make_step(), test_loss, sequences(0), sequences(1), folder=folder, updates=int(updates))
 
 
 if __name__ == "__main__":

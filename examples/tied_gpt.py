@@ -70,7 +70,7 @@ def make_step() -> tuple[TrainStep, TrainState]:
 
 
 def main(folder: str, updates: str = "20") -> None:
-    train(*make_step(), sequences(0), sequences(1), folder=folder, updates=int(updates))
+    train(*make_step(), loss, sequences(0), sequences(1), folder=folder, updates=int(updates))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from ipu_jax import Feed, fit
 from support import documents
 from support.against_plain import assert_equals_plain, bubbles_hold_nan  # noqa: F401 (a fixture)
 
-LINES = {annotated_flax: 60, llama: 150}
+LINES = {annotated_flax: 66, llama: 150}
 SIZES = llama.Sizes(vocabulary=12, tokens=8, features=12, groups=2, queries=3, head=6, hidden=20, blocks=3)
 
 
@@ -40,7 +40,7 @@ def flax_twin(weights, batch):
         x = x + jnp.concatenate(read, -1) @ kernels[3]
         return x + jax.nn.gelu(normed(x, p["LayerNorm_1"]) @ kernels[4]) @ kernels[5]
 
-    y = block(block(batch["x"], weights["block 0"]), weights["block 1"])
+    y = block(block(batch["x"], weights["layers_0"]), weights["layers_1"])
     return jnp.square(y - batch["y"]).mean()
 
 
@@ -90,7 +90,7 @@ def moved(weights, scale):
 def test_loss_and_gradients_of_annotated_flax_modules_equal_a_dense_twin():
     pipeline, weights = annotated_flax.make_pipeline()
     random, weights = np.random.default_rng(2), moved(weights, 0.2)
-    shape = (annotated_flax.M, 3, 5, annotated_flax.FEATURES)
+    shape = (annotated_flax.M, annotated_flax.B, annotated_flax.TOKENS, annotated_flax.FEATURES)
     batch = {name: random.normal(size=shape).astype(np.float32) for name in "xy"}
     assert_equals_plain(pipeline, weights, batch, lambda weights: flax_twin(weights, batch))
 
