@@ -321,7 +321,8 @@ def test_an_ipu_has_as_many_layers_as_it_should(library, said, found):
 def test_linen_modules_are_layers_by_their_names():
     module = nn.Sequential([nn.Dense(D) for _ in range(9)])
     params = jax.eval_shape(module.init, KEY, jnp.ones((1, D)))["params"]
-    loss = lambda params, x: jnp.mean(module.apply({"params": params}, x) ** 2)
+    called: Any = lambda params, x: module.apply({"params": params}, x)
+    loss = lambda params, x: jnp.mean(called(params, x) ** 2)
     cut: Any = functools.partial(Pipeline.from_function, loss, params, DENSE["x"][0])
     names = [f"layers_{k}" for k in range(9)]
     for pipeline, found in (
@@ -341,7 +342,8 @@ def test_a_dropout_that_draws_the_same_for_all_micro_batches_warns(streams):
 
     def loss(params: Any, micro_batch: Any, key: Any) -> Any:
         net: Any = nnx.merge(graph, {}, rest, copy=True)
-        nnx.reseed(net, **dict.fromkeys(streams, key))
+        reseed: Any = nnx.reseed
+        reseed(net, **dict.fromkeys(streams, key))
         return jnp.mean(net(micro_batch["x"] @ params["w"]) ** 2)
 
     with pytest.warns(UserWarning, match="from a key that is not an argument: all micro-batches"):
