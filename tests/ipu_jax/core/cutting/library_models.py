@@ -227,31 +227,6 @@ def nnx_gpt_tied() -> Example:
     return Example(loss, params, tokens, outputs=logits)
 
 
-class NnxNormed(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.layers = nnx.List([nnx.Linear(D, D, use_bias=False, rngs=rngs) for _ in range(4)])
-        self.norms = nnx.List([nnx.BatchNorm(D, momentum=0.8, rngs=rngs) for _ in range(4)])
-
-    def __call__(self, x):
-        for layer, norm in zip(self.layers, self.norms, strict=True):
-            x = x + nnx.tanh(norm(layer(x)))
-        return x
-
-
-def nnx_batch_norm() -> Example:
-    graph, params, stats = nnx.split(NnxNormed(nnx.Rngs(2)), nnx.Param, nnx.BatchStat)
-
-    def loss(params, stats, batch):
-        model = nnx.merge(graph, params, stats, copy=True)
-        y = model(batch["x"])
-        return squared_error(y, batch["y"]), nnx.state(model, nnx.BatchStat)
-
-    def in_evaluation(params, stats, batch):
-        return nnx.view(nnx.merge(graph, params, stats), use_running_average=True)(batch["x"])
-
-    return Example(loss, params, rows, state=stats, outputs=in_evaluation)
-
-
 def equinox_mlp() -> Example:
     """`eqx.partition` keeps the activation out of the weights; the batch is mapped."""
     model = eqx.nn.MLP(D, D, width_size=12, depth=4, activation=jax.nn.softplus, key=jax.random.key(3))
@@ -316,5 +291,5 @@ def equinox_gpt() -> Example:
 
 LIBRARY_MODELS = (
     linen_gpt, linen_gpt_scanned, linen_mixture_of_experts, linen_batch_norm, linen_unet, nnx_gpt_tied,
-    nnx_batch_norm, equinox_mlp, equinox_gpt,
+    equinox_mlp, equinox_gpt,
 )  # fmt: skip

@@ -86,7 +86,6 @@ def assert_cut_right(example: Example, stages: int, cut_for: Any, inputs: Any) -
     "4-linen_batch_norm",
     "4-linen_unet",
     "4-nnx_gpt_tied",
-    "4-nnx_batch_norm",
     "4-equinox_scanned",
     "4-scan_with_results_of_layers",
     "2-scan_with_a_key_per_layer",

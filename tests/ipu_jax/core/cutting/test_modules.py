@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import sharded_ops
-from ipu_jax import Pipeline, everywhere, stage_end, verify
+from ipu_jax import Pipeline, everywhere, verify
 from ipu_jax.nn import conv_general_dilated
 from support.against_plain import bubbles_hold_nan  # noqa: F401 (a fixture)
 from support.dense import largest_relative_error
@@ -282,40 +282,6 @@ def test_modules_of_three_libraries_keep_every_bit():
 
 
 # where layers are
-
-
-def layers_of(library: str) -> tuple[Callable[..., Any], Any]:
-    """Return the loss of nine layers, each of which ends at a mark, and their weights."""
-    if library == "linen":  # marked from outside
-        module = nn.Sequential([nn.Dense(D) for _ in range(9)])
-        params = jax.eval_shape(module.init, KEY, jnp.ones((1, D)))["params"]
-
-        def mark(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-            y = call(*args, **kwargs)
-            return stage_end(y) if isinstance(context.module, nn.Dense) else y
-
-        def run(params: Any, x: Any) -> Any:
-            with nn.intercept_methods(mark):
-                return module.apply({"params": params}, x)
-
-        return lambda params, x: jnp.mean(run(params, x) ** 2), params
-    if library == "nnx":
-        static, params = nnx.split(nnx.List([nnx.Linear(D, D, rngs=nnx.Rngs(k)) for k in range(9)]))
-        called = lambda params: nnx.merge(static, params)
-    else:
-        params, static = eqx.partition([eqx.nn.Linear(D, D, key=KEY) for _ in range(9)], eqx.is_inexact_array)
-        called = lambda params: [jax.vmap(layer) for layer in eqx.combine(params, static)]
-    loop = lambda params, x: functools.reduce(lambda x, layer: stage_end(layer(x)), called(params), x)
-    return lambda params, x: jnp.mean(loop(params, x) ** 2), params
-
-
-@pytest.mark.parametrize("library", ["linen", "nnx", "equinox"])
-@pytest.mark.parametrize(("said", "found"), [([5, 4], [5, 4]), ([1, 2, -1, -1], [1, 2, 3, 3]), ([-1, 1, 4], [4, 1, 4])])
-def test_an_ipu_has_as_many_layers_as_it_should(library, said, found):
-    loss, params = layers_of(library)
-    pipeline = Pipeline.from_function(loss, params, DENSE["x"][0], ipus=len(said), layers_per_ipu=said)
-    leaves = pipeline.shard_shapes(params).layout.leaves
-    assert [sum(leaf.ipu == ipu for leaf in leaves) / 2 for ipu in range(pipeline.ipus)] == found
 
 
 def test_linen_modules_are_layers_by_their_names():

@@ -176,7 +176,7 @@ def test_a_step_computes_what_plain_jax_computes(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["linen_gpt_scanned", "equinox_mlp", "nnx_batch_norm"])
+@pytest.mark.parametrize("name", ["linen_gpt_scanned", "equinox_mlp", "linen_batch_norm"])
 def test_five_updates_equal_those_of_plain_optax(name):
     example, optimizer = MODELS[name](), optax.adamw(0.02)
     step = make_train_step(cut(example, ipus=2, schedule="1f1b", gradient_accumulation=3), optimizer)
@@ -255,7 +255,7 @@ def test_the_loss_of_a_cut_function_can_be_differentiated(name):
 
 @pytest.mark.slow
 def test_weights_and_state_come_back_as_they_were_given():
-    for name in ("nnx_batch_norm", "scan_with_results_of_layers", "equinox_mlp"):
+    for name in ("linen_batch_norm", "scan_with_results_of_layers", "equinox_mlp"):
         example = MODELS[name]()
         pipeline = cut(example, ipus=2, gradient_accumulation=2)
         params, state, _ = arguments(pipeline, example)
