@@ -1,4 +1,4 @@
-"""What modules of Flax need in a pipeline, which is a function of their weights: `Pipeline.from_function`."""
+"""Convolutions for Flax modules in a pipeline. A module itself is a function: `Pipeline.from_function` cuts it."""
 
 from typing import Any
 

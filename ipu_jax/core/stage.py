@@ -66,21 +66,6 @@ class Stage:
     >>> Stage(block, params="block", state="block", random=True, evaluate=lambda w, x, mb, *, state, key: mb * w).name
     'block'
 
-    Flax modules can be used as they are. Linen:
-
-    >>> import flax.linen, jax, jax.numpy as jnp
-    >>> dense = flax.linen.Dense(4)
-    >>> weights = dense.init(jax.random.key(0), jnp.zeros((1, 8)))["params"]
-    >>> Stage(lambda p, x, mb: dense.apply({"params": p}, mb["x"]), params="dense", ipu=0).name
-    'dense'
-
-    NNX: split the module once; its state is the group's pytree.
-
-    >>> from flax import nnx
-    >>> graph, state = nnx.split(nnx.Linear(8, 4, rngs=nnx.Rngs(0)))
-    >>> Stage(lambda p, x, mb: nnx.merge(graph, p)(x), params="linear", ipu=1).name
-    'linear'
-
     Attributes:
         fn: the function above.
         params: the name of its parameter group, or None for a stage without weights. Several stages of one IPU, or

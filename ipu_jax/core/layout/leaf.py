@@ -161,7 +161,10 @@ class Leaf:
             padded = np.pad(value, [(0, missing if d == self.split else 0) for d in range(value.ndim)])
             of_ipus = np.split(padded, rows.shape[1], self.split)
         for ipu, own in enumerate(of_ipus, start=self.ipu or 0):
-            rows[:, ipu] = in_chunks(own, (len(rows), *rows.shape[2:]), self.chunks)
+            if len(rows) == 1 and self.chunks is None:
+                rows[0, ipu : ipu + 1].reshape(-1)[: own.size] = own.reshape(-1)
+            else:
+                rows[:, ipu] = in_chunks(own, (len(rows), *rows.shape[2:]), self.chunks)
 
     def write(self, value: np.ndarray, block: np.ndarray, index: tuple[slice, ...]) -> None:
         """Write the leaf into a contiguous block of a slot or of an array that is the leaf itself.

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.base.annotations import Batch, Tree, Value
-from ipu_jax.base.keys import dtype_named, is_key, with_keys, without_keys
+from ipu_jax.base.keys import dtype_named, key_impl, with_keys, without_keys
 from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.layout.layout import Group, PackedLayout
 from ipu_jax.core.layout.leaf import Leaf, PackedArray
@@ -84,19 +84,24 @@ def shard_tree(tree: Tree, layout: PackedLayout, mesh: Mesh) -> Sharded:
     """Place a tree on the IPUs. Communicates from host to device only; each IPU gets its own part."""
     leaves = layout.leaves_of(tree)
 
-    def whole(array: PackedArray, held: list[Leaf]) -> Value:
+    def whole(array: PackedArray, held: list[Leaf]) -> np.ndarray:
         shape, value_of = array.shape_on_mesh(layout.ipus), lambda leaf: leaf.of_whole(leaves[leaf.part.leaf])
-        if is_key(first := value_of(held[0])):
-            return first
         if held[0].shape == shape:
-            return np.asarray(first, array.dtype)
+            return np.asarray(value_of(held[0]), array.dtype)
         found = np.zeros(shape, array.dtype)
         for leaf in held:
             leaf.fill(found, np.asarray(value_of(leaf)))
         return found
 
-    both = zip(layout.arrays, layout.held_by_array, strict=True)
-    return Sharded([put_copy(whole(*of), NamedSharding(mesh, of[0].spec_on_mesh)) for of in both], layout)
+    def put(array: PackedArray, held: list[Leaf]) -> jax.Array:
+        sharding = NamedSharding(mesh, array.spec_on_mesh)
+        if key_impl(array.dtype) is not None:
+            return put_copy(leaves[held[0].part.leaf], sharding)
+        value = whole(array, held)
+        # each device takes a copy of its own block, so that later changes on the host don't reach it
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index].copy())
+
+    return Sharded([put(*of) for of in zip(layout.arrays, layout.held_by_array, strict=True)], layout)
 
 
 def shapes_on(layout: PackedLayout, mesh: Mesh) -> Sharded:

@@ -6,6 +6,7 @@ kept with the block     mu, nu    arrays (replicas, ipus, *update_shape): each I
 on every IPU            count
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ipu_jax.base.annotations import Params, Tree, Value, Var
+from ipu_jax.base.annotations import Dtype, Params, Tree, Value, Var
+from ipu_jax.base.keys import dtype_named
 from ipu_jax.core.layout.blocks import Blocks
 from ipu_jax.core.layout.layout import Group, PackedLayout
 from ipu_jax.core.layout.leaf import Leaf, PackedArray
@@ -131,8 +133,11 @@ class StateLayout:
         """Return whether a state is from this optimizer, for weights laid out like these."""
         if not isinstance(state, Sharded) or state.layout != self.layout:
             return False
-        expected = [(array.shape_on_mesh(self.layout.ipus), array.dtype) for array in self.layout.arrays]
-        return expected == [(array.shape, str(array.dtype)) for array in state.arrays]
+        return self._shapes == [(array.shape, array.dtype) for array in state.arrays]
+
+    @functools.cached_property
+    def _shapes(self) -> list[tuple[tuple[int, ...], Dtype]]:
+        return [(array.shape_on_mesh(self.layout.ipus), dtype_named(array.dtype)) for array in self.layout.arrays]
 
     def by_block(self, arrays: Sequence[Value]) -> tuple[list[list[Value]], list[Value]]:
         """Return the arrays of a state that are kept with each block, and those that every IPU holds."""
