@@ -224,16 +224,20 @@ class Places:
         return number, float(work[number] / (work.sum() or 1.0)) if len(work) else 0.0
 
     def marked(self, names: Sequence[str]) -> list[int]:
-        """Return the places after values that were named by `jax.ad_checkpoint.checkpoint_name`, and after modules."""
-        found: list[int] = []
-        scopes = [scopes_of(op) for op in self.operations]
-        modules = [max((t for t, of in enumerate(scopes) if _is_within(of, name)), default=-1) for name in names]
+        """Return the places after values with these names, of `jax.ad_checkpoint.checkpoint_name`.
+
+        A name that no value has is of a module, or another scope: its place is after the last operation in it.
+        """
+        found, scopes = list[int](), {*names}
         for t, op in enumerate(self.operations):
             if not isinstance(op, ScanLayer | ScanStack) and op.primitive.name == "name" and op.params["name"] in names:
+                scopes.discard(op.params["name"])
                 if found and found[-1] == t - 1:
                     found.pop()  # the leaves of one tree
                 found.append(t)
-        return sorted({*found, *modules} - {-1})
+        of_operations = enumerate(map(scopes_of, self.operations))
+        last = {name: t for t, around in of_operations for name in scopes if _is_within(around, name)}
+        return sorted({*found, *last.values()})
 
     def cut(self, ipus: Sequence[int], names: Sequence[str] | None) -> Cut | None:
         """Return the best cut into a stage for each of these places; None if a function can be cut at too few places.

@@ -3,7 +3,7 @@
     layers_per_ipu=[1, 2, -1, -1]     layer 0 | layers 1, 2 | layers 3 to 5 | layers 6 to 9      of ten layers
 
 A layer ends where the function marks a value. In a function without marks, layers are the iterations of its scans over
-stacked weights. What comes before the first layer is on the first IPU, and what comes after the last one on the last.
+stacked weights. Operations before the first layer are on the first IPU, operations after the last layer on the last.
 """
 
 import itertools
@@ -37,8 +37,8 @@ def checked_counts(layers_per_ipu: Any, stages: int, ipus: int) -> list[int]:
 
 
 def ends_of_layers(places: Places, counts: Sequence[int], names: Sequence[str] | None) -> list[int]:
-    """Return the places after the last layer of each IPU but the last; the last -1 gets what is left of an
-    even division.
+    """Return the places after the last layer of each IPU but the last; the last -1 also gets the
+    remainder.
 
     Args:
         places: the places at which the function can be cut.

@@ -23,7 +23,7 @@ from ipu_jax.core.mesh.devices import IPU_AXIS
 WHOLE: Final = PartitionSpec()
 _ALL: Final = Part(0)
 _SAVED: Final = ("path", "shape", "dtype", "ipus", "ipu", "shard", "split", "chunks")
-"""What files say of a leaf, besides the name of its array and its rows."""
+"""The fields of a leaf in a file, besides its array's name and its rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,8 @@ class Leaf:
         size_of_rows: the number of rows of the user's leaf; None if this is all of it.
         array: the number of its array; -1 before it is placed, or if no array has it.
         ipus: the dim of the array that counts IPUs, 0 or 1; None if the array is the leaf itself.
-        ipu: the IPU in whose row it is, from the row's start; None if each has all of it or a shard.
+        ipu: the IPU in whose row it is, from the row's start. In an array of an optimizer it is 0 if all IPUs share the
+            row. None if there are no rows, or each has a shard.
         split, shard: the dim that is split over the IPUs, and the shape of a shard; None if it is whole.
         chunks: the dim along which the replicas' chunks follow one another; None: they are parts of the flat leaf.
         frozen: whether it gets no gradient.

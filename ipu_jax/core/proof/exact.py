@@ -36,9 +36,6 @@ from ipu_jax.core.proof.comparison import ComparedLeaf, Comparison, Results, Ver
 from ipu_jax.core.proof.reference import Learning, differentiated
 from ipu_jax.core.step_args import StepArgs, without_dims
 
-_Use = tuple[str, int]
-"""A group, and the number of a segment that reads it."""
-
 
 def checked_exact(pipeline: Any) -> Pipeline:
     """Return the pipeline, or raise `ValueError` if it cannot be compared bit by bit."""

@@ -206,7 +206,7 @@ def _mesh_and_reader(weights: Params) -> tuple[Mesh | None, int]:
 def _parts_of(params: Params, averages: Sharded | None) -> list[tuple[str, Leaf, Value]]:
     """Return the parts of weights: of placed ones group by group, of a plain tree in its own order.
 
-    A part is its leaf's name, where it is, and the array in which it is: that of its average, if there is one.
+    A part is a name, a leaf, and the array that contains it. With averages, a trained leaf is its average.
     """
     if isinstance(params, Sharded):
         parts = [(name, leaf, params.arrays[leaf.array]) for name, leaf in names_in(params.layout)]

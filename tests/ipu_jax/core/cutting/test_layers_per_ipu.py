@@ -34,6 +34,15 @@ def named(params: Any, x: Any) -> Any:
     return listed(params, x, mark=lambda x: checkpoint_name(x, "block"))
 
 
+def in_scopes(params: Any, x: Any) -> Any:
+    """Each layer is in the scope "block", and also names a value "block" before its end."""
+    x = x @ params["first"]
+    for w in params["layers"]:
+        with jax.named_scope("block"):
+            x = x + checkpoint_name(jnp.tanh(x @ w), "block")
+    return jnp.mean(x**2)
+
+
 def with_a_concurrent_head(params: Any, x: Any) -> Any:
     return listed(params, x, head=lambda x: jnp.mean(everywhere(jnp.sin, in_specs=P())(x)))
 
@@ -74,7 +83,8 @@ def test_each_ipu_gets_its_number_of_layers(loss, params, layers_per_ipu, ipus, 
 
 
 def test_named_layers_may_lie_before_a_part_on_all_ipus():
-    assert layers_on(cut(named, cuts=["block"], layers_per_ipu=[5, 2])()) == [5, 2]
+    for loss in (named, in_scopes):
+        assert layers_on(cut(loss, cuts=["block"], layers_per_ipu=[5, 2])()) == [5, 2]
     pipeline = cut(with_a_concurrent_head, layers_per_ipu=[5, 2])()
     assert layers_on(pipeline) == [5, 2]
     verify(pipeline, pipeline.shard(LISTED), X)

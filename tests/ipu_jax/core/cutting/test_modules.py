@@ -1,6 +1,6 @@
 """Test modules of Flax and Equinox as functions of their weights: modes, keys, statistics, sown values and places.
 
-A block of any library is called as docs/tutorials/flax.md shows it. What a step must return is the function's own
+A block of any library is called as docs/tutorials/flax.md shows it. A step must return the function's own
 result on one device, one micro-batch after the other.
 """
 
@@ -91,7 +91,7 @@ class Nnx:
     def __init__(self, seed: int):
         module = nnx.jit(lambda: NnxModule(nnx.Rngs(params=seed, dropout=0, noise=0)))()
         module(jnp.ones((ROWS, D)))
-        nnx.pop(module, Sown)  # what an earlier call sowed would count, too
+        nnx.pop(module, Sown)  # values that an earlier call sowed would count, too
         self.graph, self.params, self.state, self.rest = nnx.split(module, nnx.Param, nnx.BatchStat, ...)
 
     def __call__(self, params: Any, state: Any, x: Any, key: Any) -> Any:
@@ -134,7 +134,7 @@ class Equinox:
         return *over_rows(x, state, keys), ()
 
 
-# models of such blocks, and others
+# chains of these blocks, and other models
 
 
 @dataclasses.dataclass(frozen=True)
