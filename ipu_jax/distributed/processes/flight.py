@@ -1,4 +1,4 @@
-"""OwnRecord the tick in which each IPU of this process is, so that the launcher can say where a run hangs.
+"""Record the tick in which each IPU of this process is, so that the launcher can say where a run hangs.
 
     IPU_JAX_FLIGHT_RECORDER=1     ticks           per replica and IPU: program, tick, and since when
                                   tasks.1.json    the tasks of program 1 per IPU and tick, in words

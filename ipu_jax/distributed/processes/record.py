@@ -1,4 +1,4 @@
-"""OwnRecord what this process is and does, where its launcher and `ipu-monitor` find it.
+"""Record what this process is and does, where its launcher and `ipu-monitor` find it.
 
 A *record* is a folder that only its user may enter, and in which one process writes:
 
