@@ -275,16 +275,6 @@ def test_a_table_of_its_own_runs():
     assert largest_relative_error((loss, pipeline.unshard(gradients)), model.twin()) < 1e-5
 
 
-@pytest.mark.slow
-def test_a_trace_chooses_the_same():
-    model = chain((0, 1, None), M, like=False)
-    pipeline = model.pipeline(2, schedule="auto")
-    params = pipeline.shard(model.params)
-    given = model.pipeline(2, schedule=pipeline.choose_schedule(params, model.batch).schedule)
-    traced, expected = (str(jax.make_jaxpr(of.value_and_grad)(params, model.batch)) for of in (pipeline, given))
-    assert traced == expected
-
-
 # memory
 
 
