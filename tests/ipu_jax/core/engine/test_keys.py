@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh, verify
 from support.against_plain import bubbles_hold_nan, stages_at  # noqa: F401 (a fixture)
 from support.layers import ROWS, D, loss_layer, normal
+from support.platforms import programs_for
 
 # Each key is worked out by hand as docs/training.md gives it. B draws again what the gradients depend on. Neighbouring
 # stages of one IPU, and neighbouring concurrent ones, run merged.
@@ -27,6 +28,9 @@ def noisy_loss(p, x, mb, *, key):
     return jnp.mean(out.y), out.aux
 
 
+STRETCHED = (None, 0, 1, None)  # for a GPU, whose ticks are in stretches
+
+
 @pytest.mark.parametrize(
     ("places", "schedule", "replicas", "recompute"),
     [
@@ -40,6 +44,7 @@ def noisy_loss(p, x, mb, *, key):
         ((0, 1, 2), "grouped", 2, "none"),
         ((0, 1, 2), "zb-h1", 1, "none"),
         ((0, 1, 2, 3), "1f1b", 1, jax.checkpoint_policies.dots_saveable),
+        (STRETCHED, "grouped", 1, "all"),
     ],
 )
 @pytest.mark.fast("places0-1f1b-1-all")
@@ -48,11 +53,12 @@ def test_each_merged_stage_draws_its_own_numbers_in_f_and_again_in_b(places, sch
     fns = [scaled_noise] * (len(places) - 1) + [noisy_loss]
     stages, specs = stages_at(places, fns, names, random=True, recompute=recompute)
     mesh = make_mesh(replicas, 1 + max(place or 0 for place in places))
-    pipeline = Pipeline(stages, mesh=mesh, gradient_accumulation=m, schedule=schedule, specs=specs)
-    params = pipeline.shard({name: np.float32(i + 1) for i, name in enumerate(names)})
     batch, key = np.zeros((m, 1) if replicas == 1 else (replicas, m, 1), np.float32), jax.random.key(7)
-    (_, aux), gradients = pipeline.value_and_grad(params, batch, key=key)
-    _, of_loss = pipeline.loss(params, batch, key=key)
+    with programs_for("gpu" if places is STRETCHED else "cpu"):
+        pipeline = Pipeline(stages, mesh=mesh, gradient_accumulation=m, schedule=schedule, specs=specs)
+        params = pipeline.shard({name: np.float32(i + 1) for i, name in enumerate(names)})
+        (_, aux), gradients = pipeline.value_and_grad(params, batch, key=key)
+        _, of_loss = pipeline.loss(params, batch, key=key)
     gradients, seen = pipeline.unshard(gradients), set()
     for number, name in enumerate(names):
         folded = [

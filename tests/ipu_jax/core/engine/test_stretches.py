@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.extend import core
 
-from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh, make_schedule
+from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, make_schedule
 from support.against_plain import (
     assert_equals_plain,
     bubbles_hold_nan,  # noqa: F401 (a fixture)
@@ -73,41 +73,6 @@ def test_the_ticks_and_the_guards_of_each_scan(platform, schedule, places, scans
 )
 def test_messages_travel_beside_tasks_on_chips_under_the_two_phase_clock(platform, schedule, exchanges):
     assert [scan[2] for scan in scans_of(platform, schedule, (0, 1))] == [exchanges]
-
-
-def counting(w, x, mb, *, state):
-    """Return a layer's result, the micro-batches that it has seen, and the batch's sum as aux."""
-    return Outputs((mb["x"] if x is None else x) @ w, state=state + 1, aux=mb["x"].sum())
-
-
-@pytest.mark.slow
-def test_a_stage_in_front_with_state_sees_each_micro_batch_once():
-    rng, m = np.random.default_rng(0), 4
-    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
-    params = {"front": normal(5, 5), "block": normal(5, 5)}
-    batch = {"x": normal(m, 3, 5)}
-    stages = [
-        Stage(counting, params="front", state="seen", ipu=ALL_IPUS, name="front"),
-        Stage(lambda w, x, mb: x @ w, params="block", ipu=0),
-        Stage(lambda w, x, mb: x, ipu=1),
-        Stage(lambda w, x, mb: (x**2).mean(), ipu=ALL_IPUS),
-    ]
-    specs = {"front": jax.P()}
-    with programs_for("gpu"):
-        pipeline = Pipeline(stages, mesh=make_mesh(1, 2), gradient_accumulation=m, specs=specs)
-        state = pipeline.shard_state({"seen": np.zeros((), np.int32)})
-        (loss, aux), gradients, state = pipeline.value_and_grad(pipeline.shard(params), batch, state=state)
-    expected, expected_gradients = jax.value_and_grad(lambda p: ((batch["x"] @ p["front"] @ p["block"]) ** 2).mean())(
-        params
-    )
-    assert int(pipeline.unshard(state)["seen"]) == m
-    np.testing.assert_allclose(aux["front"], batch["x"].sum((1, 2)), rtol=1e-5)
-    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
-    jax.tree.map(
-        lambda found, wanted: np.testing.assert_allclose(found, wanted, rtol=1e-4),
-        pipeline.unshard(gradients),
-        expected_gradients,
-    )
 
 
 @pytest.mark.slow
