@@ -29,7 +29,7 @@ from .unusual_models import UNUSUAL_MODELS
 MODELS = {make.__name__: functools.cache(make) for make in (*PLAIN_MODELS, *LIBRARY_MODELS, *UNUSUAL_MODELS)}
 LARGE = (
     *("encoder_decoder", "linen_gpt", "linen_gpt_scanned", "linen_mixture_of_experts", "linen_scan_with_state"),
-    *("lstm", "nnx_scanned", "scanned_gpt", "state_space", "linen_batch_norm", "physics", "scan_that_carries_a_key"),
+    *("lstm", "scanned_gpt", "state_space", "linen_batch_norm", "scan_that_carries_a_key"),
 )
 """Models that take longest to compile: all of them are slow tests."""
 RUNS: tuple[dict[str, Any], ...] = (
@@ -124,20 +124,9 @@ def arguments(pipeline: Pipeline, example: Example) -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.fast(
-    "reads_of_all_earlier_layers",
-    "custom_derivatives",
-    "control_flow",
-    "jitted_layers",
-    "unused_weights",
-    "recommender",
-    "equinox_mlp",
-    "one_block_again_and_again",
-    "scan_with_a_key_per_layer",
-    "state_read_everywhere",
-    "learning_to_learn",
-    "graph_network",
-    "bfloat16_weights",
-    "unusual_aux",
+    *("reads_of_all_earlier_layers", "custom_derivatives", "control_flow", "jitted_layers", "unused_weights"),
+    *("recommender", "equinox_mlp", "one_block_again_and_again", "scan_with_a_key_per_layer"),
+    *("state_read_everywhere", "learning_to_learn", "graph_network", "bfloat16_weights", "unusual_aux"),
 )
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name in MODELS])
 def test_the_stages_compute_what_the_function_computes(name):

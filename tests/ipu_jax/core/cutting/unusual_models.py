@@ -5,7 +5,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 
 from .example import D, Example, normal, rows, squared_error
@@ -98,27 +97,6 @@ def state_read_everywhere() -> Example:
         return value / average, {"warm": warm}, state | {"steps": state["steps"] + 1, "average": average}
 
     return Example(loss, layers_of(rng, 5), rows, state=state, outputs=outputs)
-
-
-def physics() -> Example:
-    """The loss has derivatives of the network with respect to its input, of first and second order."""
-    rng = np.random.default_rng(28)
-    params = {"in": normal(rng, 1, D), "layers": layers_of(rng, 3), "out": normal(rng, D)}
-
-    def u(params, t):
-        x = jnp.tanh(t @ params["in"])
-        for w in params["layers"]:
-            x = jnp.tanh(x @ w)
-        return x @ params["out"]
-
-    def loss(params, batch):
-        du = jax.grad(u, 1)
-        ddu = jax.grad(lambda params, t: du(params, t)[0], 1)
-        t = batch["x"][:, :1]
-        residual = jax.vmap(lambda t: ddu(params, t)[0] + u(params, t))(t)
-        return jnp.mean(residual**2) + (u(params, jnp.zeros(1)) - 1) ** 2
-
-    return Example(loss, params, rows, tolerance=5e-5)
 
 
 def learning_to_learn() -> Example:
@@ -262,46 +240,6 @@ def linen_scan_with_state() -> Example:
     return Example(loss, variables["params"], rows, takes_key=True, tolerance=5e-5, **own)
 
 
-class NnxLayer(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.linear, self.norm = nnx.Linear(D, D, rngs=rngs), nnx.RMSNorm(D, rngs=rngs)
-        self.dropout = nnx.Dropout(0.2)
-
-    def __call__(self, x, rngs):
-        return x + self.dropout(nnx.gelu(self.linear(self.norm(x))), rngs=rngs)
-
-
-class NnxScanned(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        @nnx.split_rngs(splits=4)
-        @nnx.vmap(in_axes=(0,), out_axes=0)
-        def create(rngs):
-            return NnxLayer(rngs)
-
-        self.layers = create(rngs)
-
-    def __call__(self, x, rngs):
-        @nnx.split_rngs(splits=4)
-        @nnx.scan(in_axes=(0, nnx.Carry, 0), out_axes=nnx.Carry)
-        def forward(layer, x, rngs):
-            return layer(x, rngs)
-
-        return forward(self.layers, x, rngs)
-
-
-def nnx_scanned() -> Example:
-    """NNX's own scan over stacked layers, with dropout."""
-    graph, params = nnx.split(NnxScanned(nnx.Rngs(3)), nnx.Param)
-
-    def outputs(params, batch, key):
-        return nnx.merge(graph, params)(batch["x"], nnx.Rngs(dropout=key))
-
-    def loss(params, batch, key):
-        return squared_error(outputs(params, batch, key), batch["y"])
-
-    return Example(loss, params, rows, takes_key=True, outputs=outputs)
-
-
 def equinox_scanned() -> Example:
     """Layers made by `filter_vmap`, run by a scan over their arrays with a checkpoint, for each row of the batch."""
     keys = jax.random.split(jax.random.key(5), 5)
@@ -325,7 +263,7 @@ def equinox_scanned() -> Example:
 
 
 UNUSUAL_MODELS = (
-    one_block_again_and_again, scan_with_results_of_layers, scan_with_a_key_per_layer, state_read_everywhere, physics,
-    learning_to_learn, state_space, graph_network, bfloat16_weights, unusual_aux, linen_scan_with_state, nnx_scanned,
+    one_block_again_and_again, scan_with_results_of_layers, scan_with_a_key_per_layer, state_read_everywhere,
+    learning_to_learn, state_space, graph_network, bfloat16_weights, unusual_aux, linen_scan_with_state,
     equinox_scanned,
 )  # fmt: skip
