@@ -75,6 +75,7 @@ def test_a_feed_goes_on_from_the_end_of_an_epoch_and_of_all_data(
         states = [feed.state()]
         for _ in itertools.islice(feed, 60):
             states.append(feed.state())
+        assert [*feed, *feed.epoch()] == []
     for done in {0, per_epoch - 1, per_epoch, per_epoch + 1, 2 * per_epoch - 1, 2 * per_epoch}:
         state = states[done]
         epoch, batches = divmod(done, per_epoch)
