@@ -1,6 +1,6 @@
 """Make training steps in which one instance differs from the others, and steps in which all are alike.
 
-`support.instances` runs these functions in each process.
+`support.programs` runs these functions in each process.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from ipu_jax import Feed, Pipeline, Stage, TrainOptions, make_mesh, make_train_step, popdist
 from ipu_jax.distributed import board
 from ipu_jax.training.update import _alike
-from support.instances import Results
+from support.programs import Results
 
 UNLIKE: dict[str, tuple[Any, Any]] = {  # the value on most instances, and on the odd one
     "learning rate": (1e-2, 2e-2),

@@ -20,7 +20,7 @@ from ipu_jax import Feed, Pipeline, Stage, make_mesh
 from ipu_jax.io import FeedTimeoutError, normalise
 from ipu_jax.training.data.prefetch import Prefetcher
 from support import across_feeds
-from support.instances import run_instances
+from support.programs import run_instances
 from support.refusals import refused
 
 ROOT = Path(__file__).parents[4]

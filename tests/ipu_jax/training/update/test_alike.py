@@ -13,9 +13,9 @@ import pytest
 
 from ipu_jax.distributed import board
 from ipu_jax.distributed.errors import InstancesDifferError
-from ipu_jax.training.update._alike import Alike, around_difference, checksums, first_difference, first_unlike
+from ipu_jax.training.update._alike import Alike, checksums
 from support import unlike
-from support.instances import run_instances
+from support.programs import run_instances
 from support.refusals import compilations
 
 HOLDS: dict[str, tuple[str, str, str]] = {  # the name of what differs, the usual value, and the odd one
@@ -38,6 +38,7 @@ HOLDS: dict[str, tuple[str, str, str]] = {  # the name of what differs, the usua
     "schedule": ("schedule", "'grouped: ", "'gpipe: "),
     "width": ("params['body']", "float32[8, 16]", "float32[8, 24]"),
 }
+assert HOLDS.keys() == unlike.UNLIKE.keys()
 
 
 def check_said(name: str, text: str, others: str = " 0 has", odd: int = 1) -> None:
@@ -140,10 +141,6 @@ def test_each_difference_is_named(devices, replicas, ipus, odd, but):
             check_said(name, str(said), " 0 has" if len(devices) == 2 else "s 0 and 2 have", odd)
 
 
-def test_each_difference_has_its_words():
-    assert HOLDS.keys() == unlike.UNLIKE.keys()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("devices", "replicas", "ipus"), [((1, 1), 2, 1), ((3, 1), 2, 2)])  # or it spans both
 def test_equal_instances_exchange_one_message_per_step(devices, replicas, ipus):
@@ -160,39 +157,6 @@ def test_equal_instances_exchange_one_message_per_step(devices, replicas, ipus):
             "a step of one instance": 0,
             "unlike programs that are allowed": 0,
         }
-
-
-def test_the_first_difference_is_named_with_the_number_of_others():
-    usual = {"batch['x']": "float32[4]", "batch['y']": "float32[4]", "batch['z']": "int8[4]"}
-    odd = {"batch['x']": "float32[4]", "batch['y']": "float32[8]", "batch['z']": "int8[8]"}
-    assert first_difference({0: usual, 1: usual}) is None
-    said = "instance 3 has batch['y'] 'float32[8]', instances 0 to 2 have 'float32[4]' (1 more)"
-    assert first_difference({0: usual, 1: usual, 2: usual, 3: odd}) == said
-    assert (
-        first_difference({0: usual, 1: {}}) == "instance 1 has batch['x'] 'none', instance 0 has 'float32[4]' (2 more)"
-    )
-
-
-def test_parts_are_compared_where_instances_have_the_same():
-    assert first_difference({0: {"a": "1", "b": "1"}, 1: {"b": "1", "c": "2"}}, common=True) is None
-    said = first_difference({0: {"a": "1", "b": "1"}, 1: {"b": "2", "c": "2"}}, common=True)
-    assert said == "instance 1 has b '2', instance 0 has '1'"
-
-
-@pytest.mark.parametrize(
-    ("texts", "number"),
-    [(["ab", "ab"], 2), (["ab", "abc"], 2), (["abc", "axc", "abc"], 1), (["abc", "abc", "xbc"], 0), (["", "a"], 0)],
-)
-def test_the_first_unlike_line_is_found(texts, number):
-    assert first_unlike([np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]) == number
-
-
-def test_a_long_line_is_cut_around_its_difference():
-    first, second = around_difference(["a" * 5000 + "x" + "b" * 500, "a" * 5000 + "y" + "b" * 500])
-    assert first.startswith("...a")
-    assert "ax" in first
-    assert "ay" in second
-    assert len(first) == len(second) < 200
 
 
 def test_checksums_are_of_bits_whatever_holds_them():

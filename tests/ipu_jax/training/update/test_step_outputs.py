@@ -1,4 +1,4 @@
-"""Test norms, learning rates and texts of a training step, and that it takes a feed's batches as they are."""
+"""Test norms, learning rates and texts of a training step."""
 
 from typing import Any
 
@@ -9,9 +9,8 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import ALL_IPUS, Feed, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
+from ipu_jax import ALL_IPUS, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
 from ipu_jax.options import DynamicScale
-from support.dense import largest_relative_error
 from support.small_problems import product_loss, product_rows, product_weights
 from support.trained import compiled_quickly
 
@@ -85,48 +84,6 @@ def test_the_learning_rate_is_the_one_that_the_optimizer_keeps(optimizer, expect
         assert outputs.learning_rate is None
     else:
         np.testing.assert_allclose(step(state, product_rows(STEPS, 1))[1].learning_rate, expected, rtol=1e-6)
-
-
-# batches of a feed
-
-
-@pytest.mark.slow
-def test_a_feeds_last_batch_makes_only_the_updates_that_have_examples():
-    """Of 4 updates a batch, the second has one whole update and one with a row that fills it up."""
-    rng = np.random.default_rng(0)
-    source = {"x": rng.normal(size=(11, 5)).astype(np.float32), "real": np.ones(11, np.float32)}
-    fn = lambda w, mb: (jnp.sum((mb["x"] @ w["u"] @ w["v"]) ** 2 * mb["real"]), mb["real"].sum())
-    optimizer = optax.adamw(0.1, weight_decay=0.5)  # it would move weights without any gradient
-    step = make_train_step(fn, optimizer, TrainOptions(weighted=True, device_iterations=4, outputs="all"))
-    state, found, losses = step.init(product_weights()), [], []
-    with Feed(
-        source, mesh=make_mesh(1, 1), micro_batch=2, device_iterations=4, shuffle=False, remainder="pad", epochs=1
-    ) as feed:
-        batches = list(feed)
-    for batch in batches:
-        state, outputs = step(state, batch)
-        found.append(outputs.loss)
-
-    @jax.jit
-    def updated(w, opt, of_rows):
-        loss, g = jax.value_and_grad(lambda w, r: fn(w, r)[0] / fn(w, r)[1])(w, of_rows)
-        updates, opt = optimizer.update(g, opt, w)
-        return optax.apply_updates(w, updates), opt, loss
-
-    whole = product_weights()
-    opt = optimizer.init(whole)
-    padded = {"x": np.pad(source["x"], ((0, 1), (0, 0))), "real": np.pad(source["real"], (0, 1))}
-    for start in range(0, 12, 2):
-        whole, opt, loss = updated(whole, opt, {name: leaf[start : start + 2] for name, leaf in padded.items()})
-        losses.append(float(loss))
-    assert int(state.step) == 6
-    assert largest_relative_error(step.whole(state)["params"], whole) <= 1e-5
-    for loss, of_batch in zip(found, (losses[:4], losses[4:]), strict=True):
-        np.testing.assert_allclose(loss, of_batch, rtol=1e-5)
-    loss, counts = step.loss(state, batches[1])
-    total, count = fn(whole, {name: leaf[8:] for name, leaf in source.items()})
-    np.testing.assert_allclose(loss, total / count, rtol=1e-5)
-    assert counts.tolist() == [[2], [1]]
 
 
 # texts

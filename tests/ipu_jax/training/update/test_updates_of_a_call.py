@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -17,22 +16,6 @@ RATE = 0.1
 
 def normal(seed, *shape):
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
-
-
-@jax.jit
-@jax.value_and_grad
-def value_and_grad(w, rows):
-    return jnp.mean((jnp.tanh(rows @ w["a"]) @ w["b"]) ** 2)
-
-
-def dense_losses(weights, batch):
-    """Return the loss of each update of plain SGD, and the weights after the last; batch is (updates, M, B, D)."""
-    losses = []
-    for rows in batch.reshape(len(batch), -1, D):
-        loss, gradients = value_and_grad(weights, rows)
-        losses.append(float(loss))
-        weights = jax.tree.map(lambda w, g: w - RATE * g, weights, gradients)
-    return losses, weights
 
 
 @functools.cache
@@ -50,23 +33,6 @@ def step_of(**options):
 
 def weights():
     return {"a": normal(0, D, 7), "b": normal(1, 7, 3)}
-
-
-@pytest.mark.slow
-def test_pieces_of_a_batch_make_the_updates_of_the_whole_with_one_program():
-    batch = normal(2, K, M, B, D)
-    expected, end = dense_losses(weights(), batch)
-    step = step_of(outputs="all")
-    state, losses, first = step.init(weights()), [], 0
-    for count in (1, 3, 1):
-        state, outputs = step(state, batch, updates=range(first, first + count))
-        assert outputs.loss.shape == (count,)
-        losses += outputs.loss.tolist()
-        first += count
-    np.testing.assert_allclose(losses, expected, rtol=2e-5)
-    assert int(state.step) == K
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), step.whole(state)["params"], end)
-    assert step._program._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue] (jax hides it)
 
 
 @pytest.mark.fast("sum")
@@ -95,6 +61,7 @@ def test_outputs_are_those_of_the_updates_that_were_made(outputs, of):
     state, found = step(state, batch, updates=range(5, 6))
     np.testing.assert_allclose(np.ravel(found.loss), [losses[5]], rtol=1e-5)
     np.testing.assert_allclose(state.params, w, rtol=1e-5)
+    assert step._program._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue] (jax hides it)
     np.testing.assert_allclose(step.loss(state, batch)[0], np.mean((batch * w) ** 2), rtol=1e-5)
 
 

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ipu_jax import make_mesh
 from ipu_jax.training.weight_files import exporting, importing
 from support import exported
-from support.instances import run_instances
+from support.programs import run_instances
 
 MIB = 1 << 20
 

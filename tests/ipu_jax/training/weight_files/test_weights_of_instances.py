@@ -5,7 +5,7 @@ import pytest
 
 from ipu_jax.io import export_weights
 from support import exported
-from support.instances import run_instances
+from support.programs import run_instances
 
 
 def check(results) -> None:
