@@ -13,7 +13,7 @@ import pytest
 
 from ipu_jax.distributed import board
 from ipu_jax.distributed.errors import InstancesDifferError
-from ipu_jax.training.update._alike import Alike, checksums
+from ipu_jax.training.update._alike import Alike, around_difference, checksums
 from support import unlike
 from support.programs import run_instances
 from support.refusals import compilations
@@ -157,6 +157,14 @@ def test_equal_instances_exchange_one_message_per_step(devices, replicas, ipus):
             "a step of one instance": 0,
             "unlike programs that are allowed": 0,
         }
+
+
+def test_a_long_line_is_cut_around_its_difference():
+    first, second = around_difference(["a" * 5000 + "x" + "b" * 500, "a" * 5000 + "y" + "b" * 500])
+    assert first.startswith("...a")
+    assert "ax" in first
+    assert "ay" in second
+    assert len(first) == len(second) < 200
 
 
 def test_checksums_are_of_bits_whatever_holds_them():

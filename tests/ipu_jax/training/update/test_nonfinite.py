@@ -125,6 +125,10 @@ def test_of_several_wrong_values_the_first_counts(random_step):
         found: Any = random_step.find_nonfinite(state, batch)
         assert dataclasses.astuple(found)[1:6] == expected
         batch["to_state"][1, 0], batch["one"][1, 1] = 0, 0
+    batch = spoiled("shift", 0.0, 1, 0, 4)
+    batch["shift"][0, 2, 4] = 0
+    found = random_step.find_nonfinite(state, batch)
+    assert (found.replica, found.microbatch, found.name) == (1, 0, "middle")
 
 
 def test_a_feeds_batch_is_searched_as_it_is():
