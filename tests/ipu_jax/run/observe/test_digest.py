@@ -40,11 +40,6 @@ def test_what_was_computed_again_after_a_resume_counts_once_and_every_evaluated_
     }
 
 
-def test_long_curves_are_means_of_neighbours():
-    events = [{"event": "losses", "updates": 10, "losses": [float(k) for k in range(10)]}]
-    assert Digest(events).drawn(4)["loss"] == [[3, 1.0], [6, 4.0], [9, 7.0], [10, 9.0]]
-
-
 def test_the_figures_and_the_facts_at_the_top():
     assert Digest(EVENTS).figures() == {
         "updates": "7 (1 epoch)",

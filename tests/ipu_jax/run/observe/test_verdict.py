@@ -29,21 +29,9 @@ def measured(accuracy, **notes):
 @pytest.mark.parametrize(
     ("events", "level", "sentences"),
     [
-        (
-            log(FALLING, END),
-            "good",
-            ["Finished.", f"The loss fell from 2.08 {FIRST} to 0.104 {LAST}."],
-        ),
-        (
-            log(FALLING[::-1], END),
-            "bad",
-            ["Finished.", f"The loss rose from 0.104 {FIRST} to 2.08 {LAST}."],
-        ),
-        (
-            log(NOISE, END),
-            "fair",
-            ["Finished.", f"The loss did not fall: from 2 {FIRST} to 2 {LAST}."],
-        ),
+        (log(FALLING, END), "good", ["Finished.", f"The loss fell from 2.08 {FIRST} to 0.104 {LAST}."]),
+        (log(FALLING[::-1], END), "bad", ["Finished.", f"The loss rose from 0.104 {FIRST} to 2.08 {LAST}."]),
+        (log(NOISE, END), "fair", ["Finished.", f"The loss did not fall: from 2 {FIRST} to 2 {LAST}."]),
         (log(FALLING), "fair", ["The log has no end: the run is still going, or it was killed."]),
         (log(FALLING, {"event": "failed", "error": "disk full"}), "bad", ["Failed: disk full"]),
         (log(FALLING, {"event": "stopped", "reason": "SIGTERM: after 9"}), "fair", ["SIGTERM: after 9."]),
