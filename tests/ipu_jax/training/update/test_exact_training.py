@@ -130,8 +130,7 @@ PROGRAMS: list[Any] = [
 ]
 
 
-def name_of(part: Any) -> str:
-    return getattr(part, "__name__", "-".join(map(str, part)) or "plain")
+name_of = lambda part: part.__name__ if callable(part) else "-".join(map(str, part)) or "plain"
 
 
 @pytest.mark.fast("narrow-2-zb-h1-auto-plain", "narrow-1-sequential-auto-plain", "narrow-2-1f1b-none-plain")
