@@ -143,6 +143,7 @@ def test_waiting_beyond_the_plan_is_named():
     late = [Slice(**{**vars(one), "start": 3 * one.start, "end": 2 * one.start + one.end}) for one in slow]
     spread = Timeline(timeline.schedule, timeline.stages, True, timeline.steps, tuple(late), timeline.plan)
     assert any("is in the plan" in each for each in advice(spread))
+    assert any("ran no task" in each for each in verdict_of(Digest(log(FALLING, END)), make_report(spread))[1])
 
 
 def test_without_a_trace_the_advice_is_to_record_one_and_long_compilation_is_named():

@@ -108,15 +108,6 @@ def test_a_state_behind_which_no_batch_is_left_goes_on_with_the_next_epoch(remai
         assert len(batches) - last_of_first == (3 if remainder in ("pad", "wrap") else 2)
 
 
-def test_smaller_batches_read_what_a_larger_one_left():
-    """Of 10 examples, one batch of 8 leaves 2, which are a batch of another feed."""
-    with Feed(source(10), mesh=make_mesh(4, 1), micro_batch=2, remainder="pad", shuffle=False, prefetch=0) as feed:
-        next(feed)
-        state = feed.state()
-    with Feed(source(10), mesh=make_mesh(1, 1), micro_batch=2, shuffle=False, state=state, prefetch=0) as feed:
-        assert read(itertools.islice(feed, 2)) == [(0, [8, 9], 1), (1, [0, 1], 1)]
-
-
 def test_a_state_of_an_epoch_after_the_last_has_nothing_left():
     state = {"epoch": 5, "position": 0, "examples": 10, "seed": 0, "shuffle": 1}
     with Feed(source(10), mesh=make_mesh(1, 1), micro_batch=2, epochs=2, state=state) as feed:
