@@ -15,12 +15,6 @@ from support.launched import recorded
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("IPU_JAX_MONITOR", str(tmp_path / "records"))
-    return tmp_path / "records"
-
-
-@pytest.fixture
 def own():
     identity = own_identity()
     assert identity is not None
