@@ -49,6 +49,11 @@ def test_the_pictures_that_benchmarks_draw_are_there():
     assert all((results.FOLDER.parent / picture).exists() for picture in pictures if picture)
 
 
+def test_the_readme_asks_a_question_for_each_benchmark():
+    rows = re.findall(r"^\| `(\w+)\.py` \| .*\?", (results.FOLDER / "README.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted([*run_all.scripts(results.FOLDER), "faults"])
+
+
 def test_what_falls_short_fails_or_lacks_something_is_told_and_hides_nothing(tmp_path, capfd):
     write_script(tmp_path, "good", figure("cost", 1.02, at_most=1.03), figure("told", 7.0))
     write_script(tmp_path, "short", figure("speed-up", 1.5, at_least=2.0), figure("fine", 1, at_most=1))

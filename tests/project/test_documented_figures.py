@@ -12,6 +12,7 @@ import pytest
 import cross_entropy
 import results
 from cross_entropy import BACKWARD, FORWARD, SPLIT, XLA
+from ipu_jax.core.cutting.rules import rules
 from ipu_jax.core.schedules import make_schedule
 from schedules import BUBBLES, MEASURED, MICRO_BATCHES, WAVES, D, predicted
 from support import documents, tanh_layers
@@ -136,6 +137,14 @@ def test_the_gains_of_a_schedule_made_for_costs_are_those_of_the_benchmark():
         at_bound = BENCHMARKS[f"share of sets whose best family is at the bound, {of}"]
         expected = [*(f"{v:.1%}" for v in values), *(f"{v:.3f}" for v in bounds), f"{at_bound:.0%}"]
         assert shown.split(" | ") == expected, of
+
+
+def test_the_table_of_primitives_is_that_of_the_rules():
+    page = (documents.ROOT / "docs/design/cutting.md").read_text()
+    rows = re.findall(
+        r"^\| (.*) \| (.*) \|$", page.partition("## Each primitive")[2].partition("\n## ")[0], re.MULTILINE
+    )
+    assert rows[2:] == rules()
 
 
 @pytest.mark.slow
