@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 
 from ipu_jax.base.annotations import Tree
 from ipu_jax.base.checks import check_choice
-from ipu_jax.core.compiled.in_stages import guards_of, sent_in, stage_names
-from ipu_jax.core.compiled.program import Program, compiled_for
+from ipu_jax.core.compiled.in_stages import connected, guards_of, stage_names
+from ipu_jax.core.compiled.program import Instruction, Program, compiled_for
 from ipu_jax.core.engine.order import EXCHANGES, QUEUES, WORDS
 from ipu_jax.core.mesh.axes import further_axes, parts
 from ipu_jax.core.mesh.devices import IPU_AXIS
@@ -88,18 +88,22 @@ class GuardCheck:
 def check_update(program: Program, mesh: Mesh) -> None:
     """Raise `ValueError` if an IPU's update of its own leaves sends something for which all devices must be there."""
     for guard in program.instructions():
-        if guard.op == "while" and guard.place.endswith(f"{SLOT}/while"):
-            for op, axis, _, _ in sent_in(program, guard, mesh):
-                if _needs_all(op, axis):
-                    raise ValueError(
-                        f"the optimizer makes XLA exchange data over axis {axis!r} ({op}) in the update of an IPU's "
-                        "own leaf, for which XLA waits for all devices of the mesh, but others would not take part: "
-                        "split the leaf along another dim, or leave it whole"
-                    )
+        is_slot = guard.op == "while" and guard.place.endswith(f"{SLOT}/while")
+        if found := _needing_all(program, guard, mesh) if is_slot else None:
+            op, axis = found
+            raise ValueError(
+                f"the optimizer makes XLA exchange data over axis {axis!r} ({op}) in the update of an IPU's own leaf, "
+                "for which XLA waits for all devices of the mesh, but others would not take part: split the leaf along "
+                "another dim, or leave it whole"
+            )
 
 
-def _needs_all(op: str, axis: str) -> bool:
-    return op == "collective-permute" or IPU_AXIS in axis.split(" x ")
+def _needing_all(program: Program, guard: Instruction, mesh: Mesh) -> tuple[str, str] | None:
+    """Return the kind and the axis of something that a guard sends and for which all devices must be there."""
+    for sent, _, axis in connected(program.collectives_of(guard), mesh):
+        if sent.op == "collective-permute" or IPU_AXIS in axis.split(" x "):
+            return sent.op, axis
+    return None
 
 
 def why_not_own(program: Program, mesh: Mesh) -> str | None:
@@ -108,13 +112,12 @@ def why_not_own(program: Program, mesh: Mesh) -> str | None:
         segment = plan.segments[plan.classes[number][0]] if kind not in EXCHANGES else None
         if segment is None or plan.ipus == 1 or (segment.place is None and kind not in QUEUES):
             continue
-        names = ", ".join(map(repr, stage_names(plan, number)))
-        for op, axis, _, _ in sent_in(program, guard, mesh):
-            if _needs_all(op, axis):
-                return (
-                    f"stage {names} makes XLA exchange data over axis {axis!r} "
-                    f"({op} in {WORDS[kind]}), for which XLA waits for all devices of the mesh, and IPUs "
-                    "that run other stages would not take part: use guards='uniform', or keep a dim that is shifted or "
-                    "convolved whole (jax.lax.with_sharding_constraint)"
-                )
+        if found := _needing_all(program, guard, mesh):
+            (op, axis), names = found, ", ".join(map(repr, stage_names(plan, number)))
+            return (
+                f"stage {names} makes XLA exchange data over axis {axis!r} ({op} in {WORDS[kind]}), for which XLA "
+                "waits for all devices of the mesh, and IPUs that run other stages would not take part: use "
+                "guards='uniform', or keep a dim that is shifted or convolved whole "
+                "(jax.lax.with_sharding_constraint)"
+            )
     return None

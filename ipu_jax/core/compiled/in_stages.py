@@ -12,13 +12,13 @@ it. XLA permutes where a dim that is split is shifted or convolved. In a guard o
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
 from jax.sharding import Mesh
 
-from ipu_jax.core.compiled.program import Instruction, Program
+from ipu_jax.core.compiled.program import Collective, Instruction, Program
 from ipu_jax.core.engine.labels import Guard, PlanNames, guard_named, plan_named
 from ipu_jax.core.engine.order import EXCHANGES, WORDS
 
@@ -52,10 +52,10 @@ def in_stages(program: Program, mesh: Mesh) -> list[StageCollectives]:
     for guard, plan, (kind, number) in guards_of(program):
         if kind in EXCHANGES:
             continue
-        for op, axis, count, nbytes in sent_in(program, guard, mesh):
-            sums = found.setdefault((stage_names(plan, number), WORDS[kind], op, axis), [0, 0])
-            sums[0] += count
-            sums[1] += count * nbytes
+        for sent, _, axis in connected(program.collectives_of(guard), mesh):
+            sums = found.setdefault((stage_names(plan, number), WORDS[kind], sent.op, axis), [0, 0])
+            sums[0] += sent.runs
+            sums[1] += sent.runs * sent.nbytes
     return [StageCollectives(*key, *sums) for key, sums in found.items()]
 
 
@@ -66,19 +66,19 @@ def guards_of(program: Program) -> list[tuple[Instruction, PlanNames, Guard]]:
     return sorted(found, key=lambda one: (one[2][1], one[1].tick.position(one[2])))
 
 
-def sent_in(program: Program, guard: Instruction, mesh: Mesh) -> Iterator[tuple[str, str, int, int]]:
-    """Yield the kind, the axis, the number and the bytes of each collective in a run of a guard."""
-    for collective in program.collectives_of(guard):
-        groups = [group for group in groups_of(collective.instruction, mesh) if len(set(group)) > 1]
+def connected(collectives: Iterable[Collective], mesh: Mesh) -> Iterator[tuple[Collective, list[list[int]], str]]:
+    """Yield each collective that sends something, the groups of devices that it connects, and its axis."""
+    for collective in collectives:
+        groups = [group for group in _groups_of(collective.instruction, mesh) if len(set(group)) > 1]
         if groups:
-            yield collective.op, axis_of(groups, mesh), collective.runs, collective.nbytes
+            yield collective, groups, _axis_of(groups, mesh)
 
 
 def stage_names(plan: PlanNames, number: int) -> tuple[str, ...]:
     return tuple(name for i in plan.classes[number] for name in plan.segments[i].stages)
 
 
-def groups_of(instruction: Instruction, mesh: Mesh) -> list[list[int]]:
+def _groups_of(instruction: Instruction, mesh: Mesh) -> list[list[int]]:
     """Return the devices that a collective connects, by their numbers in the mesh.
 
     Between TPU slices XLA names devices by their ids: `{1,2}x{0:3}` are chips 0 to 3 of two slices, each with its like,
@@ -95,7 +95,7 @@ def groups_of(instruction: Instruction, mesh: Mesh) -> list[list[int]]:
     return [[numbers[each] for each in group if each in numbers] for group in ids]
 
 
-def axis_of(groups: Sequence[Sequence[int]], mesh: Mesh) -> str:
+def _axis_of(groups: Sequence[Sequence[int]], mesh: Mesh) -> str:
     """Return the axis along which groups of devices lie, or several, as in "replica x ipu"."""
     places = [np.array(np.unravel_index(group, mesh.devices.shape)) for group in groups]
     varies = np.any([(place != place[:, :1]).any(axis=1) for place in places], axis=0)

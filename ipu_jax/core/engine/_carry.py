@@ -12,7 +12,6 @@ from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.engine.stash import Stash
 from ipu_jax.core.layout.packing import arrays_of
 from ipu_jax.core.mesh.axes import kept_split
-from ipu_jax.core.programs.segment_program import split_floats
 from ipu_jax.core.step_args import StepArgs
 
 # switches for tests, which set them before a program is traced
@@ -87,7 +86,7 @@ def first_carry(plan: Plan, args: StepArgs, stash: Stash) -> Carry:
     )
     if not plan.backward:
         return carry
-    gradients = [[_idle(leaf) for leaf in split_floats(channel.message)[0]] for channel in plan.channels]
+    gradients = [[_idle(leaf) for leaf in channel.carried("dx")] for channel in plan.channels]
     arrays = zip(plan.params.arrays, arrays_of(args.params), strict=True)
     return dataclasses.replace(
         carry,

@@ -25,7 +25,7 @@ from ipu_jax.core.engine.order import EXCHANGES, Exchange, Queue, Tick, tick_of
 from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.mesh.axes import further_axes
 from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, Segment
-from ipu_jax.core.programs.segment_program import SegmentProgram, trace_segment
+from ipu_jax.core.programs.segment_program import SegmentProgram, split_floats, trace_segment
 from ipu_jax.core.schedules import Schedule
 from ipu_jax.core.stage import Role
 
@@ -45,6 +45,10 @@ class Channel:
 
     message: Tree
     pairs: tuple[tuple[int, int], ...] = ()
+
+    def carried(self, kind: Exchange) -> Tree:
+        """Return what it carries: messages, or as gradients their floating leaves."""
+        return self.message if kind == "y" else split_floats(self.message)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +104,10 @@ class Plan:
     @property
     def last(self) -> int:
         return len(self.segments) - 1
+
+    def segments_of(self, ipu: int) -> list[int]:
+        """Return the numbers of an IPU's own segments and the concurrent ones."""
+        return [i for i, segment in enumerate(self.segments) if segment.place in (None, ipu)]
 
     def class_of(self, i: int) -> int:
         """Return the number of the class that segment i belongs to."""

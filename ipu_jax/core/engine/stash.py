@@ -30,7 +30,6 @@ from ipu_jax.base.annotations import Value
 from ipu_jax.core.engine._buffer import Buffer
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.mesh.axes import parts
-from ipu_jax.core.programs.segment_program import split_floats
 from ipu_jax.core.schedules.lifetimes import Lifetimes, Spans
 
 RingKey = tuple[Literal["stash", "weight", "x", "dy"], int]
@@ -214,4 +213,4 @@ def _rings_of(plan: Plan) -> Iterator[tuple[RingKey, dict[int | None, Spans], li
             yield ("x", c), spans, jax.tree.leaves(plan.channels[plan.channel_of[first - 1]].message)
         if ("dy", c) in plan.tick:
             spans = {plan.waits_at(i, "dy"): lifetimes.inbox(segments[i + 1].first - 1, "B") for i in members}
-            yield ("dy", c), spans, split_floats(plan.channels[plan.channel_of[first]].message)[0]
+            yield ("dy", c), spans, plan.channels[plan.channel_of[first]].carried("dx")

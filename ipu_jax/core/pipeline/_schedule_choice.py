@@ -122,7 +122,7 @@ class ScheduleChoice:
             counted = traced.counted()
             costs = counted if costs is None else _with_bytes_of(costs, counted)
         unit = costs.unit if isinstance(costs, StageCosts) else None
-        transfer = transfer_time(traced.segments, traced.programs, shapes.platform, unit)
+        transfer = transfer_time(traced, unit)
 
         def search(stash_limit: list[float] | None) -> FoundSchedule:
             return find_schedule(
