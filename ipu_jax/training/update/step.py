@@ -24,7 +24,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ipu_jax.base import facts, status
 from ipu_jax.base.annotations import Batch, Function, Key, Params, Tree, Value
 from ipu_jax.base.decorators import public_on_mesh
-from ipu_jax.core.exactness import exact_options
 from ipu_jax.core.layout.leaf import WHOLE
 from ipu_jax.core.layout.packing import Sharded, batch_shapes, check_alive, unshard_tree, whole_shapes
 from ipu_jax.core.mesh.devices import REPLICA_AXIS, InFlight, check_there
@@ -33,6 +32,7 @@ from ipu_jax.core.optimizer.pipeline_optimizer import checked_optimizer
 from ipu_jax.core.options import DynamicScale, TrainOptions
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.pipeline.arguments import count_samples
+from ipu_jax.core.proof.exact import exact_options
 from ipu_jax.core.step_args import StepArgs, given_dims, with_dims, without_dims
 from ipu_jax.training.update._accumulate import counts_of
 from ipu_jax.training.update._alike import Alike

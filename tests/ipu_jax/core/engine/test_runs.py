@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ipu_jax import make_schedule
-from ipu_jax.core.engine._runs import microbatches_at, runs_of, runs_of_ipu
+from ipu_jax.core.engine.scan import microbatches_at, runs_of, runs_of_ipu
 from ipu_jax.schedules import SCHEDULES
 
 
