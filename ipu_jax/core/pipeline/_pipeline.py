@@ -26,8 +26,7 @@ from ipu_jax.base.other_words import Gone
 from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.analysis.report import MemoryGuard, make_report
 from ipu_jax.core.compiled.guards import GuardCheck, Guards
-from ipu_jax.core.cutting.function import FunctionModel, Source
-from ipu_jax.core.cutting.layers_per_ipu import checked_counts
+from ipu_jax.core.cutting.function import FunctionModel, Source, checked_counts, cut_on
 from ipu_jax.core.layout import packing
 from ipu_jax.core.layout.packing import Sharded, check_alive
 from ipu_jax.core.layout.rule import rule_of_state, rule_of_weights
@@ -36,10 +35,15 @@ from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS, check_there, devic
 from ipu_jax.core.optimizer.pipeline_optimizer import PipelineOptimizer
 from ipu_jax.core.options import PipelineOptions, Reduction
 from ipu_jax.core.pipeline._foreseen import Foreseen
-from ipu_jax.core.pipeline._making import check_one_batch, cut_on, places_of_stages
 from ipu_jax.core.pipeline._programs import Programs
-from ipu_jax.core.pipeline._schedule_choice import ScheduleChoice, silent_about_messages, warn_of_messages
+from ipu_jax.core.pipeline._schedule_choice import (
+    ScheduleChoice,
+    places_of_stages,
+    silent_about_messages,
+    warn_of_messages,
+)
 from ipu_jax.core.pipeline.arguments import (
+    check_one_batch,
     check_places,
     check_predict_axes,
     check_predictable,

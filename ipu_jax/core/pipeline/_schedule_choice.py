@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 
@@ -242,3 +242,11 @@ def _with_bytes_of(costs: StageCosts, counted: StageCosts) -> StageCosts:
     if len(costs) != len(counted):
         return costs  # which the search refuses
     return dataclasses.replace(costs, stash=counted.stash, weight_residuals=counted.weight_residuals)
+
+
+def places_of_stages(schedule: str | Schedule, ipus: int, rounds: int) -> Sequence[int | None]:
+    """Return the IPU of each stage that a schedule has."""
+    if isinstance(schedule, Schedule):
+        return schedule.placement
+    family = "sequential" if canonical_name(schedule) == "auto" else schedule
+    return make_schedule(family, ipus=ipus, gradient_accumulation=1, rounds=rounds).placement

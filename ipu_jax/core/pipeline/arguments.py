@@ -1,7 +1,7 @@
 """Check the arguments of a pipeline before anything is traced: stages and their places, mesh, keys, batches."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -185,3 +185,13 @@ def count_samples(batch: Batch, dims: int) -> int:
     64
     """
     return next((math.prod(leaf.shape[:dims]) for leaf in jax.tree.leaves(batch) if np.ndim(leaf) >= dims), 0)
+
+
+def check_one_batch(others: Sequence[Batch], ipus: int) -> None:
+    """Raise `ValueError` if `Pipeline.from_function` gets several arguments as micro-batch."""
+    if others:
+        parts = ", ".join(f"micro_batch[{k}]" for k in range(1 + len(others)))
+        raise ValueError(
+            f"{1 + len(others)} arguments are given as micro_batch: join them, from_function(lambda params, "
+            f"micro_batch: loss(params, {parts}), params, (x, y), ipus={ipus}, ...)"
+        )
