@@ -35,7 +35,7 @@ from ipu_jax.base.checks import as_int
 from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.analysis.bytes_picture import bytes_figure
 from ipu_jax.core.analysis.stage_costs import flops_of, on_paper, transfer_time
-from ipu_jax.core.compiled.in_stages import StageCollectives, in_stages
+from ipu_jax.core.compiled.guards import StageCollectives, in_stages
 from ipu_jax.core.compiled.program import Program, compiled_for
 from ipu_jax.core.engine.order import EXCHANGES
 from ipu_jax.core.engine.plan import Plan

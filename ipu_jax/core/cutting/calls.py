@@ -10,16 +10,7 @@ from typing import Final
 from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Jaxpr, Value, Var
-from ipu_jax.base.checkpoints import closed_over
-from ipu_jax.base.jaxprs import (
-    CHECKPOINTS,
-    closed_of,
-    laid_open,
-    needed,
-    part_of,
-    read_by,
-    variables,
-)
+from ipu_jax.base.jaxprs import CHECKPOINTS, closed_of, closed_over, laid_open, needed, part_of, read_by, variables
 from ipu_jax.core.cutting.known_places import at_known_places
 from ipu_jax.core.cutting.numbers import Numbers
 from ipu_jax.core.cutting.own_rows import RULES

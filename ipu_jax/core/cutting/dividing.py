@@ -14,8 +14,17 @@ from jax import lax
 from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Function, Var
-from ipu_jax.base.checkpoints import checkpointed, how_of
-from ipu_jax.base.jaxprs import in_order, in_scan_parts, needed, part_of, read_by, shape_of, variables
+from ipu_jax.base.jaxprs import (
+    checkpointed,
+    how_of,
+    in_order,
+    in_scan_parts,
+    needed,
+    part_of,
+    read_by,
+    shape_of,
+    variables,
+)
 from ipu_jax.base.row_rules import Taken
 from ipu_jax.core.cutting.division import Division, NewValue
 from ipu_jax.core.cutting.rows import RowTaker, equation, slicing, taken_by

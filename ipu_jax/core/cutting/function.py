@@ -20,8 +20,7 @@ from ipu_jax.base.checks import as_int, check_choice, in_line
 from ipu_jax.base.showing import Table
 from ipu_jax.core.analysis.balance import flops_of_stages
 from ipu_jax.core.cutting import given
-from ipu_jax.core.cutting.concurrent import cut_around
-from ipu_jax.core.cutting.concurrent_head import with_concurrent_head
+from ipu_jax.core.cutting.concurrent_head import cut_around, with_concurrent_head
 from ipu_jax.core.cutting.cut import STAGE_END, Cut, Places, work_of
 from ipu_jax.core.cutting.description import described, names_of
 from ipu_jax.core.cutting.dividing import divide, small_values
@@ -34,6 +33,7 @@ from ipu_jax.core.cutting.own_derivatives import check_cotangents, check_tied
 from ipu_jax.core.cutting.scan_layers import ScanLayer
 from ipu_jax.core.cutting.stages import Held, make_stage, who_holds
 from ipu_jax.core.cutting.trace import FunctionTrace
+from ipu_jax.core.layout.checks import check_weight
 from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.mesh.devices import IPU_AXIS
 from ipu_jax.core.programs.cost import in_units
@@ -197,7 +197,8 @@ def model_of(source: Source) -> FunctionModel:
     status.say("cutting the function")
     trace.frozen = {v for v, frozen in zip(trace.params, is_frozen, strict=True) if frozen}
     trace = trace.with_new_state_early()
-    given.check_weights(params, is_frozen)
+    for (path, leaf), frozen in zip(jax.tree.leaves_with_path(params), is_frozen, strict=True):
+        check_weight(f"params{jax.tree_util.keystr(path)}", leaf.dtype, frozen)
     given.check_loss(trace, results[0])
     given.check_effects(trace)
     given.check_constants(trace)

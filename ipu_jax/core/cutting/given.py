@@ -20,16 +20,15 @@ from jax.extend import core
 from jax.sharding import Mesh
 
 from ipu_jax.base.annotations import Batch, Dtype, Function, Jaxpr, Key, Params, Tree, Value
-from ipu_jax.base.checkpoints import plain
 from ipu_jax.base.checks import in_line
 from ipu_jax.base.decorators import OTHER_MESH, users_mesh
-from ipu_jax.base.jaxprs import all_equations, bodies_of, traced_on
+from ipu_jax.base.jaxprs import all_equations, bodies_of, plain, traced_on
 from ipu_jax.core.cutting.cut import STAGE_END
 from ipu_jax.core.cutting.everywhere import is_everywhere, traced_for
 from ipu_jax.core.cutting.module_trees import check_unchanged, name_of_function
 from ipu_jax.core.cutting.trace import FunctionTrace, trace_of
 from ipu_jax.core.cutting.users_code import at_line, is_ours, name_of, users_line
-from ipu_jax.core.layout.checks import check_array, check_weight
+from ipu_jax.core.layout.checks import check_array
 from ipu_jax.core.layout.tree_parts import spread
 from ipu_jax.core.mesh.axes import further_axes
 
@@ -76,12 +75,6 @@ def frozen_leaves(frozen: Tree, params: Params) -> list[bool]:
         if not isinstance(leaf, (bool, np.bool_)):
             raise ValueError(f"frozen{jax.tree_util.keystr(path)} is {leaf!r:.60}: give True or False")
     return [bool(leaf) for leaf in found]
-
-
-def check_weights(params: Params, frozen: Sequence[bool]) -> None:
-    """Raise `ValueError` unless each leaf of the shapes of the weights can be trained, or is frozen."""
-    for (path, leaf), is_frozen in zip(jax.tree.leaves_with_path(params), frozen, strict=True):
-        check_weight(f"params{jax.tree_util.keystr(path)}", leaf.dtype, is_frozen)
 
 
 class NeedsAxesError(ValueError):

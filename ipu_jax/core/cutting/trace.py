@@ -21,15 +21,7 @@ import jax
 from jax.extend import core
 
 from ipu_jax.base.annotations import Batch, Eqn, Function, Jaxpr, Key, Params, Tree, Value, Var
-from ipu_jax.base.checkpoints import plain
-from ipu_jax.base.jaxprs import (
-    bodies_of,
-    differentiated_between,
-    in_scan_parts,
-    is_float,
-    needed,
-    variables,
-)
+from ipu_jax.base.jaxprs import bodies_of, differentiated_between, in_scan_parts, is_float, needed, plain, variables
 from ipu_jax.base.row_rules import FOLLOWED, Taken
 from ipu_jax.core.cutting.calls import with_rows_outside
 from ipu_jax.core.cutting.everywhere import is_everywhere, traced_for

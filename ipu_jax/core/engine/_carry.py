@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from ipu_jax.base.annotations import Tree, Value
 from ipu_jax.core.engine.plan import Plan
@@ -88,13 +87,14 @@ def first_carry(plan: Plan, args: StepArgs, stash: Stash) -> Carry:
         return carry
     gradients = [[_idle(leaf) for leaf in channel.carried("dx")] for channel in plan.channels]
     arrays = zip(plan.params.arrays, arrays_of(args.params), strict=True)
+    zeros_like = lambda leaf: jnp.zeros_like(leaf, jnp.promote_types(leaf.dtype, jnp.float32))
     return dataclasses.replace(
         carry,
         dx=[leaves if k in of_dx else None for k, leaves in enumerate(gradients)],
         dx_received=[leaves if crosses else None for leaves, crosses in zip(gradients, crossing, strict=True)],
         stash=jax.tree.map(_idle, stash.shapes),
         sums=[
-            _zero_sum(value, array.spec) if k in plan.params.trained_arrays else None
+            kept_split(zeros_like(value), array.spec) if k in plan.params.trained_arrays else None
             for k, (array, value) in enumerate(arrays)
         ],
     )
@@ -107,7 +107,3 @@ def _zeros_per_microbatch(count: int, shapes: Tree) -> Tree:
 def _idle(shape: jax.ShapeDtypeStruct) -> jax.Array:
     fill = IDLE_FILL if jnp.issubdtype(shape.dtype, jnp.inexact) else 0
     return jnp.full(shape.shape, fill, shape.dtype)
-
-
-def _zero_sum(leaf: Value, spec: P) -> jax.Array:
-    return kept_split(jnp.zeros_like(leaf, jnp.promote_types(leaf.dtype, jnp.float32)), spec)

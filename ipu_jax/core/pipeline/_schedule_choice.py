@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 
@@ -118,7 +119,8 @@ class ScheduleChoice:
             ValueError: `costs` are for other stages, or no schedule fits in `ipu_memory`.
         """
         traced = shapes.trace(self.stages)
-        if costs is None or (isinstance(costs, StageCosts) and not _has_bytes(costs)):
+        sizes = (costs.stash, costs.weight_residuals) if isinstance(costs, StageCosts) else ()
+        if costs is None or (sizes and not any(itertools.chain(*filter(None, sizes)))):
             counted = traced.counted()
             costs = counted if costs is None else _with_bytes_of(costs, counted)
         unit = costs.unit if isinstance(costs, StageCosts) else None
@@ -232,10 +234,6 @@ def silent_about_messages() -> Iterator[None]:
 
 def _largest(report: PipelineReport) -> int:
     return max(report.total(part.ipu) for part in report.ipus)
-
-
-def _has_bytes(costs: StageCosts) -> bool:
-    return any((*(costs.stash or ()), *(costs.weight_residuals or ())))
 
 
 def _with_bytes_of(costs: StageCosts, counted: StageCosts) -> StageCosts:

@@ -128,10 +128,6 @@ class _Walk:
             return block.with_dims(eqn.params["broadcast_dimensions"])
         return None
 
-    def has_part(self, var: Var, want: _Wanted) -> bool:
-        """Return whether a variable is a part of a wanted variable, and nothing else reads it."""
-        return self.uses[var] == 1 and any(part.var is var for part in self.parts_of(want))
-
     def is_zero(self, var: Var) -> bool:
         if isinstance(var, core.Literal):
             return not np.any(var.val)
@@ -221,7 +217,8 @@ def _scan(
 def _added_by_body(walk: _Walk, body: Jaxpr, own: dict[int, _Wanted], carry_vars: Sequence[Var]) -> dict[int, _Wanted]:
     """Return which outputs of a scan its body can add: rows of stacked outputs, and carries that it only adds to."""
     inner, outvars = _Walk(body, (), exact=walk.exact), body.jaxpr.outvars
-    is_sum = lambda p, want: inner.has_part(carry_vars[p], dataclasses.replace(want, var=outvars[p]))
+    parts_of = lambda p, want: [part.var for part in inner.parts_of(dataclasses.replace(want, var=outvars[p]))]
+    is_sum = lambda p, want: inner.uses[carry_vars[p]] == 1 and carry_vars[p] in parts_of(p, want)
     return {p: want for p, want in own.items() if p >= len(carry_vars) or is_sum(p, want)}
 
 

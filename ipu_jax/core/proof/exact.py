@@ -173,7 +173,8 @@ class _OnOneDevice:
         compiled = functools.partial(jax.jit, compiler_options=options)
         of_replicas = differentiated(self.pipeline, self.whole, self.learning_of, self.call, compiled)
         gradients, states, losses, aux = of_replicas
-        mean = compiled(_mean)  # under these options, XLA does not multiply by 1 / 3
+        added = lambda rows, start: sum(rows.astype(jnp.promote_types(rows.dtype, jnp.float32)), start)
+        mean = compiled(lambda rows, start: added(rows, start) / len(rows))  # without these options, it is * (1 / 3)
         loss = mean(mean(losses.T, 0.0), -0.0)  # a pipeline adds losses to 0.0, so -0.0 is lost
         value = self.pipeline.placement.loss_with_aux(loss, without_dims(aux, self.pipeline.replicas))
         reduced = lambda s: mean(s, -0.0).astype(s.dtype) if jnp.issubdtype(s.dtype, jnp.floating) else s[0]
@@ -231,8 +232,3 @@ class _OnOneDevice:
 
 def _added(terms: Iterable[Value]) -> Value:
     return functools.reduce(operator.add, terms)
-
-
-def _mean(terms: Value, start: Value) -> Value:
-    """Return the mean of rows, added from `start` in at least float32."""
-    return sum(terms.astype(jnp.promote_types(terms.dtype, jnp.float32)), start) / len(terms)

@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 
 from ipu_jax.base.annotations import Device, Jaxpr
 from ipu_jax.core.analysis.stage_costs import flops_of, on_paper
-from ipu_jax.core.compiled.in_stages import connected
+from ipu_jax.core.compiled.guards import connected
 from ipu_jax.core.compiled.program import Collective, Program
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.mesh.axes import parts

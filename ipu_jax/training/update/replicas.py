@@ -229,21 +229,20 @@ class Replicas:
             ValueError: the batch does not fit, or the key is missing or superfluous. Raised before anything is
                 compiled.
         """
-        given = taken(StepArgs(params, batch, None, key))
-        self.check(given)
-        self._window.begin(given)
-        loss, aux, gradients = self._value_and_grad(given)
-        self._window.admit(loss, samples=count_samples(batch, 2 + given_dims(self.replicas)))
-        return (loss if aux is None else (loss, aux)), gradients
+        samples = count_samples(batch, 2 + given_dims(self.replicas))
+        return self._run(self._value_and_grad, StepArgs(params, batch, None, key), updates=1, samples=samples)
 
     def loss(self, params: Params, batch: Batch, key: Key = None) -> Tree:
         """Return the loss, or `(loss, aux)`, without gradients."""
-        given = taken(StepArgs(params, batch, None, key))
+        return self._run(self._loss, StepArgs(params, batch, None, key), updates=0, samples=0)[0]
+
+    def _run(self, program: Any, given: StepArgs, *, updates: int, samples: int) -> tuple[Tree, Params]:
+        given = taken(given)
         self.check(given)
         self._window.begin(given)
-        loss, aux, _ = self._loss(given)
-        self._window.admit(loss, updates=0)
-        return loss if aux is None else (loss, aux)
+        loss, aux, gradients = program(given)
+        self._window.admit(loss, updates=updates, samples=samples)
+        return (loss if aux is None else (loss, aux)), gradients
 
     def check(self, given: StepArgs) -> None:
         """Raise the `ValueError` that `value_and_grad` would raise for these arguments."""
