@@ -14,7 +14,6 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import Mesh
 
-from ipu_jax.base import status
 from ipu_jax.base.annotations import Batch, Function, Key, Params, Tree, Value
 from ipu_jax.base.checks import as_int, check_choice, in_line
 from ipu_jax.base.showing import Table
@@ -191,10 +190,7 @@ def model_of(source: Source) -> FunctionModel:
     check_equinox(source.loss, source.params, call.takes_key)
     params = given.shapes("params", source.params, weak=True)
     microbatch = given.shapes("micro_batch", source.microbatch)
-    key = jax.eval_shape(lambda: jax.random.key(0)) if call.takes_key else None
-    status.say("tracing the function")
-    trace, results = call.traced(params, microbatch, key, source.mesh, source.ipus)
-    status.say("cutting the function")
+    trace, results, key = call.traced(params, microbatch, source.mesh, source.ipus)
     trace.frozen = {v for v, frozen in zip(trace.params, is_frozen, strict=True) if frozen}
     trace = trace.with_new_state_early()
     for (path, leaf), frozen in zip(jax.tree.leaves_with_path(params), is_frozen, strict=True):

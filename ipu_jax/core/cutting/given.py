@@ -19,6 +19,7 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import Mesh
 
+from ipu_jax.base import status
 from ipu_jax.base.annotations import Batch, Dtype, Function, Jaxpr, Key, Params, Tree, Value
 from ipu_jax.base.checks import in_line
 from ipu_jax.base.decorators import OTHER_MESH, users_mesh
@@ -146,9 +147,9 @@ class LossCall:
             )
 
     def traced(
-        self, params: Params, microbatch: Batch, key: Key, mesh: Mesh | None, ipus: int
-    ) -> tuple[FunctionTrace, Tree]:
-        """Return the function's trace, and the shapes of its results; say what is wrong where calls often fail.
+        self, params: Params, microbatch: Batch, mesh: Mesh | None, ipus: int
+    ) -> tuple[FunctionTrace, Tree, Key]:
+        """Return the trace, and the shapes of the results and the key; say what is wrong where calls often fail.
 
         Calls of an `everywhere` are operations on this number of IPUs.
 
@@ -156,6 +157,8 @@ class LossCall:
             ValueError: the function names an unmapped axis, its third argument is not a key, or the first two are
                 swapped.
         """
+        status.say("tracing the function")
+        key = jax.eval_shape(lambda: jax.random.key(0)) if self.takes_key else None
         run = lambda: trace_of(self, params, self._state, microbatch, key, ipus)
         try:
             trace, results = run() if mesh is None else traced_on(mesh, run)
@@ -172,7 +175,8 @@ class LossCall:
         if self._may_be_no_key and not any(id(v) in read for v in trace.key):
             name = self._names[-1]
             raise ValueError(f"{self.what} takes {name!r}, gets a random key there, and ignores it{self._one_batch()}")
-        return trace, results
+        status.say("cutting the function")
+        return trace, results, key
 
     def on_one_ipu(self, params: Params, microbatch: Batch, key: Key) -> Jaxpr:
         """Return the closed jaxpr of the function on one IPU, which computes every `everywhere` on whole arrays."""

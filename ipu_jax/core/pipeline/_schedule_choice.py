@@ -122,7 +122,10 @@ class ScheduleChoice:
         sizes = (costs.stash, costs.weight_residuals) if isinstance(costs, StageCosts) else ()
         if costs is None or (sizes and not any(itertools.chain(*filter(None, sizes)))):
             counted = traced.counted()
-            costs = counted if costs is None else _with_bytes_of(costs, counted)
+            if costs is None:
+                costs = counted
+            elif len(costs) == len(counted):  # others are refused by the search
+                costs = dataclasses.replace(costs, stash=counted.stash, weight_residuals=counted.weight_residuals)
         unit = costs.unit if isinstance(costs, StageCosts) else None
         transfer = transfer_time(traced, unit)
 
@@ -234,12 +237,6 @@ def silent_about_messages() -> Iterator[None]:
 
 def _largest(report: PipelineReport) -> int:
     return max(report.total(part.ipu) for part in report.ipus)
-
-
-def _with_bytes_of(costs: StageCosts, counted: StageCosts) -> StageCosts:
-    if len(costs) != len(counted):
-        return costs  # which the search refuses
-    return dataclasses.replace(costs, stash=counted.stash, weight_residuals=counted.weight_residuals)
 
 
 def places_of_stages(schedule: str | Schedule, ipus: int, rounds: int) -> Sequence[int | None]:

@@ -203,9 +203,11 @@ class _Programs:
     def unsharded(self, compiled: Compiled = jax.jit, *, moved: int | None = None) -> Results:
         """Return the unsharded program's results, with weights that are moved by this seed, if one is given."""
         weights = self.whole.params if moved is None else _moved(self.whole.params, moved)
-        whole = self.whole._replace(params=weights)
         with self._next():
-            return _results(jax.block_until_ready(unsharded_update(self.pipeline, whole, compiled)))
+            return self._unsharded(self.whole._replace(params=weights), compiled)
+
+    def _unsharded(self, whole: StepArgs, compiled: Compiled) -> Results:
+        return _results(jax.block_until_ready(unsharded_update(self.pipeline, whole, compiled)))
 
     def _next(self) -> status.during:
         number = next(self.numbers)
@@ -228,11 +230,8 @@ class _ForwardPrograms(_Programs):
         outputs = jax.tree.map(without_keys, outputs)
         return {"outputs": outputs, "state": new_state and self.pipeline.unshard(new_state)}
 
-    def unsharded(self, compiled: Compiled = jax.jit, *, moved: int | None = None) -> Results:
-        weights = self.whole.params if moved is None else _moved(self.whole.params, moved)
-        with self._next():
-            run = unsharded_forward(self.pipeline, self.whole._replace(params=weights), compiled)
-            outputs, new_state = jax.block_until_ready(run)
+    def _unsharded(self, whole: StepArgs, compiled: Compiled) -> Results:
+        outputs, new_state = jax.block_until_ready(unsharded_forward(self.pipeline, whole, compiled))
         outputs = jax.tree.map(without_keys, outputs)
         return {"outputs": outputs, "state": new_state if self.pipeline.has_state else None}
 

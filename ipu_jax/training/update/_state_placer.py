@@ -18,7 +18,7 @@ from ipu_jax.core.layout.blocks import Blocks, from_blocks
 from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.layout.leaf import WHOLE
 from ipu_jax.core.layout.packing import Sharded, shapes_on, shard_tree, unshard_tree
-from ipu_jax.core.mesh.instances import put_copy
+from ipu_jax.core.mesh.instances import put_copy, shapes_by
 from ipu_jax.core.optimizer import zero
 from ipu_jax.core.optimizer.update import ShardedUpdate
 from ipu_jax.core.options import TrainOptions
@@ -92,10 +92,7 @@ class StatePlacer:
             ema=None if self._options.ema_decay is None else shapes_on(update.blocks.averages, model.mesh),
             nonfinite=None if self._options.on_nonfinite is None else count,
         )
-        on_mesh = lambda leaf, spec: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=NamedSharding(model.mesh, spec)
-        )
-        return jax.tree.map(on_mesh, state, self.specs(state))
+        return shapes_by(state, self.specs(state), model.mesh)
 
     def placed(self, whole: dict[str, Tree]) -> TrainState:
         """Place a state that `whole` returned, perhaps from a step for other IPUs or replicas.

@@ -27,7 +27,7 @@ from ipu_jax.base.decorators import public_on_mesh
 from ipu_jax.core.layout.leaf import WHOLE
 from ipu_jax.core.layout.packing import Sharded, batch_shapes, check_alive, unshard_tree, whole_shapes
 from ipu_jax.core.mesh.devices import REPLICA_AXIS, InFlight, check_there
-from ipu_jax.core.mesh.instances import put, taken
+from ipu_jax.core.mesh.instances import put, shapes_by, taken
 from ipu_jax.core.optimizer.pipeline_optimizer import checked_optimizer
 from ipu_jax.core.options import DynamicScale, TrainOptions
 from ipu_jax.core.pipeline import Pipeline
@@ -399,10 +399,7 @@ class TrainStep:
         of_updates = [None] * given_dims(self.options.device_iterations)
         of_replicas = [REPLICA_AXIS] * given_dims(self.model.replicas)
         spec = PartitionSpec(*of_updates, *of_replicas)
-        placed = lambda leaf, spec: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec)
-        )
-        shapes = jax.tree.map(placed, state, self._placer.specs(state))
+        shapes = shapes_by(state, self._placer.specs(state), self.mesh)
         return self._program.lower(chosen, shapes, batch_shapes(batch, self.mesh, spec), _ends(made))
 
     def _settings(self) -> dict[str, str]:
