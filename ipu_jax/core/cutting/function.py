@@ -32,8 +32,8 @@ from ipu_jax.core.cutting.own_derivatives import check_cotangents, check_tied
 from ipu_jax.core.cutting.scan_layers import ScanLayer
 from ipu_jax.core.cutting.stages import Held, make_stage, who_holds
 from ipu_jax.core.cutting.trace import FunctionTrace
-from ipu_jax.core.layout.checks import check_weight
 from ipu_jax.core.layout.layout import PackedLayout
+from ipu_jax.core.layout.leaf import check_weight
 from ipu_jax.core.mesh.devices import IPU_AXIS
 from ipu_jax.core.programs.cost import in_units
 from ipu_jax.core.programs.segment import Message, MicrobatchInputs

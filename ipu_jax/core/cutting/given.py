@@ -29,7 +29,7 @@ from ipu_jax.core.cutting.everywhere import is_everywhere, traced_for
 from ipu_jax.core.cutting.module_trees import check_unchanged, name_of_function
 from ipu_jax.core.cutting.trace import FunctionTrace, trace_of
 from ipu_jax.core.cutting.users_code import at_line, is_ours, name_of, users_line
-from ipu_jax.core.layout.checks import check_array
+from ipu_jax.core.layout.leaf import check_array
 from ipu_jax.core.layout.tree_parts import spread
 from ipu_jax.core.mesh.axes import further_axes
 

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh
 
 from ipu_jax.base.annotations import Batch, Key, Value
 from ipu_jax.base.keys import is_one_key
-from ipu_jax.core.layout.checks import check_array
+from ipu_jax.core.layout.leaf import check_array
 from ipu_jax.core.mesh.axes import further_axes, names_in
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS, make_mesh
 from ipu_jax.core.stage import Role, Stage

@@ -25,7 +25,7 @@ from ipu_jax.base.checks import check_count
 from ipu_jax.base.decorators import public_on_mesh
 from ipu_jax.base.jaxprs import check_context_mesh
 from ipu_jax.base.keys import is_one_key
-from ipu_jax.core.layout.checks import check_array, check_weight
+from ipu_jax.core.layout.leaf import check_array, check_weight
 from ipu_jax.core.layout.packing import check_alive
 from ipu_jax.core.mesh.axes import further_axes
 from ipu_jax.core.mesh.collectives import reduced, rounded

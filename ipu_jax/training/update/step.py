@@ -38,11 +38,10 @@ from ipu_jax.training.update._accumulate import counts_of
 from ipu_jax.training.update._alike import Alike
 from ipu_jax.training.update._arguments import Arguments
 from ipu_jax.training.update._decision import BatchesInFlight
-from ipu_jax.training.update._model import Model
 from ipu_jax.training.update._replay import Replay
 from ipu_jax.training.update._state_placer import StatePlacer, with_average
 from ipu_jax.training.update._update_program import Iteration, clip
-from ipu_jax.training.update.models import model_for, specs_of
+from ipu_jax.training.update.models import Model, model_for, specs_of
 from ipu_jax.training.update.nonfinite import NonFinite
 from ipu_jax.training.update.replicas import Replicas
 from ipu_jax.training.update.state import StepOutputs, TrainState
