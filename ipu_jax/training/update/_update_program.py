@@ -22,10 +22,10 @@ from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.optimizer.update import ShardedUpdate
 from ipu_jax.core.options import DynamicScale, TrainOptions
 from ipu_jax.core.step_args import StepArgs, given_dims
-from ipu_jax.training.update._accumulate import counts_of
 from ipu_jax.training.update._decision import Decision, decided, first_of
 from ipu_jax.training.update._precision import current_scale, next_scale, stochastic_round, widened
 from ipu_jax.training.update.models import Gradients, Model
+from ipu_jax.training.update.replicas import counts_of
 from ipu_jax.training.update.state import StepOutputs, TrainState
 
 

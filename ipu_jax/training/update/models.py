@@ -32,9 +32,8 @@ from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.pipeline.placed_stages import PlacedStages
 from ipu_jax.core.stage import Stage
 from ipu_jax.core.step_args import StepArgs, given_dims
-from ipu_jax.training.update._accumulate import accumulate, loss_and_aux
 from ipu_jax.training.update._precision import cast_floats, computing_in, function_in
-from ipu_jax.training.update.replicas import Replicas, over_replicas, replicate
+from ipu_jax.training.update.replicas import Replicas, accumulate, loss_and_aux, over_replicas, replicate
 
 
 class Gradients(NamedTuple):

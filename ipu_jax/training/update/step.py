@@ -34,7 +34,6 @@ from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.pipeline.arguments import count_samples
 from ipu_jax.core.proof.exact import exact_options
 from ipu_jax.core.step_args import StepArgs, given_dims, with_dims, without_dims
-from ipu_jax.training.update._accumulate import counts_of
 from ipu_jax.training.update._alike import Alike
 from ipu_jax.training.update._arguments import Arguments
 from ipu_jax.training.update._decision import BatchesInFlight
@@ -43,7 +42,7 @@ from ipu_jax.training.update._state_placer import StatePlacer, with_average
 from ipu_jax.training.update._update_program import Iteration, clip
 from ipu_jax.training.update.models import Model, model_for, specs_of
 from ipu_jax.training.update.nonfinite import NonFinite
-from ipu_jax.training.update.replicas import Replicas
+from ipu_jax.training.update.replicas import Replicas, counts_of
 from ipu_jax.training.update.state import StepOutputs, TrainState
 
 
