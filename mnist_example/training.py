@@ -80,11 +80,6 @@ def updates_in_words(flags: DataFlags, data: MNIST) -> str:
     )
 
 
-def make_optimizer(name: str, learning_rate: float) -> optax.GradientTransformation:
-    """Return the optimizer with this name, with optax's defaults for everything except the learning rate."""
-    return optax.sgd(learning_rate, 0.9) if name == "momentum" else getattr(optax, name)(learning_rate)
-
-
 class TrainingRun:
     """A training run in one mode. Making one compiles nothing and draws no weights.
 
@@ -119,7 +114,9 @@ class TrainingRun:
             loss_scale=ipu_jax.options.DynamicScale() if flags.half == "float16" else 1.0,
             on_nonfinite=flags.on_nonfinite,
         )
-        self.step = ipu_jax.make_train_step(pipeline, make_optimizer(flags.optimizer, flags.learning_rate), options)
+        name, rate = flags.optimizer, flags.learning_rate
+        optimizer = optax.sgd(rate, 0.9) if name == "momentum" else getattr(optax, name)(rate)
+        self.step = ipu_jax.make_train_step(pipeline, optimizer, options)
         network = model.loss_of(mode) if flags.model == "mlp" else resnet.loss_of(flags.model, mode, training=False)
         of_test = _shapes(np.uint8, np.int32, flags.batch_size)  # a label of -1 fills a batch up
         self._evaluation = functools.cache(lambda: self.step.model.forward(network, of_test))

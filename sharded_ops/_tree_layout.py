@@ -303,7 +303,8 @@ class Layout:
         if not isinstance(read, dict):
             raise ValueError(f"the JSON text of a Layout is an object, not {type(read).__name__}: give to_json's")
         for path, leaf in read.items():
-            if not isinstance(leaf, dict) or set(leaf) != set(_FIELDS) or not _are_sizes(leaf["shape"]):
+            shape = leaf["shape"] if isinstance(leaf, dict) and set(leaf) == set(_FIELDS) else None
+            if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
                 raise ValueError(f"{path!r}: {json.dumps(leaf)} is not a leaf's description: give {', '.join(_FIELDS)}")
         return cls({path: LeafLayout(tuple(leaf["shape"]), leaf["dtype"], leaf["dim"]) for path, leaf in read.items()})
 
@@ -330,10 +331,6 @@ class Layout:
 
 def _name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def _are_sizes(shape: Any) -> bool:
-    return isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
 
 
 def _with_dims(tree: Any, dims: Any) -> list[tuple[str, Any, Any]]:

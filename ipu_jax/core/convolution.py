@@ -84,10 +84,6 @@ def _stride_one_convolution(x: jax.Array, kernel: jax.Array, padding: tuple[tupl
     return _product(x, kernel, (1, 1), padding)
 
 
-def _stride_one_forward(x: jax.Array, kernel: jax.Array, padding: tuple[tuple[int, int], ...]) -> Any:
-    return _stride_one_convolution(x, kernel, padding), (x, kernel)
-
-
 def _stride_one_backward(
     padding: tuple[tuple[int, int], ...], saved: tuple[jax.Array, jax.Array], dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -110,7 +106,9 @@ def _stride_one_backward(
     return dx, jnp.pad(products.transpose(1, 2, 0, 3), (*unused, (0, 0), (0, 0)))
 
 
-_stride_one_convolution.defvjp(_stride_one_forward, _stride_one_backward)
+_stride_one_convolution.defvjp(
+    lambda x, kernel, padding: (_stride_one_convolution(x, kernel, padding), (x, kernel)), _stride_one_backward
+)
 
 
 def _patches(padded: jax.Array, rows: Sequence[slice], columns: Sequence[slice]) -> jax.Array:

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ipu_jax.base.annotations import Function, Json, Tree, Value
-from ipu_jax.base.checkpoints import checkpointed
 from ipu_jax.base.checks import as_int, check_choice
 from ipu_jax.base.decorators import public
-from ipu_jax.base.jaxprs import closed_of
+from ipu_jax.base.jaxprs import checkpointed, closed_of
 from ipu_jax.core.mesh.axes import names_in
 from ipu_jax.core.mesh.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, AllIpus
 

@@ -44,8 +44,7 @@ from sharded_ops.losses._options import (
     reduce_losses,
 )
 from sharded_ops.losses._statistics import Terms
-from sharded_ops.losses._sum_of_losses import sum_of_losses
-from sharded_ops.losses._token_losses import Chunks, Operands, token_losses
+from sharded_ops.losses._token_losses import Chunks, Operands, sum_of_losses, token_losses
 
 # How many logits exist at once: in a tile (2 MiB of float32), and in a chunk of tokens with all the shard's columns
 # (8 MiB). Smaller numbers make matmuls slow. If `hidden` is large, larger numbers are used, since they then hardly

@@ -172,7 +172,8 @@ def combine_shards(summaries_nKN: jax.Array, targets: jax.Array, terms: Terms) -
     else:
         shards_n1 = jnp.arange(terms.split.parts).reshape(-1, *(1,) * targets.ndim)
         has_label_nN = (targets // terms.split.local == shards_n1).astype(rest_N.dtype)
-        smoothing_mass_n1 = _smoothing_masses(terms, rest_N.dtype).reshape(shards_n1.shape)
+        counts_n = jnp.array([terms.split.count(index) for index in range(terms.split.parts)], rest_N.dtype)
+        smoothing_mass_n1 = (counts_n * (terms.label_smoothing / terms.split.size)).reshape(shards_n1.shape)
         mass_nN = (1 - terms.label_smoothing) * has_label_nN + smoothing_mass_n1
     above_nN = rest_N + (base_N - references_nN)  # lse - t
     loss_N = (jnp.where(mass_nN == 0, 0, mass_nN * above_nN) - gap_nN).sum(0)
@@ -226,12 +227,6 @@ def _weights(targets: jax.Array, first: int | jax.Array, terms: Terms, columns: 
         return is_label_NC
     smoothing = terms.label_smoothing / terms.split.size
     return _where_real(jnp.where(is_label_NC, 1 - terms.label_smoothing + smoothing, smoothing), first, terms, 0)
-
-
-def _smoothing_masses(terms: Terms, dtype: jnp.dtype) -> jax.Array:
-    """Return, for each shard, the total weight that label smoothing gives to its columns: (n,)."""
-    counts = [terms.split.count(index) for index in range(terms.split.parts)]
-    return jnp.array(counts, dtype) * (terms.label_smoothing / terms.split.size)
 
 
 def _where_real(x_NC: jax.Array, first: int | jax.Array, terms: Terms, fill: float) -> jax.Array:

@@ -12,10 +12,10 @@ import pytest
 import cross_entropy
 import results
 from cross_entropy import BACKWARD, FORWARD, SPLIT, XLA
-from ipu_jax.core.cutting.rules import rules
 from ipu_jax.core.schedules import make_schedule
 from schedules import BUBBLES, MEASURED, MICRO_BATCHES, WAVES, D, predicted
 from support import documents, tanh_layers
+from support.primitives import rules
 
 BENCHMARKS = {figure.name: figure.value for run in results.read().values() for figure in run.figures}
 

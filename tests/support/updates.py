@@ -8,9 +8,9 @@ from jax.sharding import PartitionSpec as P
 
 from ipu_jax import Pipeline, make_mesh
 from ipu_jax.base.keys import without_keys
+from ipu_jax.core.layout import blocks as zero
 from ipu_jax.core.layout import packing
 from ipu_jax.core.layout.blocks import Blocks, to_blocks
-from ipu_jax.core.optimizer import zero
 from ipu_jax.core.optimizer.update import ShardedUpdate
 from support.dense import largest_relative_error
 from support.trained import MODELS, state_error

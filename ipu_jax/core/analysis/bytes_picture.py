@@ -14,8 +14,21 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ipu_jax.core.programs.cost import in_units
-from ipu_jax.core.schedules.colours import BYTES, FAINT, IDLE, INK, LIMIT, LINE
-from ipu_jax.core.schedules.figures import MARGIN, TEXT, WIDTH, drawn, headed, numbered, outlined
+from ipu_jax.core.schedules.figures import (
+    BYTES,
+    FAINT,
+    IDLE,
+    INK,
+    LIMIT,
+    LINE,
+    MARGIN,
+    TEXT,
+    WIDTH,
+    drawn,
+    headed,
+    numbered,
+    outlined,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -22,7 +22,7 @@ import dataclasses
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -34,16 +34,17 @@ from ipu_jax.base.annotations import Batch, Device
 from ipu_jax.base.checks import as_int
 from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.analysis.bytes_picture import bytes_figure
-from ipu_jax.core.analysis.stage_costs import transfer_time
-from ipu_jax.core.compiled.in_stages import StageCollectives, in_stages
+from ipu_jax.core.analysis.stage_costs import flops_of, on_paper, transfer_time
+from ipu_jax.core.compiled.guards import StageCollectives, in_stages
 from ipu_jax.core.compiled.program import Program, compiled_for
+from ipu_jax.core.engine.order import EXCHANGES
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.engine.stash import Stash
 from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.layout.tree_parts import resized
 from ipu_jax.core.mesh.axes import parts
 from ipu_jax.core.mesh.devices import REPLICA_AXIS
-from ipu_jax.core.programs.cost import bytes_of, in_units, jaxpr_flops, jaxpr_peak_bytes
+from ipu_jax.core.programs.cost import bytes_of, in_units, jaxpr_peak_bytes
 from ipu_jax.core.programs.segment_program import split_floats
 from ipu_jax.core.schedules import Schedule
 from ipu_jax.core.schedules.figures import svg_of, written
@@ -278,10 +279,11 @@ def _limit_of(device: Device) -> float | None:
 def count_report(plan: Plan, batch_bytes: int) -> PipelineReport:
     """Return the report of a step with predicted temporary bytes, for a replica's batch of this many bytes."""
     m, layout = plan.schedule.micro_batches, plan.params
-    costs, stash = _segment_costs(plan), Stash(plan)
-    idle, exchanges, exposed = _waits(plan, costs)
+    flops, stash = [flops_of(program) for program in plan.programs], Stash(plan)
+    working_sets = [_working_set(plan, i) for i in range(len(plan.segments))]
+    idle, exchanges, exposed = _waits(plan, flops)
     weights = [_weight_bytes(layout, k, plan.axes) for k in range(layout.ipus)]
-    segments_of_ipu = [[i for i, s in enumerate(plan.segments) if s.place in (None, k)] for k in range(layout.ipus)]
+    own = [plan.segments_of(k) for k in range(layout.ipus)]
     ipus = tuple(
         IpuReport(
             ipu=k,
@@ -292,8 +294,8 @@ def count_report(plan: Plan, batch_bytes: int) -> PipelineReport:
             stash=stash.nbytes_of(k),
             gradients=weights[k].allocated,
             accumulators=weights[k].accumulators,
-            working_set=max((costs[i].working_set for i in segments_of_ipu[k]), default=0),
-            flops=m * sum(costs[i].forward + costs[i].backward for i in segments_of_ipu[k]),
+            working_set=max((working_sets[i] for i in own[k]), default=0),
+            flops=m * sum(sum(flops[i]) for i in own[k]),
             sent=_sent_bytes(plan, k),
             idle=idle[k],
             stash_by_tick=tuple(stash.held(k)),
@@ -308,7 +310,7 @@ def count_report(plan: Plan, batch_bytes: int) -> PipelineReport:
         stash=stash.nbytes + stash.padding,
         stash_padding=stash.padding,
         channels=_channel_bytes(plan),
-        working_set=max(cost.working_set for cost in costs),
+        working_set=max(working_sets),
         sums=weights[0].wide,
         exchanges=exchanges,
         exposed=exposed,
@@ -316,38 +318,19 @@ def count_report(plan: Plan, batch_bytes: int) -> PipelineReport:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _SegmentCost:
-    """The cost of one segment on one IPU for one micro-batch.
-
-    Attributes:
-        forward, backward, weight: FLOPs of F, of the whole backward pass, and of its part W if that runs separately.
-        working_set: the most bytes alive at once in any of these passes.
-    """
-
-    forward: int
-    backward: int
-    weight: int
-    working_set: int
-
-
-def _segment_costs(plan: Plan) -> list[_SegmentCost]:
-    """Return the cost of each segment."""
-    costs = []
-    for segment, program in zip(plan.segments, plan.programs, strict=True):
-        forward, *backward = program.jaxprs.values()
-        weights = sum(len(plan.params.group(name).leaves) for name in segment.groups)
-        num_dy = len(split_floats(program.y)[0])
-        flops = [jaxpr_flops(jaxpr) for jaxpr in backward]
-        # Inputs after the weights are copied slices of the batch and the stash, except B's dy, which is in a channel.
-        ends = [len(backward[0].in_avals) - num_dy, *(len(jaxpr.in_avals) for jaxpr in backward[1:])]
-        peak_bytes = [
-            jaxpr_peak_bytes(jaxpr, copied=range(weights, end), keep_outputs=False)
-            for jaxpr, end in zip(backward, ends, strict=True)
-        ]
-        peak_bytes.append(jaxpr_peak_bytes(forward, keep_outputs=False))
-        costs.append(_SegmentCost(jaxpr_flops(forward), sum(flops), sum(flops[1:]), max(peak_bytes)))
-    return costs
+def _working_set(plan: Plan, i: int) -> int:
+    """Return the most bytes alive at once in F, B or W of a segment for one micro-batch."""
+    program = plan.programs[i]
+    forward, *backward = program.jaxprs.values()
+    weights = sum(len(plan.params.group(name).leaves) for name in plan.segments[i].groups)
+    # Inputs after the weights are copied slices of the batch and the stash, except B's dy, which is in a channel.
+    ends = [len(jaxpr.in_avals) for jaxpr in backward]
+    ends[0] -= len(split_floats(program.y)[0])
+    peaks = [
+        jaxpr_peak_bytes(jaxpr, copied=range(weights, end), keep_outputs=False)
+        for jaxpr, end in zip(backward, ends, strict=True)
+    ]
+    return max(*peaks, jaxpr_peak_bytes(forward, keep_outputs=False))
 
 
 class _WeightBytes(NamedTuple):
@@ -385,11 +368,10 @@ def _channel_bytes(plan: Plan) -> int:
     """Return the bytes of loss, aux, and each channel's y and dx, which count twice if another IPU receives them."""
     m = plan.schedule.micro_batches
     total = bytes_of(plan.programs[-1].y) + m * sum(bytes_of(program.results.aux) for program in plan.programs)
-    y, dx = plan.outboxes("y"), plan.outboxes("dx")
-    for k, channel in enumerate(plan.channels):
-        is_received = bool(channel.pairs)
-        total += bytes_of(channel.message) * ((k in y) + is_received)
-        total += bytes_of(split_floats(channel.message)[0]) * ((k in dx) + is_received)
+    for kind in EXCHANGES:
+        outboxes = plan.outboxes(kind)
+        for k, channel in enumerate(plan.channels):
+            total += bytes_of(channel.carried(kind)) * ((k in outboxes) + bool(channel.pairs))
     return total
 
 
@@ -397,8 +379,8 @@ def _sent_bytes(plan: Plan, ipu: int) -> int:
     """Return the bytes that an IPU sends in collectives between stages, in a tick in which every stage is active."""
     total = 0
     for channel in plan.channels:
-        total += sum(bytes_of(channel.message) for source, _ in channel.pairs if source == ipu)
-        total += sum(bytes_of(split_floats(channel.message)[0]) for _, target in channel.pairs if target == ipu)
+        for kind, senders in zip(EXCHANGES, zip(*channel.pairs, strict=True), strict=False):
+            total += bytes_of(channel.carried(kind)) * senders.count(ipu)
     for i in range(len(plan.segments) - 1):
         message, floats = plan.programs[i].y, split_floats(plan.programs[i].y)[0]
         if plan.segments[i + 1].place is None:  # a psum broadcasts x to all IPUs, and another psum sums the parts of dx
@@ -408,22 +390,15 @@ def _sent_bytes(plan: Plan, ipu: int) -> int:
     return total
 
 
-def _waits(plan: Plan, costs: list[_SegmentCost]) -> tuple[list[float], int, float | None]:
+def _waits(plan: Plan, flops: Sequence[Sequence[int]]) -> tuple[list[float], int, float | None]:
     """Return how IPUs wait in a step if FLOPs are time: all wait for each other at each exchange.
 
     Returns:
         Per IPU, the share of the step in which it is idle; the ticks in which an IPU sends to another; the share of the
         step that messages take while no task hides them, None where a message takes no time.
     """
-    stage_costs: dict[str, list[float]] = {"forward": [], "backward": [], "weight": []}
-    for segment, cost in zip(plan.segments, costs, strict=True):
-        # the simulator divides the cost of concurrent stages among the IPUs
-        sharers = plan.ipus if segment.place is None else 1
-        for kind, per_stage in stage_costs.items():
-            per_stage += [sharers * getattr(cost, kind) / len(segment.stages)] * len(segment.stages)
-    transfer = transfer_time(plan.segments, plan.programs, plan.platform, "FLOPs")
-    forward, backward, weight = stage_costs.values()
-    run = plan.schedule.simulate(forward, backward, weight, transfer, lockstep=True)
+    transfer = transfer_time(plan, "FLOPs")
+    run = on_paper(plan, flops, transfer)
     idle = [1 - busy / run.makespan if run.makespan else 0.0 for busy in run.busy]
     exchanges = int((plan.exchanges["y"] | plan.exchanges["dx"]).any(1).sum())
     hidden = plan.schedule.clock == "two-phase"

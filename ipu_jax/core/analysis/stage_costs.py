@@ -26,13 +26,14 @@ from ipu_jax.base import status
 from ipu_jax.base.annotations import Jaxpr, Value
 from ipu_jax.base.checks import check_count
 from ipu_jax.base.keys import is_key, with_keys, without_keys
+from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.mesh.axes import over_ipus
 from ipu_jax.core.mesh.devices import IPU_AXIS
 from ipu_jax.core.mesh.instances import gathered, put
 from ipu_jax.core.programs.cost import bytes_of, jaxpr_flops
 from ipu_jax.core.programs.segment import Segment
 from ipu_jax.core.programs.segment_program import SegmentProgram
-from ipu_jax.core.schedules import StageCosts, Unit
+from ipu_jax.core.schedules import Simulation, StageCosts, Unit
 
 _WHOLE = PartitionSpec()
 _SECONDS = 10.0  # after this time a task is not repeated
@@ -84,7 +85,7 @@ class TracedStages:
         """
         counted: list[TaskCosts] = []
         for program in self.programs:
-            cost = TaskCosts(*(float(jaxpr_flops(jaxpr)) if jaxpr else 0.0 for jaxpr in _tasks_of(program)))
+            cost = TaskCosts(*map(float, (*flops_of(program), jaxpr_flops(program.whole_backward))))
             moved = float(bytes_of(program.y) or 1)
             cost = cost if any(cost) else TaskCosts(moved, moved, 0.0, moved)
             split = bytes_of(program.weight_residuals) * _PER_BYTE_OF_MEMORY.get(self.platform, 0.0)
@@ -108,30 +109,50 @@ class TracedStages:
                 measured.append(measured[same[0]])
                 continue
             status.say(f"measuring stages, part {i + 1} of {len(self.segments)}")
-            tasks = _tasks_of(program)
+            tasks = *map(program.jaxprs.get, "FBW"), program.whole_backward
             measured.append(TaskCosts(*(_seconds(jaxpr, segment.place, mesh, repeats) for jaxpr in tasks)))
         return self._per_stage(measured, "seconds")
 
     def _per_stage(self, costs: Sequence[TaskCosts], unit: Unit) -> StageCosts:
-        rows: list[tuple[float, ...]] = []
-        for segment, program, cost in zip(self.segments, self.programs, costs, strict=True):
-            count = len(segment.stages)
-            sharers = self.ipus if segment.place is None else 1  # StageCosts has the cost of a whole concurrent stage
-            stash = bytes_of(program.stash) if segment.stashes else 0
-            sizes = stash / count, bytes_of(program.weight_residuals) / count
-            rows += [(*(task * sharers / count for task in cost), *sizes)] * count
-        forward, backward, weight, whole, stash, residuals = map(list, zip(*rows, strict=True))
-        return StageCosts(forward, backward, weight, whole, stash=stash, weight_residuals=residuals, unit=unit)
+        sizes = [
+            (bytes_of(program.stash) if segment.stashes else 0, bytes_of(program.weight_residuals))
+            for segment, program in zip(self.segments, self.programs, strict=True)
+        ]
+        stash, residuals = per_stage(self.segments, sizes, sharers=1)  # of bytes, each IPU holds all
+        forward, backward, weight, whole = per_stage(self.segments, costs, self.ipus)
+        return StageCosts(forward, backward, weight, whole, stash, residuals, unit)
 
 
-def transfer_time(
-    segments: Sequence[Segment], programs: Sequence[SegmentProgram], platform: str, unit: Unit | None
-) -> float:
+def flops_of(program: SegmentProgram) -> tuple[int, ...]:
+    """Return the FLOPs of F, B and W; B includes W where it is not split."""
+    return tuple(jaxpr_flops(program.jaxprs[task]) if task in program.jaxprs else 0 for task in "FBW")
+
+
+def per_stage(segments: Sequence[Segment], costs: Sequence[Sequence[float]], sharers: int) -> list[list[float]]:
+    """Return columns of costs per stage, from rows of costs per segment on one IPU.
+
+    A segment's cost is divided evenly among its stages. A concurrent stage has the cost on all its `sharers`.
+    """
+    rows: list[list[float]] = []
+    for segment, row in zip(segments, costs, strict=True):
+        count, ipus = len(segment.stages), sharers if segment.place is None else 1
+        rows += [[cost * ipus / count for cost in row]] * count
+    return [[*column] for column in zip(*rows, strict=True)]
+
+
+def on_paper(plan: Plan, costs: Sequence[Sequence[float]], transfer: float = 0.0) -> Simulation:
+    """Return a step in which F, B and W of each segment cost this much, and all IPUs wait at each exchange."""
+    wholes = [(forward, backward + weight, weight) for forward, backward, weight in costs]
+    forward, backward, weight = per_stage(plan.segments, wholes, plan.ipus)
+    return plan.schedule.simulate(forward, backward, weight, transfer, lockstep=True)
+
+
+def transfer_time(traced: TracedStages | Plan, unit: Unit | None) -> float:
     """Return how long the largest message from one IPU to another takes, in a unit of costs; 0 if that is not known."""
-    places = [segment.place for segment in segments]
+    places = [segment.place for segment in traced.segments]
     crosses = [here != there and None not in (here, there) for here, there in itertools.pairwise(places)]
-    largest = max((bytes_of(program.y) for program in itertools.compress(programs, crosses)), default=0)
-    return largest * _PER_BYTE.get((platform, unit), 0.0)
+    largest = max((bytes_of(program.y) for program in itertools.compress(traced.programs, crosses)), default=0)
+    return largest * _PER_BYTE.get((traced.platform, unit), 0.0)
 
 
 def check_measurable(arguments: Any, measured: bool, repeats: int) -> None:
@@ -144,12 +165,6 @@ def check_measurable(arguments: Any, measured: bool, repeats: int) -> None:
 def _costs_the_same(one: Segment, of_one: SegmentProgram, other: Segment, of_other: SegmentProgram) -> bool:
     alike = of_one.signature is not None and of_one.signature == of_other.signature
     return alike and (one.place is None) == (other.place is None) and one.stashes == other.stashes
-
-
-def _tasks_of(program: SegmentProgram) -> tuple[Jaxpr, ...]:
-    """Return the closed jaxprs of F, B, W and the whole backward pass; W is None where B is not split."""
-    jaxprs = program.jaxprs
-    return jaxprs["F"], jaxprs["B"], jaxprs.get("W"), program.whole_backward
 
 
 def _seconds(jaxpr: Jaxpr, place: int | None, mesh: Mesh, repeats: int) -> float:

@@ -8,24 +8,115 @@ Own guards would hang there. So a program on further axes is compiled before it 
 """
 
 import contextlib
-from collections.abc import Callable, Hashable
-from typing import Any, Literal, get_args
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, Final, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
 from ipu_jax.base.annotations import Tree
 from ipu_jax.base.checks import check_choice
-from ipu_jax.core.compiled.in_stages import guards_of, sent_in, stage_names
-from ipu_jax.core.compiled.program import Program, compiled_for
+from ipu_jax.core.compiled.program import Collective, Instruction, Program, compiled_for
+from ipu_jax.core.engine.labels import Guard, PlanNames, guard_named, plan_named
 from ipu_jax.core.engine.order import EXCHANGES, QUEUES, WORDS
 from ipu_jax.core.mesh.axes import further_axes, parts
 from ipu_jax.core.mesh.devices import IPU_AXIS
 from ipu_jax.core.mesh.guard import SLOT
 
 Guards = Literal["auto", "own", "uniform"]
+_IDS_OF_A_SLICE: Final = 100_000
+
+
+@dataclasses.dataclass(frozen=True)
+class StageCollectives:
+    """Like collectives of one task.
+
+    Attributes:
+        stages: the names of the stages that the task runs. Like stages on several IPUs run one piece of program.
+        task: "F", "B", "W", "F and B" for a concurrent head; "queue" where a message is put into a queue.
+        op: such as "all-reduce".
+        axis: of the mesh; several if it goes along several, such as "replica x ipu".
+        count: how many there are in a run of the task, for one micro-batch.
+        nbytes: the bytes of their results on one device, all together.
+    """
+
+    stages: tuple[str, ...]
+    task: str
+    op: str
+    axis: str
+    count: int
+    nbytes: int
+
+
+def in_stages(program: Program, mesh: Mesh) -> list[StageCollectives]:
+    """Return what the tasks of a compiled program send, stage by stage. Exchanges between stages are not listed.
+
+        stage     task  collective  axis    in a run
+        block 0   F     all-reduce  tensor  1 x 24.6 kB
+        block 0   B     all-reduce  tensor  1 x 24.6 kB
+
+    These are what a stage's own function sends, and what XLA put in to split its arrays (`mesh/axes.py`). They have
+    groups, the devices of one IPU, and can be in a guard that other IPUs don't run. Only a permute has no groups: XLA
+    permutes where a dim that is split is shifted or convolved.
+    """
+    found: dict[tuple[tuple[str, ...], str, str, str], list[int]] = {}
+    for guard, plan, (kind, number) in guards_of(program):
+        if kind in EXCHANGES:
+            continue
+        for sent, _, axis in connected(program.collectives_of(guard), mesh):
+            sums = found.setdefault((stage_names(plan, number), WORDS[kind], sent.op, axis), [0, 0])
+            sums[0] += sent.runs
+            sums[1] += sent.runs * sent.nbytes
+    return [StageCollectives(*key, *sums) for key, sums in found.items()]
+
+
+def guards_of(program: Program) -> list[tuple[Instruction, PlanNames, Guard]]:
+    """Return the guards with their plans, by segment class, and in the order of a tick."""
+    named = ((guard, plan_named(guard.place), guard_named(guard.place)) for guard in program.guards)
+    found = [(guard, plan, label) for guard, plan, label in named if plan is not None and label is not None]
+    return sorted(found, key=lambda one: (one[2][1], one[1].tick.position(one[2])))
+
+
+def connected(collectives: Iterable[Collective], mesh: Mesh) -> Iterator[tuple[Collective, list[list[int]], str]]:
+    """Yield each collective that sends something, the groups of devices that it connects, and its axis."""
+    for collective in collectives:
+        groups = [group for group in _groups_of(collective.instruction, mesh) if len(set(group)) > 1]
+        if groups:
+            yield collective, groups, _axis_of(groups, mesh)
+
+
+def stage_names(plan: PlanNames, number: int) -> tuple[str, ...]:
+    return tuple(name for i in plan.classes[number] for name in plan.segments[i].stages)
+
+
+def _groups_of(instruction: Instruction, mesh: Mesh) -> list[list[int]]:
+    """Return the devices that a collective connects, by their numbers in the mesh.
+
+    Between TPU slices XLA names devices by their ids: `{1,2}x{0:3}` are chips 0 to 3 of two slices, each with its like,
+    and `{{100001->200000}}` is a pair.
+    """
+    found = re.search(r'_xla_megascale_target="?(?:\{([\d,]+)\}x\{0:(\d+)\}|\{([^}]*)\})', instruction.line)
+    if not found:
+        return instruction.groups
+    if found[1]:
+        ids = [[_IDS_OF_A_SLICE * int(n) + k for n in found[1].split(",")] for k in range(int(found[2]) + 1)]
+    else:
+        ids = [[int(one), int(other)] for one, other in re.findall(r"(\d+)->(\d+)", instruction.line)]
+    numbers = {device.id: number for number, device in enumerate(mesh.devices.flat)}
+    return [[numbers[each] for each in group if each in numbers] for group in ids]
+
+
+def _axis_of(groups: Sequence[Sequence[int]], mesh: Mesh) -> str:
+    """Return the axis along which groups of devices lie, or several, as in "replica x ipu"."""
+    places = [np.array(np.unravel_index(group, mesh.devices.shape)) for group in groups]
+    varies = np.any([(place != place[:, :1]).any(axis=1) for place in places], axis=0)
+    return " x ".join(itertools.compress(mesh.axis_names, varies))
 
 
 class GuardCheck:
@@ -88,18 +179,22 @@ class GuardCheck:
 def check_update(program: Program, mesh: Mesh) -> None:
     """Raise `ValueError` if an IPU's update of its own leaves sends something for which all devices must be there."""
     for guard in program.instructions():
-        if guard.op == "while" and guard.place.endswith(f"{SLOT}/while"):
-            for op, axis, _, _ in sent_in(program, guard, mesh):
-                if _needs_all(op, axis):
-                    raise ValueError(
-                        f"the optimizer makes XLA exchange data over axis {axis!r} ({op}) in the update of an IPU's "
-                        "own leaf, for which XLA waits for all devices of the mesh, but others would not take part: "
-                        "split the leaf along another dim, or leave it whole"
-                    )
+        is_slot = guard.op == "while" and guard.place.endswith(f"{SLOT}/while")
+        if found := _needing_all(program, guard, mesh) if is_slot else None:
+            op, axis = found
+            raise ValueError(
+                f"the optimizer makes XLA exchange data over axis {axis!r} ({op}) in the update of an IPU's own leaf, "
+                "for which XLA waits for all devices of the mesh, but others would not take part: split the leaf along "
+                "another dim, or leave it whole"
+            )
 
 
-def _needs_all(op: str, axis: str) -> bool:
-    return op == "collective-permute" or IPU_AXIS in axis.split(" x ")
+def _needing_all(program: Program, guard: Instruction, mesh: Mesh) -> tuple[str, str] | None:
+    """Return the kind and the axis of something that a guard sends and for which all devices must be there."""
+    for sent, _, axis in connected(program.collectives_of(guard), mesh):
+        if sent.op == "collective-permute" or IPU_AXIS in axis.split(" x "):
+            return sent.op, axis
+    return None
 
 
 def why_not_own(program: Program, mesh: Mesh) -> str | None:
@@ -108,13 +203,12 @@ def why_not_own(program: Program, mesh: Mesh) -> str | None:
         segment = plan.segments[plan.classes[number][0]] if kind not in EXCHANGES else None
         if segment is None or plan.ipus == 1 or (segment.place is None and kind not in QUEUES):
             continue
-        names = ", ".join(map(repr, stage_names(plan, number)))
-        for op, axis, _, _ in sent_in(program, guard, mesh):
-            if _needs_all(op, axis):
-                return (
-                    f"stage {names} makes XLA exchange data over axis {axis!r} "
-                    f"({op} in {WORDS[kind]}), for which XLA waits for all devices of the mesh, and IPUs "
-                    "that run other stages would not take part: use guards='uniform', or keep a dim that is shifted or "
-                    "convolved whole (jax.lax.with_sharding_constraint)"
-                )
+        if found := _needing_all(program, guard, mesh):
+            (op, axis), names = found, ", ".join(map(repr, stage_names(plan, number)))
+            return (
+                f"stage {names} makes XLA exchange data over axis {axis!r} ({op} in {WORDS[kind]}), for which XLA "
+                "waits for all devices of the mesh, and IPUs that run other stages would not take part: use "
+                "guards='uniform', or keep a dim that is shifted or convolved whole "
+                "(jax.lax.with_sharding_constraint)"
+            )
     return None

@@ -148,7 +148,8 @@ class Places:
             for v in op.outvars:
                 if last.get(v, -1) > t:
                     live[v] = bytes_of(v.aval)
-                    fixed |= set() if _is_value(v) else {v}
+                    is_value = type(v.aval).__name__ in ("ShapedArray", "ShapeDtypeStruct") and hasattr(v.aval, "dtype")
+                    fixed |= set() if is_value else {v}
             for v in op.invars:
                 if not isinstance(v, core.Literal) and last.get(v) == t:
                     live.pop(v, None)
@@ -235,8 +236,8 @@ class Places:
                 if found and found[-1] == t - 1:
                     found.pop()  # the leaves of one tree
                 found.append(t)
-        of_operations = enumerate(map(scopes_of, self.operations))
-        last = {name: t for t, around in of_operations for name in scopes if _is_within(around, name)}
+        around = enumerate(f"/{'/'.join(scopes_of(op))}/" for op in self.operations)
+        last = {name: t for t, modules in around for name in scopes if f"/{name}/" in modules}
         return sorted({*found, *last.values()})
 
     def cut(self, ipus: Sequence[int], names: Sequence[str] | None) -> Cut | None:
@@ -297,15 +298,6 @@ class Places:
                 continue
             kept.append(int(t))
         return np.array(kept, int)
-
-
-def _is_within(scopes: Sequence[str], name: str) -> bool:
-    """Return whether a module of this name, such as "block_2" or "encoder/block_2", is among the scopes."""
-    return f"/{name}/" in f"/{'/'.join(scopes)}/"
-
-
-def _is_value(var: Var) -> bool:
-    return type(var.aval).__name__ in ("ShapedArray", "ShapeDtypeStruct") and hasattr(var.aval, "dtype")
 
 
 def work_of(trace: FunctionTrace) -> dict[int, float]:

@@ -24,9 +24,8 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from ipu_jax.base.annotations import Eqn, Function, Jaxpr, Tree, Value
-from ipu_jax.base.checkpoints import checkpointed, closed_over, plain
 from ipu_jax.base.checks import in_line
-from ipu_jax.base.jaxprs import OWN_BACKWARD, all_equations, bodies_of, closed_of
+from ipu_jax.base.jaxprs import OWN_BACKWARD, all_equations, bodies_of, checkpointed, closed_of, closed_over, plain
 from ipu_jax.core.cutting.users_code import at_line, name_of, users_call
 from ipu_jax.core.layout.tree_parts import spread
 from ipu_jax.core.mesh.devices import IPU_AXIS
@@ -200,10 +199,6 @@ def shard_size(size: int, ipus: int) -> int:
     return -(-size // ipus)
 
 
-def _shard_shape(x: Value, dim: int | None, ipus: int) -> tuple[int, ...]:
-    return tuple(shard_size(size, ipus) if d == dim else size for d, size in enumerate(x.shape))
-
-
 def _padded(x: Value, dim: int | None, ipus: int) -> Value:
     more = 0 if dim is None else -x.shape[dim] % ipus
     if more and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -229,8 +224,9 @@ def _own_shard(x: Value, dim: int | None) -> Value:
 
 def _operation(on_shards: Function, ipus: int, leaves: Sequence[Value], dims: Sequence[int | None]) -> Tree:
     """Trace a function on one IPU's shards, and make it one operation of the trace around it."""
+    shape_of = lambda x, dim: [shard_size(size, ipus) if d == dim else size for d, size in enumerate(x.shape)]
     local = [
-        jax.ShapeDtypeStruct(_shard_shape(x, dim, ipus), x.dtype, weak_type=jax.typeof(x).weak_type)
+        jax.ShapeDtypeStruct(shape_of(x, dim), x.dtype, weak_type=jax.typeof(x).weak_type)
         for x, dim in zip(leaves, dims, strict=True)
     ]
     scope = [(_OF_SHARDS, 1), (IPU_AXIS, ipus)]

@@ -17,7 +17,6 @@ from typing import Final
 import jax
 import numpy as np
 
-from ipu_jax.base import status
 from ipu_jax.base.annotations import Batch, Eqn, Function, Tree, Var
 from ipu_jax.base.checks import in_line
 from ipu_jax.base.jaxprs import variables
@@ -64,10 +63,7 @@ def forward_of(
     own = None if state is None else given.shapes("state", state)
     taken, microbatch = source.state if own is None else own, given.shapes("inputs", inputs)
     call = given.ForwardCall(fn, taken, [True] * len(model.weights.paths), source.cast, replaces_state=own is not None)
-    key = jax.eval_shape(lambda: jax.random.key(0)) if call.takes_key else None
-    status.say("tracing the function")
-    trace, results = call.traced(source.params, microbatch, key, source.mesh, source.ipus)
-    status.say("cutting the function")
+    trace, results, key = call.traced(source.params, microbatch, source.mesh, source.ipus)
     given.check_effects(trace)
     given.check_constants(trace)
     check_outside(trace.operations)

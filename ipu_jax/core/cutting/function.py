@@ -5,7 +5,8 @@ loss(params, micro_batch)  --traced-->  trace  --cut-->  Stage 0, Stage 1, ...  
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import jax
@@ -13,27 +14,26 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import Mesh
 
-from ipu_jax.base import status
 from ipu_jax.base.annotations import Batch, Function, Key, Params, Tree, Value
-from ipu_jax.base.checks import check_choice, in_line
+from ipu_jax.base.checks import as_int, check_choice, in_line
 from ipu_jax.base.showing import Table
 from ipu_jax.core.analysis.balance import flops_of_stages
 from ipu_jax.core.cutting import given
-from ipu_jax.core.cutting.concurrent import cut_around
-from ipu_jax.core.cutting.concurrent_head import with_concurrent_head
+from ipu_jax.core.cutting.concurrent_head import cut_around, with_concurrent_head
 from ipu_jax.core.cutting.cut import STAGE_END, Cut, Places, work_of
 from ipu_jax.core.cutting.description import described, names_of
 from ipu_jax.core.cutting.dividing import divide, small_values
 from ipu_jax.core.cutting.division import Division
 from ipu_jax.core.cutting.everywhere import check_outside, is_everywhere
-from ipu_jax.core.cutting.layers_per_ipu import ends_of_layers
 from ipu_jax.core.cutting.lost import reasons
 from ipu_jax.core.cutting.module_trees import check_equinox, check_linen
 from ipu_jax.core.cutting.order import by_weights, holding, runs_apart
 from ipu_jax.core.cutting.own_derivatives import check_cotangents, check_tied
+from ipu_jax.core.cutting.scan_layers import ScanLayer
 from ipu_jax.core.cutting.stages import Held, make_stage, who_holds
 from ipu_jax.core.cutting.trace import FunctionTrace
 from ipu_jax.core.layout.layout import PackedLayout
+from ipu_jax.core.layout.leaf import check_weight
 from ipu_jax.core.mesh.devices import IPU_AXIS
 from ipu_jax.core.programs.cost import in_units
 from ipu_jax.core.programs.segment import Message, MicrobatchInputs
@@ -190,13 +190,11 @@ def model_of(source: Source) -> FunctionModel:
     check_equinox(source.loss, source.params, call.takes_key)
     params = given.shapes("params", source.params, weak=True)
     microbatch = given.shapes("micro_batch", source.microbatch)
-    key = jax.eval_shape(lambda: jax.random.key(0)) if call.takes_key else None
-    status.say("tracing the function")
-    trace, results = call.traced(params, microbatch, key, source.mesh, source.ipus)
-    status.say("cutting the function")
+    trace, results, key = call.traced(params, microbatch, source.mesh, source.ipus)
     trace.frozen = {v for v, frozen in zip(trace.params, is_frozen, strict=True) if frozen}
     trace = trace.with_new_state_early()
-    given.check_weights(params, is_frozen)
+    for (path, leaf), frozen in zip(jax.tree.leaves_with_path(params), is_frozen, strict=True):
+        check_weight(f"params{jax.tree_util.keystr(path)}", leaf.dtype, frozen)
     given.check_loss(trace, results[0])
     given.check_effects(trace)
     given.check_constants(trace)
@@ -357,3 +355,74 @@ def unsharded_call(
         return jax.tree.unflatten(structures[1], run(*jax.tree.leaves(args)))
 
     return run_traced
+
+
+def checked_counts(layers_per_ipu: Any, stages: int, ipus: int) -> list[int]:
+    """Return `layers_per_ipu` as ints, as optimum-graphcore takes them.
+
+    layers_per_ipu=[1, 2, -1, -1]     layer 0 | layers 1, 2 | layers 3 to 5 | layers 6 to 9      of ten layers
+
+    A layer ends where the function marks a value. In a function without marks, layers are the iterations of its scans
+    over stacked weights. Operations before the first layer are on the first IPU, operations after the last layer on the
+    last.
+
+    Raises:
+        ValueError: it does not give each IPU a number of at least 1, or -1; or there are several stages on an IPU.
+    """
+    listed = list(layers_per_ipu) if isinstance(layers_per_ipu, Iterable) else []
+    counts, value = [as_int(count) or 0 for count in listed], f"layers_per_ipu={layers_per_ipu!r}"
+    if len(counts) != ipus or any(count < 1 and count != -1 for count in counts):
+        raise ValueError(
+            f"{value} does not give numbers of layers for {ipus} IPUs: give each a number of at least 1, or -1 for an "
+            "even share of the other layers"
+        )
+    if stages != ipus:
+        raise ValueError(
+            f"{value} gives each IPU one stage, and the schedule has {stages} stages on {ipus} IPUs: take a schedule "
+            "with one on each, such as 'grouped' or '1f1b', or leave it out"
+        )
+    return counts
+
+
+def ends_of_layers(places: Places, counts: Sequence[int], names: Sequence[str] | None) -> list[int]:
+    """Return the places after the last layer of each IPU but the last; the last -1 also gets the
+    remainder.
+
+    Args:
+        places: the places at which the function can be cut.
+        counts: from `checked_counts`.
+        names: the names of the values that end layers; None: each iteration of a scan is a layer.
+
+    Raises:
+        ValueError: the function has no layers, or another number of them, or cannot be cut after one.
+    """
+    value, operations = f"layers_per_ipu={[*counts]}", enumerate(places.operations)
+    ends = [t for t, op in operations if isinstance(op, ScanLayer)] if names is None else places.marked(names)
+    sharing = [ipu for ipu, count in enumerate(counts) if count == -1]
+    left = len(ends) - sum(count for count in counts if count != -1)
+    if left < len(sharing) or (left and not sharing):
+        raise ValueError(
+            f"{value} cannot place the {len(ends)} layers of the function: give numbers that add up to {len(ends)}, "
+            "with at least 1 for each -1; a layer ends at stage_end(x), or is an iteration of a scan over weights"
+        )
+    even, more = divmod(left, len(sharing) or 1)
+    each = [even + more * (ipu == sharing[-1]) if count == -1 else count for ipu, count in enumerate(counts)]
+    found = [ends[end - 1] for end in itertools.accumulate(each[:-1])]
+    for ipu, t in enumerate(found):
+        if not places.allowed[t]:
+            raise ValueError(f"{value} ends IPU {ipu} where the function cannot be cut: leave it out, or move the mark")
+    return found
+
+
+def cut_on(mesh_of: Callable[..., Mesh], source: Source, axes: Mapping[str, int] | None) -> tuple[FunctionModel, Mesh]:
+    """Return a loss function as stages, and a mesh with further axes.
+
+    If none are given, and the function names axes of size 1 of the mesh of `jax.set_mesh`, it gets these.
+    """
+    mesh = mesh_of(**(axes or {}))
+    try:
+        return model_of(dataclasses.replace(source, mesh=mesh) if axes else source), mesh
+    except given.NeedsAxesError as needs:
+        if {*needs.axes.values()} != {1}:
+            raise
+        return cut_on(mesh_of, source, needs.axes)

@@ -19,17 +19,17 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import Mesh
 
+from ipu_jax.base import status
 from ipu_jax.base.annotations import Batch, Dtype, Function, Jaxpr, Key, Params, Tree, Value
-from ipu_jax.base.checkpoints import plain
 from ipu_jax.base.checks import in_line
 from ipu_jax.base.decorators import OTHER_MESH, users_mesh
-from ipu_jax.base.jaxprs import all_equations, bodies_of, traced_on
+from ipu_jax.base.jaxprs import all_equations, bodies_of, plain, traced_on
 from ipu_jax.core.cutting.cut import STAGE_END
 from ipu_jax.core.cutting.everywhere import is_everywhere, traced_for
 from ipu_jax.core.cutting.module_trees import check_unchanged, name_of_function
 from ipu_jax.core.cutting.trace import FunctionTrace, trace_of
 from ipu_jax.core.cutting.users_code import at_line, is_ours, name_of, users_line
-from ipu_jax.core.layout.checks import check_array, check_weight
+from ipu_jax.core.layout.leaf import check_array
 from ipu_jax.core.layout.tree_parts import spread
 from ipu_jax.core.mesh.axes import further_axes
 
@@ -76,12 +76,6 @@ def frozen_leaves(frozen: Tree, params: Params) -> list[bool]:
         if not isinstance(leaf, (bool, np.bool_)):
             raise ValueError(f"frozen{jax.tree_util.keystr(path)} is {leaf!r:.60}: give True or False")
     return [bool(leaf) for leaf in found]
-
-
-def check_weights(params: Params, frozen: Sequence[bool]) -> None:
-    """Raise `ValueError` unless each leaf of the shapes of the weights can be trained, or is frozen."""
-    for (path, leaf), is_frozen in zip(jax.tree.leaves_with_path(params), frozen, strict=True):
-        check_weight(f"params{jax.tree_util.keystr(path)}", leaf.dtype, is_frozen)
 
 
 class NeedsAxesError(ValueError):
@@ -153,9 +147,9 @@ class LossCall:
             )
 
     def traced(
-        self, params: Params, microbatch: Batch, key: Key, mesh: Mesh | None, ipus: int
-    ) -> tuple[FunctionTrace, Tree]:
-        """Return the function's trace, and the shapes of its results; say what is wrong where calls often fail.
+        self, params: Params, microbatch: Batch, mesh: Mesh | None, ipus: int
+    ) -> tuple[FunctionTrace, Tree, Key]:
+        """Return the trace, and the shapes of the results and the key; say what is wrong where calls often fail.
 
         Calls of an `everywhere` are operations on this number of IPUs.
 
@@ -163,6 +157,8 @@ class LossCall:
             ValueError: the function names an unmapped axis, its third argument is not a key, or the first two are
                 swapped.
         """
+        status.say("tracing the function")
+        key = jax.eval_shape(lambda: jax.random.key(0)) if self.takes_key else None
         run = lambda: trace_of(self, params, self._state, microbatch, key, ipus)
         try:
             trace, results = run() if mesh is None else traced_on(mesh, run)
@@ -179,7 +175,8 @@ class LossCall:
         if self._may_be_no_key and not any(id(v) in read for v in trace.key):
             name = self._names[-1]
             raise ValueError(f"{self.what} takes {name!r}, gets a random key there, and ignores it{self._one_batch()}")
-        return trace, results
+        status.say("cutting the function")
+        return trace, results, key
 
     def on_one_ipu(self, params: Params, microbatch: Batch, key: Key) -> Jaxpr:
         """Return the closed jaxpr of the function on one IPU, which computes every `everywhere` on whole arrays."""

@@ -6,8 +6,7 @@ from typing import Any, Final
 from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Jaxpr, Value, Var
-from ipu_jax.base.checkpoints import how_of
-from ipu_jax.base.jaxprs import CALLS, CHECKPOINTS, JITS, closed_of
+from ipu_jax.base.jaxprs import CALLS, CHECKPOINTS, JITS, closed_of, how_of
 from ipu_jax.core.cutting.everywhere import holds_everywhere, is_everywhere, under_checkpoint
 from ipu_jax.core.cutting.users_code import line_of
 from ipu_jax.core.programs.cost import equation_flops

@@ -16,6 +16,7 @@ real row lacks. Reductions do not read it.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -25,7 +26,6 @@ from jax import lax
 from jax.extend import core
 
 from ipu_jax.base.annotations import Dtype, Eqn, Function, Jaxpr, Value, Var
-from ipu_jax.base.checkpoints import checkpointed
 from ipu_jax.base.jaxprs import (
     CALLS,
     CHECKPOINTS,
@@ -34,6 +34,7 @@ from ipu_jax.base.jaxprs import (
     all_equations,
     bodies_of,
     bound,
+    checkpointed,
     closed_of,
     evaluated,
     in_scan_parts,
@@ -206,16 +207,13 @@ def _on_whole(eqn: Eqn, inputs: list[Value]) -> list[Value]:
 
     The backward of a user's own gets the whole cotangent, as it need not be linear.
     """
-    if not any(e.primitive.name in OWN_BACKWARD for e in (eqn, *_inside(eqn))):
+    inside = itertools.chain.from_iterable(map(all_equations, bodies_of(eqn)))
+    if not any(e.primitive.name in OWN_BACKWARD for e in (eqn, *inside)):
         return bound(eqn, inputs)
     pairs = zip(eqn.invars, inputs, strict=True)
     inputs = [_divided_backward(x) if is_float(v) and isinstance(v, core.Var) else x for v, x in pairs]
     outputs = zip(eqn.outvars, bound(eqn, inputs), strict=True)
     return [_summed_backward(x) if is_float(v) else x for v, x in outputs]
-
-
-def _inside(eqn: Eqn) -> list[Eqn]:
-    return [inner for body in bodies_of(eqn) for inner in all_equations(body)]
 
 
 @jax.custom_vjp

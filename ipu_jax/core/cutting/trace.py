@@ -21,20 +21,11 @@ import jax
 from jax.extend import core
 
 from ipu_jax.base.annotations import Batch, Eqn, Function, Jaxpr, Key, Params, Tree, Value, Var
-from ipu_jax.base.checkpoints import plain
-from ipu_jax.base.jaxprs import (
-    bodies_of,
-    differentiated_between,
-    in_scan_parts,
-    is_float,
-    needed,
-    variables,
-)
+from ipu_jax.base.jaxprs import bodies_of, differentiated_between, in_scan_parts, is_float, needed, plain, variables
 from ipu_jax.base.row_rules import FOLLOWED, Taken
-from ipu_jax.core.cutting.calls import with_rows_outside
 from ipu_jax.core.cutting.everywhere import is_everywhere, traced_for
 from ipu_jax.core.cutting.inlined import inlined, with_checkpoints_open
-from ipu_jax.core.cutting.known_places import at_known_places
+from ipu_jax.core.cutting.known_places import at_known_places, with_rows_outside
 from ipu_jax.core.cutting.own_rows import RULES
 from ipu_jax.core.cutting.rows import JOINS, RowTaker, equations, slices_of_leaves, taken_by
 from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack, has_inner_layers, layers_of, unrolled

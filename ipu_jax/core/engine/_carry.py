@@ -5,14 +5,12 @@ from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from ipu_jax.base.annotations import Tree, Value
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.engine.stash import Stash
 from ipu_jax.core.layout.packing import arrays_of
 from ipu_jax.core.mesh.axes import kept_split
-from ipu_jax.core.programs.segment_program import split_floats
 from ipu_jax.core.step_args import StepArgs
 
 # switches for tests, which set them before a program is traced
@@ -87,15 +85,16 @@ def first_carry(plan: Plan, args: StepArgs, stash: Stash) -> Carry:
     )
     if not plan.backward:
         return carry
-    gradients = [[_idle(leaf) for leaf in split_floats(channel.message)[0]] for channel in plan.channels]
+    gradients = [[_idle(leaf) for leaf in channel.carried("dx")] for channel in plan.channels]
     arrays = zip(plan.params.arrays, arrays_of(args.params), strict=True)
+    zeros_like = lambda leaf: jnp.zeros_like(leaf, jnp.promote_types(leaf.dtype, jnp.float32))
     return dataclasses.replace(
         carry,
         dx=[leaves if k in of_dx else None for k, leaves in enumerate(gradients)],
         dx_received=[leaves if crosses else None for leaves, crosses in zip(gradients, crossing, strict=True)],
         stash=jax.tree.map(_idle, stash.shapes),
         sums=[
-            _zero_sum(value, array.spec) if k in plan.params.trained_arrays else None
+            kept_split(zeros_like(value), array.spec) if k in plan.params.trained_arrays else None
             for k, (array, value) in enumerate(arrays)
         ],
     )
@@ -108,7 +107,3 @@ def _zeros_per_microbatch(count: int, shapes: Tree) -> Tree:
 def _idle(shape: jax.ShapeDtypeStruct) -> jax.Array:
     fill = IDLE_FILL if jnp.issubdtype(shape.dtype, jnp.inexact) else 0
     return jnp.full(shape.shape, fill, shape.dtype)
-
-
-def _zero_sum(leaf: Value, spec: P) -> jax.Array:
-    return kept_split(jnp.zeros_like(leaf, jnp.promote_types(leaf.dtype, jnp.float32)), spec)

@@ -16,10 +16,9 @@ from jax import lax
 from ipu_jax.base.annotations import Tree, Value
 from ipu_jax.core.engine import _carry
 from ipu_jax.core.engine._carry import Carry
-from ipu_jax.core.engine._stretches import TaskKind, instead, is_due
 from ipu_jax.core.engine.labels import label
 from ipu_jax.core.engine.order import Exchange, Queue
-from ipu_jax.core.engine.plan import Plan, Table
+from ipu_jax.core.engine.plan import Plan, Table, TaskKind, instead, is_due
 from ipu_jax.core.engine.stash import RingKey, Stash
 from ipu_jax.core.layout import packing
 from ipu_jax.core.layout.layout import Group

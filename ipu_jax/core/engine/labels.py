@@ -20,7 +20,6 @@ import numpy as np
 from ipu_jax.core.engine.order import WORDS, Kind, Tick
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.programs.cost import bytes_of, jaxpr_flops
-from ipu_jax.core.programs.segment_program import split_floats
 from ipu_jax.core.schedules import Schedule
 from ipu_jax.core.stage import Role
 
@@ -130,7 +129,7 @@ def names_of(plan: Plan) -> PlanNames:
             active = np.where(plan.exchanges[kind][:ticks, number], 0, -1)
             microbatches[guard] = np.repeat(active[:, None], plan.ipus, axis=1)
             channel = plan.channels[number]
-            size = bytes_of(channel.message if kind == "y" else split_floats(channel.message)[0])
+            size = bytes_of(channel.carried(kind))
             received[guard] = {target if kind == "y" else source: size for source, target in channel.pairs}
         elif kind != "x" and kind != "dy":
             microbatches[guard] = plan.tables["F" if kind == "FB" else kind][:ticks, number]

@@ -14,6 +14,7 @@ outboxes, inboxes where a segment writes a message, and where it reads one. All 
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ from ipu_jax.core.engine.order import EXCHANGES, Exchange, Queue, Tick, tick_of
 from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.mesh.axes import further_axes
 from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, Segment
-from ipu_jax.core.programs.segment_program import SegmentProgram, trace_segment
+from ipu_jax.core.programs.segment_program import SegmentProgram, split_floats, trace_segment
 from ipu_jax.core.schedules import Schedule
 from ipu_jax.core.stage import Role
 
@@ -45,6 +46,10 @@ class Channel:
 
     message: Tree
     pairs: tuple[tuple[int, int], ...] = ()
+
+    def carried(self, kind: Exchange) -> Tree:
+        """Return what it carries: messages, or as gradients their floating leaves."""
+        return self.message if kind == "y" else split_floats(self.message)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +105,10 @@ class Plan:
     @property
     def last(self) -> int:
         return len(self.segments) - 1
+
+    def segments_of(self, ipu: int) -> list[int]:
+        """Return the numbers of an IPU's own segments and the concurrent ones."""
+        return [i for i, segment in enumerate(self.segments) if segment.place in (None, ipu)]
 
     def class_of(self, i: int) -> int:
         """Return the number of the class that segment i belongs to."""
@@ -333,3 +342,55 @@ def _exchanges(plan: Plan, kind: Exchange) -> np.ndarray:
             ticks = schedule.forward[upstream] if kind == "y" else schedule.backward[downstream]
             table[list(ticks), k] = True
     return table
+
+
+TaskKind = Literal["F", "B", "W"]
+
+
+def stretches_of(plan: Plan, ticks: int) -> list[range]:
+    """Return the ticks of each scan, in which it is known beforehand whether concurrent stages run.
+
+    On a GPU the host reads a guard's predicate, and waits for the IPU to compute it, unless the guard is part of a CUDA
+    graph. A guard that contains a collective cannot be. The predicate of a concurrent stage depends on the tick alone,
+    and under the two-phase clock a concurrent head runs in consecutive ticks. So on GPUs there are up to three scans,
+    and concurrent stages are in no guard:
+
+        warm-up      before the head's first tick      embedding, F
+        steady                                         embedding, F, head, B, the embedding's B
+        cool-down    after the head's last tick                           B, the embedding's B
+
+    In the steady ticks the head always runs. The other concurrent stages have nothing to do in some of them, and
+    compute something without effect instead: F computes its last micro-batch again, and B its first one with a
+    cotangent of zero. Guards are left where that would have an effect, where B has no stash yet, and where the head
+    does not run in consecutive ticks.
+    """
+    if plan.platform != "gpu" or plan.segments[-1].place is not None:
+        return [range(ticks)]
+    runs = np.flatnonzero(plan.tables["F"][:ticks, plan.class_of(plan.last), 0] >= 0)
+    first, end = int(runs[0]), int(runs[-1]) + 1
+    cuts = sorted({0, first, end, ticks}) if len(runs) == end - first else [0, ticks]
+    return [range(*pair) for pair in itertools.pairwise(cuts)]
+
+
+def is_due(plan: Plan, kind: TaskKind, c: int, ticks: range) -> bool | None:
+    """Return whether a class runs a task in each of these ticks, also without effect; None if a guard must decide."""
+    runs = plan.tables[kind][ticks.start : ticks.stop, c] >= 0
+    if not runs.any():
+        return False
+    segment = plan.segments[plan.classes[c][0]]
+    if plan.platform != "gpu" or segment.place is not None:
+        return None
+    idle = np.flatnonzero(~runs[:, 0])
+    if not len(idle):
+        return True
+    if kind == "F":  # it can run again, unless that updates a state
+        return True if idle[0] == len(runs) - len(idle) and not segment.state_groups else None
+    has_stash = (plan.tables["F"][: ticks.start + 1, c] == instead(plan, kind, c, ticks)).any()
+    return True if idle[-1] == len(idle) - 1 and has_stash else None
+
+
+def instead(plan: Plan, kind: TaskKind, c: int, ticks: range) -> int | None:
+    """Return the micro-batch with which a task runs without effect, or None if it is due in all these ticks."""
+    microbatches = plan.tables[kind][ticks.start : ticks.stop, c, 0]
+    due = microbatches[microbatches >= 0]
+    return None if len(due) == len(microbatches) else int(due[-1 if kind == "F" else 0])

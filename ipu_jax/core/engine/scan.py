@@ -13,20 +13,23 @@ cotangents of a replicated input are summed.
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
+from ipu_jax.base import facts
 from ipu_jax.base.annotations import Tree, Value
 from ipu_jax.core.engine import labels
 from ipu_jax.core.engine._carry import Carry, first_carry
-from ipu_jax.core.engine._flight import report_of
-from ipu_jax.core.engine._runs import microbatches_at, runs_of, runs_of_ipu
-from ipu_jax.core.engine._stretches import stretches_of
 from ipu_jax.core.engine._tasks import Rows, Tasks
-from ipu_jax.core.engine.order import EXCHANGES
-from ipu_jax.core.engine.plan import TABLES, Plan
+from ipu_jax.core.engine.labels import PlanNames
+from ipu_jax.core.engine.order import EXCHANGES, WORDS
+from ipu_jax.core.engine.plan import TABLES, Plan, stretches_of
 from ipu_jax.core.layout.packing import Sharded, sharded_of
 from ipu_jax.core.mesh.collectives import broadcast, reduced, state_over_replicas
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
@@ -141,3 +144,102 @@ class _Program:
                 case "y" | "dx":
                     carry = self.tasks.exchange(kind, number, rows, carry)
         return self.report(carry, rows["tick"] + 1, None), None
+
+
+def report_of(plan: Plan, name: str) -> Callable[[Carry, Value, Tree], Carry]:
+    """Return `(carry, tick, after) -> carry`, which reports a tick, so that a run that hangs can say what it was doing.
+
+    A report on the host gets the number of guards that have run from the last guard of its tick, and returns it to the
+    first guard of the next tick. So XLA can move no task past a report, and a report of tick t means that this IPU has
+    finished tick t - 1. Without a listener that asks, the program has no reports. Call it inside `shard_map`.
+
+    XLA keeps the report in the loop in which the values `after` are computed.
+
+    Args:
+        plan: of the program.
+        name: of the plan's scan.
+    """
+    replicas, tasks = lax.axis_size(REPLICA_AXIS), lambda: tasks_of(labels.names_of(plan))
+    heard = [listener.ticks(name, plan.role, replicas, tasks) for listener in facts.listeners()]
+    if not (listening := [one for one in heard if one is not None]):
+        return lambda carry, tick, after: carry
+
+    def on_host(values: Any) -> Any:
+        replica, ipu, tick, guards_run = np.asarray(values).tolist()
+        for listener in listening:
+            listener(replica, ipu, tick)
+        return np.int32(guards_run)
+
+    def report(carry: Carry, tick: Value, after: Tree) -> Carry:
+        guards_run, _ = lax.optimization_barrier((carry.guards_run, after))
+        values = jnp.stack([lax.axis_index(REPLICA_AXIS), lax.axis_index(IPU_AXIS), jnp.int32(tick), guards_run])
+        call = lambda values: jax.pure_callback(on_host, jax.ShapeDtypeStruct((), jnp.int32), values)
+        if plan.axes:  # a callback needs a program that XLA splits over no axis
+            call = jax.shard_map(call, in_specs=P(), out_specs=P(), axis_names={*plan.axes}, check_vma=False)
+        return dataclasses.replace(carry, guards_run=call(values))
+
+    return report
+
+
+def tasks_of(names: PlanNames) -> list[list[str]]:
+    """Return, per IPU and tick, the tasks in words; "" where it is idle.
+
+    Under uniform guards an IPU that is idle takes part in the tasks of other IPUs.
+    """
+    found = [[""] * names.ticks for _ in range(names.ipus)]
+    for (kind, c), microbatches in names.microbatches.items():
+        if kind in EXCHANGES:
+            continue
+        for tick, ipu in np.argwhere(microbatches >= 0).tolist():
+            segment, microbatch = names.segment(c, ipu), microbatches[tick, ipu]
+            last = segment.first + len(segment.stages) - 1
+            stages = f"stage {last}" if last == segment.first else f"stages {segment.first} to {last}"
+            task = f"{WORDS[kind]} of micro-batch {microbatch} of {stages} ({', '.join(segment.stages)})"
+            found[ipu][tick] += f", {task}" if found[ipu][tick] else task
+    return found
+
+
+def runs_of(tables: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the runs of each IPU and row, (ipus, rows, runs, 4) int32, in the order of their ticks.
+
+    A run is (first tick, ticks from one micro-batch to the next, number of micro-batches, first micro-batch). A stage
+    has one to three under most schedules, and at most one per micro-batch. A table of all IPUs is a constant of each
+    IPU's program. As runs, the tables of 256 IPUs and 512 micro-batches take 0.1 MB.
+
+    Args:
+        tables: arrays (ticks, rows, ipus) of micro-batches, -1 where idle; all of the same shape.
+    """
+    rows = np.concatenate(tables, axis=1).transpose(2, 1, 0)
+    found = [[_runs(row) for row in of_ipu] for of_ipu in rows]
+    most = max(1, *(len(runs) for of_ipu in found for runs in of_ipu))
+    none = (0, 1, 0, 0)
+    return np.array([[runs + [none] * (most - len(runs)) for runs in of_ipu] for of_ipu in found], np.int32)
+
+
+def _runs(row: np.ndarray) -> list[tuple[int, int, int, int]]:
+    ticks = np.flatnonzero(row >= 0)
+    gaps, follows = np.diff(ticks), np.diff(row[ticks]) == 1
+    breaks = 1 + np.flatnonzero(~follows[1:] | (gaps[1:] != gaps[:-1]))
+    runs, at = [], 0
+    while at < len(ticks):
+        every, end = 1, at + 1
+        if at < len(gaps) and follows[at]:
+            k = np.searchsorted(breaks, at + 1)
+            every, end = int(gaps[at]), int(breaks[k] if k < len(breaks) else len(gaps)) + 1
+        runs.append((int(ticks[at]), every, end - at, int(row[ticks[at]])))
+        at = end
+    return runs
+
+
+def runs_of_ipu(runs: np.ndarray, ipu: Value) -> Value:
+    """Return the runs of one IPU, (rows, runs, 4); its number may be traced."""
+    # a constant of two dims: a TPU pads the last two
+    return jnp.asarray(runs.reshape(len(runs), -1))[ipu].reshape(runs.shape[1:])
+
+
+def microbatches_at(own: Value, tick: Value) -> Value:
+    """Return the micro-batch of each row in a tick, (rows,) int32, or -1 where idle; `own` is an IPU's runs."""
+    first, every, count, start = (own[..., k] for k in range(4))
+    number = (tick - first) // every
+    active = (number >= 0) & (number < count) & (first + number * every == tick)
+    return jnp.max(jnp.where(active, start + number, -1), axis=1)

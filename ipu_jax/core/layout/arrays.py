@@ -28,9 +28,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ipu_jax.base.annotations import Tree
-from ipu_jax.core.layout.checks import check_weight
 from ipu_jax.core.layout.layout import Group, PackedLayout
-from ipu_jax.core.layout.leaf import WHOLE, Leaf, PackedArray
+from ipu_jax.core.layout.leaf import WHOLE, Leaf, PackedArray, check_weight
 from ipu_jax.core.layout.tree_parts import spread
 from ipu_jax.core.mesh.axes import names_further, names_in
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS

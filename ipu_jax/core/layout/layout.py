@@ -25,8 +25,7 @@ from jax.sharding import PartitionSpec
 
 from ipu_jax.base.annotations import Params, Tree, Value
 from ipu_jax.base.showing import Shown, Table, counted
-from ipu_jax.core.layout.checks import check_array, check_weight
-from ipu_jax.core.layout.leaf import Leaf, PackedArray
+from ipu_jax.core.layout.leaf import Leaf, PackedArray, check_array, check_weight
 from ipu_jax.core.layout.tree_parts import Part, Rows, resized, spread
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 

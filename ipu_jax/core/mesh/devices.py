@@ -103,7 +103,9 @@ def configure(num_ipus: int, *, cores: Cores = "shared", cuda_graphs: bool | Non
     # already and the count would change; there may be enough devices nonetheless.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", max(num_ipus, cpu_devices_asked_for()))
-    with _thread_pool(pool_threads(max(num_ipus, cpu_devices_asked_for()), cores)):
+    threads = pool_threads(max(num_ipus, cpu_devices_asked_for()), cores)
+    # XLA reads it only when the backend starts; a child process has its own number of IPUs
+    with environment("PJRT_NPROC", os.environ.get("PJRT_NPROC", str(threads))):
         devices = local_devices()
     if len(devices) >= num_ipus:
         for listener in facts.listeners():
@@ -369,17 +371,14 @@ def pool_threads(ipus: int, cores: Cores) -> int:
 
 
 @contextlib.contextmanager
-def _thread_pool(threads: int) -> Iterator[None]:
-    """Set the thread pool size of a CPU backend that starts in this context, unless the user has set a size."""
-    if "PJRT_NPROC" in os.environ:
-        yield
-        return
-    os.environ["PJRT_NPROC"] = str(threads)
+def environment(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable in this context."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
-        # XLA reads it only when the backend starts; a child process has its own number of IPUs
-        del os.environ["PJRT_NPROC"]
+        os.environ.pop(name) if before is None else os.environ.update({name: before})
 
 
 def cpu_devices_asked_for() -> int:

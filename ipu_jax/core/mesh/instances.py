@@ -32,6 +32,12 @@ def own_device(mesh: Mesh) -> Device:
     return next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
 
 
+def shapes_by(tree: Tree, specs: Tree, mesh: Mesh) -> Tree:
+    """Return the shapes of arrays, placed on a mesh by a tree of specs."""
+    on = lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+    return jax.tree.map(on, tree, specs)
+
+
 @jax.transfer_guard("allow")  # the caller asks for this transfer
 def put(tree: Tree, sharding: Sharding) -> Tree:
     """Return the tree on the devices of a sharding. Every instance passes the same whole values.

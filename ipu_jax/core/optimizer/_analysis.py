@@ -225,10 +225,12 @@ class _Analyzer:
         if v not in self.gathered:
             leaf, name = self.blocks.leaves[self.leaf_of[v]], eqn.primitive.name
             if v.aval.size > 1 and not (v in self.owned and _is_small(v, leaf)):
+                why = f"lie apart, on {self.blocks.ipus} IPUs"
+                if self.blocks.is_divided:
+                    why = f"are cut over {self.blocks.replicas} replicas (shard_optimizer)"
                 raise ValueError(
-                    f"optimizer: its {name} reads all of {leaf.path} together with other leaves, but "
-                    f"they {self.why_divided()}: use transforms that work leaf by leaf, "
-                    "or that meet in sums and norms"
+                    f"optimizer: its {name} reads all of {leaf.path} together with other leaves, but they {why}: use "
+                    "transforms that work leaf by leaf, or that meet in sums and norms"
                 )
             if v in self.owned:
                 _check_dtype(name, v, leaf)
@@ -236,11 +238,6 @@ class _Analyzer:
             self.reductions[level].append(LeafReduction(None, self.leaf_of[v], (v,)))
             self.gathered[v] = level + 1
         return self.gathered[v]
-
-    def why_divided(self) -> str:
-        if self.blocks.is_divided:
-            return f"are cut over {self.blocks.replicas} replicas (shard_optimizer)"
-        return f"lie apart, on {self.blocks.ipus} IPUs"
 
     def is_elementwise(self, eqn: Eqn, leaf: int) -> bool:
         shape = self.blocks.leaves[leaf].shape

@@ -20,12 +20,11 @@ from jax.sharding import Mesh
 
 from ipu_jax.base.annotations import Dtype, Params, Tree, Value, Var
 from ipu_jax.base.jaxprs import bound, read_by
-from ipu_jax.core.layout.blocks import Blocks, from_blocks
+from ipu_jax.core.layout.blocks import Blocks, from_blocks, gather
 from ipu_jax.core.layout.packing import Sharded, shard_tree
 from ipu_jax.core.mesh.collectives import rounded
 from ipu_jax.core.mesh.devices import IPU_AXIS
 from ipu_jax.core.mesh.guard import SLOT, Fence, guard
-from ipu_jax.core.optimizer import zero
 from ipu_jax.core.optimizer._analysis import LeafReduction, analyze_update
 from ipu_jax.core.optimizer._evaluate import LeafEvaluator, combined, partial_result, partial_shape, sent_together
 from ipu_jax.core.optimizer.state import StateLayout
@@ -111,7 +110,7 @@ class ShardedUpdate:
         gradients = [rounded(g, block.dtype) for g, block in zip(gradients, blocks.arrays, strict=True)]
         unrounded, state = self._unrounded(gradients, state, blocks.chunks_of(params), loss)
         chunks = [round_block(k, chunk).astype(blocks[k].dtype) for k, chunk in enumerate(unrounded)]
-        return from_blocks(params, zero.gather(blocks, chunks)), chunks, state
+        return from_blocks(params, gather(blocks, chunks)), chunks, state
 
     def _unrounded(
         self, gradients: Sequence[Value], state: Sharded, params: Sequence[Params], loss: Value

@@ -26,8 +26,7 @@ from ipu_jax.base.other_words import Gone
 from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.analysis.report import MemoryGuard, make_report
 from ipu_jax.core.compiled.guards import GuardCheck, Guards
-from ipu_jax.core.cutting.function import FunctionModel, Source
-from ipu_jax.core.cutting.layers_per_ipu import checked_counts
+from ipu_jax.core.cutting.function import FunctionModel, Source, checked_counts, cut_on
 from ipu_jax.core.layout import packing
 from ipu_jax.core.layout.packing import Sharded, check_alive
 from ipu_jax.core.layout.rule import rule_of_state, rule_of_weights
@@ -36,13 +35,17 @@ from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS, check_there, devic
 from ipu_jax.core.optimizer.pipeline_optimizer import PipelineOptimizer
 from ipu_jax.core.options import PipelineOptions, Reduction
 from ipu_jax.core.pipeline._foreseen import Foreseen
-from ipu_jax.core.pipeline._making import check_one_batch, cut_on, places_of_stages
 from ipu_jax.core.pipeline._programs import Programs
-from ipu_jax.core.pipeline._schedule_choice import ScheduleChoice, silent_about_messages, warn_of_messages
+from ipu_jax.core.pipeline._schedule_choice import (
+    ScheduleChoice,
+    places_of_stages,
+    silent_about_messages,
+    warn_of_messages,
+)
 from ipu_jax.core.pipeline.arguments import (
+    check_one_batch,
     check_places,
     check_predict_axes,
-    check_predictable,
     check_reducible,
     checked_stages,
     mesh_for,
@@ -427,62 +430,6 @@ class Pipeline(Foreseen, WithForward, Shown):
         if not (training and self.placement.state.owners):
             return result
         return (loss, (result[1], new_state)) if isinstance(result, tuple) else (loss, new_state)
-
-    def predict(
-        self,
-        params: Sharded,
-        batch: Batch,
-        state: Sharded | None = None,
-        key: jax.Array | None = None,
-        *,
-        return_state: bool = False,
-    ) -> Tree:
-        """Return the outputs of the last stage for any number of micro-batches, without labels or a loss.
-
-        Each stage runs `predict`, or else `evaluate`, or else `fn`; the last stage must have `predict`. Aux is not
-        computed. The schedule is "grouped" without its backward, which fills the pipeline as fast as possible.
-
-        Communicates, in each tick: one ppermute of an activation between neighbours, and for each run of concurrent
-        stages a broadcast of its input. At the end it broadcasts the outputs of a local last stage to all IPUs.
-
-        Args:
-            params: from `shard`.
-            batch: a pytree whose leaves are (m, micro-batch, ...), for any m, or (replicas, m, micro-batch, ...) if
-                there are several replicas. Leaves that no stage reads in prediction, such as labels, may be missing.
-            state: from `shard_state`, a training step, or an earlier prediction, if a stage has state.
-            key: a typed key. It is needed only if a random stage has neither `predict` nor `evaluate`.
-            return_state: whether to return the new state as well, on one replica: the state that `predict` functions
-                return, micro-batch after micro-batch, such as a cache; and the given state of other stages. Without it,
-                each micro-batch still reads the state from earlier micro-batches of the same call.
-
-        Returns:
-            The pytree that the last stage returns, with leading dims (m,), or (replicas, m): whole on every IPU, except
-            outputs that `Stage(predict_specs=...)` keeps split over the IPUs; these are split `jax.Array`s, padded like
-            the weights (`logits[..., :size]` removes the padding). With `return_state`, `(outputs, new state)`.
-
-        Raises:
-            ValueError: the last stage has no `predict`; the pipeline was cut from a function, and `forward` predicts;
-                `return_state` is given with several replicas or without state; or as in `value_and_grad`. It is raised
-                before anything is compiled.
-
-        >>> import jax.numpy as jnp
-        >>> loss = lambda w, x, mb: jnp.mean((mb["x"] @ w - mb["y"]) ** 2)
-        >>> stage = Stage(loss, params="w", ipu=0, predict=lambda w, x, mb: mb["x"] @ w)
-        >>> pipeline = Pipeline([stage], gradient_accumulation=2)
-        >>> params = pipeline.shard({"w": jnp.ones((3, 1))})
-        >>> pipeline.predict(params, {"x": jnp.ones((5, 4, 3))}).shape  # 5 micro-batches of 4 rows
-        (5, 4, 1)
-        """
-        if self.function is not None:
-            raise ValueError(
-                "this pipeline was cut from a loss function: cut the function that predicts, too, "
-                "outputs = pipeline.forward(fn, inputs), and call outputs(params, batch)"
-            )
-        check_predictable(self.stages, self.replicas, return_state)
-        given = StepArgs(params, batch, state, key)
-        self.placement.check(given, "prediction")
-        outputs, new_state = self._programs.predict(given)
-        return (outputs, new_state) if return_state else outputs
 
     def replace(
         self,

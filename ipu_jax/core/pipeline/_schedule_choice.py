@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
+import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 
@@ -118,11 +119,15 @@ class ScheduleChoice:
             ValueError: `costs` are for other stages, or no schedule fits in `ipu_memory`.
         """
         traced = shapes.trace(self.stages)
-        if costs is None or (isinstance(costs, StageCosts) and not _has_bytes(costs)):
+        sizes = (costs.stash, costs.weight_residuals) if isinstance(costs, StageCosts) else ()
+        if costs is None or (sizes and not any(itertools.chain(*filter(None, sizes)))):
             counted = traced.counted()
-            costs = counted if costs is None else _with_bytes_of(costs, counted)
+            if costs is None:
+                costs = counted
+            elif len(costs) == len(counted):  # others are refused by the search
+                costs = dataclasses.replace(costs, stash=counted.stash, weight_residuals=counted.weight_residuals)
         unit = costs.unit if isinstance(costs, StageCosts) else None
-        transfer = transfer_time(traced.segments, traced.programs, shapes.platform, unit)
+        transfer = transfer_time(traced, unit)
 
         def search(stash_limit: list[float] | None) -> FoundSchedule:
             return find_schedule(
@@ -234,11 +239,9 @@ def _largest(report: PipelineReport) -> int:
     return max(report.total(part.ipu) for part in report.ipus)
 
 
-def _has_bytes(costs: StageCosts) -> bool:
-    return any((*(costs.stash or ()), *(costs.weight_residuals or ())))
-
-
-def _with_bytes_of(costs: StageCosts, counted: StageCosts) -> StageCosts:
-    if len(costs) != len(counted):
-        return costs  # which the search refuses
-    return dataclasses.replace(costs, stash=counted.stash, weight_residuals=counted.weight_residuals)
+def places_of_stages(schedule: str | Schedule, ipus: int, rounds: int) -> Sequence[int | None]:
+    """Return the IPU of each stage that a schedule has."""
+    if isinstance(schedule, Schedule):
+        return schedule.placement
+    family = "sequential" if canonical_name(schedule) == "auto" else schedule
+    return make_schedule(family, ipus=ipus, gradient_accumulation=1, rounds=rounds).placement

@@ -1,7 +1,7 @@
 """Check the arguments of a pipeline before anything is traced: stages and their places, mesh, keys, batches."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh
 
 from ipu_jax.base.annotations import Batch, Key, Value
 from ipu_jax.base.keys import is_one_key
-from ipu_jax.core.layout.checks import check_array
+from ipu_jax.core.layout.leaf import check_array
 from ipu_jax.core.mesh.axes import further_axes, names_in
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS, make_mesh
 from ipu_jax.core.stage import Role, Stage
@@ -185,3 +185,13 @@ def count_samples(batch: Batch, dims: int) -> int:
     64
     """
     return next((math.prod(leaf.shape[:dims]) for leaf in jax.tree.leaves(batch) if np.ndim(leaf) >= dims), 0)
+
+
+def check_one_batch(others: Sequence[Batch], ipus: int) -> None:
+    """Raise `ValueError` if `Pipeline.from_function` gets several arguments as micro-batch."""
+    if others:
+        parts = ", ".join(f"micro_batch[{k}]" for k in range(1 + len(others)))
+        raise ValueError(
+            f"{1 + len(others)} arguments are given as micro_batch: join them, from_function(lambda params, "
+            f"micro_batch: loss(params, {parts}), params, (x, y), ipus={ipus}, ...)"
+        )

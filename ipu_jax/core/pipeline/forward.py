@@ -1,4 +1,4 @@
-"""Run other functions of a pipeline's weights, forward only: logits, a test loss, one step of decoding.
+"""Run a pipeline's weights forward only: its own outputs, logits, a test loss, one step of decoding.
 
     pipeline = Pipeline.from_function(loss, params, micro_batch, ipus=4, ...)      trains the weights
     logits = pipeline.forward(model.apply, tokens)                                 reads them, where they are
@@ -21,7 +21,9 @@ from ipu_jax.core.cutting.function import FunctionModel
 from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.layout.packing import Sharded
 from ipu_jax.core.pipeline._programs import Programs
+from ipu_jax.core.pipeline.arguments import check_predictable
 from ipu_jax.core.pipeline.placed_stages import PlacedStages
+from ipu_jax.core.stage import Stage
 from ipu_jax.core.step_args import StepArgs, given_dims
 
 
@@ -149,9 +151,69 @@ def _placed(function: Forward, pipeline: Any) -> PackedLayout | None:
 
 @public_on_mesh
 class WithForward:
-    """The method of `Pipeline` that gives other functions of its weights."""
+    """The methods of `Pipeline` that run its weights forward only: its last stage's outputs, and other functions."""
 
+    stages: tuple[Stage, ...]
+    replicas: int
+    placement: PlacedStages
     function: FunctionModel | None
+    _programs: Programs
+
+    def predict(
+        self,
+        params: Sharded,
+        batch: Batch,
+        state: Sharded | None = None,
+        key: jax.Array | None = None,
+        *,
+        return_state: bool = False,
+    ) -> Tree:
+        """Return the outputs of the last stage for any number of micro-batches, without labels or a loss.
+
+        Each stage runs `predict`, or else `evaluate`, or else `fn`; the last stage must have `predict`. Aux is not
+        computed. The schedule is "grouped" without its backward, which fills the pipeline as fast as possible.
+
+        Communicates, in each tick: one ppermute of an activation between neighbours, and for each run of concurrent
+        stages a broadcast of its input. At the end it broadcasts the outputs of a local last stage to all IPUs.
+
+        Args:
+            params: from `shard`.
+            batch: a pytree whose leaves are (m, micro-batch, ...), for any m, or (replicas, m, micro-batch, ...) if
+                there are several replicas. Leaves that no stage reads in prediction, such as labels, may be missing.
+            state: from `shard_state`, a training step, or an earlier prediction, if a stage has state.
+            key: a typed key. It is needed only if a random stage has neither `predict` nor `evaluate`.
+            return_state: whether to return the new state as well, on one replica: the state that `predict` functions
+                return, micro-batch after micro-batch, such as a cache; and the given state of other stages. Without it,
+                each micro-batch still reads the state from earlier micro-batches of the same call.
+
+        Returns:
+            The pytree that the last stage returns, with leading dims (m,), or (replicas, m): whole on every IPU, except
+            outputs that `Stage(predict_specs=...)` keeps split over the IPUs; these are split `jax.Array`s, padded like
+            the weights (`logits[..., :size]` removes the padding). With `return_state`, `(outputs, new state)`.
+
+        Raises:
+            ValueError: the last stage has no `predict`; the pipeline was cut from a function, and `forward` predicts;
+                `return_state` is given with several replicas or without state; or as in `value_and_grad`. It is raised
+                before anything is compiled.
+
+        >>> import jax.numpy as jnp
+        >>> loss = lambda w, x, mb: jnp.mean((mb["x"] @ w - mb["y"]) ** 2)
+        >>> stage = Stage(loss, params="w", ipu=0, predict=lambda w, x, mb: mb["x"] @ w)
+        >>> pipeline = Pipeline([stage], gradient_accumulation=2)
+        >>> params = pipeline.shard({"w": jnp.ones((3, 1))})
+        >>> pipeline.predict(params, {"x": jnp.ones((5, 4, 3))}).shape  # 5 micro-batches of 4 rows
+        (5, 4, 1)
+        """
+        if self.function is not None:
+            raise ValueError(
+                "this pipeline was cut from a loss function: cut the function that predicts, too, "
+                "outputs = pipeline.forward(fn, inputs), and call outputs(params, batch)"
+            )
+        check_predictable(self.stages, self.replicas, return_state)
+        given = StepArgs(params, batch, state, key)
+        self.placement.check(given, "prediction")
+        outputs, new_state = self._programs.predict(given)
+        return (outputs, new_state) if return_state else outputs
 
     @facts.during("cutting a function")
     def forward(self, fn: Function, inputs: Batch, *, state: Tree = None) -> Forward:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from ipu_jax.base import status
 from ipu_jax.base.annotations import Params, Tree, Value
@@ -24,6 +24,7 @@ from ipu_jax.core.layout.rule import LayoutRule
 from ipu_jax.core.mesh.axes import over_ipus
 from ipu_jax.core.mesh.collectives import rounded
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.core.mesh.instances import shapes_by
 from ipu_jax.core.options import PipelineOptions, Reduction
 from ipu_jax.core.pipeline._schedule_choice import ScheduleChoice, StepShapes
 from ipu_jax.core.pipeline.arguments import check_batch, check_key, check_prediction_batch
@@ -118,17 +119,7 @@ class PlacedStages:
 
     def lowered(self, program: Any, given: StepArgs) -> Any:
         """Return a jitted program of these four arguments, lowered for arrays or shapes, wherever these are."""
-
-        def placed(tree: Tree) -> Value:
-            specs = None if tree is None else packing.specs_of(tree.layout)
-            return jax.tree.map(
-                lambda leaf, spec: jax.ShapeDtypeStruct(
-                    leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec)
-                ),
-                tree,
-                specs,
-            )
-
+        placed = lambda tree: tree and shapes_by(tree, packing.specs_of(tree.layout), self.mesh)
         spec = PartitionSpec(*[REPLICA_AXIS] * given_dims(self.replicas))
         batch = packing.batch_shapes(given.batch, self.mesh, spec)
         key = None if given.key is None else jax.ShapeDtypeStruct(given.key.shape, given.key.dtype)

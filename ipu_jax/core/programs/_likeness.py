@@ -49,7 +49,7 @@ class Signature:
 def signature_of(programs: Sequence[Jaxpr], *more: Tree) -> Signature | None:
     """Return the signature of closed jaxprs and of `more`, or None if they contain large constants."""
     constants = [thing for closed in programs for thing in _constants_of(closed)]
-    if any(isinstance(thing, _Array) and thing.is_large for thing in constants):
+    if any(isinstance(thing, _Array) and np.size(thing.value) > _SMALL for thing in constants):
         return None
     return Signature((tuple(_text(closed.jaxpr) for closed in programs), *more), tuple(constants))
 
@@ -62,10 +62,6 @@ def _text(jaxpr: Jaxpr) -> str:
 @dataclasses.dataclass(frozen=True)
 class _Array:
     value: Value
-
-    @property
-    def is_large(self) -> bool:
-        return np.size(self.value) > _SMALL
 
 
 def _constants_of(closed: Jaxpr) -> Iterator[Value]:

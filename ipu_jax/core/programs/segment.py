@@ -223,10 +223,10 @@ def whole(stages: tuple[Stage, ...], role: Role) -> Segment:
     return Segment(stages, 0, _onward(stages), role, backward=role == "training")
 
 
-def one_by_one(stages: tuple[Stage, ...], role: Role = "training") -> tuple[Segment, ...]:
+def one_by_one(stages: tuple[Stage, ...]) -> tuple[Segment, ...]:
     """Return a segment for each stage."""
     onward = _onward(stages)
-    return tuple(Segment((stage,), i, (onward[i],), role) for i, stage in enumerate(stages))
+    return tuple(Segment((stage,), i, (onward[i],), "training") for i, stage in enumerate(stages))
 
 
 def segments_of(

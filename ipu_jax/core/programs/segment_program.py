@@ -22,8 +22,7 @@ import numpy as np
 from jax.extend import core
 
 from ipu_jax.base.annotations import Jaxpr, Params, Tree, Value, Var
-from ipu_jax.base.checkpoints import plain
-from ipu_jax.base.jaxprs import depending, laid_open, needed, part_of, postponed, read_by, shape_of, variables
+from ipu_jax.base.jaxprs import depending, laid_open, needed, part_of, plain, postponed, read_by, shape_of, variables
 from ipu_jax.base.keys import with_keys, without_keys
 from ipu_jax.core.programs._backward_split import split_backward
 from ipu_jax.core.programs._keeping import bytes_of, cheapest_to_keep
@@ -43,9 +42,8 @@ def split_floats(tree: Tree) -> _Split:
 
     Only the floating leaves have gradients.
     """
-    return split_marked(
-        tree, [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in map(_as_array, jax.tree.leaves(tree))]
-    )
+    dtypes = [(leaf if hasattr(leaf, "dtype") else np.asarray(leaf)).dtype for leaf in jax.tree.leaves(tree)]
+    return split_marked(tree, [jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes])
 
 
 def split_marked(tree: Tree, first: Sequence[bool]) -> _Split:
@@ -58,10 +56,6 @@ def split_marked(tree: Tree, first: Sequence[bool]) -> _Split:
 
     pick = lambda want: [leaf for leaf, is_first in zip(leaves, first, strict=True) if is_first is want]
     return pick(True), pick(False), join
-
-
-def _as_array(leaf: Value) -> Value:
-    return leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Jaxpr, Var
-from ipu_jax.base.jaxprs import CALLS, all_equations, closed_of, in_scan_parts
+from ipu_jax.base.jaxprs import CALLS, all_equations, closed_of, in_scan_parts, variables
 from ipu_jax.core.mesh.collectives import axes_of, waits
 from ipu_jax.core.mesh.devices import IPU_AXIS
 
@@ -58,7 +58,7 @@ class _Axis:
             of_inputs = of(eqn.invars)
             differs.update(v for v, may in zip(eqn.outvars, self.results(eqn, of_inputs), strict=True) if may)
             if any(of_inputs):  # the value may be written into a Ref
-                differs.update(v for v in eqn.invars if not isinstance(v, core.Literal) and _is_ref(v))
+                differs.update(v for v in variables(eqn.invars) if hasattr(v.aval, "inner_aval"))
         return of(jaxpr.outvars)
 
     def results(self, eqn: Eqn, of_inputs: list[bool]) -> list[bool]:
@@ -121,10 +121,6 @@ class _Axis:
 
 def _makes_equal(eqn: Eqn) -> bool:
     return eqn.primitive.name in _MAKES_EQUAL and eqn.params.get("axis_index_groups") is None
-
-
-def _is_ref(var: Var) -> bool:
-    return hasattr(var.aval, "inner_aval")
 
 
 def needs_sums_only(jaxpr: Jaxpr, may_differ: Sequence[bool], num_dy: int, summed: Sequence[bool]) -> bool:

@@ -119,7 +119,7 @@ class ComparedLeaf:
         if not np.isnan(self.own_error) or not self._is_finite_alike:
             return
         result = f"{what}{self._at or ''} is {self.expected[*self._at].item()}"
-        for are_bad in (np.isnan, _not_finite):  # an infinity may be a mask
+        for are_bad in (np.isnan, lambda leaf: ~np.isfinite(leaf)):  # an infinity may be a mask
             for _, where in numbers_that(are_bad, inputs):
                 raise VerificationError(f"{where}, and so {result}, in the unsharded program too: give finite numbers")
         raise VerificationError(
@@ -227,10 +227,6 @@ class AllowedError:
 
     def passes(self, leaf: ComparedLeaf) -> bool:
         return leaf.error <= self.of(leaf)  # False if it is NaN
-
-
-def _not_finite(leaf: Value) -> Value:
-    return ~np.isfinite(leaf)
 
 
 def roundings(dtype: Dtype) -> float:

@@ -13,8 +13,10 @@ import dataclasses
 import functools
 import itertools
 import operator
+import os
+import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +27,6 @@ from ipu_jax.base import status
 from ipu_jax.base.annotations import Dtype, Jaxpr, Json, Tree, Value
 from ipu_jax.base.jaxprs import all_equations
 from ipu_jax.base.showing import counted
-from ipu_jax.core.exactness import exact_options
 from ipu_jax.core.layout.layout import Group, PackedLayout
 from ipu_jax.core.layout.tree_parts import joined
 from ipu_jax.core.mesh.axes import further_axes, parts
@@ -35,6 +36,36 @@ from ipu_jax.core.programs.segment import NO_MESSAGE, Message, MicrobatchInputs,
 from ipu_jax.core.proof.comparison import ComparedLeaf, Comparison, Results, VerificationError
 from ipu_jax.core.proof.reference import Learning, differentiated
 from ipu_jax.core.step_args import StepArgs, without_dims
+
+UNFUSED: Final[dict[str, Json]] = {"xla_allow_excess_precision": False, "xla_cpu_experimental_ynn_fusion_type": ""}
+"""Every operation rounds its result to its own dtype. A library of XLA's CPU backend fuses a product with its
+neighbours, and rounds otherwise than XLA does."""
+
+_PASSES: Final = "xla_disable_hlo_passes"
+
+
+def exact_options(*, optimized: bool, half: bool = False) -> dict[str, Json]:
+    """Return compiler options with which no operation is rewritten, so that each is computed alike in every program.
+
+    XLA rewrites operations that meet in one program: a / sqrt(b) becomes a * rsqrt(b), but not where sqrt(b) was
+    stashed. In a pipeline other operations meet than on one device.
+
+    Args:
+        optimized: whether XLA may compute several operations in one loop, and optimize its code. A CPU may then round
+            a product and a sum once (FMA) if both are in one loop, and twice in another program.
+        half: whether the program computes in less than float32. Without such loops jax 0.10 compiles it for minutes, so
+            that it may have them.
+
+    Passes that `XLA_FLAGS` disables stay disabled.
+
+    >>> exact_options(optimized=True)["xla_disable_hlo_passes"]
+    'algsimp'
+    """
+    given = re.findall(rf"--{_PASSES}=(\S*)", os.environ.get("XLA_FLAGS", ""))
+    fuses = optimized or (half and jax.__version_info__ < (0, 11))
+    passes = [*filter(None, ",".join(given).split(",")), "algsimp", *([] if fuses else ["fusion"])]
+    level: dict[str, Json] = {} if optimized else {"xla_backend_optimization_level": 0}
+    return {**UNFUSED, _PASSES: ",".join(dict.fromkeys(passes)), **level}
 
 
 def checked_exact(pipeline: Any) -> Pipeline:
@@ -142,7 +173,8 @@ class _OnOneDevice:
         compiled = functools.partial(jax.jit, compiler_options=options)
         of_replicas = differentiated(self.pipeline, self.whole, self.learning_of, self.call, compiled)
         gradients, states, losses, aux = of_replicas
-        mean = compiled(_mean)  # under these options, XLA does not multiply by 1 / 3
+        added = lambda rows, start: sum(rows.astype(jnp.promote_types(rows.dtype, jnp.float32)), start)
+        mean = compiled(lambda rows, start: added(rows, start) / len(rows))  # without these options, it is * (1 / 3)
         loss = mean(mean(losses.T, 0.0), -0.0)  # a pipeline adds losses to 0.0, so -0.0 is lost
         value = self.pipeline.placement.loss_with_aux(loss, without_dims(aux, self.pipeline.replicas))
         reduced = lambda s: mean(s, -0.0).astype(s.dtype) if jnp.issubdtype(s.dtype, jnp.floating) else s[0]
@@ -200,8 +232,3 @@ class _OnOneDevice:
 
 def _added(terms: Iterable[Value]) -> Value:
     return functools.reduce(operator.add, terms)
-
-
-def _mean(terms: Value, start: Value) -> Value:
-    """Return the mean of rows, added from `start` in at least float32."""
-    return sum(terms.astype(jnp.promote_types(terms.dtype, jnp.float32)), start) / len(terms)

@@ -5,12 +5,14 @@ from ipu_jax.core.schedules._costs import StageCosts, Unit
 from ipu_jax.core.schedules._families import SCHEDULES, canonical_name
 from ipu_jax.core.schedules._make import make_schedule
 from ipu_jax.core.schedules._schedule import Schedule, Task
+from ipu_jax.core.schedules._simulate import Simulation
 
 __all__ = [
     "SCHEDULES",
     "Candidate",
     "FoundSchedule",
     "Schedule",
+    "Simulation",
     "StageCosts",
     "Task",
     "Unit",

@@ -23,8 +23,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ipu_jax.base.showing import counted
 from ipu_jax.core.schedules._simulate import Simulation
 from ipu_jax.core.schedules._timetable import Kind, Task, Timetable, segments_of, tables_of, tasks_of, tick_of
-from ipu_jax.core.schedules.colours import CONCURRENT, FAINT, IDLE, INK, LINE, LOCAL, UPDATE, name_of
-from ipu_jax.core.schedules.figures import DIGIT, MARGIN, TEXT, WIDTH, drawn, headed, numbered, outlined
+from ipu_jax.core.schedules.figures import (
+    CONCURRENT,
+    DIGIT,
+    FAINT,
+    IDLE,
+    INK,
+    LINE,
+    LOCAL,
+    MARGIN,
+    TEXT,
+    UPDATE,
+    WIDTH,
+    drawn,
+    headed,
+    name_of,
+    numbered,
+    outlined,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -140,11 +140,11 @@ def simulate(
             free[who] = end
             busy[who] += tasks.costs[row]
     makespan = float(ends.max())
-    shape = -1, len(table.placement), count
+    shape, of = (-1, len(table.placement), count), lifetimes.stages_of
     return Simulation(
         makespan=makespan,
         bubble=1.0 - sum(busy.tolist()) / (table.ipus * makespan) if makespan else 0.0,
-        peak_stash=_peak_stash(lifetimes),
+        peak_stash=tuple(_peak(lifetimes, [*of.get(ipu, []), *of.get(None, [])]) for ipu in range(table.ipus)),
         busy=tuple(busy.tolist()),
         start_times=TaskTimes(table, starts[:-count].reshape(shape)),
         end_times=TaskTimes(table, ends[:-count].reshape(shape)),
@@ -259,11 +259,6 @@ def _per_stage(table: Timetable, name: str, cost: Any) -> list[float]:
         # a number is the cost of one IPU's whole share of the model, and of a concurrent stage on all IPUs together
         of_stages = [of_share / (1 if ipu is None else share[ipu]) for ipu in table.placement]
     return [value / (table.ipus if ipu is None else 1) for value, ipu in zip(of_stages, table.placement, strict=True)]
-
-
-def _peak_stash(lifetimes: Lifetimes) -> tuple[int, ...]:
-    table, everywhere = lifetimes.table, lifetimes.stages_of.get(None, [])
-    return tuple(_peak(lifetimes, [*lifetimes.stages_of.get(ipu, []), *everywhere]) for ipu in range(table.ipus))
 
 
 def _peak(lifetimes: Lifetimes, stages: list[int]) -> int:

@@ -14,7 +14,7 @@ import io
 import re
 
 from ipu_jax.core.schedules._line import Line, Local, by_kind, rows_of
-from ipu_jax.core.schedules._timetable import Kind, Placement, Task, Timetable, tables_of, tasks_of
+from ipu_jax.core.schedules._timetable import Kind, Placement, Timetable, tasks_of
 from ipu_jax.core.schedules.lifetimes import Lifetimes
 
 _ACTION = re.compile(r"(\d+)(F|I|B|W|UNSHARD|RESHARD|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD)(\d*)")
@@ -35,14 +35,11 @@ def to_torch_csv(table: Timetable) -> str:
     stages_of = Lifetimes(table).stages_of
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
+    words = {"F": "F", "B": "B" if table.weight is None else "I", "W": "W"}
     for ipu in range(table.ipus):
-        writer.writerow([_action(table, task) for task in tasks_of(table, stages_of.get(ipu, []))])
+        tasks = tasks_of(table, stages_of.get(ipu, []))
+        writer.writerow([f"{task.stage}{words[task.kind]}{task.microbatch}" for task in tasks])
     return text.getvalue()
-
-
-def _action(table: Timetable, task: Task) -> str:
-    split = any(kind == "W" for kind, _ in tables_of(table))
-    return f"{task.stage}{'I' if task.kind == 'B' and split else task.kind}{task.microbatch}"
 
 
 def from_torch_csv(text: str, name: str) -> Timetable:

@@ -25,7 +25,7 @@ from ipu_jax.base.annotations import Device, Json
 from ipu_jax.base.checks import check_count
 from ipu_jax.core.compiled.program import compiled_for
 from ipu_jax.core.mesh.cuda_graphs import CUDA_GRAPH_FLAGS
-from ipu_jax.core.mesh.devices import is_described
+from ipu_jax.core.mesh.devices import environment, is_described
 from ipu_jax.run.ahead.kinds import TOPOLOGIES, topology_of
 
 # libtpu asks the cloud which TPU this is, and lets only one process in, unless these are set
@@ -135,7 +135,7 @@ def compile_lowered(lowered: Any, device: Device) -> tuple[Any, str | None]:
     options: dict[str, Json] = {name: int(value) if value.isdigit() else value for name, _, value in flags}
     # there is no GPU to try kernels on
     options |= {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False, "xla_gpu_cuda_data_dir": str(nvcc)}
-    with tempfile.TemporaryDirectory() as dump, _environment("PATH", path):
+    with tempfile.TemporaryDirectory() as dump, environment("PATH", path):
         options |= {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
         compiled = compiled_for(device, lowered, options)
         thunks = [*Path(dump).glob("*thunk_sequence_after_thunk_passes.txt")]
@@ -177,7 +177,7 @@ def _h100s(shape: str) -> list[Device]:
     is_found = folder in sys.path
     wanted: dict[str, Json] = {"platform": "cuda", "target_config": _H100, "topology": shape}
     # there is no driver whose version could be checked
-    with _environment("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1"), _no_stderr():
+    with environment("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1"), _no_stderr():
         try:
             return topologies.get_topology_desc(**wanted).devices  # jax registers an installed plugin, once
         except NotImplementedError:
@@ -201,13 +201,3 @@ def _no_stderr() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name) if before is None else os.environ.update({name: before})

@@ -26,7 +26,8 @@ from collections.abc import Mapping, Sequence
 from jax.sharding import Mesh
 
 from ipu_jax.base.annotations import Device, Jaxpr
-from ipu_jax.core.compiled.in_stages import axis_of, groups_of
+from ipu_jax.core.analysis.stage_costs import flops_of, on_paper
+from ipu_jax.core.compiled.guards import connected
 from ipu_jax.core.compiled.program import Collective, Program
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.mesh.axes import parts
@@ -79,13 +80,12 @@ class Paper:
 
 def flops_by_task(plan: Plan) -> dict[str, int]:
     """Return the FLOPs of F, B and W in a step on one chip, of the IPU that has the most."""
-    m, chips = plan.schedule.micro_batches, parts(plan.axes)
-    by_ipu = []
-    for ipu in range(plan.ipus):
-        own = [p.jaxprs for p, s in zip(plan.programs, plan.segments, strict=True) if s.place in (None, ipu)]
-        flops = {t: sum(jaxpr_flops(jaxprs[t]) for jaxprs in own if t in jaxprs) for t in ("F", "B", "W")}
-        by_ipu.append({task: m * of_task // chips for task, of_task in flops.items()})
-    return max(by_ipu, key=lambda tasks: sum(tasks.values()))
+    flops, times, chips = [flops_of(p) for p in plan.programs], plan.schedule.micro_batches, parts(plan.axes)
+    by_ipu = [
+        [times * sum(flops[i][task] for i in plan.segments_of(ipu)) // chips for task in range(3)]
+        for ipu in range(plan.ipus)
+    ]
+    return dict(zip("FBW", max(by_ipu, key=sum), strict=True))
 
 
 def estimate(plan: Plan, kind: Kind, rows: Sequence[Row], cycles: Mapping[str, int], *, written: int) -> Paper:
@@ -99,15 +99,9 @@ def estimate(plan: Plan, kind: Kind, rows: Sequence[Row], cycles: Mapping[str, i
         written: the bytes of weights and state that the update reads and writes; 0 without an update.
     """
     seconds = [_seconds(plan, i, kind, cycles) for i in range(len(plan.segments))]
-    costs: list[list[float]] = [[], [], []]
-    for segment, (forward, backward, weight) in zip(plan.segments, seconds, strict=True):
-        # the simulator divides the cost of a concurrent stage among the IPUs
-        share = (plan.ipus if segment.place is None else 1) / len(segment.stages)
-        for column, value in zip(costs, (forward, backward + weight, weight), strict=True):
-            column += [share * value] * len(segment.stages)
-    run = plan.schedule.simulate(costs[0], costs[1], costs[2], lockstep=True)
+    run = on_paper(plan, seconds)
     busiest = max(range(plan.ipus), key=run.busy.__getitem__)
-    own = [times for times, s in zip(seconds, plan.segments, strict=True) if s.place in (None, busiest)]
+    own = [seconds[i] for i in plan.segments_of(busiest)]
     forward, backward, weight = (plan.schedule.micro_batches * sum(task) for task in zip(*own, strict=True))
     exposed = [row for row in rows if not row.beside_work]
     messages = sum(row.seconds or 0.0 for row in exposed if "replica" not in row.axis)
@@ -142,13 +136,11 @@ def _bound(jaxpr: Jaxpr, kind: Kind) -> float:
 def rows_of(program: Program, mesh: Mesh, kind: Kind | None) -> list[Row]:
     """Return what a program sends, like collectives together, those that take the most time first."""
     found: dict[Device, list[tuple[Collective, int | None]]] = {}
-    for collective in program.collectives:
-        groups = [group for group in groups_of(collective.instruction, mesh) if len(set(group)) > 1]
-        if not groups or not collective.nbytes:
-            continue
-        axis, distance = axis_of(groups, mesh), _hops_of(groups, mesh)
-        key = (_name_of(collective), axis, distance, collective.beside_work, len(groups[0]))
-        found.setdefault(key, []).append((collective, distance))
+    for collective, groups, axis in connected(program.collectives, mesh):
+        if collective.nbytes:
+            distance = _hops_of(groups, mesh)
+            key = (_name_of(collective), axis, distance, collective.beside_work, len(groups[0]))
+            found.setdefault(key, []).append((collective, distance))
     rows = []
     for (name, axis, distance, beside, members), alike in found.items():
         nbytes = sum(collective.runs * collective.nbytes for collective, _ in alike)

@@ -117,11 +117,7 @@ def checkpoints_in(folder: Path) -> list[Found]:
     Raises:
         OSError: the folder exists but cannot be listed.
     """
-    try:
-        paths = [folder / name for name in os.listdir(folder) if _NAME.fullmatch(name)]
-    except FileNotFoundError:
-        return []
-    found = [found_at(path) for path in paths if path.is_dir()]
+    found = [found_at(path) for path in _folders_in(folder, _NAME)]
     found += [found_at(path) for path in left_over_in(folder) if _is_sealed(path)]
     sealed = sorted((each for each in found if each.seal), key=lambda each: -each.number)
     for each in sorted((each for each in found if not each.seal), key=lambda each: each.step):
@@ -142,11 +138,13 @@ def left_over_in(folder: Path) -> list[Path]:
     Raises:
         OSError: the folder exists but cannot be listed.
     """
-    try:
-        paths = [folder / name for name in os.listdir(folder) if _LEFT_OVER.fullmatch(name)]
-    except FileNotFoundError:
-        return []
-    return sorted(path for path in paths if path.is_dir() and not path.is_symlink())
+    return sorted(path for path in _folders_in(folder, _LEFT_OVER) if not path.is_symlink())
+
+
+def _folders_in(folder: Path, names: re.Pattern[str]) -> list[Path]:
+    with contextlib.suppress(FileNotFoundError):
+        return [path for path in folder.iterdir() if names.fullmatch(path.name) and path.is_dir()]
+    return []
 
 
 def _is_of_a_save(left_over: Path) -> bool:

@@ -37,8 +37,8 @@ from ipu_jax.core.options import TrainOptions
 from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, call_segment, keys_of, one_by_one
 from ipu_jax.core.programs.segment_program import split_floats, split_marked
 from ipu_jax.core.step_args import StepArgs
-from ipu_jax.training.update._model import Model
 from ipu_jax.training.update._precision import current_scale, widened
+from ipu_jax.training.update.models import Model
 from ipu_jax.training.update.nonfinite import NonFinite, StageFlags, first_nonfinite
 from ipu_jax.training.update.state import TrainState
 

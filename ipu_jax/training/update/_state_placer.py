@@ -14,18 +14,16 @@ from jax.sharding import NamedSharding
 
 from ipu_jax.base.annotations import Batch, Key, Params, Tree, Value
 from ipu_jax.base.keys import with_keys, without_keys
-from ipu_jax.core.layout.blocks import Blocks, from_blocks
+from ipu_jax.core.layout.blocks import Blocks, from_blocks, gather
 from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.layout.leaf import WHOLE
 from ipu_jax.core.layout.packing import Sharded, shapes_on, shard_tree, unshard_tree
-from ipu_jax.core.mesh.instances import put_copy
-from ipu_jax.core.optimizer import zero
+from ipu_jax.core.mesh.instances import put_copy, shapes_by
 from ipu_jax.core.optimizer.update import ShardedUpdate
 from ipu_jax.core.options import TrainOptions
 from ipu_jax.core.step_args import StepArgs, given_dims
-from ipu_jax.training.update._model import Model
 from ipu_jax.training.update._precision import held_in, initial_scale
-from ipu_jax.training.update.models import specs_of
+from ipu_jax.training.update.models import Model, specs_of
 from ipu_jax.training.update.state import TrainState
 
 
@@ -92,10 +90,7 @@ class StatePlacer:
             ema=None if self._options.ema_decay is None else shapes_on(update.blocks.averages, model.mesh),
             nonfinite=None if self._options.on_nonfinite is None else count,
         )
-        on_mesh = lambda leaf, spec: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=NamedSharding(model.mesh, spec)
-        )
-        return jax.tree.map(on_mesh, state, self.specs(state))
+        return shapes_by(state, self.specs(state), model.mesh)
 
     def placed(self, whole: dict[str, Tree]) -> TrainState:
         """Place a state that `whole` returned, perhaps from a step for other IPUs or replicas.
@@ -225,7 +220,7 @@ def with_average(blocks: Blocks, params: Params, averages: Sharded) -> Params:
         array, mask = average[0, 0].astype(own.dtype), blocks.leaf_mask(k)
         # a slot may hold frozen weights of this IPU
         arrays.append(array if mask is None else jnp.where(mask, array, own))
-    return from_blocks(params, zero.gather(blocks, arrays))
+    return from_blocks(params, gather(blocks, arrays))
 
 
 def copied(value: Value) -> Value:

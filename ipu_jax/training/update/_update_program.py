@@ -16,17 +16,16 @@ from jax import lax
 
 from ipu_jax.base.annotations import Batch, Key, Params, Tree, Value
 from ipu_jax.core.engine.labels import UPDATE
-from ipu_jax.core.layout.blocks import Blocks
+from ipu_jax.core.layout.blocks import Blocks, summed
 from ipu_jax.core.mesh.collectives import reduced
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
-from ipu_jax.core.optimizer import zero
 from ipu_jax.core.optimizer.update import ShardedUpdate
 from ipu_jax.core.options import DynamicScale, TrainOptions
 from ipu_jax.core.step_args import StepArgs, given_dims
-from ipu_jax.training.update._accumulate import counts_of
 from ipu_jax.training.update._decision import Decision, decided, first_of
-from ipu_jax.training.update._model import Gradients, Model
 from ipu_jax.training.update._precision import current_scale, next_scale, stochastic_round, widened
+from ipu_jax.training.update.models import Gradients, Model
+from ipu_jax.training.update.replicas import counts_of
 from ipu_jax.training.update.state import StepOutputs, TrainState
 
 
@@ -97,7 +96,7 @@ class Iteration:
         blocks = update.blocks
         loss, divisor = self._global_loss(found, scale)
 
-        gradients = zero.summed(blocks, found.sums)
+        gradients = summed(blocks, found.sums)
         decision = self._decision(state, loss, gradients)
         if divisor is not None:
             gradients = [g / jnp.asarray(divisor, g.dtype) for g in map(widened, gradients)]

@@ -25,7 +25,7 @@ from ipu_jax.base.checks import check_count
 from ipu_jax.base.decorators import public_on_mesh
 from ipu_jax.base.jaxprs import check_context_mesh
 from ipu_jax.base.keys import is_one_key
-from ipu_jax.core.layout.checks import check_array, check_weight
+from ipu_jax.core.layout.leaf import check_array, check_weight
 from ipu_jax.core.layout.packing import check_alive
 from ipu_jax.core.mesh.axes import further_axes
 from ipu_jax.core.mesh.collectives import reduced, rounded
@@ -34,8 +34,9 @@ from ipu_jax.core.mesh.instances import on_host, put_copy, spans_instances, take
 from ipu_jax.core.options import PipelineOptions, Reduction
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.pipeline.arguments import check_batch, count_samples
+from ipu_jax.core.stage import Outputs
 from ipu_jax.core.step_args import StepArgs, given_dims, without_dims
-from ipu_jax.training.update._accumulate import accumulate
+from ipu_jax.training.update._precision import widened
 
 
 def replicas_of(
@@ -229,21 +230,20 @@ class Replicas:
             ValueError: the batch does not fit, or the key is missing or superfluous. Raised before anything is
                 compiled.
         """
-        given = taken(StepArgs(params, batch, None, key))
-        self.check(given)
-        self._window.begin(given)
-        loss, aux, gradients = self._value_and_grad(given)
-        self._window.admit(loss, samples=count_samples(batch, 2 + given_dims(self.replicas)))
-        return (loss if aux is None else (loss, aux)), gradients
+        samples = count_samples(batch, 2 + given_dims(self.replicas))
+        return self._run(self._value_and_grad, StepArgs(params, batch, None, key), updates=1, samples=samples)
 
     def loss(self, params: Params, batch: Batch, key: Key = None) -> Tree:
         """Return the loss, or `(loss, aux)`, without gradients."""
-        given = taken(StepArgs(params, batch, None, key))
+        return self._run(self._loss, StepArgs(params, batch, None, key), updates=0, samples=0)[0]
+
+    def _run(self, program: Any, given: StepArgs, *, updates: int, samples: int) -> tuple[Tree, Params]:
+        given = taken(given)
         self.check(given)
         self._window.begin(given)
-        loss, aux, _ = self._loss(given)
-        self._window.admit(loss, updates=0)
-        return loss if aux is None else (loss, aux)
+        loss, aux, gradients = program(given)
+        self._window.admit(loss, updates=updates, samples=samples)
+        return (loss if aux is None else (loss, aux)), gradients
 
     def check(self, given: StepArgs) -> None:
         """Raise the `ValueError` that `value_and_grad` would raise for these arguments."""
@@ -287,6 +287,91 @@ class Replicas:
             return loss, without_dims(aux, self.replicas), gradients
 
         return jax.jit(run)
+
+
+def loss_and_aux(result: Tree) -> tuple[Value, Tree]:
+    """Return the result of a loss function as `(loss, aux)`; aux is None if there is none.
+
+    Raises:
+        ValueError: the loss is not a float scalar, or it comes with a loss to add.
+    """
+    loss, aux = result, None
+    if isinstance(result, Outputs):
+        loss, aux = result.y, result.aux
+        if result.loss is not None:
+            raise ValueError("loss_fn returned Outputs(loss=...), which stages add to a loss: add it to y")
+    elif isinstance(result, tuple) and len(result) == 2:
+        loss, aux = result
+    if not hasattr(loss, "shape") or loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        described = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else type(loss).__name__
+        raise ValueError(f"loss_fn returned {described} as its loss: return a float scalar, or (loss, aux)")
+    return loss, aux
+
+
+def counts_of(aux: Tree, *, dims: int) -> Value:
+    """Return the counts of a model whose losses are sums: an array with `dims` dims, one count per micro-batch.
+
+    Args:
+        aux: the aux of the loss function or of the last stage.
+        dims: the number of dims of the counts.
+
+    Raises:
+        ValueError: the model returns no count.
+    """
+    counts: Value = aux["count"] if isinstance(aux, dict) and "count" in aux else aux
+    if not hasattr(counts, "shape") or counts.ndim != dims:
+        raise ValueError(
+            "weighted=True, but the model gives no count: return (sum, count), or (sum, aux) with aux['count'], "
+            "the count a number"
+        )
+    return counts
+
+
+def accumulate(
+    loss_fn: Function, args: StepArgs, *, random: bool, loss_cotangent: Value = None
+) -> tuple[Value, Tree, Params]:
+    """Return the mean loss over the micro-batches of one replica, aux with a leading M, and sums of gradients.
+
+    Args:
+        loss_fn: the loss function.
+        args: this replica's, batch leaves (M, micro-batch, ...).
+        random: whether the function takes a key.
+        loss_cotangent: the backward pass starts from it, so that a loss scale acts before anything can underflow: sums
+            are gradients of `loss_cotangent` x loss, in float32 at least. None for no gradients.
+    """
+    call, batch = _caller(loss_fn, args.key, random), args.batch
+
+    def of_microbatch(index: Value, microbatch: Batch) -> Any:
+        fn = lambda p: loss_and_aux(call(p, index, microbatch))
+        if loss_cotangent is None:
+            (loss, aux), gradients = fn(args.params), None
+        else:
+            loss, vjp, aux = jax.vjp(fn, args.params, has_aux=True)
+            (gradients,) = vjp(jnp.full((), loss_cotangent, loss.dtype))
+        return jax.tree.map(widened, (loss, gradients)), aux
+
+    def add(sums: Tree, index_and_microbatch: Tree) -> tuple[Tree, Tree]:
+        loss_and_gradients, aux = of_microbatch(*index_and_microbatch)
+        return jax.tree.map(jnp.add, sums, loss_and_gradients), aux
+
+    m, first = jax.tree.leaves(batch)[0].shape[0], jax.tree.map(lambda leaf: leaf[0], batch)
+    if m == 1:  # no scan: its carry would be another copy of the gradients
+        (loss, sums), aux = of_microbatch(jnp.int32(0), first)
+        return loss, jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], aux), sums
+    like = jax.eval_shape(of_microbatch, jnp.int32(0), first)[0]
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+    (loss, sums), aux = lax.scan(add, zeros, (jnp.arange(m), batch))
+    return loss / m, aux, sums
+
+
+def _caller(loss_fn: Function, key: Key, random: bool) -> Function:
+    def call(params: Params, index: Value, microbatch: Batch) -> Tree:
+        if not random:
+            return loss_fn(params, microbatch)
+        own = jax.random.fold_in(jax.random.fold_in(key, lax.axis_index(REPLICA_AXIS)), index)
+        return loss_fn(params, microbatch, key=own)
+
+    return call
 
 
 def over_replicas(

@@ -24,27 +24,25 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ipu_jax.base import facts, status
 from ipu_jax.base.annotations import Batch, Function, Key, Params, Tree, Value
 from ipu_jax.base.decorators import public_on_mesh
-from ipu_jax.core.exactness import exact_options
 from ipu_jax.core.layout.leaf import WHOLE
 from ipu_jax.core.layout.packing import Sharded, batch_shapes, check_alive, unshard_tree, whole_shapes
 from ipu_jax.core.mesh.devices import REPLICA_AXIS, InFlight, check_there
-from ipu_jax.core.mesh.instances import put, taken
+from ipu_jax.core.mesh.instances import put, shapes_by, taken
 from ipu_jax.core.optimizer.pipeline_optimizer import checked_optimizer
 from ipu_jax.core.options import DynamicScale, TrainOptions
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.pipeline.arguments import count_samples
+from ipu_jax.core.proof.exact import exact_options
 from ipu_jax.core.step_args import StepArgs, given_dims, with_dims, without_dims
-from ipu_jax.training.update._accumulate import counts_of
 from ipu_jax.training.update._alike import Alike
 from ipu_jax.training.update._arguments import Arguments
 from ipu_jax.training.update._decision import BatchesInFlight
-from ipu_jax.training.update._model import Model
 from ipu_jax.training.update._replay import Replay
 from ipu_jax.training.update._state_placer import StatePlacer, with_average
 from ipu_jax.training.update._update_program import Iteration, clip
-from ipu_jax.training.update.models import model_for, specs_of
+from ipu_jax.training.update.models import Model, model_for, specs_of
 from ipu_jax.training.update.nonfinite import NonFinite
-from ipu_jax.training.update.replicas import Replicas
+from ipu_jax.training.update.replicas import Replicas, counts_of
 from ipu_jax.training.update.state import StepOutputs, TrainState
 
 
@@ -399,10 +397,7 @@ class TrainStep:
         of_updates = [None] * given_dims(self.options.device_iterations)
         of_replicas = [REPLICA_AXIS] * given_dims(self.model.replicas)
         spec = PartitionSpec(*of_updates, *of_replicas)
-        placed = lambda leaf, spec: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec)
-        )
-        shapes = jax.tree.map(placed, state, self._placer.specs(state))
+        shapes = shapes_by(state, self._placer.specs(state), self.mesh)
         return self._program.lower(chosen, shapes, batch_shapes(batch, self.mesh, spec), _ends(made))
 
     def _settings(self) -> dict[str, str]:

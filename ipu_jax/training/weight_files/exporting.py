@@ -79,7 +79,10 @@ def export_weights(
     ...         print({name: file[name].shape for name in file.files})
     {'layer/b': (2,), 'layer/w': (3, 2)}
     """
-    file_format = _format_of(path)
+    suffix = os.path.splitext(path)[1]
+    if suffix not in _FORMATS:
+        raise ValueError(f"path={os.fspath(path)!r} has the suffix {suffix!r}: give one of {', '.join(_FORMATS)}")
+    file_format = _FORMATS[suffix]
     leaves, mesh, reader = whole_leaves(weights, average=average)
     names = [leaf.name for leaf in leaves]
     kept = {*not_ignored(names, ignore)}
@@ -103,13 +106,6 @@ def export_weights(
             failure = OSError(code, f"{os.strerror(code)}: instance {reader} could not write it", os.fspath(path))
     if failure is not None:
         raise failure
-
-
-def _format_of(path: str | os.PathLike[str]) -> ModuleType:
-    suffix = os.path.splitext(path)[1]
-    if suffix not in _FORMATS:
-        raise ValueError(f"path={os.fspath(path)!r} has the suffix {suffix!r}: give one of {', '.join(_FORMATS)}")
-    return _FORMATS[suffix]
 
 
 def _written(

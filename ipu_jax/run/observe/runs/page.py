@@ -21,7 +21,7 @@ from ipu_jax.base.decorators import public
 from ipu_jax.base.opening import replacing
 from ipu_jax.core.analysis.report import PipelineReport
 from ipu_jax.core.schedules import Schedule
-from ipu_jax.core.schedules.colours import BYTES, CONCURRENT, LOCAL, UPDATE, name_of
+from ipu_jax.core.schedules.figures import BYTES, CONCURRENT, LOCAL, UPDATE, name_of
 from ipu_jax.run.observe.runs._verdict import advice_on, bubbles, verdict_of
 from ipu_jax.run.observe.runs.digest import Digest, duration, is_event
 from ipu_jax.run.observe.runs.log import RunLog

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh
 from ipu_jax.core.analysis.report import make_report
 from ipu_jax.core.programs.cost import in_units
-from ipu_jax.core.schedules.colours import BYTES, IDLE
+from ipu_jax.core.schedules.figures import BYTES, IDLE
 from sharded_ops import log_softmax_cross_entropy, matmul
 from support.dense import chain
 from support.platforms import programs_for

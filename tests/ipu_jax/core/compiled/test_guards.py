@@ -17,7 +17,7 @@ import optax
 import pytest
 
 from ipu_jax import Outputs, Pipeline, Stage, make_mesh, make_train_step, verify
-from ipu_jax.core.compiled.in_stages import StageCollectives
+from ipu_jax.core.compiled.guards import StageCollectives
 from ipu_jax.core.engine.stash import Stash
 from support.against_plain import bubbles_hold_nan
 from support.annotated import Annotated, annotated

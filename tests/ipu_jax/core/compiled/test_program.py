@@ -231,7 +231,7 @@ def test_what_one_ipu_runs_alone_sends_only_within_the_ipu(monkeypatch, sent, ax
     mesh = make_mesh(1, 2, tensor=2)
     segment = SimpleNamespace(place=0, stages=("block 0",))
     plan = SimpleNamespace(ipus=2, segments=(segment,), classes=((0,),), tick=Tick((Action("F", 0),)))
-    monkeypatch.setattr("ipu_jax.core.compiled.in_stages.plan_named", lambda name: plan)
+    monkeypatch.setattr("ipu_jax.core.compiled.guards.plan_named", lambda name: plan)
     reason = why_not_own(program_of(IN_GUARDS.format(sent=sent, in_update="none")), mesh)
     assert (reason is not None) == waits_for_all
     assert reason is None or ("'block 0'" in reason and f"axis '{axis}'" in reason)

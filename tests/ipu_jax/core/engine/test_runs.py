@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ipu_jax import make_schedule
-from ipu_jax.core.engine._runs import microbatches_at, runs_of, runs_of_ipu
+from ipu_jax.core.engine.scan import microbatches_at, runs_of, runs_of_ipu
 
 
 def table_of(ticks_of: list[tuple[Any, list[int]]], ipus: int) -> np.ndarray:

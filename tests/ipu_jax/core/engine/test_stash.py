@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from ipu_jax import Pipeline, Stage, make_mesh
-from ipu_jax.core.engine._buffer import Buffer
-from ipu_jax.core.engine.stash import Stash
+from ipu_jax.core.engine.stash import Buffer, Stash
 from support.against_plain import (
     assert_equals_plain,
     bubbles_hold_nan,  # noqa: F401 (a fixture)

@@ -7,9 +7,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ipu_jax import make_mesh
+from ipu_jax.core.layout import blocks as zero
 from ipu_jax.core.layout.blocks import Blocks
 from ipu_jax.core.layout.layout import PackedLayout
-from ipu_jax.core.optimizer import zero
 
 
 def blocks_with(*shapes, replicas, dtype="float32"):

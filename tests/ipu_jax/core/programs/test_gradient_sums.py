@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend import core
 
 from ipu_jax.base.jaxprs import laid_open
-from ipu_jax.core.programs import _blocks
+from ipu_jax.core.programs import gradient_sums
 from ipu_jax.core.programs.gradient_sums import Sum, add_gradients
 from support.dense import largest_relative_error
 from support.trained import quick_compiles
@@ -294,7 +294,7 @@ READS = {
 @pytest.mark.fast("1")
 @in_turns
 def test_rows_are_added_where_their_indices_point(turn, monkeypatch):
-    monkeypatch.setattr(_blocks, "_ELEMENTS_PER_PIECE", 0)  # these tables are so small that zeros would cost less
+    monkeypatch.setattr(gradient_sums, "_ELEMENTS_PER_PIECE", 0)  # these tables are so small that zeros would cost less
     assert_added(whole_or_flat(READS, turn))
 
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh, verify
 from ipu_jax.core.proof import verification
-from ipu_jax.core.proof.in_float32 import in_float32
+from ipu_jax.core.proof.verification import in_float32
 from ipu_jax.pipelines import VerificationError, VerificationReport
 
 ACTIVATIONS = [jnp.tanh, jax.nn.gelu, jax.nn.relu, jax.nn.silu]

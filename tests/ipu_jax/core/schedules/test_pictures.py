@@ -12,7 +12,7 @@ import pytest
 
 from ipu_jax.core.analysis.bytes_picture import bytes_figure
 from ipu_jax.core.schedules import SCHEDULES, Schedule, Task, make_schedule
-from ipu_jax.core.schedules.colours import BYTES
+from ipu_jax.core.schedules.figures import BYTES
 from support import documents
 from support.refusals import refusals, refused
 

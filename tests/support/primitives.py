@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from ipu_jax.base.jaxprs import CALLS, CHECKPOINTS
-from ipu_jax.core.cutting.calls import TAKEN_OUTSIDE
 from ipu_jax.core.cutting.cut import PRODUCTS
+from ipu_jax.core.cutting.dividing import ADDED
 from ipu_jax.core.cutting.inlined import INLINED
-from ipu_jax.core.cutting.known_places import AT_KNOWN_PLACES
+from ipu_jax.core.cutting.known_places import AT_KNOWN_PLACES, TAKEN_OUTSIDE
 from ipu_jax.core.cutting.own_rows import RULES
 from ipu_jax.core.cutting.rows import JOINS
-from ipu_jax.core.cutting.sums import ADDED
 
 _MANY: Final = 20
 """From how many primitives on with one rule the table does not name them."""
