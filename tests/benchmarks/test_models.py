@@ -1,6 +1,7 @@
 """Test the benchmark's models: the transformer against an independent program, the others against the unsharded ones.
 
 The ResNet has the blocks of `mnist_example`, which `test_mnist_resnet` compares with an independent network.
+`test_smallest` runs the recommender.
 """
 
 from typing import Any
@@ -10,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import models
 from gpt import Sizes
-from models import Model, pipelined, recommender, resnet18, rows_in_place, u_transformer, unsharded
+from models import Model, pipelined, resnet18, u_transformer, unsharded
 from support import transformer
 from support.against_plain import bubbles_hold_nan  # noqa: F401 (a fixture)
 from support.dense import largest_relative_error
@@ -33,7 +33,7 @@ def small_transformer() -> Model:
     return model
 
 
-def transformer_loss(params: Any, tokens: jax.Array, targets: jax.Array) -> Any:
+def transformer_loss(params: Any, batch: Any) -> Any:
     """Compute one sequence after the other, with two encoders, a block in the middle and two decoders."""
 
     def of_one(tokens: jax.Array, targets: jax.Array) -> jax.Array:
@@ -41,21 +41,19 @@ def transformer_loss(params: Any, tokens: jax.Array, targets: jax.Array) -> Any:
         outer = transformer.block(first["block"], first["table"][tokens] + first["positions"])
         inner = transformer.block(second["block"], outer)
         x = transformer.block(params["middle"], inner)
-        join = params["decoder1"]["join"]
-        x = transformer.block(params["decoder1"]["block"], x @ join[:8] + inner @ join[8:])
-        join = params["decoder0"]["join"]
-        x = transformer.block(params["decoder0"]["block"], x @ join[:8] + outer @ join[8:])
+        for name, skip in (("decoder1", inner), ("decoder0", outer)):
+            join = params[name]["join"]
+            x = transformer.block(params[name]["block"], x @ join[:8] + skip @ join[8:])
         last = params["prediction"]
         return transformer.cross_entropy(transformer.normalised(last["norm"], x) @ last["projection"].T, targets)
 
-    return jnp.mean(jnp.stack([of_one(*one) for one in zip(tokens, targets, strict=True)]))
+    return jax.vmap(jax.vmap(of_one))(batch["tokens"], batch["targets"]).mean()
 
 
 @pytest.mark.slow
 def test_the_transformer_is_the_independent_program():
-    model, step = small_transformer(), jax.jit(jax.value_and_grad(transformer_loss))
-    found = [step(model.params, model.batch["tokens"][i], model.batch["targets"][i]) for i in range(M)]
-    exact = jax.tree.map(lambda *parts: np.mean(np.asarray(parts, np.float64), axis=0), *found)
+    model = small_transformer()
+    exact = jax.jit(jax.value_and_grad(transformer_loss))(model.params, model.batch)
     assert largest_relative_error(jax.jit(unsharded(model))(model.params, model.batch, {})[:2], exact) < 1e-5
     assert largest_relative_error(pipelined(model, "grouped").result(), exact) < 1e-5
 
@@ -65,13 +63,3 @@ def test_the_resnet_and_its_averages_are_the_unsharded_ones():
     model = small_resnet()
     exact = jax.jit(unsharded(model))(model.params, model.batch, model.state)
     assert largest_relative_error(pipelined(model, "grouped").result(), exact) < 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ipus", [2, 4])
-def test_the_recommender_that_adds_rows_in_place_is_the_unsharded_one(ipus, monkeypatch):
-    monkeypatch.setattr(models, "ROWS", 11)  # so that rows are read many times
-    model = recommender(packed=True, micro_batches=M, examples=5, hidden=3, ipus=ipus)
-    exact = jax.jit(unsharded(model))(model.params, model.batch, model.state)
-    assert largest_relative_error(jax.jit(rows_in_place)(model.params, model.batch, model.state), exact) < 1e-5
-    assert largest_relative_error((*pipelined(model, "grouped").result(), {}), exact) < 1e-5

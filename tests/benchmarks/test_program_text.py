@@ -2,8 +2,6 @@
 
 from types import SimpleNamespace
 
-import pytest
-
 from ipu_jax.chips import Array, Program
 from program_text import (
     copied_rings,
@@ -47,24 +45,13 @@ metadata={op_name="f/ipu_jax.plan.6bba.a041/while"}, backend_config={"known_trip
   ROOT %sum.1 = f32[4]{0} all-reduce-start(%x), to_apply=%add
 }
 """
-RING = Array("bf16", (8, 4, 16))
 
 
-@pytest.fixture
-def program():
-    return Program(SimpleNamespace(as_text=lambda: PROGRAM, memory_analysis=lambda: None))
-
-
-def test_a_ring_is_carried_by_the_scan_and_its_copies_may_be_transposed(program):
-    assert rings(program) == {RING}
+def test_rings_sums_and_permutes_are_found_in_a_program():
+    program = Program(SimpleNamespace(as_text=lambda: PROGRAM, memory_analysis=lambda: None))
+    assert rings(program) == {Array("bf16", (8, 4, 16))}  # carried by the scan; its copies may be transposed
     assert copied_rings(program) == [Array("bf16", (8, 16, 4))]
-
-
-def test_sums_in_ticks_are_told_from_sums_after_them(program):
     assert sums_in_scans(program) == [Array("bf16", (4, 16)), Array("f32", ())]
     assert sums_outside_scans(program) == [Array("f32", (4,))]
     assert integer_constants(program) == [Array("s32", (4, 60))]
-
-
-def test_a_permute_is_beside_work_if_the_chip_works_before_its_end(program):
-    assert permutes_beside_work(program) == [True, False]
+    assert permutes_beside_work(program) == [True, False]  # whether the chip works before its end

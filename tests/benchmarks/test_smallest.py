@@ -7,7 +7,6 @@ from pathlib import Path
 from types import ModuleType
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -29,9 +28,10 @@ class DenseTwin:
     """Stands in for the processes of a torch rival where torch is not installed: the network in plain jax."""
 
     def __init__(self, weights, batches, program=None):
-        self.weights = weights
-        self.batches = batches
-        self.context = jax.enable_x64(weights["hidden.w"].dtype == np.float64)
+        self.weights = {
+            name: {k: weights[f"{name}.{k}"] for k in "wb"} for name in ("hidden", "features", "classifier")
+        }
+        self.batches, self.context = batches, jax.enable_x64(weights["hidden.w"].dtype == np.float64)
 
     def __enter__(self):
         self.context.__enter__()
@@ -42,33 +42,25 @@ class DenseTwin:
 
     def result(self, batch, schedule):
         """Return what torch does: the mean loss, and the sum of the gradients; or for DDP the weights after a step."""
-        parts = self.batches[batch]["images"], self.batches[batch]["labels"]
-        loss, sums = self._loss_and_sums(self.weights, *parts)
+        loss, sums = self._loss_and_sums(self.weights, self.batches[batch])
         if schedule == "DDP":
-            sums = {name: w - replicas.RATE / replicas.REPLICAS * sums[name] for name, w in self.weights.items()}
-        return np.asarray(loss), jax.tree.map(np.asarray, sums)
+            step = replicas.RATE / replicas.REPLICAS
+            sums = jax.tree.map(lambda w, total: w - step * total, self.weights, sums)
+        return np.asarray(loss), replicas.named(sums)
 
     def losses(self, batch, schedule, *, updates, rate, momentum):
-        parts = [np.split(self.batches[batch][name], updates) for name in ("images", "labels")]
         weights, moments, losses = self.weights, jax.tree.map(np.zeros_like, self.weights), []
-        for images, labels in zip(*parts, strict=True):
-            loss, sums = self._loss_and_sums(weights, images, labels)
+        for k in range(updates):
+            part = {name: np.split(leaf, updates)[k] for name, leaf in self.batches[batch].items()}
+            loss, sums = self._loss_and_sums(weights, part)
             moments = jax.tree.map(lambda m, g: momentum * m + g, moments, sums)
             weights = jax.tree.map(lambda w, m: w - rate * m, weights, moments)
             losses.append(float(loss))
         return np.asarray(losses)
 
-    def _loss_and_sums(self, weights, images, labels):
-        losses, gradients = jax.vmap(jax.value_and_grad(self._loss), (None, 0, 0))(weights, images, labels)
-        return losses.mean(), {name: gradient.sum(0) for name, gradient in gradients.items()}
-
-    @staticmethod
-    def _loss(weights, images, labels):
-        x = images.reshape(len(images), -1).astype(weights["hidden.w"].dtype) / 255.0
-        for name in ("hidden", "features"):
-            x = jnp.maximum(x @ weights[f"{name}.w"] + weights[f"{name}.b"], 0)
-        logits = x @ weights["classifier.w"] + weights["classifier.b"]
-        return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1).mean()
+    def _loss_and_sums(self, weights, batch):
+        losses, gradients = jax.vmap(jax.value_and_grad(replicas.loss_fn), (None, 0))(weights, batch)
+        return losses.mean(), jax.tree.map(lambda gradient: gradient.sum(0), gradients)
 
     def costs(self, *, steps, **order):
         return [Cost(1.0, 1.0)] * steps

@@ -24,23 +24,18 @@ def pipeline_of(folder: Path, program: str, limit: float = 20.0) -> TorchPipelin
     return TorchPipeline({"hidden.w": np.ones((2, 3))}, BATCHES, limit=limit, program=path)
 
 
-def test_the_clock_is_rank_0s_and_cpu_work_is_summed(tmp_path: Path):
+def test_the_clock_is_rank_0s_cpu_work_is_summed_and_a_result_is_what_both_wrote(tmp_path: Path):
     program = """
         assert order == {"do": "steps", "batch": "4x2", "count": 2, "schedule": "GPipe", "threads": 1, "steps": 2}
-        print(json.dumps({"wall": [1 + rank, 2 + rank], "cpu": [3 + rank, 4 + rank]}))
-    """
-    with pipeline_of(tmp_path, program) as rival:
-        assert rival.step_costs("4x2", "GPipe", threads=1, steps=2) == [Cost(1, 7), Cost(2, 9)]
-
-
-def test_a_result_is_what_both_ranks_wrote(tmp_path: Path):
-    program = """
+        print(json.dumps({"wall": [1 + rank, 2 + rank], "cpu": [3 + rank, 4 + rank]}), flush=True)
+        assert json.loads(sys.stdin.readline())["do"] == "result"
         weights = np.load(folder / "weights.npz")
         found = {"hidden.w": weights["hidden.w"]} if rank == 0 else {"loss": 3.0, "classifier.b": np.zeros(2)}
         np.savez(folder / f"result-{rank}.npz", **found)
         print("{}")
     """
     with pipeline_of(tmp_path, program) as rival:
+        assert rival.step_costs("4x2", "GPipe", threads=1, steps=2) == [Cost(1, 7), Cost(2, 9)]
         loss, gradients = rival.result("4x2", "1F1B")
     assert loss == 3.0
     assert {name: g.tolist() for name, g in gradients.items()} == {
