@@ -125,6 +125,20 @@ def test_half_precision_equals_a_loss_that_casts(precision):
     assert_close(step.model.unshard(state.params), expected, rtol=0.02)
 
 
+def with_flat_state(_):
+    """Return a transformation whose state has flat leaves: parts of w, flat, would not follow one another in it."""
+    add = lambda updates, state, params=None: (updates, jax.tree.map(lambda u, s: s + u.ravel(), updates, state))
+    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.ravel, params), add)
+
+
+def test_an_optimizer_that_needs_a_divided_leaf_in_one_piece_is_refused():
+    factored = lambda rate: optax.adafactor(rate, min_dim_size_to_factor=2)
+    for make in (optax.adaptive_grad_clip, factored, with_flat_state):
+        step = make_train_step(cut(2), make(0.1))
+        with pytest.raises(ValueError, match=r"layers'\]\['[wb]'\] of shape \((8, )?7, 8\) in one piece.*norms of"):
+            step.init(PARAMS)
+
+
 def test_an_optimizer_that_mixes_a_divided_leaf_with_another_is_refused():
     def mixed(update: Any, _: Any) -> Any:
         return {**update, "table": update["table"] + update["layers"]["w"].sum(0)[:1, :1]}
