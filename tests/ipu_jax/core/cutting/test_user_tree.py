@@ -173,6 +173,17 @@ def rates_by_path():
     return optax.GradientTransformation(lambda params: by_path(len)(params), update)
 
 
+def of_flat(update, _):
+    """Scale each leaf by numbers that follow from the flat leaf, where the order of its elements counts."""
+
+    def one(leaf):
+        flat = leaf.ravel()
+        weighed = jnp.sum(jnp.abs(flat) * jnp.cos(jnp.arange(flat.size)) + jnp.ones(flat.shape))
+        return leaf * weighed + jnp.vdot(flat, 2 * flat) / flat.size + flat.max()
+
+    return jax.tree.map(one, update)
+
+
 SEES_THE_TREE = {
     "mask by keystr": lambda: optax.adamw(1e-2, weight_decay=0.5, mask=by_path(lambda names: names[-1] == "w")),
     "masked": lambda: optax.masked(optax.sgd(0.1), by_path(lambda names: names[-1] in ("table", "b"))),
@@ -186,13 +197,14 @@ SEES_THE_TREE = {
         ),
     ),
     "rates by path": rates_by_path,
+    "flat": lambda: optax.stateless(of_flat),
     "fill": lambda: optax.stateless(lambda u, _: jax.tree.map(lambda g: jnp.ones_like(g) - 0.1 * g, u)),
     "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, 7), optax.sgd(0.1)),
     "clip_by_block_rms": lambda: optax.chain(optax.clip_by_block_rms(0.01), optax.sgd(0.1)),
 }
 
 
-@pytest.mark.fast("mask by keystr", "rates by path", "clip_by_block_rms")
+@pytest.mark.fast("mask by keystr", "rates by path", "flat", "clip_by_block_rms")
 @pytest.mark.parametrize("name", SEES_THE_TREE)
 def test_optax_sees_the_users_tree(name):
     tx, pipeline = SEES_THE_TREE[name](), cut(3)
