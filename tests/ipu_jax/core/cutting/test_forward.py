@@ -78,7 +78,7 @@ def assert_cut_right(example: Example, stages: int, cut_for: Any, inputs: Any) -
     *("4-reads_of_all_earlier_layers", "4-control_flow", "4-unused_weights", "4-recommender", "4-linen_batch_norm"),
     *("4-linen_unet", "4-linen_gpt", "4-equinox_scanned", "4-scan_with_results_of_layers"),
     *("2-scan_with_a_key_per_layer", "2-one_block_again_and_again", "2-state_read_everywhere", "2-bfloat16_weights"),
-    *("2-linen_scan_with_state", "1-equinox_mlp"),
+    *("2-linen_scan_with_state", "1-linen_spectral_norm"),
 )
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("stages", [1, 2, 4])

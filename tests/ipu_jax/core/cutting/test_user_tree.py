@@ -125,6 +125,20 @@ def test_half_precision_equals_a_loss_that_casts(precision):
     assert_close(step.model.unshard(state.params), expected, rtol=0.02)
 
 
+def with_flat_state(_):
+    """Return a transformation whose state has flat leaves: parts of w, flat, would not follow one another in it."""
+    add = lambda updates, state, params=None: (updates, jax.tree.map(lambda u, s: s + u.ravel(), updates, state))
+    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.ravel, params), add)
+
+
+def test_an_optimizer_that_needs_a_divided_leaf_in_one_piece_is_refused():
+    factored = lambda rate: optax.adafactor(rate, min_dim_size_to_factor=2)
+    for make in (optax.adaptive_grad_clip, factored, with_flat_state):
+        step = make_train_step(cut(2), make(0.1))
+        with pytest.raises(ValueError, match=r"layers'\]\['[wb]'\] of shape \((8, )?7, 8\) in one piece.*norms of"):
+            step.init(PARAMS)
+
+
 def test_an_optimizer_that_mixes_a_divided_leaf_with_another_is_refused():
     def mixed(update: Any, _: Any) -> Any:
         return {**update, "table": update["table"] + update["layers"]["w"].sum(0)[:1, :1]}
@@ -159,6 +173,17 @@ def rates_by_path():
     return optax.GradientTransformation(lambda params: by_path(len)(params), update)
 
 
+def of_flat(update, _):
+    """Scale each leaf by numbers that follow from the flat leaf, where the order of its elements counts."""
+
+    def one(leaf):
+        flat = leaf.ravel()
+        weighed = jnp.sum(jnp.abs(flat) * jnp.cos(jnp.arange(flat.size)) + jnp.ones(flat.shape))
+        return leaf * weighed + jnp.vdot(flat, 2 * flat) / flat.size + flat.max()
+
+    return jax.tree.map(one, update)
+
+
 SEES_THE_TREE = {
     "mask by keystr": lambda: optax.adamw(1e-2, weight_decay=0.5, mask=by_path(lambda names: names[-1] == "w")),
     "masked": lambda: optax.masked(optax.sgd(0.1), by_path(lambda names: names[-1] in ("table", "b"))),
@@ -172,13 +197,14 @@ SEES_THE_TREE = {
         ),
     ),
     "rates by path": rates_by_path,
+    "flat": lambda: optax.stateless(of_flat),
     "fill": lambda: optax.stateless(lambda u, _: jax.tree.map(lambda g: jnp.ones_like(g) - 0.1 * g, u)),
     "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, 7), optax.sgd(0.1)),
     "clip_by_block_rms": lambda: optax.chain(optax.clip_by_block_rms(0.01), optax.sgd(0.1)),
 }
 
 
-@pytest.mark.fast("mask by keystr", "rates by path", "clip_by_block_rms")
+@pytest.mark.fast("mask by keystr", "rates by path", "flat", "clip_by_block_rms")
 @pytest.mark.parametrize("name", SEES_THE_TREE)
 def test_optax_sees_the_users_tree(name):
     tx, pipeline = SEES_THE_TREE[name](), cut(3)

@@ -198,6 +198,31 @@ def unusual_aux() -> Example:
     return Example(loss, layers_of(rng, 4), rows)
 
 
+class LowRank(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool = True):
+        for _ in range(3):
+            x = x + nn.tanh(nn.SpectralNorm(nn.Dense(D), collection_name="spectral")(x, update_stats=train))
+        return x
+
+
+def linen_spectral_norm() -> Example:
+    """The new state depends on weights and state, and on no activation."""
+    model = LowRank()
+    variables = initialized(model, rows(np.random.default_rng(0))["x"])
+
+    def loss(params, spectral, batch):
+        variables = {"params": params, "spectral": spectral}
+        y, new = model.apply(variables, batch["x"], mutable=["spectral"])
+        return squared_error(y, batch["y"]), new["spectral"]
+
+    def in_evaluation(params, spectral, batch):
+        return model.apply({"params": params, "spectral": spectral}, batch["x"], train=False)
+
+    state = variables["spectral"]
+    return Example(loss, variables["params"], rows, state=state, tolerance=5e-5, outputs=in_evaluation)
+
+
 class NormedLayer(nn.Module):
     train: bool
 
@@ -265,5 +290,5 @@ def equinox_scanned() -> Example:
 UNUSUAL_MODELS = (
     one_block_again_and_again, scan_with_results_of_layers, scan_with_a_key_per_layer, state_read_everywhere,
     learning_to_learn, state_space, graph_network, bfloat16_weights, unusual_aux, linen_scan_with_state,
-    equinox_scanned,
+    linen_spectral_norm, equinox_scanned,
 )  # fmt: skip

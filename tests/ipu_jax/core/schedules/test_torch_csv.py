@@ -92,6 +92,18 @@ def test_the_backward_may_take_the_micro_batches_in_reverse():
     assert schedule.backward == ((7, 6, 5), (6, 5, 4))
 
 
+def test_neighbouring_stages_of_a_row_run_as_one():
+    """By hand: F and B of stages 1 and 2 where torch does the first of them, W where it does the last."""
+    text = "0F0,3F0,3I0,0I0,3W0,0W0\n1F0,2F0,2I0,2W0,1I0,1W0"
+    schedule = Schedule.from_torch_csv(text)
+    assert schedule.placement == (0, 1, 1, 0)
+    assert schedule.forward == ((0,), (1,), (1,), (2,))
+    assert schedule.backward == ((5,), (4,), (4,), (3,))
+    assert schedule.weight == ((7,), (5,), (5,), (6,))
+    waits = Schedule.from_torch_csv("0F0,1F0,0F1,1F1,1I0,0I0,1W0,1I1,0I1,0W0,1W1,0W1")
+    assert (waits.forward, waits.backward, waits.weight) == (((0, 1),) * 2, ((2, 3),) * 2, ((4, 5),) * 2)
+
+
 READ: Any = Schedule.from_torch_csv
 ONCE = "each of its tasks once per micro-batch"
 
