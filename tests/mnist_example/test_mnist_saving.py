@@ -99,10 +99,6 @@ def test_stopped_and_resumed_it_is_one_training_and_one_log(tmp_path, capsys, mo
     assert len(list(board.iterdir())) == 2
 
 
-def test_epochs_that_were_not_asked_for_are_recorded():
-    assert made(["--synthetic-data", "--ipus", "2"]).flags.epochs == 20  # of few images
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Return a folder with the checkpoint of one update."""

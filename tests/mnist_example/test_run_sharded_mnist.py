@@ -467,22 +467,6 @@ def start(*flags):
     )
 
 
-@pytest.mark.slow
-def test_it_runs_as_a_script_and_makes_its_own_ipus(tmp_path):
-    write_digits(tmp_path / "digits", synthetic_mnist(0, 7, 3))
-    flags = ("--data-dir", str(tmp_path / "digits"), "--batch-size", "3", "--gradient-accumulation-count", "2")
-    with start("--run-single-step", "--ipus", "3", *flags) as process:
-        out, err = process.communicate(timeout=240)
-    assert (process.returncode, err) == (0, "")
-    assert_lines(
-        out,
-        rf"concurrent pipeline on 3 IPUs, grouped; MNIST from --data-dir {tmp_path}/digits: 1 updates per epoch, .*",
-        COMPILED,
-        r"Epoch 1\.0, Mean loss: 2\.\d{3}",
-        *final(1, 1, "of the test images are classified correctly"),
-    )
-
-
 @pytest.mark.parametrize(
     ("flags", "mend"),
     [([], "--checkpoint-dir FOLDER"), (["--compare"], "--checkpoint-dir FOLDER, without --compare"),

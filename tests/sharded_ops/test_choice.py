@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, argmax, sample, top_k
-from support.harness import SPLITS, collectives, normal, on_ipus, padded
+from support.harness import SPLITS, normal, on_ipus, padded
 from support.transforms import COLUMNS, INF, NAN, in_transforms
 
 LOWEST, HIGHEST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
@@ -166,28 +166,3 @@ def test_shards_that_are_alike_on_all_ipus():
     values, columns, best, drawn = on_ipus(each_ipu, 2, P(), P())(jax.random.key(0))
     assert values.tolist() == [7, 7, 2]
     assert (columns.tolist(), best, int(drawn) in (1, 4)) == ([1, 4, 2], 1, True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("typed", "dtype"), [(True, jnp.bfloat16), (False, jnp.float32)])
-def test_each_sends_what_it_says(typed, dtype):
-    n, tokens = 4, 5
-    x = jnp.ones((tokens, 12), dtype)  # 3 columns on each IPU
-    pair = 2 * 4 * tokens * n
-
-    def sent(op):
-        return collectives(on_ipus(op, n, COLUMNS, P(), typed), x)
-
-    assert sent(functools.partial(argmax, size=10)) == [("all-gather", pair)]
-    assert sent(lambda x: top_k(x, 2, size=10)) == [("all-gather", 2 * pair)]
-    assert sent(lambda x: top_k(x, 10, size=10)) == [("all-gather", 3 * pair)]
-    draw = functools.partial(sample, jax.random.key(0), size=10)
-    if typed:
-        assert sent(draw) == [("all-gather", pair)]
-    else:
-        assert sent(functools.partial(draw, top_k=2, top_p=0.5)) == [("all-gather", 2 * pair)]
-
-    top = on_ipus(functools.partial(_top_values, size=10, k=2), n, COLUMNS, P(), typed)
-    both = collectives(lambda x, ct: jax.vjp(top, x)[1](ct), x, jnp.ones((tokens, 2), dtype))
-    backward = [kind_and_size for kind_and_size in both if kind_and_size[0] != "all-gather"]
-    assert backward == ([] if typed else [("all-reduce", 4 * tokens * 2)])

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import debug_sharding, reduce_to_all
-from support.harness import collectives, on_ipus
+from support.harness import on_ipus
 
 debug_x = functools.partial(debug_sharding, name="x")
 
@@ -156,17 +156,3 @@ def test_it_prints_in_scan_remat_and_vmap(typed, printed):
     on_ipus(jax.vmap(debug_x), 2, P(None, "ipu"), P(None, "ipu"), typed)(jnp.arange(4.0).reshape(2, 2))
     means = [line.split(" ")[-1] for line in printed()]
     assert means in (["0", "1", "2", "3"], ["2", "3", "0", "1"])
-
-
-@pytest.mark.parametrize("typed", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_it_sends_what_it_says(typed):
-    x = jnp.ones((4, 3))
-    sharded = on_ipus(debug_x, 2, P("ipu"), P("ipu"), typed)
-    sent = [("all-gather", 32)]
-    assert collectives(sharded, x) == sent
-
-    def both(x, ct):
-        out, vjp = jax.vjp(sharded, x)
-        return out, vjp(ct)
-
-    assert collectives(both, x, x) == 2 * sent

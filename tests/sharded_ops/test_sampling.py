@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, sample
 from sharded_ops import _sampling as choice
-from support.harness import collectives, normal, on_ipus, padded
+from support.harness import normal, on_ipus, padded
 from support.transforms import COLUMNS, INF, NAN, gumbel, in_transforms, noise_of
 
 
@@ -314,18 +314,3 @@ def test_a_nucleus_of_everything_keeps_what_float32_adds_nothing_to():
     assert p[0, 0] == 1
     assert choice._nucleus(p, jnp.ones((1, 1))).tolist() == [[True, True, True]]
     assert choice._nucleus(p, jnp.full((1, 1), 0.999)).tolist() == [[True, False, False]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("typed", [True, False])
-def test_it_sends_no_rows(typed):
-    n, tokens, size = 2, 8, 64
-
-    def of(**options):
-        run = on_ipus(functools.partial(sample, size=size, **options), n, (P(), COLUMNS), P(), typed)
-        return collectives(run, jax.random.key(0), jnp.ones((tokens, size)))
-
-    one = 4 * tokens
-    drawn = ("all-gather", n * 2 * one)
-    assert of(min_p=0.1) == [drawn, ("all-reduce", one)]
-    assert of(top_p=0.9) == [drawn, drawn, ("all-reduce", one), ("all-reduce", one), ("all-reduce", 15 * one)]

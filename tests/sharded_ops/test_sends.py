@@ -10,6 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import (
+    argmax,
+    debug_sharding,
     embedding,
     from_all,
     log_softmax,
@@ -17,10 +19,12 @@ from sharded_ops import (
     reduce_scatter_tokens,
     reduce_to,
     reduce_to_all,
+    sample,
     scatter_tokens,
     take_along_last_dim,
     tied_projection,
     to_all,
+    top_k,
 )
 from support.harness import collectives, on_ipus
 
@@ -40,6 +44,14 @@ def _with_bias(x, w, bias, **options):
     return matmul(x, w, bias=bias, **options)
 
 
+def _drawn(x, **options):
+    return sample(jax.random.key(0), x, size=6, **options)
+
+
+def _largest(x, k):
+    return top_k(x, k, size=6)[0]
+
+
 def _gathers(size):
     return [("all-gather", size)]
 
@@ -54,6 +66,7 @@ def _scatters(size):
 
 X, PARTS, TABLE = [((3, 4), WHOLE)], [((6, 3), ROWS)], [((4, 4), ROWS)]
 X_COLUMNS, W_COLUMNS, W_ROWS = [((3, 4), COLUMNS)], [((4, 6), COLUMNS)], [((4, 6), ROWS)]
+LOGITS = [((5, 6), COLUMNS)]
 BIAS, WHOLE_BIAS = [((6,), ROWS)], [((6,), WHOLE)]
 _of = functools.partial
 _scattered = _of(_with_bias, split="rows", reduction="scatter")
@@ -86,6 +99,16 @@ SENT: list[tuple[Any, ...]] = [
     (_of(to_all, owner=1), PARTS, WHOLE, _reduces(36), [], _reduces(36)),
     (_of(from_all, dim=0, size=6), PARTS, WHOLE, _gathers(72), [], _scatters(36)),
     (reduce_to_all, PARTS, WHOLE, _reduces(36), [], _reduces(36)),
+    (_of(debug_sharding, name="x"), [((4, 3), ROWS)], ROWS, _gathers(32), *[_gathers(32) * 2] * 2),
+    # Each IPU has 3 columns: of 5 tokens, a value and a column of each candidate. Indices have no gradient.
+    (_of(argmax, size=6), LOGITS, WHOLE, _gathers(80), None, None),
+    (_of(_largest, k=2), LOGITS, WHOLE, _gathers(160), _gathers(160), _gathers(160) + _reduces(40)),
+    (_of(_largest, k=6), LOGITS, WHOLE, _gathers(240), _gathers(240), _gathers(240) + _reduces(120)),
+    (_drawn, LOGITS, WHOLE, _gathers(80), None, None),
+    (_of(_drawn, top_k=2, top_p=0.5), LOGITS, WHOLE, _gathers(160), None, None),
+    # A nucleus of all columns sends no rows.
+    (_of(_drawn, min_p=0.1), LOGITS, WHOLE, _gathers(80) + _reduces(20), None, None),
+    (_of(_drawn, top_p=0.9), LOGITS, WHOLE, _gathers(80) * 2 + _reduces(20) * 2 + _reduces(300), None, None),
 ]
 
 
@@ -105,5 +128,7 @@ def test_each_op_sends_what_it_says(typed, op, operands, out_spec, forward, back
     shapes, specs = zip(*operands, strict=True)
     sharded, arrays = on_ipus(op, 2, specs, out_spec, typed), [jnp.ones(shape) for shape in shapes]
     assert forward is None or collectives(sharded, *arrays) == forward
+    if backward is None:
+        return
     ct = jnp.ones(jax.eval_shape(sharded, *arrays).shape)
     assert collectives(lambda ct, *arrays: jax.vjp(sharded, *arrays)[1](ct), ct, *arrays) == sorted(backward)

@@ -1,13 +1,13 @@
-"""Test the executable cache: a second start of the command compiles nothing, and jax's settings are restored."""
+"""Test the executable cache: what is kept compiles once, and jax's settings are restored.
+
+In tests/mnist_example/test_mnist_instances.py a second start of a command compiles nothing.
+"""
 
 import logging
 import os
 import re
 import shutil
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import jax
 import pytest
@@ -15,47 +15,6 @@ from jax._src import compilation_cache
 
 from ipu_jax.steps import ExecutableCache
 from support.refusals import refusals, refused
-
-ROOT = Path(__file__).parents[3]
-
-# The command on so few images that it takes almost no time.
-COMMAND = """
-import sys
-import warnings
-from mnist_example import data, run_sharded_mnist
-from mnist_example.data import synthetic_mnist
-data.synthetic_mnist = lambda seed: synthetic_mnist(seed, 103, 25)
-sys.exit(run_sharded_mnist.main(sys.argv[1:]))
-"""
-FLAGS = "--pipeline-mode concurrent --synthetic-data --batch-size 4 --gradient-accumulation 5 --run-single-step"
-
-
-@pytest.mark.slow
-def test_a_second_start_compiles_nothing_and_a_third_mends_what_was_damaged(tmp_path):
-    folder = tmp_path / "made" / "by it"
-    command = [sys.executable, "-W", "error", "-c", COMMAND, *FLAGS.split(), "--executable-cache", str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    told, errors, step, content = [], [], tmp_path, b""
-    for start in range(3):
-        if start == 2:
-            (step,) = folder.glob("jit__run-*")
-            content = step.read_bytes()
-            step.write_bytes(content[:1000])
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=240)
-        errors.append(run.stderr)
-        lines = run.stdout.splitlines()
-        at_the_end = re.fullmatch(r"executable cache: (\d+) hits, (\d+) misses", lines[-1])
-        assert at_the_end, lines[-1]
-        learned = [line for line in lines if line.startswith("Epoch")]
-        told.append(([int(n) for n in at_the_end.groups()], learned))
-    (first, learned), (second, second_learned), (third, third_learned) = told
-    assert first[1] > 1
-    assert second == [sum(first), 0]
-    assert third == [sum(first) - 1, 1]
-    assert second_learned == third_learned == learned
-    assert errors[:2] == ["", ""]
-    assert re.fullmatch(rf"executable cache: an entry of jit__run in {folder} cannot be read \(.+\): .+\n", errors[2])
-    assert len(step.read_bytes()) > len(content) / 2
 
 
 def test_a_program_is_compiled_once_and_jax_is_left_as_it_was(tmp_path):

@@ -7,6 +7,7 @@ import types
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from ipu_jax.base.cli import progress
 from ipu_jax.base.cli.progress import Bar
@@ -110,44 +111,40 @@ def test_lines_go_on_where_they_were_saved():
     assert printed == ["Epoch 0.2, Mean loss: 2.000, 1 of 3 updates skipped"]
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_the_bar_shows_updates_samples_per_second_and_the_time_left(encoding, monkeypatch):
-    from rich.console import Console
-
-    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    console = Console(file=file, width=120, force_terminal=True, color_system=None)
+def bar_in(console, monkeypatch, name, total, samples, moves):
+    """Show a bar whose clock ticks at each look, and print it."""
     monkeypatch.setattr(progress, "_console", lambda: console)
-    bar = Bar("basic", 60, 0, 32, shown=True)
+    bar = Bar(name, total, 0, samples, shown=True)
     clock = iter(range(0, 1000))
     bar._bar.get_time = lambda: float(next(clock))
-    for done in range(10, 50, 10):
-        bar.move(done)
+    for move in moves:
+        bar.move(*move)
     console.print(bar._bar.get_renderable())
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_the_bar_shows_updates_samples_per_second_and_the_time_left(encoding, monkeypatch):
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    console = Console(file=file, width=120, force_terminal=True, color_system=None)
+    bar_in(console, monkeypatch, "basic", 60, 32, [(10,), (20,), (30,), (40,)])
     file.flush()
     assert isinstance(file.buffer, io.BytesIO)
     shown = " ".join(file.buffer.getvalue().decode(encoding).split())
     found = re.fullmatch(r"basic \S+ ?\S* 40/60 updates ([\d,]+) samples/s 0:00:\d\d left: 0:00:(\d\d)", shown)
     assert found, shown
     samples = int(found[1].replace(",", ""))
-    assert 32 < samples <= 320  # 10 updates of 32 samples between two looks at the clock, which ticks at each look
+    assert 32 < samples <= 320  # 10 updates of 32 samples between two looks at the clock
 
 
 @pytest.mark.parametrize("width", [80, 100, 110, 140])
 def test_the_bar_fits_into_a_terminal(width, monkeypatch):
-    from rich.console import Console
-
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    monkeypatch.setattr(progress, "_console", lambda: console)
-    bar = Bar("concurrent", 18740, 0, 64, shown=True)
-    clock = iter(range(0, 1000))
-    bar._bar.get_time = lambda: float(next(clock))
-    for done in (100, 200, 4120):
-        bar.move(done, "Epoch 4.397, loss 0.06854")
-    console.print(bar._bar.get_renderable())
+    of_epoch = "Epoch 4.397, loss 0.06854"
+    bar_in(console, monkeypatch, "concurrent", 18740, 64, [(done, of_epoch) for done in (100, 200, 4120)])
     assert isinstance(console.file, io.StringIO)
     (shown,) = console.file.getvalue().splitlines()
     assert "…" not in shown
-    parts = ("concurrent ", " 4120/18740 updates Epoch 4.397, loss 0.06854", "left: 0:00:")
+    parts = ("concurrent ", f" 4120/18740 updates {of_epoch}", "left: 0:00:")
     assert all(part in " ".join(shown.split()) for part in parts), shown
 
 
