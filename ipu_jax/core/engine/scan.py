@@ -31,7 +31,7 @@ from ipu_jax.core.engine.labels import PlanNames
 from ipu_jax.core.engine.order import EXCHANGES, WORDS
 from ipu_jax.core.engine.plan import TABLES, Plan, stretches_of
 from ipu_jax.core.layout.packing import Sharded, sharded_of
-from ipu_jax.core.mesh.collectives import broadcast, reduced, state_over_replicas
+from ipu_jax.core.mesh.axes import broadcast, reduced, state_over_replicas
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.programs.segment import merged_aux
 from ipu_jax.core.step_args import StepArgs
